@@ -1,0 +1,100 @@
+"""Which backend serves an operation on a device, and why another cannot.
+
+An implementation registers itself under the operation's name. `choose` picks one: by name, or the first available in
+the device's order. A backend asked for by name that cannot serve is an error with the reason; the automatic choice
+passes over backends that are unavailable, never over one that failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+AUTO_ORDER = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
+BACKENDS = ("reference", "cpu", "cuda", "triton")
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class BackendUnavailable(ValueError):
+    """The backend asked for by name cannot serve this operation here; the message says why."""
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One backend of one operation: the function, the device types of tensors it takes, and why it is missing, if it is."""
+
+    function: Callable[..., Any]
+    devices: Callable[[], tuple[str, ...]]
+    missing: Callable[[], str | None]
+
+
+_IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {}
+
+
+def register(
+    op: str,
+    backend: str,
+    *,
+    devices: tuple[str, ...] | Callable[[], tuple[str, ...]],
+    missing: Callable[[], str | None] = lambda: None,
+) -> Callable[[Function], Function]:
+    """Decorator: the function serves `op` as `backend` for tensors on `devices`, unless `missing()` gives a reason."""
+
+    def add(function: Function) -> Function:
+        on = devices if callable(devices) else lambda: devices
+        _IMPLEMENTATIONS.setdefault(op, {})[backend] = Implementation(function, on, missing)
+        return function
+
+    return add
+
+
+def _reason(op: str, backend: str, device: str) -> str | None:
+    """Why `backend` cannot serve `op` for tensors on `device`; None if it can."""
+    if backend not in BACKENDS:
+        return f"no such backend; the backends are {', '.join(BACKENDS)}"
+    implementation = _IMPLEMENTATIONS[op].get(backend)
+    if implementation is None:
+        return f"{op} has no {backend} implementation"
+    absent = implementation.missing()
+    if absent is None and device not in implementation.devices():
+        return f"serves {' and '.join(implementation.devices())} tensors, and these are on {device}"
+    return absent
+
+
+def choose(op: str, tensor: Tensor, backend: str = "auto") -> Callable[..., Any]:
+    """The implementation of `op` for the device of `tensor`; raises BackendUnavailable with the reason if there is none."""
+    device = tensor.device.type
+    names = AUTO_ORDER.get(device, ("reference",)) if backend == "auto" else (backend,)
+    reasons = {}
+    for name in names:
+        reason = _reason(op, name, device)
+        if reason is None:
+            return _IMPLEMENTATIONS[op][name].function
+        reasons[name] = reason
+    raise BackendUnavailable("; ".join(f"{op}: backend {name!r}: {why}" for name, why in reasons.items()))
+
+
+class BackendTable(dict[str, dict[str, str]]):
+    """Operation -> backend -> "available" or the reason why not; prints as a table."""
+
+    def __str__(self) -> str:
+        width = max((len(op) for op in self), default=0)
+        rows = [f"{op:<{width}}  {backend:<9}  {state}" for op, row in self.items() for backend, state in row.items()]
+        return "\n".join(rows)
+
+    __repr__ = __str__
+
+
+def backends() -> BackendTable:
+    """Every operation with every backend: "available", or why it is not."""
+    table = BackendTable()
+    for op in sorted(_IMPLEMENTATIONS):
+        found = _IMPLEMENTATIONS[op]
+        table[op] = {
+            name: (found[name].missing() or "available") if name in found else "not implemented" for name in BACKENDS
+        }
+    return table

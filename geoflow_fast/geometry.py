@@ -1,0 +1,184 @@
+"""Maths of the unit sphere in plain torch: the readable truth that every kernel is tested against.
+
+Points are rows of unit norm, `[..., d]` with d >= 2; batch dimensions broadcast. Times are floats or tensors that
+broadcast against the batch dimensions. Every function is total on finite input: at equal points it follows a series,
+at antipodal points, where the geodesic is not unique, it takes one deterministic great circle. Gradients are finite
+everywhere and exact where the map is smooth.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+DIRECTIONS = ("joint", "i2t", "t2i")
+"""Names of the direction codes 0, 1, 2: both streams generated; text generated; image generated."""
+
+UNIT_TOLERANCE = 1e-3
+"""How far the norm of a row may be from one before it is refused."""
+
+# Below this a component orthogonal to a unit vector is rounding noise, not a direction.
+EPS = {torch.float32: 16 * torch.finfo(torch.float32).eps, torch.float64: 16 * torch.finfo(torch.float64).eps}
+
+# sin(x)/x and cos(x) by three terms of their series are exact to float64 rounding below this square.
+_SERIES_BELOW = 1e-4
+
+
+def eps(dtype: torch.dtype) -> float:
+    """Length below which a direction of this dtype is noise. float32 and float64 only."""
+    if dtype not in EPS:
+        raise TypeError(f"geometry works in float32 and float64, not {dtype}; convert with .float()")
+    return EPS[dtype]
+
+
+def check_rows(x: Tensor, name: str, *, unit: bool = True) -> None:
+    """Raises a ValueError that names the first row of `x` [..., d] that is non-finite, zero, or (`unit`) not of norm one."""
+    norm = torch.linalg.vector_norm(x.detach(), dim=-1)
+    bad = ~((norm - 1).abs() <= UNIT_TOLERANCE) if unit else ~(torch.isfinite(norm) & (norm > 0))
+    if not bool(bad.any()):
+        return
+    row = [int(i) for i in bad.nonzero()[0]]
+    value = float(norm[tuple(row)])
+    where = f"{name} row {row[0] if len(row) == 1 else tuple(row)}" if row else name
+    if not math.isfinite(value):
+        raise ValueError(f"{where} is not finite")
+    if value == 0:
+        raise ValueError(f"{where} is all zeros and has no direction")
+    raise ValueError(f"{where} has norm {value:.6g}, not 1; pass it through geoflow_fast.geometry.normalize first")
+
+
+def normalize(x: Tensor) -> Tensor:
+    """Rows of `x` [..., d] scaled to unit norm. A zero or non-finite row is an error that names it."""
+    eps(x.dtype)
+    # Scaling by the largest entry first keeps huge and denormal rows from overflowing or vanishing when squared.
+    scaled = x / x.detach().abs().amax(dim=-1, keepdim=True) if x.shape[-1] else x
+    check_rows(torch.where(x == 0, x, scaled).detach(), "x", unit=False)
+    return scaled / torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+
+
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Inner product over the last dimension, kept: [..., 1]."""
+    return (a * b).sum(dim=-1, keepdim=True)
+
+
+def project_tangent(x: Tensor, v: Tensor) -> Tensor:
+    """Part of `v` orthogonal to the unit rows `x`: (I - x x^T) v."""
+    return v - dot(x, v) * x
+
+
+def angle(a: Tensor, b: Tensor) -> Tensor:
+    """Angle between unit rows, [...], in [0, pi]; accurate near 0 and near pi, where acos of a dot product is not."""
+    return 2 * torch.atan2(torch.linalg.vector_norm(a - b, dim=-1), torch.linalg.vector_norm(a + b, dim=-1))
+
+
+def _cos_sinc(square: Tensor) -> tuple[Tensor, Tensor]:
+    """cos(x) and sin(x)/x as smooth functions of x^2, so that gradients at x = 0 are finite."""
+    small = square < _SERIES_BELOW
+    x = torch.sqrt(torch.where(small, torch.ones_like(square), square))
+    cos_series = 1 - square / 2 * (1 - square / 12 * (1 - square / 30))
+    sinc_series = 1 - square / 6 * (1 - square / 20 * (1 - square / 42))
+    return torch.where(small, cos_series, torch.cos(x)), torch.where(small, sinc_series, torch.sin(x) / x)
+
+
+def orthogonal_direction(a: Tensor) -> Tensor:
+    """A unit tangent at each row of `a`: the coordinate axis `a` leans on least, made orthogonal to `a`."""
+    axis = torch.nn.functional.one_hot(a.detach().abs().argmin(dim=-1), a.shape[-1]).to(a.dtype)
+    tangent = project_tangent(a, axis)
+    return tangent / torch.linalg.vector_norm(tangent, dim=-1, keepdim=True)
+
+
+def _departure(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Angle w [..., 1] and the velocity w u [..., d] with which the geodesic from `a` leaves for `b`.
+
+    With p the part of `b` orthogonal to `a`, |p| = sin(w): w u = w/sin(w) p from the series below pi/2, w/|p| p beyond.
+    """
+    least = eps(a.dtype)
+    a, b = torch.broadcast_tensors(a, b)
+    if a.shape[-1] < 2:
+        raise ValueError(f"points need at least 2 coordinates, got width {a.shape[-1]}")
+    w = angle(a, b).unsqueeze(-1)
+    squared_norm = dot(a, a)
+    p = b - dot(a, b) / squared_norm * a
+    p = p - dot(a, p) / squared_norm * a  # near pi the first subtraction cancels; the second removes what is left of a
+    length = torch.linalg.vector_norm(p, dim=-1, keepdim=True)
+    one = torch.ones_like(length)
+    far = w > math.pi / 2
+    lost = far & (length < least)
+    p = torch.where(lost, orthogonal_direction(a), p)
+    length = torch.where(far & ~lost, length, one)
+    _, sinc = _cos_sinc(torch.where(far, one, w).square())
+    return w, torch.where(far, w / length, 1 / sinc) * p
+
+
+def _time(t: Tensor | float, like: Tensor) -> Tensor:
+    """Time as a tensor [..., 1] that broadcasts against points."""
+    return torch.as_tensor(t, dtype=like.dtype, device=like.device).unsqueeze(-1)
+
+
+def interpolate(a: Tensor, b: Tensor, t: Tensor | float) -> tuple[Tensor, Tensor]:
+    """Point at time `t` on the geodesic from `a` (t=0) to `b` (t=1) and its velocity d/dt, both [..., d].
+
+    Constant speed w = angle(a, b); with u the unit tangent at `a` towards `b`,
+    x_t = cos(t w) a + sin(t w) u and v_t = w (cos(t w) u - sin(t w) a): the paper's interpolant and target velocity.
+    """
+    time = _time(t, a)
+    w, departure = _departure(a, b)
+    cos, sinc = _cos_sinc((time * w).square())
+    return cos * a + time * sinc * departure, cos * departure - time * w.square() * sinc * a
+
+
+def geodesic(a: Tensor, b: Tensor, t: Tensor | float) -> Tensor:
+    """Point at time `t` on the geodesic from `a` to `b`."""
+    return interpolate(a, b, t)[0]
+
+
+def geodesic_velocity(a: Tensor, b: Tensor, t: Tensor | float) -> Tensor:
+    """Velocity at time `t` on the geodesic from `a` to `b`: tangent at `geodesic(a, b, t)`, of norm angle(a, b)."""
+    return interpolate(a, b, t)[1]
+
+
+def exp_map(x: Tensor, v: Tensor) -> Tensor:
+    """Follows the geodesic from `x` with tangent velocity `v` for unit time: cos|v| x + sin|v| v/|v|, renormalised."""
+    cos, sinc = _cos_sinc(dot(v, v))
+    y = cos * x + sinc * v
+    return y / torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+
+
+def log_map(x: Tensor, y: Tensor) -> Tensor:
+    """Tangent velocity at `x` whose geodesic reaches `y` at unit time; its norm is angle(x, y)."""
+    return _departure(x, y)[1]
+
+
+def parallel_transport(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+    """Carries `v`, tangent at `x`, along the geodesic to `y`: an isometry between the two tangent spaces."""
+    w, velocity = _departure(x, y)
+    _, sinc = _cos_sinc(w.square())
+    _, half_sinc = _cos_sinc((w / 2).square())
+    along = dot(velocity, v)
+    # v + <u, v> ((cos w - 1) u - sin w x) with u = velocity / w; (1 - cos w) / w^2 = sinc(w/2)^2 / 2
+    return v - along * (half_sinc.square() / 2 * velocity + sinc * x)
+
+
+def sample_uniform(
+    n: int,
+    d: int,
+    *,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """`n` independent points, uniform on the unit sphere of R^d: [n, d]."""
+    eps(dtype)
+    if n < 0 or d < 2:
+        raise ValueError(f"need n >= 0 points with d >= 2 coordinates, got n={n}, d={d}")
+    x = torch.randn(n, d, generator=generator, dtype=dtype, device=device)
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+
+
+def log_area(d: int) -> float:
+    """Logarithm of the area of the unit sphere in R^d: the uniform log-density is its negative."""
+    if d < 1:
+        raise ValueError(f"dimension must be at least 1, got {d}")
+    return math.log(2) + d / 2 * math.log(math.pi) - math.lgamma(d / 2)

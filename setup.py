@@ -1,0 +1,99 @@
+"""Builds `geoflow_fast._C`: C++ for every CPU, AVX2 variants chosen at run time, CUDA when nvcc is there.
+
+The extension takes raw pointers and includes no torch header, so neither torch nor a GPU is needed to build it.
+`GEOFLOW_CUDA=0` builds without CUDA even where nvcc exists; `GEOFLOW_CUDA=1` makes a missing nvcc an error.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+from pybind11.setup_helpers import Pybind11Extension
+from setuptools import setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+X86_64 = platform.machine().lower() in {"x86_64", "amd64"}
+# Real code for the three data-centre generations, and PTX of the newest so that later GPUs can compile it on load.
+CUDA_ARCHITECTURES = [
+    "-gencode=arch=compute_80,code=sm_80",
+    "-gencode=arch=compute_90,code=sm_90",
+    "-gencode=arch=compute_100,code=sm_100",
+    "-gencode=arch=compute_100,code=compute_100",
+]
+
+
+def find_nvcc() -> str | None:
+    """Path of nvcc, or None for a CPU-only build."""
+    wish = os.environ.get("GEOFLOW_CUDA", "auto")
+    if wish not in {"auto", "0", "1"}:
+        raise SystemExit(f"GEOFLOW_CUDA must be 0, 1 or unset, not {wish!r}")
+    if wish == "0":
+        return None
+    nvcc = shutil.which("nvcc")
+    if nvcc is None and wish == "1":
+        raise SystemExit("GEOFLOW_CUDA=1, but nvcc is not on PATH")
+    return nvcc
+
+
+def openmp_flags() -> tuple[list[str], list[str]]:
+    """Compile and link flags for OpenMP. Apple's clang has none of its own: there the loops run on one thread."""
+    return ([], []) if sys.platform == "darwin" else (["-fopenmp"], ["-fopenmp"])
+
+
+class BuildExtension(build_ext):
+    """Compiles `*_avx2.cpp` with AVX2 flags and `*.cu` with nvcc; everything else as usual."""
+
+    def build_extensions(self) -> None:
+        self.compiler.src_extensions.append(".cu")
+        compile_host = self.compiler._compile
+
+        def compile_any(obj: str, src: str, ext: str, cc_args: list[str], post: list[str], pp_opts: list[str]) -> None:
+            if src.endswith(".cu"):
+                self.spawn([NVCC, *pp_opts, "-c", src, "-o", obj, *NVCC_FLAGS])
+                return
+            isa = ["-mavx2", "-mfma", "-mf16c"] if X86_64 and src.endswith("_avx2.cpp") else []
+            compile_host(obj, src, ext, cc_args, [*post, *isa], pp_opts)
+
+        self.compiler._compile = compile_any
+        if NVCC is not None:
+            # nvcc knows where its static runtime lives even when the one on PATH is a wrapper script.
+            self.compiler.compiler_cxx = [NVCC]  # setuptools links C++ with this one and compiles with compiler_so_cxx
+            self.compiler.linker_so = self.compiler.linker_so_cxx = [NVCC, "-shared", "--cudart=static"]
+        super().build_extensions()
+
+
+NVCC = find_nvcc()
+NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden", "-lineinfo", *CUDA_ARCHITECTURES]
+omp_compile, omp_link = openmp_flags()
+if NVCC is not None:
+    omp_link = [f"-Xcompiler={flag}" for flag in omp_link]
+
+
+def sources(*patterns: str) -> list[str]:
+    found = [path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern)]
+    return sorted(found)
+
+
+extension = Pybind11Extension(
+    "geoflow_fast._C",
+    sources("csrc/*.cpp", "csrc/cpu/*.cpp", *(["csrc/cuda/*.cu"] if NVCC else [])),
+    depends=sources("csrc/**/*.h", "csrc/**/*.cuh"),
+    include_dirs=["csrc"],
+    cxx_std=17,
+    define_macros=[("GEOFLOW_WITH_CUDA", "1")] if NVCC else [],
+    extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", *omp_compile],
+    extra_link_args=omp_link,
+)
+
+setup(
+    packages=["geoflow_fast", "geoflow_fast.ops", "geoflow_fast.kernels"],
+    package_dir={"geoflow_fast": "geoflow_fast", "geoflow_fast.kernels": "kernels"},
+    package_data={"geoflow_fast": ["py.typed"]},
+    ext_modules=[extension],
+    cmdclass={"build_ext": BuildExtension},
+)
