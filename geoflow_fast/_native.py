@@ -15,7 +15,7 @@ from torch import Tensor
 
 @functools.cache
 def extension() -> ModuleType | None:
-    """The compiled extension; None when it was never built. An extension that is there but does not load is an error."""
+    """The compiled extension; None when it was never built. One that is there but does not load is an error."""
     try:
         return importlib.import_module("geoflow_fast._C")
     except ModuleNotFoundError as error:

@@ -25,7 +25,7 @@ class BackendUnavailable(ValueError):
 
 @dataclass(frozen=True)
 class Implementation:
-    """One backend of one operation: the function, the device types of tensors it takes, and why it is missing, if it is."""
+    """One backend of one operation: the function, the device types it serves, and why it is missing, if it is."""
 
     function: Callable[..., Any]
     devices: Callable[[], tuple[str, ...]]
@@ -66,7 +66,7 @@ def _reason(op: str, backend: str, device: str) -> str | None:
 
 
 def choose(op: str, tensor: Tensor, backend: str = "auto") -> Callable[..., Any]:
-    """The implementation of `op` for the device of `tensor`; raises BackendUnavailable with the reason if there is none."""
+    """The implementation of `op` for the device of `tensor`; raises BackendUnavailable, with the reason, without one."""
     device = tensor.device.type
     names = AUTO_ORDER.get(device, ("reference",)) if backend == "auto" else (backend,)
     reasons = {}

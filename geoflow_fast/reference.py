@@ -1,4 +1,4 @@
-"""The fused operations in plain torch: slow, obvious, differentiable. Each is the truth its faster twins are tested against."""
+"""The fused operations in plain torch: slow, obvious, differentiable, and the truth for their faster twins."""
 
 from __future__ import annotations
 

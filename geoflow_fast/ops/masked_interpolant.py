@@ -39,9 +39,7 @@ def masked_interpolant(
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, t))
     if wants_gradient:
         if backend not in ("auto", "reference"):
-            raise ValueError(
-                f"masked_interpolant: backend {backend!r} has no gradient; use 'reference' or detach the inputs"
-            )
+            raise ValueError(f"masked_interpolant: backend {backend!r} has no gradient; use 'reference' or detach")
         backend = "reference"
     if out is not None:
         if wants_gradient:
@@ -121,7 +119,7 @@ def _reference(
 def _check_shown_rows(
     image0: Tensor, text0: Tensor, image1: Tensor, text1: Tensor, direction: Tensor, drop: Tensor | None
 ) -> None:
-    """Names the first bad row among those that are read: the side that a given stream does not show is not looked at."""
+    """Names the first bad row among those that are read; what a given stream does not show is not looked at."""
     dropped = torch.zeros_like(direction, dtype=torch.bool) if drop is None else drop
     for stream, noise, data, given in (
         ("image", image0, image1, direction == reference.I2T),

@@ -1,0 +1,25 @@
+"""Shared fixtures: backends that can run here, deterministic seeds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import geoflow_fast as gf
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+def available_backends(op: str) -> list[str]:
+    """Backends of `op` that this machine can run on CPU tensors; used to run one test body over all of them."""
+    return [name for name in ("reference", "cpu") if gf.backends()[op][name] == "available"]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """A test that takes `backend` and sits in a module with `OP` runs once per available backend of that operation."""
+    op = getattr(metafunc.module, "OP", None)
+    if op is not None and "backend" in metafunc.fixturenames:
+        metafunc.parametrize("backend", available_backends(op))
