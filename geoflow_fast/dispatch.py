@@ -66,7 +66,7 @@ def _reason(op: str, backend: str, device: str) -> str | None:
 
 
 def choose(op: str, tensor: Tensor, backend: str = "auto") -> Callable[..., Any]:
-    """The implementation of `op` for the device of `tensor`; raises BackendUnavailable, with the reason, without one."""
+    """The implementation of `op` for the device of `tensor`; BackendUnavailable, with the reason, if there is none."""
     device = tensor.device.type
     names = AUTO_ORDER.get(device, ("reference",)) if backend == "auto" else (backend,)
     reasons = {}

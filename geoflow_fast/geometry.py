@@ -34,7 +34,7 @@ def eps(dtype: torch.dtype) -> float:
 
 
 def check_rows(x: Tensor, name: str, *, unit: bool = True) -> None:
-    """Raises a ValueError naming the first row of `x` [..., d] that is non-finite, zero, or (`unit`) not of norm one."""
+    """ValueError naming the first row of `x` [..., d] that is non-finite, zero, or (with `unit`) not of norm one."""
     norm = torch.linalg.vector_norm(x.detach(), dim=-1)
     bad = ~((norm - 1).abs() <= UNIT_TOLERANCE) if unit else ~(torch.isfinite(norm) & (norm > 0))
     if not bool(bad.any()):

@@ -1,0 +1,92 @@
+"""Rules of the house: imports go down only, importing is light, nothing heavy is needed to import."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import geoflow_fast
+
+PACKAGE = Path(geoflow_fast.__file__).parent
+# From the top down; a module may import from its own layer (without cycles) and from those below.
+LAYERS = [
+    {"cli", "__main__"},
+    {"demo", "doctor"},
+    {"evaluation", "baselines", "encoders"},
+    {"training", "entropy", "rerank", "density", "worlds"},
+    {"sampling", "integrate", "model", "curriculum", "gallery", "data"},
+    {"ops"},
+    {"reference", "dispatch", "kernels", "_native"},
+    {"geometry"},
+]
+
+
+def level(module: str) -> int:
+    found = [depth for depth, layer in enumerate(LAYERS) if module in layer]
+    assert found, f"geoflow_fast.{module} has no place in the layers of tests/test_layout.py"
+    return found[0]
+
+
+def imported_modules(path: Path) -> set[str]:
+    """First-level modules of the package that a file imports, inside functions too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "geoflow_fast" and not node.level:
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("geoflow_fast."):
+            names.add(str(node.module).split(".")[1])
+        elif isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("geoflow_fast.")}
+        assert not (isinstance(node, ast.ImportFrom) and node.level), f"{path}: write imports in full"
+    return names
+
+
+def test_imports_go_down_only():
+    upward = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        module = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if module == "__init__":
+            continue
+        for target in imported_modules(path) - {"__version__"}:
+            if level(target) < level(module):
+                upward.append(f"{path.relative_to(PACKAGE)} imports {target}")
+    assert not upward
+
+
+def test_only_native_imports_the_extension():
+    users = [path.name for path in PACKAGE.rglob("*.py") if "geoflow_fast._C" in path.read_text()]
+    assert users == ["_native.py"]
+
+
+def run_python(code: str, **environment: str) -> str:
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, **environment}).stdout
+
+
+def test_import_is_light():
+    """Beyond torch the import takes under 0.3 s and pulls in none of the heavy or optional packages."""
+    code = """
+import sys, time
+import torch
+start = time.perf_counter()
+import geoflow_fast
+print(time.perf_counter() - start)
+heavy = {"triton", "scipy", "ot", "matplotlib", "pyarrow", "open_clip", "gpytorch", "typer", "rich", "tensorboard"}
+print(sorted(heavy & set(sys.modules)))
+"""
+    seconds, heavy = min((run_python(code).split("\n", 1) for _ in range(3)), key=lambda out: float(out[0]))
+    assert float(seconds) < 0.3
+    assert heavy.strip() == "[]"
+
+
+def test_import_works_without_triton():
+    code = """
+import sys
+sys.modules["triton"] = None
+import geoflow_fast as gf
+print(gf.backends()["masked_interpolant"]["cpu"])
+"""
+    assert run_python(code, CUDA_VISIBLE_DEVICES="").strip() == "available"
