@@ -11,10 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 AUTO_ORDER = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
 BACKENDS = ("reference", "cpu", "cuda", "triton")
+EVERYWHERE = ("cpu", "cuda", "meta")
+"""Device types that plain torch serves."""
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -25,11 +28,13 @@ class BackendUnavailable(ValueError):
 
 @dataclass(frozen=True)
 class Implementation:
-    """One backend of one operation: the function, the device types it serves, and why it is missing, if it is."""
+    """One backend of one operation: the function (or a class that holds its passes: forward, backward, jvp), the
+    device types and dtypes it serves (None: any), and why it is missing, if it is."""
 
     function: Callable[..., Any]
     devices: Callable[[], tuple[str, ...]]
     missing: Callable[[], str | None]
+    dtypes: tuple[torch.dtype, ...] | None
 
 
 _IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {}
@@ -41,37 +46,41 @@ def register(
     *,
     devices: tuple[str, ...] | Callable[[], tuple[str, ...]],
     missing: Callable[[], str | None] = lambda: None,
+    dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> Callable[[Function], Function]:
     """Decorator: the function serves `op` as `backend` for tensors on `devices`, unless `missing()` gives a reason."""
 
     def add(function: Function) -> Function:
         on = devices if callable(devices) else lambda: devices
-        _IMPLEMENTATIONS.setdefault(op, {})[backend] = Implementation(function, on, missing)
+        _IMPLEMENTATIONS.setdefault(op, {})[backend] = Implementation(function, on, missing, dtypes)
         return function
 
     return add
 
 
-def _reason(op: str, backend: str, device: str) -> str | None:
-    """Why `backend` cannot serve `op` for tensors on `device`; None if it can."""
+def _reason(op: str, backend: str, tensor: Tensor) -> str | None:
+    """Why `backend` cannot serve `op` for tensors like this one; None if it can."""
     if backend not in BACKENDS:
         return f"no such backend; the backends are {', '.join(BACKENDS)}"
     implementation = _IMPLEMENTATIONS[op].get(backend)
     if implementation is None:
         return f"{op} has no {backend} implementation"
     absent = implementation.missing()
-    if absent is None and device not in implementation.devices():
-        return f"serves {' and '.join(implementation.devices())} tensors, and these are on {device}"
-    return absent
+    if absent is not None:
+        return absent
+    if tensor.device.type not in implementation.devices():
+        return f"serves {' and '.join(implementation.devices())} tensors, and these are on {tensor.device.type}"
+    if implementation.dtypes is not None and tensor.dtype not in implementation.dtypes:
+        return f"works in {', '.join(map(str, implementation.dtypes))}, and these are {tensor.dtype}"
+    return None
 
 
-def choose(op: str, tensor: Tensor, backend: str = "auto") -> Callable[..., Any]:
-    """The implementation of `op` for the device of `tensor`; BackendUnavailable, with the reason, if there is none."""
-    device = tensor.device.type
-    names = AUTO_ORDER.get(device, ("reference",)) if backend == "auto" else (backend,)
+def choose(op: str, tensor: Tensor, backend: str = "auto") -> Any:
+    """The implementation of `op` for tensors like this one; raises BackendUnavailable, with the reason, without one."""
+    names = AUTO_ORDER.get(tensor.device.type, ("reference",)) if backend == "auto" else (backend,)
     reasons = {}
     for name in names:
-        reason = _reason(op, name, device)
+        reason = _reason(op, name, tensor)
         if reason is None:
             return _IMPLEMENTATIONS[op][name].function
         reasons[name] = reason

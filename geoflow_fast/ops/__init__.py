@@ -1,5 +1,20 @@
 """Fused operations: each checks its input once, picks a backend and owns its autograd."""
 
+from geoflow_fast.ops.adaln import adaln, adaln_jvp
+from geoflow_fast.ops.flow_loss import flow_loss
+from geoflow_fast.ops.gate_residual import gate_residual, gate_residual_jvp
 from geoflow_fast.ops.masked_interpolant import masked_interpolant
+from geoflow_fast.ops.swiglu import swiglu, swiglu_jvp
+from geoflow_fast.ops.tangent_step import tangent_step
 
-__all__ = ["masked_interpolant"]
+__all__ = [
+    "adaln",
+    "adaln_jvp",
+    "flow_loss",
+    "gate_residual",
+    "gate_residual_jvp",
+    "masked_interpolant",
+    "swiglu",
+    "swiglu_jvp",
+    "tangent_step",
+]

@@ -1,0 +1,49 @@
+"""Checks and reshapes shared by the operations that work row by row."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def check_floating(**tensors: Tensor | None) -> None:
+    """Every tensor that is given is a floating-point tensor on the device of the first."""
+    first: Tensor | None = None
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {x.dtype}")
+        first = x if first is None else first
+        if x.device != first.device:
+            raise ValueError(f"{name} is on {x.device}, but {next(iter(tensors))} is on {first.device}")
+
+
+def check_shape(shape: torch.Size, like: str, **tensors: Tensor | None) -> None:
+    """Every tensor that is given has this shape, which is that of the argument called `like`."""
+    for name, x in tensors.items():
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name} must have the shape {tuple(shape)} of {like}, got {tuple(x.shape)}")
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """`x` [..., H] as [R, H]."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def groups_of(group: Tensor, name: str, rows: Tensor) -> Tensor:
+    """`group` [H] or [..., H] as [G, H], where G divides the number of rows: each group serves R/G rows in turn."""
+    flat = rows_of(group)
+    if flat.shape[-1] != rows.shape[-1]:
+        raise ValueError(f"{name} has width {flat.shape[-1]}, but the rows have width {rows.shape[-1]}")
+    if flat.shape[0] == 0 or rows.shape[0] % flat.shape[0] != 0:
+        raise ValueError(f"{name} has {flat.shape[0]} rows, which do not divide the {rows.shape[0]} they apply to")
+    return flat
+
+
+def check_tangents(tangent: Tensor, name: str, primal: Tensor) -> None:
+    """`tangent` is [K, *primal.shape]."""
+    if tangent.dim() != primal.dim() + 1 or tangent.shape[1:] != primal.shape:
+        raise ValueError(f"{name} must be [K, {', '.join(map(str, primal.shape))}], got {tuple(tangent.shape)}")

@@ -1,0 +1,100 @@
+"""The product of a SwiGLU layer: silu(gate) * value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geoflow_fast import dispatch, reference
+from geoflow_fast.ops import _triton
+from geoflow_fast.ops._rows import check_floating, check_shape, check_tangents, rows_of
+
+
+def swiglu(gate: Tensor, value: Tensor | None = None, *, backend: str = "auto") -> Tensor:
+    """silu(gate) * value, [..., I].
+
+    Without `value`, `gate` [..., 2 I] holds the gate in its first half and the value in its second, as one linear layer
+    makes them; their gradient then is one tensor too. Differentiable in reverse and forward mode.
+    """
+    width = _check(gate, value)
+    if gate.numel() == 0:
+        return gate[..., :width] + (gate[..., width:] if value is None else value)
+    out: Tensor = _SwiGLU.apply(rows_of(gate), None if value is None else rows_of(value), backend)
+    return out.view(*gate.shape[:-1], width)
+
+
+def swiglu_jvp(
+    gate: Tensor, d_gate: Tensor, value: Tensor | None = None, d_value: Tensor | None = None, *, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """`swiglu` and its derivatives along K tangents, `d_gate` [K, *gate.shape] and `d_value` alike, without a tape."""
+    width = _check(gate, value)
+    if (value is None) != (d_value is None):
+        raise ValueError("value and d_value must be given together or not at all")
+    check_floating(gate=gate, d_gate=d_gate, d_value=d_value)
+    check_tangents(d_gate, "d_gate", gate)
+    check_shape(d_gate.shape, "d_gate", d_value=d_value)
+    shape = (*gate.shape[:-1], width)
+    if d_gate.numel() == 0:
+        return swiglu(gate, value, backend=backend), d_gate.new_empty((d_gate.shape[0], *shape))
+    rows = rows_of(gate)
+    d_rows = d_gate.reshape(-1, *rows.shape)
+    d_value_rows = None if d_value is None else d_value.reshape(-1, *rows.shape)
+    passes = dispatch.choose("swiglu", gate, backend)
+    y, dy = passes.jvp(rows, d_rows, None if value is None else rows_of(value), d_value_rows)
+    return y.view(shape), dy.view(-1, *shape)
+
+
+def _check(gate: Tensor, value: Tensor | None) -> int:
+    """The width I of the result."""
+    check_floating(gate=gate, value=value)
+    if value is not None:
+        check_shape(gate.shape, "gate", value=value)
+        if value.dtype != gate.dtype:
+            raise TypeError(f"value is {value.dtype}, but gate is {gate.dtype}")
+    elif gate.shape[-1] % 2:
+        raise ValueError(f"gate holds both halves without value, so its width must be even, got {gate.shape[-1]}")
+    return gate.shape[-1] if value is not None else gate.shape[-1] // 2
+
+
+class _SwiGLU(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(gate: Tensor, value: Tensor | None, backend: str) -> Tensor:
+        out: Tensor = dispatch.choose("swiglu", gate, backend).forward(gate, value)
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], _output: Tensor) -> None:
+        gate, value, ctx.backend = inputs
+        ctx.save_for_backward(gate, value)
+        ctx.save_for_forward(gate, value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, value = ctx.saved_tensors
+        # Second derivatives exist in the reference only.
+        backend = "reference" if torch.is_grad_enabled() else ctx.backend
+        return *dispatch.choose("swiglu", gate, backend).backward(grad, gate, value), None
+
+    @staticmethod
+    def jvp(ctx: Any, d_gate: Tensor, d_value: Tensor | None, _: None) -> Tensor:
+        gate, value = ctx.saved_tensors
+        value_tangent = None if d_value is None else d_value.unsqueeze(0)
+        return reference.swiglu_jvp(gate, d_gate.unsqueeze(0), value, value_tangent)[1][0]
+
+
+@dispatch.register("swiglu", "reference", devices=dispatch.EVERYWHERE)
+class _Reference:
+    forward = staticmethod(reference.swiglu)
+    backward = staticmethod(reference.swiglu_backward)
+    jvp = staticmethod(reference.swiglu_jvp)
+
+
+@dispatch.register("swiglu", "triton", devices=_triton.devices, missing=_triton.missing, dtypes=_triton.DTYPES)
+class _Triton:
+    forward = staticmethod(_triton.kernel("network", "swiglu"))
+    backward = staticmethod(_triton.kernel("network", "swiglu_backward"))
+    jvp = staticmethod(_triton.kernel("network", "swiglu_jvp"))

@@ -1,0 +1,60 @@
+"""One solver step on the sphere: guidance, tangent projection and the move along the geodesic in one pass."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from geoflow_fast import dispatch, reference
+from geoflow_fast.geometry import eps
+from geoflow_fast.ops import _triton
+from geoflow_fast.ops._rows import check_floating, check_shape
+
+RETRACTIONS = ("exp", "renormalise")
+
+
+def tangent_step(
+    x: Tensor,
+    v: Tensor,
+    h: float,
+    *,
+    v_free: Tensor | None = None,
+    guidance: float = 0.0,
+    retraction: str = "exp",
+    backend: str = "auto",
+) -> Tensor:
+    """Where the unit rows `x` [B, d] arrive after time `h` (negative in the reverse ODE) at velocity `v` [B, d].
+
+    `v` is projected to the tangent space at `x`. With `v_free`, the unconditional velocity, the step uses
+    v + guidance * (v - v_free), combined before the one projection. `retraction` is "exp", along the geodesic, or
+    "renormalise", straight and back to the sphere: equal to first order in h. The result has unit rows, in float32 or
+    float64. Differentiable in the tensors through the reference, which is chosen when a gradient is asked for.
+    """
+    check_floating(x=x, v=v, v_free=v_free)
+    eps(x.dtype)
+    if x.dim() != 2:
+        raise ValueError(f"x must be [B, d], got {tuple(x.shape)}")
+    check_shape(x.shape, "x", v=v, v_free=v_free)
+    for name, y in (("v", v), ("v_free", v_free)):
+        if y is not None and y.dtype != x.dtype:
+            raise TypeError(f"{name} is {y.dtype}, but x is {x.dtype}")
+    if not math.isfinite(h) or not math.isfinite(guidance):
+        raise ValueError(f"h and guidance must be finite, got {h} and {guidance}")
+    if retraction not in RETRACTIONS:
+        raise ValueError(f"retraction must be one of {', '.join(RETRACTIONS)}, got {retraction!r}")
+    if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (x, v, v_free)):
+        if backend not in ("auto", "reference"):
+            raise ValueError(f"tangent_step: backend {backend!r} has no gradient; use 'reference' or detach the inputs")
+        backend = "reference"
+    if x.numel() == 0:
+        return x.clone()
+    step: Tensor = dispatch.choose("tangent_step", x, backend)(x, v, h, v_free, guidance, retraction == "renormalise")
+    return step
+
+
+dispatch.register("tangent_step", "reference", devices=dispatch.EVERYWHERE)(reference.tangent_step)
+dispatch.register("tangent_step", "triton", devices=_triton.devices, missing=_triton.missing, dtypes=(torch.float32,))(
+    _triton.kernel("geodesic", "tangent_step")
+)

@@ -1,0 +1,190 @@
+"""The network's fused operations: values against plain formulas, gradients against finite differences, tangents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+
+from geoflow_fast import ops
+
+DOUBLE = {"dtype": torch.float64}
+
+
+def leaf(*shape, **kwargs):
+    return torch.randn(*shape, **{**DOUBLE, **kwargs}).requires_grad_()
+
+
+def half_kept(*shape):
+    return torch.rand(*shape) < 0.5
+
+
+# Each case: (name, function of its differentiable inputs, the inputs). Rows and widths are odd on purpose.
+def cases():
+    torch.manual_seed(1)
+    keep = half_kept(4, 7)
+    direction = torch.tensor([0, 1, 2, 0, 1], dtype=torch.int8)
+    fixed = [torch.randn(5, d, **DOUBLE) for d in (6, 3, 6, 3)]
+    fixed[2:] = [x / x.norm(dim=-1, keepdim=True) for x in fixed[2:]]
+    return [
+        ("adaln shared", ops.adaln, (leaf(4, 7), leaf(7), leaf(7))),
+        ("adaln per row", ops.adaln, (leaf(2, 2, 7), leaf(2, 2, 7), leaf(2, 2, 7))),
+        ("adaln per group", ops.adaln, (leaf(6, 7), leaf(3, 7), leaf(3, 7))),
+        ("gate", ops.gate_residual, (leaf(4, 7), leaf(4, 7), leaf(4, 7), leaf(7))),
+        ("gate per group", ops.gate_residual, (leaf(2, 3, 7), leaf(2, 3, 7), leaf(2, 3, 7), leaf(2, 7))),
+        ("no gate", lambda h, v, s: ops.gate_residual(h, None, v, s), (leaf(4, 7), leaf(4, 7), leaf(7))),
+        (
+            "gate with dropout",
+            lambda *a: ops.gate_residual(*a, keep=keep, dropout=0.5),
+            (leaf(4, 7), leaf(4, 7), leaf(4, 7), leaf(7)),
+        ),
+        ("swiglu", ops.swiglu, (leaf(3, 5), leaf(3, 5))),
+        ("swiglu packed", ops.swiglu, (leaf(3, 10),)),
+        ("flow_loss mean", lambda a, b: ops.flow_loss(a, b, *fixed, direction)[0], (leaf(5, 6), leaf(5, 3))),
+        ("flow_loss rows", lambda a, b: ops.flow_loss(a, b, *fixed, direction)[1], (leaf(5, 6), leaf(5, 3))),
+    ]
+
+
+CASES = cases()
+by_name = pytest.mark.parametrize(("function", "inputs"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+with_forward_mode = [c for c in CASES if not c[0].startswith("flow_loss")]
+
+
+@by_name
+def test_gradients_agree_with_finite_differences(function, inputs):
+    assert gradcheck(function, inputs)
+
+
+@by_name
+def test_second_derivatives_agree_with_finite_differences(function, inputs):
+    assert gradgradcheck(function, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize(("name", "function", "inputs"), with_forward_mode, ids=[c[0] for c in with_forward_mode])
+def test_forward_mode_agrees_with_finite_differences(name, function, inputs):
+    assert gradcheck(function, inputs, check_forward_ad=True, check_backward_ad=False), name
+
+
+def test_values_are_the_plain_formulas():
+    x, shift, scale = (torch.randn(6, 129, **DOUBLE) for _ in range(3))
+    plain = torch.nn.functional.layer_norm(x, (129,), eps=1e-6) * (1 + scale) + shift
+    torch.testing.assert_close(ops.adaln(x, shift, scale), plain)
+
+    residual, gate, value = (torch.randn(6, 129, **DOUBLE) for _ in range(3))
+    layer_scale, keep = torch.rand(129, **DOUBLE), half_kept(6, 129)
+    plain = residual + layer_scale * torch.where(keep, torch.sigmoid(gate) * value / 0.75, 0.0)
+    torch.testing.assert_close(ops.gate_residual(residual, gate, value, layer_scale, keep=keep, dropout=0.25), plain)
+
+    torch.testing.assert_close(ops.swiglu(gate, value), gate * torch.sigmoid(gate) * value)
+    torch.testing.assert_close(ops.swiglu(torch.cat((gate, value), -1)), ops.swiglu(gate, value))
+
+
+def test_adaln_can_be_a_layer_norm():
+    norm = torch.nn.LayerNorm(33, dtype=torch.float64)
+    torch.nn.init.normal_(norm.weight)
+    torch.nn.init.normal_(norm.bias)
+    x = torch.randn(5, 33, **DOUBLE)
+    torch.testing.assert_close(ops.adaln(x, norm.bias, norm.weight - 1, eps=norm.eps), norm(x))
+
+
+def test_flow_loss_counts_only_the_tangent_error_of_generated_streams():
+    x = torch.eye(2, **DOUBLE)[:1].repeat(3, 1)  # the first axis: the second coordinate is tangent
+    target = torch.zeros(3, 2, **DOUBLE)
+    v_image, v_text = torch.tensor([[5.0, 2.0]] * 3, **DOUBLE), torch.tensor([[7.0, 3.0]] * 3, **DOUBLE)
+    direction = torch.tensor([0, 1, 2], dtype=torch.int8)
+    mean, rows = ops.flow_loss(v_image, v_text, target, target, x, x, direction)
+    assert rows.tolist() == [4.0 + 9.0, 9.0, 4.0]
+    assert mean.item() == pytest.approx(26 / 3)
+
+
+def tangent_cases():
+    x, shift, scale = torch.randn(6, 7, **DOUBLE), torch.randn(3, 7, **DOUBLE), torch.randn(3, 7, **DOUBLE)
+    gate, value, layer_scale = torch.randn(6, 7, **DOUBLE), torch.randn(6, 7, **DOUBLE), torch.rand(7, **DOUBLE)
+    packed = torch.randn(6, 8, **DOUBLE)
+    k = [torch.randn(4, 6, 7, **DOUBLE) for _ in range(3)]
+    k_packed = torch.randn(4, 6, 8, **DOUBLE)
+    return {
+        "adaln": (lambda x: ops.adaln(x, shift, scale), (x,), (k[0],), ops.adaln_jvp(x, k[0], shift, scale)),
+        "gate": (
+            lambda h, g, v: ops.gate_residual(h, g, v, layer_scale),
+            (x, gate, value),
+            tuple(k),
+            ops.gate_residual_jvp(x, k[0], gate, k[1], value, k[2], layer_scale),
+        ),
+        "no gate": (
+            lambda h, v: ops.gate_residual(h, None, v, layer_scale),
+            (x, value),
+            (k[0], k[2]),
+            ops.gate_residual_jvp(x, k[0], None, None, value, k[2], layer_scale),
+        ),
+        "swiglu": (ops.swiglu, (gate, value), (k[1], k[2]), ops.swiglu_jvp(gate, k[1], value, k[2])),
+        "packed": (ops.swiglu, (packed,), (k_packed,), ops.swiglu_jvp(packed, k_packed)),
+    }
+
+
+@pytest.mark.parametrize("name", ["adaln", "gate", "no gate", "swiglu", "packed"])
+def test_primal_and_tangents_agree_with_torch_func(name):
+    function, primals, tangents, (y, dy) = tangent_cases()[name]
+    assert dy.shape[0] == 4
+    for k in range(4):
+        expected_y, expected_dy = torch.func.jvp(function, primals, tuple(t[k] for t in tangents))
+        torch.testing.assert_close(y, expected_y)
+        torch.testing.assert_close(dy[k], expected_dy)
+    stacked = torch.func.vmap(lambda *t: torch.func.jvp(function, primals, t)[1])(*tangents)
+    torch.testing.assert_close(dy, stacked)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_rounded_once_at_the_end(dtype):
+    x, shift, scale = (torch.randn(8, 129).to(dtype) for _ in range(3))
+    y = ops.adaln(x, shift, scale)
+    assert y.dtype == dtype
+    assert torch.equal(y, ops.adaln(x.float(), shift.float(), scale.float()).to(dtype))
+    out = ops.gate_residual(x.float(), shift, scale, torch.ones(129))
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, ops.gate_residual(x.float(), shift.float(), scale.float(), torch.ones(129)))
+
+
+def test_gradients_keep_the_dtype_of_their_inputs():
+    residual = torch.randn(4, 8, requires_grad=True)
+    gate, value = (torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    layer_scale = torch.ones(8, requires_grad=True)
+    ops.gate_residual(residual, gate, value, layer_scale).sum().backward()
+    for x in (residual, gate, value, layer_scale):
+        assert x.grad is not None
+        assert x.grad.dtype == x.dtype
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_empty_batches_pass_through(rows):
+    x = torch.randn(rows, 5, requires_grad=True)
+    shift = torch.zeros(5, requires_grad=True)
+    out = ops.gate_residual(ops.adaln(x, shift, shift), x, ops.swiglu(x, x), shift)
+    out.sum().backward()
+    assert out.shape == (rows, 5)
+    assert shift.grad is not None
+    assert ops.adaln_jvp(x.detach(), torch.zeros(2, rows, 5), shift.detach(), shift.detach())[1].shape == (2, rows, 5)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: ops.adaln(x, torch.zeros(4), torch.zeros(4)), "shift has width 4"),
+        (lambda x: ops.adaln(x, torch.zeros(4, 5), torch.zeros(4, 5)), "shift has 4 rows"),
+        (lambda x: ops.adaln(x, torch.zeros(5), torch.zeros(1, 5)), "one shape"),
+        (lambda x: ops.adaln(x.long(), torch.zeros(5), torch.zeros(5)), "floating point"),
+        (lambda x: ops.adaln(x, x, x, backend="cuda"), "cuda"),
+        (lambda x: ops.adaln(x, x, x, backend="fast"), "no such backend"),
+        (lambda x: ops.gate_residual(x, x[:2], x, torch.ones(5)), "gate must have the shape"),
+        (lambda x: ops.gate_residual(x, x, x, torch.ones(5), dropout=1.0), "dropout"),
+        (lambda x: ops.gate_residual(x, x, x, torch.ones(5), keep=torch.ones(3, 5)), "keep must be bool"),
+        (lambda x: ops.gate_residual_jvp(x, x[None], x, None, x, x[None], torch.ones(5)), "given together"),
+        (lambda x: ops.swiglu(x), "must be even"),
+        (lambda x: ops.swiglu_jvp(x, x, x, x), r"d_gate must be \[K, 3, 5\]"),
+        (lambda x: ops.flow_loss(x, x, x, x, x, x, torch.zeros(3)), "direction must be int8"),
+        (lambda x: ops.flow_loss(x, x, x[:, :2], x, x, x, torch.zeros(3, dtype=torch.int8)), "target_image"),
+    ],
+)
+def test_errors_name_the_argument(call, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        call(torch.randn(3, 5))
