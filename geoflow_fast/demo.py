@@ -20,7 +20,7 @@ def draw_sphere(out: Path, seed: int) -> Path:
 
     generator = torch.Generator().manual_seed(seed)
     out.mkdir(parents=True, exist_ok=True)
-    figure = pyplot.figure(figsize=(11, 5.2))
+    figure = pyplot.figure(figsize=(11, 5.6))
     samples = geometry.sample_uniform(900, 3, generator=generator)
     axes = _sphere_axes(figure, 1, "Uniform samples on the sphere")
     _scatter(axes, samples, "#3b6fb6")
@@ -43,7 +43,8 @@ def _sphere_axes(figure: Any, position: int, title: str) -> Any:
     x, y = torch.outer(polar.sin(), around.cos()), torch.outer(polar.sin(), around.sin())
     z = torch.outer(polar.cos(), torch.ones_like(around))
     axes.plot_wireframe(x.numpy(), y.numpy(), z.numpy(), color="#d8d8d8", linewidth=0.4)
-    axes.set_box_aspect((1, 1, 1))
+    axes.set_proj_type("ortho")
+    axes.set_box_aspect((1, 1, 1), zoom=1.55)
     axes.set_axis_off()
     axes.set_title(title)
     return axes
@@ -68,6 +69,9 @@ def _geodesics(axes: Any, noise: Tensor, generator: torch.Generator) -> None:
     times = torch.linspace(0, 1, 60)
     paths = geometry.geodesic(noise[:, None], data[:, None], times)
     for path in paths:
-        axes.plot(*path.T.numpy(), color="#9a9a9a", linewidth=0.9)
+        near = _facing(path)[:, None]
+        for part, alpha in ((~near, 0.25), (near, 0.9)):
+            visible = torch.where(part, path, torch.nan)
+            axes.plot(*visible.T.numpy(), color="#777777", linewidth=1.0, alpha=alpha)
     _scatter(axes, noise, "#3b6fb6", 26)
     _scatter(axes, data, "#e07b28", 26)

@@ -1,0 +1,57 @@
+# Everything a user or a contributor runs. Each target sets up .venv first if it is missing or out of date.
+PYTHON ?= python3
+BIN := .venv/bin
+NATIVE := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
+EXTRAS := ot,eval,baselines,train,test
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: setup demo test test-slow test-gpu test-wheel bench lint wheel clean
+
+setup: .venv/.installed
+
+# torch comes first and alone: a later package that asked for it would pull a build with gigabytes of CUDA libraries.
+.venv/.torch: constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	touch $@
+
+.venv/.installed: .venv/.torch $(NATIVE)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	touch $@
+
+demo: setup
+	$(BIN)/geoflow demo --out demo_output
+
+test: setup
+	$(PYTEST) -m "not slow and not gpu" tests
+
+test-slow: setup
+	$(PYTEST) -m "slow and not gpu" tests
+
+test-gpu: setup
+	$(PYTEST) -m gpu tests
+
+# Installs the wheel into an environment of its own and runs from another folder, where the source tree cannot shadow it.
+test-wheel: wheel
+	rm -rf build/wheel-env
+	$(PYTHON) -m venv build/wheel-env
+	build/wheel-env/bin/python -m pip install --quiet --constraint constraints.txt torch
+	build/wheel-env/bin/python -m pip install --quiet --constraint constraints.txt dist/geoflow_fast-*.whl
+	cd build/wheel-env && bin/python ../../tests/wheel_smoke.py && bin/geoflow doctor
+
+bench: setup
+	$(BIN)/python -m benchmarks
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+wheel: setup
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+
+clean:
+	rm -rf .venv build dist demo_output runs site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find geoflow_fast kernels tests benchmarks -name __pycache__ -type d -exec rm -rf {} +
+	rm -f geoflow_fast/_C*.so
