@@ -9,6 +9,7 @@ from geoflow_fast.geometry import DIRECTIONS, exp_map, interpolate, project_tang
 
 I2T, T2I = DIRECTIONS.index("i2t"), DIRECTIONS.index("t2i")
 Pair = tuple[Tensor, Tensor]
+_TILE_ROWS, _TILE_ITEMS = 512, 4096  # samples and gallery items per tile of scores: 8 MB of float32
 
 
 def masked_interpolant(
@@ -208,3 +209,63 @@ def flow_loss_backward(grad: Tensor, velocity: Pair, target: Pair, point: Pair, 
         error = torch.where(weight == 0, torch.zeros_like(v, dtype=grad.dtype), _tangent_error(v, u, x))
         gradients.append((weight * error).to(v.dtype))
     return gradients[0], gradients[1]
+
+
+Statistics = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Per query, of its items' scores s: max s, sum e^(s - max), sum (s - max) e^(s - max), top scores, top indices."""
+
+
+def gallery_scores(samples: Tensor, gallery: Tensor, kappa: float, item_bias: Tensor | None) -> Tensor:
+    """s_qj = log mean_m exp(kappa <g_j, x_qm>) + bias_j: [Q, N] for `samples` [Q, M, d] and `gallery` [N, d]."""
+    work = working_dtype(samples)
+    queries, draws, width = samples.shape
+    # Item-major, so that the mean over the draws runs along memory.
+    logits = (gallery.to(work) @ samples.to(work).reshape(-1, width).T).mul_(kappa).view(-1, queries, draws)
+    peak = logits.amax(dim=-1)
+    score = logits.sub_(peak.unsqueeze(-1)).exp_().mean(dim=-1).log_().add_(peak).T
+    return score if item_bias is None else score + item_bias.to(work)
+
+
+def gallery_statistics(
+    samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias: Tensor | None
+) -> Statistics:
+    """Statistics of `gallery_scores` in float64, with never more than one tile of [Q, M, N] in memory."""
+    blocks = []
+    queries_per_block = max(1, _TILE_ROWS // samples.shape[1])
+    for block in samples.split(queries_per_block):
+        running: Statistics | None = None
+        for start in range(0, gallery.shape[0], _TILE_ITEMS):
+            tile = slice(start, start + _TILE_ITEMS)
+            score = gallery_scores(block, gallery[tile], kappa, None if item_bias is None else item_bias[tile])
+            found = _score_statistics(score.double(), top_k, start)
+            running = found if running is None else merge_statistics(running, found, top_k)
+        assert running is not None
+        blocks.append(running)
+    peak, weight, moment, top_score, top_index = zip(*blocks)
+    return torch.cat(peak), torch.cat(weight), torch.cat(moment), torch.cat(top_score), torch.cat(top_index)
+
+
+def _score_statistics(score: Tensor, top_k: int, first_index: int) -> Statistics:
+    """Statistics of the scores [Q, N] of items `first_index`, `first_index` + 1, ..."""
+    top = score.topk(min(top_k, score.shape[1]), dim=1)
+    peak = top.values[:, 0]
+    below = score - peak.unsqueeze(1)
+    mass = below.exp()
+    return peak, mass.sum(1), (mass * below).sum(1), top.values, top.indices + first_index
+
+
+def merge_statistics(a: Statistics, b: Statistics, top_k: int) -> Statistics:
+    """Statistics of the union of two disjoint sets of items: exact, in any order and grouping."""
+    peak = torch.maximum(a[0], b[0])
+    weight, moment = torch.zeros_like(peak), torch.zeros_like(peak)
+    for part_peak, part_weight, part_moment, _, _ in (a, b):
+        shrink = (part_peak - peak).exp()
+        weight = weight + shrink * part_weight
+        # Moving the reference point from the part's maximum to the common one adds a multiple of its weight.
+        moment = moment + shrink * (part_moment + (part_peak - peak) * part_weight)
+    score, index = torch.cat((a[3], b[3]), dim=1), torch.cat((a[4], b[4]), dim=1)
+    # Equal scores go by index, so that the order of merging does not show.
+    index, order = index.sort(dim=1)
+    score, order = score.gather(1, order).sort(dim=1, descending=True, stable=True)
+    kept = min(top_k, score.shape[1])
+    return peak, weight, moment, score[:, :kept], index.gather(1, order)[:, :kept]

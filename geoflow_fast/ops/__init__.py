@@ -2,15 +2,25 @@
 
 from geoflow_fast.ops.adaln import adaln, adaln_jvp
 from geoflow_fast.ops.flow_loss import flow_loss
+from geoflow_fast.ops.gallery_posterior import (
+    GalleryPosterior,
+    GalleryStatistics,
+    gallery_posterior,
+    gallery_statistics,
+)
 from geoflow_fast.ops.gate_residual import gate_residual, gate_residual_jvp
 from geoflow_fast.ops.masked_interpolant import masked_interpolant
 from geoflow_fast.ops.swiglu import swiglu, swiglu_jvp
 from geoflow_fast.ops.tangent_step import tangent_step
 
 __all__ = [
+    "GalleryPosterior",
+    "GalleryStatistics",
     "adaln",
     "adaln_jvp",
     "flow_loss",
+    "gallery_posterior",
+    "gallery_statistics",
     "gate_residual",
     "gate_residual_jvp",
     "masked_interpolant",
