@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 import geoflow_fast
+from geoflow_fast import dispatch
 
 app = typer.Typer(
     help="Uncertainty for frozen vision-language embeddings, from one flow on the product of two spheres.",
@@ -39,11 +40,13 @@ def doctor(as_json: JsonFlag = False) -> None:
     for name, value in facts.items():
         machine.add_row(name, value)
     console.print(machine)
-    rows = Table("operation", "backend", "state", title="Backends")
+    reasons = check.numbered_reasons(table)
+    rows = Table("operation", *dispatch.BACKENDS, title="Backends")
     for op, states in table.items():
-        for backend, state in states.items():
-            rows.add_row(op, backend, f"[green]{state}[/green]" if state == "available" else state)
-    console.print(rows)
+        rows.add_row(op, *(f"[{reasons[state]}]" if state in reasons else state for state in states.values()))
+    console.print(rows, markup=False)
+    for reason, number in reasons.items():
+        console.print(f"[{number}] {reason}", markup=False)
 
 
 @app.command(epilog="Example: geoflow demo --out demo_output")

@@ -8,6 +8,7 @@ import platform
 import torch
 
 from geoflow_fast import _native
+from geoflow_fast.dispatch import BackendTable
 
 
 def _version_of(package: str) -> str:
@@ -40,3 +41,9 @@ def machine_facts() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "CUDA": _cuda(),
     }
+
+
+def numbered_reasons(table: BackendTable) -> dict[str, int]:
+    """Each distinct reason why a backend cannot serve -> its footnote number, from 1."""
+    states = dict.fromkeys(state for row in table.values() for state in row.values())
+    return {reason: number for number, reason in enumerate((s for s in states if s != "available"), start=1)}
