@@ -73,8 +73,9 @@ def gallery_posterior(
 ) -> GalleryPosterior:
     """Posterior over the gallery with scores s_j = log mean_m exp(kappa <g_j, x_m>): entropy, log_z and the top items.
 
-    `samples` [Q, M, d] and `gallery` [N, d] are unit rows of one floating-point dtype; `kappa` from 0 to 1e4 is served without overflow. `item_bias` [N] is added to the scores: minus the items'
-    log-marginals gives the Bayes posterior. The gallery is streamed: [Q, M, N] never exists.
+    `samples` [Q, M, d] and `gallery` [N, d] are unit rows of one floating-point dtype; any `kappa` from 0 to 1e4 is
+    served without overflow. `item_bias` [N] is added to the scores: minus the items' log-marginals gives the Bayes
+    posterior. The gallery is streamed: [Q, M, N] never exists.
     """
     statistics = gallery_statistics(samples, gallery, kappa, top_k, backend, item_bias=item_bias)
     return statistics.posterior(reference.working_dtype(samples))
@@ -90,7 +91,7 @@ def gallery_statistics(
     item_bias: Tensor | None = None,
     first_index: int = 0,
 ) -> GalleryStatistics:
-    """The mergeable form of `gallery_posterior`, for a shard whose first item is number `first_index` of the gallery."""
+    """The mergeable form of `gallery_posterior`, for a shard whose first item is number `first_index` of all."""
     _check(samples, gallery, kappa, top_k, item_bias)
     queries, _, _ = samples.shape
     kept = min(top_k, gallery.shape[0])

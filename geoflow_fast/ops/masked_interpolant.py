@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from geoflow_fast import _native, dispatch, reference
 from geoflow_fast.geometry import DIRECTIONS, UNIT_TOLERANCE, check_rows, eps
+from geoflow_fast.ops import _triton
 
 Streams = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -143,12 +146,39 @@ def _cpu(
     drop: Tensor | None,
     out: Streams | None,
 ) -> Streams:
-    image0, text0, image1, text1, t, direction = (
-        x.detach().contiguous() for x in (image0, text0, image1, text1, t, direction)
-    )
+    return _fused(_native.masked_interpolant, (image0, text0, image1, text1), t, direction, drop, out)
+
+
+@dispatch.register(
+    "masked_interpolant", "triton", devices=_triton.devices, missing=_triton.missing, dtypes=(torch.float32,)
+)
+def _triton_backend(
+    image0: Tensor,
+    text0: Tensor,
+    image1: Tensor,
+    text1: Tensor,
+    t: Tensor,
+    direction: Tensor,
+    drop: Tensor | None,
+    out: Streams | None,
+) -> Streams:
+    run = _triton.kernel("geodesic", "masked_interpolant")
+    return _fused(run, (image0, text0, image1, text1), t, direction, drop, out)
+
+
+def _fused(
+    run: Callable[..., int],
+    inputs: Streams,
+    t: Tensor,
+    direction: Tensor,
+    drop: Tensor | None,
+    out: Streams | None,
+) -> Streams:
+    """Runs a fused backend on contiguous tensors; it returns the first row that is off the sphere, or -1."""
+    image0, text0, image1, text1, t, direction = (x.detach().contiguous() for x in (*inputs, t, direction))
     drop = drop if drop is None else drop.contiguous()
     image_t, text_t, v_image, v_text = out or tuple(torch.empty_like(x) for x in (image0, text0, image0, text0))
-    bad_row = _native.masked_interpolant(
+    bad_row = run(
         (image0, text0), (image1, text1), t, direction, drop, (image_t, text_t), (v_image, v_text), UNIT_TOLERANCE
     )
     if bad_row >= 0:

@@ -1,0 +1,286 @@
+"""Sphere kernels: the masked interpolant with its target velocity, and the solver step. One read, one write, float32.
+
+masked_interpolant   reads noise and data, writes point and velocity of both spheres: 16 (d_I + d_T) bytes a row, less
+                     where a stream is given. 8192 x (1024 + 1024): 268 MB, estimated 0.20 ms on A100, 0.09 ms on H100.
+tangent_step         reads x and v (and v_free), writes the new x: 12 d bytes a row (16 d with guidance).
+                     400,000 x 1024 (8000 queries of 50 samples): 4.9 GB, estimated 3.7 ms on A100, 1.7 ms on H100.
+
+Arithmetic is a few operations a byte: both kernels wait for memory. Angles are per row, by polynomials on [0, pi]:
+Triton's sin and cos take a stack frame for their large-argument path, and the interpreter has no atan.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from geoflow_fast.kernels.launch import by_rows, launch, row_tile
+from torch import Tensor
+
+from geoflow_fast.geometry import EPS
+
+PI = tl.constexpr(3.141592653589793)
+
+
+@triton.jit
+def _sinc_half(square):
+    """sin(x)/x from x^2, 0 <= x <= pi/2; error below 1e-10 before rounding."""
+    p = -2.3889498083e-08
+    p = p * square + 2.7525287108e-06
+    p = p * square - 0.000198408615528
+    p = p * square + 0.0083333309775
+    p = p * square - 0.166666666169
+    return p * square + 1.0
+
+
+@triton.jit
+def _cos_half(square):
+    """cos(x) from x^2, 0 <= x <= pi/2; error below 1e-11 before rounding."""
+    p = 1.99076798086e-09
+    p = p * square - 2.75246831964e-07
+    p = p * square + 2.48010402797e-05
+    p = p * square - 0.00138888841752
+    p = p * square + 0.0416666664731
+    p = p * square - 0.49999999997
+    return p * square + 1.0
+
+
+@triton.jit
+def _cos_sinc(x):
+    """cos(x) and sin(x)/x for 0 <= x <= pi, by half angles, which keep sin(x)/x accurate at both ends."""
+    square = 0.25 * x * x
+    sinc = _sinc_half(square)
+    return 1.0 - 2.0 * square * sinc * sinc, sinc * _cos_half(square)
+
+
+@triton.jit
+def _angle(difference, total):
+    """2 atan2(|a-b|, |a+b|) from the two squared norms: the angle between unit a and b, in [0, pi]."""
+    low = tl.sqrt_rn(tl.minimum(difference, total))
+    high = tl.sqrt_rn(tl.maximum(tl.maximum(difference, total), 1e-30))
+    z = low / high
+    square = z * z
+    p = -0.00174370113575
+    p = p * square + 0.0106807194099
+    p = p * square - 0.0307175088359
+    p = p * square + 0.057463557778
+    p = p * square - 0.0837206394377
+    p = p * square + 0.109401989636
+    p = p * square - 0.1426157368
+    p = p * square + 0.199982306403
+    p = p * square - 0.333332822955
+    p = p * square + 1.0
+    twice = 2.0 * z * p
+    return tl.where(difference > total, PI - twice, twice)
+
+
+@triton.jit
+def _on_sphere(squared, tolerance):
+    low = 1.0 - tolerance
+    high = 1.0 + tolerance
+    return (squared >= low * low) & (squared <= high * high)
+
+
+@triton.jit
+def _stream(
+    noise, data, point, velocity, row, inside, t, given, dropped, width, tolerance, lost_below, COLUMNS: tl.constexpr
+):
+    """One sphere of a tile of rows; returns which rows hold a point that is read and not on the sphere."""
+    column = tl.arange(0, COLUMNS)
+    at = row.to(tl.int64)[:, None] * width + column[None, :]
+    valid = inside[:, None] & (column < width)[None, :]
+    reads_noise = inside & (dropped | (given == 0))
+    reads_data = inside & ((dropped == 0) | (given == 0))
+    a = tl.load(noise + at, mask=valid & reads_noise[:, None], other=0.0)
+    b = tl.load(data + at, mask=valid & reads_data[:, None], other=0.0)
+    aa = tl.sum(a * a, axis=1)
+    bad = (reads_noise & (_on_sphere(aa, tolerance) == 0)) | (
+        reads_data & (_on_sphere(tl.sum(b * b, axis=1), tolerance) == 0)
+    )
+
+    w = _angle(tl.sum((a - b) * (a - b), axis=1), tl.sum((a + b) * (a + b), axis=1))
+    # The part p of b orthogonal to a, taken twice: near pi the first subtraction cancels.
+    inverse = 1.0 / tl.maximum(aa, 1e-30)
+    p = b - (tl.sum(a * b, axis=1) * inverse)[:, None] * a
+    p -= (tl.sum(a * p, axis=1) * inverse)[:, None] * a
+    length = tl.sqrt_rn(tl.sum(p * p, axis=1))
+    far = w > 0.5 * PI
+    lost = far & (length < lost_below)
+    # At the antipode the path leaves along the axis that a leans on least.
+    axis = tl.argmin(tl.where((column < width)[None, :], tl.abs(a), float("inf")), axis=1)
+    on_axis = column[None, :] == axis[:, None]
+    along = tl.sum(tl.where(on_axis, a, 0.0), axis=1)
+    p = tl.where(lost[:, None], tl.where(on_axis, 1.0, 0.0) - (along * inverse)[:, None] * a, p)
+    length = tl.where(lost, tl.sqrt_rn(tl.maximum(1.0 - along * along * inverse, 1e-30)), tl.maximum(length, 1e-30))
+    _, sinc_w = _cos_sinc(tl.minimum(w, 0.5 * PI))
+    departure = tl.where(far, w / length, 1.0 / sinc_w)  # the path leaves a with velocity departure * p
+
+    cos, sinc = _cos_sinc(t * w)
+    x = cos[:, None] * a + (t * sinc * departure)[:, None] * p
+    v = (cos * departure)[:, None] * p - (t * w * w * sinc)[:, None] * a
+    shown = tl.where(dropped[:, None], a, b)
+    tl.store(point + at, tl.where(given[:, None], shown, x), mask=valid)
+    tl.store(velocity + at, tl.where(given[:, None], 0.0, v), mask=valid)
+    return bad
+
+
+@triton.jit
+def masked_interpolant_kernel(
+    image0,
+    text0,
+    image1,
+    text1,
+    t,
+    direction,
+    drop,
+    image_t,
+    text_t,
+    v_image,
+    v_text,
+    first_bad,
+    rows,
+    image_width,
+    text_width,
+    tolerance,
+    lost_below,
+    HAS_DROP: tl.constexpr,
+    ROWS: tl.constexpr,
+    IMAGE_COLUMNS: tl.constexpr,
+    TEXT_COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    time = tl.load(t + row, mask=inside, other=0.0)
+    code = tl.load(direction + row, mask=inside, other=0)
+    dropped = row < 0
+    if HAS_DROP:
+        dropped = tl.load(drop + row, mask=inside, other=0) != 0
+    bad = _stream(
+        image0, image1, image_t, v_image, row, inside, time, code == 1, dropped, image_width, tolerance, lost_below,
+        IMAGE_COLUMNS,
+    )  # fmt: skip
+    bad |= _stream(
+        text0, text1, text_t, v_text, row, inside, time, code == 2, dropped, text_width, tolerance, lost_below,
+        TEXT_COLUMNS,
+    )  # fmt: skip
+    tl.atomic_min(first_bad + 0 * row, row, mask=bad)
+
+
+def masked_interpolant(
+    noise: tuple[Tensor, Tensor],
+    data: tuple[Tensor, Tensor],
+    t: Tensor,
+    direction: Tensor,
+    drop: Tensor | None,
+    point: tuple[Tensor, Tensor],
+    velocity: tuple[Tensor, Tensor],
+    tolerance: float,
+) -> int:
+    """Fills `point` and `velocity` (image, text); returns the first row that is not unit within `tolerance`, or -1.
+
+    Tensors are float32 and contiguous, `direction` int8 [B], `drop` bool [B]. The answer is waited for, except while a
+    CUDA graph is being captured, where it is -1.
+    """
+    rows, image_width, text_width = t.shape[0], noise[0].shape[1], noise[1].shape[1]
+    wider = row_tile(max(image_width, text_width))
+    if rows == 0:
+        return -1
+    first_bad = torch.full((), rows, dtype=torch.int32, device=t.device)
+    launch(
+        masked_interpolant_kernel,
+        (triton.cdiv(rows, wider.rows),),
+        *noise,
+        *data,
+        t,
+        direction,
+        direction if drop is None else drop.view(torch.int8),
+        *point,
+        *velocity,
+        first_bad,
+        rows,
+        image_width,
+        text_width,
+        tolerance,
+        EPS[torch.float32],
+        HAS_DROP=drop is not None,
+        ROWS=wider.rows,
+        IMAGE_COLUMNS=row_tile(image_width).columns,
+        TEXT_COLUMNS=row_tile(text_width).columns,
+        num_warps=wider.warps,
+    )
+    if t.is_cuda and torch.cuda.is_current_stream_capturing():
+        return -1
+    row = int(first_bad)
+    return row if row < rows else -1
+
+
+@triton.jit
+def tangent_step_kernel(
+    x,
+    v,
+    v_free,
+    out,
+    rows,
+    width,
+    x_stride,
+    v_stride,
+    free_stride,
+    h,
+    guidance,
+    GUIDED: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    valid = (row < rows)[:, None] & (column < width)[None, :]
+    here = tl.load(x + row[:, None] * x_stride + column[None, :], mask=valid, other=0.0)
+    speed = tl.load(v + row[:, None] * v_stride + column[None, :], mask=valid, other=0.0)
+    if GUIDED:
+        free = tl.load(v_free + row[:, None] * free_stride + column[None, :], mask=valid, other=0.0)
+        speed += guidance * (speed - free)
+    step = h * (speed - tl.sum(here * speed, axis=1)[:, None] * here)
+    if RENORMALISE:
+        there = here + step
+    else:
+        turn = tl.sqrt_rn(tl.sum(step * step, axis=1))
+        # Whole turns come off first (2 pi in two parts); what is left is in [-pi, pi].
+        turns = tl.floor(turn * (0.5 / PI) + 0.5)
+        left = (turn - turns * 6.28125) - turns * 0.0019353071795864769
+        cos, sinc = _cos_sinc(tl.abs(left))
+        sinc = tl.where(turns > 0, left * sinc / tl.maximum(turn, 1e-30), sinc)
+        there = cos[:, None] * here + sinc[:, None] * step
+    norm = tl.sqrt_rn(tl.sum(there * there, axis=1))
+    there /= tl.where(row < rows, norm, 1.0)[:, None]
+    tl.store(out + row[:, None] * width + column[None, :], there, mask=valid)
+
+
+def tangent_step(x: Tensor, v: Tensor, h: float, v_free: Tensor | None, guidance: float, renormalise: bool) -> Tensor:
+    """exp_x(h P_x v), or its first-order form; see `ops.tangent_step`. float32 [B, d], rows of any stride."""
+    rows, width = x.shape
+    x, v = by_rows(x), by_rows(v)
+    free = v if v_free is None else by_rows(v_free)
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    tile = row_tile(width)
+    launch(
+        tangent_step_kernel,
+        (triton.cdiv(rows, tile.rows),),
+        x,
+        v,
+        free,
+        out,
+        rows,
+        width,
+        x.stride(0),
+        v.stride(0),
+        free.stride(0),
+        h,
+        guidance,
+        GUIDED=v_free is not None,
+        RENORMALISE=renormalise,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        num_warps=tile.warps,
+    )
+    return out

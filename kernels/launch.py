@@ -1,0 +1,50 @@
+"""How kernels are cut into programs and started; every launch goes through `launch`."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+MAX_WIDTH = 16384
+"""Widest row that one program holds in registers."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and columns (powers of two) of a program's tile, and the warps that share it."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+def row_tile(width: int) -> Tile:
+    """For kernels that reduce over a row: whole rows, 16 elements a thread and at least 4 warps."""
+    if width > MAX_WIDTH:
+        raise ValueError(f"Triton kernels take rows of at most {MAX_WIDTH} entries, got {width}")
+    columns = max(16, triton.next_power_of_2(width))
+    return Tile(max(1, 2048 // columns), columns, max(4, columns // 512))
+
+
+def element_tile(width: int) -> Tile:
+    """For elementwise kernels: 512 bytes of float32 from each of 16 rows, so that ragged widths waste little."""
+    columns = min(128, max(16, triton.next_power_of_2(width)))
+    return Tile(2048 // columns, columns, 4)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **meta: Any) -> None:
+    """Starts `kernel` on the device of its first argument."""
+    first: Tensor = args[0]
+    on_device = torch.cuda.device(first.device) if first.is_cuda else contextlib.nullcontext()
+    with on_device:
+        kernel[grid](*args, **meta)
+
+
+def by_rows(x: Tensor) -> Tensor:
+    """`x` with the last dimension contiguous, which is what kernels index; other strides are kept."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

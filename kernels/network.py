@@ -1,0 +1,536 @@
+"""The network's memory-bound parts: each reads its inputs once and writes its outputs once, computing in float32.
+
+Per element of a [R, H] activation, in units of its size: adaln reads 1 (+2 with a shift and scale per row) and writes
+1, its backward reads 2 (+1) and writes 1 (+1); gate_residual reads 3 and writes 1, its backward reads 3 and writes 2;
+swiglu reads 2 and writes 1, its backward reads 3 and writes 2; flow_loss reads 3 d floats a row, its backward 3 d and
+writes d. A jvp reads the primal once for all K tangents.
+
+Estimates at 85 % of bandwidth, float32, R = 16384 (8192 rows, two streams):
+    adaln, H=512, per row        134 MB   A100 0.10 ms   H100 0.05 ms
+    adaln backward               168 MB   A100 0.13 ms   H100 0.06 ms
+    gate_residual, H=512         134 MB   A100 0.10 ms   H100 0.05 ms
+    swiglu, I=1408               277 MB   A100 0.21 ms   H100 0.10 ms
+    flow_loss, 8192 x 2 x 1024   201 MB   A100 0.15 ms   H100 0.07 ms
+
+Rows come in G equal groups that share a shift, scale or LayerScale (G = R: one per row). A tile never crosses a group,
+so a group's gradient is a sum of one partial row per tile: no atomics, the same bits on every run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from geoflow_fast.kernels.launch import Tile, by_rows, element_tile, launch, row_tile
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Groups:
+    """How R rows in G groups are cut into tiles: `tiles` per group, each within its group."""
+
+    per_row: bool
+    count: int
+    size: int
+    tiles: int
+
+    @staticmethod
+    def of(rows: int, groups: int, tile: Tile) -> Groups:
+        # One group per row is one group of all rows, whose parameters are then loaded row by row.
+        per_row = groups == rows and rows > 1
+        count = 1 if per_row else groups
+        size = rows // count
+        return Groups(per_row, count, size, triton.cdiv(size, tile.rows))
+
+
+@triton.jit
+def _tile_rows(group_size, tiles, ROWS: tl.constexpr):
+    """Row numbers of this program (int64), which of them exist, and the group they belong to."""
+    tile = tl.program_id(0)
+    group = tile // tiles
+    local = (tile % tiles) * ROWS + tl.arange(0, ROWS)
+    return group.to(tl.int64) * group_size + local, local < group_size, group
+
+
+@triton.jit
+def _shared(parameter, row, group, column, valid, width, PER_ROW: tl.constexpr):
+    """A [G, H] parameter for this tile in float32: a tile of it, or one row of it that broadcasts."""
+    if PER_ROW:
+        return tl.load(parameter + row[:, None] * width + column[None, :], mask=valid, other=0.0).to(tl.float32)
+    return tl.load(parameter + group * width + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _normalise(x, valid, width, eps):
+    """Rows of `x` with mean zero and variance one (zero where not valid), and 1 / sqrt(variance + eps)."""
+    mean = tl.sum(x, axis=1) / width
+    centred = tl.where(valid, x - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt_rn(tl.sum(centred * centred, axis=1) / width + eps)
+    return centred * rstd[:, None], rstd
+
+
+@triton.jit
+def adaln_kernel(
+    x, shift, scale, y, group_size, tiles, width, x_stride, eps, PER_ROW: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row, inside, group = _tile_rows(group_size, tiles, ROWS)
+    column = tl.arange(0, COLUMNS)
+    valid = inside[:, None] & (column < width)[None, :]
+    value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
+    unit, _ = _normalise(value, valid, width, eps)
+    factor = 1.0 + _shared(scale, row, group, column, valid, width, PER_ROW)
+    out = unit * factor + _shared(shift, row, group, column, valid, width, PER_ROW)
+    tl.store(y + row[:, None] * width + column[None, :], out, mask=valid)
+
+
+@triton.jit
+def adaln_backward_kernel(
+    grad, x, scale, dx, d_shift, d_scale, group_size, tiles, width, grad_stride, x_stride, eps, PER_ROW: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row, inside, group = _tile_rows(group_size, tiles, ROWS)
+    column = tl.arange(0, COLUMNS)
+    valid = inside[:, None] & (column < width)[None, :]
+    at = row[:, None] * width + column[None, :]
+    dy = tl.load(grad + row[:, None] * grad_stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
+    value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
+    unit, rstd = _normalise(value, valid, width, eps)
+    d_unit = dy * (1.0 + _shared(scale, row, group, column, valid, width, PER_ROW))
+    mean = tl.sum(d_unit, axis=1) / width
+    along = tl.sum(d_unit * unit, axis=1) / width
+    tl.store(dx + at, rstd[:, None] * (d_unit - mean[:, None] - unit * along[:, None]), mask=valid)
+    if PER_ROW:
+        tl.store(d_scale + at, dy * unit, mask=valid)
+    else:
+        partial = tl.program_id(0).to(tl.int64) * width + column
+        tl.store(d_shift + partial, tl.sum(dy, axis=0), mask=column < width)
+        tl.store(d_scale + partial, tl.sum(dy * unit, axis=0), mask=column < width)
+
+
+@triton.jit
+def adaln_jvp_kernel(
+    x, dx, shift, scale, y, dy, group_size, tiles, width, tangents, x_stride, dx_row_stride, dx_stride, dy_stride, eps,
+    PER_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row, inside, group = _tile_rows(group_size, tiles, ROWS)
+    column = tl.arange(0, COLUMNS)
+    valid = inside[:, None] & (column < width)[None, :]
+    at = row[:, None] * width + column[None, :]
+    value = tl.load(x + row[:, None] * x_stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
+    unit, rstd = _normalise(value, valid, width, eps)
+    factor = 1.0 + _shared(scale, row, group, column, valid, width, PER_ROW)
+    tl.store(y + at, unit * factor + _shared(shift, row, group, column, valid, width, PER_ROW), mask=valid)
+    from_at = dx + row[:, None] * dx_row_stride + column[None, :]
+    to_at = dy + at
+    for _ in range(tangents):
+        tangent = tl.load(from_at, mask=valid, other=0.0).to(tl.float32)
+        mean = tl.sum(tangent, axis=1) / width
+        along = tl.sum(tangent * unit, axis=1) / width
+        out = rstd[:, None] * (tangent - mean[:, None] - unit * along[:, None]) * factor
+        tl.store(to_at, out, mask=valid)
+        from_at += dx_stride
+        to_at += dy_stride
+
+
+def adaln(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """See `reference.adaln`."""
+    rows, width = x.shape
+    x, shift, scale = by_rows(x), shift.contiguous(), scale.contiguous()
+    tile = row_tile(width)
+    groups = Groups.of(rows, scale.shape[0], tile)
+    y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    launch(
+        adaln_kernel, (groups.count * groups.tiles,), x, shift, scale, y, groups.size, groups.tiles, width, x.stride(0),
+        eps, PER_ROW=groups.per_row, ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+    )  # fmt: skip
+    return y
+
+
+def adaln_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.adaln_backward`."""
+    rows, width = x.shape
+    grad, x, scale = by_rows(grad), by_rows(x), scale.contiguous()
+    tile = row_tile(width)
+    groups = Groups.of(rows, scale.shape[0], tile)
+    dx = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    if groups.per_row:
+        d_shift, d_scale = grad, torch.empty((rows, width), dtype=scale.dtype, device=x.device)
+    else:
+        partial = torch.empty((2, groups.count, groups.tiles, width), dtype=torch.float32, device=x.device)
+        d_shift, d_scale = partial
+    launch(
+        adaln_backward_kernel, (groups.count * groups.tiles,), grad, x, scale, dx, d_shift, d_scale, groups.size,
+        groups.tiles, width, grad.stride(0), x.stride(0), eps, PER_ROW=groups.per_row, ROWS=tile.rows,
+        COLUMNS=tile.columns, num_warps=tile.warps,
+    )  # fmt: skip
+    if groups.per_row:
+        return dx, grad.to(scale.dtype), d_scale
+    return dx, d_shift.sum(1).to(scale.dtype), d_scale.sum(1).to(scale.dtype)
+
+
+def adaln_jvp(x: Tensor, dx: Tensor, shift: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `reference.adaln_jvp`."""
+    rows, width = x.shape
+    x, dx, shift, scale = by_rows(x), by_rows(dx), shift.contiguous(), scale.contiguous()
+    tile = row_tile(width)
+    groups = Groups.of(rows, scale.shape[0], tile)
+    y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    dy = torch.empty((dx.shape[0], rows, width), dtype=x.dtype, device=x.device)
+    launch(
+        adaln_jvp_kernel, (groups.count * groups.tiles,), x, dx, shift, scale, y, dy, groups.size, groups.tiles, width,
+        dx.shape[0], x.stride(0), dx.stride(1), dx.stride(0), dy.stride(0), eps, PER_ROW=groups.per_row, ROWS=tile.rows,
+        COLUMNS=tile.columns, num_warps=tile.warps,
+    )  # fmt: skip
+    return y, dy
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def gate_residual_kernel(
+    residual, gate, value, layer_scale, keep, out, group_size, tiles, width, residual_stride, gate_stride, value_stride,
+    kept_factor, HAS_GATE: tl.constexpr, HAS_KEEP: tl.constexpr, PER_ROW: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row, inside, group = _tile_rows(group_size, tiles, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    valid = inside[:, None] & (column < width)[None, :]
+    branch = tl.load(value + row[:, None] * value_stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
+    if HAS_GATE:
+        logit = tl.load(gate + row[:, None] * gate_stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
+        branch *= _sigmoid(logit)
+    if HAS_KEEP:
+        kept = tl.load(keep + row[:, None] * width + column[None, :], mask=valid, other=0)
+        branch = tl.where(kept != 0, branch * kept_factor, 0.0)
+    before = tl.load(residual + row[:, None] * residual_stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
+    scale = _shared(layer_scale, row, group, column, valid, width, PER_ROW)
+    tl.store(out + row[:, None] * width + column[None, :], before + scale * branch, mask=valid)
+
+
+@triton.jit
+def gate_residual_backward_kernel(
+    grad, gate, value, layer_scale, keep, d_gate, d_value, d_layer_scale, group_size, tiles, width, grad_stride,
+    gate_stride, value_stride, kept_factor, HAS_GATE: tl.constexpr, HAS_KEEP: tl.constexpr, PER_ROW: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row, inside, group = _tile_rows(group_size, tiles, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    valid = inside[:, None] & (column < width)[None, :]
+    at = row[:, None] * width + column[None, :]
+    dy = tl.load(grad + row[:, None] * grad_stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
+    content = tl.load(value + row[:, None] * value_stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
+    if HAS_KEEP:
+        dy = tl.where(tl.load(keep + at, mask=valid, other=0) != 0, dy * kept_factor, 0.0)
+    scaled = dy * _shared(layer_scale, row, group, column, valid, width, PER_ROW)
+    branch = content
+    if HAS_GATE:
+        logit = tl.load(gate + row[:, None] * gate_stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
+        open_by = _sigmoid(logit)
+        branch = content * open_by
+        scaled *= open_by
+        tl.store(d_gate + at, scaled * content * (1.0 - open_by), mask=valid)
+    tl.store(d_value + at, scaled, mask=valid)
+    if PER_ROW:
+        tl.store(d_layer_scale + at, dy * branch, mask=valid)
+    else:
+        partial = tl.program_id(0).to(tl.int64) * width + column
+        tl.store(d_layer_scale + partial, tl.sum(dy * branch, axis=0), mask=column < width)
+
+
+@triton.jit
+def gate_residual_jvp_kernel(
+    residual, d_residual, gate, d_gate, value, d_value, layer_scale, out, d_out, group_size, tiles, width, tangents,
+    tangent_stride, HAS_GATE: tl.constexpr, PER_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row, inside, group = _tile_rows(group_size, tiles, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    valid = inside[:, None] & (column < width)[None, :]
+    at = row[:, None] * width + column[None, :]
+    content = tl.load(value + at, mask=valid, other=0.0).to(tl.float32)
+    scale = _shared(layer_scale, row, group, column, valid, width, PER_ROW)
+    before = tl.load(residual + at, mask=valid, other=0.0).to(tl.float32)
+    along_value = scale
+    along_gate = scale
+    if HAS_GATE:
+        open_by = _sigmoid(tl.load(gate + at, mask=valid, other=0.0).to(tl.float32))
+        along_value = scale * open_by
+        along_gate = along_value * (1.0 - open_by) * content
+    tl.store(out + at, before + along_value * content, mask=valid)
+    there = at
+    for _ in range(tangents):
+        tangent = tl.load(d_residual + there, mask=valid, other=0.0).to(tl.float32)
+        tangent += along_value * tl.load(d_value + there, mask=valid, other=0.0).to(tl.float32)
+        if HAS_GATE:
+            tangent += along_gate * tl.load(d_gate + there, mask=valid, other=0.0).to(tl.float32)
+        tl.store(d_out + there, tangent, mask=valid)
+        there += tangent_stride
+
+
+def gate_residual(
+    residual: Tensor, gate: Tensor | None, value: Tensor, layer_scale: Tensor, keep: Tensor | None, dropout: float
+) -> Tensor:
+    """See `reference.gate_residual`."""
+    rows, width = residual.shape
+    residual, value, layer_scale = by_rows(residual), by_rows(value), layer_scale.contiguous()
+    logits = value if gate is None else by_rows(gate)
+    tile = element_tile(width)
+    groups = Groups.of(rows, layer_scale.shape[0], tile)
+    out = torch.empty((rows, width), dtype=residual.dtype, device=residual.device)
+    launch(
+        gate_residual_kernel, (groups.count * groups.tiles, triton.cdiv(width, tile.columns)), residual, logits, value,
+        layer_scale, _mask_bytes(keep, value), out, groups.size, groups.tiles, width, residual.stride(0),
+        logits.stride(0), value.stride(0), 1 / (1 - dropout), HAS_GATE=gate is not None, HAS_KEEP=keep is not None,
+        PER_ROW=groups.per_row, ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+    )  # fmt: skip
+    return out
+
+
+def gate_residual_backward(
+    grad: Tensor, gate: Tensor | None, value: Tensor, layer_scale: Tensor, keep: Tensor | None, dropout: float
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """See `reference.gate_residual_backward`."""
+    rows, width = value.shape
+    grad, value, layer_scale = by_rows(grad), by_rows(value), layer_scale.contiguous()
+    logits = value if gate is None else by_rows(gate)
+    tile = element_tile(width)
+    groups = Groups.of(rows, layer_scale.shape[0], tile)
+    d_value = torch.empty((rows, width), dtype=value.dtype, device=value.device)
+    d_gate = d_value if gate is None else torch.empty((rows, width), dtype=gate.dtype, device=value.device)
+    shape = (rows, width) if groups.per_row else (groups.count, groups.tiles, width)
+    d_layer_scale = torch.empty(shape, dtype=torch.float32, device=value.device)
+    launch(
+        gate_residual_backward_kernel, (groups.count * groups.tiles, triton.cdiv(width, tile.columns)), grad, logits,
+        value, layer_scale, _mask_bytes(keep, value), d_gate, d_value, d_layer_scale, groups.size, groups.tiles, width,
+        grad.stride(0), logits.stride(0), value.stride(0), 1 / (1 - dropout), HAS_GATE=gate is not None,
+        HAS_KEEP=keep is not None, PER_ROW=groups.per_row, ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+    )  # fmt: skip
+    total = d_layer_scale if groups.per_row else d_layer_scale.sum(1)
+    return None if gate is None else d_gate, d_value, total.to(layer_scale.dtype)
+
+
+def _mask_bytes(keep: Tensor | None, stand_in: Tensor) -> Tensor:
+    """The mask as bytes, or a tensor that is never read in its place."""
+    return stand_in if keep is None else keep.contiguous().view(torch.int8)
+
+
+def gate_residual_jvp(
+    residual: Tensor,
+    d_residual: Tensor,
+    gate: Tensor | None,
+    d_gate: Tensor | None,
+    value: Tensor,
+    d_value: Tensor,
+    layer_scale: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """See `reference.gate_residual_jvp`."""
+    rows, width = residual.shape
+    residual, d_residual, value, d_value, layer_scale = (
+        x.contiguous() for x in (residual, d_residual, value, d_value, layer_scale)
+    )
+    logits = value if gate is None else gate.contiguous()
+    d_logits = d_value if d_gate is None else d_gate.contiguous()
+    tile = element_tile(width)
+    groups = Groups.of(rows, layer_scale.shape[0], tile)
+    out, d_out = torch.empty_like(residual), torch.empty_like(d_residual, dtype=residual.dtype)
+    launch(
+        gate_residual_jvp_kernel, (groups.count * groups.tiles, triton.cdiv(width, tile.columns)), residual, d_residual,
+        logits, d_logits, value, d_value, layer_scale, out, d_out, groups.size, groups.tiles, width,
+        d_residual.shape[0], d_residual.stride(0), HAS_GATE=gate is not None, PER_ROW=groups.per_row, ROWS=tile.rows,
+        COLUMNS=tile.columns, num_warps=tile.warps,
+    )  # fmt: skip
+    return out, d_out
+
+
+@triton.jit
+def swiglu_kernel(gate, value, out, rows, width, in_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    valid = (row < rows)[:, None] & (column < width)[None, :]
+    at = row[:, None] * in_stride + column[None, :]
+    x = tl.load(gate + at, mask=valid, other=0.0).to(tl.float32)
+    y = tl.load(value + at, mask=valid, other=0.0).to(tl.float32)
+    tl.store(out + row[:, None] * width + column[None, :], x * _sigmoid(x) * y, mask=valid)
+
+
+@triton.jit
+def swiglu_backward_kernel(
+    grad, gate, value, d_gate, d_value, rows, width, grad_stride, in_stride, out_stride, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    valid = (row < rows)[:, None] & (column < width)[None, :]
+    at = row[:, None] * in_stride + column[None, :]
+    dy = tl.load(grad + row[:, None] * grad_stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
+    x = tl.load(gate + at, mask=valid, other=0.0).to(tl.float32)
+    y = tl.load(value + at, mask=valid, other=0.0).to(tl.float32)
+    sigmoid = _sigmoid(x)
+    silu = x * sigmoid
+    to = row[:, None] * out_stride + column[None, :]
+    tl.store(d_gate + to, dy * y * (sigmoid + silu * (1.0 - sigmoid)), mask=valid)
+    tl.store(d_value + to, dy * silu, mask=valid)
+
+
+@triton.jit
+def swiglu_jvp_kernel(
+    gate, value, d_gate, d_value, out, d_out, rows, width, tangents, in_stride, d_in_stride, d_out_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    valid = (row < rows)[:, None] & (column < width)[None, :]
+    at = row[:, None] * in_stride + column[None, :]
+    to = row[:, None] * width + column[None, :]
+    x = tl.load(gate + at, mask=valid, other=0.0).to(tl.float32)
+    y = tl.load(value + at, mask=valid, other=0.0).to(tl.float32)
+    sigmoid = _sigmoid(x)
+    silu = x * sigmoid
+    slope = y * (sigmoid + silu * (1.0 - sigmoid))
+    tl.store(out + to, silu * y, mask=valid)
+    for _ in range(tangents):
+        tangent = slope * tl.load(d_gate + at, mask=valid, other=0.0).to(tl.float32)
+        tangent += silu * tl.load(d_value + at, mask=valid, other=0.0).to(tl.float32)
+        tl.store(d_out + to, tangent, mask=valid)
+        at += d_in_stride
+        to += d_out_stride
+
+
+def _two_halves(gate: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Contiguous gate and value, or two views of the packed tensor; either way with one row stride."""
+    gate = gate.contiguous()
+    if value is not None:
+        return gate, value.contiguous()
+    first, second = gate.chunk(2, dim=-1)
+    return first, second
+
+
+def swiglu(gate: Tensor, value: Tensor | None) -> Tensor:
+    """See `reference.swiglu`."""
+    first, second = _two_halves(gate, value)
+    rows, width = first.shape
+    tile = element_tile(width)
+    out = torch.empty((rows, width), dtype=gate.dtype, device=gate.device)
+    launch(
+        swiglu_kernel, (triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.columns)), first, second, out, rows,
+        width, first.stride(0), ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+    )  # fmt: skip
+    return out
+
+
+def swiglu_backward(grad: Tensor, gate: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """See `reference.swiglu_backward`."""
+    grad = by_rows(grad)
+    first, second = _two_halves(gate, value)
+    rows, width = first.shape
+    d_gate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    d_value = None if value is None else torch.empty(value.shape, dtype=value.dtype, device=gate.device)
+    d_first, d_second = _two_halves(d_gate, d_value)
+    tile = element_tile(width)
+    launch(
+        swiglu_backward_kernel, (triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.columns)), grad, first, second,
+        d_first, d_second, rows, width, grad.stride(0), first.stride(0), d_first.stride(0), ROWS=tile.rows,
+        COLUMNS=tile.columns, num_warps=tile.warps,
+    )  # fmt: skip
+    return d_gate, d_value
+
+
+def swiglu_jvp(gate: Tensor, d_gate: Tensor, value: Tensor | None, d_value: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See `reference.swiglu_jvp`."""
+    first, second = _two_halves(gate, value)
+    d_first, d_second = _two_halves(d_gate, d_value)
+    rows, width = first.shape
+    tile = element_tile(width)
+    out = torch.empty((rows, width), dtype=gate.dtype, device=gate.device)
+    d_out = torch.empty((d_gate.shape[0], rows, width), dtype=gate.dtype, device=gate.device)
+    launch(
+        swiglu_jvp_kernel, (triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.columns)), first, second, d_first,
+        d_second, out, d_out, rows, width, d_gate.shape[0], first.stride(0), d_first.stride(0), d_out.stride(0),
+        ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+    )  # fmt: skip
+    return out, d_out
+
+
+@triton.jit
+def _tangent_error(velocity, target, point, row, counted, width, COLUMNS: tl.constexpr):
+    """Tangent part of velocity - target at the point, zero where the row does not count; offsets and mask beside it."""
+    column = tl.arange(0, COLUMNS)
+    at = row[:, None] * width + column[None, :]
+    valid = counted[:, None] & (column < width)[None, :]
+    error = tl.load(velocity + at, mask=valid, other=0.0).to(tl.float32)
+    error -= tl.load(target + at, mask=valid, other=0.0).to(tl.float32)
+    x = tl.load(point + at, mask=valid, other=0.0).to(tl.float32)
+    return error - tl.sum(error * x, axis=1)[:, None] * x
+
+
+@triton.jit
+def flow_loss_kernel(
+    v_image, v_text, target_image, target_text, image, text, direction, loss, rows, image_width, text_width,
+    ROWS: tl.constexpr, IMAGE_COLUMNS: tl.constexpr, TEXT_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    inside = row < rows
+    code = tl.load(direction + row, mask=inside, other=0)
+    error = _tangent_error(v_image, target_image, image, row, inside & (code != 1), image_width, IMAGE_COLUMNS)
+    total = tl.sum(error * error, axis=1)
+    error = _tangent_error(v_text, target_text, text, row, inside & (code != 2), text_width, TEXT_COLUMNS)
+    tl.store(loss + row, total + tl.sum(error * error, axis=1), mask=inside)
+
+
+@triton.jit
+def _store_gradient(to, error, weight, row, inside, width, COLUMNS: tl.constexpr):
+    column = tl.arange(0, COLUMNS)
+    valid = inside[:, None] & (column < width)[None, :]
+    tl.store(to + row[:, None] * width + column[None, :], weight[:, None] * error, mask=valid)
+
+
+@triton.jit
+def flow_loss_backward_kernel(
+    grad, v_image, v_text, target_image, target_text, image, text, direction, d_image, d_text, rows, image_width,
+    text_width, ROWS: tl.constexpr, IMAGE_COLUMNS: tl.constexpr, TEXT_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    inside = row < rows
+    code = tl.load(direction + row, mask=inside, other=0)
+    weight = 2.0 * tl.load(grad + row, mask=inside, other=0.0).to(tl.float32)
+    error = _tangent_error(v_image, target_image, image, row, inside & (code != 1), image_width, IMAGE_COLUMNS)
+    _store_gradient(d_image, error, weight, row, inside, image_width, IMAGE_COLUMNS)
+    error = _tangent_error(v_text, target_text, text, row, inside & (code != 2), text_width, TEXT_COLUMNS)
+    _store_gradient(d_text, error, weight, row, inside, text_width, TEXT_COLUMNS)
+
+
+Pair = tuple[Tensor, Tensor]
+
+
+def flow_loss(velocity: Pair, target: Pair, point: Pair, direction: Tensor) -> Tensor:
+    """See `reference.flow_loss`."""
+    image_width, text_width = velocity[0].shape[1], velocity[1].shape[1]
+    tile = row_tile(max(image_width, text_width))
+    rows = direction.shape[0]
+    loss = torch.empty(rows, dtype=torch.float32, device=direction.device)
+    launch(
+        flow_loss_kernel, (triton.cdiv(rows, tile.rows),), *(x.contiguous() for x in (*velocity, *target, *point)),
+        direction.contiguous(), loss, rows, image_width, text_width, ROWS=tile.rows,
+        IMAGE_COLUMNS=row_tile(image_width).columns, TEXT_COLUMNS=row_tile(text_width).columns, num_warps=tile.warps,
+    )  # fmt: skip
+    return loss
+
+
+def flow_loss_backward(grad: Tensor, velocity: Pair, target: Pair, point: Pair, direction: Tensor) -> Pair:
+    """See `reference.flow_loss_backward`."""
+    image_width, text_width = velocity[0].shape[1], velocity[1].shape[1]
+    tile = row_tile(max(image_width, text_width))
+    rows = direction.shape[0]
+    gradients = tuple(torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in velocity)
+    launch(
+        flow_loss_backward_kernel, (triton.cdiv(rows, tile.rows),), grad.contiguous(),
+        *(x.contiguous() for x in (*velocity, *target, *point)), direction.contiguous(), *gradients, rows, image_width,
+        text_width, ROWS=tile.rows, IMAGE_COLUMNS=row_tile(image_width).columns,
+        TEXT_COLUMNS=row_tile(text_width).columns, num_warps=tile.warps,
+    )  # fmt: skip
+    return gradients[0], gradients[1]
