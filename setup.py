@@ -86,7 +86,7 @@ extension = Pybind11Extension(
     include_dirs=["csrc"],
     cxx_std=17,
     define_macros=[("GEOFLOW_WITH_CUDA", "1")] if NVCC else [],
-    extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", *omp_compile],
+    extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", *omp_compile],
     extra_link_args=omp_link,
 )
 

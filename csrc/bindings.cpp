@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cpu/cpu_features.h"
+#include "cpu/sinkhorn_cpu.h"
 #include "interpolant.h"
 #if defined(GEOFLOW_WITH_CUDA)
 #include "cuda/runtime.h"
@@ -57,6 +58,76 @@ std::int64_t masked_interpolant(const std::array<Address, 8>& addresses, const s
     return geoflow::masked_interpolant(params);
 }
 
+// Asked between pieces of a long call by the Python thread that made it; false when the user pressed Ctrl-C. The exception that the
+// signal raised is then pending, and `raise_if_interrupted` hands it over.
+bool keep_going() {
+    py::gil_scoped_acquire gil;
+    return PyErr_CheckSignals() == 0;
+}
+
+void raise_if_interrupted(bool interrupted) {
+    if (interrupted) throw py::error_already_set();
+}
+
+// addresses: noise, data, signs, scale; 0 for what the factor does not have.
+geoflow::Factor factor(const std::array<Address, 4>& addresses, std::int64_t dim, std::int64_t order, float weight) {
+    return {at<const float>(addresses[0]), at<const float>(addresses[1]), dim, weight, at<const float>(addresses[2]),
+            at<const float>(addresses[3]), order};
+}
+
+void bind_transport(py::module_& m) {
+    using geoflow::OtMatrix;
+    py::class_<OtMatrix>(m, "OtMatrix")
+        .def(py::init([](Address data, std::int64_t rows, std::int64_t cols, bool half) {
+            return OtMatrix{at<void>(data), rows, cols, half, geoflow::Domain::score, 0.0, 1.0};
+        }))
+        .def_property(
+            "kernel", [](const OtMatrix& self) { return self.domain == geoflow::Domain::kernel; },
+            [](OtMatrix& self, bool kernel) { self.domain = kernel ? geoflow::Domain::kernel : geoflow::Domain::score; })
+        .def_readwrite("centre", &OtMatrix::centre)
+        .def_readwrite("eps", &OtMatrix::eps);
+    py::class_<geoflow::Factor>(m, "OtFactor").def(py::init(&factor));
+    m.attr("OT_LEADING") = geoflow::kLeading;
+    m.def("ot_build", [](const OtMatrix& matrix, const geoflow::Factor& image, const geoflow::Factor& text, bool arc, int threads) {
+        geoflow::Range range{};
+        bool done;
+        {
+            py::gil_scoped_release release;
+            done = geoflow::cpu_solver().build(matrix, image, text, arc ? geoflow::Cost::arc : geoflow::Cost::chord, threads,
+                                               keep_going, &range);
+        }
+        raise_if_interrupted(!done);
+        return std::array<float, 2>{range.low, range.high};
+    });
+    m.def("ot_import", [](const OtMatrix& matrix, Address cost, float offset, int threads) {
+        py::gil_scoped_release release;
+        const geoflow::Range range = geoflow::cpu_solver().import_cost(matrix, at<const float>(cost), offset, threads);
+        return std::array<float, 2>{range.low, range.high};
+    });
+    m.def("ot_change_domain", [](const OtMatrix& matrix, int threads) {
+        py::gil_scoped_release release;
+        const auto& solver = geoflow::cpu_solver();
+        (matrix.domain == geoflow::Domain::kernel ? solver.leave_kernel : solver.enter_kernel)(matrix, threads);
+    });
+    m.def("ot_iterate", [](const OtMatrix& matrix, double eps, double tol, std::int64_t max_iter, Address f, Address g, int threads) {
+        geoflow::IterationReport report{};
+        {
+            py::gil_scoped_release release;
+            report = geoflow::cpu_solver().iterate(matrix, eps, tol, max_iter, at<double>(f), at<double>(g), threads, keep_going);
+        }
+        raise_if_interrupted(report.outcome == geoflow::Outcome::interrupted);
+        return py::make_tuple(static_cast<int>(report.outcome), report.iterations, report.error);
+    });
+    m.def("ot_read_out", [](const OtMatrix& matrix, double eps, Address f, Address g, Address uniform, Address index,
+                            bool want_mean, int threads) {
+        py::gil_scoped_release release;
+        const geoflow::ReadoutReport report =
+            geoflow::cpu_solver().read_out(matrix, eps, at<const double>(f), at<const double>(g), at<const double>(uniform),
+                                           at<std::int64_t>(index), want_mean, threads);
+        return std::array<double, 2>{report.row_error, report.mean_score};
+    });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -71,4 +142,5 @@ PYBIND11_MODULE(_C, m) {
             const auto run = is_double ? masked_interpolant<double> : masked_interpolant<float>;
             return run(addresses, widths, rows, t, direction, drop, tolerance, threads);
         });
+    bind_transport(m);
 }

@@ -8,9 +8,12 @@ from __future__ import annotations
 import functools
 import importlib
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from geoflow_fast.geometry import StructuredNoise
 
 
 @functools.cache
@@ -105,3 +108,137 @@ def masked_interpolant(
             torch.get_num_threads(),
         )
     )
+
+
+class TransportMatrix:
+    """The one large matrix of the CPU transport solver and the passes over it; csrc/cpu/sinkhorn_cpu.h explains them.
+
+    It holds the centred score S = offset - C, or exp((S - centre) / eps) while `in_kernel_domain`. Potentials passed in
+    and out are float64 and refer to S.
+    """
+
+    STOPPED, CONVERGED, OUT_OF_RANGE = 0, 1, 2
+
+    def __init__(self, rows: int, cols: int, storage: torch.dtype):
+        if storage not in (torch.float32, torch.float16):
+            raise TypeError(f"storage must be float32 or float16, not {storage}")
+        leading = _built().OT_LEADING
+        self._elements = torch.empty(rows, -(-cols // leading) * leading, dtype=storage)
+        self._shape = (rows, cols)
+        self._matrix = _built().OtMatrix(self._elements.data_ptr(), rows, cols, storage == torch.float16)
+
+    @property
+    def storage(self) -> torch.dtype:
+        """Element type of the matrix."""
+        return self._elements.dtype
+
+    @property
+    def in_kernel_domain(self) -> bool:
+        """Whether the matrix holds exponentials; scores otherwise."""
+        return bool(self._matrix.kernel)
+
+    def scores(self) -> Tensor:
+        """A view of the entries, [rows, cols]."""
+        return self._elements[:, : self._shape[1]]
+
+    def build(
+        self,
+        image: tuple[Tensor | StructuredNoise, Tensor],
+        text: tuple[Tensor | StructuredNoise, Tensor],
+        weights: tuple[float, float],
+        arc: bool,
+        kernel_eps: float | None,
+    ) -> tuple[float, float]:
+        """Fills the matrix from (noise, data) of both spheres and returns the extremes of S.
+
+        With `kernel_eps` it goes straight to the kernel domain, which the caller must know to be in range.
+        """
+        self._matrix.kernel = kernel_eps is not None
+        self._matrix.centre, self._matrix.eps = 0.0, kernel_eps or 1.0
+        kept = [self._factor(*pair, weight) for pair, weight in zip((image, text), weights)]
+        low, high = _built().ot_build(self._matrix, *(factor for factor, _ in kept), arc, torch.get_num_threads())
+        return low, high
+
+    def _factor(self, noise: Tensor | StructuredNoise, data: Tensor, weight: float) -> tuple[Any, list[Tensor]]:
+        """The native factor, and the tensors that must outlive it."""
+        rows, cols = self._shape
+        width = data.shape[1]
+        if data.shape != (cols, width) or noise.shape != (rows, width):
+            raise ValueError(f"noise {tuple(noise.shape)} and data {tuple(data.shape)} do not fit {self._shape}")
+        _guard("cpu", torch.float32, data=data)
+        if isinstance(noise, Tensor):
+            _guard("cpu", torch.float32, noise=noise)
+            return _built().OtFactor([noise.data_ptr(), data.data_ptr(), 0, 0], width, 0, weight), [noise, data]
+        signs, scale = noise.signs, noise.inverse_norm()
+        _guard("cpu", torch.float32, signs=signs)
+        if signs.shape != (-(-rows // noise.order), 3, noise.order) or width > noise.order:
+            raise ValueError(f"signs {tuple(signs.shape)} do not describe {rows} rows of width {width}")
+        kept = [data, signs] if scale is None else [data, signs, scale]
+        addresses = [0, data.data_ptr(), signs.data_ptr(), 0 if scale is None else scale.data_ptr()]
+        return _built().OtFactor(addresses, width, noise.order, weight), kept
+
+    def load(self, cost: Tensor, offset: float) -> tuple[float, float]:
+        """Fills the matrix with S = offset - cost [rows, cols]; returns its extremes, infinite if one entry is bad."""
+        _guard("cpu", torch.float32, cost=cost)
+        if cost.shape != self._shape:
+            raise ValueError(f"cost has shape {tuple(cost.shape)}, expected {self._shape}")
+        self._matrix.kernel = False
+        low, high = _built().ot_import(self._matrix, cost.data_ptr(), offset, torch.get_num_threads())
+        return low, high
+
+    def enter_kernel(self, centre: float, eps: float) -> None:
+        """From scores to exp((S - centre) / eps), in place."""
+        if self.in_kernel_domain:
+            raise ValueError("the matrix is in the kernel domain already")
+        self._matrix.centre, self._matrix.eps = centre, eps
+        _built().ot_change_domain(self._matrix, torch.get_num_threads())
+        self._matrix.kernel = True
+
+    def leave_kernel(self) -> None:
+        """Back to scores, in place."""
+        if not self.in_kernel_domain:
+            raise ValueError("the matrix is not in the kernel domain")
+        _built().ot_change_domain(self._matrix, torch.get_num_threads())
+        self._matrix.kernel = False
+
+    def iterate(self, f: Tensor, g: Tensor, eps: float, tol: float, max_iter: int) -> tuple[int, int, float]:
+        """Sinkhorn iterations, updating `f` and `g` in place: (outcome, iterations, column violation)."""
+        self._check_potentials(f=f, g=g)
+        outcome, iterations, error = _built().ot_iterate(
+            self._matrix, eps, tol, max_iter, f.data_ptr(), g.data_ptr(), torch.get_num_threads()
+        )
+        return outcome, iterations, error
+
+    def assign(self, f: Tensor, g: Tensor, eps: float, uniform: Tensor | None) -> Tensor:
+        """Column of each row, int64 [rows]: the argmax of the plan, or its inverse row distribution at `uniform`."""
+        self._check_potentials(f=f, g=g)
+        index = torch.empty(self._shape[0], dtype=torch.int64)
+        if uniform is None:
+            self._read_out(None, g, None, index, eps, False)
+            return index
+        _guard("cpu", torch.float64, uniform=uniform)
+        if uniform.numel() != self._shape[0]:
+            raise ValueError(f"uniform has {uniform.numel()} entries for {self._shape[0]} rows")
+        self._read_out(f, g, uniform, index, eps, False)
+        return index
+
+    def summary(self, f: Tensor, g: Tensor, eps: float) -> tuple[float, float]:
+        """L1 violation of the rows by (f, g), and the mean score sum_ij P_ij S_ij."""
+        self._check_potentials(f=f, g=g)
+        return self._read_out(f, g, None, None, eps, True)
+
+    def _check_potentials(self, **potentials: Tensor) -> None:
+        _guard("cpu", torch.float64, **potentials)
+        for size, (name, potential) in zip(self._shape, potentials.items()):
+            if potential.numel() != size:
+                raise ValueError(f"{name} has {potential.numel()} entries, expected {size}")
+
+    def _read_out(
+        self, f: Tensor | None, g: Tensor, uniform: Tensor | None, index: Tensor | None, eps: float, want_mean: bool
+    ) -> tuple[float, float]:
+        f_address, u_address, i_address = (0 if x is None else x.data_ptr() for x in (f, uniform, index))
+        threads = torch.get_num_threads()
+        row_error, mean_score = _built().ot_read_out(
+            self._matrix, eps, f_address, g.data_ptr(), u_address, i_address, want_mean, threads
+        )
+        return row_error, mean_score

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,47 @@ def _stream(noise: Tensor, data: Tensor, t: Tensor, given: Tensor, drop: Tensor 
     given = given.unsqueeze(-1)
     shown = data if drop is None else torch.where(drop.unsqueeze(-1), noise, data)
     return torch.where(given, shown, point), torch.where(given, torch.zeros_like(velocity), velocity)
+
+
+def transport_cost(
+    image0: Tensor, text0: Tensor, image1: Tensor, text1: Tensor, cost: str, weights: tuple[float, float]
+) -> Tensor:
+    """Cost of moving noise row i to data row j, [n, m]: a weighted sum over the two spheres.
+
+    "arc" is the arc length acos<x, y>, "chord" the squared chord |x - y|^2 = 2 - 2 <x, y> of unit rows.
+    """
+    total = torch.zeros(image0.shape[0], image1.shape[0], dtype=image0.dtype, device=image0.device)
+    for noise, data, weight in ((image0, image1, weights[0]), (text0, text1, weights[1])):
+        cosine = (noise @ data.T).clamp(-1, 1)
+        total += weight * (cosine.acos() if cost == "arc" else 2 - 2 * cosine)
+    return total
+
+
+def sinkhorn(cost: Tensor, eps: float, tol: float, max_iter: int) -> tuple[Tensor, Tensor, int, float]:
+    """Potentials f [n], g [m] of the plan P = exp((f + g - C) / eps) with uniform marginals; iterations; error.
+
+    Log domain. An iteration makes the rows exact, looks at the L1 violation of the columns, and makes the columns
+    exact; it stops when the violation is at most `tol`, which bounds that of the rows after the column update.
+    """
+    n, m = cost.shape
+    g = torch.zeros(m, dtype=cost.dtype, device=cost.device)
+    for iteration in range(1, max_iter + 1):
+        f = -eps * (torch.logsumexp((g - cost) / eps, dim=1) + math.log(n))
+        log_columns = torch.logsumexp((f[:, None] + g - cost) / eps, dim=0)
+        error = float((log_columns.exp() - 1 / m).abs().sum())
+        g = g - eps * (log_columns + math.log(m))
+        if error <= tol:
+            break
+    return f, g, iteration, error
+
+
+def ot_assign(cost: Tensor, g: Tensor, eps: float, uniform: Tensor | None) -> Tensor:
+    """Target column of each row, int64 [n]: argmax_j of the plan, or its inverse row distribution at `uniform` [n]."""
+    if uniform is None:
+        return (g - cost).argmax(dim=1)
+    cumulative = torch.softmax((g - cost).double() / eps, dim=1).cumsum(dim=1)
+    target = uniform.double() * cumulative[:, -1]
+    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=cost.shape[1] - 1)
 
 
 def tangent_step(x: Tensor, v: Tensor, h: float, v_free: Tensor | None, guidance: float, renormalise: bool) -> Tensor:

@@ -9,8 +9,6 @@
 #include <immintrin.h>
 #endif
 
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed only between inlined functions
-
 #define GEOFLOW_INLINE inline __attribute__((always_inline))
 
 namespace {

@@ -10,21 +10,28 @@ from geoflow_fast.ops.gallery_posterior import (
 )
 from geoflow_fast.ops.gate_residual import gate_residual, gate_residual_jvp
 from geoflow_fast.ops.masked_interpolant import masked_interpolant
+from geoflow_fast.ops.ot_assign import couple, ot_assign
+from geoflow_fast.ops.sinkhorn import SinkhornResult, sinkhorn, transport_cost
 from geoflow_fast.ops.swiglu import swiglu, swiglu_jvp
 from geoflow_fast.ops.tangent_step import tangent_step
 
 __all__ = [
     "GalleryPosterior",
     "GalleryStatistics",
+    "SinkhornResult",
     "adaln",
     "adaln_jvp",
+    "couple",
     "flow_loss",
     "gallery_posterior",
     "gallery_statistics",
     "gate_residual",
     "gate_residual_jvp",
     "masked_interpolant",
+    "ot_assign",
+    "sinkhorn",
     "swiglu",
     "swiglu_jvp",
     "tangent_step",
+    "transport_cost",
 ]

@@ -1,0 +1,206 @@
+"""Which data pair each noise pair is sent to: optimal-transport couplings of a training batch."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from geoflow_fast import _native, dispatch, reference
+from geoflow_fast.geometry import DIRECTIONS
+from geoflow_fast.ops.sinkhorn import (
+    NAMES,
+    CpuSolve,
+    Factors,
+    Noise,
+    Problem,
+    Settings,
+    make_problem,
+    make_settings,
+    transport_cost,
+    warn_unconverged,
+)
+
+ASSIGNMENTS = ("argmax", "sample", "exact")
+COUPLINGS = ("paper", "sample", "exact", "independent")
+CONDITIONAL_COUPLINGS = ("paper", "independent", "c2ot")
+
+# The bisection of c2ot looks at this many rows of the batch; its ratio is then known to about a tenth of itself.
+_PILOT_ROWS = 512
+_BISECTIONS = 40
+
+
+def ot_assign(
+    image0: Noise,
+    text0: Noise,
+    image1: Tensor,
+    text1: Tensor,
+    *,
+    eps: float = 0.05,
+    tol: float = 1e-3,
+    max_iter: int = 1000,
+    assignment: str = "argmax",
+    cost: Tensor | str = "arc",
+    weights: tuple[float, float] = (1.0, 1.0),
+    storage: str = "float32",
+    generator: torch.Generator | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Index of the data pair that each noise pair is coupled with: int64 [B].
+
+    `image0` [B, d_I], `text0` [B, d_T] are noise, `image1`, `text1` data, unit rows; noise may also be a
+    `geometry.StructuredNoise` on both spheres, which replaces the matrix products of the cost by fast transforms.
+    `assignment` is "argmax" (the paper: the largest entry of each row of the entropic plan), "sample" (a draw from each
+    row, with `generator`) or "exact" (linear assignment without entropy, every target used once; needs SciPy). `cost`
+    is "arc" (the paper: sum of the two arc lengths), "chord" or a matrix [B, B]; with a matrix the points only tell the
+    batch. `eps`, `tol`, `max_iter`, `weights`, `storage` and `backend` are those of `sinkhorn`.
+    """
+    problem = _make_square_problem((image0, text0, image1, text1), cost, weights)
+    settings = make_settings(eps, tol, max_iter, storage)
+    if assignment == "exact":
+        return _exact(problem, backend)
+    if assignment not in ASSIGNMENTS:
+        raise ValueError(f"assignment must be one of {', '.join(ASSIGNMENTS)}, got {assignment!r}")
+    uniform = None
+    if assignment == "sample":
+        device = problem.anchor.device if generator is None else generator.device
+        uniform = torch.rand(problem.shape[0], generator=generator, dtype=torch.float64, device=device)
+        uniform = uniform.to(problem.anchor.device)
+    solve = dispatch.choose("ot_assign", problem.anchor, backend)
+    index, converged, iterations, error = solve(problem, settings, uniform)
+    warn_unconverged(converged, iterations, error, settings)
+    result: Tensor = index
+    return result
+
+
+def couple(
+    image0: Noise,
+    text0: Noise,
+    image1: Tensor,
+    text1: Tensor,
+    *,
+    coupling: str = "paper",
+    direction: str = "joint",
+    eps: float = 0.05,
+    tol: float = 1e-3,
+    max_iter: int = 1000,
+    target_ratio: float = 0.01,
+    generator: torch.Generator | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """The coupling of a training batch by name: int64 [B], noise row i goes with data row index[i].
+
+    Joint rows: "paper" (row argmax of the entropic plan), "sample", "exact" or "independent" (row i with row i).
+    Conditional rows (`direction` "i2t" or "t2i"): "paper" (the joint plan, as the paper does), "independent", or "c2ot"
+    (arXiv 2503.10636): exact transport of the generated stream's noise under its arc length plus w times the arc length
+    between conditions, noise row i holding the condition of data row i. The weight w is found by bisection so that a
+    share `target_ratio` of all pairs (i, j) is no dearer than the pair (i, i): 1 / B gives back independence, 1 ignores
+    the conditions.
+    """
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
+    names = COUPLINGS if direction == "joint" else CONDITIONAL_COUPLINGS
+    if coupling not in names:
+        raise ValueError(f"coupling of {direction} rows must be one of {', '.join(names)}, got {coupling!r}")
+    factors = (image0, text0, image1, text1)
+    if coupling == "independent":
+        return torch.arange(_make_square_problem(factors, "arc", (1.0, 1.0)).shape[0], device=image1.device)
+    if coupling == "c2ot":
+        generated = 1 if direction == "i2t" else 0
+        return _c2ot(_make_square_problem(factors, "arc", (1.0, 1.0)), generated, target_ratio, backend)
+    assignment = "argmax" if coupling == "paper" else coupling
+    return ot_assign(
+        *factors, eps=eps, tol=tol, max_iter=max_iter, assignment=assignment, generator=generator, backend=backend
+    )
+
+
+def _make_square_problem(factors: Factors, cost: Tensor | str, weights: tuple[float, float]) -> Problem:
+    problem = make_problem(cost if isinstance(cost, str) else "arc", factors, weights)
+    if problem.shape[0] != problem.shape[1]:
+        rows, cols = problem.shape
+        raise ValueError(f"{NAMES[2]} has {cols} rows, but {NAMES[0]} has {rows}; a batch needs as many")
+    if isinstance(cost, str):
+        return problem
+    given = make_problem(cost, None)
+    if given.shape != problem.shape or given.anchor.device != problem.anchor.device:
+        raise ValueError(
+            f"cost must be [{problem.shape[0]}, {problem.shape[1]}] on {problem.anchor.device}, "
+            f"got {tuple(cost.shape)} on {cost.device}"
+        )
+    return given
+
+
+def _exact(problem: Problem, backend: str) -> Tensor:
+    cost = problem.matrix
+    if cost is None:
+        noise, data = problem.clouds()
+        cost = transport_cost(*noise, *data, cost=problem.cost, weights=problem.weights, backend=backend)
+    _, columns = _scipy_optimize().linear_sum_assignment(cost.cpu().numpy())
+    return torch.from_numpy(columns).to(device=problem.anchor.device, dtype=torch.int64)
+
+
+def _scipy_optimize() -> ModuleType:
+    try:
+        from scipy import optimize
+    except ImportError as error:
+        raise ValueError("exact assignment needs SciPy: pip install 'geoflow_fast[ot]'") from error
+    module: ModuleType = optimize
+    return module
+
+
+def _c2ot(problem: Problem, generated: int, target_ratio: float, backend: str) -> Tensor:
+    """Exact transport with cost arc(generated) + w arc(condition); `generated` is 0 for image, 1 for text."""
+    if not 0 < target_ratio <= 1:
+        raise ValueError(f"target_ratio must be in (0, 1], got {target_ratio}")
+    noise, data = problem.clouds()
+    moved = noise[generated]
+    moved = moved if isinstance(moved, Tensor) else moved.dense(data[0].dtype)
+    condition = data[1 - generated]
+    weight = condition_weight(moved, data[generated], condition, target_ratio)
+    # In place of the condition stream's noise stands its data: the distance between conditions i and j.
+    clouds = (condition, moved) if generated == 1 else (moved, condition)
+    weights = (weight, 1.0) if generated == 1 else (1.0, weight)
+    return _exact(make_problem("arc", (*clouds, *data), weights), backend)
+
+
+def condition_weight(noise: Tensor, data: Tensor, condition: Tensor, target_ratio: float) -> float:
+    """The weight w at which a share `target_ratio` of pairs has arc(noise_i, data_j) + w arc(c_i, c_j) <= arc(i, i).
+
+    The share falls from its value at w = 0 to 1/B (the pairs (i, i) themselves, up to repeated conditions); it is
+    measured on the first rows of the batch. 0 when even w = 0 has fewer pairs than asked for.
+    """
+    rows = slice(0, _PILOT_ROWS)
+    moved = (noise[rows] @ data.T).clamp(-1, 1).acos()
+    between = (condition[rows] @ condition.T).clamp(-1, 1).acos()
+    between.fill_diagonal_(0.0)  # acos of a rounded 1 is not 0
+    gain = moved.diagonal()[:, None] - moved
+
+    def share(weight: float) -> float:
+        return float((weight * between <= gain).double().mean())
+
+    if share(0.0) <= target_ratio:
+        return 0.0
+    low, high = 0.0, 1.0
+    while share(high) > target_ratio and high < 1e6:
+        low, high = high, 2 * high
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if share(middle) > target_ratio else (low, middle)
+    return high
+
+
+@dispatch.register("ot_assign", "reference", devices=("cpu", "cuda"))
+def _ot_assign_reference(
+    problem: Problem, settings: Settings, uniform: Tensor | None
+) -> tuple[Tensor, bool, int, float]:
+    cost = problem.dense()
+    _, g, iterations, error = reference.sinkhorn(cost, settings.eps, settings.tol, settings.max_iter)
+    index = reference.ot_assign(cost, g, settings.eps, uniform)
+    return index, error <= settings.tol, iterations, error
+
+
+@dispatch.register("ot_assign", "cpu", devices=("cpu",), missing=_native.missing)
+def _ot_assign_cpu(problem: Problem, settings: Settings, uniform: Tensor | None) -> tuple[Tensor, bool, int, float]:
+    solve = CpuSolve(problem, settings)
+    return solve.assign(uniform), solve.converged, solve.iterations, solve.error

@@ -1,0 +1,318 @@
+"""Entropic optimal transport with uniform marginals, from a cost matrix or from points on the two spheres."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from geoflow_fast import _native, dispatch, reference
+from geoflow_fast.geometry import StructuredNoise, check_rows
+from geoflow_fast.geometry import eps as check_dtype
+
+Noise = Tensor | StructuredNoise
+Factors = tuple[Noise, Noise, Tensor, Tensor]
+
+COSTS = ("arc", "chord")
+STORAGES = {"float32": torch.float32, "float16": torch.float16}
+NAMES = ("image0", "text0", "image1", "text1")
+
+# Largest |S - centre| / eps whose exponential the kernel domain may hold: float32 reaches e^+-87, float16 e^+-9.7.
+_KERNEL_REACH = {torch.float32: 80.0, torch.float16: 9.0}
+
+
+@dataclass(frozen=True)
+class SinkhornResult:
+    """An entropic transport plan P_ij = exp((f_i + g_j - C_ij) / eps) with uniform marginals, by its potentials.
+
+    `f` [n] and `g` [m] are float64; column sums are exact. `marginal_error` is the L1 violation of the row sums,
+    `transport_cost` is sum_ij P_ij C_ij. `iterations` counts full iterations (one read of the matrix each).
+    `converged` is false when `max_iter` iterations did not reach `tol`, which is also a RuntimeWarning.
+    """
+
+    f: Tensor
+    g: Tensor
+    iterations: int
+    marginal_error: float
+    transport_cost: float
+    converged: bool
+
+    @property
+    def potentials(self) -> tuple[Tensor, Tensor]:
+        """(f, g)."""
+        return self.f, self.g
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A checked transport problem, as backends receive it: a given cost matrix [n, m], or two pairs of point clouds."""
+
+    cost: str
+    matrix: Tensor | None
+    noise: tuple[Noise, Noise] | None
+    data: tuple[Tensor, Tensor] | None
+    weights: tuple[float, float]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows (noise) and columns (data)."""
+        if self.matrix is not None:
+            return self.matrix.shape[0], self.matrix.shape[1]
+        noise, data = self.clouds()
+        return noise[0].shape[0], data[0].shape[0]
+
+    @property
+    def anchor(self) -> Tensor:
+        """A tensor that tells the device."""
+        return self.matrix if self.matrix is not None else self.clouds()[1][0]
+
+    def clouds(self) -> tuple[tuple[Noise, Noise], tuple[Tensor, Tensor]]:
+        """Noise and data, (image, text) each; only where no matrix was given."""
+        if self.noise is None or self.data is None:
+            raise ValueError("this transport problem was given as a matrix")
+        return self.noise, self.data
+
+    def dense(self) -> Tensor:
+        """The cost matrix in plain torch, [n, m], in the dtype of the input."""
+        if self.matrix is not None:
+            return self.matrix
+        noise, data = self.clouds()
+        image0, text0 = (x if isinstance(x, Tensor) else x.dense(data[0].dtype) for x in noise)
+        return reference.transport_cost(image0, text0, *data, self.cost, self.weights)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How far to solve: `eps` in units of the cost, `tol` as L1 marginal violation, and how to store the matrix."""
+
+    eps: float
+    tol: float
+    max_iter: int
+    storage: torch.dtype
+
+
+def sinkhorn(
+    cost: Tensor | str = "arc",
+    factors: Factors | None = None,
+    *,
+    eps: float = 0.05,
+    tol: float = 1e-3,
+    max_iter: int = 1000,
+    weights: tuple[float, float] = (1.0, 1.0),
+    storage: str = "float32",
+    backend: str = "auto",
+) -> SinkhornResult:
+    """Solves entropic optimal transport with uniform marginals: potentials, error and cost of the plan.
+
+    `cost` is a matrix [n, m] (rows are moved to columns), or "arc" (sum of the two arc lengths, the paper's) or "chord"
+    (sum of the two squared chords |x - y|^2) between `factors` = (image0, text0, image1, text1): noise [n, d_I],
+    [n, d_T] and data [m, d_I], [m, d_T], unit rows. `weights` multiply the image and the text term.
+
+    Stops once the L1 violation of a marginal is at most `tol`; if `max_iter` comes first the result says so and a
+    RuntimeWarning gives the error reached. The CPU backend works in float32 whatever the input, keeps one n x m matrix
+    and O(n + m) more; `storage="float16"` halves the matrix, for about 2e-4 relative error in the plan's entries while
+    the spread of C / eps is moderate. It computes with exponentials of the cost as long as they fit their range and
+    with log-sum-exp otherwise, so no eps or cost overflows. `backend="reference"` works in the dtype of the input.
+    """
+    problem = make_problem(cost, factors, weights)
+    settings = make_settings(eps, tol, max_iter, storage)
+    solve = dispatch.choose("sinkhorn", problem.anchor, backend)
+    result: SinkhornResult = solve(problem, settings)
+    warn_unconverged(result.converged, result.iterations, result.marginal_error, settings)
+    return result
+
+
+def transport_cost(
+    image0: Noise,
+    text0: Noise,
+    image1: Tensor,
+    text1: Tensor,
+    *,
+    cost: str = "arc",
+    weights: tuple[float, float] = (1.0, 1.0),
+    backend: str = "auto",
+) -> Tensor:
+    """The cost matrix of `sinkhorn` and `ot_assign`, [n, m]; float32 from the CPU backend."""
+    problem = make_problem(cost, (image0, text0, image1, text1), weights)
+    matrix: Tensor = dispatch.choose("transport_cost", problem.anchor, backend)(problem)
+    return matrix
+
+
+def make_settings(eps: float, tol: float, max_iter: int, storage: str) -> Settings:
+    """Checks the scalar arguments."""
+    for name, value in (("eps", eps), ("tol", tol)):
+        if not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} must be positive and finite, got {value}")
+    if not isinstance(max_iter, int) or max_iter < 1:
+        raise ValueError(f"max_iter must be an integer of at least 1, got {max_iter!r}")
+    if storage not in STORAGES:
+        raise ValueError(f"storage must be one of {', '.join(STORAGES)}, got {storage!r}")
+    return Settings(float(eps), float(tol), max_iter, STORAGES[storage])
+
+
+def make_problem(cost: Tensor | str, factors: Factors | None, weights: tuple[float, float] = (1.0, 1.0)) -> Problem:
+    """Checks a cost matrix, or the name of a cost and the point clouds it is between."""
+    if isinstance(cost, Tensor):
+        if factors is not None:
+            raise ValueError("give either a cost matrix or factors, not both")
+        return Problem("given", _checked_matrix(cost), None, None, (1.0, 1.0))
+    if cost not in COSTS:
+        raise ValueError(f"cost must be a matrix or one of {', '.join(COSTS)}, got {cost!r}")
+    if factors is None or len(factors) != 4:
+        raise ValueError(f"cost={cost!r} needs factors=(image0, text0, image1, text1)")
+    if len(weights) != 2 or any(not (math.isfinite(w) and w >= 0) for w in weights) or sum(weights) == 0:
+        raise ValueError(f"weights must be two finite numbers >= 0, not both 0, got {weights}")
+    _check_clouds(factors)
+    image0, text0, image1, text1 = (x.detach() if isinstance(x, Tensor) else x for x in factors)
+    if not (isinstance(image0, StructuredNoise) and isinstance(text0, StructuredNoise)):
+        image0, text0 = (x if isinstance(x, Tensor) else x.dense(image1.dtype) for x in (image0, text0))
+    return Problem(cost, None, (image0, text0), (image1, text1), (float(weights[0]), float(weights[1])))
+
+
+def _checked_matrix(cost: Tensor) -> Tensor:
+    check_dtype(cost.dtype)
+    if cost.dim() != 2 or cost.numel() == 0:
+        raise ValueError(f"cost must be a matrix with at least one row and one column, got shape {tuple(cost.shape)}")
+    cost = cost.detach()
+    low, high = torch.aminmax(cost)
+    if not math.isfinite(float(high) - float(low)):
+        bad = ~torch.isfinite(cost)
+        where = f"is not finite at {tuple(bad.nonzero()[0].tolist())}" if bool(bad.any()) else "spans more than a float"
+        raise ValueError(f"cost {where}")
+    return cost
+
+
+def _check_clouds(factors: Factors) -> None:
+    """Types, devices, shapes and rows of the four clouds."""
+    for name, x in zip(NAMES, factors):
+        if not isinstance(x, Tensor) and (name.endswith("1") or not isinstance(x, StructuredNoise)):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    first = factors[2]
+    for name, x, twin, partner in zip(NAMES, factors, factors[2:] + factors[:2], (0, 0, 2, 2)):
+        if x.device != first.device:
+            raise ValueError(f"{name} is on {x.device}, but image1 is on {first.device}")
+        if isinstance(x, Tensor):
+            check_dtype(x.dtype)
+            if x.dtype != first.dtype:
+                raise TypeError(f"{name} is {x.dtype}, but image1 is {first.dtype}")
+        if len(x.shape) != 2 or x.shape[0] == 0:
+            raise ValueError(f"{name} must be [rows, width] with at least one row, got {tuple(x.shape)}")
+        if len(twin.shape) == 2 and x.shape[1] != twin.shape[1]:
+            raise ValueError(f"{name} has width {x.shape[1]}, but its twin has {twin.shape[1]}")
+        if x.shape[0] != factors[partner].shape[0]:
+            raise ValueError(f"{name} has {x.shape[0]} rows, but {NAMES[partner]} has {factors[partner].shape[0]}")
+    for name, x in zip(NAMES, factors):
+        if isinstance(x, Tensor):
+            check_rows(x, name)
+
+
+def warn_unconverged(converged: bool, iterations: int, error: float, settings: Settings) -> None:
+    """The warning of an unfinished solve, attributed to the user's call."""
+    if not converged:
+        warnings.warn(
+            f"sinkhorn stopped after {iterations} iterations with marginal error {error:.3g} > tol={settings.tol:g}; "
+            "raise max_iter, eps or tol",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+# ---- reference ----------------------------------------------------------------------------------------------------
+
+
+@dispatch.register("transport_cost", "reference", devices=("cpu", "cuda"))
+def _transport_cost_reference(problem: Problem) -> Tensor:
+    return problem.dense()
+
+
+@dispatch.register("sinkhorn", "reference", devices=("cpu", "cuda"))
+def _sinkhorn_reference(problem: Problem, settings: Settings) -> SinkhornResult:
+    cost = problem.dense()
+    f, g, iterations, error = reference.sinkhorn(cost, settings.eps, settings.tol, settings.max_iter)
+    plan = ((f[:, None] + g - cost) / settings.eps).exp()
+    row_error = float((plan.sum(dim=1) - 1 / cost.shape[0]).abs().sum())
+    return SinkhornResult(
+        f.double(), g.double(), iterations, row_error, float((plan * cost).sum()), error <= settings.tol
+    )
+
+
+# ---- compiled, CPU ------------------------------------------------------------------------------------------------
+
+
+class CpuSolve:
+    """One problem on its way through the compiled solver: build, choose the domain, iterate, read."""
+
+    def __init__(self, problem: Problem, settings: Settings):
+        self._settings = settings
+        self._rows, self._cols = problem.shape
+        self._matrix = _native.TransportMatrix(self._rows, self._cols, settings.storage)
+        self._f = torch.zeros(self._rows, dtype=torch.float64)
+        self._g = torch.zeros(self._cols, dtype=torch.float64)
+        self.iterations, self.error, self.converged = 0, math.inf, False
+        self._offset, low, high = load_scores(self._matrix, problem, settings.eps)
+        self._enter_kernel_if_it_fits(low, high)
+        self._iterate()
+
+    def _enter_kernel_if_it_fits(self, low: float, high: float) -> None:
+        reach = _KERNEL_REACH[self._settings.storage]
+        if not self._matrix.in_kernel_domain and (high - low) / 2 <= reach * self._settings.eps:
+            self._matrix.enter_kernel((low + high) / 2, self._settings.eps)
+
+    def _iterate(self) -> None:
+        """Iterates to the end; where the kernel domain cannot follow the potentials, goes on in the score domain."""
+        eps, tol, max_iter = self._settings.eps, self._settings.tol, self._settings.max_iter
+        while True:
+            outcome, iterations, error = self._matrix.iterate(self._f, self._g, eps, tol, max_iter - self.iterations)
+            self.iterations += iterations
+            if outcome != self._matrix.OUT_OF_RANGE:
+                break
+            self._matrix.leave_kernel()
+        self.error, self.converged = error, outcome == self._matrix.CONVERGED
+
+    def result(self) -> SinkhornResult:
+        """Potentials of C (the solver's refer to S = offset - C) and what one more read of the matrix tells."""
+        row_error, mean_score = self._matrix.summary(self._f, self._g, self._settings.eps)
+        cost = self._offset - mean_score
+        return SinkhornResult(self._f + self._offset, self._g, self.iterations, row_error, cost, self.converged)
+
+    def assign(self, uniform: Tensor | None) -> Tensor:
+        """Target of each row: the plan's argmax, or a draw from the row."""
+        return self._matrix.assign(self._f, self._g, self._settings.eps, uniform)
+
+
+def load_scores(
+    matrix: _native.TransportMatrix, problem: Problem, kernel_eps: float | None
+) -> tuple[float, float, float]:
+    """Fills the matrix with S = offset - C: (offset, lowest S, highest S).
+
+    With `kernel_eps`, and if no cost of this kind can leave the range, exponentials are written at once.
+    """
+    if problem.matrix is not None:
+        low, high = (float(x) for x in torch.aminmax(problem.matrix))
+        offset = (low + high) / 2
+        # Centred before it is rounded to float32: a large common offset would cost the small differences.
+        cost = problem.matrix if problem.matrix.dtype == torch.float32 else (problem.matrix - offset).float()
+        return offset, *matrix.load(cost.contiguous(), offset if cost.dtype == problem.matrix.dtype else 0.0)
+    noise, data = problem.clouds()
+    image, text = (
+        (n.float().contiguous() if isinstance(n, Tensor) else n, d.float().contiguous()) for n, d in zip(noise, data)
+    )
+    offset = (math.pi / 2 if problem.cost == "arc" else 2.0) * sum(problem.weights)
+    if kernel_eps is not None and not offset / kernel_eps <= _KERNEL_REACH[matrix.storage]:
+        kernel_eps = None
+    return offset, *matrix.build(image, text, problem.weights, problem.cost == "arc", kernel_eps)
+
+
+@dispatch.register("transport_cost", "cpu", devices=("cpu",), missing=_native.missing)
+def _transport_cost_cpu(problem: Problem) -> Tensor:
+    matrix = _native.TransportMatrix(*problem.shape, torch.float32)
+    offset, _, _ = load_scores(matrix, problem, None)
+    return offset - matrix.scores()
+
+
+@dispatch.register("sinkhorn", "cpu", devices=("cpu",), missing=_native.missing)
+def _sinkhorn_cpu(problem: Problem, settings: Settings) -> SinkhornResult:
+    return CpuSolve(problem, settings).result()
