@@ -56,13 +56,13 @@ def sinkhorn(cost: Tensor, eps: float, tol: float, max_iter: int) -> tuple[Tenso
     """
     n, m = cost.shape
     g = torch.zeros(m, dtype=cost.dtype, device=cost.device)
-    for iteration in range(1, max_iter + 1):
+    iteration, error = 0, math.inf
+    while error > tol and iteration < max_iter:
+        iteration += 1
         f = -eps * (torch.logsumexp((g - cost) / eps, dim=1) + math.log(n))
         log_columns = torch.logsumexp((f[:, None] + g - cost) / eps, dim=0)
         error = float((log_columns.exp() - 1 / m).abs().sum())
         g = g - eps * (log_columns + math.log(m))
-        if error <= tol:
-            break
     return f, g, iteration, error
 
 

@@ -16,6 +16,7 @@ from geoflow_fast.ops.sinkhorn import (
     Noise,
     Problem,
     Settings,
+    as_dense,
     make_problem,
     make_settings,
     transport_cost,
@@ -154,8 +155,7 @@ def _c2ot(problem: Problem, generated: int, target_ratio: float, backend: str) -
     if not 0 < target_ratio <= 1:
         raise ValueError(f"target_ratio must be in (0, 1], got {target_ratio}")
     noise, data = problem.clouds()
-    moved = noise[generated]
-    moved = moved if isinstance(moved, Tensor) else moved.dense(data[0].dtype)
+    moved = as_dense(noise[generated], data[0].dtype)
     condition = data[1 - generated]
     weight = condition_weight(moved, data[generated], condition, target_ratio)
     # In place of the condition stream's noise stands its data: the distance between conditions i and j.

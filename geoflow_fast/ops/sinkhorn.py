@@ -80,7 +80,7 @@ class Problem:
         if self.matrix is not None:
             return self.matrix
         noise, data = self.clouds()
-        image0, text0 = (x if isinstance(x, Tensor) else x.dense(data[0].dtype) for x in noise)
+        image0, text0 = (as_dense(x, data[0].dtype) for x in noise)
         return reference.transport_cost(image0, text0, *data, self.cost, self.weights)
 
 
@@ -166,10 +166,16 @@ def make_problem(cost: Tensor | str, factors: Factors | None, weights: tuple[flo
     if len(weights) != 2 or any(not (math.isfinite(w) and w >= 0) for w in weights) or sum(weights) == 0:
         raise ValueError(f"weights must be two finite numbers >= 0, not both 0, got {weights}")
     _check_clouds(factors)
-    image0, text0, image1, text1 = (x.detach() if isinstance(x, Tensor) else x for x in factors)
-    if not (isinstance(image0, StructuredNoise) and isinstance(text0, StructuredNoise)):
-        image0, text0 = (x if isinstance(x, Tensor) else x.dense(image1.dtype) for x in (image0, text0))
-    return Problem(cost, None, (image0, text0), (image1, text1), (float(weights[0]), float(weights[1])))
+    image0, text0, image1, text1 = factors
+    noise: tuple[Noise, Noise] = (image0, text0)
+    if isinstance(image0, Tensor) or isinstance(text0, Tensor):
+        noise = (as_dense(image0, image1.dtype), as_dense(text0, image1.dtype))
+    return Problem(cost, None, noise, (image1.detach(), text1.detach()), (float(weights[0]), float(weights[1])))
+
+
+def as_dense(noise: Noise, dtype: torch.dtype) -> Tensor:
+    """Noise as a plain tensor."""
+    return noise.detach() if isinstance(noise, Tensor) else noise.dense(dtype)
 
 
 def _checked_matrix(cost: Tensor) -> Tensor:
