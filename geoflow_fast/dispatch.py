@@ -104,6 +104,7 @@ def backends() -> BackendTable:
     for op in sorted(_IMPLEMENTATIONS):
         found = _IMPLEMENTATIONS[op]
         table[op] = {
-            name: (found[name].missing() or "available") if name in found else "not implemented" for name in BACKENDS
+            name: (found[name].missing() or "available") if name in found else "not implemented for this operation"
+            for name in BACKENDS
         }
     return table
