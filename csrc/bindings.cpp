@@ -9,6 +9,7 @@
 
 #include "cpu/cpu_features.h"
 #include "cpu/sinkhorn_cpu.h"
+#include "gallery.h"
 #include "interpolant.h"
 #if defined(GEOFLOW_WITH_CUDA)
 #include "cuda/runtime.h"
@@ -128,6 +129,34 @@ void bind_transport(py::module_& m) {
     });
 }
 
+// addresses: samples, gallery, bias (or 0), then the outputs peak, weight, moment, top_score, top_index.
+void gallery_posterior(const std::array<Address, 8>& addresses, std::int64_t queries, std::int64_t draws, std::int64_t items,
+                       std::int64_t dim, std::int64_t top_k, float kappa, int threads) {
+    geoflow::GalleryParams params{};
+    params.samples = at<const float>(addresses[0]);
+    params.gallery = at<const float>(addresses[1]);
+    params.bias = at<const float>(addresses[2]);
+    params.queries = queries;
+    params.draws = draws;
+    params.items = items;
+    params.dim = dim;
+    params.top_k = top_k;
+    params.kappa = kappa;
+    params.peak = at<double>(addresses[3]);
+    params.weight = at<double>(addresses[4]);
+    params.moment = at<double>(addresses[5]);
+    params.top_score = at<double>(addresses[6]);
+    params.top_index = at<std::int64_t>(addresses[7]);
+    params.threads = threads;
+    params.keep_going = keep_going;
+    bool done;
+    {
+        py::gil_scoped_release release;
+        done = geoflow::gallery_posterior(params);
+    }
+    raise_if_interrupted(!done);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -143,4 +172,5 @@ PYBIND11_MODULE(_C, m) {
             return run(addresses, widths, rows, t, direction, drop, tolerance, threads);
         });
     bind_transport(m);
+    m.def("gallery_posterior", &gallery_posterior);
 }

@@ -242,3 +242,28 @@ class TransportMatrix:
             self._matrix, eps, f_address, g.data_ptr(), u_address, i_address, want_mean, threads
         )
         return row_error, mean_score
+
+
+def gallery_posterior(
+    samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Statistics (peak, weight, moment [Q], top_score, top_index [Q, top_k]) of the scores of `gallery` [N, d]."""
+    queries, draws, dim = samples.shape
+    items = gallery.shape[0]
+    _guard("cpu", torch.float32, samples=samples, gallery=gallery)
+    if gallery.shape != (items, dim):
+        raise ValueError(f"gallery has shape {tuple(gallery.shape)}, expected [N, {dim}]")
+    if item_bias is not None:
+        _guard("cpu", torch.float32, item_bias=item_bias)
+        if item_bias.shape != (items,):
+            raise ValueError(f"item_bias has shape {tuple(item_bias.shape)}, expected [{items}]")
+    if not (queries and draws and dim and 1 <= top_k <= items):
+        raise ValueError(f"nothing to score: samples {tuple(samples.shape)}, {items} items, top_k={top_k}")
+    peak, weight, moment = torch.empty(3, queries, dtype=torch.float64)
+    top_score = torch.empty(queries, top_k, dtype=torch.float64)
+    top_index = torch.empty(queries, top_k, dtype=torch.int64)
+    outputs = (peak, weight, moment, top_score, top_index)
+    bias = 0 if item_bias is None else item_bias.data_ptr()
+    addresses = [samples.data_ptr(), gallery.data_ptr(), bias, *(x.data_ptr() for x in outputs)]
+    _built().gallery_posterior(addresses, queries, draws, items, dim, top_k, kappa, torch.get_num_threads())
+    return outputs

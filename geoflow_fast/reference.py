@@ -290,11 +290,12 @@ def gallery_statistics(
 
 def _score_statistics(score: Tensor, top_k: int, first_index: int) -> Statistics:
     """Statistics of the scores [Q, N] of items `first_index`, `first_index` + 1, ..."""
-    top = score.topk(min(top_k, score.shape[1]), dim=1)
-    peak = top.values[:, 0]
+    # A stable sort, not topk: equal scores, as of items that occur twice, must be kept in the order of their indices.
+    ranked, order = score.sort(dim=1, descending=True, stable=True)
+    peak = ranked[:, 0]
     below = score - peak.unsqueeze(1)
     mass = below.exp()
-    return peak, mass.sum(1), (mass * below).sum(1), top.values, top.indices + first_index
+    return peak, mass.sum(1), (mass * below).sum(1), ranked[:, :top_k], order[:, :top_k] + first_index
 
 
 def merge_statistics(a: Statistics, b: Statistics, top_k: int) -> Statistics:

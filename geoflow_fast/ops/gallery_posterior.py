@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from geoflow_fast import dispatch, reference
+from geoflow_fast import _native, dispatch, reference
 from geoflow_fast.ops import _triton
 from geoflow_fast.ops._rows import check_floating
 
@@ -101,7 +101,7 @@ def gallery_statistics(
         return GalleryStatistics(nothing, nothing, nothing, index.double(), index, top_k)
     run = dispatch.choose("gallery_posterior", samples, backend)
     peak, weight, moment, top_score, top_index = run(samples.detach(), gallery.detach(), kappa, kept, item_bias)
-    _check_finite(weight)
+    _check_finite(weight + moment)
     return GalleryStatistics(
         peak.double(), weight.double(), moment.double(), top_score.double(), top_index.long() + first_index, top_k
     )
@@ -127,11 +127,11 @@ def _check(samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias
         raise ValueError(f"item_bias must be [{gallery.shape[0]}], got {tuple(item_bias.shape)}")
 
 
-def _check_finite(weight: Tensor) -> None:
-    """A NaN or infinity anywhere in the input reaches the weight of the queries it touches."""
-    if weight.is_cuda and torch.cuda.is_current_stream_capturing():
+def _check_finite(sums: Tensor) -> None:
+    """A NaN or infinity anywhere in the input reaches the sums [Q] of the queries it touches."""
+    if sums.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    bad = ~torch.isfinite(weight)
+    bad = ~torch.isfinite(sums)
     if bool(bad.any()):
         query = int(bad.nonzero()[0])
         raise ValueError(
@@ -143,3 +143,9 @@ dispatch.register("gallery_posterior", "reference", devices=dispatch.EVERYWHERE)
 dispatch.register(
     "gallery_posterior", "triton", devices=_triton.devices, missing=_triton.missing, dtypes=_triton.DTYPES
 )(_triton.kernel("gallery", "gallery_statistics"))
+
+
+@dispatch.register("gallery_posterior", "cpu", devices=("cpu",), missing=_native.missing, dtypes=(torch.float32,))
+def _cpu(samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias: Tensor | None) -> reference.Statistics:
+    bias = None if item_bias is None else item_bias.detach().float().contiguous()
+    return _native.gallery_posterior(samples.contiguous(), gallery.contiguous(), kappa, top_k, bias)
