@@ -404,7 +404,10 @@ class Passes {
         for (std::int64_t j = 0; j < m_.cols; ++j) {
             const float* const top = state.get() + j;
             double best = top[0], total = 0;
-            for (std::int64_t block = 1; block < blocks_; ++block) best = std::fmax(best, double(top[2 * block * ld_]));
+            for (std::int64_t block = 1; block < blocks_; ++block) {
+                const double here = top[2 * block * ld_];
+                best = here > best ? here : best;
+            }
             for (std::int64_t block = 0; block < blocks_; ++block)
                 total += double(top[(2 * block + 1) * ld_]) * std::exp((double(top[2 * block * ld_]) - best) / eps);
             g[j] = eps * (log_b - std::log(total)) - best - shift;
