@@ -1,0 +1,81 @@
+// A GPU's thread hierarchy on one CPU thread: every GPU thread is a fiber that runs until it meets a barrier, a shuffle or a warp-wide
+// multiplication, and the scheduler decides who goes next. Kernels are the shipped headers, compiled by the host's compiler.
+//
+// What it finds: wrong indices and masks (results; AddressSanitizer on exact allocations, shared arrays each with red zones), reads of
+// shared memory that nobody wrote (it starts as NaN), barriers that not all threads reach, asynchronous copies used before they
+// were waited for (they arrive as late as allowed), results that depend on the order of threads (schedules), missing barriers
+// (ThreadSanitizer: fibers know only barriers as order). What it does not: weak memory order, bank conflicts, the last bits of
+// approximate instructions.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+
+namespace emulation {
+
+struct Index3 {
+    unsigned x, y, z;
+};
+
+struct Position {
+    Index3 thread_index, block_index, grid_size;
+};
+
+enum class Schedule {
+    forward,   // all threads in order, copies arrive when waited for
+    reversed,  // last thread first, copies arrive at once
+    shuffled,  // another random order every round, copies arrive at random
+    greedy,    // one warp as far as it gets, then the next
+};
+
+struct Launch {
+    int blocks;
+    int threads;
+    std::size_t dynamic_bytes;
+    bool cooperative;  // all blocks alive together, grid_barrier allowed; else one after another
+};
+
+void use_schedule(Schedule schedule, std::uint64_t seed);
+void run(const Launch& launch, const std::function<void()>& kernel);
+// Prints the message and ends the process with status 3.
+void require(bool condition, const char* message);
+
+// For use by the calling GPU thread.
+const Position& here();
+void* shared_array(const void* site, std::size_t bytes);
+void* dynamic_shared();
+void block_barrier();
+void grid_barrier();
+std::uint64_t exchange_bits(std::uint64_t value, int mask);
+
+template <typename T>
+T exchange(T value, int mask) {
+    static_assert(sizeof(T) <= 8);
+    std::uint64_t bits = 0;
+    __builtin_memcpy(&bits, &value, sizeof(T));
+    bits = exchange_bits(bits, mask);
+    __builtin_memcpy(&value, &bits, sizeof(T));
+    return value;
+}
+
+struct Copy {
+    void* target;
+    const void* source;
+    int bytes;
+    int valid;  // the rest becomes zero
+};
+void copy_later(const Copy& copy);
+void copy_commit();
+void copy_wait(int pending);
+
+// Fragments of mma.sync.m16n8k8 with TF32 inputs, as one lane holds them.
+struct Fragments {
+    float* sum;              // [4]
+    const std::uint32_t* a;  // [4]
+    const std::uint32_t* b;  // [2]
+};
+void warp_multiply(const Fragments& fragments);
+
+}  // namespace emulation
