@@ -13,9 +13,9 @@
 //
 // sinkhorn_result_kernel: argmax, both potentials and each row's transport cost in one more read: 0.20 ms, 0.10 ms.
 //
-// Numbers that stay finite. Exponents are base 2: x_ij = scale * matrix_ij + g_j, with g_j in units of eps ln 2. g_j is kept as
-// reference + delta with |delta| <= 8: the reference changes only while g_j still moves far, so near convergence scale * matrix +
-// reference rounds the same way in every iteration and the small updates land in delta, added after the row maximum is gone. So float32
+// Numbers that stay finite. Exponents are base 2: x_ij = scale * (matrix_ij - centre) + g_j, with g_j in units of eps ln 2. g_j is kept as
+// reference + delta with |delta| <= 8: the reference changes only while g_j still moves far, so near convergence the first
+// part rounds the same way in every iteration and the small updates land in delta, added after the row maximum is gone. So float32
 // converges even where |x| is 1e6. A column whose sum underflows is lifted until its largest exponent meets that of its row.
 #pragma once
 
@@ -37,10 +37,11 @@ constexpr float kUnderflow = 1e-30f;    // column sums below may have lost terms
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct SinkhornProblem {
-    const float* matrix;  // [rows, stride]: scores S, or costs C
+    const float* matrix;  // [rows, stride]: scores S, or costs C = centre - S
     std::int64_t stride;
     int rows;
     int cols;
+    float centre;     // subtracted from the entries before anything else; 0 for scores
     float scale;      // log2(e) / eps for scores, -log2(e) / eps for costs
     float share;      // rows / cols: what the column sums of the row-normalised plan shall be
     float log_share;  // its log2
@@ -62,26 +63,31 @@ struct SinkhornWorkspace {
 
 struct SinkhornResult {
     std::int64_t* index;  // [rows] argmax_j (g_j - C_ij), the first of equals
-    float* f;             // [rows]
-    float* g;             // [cols]
-    float* row_cost;      // [rows] sum_j P_ij C_ij
-    float offset;         // C = offset - S; 0 when the matrix holds costs
+    double* f;            // [rows]
+    double* g;            // [cols]
+    float* row_mass;      // [rows] sum_j P_ij, times rows
+    float* row_cost;      // [rows] sum_j P_ij C_ij, times rows
     float eps;
+    float offset;  // C = offset - S
 };
 
-// The kernels' view of a problem; host code.
-inline SinkhornProblem sinkhorn_problem(const SinkhornParams& params, const float* matrix, std::int64_t stride) {
+// The kernels' view of a problem; `offset` as in C = offset - S. Host code.
+inline SinkhornProblem sinkhorn_problem(const SinkhornParams& params, const float* matrix, std::int64_t stride, float offset) {
+    const bool given = params.cost == Cost::given;
     const float scale = 1.44269504f / params.eps;
     const double share = static_cast<double>(params.rows) / static_cast<double>(params.cols);
-    return {matrix,
-            stride,
-            static_cast<int>(params.rows),
-            static_cast<int>(params.cols),
-            params.cost == Cost::given ? -scale : scale,
-            static_cast<float>(share),
-            static_cast<float>(std::log2(share)),
-            params.tol,
-            params.max_iter};
+    SinkhornProblem p{};
+    p.matrix = matrix;
+    p.stride = stride;
+    p.rows = static_cast<int>(params.rows);
+    p.cols = static_cast<int>(params.cols);
+    p.centre = given ? offset : 0.0f;
+    p.scale = given ? -scale : scale;
+    p.share = static_cast<float>(share);
+    p.log_share = static_cast<float>(std::log2(share));
+    p.tol = params.tol;
+    p.max_iter = params.max_iter;
+    return p;
 }
 
 // kVectors of the kernel for a number of columns; 0 for the wide kernel.
@@ -270,7 +276,7 @@ __device__ __forceinline__ void absorb_row(OwnColumns<kVectors>& own, const Four
         const Four entry = value[v * kThreads];
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-            weight[v].at[c] = fmaf(p.scale, entry.at[c], own.reference[v].at[c]);
+            weight[v].at[c] = fmaf(p.scale, entry.at[c] - p.centre, own.reference[v].at[c]);
             largest = fmaxf(largest, weight[v].at[c]);
         }
     }
@@ -371,7 +377,7 @@ __device__ __forceinline__ void wide_rows(const SinkhornProblem& p, const Sinkho
             float above = largest[k];
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                exponent.at[c] = fmaf(p.scale, exponent.at[c], reference.at[c]);
+                exponent.at[c] = fmaf(p.scale, exponent.at[c] - p.centre, reference.at[c]);
                 above = fmaxf(above, exponent.at[c]);
             }
             total[k] *= fast_exp2(largest[k] - above);
@@ -403,7 +409,7 @@ __device__ __forceinline__ void wide_columns(const SinkhornProblem& p, const Sin
             const float row_max = w.row_max[row], row_log = w.row_log[row];
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                const float exponent = fmaf(p.scale, value.at[c], reference.at[c]) - row_max;
+                const float exponent = fmaf(p.scale, value.at[c] - p.centre, reference.at[c]) - row_max;
                 sum.at[c] += fast_exp2((exponent + delta.at[c]) - row_log);
                 top.at[c] = fmaxf(top.at[c], exponent);
             }
@@ -444,17 +450,20 @@ template <int kWidth>
 __global__ void __launch_bounds__(kResultThreads) sinkhorn_result_kernel(SinkhornProblem p, SinkhornWorkspace w, SinkhornResult out) {
     const int lane = threadIdx.x % 32;
     const int thread = blockIdx.x * kResultThreads + threadIdx.x, threads = gridDim.x * kResultThreads;
-    const float unit = out.eps * 0.693147181f;  // of the exponents, in units of the cost
+    const double unit = static_cast<double>(out.eps) * 0.69314718055994531;  // of the exponents, in units of the cost
     const float sign = p.scale < 0.0f ? 1.0f : -1.0f;
-    for (int col = thread; col < p.cols; col += threads) out.g[col] = unit * (w.reference[col] + w.delta[col]);
+    for (int col = thread; col < p.cols; col += threads) {
+        out.g[col] = unit * (static_cast<double>(w.reference[col]) + static_cast<double>(w.delta[col]));
+    }
     for (int first = thread / 32 * kResultRows; first < p.rows; first += threads / 32 * kResultRows) {
-        float best[kResultRows], cost[kResultRows], row_max[kResultRows], row_log[kResultRows];
+        float best[kResultRows], mass[kResultRows], cost[kResultRows], row_max[kResultRows], row_log[kResultRows];
         int index[kResultRows];
 #pragma unroll
         for (int k = 0; k < kResultRows; ++k) {
             const int row = min(first + k, p.rows - 1);
             best[k] = minus_infinity();
             index[k] = p.cols;
+            mass[k] = 0.0f;
             cost[k] = 0.0f;
             row_max[k] = w.row_max[row];
             row_log[k] = w.row_log[row];
@@ -467,8 +476,11 @@ __global__ void __launch_bounds__(kResultThreads) sinkhorn_result_kernel(Sinkhor
                 const Four value = load_values<kWidth>(p.matrix + min(first + k, p.rows - 1) * p.stride, col, p.cols);
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
-                    const float exponent = (fmaf(p.scale, value.at[c], reference.at[c]) - row_max[k]) + delta.at[c];
-                    cost[k] = fmaf(fast_exp2(exponent - row_log[k]), fmaf(sign, value.at[c], out.offset), cost[k]);
+                    const float score = value.at[c] - p.centre;
+                    const float exponent = (fmaf(p.scale, score, reference.at[c]) - row_max[k]) + delta.at[c];
+                    const float weight = fast_exp2(exponent - row_log[k]);
+                    mass[k] += weight;
+                    cost[k] = fmaf(weight, fmaf(sign, score, out.offset), cost[k]);
                     keep_better(best[k], index[k], exponent, col + c);
                 }
             }
@@ -479,13 +491,65 @@ __global__ void __launch_bounds__(kResultThreads) sinkhorn_result_kernel(Sinkhor
                 const float other = __shfl_xor_sync(kAllLanes, best[k], step);
                 keep_better(best[k], index[k], other, __shfl_xor_sync(kAllLanes, index[k], step));
             }
+            mass[k] = warp_sum(mass[k]);
             cost[k] = warp_sum(cost[k]);
             if (lane == 0 && first + k < p.rows) {
+                const double log_sum = static_cast<double>(row_max[k]) + static_cast<double>(row_log[k]);
                 out.index[first + k] = index[k];
-                out.f[first + k] = out.offset - unit * ((row_max[k] + row_log[k]) + log2f(static_cast<float>(p.rows)));
-                out.row_cost[first + k] = cost[k] / p.rows;
+                out.f[first + k] = static_cast<double>(out.offset) - unit * (log_sum + log2(static_cast<double>(p.rows)));
+                out.row_mass[first + k] = mass[k];
+                out.row_cost[first + k] = cost[k];
             }
         }
+    }
+}
+
+// Draws a column for each row: the first whose cumulative share of the row's mass exceeds uniform[row] in [0, 1). One warp per row, 128
+// columns a step until the draw is found: on average half a read of the matrix, 0.10 ms on A100-40, 0.05 ms on H100 at B = 8192.
+template <int kWidth>
+__global__ void __launch_bounds__(kResultThreads) sinkhorn_sample_kernel(SinkhornProblem p, SinkhornWorkspace w, const float* row_mass,
+                                                                         const double* uniform, std::int64_t* index) {
+    const int lane = threadIdx.x % 32;
+    const int thread = blockIdx.x * kResultThreads + threadIdx.x, threads = gridDim.x * kResultThreads;
+    for (int row = thread / 32; row < p.rows; row += threads / 32) {
+        const float row_max = w.row_max[row], row_log = w.row_log[row];
+        const float target = static_cast<float>(uniform[row]) * row_mass[row];
+        float before = 0.0f;  // mass of the columns of earlier steps
+        int last = 0;         // the last column seen with any mass: where rounding leaves the draw beyond the end
+        int found = p.cols;
+        for (int start = 0; start < p.cols && found == p.cols; start += 128) {
+            const int col = start + 4 * lane;
+            Four mass = all_four(0.0f);
+            if (col < p.cols) {
+                Four reference, delta;
+                load_columns(reference, delta, w.reference + col, w.delta + col, p.cols - col);
+                const Four value = load_values<kWidth>(p.matrix + row * p.stride, col, p.cols);
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                    const float exponent = (fmaf(p.scale, value.at[c] - p.centre, reference.at[c]) - row_max) + delta.at[c];
+                    mass.at[c] = fast_exp2(exponent - row_log);
+                }
+            }
+            float upto = (mass.at[0] + mass.at[1]) + (mass.at[2] + mass.at[3]);
+#pragma unroll
+            for (int step = 1; step < 32; step *= 2) {
+                const float other = __shfl_up_sync(kAllLanes, upto, step);
+                if (lane >= step) upto += other;
+            }
+            float running = before + __shfl_up_sync(kAllLanes, upto, 1);
+            if (lane == 0) running = before;
+            int hit = p.cols, latest = last;
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                running += mass.at[c];
+                if (running > target && mass.at[c] > 0.0f) hit = min(hit, col + c);
+                if (mass.at[c] > 0.0f) latest = col + c;
+            }
+            found = static_cast<int>(__reduce_min_sync(kAllLanes, static_cast<unsigned>(hit)));
+            last = static_cast<int>(__reduce_max_sync(kAllLanes, static_cast<unsigned>(latest)));
+            before += __shfl_sync(kAllLanes, upto, 31);
+        }
+        if (lane == 0) index[row] = found < p.cols ? found : last;
     }
 }
 

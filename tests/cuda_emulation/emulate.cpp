@@ -2,7 +2,8 @@
 //   emulate score schedule= seed= passes= width= rows= cols= dim0= dim1= weight0= weight1= arc=
 //       in: x0 [rows, dim0], y0 [cols, dim0], x1 [rows, dim1], y1 [cols, dim1]; out: score [rows, stride], stride = cols up to a multiple of 4
 //   emulate sinkhorn schedule= seed= width= wide= blocks= rows= cols= stride= cost= eps= tol= max_iter= offset=
-//       in: matrix [rows, stride]; out: status (two int32 and a float), f [rows], g [cols], row_cost [rows], index [rows] int64
+//       in: matrix [rows, stride], uniform [rows] float64; out: status (two int32 and a float), f [rows], g [cols] float64,
+//       row_mass [rows], row_cost [rows], argmax [rows], draw [rows] int64
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -99,20 +100,23 @@ void sinkhorn() {
     params.max_iter = integer("max_iter");
     const std::int64_t stride = integer("stride"), padded = (params.cols + 3) / 4 * 4;
     const int blocks = integer("blocks");
+    const float offset = static_cast<float>(number("offset"));
     const auto size = [](std::int64_t n) { return static_cast<std::size_t>(n); };
     Array<float> matrix(size(params.rows * stride)), reference(size(padded)), delta(size(padded)), row_max(size(params.rows)),
         row_log(size(params.rows)), partial_sum(size(blocks * padded)), partial_max(size(blocks * padded)),
         group_error(size((params.cols + 31) / 32));
     Array<geoflow::SinkhornStatus> status(1);
-    Array<float> f(size(params.rows)), g(size(params.cols)), row_cost(size(params.rows));
-    Array<std::int64_t> index(size(params.rows));
+    Array<double> uniform(size(params.rows)), f(size(params.rows)), g(size(params.cols));
+    Array<float> row_mass(size(params.rows)), row_cost(size(params.rows));
+    Array<std::int64_t> index(size(params.rows)), draw(size(params.rows));
     matrix.read();
+    uniform.read();
     std::memset(reference.data, 0, reference.count * sizeof(float));
     std::memset(delta.data, 0, delta.count * sizeof(float));
-    const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, stride);
+    const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, stride, offset);
     const SinkhornWorkspace workspace = {reference.data,   delta.data,       row_max.data, row_log.data, partial_sum.data,
                                          partial_max.data, group_error.data, status.data,  padded};
-    const SinkhornResult result = {index.data, f.data, g.data, row_cost.data, static_cast<float>(number("offset")), params.eps};
+    const SinkhornResult result = {index.data, f.data, g.data, row_mass.data, row_cost.data, params.eps, offset};
     const int vectors = integer("wide") != 0 ? 0 : sinkhorn_vectors(params.cols);
     const bool aligned = integer("width") == 4;
     aligned ? solve<4>(vectors, blocks, problem, workspace) : solve<1>(vectors, blocks, problem, workspace);
@@ -120,11 +124,17 @@ void sinkhorn() {
     emulation::run(last, [&] {
         aligned ? sinkhorn_result_kernel<4>(problem, workspace, result) : sinkhorn_result_kernel<1>(problem, workspace, result);
     });
+    emulation::run(last, [&] {
+        aligned ? sinkhorn_sample_kernel<4>(problem, workspace, row_mass.data, uniform.data, draw.data)
+                : sinkhorn_sample_kernel<1>(problem, workspace, row_mass.data, uniform.data, draw.data);
+    });
     status.write();
     f.write();
     g.write();
+    row_mass.write();
     row_cost.write();
     index.write();
+    draw.write();
 }
 
 }  // namespace

@@ -65,7 +65,7 @@ struct Fiber {
     State state = State::ready;
     WarpWork work = WarpWork::none;
     std::uint64_t value = 0, received = 0;
-    int mask = 0;
+    int source = 0;
     Fragments fragments{};
     Waiting* copies = nullptr;  // [kMaxCopies], allocated with the fiber: kept apart so that fibers stay small and in cache
     int copy_count = 0, open_group = 0;
@@ -273,7 +273,7 @@ UNSEEN void finish_warp(Fiber* lanes) {
     const WarpWork work = lanes[0].work;
     for (int lane = 0; lane < 32; ++lane) require(lanes[lane].work == work, "lanes of a warp meet in different instructions");
     if (work == WarpWork::exchange) {
-        for (int lane = 0; lane < 32; ++lane) lanes[lane].received = lanes[lane ^ lanes[lane].mask].value;
+        for (int lane = 0; lane < 32; ++lane) lanes[lane].received = lanes[lanes[lane].source].value;
     } else {
         multiply_warp(lanes);
     }
@@ -474,10 +474,10 @@ void grid_barrier() {
     synchronise(false, order);
 }
 
-UNSEEN std::uint64_t exchange_bits(std::uint64_t value, int mask) {
+UNSEEN std::uint64_t exchange_bits(std::uint64_t value, int source) {
     Fiber& self = *current;
     self.value = value;
-    self.mask = mask;
+    self.source = source;
     self.work = WarpWork::exchange;
     self.state = State::at_warp;
     to_scheduler();

@@ -48,14 +48,15 @@ void* shared_array(const void* site, std::size_t bytes);
 void* dynamic_shared();
 void block_barrier();
 void grid_barrier();
-std::uint64_t exchange_bits(std::uint64_t value, int mask);
+std::uint64_t exchange_bits(std::uint64_t value, int source);
 
+// All lanes of the warp offer `value`; the result is what lane `source` offered.
 template <typename T>
-T exchange(T value, int mask) {
+T exchange(T value, int source) {
     static_assert(sizeof(T) <= 8);
     std::uint64_t bits = 0;
     __builtin_memcpy(&bits, &value, sizeof(T));
-    bits = exchange_bits(bits, mask);
+    bits = exchange_bits(bits, source);
     __builtin_memcpy(&value, &bits, sizeof(T));
     return value;
 }

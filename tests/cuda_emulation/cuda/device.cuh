@@ -21,6 +21,7 @@
     type* const name = static_cast<type*>(emulation::shared_array(&name##_site, sizeof(type) * (count)))
 #define GEOFLOW_DYNAMIC_SHARED(type, name) type* const name = static_cast<type*>(emulation::dynamic_shared())
 
+using std::log2;
 using std::max;
 using std::min;
 
@@ -33,9 +34,31 @@ struct alignas(16) float4 {
 
 inline void __syncthreads() { emulation::block_barrier(); }
 
+inline int emulated_lane() { return static_cast<int>(threadIdx.x % 32); }
+
+template <typename T>
+T __shfl_sync(unsigned, T value, int source) {
+    return emulation::exchange(value, source);
+}
+
 template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
-    return emulation::exchange(value, mask);
+    return emulation::exchange(value, emulated_lane() ^ mask);
+}
+
+template <typename T>
+T __shfl_up_sync(unsigned, T value, int step) {
+    return emulation::exchange(value, emulated_lane() < step ? emulated_lane() : emulated_lane() - step);
+}
+
+inline unsigned __reduce_min_sync(unsigned lanes, unsigned value) {
+    for (int mask = 16; mask > 0; mask /= 2) value = std::min(value, __shfl_xor_sync(lanes, value, mask));
+    return value;
+}
+
+inline unsigned __reduce_max_sync(unsigned lanes, unsigned value) {
+    for (int mask = 16; mask > 0; mask /= 2) value = std::max(value, __shfl_xor_sync(lanes, value, mask));
+    return value;
 }
 
 template <typename T>

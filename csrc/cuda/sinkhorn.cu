@@ -1,0 +1,174 @@
+// Launchers of the transport kernels: choose the instantiation, carve the workspace, launch.
+#include "cuda/sinkhorn.cuh"
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/score.cuh"
+#include "cuda/sinkhorn_cuda.h"
+
+namespace geoflow {
+namespace {
+
+using namespace cuda;
+
+using SolveKernel = void (*)(SinkhornProblem, SinkhornWorkspace);
+
+void check(cudaError_t error, const char* what) {
+    if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+cudaStream_t enter(CudaPlace place) {
+    check(cudaSetDevice(place.device), "cudaSetDevice");
+    return reinterpret_cast<cudaStream_t>(place.stream);
+}
+
+int multiprocessors(int device) {
+    int count = 0;
+    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
+    return count;
+}
+
+void check_sizes(const SinkhornParams& params) {
+    constexpr std::int64_t kLargest = std::int64_t{1} << 29;
+    if (params.rows < 1 || params.cols < 1 || params.rows > kLargest || params.cols > kLargest) {
+        throw std::invalid_argument("rows and cols must be between 1 and 2^29");
+    }
+}
+
+bool aligned(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0; }
+
+bool wide_loads(const CudaMatrix& matrix) { return matrix.stride % 4 == 0 && aligned(matrix.data); }
+
+// Which kernel solves a problem, with what shared memory and how many blocks.
+struct SolvePlan {
+    SolveKernel kernel;
+    int shared_bytes;
+    int blocks;
+};
+
+template <int kWidth>
+SolvePlan kernel_for(std::int64_t cols) {
+    switch (sinkhorn_vectors(cols)) {
+        case 1: return {sinkhorn_kernel<1, kWidth>, kSinkhornSharedBytes<1>, 0};
+        case 2: return {sinkhorn_kernel<2, kWidth>, kSinkhornSharedBytes<2>, 0};
+        case 4: return {sinkhorn_kernel<4, kWidth>, kSinkhornSharedBytes<4>, 0};
+        default: return {sinkhorn_wide_kernel<kWidth>, 0, 0};
+    }
+}
+
+// As many blocks as the device holds at once, which a grid-wide barrier needs, but no block without a row.
+SolvePlan plan_solve(const SinkhornParams& params, const CudaMatrix& matrix, int device) {
+    check_sizes(params);
+    SolvePlan plan = wide_loads(matrix) ? kernel_for<4>(params.cols) : kernel_for<1>(params.cols);
+    check(cudaFuncSetAttribute(plan.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes), "sinkhorn: shared memory");
+    int per_multiprocessor = 0;
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, plan.kernel, kThreads, plan.shared_bytes),
+          "sinkhorn: occupancy");
+    const std::int64_t places = std::int64_t{per_multiprocessor} * multiprocessors(device);
+    if (places == 0) throw std::runtime_error("sinkhorn: the device cannot hold a block of the kernel");
+    plan.blocks = static_cast<int>(std::min(places, params.rows));
+    return plan;
+}
+
+// The workspace's arrays in one block of memory, each 16-byte aligned.
+struct Carving {
+    SinkhornWorkspace arrays;
+    std::int64_t bytes;
+};
+
+Carving carve(void* memory, const SinkhornParams& params, int blocks) {
+    const auto start = reinterpret_cast<std::uintptr_t>(memory);
+    std::uintptr_t next = start;
+    const auto take = [&](std::int64_t count) {
+        float* const place = reinterpret_cast<float*>(next);
+        next += static_cast<std::uintptr_t>((count + 3) / 4 * 16);
+        return place;
+    };
+    SinkhornWorkspace w{};
+    w.padded_cols = (params.cols + 3) / 4 * 4;
+    w.reference = take(w.padded_cols);
+    w.delta = take(w.padded_cols);
+    w.row_max = take(params.rows);
+    w.row_log = take(params.rows);
+    w.partial_sum = take(blocks * w.padded_cols);
+    w.partial_max = take(blocks * w.padded_cols);
+    w.group_error = take((params.cols + 31) / 32);
+    return {w, static_cast<std::int64_t>(next - start)};
+}
+
+// Where the arrays that later kernels read lie does not depend on the number of blocks.
+SinkhornWorkspace solved_arrays(void* memory, const SinkhornParams& params) { return carve(memory, params, 0).arrays; }
+
+int result_blocks(std::int64_t rows, int rows_per_warp, int device) {
+    const std::int64_t rows_per_block = kResultThreads / 32 * rows_per_warp;
+    return static_cast<int>(std::min<std::int64_t>((rows + rows_per_block - 1) / rows_per_block, 16 * multiprocessors(device)));
+}
+
+}  // namespace
+
+void sinkhorn_cuda_scores(const SinkhornParams& params, const CudaClouds& clouds, const CudaMatrix& scores, bool precise, CudaPlace place) {
+    check_sizes(params);
+    if (!wide_loads(scores)) throw std::invalid_argument("scores need a stride that is a multiple of 4 and 16-byte alignment");
+    const auto width = [](std::int64_t dim) { return static_cast<int>(dim); };
+    const ScoreProblem problem = {{{clouds.image0, clouds.image1, width(params.image_dim), params.image_weight},
+                                   {clouds.text0, clouds.text1, width(params.text_dim), params.text_weight}},
+                                  scores.data,
+                                  static_cast<int>(params.rows),
+                                  static_cast<int>(params.cols),
+                                  scores.stride,
+                                  params.cost == Cost::arc};
+    bool vectors = true;
+    for (const ScoreFactor& factor : problem.factor) vectors = vectors && factor.dim % 4 == 0 && aligned(factor.x) && aligned(factor.y);
+    const auto kernel = precise ? (vectors ? score_kernel<3, 4> : score_kernel<3, 1>) : (vectors ? score_kernel<1, 4> : score_kernel<1, 1>);
+    const std::int64_t tiles = ((params.rows + kScoreTile - 1) / kScoreTile) * ((params.cols + kScoreTile - 1) / kScoreTile);
+    const cudaStream_t stream = enter(place);
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kScoreSharedBytes), "scores: shared memory");
+    kernel<<<static_cast<unsigned>(tiles), kScoreThreads, kScoreSharedBytes, stream>>>(problem);
+    check(cudaGetLastError(), "scores");
+}
+
+std::int64_t sinkhorn_cuda_workspace(const SinkhornParams& params, const CudaMatrix& matrix, int device) {
+    enter({device, 0});
+    return carve(nullptr, params, plan_solve(params, matrix, device).blocks).bytes;
+}
+
+void sinkhorn_cuda_solve(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace, SinkhornStatus* status, CudaPlace place) {
+    const cudaStream_t stream = enter(place);
+    const SolvePlan plan = plan_solve(params, matrix, place.device);
+    SinkhornWorkspace arrays = carve(workspace, params, plan.blocks).arrays;
+    arrays.status = status;
+    SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride, matrix.offset);
+    check(cudaMemsetAsync(arrays.reference, 0, 2 * sizeof(float) * static_cast<std::size_t>(arrays.padded_cols), stream), "sinkhorn: memset");
+    void* arguments[] = {&problem, &arrays};
+    check(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(plan.kernel), dim3(static_cast<unsigned>(plan.blocks)), dim3(kThreads),
+                                      arguments, static_cast<std::size_t>(plan.shared_bytes), stream),
+          "sinkhorn");
+}
+
+void sinkhorn_cuda_result(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace, const CudaOutputs& outputs,
+                          CudaPlace place) {
+    const cudaStream_t stream = enter(place);
+    const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride, matrix.offset);
+    const SinkhornResult result = {outputs.index,    outputs.f,  outputs.g,    outputs.row_mass,
+                                   outputs.row_cost, params.eps, matrix.offset};
+    const auto kernel = wide_loads(matrix) ? sinkhorn_result_kernel<4> : sinkhorn_result_kernel<1>;
+    kernel<<<result_blocks(params.rows, kResultRows, place.device), kResultThreads, 0, stream>>>(
+        problem, solved_arrays(workspace, params), result);
+    check(cudaGetLastError(), "sinkhorn result");
+}
+
+void sinkhorn_cuda_sample(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace, const float* row_mass,
+                          const double* uniform, std::int64_t* index, CudaPlace place) {
+    const cudaStream_t stream = enter(place);
+    const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride, matrix.offset);
+    const auto kernel = wide_loads(matrix) ? sinkhorn_sample_kernel<4> : sinkhorn_sample_kernel<1>;
+    kernel<<<result_blocks(params.rows, 1, place.device), kResultThreads, 0, stream>>>(problem, solved_arrays(workspace, params), row_mass,
+                                                                                     uniform, index);
+    check(cudaGetLastError(), "sinkhorn sample");
+}
+
+}  // namespace geoflow

@@ -1,0 +1,53 @@
+// Host entry points of the CUDA transport solver; no CUDA header needed here. All work goes to the given stream of the given device, in
+// memory that the caller provides, and nothing waits: every call may be captured in a CUDA graph. A failed launch throws
+// std::runtime_error, impossible arguments std::invalid_argument.
+#pragma once
+
+#include <cstdint>
+
+#include "sinkhorn.h"
+
+namespace geoflow {
+
+struct CudaPlace {
+    int device;
+    std::uintptr_t stream;  // a cudaStream_t
+};
+
+// The matrix a solve reads: scores made by `sinkhorn_cuda_scores`, or with Cost::given the caller's costs, float32.
+struct CudaMatrix {
+    float* data;          // [rows, stride]
+    std::int64_t stride;  // >= cols; the fast kernels need a multiple of 4 and 16-byte alignment
+    float offset;         // C = offset - S; with Cost::given the middle of the costs, so that differences keep their bits
+};
+
+struct CudaClouds {
+    const float* image0;  // [rows, image_dim]
+    const float* text0;   // [rows, text_dim]
+    const float* image1;  // [cols, image_dim]
+    const float* text1;   // [cols, text_dim]
+};
+
+struct CudaOutputs {
+    std::int64_t* index;  // [rows] argmax of the plan's rows
+    double* f;            // [rows]
+    double* g;            // [cols]
+    float* row_mass;      // [rows] row sums of the plan, times rows
+    float* row_cost;      // [rows] transport cost, times rows
+};
+
+// S = offset - C for all pairs, into a matrix whose stride is a multiple of 4. `precise`: float32 accuracy, else TF32.
+void sinkhorn_cuda_scores(const SinkhornParams& params, const CudaClouds& clouds, const CudaMatrix& scores, bool precise, CudaPlace place);
+
+// Bytes of workspace that a solve needs on this device; 16-byte aligned.
+std::int64_t sinkhorn_cuda_workspace(const SinkhornParams& params, const CudaMatrix& matrix, int device);
+
+// Iterates to the end; `status` is on the device.
+void sinkhorn_cuda_solve(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace, SinkhornStatus* status, CudaPlace place);
+
+// After a solve, from the same workspace.
+void sinkhorn_cuda_result(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace, const CudaOutputs& outputs, CudaPlace place);
+void sinkhorn_cuda_sample(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace, const float* row_mass,
+                          const double* uniform, std::int64_t* index, CudaPlace place);
+
+}  // namespace geoflow
