@@ -204,7 +204,7 @@ __device__ __forceinline__ void update_columns(const SinkhornProblem& p, const S
                     delta += p.log_share - fast_log2(sum);
                 } else {
                     error = 2.0f * p.rows;  // the most there can be: not converged while a column is out of range
-                    delta = -column_top(w, col, blocks);
+                    delta = p.log_share - column_top(w, col, blocks);
                 }
                 if (fabsf(delta) > kRebase) {
                     const float moved = reference + rintf(delta);
