@@ -13,6 +13,7 @@
 #include "interpolant.h"
 #if defined(GEOFLOW_WITH_CUDA)
 #include "cuda/runtime.h"
+#include "cuda/sinkhorn_cuda.h"
 #endif
 
 namespace py = pybind11;
@@ -157,6 +158,84 @@ void gallery_posterior(const std::array<Address, 8>& addresses, std::int64_t que
     raise_if_interrupted(!done);
 }
 
+
+#if defined(GEOFLOW_WITH_CUDA)
+
+// A transport problem whose matrix lies on a device.
+struct CudaTransport {
+    geoflow::SinkhornParams params;
+    geoflow::CudaMatrix matrix;
+};
+
+void bind_cuda_transport(py::module_& m) {
+    using Self = CudaTransport;
+    const auto release = py::call_guard<py::gil_scoped_release>();
+    py::class_<Self>(m, "CudaTransport")
+        .def(py::init([](std::int64_t rows, std::int64_t cols, Address matrix, std::int64_t stride) {
+            Self self{};
+            self.params.rows = rows;
+            self.params.cols = cols;
+            self.matrix = {at<float>(matrix), stride, 0.0f};
+            return self;
+        }))
+        .def("use_given_costs",
+             [](Self& self, float middle) {
+                 self.params.cost = geoflow::Cost::given;
+                 self.matrix.offset = middle;
+             })
+        .def("set_limits",
+             [](Self& self, float eps, float tol, std::int32_t max_iter) {
+                 self.params.eps = eps;
+                 self.params.tol = tol;
+                 self.params.max_iter = max_iter;
+             })
+        .def(
+            "build",  // clouds: image0, text0, image1, text1; returns the offset
+            [](Self& self, const std::array<Address, 4>& clouds, const std::array<std::int64_t, 2>& widths,
+               const std::array<float, 2>& weights, bool arc, bool precise, int device, Address stream) {
+                self.params.cost = arc ? geoflow::Cost::arc : geoflow::Cost::chord;
+                self.params.image_dim = widths[0];
+                self.params.text_dim = widths[1];
+                self.params.image_weight = weights[0];
+                self.params.text_weight = weights[1];
+                self.matrix.offset = geoflow::cost_offset(self.params);
+                geoflow::sinkhorn_cuda_scores(self.params,
+                                              {at<const float>(clouds[0]), at<const float>(clouds[1]), at<const float>(clouds[2]),
+                                               at<const float>(clouds[3])},
+                                              self.matrix, precise, {device, stream});
+                return self.matrix.offset;
+            },
+            release)
+        .def(
+            "workspace_bytes",
+            [](const Self& self, int device) { return geoflow::sinkhorn_cuda_workspace(self.params, self.matrix, device); }, release)
+        .def(
+            "solve",
+            [](const Self& self, Address workspace, Address status, int device, Address stream) {
+                geoflow::sinkhorn_cuda_solve(self.params, self.matrix, at<void>(workspace), at<geoflow::SinkhornStatus>(status),
+                                             {device, stream});
+            },
+            release)
+        .def(
+            "result",  // outputs: index, f, g, row_mass, row_cost
+            [](const Self& self, Address workspace, const std::array<Address, 5>& outputs, int device, Address stream) {
+                geoflow::sinkhorn_cuda_result(self.params, self.matrix, at<void>(workspace),
+                                              {at<std::int64_t>(outputs[0]), at<double>(outputs[1]), at<double>(outputs[2]),
+                                               at<float>(outputs[3]), at<float>(outputs[4])},
+                                              {device, stream});
+            },
+            release)
+        .def(
+            "sample",
+            [](const Self& self, Address workspace, Address row_mass, Address uniform, Address index, int device, Address stream) {
+                geoflow::sinkhorn_cuda_sample(self.params, self.matrix, at<void>(workspace), at<const float>(row_mass),
+                                              at<const double>(uniform), at<std::int64_t>(index), {device, stream});
+            },
+            release);
+}
+
+#endif
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -173,4 +252,7 @@ PYBIND11_MODULE(_C, m) {
         });
     bind_transport(m);
     m.def("gallery_posterior", &gallery_posterior);
+#if defined(GEOFLOW_WITH_CUDA)
+    bind_cuda_transport(m);
+#endif
 }

@@ -267,3 +267,113 @@ def gallery_posterior(
     addresses = [samples.data_ptr(), gallery.data_ptr(), bias, *(x.data_ptr() for x in outputs)]
     _built().gallery_posterior(addresses, queries, draws, items, dim, top_k, kappa, torch.get_num_threads())
     return outputs
+
+
+# The device type whose memory the compiled CUDA code reads; the emulation of the GPU under tests/ runs it on the CPU.
+CUDA_MEMORY = "cuda"
+
+
+def cuda_devices() -> tuple[str, ...]:
+    """Device types of the tensors that the compiled CUDA code takes."""
+    return (CUDA_MEMORY,)
+
+
+def _place(device: torch.device) -> tuple[int, int]:
+    """Device index and the current stream's handle there, as the launchers take them."""
+    if device.type != "cuda":
+        return 0, 0
+    stream = torch.cuda.current_stream(device)
+    return stream.device_index, stream.cuda_stream
+
+
+class CudaTransport:
+    """A transport problem in GPU memory and the kernels that solve it; csrc/cuda/sinkhorn_cuda.h explains them.
+
+    Every method but `status` only enqueues work on the current stream, in memory allocated here, and may be captured in
+    a CUDA graph. The order is: `build` or `load`, `solve`, then any of `status`, `read` and `sample`.
+    """
+
+    def __init__(self, rows: int, cols: int, device: torch.device):
+        self._shape, self._device = (rows, cols), device
+        self._matrix = torch.empty(0, device=device)
+        self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
+        self._status = torch.empty(3, dtype=torch.int32, device=device)
+        self._offset: float | None = None
+        self._native: Any = None
+
+    def build(
+        self,
+        image: tuple[Tensor, Tensor],
+        text: tuple[Tensor, Tensor],
+        weights: tuple[float, float],
+        arc: bool,
+        precise: bool,
+    ) -> None:
+        """Scores S = offset - C from (noise, data) of both spheres, to float32 or TF32 accuracy."""
+        rows, cols = self._shape
+        for stream, (noise, data) in (("image", image), ("text", text)):
+            width = data.shape[1]
+            if noise.shape != (rows, width) or data.shape != (cols, width):
+                raise ValueError(f"{stream}: {tuple(noise.shape)} and {tuple(data.shape)} do not fit {self._shape}")
+            self._own(torch.float32, noise=noise, data=data)
+        self._matrix = torch.empty(rows, -(-cols // 4) * 4, device=self._device)
+        self._native = _built().CudaTransport(rows, cols, self._matrix.data_ptr(), self._matrix.shape[1])
+        clouds = [x.data_ptr() for x in (image[0], text[0], image[1], text[1])]
+        widths = [image[1].shape[1], text[1].shape[1]]
+        self._offset = self._native.build(clouds, widths, weights, arc, precise, *_place(self._device))
+
+    def load(self, cost: Tensor, middle: float) -> None:
+        """Takes a cost matrix [rows, cols] as it is; `middle` is subtracted from the entries when they are read."""
+        self._own(torch.float32, cost=cost)
+        if cost.shape != self._shape:
+            raise ValueError(f"cost has shape {tuple(cost.shape)}, expected {self._shape}")
+        self._matrix, self._offset = cost, None
+        self._native = _built().CudaTransport(*self._shape, cost.data_ptr(), cost.shape[1])
+        self._native.use_given_costs(middle)
+
+    def costs(self) -> Tensor:
+        """C, [rows, cols]: what was loaded, or computed from the scores."""
+        entries = self._matrix[:, : self._shape[1]]
+        return entries if self._offset is None else self._offset - entries
+
+    def solve(self, eps: float, tol: float, max_iter: int) -> None:
+        """All iterations, in one launch that ends itself."""
+        self._native.set_limits(eps, tol, max_iter)
+        place = _place(self._device)
+        self._workspace = torch.empty(self._native.workspace_bytes(place[0]), dtype=torch.uint8, device=self._device)
+        self._native.solve(self._workspace.data_ptr(), self._status.data_ptr(), *place)
+
+    def status(self) -> tuple[int, bool, float]:
+        """Iterations done, whether they converged, and the column violation seen last; waits for the solve."""
+        status = self._status.cpu()
+        return int(status[0]), bool(status[1]), float(status[2:].view(torch.float32))
+
+    def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """(argmax of each row, f, g, row sums of the plan times rows, transport cost of each row times rows)."""
+        rows, cols = self._shape
+        outputs = (
+            torch.empty(rows, dtype=torch.int64, device=self._device),
+            torch.empty(rows, dtype=torch.float64, device=self._device),
+            torch.empty(cols, dtype=torch.float64, device=self._device),
+            torch.empty(rows, dtype=torch.float32, device=self._device),
+            torch.empty(rows, dtype=torch.float32, device=self._device),
+        )
+        self._native.result(self._workspace.data_ptr(), [x.data_ptr() for x in outputs], *_place(self._device))
+        return outputs
+
+    def sample(self, uniform: Tensor) -> Tensor:
+        """A column of each row: the inverse of the row's distribution at `uniform` [rows] in [0, 1)."""
+        self._own(torch.float64, uniform=uniform)
+        if uniform.numel() != self._shape[0]:
+            raise ValueError(f"uniform has {uniform.numel()} entries for {self._shape[0]} rows")
+        index, _, _, row_mass, _ = self.read()
+        addresses = [x.data_ptr() for x in (self._workspace, row_mass, uniform, index)]
+        self._native.sample(*addresses, *_place(self._device))
+        return index
+
+    def _own(self, dtype: torch.dtype, **tensors: Tensor) -> None:
+        """Tensors must be on this problem's device, not just on any GPU."""
+        _guard(CUDA_MEMORY, dtype, **tensors)
+        for name, tensor in tensors.items():
+            if tensor.device != self._device:
+                raise ValueError(f"{name} is on {tensor.device}, expected {self._device}")

@@ -417,7 +417,9 @@ def test_clean_under_sanitizers_in_every_schedule(workshop: Workshop, case: Any,
 
 BLOCK_SUM = """    __syncthreads();
     return warp_sum<kWarps>("""
-STAGE_BARRIER = "        __syncthreads();  // this stage has arrived for all, and all are done with the one fetched next\n"
+STAGE_BARRIER = (
+    "        __syncthreads();  // this stage has arrived for all, and all are done with the one fetched next\n"
+)
 GRID_BARRIER = """    update_columns(p, w, update_scratch);
     grid_sync();
 """
@@ -509,7 +511,8 @@ FAULTS = [
     ),
     Fault(
         "fragments of the multiplication in the wrong order",
-        "score.cuh", "first[4] = {upper.x, lower.x, upper.y, lower.y}", "first[4] = {upper.x, upper.y, lower.x, lower.y}",
+        "score.cuh",
+        "first[4] = {upper.x, lower.x, upper.y, lower.y}", "first[4] = {upper.x, upper.y, lower.x, lower.y}",
         SMALL_SCORE, "plain", ("greedy",), _caught_by_result,
     ),
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 // Launchers of the transport kernels: choose the instantiation, carve the workspace, launch.
 #include "cuda/sinkhorn.cuh"
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -24,6 +24,28 @@ void check(cudaError_t error, const char* what) {
 cudaStream_t enter(CudaPlace place) {
     check(cudaSetDevice(place.device), "cudaSetDevice");
     return reinterpret_cast<cudaStream_t>(place.stream);
+}
+
+struct Shape {
+    std::int64_t blocks;
+    int threads;
+    int shared_bytes;
+    bool cooperative;  // all blocks at once, with barriers between them
+};
+
+template <typename... Parameters>
+void launch(const char* what, const Shape& shape, cudaStream_t stream, void (*kernel)(Parameters...), Parameters... arguments) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeCooperative;
+    attribute.val.cooperative = shape.cooperative ? 1 : 0;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
+    config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+    config.dynamicSmemBytes = static_cast<std::size_t>(shape.shared_bytes);
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    check(cudaLaunchKernelEx(&config, kernel, arguments...), what);
 }
 
 int multiprocessors(int device) {
@@ -103,15 +125,16 @@ Carving carve(void* memory, const SinkhornParams& params, int blocks) {
 // Where the arrays that later kernels read lie does not depend on the number of blocks.
 SinkhornWorkspace solved_arrays(void* memory, const SinkhornParams& params) { return carve(memory, params, 0).arrays; }
 
-int result_blocks(std::int64_t rows, int rows_per_warp, int device) {
+std::int64_t result_blocks(std::int64_t rows, int rows_per_warp, int device) {
     const std::int64_t rows_per_block = kResultThreads / 32 * rows_per_warp;
-    return static_cast<int>(std::min<std::int64_t>((rows + rows_per_block - 1) / rows_per_block, 16 * multiprocessors(device)));
+    return std::min<std::int64_t>((rows + rows_per_block - 1) / rows_per_block, 16 * multiprocessors(device));
 }
 
 }  // namespace
 
 void sinkhorn_cuda_scores(const SinkhornParams& params, const CudaClouds& clouds, const CudaMatrix& scores, bool precise, CudaPlace place) {
     check_sizes(params);
+    if (params.cost == Cost::given) throw std::invalid_argument("given costs need no scores");
     if (!wide_loads(scores)) throw std::invalid_argument("scores need a stride that is a multiple of 4 and 16-byte alignment");
     const auto width = [](std::int64_t dim) { return static_cast<int>(dim); };
     const ScoreProblem problem = {{{clouds.image0, clouds.image1, width(params.image_dim), params.image_weight},
@@ -127,8 +150,7 @@ void sinkhorn_cuda_scores(const SinkhornParams& params, const CudaClouds& clouds
     const std::int64_t tiles = ((params.rows + kScoreTile - 1) / kScoreTile) * ((params.cols + kScoreTile - 1) / kScoreTile);
     const cudaStream_t stream = enter(place);
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kScoreSharedBytes), "scores: shared memory");
-    kernel<<<static_cast<unsigned>(tiles), kScoreThreads, kScoreSharedBytes, stream>>>(problem);
-    check(cudaGetLastError(), "scores");
+    launch("scores", {tiles, kScoreThreads, kScoreSharedBytes, false}, stream, kernel, problem);
 }
 
 std::int64_t sinkhorn_cuda_workspace(const SinkhornParams& params, const CudaMatrix& matrix, int device) {
@@ -141,12 +163,9 @@ void sinkhorn_cuda_solve(const SinkhornParams& params, const CudaMatrix& matrix,
     const SolvePlan plan = plan_solve(params, matrix, place.device);
     SinkhornWorkspace arrays = carve(workspace, params, plan.blocks).arrays;
     arrays.status = status;
-    SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride, matrix.offset);
+    const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride, matrix.offset);
     check(cudaMemsetAsync(arrays.reference, 0, 2 * sizeof(float) * static_cast<std::size_t>(arrays.padded_cols), stream), "sinkhorn: memset");
-    void* arguments[] = {&problem, &arrays};
-    check(cudaLaunchCooperativeKernel(reinterpret_cast<const void*>(plan.kernel), dim3(static_cast<unsigned>(plan.blocks)), dim3(kThreads),
-                                      arguments, static_cast<std::size_t>(plan.shared_bytes), stream),
-          "sinkhorn");
+    launch("sinkhorn", {plan.blocks, kThreads, plan.shared_bytes, true}, stream, plan.kernel, problem, arrays);
 }
 
 void sinkhorn_cuda_result(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace, const CudaOutputs& outputs,
@@ -156,9 +175,8 @@ void sinkhorn_cuda_result(const SinkhornParams& params, const CudaMatrix& matrix
     const SinkhornResult result = {outputs.index,    outputs.f,  outputs.g,    outputs.row_mass,
                                    outputs.row_cost, params.eps, matrix.offset};
     const auto kernel = wide_loads(matrix) ? sinkhorn_result_kernel<4> : sinkhorn_result_kernel<1>;
-    kernel<<<result_blocks(params.rows, kResultRows, place.device), kResultThreads, 0, stream>>>(
-        problem, solved_arrays(workspace, params), result);
-    check(cudaGetLastError(), "sinkhorn result");
+    launch("sinkhorn result", {result_blocks(params.rows, kResultRows, place.device), kResultThreads, 0, false}, stream, kernel, problem,
+           solved_arrays(workspace, params), result);
 }
 
 void sinkhorn_cuda_sample(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace, const float* row_mass,
@@ -166,9 +184,8 @@ void sinkhorn_cuda_sample(const SinkhornParams& params, const CudaMatrix& matrix
     const cudaStream_t stream = enter(place);
     const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride, matrix.offset);
     const auto kernel = wide_loads(matrix) ? sinkhorn_sample_kernel<4> : sinkhorn_sample_kernel<1>;
-    kernel<<<result_blocks(params.rows, 1, place.device), kResultThreads, 0, stream>>>(problem, solved_arrays(workspace, params), row_mass,
-                                                                                     uniform, index);
-    check(cudaGetLastError(), "sinkhorn sample");
+    launch("sinkhorn sample", {result_blocks(params.rows, 1, place.device), kResultThreads, 0, false}, stream, kernel, problem,
+           solved_arrays(workspace, params), row_mass, uniform, index);
 }
 
 }  // namespace geoflow

@@ -12,6 +12,7 @@ from geoflow_fast.geometry import DIRECTIONS
 from geoflow_fast.ops.sinkhorn import (
     NAMES,
     CpuSolve,
+    CudaSolve,
     Factors,
     Noise,
     Problem,
@@ -204,3 +205,9 @@ def _ot_assign_reference(
 def _ot_assign_cpu(problem: Problem, settings: Settings, uniform: Tensor | None) -> tuple[Tensor, bool, int, float]:
     solve = CpuSolve(problem, settings)
     return solve.assign(uniform), solve.converged, solve.iterations, solve.error
+
+
+@dispatch.register("ot_assign", "cuda", devices=_native.cuda_devices, missing=_native.missing_cuda)
+def _ot_assign_cuda(problem: Problem, settings: Settings, uniform: Tensor | None) -> tuple[Tensor, bool, int, float]:
+    solve = CudaSolve(problem, settings)
+    return solve.assign(uniform), *solve.outcome()

@@ -345,3 +345,65 @@ def _transport_cost_cpu(problem: Problem) -> Tensor:
 @dispatch.register("sinkhorn", "cpu", devices=("cpu",), missing=_native.missing)
 def _sinkhorn_cpu(problem: Problem, settings: Settings) -> SinkhornResult:
     return CpuSolve(problem, settings).result()
+
+
+# ---- compiled, CUDA -----------------------------------------------------------------------------------------------
+
+
+class CudaSolve:
+    """One problem on its way through the GPU solver; nothing waits for the GPU before `outcome` or `result`."""
+
+    def __init__(self, problem: Problem, settings: Settings):
+        if settings.storage != torch.float32:
+            raise ValueError("storage='float16' is for the cpu backend; the cuda backend keeps the matrix in float32")
+        self._transport, self._shift = cuda_matrix(problem)
+        self._transport.solve(settings.eps, settings.tol, settings.max_iter)
+
+    def outcome(self) -> tuple[bool, int, float]:
+        """(converged, iterations, column violation)."""
+        iterations, converged, error = self._transport.status()
+        return converged, iterations, error
+
+    def result(self) -> SinkhornResult:
+        """Potentials and what one more read of the matrix tells."""
+        _, f, g, row_mass, row_cost = self._transport.read()
+        row_error = float((row_mass.double() - 1).abs().mean())
+        cost = float(row_cost.double().mean()) + self._shift
+        converged, iterations, _ = self.outcome()
+        return SinkhornResult(f + self._shift, g, iterations, row_error, cost, converged)
+
+    def assign(self, uniform: Tensor | None) -> Tensor:
+        """Target of each row: the plan's argmax, or a draw from the row."""
+        return self._transport.read()[0] if uniform is None else self._transport.sample(uniform)
+
+
+def cuda_matrix(problem: Problem) -> tuple[_native.CudaTransport, float]:
+    """The matrix on the device, and what to add to its costs to get the problem's.
+
+    Dot products have float32 accuracy, or TF32 where `torch.set_float32_matmul_precision` allows it for torch's own.
+    """
+    transport = _native.CudaTransport(*problem.shape, problem.anchor.device)
+    if problem.matrix is not None:
+        low, high = (float(x) for x in torch.aminmax(problem.matrix))
+        middle = (low + high) / 2
+        if problem.matrix.dtype == torch.float32:
+            transport.load(problem.matrix.contiguous(), middle)
+            return transport, 0.0
+        # Centred before it is rounded to float32: a large common offset would cost the small differences.
+        transport.load((problem.matrix - middle).float(), 0.0)
+        return transport, middle
+    noise, data = problem.clouds()
+    image, text = ((as_dense(n, d.dtype).float().contiguous(), d.float().contiguous()) for n, d in zip(noise, data))
+    precise = torch.get_float32_matmul_precision() == "highest"
+    transport.build(image, text, problem.weights, problem.cost == "arc", precise)
+    return transport, 0.0
+
+
+@dispatch.register("transport_cost", "cuda", devices=_native.cuda_devices, missing=_native.missing_cuda)
+def _transport_cost_cuda(problem: Problem) -> Tensor:
+    return cuda_matrix(problem)[0].costs()
+
+
+@dispatch.register("sinkhorn", "cuda", devices=_native.cuda_devices, missing=_native.missing_cuda)
+def _sinkhorn_cuda(problem: Problem, settings: Settings) -> SinkhornResult:
+    return CudaSolve(problem, settings).result()
