@@ -165,6 +165,7 @@ void gallery_posterior(const std::array<Address, 8>& addresses, std::int64_t que
 struct CudaTransport {
     geoflow::SinkhornParams params;
     geoflow::CudaMatrix matrix;
+    int halvings;
 };
 
 void bind_cuda_transport(py::module_& m) {
@@ -184,10 +185,11 @@ void bind_cuda_transport(py::module_& m) {
                  self.matrix.offset = middle;
              })
         .def("set_limits",
-             [](Self& self, float eps, float tol, std::int32_t max_iter) {
+             [](Self& self, float eps, float tol, std::int32_t max_iter, int halvings) {
                  self.params.eps = eps;
                  self.params.tol = tol;
                  self.params.max_iter = max_iter;
+                 self.halvings = halvings;
              })
         .def(
             "build",  // clouds: image0, text0, image1, text1; returns the offset
@@ -212,8 +214,8 @@ void bind_cuda_transport(py::module_& m) {
         .def(
             "solve",
             [](const Self& self, Address workspace, Address status, int device, Address stream) {
-                geoflow::sinkhorn_cuda_solve(self.params, self.matrix, at<void>(workspace), at<geoflow::SinkhornStatus>(status),
-                                             {device, stream});
+                geoflow::sinkhorn_cuda_solve(self.params, self.matrix, self.halvings, at<void>(workspace),
+                                             at<geoflow::SinkhornStatus>(status), {device, stream});
             },
             release)
         .def(

@@ -289,8 +289,8 @@ def _place(device: torch.device) -> tuple[int, int]:
 class CudaTransport:
     """A transport problem in GPU memory and the kernels that solve it; csrc/cuda/sinkhorn_cuda.h explains them.
 
-    Every method but `status` only enqueues work on the current stream, in memory allocated here, and may be captured in
-    a CUDA graph. The order is: `build` or `load`, `solve`, then any of `status`, `read` and `sample`.
+    Every method but `status` and `spread` only enqueues work on the current stream, in memory allocated here, and may
+    be captured in a CUDA graph. The order is: `build` or `load`, `solve`, then any of `status`, `read` and `sample`.
     """
 
     def __init__(self, rows: int, cols: int, device: torch.device):
@@ -336,9 +336,14 @@ class CudaTransport:
         entries = self._matrix[:, : self._shape[1]]
         return entries if self._offset is None else self._offset - entries
 
-    def solve(self, eps: float, tol: float, max_iter: int) -> None:
-        """All iterations, in one launch that ends itself."""
-        self._native.set_limits(eps, tol, max_iter)
+    def spread(self) -> float:
+        """Largest minus smallest entry; waits for the matrix."""
+        low, high = torch.aminmax(self._matrix[:, : self._shape[1]])
+        return float(high) - float(low)
+
+    def solve(self, eps: float, tol: float, max_iter: int, halvings: int = 0) -> None:
+        """All iterations, in one launch that ends itself; the first ones at larger eps, down from eps 2^halvings."""
+        self._native.set_limits(eps, tol, max_iter, halvings)
         place = _place(self._device)
         self._workspace = torch.empty(self._native.workspace_bytes(place[0]), dtype=torch.uint8, device=self._device)
         self._native.solve(self._workspace.data_ptr(), self._status.data_ptr(), *place)

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 import shutil
 import subprocess
+import sys
+import sysconfig
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pybind11
 import pytest
 from numpy.typing import NDArray
 
@@ -195,6 +199,7 @@ class SolveCase:
     span: float = 1.0  # of the costs
     shift: float = 0.0  # added to all costs, and known to the solver as their middle
     tilt: float = 0.0  # span of a part u_i + v_j, which changes the potentials and not the plan
+    halvings: int = 0
     kind: int = GIVEN
 
     def cost(self) -> Array:
@@ -230,6 +235,7 @@ class SolveCase:
             eps=self.eps,
             tol=self.tol,
             max_iter=self.max_iter,
+            halvings=self.halvings,
             offset=self.shift,
         )
 
@@ -257,13 +263,17 @@ class SolveCase:
 
     def truth(self) -> tuple[int, float, Array, Array]:
         """Iterations, error, f and g of the same algorithm in float64 (csrc/sinkhorn.h)."""
-        cost, g, error, iteration = self.cost(), np.zeros(self.cols), np.inf, 0
-        while error > self.tol and iteration < self.max_iter:
-            iteration += 1
-            f = -self.eps * (_logsumexp((g - cost) / self.eps, 1) + np.log(self.rows))
-            log_columns = _logsumexp((f[:, None] + g - cost) / self.eps, 0)
-            error = np.abs(np.exp(log_columns) - 1 / self.cols).sum()
-            g = g - self.eps * (log_columns + np.log(self.cols))
+        cost, g, iteration = self.cost(), np.zeros(self.cols), 0
+        for halvings in range(self.halvings, -1, -1):
+            eps, error, budget = self.eps * 2**halvings, np.inf, self.max_iter - iteration
+            if halvings > 0:
+                budget = min(self.max_iter // 16, budget - 1)
+            while error > self.tol and budget > 0:
+                iteration, budget = iteration + 1, budget - 1
+                f = -eps * (_logsumexp((g - cost) / eps, 1) + np.log(self.rows))
+                log_columns = _logsumexp((f[:, None] + g - cost) / eps, 0)
+                error = np.abs(np.exp(log_columns) - 1 / self.cols).sum()
+                g = g - eps * (log_columns + np.log(self.cols))
         return iteration, error, f, g
 
     def check(self, output: bytes, within: float = 2e-5) -> Solution:
@@ -328,6 +338,9 @@ def test_solver_matches_float64(workshop: Workshop, case: SolveCase) -> None:
         (SolveCase(33, 33, blocks=1, eps=1e-4, max_iter=60), 2e-2),
         (SolveCase(40, 33, blocks=1, eps=1.0, span=1e6, max_iter=60), 0.3),
         (SolveCase(33, 517, eps=1.0, span=1e6, max_iter=8, wide=True), 0.3),
+        (SolveCase(40, 33, blocks=1, eps=0.005, halvings=4, max_iter=80), 2e-4),
+        (SolveCase(17, 33, blocks=1, eps=1e-4, halvings=10, max_iter=64, wide=True), 2e-2),
+        (SolveCase(17, 40, blocks=1, eps=1.0, span=1e5, halvings=14, max_iter=16), 0.1),
     ],
     ids=str,
 )
@@ -523,3 +536,34 @@ def test_injected_fault_is_caught(workshop: Workshop, fault: Fault) -> None:
     for schedule in fault.schedules:
         outcome = fault.case.run(workshop, fault.build, schedule, (fault.header, fault.old, fault.new))
         assert fault.caught(fault.case, outcome), f"{fault.what}: went unnoticed under {schedule}"
+
+
+# ---- from the public operations down ------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_operations_through_the_emulated_device(tmp_path: Path) -> None:
+    """The whole way of backend="cuda", from the user's call to the kernels; see cuda_emulation/check_ops.py."""
+    suffix = sysconfig.get_config_var("EXT_SUFFIX")
+    extension = tmp_path / f"_C{suffix}"
+    compiler = [
+        *("g++", "-std=c++17", "-O1", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-unknown-pragmas"),
+        *("-DGEOFLOW_WITH_CUDA=1", f"-I{EMULATION}", f"-I{ROOT / 'csrc'}"),
+        *(f"-I{folder}" for folder in (pybind11.get_include(), sysconfig.get_paths()["include"])),
+    ]
+    sources = [
+        EMULATION / "emulation.cpp",
+        *sorted((ROOT / "csrc").glob("*.cpp")),
+        *(ROOT / "csrc").glob("c*/*.c[pu]*"),
+    ]
+    objects = []
+    for source in sources:
+        if source.suffix not in (".cpp", ".cu"):
+            continue
+        objects.append(str(tmp_path / f"{source.stem}-{source.suffix[1:]}.o"))
+        isa = ["-mavx2", "-mfma", "-mf16c"] if source.stem.endswith("_avx2") and platform.machine() == "x86_64" else []
+        subprocess.run([*compiler, *isa, "-x", "c++", "-c", str(source), "-o", objects[-1]], check=True)
+    subprocess.run(["g++", "-shared", "-fopenmp", *objects, "-o", str(extension)], check=True)
+    script = [sys.executable, str(EMULATION / "check_ops.py"), str(extension)]
+    outcome = subprocess.run(script, capture_output=True, text=True, timeout=900)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr

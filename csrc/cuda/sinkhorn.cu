@@ -158,12 +158,14 @@ std::int64_t sinkhorn_cuda_workspace(const SinkhornParams& params, const CudaMat
     return carve(nullptr, params, plan_solve(params, matrix, device).blocks).bytes;
 }
 
-void sinkhorn_cuda_solve(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace, SinkhornStatus* status, CudaPlace place) {
+void sinkhorn_cuda_solve(const SinkhornParams& params, const CudaMatrix& matrix, int halvings, void* workspace, SinkhornStatus* status,
+                         CudaPlace place) {
+    if (halvings < 0 || halvings > 60) throw std::invalid_argument("halvings must be between 0 and 60");
     const cudaStream_t stream = enter(place);
     const SolvePlan plan = plan_solve(params, matrix, place.device);
     SinkhornWorkspace arrays = carve(workspace, params, plan.blocks).arrays;
     arrays.status = status;
-    const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride, matrix.offset);
+    const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride, matrix.offset, halvings);
     check(cudaMemsetAsync(arrays.reference, 0, 2 * sizeof(float) * static_cast<std::size_t>(arrays.padded_cols), stream), "sinkhorn: memset");
     launch("sinkhorn", {plan.blocks, kThreads, plan.shared_bytes, true}, stream, plan.kernel, problem, arrays);
 }

@@ -16,7 +16,8 @@
 // Numbers that stay finite. Exponents are base 2: x_ij = scale * (matrix_ij - centre) + g_j, with g_j in units of eps ln 2. g_j is kept as
 // reference + delta with |delta| <= 8: the reference changes only while g_j still moves far, so near convergence the first
 // part rounds the same way in every iteration and the small updates land in delta, added after the row maximum is gone. So float32
-// converges even where |x| is 1e6. A column whose sum underflows is lifted until its largest exponent meets that of its row.
+// converges even where |x| is 1e6. Where eps is far below the range of the costs, starting at a larger one (`halvings`) and carrying g
+// along saves most of the iterations. A column whose sum underflows is lifted until its largest exponent meets that of its row.
 #pragma once
 
 #include <cmath>
@@ -47,6 +48,8 @@ struct SinkhornProblem {
     float log_share;  // its log2
     float tol;
     int max_iter;
+    int halvings;          // start at eps 2^halvings and halve it whenever the iteration has settled, or after ...
+    int stage_iterations;  // ... so many iterations
 };
 
 struct SinkhornWorkspace {
@@ -72,7 +75,8 @@ struct SinkhornResult {
 };
 
 // The kernels' view of a problem; `offset` as in C = offset - S. Host code.
-inline SinkhornProblem sinkhorn_problem(const SinkhornParams& params, const float* matrix, std::int64_t stride, float offset) {
+inline SinkhornProblem sinkhorn_problem(const SinkhornParams& params, const float* matrix, std::int64_t stride, float offset,
+                                        int halvings = 0) {
     const bool given = params.cost == Cost::given;
     const float scale = 1.44269504f / params.eps;
     const double share = static_cast<double>(params.rows) / static_cast<double>(params.cols);
@@ -87,6 +91,8 @@ inline SinkhornProblem sinkhorn_problem(const SinkhornParams& params, const floa
     p.log_share = static_cast<float>(std::log2(share));
     p.tol = params.tol;
     p.max_iter = params.max_iter;
+    p.stage_iterations = params.max_iter / 16;
+    p.halvings = p.stage_iterations > 0 ? halvings : 0;
     return p;
 }
 
@@ -159,12 +165,26 @@ __device__ __forceinline__ Four load_values(const float* row, int col, int cols)
     return value;
 }
 
-// g of four columns, of which the first `left` exist; the others get weight zero in every sum.
-__device__ __forceinline__ void load_columns(Four& reference, Four& delta, const float* references, const float* deltas, int left) {
+// Keeps delta small. Whole numbers move, and what the sum with the reference rounds away stays in delta.
+__device__ __forceinline__ void rebase(float& reference, float& delta) {
+    if (fabsf(delta) > kRebase) {
+        const float moved = reference + rintf(delta);
+        delta -= moved - reference;
+        reference = moved;
+    }
+}
+
+// g of four columns, of which the first `left` exist; the others get weight zero in every sum. `growth` is a power of two: the exponents
+// of the same g in the units of a smaller eps.
+__device__ __forceinline__ void load_columns(Four& reference, Four& delta, const float* references, const float* deltas, int left,
+                                             float growth = 1.0f) {
     reference = left > 0 ? load_fresh(references) : all_four(0.0f);
     delta = left > 0 ? load_fresh(deltas) : all_four(0.0f);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
+        reference.at[c] *= growth;
+        delta.at[c] *= growth;
+        rebase(reference.at[c], delta.at[c]);
         if (c >= left) reference.at[c] = minus_infinity();
     }
 }
@@ -183,7 +203,7 @@ __device__ __forceinline__ float column_top(const SinkhornWorkspace& w, int col,
 }
 
 // After all blocks have written their partial column sums: the column update, 32 columns at a time, and their share of the error.
-__device__ __forceinline__ void update_columns(const SinkhornProblem& p, const SinkhornWorkspace& w, float* scratch) {
+__device__ __forceinline__ void update_columns(const SinkhornProblem& p, const SinkhornWorkspace& w, float growth, float* scratch) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, blocks = gridDim.x;
     for (int group = blockIdx.x; group * 32 < p.cols; group += blocks) {
         const int col = group * 32 + lane;
@@ -198,7 +218,8 @@ __device__ __forceinline__ void update_columns(const SinkhornProblem& p, const S
             float error = 0.0f;
             if (col < p.cols) {
                 for (int k = 1; k < kWarps; ++k) sum += scratch[32 * k + lane];
-                float reference = w.reference[col], delta = w.delta[col];
+                float reference = w.reference[col] * growth, delta = w.delta[col] * growth;
+                rebase(reference, delta);  // as load_columns did
                 if (sum >= kUnderflow) {
                     error = fabsf(sum - p.share);
                     delta += p.log_share - fast_log2(sum);
@@ -206,11 +227,7 @@ __device__ __forceinline__ void update_columns(const SinkhornProblem& p, const S
                     error = 2.0f * p.rows;  // the most there can be: not converged while a column is out of range
                     delta = p.log_share - column_top(w, col, blocks);
                 }
-                if (fabsf(delta) > kRebase) {
-                    const float moved = reference + rintf(delta);
-                    delta -= moved - reference;
-                    reference = moved;
-                }
+                rebase(reference, delta);
                 w.reference[col] = reference;
                 w.delta[col] = delta;
             }
@@ -228,16 +245,47 @@ __device__ __forceinline__ float total_error(const SinkhornProblem& p, const Sin
     return block_sum(error, scratch);
 }
 
+__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(static_cast<std::uint32_t>(127 + exponent) << 23); }
+
+// Where the iteration stands; the same in every thread of the grid.
+struct Progress {
+    int iteration = 0;
+    int in_stage = 0;
+    int halvings;
+    float scale;
+    float growth = 1.0f;  // of the scale since the previous iteration
+
+    __device__ explicit Progress(const SinkhornProblem& p) : halvings(p.halvings), scale(p.scale * power_of_two(-p.halvings)) {}
+
+    __device__ __forceinline__ void halve_eps(int times) {
+        growth = power_of_two(times);
+        scale *= growth;
+        halvings -= times;
+        in_stage = 0;
+    }
+};
+
 // Closes an iteration: column update between two grid barriers. Returns whether to stop, and then leaves the status.
-__device__ __forceinline__ bool finish_iteration(const SinkhornProblem& p, const SinkhornWorkspace& w, int iteration,
+__device__ __forceinline__ bool finish_iteration(Progress& now, const SinkhornProblem& p, const SinkhornWorkspace& w,
                                                  float* update_scratch, float* error_scratch) {
     grid_sync();
-    update_columns(p, w, update_scratch);
+    update_columns(p, w, now.growth, update_scratch);
     grid_sync();
     const float error = total_error(p, w, error_scratch) / p.rows;
-    const bool converged = error <= p.tol;
-    const bool stop = converged || iteration == p.max_iter;
-    if (stop && blockIdx.x == 0 && threadIdx.x == 0) *w.status = {iteration, converged ? 1 : 0, error};
+    const bool settled = error <= p.tol;
+    ++now.iteration;
+    now.growth = 1.0f;
+    if (now.halvings > 0) {
+        ++now.in_stage;
+        if (now.iteration == p.max_iter - 1) {
+            now.halve_eps(now.halvings);  // the last iteration is for the eps asked for
+        } else if (settled || now.in_stage == p.stage_iterations) {
+            now.halve_eps(1);
+        }
+        return false;
+    }
+    const bool stop = settled || now.iteration == p.max_iter;
+    if (stop && blockIdx.x == 0 && threadIdx.x == 0) *w.status = {now.iteration, settled ? 1 : 0, error};
     return stop;
 }
 
@@ -267,7 +315,7 @@ struct OwnColumns {
 
 // One row, from the ring: f_i to memory, the row-normalised plan into the column sums.
 template <int kVectors>
-__device__ __forceinline__ void absorb_row(OwnColumns<kVectors>& own, const Four* delta, const Four* value, const SinkhornProblem& p,
+__device__ __forceinline__ void absorb_row(OwnColumns<kVectors>& own, const Four* delta, const Four* value, float centre, float scale,
                                            const SinkhornWorkspace& w, int row, float* max_scratch, float* sum_scratch) {
     Four weight[kVectors];
     float largest = minus_infinity();
@@ -276,7 +324,7 @@ __device__ __forceinline__ void absorb_row(OwnColumns<kVectors>& own, const Four
         const Four entry = value[v * kThreads];
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-            weight[v].at[c] = fmaf(p.scale, entry.at[c] - p.centre, own.reference[v].at[c]);
+            weight[v].at[c] = fmaf(scale, entry.at[c] - centre, own.reference[v].at[c]);
             largest = fmaxf(largest, weight[v].at[c]);
         }
     }
@@ -327,13 +375,15 @@ __global__ void __launch_bounds__(kThreads, kVectors == 1 ? 2 : 1) sinkhorn_kern
         if (fetch >= p.rows) fetch = blockIdx.x;  // on to the next iteration: the matrix stays the same
     };
     for (int stage = 0; stage < kStages - 1; ++stage) fetch_next(stage);
-    int stage = 0, iteration = 0;
+    int stage = 0;
+    Progress now(p);
     do {
         OwnColumns<kVectors> own;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
             const int skip = 4 * kThreads * v;
-            load_columns(own.reference[v], delta[v * kThreads], w.reference + first + skip, w.delta + first + skip, p.cols - first - skip);
+            load_columns(own.reference[v], delta[v * kThreads], w.reference + first + skip, w.delta + first + skip, p.cols - first - skip,
+                         now.growth);
             own.sum[v] = all_four(0.0f);
             own.top[v] = all_four(minus_infinity());
         }
@@ -341,7 +391,7 @@ __global__ void __launch_bounds__(kThreads, kVectors == 1 ? 2 : 1) sinkhorn_kern
         for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
             copy_wait<kStages - 2>();
             fetch_next((stage + kStages - 1) % kStages);  // into the stage that the previous row has left
-            absorb_row(own, delta, mine + stage * kStageSize, p, w, row, max_scratch, sum_scratch);
+            absorb_row(own, delta, mine + stage * kStageSize, p.centre, now.scale, w, row, max_scratch, sum_scratch);
             stage = (stage + 1) % kStages;
         }
 #pragma unroll
@@ -349,8 +399,7 @@ __global__ void __launch_bounds__(kThreads, kVectors == 1 ? 2 : 1) sinkhorn_kern
             const int col = first + 4 * kThreads * v;
             if (col < p.cols) store_partials(w, col, own.sum[v], own.top[v]);
         }
-        ++iteration;
-    } while (!finish_iteration(p, w, iteration, update_scratch, error_scratch));
+    } while (!finish_iteration(now, p, w, update_scratch, error_scratch));
     copy_wait<0>();
 }
 
@@ -358,7 +407,7 @@ constexpr int kWideRows = 4;  // rows a block takes through the columns together
 
 // Row sums of the block's rows [first, first + kWideRows) in its own numbering; past the end the last row is done again.
 template <int kWidth>
-__device__ __forceinline__ void wide_rows(const SinkhornProblem& p, const SinkhornWorkspace& w, int first, int mine,
+__device__ __forceinline__ void wide_rows(const Progress& now, const SinkhornProblem& p, const SinkhornWorkspace& w, int first, int mine,
                                           float* max_scratch, float* sum_scratch) {
     int row[kWideRows];
     float largest[kWideRows], total[kWideRows];
@@ -370,14 +419,14 @@ __device__ __forceinline__ void wide_rows(const SinkhornProblem& p, const Sinkho
     }
     for (int col = 4 * threadIdx.x; col < p.cols; col += 4 * kThreads) {
         Four reference, delta;
-        load_columns(reference, delta, w.reference + col, w.delta + col, p.cols - col);
+        load_columns(reference, delta, w.reference + col, w.delta + col, p.cols - col, now.growth);
 #pragma unroll
         for (int k = 0; k < kWideRows; ++k) {
             Four exponent = load_values<kWidth>(p.matrix + row[k] * p.stride, col, p.cols);
             float above = largest[k];
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                exponent.at[c] = fmaf(p.scale, exponent.at[c] - p.centre, reference.at[c]);
+                exponent.at[c] = fmaf(now.scale, exponent.at[c] - p.centre, reference.at[c]);
                 above = fmaxf(above, exponent.at[c]);
             }
             total[k] *= fast_exp2(largest[k] - above);
@@ -399,17 +448,17 @@ __device__ __forceinline__ void wide_rows(const SinkhornProblem& p, const Sinkho
 
 // Column sums over the block's rows, whose row sums are known.
 template <int kWidth>
-__device__ __forceinline__ void wide_columns(const SinkhornProblem& p, const SinkhornWorkspace& w) {
+__device__ __forceinline__ void wide_columns(const Progress& now, const SinkhornProblem& p, const SinkhornWorkspace& w) {
     for (int col = 4 * threadIdx.x; col < p.cols; col += 4 * kThreads) {
         Four reference, delta, sum = all_four(0.0f), top = all_four(minus_infinity());
-        load_columns(reference, delta, w.reference + col, w.delta + col, p.cols - col);
+        load_columns(reference, delta, w.reference + col, w.delta + col, p.cols - col, now.growth);
 #pragma unroll 4
         for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
             const Four value = load_values<kWidth>(p.matrix + row * p.stride, col, p.cols);
             const float row_max = w.row_max[row], row_log = w.row_log[row];
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                const float exponent = fmaf(p.scale, value.at[c] - p.centre, reference.at[c]) - row_max;
+                const float exponent = fmaf(now.scale, value.at[c] - p.centre, reference.at[c]) - row_max;
                 sum.at[c] += fast_exp2((exponent + delta.at[c]) - row_log);
                 top.at[c] = fmaxf(top.at[c], exponent);
             }
@@ -425,13 +474,12 @@ __global__ void __launch_bounds__(kThreads) sinkhorn_wide_kernel(SinkhornProblem
     GEOFLOW_SHARED(float, error_scratch, kWarps);
     GEOFLOW_SHARED(float, update_scratch, kThreads);
     const int mine = (p.rows - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
-    int iteration = 0;
+    Progress now(p);
     do {
-        for (int first = 0; first < mine; first += kWideRows) wide_rows<kWidth>(p, w, first, mine, max_scratch, sum_scratch);
+        for (int first = 0; first < mine; first += kWideRows) wide_rows<kWidth>(now, p, w, first, mine, max_scratch, sum_scratch);
         __syncthreads();  // the row sums are written by one thread and read by all
-        wide_columns<kWidth>(p, w);
-        ++iteration;
-    } while (!finish_iteration(p, w, iteration, update_scratch, error_scratch));
+        wide_columns<kWidth>(now, p, w);
+    } while (!finish_iteration(now, p, w, update_scratch, error_scratch));
 }
 
 constexpr int kResultThreads = 256;

@@ -42,8 +42,10 @@ void sinkhorn_cuda_scores(const SinkhornParams& params, const CudaClouds& clouds
 // Bytes of workspace that a solve needs on this device; 16-byte aligned.
 std::int64_t sinkhorn_cuda_workspace(const SinkhornParams& params, const CudaMatrix& matrix, int device);
 
-// Iterates to the end; `status` is on the device.
-void sinkhorn_cuda_solve(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace, SinkhornStatus* status, CudaPlace place);
+// Iterates to the end; `status` is on the device. Starts from eps 2^halvings, which saves iterations where eps is far below the range of
+// the costs.
+void sinkhorn_cuda_solve(const SinkhornParams& params, const CudaMatrix& matrix, int halvings, void* workspace, SinkhornStatus* status,
+                         CudaPlace place);
 
 // After a solve, from the same workspace.
 void sinkhorn_cuda_result(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace, const CudaOutputs& outputs, CudaPlace place);

@@ -1,5 +1,5 @@
 // Runs the shipped solver, result and sampling kernels in the emulation, one after the other.
-// Arguments: schedule seed width wide blocks rows cols stride cost eps tol max_iter offset.
+// Arguments: schedule seed width wide blocks rows cols stride cost eps tol max_iter halvings offset.
 // In: matrix [rows, stride], uniform [rows] float64. Out: status (two int32, a float32), f [rows], g [cols] float64, row_mass [rows],
 // row_cost [rows] float32, argmax [rows], draw [rows] int64.
 #include "cuda/sinkhorn.cuh"
@@ -45,7 +45,7 @@ int main(int argument_count, char** argument_values) {
     uniform.read();
     std::memset(reference.data, 0, reference.count * sizeof(float));
     std::memset(delta.data, 0, delta.count * sizeof(float));
-    const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, stride, offset);
+    const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, stride, offset, integer("halvings"));
     const SinkhornWorkspace workspace = {reference.data,   delta.data,       row_max.data, row_log.data, partial_sum.data,
                                          partial_max.data, group_error.data, status.data,  padded};
     const SinkhornResult result = {index.data, f.data, g.data, row_mass.data, row_cost.data, params.eps, offset};

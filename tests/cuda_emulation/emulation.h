@@ -15,12 +15,10 @@
 
 namespace emulation {
 
-struct Index3 {
-    unsigned x, y, z;
-};
-
 struct Position {
-    Index3 thread_index, block_index, grid_size;
+    unsigned thread;  // in its block
+    unsigned block;
+    unsigned blocks;
 };
 
 enum class Schedule {

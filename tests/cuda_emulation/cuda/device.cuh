@@ -12,9 +12,6 @@
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
-#define threadIdx (emulation::here().thread_index)
-#define blockIdx (emulation::here().block_index)
-#define gridDim (emulation::here().grid_size)
 
 #define GEOFLOW_SHARED(type, name, count) \
     static char name##_site;              \
@@ -24,6 +21,17 @@
 using std::log2;
 using std::max;
 using std::min;
+
+// Where the calling thread is; only the first dimension is in use.
+template <unsigned emulation::Position::*kWhich>
+struct EmulatedIndex {
+    struct {
+        operator unsigned() const { return emulation::here().*kWhich; }
+    } x;
+};
+inline constexpr EmulatedIndex<&emulation::Position::thread> threadIdx{};
+inline constexpr EmulatedIndex<&emulation::Position::block> blockIdx{};
+inline constexpr EmulatedIndex<&emulation::Position::blocks> gridDim{};
 
 struct alignas(8) float2 {
     float x, y;

@@ -1,0 +1,99 @@
+"""Runs the public operations with backend="cuda" on an extension whose GPU is the emulation; status 0 if all is right.
+
+usage: check_ops.py EXTENSION. Everything between the user's call and the kernels is the shipped code: operations,
+dispatch, _native.py, bindings, launchers. Only the CUDA runtime and the device memory are the CPU's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+
+import pytest
+import torch
+
+
+def load_extension(path: str) -> None:
+    """Puts the emulated extension where geoflow_fast looks for the real one; must come before its first import."""
+    spec = importlib.util.spec_from_file_location("geoflow_fast._C", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+
+
+load_extension(sys.argv[1])
+
+import geoflow_fast as gf  # noqa: E402
+from geoflow_fast import _native  # noqa: E402
+from geoflow_fast.geometry import sample_uniform  # noqa: E402
+
+_native.CUDA_MEMORY = "cpu"
+
+
+def clouds(rows: int, cols: int, dims: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+    return tuple(sample_uniform(n, d) for n in (rows, cols) for d in dims)
+
+
+def compare(
+    cost: object, factors: object, tolerance: float = 2e-5, cost_tolerance: float = 1e-4, **settings: object
+) -> None:
+    """`tolerance` of the potentials in units of eps, `cost_tolerance` of the transport cost relative to it."""
+    found = gf.ops.sinkhorn(cost, factors, backend="cuda", **settings)
+    truth = gf.ops.sinkhorn(
+        cost.double() if isinstance(cost, torch.Tensor) else cost,
+        None if factors is None else tuple(x.double() for x in factors),
+        backend="reference",
+        **settings,
+    )
+    eps = settings["eps"]
+    assert found.converged
+    assert truth.converged
+    assert found.marginal_error <= settings.get("tol", 1e-3)
+    shift = (found.g - truth.g).mean()  # the plan fixes potentials up to a constant
+    torch.testing.assert_close(found.g - shift, truth.g, atol=tolerance * eps, rtol=0)
+    torch.testing.assert_close(found.f + shift, truth.f, atol=tolerance * eps, rtol=0)
+    assert abs(found.transport_cost - truth.transport_cost) <= cost_tolerance * (abs(truth.transport_cost) + eps)
+    print("same solution:", settings, found.iterations, "iterations", flush=True)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    assert gf.backends()["sinkhorn"]["cuda"] == "available"
+    factors = clouds(30, 41, (12, 20))
+    compare("arc", factors, eps=0.2)
+    compare("chord", factors, eps=0.5, weights=(0.5, 2.0))
+    compare("arc", clouds(33, 17, (5, 7)), eps=0.2)
+    matrix = torch.rand(21, 30)
+    compare(matrix, None, eps=0.05)
+    compare((1000 + matrix).double(), None, eps=0.05)
+    # From larger eps downwards it comes to within tol by another path than the reference.
+    compare(matrix, None, tolerance=20.0, cost_tolerance=2e-2, eps=0.002, tol=1e-2, max_iter=400)
+
+    image0, text0, image1, text1 = clouds(40, 40, (12, 20))
+    batch = (image0, text0, image1, text1)
+    for settings in ({}, {"cost": torch.rand(40, 40)}, {"cost": "chord"}):
+        found = gf.ops.ot_assign(*batch, eps=0.2, backend="cuda", **settings)
+        truth = gf.ops.ot_assign(*(x.double() for x in batch), eps=0.2, backend="reference", **settings)
+        assert torch.equal(found, truth)
+    draws = [
+        gf.ops.ot_assign(
+            *batch, eps=0.2, assignment="sample", generator=torch.Generator().manual_seed(5), backend=backend
+        )
+        for backend in ("cuda", "reference")
+    ]
+    assert torch.equal(*draws)
+
+    cost = gf.ops.transport_cost(*batch, backend="cuda")
+    torch.testing.assert_close(cost, gf.ops.transport_cost(*batch, backend="reference"), atol=2e-6, rtol=0)
+    torch.set_float32_matmul_precision("high")
+    coarse = gf.ops.transport_cost(*batch, backend="cuda")
+    assert not torch.equal(coarse, cost)
+    torch.testing.assert_close(coarse, cost, atol=2e-3, rtol=0)
+
+    with pytest.raises(ValueError, match="float16"):
+        gf.ops.ot_assign(*batch, storage="float16", backend="cuda")
+
+
+main()

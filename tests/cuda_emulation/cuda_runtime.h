@@ -1,0 +1,96 @@
+// Stands in for the CUDA runtime so that the launchers (csrc/cuda/*.cu) compile as C++ and launch into the emulation: a device with a
+// few multiprocessors whose memory is the CPU's. What the launchers must not get wrong is checked: sizes, shared memory, residency.
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+#include <map>
+
+#include "emulation.h"
+
+enum cudaError_t { cudaSuccess, cudaErrorInsufficientDriver, cudaErrorInvalidValue };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaLaunchAttributeID { cudaLaunchAttributeCooperative };
+using cudaStream_t = struct EmulatedStream*;
+
+struct dim3 {
+    dim3(unsigned size = 1) : x(size) {}
+    unsigned x;
+};
+
+struct cudaLaunchAttribute {
+    cudaLaunchAttributeID id;
+    struct {
+        int cooperative;
+    } val;
+};
+
+struct cudaLaunchConfig_t {
+    dim3 gridDim, blockDim;
+    std::size_t dynamicSmemBytes;
+    cudaStream_t stream;
+    cudaLaunchAttribute* attrs;
+    unsigned numAttrs;
+};
+
+namespace emulated_runtime {
+
+constexpr int kMultiprocessors = 3;
+constexpr int kLargestShared = 163 << 10;  // of a block on sm_80, the smallest of the three
+constexpr int kSharedWithoutAsking = 48 << 10;
+
+inline std::map<const void*, int> shared_limit;
+
+template <typename Kernel>
+int allowed_shared(Kernel* kernel) {
+    const auto found = shared_limit.find(reinterpret_cast<const void*>(kernel));
+    return found == shared_limit.end() ? kSharedWithoutAsking : found->second;
+}
+
+}  // namespace emulated_runtime
+
+inline const char* cudaGetErrorString(cudaError_t) { return "invalid value"; }
+
+inline cudaError_t cudaGetDeviceCount(int* count) {
+    *count = 1;
+    return cudaSuccess;
+}
+
+inline cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidValue; }
+
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+    *value = emulated_runtime::kMultiprocessors;
+    return cudaSuccess;
+}
+
+template <typename Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
+    if (bytes > emulated_runtime::kLargestShared) return cudaErrorInvalidValue;
+    emulated_runtime::shared_limit[reinterpret_cast<const void*>(kernel)] = bytes;
+    return cudaSuccess;
+}
+
+template <typename Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel*, int, std::size_t) {
+    *blocks = 1;
+    return cudaSuccess;
+}
+
+inline cudaError_t cudaMemsetAsync(void* target, int value, std::size_t bytes, cudaStream_t) {
+    std::memset(target, value, bytes);
+    return cudaSuccess;
+}
+
+template <typename... Parameters, typename... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments&&... arguments) {
+    const bool cooperative = config->numAttrs > 0 && config->attrs[0].val.cooperative != 0;
+    const int blocks = static_cast<int>(config->gridDim.x);
+    if (blocks < 1 || config->blockDim.x > 1024 || static_cast<int>(config->dynamicSmemBytes) > emulated_runtime::allowed_shared(kernel) ||
+        (cooperative && blocks > emulated_runtime::kMultiprocessors)) {
+        return cudaErrorInvalidValue;
+    }
+    const emulation::Launch launch = {blocks, static_cast<int>(config->blockDim.x), config->dynamicSmemBytes, cooperative};
+    emulation::run(launch, [&] { kernel(arguments...); });
+    return cudaSuccess;
+}
