@@ -68,7 +68,14 @@ class BuildExtension(build_ext):
 
 
 NVCC = find_nvcc()
-NVCC_FLAGS = ["-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden", "-lineinfo", *CUDA_ARCHITECTURES]
+NVCC_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    "-lineinfo",
+    "--threads=0",
+    *CUDA_ARCHITECTURES,
+]
 omp_compile, omp_link = openmp_flags()
 if NVCC is not None:
     omp_link = [f"-Xcompiler={flag}" for flag in omp_link]

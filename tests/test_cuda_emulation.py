@@ -433,7 +433,7 @@ BLOCK_SUM = """    __syncthreads();
 STAGE_BARRIER = (
     "        __syncthreads();  // this stage has arrived for all, and all are done with the one fetched next\n"
 )
-GRID_BARRIER = """    update_columns(p, w, update_scratch);
+GRID_BARRIER = """    update_columns(p, w, now.growth, update_scratch);
     grid_sync();
 """
 UPDATE_BARRIER = """        scratch[threadIdx.x] = sum;
