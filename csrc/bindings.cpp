@@ -158,7 +158,6 @@ void gallery_posterior(const std::array<Address, 8>& addresses, std::int64_t que
     raise_if_interrupted(!done);
 }
 
-
 #if defined(GEOFLOW_WITH_CUDA)
 
 // A transport problem whose matrix lies on a device.
