@@ -245,9 +245,12 @@ def gallery_statistics(
     """
     if top_k > MAX_TOP_K:
         raise ValueError(f"the Triton kernel keeps at most top_k={MAX_TOP_K}, got {top_k}; use backend='reference'")
+    # Rows are padded with zeros to whole 16-byte loads; the usual widths need no copy.
+    ragged = -samples.shape[2] % 16
+    samples, gallery = (torch.nn.functional.pad(x, (0, ragged)) if ragged else x for x in (samples, gallery))
+    samples, gallery = samples.contiguous(), gallery.contiguous()
     queries, draws, width = samples.shape
     items, device = gallery.shape[0], samples.device
-    samples, gallery = samples.contiguous(), gallery.contiguous()
     names = eligible(samples.dtype, queries) if config is None else [config]
     sizes = CONFIGS[names[0]]
     if shares is None:

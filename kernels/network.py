@@ -58,8 +58,11 @@ def _tile_rows(group_size, tiles, ROWS: tl.constexpr):
 def _shared(parameter, row, group, column, valid, width, PER_ROW: tl.constexpr):
     """A [G, H] parameter for this tile in float32: a tile of it, or one row of it that broadcasts."""
     if PER_ROW:
-        return tl.load(parameter + row[:, None] * width + column[None, :], mask=valid, other=0.0).to(tl.float32)
-    return tl.load(parameter + group * width + column, mask=column < width, other=0.0).to(tl.float32)[None, :]
+        at = row[:, None] * width + column[None, :]
+    else:
+        at = (group * width + column)[None, :]
+        valid = (column < width)[None, :]
+    return tl.load(parameter + at, mask=valid, other=0.0).to(tl.float32)
 
 
 @triton.jit

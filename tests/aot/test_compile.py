@@ -1,0 +1,83 @@
+"""Every kernel compiled for GPUs that are not here, with gates on what the compiler made of it.
+
+Run in a process of its own, without the interpreter: `pytest tests/aot`, which is what `make test` does.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from geoflow_fast.kernels import aot, gallery
+
+TABLE = aot.table_cases()
+QUICK = {case.name: case for case in TABLE}
+EVERY = {case.name: case for case in aot.configuration_cases()}
+DOT = "gallery_tile_kernel"
+
+
+def check_gates(launch: aot.Launch, capability: int) -> None:
+    built = aot.compile_nvidia(launch, capability)
+    assert built.stack == 0, f"{built.stack} bytes of stack"
+    assert built.spills == 0, f"{built.spills} local loads and stores"
+    assert built.registers <= 255
+    assert built.shared <= aot.SHARED_LIMIT[capability]
+    if launch.name == DOT:
+        assert aot.TENSOR_CORE[capability] in built.ptx
+        # One exponential per entry of the product, and less than one more for the running maxima.
+        tile = launch.meta
+        entries = tile["CHUNK"] * tile["QUERIES"] * tile["ITEMS"] // (32 * tile["num_warps"])
+        assert entries <= built.count(r"ex2\.approx") <= 2 * entries
+        assert built.count(r"cp\.async\.cg\.shared\.global|cp\.async\.bulk") > 0  # 16 bytes at a time
+    else:
+        assert not re.search(r"mma|wgmma", built.ptx)
+
+
+@pytest.mark.parametrize("capability", aot.NVIDIA)
+@pytest.mark.parametrize("name", QUICK)
+def test_paper_sizes_pass_the_gates(name, capability):
+    for launch in QUICK[name].launches():
+        check_gates(launch, capability)
+        if launch.name not in (DOT, "gallery_merge_kernel"):
+            built = aot.compile_nvidia(launch, capability)
+            assert built.count(r"ld\.global\S*\.v4\.") >= 2, "loads are narrower than 128 bits"
+            assert built.count(r"st\.global\S*\.v4\.") >= 1 or launch.name == "flow_loss_kernel"
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in QUICK if n.startswith(("masked", "gallery bf16 2", "swiglu 1", "adaln 1"))]
+)
+def test_paper_sizes_compile_for_amd(name):
+    for launch in QUICK[name].launches():
+        assert aot.compile_amd(launch) <= 64 * 1024
+
+
+def test_the_table_covers_every_kernel():
+    """A kernel that no case launches would never be compiled."""
+    sources = Path(gallery.__file__).parent.glob("*.py")
+    written = {name for path in sources for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)}
+    assert written == {launch.name for case in TABLE for launch in case.launches()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", aot.NVIDIA)
+@pytest.mark.parametrize("name", EVERY)
+def test_every_configuration_passes_the_gates(name, capability):
+    for launch in EVERY[name].launches():
+        check_gates(launch, capability)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*QUICK, *EVERY])
+def test_every_configuration_compiles_for_amd(name):
+    for launch in {**QUICK, **EVERY}[name].launches():
+        aot.compile_amd(launch)
+
+
+def test_the_page_holds_the_table():
+    """docs/gpu.md has a line for every case; `python -m geoflow_fast.kernels.aot docs/gpu.md` writes them."""
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    table = page[page.index(aot.BEGIN) : page.index(aot.END)]
+    for case in TABLE:
+        assert f"| {case.name} |" in table

@@ -1,0 +1,558 @@
+"""Every Triton kernel in the interpreter against float64, and every injected fault against the same checks."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from geoflow_fast.kernels import gallery, geodesic, network
+from triton.runtime.errors import InterpreterError
+
+from geoflow_fast import geometry, ops, reference
+from geoflow_fast.ops import _triton
+
+KERNELS = SimpleNamespace(geodesic=geodesic, gallery=gallery, network=network)
+EPS = 1e-6
+ROUNDING = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+FLOATS = tuple(ROUNDING)
+
+
+def assert_close(actual, expected, dtype=torch.float32, scale=1.0):
+    """Equal up to rounding in `dtype`, in proportion to the largest expected value."""
+    assert actual.shape == expected.shape
+    bound = scale * ROUNDING[dtype] * max(1.0, expected.abs().max().item())
+    error = (actual.double() - expected.double()).abs().max().item()
+    assert error <= bound, f"error {error:.3g} above {bound:.3g}"  # a NaN fails too
+
+
+def rows_with_gaps(rows, width, dtype):
+    """[rows, width] in a wider buffer, so that rows are apart in memory."""
+    return torch.randn(rows, width + 3)[:, :width].to(dtype)
+
+
+# ---- sphere ----
+
+
+def pairs_on_sphere(rows, width):
+    """Noise and data; among the first rows: equal, nearly equal, antipodal and nearly antipodal pairs."""
+    noise, data = (geometry.sample_uniform(rows, width) for _ in range(2))
+    noise[2:3] = torch.eye(1, width)  # its antipode leaves no trace of a direction
+    tiny = 1e-4 * torch.randn(rows, width)
+    for row, pair in enumerate((noise, noise + tiny, -noise, -noise + tiny)):
+        if row < rows:
+            data[row] = geometry.normalize(pair)[row]
+    return noise, data
+
+
+def check_interpolant(kernels, rows=33, widths=(129, 65), dropout=True):
+    (image0, image1), (text0, text1) = (pairs_on_sphere(rows, width) for width in widths)
+    t = torch.linspace(0, 1, rows)
+    direction = torch.arange(rows, dtype=torch.int8) % 3
+    direction[:4] = 0
+    drop = torch.arange(rows) % 2 == 0 if dropout else None
+    out = [torch.full((rows, width), math.nan) for width in (*widths, *widths)]
+    bad = kernels.geodesic.masked_interpolant(
+        (image0, text0), (image1, text1), t, direction, drop, (out[0], out[1]), (out[2], out[3]), 1e-3
+    )
+    assert bad == -1
+    double = (x.double() for x in (image0, text0, image1, text1, t))
+    expected = reference.masked_interpolant(*double, direction, drop)
+    # Rows 2 and 3 are near the antipode, where rounding of the input turns the path: there only its laws are checked.
+    usual = [row for row in range(rows) if row not in (2, 3)]
+    for actual, truth in zip(out, expected):
+        assert_close(actual[usual], truth[usual])
+    for point, velocity, start, end in ((out[0], out[2], image0, image1), (out[1], out[3], text0, text1)):
+        assert_close(point.norm(dim=1), torch.ones(rows))
+        assert_close((point * velocity).sum(1), torch.zeros(rows))
+        if rows > 3:
+            assert_close(velocity[2:4].norm(dim=1), geometry.angle(start, end)[2:4])
+
+
+def check_bad_row(kernels):
+    for stream, poison in ((0, math.nan), (1, 2.0)):
+        noise, data = ([geometry.sample_uniform(9, d) for d in (17, 5)] for _ in range(2))
+        direction = torch.zeros(9, dtype=torch.int8)
+        noise[stream][6, 0] = poison
+        out = [[torch.empty(9, d) for d in (17, 5)] for _ in range(2)]
+        arguments = (noise, data, torch.rand(9), direction, None, *out, 1e-3)
+        assert kernels.geodesic.masked_interpolant(*arguments) == 6
+        direction[6] = stream + 1  # given and not dropped: its noise is not read
+        assert kernels.geodesic.masked_interpolant(*arguments) == -1
+
+
+def check_given_noise(kernels):
+    """A dropped row shows its noise: noise off the sphere is bad there too."""
+    noise, data = ((geometry.sample_uniform(2, 3), geometry.sample_uniform(2, 3)) for _ in range(2))
+    noise[0][1] *= 3
+    direction, drop = torch.ones(2, dtype=torch.int8), torch.ones(2, dtype=torch.bool)
+    out = [tuple(torch.empty(2, 3) for _ in range(2)) for _ in range(2)]
+    assert kernels.geodesic.masked_interpolant(noise, data, torch.rand(2), direction, drop, *out, 1e-3) == 1
+
+
+def check_tangent_step(kernels, rows=33, width=129):
+    x = geometry.sample_uniform(rows, width + 2)[:, :width]  # rows apart in memory
+    x /= x.norm(dim=1, keepdim=True)
+    v, free = rows_with_gaps(rows, width, torch.float32), rows_with_gaps(rows, width, torch.float32)
+    for h, guidance, unconditional, renormalise in (
+        (0.05, 0.0, None, False),
+        (-0.02, 3.0, free, False),
+        (0.05, 3.0, free, True),
+        (0.9, 0.0, None, False),  # more than a turn
+        (0.0, 0.0, None, False),
+    ):
+        y = kernels.geodesic.tangent_step(x, v, h, unconditional, guidance, renormalise)
+        truth = reference.tangent_step(
+            x.double(), v.double(), h, None if unconditional is None else free.double(), guidance, renormalise
+        )
+        assert_close(y, truth)
+        assert_close(y.norm(dim=1), torch.ones(rows), scale=0.1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "widths", "dropout"), [(1, (2, 3), True), (7, (1023, 7), False), (33, (129, 65), True)]
+)
+def test_interpolant(rows, widths, dropout):
+    check_interpolant(KERNELS, rows, widths, dropout)
+
+
+def test_interpolant_names_the_first_bad_row():
+    check_bad_row(KERNELS)
+
+
+def test_interpolant_checks_the_noise_that_a_dropped_row_shows():
+    check_given_noise(KERNELS)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 2), (7, 1023), (33, 129)])
+def test_tangent_step(rows, width):
+    check_tangent_step(KERNELS, rows, width)
+
+
+# ---- gallery ----
+
+
+def world(queries, draws, items, width, dtype):
+    """Samples around one point per query and a gallery with a few items near each: entropies of 0.3 to 3 nats."""
+    centre = geometry.sample_uniform(queries, width, dtype=torch.float64)
+    noise = geometry.sample_uniform(queries * draws, width, dtype=torch.float64).view(queries, draws, width)
+    samples = geometry.normalize(centre.unsqueeze(1) + 0.5 * noise)
+    gallery = geometry.sample_uniform(items, width, dtype=torch.float64)
+    near = torch.arange(items) % max(1, items // (4 * queries)) == 0
+    owners = torch.arange(int(near.sum())) % queries
+    gallery[near] = geometry.normalize(gallery[near] + 1.5 * centre[owners])
+    return samples.to(dtype), gallery.to(dtype)
+
+
+def check_gallery(
+    kernels, config="float-wide", queries=3, draws=11, items=150, width=33, kappa=20.0, top_k=3, shares=2, bias=False
+):
+    dtype = torch.float32 if config.startswith("float") else torch.bfloat16
+    samples, rows = world(queries, draws, items, width, dtype)
+    item_bias = torch.randn(items) if bias else None
+    found = kernels.gallery.gallery_statistics(samples, rows, kappa, top_k, item_bias, config=config, shares=shares)
+    truth = reference.gallery_statistics(samples.double(), rows.double(), kappa, top_k, item_bias)
+    post, expected = (
+        ops.GalleryStatistics(*(x.double() for x in s[:4]), s[4].long(), top_k).posterior(torch.float64)
+        for s in (found, truth)
+    )
+    if 1 < kappa < 100 and items > 10:
+        assert (expected.entropy > 0.3).all()
+        assert (expected.entropy < 3.5).all()
+    scale = max(1.0, kappa / 20)  # scores are kappa times a product rounded in float32
+    assert_close(post.entropy, expected.entropy, scale=scale)
+    assert_close(post.log_z, expected.log_z, scale=scale)
+    assert_close(post.top_prob, expected.top_prob, scale=scale)
+    assert_close(found[3], truth[3], scale=scale)
+    gap = truth[3][:, :-1] - truth[3][:, 1:]
+    if (gap > 1e-3 * scale).all():  # the order is not decided by rounding
+        assert torch.equal(post.top_index, expected.top_index)
+
+
+@pytest.mark.parametrize("config", gallery.CONFIGS)
+def test_gallery_with_every_configuration(config):
+    check_gallery(KERNELS, config)
+
+
+@pytest.mark.parametrize("kappa", [0.0, 1e4])
+def test_gallery_at_the_ends_of_kappa(kappa):
+    check_gallery(KERNELS, kappa=kappa, items=70)
+
+
+@pytest.mark.parametrize(
+    ("queries", "draws", "items", "width", "top_k", "shares"),
+    [(1, 1, 1, 2, 1, 1), (17, 9, 65, 16, 2, 1), (2, 8, 129, 17, 5, 3), (1, 50, 200, 7, 1, 2)],
+)
+def test_gallery_of_ragged_sizes(queries, draws, items, width, top_k, shares):
+    check_gallery(KERNELS, "float-slim", queries, draws, items, width, 12.0, top_k, shares)
+
+
+def test_gallery_with_bias():
+    check_gallery(KERNELS, "half-few", bias=True)
+
+
+def test_gallery_keeps_equal_items_in_order():
+    samples = geometry.sample_uniform(2, 5).view(1, 2, 5)
+    rows = geometry.sample_uniform(2, 5).repeat(60, 1)
+    *_, score, index = gallery.gallery_statistics(samples, rows, 3.0, 4, None, config="float-few", shares=2)
+    best = int((rows[:2] @ samples[0].T).logsumexp(1).argmax())
+    assert index.tolist() == [[best, best + 2, best + 4, best + 6]]
+    assert (score == score[0, 0]).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", gallery.CONFIGS)
+@pytest.mark.parametrize(
+    ("queries", "draws", "items", "width", "kappa"),
+    [(5, 50, 1000, 65, 20.0), (4, 7, 1000, 129, 1e4), (20, 3, 7, 40, 5.0)],
+)
+def test_gallery_more_sizes(config, queries, draws, items, width, kappa):
+    check_gallery(KERNELS, config, queries, draws, items, width, kappa, top_k=5, shares=4)
+
+
+# ---- network ----
+
+
+def check_adaln(kernels, rows=12, width=129, groups=3, dtype=torch.float32):
+    x, grad = rows_with_gaps(rows, width, dtype), rows_with_gaps(rows, width, dtype)
+    shift, scale = (torch.randn(groups, width).to(dtype) for _ in range(2))
+    tangents = torch.randn(3, rows, width).to(dtype)
+    full = [y.double() for y in (x, grad, shift, scale, tangents)]
+    truth = (
+        reference.adaln(full[0], full[2], full[3], EPS),
+        *reference.adaln_backward(full[1], full[0], full[3], EPS),
+        *reference.adaln_jvp(full[0], full[4], full[2], full[3], EPS),
+    )
+    actual = (
+        kernels.network.adaln(x, shift, scale, EPS),
+        *kernels.network.adaln_backward(grad, x, scale, EPS),
+        *kernels.network.adaln_jvp(x, tangents, shift, scale, EPS),
+    )
+    for a, b in zip(actual, truth):
+        assert a.dtype == dtype
+        assert_close(a, b, dtype)
+
+
+def check_gate_residual(kernels, rows=12, width=129, groups=3, dtype=torch.float32, gated=True, dropout=0.25):
+    residual, value, grad = (rows_with_gaps(rows, width, dtype) for _ in range(3))
+    gate = rows_with_gaps(rows, width, dtype) if gated else None
+    keep = torch.rand(rows, width) >= dropout if dropout else None
+    layer_scale = torch.randn(groups, width).to(dtype)
+    tangents = [torch.randn(3, rows, width).to(dtype) for _ in range(3)]
+
+    def up(x):
+        return None if x is None else x.double()
+
+    forward = (residual, gate, value, layer_scale)
+    backward = (grad, gate, value, layer_scale)
+    jvp = (residual, tangents[0], gate, tangents[1] if gated else None, value, tangents[2], layer_scale)
+    actual = (
+        kernels.network.gate_residual(*forward, keep, dropout),
+        *kernels.network.gate_residual_backward(*backward, keep, dropout),
+        *kernels.network.gate_residual_jvp(*jvp),
+    )
+    truth = (
+        reference.gate_residual(*map(up, forward), keep, dropout),
+        *reference.gate_residual_backward(*map(up, backward), keep, dropout),
+        *reference.gate_residual_jvp(*map(up, jvp)),
+    )
+    for a, b in zip(actual, truth):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert_close(a, b, dtype)
+
+
+def check_swiglu(kernels, rows=12, width=130, dtype=torch.float32):
+    gate, value, packed = (torch.randn(rows, width).to(dtype) for _ in range(3))
+    tangents = [torch.randn(3, rows, width).to(dtype) for _ in range(3)]
+    grad, half = rows_with_gaps(rows, width, dtype), rows_with_gaps(rows, width // 2, dtype)
+
+    def outcomes(swiglu, swiglu_backward, swiglu_jvp, to):
+        return (
+            swiglu(to(gate), to(value)),
+            *swiglu_backward(to(grad), to(gate), to(value)),
+            *swiglu_jvp(to(gate), to(tangents[0]), to(value), to(tangents[1])),
+            swiglu(to(packed), None),
+            swiglu_backward(to(half), to(packed), None)[0],
+            *swiglu_jvp(to(packed), to(tangents[2]), None, None),
+        )
+
+    mine, plain = kernels.network, reference
+    actual = outcomes(mine.swiglu, mine.swiglu_backward, mine.swiglu_jvp, lambda x: x)
+    truth = outcomes(plain.swiglu, plain.swiglu_backward, plain.swiglu_jvp, torch.Tensor.double)
+    for a, b in zip(actual, truth):
+        assert_close(a, b, dtype)
+
+
+def check_flow_loss(kernels, rows=12, widths=(129, 33), dtype=torch.float32):
+    velocity, target, point = (tuple(torch.randn(rows, d).to(dtype) for d in widths) for _ in range(3))
+    point = tuple((x.float() / x.float().norm(dim=1, keepdim=True)).to(dtype) for x in point)
+    direction, grad = torch.arange(rows, dtype=torch.int8) % 3, torch.randn(rows)
+    full = [tuple(x.double() for x in pair) for pair in (velocity, target, point)]
+    truth = (
+        reference.flow_loss(*full, direction),
+        *reference.flow_loss_backward(grad.double(), *full, direction),
+    )
+    actual = (
+        kernels.network.flow_loss(velocity, target, point, direction),
+        *kernels.network.flow_loss_backward(grad, velocity, target, point, direction),
+    )
+    assert_close(actual[0], truth[0])
+    for a, b in zip(actual[1:], truth[1:]):
+        assert_close(a, b, dtype)
+
+
+SIZES = [(1, 1, 1), (7, 1023, 1), (12, 129, 12), (12, 129, 3)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("rows", "width", "groups"), SIZES)
+def test_adaln(rows, width, groups, dtype):
+    check_adaln(KERNELS, rows, width, groups, dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("rows", "width", "groups"), SIZES)
+@pytest.mark.parametrize(("gated", "dropout"), [(True, 0.25), (False, 0.0)])
+def test_gate_residual(rows, width, groups, dtype, gated, dropout):
+    check_gate_residual(KERNELS, rows, width, groups, dtype, gated, dropout)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("rows", "width"), [(1, 2), (7, 1024), (33, 130)])
+def test_swiglu(rows, width, dtype):
+    check_swiglu(KERNELS, rows, width, dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("rows", "widths"), [(1, (2, 3)), (7, (1023, 7)), (33, (65, 129))])
+def test_flow_loss(rows, widths, dtype):
+    check_flow_loss(KERNELS, rows, widths, dtype)
+
+
+# ---- operations reach the kernels ----
+
+
+def test_operations_serve_cpu_tensors_with_triton_by_name():
+    x = torch.randn(6, 20, requires_grad=True)
+    scale = torch.randn(20, requires_grad=True)
+    leaves = (x, scale)
+
+    def network_pass(backend):
+        y = ops.adaln(x, scale, scale, backend=backend)
+        y = ops.gate_residual(x, y, ops.swiglu(y, y, backend=backend), scale, backend=backend)
+        loss, _ = ops.flow_loss(y, y, x, x, x, x, torch.zeros(6, dtype=torch.int8), backend=backend)
+        return loss, *torch.autograd.grad(loss, leaves)
+
+    for a, b in zip(network_pass("triton"), network_pass("reference")):
+        assert_close(a, b)
+    points = geometry.sample_uniform(6, 20)
+    assert_close(
+        ops.tangent_step(points, points.flip(0), 0.1, backend="triton"), ops.tangent_step(points, points.flip(0), 0.1)
+    )
+    post = ops.gallery_posterior(points.view(2, 3, 20), points, 5.0, top_k=2, backend="triton")
+    assert_close(post.entropy, ops.gallery_posterior(points.view(2, 3, 20), points, 5.0, top_k=2).entropy)
+
+
+def test_masked_interpolant_reports_bad_rows_as_the_other_backends_do():
+    rows = [geometry.sample_uniform(4, 6) for _ in range(4)]
+    rows[2][3] *= 2
+    with pytest.raises(ValueError, match="image1 row 3 has norm 2"):
+        ops.masked_interpolant(*rows, torch.rand(4), torch.zeros(4, dtype=torch.int8), backend="triton")
+
+
+def test_automatic_choice_leaves_cpu_tensors_to_the_cpu():
+    assert _triton.devices() == ("cpu", "cuda")
+    with pytest.raises(ValueError, match="float64"):
+        ops.tangent_step(*[torch.eye(3, dtype=torch.float64)] * 2, 0.1, backend="triton")
+    ops.tangent_step(*[torch.eye(3, dtype=torch.float64)] * 2, 0.1)
+
+
+# ---- injected faults ----
+
+FAULTS = {
+    "gallery: draws past the last one count": (
+        "gallery",
+        'tl.where((sample < n_samples)[None, :], product * scale, float("-inf"))',
+        "product * scale",
+        check_gallery,
+    ),
+    "gallery: no maximum subtracted": (
+        "gallery",
+        "tl.sum(tl.exp2(logit - above[:, None, :]), axis=1)",
+        "tl.sum(tl.exp2(logit), axis=1)",
+        check_gallery,
+    ),
+    "gallery: maximum not carried over chunks": (
+        "gallery",
+        "total = total * tl.exp2(best - above) +",
+        "total = total +",
+        check_gallery,
+    ),
+    "gallery: last item forgotten": (
+        "gallery",
+        "tl.minimum(first + items_per_share, n_items)",
+        "tl.minimum(first + items_per_share, n_items - 1)",
+        check_gallery,
+    ),
+    "gallery: one item too many": (
+        "gallery",
+        "tl.minimum(first + items_per_share, n_items)",
+        "tl.minimum(first + items_per_share, n_items + 1)",
+        check_gallery,
+    ),
+    "gallery: shares overlap": (
+        "gallery",
+        "first = tl.program_id(1) * items_per_share",
+        "first = tl.program_id(1) * (items_per_share - 3)",
+        check_gallery,
+    ),
+    "gallery: last columns of the product dropped": (
+        "gallery",
+        "for k in range(0, width, DEPTH):",
+        "for k in range(0, width - DEPTH, DEPTH):",
+        check_gallery,
+    ),
+    "gallery: moment not moved to the new maximum": (
+        "gallery",
+        "(moment + (peak - peak_now) * weight)",
+        "moment",
+        check_gallery,
+    ),
+    "merge: moment not moved to the common maximum": (
+        "gallery",
+        "(moments + (peaks - peak) * weights)",
+        "moments",
+        check_gallery,
+    ),
+    "merge: weights not rescaled": (
+        "gallery",
+        "tl.sum(shrink * weights, axis=0)",
+        "tl.sum(weights, axis=0)",
+        check_gallery,
+    ),
+    "merge: last share forgotten": (
+        "gallery",
+        "there = share < n_shares",
+        "there = share < n_shares - 1",
+        check_gallery,
+    ),
+    "merge: last list entry forgotten": (
+        "gallery",
+        "listed = entry < n_shares * TOP",
+        "listed = entry < n_shares * TOP - TOP",
+        check_gallery,
+    ),
+    "interpolant: streams swapped in the mask": (
+        "geodesic",
+        "code == 2, dropped",
+        "code == 1, dropped",
+        check_interpolant,
+    ),
+    "interpolant: dropout ignored": ("geodesic", "tl.where(dropped[:, None], a, b)", "b", check_interpolant),
+    "interpolant: no way out at the antipode": (
+        "geodesic",
+        "lost = far & (length < lost_below)",
+        "lost = far & (length < 0)",
+        check_interpolant,
+    ),
+    "interpolant: column tail read": (
+        "geodesic",
+        "valid = inside[:, None] & (column < width)[None, :]\n    reads",
+        "valid = inside[:, None] & (column <= width)[None, :]\n    reads",
+        check_interpolant,
+    ),
+    "interpolant: row tail written": (
+        "geodesic",
+        "inside = row < rows\n    time",
+        "inside = row <= rows\n    time",
+        check_interpolant,
+    ),
+    "interpolant: dropped noise not checked": (
+        "geodesic",
+        "bad = (reads_noise & ",
+        "bad = (reads_noise & reads_data & ",
+        check_given_noise,
+    ),
+    "step: not projected": (
+        "geodesic",
+        "tl.sum(here * speed, axis=1)[:, None] * here",
+        "0.0 * here",
+        check_tangent_step,
+    ),
+    "step: whole turns kept": (
+        "geodesic",
+        "turns = tl.floor(turn * (0.5 / PI) + 0.5)",
+        "turns = tl.floor(turn * 0.0)",
+        check_tangent_step,
+    ),
+    "adaln: padding enters the variance": (
+        "network",
+        "tl.where(valid, x - mean[:, None], 0.0)",
+        "x - mean[:, None]",
+        check_adaln,
+    ),
+    "adaln: one row too many per group": (
+        "network",
+        "local < group_size, group",
+        "local <= group_size, group",
+        check_adaln,
+    ),
+    "adaln: gradient of the mean dropped": (
+        "network",
+        "d_unit - mean[:, None] - unit * along[:, None]",
+        "d_unit - unit * along[:, None]",
+        check_adaln,
+    ),
+    "adaln: tangents reuse the first": ("network", "from_at += dx_stride", "from_at += 0 * dx_stride", check_adaln),
+    "gate: dropout not rescaled": ("network", "branch * kept_factor, 0.0", "branch, 0.0", check_gate_residual),
+    "gate: slope of the sigmoid": (
+        "network",
+        "scaled * content * (1.0 - open_by)",
+        "scaled * content",
+        check_gate_residual,
+    ),
+    "swiglu: slope of silu": (
+        "network",
+        "dy * y * (sigmoid + silu * (1.0 - sigmoid))",
+        "dy * y * sigmoid",
+        check_swiglu,
+    ),
+    "loss: given stream counted": (
+        "network",
+        "inside & (code != 2), text_width, TEXT_COLUMNS)\n    tl.store(loss",
+        "inside, text_width, TEXT_COLUMNS)\n    tl.store(loss",
+        check_flow_loss,
+    ),
+    "loss: error not tangent": (
+        "network",
+        "error - tl.sum(error * x, axis=1)[:, None] * x",
+        "error - 0.0 * x",
+        check_flow_loss,
+    ),
+}
+
+
+def with_fault(module: ModuleType, before: str, after: str, folder) -> ModuleType:
+    """A copy of the module with one piece of its source replaced."""
+    text = Path(module.__file__).read_text()
+    assert text.count(before) == 1, f"{before!r} occurs {text.count(before)} times in {module.__file__}"
+    path = folder / f"faulty_{module.__name__.rsplit('.', 1)[-1]}.py"
+    path.write_text(text.replace(before, after))
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    faulty = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = faulty
+    spec.loader.exec_module(faulty)
+    return faulty
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_caught(fault, tmp_path):
+    name, before, after, check = FAULTS[fault]
+    faulty = with_fault(getattr(KERNELS, name), before, after, tmp_path)
+    with pytest.raises((AssertionError, InterpreterError)):
+        check(SimpleNamespace(**{**vars(KERNELS), name: faulty}))
