@@ -22,14 +22,19 @@ setup: .venv/.installed
 demo: setup
 	$(BIN)/geoflow demo --out demo_output
 
+# Triton's interpreter and its compiler each need a process of their own.
 test: setup
 	$(PYTEST) -m "not slow and not gpu" tests
+	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" tests/interpreter
+	$(PYTEST) -m "not slow" tests/aot
 
 test-slow: setup
 	$(PYTEST) -m "slow and not gpu" tests
+	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/interpreter
+	$(PYTEST) -m slow tests/aot
 
 test-gpu: setup
-	$(PYTEST) -m gpu tests
+	$(PYTEST) -m gpu tests/gpu
 
 # Installs the wheel into an environment of its own and runs from another folder, where the source tree cannot shadow it.
 test-wheel: wheel

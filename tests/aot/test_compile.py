@@ -17,7 +17,7 @@ EVERY = {case.name: case for case in aot.configuration_cases()}
 DOT = "gallery_tile_kernel"
 
 
-def check_gates(launch: aot.Launch, capability: int) -> None:
+def check_gates(launch: aot.Launch, capability: int) -> aot.Compiled:
     built = aot.compile_nvidia(launch, capability)
     assert built.stack == 0, f"{built.stack} bytes of stack"
     assert built.spills == 0, f"{built.spills} local loads and stores"
@@ -25,22 +25,23 @@ def check_gates(launch: aot.Launch, capability: int) -> None:
     assert built.shared <= aot.SHARED_LIMIT[capability]
     if launch.name == DOT:
         assert aot.TENSOR_CORE[capability] in built.ptx
-        # One exponential per entry of the product, and less than one more for the running maxima.
+        # One exponential per entry of the product; the rescaling by new maxima and, once per tile of items, the masses
+        # may be computed by several threads each.
         tile = launch.meta
         entries = tile["CHUNK"] * tile["QUERIES"] * tile["ITEMS"] // (32 * tile["num_warps"])
-        assert entries <= built.count(r"ex2\.approx") <= 2 * entries
+        assert entries <= built.count(r"ex2\.approx") <= 3 * entries
         assert built.count(r"cp\.async\.cg\.shared\.global|cp\.async\.bulk") > 0  # 16 bytes at a time
     else:
         assert not re.search(r"mma|wgmma", built.ptx)
+    return built
 
 
 @pytest.mark.parametrize("capability", aot.NVIDIA)
 @pytest.mark.parametrize("name", QUICK)
 def test_paper_sizes_pass_the_gates(name, capability):
     for launch in QUICK[name].launches():
-        check_gates(launch, capability)
+        built = check_gates(launch, capability)
         if launch.name not in (DOT, "gallery_merge_kernel"):
-            built = aot.compile_nvidia(launch, capability)
             assert built.count(r"ld\.global\S*\.v4\.") >= 2, "loads are narrower than 128 bits"
             assert built.count(r"st\.global\S*\.v4\.") >= 1 or launch.name == "flow_loss_kernel"
 
