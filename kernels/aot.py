@@ -22,11 +22,12 @@ from unittest import mock
 import torch
 import triton
 import triton.backends.nvidia
-from geoflow_fast.kernels import gallery, geodesic, network
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+from geoflow_fast.kernels import gallery, geodesic, network
 
 NVIDIA = (80, 90, 100)
 AMD = "gfx942"

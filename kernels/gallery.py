@@ -20,8 +20,9 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from geoflow_fast.kernels.launch import launch
 from torch import Tensor
+
+from geoflow_fast.kernels.launch import launch
 
 LOWEST = tl.constexpr(-1e30)  # below every score, and finite: its differences and products stay numbers
 LOG2_E = tl.constexpr(1.4426950408889634)

@@ -14,10 +14,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from geoflow_fast.kernels.launch import by_rows, launch, row_tile
 from torch import Tensor
 
 from geoflow_fast.geometry import EPS
+from geoflow_fast.kernels.launch import by_rows, launch, row_tile
 
 PI = tl.constexpr(3.141592653589793)
 

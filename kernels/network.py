@@ -23,8 +23,9 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from geoflow_fast.kernels.launch import Tile, by_rows, element_tile, launch, row_tile
 from torch import Tensor
+
+from geoflow_fast.kernels.launch import Tile, by_rows, element_tile, launch, row_tile
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-import geoflow_fast.kernels
 import torch
 
 import geoflow_fast as gf
+import geoflow_fast.kernels
 
 installed = Path(gf.__file__).resolve()
 assert "site-packages" in installed.parts, f"imported {installed}, not the installed wheel"

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from geoflow_fast.kernels import aot, gallery
 
 TABLE = aot.table_cases()

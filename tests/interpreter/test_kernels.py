@@ -10,10 +10,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from geoflow_fast.kernels import gallery, geodesic, network
 from triton.runtime.errors import InterpreterError
 
 from geoflow_fast import geometry, ops, reference
+from geoflow_fast.kernels import gallery, geodesic, network
 from geoflow_fast.ops import _triton
 
 KERNELS = SimpleNamespace(geodesic=geodesic, gallery=gallery, network=network)
