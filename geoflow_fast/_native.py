@@ -286,6 +286,14 @@ def _place(device: torch.device) -> tuple[int, int]:
     return stream.device_index, stream.cuda_stream
 
 
+def _sixteen_byte_rows(x: Tensor) -> Tensor:
+    """`x` itself, or a copy with zeros appended, so that each row starts at a multiple of 16 bytes."""
+    columns = x.shape[1] % 4
+    if columns:
+        return torch.nn.functional.pad(x, (0, 4 - columns))
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
 class CudaTransport:
     """A transport problem in GPU memory and the kernels that solve it; csrc/cuda/sinkhorn_cuda.h explains them.
 
@@ -318,17 +326,21 @@ class CudaTransport:
             self._own(torch.float32, noise=noise, data=data)
         self._matrix = torch.empty(rows, -(-cols // 4) * 4, device=self._device)
         self._native = _built().CudaTransport(rows, cols, self._matrix.data_ptr(), self._matrix.shape[1])
-        clouds = [x.data_ptr() for x in (image[0], text[0], image[1], text[1])]
-        widths = [image[1].shape[1], text[1].shape[1]]
+        padded = [_sixteen_byte_rows(x) for x in (image[0], text[0], image[1], text[1])]
+        clouds = [x.data_ptr() for x in padded]
+        widths = [x.shape[1] for x in padded[2:]]
         self._offset = self._native.build(clouds, widths, weights, arc, precise, *_place(self._device))
 
     def load(self, cost: Tensor, middle: float) -> None:
-        """Takes a cost matrix [rows, cols] as it is; `middle` is subtracted from the entries when they are read."""
+        """Takes a cost matrix [rows, cols]; `middle` is subtracted from the entries when they are read.
+
+        Copied only where rows do not start at multiples of 16 bytes.
+        """
         self._own(torch.float32, cost=cost)
         if cost.shape != self._shape:
             raise ValueError(f"cost has shape {tuple(cost.shape)}, expected {self._shape}")
-        self._matrix, self._offset = cost, None
-        self._native = _built().CudaTransport(*self._shape, cost.data_ptr(), cost.shape[1])
+        self._matrix, self._offset = _sixteen_byte_rows(cost), None
+        self._native = _built().CudaTransport(*self._shape, self._matrix.data_ptr(), self._matrix.shape[1])
         self._native.use_given_costs(middle)
 
     def costs(self) -> Tensor:

@@ -97,7 +97,6 @@ class ScoreCase:
     cols: int
     dims: tuple[int, int]
     passes: int = 3
-    width: int = 4
     weights: tuple[float, float] = (1.0, 1.0)
     arc: bool = True
 
@@ -120,7 +119,6 @@ class ScoreCase:
             schedule=SCHEDULES[schedule],
             seed=1,
             passes=self.passes,
-            width=self.width,
             rows=self.rows,
             cols=self.cols,
             dim0=self.dims[0],
@@ -145,11 +143,11 @@ class ScoreCase:
 
 
 SCORES = [
-    ScoreCase(1, 1, (2, 2), width=1),
+    ScoreCase(1, 1, (4, 4)),
     ScoreCase(7, 129, (40, 72)),
-    ScoreCase(129, 7, (37, 5), width=1),
+    ScoreCase(129, 7, (36, 4)),
     ScoreCase(260, 150, (36, 8), weights=(0.5, 2.0)),
-    ScoreCase(150, 260, (64, 129), passes=1, width=1),
+    ScoreCase(150, 260, (64, 132), passes=1),
     ScoreCase(130, 130, (128, 96), passes=1),
     ScoreCase(140, 131, (36, 44), arc=False),
 ]
@@ -191,7 +189,6 @@ class SolveCase:
     rows: int
     cols: int
     blocks: int = 2
-    width: int = 4
     wide: bool = False
     eps: float = 0.05
     tol: float = 1e-3
@@ -215,7 +212,7 @@ class SolveCase:
         return np.random.default_rng(7).random(self.rows)
 
     def run(self, workshop: Workshop, build: str = "plain", schedule: str = "greedy", edit: Any = None) -> Any:
-        stride = -(-self.cols // 4) * 4 if self.width == 4 else self.cols
+        stride = -(-self.cols // 4) * 4
         matrix = np.full((self.rows, stride), np.nan, np.float32)  # padding must not matter
         matrix[:, : self.cols] = self.cost() if self.kind == GIVEN else self.shift - self.cost()
         return workshop.start(
@@ -225,7 +222,6 @@ class SolveCase:
             [matrix, self.uniform()],
             schedule=SCHEDULES[schedule],
             seed=1,
-            width=self.width,
             wide=int(self.wide),
             blocks=self.blocks,
             rows=self.rows,
@@ -305,20 +301,20 @@ def _logsumexp(x: Array, axis: int) -> Array:
     return np.squeeze(top, axis) + np.log(np.exp(x - top).sum(axis))
 
 
-# Every instantiation that ships: one, two and four vectors a thread, and the wide kernel, with 16- and 4-byte loads.
+# Every instantiation that ships: one, two and four vectors a thread, and the wide kernel.
 SOLVES = [
     SolveCase(1, 1, blocks=1),
     SolveCase(1, 7, blocks=1),
-    SolveCase(129, 7, blocks=3, width=1),
+    SolveCase(129, 7, blocks=3),
     SolveCase(7, 129, blocks=3),
-    SolveCase(33, 1023, width=1),
+    SolveCase(33, 1023),
     SolveCase(61, 517, blocks=4, shift=1.5, kind=ARC),
     SolveCase(40, 2100, blocks=3),
-    SolveCase(11, 2101, width=1),
-    SolveCase(13, 5001, blocks=3, width=1),
+    SolveCase(11, 2101),
+    SolveCase(13, 5001, blocks=3),
     SolveCase(9, 8191),
     SolveCase(9, 8300, blocks=3),
-    SolveCase(23, 517, wide=True, width=1),
+    SolveCase(23, 517, wide=True),
     SolveCase(40, 40, blocks=1, shift=1000.0, eps=0.05, max_iter=40),
 ]
 
@@ -389,11 +385,11 @@ def test_ties_go_to_the_first_column(workshop: Workshop) -> None:
 # ---- order of threads, and sanitizers -----------------------------------------------------------------------------
 
 SMALL_SCORE = ScoreCase(131, 134, (36, 40))
-SMALL_SCORE_NARROW = ScoreCase(131, 134, (35, 41), width=1, passes=1)
+SMALL_SCORE_ROUGH = ScoreCase(131, 134, (36, 40), passes=1)
 SMALL_SOLVE = SolveCase(7, 2101, max_iter=3)
-SMALL_SOLVE_NARROW = SolveCase(7, 2101, width=1, max_iter=2)
+SMALL_SOLVE_SHORT = SolveCase(7, 515, max_iter=2)
 SMALL_WIDE = SolveCase(7, 2101, max_iter=2, wide=True)
-SMALL = [SMALL_SCORE, SMALL_SCORE_NARROW, SMALL_SOLVE, SMALL_SOLVE_NARROW, SMALL_WIDE]
+SMALL = [SMALL_SCORE, SMALL_SCORE_ROUGH, SMALL_SOLVE, SMALL_SOLVE_SHORT, SMALL_WIDE]
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
@@ -504,8 +500,8 @@ FAULTS = [
     ),
     Fault(
         "ragged row fetched in full",
-        "sinkhorn.cuh", "4 * min(max(left - skip, 0), kWidth)", "4 * kWidth",
-        SMALL_SOLVE_NARROW, "address", ("forward",), _caught_by_sanitizer,
+        "sinkhorn.cuh", "4 * min(max(left - skip, 0), 4)", "16",
+        SMALL_SOLVE_SHORT, "address", ("forward",), _caught_by_sanitizer,
     ),
     Fault(
         "ragged columns not masked",

@@ -36,16 +36,10 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
     return y;
 }
 
-// Starts copying kBytes from global to shared memory: the first `valid` bytes from `source`, zeros after them.
-template <int kBytes>
+// Starts copying 16 bytes from global to shared memory: the first `valid` from `source`, zeros after them.
 __device__ __forceinline__ void copy_async(void* shared, const void* source, int valid) {
     const auto target = static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
-    if constexpr (kBytes == 16) {
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid) : "memory");
-    } else {
-        static_assert(kBytes == 4);
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source), "r"(valid) : "memory");
-    }
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid) : "memory");
 }
 
 // Closes the calling thread's current group of copies.

@@ -9,8 +9,9 @@
 // consecutive bytes (no bank conflict, no padding). A thread's four consecutive coordinates serve two mma steps of 8: the sum over
 // coordinates does not mind the order as long as both operands use the same one.
 //
-// kPasses = 1: inputs rounded to TF32, error of a dot product of unit rows about 1e-5. kPasses = 3: each input split into two TF32
-// parts, three products, float32 accuracy; the coupling's argmax needs it (one pass moves 0.2-0.5 % of the rows at eps = 0.05).
+// kPasses = 1: inputs rounded to TF32, error of a dot product of unit rows about 1e-5 at d = 1024. kPasses = 3: each input split into two TF32
+// parts, three products, float32 accuracy. One pass is enough for the coupling of unrelated points (of 2048 rows at d = 1024 the argmax
+// of none moves at eps = 0.05, of one at 0.005); nearly equal points need three: an angle of 0 comes out as 0.005 with one.
 //
 // Work at 8192 x 8192, d = 1024 + 1024: 275 GFLOP per pass; 8.6 GB of tiles from L2 (268 MB of S written, about 0.6 GB from memory
 // thanks to the grouping of tiles by eight rows). At 60 % of the TF32 peak of mma.sync (A100 156 TFLOP/s; H100 takes about 62 % of its
@@ -32,9 +33,9 @@ constexpr int kOperandFloats = kScoreTile * kScoreDepth;
 constexpr int kScoreSharedBytes = kScoreStages * 2 * kOperandFloats * static_cast<int>(sizeof(float));
 
 struct ScoreFactor {
-    const float* x;  // [rows, dim]
-    const float* y;  // [cols, dim]
-    int dim;
+    const float* x;  // [rows, dim], 16-byte aligned
+    const float* y;  // [cols, dim], 16-byte aligned
+    int dim;         // a multiple of 4
     float weight;
 };
 
@@ -72,19 +73,18 @@ __device__ __forceinline__ void tile_of_block(int index, int tile_rows, int tile
     tile_col = inside / height;
 }
 
-// Starts the copy of coordinates [start, start + 32) of rows [first, first + 128) of `points` into one operand of a stage.
-template <int kWidth>
+// Starts the copy of coordinates [start, start + 32) of rows [first, first + 128) of `points` into one operand of a stage: four threads
+// a row, each four coordinates of either group. Nothing is read outside the cloud, where zeros take its place.
 __device__ __forceinline__ void fetch_operand(float* stage, const float* points, int first, int count, int dim, int start) {
-    constexpr int kChunks = kOperandFloats / kWidth / kScoreThreads;
-    constexpr int kPerRow = 16 / kWidth;
-#pragma unroll 4
-    for (int k = 0; k < kChunks; ++k) {
-        const int chunk = static_cast<int>(threadIdx.x) + k * kScoreThreads;
-        const int row = chunk / kPerRow % kScoreTile;
-        const int coordinate = start + chunk / (kPerRow * kScoreTile) * 16 + chunk % kPerRow * kWidth;
-        const int left = first + row < count ? min(max(dim - coordinate, 0), kWidth) : 0;
-        const float* source = left > 0 ? points + static_cast<std::int64_t>(first + row) * dim + coordinate : points;
-        copy_async<4 * kWidth>(stage + chunk * kWidth, source, 4 * left);
+    const int row = threadIdx.x / 4, place = threadIdx.x % 4 * 4;
+    const float* source = points + static_cast<std::int64_t>(first + row) * dim + start + place;
+#pragma unroll
+    for (int skip = 0; skip < kScoreTile; skip += kScoreThreads / 4) {
+#pragma unroll
+        for (int group = 0; group < kScoreDepth / 16; ++group) {
+            const bool inside = first + row + skip < count && start + place + 16 * group < dim;
+            copy_async(stage + (group * kScoreTile + row + skip) * 16 + place, source + skip * dim + 16 * group, inside ? 16 : 0);
+        }
     }
 }
 
@@ -139,8 +139,7 @@ __device__ __forceinline__ void multiply_stage(float (&dot)[4][4][4], const floa
     }
 }
 
-// kWidth: floats per asynchronous copy; 4 needs every dim to be a multiple of 4 and every pointer 16-byte aligned.
-template <int kPasses, int kWidth>
+template <int kPasses>
 __global__ void __launch_bounds__(kScoreThreads, 1) score_kernel(ScoreProblem p) {
     GEOFLOW_DYNAMIC_SHARED(float, ring);  // [stage][x, y][kOperandFloats]
     int tile_row, tile_col;
@@ -154,8 +153,8 @@ __global__ void __launch_bounds__(kScoreThreads, 1) score_kernel(ScoreProblem p)
             const ScoreFactor factor = step < steps0 ? p.factor[0] : p.factor[1];
             const int start = (step >= steps0 ? step - steps0 : step) * kScoreDepth;
             float* stage = ring + step % kScoreStages * 2 * kOperandFloats;
-            fetch_operand<kWidth>(stage, factor.x, first_row, p.rows, factor.dim, start);
-            fetch_operand<kWidth>(stage + kOperandFloats, factor.y, first_col, p.cols, factor.dim, start);
+            fetch_operand(stage, factor.x, first_row, p.rows, factor.dim, start);
+            fetch_operand(stage + kOperandFloats, factor.y, first_col, p.cols, factor.dim, start);
         }
         copy_commit();  // an empty group keeps the count right at the end
     };

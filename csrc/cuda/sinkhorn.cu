@@ -54,16 +54,17 @@ int multiprocessors(int device) {
     return count;
 }
 
-void check_sizes(const SinkhornParams& params) {
+bool aligned(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0; }
+
+void check_matrix(const SinkhornParams& params, const CudaMatrix& matrix) {
     constexpr std::int64_t kLargest = std::int64_t{1} << 29;
     if (params.rows < 1 || params.cols < 1 || params.rows > kLargest || params.cols > kLargest) {
         throw std::invalid_argument("rows and cols must be between 1 and 2^29");
     }
+    if (matrix.stride % 4 != 0 || matrix.stride < params.cols || !aligned(matrix.data)) {
+        throw std::invalid_argument("the matrix must be 16-byte aligned, its stride a multiple of 4 and at least cols");
+    }
 }
-
-bool aligned(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0; }
-
-bool wide_loads(const CudaMatrix& matrix) { return matrix.stride % 4 == 0 && aligned(matrix.data); }
 
 // Which kernel solves a problem, with what shared memory and how many blocks.
 struct SolvePlan {
@@ -72,20 +73,19 @@ struct SolvePlan {
     int blocks;
 };
 
-template <int kWidth>
 SolvePlan kernel_for(std::int64_t cols) {
     switch (sinkhorn_vectors(cols)) {
-        case 1: return {sinkhorn_kernel<1, kWidth>, kSinkhornSharedBytes<1>, 0};
-        case 2: return {sinkhorn_kernel<2, kWidth>, kSinkhornSharedBytes<2>, 0};
-        case 4: return {sinkhorn_kernel<4, kWidth>, kSinkhornSharedBytes<4>, 0};
-        default: return {sinkhorn_wide_kernel<kWidth>, 0, 0};
+        case 1: return {sinkhorn_kernel<1>, kSinkhornSharedBytes<1>, 0};
+        case 2: return {sinkhorn_kernel<2>, kSinkhornSharedBytes<2>, 0};
+        case 4: return {sinkhorn_kernel<4>, kSinkhornSharedBytes<4>, 0};
+        default: return {sinkhorn_wide_kernel, 0, 0};
     }
 }
 
 // As many blocks as the device holds at once, which a grid-wide barrier needs, but no block without a row.
 SolvePlan plan_solve(const SinkhornParams& params, const CudaMatrix& matrix, int device) {
-    check_sizes(params);
-    SolvePlan plan = wide_loads(matrix) ? kernel_for<4>(params.cols) : kernel_for<1>(params.cols);
+    check_matrix(params, matrix);
+    SolvePlan plan = kernel_for(params.cols);
     check(cudaFuncSetAttribute(plan.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes), "sinkhorn: shared memory");
     int per_multiprocessor = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, plan.kernel, kThreads, plan.shared_bytes),
@@ -133,9 +133,8 @@ std::int64_t result_blocks(std::int64_t rows, int rows_per_warp, int device) {
 }  // namespace
 
 void sinkhorn_cuda_scores(const SinkhornParams& params, const CudaClouds& clouds, const CudaMatrix& scores, bool precise, CudaPlace place) {
-    check_sizes(params);
+    check_matrix(params, scores);
     if (params.cost == Cost::given) throw std::invalid_argument("given costs need no scores");
-    if (!wide_loads(scores)) throw std::invalid_argument("scores need a stride that is a multiple of 4 and 16-byte alignment");
     const auto width = [](std::int64_t dim) { return static_cast<int>(dim); };
     const ScoreProblem problem = {{{clouds.image0, clouds.image1, width(params.image_dim), params.image_weight},
                                    {clouds.text0, clouds.text1, width(params.text_dim), params.text_weight}},
@@ -144,9 +143,12 @@ void sinkhorn_cuda_scores(const SinkhornParams& params, const CudaClouds& clouds
                                   static_cast<int>(params.cols),
                                   scores.stride,
                                   params.cost == Cost::arc};
-    bool vectors = true;
-    for (const ScoreFactor& factor : problem.factor) vectors = vectors && factor.dim % 4 == 0 && aligned(factor.x) && aligned(factor.y);
-    const auto kernel = precise ? (vectors ? score_kernel<3, 4> : score_kernel<3, 1>) : (vectors ? score_kernel<1, 4> : score_kernel<1, 1>);
+    for (const ScoreFactor& factor : problem.factor) {
+        if (factor.dim % 4 != 0 || !aligned(factor.x) || !aligned(factor.y)) {
+            throw std::invalid_argument("clouds must be 16-byte aligned and their widths multiples of 4");
+        }
+    }
+    const auto kernel = precise ? score_kernel<3> : score_kernel<1>;
     const std::int64_t tiles = ((params.rows + kScoreTile - 1) / kScoreTile) * ((params.cols + kScoreTile - 1) / kScoreTile);
     const cudaStream_t stream = enter(place);
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kScoreSharedBytes), "scores: shared memory");
@@ -176,18 +178,16 @@ void sinkhorn_cuda_result(const SinkhornParams& params, const CudaMatrix& matrix
     const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride, matrix.offset);
     const SinkhornResult result = {outputs.index,    outputs.f,  outputs.g,    outputs.row_mass,
                                    outputs.row_cost, params.eps, matrix.offset};
-    const auto kernel = wide_loads(matrix) ? sinkhorn_result_kernel<4> : sinkhorn_result_kernel<1>;
-    launch("sinkhorn result", {result_blocks(params.rows, kResultRows, place.device), kResultThreads, 0, false}, stream, kernel, problem,
-           solved_arrays(workspace, params), result);
+    launch("sinkhorn result", {result_blocks(params.rows, kResultRows, place.device), kResultThreads, 0, false}, stream,
+           sinkhorn_result_kernel, problem, solved_arrays(workspace, params), result);
 }
 
 void sinkhorn_cuda_sample(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace, const float* row_mass,
                           const double* uniform, std::int64_t* index, CudaPlace place) {
     const cudaStream_t stream = enter(place);
     const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride, matrix.offset);
-    const auto kernel = wide_loads(matrix) ? sinkhorn_sample_kernel<4> : sinkhorn_sample_kernel<1>;
-    launch("sinkhorn sample", {result_blocks(params.rows, 1, place.device), kResultThreads, 0, false}, stream, kernel, problem,
-           solved_arrays(workspace, params), row_mass, uniform, index);
+    launch("sinkhorn sample", {result_blocks(params.rows, 1, place.device), kResultThreads, 0, false}, stream,
+           sinkhorn_sample_kernel, problem, solved_arrays(workspace, params), row_mass, uniform, index);
 }
 
 }  // namespace geoflow

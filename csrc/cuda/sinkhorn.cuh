@@ -38,8 +38,8 @@ constexpr float kUnderflow = 1e-30f;    // column sums below may have lost terms
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct SinkhornProblem {
-    const float* matrix;  // [rows, stride]: scores S, or costs C = centre - S
-    std::int64_t stride;
+    const float* matrix;  // [rows, stride], 16-byte aligned: scores S, or costs C = centre - S
+    std::int64_t stride;  // a multiple of 4; what lies beyond cols may be anything
     int rows;
     int cols;
     float centre;     // subtracted from the entries before anything else; 0 for scores
@@ -149,18 +149,12 @@ __device__ __forceinline__ Four load_fresh(const float* source) {
     return {{four.x, four.y, four.z, four.w}};
 }
 
-// Four matrix entries from `col` < cols on, zeros past the end. kWidth 4: rows are 16-byte aligned; their padding may hold anything.
-template <int kWidth>
+// Four matrix entries from `col` < cols on, zeros past the end.
 __device__ __forceinline__ Four load_values(const float* row, int col, int cols) {
-    Four value = all_four(0.0f);
-    if constexpr (kWidth == 4) value = *reinterpret_cast<const Four*>(row + col);
+    Four value = *reinterpret_cast<const Four*>(row + col);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-        if constexpr (kWidth == 4) {
-            if (col + c >= cols) value.at[c] = 0.0f;
-        } else {
-            if (col + c < cols) value.at[c] = row[col + c];
-        }
+        if (col + c >= cols) value.at[c] = 0.0f;
     }
     return value;
 }
@@ -290,17 +284,14 @@ __device__ __forceinline__ bool finish_iteration(Progress& now, const SinkhornPr
 }
 
 // Starts the copy of the calling thread's columns of one row into its own places of a ring stage.
-template <int kVectors, int kWidth>
+template <int kVectors>
 __device__ __forceinline__ void fetch_row(Four* stage, const SinkhornProblem& p, int row) {
     const float* source = p.matrix + row * p.stride + 4 * threadIdx.x;
     const int left = p.cols - 4 * static_cast<int>(threadIdx.x);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-#pragma unroll
-        for (int c = 0; c < 4; c += kWidth) {
-            const int skip = 4 * kThreads * v + c;
-            copy_async<4 * kWidth>(&stage[v * kThreads].at[c], source + skip, 4 * min(max(left - skip, 0), kWidth));
-        }
+        const int skip = 4 * kThreads * v;
+        copy_async(&stage[v * kThreads], source + skip, 4 * min(max(left - skip, 0), 4));
     }
     copy_commit();
 }
@@ -354,9 +345,8 @@ __device__ __forceinline__ void absorb_row(OwnColumns<kVectors>& own, const Four
     }
 }
 
-// kVectors: 1, 2, 4 for up to 2048, 4096, 8192 columns. kWidth: floats per asynchronous copy; 4 needs a 16-byte aligned matrix and a
-// stride that is a multiple of 4. Needs gridDim.x <= rows.
-template <int kVectors, int kWidth>
+// kVectors: 1, 2, 4 for up to 2048, 4096, 8192 columns. Needs gridDim.x <= rows.
+template <int kVectors>
 __global__ void __launch_bounds__(kThreads, kVectors == 1 ? 2 : 1) sinkhorn_kernel(SinkhornProblem p, SinkhornWorkspace w) {
     GEOFLOW_DYNAMIC_SHARED(Four, ring);  // [kStages][kVectors * kThreads], then delta [kVectors * kThreads]
     GEOFLOW_SHARED(float, max_scratch, kWarps);
@@ -370,7 +360,7 @@ __global__ void __launch_bounds__(kThreads, kVectors == 1 ? 2 : 1) sinkhorn_kern
 
     int fetch = blockIdx.x;  // the row to fetch next
     const auto fetch_next = [&](int stage) {
-        fetch_row<kVectors, kWidth>(mine + stage * kStageSize, p, fetch);
+        fetch_row<kVectors>(mine + stage * kStageSize, p, fetch);
         fetch += gridDim.x;
         if (fetch >= p.rows) fetch = blockIdx.x;  // on to the next iteration: the matrix stays the same
     };
@@ -406,7 +396,6 @@ __global__ void __launch_bounds__(kThreads, kVectors == 1 ? 2 : 1) sinkhorn_kern
 constexpr int kWideRows = 4;  // rows a block takes through the columns together, so that g is read once for all of them
 
 // Row sums of the block's rows [first, first + kWideRows) in its own numbering; past the end the last row is done again.
-template <int kWidth>
 __device__ __forceinline__ void wide_rows(const Progress& now, const SinkhornProblem& p, const SinkhornWorkspace& w, int first, int mine,
                                           float* max_scratch, float* sum_scratch) {
     int row[kWideRows];
@@ -422,7 +411,7 @@ __device__ __forceinline__ void wide_rows(const Progress& now, const SinkhornPro
         load_columns(reference, delta, w.reference + col, w.delta + col, p.cols - col, now.growth);
 #pragma unroll
         for (int k = 0; k < kWideRows; ++k) {
-            Four exponent = load_values<kWidth>(p.matrix + row[k] * p.stride, col, p.cols);
+            Four exponent = load_values(p.matrix + row[k] * p.stride, col, p.cols);
             float above = largest[k];
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
@@ -447,14 +436,13 @@ __device__ __forceinline__ void wide_rows(const Progress& now, const SinkhornPro
 }
 
 // Column sums over the block's rows, whose row sums are known.
-template <int kWidth>
 __device__ __forceinline__ void wide_columns(const Progress& now, const SinkhornProblem& p, const SinkhornWorkspace& w) {
     for (int col = 4 * threadIdx.x; col < p.cols; col += 4 * kThreads) {
         Four reference, delta, sum = all_four(0.0f), top = all_four(minus_infinity());
         load_columns(reference, delta, w.reference + col, w.delta + col, p.cols - col, now.growth);
 #pragma unroll 4
         for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
-            const Four value = load_values<kWidth>(p.matrix + row * p.stride, col, p.cols);
+            const Four value = load_values(p.matrix + row * p.stride, col, p.cols);
             const float row_max = w.row_max[row], row_log = w.row_log[row];
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
@@ -467,8 +455,7 @@ __device__ __forceinline__ void wide_columns(const Progress& now, const Sinkhorn
     }
 }
 
-template <int kWidth>
-__global__ void __launch_bounds__(kThreads) sinkhorn_wide_kernel(SinkhornProblem p, SinkhornWorkspace w) {
+static __global__ void __launch_bounds__(kThreads) sinkhorn_wide_kernel(SinkhornProblem p, SinkhornWorkspace w) {
     GEOFLOW_SHARED(float, max_scratch, kWarps);
     GEOFLOW_SHARED(float, sum_scratch, kWarps);
     GEOFLOW_SHARED(float, error_scratch, kWarps);
@@ -476,9 +463,9 @@ __global__ void __launch_bounds__(kThreads) sinkhorn_wide_kernel(SinkhornProblem
     const int mine = (p.rows - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
     Progress now(p);
     do {
-        for (int first = 0; first < mine; first += kWideRows) wide_rows<kWidth>(now, p, w, first, mine, max_scratch, sum_scratch);
+        for (int first = 0; first < mine; first += kWideRows) wide_rows(now, p, w, first, mine, max_scratch, sum_scratch);
         __syncthreads();  // the row sums are written by one thread and read by all
-        wide_columns<kWidth>(now, p, w);
+        wide_columns(now, p, w);
     } while (!finish_iteration(now, p, w, update_scratch, error_scratch));
 }
 
@@ -494,8 +481,7 @@ __device__ __forceinline__ void keep_better(float& best, int& index, float expon
 }
 
 // One warp per kResultRows rows; the same threads also write out g. Any grid.
-template <int kWidth>
-__global__ void __launch_bounds__(kResultThreads) sinkhorn_result_kernel(SinkhornProblem p, SinkhornWorkspace w, SinkhornResult out) {
+static __global__ void __launch_bounds__(kResultThreads) sinkhorn_result_kernel(SinkhornProblem p, SinkhornWorkspace w, SinkhornResult out) {
     const int lane = threadIdx.x % 32;
     const int thread = blockIdx.x * kResultThreads + threadIdx.x, threads = gridDim.x * kResultThreads;
     const double unit = static_cast<double>(out.eps) * 0.69314718055994531;  // of the exponents, in units of the cost
@@ -521,7 +507,7 @@ __global__ void __launch_bounds__(kResultThreads) sinkhorn_result_kernel(Sinkhor
             load_columns(reference, delta, w.reference + col, w.delta + col, p.cols - col);
 #pragma unroll
             for (int k = 0; k < kResultRows; ++k) {
-                const Four value = load_values<kWidth>(p.matrix + min(first + k, p.rows - 1) * p.stride, col, p.cols);
+                const Four value = load_values(p.matrix + min(first + k, p.rows - 1) * p.stride, col, p.cols);
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
                     const float score = value.at[c] - p.centre;
@@ -554,8 +540,7 @@ __global__ void __launch_bounds__(kResultThreads) sinkhorn_result_kernel(Sinkhor
 
 // Draws a column for each row: the first whose cumulative share of the row's mass exceeds uniform[row] in [0, 1). One warp per row, 128
 // columns a step until the draw is found: on average half a read of the matrix, 0.10 ms on A100-40, 0.05 ms on H100 at B = 8192.
-template <int kWidth>
-__global__ void __launch_bounds__(kResultThreads) sinkhorn_sample_kernel(SinkhornProblem p, SinkhornWorkspace w, const float* row_mass,
+static __global__ void __launch_bounds__(kResultThreads) sinkhorn_sample_kernel(SinkhornProblem p, SinkhornWorkspace w, const float* row_mass,
                                                                          const double* uniform, std::int64_t* index) {
     const int lane = threadIdx.x % 32;
     const int thread = blockIdx.x * kResultThreads + threadIdx.x, threads = gridDim.x * kResultThreads;
@@ -571,7 +556,7 @@ __global__ void __launch_bounds__(kResultThreads) sinkhorn_sample_kernel(Sinkhor
             if (col < p.cols) {
                 Four reference, delta;
                 load_columns(reference, delta, w.reference + col, w.delta + col, p.cols - col);
-                const Four value = load_values<kWidth>(p.matrix + row * p.stride, col, p.cols);
+                const Four value = load_values(p.matrix + row * p.stride, col, p.cols);
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
                     const float exponent = (fmaf(p.scale, value.at[c] - p.centre, reference.at[c]) - row_max) + delta.at[c];

@@ -16,11 +16,12 @@ struct CudaPlace {
 
 // The matrix a solve reads: scores made by `sinkhorn_cuda_scores`, or with Cost::given the caller's costs, float32.
 struct CudaMatrix {
-    float* data;          // [rows, stride]
-    std::int64_t stride;  // >= cols; the fast kernels need a multiple of 4 and 16-byte alignment
+    float* data;          // [rows, stride], 16-byte aligned
+    std::int64_t stride;  // >= cols, a multiple of 4; what lies beyond cols may be anything
     float offset;         // C = offset - S; with Cost::given the middle of the costs, so that differences keep their bits
 };
 
+// 16-byte aligned, widths multiples of 4: zero coordinates change no dot product.
 struct CudaClouds {
     const float* image0;  // [rows, image_dim]
     const float* text0;   // [rows, text_dim]
@@ -36,7 +37,7 @@ struct CudaOutputs {
     float* row_cost;      // [rows] transport cost, times rows
 };
 
-// S = offset - C for all pairs, into a matrix whose stride is a multiple of 4. `precise`: float32 accuracy, else TF32.
+// S = offset - C for all pairs. `precise`: float32 accuracy, else TF32.
 void sinkhorn_cuda_scores(const SinkhornParams& params, const CudaClouds& clouds, const CudaMatrix& scores, bool precise, CudaPlace place);
 
 // Bytes of workspace that a solve needs on this device; 16-byte aligned.

@@ -1,4 +1,4 @@
-// Runs the shipped score kernel in the emulation. Arguments: schedule seed passes width rows cols dim0 dim1 weight0 weight1 arc.
+// Runs the shipped score kernel in the emulation. Arguments: schedule seed passes rows cols dim0 dim1 weight0 weight1 arc.
 // In: x0 [rows, dim0], y0 [cols, dim0], x1 [rows, dim1], y1 [cols, dim1]. Out: score [rows, cols up to a multiple of 4].
 #include <memory>
 
@@ -27,14 +27,8 @@ int main(int argument_count, char** argument_values) {
                                   integer("arc") != 0};
     const auto tiles = [](int size) { return (size + kScoreTile - 1) / kScoreTile; };
     const emulation::Launch launch = {tiles(rows) * tiles(cols), kScoreThreads, kScoreSharedBytes, false};
-    const bool precise = integer("passes") == 3, aligned = integer("width") == 4;
-    emulation::run(launch, [&] {
-        if (precise) {
-            aligned ? score_kernel<3, 4>(problem) : score_kernel<3, 1>(problem);
-        } else {
-            aligned ? score_kernel<1, 4>(problem) : score_kernel<1, 1>(problem);
-        }
-    });
+    const bool precise = integer("passes") == 3;
+    emulation::run(launch, [&] { precise ? score_kernel<3>(problem) : score_kernel<1>(problem); });
     out.write();
     return 0;
 }

@@ -1,5 +1,5 @@
 // Runs the shipped solver, result and sampling kernels in the emulation, one after the other.
-// Arguments: schedule seed width wide blocks rows cols stride cost eps tol max_iter halvings offset.
+// Arguments: schedule seed wide blocks rows cols stride cost eps tol max_iter halvings offset.
 // In: matrix [rows, stride], uniform [rows] float64. Out: status (two int32, a float32), f [rows], g [cols] float64, row_mass [rows],
 // row_cost [rows] float32, argmax [rows], draw [rows] int64.
 #include "cuda/sinkhorn.cuh"
@@ -10,13 +10,12 @@ using namespace geoflow::cuda;
 
 namespace {
 
-template <int kWidth>
 void solve(int vectors, int blocks, const SinkhornProblem& p, const SinkhornWorkspace& w) {
     const auto launch = [&](std::size_t bytes) { return emulation::Launch{blocks, kThreads, bytes, true}; };
-    if (vectors == 1) emulation::run(launch(kSinkhornSharedBytes<1>), [&] { sinkhorn_kernel<1, kWidth>(p, w); });
-    if (vectors == 2) emulation::run(launch(kSinkhornSharedBytes<2>), [&] { sinkhorn_kernel<2, kWidth>(p, w); });
-    if (vectors == 4) emulation::run(launch(kSinkhornSharedBytes<4>), [&] { sinkhorn_kernel<4, kWidth>(p, w); });
-    if (vectors == 0) emulation::run(launch(0), [&] { sinkhorn_wide_kernel<kWidth>(p, w); });
+    if (vectors == 1) emulation::run(launch(kSinkhornSharedBytes<1>), [&] { sinkhorn_kernel<1>(p, w); });
+    if (vectors == 2) emulation::run(launch(kSinkhornSharedBytes<2>), [&] { sinkhorn_kernel<2>(p, w); });
+    if (vectors == 4) emulation::run(launch(kSinkhornSharedBytes<4>), [&] { sinkhorn_kernel<4>(p, w); });
+    if (vectors == 0) emulation::run(launch(0), [&] { sinkhorn_wide_kernel(p, w); });
 }
 
 }  // namespace
@@ -50,16 +49,10 @@ int main(int argument_count, char** argument_values) {
                                          partial_max.data, group_error.data, status.data,  padded};
     const SinkhornResult result = {index.data, f.data, g.data, row_mass.data, row_cost.data, params.eps, offset};
     const int vectors = integer("wide") != 0 ? 0 : sinkhorn_vectors(params.cols);
-    const bool aligned = integer("width") == 4;
-    aligned ? solve<4>(vectors, blocks, problem, workspace) : solve<1>(vectors, blocks, problem, workspace);
+    solve(vectors, blocks, problem, workspace);
     const emulation::Launch last = {blocks, kResultThreads, 0, false};
-    emulation::run(last, [&] {
-        aligned ? sinkhorn_result_kernel<4>(problem, workspace, result) : sinkhorn_result_kernel<1>(problem, workspace, result);
-    });
-    emulation::run(last, [&] {
-        aligned ? sinkhorn_sample_kernel<4>(problem, workspace, row_mass.data, uniform.data, draw.data)
-                : sinkhorn_sample_kernel<1>(problem, workspace, row_mass.data, uniform.data, draw.data);
-    });
+    emulation::run(last, [&] { sinkhorn_result_kernel(problem, workspace, result); });
+    emulation::run(last, [&] { sinkhorn_sample_kernel(problem, workspace, row_mass.data, uniform.data, draw.data); });
     status.write();
     f.write();
     g.write();

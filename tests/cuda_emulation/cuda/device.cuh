@@ -97,12 +97,11 @@ inline float fast_exp2(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
 inline float fast_log2(float x) { return std::log2(x); }
 inline float fast_reciprocal(float x) { return 1.0f / x; }
 
-template <int kBytes>
-void copy_async(void* shared, const void* source, int valid) {
-    emulation::require(reinterpret_cast<std::uintptr_t>(shared) % kBytes == 0, "asynchronous copy to a misaligned place");
-    emulation::require(valid == 0 || reinterpret_cast<std::uintptr_t>(source) % kBytes == 0, "asynchronous copy from a misaligned address");
-    emulation::require(valid >= 0 && valid <= kBytes, "asynchronous copy of too many bytes");
-    emulation::copy_later({shared, source, kBytes, valid});
+inline void copy_async(void* shared, const void* source, int valid) {
+    emulation::require(reinterpret_cast<std::uintptr_t>(shared) % 16 == 0, "asynchronous copy to a misaligned place");
+    emulation::require(valid == 0 || reinterpret_cast<std::uintptr_t>(source) % 16 == 0, "asynchronous copy from a misaligned address");
+    emulation::require(valid >= 0 && valid <= 16, "asynchronous copy of too many bytes");
+    emulation::copy_later({shared, source, 16, valid});
 }
 
 inline void copy_commit() { emulation::copy_commit(); }
