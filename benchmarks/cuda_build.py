@@ -1,4 +1,7 @@
-"""Ahead-of-time view of the CUDA kernels: what the compiler made of them for each architecture, without a GPU."""
+"""Ahead-of-time view of the CUDA kernels: what the compiler made of them for each architecture, without a GPU.
+
+`python -m benchmarks.cuda_build docs/gpu.md` writes the table into that page.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import importlib.util
 import re
 import shutil
 import subprocess
+import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "csrc" / "cuda" / "sinkhorn.cu"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
-# What a launch adds to the static shared memory; csrc/cuda/score.cuh and sinkhorn.cuh, checked by the emulation's tests.
+# What a launch adds to the static shared memory: kScoreSharedBytes and kSinkhornSharedBytes, as a test checks.
 DYNAMIC_SHARED = {
     "score_kernel<1>": 98304,
     "score_kernel<3>": 98304,
@@ -110,3 +115,71 @@ def _readable(symbol: str) -> str:
         raise OSError(f"unexpected kernel name {symbol}")
     arguments = re.findall(r"Li(\d+)E", found.group(2) or "")
     return found.group(1) + (f"<{', '.join(arguments)}>" if arguments else "")
+
+
+# ---- the table of docs/gpu.md -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Device:
+    """Vendor peaks, and the part of them that estimates count on."""
+
+    name: str
+    bandwidth: float  # bytes/s of memory
+    cache: float  # bytes/s of L2
+    tensor: float  # TF32 FLOP/s through mma.sync
+
+    def seconds(self, memory: float = 0.0, cache: float = 0.0, flops: float = 0.0, extra: float = 0.0) -> float:
+        """The slowest of the three at 85 % of the bandwidth and 60 % of the tensor peak, plus what nothing overlaps."""
+        return max(memory / (0.85 * self.bandwidth), cache / self.cache, flops / (0.6 * self.tensor)) + extra
+
+
+# mma.sync reaches about 62 % of the H100's 494 TFLOP/s, which wgmma alone can use in full.
+DEVICES = (Device("A100-40", 1.555e12, 4.0e12, 156e12), Device("H100", 3.35e12, 5.5e12, 0.62 * 494e12))
+MATRIX = 4.0 * 8192**2
+SCORE_FLOPS = 2.0 * 8192**2 * 2048
+SCORE_CACHE = (8192 / 128) ** 2 * 256 * 2048 * 4.0  # a tile reads 128 rows and 128 columns of both factors
+BARRIERS = 6e-6  # two barriers of the grid and the column update
+ROWS: list[tuple[str, str, dict[str, float]]] = [
+    ("scores, TF32, 8192 x 8192, d = 1024 + 1024", "score_kernel<1>", {"cache": SCORE_CACHE, "flops": SCORE_FLOPS}),
+    ("scores, float32 accuracy", "score_kernel<3>", {"cache": SCORE_CACHE, "flops": 3 * SCORE_FLOPS}),
+    ("one iteration, B = 2048", "sinkhorn_kernel<1>", {"memory": MATRIX / 16, "extra": BARRIERS}),
+    ("one iteration, B = 4096", "sinkhorn_kernel<2>", {"memory": MATRIX / 4, "extra": BARRIERS}),
+    ("one iteration, B = 8192", "sinkhorn_kernel<4>", {"memory": MATRIX, "extra": BARRIERS}),
+    ("one iteration, B = 16384", "sinkhorn_wide_kernel", {"memory": 8 * MATRIX, "extra": BARRIERS}),
+    ("argmax, potentials, cost, B = 8192", "sinkhorn_result_kernel", {"memory": MATRIX}),
+    ("draws, B = 8192", "sinkhorn_sample_kernel", {"memory": MATRIX / 2}),
+]
+
+
+def table() -> str:
+    """Registers, local memory, shared memory and estimated times of every kernel, as Markdown."""
+    with tempfile.TemporaryDirectory() as folder:
+        built = compile_all(Path(folder))
+    titles = ["work", "kernel", "registers sm_80 / 90 / 100", "stack", "spills", "shared KB"]
+    lines = [[*titles, *(f"{device.name}, estimated" for device in DEVICES)], ["---"] * 8]
+    for work, name, load in ROWS:
+        kernels = [built[architecture][name] for architecture in ARCHITECTURES]
+        lines.append(
+            [
+                work,
+                f"`{name}`",
+                " / ".join(str(kernel.registers) for kernel in kernels),
+                str(max(kernel.stack_bytes for kernel in kernels)),
+                str(max(kernel.spilled_bytes for kernel in kernels)),
+                f"{max(kernel.shared_bytes for kernel in kernels) / 1024:.1f}",
+                *(f"{1e3 * device.seconds(**load):.2f} ms" for device in DEVICES),
+            ]
+        )
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def write_table(page: Path) -> None:
+    """Replaces what stands between this table's marks."""
+    begin, end = "<!-- table: python -m benchmarks.cuda_build docs/gpu.md -->\n", "\n<!-- end of cuda table -->"
+    before, rest = page.read_text().split(begin)
+    page.write_text(before + begin + table() + end + rest.split(end)[1])
+
+
+if __name__ == "__main__":
+    write_table(Path(sys.argv[1]))

@@ -24,6 +24,8 @@ import pybind11
 import pytest
 from numpy.typing import NDArray
 
+from benchmarks.cuda_build import DYNAMIC_SHARED
+
 ROOT = Path(__file__).parents[1]
 EMULATION = ROOT / "tests" / "cuda_emulation"
 SCHEDULES = {"forward": 0, "reversed": 1, "shuffled": 2, "greedy": 3}
@@ -86,6 +88,21 @@ class Workshop:
 @pytest.fixture(scope="session")
 def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     return Workshop(tmp_path_factory.mktemp("cuda_emulation"))
+
+
+def test_the_build_table_knows_the_shared_memory_of_launches() -> None:
+    sizes = {
+        "score_kernel<1>": "kScoreSharedBytes",
+        "score_kernel<3>": "kScoreSharedBytes",
+        **{f"sinkhorn_kernel<{vectors}>": f"kSinkhornSharedBytes<{vectors}>" for vectors in (1, 2, 4)},
+    }
+    assert sizes.keys() == DYNAMIC_SHARED.keys()
+    source = '#include "cuda/score.cuh"\n#include "cuda/sinkhorn.cuh"\n' + "".join(
+        f"static_assert(geoflow::cuda::{size} == {DYNAMIC_SHARED[name]});\n" for name, size in sizes.items()
+    )
+    command = ["g++", "-std=c++17", "-fsyntax-only", "-w", f"-I{EMULATION}", f"-I{ROOT / 'csrc'}", "-x", "c++", "-"]
+    outcome = subprocess.run(command, input=source, text=True, capture_output=True)
+    assert outcome.returncode == 0, outcome.stderr
 
 
 # ---- scores -------------------------------------------------------------------------------------------------------

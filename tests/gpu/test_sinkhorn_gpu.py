@@ -1,0 +1,224 @@
+"""For a machine with a GPU: the CUDA transport solver against float64, in graphs, on streams, beside its estimates.
+
+`make test-gpu` runs this; without a CUDA device everything is skipped. `-s` shows the measured times. The sanitizer can
+also be run by hand, with memcheck, racecheck, synccheck or initcheck as the tool:
+
+    compute-sanitizer --tool memcheck --error-exitcode 9 python -m pytest -k parity tests/gpu/test_sinkhorn_gpu.py
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from geoflow_fast import _native, geometry, ops
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: torch.cuda.is_available() is false"),
+]
+DEVICE = torch.device("cuda", 0)
+
+
+def clouds(rows: int, cols: int, dims: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+    return tuple(geometry.sample_uniform(n, d) for n in (rows, cols) for d in dims)
+
+
+def on_device(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return tuple(x.to(DEVICE) for x in tensors)
+
+
+def milliseconds(run, rounds: int = 10) -> float:
+    """Of one call, after a warm-up."""
+    run()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(rounds):
+        run()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / rounds
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second that copying 1 GB reaches here."""
+    source = torch.empty(2**28, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (1e-3 * milliseconds(lambda: target.copy_(source)))
+
+
+# ---- parity: what the emulation showed, on the real thing ----
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols"), [(1, 1), (7, 129), (129, 7), (1023, 1000), (500, 2100), (300, 5001), (200, 8300), (2048, 2048)]
+)
+@pytest.mark.parametrize("eps", [0.05, 0.5])
+def test_parity_of_the_solver(rows, cols, eps):
+    cost = torch.rand(rows, cols)
+    found = ops.sinkhorn(cost.to(DEVICE), eps=eps, backend="cuda")
+    truth = ops.sinkhorn(cost.double(), eps=eps, backend="reference")
+    assert found.iterations == truth.iterations
+    torch.testing.assert_close(found.f.cpu(), truth.f, atol=1e-4 * eps, rtol=0)
+    torch.testing.assert_close(found.g.cpu(), truth.g, atol=1e-4 * eps, rtol=0)
+    assert found.marginal_error == pytest.approx(truth.marginal_error, rel=0.02, abs=1e-5)
+    assert found.transport_cost == pytest.approx(truth.transport_cost, rel=1e-4)
+
+
+@pytest.mark.parametrize("span", [1e2, 1e4, 1e6])
+def test_parity_at_huge_ranges(span):
+    """Nothing overflows, and what converges is the optimum."""
+    cost = span * torch.rand(96, 96)
+    found = ops.sinkhorn(cost.to(DEVICE), eps=1.0, tol=1e-2, max_iter=20000, backend="cuda")
+    truth = ops.sinkhorn(cost.double(), eps=1.0, tol=1e-2, max_iter=20000, backend="reference")
+    assert torch.isfinite(found.f).all()
+    assert torch.isfinite(found.g).all()
+    assert found.transport_cost == pytest.approx(truth.transport_cost, rel=5e-2)
+
+
+@pytest.mark.parametrize(("rows", "cols", "dims"), [(1, 1, (2, 2)), (130, 7, (5, 1023)), (300, 1000, (1024, 512))])
+@pytest.mark.parametrize("cost", ["arc", "chord"])
+@pytest.mark.parametrize(("precision", "tolerance"), [("highest", 5e-6), ("high", 5e-3)])
+def test_parity_of_the_scores(rows, cols, dims, cost, precision, tolerance):
+    factors = clouds(rows, cols, dims)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        found = ops.transport_cost(*on_device(*factors), cost=cost, weights=(1.0, 0.5), backend="cuda")
+    finally:
+        torch.set_float32_matmul_precision(before)
+    truth = ops.transport_cost(*(x.double() for x in factors), cost=cost, weights=(1.0, 0.5), backend="reference")
+    torch.testing.assert_close(found.cpu().double(), truth, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize(("eps", "agreement"), [(0.05, 0.999), (0.005, 0.995)])
+def test_parity_of_the_assignment(eps, agreement):
+    batch = clouds(2048, 2048, (1024, 1024))
+    found = ops.ot_assign(*on_device(*batch), eps=eps, backend="cuda")
+    truth = ops.ot_assign(*(x.double() for x in batch), eps=eps, backend="reference")
+    assert (found.cpu() == truth).double().mean() >= agreement
+
+
+def test_parity_of_draws():
+    batch = clouds(500, 500, (64, 32))
+    draws = [
+        ops.ot_assign(
+            *tensors, assignment="sample", generator=torch.Generator().manual_seed(1), eps=0.2, backend=backend
+        ).cpu()
+        for tensors, backend in ((on_device(*batch), "cuda"), ([x.double() for x in batch], "reference"))
+    ]
+    assert (draws[0] == draws[1]).double().mean() >= 0.99
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
+def test_compute_sanitizer_finds_nothing(tool):
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
+    selection = "parity and not huge and not assignment and not 2048"
+    command = [
+        sanitizer,
+        "--tool",
+        tool,
+        "--error-exitcode",
+        "9",
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-k",
+        selection,
+    ]
+    done = subprocess.run([*command, __file__], capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+# ---- graphs, streams, repetition ----
+
+
+def solve(image, text, eps: float = 0.05):
+    """Enqueues a whole coupling, as `ot_assign` does between its checks: (argmax, f, g, row mass, row cost)."""
+    transport = _native.CudaTransport(image[0].shape[0], image[1].shape[0], DEVICE)
+    transport.build(image, text, (1.0, 1.0), True, True)
+    transport.solve(eps, 1e-4, 200)
+    return transport.read()
+
+
+def pairs(rows: int):
+    image0, text0, image1, text1 = on_device(*clouds(rows, rows, (256, 128)))
+    return (image0, image1), (text0, text1)
+
+
+@pytest.mark.parametrize("rows", [1000, 3000])
+def test_a_coupling_is_captured_as_a_graph(rows):
+    image, text = pairs(rows)
+    solve(image, text)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = solve(image, text)
+    fresh_image, fresh_text = pairs(rows)
+    for old, new in zip((*image, *text), (*fresh_image, *fresh_text)):
+        old.copy_(new)
+    graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(captured, solve(fresh_image, fresh_text)):
+        assert torch.equal(a, b)
+
+
+def test_two_streams_do_not_disturb_each_other():
+    problems = [pairs(1500), pairs(2500)]
+    expected = [solve(*problem) for problem in problems]
+    torch.cuda.synchronize()
+    streams, found = [torch.cuda.Stream() for _ in problems], []
+    for stream, problem in zip(streams, problems):
+        with torch.cuda.stream(stream):
+            found.append(solve(*problem))
+    torch.cuda.synchronize()
+    for a, b in zip(found, expected):
+        assert all(torch.equal(x, y) for x, y in zip(a, b))
+
+
+def test_results_repeat_bit_for_bit():
+    problem = pairs(2100)
+    first, second = solve(*problem), solve(*problem)
+    assert all(torch.equal(x, y) for x, y in zip(first, second))
+
+
+# ---- speed, beside the estimates of docs/gpu.md ----
+
+
+@pytest.mark.parametrize(("size", "reads"), [(2048, 1), (4096, 1), (8192, 1), (12000, 2)])
+def test_an_iteration_is_near_the_memory_bound(size, reads):
+    """tol = 1e-30 is never met: every launch does all its iterations."""
+    cost = torch.rand(size, size, device=DEVICE)
+    transport = _native.CudaTransport(size, size, DEVICE)
+    transport.load(cost, 0.5)
+    iterations = 40
+    long = milliseconds(lambda: transport.solve(0.05, 1e-30, 2 * iterations), 3)
+    short = milliseconds(lambda: transport.solve(0.05, 1e-30, iterations), 3)
+    each = (long - short) / iterations
+    reached, limit = reads * cost.nbytes / (1e-3 * each), copy_bandwidth()
+    print(f"B={size}: {each:.3f} ms an iteration, {reached / 1e9:.0f} GB/s, {100 * reached / limit:.0f} % of a copy")
+    # Up to 4096 the matrix stays in the second-level cache of the larger GPUs and barriers weigh more.
+    assert reached > (0.6 if size > 4096 else 0.25) * limit
+
+
+@pytest.mark.parametrize(("precise", "share"), [(True, 0.15), (False, 0.3)])
+def test_scores_are_near_the_tensor_bound(precise, share):
+    size = 8192
+    image0, text0, image1, text1 = on_device(*clouds(size, size, (1024, 1024)))
+    transport = _native.CudaTransport(size, size, DEVICE)
+    each = milliseconds(lambda: transport.build((image0, image1), (text0, text1), (1.0, 1.0), True, precise), 5)
+    torch.set_float32_matmul_precision("high")
+    try:
+        product = milliseconds(lambda: image0 @ image1.T, 5)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    print(
+        f"scores: {each:.2f} ms ({'three passes' if precise else 'TF32'}); two TF32 products alone {2 * product:.2f} ms"
+    )
+    assert 2 * product > share * each
