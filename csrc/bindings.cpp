@@ -11,6 +11,7 @@
 #include "cpu/sinkhorn_cpu.h"
 #include "gallery.h"
 #include "interpolant.h"
+#include "network.h"
 #if defined(GEOFLOW_WITH_CUDA)
 #include "cuda/runtime.h"
 #include "cuda/sinkhorn_cuda.h"
@@ -237,12 +238,107 @@ void bind_cuda_transport(py::module_& m) {
 
 #endif
 
+// (address, stride) of rows; a null address stands for a part that is left out.
+using View = std::array<std::int64_t, 2>;
+
+geoflow::RowsView rows_of(const View& view) { return {at<float>(static_cast<Address>(view[0])), view[1]}; }
+
+// (rows, width, rows per group, threads)
+geoflow::RowShape shape_of(const std::array<std::int64_t, 4>& shape) {
+    return {shape[0], shape[1], shape[2], static_cast<int>(shape[3])};
+}
+
+void bind_network(py::module_& m) {
+    using Shape = std::array<std::int64_t, 4>;
+    const geoflow::NetworkKernels& run = geoflow::network_kernels();
+    const auto free = py::call_guard<py::gil_scoped_release>();
+    m.def(
+        "adaln",
+        [run](const Shape& shape, float eps, const View& x, const View& shift, const View& scale, const View& y) {
+            run.adaln(shape_of(shape), eps, rows_of(x), rows_of(shift), rows_of(scale), rows_of(y));
+        },
+        free);
+    m.def(
+        "adaln_backward",
+        [run](const Shape& shape, float eps, const View& grad, const View& x, const View& scale, const View& d_x,
+              const View& d_scale) {
+            run.adaln_backward(shape_of(shape), eps, rows_of(grad), rows_of(x), rows_of(scale), rows_of(d_x),
+                               rows_of(d_scale));
+        },
+        free);
+    m.def(
+        "adaln_jvp",
+        [run](const Shape& shape, float eps, std::int64_t tangents, const View& x, const View& d_x, const View& shift,
+              const View& scale, const View& y, const View& d_y) {
+            run.adaln_jvp(shape_of(shape), eps, tangents, rows_of(x), rows_of(d_x), rows_of(shift), rows_of(scale),
+                          rows_of(y), rows_of(d_y));
+        },
+        free);
+    m.def(
+        "swiglu",
+        [run](const Shape& shape, const View& gate, const View& value, const View& y) {
+            run.swiglu(shape_of(shape), rows_of(gate), rows_of(value), rows_of(y));
+        },
+        free);
+    m.def(
+        "swiglu_backward",
+        [run](const Shape& shape, const View& grad, const View& gate, const View& value, const View& d_gate,
+              const View& d_value) {
+            run.swiglu_backward(shape_of(shape), rows_of(grad), rows_of(gate), rows_of(value), rows_of(d_gate),
+                                rows_of(d_value));
+        },
+        free);
+    m.def(
+        "swiglu_jvp",
+        [run](const Shape& shape, std::int64_t tangents, const View& gate, const View& d_gate, const View& value,
+              const View& d_value, const View& y, const View& d_y) {
+            run.swiglu_jvp(shape_of(shape), tangents, rows_of(gate), rows_of(d_gate), rows_of(value), rows_of(d_value),
+                           rows_of(y), rows_of(d_y));
+        },
+        free);
+    m.def(
+        "gate_residual",
+        [run](const Shape& shape, float factor, const View& residual, const View& gate, const View& value,
+              const View& layer_scale, Address keep, const View& y) {
+            run.gate_residual(shape_of(shape), factor, rows_of(residual), rows_of(gate), rows_of(value),
+                              rows_of(layer_scale), at<const std::uint8_t>(keep), rows_of(y));
+        },
+        free);
+    m.def(
+        "gate_residual_backward",
+        [run](const Shape& shape, float factor, const View& grad, const View& gate, const View& value,
+              const View& layer_scale, Address keep, const View& d_gate, const View& d_value, const View& partial) {
+            run.gate_residual_backward(shape_of(shape), factor, rows_of(grad), rows_of(gate), rows_of(value),
+                                       rows_of(layer_scale), at<const std::uint8_t>(keep), rows_of(d_gate),
+                                       rows_of(d_value), rows_of(partial));
+        },
+        free);
+    m.def(
+        "gate_residual_jvp",
+        [run](const Shape& shape, std::int64_t tangents, const View& residual, const View& d_residual, const View& gate,
+              const View& d_gate, const View& value, const View& d_value, const View& layer_scale, const View& y,
+              const View& d_y) {
+            run.gate_residual_jvp(shape_of(shape), tangents, rows_of(residual), rows_of(d_residual), rows_of(gate),
+                                  rows_of(d_gate), rows_of(value), rows_of(d_value), rows_of(layer_scale), rows_of(y),
+                                  rows_of(d_y));
+        },
+        free);
+    m.def(
+        "keep_mask",
+        [run](std::int64_t count, double share, std::uint32_t seed, Address keep, int threads) {
+            run.keep_mask(count, share, seed, at<std::uint8_t>(keep), threads);
+        },
+        free);
+    m.attr("reduction_rows") = geoflow::kReductionRows;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
     m.doc() = "Compiled kernels of geoflow_fast; use geoflow_fast.ops, which checks what it passes here.";
     m.def("cuda_status", &cuda_status);
     m.def("cpu_features", &cpu_features);
+    bind_network(m);
     m.def(
         "masked_interpolant",
         [](bool is_double, const std::array<Address, 8>& addresses, const std::array<std::int64_t, 2>& widths,

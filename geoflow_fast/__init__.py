@@ -1,8 +1,26 @@
 """geoflow_fast: joint uncertainty for frozen vision-language embeddings, fast on CPUs and GPUs."""
 
 from geoflow_fast import geometry, ops
+from geoflow_fast.data import EmbeddingPairs
+from geoflow_fast.density import log_density
 from geoflow_fast.dispatch import BackendUnavailable, backends
+from geoflow_fast.model import GeoFlow, GeoFlowConfig
+from geoflow_fast.training import TrainConfig, TrainingDiverged, TrainReport, train
 
 __version__ = "0.1.0"
 
-__all__ = ["BackendUnavailable", "__version__", "backends", "geometry", "ops"]
+__all__ = [
+    "BackendUnavailable",
+    "EmbeddingPairs",
+    "GeoFlow",
+    "GeoFlowConfig",
+    "TrainConfig",
+    "TrainReport",
+    "TrainingDiverged",
+    "__version__",
+    "backends",
+    "geometry",
+    "log_density",
+    "ops",
+    "train",
+]

@@ -394,3 +394,38 @@ class CudaTransport:
         for name, tensor in tensors.items():
             if tensor.device != self._device:
                 raise ValueError(f"{name} is on {tensor.device}, expected {self._device}")
+
+
+def network_kernel(name: str, shape: tuple[int, int, int], *arguments: Tensor | float | None) -> None:
+    """Runs one of the network's row kernels on `shape` = (rows, width, rows per group).
+
+    Tensors among the arguments are float32 matrices with unit stride along their rows, or bool masks; None leaves a
+    part out. The caller has made the outputs, which are among the arguments.
+    """
+    crossing = [_crossing(x) if x is None or isinstance(x, Tensor) else x for x in arguments]
+    getattr(_built(), name)((*shape, torch.get_num_threads()), *crossing)
+
+
+def _crossing(x: Tensor | None) -> int | tuple[int, int]:
+    """What crosses for a matrix: (address, row stride); for a mask: its address."""
+    if x is None:
+        return 0, 0
+    if x.dtype == torch.bool:
+        _guard("cpu", torch.bool, keep=x)
+        return x.data_ptr()
+    if x.device.type != "cpu" or x.dtype != torch.float32 or x.dim() != 2 or (x.stride(1) != 1 and x.shape[1] > 1):
+        raise ValueError(
+            f"expected a float32 CPU matrix with contiguous rows, got {x.dtype} {tuple(x.shape)} {x.stride()}"
+        )
+    return x.data_ptr(), x.stride(0)
+
+
+def reduction_rows() -> int:
+    """Rows whose contributions to a reduced gradient are summed in one block."""
+    return int(_built().reduction_rows)
+
+
+def keep_mask(keep: Tensor, share: float, seed: int) -> None:
+    """Fills the mask `keep`: false with probability `share`, by `seed`."""
+    _guard("cpu", torch.bool, keep=keep)
+    _built().keep_mask(keep.numel(), share, seed, keep.data_ptr(), torch.get_num_threads())

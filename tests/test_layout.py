@@ -20,7 +20,7 @@ LAYERS = [
     {"sampling", "integrate", "model", "curriculum", "gallery", "data"},
     {"ops"},
     {"reference", "dispatch", "kernels", "_native"},
-    {"geometry"},
+    {"geometry", "checkpoint"},
 ]
 
 

@@ -9,6 +9,7 @@ from geoflow_fast.ops.gallery_posterior import (
     gallery_statistics,
 )
 from geoflow_fast.ops.gate_residual import gate_residual, gate_residual_jvp
+from geoflow_fast.ops.keep_mask import keep_mask
 from geoflow_fast.ops.masked_interpolant import masked_interpolant
 from geoflow_fast.ops.ot_assign import couple, ot_assign
 from geoflow_fast.ops.sinkhorn import SinkhornResult, sinkhorn, transport_cost
@@ -27,6 +28,7 @@ __all__ = [
     "gallery_statistics",
     "gate_residual",
     "gate_residual_jvp",
+    "keep_mask",
     "masked_interpolant",
     "ot_assign",
     "sinkhorn",

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast import dispatch, reference
-from geoflow_fast.ops import _triton
+from geoflow_fast import _native, dispatch, reference
+from geoflow_fast.ops import _network_cpu, _triton
 from geoflow_fast.ops._rows import check_floating, check_tangents, groups_of, rows_of
 
 EPS = 1e-6
@@ -87,6 +87,11 @@ class _Reference:
     forward = staticmethod(reference.adaln)
     backward = staticmethod(reference.adaln_backward)
     jvp = staticmethod(reference.adaln_jvp)
+
+
+dispatch.register("adaln", "cpu", devices=("cpu",), missing=_native.missing, dtypes=_network_cpu.DTYPES)(
+    _network_cpu.AdaLN
+)
 
 
 @dispatch.register("adaln", "triton", devices=_triton.devices, missing=_triton.missing, dtypes=_triton.DTYPES)

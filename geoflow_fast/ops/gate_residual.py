@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast import dispatch, reference
-from geoflow_fast.ops import _triton
+from geoflow_fast import _native, dispatch, reference
+from geoflow_fast.ops import _network_cpu, _triton
 from geoflow_fast.ops._rows import check_floating, check_shape, check_tangents, groups_of, rows_of
 
 
@@ -134,6 +134,11 @@ class _Reference:
     forward = staticmethod(reference.gate_residual)
     backward = staticmethod(reference.gate_residual_backward)
     jvp = staticmethod(reference.gate_residual_jvp)
+
+
+dispatch.register("gate_residual", "cpu", devices=("cpu",), missing=_native.missing, dtypes=_network_cpu.DTYPES)(
+    _network_cpu.GateResidual
+)
 
 
 @dispatch.register("gate_residual", "triton", devices=_triton.devices, missing=_triton.missing, dtypes=_triton.DTYPES)

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast import dispatch, reference
-from geoflow_fast.ops import _triton
+from geoflow_fast import _native, dispatch, reference
+from geoflow_fast.ops import _network_cpu, _triton
 from geoflow_fast.ops._rows import check_floating, check_shape, check_tangents, rows_of
 
 
@@ -91,6 +91,11 @@ class _Reference:
     forward = staticmethod(reference.swiglu)
     backward = staticmethod(reference.swiglu_backward)
     jvp = staticmethod(reference.swiglu_jvp)
+
+
+dispatch.register("swiglu", "cpu", devices=("cpu",), missing=_native.missing, dtypes=_network_cpu.DTYPES)(
+    _network_cpu.SwiGLU
+)
 
 
 @dispatch.register("swiglu", "triton", devices=_triton.devices, missing=_triton.missing, dtypes=_triton.DTYPES)

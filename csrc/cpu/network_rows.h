@@ -1,0 +1,326 @@
+// The row loops of the network's memory-bound parts, compiled once per instruction set.
+//
+// A row (512 floats in the paper's network) stays in L1 between its passes, so each tensor crosses the memory bus once.
+// Loops are plain and branch-free so that the compiler vectorises them; exponentials are a polynomial for the same reason.
+// Everything has internal linkage: an AVX2 copy of an inline function must never be the one a baseline file links to.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "network.h"
+
+namespace {
+
+using geoflow::RowShape;
+using geoflow::RowsView;
+
+// e^x to about 2 units in the last place, for any x: 2^n times a polynomial in the remainder |r| <= log(2)/2.
+inline float exponential(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    x = x > 88.0f ? 88.0f : x;
+    const float shifted = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
+    const float n = shifted - 12582912.0f;
+    const float r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    std::int32_t bits;
+    std::memcpy(&bits, &shifted, sizeof(bits));
+    bits = (bits + 127) << 23;
+    float power;
+    std::memcpy(&power, &bits, sizeof(power));
+    return p * power;
+}
+
+inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
+
+inline float* row(RowsView view, std::int64_t index) { return view.data + index * view.stride; }
+
+struct Moments {
+    float mean, rstd;
+};
+
+Moments moments(const float* __restrict x, std::int64_t width, float eps) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (std::int64_t k = 0; k < width; ++k) sum += x[k];
+    const float mean = sum / width;
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (std::int64_t k = 0; k < width; ++k) squares += (x[k] - mean) * (x[k] - mean);
+    return {mean, 1.0f / std::sqrt(squares / width + eps)};
+}
+
+void adaln_row(const float* __restrict x, const float* __restrict shift, const float* __restrict scale,
+               float* __restrict y, Moments m, std::int64_t width) {
+#pragma omp simd
+    for (std::int64_t k = 0; k < width; ++k) y[k] = (x[k] - m.mean) * m.rstd * (1 + scale[k]) + shift[k];
+}
+
+void adaln(RowShape shape, float eps, RowsView x, RowsView shift, RowsView scale, RowsView y) {
+#pragma omp parallel for num_threads(shape.threads) schedule(static)
+    for (std::int64_t r = 0; r < shape.rows; ++r) {
+        const std::int64_t group = r / shape.rows_per_group;
+        const Moments m = moments(row(x, r), shape.width, eps);
+        adaln_row(row(x, r), row(shift, group), row(scale, group), row(y, r), m, shape.width);
+    }
+}
+
+// With u = LayerNorm(x) and g = grad (1 + scale): d_x = rstd (g - mean(g) - u mean(g u)), d_scale = grad u.
+void adaln_backward_row(const float* __restrict grad, const float* __restrict x, const float* __restrict scale,
+                        float* __restrict d_x, float* __restrict d_scale, Moments m, std::int64_t width) {
+    float sum = 0, along = 0;
+#pragma omp simd reduction(+ : sum, along)
+    for (std::int64_t k = 0; k < width; ++k) {
+        const float unit = (x[k] - m.mean) * m.rstd, g = grad[k] * (1 + scale[k]);
+        sum += g;
+        along += g * unit;
+        d_scale[k] = grad[k] * unit;
+    }
+    sum /= width;
+    along /= width;
+#pragma omp simd
+    for (std::int64_t k = 0; k < width; ++k) {
+        const float unit = (x[k] - m.mean) * m.rstd, g = grad[k] * (1 + scale[k]);
+        d_x[k] = m.rstd * (g - sum - unit * along);
+    }
+}
+
+void adaln_backward(RowShape shape, float eps, RowsView grad, RowsView x, RowsView scale, RowsView d_x,
+                    RowsView d_scale) {
+#pragma omp parallel for num_threads(shape.threads) schedule(static)
+    for (std::int64_t r = 0; r < shape.rows; ++r) {
+        const Moments m = moments(row(x, r), shape.width, eps);
+        adaln_backward_row(row(grad, r), row(x, r), row(scale, r / shape.rows_per_group), row(d_x, r), row(d_scale, r),
+                           m, shape.width);
+    }
+}
+
+void adaln_tangent_row(const float* __restrict x, const float* __restrict d_x, const float* __restrict scale,
+                       float* __restrict d_y, Moments m, std::int64_t width) {
+    float sum = 0, along = 0;
+#pragma omp simd reduction(+ : sum, along)
+    for (std::int64_t k = 0; k < width; ++k) {
+        sum += d_x[k];
+        along += d_x[k] * ((x[k] - m.mean) * m.rstd);
+    }
+    sum /= width;
+    along /= width;
+#pragma omp simd
+    for (std::int64_t k = 0; k < width; ++k) {
+        const float unit = (x[k] - m.mean) * m.rstd;
+        d_y[k] = m.rstd * (d_x[k] - sum - unit * along) * (1 + scale[k]);
+    }
+}
+
+void adaln_jvp(RowShape shape, float eps, std::int64_t tangents, RowsView x, RowsView d_x, RowsView shift, RowsView scale,
+               RowsView y, RowsView d_y) {
+#pragma omp parallel for num_threads(shape.threads) schedule(static)
+    for (std::int64_t r = 0; r < shape.rows; ++r) {
+        const std::int64_t group = r / shape.rows_per_group;
+        const Moments m = moments(row(x, r), shape.width, eps);
+        adaln_row(row(x, r), row(shift, group), row(scale, group), row(y, r), m, shape.width);
+        for (std::int64_t t = 0; t < tangents; ++t) {
+            const std::int64_t at = t * shape.rows + r;
+            adaln_tangent_row(row(x, r), row(d_x, at), row(scale, group), row(d_y, at), m, shape.width);
+        }
+    }
+}
+
+void swiglu_row(const float* __restrict gate, const float* __restrict value, float* __restrict y, std::int64_t width) {
+#pragma omp simd
+    for (std::int64_t k = 0; k < width; ++k) y[k] = gate[k] * sigmoid(gate[k]) * value[k];
+}
+
+void swiglu(RowShape shape, RowsView gate, RowsView value, RowsView y) {
+#pragma omp parallel for num_threads(shape.threads) schedule(static)
+    for (std::int64_t r = 0; r < shape.rows; ++r) swiglu_row(row(gate, r), row(value, r), row(y, r), shape.width);
+}
+
+void swiglu_backward_row(const float* __restrict grad, const float* __restrict gate, const float* __restrict value,
+                         float* __restrict d_gate, float* __restrict d_value, std::int64_t width) {
+#pragma omp simd
+    for (std::int64_t k = 0; k < width; ++k) {
+        const float s = sigmoid(gate[k]), silu = gate[k] * s;
+        d_gate[k] = grad[k] * value[k] * (s + silu * (1 - s));
+        d_value[k] = grad[k] * silu;
+    }
+}
+
+void swiglu_backward(RowShape shape, RowsView grad, RowsView gate, RowsView value, RowsView d_gate, RowsView d_value) {
+#pragma omp parallel for num_threads(shape.threads) schedule(static)
+    for (std::int64_t r = 0; r < shape.rows; ++r)
+        swiglu_backward_row(row(grad, r), row(gate, r), row(value, r), row(d_gate, r), row(d_value, r), shape.width);
+}
+
+void swiglu_tangent_row(const float* __restrict gate, const float* __restrict d_gate, const float* __restrict value,
+                        const float* __restrict d_value, float* __restrict d_y, std::int64_t width) {
+#pragma omp simd
+    for (std::int64_t k = 0; k < width; ++k) {
+        const float s = sigmoid(gate[k]), silu = gate[k] * s;
+        d_y[k] = (s + silu * (1 - s)) * value[k] * d_gate[k] + silu * d_value[k];
+    }
+}
+
+void swiglu_jvp(RowShape shape, std::int64_t tangents, RowsView gate, RowsView d_gate, RowsView value, RowsView d_value,
+                RowsView y, RowsView d_y) {
+#pragma omp parallel for num_threads(shape.threads) schedule(static)
+    for (std::int64_t r = 0; r < shape.rows; ++r) {
+        swiglu_row(row(gate, r), row(value, r), row(y, r), shape.width);
+        for (std::int64_t t = 0; t < tangents; ++t) {
+            const std::int64_t at = t * shape.rows + r;
+            swiglu_tangent_row(row(gate, r), row(d_gate, at), row(value, r), row(d_value, at), row(d_y, at), shape.width);
+        }
+    }
+}
+
+template <bool kGate, bool kKeep>
+void gate_residual_row(const float* __restrict residual, const float* __restrict gate, const float* __restrict value,
+                       const float* __restrict layer_scale, const std::uint8_t* __restrict keep, float factor,
+                       float* __restrict y, std::int64_t width) {
+#pragma omp simd
+    for (std::int64_t k = 0; k < width; ++k) {
+        float branch = value[k] * layer_scale[k];
+        if (kGate) branch *= sigmoid(gate[k]);
+        if (kKeep) branch *= factor * static_cast<float>(keep[k]);
+        y[k] = residual[k] + branch;
+    }
+}
+
+template <bool kGate, bool kKeep>
+void gate_residual_of(RowShape shape, float factor, RowsView residual, RowsView gate, RowsView value,
+                      RowsView layer_scale, const std::uint8_t* keep, RowsView y) {
+#pragma omp parallel for num_threads(shape.threads) schedule(static)
+    for (std::int64_t r = 0; r < shape.rows; ++r)
+        gate_residual_row<kGate, kKeep>(row(residual, r), kGate ? row(gate, r) : nullptr, row(value, r),
+                                        row(layer_scale, r / shape.rows_per_group),
+                                        kKeep ? keep + r * shape.width : nullptr, factor, row(y, r), shape.width);
+}
+
+void gate_residual(RowShape shape, float factor, RowsView residual, RowsView gate, RowsView value, RowsView layer_scale,
+                   const std::uint8_t* keep, RowsView y) {
+    const auto run = gate.data ? (keep ? gate_residual_of<true, true> : gate_residual_of<true, false>)
+                               : (keep ? gate_residual_of<false, true> : gate_residual_of<false, false>);
+    run(shape, factor, residual, gate, value, layer_scale, keep, y);
+}
+
+template <bool kGate, bool kKeep>
+void gate_residual_backward_row(const float* __restrict grad, const float* __restrict gate,
+                                const float* __restrict value, const float* __restrict layer_scale,
+                                const std::uint8_t* __restrict keep, float factor, float* __restrict d_gate,
+                                float* __restrict d_value, float* __restrict d_layer_scale, std::int64_t width) {
+#pragma omp simd
+    for (std::int64_t k = 0; k < width; ++k) {
+        const float kept = kKeep ? factor * static_cast<float>(keep[k]) : 1.0f;
+        const float s = kGate ? sigmoid(gate[k]) : 1.0f;
+        const float upstream = grad[k] * kept * s;
+        d_layer_scale[k] += upstream * value[k];
+        d_value[k] = upstream * layer_scale[k];
+        if (kGate) d_gate[k] = upstream * layer_scale[k] * value[k] * (1 - s);
+    }
+}
+
+template <bool kGate, bool kKeep>
+void gate_residual_backward_of(RowShape shape, float factor, RowsView grad, RowsView gate, RowsView value,
+                               RowsView layer_scale, const std::uint8_t* keep, RowsView d_gate, RowsView d_value,
+                               RowsView partial) {
+    const std::int64_t blocks = (shape.rows_per_group + geoflow::kReductionRows - 1) / geoflow::kReductionRows;
+    const std::int64_t groups = shape.rows / shape.rows_per_group;
+#pragma omp parallel for num_threads(shape.threads) schedule(static)
+    for (std::int64_t b = 0; b < groups * blocks; ++b) {
+        const std::int64_t group = b / blocks, begin = group * shape.rows_per_group;
+        const std::int64_t first = begin + b % blocks * geoflow::kReductionRows;
+        const std::int64_t end = begin + shape.rows_per_group, last = first + geoflow::kReductionRows;
+        std::memset(row(partial, b), 0, sizeof(float) * shape.width);
+        for (std::int64_t r = first; r < (last < end ? last : end); ++r)
+            gate_residual_backward_row<kGate, kKeep>(row(grad, r), kGate ? row(gate, r) : nullptr, row(value, r),
+                                                     row(layer_scale, group), kKeep ? keep + r * shape.width : nullptr,
+                                                     factor, kGate ? row(d_gate, r) : nullptr, row(d_value, r),
+                                                     row(partial, b), shape.width);
+    }
+}
+
+void gate_residual_backward(RowShape shape, float factor, RowsView grad, RowsView gate, RowsView value,
+                            RowsView layer_scale, const std::uint8_t* keep, RowsView d_gate, RowsView d_value,
+                            RowsView partial) {
+    const auto run = gate.data ? (keep ? gate_residual_backward_of<true, true> : gate_residual_backward_of<true, false>)
+                               : (keep ? gate_residual_backward_of<false, true> : gate_residual_backward_of<false, false>);
+    run(shape, factor, grad, gate, value, layer_scale, keep, d_gate, d_value, partial);
+}
+
+template <bool kGate>
+void gate_residual_tangent_row(const float* __restrict d_residual, const float* __restrict gate,
+                               const float* __restrict d_gate, const float* __restrict value,
+                               const float* __restrict d_value, const float* __restrict layer_scale,
+                               float* __restrict d_y, std::int64_t width) {
+#pragma omp simd
+    for (std::int64_t k = 0; k < width; ++k) {
+        float branch = d_value[k];
+        if (kGate) {
+            const float s = sigmoid(gate[k]);
+            branch = s * (branch + (1 - s) * value[k] * d_gate[k]);
+        }
+        d_y[k] = d_residual[k] + layer_scale[k] * branch;
+    }
+}
+
+template <bool kGate>
+void gate_residual_jvp_of(RowShape shape, std::int64_t tangents, RowsView residual, RowsView d_residual, RowsView gate,
+                          RowsView d_gate, RowsView value, RowsView d_value, RowsView layer_scale, RowsView y,
+                          RowsView d_y) {
+#pragma omp parallel for num_threads(shape.threads) schedule(static)
+    for (std::int64_t r = 0; r < shape.rows; ++r) {
+        const float* scale = row(layer_scale, r / shape.rows_per_group);
+        const float* own_gate = kGate ? row(gate, r) : nullptr;
+        gate_residual_row<kGate, false>(row(residual, r), own_gate, row(value, r), scale, nullptr, 1.0f, row(y, r),
+                                        shape.width);
+        for (std::int64_t t = 0; t < tangents; ++t) {
+            const std::int64_t at = t * shape.rows + r;
+            gate_residual_tangent_row<kGate>(row(d_residual, at), own_gate, kGate ? row(d_gate, at) : nullptr,
+                                             row(value, r), row(d_value, at), scale, row(d_y, at), shape.width);
+        }
+    }
+}
+
+void gate_residual_jvp(RowShape shape, std::int64_t tangents, RowsView residual, RowsView d_residual, RowsView gate,
+                       RowsView d_gate, RowsView value, RowsView d_value, RowsView layer_scale, RowsView y, RowsView d_y) {
+    const auto run = gate.data ? gate_residual_jvp_of<true> : gate_residual_jvp_of<false>;
+    run(shape, tangents, residual, d_residual, gate, d_gate, value, d_value, layer_scale, y, d_y);
+}
+
+// Finaliser of MurmurHash3: every input bit flips every output bit with probability close to a half.
+inline std::uint32_t mix(std::uint32_t h) {
+    h = (h ^ (h >> 16)) * 0x85ebca6bu;
+    h = (h ^ (h >> 13)) * 0xc2b2ae35u;
+    return h ^ (h >> 16);
+}
+
+void keep_mask(std::int64_t count, double share, std::uint32_t seed, std::uint8_t* keep, int threads) {
+    // Compared as signed integers, for which every instruction set has a vector comparison.
+    const std::int32_t threshold = static_cast<std::int32_t>(share * 4294967295.0 - 2147483648.0);
+    constexpr std::int64_t kChunk = 1 << 14;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (std::int64_t begin = 0; begin < count; begin += kChunk) {
+        const std::uint32_t key = mix(seed ^ mix(static_cast<std::uint32_t>(begin / kChunk) + 0x9e3779b9u));
+        const std::int32_t size = static_cast<std::int32_t>(count - begin < kChunk ? count - begin : kChunk);
+        std::uint8_t* __restrict out = keep + begin;
+#pragma omp simd
+        for (std::int32_t k = 0; k < size; ++k) {
+            const auto draw = static_cast<std::int32_t>(mix(key + static_cast<std::uint32_t>(k) * 0x9e3779b9u));
+            out[k] = draw >= threshold;
+        }
+    }
+}
+
+const geoflow::NetworkKernels kNetworkKernels = {
+    adaln,          adaln_backward, adaln_jvp,     swiglu,
+    swiglu_backward, swiglu_jvp,    gate_residual, gate_residual_backward,
+    gate_residual_jvp, keep_mask,
+};
+
+}  // namespace

@@ -1,0 +1,53 @@
+// The memory-bound parts of the velocity network on float32 rows: each pass reads and writes its tensors once.
+#pragma once
+#include <cstdint>
+
+namespace geoflow {
+
+// Rows of a tensor [R, H] with unit stride along H; `data` may be null where a part is optional.
+struct RowsView {
+    float* data;
+    std::int64_t stride;
+};
+
+// Parts shared by groups of consecutive rows (shift, scale, layer scale) have rows / rows_per_group rows.
+struct RowShape {
+    std::int64_t rows, width, rows_per_group;
+    int threads;
+};
+
+// Rows whose contributions to a layer-scale gradient are summed together before the blocks are added in order: the
+// result does not depend on the number of threads.
+constexpr std::int64_t kReductionRows = 64;
+
+struct NetworkKernels {
+    // y = (1 + scale) LayerNorm(x) + shift
+    void (*adaln)(RowShape, float eps, RowsView x, RowsView shift, RowsView scale, RowsView y);
+    // d_x, and per row d_scale; d_shift is grad itself.
+    void (*adaln_backward)(RowShape, float eps, RowsView grad, RowsView x, RowsView scale, RowsView d_x, RowsView d_scale);
+    // y, and its derivatives d_y along the tangents d_x, both [tangents * R, H].
+    void (*adaln_jvp)(RowShape, float eps, std::int64_t tangents, RowsView x, RowsView d_x, RowsView shift, RowsView scale,
+                      RowsView y, RowsView d_y);
+    // y = silu(gate) value
+    void (*swiglu)(RowShape, RowsView gate, RowsView value, RowsView y);
+    void (*swiglu_backward)(RowShape, RowsView grad, RowsView gate, RowsView value, RowsView d_gate, RowsView d_value);
+    void (*swiglu_jvp)(RowShape, std::int64_t tangents, RowsView gate, RowsView d_gate, RowsView value, RowsView d_value,
+                       RowsView y, RowsView d_y);
+    // y = residual + layer_scale sigmoid(gate) value keep factor; gate and keep may be null.
+    void (*gate_residual)(RowShape, float factor, RowsView residual, RowsView gate, RowsView value, RowsView layer_scale,
+                          const std::uint8_t* keep, RowsView y);
+    // d_gate (null without gate), d_value, and partial sums of d_layer_scale: per group ceil(rows_per_group / 64) rows.
+    void (*gate_residual_backward)(RowShape, float factor, RowsView grad, RowsView gate, RowsView value,
+                                   RowsView layer_scale, const std::uint8_t* keep, RowsView d_gate, RowsView d_value,
+                                   RowsView partial);
+    void (*gate_residual_jvp)(RowShape, std::int64_t tangents, RowsView residual, RowsView d_residual, RowsView gate,
+                              RowsView d_gate, RowsView value, RowsView d_value, RowsView layer_scale, RowsView y,
+                              RowsView d_y);
+    // keep[k] = 1 with probability 1 - share, a function of seed and k alone.
+    void (*keep_mask)(std::int64_t count, double share, std::uint32_t seed, std::uint8_t* keep, int threads);
+};
+
+// The kernels for this processor.
+const NetworkKernels& network_kernels();
+
+}  // namespace geoflow

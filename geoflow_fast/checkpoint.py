@@ -1,0 +1,152 @@
+"""Tensors on disk: safetensors files that appear whole or not at all, with a version and a checksum, without pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+FORMAT_VERSION = 1
+"""Raised when a file written today could no longer be read by the code of yesterday."""
+
+_DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+def write_atomic(path: Path, fill: Callable[[BinaryIO], object]) -> None:
+    """Writes `path` through a temporary neighbour: `fill(file)`, fsync, rename. On failure the old file stays."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            fill(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"could not write {path} ({error.strerror}); what was there before is untouched"
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes a rename durable: the entry lives in the folder, not in the file."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes `value` as indented JSON, atomically."""
+    text = json.dumps(value, indent=2) + "\n"
+    write_atomic(path, lambda file: file.write(text.encode()))
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], *, kind: str, info: Mapping[str, Any]) -> None:
+    """Writes named tensors and a JSON-serialisable `info` to one safetensors file, atomically.
+
+    The header's metadata holds the format version, `kind` (what the file is for), `info` and the SHA-256 of the data.
+    """
+    names = sorted(tensors)
+    entries: dict[str, Any] = {}
+    offset = 0
+    for name in names:
+        x = tensors[name]
+        end = offset + x.numel() * x.element_size()
+        entries[name] = {"dtype": _DTYPE_NAMES[x.dtype], "shape": list(x.shape), "data_offsets": [offset, end]}
+        offset = end
+
+    def header(digest: str) -> bytes:
+        metadata = {
+            "geoflow_version": str(FORMAT_VERSION),
+            "kind": kind,
+            "info": json.dumps(dict(info)),
+            "sha256": digest,
+        }
+        raw = json.dumps({"__metadata__": metadata, **entries}).encode()
+        raw += b" " * (-len(raw) % 8)
+        return len(raw).to_bytes(8, "little") + raw
+
+    def fill(file: BinaryIO) -> None:
+        file.write(header("0" * 64))
+        digest = hashlib.sha256()
+        for name in names:
+            data = _bytes_of(tensors[name])
+            digest.update(data)
+            file.write(data)
+        # The digest has a fixed width, so the header with the real one fits where the blank one was.
+        file.seek(0)
+        file.write(header(digest.hexdigest()))
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, fill)
+
+
+def load_tensors(
+    path: Path, *, kind: str, device: torch.device | str = "cpu"
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Reads what `save_tensors` wrote: (tensors, info). Another version, kind or a damaged file is a ValueError."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            metadata = file.metadata() or {}
+            _check_metadata(path, metadata, kind)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from error
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(_bytes_of(tensors[name]))
+    if digest.hexdigest() != metadata.get("sha256"):
+        raise ValueError(f"{path} is corrupt: its data do not match its checksum")
+    return tensors, json.loads(metadata["info"])
+
+
+def _check_metadata(path: Path, metadata: Mapping[str, str], kind: str) -> None:
+    version = metadata.get("geoflow_version")
+    if version is None:
+        raise ValueError(f"{path} was not written by geoflow_fast: it carries no format version")
+    if version != str(FORMAT_VERSION):
+        raise ValueError(f"{path} has format version {version}; this release reads version {FORMAT_VERSION}")
+    if metadata.get("kind") != kind:
+        raise ValueError(f"{path} holds a {metadata.get('kind')!r}, but a {kind!r} was expected")
+
+
+def _bytes_of(x: Tensor) -> memoryview:
+    flat = x.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def truncate_jsonl(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrites a JSONL file to the whole lines that `keep` accepts; a line cut short by a kill is dropped."""
+    if path.is_file():
+        kept = "".join(line for line in _whole_lines(path) if keep(json.loads(line)))
+        write_atomic(path, lambda file: file.write(kept.encode()))
+
+
+def _whole_lines(path: Path) -> Iterable[str]:
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield line

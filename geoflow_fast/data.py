@@ -1,0 +1,307 @@
+"""Paired embeddings in memory or on disk, read by row without loading what is not asked for.
+
+On disk the layout is clip-retrieval's: `img_emb/img_emb_0.npy`, `text_emb/text_emb_0.npy`, ... with rows in shard
+order, float16 or float32. `image_index.npy` gives the image row of each text where an image is stored once for several
+texts; else a column `image_index` or `image_path` of `metadata/*.parquet` tells which rows are of one image.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import mmap
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from geoflow_fast.checkpoint import write_atomic
+from geoflow_fast.geometry import UNIT_TOLERANCE
+
+IMAGE_FOLDER, TEXT_FOLDER, METADATA_FOLDER, INDEX_FILE = "img_emb", "text_emb", "metadata", "image_index.npy"
+CHECK_ROWS = 8192
+# Pages of a mapped file count as resident memory once touched. The kernel's cache keeps them after they are released.
+RELEASE_AFTER_BYTES = 128 << 20
+
+Array = NDArray[np.floating]
+Index = NDArray[np.int64]
+
+
+class Rows:
+    """Rows of one or several 2-D arrays read as one: `rows[index]` gives float32 [len(index), d]."""
+
+    def __init__(self, parts: Sequence[Array], name: str) -> None:
+        if not parts:
+            raise ValueError(f"{name}: no arrays")
+        for number, part in enumerate(parts):
+            if part.ndim != 2 or part.dtype.kind != "f":
+                raise ValueError(
+                    f"{name} part {number} must be a 2-D floating-point array, got {part.dtype} {part.shape}"
+                )
+            if part.shape[1] != parts[0].shape[1]:
+                raise ValueError(f"{name} part {number} has width {part.shape[1]}, but part 0 has {parts[0].shape[1]}")
+        self.name = name
+        self.parts = list(parts)
+        self.dim = int(parts[0].shape[1])
+        self.starts = np.cumsum([0, *(len(part) for part in parts)])
+        self._touched = 0
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def __getitem__(self, index: Index) -> NDArray[np.float32]:
+        """Rows `index` [B] in the order asked for, of unit norm to float32 rounding."""
+        out = np.empty((len(index), self.dim), np.float32)
+        # Ascending reads keep a mapped file's access sequential within each shard.
+        order = np.argsort(index, kind="stable")
+        ranked = index[order]
+        bounds = np.searchsorted(ranked, self.starts)
+        for part, start, low, high in zip(self.parts, self.starts, bounds[:-1], bounds[1:]):
+            if high > low:
+                out[order[low:high]] = part[ranked[low:high] - start]
+        self._note(out.nbytes)
+        out /= np.linalg.norm(out, axis=1, keepdims=True)
+        return out
+
+    def blocks(self, rows: int = CHECK_ROWS) -> Iterator[tuple[int, Array]]:
+        """All rows as stored, in blocks of at most `rows`: (index of the first row, block)."""
+        for part, start in zip(self.parts, self.starts):
+            for low in range(0, len(part), rows):
+                block = part[low : low + rows]
+                yield int(start) + low, np.asarray(block)
+                self._note(block.nbytes)
+
+    def check(self, *, normalize: bool) -> None:
+        """Every row finite and, unless `normalize`, of unit norm within 1e-3; an error names the first bad row."""
+        for first, block in self.blocks():
+            norm = np.linalg.norm(block.astype(np.float32), axis=1)
+            bad = ~(np.isfinite(norm) & (norm > 0)) if normalize else ~(np.abs(norm - 1) <= UNIT_TOLERANCE)
+            if bad.any():
+                row = int(bad.argmax())
+                if not np.isfinite(norm[row]):
+                    raise ValueError(f"{self.name} row {first + row} is not finite")
+                hint = "it has no direction" if norm[row] == 0 else "pass normalize=True to scale rows to unit norm"
+                raise ValueError(f"{self.name} row {first + row} has norm {norm[row]:.6g}, not 1; {hint}")
+
+    def _note(self, nbytes: int) -> None:
+        """Releases the touched pages of mapped parts now and then, so that resident memory stays small."""
+        self._touched += nbytes
+        if self._touched < RELEASE_AFTER_BYTES:
+            return
+        self._touched = 0
+        self._advise("MADV_DONTNEED")
+
+    def expect_random_reads(self) -> None:
+        """Tells the kernel not to read ahead in mapped parts: shuffled rows have no use for their neighbours."""
+        self._advise("MADV_RANDOM")
+
+    def _advise(self, advice: str) -> None:
+        for part in self.parts:
+            mapping = getattr(part, "_mmap", None)
+            if isinstance(mapping, mmap.mmap) and hasattr(mmap, advice):
+                mapping.madvise(getattr(mmap, advice))
+
+
+class EmbeddingPairs:
+    """Image and text embeddings with the pairs between them: pair k is text row k with image row `image_index[k]`.
+
+    An image may have several texts. `len(pairs)` is the number of pairs; `pairs[index]` returns
+    (image [B, d_I], text [B, d_T]), float32 unit rows. Made by `from_arrays` or `open`.
+    """
+
+    def __init__(self, image: Rows, text: Rows, image_row: Index, text_row: Index, group: Index) -> None:
+        self.image, self.text = image, text
+        self.image_row, self.text_row, self.group = image_row, text_row, group
+
+    @classmethod
+    def from_arrays(
+        cls,
+        image: Array | Tensor,
+        text: Array | Tensor,
+        image_index: Index | Tensor | Sequence[int] | None = None,
+        *,
+        normalize: bool = False,
+    ) -> EmbeddingPairs:
+        """Pairs of `image` [N, d_I] and `text` [M, d_T]; text row k belongs to image row `image_index[k]`, else k."""
+        rows = [Rows([np.asarray(x)], name) for x, name in ((image, "image"), (text, "text"))]
+        for part in rows:
+            part.check(normalize=normalize)
+        index = None if image_index is None else np.asarray(image_index)
+        return cls._pair(rows[0], rows[1], index, index, "image_index")
+
+    @classmethod
+    def open(cls, folder: str | Path, *, normalize: bool = False) -> EmbeddingPairs:
+        """Pairs of a folder in the layout above, memory-mapped. All rows are checked, in one pass over the files."""
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} is not a folder of embeddings")
+        image, text = (_open_shards(folder / name, name) for name in (IMAGE_FOLDER, TEXT_FOLDER))
+        for part in (image, text):
+            part.check(normalize=normalize)
+            part.expect_random_reads()
+        index_file = folder / INDEX_FILE
+        index = _load_npy(index_file) if index_file.is_file() else None
+        group = index if index is not None else _metadata_groups(folder / METADATA_FOLDER)
+        return cls._pair(image, text, index, group, str(index_file))
+
+    @classmethod
+    def _pair(cls, image: Rows, text: Rows, index: Index | None, group: Index | None, name: str) -> EmbeddingPairs:
+        count = len(text)
+        if index is None:
+            if len(image) != count:
+                raise ValueError(
+                    f"{len(image)} images and {count} texts: give image_index to say which image each text is of"
+                )
+            index = np.arange(count)
+        if index.shape != (count,) or index.dtype.kind not in "iu":
+            raise ValueError(f"{name} must hold {count} integers, one per text, got {index.dtype} {index.shape}")
+        bad = (index < 0) | (index >= len(image))
+        if bad.any():
+            row = int(bad.argmax())
+            raise ValueError(f"{name} row {row} is {index[row]}, but there are {len(image)} images")
+        if group is not None and len(group) != count:
+            raise ValueError(f"metadata have {len(group)} rows, but there are {count} texts")
+        index = index.astype(np.int64)
+        return cls(image, text, index, np.arange(count), index if group is None else group.astype(np.int64))
+
+    def __len__(self) -> int:
+        return len(self.text_row)
+
+    def __repr__(self) -> str:
+        return f"EmbeddingPairs({len(self)} pairs, image width {self.image_dim}, text width {self.text_dim})"
+
+    @property
+    def image_dim(self) -> int:
+        """Width of the image embeddings."""
+        return self.image.dim
+
+    @property
+    def text_dim(self) -> int:
+        """Width of the text embeddings."""
+        return self.text.dim
+
+    def __getitem__(self, index: Tensor | Index | Sequence[int]) -> tuple[Tensor, Tensor]:
+        where = np.asarray(index, dtype=np.int64)
+        return torch.from_numpy(self.image[self.image_row[where]]), torch.from_numpy(self.text[self.text_row[where]])
+
+    def subset(self, index: Tensor | Index | Sequence[int]) -> EmbeddingPairs:
+        """The pairs `index`, sharing the stored rows."""
+        where = np.asarray(index, dtype=np.int64)
+        return EmbeddingPairs(self.image, self.text, self.image_row[where], self.text_row[where], self.group[where])
+
+    def split(self, fraction: float, seed: int) -> tuple[EmbeddingPairs, EmbeddingPairs]:
+        """(rest, held out): about `fraction` of the images, at least one, drawn by `seed`, with all their texts."""
+        if not 0 < fraction < 1:
+            raise ValueError(f"fraction must be between 0 and 1, got {fraction}")
+        images, member = np.unique(self.group, return_inverse=True)
+        if len(images) < 2:
+            raise ValueError("cannot hold out pairs of a set with a single image; pass val= to choose them yourself")
+        held = np.zeros(len(images), bool)
+        held[np.random.default_rng(seed).permutation(len(images))[: max(1, round(fraction * len(images)))]] = True
+        return self.subset(np.flatnonzero(~held[member])), self.subset(np.flatnonzero(held[member]))
+
+    def fingerprint(self) -> str:
+        """Hash of the pairing and of some rows: enough to tell another set of pairs, cheap on a large one."""
+        digest = hashlib.sha256(json.dumps([len(self), self.image_dim, self.text_dim]).encode())
+        digest.update(self.image_row.tobytes())
+        digest.update(self.text_row.tobytes())
+        for x in self[np.linspace(0, len(self) - 1, min(len(self), 64)).astype(np.int64)]:
+            digest.update(x.numpy().tobytes())
+        return digest.hexdigest()
+
+    def save(
+        self, folder: str | Path, *, rows_per_shard: int = 1_000_000, dtype: type[np.floating] = np.float16
+    ) -> None:
+        """Writes the pairs as a folder that `open` reads. Refuses a folder that already holds embeddings."""
+        folder = Path(folder)
+        if (folder / IMAGE_FOLDER).exists() or (folder / TEXT_FOLDER).exists():
+            raise FileExistsError(f"{folder} already holds embeddings")
+        images, index = np.unique(self.image_row, return_inverse=True)
+        _save_shards(folder / IMAGE_FOLDER, self.image, images, rows_per_shard, dtype)
+        _save_shards(folder / TEXT_FOLDER, self.text, self.text_row, rows_per_shard, dtype)
+        if len(images) != len(self) or not np.array_equal(index, np.arange(len(self))):
+            write_atomic(folder / INDEX_FILE, functools.partial(_save_npy, index.astype(np.int64)))
+
+
+class ShuffledBatches:
+    """Endless shuffled batches as a function of the step alone, so that a run resumes mid-epoch exactly.
+
+    Epochs follow each other without a gap: a batch may end one and begin the next.
+    """
+
+    def __init__(self, count: int, batch_size: int, seed: int) -> None:
+        if not 1 <= batch_size <= count:
+            raise ValueError(f"batch_size={batch_size} needs at least as many pairs, got {count}")
+        self.count, self.batch_size, self.seed = count, batch_size, seed
+        self._epochs: dict[int, Index] = {}
+
+    def __getitem__(self, step: int) -> Index:
+        """Pair indices [batch_size] of 0-based step `step`."""
+        first = step * self.batch_size
+        last = first + self.batch_size
+        low, high = first // self.count, (last - 1) // self.count
+        self._epochs = {e: self._epochs[e] if e in self._epochs else self._shuffle(e) for e in (low, high)}
+        if low == high:
+            return self._epochs[low][first - low * self.count : last - low * self.count]
+        return np.concatenate(
+            (self._epochs[low][first - low * self.count :], self._epochs[high][: last - high * self.count])
+        )
+
+    def _shuffle(self, epoch: int) -> Index:
+        return np.random.default_rng((self.seed, epoch)).permutation(self.count)
+
+
+def _open_shards(folder: Path, name: str) -> Rows:
+    """Memory-mapped `{name}_{number}.npy` of `folder`, in numeric order without a gap."""
+    shards = {
+        int(found[1]): path for path in folder.glob(f"{name}_*.npy") if (found := re.search(r"_(\d+)\.npy$", path.name))
+    }
+    if not shards:
+        raise FileNotFoundError(f"{folder} holds no {name}_0.npy")
+    missing = sorted(set(range(max(shards) + 1)) - set(shards))
+    if missing:
+        raise FileNotFoundError(f"{folder / f'{name}_{missing[0]}.npy'} is missing between other shards")
+    return Rows([_load_npy(shards[number], mapped=True) for number in sorted(shards)], f"{folder}")
+
+
+def _load_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:
+    try:
+        array: NDArray[Any] = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} is truncated or not a .npy file: {error}") from error
+    return array
+
+
+def _metadata_groups(folder: Path) -> Index | None:
+    """Which image each row is of, from a column `image_index` or `image_path` of the metadata; None without one."""
+    files = sorted(folder.glob("*.parquet"), key=lambda path: [int(x) for x in re.findall(r"\d+", path.name)])
+    if not files:
+        return None
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise ValueError(
+            f"{folder} holds Parquet metadata; install pyarrow to read which texts share an image"
+        ) from error
+    for column in ("image_index", "image_path"):
+        if all(column in parquet.read_schema(path).names for path in files):
+            values = np.concatenate([parquet.read_table(path, columns=[column])[column].to_numpy() for path in files])
+            return np.unique(values, return_inverse=True)[1]
+    return None
+
+
+def _save_shards(folder: Path, rows: Rows, index: Index, rows_per_shard: int, dtype: type[np.floating]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, low in enumerate(range(0, len(index), rows_per_shard)):
+        part = rows[index[low : low + rows_per_shard]].astype(dtype)
+        write_atomic(folder / f"{folder.name}_{number}.npy", functools.partial(_save_npy, part))
+
+
+def _save_npy(array: NDArray[Any], file: BinaryIO) -> None:
+    np.save(file, array)

@@ -1,0 +1,532 @@
+"""The dual-stream velocity field: image and text stream refined side by side, each gated by the other.
+
+Everything between encoder and decoder works on both streams at once, `[2, B, H]` with stream 0 the image and 1 the
+text, and stream-specific weights are stacked the same way. The conditioning depends on time and direction only, so rows
+that share both share their modulation: all rows of a solver step, and in training the rows in which a stream is given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from geoflow_fast import ops
+from geoflow_fast.checkpoint import load_tensors, save_tensors, write_json
+from geoflow_fast.curriculum import ROW_ORDER, Counts
+from geoflow_fast.geometry import DIRECTIONS, project_tangent
+
+FREQUENCIES = 64
+NORM_EPS = 1e-5
+GEOMETRIES = ("sphere", "euclidean")
+CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+
+Direction = str | Tensor
+"""One of `DIRECTIONS` for all rows, or int8 codes [B]."""
+
+
+@dataclass(frozen=True)
+class GeoFlowConfig:
+    """Shape of a `GeoFlow`. Defaults are the paper's network.
+
+    `image_dim`, `text_dim`: widths of the embeddings. `hidden` H, `depth` blocks, `heads` of the cross-gate.
+    `layer_scale`: initial weight of every branch (short runs of small networks want 0.1). `time_scale`: standard
+    deviation of the Fourier frequencies of time. `geometry`: "sphere", or "euclidean" for the straight-line twin with
+    Gaussian base. `centre` and `pca_dim`: subtract the training mean and keep that many principal components of each
+    modality before the flow (see `Preprocess`); useful when pairs are few.
+    """
+
+    image_dim: int = 1024
+    text_dim: int = 1024
+    hidden: int = 512
+    depth: int = 8
+    heads: int = 4
+    dropout: float = 0.05
+    layer_scale: float = 1e-4
+    time_scale: float = 1.0
+    geometry: str = "sphere"
+    centre: bool = False
+    pca_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("image_dim", 2),
+            ("text_dim", 2),
+            ("hidden", 1),
+            ("depth", 1),
+            ("heads", 1),
+            ("pca_dim", 2),
+        ):
+            value = getattr(self, name)
+            if value is None and name == "pca_dim":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        if self.hidden % self.heads:
+            raise ValueError(f"hidden={self.hidden} must be a multiple of heads={self.heads}")
+        if self.pca_dim is not None and self.pca_dim > min(self.image_dim, self.text_dim):
+            raise ValueError(f"pca_dim={self.pca_dim} exceeds the width of the embeddings")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+        if not (math.isfinite(self.layer_scale) and math.isfinite(self.time_scale) and self.time_scale > 0):
+            raise ValueError(
+                f"layer_scale={self.layer_scale} and time_scale={self.time_scale} must be finite, time_scale > 0"
+            )
+        if self.geometry not in GEOMETRIES:
+            raise ValueError(f"geometry must be one of {GEOMETRIES}, got {self.geometry!r}")
+
+    @classmethod
+    def paper(cls, image_dim: int = 1024, text_dim: int = 1024) -> GeoFlowConfig:
+        """The paper's network, about 56 million parameters at width 1024."""
+        return cls(image_dim, text_dim)
+
+    @classmethod
+    def small(cls, image_dim: int = 1024, text_dim: int = 1024) -> GeoFlowConfig:
+        """About 9 million parameters at width 1024: an hour or so of training on a few cores."""
+        return cls(image_dim, text_dim, hidden=256, depth=4, layer_scale=0.1)
+
+    @classmethod
+    def tiny(cls, image_dim: int = 24, text_dim: int = 24) -> GeoFlowConfig:
+        """About 1.3 million parameters at width 24: minutes of training, for demonstrations and tests."""
+        return cls(image_dim, text_dim, hidden=128, depth=3, layer_scale=0.1)
+
+    @property
+    def inner(self) -> int:
+        """Inner width of the feed-forward: 8/3 H rounded up to a multiple of 64."""
+        return 64 * math.ceil(self.hidden * 8 / 3 / 64)
+
+    @property
+    def flow_dims(self) -> tuple[int, int]:
+        """Widths (image, text) of the points the flow works on: those of the embeddings, or `pca_dim`."""
+        return self.pca_dim or self.image_dim, self.pca_dim or self.text_dim
+
+    @property
+    def preprocesses(self) -> bool:
+        """Whether embeddings are centred or reduced before the flow."""
+        return self.centre or self.pca_dim is not None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain dictionary that `from_json` takes back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> GeoFlowConfig:
+        """Inverse of `to_json`; unknown or missing fields are a ValueError."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        if set(value) != names:
+            raise ValueError(f"configuration fields differ from this release's: {sorted(set(value) ^ names)}")
+        return cls(**value)
+
+
+class StreamLinear(nn.Module):
+    """One linear map per stream: [2, B, in] -> [2, B, out]. Weights are [2, in, out]: gradients come out as stored."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = True) -> None:
+        super().__init__()
+        bound = inputs**-0.5
+        self.weight = nn.Parameter(torch.empty(2, inputs, outputs).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(2, 1, outputs).uniform_(-bound, bound)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x, self.weight) if self.bias is None else torch.baddbmm(self.bias, x, self.weight)
+
+    def stream(self, x: Tensor, index: int) -> Tensor:
+        """Stream `index` alone: [B, in] -> [B, out]."""
+        # unbind, not indexing: its gradient is written once instead of added into zeros
+        weight = self.weight.unbind()[index]
+        return x @ weight if self.bias is None else torch.addmm(self.bias.unbind()[index], x, weight)
+
+
+def zero_linear(inputs: int, outputs: int) -> nn.Linear:
+    """A linear layer that starts at zero."""
+    layer = nn.Linear(inputs, outputs)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Preprocess(nn.Module):
+    """Centring and principal components of one modality: x -> unit(B (x - mean)), and back.
+
+    `basis` [k, d] has orthonormal rows. Normalising forgets how far from the mean a point was, so `restore` puts it at
+    the typical distance `radius` seen in training and returns to the unit sphere.
+    """
+
+    mean: Tensor
+    basis: Tensor
+    radius: Tensor
+
+    def __init__(self, dim: int, kept: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(dim))
+        self.register_buffer("basis", torch.eye(kept, dim))
+        self.register_buffer("radius", torch.ones(()))
+
+    def fit(self, x: Tensor, *, centre: bool) -> None:
+        """Sets mean, leading components and radius from unit rows `x` [n, d]."""
+        if len(x) < self.basis.shape[0]:
+            raise ValueError(f"{len(x)} rows cannot determine {self.basis.shape[0]} principal components")
+        x = x.double()
+        mean = x.mean(0) if centre else torch.zeros_like(x[0])
+        centred = x - mean
+        _, vectors = torch.linalg.eigh(centred.T @ centred)
+        basis = vectors.flip(1).T[: self.basis.shape[0]]
+        # An eigenvector's sign is arbitrary: fixing it makes the result a function of the data alone.
+        signs = basis.gather(1, basis.abs().argmax(1, keepdim=True)).sign()
+        self.mean.copy_(mean)
+        self.basis.copy_(basis * signs)
+        self.radius.copy_((centred @ basis.T).norm(dim=1).mean())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.normalize((x - self.mean) @ self.basis.T, dim=-1)
+
+    def restore(self, y: Tensor) -> Tensor:
+        """Unit embedding [..., d] whose preprocessed form is close to `y` [..., k]."""
+        return functional.normalize(self.mean + self.radius * (y @ self.basis), dim=-1)
+
+
+class Conditioning(nn.Module):
+    """Time and direction to the conditioning vectors c_I, c_T in R^H."""
+
+    frequencies: Tensor
+
+    def __init__(self, hidden: int, time_scale: float) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", time_scale * torch.randn(FREQUENCIES))
+        self.time = nn.Linear(2 * FREQUENCIES, hidden)
+        self.direction = nn.Embedding(len(DIRECTIONS), hidden)
+        self.first = StreamLinear(hidden, hidden)
+        self.second = StreamLinear(hidden, hidden)
+
+    def forward(self, t: Tensor, direction: Tensor, stream: int) -> Tensor:
+        """Conditioning of one stream for times [M] and direction codes [M]: [M, H]."""
+        phase = 2 * math.pi * t.to(self.frequencies.dtype).unsqueeze(-1) * self.frequencies
+        x = self.time(torch.cat((phase.sin(), phase.cos()), dim=-1)) + self.direction(direction)
+        return self.second.stream(functional.silu(self.first.stream(x, stream)), stream)
+
+
+class Block(nn.Module):
+    """AdaLN-Zero and cross-gate, then AdaLN-Zero and SwiGLU, each a LayerScale-weighted residual, on both streams."""
+
+    def __init__(self, config: GeoFlowConfig) -> None:
+        super().__init__()
+        width = config.hidden // config.heads
+        # Per stream and head: the first half gates this stream, the second is the value it sends to the other one.
+        weight = torch.empty(2, config.heads, width, 2 * width).uniform_(-(width**-0.5), width**-0.5)
+        weight[..., width:] = 0
+        self.cross_weight = nn.Parameter(weight)
+        self.cross_scale = nn.Parameter(torch.full((2, 1, config.hidden), config.layer_scale))
+        self.expand = StreamLinear(config.hidden, 2 * config.inner, bias=False)
+        self.contract = StreamLinear(config.inner, config.hidden, bias=False)
+        self.forward_scale = nn.Parameter(torch.full((2, 1, config.hidden), config.layer_scale))
+        self.dropout = config.dropout
+
+    def cross_gate(self, h: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+        """First half of the block on h [2, B, H]. Both streams read the states before either is updated."""
+        heads, width = self.cross_weight.shape[1:3]
+        x = ops.adaln(h, shift, scale, eps=NORM_EPS).view(*h.shape[:2], heads, width).transpose(1, 2)
+        gate, value = torch.matmul(x, self.cross_weight).chunk(2, dim=-1)  # each [2, heads, B, width]
+        gate, value = (y.transpose(1, 2).reshape(h.shape) for y in (gate, value.flip(0)))
+        return ops.gate_residual(h, gate, value, self.cross_scale, **self._dropped(h))
+
+    def feed_forward(self, h: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+        """Second half of the block on h [2, B, H]."""
+        x = self.expand(ops.adaln(h, shift, scale, eps=NORM_EPS))
+        return ops.gate_residual(h, None, self.contract(ops.swiglu(x)), self.forward_scale, **self._dropped(h))
+
+    def feed_forward_stream(self, h: Tensor, shift: Tensor, scale: Tensor, stream: int) -> Tensor:
+        """Second half of the block for one stream, h [B, H]."""
+        x = self.expand.stream(ops.adaln(h, shift, scale, eps=NORM_EPS), stream)
+        update = self.contract.stream(ops.swiglu(x), stream)
+        return ops.gate_residual(h, None, update, self.forward_scale.unbind()[stream], **self._dropped(h))
+
+    def _dropped(self, h: Tensor) -> dict[str, Any]:
+        """Dropout of a branch, in the terms of `ops.gate_residual`."""
+        if not self.training or self.dropout == 0:
+            return {}
+        return {"keep": ops.keep_mask(h.shape, self.dropout, h.device), "dropout": self.dropout}
+
+
+class Modulation(nn.Module):
+    """Shifts and scales of every half-block from the conditioning: 4 depth linear maps per stream, zero at first.
+
+    Their order in each block: shift and scale before the cross-gate, shift and scale before the feed-forward.
+    """
+
+    def __init__(self, hidden: int, depth: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4 * depth, 2, hidden, hidden))
+        self.bias = nn.Parameter(torch.zeros(4 * depth, 2, 1, hidden))
+
+    def forward(self, c: Tensor) -> Tensor:
+        """[2, S, H] -> [4 depth, 2, S, H]."""
+        return torch.matmul(c, self.weight) + self.bias
+
+    def rows(self, image_c: Tensor, text_c: Tensor, counts: Counts) -> tuple[Tensor, ...]:
+        """4 depth tensors [2, B, H] for the rows of a sorted batch; see `RowModulation`."""
+        parts: tuple[Tensor, ...] = (image_c, text_c, self.weight, self.bias)
+        device = image_c.device.type
+        if torch.is_autocast_enabled(device):
+            parts = tuple(x.to(torch.get_autocast_dtype(device)) for x in parts)
+        rows: tuple[Tensor, ...] = RowModulation.apply(*parts, counts)
+        return rows
+
+
+class RowModulation(torch.autograd.Function):
+    """Shifts and scales for rows of their own time, without a copy.
+
+    `image_c` [1 + M_I, H]: row 0 serves the first B - M_I rows, those in which the image is given and which are hence
+    alike; the others follow one by one. `text_c` [1 + M_T, H]: row 0 serves the last B - M_T rows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, image_c: Tensor, text_c: Tensor, weight: Tensor, bias: Tensor, counts: Counts
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(image_c, text_c, weight)
+        ctx.counts = counts
+        outputs = []
+        for part_weight, part_bias in zip(weight, bias):
+            out = image_c.new_empty(2, sum(counts), image_c.shape[1])
+            for stream, (c, own, given) in enumerate(_row_ranges(image_c, text_c, counts)):
+                torch.addmm(part_bias[stream], c[1:], part_weight[stream], out=out[stream, own])
+                out[stream, given] = torch.addmm(part_bias[stream], c[:1], part_weight[stream])
+            outputs.append(out)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        image_c, text_c, weight = ctx.saved_tensors
+        d_weight = torch.empty_like(weight)
+        d_bias = weight.new_empty(len(weight), 2, 1, weight.shape[-1])
+        d_c = (torch.zeros_like(image_c), torch.zeros_like(text_c))
+        for part, grad in enumerate(grads):
+            for stream, (c, own, given) in enumerate(_row_ranges(image_c, text_c, ctx.counts)):
+                g, shared = grad[stream, own], grad[stream, given].sum(0, keepdim=True)
+                torch.mm(c[1:].T, g, out=d_weight[part, stream]).addmm_(c[:1].T, shared)
+                torch.add(g.sum(0, keepdim=True), shared, out=d_bias[part, stream])
+                d_c[stream][1:].addmm_(g, weight[part, stream].T)
+                d_c[stream][:1].addmm_(shared, weight[part, stream].T)
+        return d_c[0], d_c[1], d_weight, d_bias, None
+
+
+def _row_ranges(image_c: Tensor, text_c: Tensor, counts: Counts) -> tuple[tuple[Tensor, slice, slice], ...]:
+    """Per stream: its conditioning, the rows in which it is generated, the rows in which it is given."""
+    n_i2t, n_joint, n_t2i = counts
+    end = n_i2t + n_joint
+    return (image_c, slice(n_i2t, None), slice(0, n_i2t)), (text_c, slice(0, end), slice(end, end + n_t2i))
+
+
+class GeoFlow(nn.Module):
+    """Velocity field of the flow on the product of two spheres; see `velocity`."""
+
+    def __init__(self, config: GeoFlowConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden, dims = config.hidden, config.flow_dims
+        self.encoders = nn.ModuleList(nn.Sequential(nn.Linear(d, hidden), nn.LayerNorm(hidden)) for d in dims)
+        self.conditioning = Conditioning(hidden, config.time_scale)
+        self.modulation = Modulation(hidden, config.depth)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
+        self.decoders = nn.ModuleList(nn.Sequential(nn.LayerNorm(hidden), zero_linear(hidden, d)) for d in dims)
+        widths = zip((config.image_dim, config.text_dim), dims)
+        self.preprocess = nn.ModuleList(Preprocess(*pair) for pair in widths) if config.preprocesses else None
+
+    def extra_repr(self) -> str:
+        """One-line summary, first in `print(flow)`."""
+        return self.summary()
+
+    def num_parameters(self) -> int:
+        """Number of trainable parameters."""
+        return sum(p.numel() for p in self.parameters())
+
+    def summary(self) -> str:
+        """Size of the network in one line."""
+        c = self.config
+        millions = self.num_parameters() / 1e6
+        return (
+            f"{c.geometry} flow, image {c.image_dim} x text {c.text_dim}, hidden {c.hidden}, depth {c.depth}, "
+            f"heads {c.heads}: {millions:.2f} million parameters"
+        )
+
+    def velocity(self, image: Tensor, text: Tensor, t: float | Tensor, direction: Direction) -> tuple[Tensor, Tensor]:
+        """Velocities (v_image [B, d_I], v_text [B, d_T]), tangent at the given points, at time `t`.
+
+        `image`, `text`: unit rows in the flow's coordinates (`to_flow`). `t`: float, 0-d or [B]. `direction`: "joint",
+        "i2t" (image given) or "t2i" (text given) for all rows, or int8 codes [B] of `geometry.DIRECTIONS`. The velocity
+        of a given stream is exactly zero. Differentiable in both points. With one time and one direction the
+        modulations are computed once for all rows.
+        """
+        self._check_points(image, text)
+        rows = image.shape[0]
+        time = torch.as_tensor(t, dtype=image.dtype, device=image.device)
+        if time.shape not in ((), (rows,)):
+            raise ValueError(f"t must be a number or have shape [{rows}], got {tuple(time.shape)}")
+        if isinstance(direction, str):
+            if time.dim() == 0:
+                return self.modulated_velocity(image, text, self.modulations(time.reshape(1), direction)[0], direction)
+            counts = single_direction(direction, rows)
+            return self._tangent(image, text, self._row_network(image, text, time, counts), counts)
+        order, counts = sort_rows(direction, rows)
+        image, text = image[order], text[order]
+        v_image, v_text = self._tangent(
+            image, text, self._row_network(image, text, time.expand(rows)[order], counts), counts
+        )
+        undo = order.argsort()
+        return v_image[undo], v_text[undo]
+
+    def modulations(self, t: Tensor, direction: str) -> Tensor:
+        """Shifts and scales of every half-block at times `t` [S], shared by all rows: [S, 4 depth, 2, 1, H].
+
+        `modulated_velocity` takes one of the S entries; a solver computes those of all its steps at once.
+        """
+        given = {"joint": None, "i2t": 0, "t2i": 1}
+        if direction not in given:
+            raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
+        codes = torch.full(t.shape, DIRECTIONS.index(direction), device=t.device)
+        times = (torch.zeros_like(t) if stream == given[direction] else t for stream in range(2))
+        c = torch.stack([self.conditioning(time, codes, stream) for stream, time in enumerate(times)])
+        return self.modulation(c).unsqueeze(3).movedim(2, 0)
+
+    def modulated_velocity(
+        self, image: Tensor, text: Tensor, modulation: Tensor, direction: str
+    ) -> tuple[Tensor, Tensor]:
+        """`velocity` with the modulation of a time and direction already at hand: one entry of `modulations`."""
+        counts = single_direction(direction, image.shape[0])
+        return self._tangent(image, text, self._network(image, text, modulation.unbind(), counts), counts)
+
+    def generated(self, image: Tensor, text: Tensor, t: Tensor, counts: Counts) -> tuple[Tensor, Tensor]:
+        """Network output before the tangent projection, for rows sorted as in `curriculum` with times `t` [B].
+
+        Only rows in which a stream is generated are returned: image rows after the i2t ones, text rows before the t2i
+        ones. This is what training needs: the projection is part of its loss.
+        """
+        return self._row_network(image, text, t, counts)
+
+    def to_flow(self, image: Tensor | None = None, text: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """Embeddings in the flow's coordinates: as they are, or centred and reduced as `config` says."""
+        if self.preprocess is None:
+            return image, text
+        return tuple(x if x is None else part(x) for part, x in zip(self.preprocess, (image, text)))  # type: ignore[return-value]
+
+    def from_flow(self, image: Tensor | None = None, text: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """Embeddings of points in the flow's coordinates: undoes `to_flow`."""
+        if self.preprocess is None:
+            return image, text
+        pairs = zip(self.preprocess, (image, text))
+        return tuple(x if x is None else part.restore(x) for part, x in pairs)  # type: ignore[return-value, operator]
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes `config.json` and `model.safetensors`; the latter is complete in itself and replaced atomically."""
+        save_weights(Path(folder), self.config, self.state_dict())
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, *, device: torch.device | str = "cpu") -> GeoFlow:
+        """The flow that `save_pretrained` wrote to `folder`, in eval mode."""
+        path = Path(folder) / WEIGHTS_FILE
+        tensors, info = load_tensors(path, kind="model", device=device)
+        flow = cls(GeoFlowConfig.from_json(info["config"])).to(device)
+        if set(tensors) != set(flow.state_dict()):
+            raise ValueError(f"{path} does not hold the tensors of its configuration")
+        flow.load_state_dict(tensors)
+        return flow.eval()
+
+    def _check_points(self, image: Tensor, text: Tensor) -> None:
+        for name, x, dim in zip(("image", "text"), (image, text), self.config.flow_dims):
+            if x.dim() != 2 or x.shape[1] != dim:
+                raise ValueError(f"{name} must be [B, {dim}], got {tuple(x.shape)}")
+        if image.shape[0] != text.shape[0]:
+            raise ValueError(f"image has {image.shape[0]} rows, but text has {text.shape[0]}")
+
+    def _tangent(
+        self, image: Tensor, text: Tensor, outputs: tuple[Tensor, Tensor], counts: Counts
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs of generated rows, made tangent, with zeros in the given rows."""
+        n_i2t, _, n_t2i = counts
+        n_text = len(text) - n_t2i
+        v_image, v_text = outputs
+        if self.config.geometry == "sphere":
+            v_image, v_text = project_tangent(image[n_i2t:], v_image), project_tangent(text[:n_text], v_text)
+        v_image = torch.cat((torch.zeros_like(image[:n_i2t]), v_image)) if n_i2t else v_image
+        v_text = torch.cat((v_text, torch.zeros_like(text[n_text:]))) if n_t2i else v_text
+        return v_image, v_text
+
+    def _row_network(self, image: Tensor, text: Tensor, t: Tensor, counts: Counts) -> tuple[Tensor, Tensor]:
+        """`_network` for sorted rows of their own time [B]."""
+        codes = torch.repeat_interleave(
+            torch.tensor(ROW_ORDER, device=t.device), torch.tensor(counts, device=t.device), output_size=len(t)
+        )
+        n_i2t, n_joint, _ = counts
+        own = (slice(n_i2t, None), slice(0, n_i2t + n_joint))
+        given = (DIRECTIONS.index("i2t"), DIRECTIONS.index("t2i"))
+        c = [
+            self.conditioning(
+                torch.cat((t.new_zeros(1), t[own[stream]])),
+                torch.cat((codes.new_tensor([given[stream]]), codes[own[stream]])),
+                stream,
+            )
+            for stream in range(2)
+        ]
+        return self._network(image, text, self.modulation.rows(c[0], c[1], counts), counts)
+
+    def _network(
+        self, image: Tensor, text: Tensor, modulation: Sequence[Tensor], counts: Counts
+    ) -> tuple[Tensor, Tensor]:
+        """Decoder outputs of generated rows. `modulation`: 4 depth shifts and scales, each [2, 1 or B, H]."""
+        h = torch.stack([encoder(x) for encoder, x in zip(self.encoders, (image, text))])
+        *blocks, last = cast(list[Block], list(self.blocks))
+        for number, block in enumerate(blocks):
+            first_shift, first_scale, second_shift, second_scale = modulation[4 * number : 4 * number + 4]
+            h = block.feed_forward(block.cross_gate(h, first_shift, first_scale), second_shift, second_scale)
+        h = last.cross_gate(h, *modulation[-4:-2])
+        end = h.shape[1] - counts[2]
+        shift, scale = modulation[-2:]
+        return self._output(h, shift, scale, 0, slice(counts[0], None)), self._output(h, shift, scale, 1, slice(0, end))
+
+    def _output(self, h: Tensor, shift: Tensor, scale: Tensor, stream: int, rows: slice) -> Tensor:
+        """Last feed-forward and decoder of one stream, for the rows in which it is generated."""
+        shift, scale = (x[stream] if x.shape[1] == 1 else x[stream, rows] for x in (shift, scale))
+        last = cast(Block, self.blocks[-1])
+        own = last.feed_forward_stream(h[stream, rows], shift, scale, stream)
+        out: Tensor = self.decoders[stream](own)
+        return out
+
+
+def save_weights(folder: Path, config: GeoFlowConfig, weights: Mapping[str, Tensor]) -> None:
+    """Writes a network's weights and configuration as `GeoFlow.from_pretrained` reads them."""
+    save_tensors(folder / WEIGHTS_FILE, weights, kind="model", info={"config": config.to_json()})
+    write_json(folder / CONFIG_FILE, config.to_json())
+
+
+def single_direction(direction: str, rows: int) -> Counts:
+    """Counts of a batch whose `rows` rows all have this direction."""
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
+    i2t, joint, t2i = (rows if DIRECTIONS[code] == direction else 0 for code in ROW_ORDER)
+    return i2t, joint, t2i
+
+
+def sort_rows(direction: Tensor, rows: int) -> tuple[Tensor, Counts]:
+    """Order [B] that sorts rows by their direction codes as in `curriculum`, and the counts of each direction."""
+    if direction.dtype != torch.int8 or direction.shape != (rows,):
+        raise ValueError(
+            f"direction must be a name or int8 codes [{rows}], got {direction.dtype} {tuple(direction.shape)}"
+        )
+    unknown = (direction < 0) | (direction >= len(DIRECTIONS))
+    if bool(unknown.any()):
+        row = int(unknown.nonzero()[0])
+        raise ValueError(f"direction row {row} is {int(direction[row])}; codes are 0 joint, 1 i2t, 2 t2i")
+    place = torch.empty(len(DIRECTIONS), dtype=torch.long, device=direction.device)
+    place[torch.tensor(ROW_ORDER, device=direction.device)] = torch.arange(len(DIRECTIONS), device=direction.device)
+    rank = place[direction.long()]
+    i2t, joint, t2i = torch.bincount(rank, minlength=len(DIRECTIONS)).tolist()
+    return rank.argsort(stable=True), (i2t, joint, t2i)

@@ -1,0 +1,34 @@
+"""Dropout masks: which entries of a branch are kept."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from geoflow_fast import _native, dispatch
+
+
+def keep_mask(
+    shape: torch.Size | tuple[int, ...], share: float, device: torch.device | str = "cpu", *, backend: str = "auto"
+) -> Tensor:
+    """Bool tensor, each entry false with probability `share` independently of the others.
+
+    Draws from torch's global generator, so `torch.manual_seed` decides it; on the CPU one number of it seeds a hash of
+    the position, which threads share evenly and which gives the same mask for any number of them.
+    """
+    if not 0 <= share < 1:
+        raise ValueError(f"share must be in [0, 1), got {share}")
+    keep = torch.empty(shape, dtype=torch.bool, device=device)
+    result: Tensor = dispatch.choose("keep_mask", keep, backend)(keep, share)
+    return result
+
+
+@dispatch.register("keep_mask", "reference", devices=dispatch.EVERYWHERE)
+def _reference(keep: Tensor, share: float) -> Tensor:
+    return keep.bernoulli_(1 - share)
+
+
+@dispatch.register("keep_mask", "cpu", devices=("cpu",), missing=_native.missing)
+def _cpu(keep: Tensor, share: float) -> Tensor:
+    _native.keep_mask(keep, share, int(torch.randint(2**32, ())))
+    return keep

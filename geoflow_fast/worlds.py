@@ -1,0 +1,212 @@
+"""Worlds whose law is known: oracle velocity fields with closed-form densities, and a concept world to train on.
+
+All of them are made of one law on the sphere. The field v(x) = c (mu - <mu, x> x), followed for unit time, pushes the
+uniform law to log p(y) = -log_area(d) - (d-1) log(cosh c - <mu, y> sinh c): a bump around mu, the sharper the larger c.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geoflow_fast.geometry import DIRECTIONS, dot, log_area, sample_uniform
+
+
+def log_bump(cosine: Tensor, c: Tensor | float, d: int) -> Tensor:
+    """Log-density at points whose cosine with the centre is `cosine`, for strength `c` in R^d."""
+    c = torch.as_tensor(c, dtype=cosine.dtype, device=cosine.device)
+    return -log_area(d) - (d - 1) * torch.log(torch.cosh(c) - cosine * torch.sinh(c))
+
+
+def sample_bump(centre: Tensor, c: Tensor | float, generator: torch.Generator | None = None) -> Tensor:
+    """One point per row of `centre` [n, d] from the bump of strength `c` (float or [n]) around it.
+
+    Exact: a uniform point is carried by the flow, along which atanh<mu, x> grows by c and the rest keeps its direction.
+    """
+    n, d = centre.shape
+    start = sample_uniform(n, d, generator=generator, dtype=centre.dtype)
+    before = dot(start, centre)
+    strength = torch.as_tensor(c, dtype=centre.dtype).reshape(-1, 1)
+    after = torch.tanh(torch.atanh(before) + strength)
+    sideways = start - before * centre
+    return after * centre + torch.sqrt((1 - after.square()) / (1 - before.square())) * sideways
+
+
+@dataclass(frozen=True)
+class BumpField:
+    """Oracle: in either stream, whenever it is generated, the field c (mu - <mu, x> x) around its own centre."""
+
+    image_centre: Tensor
+    text_centre: Tensor
+    c: float
+
+    def velocity(self, image: Tensor, text: Tensor, t: float | Tensor, direction: str) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """The field does not depend on time."""
+        return _attract(image, self.image_centre, self.c, direction == "i2t"), _attract(
+            text, self.text_centre, self.c, direction == "t2i"
+        )
+
+    def log_density(self, image: Tensor, text: Tensor, direction: str) -> Tensor:
+        """Exact log-density of the generated streams: [B]."""
+        log_image = log_bump(image @ self.image_centre, self.c, image.shape[1])
+        log_text = log_bump(text @ self.text_centre, self.c, text.shape[1])
+        return {"joint": log_image + log_text, "i2t": log_text, "t2i": log_image}[direction]
+
+
+@dataclass(frozen=True)
+class PairField:
+    """Oracle: text is drawn around R image with strength c, and back with R^T; both marginals are uniform.
+
+    `rotation` R [d, d] is orthogonal. In the joint direction the image stands still and the text moves as in i2t.
+    """
+
+    rotation: Tensor
+    c: float
+
+    def velocity(self, image: Tensor, text: Tensor, t: float | Tensor, direction: str) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """The field does not depend on time."""
+        v_text = _attract(text, image @ self.rotation.T, self.c, direction == "t2i")
+        v_image = _attract(image, text @ self.rotation, self.c, direction != "t2i")
+        return v_image, v_text
+
+    def log_density(self, image: Tensor, text: Tensor, direction: str) -> Tensor:
+        """Exact log-density of the generated streams: [B]. Marginals are -log_area(d), the PMI is i2t + log_area(d)."""
+        d = image.shape[1]
+        conditional = log_bump(dot(image @ self.rotation.T, text).squeeze(-1), self.c, d)
+        return conditional - log_area(d) if direction == "joint" else conditional
+
+
+def _attract(x: Tensor, centre: Tensor, c: float, still: bool) -> Tensor:
+    return torch.zeros_like(x) if still else c * (centre - dot(centre.expand_as(x), x) * x)
+
+
+class ConceptWorld:
+    """Pairs of 32 concepts in 8 groups of 4, from specific to vague, with every density known.
+
+    An image is a bump (tanh c = 0.8) around its concept mu_k = unit(0.6 e_1 + 0.98 group + 0.7 concept); its text is a
+    bump around R image with tanh c of .9, .7 or .45 by concept. R turns the plane (e_1, e_2) by 60 degrees, which makes
+    a modality gap. Concepts are equally likely. Training sees `known` concepts only: one group (`far`) and one member
+    of three other groups (`near`) are held out. Densities are those of the known concepts, float64.
+    """
+
+    GROUPS, PER_GROUP = 8, 4
+    IMAGE_TANH = 0.8
+    TEXT_TANH = (0.9, 0.7, 0.45)
+
+    def __init__(self, dim: int = 24, seed: int = 0) -> None:
+        if dim < 4:
+            raise ValueError(f"the concept world needs at least 4 dimensions, got {dim}")
+        self.dim = dim
+        count = self.GROUPS * self.PER_GROUP
+        generator = torch.Generator().manual_seed(seed)
+
+        def directions(n: int) -> Tensor:
+            """Uniform unit vectors orthogonal to the plane in which R turns."""
+            inner = sample_uniform(n, dim - 2, generator=generator, dtype=torch.float64)
+            return torch.nn.functional.pad(inner, (2, 0))
+
+        groups = directions(self.GROUPS).repeat_interleave(self.PER_GROUP, 0)
+        mean = 0.98 * groups + 0.7 * directions(count)
+        mean[:, 0] += 0.6
+        self.centres = mean / mean.norm(dim=1, keepdim=True)
+        self.image_c = math.atanh(self.IMAGE_TANH)
+        self.text_c = torch.atanh(torch.tensor(self.TEXT_TANH, dtype=torch.float64))
+        self.level = torch.arange(count) % len(self.TEXT_TANH)
+        self.rotation = torch.eye(dim, dtype=torch.float64)
+        cos, sin = math.cos(math.pi / 3), math.sin(math.pi / 3)
+        self.rotation[:2, :2] = torch.tensor([[cos, -sin], [sin, cos]], dtype=torch.float64)
+        self.far = torch.arange(count - self.PER_GROUP, count)
+        self.near = torch.arange(3) * self.PER_GROUP + self.PER_GROUP - 1
+        held_out = set(self.far.tolist()) | set(self.near.tolist())
+        self.known = torch.tensor([k for k in range(count) if k not in held_out])
+        self._text_tables = [_blurred_bump(dim, self.image_c, float(c)) for c in self.text_c]
+
+    def sample(
+        self, n: int, *, generator: torch.Generator | None = None, concepts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`n` pairs (image [n, d], text [n, d], float32) and their concepts [n], of `concepts`, else the known ones."""
+        pool = self.known if concepts is None else concepts
+        concept = pool[torch.randint(len(pool), (n,), generator=generator)]
+        image = sample_bump(self.centres[concept], self.image_c, generator)
+        text = sample_bump(image @ self.rotation.T, self.text_c[self.level[concept]], generator)
+        return image.float(), text.float(), concept
+
+    def _log_images(self, image: Tensor) -> Tensor:
+        """log p(image, k) over the known concepts: [B, K]."""
+        cosine = image.double() @ self.centres[self.known].T
+        return log_bump(cosine, self.image_c, self.dim) - math.log(len(self.known))
+
+    def log_image(self, image: Tensor) -> Tensor:
+        """log p(image): [B]."""
+        return self._log_images(image).logsumexp(1)
+
+    def log_joint(self, image: Tensor, text: Tensor) -> Tensor:
+        """log p(image, text): [B]."""
+        cosine = dot(image.double() @ self.rotation.T, text.double())
+        conditional = log_bump(cosine, self.text_c, self.dim)[:, self.level[self.known]]
+        return (self._log_images(image) + conditional).logsumexp(1)
+
+    def log_text(self, text: Tensor) -> Tensor:
+        """log p(text): [B]. Given the concept it depends on one cosine only, over which it is tabulated."""
+        back = text.double() @ self.rotation
+        parts = []
+        for level, table in enumerate(self._text_tables):
+            cosine = back @ self.centres[self.known[self.level[self.known] == level]].T
+            parts.append(torch.from_numpy(table(cosine.clamp(-1, 1).numpy())))
+        return torch.cat(parts, dim=1).logsumexp(1) - math.log(len(self.known))
+
+    def log_text_given_image(self, image: Tensor, text: Tensor) -> Tensor:
+        """log p(text | image): [B]."""
+        return self.log_joint(image, text) - self.log_image(image)
+
+    def log_image_given_text(self, image: Tensor, text: Tensor) -> Tensor:
+        """log p(image | text): [B]."""
+        return self.log_joint(image, text) - self.log_text(text)
+
+    def pmi(self, image: Tensor, text: Tensor) -> Tensor:
+        """Pointwise mutual information log p(image, text) - log p(image) - log p(text): [B]."""
+        return self.log_joint(image, text) - self.log_image(image) - self.log_text(text)
+
+    def gallery_posterior(self, queries: Tensor, gallery: Tensor, direction: str) -> Tensor:
+        """True probability [Q, N] that each gallery item is the query's partner: softmax of the PMI over the gallery.
+
+        "t2i": queries are texts and the gallery holds images; "i2t": the other way round.
+        """
+        if direction not in DIRECTIONS[1:]:
+            raise ValueError(f"direction must be 'i2t' or 't2i', got {direction!r}")
+        rows = []
+        for query in queries:
+            partner = query.expand(len(gallery), -1)
+            pair = (gallery, partner) if direction == "t2i" else (partner, gallery)
+            rows.append(self.pmi(*pair))
+        return torch.stack(rows).softmax(1)
+
+
+def _blurred_bump(
+    d: int, outer_c: float, inner_c: float, nodes: int = 128, degree: int = 48
+) -> np.polynomial.Chebyshev:
+    """log of the integral over x of bump(x; mu, outer_c) bump(u; x, inner_c), as a function of the cosine <mu, u>.
+
+    With u = a mu + sqrt(1-a^2) n and x = s mu + sqrt(1-s^2) (w n + ...), <x, u> = a s + sqrt((1-a^2)(1-s^2)) w. Both s
+    and w are cosines of angles, over which Gauss-Legendre converges exponentially; so does the Chebyshev series in a.
+    """
+    node, weight = np.polynomial.legendre.leggauss(nodes)
+    angle = torch.from_numpy((node + 1) * math.pi / 2)
+    log_weight = torch.from_numpy(np.log(weight * math.pi / 2))
+    s, w = angle.cos(), angle.cos()
+    log_sin = angle.sin().log()
+    log_s = log_weight + (d - 2) * log_sin + log_bump(s, outer_c, d) + log_area(d - 1)
+    log_w = log_weight + (d - 3) * log_sin + log_area(d - 2) - log_area(d - 1)
+
+    def log_integral(a: np.ndarray) -> np.ndarray:
+        values = []
+        for cosine in a:
+            inner = cosine * s[:, None] + math.sqrt(max(0.0, 1 - cosine**2)) * (1 - s**2).sqrt()[:, None] * w
+            values.append((log_s[:, None] + log_w + log_bump(inner, inner_c, d)).flatten().logsumexp(0).item())
+        return np.array(values)
+
+    return np.polynomial.Chebyshev.interpolate(log_integral, degree)

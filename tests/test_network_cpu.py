@@ -1,0 +1,112 @@
+"""The network's compiled CPU kernels against the float64 reference: values, gradients, tangents, strided rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from geoflow_fast import ops
+
+SIZES = [(1, 1), (7, 7), (129, 512), (130, 1023)]
+sizes = pytest.mark.parametrize(("rows", "width"), SIZES)
+
+
+def strided(rows: int, width: int) -> torch.Tensor:
+    """A matrix whose rows are not adjacent in memory."""
+    return torch.randn(rows, width + 3)[:, :width]
+
+
+def agree(function, inputs, tolerance=2e-5, **options):
+    """Values and gradients of float32 inputs on the compiled backend against float64 on the reference."""
+    results = []
+    for backend, dtype in (("cpu", torch.float32), ("reference", torch.float64)):
+        leaves = [None if x is None else x.detach().to(dtype).requires_grad_() for x in inputs]
+        out = function(*leaves, backend=backend, **options)
+        weight = torch.linspace(-1, 1, out.numel(), dtype=dtype).view(out.shape)
+        used = [x for x in leaves if x is not None]
+        results.append([out, *torch.autograd.grad((out * weight).sum(), used)])
+    for fast, true in zip(*results):
+        torch.testing.assert_close(
+            fast.double(), true, rtol=tolerance, atol=tolerance * max(1.0, float(true.detach().abs().max()))
+        )
+
+
+@sizes
+@pytest.mark.parametrize("groups", ["all", "one", "rows"])
+def test_adaln(rows, width, groups):
+    count = {"all": 1, "one": rows, "rows": rows}[groups]
+    x = strided(rows, width) if groups != "one" else torch.randn(rows, width) + 3
+    agree(ops.adaln, (x, strided(count, width), strided(count, width)))
+
+
+@sizes
+def test_swiglu(rows, width):
+    agree(ops.swiglu, (6 * strided(rows, width), strided(rows, width)))
+    agree(ops.swiglu, (6 * strided(rows, 2 * width),))
+
+
+@sizes
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gate_residual(rows, width, gated, dropout):
+    keep = torch.rand(rows, width) < 0.7 if dropout else None
+    gate = strided(rows, width) if gated else None
+    agree(
+        ops.gate_residual,
+        (strided(rows, width), gate, strided(rows, width), strided(1, width)),
+        keep=keep,
+        dropout=dropout,
+    )
+
+
+def test_layer_scale_gradient_sums_each_group():
+    agree(
+        ops.gate_residual,
+        (torch.randn(2, 129, 33), torch.randn(2, 129, 33), torch.randn(2, 129, 33), torch.rand(2, 1, 33)),
+    )
+
+
+@sizes
+def test_tangents(rows, width):
+    def double(*tensors):
+        return [None if x is None else x.double() for x in tensors]
+
+    x, shift, scale, dx = (
+        torch.randn(rows, width),
+        torch.randn(1, width),
+        torch.randn(1, width),
+        torch.randn(2, rows, width),
+    )
+    gate, value, d_gate, d_value = torch.randn(rows, width), torch.randn(rows, width), torch.randn(2, rows, width), dx
+    for function, arguments in (
+        (ops.adaln_jvp, (x, dx, shift, scale)),
+        (ops.swiglu_jvp, (gate, d_gate, value, d_value)),
+        (ops.gate_residual_jvp, (x, dx, gate, d_gate, value, d_value, scale)),
+        (ops.gate_residual_jvp, (x, dx, None, None, value, d_value, scale)),
+    ):
+        fast, true = function(*arguments, backend="cpu"), function(*double(*arguments), backend="reference")
+        for a, b in zip(fast, true):
+            torch.testing.assert_close(a.double(), b, rtol=2e-5, atol=2e-5 * float(b.abs().max()))
+
+
+def test_extreme_gates_saturate():
+    gate = torch.tensor([[-1e4, -100.0, -0.0, 100.0, 1e4]])
+    value = torch.ones(1, 5)
+    torch.testing.assert_close(ops.swiglu(gate, value, backend="cpu"), torch.tensor([[0.0, 0.0, 0.0, 100.0, 1e4]]))
+
+
+def test_results_do_not_depend_on_the_number_of_threads():
+    residual, value, scale = torch.randn(513, 65), torch.randn(513, 65), torch.rand(65).requires_grad_()
+    gradients = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            (gradient,) = torch.autograd.grad(
+                ops.gate_residual(residual, None, value, scale, backend="cpu").sum(), scale
+            )
+            gradients.append(gradient)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(gradients[0], gradients[1])
+    assert torch.equal(gradients[0], gradients[2])
