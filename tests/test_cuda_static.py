@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 
 from benchmarks import cuda_build
 from benchmarks.cuda_build import ARCHITECTURES, CompiledKernel
+from geoflow_fast import ops
 
 KERNELS = (
     *(f"score_kernel<{passes}>" for passes in (1, 3)),
@@ -27,6 +29,12 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Co
     if cuda_build.disassembler() is None:
         pytest.skip("nvdisasm is neither on PATH nor bundled with Triton")
     return cuda_build.compile_all(tmp_path_factory.mktemp("cubin"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_the_backend_says_why() -> None:
+    with pytest.raises(ValueError, match="backend 'cuda': (no CUDA driver|no CUDA device|this build has no CUDA code)"):
+        ops.sinkhorn(torch.rand(3, 3), backend="cuda")
 
 
 @pytest.fixture(params=ARCHITECTURES)

@@ -1,5 +1,5 @@
-// The GPU's own vocabulary, each word behind one small name, so that the kernels read alike under nvcc and under the CPU emulation
-// of tests/cuda_emulation, which brings its own file of this name.
+// The GPU's own vocabulary, each word behind one small name, so that the kernels read alike under nvcc and under the
+// CPU emulation of tests/cuda_emulation, which brings its own file of this name.
 #pragma once
 
 #include <cooperative_groups.h>
@@ -8,7 +8,7 @@
 
 // Static shared memory of a block, and the one dynamic array whose size the launch gives.
 #define GEOFLOW_SHARED(type, name, count) __shared__ __align__(16) type name[count]
-#define GEOFLOW_DYNAMIC_SHARED(type, name)                          \
+#define GEOFLOW_DYNAMIC_SHARED(type, name)                         \
     extern __shared__ __align__(16) unsigned char geoflow_arena[]; \
     type* const name = reinterpret_cast<type*>(geoflow_arena)
 
@@ -53,10 +53,12 @@ __device__ __forceinline__ void copy_wait() {
 
 // One warp: sum (16 x 8) += a (16 x 8) b (8 x 8), TF32 inputs (the low 13 bits are ignored), float32 sums. With
 // group = lane / 4 and member = lane % 4 a thread holds
-//   a: (group, member), (group + 8, member), (group, member + 4), (group + 8, member + 4)    b: (member, group), (member + 4, group)
-//   sum: (group, 2 member), (group, 2 member + 1), (group + 8, 2 member), (group + 8, 2 member + 1)
+//   of a: (group, member), (group + 8, member), (group, member + 4), (group + 8, member + 4);
+//   of b: (member, group), (member + 4, group);
+//   of sum: (group, 2 member), (group, 2 member + 1), (group + 8, 2 member), (group + 8, 2 member + 1).
 __device__ __forceinline__ void mma_tf32(float (&sum)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }

@@ -1,21 +1,23 @@
-// Centred scores of all pairs on tensor cores: S_ij = sum over two factors of weight * asin<x_i, y_j> (arc cost pi/2 - S) or of
-// weight * 2 <x_i, y_j> (chord cost 2 - S). See sinkhorn.h for the costs and the centring.
+// Centred scores of all pairs on tensor cores: S_ij = sum over two factors of weight * asin<x_i, y_j> (arc lengths) or
+// of weight * 2 <x_i, y_j> (squared chords). See sinkhorn.h for the costs and the centring.
 //
-// One block of 256 threads makes a 128 x 128 tile. Both factors are one sequence of 32-wide steps through a ring of three stages in
-// shared memory, filled by 16-byte cp.async; at the end of a factor its dot products leave the accumulators through the arc sine and
-// join the running score in registers, so that S is written once and never read.
+// One block of 256 threads makes a 128 x 128 tile. Both factors are one sequence of 32-wide steps through a ring of
+// three stages in shared memory, filled by 16-byte cp.async; at the end of a factor its dot products leave the
+// accumulators through the arc sine and join the running score in registers, so that S is written once and never read.
 //
-// A stage holds, per operand, two groups of 16 coordinates as [group][128 rows][16]: a warp's 128-bit fragment loads then cover 512
-// consecutive bytes (no bank conflict, no padding). A thread's four consecutive coordinates serve two mma steps of 8: the sum over
-// coordinates does not mind the order as long as both operands use the same one.
+// A stage holds, per operand, two groups of 16 coordinates as [group][128 rows][16]: a warp's 128-bit fragment loads
+// then cover 512 consecutive bytes (no bank conflict, no padding). A thread's four consecutive coordinates serve two
+// mma steps of 8: the sum over coordinates does not mind the order as long as both operands use the same one.
 //
-// kPasses = 1: inputs rounded to TF32, error of a dot product of unit rows about 1e-5 at d = 1024. kPasses = 3: each input split into two TF32
-// parts, three products, float32 accuracy. One pass is enough for the coupling of unrelated points (of 2048 rows at d = 1024 the argmax
-// of none moves at eps = 0.05, of one at 0.005); nearly equal points need three: an angle of 0 comes out as 0.005 with one.
+// kPasses = 1: inputs rounded to TF32, error of a dot product of unit rows about 1e-5 at d = 1024. kPasses = 3: each
+// input split into two TF32 parts, three products, float32 accuracy. One pass is enough for the coupling of unrelated
+// points (of 2048 rows at d = 1024 the argmax of none moves at eps = 0.05, of one at 0.005); nearly equal points need
+// three: an angle of 0 comes out as 0.005 with one.
 //
-// Work at 8192 x 8192, d = 1024 + 1024: 275 GFLOP per pass; 8.6 GB of tiles from L2 (268 MB of S written, about 0.6 GB from memory
-// thanks to the grouping of tiles by eight rows). At 60 % of the TF32 peak of mma.sync (A100 156 TFLOP/s; H100 takes about 62 % of its
-// 495 through mma.sync) and 4 / 5.5 TB/s of L2: one pass 2.9 ms on A100, 1.6 ms on H100; three passes 8.8 ms and 4.5 ms.
+// Work at 8192 x 8192, d = 1024 + 1024: 275 GFLOP per pass; 8.6 GB of tiles from L2 (268 MB of S written, about 0.6 GB
+// from memory thanks to the grouping of tiles by eight rows). At 60 % of the TF32 peak of mma.sync (A100 156 TFLOP/s;
+// H100 takes about 62 % of its 495 through mma.sync) and 4 / 5.5 TB/s of L2: one pass 2.9 ms on A100, 1.6 ms on H100;
+// three passes 8.8 ms and 4.5 ms.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +26,8 @@
 
 namespace geoflow::cuda {
 
-constexpr int kScoreTile = 128;     // rows and columns of a block's tile
-constexpr int kScoreDepth = 32;     // coordinates per stage
+constexpr int kScoreTile = 128;  // rows and columns of a block's tile
+constexpr int kScoreDepth = 32;  // coordinates per stage
 constexpr int kScoreStages = 3;
 constexpr int kScoreThreads = 256;  // eight warps as 2 x 4, each 64 x 32 of the tile
 constexpr int kScoreGroup = 8;      // tile rows that share the columns they read while these are in L2
@@ -73,9 +75,11 @@ __device__ __forceinline__ void tile_of_block(int index, int tile_rows, int tile
     tile_col = inside / height;
 }
 
-// Starts the copy of coordinates [start, start + 32) of rows [first, first + 128) of `points` into one operand of a stage: four threads
-// a row, each four coordinates of either group. Nothing is read outside the cloud, where zeros take its place.
-__device__ __forceinline__ void fetch_operand(float* stage, const float* points, int first, int count, int dim, int start) {
+// Starts the copy of coordinates [start, start + 32) of rows [first, first + 128) of `points` into one operand of a
+// stage: four threads a row, each four coordinates of either group. Nothing is read outside the cloud, where zeros take
+// its place.
+__device__ __forceinline__ void fetch_operand(float* stage, const float* points, int first, int count, int dim,
+                                              int start) {
     const int row = threadIdx.x / 4, place = threadIdx.x % 4 * 4;
     const float* source = points + static_cast<std::int64_t>(first + row) * dim + start + place;
 #pragma unroll
@@ -83,7 +87,8 @@ __device__ __forceinline__ void fetch_operand(float* stage, const float* points,
 #pragma unroll
         for (int group = 0; group < kScoreDepth / 16; ++group) {
             const bool inside = first + row + skip < count && start + place + 16 * group < dim;
-            copy_async(stage + (group * kScoreTile + row + skip) * 16 + place, source + skip * dim + 16 * group, inside ? 16 : 0);
+            copy_async(stage + (group * kScoreTile + row + skip) * 16 + place, source + skip * dim + 16 * group,
+                       inside ? 16 : 0);
         }
     }
 }
@@ -129,7 +134,8 @@ __device__ __forceinline__ void multiply_stage(float (&dot)[4][4][4], const floa
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
             const float4 upper = x[(x_row + 16 * m) * 4], lower = x[(x_row + 16 * m + 8) * 4];
-            const float first[4] = {upper.x, lower.x, upper.y, lower.y}, second[4] = {upper.z, lower.z, upper.w, lower.w};
+            const float first[4] = {upper.x, lower.x, upper.y, lower.y},
+                        second[4] = {upper.z, lower.z, upper.w, lower.w};
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
                 multiply<kPasses>(dot[m][n], first, {columns[n].x, columns[n].y});
@@ -143,7 +149,8 @@ template <int kPasses>
 __global__ void __launch_bounds__(kScoreThreads, 1) score_kernel(ScoreProblem p) {
     GEOFLOW_DYNAMIC_SHARED(float, ring);  // [stage][x, y][kOperandFloats]
     int tile_row, tile_col;
-    tile_of_block(blockIdx.x, (p.rows + kScoreTile - 1) / kScoreTile, (p.cols + kScoreTile - 1) / kScoreTile, tile_row, tile_col);
+    tile_of_block(blockIdx.x, (p.rows + kScoreTile - 1) / kScoreTile, (p.cols + kScoreTile - 1) / kScoreTile, tile_row,
+                  tile_col);
     const int first_row = tile_row * kScoreTile, first_col = tile_col * kScoreTile;
     const int steps0 = (p.factor[0].dim + kScoreDepth - 1) / kScoreDepth;
     const int steps = steps0 + (p.factor[1].dim + kScoreDepth - 1) / kScoreDepth;

@@ -34,7 +34,8 @@ struct Shape {
 };
 
 template <typename... Parameters>
-void launch(const char* what, const Shape& shape, cudaStream_t stream, void (*kernel)(Parameters...), Parameters... arguments) {
+void launch(const char* what, const Shape& shape, cudaStream_t stream, void (*kernel)(Parameters...),
+            Parameters... arguments) {
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeCooperative;
     attribute.val.cooperative = shape.cooperative ? 1 : 0;
@@ -86,7 +87,8 @@ SolvePlan kernel_for(std::int64_t cols) {
 SolvePlan plan_solve(const SinkhornParams& params, const CudaMatrix& matrix, int device) {
     check_matrix(params, matrix);
     SolvePlan plan = kernel_for(params.cols);
-    check(cudaFuncSetAttribute(plan.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes), "sinkhorn: shared memory");
+    check(cudaFuncSetAttribute(plan.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes),
+          "sinkhorn: shared memory");
     int per_multiprocessor = 0;
     check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, plan.kernel, kThreads, plan.shared_bytes),
           "sinkhorn: occupancy");
@@ -132,7 +134,8 @@ std::int64_t result_blocks(std::int64_t rows, int rows_per_warp, int device) {
 
 }  // namespace
 
-void sinkhorn_cuda_scores(const SinkhornParams& params, const CudaClouds& clouds, const CudaMatrix& scores, bool precise, CudaPlace place) {
+void sinkhorn_cuda_scores(const SinkhornParams& params, const CudaClouds& clouds, const CudaMatrix& scores,
+                          bool precise, CudaPlace place) {
     check_matrix(params, scores);
     if (params.cost == Cost::given) throw std::invalid_argument("given costs need no scores");
     const auto width = [](std::int64_t dim) { return static_cast<int>(dim); };
@@ -149,9 +152,11 @@ void sinkhorn_cuda_scores(const SinkhornParams& params, const CudaClouds& clouds
         }
     }
     const auto kernel = precise ? score_kernel<3> : score_kernel<1>;
-    const std::int64_t tiles = ((params.rows + kScoreTile - 1) / kScoreTile) * ((params.cols + kScoreTile - 1) / kScoreTile);
+    const std::int64_t tiles =
+        ((params.rows + kScoreTile - 1) / kScoreTile) * ((params.cols + kScoreTile - 1) / kScoreTile);
     const cudaStream_t stream = enter(place);
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kScoreSharedBytes), "scores: shared memory");
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kScoreSharedBytes),
+          "scores: shared memory");
     launch("scores", {tiles, kScoreThreads, kScoreSharedBytes, false}, stream, kernel, problem);
 }
 
@@ -160,20 +165,22 @@ std::int64_t sinkhorn_cuda_workspace(const SinkhornParams& params, const CudaMat
     return carve(nullptr, params, plan_solve(params, matrix, device).blocks).bytes;
 }
 
-void sinkhorn_cuda_solve(const SinkhornParams& params, const CudaMatrix& matrix, int halvings, void* workspace, SinkhornStatus* status,
-                         CudaPlace place) {
+void sinkhorn_cuda_solve(const SinkhornParams& params, const CudaMatrix& matrix, int halvings, void* workspace,
+                         SinkhornStatus* status, CudaPlace place) {
     if (halvings < 0 || halvings > 60) throw std::invalid_argument("halvings must be between 0 and 60");
     const cudaStream_t stream = enter(place);
     const SolvePlan plan = plan_solve(params, matrix, place.device);
     SinkhornWorkspace arrays = carve(workspace, params, plan.blocks).arrays;
     arrays.status = status;
     const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride, matrix.offset, halvings);
-    check(cudaMemsetAsync(arrays.reference, 0, 2 * sizeof(float) * static_cast<std::size_t>(arrays.padded_cols), stream), "sinkhorn: memset");
+    check(
+        cudaMemsetAsync(arrays.reference, 0, 2 * sizeof(float) * static_cast<std::size_t>(arrays.padded_cols), stream),
+        "sinkhorn: memset");
     launch("sinkhorn", {plan.blocks, kThreads, plan.shared_bytes, true}, stream, plan.kernel, problem, arrays);
 }
 
-void sinkhorn_cuda_result(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace, const CudaOutputs& outputs,
-                          CudaPlace place) {
+void sinkhorn_cuda_result(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace,
+                          const CudaOutputs& outputs, CudaPlace place) {
     const cudaStream_t stream = enter(place);
     const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride, matrix.offset);
     const SinkhornResult result = {outputs.index,    outputs.f,  outputs.g,    outputs.row_mass,
@@ -182,8 +189,8 @@ void sinkhorn_cuda_result(const SinkhornParams& params, const CudaMatrix& matrix
            sinkhorn_result_kernel, problem, solved_arrays(workspace, params), result);
 }
 
-void sinkhorn_cuda_sample(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace, const float* row_mass,
-                          const double* uniform, std::int64_t* index, CudaPlace place) {
+void sinkhorn_cuda_sample(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace,
+                          const float* row_mass, const double* uniform, std::int64_t* index, CudaPlace place) {
     const cudaStream_t stream = enter(place);
     const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride, matrix.offset);
     launch("sinkhorn sample", {result_blocks(params.rows, 1, place.device), kResultThreads, 0, false}, stream,

@@ -1,23 +1,26 @@
-// Sinkhorn in the log domain, one read of the matrix per iteration, all iterations in one launch. See sinkhorn.h for the iteration.
+// Sinkhorn in the log domain, one read of the matrix per iteration, all iterations in one launch. See sinkhorn.h for
+// the iteration.
 //
-// sinkhorn_kernel (up to 8192 columns): a cooperative grid of one block of 512 threads per place on the GPU. A thread owns the same
-// 4 kVectors columns throughout. Rows come through a three-deep ring in shared memory, each thread fetching just what it will read
-// itself, so the ring needs no barrier; the fetching runs on across iterations. Of a row in registers, the block-wide maximum and sum
-// give f_i, and the same exponentials, divided by the sum, join the thread's column sums. The blocks' column sums then meet in memory
-// (grid barrier), are added in a fixed order, g is updated, and the L1 error decides on the device whether to go on (grid barrier).
-//   Per iteration at B = 8192: 268 MB read, 0.7 GFLOP, 67 M exponentials (one per entry). At 85 % of the bandwidth and about 6 us for
-//   two barriers and the column update: 0.21 ms on A100-40, 0.10 ms on H100.
+// sinkhorn_kernel (up to 8192 columns): a cooperative grid of one block of 512 threads per place on the GPU. A thread
+// owns the same 4 kVectors columns throughout. Rows come through a three-deep ring in shared memory, each thread
+// fetching just what it will read itself, so the ring needs no barrier; the fetching runs on across iterations. Of a
+// row in registers, the block-wide maximum and sum give f_i, and the same exponentials, divided by the sum, join the
+// thread's column sums. The blocks' column sums then meet in memory (grid barrier), are added in a fixed order, g is
+// updated, and the L1 error decides on the device whether to go on (grid barrier).
+//   Per iteration at B = 8192: 268 MB read, 0.7 GFLOP, 67 M exponentials (one per entry). At 85 % of the bandwidth and
+//   about 6 us for two barriers and the column update: 0.21 ms on A100-40, 0.10 ms on H100.
 //
-// sinkhorn_wide_kernel (more columns): a row no longer fits the registers of a block, so an iteration reads the matrix twice, once for
-// the rows and once for the columns: at B = 16384, 2.1 GB: 1.7 ms on A100-40, 0.76 ms on H100.
+// sinkhorn_wide_kernel (more columns): a row no longer fits the registers of a block, so an iteration reads the matrix
+// twice, once for the rows and once for the columns: at B = 16384, 2.1 GB: 1.7 ms on A100-40, 0.76 ms on H100.
 //
 // sinkhorn_result_kernel: argmax, both potentials and each row's transport cost in one more read: 0.20 ms, 0.10 ms.
 //
-// Numbers that stay finite. Exponents are base 2: x_ij = scale * (matrix_ij - centre) + g_j, with g_j in units of eps ln 2. g_j is kept as
-// reference + delta with |delta| <= 8: the reference changes only while g_j still moves far, so near convergence the first
-// part rounds the same way in every iteration and the small updates land in delta, added after the row maximum is gone. So float32
-// converges even where |x| is 1e6. Where eps is far below the range of the costs, starting at a larger one (`halvings`) and carrying g
-// along saves most of the iterations. A column whose sum underflows is lifted until its largest exponent meets that of its row.
+// Numbers that stay finite. Exponents are base 2: x_ij = scale * (matrix_ij - centre) + g_j, with g_j in units of eps
+// ln 2. g_j is kept as reference + delta with |delta| <= 8: the reference changes only while g_j still moves far, so
+// near convergence the first part rounds the same way in every iteration and the small updates land in delta, added
+// after the row maximum is gone. So float32 converges even where |x| is 1e6. Where eps is far below the range of the
+// costs, starting at a larger one (`halvings`) and carrying g along saves most of the iterations. A column whose sum
+// underflows is lifted until its largest exponent meets that of its row.
 #pragma once
 
 #include <cmath>
@@ -33,8 +36,8 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kStages = 3;
 template <int kVectors>
 constexpr int kSinkhornSharedBytes = (kStages + 1) * kVectors * kThreads * 16;
-constexpr float kRebase = 8.0f;         // |delta| beyond this moves into the reference
-constexpr float kUnderflow = 1e-30f;    // column sums below may have lost terms that a float32 cannot hold
+constexpr float kRebase = 8.0f;       // |delta| beyond this moves into the reference
+constexpr float kUnderflow = 1e-30f;  // column sums below may have lost terms that a float32 cannot hold
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 struct SinkhornProblem {
@@ -75,8 +78,8 @@ struct SinkhornResult {
 };
 
 // The kernels' view of a problem; `offset` as in C = offset - S. Host code.
-inline SinkhornProblem sinkhorn_problem(const SinkhornParams& params, const float* matrix, std::int64_t stride, float offset,
-                                        int halvings = 0) {
+inline SinkhornProblem sinkhorn_problem(const SinkhornParams& params, const float* matrix, std::int64_t stride,
+                                        float offset, int halvings = 0) {
     const bool given = params.cost == Cost::given;
     const float scale = 1.44269504f / params.eps;
     const double share = static_cast<double>(params.rows) / static_cast<double>(params.cols);
@@ -120,8 +123,8 @@ __device__ __forceinline__ float warp_sum(float x) {
     return x;
 }
 
-// Block-wide maximum and sum, the same bits in every thread. One barrier each: the caller must pass a barrier between two uses of
-// the same `scratch` [kWarps].
+// Block-wide maximum and sum, the same bits in every thread. One barrier each: the caller must pass a barrier between
+// two uses of the same `scratch` [kWarps].
 __device__ __forceinline__ float block_max(float x, float* scratch) {
     x = warp_max(x);
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
@@ -168,10 +171,10 @@ __device__ __forceinline__ void rebase(float& reference, float& delta) {
     }
 }
 
-// g of four columns, of which the first `left` exist; the others get weight zero in every sum. `growth` is a power of two: the exponents
-// of the same g in the units of a smaller eps.
-__device__ __forceinline__ void load_columns(Four& reference, Four& delta, const float* references, const float* deltas, int left,
-                                             float growth = 1.0f) {
+// g of four columns, of which the first `left` exist; the others get weight zero in every sum. `growth` is a power of
+// two: the exponents of the same g in the units of a smaller eps.
+__device__ __forceinline__ void load_columns(Four& reference, Four& delta, const float* references, const float* deltas,
+                                             int left, float growth = 1.0f) {
     reference = left > 0 ? load_fresh(references) : all_four(0.0f);
     delta = left > 0 ? load_fresh(deltas) : all_four(0.0f);
 #pragma unroll
@@ -196,15 +199,18 @@ __device__ __forceinline__ float column_top(const SinkhornWorkspace& w, int col,
     return top;
 }
 
-// After all blocks have written their partial column sums: the column update, 32 columns at a time, and their share of the error.
-__device__ __forceinline__ void update_columns(const SinkhornProblem& p, const SinkhornWorkspace& w, float growth, float* scratch) {
+// After all blocks have written their partial column sums: the column update, 32 columns at a time, and their share of
+// the error.
+__device__ __forceinline__ void update_columns(const SinkhornProblem& p, const SinkhornWorkspace& w, float growth,
+                                               float* scratch) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, blocks = gridDim.x;
     for (int group = blockIdx.x; group * 32 < p.cols; group += blocks) {
         const int col = group * 32 + lane;
         float sum = 0.0f;
         if (col < p.cols) {
 #pragma unroll 4
-            for (int block = warp; block < blocks; block += kWarps) sum += __ldcg(w.partial_sum + block * w.padded_cols + col);
+            for (int block = warp; block < blocks; block += kWarps)
+                sum += __ldcg(w.partial_sum + block * w.padded_cols + col);
         }
         scratch[threadIdx.x] = sum;
         __syncthreads();
@@ -239,7 +245,9 @@ __device__ __forceinline__ float total_error(const SinkhornProblem& p, const Sin
     return block_sum(error, scratch);
 }
 
-__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(static_cast<std::uint32_t>(127 + exponent) << 23); }
+__device__ __forceinline__ float power_of_two(int exponent) {
+    return __uint_as_float(static_cast<std::uint32_t>(127 + exponent) << 23);
+}
 
 // Where the iteration stands; the same in every thread of the grid.
 struct Progress {
@@ -249,7 +257,8 @@ struct Progress {
     float scale;
     float growth = 1.0f;  // of the scale since the previous iteration
 
-    __device__ explicit Progress(const SinkhornProblem& p) : halvings(p.halvings), scale(p.scale * power_of_two(-p.halvings)) {}
+    __device__ explicit Progress(const SinkhornProblem& p)
+        : halvings(p.halvings), scale(p.scale * power_of_two(-p.halvings)) {}
 
     __device__ __forceinline__ void halve_eps(int times) {
         growth = power_of_two(times);
@@ -306,8 +315,9 @@ struct OwnColumns {
 
 // One row, from the ring: f_i to memory, the row-normalised plan into the column sums.
 template <int kVectors>
-__device__ __forceinline__ void absorb_row(OwnColumns<kVectors>& own, const Four* delta, const Four* value, float centre, float scale,
-                                           const SinkhornWorkspace& w, int row, float* max_scratch, float* sum_scratch) {
+__device__ __forceinline__ void absorb_row(OwnColumns<kVectors>& own, const Four* delta, const Four* value,
+                                           float centre, float scale, const SinkhornWorkspace& w, int row,
+                                           float* max_scratch, float* sum_scratch) {
     Four weight[kVectors];
     float largest = minus_infinity();
 #pragma unroll
@@ -347,7 +357,8 @@ __device__ __forceinline__ void absorb_row(OwnColumns<kVectors>& own, const Four
 
 // kVectors: 1, 2, 4 for up to 2048, 4096, 8192 columns. Needs gridDim.x <= rows.
 template <int kVectors>
-__global__ void __launch_bounds__(kThreads, kVectors == 1 ? 2 : 1) sinkhorn_kernel(SinkhornProblem p, SinkhornWorkspace w) {
+__global__ void __launch_bounds__(kThreads, kVectors == 1 ? 2 : 1)
+    sinkhorn_kernel(SinkhornProblem p, SinkhornWorkspace w) {
     GEOFLOW_DYNAMIC_SHARED(Four, ring);  // [kStages][kVectors * kThreads], then delta [kVectors * kThreads]
     GEOFLOW_SHARED(float, max_scratch, kWarps);
     GEOFLOW_SHARED(float, sum_scratch, kWarps);
@@ -356,7 +367,9 @@ __global__ void __launch_bounds__(kThreads, kVectors == 1 ? 2 : 1) sinkhorn_kern
     constexpr int kStageSize = kVectors * kThreads;
     Four* const mine = ring + threadIdx.x;
     Four* const delta = mine + kStages * kStageSize;
-    const int first = 4 * static_cast<int>(threadIdx.x);  // the thread's columns: four from here, and from every kThreads * 4 further on
+    const int first =
+        4 *
+        static_cast<int>(threadIdx.x);  // the thread's columns: four from here, and from every kThreads * 4 further on
 
     int fetch = blockIdx.x;  // the row to fetch next
     const auto fetch_next = [&](int stage) {
@@ -372,8 +385,8 @@ __global__ void __launch_bounds__(kThreads, kVectors == 1 ? 2 : 1) sinkhorn_kern
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
             const int skip = 4 * kThreads * v;
-            load_columns(own.reference[v], delta[v * kThreads], w.reference + first + skip, w.delta + first + skip, p.cols - first - skip,
-                         now.growth);
+            load_columns(own.reference[v], delta[v * kThreads], w.reference + first + skip, w.delta + first + skip,
+                         p.cols - first - skip, now.growth);
             own.sum[v] = all_four(0.0f);
             own.top[v] = all_four(minus_infinity());
         }
@@ -395,9 +408,10 @@ __global__ void __launch_bounds__(kThreads, kVectors == 1 ? 2 : 1) sinkhorn_kern
 
 constexpr int kWideRows = 4;  // rows a block takes through the columns together, so that g is read once for all of them
 
-// Row sums of the block's rows [first, first + kWideRows) in its own numbering; past the end the last row is done again.
-__device__ __forceinline__ void wide_rows(const Progress& now, const SinkhornProblem& p, const SinkhornWorkspace& w, int first, int mine,
-                                          float* max_scratch, float* sum_scratch) {
+// Row sums of the block's rows [first, first + kWideRows) in its own numbering; past the end the last row is done
+// again.
+__device__ __forceinline__ void wide_rows(const Progress& now, const SinkhornProblem& p, const SinkhornWorkspace& w,
+                                          int first, int mine, float* max_scratch, float* sum_scratch) {
     int row[kWideRows];
     float largest[kWideRows], total[kWideRows];
 #pragma unroll
@@ -436,7 +450,8 @@ __device__ __forceinline__ void wide_rows(const Progress& now, const SinkhornPro
 }
 
 // Column sums over the block's rows, whose row sums are known.
-__device__ __forceinline__ void wide_columns(const Progress& now, const SinkhornProblem& p, const SinkhornWorkspace& w) {
+__device__ __forceinline__ void wide_columns(const Progress& now, const SinkhornProblem& p,
+                                             const SinkhornWorkspace& w) {
     for (int col = 4 * threadIdx.x; col < p.cols; col += 4 * kThreads) {
         Four reference, delta, sum = all_four(0.0f), top = all_four(minus_infinity());
         load_columns(reference, delta, w.reference + col, w.delta + col, p.cols - col, now.growth);
@@ -460,10 +475,12 @@ static __global__ void __launch_bounds__(kThreads) sinkhorn_wide_kernel(Sinkhorn
     GEOFLOW_SHARED(float, sum_scratch, kWarps);
     GEOFLOW_SHARED(float, error_scratch, kWarps);
     GEOFLOW_SHARED(float, update_scratch, kThreads);
-    const int mine = (p.rows - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
+    const int mine =
+        (p.rows - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
     Progress now(p);
     do {
-        for (int first = 0; first < mine; first += kWideRows) wide_rows(now, p, w, first, mine, max_scratch, sum_scratch);
+        for (int first = 0; first < mine; first += kWideRows)
+            wide_rows(now, p, w, first, mine, max_scratch, sum_scratch);
         __syncthreads();  // the row sums are written by one thread and read by all
         wide_columns(now, p, w);
     } while (!finish_iteration(now, p, w, update_scratch, error_scratch));
@@ -481,7 +498,8 @@ __device__ __forceinline__ void keep_better(float& best, int& index, float expon
 }
 
 // One warp per kResultRows rows; the same threads also write out g. Any grid.
-static __global__ void __launch_bounds__(kResultThreads) sinkhorn_result_kernel(SinkhornProblem p, SinkhornWorkspace w, SinkhornResult out) {
+static __global__ void __launch_bounds__(kResultThreads)
+    sinkhorn_result_kernel(SinkhornProblem p, SinkhornWorkspace w, SinkhornResult out) {
     const int lane = threadIdx.x % 32;
     const int thread = blockIdx.x * kResultThreads + threadIdx.x, threads = gridDim.x * kResultThreads;
     const double unit = static_cast<double>(out.eps) * 0.69314718055994531;  // of the exponents, in units of the cost
@@ -530,7 +548,8 @@ static __global__ void __launch_bounds__(kResultThreads) sinkhorn_result_kernel(
             if (lane == 0 && first + k < p.rows) {
                 const double log_sum = static_cast<double>(row_max[k]) + static_cast<double>(row_log[k]);
                 out.index[first + k] = index[k];
-                out.f[first + k] = static_cast<double>(out.offset) - unit * (log_sum + log2(static_cast<double>(p.rows)));
+                out.f[first + k] =
+                    static_cast<double>(out.offset) - unit * (log_sum + log2(static_cast<double>(p.rows)));
                 out.row_mass[first + k] = mass[k];
                 out.row_cost[first + k] = cost[k];
             }
@@ -538,10 +557,12 @@ static __global__ void __launch_bounds__(kResultThreads) sinkhorn_result_kernel(
     }
 }
 
-// Draws a column for each row: the first whose cumulative share of the row's mass exceeds uniform[row] in [0, 1). One warp per row, 128
-// columns a step until the draw is found: on average half a read of the matrix, 0.10 ms on A100-40, 0.05 ms on H100 at B = 8192.
-static __global__ void __launch_bounds__(kResultThreads) sinkhorn_sample_kernel(SinkhornProblem p, SinkhornWorkspace w, const float* row_mass,
-                                                                         const double* uniform, std::int64_t* index) {
+// Draws a column for each row: the first whose cumulative share of the row's mass exceeds uniform[row] in [0, 1). One
+// warp per row, 128 columns a step until the draw is found: on average half a read of the matrix, 0.10 ms on A100-40,
+// 0.05 ms on H100 at B = 8192.
+static __global__ void __launch_bounds__(kResultThreads)
+    sinkhorn_sample_kernel(SinkhornProblem p, SinkhornWorkspace w, const float* row_mass, const double* uniform,
+                           std::int64_t* index) {
     const int lane = threadIdx.x % 32;
     const int thread = blockIdx.x * kResultThreads + threadIdx.x, threads = gridDim.x * kResultThreads;
     for (int row = thread / 32; row < p.rows; row += threads / 32) {
@@ -559,7 +580,8 @@ static __global__ void __launch_bounds__(kResultThreads) sinkhorn_sample_kernel(
                 const Four value = load_values(p.matrix + row * p.stride, col, p.cols);
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
-                    const float exponent = (fmaf(p.scale, value.at[c] - p.centre, reference.at[c]) - row_max) + delta.at[c];
+                    const float exponent =
+                        (fmaf(p.scale, value.at[c] - p.centre, reference.at[c]) - row_max) + delta.at[c];
                     mass.at[c] = fast_exp2(exponent - row_log);
                 }
             }

@@ -1,6 +1,6 @@
-// Host entry points of the CUDA transport solver; no CUDA header needed here. All work goes to the given stream of the given device, in
-// memory that the caller provides, and nothing waits: every call may be captured in a CUDA graph. A failed launch throws
-// std::runtime_error, impossible arguments std::invalid_argument.
+// Host entry points of the CUDA transport solver; no CUDA header needed here. All work goes to the given stream of the
+// given device, in memory that the caller provides, and nothing waits: every call may be captured in a CUDA graph. A
+// failed launch throws std::runtime_error, impossible arguments std::invalid_argument.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ struct CudaPlace {
 struct CudaMatrix {
     float* data;          // [rows, stride], 16-byte aligned
     std::int64_t stride;  // >= cols, a multiple of 4; what lies beyond cols may be anything
-    float offset;         // C = offset - S; with Cost::given the middle of the costs, so that differences keep their bits
+    float offset;  // C = offset - S; with Cost::given the middle of the costs, so that differences keep their bits
 };
 
 // 16-byte aligned, widths multiples of 4: zero coordinates change no dot product.
@@ -38,19 +38,21 @@ struct CudaOutputs {
 };
 
 // S = offset - C for all pairs. `precise`: float32 accuracy, else TF32.
-void sinkhorn_cuda_scores(const SinkhornParams& params, const CudaClouds& clouds, const CudaMatrix& scores, bool precise, CudaPlace place);
+void sinkhorn_cuda_scores(const SinkhornParams& params, const CudaClouds& clouds, const CudaMatrix& scores,
+                          bool precise, CudaPlace place);
 
 // Bytes of workspace that a solve needs on this device; 16-byte aligned.
 std::int64_t sinkhorn_cuda_workspace(const SinkhornParams& params, const CudaMatrix& matrix, int device);
 
-// Iterates to the end; `status` is on the device. Starts from eps 2^halvings, which saves iterations where eps is far below the range of
-// the costs.
-void sinkhorn_cuda_solve(const SinkhornParams& params, const CudaMatrix& matrix, int halvings, void* workspace, SinkhornStatus* status,
-                         CudaPlace place);
+// Iterates to the end; `status` is on the device. Starts from eps 2^halvings, which saves iterations where eps is far
+// below the range of the costs.
+void sinkhorn_cuda_solve(const SinkhornParams& params, const CudaMatrix& matrix, int halvings, void* workspace,
+                         SinkhornStatus* status, CudaPlace place);
 
 // After a solve, from the same workspace.
-void sinkhorn_cuda_result(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace, const CudaOutputs& outputs, CudaPlace place);
-void sinkhorn_cuda_sample(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace, const float* row_mass,
-                          const double* uniform, std::int64_t* index, CudaPlace place);
+void sinkhorn_cuda_result(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace,
+                          const CudaOutputs& outputs, CudaPlace place);
+void sinkhorn_cuda_sample(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace,
+                          const float* row_mass, const double* uniform, std::int64_t* index, CudaPlace place);
 
 }  // namespace geoflow

@@ -1,5 +1,6 @@
-// Stands in for the CUDA runtime so that the launchers (csrc/cuda/*.cu) compile as C++ and launch into the emulation: a device with a
-// few multiprocessors whose memory is the CPU's. What the launchers must not get wrong is checked: sizes, shared memory, residency.
+// Stands in for the CUDA runtime so that the launchers (csrc/cuda/*.cu) compile as C++ and launch into the emulation: a
+// device with a few multiprocessors whose memory is the CPU's. What the launchers must not get wrong is checked: sizes,
+// shared memory, residency.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +10,7 @@
 #include "emulation.h"
 
 enum cudaError_t { cudaSuccess, cudaErrorInsufficientDriver, cudaErrorInvalidValue };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrComputeCapabilityMajor };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaLaunchAttributeID { cudaLaunchAttributeCooperative };
 using cudaStream_t = struct EmulatedStream*;
@@ -59,8 +60,8 @@ inline cudaError_t cudaGetDeviceCount(int* count) {
 
 inline cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidValue; }
 
-inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
-    *value = emulated_runtime::kMultiprocessors;
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+    *value = attribute == cudaDevAttrMultiProcessorCount ? emulated_runtime::kMultiprocessors : 8;
     return cudaSuccess;
 }
 
@@ -83,14 +84,17 @@ inline cudaError_t cudaMemsetAsync(void* target, int value, std::size_t bytes, c
 }
 
 template <typename... Parameters, typename... Arguments>
-cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments&&... arguments) {
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments&&... arguments) {
     const bool cooperative = config->numAttrs > 0 && config->attrs[0].val.cooperative != 0;
     const int blocks = static_cast<int>(config->gridDim.x);
-    if (blocks < 1 || config->blockDim.x > 1024 || static_cast<int>(config->dynamicSmemBytes) > emulated_runtime::allowed_shared(kernel) ||
+    if (blocks < 1 || config->blockDim.x > 1024 ||
+        static_cast<int>(config->dynamicSmemBytes) > emulated_runtime::allowed_shared(kernel) ||
         (cooperative && blocks > emulated_runtime::kMultiprocessors)) {
         return cudaErrorInvalidValue;
     }
-    const emulation::Launch launch = {blocks, static_cast<int>(config->blockDim.x), config->dynamicSmemBytes, cooperative};
+    const emulation::Launch launch = {blocks, static_cast<int>(config->blockDim.x), config->dynamicSmemBytes,
+                                      cooperative};
     emulation::run(launch, [&] { kernel(arguments...); });
     return cudaSuccess;
 }

@@ -28,7 +28,8 @@ inline int integer(const char* name) { return static_cast<int>(number(name)); }
 // Of exactly this size, so that AddressSanitizer knows its ends; every byte 0xff, a NaN as float.
 template <typename T>
 struct Array {
-    explicit Array(std::size_t size) : count(size), data(static_cast<T*>(std::aligned_alloc(16, (size * sizeof(T) + 15) / 16 * 16))) {
+    explicit Array(std::size_t size)
+        : count(size), data(static_cast<T*>(std::aligned_alloc(16, (size * sizeof(T) + 15) / 16 * 16))) {
         std::memset(static_cast<void*>(data), 0xff, size * sizeof(T));
 #if defined(__SANITIZE_ADDRESS__)
         __asan_poison_memory_region(data + size, (size * sizeof(T) + 15) / 16 * 16 - size * sizeof(T));
@@ -49,7 +50,8 @@ inline void read_arguments(int count, char** values) {
         const std::string text = values[k];
         arguments[text.substr(0, text.find('='))] = text.substr(text.find('=') + 1);
     }
-    emulation::use_schedule(static_cast<emulation::Schedule>(integer("schedule")), static_cast<std::uint64_t>(number("seed")));
+    emulation::use_schedule(static_cast<emulation::Schedule>(integer("schedule")),
+                            static_cast<std::uint64_t>(number("seed")));
 }
 
 }  // namespace driver

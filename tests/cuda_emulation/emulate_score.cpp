@@ -1,5 +1,6 @@
-// Runs the shipped score kernel in the emulation. Arguments: schedule seed passes rows cols dim0 dim1 weight0 weight1 arc.
-// In: x0 [rows, dim0], y0 [cols, dim0], x1 [rows, dim1], y1 [cols, dim1]. Out: score [rows, cols up to a multiple of 4].
+// Runs the shipped score kernel in the emulation. Arguments: schedule seed passes rows cols dim0 dim1 weight0 weight1
+// arc. In: x0 [rows, dim0], y0 [cols, dim0], x1 [rows, dim1], y1 [cols, dim1]. Out: score [rows, cols up to a multiple
+// of 4].
 #include <memory>
 
 #include "cuda/score.cuh"

@@ -1,7 +1,7 @@
 // Runs the shipped solver, result and sampling kernels in the emulation, one after the other.
 // Arguments: schedule seed wide blocks rows cols stride cost eps tol max_iter halvings offset.
-// In: matrix [rows, stride], uniform [rows] float64. Out: status (two int32, a float32), f [rows], g [cols] float64, row_mass [rows],
-// row_cost [rows] float32, argmax [rows], draw [rows] int64.
+// In: matrix [rows, stride], uniform [rows] float64. Out: status (two int32, a float32), f [rows], g [cols] float64,
+// row_mass [rows], row_cost [rows] float32, argmax [rows], draw [rows] int64.
 #include "cuda/sinkhorn.cuh"
 #include "driver.h"
 
@@ -33,9 +33,9 @@ int main(int argument_count, char** argument_values) {
     const int blocks = integer("blocks");
     const float offset = static_cast<float>(number("offset"));
     const auto size = [](std::int64_t n) { return static_cast<std::size_t>(n); };
-    Array<float> matrix(size(params.rows * stride)), reference(size(padded)), delta(size(padded)), row_max(size(params.rows)),
-        row_log(size(params.rows)), partial_sum(size(blocks * padded)), partial_max(size(blocks * padded)),
-        group_error(size((params.cols + 31) / 32));
+    Array<float> matrix(size(params.rows * stride)), reference(size(padded)), delta(size(padded)),
+        row_max(size(params.rows)), row_log(size(params.rows)), partial_sum(size(blocks * padded)),
+        partial_max(size(blocks * padded)), group_error(size((params.cols + 31) / 32));
     Array<geoflow::SinkhornStatus> status(1);
     Array<double> uniform(size(params.rows)), f(size(params.rows)), g(size(params.cols));
     Array<float> row_mass(size(params.rows)), row_cost(size(params.rows));
@@ -45,8 +45,9 @@ int main(int argument_count, char** argument_values) {
     std::memset(reference.data, 0, reference.count * sizeof(float));
     std::memset(delta.data, 0, delta.count * sizeof(float));
     const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, stride, offset, integer("halvings"));
-    const SinkhornWorkspace workspace = {reference.data,   delta.data,       row_max.data, row_log.data, partial_sum.data,
-                                         partial_max.data, group_error.data, status.data,  padded};
+    const SinkhornWorkspace workspace = {reference.data,   delta.data,       row_max.data,
+                                         row_log.data,     partial_sum.data, partial_max.data,
+                                         group_error.data, status.data,      padded};
     const SinkhornResult result = {index.data, f.data, g.data, row_mass.data, row_cost.data, params.eps, offset};
     const int vectors = integer("wide") != 0 ? 0 : sinkhorn_vectors(params.cols);
     solve(vectors, blocks, problem, workspace);

@@ -7,7 +7,10 @@
 #include <cstring>
 #include <vector>
 
-#if !defined(__x86_64__)
+// Switching stacks takes a few instructions of assembly, or the thirteen times slower ucontext where nobody wrote them.
+#if defined(__x86_64__) && !defined(EMULATION_PORTABLE)
+#define EMULATION_ASSEMBLY
+#else
 #include <ucontext.h>
 #endif
 
@@ -22,8 +25,8 @@
 #define UNSEEN
 #endif
 
-// ThreadSanitizer must see the kernels' accesses and nothing of the machinery here, which all fibers share without order: functions
-// that fibers call are UNSEEN, and what they leave is picked up by the scheduler, which is UNSEEN too.
+// ThreadSanitizer must see the kernels' accesses and nothing of the machinery here, which all fibers share without
+// order: functions that fibers call are UNSEEN, and what they leave is picked up by the scheduler, which is UNSEEN too.
 
 namespace emulation {
 namespace {
@@ -39,7 +42,8 @@ enum class WarpWork : int { none, exchange, multiply };
 struct Block {
     int waiting = 0, finished = 0;
     unsigned phase = 0;
-    char order[2];  // what ThreadSanitizer sees of the barrier: two, so that a fast thread's next arrival does not count for this one
+    char order[2];  // what ThreadSanitizer sees of the barrier: two, so that a fast thread's next arrival does not
+                    // count for this one
     int arrays = 0;
     const void* site[kMaxArrays];
     void* array[kMaxArrays];
@@ -67,7 +71,8 @@ struct Fiber {
     std::uint64_t value = 0, received = 0;
     int source = 0;
     Fragments fragments{};
-    Waiting* copies = nullptr;  // [kMaxCopies], allocated with the fiber: kept apart so that fibers stay small and in cache
+    Waiting* copies =
+        nullptr;  // [kMaxCopies], allocated with the fiber: kept apart so that fibers stay small and in cache
     int copy_count = 0, open_group = 0;
 #if defined(__SANITIZE_THREAD__)
     void* sanitizer = nullptr;
@@ -75,7 +80,7 @@ struct Fiber {
 #if defined(__SANITIZE_ADDRESS__)
     void* fake_stack = nullptr;
 #endif
-#if !defined(__x86_64__)
+#if !defined(EMULATION_ASSEMBLY)
     ucontext_t context;
 #endif
 };
@@ -104,7 +109,7 @@ std::size_t scheduler_stack_bytes;
 void* scheduler_fake_stack;
 #endif
 void* scheduler_stack_pointer;
-#if !defined(__x86_64__)
+#if !defined(EMULATION_ASSEMBLY)
 ucontext_t scheduler_context;
 #endif
 
@@ -128,7 +133,7 @@ void synchronise(bool release, void* order) {
 #endif
 }
 
-#if defined(__x86_64__)
+#if defined(EMULATION_ASSEMBLY)
 // Saves the callee-saved registers on the old stack and takes those on the new one.
 extern "C" void emulation_switch(void** save, void* load);
 asm(R"(
@@ -163,9 +168,10 @@ UNSEEN void to_scheduler() {
     __tsan_switch_to_fiber(scheduler_sanitizer, __tsan_switch_to_fiber_no_sync);
 #endif
 #if defined(__SANITIZE_ADDRESS__)
-    __sanitizer_start_switch_fiber(self->state == State::finished ? nullptr : &self->fake_stack, scheduler_stack, scheduler_stack_bytes);
+    __sanitizer_start_switch_fiber(self->state == State::finished ? nullptr : &self->fake_stack, scheduler_stack,
+                                   scheduler_stack_bytes);
 #endif
-#if defined(__x86_64__)
+#if defined(EMULATION_ASSEMBLY)
     emulation_switch(&self->stack_pointer, scheduler_stack_pointer);
 #else
     swapcontext(&self->context, &scheduler_context);
@@ -183,7 +189,7 @@ UNSEEN void to_fiber(Fiber& fiber) {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_start_switch_fiber(&scheduler_fake_stack, fiber.stack, kStackBytes);
 #endif
-#if defined(__x86_64__)
+#if defined(EMULATION_ASSEMBLY)
     emulation_switch(&scheduler_stack_pointer, fiber.stack_pointer);
 #else
     swapcontext(&scheduler_context, &fiber.context);
@@ -210,9 +216,9 @@ UNSEEN void fiber_main() {
 // `skip` moves the stack's top down by another amount per fiber, or all would compete for the same lines of the cache.
 UNSEEN void prepare(Fiber& fiber, char* stack, std::size_t skip) {
     fiber.stack = stack;
-#if defined(__x86_64__)
-    // As if emulation_switch had been called from fiber_main's caller: six registers, then the address to return to. The stack is
-    // 16-byte aligned before the call that a function expects to have brought it there.
+#if defined(EMULATION_ASSEMBLY)
+    // As if emulation_switch had been called from fiber_main's caller: six registers, then the address to return to.
+    // The stack is 16-byte aligned before the call that a function expects to have brought it there.
     void** top = reinterpret_cast<void**>(stack + kStackBytes - skip) - 2;
     *top = reinterpret_cast<void*>(&fiber_main);
     fiber.stack_pointer = top - 6;
@@ -271,7 +277,8 @@ UNSEEN void multiply_warp(Fiber* lanes) {
 
 UNSEEN void finish_warp(Fiber* lanes) {
     const WarpWork work = lanes[0].work;
-    for (int lane = 0; lane < 32; ++lane) require(lanes[lane].work == work, "lanes of a warp meet in different instructions");
+    for (int lane = 0; lane < 32; ++lane)
+        require(lanes[lane].work == work, "lanes of a warp meet in different instructions");
     if (work == WarpWork::exchange) {
         for (int lane = 0; lane < 32; ++lane) lanes[lane].received = lanes[lanes[lane].source].value;
     } else {
@@ -306,16 +313,16 @@ UNSEEN void account(Fiber& fiber, int threads) {
                 for (Fiber& other : fibers) other.state = State::ready;
             }
             break;
-        default:
-            break;
+        default: break;
     }
 }
 
 UNSEEN void deadlock() {
     int count[5] = {};
     for (const Fiber& fiber : fibers) ++count[static_cast<int>(fiber.state)];
-    std::fprintf(stderr, "deadlock: %d threads wait in a warp, %d at a block's barrier, %d at the grid's, %d have returned\n", count[1],
-                 count[2], count[3], count[4]);
+    std::fprintf(stderr,
+                 "deadlock: %d threads wait in a warp, %d at a block's barrier, %d at the grid's, %d have returned\n",
+                 count[1], count[2], count[3], count[4]);
     std::exit(3);
 }
 
@@ -327,7 +334,8 @@ UNSEEN void schedule(int threads) {
     int finished = 0;
     while (finished < count) {
         if (schedule_kind == Schedule::shuffled) {
-            for (int k = count - 1; k > 0; --k) std::swap(order[k], order[random_bits() % static_cast<std::uint64_t>(k + 1)]);
+            for (int k = count - 1; k > 0; --k)
+                std::swap(order[k], order[random_bits() % static_cast<std::uint64_t>(k + 1)]);
         }
         bool moved = false;
         for (int k = 0; k < count; ++k) {
@@ -422,13 +430,14 @@ UNSEEN void run(const Launch& launch, const std::function<void()>& kernel) {
         set_up(launch, together);
         for (int k = 0; k < together * launch.threads; ++k) {
             Fiber& fiber = fibers[static_cast<std::size_t>(k)];
-            fiber.position = {static_cast<unsigned>(k % launch.threads), static_cast<unsigned>(first + k / launch.threads),
-                              static_cast<unsigned>(launch.blocks)};
+            fiber.position = {static_cast<unsigned>(k % launch.threads),
+                              static_cast<unsigned>(first + k / launch.threads), static_cast<unsigned>(launch.blocks)};
             fiber.block = &blocks[static_cast<std::size_t>(k / launch.threads)];
             fiber.warp = &warps[static_cast<std::size_t>(k / 32)];
             fiber.first_of_warp = k / 32 * 32;
             fiber.copies = &waiting_copies[static_cast<std::size_t>(k) * kMaxCopies];
-            prepare(fiber, stacks + kStackBytes * static_cast<std::size_t>(k), static_cast<std::size_t>(k) * 192 % 8192);
+            prepare(fiber, stacks + kStackBytes * static_cast<std::size_t>(k),
+                    static_cast<std::size_t>(k) * 192 % 8192);
         }
         synchronise(true, &launch_order[0]);
         schedule(launch.threads);

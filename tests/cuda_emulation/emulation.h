@@ -1,11 +1,12 @@
-// A GPU's thread hierarchy on one CPU thread: every GPU thread is a fiber that runs until it meets a barrier, a shuffle or a warp-wide
-// multiplication, and the scheduler decides who goes next. Kernels are the shipped headers, compiled by the host's compiler.
+// A GPU's thread hierarchy on one CPU thread: every GPU thread is a fiber that runs until it meets a barrier, a shuffle
+// or a warp-wide multiplication, and the scheduler decides who goes next. Kernels are the shipped headers, compiled by
+// the host's compiler.
 //
-// What it finds: wrong indices and masks (results; AddressSanitizer on exact allocations, shared arrays each with red zones), reads of
-// shared memory that nobody wrote (it starts as NaN), barriers that not all threads reach, asynchronous copies used before they
-// were waited for (they arrive as late as allowed), results that depend on the order of threads (schedules), missing barriers
-// (ThreadSanitizer: fibers know only barriers as order). What it does not: weak memory order, bank conflicts, the last bits of
-// approximate instructions.
+// What it finds: wrong indices and masks (results; AddressSanitizer on exact allocations, shared arrays each with red
+// zones), reads of shared memory that nobody wrote (it starts as NaN), barriers that not all threads reach,
+// asynchronous copies used before they were waited for (they arrive as late as allowed), results that depend on the
+// order of threads (schedules), missing barriers (ThreadSanitizer: fibers know only barriers as order). What it does
+// not: weak memory order, bank conflicts, the last bits of approximate instructions.
 #pragma once
 
 #include <cstddef>

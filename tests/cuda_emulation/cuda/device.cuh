@@ -23,7 +23,7 @@ using std::max;
 using std::min;
 
 // Where the calling thread is; only the first dimension is in use.
-template <unsigned emulation::Position::*kWhich>
+template <unsigned emulation::Position::* kWhich>
 struct EmulatedIndex {
     struct {
         operator unsigned() const { return emulation::here().*kWhich; }
@@ -99,7 +99,8 @@ inline float fast_reciprocal(float x) { return 1.0f / x; }
 
 inline void copy_async(void* shared, const void* source, int valid) {
     emulation::require(reinterpret_cast<std::uintptr_t>(shared) % 16 == 0, "asynchronous copy to a misaligned place");
-    emulation::require(valid == 0 || reinterpret_cast<std::uintptr_t>(source) % 16 == 0, "asynchronous copy from a misaligned address");
+    emulation::require(valid == 0 || reinterpret_cast<std::uintptr_t>(source) % 16 == 0,
+                       "asynchronous copy from a misaligned address");
     emulation::require(valid >= 0 && valid <= 16, "asynchronous copy of too many bytes");
     emulation::copy_later({shared, source, 16, valid});
 }
