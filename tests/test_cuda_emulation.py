@@ -379,8 +379,8 @@ def test_solver_stays_finite_and_right_at_any_range(workshop: Workshop, case: So
 @pytest.mark.parametrize(
     ("case", "within"),
     [
-        (SolveCase(64, 64, eps=1e-3, max_iter=3000), 2e-3),
-        (SolveCase(48, 48, eps=1.0, span=1e6, max_iter=1500), 0.3),
+        (SolveCase(64, 64, eps=1e-3, max_iter=500), 2e-3),
+        (SolveCase(48, 48, eps=1.0, span=1e6, max_iter=300), 0.3),
         (SolveCase(600, 600, blocks=4, eps=0.05, max_iter=100), 2e-5),
         (SolveCase(300, 2300, blocks=3, eps=0.01, max_iter=60), 1e-4),
         (SolveCase(30, 16400, blocks=3, max_iter=20), 2e-5),

@@ -33,7 +33,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Co
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_device_the_backend_says_why() -> None:
-    with pytest.raises(ValueError, match="backend 'cuda': (no CUDA driver|no CUDA device|this build has no CUDA code)"):
+    with pytest.raises(ValueError, match=r"(no CUDA driver|no CUDA device|no CUDA code)"):
         ops.sinkhorn(torch.rand(3, 3), backend="cuda")
 
 
