@@ -51,7 +51,7 @@ __device__ __forceinline__ void copy_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// One warp: sum (16 x 8) += a (16 x 8) b (8 x 8), TF32 inputs (the low 13 bits are ignored), float32 sums. With
+// One warp: sum (16 x 8) += a (16 x 8) b (8 x 8), TF32 inputs (low 13 bits zero), float32 sums. With
 // group = lane / 4 and member = lane % 4 a thread holds
 //   of a: (group, member), (group + 8, member), (group, member + 4), (group + 8, member + 4);
 //   of b: (member, group), (member + 4, group);

@@ -93,14 +93,15 @@ __device__ __forceinline__ void fetch_operand(float* stage, const float* points,
     }
 }
 
-// The two TF32 parts of a float32: the hardware drops the low 13 bits, so `high` is exact and `low` carries the rest.
+constexpr std::uint32_t kTf32Bits = 0xffffe000u;  // sign, exponent and the 10 bits of fraction that TF32 keeps
+
+// The two TF32 parts of a float32: what the first cuts off is the second, but for two more bits.
 __device__ __forceinline__ void split_tf32(float x, std::uint32_t& high, std::uint32_t& low) {
-    high = __float_as_uint(x) & 0xffffe000u;
-    low = __float_as_uint(x - __uint_as_float(high));
+    high = __float_as_uint(x) & kTf32Bits;
+    low = __float_as_uint(x - __uint_as_float(high)) & kTf32Bits;
 }
 
-// Half a unit of TF32's last place: what the hardware then drops has been rounded.
-__device__ __forceinline__ std::uint32_t round_tf32(float x) { return __float_as_uint(x) + 0x1000u; }
+__device__ __forceinline__ std::uint32_t round_tf32(float x) { return (__float_as_uint(x) + 0x1000u) & kTf32Bits; }
 
 // sum += x y over 8 coordinates, to TF32 or to float32 accuracy.
 template <int kPasses>

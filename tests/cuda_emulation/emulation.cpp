@@ -251,7 +251,7 @@ UNSEEN void* allocate_shared(std::size_t bytes) {
 }
 
 UNSEEN float tf32(std::uint32_t bits) {
-    bits &= 0xffffe000u;
+    require((bits & 0x1fffu) == 0, "an input of the multiplication is not a TF32 number");
     float x;
     std::memcpy(&x, &bits, sizeof x);
     return x;
