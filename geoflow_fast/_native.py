@@ -303,7 +303,7 @@ class CudaTransport:
 
     def __init__(self, rows: int, cols: int, device: torch.device):
         self._shape, self._device = (rows, cols), device
-        self._matrix = torch.empty(0, device=device)
+        self._matrix = torch.empty(0, dtype=torch.float32, device=device)
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
         self._status = torch.empty(3, dtype=torch.int32, device=device)
         self._offset: float | None = None
@@ -324,7 +324,7 @@ class CudaTransport:
             if noise.shape != (rows, width) or data.shape != (cols, width):
                 raise ValueError(f"{stream}: {tuple(noise.shape)} and {tuple(data.shape)} do not fit {self._shape}")
             self._own(torch.float32, noise=noise, data=data)
-        self._matrix = torch.empty(rows, -(-cols // 4) * 4, device=self._device)
+        self._matrix = torch.empty(rows, -(-cols // 4) * 4, dtype=torch.float32, device=self._device)
         self._native = _built().CudaTransport(rows, cols, self._matrix.data_ptr(), self._matrix.shape[1])
         padded = [_sixteen_byte_rows(x) for x in (image[0], text[0], image[1], text[1])]
         clouds = [x.data_ptr() for x in padded]

@@ -77,6 +77,9 @@ def main() -> None:
         found = gf.ops.ot_assign(*batch, eps=0.2, backend="cuda", **settings)
         truth = gf.ops.ot_assign(*(x.double() for x in batch), eps=0.2, backend="reference", **settings)
         assert torch.equal(found, truth)
+    torch.set_default_dtype(torch.float64)  # the solver's memory does not follow the user's default
+    assert torch.equal(gf.ops.ot_assign(*batch, eps=0.2, cost="chord", backend="cuda"), found)
+    torch.set_default_dtype(torch.float32)
     draws = [
         gf.ops.ot_assign(
             *batch, eps=0.2, assignment="sample", generator=torch.Generator().manual_seed(5), backend=backend
