@@ -384,6 +384,7 @@ def test_solver_stays_finite_and_right_at_any_range(workshop: Workshop, case: So
         (SolveCase(600, 600, blocks=4, eps=0.05, max_iter=100), 2e-5),
         (SolveCase(300, 2300, blocks=3, eps=0.01, max_iter=60), 1e-4),
         (SolveCase(30, 16400, blocks=3, max_iter=20), 2e-5),
+        (SolveCase(1500, 8190, blocks=4, max_iter=2), 2e-5),
     ],
     ids=str,
 )

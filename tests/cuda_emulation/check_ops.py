@@ -88,6 +88,12 @@ def main() -> None:
     ]
     assert torch.equal(*draws)
 
+    large = clouds(256, 256, (1024, 512))
+    for eps in (0.05, 0.005):
+        found = gf.ops.ot_assign(*large, eps=eps, tol=1e-2, backend="cuda")
+        truth = gf.ops.ot_assign(*(x.double() for x in large), eps=eps, tol=1e-2, backend="reference")
+        assert (found == truth).double().mean() >= 0.995, f"eps={eps}"
+
     cost = gf.ops.transport_cost(*batch, backend="cuda")
     torch.testing.assert_close(cost, gf.ops.transport_cost(*batch, backend="reference"), atol=2e-6, rtol=0)
     torch.set_float32_matmul_precision("high")
