@@ -56,12 +56,12 @@ def nvcc() -> str | None:
     return shutil.which("nvcc")
 
 
-def disassembler() -> str | None:
-    """nvdisasm of the toolkit, else the one that comes with Triton."""
-    found = shutil.which("nvdisasm")
+def binary_tool(name: str) -> str | None:
+    """nvdisasm or cuobjdump of the toolkit, else the one that comes with Triton."""
+    found = shutil.which(name)
     triton = importlib.util.find_spec("triton")
     if found is None and triton is not None and triton.origin is not None:
-        bundled = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+        bundled = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / name
         found = str(bundled) if bundled.exists() else None
     return found
 
@@ -74,7 +74,7 @@ def compile_all(folder: Path) -> dict[str, dict[str, CompiledKernel]]:
 
 def _compile(folder: Path, architecture: str) -> dict[str, CompiledKernel]:
     cubin = folder / f"{architecture}.cubin"
-    compiler, listing = nvcc(), disassembler()
+    compiler, listing = nvcc(), binary_tool("nvdisasm")
     if compiler is None or listing is None:
         raise OSError("compiling CUDA ahead of time needs nvcc on PATH, and nvdisasm there or from Triton")
     flags = ["-std=c++17", "-O3", f"-I{ROOT / 'csrc'}", f"-arch={architecture}", "-Xptxas=-v"]
