@@ -297,6 +297,21 @@ void bind_network(py::module_& m) {
         },
         free);
     m.def(
+        "flow_loss",
+        [run](const Shape& shape, Address generated, const View& v, const View& target, const View& x, const View& loss) {
+            run.flow_loss(shape_of(shape), at<const std::uint8_t>(generated), rows_of(v), rows_of(target), rows_of(x),
+                          rows_of(loss));
+        },
+        free);
+    m.def(
+        "flow_loss_backward",
+        [run](const Shape& shape, Address generated, const View& grad, const View& v, const View& target, const View& x,
+              const View& d_v) {
+            run.flow_loss_backward(shape_of(shape), at<const std::uint8_t>(generated), rows_of(grad), rows_of(v),
+                                   rows_of(target), rows_of(x), rows_of(d_v));
+        },
+        free);
+    m.def(
         "gate_residual",
         [run](const Shape& shape, float factor, const View& residual, const View& gate, const View& value,
               const View& layer_scale, Address keep, const View& y) {

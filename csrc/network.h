@@ -43,6 +43,11 @@ struct NetworkKernels {
     void (*gate_residual_jvp)(RowShape, std::int64_t tangents, RowsView residual, RowsView d_residual, RowsView gate,
                               RowsView d_gate, RowsView value, RowsView d_value, RowsView layer_scale, RowsView y,
                               RowsView d_y);
+    // Per row in which the stream is generated: loss [R, 1] += |e|^2, e the part of v - target tangent at x.
+    void (*flow_loss)(RowShape, const std::uint8_t* generated, RowsView v, RowsView target, RowsView x, RowsView loss);
+    // d_v = 2 grad e; zero in the other rows, which are not read. grad is [R, 1].
+    void (*flow_loss_backward)(RowShape, const std::uint8_t* generated, RowsView grad, RowsView v, RowsView target,
+                               RowsView x, RowsView d_v);
     // keep[k] = 1 with probability 1 - share, a function of seed and k alone.
     void (*keep_mask)(std::int64_t count, double share, std::uint32_t seed, std::uint8_t* keep, int threads);
 };

@@ -68,7 +68,13 @@ def draw_questions(rows: int, p_joint: float, p_drop: float, generator: torch.Ge
     n_joint = int((u < p_joint).sum())
     n_i2t = int((u >= p_joint + (1 - p_joint) / 2).sum())
     counts = (n_i2t, n_joint, rows - n_i2t - n_joint)
-    direction = torch.repeat_interleave(torch.tensor(ROW_ORDER, dtype=torch.int8), torch.tensor(counts))
+    direction = row_directions(counts)
     t = torch.rand(rows, generator=generator)
     drop = torch.rand(rows, generator=generator) < p_drop
     return Questions(direction, counts, t, drop & (direction != DIRECTIONS.index("joint")))
+
+
+def row_directions(counts: Counts, device: torch.device | str = "cpu") -> Tensor:
+    """Direction codes int8 [B] of the rows of a sorted batch."""
+    codes = torch.tensor(ROW_ORDER, dtype=torch.int8, device=device)
+    return torch.repeat_interleave(codes, torch.tensor(counts, device=device), output_size=sum(counts))

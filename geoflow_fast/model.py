@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from geoflow_fast import ops
 from geoflow_fast.checkpoint import load_tensors, save_tensors, write_json
-from geoflow_fast.curriculum import ROW_ORDER, Counts
+from geoflow_fast.curriculum import ROW_ORDER, Counts, row_directions
 from geoflow_fast.geometry import DIRECTIONS, project_tangent
 
 FREQUENCIES = 64
@@ -462,9 +462,7 @@ class GeoFlow(nn.Module):
 
     def _row_network(self, image: Tensor, text: Tensor, t: Tensor, counts: Counts) -> tuple[Tensor, Tensor]:
         """`_network` for sorted rows of their own time [B]."""
-        codes = torch.repeat_interleave(
-            torch.tensor(ROW_ORDER, device=t.device), torch.tensor(counts, device=t.device), output_size=len(t)
-        )
+        codes = row_directions(counts, t.device).long()
         n_i2t, n_joint, _ = counts
         own = (slice(n_i2t, None), slice(0, n_i2t + n_joint))
         given = (DIRECTIONS.index("i2t"), DIRECTIONS.index("t2i"))

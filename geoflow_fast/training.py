@@ -25,12 +25,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from geoflow_fast import ops
 from geoflow_fast.checkpoint import load_tensors, save_tensors, truncate_jsonl
-from geoflow_fast.curriculum import Counts, Curriculum, Questions, draw_questions
+from geoflow_fast.curriculum import Counts, Curriculum, Questions, draw_questions, row_directions
 from geoflow_fast.data import EmbeddingPairs, ShuffledBatches
-from geoflow_fast.geometry import DIRECTIONS, StructuredNoise, dot, sample_uniform
+from geoflow_fast.geometry import DIRECTIONS, StructuredNoise, sample_uniform
 from geoflow_fast.model import GeoFlow, GeoFlowConfig, save_weights
 from geoflow_fast.ops.ot_assign import CONDITIONAL_COUPLINGS, COUPLINGS
 
@@ -317,33 +318,16 @@ def dense(noise: Noise) -> Tensor:
     return noise if isinstance(noise, Tensor) else noise.dense()
 
 
-class TangentError(torch.autograd.Function):
-    """Squared norm of the tangent part of output - target, per row [B]. The error is all the backward pass needs."""
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, target: Tensor, point: Tensor | None) -> Tensor:
-        error = output.to(target.dtype) - target
-        if point is not None:
-            error.addcmul_(dot(point, error), point, value=-1)
-        ctx.save_for_backward(error)
-        ctx.dtype = output.dtype
-        return torch.linalg.vecdot(error, error)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (error,) = ctx.saved_tensors
-        return (error * (2 * grad).unsqueeze(-1)).to(ctx.dtype), None, None
-
-
 def row_losses(flow: GeoFlow, batch: Batch) -> Tensor:
-    """Flow-matching loss of each row [B]: squared tangent error summed over the generated streams."""
-    n_i2t, n_joint, _ = batch.counts
-    end = n_i2t + n_joint
+    """Flow-matching loss of each row [B]: squared tangent error summed over the generated streams (paper, Eq. 1)."""
+    n_i2t, _, n_t2i = batch.counts
     image_out, text_out = flow.generated(batch.image, batch.text, batch.t, batch.counts)
-    on_sphere = flow.config.geometry == "sphere"
-    image = TangentError.apply(image_out, batch.v_image[n_i2t:], batch.image[n_i2t:] if on_sphere else None)
-    text = TangentError.apply(text_out, batch.v_text[:end], batch.text[:end] if on_sphere else None)
-    return torch.cat((text[:n_i2t], text[n_i2t:] + image[:n_joint], image[n_joint:]))
+    # Given rows have no output; zeros take their place, and the loss passes over them.
+    image_out, text_out = functional.pad(image_out, (0, 0, n_i2t, 0)), functional.pad(text_out, (0, 0, 0, n_t2i))
+    if flow.config.geometry == "euclidean":
+        return (image_out - batch.v_image).square().sum(-1) + (text_out - batch.v_text).square().sum(-1)
+    points = (batch.v_image, batch.v_text, batch.image, batch.text)
+    return ops.flow_loss(image_out, text_out, *points, row_directions(batch.counts, batch.t.device))[1]
 
 
 def direction_means(losses: Tensor, counts: Counts) -> dict[str, float]:
@@ -436,8 +420,10 @@ class Trainer:
         own = [p.detach().clone() for p in self.flow.parameters()]
         with torch.no_grad():
             torch._foreach_copy_(list(self.flow.parameters()), self.ema)
-            yield
-            torch._foreach_copy_(list(self.flow.parameters()), own)
+            try:
+                yield
+            finally:
+                torch._foreach_copy_(list(self.flow.parameters()), own)
 
     def save(self, folder: Path) -> None:
         """Writes the state of the run, and the best weights for `GeoFlow.from_pretrained` if they are new."""

@@ -46,6 +46,23 @@ def test_swiglu(rows, width):
 
 
 @sizes
+def test_flow_loss(rows, width):
+    """Per-row losses and gradients; what a given stream holds is never read, not even when it is NaN."""
+    direction = torch.arange(rows, dtype=torch.int8) % 3
+    fixed = [strided(rows, width) for _ in range(4)]
+    for x in fixed[2:]:
+        torch.nn.functional.normalize(x, dim=1, out=x)
+
+    def losses(v_image, v_text, *, backend):
+        parts = [x.to(v_image.dtype) for x in fixed]
+        if backend == "cpu":
+            parts[0] = torch.where((direction == 1).unsqueeze(1), torch.nan, parts[0])
+        return ops.flow_loss(v_image, v_text, *parts, direction, backend=backend)[1]
+
+    agree(losses, (strided(rows, width), strided(rows, width)))
+
+
+@sizes
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_gate_residual(rows, width, gated, dropout):

@@ -294,6 +294,47 @@ void gate_residual_jvp(RowShape shape, std::int64_t tangents, RowsView residual,
 }
 
 // Finaliser of MurmurHash3: every input bit flips every output bit with probability close to a half.
+// <x, v - target>
+float error_along(const float* __restrict v, const float* __restrict target, const float* __restrict x,
+                  std::int64_t width) {
+    float along = 0;
+#pragma omp simd reduction(+ : along)
+    for (std::int64_t k = 0; k < width; ++k) along += x[k] * (v[k] - target[k]);
+    return along;
+}
+
+void flow_loss(RowShape shape, const std::uint8_t* generated, RowsView v, RowsView target, RowsView x, RowsView loss) {
+#pragma omp parallel for num_threads(shape.threads) schedule(static)
+    for (std::int64_t r = 0; r < shape.rows; ++r) {
+        if (!generated[r]) continue;
+        const float *vr = row(v, r), *ur = row(target, r), *xr = row(x, r);
+        const float along = error_along(vr, ur, xr, shape.width);
+        float squares = 0;
+#pragma omp simd reduction(+ : squares)
+        for (std::int64_t k = 0; k < shape.width; ++k) {
+            const float error = vr[k] - ur[k] - along * xr[k];
+            squares += error * error;
+        }
+        *row(loss, r) += squares;
+    }
+}
+
+void flow_loss_backward(RowShape shape, const std::uint8_t* generated, RowsView grad, RowsView v, RowsView target,
+                        RowsView x, RowsView d_v) {
+#pragma omp parallel for num_threads(shape.threads) schedule(static)
+    for (std::int64_t r = 0; r < shape.rows; ++r) {
+        float* __restrict out = row(d_v, r);
+        if (!generated[r]) {
+            std::memset(out, 0, sizeof(float) * shape.width);
+            continue;
+        }
+        const float *vr = row(v, r), *ur = row(target, r), *xr = row(x, r);
+        const float along = error_along(vr, ur, xr, shape.width), twice = 2 * *row(grad, r);
+#pragma omp simd
+        for (std::int64_t k = 0; k < shape.width; ++k) out[k] = twice * (vr[k] - ur[k] - along * xr[k]);
+    }
+}
+
 inline std::uint32_t mix(std::uint32_t h) {
     h = (h ^ (h >> 16)) * 0x85ebca6bu;
     h = (h ^ (h >> 13)) * 0xc2b2ae35u;
@@ -320,7 +361,7 @@ void keep_mask(std::int64_t count, double share, std::uint32_t seed, std::uint8_
 const geoflow::NetworkKernels kNetworkKernels = {
     adaln,          adaln_backward, adaln_jvp,     swiglu,
     swiglu_backward, swiglu_jvp,    gate_residual, gate_residual_backward,
-    gate_residual_jvp, keep_mask,
+    gate_residual_jvp, flow_loss,   flow_loss_backward, keep_mask,
 };
 
 }  // namespace

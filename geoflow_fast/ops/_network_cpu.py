@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast._native import network_kernel, reduction_rows
+from geoflow_fast.reference import I2T, T2I, Pair
 
 DTYPES = (torch.float32,)
 NO_MASK = 0
@@ -129,3 +130,23 @@ class GateResidual:
         parts = (residual, d_residual, gate, d_gate, value, d_value, layer_scale, y, dy)
         network_kernel("gate_residual_jvp", _shape(residual, layer_scale), len(d_residual), *map(flat, parts))
         return y, dy
+
+
+class FlowLoss:
+    """Passes of `ops.flow_loss`."""
+
+    @staticmethod
+    def forward(velocity: Pair, target: Pair, point: Pair, direction: Tensor) -> Tensor:
+        loss = torch.zeros(len(direction), 1)
+        for v, u, x, given in zip(velocity, target, point, (I2T, T2I)):
+            network_kernel("flow_loss", (*v.shape, 1), direction != given, _rows(v), _rows(u), _rows(x), loss)
+        return loss.squeeze(1)
+
+    @staticmethod
+    def backward(grad: Tensor, velocity: Pair, target: Pair, point: Pair, direction: Tensor) -> Pair:
+        gradients = torch.empty(velocity[0].shape), torch.empty(velocity[1].shape)
+        column = _rows(grad.unsqueeze(1))
+        for v, u, x, d_v, given in zip(velocity, target, point, gradients, (I2T, T2I)):
+            parts = (column, _rows(v), _rows(u), _rows(x), d_v)
+            network_kernel("flow_loss_backward", (*v.shape, 1), direction != given, *parts)
+        return gradients

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast import dispatch, reference
-from geoflow_fast.ops import _triton
+from geoflow_fast import _native, dispatch, reference
+from geoflow_fast.ops import _network_cpu, _triton
 from geoflow_fast.ops._rows import check_floating, check_shape
 
 
@@ -89,6 +89,11 @@ class _FlowLoss(torch.autograd.Function):
 class _Reference:
     forward = staticmethod(reference.flow_loss)
     backward = staticmethod(reference.flow_loss_backward)
+
+
+dispatch.register("flow_loss", "cpu", devices=("cpu",), missing=_native.missing, dtypes=_network_cpu.DTYPES)(
+    _network_cpu.FlowLoss
+)
 
 
 @dispatch.register("flow_loss", "triton", devices=_triton.devices, missing=_triton.missing, dtypes=_triton.DTYPES)
