@@ -94,17 +94,18 @@ def source(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:
     options = {k: v for k, v in launch.meta.items() if k not in names}
     values = dict(zip(names, launch.arguments)) | {k: v for k, v in launch.meta.items() if k in names}
     constants = {p.name for p in launch.kernel.params if p.is_constexpr}
+    general = {p.name for p in launch.kernel.params if p.do_not_specialize}
     signature, constexprs, attributes = {}, {}, {}
     for position, name in enumerate(names):
         value = values[name]
-        if name in constants or (isinstance(value, int) and value == 1):
+        if name in constants or (isinstance(value, int) and value == 1 and name not in general):
             signature[name], constexprs[name] = "constexpr", value
         elif isinstance(value, Tensor):
             signature[name] = f"*{TYPES[value.dtype]}"
             attributes[(position,)] = [["tt.divisibility", 16]]  # allocations are aligned
         elif isinstance(value, int):
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
-            if value % 16 == 0:
+            if value % 16 == 0 and name not in general:
                 attributes[(position,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32"
@@ -279,7 +280,7 @@ def configuration_cases() -> list[Case]:
                 queries = 2 if config.few else 64
                 call = _gallery(name, dtype, queries, 50, 5000, width, bias)
                 cases.append(Case(f"{name} {TYPES[dtype]} d={width} bias={bias}", call))
-            call = _gallery(name, dtype, 1, 1, 77, 7, top=gallery.MAX_TOP_K // 2)
+            call = _gallery(name, dtype, 1, 1, 77, 7, top=gallery.MAX_TOP_K)
             cases.append(Case(f"{name} {TYPES[dtype]} one sample, top 64", call))
     for width in (24, 1408, 16384):
         cases.append(Case(f"masked_interpolant d={width}", _interpolant(64, width, width, drop=width == 24)))

@@ -28,7 +28,7 @@ LOWEST = tl.constexpr(-1e30)  # below every score, and finite: its differences a
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 FEW_QUERIES = 4
-MAX_TOP_K = 128
+MAX_TOP_K = 64
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class GalleryConfig:
 
 CONFIGS = {
     "half-wide": GalleryConfig(half=True, few=False, queries=16, chunk=8, items=128, depth=32, warps=8, stages=4),
-    "half-deep": GalleryConfig(half=True, few=False, queries=16, chunk=8, items=64, depth=64, warps=4, stages=3),
-    "half-few": GalleryConfig(half=True, few=True, queries=2, chunk=32, items=64, depth=64, warps=4, stages=3),
+    "half-slim": GalleryConfig(half=True, few=False, queries=16, chunk=8, items=64, depth=32, warps=4, stages=4),
+    "half-few": GalleryConfig(half=True, few=True, queries=2, chunk=32, items=128, depth=32, warps=8, stages=4),
     "float-wide": GalleryConfig(half=False, few=False, queries=16, chunk=8, items=64, depth=16, warps=8, stages=3),
     "float-slim": GalleryConfig(half=False, few=False, queries=16, chunk=4, items=64, depth=16, warps=4, stages=3),
-    "float-few": GalleryConfig(half=False, few=True, queries=2, chunk=32, items=64, depth=16, warps=4, stages=3),
+    "float-few": GalleryConfig(half=False, few=True, queries=2, chunk=32, items=128, depth=16, warps=8, stages=3),
 }
 """The whole tuning space by name."""
 
@@ -75,7 +75,7 @@ def _prune(_configs: list[triton.Config], arguments: dict[str, Any], **_: Any) -
     key=["n_queries", "n_samples", "width"],
     prune_configs_by={"early_config_prune": _prune},
 )
-@triton.jit
+@triton.jit(do_not_specialize=["n_queries", "n_samples", "n_items", "items_per_share"])
 def gallery_tile_kernel(
     samples,
     gallery,
@@ -173,7 +173,7 @@ def gallery_tile_kernel(
     tl.store(top_index_out + list_at, top_index, mask=listed)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_queries", "n_shares"])
 def gallery_merge_kernel(
     peak_in,
     weight_in,

@@ -100,7 +100,7 @@ def test_gallery_pads_ragged_widths(launches):
 
 
 def test_gallery_refuses_long_lists(launches):
-    with pytest.raises(ValueError, match="top_k=128"):
+    with pytest.raises(ValueError, match="top_k=64"):
         ops.gallery_posterior(cuda(2, 3, 16), cuda(999, 16), 1.0, top_k=200)
     assert not launches
 
