@@ -282,7 +282,7 @@ def configuration_cases() -> list[Case]:
                 cases.append(Case(f"{name} {TYPES[dtype]} d={width} bias={bias}", call))
             call = _gallery(name, dtype, 1, 1, 77, 7, top=gallery.MAX_TOP_K)
             cases.append(Case(f"{name} {TYPES[dtype]} one sample, top 64", call))
-    for width in (24, 1408, 16384):
+    for width in (24, 1408, 4096):
         cases.append(Case(f"masked_interpolant d={width}", _interpolant(64, width, width, drop=width == 24)))
         for guided, renormalise in ((True, True), (False, False)):
             call = _step(64, width, guided, renormalise)

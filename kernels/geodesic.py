@@ -206,7 +206,7 @@ def masked_interpolant(
         ROWS=wider.rows,
         IMAGE_COLUMNS=row_tile(image_width).columns,
         TEXT_COLUMNS=row_tile(text_width).columns,
-        num_warps=wider.warps,
+        **wider.options,
     )
     if t.is_cuda and torch.cuda.is_current_stream_capturing():
         return -1
@@ -281,6 +281,6 @@ def tangent_step(x: Tensor, v: Tensor, h: float, v_free: Tensor | None, guidance
         RENORMALISE=renormalise,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
-        num_warps=tile.warps,
+        **tile.options,
     )
     return out

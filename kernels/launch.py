@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-MAX_WIDTH = 16384
+MAX_WIDTH = 4096
 """Widest row that one program holds in registers."""
 
 
@@ -22,11 +22,19 @@ class Tile:
     columns: int
     warps: int
 
+    @property
+    def options(self) -> dict[str, int]:
+        """Launch options. With more than 4 warps ptxas would rather spill than use the registers that are there."""
+        budget = {"maxnreg": 128} if self.warps > 4 and torch.version.hip is None else {}
+        return {"num_warps": self.warps, **budget}
+
 
 def row_tile(width: int) -> Tile:
     """For kernels that reduce over a row: whole rows, 16 elements a thread and at least 4 warps."""
     if width > MAX_WIDTH:
-        raise ValueError(f"Triton kernels take rows of at most {MAX_WIDTH} entries, got {width}")
+        raise ValueError(
+            f"Triton kernels take rows of at most {MAX_WIDTH} entries, got {width}; use backend='reference'"
+        )
     columns = max(16, triton.next_power_of_2(width))
     return Tile(max(1, 2048 // columns), columns, max(4, columns // 512))
 

@@ -148,7 +148,7 @@ def adaln(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
     y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
     launch(
         adaln_kernel, (groups.count * groups.tiles,), x, shift, scale, y, groups.size, groups.tiles, width, x.stride(0),
-        eps, PER_ROW=groups.per_row, ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+        eps, PER_ROW=groups.per_row, ROWS=tile.rows, COLUMNS=tile.columns, **tile.options,
     )  # fmt: skip
     return y
 
@@ -168,7 +168,7 @@ def adaln_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[
     launch(
         adaln_backward_kernel, (groups.count * groups.tiles,), grad, x, scale, dx, d_shift, d_scale, groups.size,
         groups.tiles, width, grad.stride(0), x.stride(0), eps, PER_ROW=groups.per_row, ROWS=tile.rows,
-        COLUMNS=tile.columns, num_warps=tile.warps,
+        COLUMNS=tile.columns, **tile.options,
     )  # fmt: skip
     if groups.per_row:
         return dx, grad.to(scale.dtype), d_scale
@@ -186,7 +186,7 @@ def adaln_jvp(x: Tensor, dx: Tensor, shift: Tensor, scale: Tensor, eps: float) -
     launch(
         adaln_jvp_kernel, (groups.count * groups.tiles,), x, dx, shift, scale, y, dy, groups.size, groups.tiles, width,
         dx.shape[0], x.stride(0), dx.stride(1), dx.stride(0), dy.stride(0), eps, PER_ROW=groups.per_row, ROWS=tile.rows,
-        COLUMNS=tile.columns, num_warps=tile.warps,
+        COLUMNS=tile.columns, **tile.options,
     )  # fmt: skip
     return y, dy
 
@@ -290,7 +290,7 @@ def gate_residual(
         gate_residual_kernel, (groups.count * groups.tiles, triton.cdiv(width, tile.columns)), residual, logits, value,
         layer_scale, _mask_bytes(keep, value), out, groups.size, groups.tiles, width, residual.stride(0),
         logits.stride(0), value.stride(0), 1 / (1 - dropout), HAS_GATE=gate is not None, HAS_KEEP=keep is not None,
-        PER_ROW=groups.per_row, ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+        PER_ROW=groups.per_row, ROWS=tile.rows, COLUMNS=tile.columns, **tile.options,
     )  # fmt: skip
     return out
 
@@ -312,7 +312,7 @@ def gate_residual_backward(
         gate_residual_backward_kernel, (groups.count * groups.tiles, triton.cdiv(width, tile.columns)), grad, logits,
         value, layer_scale, _mask_bytes(keep, value), d_gate, d_value, d_layer_scale, groups.size, groups.tiles, width,
         grad.stride(0), logits.stride(0), value.stride(0), 1 / (1 - dropout), HAS_GATE=gate is not None,
-        HAS_KEEP=keep is not None, PER_ROW=groups.per_row, ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+        HAS_KEEP=keep is not None, PER_ROW=groups.per_row, ROWS=tile.rows, COLUMNS=tile.columns, **tile.options,
     )  # fmt: skip
     total = d_layer_scale if groups.per_row else d_layer_scale.sum(1)
     return None if gate is None else d_gate, d_value, total.to(layer_scale.dtype)
@@ -346,7 +346,7 @@ def gate_residual_jvp(
         gate_residual_jvp_kernel, (groups.count * groups.tiles, triton.cdiv(width, tile.columns)), residual, d_residual,
         logits, d_logits, value, d_value, layer_scale, out, d_out, groups.size, groups.tiles, width,
         d_residual.shape[0], d_residual.stride(0), HAS_GATE=gate is not None, PER_ROW=groups.per_row, ROWS=tile.rows,
-        COLUMNS=tile.columns, num_warps=tile.warps,
+        COLUMNS=tile.columns, **tile.options,
     )  # fmt: skip
     return out, d_out
 
@@ -422,7 +422,7 @@ def swiglu(gate: Tensor, value: Tensor | None) -> Tensor:
     out = torch.empty((rows, width), dtype=gate.dtype, device=gate.device)
     launch(
         swiglu_kernel, (triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.columns)), first, second, out, rows,
-        width, first.stride(0), ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+        width, first.stride(0), ROWS=tile.rows, COLUMNS=tile.columns, **tile.options,
     )  # fmt: skip
     return out
 
@@ -439,7 +439,7 @@ def swiglu_backward(grad: Tensor, gate: Tensor, value: Tensor | None) -> tuple[T
     launch(
         swiglu_backward_kernel, (triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.columns)), grad, first, second,
         d_first, d_second, rows, width, grad.stride(0), first.stride(0), d_first.stride(0), ROWS=tile.rows,
-        COLUMNS=tile.columns, num_warps=tile.warps,
+        COLUMNS=tile.columns, **tile.options,
     )  # fmt: skip
     return d_gate, d_value
 
@@ -455,7 +455,7 @@ def swiglu_jvp(gate: Tensor, d_gate: Tensor, value: Tensor | None, d_value: Tens
     launch(
         swiglu_jvp_kernel, (triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.columns)), first, second, d_first,
         d_second, out, d_out, rows, width, d_gate.shape[0], first.stride(0), d_first.stride(0), d_out.stride(0),
-        ROWS=tile.rows, COLUMNS=tile.columns, num_warps=tile.warps,
+        ROWS=tile.rows, COLUMNS=tile.columns, **tile.options,
     )  # fmt: skip
     return out, d_out
 
@@ -520,7 +520,7 @@ def flow_loss(velocity: Pair, target: Pair, point: Pair, direction: Tensor) -> T
     launch(
         flow_loss_kernel, (triton.cdiv(rows, tile.rows),), *(x.contiguous() for x in (*velocity, *target, *point)),
         direction.contiguous(), loss, rows, image_width, text_width, ROWS=tile.rows,
-        IMAGE_COLUMNS=row_tile(image_width).columns, TEXT_COLUMNS=row_tile(text_width).columns, num_warps=tile.warps,
+        IMAGE_COLUMNS=row_tile(image_width).columns, TEXT_COLUMNS=row_tile(text_width).columns, **tile.options,
     )  # fmt: skip
     return loss
 
@@ -535,6 +535,6 @@ def flow_loss_backward(grad: Tensor, velocity: Pair, target: Pair, point: Pair, 
         flow_loss_backward_kernel, (triton.cdiv(rows, tile.rows),), grad.contiguous(),
         *(x.contiguous() for x in (*velocity, *target, *point)), direction.contiguous(), *gradients, rows, image_width,
         text_width, ROWS=tile.rows, IMAGE_COLUMNS=row_tile(image_width).columns,
-        TEXT_COLUMNS=row_tile(text_width).columns, num_warps=tile.warps,
+        TEXT_COLUMNS=row_tile(text_width).columns, **tile.options,
     )  # fmt: skip
     return gradients[0], gradients[1]
