@@ -2,8 +2,8 @@
 
 Work: 2 Q M N d FLOP in the inner products, Q M N exponentials, and one read of the gallery per block of queries from
 memory (further reads hit the L2 cache). [Q, M, N] and [Q, N] never exist. 25,000 queries x 50 samples x 5,000 items at
-d=1024: 12.8 TFLOP; at 60 % of the tensor peak and 89 % packing 77 ms on A100 and 24 ms on H100 in bfloat16, and three
-times 156 TFLOP/s' worth, 460 ms, on A100 in float32 (three TF32 products for each).
+d=1024: 12.8 TFLOP. At 60 % of the tensor peak and 89 % packing: bfloat16 76 ms on A100 and 24 ms on H100; float32,
+which takes three TF32 products for each of its own, 460 ms and 145 ms.
 
 A program holds QUERIES queries and walks its share of the gallery, ITEMS at a time. For each tile it takes the draws of
 its queries CHUNK at a time: the samples of several queries are packed into one matrix product [ITEMS, CHUNK * QUERIES],
@@ -72,7 +72,7 @@ def _prune(_configs: list[triton.Config], arguments: dict[str, Any], **_: Any) -
 
 @triton.autotune(
     configs=[config.triton() for config in CONFIGS.values()],
-    key=["n_queries", "n_samples", "width"],
+    key=["n_samples", "width"],
     prune_configs_by={"early_config_prune": _prune},
 )
 @triton.jit(do_not_specialize=["n_queries", "n_samples", "n_items", "items_per_share"])

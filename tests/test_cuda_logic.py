@@ -93,6 +93,13 @@ def test_gallery_fills_the_device_and_covers_the_gallery(launches, queries, item
     assert merge.grid == (queries,)
 
 
+@pytest.mark.parametrize("queries", [1, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tuning_never_changes_the_number_of_queries_in_a_tile(queries, dtype):
+    """The grid is laid out before the configuration is chosen."""
+    assert len({gallery.CONFIGS[name].queries for name in gallery.eligible(dtype, queries)}) == 1
+
+
 def test_gallery_pads_ragged_widths(launches):
     ops.gallery_posterior(cuda(2, 3, 33), cuda(9, 33), 1.0)
     width = launches[0].arguments[-3]
