@@ -26,8 +26,9 @@ from geoflow_fast.geometry import UNIT_TOLERANCE
 
 IMAGE_FOLDER, TEXT_FOLDER, METADATA_FOLDER, INDEX_FILE = "img_emb", "text_emb", "metadata", "image_index.npy"
 CHECK_ROWS = 8192
-# Pages of a mapped file count as resident memory once touched. The kernel's cache keeps them after they are released.
-RELEASE_AFTER_BYTES = 128 << 20
+# Pages of a mapped file count as resident memory once touched, so they are released after each read; the kernel's cache
+# keeps them. A fault also maps the cached pages around it, up to a huge page: random rows are read so many at a time.
+RANDOM_ROWS = 64
 
 Array = NDArray[np.floating]
 Index = NDArray[np.int64]
@@ -50,7 +51,6 @@ class Rows:
         self.parts = list(parts)
         self.dim = int(parts[0].shape[1])
         self.starts = np.cumsum([0, *(len(part) for part in parts)])
-        self._touched = 0
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -63,9 +63,11 @@ class Rows:
         ranked = index[order]
         bounds = np.searchsorted(ranked, self.starts)
         for part, start, low, high in zip(self.parts, self.starts, bounds[:-1], bounds[1:]):
-            if high > low:
-                out[order[low:high]] = part[ranked[low:high] - start]
-        self._note(out.nbytes)
+            chunk = RANDOM_ROWS if _mapping(part) is not None else max(1, high - low)
+            for begin in range(low, high, chunk):
+                end = min(begin + chunk, high)
+                out[order[begin:end]] = part[ranked[begin:end] - start]
+                _advise(part, "MADV_DONTNEED")
         out /= np.linalg.norm(out, axis=1, keepdims=True)
         return out
 
@@ -75,7 +77,7 @@ class Rows:
             for low in range(0, len(part), rows):
                 block = part[low : low + rows]
                 yield int(start) + low, np.asarray(block)
-                self._note(block.nbytes)
+                _advise(part, "MADV_DONTNEED")
 
     def check(self, *, normalize: bool) -> None:
         """Every row finite and, unless `normalize`, of unit norm within 1e-3; an error names the first bad row."""
@@ -89,23 +91,23 @@ class Rows:
                 hint = "it has no direction" if norm[row] == 0 else "pass normalize=True to scale rows to unit norm"
                 raise ValueError(f"{self.name} row {first + row} has norm {norm[row]:.6g}, not 1; {hint}")
 
-    def _note(self, nbytes: int) -> None:
-        """Releases the touched pages of mapped parts now and then, so that resident memory stays small."""
-        self._touched += nbytes
-        if self._touched < RELEASE_AFTER_BYTES:
-            return
-        self._touched = 0
-        self._advise("MADV_DONTNEED")
-
     def expect_random_reads(self) -> None:
         """Tells the kernel not to read ahead in mapped parts: shuffled rows have no use for their neighbours."""
-        self._advise("MADV_RANDOM")
-
-    def _advise(self, advice: str) -> None:
         for part in self.parts:
-            mapping = getattr(part, "_mmap", None)
-            if isinstance(mapping, mmap.mmap) and hasattr(mmap, advice):
-                mapping.madvise(getattr(mmap, advice))
+            _advise(part, "MADV_RANDOM")
+
+
+def _mapping(part: Array) -> mmap.mmap | None:
+    """The file mapping behind an array, if there is one."""
+    mapping = getattr(part, "_mmap", None)
+    return mapping if isinstance(mapping, mmap.mmap) else None
+
+
+def _advise(part: Array, advice: str) -> None:
+    """Passes advice about a mapped array to the kernel, where both exist."""
+    mapping = _mapping(part)
+    if mapping is not None and hasattr(mmap, advice):
+        mapping.madvise(getattr(mmap, advice))
 
 
 class EmbeddingPairs:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from geoflow_fast.density import log_density
 from geoflow_fast.geometry import DIRECTIONS, dot, log_area, sample_uniform
+from geoflow_fast.integrate import Field
 
 
 def log_bump(cosine: Tensor, c: Tensor | float, d: int) -> Tensor:
@@ -210,3 +213,35 @@ def _blurred_bump(
         return np.array(values)
 
     return np.polynomial.Chebyshev.interpolate(log_integral, degree)
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How estimated log-densities compare with the truth: Pearson correlation and mean error in nats."""
+
+    correlation: float
+    bias: float
+
+
+def density_agreement(
+    world: ConceptWorld, field: Field, *, rows: int = 1000, n_steps: int = 10, n_probes: int = 2, seed: int = 0
+) -> dict[str, Agreement]:
+    """Joint, conditionals, marginals and PMI of a trained field against the world's own, on `rows` fresh pairs."""
+    generator = torch.Generator().manual_seed(seed)
+    image, text, _ = world.sample(rows, generator=generator)
+    joint, text_given_image, image_given_text = (
+        cast(Tensor, log_density(field, image, text, direction, n_steps, n_probes, generator=generator))
+        for direction in DIRECTIONS
+    )
+    estimates = {
+        "joint": (joint, world.log_joint(image, text)),
+        "text|image": (text_given_image, world.log_text_given_image(image, text)),
+        "image|text": (image_given_text, world.log_image_given_text(image, text)),
+        "image": (joint - text_given_image, world.log_image(image)),
+        "text": (joint - image_given_text, world.log_text(text)),
+        "pmi": (text_given_image + image_given_text - joint, world.pmi(image, text)),
+    }
+    return {
+        name: Agreement(float(torch.corrcoef(torch.stack(pair))[0, 1]), float((pair[0] - pair[1]).mean()))
+        for name, pair in estimates.items()
+    }

@@ -101,7 +101,7 @@ def test_shuffling_differs_between_epochs_and_seeds():
 
 def test_pages_are_released(tmp_path, monkeypatch):
     """With a tiny budget every read releases its pages, and reads still return the data."""
-    monkeypatch.setattr(data, "RELEASE_AFTER_BYTES", 1)
+    monkeypatch.setattr(data, "RANDOM_ROWS", 3)
     image = unit(50, 64)
     pairs = gf.EmbeddingPairs.open(write_folder(tmp_path, image, image, dtype=np.float32))
     np.testing.assert_allclose(pairs[np.arange(50)][0], image, atol=1e-6)
