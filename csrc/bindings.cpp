@@ -121,13 +121,10 @@ void bind_transport(py::module_& m) {
         raise_if_interrupted(report.outcome == geoflow::Outcome::interrupted);
         return py::make_tuple(static_cast<int>(report.outcome), report.iterations, report.error);
     });
-    m.def("ot_read_out", [](const OtMatrix& matrix, double eps, Address f, Address g, Address uniform, Address index,
-                            bool want_mean, int threads) {
+    m.def("ot_read_out", [](const OtMatrix& matrix, double eps, Address f, Address g, Address uniform, Address index, int threads) {
         py::gil_scoped_release release;
-        const geoflow::ReadoutReport report =
-            geoflow::cpu_solver().read_out(matrix, eps, at<const double>(f), at<const double>(g), at<const double>(uniform),
-                                           at<std::int64_t>(index), want_mean, threads);
-        return std::array<double, 2>{report.row_error, report.mean_score};
+        return geoflow::cpu_solver().read_out(matrix, eps, at<const double>(f), at<const double>(g), at<const double>(uniform),
+                                              at<std::int64_t>(index), threads);
     });
 }
 

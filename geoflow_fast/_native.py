@@ -214,18 +214,18 @@ class TransportMatrix:
         self._check_potentials(f=f, g=g)
         index = torch.empty(self._shape[0], dtype=torch.int64)
         if uniform is None:
-            self._read_out(None, g, None, index, eps, False)
+            self._read_out(None, g, None, index, eps)
             return index
         _guard("cpu", torch.float64, uniform=uniform)
         if uniform.numel() != self._shape[0]:
             raise ValueError(f"uniform has {uniform.numel()} entries for {self._shape[0]} rows")
-        self._read_out(f, g, uniform, index, eps, False)
+        self._read_out(None, g, uniform, index, eps)
         return index
 
-    def summary(self, f: Tensor, g: Tensor, eps: float) -> tuple[float, float]:
-        """L1 violation of the rows by (f, g), and the mean score sum_ij P_ij S_ij."""
+    def mean_score(self, f: Tensor, g: Tensor, eps: float) -> float:
+        """sum_ij P_ij S_ij."""
         self._check_potentials(f=f, g=g)
-        return self._read_out(f, g, None, None, eps, True)
+        return self._read_out(f, g, None, None, eps)
 
     def _check_potentials(self, **potentials: Tensor) -> None:
         _guard("cpu", torch.float64, **potentials)
@@ -233,15 +233,10 @@ class TransportMatrix:
             if potential.numel() != size:
                 raise ValueError(f"{name} has {potential.numel()} entries, expected {size}")
 
-    def _read_out(
-        self, f: Tensor | None, g: Tensor, uniform: Tensor | None, index: Tensor | None, eps: float, want_mean: bool
-    ) -> tuple[float, float]:
+    def _read_out(self, f: Tensor | None, g: Tensor, uniform: Tensor | None, index: Tensor | None, eps: float) -> float:
         f_address, u_address, i_address = (0 if x is None else x.data_ptr() for x in (f, uniform, index))
         threads = torch.get_num_threads()
-        row_error, mean_score = _built().ot_read_out(
-            self._matrix, eps, f_address, g.data_ptr(), u_address, i_address, want_mean, threads
-        )
-        return row_error, mean_score
+        return float(_built().ot_read_out(self._matrix, eps, f_address, g.data_ptr(), u_address, i_address, threads))
 
 
 def gallery_posterior(

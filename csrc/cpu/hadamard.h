@@ -15,51 +15,51 @@ struct HadamardProduct {
     const float* data;   // [n, dim]
     const float* signs;  // [blocks, 3, order]: D1, D2, D3 of each block
     const float* scale;  // [m]: 1 over the norm of each row cut to dim coordinates; null when dim == order, where it is 1
-    std::int64_t dim, order;
+    std::int64_t dim, order;  // order is a power of two, at least 32
 };
 
-// Radix-R butterflies on rows i, i + h, ..., i + (R-1) h of x [R*h][kGroup]; with `signs`, row k is multiplied by signs[k] first.
-template <int R>
-GEOFLOW_INLINE void butterflies(float* x, std::int64_t h, const float* signs) {
+// Radix-R butterflies on rows i, i + h, ..., i + (R-1) h of [R*h][kGroup], from `x` to `y` (which may be x); with Signed, row k is
+// multiplied by signs[k] first.
+template <int R, bool Signed>
+GEOFLOW_INLINE void butterflies(const float* x, float* y, std::int64_t h, const float* signs) {
     for (std::int64_t i = 0; i < h; ++i) {
         for (std::int64_t lane = 0; lane < kGroup; lane += kLanes) {
-            float8 y[R];
-#pragma GCC unroll 8
+            float8 v[R];
+#pragma GCC unroll 16
             for (int k = 0; k < R; ++k) {
-                y[k] = load(x + (i + k * h) * kGroup + lane);
-                if (signs) y[k] *= broadcast(signs[i + k * h]);
+                v[k] = load(x + (i + k * h) * kGroup + lane);
+                if (Signed) v[k] *= broadcast(signs[i + k * h]);
             }
-#pragma GCC unroll 3
+#pragma GCC unroll 4
             for (int half = R / 2; half >= 1; half /= 2)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
                 for (int k = 0; k < R; ++k)
                     if (!(k & half)) {
-                        const float8 a = y[k], b = y[k + half];
-                        y[k] = a + b;
-                        y[k + half] = a - b;
+                        const float8 a = v[k], b = v[k + half];
+                        v[k] = a + b;
+                        v[k + half] = a - b;
                     }
-#pragma GCC unroll 8
-            for (int k = 0; k < R; ++k) store(x + (i + k * h) * kGroup + lane, y[k]);
+#pragma GCC unroll 16
+            for (int k = 0; k < R; ++k) store(y + (i + k * h) * kGroup + lane, v[k]);
         }
     }
 }
 
-// x <- H diag(signs) x, x [order][kGroup]. The widest butterflies first, then each part on its own, which soon fits in L1.
-inline void hadamard_transform(float* x, std::int64_t order, const float* signs) {
-    if (order >= 8) {
+// y <- H diag(signs) x, both [order][kGroup], in place or not; order >= 32 for a signed transform. The widest butterflies first,
+// then each part on its own, which soon fits in L1.
+template <bool Signed>
+void hadamard_transform(const float* x, float* y, std::int64_t order, const float* signs) {
+    if (order > 16) {
         const std::int64_t h = order / 8;
-        if (signs)
-            butterflies<8>(x, h, signs);
-        else
-            butterflies<8>(x, h, nullptr);
-        if (h > 1)
-            for (int part = 0; part < 8; ++part) hadamard_transform(x + part * h * kGroup, h, nullptr);
-    } else if (order == 4) {
-        butterflies<4>(x, 1, signs);
-    } else if (order == 2) {
-        butterflies<2>(x, 1, signs);
-    } else if (signs) {
-        for (std::int64_t lane = 0; lane < kGroup; ++lane) x[lane] *= signs[0];
+        butterflies<8, Signed>(x, y, h, signs);
+        for (int part = 0; part < 8; ++part)
+            hadamard_transform<false>(y + part * h * kGroup, y + part * h * kGroup, h, nullptr);
+    } else if (order == 16) {
+        butterflies<16, false>(x, y, 1, nullptr);
+    } else if (order == 8) {
+        butterflies<8, false>(x, y, 1, nullptr);
+    } else {
+        butterflies<4, false>(x, y, 1, nullptr);
     }
 }
 
@@ -75,8 +75,9 @@ inline void load_group(const HadamardProduct& p, std::int64_t col, std::int64_t 
 inline void multiply_group(const HadamardProduct& p, const float* x, std::int64_t row, std::int64_t rows, float* y) {
     for (std::int64_t done = 0; done < rows; done += p.order, y += p.order * kGroup) {
         const float* const signs = p.signs + (row + done) / p.order * 3 * p.order;
-        std::memcpy(y, x, static_cast<std::size_t>(p.order * kGroup) * sizeof(float));
-        for (int factor = 2; factor >= 0; --factor) hadamard_transform(y, p.order, signs + factor * p.order);
+        hadamard_transform<true>(x, y, p.order, signs + 2 * p.order);
+        hadamard_transform<true>(y, y, p.order, signs + p.order);
+        hadamard_transform<true>(y, y, p.order, signs);
         if (!p.scale) continue;
         for (std::int64_t i = 0; i < least(p.order, rows - done); ++i)
             for (std::int64_t c = 0; c < kGroup; ++c) y[i * kGroup + c] *= p.scale[row + done + i];

@@ -57,11 +57,6 @@ struct IterationReport {
     double error;      // L1 violation of the column marginal before the last column update: bounds the row violation after it
 };
 
-struct ReadoutReport {
-    double row_error;       // L1 violation of the row marginal by (f, g)
-    double mean_score;      // sum_ij P_ij S_ij; zero unless asked for
-};
-
 // Returns false when the user interrupts. Asked by the calling thread only.
 using Poll = bool (*)();
 
@@ -84,10 +79,9 @@ struct CpuSolver {
                                int threads, Poll poll);
 
     // One pass with final potentials. index[i] is argmax_j P_ij, or with `uniform` [rows] in [0, 1) the inverse distribution
-    // function of row i at uniform[i]; null to skip. The argmax needs no f: without f nothing else is computed. `want_mean` asks
-    // for mean_score.
-    ReadoutReport (*read_out)(const OtMatrix& matrix, double eps, const double* f, const double* g, const double* uniform,
-                              std::int64_t* index, bool want_mean, int threads);
+    // function of row i at uniform[i]; null to skip. With f, returns sum_ij P_ij S_ij; neither index needs it.
+    double (*read_out)(const OtMatrix& matrix, double eps, const double* f, const double* g, const double* uniform,
+                       std::int64_t* index, int threads);
 };
 
 // The fastest variant this processor can run.

@@ -21,7 +21,6 @@ using geoflow::OtMatrix;
 using geoflow::Outcome;
 using geoflow::Poll;
 using geoflow::Range;
-using geoflow::ReadoutReport;
 
 constexpr std::int64_t kBlocks = 64;
 // A matrix larger than this is written past the cache: by the time it is read again it would have left the cache anyway.
@@ -30,6 +29,13 @@ constexpr float kLowest = -3e38f;
 // Row and column sums of the kernel domain outside these bounds have lost terms to underflow, or are about to overflow.
 constexpr float kLeastSum = 1e-30f;
 constexpr float kMostSum = 1e30f;
+
+// Waking a thread costs more than this many entries do.
+constexpr std::int64_t kEntriesPerThread = 1 << 16;
+
+int useful_threads(const OtMatrix& matrix, int threads) {
+    return static_cast<int>(least(threads, 1 + matrix.rows * matrix.cols / kEntriesPerThread));
+}
 
 std::int64_t block_rows(std::int64_t rows) { return round_up((rows + kBlocks - 1) / kBlocks, 4); }
 
@@ -75,11 +81,11 @@ GEOFLOW_INLINE float8 score(const ScoreRule& rule, float8 image, float8 text) {
     return 2.0f * (rule.image_weight * image + rule.text_weight * text);
 }
 
-// Turns inner products into matrix entries, `cols` of them (the rest up to a multiple of 16 is padding).
+// Turns inner products into matrix entries, `cols` of them; the rest up to a multiple of 16 is padding and becomes a finite number.
 template <Cost kind, bool kernel, bool streaming, class Element>
 GEOFLOW_INLINE void finish_row(const ScoreRule& rule, const float* image, const float* text, std::int64_t cols, Element* to,
                                Extremes& seen) {
-    for (std::int64_t j = 0; j < cols; j += kLanes) {
+    for (std::int64_t j = 0; j < round_up(cols, geoflow::kLeading); j += kLanes) {
         const float8 s = score<kind>(rule, load(image + j), load(text + j));
         if (j + kLanes <= cols) {
             seen.add(s);
@@ -91,7 +97,8 @@ GEOFLOW_INLINE void finish_row(const ScoreRule& rule, const float* image, const 
 }
 
 template <Cost kind, bool kernel, class Element>
-bool build(const OtMatrix& matrix, const Factor& image, const Factor& text, int threads, Poll poll, Range* range) {
+bool build(const OtMatrix& matrix, const Factor& image, const Factor& text, int most_threads, Poll poll, Range* range) {
+    const int threads = useful_threads(matrix, most_threads);
     Element* const out = static_cast<Element*>(matrix.data);
     const std::int64_t ld = matrix.ld();
     const ScoreRule rule{image.weight, text.weight, static_cast<float>(1 / matrix.eps)};
@@ -145,7 +152,7 @@ Range import_elements(const OtMatrix& matrix, const float* cost, float offset, i
     prefer_large_pages(out, static_cast<std::size_t>(matrix.rows * ld) * sizeof(Element));
     float low = -kLowest, high = kLowest;
     bool finite = true;
-#pragma omp parallel for num_threads(threads) schedule(static) reduction(min : low) reduction(max : high) reduction(&& : finite)
+#pragma omp parallel for num_threads(useful_threads(matrix, threads)) schedule(static) reduction(min : low) reduction(max : high) reduction(&& : finite)
     for (std::int64_t i = 0; i < matrix.rows; ++i) {
         for (std::int64_t first = 0; first < ld; first += kLanes) {
             float8 s = broadcast(0.0f);
@@ -168,7 +175,7 @@ template <class Element, class Map>
 void map_entries(const OtMatrix& matrix, int threads, const Map& map) {
     Element* const data = static_cast<Element*>(matrix.data);
     const std::int64_t ld = matrix.ld();
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(useful_threads(matrix, threads)) schedule(static)
     for (std::int64_t i = 0; i < matrix.rows; ++i)
         for (std::int64_t j = 0; j < ld; j += kLanes) store(data + i * ld + j, map(load(data + i * ld + j)));
 }
@@ -270,8 +277,8 @@ template <class Element>
 class Passes {
   public:
     Passes(const OtMatrix& matrix, int threads)
-        : m_(matrix), threads_(threads), ld_(matrix.ld()), step_(block_rows(matrix.rows)),
-          blocks_((matrix.rows + step_ - 1) / step_), block_sums_(blocks_ * ld_), weights_(ld_), rows_(threads * ld_) {}
+        : m_(matrix), threads_(useful_threads(matrix, threads)), ld_(matrix.ld()), step_(block_rows(matrix.rows)),
+          blocks_((matrix.rows + step_ - 1) / step_), block_sums_(blocks_ * ld_), weights_(ld_), rows_(threads_ * ld_) {}
 
     IterationReport run(double eps, double tol, std::int64_t max_iter, double* f, double* g, Poll poll) {
         const Scratch sums(2 * m_.cols);
@@ -345,17 +352,22 @@ class Passes {
 
     // Adds the blocks. False when a column of the kernel domain left its range.
     bool column_sums(const ColumnWeights& w, double* s) {
+        constexpr std::int64_t kStretch = 512;  // columns whose totals stay in L1 while the blocks pass by
         bool fine = true;
         const bool kernel = m_.domain == Domain::kernel;
 #pragma omp parallel for num_threads(threads_) schedule(static) reduction(&& : fine)
-        for (std::int64_t j = 0; j < m_.cols; ++j) {
-            double total = 0;
-            for (std::int64_t block = 0; block < blocks_; ++block) total += double(block_sums_.get()[block * ld_ + j]);
-            if (kernel) {
-                fine = fine && total >= double(kLeastSum) && total <= double(kMostSum) && w.value[j] > kLeastSum;
-                total *= double(w.value[j]);
+        for (std::int64_t begin = 0; begin < m_.cols; begin += kStretch) {
+            const std::int64_t end = least(begin + kStretch, m_.cols);
+            for (std::int64_t j = begin; j < end; ++j) s[j] = 0;
+            for (std::int64_t block = 0; block < blocks_; ++block) {
+                const float* const part = block_sums_.get() + block * ld_;
+                for (std::int64_t j = begin; j < end; ++j) s[j] += double(part[j]);
             }
-            s[j] = total;
+            if (!kernel) continue;
+            for (std::int64_t j = begin; j < end; ++j) {
+                fine = fine && s[j] >= double(kLeastSum) && s[j] <= double(kMostSum) && w.value[j] > kLeastSum;
+                s[j] *= double(w.value[j]);
+            }
         }
         return fine;
     }
@@ -471,48 +483,48 @@ std::int64_t draw_column(const Weights& weights, std::int64_t cols, std::int64_t
     return last;
 }
 
+// Totals of one row: its weights, and its weights times S.
+struct RowTotals {
+    double weight, score;
+};
+
 template <class Element>
-ReadoutReport read_out_elements(const OtMatrix& matrix, double eps, const double* f, const double* g, const double* uniform,
-                                std::int64_t* index, bool want_mean, int threads) {
+GEOFLOW_INLINE RowTotals row_totals(const RowWeights<Element>& weights, std::int64_t ld, float centre, float eps, bool want_score) {
+    float8 total = broadcast(0.0f), score = broadcast(0.0f);
+    for (std::int64_t j = 0; j < ld; j += kLanes) {
+        const float8 w = weights(j);
+        total += w;
+        if (!want_score) continue;
+        const float8 entry = load(weights.matrix + j);
+        score += w * (weights.kernel ? centre + eps * logarithm(entry) : entry);
+    }
+    return {double(sum(total)), double(sum(score))};
+}
+
+template <class Element>
+double read_out_elements(const OtMatrix& matrix, double eps, const double* f, const double* g, const double* uniform,
+                         std::int64_t* index, int threads) {
     const std::int64_t ld = matrix.ld(), rows = matrix.rows;
     const bool kernel = matrix.domain == Domain::kernel;
-    const Scratch weights(ld), partial(4 * rows);
-    double* const row_error = reinterpret_cast<double*>(partial.get());
-    double* const row_mean = row_error + rows;
+    const Scratch weights(ld), partial(2 * rows);
+    double* const row_score = reinterpret_cast<double*>(partial.get());
     const ColumnWeights w = column_weights(matrix, eps, g, weights.get());
-    const float inverse_eps = static_cast<float>(1 / eps), eps_f = static_cast<float>(eps), centre = static_cast<float>(matrix.centre);
-#pragma omp parallel for num_threads(threads) schedule(static)
+#pragma omp parallel for num_threads(useful_threads(matrix, threads)) schedule(static)
     for (std::int64_t i = 0; i < rows; ++i) {
         const Element* const x = static_cast<const Element*>(matrix.data) + i * ld;
         float top = 0;
         const std::int64_t best = best_column(x, w.value, ld, kernel, &top);
         if (index && !uniform) index[i] = best;
-        if (!f) continue;
-        const RowWeights<Element> weight{x, w.value, top, inverse_eps, kernel};
-        float8 total = broadcast(0.0f), mean = broadcast(0.0f);
-        for (std::int64_t j = 0; j < ld; j += kLanes) {
-            const float8 p = weight(j);
-            total += p;
-            if (want_mean) {
-                const float8 entry = load(x + j);
-                mean += p * (kernel ? centre + eps_f * logarithm(entry) : entry);
-            }
-        }
-        const double row_total = double(sum(total));
-        // mass of row i: exp(f_i / eps) sum_j exp((g_j + S_ij) / eps)
-        const double log_scale = (f[i] + w.middle + (kernel ? matrix.centre : double(top))) / eps;
-        const double mass = std::exp(log_scale + std::log(row_total));
-        row_error[i] = std::abs(mass - 1.0 / double(rows));
-        row_mean[i] = mass * double(sum(mean)) / row_total;
-        if (index && uniform) index[i] = draw_column(weight, matrix.cols, ld, row_total, uniform[i]);
+        if (!f && !uniform) continue;
+        const RowWeights<Element> row{x, w.value, top, static_cast<float>(1 / eps), kernel};
+        const RowTotals totals = row_totals(row, ld, static_cast<float>(matrix.centre), static_cast<float>(eps), f != nullptr);
+        if (index && uniform) index[i] = draw_column(row, matrix.cols, ld, totals.weight, uniform[i]);
+        // exp(f_i / eps) times the weights is the plan: they were taken relative to the middle of g and the centre or top of S
+        if (f) row_score[i] = totals.score * std::exp((f[i] + w.middle + (kernel ? matrix.centre : double(top))) / eps);
     }
-    ReadoutReport report{0, 0};
-    if (!f) return report;
-    for (std::int64_t i = 0; i < rows; ++i) {
-        report.row_error += row_error[i];
-        report.mean_score += row_mean[i];
-    }
-    return report;
+    double mean = 0;
+    for (std::int64_t i = 0; f && i < rows; ++i) mean += row_score[i];
+    return mean;
 }
 
 // ---- the table ----------------------------------------------------------------------------------------------------------------
@@ -537,10 +549,9 @@ const geoflow::CpuSolver kSolver = {
         return m.half ? Passes<Half>(m, threads).run(eps, tol, max_iter, f, g, poll)
                       : Passes<float>(m, threads).run(eps, tol, max_iter, f, g, poll);
     },
-    [](const OtMatrix& m, double eps, const double* f, const double* g, const double* uniform, std::int64_t* index,
-       bool want_mean, int threads) {
-        return m.half ? read_out_elements<Half>(m, eps, f, g, uniform, index, want_mean, threads)
-                      : read_out_elements<float>(m, eps, f, g, uniform, index, want_mean, threads);
+    [](const OtMatrix& m, double eps, const double* f, const double* g, const double* uniform, std::int64_t* index, int threads) {
+        return m.half ? read_out_elements<Half>(m, eps, f, g, uniform, index, threads)
+                      : read_out_elements<float>(m, eps, f, g, uniform, index, threads);
     },
 };
 
