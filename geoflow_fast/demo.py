@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,7 @@ from geoflow_fast import geometry
 
 def draw_sphere(out: Path, seed: int) -> Path:
     """Writes `sphere.png` into `out`: uniform samples on S^2, and geodesics that carry some of them to one cap."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = _pyplot()
     generator = torch.Generator().manual_seed(seed)
     out.mkdir(parents=True, exist_ok=True)
     figure = pyplot.figure(figsize=(11, 5.6))
@@ -33,6 +30,16 @@ def draw_sphere(out: Path, seed: int) -> Path:
     pyplot.close(figure)
     unfinished.replace(picture)
     return picture
+
+
+def _pyplot() -> Any:
+    """The plotting module of matplotlib, drawing to files only."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError("pictures need matplotlib: pip install 'geoflow_fast[eval]'") from error
+    matplotlib.use("Agg")
+    return importlib.import_module("matplotlib.pyplot")
 
 
 def _sphere_axes(figure: Any, position: int, title: str) -> Any:

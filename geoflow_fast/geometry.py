@@ -34,8 +34,15 @@ def eps(dtype: torch.dtype) -> float:
     return EPS[dtype]
 
 
+def capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured: checks that wait for an answer from the device must then be left out."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def check_rows(x: Tensor, name: str, *, unit: bool = True) -> None:
     """ValueError naming the first row of `x` [..., d] that is non-finite, zero, or (with `unit`) not of norm one."""
+    if capturing(x):
+        return
     norm = torch.linalg.vector_norm(x.detach(), dim=-1)
     bad = ~((norm - 1).abs() <= UNIT_TOLERANCE) if unit else ~(torch.isfinite(norm) & (norm > 0))
     if not bool(bad.any()):

@@ -28,9 +28,12 @@ def test_the_switch_turns_avx2_off():
     [
         "test_masked_interpolant.py",
         "test_gallery_posterior.py",
+        "test_network_cpu.py",
         pytest.param("test_ot.py", marks=pytest.mark.slow),
     ],
 )
 def test_baseline_passes_the_same_tests(module):
-    out = run_without_avx2("-m", "pytest", "-q", "-k", "cpu", "-m", "not slow and not gpu", str(TESTS / module))
+    out = run_without_avx2(
+        "-m", "pytest", "-q", "-k", "cpu or network", "-m", "not slow and not gpu", str(TESTS / module)
+    )
     assert " passed" in out

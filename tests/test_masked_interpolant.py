@@ -138,6 +138,16 @@ def test_gradient_goes_through_the_reference():
         gf.ops.masked_interpolant(*points, **batch, backend="cpu")
 
 
+def test_out_may_not_be_an_input(backend):
+    """The velocity reads the points after the first output is written."""
+    batch = make(4, 6, 6)
+    spare = tuple(torch.empty(4, 6) for _ in range(3))
+    with pytest.raises(ValueError, match="image_t shares memory"):
+        gf.ops.masked_interpolant(**batch, backend=backend, out=(batch["image0"], *spare))
+    buffer = torch.empty(4, 4, 6)  # disjoint parts of one allocation are fine
+    assert len(gf.ops.masked_interpolant(**batch, backend=backend, out=tuple(buffer.unbind()))) == 4
+
+
 @pytest.mark.parametrize("name", ["image0", "text0", "image1", "text1"])
 def test_bad_rows_are_named(backend, name):
     for value, message in ((float("nan"), "not finite"), (float("inf"), "not finite"), (0.0, "zeros"), (3.0, "norm")):
@@ -165,9 +175,11 @@ def test_bad_rows_are_named(backend, name):
         ({"direction": torch.zeros(8, dtype=torch.int64)}, ValueError, "int8"),
         ({"drop": torch.zeros(8)}, ValueError, "drop"),
         ({"text0": torch.ones(8, 6, device="meta")}, ValueError, "text0 is on meta"),
-        ({"out": (torch.empty(8, 6),) * 3}, ValueError, "four tensors"),
-        ({"out": (torch.empty(8, 5),) * 4}, ValueError, "image_t"),
-        ({"out": (torch.empty(6, 8).T,) * 4}, ValueError, "contiguous"),
+        ({"out": (torch.empty(8, 6),) * 3}, ValueError, "four different tensors"),
+        ({"out": (torch.empty(8, 6),) * 4}, ValueError, "four different tensors"),
+        ({"out": tuple(torch.empty(8, 5) for _ in range(4))}, ValueError, "image_t"),
+        ({"out": tuple(torch.empty(6, 8).T for _ in range(4))}, ValueError, "contiguous"),
+        ({"image0": torch.tensor(1.0)}, ValueError, "image0"),
     ],
 )
 def test_bad_input_is_refused_before_anything_is_computed(backend, change, error, message):

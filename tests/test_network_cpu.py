@@ -32,10 +32,11 @@ def agree(function, inputs, tolerance=2e-5, **options):
 
 
 @sizes
-@pytest.mark.parametrize("groups", ["all", "one", "rows"])
+@pytest.mark.parametrize("groups", ["one", "some", "rows"])
 def test_adaln(rows, width, groups):
-    count = {"all": 1, "one": rows, "rows": rows}[groups]
-    x = strided(rows, width) if groups != "one" else torch.randn(rows, width) + 3
+    some = next((k for k in range(2, rows) if rows % k == 0), rows)  # groups of several rows, where rows can be cut
+    count = {"one": 1, "some": some, "rows": rows}[groups]
+    x = strided(rows, width) if groups != "rows" else torch.randn(rows, width) + 3
     agree(ops.adaln, (x, strided(count, width), strided(count, width)))
 
 
@@ -127,3 +128,34 @@ def test_results_do_not_depend_on_the_number_of_threads():
         torch.set_num_threads(before)
     assert torch.equal(gradients[0], gradients[1])
     assert torch.equal(gradients[0], gradients[2])
+
+
+def test_torch_defaults_do_not_matter():
+    x = torch.randn(5, 8)
+    expected = ops.adaln(x, x[:1], x[:1]), ops.swiglu(x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            assert torch.equal(ops.adaln(x, x[:1], x[:1]), expected[0])
+            assert torch.equal(ops.swiglu(x), expected[1])
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_keep_mask_has_its_rate_follows_the_seed_and_not_the_threads():
+    def draw(seed: int, threads: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        torch.set_num_threads(threads)
+        return ops.keep_mask((300, 401), 0.3, backend="cpu")
+
+    before = torch.get_num_threads()
+    try:
+        one, two, other = draw(1, 1), draw(1, 2), draw(2, 1)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(one, two)
+    # 120,300 independent entries: five standard errors
+    assert abs(float(one.float().mean()) - 0.7) < 5 * (0.21 / one.numel()) ** 0.5
+    assert abs(float((one == other).float().mean()) - 0.58) < 5 * (0.58 * 0.42 / one.numel()) ** 0.5
+    assert abs(float((one[:, 1:] == one[:, :-1]).float().mean()) - 0.58) < 5 * (0.58 * 0.42 / one.numel()) ** 0.5
+    assert bool(ops.keep_mask((7,), 0.0).all())

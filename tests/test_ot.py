@@ -529,3 +529,14 @@ def test_bad_problems_and_couplings():
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@pytest.mark.parametrize("eps", [1e-2, 1e-3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_potentials_of_a_given_matrix_belong_to_that_matrix(eps, dtype):
+    """A large common cost must not leave its rounding in the potentials: the marginals are recomputed from them."""
+    cost = (1000 + 0.37 * torch.rand(64, 64, dtype=torch.float64)).to(dtype)
+    found = gf.ops.sinkhorn(cost, eps=eps, tol=1e-3, backend="cpu")
+    plan = torch.exp((found.f.unsqueeze(1) + found.g.unsqueeze(0) - cost.double()) / eps)
+    assert found.converged
+    assert float((plan.sum(1) - 1 / 64).abs().sum()) < 2e-3

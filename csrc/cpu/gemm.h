@@ -180,7 +180,7 @@ bool product_tiles(const Product (&products)[Products], std::int64_t m, std::int
                     to += block * p.depth;
                 }
             }
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(monotonic : dynamic, 1)
             for (std::int64_t panel = 0; panel < panels; ++panel) {
                 if (thread_number() == 0 && !poll()) __atomic_store_n(&go_on, false, __ATOMIC_RELAXED);
                 if (!__atomic_load_n(&go_on, __ATOMIC_RELAXED)) continue;

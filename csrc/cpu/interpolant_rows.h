@@ -87,7 +87,7 @@ inline __m256 broadcast(float x) { return _mm256_set1_ps(x); }
 inline __m256d broadcast(double x) { return _mm256_set1_pd(x); }
 #endif
 
-// out = p a + q b; returns how many leading entries were written by streaming stores (a multiple of the vector length).
+// out = p a + q b, past the cache where `out` is aligned for it.
 template <typename T>
 void write_combination(const T* __restrict a, const T* __restrict b, T p, T q, T* __restrict out, std::int64_t width) {
     std::int64_t k = 0;
@@ -194,18 +194,21 @@ bool interpolate_row(const InterpolantStream<T>& stream, std::int64_t row, doubl
 template <typename T>
 std::int64_t interpolate_rows(const InterpolantParams<T>& params) {
     std::int64_t first_bad = params.rows;
-#pragma omp parallel for schedule(static) num_threads(params.threads) reduction(min : first_bad)
-    for (std::int64_t row = 0; row < params.rows; ++row) {
-        const bool dropped = params.drop != nullptr && params.drop[row];
-        for (const auto& stream : params.stream) {
-            const bool given = params.direction[row] == stream.given_under;
-            if (!interpolate_row(stream, row, double(params.t[row]), given, dropped, params.tolerance))
-                first_bad = row < first_bad ? row : first_bad;
+#pragma omp parallel num_threads(params.threads) reduction(min : first_bad)
+    {
+#pragma omp for schedule(static)
+        for (std::int64_t row = 0; row < params.rows; ++row) {
+            const bool dropped = params.drop != nullptr && params.drop[row];
+            for (const auto& stream : params.stream) {
+                const bool given = params.direction[row] == stream.given_under;
+                if (!interpolate_row(stream, row, double(params.t[row]), given, dropped, params.tolerance))
+                    first_bad = row < first_bad ? row : first_bad;
+            }
         }
-    }
 #if defined(__AVX2__)
-    _mm_sfence();
+        _mm_sfence();  // each thread orders its own streaming stores before anybody reads them
 #endif
+    }
     return first_bad == params.rows ? -1 : first_bad;
 }
 

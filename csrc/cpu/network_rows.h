@@ -29,9 +29,9 @@ inline float exponential(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    std::int32_t bits;
+    std::uint32_t bits;
     std::memcpy(&bits, &shifted, sizeof(bits));
-    bits = (bits + 127) << 23;
+    bits = (bits + 127u) << 23;
     float power;
     std::memcpy(&power, &bits, sizeof(power));
     return p * power;

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from geoflow_fast.geometry import DIRECTIONS, capturing
+
 
 def check_floating(**tensors: Tensor | None) -> None:
     """Every tensor that is given is a floating-point tensor on the device of the first."""
@@ -26,6 +28,16 @@ def check_shape(shape: torch.Size, like: str, **tensors: Tensor | None) -> None:
     for name, x in tensors.items():
         if x is not None and x.shape != shape:
             raise ValueError(f"{name} must have the shape {tuple(shape)} of {like}, got {tuple(x.shape)}")
+
+
+def check_directions(direction: Tensor) -> None:
+    """Every entry of `direction` [B] is a code of `geometry.DIRECTIONS`."""
+    if capturing(direction):
+        return
+    unknown = (direction < 0) | (direction >= len(DIRECTIONS))
+    if bool(unknown.any()):
+        row = int(unknown.nonzero()[0])
+        raise ValueError(f"direction row {row} is {int(direction[row])}; codes are 0 joint, 1 i2t, 2 t2i")
 
 
 def rows_of(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from geoflow_fast import _native, dispatch, reference
 from geoflow_fast.ops import _network_cpu, _triton
-from geoflow_fast.ops._rows import check_floating, check_shape
+from geoflow_fast.ops._rows import check_directions, check_floating, check_shape
 
 
 def flow_loss(
@@ -48,6 +48,8 @@ def flow_loss(
     check_shape(v_text.shape, "v_text", target_text=target_text, text=text)
     if rows == 0:
         raise ValueError("flow_loss needs at least one row")
+    if direction.device.type == "cpu":  # on a GPU the check would wait for the device in every training step
+        check_directions(direction)
     losses: Tensor = _FlowLoss.apply(
         v_image, v_text, target_image.detach(), target_text.detach(), image.detach(), text.detach(), direction, backend
     )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast import _native, dispatch, reference
+from geoflow_fast.geometry import capturing
 from geoflow_fast.ops import _triton
 from geoflow_fast.ops._rows import check_floating
 
@@ -99,6 +100,7 @@ def gallery_statistics(
         nothing = torch.empty(0, dtype=torch.float64, device=samples.device)
         index = torch.empty(0, kept, dtype=torch.int64, device=samples.device)
         return GalleryStatistics(nothing, nothing, nothing, index.double(), index, top_k)
+    item_bias = None if item_bias is None else item_bias.detach()
     run = dispatch.choose("gallery_posterior", samples, backend)
     peak, weight, moment, top_score, top_index = run(samples.detach(), gallery.detach(), kappa, kept, item_bias)
     _check_finite(weight + moment)
@@ -119,6 +121,8 @@ def _check(samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias
         raise ValueError(
             f"need at least one sample, item and coordinate, got {tuple(samples.shape)} and {tuple(gallery.shape)}"
         )
+    if isinstance(top_k, bool) or not isinstance(top_k, int) or not isinstance(kappa, (int, float)):
+        raise TypeError(f"kappa must be a number and top_k an integer, got {kappa!r} and {top_k!r}")
     if not 0 <= kappa < math.inf:
         raise ValueError(f"kappa must be finite and not negative, got {kappa}")
     if top_k < 1:
@@ -129,7 +133,7 @@ def _check(samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias
 
 def _check_finite(sums: Tensor) -> None:
     """A NaN or infinity anywhere in the input reaches the sums [Q] of the queries it touches."""
-    if sums.is_cuda and torch.cuda.is_current_stream_capturing():
+    if capturing(sums):
         return
     bad = ~torch.isfinite(sums)
     if bool(bad.any()):
@@ -147,5 +151,5 @@ dispatch.register(
 
 @dispatch.register("gallery_posterior", "cpu", devices=("cpu",), missing=_native.missing, dtypes=(torch.float32,))
 def _cpu(samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias: Tensor | None) -> reference.Statistics:
-    bias = None if item_bias is None else item_bias.detach().float().contiguous()
+    bias = None if item_bias is None else item_bias.float().contiguous()
     return _native.gallery_posterior(samples.contiguous(), gallery.contiguous(), kappa, top_k, bias)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from geoflow_fast import _native, dispatch, reference
-from geoflow_fast.geometry import DIRECTIONS, UNIT_TOLERANCE, check_rows, eps
+from geoflow_fast.geometry import UNIT_TOLERANCE, capturing, check_rows, eps
 from geoflow_fast.ops import _triton
+from geoflow_fast.ops._rows import check_directions
 
 Streams = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -66,8 +67,8 @@ def _check(inputs: Streams, t: Tensor, direction: Tensor, drop: Tensor | None) -
         eps(x.dtype)
         if x.dtype != first.dtype:
             raise TypeError(f"{name} is {x.dtype}, but image0 is {first.dtype}")
-        if x.dim() != 2 or x.shape != (first.shape[0], twin.shape[1]) or x.shape[1] < 2:
-            raise ValueError(f"{name} must be [{first.shape[0]}, d] with d >= 2 as in its twin, got {tuple(x.shape)}")
+        if x.dim() != 2 or twin.dim() != 2 or x.shape != (len(first), twin.shape[1]) or x.shape[1] < 2:
+            raise ValueError(f"{name} must be [B, d] with d >= 2 and shaped as its twin, got {tuple(x.shape)}")
     rows = first.shape[0]
     if not t.is_floating_point() or t.shape != (rows,):
         raise ValueError(f"t must be a floating-point tensor of shape [{rows}], got {t.dtype} {tuple(t.shape)}")
@@ -75,31 +76,41 @@ def _check(inputs: Streams, t: Tensor, direction: Tensor, drop: Tensor | None) -
         raise ValueError(f"direction must be int8 of shape [{rows}], got {direction.dtype} {tuple(direction.shape)}")
     if drop is not None and (drop.dtype != torch.bool or drop.shape != (rows,) or drop.device != first.device):
         raise ValueError(f"drop must be bool of shape [{rows}] on {first.device}, got {drop.dtype} {tuple(drop.shape)}")
-    _check_range(t, direction)
+    check_directions(direction)
+    _check_times(t)
 
 
-def _check_range(t: Tensor, direction: Tensor) -> None:
+def _check_times(t: Tensor) -> None:
+    if capturing(t):
+        return
     outside = ~((t >= 0) & (t <= 1))
     if bool(outside.any()):
         row = int(outside.nonzero()[0])
         raise ValueError(f"t row {row} is {float(t[row]):.6g}, outside [0, 1]")
-    unknown = (direction < 0) | (direction >= len(DIRECTIONS))
-    if bool(unknown.any()):
-        row = int(unknown.nonzero()[0])
-        raise ValueError(f"direction row {row} is {int(direction[row])}; codes are 0 joint, 1 i2t, 2 t2i")
 
 
 def _check_out(inputs: Streams, out: Streams) -> None:
-    if len(out) != 4:
-        raise ValueError(f"out needs four tensors (image_t, text_t, v_image, v_text), got {len(out)}")
+    if len(out) != 4 or len({id(x) for x in out}) != 4:
+        raise ValueError(f"out needs four different tensors (image_t, text_t, v_image, v_text), got {len(out)}")
     for name, target, like in zip(("image_t", "text_t", "v_image", "v_text"), out, inputs[:2] * 2):
         if target.shape != like.shape or target.dtype != like.dtype or target.device != like.device:
             raise ValueError(f"out: {name} must be {like.dtype} {tuple(like.shape)} on {like.device}")
         if not target.is_contiguous():
             raise ValueError(f"out: {name} must be contiguous")
+        others = [x for x in out if x is not target]
+        if any(_overlap(target, other) for other in (*inputs, *others)):
+            raise ValueError(f"out: {name} shares memory with an input or another output")
 
 
-@dispatch.register("masked_interpolant", "reference", devices=("cpu", "cuda", "meta"))
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether the memory between the first and the last element of `a` meets that of `b`."""
+    if not a.numel() or not b.numel():
+        return False
+    ends = [x.data_ptr() + x.element_size() * sum((n - 1) * s for n, s in zip(x.shape, x.stride())) for x in (a, b)]
+    return a.data_ptr() <= ends[1] and b.data_ptr() <= ends[0]
+
+
+@dispatch.register("masked_interpolant", "reference", devices=("cpu", "cuda"))
 def _reference(
     image0: Tensor,
     text0: Tensor,

@@ -185,7 +185,7 @@ def _checked_matrix(cost: Tensor) -> Tensor:
         raise ValueError(f"cost must be a matrix with at least one row and one column, got shape {tuple(cost.shape)}")
     cost = cost.detach()
     low, high = torch.aminmax(cost)
-    if not math.isfinite(float(high) - float(low)):
+    if not float(high) - float(low) <= torch.finfo(torch.float32).max:
         bad = ~torch.isfinite(cost)
         where = f"is not finite at {tuple(bad.nonzero()[0].tolist())}" if bool(bad.any()) else "spans more than a float"
         raise ValueError(f"cost {where}")
@@ -315,7 +315,8 @@ def load_scores(
     """
     if problem.matrix is not None:
         low, high = (float(x) for x in torch.aminmax(problem.matrix))
-        offset = (low + high) / 2
+        # In float32, as the compiled code takes it: potentials are given back with the very offset that was subtracted.
+        offset = float(torch.tensor((low + high) / 2, dtype=torch.float32))
         # Centred before it is rounded to float32: a large common offset would cost the small differences.
         cost = problem.matrix if problem.matrix.dtype == torch.float32 else (problem.matrix - offset).float()
         return offset, *matrix.load(cost.contiguous(), offset if cost.dtype == problem.matrix.dtype else 0.0)
