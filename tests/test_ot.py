@@ -62,7 +62,7 @@ def wide_cost(points, cost: str = "arc") -> torch.Tensor:
 
 def pot_potentials(cost: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """(f, g) of POT's log-domain Sinkhorn in float64, solved beyond our tolerances (its error is an L2 norm)."""
-    _, log = ot.bregman.sinkhorn_log([], [], cost.numpy(), eps, numItermax=1000, stopThr=1e-7, log=True, warn=False)
+    _, log = ot.bregman.sinkhorn_log([], [], cost.numpy(), eps, numItermax=800, stopThr=1e-7, log=True, warn=False)
     return eps * torch.from_numpy(log["log_u"]), eps * torch.from_numpy(log["log_v"])
 
 
@@ -108,7 +108,7 @@ def test_cost_build_at_ragged_widths_and_strides(backend, width):
 @pytest.mark.parametrize(("eps", "tol", "agreement"), [(0.05, 1e-5, 0.999), (0.005, 1e-3, 0.995)])
 @pytest.mark.parametrize("width", [64, 1024])
 def test_agrees_with_pot_in_float64(backend, eps, tol, agreement, width):
-    points, cost, f, g = pot_case(200 if backend == "reference" or width == 64 else 1000, width, eps)
+    points, cost, f, g = pot_case(200 if backend == "reference" or width == 64 else 500, width, eps)
     result = gf.ops.sinkhorn("arc", points, eps=eps, tol=tol, backend=backend)
     assert result.converged
     assert result.marginal_error <= tol
