@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,6 +18,8 @@ from torch import Tensor
 FORMAT_VERSION = 1
 """Raised when a file written today could no longer be read by the code of yesterday."""
 
+LOCK_FILE = ".lock"
+_BLANK_DIGEST = "0" * 64
 _DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -31,7 +35,8 @@ _DTYPE_NAMES = {
 
 def write_atomic(path: Path, fill: Callable[[BinaryIO], object]) -> None:
     """Writes `path` through a temporary neighbour: `fill(file)`, fsync, rename. On failure the old file stays."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # One name per target: what a killed writer leaves behind, the next one overwrites.
+    temporary = path.with_name(f".{path.name}.tmp")
     try:
         with open(temporary, "wb") as file:
             fill(file)
@@ -45,6 +50,17 @@ def write_atomic(path: Path, fill: Callable[[BinaryIO], object]) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     _sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps other processes out of `folder` by an advisory lock, which ends with the process; OSError if taken."""
+    with open(folder / LOCK_FILE, "w", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise OSError(error.errno, f"another run is writing to {folder}; wait for it or use a new folder") from None
+        yield
 
 
 def _sync_folder(folder: Path) -> None:
@@ -65,7 +81,8 @@ def write_json(path: Path, value: Any) -> None:
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], *, kind: str, info: Mapping[str, Any]) -> None:
     """Writes named tensors and a JSON-serialisable `info` to one safetensors file, atomically.
 
-    The header's metadata holds the format version, `kind` (what the file is for), `info` and the SHA-256 of the data.
+    The header's metadata holds the format version, `kind` (what the file is for), `info` and the SHA-256 of the
+    whole file with the digest itself blanked.
     """
     names = sorted(tensors)
     entries: dict[str, Any] = {}
@@ -88,8 +105,9 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], *, kind: str, info: 
         return len(raw).to_bytes(8, "little") + raw
 
     def fill(file: BinaryIO) -> None:
-        file.write(header("0" * 64))
-        digest = hashlib.sha256()
+        blank = header(_BLANK_DIGEST)
+        file.write(blank)
+        digest = hashlib.sha256(blank)
         for name in names:
             data = _bytes_of(tensors[name])
             digest.update(data)
@@ -112,14 +130,11 @@ def load_tensors(
         with safe_open(path, framework="pt", device=str(device)) as file:
             metadata = file.metadata() or {}
             _check_metadata(path, metadata, kind)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
+            _check_digest(path, metadata.get("sha256", ""))
+            # Cloned: what safetensors returns is a view of the mapped file, which the next checkpoint replaces.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118, not a dict
     except SafetensorError as error:
         raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from error
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(_bytes_of(tensors[name]))
-    if digest.hexdigest() != metadata.get("sha256"):
-        raise ValueError(f"{path} is corrupt: its data do not match its checksum")
     return tensors, json.loads(metadata["info"])
 
 
@@ -131,6 +146,17 @@ def _check_metadata(path: Path, metadata: Mapping[str, str], kind: str) -> None:
         raise ValueError(f"{path} has format version {version}; this release reads version {FORMAT_VERSION}")
     if metadata.get("kind") != kind:
         raise ValueError(f"{path} holds a {metadata.get('kind')!r}, but a {kind!r} was expected")
+
+
+def _check_digest(path: Path, expected: str) -> None:
+    with open(path, "rb") as file:
+        length = file.read(8)
+        header = file.read(int.from_bytes(length, "little"))
+        digest = hashlib.sha256(length + header.replace(expected.encode(), _BLANK_DIGEST.encode(), 1))
+        while block := file.read(1 << 20):
+            digest.update(block)
+    if digest.hexdigest() != expected:
+        raise ValueError(f"{path} is corrupt: its contents do not match its checksum")
 
 
 def _bytes_of(x: Tensor) -> memoryview:

@@ -56,11 +56,6 @@ class Questions:
     t: Tensor
     drop: Tensor
 
-    @property
-    def joint(self) -> slice:
-        """The joint rows."""
-        return slice(self.counts[0], self.counts[0] + self.counts[1])
-
 
 def draw_questions(rows: int, p_joint: float, p_drop: float, generator: torch.Generator) -> Questions:
     """Draws a direction per row (joint with `p_joint`, else i2t or t2i evenly), a uniform time and guidance dropout."""

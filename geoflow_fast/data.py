@@ -3,12 +3,14 @@
 On disk the layout is clip-retrieval's: `img_emb/img_emb_0.npy`, `text_emb/text_emb_0.npy`, ... with rows in shard
 order, float16 or float32. `image_index.npy` gives the image row of each text where an image is stored once for several
 texts; else a column `image_index` or `image_path` of `metadata/*.parquet` tells which rows are of one image.
+`image_group.npy`, a number per text that the texts of one image share, takes precedence over both for that question.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import mmap
 import re
@@ -24,8 +26,9 @@ from torch import Tensor
 from geoflow_fast.checkpoint import write_atomic
 from geoflow_fast.geometry import UNIT_TOLERANCE
 
-IMAGE_FOLDER, TEXT_FOLDER, METADATA_FOLDER, INDEX_FILE = "img_emb", "text_emb", "metadata", "image_index.npy"
-CHECK_ROWS = 8192
+IMAGE_FOLDER, TEXT_FOLDER, METADATA_FOLDER = "img_emb", "text_emb", "metadata"
+INDEX_FILE, GROUP_FILE = "image_index.npy", "image_group.npy"
+BLOCK_ROWS = 8192
 # Pages of a mapped file count as resident memory once touched, so they are released after each read; the kernel's cache
 # keeps them. A fault also maps the cached pages around it, up to a huge page: random rows are read so many at a time.
 RANDOM_ROWS = 64
@@ -71,7 +74,7 @@ class Rows:
         out /= np.linalg.norm(out, axis=1, keepdims=True)
         return out
 
-    def blocks(self, rows: int = CHECK_ROWS) -> Iterator[tuple[int, Array]]:
+    def blocks(self, rows: int = BLOCK_ROWS) -> Iterator[tuple[int, Array]]:
         """All rows as stored, in blocks of at most `rows`: (index of the first row, block)."""
         for part, start in zip(self.parts, self.starts):
             for low in range(0, len(part), rows):
@@ -114,7 +117,8 @@ class EmbeddingPairs:
     """Image and text embeddings with the pairs between them: pair k is text row k with image row `image_index[k]`.
 
     An image may have several texts. `len(pairs)` is the number of pairs; `pairs[index]` returns
-    (image [B, d_I], text [B, d_T]), float32 unit rows. Made by `from_arrays` or `open`.
+    (image [B, d_I], text [B, d_T]), float32 unit rows, for integers [B] or a mask over all pairs. Made by
+    `from_arrays` or `open`.
     """
 
     def __init__(self, image: Rows, text: Rows, image_row: Index, text_row: Index, group: Index) -> None:
@@ -131,7 +135,8 @@ class EmbeddingPairs:
         normalize: bool = False,
     ) -> EmbeddingPairs:
         """Pairs of `image` [N, d_I] and `text` [M, d_T]; text row k belongs to image row `image_index[k]`, else k."""
-        rows = [Rows([np.asarray(x)], name) for x, name in ((image, "image"), (text, "text"))]
+        arrays = (np.asarray(x.detach().cpu() if isinstance(x, Tensor) else x) for x in (image, text))
+        rows = [Rows([x], name) for x, name in zip(arrays, ("image", "text"))]
         for part in rows:
             part.check(normalize=normalize)
         index = None if image_index is None else np.asarray(image_index)
@@ -147,10 +152,14 @@ class EmbeddingPairs:
         for part in (image, text):
             part.check(normalize=normalize)
             part.expect_random_reads()
-        index_file = folder / INDEX_FILE
-        index = _load_npy(index_file) if index_file.is_file() else None
-        group = index if index is not None else _metadata_groups(folder / METADATA_FOLDER)
-        return cls._pair(image, text, index, group, str(index_file))
+        index, group = (
+            _load_npy(path) if (path := folder / name).is_file() else None for name in (INDEX_FILE, GROUP_FILE)
+        )
+        if index is None:
+            _check_same_shards(image, text)
+        if group is None:
+            group = index if index is not None else _metadata_groups(folder / METADATA_FOLDER)
+        return cls._pair(image, text, index, group, str(folder / INDEX_FILE))
 
     @classmethod
     def _pair(cls, image: Rows, text: Rows, index: Index | None, group: Index | None, name: str) -> EmbeddingPairs:
@@ -167,8 +176,8 @@ class EmbeddingPairs:
         if bad.any():
             row = int(bad.argmax())
             raise ValueError(f"{name} row {row} is {index[row]}, but there are {len(image)} images")
-        if group is not None and len(group) != count:
-            raise ValueError(f"metadata have {len(group)} rows, but there are {count} texts")
+        if group is not None and group.shape != (count,):
+            raise ValueError(f"metadata or {GROUP_FILE} have {len(group)} rows, but there are {count} texts")
         index = index.astype(np.int64)
         return cls(image, text, index, np.arange(count), index if group is None else group.astype(np.int64))
 
@@ -188,13 +197,13 @@ class EmbeddingPairs:
         """Width of the text embeddings."""
         return self.text.dim
 
-    def __getitem__(self, index: Tensor | Index | Sequence[int]) -> tuple[Tensor, Tensor]:
-        where = np.asarray(index, dtype=np.int64)
+    def __getitem__(self, index: Tensor | NDArray[Any] | Sequence[int]) -> tuple[Tensor, Tensor]:
+        where = _as_index(index, len(self))
         return torch.from_numpy(self.image[self.image_row[where]]), torch.from_numpy(self.text[self.text_row[where]])
 
-    def subset(self, index: Tensor | Index | Sequence[int]) -> EmbeddingPairs:
-        """The pairs `index`, sharing the stored rows."""
-        where = np.asarray(index, dtype=np.int64)
+    def subset(self, index: Tensor | NDArray[Any] | Sequence[int]) -> EmbeddingPairs:
+        """The pairs `index` (integers, or a mask over all pairs), sharing the stored rows."""
+        where = _as_index(index, len(self))
         return EmbeddingPairs(self.image, self.text, self.image_row[where], self.text_row[where], self.group[where])
 
     def split(self, fraction: float, seed: int) -> tuple[EmbeddingPairs, EmbeddingPairs]:
@@ -229,6 +238,9 @@ class EmbeddingPairs:
         _save_shards(folder / TEXT_FOLDER, self.text, self.text_row, rows_per_shard, dtype)
         if len(images) != len(self) or not np.array_equal(index, np.arange(len(self))):
             write_atomic(folder / INDEX_FILE, functools.partial(_save_npy, index.astype(np.int64)))
+        group = np.unique(self.group, return_inverse=True)[1]
+        if not np.array_equal(group, index):
+            write_atomic(folder / GROUP_FILE, functools.partial(_save_npy, group.astype(np.int64)))
 
 
 class ShuffledBatches:
@@ -261,9 +273,12 @@ class ShuffledBatches:
 
 def _open_shards(folder: Path, name: str) -> Rows:
     """Memory-mapped `{name}_{number}.npy` of `folder`, in numeric order without a gap."""
-    shards = {
-        int(found[1]): path for path in folder.glob(f"{name}_*.npy") if (found := re.search(r"_(\d+)\.npy$", path.name))
-    }
+    shards: dict[int, Path] = {}
+    for path in sorted(folder.glob(f"{name}_*.npy")):
+        if found := re.search(r"_(\d+)\.npy$", path.name):
+            other = shards.setdefault(int(found[1]), path)
+            if other != path:
+                raise ValueError(f"{other} and {path} are both shard {int(found[1])}; keep one of them")
     if not shards:
         raise FileNotFoundError(f"{folder} holds no {name}_0.npy")
     missing = sorted(set(range(max(shards) + 1)) - set(shards))
@@ -277,7 +292,33 @@ def _load_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:
         array: NDArray[Any] = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise ValueError(f"{path} is truncated or not a .npy file: {error}") from error
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{path} is not a .npy file but an archive of several arrays")
     return array
+
+
+def _check_same_shards(image: Rows, text: Rows) -> None:
+    """Rows that are paired by their place must be stored in equal shards; otherwise some were lost on one side."""
+    sizes = (map(len, rows.parts) for rows in (image, text))
+    for number, (images, texts) in enumerate(itertools.zip_longest(*sizes, fillvalue=0)):
+        if images != texts:
+            raise ValueError(
+                f"shard {number} holds {images} images, but {texts} texts: {INDEX_FILE} must say which belong together"
+            )
+
+
+def _as_index(index: Tensor | NDArray[Any] | Sequence[int], count: int) -> Index:
+    """Integers [B] in [0, count), also from a mask over all `count` pairs."""
+    where = np.asarray(index)
+    if where.dtype == bool and where.shape == (count,):
+        return np.flatnonzero(where)
+    if where.ndim != 1 or (where.size and where.dtype.kind not in "iu"):
+        raise ValueError(f"index must be 1-D integers or a mask of {count} entries, got {where.dtype} {where.shape}")
+    bad = (where < 0) | (where >= count)
+    if bad.any():
+        row = int(bad.argmax())
+        raise ValueError(f"index entry {row} is {where[row]}, but there are {count} pairs")
+    return where.astype(np.int64)
 
 
 def _metadata_groups(folder: Path) -> Index | None:
@@ -301,8 +342,17 @@ def _metadata_groups(folder: Path) -> Index | None:
 def _save_shards(folder: Path, rows: Rows, index: Index, rows_per_shard: int, dtype: type[np.floating]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for number, low in enumerate(range(0, len(index), rows_per_shard)):
-        part = rows[index[low : low + rows_per_shard]].astype(dtype)
-        write_atomic(folder / f"{folder.name}_{number}.npy", functools.partial(_save_npy, part))
+        shard = functools.partial(_save_rows, rows, index[low : low + rows_per_shard], np.dtype(dtype))
+        write_atomic(folder / f"{folder.name}_{number}.npy", shard)
+
+
+def _save_rows(rows: Rows, index: Index, dtype: np.dtype[Any], file: BinaryIO) -> None:
+    """The rows `index` as one .npy file, without holding them all in memory."""
+    shape = (len(index), rows.dim)
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    for low in range(0, len(index), BLOCK_ROWS):
+        file.write(rows[index[low : low + BLOCK_ROWS]].astype(dtype).tobytes())
 
 
 def _save_npy(array: NDArray[Any], file: BinaryIO) -> None:

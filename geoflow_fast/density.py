@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from geoflow_fast.geometry import DIRECTIONS, check_rows, dot, log_area, project_tangent
 from geoflow_fast.integrate import Field, Streams, geometry_of, integrate
 
 DIVERGENCES = ("hutchinson", "exact")
-# Streams that move, by direction: 0 the image, 1 the text.
+STREAMS = ("image", "text")
+# Streams that move, by direction.
 GENERATED = {"joint": (0, 1), "i2t": (1,), "t2i": (0,)}
 
 
@@ -32,7 +35,9 @@ def log_density(
     "joint": log p(image, text); "i2t": log p(text | image); "t2i": log p(image | text). The path is followed from t=1
     to t=0 in `n_steps` steps of `solver`. `divergence="hutchinson"` draws `n_probes` probes anew at every step, one
     tangent per stream, so that the Jacobian blocks between streams do not enter; "exact" costs d evaluations and is for
-    small d. `return_stderr` adds the standard error of the estimate [B] over the probes (at least two).
+    small d. `return_stderr` adds the standard error of the estimate [B] over the probes (at least two). A network is
+    evaluated in eval mode and left in its own. With centring or principal components the density is that of the points
+    in the flow's coordinates (`GeoFlow.to_flow`), not of the embeddings themselves.
     """
     _check(image, text, direction, n_steps, n_probes, divergence, return_stderr)
     point = getattr(field, "to_flow", lambda *pair: pair)(image, text)
@@ -50,12 +55,26 @@ def log_density(
         return velocity
 
     times = torch.linspace(1, 0, n_steps + 1, dtype=torch.float64)
-    start = integrate(rate, point, times, solver=solver, geometry=geometry)
+    with _in_eval_mode(field):
+        start = integrate(rate, point, times, solver=solver, geometry=geometry)
     base = sum(_log_base(start[stream], geometry) for stream in GENERATED[direction])
     estimates = base + integral
     if not return_stderr:
         return estimates.mean(0)
     return estimates.mean(0), estimates.std(0) / math.sqrt(probes)
+
+
+@contextlib.contextmanager
+def _in_eval_mode(field: object) -> Iterator[None]:
+    """Without dropout for a while; a field that is no network is left alone."""
+    modes = [(module, module.training) for module in field.modules()] if isinstance(field, nn.Module) else []
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def _check(
@@ -102,8 +121,10 @@ def _divergence(
         total = torch.zeros(1, len(inputs[0]), dtype=torch.float64, device=inputs[0].device)
         for stream in GENERATED[direction]:
             x, v = inputs[stream], velocity[stream]
-            if not v.requires_grad:  # a velocity that does not depend on the point has no divergence
-                continue
+            if not v.requires_grad:
+                if bool(v.any()):
+                    raise ValueError(f"the {STREAMS[stream]} velocity must be differentiable in the points")
+                continue  # a stream that stands still has no divergence
             if divergence == "exact":
                 total = total + _trace(x, v, geometry)
             else:
@@ -122,7 +143,7 @@ def _probe(x: Tensor, geometry: str, generator: torch.Generator | None) -> Tenso
 
 def _quadratic_form(x: Tensor, v: Tensor, probe: Tensor) -> Tensor:
     """e^T (dv/dx) e per row: [B] float64."""
-    (pulled,) = torch.autograd.grad(v, x, probe, retain_graph=True)
+    (pulled,) = torch.autograd.grad(v, x, probe, retain_graph=True, materialize_grads=True)
     return dot(pulled.double(), probe.double()).squeeze(-1)
 
 
@@ -130,6 +151,6 @@ def _trace(x: Tensor, v: Tensor, geometry: str) -> Tensor:
     """Trace of dv/dx, on the sphere of its tangent part tr(J) - x^T J x: [B] float64."""
     trace = torch.zeros(len(x), dtype=torch.float64, device=x.device)
     for column in range(x.shape[1]):
-        (row,) = torch.autograd.grad(v[:, column].sum(), x, retain_graph=True)
+        (row,) = torch.autograd.grad(v[:, column].sum(), x, retain_graph=True, materialize_grads=True)
         trace = trace + row[:, column].double()
     return trace - _quadratic_form(x, v, x.detach()) if geometry == "sphere" else trace

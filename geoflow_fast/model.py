@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -91,12 +91,12 @@ class GeoFlowConfig:
 
     @classmethod
     def small(cls, image_dim: int = 1024, text_dim: int = 1024) -> GeoFlowConfig:
-        """About 9 million parameters at width 1024: an hour or so of training on a few cores."""
+        """About 8 million parameters at width 1024: an hour or so of training on a few cores."""
         return cls(image_dim, text_dim, hidden=256, depth=4, layer_scale=0.1)
 
     @classmethod
     def tiny(cls, image_dim: int = 24, text_dim: int = 24) -> GeoFlowConfig:
-        """About 1.3 million parameters at width 24: minutes of training, for demonstrations and tests."""
+        """About 1.4 million parameters at width 24: minutes of training, for demonstrations and tests."""
         return cls(image_dim, text_dim, hidden=128, depth=3, layer_scale=0.1)
 
     @property
@@ -158,7 +158,7 @@ class Preprocess(nn.Module):
     """Centring and principal components of one modality: x -> unit(B (x - mean)), and back.
 
     `basis` [k, d] has orthonormal rows. Normalising forgets how far from the mean a point was, so `restore` puts it at
-    the typical distance `radius` seen in training and returns to the unit sphere.
+    the root-mean-square distance `radius` of the training rows and returns to the unit sphere.
     """
 
     mean: Tensor
@@ -171,20 +171,25 @@ class Preprocess(nn.Module):
         self.register_buffer("basis", torch.eye(kept, dim))
         self.register_buffer("radius", torch.ones(()))
 
-    def fit(self, x: Tensor, *, centre: bool) -> None:
-        """Sets mean, leading components and radius from unit rows `x` [n, d]."""
-        if len(x) < self.basis.shape[0]:
-            raise ValueError(f"{len(x)} rows cannot determine {self.basis.shape[0]} principal components")
-        x = x.double()
-        mean = x.mean(0) if centre else torch.zeros_like(x[0])
-        centred = x - mean
-        _, vectors = torch.linalg.eigh(centred.T @ centred)
-        basis = vectors.flip(1).T[: self.basis.shape[0]]
+    def fit(self, blocks: Iterable[Tensor], *, centre: bool) -> None:
+        """Sets mean, leading components and radius from unit rows, given in blocks [n, d] that are read once."""
+        kept, dim = self.basis.shape
+        rows, total, moment = 0, torch.zeros(dim).double(), torch.zeros(dim, dim).double()
+        for block in blocks:
+            x = block.double()
+            rows, total = rows + len(x), total + x.sum(0)
+            moment.addmm_(x.T, x)
+        if rows < kept:
+            raise ValueError(f"{rows} rows cannot determine {kept} principal components")
+        mean = total / rows if centre else torch.zeros_like(total)
+        # Without centring the mean is zero, and the second moment is what is left.
+        values, vectors = torch.linalg.eigh(moment / rows - torch.outer(mean, mean))
+        basis = vectors.flip(1).T[:kept]
         # An eigenvector's sign is arbitrary: fixing it makes the result a function of the data alone.
         signs = basis.gather(1, basis.abs().argmax(1, keepdim=True)).sign()
         self.mean.copy_(mean)
         self.basis.copy_(basis * signs)
-        self.radius.copy_((centred @ basis.T).norm(dim=1).mean())
+        self.radius.copy_(values[-kept:].sum().clamp(min=0).sqrt())
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.normalize((x - self.mean) @ self.basis.T, dim=-1)
@@ -272,7 +277,16 @@ class Modulation(nn.Module):
         return torch.matmul(c, self.weight) + self.bias
 
     def rows(self, image_c: Tensor, text_c: Tensor, counts: Counts) -> tuple[Tensor, ...]:
-        """4 depth tensors [2, B, H] for the rows of a sorted batch; see `RowModulation`."""
+        """4 depth tensors [2, B, H] for the rows of a sorted batch; `RowModulation` says what the arguments are.
+
+        Training saves the copies; in eval mode plain operations take part in forward-mode differentiation too.
+        """
+        if not self.training:
+            n_i2t, _, n_t2i = counts
+            image_rows = torch.cat((image_c[:1].expand(n_i2t, -1), image_c[1:]))
+            text_rows = torch.cat((text_c[1:], text_c[:1].expand(n_t2i, -1)))
+            c = torch.stack((image_rows, text_rows))
+            return tuple(torch.baddbmm(bias, c, weight) for weight, bias in zip(self.weight, self.bias))
         parts: tuple[Tensor, ...] = (image_c, text_c, self.weight, self.bias)
         device = image_c.device.type
         if torch.is_autocast_enabled(device):
@@ -416,6 +430,9 @@ class GeoFlow(nn.Module):
         """Embeddings in the flow's coordinates: as they are, or centred and reduced as `config` says."""
         if self.preprocess is None:
             return image, text
+        for name, x, dim in zip(("image", "text"), (image, text), (self.config.image_dim, self.config.text_dim)):
+            if x is not None:
+                self._check_rows(name, x, dim)
         return tuple(x if x is None else part(x) for part, x in zip(self.preprocess, (image, text)))  # type: ignore[return-value]
 
     def from_flow(self, image: Tensor | None = None, text: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
@@ -431,21 +448,30 @@ class GeoFlow(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, device: torch.device | str = "cpu") -> GeoFlow:
-        """The flow that `save_pretrained` wrote to `folder`, in eval mode."""
+        """The flow that `save_pretrained` wrote to `folder`, in its dtype and in eval mode."""
         path = Path(folder) / WEIGHTS_FILE
         tensors, info = load_tensors(path, kind="model", device=device)
-        flow = cls(GeoFlowConfig.from_json(info["config"])).to(device)
-        if set(tensors) != set(flow.state_dict()):
-            raise ValueError(f"{path} does not hold the tensors of its configuration")
-        flow.load_state_dict(tensors)
+        if "config" not in info:
+            raise ValueError(f"{path} holds no configuration")
+        # Without storage until the tensors are known to fit, and without drawing weights that would be replaced.
+        with torch.device("meta"):
+            flow = cls(GeoFlowConfig.from_json(info["config"]))
+        _check_tensors(path, tensors, flow.state_dict())
+        flow.load_state_dict(tensors, assign=True)
         return flow.eval()
 
     def _check_points(self, image: Tensor, text: Tensor) -> None:
         for name, x, dim in zip(("image", "text"), (image, text), self.config.flow_dims):
-            if x.dim() != 2 or x.shape[1] != dim:
-                raise ValueError(f"{name} must be [B, {dim}], got {tuple(x.shape)}")
+            self._check_rows(name, x, dim)
         if image.shape[0] != text.shape[0]:
             raise ValueError(f"image has {image.shape[0]} rows, but text has {text.shape[0]}")
+
+    def _check_rows(self, name: str, x: Tensor, dim: int) -> None:
+        if x.dim() != 2 or x.shape[1] != dim:
+            raise ValueError(f"{name} must be [B, {dim}], got {tuple(x.shape)}")
+        own = next(self.parameters())
+        if x.dtype != own.dtype or x.device != own.device:
+            raise ValueError(f"{name} is {x.dtype} on {x.device}, but the flow is {own.dtype} on {own.device}")
 
     def _tangent(
         self, image: Tensor, text: Tensor, outputs: tuple[Tensor, Tensor], counts: Counts
@@ -503,6 +529,17 @@ def save_weights(folder: Path, config: GeoFlowConfig, weights: Mapping[str, Tens
     """Writes a network's weights and configuration as `GeoFlow.from_pretrained` reads them."""
     save_tensors(folder / WEIGHTS_FILE, weights, kind="model", info={"config": config.to_json()})
     write_json(folder / CONFIG_FILE, config.to_json())
+
+
+def _check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """Names and shapes as the configuration says, and one floating-point dtype."""
+    for name in sorted(set(tensors) | set(expected)):
+        found, wanted = (tuple(x[name].shape) if name in x else "nothing" for x in (tensors, expected))
+        if found != wanted:
+            raise ValueError(f"{path} holds {found} as {name}, but its configuration asks for {wanted}")
+    dtypes = {x.dtype for x in tensors.values()}
+    if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
+        raise ValueError(f"{path} must hold tensors of one floating-point dtype, got {sorted(map(str, dtypes))}")
 
 
 def single_direction(direction: str, rows: int) -> Counts:

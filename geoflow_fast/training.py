@@ -28,11 +28,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from geoflow_fast import ops
-from geoflow_fast.checkpoint import load_tensors, save_tensors, truncate_jsonl
+from geoflow_fast.checkpoint import load_tensors, locked, save_tensors, truncate_jsonl
 from geoflow_fast.curriculum import Counts, Curriculum, Questions, draw_questions, row_directions
-from geoflow_fast.data import EmbeddingPairs, ShuffledBatches
+from geoflow_fast.data import BLOCK_ROWS, EmbeddingPairs, ShuffledBatches
 from geoflow_fast.geometry import DIRECTIONS, StructuredNoise, sample_uniform
-from geoflow_fast.model import GeoFlow, GeoFlowConfig, save_weights
+from geoflow_fast.model import CONFIG_FILE, WEIGHTS_FILE, GeoFlow, GeoFlowConfig, save_weights
 from geoflow_fast.ops.ot_assign import CONDITIONAL_COUPLINGS, COUPLINGS
 
 NOISES = ("iid", "structured")
@@ -58,8 +58,10 @@ class TrainConfig:
     "iid", or "structured" for Hadamard blocks, whose plan is much cheaper. `conditional_share`, `ramp_share`,
     `p_joint`, `p_drop`: see `Curriculum`. `accumulate`: pieces in which a batch goes through the network.
     `ema_decay`: average the weights, validate and keep the average. `val_fraction`: held out when no validation pairs
-    are given. Training stops when `patience` validations in a row bring neither `min_improvement` nor
-    `min_relative_improvement`. `precision`: "auto" is bfloat16 autocast where the device gains from it.
+    are given. Training stops after `patience` validations in a row without an improvement: a loss lower than the last
+    improvement's by more than `min_improvement` and by more than `min_relative_improvement` of it. `warmup_steps`: a
+    tenth of the run instead where the run is not longer than they are. `precision`: "auto" is bfloat16 autocast where
+    the device gains from it.
     """
 
     steps: int = 20_000
@@ -93,26 +95,23 @@ class TrainConfig:
     prefetch: bool = True
 
     def __post_init__(self) -> None:
-        for name in (
-            "steps",
-            "batch_size",
-            "accumulate",
-            "val_every",
-            "val_batches",
-            "patience",
-            "checkpoint_every",
-            "log_every",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type != "int":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{field.name} must be an integer, got {value!r}")
+            least = 0 if field.name in ("warmup_steps", "seed") else 1
+            if value < least:
+                raise ValueError(f"{field.name} must be at least {least}, got {value}")
         for name in ("lr", "clip", "sinkhorn_eps"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
         for name in ("conditional_share", "ramp_share", "p_joint", "p_drop", "val_fraction"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
-        if self.warmup_steps < 0 or self.weight_decay < 0 or self.seed < 0:
-            raise ValueError("warmup_steps, weight_decay and seed must not be negative")
+        if self.weight_decay < 0:
+            raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}")
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay must be in [0, 1), got {self.ema_decay}")
         for name, choices in (
@@ -155,9 +154,10 @@ class TrainConfig:
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up, then a cosine to zero at the end of the run."""
-        if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
-        progress = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
+        warmup = self.warmup_steps if self.warmup_steps < self.steps else self.steps // 10
+        if step < warmup:
+            return self.lr * (step + 1) / warmup
+        progress = (step - warmup) / (self.steps - warmup)
         return self.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -187,8 +187,9 @@ class Batch:
     coupling_seconds: float = 0.0
 
     def pieces(self, count: int) -> Iterator[Batch]:
-        """The batch in `count` pieces of nearly equal size."""
+        """The batch in `count` pieces of nearly equal size, or in single rows if there are fewer."""
         rows = len(self.t)
+        count = min(count, rows)
         edges = [rows * k // count for k in range(count + 1)]
         for low, high in itertools.pairwise(edges):
             names = ("image", "text", "v_image", "v_text", "t")
@@ -213,6 +214,8 @@ class BatchMaker:
     """Turns pairs into training batches; a pure function of the step."""
 
     def __init__(self, flow: GeoFlow, pairs: EmbeddingPairs, config: TrainConfig) -> None:
+        if config.noise == "structured" and flow.config.geometry == "euclidean":
+            raise ValueError('noise="structured" lies on the sphere; the Euclidean twin needs noise="iid"')
         self.flow, self.pairs, self.config = flow, pairs, config
         self.device = next(flow.parameters()).device
         self.order = ShuffledBatches(len(pairs), config.batch_size, config.seed)
@@ -346,7 +349,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(flow.parameters(), config.lr, weight_decay=config.weight_decay, fused=True)
         self.ema = None if config.ema_decay is None else [p.detach().clone() for p in flow.parameters()]
         self.losses = torch.compile(row_losses, dynamic=True) if config.compile else row_losses
-        self.fingerprint = pairs.fingerprint()
+        self.fingerprints = {"data": pairs.fingerprint(), "val": val.fingerprint()}
         self.step = 0
         self.best_loss, self.best_step = math.inf, -1
         self.reference_loss, self.stale = math.inf, 0  # early stopping counts from the last real improvement
@@ -402,14 +405,19 @@ class Trainer:
             if loss < self.best_loss:
                 self.best_loss, self.best_step = loss, self.step
                 self.best = {name: x.clone() for name, x in self.flow.state_dict().items()}
-        gain = self.reference_loss - loss
-        least = (self.config.min_improvement, self.config.min_relative_improvement * abs(self.reference_loss))
-        if math.isinf(self.reference_loss) or gain >= least[0] or gain >= least[1]:
+        if self._improves(loss):
             self.reference_loss, self.stale = loss, 0
         else:
             self.stale += 1
         self.stopped_early = self.stale >= self.config.patience
         return {"val_loss": loss}
+
+    def _improves(self, loss: float) -> bool:
+        """Whether early stopping counts `loss` as an improvement; the first one is."""
+        if math.isinf(self.reference_loss):
+            return True
+        least = max(self.config.min_improvement, self.config.min_relative_improvement * abs(self.reference_loss))
+        return self.reference_loss - loss > least
 
     @contextlib.contextmanager
     def _averaged(self) -> Iterator[None]:
@@ -440,7 +448,7 @@ class Trainer:
             "stopped_early": self.stopped_early,
             "config": dataclasses.asdict(self.config),
             "model": self.flow.config.to_json(),
-            "data": self.fingerprint,
+            **self.fingerprints,
         }
         tensors = {f"model.{name}": x for name, x in self.flow.state_dict().items()}
         tensors |= {f"best.{name}": x for name, x in self.best.items()}
@@ -479,8 +487,10 @@ class Trainer:
                 raise ValueError(
                     f"{path} belongs to a run with another configuration ({changes}); use a new folder or resume=False"
                 )
-        if info["data"] != self.fingerprint:
-            raise ValueError(f"{path} belongs to a run on other pairs; use a new folder or resume=False")
+        for part, fingerprint in self.fingerprints.items():
+            if info[part] != fingerprint:
+                name = {"data": "pairs", "val": "validation pairs"}[part]
+                raise ValueError(f"{path} belongs to a run on other {name}; use a new folder or resume=False")
 
 
 class Ahead:
@@ -541,8 +551,11 @@ class Metrics:
     def write(self, step: int, values: dict[str, float]) -> None:
         """One line of metrics."""
         if self.path is not None:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **values}) + "\n")
+            try:
+                with open(self.path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps({"step": step, **values}) + "\n")
+            except OSError as error:
+                raise OSError(error.errno, f"could not write {self.path} ({error.strerror})") from error
         if self.board is not None:
             for name, value in values.items():
                 self.board.add_scalar(name, value, step)
@@ -554,7 +567,7 @@ class Metrics:
 
 
 class Progress:
-    """Live line on the terminal: step, losses, rate, time left, share of the step spent waiting for the coupling."""
+    """Live line on the terminal: step, losses, rate, time left, and the coupling's time as a share of the step's."""
 
     def __init__(self, total: int, start: int, *, shown: bool) -> None:
         from rich.console import Console
@@ -578,12 +591,24 @@ class Progress:
             f"{key.removeprefix('loss_')} {values[key]:.4g}" for key in sorted(values) if key.startswith("loss_")
         )
         val = f" val {values['val_loss']:.4g}" if "val_loss" in values else ""
-        rate = f" {values.get('steps_per_second', 0):.2f}/s wait {values.get('coupling_wait_share', 0):.0%}"
+        rate = f" {values.get('steps_per_second', 0):.2f}/s OT {values.get('coupling_share', 0):.0%}"
         self.bar.update(self.task, completed=step, text=losses + val + rate)
 
     def close(self) -> None:
         """Leaves the terminal as it was."""
         self.bar.stop()
+
+
+class Pace:
+    """Steps per second since it was last asked."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.time = step, time.perf_counter()
+
+    def __call__(self, step: int) -> float:
+        before = self.step, self.time
+        self.step, self.time = step, time.perf_counter()
+        return (self.step - before[0]) / (self.time - before[1])
 
 
 class StopOnInterrupt:
@@ -622,9 +647,10 @@ def train(
 
     `val`: validation pairs, else a seeded share of the images is held out with all their texts. `out`: folder for
     `model.safetensors` and `config.json` (the best weights so far), `last.safetensors` (the state of the run) and
-    `metrics.jsonl`. `resume`: continue from the state in `out` if there is one; a finished run loads its best weights
-    and returns at once. On a CPU the continued run ends with the same bits as an undisturbed one. `progress`: live line
-    on the terminal; by default if there is one. Ctrl-C stops after the current step and saves.
+    `metrics.jsonl`; one run at a time. `resume`: continue from the state in `out` if there is one; False removes it. A
+    finished run loads its best weights and returns at once. On a CPU the continued run ends with the same bits as an
+    undisturbed one. `progress`: live line on the terminal; by default if there is one. Ctrl-C stops after the current
+    step and saves.
     """
     began = time.perf_counter()
     folder = None if out is None else Path(out)
@@ -637,14 +663,12 @@ def train(
     trainer = Trainer(flow, pairs, val, config)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-    if resume and folder is not None and (folder / CHECKPOINT_FILE).is_file():
-        trainer.load(folder)
-    elif flow.preprocess is not None:
-        fit_preprocess(flow, pairs, config.seed)
-    if not trainer.finished:
-        devices = [trainer.device] if trainer.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
-            _run(trainer, folder, shown=sys.stderr.isatty() if progress is None else progress)
+    with contextlib.nullcontext() if folder is None else locked(folder):
+        _begin(trainer, folder, resume=resume)
+        if not trainer.finished:
+            devices = [trainer.device] if trainer.device.type == "cuda" else []
+            with torch.random.fork_rng(devices):
+                _run(trainer, folder, shown=sys.stderr.isatty() if progress is None else progress)
     flow.load_state_dict(trainer.best or flow.state_dict())
     flow.eval()
     return TrainReport(
@@ -675,10 +699,20 @@ def train_folder(
     data = EmbeddingPairs.open(pairs, normalize=normalize)
     held_out = None if val is None else EmbeddingPairs.open(val, normalize=normalize)
     shape = getattr(GeoFlowConfig, preset)(data.image_dim, data.text_dim)
+    where = _usable_device(device)
     torch.manual_seed(config.seed)
-    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
     flow = GeoFlow(dataclasses.replace(shape, centre=centre, pca_dim=pca_dim)).to(where)
     return train(flow, data, config, held_out, out)
+
+
+def _usable_device(name: str) -> torch.device:
+    """The device of that name ("auto": a GPU if there is one), after a first use of it."""
+    try:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return device
 
 
 def _check_widths(flow: GeoFlow, pairs: EmbeddingPairs, name: str) -> None:
@@ -691,9 +725,21 @@ def _check_widths(flow: GeoFlow, pairs: EmbeddingPairs, name: str) -> None:
 
 def fit_preprocess(flow: GeoFlow, pairs: EmbeddingPairs, seed: int) -> None:
     """Fits centring and principal components on the pairs, or on a seeded sample of a large set."""
-    index = np.random.default_rng(seed).permutation(len(pairs))[:PREPROCESS_ROWS]
-    for part, x in zip(flow.preprocess or (), pairs[np.sort(index)]):
-        part.fit(x, centre=flow.config.centre)  # type: ignore[operator]
+    index = np.sort(np.random.default_rng(seed).permutation(len(pairs))[:PREPROCESS_ROWS])
+    blocks = np.array_split(index, math.ceil(len(index) / BLOCK_ROWS))
+    for stream, part in enumerate(flow.preprocess or ()):
+        part.fit((pairs[rows][stream] for rows in blocks), centre=flow.config.centre)  # type: ignore[operator]
+
+
+def _begin(trainer: Trainer, folder: Path | None, *, resume: bool) -> None:
+    """Takes up the run in `folder`, or starts afresh."""
+    if folder is not None and not resume:
+        for name in (CHECKPOINT_FILE, WEIGHTS_FILE, CONFIG_FILE, METRICS_FILE):
+            (folder / name).unlink(missing_ok=True)
+    if folder is not None and (folder / CHECKPOINT_FILE).is_file():
+        trainer.load(folder)
+    elif trainer.flow.preprocess is not None:
+        fit_preprocess(trainer.flow, trainer.batches.pairs, trainer.config.seed)
 
 
 def _run(trainer: Trainer, folder: Path | None, *, shown: bool) -> None:
@@ -702,11 +748,12 @@ def _run(trainer: Trainer, folder: Path | None, *, shown: bool) -> None:
     metrics = Metrics(folder, trainer.step, tensorboard=config.tensorboard)
     bar = Progress(config.steps, trainer.step, shown=shown)
     ahead = Ahead(trainer.batches.training, trainer.step, config.steps, trainer.device, enabled=config.prefetch)
+    pace = Pace(trainer.step)
     saved = trainer.step if folder is not None and trainer.step else None
     try:
         with StopOnInterrupt() as stop:
             while not trainer.finished and not stop.asked:
-                values = _one_step(trainer, ahead)
+                values = _one_step(trainer, ahead, pace)
                 if values:
                     metrics.write(trainer.step, values)
                     bar.update(trainer.step, values)
@@ -727,7 +774,7 @@ def _run(trainer: Trainer, folder: Path | None, *, shown: bool) -> None:
         bar.close()
 
 
-def _one_step(trainer: Trainer, ahead: Ahead) -> dict[str, float]:
+def _one_step(trainer: Trainer, ahead: Ahead, pace: Pace) -> dict[str, float]:
     """Trains one step, validates when due; returns what is to be logged, if anything."""
     config = trainer.config
     start = time.perf_counter()
@@ -744,9 +791,10 @@ def _one_step(trainer: Trainer, ahead: Ahead) -> dict[str, float]:
             "gradient_norm": norm,
             "lr": config.learning_rate(trainer.step - 1),
             "p_joint": config.curriculum.joint_probability(trainer.step - 1),
-            "steps_per_second": 1 / seconds,
+            "steps_per_second": pace(trainer.step),
             "coupling_seconds": batch.coupling_seconds,
-            "coupling_wait_share": waited / seconds,
+            "coupling_share": batch.coupling_seconds / seconds,
+            "batch_wait_share": waited / seconds,
         }
     if trainer.step % config.val_every == 0 or last:
         values |= trainer.validate()

@@ -225,11 +225,11 @@ def test_preprocess_undoes_itself_on_its_own_subspace():
     angle = torch.arange(50, dtype=torch.float64) * (2 * torch.pi / 50)
     x = torch.stack((0.6 * angle.cos(), 0.6 * angle.sin(), torch.full_like(angle, 0.8), torch.zeros_like(angle)), 1)
     part = Preprocess(4, 2).double()
-    part.fit(x, centre=True)
+    part.fit([x[:20], x[20:]], centre=True)
     torch.testing.assert_close(part(x).norm(dim=1), torch.ones(50, dtype=torch.float64))
     torch.testing.assert_close(part.restore(part(x)), x, atol=1e-9, rtol=0)
     with pytest.raises(ValueError, match="cannot determine"):
-        Preprocess(4, 3).fit(x[:2], centre=True)
+        Preprocess(4, 3).fit([x[:2]], centre=True)
 
 
 def test_preprocessing_travels_with_the_model(tmp_path):
@@ -237,7 +237,7 @@ def test_preprocessing_travels_with_the_model(tmp_path):
     flow = gf.GeoFlow(config)
     image, text = sample_uniform(40, 9), sample_uniform(40, 7)
     for part, x in zip(flow.preprocess, (image, text)):
-        part.fit(x, centre=True)
+        part.fit([x], centre=True)
     flow.save_pretrained(tmp_path)
     loaded = gf.GeoFlow.from_pretrained(tmp_path)
     seen = loaded.to_flow(image, text)

@@ -154,13 +154,19 @@ def test_every_coupling_makes_valid_batches(coupling, conditional):
         assert float((x * v).sum(1).abs().max()) < 1e-4
 
 
-@pytest.mark.parametrize("geometry", ["sphere", "euclidean"])
-def test_structured_noise_and_the_euclidean_twin_train(geometry):
+@pytest.mark.parametrize(
+    ("geometry", "change"),
+    [("sphere", {"noise": "structured"}), ("sphere", {"precision": "bfloat16"}), ("euclidean", {})],
+)
+def test_other_noise_precision_and_geometry_train(geometry, change):
     shape = dataclasses.replace(SHAPE, geometry=geometry)
-    config = dataclasses.replace(CONFIG, noise="structured", steps=6, conditional_share=0.0, ramp_share=0.0)
-    report = gf.train(new_flow(shape), some_pairs(shape=shape), config)
+    config = dataclasses.replace(CONFIG, **change, steps=6, conditional_share=0.0, ramp_share=0.0)
+    flow = new_flow(shape)
+    report = gf.train(flow, some_pairs(shape=shape), config)
     assert report.finished
     assert np.isfinite(report.best_val_loss)
+    assert all(p.dtype == torch.float32 for p in flow.parameters())
+    assert not same_weights(flow, new_flow(shape))
 
 
 def test_one_step_equals_a_plain_reimplementation():
@@ -270,7 +276,7 @@ def test_finished_run_returns_at_once(tmp_path):
     assert same_weights(first, gf.GeoFlow.from_pretrained(tmp_path))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 25))
-    assert {"loss", "loss_i2t", "lr", "p_joint", "coupling_wait_share"} <= set(lines[-1])
+    assert {"loss", "loss_i2t", "lr", "p_joint", "batch_wait_share"} <= set(lines[-1])
     assert sum("val_loss" in line for line in lines) == 4
 
 
