@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -59,6 +62,19 @@ def test_save_and_open_round_trip(tmp_path):
         pairs.save(tmp_path / "out")
 
 
+def test_groups_survive_save_and_open(tmp_path, monkeypatch):
+    """Two stored rows of one image must stay on one side of a split after a round trip, shards and blocks included."""
+    monkeypatch.setattr(data, "BLOCK_ROWS", 3)
+    pairs = gf.EmbeddingPairs.from_arrays(unit(40, 5), unit(40, 4, 1))
+    pairs.group = np.arange(40) // 4
+    pairs.save(tmp_path, rows_per_shard=16, dtype=np.float32)
+    again = gf.EmbeddingPairs.open(tmp_path)
+    assert [len(part) for part in again.text.parts] == [16, 16, 8]
+    np.testing.assert_allclose(again[np.arange(40)][1], unit(40, 4, 1), atol=1e-6)
+    rest, held = again.split(0.3, seed=0)
+    assert set(rest.text_row // 4).isdisjoint(held.text_row // 4)
+
+
 def test_metadata_keep_captions_of_one_image_together(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as parquet
@@ -99,13 +115,28 @@ def test_shuffling_differs_between_epochs_and_seeds():
     assert not np.array_equal(batches[0], ShuffledBatches(100, 100, seed=1)[0])
 
 
+def resident(folder) -> int:
+    """Kilobytes of the folder's mapped files that count as this process's memory."""
+    total, counted = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            counted = str(folder) in line
+        elif counted and line.startswith("Rss:"):
+            total += int(line.split()[1])
+    return total
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs the kernel's account of mapped pages")
 def test_pages_are_released(tmp_path, monkeypatch):
-    """With a tiny budget every read releases its pages, and reads still return the data."""
-    monkeypatch.setattr(data, "RANDOM_ROWS", 3)
-    image = unit(50, 64)
+    image = unit(50, 640)
     pairs = gf.EmbeddingPairs.open(write_folder(tmp_path, image, image, dtype=np.float32))
-    np.testing.assert_allclose(pairs[np.arange(50)][0], image, atol=1e-6)
-    np.testing.assert_allclose(pairs[np.arange(50)][0], image, atol=1e-6)
+    assert resident(tmp_path) == 0
+    assert float(pairs.image.parts[0][3, 5]) == image[3, 5]
+    assert resident(tmp_path) > 0
+    monkeypatch.setattr(data, "RANDOM_ROWS", 3)
+    for _ in range(2):
+        np.testing.assert_allclose(pairs[np.arange(50)][0], image, atol=1e-6)
+        assert resident(tmp_path) == 0
 
 
 def test_bad_rows_are_named(tmp_path):
@@ -132,6 +163,46 @@ def test_bad_pairings():
         gf.EmbeddingPairs.from_arrays(image, text, image_index=[0, 1])
     with pytest.raises(ValueError, match="2-D floating-point"):
         gf.EmbeddingPairs.from_arrays(image[0], text)
+
+
+def test_indices_and_masks():
+    pairs = gf.EmbeddingPairs.from_arrays(torch.from_numpy(unit(5, 3)).requires_grad_(), unit(5, 4, 1))
+    mask = np.array([True, False, True, False, True])
+    for index in (mask, torch.from_numpy(mask), mask.tolist()):
+        assert torch.equal(pairs[index][1], pairs[[0, 2, 4]][1])
+        assert len(pairs.subset(index)) == 3
+    assert len(pairs[[]][0]) == 0
+    for bad, message in (
+        ([True, False], "mask of 5 entries"),
+        ([0.0, 1.0], "1-D integers"),
+        (2, "1-D integers"),
+        ([[0, 1]], "1-D integers"),
+        ([0, 5], "entry 1 is 5, but there are 5 pairs"),
+        ([-1], "entry 0 is -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pairs[bad]
+        with pytest.raises(ValueError, match=message):
+            pairs.subset(bad)
+
+
+def test_shards_that_do_not_match(tmp_path):
+    folder = write_folder(tmp_path, unit(9, 3), unit(9, 3))
+    first = folder / "img_emb" / "img_emb_0.npy"
+    np.save(folder / "img_emb" / "img_emb_00.npy", unit(3, 3))
+    with pytest.raises(ValueError, match=r"are both shard 0"):
+        gf.EmbeddingPairs.open(folder)
+    (folder / "img_emb" / "img_emb_00.npy").unlink()
+    np.save(first, unit(2, 3))
+    np.save(folder / "img_emb" / "img_emb_1.npy", unit(4, 3))
+    with pytest.raises(ValueError, match="shard 0 holds 2 images, but 3 texts"):
+        gf.EmbeddingPairs.open(folder)
+    np.save(folder / "image_index.npy", np.arange(9))
+    assert len(gf.EmbeddingPairs.open(folder)) == 9
+    with open(first, "wb") as file:
+        np.savez(file, unit(2, 3))
+    with pytest.raises(ValueError, match=r"img_emb_0\.npy is not a \.npy file"):
+        gf.EmbeddingPairs.open(folder)
 
 
 def test_bad_folders(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import geoflow_fast as gf
-from geoflow_fast.geometry import DIRECTIONS, sample_uniform
+from geoflow_fast.geometry import DIRECTIONS, log_area, sample_uniform
 from geoflow_fast.worlds import BumpField, PairField
 
 
@@ -79,6 +79,36 @@ def test_bad_input():
         gf.log_density(field, image, torch.cat((text[:2], 2 * text[2:])))
     with pytest.raises(ValueError, match="equal B"):
         gf.log_density(field, image, text[:3])
+
+
+def test_a_field_without_gradients_is_refused_unless_it_stands_still():
+    class Cut:
+        def velocity(self, image, text, *arguments):
+            return tuple(v.detach() for v in fields[0].velocity(image, text, *arguments))
+
+    class Still:
+        def velocity(self, image, text, *_):
+            return torch.zeros_like(image), torch.zeros_like(text)
+
+    image, text, fields = setting(4)
+    with pytest.raises(ValueError, match="the text velocity must be differentiable"):
+        gf.log_density(Cut(), image, text, "i2t")
+    uniform = torch.full((len(text),), -log_area(4), dtype=torch.float64)
+    torch.testing.assert_close(gf.log_density(Still(), image, text, "i2t"), uniform)
+
+
+def test_dropout_is_off_and_the_mode_is_restored():
+    flow = gf.GeoFlow(gf.GeoFlowConfig(6, 5, hidden=16, depth=2, heads=2, layer_scale=0.5, dropout=0.5))
+    with torch.no_grad():
+        for parameter in flow.parameters():
+            parameter.normal_(0, 0.25)
+    flow.blocks[0].eval()
+    image, text = sample_uniform(8, 6), sample_uniform(8, 5)
+    noisy = gf.log_density(flow, image, text, n_steps=2, divergence="exact")
+    assert flow.training
+    assert not flow.blocks[0].training
+    torch.testing.assert_close(gf.log_density(flow.eval(), image, text, n_steps=2, divergence="exact"), noisy)
+    assert not flow.training
 
 
 def test_a_path_that_breaks_raises():

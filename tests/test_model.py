@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import geoflow_fast as gf
+from geoflow_fast.checkpoint import save_tensors
 from geoflow_fast.geometry import DIRECTIONS, sample_uniform
-from geoflow_fast.model import GEOMETRIES, Preprocess
+from geoflow_fast.model import GEOMETRIES, Preprocess, save_weights
 
 SMALL = gf.GeoFlowConfig(image_dim=9, text_dim=7, hidden=32, depth=3, heads=4, dropout=0.0)
 
@@ -28,6 +29,73 @@ def randomised(config: gf.GeoFlowConfig = SMALL, dtype: torch.dtype = torch.floa
 def points(rows: int, config: gf.GeoFlowConfig = SMALL, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     image, text = (sample_uniform(rows, d, dtype=dtype) for d in config.flow_dims)
     return image, text
+
+
+def plain_velocity(flow: gf.GeoFlow, image: Tensor, text: Tensor, t: float, direction: str) -> list[Tensor]:
+    """The network written out one stream, one head, one layer at a time from its definition."""
+    w, config = flow.state_dict(), flow.config
+    given = {"joint": None, "i2t": 0, "t2i": 1}[direction]
+
+    def unit_rows(x):
+        return (x - x.mean(1, keepdim=True)) / (x.var(1, unbiased=False, keepdim=True) + 1e-5).sqrt()
+
+    def norm(name, x):
+        return unit_rows(x) * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def linear(name, x):
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    def condition(stream):
+        phase = 2 * torch.pi * (0.0 if stream == given else t) * w["conditioning.frequencies"]
+        x = linear("conditioning.time", torch.cat((phase.sin(), phase.cos())))
+        x = x + w["conditioning.direction.weight"][("joint", "i2t", "t2i").index(direction)]
+        x = x @ w["conditioning.first.weight"][stream] + w["conditioning.first.bias"][stream, 0]
+        x = x * x.sigmoid()
+        return x @ w["conditioning.second.weight"][stream] + w["conditioning.second.bias"][stream, 0]
+
+    def modulated(stream, half):
+        shift, scale = (
+            c[stream] @ w["modulation.weight"][k, stream] + w["modulation.bias"][k, stream, 0]
+            for k in (2 * half, 2 * half + 1)
+        )
+        return unit_rows(h[stream]) * (1 + scale) + shift
+
+    c = [condition(stream) for stream in range(2)]
+    h = [norm(f"encoders.{s}.1", linear(f"encoders.{s}.0", x)) for s, x in enumerate((image, text))]
+    width = config.hidden // config.heads
+    for block in range(config.depth):
+        cross, cross_scale = w[f"blocks.{block}.cross_weight"], w[f"blocks.{block}.cross_scale"]
+        seen = [modulated(stream, 2 * block) for stream in range(2)]
+        for own, other in ((0, 1), (1, 0)):
+            for head in range(config.heads):
+                part = slice(head * width, (head + 1) * width)
+                gate = seen[own][:, part] @ cross[own, head, :, :width]
+                value = seen[other][:, part] @ cross[other, head, :, width:]
+                h[own][:, part] += cross_scale[own, :, part] * gate.sigmoid() * value
+        for stream in range(2):
+            wide = modulated(stream, 2 * block + 1) @ w[f"blocks.{block}.expand.weight"][stream]
+            gate, value = wide[:, : config.inner], wide[:, config.inner :]
+            update = (gate * gate.sigmoid() * value) @ w[f"blocks.{block}.contract.weight"][stream]
+            h[stream] = h[stream] + w[f"blocks.{block}.forward_scale"][stream] * update
+    out = [linear(f"decoders.{s}.1", norm(f"decoders.{s}.0", h[s])) for s in range(2)]
+    tangent = [v - (v * x).sum(1, keepdim=True) * x for v, x in zip(out, (image, text))]
+    return [torch.zeros_like(v) if stream == given else v for stream, v in enumerate(tangent)]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_network_is_the_one_of_the_paper(direction):
+    flow, (image, text) = randomised(), points(7)
+    with torch.no_grad():
+        got = flow.velocity(image, text, 0.37, direction)
+    for a, b in zip(got, plain_velocity(flow, image, text, 0.37, direction)):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def test_training_and_eval_mode_differ_by_dropout_alone():
+    flow, (image, text) = randomised(), points(29)
+    t, direction = torch.rand(29, dtype=torch.float64), torch.randint(0, 3, (29,), dtype=torch.int8)
+    for a, b in zip(flow.velocity(image, text, t, direction), flow.train().velocity(image, text, t, direction)):
+        torch.testing.assert_close(a, b)
 
 
 def test_zero_init_gives_zero_velocity():
@@ -112,11 +180,12 @@ def test_swapped_streams_with_swapped_weights():
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_differentiable_in_eval_mode_by_tape_and_by_forward_mode(direction):
+@pytest.mark.parametrize("t", [0.6, torch.tensor([0.1, 0.6, 0.9], dtype=torch.float64)], ids=["shared", "own"])
+def test_differentiable_in_eval_mode_by_tape_and_by_forward_mode(direction, t):
     flow, (image, text) = randomised(), points(3)
 
     def both(image: Tensor, text: Tensor) -> Tensor:
-        return torch.cat(flow.velocity(image, text, 0.6, direction), dim=1)
+        return torch.cat(flow.velocity(image, text, t, direction), dim=1)
 
     inputs = (image.requires_grad_(), text.requires_grad_())
     assert torch.autograd.gradcheck(both, inputs, fast_mode=True)
@@ -156,6 +225,35 @@ def test_save_and_load(tmp_path):
         assert torch.equal(a, b)
 
 
+def test_loading_keeps_the_dtype_draws_nothing_and_lets_go_of_the_file(tmp_path):
+    flow = randomised()
+    flow.save_pretrained(tmp_path)
+    before = torch.get_rng_state()
+    loaded = gf.GeoFlow.from_pretrained(tmp_path)
+    assert torch.equal(torch.get_rng_state(), before)
+    path = tmp_path / "model.safetensors"
+    with open(path, "r+b") as file:  # in place: a mapped tensor would turn to zeros
+        file.write(bytes(path.stat().st_size))
+    for (name, a), b in zip(loaded.state_dict().items(), flow.state_dict().values()):
+        assert a.dtype == torch.float64
+        assert torch.equal(a, b), name
+    assert all(p.requires_grad for p in loaded.parameters())
+
+
+def test_weights_that_do_not_fit_their_configuration(tmp_path):
+    flow = randomised(dtype=torch.float32)
+    other = dataclasses.replace(SMALL, hidden=1 << 20)  # far too large to be allocated before the shapes are compared
+    save_weights(tmp_path, other, flow.state_dict())
+    with pytest.raises(ValueError, match="its configuration asks for"):
+        gf.GeoFlow.from_pretrained(tmp_path)
+    save_weights(tmp_path, SMALL, {**flow.state_dict(), "extra": torch.zeros(1)})
+    with pytest.raises(ValueError, match="as extra, but its configuration asks for nothing"):
+        gf.GeoFlow.from_pretrained(tmp_path)
+    save_tensors(tmp_path / "model.safetensors", flow.state_dict(), kind="model", info={})
+    with pytest.raises(ValueError, match="no configuration"):
+        gf.GeoFlow.from_pretrained(tmp_path)
+
+
 def test_config_round_trip():
     config = dataclasses.replace(SMALL, pca_dim=3, centre=True, geometry="euclidean")
     assert gf.GeoFlowConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
@@ -163,7 +261,7 @@ def test_config_round_trip():
         gf.GeoFlowConfig.from_json({**config.to_json(), "novel": 1})
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "version", "foreign", "missing"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "header", "version", "foreign", "missing"])
 def test_damaged_files_are_refused(tmp_path, damage):
     randomised(dtype=torch.float32).save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
@@ -173,6 +271,10 @@ def test_damaged_files_are_refused(tmp_path, damage):
     elif damage == "flipped":
         raw[-5] ^= 1
         path.write_bytes(raw)
+    elif damage == "header":
+        changed = raw.replace(rb"\"time_scale\": 1.0", rb"\"time_scale\": 2.0")
+        assert changed != raw
+        path.write_bytes(changed)
     elif damage == "version":
         path.write_bytes(raw.replace(b'"geoflow_version": "1"', b'"geoflow_version": "9"'))
     elif damage == "foreign":
@@ -182,6 +284,7 @@ def test_damaged_files_are_refused(tmp_path, damage):
     message = {
         "truncated": "truncated",
         "flipped": "corrupt",
+        "header": "corrupt",
         "version": "format version 9",
         "foreign": "not written by geoflow_fast",
         "missing": "does not exist",
@@ -218,6 +321,13 @@ def test_bad_arguments():
         flow.velocity(image, text[:2], 0.5, "joint")
     with pytest.raises(ValueError, match="t must be a number"):
         flow.velocity(image, text, torch.zeros(2), "joint")
+    with pytest.raises(ValueError, match=r"text is torch\.float32 on cpu, but the flow is torch\.float64"):
+        flow.velocity(image, text.float(), 0.5, "joint")
+    with pytest.raises(ValueError, match=r"image is torch\.float64 on meta"):
+        flow.velocity(image.to("meta"), text, 0.5, "joint")
+    centred = randomised(dataclasses.replace(SMALL, centre=True))
+    with pytest.raises(ValueError, match=r"image is torch\.float32"):
+        gf.log_density(centred, image.float(), text.float())
 
 
 def test_preprocess_undoes_itself_on_its_own_subspace():
@@ -230,6 +340,19 @@ def test_preprocess_undoes_itself_on_its_own_subspace():
     torch.testing.assert_close(part.restore(part(x)), x, atol=1e-9, rtol=0)
     with pytest.raises(ValueError, match="cannot determine"):
         Preprocess(4, 3).fit([x[:2]], centre=True)
+
+
+@pytest.mark.parametrize("centre", [True, False])
+def test_preprocess_keeps_the_leading_components(centre):
+    x = sample_uniform(200, 6, dtype=torch.float64) * torch.tensor([3.0, 2, 1, 0.5, 0.2, 0.1])
+    x = torch.nn.functional.normalize(x + torch.tensor([0.0, 0, 1, 0, 0, 0]))
+    part = Preprocess(6, 2).double()
+    part.fit(x.split(33), centre=centre)
+    mean = x.mean(0) if centre else torch.zeros(6, dtype=torch.float64)
+    _, _, right = torch.linalg.svd(x - mean)
+    torch.testing.assert_close(part.mean, mean)
+    torch.testing.assert_close(part.basis.T @ part.basis, right[:2].T @ right[:2])
+    torch.testing.assert_close(part.radius, ((x - mean) @ right[:2].T).square().sum(1).mean().sqrt())
 
 
 def test_preprocessing_travels_with_the_model(tmp_path):

@@ -6,11 +6,11 @@ import dataclasses
 import itertools
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ import torch
 
 import geoflow_fast as gf
 from geoflow_fast import training
+from geoflow_fast.checkpoint import locked
 from geoflow_fast.curriculum import Counts
 from geoflow_fast.geometry import DIRECTIONS, interpolate, sample_uniform
 from geoflow_fast.training import Batch, BatchMaker, Trainer, coupling_groups, row_losses
@@ -172,7 +173,13 @@ def test_other_noise_precision_and_geometry_train(geometry, change):
 def test_one_step_equals_a_plain_reimplementation():
     """Independent noise, no dropout: loss, clipping, schedule and AdamW written out again from the definitions."""
     config = dataclasses.replace(
-        CONFIG, coupling="independent", ema_decay=None, conditional_share=0.0, ramp_share=0.0, p_drop=0.3
+        CONFIG,
+        coupling="independent",
+        ema_decay=None,
+        conditional_share=0.0,
+        ramp_share=0.0,
+        p_drop=0.3,
+        weight_decay=0.5,  # large enough for decay to show
     )
     flow = new_flow(dataclasses.replace(SHAPE, dropout=0.0))
     with torch.no_grad():
@@ -230,6 +237,27 @@ def test_accumulation_changes_nothing_but_memory():
     assert results[0][1] == pytest.approx(results[1][1], rel=1e-4)
 
 
+def test_more_pieces_than_validation_rows():
+    losses = [
+        Trainer(new_flow(), some_pairs(), some_pairs(3), dataclasses.replace(CONFIG, accumulate=count)).validate()
+        for count in (1, 8)
+    ]
+    assert losses[0]["val_loss"] == pytest.approx(losses[1]["val_loss"])
+
+
+def test_a_run_shorter_than_its_warm_up():
+    config = dataclasses.replace(CONFIG, steps=20, warmup_steps=100)
+    rates = [config.learning_rate(step) for step in range(20)]
+    assert rates[:2] == pytest.approx([config.lr / 2, config.lr])
+    assert rates[-1] < 0.01 * config.lr
+
+
+def test_pace_is_of_the_interval(monkeypatch):
+    monkeypatch.setattr(training.time, "perf_counter", iter([1.0, 3.0, 4.0]).__next__)
+    pace = training.Pace(10)
+    assert (pace(20), pace(30)) == (5.0, 10.0)
+
+
 def test_learning_rate_and_validation_are_fixed():
     config = dataclasses.replace(CONFIG, steps=100, warmup_steps=10)
     rates = [config.learning_rate(step) for step in range(100)]
@@ -257,14 +285,37 @@ def test_overfits_eight_pairs():
     assert float((y * text).sum(1).median()) > 0.95
 
 
-def test_early_stopping_and_best_weights():
-    config = dataclasses.replace(CONFIG, steps=500, lr=1e-9, patience=3, val_every=2, ema_decay=None)
+def test_early_stopping_and_best_weights(monkeypatch):
+    """Validation losses 5, 4, 4.5, 5, ...: the second is the best, and three more without improvement end the run."""
+    config = dataclasses.replace(CONFIG, steps=500, patience=3, val_every=2, val_batches=1, ema_decay=None)
+    original, seen = training.row_losses, []
+
+    def scripted(flow, batch):
+        losses = original(flow, batch)
+        if flow.training:
+            return losses
+        seen.append({name: x.clone() for name, x in flow.state_dict().items()})
+        return torch.full_like(losses, (5, 4, 4.5, 5, 5.5, 6)[len(seen) - 1])
+
+    monkeypatch.setattr(training, "row_losses", scripted)
     flow = new_flow()
     report = gf.train(flow, some_pairs(), config)
     assert report.stopped_early
     assert report.finished
-    assert report.steps < 500
+    assert (report.steps, report.best_step, report.best_val_loss) == (10, 4, 4.0)
+    assert all(torch.equal(x, seen[1][name]) for name, x in flow.state_dict().items())
+    assert not torch.equal(seen[1]["modulation.weight"], seen[2]["modulation.weight"])
     assert not flow.training
+
+
+@pytest.mark.parametrize(
+    ("reference", "loss", "improves"),
+    [(1.0, 0.996, False), (1.0, 0.994, True), (1e-5, 9.5e-6, False), (1e-5, 8e-6, True), (1.0, 2.0, False)],
+)
+def test_an_improvement_is_absolute_and_relative(reference, loss, improves):
+    trainer = Trainer(new_flow(), some_pairs(), some_pairs(), CONFIG)
+    trainer.reference_loss = reference
+    assert trainer._improves(loss) is improves
 
 
 def test_finished_run_returns_at_once(tmp_path):
@@ -296,7 +347,7 @@ def counted(self, batch):
     return original(self, batch)
 training.Trainer.optimise = counted
 report = gf.train(new_flow(), some_pairs(), CONFIG, out=sys.argv[1])
-print(report.finished)
+print(report.finished, report.steps)
 """
 
 
@@ -305,6 +356,10 @@ def run_until(folder, steps: int, how: str = "SIGKILL") -> subprocess.CompletedP
     code = RUN.format(test=__file__, signal=how)
     command = [sys.executable, "-c", code, str(folder), str(steps)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def checkpoint_step(folder) -> int:
+    return training.load_tensors(folder / "last.safetensors", kind="training state")[1]["step"]
 
 
 def test_killed_runs_end_with_the_same_bits(tmp_path):
@@ -326,8 +381,9 @@ def test_interrupt_saves_and_the_same_call_continues(tmp_path):
     whole = new_flow()
     gf.train(whole, some_pairs(), CONFIG)
     stopped = run_until(tmp_path, 8, "SIGINT")
-    assert stopped.returncode == -signal.SIGINT or stopped.stdout.strip() == "False", stopped.stderr
-    assert (tmp_path / "last.safetensors").is_file()
+    assert stopped.returncode == 0, stopped.stderr
+    assert stopped.stdout.split() == ["False", "9"]  # the step that was interrupted is finished first
+    assert checkpoint_step(tmp_path) == 9
     flow = new_flow()
     assert gf.train(flow, some_pairs(), CONFIG, out=tmp_path).finished
     assert same_weights(flow, whole)
@@ -342,6 +398,35 @@ def test_another_run_is_not_continued(tmp_path):
     with pytest.raises(ValueError, match="hidden 16 -> 32"):
         gf.train(new_flow(dataclasses.replace(SHAPE, hidden=32)), some_pairs(), CONFIG, out=tmp_path)
     assert gf.train(new_flow(), some_pairs(130), CONFIG, out=tmp_path, resume=False).finished
+
+
+def test_other_validation_pairs_are_not_continued(tmp_path):
+    config = dataclasses.replace(CONFIG, steps=2)
+    gf.train(new_flow(), some_pairs(), config, val=some_pairs(10), out=tmp_path)
+    with pytest.raises(ValueError, match="other validation pairs"):
+        gf.train(new_flow(), some_pairs(), config, val=some_pairs(11), out=tmp_path)
+
+
+def test_starting_afresh_removes_the_old_state(tmp_path, monkeypatch):
+    config = dataclasses.replace(CONFIG, steps=2)
+    gf.train(new_flow(), some_pairs(), config, out=tmp_path)
+
+    def diverge(*_):
+        raise gf.TrainingDiverged("at once")
+
+    monkeypatch.setattr(Trainer, "optimise", diverge)
+    with pytest.raises(gf.TrainingDiverged, match="no checkpoint was written yet"):
+        gf.train(new_flow(), some_pairs(), config, out=tmp_path, resume=False)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_one_run_at_a_time_and_no_stranded_files(tmp_path):
+    config = dataclasses.replace(CONFIG, steps=2)
+    with locked(tmp_path), pytest.raises(OSError, match="another run is writing to"):
+        gf.train(new_flow(), some_pairs(), config, out=tmp_path)
+    (tmp_path / ".last.safetensors.tmp").write_text("what a killed writer left")
+    assert gf.train(new_flow(), some_pairs(), config, out=tmp_path).finished
+    assert not list(tmp_path.glob(".*.tmp"))
 
 
 def test_divergence_names_the_step_and_keeps_the_checkpoint(tmp_path, monkeypatch):
@@ -366,11 +451,12 @@ def test_divergence_names_the_step_and_keeps_the_checkpoint(tmp_path, monkeypatc
 
 FULL_DISK = """
 import resource, signal, sys
+limit = int(sys.argv[2])
 sys.path.insert(0, {folder!r})
 from test_training import CONFIG, new_flow, some_pairs
 import geoflow_fast as gf
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 try:
     gf.train(new_flow(), some_pairs(), CONFIG, out=sys.argv[1])
 except OSError as error:
@@ -382,11 +468,20 @@ def test_full_disk_leaves_the_old_checkpoint(tmp_path):
     run_until(tmp_path, 7)
     before = (tmp_path / "last.safetensors").read_bytes()
     code = FULL_DISK.format(folder=os.path.dirname(__file__))
-    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert "could not write" in result.stdout
+    # Room for the metrics and the best weights, but not for the state of the run.
+    command = [sys.executable, "-c", code, str(tmp_path), str(len(before) // 2)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"could not write {tmp_path / 'last.safetensors'}" in result.stdout
     assert (tmp_path / "last.safetensors").read_bytes() == before
+    assert checkpoint_step(tmp_path) == 5
     assert not list(tmp_path.glob(".*.tmp"))
-    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] != 200
+
+
+def test_metrics_that_cannot_be_written_name_their_file(tmp_path):
+    metrics = training.Metrics(tmp_path, 0, tensorboard=False)
+    metrics.path = Path("/dev/full")
+    with pytest.raises(OSError, match="could not write /dev/full"):
+        metrics.write(1, {"loss": 1.0})
 
 
 def test_bad_input(tmp_path):
@@ -407,6 +502,12 @@ def test_bad_input(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(CONFIG, **change)
+    for change in ({"steps": 2.5}, {"seed": True}, {"log_every": "1"}):
+        with pytest.raises(TypeError, match=f"{next(iter(change))} must be an integer"):
+            dataclasses.replace(CONFIG, **change)
+    twin = new_flow(dataclasses.replace(SHAPE, geometry="euclidean"))
+    with pytest.raises(ValueError, match="Euclidean twin"):
+        gf.train(twin, some_pairs(), dataclasses.replace(CONFIG, noise="structured"))
     (tmp_path / "last.safetensors").write_bytes(b"not a checkpoint")
     with pytest.raises(ValueError, match="truncated or not a safetensors file"):
         gf.train(new_flow(), some_pairs(), CONFIG, out=tmp_path)
@@ -450,6 +551,14 @@ def test_command_line(tmp_path):
     failed = subprocess.run([*command, "--lr", "0.5"], capture_output=True, text=True, check=False)
     assert failed.returncode == 2
     assert "another configuration" in failed.stderr
+
+
+@pytest.mark.parametrize("device", ["sideways", "cuda:99"])
+def test_unusable_devices(tmp_path, device):
+    some_pairs().save(tmp_path / "pairs")
+    options = {"centre": False, "pca_dim": None, "normalize": False}
+    with pytest.raises(ValueError, match=f"device '{device}' cannot be used here"):
+        training.train_folder(tmp_path / "pairs", tmp_path / "run", "tiny", None, {}, device=device, **options)
 
 
 @pytest.mark.slow
