@@ -1,8 +1,8 @@
 """Optimal-transport coupling at the paper's batch: cost build, Sinkhorn to an error of 1e-3, row argmax; float32.
 
-Peers do the same number of iterations on the same points: POT (NumPy, float32), and Sinkhorn in torch in the kernel
-domain and in the log domain, written without avoidable copies. Limits: torch's own matrix product for the build, one
-streaming read of the matrix for an iteration.
+Peers do the same number of iterations on the same points: POT (NumPy, float32), and Sinkhorn in torch in the log domain
+and in the kernel domain, the latter as one writes it and once more without avoidable copies. Limits: torch's own matrix
+product for the build, one streaming read of the matrix for an iteration.
 """
 
 from __future__ import annotations
@@ -35,7 +35,20 @@ def torch_cost(points: Points) -> Tensor:
 
 
 def torch_kernel_domain(points: Points, iterations: int) -> Tensor:
+    """Kernel-domain Sinkhorn as one writes it."""
+    image0, text0, image1, text1 = points
+    cost = torch.acos((image0 @ image1.T).clamp(-1, 1)) + torch.acos((text0 @ text1.T).clamp(-1, 1))
+    kernel = torch.exp((math.pi - cost) / EPS)
+    return _scale(kernel, iterations)
+
+
+def torch_kernel_in_place(points: Points, iterations: int) -> Tensor:
+    """The same without any avoidable allocation or copy."""
     kernel = torch_cost(points).neg_().add_(math.pi).div_(EPS).exp_()
+    return _scale(kernel, iterations)
+
+
+def _scale(kernel: Tensor, iterations: int) -> Tensor:
     n = kernel.shape[0]
     v = torch.ones(n)
     for _ in range(iterations):
@@ -103,10 +116,11 @@ def run() -> str:
 def end_to_end(n: int, points: Points, noise: tuple[Any, Any]) -> str:
     data = points[2:]
     iterations = gf.ops.sinkhorn("arc", points, eps=EPS).iterations
-    truth = torch_log_domain(tuple(x.double() for x in points), 50) if n <= 4096 else torch_log_domain(points, 5)
+    truth = torch_log_domain(points, 5)  # three more than it takes to an error of 1e-3
     contenders: dict[str, Callable[[], Tensor]] = {
         "POT float32": lambda: pot_float32(points, iterations),
         "torch, kernel domain": lambda: torch_kernel_domain(points, iterations),
+        "torch, kernel domain, in place": lambda: torch_kernel_in_place(points, iterations),
         "torch, log domain": lambda: torch_log_domain(points, iterations),
         "C++ dense": lambda: gf.ops.ot_assign(*points, eps=EPS, backend="cpu"),
         "C++ float16 storage": lambda: gf.ops.ot_assign(*points, eps=EPS, backend="cpu", storage="float16"),
