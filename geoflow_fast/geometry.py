@@ -204,7 +204,7 @@ class StructuredNoise:
     independent random signs; a point is a row of Q cut to d coordinates and rescaled to unit norm. `signs`
     [blocks, 3, order] is all there is to store, and the inner products of a whole block with a vector are three fast
     Walsh-Hadamard transforms: `ops.ot_assign` takes a `StructuredNoise` in place of a noise tensor and builds its cost
-    that way, an order of magnitude sooner.
+    that way, several times sooner (docs/performance.md).
 
     What is uniform: every row has mean zero, covariance exactly I/d when d = order (to O(1/order) otherwise), odd
     moments zero, and projections on any fixed direction whose law is that of a uniform point up to O(1/order) in the
