@@ -4,7 +4,10 @@ from geoflow_fast import geometry, ops
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.density import log_density
 from geoflow_fast.dispatch import BackendUnavailable, backends
+from geoflow_fast.entropy import RetrievalEntropy, RetrievalPosterior, risk_lower_bound
+from geoflow_fast.gallery import Gallery
 from geoflow_fast.model import GeoFlow, GeoFlowConfig
+from geoflow_fast.sampling import sample
 from geoflow_fast.training import TrainConfig, TrainingDiverged, TrainReport, train
 
 __version__ = "0.1.0"
@@ -12,8 +15,11 @@ __version__ = "0.1.0"
 __all__ = [
     "BackendUnavailable",
     "EmbeddingPairs",
+    "Gallery",
     "GeoFlow",
     "GeoFlowConfig",
+    "RetrievalEntropy",
+    "RetrievalPosterior",
     "TrainConfig",
     "TrainReport",
     "TrainingDiverged",
@@ -22,5 +28,7 @@ __all__ = [
     "geometry",
     "log_density",
     "ops",
+    "risk_lower_bound",
+    "sample",
     "train",
 ]

@@ -153,7 +153,7 @@ class EmbeddingPairs:
             part.check(normalize=normalize)
             part.expect_random_reads()
         index, group = (
-            _load_npy(path) if (path := folder / name).is_file() else None for name in (INDEX_FILE, GROUP_FILE)
+            load_npy(path) if (path := folder / name).is_file() else None for name in (INDEX_FILE, GROUP_FILE)
         )
         if index is None:
             _check_same_shards(image, text)
@@ -284,10 +284,11 @@ def _open_shards(folder: Path, name: str) -> Rows:
     missing = sorted(set(range(max(shards) + 1)) - set(shards))
     if missing:
         raise FileNotFoundError(f"{folder / f'{name}_{missing[0]}.npy'} is missing between other shards")
-    return Rows([_load_npy(shards[number], mapped=True) for number in sorted(shards)], f"{folder}")
+    return Rows([load_npy(shards[number], mapped=True) for number in sorted(shards)], f"{folder}")
 
 
-def _load_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:
+def load_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:
+    """The array of a `.npy` file; never unpickles. A file that is cut short is a ValueError that names it."""
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
     except (ValueError, EOFError) as error:

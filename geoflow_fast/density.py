@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from geoflow_fast.geometry import DIRECTIONS, check_rows, dot, log_area, project_tangent
-from geoflow_fast.integrate import Field, Streams, geometry_of, integrate
+from geoflow_fast.integrate import Field, Points, Streams, eval_mode, geometry_of, integrate, time_grid
 
 DIVERGENCES = ("hutchinson", "exact")
 STREAMS = ("image", "text")
@@ -45,36 +43,22 @@ def log_density(
     probes = n_probes if divergence == "hutchinson" else 1
     integral = torch.zeros(probes, len(image), dtype=torch.float64, device=image.device)
 
-    def rate(at: Streams, t: float, final: bool) -> Streams:
+    def rate(at: Points, t: float, weight: float) -> Points:
         nonlocal integral
-        if not final:
+        if weight == 0:
             with torch.no_grad():
-                return field.velocity(*at, t, direction)
-        velocity, trace = _divergence(field, at, t, direction, divergence, n_probes, generator, geometry)
-        integral = integral - trace / n_steps
+                return field.velocity(at[0], at[1], t, direction)
+        velocity, trace = _divergence(field, (at[0], at[1]), t, direction, divergence, n_probes, generator, geometry)
+        integral = integral + weight * trace
         return velocity
 
-    times = torch.linspace(1, 0, n_steps + 1, dtype=torch.float64)
-    with _in_eval_mode(field):
-        start = integrate(rate, point, times, solver=solver, geometry=geometry)
+    with eval_mode(field):
+        start = integrate(rate, point, time_grid(n_steps, reverse=True), solver=solver, geometry=geometry)
     base = sum(_log_base(start[stream], geometry) for stream in GENERATED[direction])
     estimates = base + integral
     if not return_stderr:
         return estimates.mean(0)
     return estimates.mean(0), estimates.std(0) / math.sqrt(probes)
-
-
-@contextlib.contextmanager
-def _in_eval_mode(field: object) -> Iterator[None]:
-    """Without dropout for a while; a field that is no network is left alone."""
-    modes = [(module, module.training) for module in field.modules()] if isinstance(field, nn.Module) else []
-    try:
-        for module, _ in modes:
-            module.training = False
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _check(

@@ -1,0 +1,80 @@
+"""Galleries of any size: in memory, or memory-mapped shards that are streamed a block at a time."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geoflow_fast.data import Array, Rows, load_npy
+from geoflow_fast.geometry import check_rows
+
+BLOCK_ROWS = 16_384
+
+GallerySource = Tensor | Array | str | Path
+
+
+class Gallery:
+    """Unit rows to retrieve from: `len(gallery)`, `gallery.dim`, and `gallery.blocks()` in order.
+
+    From a tensor, an array, a `.npy` file, or a folder of `.npy` shards (in the order of the numbers in their names).
+    A tensor stays on its device; files are memory-mapped and never loaded whole. float16 is widened as it is read.
+    """
+
+    def __init__(self, source: GallerySource) -> None:
+        self._tensor: Tensor | None = None
+        self._rows: Rows | None = None
+        if isinstance(source, Tensor):
+            if source.dim() != 2 or not source.is_floating_point():
+                raise ValueError(f"gallery must be a floating-point [N, d], got {source.dtype} {tuple(source.shape)}")
+            check_rows(source.float() if source.dtype in (torch.float16, torch.bfloat16) else source, "gallery")
+            self._tensor = source.detach()
+        elif isinstance(source, np.ndarray):
+            self._rows = Rows([source], "gallery")
+        else:
+            self._rows = _open_rows(Path(source))
+        if len(self) == 0:
+            raise ValueError("the gallery is empty: there is nothing to retrieve")
+        if self._rows is not None:
+            self._rows.check(normalize=False)
+
+    def __len__(self) -> int:
+        return len(self._tensor) if self._tensor is not None else len(self._rows or ())
+
+    @property
+    def dim(self) -> int:
+        """Width of the rows."""
+        if self._tensor is not None:
+            return self._tensor.shape[1]
+        assert self._rows is not None
+        return self._rows.dim
+
+    def to(self, device: torch.device | str) -> None:
+        """Moves a gallery that is held in memory; blocks of mapped files go to the device as they are read."""
+        if self._tensor is not None:
+            self._tensor = self._tensor.to(device)
+
+    def blocks(self, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Iterator[tuple[int, Tensor]]:
+        """(index of the first row, rows [n, d] on `device`) in order; one block when the gallery is in memory."""
+        if self._tensor is not None:
+            yield 0, self._tensor.to(device, dtype)
+            return
+        assert self._rows is not None
+        for first, block in self._rows.blocks(BLOCK_ROWS):
+            yield first, torch.from_numpy(np.array(block, dtype=np.float32)).to(device, dtype)
+
+
+def _open_rows(path: Path) -> Rows:
+    """A `.npy` file, or all `.npy` files of a folder in the order of the numbers in their names, memory-mapped."""
+    if path.is_file():
+        return Rows([load_npy(path, mapped=True)], str(path))
+    if not path.is_dir():
+        raise FileNotFoundError(f"gallery {path} is neither a .npy file nor a folder")
+    files = sorted(path.glob("*.npy"), key=lambda file: ([int(n) for n in re.findall(r"\d+", file.stem)], file.name))
+    if not files:
+        raise FileNotFoundError(f"gallery folder {path} holds no .npy file")
+    return Rows([load_npy(file, mapped=True) for file in files], str(path))

@@ -1,0 +1,263 @@
+"""Samples of the flow: pairs, or one side given the other, with guidance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from geoflow_fast.geometry import check_rows, sample_uniform
+from geoflow_fast.integrate import (
+    Field,
+    Points,
+    Streams,
+    eval_mode,
+    evaluation_times,
+    geometry_of,
+    integrate,
+    time_grid,
+)
+from geoflow_fast.model import GeoFlow
+
+NOISE_KINDS = ("iid", "orthogonal", "antithetic")
+ROWS_AT_ONCE = 4096
+"""Network rows that go through the solver together; bounds memory, does not change results."""
+
+
+def base_noise(
+    n: int,
+    d: int,
+    kind: str = "iid",
+    *,
+    generator: torch.Generator | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """`n` points on the unit sphere of R^d, each uniform: [n, d].
+
+    "iid": independent. "orthogonal": orthogonal to each other within blocks of d rows, which spreads them more evenly
+    than chance. "antithetic": row 2k+1 is minus row 2k, and the even rows are orthogonal.
+    """
+    if kind not in NOISE_KINDS:
+        raise ValueError(f"noise must be one of {NOISE_KINDS}, got {kind!r}")
+    if kind == "antithetic":
+        half = base_noise(-(-n // 2), d, "orthogonal", generator=generator, dtype=dtype, device=device)
+        return torch.stack((half, -half), dim=1).reshape(-1, d)[:n]
+    if kind == "iid":
+        return sample_uniform(n, d, generator=generator, dtype=dtype, device=device)
+    blocks = [_orthogonal_rows(min(d, n - start), d, generator) for start in range(0, n, d)]
+    return torch.cat(blocks or [torch.empty(0, d, dtype=torch.float64)]).to(device, dtype)
+
+
+def _orthogonal_rows(n: int, d: int, generator: torch.Generator | None) -> Tensor:
+    """The first `n` rows of a random rotation (Haar measure), float64."""
+    device = generator.device if generator is not None else "cpu"
+    q, r = torch.linalg.qr(torch.randn(d, n, generator=generator, dtype=torch.float64, device=device))
+    return (q * r.diagonal().sign()).T  # without the signs the columns would not be uniform
+
+
+def _base_points(n: int, d: int, kind: str, generator: torch.Generator | None, geometry: str) -> Tensor:
+    """Samples of the base law: uniform on the sphere, or for the Euclidean twin Gaussian with the same directions."""
+    points = base_noise(n, d, kind, generator=generator)
+    if geometry == "sphere":
+        return points
+    return points * torch.randn(n, d, generator=generator).norm(dim=1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class Solve:
+    """How trajectories are followed: `n_steps` steps of `solver` on the time grid `grid`, under `guidance`."""
+
+    n_steps: int = 50
+    solver: str = "euler"
+    grid: str = "uniform"
+    guidance: float = 3.0
+
+    def __post_init__(self) -> None:
+        evaluation_times(time_grid(self.n_steps, kind=self.grid), self.solver)
+        if not 0 <= self.guidance < float("inf"):
+            raise ValueError(f"guidance must be finite and not negative, got {self.guidance}")
+
+
+def sample(
+    flow: Field,
+    *,
+    image: Tensor | None = None,
+    text: Tensor | None = None,
+    n_samples: int = 50,
+    n_steps: int = 50,
+    guidance: float = 3.0,
+    solver: str = "euler",
+    grid: str = "uniform",
+    noise: str = "iid",
+    generator: torch.Generator | None = None,
+    dims: tuple[int, int] | None = None,
+) -> Streams:
+    """Samples (image, text). With `text` [Q, d_T] given: images [Q, M, d_I] and the text as given; with `image`: the
+    other way round; with neither: `n_samples` pairs, [M, d_I] and [M, d_T].
+
+    Conditional samples follow v = v_c + guidance (v_c - v_u), where v_u sees noise in place of the condition: guidance
+    0 is the conditional law itself, more sharpens it. Every query starts from the same `n_samples` noise points (kinds
+    in `base_noise`), so a difference between queries is not one of luck; the result does not depend on how queries are
+    batched. `dims` (image, text) is needed only for a field that is not a `GeoFlow`.
+    """
+    if image is not None and text is not None:
+        raise ValueError("give image or text, not both; gf.log_density scores a pair")
+    if n_samples < 1:
+        raise ValueError(f"n_samples must be at least 1, got {n_samples}")
+    solve = Solve(n_steps, solver, grid, guidance)
+    widths = _flow_dims(flow, dims)
+    if image is None and text is None:
+        return _sample_joint(flow, n_samples, widths, solve, noise, generator)
+    direction, given = ("t2i", text) if image is None else ("i2t", image)
+    assert given is not None
+    start = StartingPoints.draw(n_samples, widths, direction, noise, generator, geometry_of(flow))
+    generated = sample_conditional(flow, given, direction, start.to(given), solve)
+    return (generated, given) if direction == "t2i" else (given, generated)
+
+
+def _flow_dims(flow: Field, dims: tuple[int, int] | None) -> tuple[int, int]:
+    if isinstance(flow, GeoFlow):
+        return flow.config.flow_dims
+    if dims is None:
+        raise ValueError(f"dims=(image, text) is needed to sample from a {type(flow).__name__}")
+    return dims
+
+
+@dataclass(frozen=True)
+class StartingPoints:
+    """Noise that every query shares: starts of the generated stream, and what the unguided field sees as condition."""
+
+    generated: Tensor
+    """[M, d of the generated stream]."""
+    condition: Tensor
+    """[M, d of the given stream]."""
+
+    @classmethod
+    def draw(
+        cls,
+        n: int,
+        widths: tuple[int, int],
+        direction: str,
+        noise: str,
+        generator: torch.Generator | None,
+        geometry: str = "sphere",
+    ) -> StartingPoints:
+        """A function of the generator's state alone, whatever the queries and the device are; on the CPU, float32."""
+        moving, given = widths if direction == "t2i" else widths[::-1]
+        return cls(*(_base_points(n, d, noise, generator, geometry) for d in (moving, given)))
+
+    def to(self, like: Tensor) -> StartingPoints:
+        """The same points with the device and dtype of `like`."""
+        return StartingPoints(self.generated.to(like), self.condition.to(like))
+
+
+@torch.no_grad()
+def sample_conditional(
+    flow: Field,
+    given: Tensor,
+    direction: str,
+    start: StartingPoints,
+    solve: Solve,
+    advance: Callable[[int], object] = lambda _: None,
+) -> Tensor:
+    """Embeddings [Q, M, d] of the generated stream for conditions `given` [Q, d']; `advance` counts done queries."""
+    if given.dim() != 2:
+        raise ValueError(f"conditions must be [Q, d], got {tuple(given.shape)}")
+    check_rows(given, "text" if direction == "t2i" else "image")
+    guided = 2 if solve.guidance > 0 else 1
+    draws = len(start.generated)
+    if len(given) == 0:
+        return start.generated.new_empty(0, draws, _from_flow_coordinates(flow, start.generated, direction).shape[1])
+    at_once = max(1, ROWS_AT_ONCE // (guided * draws))
+    velocity = _evaluator(flow, direction, solve)
+    geometry = geometry_of(flow)
+    times = time_grid(solve.n_steps, kind=solve.grid)
+    parts = []
+    with eval_mode(flow):
+        for queries in _in_flow_coordinates(flow, given, direction).split(at_once):
+            condition = queries.repeat_interleave(draws, 0)
+            if guided == 2:
+                condition = torch.cat((condition, start.condition.repeat(len(queries), 1)))
+            rate = _guided_rate(velocity, condition, guided, solve.guidance)
+            (end,) = integrate(
+                rate, (start.generated.repeat(len(queries), 1),), times, solver=solve.solver, geometry=geometry
+            )
+            parts.append(_from_flow_coordinates(flow, end, direction).unflatten(0, (len(queries), draws)))
+            advance(len(queries))
+    return torch.cat(parts)
+
+
+def _guided_rate(
+    velocity: Callable[[Tensor, Tensor, float], Tensor], condition: Tensor, guided: int, guidance: float
+) -> Callable[[Points, float, float], Points]:
+    """Conditional and unconditional rows go through the network as one batch."""
+
+    def rate(point: Points, t: float, weight: float) -> Points:  # noqa: ARG001
+        v = velocity(point[0].repeat(guided, 1), condition, t)
+        if guided == 1:
+            return (v,)
+        conditional, free = v.chunk(2)
+        return (torch.add(conditional, conditional - free, alpha=guidance),)
+
+    return rate
+
+
+def _evaluator(flow: Field, direction: str, solve: Solve) -> Callable[[Tensor, Tensor, float], Tensor]:
+    """(generated, given, t) -> velocity of the generated stream; modulations of all the solve's times are made once."""
+    side = 0 if direction == "t2i" else 1
+    modulation: dict[float, Tensor] = {}
+    if isinstance(flow, GeoFlow):
+        times = evaluation_times(time_grid(solve.n_steps, kind=solve.grid), solve.solver)
+        parameter = next(flow.parameters())
+        stacked = flow.modulations(torch.tensor(times, dtype=parameter.dtype, device=parameter.device), direction)
+        modulation = dict(zip(times, stacked))
+
+    def velocity(generated: Tensor, given: Tensor, t: float) -> Tensor:
+        image, text = (generated, given) if side == 0 else (given, generated)
+        if isinstance(flow, GeoFlow):
+            return flow.modulated_velocity(image, text, modulation[t], direction)[side]
+        return flow.velocity(image, text, t, direction)[side]
+
+    return velocity
+
+
+@torch.no_grad()
+def _sample_joint(
+    flow: Field,
+    n: int,
+    widths: tuple[int, int],
+    solve: Solve,
+    noise: str,
+    generator: torch.Generator | None,
+) -> Streams:
+    parameter = next(flow.parameters()) if isinstance(flow, nn.Module) else torch.empty(0)
+    image, text = (_base_points(n, d, noise, generator, geometry_of(flow)).to(parameter) for d in widths)
+    times = time_grid(solve.n_steps, kind=solve.grid)
+
+    def rate(point: Points, t: float, weight: float) -> Points:  # noqa: ARG001
+        return flow.velocity(point[0], point[1], t, "joint")
+
+    with eval_mode(flow):
+        image, text = integrate(rate, (image, text), times, solver=solve.solver, geometry=geometry_of(flow))
+    return _from_flow_coordinates(flow, image, "t2i"), _from_flow_coordinates(flow, text, "i2t")
+
+
+def _in_flow_coordinates(flow: Field, given: Tensor, direction: str) -> Tensor:
+    if not isinstance(flow, GeoFlow):
+        return given
+    image, text = flow.to_flow(text=given) if direction == "t2i" else flow.to_flow(image=given)
+    found = text if direction == "t2i" else image
+    assert found is not None
+    return found
+
+
+def _from_flow_coordinates(flow: Field, generated: Tensor, direction: str) -> Tensor:
+    if not isinstance(flow, GeoFlow):
+        return generated
+    image, text = flow.from_flow(image=generated) if direction == "t2i" else flow.from_flow(text=generated)
+    found = image if direction == "t2i" else text
+    assert found is not None
+    return found

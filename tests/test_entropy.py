@@ -1,0 +1,132 @@
+"""RetrievalEntropy against its definition, the Fano bound against brute force, galleries of every kind."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import geoflow_fast as gf
+from geoflow_fast import geometry as g
+
+
+@pytest.fixture
+def flow() -> gf.GeoFlow:
+    torch.manual_seed(1)
+    flow = gf.GeoFlow(gf.GeoFlowConfig(10, 7, hidden=32, depth=2, layer_scale=0.5))
+    with torch.no_grad():
+        for parameter in flow.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return flow.eval()
+
+
+def direct_scores(flow, queries, gallery, seed, kappa, draws):
+    """Posterior [Q, N] from `gf.sample` and a dense softmax."""
+    generator = torch.Generator().manual_seed(seed)
+    samples, _ = gf.sample(flow, text=queries, n_samples=draws, n_steps=4, guidance=2.0, generator=generator)
+    logits = kappa * torch.einsum("qmd,nd->qmn", samples.double(), gallery.double())
+    return torch.softmax(torch.logsumexp(logits, 1), dim=1)
+
+
+def test_matches_its_definition(flow):
+    queries, gallery = g.sample_uniform(5, 7), g.sample_uniform(200, 10)
+    scorer = gf.RetrievalEntropy(flow, gallery, n_samples=8, kappa=15.0, guidance=2.0, n_steps=4, seed=3)
+    post = scorer(queries)
+    pi = direct_scores(flow, queries, gallery, 3, 15.0, 8)
+    entropy = -(pi * pi.log()).sum(1)
+    torch.testing.assert_close(post.entropy.double(), entropy, atol=2e-5, rtol=0)
+    assert torch.equal(post.map_index, pi.argmax(1))
+    torch.testing.assert_close(post.map_prob.double(), pi.amax(1), atol=2e-5, rtol=0)
+    assert torch.equal(post.top_index, pi.topk(10).indices)
+    assert (post.risk_lower_bound <= 1 - post.map_prob.double() + 1e-6).all()
+    assert not any(x.requires_grad for x in vars(post).values())
+
+
+def test_any_gallery_gives_the_same_answer(flow, tmp_path, monkeypatch):
+    monkeypatch.setattr("geoflow_fast.gallery.BLOCK_ROWS", 37)
+    queries, gallery = g.sample_uniform(3, 7), g.sample_uniform(150, 10).numpy()
+    (tmp_path / "shards").mkdir()
+    for number, part in enumerate(np.array_split(gallery, 12)):
+        np.save(tmp_path / "shards" / f"img_emb_{number}.npy", part)
+    np.save(tmp_path / "whole.npy", gallery)
+    settings = {"n_samples": 6, "kappa": 20.0, "n_steps": 3}
+    expected = gf.RetrievalEntropy(flow, torch.from_numpy(gallery), **settings)(queries)
+    for source in (gallery, tmp_path / "whole.npy", str(tmp_path / "shards"), gf.Gallery(gallery)):
+        post = gf.RetrievalEntropy(flow, source, **settings)(queries)
+        torch.testing.assert_close(post.entropy, expected.entropy, atol=1e-5, rtol=0)
+        assert torch.equal(post.top_index, expected.top_index)
+
+
+def test_known_answers(flow):
+    queries = g.sample_uniform(2, 10)
+    one = gf.RetrievalEntropy(flow, g.sample_uniform(1, 7), "i2t", n_samples=2, n_steps=2)(queries)
+    assert one.entropy.tolist() == [0.0, 0.0]
+    assert one.risk_lower_bound.tolist() == [0.0, 0.0]
+    equal = gf.RetrievalEntropy(flow, g.sample_uniform(1, 7).repeat(64, 1), "i2t", n_samples=2, n_steps=2)(queries)
+    torch.testing.assert_close(equal.entropy, torch.full((2,), math.log(64)))
+    torch.testing.assert_close(equal.risk_lower_bound, torch.full((2,), 63 / 64).double(), atol=1e-3, rtol=0)
+
+
+def test_module_behaviour(flow):
+    settings = {"n_samples": 6, "n_steps": 3, "solver": "ab2", "noise": "antithetic"}
+    scorer = gf.RetrievalEntropy(flow, g.sample_uniform(50, 10), kappa=10.0, **settings)
+    assert scorer(g.sample_uniform(4, 7)).entropy.shape == (4,)
+    assert set(scorer.state_dict()) == {f"flow.{name}" for name in flow.state_dict()}
+    moved = scorer.to(torch.float64)
+    assert moved(g.sample_uniform(4, 7)).entropy.dtype == torch.float64
+    assert scorer(torch.empty(0, 7)).entropy.shape == (0,)
+
+
+@pytest.mark.parametrize("n", [2, 3, 10, 1000])
+def test_fano_bound_holds_and_is_tight(n):
+    generator = torch.Generator().manual_seed(n)
+    sharpness = 10 ** (4 * torch.rand(500, 1, generator=generator) - 2)
+    pi = torch.softmax(sharpness.double() * torch.randn(500, n, generator=generator), dim=1)
+    entropy = torch.special.entr(pi).sum(1)
+    assert (gf.risk_lower_bound(entropy, n) <= 1 - pi.amax(1) + 1e-9).all()
+    # Equality when the rest of the mass is spread evenly.
+    risk = torch.linspace(0, (n - 1) / n, 50, dtype=torch.float64)
+    worst = torch.cat(((1 - risk).unsqueeze(1), (risk / (n - 1)).unsqueeze(1).expand(-1, n - 1)), dim=1)
+    bound = gf.risk_lower_bound(torch.special.entr(worst).sum(1), n)
+    # Near the top f is flat, so a rounding of the entropy moves r by its square root.
+    torch.testing.assert_close(bound[:-1], risk[:-1], atol=1e-9, rtol=0)
+    torch.testing.assert_close(bound[-1], risk[-1], atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"gallery": torch.empty(0, 10)}, "empty"),
+        ({"gallery": g.sample_uniform(5, 9)}, "width 9"),
+        ({"gallery": torch.full((5, 10), math.nan)}, "gallery row 0 is not finite"),
+        ({"gallery": torch.ones(5, 10)}, "gallery row 0 has norm"),
+        ({"gallery": np.ones((5, 10), np.float32)}, "gallery row 0 has norm"),
+        ({"gallery": "no/such/folder"}, "neither a .npy file nor a folder"),
+        ({"kappa": -1.0}, "kappa"),
+        ({"n_samples": 0}, "n_samples"),
+        ({"direction": "joint"}, "direction"),
+        ({"n_steps": 0}, "n_steps"),
+    ],
+)
+def test_bad_input(flow, change, words):
+    arguments = {"gallery": g.sample_uniform(5, 10), **change}
+    with pytest.raises((ValueError, OSError), match=words):
+        gf.RetrievalEntropy(flow, **arguments)
+
+
+def test_bad_queries(flow):
+    scorer = gf.RetrievalEntropy(flow, g.sample_uniform(5, 10), n_samples=2, n_steps=2)
+    with pytest.raises(ValueError, match=r"queries must be \[Q, 7\]"):
+        scorer(g.sample_uniform(3, 10))
+    with pytest.raises(ValueError, match="text row 1 has norm"):
+        scorer(torch.stack([torch.eye(7)[0], torch.ones(7)]))
+
+
+def test_a_truncated_shard_is_named(flow, tmp_path):
+    np.save(tmp_path / "a_0.npy", g.sample_uniform(50, 10).numpy())
+    whole = (tmp_path / "a_0.npy").read_bytes()
+    (tmp_path / "a_0.npy").write_bytes(whole[:-100])
+    with pytest.raises(ValueError, match=r"a_0\.npy is truncated"):
+        gf.RetrievalEntropy(flow, tmp_path)
