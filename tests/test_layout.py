@@ -20,6 +20,7 @@ LAYERS = [
     {"sampling", "integrate", "model", "curriculum", "gallery", "data"},
     {"ops"},
     {"reference", "dispatch", "kernels", "_native"},
+    {"jobs"},
     {"geometry", "checkpoint"},
 ]
 

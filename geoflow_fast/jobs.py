@@ -1,0 +1,225 @@
+"""Long computations over many rows, a block at a time, into one Parquet file: what a kill leaves behind is continued.
+
+Finished blocks wait in a folder beside the output, which appears whole at the end. A job is known by its `facts`:
+results are a function of them alone, so blocks of equal facts fit together and the output of equal facts is finished.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from geoflow_fast.checkpoint import LOCK_FILE, locked, write_atomic, write_json
+
+FACTS_FILE = "job.json"
+FACTS_KEY = b"geoflow_job"
+"""Where a finished file keeps its facts: the metadata of its schema."""
+
+Columns = Mapping[str, NDArray[Any]]
+"""Arrays of equal length by name, in the order of the file's columns."""
+
+Advance = Callable[[int], object]
+"""Tells the progress bar of rows done since the last call."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A Parquet file `out` with one row per item of `rows`, made `block_rows` at a time.
+
+    `facts` can be written as JSON and hold everything the result depends on: settings, and digests of the inputs.
+    """
+
+    out: Path
+    rows: int
+    block_rows: int
+    facts: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.block_rows < 1:
+            raise ValueError(f"rows={self.rows} and block_rows={self.block_rows} must be at least 1")
+
+    @property
+    def folder(self) -> Path:
+        """Where finished blocks wait."""
+        return self.out.with_name(f"{self.out.name}.blocks")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The facts as they come back from JSON, with what the blocks are cut by."""
+        found: dict[str, Any] = json.loads(
+            json.dumps({**self.facts, "rows": self.rows, "block_rows": self.block_rows}, allow_nan=False)
+        )
+        return found
+
+    def check(self, *, overwrite: bool = False) -> None:
+        """Raises what `run` would raise before computing: no Parquet here, or something else is in the way."""
+        _parquet()
+        if self.out.is_dir():
+            raise IsADirectoryError(f"{self.out} is a folder; the output is a file")
+        if overwrite:
+            return
+        if self.out.exists() and not self.finished():
+            raise FileExistsError(f"{self.out} exists and is not the result of this job; move it, or ask to overwrite")
+        left = self._facts_of_blocks()
+        if left is not None and left != self.identity:
+            changed = sorted(key for key in {*left, *self.identity} if left.get(key) != self.identity.get(key))
+            raise ValueError(
+                f"{self.folder} holds blocks of another job, which differs in {', '.join(changed)}; "
+                "finish that one, choose another output, or ask to overwrite"
+            )
+
+    def finished(self) -> bool:
+        """Whether `out` is there already, made by a job with these facts."""
+        if not self.out.is_file():
+            return False
+        with _named(self.out):
+            found = (_parquet().read_schema(self.out).metadata or {}).get(FACTS_KEY)
+        return found is not None and json.loads(found) == self.identity
+
+    def run(
+        self,
+        compute: Callable[[range, Advance], Columns],
+        *,
+        overwrite: bool = False,
+        unit: str = "rows",
+        progress: bool | None = None,
+    ) -> None:
+        """Makes the file: `compute(rows, advance)` returns the columns of a block of rows, and is not asked again for
+        blocks that an earlier run with the same facts finished. A finished file is left as it is.
+
+        `overwrite` replaces a file, and drops blocks, that other facts made. `progress`: show a bar; by default on a
+        terminal.
+        """
+        self.check(overwrite=overwrite)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with locked(self.folder):
+            if not self.finished():
+                self._claim_folder()
+                self._compute_blocks(compute, unit, shown=sys.stderr.isatty() if progress is None else progress)
+                write_atomic(self.out, self._join_blocks)
+            self._remove_folder()
+
+    def _blocks(self) -> Iterator[tuple[range, Path]]:
+        for first in range(0, self.rows, self.block_rows):
+            rows = range(first, min(first + self.block_rows, self.rows))
+            yield rows, self.folder / f"{first:012d}.parquet"
+
+    def _facts_of_blocks(self) -> dict[str, Any] | None:
+        path = self.folder / FACTS_FILE
+        if not path.is_file():
+            return None
+        with _named(path):
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+
+    def _claim_folder(self) -> None:
+        """Leaves only blocks of this job in the folder. The facts are written first and removed last."""
+        if self._facts_of_blocks() != self.identity:
+            self._remove_blocks()
+            write_json(self.folder / FACTS_FILE, self.identity)
+
+    def _compute_blocks(self, compute: Callable[[range, Advance], Columns], unit: str, *, shown: bool) -> None:
+        missing = [(rows, path) for rows, path in self._blocks() if not path.is_file()]
+        done = self.rows - sum(len(rows) for rows, _ in missing)
+        with progress_bar(self.rows, done, unit, shown=shown) as advance:
+            for rows, path in missing:
+                _write_block(path, compute(rows, advance), len(rows))
+
+    def _join_blocks(self, file: BinaryIO) -> None:
+        """One row group per block, so that memory is that of a block."""
+        parquet = _parquet()
+        writer = None
+        for rows, path in self._blocks():
+            with _named(path):
+                table = parquet.read_table(path)
+            if table.num_rows != len(rows):
+                raise ValueError(f"{path} holds {table.num_rows} rows, not {len(rows)}; remove it and run again")
+            if writer is None:
+                metadata = {FACTS_KEY: json.dumps(self.identity).encode()}
+                writer = parquet.ParquetWriter(file, table.schema.with_metadata(metadata))
+            writer.write_table(table.replace_schema_metadata(writer.schema.metadata))
+        assert writer is not None
+        writer.close()
+
+    def _remove_blocks(self) -> None:
+        for path in [*self.folder.glob("*.parquet"), *self.folder.glob(".*.tmp")]:
+            path.unlink()
+
+    def _remove_folder(self) -> None:
+        self._remove_blocks()
+        for name in (FACTS_FILE, LOCK_FILE):
+            (self.folder / name).unlink(missing_ok=True)
+        self.folder.rmdir()
+
+
+def read_columns(path: Path, names: list[str] | None = None) -> dict[str, NDArray[Any]]:
+    """The named columns of a Parquet file, or all."""
+    with _named(path):
+        table = _parquet().read_table(path, columns=names)
+    return {name: table[name].to_numpy() for name in table.column_names}
+
+
+def digest(parts: Iterable[Tensor | NDArray[Any]]) -> str:
+    """SHA-256 over types, shapes and contents: equal only for equal arrays in equal order."""
+    found = hashlib.sha256()
+    for part in parts:
+        array = part.detach().cpu().numpy() if isinstance(part, Tensor) else part
+        found.update(f"{array.dtype.str}{array.shape}".encode())
+        found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()
+
+
+@contextlib.contextmanager
+def progress_bar(total: int, done: int, unit: str, *, shown: bool) -> Iterator[Advance]:
+    """A live line on the terminal with rate and time left; yields the function that moves it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TimeRemainingColumn
+    from rich.text import Text
+
+    class Rate(ProgressColumn):
+        def render(self, task: Task) -> Text:
+            return Text(f"{task.speed:.3g} {unit}/s" if task.speed else f"{unit}")
+
+    columns = (BarColumn(), MofNCompleteColumn(), Rate(), TimeRemainingColumn())
+    # Blocks may take minutes: the estimate looks back an hour, and at most at the bar's last thousand moves.
+    bar = Progress(*columns, console=Console(stderr=True), disable=not shown, speed_estimate_period=3600)
+    task = bar.add_task("", total=total, completed=done)
+    with bar:
+        yield lambda rows: bar.advance(task, rows)
+
+
+def _write_block(path: Path, columns: Columns, rows: int) -> None:
+    import pyarrow
+
+    for name, column in columns.items():
+        if column.shape != (rows,):
+            raise ValueError(f"column {name} has shape {column.shape} in a block of {rows} rows")
+    table = pyarrow.table(dict(columns))
+    write_atomic(path, lambda file: _parquet().write_table(table, file))
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Adds the name of the file to whatever is wrong with it."""
+    try:
+        yield
+    except ValueError as error:  # pyarrow's and json's errors about contents are ValueErrors
+        raise ValueError(f"{path} is damaged or not what its name says: {error}") from error
+
+
+def _parquet() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ValueError("Parquet files need pyarrow: pip install 'geoflow_fast[eval]'") from error
+    return pyarrow.parquet

@@ -1,0 +1,174 @@
+"""Jobs that are killed, changed, repeated or handed bad files."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from geoflow_fast import jobs
+from geoflow_fast.jobs import Job, read_columns
+
+ROWS, BLOCK = 103, 10
+
+
+def columns(rows: range, pause: float = 0.0) -> dict[str, np.ndarray]:
+    time.sleep(pause)
+    index = np.arange(rows.start, rows.stop)
+    return {"row": index, "value": np.sin(index).astype(np.float32)}
+
+
+def make_job(out: Path, **facts) -> Job:
+    return Job(out, ROWS, BLOCK, {"seed": 0, **facts})
+
+
+def run(job: Job, pause: float = 0.0, **options) -> list[range]:
+    """Runs the job; returns the blocks that had to be computed."""
+    asked = []
+
+    def compute(rows, advance):
+        asked.append(rows)
+        advance(len(rows))
+        return columns(rows, pause)
+
+    job.run(compute, progress=False, **options)
+    return asked
+
+
+def test_output_is_whole_and_nothing_else_is_left(tmp_path):
+    job = make_job(tmp_path / "new" / "out.parquet")
+    assert [rows.start for rows in run(job)] == list(range(0, ROWS, BLOCK))
+    found = read_columns(job.out)
+    assert list(found) == ["row", "value"]
+    assert np.array_equal(found["row"], np.arange(ROWS))
+    assert found["value"].dtype == np.float32
+    assert [path.name for path in job.out.parent.iterdir()] == ["out.parquet"]
+    assert job.finished()
+    assert run(job) == []  # finished: nothing to do
+
+
+def test_continues_where_an_error_stopped_it(tmp_path):
+    job = make_job(tmp_path / "out.parquet")
+
+    def failing(rows, _advance):
+        if rows.start >= 50:
+            raise OSError("disk on fire")
+        return columns(rows)
+
+    with pytest.raises(OSError, match="disk on fire"):
+        job.run(failing, progress=False)
+    assert not job.out.exists()
+    assert [rows.start for rows in run(job)] == list(range(50, ROWS, BLOCK))
+    assert np.array_equal(read_columns(job.out)["row"], np.arange(ROWS))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_killed_at_random_moments(tmp_path):
+    """However often it is killed, the file ends with the bytes of an undisturbed run, and finished blocks are kept."""
+    undisturbed = make_job(tmp_path / "a.parquet")
+    run(undisturbed)
+    job, context, chance = make_job(tmp_path / "b.parquet"), multiprocessing.get_context("fork"), random.Random(0)
+    kills, most = 0, 0
+    while not job.finished():
+        child = context.Process(target=run, args=(job, 0.004))
+        child.start()
+        child.join(chance.uniform(0.0, 0.03))
+        if child.is_alive():
+            os.kill(child.pid, signal.SIGKILL)
+            child.join()
+            kills += 1
+        blocks = len(list(job.folder.glob("*.parquet"))) if not job.finished() else most
+        assert blocks >= most
+        most = blocks
+        assert kills < 500
+    assert kills >= 3
+    run(job)  # a kill after the rename leaves the folder to the next run
+    assert job.out.read_bytes() == undisturbed.out.read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} <= {"a.parquet", "b.parquet"}
+
+
+def test_another_job_is_refused_or_replaced(tmp_path):
+    out = tmp_path / "out.parquet"
+
+    def stop(rows, _advance):
+        if rows.start:
+            raise KeyboardInterrupt
+        return columns(rows)
+
+    with pytest.raises(KeyboardInterrupt):
+        make_job(out).run(stop, progress=False)
+    with pytest.raises(ValueError, match="another job, which differs in kappa, seed"):
+        run(make_job(out, seed=1, kappa=3.0))
+    assert len(run(make_job(out, seed=1), overwrite=True)) == 11
+    before = out.read_bytes()
+    with pytest.raises(FileExistsError, match="not the result of this job"):
+        run(make_job(out))
+    assert out.read_bytes() == before
+    assert len(run(make_job(out), overwrite=True)) == 11
+    assert make_job(out).finished()
+
+
+def test_two_runs_at_once_are_refused(tmp_path):
+    job = make_job(tmp_path / "out.parquet")
+
+    def nested(rows, _advance):
+        with pytest.raises(OSError, match="another run is writing"):
+            run(job)
+        return columns(rows)
+
+    job.run(nested, progress=False)
+
+
+def test_bad_files_are_named(tmp_path):
+    job = make_job(tmp_path / "out.parquet")
+    job.out.write_bytes(b"no parquet")
+    with pytest.raises(ValueError, match=r"out\.parquet is damaged"):
+        run(job)
+    job.out.unlink()
+    job.out.mkdir()
+    with pytest.raises(OSError, match="is a folder"):
+        run(job)
+    job.out.rmdir()
+    job.folder.mkdir()
+    (job.folder / jobs.FACTS_FILE).write_text("{")
+    with pytest.raises(ValueError, match=r"job\.json is damaged"):
+        run(job)
+
+
+def test_bad_columns_and_sizes(tmp_path):
+    job = make_job(tmp_path / "out.parquet")
+    with pytest.raises(ValueError, match="column x has shape"):
+        job.run(lambda _rows, _advance: {"x": np.zeros(3)}, progress=False)
+    with pytest.raises(ValueError, match="at least 1"):
+        Job(tmp_path / "x", 0, 10, {})
+
+
+def test_missing_pyarrow_is_said_before_anything_happens(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(ValueError, match=r"geoflow_fast\[eval\]"):
+        run(make_job(tmp_path / "new" / "out.parquet"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_bar_shows_rate_and_time_left(tmp_path, capsys):
+    make_job(tmp_path / "out.parquet").run(
+        lambda rows, advance: advance(len(rows)) or columns(rows), progress=True, unit="queries"
+    )
+    shown = capsys.readouterr().err
+    assert f"{ROWS}/{ROWS}" in shown
+    assert "queries" in shown
+
+
+def test_digest_tells_arrays_apart():
+    x = torch.arange(6.0)
+    assert jobs.digest([x]) == jobs.digest([x.numpy().copy()])
+    others = [[x.double()], [x.view(2, 3)], [x[:3], x[3:]], [x.flip(0)]]
+    assert len({jobs.digest(parts) for parts in [[x], *others]}) == 5
