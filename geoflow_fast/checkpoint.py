@@ -109,7 +109,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], *, kind: str, info: 
         file.write(blank)
         digest = hashlib.sha256(blank)
         for name in names:
-            data = _bytes_of(tensors[name])
+            data = bytes_of(tensors[name])
             digest.update(data)
             file.write(data)
         # The digest has a fixed width, so the header with the real one fits where the blank one was.
@@ -159,7 +159,8 @@ def _check_digest(path: Path, expected: str) -> None:
         raise ValueError(f"{path} is corrupt: its contents do not match its checksum")
 
 
-def _bytes_of(x: Tensor) -> memoryview:
+def bytes_of(x: Tensor) -> memoryview:
+    """The contents of a tensor of any type, row by row."""
     flat = x.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 

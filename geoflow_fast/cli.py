@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,11 +17,21 @@ from rich.table import Table
 import geoflow_fast
 from geoflow_fast import dispatch
 
+if TYPE_CHECKING:
+    from geoflow_fast.scoring import ScoreSummary
+
 app = typer.Typer(
     help="Uncertainty for frozen vision-language embeddings, from one flow on the product of two spheres.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+class Direction(str, Enum):
+    """What the queries are and what the gallery holds."""
+
+    t2i = "t2i"
+    i2t = "i2t"
 
 
 class Preset(str, Enum):
@@ -132,6 +145,78 @@ def train(
     typer.echo(f"Wrote {out}")
     if not report.finished:
         raise typer.Exit(130)
+
+
+@app.command(
+    epilog="Example: geoflow entropy --model runs/first --queries texts.npy --gallery img_emb/ --out scores.parquet"
+)
+def entropy(
+    model: Annotated[Path, typer.Option(help="Folder of a trained flow.")],
+    queries: Annotated[Path, typer.Option(help=".npy file or folder of .npy shards, unit rows.")],
+    gallery: Annotated[Path, typer.Option(help=".npy file or folder of .npy shards, unit rows; never loaded whole.")],
+    out: Annotated[Path, typer.Option(help="Parquet file; the same command continues a run that was stopped.")],
+    direction: Annotated[
+        Direction, typer.Option(help="t2i: texts search images; i2t: images search texts.")
+    ] = Direction.t2i,
+    fast: Annotated[bool, typer.Option("--fast", help="The cheapest setting with the same ranking.")] = False,
+    samples: Annotated[int | None, typer.Option(help="Samples per query.  [50; --fast: 16]")] = None,
+    kappa: Annotated[float | None, typer.Option(help="Concentration of the kernel.  [100]")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Strength of guidance.  [3]")] = None,
+    steps: Annotated[int | None, typer.Option(help="Solver steps.  [50; --fast: 10]")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the base noise.  [0]")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Also write the lists top_index and top_prob.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw histograms of H and of the risk bound to this PNG.")] = None,
+    block: Annotated[int, typer.Option(help="Queries per pass over the gallery.")] = 64,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the result of another job.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    as_json: JsonFlag = False,
+) -> None:
+    """Scores how ambiguous each query is over a gallery.
+
+    Columns: query, entropy (nats), map_index, map_prob, risk_lower_bound.
+    """
+    from geoflow_fast import plots, scoring
+
+    if plot is not None:
+        plots.pyplot()  # its absence is said before hours of scoring, not after
+    chosen = {
+        "n_samples": samples,
+        "kappa": kappa,
+        "guidance": guidance,
+        "n_steps": steps,
+        "seed": seed,
+        "top_k": top_k,
+    }
+    given = {name: value for name, value in chosen.items() if value is not None}
+    scorer = scoring.open_scorer(model, gallery, direction.value, fast=fast, device=device, **given)
+    with _continued_later():
+        summary = scoring.score_file(scorer, queries, out, with_top=top_k is not None, block=block, overwrite=overwrite)
+    if plot is not None:
+        scoring.draw_scores(out, summary, plot)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(summary), indent=2))
+        return
+    _print_scores(summary)
+    typer.echo(f"Wrote {out}" + (f" and {plot}" if plot is not None else ""))
+
+
+def _print_scores(summary: ScoreSummary) -> None:
+    table = Table("", *summary.entropy, title=f"{summary.queries} queries over {summary.items} items")
+    for name, quantiles in (("entropy H, nats", summary.entropy), ("risk lower bound", summary.risk_lower_bound)):
+        table.add_row(name, *(f"{value:.3f}" for value in quantiles.values()))
+    Console().print(table)
+    typer.echo(f"confident (an item with probability 1/2 or more): {summary.confident:.1%} of the queries")
+    typer.echo(f"best guesses are wrong for at least {summary.mean_risk_lower_bound:.1%} of the queries")
+
+
+@contextlib.contextmanager
+def _continued_later() -> Iterator[None]:
+    """Ctrl-C in a job that keeps its finished blocks ends with a word about them."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        typer.echo("stopped; finished blocks are kept, run the same command to continue", err=True)
+        raise typer.Exit(130) from None
 
 
 def main() -> None:

@@ -91,8 +91,18 @@ class Rows:
                 row = int(bad.argmax())
                 if not np.isfinite(norm[row]):
                     raise ValueError(f"{self.name} row {first + row} is not finite")
-                hint = "it has no direction" if norm[row] == 0 else "pass normalize=True to scale rows to unit norm"
+                hint = (
+                    "it has no direction" if norm[row] == 0 else "scale rows to unit norm (normalize=True, for pairs)"
+                )
                 raise ValueError(f"{self.name} row {first + row} has norm {norm[row]:.6g}, not 1; {hint}")
+
+    def digest(self) -> str:
+        """SHA-256 of all rows as they are stored, and of how they are cut into parts."""
+        shapes = [(part.dtype.str, part.shape) for part in self.parts]
+        found = hashlib.sha256(json.dumps(shapes).encode())
+        for _, block in self.blocks():
+            found.update(np.ascontiguousarray(block).data)
+        return found.hexdigest()
 
     def expect_random_reads(self) -> None:
         """Tells the kernel not to read ahead in mapped parts: shuffled rows have no use for their neighbours."""

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from geoflow_fast import geometry
+from geoflow_fast import geometry, plots
 
 
 def draw_sphere(out: Path, seed: int) -> Path:
     """Writes `sphere.png` into `out`: uniform samples on S^2, and geodesics that carry some of them to one cap."""
-    pyplot = _pyplot()
     generator = torch.Generator().manual_seed(seed)
-    out.mkdir(parents=True, exist_ok=True)
-    figure = pyplot.figure(figsize=(11, 5.6))
+    figure = plots.pyplot().figure(figsize=(11, 5.6))
     samples = geometry.sample_uniform(900, 3, generator=generator)
     axes = _sphere_axes(figure, 1, "Uniform samples on the sphere")
     _scatter(axes, samples, "#3b6fb6")
@@ -25,21 +22,8 @@ def draw_sphere(out: Path, seed: int) -> Path:
     _geodesics(axes, samples[:28], generator)
     figure.subplots_adjust(left=0, right=1, bottom=0, top=0.92, wspace=0)
     picture = out / "sphere.png"
-    unfinished = out / ".sphere.png.part"
-    figure.savefig(unfinished, dpi=140, format="png")
-    pyplot.close(figure)
-    unfinished.replace(picture)
+    plots.save_figure(figure, picture)
     return picture
-
-
-def _pyplot() -> Any:
-    """The plotting module of matplotlib, drawing to files only."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("pictures need matplotlib: pip install 'geoflow_fast[eval]'") from error
-    matplotlib.use("Agg")
-    return importlib.import_module("matplotlib.pyplot")
 
 
 def _sphere_axes(figure: Any, position: int, title: str) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from geoflow_fast import jobs
 from geoflow_fast.data import Array, Rows, load_npy
 from geoflow_fast.geometry import check_rows
 
@@ -36,7 +37,7 @@ class Gallery:
         elif isinstance(source, np.ndarray):
             self._rows = Rows([source], "gallery")
         else:
-            self._rows = _open_rows(Path(source))
+            self._rows = open_rows(Path(source), "gallery")
         if len(self) == 0:
             raise ValueError("the gallery is empty: there is nothing to retrieve")
         if self._rows is not None:
@@ -58,6 +59,13 @@ class Gallery:
         if self._tensor is not None:
             self._tensor = self._tensor.to(device)
 
+    def digest(self) -> str:
+        """Hash of all rows: tells one gallery from another."""
+        if self._tensor is not None:
+            return jobs.digest([self._tensor])
+        assert self._rows is not None
+        return self._rows.digest()
+
     def blocks(self, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Iterator[tuple[int, Tensor]]:
         """(index of the first row, rows [n, d] on `device`) in order; one block when the gallery is in memory."""
         if self._tensor is not None:
@@ -68,13 +76,13 @@ class Gallery:
             yield first, torch.from_numpy(np.array(block, dtype=np.float32)).to(device, dtype)
 
 
-def _open_rows(path: Path) -> Rows:
+def open_rows(path: Path, name: str) -> Rows:
     """A `.npy` file, or all `.npy` files of a folder in the order of the numbers in their names, memory-mapped."""
     if path.is_file():
-        return Rows([load_npy(path, mapped=True)], str(path))
+        return Rows([load_npy(path, mapped=True)], f"{name} {path}")
     if not path.is_dir():
-        raise FileNotFoundError(f"gallery {path} is neither a .npy file nor a folder")
+        raise FileNotFoundError(f"{name} {path} is neither a .npy file nor a folder")
     files = sorted(path.glob("*.npy"), key=lambda file: ([int(n) for n in re.findall(r"\d+", file.stem)], file.name))
     if not files:
-        raise FileNotFoundError(f"gallery folder {path} holds no .npy file")
-    return Rows([load_npy(file, mapped=True) for file in files], str(path))
+        raise FileNotFoundError(f"{name} folder {path} holds no .npy file")
+    return Rows([load_npy(file, mapped=True) for file in files], f"{name} {path}")

@@ -19,14 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from geoflow_fast.checkpoint import LOCK_FILE, locked, write_atomic, write_json
+from geoflow_fast.checkpoint import LOCK_FILE, bytes_of, locked, write_atomic, write_json
 
 FACTS_FILE = "job.json"
 FACTS_KEY = b"geoflow_job"
 """Where a finished file keeps its facts: the metadata of its schema."""
 
 Columns = Mapping[str, NDArray[Any]]
-"""Arrays of equal length by name, in the order of the file's columns."""
+"""Arrays of equal length by name, in the order of the file's columns; [rows, k] becomes a column of lists."""
 
 Advance = Callable[[int], object]
 """Tells the progress bar of rows done since the last call."""
@@ -173,9 +173,8 @@ def digest(parts: Iterable[Tensor | NDArray[Any]]) -> str:
     """SHA-256 over types, shapes and contents: equal only for equal arrays in equal order."""
     found = hashlib.sha256()
     for part in parts:
-        array = part.detach().cpu().numpy() if isinstance(part, Tensor) else part
-        found.update(f"{array.dtype.str}{array.shape}".encode())
-        found.update(np.ascontiguousarray(array).data)
+        found.update(f"{part.dtype}{tuple(part.shape)}".encode())
+        found.update(bytes_of(part) if isinstance(part, Tensor) else np.ascontiguousarray(part).data)
     return found.hexdigest()
 
 
@@ -201,10 +200,14 @@ def progress_bar(total: int, done: int, unit: str, *, shown: bool) -> Iterator[A
 def _write_block(path: Path, columns: Columns, rows: int) -> None:
     import pyarrow
 
+    arrays = {}
     for name, column in columns.items():
-        if column.shape != (rows,):
+        if column.ndim not in (1, 2) or len(column) != rows:
             raise ValueError(f"column {name} has shape {column.shape} in a block of {rows} rows")
-    table = pyarrow.table(dict(columns))
+        flat = pyarrow.array(column.reshape(-1))
+        width = column.shape[1] if column.ndim == 2 else None
+        arrays[name] = flat if width is None else pyarrow.FixedSizeListArray.from_arrays(flat, width)
+    table = pyarrow.table(arrays)
     write_atomic(path, lambda file: _parquet().write_table(table, file))
 
 

@@ -19,6 +19,7 @@ from geoflow_fast.integrate import (
     integrate,
     time_grid,
 )
+from geoflow_fast.jobs import Advance
 from geoflow_fast.model import GeoFlow
 
 NOISE_KINDS = ("iid", "orthogonal", "antithetic")
@@ -161,7 +162,7 @@ def sample_conditional(
     direction: str,
     start: StartingPoints,
     solve: Solve,
-    advance: Callable[[int], object] = lambda _: None,
+    advance: Advance = lambda _: None,
 ) -> Tensor:
     """Embeddings [Q, M, d] of the generated stream for conditions `given` [Q, d']; `advance` counts done queries."""
     if given.dim() != 2:

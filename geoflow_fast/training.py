@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from geoflow_fast import ops
+from geoflow_fast import dispatch, ops
 from geoflow_fast.checkpoint import load_tensors, locked, save_tensors, truncate_jsonl
 from geoflow_fast.curriculum import Counts, Curriculum, Questions, draw_questions, row_directions
 from geoflow_fast.data import BLOCK_ROWS, EmbeddingPairs, ShuffledBatches
@@ -699,20 +699,10 @@ def train_folder(
     data = EmbeddingPairs.open(pairs, normalize=normalize)
     held_out = None if val is None else EmbeddingPairs.open(val, normalize=normalize)
     shape = getattr(GeoFlowConfig, preset)(data.image_dim, data.text_dim)
-    where = _usable_device(device)
+    where = dispatch.usable_device(device)
     torch.manual_seed(config.seed)
     flow = GeoFlow(dataclasses.replace(shape, centre=centre, pca_dim=pca_dim)).to(where)
     return train(flow, data, config, held_out, out)
-
-
-def _usable_device(name: str) -> torch.device:
-    """The device of that name ("auto": a GPU if there is one), after a first use of it."""
-    try:
-        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
-        torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    return device
 
 
 def _check_widths(flow: GeoFlow, pairs: EmbeddingPairs, name: str) -> None:

@@ -169,6 +169,7 @@ def test_progress_bar_shows_rate_and_time_left(tmp_path, capsys):
 
 def test_digest_tells_arrays_apart():
     x = torch.arange(6.0)
-    assert jobs.digest([x]) == jobs.digest([x.numpy().copy()])
-    others = [[x.double()], [x.view(2, 3)], [x[:3], x[3:]], [x.flip(0)]]
-    assert len({jobs.digest(parts) for parts in [[x], *others]}) == 5
+    assert jobs.digest([x]) == jobs.digest([torch.arange(12.0)[:6]])
+    assert jobs.digest([x.numpy()]) == jobs.digest([np.arange(6, dtype=np.float32)])
+    others = [[x.bfloat16()], [x.view(2, 3)], [x[:3], x[3:]], [x.flip(0)], [x.numpy()[::-1]]]
+    assert len({jobs.digest(parts) for parts in [[x], *others]}) == 6

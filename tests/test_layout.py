@@ -14,13 +14,13 @@ PACKAGE = Path(geoflow_fast.__file__).parent
 # From the top down; a module may import from its own layer (without cycles) and from those below.
 LAYERS = [
     {"cli", "__main__"},
-    {"demo", "doctor"},
+    {"demo", "doctor", "scoring"},
     {"evaluation", "baselines", "encoders"},
     {"training", "entropy", "rerank", "density", "worlds"},
     {"sampling", "integrate", "model", "curriculum", "gallery", "data"},
     {"ops"},
     {"reference", "dispatch", "kernels", "_native"},
-    {"jobs"},
+    {"jobs", "plots"},
     {"geometry", "checkpoint"},
 ]
 

@@ -1,0 +1,148 @@
+"""Retrieval entropy of a file of queries: blocks of queries against a gallery of any size, into one Parquet file."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from geoflow_fast import dispatch, jobs, plots
+from geoflow_fast.data import Rows
+from geoflow_fast.entropy import RetrievalEntropy
+from geoflow_fast.gallery import Gallery, open_rows
+from geoflow_fast.jobs import Advance, Columns, Job
+from geoflow_fast.model import GeoFlow
+
+BLOCK_QUERIES = 64
+"""Queries per pass over the gallery. A kill loses at most the work on one block."""
+
+FORMAT = 1
+"""Raised when equal settings come to give other numbers, so that blocks of an older release are not continued."""
+
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
+
+@dataclass(frozen=True)
+class ScoreSummary:
+    """What a file of scores says as a whole."""
+
+    queries: int
+    items: int
+    entropy: dict[str, float]
+    """Quantiles of H in nats, by name ("5 %", ...)."""
+    risk_lower_bound: dict[str, float]
+    """Quantiles of the bound on the risk."""
+    confident: float
+    """Share of queries whose most probable item has probability 1/2 or more."""
+    mean_risk_lower_bound: float
+    """No way of picking one item per query errs less often than this, if the posteriors are right."""
+
+
+def open_scorer(
+    model: Path, gallery: Path, direction: str, *, fast: bool, device: str, **settings: Any
+) -> RetrievalEntropy:
+    """The scorer of a saved flow and a gallery on disk: the paper's settings or the fast ones, with `settings`."""
+    flow = GeoFlow.from_pretrained(model)
+    make = RetrievalEntropy.fast if fast else RetrievalEntropy
+    return make(flow, Gallery(gallery), direction, **settings).to(dispatch.usable_device(device))
+
+
+def score_file(
+    scorer: RetrievalEntropy,
+    queries: Path,
+    out: Path,
+    *,
+    with_top: bool = False,
+    block: int = BLOCK_QUERIES,
+    overwrite: bool = False,
+    progress: bool | None = None,
+) -> ScoreSummary:
+    """Scores the rows of `queries` (a `.npy` file or a folder of shards) into the Parquet file `out`.
+
+    Columns: `query` (row number), `entropy` (nats), `map_index`, `map_prob`, `risk_lower_bound`; `with_top` adds the
+    lists `top_index` and `top_prob` of the scorer's `top_k` items. Killed, it is continued by the same call: blocks of
+    finished queries are kept beside `out`, which appears whole. Everything is checked before anything is written.
+    """
+    rows = open_rows(queries, "queries")
+    if rows.dim != scorer.query_dim:
+        raise ValueError(f"queries {queries} have width {rows.dim}, but the flow expects {scorer.query_dim}")
+    if len(rows) == 0:
+        raise ValueError(f"queries {queries} are empty: there is nothing to score")
+    rows.check(normalize=False)
+    job = Job(out, len(rows), block, _facts(scorer, rows, with_top=with_top))
+
+    def compute(index: range, advance: Advance) -> Columns:
+        return _score_rows(scorer, rows, index, advance, with_top=with_top)
+
+    job.run(compute, overwrite=overwrite, unit="queries", progress=progress)
+    return summarise(out, len(scorer.gallery))
+
+
+def _facts(scorer: RetrievalEntropy, queries: Rows, *, with_top: bool) -> dict[str, Any]:
+    return {
+        "task": "entropy",
+        "format": FORMAT,
+        **scorer.settings,
+        "top_k": scorer.top_k if with_top else None,
+        "flow": jobs.digest(scorer.flow.state_dict().values()),
+        "queries": queries.digest(),
+        "gallery": scorer.gallery.digest(),
+    }
+
+
+def _score_rows(
+    scorer: RetrievalEntropy, queries: Rows, index: range, advance: Advance, *, with_top: bool
+) -> dict[str, Any]:
+    numbers = np.arange(index.start, index.stop)
+    post = scorer.score(torch.from_numpy(queries[numbers]), advance)
+    columns = {
+        "entropy": post.entropy,
+        "map_index": post.map_index,
+        "map_prob": post.map_prob,
+        "risk_lower_bound": post.risk_lower_bound,
+    }
+    if with_top:
+        columns |= {"top_index": post.top_index, "top_prob": post.top_prob}
+    return {"query": numbers, **{name: column.cpu().numpy() for name, column in columns.items()}}
+
+
+def summarise(scores: Path, items: int) -> ScoreSummary:
+    """Summary of a file that `score_file` wrote for a gallery of that many items."""
+    found = jobs.read_columns(scores, ["entropy", "map_prob", "risk_lower_bound"])
+    quantiles = {
+        name: {f"{q:.0%}": float(np.quantile(found[name].astype(np.float64), q)) for q in QUANTILES}
+        for name in ("entropy", "risk_lower_bound")
+    }
+    return ScoreSummary(
+        queries=len(found["entropy"]),
+        items=items,
+        **quantiles,
+        confident=float((found["map_prob"] >= 0.5).mean()),
+        mean_risk_lower_bound=float(found["risk_lower_bound"].mean()),
+    )
+
+
+def draw_scores(scores: Path, summary: ScoreSummary, picture: Path) -> None:
+    """Histograms of the entropy and of the bound on the risk, as a PNG."""
+    found = jobs.read_columns(scores, ["entropy", "risk_lower_bound"])
+    figure, (left, right) = plots.pyplot().subplots(1, 2, figsize=(10, 4), layout="constrained")
+    bins = min(50, 5 + math.isqrt(summary.queries))
+    left.hist(found["entropy"], bins=bins, color="#3b6fb6")
+    left.axvline(summary.entropy["50%"], color="#e07b28", label=f"median {summary.entropy['50%']:.2f}")
+    left.axvline(
+        math.log(summary.items), color="#777777", linestyle="--", label=f"log N = {math.log(summary.items):.2f}"
+    )
+    left.set(xlabel="entropy H, nats", ylabel="queries", title=f"{summary.queries} queries, {summary.items} items")
+    right.hist(found["risk_lower_bound"], bins=bins, range=(0, 1), color="#3b6fb6")
+    mean = summary.mean_risk_lower_bound
+    right.axvline(mean, color="#e07b28", label=f"mean {mean:.3f}")
+    right.set(xlabel="lower bound on the risk of the best guess", title=f"confident: {summary.confident:.1%}")
+    for axes in (left, right):
+        axes.legend(frameon=False)
+        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.spines[["top", "right"]].set_visible(False)
+    plots.save_figure(figure, picture)
