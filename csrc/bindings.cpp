@@ -128,32 +128,51 @@ void bind_transport(py::module_& m) {
     });
 }
 
-// addresses: samples, gallery, bias (or 0), then the outputs peak, weight, moment, top_score, top_index.
-void gallery_posterior(const std::array<Address, 8>& addresses, std::int64_t queries, std::int64_t draws, std::int64_t items,
-                       std::int64_t dim, std::int64_t top_k, float kappa, int threads) {
+// addresses: samples, gallery, pick (or 0), bias (or 0); sizes: queries, draws, items, dim.
+geoflow::GalleryParams gallery_params(const std::array<Address, 4>& addresses, const std::array<std::int64_t, 4>& sizes, float kappa,
+                                      int threads) {
     geoflow::GalleryParams params{};
     params.samples = at<const float>(addresses[0]);
     params.gallery = at<const float>(addresses[1]);
-    params.bias = at<const float>(addresses[2]);
-    params.queries = queries;
-    params.draws = draws;
-    params.items = items;
-    params.dim = dim;
-    params.top_k = top_k;
+    params.pick = at<const std::int64_t>(addresses[2]);
+    params.bias = at<const float>(addresses[3]);
+    params.queries = sizes[0];
+    params.draws = sizes[1];
+    params.items = sizes[2];
+    params.dim = sizes[3];
     params.kappa = kappa;
-    params.peak = at<double>(addresses[3]);
-    params.weight = at<double>(addresses[4]);
-    params.moment = at<double>(addresses[5]);
-    params.top_score = at<double>(addresses[6]);
-    params.top_index = at<std::int64_t>(addresses[7]);
     params.threads = threads;
     params.keep_going = keep_going;
+    return params;
+}
+
+template <class Run>
+void without_gil(const Run& run) {
     bool done;
     {
         py::gil_scoped_release release;
-        done = geoflow::gallery_posterior(params);
+        done = run();
     }
     raise_if_interrupted(!done);
+}
+
+// outputs: peak, weight, moment, top_score, top_index.
+void gallery_posterior(const std::array<Address, 4>& inputs, const std::array<std::int64_t, 4>& sizes, float kappa, std::int64_t top_k,
+                       const std::array<Address, 5>& outputs, int threads) {
+    const geoflow::GalleryParams params = gallery_params(inputs, sizes, kappa, threads);
+    const geoflow::GalleryStatistics result{top_k,
+                                            at<double>(outputs[0]),
+                                            at<double>(outputs[1]),
+                                            at<double>(outputs[2]),
+                                            at<double>(outputs[3]),
+                                            at<std::int64_t>(outputs[4])};
+    without_gil([&] { return geoflow::gallery_posterior(params, result); });
+}
+
+void gallery_scores(const std::array<Address, 4>& inputs, const std::array<std::int64_t, 4>& sizes, float kappa, Address scores,
+                    int threads) {
+    const geoflow::GalleryParams params = gallery_params(inputs, sizes, kappa, threads);
+    without_gil([&] { return geoflow::gallery_scores(params, at<float>(scores)); });
 }
 
 #if defined(GEOFLOW_WITH_CUDA)
@@ -361,6 +380,7 @@ PYBIND11_MODULE(_C, m) {
         });
     bind_transport(m);
     m.def("gallery_posterior", &gallery_posterior);
+    m.def("gallery_scores", &gallery_scores);
 #if defined(GEOFLOW_WITH_CUDA)
     bind_cuda_transport(m);
 #endif

@@ -4,25 +4,31 @@
 
 namespace geoflow {
 
-// Scores s_qj = log mean_m exp(kappa <g_j, x_qm>) + bias_j, reduced over the items j while they are computed.
+// Scores s_qj = log mean_m exp(kappa <g_j, x_qm>) + bias_j of the items j, which are rows of a gallery.
 struct GalleryParams {
-    const float* samples;     // [queries, draws, dim]
-    const float* gallery;     // [items, dim]
-    const float* bias;        // [items] or null
+    const float* samples;      // [queries, draws, dim]
+    const float* gallery;      // [*, dim]
+    const std::int64_t* pick;  // [items], the rows that are the items, ascending; or null: the first ones
+    const float* bias;         // [items] or null
     std::int64_t queries, draws, items, dim;
-    std::int64_t top_k;       // at most items
     float kappa;
+    int threads;
+    bool (*keep_going)();      // asked now and then by the calling thread; false ends the call
+};
+
+// The scores reduced over the items while they are computed. Items are numbered 0, 1, ... whether picked or not.
+struct GalleryStatistics {
+    std::int64_t top_k;       // at most items
     double* peak;             // [queries]: max_j s_j
     double* weight;           // [queries]: sum_j exp(s_j - peak)
     double* moment;           // [queries]: sum_j (s_j - peak) exp(s_j - peak)
     double* top_score;        // [queries, top_k], largest first, equal scores by index
     std::int64_t* top_index;  // [queries, top_k]
-    int threads;
-    bool (*keep_going)();     // asked now and then by the calling thread; false ends the call
 };
 
-// False when interrupted; the outputs are then unspecified. A NaN or infinity in the input makes the weight of every query it
-// touches NaN.
-bool gallery_posterior(const GalleryParams& params);
+// Both return false when interrupted; the outputs are then unspecified. A NaN or infinity in the input makes the weight of every
+// query it touches NaN, and the scores that it touches.
+bool gallery_posterior(const GalleryParams& params, const GalleryStatistics& result);
+bool gallery_scores(const GalleryParams& params, float* scores);  // [queries, items]
 
 }  // namespace geoflow

@@ -240,28 +240,55 @@ class TransportMatrix:
 
 
 def gallery_posterior(
-    samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias: Tensor | None
+    samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias: Tensor | None, pick: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Statistics (peak, weight, moment [Q], top_score, top_index [Q, top_k]) of the scores of `gallery` [N, d]."""
-    queries, draws, dim = samples.shape
-    items = gallery.shape[0]
-    _guard("cpu", torch.float32, samples=samples, gallery=gallery)
-    if gallery.shape != (items, dim):
-        raise ValueError(f"gallery has shape {tuple(gallery.shape)}, expected [N, {dim}]")
-    if item_bias is not None:
-        _guard("cpu", torch.float32, item_bias=item_bias)
-        if item_bias.shape != (items,):
-            raise ValueError(f"item_bias has shape {tuple(item_bias.shape)}, expected [{items}]")
-    if not (queries and draws and dim and 1 <= top_k <= items):
-        raise ValueError(f"nothing to score: samples {tuple(samples.shape)}, {items} items, top_k={top_k}")
+    """Statistics (peak, weight, moment [Q], top_score, top_index [Q, top_k]) of the scores of the items.
+
+    The items are the rows of `gallery` [*, d], or those that `pick` lists in ascending order; `top_index` counts items.
+    """
+    inputs, sizes = _gallery_inputs(samples, gallery, item_bias, pick)
+    queries, items = sizes[0], sizes[2]
+    if not 1 <= top_k <= items:
+        raise ValueError(f"top_k={top_k} of {items} items")
     peak, weight, moment = torch.empty(3, queries, dtype=torch.float64)
     top_score = torch.empty(queries, top_k, dtype=torch.float64)
     top_index = torch.empty(queries, top_k, dtype=torch.int64)
     outputs = (peak, weight, moment, top_score, top_index)
-    bias = 0 if item_bias is None else item_bias.data_ptr()
-    addresses = [samples.data_ptr(), gallery.data_ptr(), bias, *(x.data_ptr() for x in outputs)]
-    _built().gallery_posterior(addresses, queries, draws, items, dim, top_k, kappa, torch.get_num_threads())
+    addresses = [x.data_ptr() for x in outputs]
+    _built().gallery_posterior(inputs, sizes, kappa, top_k, addresses, torch.get_num_threads())
     return outputs
+
+
+def gallery_scores(samples: Tensor, gallery: Tensor, kappa: float, item_bias: Tensor | None) -> Tensor:
+    """Scores [Q, N] of the rows of `gallery` [N, d]."""
+    inputs, sizes = _gallery_inputs(samples, gallery, item_bias, None)
+    scores = torch.empty(sizes[0], sizes[2], dtype=torch.float32)
+    _built().gallery_scores(inputs, sizes, kappa, scores.data_ptr(), torch.get_num_threads())
+    return scores
+
+
+def _gallery_inputs(
+    samples: Tensor, gallery: Tensor, item_bias: Tensor | None, pick: Tensor | None
+) -> tuple[list[int], list[int]]:
+    """Addresses of samples, gallery, pick and bias; queries, draws, items and width."""
+    queries, draws, dim = samples.shape
+    _guard("cpu", torch.float32, samples=samples, gallery=gallery)
+    if gallery.dim() != 2 or gallery.shape[1] != dim:
+        raise ValueError(f"gallery has shape {tuple(gallery.shape)}, expected [N, {dim}]")
+    items = len(gallery)
+    if pick is not None:
+        _guard("cpu", torch.int64, pick=pick)
+        items = pick.numel()
+        if items and not 0 <= int(pick.min()) <= int(pick.max()) < len(gallery):
+            raise ValueError(f"pick names rows outside of the {len(gallery)} of the gallery")
+    if item_bias is not None:
+        _guard("cpu", torch.float32, item_bias=item_bias)
+        if item_bias.shape != (items,):
+            raise ValueError(f"item_bias has shape {tuple(item_bias.shape)}, expected [{items}]")
+    if not (queries and draws and dim and items):
+        raise ValueError(f"nothing to score: samples {tuple(samples.shape)}, {items} items")
+    inputs = [samples.data_ptr(), gallery.data_ptr(), *(0 if x is None else x.data_ptr() for x in (pick, item_bias))]
+    return inputs, [queries, draws, items, dim]
 
 
 # The device type whose memory the compiled CUDA code reads; the emulation of the GPU under tests/ runs it on the CPU.

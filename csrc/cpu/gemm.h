@@ -146,15 +146,15 @@ inline void multiply_tile(const float* a, std::int64_t row_strips, const float* 
 
 // Calls epilogue(const Tile<Products>&) for every tile of the products a b^T, each [m, n], from `threads` threads. A panel of
 // `panel_rows` rows (at most kPanelRows rounded up to a strip) is always handled by one thread, its tiles in ascending columns within
-// a block of `column_block` columns. `poll` is asked between panels by the calling thread; false makes the function return false early.
+// a block of kColumnBlock columns. `poll` is asked between panels by the calling thread; false makes the function return false early.
 template <int Products, class Poll, class Epilogue>
 bool product_tiles(const Product (&products)[Products], std::int64_t m, std::int64_t n, std::int64_t panel_rows, int threads,
-                   const Poll& poll, const Epilogue& epilogue, std::int64_t column_block = kColumnBlock) {
+                   const Poll& poll, const Epilogue& epilogue) {
     std::int64_t depth = 0;
     for (const Product& p : products) depth += p.depth;
     const std::int64_t strips = round_up(panel_rows, kStripRows) / kStripRows;
     const std::int64_t panels = (m + panel_rows - 1) / panel_rows;
-    const std::int64_t block = round_up(least(column_block, n), kStripColumns);
+    const std::int64_t block = round_up(least(kColumnBlock, n), kStripColumns);
     const std::int64_t ld = least(kTileColumns, block);
     const std::int64_t panel_size = strips * kStripRows * depth;
     const std::int64_t tile_size = strips * kStripRows * ld;
