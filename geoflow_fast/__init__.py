@@ -1,6 +1,7 @@
 """geoflow_fast: joint uncertainty for frozen vision-language embeddings, fast on CPUs and GPUs."""
 
 from geoflow_fast import geometry, ops
+from geoflow_fast.bandwidth import Bandwidth, fit_bandwidth
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.density import log_density
 from geoflow_fast.dispatch import BackendUnavailable, backends
@@ -14,6 +15,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BackendUnavailable",
+    "Bandwidth",
     "EmbeddingPairs",
     "Gallery",
     "GeoFlow",
@@ -25,6 +27,7 @@ __all__ = [
     "TrainingDiverged",
     "__version__",
     "backends",
+    "fit_bandwidth",
     "geometry",
     "log_density",
     "ops",

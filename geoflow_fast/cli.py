@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -32,6 +32,13 @@ class Direction(str, Enum):
 
     t2i = "t2i"
     i2t = "i2t"
+
+
+class Posterior(str, Enum):
+    """What is normalised over the gallery."""
+
+    likelihood = "likelihood"
+    bayes = "bayes"
 
 
 class Preset(str, Enum):
@@ -164,6 +171,12 @@ def entropy(
     guidance: Annotated[float | None, typer.Option(help="Strength of guidance.  [3]")] = None,
     steps: Annotated[int | None, typer.Option(help="Solver steps.  [50; --fast: 10]")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the base noise.  [0]")] = None,
+    posterior: Annotated[
+        Posterior, typer.Option(help="likelihood: the paper's; bayes: corrected for items that fit everything.")
+    ] = Posterior.likelihood,
+    reference: Annotated[
+        Path | None, typer.Option(help="Typical queries for --posterior bayes; else 256 of the queries.")
+    ] = None,
     top_k: Annotated[int | None, typer.Option(help="Also write the lists top_index and top_prob.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw histograms of H and of the risk bound to this PNG.")] = None,
     block: Annotated[int, typer.Option(help="Queries per pass over the gallery.")] = 64,
@@ -187,7 +200,9 @@ def entropy(
         "seed": seed,
         "top_k": top_k,
     }
-    given = {name: value for name, value in chosen.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
+    if posterior is Posterior.bayes:
+        given |= {"posterior": "bayes", "reference": scoring.reference_queries(reference or queries)}
     scorer = scoring.open_scorer(model, gallery, direction.value, fast=fast, device=device, **given)
     with _continued_later():
         summary = scoring.score_file(scorer, queries, out, with_top=top_k is not None, block=block, overwrite=overwrite)

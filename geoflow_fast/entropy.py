@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from geoflow_fast import ops
+from geoflow_fast import jobs, marginals, ops
 from geoflow_fast.gallery import Gallery, GallerySource
+from geoflow_fast.geometry import check_rows
 from geoflow_fast.jobs import Advance
 from geoflow_fast.model import GeoFlow
 from geoflow_fast.ops.gallery_posterior import GalleryStatistics
 from geoflow_fast.sampling import Solve, StartingPoints, sample_conditional
 
 CONDITIONAL = ("i2t", "t2i")
+POSTERIORS = ("likelihood", "bayes")
 FAST: dict[str, Any] = {"n_samples": 16, "n_steps": 10, "solver": "ab2", "noise": "antithetic"}
 """Settings of `RetrievalEntropy.fast`."""
 
@@ -70,11 +72,18 @@ class RetrievalEntropy(nn.Module):
     all queries from the same noise, a function of `seed`), and each gallery item is scored by a von Mises-Fisher kernel
     of concentration `kappa` around them; the softmax over the gallery is the posterior. Defaults are the paper's.
 
+    `posterior="likelihood"` (the paper) normalises p(item | query) over the gallery; "bayes" divides by p(item) first,
+    which is the probability of each item being the one meant. The items' marginals are computed once per gallery:
+    `marginal="scores"` takes the mean of an item's score over `reference` queries [R, d], typical ones (a few hundred);
+    "density" the flow's own density, which needs no reference and is far more expensive.
+
     `gallery`: tensor, array, `.npy` file or folder of shards. The state dict holds the flow, not the gallery.
     """
 
     start_generated: Tensor
     start_condition: Tensor
+    reference: Tensor | None
+    log_marginal: Tensor | None
 
     def __init__(
         self,
@@ -91,10 +100,18 @@ class RetrievalEntropy(nn.Module):
         grid: str = "uniform",
         noise: str = "iid",
         top_k: int = 10,
+        posterior: str = "likelihood",
+        reference: Tensor | None = None,
+        marginal: str = "scores",
     ) -> None:
         super().__init__()
-        if direction not in CONDITIONAL:
-            raise ValueError(f"direction must be one of {CONDITIONAL}, got {direction!r}")
+        for name, value, known in (
+            ("direction", direction, CONDITIONAL),
+            ("posterior", posterior, POSTERIORS),
+            ("marginal", marginal, marginals.MARGINALS),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {known}, got {value!r}")
         if n_samples < 1 or top_k < 1:
             raise ValueError(f"n_samples={n_samples} and top_k={top_k} must be at least 1")
         if not 0 <= kappa < float("inf"):
@@ -109,11 +126,24 @@ class RetrievalEntropy(nn.Module):
         self.flow = flow
         self.direction, self.kappa, self.top_k = direction, kappa, top_k
         self.n_samples, self.noise, self.seed = n_samples, noise, seed
+        self.posterior, self.marginal = posterior, marginal
         self.solve = Solve(n_steps, solver, grid, guidance)
         generator = torch.Generator().manual_seed(seed)
         start = StartingPoints.draw(n_samples, config.flow_dims, direction, noise, generator, config.geometry)
         self.register_buffer("start_generated", start.generated, persistent=False)
         self.register_buffer("start_condition", start.condition, persistent=False)
+        self.register_buffer("reference", None if reference is None else reference.detach(), persistent=False)
+        self.register_buffer("log_marginal", None, persistent=False)
+        self._check_reference()
+
+    def _check_reference(self) -> None:
+        if self.reference is None:
+            if self.posterior == "bayes" and self.marginal == "scores":
+                raise ValueError("posterior='bayes' needs reference= queries [R, d], or marginal='density'")
+            return
+        if self.reference.dim() != 2 or self.reference.shape[1] != self.query_dim or len(self.reference) == 0:
+            raise ValueError(f"reference must be [R, {self.query_dim}], got {tuple(self.reference.shape)}")
+        check_rows(self.reference, "reference")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RetrievalEntropy:
         super()._apply(fn, recurse)
@@ -137,8 +167,31 @@ class RetrievalEntropy(nn.Module):
             "kappa": self.kappa,
             "seed": self.seed,
             "noise": self.noise,
+            "posterior": self.posterior,
+            "marginal": self.marginal if self.posterior == "bayes" else None,
             **dataclasses.asdict(self.solve),
         }
+
+    def item_marginals(self) -> Tensor:
+        """Log-marginal of every gallery item up to a constant, [N]: computed once, and kept with a gallery on disk."""
+        if self.log_marginal is None:
+            facts = {
+                **self.settings,
+                "posterior": "bayes",
+                "marginal": self.marginal,
+                "flow": jobs.digest(self.flow.state_dict().values()),
+                "gallery": self.gallery.digest(),
+                "reference": None if self.reference is None else jobs.digest([self.reference]),
+            }
+            found = marginals.computed_once(self.gallery.index_folder, facts, self._compute_marginals)
+            self.log_marginal = found.to(self.start_generated)
+        return self.log_marginal
+
+    def _compute_marginals(self) -> Tensor:
+        if self.marginal == "density":
+            return marginals.log_flow_density(self.flow, self.gallery, self.direction, seed=self.seed)
+        assert self.reference is not None
+        return marginals.log_mean_scores(self.draw(self.reference), self.gallery, self.kappa)
 
     def forward(self, queries: Tensor) -> RetrievalPosterior:
         """Posterior of each of the queries [Q, d], unit rows."""
@@ -149,15 +202,21 @@ class RetrievalEntropy(nn.Module):
         """`forward`, telling `advance` of queries whose samples are drawn."""
         if queries.dim() != 2 or queries.shape[1] != self.query_dim:
             raise ValueError(f"queries must be [Q, {self.query_dim}], got {tuple(queries.shape)}")
+        samples = self.draw(queries, advance)
+        return self._read_out(self._statistics(samples), samples)
+
+    def draw(self, queries: Tensor, advance: Advance = lambda _: None) -> Tensor:
+        """Samples [Q, M, d] of what each query [Q, d'] looks for."""
         start = StartingPoints(self.start_generated, self.start_condition)
         queries = queries.to(start.generated)
-        samples = sample_conditional(self.flow, queries, self.direction, start, self.solve, advance)
-        return self._read_out(self._score(samples), queries)
+        return sample_conditional(self.flow, queries, self.direction, start, self.solve, advance)
 
-    def _score(self, samples: Tensor) -> GalleryStatistics:
+    def _statistics(self, samples: Tensor) -> GalleryStatistics:
+        bias = -self.item_marginals() if self.posterior == "bayes" else None
         running: GalleryStatistics | None = None
         for first, items in self.gallery.blocks(samples.device, samples.dtype):
-            part = ops.gallery_statistics(samples, items, self.kappa, self.top_k, first_index=first)
+            own = None if bias is None else bias[first : first + len(items)]
+            part = ops.gallery_statistics(samples, items, self.kappa, self.top_k, item_bias=own, first_index=first)
             running = part if running is None else running.merge(part)
         assert running is not None
         return running

@@ -15,6 +15,7 @@ from geoflow_fast.data import Array, Rows, load_npy
 from geoflow_fast.geometry import check_rows
 
 BLOCK_ROWS = 16_384
+INDEX_FOLDER = "geoflow_index"
 
 GallerySource = Tensor | Array | str | Path
 
@@ -27,6 +28,7 @@ class Gallery:
     """
 
     def __init__(self, source: GallerySource) -> None:
+        self.path = Path(source) if isinstance(source, (str, Path)) else None
         self._tensor: Tensor | None = None
         self._rows: Rows | None = None
         if isinstance(source, Tensor):
@@ -53,6 +55,15 @@ class Gallery:
             return self._tensor.shape[1]
         assert self._rows is not None
         return self._rows.dim
+
+    @property
+    def index_folder(self) -> Path | None:
+        """Where things computed once per gallery are kept: beside its files; None for one in memory."""
+        if self.path is None:
+            return None
+        return (
+            self.path / INDEX_FOLDER if self.path.is_dir() else self.path.with_name(f"{self.path.name}.{INDEX_FOLDER}")
+        )
 
     def to(self, device: torch.device | str) -> None:
         """Moves a gallery that is held in memory; blocks of mapped files go to the device as they are read."""

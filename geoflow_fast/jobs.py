@@ -178,6 +178,11 @@ def digest(parts: Iterable[Tensor | NDArray[Any]]) -> str:
     return found.hexdigest()
 
 
+def fingerprint(facts: Mapping[str, Any]) -> str:
+    """SHA-256 of facts that can be written as JSON, whatever their order."""
+    return hashlib.sha256(json.dumps(dict(facts), sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
 @contextlib.contextmanager
 def progress_bar(total: int, done: int, unit: str, *, shown: bool) -> Iterator[Advance]:
     """A live line on the terminal with rate and time left; yields the function that moves it."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from geoflow_fast import dispatch, jobs, plots
 from geoflow_fast.data import Rows
@@ -19,6 +20,8 @@ from geoflow_fast.model import GeoFlow
 
 BLOCK_QUERIES = 64
 """Queries per pass over the gallery. A kill loses at most the work on one block."""
+
+REFERENCE_QUERIES = 256
 
 FORMAT = 1
 """Raised when equal settings come to give other numbers, so that blocks of an older release are not continued."""
@@ -49,6 +52,15 @@ def open_scorer(
     flow = GeoFlow.from_pretrained(model)
     make = RetrievalEntropy.fast if fast else RetrievalEntropy
     return make(flow, Gallery(gallery), direction, **settings).to(dispatch.usable_device(device))
+
+
+def reference_queries(path: Path, count: int = REFERENCE_QUERIES) -> Tensor:
+    """At most `count` rows of a file or folder of queries, evenly spaced: [R, d]."""
+    rows = open_rows(path, "reference queries")
+    rows.check(normalize=False)
+    if len(rows) == 0:
+        raise ValueError(f"reference queries {path} are empty")
+    return torch.from_numpy(rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(np.int64)])
 
 
 def score_file(
@@ -91,6 +103,7 @@ def _facts(scorer: RetrievalEntropy, queries: Rows, *, with_top: bool) -> dict[s
         "flow": jobs.digest(scorer.flow.state_dict().values()),
         "queries": queries.digest(),
         "gallery": scorer.gallery.digest(),
+        "marginals": jobs.digest([scorer.item_marginals()]) if scorer.posterior == "bayes" else None,
     }
 
 

@@ -16,7 +16,7 @@ LAYERS = [
     {"cli", "__main__"},
     {"demo", "doctor", "scoring"},
     {"evaluation", "baselines", "encoders"},
-    {"training", "entropy", "rerank", "density", "worlds"},
+    {"training", "entropy", "marginals", "bandwidth", "rerank", "density", "worlds"},
     {"sampling", "integrate", "model", "curriculum", "gallery", "data"},
     {"ops"},
     {"reference", "dispatch", "kernels", "_native"},

@@ -94,6 +94,24 @@ def test_default_columns_and_json(world, monkeypatch, capsys):
     assert 0 <= summary["mean_risk_lower_bound"] <= 1
 
 
+def test_bayes_posterior_from_the_command_line(world, monkeypatch):
+    assert geoflow_entropy(world, monkeypatch, "--posterior=bayes") == 0
+    queries = torch.from_numpy(np.load(world / "queries.npy"))
+    scorer = gf.RetrievalEntropy(
+        gf.GeoFlow.from_pretrained(world / "model"),
+        world / "gallery",
+        n_samples=4,
+        n_steps=2,
+        kappa=15.0,
+        posterior="bayes",
+        reference=queries,
+    )
+    np.testing.assert_allclose(
+        read_columns(world / "scores.parquet")["entropy"], scorer(queries).entropy.numpy(), atol=1e-5
+    )
+    assert len(list((world / "gallery" / "geoflow_index").iterdir())) == 1
+
+
 def score(world: Path, out: str) -> None:
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     scorer = scoring.open_scorer(

@@ -1,0 +1,168 @@
+"""Bandwidth and item marginals against their definitions and against laws whose answer is known."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+import geoflow_fast as gf
+from geoflow_fast import geometry as g
+from geoflow_fast import marginals
+from geoflow_fast.entropy import RetrievalEntropy
+
+
+@pytest.fixture
+def flow() -> gf.GeoFlow:
+    torch.manual_seed(1)
+    flow = gf.GeoFlow(gf.GeoFlowConfig(10, 7, hidden=32, depth=2, layer_scale=0.5))
+    with torch.no_grad():
+        for parameter in flow.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return flow.eval()
+
+
+def scores_of(samples: torch.Tensor, items: torch.Tensor, kappa: float) -> torch.Tensor:
+    """[Q, N] by the definition, float64."""
+    logits = kappa * torch.einsum("qmd,nd->qmn", samples.double(), items.double())
+    return logits.logsumexp(1) - math.log(samples.shape[1])
+
+
+def von_mises_fisher(centre: torch.Tensor, kappa: float) -> torch.Tensor:
+    """One draw on S^2 around each centre [n, 3], by inverting the law of the cosine."""
+    u = torch.rand(len(centre), 1, dtype=torch.float64)
+    cosine = 1 + torch.log(u + (1 - u) * math.exp(-2 * kappa)) / kappa
+    tangent = g.project_tangent(centre, torch.randn_like(centre))
+    return cosine * centre + (1 - cosine**2).clamp_min(0).sqrt() * g.normalize(tangent)
+
+
+@pytest.mark.parametrize("kappa", [8.0, 60.0])
+def test_finds_the_concentration_that_made_the_data(kappa, monkeypatch):
+    """Items scattered around where their queries point: the best kernel is the scatter's own law."""
+    centre = g.sample_uniform(800, 3, dtype=torch.float64)
+    items = von_mises_fisher(centre, kappa)
+    pairs = gf.EmbeddingPairs.from_arrays(items.float(), centre.float())
+    monkeypatch.setattr(RetrievalEntropy, "draw", lambda _self, queries: queries.unsqueeze(1))
+    flow = gf.GeoFlow(gf.GeoFlowConfig(3, 3, hidden=8, depth=1))
+    found = gf.fit_bandwidth(flow, pairs, "t2i", guidances=(0.0,), max_queries=800)
+    assert found.kappa == pytest.approx(kappa, rel=0.1)
+    assert found.nll <= float(found.table.min()) + 1e-9
+
+
+@pytest.mark.parametrize("direction", ["t2i", "i2t"])
+@pytest.mark.parametrize("posterior", ["likelihood", "bayes"])
+def test_table_follows_the_definition(flow, direction, posterior):
+    image, text = g.sample_uniform(20, 10), g.sample_uniform(40, 7)
+    pairs = gf.EmbeddingPairs.from_arrays(image, text, image_index=np.repeat(np.arange(20), 2))
+    settings = {"n_samples": 4, "n_steps": 3, "posterior": posterior}
+    kappas, guidances = (2.0, 8.0, 32.0), (0.0, 2.0)
+    found = gf.fit_bandwidth(flow, pairs, direction, guidances=guidances, kappas=kappas, max_queries=20, **settings)
+    assert (found.guidance, round(found.nll, 9)) == (
+        guidances[int(found.table.min(1).values.argmin())],
+        round(float(found.table.min()), 9),
+    )
+    order = np.random.default_rng(0).permutation(40)
+    chosen, others = np.sort(order[:20]), np.sort(order[-20:])
+    own = chosen // 2 if direction == "t2i" else chosen
+    queries, items = (text, image) if direction == "t2i" else (image.repeat_interleave(2, 0), text)
+    for row, guidance in enumerate(guidances):
+        changes = {"n_samples": 4, "n_steps": 3, "guidance": guidance}
+        scorer = gf.RetrievalEntropy.fast(flow, items, direction, **changes)
+        for column, kappa in enumerate(kappas):
+            score = scores_of(scorer.draw(queries[chosen]), items, kappa)
+            if posterior == "bayes":
+                score = score - scores_of(scorer.draw(queries[others]), items, kappa).logsumexp(0)
+            expected = -score.log_softmax(1)[torch.arange(20), torch.from_numpy(own)].mean()
+            assert float(found.table[row, column]) == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_bad_fits(flow):
+    pairs = gf.EmbeddingPairs.from_arrays(g.sample_uniform(4, 10), g.sample_uniform(4, 7))
+    for words, arguments in {
+        "direction must be": {"direction": "joint"},
+        "at least one guidance": {"kappas": ()},
+        "no query to fit on": {"max_queries": 0},
+        "guidance must be": {"guidances": (-1.0,)},
+        "kappa must be": {"kappas": (-1.0,)},
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            gf.fit_bandwidth(flow, pairs, **{"n_steps": 2, "n_samples": 2, **arguments})
+
+
+def test_bayes_posterior_follows_the_definition(flow, monkeypatch):
+    monkeypatch.setattr(marginals, "TILE_ITEMS", 13)
+    monkeypatch.setattr(marginals, "TILE_ROWS", 20)
+    queries, reference, items = g.sample_uniform(5, 7), g.sample_uniform(23, 7), g.sample_uniform(60, 10)
+    scorer = RetrievalEntropy(
+        flow, items, n_samples=6, n_steps=3, kappa=20.0, posterior="bayes", reference=reference, top_k=60
+    )
+    marginal = scores_of(scorer.draw(reference), items, 20.0).logsumexp(0) - math.log(23)
+    torch.testing.assert_close(scorer.item_marginals().double(), marginal, atol=1e-4, rtol=0)
+    pi = (scores_of(scorer.draw(queries), items, 20.0) - marginal).softmax(1)
+    post = scorer(queries)
+    torch.testing.assert_close(post.entropy.double(), torch.special.entr(pi).sum(1), atol=1e-4, rtol=0)
+    found = torch.zeros(5, 60).scatter_(1, post.top_index, post.top_prob)
+    torch.testing.assert_close(found.double(), pi, atol=1e-4, rtol=0)
+
+
+def test_an_item_that_fits_everything_loses_its_advantage(flow):
+    """Likelihood favours the item near the middle of all samples; divided by the marginal the favour is gone."""
+    reference = g.sample_uniform(64, 7)
+    plain = RetrievalEntropy(flow, g.sample_uniform(2, 10), n_samples=8, n_steps=3, guidance=0.0, kappa=30.0)
+    hub = g.normalize(plain.draw(reference).mean((0, 1))).unsqueeze(0)
+    items = torch.cat((hub, g.sample_uniform(50, 10)))
+    settings = {"n_samples": 8, "n_steps": 3, "guidance": 0.0, "kappa": 30.0, "top_k": 51, "reference": reference}
+    queries = g.sample_uniform(64, 7)
+    mass = {}
+    for posterior in ("likelihood", "bayes"):
+        post = RetrievalEntropy(flow, items, posterior=posterior, **settings)(queries)
+        mass[posterior] = float((post.top_prob * (post.top_index == 0)).sum(1).mean())
+    assert mass["likelihood"] > 3 / 51
+    assert mass["bayes"] == pytest.approx(1 / 51, rel=0.5)
+
+
+def test_marginals_are_computed_once_per_gallery(flow, tmp_path, monkeypatch):
+    np.save(tmp_path / "img_emb_0.npy", g.sample_uniform(30, 10).numpy())
+    calls = []
+    original = marginals.log_mean_scores
+    monkeypatch.setattr(marginals, "log_mean_scores", lambda *a: calls.append(1) or original(*a))
+    reference, queries = g.sample_uniform(9, 7), g.sample_uniform(2, 7)
+
+    def entropy(**changes):
+        settings = {"n_samples": 3, "n_steps": 2, "kappa": 9.0, "posterior": "bayes", "reference": reference}
+        return RetrievalEntropy(flow, tmp_path, **{**settings, **changes})(queries).entropy
+
+    first = entropy()
+    assert torch.equal(entropy(), first)
+    assert len(calls) == 1
+    entropy(kappa=10.0)
+    entropy(reference=reference[:5])
+    assert len(calls) == 3
+    assert len(list((tmp_path / "geoflow_index").iterdir())) == 3
+    kept = next((tmp_path / "geoflow_index").iterdir())
+    kept.write_bytes(kept.read_bytes()[:-5])
+    with pytest.raises(ValueError, match=rf"{kept.name} is"):
+        entropy(), entropy(kappa=10.0), entropy(reference=reference[:5])
+
+
+@pytest.mark.parametrize("direction", ["t2i", "i2t"])
+def test_density_of_a_flow_that_stands_still_is_uniform(direction):
+    flow, width = gf.GeoFlow(gf.GeoFlowConfig(10, 7, hidden=8, depth=1)), {"t2i": 10, "i2t": 7}[direction]
+    scorer = RetrievalEntropy(flow, g.sample_uniform(6, width), direction, posterior="bayes", marginal="density")
+    torch.testing.assert_close(scorer.item_marginals(), torch.full((6,), -g.log_area(width)))
+
+
+def test_bad_references(flow):
+    gallery = g.sample_uniform(5, 10)
+    for words, arguments in {
+        "needs reference": {},
+        r"reference must be \[R, 7\]": {"reference": g.sample_uniform(3, 10)},
+        "reference row 1 has norm": {"reference": torch.stack((torch.eye(7)[0], torch.ones(7)))},
+        "marginal must be": {"marginal": "guess"},
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            RetrievalEntropy(flow, gallery, posterior="bayes", **arguments)
+    with pytest.raises(ValueError, match="posterior must be"):
+        RetrievalEntropy(flow, gallery, posterior="prior")
