@@ -104,7 +104,7 @@ def test_bayes_posterior_from_the_command_line(world, monkeypatch):
         n_steps=2,
         kappa=15.0,
         posterior="bayes",
-        reference=queries,
+        reference=scoring.reference_queries(world / "queries.npy"),
     )
     np.testing.assert_allclose(
         read_columns(world / "scores.parquet")["entropy"], scorer(queries).entropy.numpy(), atol=1e-5
