@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -23,3 +25,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     op = getattr(metafunc.module, "OP", None)
     if op is not None and "backend" in metafunc.fixturenames:
         metafunc.parametrize("backend", available_backends(op))
+
+
+@pytest.fixture(scope="session")
+def _torchvision_operators() -> Iterator[None]:
+    """Lets a torchvision built for CUDA be imported beside a torch for CPUs, which lacks the operators it looks up."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    yield
+    del library

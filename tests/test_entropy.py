@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 
 import geoflow_fast as gf
 from geoflow_fast import geometry as g
@@ -130,3 +131,72 @@ def test_a_truncated_shard_is_named(flow, tmp_path):
     (tmp_path / "a_0.npy").write_bytes(whole[:-100])
     with pytest.raises(ValueError, match=r"a_0\.npy is truncated"):
         gf.RetrievalEntropy(flow, tmp_path)
+
+
+class Searchlight:
+    """Oracle: the image is drawn around the text itself, the tighter the larger the text's first coordinate."""
+
+    def concentration(self, text: torch.Tensor) -> torch.Tensor:
+        return 1.0 + 0.8 * text[:, :1]
+
+    def velocity(self, image, text, t, direction):  # noqa: ARG002
+        pull = self.concentration(text) * g.project_tangent(image, text)
+        return pull, torch.zeros_like(text)
+
+    def log_density(self, image: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        """log p(image_j | text_q) up to a constant: [Q, N]."""
+        c = self.concentration(text)
+        return (1 - text.shape[1]) * torch.log(c.cosh() - (text @ image.T) * c.sinh())
+
+
+def test_entropy_is_that_of_the_true_posterior_and_orders_queries_by_their_ambiguity():
+    """On S^2 with many samples and a narrow kernel the posterior is the law's own, normalised over the gallery."""
+    field, gallery = Searchlight(), g.sample_uniform(2000, 3, dtype=torch.float64)
+    queries = g.sample_uniform(40, 3, dtype=torch.float64)
+    samples, _ = gf.sample(
+        field, text=queries, n_samples=4000, n_steps=20, solver="rk4", guidance=0.0, dims=(3, 3), noise="antithetic"
+    )
+    found = gf.ops.gallery_posterior(samples, gallery, 300.0).entropy
+    log_pi = field.log_density(gallery, queries).log_softmax(1)
+    truth = -(log_pi.exp() * log_pi).sum(1)
+    torch.testing.assert_close(found, truth, atol=0.1, rtol=0)
+    assert stats.spearmanr(found, truth).statistic > 0.99
+    assert stats.spearmanr(found, field.concentration(queries)[:, 0]).statistic < -0.98
+    # Few samples and a wide kernel, as in use, still order them.
+    cheap = gf.ops.gallery_posterior(samples[:, :16], gallery, 20.0).entropy
+    assert stats.spearmanr(cheap, truth).statistic > 0.9
+
+
+@pytest.mark.parametrize("kappa", [0.0, 3.0, 1e4])
+def test_two_clusters(flow, kappa):
+    """a items where all samples are, b items at a right angle: pi is e^kappa and 1, up to the sum."""
+    a, b = 5, 30
+    scorer = gf.RetrievalEntropy(flow, torch.eye(10)[[0] * a + [1] * b], n_samples=4, kappa=kappa)
+    scorer.draw = lambda queries, _advance: torch.eye(10)[:1].expand(len(queries), 4, 10)
+    post = scorer(g.sample_uniform(2, 7))
+    log_z = float(torch.logsumexp(torch.tensor([kappa] * a + [0.0] * b, dtype=torch.float64), 0))
+    entropy = log_z - a * kappa * math.exp(kappa - log_z)
+    torch.testing.assert_close(post.entropy.double(), torch.full((2,), entropy).double(), atol=1e-4, rtol=0)
+    assert post.map_index.tolist() == [0, 0]
+    torch.testing.assert_close(post.map_prob.double(), torch.full((2,), math.exp(kappa - log_z)).double())
+    assert set(post.top_index[0, :a].tolist()) == set(range(a))
+
+
+def test_result_does_not_depend_on_chunks_or_threads(flow, monkeypatch):
+    """Bit for bit in the number of threads; to rounding in how queries are grouped, since matrix products are."""
+    queries, gallery = g.sample_uniform(12, 7), g.sample_uniform(300, 10)
+    scorer = gf.RetrievalEntropy.fast(flow, gallery, kappa=20.0)
+    whole = scorer(queries)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = scorer(queries)
+    finally:
+        torch.set_num_threads(threads)
+    torch.testing.assert_close(alone.entropy, whole.entropy, atol=2e-5, rtol=0)
+    monkeypatch.setattr("geoflow_fast.sampling.ROWS_AT_ONCE", 70)
+    monkeypatch.setattr("geoflow_fast.gallery.BLOCK_ROWS", 41)
+    for pieces in (queries.split(1), queries.split(5), [queries]):
+        parts = [scorer(piece) for piece in pieces]
+        torch.testing.assert_close(torch.cat([p.entropy for p in parts]), whole.entropy, atol=2e-5, rtol=0)
+        assert torch.equal(torch.cat([p.top_index for p in parts]), whole.top_index)
