@@ -58,6 +58,9 @@ def fit_bandwidth(
         raise ValueError(f"direction must be one of {CONDITIONAL}, got {direction!r}")
     if not guidances or not kappas:
         raise ValueError("fit_bandwidth needs at least one guidance and one kappa to choose from")
+    fixed = {"kappa", "guidance", "reference"} & set(settings)
+    if fixed:
+        raise TypeError(f"fit_bandwidth chooses {', '.join(sorted(fixed))} itself")
     bayes = settings.get("posterior") == "bayes"
     task = _retrieval_task(pairs, direction, max_queries, int(settings.get("seed", 0)), bayes=bayes)
     device = next(flow.parameters()).device

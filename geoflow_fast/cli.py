@@ -16,6 +16,7 @@ from rich.table import Table
 
 import geoflow_fast
 from geoflow_fast import dispatch
+from geoflow_fast.entropy import FAST
 
 if TYPE_CHECKING:
     from geoflow_fast.scoring import ScoreSummary
@@ -166,10 +167,10 @@ def entropy(
         Direction, typer.Option(help="t2i: texts search images; i2t: images search texts.")
     ] = Direction.t2i,
     fast: Annotated[bool, typer.Option("--fast", help="The cheapest setting with the same ranking.")] = False,
-    samples: Annotated[int | None, typer.Option(help="Samples per query.  [50; --fast: 16]")] = None,
+    samples: Annotated[int | None, typer.Option(help=f"Samples per query.  [50; --fast: {FAST['n_samples']}]")] = None,
     kappa: Annotated[float | None, typer.Option(help="Concentration of the kernel.  [100]")] = None,
     guidance: Annotated[float | None, typer.Option(help="Strength of guidance.  [3]")] = None,
-    steps: Annotated[int | None, typer.Option(help="Solver steps.  [50; --fast: 10]")] = None,
+    steps: Annotated[int | None, typer.Option(help=f"Solver steps.  [50; --fast: {FAST['n_steps']}]")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the base noise.  [0]")] = None,
     posterior: Annotated[
         Posterior, typer.Option(help="likelihood: the paper's; bayes: corrected for items that fit everything.")
@@ -190,6 +191,8 @@ def entropy(
     """
     from geoflow_fast import plots, scoring
 
+    if reference is not None and posterior is not Posterior.bayes:
+        raise ValueError("--reference is for --posterior bayes")
     if plot is not None:
         plots.pyplot()  # its absence is said before hours of scoring, not after
     chosen = {

@@ -20,7 +20,7 @@ from geoflow_fast.sampling import Solve, StartingPoints, sample_conditional
 
 CONDITIONAL = ("i2t", "t2i")
 POSTERIORS = ("likelihood", "bayes")
-FAST: dict[str, Any] = {"n_samples": 16, "n_steps": 10, "solver": "ab2", "noise": "antithetic"}
+FAST: dict[str, Any] = {"n_samples": 40, "n_steps": 8, "solver": "ab2", "grid": "late", "noise": "antithetic"}
 """Settings of `RetrievalEntropy.fast`."""
 
 

@@ -15,6 +15,17 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def flow() -> gf.GeoFlow:
+    """A small network (images 10 wide, texts 7) with random weights, so that its velocities are not zero."""
+    torch.manual_seed(1)
+    flow = gf.GeoFlow(gf.GeoFlowConfig(10, 7, hidden=32, depth=2, layer_scale=0.5))
+    with torch.no_grad():
+        for parameter in flow.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return flow.eval()
+
+
 def available_backends(op: str) -> list[str]:
     """Backends of `op` that this machine can run on CPU tensors; used to run one test body over all of them."""
     return [name for name in ("reference", "cpu") if gf.backends()[op][name] == "available"]

@@ -14,16 +14,6 @@ from geoflow_fast import marginals
 from geoflow_fast.entropy import RetrievalEntropy
 
 
-@pytest.fixture
-def flow() -> gf.GeoFlow:
-    torch.manual_seed(1)
-    flow = gf.GeoFlow(gf.GeoFlowConfig(10, 7, hidden=32, depth=2, layer_scale=0.5))
-    with torch.no_grad():
-        for parameter in flow.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
-    return flow.eval()
-
-
 def scores_of(samples: torch.Tensor, items: torch.Tensor, kappa: float) -> torch.Tensor:
     """[Q, N] by the definition, float64."""
     logits = kappa * torch.einsum("qmd,nd->qmn", samples.double(), items.double())
@@ -89,6 +79,8 @@ def test_bad_fits(flow):
     }.items():
         with pytest.raises(ValueError, match=words):
             gf.fit_bandwidth(flow, pairs, **{"n_steps": 2, "n_samples": 2, **arguments})
+    with pytest.raises(TypeError, match="chooses kappa itself"):
+        gf.fit_bandwidth(flow, pairs, kappa=3.0)
 
 
 def test_bayes_posterior_follows_the_definition(flow, monkeypatch):

@@ -25,13 +25,8 @@ SETTINGS = {"samples": 4, "steps": 2, "kappa": 15.0}
 
 
 @pytest.fixture
-def world(tmp_path) -> Path:
-    """A folder with a saved flow (images 10 wide, texts 7), queries and a gallery in shards of float16."""
-    torch.manual_seed(1)
-    flow = gf.GeoFlow(gf.GeoFlowConfig(10, 7, hidden=32, depth=2, layer_scale=0.5))
-    with torch.no_grad():
-        for parameter in flow.parameters():
-            parameter.add_(0.2 * torch.randn_like(parameter))
+def world(tmp_path, flow) -> Path:
+    """A folder with a saved flow, queries and a gallery in shards of float16."""
     flow.save_pretrained(tmp_path / "model")
     np.save(tmp_path / "queries.npy", g.sample_uniform(QUERIES, 7).numpy())
     (tmp_path / "gallery").mkdir()
@@ -207,6 +202,7 @@ def spoil(world: Path, what: str) -> None:
         ("", {"block": 0}, "block_rows=0"),
         ("", {"model": "nowhere"}, "nowhere/model.safetensors does not exist"),
         ("", {"queries": "nowhere"}, "queries nowhere is neither"),
+        ("", {"reference": "queries.npy"}, "--reference is for --posterior bayes"),
         ("", {"device": "tpu"}, "device 'tpu' cannot be used here"),
     ],
 )
