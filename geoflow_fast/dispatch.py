@@ -78,6 +78,8 @@ def _reason(op: str, backend: str, tensor: Tensor) -> str | None:
 def choose(op: str, tensor: Tensor, backend: str = "auto") -> Any:
     """The implementation of `op` for tensors like this one; raises BackendUnavailable, with the reason, without one."""
     names = AUTO_ORDER.get(tensor.device.type, ("reference",)) if backend == "auto" else (backend,)
+    if backend == "auto" and torch.compiler.is_compiling():
+        names = ("reference",)  # the compiler fuses plain torch itself, and cannot look into a kernel
     reasons = {}
     for name in names:
         reason = _reason(op, name, tensor)

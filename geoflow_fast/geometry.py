@@ -35,8 +35,8 @@ def eps(dtype: torch.dtype) -> float:
 
 
 def capturing(x: Tensor) -> bool:
-    """Whether a CUDA graph is being captured: checks that wait for an answer from the device must then be left out."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    """Whether `x` is being traced or captured into a graph: checks that need its values must then be left out."""
+    return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def check_rows(x: Tensor, name: str, *, unit: bool = True) -> None:

@@ -279,9 +279,10 @@ class Modulation(nn.Module):
     def rows(self, image_c: Tensor, text_c: Tensor, counts: Counts) -> tuple[Tensor, ...]:
         """4 depth tensors [2, B, H] for the rows of a sorted batch; `RowModulation` says what the arguments are.
 
-        Training saves the copies; in eval mode plain operations take part in forward-mode differentiation too.
+        Training saves the copies; in eval mode plain operations take part in forward-mode differentiation too, and a
+        compiler can look into them.
         """
-        if not self.training:
+        if not self.training or torch.compiler.is_compiling():
             n_i2t, _, n_t2i = counts
             image_rows = torch.cat((image_c[:1].expand(n_i2t, -1), image_c[1:]))
             text_rows = torch.cat((text_c[1:], text_c[:1].expand(n_t2i, -1)))

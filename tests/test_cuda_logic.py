@@ -66,6 +66,20 @@ def test_tangents_keep_their_leading_dimension(launches):
     assert names(launches) == ["adaln_jvp_kernel", "gate_residual_jvp_kernel", "swiglu_jvp_kernel"]
 
 
+@pytest.mark.parametrize("dropped", [False, True])
+def test_interpolant_of_two_widths(launches, dropped):
+    image, text = cuda(7, 33), cuda(7, 20)
+    drop = cuda(7, dtype=torch.int8).view(torch.bool) if dropped else None
+    made = ops.masked_interpolant(image, text, image, text, cuda(7), cuda(7, dtype=torch.int8), drop=drop)
+    assert [tuple(x.shape) for x in made] == [(7, 33), (7, 20), (7, 33), (7, 20)]
+    assert {x.device.type for x in made} == {"cuda"}
+    assert names(launches) == ["masked_interpolant_kernel"]
+    with pytest.raises(ValueError, match="text1"):
+        ops.masked_interpolant(image, text, image, cuda(7, 21), cuda(7), cuda(7, dtype=torch.int8))
+    with pytest.raises(ValueError, match="cpu"):
+        ops.masked_interpolant(image, text, image, text, torch.rand(7), cuda(7, dtype=torch.int8))
+
+
 def test_sphere_operations(launches):
     x = cuda(7, 33)
     assert ops.tangent_step(x, x, 0.1, v_free=x, guidance=2.0).shape == (7, 33)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from geoflow_fast.geometry import DIRECTIONS, capturing
+
+
+def with_derivatives(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply`. While a compiler traces, its forward pass alone: the dispatch then gives plain torch, which the
+    compiler fuses and differentiates itself."""
+    forward: Callable[..., Any] = function.forward
+    return forward if torch.compiler.is_compiling() else function.apply
 
 
 def check_floating(**tensors: Tensor | None) -> None:

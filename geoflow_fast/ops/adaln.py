@@ -9,7 +9,7 @@ from torch import Tensor
 
 from geoflow_fast import _native, dispatch, reference
 from geoflow_fast.ops import _network_cpu, _triton
-from geoflow_fast.ops._rows import check_floating, check_tangents, groups_of, rows_of
+from geoflow_fast.ops._rows import check_floating, check_tangents, groups_of, rows_of, with_derivatives
 
 EPS = 1e-6
 
@@ -24,7 +24,9 @@ def adaln(x: Tensor, shift: Tensor, scale: Tensor, *, eps: float = EPS, backend:
     rows = _check(x, shift, scale)
     if rows.numel() == 0:
         return x + 0 * (shift.sum() + scale.sum())
-    out: Tensor = _AdaLN.apply(rows, groups_of(shift, "shift", rows), groups_of(scale, "scale", rows), eps, backend)
+    out: Tensor = with_derivatives(_AdaLN)(
+        rows, groups_of(shift, "shift", rows), groups_of(scale, "scale", rows), eps, backend
+    )
     return out.view(x.shape)
 
 

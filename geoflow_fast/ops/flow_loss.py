@@ -9,7 +9,7 @@ from torch import Tensor
 
 from geoflow_fast import _native, dispatch, reference
 from geoflow_fast.ops import _network_cpu, _triton
-from geoflow_fast.ops._rows import check_directions, check_floating, check_shape
+from geoflow_fast.ops._rows import check_directions, check_floating, check_shape, with_derivatives
 
 
 def flow_loss(
@@ -50,7 +50,7 @@ def flow_loss(
         raise ValueError("flow_loss needs at least one row")
     if direction.device.type == "cpu":  # on a GPU the check would wait for the device in every training step
         check_directions(direction)
-    losses: Tensor = _FlowLoss.apply(
+    losses: Tensor = with_derivatives(_FlowLoss)(
         v_image, v_text, target_image.detach(), target_text.detach(), image.detach(), text.detach(), direction, backend
     )
     return losses.mean(), losses

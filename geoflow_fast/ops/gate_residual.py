@@ -9,7 +9,7 @@ from torch import Tensor
 
 from geoflow_fast import _native, dispatch, reference
 from geoflow_fast.ops import _network_cpu, _triton
-from geoflow_fast.ops._rows import check_floating, check_shape, check_tangents, groups_of, rows_of
+from geoflow_fast.ops._rows import check_floating, check_shape, check_tangents, groups_of, rows_of, with_derivatives
 
 
 def gate_residual(
@@ -38,7 +38,7 @@ def gate_residual(
         keep = rows_of(keep)
     if rows.numel() == 0:
         return residual + 0 * (value + layer_scale.sum())
-    out: Tensor = _GateResidual.apply(rows, gate_rows, value_rows, scale, keep, dropout, backend)
+    out: Tensor = with_derivatives(_GateResidual)(rows, gate_rows, value_rows, scale, keep, dropout, backend)
     return out.view(residual.shape)
 
 

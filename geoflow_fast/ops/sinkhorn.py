@@ -22,6 +22,8 @@ NAMES = ("image0", "text0", "image1", "text1")
 
 # Largest |S - centre| / eps whose exponential the kernel domain may hold: float32 reaches e^+-87, float16 e^+-9.7.
 _KERNEL_REACH = {torch.float32: 80.0, torch.float16: 9.0}
+# Largest range of the cost over eps that the CUDA backend anneals to; float32 resolves less than that.
+_FINEST = 2.0**60
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,8 @@ def make_settings(eps: float, tol: float, max_iter: int, storage: str) -> Settin
     for name, value in (("eps", eps), ("tol", tol)):
         if not (math.isfinite(value) and value > 0):
             raise ValueError(f"{name} must be positive and finite, got {value}")
-    if not isinstance(max_iter, int) or max_iter < 1:
-        raise ValueError(f"max_iter must be an integer of at least 1, got {max_iter!r}")
+    if not isinstance(max_iter, int) or not 1 <= max_iter < 2**31:
+        raise ValueError(f"max_iter must be an integer from 1 to 2^31 - 1, got {max_iter!r}")
     if storage not in STORAGES:
         raise ValueError(f"storage must be one of {', '.join(STORAGES)}, got {storage!r}")
     return Settings(float(eps), float(tol), max_iter, STORAGES[storage])
@@ -403,6 +405,8 @@ def _halvings(problem: Problem, transport: _native.CudaTransport, eps: float) ->
     if largest <= 2 * _KERNEL_REACH[torch.float32] * eps:
         return 0
     spread = transport.spread()
+    if spread > _FINEST * eps:
+        raise ValueError(f"eps={eps} is too small for a cost that spans {spread}: float32 does not resolve it")
     return 0 if spread <= 2 * _KERNEL_REACH[torch.float32] * eps else int(math.log2(spread / (10 * eps)))
 
 

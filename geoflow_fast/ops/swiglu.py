@@ -9,7 +9,7 @@ from torch import Tensor
 
 from geoflow_fast import _native, dispatch, reference
 from geoflow_fast.ops import _network_cpu, _triton
-from geoflow_fast.ops._rows import check_floating, check_shape, check_tangents, rows_of
+from geoflow_fast.ops._rows import check_floating, check_shape, check_tangents, rows_of, with_derivatives
 
 
 def swiglu(gate: Tensor, value: Tensor | None = None, *, backend: str = "auto") -> Tensor:
@@ -21,7 +21,7 @@ def swiglu(gate: Tensor, value: Tensor | None = None, *, backend: str = "auto") 
     width = _check(gate, value)
     if gate.numel() == 0:
         return gate[..., :width] + (gate[..., width:] if value is None else value)
-    out: Tensor = _SwiGLU.apply(rows_of(gate), None if value is None else rows_of(value), backend)
+    out: Tensor = with_derivatives(_SwiGLU)(rows_of(gate), None if value is None else rows_of(value), backend)
     return out.view(*gate.shape[:-1], width)
 
 
