@@ -85,12 +85,28 @@ def doctor(as_json: JsonFlag = False) -> None:
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the pictures; made if absent.")] = Path("demo_output"),
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    steps: Annotated[int | None, typer.Option(help="Training steps; fewer are quicker and worse.")] = None,
 ) -> None:
-    """Draws geodesics and uniform samples on a sphere and shows which backends this machine has."""
-    from geoflow_fast.demo import draw_sphere
+    """Draws geodesics on a sphere, then trains a flow on pairs whose law is known and compares its log-densities.
+
+    About three minutes on two cores. Ctrl-C saves; the same command continues.
+    """
+    from geoflow_fast.demo import draw_densities, draw_sphere, learn_concepts
 
     doctor()
-    picture = draw_sphere(out, seed)
+    typer.echo(f"Wrote {draw_sphere(out, seed)}")
+    typer.echo("Training a flow on 60,000 pairs of the concept world, whose densities have a closed form ...")
+    run = out / "concept_world"
+    flow = learn_concepts(run, seed, steps)
+    if flow is None:
+        typer.echo(f"stopped; {run} holds the state: run the same command to continue")
+        raise typer.Exit(130)
+    typer.echo(f"Wrote {run}")
+    picture = out / "densities.png"
+    for name, score in draw_densities(flow, picture).items():
+        typer.echo(
+            f"  log-density, {name:<10}  correlation with the truth {score.correlation:.3f}  bias {score.bias:+.2f}"
+        )
     typer.echo(f"Wrote {picture}")
 
 

@@ -223,17 +223,17 @@ class Agreement:
     bias: float
 
 
-def density_agreement(
+def densities(
     world: ConceptWorld, field: Field, *, rows: int = 1000, n_steps: int = 10, n_probes: int = 2, seed: int = 0
-) -> dict[str, Agreement]:
-    """Joint, conditionals, marginals and PMI of a trained field against the world's own, on `rows` fresh pairs."""
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Estimated and true log-densities [rows] of fresh pairs: the joint, both conditionals, both marginals, the PMI."""
     generator = torch.Generator().manual_seed(seed)
     image, text, _ = world.sample(rows, generator=generator)
     joint, text_given_image, image_given_text = (
         cast(Tensor, log_density(field, image, text, direction, n_steps, n_probes, generator=generator))
         for direction in DIRECTIONS
     )
-    estimates = {
+    return {
         "joint": (joint, world.log_joint(image, text)),
         "text|image": (text_given_image, world.log_text_given_image(image, text)),
         "image|text": (image_given_text, world.log_image_given_text(image, text)),
@@ -241,7 +241,11 @@ def density_agreement(
         "text": (joint - image_given_text, world.log_text(text)),
         "pmi": (text_given_image + image_given_text - joint, world.pmi(image, text)),
     }
+
+
+def agreement(pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Agreement]:
+    """How the estimates of `densities` compare with the truth."""
     return {
         name: Agreement(float(torch.corrcoef(torch.stack(pair))[0, 1]), float((pair[0] - pair[1]).mean()))
-        for name, pair in estimates.items()
+        for name, pair in pairs.items()
     }

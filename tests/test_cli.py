@@ -28,13 +28,15 @@ def test_doctor_prints_tables_into_a_pipe():
     assert "Traceback" not in result.stderr
 
 
-def test_demo_writes_its_picture(tmp_path):
-    result = geoflow("demo", "--out", str(tmp_path / "pictures"))
+def test_demo_writes_its_pictures(tmp_path):
+    out = tmp_path / "pictures"
+    result = geoflow("demo", "--out", str(out), "--steps", "2")
     assert result.returncode == 0, result.stderr
-    picture = tmp_path / "pictures" / "sphere.png"
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert str(picture) in result.stdout.replace("\n", "")
-    assert [path.name for path in picture.parent.iterdir()] == ["sphere.png"]
+    for picture in (out / "sphere.png", out / "densities.png"):
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        assert f"Wrote {picture}" in result.stdout.replace("\n", "")
+    assert {path.name for path in out.iterdir()} == {"sphere.png", "densities.png", "concept_world"}
+    assert result.stdout.count("correlation with the truth") == 6
 
 
 def test_errors_are_one_line(tmp_path):

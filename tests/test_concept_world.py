@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import geoflow_fast as gf
-from geoflow_fast.worlds import Agreement, ConceptWorld, density_agreement
+from geoflow_fast.worlds import Agreement, ConceptWorld, agreement, densities
 
 
 def trained_agreement(seed: int, pairs: int, rows: int, **changes) -> dict[str, Agreement]:
@@ -19,7 +19,7 @@ def trained_agreement(seed: int, pairs: int, rows: int, **changes) -> dict[str, 
     flow = gf.GeoFlow(gf.GeoFlowConfig.tiny())
     config = dataclasses.replace(gf.TrainConfig.tiny(), seed=seed, **changes)
     gf.train(flow, gf.EmbeddingPairs.from_arrays(image, text), config)
-    return density_agreement(world, flow, rows=rows)
+    return agreement(densities(world, flow, rows=rows))
 
 
 def test_a_short_run_finds_the_shape_of_the_density():
