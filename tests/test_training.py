@@ -581,7 +581,7 @@ def test_killed_at_any_moment(tmp_path):
 @pytest.mark.slow
 def test_a_compiled_network_trains_to_the_same_weights():
     config = dataclasses.replace(CONFIG, steps=3)
-    flows = [new_flow(dropout=0.0) for _ in range(2)]
+    flows = [new_flow(dataclasses.replace(SHAPE, dropout=0.0)) for _ in range(2)]
     for flow, compiled in zip(flows, (False, True)):
         assert gf.train(flow, some_pairs(), dataclasses.replace(config, compile=compiled)).finished
     for plain, fused in zip(flows[0].parameters(), flows[1].parameters()):
