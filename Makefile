@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 NATIVE := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
-EXTRAS := ot,eval,baselines,train,test
+EXTRAS := ot,eval,baselines,train,bench,test
 PYTEST := $(BIN)/python -m pytest
 
 .PHONY: setup demo test test-slow test-gpu test-wheel bench lint wheel clean
