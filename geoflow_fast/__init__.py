@@ -7,6 +7,7 @@ from geoflow_fast.density import log_density
 from geoflow_fast.dispatch import BackendUnavailable, backends
 from geoflow_fast.entropy import RetrievalEntropy, RetrievalPosterior, risk_lower_bound
 from geoflow_fast.gallery import Gallery
+from geoflow_fast.gallery_index import GalleryIndex
 from geoflow_fast.model import GeoFlow, GeoFlowConfig
 from geoflow_fast.sampling import sample
 from geoflow_fast.training import TrainConfig, TrainingDiverged, TrainReport, train
@@ -18,6 +19,7 @@ __all__ = [
     "Bandwidth",
     "EmbeddingPairs",
     "Gallery",
+    "GalleryIndex",
     "GeoFlow",
     "GeoFlowConfig",
     "RetrievalEntropy",

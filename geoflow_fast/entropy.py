@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from geoflow_fast import jobs, marginals, ops
 from geoflow_fast.gallery import Gallery, GallerySource
+from geoflow_fast.gallery_index import GalleryIndex
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.jobs import Advance
 from geoflow_fast.model import GeoFlow
-from geoflow_fast.ops.gallery_posterior import GalleryStatistics
+from geoflow_fast.ops import GalleryStatistics
 from geoflow_fast.sampling import Solve, StartingPoints, sample_conditional
 
 CONDITIONAL = ("i2t", "t2i")
@@ -40,6 +41,8 @@ class RetrievalPosterior:
     """[Q, k] int64, most probable first."""
     top_prob: Tensor
     """[Q, k]."""
+    entropy_bound: Tensor
+    """[Q] float64: pruning has changed `entropy` by at most this; 0 for queries that were scored against all items."""
 
 
 def risk_lower_bound(entropy: Tensor, n_items: int) -> Tensor:
@@ -78,6 +81,8 @@ class RetrievalEntropy(nn.Module):
     "density" the flow's own density, which needs no reference and is far more expensive.
 
     `gallery`: tensor, array, `.npy` file or folder of shards. The state dict holds the flow, not the gallery.
+    With the `index` of a gallery tensor, scoring on a CPU leaves out items that provably do not matter, as `prune` says
+    (`ops.gallery_posterior`); `risk_lower_bound` allows for what that can have changed.
     """
 
     start_generated: Tensor
@@ -103,9 +108,12 @@ class RetrievalEntropy(nn.Module):
         posterior: str = "likelihood",
         reference: Tensor | None = None,
         marginal: str = "scores",
+        index: GalleryIndex | None = None,
+        prune: str = "auto",
     ) -> None:
         super().__init__()
         for name, value, known in (
+            ("prune", prune, ops.PRUNE),
             ("direction", direction, CONDITIONAL),
             ("posterior", posterior, POSTERIORS),
             ("marginal", marginal, marginals.MARGINALS),
@@ -123,7 +131,9 @@ class RetrievalEntropy(nn.Module):
             self.query_dim, item_dim = item_dim, self.query_dim
         if self.gallery.dim != item_dim:
             raise ValueError(f"gallery has width {self.gallery.dim}, but the flow generates width {item_dim}")
-        self.flow = flow
+        if index is not None:
+            index.check_digest(self.gallery)
+        self.flow, self.index, self.prune = flow, index, prune
         self.direction, self.kappa, self.top_k = direction, kappa, top_k
         self.n_samples, self.noise, self.seed = n_samples, noise, seed
         self.posterior, self.marginal = posterior, marginal
@@ -169,6 +179,7 @@ class RetrievalEntropy(nn.Module):
             "noise": self.noise,
             "posterior": self.posterior,
             "marginal": self.marginal if self.posterior == "bayes" else None,
+            "prune": "never" if self.index is None else self.prune,
             **dataclasses.asdict(self.solve),
         }
 
@@ -213,10 +224,20 @@ class RetrievalEntropy(nn.Module):
 
     def _statistics(self, samples: Tensor) -> GalleryStatistics:
         bias = -self.item_marginals() if self.posterior == "bayes" else None
+        index = self.index if samples.device.type == "cpu" else None
         running: GalleryStatistics | None = None
         for first, items in self.gallery.blocks(samples.device, samples.dtype):
             own = None if bias is None else bias[first : first + len(items)]
-            part = ops.gallery_statistics(samples, items, self.kappa, self.top_k, item_bias=own, first_index=first)
+            part = ops.gallery_statistics(
+                samples,
+                items,
+                self.kappa,
+                self.top_k,
+                item_bias=own,
+                index=index,
+                prune="auto" if index is None else self.prune,
+                first_index=first,
+            )
             running = part if running is None else running.merge(part)
         assert running is not None
         return running
@@ -227,7 +248,8 @@ class RetrievalEntropy(nn.Module):
             post.entropy,
             post.top_index[:, 0],
             post.top_prob[:, 0],
-            risk_lower_bound(post.entropy, len(self.gallery)).to(like.device),
+            risk_lower_bound((post.entropy - post.entropy_bound).clamp_min(0), len(self.gallery)).to(like.device),
             post.top_index,
             post.top_prob,
+            post.entropy_bound,
         )

@@ -17,7 +17,7 @@ LAYERS = [
     {"demo", "doctor", "scoring"},
     {"evaluation", "baselines", "encoders"},
     {"training", "entropy", "marginals", "bandwidth", "rerank", "density", "worlds"},
-    {"sampling", "integrate", "model", "curriculum", "gallery", "data"},
+    {"sampling", "integrate", "model", "curriculum", "gallery", "gallery_index", "data"},
     {"ops"},
     {"reference", "dispatch", "kernels", "_native"},
     {"jobs", "plots"},

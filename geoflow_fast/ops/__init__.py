@@ -1,13 +1,9 @@
 """Fused operations: each checks its input once, picks a backend and owns its autograd."""
 
+from geoflow_fast.ops._gallery_statistics import GalleryPosterior, GalleryStatistics
 from geoflow_fast.ops.adaln import adaln, adaln_jvp
 from geoflow_fast.ops.flow_loss import flow_loss
-from geoflow_fast.ops.gallery_posterior import (
-    GalleryPosterior,
-    GalleryStatistics,
-    gallery_posterior,
-    gallery_statistics,
-)
+from geoflow_fast.ops.gallery_posterior import PRUNE, gallery_posterior, gallery_statistics
 from geoflow_fast.ops.gate_residual import gate_residual, gate_residual_jvp
 from geoflow_fast.ops.keep_mask import keep_mask
 from geoflow_fast.ops.masked_interpolant import masked_interpolant
@@ -17,6 +13,7 @@ from geoflow_fast.ops.swiglu import swiglu, swiglu_jvp
 from geoflow_fast.ops.tangent_step import tangent_step
 
 __all__ = [
+    "PRUNE",
     "GalleryPosterior",
     "GalleryStatistics",
     "SinkhornResult",
