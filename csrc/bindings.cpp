@@ -72,6 +72,17 @@ void raise_if_interrupted(bool interrupted) {
     if (interrupted) throw py::error_already_set();
 }
 
+// Runs what returns false when interrupted.
+template <class Run>
+void without_gil(const Run& run) {
+    bool done;
+    {
+        py::gil_scoped_release release;
+        done = run();
+    }
+    raise_if_interrupted(!done);
+}
+
 // addresses: noise, data, signs, scale; 0 for what the factor does not have.
 geoflow::Factor factor(const std::array<Address, 4>& addresses, std::int64_t dim, std::int64_t order, float weight) {
     return {at<const float>(addresses[0]), at<const float>(addresses[1]), dim, weight, at<const float>(addresses[2]),
@@ -93,13 +104,8 @@ void bind_transport(py::module_& m) {
     m.attr("OT_LEADING") = geoflow::kLeading;
     m.def("ot_build", [](const OtMatrix& matrix, const geoflow::Factor& image, const geoflow::Factor& text, bool arc, int threads) {
         geoflow::Range range{};
-        bool done;
-        {
-            py::gil_scoped_release release;
-            done = geoflow::cpu_solver().build(matrix, image, text, arc ? geoflow::Cost::arc : geoflow::Cost::chord, threads,
-                                               keep_going, &range);
-        }
-        raise_if_interrupted(!done);
+        const geoflow::Cost cost = arc ? geoflow::Cost::arc : geoflow::Cost::chord;
+        without_gil([&] { return geoflow::cpu_solver().build(matrix, image, text, cost, threads, keep_going, &range); });
         return std::array<float, 2>{range.low, range.high};
     });
     m.def("ot_import", [](const OtMatrix& matrix, Address cost, float offset, int threads) {
@@ -144,16 +150,6 @@ geoflow::GalleryParams gallery_params(const std::array<Address, 4>& addresses, c
     params.threads = threads;
     params.keep_going = keep_going;
     return params;
-}
-
-template <class Run>
-void without_gil(const Run& run) {
-    bool done;
-    {
-        py::gil_scoped_release release;
-        done = run();
-    }
-    raise_if_interrupted(!done);
 }
 
 // outputs: peak, weight, moment, top_score, top_index.

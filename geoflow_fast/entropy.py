@@ -132,6 +132,8 @@ class RetrievalEntropy(nn.Module):
         if self.gallery.dim != item_dim:
             raise ValueError(f"gallery has width {self.gallery.dim}, but the flow generates width {item_dim}")
         if index is not None:
+            if not self.gallery.in_memory:
+                raise ValueError("index= needs a gallery in memory: pass it as a tensor")
             index.check_digest(self.gallery)
         self.flow, self.index, self.prune = flow, index, prune
         self.direction, self.kappa, self.top_k = direction, kappa, top_k
@@ -190,6 +192,7 @@ class RetrievalEntropy(nn.Module):
                 **self.settings,
                 "posterior": "bayes",
                 "marginal": self.marginal,
+                "prune": "never",
                 "flow": jobs.digest(self.flow.state_dict().values()),
                 "gallery": self.gallery.digest(),
                 "reference": None if self.reference is None else jobs.digest([self.reference]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +58,11 @@ class Gallery:
         return self._rows.dim
 
     @property
+    def in_memory(self) -> bool:
+        """Whether the gallery is a tensor, which `blocks` gives whole."""
+        return self._tensor is not None
+
+    @property
     def index_folder(self) -> Path | None:
         """Where things computed once per gallery are kept: beside its files; None for one in memory."""
         if self.path is None:
@@ -78,13 +84,23 @@ class Gallery:
         return self._rows.digest()
 
     def blocks(self, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Iterator[tuple[int, Tensor]]:
-        """(index of the first row, rows [n, d] on `device`) in order; one block when the gallery is in memory."""
+        """(index of the first row, rows [n, d] on `device`) in order; one block when the gallery is in memory.
+
+        Mapped float32 rows are not copied: the blocks are for reading only, and each only until the next is asked for.
+        """
         if self._tensor is not None:
             yield 0, self._tensor.to(device, dtype)
             return
         assert self._rows is not None
         for first, block in self._rows.blocks(BLOCK_ROWS):
-            yield first, torch.from_numpy(np.array(block, dtype=np.float32)).to(device, dtype)
+            yield first, _as_tensor(block).to(device, dtype)
+
+
+def _as_tensor(rows: Array) -> Tensor:
+    """float32 rows as a tensor; those of a file mapped for reading share its memory, about which torch would warn."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(np.asarray(rows, dtype=np.float32, order="C"))
 
 
 def open_rows(path: Path, name: str) -> Rows:

@@ -199,6 +199,27 @@ def test_scores_agree_with_float64(queries, draws, items, width):
     torch.testing.assert_close(score.double(), whole_scores(samples, gallery, 30.0, bias), rtol=0, atol=2e-5)
 
 
+def test_retrieval_entropy_takes_the_index():
+    flow = gf.GeoFlow(gf.GeoFlowConfig(24, 7, hidden=32, depth=1, layer_scale=0.5)).eval()
+    queries, (_, gallery) = geometry.sample_uniform(3, 7), world(600, 24, 1, 1, 0.9)
+    settings = {"n_samples": 8, "kappa": 60.0, "n_steps": 3}
+    index = gf.GalleryIndex.build(gallery)
+    whole = gf.RetrievalEntropy(flow, gallery, **settings)(queries)
+    assert whole.entropy_bound.tolist() == [0.0] * 3
+    scorer = gf.RetrievalEntropy(flow, gallery, index=index, prune="always", **settings)
+    post = scorer(queries)
+    assert ((post.entropy - whole.entropy).abs() <= post.entropy_bound + rounding("cpu", 60.0)).all()
+    assert torch.equal(post.map_index, whole.map_index)
+    assert (post.risk_lower_bound <= whole.risk_lower_bound + 1e-4).all()
+    assert scorer.settings["prune"] == "always"
+    with pytest.raises(ValueError, match="in memory"):
+        gf.RetrievalEntropy(flow, gallery.numpy(), index=index, **settings)
+    with pytest.raises(ValueError, match="another gallery"):
+        gf.RetrievalEntropy(flow, gallery.flip(0), index=index, **settings)
+    with pytest.raises(ValueError, match="prune must be"):
+        gf.RetrievalEntropy(flow, gallery, index=index, prune="maybe", **settings)
+
+
 def test_index_comes_back_from_disk_as_it_was(tmp_path):
     samples, gallery = world(400, 32, 2, 9, 0.9)
     np.save(tmp_path / "gallery.npy", gallery.numpy())
