@@ -132,6 +132,11 @@ def test_the_entropy_bound_is_attained():
     # More mass than an even spread over all: the largest entropy there is.
     full = entropy_bound(torch.zeros(1).double(), torch.tensor([0.99]).double(), torch.tensor([3]))
     torch.testing.assert_close(full, torch.tensor([math.log(4)]).double())
+    # A thousand equal items scored and a likelier one left out: the entropy was too large.
+    mass, even = torch.tensor([0.3]).double(), torch.tensor([math.log(1000)]).double()
+    too_large = mass * even - torch.special.entr(mass) - torch.special.entr(1 - mass)
+    assert too_large > 1.4
+    assert entropy_bound(even, mass, torch.tensor([1])) >= too_large
     assert entropy_bound(torch.ones(1).double(), torch.zeros(1).double(), torch.tensor([0])).item() == 0
 
 
@@ -151,6 +156,8 @@ def test_sharp_posteriors_are_pruned_and_flat_ones_are_not(monkeypatch):
     assert post.entropy_bound[1::2].tolist() == whole.entropy_bound[1::2].tolist() == [0.0] * 4
     never = ops.gallery_posterior(samples, gallery, 100.0, index=index, prune="never")
     assert torch.equal(never.entropy, whole.entropy)
+    alone = ops.gallery_statistics(samples[:1], gallery, 100.0, index=index)
+    assert alone.left.tolist() == [0]  # one query has a pass over the gallery's memory to itself
 
 
 def test_pruned_shards_merge(backend):

@@ -104,7 +104,7 @@ class PanelScorer {
   public:
     explicit PanelScorer(const GalleryParams& params)
         : params_(params),
-          block_queries_(std::max<std::int64_t>(1, kColumnBlock / params.draws)),
+          block_queries_(std::max<std::int64_t>(1, least(params.queries, kColumnBlock / params.draws))),
           running_(params.threads, std::vector<Stretch>(block_queries_ * kPanelRows)) {}
 
     std::int64_t block_queries() const { return block_queries_; }
@@ -189,7 +189,7 @@ class GallerySolver {
           result_(result),
           scorer_(params),
           top_(params.threads, std::vector<TopItems>(params.queries, TopItems(result.top_k))),
-          statistics_(kSlicePanels * scorer_.block_queries()) {
+          statistics_(least(kSlicePanels, params.items / kPanelRows + 1) * scorer_.block_queries()) {
         for (std::int64_t q = 0; q < params.queries; ++q) {
             result.peak[q] = -std::numeric_limits<double>::infinity();
             result.weight[q] = result.moment[q] = 0;

@@ -37,6 +37,9 @@ SEEDS = 128
 PILOT_ITEMS = 1024
 FEWEST_ITEMS = 16_384
 """Galleries below this are scored whole by prune="auto": there is little to save."""
+WORTH_A_PILOT = 0.32
+"""Price of a bound in units of a score above which a failed pilot could cost more than 5 %: five queries of 50 samples
+at once are enough to stay below it."""
 QUERY_GROUP = 32
 """Queries whose bounds are computed in one pass over the gallery."""
 BOUND_ENTRIES = 1 << 24
@@ -116,7 +119,7 @@ class Pruner:
     def statistics(self, samples: Tensor, *, always: bool) -> GalleryStatistics:
         """Statistics of samples [Q, M, d]; queries for which pruning does not promise to pay are scored whole."""
         items = len(self.gallery)
-        if not always and (items < FEWEST_ITEMS or self._bound_cost(samples) > 0.5):
+        if not always and (items < FEWEST_ITEMS or self._bound_cost(samples) > WORTH_A_PILOT):
             return self.reduce(samples, None)
         group = max(1, min(QUERY_GROUP, BOUND_ENTRIES // items))
         queries = self._describe(samples)
@@ -185,4 +188,4 @@ class Pruner:
         """Price of a bound in units of a score: r / d of the products, the exponentials, and a pass over the gallery,
         which is bound by memory when few queries share it."""
         queries, draws, width = samples.shape
-        return self.prefix.rows.shape[1] / width + 0.07 + max(14 / min(queries, QUERY_GROUP), 3) / draws
+        return self.prefix.rows.shape[1] / width + 0.07 + max(26 / min(queries, QUERY_GROUP), 1.9) / draws
