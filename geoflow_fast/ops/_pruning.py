@@ -122,11 +122,16 @@ class Pruner:
         if not always and (items < FEWEST_ITEMS or self._bound_cost(samples) > WORTH_A_PILOT):
             return self.reduce(samples, None)
         group = max(1, min(QUERY_GROUP, BOUND_ENTRIES // items))
+        return GalleryStatistics.of_queries([self._group(part, always) for part in samples.split(group)])
+
+    def _group(self, samples: Tensor, always: bool) -> GalleryStatistics:
         queries = self._describe(samples)
-        floor = torch.cat([self._floor(queries.select(some)) for some in torch.arange(len(samples)).split(group)])
-        pays = torch.ones(len(samples), dtype=torch.bool) if always else self._pays(queries, floor)
+        floor = self._floor(queries)
+        pays = torch.ones_like(floor, dtype=torch.bool) if always else self._pays(queries, floor)
         chosen, others = pays.nonzero()[:, 0], (~pays).nonzero()[:, 0]
-        parts = [self._prune(queries.select(some), floor[some]) for some in chosen.split(group) if len(some)]
+        parts = []
+        if len(chosen):
+            parts.append(self._prune(queries.select(chosen), floor[chosen]))
         if len(others):
             parts.append(self.reduce(samples[others], None))
         return GalleryStatistics.of_queries(parts).select(torch.cat((chosen, others)).argsort())
