@@ -117,7 +117,7 @@ def test_bounds_are_above_the_scores(backend):
     gaps = []
     for width in (2, 5, 40):
         index = gf.GalleryIndex.build(gallery.float(), width=width)
-        pruner = _pruning.Pruner(gallery, index, 50.0, 10, bias, run, lambda *_: None)
+        pruner = _pruning.Pruner(gallery, index, 50.0, 10, bias, run, lambda *_: None, lambda *_: None)
         bound = pruner._upper_bounds(pruner._describe(samples), gallery, index.rows, bias).double()
         assert (bound >= score).all()
         gaps.append(float((bound - score).mean()))

@@ -83,6 +83,7 @@ def reduce_rows(x: Tensor, projection: Tensor) -> Tensor:
 
 
 Score = Callable[[Tensor, Tensor, float, "Tensor | None"], Tensor]
+Best = Callable[[Tensor, Tensor, int], Tensor]
 Reduce = Callable[[Tensor, "Tensor | None"], GalleryStatistics]
 
 
@@ -105,8 +106,8 @@ class _Queries:
 
 @dataclass(frozen=True)
 class Pruner:
-    """One gallery, index and kappa. `score(samples, gallery, kappa, bias)` -> [Q, N] and `reduce(samples, pick)` are
-    the exact kernels, the latter over the items `pick` (None: all) of this gallery."""
+    """One gallery, index and kappa, and the exact kernels: `score(samples, rows, kappa, bias)` -> [Q, N],
+    `best(samples, rows, k)` -> [Q, k] int64, and `reduce(samples, pick)` over the items `pick` (None: all)."""
 
     gallery: Tensor
     prefix: PrefixRows
@@ -114,6 +115,7 @@ class Pruner:
     top_k: int
     item_bias: Tensor | None
     score: Score
+    best: Best
     reduce: Reduce
 
     def statistics(self, samples: Tensor, *, always: bool) -> GalleryStatistics:
@@ -145,8 +147,8 @@ class Pruner:
 
     def _floor(self, queries: _Queries) -> Tensor:
         """[Q] float64: log Z_seeds + log(LEFT_MASS / N)."""
-        guess = self.score(queries.looks, self.prefix.rows.to(queries.looks), self.kappa, self.item_bias)
-        seeds = guess.topk(min(SEEDS, guess.shape[1]), dim=1).indices.sort(dim=1).values
+        seeds = self.best(queries.looks, self.prefix.rows.to(queries.looks), min(SEEDS, len(self.gallery)))
+        seeds = seeds.sort(dim=1).values
         found = [self.reduce(queries.samples[q : q + 1], seeds[q]).log_z for q in range(len(seeds))]
         return torch.cat(found) + math.log(LEFT_MASS / len(self.gallery))
 

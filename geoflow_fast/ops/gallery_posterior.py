@@ -78,7 +78,11 @@ def gallery_statistics(
         found = reduce(samples, None)
     else:
         score = dispatch.choose("gallery_scores", samples, backend)
-        pruner = Pruner(gallery, index, kappa, top_k, item_bias, score, reduce)
+
+        def best(some: Tensor, rows: Tensor, k: int) -> Tensor:
+            return run(some, rows, kappa, k, item_bias)[4].long()
+
+        pruner = Pruner(gallery, index, kappa, top_k, item_bias, score, best, reduce)
         found = pruner.statistics(samples, always=prune == "always")
     return dataclasses.replace(found, top_index=found.top_index + first_index)
 
