@@ -148,7 +148,7 @@ def test_parity_of_every_gallery_configuration(name, kappa, items, width):
         samples, rows = (x.to(dtype) for x in gallery_world(5, 50, items, width))
         expected = reference.gallery_statistics(samples.double(), rows.double(), kappa, 10, None)
         found = gallery.gallery_statistics(*on_device(samples, rows), kappa, 10, None, config=name, shares=3)
-        posts = [ops.GalleryStatistics(*double(*s[:4]), s[4].long(), 10).posterior() for s in (found, expected)]
+        posts = [ops.GalleryStatistics.complete((*double(*s[:4]), s[4]), 10).posterior() for s in (found, expected)]
         scale = max(1.0, kappa / 10)
         assert_close(posts[0].entropy, posts[1].entropy, scale=scale)
         assert_close(posts[0].log_z, posts[1].log_z, scale=scale)

@@ -156,10 +156,7 @@ def check_gallery(
     item_bias = torch.randn(items) if bias else None
     found = kernels.gallery.gallery_statistics(samples, rows, kappa, top_k, item_bias, config=config, shares=shares)
     truth = reference.gallery_statistics(samples.double(), rows.double(), kappa, top_k, item_bias)
-    post, expected = (
-        ops.GalleryStatistics(*(x.double() for x in s[:4]), s[4].long(), top_k).posterior(torch.float64)
-        for s in (found, truth)
-    )
+    post, expected = (ops.GalleryStatistics.complete(s, top_k).posterior(torch.float64) for s in (found, truth))
     if 1 < kappa < 100 and items > 10:
         assert (expected.entropy > 0.3).all()
         assert (expected.entropy < 3.5).all()
