@@ -21,6 +21,7 @@ from geoflow_fast.sampling import Solve, StartingPoints, sample_conditional
 
 CONDITIONAL = ("i2t", "t2i")
 POSTERIORS = ("likelihood", "bayes")
+CHOICES = {"direction": CONDITIONAL, "posterior": POSTERIORS, "marginal": marginals.MARGINALS, "prune": ops.PRUNE}
 FAST: dict[str, Any] = {"n_samples": 40, "n_steps": 8, "solver": "ab2", "grid": "late", "noise": "antithetic"}
 """Settings of `RetrievalEntropy.fast`."""
 
@@ -112,18 +113,9 @@ class RetrievalEntropy(nn.Module):
         prune: str = "auto",
     ) -> None:
         super().__init__()
-        for name, value, known in (
-            ("prune", prune, ops.PRUNE),
-            ("direction", direction, CONDITIONAL),
-            ("posterior", posterior, POSTERIORS),
-            ("marginal", marginal, marginals.MARGINALS),
-        ):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {known}, got {value!r}")
-        if n_samples < 1 or top_k < 1:
-            raise ValueError(f"n_samples={n_samples} and top_k={top_k} must be at least 1")
-        if not 0 <= kappa < float("inf"):
-            raise ValueError(f"kappa must be finite and not negative, got {kappa}")
+        _check_settings(
+            n_samples, kappa, top_k, direction=direction, posterior=posterior, marginal=marginal, prune=prune
+        )
         self.gallery = gallery if isinstance(gallery, Gallery) else Gallery(gallery)
         config = flow.config
         self.query_dim, item_dim = config.text_dim, config.image_dim
@@ -149,9 +141,9 @@ class RetrievalEntropy(nn.Module):
         self._check_reference()
 
     def _check_reference(self) -> None:
+        if self.posterior == "bayes" and self.marginal == "scores":
+            self._reference()
         if self.reference is None:
-            if self.posterior == "bayes" and self.marginal == "scores":
-                raise ValueError("posterior='bayes' needs reference= queries [R, d], or marginal='density'")
             return
         if self.reference.dim() != 2 or self.reference.shape[1] != self.query_dim or len(self.reference) == 0:
             raise ValueError(f"reference must be [R, {self.query_dim}], got {tuple(self.reference.shape)}")
@@ -188,15 +180,11 @@ class RetrievalEntropy(nn.Module):
     def item_marginals(self) -> Tensor:
         """Log-marginal of every gallery item up to a constant, [N]: computed once, and kept with a gallery on disk."""
         if self.log_marginal is None:
-            facts = {
-                **self.settings,
-                "posterior": "bayes",
-                "marginal": self.marginal,
-                "prune": "never",
-                "flow": jobs.digest(self.flow.state_dict().values()),
-                "gallery": self.gallery.digest(),
-                "reference": None if self.reference is None else jobs.digest([self.reference]),
-            }
+            facts: dict[str, Any] = {"marginal": self.marginal, "direction": self.direction, "seed": self.seed}
+            if self.marginal == "scores":
+                facts |= {**self.settings, "posterior": "bayes", "marginal": "scores", "prune": "never"}
+                facts["reference"] = jobs.digest([self._reference()])
+            facts |= {"flow": jobs.digest(self.flow.state_dict().values()), "gallery": self.gallery.digest()}
             found = marginals.computed_once(self.gallery.index_folder, facts, self._compute_marginals)
             self.log_marginal = found.to(self.start_generated)
         return self.log_marginal
@@ -204,8 +192,12 @@ class RetrievalEntropy(nn.Module):
     def _compute_marginals(self) -> Tensor:
         if self.marginal == "density":
             return marginals.log_flow_density(self.flow, self.gallery, self.direction, seed=self.seed)
-        assert self.reference is not None
-        return marginals.log_mean_scores(self.draw(self.reference), self.gallery, self.kappa)
+        return marginals.log_mean_scores(self.draw(self._reference()), self.gallery, self.kappa)
+
+    def _reference(self) -> Tensor:
+        if self.reference is None:
+            raise ValueError("the items' marginals need reference= queries [R, d], or marginal='density'")
+        return self.reference
 
     def forward(self, queries: Tensor) -> RetrievalPosterior:
         """Posterior of each of the queries [Q, d], unit rows."""
@@ -256,3 +248,13 @@ class RetrievalEntropy(nn.Module):
             post.top_prob,
             post.entropy_bound,
         )
+
+
+def _check_settings(n_samples: int, kappa: float, top_k: int, **chosen: str) -> None:
+    for name, value in chosen.items():
+        if value not in CHOICES[name]:
+            raise ValueError(f"{name} must be one of {CHOICES[name]}, got {value!r}")
+    if n_samples < 1 or top_k < 1:
+        raise ValueError(f"n_samples={n_samples} and top_k={top_k} must be at least 1")
+    if not 0 <= kappa < float("inf"):
+        raise ValueError(f"kappa must be finite and not negative, got {kappa}")

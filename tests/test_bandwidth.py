@@ -149,7 +149,7 @@ def test_density_of_a_flow_that_stands_still_is_uniform(direction):
 def test_bad_references(flow):
     gallery = g.sample_uniform(5, 10)
     for words, arguments in {
-        "needs reference": {},
+        "need reference": {},
         r"reference must be \[R, 7\]": {"reference": g.sample_uniform(3, 10)},
         "reference row 1 has norm": {"reference": torch.stack((torch.eye(7)[0], torch.ones(7)))},
         "marginal must be": {"marginal": "guess"},
