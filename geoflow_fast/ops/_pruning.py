@@ -127,9 +127,15 @@ class Pruner:
         return GalleryStatistics.of_queries([self._group(part, always) for part in samples.split(group)])
 
     def _group(self, samples: Tensor, always: bool) -> GalleryStatistics:
+        price = self._bound_cost(samples)
+        if not always:
+            # Two queries first: where pruning pays for neither, the others are spared the pilot.
+            scouts = self._describe(samples[:: (len(samples) + 1) // 2])
+            if not bool(self._pays(scouts, self._floor(scouts), price).any()):
+                return self.reduce(samples, None)
         queries = self._describe(samples)
         floor = self._floor(queries)
-        pays = torch.ones_like(floor, dtype=torch.bool) if always else self._pays(queries, floor)
+        pays = torch.ones_like(floor, dtype=torch.bool) if always else self._pays(queries, floor, price)
         chosen, others = pays.nonzero()[:, 0], (~pays).nonzero()[:, 0]
         parts = []
         if len(chosen):
@@ -152,13 +158,13 @@ class Pruner:
         found = [self.reduce(queries.samples[q : q + 1], seeds[q]).log_z for q in range(len(seeds))]
         return torch.cat(found) + math.log(LEFT_MASS / len(self.gallery))
 
-    def _pays(self, queries: _Queries, floor: Tensor) -> Tensor:
-        """[Q] bool: whether bounds and remaining items cost clearly less than all items, by a pilot on some of them."""
+    def _pays(self, queries: _Queries, floor: Tensor, price: float) -> Tensor:
+        """[Q] bool: whether bounds of that price and the items that remain cost clearly less than all, by a pilot."""
         some = torch.arange(0, len(self.gallery), len(self.gallery) // PILOT_ITEMS, device=floor.device)
         bias = None if self.item_bias is None else self.item_bias[some]
         bounds = self._upper_bounds(queries, self.gallery[some], self.prefix.rows[some], bias)
         share = (bounds >= floor.unsqueeze(1)).double().mean(dim=1)
-        return self._bound_cost(queries.samples) + 1.2 * share < 0.8
+        return price + 1.2 * share < 0.8
 
     def _prune(self, queries: _Queries, floor: Tensor) -> GalleryStatistics:
         bounds = self._upper_bounds(queries, self.gallery, self.prefix.rows, self.item_bias)
