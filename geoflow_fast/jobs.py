@@ -82,9 +82,11 @@ class Job:
         """Whether `out` is there already, made by a job with these facts."""
         if not self.out.is_file():
             return False
-        with _named(self.out):
-            found = (_parquet().read_schema(self.out).metadata or {}).get(FACTS_KEY)
-        return found is not None and json.loads(found) == self.identity
+        try:
+            metadata = _parquet().read_schema(self.out).metadata or {}
+        except ValueError:  # pyarrow's word for a file that is not Parquet: some other file
+            return False
+        return FACTS_KEY in metadata and json.loads(metadata[FACTS_KEY]) == self.identity
 
     def run(
         self,
@@ -115,11 +117,14 @@ class Job:
             yield rows, self.folder / f"{first:012d}.parquet"
 
     def _facts_of_blocks(self) -> dict[str, Any] | None:
+        """Of the job that left blocks behind; None without any, empty if they cannot be read."""
         path = self.folder / FACTS_FILE
         if not path.is_file():
             return None
-        with _named(path):
-            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        try:
+            found: dict[str, Any] = json.loads(path.read_bytes())
+        except ValueError:
+            return {}
         return found
 
     def _claim_folder(self) -> None:
@@ -138,18 +143,17 @@ class Job:
     def _join_blocks(self, file: BinaryIO) -> None:
         """One row group per block, so that memory is that of a block."""
         parquet = _parquet()
-        writer = None
-        for rows, path in self._blocks():
-            with _named(path):
-                table = parquet.read_table(path)
-            if table.num_rows != len(rows):
-                raise ValueError(f"{path} holds {table.num_rows} rows, not {len(rows)}; remove it and run again")
-            if writer is None:
-                metadata = {FACTS_KEY: json.dumps(self.identity).encode()}
-                writer = parquet.ParquetWriter(file, table.schema.with_metadata(metadata))
-            writer.write_table(table.replace_schema_metadata(writer.schema.metadata))
-        assert writer is not None
-        writer.close()
+        with contextlib.ExitStack() as closed:
+            writer = None
+            for rows, path in self._blocks():
+                with _named(path):
+                    table = parquet.read_table(path)
+                if table.num_rows != len(rows):
+                    raise ValueError(f"{path} holds {table.num_rows} rows, not {len(rows)}; remove it and run again")
+                if writer is None:
+                    schema = table.schema.with_metadata({FACTS_KEY: json.dumps(self.identity).encode()})
+                    writer = closed.enter_context(parquet.ParquetWriter(file, schema))
+                writer.write_table(table.replace_schema_metadata(writer.schema.metadata))
 
     def _remove_blocks(self) -> None:
         for path in [*self.folder.glob("*.parquet"), *self.folder.glob(".*.tmp")]:
@@ -221,7 +225,7 @@ def _named(path: Path) -> Iterator[None]:
     """Adds the name of the file to whatever is wrong with it."""
     try:
         yield
-    except ValueError as error:  # pyarrow's and json's errors about contents are ValueErrors
+    except ValueError as error:  # what pyarrow raises about contents
         raise ValueError(f"{path} is damaged or not what its name says: {error}") from error
 
 

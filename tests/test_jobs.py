@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from geoflow_fast import jobs
+from geoflow_fast.checkpoint import write_json
 from geoflow_fast.jobs import Job, read_columns
 
 ROWS, BLOCK = 103, 10
@@ -127,20 +128,34 @@ def test_two_runs_at_once_are_refused(tmp_path):
     job.run(nested, progress=False)
 
 
-def test_bad_files_are_named(tmp_path):
+def test_what_is_in_the_way_is_named_and_replaced_only_on_request(tmp_path):
     job = make_job(tmp_path / "out.parquet")
-    job.out.write_bytes(b"no parquet")
-    with pytest.raises(ValueError, match=r"out\.parquet is damaged"):
-        run(job)
-    job.out.unlink()
     job.out.mkdir()
     with pytest.raises(OSError, match="is a folder"):
-        run(job)
+        run(job, overwrite=True)
     job.out.rmdir()
+    job.out.write_bytes(b"no parquet")
+    with pytest.raises(FileExistsError, match=r"out\.parquet exists and is not the result of this job"):
+        run(job)
+    assert job.out.read_bytes() == b"no parquet"
+    run(job, overwrite=True)
+    assert job.finished()
+
+
+def test_damaged_blocks_are_named(tmp_path):
+    job = make_job(tmp_path / "out.parquet")
     job.folder.mkdir()
     (job.folder / jobs.FACTS_FILE).write_text("{")
-    with pytest.raises(ValueError, match=r"job\.json is damaged"):
+    with pytest.raises(ValueError, match="holds blocks of another job"):
         run(job)
+    write_json(job.folder / jobs.FACTS_FILE, job.identity)
+    block = job.folder / "000000000020.parquet"
+    block.write_bytes(b"no parquet")
+    with pytest.raises(ValueError, match=r"000000000020\.parquet is damaged"):
+        run(job)
+    assert not job.out.exists()
+    block.unlink()
+    assert [rows.start for rows in run(job)] == [20]
 
 
 def test_bad_columns_and_sizes(tmp_path):
