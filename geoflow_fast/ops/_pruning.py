@@ -37,9 +37,10 @@ SEEDS = 128
 PILOT_ITEMS = 1024
 FEWEST_ITEMS = 16_384
 """Galleries below this are scored whole by prune="auto": there is little to save."""
-WORTH_A_PILOT = 0.32
-"""Price of a bound in units of a score above which a failed pilot could cost more than 5 %: five queries of 50 samples
-at once are enough to stay below it."""
+FEWEST_SAMPLES = 512
+"""Calls with fewer samples of all queries together are scored whole by prune="auto": a pilot could cost them 5 %."""
+DEAREST_BOUND = 0.32
+"""Price of a bound in units of a score above which prune="auto" does not try."""
 QUERY_GROUP = 32
 """Queries whose bounds are computed in one pass over the gallery."""
 BOUND_ENTRIES = 1 << 24
@@ -121,7 +122,8 @@ class Pruner:
     def statistics(self, samples: Tensor, *, always: bool) -> GalleryStatistics:
         """Statistics of samples [Q, M, d]; queries for which pruning does not promise to pay are scored whole."""
         items = len(self.gallery)
-        if not always and (items < FEWEST_ITEMS or self._bound_cost(samples) > WORTH_A_PILOT):
+        small = items < FEWEST_ITEMS or samples.shape[0] * samples.shape[1] < FEWEST_SAMPLES
+        if not always and (small or self._bound_cost(samples) > DEAREST_BOUND):
             return self.reduce(samples, None)
         group = max(1, min(QUERY_GROUP, BOUND_ENTRIES // items))
         return GalleryStatistics.of_queries([self._group(part, always) for part in samples.split(group)])
