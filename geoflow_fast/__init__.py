@@ -3,7 +3,7 @@
 from geoflow_fast import geometry, ops
 from geoflow_fast.bandwidth import Bandwidth, fit_bandwidth
 from geoflow_fast.data import EmbeddingPairs
-from geoflow_fast.density import log_density
+from geoflow_fast.density import FAST_DENSITY, PAPER_DENSITY, Epistemic, epistemic, log_density, suggest_steps
 from geoflow_fast.dispatch import BackendUnavailable, backends
 from geoflow_fast.entropy import RetrievalEntropy, RetrievalPosterior, risk_lower_bound
 from geoflow_fast.gallery import Gallery
@@ -15,9 +15,12 @@ from geoflow_fast.training import TrainConfig, TrainingDiverged, TrainReport, tr
 __version__ = "0.1.0"
 
 __all__ = [
+    "FAST_DENSITY",
+    "PAPER_DENSITY",
     "BackendUnavailable",
     "Bandwidth",
     "EmbeddingPairs",
+    "Epistemic",
     "Gallery",
     "GalleryIndex",
     "GeoFlow",
@@ -29,11 +32,13 @@ __all__ = [
     "TrainingDiverged",
     "__version__",
     "backends",
+    "epistemic",
     "fit_bandwidth",
     "geometry",
     "log_density",
     "ops",
     "risk_lower_bound",
     "sample",
+    "suggest_steps",
     "train",
 ]

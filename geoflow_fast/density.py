@@ -1,19 +1,94 @@
-"""Log-densities by the reverse ODE: log p(x_1) = log p_0(x_0) - integral of the divergence along the path."""
+"""Log-densities by the reverse ODE and the epistemic score made of them (Sec. 4.2 and D of the paper).
+
+log p(x_1) = log p_0(x_0) - integral of the divergence along the path that leads from x_1 at t = 1 back to x_0 at t = 0.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from geoflow_fast.geometry import DIRECTIONS, check_rows, dot, log_area, project_tangent
-from geoflow_fast.integrate import Field, Points, Streams, eval_mode, geometry_of, integrate, time_grid
+from geoflow_fast.divergence import ORTHOGONAL, PROBES, STREAMS, TANGENTS, Evaluator, Probes, evaluator_of
+from geoflow_fast.forward_mode import GENERATED, ForwardMode, Solve
+from geoflow_fast.geometry import DIRECTIONS, check_rows, log_area
+from geoflow_fast.integrate import (
+    Field,
+    Points,
+    Streams,
+    Watch,
+    eval_mode,
+    evaluation_times,
+    geometry_of,
+    integrate,
+    time_grid,
+)
+from geoflow_fast.model import GeoFlow
 
 DIVERGENCES = ("hutchinson", "exact")
-STREAMS = ("image", "text")
-# Streams that move, by direction.
-GENERATED = {"joint": (0, 1), "i2t": (1,), "t2i": (0,)}
+TYPICALITIES = ("density", "absolute")
+
+PAPER_DENSITY: Mapping[str, Any] = MappingProxyType(
+    {"n_steps": 50, "n_probes": 1, "solver": "euler", "probe": "rademacher", "tangents": "combined"}
+)
+"""The paper's setting, for `log_density(..., **PAPER_DENSITY)` and `epistemic(..., **PAPER_DENSITY)`."""
+
+FAST_DENSITY: Mapping[str, Any] = MappingProxyType({"n_steps": 10, "n_probes": 1, "solver": "ab2"})
+"""The cheapest setting that ranks pairs as a fine solve does; docs/likelihood.md has the numbers."""
+
+MEMORY = {"cpu": 96 * 2**20, "cuda": 2**30}
+"""Default memory budget of a network's activations, in bytes; on a CPU about what its last-level cache likes."""
+
+
+@dataclass(frozen=True)
+class DensitySettings:
+    """How a log-density is estimated; `log_density` describes the fields."""
+
+    n_steps: int = 10
+    n_probes: int = 1
+    solver: str = "midpoint"
+    divergence: str = "hutchinson"
+    probe: str = "gaussian"
+    redraw: bool = True
+    orthogonal: str | None = None
+    tangents: str = "separate"
+    grid: str = "uniform"
+
+    def __post_init__(self) -> None:
+        evaluation_times(time_grid(self.n_steps, kind=self.grid), self.solver)
+        if not isinstance(self.n_probes, int) or self.n_probes < 1:
+            raise ValueError(f"n_probes must be an integer of at least 1, got {self.n_probes!r}")
+        choices = {"divergence": DIVERGENCES, "probe": PROBES, "tangents": TANGENTS}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+        if self.orthogonal is None:
+            object.__setattr__(self, "orthogonal", "steps" if self.probe == "gaussian" else "none")
+        if self.orthogonal not in ORTHOGONAL:
+            raise ValueError(f"orthogonal must be one of {ORTHOGONAL}, got {self.orthogonal!r}")
+        if self.orthogonal != "none" and self.probe != "gaussian":
+            raise ValueError(f"orthogonal={self.orthogonal!r} needs probe='gaussian', got {self.probe!r}")
+
+    @property
+    def exact(self) -> bool:
+        """Whether the trace is computed instead of estimated."""
+        return self.divergence == "exact"
+
+    @property
+    def paired(self) -> bool:
+        """Whether one tangent moves both streams of the joint solve."""
+        return self.tangents != "separate" and not self.exact
+
+    def correction(self, freedom: int) -> float:
+        """Variance of the mean of K probes over that of their sample variance / K: below one for probes that are
+        orthogonal, whose forms, adding up to the trace over a whole basis, have covariance -variance / (freedom - 1).
+        """
+        return 1 - self.n_probes / freedom if self.orthogonal == "probes" else 1.0
 
 
 def log_density(
@@ -27,51 +102,315 @@ def log_density(
     divergence: str = "hutchinson",
     generator: torch.Generator | None = None,
     return_stderr: bool = False,
+    *,
+    probe: str = "gaussian",
+    redraw: bool = True,
+    orthogonal: str | None = None,
+    tangents: str = "separate",
+    grid: str = "uniform",
+    memory: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-density of the generated streams at the pairs (`image` [B, d_I], `text` [B, d_T]): float64 [B], in nats.
 
     "joint": log p(image, text); "i2t": log p(text | image); "t2i": log p(image | text). The path is followed from t=1
-    to t=0 in `n_steps` steps of `solver`. `divergence="hutchinson"` draws `n_probes` probes anew at every step, one
-    tangent per stream, so that the Jacobian blocks between streams do not enter; "exact" costs d evaluations and is for
-    small d. `return_stderr` adds the standard error of the estimate [B] over the probes (at least two). A network is
-    evaluated in eval mode and left in its own. With centring or principal components the density is that of the points
-    in the flow's coordinates (`GeoFlow.to_flow`), not of the embeddings themselves.
+    to t=0 in `n_steps` steps of `solver` on the time grid `grid` (see `integrate`).
+
+    `divergence="hutchinson"` averages `n_probes` probes; "exact" costs one tangent per coordinate and is for small d.
+    `probe`: "gaussian", rescaled in the tangent space, or "rademacher", the paper's. `redraw`: anew at every step, or
+    kept along the path. `orthogonal`: to the probes of earlier "steps" (the default of Gaussian ones; K independent
+    sets), to the other "probes" of the same step, or "none". `tangents`, of the joint
+    direction: "separate" moves one stream at a time, so that the Jacobian blocks between streams, most of the noise, do
+    not enter; "combined" moves both, which costs less; "alternating" too, with the text's sign turned every other step,
+    so that those blocks cancel between steps. `return_stderr` adds the standard error of the estimate [B] over the
+    probes (at least two). Probes depend on `generator` and the row alone.
+
+    A `GeoFlow` goes through its forward mode in as many rows at a time as `memory` bytes hold, which does not change
+    the result beyond rounding; it is evaluated in eval mode and left in its own. With centring or principal components
+    the density is that of the points in the flow's coordinates (`GeoFlow.to_flow`), not of the embeddings themselves.
     """
-    _check(image, text, direction, n_steps, n_probes, divergence, return_stderr)
-    point = getattr(field, "to_flow", lambda *pair: pair)(image, text)
-    geometry = geometry_of(field)
-    probes = n_probes if divergence == "hutchinson" else 1
-    integral = torch.zeros(probes, len(image), dtype=torch.float64, device=image.device)
-
-    def rate(at: Points, t: float, weight: float) -> Points:
-        nonlocal integral
-        if weight == 0:
-            with torch.no_grad():
-                return field.velocity(at[0], at[1], t, direction)
-        velocity, trace = _divergence(field, (at[0], at[1]), t, direction, divergence, n_probes, generator, geometry)
-        integral = integral + weight * trace
-        return velocity
-
-    with eval_mode(field):
-        start = integrate(rate, point, time_grid(n_steps, reverse=True), solver=solver, geometry=geometry)
-    base = sum(_log_base(start[stream], geometry) for stream in GENERATED[direction])
-    estimates = base + integral
-    if not return_stderr:
-        return estimates.mean(0)
-    return estimates.mean(0), estimates.std(0) / math.sqrt(probes)
-
-
-def _check(
-    image: Tensor, text: Tensor, direction: str, n_steps: int, n_probes: int, divergence: str, return_stderr: bool
-) -> None:
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
-    if divergence not in DIVERGENCES:
-        raise ValueError(f"divergence must be one of {DIVERGENCES}, got {divergence!r}")
-    if n_steps < 1 or n_probes < 1:
-        raise ValueError(f"n_steps={n_steps} and n_probes={n_probes} must be at least 1")
-    if return_stderr and (n_probes < 2 or divergence != "hutchinson"):
-        raise ValueError("return_stderr needs divergence='hutchinson' and n_probes >= 2")
+    settings = DensitySettings(n_steps, n_probes, solver, divergence, probe, redraw, orthogonal, tangents, grid)
+    _check_stderr(settings, return_stderr)
+    estimates = density_estimates(field, image, text, (direction,), settings, draw_seed(generator, image), memory)[0]
+    if not return_stderr:
+        return estimates.mean(0)
+    return estimates.mean(0), _stderr(estimates, settings, _freedom(field, image, text))
+
+
+@dataclass(frozen=True)
+class Epistemic:
+    """Chain rule of the log-densities of B pairs, each float64 [B] in nats: joint = image + text + pmi."""
+
+    joint: Tensor
+    """log p(image, text)."""
+    text_given_image: Tensor
+    """log p(text | image)."""
+    image_given_text: Tensor
+    """log p(image | text)."""
+    image: Tensor
+    """log p(image) = joint - text_given_image, averaged over partners if there are any."""
+    text: Tensor
+    """log p(text) = joint - image_given_text, likewise."""
+    pmi: Tensor
+    """Pointwise mutual information, joint - image - text."""
+    score: Tensor
+    """Epistemic score (Eq. 7): -image - text, or with absolute typicality the distance of both from what is typical."""
+    stderr: Tensor | None = None
+    """Standard error of -image - text over the probes, if it was asked for."""
+
+    def typical(self) -> tuple[float, float]:
+        """Mean -log p(image) and -log p(text): of training pairs, what `epistemic(typical=...)` compares with."""
+        return float(-self.image.mean()), float(-self.text.mean())
+
+
+def epistemic(
+    field: Field,
+    image: Tensor,
+    text: Tensor,
+    n_steps: int = 10,
+    n_probes: int = 1,
+    solver: str = "midpoint",
+    divergence: str = "hutchinson",
+    generator: torch.Generator | None = None,
+    return_stderr: bool = False,
+    *,
+    typicality: str = "density",
+    typical: tuple[float, float] | None = None,
+    image_partners: Tensor | None = None,
+    text_partners: Tensor | None = None,
+    probe: str = "gaussian",
+    redraw: bool = True,
+    orthogonal: str | None = None,
+    tangents: str = "separate",
+    grid: str = "uniform",
+    memory: int | None = None,
+) -> Epistemic:
+    """Epistemic score of pairs and the decomposition it comes from: joint and both conditional solves as one batch,
+    with the same probes. Settings of the solves are those of `log_density`.
+
+    `typicality="density"` scores -log p(image) - log p(text); "absolute" scores |-log p - typical| of both, summed,
+    because what is denser than the training pairs is untypical too: `typical` is `Epistemic.typical()` of those.
+
+    A marginal comes from a solve together with a partner, on which it depends while steps are finite. `text_partners`
+    [M, d_T], shared by all rows (prompts), or [B, M, d_T], average log p(image) over the own text and M more, at two
+    solves each; `image_partners` do so for log p(text).
+    """
+    settings = DensitySettings(n_steps, n_probes, solver, divergence, probe, redraw, orthogonal, tangents, grid)
+    _check_stderr(settings, return_stderr)
+    if typicality not in TYPICALITIES:
+        raise ValueError(f"typicality must be one of {TYPICALITIES}, got {typicality!r}")
+    if (typicality == "absolute") != (typical is not None):
+        raise ValueError("typicality='absolute' and typical=(image, text) go together: see Epistemic.typical")
+    seed = draw_seed(generator, image)
+    joint, i2t, t2i = density_estimates(field, image, text, DIRECTIONS, settings, seed, memory)
+    log_image, log_text = joint - i2t, joint - t2i
+    for partners, stream in ((text_partners, 1), (image_partners, 0)):
+        if partners is None:
+            continue
+        own = log_image if stream == 1 else log_text
+        found = _with_partners(field, image, text, partners, stream, settings, seed, memory)
+        mean = torch.cat((own.unsqueeze(-1), found), dim=-1).mean(-1)
+        log_image, log_text = (mean, log_text) if stream == 1 else (log_image, mean)
+    spread = _stderr(log_image + log_text, settings, _freedom(field, image, text)) if return_stderr else None
+    joint, i2t, t2i, log_image, log_text = (x.mean(0) for x in (joint, i2t, t2i, log_image, log_text))
+    score = -log_image - log_text
+    if typical is not None:
+        score = (-log_image - typical[0]).abs() + (-log_text - typical[1]).abs()
+    return Epistemic(joint, i2t, t2i, log_image, log_text, joint - log_image - log_text, score, spread)
+
+
+def suggest_steps(
+    field: Field,
+    image: Tensor,
+    text: Tensor,
+    tolerance: float = 0.1,
+    direction: str = "joint",
+    solver: str = "midpoint",
+    *,
+    grid: str = "uniform",
+    divergence: str = "hutchinson",
+    n_probes: int = 1,
+    generator: torch.Generator | None = None,
+    max_steps: int = 512,
+    memory: int | None = None,
+) -> int:
+    """Steps after which doubling them changes the log-density of these pilot pairs by less than `tolerance` nats.
+
+    The change is the mean over pairs of |log p(n) - log p(2n)|, with the same probes kept along the path in both, so
+    that what differs is the discretisation alone. A hundred pairs or so are enough. ValueError if `max_steps` are not.
+    """
+    if not tolerance > 0:
+        raise ValueError(f"tolerance must be positive, got {tolerance}")
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
+    seed = draw_seed(generator, image)
+    steps, before, change = 2, None, math.inf
+    while steps <= 2 * max_steps:
+        settings = DensitySettings(steps, n_probes, solver, divergence, redraw=False, grid=grid)
+        found = density_estimates(field, image, text, (direction,), settings, seed, memory)[0].mean(0)
+        if before is not None:
+            change = float((found - before).abs().mean())
+            if change <= tolerance:
+                return steps // 2
+        steps, before = 2 * steps, found
+    raise ValueError(f"{max_steps} steps of {solver} still move the log-density by {change:.3g} nats")
+
+
+def draw_seed(generator: torch.Generator | None, like: Tensor) -> int | Tensor:
+    """Seed of the probes: a number from a generator on the CPU, a tensor that nobody waits for from one on a GPU."""
+    device = like.device if generator is None else generator.device
+    seed = torch.randint(2**62, (), generator=generator, device=device)
+    return seed if seed.is_cuda else int(seed)
+
+
+def density_estimates(
+    field: Field,
+    image: Tensor,
+    text: Tensor,
+    directions: Sequence[str],
+    settings: DensitySettings,
+    seed: int | Tensor,
+    memory: int | None = None,
+    first_row: int = 0,
+) -> Tensor:
+    """Log-densities of all `directions`, one estimate per probe: [directions, K, B] float64.
+
+    `first_row` is the number of the first pair: its probes are those it would have as row `first_row` of a larger call.
+    """
+    _check_pairs(image, text)
+    image, text = getattr(field, "to_flow", lambda *pair: pair)(image, text)
+    _check_freedom(settings, image, text, geometry_of(field))
+    with eval_mode(field), torch.no_grad():
+        network = None
+        at_once = max(1, len(image))
+        if isinstance(field, GeoFlow):
+            times = evaluation_times(time_grid(settings.n_steps, kind=settings.grid, reverse=True), settings.solver)
+            network = ForwardMode(field, directions, sorted(set(times)))
+            at_once = _rows_at_once(field, directions, settings, len(image), memory)
+        parts = []
+        for start in range(0, max(1, len(image)), at_once):
+            pair = image[start : start + at_once], text[start : start + at_once]
+            points = [pair for _ in directions]
+            evaluator = evaluator_of(field, network, directions, points, settings.exact)
+            place = geometry_of(field), seed, first_row + start
+            parts.append(_ReverseSolve(evaluator, directions, points, settings, *place).run())
+    return torch.cat(parts, dim=-1)
+
+
+def _rows_at_once(
+    flow: GeoFlow, directions: Sequence[str], settings: DensitySettings, rows: int, memory: int | None
+) -> int:
+    """Rows of equal chunks whose buffers fit into `memory` bytes."""
+
+    def pair(direction: str) -> Solve:
+        counts = [
+            0 if stream not in GENERATED[direction] else d if settings.exact else settings.n_probes
+            for stream, d in enumerate(flow.config.flow_dims)
+        ]
+        image, text = (
+            (torch.empty(1, d, device="meta"), torch.empty(count, 1, d, device="meta"))
+            for count, d in zip(counts, flow.config.flow_dims)
+        )
+        return Solve(direction, image, text, settings.paired and direction == "joint")
+
+    device = next(flow.parameters()).device.type
+    budget = MEMORY.get(device, MEMORY["cuda"]) if memory is None else memory
+    most = max(1, budget // ForwardMode.row_bytes(flow, [pair(direction) for direction in directions]))
+    chunks = -(-rows // most)
+    return max(1, -(-rows // max(1, chunks)))
+
+
+class _ReverseSolve:
+    """Follows the pairs of all directions from t=1 to t=0 and integrates their divergences on the way.
+
+    `points` (image, text) of each direction are rows `first_row` and on of the probes of `seed`.
+    """
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        directions: Sequence[str],
+        points: Sequence[Streams],
+        settings: DensitySettings,
+        geometry: str,
+        seed: int | Tensor,
+        first_row: int,
+    ) -> None:
+        self.evaluator, self.points, self.settings, self.geometry = evaluator, points, settings, geometry
+        self.moving = [(solve, stream) for solve, name in enumerate(directions) for stream in GENERATED[name]]
+        rows = torch.arange(first_row, first_row + len(points[0][0]), device=points[0][0].device)
+        orthogonal = str(settings.orthogonal)
+        self.probes = Probes(seed, rows, settings.n_probes, settings.probe, orthogonal, settings.exact, geometry)
+        names = [f"{directions[solve]}: {STREAMS[stream]}" for solve, stream in self.moving]
+        self.state = Watch(names, first_row)
+        self.divergence = Watch([f"{name}: divergence" for name in directions], first_row)
+        count = 1 if settings.exact else settings.n_probes
+        self.integral = torch.zeros(len(points), count, len(rows), dtype=torch.float64, device=rows.device)
+        self.drawn = 0
+
+    def run(self) -> Tensor:
+        """Estimates [directions, K, B]."""
+        times = time_grid(self.settings.n_steps, kind=self.settings.grid, reverse=True)
+        begin = tuple(self.points[solve][stream] for solve, stream in self.moving)
+        end = integrate(self._rate, begin, times, solver=self.settings.solver, geometry=self.geometry, watch=self.state)
+        self.divergence.close()
+        for (solve, _), x in zip(self.moving, end):
+            self.integral[solve] += _log_base(x, self.geometry)
+        return self.integral
+
+    def _rate(self, at: Points, t: float, weight: float) -> Points:
+        """Velocities of the moving streams; divergences go into the integral by their weight."""
+        sides = [list(pair) for pair in self.points]
+        for (solve, stream), x in zip(self.moving, at):
+            sides[solve][stream] = x
+        pairs: list[Streams] = [(image, text) for image, text in sides]
+        tangents = None if weight == 0 else self._draw(pairs)
+        velocities, trace = self.evaluator(pairs, t, tangents, self.settings.paired)
+        if trace is not None:
+            self.integral.add_(trace, alpha=weight)
+            step = self.drawn // (4 if self.settings.solver == "rk4" else 1)
+            self.divergence.see(tuple(trace.transpose(1, 2)), step, t, self.settings.solver)
+            self.drawn += 1
+        return tuple(velocities[solve][stream] for solve, stream in self.moving)
+
+    def _draw(self, pairs: Sequence[Streams]) -> list[Streams]:
+        """Probes at the points of each solve; a given stream has none."""
+        alternating = self.settings.tangents == "alternating"
+        number = self.drawn // 2 if alternating else self.drawn
+        found = [[x.new_empty(0, *x.shape) for x in pair] for pair in pairs]
+        for solve, stream in self.moving:
+            e = self.probes.draw(number if self.settings.redraw else 0, stream, pairs[solve][stream])
+            found[solve][stream] = -e if alternating and stream == 1 and self.drawn % 2 else e
+        return [(image, text) for image, text in found]
+
+
+def _with_partners(
+    field: Field,
+    image: Tensor,
+    text: Tensor,
+    partners: Tensor,
+    stream: int,
+    settings: DensitySettings,
+    seed: int | Tensor,
+    memory: int | None,
+) -> Tensor:
+    """Log-marginals of the rows of the other stream by each of their M partners of this one: [K, B, M]."""
+    width = (image, text)[stream].shape[1]
+    partners = partners.expand(len(image), -1, -1) if partners.dim() == 2 else partners
+    if partners.dim() != 3 or partners.shape[0] != len(image) or partners.shape[2] != width or not partners.shape[1]:
+        shapes = f"[M, {width}] or [{len(image)}, M, {width}]"
+        raise ValueError(f"{STREAMS[stream]}_partners must be {shapes}, got {tuple(partners.shape)}")
+    count = partners.shape[1]
+    other = (image, text)[1 - stream].repeat_interleave(count, 0)
+    flat = partners.reshape(-1, width)
+    pair = (other, flat) if stream == 1 else (flat, other)
+    direction = "i2t" if stream == 1 else "t2i"
+    joint, conditional = density_estimates(field, *pair, ("joint", direction), settings, seed, memory)
+    return (joint - conditional).unflatten(-1, (len(image), count))
+
+
+def _check_pairs(image: Tensor, text: Tensor) -> None:
     if image.dim() != 2 or text.dim() != 2 or len(image) != len(text):
         raise ValueError(
             f"image and text must be [B, d] with equal B, got {tuple(image.shape)} and {tuple(text.shape)}"
@@ -80,61 +419,32 @@ def _check(
     check_rows(text, "text")
 
 
+def _check_freedom(settings: DensitySettings, image: Tensor, text: Tensor, geometry: str) -> None:
+    """There are only so many orthogonal probes."""
+    least = min(image.shape[1], text.shape[1]) - (geometry == "sphere")
+    if settings.orthogonal == "probes" and settings.n_probes > least:
+        raise ValueError(f"n_probes={settings.n_probes} orthogonal probes do not fit into {least} dimensions")
+
+
+def _check_stderr(settings: DensitySettings, return_stderr: bool) -> None:
+    if return_stderr and (settings.n_probes < 2 or settings.exact):
+        raise ValueError("return_stderr needs divergence='hutchinson' and n_probes >= 2")
+
+
+def _freedom(field: Field, image: Tensor, text: Tensor) -> int:
+    """Dimension that probes of the larger stream span."""
+    widths = field.config.flow_dims if isinstance(field, GeoFlow) else (image.shape[1], text.shape[1])
+    return max(widths) - (geometry_of(field) == "sphere")
+
+
+def _stderr(estimates: Tensor, settings: DensitySettings, freedom: int) -> Tensor:
+    """Standard error [B] of the mean of the estimates [K, B]."""
+    return estimates.std(0) * math.sqrt(settings.correction(freedom) / settings.n_probes)
+
+
 def _log_base(x: Tensor, geometry: str) -> Tensor:
     """Log-density [B] of the base law at `x`: uniform on the sphere, or standard normal."""
     d = x.shape[1]
     if geometry == "sphere":
         return torch.full((len(x),), -log_area(d), dtype=torch.float64, device=x.device)
     return -0.5 * x.double().square().sum(1) - d / 2 * math.log(2 * math.pi)
-
-
-def _divergence(
-    field: Field,
-    point: Streams,
-    t: float,
-    direction: str,
-    divergence: str,
-    n_probes: int,
-    generator: torch.Generator | None,
-    geometry: str,
-) -> tuple[Streams, Tensor]:
-    """Velocities at `point` and the divergence, one estimate per probe: [K, B] float64."""
-    with torch.enable_grad():
-        inputs = tuple(x.detach().requires_grad_() for x in point)
-        velocity = field.velocity(inputs[0], inputs[1], t, direction)
-        total = torch.zeros(1, len(inputs[0]), dtype=torch.float64, device=inputs[0].device)
-        for stream in GENERATED[direction]:
-            x, v = inputs[stream], velocity[stream]
-            if not v.requires_grad:
-                if bool(v.any()):
-                    raise ValueError(f"the {STREAMS[stream]} velocity must be differentiable in the points")
-                continue  # a stream that stands still has no divergence
-            if divergence == "exact":
-                total = total + _trace(x, v, geometry)
-            else:
-                probes = [_probe(x.detach(), geometry, generator) for _ in range(n_probes)]
-                total = total + torch.stack([_quadratic_form(x, v, probe) for probe in probes])
-    return (velocity[0].detach(), velocity[1].detach()), total
-
-
-def _probe(x: Tensor, geometry: str, generator: torch.Generator | None) -> Tensor:
-    """Gaussian probe; on the sphere tangent at `x` and of norm sqrt(d - 1): exact on the trace's isotropic part."""
-    e = torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=generator)
-    if geometry != "sphere":
-        return e
-    return torch.nn.functional.normalize(project_tangent(x, e), dim=-1) * math.sqrt(x.shape[1] - 1)
-
-
-def _quadratic_form(x: Tensor, v: Tensor, probe: Tensor) -> Tensor:
-    """e^T (dv/dx) e per row: [B] float64."""
-    (pulled,) = torch.autograd.grad(v, x, probe, retain_graph=True, materialize_grads=True)
-    return dot(pulled.double(), probe.double()).squeeze(-1)
-
-
-def _trace(x: Tensor, v: Tensor, geometry: str) -> Tensor:
-    """Trace of dv/dx, on the sphere of its tangent part tr(J) - x^T J x: [B] float64."""
-    trace = torch.zeros(len(x), dtype=torch.float64, device=x.device)
-    for column in range(x.shape[1]):
-        (row,) = torch.autograd.grad(v[:, column].sum(), x, retain_graph=True, materialize_grads=True)
-        trace = trace + row[:, column].double()
-    return trace - _quadratic_form(x, v, x.detach()) if geometry == "sphere" else trace

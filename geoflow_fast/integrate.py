@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from geoflow_fast import ops
-from geoflow_fast.geometry import parallel_transport
+from geoflow_fast.geometry import capturing, parallel_transport
 
 SOLVERS = ("euler", "midpoint", "ab2", "rk4")
 GRIDS = ("uniform", "late", "early")
@@ -72,17 +72,56 @@ def evaluation_times(times: Tensor, solver: str) -> list[float]:
     return grid[:-1] + middles if solver == "midpoint" else grid + middles
 
 
+class Watch:
+    """Finds states that are not finite: a ValueError names the stream (by `names`), the row (from `first_row` on) and
+    the step. On a GPU the steps are looked at when the solve is over, so that none waits; under graph capture never."""
+
+    def __init__(self, names: Sequence[str], first_row: int = 0) -> None:
+        self.names, self.first_row = names, first_row
+        self._later: list[tuple[int, Tensor, str]] = []
+
+    def see(self, point: Points, step: int, t: float, solver: str) -> None:
+        """Looks at the state after `step`, at time `t`."""
+        for stream, x in enumerate(point):
+            found = stream, torch.isfinite(x).all(dim=-1), f"in step {step} (t={t:.4g}) of {solver}"
+            if x.is_cuda:
+                self._later.append(found)
+            else:
+                self._check(*found)
+
+    def close(self) -> None:
+        """Looks at what was left for the end."""
+        for found in self._later:
+            if not capturing(found[1]):
+                self._check(*found)
+
+    def _check(self, stream: int, finite: Tensor, where: str) -> None:
+        if not bool(finite.all()):
+            row = self.first_row + int((~finite).nonzero()[0])
+            raise ValueError(f"{self.names[stream]} row {row} became non-finite {where}")
+
+
 def integrate(
-    rate: Rate, start: Points, times: Tensor, *, solver: str = "midpoint", geometry: str = "sphere"
+    rate: Rate,
+    start: Points,
+    times: Tensor,
+    *,
+    solver: str = "midpoint",
+    geometry: str = "sphere",
+    watch: Watch | None = None,
 ) -> Points:
     """Carries `start` along `rate` over the grid `times` [S + 1].
 
     "euler" and "ab2" (two-step Adams-Bashforth, the last velocity carried along by parallel transport) ask for one
-    evaluation a step, "midpoint" for two, "rk4" for four. A state that is not finite is an error naming row and step.
+    evaluation a step, "midpoint" for two, "rk4" for four. A state that is not finite is an error naming row and step;
+    `watch` says how rows and streams are named.
     """
     _check_solver(solver)
     advance = {"euler": _multistep, "ab2": _multistep, "midpoint": _midpoint, "rk4": _rk4}[solver]
-    return advance(rate, start, times.tolist(), geometry, solver)
+    watch = watch or Watch([f"stream {stream}" for stream in range(len(start))])
+    end = advance(rate, start, times.tolist(), geometry, solver, watch)
+    watch.close()
+    return end
 
 
 def _check_solver(solver: str) -> None:
@@ -94,7 +133,7 @@ def _middle(now: float, after: float) -> float:
     return now + (after - now) / 2
 
 
-def _multistep(rate: Rate, point: Points, grid: list[float], geometry: str, solver: str) -> Points:
+def _multistep(rate: Rate, point: Points, grid: list[float], geometry: str, solver: str, watch: Watch) -> Points:
     """Euler, and Adams-Bashforth of order two: v_k + h_k / (2 h_{k-1}) (v_k - v_{k-1}), begun with an Euler step."""
     steps = [after - now for now, after in itertools.pairwise(grid)]
     share = [0.0] * (len(steps) + 1)  # of the difference of velocities in step k; 0 for Euler and beyond the end
@@ -109,7 +148,7 @@ def _multistep(rate: Rate, point: Points, grid: list[float], geometry: str, solv
             combined = tuple(torch.add(v, v - old, alpha=share[k]) for v, old in zip(velocity, carried))
         previous = (point, velocity)
         point = _follow(point, combined, h, geometry)
-        _check_finite(point, k, grid[k + 1], solver)
+        watch.see(point, k, grid[k + 1], solver)
     return point
 
 
@@ -120,16 +159,16 @@ def _carry(previous: tuple[Points, Points], point: Points, geometry: str) -> Poi
     return tuple(parallel_transport(x, y, v) for x, y, v in zip(previous[0], point, previous[1]))
 
 
-def _midpoint(rate: Rate, point: Points, grid: list[float], geometry: str, solver: str) -> Points:
+def _midpoint(rate: Rate, point: Points, grid: list[float], geometry: str, solver: str, watch: Watch) -> Points:
     for k, (now, after) in enumerate(itertools.pairwise(grid)):
         h = after - now
         halfway = _straight(point, rate(point, now, 0.0), h / 2, geometry)
         point = _straight(point, rate(halfway, _middle(now, after), h), h, geometry)
-        _check_finite(point, k, after, solver)
+        watch.see(point, k, after, solver)
     return point
 
 
-def _rk4(rate: Rate, point: Points, grid: list[float], geometry: str, solver: str) -> Points:
+def _rk4(rate: Rate, point: Points, grid: list[float], geometry: str, solver: str, watch: Watch) -> Points:
     for k, (now, after) in enumerate(itertools.pairwise(grid)):
         h = after - now
         middle = _middle(now, after)
@@ -139,7 +178,7 @@ def _rk4(rate: Rate, point: Points, grid: list[float], geometry: str, solver: st
         fourth = rate(_straight(point, third, h, geometry), after, h / 6)
         mean = tuple((a + 2 * b + 2 * c + d) / 6 for a, b, c, d in zip(first, second, third, fourth))
         point = _straight(point, mean, h, geometry)
-        _check_finite(point, k, after, solver)
+        watch.see(point, k, after, solver)
     return point
 
 
@@ -157,11 +196,3 @@ def _straight(point: Points, velocity: Points, h: float, geometry: str) -> Point
     if geometry != "sphere":
         return moved
     return tuple(torch.nn.functional.normalize(x, dim=-1) for x in moved)
-
-
-def _check_finite(point: Points, step: int, t: float, solver: str) -> None:
-    for stream, x in enumerate(point):
-        finite = torch.isfinite(x)
-        if not bool(finite.all()):
-            row = int((~finite).any(dim=-1).nonzero()[0])
-            raise ValueError(f"stream {stream} row {row} became non-finite in step {step} (t={t:.4g}) of {solver}")

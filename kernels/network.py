@@ -29,6 +29,8 @@ from torch import Tensor
 
 from geoflow_fast.kernels.launch import Tile, by_rows, element_tile, launch, row_tile
 
+Pair = tuple[Tensor, Tensor]
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -141,6 +143,13 @@ def adaln_jvp_kernel(
         to_at += dy_stride
 
 
+def _room(like: Tensor, rows: int, width: int, tangents: int) -> Pair:
+    """Where a jvp writes when its caller has no place: the primal [R, H] and its tangents [K, R, H]."""
+    shapes = (rows, width), (tangents, rows, width)
+    y, dy = (torch.empty(shape, dtype=like.dtype, device=like.device) for shape in shapes)
+    return y, dy
+
+
 def adaln(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
     """See `reference.adaln`."""
     rows, width = x.shape
@@ -177,14 +186,15 @@ def adaln_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[
     return dx, d_shift.sum(1).to(scale.dtype), d_scale.sum(1).to(scale.dtype)
 
 
-def adaln_jvp(x: Tensor, dx: Tensor, shift: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def adaln_jvp(
+    x: Tensor, dx: Tensor, shift: Tensor, scale: Tensor, eps: float, room: Pair | None = None
+) -> tuple[Tensor, Tensor]:
     """See `reference.adaln_jvp`."""
     rows, width = x.shape
     x, dx, shift, scale = by_rows(x), by_rows(dx), shift.contiguous(), scale.contiguous()
     tile = row_tile(width)
     groups = Groups.of(rows, scale.shape[0], tile)
-    y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    dy = torch.empty((dx.shape[0], rows, width), dtype=x.dtype, device=x.device)
+    y, dy = room or _room(x, rows, width, dx.shape[0])
     launch(
         adaln_jvp_kernel, (groups.count * groups.tiles,), x, dx, shift, scale, y, dy, groups.size, groups.tiles, width,
         dx.shape[0], x.stride(0), dx.stride(1), dx.stride(0), dy.stride(0), eps, PER_ROW=groups.per_row, ROWS=tile.rows,
@@ -333,6 +343,7 @@ def gate_residual_jvp(
     value: Tensor,
     d_value: Tensor,
     layer_scale: Tensor,
+    room: Pair | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `reference.gate_residual_jvp`."""
     rows, width = residual.shape
@@ -343,7 +354,7 @@ def gate_residual_jvp(
     d_logits = d_value if d_gate is None else d_gate.contiguous()
     tile = element_tile(width)
     groups = Groups.of(rows, layer_scale.shape[0], tile)
-    out, d_out = torch.empty_like(residual), torch.empty_like(d_residual, dtype=residual.dtype)
+    out, d_out = room or _room(residual, rows, width, d_residual.shape[0])
     launch(
         gate_residual_jvp_kernel, (groups.count * groups.tiles, triton.cdiv(width, tile.columns)), residual, d_residual,
         logits, d_logits, value, d_value, layer_scale, out, d_out, groups.size, groups.tiles, width,
@@ -446,14 +457,15 @@ def swiglu_backward(grad: Tensor, gate: Tensor, value: Tensor | None) -> tuple[T
     return d_gate, d_value
 
 
-def swiglu_jvp(gate: Tensor, d_gate: Tensor, value: Tensor | None, d_value: Tensor | None) -> tuple[Tensor, Tensor]:
+def swiglu_jvp(
+    gate: Tensor, d_gate: Tensor, value: Tensor | None, d_value: Tensor | None, room: Pair | None = None
+) -> tuple[Tensor, Tensor]:
     """See `reference.swiglu_jvp`."""
     first, second = _two_halves(gate, value)
     d_first, d_second = _two_halves(d_gate, d_value)
     rows, width = first.shape
     tile = element_tile(width)
-    out = torch.empty((rows, width), dtype=gate.dtype, device=gate.device)
-    d_out = torch.empty((d_gate.shape[0], rows, width), dtype=gate.dtype, device=gate.device)
+    out, d_out = room or _room(gate, rows, width, d_gate.shape[0])
     launch(
         swiglu_jvp_kernel, (triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.columns)), first, second, d_first,
         d_second, out, d_out, rows, width, d_gate.shape[0], first.stride(0), d_first.stride(0), d_out.stride(0),
@@ -508,9 +520,6 @@ def flow_loss_backward_kernel(
     _store_gradient(d_image, error, weight, row, inside, image_width, IMAGE_COLUMNS)
     error = _tangent_error(v_text, target_text, text, row, inside & (code != 2), text_width, TEXT_COLUMNS)
     _store_gradient(d_text, error, weight, row, inside, text_width, TEXT_COLUMNS)
-
-
-Pair = tuple[Tensor, Tensor]
 
 
 def flow_loss(velocity: Pair, target: Pair, point: Pair, direction: Tensor) -> Tensor:

@@ -6,10 +6,13 @@ import math
 
 import pytest
 import torch
+import torchdiffeq
 
 import geoflow_fast as gf
+from geoflow_fast.density import DensitySettings, density_estimates
+from geoflow_fast.forward_mode import ForwardMode
 from geoflow_fast.geometry import DIRECTIONS, log_area, sample_uniform
-from geoflow_fast.worlds import BumpField, PairField
+from geoflow_fast.worlds import BumpField, PairField, sample_bump
 
 
 def setting(d: int, rows: int = 16):
@@ -19,48 +22,295 @@ def setting(d: int, rows: int = 16):
     return image, text, (PairField(rotation, 1.1), BumpField(image[0], text[0], 0.8))
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("divergence", ["exact", "hutchinson"])
-def test_closed_forms(direction, divergence):
-    image, text, fields = setting(16)
-    for field in fields:
-        lp = gf.log_density(field, image, text, direction, n_steps=40, divergence=divergence)
-        assert lp.dtype == torch.float64
-        torch.testing.assert_close(lp, field.log_density(image, text, direction), atol=2e-3, rtol=0)
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
-def test_order_of_the_solvers():
-    """Halving the step halves the error of Euler and quarters that of the midpoint rule."""
-    image, text, (field, _) = setting(16)
-    truth = field.log_density(image, text, "joint")
-    for solver, order in (("euler", 1), ("midpoint", 2)):
-        errors = [
-            float(
-                (gf.log_density(field, image, text, n_steps=n, solver=solver, divergence="exact") - truth).abs().max()
-            )
-            for n in (20, 40)
-        ]
-        assert math.log2(errors[0] / errors[1]) == pytest.approx(order, abs=0.2)
-
-
-def test_hutchinson_is_unbiased_on_a_network():
-    config = gf.GeoFlowConfig(6, 5, hidden=16, depth=2, heads=2, layer_scale=0.5)
-    flow = gf.GeoFlow(config).eval()
+def random_flow(dtype: torch.dtype = torch.float64, **changes) -> gf.GeoFlow:
+    """A network whose every part matters."""
+    torch.manual_seed(0)
+    shape = {"hidden": 16, "depth": 2, "heads": 2, "layer_scale": 0.5} | changes
+    flow = gf.GeoFlow(gf.GeoFlowConfig(6, 5, **shape)).to(dtype).eval()
     with torch.no_grad():
         for parameter in flow.parameters():
             parameter.normal_(0, 0.25)
-    image, text = sample_uniform(8, 6), sample_uniform(8, 5)
-    exact = gf.log_density(flow, image, text, n_steps=2, divergence="exact")
-    generator = torch.Generator().manual_seed(0)
-    many = gf.log_density(flow, image.repeat(1000, 1), text.repeat(1000, 1), n_steps=2, generator=generator)
-    many = many.view(1000, 8)
-    spread = many.std(0)
-    assert float(((many.mean(0) - exact) / spread).abs().max()) < 4 / 1000**0.5
+    return flow
+
+
+def random_pairs(rows: int, dtype: torch.dtype = torch.float64):
+    generator = seeded(1)
+    return tuple(sample_uniform(rows, d, generator=generator, dtype=dtype) for d in (6, 5))
+
+
+class Opaque:
+    """A flow of which only `velocity` is seen, so that it takes the way of any field."""
+
+    def __init__(self, flow: gf.GeoFlow) -> None:
+        self.velocity = flow.velocity
+
+
+# ---- against closed forms ----
+
+
+@pytest.mark.parametrize("d", [3, 16, 128, 1024])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_closed_forms(d, direction):
+    """Both oracles have isotropic Jacobians in the tangent space, on which one probe is exact."""
+    image, text, fields = setting(d, rows=4)
+    for field in fields:
+        lp = gf.log_density(field, image, text, direction, n_steps=20, solver="rk4", generator=seeded())
+        assert lp.dtype == torch.float64
+        error = (lp - field.log_density(image, text, direction)).abs().max()
+        assert float(error) < (1e-3 if d <= 16 else 1e-4 * d)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("grid", ["uniform", "late", "early"])
+def test_exact_divergence(direction, grid):
+    image, text, fields = setting(16)
+    for field in fields:
+        lp = gf.log_density(field, image, text, direction, 10, solver="rk4", divergence="exact", grid=grid)
+        torch.testing.assert_close(lp, field.log_density(image, text, direction), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("d", [3, 16, 128])
+def test_marginals_and_mutual_information(d):
+    image, text, (field, _) = setting(d, rows=4)
+    ep = gf.epistemic(field, image, text, n_steps=20, solver="rk4", generator=seeded())
+    uniform = torch.full((4,), -log_area(d), dtype=torch.float64)
+    for found, truth in (
+        (ep.image, uniform),
+        (ep.text, uniform),
+        (ep.score, -2 * uniform),
+        (ep.pmi, field.log_density(image, text, "i2t") - uniform),
+    ):
+        torch.testing.assert_close(found, truth, atol=1e-3 if d <= 16 else 1e-2, rtol=0)
+
+
+@pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("midpoint", 2), ("ab2", 2), ("rk4", 4)])
+def test_order_of_the_solvers(solver, order):
+    image, text, (field, _) = setting(16)
+    truth = field.log_density(image, text, "joint")
+    options = {"solver": solver, "divergence": "exact"}
+    errors = [float((gf.log_density(field, image, text, n_steps=n, **options) - truth).abs().max()) for n in (10, 20)]
+    assert math.log2(errors[0] / errors[1]) == pytest.approx(order, abs=0.4)
+
+
+def test_dopri5_agrees():
+    """torchdiffeq's adaptive solver on the augmented ODE, the divergence from the full Jacobian."""
+    flow = random_flow()
+    image, text = random_pairs(3)
+
+    def augmented(t, state):
+        def velocity(z):
+            v = flow.velocity(*(torch.nn.functional.normalize(x, dim=-1) for x in z.split((6, 5), 1)), t, "joint")
+            return torch.cat(v, 1)
+
+        z = state[:, :11]
+        jacobian = torch.autograd.functional.jacobian(lambda y: velocity(y).sum(0), z)  # [11, B, 11]: dv_i / dz_bj
+        return torch.cat((velocity(z), jacobian.diagonal(dim1=0, dim2=2).sum(1, keepdim=True)), 1).detach()
+
+    state = torch.cat((image, text, torch.zeros(3, 1, dtype=torch.float64)), 1)
+    times = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    end = torchdiffeq.odeint(augmented, state, times, rtol=1e-7, atol=1e-7, method="dopri5")[-1]
+    found = gf.log_density(flow, image, text, n_steps=40, solver="rk4", divergence="exact")
+    torch.testing.assert_close(found, end[:, -1] - log_area(6) - log_area(5), atol=1e-4, rtol=0)
+
+
+def test_a_trained_flow_integrates_to_one():
+    """log p(text | image) of a flow on S^2, over an even grid of its texts."""
+    torch.manual_seed(0)
+    flow = gf.GeoFlow(gf.GeoFlowConfig(3, 3, hidden=32, depth=2, layer_scale=0.1))
+    image, field = sample_uniform(4000, 3), PairField(torch.eye(3), 1.0)
+    text = sample_bump(image, field.c)
+    config = gf.TrainConfig(steps=60, batch_size=256, lr=5e-3, warmup_steps=5, val_every=60)
+    gf.train(flow, gf.EmbeddingPairs.from_arrays(image, text), config)
+    points = 2000
+    height = 1 - (2 * torch.arange(points, dtype=torch.float64) + 1) / points
+    turn = math.pi * (3 - math.sqrt(5)) * torch.arange(points, dtype=torch.float64)
+    ring = (1 - height**2).sqrt()
+    grid = torch.stack((ring * turn.cos(), ring * turn.sin(), height), 1).float()
+    given = image[:1].expand(points, -1)
+    lp = gf.log_density(flow, given, grid, "i2t", n_steps=12, divergence="exact")
+    assert float((lp - lp.mean()).abs().max()) > 0.5  # the flow has learned something
+    assert float(lp.exp().mean() * 4 * math.pi) == pytest.approx(1, abs=0.01)
+
+
+def test_rotating_points_and_network_alike_changes_nothing():
+    flow, turned = random_flow(), random_flow()
+    image, text = random_pairs(5)
+    rotation = torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64))[0]
+    with torch.no_grad():
+        turned.encoders[0][0].weight.copy_(flow.encoders[0][0].weight @ rotation.T)
+        turned.decoders[0][1].weight.copy_(rotation @ flow.decoders[0][1].weight)
+        turned.decoders[0][1].bias.copy_(rotation @ flow.decoders[0][1].bias)
+    for direction in DIRECTIONS:
+        before = gf.log_density(flow, image, text, direction, divergence="exact")
+        after = gf.log_density(turned, image @ rotation.T, text, direction, divergence="exact")
+        torch.testing.assert_close(before, after, atol=1e-10, rtol=0)
+
+
+# ---- the estimator ----
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"probe": "rademacher"},
+        {"tangents": "combined"},
+        {"tangents": "alternating", "n_steps": 2},
+        {"redraw": False, "n_steps": 2},
+        {"probe": "rademacher", "tangents": "combined"},
+    ],
+)
+def test_four_thousand_probes_find_the_exact_trace(options):
+    flow = random_flow(torch.float32)
+    image, text = random_pairs(4, torch.float32)
+    options = {"n_steps": 1, "solver": "euler"} | options
     estimate, stderr = gf.log_density(
-        flow, image, text, n_steps=2, n_probes=16, generator=generator, return_stderr=True
+        flow, image, text, n_probes=4000, generator=seeded(), return_stderr=True, **options
     )
-    assert float(((estimate - exact) / spread).abs().max()) < 4 / 16**0.5
-    assert float((stderr / (spread / 4)).log().abs().max()) < 1
+    steps = options["n_steps"]
+    exact = gf.log_density(flow, image, text, n_steps=steps, solver="euler", divergence="exact")
+    assert float(((estimate - exact) / stderr).abs().max()) < 4
+    assert float(stderr.min()) > 1e-3  # there was something to estimate
+
+
+@pytest.mark.parametrize("orthogonal", ["none", "probes", "steps"])
+def test_the_standard_error_is_the_spread_of_the_estimate(orthogonal):
+    flow = random_flow(torch.float32)
+    image, text = (x.repeat(400, 1) for x in random_pairs(3, torch.float32))
+    options = {"n_steps": 2, "n_probes": 3, "orthogonal": orthogonal, "generator": seeded(), "return_stderr": True}
+    estimate, stderr = (x.view(400, 3) for x in gf.log_density(flow, image, text, **options))
+    claimed = stderr.square().mean(0).sqrt()
+    # The larger stream's dimension stands for both: never too small, and 15 % too large at most for widths 6 and 5.
+    assert float((estimate.std(0) / claimed).max()) < 1.1
+    assert float((estimate.std(0) / claimed).min()) > (0.8 if orthogonal == "probes" else 0.9)
+
+
+def test_a_basis_of_orthogonal_probes_is_exact():
+    config = {"n_steps": 3, "generator": seeded(), "n_probes": 4, "orthogonal": "probes"}
+    flow = random_flow()
+    image, text = random_pairs(5)
+    exact = gf.log_density(flow, image, text, "i2t", n_steps=3, divergence="exact")
+    torch.testing.assert_close(gf.log_density(flow, image, text, "i2t", **config), exact, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("solver", ["euler", "ab2", "rk4", "midpoint"])
+@pytest.mark.parametrize("tangents", ["separate", "combined", "alternating"])
+def test_the_network_and_any_field_give_one_answer(direction, solver, tangents):
+    flow = random_flow(torch.float32)
+    image, text = random_pairs(7, torch.float32)
+    options = {"n_steps": 3, "n_probes": 2, "solver": solver, "tangents": tangents, "grid": "late"}
+    fast, slow = (
+        gf.log_density(field, image, text, direction, generator=seeded(), **options) for field in (flow, Opaque(flow))
+    )
+    torch.testing.assert_close(fast, slow, rtol=1e-5, atol=1e-5)
+
+
+def test_the_euclidean_twin_takes_the_fast_path_too():
+    flow = random_flow(geometry="euclidean")
+    image, text = random_pairs(5)
+    slow = Opaque(flow)
+    slow.config = flow.config
+    fast, slow = (gf.log_density(field, image, text, generator=seeded()) for field in (flow, slow))
+    torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("options", [{}, {"n_probes": 3, "orthogonal": "probes"}, {"divergence": "exact"}])
+def test_chunks_do_not_change_the_result(options):
+    flow = random_flow()
+    image, text = random_pairs(50)
+    whole, pieces = (
+        gf.log_density(flow, image, text, generator=seeded(), memory=memory, **options) for memory in (2**30, 2**16)
+    )
+    torch.testing.assert_close(whole, pieces, atol=1e-11, rtol=0)
+    first = density_estimates(flow, image[30:], text[30:], ("joint",), DensitySettings(), 3, first_row=30)
+    every = density_estimates(flow, image, text, ("joint",), DensitySettings(), 3)
+    torch.testing.assert_close(first, every[..., 30:], atol=1e-11, rtol=0)
+
+
+# ---- the epistemic score ----
+
+
+@pytest.mark.parametrize("options", [{}, {"n_probes": 3, "return_stderr": True}, gf.PAPER_DENSITY, gf.FAST_DENSITY])
+def test_chain_rule(options):
+    flow = random_flow(torch.float32)
+    image, text = random_pairs(9, torch.float32)
+    ep = gf.epistemic(flow, image, text, generator=seeded(4), **options)
+    torch.testing.assert_close(ep.joint, ep.image + ep.text + ep.pmi, atol=1e-12, rtol=0)
+    torch.testing.assert_close(ep.joint, ep.image + ep.text_given_image, atol=1e-12, rtol=0)
+    torch.testing.assert_close(ep.joint, ep.text + ep.image_given_text, atol=1e-12, rtol=0)
+    torch.testing.assert_close(ep.score, -ep.image - ep.text, atol=1e-12, rtol=0)
+    alone = {name: value for name, value in options.items() if name != "return_stderr"}
+    for direction, found in zip(DIRECTIONS, (ep.joint, ep.text_given_image, ep.image_given_text)):
+        one = gf.log_density(flow, image, text, direction, generator=seeded(4), **alone)
+        torch.testing.assert_close(found, one, rtol=1e-5, atol=1e-5)
+    assert (ep.stderr is None) == ("return_stderr" not in options)
+
+
+def test_the_same_probes_serve_all_three_solves():
+    """With common probes the noise of the conditionals cancels against that of the joint, most of all at t near 1."""
+    flow = random_flow(torch.float32)
+    image, text = (x.repeat(200, 1) for x in random_pairs(3, torch.float32))
+    ep = gf.epistemic(flow, image, text, n_steps=1, solver="euler", generator=seeded())
+    apart = [
+        gf.log_density(flow, image, text, d, 1, solver="euler", generator=seeded(k)) for k, d in enumerate(DIRECTIONS)
+    ]
+    spread, loose = ((2 * j - a - b).view(200, 3).std(0) for j, a, b in (
+        (ep.joint, ep.text_given_image, ep.image_given_text), apart))  # fmt: skip
+    assert bool((spread < loose).all())
+
+
+def test_absolute_typicality():
+    flow = random_flow()
+    image, text = random_pairs(9)
+    plain = gf.epistemic(flow, image, text, generator=seeded())
+    typical = plain.typical()
+    assert typical[0] == pytest.approx(float(-plain.image.mean()))
+    ep = gf.epistemic(flow, image, text, generator=seeded(), typicality="absolute", typical=typical)
+    truth = (plain.image - plain.image.mean()).abs() + (plain.text - plain.text.mean()).abs()
+    torch.testing.assert_close(ep.score, truth)
+    with pytest.raises(ValueError, match="go together"):
+        gf.epistemic(flow, image, text, typicality="absolute")
+
+
+def test_marginals_averaged_over_partners():
+    """The marginal is the mean over pairings of the image with each text, its own and the partners."""
+    flow = random_flow()
+    image, text = random_pairs(4)
+    prompts = sample_uniform(3, 5, generator=seeded(), dtype=torch.float64)
+    options = {"divergence": "exact", "n_steps": 4}
+    ep = gf.epistemic(flow, image, text, text_partners=prompts, **options)
+    each = [gf.epistemic(flow, image, t.expand_as(text), **options).image for t in prompts]
+    own = gf.epistemic(flow, image, text, **options)
+    torch.testing.assert_close(ep.image, torch.stack([own.image, *each]).mean(0))
+    torch.testing.assert_close(ep.text, own.text)
+    images = sample_uniform(8, 6, generator=seeded(), dtype=torch.float64).view(4, 2, 6)
+    ep = gf.epistemic(flow, image, text, image_partners=images, **options)
+    each = [gf.epistemic(flow, i, text, **options).text for i in images.unbind(1)]
+    torch.testing.assert_close(ep.text, torch.stack([own.text, *each]).mean(0))
+    torch.testing.assert_close(ep.joint, ep.image + ep.text + ep.pmi)
+
+
+def test_suggested_steps_reach_the_tolerance():
+    image, text, (field, _) = setting(16)
+    truth = field.log_density(image, text, "joint")
+    counts = []
+    for tolerance in (0.3, 0.03):
+        steps = gf.suggest_steps(field, image, text, tolerance, solver="euler")
+        found = gf.log_density(field, image, text, n_steps=steps, solver="euler", divergence="exact")
+        # First order: what doubling the steps changes is half of the error.
+        assert float((found - truth).abs().mean()) < 2.2 * tolerance
+        counts.append(steps)
+    assert counts[1] > counts[0] > gf.suggest_steps(field, image, text, 0.3, solver="rk4")
+    with pytest.raises(ValueError, match="4 steps of euler still move"):
+        gf.suggest_steps(field, image, text, 1e-6, solver="euler", max_steps=4)
+
+
+# ---- bad input ----
 
 
 def test_bad_input():
@@ -71,6 +321,13 @@ def test_bad_input():
         "n_steps": {"n_steps": 0},
         "solver": {"solver": "magic"},
         "return_stderr": {"return_stderr": True},
+        "n_probes": {"n_probes": 0},
+        "probe must be": {"probe": "uniform"},
+        "tangents must be": {"tangents": "both"},
+        "grid must be": {"grid": "log"},
+        "needs probe='gaussian'": {"orthogonal": "steps", "probe": "rademacher"},
+        "orthogonal must be": {"orthogonal": "all"},
+        "do not fit into 3": {"orthogonal": "probes", "n_probes": 4},
     }
     for message, options in cases.items():
         with pytest.raises(ValueError, match=message):
@@ -119,3 +376,24 @@ def test_a_path_that_breaks_raises():
     image, text, _ = setting(4)
     with pytest.raises(ValueError, match="row 0 became non-finite in step 0"):
         gf.log_density(Broken(), image, text, "joint")
+
+
+@pytest.mark.parametrize(("poisoned", "message"), [(2.0, "t2i: image row 6"), (0.0, "joint: text row 6")])
+def test_a_state_that_breaks_on_the_way_names_row_and_step(monkeypatch, poisoned, message):
+    """In whatever chunk it is: the network's output for one pair turns NaN late in the path."""
+    flow = random_flow()
+    image, text = random_pairs(8)
+    call = ForwardMode.__call__
+
+    def breaking(self, t, solves):
+        outputs = call(self, t, solves)
+        where = (solves[0].text[0] - text[6]).norm(dim=1) < 0.5
+        if t < 0.75 and poisoned == 0.0:
+            outputs[0][1][0][where] = math.nan
+        elif t < 0.75:
+            outputs[2][0][0][where] = math.nan
+        return outputs
+
+    monkeypatch.setattr(ForwardMode, "__call__", breaking)
+    with pytest.raises(ValueError, match=rf"{message} became non-finite in step 2 \(t=0.7\) of euler"):
+        gf.epistemic(flow, image, text, n_steps=10, solver="euler", memory=2**17)

@@ -50,8 +50,8 @@ class AdaLN:
         return d_x, _per_group(grad, len(scale)), _per_group(d_scale, len(scale))
 
     @staticmethod
-    def jvp(x: Tensor, dx: Tensor, shift: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        y, dy = _empty(x.shape), _empty(dx.shape)
+    def jvp(x: Tensor, dx: Tensor, shift: Tensor, scale: Tensor, eps: float, out: Pair | None = None) -> Pair:
+        y, dy = out or (_empty(x.shape), _empty(dx.shape))
         tangents = _rows(dx.reshape(-1, x.shape[1]))
         parts = (_rows(x), tangents, _rows(shift), _rows(scale), y, dy.view(tangents.shape))
         network_kernel("adaln_jvp", _shape(x, scale), eps, len(dx), *parts)
@@ -82,11 +82,13 @@ class SwiGLU:
         return d_gate, d_value
 
     @staticmethod
-    def jvp(gate: Tensor, d_gate: Tensor, value: Tensor | None, d_value: Tensor | None) -> tuple[Tensor, Tensor]:
+    def jvp(
+        gate: Tensor, d_gate: Tensor, value: Tensor | None, d_value: Tensor | None, out: Pair | None = None
+    ) -> Pair:
         first, second = SwiGLU._halves(gate, value)
         flat_value = None if d_value is None else d_value.reshape(-1, d_value.shape[-1])
         d_first, d_second = SwiGLU._halves(d_gate.reshape(-1, d_gate.shape[-1]), flat_value)
-        y, dy = _empty(first.shape), _empty((len(d_gate), *first.shape))
+        y, dy = out or (_empty(first.shape), _empty((len(d_gate), *first.shape)))
         parts = (first, d_first, second, d_second, y, dy.view(d_first.shape))
         network_kernel("swiglu_jvp", (*first.shape, 1), len(d_gate), *parts)
         return y, dy
@@ -127,11 +129,12 @@ class GateResidual:
         value: Tensor,
         d_value: Tensor,
         layer_scale: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+        out: Pair | None = None,
+    ) -> Pair:
         def flat(x: Tensor | None) -> Tensor | None:
             return None if x is None else _rows(x.reshape(-1, x.shape[-1]))
 
-        y, dy = _empty(residual.shape), _empty(d_residual.shape)
+        y, dy = out or (_empty(residual.shape), _empty(d_residual.shape))
         parts = (residual, d_residual, gate, d_gate, value, d_value, layer_scale, y, dy)
         network_kernel("gate_residual_jvp", _shape(residual, layer_scale), len(d_residual), *map(flat, parts))
         return y, dy

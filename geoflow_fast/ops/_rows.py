@@ -65,6 +65,34 @@ def groups_of(group: Tensor, name: str, rows: Tensor) -> Tensor:
     return flat
 
 
+Out = tuple[Tensor, Tensor]
+"""Room for a result and its K derivatives, both contiguous."""
+
+
+def out_rows(out: Out | None, y: torch.Size, dy: torch.Size) -> Out | None:
+    """`out` as the matrices [R, W] and [K, R, W] that a backend fills, after a check of its shapes `y` and `dy`."""
+    if out is None:
+        return None
+    for name, x, shape in (("out[0]", out[0], y), ("out[1]", out[1], dy)):
+        if x.shape != shape or not x.is_contiguous():
+            raise ValueError(f"{name} must be a contiguous {tuple(shape)}, got {tuple(x.shape)} {x.stride()}")
+    rows = rows_of(out[0])
+    return rows, out[1].view(dy[0], *rows.shape)
+
+
+def with_out(jvp: Callable[..., Out]) -> Callable[..., Out]:
+    """A plain torch `jvp` with one argument more, the last: None, or where its results are copied to."""
+
+    def run(*arguments: Any) -> Out:
+        *inputs, out = arguments
+        found = jvp(*inputs)
+        if out is None:
+            return found
+        return out[0].copy_(found[0]), out[1].copy_(found[1])
+
+    return run
+
+
 def check_tangents(tangent: Tensor, name: str, primal: Tensor) -> None:
     """`tangent` is [K, *primal.shape]."""
     if tangent.dim() != primal.dim() + 1 or tangent.shape[1:] != primal.shape:

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from geoflow_fast import _native, dispatch, reference
 from geoflow_fast.ops import _network_cpu, _triton
-from geoflow_fast.ops._rows import check_floating, check_tangents, groups_of, rows_of, with_derivatives
+from geoflow_fast.ops._rows import (
+    Out,
+    check_floating,
+    check_tangents,
+    groups_of,
+    out_rows,
+    rows_of,
+    with_derivatives,
+    with_out,
+)
 
 EPS = 1e-6
 
@@ -31,17 +40,27 @@ def adaln(x: Tensor, shift: Tensor, scale: Tensor, *, eps: float = EPS, backend:
 
 
 def adaln_jvp(
-    x: Tensor, dx: Tensor, shift: Tensor, scale: Tensor, *, eps: float = EPS, backend: str = "auto"
+    x: Tensor,
+    dx: Tensor,
+    shift: Tensor,
+    scale: Tensor,
+    *,
+    eps: float = EPS,
+    backend: str = "auto",
+    out: Out | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`adaln(x, shift, scale)` and its derivatives along the K tangents `dx` [K, *x.shape], without a tape."""
+    """`adaln(x, shift, scale)` and its derivatives along the K tangents `dx` [K, *x.shape], without a tape.
+
+    `out`: two contiguous tensors, other than the inputs, that the results are written to."""
     rows = _check(x, shift, scale)
     check_floating(x=x, dx=dx)
     check_tangents(dx, "dx", x)
-    if dx.numel() == 0:
+    if rows.numel() == 0:
         return adaln(x, shift, scale, eps=eps, backend=backend), dx.clone()
     passes = dispatch.choose("adaln", x, backend)
-    tangents = dx.reshape(-1, *rows.shape)
-    y, dy = passes.jvp(rows, tangents, groups_of(shift, "shift", rows), groups_of(scale, "scale", rows), eps)
+    tangents = dx.reshape(len(dx), *rows.shape)
+    groups = groups_of(shift, "shift", rows), groups_of(scale, "scale", rows)
+    y, dy = passes.jvp(rows, tangents, *groups, eps, out_rows(out, x.shape, dx.shape))
     return y.view(x.shape), dy.view(dx.shape)
 
 
@@ -88,7 +107,7 @@ class _AdaLN(torch.autograd.Function):
 class _Reference:
     forward = staticmethod(reference.adaln)
     backward = staticmethod(reference.adaln_backward)
-    jvp = staticmethod(reference.adaln_jvp)
+    jvp = staticmethod(with_out(reference.adaln_jvp))
 
 
 dispatch.register("adaln", "cpu", devices=("cpu",), missing=_native.missing, dtypes=_network_cpu.DTYPES)(

@@ -9,7 +9,17 @@ from torch import Tensor
 
 from geoflow_fast import _native, dispatch, reference
 from geoflow_fast.ops import _network_cpu, _triton
-from geoflow_fast.ops._rows import check_floating, check_shape, check_tangents, groups_of, rows_of, with_derivatives
+from geoflow_fast.ops._rows import (
+    Out,
+    check_floating,
+    check_shape,
+    check_tangents,
+    groups_of,
+    out_rows,
+    rows_of,
+    with_derivatives,
+    with_out,
+)
 
 
 def gate_residual(
@@ -52,8 +62,11 @@ def gate_residual_jvp(
     layer_scale: Tensor,
     *,
     backend: str = "auto",
+    out: Out | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`gate_residual` without dropout and its derivatives along K tangents [K, *residual.shape], without a tape."""
+    """`gate_residual` without dropout and its derivatives along K tangents [K, *residual.shape], without a tape.
+
+    `out`: two contiguous tensors, other than the inputs, that the results are written to."""
     rows, gate_rows, value_rows, scale = _check(residual, gate, value, layer_scale)
     if (gate is None) != (d_gate is None):
         raise ValueError("gate and d_gate must be given together or not at all")
@@ -63,11 +76,12 @@ def gate_residual_jvp(
         if tangent is not None:
             check_tangents(tangent, name, residual)
             check_shape(d_residual.shape, "d_residual", **{name: tangent})
-        tangents.append(None if tangent is None else tangent.reshape(-1, *rows.shape))
-    if d_residual.numel() == 0:
+        tangents.append(None if tangent is None else tangent.reshape(len(tangent), *rows.shape))
+    if rows.numel() == 0:
         return gate_residual(residual, gate, value, layer_scale, backend=backend), d_residual.clone()
     passes = dispatch.choose("gate_residual", residual, backend)
-    y, dy = passes.jvp(rows, tangents[0], gate_rows, tangents[1], value_rows, tangents[2], scale)
+    room = out_rows(out, residual.shape, d_residual.shape)
+    y, dy = passes.jvp(rows, tangents[0], gate_rows, tangents[1], value_rows, tangents[2], scale, room)
     return y.view(residual.shape), dy.view(d_residual.shape)
 
 
@@ -133,7 +147,7 @@ class _GateResidual(torch.autograd.Function):
 class _Reference:
     forward = staticmethod(reference.gate_residual)
     backward = staticmethod(reference.gate_residual_backward)
-    jvp = staticmethod(reference.gate_residual_jvp)
+    jvp = staticmethod(with_out(reference.gate_residual_jvp))
 
 
 dispatch.register("gate_residual", "cpu", devices=("cpu",), missing=_native.missing, dtypes=_network_cpu.DTYPES)(

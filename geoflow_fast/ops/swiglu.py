@@ -9,7 +9,16 @@ from torch import Tensor
 
 from geoflow_fast import _native, dispatch, reference
 from geoflow_fast.ops import _network_cpu, _triton
-from geoflow_fast.ops._rows import check_floating, check_shape, check_tangents, rows_of, with_derivatives
+from geoflow_fast.ops._rows import (
+    Out,
+    check_floating,
+    check_shape,
+    check_tangents,
+    out_rows,
+    rows_of,
+    with_derivatives,
+    with_out,
+)
 
 
 def swiglu(gate: Tensor, value: Tensor | None = None, *, backend: str = "auto") -> Tensor:
@@ -26,24 +35,34 @@ def swiglu(gate: Tensor, value: Tensor | None = None, *, backend: str = "auto") 
 
 
 def swiglu_jvp(
-    gate: Tensor, d_gate: Tensor, value: Tensor | None = None, d_value: Tensor | None = None, *, backend: str = "auto"
+    gate: Tensor,
+    d_gate: Tensor,
+    value: Tensor | None = None,
+    d_value: Tensor | None = None,
+    *,
+    backend: str = "auto",
+    out: Out | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`swiglu` and its derivatives along K tangents, `d_gate` [K, *gate.shape] and `d_value` alike, without a tape."""
+    """`swiglu` and its derivatives along K tangents, `d_gate` [K, *gate.shape] and `d_value` alike, without a tape.
+
+    `out`: two contiguous tensors, other than the inputs, that the results are written to."""
     width = _check(gate, value)
     if (value is None) != (d_value is None):
         raise ValueError("value and d_value must be given together or not at all")
     check_floating(gate=gate, d_gate=d_gate, d_value=d_value)
     check_tangents(d_gate, "d_gate", gate)
     check_shape(d_gate.shape, "d_gate", d_value=d_value)
-    shape = (*gate.shape[:-1], width)
-    if d_gate.numel() == 0:
-        return swiglu(gate, value, backend=backend), d_gate.new_empty((d_gate.shape[0], *shape))
+    shape = torch.Size((*gate.shape[:-1], width))
+    d_shape = torch.Size((d_gate.shape[0], *shape))
+    if gate.numel() == 0:
+        return swiglu(gate, value, backend=backend), d_gate.new_empty(d_shape)
     rows = rows_of(gate)
-    d_rows = d_gate.reshape(-1, *rows.shape)
-    d_value_rows = None if d_value is None else d_value.reshape(-1, *rows.shape)
+    d_rows = d_gate.reshape(len(d_gate), *rows.shape)
+    d_value_rows = None if d_value is None else d_value.reshape(len(d_value), *rows.shape)
     passes = dispatch.choose("swiglu", gate, backend)
-    y, dy = passes.jvp(rows, d_rows, None if value is None else rows_of(value), d_value_rows)
-    return y.view(shape), dy.view(-1, *shape)
+    value_rows = None if value is None else rows_of(value)
+    y, dy = passes.jvp(rows, d_rows, value_rows, d_value_rows, out_rows(out, shape, d_shape))
+    return y.view(shape), dy.view(d_shape)
 
 
 def _check(gate: Tensor, value: Tensor | None) -> int:
@@ -90,7 +109,7 @@ class _SwiGLU(torch.autograd.Function):
 class _Reference:
     forward = staticmethod(reference.swiglu)
     backward = staticmethod(reference.swiglu_backward)
-    jvp = staticmethod(reference.swiglu_jvp)
+    jvp = staticmethod(with_out(reference.swiglu_jvp))
 
 
 dispatch.register("swiglu", "cpu", devices=("cpu",), missing=_native.missing, dtypes=_network_cpu.DTYPES)(
