@@ -203,21 +203,30 @@ def epistemic(
     if (typicality == "absolute") != (typical is not None):
         raise ValueError("typicality='absolute' and typical=(image, text) go together: see Epistemic.typical")
     seed = draw_seed(generator, image)
-    joint, i2t, t2i = density_estimates(field, image, text, DIRECTIONS, settings, seed, memory)
-    log_image, log_text = joint - i2t, joint - t2i
-    for partners, stream in ((text_partners, 1), (image_partners, 0)):
-        if partners is None:
-            continue
-        own = log_image if stream == 1 else log_text
-        found = _with_partners(field, image, text, partners, stream, settings, seed, memory)
-        mean = torch.cat((own.unsqueeze(-1), found), dim=-1).mean(-1)
-        log_image, log_text = (mean, log_text) if stream == 1 else (log_image, mean)
-    spread = _stderr(log_image + log_text, settings, _freedom(field, image, text)) if return_stderr else None
-    joint, i2t, t2i, log_image, log_text = (x.mean(0) for x in (joint, i2t, t2i, log_image, log_text))
-    score = -log_image - log_text
+    estimates = density_estimates(field, image, text, DIRECTIONS, settings, seed, memory)
+    marginals = [estimates[0] - estimates[1], estimates[0] - estimates[2]]
+    for stream, partners in ((1, text_partners), (0, image_partners)):
+        if partners is not None:
+            more = _with_partners(field, image, text, partners, stream, settings, seed, memory)
+            marginals[1 - stream] = torch.cat((marginals[1 - stream].unsqueeze(-1), more), dim=-1).mean(-1)
+    spread = _stderr(marginals[0] + marginals[1], settings, _freedom(field, image, text)) if return_stderr else None
+    return chain_rule(estimates, (marginals[0], marginals[1]), typical, spread)
+
+
+def chain_rule(
+    estimates: Tensor,
+    marginals: tuple[Tensor, Tensor] | None = None,
+    typical: tuple[float, float] | None = None,
+    stderr: Tensor | None = None,
+) -> Epistemic:
+    """The decomposition from estimates [3, K, B] of the `DIRECTIONS`; `marginals` of image and text, [K, B] each, are
+    those that follow from them if none better are given."""
+    joint, i2t, t2i = estimates.mean(1)
+    image, text = (joint - i2t, joint - t2i) if marginals is None else (x.mean(0) for x in marginals)
+    score = -image - text
     if typical is not None:
-        score = (-log_image - typical[0]).abs() + (-log_text - typical[1]).abs()
-    return Epistemic(joint, i2t, t2i, log_image, log_text, joint - log_image - log_text, score, spread)
+        score = (-image - typical[0]).abs() + (-text - typical[1]).abs()
+    return Epistemic(joint, i2t, t2i, image, text, joint - image - text, score, stderr)
 
 
 def suggest_steps(
@@ -435,6 +444,12 @@ def _freedom(field: Field, image: Tensor, text: Tensor) -> int:
     """Dimension that probes of the larger stream span."""
     widths = field.config.flow_dims if isinstance(field, GeoFlow) else (image.shape[1], text.shape[1])
     return max(widths) - (geometry_of(field) == "sphere")
+
+
+def epistemic_stderr(estimates: Tensor, settings: DensitySettings, field: Field, image: Tensor, text: Tensor) -> Tensor:
+    """Standard error [B] of the epistemic score from estimates [3, K, B] of the `DIRECTIONS`."""
+    joint, i2t, t2i = estimates
+    return _stderr(2 * joint - i2t - t2i, settings, _freedom(field, image, text))
 
 
 def _stderr(estimates: Tensor, settings: DensitySettings, freedom: int) -> Tensor:

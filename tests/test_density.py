@@ -98,8 +98,8 @@ def test_order_of_the_solvers(solver, order):
 
 def test_dopri5_agrees():
     """torchdiffeq's adaptive solver on the augmented ODE, the divergence from the full Jacobian."""
-    flow = random_flow()
-    image, text = random_pairs(3)
+    flow = random_flow(time_scale=0.3)
+    image, text = random_pairs(2)
 
     def augmented(t, state):
         def velocity(z):
@@ -110,10 +110,10 @@ def test_dopri5_agrees():
         jacobian = torch.autograd.functional.jacobian(lambda y: velocity(y).sum(0), z)  # [11, B, 11]: dv_i / dz_bj
         return torch.cat((velocity(z), jacobian.diagonal(dim1=0, dim2=2).sum(1, keepdim=True)), 1).detach()
 
-    state = torch.cat((image, text, torch.zeros(3, 1, dtype=torch.float64)), 1)
+    state = torch.cat((image, text, torch.zeros(2, 1, dtype=torch.float64)), 1)
     times = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    end = torchdiffeq.odeint(augmented, state, times, rtol=1e-7, atol=1e-7, method="dopri5")[-1]
-    found = gf.log_density(flow, image, text, n_steps=40, solver="rk4", divergence="exact")
+    end = torchdiffeq.odeint(augmented, state, times, rtol=1e-6, atol=1e-6, method="dopri5")[-1]
+    found = gf.log_density(flow, image, text, n_steps=24, solver="rk4", divergence="exact")
     torch.testing.assert_close(found, end[:, -1] - log_area(6) - log_area(5), atol=1e-4, rtol=0)
 
 
@@ -184,9 +184,10 @@ def test_the_standard_error_is_the_spread_of_the_estimate(orthogonal):
     options = {"n_steps": 2, "n_probes": 3, "orthogonal": orthogonal, "generator": seeded(), "return_stderr": True}
     estimate, stderr = (x.view(400, 3) for x in gf.log_density(flow, image, text, **options))
     claimed = stderr.square().mean(0).sqrt()
-    # The larger stream's dimension stands for both: never too small, and 15 % too large at most for widths 6 and 5.
-    assert float((estimate.std(0) / claimed).max()) < 1.1
-    assert float((estimate.std(0) / claimed).min()) > (0.8 if orthogonal == "probes" else 0.9)
+    ratio, four_sigma = estimate.std(0) / claimed, 4 / math.sqrt(2 * 400)
+    # Among orthogonal probes the larger stream's dimension stands for both: at widths 6 and 5 up to 15 % too careful.
+    assert float(ratio.max()) < 1 + four_sigma
+    assert float(ratio.min()) > (0.85 if orthogonal == "probes" else 1) - four_sigma
 
 
 def test_a_basis_of_orthogonal_probes_is_exact():
@@ -378,22 +379,19 @@ def test_a_path_that_breaks_raises():
         gf.log_density(Broken(), image, text, "joint")
 
 
-@pytest.mark.parametrize(("poisoned", "message"), [(2.0, "t2i: image row 6"), (0.0, "joint: text row 6")])
-def test_a_state_that_breaks_on_the_way_names_row_and_step(monkeypatch, poisoned, message):
-    """In whatever chunk it is: the network's output for one pair turns NaN late in the path."""
+@pytest.mark.parametrize(("solve", "stream", "name"), [(0, 1, "joint"), (2, 0, "t2i")])
+def test_a_solve_that_breaks_on_the_way_names_row_and_step(monkeypatch, solve, stream, name):
+    """In whatever chunk it is: the network's output for one pair turns NaN in the fourth step."""
     flow = random_flow()
     image, text = random_pairs(8)
     call = ForwardMode.__call__
 
     def breaking(self, t, solves):
         outputs = call(self, t, solves)
-        where = (solves[0].text[0] - text[6]).norm(dim=1) < 0.5
-        if t < 0.75 and poisoned == 0.0:
-            outputs[0][1][0][where] = math.nan
-        elif t < 0.75:
-            outputs[2][0][0][where] = math.nan
+        if t < 0.75:
+            outputs[solve][stream][0][(solves[0].text[0] - text[6]).norm(dim=1) < 0.5] = math.nan
         return outputs
 
     monkeypatch.setattr(ForwardMode, "__call__", breaking)
-    with pytest.raises(ValueError, match=rf"{message} became non-finite in step 2 \(t=0.7\) of euler"):
+    with pytest.raises(ValueError, match=rf"{name}: divergence row 6 became non-finite in step 3 \(t=0.7\) of euler"):
         gf.epistemic(flow, image, text, n_steps=10, solver="euler", memory=2**17)
