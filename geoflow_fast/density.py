@@ -204,7 +204,8 @@ def epistemic(
         raise ValueError("typicality='absolute' and typical=(image, text) go together: see Epistemic.typical")
     seed = draw_seed(generator, image)
     estimates = density_estimates(field, image, text, DIRECTIONS, settings, seed, memory)
-    marginals = [estimates[0] - estimates[1], estimates[0] - estimates[2]]
+    joint, i2t, t2i = estimates
+    marginals = [joint - i2t, joint - t2i]
     for stream, partners in ((1, text_partners), (0, image_partners)):
         if partners is not None:
             more = _with_partners(field, image, text, partners, stream, settings, seed, memory)
@@ -298,11 +299,10 @@ def density_estimates(
             network = ForwardMode(field, directions, sorted(set(times)))
             at_once = _rows_at_once(field, directions, settings, len(image), memory)
         parts = []
-        for start in range(0, max(1, len(image)), at_once):
-            pair = image[start : start + at_once], text[start : start + at_once]
+        for number, pair in enumerate(zip(image.split(at_once), text.split(at_once))):
             points = [pair for _ in directions]
             evaluator = evaluator_of(field, network, directions, points, settings.exact)
-            place = geometry_of(field), seed, first_row + start
+            place = geometry_of(field), seed, first_row + number * at_once
             parts.append(_ReverseSolve(evaluator, directions, points, settings, *place).run())
     return torch.cat(parts, dim=-1)
 
@@ -364,8 +364,9 @@ class _ReverseSolve:
         begin = tuple(self.points[solve][stream] for solve, stream in self.moving)
         end = integrate(self._rate, begin, times, solver=self.settings.solver, geometry=self.geometry, watch=self.state)
         self.divergence.close()
+        of_solve = self.integral.unbind()
         for (solve, _), x in zip(self.moving, end):
-            self.integral[solve] += _log_base(x, self.geometry)
+            of_solve[solve].add_(_log_base(x, self.geometry))
         return self.integral
 
     def _rate(self, at: Points, t: float, weight: float) -> Points:

@@ -99,7 +99,7 @@ class Probes:
         uniform = (((bits >> 32) & _LOW).float() + 0.5) * 2.0**-32
         radius = torch.sqrt(-2 * torch.log(uniform))
         turn = (bits & _LOW).float() * (2 * math.pi * 2.0**-32)
-        return torch.cat((radius * turn.cos(), radius * turn.sin()), dim=-1)[..., :d]
+        return torch.cat((radius * turn.cos(), radius * turn.sin()), dim=-1).narrow(-1, 0, d)
 
 
 def _orthogonalise(vectors: list[Tensor], frame: Sequence[Tensor]) -> list[Tensor]:

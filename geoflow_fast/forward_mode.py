@@ -22,6 +22,9 @@ from geoflow_fast.model import NORM_EPS, Block, GeoFlow
 GENERATED = {"joint": (0, 1), "i2t": (1,), "t2i": (0,)}
 """Streams that move (0 image, 1 text), by direction."""
 
+Modulation = Sequence[Sequence[Tensor]]
+"""Shifts and scales of every half-block, by number and stream: [1, H] each."""
+
 Dual = tuple[Tensor, Tensor]
 """Rows [B, W] and their tangents [K, B, W]."""
 
@@ -106,7 +109,11 @@ class ForwardMode:
         like = next(flow.parameters())
         # One fill per time: copying a list to a device would wait for it, which a graph cannot capture.
         moments = torch.stack([torch.full((), t, dtype=like.dtype, device=like.device) for t in times])
-        self.modulations = {direction: flow.modulations(moments, direction) for direction in directions}
+        # By direction, time, part and stream: [1, H].
+        self.modulations = {
+            direction: [[part.unbind() for part in entry.unbind()] for entry in flow.modulations(moments, direction)]
+            for direction in directions
+        }
         self._buffers: dict[str, Tensor] = {}
 
     @staticmethod
@@ -152,7 +159,7 @@ class ForwardMode:
         if buffer is None or buffer.numel() < rows * width:
             like = next(self.flow.parameters())
             buffer = self._buffers[name] = torch.empty(rows * width, dtype=like.dtype, device=like.device)
-        return buffer[: rows * width].view(rows, width)
+        return buffer.narrow(0, 0, rows * width).view(rows, width)
 
     def _encode(self, solves: Sequence[Solve], layout: Layout, stream: int) -> Tensor:
         """Encoded points and tangents [total, H] of one stream, whose tangents of the other stream are zero here."""
@@ -177,19 +184,20 @@ class ForwardMode:
         return h
 
     def _cross_gate(
-        self, block: Block, h: list[Tensor], modulation: Sequence[Tensor], part: int, layout: Layout
+        self, block: Block, h: list[Tensor], modulation: Sequence[Modulation], part: int, layout: Layout
     ) -> None:
         """First half of a block on both streams; replaces the entries of `h`."""
-        width = h[0].shape[1] // len(block.cross_weight[0])
         gates, values = [], []
         for stream in range(2):
             x = self._room("normed", *h[stream].shape)
             self._modulate(stream, h[stream], x, modulation, part, layout.all, layout.all)
             gate, value = (self._room(f"{name} {stream}", *x.shape) for name in ("gate", "value"))
-            for head, weight in enumerate(block.cross_weight[stream]):
-                columns = slice(head * width, (head + 1) * width)
-                torch.mm(x[:, columns], weight[:, :width], out=gate[:, columns])
-                torch.mm(x[:, columns], weight[:, width:], out=value[:, columns])
+            heads = block.cross_weight.unbind()[stream].unbind()
+            pieces = (y.chunk(len(heads), dim=1) for y in (x, gate, value))
+            for weight, x_head, gate_head, value_head in zip(heads, *pieces):
+                to_gate, to_value = weight.chunk(2, dim=1)
+                torch.mm(x_head, to_gate, out=gate_head)
+                torch.mm(x_head, to_value, out=value_head)
             gates.append(gate)
             values.append(value)
         for stream in range(2):
@@ -197,7 +205,7 @@ class ForwardMode:
             for span in layout.all:
                 residual, d_residual = span.of(h[stream])
                 parts = (residual, d_residual, *span.of(gates[stream]), *span.of(values[1 - stream]))
-                ops.gate_residual_jvp(*parts, block.cross_scale[stream], out=span.of(target))
+                ops.gate_residual_jvp(*parts, block.cross_scale.unbind()[stream], out=span.of(target))
             h[stream] = target
 
     def _feed_forward(
@@ -205,7 +213,7 @@ class ForwardMode:
         block: Block,
         stream: int,
         h: Tensor,
-        modulation: Sequence[Tensor],
+        modulation: Sequence[Modulation],
         part: int,
         source: Sequence[Span],
         spans: Sequence[Span],
@@ -214,7 +222,7 @@ class ForwardMode:
         rows = sum((1 + span.count) * span.rows for span in spans)
         x = self._room("normed", rows, h.shape[1])
         self._modulate(stream, h, x, modulation, part, source, spans)
-        expand, contract = block.expand.weight[stream], block.contract.weight[stream]
+        expand, contract = (layer.weight.unbind()[stream] for layer in (block.expand, block.contract))
         wide = torch.mm(x, expand, out=self._room("wide", rows, expand.shape[1]))
         inner = self._room("inner", rows, contract.shape[0])
         for span in spans:
@@ -224,7 +232,7 @@ class ForwardMode:
         for before, after in zip(source, spans):
             value, d_value = after.of(update)
             ops.gate_residual_jvp(
-                *before.of(h), None, None, value, d_value, block.forward_scale[stream], out=after.of(target)
+                *before.of(h), None, None, value, d_value, block.forward_scale.unbind()[stream], out=after.of(target)
             )
         return target
 
@@ -233,14 +241,14 @@ class ForwardMode:
         stream: int,
         h: Tensor,
         target: Tensor,
-        modulation: Sequence[Tensor],
+        modulation: Sequence[Modulation],
         part: int,
         source: Sequence[Span],
         spans: Sequence[Span],
     ) -> None:
         """AdaLN of the rows `source` of `h` by the modulations `part` (shift) and `part` + 1 (scale) of their solve."""
         for before, after in zip(source, spans):
-            shift, scale = modulation[before.solve][part, stream], modulation[before.solve][part + 1, stream]
+            shift, scale = (modulation[before.solve][number][stream] for number in (part, part + 1))
             ops.adaln_jvp(*before.of(h), shift, scale, eps=NORM_EPS, out=after.of(target))
 
     def _decode(self, h: Tensor, stream: int, spans: Sequence[Span]) -> Tensor:

@@ -7,7 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from geoflow_fast import dispatch, ops
+import geoflow_fast as gf
+from geoflow_fast import density, dispatch, ops
 from geoflow_fast.ops import _triton
 
 pytest.importorskip("triton", reason="the CUDA path needs triton")
@@ -78,6 +79,27 @@ def test_interpolant_of_two_widths(launches, dropped):
         ops.masked_interpolant(image, text, image, cuda(7, 21), cuda(7), cuda(7, dtype=torch.int8))
     with pytest.raises(ValueError, match="cpu"):
         ops.masked_interpolant(image, text, image, text, torch.rand(7), cuda(7, dtype=torch.int8))
+
+
+@pytest.mark.parametrize("solver", ["midpoint", "euler", "rk4"])
+def test_the_likelihood_never_waits_for_the_device(launches, solver):
+    """Fake tensors have no values: whatever asked for one, as a check in the loop would, would fail here."""
+    with torch.device("meta"):
+        flow = gf.GeoFlow(gf.GeoFlowConfig(12, 10, hidden=32, depth=2)).eval()
+    flow.load_state_dict({name: cuda(*x.shape) for name, x in flow.state_dict().items()}, assign=True)
+    grid = mock.Mock(**{"tolist.return_value": [1.0, 0.7, 0.3, 0.0]})  # times are the host's own business
+    seed = cuda(dtype=torch.int64)  # no generator without a device
+    with (
+        mock.patch.multiple(density, time_grid=mock.Mock(return_value=grid), draw_seed=mock.Mock(return_value=seed)),
+        mock.patch.object(torch.Tensor, "copy_", lambda self, _: self),  # nor copies
+    ):
+        ep = gf.epistemic(flow, cuda(6, 12), cuda(6, 10), n_steps=3, n_probes=2, solver=solver)
+    for x in (ep.joint, ep.score):
+        assert (x.shape, x.dtype, x.device.type) == ((6,), torch.float64, "cuda")
+    assert {"adaln_jvp_kernel", "gate_residual_jvp_kernel", "swiglu_jvp_kernel"} <= set(names(launches))
+    evaluations = {"euler": 3, "midpoint": 6, "rk4": 12}[solver]
+    # Of both streams, three solves: the first feed-forward; the last one only where a stream is generated.
+    assert names(launches).count("swiglu_jvp_kernel") == evaluations * (6 + 4)
 
 
 def test_sphere_operations(launches):

@@ -134,6 +134,27 @@ def test_primal_and_tangents_agree_with_torch_func(name):
     torch.testing.assert_close(dy, stacked)
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("tangents", [0, 2])
+def test_results_go_where_out_says(backend, tangents):
+    x, row, packed = torch.randn(6, 7), torch.rand(7), torch.randn(6, 8)
+    k, k_packed = torch.randn(tangents, 6, 7), torch.randn(tangents, 6, 8)
+    for call in (
+        lambda out: ops.adaln_jvp(x, k, row, row, backend=backend, out=out),
+        lambda out: ops.gate_residual_jvp(x, k, x, k, x, k, row, backend=backend, out=out),
+        lambda out: ops.swiglu_jvp(packed, k_packed, backend=backend, out=out),
+    ):
+        y, dy = call(None)
+        stacked = torch.full((1 + tangents, *y.shape), torch.nan)
+        found = call((stacked[0], stacked[1:]))
+        assert found[0].data_ptr() == stacked.data_ptr()
+        torch.testing.assert_close(stacked, torch.cat((y[None], dy)), rtol=0, atol=0)
+        with pytest.raises(ValueError, match=r"out\[0\] must be a contiguous"):
+            call((stacked[0].T.contiguous().T, stacked[1:]))
+        with pytest.raises(ValueError, match=r"out\[1\] must be torch.float32"):
+            call((stacked[0], stacked[1:].double()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_rounded_once_at_the_end(dtype):
     x, shift, scale = (torch.randn(8, 129).to(dtype) for _ in range(3))

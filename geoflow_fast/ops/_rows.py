@@ -69,13 +69,15 @@ Out = tuple[Tensor, Tensor]
 """Room for a result and its K derivatives, both contiguous."""
 
 
-def out_rows(out: Out | None, y: torch.Size, dy: torch.Size) -> Out | None:
+def out_rows(out: Out | None, y: torch.Size, dy: torch.Size, like: Tensor) -> Out | None:
     """`out` as the matrices [R, W] and [K, R, W] that a backend fills, after a check of its shapes `y` and `dy`."""
     if out is None:
         return None
     for name, x, shape in (("out[0]", out[0], y), ("out[1]", out[1], dy)):
         if x.shape != shape or not x.is_contiguous():
             raise ValueError(f"{name} must be a contiguous {tuple(shape)}, got {tuple(x.shape)} {x.stride()}")
+        if x.dtype != like.dtype or x.device != like.device:
+            raise ValueError(f"{name} must be {like.dtype} on {like.device}, got {x.dtype} on {x.device}")
     rows = rows_of(out[0])
     return rows, out[1].view(dy[0], *rows.shape)
 

@@ -60,7 +60,7 @@ def adaln_jvp(
     passes = dispatch.choose("adaln", x, backend)
     tangents = dx.reshape(len(dx), *rows.shape)
     groups = groups_of(shift, "shift", rows), groups_of(scale, "scale", rows)
-    y, dy = passes.jvp(rows, tangents, *groups, eps, out_rows(out, x.shape, dx.shape))
+    y, dy = passes.jvp(rows, tangents, *groups, eps, out_rows(out, x.shape, dx.shape, x))
     return y.view(x.shape), dy.view(dx.shape)
 
 

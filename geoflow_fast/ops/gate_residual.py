@@ -80,7 +80,7 @@ def gate_residual_jvp(
     if rows.numel() == 0:
         return gate_residual(residual, gate, value, layer_scale, backend=backend), d_residual.clone()
     passes = dispatch.choose("gate_residual", residual, backend)
-    room = out_rows(out, residual.shape, d_residual.shape)
+    room = out_rows(out, residual.shape, d_residual.shape, residual)
     y, dy = passes.jvp(rows, tangents[0], gate_rows, tangents[1], value_rows, tangents[2], scale, room)
     return y.view(residual.shape), dy.view(d_residual.shape)
 

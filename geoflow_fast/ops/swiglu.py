@@ -61,7 +61,7 @@ def swiglu_jvp(
     d_value_rows = None if d_value is None else d_value.reshape(len(d_value), *rows.shape)
     passes = dispatch.choose("swiglu", gate, backend)
     value_rows = None if value is None else rows_of(value)
-    y, dy = passes.jvp(rows, d_rows, value_rows, d_value_rows, out_rows(out, shape, d_shape))
+    y, dy = passes.jvp(rows, d_rows, value_rows, d_value_rows, out_rows(out, shape, d_shape, gate))
     return y.view(shape), dy.view(d_shape)
 
 
