@@ -2,6 +2,7 @@
 
 from geoflow_fast import geometry, ops
 from geoflow_fast.bandwidth import Bandwidth, fit_bandwidth
+from geoflow_fast.calibration import Calibration
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.density import FAST_DENSITY, PAPER_DENSITY, Epistemic, epistemic, log_density, suggest_steps
 from geoflow_fast.dispatch import BackendUnavailable, backends
@@ -9,6 +10,7 @@ from geoflow_fast.entropy import RetrievalEntropy, RetrievalPosterior, risk_lowe
 from geoflow_fast.gallery import Gallery
 from geoflow_fast.gallery_index import GalleryIndex
 from geoflow_fast.model import GeoFlow, GeoFlowConfig
+from geoflow_fast.rerank import BayesReranker, Reranked
 from geoflow_fast.sampling import sample
 from geoflow_fast.training import TrainConfig, TrainingDiverged, TrainReport, train
 
@@ -19,12 +21,15 @@ __all__ = [
     "PAPER_DENSITY",
     "BackendUnavailable",
     "Bandwidth",
+    "BayesReranker",
+    "Calibration",
     "EmbeddingPairs",
     "Epistemic",
     "Gallery",
     "GalleryIndex",
     "GeoFlow",
     "GeoFlowConfig",
+    "Reranked",
     "RetrievalEntropy",
     "RetrievalPosterior",
     "TrainConfig",

@@ -19,6 +19,7 @@ from geoflow_fast import dispatch
 from geoflow_fast.entropy import FAST
 
 if TYPE_CHECKING:
+    from geoflow_fast.rerank_job import RerankSummary
     from geoflow_fast.scoring import ScoreSummary
 
 app = typer.Typer(
@@ -291,6 +292,65 @@ def _print_scores(summary: ScoreSummary) -> None:
     Console().print(table)
     typer.echo(f"confident (an item with probability 1/2 or more): {summary.confident:.1%} of the queries")
     typer.echo(f"best guesses are wrong for at least {summary.mean_risk_lower_bound:.1%} of the queries")
+
+
+@app.command(
+    epilog="Example: geoflow rerank --model runs/first --queries texts.npy --gallery img_emb/ --held-out val/ --out "
+    "ranked.parquet"
+)
+def rerank(
+    model: Annotated[Path, typer.Option(help="Folder of a trained flow.")],
+    queries: Annotated[Path, typer.Option(help=".npy file or folder of .npy shards, unit rows.")],
+    gallery: Annotated[Path, typer.Option(help=".npy file or folder of .npy shards, unit rows; never loaded whole.")],
+    out: Annotated[Path, typer.Option(help="Parquet file; the same command continues a run that was stopped.")],
+    calibration: Annotated[
+        Path | None, typer.Option(help="JSON file of the calibration.  [rerank_t2i.json or _i2t in the model's folder]")
+    ] = None,
+    held_out: Annotated[
+        Path | None, typer.Option(help="Folder of held-out pairs: calibrates on them first and keeps the result.")
+    ] = None,
+    direction: Annotated[
+        Direction, typer.Option(help="t2i: texts search images; i2t: images search texts.")
+    ] = Direction.t2i,
+    shortlist: Annotated[int, typer.Option(help="Items per query that are re-ranked.")] = 32,
+    steps: Annotated[int, typer.Option(help="Solver steps of a log-density.")] = 6,
+    probes: Annotated[int, typer.Option(help="Probes of a log-density.")] = 1,
+    seed: Annotated[int, typer.Option(help="Seed of the probes.")] = 0,
+    block: Annotated[int, typer.Option(help="Queries per pass over the gallery.")] = 64,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the result of another job, or of other held-out pairs.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    as_json: JsonFlag = False,
+) -> None:
+    """Re-ranks the items nearest to each query and says how probable each of them is the right one.
+
+    Columns: query, index and prob (lists), answer, p_answer, p_outside, entropy (nats), risk_lower_bound.
+    """
+    from geoflow_fast import rerank_job, scoring
+
+    chosen = {"shortlist": shortlist, "n_steps": steps, "n_probes": probes, "seed": seed}
+    reranker = rerank_job.open_reranker(model, gallery, direction.value, device=device, **chosen)
+    scoring.open_queries(queries, reranker.query_dim)  # what is wrong with them is said before calibrating
+    with _continued_later():
+        rerank_job.settle_calibration(reranker, model, calibration, held_out, overwrite=overwrite)
+        summary = rerank_job.rerank_file(reranker, queries, out, block=block, overwrite=overwrite)
+    if as_json:
+        print(json.dumps(dataclasses.asdict(summary), indent=2))
+        return
+    _print_reranking(summary)
+    typer.echo(f"Wrote {out}")
+
+
+def _print_reranking(summary: RerankSummary) -> None:
+    table = Table("", *summary.p_answer, title=f"{summary.queries} queries over {summary.items} items")
+    for name, quantiles in (("plain answer is right", summary.p_answer), ("not in shortlist", summary.p_outside)):
+        table.add_row(name, *(f"{value:.3f}" for value in quantiles.values()))
+    Console().print(table)
+    if not summary.calibrated:
+        typer.echo("uncalibrated: alpha=1, beta=0, nothing outside the shortlist; --held-out pairs calibrate")
+    typer.echo(f"expected share of right answers of plain search: {summary.expected_recall:.1%}")
+    typer.echo(f"re-ranking changes the answer of {summary.changed:.1%} of the queries")
 
 
 @contextlib.contextmanager

@@ -58,6 +58,7 @@ class DensitySettings:
     orthogonal: str | None = None
     tangents: str = "separate"
     grid: str = "uniform"
+    shared: bool = False
 
     def __post_init__(self) -> None:
         evaluation_times(time_grid(self.n_steps, kind=self.grid), self.solver)
@@ -108,6 +109,7 @@ def log_density(
     orthogonal: str | None = None,
     tangents: str = "separate",
     grid: str = "uniform",
+    shared: bool = False,
     memory: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-density of the generated streams at the pairs (`image` [B, d_I], `text` [B, d_T]): float64 [B], in nats.
@@ -122,7 +124,8 @@ def log_density(
     direction: "separate" moves one stream at a time, so that the Jacobian blocks between streams, most of the noise, do
     not enter; "combined" moves both, which costs less; "alternating" too, with the text's sign turned every other step,
     so that those blocks cancel between steps. `return_stderr` adds the standard error of the estimate [B] over the
-    probes (at least two). Probes depend on `generator` and the row alone.
+    probes (at least two). Probes depend on `generator` and the row alone; `shared`: not on the row either, so
+    that differences between rows are less noisy.
 
     A `GeoFlow` goes through its forward mode in as many rows at a time as `memory` bytes hold, which does not change
     the result beyond rounding; it is evaluated in eval mode and left in its own. With centring or principal components
@@ -130,7 +133,7 @@ def log_density(
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
-    settings = DensitySettings(n_steps, n_probes, solver, divergence, probe, redraw, orthogonal, tangents, grid)
+    settings = DensitySettings(n_steps, n_probes, solver, divergence, probe, redraw, orthogonal, tangents, grid, shared)
     _check_stderr(settings, return_stderr)
     estimates = density_estimates(field, image, text, (direction,), settings, draw_seed(generator, image), memory)[0]
     if not return_stderr:
@@ -349,8 +352,9 @@ class _ReverseSolve:
         self.evaluator, self.points, self.settings, self.geometry = evaluator, points, settings, geometry
         self.moving = [(solve, stream) for solve, name in enumerate(directions) for stream in GENERATED[name]]
         rows = torch.arange(first_row, first_row + len(points[0][0]), device=points[0][0].device)
+        own = torch.zeros_like(rows[:1]) if settings.shared else rows
         orthogonal = str(settings.orthogonal)
-        self.probes = Probes(seed, rows, settings.n_probes, settings.probe, orthogonal, settings.exact, geometry)
+        self.probes = Probes(seed, own, settings.n_probes, settings.probe, orthogonal, settings.exact, geometry)
         names = [f"{directions[solve]}: {STREAMS[stream]}" for solve, stream in self.moving]
         self.state = Watch(names, first_row)
         self.divergence = Watch([f"{name}: divergence" for name in directions], first_row)

@@ -45,7 +45,7 @@ class Probes:
     "rademacher": random signs, projected. `orthogonal` "steps": a probe is orthogonal to those of the draws before it,
     in frames of up to `FRAME` draws; along a path the Jacobian changes slowly, so what one direction has seen the next
     need not. "probes": the K probes of a draw are orthogonal to each other. `exact`: all tangent directions, whose
-    forms add up to the trace. `rows` [B]: numbers of the rows. `seed`: int, or 0-d on the device.
+    forms add up to the trace. `rows` [B]: numbers of the rows, or [1] for all. `seed`: int, or 0-d on the device.
     """
 
     FRAME = 32
@@ -64,7 +64,7 @@ class Probes:
         if self.exact:
             basis = torch.eye(x.shape[1], dtype=x.dtype, device=x.device).unsqueeze(1)
             return project_tangent(x, basis) if self.geometry == "sphere" else basis.expand(-1, len(x), -1)
-        e = self._directions(number, stream, x)
+        e = self._directions(number, stream, x).expand(-1, len(x), -1)
         if self.geometry == "sphere":
             e = project_tangent(x, e)
         if self.orthogonal == "probes":

@@ -220,22 +220,8 @@ class RetrievalEntropy(nn.Module):
     def _statistics(self, samples: Tensor) -> GalleryStatistics:
         bias = -self.item_marginals() if self.posterior == "bayes" else None
         index = self.index if samples.device.type == "cpu" else None
-        running: GalleryStatistics | None = None
-        for first, items in self.gallery.blocks(samples.device, samples.dtype):
-            own = None if bias is None else bias[first : first + len(items)]
-            part = ops.gallery_statistics(
-                samples,
-                items,
-                self.kappa,
-                self.top_k,
-                item_bias=own,
-                index=index,
-                prune="auto" if index is None else self.prune,
-                first_index=first,
-            )
-            running = part if running is None else running.merge(part)
-        assert running is not None
-        return running
+        prune = "auto" if index is None else self.prune
+        return self.gallery.statistics(samples, self.kappa, self.top_k, bias, index=index, prune=prune)
 
     def _read_out(self, statistics: GalleryStatistics, like: Tensor) -> RetrievalPosterior:
         post = statistics.posterior(like.dtype)

@@ -6,14 +6,16 @@ import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from geoflow_fast import jobs
+from geoflow_fast import jobs, ops
 from geoflow_fast.data import Array, Rows, load_npy
 from geoflow_fast.geometry import check_rows
+from geoflow_fast.ops import GalleryStatistics
 
 BLOCK_ROWS = 16_384
 INDEX_FOLDER = "geoflow_index"
@@ -94,6 +96,28 @@ class Gallery:
         assert self._rows is not None
         for first, block in self._rows.blocks(BLOCK_ROWS):
             yield first, _as_tensor(block).to(device, dtype)
+
+    def take(self, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Rows `index` (integers of any shape) on its device: [..., d]."""
+        if self._tensor is not None:
+            return self._tensor[index.to(self._tensor.device)].to(index.device, dtype)
+        assert self._rows is not None
+        kept, place = np.unique(index.cpu().numpy(), return_inverse=True)  # each row is read once
+        rows = torch.from_numpy(self._rows[kept]).to(index.device, dtype)
+        return rows[torch.from_numpy(place.reshape(index.shape)).to(index.device)]
+
+    def statistics(
+        self, samples: Tensor, kappa: float, top_k: int, item_bias: Tensor | None = None, **pruning: Any
+    ) -> GalleryStatistics:
+        """`ops.gallery_statistics` of all items, a block at a time: `samples` [Q, M, d], `item_bias` [N]; `pruning` is
+        passed on."""
+        running: GalleryStatistics | None = None
+        for first, items in self.blocks(samples.device, samples.dtype):
+            own = None if item_bias is None else item_bias[first : first + len(items)]
+            part = ops.gallery_statistics(samples, items, kappa, top_k, item_bias=own, first_index=first, **pruning)
+            running = part if running is None else running.merge(part)
+        assert running is not None
+        return running
 
 
 def _as_tensor(rows: Array) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from geoflow_fast import dispatch, jobs, plots
@@ -79,12 +80,7 @@ def score_file(
     lists `top_index` and `top_prob` of the scorer's `top_k` items. Killed, it is continued by the same call: blocks of
     finished queries are kept beside `out`, which appears whole. Everything is checked before anything is written.
     """
-    rows = open_rows(queries, "queries")
-    if rows.dim != scorer.query_dim:
-        raise ValueError(f"queries {queries} have width {rows.dim}, but the flow expects {scorer.query_dim}")
-    if len(rows) == 0:
-        raise ValueError(f"queries {queries} are empty: there is nothing to score")
-    rows.check(normalize=False)
+    rows = open_queries(queries, scorer.query_dim)
     job = Job(out, len(rows), block, _facts(scorer, rows, with_top=with_top))
 
     def compute(index: range, advance: Advance) -> Columns:
@@ -92,6 +88,17 @@ def score_file(
 
     job.run(compute, overwrite=overwrite, unit="queries", progress=progress)
     return summarise(out, len(scorer.gallery))
+
+
+def open_queries(path: Path, dim: int) -> Rows:
+    """Rows of width `dim` to score, checked."""
+    rows = open_rows(path, "queries")
+    if rows.dim != dim:
+        raise ValueError(f"queries {path} have width {rows.dim}, but the flow expects {dim}")
+    if len(rows) == 0:
+        raise ValueError(f"queries {path} are empty: there is nothing to score")
+    rows.check(normalize=False)
+    return rows
 
 
 def _facts(scorer: RetrievalEntropy, queries: Rows, *, with_top: bool) -> dict[str, Any]:
@@ -126,17 +133,19 @@ def _score_rows(
 def summarise(scores: Path, items: int) -> ScoreSummary:
     """Summary of a file that `score_file` wrote for a gallery of that many items."""
     found = jobs.read_columns(scores, ["entropy", "map_prob", "risk_lower_bound"])
-    quantiles = {
-        name: {f"{q:.0%}": float(np.quantile(found[name].astype(np.float64), q)) for q in QUANTILES}
-        for name in ("entropy", "risk_lower_bound")
-    }
     return ScoreSummary(
         queries=len(found["entropy"]),
         items=items,
-        **quantiles,
+        entropy=quantiles(found["entropy"]),
+        risk_lower_bound=quantiles(found["risk_lower_bound"]),
         confident=float((found["map_prob"] >= 0.5).mean()),
         mean_risk_lower_bound=float(found["risk_lower_bound"].mean()),
     )
+
+
+def quantiles(values: NDArray[np.floating]) -> dict[str, float]:
+    """By name ("5%", ...)."""
+    return {f"{q:.0%}": float(np.quantile(values.astype(np.float64), q)) for q in QUANTILES}
 
 
 def draw_scores(scores: Path, summary: ScoreSummary, picture: Path) -> None:

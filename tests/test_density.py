@@ -233,6 +233,15 @@ def test_chunks_do_not_change_the_result(options):
     torch.testing.assert_close(first, every[..., 30:], atol=1e-11, rtol=0)
 
 
+@pytest.mark.parametrize("geometry", ["sphere", "euclidean"])
+def test_shared_probes_are_those_of_the_first_row(geometry):
+    flow = random_flow(geometry=geometry)
+    image, text = random_pairs(9)
+    shared = gf.log_density(flow, image, text, "i2t", generator=seeded(), shared=True)
+    alone = [gf.log_density(flow, image[[row]], text[[row]], "i2t", generator=seeded()) for row in range(9)]
+    torch.testing.assert_close(shared, torch.cat(alone))
+
+
 # ---- the epistemic score ----
 
 

@@ -14,9 +14,9 @@ PACKAGE = Path(geoflow_fast.__file__).parent
 # From the top down; a module may import from its own layer (without cycles) and from those below.
 LAYERS = [
     {"cli", "__main__"},
-    {"demo", "doctor", "scoring", "density_job"},
+    {"demo", "doctor", "scoring", "density_job", "rerank_job"},
     {"evaluation", "baselines", "encoders"},
-    {"training", "entropy", "marginals", "bandwidth", "rerank", "density", "worlds"},
+    {"training", "entropy", "marginals", "bandwidth", "rerank", "calibration", "density", "worlds"},
     {"sampling", "divergence", "forward_mode", "integrate", "model"},
     {"curriculum", "gallery", "gallery_index", "data"},
     {"ops"},

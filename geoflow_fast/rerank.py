@@ -1,0 +1,341 @@
+"""BayesReranker: calibrated probabilities of shortlisted items, from the log-density of the query given each of them.
+
+By Bayes' rule the probability that gallery item j is the one meant is proportional to p(query | item j): one reverse
+solve per shortlisted item, in the other conditional direction of the same flow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from geoflow_fast import jobs
+from geoflow_fast.calibration import Calibration, Evidence, fit_calibration, uncalibrated
+from geoflow_fast.data import EmbeddingPairs
+from geoflow_fast.density import DensitySettings, density_estimates
+from geoflow_fast.entropy import CONDITIONAL, risk_lower_bound
+from geoflow_fast.gallery import Gallery, GallerySource
+from geoflow_fast.geometry import check_rows
+from geoflow_fast.jobs import Advance
+from geoflow_fast.model import GeoFlow
+
+PAIRS_AT_ONCE = 2048
+"""(query, item) pairs whose embeddings are gathered at a time."""
+SAME_ITEM = 1 - 1e-6
+"""Cosine above which two embeddings are the same item; storage in float16 alone leaves about 1e-7."""
+
+Candidates = Tensor | NDArray[np.integer]
+
+
+class Store(Protocol):
+    """What is asked of a FAISS index, or of anything that searches like one."""
+
+    def search(self, x: NDArray[np.float32], k: int, /) -> tuple[NDArray[Any], NDArray[Any]]:
+        """(scores, numbers of gallery rows), each [Q, k]; -1 where fewer were found."""
+
+
+@dataclass(frozen=True)
+class Reranked:
+    """Posterior over each of Q shortlists of K items, on the device of the flow, detached."""
+
+    index: Tensor
+    """[Q, K] int64, rows of the gallery, most probable first; -1 where a shortlist is shorter."""
+    prob: Tensor
+    """[Q, K], the probability that this item is the one meant; sums to one with `p_outside`."""
+    answer: Tensor
+    """[Q] int64, the item with the largest cosine: what plain search answers."""
+    p_answer: Tensor
+    """[Q], the probability that this answer is right: `prob` of it times the right items that a query has."""
+    p_outside: Tensor
+    """[Q], the probability that the right item is not in the shortlist; 0 if uncalibrated."""
+    entropy: Tensor
+    """[Q], nats, over the items and "outside"."""
+    risk_lower_bound: Tensor
+    """[Q] float64, the least probability of error that this entropy allows (Fano)."""
+    calibrated: bool
+    """Whether the weights were fitted on held-out pairs."""
+
+
+class BayesReranker(nn.Module):
+    """Re-ranks shortlists and says how probable every item is: `rr(queries)` -> `Reranked`.
+
+    `direction="t2i"`: queries are texts, the gallery images; "i2t" the other way round. The `shortlist` items nearest
+    to a query by cosine come from the gallery itself, from `store` (a FAISS index over the same rows), or with the call
+    (`rr(queries, candidates)`). log p(query | item) is estimated in `n_steps` of `solver` with `n_probes` probes that
+    all pairs share, a function of `seed`: results do not depend on batches, and candidates differ by less noise.
+
+    `calibrate` fits how this log-density and the cosine are weighed, and how probable it is that the right item is not
+    in the shortlist. Without it the posterior is the flow's own (alpha 1, beta 0, nothing outside); a warning says so.
+    """
+
+    def __init__(
+        self,
+        flow: GeoFlow,
+        gallery: GallerySource | Gallery,
+        direction: str = "t2i",
+        shortlist: int = 32,
+        n_steps: int = 6,
+        solver: str = "midpoint",
+        n_probes: int = 1,
+        seed: int = 0,
+        *,
+        store: Store | None = None,
+    ) -> None:
+        super().__init__()
+        if direction not in CONDITIONAL:
+            raise ValueError(f"direction must be one of {CONDITIONAL}, got {direction!r}")
+        if shortlist < 1:
+            raise ValueError(f"shortlist must be at least 1, got {shortlist}")
+        self.gallery = gallery if isinstance(gallery, Gallery) else Gallery(gallery)
+        config = flow.config
+        if config.image_dim != config.text_dim:
+            raise ValueError(
+                f"cosines need images and texts of one width, but the flow has {config.image_dim} and {config.text_dim}"
+            )
+        if self.gallery.dim != config.image_dim:
+            raise ValueError(f"gallery has width {self.gallery.dim}, but the flow expects {config.image_dim}")
+        rows = getattr(store, "ntotal", len(self.gallery))
+        if rows != len(self.gallery):
+            raise ValueError(f"store holds {rows} items, not the {len(self.gallery)} rows of the gallery")
+        self.flow, self.direction, self.store, self.query_dim = flow, direction, store, config.text_dim
+        self.shortlist = min(shortlist, len(self.gallery))
+        self.solve = DensitySettings(n_steps, n_probes, solver, shared=True)
+        self.seed = seed
+        self.calibration: Calibration | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BayesReranker:
+        super()._apply(fn, recurse)
+        self.gallery.to(self._like.device)
+        return self
+
+    def extra_repr(self) -> str:
+        """Settings and weights in one line."""
+        weights = "uncalibrated, alpha=1, beta=0"
+        if self.calibration is not None:
+            weights = "alpha={:.3g}, beta={:.3g}, outside={:.3g}".format(*self.calibration.weights)
+        return f"{self.direction}, {self.shortlist} of {len(self.gallery)} items, {weights}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """All that a posterior depends on besides flow, gallery, calibration and query."""
+        return {**self._fitted_for, "seed": self.seed}
+
+    @property
+    def _fitted_for(self) -> dict[str, Any]:
+        return {"direction": self.direction, "shortlist": self.shortlist, **dataclasses.asdict(self.solve)}
+
+    @property
+    def made_for(self) -> dict[str, Any]:
+        """What a calibration belongs to."""
+        return {**self._fitted_for, "flow": jobs.digest(self.flow.state_dict().values())}
+
+    @property
+    def _like(self) -> Tensor:
+        return next(self.flow.parameters())
+
+    def forward(self, queries: Tensor, candidates: Candidates | None = None) -> Reranked:
+        """Posterior of each of the queries [Q, d], unit rows, over its shortlist, or over `candidates` [Q, K]: rows of
+        the gallery, -1 where there are fewer."""
+        found = self.rerank(queries, candidates)
+        if not found.calibrated:
+            warnings.warn("BayesReranker is uncalibrated: alpha=1, beta=0, nothing outside the shortlist", stacklevel=4)
+        return found
+
+    @torch.no_grad()
+    def rerank(
+        self, queries: Tensor, candidates: Candidates | None = None, advance: Advance = lambda _: None
+    ) -> Reranked:
+        """`forward`, telling `advance` of queries that are done."""
+        queries = self._checked(queries, "queries")
+        index = self._search(queries, candidates)
+        parts = [Evidence.empty(self.shortlist, queries.device)]
+        for rows in self._batches(len(queries)):
+            shortlist = self._gather(queries[rows], index[rows])
+            parts.append(self._evidence(queries[rows], shortlist))
+            advance(len(shortlist.valid))
+        return self._read_out(index, Evidence.joined(parts))
+
+    @torch.no_grad()
+    def calibrate(self, pairs: EmbeddingPairs, *, max_queries: int = 1000, progress: bool | None = None) -> Calibration:
+        """Fits the weights on held-out `pairs`, keeps them in `self.calibration` and returns them.
+
+        At most `max_queries` queries, drawn by the seed, are searched in the gallery, each together with its own items,
+        so that the gallery has its real size. All texts of an image are right for it. An own item that is in the
+        gallery already counts once. ValueError if fewer than 50 queries have a right item in their shortlist.
+        `progress`: show a bar; by default on a terminal.
+        """
+        if not pairs.image_dim == pairs.text_dim == self.query_dim:
+            widths = f"{pairs.image_dim} and {pairs.text_dim}"
+            raise ValueError(f"held-out pairs have widths {widths}, but the flow expects {self.query_dim}")
+        task = HeldOut.of(pairs, self.direction, max_queries, self.seed)
+        queries = self._checked(task.queries, "held-out queries")
+        index = self._search(queries, None)
+        parts, right = [], []
+        shown = sys.stderr.isatty() if progress is None else progress
+        with jobs.progress_bar(len(queries), 0, "held-out queries", shown=shown) as advance:
+            for rows in self._batches(len(queries)):
+                own = Shortlist.of(queries[rows], task.items[rows].to(queries), task.valid[rows].to(queries.device))
+                shortlist, is_own = self._gather(queries[rows], index[rows]).with_own(own)
+                parts.append(self._evidence(queries[rows], shortlist))
+                right.append(is_own)
+                advance(len(is_own))
+        counts = torch.cat(right), task.valid.sum(1), task.group
+        found = fit_calibration(Evidence.joined(parts), *counts, self.made_for, self.seed)
+        self.calibration = dataclasses.replace(found, pairs=pairs.fingerprint())
+        return self.calibration
+
+    def save_calibration(self, path: str | Path) -> Path:
+        """Writes the calibration to a JSON file, or into a folder such as the flow's own; returns the file."""
+        if self.calibration is None:
+            raise ValueError("there is no calibration to save: call calibrate first")
+        file = self.calibration_file(path)
+        self.calibration.save(file)
+        return file
+
+    def load_calibration(self, path: str | Path) -> Calibration:
+        """Takes over what `save_calibration` wrote for the same flow, direction, shortlist and solver."""
+        self.calibration = Calibration.load(self.calibration_file(path), self.made_for)
+        return self.calibration
+
+    def calibration_file(self, path: str | Path) -> Path:
+        """Where a calibration is kept: the file `path`, or one in the folder `path`."""
+        path = Path(path)
+        return path / f"rerank_{self.direction}.json" if path.is_dir() else path
+
+    def _checked(self, queries: Tensor, name: str) -> Tensor:
+        if queries.dim() != 2 or queries.shape[1] != self.query_dim:
+            raise ValueError(f"{name} must be [Q, {self.query_dim}], got {tuple(queries.shape)}")
+        check_rows(queries, name)
+        return queries.detach().to(self._like)
+
+    def _batches(self, queries: int) -> Iterator[slice]:
+        size = max(1, PAIRS_AT_ONCE // self.shortlist)
+        return (slice(first, first + size) for first in range(0, queries, size))
+
+    def _search(self, queries: Tensor, candidates: Candidates | None) -> Tensor:
+        """Numbers [Q, K] of the gallery rows in each query's shortlist, -1 where there are fewer."""
+        if candidates is None and self.store is None:
+            return self.gallery.statistics(queries.unsqueeze(1), 1.0, self.shortlist).top_index
+        if candidates is None:
+            assert self.store is not None
+            candidates = self.store.search(queries.float().cpu().numpy(), self.shortlist)[1]
+        found = torch.as_tensor(candidates, device=queries.device)
+        shape = (len(queries), self.shortlist)
+        if found.shape != shape or found.is_floating_point() or found.dtype == torch.bool:
+            raise ValueError(f"candidates must be integers {list(shape)}, got {found.dtype} {tuple(found.shape)}")
+        found = found.long()
+        ranked = found.sort(1).values
+        wrong = {
+            f"name rows outside the gallery of {len(self.gallery)}": (found < -1) | (found >= len(self.gallery)),
+            "name one row twice": (ranked[:, 1:] == ranked[:, :-1]) & (ranked[:, 1:] >= 0),
+            "are none": (found < 0).all(1, keepdim=True),
+        }
+        for what, bad in wrong.items():
+            if bool(bad.any()):
+                raise ValueError(f"candidates of query {int(bad.any(1).nonzero()[0])} {what}")
+        return found
+
+    def _gather(self, queries: Tensor, index: Tensor) -> Shortlist:
+        """Embeddings of the items `index` [Q, K]."""
+        return Shortlist.of(queries, self.gallery.take(index.clamp(min=0), queries.dtype), index >= 0)
+
+    def _evidence(self, queries: Tensor, shortlist: Shortlist) -> Evidence:
+        """Cosines, and log p(query | item) of all valid pairs as one batch."""
+        given = shortlist.items[shortlist.valid]
+        asked = queries.unsqueeze(1).expand_as(shortlist.items)[shortlist.valid]
+        image, text, way = (given, asked, "i2t") if self.direction == "t2i" else (asked, given, "t2i")
+        estimates = density_estimates(self.flow, image, text, (way,), self.solve, self.seed)
+        found = torch.zeros_like(shortlist.cosine)
+        found[shortlist.valid] = estimates[0].mean(0)
+        return Evidence(found, shortlist.cosine, shortlist.valid)
+
+    def _read_out(self, index: Tensor, evidence: Evidence) -> Reranked:
+        found = self.calibration or uncalibrated()
+        every = found.probabilities(evidence)
+        prob, order = every[:, :-1].sort(dim=1, descending=True, stable=True)
+        best = evidence.cosine.masked_fill(~evidence.valid, -2.0).argmax(1, keepdim=True)
+        p_answer = (every.gather(1, best) * found.right_per_query).clamp(max=1.0)
+        entropy = torch.special.entr(every).sum(1)
+        choices = index.shape[1] + (self.calibration is not None)
+        dtype = self._like.dtype
+        return Reranked(
+            index.gather(1, order),
+            prob.to(dtype),
+            index.gather(1, best).squeeze(1),
+            p_answer.squeeze(1).to(dtype),
+            every[:, -1].to(dtype),
+            entropy.to(dtype),
+            risk_lower_bound(entropy, choices),
+            self.calibration is not None,
+        )
+
+
+@dataclass(frozen=True)
+class Shortlist:
+    """Embeddings `items` [Q, K, d] of shortlisted items, their `cosine` [Q, K] with the query in float64, and which are
+    `valid` [Q, K]."""
+
+    items: Tensor
+    cosine: Tensor
+    valid: Tensor
+
+    @classmethod
+    def of(cls, queries: Tensor, items: Tensor, valid: Tensor) -> Shortlist:
+        """With the cosines computed."""
+        return cls(items, torch.einsum("qd,qkd->qk", queries, items).double(), valid)
+
+    def with_own(self, own: Shortlist) -> tuple[Shortlist, Tensor]:
+        """The K nearest of these and of the query's own items, and which of them are own [Q, K]. What equals an own
+        item is that item."""
+        same = torch.einsum("qkd,qmd->qkm", self.items, own.items) > SAME_ITEM
+        valid = torch.cat((self.valid & ~(same & own.valid.unsqueeze(1)).any(2), own.valid), dim=1)
+        cosine = torch.cat((self.cosine, own.cosine), dim=1)
+        kept = cosine.masked_fill(~valid, -2.0).topk(self.valid.shape[1], dim=1).indices
+        items = torch.cat((self.items, own.items), dim=1).take_along_dim(kept.unsqueeze(2), dim=1)
+        found = Shortlist(items, cosine.gather(1, kept), valid.gather(1, kept))
+        return found, found.valid & (kept >= self.valid.shape[1])
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Queries [Q, d], their own `items` [Q, m, d] where `valid` [Q, m], and the image [Q] each belongs to."""
+
+    queries: Tensor
+    items: Tensor
+    valid: Tensor
+    group: Tensor
+
+    @classmethod
+    def of(cls, pairs: EmbeddingPairs, direction: str, max_queries: int, seed: int) -> HeldOut:
+        """Every text with its image, or every image with all its texts; at most `max_queries` of them."""
+        if len(pairs) == 0 or max_queries < 1:
+            raise ValueError(f"{len(pairs)} pairs and max_queries={max_queries} leave no query to calibrate on")
+        names, member = np.unique(pairs.group, return_inverse=True)
+        count = len(pairs) if direction == "t2i" else len(names)
+        chosen = np.sort(np.random.default_rng(seed).permutation(count)[:max_queries])
+        if direction == "t2i":
+            image, text = pairs[chosen]
+            return cls(text, image.unsqueeze(1), torch.ones(len(text), 1, dtype=torch.bool), _tensor(member[chosen]))
+        order = np.argsort(member, kind="stable")
+        first, last = (np.searchsorted(member[order], chosen, side) for side in ("left", "right"))
+        own = [order[low:high] for low, high in zip(first, last)]
+        place = np.zeros((len(own), max(map(len, own))), np.int64)
+        valid = np.zeros(place.shape, bool)
+        for row, texts in enumerate(own):
+            place[row, : len(texts)], valid[row, : len(texts)] = texts, True
+        text = pairs[place.reshape(-1)][1].reshape(*place.shape, pairs.text_dim)
+        return cls(pairs[place[:, 0]][0], text, _tensor(valid), _tensor(chosen))
+
+
+def _tensor(array: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(array)
