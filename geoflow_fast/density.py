@@ -39,9 +39,9 @@ PAPER_DENSITY: Mapping[str, Any] = MappingProxyType(
 """The paper's setting, for `log_density(..., **PAPER_DENSITY)` and `epistemic(..., **PAPER_DENSITY)`."""
 
 FAST_DENSITY: Mapping[str, Any] = MappingProxyType({"n_steps": 10, "n_probes": 1, "solver": "ab2"})
-"""The cheapest setting that ranks pairs as a fine solve does; docs/likelihood.md has the numbers."""
+"""A third cheaper than the default at a little more noise; docs/likelihood.md has the numbers."""
 
-MEMORY = {"cpu": 96 * 2**20, "cuda": 2**30}
+MEMORY = {"cpu": 64 * 2**20, "cuda": 2**30}
 """Default memory budget of a network's activations, in bytes; on a CPU about what its last-level cache likes."""
 
 
@@ -253,8 +253,8 @@ def suggest_steps(
     The change is the mean over pairs of |log p(n) - log p(2n)|, with the same probes kept along the path in both, so
     that what differs is the discretisation alone. A hundred pairs or so are enough. ValueError if `max_steps` are not.
     """
-    if not tolerance > 0:
-        raise ValueError(f"tolerance must be positive, got {tolerance}")
+    if not tolerance > 0 or max_steps < 2:
+        raise ValueError(f"tolerance={tolerance} must be positive and max_steps={max_steps} at least 2")
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
     seed = draw_seed(generator, image)
@@ -298,6 +298,7 @@ def density_estimates(
         network = None
         at_once = max(1, len(image))
         if isinstance(field, GeoFlow):
+            field.check_points(image, text)
             times = evaluation_times(time_grid(settings.n_steps, kind=settings.grid, reverse=True), settings.solver)
             network = ForwardMode(field, directions, sorted(set(times)))
             at_once = _rows_at_once(field, directions, settings, len(image), memory)
@@ -313,7 +314,7 @@ def density_estimates(
 def _rows_at_once(
     flow: GeoFlow, directions: Sequence[str], settings: DensitySettings, rows: int, memory: int | None
 ) -> int:
-    """Rows of equal chunks whose buffers fit into `memory` bytes."""
+    """Rows of equal chunks whose buffers and probes fit into `memory` bytes."""
 
     def pair(direction: str) -> Solve:
         counts = [
@@ -326,9 +327,13 @@ def _rows_at_once(
         )
         return Solve(direction, image, text, settings.paired and direction == "joint")
 
-    device = next(flow.parameters()).device.type
-    budget = MEMORY.get(device, MEMORY["cuda"]) if memory is None else memory
-    most = max(1, budget // ForwardMode.row_bytes(flow, [pair(direction) for direction in directions]))
+    if memory is not None and memory < 1:
+        raise ValueError(f"memory must be a positive number of bytes, got {memory}")
+    like = next(flow.parameters())
+    kept = min(Probes.FRAME, settings.n_steps) if settings.orthogonal == "steps" else 1
+    probes = kept * settings.n_probes * sum(flow.config.flow_dims) * like.element_size()
+    each = probes + ForwardMode.row_bytes(flow, [pair(direction) for direction in directions])
+    most = max(1, (MEMORY[like.device.type] if memory is None else memory) // each)
     chunks = -(-rows // most)
     return max(1, -(-rows // max(1, chunks)))
 

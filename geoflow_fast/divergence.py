@@ -103,11 +103,11 @@ class Probes:
 
 
 def _orthogonalise(vectors: list[Tensor], frame: Sequence[Tensor]) -> list[Tensor]:
-    """Vectors [..., d] made orthogonal to the unit vectors of `frame` and to those before them; twice, because once
-    leaves rounding behind."""
+    """Vectors [..., d] made orthogonal to the unit vectors of `frame` and to those before them; twice when little is
+    left of a vector then, because once leaves rounding behind."""
     frame, done = list(frame), []
     for vector in vectors:
-        for _ in range(2):
+        for _ in range(1 if 2 * len(frame) < vector.shape[-1] else 2):
             for other in frame:
                 vector = vector - dot(other, vector) * other
         frame.append(torch.nn.functional.normalize(vector, dim=-1))

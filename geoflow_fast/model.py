@@ -381,7 +381,7 @@ class GeoFlow(nn.Module):
         of a given stream is exactly zero. Differentiable in both points. With one time and one direction the
         modulations are computed once for all rows.
         """
-        self._check_points(image, text)
+        self.check_points(image, text)
         rows = image.shape[0]
         time = torch.as_tensor(t, dtype=image.dtype, device=image.device)
         if time.shape not in ((), (rows,)):
@@ -461,7 +461,8 @@ class GeoFlow(nn.Module):
         flow.load_state_dict(tensors, assign=True)
         return flow.eval()
 
-    def _check_points(self, image: Tensor, text: Tensor) -> None:
+    def check_points(self, image: Tensor, text: Tensor) -> None:
+        """ValueError unless both are rows in the flow's coordinates, equally many, of its dtype and on its device."""
         for name, x, dim in zip(("image", "text"), (image, text), self.config.flow_dims):
             self._check_rows(name, x, dim)
         if image.shape[0] != text.shape[0]:

@@ -346,6 +346,15 @@ def test_bad_input():
         gf.log_density(field, image, torch.cat((text[:2], 2 * text[2:])))
     with pytest.raises(ValueError, match="equal B"):
         gf.log_density(field, image, text[:3])
+    flow = random_flow()
+    for message, pair, options in (
+        (r"image must be \[B, 6\]", (image, text), {}),
+        ("image is torch.float32", random_pairs(3, torch.float32), {}),
+        ("memory must be a positive", random_pairs(3), {"memory": 0}),
+    ):
+        with pytest.raises(ValueError, match=message):
+            gf.log_density(flow, *pair, **options)
+    assert gf.epistemic(flow, *random_pairs(0)).score.shape == (0,)
 
 
 def test_a_field_without_gradients_is_refused_unless_it_stands_still():
