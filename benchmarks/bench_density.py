@@ -312,7 +312,6 @@ def gate_speed(seconds: dict[str, float]) -> None:
         ("separate tangents, 50 Euler steps", 1.0),
         ("default: midpoint, 10 steps", 3.0),
         ("FAST_DENSITY", 5.0),
-        ("ab2 10, early grid, three probes", 3.0),
     ):
         gate(f"{name} at least {factor}x autograd", base / seconds[name] >= factor)
 
