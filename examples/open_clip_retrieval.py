@@ -81,7 +81,7 @@ def main() -> None:
     scorer = gf.RetrievalEntropy.fast(flow, images, "t2i", kappa=fitted.kappa, guidance=fitted.guidance)
     post = scorer(query)
 
-    print(f"{len(images)} pictures; kappa {fitted.kappa:.3g}, guidance {fitted.guidance:g} by held-out likelihood")
+    print(f"{len(images)} pictures; kappa {fitted.kappa:.3g}, guidance {fitted.guidance:g} fitted on these pairs")
     for row, text in enumerate(queries):
         print(
             f"{text!r}: picture {int(found[row])}, entropy {float(post.entropy[row]):.2f} nats, "
