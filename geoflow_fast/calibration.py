@@ -156,21 +156,13 @@ def fit_calibration(
             f"needs {LEAST_QUERIES}: give more pairs or longer shortlists"
         )
     right_count, group = right_count.to(right.device), group.to(right.device)
+    if bool((group == group[0]).all()):
+        raise ValueError("all held-out queries are of one image; a calibration needs several")
     share = right.double() / right_count.unsqueeze(1)
     target = torch.cat((share, 1 - share.sum(1, keepdim=True)), dim=1)
-    design, possible = evidence.design(), evidence.possible()
-    weights = fit_weights(design, possible, target)
-    fold, folds = _folds(group, seed)
-    if folds < 2:
-        raise ValueError("all held-out queries are of one image; a calibration needs several")
-    left_out, loss = [], torch.empty(len(design), dtype=torch.float64, device=design.device)
-    for number in range(folds):
-        away = fold == number
-        left_out.append(fit_weights(design[~away], possible[~away], target[~away]))
-        loss[away] = _loss(design[away], possible[away], target[away], left_out[-1])
-    spread = torch.stack(left_out)
-    stderr = ((spread - spread.mean(0)).square().sum(0) * (folds - 1) / folds).sqrt()  # jackknife over folds
-    alpha, beta, outside = weights.tolist()
+    data = evidence.design(), evidence.possible(), target
+    alpha, beta, outside = fit_weights(*data).tolist()
+    stderr, loss = _cross_fitted(*data, _folds(group, seed))
     return Calibration(
         alpha=alpha,
         beta=beta,
@@ -183,6 +175,18 @@ def fit_calibration(
         right_per_query=float(right_count.double().mean()),
         made_for=made_for,
     )
+
+
+def _cross_fitted(design: Tensor, possible: Tensor, target: Tensor, fold: Tensor) -> tuple[Tensor, Tensor]:
+    """Standard errors [F] of the weights, a jackknife over folds, and each query's loss [Q] under a fit without it."""
+    folds = int(fold.max()) + 1
+    left_out, loss = [], torch.empty(len(design), dtype=torch.float64, device=design.device)
+    for number in range(folds):
+        away = fold == number
+        left_out.append(fit_weights(design[~away], possible[~away], target[~away]))
+        loss[away] = _loss(design[away], possible[away], target[away], left_out[-1])
+    spread = torch.stack(left_out)
+    return ((spread - spread.mean(0)).square().sum(0) * (folds - 1) / folds).sqrt(), loss
 
 
 def fit_weights(design: Tensor, possible: Tensor, target: Tensor, *, max_steps: int = 100) -> Tensor:
@@ -227,9 +231,8 @@ def _loss(design: Tensor, possible: Tensor, target: Tensor, weights: Tensor) -> 
     return logits.logsumexp(1) - (logits.masked_fill(~possible, 0.0) * target).sum(1)
 
 
-def _folds(group: Tensor, seed: int) -> tuple[Tensor, int]:
-    """Fold [Q] of every query, a function of its group, and the number of folds."""
+def _folds(group: Tensor, seed: int) -> Tensor:
+    """Fold [Q] of every query, a function of its group: `FOLDS` of them, or one per group."""
     names, member = torch.unique(group, return_inverse=True)
-    folds = min(FOLDS, len(names))
     order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed)).to(group.device)
-    return order[member] % folds, folds
+    return order[member] % FOLDS
