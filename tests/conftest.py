@@ -11,8 +11,12 @@ import geoflow_fast as gf
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _alike() -> Iterator[None]:
+    """Every test starts from the same seed and with the same threads, whatever ran before it."""
     torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
