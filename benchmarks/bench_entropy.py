@@ -172,6 +172,7 @@ def posteriors() -> str:
     true_entropy = torch.special.entr(truth).sum(1)
     rows = [posterior_row("the truth", truth, truth, true_entropy, true_entropy)]
     for posterior, marginal in (("likelihood", "scores"), ("bayes", "scores"), ("bayes", "density")):
+        # Marginals from the density cannot be fitted with: kappa and guidance are those fitted for the scores.
         fitted = gf.fit_bandwidth(flow, gf.EmbeddingPairs.from_arrays(*held_out), posterior=posterior)
         kernel = {"kappa": fitted.kappa, "guidance": fitted.guidance}
         options = {"posterior": posterior, "marginal": marginal, "reference": reference, "top_k": len(images)}

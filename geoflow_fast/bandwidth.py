@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class Bandwidth:
     kappa: float
     guidance: float
     nll: float
-    """Mean of -log pi(true item) in nats at this setting; log N would be chance."""
+    """Mean of -log pi(true item) in nats at the best kappa of the grid, next to which `kappa` lies; log N is chance."""
     table: Tensor
     """[guidances, kappas] float64, the same for every setting tried."""
 
@@ -52,23 +53,31 @@ def fit_bandwidth(
     Use pairs that the flow has not seen; its own samples would not do, since guidance sharpens them. `settings` are
     those of `RetrievalEntropy` that the result is meant for (`n_samples`, `n_steps`, `solver`, `noise`, `posterior`,
     ...), else those of `RetrievalEntropy.fast`: fewer samples want a wider kernel. At most `max_queries` pairs, drawn
-    by the seed, serve as queries.
+    by the seed, serve as queries. For `posterior="bayes"` the marginals are those of `marginal="scores"`, from as many
+    pairs of other images.
     """
     if direction not in CONDITIONAL:
         raise ValueError(f"direction must be one of {CONDITIONAL}, got {direction!r}")
     if not guidances or not kappas:
         raise ValueError("fit_bandwidth needs at least one guidance and one kappa to choose from")
+    if not all(low < high for low, high in itertools.pairwise((0.0, *kappas, math.inf))):
+        raise ValueError(f"kappas must be positive, finite and strictly ascending, got {tuple(kappas)}")
     fixed = {"kappa", "guidance", "reference"} & set(settings)
     if fixed:
         raise TypeError(f"fit_bandwidth chooses {', '.join(sorted(fixed))} itself")
     bayes = settings.get("posterior") == "bayes"
+    if bayes and settings.get("marginal", "scores") != "scores":
+        raise ValueError(
+            "fit_bandwidth takes the items' marginals from the scores of other pairs; marginal='density' is not "
+            "computed for it, since that takes two reverse solves per item: fit with marginal='scores'"
+        )
     task = _retrieval_task(pairs, direction, max_queries, int(settings.get("seed", 0)), bayes=bayes)
     device = next(flow.parameters()).device
     gallery, rows = Gallery(task.items.to(device)), []
     for guidance in guidances:
         chosen = {**FAST, **settings, "reference": task.reference, "guidance": float(guidance)}
         scorer = RetrievalEntropy(flow, gallery, direction, **chosen).to(device)
-        samples, others = scorer.draw(task.queries), scorer.draw(task.reference) if bayes else None
+        samples, others = scorer.draw(task.queries), None if task.reference is None else scorer.draw(task.reference)
         rows.append([_loss(samples, gallery, task.own.to(device), float(kappa), others) for kappa in kappas])
     table = torch.tensor(rows, dtype=torch.float64)
     row, column = divmod(int(table.argmin()), len(kappas))
@@ -77,30 +86,41 @@ def fit_bandwidth(
 
 @dataclass(frozen=True)
 class RetrievalTask:
-    """Queries [Q, d] whose own items are known, by number [Q], among items [N, d']; reference queries [R, d]."""
+    """Queries [Q, d] whose own items are known, by number [Q], among items [N, d']; references [R, d] if Bayes."""
 
     queries: Tensor
     own: Tensor
     items: Tensor
-    reference: Tensor
+    reference: Tensor | None
 
 
 def _retrieval_task(
     pairs: EmbeddingPairs, direction: str, max_queries: int, seed: int, *, bayes: bool
 ) -> RetrievalTask:
-    """All items of the pairs, each once. For `bayes` the reference queries are other pairs': a query that helped to
-    estimate its own item's marginal would be held against it."""
-    item_row, rows = (pairs.image_row, pairs.image) if direction == "t2i" else (pairs.text_row, pairs.text)
-    kept, item = np.unique(item_row, return_inverse=True)
-    order = np.random.default_rng(seed).permutation(len(pairs))
-    count = min(max_queries, len(pairs) // 2 if bayes else len(pairs))
-    if count < 1:
+    """All items of the pairs, each once. For `bayes` the reference queries are of other images: a query that helped to
+    estimate its own item's marginal, by itself or by another caption, would be held against it."""
+    if len(pairs) < 1 or max_queries < 1:
         raise ValueError(f"{len(pairs)} pairs and max_queries={max_queries} leave no query to fit on")
-    side = 1 if direction == "t2i" else 0
-    chosen, others = np.sort(order[:count]), np.sort(order[-count:])
+    asking, others = pairs.split(0.5, seed) if bayes else (pairs, None)
+    asking = _drawn(asking, max_queries, seed)
+    side, rows = (1, pairs.image) if direction == "t2i" else (0, pairs.text)
+    own, kept = (part.image_row if direction == "t2i" else part.text_row for part in (asking, pairs))
+    kept = np.unique(kept)
     return RetrievalTask(
-        pairs[chosen][side], torch.from_numpy(item[chosen]), torch.from_numpy(rows[kept]), pairs[others][side]
+        _all(asking)[side],
+        torch.from_numpy(np.searchsorted(kept, own)),
+        torch.from_numpy(rows[kept]),
+        None if others is None else _all(_drawn(others, max_queries, seed))[side],
     )
+
+
+def _drawn(pairs: EmbeddingPairs, count: int, seed: int) -> EmbeddingPairs:
+    """At most `count` of the pairs, in their order."""
+    return pairs.subset(np.sort(np.random.default_rng(seed).permutation(len(pairs))[:count]))
+
+
+def _all(pairs: EmbeddingPairs) -> tuple[Tensor, Tensor]:
+    return pairs[np.arange(len(pairs))]
 
 
 def _loss(samples: Tensor, gallery: Gallery, own: Tensor, kappa: float, reference: Tensor | None) -> float:

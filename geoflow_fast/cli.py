@@ -193,7 +193,7 @@ def entropy(
         Posterior, typer.Option(help="likelihood: the paper's; bayes: corrected for items that fit everything.")
     ] = Posterior.likelihood,
     reference: Annotated[
-        Path | None, typer.Option(help="Typical queries for --posterior bayes; else 256 of the queries.")
+        Path | None, typer.Option(help="Typical queries, not those scored; --posterior bayes needs them.")
     ] = None,
     top_k: Annotated[int | None, typer.Option(help="Also write the lists top_index and top_prob.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw histograms of H and of the risk bound to this PNG.")] = None,
@@ -210,6 +210,11 @@ def entropy(
 
     if reference is not None and posterior is not Posterior.bayes:
         raise ValueError("--reference is for --posterior bayes")
+    if reference is None and posterior is Posterior.bayes:
+        raise ValueError(
+            "--posterior bayes needs --reference: typical queries other than those scored, which would count against "
+            "their own items"
+        )
     if plot is not None:
         plots.pyplot()  # its absence is said before hours of scoring, not after
     chosen = {
@@ -221,8 +226,8 @@ def entropy(
         "top_k": top_k,
     }
     given: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
-    if posterior is Posterior.bayes:
-        given |= {"posterior": "bayes", "reference": scoring.reference_queries(reference or queries)}
+    if reference is not None:
+        given |= {"posterior": "bayes", "reference": scoring.reference_queries(reference)}
     scorer = scoring.open_scorer(model, gallery, direction.value, fast=fast, device=device, **given)
     with _continued_later():
         summary = scoring.score_file(scorer, queries, out, with_top=top_k is not None, block=block, overwrite=overwrite)
@@ -291,7 +296,8 @@ def _print_scores(summary: ScoreSummary) -> None:
         table.add_row(name, *(f"{value:.3f}" for value in quantiles.values()))
     Console().print(table)
     typer.echo(f"confident (an item with probability 1/2 or more): {summary.confident:.1%} of the queries")
-    typer.echo(f"best guesses are wrong for at least {summary.mean_risk_lower_bound:.1%} of the queries")
+    least = f"{summary.mean_risk_lower_bound:.1%}"
+    typer.echo(f"if the posterior is right, best guesses are wrong for at least {least} of the queries")
 
 
 @app.command(

@@ -14,7 +14,7 @@ import itertools
 import json
 import mmap
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -111,9 +111,10 @@ class Rows:
 
 
 def _mapping(part: Array) -> mmap.mmap | None:
-    """The file mapping behind an array, if there is one."""
+    """The file mapping behind an array, if its pages can be released: a copy-on-write one (mode "c") holds its owner's
+    edits in them."""
     mapping = getattr(part, "_mmap", None)
-    return mapping if isinstance(mapping, mmap.mmap) else None
+    return mapping if isinstance(mapping, mmap.mmap) and getattr(part, "mode", None) in ("r", "r+") else None
 
 
 def _advise(part: Array, advice: str) -> None:
@@ -283,18 +284,26 @@ class ShuffledBatches:
 
 def _open_shards(folder: Path, name: str) -> Rows:
     """Memory-mapped `{name}_{number}.npy` of `folder`, in numeric order without a gap."""
-    shards: dict[int, Path] = {}
-    for path in sorted(folder.glob(f"{name}_*.npy")):
-        if found := re.search(r"_(\d+)\.npy$", path.name):
-            other = shards.setdefault(int(found[1]), path)
-            if other != path:
-                raise ValueError(f"{other} and {path} are both shard {int(found[1])}; keep one of them")
+    shards = in_shard_order(path for path in folder.glob(f"{name}_*.npy") if re.search(r"_\d+\.npy$", path.name))
     if not shards:
         raise FileNotFoundError(f"{folder} holds no {name}_0.npy")
-    missing = sorted(set(range(max(shards) + 1)) - set(shards))
-    if missing:
-        raise FileNotFoundError(f"{folder / f'{name}_{missing[0]}.npy'} is missing between other shards")
-    return Rows([load_npy(shards[number], mapped=True) for number in sorted(shards)], f"{folder}")
+    return Rows([load_npy(path, mapped=True) for path in shards], f"{folder}")
+
+
+def in_shard_order(paths: Iterable[Path]) -> list[Path]:
+    """Files whose names differ in the number at their end alone, in its order. Two of one number, or one missing in the
+    count from 0, are errors: rows would be doubled, or lost and those after them misnumbered."""
+    shards: dict[int, Path] = {}
+    for path in sorted(paths):
+        number = int(re.findall(r"\d+", path.stem)[-1])
+        other = shards.setdefault(number, path)
+        if other != path:
+            raise ValueError(f"{other} and {path} are both shard {number}; keep one of them")
+    for expected, number in enumerate(sorted(shards)):
+        if number != expected:
+            lost = re.sub(r"\d+(?=\.npy$)", str(expected), shards[number].name)
+            raise FileNotFoundError(f"{shards[number].with_name(lost)} is missing between other shards")
+    return [shards[number] for number in sorted(shards)]
 
 
 def load_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:

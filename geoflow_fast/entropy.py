@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -116,6 +117,8 @@ class RetrievalEntropy(nn.Module):
         _check_settings(
             n_samples, kappa, top_k, direction=direction, posterior=posterior, marginal=marginal, prune=prune
         )
+        if prune == "always" and index is None:
+            raise ValueError('prune="always" needs the index= of the gallery; see gf.GalleryIndex.build')
         self.gallery = gallery if isinstance(gallery, Gallery) else Gallery(gallery)
         config = flow.config
         self.query_dim, item_dim = config.text_dim, config.image_dim
@@ -128,7 +131,7 @@ class RetrievalEntropy(nn.Module):
                 raise ValueError("index= needs a gallery in memory: pass it as a tensor")
             index.check_digest(self.gallery)
         self.flow, self.index, self.prune = flow, index, prune
-        self.direction, self.kappa, self.top_k = direction, kappa, top_k
+        self.direction, self.kappa, self.top_k = direction, float(kappa), top_k
         self.n_samples, self.noise, self.seed = n_samples, noise, seed
         self.posterior, self.marginal = posterior, marginal
         self.solve = Solve(n_steps, solver, grid, guidance)
@@ -213,25 +216,26 @@ class RetrievalEntropy(nn.Module):
 
     def draw(self, queries: Tensor, advance: Advance = lambda _: None) -> Tensor:
         """Samples [Q, M, d] of what each query [Q, d'] looks for."""
-        start = StartingPoints(self.start_generated, self.start_condition)
+        start = StartingPoints(self.start_generated, self.start_condition).to(next(self.flow.parameters()))
         queries = queries.to(start.generated)
         return sample_conditional(self.flow, queries, self.direction, start, self.solve, advance)
 
     def _statistics(self, samples: Tensor) -> GalleryStatistics:
-        bias = -self.item_marginals() if self.posterior == "bayes" else None
+        bias = -self.item_marginals().to(samples) if self.posterior == "bayes" else None
         index = self.index if samples.device.type == "cpu" else None
         prune = "auto" if index is None else self.prune
         return self.gallery.statistics(samples, self.kappa, self.top_k, bias, index=index, prune=prune)
 
     def _read_out(self, statistics: GalleryStatistics, like: Tensor) -> RetrievalPosterior:
-        post = statistics.posterior(like.dtype)
+        post = statistics.posterior(torch.float64)  # the bound on the risk is taken before rounding
+        entropy, top_prob = post.entropy.to(like.dtype), post.top_prob.to(like.dtype)
         return RetrievalPosterior(
-            post.entropy,
+            entropy,
             post.top_index[:, 0],
-            post.top_prob[:, 0],
+            top_prob[:, 0],
             risk_lower_bound((post.entropy - post.entropy_bound).clamp_min(0), len(self.gallery)).to(like.device),
             post.top_index,
-            post.top_prob,
+            top_prob,
             post.entropy_bound,
         )
 
@@ -240,6 +244,9 @@ def _check_settings(n_samples: int, kappa: float, top_k: int, **chosen: str) -> 
     for name, value in chosen.items():
         if value not in CHOICES[name]:
             raise ValueError(f"{name} must be one of {CHOICES[name]}, got {value!r}")
+    for name, count in (("n_samples", n_samples), ("top_k", top_k)):
+        if not isinstance(count, numbers.Integral):
+            raise TypeError(f"{name} must be an integer, got {count!r}")
     if n_samples < 1 or top_k < 1:
         raise ValueError(f"n_samples={n_samples} and top_k={top_k} must be at least 1")
     if not 0 <= kappa < float("inf"):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast import jobs, ops
-from geoflow_fast.data import Array, Rows, load_npy
+from geoflow_fast.data import Array, Rows, in_shard_order, load_npy
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.ops import GalleryStatistics
 
@@ -128,7 +128,10 @@ def _as_tensor(rows: Array) -> Tensor:
 
 
 def open_rows(path: Path, name: str) -> Rows:
-    """A `.npy` file, or all `.npy` files of a folder in the order of the numbers in their names, memory-mapped."""
+    """A `.npy` file, or all `.npy` files of a folder in the order of the numbers in their names, memory-mapped.
+
+    Several files whose names differ in the number at their end alone are shards, counted from 0 without a gap.
+    """
     if path.is_file():
         return Rows([load_npy(path, mapped=True)], f"{name} {path}")
     if not path.is_dir():
@@ -136,4 +139,10 @@ def open_rows(path: Path, name: str) -> Rows:
     files = sorted(path.glob("*.npy"), key=lambda file: ([int(n) for n in re.findall(r"\d+", file.stem)], file.name))
     if not files:
         raise FileNotFoundError(f"{name} folder {path} holds no .npy file")
+    series: dict[str, list[Path]] = {}
+    for file in files:
+        series.setdefault(re.sub(r"\d+$", "#", file.stem), []).append(file)
+    for shards in series.values():
+        if len(shards) > 1:
+            in_shard_order(shards)
     return Rows([load_npy(file, mapped=True) for file in files], f"{name} {path}")

@@ -53,8 +53,11 @@ def test_table_follows_the_definition(flow, direction, posterior):
         guidances[int(found.table.min(1).values.argmin())],
         round(float(found.table.min()), 9),
     )
-    order = np.random.default_rng(0).permutation(40)
-    chosen, others = np.sort(order[:20]), np.sort(order[-20:])
+    asking, others = (part.text_row for part in pairs.split(0.5, seed=0))
+    assert set(asking // 2).isdisjoint(others // 2)  # by image, so no other caption of a query's image is a reference
+    if posterior == "likelihood":
+        asking = np.arange(40)
+    chosen = asking[np.sort(np.random.default_rng(0).permutation(len(asking))[:20])]
     own = chosen // 2 if direction == "t2i" else chosen
     queries, items = (text, image) if direction == "t2i" else (image.repeat_interleave(2, 0), text)
     for row, guidance in enumerate(guidances):
@@ -75,10 +78,13 @@ def test_bad_fits(flow):
         "at least one guidance": {"kappas": ()},
         "no query to fit on": {"max_queries": 0},
         "guidance must be": {"guidances": (-1.0,)},
-        "kappa must be": {"kappas": (-1.0,)},
+        "kappas must be positive": {"kappas": (-1.0,)},
+        "kappas must be positive, finite and strictly ascending": {"kappas": (2.0, 2.0, 3.0)},
+        "single image": {"pairs": pairs.subset([0]), "posterior": "bayes"},
+        "from the scores of other pairs": {"posterior": "bayes", "marginal": "density"},
     }.items():
         with pytest.raises(ValueError, match=words):
-            gf.fit_bandwidth(flow, pairs, **{"n_steps": 2, "n_samples": 2, **arguments})
+            gf.fit_bandwidth(flow, **{"pairs": pairs, "n_steps": 2, "n_samples": 2, **arguments})
     with pytest.raises(TypeError, match="chooses kappa itself"):
         gf.fit_bandwidth(flow, pairs, kappa=3.0)
 

@@ -139,6 +139,17 @@ def test_pages_are_released(tmp_path, monkeypatch):
         assert resident(tmp_path) == 0
 
 
+def test_edits_of_a_copy_on_write_map_survive_reading(tmp_path):
+    np.save(tmp_path / "x.npy", unit(40, 512))
+    edited = np.load(tmp_path / "x.npy", mmap_mode="c")
+    edited[7] = np.eye(512, dtype=np.float32)[3]
+    pairs = gf.EmbeddingPairs.from_arrays(edited, unit(40, 4))
+    for _ in range(2):
+        assert pairs[[7]][0].argmax() == 3
+    gf.Gallery(edited).digest()
+    assert edited[7, 3] == 1
+
+
 def test_bad_rows_are_named(tmp_path):
     good, bad = unit(20, 6), unit(20, 6)
     bad[13] *= 1.01

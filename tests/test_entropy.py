@@ -70,6 +70,39 @@ def test_module_behaviour(flow):
     assert scorer(torch.empty(0, 7)).entropy.shape == (0,)
 
 
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("posterior", ["likelihood", "bayes"])
+def test_follows_the_dtype_of_its_flow(flow, late, posterior):
+    settings = {"n_samples": 6, "n_steps": 3, "kappa": 10.0, "posterior": posterior}
+    queries, gallery, reference = g.sample_uniform(4, 7), g.sample_uniform(50, 10), g.sample_uniform(9, 7)
+    expected = gf.RetrievalEntropy(flow, gallery, reference=reference, **settings)(queries).entropy
+    if not late:
+        flow.double()
+    scorer = gf.RetrievalEntropy(flow, gallery, reference=reference, **settings)
+    if late:
+        scorer(queries)
+        flow.double()
+    found = scorer(queries).entropy
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected.double(), atol=2e-5, rtol=0)
+
+
+def test_risk_bound_is_taken_before_rounding(flow):
+    """Near log N the bound has an infinite slope: log 7 rounded to float32 would lower it by 1e-4."""
+    scorer = gf.RetrievalEntropy(flow, g.sample_uniform(1, 10).repeat(7, 1), n_samples=2, n_steps=2)
+    torch.testing.assert_close(
+        scorer(g.sample_uniform(4, 7)).risk_lower_bound, torch.full((4,), 6 / 7, dtype=torch.float64)
+    )
+
+
+def test_whole_numbers_and_floats(flow):
+    gallery = g.sample_uniform(5, 10)
+    assert type(gf.RetrievalEntropy(flow, gallery, kappa=10).kappa) is float
+    for name in ("n_samples", "top_k"):
+        with pytest.raises(TypeError, match=f"{name} must be an integer"):
+            gf.RetrievalEntropy(flow, gallery, **{name: 8.0})
+
+
 @pytest.mark.parametrize("n", [2, 3, 10, 1000])
 def test_fano_bound_holds_and_is_tight(n):
     generator = torch.Generator().manual_seed(n)
@@ -99,6 +132,7 @@ def test_fano_bound_holds_and_is_tight(n):
         ({"n_samples": 0}, "n_samples"),
         ({"direction": "joint"}, "direction"),
         ({"n_steps": 0}, "n_steps"),
+        ({"prune": "always"}, "needs the index="),
     ],
 )
 def test_bad_input(flow, change, words):
@@ -120,6 +154,18 @@ def test_a_truncated_shard_is_named(flow, tmp_path):
     whole = (tmp_path / "a_0.npy").read_bytes()
     (tmp_path / "a_0.npy").write_bytes(whole[:-100])
     with pytest.raises(ValueError, match=r"a_0\.npy is truncated"):
+        gf.RetrievalEntropy(flow, tmp_path)
+
+
+def test_a_lost_or_doubled_shard_is_named(flow, tmp_path):
+    for name in ("a_0", "a_1", "a_3", "b_2024"):
+        np.save(tmp_path / f"{name}.npy", g.sample_uniform(5, 10).numpy())
+    with pytest.raises(FileNotFoundError, match=r"a_2\.npy is missing between other shards"):
+        gf.RetrievalEntropy(flow, tmp_path)
+    (tmp_path / "a_3.npy").rename(tmp_path / "a_2.npy")
+    assert len(gf.RetrievalEntropy(flow, tmp_path).gallery) == 20
+    np.save(tmp_path / "a_01.npy", g.sample_uniform(5, 10).numpy())
+    with pytest.raises(ValueError, match="are both shard 1"):
         gf.RetrievalEntropy(flow, tmp_path)
 
 

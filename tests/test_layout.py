@@ -69,7 +69,7 @@ def run_python(code: str, **environment: str) -> str:
 
 
 def test_import_is_light():
-    """Beyond torch the import takes under 0.3 s of processor time and pulls in none of the heavy or optional packages."""
+    """Beyond torch the import takes under 0.3 s of processor time and pulls in none of the heavy, optional packages."""
     code = """
 import sys, time
 import torch

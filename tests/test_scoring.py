@@ -73,6 +73,10 @@ def test_file_holds_what_the_scorer_says(world, monkeypatch, capsys):
     assert f"{QUERIES} queries over {ITEMS} items" in shown
     assert f"{np.median(found['entropy']):.3f}" in shown
     assert f"{(found['map_prob'] >= 0.5).mean():.1%} of the queries" in shown
+    assert (
+        f"if the posterior is right, best guesses are wrong for at least {found['risk_lower_bound'].mean():.1%}"
+        in shown
+    )
 
 
 def test_default_columns_and_json(world, monkeypatch, capsys):
@@ -90,7 +94,8 @@ def test_default_columns_and_json(world, monkeypatch, capsys):
 
 
 def test_bayes_posterior_from_the_command_line(world, monkeypatch):
-    assert geoflow_entropy(world, monkeypatch, "--posterior=bayes") == 0
+    np.save(world / "typical.npy", g.sample_uniform(20, 7).numpy())
+    assert geoflow_entropy(world, monkeypatch, "--posterior=bayes", "--reference=typical.npy") == 0
     queries = torch.from_numpy(np.load(world / "queries.npy"))
     scorer = gf.RetrievalEntropy(
         gf.GeoFlow.from_pretrained(world / "model"),
@@ -99,7 +104,7 @@ def test_bayes_posterior_from_the_command_line(world, monkeypatch):
         n_steps=2,
         kappa=15.0,
         posterior="bayes",
-        reference=scoring.reference_queries(world / "queries.npy"),
+        reference=scoring.reference_queries(world / "typical.npy"),
     )
     np.testing.assert_allclose(
         read_columns(world / "scores.parquet")["entropy"], scorer(queries).entropy.numpy(), atol=1e-5
@@ -203,6 +208,7 @@ def spoil(world: Path, what: str) -> None:
         ("", {"model": "nowhere"}, "nowhere/model.safetensors does not exist"),
         ("", {"queries": "nowhere"}, "queries nowhere is neither"),
         ("", {"reference": "queries.npy"}, "--reference is for --posterior bayes"),
+        ("", {"posterior": "bayes"}, "--posterior bayes needs --reference"),
         ("", {"device": "tpu"}, "device 'tpu' cannot be used here"),
     ],
 )
