@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from geoflow_fast.integrate import (
     Points,
     Streams,
     Watch,
+    count_of,
     eval_mode,
     evaluation_times,
     geometry_of,
@@ -61,9 +62,9 @@ class DensitySettings:
     shared: bool = False
 
     def __post_init__(self) -> None:
+        for count in ("n_steps", "n_probes"):  # plain integers, which go into files
+            object.__setattr__(self, count, count_of(getattr(self, count), count))
         evaluation_times(time_grid(self.n_steps, kind=self.grid), self.solver)
-        if not isinstance(self.n_probes, int) or self.n_probes < 1:
-            raise ValueError(f"n_probes must be an integer of at least 1, got {self.n_probes!r}")
         choices = {"divergence": DIVERGENCES, "probe": PROBES, "tangents": TANGENTS}
         for name, known in choices.items():
             if getattr(self, name) not in known:
@@ -135,10 +136,11 @@ def log_density(
         raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
     settings = DensitySettings(n_steps, n_probes, solver, divergence, probe, redraw, orthogonal, tangents, grid, shared)
     _check_stderr(settings, return_stderr)
+    _check_pairs(image, text)
     estimates = density_estimates(field, image, text, (direction,), settings, draw_seed(generator, image), memory)[0]
     if not return_stderr:
         return estimates.mean(0)
-    return estimates.mean(0), _stderr(estimates, settings, _freedom(field, image, text))
+    return estimates.mean(0), _stderr(estimates, settings, max(_freedoms(field, image, text, (direction,))))
 
 
 @dataclass(frozen=True)
@@ -197,24 +199,26 @@ def epistemic(
 
     A marginal comes from a solve together with a partner, on which it depends while steps are finite. `text_partners`
     [M, d_T], shared by all rows (prompts), or [B, M, d_T], average log p(image) over the own text and M more, at two
-    solves each; `image_partners` do so for log p(text).
+    solves each; `image_partners` do so for log p(text). Probes of the m-th partner depend on generator, row and m.
     """
     settings = DensitySettings(n_steps, n_probes, solver, divergence, probe, redraw, orthogonal, tangents, grid)
     _check_stderr(settings, return_stderr)
-    if typicality not in TYPICALITIES:
-        raise ValueError(f"typicality must be one of {TYPICALITIES}, got {typicality!r}")
-    if (typicality == "absolute") != (typical is not None):
-        raise ValueError("typicality='absolute' and typical=(image, text) go together: see Epistemic.typical")
+    _check_typical(typicality, typical)
+    _check_pairs(image, text)
+    partners = [_partners_of(field, (image, text)[s], x, s) for s, x in enumerate((image_partners, text_partners))]
     seed = draw_seed(generator, image)
     estimates = density_estimates(field, image, text, DIRECTIONS, settings, seed, memory)
     joint, i2t, t2i = estimates
-    marginals = [joint - i2t, joint - t2i]
-    for stream, partners in ((1, text_partners), (0, image_partners)):
-        if partners is not None:
-            more = _with_partners(field, image, text, partners, stream, settings, seed, memory)
-            marginals[1 - stream] = torch.cat((marginals[1 - stream].unsqueeze(-1), more), dim=-1).mean(-1)
-    spread = _stderr(marginals[0] + marginals[1], settings, _freedom(field, image, text)) if return_stderr else None
-    return chain_rule(estimates, (marginals[0], marginals[1]), typical, spread)
+    marginals = [[joint - i2t], [joint - t2i]]
+    for stream, rows in enumerate(partners):
+        for m, partner in enumerate(rows):
+            pair, way = ((image, partner), "i2t") if stream == 1 else ((partner, text), "t2i")
+            joint, conditional = density_estimates(field, *pair, ("joint", way), settings, seed + m + 1, memory)
+            marginals[1 - stream].append(joint - conditional)
+    of_image, of_text = (torch.stack(found).mean(0) for found in marginals)
+    freedom = max(_freedoms(field, image, text, DIRECTIONS))
+    spread = _stderr(of_image + of_text, settings, freedom) if return_stderr else None
+    return chain_rule(estimates, (of_image, of_text), typical, spread)
 
 
 def chain_rule(
@@ -248,15 +252,16 @@ def suggest_steps(
     max_steps: int = 512,
     memory: int | None = None,
 ) -> int:
-    """Steps after which doubling them changes the log-density of these pilot pairs by less than `tolerance` nats.
+    """Steps after which doubling them changes the log-density of these pilot pairs by at most `tolerance` nats.
 
     The change is the mean over pairs of |log p(n) - log p(2n)|, with the same probes kept along the path in both, so
     that what differs is the discretisation alone. A hundred pairs or so are enough. ValueError if `max_steps` are not.
     """
-    if not tolerance > 0 or max_steps < 2:
+    if not tolerance > 0 or count_of(max_steps, "max_steps") < 2:
         raise ValueError(f"tolerance={tolerance} must be positive and max_steps={max_steps} at least 2")
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
+    _check_pairs(image, text)
     seed = draw_seed(generator, image)
     steps, before, change = 2, None, math.inf
     while steps <= 2 * max_steps:
@@ -267,7 +272,7 @@ def suggest_steps(
             if change <= tolerance:
                 return steps // 2
         steps, before = 2 * steps, found
-    raise ValueError(f"{max_steps} steps of {solver} still move the log-density by {change:.3g} nats")
+    raise ValueError(f"doubling {steps // 4} steps of {solver} still moves the log-density by {change:.3g} nats")
 
 
 def draw_seed(generator: torch.Generator | None, like: Tensor) -> int | Tensor:
@@ -291,9 +296,13 @@ def density_estimates(
 
     `first_row` is the number of the first pair: its probes are those it would have as row `first_row` of a larger call.
     """
+    if memory is not None:
+        memory = count_of(memory, "memory")
     _check_pairs(image, text)
-    image, text = getattr(field, "to_flow", lambda *pair: pair)(image, text)
-    _check_freedom(settings, image, text, geometry_of(field))
+    check_rows(image, "image")
+    check_rows(text, "text")
+    image, text = (_in_flow(field, x, stream, STREAMS[stream]) for stream, x in enumerate((image, text)))
+    _check_freedom(settings, min(_freedoms(field, image, text, directions)))
     with eval_mode(field), torch.no_grad():
         network = None
         at_once = max(1, len(image))
@@ -305,8 +314,9 @@ def density_estimates(
         parts = []
         for number, pair in enumerate(zip(image.split(at_once), text.split(at_once))):
             points = [pair for _ in directions]
-            evaluator = evaluator_of(field, network, directions, points, settings.exact)
-            place = geometry_of(field), seed, first_row + number * at_once
+            first = first_row + number * at_once
+            evaluator = evaluator_of(field, network, directions, points, settings.exact, first)
+            place = geometry_of(field), seed, first
             parts.append(_ReverseSolve(evaluator, directions, points, settings, *place).run())
     return torch.cat(parts, dim=-1)
 
@@ -327,13 +337,11 @@ def _rows_at_once(
         )
         return Solve(direction, image, text, settings.paired and direction == "joint")
 
-    if memory is not None and memory < 1:
-        raise ValueError(f"memory must be a positive number of bytes, got {memory}")
     like = next(flow.parameters())
     kept = min(Probes.FRAME, settings.n_steps) if settings.orthogonal == "steps" else 1
     probes = kept * settings.n_probes * sum(flow.config.flow_dims) * like.element_size()
     each = probes + ForwardMode.row_bytes(flow, [pair(direction) for direction in directions])
-    most = max(1, (MEMORY[like.device.type] if memory is None else memory) // each)
+    most = max(1, (memory or MEMORY.get(like.device.type, MEMORY["cpu"])) // each)
     chunks = -(-rows // most)
     return max(1, -(-rows // max(1, chunks)))
 
@@ -404,44 +412,62 @@ class _ReverseSolve:
         return [(image, text) for image, text in found]
 
 
-def _with_partners(
-    field: Field,
-    image: Tensor,
-    text: Tensor,
-    partners: Tensor,
-    stream: int,
-    settings: DensitySettings,
-    seed: int | Tensor,
-    memory: int | None,
-) -> Tensor:
-    """Log-marginals of the rows of the other stream by each of their M partners of this one: [K, B, M]."""
-    width = (image, text)[stream].shape[1]
-    partners = partners.expand(len(image), -1, -1) if partners.dim() == 2 else partners
-    if partners.dim() != 3 or partners.shape[0] != len(image) or partners.shape[2] != width or not partners.shape[1]:
-        shapes = f"[M, {width}] or [{len(image)}, M, {width}]"
-        raise ValueError(f"{STREAMS[stream]}_partners must be {shapes}, got {tuple(partners.shape)}")
-    count = partners.shape[1]
-    other = (image, text)[1 - stream].repeat_interleave(count, 0)
-    flat = partners.reshape(-1, width)
-    pair = (other, flat) if stream == 1 else (flat, other)
-    direction = "i2t" if stream == 1 else "t2i"
-    joint, conditional = density_estimates(field, *pair, ("joint", direction), settings, seed, memory)
-    return (joint - conditional).unflatten(-1, (len(image), count))
+def _partners_of(field: Field, own: Tensor, partners: Tensor | None, stream: int) -> tuple[Tensor, ...]:
+    """The M partners [B, d] of the rows `own` [B, d] of a stream, given as [M, d] or [B, M, d], checked."""
+    if partners is None:
+        return ()
+    name = f"{STREAMS[stream]}_partners"
+    if not isinstance(partners, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(partners).__name__}")
+    rows, width = own.shape
+    if (
+        partners.shape[-1:] != (width,)
+        or partners.shape[-2:-1] in {(), (0,)}
+        or partners.shape[:-2] not in {(), (rows,)}
+    ):
+        raise ValueError(f"{name} must be [M, {width}] or [{rows}, M, {width}], got {tuple(partners.shape)}")
+    if partners.dtype != own.dtype or partners.device != own.device:
+        raise ValueError(
+            f"{name} is {partners.dtype} on {partners.device}, but {STREAMS[stream]} is {own.dtype} on {own.device}"
+        )
+    check_rows(partners, name)
+    _in_flow(field, partners, stream, name)
+    return partners.expand(rows, -1, -1).unbind(1)
+
+
+def _in_flow(field: Field, x: Tensor, stream: int, name: str) -> Tensor:
+    """Rows `x` [..., d] of a stream in the field's coordinates. Centring and projecting may leave nothing of a row: a
+    ValueError names it."""
+    if not isinstance(field, GeoFlow) or field.preprocess is None:
+        return x
+    moved = field.to_flow(**{STREAMS[stream]: x.flatten(0, -2)})[stream]
+    found = cast(Tensor, moved).unflatten(0, x.shape[:-1])
+    check_rows(found, f"{name} in the flow's coordinates")
+    return found
 
 
 def _check_pairs(image: Tensor, text: Tensor) -> None:
+    for name, x in zip(STREAMS, (image, text)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if image.dim() != 2 or text.dim() != 2 or len(image) != len(text):
         raise ValueError(
             f"image and text must be [B, d] with equal B, got {tuple(image.shape)} and {tuple(text.shape)}"
         )
-    check_rows(image, "image")
-    check_rows(text, "text")
 
 
-def _check_freedom(settings: DensitySettings, image: Tensor, text: Tensor, geometry: str) -> None:
+def _check_typical(typicality: str, typical: tuple[float, float] | None) -> None:
+    if typicality not in TYPICALITIES:
+        raise ValueError(f"typicality must be one of {TYPICALITIES}, got {typicality!r}")
+    if (typicality == "absolute") != (typical is not None):
+        raise ValueError("typicality='absolute' and typical=(image, text) go together: see Epistemic.typical")
+    if typical is not None and (len(typical) != 2 or not all(math.isfinite(value) for value in typical)):
+        raise ValueError(f"typical must be two finite numbers, for image and text, got {typical!r}")
+
+
+def _check_freedom(settings: DensitySettings, least: int) -> None:
     """There are only so many orthogonal probes."""
-    least = min(image.shape[1], text.shape[1]) - (geometry == "sphere")
-    if settings.orthogonal == "probes" and settings.n_probes > least:
+    if settings.orthogonal == "probes" and not settings.exact and settings.n_probes > least:
         raise ValueError(f"n_probes={settings.n_probes} orthogonal probes do not fit into {least} dimensions")
 
 
@@ -450,16 +476,17 @@ def _check_stderr(settings: DensitySettings, return_stderr: bool) -> None:
         raise ValueError("return_stderr needs divergence='hutchinson' and n_probes >= 2")
 
 
-def _freedom(field: Field, image: Tensor, text: Tensor) -> int:
-    """Dimension that probes of the larger stream span."""
+def _freedoms(field: Field, image: Tensor, text: Tensor, directions: Sequence[str]) -> list[int]:
+    """Dimensions that the probes of the streams these directions generate can span."""
     widths = field.config.flow_dims if isinstance(field, GeoFlow) else (image.shape[1], text.shape[1])
-    return max(widths) - (geometry_of(field) == "sphere")
+    streams = {stream for direction in directions for stream in GENERATED[direction]}
+    return [widths[stream] - (geometry_of(field) == "sphere") for stream in sorted(streams)]
 
 
 def epistemic_stderr(estimates: Tensor, settings: DensitySettings, field: Field, image: Tensor, text: Tensor) -> Tensor:
     """Standard error [B] of the epistemic score from estimates [3, K, B] of the `DIRECTIONS`."""
     joint, i2t, t2i = estimates
-    return _stderr(2 * joint - i2t - t2i, settings, _freedom(field, image, text))
+    return _stderr(2 * joint - i2t - t2i, settings, max(_freedoms(field, image, text, DIRECTIONS)))
 
 
 def _stderr(estimates: Tensor, settings: DensitySettings, freedom: int) -> Tensor:

@@ -14,13 +14,16 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.forward_mode import GENERATED, Dual, ForwardMode, Solve
-from geoflow_fast.geometry import dot, project_tangent
-from geoflow_fast.integrate import Field, Streams
+from geoflow_fast.geometry import capturing, dot, project_tangent
+from geoflow_fast.integrate import Field, Streams, geometry_of
 
 PROBES = ("gaussian", "rademacher")
 ORTHOGONAL = ("steps", "probes", "none")
 TANGENTS = ("separate", "combined", "alternating")
 STREAMS = ("image", "text")
+
+TANGENT_TOLERANCE = 1e-3
+"""Share of a field's velocity that may point off the sphere."""
 
 Evaluation = tuple[list[Streams], Tensor | None]
 """Velocities (image, text) of each solve, and divergences, one estimate per probe: [solves, K, B] float64."""
@@ -180,29 +183,57 @@ class NetworkEvaluator:
 
 
 class FieldEvaluator:
-    """Any field with a differentiable `velocity`, by one vector-Jacobian product per probe."""
+    """Any field with a differentiable `velocity`, by one vector-Jacobian product per probe.
 
-    def __init__(self, field: Field, directions: Sequence[str], exact: bool) -> None:
-        self.field, self.directions, self.exact = field, directions, exact
+    On the sphere the trace is that of a tangent field alone, so any other is refused. `first_row` names its rows.
+    """
+
+    def __init__(self, field: Field, directions: Sequence[str], exact: bool, first_row: int) -> None:
+        self.field, self.directions, self.exact, self.first_row = field, directions, exact, first_row
+        self.sphere = geometry_of(field) == "sphere"
 
     def __call__(
         self, points: Sequence[Streams], t: float, probes: Sequence[Streams] | None, paired: bool
     ) -> Evaluation:
         if probes is None:
             with torch.no_grad():
-                return [self.field.velocity(*pair, t, name) for name, pair in zip(self.directions, points)], None
+                return [self._velocity(pair, t, name) for name, pair in zip(self.directions, points)], None
         velocities: list[Streams] = []
         traces = []
         for direction, pair, probe in zip(self.directions, points, probes):
             streams = GENERATED[direction]
             with torch.enable_grad():
-                inputs = tuple(x.detach().requires_grad_() for x in pair)
-                velocity = self.field.velocity(inputs[0], inputs[1], t, direction)
+                inputs = (pair[0].detach().requires_grad_(), pair[1].detach().requires_grad_())
+                velocity = self._velocity(inputs, t, direction)
                 groups = (streams,) if paired else tuple((stream,) for stream in streams)
                 forms = [self._forms(group, inputs, velocity, probe) for group in groups]
             velocities.append((velocity[0].detach(), velocity[1].detach()))
             traces.append(torch.stack(forms).sum(0))
         return velocities, torch.stack(traces)
+
+    def _velocity(self, pair: Streams, t: float, direction: str) -> Streams:
+        """The field's velocity, its generated streams checked."""
+        found = self.field.velocity(*pair, t, direction)
+        for stream in GENERATED[direction]:
+            x, v = pair[stream].detach(), found[stream].detach()
+            if v.shape != x.shape:
+                shapes = f"{tuple(v.shape)} at points {tuple(x.shape)}"
+                raise ValueError(f"{direction}: the {STREAMS[stream]} velocity has shape {shapes}")
+            if self.sphere and not capturing(v):
+                self._check_tangent(x, v, f"{direction}: the {STREAMS[stream]} velocity", t)
+        return found
+
+    def _check_tangent(self, x: Tensor, v: Tensor, name: str, t: float) -> None:
+        """ValueError naming the first row of `v` [B, d] that leaves the tangent space at `x`; NaN is not looked at."""
+        rounding = 32 * torch.finfo(v.dtype).eps  # all that is left where a field vanishes by cancellation
+        allowed = TANGENT_TOLERANCE * torch.linalg.vector_norm(v, dim=-1) + rounding
+        bad = dot(x, v).abs().squeeze(-1) > allowed
+        if bool(bad.any()):
+            row = self.first_row + int(bad.nonzero()[0])
+            raise ValueError(
+                f"{name} is not tangent to the sphere in row {row} at t={t:.4g}; "
+                "pass it through geoflow_fast.geometry.project_tangent"
+            )
 
     def _forms(self, streams: tuple[int, ...], inputs: tuple[Tensor, ...], velocity: Streams, probe: Streams) -> Tensor:
         """e^T (grad v) e of the product of these streams: [K, B] float64, [1, B] if exact."""
@@ -228,9 +259,14 @@ class FieldEvaluator:
 
 
 def evaluator_of(
-    field: Field, network: ForwardMode | None, directions: Sequence[str], points: Sequence[Streams], exact: bool
+    field: Field,
+    network: ForwardMode | None,
+    directions: Sequence[str],
+    points: Sequence[Streams],
+    exact: bool,
+    first_row: int,
 ) -> Evaluator:
     """The network in forward mode where there is one, autograd for any other field."""
     if network is not None:
         return NetworkEvaluator(network, directions, points, exact)
-    return FieldEvaluator(field, directions, exact)
+    return FieldEvaluator(field, directions, exact, first_row)

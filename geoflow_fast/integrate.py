@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -50,14 +51,24 @@ def eval_mode(field: object) -> Iterator[None]:
             module.training = mode
 
 
-def time_grid(n_steps: int, *, kind: str = "uniform", reverse: bool = False) -> Tensor:
+def count_of(value: SupportsIndex, name: str) -> int:
+    """`value` as an int; ValueError unless it is an integer, numpy's included, of at least 1. A bool is none."""
+    try:
+        found = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = 0
+    if found < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+    return found
+
+
+def time_grid(n_steps: SupportsIndex, *, kind: str = "uniform", reverse: bool = False) -> Tensor:
     """Times [n_steps + 1] from 0 to 1 (1 to 0 in `reverse`): "uniform", or with short steps "late" (towards the data,
     t = 1) or "early" (towards the noise): t = 1 - (1 - s)^1.5 or s^1.5 over uniform s."""
-    if not isinstance(n_steps, int) or n_steps < 1:
-        raise ValueError(f"n_steps must be an integer of at least 1, got {n_steps!r}")
+    steps = count_of(n_steps, "n_steps")
     if kind not in GRIDS:
         raise ValueError(f"grid must be one of {GRIDS}, got {kind!r}")
-    s = torch.linspace(0, 1, n_steps + 1, dtype=torch.float64)
+    s = torch.linspace(0, 1, steps + 1, dtype=torch.float64)
     t = {"uniform": s, "late": 1 - (1 - s) ** 1.5, "early": s**1.5}[kind]
     return t.flip(0) if reverse else t
 

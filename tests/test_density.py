@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 import torchdiffeq
@@ -177,17 +178,18 @@ def test_four_thousand_probes_find_the_exact_trace(options):
     assert float(stderr.min()) > 1e-3  # there was something to estimate
 
 
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("orthogonal", ["none", "probes", "steps"])
-def test_the_standard_error_is_the_spread_of_the_estimate(orthogonal):
+def test_the_standard_error_is_the_spread_of_the_estimate(orthogonal, direction):
     flow = random_flow(torch.float32)
     image, text = (x.repeat(400, 1) for x in random_pairs(3, torch.float32))
     options = {"n_steps": 2, "n_probes": 3, "orthogonal": orthogonal, "generator": seeded(), "return_stderr": True}
-    estimate, stderr = (x.view(400, 3) for x in gf.log_density(flow, image, text, **options))
+    estimate, stderr = (x.view(400, 3) for x in gf.log_density(flow, image, text, direction, **options))
     claimed = stderr.square().mean(0).sqrt()
     ratio, four_sigma = estimate.std(0) / claimed, 4 / math.sqrt(2 * 400)
-    # Among orthogonal probes the larger stream's dimension stands for both: at widths 6 and 5 up to 15 % too careful.
+    # The larger stream's dimension stands for both of the joint solve: at widths 6 and 5 up to 15 % too careful.
     assert float(ratio.max()) < 1 + four_sigma
-    assert float(ratio.min()) > (0.85 if orthogonal == "probes" else 1) - four_sigma
+    assert float(ratio.min()) > (0.85 if (orthogonal, direction) == ("probes", "joint") else 1) - four_sigma
 
 
 def test_a_basis_of_orthogonal_probes_is_exact():
@@ -305,6 +307,41 @@ def test_marginals_averaged_over_partners():
     torch.testing.assert_close(ep.joint, ep.image + ep.text + ep.pmi)
 
 
+@pytest.mark.parametrize("name", ["text_partners", "image_partners"])
+def test_a_partner_more_does_not_change_the_noise_of_the_others(name):
+    """What M partners add up to, less what M - 1 do, is the last one's share, whatever the partners before it are."""
+    flow = random_flow()
+    image, text = random_pairs(4)
+    side, width = ("image", 5) if name == "text_partners" else ("text", 6)
+    first, second, last = sample_uniform(3, width, generator=seeded(), dtype=torch.float64)
+
+    def total(*partners):
+        given = {name: torch.stack(partners)} if partners else {}
+        return (1 + len(partners)) * getattr(gf.epistemic(flow, image, text, generator=seeded(), **given), side)
+
+    shares = [total(before, last) - total(before) for before in (first, second)]
+    torch.testing.assert_close(shares[0], shares[1], atol=1e-10, rtol=0)
+    assert float((total(last) - total() - shares[0]).abs().min()) > 1e-6  # a place has probes of its own
+
+
+def test_bad_partners_are_named():
+    flow, (image, text) = random_flow(), random_pairs(4)
+    good = sample_uniform(8, 5, dtype=torch.float64).view(4, 2, 5)
+    long = good.clone()
+    long[3, 1] *= 2
+    for error, message, partners in (
+        (ValueError, r"text_partners row \(3, 1\) has norm 2", long),
+        (ValueError, r"text_partners row 1 has norm 2", long[3]),
+        (ValueError, r"text_partners must be \[M, 5\] or \[4, M, 5\]", good[:3]),
+        (ValueError, r"text_partners must be", good[0, 0]),
+        (ValueError, r"text_partners must be", good[0, :0]),
+        (ValueError, r"text_partners is torch.float32", good.float()),
+        (TypeError, r"text_partners must be a tensor, got list", good.tolist()),
+    ):
+        with pytest.raises(error, match=message):
+            gf.epistemic(flow, image, text, text_partners=partners)
+
+
 def test_suggested_steps_reach_the_tolerance():
     image, text, (field, _) = setting(16)
     truth = field.log_density(image, text, "joint")
@@ -316,8 +353,9 @@ def test_suggested_steps_reach_the_tolerance():
         assert float((found - truth).abs().mean()) < 2.2 * tolerance
         counts.append(steps)
     assert counts[1] > counts[0] > gf.suggest_steps(field, image, text, 0.3, solver="rk4")
-    with pytest.raises(ValueError, match="4 steps of euler still move"):
-        gf.suggest_steps(field, image, text, 1e-6, solver="euler", max_steps=4)
+    for most in (4, 7):  # powers of two are tried
+        with pytest.raises(ValueError, match="doubling 4 steps of euler still moves"):
+            gf.suggest_steps(field, image, text, 1e-6, solver="euler", max_steps=most)
 
 
 # ---- bad input ----
@@ -332,6 +370,11 @@ def test_bad_input():
         "solver": {"solver": "magic"},
         "return_stderr": {"return_stderr": True},
         "n_probes": {"n_probes": 0},
+        "n_probes must be an integer of at least 1, got True": {"n_probes": True},
+        "n_steps must be an integer of at least 1, got True": {"n_steps": True},
+        "n_steps must be an integer of at least 1, got 2.0": {"n_steps": 2.0},
+        "memory must be an integer of at least 1, got 0": {"memory": 0},
+        "memory must be an integer of at least 1, got 1.5": {"memory": 1.5},
         "probe must be": {"probe": "uniform"},
         "tangents must be": {"tangents": "both"},
         "grid must be": {"grid": "log"},
@@ -350,11 +393,43 @@ def test_bad_input():
     for message, pair, options in (
         (r"image must be \[B, 6\]", (image, text), {}),
         ("image is torch.float32", random_pairs(3, torch.float32), {}),
-        ("memory must be a positive", random_pairs(3), {"memory": 0}),
     ):
         with pytest.raises(ValueError, match=message):
             gf.log_density(flow, *pair, **options)
     assert gf.epistemic(flow, *random_pairs(0)).score.shape == (0,)
+    for name, pair in (("image", (image.numpy(), text)), ("text", (image, text.tolist()))):
+        for call in (gf.log_density, gf.epistemic, gf.suggest_steps):
+            with pytest.raises(TypeError, match=f"{name} must be a tensor"):
+                call(field, *pair)
+    for typical in ((1.0,), (1.0, math.inf), (math.nan, 1.0)):
+        with pytest.raises(ValueError, match="typical must be two finite numbers"):
+            gf.epistemic(field, image, text, typicality="absolute", typical=typical)
+
+
+def test_integers_of_numpy_are_integers():
+    image, text, (field, _) = setting(4)
+    found = gf.log_density(field, image, text, n_steps=np.int64(3), n_probes=np.int32(2), generator=seeded())
+    torch.testing.assert_close(found, gf.log_density(field, image, text, n_steps=3, n_probes=2, generator=seeded()))
+    assert type(DensitySettings(np.int64(3)).n_steps) is int
+
+
+def test_exact_traces_need_no_room_for_probes():
+    image, text, (field, _) = setting(4)
+    exact = gf.log_density(field, image, text, divergence="exact")
+    found = gf.log_density(field, image, text, divergence="exact", orthogonal="probes", n_probes=9)
+    torch.testing.assert_close(found, exact)
+
+
+def test_a_row_that_vanishes_in_the_components_is_an_error():
+    """Three coordinates are kept; row 2 lies in the others."""
+    flow = random_flow(pca_dim=3)
+    image, text = random_pairs(4)
+    assert gf.log_density(flow, image, text).isfinite().all()
+    image[2] = torch.eye(6, dtype=torch.float64)[5]
+    with pytest.raises(ValueError, match="image in the flow's coordinates row 2 is all zeros"):
+        gf.log_density(flow, image, text)
+    with pytest.raises(ValueError, match="image_partners in the flow's coordinates row 1 is all zeros"):
+        gf.epistemic(flow, image[:2], text[:2], image_partners=image[1:])
 
 
 def test_a_field_without_gradients_is_refused_unless_it_stands_still():
@@ -371,6 +446,28 @@ def test_a_field_without_gradients_is_refused_unless_it_stands_still():
         gf.log_density(Cut(), image, text, "i2t")
     uniform = torch.full((len(text),), -log_area(4), dtype=torch.float64)
     torch.testing.assert_close(gf.log_density(Still(), image, text, "i2t"), uniform)
+
+
+def test_a_field_off_the_sphere_is_refused():
+    """Its trace would not be the divergence of the path that is followed."""
+
+    class Tilted:
+        def velocity(self, image, text, *arguments):
+            v = fields[0].velocity(image, text, *arguments)
+            lift = torch.zeros(len(text), 1, dtype=text.dtype)
+            lift[5] = 1e-2
+            return v[0], v[1] + lift * text
+
+    class Narrow:
+        def velocity(self, image, text, *_):
+            return torch.zeros_like(image), torch.zeros_like(text)[:, 1:]
+
+    image, text, fields = setting(4)
+    for solver in ("euler", "midpoint"):
+        with pytest.raises(ValueError, match="joint: the text velocity is not tangent to the sphere in row 5 at t=1"):
+            gf.log_density(Tilted(), image, text, solver=solver)
+    with pytest.raises(ValueError, match=r"i2t: the text velocity has shape \(16, 3\) at points \(16, 4\)"):
+        gf.log_density(Narrow(), image, text, "i2t")
 
 
 def test_dropout_is_off_and_the_mode_is_restored():
@@ -390,7 +487,7 @@ def test_dropout_is_off_and_the_mode_is_restored():
 def test_a_path_that_breaks_raises():
     class Broken:
         def velocity(self, image, text, *_):
-            return image * math.nan, text
+            return image * math.nan, torch.zeros_like(text)
 
     image, text, _ = setting(4)
     with pytest.raises(ValueError, match="row 0 became non-finite in step 0"):
