@@ -14,7 +14,7 @@ from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.density import DensitySettings, chain_rule, density_estimates, epistemic_stderr
 from geoflow_fast.geometry import DIRECTIONS
 from geoflow_fast.jobs import Advance, Columns, Job
-from geoflow_fast.model import GeoFlow
+from geoflow_fast.model import GeoFlow, flow_digest
 
 BLOCK_PAIRS = 256
 """Pairs between two savings. A kill loses at most the work on one block."""
@@ -80,7 +80,7 @@ def _facts(flow: GeoFlow, pairs: EmbeddingPairs, settings: DensitySettings, seed
         "format": FORMAT,
         **dataclasses.asdict(settings),
         "seed": seed,
-        "flow": jobs.digest(flow.state_dict().values()),
+        "flow": flow_digest(flow),
         "image": pairs.image.digest(),
         "text": pairs.text.digest(),
         "pairing": jobs.digest([pairs.image_row, pairs.text_row]),

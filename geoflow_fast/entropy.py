@@ -16,7 +16,7 @@ from geoflow_fast.gallery import Gallery, GallerySource
 from geoflow_fast.gallery_index import GalleryIndex
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.jobs import Advance
-from geoflow_fast.model import GeoFlow
+from geoflow_fast.model import GeoFlow, flow_digest
 from geoflow_fast.ops import GalleryStatistics
 from geoflow_fast.sampling import Solve, StartingPoints, sample_conditional
 
@@ -187,7 +187,7 @@ class RetrievalEntropy(nn.Module):
             if self.marginal == "scores":
                 facts |= {**self.settings, "posterior": "bayes", "marginal": "scores", "prune": "never"}
                 facts["reference"] = jobs.digest([self._reference()])
-            facts |= {"flow": jobs.digest(self.flow.state_dict().values()), "gallery": self.gallery.digest()}
+            facts |= {"flow": flow_digest(self.flow), "gallery": self.gallery.digest()}
             found = marginals.computed_once(self.gallery.index_folder, facts, self._compute_marginals)
             self.log_marginal = found.to(self.start_generated)
         return self.log_marginal

@@ -7,6 +7,7 @@ results are a function of them alone, so blocks of equal facts fit together and 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import sys
@@ -163,7 +164,12 @@ class Job:
         self._remove_blocks()
         for name in (FACTS_FILE, LOCK_FILE):
             (self.folder / name).unlink(missing_ok=True)
-        self.folder.rmdir()
+        try:
+            self.folder.rmdir()
+        except OSError as error:
+            # Between the lock and the folder another run may come in, find the job finished and remove both itself.
+            if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
+                raise
 
 
 def read_columns(path: Path, names: list[str] | None = None) -> dict[str, NDArray[Any]]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from geoflow_fast import ops
+from geoflow_fast import jobs, ops
 from geoflow_fast.checkpoint import load_tensors, save_tensors, write_json
 from geoflow_fast.curriculum import ROW_ORDER, Counts, row_directions
 from geoflow_fast.geometry import DIRECTIONS, project_tangent
@@ -531,6 +531,13 @@ def save_weights(folder: Path, config: GeoFlowConfig, weights: Mapping[str, Tens
     """Writes a network's weights and configuration as `GeoFlow.from_pretrained` reads them."""
     save_tensors(folder / WEIGHTS_FILE, weights, kind="model", info={"config": config.to_json()})
     write_json(folder / CONFIG_FILE, config.to_json())
+
+
+def flow_digest(flow: GeoFlow) -> str:
+    """SHA-256 over configuration and weights: what a result depends on, for the facts of a `jobs.Job`. The weights
+    alone would not do: geometry, for one, leaves no trace in them."""
+    weights = jobs.digest(flow.state_dict().values())
+    return jobs.fingerprint({"config": flow.config.to_json(), "weights": weights})
 
 
 def _check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:

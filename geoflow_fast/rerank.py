@@ -27,7 +27,7 @@ from geoflow_fast.entropy import CONDITIONAL, risk_lower_bound
 from geoflow_fast.gallery import Gallery, GallerySource
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.jobs import Advance
-from geoflow_fast.model import GeoFlow
+from geoflow_fast.model import GeoFlow, flow_digest
 
 PAIRS_AT_ONCE = 2048
 """(query, item) pairs whose embeddings are gathered at a time."""
@@ -137,7 +137,7 @@ class BayesReranker(nn.Module):
     @property
     def made_for(self) -> dict[str, Any]:
         """What a calibration belongs to."""
-        return {**self._fitted_for, "flow": jobs.digest(self.flow.state_dict().values())}
+        return {**self._fitted_for, "flow": flow_digest(self.flow)}
 
     @property
     def _like(self) -> Tensor:

@@ -13,7 +13,7 @@ from geoflow_fast import dispatch, jobs
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.gallery import Gallery
 from geoflow_fast.jobs import Advance, Columns, Job
-from geoflow_fast.model import GeoFlow
+from geoflow_fast.model import GeoFlow, flow_digest
 from geoflow_fast.rerank import BayesReranker
 from geoflow_fast.scoring import BLOCK_QUERIES, open_queries, quantiles
 
@@ -88,7 +88,7 @@ def rerank_file(
         "format": FORMAT,
         **reranker.settings,
         "calibration": None if fitted is None else [*fitted.weights, fitted.right_per_query],
-        "flow": jobs.digest(reranker.flow.state_dict().values()),
+        "flow": flow_digest(reranker.flow),
         "queries": rows.digest(),
         "gallery": reranker.gallery.digest(),
     }

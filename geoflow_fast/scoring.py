@@ -17,7 +17,7 @@ from geoflow_fast.data import Rows
 from geoflow_fast.entropy import RetrievalEntropy
 from geoflow_fast.gallery import Gallery, open_rows
 from geoflow_fast.jobs import Advance, Columns, Job
-from geoflow_fast.model import GeoFlow
+from geoflow_fast.model import GeoFlow, flow_digest
 
 BLOCK_QUERIES = 64
 """Queries per pass over the gallery. A kill loses at most the work on one block."""
@@ -107,7 +107,7 @@ def _facts(scorer: RetrievalEntropy, queries: Rows, *, with_top: bool) -> dict[s
         "format": FORMAT,
         **scorer.settings,
         "top_k": scorer.top_k if with_top else None,
-        "flow": jobs.digest(scorer.flow.state_dict().values()),
+        "flow": flow_digest(scorer.flow),
         "queries": queries.digest(),
         "gallery": scorer.gallery.digest(),
         "marginals": jobs.digest([scorer.item_marginals()]) if scorer.posterior == "bayes" else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -78,19 +79,26 @@ def test_blocks_do_not_change_a_pair(world, monkeypatch):
 
 
 def make(world: Path, out: str) -> None:
-    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     settings = DensitySettings(n_steps=2)
     density_job.density_file(
         world / "model", world / "pairs", world / out, settings, device="cpu", block=2, progress=False
     )
 
 
+def make_alone(world: Path, out: str) -> None:
+    """In a fork, which OpenMP's threads do not survive."""
+    torch.set_num_threads(1)
+    make(world, out)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_killed_and_continued(world):
     """Killed once some blocks are there; the next run keeps them and its file is that of a run left alone."""
-    make(world, "whole.parquet")
     context = multiprocessing.get_context("fork")
-    child = context.Process(target=make, args=(world, "out.parquet"))
+    undisturbed = context.Process(target=make_alone, args=(world, "whole.parquet"))
+    undisturbed.start()
+    undisturbed.join()
+    child = context.Process(target=make_alone, args=(world, "out.parquet"))
     child.start()
     folder, deadline = world / "out.parquet.blocks", time.monotonic() + 60
     while len(list(folder.glob("*.parquet"))) < 3 and time.monotonic() < deadline:
@@ -100,7 +108,7 @@ def test_killed_and_continued(world):
     assert not (world / "out.parquet").exists()
     kept = {path: path.stat().st_mtime_ns for path in folder.glob("*.parquet")}
     assert len(kept) >= 3
-    again = context.Process(target=make, args=(world, "out.parquet"))
+    again = context.Process(target=make_alone, args=(world, "out.parquet"))
     again.start()
     again.join()
     assert again.exitcode == 0
@@ -108,6 +116,17 @@ def test_killed_and_continued(world):
     whole, found = (read_columns(world / name) for name in ("whole.parquet", "out.parquet"))
     for name, column in whole.items():
         assert np.array_equal(column, found[name])
+
+
+def test_another_geometry_is_another_job(world):
+    """Nothing in the weights tells the Euclidean twin from the flow."""
+    make(world, "out.parquet")
+    flow = gf.GeoFlow.from_pretrained(world / "model")
+    twin = gf.GeoFlow(dataclasses.replace(flow.config, geometry="euclidean"))
+    twin.load_state_dict(flow.state_dict())
+    twin.save_pretrained(world / "model")
+    with pytest.raises(FileExistsError, match="not the result of this job"):
+        make(world, "out.parquet")
 
 
 def test_json(world, monkeypatch, capsys):

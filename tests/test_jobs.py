@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import multiprocessing
 import os
 import random
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from geoflow_fast import jobs
-from geoflow_fast.checkpoint import write_json
+from geoflow_fast.checkpoint import LOCK_FILE, write_json
 from geoflow_fast.jobs import Job, read_columns
 
 ROWS, BLOCK = 103, 10
@@ -126,6 +127,38 @@ def test_two_runs_at_once_are_refused(tmp_path):
         return columns(rows)
 
     job.run(nested, progress=False)
+
+
+def test_a_run_that_comes_in_as_another_leaves(tmp_path, monkeypatch):
+    """It makes its lock before the folder is gone: the run that leaves has its result all the same."""
+    job, rmdir = make_job(tmp_path / "out.parquet"), Path.rmdir
+
+    def late(folder):
+        (folder / LOCK_FILE).touch()
+        rmdir(folder)
+
+    monkeypatch.setattr(Path, "rmdir", late)
+    run(job)
+    assert job.finished()
+    monkeypatch.undo()
+    assert run(job) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["out.parquet"]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_lock_that_was_removed_keeps_nobody_out(tmp_path, monkeypatch, replaced):
+    job, flock = make_job(tmp_path / "out.parquet"), fcntl.flock
+
+    def removed(file, how):
+        flock(file, how)
+        (job.folder / LOCK_FILE).unlink()
+        if replaced:
+            (job.folder / LOCK_FILE).touch()
+
+    monkeypatch.setattr(fcntl, "flock", removed)
+    with pytest.raises(OSError, match=r"another run has just begun|\.lock"):
+        run(job)
+    assert not job.out.exists()
 
 
 def test_what_is_in_the_way_is_named_and_replaced_only_on_request(tmp_path):
