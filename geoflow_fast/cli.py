@@ -245,7 +245,7 @@ def density(
     model: Annotated[Path, typer.Option(help="Folder of a trained flow.")],
     pairs: Annotated[Path, typer.Option(help="Folder of paired embeddings (img_emb/, text_emb/).")],
     out: Annotated[Path, typer.Option(help="Parquet file; the same command continues a run that was stopped.")],
-    fast: Annotated[bool, typer.Option("--fast", help="Cheaper, with a little more noise.")] = False,
+    fast: Annotated[bool, typer.Option("--fast", help="A third cheaper, with more noise and bias.")] = False,
     paper: Annotated[bool, typer.Option("--paper", help="The paper's setting.")] = False,
     steps: Annotated[int | None, typer.Option(help="Solver steps.  [10; --paper: 50]")] = None,
     probes: Annotated[int | None, typer.Option(help="Probes per step; two or more add a column stderr.  [1]")] = None,

@@ -10,9 +10,9 @@ import torch
 import torchdiffeq
 
 import geoflow_fast as gf
-from geoflow_fast.density import DensitySettings, density_estimates
+from geoflow_fast.density import DensitySettings, _ReverseSolve, density_estimates
 from geoflow_fast.forward_mode import ForwardMode
-from geoflow_fast.geometry import DIRECTIONS, log_area, sample_uniform
+from geoflow_fast.geometry import DIRECTIONS, log_area, project_tangent, sample_uniform
 from geoflow_fast.worlds import BumpField, PairField, sample_bump
 
 
@@ -163,6 +163,7 @@ def test_rotating_points_and_network_alike_changes_nothing():
         {"tangents": "alternating", "n_steps": 2},
         {"redraw": False, "n_steps": 2},
         {"probe": "rademacher", "tangents": "combined"},
+        {"n_steps": 4},  # most probes are orthogonal to earlier ones
     ],
 )
 def test_four_thousand_probes_find_the_exact_trace(options):
@@ -223,12 +224,17 @@ def test_the_euclidean_twin_takes_the_fast_path_too():
 
 
 @pytest.mark.parametrize("options", [{}, {"n_probes": 3, "orthogonal": "probes"}, {"divergence": "exact"}])
-def test_chunks_do_not_change_the_result(options):
+def test_chunks_do_not_change_the_result(options, monkeypatch):
+    sizes = []
+    run = _ReverseSolve.run
+    monkeypatch.setattr(_ReverseSolve, "run", lambda self: sizes.append(len(self.points[0][0])) or run(self))
     flow = random_flow()
     image, text = random_pairs(50)
     whole, pieces = (
         gf.log_density(flow, image, text, generator=seeded(), memory=memory, **options) for memory in (2**30, 2**16)
     )
+    assert sizes[0] == 50 == sum(sizes[1:])
+    assert len(sizes) > 2  # one solve, then several chunks
     torch.testing.assert_close(whole, pieces, atol=1e-11, rtol=0)
     first = density_estimates(flow, image[30:], text[30:], ("joint",), DensitySettings(), 3, first_row=30)
     every = density_estimates(flow, image, text, ("joint",), DensitySettings(), 3)
@@ -468,6 +474,36 @@ def test_a_field_off_the_sphere_is_refused():
             gf.log_density(Tilted(), image, text, solver=solver)
     with pytest.raises(ValueError, match=r"i2t: the text velocity has shape \(16, 3\) at points \(16, 4\)"):
         gf.log_density(Narrow(), image, text, "i2t")
+
+
+def test_the_gaussian_base_of_a_flat_field_that_stands_still():
+    class Still:
+        config = gf.GeoFlowConfig(6, 5, geometry="euclidean")
+
+        def velocity(self, image, text, *_):
+            return torch.zeros_like(image), torch.zeros_like(text)
+
+    image, text = random_pairs(4)
+    truth = [torch.distributions.Normal(0.0, 1.0).log_prob(x).sum(1) for x in (image, text)]
+    for direction, base in zip(DIRECTIONS, (truth[0] + truth[1], truth[1], truth[0])):
+        torch.testing.assert_close(gf.log_density(Still(), image, text, direction), base)
+
+
+def test_a_field_that_is_a_module_is_evaluated_without_dropout():
+    class Dropped(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop = torch.nn.Dropout(0.5)
+
+        def velocity(self, image, text, *arguments):
+            return tuple(project_tangent(x, self.drop(v)) for x, v in zip(
+                (image, text), fields[0].velocity(image, text, *arguments)))  # fmt: skip
+
+    image, text, fields = setting(4)
+    dropped = Dropped().train()
+    found = gf.log_density(dropped, image, text, generator=seeded())
+    torch.testing.assert_close(found, gf.log_density(fields[0], image, text, generator=seeded()))
+    assert dropped.drop.training
 
 
 def test_dropout_is_off_and_the_mode_is_restored():
