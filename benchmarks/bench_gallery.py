@@ -136,7 +136,8 @@ def pruning(gallery: Tensor) -> str:
         samples = samples_around(gallery[:PRUNED_QUERIES], DRAWS, cosine)
         whole, pruned = posterior(samples, gallery), posterior(samples, gallery, index=index)
         change = (pruned.entropy - whole.entropy).abs().double()
-        gate(f"pruned at cosine {cosine}", bool((change <= pruned.entropy_bound + ROUNDING).all()))
+        ulps = 4 * torch.finfo(torch.float32).eps * whole.entropy.double().clamp_min(1)
+        gate(f"pruned at cosine {cosine}", bool((change <= pruned.entropy_bound + ulps).all()))
         left = gf.ops.gallery_statistics(samples, gallery, KAPPA, index=index).left
         seconds = time_together(
             {

@@ -70,23 +70,24 @@ def main() -> None:
 
     # Once per encoder, on as many pairs as you have; here on the pictures above. GeoFlow.from_pretrained loads a flow.
     flow = gf.GeoFlow(gf.GeoFlowConfig.tiny(images.shape[1], texts.shape[1]))
-    pairs = gf.EmbeddingPairs.from_arrays(images, texts)
+    pairs, held_out = gf.EmbeddingPairs.from_arrays(images, texts).split(0.2, seed=0)
     gf.train(flow, pairs, gf.TrainConfig(steps=options.steps, batch_size=64, lr=2e-3, warmup_steps=20))
 
     queries = ["a red circle", "a circle", "something red", "anything"]
     query = nn.functional.normalize(clip.encode_text(tokenizer(queries)).detach(), dim=-1)
     found = (query @ images.T).argmax(1)  # the search, as it was
 
-    fitted = gf.fit_bandwidth(flow, pairs, direction="t2i", max_queries=32)
+    fitted = gf.fit_bandwidth(flow, held_out, direction="t2i")
     scorer = gf.RetrievalEntropy.fast(flow, images, "t2i", kappa=fitted.kappa, guidance=fitted.guidance)
     post = scorer(query)
 
-    print(f"{len(images)} pictures; kappa {fitted.kappa:.3g}, guidance {fitted.guidance:g} fitted on these pairs")
+    print(f"{len(images)} pictures; kappa {fitted.kappa:.3g}, guidance {fitted.guidance:g}", end=" ")
+    print(f"fitted on {len(held_out)} pairs held out from training")
     for row, text in enumerate(queries):
         print(
             f"{text!r}: picture {int(found[row])}, entropy {float(post.entropy[row]):.2f} nats, "
             f"as if among {float(post.entropy[row].exp()):.0f} pictures; "
-            f"any pick errs with probability {float(post.risk_lower_bound[row]):.2f} or more"
+            f"if that is right, any pick errs with probability {float(post.risk_lower_bound[row]):.2f} or more"
         )
 
 

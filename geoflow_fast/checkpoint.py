@@ -54,12 +54,12 @@ def write_atomic(path: Path, fill: Callable[[BinaryIO], object]) -> None:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Keeps other processes out of `folder` by an advisory lock, which ends with the process; OSError if taken, or if
-    its last holder has removed it meanwhile: then it keeps nobody out."""
+def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
+    """Keeps other processes out of `folder` by an advisory lock, which ends with the process. If it is taken: OSError,
+    or `wait` for its end. OSError if its last holder has removed it meanwhile: then it keeps nobody out."""
     with open(folder / LOCK_FILE, "w", encoding="utf-8") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise OSError(error.errno, f"another run is writing to {folder}; wait for it or use a new folder") from None
         if not os.path.samestat(os.fstat(file.fileno()), os.stat(folder / LOCK_FILE)):

@@ -184,6 +184,7 @@ class RetrievalEntropy(nn.Module):
         """Log-marginal of every gallery item up to a constant, [N]: computed once, and kept with a gallery on disk."""
         if self.log_marginal is None:
             facts: dict[str, Any] = {"marginal": self.marginal, "direction": self.direction, "seed": self.seed}
+            facts |= {"format": marginals.FORMAT, "n_steps": marginals.DENSITY_STEPS}
             if self.marginal == "scores":
                 facts |= {**self.settings, "posterior": "bayes", "marginal": "scores", "prune": "never"}
                 facts["reference"] = jobs.digest([self._reference()])

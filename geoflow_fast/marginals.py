@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast import jobs
-from geoflow_fast.checkpoint import load_tensors, save_tensors
+from geoflow_fast.checkpoint import load_tensors, locked, save_tensors
 from geoflow_fast.density import log_density
 from geoflow_fast.gallery import Gallery
 from geoflow_fast.model import GeoFlow
@@ -21,7 +21,9 @@ from geoflow_fast.sampling import Solve, StartingPoints, sample_conditional
 MARGINALS = ("scores", "density")
 TILE_ROWS, TILE_ITEMS = 1024, 2048
 """Samples and items whose products are in memory at a time."""
-DENSITY_ROWS = 1024
+DENSITY_ROWS, DENSITY_STEPS = 1024, 10
+FORMAT = 1
+"""Raised when equal facts come to give other marginals, so that files of an older release are not used."""
 
 
 def log_mean_scores(samples: Tensor, gallery: Gallery, kappa: float) -> Tensor:
@@ -39,7 +41,9 @@ def log_mean_scores(samples: Tensor, gallery: Gallery, kappa: float) -> Tensor:
     return torch.cat(parts).float()
 
 
-def log_flow_density(flow: GeoFlow, gallery: Gallery, direction: str, *, seed: int, n_steps: int = 10) -> Tensor:
+def log_flow_density(
+    flow: GeoFlow, gallery: Gallery, direction: str, *, seed: int, n_steps: int = DENSITY_STEPS
+) -> Tensor:
     """log p(item) under the flow, for the items that `direction` retrieves: [N] float32.
 
     By the chain rule with a partner drawn from the flow: log p(I) = log p(I, T) - log p(T | I), or with I and T
@@ -66,10 +70,13 @@ def computed_once(folder: Path | None, facts: Mapping[str, Any], compute: Callab
     if folder is None:
         return compute()
     path = folder / f"marginals-{jobs.fingerprint(facts)[:16]}.safetensors"
-    if path.is_file():
+    if not path.is_file():
+        folder.mkdir(parents=True, exist_ok=True)  # a folder that cannot be written to is an error before the work
+        with locked(folder, wait=True):
+            if not path.is_file():  # another process may have made it while this one waited
+                save_tensors(path, {"marginals": compute()}, kind="item marginals", info=facts)
+    try:
         tensors, _ = load_tensors(path, kind="item marginals")
-        return tensors["marginals"]
-    folder.mkdir(parents=True, exist_ok=True)  # a folder that cannot be written to is an error before the work
-    found = compute()
-    save_tensors(path, {"marginals": found}, kind="item marginals", info=facts)
-    return found
+    except ValueError as error:
+        raise ValueError(f"{error}; remove the file, and it is computed again") from error
+    return tensors["marginals"]

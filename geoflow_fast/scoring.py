@@ -81,6 +81,8 @@ def score_file(
     finished queries are kept beside `out`, which appears whole. Everything is checked before anything is written.
     """
     rows = open_queries(queries, scorer.query_dim)
+    # What can be wrong with the output is said before the facts are gathered: those of Bayes posteriors hold marginals.
+    Job(out, len(rows), block, {}).check(overwrite=True)
     job = Job(out, len(rows), block, _facts(scorer, rows, with_top=with_top))
 
     def compute(index: range, advance: Advance) -> Columns:

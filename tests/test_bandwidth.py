@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -138,11 +141,29 @@ def test_marginals_are_computed_once_per_gallery(flow, tmp_path, monkeypatch):
     entropy(kappa=10.0)
     entropy(reference=reference[:5])
     assert len(calls) == 3
-    assert len(list((tmp_path / "geoflow_index").iterdir())) == 3
-    kept = next((tmp_path / "geoflow_index").iterdir())
-    kept.write_bytes(kept.read_bytes()[:-5])
-    with pytest.raises(ValueError, match=rf"{kept.name} is"):
+    made = list((tmp_path / "geoflow_index").glob("*.safetensors"))
+    assert len(made) == 3
+    made[0].write_bytes(made[0].read_bytes()[:-5])
+    with pytest.raises(ValueError, match=rf"{made[0].name} is .*; remove the file, and it is computed again"):
         entropy(), entropy(kappa=10.0), entropy(reference=reference[:5])
+
+
+def test_marginals_that_another_process_made_meanwhile_are_taken(tmp_path):
+    """The second to ask waits for the first, and computes nothing."""
+    started, calls = threading.Event(), []
+
+    def slowly() -> torch.Tensor:
+        calls.append(1)
+        started.set()
+        time.sleep(0.2)
+        return torch.arange(3.0)
+
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(marginals.computed_once, tmp_path, {}, slowly)
+        started.wait()
+        second = pool.submit(marginals.computed_once, tmp_path, {}, slowly)
+    assert torch.equal(first.result(), second.result())
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize("direction", ["t2i", "i2t"])

@@ -58,6 +58,15 @@ def test_agrees_with_the_dense_softmax(queries, draws, items, width, backend):
     assert torch.equal(post.top_index, index)
 
 
+def test_many_narrow_items(backend):
+    samples, gallery = world(2, 5, 200_001, 3, dtype=DTYPE[backend])
+    entropy, log_z, pi = dense(samples, gallery, 30.0)
+    post = ops.gallery_posterior(samples, gallery, 30.0, backend=backend)
+    close(post.entropy, entropy, tolerance(backend, 30.0))
+    close(post.log_z, log_z, tolerance(backend, 30.0))
+    close(post.top_prob, pi.topk(10).values, tolerance(backend))
+
+
 @pytest.mark.parametrize("kappa", [0.0, 1e-3, 100.0, 1e4])
 def test_any_kappa_is_exact(kappa, backend):
     samples, gallery = world(3, 9, 300, 17, dtype=DTYPE[backend])

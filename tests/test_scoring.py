@@ -109,7 +109,23 @@ def test_bayes_posterior_from_the_command_line(world, monkeypatch):
     np.testing.assert_allclose(
         read_columns(world / "scores.parquet")["entropy"], scorer(queries).entropy.numpy(), atol=1e-5
     )
-    assert len(list((world / "gallery" / "geoflow_index").iterdir())) == 1
+    assert len(list((world / "gallery" / "geoflow_index").glob("*.safetensors"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"block": 0}, "block_rows=0"), ({"out": "model"}, "model is a folder"), ({"seed": 1}, "need pyarrow")],
+)
+def test_what_is_wrong_with_the_output_is_said_before_marginals_are_computed(
+    world, monkeypatch, capsys, changes, words
+):
+    np.save(world / "typical.npy", g.sample_uniform(20, 7).numpy())
+    if "pyarrow" in words:
+        monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    before = set(world.rglob("*"))
+    assert geoflow_entropy(world, monkeypatch, "--posterior=bayes", "--reference=typical.npy", **changes) == 2
+    assert words in capsys.readouterr().err
+    assert set(world.rglob("*")) == before
 
 
 def score(world: Path, out: str) -> None:
