@@ -183,7 +183,7 @@ def entropy(
     direction: Annotated[
         Direction, typer.Option(help="t2i: texts search images; i2t: images search texts.")
     ] = Direction.t2i,
-    fast: Annotated[bool, typer.Option("--fast", help="The cheapest setting with the same ranking.")] = False,
+    fast: Annotated[bool, typer.Option("--fast", help="The cheapest setting that ranks no worse.")] = False,
     samples: Annotated[int | None, typer.Option(help=f"Samples per query.  [50; --fast: {FAST['n_samples']}]")] = None,
     kappa: Annotated[float | None, typer.Option(help="Concentration of the kernel.  [100]")] = None,
     guidance: Annotated[float | None, typer.Option(help="Strength of guidance.  [3]")] = None,

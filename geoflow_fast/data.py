@@ -290,16 +290,18 @@ def _open_shards(folder: Path, name: str) -> Rows:
     return Rows([load_npy(path, mapped=True) for path in shards], f"{folder}")
 
 
-def in_shard_order(paths: Iterable[Path]) -> list[Path]:
+def in_shard_order(paths: Iterable[Path], *, from_one: bool = False) -> list[Path]:
     """Files whose names differ in the number at their end alone, in its order. Two of one number, or one missing in the
-    count from 0, are errors: rows would be doubled, or lost and those after them misnumbered."""
+    count from 0 (or, with `from_one`, from 1), are errors: rows would be doubled, or lost and those after them
+    misnumbered."""
     shards: dict[int, Path] = {}
     for path in sorted(paths):
         number = int(re.findall(r"\d+", path.stem)[-1])
         other = shards.setdefault(number, path)
         if other != path:
             raise ValueError(f"{other} and {path} are both shard {number}; keep one of them")
-    for expected, number in enumerate(sorted(shards)):
+    first = 1 if from_one and 0 not in shards else 0
+    for expected, number in enumerate(sorted(shards), first):
         if number != expected:
             lost = re.sub(r"\d+(?=\.npy$)", str(expected), shards[number].name)
             raise FileNotFoundError(f"{shards[number].with_name(lost)} is missing between other shards")

@@ -144,5 +144,5 @@ def open_rows(path: Path, name: str) -> Rows:
         series.setdefault(re.sub(r"\d+$", "#", file.stem), []).append(file)
     for shards in series.values():
         if len(shards) > 1:
-            in_shard_order(shards)
+            in_shard_order(shards, from_one=True)
     return Rows([load_npy(file, mapped=True) for file in files], f"{name} {path}")

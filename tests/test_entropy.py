@@ -157,6 +157,13 @@ def test_a_truncated_shard_is_named(flow, tmp_path):
         gf.RetrievalEntropy(flow, tmp_path)
 
 
+def test_shards_may_be_counted_from_one(flow, tmp_path):
+    for number in (1, 2, 10, 3, 4, 5, 6, 7, 8, 9):
+        np.save(tmp_path / f"part_{number}.npy", g.sample_uniform(number, 10).numpy())
+    sizes = [len(part) for part in gf.RetrievalEntropy(flow, tmp_path).gallery._rows.parts]
+    assert sizes == list(range(1, 11))
+
+
 def test_a_lost_or_doubled_shard_is_named(flow, tmp_path):
     for name in ("a_0", "a_1", "a_3", "b_2024"):
         np.save(tmp_path / f"{name}.npy", g.sample_uniform(5, 10).numpy())

@@ -90,7 +90,7 @@ struct Product {
 };
 
 // One finished tile. value[p] is product p, row-major with leading dimension `ld`; the epilogue may overwrite it. Columns up to the
-// next multiple of 16 are readable and zero.
+// next multiple of 16 are readable, and zero in `product_tiles`.
 template <int Products>
 struct Tile {
     std::int64_t row, rows, col, cols, ld;

@@ -30,7 +30,7 @@ class GalleryPosterior:
     """[Q] float64: leaving items out has changed `entropy` by at most this; 0 when every item was scored."""
     mass_bound: Tensor
     """[Q] float64: the items left out have at most this probability together, 0 when every item was scored. `top_prob`
-    is too large by at most this share of itself, and no item of higher probability is missing from `top_index`."""
+    is too large by at most this share of itself, and no item that was left out is more probable than this."""
 
 
 @dataclass(frozen=True)
