@@ -283,18 +283,13 @@ def density(
     if as_json:
         print(json.dumps(dataclasses.asdict(summary), indent=2))
         return
-    table = Table("nats", *next(iter(summary.quantiles.values())), title=f"{summary.pairs} pairs")
-    for name, quantiles in summary.quantiles.items():
-        table.add_row(name, *(f"{value:.3f}" for value in quantiles.values()))
-    Console().print(table)
+    _print_quantiles(f"{summary.pairs} pairs, nats", summary.quantiles)
     typer.echo(f"Wrote {out}")
 
 
 def _print_scores(summary: ScoreSummary) -> None:
-    table = Table("", *summary.entropy, title=f"{summary.queries} queries over {summary.items} items")
-    for name, quantiles in (("entropy H, nats", summary.entropy), ("risk lower bound", summary.risk_lower_bound)):
-        table.add_row(name, *(f"{value:.3f}" for value in quantiles.values()))
-    Console().print(table)
+    rows = {"entropy H, nats": summary.entropy, "risk lower bound": summary.risk_lower_bound}
+    _print_quantiles(f"{summary.queries} queries over {summary.items} items", rows)
     typer.echo(f"confident (an item with probability 1/2 or more): {summary.confident:.1%} of the queries")
     least = f"{summary.mean_risk_lower_bound:.1%}"
     typer.echo(f"if the posterior is right, best guesses are wrong for at least {least} of the queries")
@@ -349,14 +344,19 @@ def rerank(
 
 
 def _print_reranking(summary: RerankSummary) -> None:
-    table = Table("", *summary.p_answer, title=f"{summary.queries} queries over {summary.items} items")
-    for name, quantiles in (("plain answer is right", summary.p_answer), ("not in shortlist", summary.p_outside)):
-        table.add_row(name, *(f"{value:.3f}" for value in quantiles.values()))
-    Console().print(table)
+    rows = {"plain answer is right": summary.p_answer, "not in shortlist": summary.p_outside}
+    _print_quantiles(f"{summary.queries} queries over {summary.items} items", rows)
     if not summary.calibrated:
         typer.echo("uncalibrated: alpha=1, beta=0, nothing outside the shortlist; --held-out pairs calibrate")
     typer.echo(f"expected share of right answers of plain search: {summary.expected_recall:.1%}")
     typer.echo(f"re-ranking changes the answer of {summary.changed:.1%} of the queries")
+
+
+def _print_quantiles(title: str, rows: dict[str, dict[str, float]]) -> None:
+    table = Table("", *next(iter(rows.values())), title=title)
+    for name, quantiles in rows.items():
+        table.add_row(name, *(f"{value:.3f}" for value in quantiles.values()))
+    Console().print(table)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,6 @@ FORMAT = 1
 """Raised when equal settings come to give other numbers, so that blocks of an older release are not continued."""
 
 COLUMNS = ("joint", "text_given_image", "image_given_text", "image", "text", "pmi", "score")
-QUANTILES = (0.05, 0.5, 0.95)
 
 
 @dataclass(frozen=True)
@@ -104,5 +103,4 @@ def _block_columns(
 def summarise(densities: Path) -> DensitySummary:
     """Summary of a file that `density_file` wrote."""
     found = jobs.read_columns(densities, list(COLUMNS))
-    quantiles = {name: {f"{q:.0%}": float(np.quantile(column, q)) for q in QUANTILES} for name, column in found.items()}
-    return DensitySummary(len(found["score"]), quantiles)
+    return DensitySummary(len(found["score"]), {name: jobs.quantiles(column) for name, column in found.items()})

@@ -180,15 +180,20 @@ class RetrievalEntropy(nn.Module):
             **dataclasses.asdict(self.solve),
         }
 
+    @property
+    def marginal_settings(self) -> dict[str, Any]:
+        """All that the items' marginals depend on besides flow and gallery."""
+        facts: dict[str, Any] = {"marginal": self.marginal, "direction": self.direction, "seed": self.seed}
+        facts |= {"format": marginals.FORMAT, "n_steps": marginals.DENSITY_STEPS}
+        if self.marginal == "scores":
+            facts |= {**self.settings, "posterior": "bayes", "marginal": "scores", "prune": "never"}
+            facts["reference"] = jobs.digest([self._reference()])
+        return facts
+
     def item_marginals(self) -> Tensor:
         """Log-marginal of every gallery item up to a constant, [N]: computed once, and kept with a gallery on disk."""
         if self.log_marginal is None:
-            facts: dict[str, Any] = {"marginal": self.marginal, "direction": self.direction, "seed": self.seed}
-            facts |= {"format": marginals.FORMAT, "n_steps": marginals.DENSITY_STEPS}
-            if self.marginal == "scores":
-                facts |= {**self.settings, "posterior": "bayes", "marginal": "scores", "prune": "never"}
-                facts["reference"] = jobs.digest([self._reference()])
-            facts |= {"flow": flow_digest(self.flow), "gallery": self.gallery.digest()}
+            facts = {**self.marginal_settings, "flow": flow_digest(self.flow), "gallery": self.gallery.digest()}
             found = marginals.computed_once(self.gallery.index_folder, facts, self._compute_marginals)
             self.log_marginal = found.to(self.start_generated)
         return self.log_marginal

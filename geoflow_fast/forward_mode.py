@@ -177,10 +177,11 @@ class ForwardMode:
             for target, source in zip(span.of(x), sides[span.solve]):
                 target.copy_(source)
         z = torch.mm(x, linear.weight.T, out=self._room("encoded", len(x), linear.out_features))
+        scale = norm.weight - 1
         for span, place in zip(layout.own[stream], layout.own_in_all[stream]):
             point, tangent = span.of(z)
             point += linear.bias
-            ops.adaln_jvp(point, tangent, norm.bias, norm.weight - 1, eps=norm.eps, out=place.of(h))
+            ops.adaln_jvp(point, tangent, norm.bias, scale, eps=norm.eps, out=place.of(h))
         return h
 
     def _cross_gate(
@@ -254,9 +255,9 @@ class ForwardMode:
     def _decode(self, h: Tensor, stream: int, spans: Sequence[Span]) -> Tensor:
         """Network outputs and their tangents for one stream's own rows."""
         norm, linear = cast(Iterable[Any], self.flow.decoders[stream])
-        x = self._room("normed", *h.shape)
+        x, scale = self._room("normed", *h.shape), norm.weight - 1
         for span in spans:
-            ops.adaln_jvp(*span.of(h), norm.bias, norm.weight - 1, eps=norm.eps, out=span.of(x))
+            ops.adaln_jvp(*span.of(h), norm.bias, scale, eps=norm.eps, out=span.of(x))
         decoded = torch.mm(x, linear.weight.T, out=self._room(f"output {stream}", len(h), linear.out_features))
         for span in spans:
             span.of(decoded)[0].add_(linear.bias)

@@ -26,6 +26,8 @@ FACTS_FILE = "job.json"
 FACTS_KEY = b"geoflow_job"
 """Where a finished file keeps its facts: the metadata of its schema."""
 
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
+
 Columns = Mapping[str, NDArray[Any]]
 """Arrays of equal length by name, in the order of the file's columns; [rows, k] becomes a column of lists."""
 
@@ -177,6 +179,11 @@ def read_columns(path: Path, names: list[str] | None = None) -> dict[str, NDArra
     with _named(path):
         table = _parquet().read_table(path, columns=names)
     return {name: table[name].to_numpy() for name in table.column_names}
+
+
+def quantiles(values: NDArray[Any]) -> dict[str, float]:
+    """Of a column, by name ("5%", ...)."""
+    return {f"{q:.0%}": float(np.quantile(values.astype(np.float64), q)) for q in QUANTILES}
 
 
 def digest(parts: Iterable[Tensor | NDArray[Any]]) -> str:

@@ -12,10 +12,10 @@ import torch
 from geoflow_fast import dispatch, jobs
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.gallery import Gallery
-from geoflow_fast.jobs import Advance, Columns, Job
+from geoflow_fast.jobs import Advance, Columns, Job, quantiles
 from geoflow_fast.model import GeoFlow, flow_digest
 from geoflow_fast.rerank import BayesReranker
-from geoflow_fast.scoring import BLOCK_QUERIES, open_queries, quantiles
+from geoflow_fast.scoring import BLOCK_QUERIES, open_queries
 
 FORMAT = 1
 """Raised when equal settings come to give other numbers, so that blocks of an older release are not continued."""

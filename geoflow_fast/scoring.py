@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from geoflow_fast import dispatch, jobs, plots
 from geoflow_fast.data import Rows
 from geoflow_fast.entropy import RetrievalEntropy
 from geoflow_fast.gallery import Gallery, open_rows
-from geoflow_fast.jobs import Advance, Columns, Job
+from geoflow_fast.jobs import Advance, Columns, Job, quantiles
 from geoflow_fast.model import GeoFlow, flow_digest
 
 BLOCK_QUERIES = 64
@@ -26,8 +25,6 @@ REFERENCE_QUERIES = 256
 
 FORMAT = 1
 """Raised when equal settings come to give other numbers, so that blocks of an older release are not continued."""
-
-QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 
 @dataclass(frozen=True)
@@ -81,8 +78,6 @@ def score_file(
     finished queries are kept beside `out`, which appears whole. Everything is checked before anything is written.
     """
     rows = open_queries(queries, scorer.query_dim)
-    # What can be wrong with the output is said before the facts are gathered: those of Bayes posteriors hold marginals.
-    Job(out, len(rows), block, {}).check(overwrite=True)
     job = Job(out, len(rows), block, _facts(scorer, rows, with_top=with_top))
 
     def compute(index: range, advance: Advance) -> Columns:
@@ -112,7 +107,7 @@ def _facts(scorer: RetrievalEntropy, queries: Rows, *, with_top: bool) -> dict[s
         "flow": flow_digest(scorer.flow),
         "queries": queries.digest(),
         "gallery": scorer.gallery.digest(),
-        "marginals": jobs.digest([scorer.item_marginals()]) if scorer.posterior == "bayes" else None,
+        "marginals": scorer.marginal_settings if scorer.posterior == "bayes" else None,
     }
 
 
@@ -143,11 +138,6 @@ def summarise(scores: Path, items: int) -> ScoreSummary:
         confident=float((found["map_prob"] >= 0.5).mean()),
         mean_risk_lower_bound=float(found["risk_lower_bound"].mean()),
     )
-
-
-def quantiles(values: NDArray[np.floating]) -> dict[str, float]:
-    """By name ("5%", ...)."""
-    return {f"{q:.0%}": float(np.quantile(values.astype(np.float64), q)) for q in QUANTILES}
 
 
 def draw_scores(scores: Path, summary: ScoreSummary, picture: Path) -> None:

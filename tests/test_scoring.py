@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
+from pyarrow import parquet
 
 import geoflow_fast as gf
 from geoflow_fast import geometry as g
@@ -114,12 +116,18 @@ def test_bayes_posterior_from_the_command_line(world, monkeypatch):
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"block": 0}, "block_rows=0"), ({"out": "model"}, "model is a folder"), ({"seed": 1}, "need pyarrow")],
+    [
+        ({"block": 0}, "block_rows=0"),
+        ({"out": "model"}, "model is a folder"),
+        ({"seed": 1}, "need pyarrow"),
+        ({"out": "foreign.parquet"}, "not the result of this job"),
+    ],
 )
 def test_what_is_wrong_with_the_output_is_said_before_marginals_are_computed(
     world, monkeypatch, capsys, changes, words
 ):
     np.save(world / "typical.npy", g.sample_uniform(20, 7).numpy())
+    parquet.write_table(pyarrow.table({"query": [0]}), world / "foreign.parquet")
     if "pyarrow" in words:
         monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     before = set(world.rglob("*"))
