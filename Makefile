@@ -2,10 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 NATIVE := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
-EXTRAS := ot,eval,baselines,train,bench,test
+EXTRAS := ot,eval,baselines,train,bench,docs,test
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup demo test test-slow test-gpu test-wheel bench lint wheel clean
+.PHONY: setup demo test test-slow test-gpu test-wheel bench docs lint wheel clean
 
 setup: .venv/.installed
 
@@ -46,6 +46,10 @@ test-wheel: wheel
 
 bench: setup
 	$(BIN)/python -m benchmarks
+
+# A warning, such as a dead link, is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 lint: setup
 	$(BIN)/ruff check .
