@@ -71,17 +71,17 @@ def fit_bandwidth(
             "fit_bandwidth takes the items' marginals from the scores of other pairs; marginal='density' is not "
             "computed for it, since that takes two reverse solves per item: fit with marginal='scores'"
         )
-    task = _retrieval_task(pairs, direction, max_queries, int(settings.get("seed", 0)), bayes=bayes)
+    task = retrieval_task(pairs, direction, max_queries, int(settings.get("seed", 0)), bayes=bayes)
     device = next(flow.parameters()).device
     gallery, rows = Gallery(task.items.to(device)), []
     for guidance in guidances:
         chosen = {**FAST, **settings, "reference": task.reference, "guidance": float(guidance)}
         scorer = RetrievalEntropy(flow, gallery, direction, **chosen).to(device)
         samples, others = scorer.draw(task.queries), None if task.reference is None else scorer.draw(task.reference)
-        rows.append([_loss(samples, gallery, task.own.to(device), float(kappa), others) for kappa in kappas])
+        rows.append(losses_of(kappas, samples, gallery, task.own.to(device), others))
     table = torch.tensor(rows, dtype=torch.float64)
     row, column = divmod(int(table.argmin()), len(kappas))
-    return Bandwidth(_refined(kappas, table[row], column), float(guidances[row]), float(table.min()), table)
+    return Bandwidth(refined(kappas, table[row], column), float(guidances[row]), float(table.min()), table)
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,7 @@ class RetrievalTask:
     reference: Tensor | None
 
 
-def _retrieval_task(
-    pairs: EmbeddingPairs, direction: str, max_queries: int, seed: int, *, bayes: bool
-) -> RetrievalTask:
+def retrieval_task(pairs: EmbeddingPairs, direction: str, max_queries: int, seed: int, *, bayes: bool) -> RetrievalTask:
     """All items of the pairs, each once. For `bayes` the reference queries are of other images: a query that helped to
     estimate its own item's marginal, by itself or by another caption, would be held against it."""
     if len(pairs) < 1 or max_queries < 1:
@@ -123,6 +121,13 @@ def _all(pairs: EmbeddingPairs) -> tuple[Tensor, Tensor]:
     return pairs[np.arange(len(pairs))]
 
 
+def losses_of(
+    kappas: Sequence[float], samples: Tensor, gallery: Gallery, own: Tensor, reference: Tensor | None = None
+) -> list[float]:
+    """Mean of -log pi(own item [Q]) for samples [Q, M, d], for each of the kappas."""
+    return [_loss(samples, gallery, own, float(kappa), reference) for kappa in kappas]
+
+
 def _loss(samples: Tensor, gallery: Gallery, own: Tensor, kappa: float, reference: Tensor | None) -> float:
     """Mean over queries of -log pi(own item), for samples [Q, M, d] and those of reference queries, if Bayes."""
     ((_, items),) = gallery.blocks(samples.device, samples.dtype)
@@ -134,7 +139,7 @@ def _loss(samples: Tensor, gallery: Gallery, own: Tensor, kappa: float, referenc
     return float((found.peak + found.weight.log() - score).mean())
 
 
-def _refined(kappas: Sequence[float], loss: Tensor, best: int) -> float:
+def refined(kappas: Sequence[float], loss: Tensor, best: int) -> float:
     """Minimum of the parabola in log kappa through the best of the grid and its neighbours; at an end, the end."""
     if best in (0, len(kappas) - 1):
         return float(kappas[best])

@@ -457,7 +457,7 @@ class GeoFlow(nn.Module):
         # Without storage until the tensors are known to fit, and without drawing weights that would be replaced.
         with torch.device("meta"):
             flow = cls(GeoFlowConfig.from_json(info["config"]))
-        _check_tensors(path, tensors, flow.state_dict())
+        check_tensors(path, tensors, flow.state_dict())
         flow.load_state_dict(tensors, assign=True)
         return flow.eval()
 
@@ -540,7 +540,7 @@ def flow_digest(flow: GeoFlow) -> str:
     return jobs.fingerprint({"config": flow.config.to_json(), "weights": weights})
 
 
-def _check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+def check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     """Names and shapes as the configuration says, and one floating-point dtype."""
     for name in sorted(set(tensors) | set(expected)):
         found, wanted = (tuple(x[name].shape) if name in x else "nothing" for x in (tensors, expected))

@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,19 +49,14 @@ class TrainingDiverged(ValueError):
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """How to train. `paper()` is the paper to the letter; the defaults differ as the table in the documentation says.
+class RunConfig:
+    """How any network here is trained on pairs: steps, schedule, validation, checkpoints.
 
-    `coupling`: how noise meets data on joint rows: "paper" (row argmax of the entropic plan), "sample" (draw from its
-    rows), "exact" (linear assignment), "independent". `conditional_coupling`: on i2t and t2i rows: "independent",
-    "paper", or "c2ot". The plan is solved among the rows that use it. `sinkhorn_eps`: its regularisation. `noise`:
-    "iid", or "structured" for Hadamard blocks, whose plan is much cheaper. `conditional_share`, `ramp_share`,
-    `p_joint`, `p_drop`: see `Curriculum`. `accumulate`: pieces in which a batch goes through the network.
-    `ema_decay`: average the weights, validate and keep the average. `val_fraction`: held out when no validation pairs
-    are given. Training stops after `patience` validations in a row without an improvement: a loss lower than the last
-    improvement's by more than `min_improvement` and by more than `min_relative_improvement` of it. `warmup_steps`: a
-    tenth of the run instead where the run is not longer than they are. `precision`: "auto" is bfloat16 autocast where
-    the device gains from it.
+    `accumulate`: pieces in which a batch goes through the network. `ema_decay`: average the weights, validate and keep
+    the average. `val_fraction`: held out when no validation pairs are given. Training stops after `patience`
+    validations in a row without an improvement: a loss lower than the last improvement's by more than `min_improvement`
+    and by more than `min_relative_improvement` of it. `warmup_steps`: a tenth of the run instead where the run is not
+    longer than they are. `precision`: "auto" is bfloat16 autocast where the device gains from it.
     """
 
     steps: int = 20_000
@@ -69,16 +64,8 @@ class TrainConfig:
     lr: float = 6e-4
     warmup_steps: int = 500
     seed: int = 0
-    coupling: str = "paper"
-    conditional_coupling: str = "independent"
-    sinkhorn_eps: float = 0.05
-    noise: str = "iid"
     weight_decay: float = 1e-3
     clip: float = 1.0
-    conditional_share: float = 0.15
-    ramp_share: float = 0.15
-    p_joint: float = 0.40
-    p_drop: float = 0.10
     accumulate: int = 1
     ema_decay: float | None = None
     precision: str = "auto"
@@ -104,26 +91,67 @@ class TrainConfig:
             least = 0 if field.name in ("warmup_steps", "seed") else 1
             if value < least:
                 raise ValueError(f"{field.name} must be at least {least}, got {value}")
-        for name in ("lr", "clip", "sinkhorn_eps"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("conditional_share", "ramp_share", "p_joint", "p_drop", "val_fraction"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+        self._check_positive("lr", "clip")
+        self._check_shares("val_fraction")
+        self._check_choice("precision", PRECISIONS)
         if self.weight_decay < 0:
             raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}")
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay must be in [0, 1), got {self.ema_decay}")
-        for name, choices in (
-            ("coupling", COUPLINGS),
-            ("conditional_coupling", CONDITIONAL_COUPLINGS),
-            ("noise", NOISES),
-            ("precision", PRECISIONS),
-        ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
         if self.batch_size < self.accumulate:
             raise ValueError(f"batch_size={self.batch_size} cannot be split into accumulate={self.accumulate} pieces")
+
+    def _check_positive(self, *names: str) -> None:
+        for name in names:
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+    def _check_shares(self, *names: str) -> None:
+        for name in names:
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+
+    def _check_choice(self, name: str, choices: Sequence[str]) -> None:
+        if getattr(self, name) not in choices:
+            raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up, then a cosine to zero at the end of the run."""
+        warmup = self.warmup_steps if self.warmup_steps < self.steps else self.steps // 10
+        if step < warmup:
+            return self.lr * (step + 1) / warmup
+        progress = (step - warmup) / (self.steps - warmup)
+        return self.lr * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class TrainConfig(RunConfig):
+    """How to train a flow. `paper()` is the paper to the letter; the defaults differ as the table in the documentation
+    says.
+
+    `coupling`: how noise meets data on joint rows: "paper" (row argmax of the entropic plan), "sample" (draw from its
+    rows), "exact" (linear assignment), "independent". `conditional_coupling`: on i2t and t2i rows: "independent",
+    "paper", or "c2ot". The plan is solved among the rows that use it. `sinkhorn_eps`: its regularisation. `noise`:
+    "iid", or "structured" for Hadamard blocks, whose plan is much cheaper. `conditional_share`, `ramp_share`,
+    `p_joint`, `p_drop`: see `Curriculum`. The rest is described in `RunConfig`.
+    """
+
+    coupling: str = "paper"
+    conditional_coupling: str = "independent"
+    sinkhorn_eps: float = 0.05
+    noise: str = "iid"
+    conditional_share: float = 0.15
+    ramp_share: float = 0.15
+    p_joint: float = 0.40
+    p_drop: float = 0.10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_positive("sinkhorn_eps")
+        self._check_shares("conditional_share", "ramp_share", "p_joint", "p_drop")
+        self._check_choice("coupling", COUPLINGS)
+        self._check_choice("conditional_coupling", CONDITIONAL_COUPLINGS)
+        self._check_choice("noise", NOISES)
 
     @classmethod
     def paper(cls) -> TrainConfig:
@@ -151,14 +179,6 @@ class TrainConfig:
     def curriculum(self) -> Curriculum:
         """Directions, times and guidance dropout over the run."""
         return Curriculum(self.steps, self.conditional_share, self.ramp_share, self.p_joint, self.p_drop)
-
-    def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then a cosine to zero at the end of the run."""
-        warmup = self.warmup_steps if self.warmup_steps < self.steps else self.steps // 10
-        if step < warmup:
-            return self.lr * (step + 1) / warmup
-        progress = (step - warmup) / (self.steps - warmup)
-        return self.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 @dataclass(frozen=True)

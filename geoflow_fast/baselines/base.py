@@ -1,0 +1,164 @@
+"""What every baseline is: fitted on pairs, asked for the uncertainty of queries over a gallery, kept in a folder.
+
+One convention for all: the higher the uncertainty, the less certain the answer of plain cosine search. Some published
+scripts turn the sign of a method round; here none does.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from geoflow_fast.checkpoint import load_tensors, save_tensors, write_json
+from geoflow_fast.data import EmbeddingPairs
+from geoflow_fast.entropy import CONDITIONAL
+from geoflow_fast.gallery import Gallery, GallerySource
+from geoflow_fast.geometry import check_rows
+from geoflow_fast.model import CONFIG_FILE, WEIGHTS_FILE, check_tensors
+from geoflow_fast.training import RunConfig, TrainReport
+
+KIND = "baseline"
+Method = TypeVar("Method", bound="Baseline")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a baseline is fitted on, and how; the fields are the arguments of `Baseline.fit`."""
+
+    pairs: EmbeddingPairs
+    val: EmbeddingPairs
+    config: RunConfig
+    out: Path | None
+    resume: bool
+    progress: bool | None
+
+
+class Baseline(nn.Module, ABC):
+    """A method by its `method` name, with `settings` that make it again and weights in its state dict.
+
+    Subclasses pass their settings on to `__init__`, which are plain values of JSON, and fill in `_fit` and `_score`.
+    """
+
+    method: ClassVar[str]
+    title: ClassVar[str]
+    """As tables show it."""
+
+    def __init__(self, image_dim: int, text_dim: int, **settings: Any) -> None:
+        super().__init__()
+        self.image_dim, self.text_dim = image_dim, text_dim
+        self.settings = {"image_dim": image_dim, "text_dim": text_dim, **settings}
+        self.fitted = False
+
+    def fit(
+        self,
+        pairs: EmbeddingPairs,
+        val: EmbeddingPairs | None = None,
+        config: RunConfig | None = None,
+        out: str | Path | None = None,
+        resume: bool = True,
+        *,
+        progress: bool | None = None,
+    ) -> TrainReport | None:
+        """Learns from training `pairs`. `val`: held-out pairs, else a seeded share of the images.
+
+        For methods that train by gradient `config`, `out`, `resume` and `progress` are those of `gf.train`, and the
+        report is returned; others take only the seed and the held-out share of `config`, and save nothing on their way.
+        """
+        config = config or self.default_config()
+        for name, part in (("pairs", pairs), ("val", val)):
+            if part is not None and (part.image_dim, part.text_dim) != (self.image_dim, self.text_dim):
+                widths = f"{part.image_dim} and {part.text_dim}"
+                raise ValueError(f"{name} have widths {widths}, not {self.image_dim} and {self.text_dim}")
+        if val is None:
+            pairs, val = pairs.split(config.val_fraction, config.seed)
+        report = self._fit(Task(pairs, val, config, None if out is None else Path(out), resume, progress))
+        self.fitted = report is None or report.finished
+        self.eval()
+        return report
+
+    def default_config(self) -> RunConfig:
+        """The run that the method's authors, or the paper's comparison, describe."""
+        return RunConfig()
+
+    @torch.no_grad()
+    def uncertainty(self, queries: Tensor, gallery: GallerySource | Gallery, direction: str) -> Tensor:
+        """Uncertainty [Q], float64, of unit `queries` [Q, d] over the gallery; higher is less certain.
+
+        "t2i": queries are texts and the gallery holds images; "i2t": the other way round.
+        """
+        if direction not in CONDITIONAL:
+            raise ValueError(f"direction must be one of {CONDITIONAL}, got {direction!r}")
+        if not self.fitted:
+            raise ValueError(f"{self.method} is not fitted: call fit, or load one that was")
+        gallery = gallery if isinstance(gallery, Gallery) else Gallery(gallery)
+        asks, searched = (self.text_dim, self.image_dim) if direction == "t2i" else (self.image_dim, self.text_dim)
+        if queries.dim() != 2 or queries.shape[1] != asks:
+            raise ValueError(f"queries must be [Q, {asks}] in direction {direction}, got {tuple(queries.shape)}")
+        if gallery.dim != searched:
+            raise ValueError(f"gallery has width {gallery.dim}, but direction {direction} expects {searched}")
+        check_rows(queries, "queries")
+        return self._score(queries.detach().to(self.device, torch.float32), gallery, direction).double()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the method's tensors are."""
+        tensors = [*self.parameters(), *self.buffers()]
+        return tensors[0].device if tensors else torch.device("cpu")
+
+    @abstractmethod
+    def _fit(self, task: Task) -> TrainReport | None:
+        """`fit` with everything decided and checked."""
+
+    @abstractmethod
+    def _score(self, queries: Tensor, gallery: Gallery, direction: str) -> Tensor:
+        """`uncertainty` of checked queries on the method's device."""
+
+    def save(self, folder: str | Path) -> None:
+        """Writes settings (JSON) and tensors (safetensors) into `folder`, each file whole or not at all."""
+        if not self.fitted:
+            raise ValueError(f"{self.method} is not fitted: there is nothing to save")
+        folder = Path(folder)
+        facts = {"method": self.method, "settings": self.settings}
+        save_tensors(folder / WEIGHTS_FILE, self.state_dict(), kind=KIND, info=facts)
+        write_json(folder / CONFIG_FILE, facts)
+
+    @classmethod
+    def load(cls: type[Method], folder: str | Path) -> Method:
+        """What `save` wrote, on the CPU; ValueError if the folder holds another method or a damaged file."""
+        path = Path(folder) / WEIGHTS_FILE
+        tensors, facts = load_tensors(path, kind=KIND)
+        if facts["method"] != cls.method:
+            raise ValueError(f"{folder} holds a {facts['method']!r}, not a {cls.method!r}")
+        found = cls(**facts["settings"])
+        found._make_room(tensors)
+        check_tensors(path, tensors, found.state_dict())
+        found.load_state_dict(tensors)
+        found.fitted = True
+        return found.eval()
+
+    def _make_room(self, tensors: Mapping[str, Tensor]) -> None:
+        """Before the weights are loaded: where sizes depend on the data, makes buffers of the sizes of `tensors`."""
+
+
+def method_of(folder: str | Path) -> str:
+    """Name of the method that is kept in `folder`."""
+    path = Path(folder) / CONFIG_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist: {folder} holds no baseline")
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["method"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not the configuration of a baseline") from error
+
+
+def nearest(queries: Tensor, gallery: Gallery, count: int = 1) -> tuple[Tensor, Tensor]:
+    """Cosines and row numbers, both [Q, min(count, N)], of the items nearest to each query; the gallery is streamed."""
+    found = gallery.statistics(queries.unsqueeze(1), 1.0, count)
+    return found.top_score, found.top_index

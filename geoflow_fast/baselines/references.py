@@ -1,0 +1,138 @@
+"""What everybody would try first: uncertainties that need no training, from the cosines of plain search.
+
+Galleries are streamed through the kernels of `ops.gallery_posterior`: there is no matrix of all queries by all items.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geoflow_fast.bandwidth import KAPPAS, losses_of, refined, retrieval_task
+from geoflow_fast.baselines.base import Baseline, Task, nearest
+from geoflow_fast.data import EmbeddingPairs
+from geoflow_fast.entropy import CONDITIONAL
+from geoflow_fast.gallery import Gallery
+from geoflow_fast.ops import GalleryPosterior
+
+
+class Reference(Baseline):
+    """A method that looks at cosines between the modalities, which need one width."""
+
+    def __init__(self, image_dim: int, text_dim: int) -> None:
+        if image_dim != text_dim:
+            raise ValueError(f"cosines need images and texts of one width, got {image_dim} and {text_dim}")
+        super().__init__(image_dim, text_dim)
+
+
+class Margin(Reference):
+    """Minus the difference between the largest and the second largest cosine."""
+
+    method: ClassVar[str] = "margin"
+    title: ClassVar[str] = "cosine margin"
+
+    def _fit(self, task: Task) -> None:
+        """There is nothing to learn."""
+
+    def _score(self, queries: Tensor, gallery: Gallery, direction: str) -> Tensor:  # noqa: ARG002
+        if len(gallery) < 2:
+            return queries.new_zeros(len(queries))
+        cosine, _ = nearest(queries, gallery, 2)
+        return cosine[:, 1] - cosine[:, 0]
+
+
+class CosineSoftmax(Reference):
+    """Something of the softmax of cosine / temperature over the gallery.
+
+    The temperature of each direction has the least -log probability of the true item on at most `QUERIES` held-out
+    pairs, whose items are the gallery: never on what it is judged by.
+    """
+
+    QUERIES = 1000
+    scale: Tensor
+
+    def __init__(self, image_dim: int, text_dim: int) -> None:
+        super().__init__(image_dim, text_dim)
+        self.register_buffer("scale", torch.zeros(len(CONDITIONAL)))  # 1 / temperature, by direction
+
+    def _fit(self, task: Task) -> None:
+        found = [tuned_scale(task.val, direction, self.QUERIES, task.config.seed) for direction in CONDITIONAL]
+        self.scale.copy_(torch.tensor(found))
+
+    def _score(self, queries: Tensor, gallery: Gallery, direction: str) -> Tensor:
+        scale = float(self.scale[CONDITIONAL.index(direction)])
+        return self._read_out(gallery.statistics(queries.unsqueeze(1), scale, 1).posterior(torch.float64))
+
+    @staticmethod
+    @abstractmethod
+    def _read_out(posterior: GalleryPosterior) -> Tensor:
+        """The uncertainty [Q]."""
+
+
+class MaxSoftmax(CosineSoftmax):
+    """One minus the largest probability."""
+
+    method: ClassVar[str] = "max_softmax"
+    title: ClassVar[str] = "max softmax"
+
+    @staticmethod
+    def _read_out(posterior: GalleryPosterior) -> Tensor:
+        return 1 - posterior.top_prob[:, 0]
+
+
+class SoftmaxEntropy(CosineSoftmax):
+    """The entropy of the softmax, in nats."""
+
+    method: ClassVar[str] = "softmax_entropy"
+    title: ClassVar[str] = "cosine-softmax entropy"
+
+    @staticmethod
+    def _read_out(posterior: GalleryPosterior) -> Tensor:
+        return posterior.entropy
+
+
+class KNNDistance(Baseline):
+    """One minus the cosine with the `neighbours`-th nearest training embedding of the query's own modality.
+
+    At most `max_rows` training pairs, drawn by the seed, are kept.
+    """
+
+    method: ClassVar[str] = "knn"
+    title: ClassVar[str] = "kNN distance"
+    image: Tensor
+    text: Tensor
+
+    def __init__(self, image_dim: int, text_dim: int, neighbours: int = 10, max_rows: int = 100_000) -> None:
+        super().__init__(image_dim, text_dim, neighbours=neighbours, max_rows=max_rows)
+        if not 1 <= neighbours <= max_rows:
+            raise ValueError(f"neighbours={neighbours} must be between 1 and max_rows={max_rows}")
+        self.neighbours, self.max_rows = neighbours, max_rows
+        self.register_buffer("image", torch.empty(0, image_dim))
+        self.register_buffer("text", torch.empty(0, text_dim))
+
+    def _fit(self, task: Task) -> None:
+        if len(task.pairs) < self.neighbours:
+            raise ValueError(f"{len(task.pairs)} training pairs are fewer than neighbours={self.neighbours}")
+        kept = np.sort(np.random.default_rng(task.config.seed).permutation(len(task.pairs))[: self.max_rows])
+        device = self.device
+        self.image, self.text = (x.to(device) for x in task.pairs[kept])
+
+    def _make_room(self, tensors: Mapping[str, Tensor]) -> None:
+        for name in ("image", "text"):
+            setattr(self, name, torch.empty(len(tensors.get(name, ())), getattr(self, name).shape[1]))
+
+    def _score(self, queries: Tensor, gallery: Gallery, direction: str) -> Tensor:  # noqa: ARG002
+        cosine, _ = nearest(queries, Gallery(self.text if direction == "t2i" else self.image), self.neighbours)
+        return 1 - cosine[:, -1]
+
+
+def tuned_scale(pairs: EmbeddingPairs, direction: str, max_queries: int, seed: int) -> float:
+    """Inverse temperature of the cosine softmax with the least -log probability of the true items of these pairs."""
+    task = retrieval_task(pairs, direction, max_queries, seed, bayes=False)
+    loss = torch.tensor(losses_of(KAPPAS, task.queries.unsqueeze(1), Gallery(task.items), task.own))
+    return refined(KAPPAS, loss, int(loss.argmin()))
