@@ -98,7 +98,13 @@ extension = Pybind11Extension(
 )
 
 setup(
-    packages=["geoflow_fast", "geoflow_fast.baselines", "geoflow_fast.ops", "geoflow_fast.kernels"],
+    packages=[
+        "geoflow_fast",
+        "geoflow_fast.baselines",
+        "geoflow_fast.evaluation",
+        "geoflow_fast.ops",
+        "geoflow_fast.kernels",
+    ],
     package_dir={"geoflow_fast": "geoflow_fast", "geoflow_fast.kernels": "kernels"},
     package_data={"geoflow_fast": ["py.typed"]},
     ext_modules=[extension],
