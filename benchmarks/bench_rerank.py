@@ -16,25 +16,13 @@ from benchmarks.bench_entropy import paper_network, trained_flow
 from benchmarks.bench_training import WIDTH
 from benchmarks.common import gate, report, time_together
 from geoflow_fast.density import DensitySettings, density_estimates
+from geoflow_fast.evaluation import auroc, reliability
 from geoflow_fast.geometry import sample_uniform
 from geoflow_fast.worlds import ConceptWorld
 
 QUERIES, NEIGHBOURS, NOISE_QUERIES = 1000, 10, 50
 TEMPERATURES = torch.logspace(0, 3, 61, base=10)
 COST_QUERIES = 4
-
-
-def auroc(score: Tensor, wrong: Tensor) -> float:
-    """Probability that a wrong answer has a higher score than a right one; ties count half."""
-    difference = score[wrong].double().unsqueeze(1) - score[~wrong].double()
-    return float(((difference > 0).double() + (difference == 0).double() / 2).mean())
-
-
-def calibration_error(prob: Tensor, right: Tensor, bins: int = 10) -> float:
-    """Expected calibration error over bins of equally many queries."""
-    order = prob.argsort().tensor_split(bins)
-    gaps = [len(rows) * (prob[rows].double().mean() - right[rows].double().mean()).abs() for rows in order]
-    return float(sum(gaps) / len(prob))
 
 
 class Study:
@@ -60,10 +48,10 @@ class Study:
         nll = -torch.where(reached, (post.prob * right).sum(1), post.p_outside).double().log()
         return {
             **own,
-            "AUROC, 1 - p_answer": auroc(1 - post.p_answer, self.wrong),
+            "AUROC, 1 - p_answer": auroc(1 - post.p_answer, ~self.wrong),
             "Recall@1": float(right[:, 0].double().mean()),
-            "ECE": calibration_error(post.p_answer, ~self.wrong),
-            "ECE outside": calibration_error(post.p_outside, ~reached),
+            "ECE": reliability(post.p_answer, ~self.wrong, strategy="quantile").ece,
+            "ECE outside": reliability(post.p_outside, ~reached, strategy="quantile").ece,
             "NLL": float(nll.mean()),
             "NLL, cross-fitted": fitted.nll,
             "alpha": fitted.alpha,
@@ -98,7 +86,7 @@ class Study:
         scorer = gf.RetrievalEntropy.fast(
             self.flow, self.items, self.direction, kappa=fitted.kappa, guidance=fitted.guidance
         )
-        return auroc(scorer(self.queries).entropy, self.wrong)
+        return auroc(scorer(self.queries).entropy, ~self.wrong)
 
     def references(self) -> dict[str, float]:
         """AUROC of what needs no training of a flow."""
@@ -113,7 +101,7 @@ class Study:
             "softmax entropy": torch.special.entr(pi).sum(1),
             "kNN distance": -near[:, -1],
         }
-        return {f"AUROC, {name}": auroc(score, self.wrong) for name, score in scores.items()}
+        return {f"AUROC, {name}": auroc(score, ~self.wrong) for name, score in scores.items()}
 
     def tuned_scale(self) -> float:
         """Inverse temperature with the least -log pi(own item) on held-out queries, each searched with its own item."""

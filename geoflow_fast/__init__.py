@@ -1,6 +1,6 @@
 """geoflow_fast: joint uncertainty for frozen vision-language embeddings, fast on CPUs and GPUs."""
 
-from geoflow_fast import geometry, ops
+from geoflow_fast import evaluation, geometry, ops
 from geoflow_fast.bandwidth import Bandwidth, fit_bandwidth
 from geoflow_fast.calibration import Calibration
 from geoflow_fast.data import EmbeddingPairs
@@ -38,6 +38,7 @@ __all__ = [
     "__version__",
     "backends",
     "epistemic",
+    "evaluation",
     "fit_bandwidth",
     "geometry",
     "log_density",

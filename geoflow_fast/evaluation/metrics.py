@@ -1,0 +1,464 @@
+"""How well an uncertainty tells right answers from wrong ones, and when to abstain.
+
+One convention throughout: `uncertainty` [n] is higher where the answer is less certain, `correct` [n] says whether it
+was right. Both may be tensors, arrays or lists. Only the order of the uncertainties matters; NaN is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+Values = Tensor | NDArray[Any] | Sequence[Any]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+COVERAGES = tuple(round(0.1 * k, 1) for k in range(10, 0, -1))
+"""The paper's: 100 % down to 10 %."""
+RESAMPLES = 1000
+NUMBERS = ("spearman", "r2", "auroc", "aurc", "accuracy")
+"""Of `RetrievalCalibration`, those with an interval."""
+CANDIDATES = 40
+"""Thresholds that `abstention_threshold` looks at, unless given."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A bootstrap interval of a statistic whose value on the sample itself is `value`."""
+
+    value: float
+    low: float
+    high: float
+    confidence: float
+
+
+@dataclass(frozen=True)
+class RetrievalCalibration:
+    """Whether retrieval gets worse as uncertainty grows; what could not be computed is NaN."""
+
+    spearman: float
+    """Of bin number and recall; -1 is ideal. NaN if all bins have one recall."""
+    r2: float
+    """Of the straight line through the error of the bins; 1 is ideal. NaN if all bins have one recall."""
+    recall: Floats
+    """[bins], share of right answers, most certain bin first."""
+    count: NDArray[np.int64]
+    """[bins], queries; they differ by one at most."""
+    auroc: float
+    """Chance that a wrong answer is less certain than a right one. NaN if all are right or all wrong."""
+    aurc: float
+    """Mean share of wrong answers among the k most certain, over all k; 0 is ideal."""
+    accuracy: float
+    """Share of right answers among all: Recall@1 where `correct` is about the first item."""
+    intervals: Mapping[str, Interval] = field(default_factory=dict)
+    """By name of a number above, if a bootstrap was asked for."""
+
+
+@dataclass(frozen=True)
+class SelectiveAccuracy:
+    """Accuracy among the most certain answers."""
+
+    coverage: Floats
+    """[c], share of the answers that are kept."""
+    accuracy: Floats
+    """[c], share of right ones among those."""
+    ausac: float
+    """Area under accuracy over coverage (trapezoids), divided by the width of the coverages."""
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Stated probabilities against what came of them; bins without an answer are NaN."""
+
+    edges: Floats
+    """[bins + 1], each bin without its lower and with its upper edge."""
+    confidence: Floats
+    """[bins], mean of the stated probabilities."""
+    accuracy: Floats
+    """[bins], share of right answers."""
+    count: NDArray[np.int64]
+    """[bins]"""
+    ece: float
+    """Expected calibration error: mean distance of the two, weighted by count."""
+    brier: float
+    """Mean square of probability minus outcome."""
+
+
+@dataclass(frozen=True)
+class AbstentionThreshold:
+    """Answer where the uncertainty is at most `threshold`, abstain elsewhere."""
+
+    threshold: float
+    """-inf if no candidate could be certified: then abstain always."""
+    coverage: float
+    """Share of the tested answers that are given."""
+    risk: float
+    """Share of wrong ones among those; NaN if none is given."""
+    risk_bound: float
+    """Clopper-Pearson upper bound of the risk at this confidence; at most `target_risk` unless nothing is answered."""
+    target_risk: float
+    confidence: float
+    tested: int
+    """Answers that the tests were made on; the others chose the candidates."""
+
+    @property
+    def certified(self) -> bool:
+        """Whether a threshold was found."""
+        return self.threshold > -math.inf
+
+    def answers(self, uncertainty: Values) -> Bools:
+        """Which of these queries to answer, [n]."""
+        return _floats(uncertainty, "uncertainty") <= self.threshold
+
+
+def retrieval_calibration(
+    uncertainty: Values,
+    correct: Values,
+    bins: int = 10,
+    seed: int = 0,
+    *,
+    resamples: int = 0,
+    confidence: float = 0.95,
+    groups: Values | None = None,
+) -> RetrievalCalibration:
+    """Recall in `bins` equally filled bins of the uncertainty and what follows from it, and AUROC and AURC by query.
+
+    Ties at the edge of a bin are broken at random by `seed`; AUROC and AURC treat ties exactly. Fewer queries than bins
+    are an error. With `resamples` (1,000, say) each number gets its bootstrap interval; `groups` as in
+    `bootstrap_interval`. Ten bins saturate and are noisy: decide by AUROC and AURC.
+    """
+    score, right = _scored(uncertainty, correct)
+    if not 2 <= bins <= len(score):
+        raise ValueError(f"bins={bins} must be at least 2 and at most the number of queries, {len(score)}")
+    parts = _equal_bins(score, bins, seed)
+
+    def numbers(score: Floats, right: Bools) -> Floats:
+        if len(score) < bins:  # a resample of small groups alone
+            return np.full(len(NUMBERS), math.nan)
+        return np.array(_numbers(_recall(right, _equal_bins(score, bins, seed)), score, right))
+
+    intervals: list[Interval] = []
+    if resamples:
+        intervals = _bootstrap(numbers, (score, right), resamples, confidence, seed, groups)
+    recall = _recall(right, parts)
+    return RetrievalCalibration(
+        recall=recall,
+        count=np.array([len(part) for part in parts]),
+        intervals=dict(zip(NUMBERS, intervals)),
+        **dict(zip(NUMBERS, _numbers(recall, score, right))),
+    )
+
+
+def _numbers(recall: Floats, score: Floats, right: Bools) -> list[float]:
+    """Those of `NUMBERS`, in order."""
+    place = np.arange(len(recall))
+    r2 = pearson(place, 1 - recall) ** 2  # of a line through points it is their squared correlation
+    return [spearman(place, recall), r2, auroc(score, right), aurc(score, right), float(right.mean())]
+
+
+def _recall(right: Bools, parts: Sequence[NDArray[np.int64]]) -> Floats:
+    """Share of right answers in each bin."""
+    return np.array([right[part].mean() for part in parts])
+
+
+def _equal_bins(score: Floats, bins: int, seed: int) -> list[NDArray[np.int64]]:
+    """Rows of each of the equally filled bins, lowest score first."""
+    chance = np.random.default_rng(seed).permutation(len(score))
+    return np.array_split(np.lexsort((chance, score)), bins)
+
+
+def selective_accuracy(
+    uncertainty: Values, correct: Values, coverage: Sequence[float] = COVERAGES
+) -> SelectiveAccuracy:
+    """Accuracy when only the most certain share of the answers is given, for each share in `coverage`.
+
+    At least one answer is kept. Where the last place is tied, the accuracy is the mean over all orders of the tie.
+    """
+    score, right = _scored(uncertainty, correct)
+    shares = _floats(coverage, "coverage")
+    if not len(shares) or not ((shares > 0) & (shares <= 1)).all():
+        raise ValueError(f"coverage must be shares above 0 and at most 1, got {list(coverage)}")
+    kept = np.maximum(np.rint(shares * len(score)), 1).astype(np.int64)
+    accuracy = _expected_hits(score, right)[kept - 1] / kept
+    return SelectiveAccuracy(shares, accuracy, _mean_height(shares, accuracy))
+
+
+def _mean_height(x: Floats, y: Floats) -> float:
+    """Area under y over x by trapezoids, divided by the width of x; the mean of y if x has no width."""
+    order = np.argsort(x, kind="stable")
+    steps, heights = np.diff(x[order]), (y[order][1:] + y[order][:-1]) / 2
+    return float((steps * heights).sum() / steps.sum()) if steps.sum() > 0 else float(y.mean())
+
+
+def auroc(uncertainty: Values, correct: Values) -> float:
+    """Chance that a wrong answer has a higher uncertainty than a right one, ties counting half.
+
+    NaN if all answers are right or all are wrong.
+    """
+    score, right = _scored(uncertainty, correct)
+    wrong = len(right) - int(right.sum())
+    if wrong in (0, len(right)):
+        return math.nan
+    above = ranks(score)[~right].sum() - wrong * (wrong + 1) / 2
+    return float(above / (wrong * (len(right) - wrong)))
+
+
+def aurc(uncertainty: Values, correct: Values) -> float:
+    """Area under the risk-coverage curve: the share of wrong answers among the k most certain, averaged over k.
+
+    Where answers are tied, the mean over all their orders: 0 if all are right, 1 if all are wrong.
+    """
+    score, right = _scored(uncertainty, correct)
+    kept = np.arange(1, len(score) + 1)
+    return float(1 - (_expected_hits(score, right) / kept).mean())
+
+
+def _expected_hits(score: Floats, right: Bools) -> Floats:
+    """[n], right answers among the k most certain for k = 1..n, averaged over the orders of tied ones."""
+    _, tie, count = np.unique(score, return_inverse=True, return_counts=True)
+    rate = np.bincount(tie, weights=right) / count
+    return np.cumsum(np.repeat(rate, count))
+
+
+def reliability(prob: Values, correct: Values, bins: int = 10, *, strategy: str = "uniform") -> Reliability:
+    """Stated probabilities of being right against the share that was right, in bins of them.
+
+    "uniform": bins of equal width over [0, 1]; "quantile": bins filled equally, of which ties may leave fewer. A
+    probability on an edge belongs to the bin below.
+    """
+    stated, right = _scored(prob, correct, "prob")
+    outside = ~((stated >= 0) & (stated <= 1))
+    if outside.any():
+        row = int(outside.argmax())
+        raise ValueError(f"prob must be in [0, 1], but row {row} is {stated[row]}")
+    if bins < 1:
+        raise ValueError(f"bins must be at least 1, got {bins}")
+    if strategy == "uniform":
+        edges = np.linspace(0, 1, bins + 1)
+    elif strategy == "quantile":
+        edges = np.unique(np.quantile(stated, np.linspace(0, 1, bins + 1)))
+        edges = edges if len(edges) > 1 else np.repeat(edges, 2)
+    else:
+        raise ValueError(f"strategy must be 'uniform' or 'quantile', got {strategy!r}")
+    place = np.searchsorted(edges[1:-1], stated)
+    count, total, hits = (np.bincount(place, w, len(edges) - 1) for w in (None, stated, right))
+    with np.errstate(invalid="ignore"):
+        confidence, accuracy = total / count, hits / count
+    ece = float(np.abs(total - hits).sum() / len(stated))
+    return Reliability(edges, confidence, accuracy, count, ece, float(((stated - right) ** 2).mean()))
+
+
+def abstention_threshold(
+    uncertainty: Values,
+    correct: Values,
+    target_risk: float,
+    confidence: float = 0.95,
+    *,
+    candidates: Sequence[float] | None = None,
+    share: float = 0.2,
+    seed: int = 0,
+) -> AbstentionThreshold:
+    """The loosest threshold below which the share of wrong answers is certified to be at most `target_risk`.
+
+    The guarantee is of finite samples and free of assumptions on the score: with probability at least `confidence`
+    over the draw of these answers, new answers of the same law whose uncertainty is at most the threshold are wrong
+    with probability at most `target_risk`. The answers must be independent; take one caption per image.
+
+    It rests on fixed-sequence testing over candidates that do not depend on the answers they are tested on. Given how
+    many of those answers a fixed threshold accepts, the number of wrong ones is binomial, so its Clopper-Pearson bound
+    is exact, and with it the test of "the risk is above the target". The candidates are tested in a fixed order at the
+    full level up to the first that fails: a false certificate needs the first candidate whose risk is above the target
+    to pass its own test. Unlike a search for the loosest threshold whose bound holds, nothing has to be shared out
+    among the candidates.
+
+    By default a random `share` of the answers (by `seed`) is set aside to choose them: its uncertainties give up to 40
+    thresholds, the tests begin at that with the strongest evidence there and go on to looser ones. Your own
+    `candidates`, fixed before these answers were seen, are tested in their order on all answers.
+    If not even the first passes, the threshold is -inf.
+    """
+    score, right = _scored(uncertainty, correct)
+    for name, value in (("target_risk", target_risk), ("confidence", confidence), ("share", share)):
+        if not 0 < value < 1:
+            raise ValueError(f"{name} must be between 0 and 1, got {value}")
+    if candidates is None:
+        if len(score) < 2:
+            raise ValueError("one answer cannot be divided: give candidates, or more answers")
+        apart = np.zeros(len(score), dtype=bool)
+        apart[np.random.default_rng(seed).permutation(len(score))[: max(1, round(share * len(score)))]] = True
+        thresholds = _promising(score[apart], right[apart], target_risk)
+        score, right = score[~apart], right[~apart]
+    else:
+        thresholds = _floats(candidates, "candidates")
+    best, level = -math.inf, 1 - confidence
+    for threshold in thresholds:
+        accepted = score <= threshold
+        if binomial_cdf(int((~right[accepted]).sum()), int(accepted.sum()), target_risk) > level:
+            break
+        best = max(best, float(threshold))
+    accepted = score <= best
+    wrong, given = int((~right[accepted]).sum()), int(accepted.sum())
+    risk = wrong / given if given else math.nan
+    bound = clopper_pearson_upper(wrong, given, confidence)
+    return AbstentionThreshold(best, given / len(score), risk, bound, target_risk, confidence, len(score))
+
+
+def _promising(score: Floats, right: Bools, target_risk: float) -> Floats:
+    """Ascending thresholds at quantiles of the scores, from the one with the strongest evidence for a lower risk."""
+    thresholds = np.unique(np.quantile(score, np.linspace(0, 1, CANDIDATES + 1)[1:], method="higher"))
+    evidence = []
+    for threshold in thresholds:
+        accepted = score <= threshold
+        evidence.append(binomial_cdf(int((~right[accepted]).sum()), int(accepted.sum()), target_risk))
+    return thresholds[int(np.argmin(evidence)) :]
+
+
+def binomial_cdf(count: int, n: int, p: float) -> float:
+    """Probability of at most `count` successes in `n` trials of probability `p`, from exact terms."""
+    if count >= n or p <= 0:
+        return 1.0
+    if p >= 1:
+        return 0.0
+    k = np.arange(count + 1)
+    choose = np.concatenate(([0.0], np.cumsum(np.log((n - k[:-1]) / (k[:-1] + 1)))))
+    terms = choose + k * math.log(p) + (n - k) * math.log1p(-p)
+    return min(1.0, float(np.exp(terms - terms.max()).sum() * math.exp(terms.max())))
+
+
+def clopper_pearson_upper(count: int, n: int, confidence: float = 0.95) -> float:
+    """One-sided upper bound of a probability after `count` events in `n` trials; 1 if all trials had one."""
+    if not 0 <= count <= n:
+        raise ValueError(f"count must be between 0 and n={n}, got {count}")
+    if count == n:
+        return 1.0
+    low, high = count / n, 1.0
+    while high - low > 1e-12:  # the probability of so few events falls as p grows
+        middle = (low + high) / 2
+        low, high = (middle, high) if binomial_cdf(count, n, middle) > 1 - confidence else (low, middle)
+    return high
+
+
+def bootstrap_interval(
+    statistic: Callable[..., float],
+    *values: Values,
+    resamples: int = RESAMPLES,
+    confidence: float = 0.95,
+    seed: int = 0,
+    groups: Values | None = None,
+) -> Interval:
+    """Percentile interval of `statistic(*values)` over resamples of the rows, which all `values` [n] share.
+
+    `groups` [n]: rows of one group (the captions of an image) are drawn together, for they are not independent.
+    Resamples in which the statistic is NaN are left out; if it always is, so are the ends.
+    """
+    arrays = [np.asarray(x.detach().cpu() if isinstance(x, Tensor) else x) for x in values]
+    if not arrays or any(x.shape[:1] != arrays[0].shape[:1] or not len(x) for x in arrays):
+        raise ValueError(f"values must have one common, positive length, got {[x.shape for x in arrays]}")
+    (found,) = _bootstrap(lambda *x: np.array([statistic(*x)]), tuple(arrays), resamples, confidence, seed, groups)
+    return found
+
+
+def _bootstrap(
+    statistic: Callable[..., Floats],
+    values: tuple[NDArray[Any], ...],
+    resamples: int,
+    confidence: float,
+    seed: int,
+    groups: Values | None,
+) -> list[Interval]:
+    """Intervals of a statistic with several values."""
+    if resamples < 2:
+        raise ValueError(f"resamples must be at least 2, got {resamples}")
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
+    draw = _Resampler(len(values[0]), groups)
+    generator = np.random.default_rng(seed)
+    drawn = []
+    for _ in range(resamples):
+        rows = draw(generator)
+        drawn.append(statistic(*(x[rows] for x in values)))
+    tail = (1 - confidence) / 2
+    return [
+        Interval(float(value), *_quantiles(column, (tail, 1 - tail)), confidence)
+        for value, column in zip(statistic(*values), np.array(drawn).T)
+    ]
+
+
+def _quantiles(values: Floats, levels: tuple[float, float]) -> tuple[float, float]:
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return math.nan, math.nan
+    low, high = np.quantile(known, levels)
+    return float(low), float(high)
+
+
+class _Resampler:
+    """Draws n rows, or as many groups of rows as there are, with replacement."""
+
+    def __init__(self, count: int, groups: Values | None) -> None:
+        self.count = count
+        self.members: list[NDArray[np.int64]] | None = None
+        if groups is not None:
+            names = np.asarray(groups)
+            if names.shape != (count,):
+                raise ValueError(f"groups must have one entry per row, [{count}], got {names.shape}")
+            group, size = np.unique(names, return_inverse=True, return_counts=True)[1:]
+            self.members = np.split(np.argsort(group, kind="stable"), np.cumsum(size)[:-1])
+
+    def __call__(self, generator: np.random.Generator) -> NDArray[np.int64]:
+        if self.members is None:
+            return generator.integers(self.count, size=self.count)
+        return np.concatenate([self.members[k] for k in generator.integers(len(self.members), size=len(self.members))])
+
+
+def ranks(values: Values) -> Floats:
+    """[n], ranks from 1; tied values share the mean of their places."""
+    _, tie, count = np.unique(_floats(values, "values"), return_inverse=True, return_counts=True)
+    last = np.cumsum(count)
+    return (last - (count - 1) / 2)[tie]
+
+
+def pearson(x: Values, y: Values) -> float:
+    """Linear correlation; NaN if one of the two is constant."""
+    a, b = _floats(x, "x"), _floats(y, "y")
+    if len(a) != len(b):
+        raise ValueError(f"x has {len(a)} values, y has {len(b)}")
+    if not len(a) or np.ptp(a) == 0 or np.ptp(b) == 0:
+        return math.nan
+    a, b = a - a.mean(), b - b.mean()
+    return float(np.clip((a / np.linalg.norm(a)) @ (b / np.linalg.norm(b)), -1, 1))
+
+
+def spearman(x: Values, y: Values) -> float:
+    """Rank correlation, ties sharing ranks; NaN if one of the two is constant."""
+    return pearson(ranks(x), ranks(y))
+
+
+def _scored(values: Values, correct: Values, name: str = "uncertainty") -> tuple[Floats, Bools]:
+    """Both as arrays of one length, at least 1."""
+    score, right = _floats(values, name), _floats(correct, "correct")
+    if len(score) != len(right):
+        raise ValueError(f"{name} has {len(score)} entries, but correct has {len(right)}")
+    if not len(score):
+        raise ValueError(f"{name} is empty")
+    other = ~np.isin(right, (0, 1))
+    if other.any():
+        row = int(other.argmax())
+        raise ValueError(f"correct must be true or false, but row {row} is {right[row]}")
+    return score, right.astype(bool)
+
+
+def _floats(values: Values, name: str) -> Floats:
+    """[n] float64 without NaN."""
+    array = values.detach().cpu().double().numpy() if isinstance(values, Tensor) else np.asarray(values, np.float64)
+    if array.ndim != 1:
+        raise ValueError(f"{name} must be one value per query, [n], got shape {array.shape}")
+    missing = np.isnan(array)
+    if missing.any():
+        raise ValueError(f"{name} has NaN at row {int(missing.argmax())}")
+    return array
