@@ -25,7 +25,8 @@ from benchmarks.bench_interpolant import textbook
 from benchmarks.common import gate, report, time_together
 from geoflow_fast.data import IMAGE_FOLDER, TEXT_FOLDER
 from geoflow_fast.geometry import sample_uniform
-from geoflow_fast.training import Ahead, Trainer
+from geoflow_fast.trainer import Ahead
+from geoflow_fast.training import Trainer
 
 WIDTH = 1024
 

@@ -12,7 +12,8 @@ from geoflow_fast.gallery_index import GalleryIndex
 from geoflow_fast.model import GeoFlow, GeoFlowConfig
 from geoflow_fast.rerank import BayesReranker, Reranked
 from geoflow_fast.sampling import sample
-from geoflow_fast.training import TrainConfig, TrainingDiverged, TrainReport, train
+from geoflow_fast.trainer import TrainingDiverged, TrainReport
+from geoflow_fast.training import TrainConfig, train
 
 __version__ = "0.1.0"
 

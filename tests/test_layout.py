@@ -16,7 +16,7 @@ LAYERS = [
     {"cli", "__main__"},
     {"demo", "doctor", "scoring", "density_job", "rerank_job"},
     {"evaluation", "baselines", "encoders"},
-    {"training", "entropy", "marginals", "bandwidth", "rerank", "calibration", "density", "worlds"},
+    {"training", "trainer", "entropy", "marginals", "bandwidth", "rerank", "calibration", "density", "worlds"},
     {"sampling", "divergence", "forward_mode", "integrate", "model"},
     {"curriculum", "gallery", "gallery_index", "data"},
     {"ops"},

@@ -18,9 +18,10 @@ import torch
 
 import geoflow_fast as gf
 from geoflow_fast import training
-from geoflow_fast.checkpoint import locked
+from geoflow_fast.checkpoint import load_tensors, locked
 from geoflow_fast.curriculum import Counts
 from geoflow_fast.geometry import DIRECTIONS, interpolate, sample_uniform
+from geoflow_fast.trainer import Metrics, Pace, generator_for
 from geoflow_fast.training import Batch, BatchMaker, Trainer, coupling_groups, row_losses
 
 SHAPE = gf.GeoFlowConfig(image_dim=6, text_dim=5, hidden=16, depth=2, heads=2, layer_scale=0.1)
@@ -192,7 +193,7 @@ def test_one_step_equals_a_plain_reimplementation():
     maker, step = trainer.batches, 2
     trainer.step = step
 
-    generator = training._generator(config.seed, "batch", step)
+    generator = generator_for(config.seed, "batch", step)
     questions = config.curriculum.draw(step, config.batch_size, generator)
     image1, text1 = pairs[maker.order[step]]
     noise = [torch.empty_like(image1), torch.empty_like(text1)]
@@ -253,8 +254,8 @@ def test_a_run_shorter_than_its_warm_up():
 
 
 def test_pace_is_of_the_interval(monkeypatch):
-    monkeypatch.setattr(training.time, "perf_counter", iter([1.0, 3.0, 4.0]).__next__)
-    pace = training.Pace(10)
+    monkeypatch.setattr(time, "perf_counter", iter([1.0, 3.0, 4.0]).__next__)
+    pace = Pace(10)
     assert (pace(20), pace(30)) == (5.0, 10.0)
 
 
@@ -359,7 +360,7 @@ def run_until(folder, steps: int, how: str = "SIGKILL") -> subprocess.CompletedP
 
 
 def checkpoint_step(folder) -> int:
-    return training.load_tensors(folder / "last.safetensors", kind="training state")[1]["step"]
+    return load_tensors(folder / "last.safetensors", kind="training state")[1]["step"]
 
 
 def test_killed_runs_end_with_the_same_bits(tmp_path):
@@ -444,7 +445,7 @@ def test_divergence_names_the_step_and_keeps_the_checkpoint(tmp_path, monkeypatc
     flow.steps_taken = lambda: trainers[0].step
     with pytest.raises(gf.TrainingDiverged, match=r"not finite at step 13 .*checkpoint of step 10 is kept"):
         gf.train(flow, some_pairs(), CONFIG, out=tmp_path)
-    tensors, info = training.load_tensors(tmp_path / "last.safetensors", kind="training state")
+    tensors, info = load_tensors(tmp_path / "last.safetensors", kind="training state")
     assert info["step"] == 10
     assert all(bool(torch.isfinite(x).all()) for x in tensors.values())
 
@@ -478,7 +479,7 @@ def test_full_disk_leaves_the_old_checkpoint(tmp_path):
 
 
 def test_metrics_that_cannot_be_written_name_their_file(tmp_path):
-    metrics = training.Metrics(tmp_path, 0, tensorboard=False)
+    metrics = Metrics(tmp_path, 0, tensorboard=False)
     metrics.path = Path("/dev/full")
     with pytest.raises(OSError, match="could not write /dev/full"):
         metrics.write(1, {"loss": 1.0})

@@ -22,7 +22,7 @@ from geoflow_fast.entropy import CONDITIONAL
 from geoflow_fast.gallery import Gallery, GallerySource
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.model import CONFIG_FILE, WEIGHTS_FILE, check_tensors
-from geoflow_fast.training import RunConfig, TrainReport
+from geoflow_fast.trainer import RunConfig, TrainReport
 
 KIND = "baseline"
 Method = TypeVar("Method", bound="Baseline")

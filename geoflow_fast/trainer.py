@@ -1,0 +1,598 @@
+"""The loop that every network here is trained by: what is trained is an `Objective`, how is a `RunConfig`.
+
+Everything random is a function of (seed, purpose, step), so a run that is killed and started again draws what it would
+have drawn; the checkpoint holds the rest: weights, their average, the optimiser and the early-stopping state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import signal
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from geoflow_fast.checkpoint import load_tensors, locked, save_tensors, truncate_jsonl
+from geoflow_fast.data import EmbeddingPairs
+from geoflow_fast.model import CONFIG_FILE, WEIGHTS_FILE
+
+PRECISIONS = ("auto", "float32", "bfloat16")
+OPTIMIZERS = ("adamw", "adam", "sgd")
+MOMENTUM = 0.9
+CHECKPOINT_FILE, METRICS_FILE, TENSORBOARD_FOLDER = "last.safetensors", "metrics.jsonl", "tensorboard"
+# What may differ between a run and its continuation without changing the weights.
+_COSMETIC = {"checkpoint_every", "log_every", "tensorboard", "prefetch"}
+
+
+class TrainingDiverged(ValueError):
+    """The loss or the gradient became non-finite; the message names the step and the last good checkpoint."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How any network here is trained on pairs: steps, schedule, validation, checkpoints.
+
+    `accumulate`: pieces in which a batch goes through the network. `ema_decay`: average the weights, validate and keep
+    the average. `val_fraction`: held out when no validation pairs are given. Training stops after `patience`
+    validations in a row without an improvement: a loss lower than the last improvement's by more than `min_improvement`
+    and by more than `min_relative_improvement` of it. `warmup_steps`: a tenth of the run instead where the run is not
+    longer than they are. `precision`: "auto" is bfloat16 autocast where the device gains from it. `optimizer`: "adamw",
+    "adam", or "sgd" with momentum 0.9.
+    """
+
+    steps: int = 20_000
+    batch_size: int = 1024
+    lr: float = 6e-4
+    warmup_steps: int = 500
+    seed: int = 0
+    weight_decay: float = 1e-3
+    clip: float = 1.0
+    optimizer: str = "adamw"
+    accumulate: int = 1
+    ema_decay: float | None = None
+    precision: str = "auto"
+    compile: bool = False
+    val_every: int = 500
+    val_batches: int = 5
+    val_fraction: float = 0.02
+    patience: int = 100
+    min_improvement: float = 1e-6
+    min_relative_improvement: float = 0.005
+    checkpoint_every: int = 500
+    log_every: int = 50
+    tensorboard: bool = False
+    prefetch: bool = True
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type != "int":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{field.name} must be an integer, got {value!r}")
+            least = 0 if field.name in ("warmup_steps", "seed") else 1
+            if value < least:
+                raise ValueError(f"{field.name} must be at least {least}, got {value}")
+        self._check_positive("lr", "clip")
+        self._check_shares("val_fraction")
+        self._check_choice("precision", PRECISIONS)
+        self._check_choice("optimizer", OPTIMIZERS)
+        if self.weight_decay < 0:
+            raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}")
+        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay must be in [0, 1), got {self.ema_decay}")
+        if self.batch_size < self.accumulate:
+            raise ValueError(f"batch_size={self.batch_size} cannot be split into accumulate={self.accumulate} pieces")
+
+    def _check_positive(self, *names: str) -> None:
+        for name in names:
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+    def _check_shares(self, *names: str) -> None:
+        for name in names:
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+
+    def _check_choice(self, name: str, choices: Sequence[str]) -> None:
+        if getattr(self, name) not in choices:
+            raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+
+    def learning_rate(self, step: int) -> float:
+        """Linear warm-up, then a cosine to zero at the end of the run."""
+        warmup = self.warmup_steps if self.warmup_steps < self.steps else self.steps // 10
+        if step < warmup:
+            return self.lr * (step + 1) / warmup
+        progress = (step - warmup) / (self.steps - warmup)
+        return self.lr * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """What a run did. `finished`: the last step or early stopping was reached (not interrupted)."""
+
+    steps: int
+    finished: bool
+    stopped_early: bool
+    best_step: int
+    best_val_loss: float
+    seconds: float
+    out: Path | None
+
+
+def generator_for(seed: int, purpose: str, step: int) -> torch.Generator:
+    """A CPU generator that depends on its arguments alone."""
+    entropy = (seed, *purpose.encode(), step)
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1))
+
+
+class Rows(Protocol):
+    """What a step consumes: a number of rows that can be taken in pieces."""
+
+    def __len__(self) -> int: ...
+
+    def pieces(self, count: int) -> Iterator[Any]:
+        """The same rows in at most `count` pieces, in order."""
+        ...
+
+
+B = TypeVar("B", bound=Rows)
+
+
+class Objective(ABC, Generic[B]):
+    """What a run trains: a module, its batches and its loss. Batches are pure functions of their number.
+
+    `pairs`, `val`: what it learns from and is validated on. `facts`: plain values of JSON that make the module again;
+    a run is only continued with the same ones.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        pairs: EmbeddingPairs,
+        val: EmbeddingPairs,
+        config: RunConfig,
+        facts: Mapping[str, Any],
+    ) -> None:
+        if len(pairs) < config.batch_size:
+            raise ValueError(f"{len(pairs)} training pairs are too few for batch_size={config.batch_size}")
+        self.module, self.pairs, self.val, self.config, self.facts = module, pairs, val, config, facts
+
+    def prepare(self) -> None:
+        """What comes before the first step of a new run, for instance statistics of the data."""
+
+    @abstractmethod
+    def training(self, step: int) -> B:
+        """The batch of a training step; called from the thread that works ahead."""
+
+    @abstractmethod
+    def validation(self, number: int) -> B:
+        """Validation batch `number`, the same every time."""
+
+    @abstractmethod
+    def losses(self, batch: B) -> Tensor:
+        """Loss of each row [B]; the step descends their mean."""
+
+    def metrics(self, batch: B, losses: Tensor, step: int, seconds: float) -> dict[str, float]:  # noqa: ARG002
+        """What is logged of a step beside the loss; it took `seconds`."""
+        return {}
+
+    @abstractmethod
+    def export(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        """Writes these weights of the module to `folder` for later use."""
+
+
+def validation_rows(pairs: EmbeddingPairs, batch_size: int, number: int) -> np.ndarray:
+    """Pairs of validation batch `number`: one batch after the other, from the start again at the end."""
+    rows = min(batch_size, len(pairs))
+    return (np.arange(rows) + number * rows) % len(pairs)
+
+
+def make_optimizer(module: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+    """The optimiser that `config` names, over all parameters."""
+    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
+    if config.optimizer == "sgd":
+        return torch.optim.SGD(module.parameters(), momentum=MOMENTUM, **options)
+    return {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[config.optimizer](module.parameters(), **options)
+
+
+class Run(Generic[B]):
+    """State of a run; `complete` takes it to its end."""
+
+    def __init__(self, objective: Objective[B]) -> None:
+        self.objective = objective
+        self.module = objective.module
+        self.config = config = objective.config
+        self.device = next(self.module.parameters()).device
+        self.optimizer = make_optimizer(self.module, config)
+        self.ema = None if config.ema_decay is None else [p.detach().clone() for p in self.module.parameters()]
+        self.losses = torch.compile(objective.losses, dynamic=True) if config.compile else objective.losses
+        self.fingerprints = {"data": objective.pairs.fingerprint(), "val": objective.val.fingerprint()}
+        self.step = 0
+        self.best_loss, self.best_step = math.inf, -1
+        self.reference_loss, self.stale = math.inf, 0  # early stopping counts from the last real improvement
+        self.finished = self.stopped_early = False
+        self.best: dict[str, Tensor] = {}
+        self.exported_step = -1
+
+    @property
+    def bfloat16(self) -> bool:
+        """Whether the network runs under bfloat16 autocast. CPUs without matrix units for it lose by it."""
+        if self.config.precision == "auto":
+            return self.device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return self.config.precision == "bfloat16"
+
+    def optimise(self, batch: B) -> tuple[Tensor, float]:
+        """One step of the optimiser: (row losses [B], gradient norm before clipping)."""
+        self.module.train()
+        torch.manual_seed(generator_for(self.config.seed, "dropout", self.step).initial_seed())
+        rows = len(batch)
+        self.optimizer.zero_grad()
+        losses = []
+        for piece in batch.pieces(self.config.accumulate):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
+                piece_losses = self.losses(piece)
+            (piece_losses.sum() / rows).backward()
+            losses.append(piece_losses.detach())
+        norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.config.clip))
+        row_loss = torch.cat(losses)
+        if not (math.isfinite(norm) and math.isfinite(float(row_loss.sum()))):
+            raise TrainingDiverged(f"the loss is not finite at step {self.step} (gradient norm {norm})")
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.learning_rate(self.step)
+        self.optimizer.step()
+        if self.ema is not None:
+            with torch.no_grad():
+                for average, parameter in zip(self.ema, self.module.parameters()):
+                    average.lerp_(parameter, 1 - self.config.ema_decay)  # type: ignore[operator]
+        self.step += 1
+        return row_loss, norm
+
+    def validate(self) -> dict[str, float]:
+        """Validation losses of the weights to keep (their average if there is one); updates best and early stopping."""
+        with self._averaged(), torch.no_grad():
+            self.module.eval()
+            losses = [
+                self.objective.losses(piece)
+                for number in range(self.config.val_batches)
+                for piece in self.objective.validation(number).pieces(self.config.accumulate)
+            ]
+            loss = float(torch.cat(losses).double().mean())
+            if not math.isfinite(loss):
+                raise TrainingDiverged(f"the validation loss is not finite at step {self.step}")
+            if loss < self.best_loss:
+                self.best_loss, self.best_step = loss, self.step
+                self.best = {name: x.clone() for name, x in self.module.state_dict().items()}
+        if self._improves(loss):
+            self.reference_loss, self.stale = loss, 0
+        else:
+            self.stale += 1
+        self.stopped_early = self.stale >= self.config.patience
+        return {"val_loss": loss}
+
+    def _improves(self, loss: float) -> bool:
+        """Whether early stopping counts `loss` as an improvement; the first one is."""
+        if math.isinf(self.reference_loss):
+            return True
+        least = max(self.config.min_improvement, self.config.min_relative_improvement * abs(self.reference_loss))
+        return self.reference_loss - loss > least
+
+    @contextlib.contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Puts the averaged weights into the network for a while."""
+        if self.ema is None:
+            yield
+            return
+        own = [p.detach().clone() for p in self.module.parameters()]
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.module.parameters()), self.ema)
+            try:
+                yield
+            finally:
+                torch._foreach_copy_(list(self.module.parameters()), own)
+
+    def save(self, folder: Path) -> None:
+        """Writes the state of the run, and exports the best weights if they are new."""
+        if self.best_step > self.exported_step:
+            self.objective.export(folder, self.best)
+            self.exported_step = self.best_step
+        info = {
+            "step": self.step,
+            "best_loss": self.best_loss,
+            "best_step": self.best_step,
+            "reference_loss": self.reference_loss,
+            "stale": self.stale,
+            "finished": self.finished,
+            "stopped_early": self.stopped_early,
+            "config": dataclasses.asdict(self.config),
+            "model": self.objective.facts,
+            **self.fingerprints,
+        }
+        tensors = {f"model.{name}": x for name, x in self.module.state_dict().items()}
+        tensors |= {f"best.{name}": x for name, x in self.best.items()}
+        names = [name for name, _ in self.module.named_parameters()]
+        for name, parameter in self.module.named_parameters():
+            tensors |= {f"optimizer.{key}.{name}": x for key, x in self.optimizer.state[parameter].items()}
+        if self.ema is not None:
+            tensors |= {f"ema.{name}": x for name, x in zip(names, self.ema)}
+        save_tensors(folder / CHECKPOINT_FILE, tensors, kind="training state", info=info)
+
+    def load(self, folder: Path) -> None:
+        """Takes up the state that `save` wrote, after checking that it is of the same run."""
+        path = folder / CHECKPOINT_FILE
+        tensors, info = load_tensors(path, kind="training state", device=self.device)
+        self._check_same_run(path, info)
+        parts: dict[str, dict[str, Tensor]] = {"model": {}, "best": {}, "optimizer": {}, "ema": {}}
+        for name, x in tensors.items():
+            kind, _, rest = name.partition(".")
+            parts[kind][rest] = x
+        self.module.load_state_dict(parts["model"])
+        self.best = parts["best"]
+        parameters = dict(self.module.named_parameters())
+        for name, x in parts["optimizer"].items():
+            key, _, rest = name.partition(".")
+            self.optimizer.state[parameters[rest]][key] = x
+        if self.ema is not None:
+            self.ema = [parts["ema"][name] for name, _ in self.module.named_parameters()]
+        for key in ("step", "best_loss", "best_step", "reference_loss", "stale", "finished", "stopped_early"):
+            setattr(self, key, info[key])
+
+    def _check_same_run(self, path: Path, info: dict[str, Any]) -> None:
+        own = {"model": self.objective.facts, "config": dataclasses.asdict(self.config)}
+        for part, mine in own.items():
+            differing = [key for key in mine if key not in _COSMETIC and info[part].get(key) != mine[key]]
+            if differing:
+                changes = ", ".join(f"{key} {info[part].get(key)!r} -> {mine[key]!r}" for key in differing)
+                raise ValueError(
+                    f"{path} belongs to a run with another configuration ({changes}); use a new folder or resume=False"
+                )
+        for part, fingerprint in self.fingerprints.items():
+            if info[part] != fingerprint:
+                name = {"data": "pairs", "val": "validation pairs"}[part]
+                raise ValueError(f"{path} belongs to a run on other {name}; use a new folder or resume=False")
+
+
+class Ahead(Generic[B]):
+    """Makes the batch of the next step in a background thread while the current one is being used.
+
+    Compiled operations release the interpreter lock, so the plan is solved beside the network's work. On a GPU the work
+    goes to a stream of its own, which the training stream waits for.
+    """
+
+    def __init__(self, make: Callable[[int], B], first: int, last: int, device: torch.device, *, enabled: bool) -> None:
+        self.make, self.last, self.device = make, last, device
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="geoflow-batches") if enabled else None
+        self.waiting: Future[B] | None = self.pool.submit(self._run, first) if self.pool and first < last else None
+
+    def _run(self, step: int) -> B:
+        if self.stream is None:
+            return self.make(step)
+        with torch.cuda.stream(self.stream):
+            batch = self.make(step)
+            self.stream.synchronize()
+        return batch
+
+    def get(self, step: int) -> B:
+        """The batch of `step`, which must follow the one of the last call."""
+        if self.pool is None or self.waiting is None:
+            return self._run(step)
+        batch = self.waiting.result()
+        self.waiting = self.pool.submit(self._run, step + 1) if step + 1 < self.last else None
+        return batch
+
+    def close(self) -> None:
+        """Stops the thread after the batch it is at."""
+        if self.pool is not None:
+            self.pool.shutdown(wait=True, cancel_futures=True)
+
+
+class Metrics:
+    """Writes what happens to JSONL and, if asked, TensorBoard; nothing without a folder."""
+
+    def __init__(self, folder: Path | None, step: int, *, tensorboard: bool) -> None:
+        self.path = None if folder is None else folder / METRICS_FILE
+        self.board = None
+        if self.path is not None:
+            # Lines after the checkpoint will be written again.
+            truncate_jsonl(self.path, lambda line: line["step"] <= step)
+        if tensorboard:
+            if folder is None:
+                raise ValueError("tensorboard=True needs out=, the folder to write to")
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ValueError("tensorboard=True needs the tensorboard package: pip install tensorboard") from error
+            self.board = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=step + 1)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """One line of metrics."""
+        if self.path is not None:
+            try:
+                with open(self.path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps({"step": step, **values}) + "\n")
+            except OSError as error:
+                raise OSError(error.errno, f"could not write {self.path} ({error.strerror})") from error
+        if self.board is not None:
+            for name, value in values.items():
+                self.board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flushes TensorBoard."""
+        if self.board is not None:
+            self.board.close()
+
+
+class Progress:
+    """Live line on the terminal: step, losses, rate, time left, and the coupling's time as a share of the step's."""
+
+    def __init__(self, total: int, start: int, *, shown: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as RichProgress
+
+        columns = (
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}"),
+            TimeRemainingColumn(),
+        )
+        self.bar = RichProgress(*columns, console=Console(stderr=True), disable=not shown)
+        self.task = self.bar.add_task("training", total=total, completed=start, text="")
+        self.bar.start()
+
+    def update(self, step: int, values: dict[str, float]) -> None:
+        """Shows the latest metrics."""
+        losses = " ".join(
+            f"{key.removeprefix('loss_')} {values[key]:.4g}" for key in sorted(values) if key.startswith("loss_")
+        )
+        val = f" val {values['val_loss']:.4g}" if "val_loss" in values else ""
+        rate = f" {values.get('steps_per_second', 0):.2f}/s"
+        share = f" OT {values['coupling_share']:.0%}" if "coupling_share" in values else ""
+        self.bar.update(self.task, completed=step, text=losses + val + rate + share)
+
+    def close(self) -> None:
+        """Leaves the terminal as it was."""
+        self.bar.stop()
+
+
+class Pace:
+    """Steps per second since it was last asked."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.time = step, time.perf_counter()
+
+    def __call__(self, step: int) -> float:
+        before = self.step, self.time
+        self.step, self.time = step, time.perf_counter()
+        return (self.step - before[0]) / (self.time - before[1])
+
+
+class StopOnInterrupt:
+    """While active, the first Ctrl-C asks for a clean stop (`asked`); the second interrupts at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._previous: Any = None
+
+    def __enter__(self) -> StopOnInterrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+    def __exit__(self, *_: object) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
+
+
+def complete(
+    run: Run[B], out: str | Path | None = None, *, resume: bool = True, progress: bool | None = None
+) -> TrainReport:
+    """Takes `run` to its end, continuing what is in the folder `out`; its module ends in eval mode with the best
+    weights. The arguments are those of `train`."""
+    began = time.perf_counter()
+    folder = None if out is None else Path(out)
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.nullcontext() if folder is None else locked(folder):
+        _begin(run, folder, resume=resume)
+        if not run.finished:
+            devices = [run.device] if run.device.type == "cuda" else []
+            with torch.random.fork_rng(devices):
+                _take_steps(run, folder, shown=sys.stderr.isatty() if progress is None else progress)
+    run.module.load_state_dict(run.best or run.module.state_dict())
+    run.module.eval()
+    return TrainReport(
+        steps=run.step,
+        finished=run.finished,
+        stopped_early=run.stopped_early,
+        best_step=run.best_step,
+        best_val_loss=run.best_loss,
+        seconds=time.perf_counter() - began,
+        out=folder,
+    )
+
+
+def _begin(run: Run[B], folder: Path | None, *, resume: bool) -> None:
+    """Takes up the run in `folder`, or starts afresh."""
+    if folder is not None and not resume:
+        for name in (CHECKPOINT_FILE, WEIGHTS_FILE, CONFIG_FILE, METRICS_FILE):
+            (folder / name).unlink(missing_ok=True)
+    if folder is not None and (folder / CHECKPOINT_FILE).is_file():
+        run.load(folder)
+    else:
+        run.objective.prepare()
+
+
+def _take_steps(run: Run[B], folder: Path | None, *, shown: bool) -> None:
+    """Steps until the run is finished, interrupted or diverged."""
+    config = run.config
+    metrics = Metrics(folder, run.step, tensorboard=config.tensorboard)
+    bar = Progress(config.steps, run.step, shown=shown)
+    ahead = Ahead(run.objective.training, run.step, config.steps, run.device, enabled=config.prefetch)
+    pace = Pace(run.step)
+    saved = run.step if folder is not None and run.step else None
+    try:
+        with StopOnInterrupt() as stop:
+            while not run.finished and not stop.asked:
+                values = _one_step(run, ahead, pace)
+                if values:
+                    metrics.write(run.step, values)
+                    bar.update(run.step, values)
+                run.finished = run.step >= config.steps or run.stopped_early
+                if folder is not None and (run.finished or stop.asked or run.step % config.checkpoint_every == 0):
+                    run.save(folder)
+                    saved = run.step
+    except TrainingDiverged as error:
+        kept = (
+            "no checkpoint was written yet" if saved is None else f"the checkpoint of step {saved} is kept in {folder}"
+        )
+        raise TrainingDiverged(f"{error}; {kept}; try a smaller lr or a longer warm-up") from None
+    finally:
+        ahead.close()
+        metrics.close()
+        bar.close()
+
+
+def _one_step(run: Run[B], ahead: Ahead[B], pace: Pace) -> dict[str, float]:
+    """Trains one step, validates when due; returns what is to be logged, if anything."""
+    config = run.config
+    start = time.perf_counter()
+    batch = ahead.get(run.step)
+    waited = time.perf_counter() - start
+    losses, norm = run.optimise(batch)
+    seconds = time.perf_counter() - start
+    values: dict[str, float] = {}
+    last = run.step == config.steps
+    if run.step % config.log_every == 0 or last:
+        values = {
+            "loss": float(losses.mean()),
+            "gradient_norm": norm,
+            "lr": config.learning_rate(run.step - 1),
+            "steps_per_second": pace(run.step),
+            "batch_wait_share": waited / seconds,
+            **run.objective.metrics(batch, losses, run.step - 1, seconds),
+        }
+    if run.step % config.val_every == 0 or last:
+        values |= run.validate()
+    return values
