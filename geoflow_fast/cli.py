@@ -19,6 +19,7 @@ from geoflow_fast import dispatch
 from geoflow_fast.entropy import FAST
 
 if TYPE_CHECKING:
+    from geoflow_fast.distributed import World
     from geoflow_fast.rerank_job import RerankSummary
     from geoflow_fast.scoring import ScoreSummary
 
@@ -41,6 +42,14 @@ class Posterior(str, Enum):
 
     likelihood = "likelihood"
     bayes = "bayes"
+
+
+class Layout(str, Enum):
+    """What the ranks of a job share."""
+
+    auto = "auto"
+    gallery = "gallery"
+    queries = "queries"
 
 
 class Preset(str, Enum):
@@ -198,6 +207,9 @@ def entropy(
     top_k: Annotated[int | None, typer.Option(help="Also write the lists top_index and top_prob.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw histograms of H and of the risk bound to this PNG.")] = None,
     block: Annotated[int, typer.Option(help="Queries per pass over the gallery.")] = 64,
+    layout: Annotated[
+        Layout, typer.Option(help="What ranks started by torchrun share: the gallery's items or the queries.")
+    ] = Layout.auto,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the result of another job.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     as_json: JsonFlag = False,
@@ -228,9 +240,12 @@ def entropy(
     given: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
     if reference is not None:
         given |= {"posterior": "bayes", "reference": scoring.reference_queries(reference)}
-    scorer = scoring.open_scorer(model, gallery, direction.value, fast=fast, device=device, **given)
-    with _continued_later():
-        summary = scoring.score_file(scorer, queries, out, with_top=top_k is not None, block=block, overwrite=overwrite)
+    with _continued_later() as world:
+        scorer = scoring.open_scorer(model, gallery, direction.value, fast=fast, device=device, world=world, **given)
+        options = {"with_top": top_k is not None, "block": block, "overwrite": overwrite, "layout": layout.value}
+        summary = scoring.score_file(scorer, queries, out, **options)  # type: ignore[arg-type]
+    if not world.is_main:
+        return
     if plot is not None:
         scoring.draw_scores(out, summary, plot)
     if as_json:
@@ -278,8 +293,10 @@ def density(
         "block": block,
         "overwrite": overwrite,
     }
-    with _continued_later():
-        summary = density_job.density_file(model, pairs, out, DensitySettings(**chosen), **options)
+    with _continued_later() as world:
+        summary = density_job.density_file(model, pairs, out, DensitySettings(**chosen), world=world, **options)
+    if not world.is_main:
+        return
     if as_json:
         print(json.dumps(dataclasses.asdict(summary), indent=2))
         return
@@ -331,11 +348,13 @@ def rerank(
     from geoflow_fast import rerank_job, scoring
 
     chosen = {"shortlist": shortlist, "n_steps": steps, "n_probes": probes, "seed": seed}
-    reranker = rerank_job.open_reranker(model, gallery, direction.value, device=device, **chosen)
-    scoring.open_queries(queries, reranker.query_dim)  # what is wrong with them is said before calibrating
-    with _continued_later():
+    with _continued_later() as world:
+        reranker = rerank_job.open_reranker(model, gallery, direction.value, device=device, world=world, **chosen)
+        scoring.open_queries(queries, reranker.query_dim, world)  # what is wrong is said before calibrating
         rerank_job.settle_calibration(reranker, model, calibration, held_out, overwrite=overwrite)
         summary = rerank_job.rerank_file(reranker, queries, out, block=block, overwrite=overwrite)
+    if not world.is_main:
+        return
     if as_json:
         print(json.dumps(dataclasses.asdict(summary), indent=2))
         return
@@ -360,10 +379,13 @@ def _print_quantiles(title: str, rows: dict[str, dict[str, float]]) -> None:
 
 
 @contextlib.contextmanager
-def _continued_later() -> Iterator[None]:
-    """Ctrl-C in a job that keeps its finished blocks ends with a word about them."""
+def _continued_later() -> Iterator[World]:
+    """The ranks of a job that keeps its finished blocks; Ctrl-C ends with a word about them."""
+    from geoflow_fast.distributed import joined
+
     try:
-        yield
+        with joined() as world:
+            yield world
     except KeyboardInterrupt:
         typer.echo("stopped; finished blocks are kept, run the same command to continue", err=True)
         raise typer.Exit(130) from None

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from geoflow_fast.checkpoint import write_atomic
+from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import UNIT_TOLERANCE
 
 IMAGE_FOLDER, TEXT_FOLDER, METADATA_FOLDER = "img_emb", "text_emb", "metadata"
@@ -74,17 +75,20 @@ class Rows:
         out /= np.linalg.norm(out, axis=1, keepdims=True)
         return out
 
-    def blocks(self, rows: int = BLOCK_ROWS) -> Iterator[tuple[int, Array]]:
-        """All rows as stored, in blocks of at most `rows`: (index of the first row, block)."""
-        for part, start in zip(self.parts, self.starts):
-            for low in range(0, len(part), rows):
-                block = part[low : low + rows]
-                yield int(start) + low, np.asarray(block)
+    def blocks(self, rows: int = BLOCK_ROWS, within: range | None = None) -> Iterator[tuple[int, Array]]:
+        """All rows as stored, or those `within` a stretch, in blocks of at most `rows`: (first row's index, block)."""
+        within = range(len(self)) if within is None else within
+        for part, start in zip(self.parts, self.starts.tolist()):
+            end = min(within.stop - start, len(part))
+            for low in range(max(within.start - start, 0), end, rows):
+                block = part[low : min(low + rows, end)]
+                yield start + low, np.asarray(block)
                 _advise(part, "MADV_DONTNEED")
 
-    def check(self, *, normalize: bool) -> None:
-        """Every row finite and, unless `normalize`, of unit norm within 1e-3; an error names the first bad row."""
-        for first, block in self.blocks():
+    def check(self, *, normalize: bool, world: World = ALONE) -> None:
+        """Every row finite and, unless `normalize`, of unit norm within 1e-3; an error names the first bad row. Each
+        rank of a `world` reads its share."""
+        for first, block in self.blocks(within=world.own(len(self))):
             norm = np.linalg.norm(block.astype(np.float32), axis=1)
             bad = ~(np.isfinite(norm) & (norm > 0)) if normalize else ~(np.abs(norm - 1) <= UNIT_TOLERANCE)
             if bad.any():
@@ -96,12 +100,19 @@ class Rows:
                 )
                 raise ValueError(f"{self.name} row {first + row} has norm {norm[row]:.6g}, not 1; {hint}")
 
-    def digest(self) -> str:
-        """SHA-256 of all rows as they are stored, and of how they are cut into parts."""
+    def digest(self, world: World = ALONE) -> str:
+        """SHA-256 of how the rows are cut into parts and of the SHA-256 of each block of them as they are stored: the
+        same for any number of ranks, each of which reads its share of the blocks."""
         shapes = [(part.dtype.str, part.shape) for part in self.parts]
+        blocks = [(k, low) for k, part in enumerate(self.parts) for low in range(0, len(part), BLOCK_ROWS)]
+        shares = world.shares(len(blocks))
+        own = bytearray()
+        for k, low in blocks[shares[world.rank].start : shares[world.rank].stop]:
+            own += hashlib.sha256(np.ascontiguousarray(self.parts[k][low : low + BLOCK_ROWS]).data).digest()
+            _advise(self.parts[k], "MADV_DONTNEED")
+        digests = torch.tensor(own, dtype=torch.uint8).view(-1, hashlib.sha256().digest_size)
         found = hashlib.sha256(json.dumps(shapes).encode())
-        for _, block in self.blocks():
-            found.update(np.ascontiguousarray(block).data)
+        found.update(world.gather_rows(digests, [len(share) for share in shares]).numpy().tobytes())
         return found.hexdigest()
 
     def expect_random_reads(self) -> None:
@@ -154,14 +165,15 @@ class EmbeddingPairs:
         return cls._pair(rows[0], rows[1], index, index, "image_index")
 
     @classmethod
-    def open(cls, folder: str | Path, *, normalize: bool = False) -> EmbeddingPairs:
-        """Pairs of a folder in the layout above, memory-mapped. All rows are checked, in one pass over the files."""
+    def open(cls, folder: str | Path, *, normalize: bool = False, world: World = ALONE) -> EmbeddingPairs:
+        """Pairs of a folder in the layout above, memory-mapped. All rows are checked, in one pass over the files that
+        the ranks of a `world` share."""
         folder = Path(folder)
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not a folder of embeddings")
         image, text = (_open_shards(folder / name, name) for name in (IMAGE_FOLDER, TEXT_FOLDER))
         for part in (image, text):
-            part.check(normalize=normalize)
+            part.check(normalize=normalize, world=world)
             part.expect_random_reads()
         index, group = (
             load_npy(path) if (path := folder / name).is_file() else None for name in (INDEX_FILE, GROUP_FILE)

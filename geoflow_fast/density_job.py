@@ -12,6 +12,7 @@ import numpy as np
 from geoflow_fast import dispatch, jobs
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.density import DensitySettings, chain_rule, density_estimates, epistemic_stderr
+from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import DIRECTIONS
 from geoflow_fast.jobs import Advance, Columns, Job
 from geoflow_fast.model import GeoFlow, flow_digest
@@ -46,15 +47,17 @@ def density_file(
     block: int = BLOCK_PAIRS,
     overwrite: bool = False,
     progress: bool | None = None,
+    world: World = ALONE,
 ) -> DensitySummary:
     """Log-densities of the pairs of a folder under a saved flow, into the Parquet file `out`.
 
     Columns: `pair` (its number) and the fields of `Epistemic` in nats, `stderr` among them with two probes or more.
     Killed, it is continued by the same call: blocks of finished pairs are kept beside `out`, which appears whole. A
-    pair's numbers depend on the settings, the seed and its number alone, not on the blocks.
+    pair's numbers depend on the settings, the seed and its number alone, not on the blocks, which the ranks of a
+    `world` share.
     """
     flow = GeoFlow.from_pretrained(model).to(dispatch.usable_device(device))
-    opened = EmbeddingPairs.open(pairs, normalize=normalize)
+    opened = EmbeddingPairs.open(pairs, normalize=normalize, world=world)
     widths = flow.config.image_dim, flow.config.text_dim
     if (opened.image_dim, opened.text_dim) != widths:
         raise ValueError(
@@ -62,26 +65,26 @@ def density_file(
         )
     if len(opened) == 0:
         raise ValueError(f"{pairs} is empty: there is nothing to score")
-    job = Job(out, len(opened), block, _facts(flow, opened, settings, seed))
+    job = Job(out, len(opened), block, _facts(flow, opened, settings, seed, world))
 
     def compute(index: range, advance: Advance) -> Columns:
         columns = _block_columns(flow, opened, index, settings, seed)
         advance(len(index))
         return columns
 
-    job.run(compute, overwrite=overwrite, unit="pairs", progress=progress)
+    job.run(compute, overwrite=overwrite, unit="pairs", progress=progress, world=world)
     return summarise(out)
 
 
-def _facts(flow: GeoFlow, pairs: EmbeddingPairs, settings: DensitySettings, seed: int) -> dict[str, Any]:
+def _facts(flow: GeoFlow, pairs: EmbeddingPairs, settings: DensitySettings, seed: int, world: World) -> dict[str, Any]:
     return {
         "task": "density",
         "format": FORMAT,
         **dataclasses.asdict(settings),
         "seed": seed,
         "flow": flow_digest(flow),
-        "image": pairs.image.digest(),
-        "text": pairs.text.digest(),
+        "image": pairs.image.digest(world),
+        "text": pairs.text.digest(world),
         "pairing": jobs.digest([pairs.image_row, pairs.text_row]),
     }
 

@@ -217,8 +217,24 @@ class RetrievalEntropy(nn.Module):
         """`forward`, telling `advance` of queries whose samples are drawn."""
         if queries.dim() != 2 or queries.shape[1] != self.query_dim:
             raise ValueError(f"queries must be [Q, {self.query_dim}], got {tuple(queries.shape)}")
-        samples = self.draw(queries, advance)
+        samples = self._draw_spread(queries, advance) if self.gallery.is_spread else self.draw(queries, advance)
         return self._read_out(self._statistics(samples), samples)
+
+    def spread(self) -> None:
+        """From now on the ranks of the gallery's world share its items, and score queries together: every rank calls
+        with the same queries, and receives the whole posterior."""
+        if self.index is not None:
+            raise ValueError("a gallery whose items are spread over ranks is not pruned; leave out index=")
+        self.gallery.spread()
+
+    def _draw_spread(self, queries: Tensor, advance: Advance) -> Tensor:
+        """`draw`, each rank its share of the queries."""
+        world = self.gallery.world
+        shares = world.shares(len(queries))
+        own = shares[world.rank]
+        drawn = self.draw(queries[own.start : own.stop], lambda _: None)
+        advance(len(queries))
+        return world.gather_rows(drawn, [len(share) for share in shares])
 
     def draw(self, queries: Tensor, advance: Advance = lambda _: None) -> Tensor:
         """Samples [Q, M, d] of what each query [Q, d'] looks for."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
 import warnings
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from geoflow_fast import jobs, ops
 from geoflow_fast.data import Array, Rows, in_shard_order, load_npy
+from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.ops import GalleryStatistics
 
@@ -28,9 +31,13 @@ class Gallery:
 
     From a tensor, an array, a `.npy` file, or a folder of `.npy` shards (in the order of the numbers in their names).
     A tensor stays on its device; files are memory-mapped and never loaded whole. float16 is widened as it is read.
+
+    The ranks of a `world` share the reading that a check and a digest need; after `spread`, they share the items too.
     """
 
-    def __init__(self, source: GallerySource) -> None:
+    def __init__(self, source: GallerySource, *, world: World = ALONE) -> None:
+        self.world, self.is_spread = world, False
+        self._digest: str | None = None
         self.path = Path(source) if isinstance(source, (str, Path)) else None
         self._tensor: Tensor | None = None
         self._rows: Rows | None = None
@@ -46,7 +53,7 @@ class Gallery:
         if len(self) == 0:
             raise ValueError("the gallery is empty: there is nothing to retrieve")
         if self._rows is not None:
-            self._rows.check(normalize=False)
+            self._rows.check(normalize=False, world=world)
 
     def __len__(self) -> int:
         return len(self._tensor) if self._tensor is not None else len(self._rows or ())
@@ -79,22 +86,33 @@ class Gallery:
             self._tensor = self._tensor.to(device)
 
     def digest(self) -> str:
-        """Hash of all rows: tells one gallery from another."""
+        """Hash of all rows: tells one gallery from another. Files are read once for it, by all ranks of the world."""
         if self._tensor is not None:
             return jobs.digest([self._tensor])
-        assert self._rows is not None
-        return self._rows.digest()
+        if self._digest is None:
+            assert self._rows is not None
+            self._digest = self._rows.digest(self.world)
+        return self._digest
 
-    def blocks(self, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Iterator[tuple[int, Tensor]]:
-        """(index of the first row, rows [n, d] on `device`) in order; one block when the gallery is in memory.
+    def spread(self) -> None:
+        """From now on each rank scores its share of the items, and `statistics` is a call that all ranks make together,
+        with the same samples, and that gives each of them the statistics of all items."""
+        self.is_spread = True
+
+    def blocks(
+        self, device: torch.device | str, dtype: torch.dtype = torch.float32, within: range | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """(index of the first row, rows [n, d] on `device`) in order, of all rows or of those `within` a stretch; one
+        block when the gallery is in memory.
 
         Mapped float32 rows are not copied: the blocks are for reading only, and each only until the next is asked for.
         """
+        within = range(len(self)) if within is None else within
         if self._tensor is not None:
-            yield 0, self._tensor.to(device, dtype)
+            yield within.start, self._tensor[within.start : within.stop].to(device, dtype)
             return
         assert self._rows is not None
-        for first, block in self._rows.blocks(BLOCK_ROWS):
+        for first, block in self._rows.blocks(BLOCK_ROWS, within):
             yield first, _as_tensor(block).to(device, dtype)
 
     def take(self, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -111,13 +129,50 @@ class Gallery:
     ) -> GalleryStatistics:
         """`ops.gallery_statistics` of all items, a block at a time: `samples` [Q, M, d], `item_bias` [N]; `pruning` is
         passed on."""
+        if not self.is_spread or self.world.size == 1:
+            return self._statistics_within(range(len(self)), samples, kappa, top_k, item_bias, pruning)
+        own = self.world.own(len(self))
+        # With more ranks than items some have none, and nothing to give.
+        mine = self._statistics_within(own, samples, kappa, top_k, item_bias, pruning) if own else None
+        return merge_over_ranks(mine, self.world, len(samples), len(self), top_k, samples.device)
+
+    def _statistics_within(
+        self,
+        rows: range,
+        samples: Tensor,
+        kappa: float,
+        top_k: int,
+        item_bias: Tensor | None,
+        pruning: dict[str, Any],
+    ) -> GalleryStatistics:
         running: GalleryStatistics | None = None
-        for first, items in self.blocks(samples.device, samples.dtype):
+        for first, items in self.blocks(samples.device, samples.dtype, rows):
             own = None if item_bias is None else item_bias[first : first + len(items)]
             part = ops.gallery_statistics(samples, items, kappa, top_k, item_bias=own, first_index=first, **pruning)
             running = part if running is None else running.merge(part)
         assert running is not None
         return running
+
+
+def merge_over_ranks(
+    mine: GalleryStatistics | None, world: World, queries: int, items: int, top_k: int, device: torch.device
+) -> GalleryStatistics:
+    """Statistics of all items on every rank from those of each rank's share (None for no items): an all-reduce whose
+    operation is the exact merge.
+
+    Each rank merges its share of the queries and gives the result to the others, so the bytes that pass a rank are
+    O(queries top_k), whatever the number of items or ranks.
+    """
+    columns = min(top_k, items)
+    width = 5 + 2 * columns
+    packed = torch.zeros(queries, width, dtype=torch.float64, device=device) if mine is None else mine.pack(columns)
+    parts = world.swap_rows(packed)
+    given = [GalleryStatistics.unpack(part, top_k) for part, share in zip(parts, world.shares(items)) if share]
+    merged = functools.reduce(GalleryStatistics.merge, given)
+    top_score, top_index = merged.top_score[:, :columns], merged.top_index[:, :columns]  # without what filled them up
+    merged = dataclasses.replace(merged, top_score=top_score, top_index=top_index)
+    counts = [len(share) for share in world.shares(queries)]
+    return GalleryStatistics.unpack(world.gather_rows(merged.pack(columns), counts), top_k)
 
 
 def _as_tensor(rows: Array) -> Tensor:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from geoflow_fast.checkpoint import LOCK_FILE, bytes_of, locked, write_atomic, write_json
+from geoflow_fast.distributed import ALONE, World
 
 FACTS_FILE = "job.json"
 FACTS_KEY = b"geoflow_job"
@@ -98,21 +99,34 @@ class Job:
         overwrite: bool = False,
         unit: str = "rows",
         progress: bool | None = None,
+        world: World = ALONE,
+        together: bool = False,
     ) -> None:
         """Makes the file: `compute(rows, advance)` returns the columns of a block of rows, and is not asked again for
         blocks that an earlier run with the same facts finished. A finished file is left as it is.
 
         `overwrite` replaces a file, and drops blocks, that other facts made. `progress`: show a bar; by default on a
-        terminal.
+        terminal. The ranks of a `world` take blocks in turn, whoever is free the next; with `together` all of them
+        compute every block, and the main rank writes it. The folder of `out` is one that all of them see.
         """
         self.check(overwrite=overwrite)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with locked(self.folder):
-            if not self.finished():
-                self._claim_folder()
-                self._compute_blocks(compute, unit, shown=sys.stderr.isatty() if progress is None else progress)
-                write_atomic(self.out, self._join_blocks)
-            self._remove_folder()
+        if world.is_main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        shown = world.is_main and (sys.stderr.isatty() if progress is None else progress)
+        with locked(self.folder) if world.is_main else contextlib.nullcontext():
+            if not world.share(world.is_main and self.finished()):
+                if world.is_main:
+                    self._claim_folder()
+                missing = world.share([rows.start for rows, path in self._blocks() if not path.is_file()])
+                if self._facts_of_blocks() != self.identity:
+                    raise OSError(errno.ENOENT, f"rank {world.rank} does not see {self.folder}; all ranks need to")
+                self._compute_blocks(compute, set(missing), unit, world, shown=shown, together=together)
+                world.barrier()
+                if world.is_main:
+                    write_atomic(self.out, self._join_blocks)
+            if world.is_main:
+                self._remove_folder()
+        world.barrier()
 
     def _blocks(self) -> Iterator[tuple[range, Path]]:
         for first in range(0, self.rows, self.block_rows):
@@ -136,12 +150,33 @@ class Job:
             self._remove_blocks()
             write_json(self.folder / FACTS_FILE, self.identity)
 
-    def _compute_blocks(self, compute: Callable[[range, Advance], Columns], unit: str, *, shown: bool) -> None:
-        missing = [(rows, path) for rows, path in self._blocks() if not path.is_file()]
+    def _compute_blocks(
+        self,
+        compute: Callable[[range, Advance], Columns],
+        starts: set[int],
+        unit: str,
+        world: World,
+        *,
+        shown: bool,
+        together: bool,
+    ) -> None:
+        """Computes and writes the blocks that begin at the rows `starts`."""
+        missing = [(rows, path) for rows, path in self._blocks() if rows.start in starts]
         done = self.rows - sum(len(rows) for rows, _ in missing)
         with progress_bar(self.rows, done, unit, shown=shown) as advance:
-            for rows, path in missing:
-                _write_block(path, compute(rows, advance), len(rows))
+            if together or world.size == 1:
+                for rows, path in missing:
+                    columns = compute(rows, advance)
+                    if world.is_main:
+                        _write_block(path, columns, len(rows))
+                return
+            told = 0
+            for number in world.claims(len(missing)):
+                rows, path = missing[number]
+                _write_block(path, compute(rows, lambda _: None), len(rows))
+                made = world.add_up("rows", len(rows))  # by all ranks
+                advance(made - told)
+                told = made
 
     def _join_blocks(self, file: BinaryIO) -> None:
         """One row group per block, so that memory is that of a block."""

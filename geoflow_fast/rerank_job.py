@@ -11,6 +11,7 @@ import torch
 
 from geoflow_fast import dispatch, jobs
 from geoflow_fast.data import EmbeddingPairs
+from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.gallery import Gallery
 from geoflow_fast.jobs import Advance, Columns, Job, quantiles
 from geoflow_fast.model import GeoFlow, flow_digest
@@ -40,9 +41,11 @@ class RerankSummary:
     """Share of queries whose most probable item is not plain search's answer."""
 
 
-def open_reranker(model: Path, gallery: Path, direction: str, *, device: str, **settings: Any) -> BayesReranker:
+def open_reranker(
+    model: Path, gallery: Path, direction: str, *, device: str, world: World = ALONE, **settings: Any
+) -> BayesReranker:
     """The re-ranker, uncalibrated, of a saved flow and a gallery on disk."""
-    reranker = BayesReranker(GeoFlow.from_pretrained(model), Gallery(gallery), direction, **settings)
+    reranker = BayesReranker(GeoFlow.from_pretrained(model), Gallery(gallery, world=world), direction, **settings)
     return reranker.to(dispatch.usable_device(device))
 
 
@@ -52,17 +55,20 @@ def settle_calibration(
     """Gives the re-ranker the calibration in the file `kept`, else the one in the model's folder if there is one.
 
     A folder of `held_out` pairs makes it, if it is not there, and keeps it there. One that was made of other pairs is
-    in the way, unless `overwrite`.
+    in the way, unless `overwrite`. Of several ranks one makes it.
     """
-    file = reranker.calibration_file(kept or model)
+    world, file = reranker.gallery.world, reranker.calibration_file(kept or model)
     if held_out is None:
         if kept is not None or file.is_file():
             reranker.load_calibration(file)
         return
-    pairs = EmbeddingPairs.open(held_out)
-    if overwrite or not file.is_file():
-        reranker.calibrate(pairs)
-        reranker.save_calibration(file)
+    pairs = EmbeddingPairs.open(held_out, world=world)
+    if world.share(overwrite or not file.is_file()):
+        if world.is_main:
+            reranker.calibrate(pairs)
+            reranker.save_calibration(file)
+        world.barrier()
+        reranker.load_calibration(file)
     elif reranker.load_calibration(file).pairs != pairs.fingerprint():
         raise FileExistsError(f"{file} was made of other pairs; move it, or ask to overwrite")
 
@@ -79,9 +85,10 @@ def rerank_file(
     """Re-ranks the shortlists of the rows of `queries` into the Parquet file `out`, as `score_file` scores them.
 
     Columns: `query`, the lists `index` and `prob` in order of probability, and `answer`, `p_answer`, `p_outside`,
-    `entropy` (nats) and `risk_lower_bound`.
+    `entropy` (nats) and `risk_lower_bound`. The ranks of the gallery's world share the queries.
     """
-    rows = open_queries(queries, reranker.query_dim)
+    world = reranker.gallery.world
+    rows = open_queries(queries, reranker.query_dim, world)
     fitted = reranker.calibration
     facts = {
         "task": "rerank",
@@ -89,7 +96,7 @@ def rerank_file(
         **reranker.settings,
         "calibration": None if fitted is None else [*fitted.weights, fitted.right_per_query],
         "flow": flow_digest(reranker.flow),
-        "queries": rows.digest(),
+        "queries": rows.digest(world),
         "gallery": reranker.gallery.digest(),
     }
 
@@ -98,7 +105,8 @@ def rerank_file(
         found = reranker.rerank(torch.from_numpy(rows[numbers]), advance=advance)
         return {"query": numbers, **{name: getattr(found, name).cpu().numpy() for name in COLUMNS}}
 
-    Job(out, len(rows), block, facts).run(compute, overwrite=overwrite, unit="queries", progress=progress)
+    job = Job(out, len(rows), block, facts)
+    job.run(compute, overwrite=overwrite, unit="queries", progress=progress, world=world)
     return summarise_reranking(out, reranker)
 
 

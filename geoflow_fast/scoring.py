@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from geoflow_fast import dispatch, jobs, plots
 from geoflow_fast.data import Rows
+from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.entropy import RetrievalEntropy
 from geoflow_fast.gallery import Gallery, open_rows
 from geoflow_fast.jobs import Advance, Columns, Job, quantiles
@@ -22,6 +24,11 @@ BLOCK_QUERIES = 64
 """Queries per pass over the gallery. A kill loses at most the work on one block."""
 
 REFERENCE_QUERIES = 256
+
+ITEM_BYTES = 4
+"""Of a coordinate in memory."""
+
+LAYOUTS = ("auto", "gallery", "queries")
 
 FORMAT = 1
 """Raised when equal settings come to give other numbers, so that blocks of an older release are not continued."""
@@ -44,12 +51,12 @@ class ScoreSummary:
 
 
 def open_scorer(
-    model: Path, gallery: Path, direction: str, *, fast: bool, device: str, **settings: Any
+    model: Path, gallery: Path, direction: str, *, fast: bool, device: str, world: World = ALONE, **settings: Any
 ) -> RetrievalEntropy:
     """The scorer of a saved flow and a gallery on disk: the paper's settings or the fast ones, with `settings`."""
     flow = GeoFlow.from_pretrained(model)
     make = RetrievalEntropy.fast if fast else RetrievalEntropy
-    return make(flow, Gallery(gallery), direction, **settings).to(dispatch.usable_device(device))
+    return make(flow, Gallery(gallery, world=world), direction, **settings).to(dispatch.usable_device(device))
 
 
 def reference_queries(path: Path, count: int = REFERENCE_QUERIES) -> Tensor:
@@ -70,31 +77,57 @@ def score_file(
     block: int = BLOCK_QUERIES,
     overwrite: bool = False,
     progress: bool | None = None,
+    layout: str = "auto",
 ) -> ScoreSummary:
     """Scores the rows of `queries` (a `.npy` file or a folder of shards) into the Parquet file `out`.
 
     Columns: `query` (row number), `entropy` (nats), `map_index`, `map_prob`, `risk_lower_bound`; `with_top` adds the
     lists `top_index` and `top_prob` of the scorer's `top_k` items. Killed, it is continued by the same call: blocks of
     finished queries are kept beside `out`, which appears whole. Everything is checked before anything is written.
+
+    The ranks of the gallery's world share the work as `layout` says: "gallery", each rank scores all queries against
+    its share of the items, and their statistics are merged; "queries", each rank scores blocks of queries against all
+    items; "auto" the latter if the gallery fits into memory and there are blocks for all.
     """
-    rows = open_queries(queries, scorer.query_dim)
+    world = scorer.gallery.world
+    rows = open_queries(queries, scorer.query_dim, world)
     job = Job(out, len(rows), block, _facts(scorer, rows, with_top=with_top))
+    together = choose_layout(layout, scorer, -(-len(rows) // block)) == "gallery"
+    if together:
+        scorer.spread()
 
     def compute(index: range, advance: Advance) -> Columns:
         return _score_rows(scorer, rows, index, advance, with_top=with_top)
 
-    job.run(compute, overwrite=overwrite, unit="queries", progress=progress)
+    job.run(compute, overwrite=overwrite, unit="queries", progress=progress, world=world, together=together)
     return summarise(out, len(scorer.gallery))
 
 
-def open_queries(path: Path, dim: int) -> Rows:
+def choose_layout(layout: str, scorer: RetrievalEntropy, blocks: int) -> str:
+    """ "gallery" or "queries": what the ranks share, by name or ("auto") by size; the same on all of them.
+
+    Sharing queries needs no communication, but each rank reads all items for each block: from memory, if they fit
+    into half of it beside those of the machine's other ranks, which map the same pages.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    world = scorer.gallery.world
+    if world.size == 1 or scorer.index is not None:
+        return "queries" if layout == "auto" else layout
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    fits = 2 * len(scorer.gallery) * scorer.gallery.dim * ITEM_BYTES <= memory
+    chosen: str = world.share("queries" if fits and blocks >= world.size else "gallery")
+    return chosen if layout == "auto" else layout
+
+
+def open_queries(path: Path, dim: int, world: World = ALONE) -> Rows:
     """Rows of width `dim` to score, checked."""
     rows = open_rows(path, "queries")
     if rows.dim != dim:
         raise ValueError(f"queries {path} have width {rows.dim}, but the flow expects {dim}")
     if len(rows) == 0:
         raise ValueError(f"queries {path} are empty: there is nothing to score")
-    rows.check(normalize=False)
+    rows.check(normalize=False, world=world)
     return rows
 
 
@@ -105,7 +138,7 @@ def _facts(scorer: RetrievalEntropy, queries: Rows, *, with_top: bool) -> dict[s
         **scorer.settings,
         "top_k": scorer.top_k if with_top else None,
         "flow": flow_digest(scorer.flow),
-        "queries": queries.digest(),
+        "queries": queries.digest(scorer.gallery.world),
         "gallery": scorer.gallery.digest(),
         "marginals": scorer.marginal_settings if scorer.posterior == "bayes" else None,
     }

@@ -22,7 +22,7 @@ LAYERS = [
     {"ops"},
     {"reference", "dispatch", "kernels", "_native"},
     {"jobs", "plots"},
-    {"geometry", "checkpoint"},
+    {"geometry", "checkpoint", "distributed"},
 ]
 
 

@@ -106,6 +106,24 @@ class GalleryStatistics:
             entropy.to(dtype), log_z.to(dtype), self.top_index, top_prob.to(dtype), bound, mass.double()
         )
 
+    def pack(self, columns: int) -> Tensor:
+        """All of it as one float64 tensor [Q, 5 + 2 columns] to be sent, integers by their bits; fewer than `columns`
+        top items are filled up with items of score -inf."""
+        missing = columns - self.top_score.shape[1]
+        score = torch.nn.functional.pad(self.top_score, (0, missing), value=-math.inf)
+        index = torch.nn.functional.pad(self.top_index, (0, missing))
+        sums = torch.stack((self.peak, self.weight, self.moment, self.log_left), dim=1)
+        return torch.cat((sums, self.left.view(-1, 1).view(torch.float64), score, index.view(torch.float64)), dim=1)
+
+    @staticmethod
+    def unpack(packed: Tensor, top_k: int) -> GalleryStatistics:
+        """What `pack` was given."""
+        columns = (packed.shape[1] - 5) // 2
+        peak, weight, moment, log_left = packed[:, :4].unbind(1)
+        left, score, index = packed[:, 4:].split((1, columns, columns), dim=1)
+        left, index = (x.contiguous().view(torch.int64) for x in (left, index))
+        return GalleryStatistics(peak, weight, moment, score, index, log_left, left.squeeze(1), top_k)
+
     def _map(self, made: Callable[[str], Tensor]) -> GalleryStatistics:
         """A copy with every tensor replaced by what `made` gives for its name."""
         names = [field.name for field in dataclasses.fields(self) if field.name != "top_k"]

@@ -1,0 +1,237 @@
+"""Processes that work together, started by torchrun: who this one is, and sums and gathers that end if one is gone.
+
+A rank that dies closes its connections, and every call that waits for it raises `RankLost`. A rank that no longer runs
+(a stopped process, a machine without power) is found by its heartbeat, which a thread of each rank keeps up; a rank
+that is only slow keeps it up too, and is waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+BEAT_SECONDS = 2.0
+LOST_SECONDS = 30.0
+"""A rank whose heartbeat has not been seen for so long is lost."""
+JOIN_SECONDS = 600.0
+"""How long to wait for all ranks to arrive."""
+WAIT_SECONDS = 6 * 3600.0
+"""How long a call waits for a rank that is alive."""
+
+
+class RankLost(OSError):
+    """Another rank ended, or no longer answers; what is on disk is whole, and the same command continues."""
+
+
+class World:
+    """The ranks of a job. `rank` of `size` is this process; with a `size` of 1 no call communicates.
+
+    Calls are made by all ranks in the same order. `traffic` counts the bytes this rank has given to them and received.
+    """
+
+    def __init__(
+        self, rank: int = 0, size: int = 1, store: Store | None = None, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.traffic = 0
+        self._store, self._group = store, group
+        self._series = 0
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this rank speaks and writes for all."""
+        return self.rank == 0
+
+    def shares(self, count: int) -> list[range]:
+        """`count` things in order, cut into one share per rank; sizes differ by one at most."""
+        edges = [count * rank // self.size for rank in range(self.size + 1)]
+        return [range(low, high) for low, high in itertools.pairwise(edges)]
+
+    def own(self, count: int) -> range:
+        """This rank's share of `count` things."""
+        return self.shares(count)[self.rank]
+
+    def barrier(self) -> None:
+        """Returns once every rank is here."""
+        self.all_reduce(torch.zeros(1))
+
+    def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
+        """The sum, "max" or "min" of `x` over the ranks, in place; the same bits on all of them."""
+        if self.size > 1:
+            self._call(lambda: dist.all_reduce(x, getattr(dist.ReduceOp, operation.upper()), group=self._group), x, x)
+        return x
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """`x` of the main rank, in place."""
+        if self.size > 1:
+            self._call(lambda: dist.broadcast(x, group=self._group, group_src=0), x)
+        return x
+
+    def gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Rows of all ranks in their order: [sum(counts), ...]. Rank r gives `counts[r]` rows."""
+        if self.size == 1:
+            return x
+        padded = x.new_zeros(max(counts), *x.shape[1:])
+        padded[: len(x)] = x
+        found = x.new_empty(self.size * max(counts), *x.shape[1:])
+        parts = found.view(self.size, max(counts), *x.shape[1:])
+        self._call(lambda: dist.all_gather(list(parts), padded, group=self._group), padded, found)
+        return torch.cat([part[:count] for part, count in zip(parts, counts)])
+
+    def swap_rows(self, x: Tensor) -> Tensor:
+        """What each rank has in the rows that are this rank's share: [size, own rows, ...] of `x` [rows, ...]."""
+        if self.size == 1:
+            return x.unsqueeze(0)
+        given = [len(share) for share in self.shares(len(x))]
+        received = [given[self.rank]] * self.size
+        found = x.new_empty(sum(received), *x.shape[1:])
+        x = x.contiguous()
+        self._call(lambda: dist.all_to_all_single(found, x, received, given, group=self._group), x, found)
+        return found.view(self.size, given[self.rank], *x.shape[1:])
+
+    def share(self, value: Any) -> Any:
+        """The main rank's `value`, which JSON can hold, on every rank."""
+        if self.size == 1:
+            return value
+        text = json.dumps(value).encode() if self.is_main else b""
+        length = int(self.broadcast(torch.tensor([len(text)])))
+        raw = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(length, dtype=torch.uint8)
+        return json.loads(self.broadcast(raw).numpy().tobytes())
+
+    def claims(self, count: int) -> Iterator[int]:
+        """Numbers from 0 to count - 1, each given to one rank, to whichever asks next."""
+        self._series += 1
+        if self._store is None:
+            yield from range(count)
+            return
+        while (number := self._store.add(f"claims/{self._series}", 1) - 1) < count:
+            yield number
+
+    def add_up(self, name: str, amount: int) -> int:
+        """Adds to a number that the ranks share and returns it; no rank waits for another."""
+        return amount if self._store is None else self._store.add(f"sums/{self._series}/{name}", amount)
+
+    def twin(self) -> World:
+        """The same ranks with connections of their own, for calls from another thread."""
+        if self.size == 1:
+            return World()
+        return World(self.rank, self.size, None, dist.new_group(timeout=_seconds(WAIT_SECONDS)))
+
+    def _call(self, run: Callable[[], object], *tensors: Tensor) -> None:
+        self.traffic += sum(x.nbytes for x in tensors)
+        try:
+            run()
+        except RuntimeError as error:  # what torch.distributed raises about connections
+            first = str(error).strip().splitlines()[0]
+            raise RankLost(
+                f"rank {self.rank} of {self.size} on {socket.gethostname()} lost contact with another rank, which has "
+                f"ended ({first}); what is finished is kept, the same command continues"
+            ) from error
+
+
+ALONE = World()
+"""A single process."""
+
+
+class Heartbeat:
+    """A thread that shows the others that this process runs, and ends it when another one no longer does.
+
+    Each rank watches its neighbour, so the work does not grow with the number of ranks; what one finds, all read.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self.store, self.rank, self.watched = store, rank, (rank + 1) % size
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="geoflow-heartbeat", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        beat, seen, since = 0, b"", time.monotonic()
+        while not self._ended.wait(BEAT_SECONDS):
+            beat += 1
+            try:
+                self.store.set(f"beat/{self.rank}", str(beat))
+                found = self.store.get(f"beat/{self.watched}") if self.store.check([f"beat/{self.watched}"]) else b""
+                lost = self.store.get("lost").decode() if self.store.check(["lost"]) else None
+            except RuntimeError as error:
+                _end_process(f"the first machine of the job no longer answers ({str(error).splitlines()[0]})")
+            if found != seen:
+                seen, since = found, time.monotonic()
+            if lost is None and time.monotonic() - since > LOST_SECONDS:
+                lost = f"rank {self.watched} has not shown itself for {LOST_SECONDS:.0f} seconds"
+                self.store.set("lost", lost)
+            if lost is not None:
+                _end_process(lost)
+
+
+def _end_process(reason: str) -> None:
+    """The main thread may be waiting in compiled code for the lost rank for hours; nothing on disk is half-written."""
+    print(
+        f"geoflow: error: {reason}; what is finished is kept, the same command continues", file=sys.stderr, flush=True
+    )
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[World]:
+    """The ranks that torchrun started, for as long as the context lasts; without torchrun a world of one.
+
+    CPU tensors go through gloo, tensors of a GPU through NCCL; each process of a machine takes the GPU of its local
+    rank.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield World()
+        return
+    world, heartbeat = _join()
+    yield world  # after an error the process ends, and with it the connections: waiting for the others might not end
+    world.barrier()
+    heartbeat.stop()
+    world.barrier()  # the first rank may hold the store that the others' hearts beat in
+    dist.destroy_process_group()
+
+
+def _join() -> tuple[World, Heartbeat]:
+    if not dist.is_available():
+        raise OSError("this build of torch has no torch.distributed; run one process, without torchrun")
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    backend = "gloo"
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=_seconds(JOIN_SECONDS)))
+        # A restarted job may meet the same store.
+        store = PrefixStore(f"geoflow/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_seconds(WAIT_SECONDS))
+    except (RuntimeError, ValueError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise OSError(f"could not join the other ranks ({first}); start the command with torchrun") from error
+    return World(rank, size, store), Heartbeat(store.clone(), rank, size)  # type: ignore[attr-defined]
+
+
+def _seconds(count: float) -> datetime.timedelta:
+    return datetime.timedelta(seconds=count)
