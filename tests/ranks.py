@@ -1,0 +1,189 @@
+"""Ranks for tests: functions that run in several processes at once, as torchrun would start them, on one machine."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from geoflow_fast import density_job, geometry, jobs, scoring
+from geoflow_fast.data import Rows
+from geoflow_fast.density import DensitySettings
+from geoflow_fast.distributed import World, joined
+from geoflow_fast.gallery import Gallery
+
+# The server imports once what ranks use; each rank is a fork of it that has not run anything yet.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["tests.ranks", "pyarrow.parquet", "rich.progress", "torch._dynamo"])
+
+Task = Callable[..., Any]
+
+
+def run_ranks(size: int, task: Task, *arguments: Any, raising: bool = True) -> list[Any]:
+    """What `task(world, *arguments)` returns on each of `size` ranks; None for a rank that was killed. An error of a
+    rank is raised here, or takes the place of its result."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    pipes = [_context.Pipe(duplex=False) for _ in range(size)]
+    processes = [
+        _context.Process(target=_rank, args=(rank, size, port, send, task, arguments), daemon=True)
+        for rank, (_, send) in enumerate(pipes)
+    ]
+    for process, (_, send) in zip(processes, pipes):
+        process.start()
+        send.close()
+    results = []
+    for receive, _ in pipes:
+        try:
+            results.append(receive.recv())
+        except EOFError:
+            results.append(None)
+    for process in processes:
+        process.join()
+    for result in results:
+        if raising and isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def _rank(rank: int, size: int, port: int, send: Any, task: Task, arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        with joined() as world:
+            send.send(task(world, *arguments))
+    except Exception as error:  # noqa: BLE001, told to the test, which raises it
+        send.send(error)
+
+
+def torchrun(size: int, *words: str | Path) -> subprocess.Popen[str]:
+    """`torchrun --nproc-per-node size -m geoflow_fast words`, running."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    return subprocess.Popen(
+        [*launch, "-m", "geoflow_fast", *map(str, words)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+# ---- tasks --------------------------------------------------------------------------------------------------------
+
+
+def use_every_call(world: World) -> dict[str, Any]:
+    """One of each, with counts that do not divide."""
+    found: dict[str, Any] = {
+        "shared": world.share({"from": world.rank, "none": None}),
+        "claimed": list(world.claims(9)),
+    }
+    for operation in ("sum", "max", "min"):
+        found[operation] = world.all_reduce(torch.tensor([world.rank, -world.rank]), operation).tolist()
+    found["broadcast"] = world.broadcast(torch.tensor([world.rank + 5])).item()
+    for count in (0, 1, 7):
+        own = world.own(count)
+        rows = torch.arange(count, dtype=torch.float64).unsqueeze(1)
+        if count:
+            counts = [len(share) for share in world.shares(count)]
+            found[f"gathered {count}"] = world.gather_rows(rows[own.start : own.stop], counts).squeeze(1).tolist()
+        found[f"swapped {count}"] = world.swap_rows(rows + 100 * world.rank).squeeze(2).tolist()
+    world.add_up("things", world.rank + 1)
+    world.barrier()
+    found["added"] = world.add_up("things", 0)
+    twin = world.twin()
+    found["twin"] = twin.all_reduce(torch.ones(1)).item()
+    return found
+
+
+def spread_statistics(world: World, queries: int, items: int, top_k: int) -> tuple[list[np.ndarray], int]:
+    """Fields of the statistics of a gallery that the ranks share, and the bytes it took."""
+    gallery = Gallery(gallery_rows(items), world=world)
+    gallery.spread()
+    before = world.traffic
+    found = gallery.statistics(sample_rows(queries), 20.0, top_k, bias_of(items))
+    names = ("peak", "weight", "moment", "top_score", "top_index", "log_left", "left")
+    return [getattr(found, name).numpy() for name in names], world.traffic - before
+
+
+def gallery_rows(items: int) -> torch.Tensor:
+    return geometry.sample_uniform(items, 6, generator=torch.Generator().manual_seed(items))
+
+
+def sample_rows(queries: int) -> torch.Tensor:
+    return geometry.sample_uniform(3 * queries, 6, generator=torch.Generator().manual_seed(9)).view(queries, 3, 6)
+
+
+def bias_of(items: int) -> torch.Tensor:
+    return torch.linspace(-1, 1, items)
+
+
+def score(
+    world: World, folder: Path, out: str, layout: str, block: int = 5, fatal: tuple[int, int] | None = None
+) -> int:
+    """Scores the queries of `folder`; the bytes it took. `fatal`: the rank that is killed, and before which block."""
+    if fatal is not None and world.rank == fatal[0]:
+        _die_at_block(fatal[1])
+    settings = {"n_samples": 4, "n_steps": 2, "kappa": 15.0, "top_k": 3}
+    scorer = scoring.open_scorer(
+        folder / "model", folder / "gallery", "t2i", fast=False, device="cpu", world=world, **settings
+    )
+    scoring.score_file(
+        scorer, folder / "queries.npy", folder / out, with_top=True, block=block, layout=layout, progress=False
+    )
+    return world.traffic
+
+
+def densities(world: World, folder: Path, out: str, slow: int | None = None) -> list[int]:
+    """Log-densities of the pairs of `folder`: first rows of the blocks this rank made. `slow`: a rank that lags."""
+    made: list[int] = []
+    write = jobs._write_block
+
+    def write_and_tell(path: Path, columns: jobs.Columns, rows: int) -> None:
+        made.append(int(path.stem))
+        if world.rank == slow:
+            time.sleep(3)
+        write(path, columns, rows)
+
+    jobs._write_block = write_and_tell
+    settings = DensitySettings(n_steps=2)
+    density_job.density_file(
+        folder / "model", folder / "pairs", folder / out, settings, block=4, device="cpu", progress=False, world=world
+    )
+    return made
+
+
+def _die_at_block(number: int) -> None:
+    """This process is killed as soon as its scorer is asked for its `number`th block of queries, from 0."""
+    score_rows, asked = scoring._score_rows, iter(range(10**9))
+
+    def last_words(*arguments: Any, **options: Any) -> Any:
+        if next(asked) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return score_rows(*arguments, **options)
+
+    scoring._score_rows = last_words
+
+
+def digest_of(world: World, parts: list[np.ndarray]) -> str:
+    return Rows(parts, "rows").digest(world)
+
+
+def check_rows(world: World, rows: np.ndarray) -> str | None:
+    """What is wrong with this rank's share."""
+    try:
+        Rows([rows], "rows").check(normalize=False, world=world)
+    except ValueError as error:
+        return str(error)
+    return None

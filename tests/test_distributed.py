@@ -1,0 +1,194 @@
+"""Several ranks give what one process gives, say what they send, and end when one of them is gone."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import geoflow_fast as gf
+from geoflow_fast import geometry as g
+from geoflow_fast.data import Rows
+from geoflow_fast.distributed import ALONE, RankLost, joined
+from geoflow_fast.gallery import Gallery
+from geoflow_fast.jobs import read_columns
+from tests import ranks
+from tests.ranks import run_ranks
+
+QUERIES, ITEMS, PAIRS = 23, 61, 26
+
+
+@pytest.fixture
+def folder(tmp_path, flow) -> Path:
+    """A saved flow, queries, a gallery in three shards and pairs."""
+    flow.save_pretrained(tmp_path / "model")
+    np.save(tmp_path / "queries.npy", g.sample_uniform(QUERIES, 7).numpy())
+    (tmp_path / "gallery").mkdir()
+    for number, part in enumerate(np.array_split(g.sample_uniform(ITEMS, 10).numpy(), 3)):
+        np.save(tmp_path / "gallery" / f"img_emb_{number}.npy", part)
+    pairs = gf.EmbeddingPairs.from_arrays(g.sample_uniform(PAIRS, 10), g.sample_uniform(PAIRS, 7))
+    pairs.save(tmp_path / "pairs", dtype=np.float32)
+    return tmp_path
+
+
+def assert_same_file(found: Path, expected: Path) -> None:
+    """Integers alike, numbers to 1e-5."""
+    mine, theirs = read_columns(found), read_columns(expected)
+    assert list(mine) == list(theirs)
+    for name, column in theirs.items():
+        ours, wanted = (np.stack(list(x)) for x in (mine[name], column))
+        np.testing.assert_allclose(ours, wanted, rtol=0 if wanted.dtype.kind == "i" else 1e-5, atol=1e-5, err_msg=name)
+
+
+# ---- the calls ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_calls_give_what_they_say(size):
+    results = run_ranks(size, ranks.use_every_call)
+    together = [sum(range(size)), -sum(range(size))]
+    for rank, found in enumerate(results):
+        assert found["shared"] == {"from": 0, "none": None}
+        assert found["sum"] == together
+        assert found["max"] == [size - 1, 0]
+        assert found["min"] == [0, 1 - size]
+        assert found["broadcast"] == 5
+        assert found["twin"] == size
+        assert found["added"] == size * (size + 1) // 2
+        for count in (0, 1, 7):
+            own = list(range(count * rank // size, count * (rank + 1) // size))
+            assert found[f"swapped {count}"] == [[100.0 * other + row for row in own] for other in range(size)]
+        assert found["gathered 1"] == [0.0]
+        assert found["gathered 7"] == list(map(float, range(7)))
+    assert sorted(number for found in results for number in found["claimed"]) == list(range(9))
+
+
+def test_one_process_needs_no_torchrun(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with joined() as world:
+        assert (world.rank, world.size, world.is_main) == (0, 1, True)
+        assert ranks.use_every_call(world)["gathered 7"] == list(map(float, range(7)))
+        assert list(world.claims(3)) == [0, 1, 2]
+        assert world.traffic == 0
+    assert not torch.distributed.is_initialized()
+
+
+def test_half_an_environment_is_an_error(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(OSError, match=r"MASTER_ADDR.*torchrun"), joined():
+        pytest.fail("joined a world of its own making")
+
+
+# ---- galleries ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "queries", "items", "top_k"), [(2, 1, 97, 5), (4, 7, 130, 10), (4, 3, 3, 5)])
+def test_spread_gallery_has_the_statistics_of_all_items(size, queries, items, top_k):
+    """Also with fewer items than ranks, fewer than top_k on a rank, and fewer queries than ranks."""
+    samples, bias = ranks.sample_rows(queries), ranks.bias_of(items)
+    expected = Gallery(ranks.gallery_rows(items)).statistics(samples, 20.0, top_k, bias)
+    names = ("peak", "weight", "moment", "top_score", "top_index", "log_left", "left")
+    for found, _ in run_ranks(size, ranks.spread_statistics, queries, items, top_k):
+        for name, field in zip(names, found):
+            np.testing.assert_allclose(field, getattr(expected, name).numpy(), rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+def test_traffic_of_a_query_block_does_not_depend_on_the_gallery():
+    """O(queries): twice the queries twice the bytes; a hundred times the items, not one byte more."""
+
+    def traffic(queries: int, items: int) -> int:
+        (_, bytes_0), (_, bytes_1) = run_ranks(2, ranks.spread_statistics, queries, items, 5)
+        assert bytes_0 == bytes_1
+        return int(bytes_0)
+
+    small = traffic(8, 50)
+    assert traffic(8, 5000) == small
+    assert traffic(16, 50) == 2 * small
+    # A row of 5 + 2 top_k doubles per query is given and received, then half of them given and all received.
+    assert small == 8 * 8 * (5 + 2 * 5) * 7 // 2
+
+
+def test_digest_does_not_depend_on_ranks_or_reading():
+    parts = [g.sample_uniform(rows, 4).numpy() for rows in (9000, 1, 300)]
+    one = Rows(parts, "rows").digest()
+    assert set(run_ranks(3, ranks.digest_of, parts)) == {one}
+    parts[2][299, 3] += 1e-3
+    assert Rows(parts, "rows").digest() != one
+    assert Rows([np.concatenate(parts)], "rows").digest() != Rows(parts, "rows").digest()
+
+
+def test_a_bad_row_is_found_by_the_rank_that_reads_it():
+    rows = g.sample_uniform(40, 4).numpy()
+    rows[33] *= 2
+    found = run_ranks(2, ranks.check_rows, rows)
+    assert found[0] is None
+    assert "row 33 has norm 2" in found[1]
+
+
+# ---- jobs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "layout"), [(2, "gallery"), (2, "queries"), (4, "gallery"), (4, "auto")])
+def test_scores_of_ranks_are_those_of_one_process(folder, size, layout):
+    ranks.score(ALONE, folder, "one.parquet", "auto")
+    run_ranks(size, ranks.score, folder, "many.parquet", layout)
+    assert_same_file(folder / "many.parquet", folder / "one.parquet")
+    assert not (folder / "many.parquet.blocks").exists()
+    # The facts are those of one process: the output counts as finished for any number of ranks.
+    before = (folder / "many.parquet").stat().st_mtime_ns
+    ranks.score(ALONE, folder, "many.parquet", "auto")
+    assert (folder / "many.parquet").stat().st_mtime_ns == before
+
+
+def test_layout_must_be_known(folder):
+    with pytest.raises(ValueError, match="layout must be one of auto, gallery, queries"):
+        ranks.score(ALONE, folder, "one.parquet", "rows")
+
+
+@pytest.mark.parametrize("layout", ["gallery", "queries"])
+def test_killed_rank_ends_the_others_and_another_run_finishes(folder, layout):
+    ranks.score(ALONE, folder, "one.parquet", "auto")
+    start = time.monotonic()
+    main, killed = run_ranks(2, ranks.score, folder, "many.parquet", layout, 2, (1, 3), raising=False)
+    assert time.monotonic() - start < 60
+    assert killed is None
+    assert isinstance(main, RankLost)
+    assert "rank 0 of 2" in str(main)
+    assert "the same command continues" in str(main)
+    kept = len(list((folder / "many.parquet.blocks").glob("*.parquet")))
+    assert kept >= 3
+    assert not (folder / "many.parquet").exists()
+    run_ranks(3, ranks.score, folder, "many.parquet", layout, 2)
+    assert_same_file(folder / "many.parquet", folder / "one.parquet")
+
+
+def test_densities_of_ranks_with_a_slow_one(folder):
+    """The slow rank is not waited for until all other blocks are done."""
+    ranks.densities(ALONE, folder, "one.parquet")
+    made = run_ranks(2, ranks.densities, folder, "many.parquet", 1)
+    assert_same_file(folder / "many.parquet", folder / "one.parquet")
+    assert sorted(made[0] + made[1]) == list(range(0, PAIRS, 4))
+    assert len(made[0]) > len(made[1])
+
+
+# ---- as a user starts it ------------------------------------------------------------------------------------------
+
+
+def entropy_words(folder: Path, out: str) -> list[str | Path]:
+    options = {"model": "model", "queries": "queries.npy", "gallery": "gallery", "out": out}
+    words: list[str | Path] = ["entropy", "--samples=4", "--steps=2", "--kappa=15", "--top-k=3", "--block=5"]
+    return [*words, *(f"--{name}={folder / value}" for name, value in options.items())]
+
+
+def test_torchrun_starts_the_same_command(folder):
+    ranks.score(ALONE, folder, "one.parquet", "auto")
+    job = ranks.torchrun(2, *entropy_words(folder, "many.parquet"), "--layout=gallery")
+    shown, errors = job.communicate(timeout=120)
+    assert job.returncode == 0, errors
+    assert_same_file(folder / "many.parquet", folder / "one.parquet")
+    assert shown.count("Wrote") == 1
