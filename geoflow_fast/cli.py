@@ -15,19 +15,17 @@ from rich.console import Console
 from rich.table import Table
 
 import geoflow_fast
-from geoflow_fast import dispatch
+from geoflow_fast import cli_base, dispatch
+from geoflow_fast.cli_base import INTERRUPTED, Commands, DebugFlag
 from geoflow_fast.entropy import FAST
 
 if TYPE_CHECKING:
     from geoflow_fast.distributed import World
     from geoflow_fast.rerank_job import RerankSummary
     from geoflow_fast.scoring import ScoreSummary
+    from geoflow_fast.training import TrainReport
 
-app = typer.Typer(
-    help="Uncertainty for frozen vision-language embeddings, from one flow on the product of two spheres.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = Commands(pretty_exceptions_enable=False)
 
 
 class Direction(str, Enum):
@@ -63,9 +61,19 @@ class Preset(str, Enum):
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
 
 
-@app.callback()
-def _version_and_help() -> None:
+VersionFlag = Annotated[bool, typer.Option("--version", help="Show the version and exit.")]
+
+
+@app.callback(
+    invoke_without_command=True,
+    epilog="Exit: 0 done, 2 bad input, 130 interrupted, 143 terminated. Flags may stand in a TOML file (--config).",
+)
+def _about(context: typer.Context, version: VersionFlag = False, debug: DebugFlag = False) -> None:  # noqa: ARG001
     """Uncertainty for frozen vision-language embeddings, from one flow on the product of two spheres."""
+    if version:
+        typer.echo(f"geoflow_fast {geoflow_fast.__version__}")
+    elif context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @app.command(epilog="Example: geoflow doctor --json")
@@ -75,7 +83,7 @@ def doctor(as_json: JsonFlag = False) -> None:
 
     facts, table = check.machine_facts(), geoflow_fast.backends()
     if as_json:
-        print(json.dumps({"machine": facts, "backends": table}, indent=2))
+        _print_json({"machine": facts, "backends": table})
         return
     console = Console()
     machine = Table("", "", title="This machine", show_header=False)
@@ -110,7 +118,7 @@ def demo(
     flow = learn_concepts(run, seed, steps)
     if flow is None:
         typer.echo(f"stopped; {run} holds the state: run the same command to continue")
-        raise typer.Exit(130)
+        raise typer.Exit(INTERRUPTED)
     typer.echo(f"Wrote {run}")
     picture = out / "densities.png"
     for name, score in draw_densities(flow, picture).items():
@@ -122,8 +130,15 @@ def demo(
 
 @app.command(epilog="Example: geoflow train --pairs embeddings/ --out runs/first --preset small --steps 20000")
 def train(
-    pairs: Annotated[Path, typer.Option(help="Folder of paired embeddings (img_emb/, text_emb/).")],
     out: Annotated[Path, typer.Option(help="Folder of the run; the same command continues a run that was stopped.")],
+    pairs: Annotated[Path | None, typer.Option(help="Folder of paired embeddings (img_emb/, text_emb/).")] = None,
+    images: Annotated[
+        Path | None, typer.Option(help="Instead of --pairs: .npy file or folder of shards, one row per image.")
+    ] = None,
+    texts: Annotated[Path | None, typer.Option(help="With --images: the same for texts, row by row.")] = None,
+    image_index: Annotated[
+        Path | None, typer.Option(help="With --images: .npy file with each text's image row, if not row by row.")
+    ] = None,
     preset: Annotated[
         Preset, typer.Option(help="Size of network and run; the other flags override it.")
     ] = Preset.small,
@@ -142,17 +157,23 @@ def train(
     ema_decay: Annotated[float | None, typer.Option(help="Average the weights with this decay.")] = None,
     val_every: Annotated[int | None, typer.Option(help="Steps between validations.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
-    centre: Annotated[bool, typer.Option("--centre", help="Subtract each modality's mean first.")] = False,
+    centre: Annotated[bool, typer.Option("--centre/--no-centre", help="Subtract each modality's mean first.")] = False,
     pca: Annotated[int | None, typer.Option(help="Keep this many principal components of each modality.")] = None,
     normalize: Annotated[
-        bool, typer.Option("--normalize", help="Scale rows to unit norm instead of refusing.")
+        bool, typer.Option("--normalize/--no-normalize", help="Scale rows to unit norm instead of refusing.")
     ] = False,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard events too.")] = False,
-    compile_network: Annotated[bool, typer.Option("--compile", help="Compile the network with torch.compile.")] = False,
+    tensorboard: Annotated[
+        bool, typer.Option("--tensorboard/--no-tensorboard", help="Write TensorBoard events too.")
+    ] = False,
+    compile_network: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Compile the network with torch.compile.")
+    ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    as_json: JsonFlag = False,
 ) -> None:
     """Trains a flow on paired embeddings. Ctrl-C saves and stops; the same command continues where it stopped."""
-    from geoflow_fast.training import train_folder
+    from geoflow_fast.data import EmbeddingPairs, open_pairs
+    from geoflow_fast.training import train_preset
 
     overrides = {
         "steps": steps,
@@ -169,16 +190,23 @@ def train(
     }
     chosen = {name: value for name, value in overrides.items() if value is not None}
     chosen |= {"seed": seed, "tensorboard": tensorboard, "compile": compile_network}
-    report = train_folder(
-        pairs, out, preset.value, val, chosen, centre=centre, pca_dim=pca, normalize=normalize, device=device
-    )
+    data = open_pairs(pairs, images, texts, image_index, normalize=normalize)
+    held_out = None if val is None else EmbeddingPairs.open(val, normalize=normalize)
+    report = train_preset(data, out, preset.value, held_out, chosen, centre=centre, pca_dim=pca, device=device)
+    if as_json:
+        _print_json(dataclasses.asdict(report))
+    else:
+        _print_training(report)
+    if not report.finished:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _print_training(report: TrainReport) -> None:
     state = "finished" if report.finished else "stopped; run the same command to continue"
     typer.echo(
         f"{state} at step {report.steps}; best validation loss {report.best_val_loss:.6g} at step {report.best_step}"
     )
-    typer.echo(f"Wrote {out}")
-    if not report.finished:
-        raise typer.Exit(130)
+    typer.echo(f"Wrote {report.out}")
 
 
 @app.command(
@@ -192,7 +220,7 @@ def entropy(
     direction: Annotated[
         Direction, typer.Option(help="t2i: texts search images; i2t: images search texts.")
     ] = Direction.t2i,
-    fast: Annotated[bool, typer.Option("--fast", help="The cheapest setting that ranks no worse.")] = False,
+    fast: Annotated[bool, typer.Option("--fast/--no-fast", help="The cheapest setting that ranks no worse.")] = False,
     samples: Annotated[int | None, typer.Option(help=f"Samples per query.  [50; --fast: {FAST['n_samples']}]")] = None,
     kappa: Annotated[float | None, typer.Option(help="Concentration of the kernel.  [100]")] = None,
     guidance: Annotated[float | None, typer.Option(help="Strength of guidance.  [3]")] = None,
@@ -210,7 +238,9 @@ def entropy(
     layout: Annotated[
         Layout, typer.Option(help="What ranks started by torchrun share: the gallery's items or the queries.")
     ] = Layout.auto,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the result of another job.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite/--no-overwrite", help="Replace the result of another job.")
+    ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     as_json: JsonFlag = False,
 ) -> None:
@@ -249,7 +279,7 @@ def entropy(
     if plot is not None:
         scoring.draw_scores(out, summary, plot)
     if as_json:
-        print(json.dumps(dataclasses.asdict(summary), indent=2))
+        _print_json(dataclasses.asdict(summary))
         return
     _print_scores(summary)
     typer.echo(f"Wrote {out}" + (f" and {plot}" if plot is not None else ""))
@@ -260,17 +290,19 @@ def density(
     model: Annotated[Path, typer.Option(help="Folder of a trained flow.")],
     pairs: Annotated[Path, typer.Option(help="Folder of paired embeddings (img_emb/, text_emb/).")],
     out: Annotated[Path, typer.Option(help="Parquet file; the same command continues a run that was stopped.")],
-    fast: Annotated[bool, typer.Option("--fast", help="A third cheaper, with more noise and bias.")] = False,
-    paper: Annotated[bool, typer.Option("--paper", help="The paper's setting.")] = False,
+    fast: Annotated[bool, typer.Option("--fast/--no-fast", help="A third cheaper, with more noise and bias.")] = False,
+    paper: Annotated[bool, typer.Option("--paper/--no-paper", help="The paper's setting.")] = False,
     steps: Annotated[int | None, typer.Option(help="Solver steps.  [10; --paper: 50]")] = None,
     probes: Annotated[int | None, typer.Option(help="Probes per step; two or more add a column stderr.  [1]")] = None,
     solver: Annotated[str | None, typer.Option(help="euler, midpoint, ab2 or rk4.  [midpoint; --fast: ab2]")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the probes.")] = 0,
     normalize: Annotated[
-        bool, typer.Option("--normalize", help="Scale rows to unit norm instead of refusing.")
+        bool, typer.Option("--normalize/--no-normalize", help="Scale rows to unit norm instead of refusing.")
     ] = False,
     block: Annotated[int, typer.Option(help="Pairs between two savings.")] = 256,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the result of another job.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite/--no-overwrite", help="Replace the result of another job.")
+    ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     as_json: JsonFlag = False,
 ) -> None:
@@ -298,7 +330,7 @@ def density(
     if not world.is_main:
         return
     if as_json:
-        print(json.dumps(dataclasses.asdict(summary), indent=2))
+        _print_json(dataclasses.asdict(summary))
         return
     _print_quantiles(f"{summary.pairs} pairs, nats", summary.quantiles)
     typer.echo(f"Wrote {out}")
@@ -336,7 +368,10 @@ def rerank(
     seed: Annotated[int, typer.Option(help="Seed of the probes.")] = 0,
     block: Annotated[int, typer.Option(help="Queries per pass over the gallery.")] = 64,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace the result of another job, or of other held-out pairs.")
+        bool,
+        typer.Option(
+            "--overwrite/--no-overwrite", help="Replace the result of another job, or of other held-out pairs."
+        ),
     ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     as_json: JsonFlag = False,
@@ -356,7 +391,7 @@ def rerank(
     if not world.is_main:
         return
     if as_json:
-        print(json.dumps(dataclasses.asdict(summary), indent=2))
+        _print_json(dataclasses.asdict(summary))
         return
     _print_reranking(summary)
     typer.echo(f"Wrote {out}")
@@ -369,6 +404,27 @@ def _print_reranking(summary: RerankSummary) -> None:
         typer.echo("uncalibrated: alpha=1, beta=0, nothing outside the shortlist; --held-out pairs calibrate")
     typer.echo(f"expected share of right answers of plain search: {summary.expected_recall:.1%}")
     typer.echo(f"re-ranking changes the answer of {summary.changed:.1%} of the queries")
+
+
+@app.command(epilog="Example: geoflow bench gallery rerank")
+def bench(
+    names: Annotated[list[str] | None, typer.Argument(help="Benchmarks to run; all if none is named.")] = None,
+    show: Annotated[bool, typer.Option("--list", help="Show the names and stop.")] = False,
+) -> None:
+    """Runs benchmarks of a source checkout: each proves its answer right, then reports times.
+
+    Tables go to the terminal, their numbers to benchmarks/results/*.json.
+    """
+    from geoflow_fast import bench as benchmarks
+
+    if show:
+        typer.echo("\n".join(benchmarks.names()))
+        return
+    raise typer.Exit(benchmarks.run(names or []))
+
+
+def _print_json(value: dict[str, Any]) -> None:
+    print(json.dumps(value, indent=2, default=str))
 
 
 def _print_quantiles(title: str, rows: dict[str, dict[str, float]]) -> None:
@@ -388,13 +444,9 @@ def _continued_later() -> Iterator[World]:
             yield world
     except KeyboardInterrupt:
         typer.echo("stopped; finished blocks are kept, run the same command to continue", err=True)
-        raise typer.Exit(130) from None
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def main() -> None:
-    """Entry point: errors about input, backends or files end in one line, not a traceback."""
-    try:
-        app()
-    except (ValueError, TypeError, OSError) as error:
-        typer.echo(f"geoflow: error: {error}", err=True)
-        raise SystemExit(2) from None
+    """Entry point."""
+    cli_base.run(app)

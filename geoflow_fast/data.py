@@ -185,6 +185,24 @@ class EmbeddingPairs:
         return cls._pair(image, text, index, group, str(folder / INDEX_FILE))
 
     @classmethod
+    def open_files(
+        cls,
+        images: str | Path,
+        texts: str | Path,
+        image_index: str | Path | None = None,
+        *,
+        normalize: bool = False,
+    ) -> EmbeddingPairs:
+        """Pairs of two `.npy` files or folders of shards, memory-mapped; `image_index` is a `.npy` file, as in
+        `from_arrays`."""
+        image, text = open_rows(Path(images), "images"), open_rows(Path(texts), "texts")
+        for part in (image, text):
+            part.check(normalize=normalize)
+            part.expect_random_reads()
+        index = None if image_index is None else load_npy(Path(image_index))
+        return cls._pair(image, text, index, index, str(image_index))
+
+    @classmethod
     def _pair(cls, image: Rows, text: Rows, index: Index | None, group: Index | None, name: str) -> EmbeddingPairs:
         count = len(text)
         if index is None:
@@ -266,6 +284,21 @@ class EmbeddingPairs:
             write_atomic(folder / GROUP_FILE, functools.partial(_save_npy, group.astype(np.int64)))
 
 
+def open_pairs(
+    folder: Path | None, images: Path | None, texts: Path | None, image_index: Path | None, *, normalize: bool
+) -> EmbeddingPairs:
+    """Pairs as the flags of a command name them: a folder, or files of images and of texts."""
+    files = {"--images": images, "--texts": texts, "--image-index": image_index}
+    given = [flag for flag, path in files.items() if path is not None]
+    if folder is not None:
+        if given:
+            raise ValueError(f"--pairs {folder} is a folder of both sides; leave out {', '.join(given)}")
+        return EmbeddingPairs.open(folder, normalize=normalize)
+    if images is None or texts is None:
+        raise ValueError("give --pairs, a folder of paired embeddings, or --images and --texts, two .npy files")
+    return EmbeddingPairs.open_files(images, texts, image_index, normalize=normalize)
+
+
 class ShuffledBatches:
     """Endless shuffled batches as a function of the step alone, so that a run resumes mid-epoch exactly.
 
@@ -300,6 +333,27 @@ def _open_shards(folder: Path, name: str) -> Rows:
     if not shards:
         raise FileNotFoundError(f"{folder} holds no {name}_0.npy")
     return Rows([load_npy(path, mapped=True) for path in shards], f"{folder}")
+
+
+def open_rows(path: Path, name: str) -> Rows:
+    """A `.npy` file, or all `.npy` files of a folder in the order of the numbers in their names, memory-mapped.
+
+    Several files whose names differ in the number at their end alone are shards, counted from 0 without a gap.
+    """
+    if path.is_file():
+        return Rows([load_npy(path, mapped=True)], f"{name} {path}")
+    if not path.is_dir():
+        raise FileNotFoundError(f"{name} {path} is neither a .npy file nor a folder")
+    files = sorted(path.glob("*.npy"), key=lambda file: ([int(n) for n in re.findall(r"\d+", file.stem)], file.name))
+    if not files:
+        raise FileNotFoundError(f"{name} folder {path} holds no .npy file")
+    series: dict[str, list[Path]] = {}
+    for file in files:
+        series.setdefault(re.sub(r"\d+$", "#", file.stem), []).append(file)
+    for shards in series.values():
+        if len(shards) > 1:
+            in_shard_order(shards, from_one=True)
+    return Rows([load_npy(file, mapped=True) for file in files], f"{name} {path}")
 
 
 def in_shard_order(paths: Iterable[Path], *, from_one: bool = False) -> list[Path]:

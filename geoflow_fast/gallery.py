@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast import jobs, ops
-from geoflow_fast.data import Array, Rows, in_shard_order, load_npy
+from geoflow_fast.data import Array, Rows, open_rows
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.ops import GalleryStatistics
@@ -180,24 +179,3 @@ def _as_tensor(rows: Array) -> Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         return torch.from_numpy(np.asarray(rows, dtype=np.float32, order="C"))
-
-
-def open_rows(path: Path, name: str) -> Rows:
-    """A `.npy` file, or all `.npy` files of a folder in the order of the numbers in their names, memory-mapped.
-
-    Several files whose names differ in the number at their end alone are shards, counted from 0 without a gap.
-    """
-    if path.is_file():
-        return Rows([load_npy(path, mapped=True)], f"{name} {path}")
-    if not path.is_dir():
-        raise FileNotFoundError(f"{name} {path} is neither a .npy file nor a folder")
-    files = sorted(path.glob("*.npy"), key=lambda file: ([int(n) for n in re.findall(r"\d+", file.stem)], file.name))
-    if not files:
-        raise FileNotFoundError(f"{name} folder {path} holds no .npy file")
-    series: dict[str, list[Path]] = {}
-    for file in files:
-        series.setdefault(re.sub(r"\d+$", "#", file.stem), []).append(file)
-    for shards in series.values():
-        if len(shards) > 1:
-            in_shard_order(shards, from_one=True)
-    return Rows([load_npy(file, mapped=True) for file in files], f"{name} {path}")

@@ -10,10 +10,14 @@ import contextlib
 import errno
 import hashlib
 import json
+import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -107,7 +111,8 @@ class Job:
 
         `overwrite` replaces a file, and drops blocks, that other facts made. `progress`: show a bar; by default on a
         terminal. The ranks of a `world` take blocks in turn, whoever is free the next; with `together` all of them
-        compute every block, and the main rank writes it. The folder of `out` is one that all of them see.
+        compute every block, and the main rank writes it. The folder of `out` is one that all of them see. Ctrl-C is
+        heeded after the current block, a second one at once.
         """
         self.check(overwrite=overwrite)
         if world.is_main:
@@ -163,15 +168,19 @@ class Job:
         """Computes and writes the blocks that begin at the rows `starts`."""
         missing = [(rows, path) for rows, path in self._blocks() if rows.start in starts]
         done = self.rows - sum(len(rows) for rows, _ in missing)
-        with progress_bar(self.rows, done, unit, shown=shown) as advance:
+        with progress_bar(self.rows, done, unit, shown=shown) as advance, StopOnInterrupt("block") as stop:
             if together or world.size == 1:
                 for rows, path in missing:
+                    if world.share(stop.asked):
+                        raise KeyboardInterrupt
                     columns = compute(rows, advance)
                     if world.is_main:
                         _write_block(path, columns, len(rows))
                 return
             told = 0
             for number in world.claims(len(missing)):
+                if stop.asked:
+                    raise KeyboardInterrupt
                 rows, path = missing[number]
                 _write_block(path, compute(rows, lambda _: None), len(rows))
                 made = world.add_up("rows", len(rows))  # by all ranks
@@ -207,6 +216,32 @@ class Job:
             # Between the lock and the folder another run may come in, find the job finished and remove both itself.
             if error.errno not in (errno.ENOENT, errno.ENOTEMPTY):
                 raise
+
+
+class StopOnInterrupt:
+    """While active, the first Ctrl-C asks for a stop (`asked`) after the current `unit` of work; the second interrupts
+    at once."""
+
+    def __init__(self, unit: str) -> None:
+        self.asked = False
+        self._unit = unit
+        self._previous: Any = None
+
+    def __enter__(self) -> StopOnInterrupt:
+        if threading.current_thread() is threading.main_thread():
+            self._previous = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def _handle(self, _number: int, _frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        if sys.stderr.isatty():  # past its buffer, which the interrupted code may be writing to
+            os.write(2, f"\nstopping after this {self._unit}; once more stops at once\n".encode())
+
+    def __exit__(self, *_: object) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
 
 
 def read_columns(path: Path, names: list[str] | None = None) -> dict[str, NDArray[Any]]:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from geoflow_fast import dispatch, jobs, plots
-from geoflow_fast.data import Rows
+from geoflow_fast.data import Rows, open_rows
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.entropy import RetrievalEntropy
-from geoflow_fast.gallery import Gallery, open_rows
+from geoflow_fast.gallery import Gallery
 from geoflow_fast.jobs import Advance, Columns, Job, quantiles
 from geoflow_fast.model import GeoFlow, flow_digest
 

@@ -10,16 +10,13 @@ import contextlib
 import dataclasses
 import json
 import math
-import signal
 import sys
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -28,6 +25,7 @@ from torch import Tensor, nn
 
 from geoflow_fast.checkpoint import load_tensors, locked, save_tensors, truncate_jsonl
 from geoflow_fast.data import EmbeddingPairs
+from geoflow_fast.jobs import StopOnInterrupt
 from geoflow_fast.model import CONFIG_FILE, WEIGHTS_FILE
 
 PRECISIONS = ("auto", "float32", "bfloat16")
@@ -483,28 +481,6 @@ class Pace:
         return (self.step - before[0]) / (self.time - before[1])
 
 
-class StopOnInterrupt:
-    """While active, the first Ctrl-C asks for a clean stop (`asked`); the second interrupts at once."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._previous: Any = None
-
-    def __enter__(self) -> StopOnInterrupt:
-        if threading.current_thread() is threading.main_thread():
-            self._previous = signal.signal(signal.SIGINT, self._handle)
-        return self
-
-    def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        if self.asked:
-            raise KeyboardInterrupt
-        self.asked = True
-
-    def __exit__(self, *_: object) -> None:
-        if self._previous is not None:
-            signal.signal(signal.SIGINT, self._previous)
-
-
 def complete(
     run: Run[B], out: str | Path | None = None, *, resume: bool = True, progress: bool | None = None
 ) -> TrainReport:
@@ -553,7 +529,7 @@ def _take_steps(run: Run[B], folder: Path | None, *, shown: bool) -> None:
     pace = Pace(run.step)
     saved = run.step if folder is not None and run.step else None
     try:
-        with StopOnInterrupt() as stop:
+        with StopOnInterrupt("step") as stop:
             while not run.finished and not stop.asked:
                 values = _one_step(run, ahead, pace)
                 if values:

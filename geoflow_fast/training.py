@@ -324,27 +324,24 @@ def train(
     return complete(Trainer(flow, pairs, val, config), out, resume=resume, progress=progress)
 
 
-def train_folder(
-    pairs: Path,
+def train_preset(
+    pairs: EmbeddingPairs,
     out: Path,
     preset: str,
-    val: Path | None,
+    val: EmbeddingPairs | None,
     overrides: dict[str, Any],
     *,
     centre: bool,
     pca_dim: int | None,
-    normalize: bool,
     device: str,
 ) -> TrainReport:
-    """`geoflow train`: a preset of network and run, with `overrides` of the latter, on folders of embeddings."""
+    """`geoflow train`: a preset of network and run, with `overrides` of the latter."""
     config = dataclasses.replace(getattr(TrainConfig, preset)(), **overrides)
-    data = EmbeddingPairs.open(pairs, normalize=normalize)
-    held_out = None if val is None else EmbeddingPairs.open(val, normalize=normalize)
-    shape = getattr(GeoFlowConfig, preset)(data.image_dim, data.text_dim)
+    shape = getattr(GeoFlowConfig, preset)(pairs.image_dim, pairs.text_dim)
     where = dispatch.usable_device(device)
     torch.manual_seed(config.seed)
     flow = GeoFlow(dataclasses.replace(shape, centre=centre, pca_dim=pca_dim)).to(where)
-    return train(flow, data, config, held_out, out)
+    return train(flow, pairs, config, val, out)
 
 
 def _check_widths(flow: GeoFlow, pairs: EmbeddingPairs, name: str) -> None:

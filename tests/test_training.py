@@ -556,10 +556,9 @@ def test_command_line(tmp_path):
 
 @pytest.mark.parametrize("device", ["sideways", "cuda:99"])
 def test_unusable_devices(tmp_path, device):
-    some_pairs().save(tmp_path / "pairs")
-    options = {"centre": False, "pca_dim": None, "normalize": False}
+    options = {"centre": False, "pca_dim": None}
     with pytest.raises(ValueError, match=f"device '{device}' cannot be used here"):
-        training.train_folder(tmp_path / "pairs", tmp_path / "run", "tiny", None, {}, device=device, **options)
+        training.train_preset(some_pairs(), tmp_path / "run", "tiny", None, {}, device=device, **options)
 
 
 @pytest.mark.slow
