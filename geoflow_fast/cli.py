@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from geoflow_fast.distributed import World
     from geoflow_fast.rerank_job import RerankSummary
     from geoflow_fast.scoring import ScoreSummary
-    from geoflow_fast.training import TrainReport
+    from geoflow_fast.trainer import TrainReport
 
 app = Commands(pretty_exceptions_enable=False)
 
