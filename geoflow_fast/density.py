@@ -55,7 +55,7 @@ class DensitySettings:
     n_probes: int = 1
     solver: str = "midpoint"
     divergence: str = "hutchinson"
-    probe: str = "gaussian"
+    probe: str | None = None
     redraw: bool = True
     orthogonal: str | None = None
     tangents: str = "separate"
@@ -66,6 +66,10 @@ class DensitySettings:
         for count in ("n_steps", "n_probes"):  # plain integers, which go into files
             object.__setattr__(self, count, count_of(getattr(self, count), count))
         evaluation_times(time_grid(self.n_steps, kind=self.grid), self.solver)
+        own = self.redraw and not self.shared  # otherwise there is nothing to learn from step to step
+        if self.probe is None:
+            aligned = own and self.orthogonal in (None, "none")
+            object.__setattr__(self, "probe", "aligned" if aligned else "gaussian")
         choices = {"divergence": DIVERGENCES, "probe": PROBES, "tangents": TANGENTS}
         for name, known in choices.items():
             if getattr(self, name) not in known:
@@ -76,6 +80,8 @@ class DensitySettings:
             raise ValueError(f"orthogonal must be one of {ORTHOGONAL}, got {self.orthogonal!r}")
         if self.orthogonal != "none" and self.probe != "gaussian":
             raise ValueError(f"orthogonal={self.orthogonal!r} needs probe='gaussian', got {self.probe!r}")
+        if self.probe == "aligned" and not own:
+            raise ValueError("probe='aligned' follows the path of every row: it needs redraw=True and shared=False")
 
     @property
     def exact(self) -> bool:
@@ -106,7 +112,7 @@ def log_density(
     generator: torch.Generator | None = None,
     return_stderr: bool = False,
     *,
-    probe: str = "gaussian",
+    probe: str | None = None,
     redraw: bool = True,
     orthogonal: str | None = None,
     tangents: str = "separate",
@@ -120,14 +126,15 @@ def log_density(
     to t=0 in `n_steps` steps of `solver` on the time grid `grid` (see `integrate`).
 
     `divergence="hutchinson"` averages `n_probes` probes; "exact" costs one tangent per coordinate and is for small d.
-    `probe`: "gaussian", rescaled in the tangent space, or "rademacher", the paper's. `redraw`: anew at every step, or
-    kept along the path. `orthogonal`: to the probes of earlier "steps" (the default of Gaussian ones; K independent
-    sets), to the other "probes" of the same step, or "none". `tangents`, of the joint
-    direction: "separate" moves one stream at a time, so that the Jacobian blocks between streams, most of the noise, do
-    not enter; "combined" moves both, which costs less; "alternating" too, with the text's sign turned every other step,
-    so that those blocks cancel between steps. `return_stderr` adds the standard error of the estimate [B] over the
-    probes (at least two). Probes depend on `generator` and the row alone; `shared`: not on the row either, so
-    that differences between rows are less noisy.
+    `probe`: "gaussian", of fixed norm in the tangent space; "aligned", the default where it can be, which takes the
+    direction in which the Jacobian acted most in earlier steps out of the noise; or "rademacher", the paper's.
+    `redraw`: anew at every step, or kept along the path. `orthogonal`, of Gaussian ones: to the probes of earlier
+    "steps" (their default; K independent sets), to the other "probes" of the same step, or "none". `tangents`, of the
+    joint direction: "separate" moves one stream at a time, so that the Jacobian blocks between streams, most of the
+    noise, do not enter; "combined" moves both, which costs less; "alternating" too, with the text's sign turned every
+    other step, so that those blocks cancel between steps. `return_stderr` adds the standard error of the estimate [B]
+    over the probes (at least two). Probes depend on `generator` and the row, aligned ones on its path too; `shared`:
+    on `generator` alone, so that differences between rows are less noisy.
 
     A `GeoFlow` goes through its forward mode in as many rows at a time as `memory` bytes hold, which does not change
     the result beyond rounding; it is evaluated in eval mode and left in its own. With centring or principal components
@@ -185,7 +192,7 @@ def epistemic(
     typical: tuple[float, float] | None = None,
     image_partners: Tensor | None = None,
     text_partners: Tensor | None = None,
-    probe: str = "gaussian",
+    probe: str | None = None,
     redraw: bool = True,
     orthogonal: str | None = None,
     tangents: str = "separate",
@@ -193,7 +200,7 @@ def epistemic(
     memory: int | None = None,
 ) -> Epistemic:
     """Epistemic score of pairs and the decomposition it comes from: joint and both conditional solves as one batch,
-    with the same probes. Settings of the solves are those of `log_density`.
+    with the same probes; aligned ones follow the joint solve. Settings of the solves are those of `log_density`.
 
     `typicality="density"` scores -log p(image) - log p(text); "absolute" scores |-log p - typical| of both, summed,
     because what is denser than the training pairs is untypical too: `typical` is `Epistemic.typical()` of those.
@@ -339,7 +346,7 @@ def _rows_at_once(
         return Solve(direction, image, text, settings.paired and direction == "joint")
 
     like = next(flow.parameters())
-    kept = min(Probes.FRAME, settings.n_steps) if settings.orthogonal == "steps" else 1
+    kept = min(Probes.FRAME, settings.n_steps) if settings.orthogonal == "steps" else 2
     probes = kept * settings.n_probes * sum(flow.config.flow_dims) * like.element_size()
     each = probes + ForwardMode.row_bytes(flow, [pair(direction) for direction in directions])
     most = max(1, (memory or MEMORY.get(like.device.type, MEMORY["cpu"])) // each)
@@ -368,7 +375,8 @@ class _ReverseSolve:
         rows = torch.arange(first_row, first_row + len(points[0][0]), device=points[0][0].device)
         own = torch.zeros_like(rows[:1]) if settings.shared else rows
         orthogonal = str(settings.orthogonal)
-        self.probes = Probes(seed, own, settings.n_probes, settings.probe, orthogonal, settings.exact, geometry)
+        self.probes = Probes(seed, own, settings.n_probes, str(settings.probe), orthogonal, settings.exact, geometry)
+        self.leading = {stream: solve for solve, stream in reversed(self.moving)}  # of each stream, the first solve
         names = [f"{directions[solve]}: {STREAMS[stream]}" for solve, stream in self.moving]
         self.state = Watch(names, first_row)
         self.divergence = Watch([f"{name}: divergence" for name in directions], first_row)
@@ -394,8 +402,11 @@ class _ReverseSolve:
             sides[solve][stream] = x
         pairs: list[Streams] = [(image, text) for image, text in sides]
         tangents = None if weight == 0 else self._draw(pairs)
-        velocities, trace = self.evaluator(pairs, t, tangents, self.settings.paired)
-        if trace is not None:
+        velocities, trace, products = self.evaluator(pairs, t, tangents, self.settings.paired)
+        if trace is not None and tangents is not None:
+            if not self.settings.exact:
+                for stream, solve in self.leading.items():
+                    self.probes.learn(stream, pairs[solve][stream], tangents[solve][stream], products[solve][stream])
             self.integral.add_(trace, alpha=weight)
             step = self.drawn // (4 if self.settings.solver == "rk4" else 1)
             self.divergence.see(tuple(trace.transpose(1, 2)), step, t, self.settings.solver)

@@ -17,7 +17,7 @@ from geoflow_fast.forward_mode import GENERATED, Dual, ForwardMode, Solve
 from geoflow_fast.geometry import capturing, dot, project_tangent
 from geoflow_fast.integrate import Field, Streams, geometry_of
 
-PROBES = ("gaussian", "rademacher")
+PROBES = ("aligned", "gaussian", "rademacher")
 ORTHOGONAL = ("steps", "probes", "none")
 TANGENTS = ("separate", "combined", "alternating")
 STREAMS = ("image", "text")
@@ -25,8 +25,12 @@ STREAMS = ("image", "text")
 TANGENT_TOLERANCE = 1e-3
 """Share of a field's velocity that may point off the sphere."""
 
-Evaluation = tuple[list[Streams], Tensor | None]
-"""Velocities (image, text) of each solve, and divergences, one estimate per probe: [solves, K, B] float64."""
+Products = list[dict[int, Tensor]]
+"""Jacobian times probe, [K, B, d] by stream, of each solve: of the field in forward mode, transposed by autograd. Good
+until the next evaluation."""
+
+Evaluation = tuple[list[Streams], Tensor | None, Products]
+"""Velocities (image, text) of each solve; divergences, one estimate per probe: [solves, K, B] float64; products."""
 
 # splitmix64, whose outputs pass the usual test batteries; as signed 64-bit integers, which wrap as unsigned ones do.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
@@ -42,16 +46,23 @@ def _mix(z: Tensor) -> Tensor:
 
 
 class Probes:
-    """Probes as a function of seed, row, draw and stream alone: neither batches, devices nor solves change them.
+    """Probes as a function of seed, row, draw and stream, aligned ones of the path too; batches do not change them.
 
-    `kind` "gaussian": tangent, rescaled to norm sqrt(d - 1), so exact on the isotropic part of the trace;
-    "rademacher": random signs, projected. `orthogonal` "steps": a probe is orthogonal to those of the draws before it,
-    in frames of up to `FRAME` draws; along a path the Jacobian changes slowly, so what one direction has seen the next
-    need not. "probes": the K probes of a draw are orthogonal to each other. `exact`: all tangent directions, whose
-    forms add up to the trace. `rows` [B]: numbers of the rows, or [1] for all. `seed`: int, or 0-d on the device.
+    `kind` "gaussian": tangent, rescaled to norm sqrt(d - 1), so exact on the isotropic part of the trace. "aligned":
+    the same, but of size one along a direction in which the Jacobian was seen to act most in the draws before (see
+    `learn`), which takes that eigenvalue out of the noise; the rest is uniform. That direction being settled before the
+    draw, the second moment stays the projection. "rademacher": random signs, projected. `orthogonal` "steps": a probe
+    is orthogonal to those of the draws before it, in frames of up to `FRAME` draws; along a path the Jacobian changes
+    slowly, so what one direction has seen the next need not. "probes": the K probes of a draw are orthogonal to each
+    other. `exact`: all tangent directions, whose forms add up to the trace. `rows` [B]: numbers of the rows, or [1] for
+    all. `seed`: int, or 0-d on the device.
     """
 
     FRAME = 32
+    MEMORY = 0.8
+    """What the direction of aligned probes keeps of itself from draw to draw."""
+    CLEAR = 1e-3
+    """Length that a unit direction must have left in the tangent space to be followed there."""
 
     def __init__(
         self, seed: int | Tensor, rows: Tensor, count: int, kind: str, orthogonal: str, exact: bool, geometry: str
@@ -60,6 +71,8 @@ class Probes:
         self.kind, self.orthogonal, self.exact, self.geometry = kind, orthogonal, exact, geometry
         self._drawn: dict[int, tuple[int, Tensor]] = {}
         self._frames: dict[int, list[Tensor]] = {0: [], 1: []}
+        self._seen: dict[int, Tensor] = {}
+        self._leads: dict[int, Tensor] = {}
 
     def draw(self, number: int, stream: int, x: Tensor) -> Tensor:
         """Probes [K, B, d] of draw `number` for the points `x` [B, d] of a stream, tangent on the sphere. Draws are
@@ -75,7 +88,32 @@ class Probes:
         if self.kind == "rademacher":
             return e
         freedom = x.shape[1] - (self.geometry == "sphere")
-        return torch.nn.functional.normalize(e, dim=-1) * math.sqrt(freedom)
+        plain = torch.nn.functional.normalize(e, dim=-1) * math.sqrt(freedom)
+        if stream not in self._leads:
+            return plain
+        lead = self._leads[stream]
+        if self.geometry == "sphere":
+            lead = project_tangent(x, lead)
+        length = torch.linalg.vector_norm(lead, dim=-1, keepdim=True)
+        lead = lead / length.clamp_min(self.CLEAR)
+        rest = torch.nn.functional.normalize(e - dot(lead, e) * lead, dim=-1) * math.sqrt(freedom - 1)
+        return torch.where(length > self.CLEAR, lead + rest, plain)
+
+    def learn(self, stream: int, x: Tensor, e: Tensor, product: Tensor) -> None:
+        """Takes what the Jacobian made of the probes `e` [K, B, d] at `x` [B, d] into account in later draws.
+
+        Without its part along e, which the isotropic Jacobian has too, J e leans towards the eigenvectors of the
+        largest eigenvalues: a step of power iteration, averaged over probes and draws, whose signs are arbitrary.
+        """
+        if self.kind != "aligned":
+            return
+        if self.geometry == "sphere":
+            product = project_tangent(x, product)
+        r = product - dot(e, product) / dot(e, e) * e
+        before = self._seen.get(stream)
+        along = torch.nn.functional.normalize(r[0] if before is None else before, dim=-1)
+        new = (r * dot(torch.nn.functional.normalize(r, dim=-1), along)).mean(0)
+        self._seen[stream] = new if before is None else torch.add(new, before, alpha=self.MEMORY)
 
     def _directions(self, number: int, stream: int, like: Tensor) -> Tensor:
         """Directions [K, B, d] of a draw before they meet a point: the same for all solves."""
@@ -90,6 +128,9 @@ class Probes:
                 frame.clear()
             (e,) = _orthogonalise([e], frame)
             frame.append(torch.nn.functional.normalize(e, dim=-1))
+        if stream in self._seen:  # with the sign that the probe has along it, at whatever points
+            lead = torch.nn.functional.normalize(self._seen[stream], dim=-1)
+            self._leads[stream] = lead * dot(lead, e).sign()
         self._drawn[stream] = number, e
         return e
 
@@ -119,7 +160,7 @@ def _orthogonalise(vectors: list[Tensor], frame: Sequence[Tensor]) -> list[Tenso
 
 
 class Evaluator(Protocol):
-    """Velocities of all solves at once and, with probes, their divergences."""
+    """Velocities of all solves at once and, with probes, their divergences and what the probes became."""
 
     def __call__(
         self, points: Sequence[Streams], t: float, probes: Sequence[Streams] | None, paired: bool
@@ -153,13 +194,15 @@ class NetworkEvaluator:
             solves.append(Solve(direction, image, text, paired and len(GENERATED[direction]) == 2))
         outputs = self.network(t, solves)
         velocities: list[Streams] = []
-        traces = []
+        traces: list[Tensor] = []
+        products: Products = []
         for number, (pair, found) in enumerate(zip(points, outputs)):
             velocities.append((self._velocity(pair[0], found.get(0)), self._velocity(pair[1], found.get(1))))
             if probes is not None:
                 forms = [self._trace(pair[stream], probes[number][stream], dual) for stream, dual in found.items()]
                 traces.append(torch.stack(forms).sum(0))
-        return velocities, torch.stack(traces) if traces else None
+                products.append({stream: dual[1] for stream, dual in found.items()})
+        return velocities, torch.stack(traces) if traces else None, products
 
     def _tangents(self, number: int, stream: int, x: Tensor, probes: Sequence[Streams] | None) -> Tensor:
         if probes is None or stream in self.given[number]:
@@ -197,19 +240,25 @@ class FieldEvaluator:
     ) -> Evaluation:
         if probes is None:
             with torch.no_grad():
-                return [self._velocity(pair, t, name) for name, pair in zip(self.directions, points)], None
+                return [self._velocity(pair, t, name) for name, pair in zip(self.directions, points)], None, []
         velocities: list[Streams] = []
-        traces = []
+        traces: list[Tensor] = []
+        products: Products = []
         for direction, pair, probe in zip(self.directions, points, probes):
             streams = GENERATED[direction]
             with torch.enable_grad():
                 inputs = (pair[0].detach().requires_grad_(), pair[1].detach().requires_grad_())
                 velocity = self._velocity(inputs, t, direction)
                 groups = (streams,) if paired else tuple((stream,) for stream in streams)
-                forms = [self._forms(group, inputs, velocity, probe) for group in groups]
+                pulled: dict[int, Tensor] = {}
+                for group in groups:
+                    pulled |= self._pull(group, inputs, velocity, probe)
+            forms = [dot(x.double(), probe[stream].double()).squeeze(-1) for stream, x in pulled.items()]
+            trace = torch.stack(forms).sum(0)
             velocities.append((velocity[0].detach(), velocity[1].detach()))
-            traces.append(torch.stack(forms).sum(0))
-        return velocities, torch.stack(traces)
+            traces.append(trace.sum(0, keepdim=True) if self.exact else trace)
+            products.append(pulled)
+        return velocities, torch.stack(traces), products
 
     def _velocity(self, pair: Streams, t: float, direction: str) -> Streams:
         """The field's velocity, its generated streams checked."""
@@ -235,27 +284,27 @@ class FieldEvaluator:
                 "pass it through geoflow_fast.geometry.project_tangent"
             )
 
-    def _forms(self, streams: tuple[int, ...], inputs: tuple[Tensor, ...], velocity: Streams, probe: Streams) -> Tensor:
-        """e^T (grad v) e of the product of these streams: [K, B] float64, [1, B] if exact."""
+    def _pull(
+        self, streams: tuple[int, ...], inputs: tuple[Tensor, ...], velocity: Streams, probe: Streams
+    ) -> dict[int, Tensor]:
+        """(grad v)^T e of the product of these streams, by stream: [K, B, d]."""
         moving = [stream for stream in streams if velocity[stream].requires_grad]
         for stream in streams:
             if stream not in moving and bool(velocity[stream].any()):
                 raise ValueError(f"the {STREAMS[stream]} velocity must be differentiable in the points")
-        count = len(probe[streams[0]])
-        total = torch.zeros(count, len(inputs[0]), dtype=torch.float64, device=inputs[0].device)
         if not moving:  # streams that stand still have no divergence
-            return total.sum(0, keepdim=True) if self.exact else total
-        for k in range(count):
-            pulled = torch.autograd.grad(
+            return {stream: torch.zeros_like(probe[stream]) for stream in streams}
+        pulled = [
+            torch.autograd.grad(
                 [velocity[stream] for stream in moving],
                 [inputs[stream] for stream in streams],
                 [probe[stream][k] for stream in moving],
                 retain_graph=True,
                 materialize_grads=True,
             )
-            for stream, x in zip(streams, pulled):
-                total[k] += dot(x.double(), probe[stream][k].double()).squeeze(-1)
-        return total.sum(0, keepdim=True) if self.exact else total
+            for k in range(len(probe[streams[0]]))
+        ]
+        return {stream: torch.stack(found) for stream, found in zip(streams, zip(*pulled))}
 
 
 def evaluator_of(

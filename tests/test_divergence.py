@@ -42,6 +42,43 @@ def test_probes_have_the_tangent_projection_as_second_moment(kind, orthogonal):
         torch.testing.assert_close(e.square().sum(-1), torch.full((2, rows), d - 1.0), rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("geometry", ["sphere", "euclidean"])
+def test_aligned_probes_have_size_one_along_what_was_learned(geometry):
+    d, rows = 5, 40_000
+    x, y, z = sample_uniform(3, d, generator=torch.Generator().manual_seed(0)).split(1)
+    at, later = x.expand(rows, -1), y.expand(rows, -1)
+    drawn = probes(rows, 2, kind="aligned", geometry=geometry)
+    first = drawn.draw(0, 0, at)
+    assert torch.equal(first, probes(rows, 2, geometry=geometry).draw(0, 0, at))  # nothing is known yet
+    drawn.learn(0, at, first, 3 * z * dot(z, first) + first)  # the Jacobian 3 z z^T + I
+    e = drawn.draw(1, 0, later)
+    tangent = torch.eye(d) - torch.outer(y[0], y[0]) * (geometry == "sphere")
+    moment = torch.einsum("kbi,kbj->ij", e, e) / (2 * rows)
+    torch.testing.assert_close(moment, tangent, atol=5 * math.sqrt(3 / rows), rtol=0)
+    torch.testing.assert_close(e.square().sum(-1), torch.full((2, rows), float(tangent.trace())), rtol=1e-5, atol=0)
+    followed = torch.nn.functional.normalize(drawn._leads[0] @ tangent, dim=-1)
+    torch.testing.assert_close(dot(e, followed), torch.ones(2, rows, 1), rtol=1e-4, atol=0)
+    # Many probes of one row find the direction in which z is seen at x.
+    many = probes(1, 4000, kind="aligned", geometry=geometry)
+    first = many.draw(0, 0, x)
+    many.learn(0, x, first, 3 * z * dot(z, first) + first)
+    many.draw(1, 0, y)
+    lead = torch.nn.functional.normalize(z - (x * z).sum() * x if geometry == "sphere" else z, dim=-1)
+    assert float(dot(many._leads[0][0], lead).abs()) > 0.97
+    assert torch.equal(many.draw(1, 0, y), many.draw(1, 0, y))
+
+
+def test_a_direction_that_is_nothing_or_leaves_the_tangent_space_is_not_followed():
+    x = sample_uniform(30, 7)
+    for product in (torch.zeros(3, 30, 7), x.flip(0).expand(3, -1, -1)):
+        drawn = probes(30, 3, kind="aligned")
+        e = drawn.draw(0, 0, x)
+        drawn.learn(0, x, e, product)
+        again = drawn.draw(1, 0, x.flip(0))
+        torch.testing.assert_close(again.square().sum(-1), torch.full((3, 30), 6.0), rtol=1e-5, atol=0)
+        assert float(dot(x.flip(0), again).abs().max()) < 1e-5
+
+
 def test_orthogonal_probes_are_orthogonal_up_to_a_whole_basis():
     x = sample_uniform(30, 9, dtype=torch.float64)
     e = probes(30, 8, orthogonal="probes").draw(0, 0, x)
