@@ -2,6 +2,7 @@
 
 The extension takes raw pointers and includes no torch header, so neither torch nor a GPU is needed to build it.
 `GEOFLOW_CUDA=0` builds without CUDA even where nvcc exists; `GEOFLOW_CUDA=1` makes a missing nvcc an error.
+`GEOFLOW_SANITIZE=1` builds with AddressSanitizer and UndefinedBehaviorSanitizer: `make test-sanitize`.
 """
 
 from __future__ import annotations
@@ -43,6 +44,18 @@ def find_nvcc() -> str | None:
 def openmp_flags() -> tuple[list[str], list[str]]:
     """Compile and link flags for OpenMP. Apple's clang has none of its own: there the loops run on one thread."""
     return ([], []) if sys.platform == "darwin" else (["-fopenmp"], ["-fopenmp"])
+
+
+def sanitizer_flags() -> list[str]:
+    """Flags, for the compiler and the linker alike, of a build in which a memory error or undefined behaviour aborts."""
+    wish = os.environ.get("GEOFLOW_SANITIZE", "0")
+    if wish not in {"0", "1"}:
+        raise SystemExit(f"GEOFLOW_SANITIZE must be 0, 1 or unset, not {wish!r}")
+    if wish == "0":
+        return []
+    # -O1 keeps every access that the source makes; the checks of the standard library's containers come with it.
+    checks = ["-fsanitize=address,undefined,float-cast-overflow", "-fno-sanitize-recover=all"]
+    return [*checks, "-fno-omit-frame-pointer", "-g", "-O1", "-D_GLIBCXX_ASSERTIONS"]
 
 
 class BuildExtension(build_ext):
@@ -93,8 +106,8 @@ extension = Pybind11Extension(
     include_dirs=["csrc"],
     cxx_std=17,
     define_macros=[("GEOFLOW_WITH_CUDA", "1")] if NVCC else [],
-    extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", *omp_compile],
-    extra_link_args=omp_link,
+    extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", *omp_compile, *sanitizer_flags()],
+    extra_link_args=[*omp_link, *sanitizer_flags()],
 )
 
 setup(

@@ -1,0 +1,243 @@
+// Every threaded entry point of csrc/cpu with 1 and with 4 threads, for ThreadSanitizer. Results must be equal bit by bit.
+//   race_driver          runs them all and prints how many calls were compared
+//   race_driver --race   makes a data race on purpose: a run that does not report it proves nothing
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cpu/sinkhorn_cpu.h"
+#include "gallery.h"
+#include "interpolant.h"
+#include "network.h"
+
+namespace {
+
+constexpr int kThreads = 4;
+int compared = 0;
+std::mt19937 source(7);
+
+bool always() { return true; }
+
+template <typename T>
+std::vector<T> normal(std::int64_t count) {
+    std::normal_distribution<T> draw;
+    std::vector<T> values(count);
+    for (T& value : values) value = draw(source);
+    return values;
+}
+
+template <typename T>
+std::vector<T> unit_rows(std::int64_t rows, std::int64_t width) {
+    std::vector<T> values = normal<T>(rows * width);
+    for (std::int64_t r = 0; r < rows; ++r) {
+        T square = 0;
+        for (std::int64_t k = 0; k < width; ++k) square += values[r * width + k] * values[r * width + k];
+        for (std::int64_t k = 0; k < width; ++k) values[r * width + k] /= std::sqrt(square);
+    }
+    return values;
+}
+
+// Runs the same call with one thread and with several; `call(threads)` returns its outputs as bytes.
+void compare(const std::string& what, const std::function<std::string(int)>& call) {
+    if (call(1) != call(kThreads)) {
+        std::fprintf(stderr, "%s depends on the number of threads\n", what.c_str());
+        std::exit(2);
+    }
+    ++compared;
+}
+
+template <typename T>
+void append(std::string& bytes, const std::vector<T>& values) {
+    bytes.append(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
+}
+
+void check_gallery(std::int64_t queries, std::int64_t draws, std::int64_t items, std::int64_t dim, bool picked) {
+    const auto samples = unit_rows<float>(queries * draws, dim), gallery = unit_rows<float>(items, dim);
+    std::vector<std::int64_t> pick;
+    for (std::int64_t j = 0; picked && j < items; j += 2) pick.push_back(j);
+    const std::int64_t used = picked ? static_cast<std::int64_t>(pick.size()) : items;
+    const auto bias = normal<float>(used);
+    geoflow::GalleryParams params{samples.data(), gallery.data(), picked ? pick.data() : nullptr, bias.data(), queries, draws, used, dim,
+                                  20.0f, 1, always};
+    compare("gallery_posterior", [&](int threads) {
+        params.threads = threads;
+        const std::int64_t top_k = used < 5 ? used : 5;
+        std::vector<double> peak(queries), weight(queries), moment(queries), score(queries * top_k);
+        std::vector<std::int64_t> index(queries * top_k);
+        geoflow::gallery_posterior(params, {top_k, peak.data(), weight.data(), moment.data(), score.data(), index.data()});
+        std::string bytes;
+        append(bytes, peak), append(bytes, weight), append(bytes, moment), append(bytes, score), append(bytes, index);
+        return bytes;
+    });
+    compare("gallery_scores", [&](int threads) {
+        params.threads = threads;
+        std::vector<float> scores(queries * used);
+        geoflow::gallery_scores(params, scores.data());
+        std::string bytes;
+        append(bytes, scores);
+        return bytes;
+    });
+}
+
+template <typename T>
+void check_interpolant(std::int64_t rows, std::int64_t image_dim, std::int64_t text_dim) {
+    const std::int64_t widths[2] = {image_dim, text_dim};
+    std::vector<std::vector<T>> noise, data;
+    for (std::int64_t width : widths) noise.push_back(unit_rows<T>(rows, width)), data.push_back(unit_rows<T>(rows, width));
+    std::vector<T> t(rows);
+    std::vector<std::int8_t> direction(rows);
+    for (std::int64_t r = 0; r < rows; ++r) t[r] = T(r) / T(rows), direction[r] = static_cast<std::int8_t>(r % 3);
+    compare("masked_interpolant", [&](int threads) {
+        geoflow::InterpolantParams<T> params{};
+        std::vector<std::vector<T>> point, velocity;
+        for (int k = 0; k < 2; ++k) point.emplace_back(rows * widths[k]), velocity.emplace_back(rows * widths[k]);
+        for (int k = 0; k < 2; ++k)
+            params.stream[k] = {noise[k].data(), data[k].data(), point[k].data(), velocity[k].data(), widths[k],
+                                k == 0 ? geoflow::kImageToText : geoflow::kTextToImage};
+        params.t = t.data();
+        params.direction = direction.data();
+        params.rows = rows;
+        params.tolerance = 1e-3;
+        params.threads = threads;
+        std::string bytes = std::to_string(geoflow::masked_interpolant(params));
+        for (int k = 0; k < 2; ++k) append(bytes, point[k]), append(bytes, velocity[k]);
+        return bytes;
+    });
+}
+
+void check_transport(std::int64_t rows, std::int64_t cols, std::int64_t dim, bool half, bool structured) {
+    using namespace geoflow;
+    const CpuSolver& solver = cpu_solver();
+    const auto noise = unit_rows<float>(rows, dim), data = unit_rows<float>(cols, dim);
+    const std::int64_t order = structured ? 128 : 0;  // at least dim
+    std::vector<float> signs(structured ? (rows + order - 1) / order * 3 * order : 0), scale(rows, 1.0f);
+    for (float& sign : signs) sign = source() % 2 ? 1.0f : -1.0f;
+    const Factor factor{structured ? nullptr : noise.data(), data.data(),  dim, 1.0f, structured ? signs.data() : nullptr,
+                        structured ? scale.data() : nullptr,  order};
+    std::vector<double> uniform(rows);
+    for (double& u : uniform) u = (source() % 1000) / 1000.0;
+    compare("transport", [&](int threads) {
+        OtMatrix matrix{nullptr, rows, cols, half, Domain::score, 0.0, 1.0};
+        const std::int64_t size = rows * matrix.ld() * (half ? 2 : 4);
+        std::vector<char> room(size + 64);
+        matrix.data = reinterpret_cast<void*>((reinterpret_cast<std::uintptr_t>(room.data()) + 63) / 64 * 64);
+        Range range{};
+        solver.build(matrix, factor, factor, Cost::arc, threads, always, &range);
+        std::vector<double> f(rows), g(cols);
+        const double eps = 0.05;
+        IterationReport report = solver.iterate(matrix, eps, 1e-3, 5, f.data(), g.data(), threads, always);
+        matrix.eps = eps;
+        matrix.centre = (range.low + range.high) / 2;
+        solver.enter_kernel(matrix, threads);
+        matrix.domain = Domain::kernel;
+        report = solver.iterate(matrix, eps, 1e-3, 5, f.data(), g.data(), threads, always);
+        solver.leave_kernel(matrix, threads);
+        matrix.domain = Domain::score;
+        std::vector<std::int64_t> index(rows), drawn(rows);
+        const double mean = solver.read_out(matrix, eps, f.data(), g.data(), nullptr, index.data(), threads);
+        solver.read_out(matrix, eps, nullptr, g.data(), uniform.data(), drawn.data(), threads);
+        std::string bytes = std::to_string(mean) + " " + std::to_string(report.error);
+        append(bytes, f), append(bytes, g), append(bytes, index), append(bytes, drawn);
+        return bytes;
+    });
+    compare("import_cost", [&](int threads) {
+        OtMatrix matrix{nullptr, rows, cols, half, Domain::score, 0.0, 1.0};
+        std::vector<char> room(rows * matrix.ld() * (half ? 2 : 4) + 64);
+        matrix.data = reinterpret_cast<void*>((reinterpret_cast<std::uintptr_t>(room.data()) + 63) / 64 * 64);
+        std::vector<float> cost(rows * cols);
+        for (std::size_t k = 0; k < cost.size(); ++k) cost[k] = static_cast<float>(k % 97) / 97.0f;
+        const Range range = solver.import_cost(matrix, cost.data(), 0.5f, threads);
+        std::string bytes;
+        append(bytes, std::vector<float>{range.low, range.high});
+        return bytes;
+    });
+}
+
+void check_network(std::int64_t rows, std::int64_t width, std::int64_t groups) {
+    using namespace geoflow;
+    const NetworkKernels& run = network_kernels();
+    constexpr std::int64_t tangents = 2;
+    auto x = normal<float>(rows * width), y = normal<float>(rows * width), z = normal<float>(rows * width);
+    auto dx = normal<float>(tangents * rows * width), dy = dx, dz = dx;
+    auto shift = normal<float>(groups * width), scale = normal<float>(groups * width), column = normal<float>(rows);
+    std::vector<std::uint8_t> mask(rows * width);
+    for (std::uint8_t& bit : mask) bit = source() % 2;
+    const auto view = [&](std::vector<float>& of) { return RowsView{of.data(), width}; };
+    const std::int64_t per_group = rows / groups, blocks = (per_group + kReductionRows - 1) / kReductionRows;
+    // Each kernel fills up to three outputs of these sizes.
+    const auto check = [&](const char* what, std::int64_t c_rows, const auto& call) {
+        compare(what, [&](int threads) {
+            std::vector<float> a(rows * width), b(tangents * rows * width), c(c_rows * width);
+            call(RowShape{rows, width, per_group, threads}, view(a), view(b), view(c));
+            std::string bytes;
+            append(bytes, a), append(bytes, b), append(bytes, c);
+            return bytes;
+        });
+    };
+    using V = RowsView;
+    check("adaln", 1, [&](RowShape s, V a, V, V) { run.adaln(s, 1e-5f, view(x), view(shift), view(scale), a); });
+    check("adaln_backward", 1, [&](RowShape s, V a, V b, V) { run.adaln_backward(s, 1e-5f, view(y), view(x), view(scale), a, b); });
+    check("adaln_jvp", 1, [&](RowShape s, V a, V b, V) {
+        run.adaln_jvp(s, 1e-5f, tangents, view(x), view(dx), view(shift), view(scale), a, b);
+    });
+    check("swiglu", 1, [&](RowShape s, V a, V, V) { run.swiglu(s, view(x), view(y), a); });
+    check("swiglu_backward", 1, [&](RowShape s, V a, V b, V) { run.swiglu_backward(s, view(z), view(x), view(y), a, b); });
+    check("swiglu_jvp", 1, [&](RowShape s, V a, V b, V) { run.swiglu_jvp(s, tangents, view(x), view(dx), view(y), view(dy), a, b); });
+    check("gate_residual", 1, [&](RowShape s, V a, V, V) {
+        run.gate_residual(s, 1.25f, view(x), view(y), view(z), view(scale), mask.data(), a);
+    });
+    check("gate_residual_backward", groups * blocks, [&](RowShape s, V a, V b, V c) {
+        run.gate_residual_backward(s, 1.25f, view(x), view(y), view(z), view(scale), mask.data(), a, b, c);
+    });
+    check("gate_residual_jvp", 1, [&](RowShape s, V a, V b, V) {
+        run.gate_residual_jvp(s, tangents, view(x), view(dx), view(y), view(dy), view(z), view(dz), view(scale), a, b);
+    });
+    check("flow_loss", 1, [&](RowShape s, V a, V, V) { run.flow_loss(s, mask.data(), view(x), view(y), view(z), {a.data, 1}); });
+    check("flow_loss_backward", 1, [&](RowShape s, V a, V, V) {
+        run.flow_loss_backward(s, mask.data(), {column.data(), 1}, view(x), view(y), view(z), a);
+    });
+    compare("keep_mask", [&](int threads) {
+        std::vector<std::uint8_t> keep(rows * width);
+        run.keep_mask(rows * width, 0.3, 5, keep.data(), threads);
+        std::string bytes;
+        append(bytes, keep);
+        return bytes;
+    });
+}
+
+// Threads write their number to one place without order.
+void race_on_purpose() {
+    int shared = 0;
+#pragma omp parallel for num_threads(kThreads) schedule(static)
+    for (int k = 0; k < 1000; ++k) shared += k;
+    std::printf("%d\n", shared);
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+    if (count == 2 && std::strcmp(arguments[1], "--race") == 0) {
+        race_on_purpose();
+        return 0;
+    }
+    for (std::int64_t items : {1, 7, 129, 1023})
+        for (bool picked : {false, true}) check_gallery(3, 5, items, 19, picked);
+    check_gallery(40, 130, 300, 33, false);  // several column blocks
+    for (std::int64_t rows : {1, 7, 129, 513}) {
+        check_interpolant<float>(rows, 24, 17);
+        check_interpolant<double>(rows, 24, 17);
+    }
+    for (std::int64_t rows : {1, 7, 129, 400})
+        for (bool half : {false, true})
+            for (bool structured : {false, true}) check_transport(rows, rows + 3, 24, half, structured);
+    check_transport(1200, 1100, 16, false, false);  // enough entries for more than one thread
+    check_transport(1200, 1100, 16, true, true);
+    for (std::int64_t rows : {2, 14, 258, 1030}) check_network(rows, 37, 2);
+    std::printf("%d\n", compared);
+    return 0;
+}
