@@ -5,7 +5,10 @@ NATIVE := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc
 EXTRAS := ot,eval,baselines,train,bench,docs,test
 PYTEST := $(BIN)/python -m pytest
 
-.PHONY: setup demo test test-slow test-gpu test-wheel bench docs lint wheel clean
+# How long `make soak` runs.
+SOAK_MINUTES := 30
+
+.PHONY: setup demo test test-slow test-gpu test-wheel test-sanitize soak audit reliability bench docs lint wheel clean
 
 setup: .venv/.installed
 
@@ -32,6 +35,23 @@ test-slow: setup
 	$(PYTEST) -m "slow and not gpu" tests
 	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/interpreter
 	$(PYTEST) -m slow tests/aot
+
+# The compiled code with AddressSanitizer and UndefinedBehaviorSanitizer, then its threads with ThreadSanitizer.
+test-sanitize: setup
+	$(BIN)/python -m tests.reliability.sanitize
+	$(PYTEST) -m slow tests/test_races.py
+
+# Train and score for half an hour: memory and open files must not grow.
+soak: setup
+	$(BIN)/python -m tests.reliability.soak --minutes $(SOAK_MINUTES)
+
+# Known vulnerabilities of the locked packages.
+audit: setup
+	$(BIN)/python -m tests.reliability.supply_chain audit
+
+# Puts the figures of the last test-slow, test-sanitize and soak into docs/reliability.md.
+reliability: setup
+	$(BIN)/python -m tests.reliability.figures
 
 test-gpu: setup
 	$(PYTEST) -m gpu tests/gpu

@@ -418,14 +418,55 @@ class CudaTransport:
                 raise ValueError(f"{name} is on {tensor.device}, expected {self._device}")
 
 
+# What each row kernel takes, argument by argument: R rows [rows, width], T tangents [K rows, width], G groups
+# [rows / rows per group, width], P partial sums of the groups, C a column [rows, 1], M a mask of all entries, m one of
+# the rows, K the number of tangents, and a dot for any other number.
+_KERNELS = {
+    "adaln": ".RGGR",
+    "adaln_backward": ".RRGRR",
+    "adaln_jvp": ".KRTGGRT",
+    "swiglu": "RRR",
+    "swiglu_backward": "RRRRR",
+    "swiglu_jvp": "KRTRTRT",
+    "flow_loss": "mRRRC",
+    "flow_loss_backward": "mCRRRR",
+    "gate_residual": ".RRRGMR",
+    "gate_residual_backward": ".RRRGMRRP",
+    "gate_residual_jvp": "KRTRTRTGRT",
+}
+
+
 def network_kernel(name: str, shape: tuple[int, int, int], *arguments: Tensor | float | None) -> None:
     """Runs one of the network's row kernels on `shape` = (rows, width, rows per group).
 
     Tensors among the arguments are float32 matrices with unit stride along their rows, or bool masks; None leaves a
     part out. The caller has made the outputs, which are among the arguments.
     """
+    _check_extents(name, shape, arguments)
     crossing = [_crossing(x) if x is None or isinstance(x, Tensor) else x for x in arguments]
     getattr(_built(), name)((*shape, torch.get_num_threads()), *crossing)
+
+
+def _check_extents(name: str, shape: tuple[int, int, int], arguments: tuple[Tensor | float | None, ...]) -> None:
+    """Every tensor has the rows and columns that the kernel will touch."""
+    rows, width, per_group = shape
+    roles = _KERNELS[name]
+    if rows < 1 or width < 1 or per_group < 1 or rows % per_group or len(arguments) != len(roles):
+        raise ValueError(f"{name} cannot run on {shape} with {len(arguments)} arguments")
+    groups = rows // per_group
+    tangents = int(arguments[roles.index("K")]) if "K" in roles else 0  # type: ignore[arg-type]
+    expected = {
+        "R": (rows, width),
+        "T": (tangents * rows, width),
+        "G": (groups, width),
+        "P": (groups * -(-per_group // reduction_rows()), width),
+        "C": (rows, 1),
+        "M": (rows, width),
+        "m": (rows,),
+    }
+    for role, x in zip(roles, arguments):
+        if isinstance(x, Tensor) and x.shape != expected[role]:
+            raise ValueError(f"{name} expects {expected[role]}, got {tuple(x.shape)}")
 
 
 def _crossing(x: Tensor | None) -> int | tuple[int, int]:

@@ -1,0 +1,58 @@
+"""Figures that the reliability checks write, and the table of them in docs/reliability.md.
+
+A check calls `record`; `python -m tests.reliability.figures` puts what was recorded into the page. A figure that a run
+did not produce keeps the value that the page has.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+RECORDS = ROOT / "build" / "reliability"
+PAGE = ROOT / "docs" / "reliability.md"
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+
+Figure = str | int | float
+
+
+def record(check: str, **figures: Figure) -> None:
+    """Keeps what `check` counted or measured, with the day, for the page."""
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    kept = {**figures, "day": time.strftime("%Y-%m-%d")}
+    (RECORDS / f"{check}.json").write_text(json.dumps(kept, indent=2) + "\n")
+
+
+def recorded() -> dict[str, dict[str, Figure]]:
+    """What was recorded last, by check."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(RECORDS.glob("*.json"))}
+
+
+def row_of(check: str, figures: dict[str, Figure]) -> str:
+    """One line of the table."""
+    shown = "; ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in figures.items() if name != "day")
+    return f"| {check.replace('_', ' ')} | {shown} | {figures['day']} |"
+
+
+def _shown(value: Figure) -> str:
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.3g}" if isinstance(value, float) else value
+
+
+def updated(page: str, found: dict[str, dict[str, Figure]]) -> str:
+    """The page with the lines of `found` in place of those of the same checks, in alphabetical order."""
+    before, table, after = re.split(f"{re.escape(BEGIN)}\n|{re.escape(END)}", page)
+    lines = table.strip().splitlines()
+    kept = {line.split("|")[1].strip(): line for line in lines[2:]}
+    kept |= {check.replace("_", " "): row_of(check, figures) for check, figures in found.items()}
+    body = "\n".join([*lines[:2], *(kept[check] for check in sorted(kept))])
+    return f"{before}{BEGIN}\n{body}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(updated(PAGE.read_text(), recorded()))
+    print(f"{PAGE.relative_to(ROOT)} holds the figures of {', '.join(recorded()) or 'no check'}")
