@@ -47,7 +47,7 @@ def openmp_flags() -> tuple[list[str], list[str]]:
 
 
 def sanitizer_flags() -> list[str]:
-    """Flags, for the compiler and the linker alike, of a build in which a memory error or undefined behaviour aborts."""
+    """Flags of compiler and linker for a build in which a memory error or undefined behaviour aborts."""
     wish = os.environ.get("GEOFLOW_SANITIZE", "0")
     if wish not in {"0", "1"}:
         raise SystemExit(f"GEOFLOW_SANITIZE must be 0, 1 or unset, not {wish!r}")

@@ -9,7 +9,6 @@ meant, which the less similar half of the shortlist stands for.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast.checkpoint import write_json
+from geoflow_fast.checkpoint import contents_of, read_json, write_json
 
 KIND, VERSION = "geoflow rerank calibration", 1
 LEAST_QUERIES = 50
@@ -115,10 +114,7 @@ class Calibration:
     @classmethod
     def load(cls, path: Path, made_for: dict[str, Any]) -> Calibration:
         """What `save` wrote; ValueError if it is damaged or was made for something else."""
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged or not a calibration: {error}") from error
+        found = read_json(path, "a calibration")
         if not isinstance(found, dict) or (found.pop("kind", None), found.pop("version", None)) != (KIND, VERSION):
             raise ValueError(f"{path} is not a calibration of version {VERSION}")
         names = {field.name for field in dataclasses.fields(cls)}
@@ -127,11 +123,12 @@ class Calibration:
         numbers = [found["alpha"], found["beta"], found["outside"], found["right_per_query"]]
         if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
             raise ValueError(f"{path} is damaged: its weights are {numbers}")
-        kept = dict(found["made_for"])
+        with contents_of(path):
+            kept, found["stderr"] = {**found["made_for"]}, tuple(map(float, found["stderr"]))
         changed = sorted(key for key in {*kept, *made_for} if kept.get(key) != made_for.get(key))
         if changed:
             raise ValueError(f"{path} was made for another {', '.join(changed)}; calibrate again")
-        return cls(**{**found, "stderr": tuple(found["stderr"])})
+        return cls(**found)
 
 
 def uncalibrated() -> Calibration:

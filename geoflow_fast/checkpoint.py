@@ -20,6 +20,8 @@ FORMAT_VERSION = 1
 """Raised when a file written today could no longer be read by the code of yesterday."""
 
 LOCK_FILE = ".lock"
+JSON_BYTES = 1 << 24
+"""Largest JSON or TOML file that is read: what is kept in one here takes kilobytes."""
 _BLANK_DIGEST = "0" * 64
 _DTYPE_NAMES = {
     torch.float64: "F64",
@@ -39,7 +41,10 @@ def write_atomic(path: Path, fill: Callable[[BinaryIO], object]) -> None:
     # One name per target: what a killed writer leaves behind, the next one overwrites.
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        temporary.unlink(missing_ok=True)
+        # A fresh file of our own: a link that someone put under this name is not followed.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(temporary, flags, 0o666), "wb") as file:
             fill(file)
             file.flush()
             os.fsync(file.fileno())
@@ -57,7 +62,8 @@ def write_atomic(path: Path, fill: Callable[[BinaryIO], object]) -> None:
 def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
     """Keeps other processes out of `folder` by an advisory lock, which ends with the process. If it is taken: OSError,
     or `wait` for its end. OSError if its last holder has removed it meanwhile: then it keeps nobody out."""
-    with open(folder / LOCK_FILE, "w", encoding="utf-8") as file:
+    handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    with os.fdopen(handle, "r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -80,6 +86,41 @@ def write_json(path: Path, value: Any) -> None:
     """Writes `value` as indented JSON, atomically."""
     text = json.dumps(value, indent=2) + "\n"
     write_atomic(path, lambda file: file.write(text.encode()))
+
+
+@contextlib.contextmanager
+def contents_of(path: Path) -> Iterator[None]:
+    """Around code that takes the contents of a file apart: what is missing there, of another type, out of range or
+    nested without end is a ValueError that names the file."""
+    try:
+        yield
+    except ValueError as error:
+        if str(path) in str(error):
+            raise
+        raise ValueError(f"{path} is damaged or was not written by geoflow_fast: {error}") from error
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, RuntimeError) as error:
+        raise ValueError(f"{path} is damaged or was not written by geoflow_fast: {error!r}") from error
+
+
+def read_json(path: Path, what: str = "JSON") -> Any:
+    """The value of a JSON file that should hold `what`. One that is not JSON, nested without end or beyond `JSON_BYTES`
+    is a ValueError."""
+    text = read_small(path)
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged or not {what}: {error}") from error
+
+
+def read_small(path: Path) -> bytes:
+    """The bytes of a regular file of at most `JSON_BYTES`; a pipe or a device is not waited for."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist or is not a file")
+    with open(path, "rb") as file:
+        text = file.read(JSON_BYTES + 1)
+    if len(text) > JSON_BYTES:
+        raise ValueError(f"{path} is larger than {JSON_BYTES} bytes, which nothing that is kept in such a file needs")
+    return text
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], *, kind: str, info: Mapping[str, Any]) -> None:
@@ -139,7 +180,9 @@ def load_tensors(
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118, not a dict
     except SafetensorError as error:
         raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from error
-    return tensors, json.loads(metadata["info"])
+    with contents_of(path):
+        info = json.loads(metadata["info"])
+        return tensors, {**info}
 
 
 def _check_metadata(path: Path, metadata: Mapping[str, str], kind: str) -> None:

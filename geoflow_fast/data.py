@@ -16,6 +16,7 @@ import mmap
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -23,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from geoflow_fast import jobs
 from geoflow_fast.checkpoint import write_atomic
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import UNIT_TOLERANCE
@@ -33,6 +35,8 @@ BLOCK_ROWS = 8192
 # Pages of a mapped file count as resident memory once touched, so they are released after each read; the kernel's cache
 # keeps them. A fault also maps the cached pages around it, up to a huge page: random rows are read so many at a time.
 RANDOM_ROWS = 64
+NPY_HEADER_BYTES = 10_000
+"""Longest header of a `.npy` file that is read; numpy parses no longer one either."""
 
 Array = NDArray[np.floating]
 Index = NDArray[np.int64]
@@ -376,13 +380,28 @@ def in_shard_order(paths: Iterable[Path], *, from_one: bool = False) -> list[Pat
 
 def load_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:
     """The array of a `.npy` file; never unpickles. A file that is cut short is a ValueError that names it."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist or is not a file")
+    _check_npy_start(path)
     try:
-        array: NDArray[Any] = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
-    except (ValueError, EOFError) as error:
+        # Mapping comes first: a header that claims more than the file holds is refused before anything is allocated.
+        array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
+    except (ValueError, EOFError, OverflowError, TypeError, SyntaxError, MemoryError, TokenError) as error:
         raise ValueError(f"{path} is truncated or not a .npy file: {error}") from error
-    if not isinstance(array, np.ndarray):
+    return array if mapped else np.array(array)
+
+
+def _check_npy_start(path: Path) -> None:
+    """Magic bytes, and a header no longer than numpy's own are."""
+    with open(path, "rb") as file:
+        start = file.read(12)
+    if start[:2] == b"PK":
         raise ValueError(f"{path} is not a .npy file but an archive of several arrays")
-    return array
+    if start[:6] != b"\x93NUMPY" or len(start) < 12:
+        raise ValueError(f"{path} is truncated or not a .npy file: it does not begin as one")
+    length = int.from_bytes(start[8:10] if start[6] == 1 else start[8:12], "little")
+    if length > NPY_HEADER_BYTES:
+        raise ValueError(f"{path} is damaged: its header claims {length} bytes")
 
 
 def _check_same_shards(image: Rows, text: Rows) -> None:
@@ -414,15 +433,9 @@ def _metadata_groups(folder: Path) -> Index | None:
     files = sorted(folder.glob("*.parquet"), key=lambda path: [int(x) for x in re.findall(r"\d+", path.name)])
     if not files:
         return None
-    try:
-        import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise ValueError(
-            f"{folder} holds Parquet metadata; install pyarrow to read which texts share an image"
-        ) from error
     for column in ("image_index", "image_path"):
-        if all(column in parquet.read_schema(path).names for path in files):
-            values = np.concatenate([parquet.read_table(path, columns=[column])[column].to_numpy() for path in files])
+        if all(column in jobs.column_names(path) for path in files):
+            values = np.concatenate([jobs.read_columns(path, [column])[column] for path in files])
             return np.unique(values, return_inverse=True)[1]
     return None
 

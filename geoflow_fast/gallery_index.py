@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from geoflow_fast.checkpoint import load_tensors, save_tensors
+from geoflow_fast.checkpoint import contents_of, load_tensors, save_tensors
 from geoflow_fast.gallery import Gallery
 from geoflow_fast.ops._pruning import PrefixRows, reduce_rows
 
@@ -55,7 +55,8 @@ class GalleryIndex(PrefixRows):
         """Reads the index of `gallery`. A damaged file or the index of another gallery is a ValueError."""
         gallery = gallery if isinstance(gallery, Gallery) else Gallery(gallery)
         tensors, info = load_tensors(Path(path), kind=KIND)
-        index = cls(tensors["projection"], tensors["rows"], info["largest_norm"], info["digest"])
+        with contents_of(Path(path)):
+            index = cls(tensors["projection"], tensors["rows"], float(info["largest_norm"]), info["digest"])
         index.check_digest(gallery)
         return index
 

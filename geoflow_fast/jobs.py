@@ -24,12 +24,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from geoflow_fast.checkpoint import LOCK_FILE, bytes_of, locked, write_atomic, write_json
+from geoflow_fast.checkpoint import LOCK_FILE, bytes_of, locked, read_json, write_atomic, write_json
 from geoflow_fast.distributed import ALONE, World
 
 FACTS_FILE = "job.json"
 FACTS_KEY = b"geoflow_job"
 """Where a finished file keeps its facts: the metadata of its schema."""
+
+PARQUET_BYTES, PARQUET_FACTOR = 1 << 28, 1000
+"""A Parquet file is not read if its columns would take more memory than both of these, the latter times its size."""
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
@@ -92,9 +95,13 @@ class Job:
             return False
         try:
             metadata = _parquet().read_schema(self.out).metadata or {}
-        except ValueError:  # pyarrow's word for a file that is not Parquet: some other file
+            return FACTS_KEY in metadata and json.loads(metadata[FACTS_KEY]) == self.identity
+        except (ValueError, RecursionError):  # not Parquet, or with facts that are none: some other file
             return False
-        return FACTS_KEY in metadata and json.loads(metadata[FACTS_KEY]) == self.identity
+        except OSError as error:
+            if error.errno is not None:
+                raise
+            return False  # pyarrow's word for a damaged one
 
     def run(
         self,
@@ -144,7 +151,7 @@ class Job:
         if not path.is_file():
             return None
         try:
-            found: dict[str, Any] = json.loads(path.read_bytes())
+            found: dict[str, Any] = read_json(path)
         except ValueError:
             return {}
         return found
@@ -244,11 +251,30 @@ class StopOnInterrupt:
             signal.signal(signal.SIGINT, self._previous)
 
 
+def column_names(path: Path) -> list[str]:
+    """Of a Parquet file."""
+    with _named(path):
+        return list(_parquet().read_schema(path).names)
+
+
 def read_columns(path: Path, names: list[str] | None = None) -> dict[str, NDArray[Any]]:
     """The named columns of a Parquet file, or all."""
     with _named(path):
+        check_parquet_size(path, names)
         table = _parquet().read_table(path, columns=names)
     return {name: table[name].to_numpy() for name in table.column_names}
+
+
+def check_parquet_size(path: Path, names: list[str] | None) -> None:
+    """ValueError if the file says that its columns take far more memory than a file of its size can honestly hold."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist or is not a file")
+    facts = _parquet().read_metadata(path)
+    columns = facts.num_columns if names is None else len(names)
+    groups = [facts.row_group(k) for k in range(facts.num_row_groups)]
+    unpacked = max(8 * facts.num_rows * columns, sum(group.total_byte_size for group in groups))
+    if unpacked > max(PARQUET_BYTES, PARQUET_FACTOR * path.stat().st_size):
+        raise ValueError(f"its {path.stat().st_size} bytes claim to unpack to {unpacked}")
 
 
 def quantiles(values: NDArray[Any]) -> dict[str, float]:
@@ -308,7 +334,11 @@ def _named(path: Path) -> Iterator[None]:
     """Adds the name of the file to whatever is wrong with it."""
     try:
         yield
-    except ValueError as error:  # what pyarrow raises about contents
+    except OSError as error:
+        if error.errno is not None:  # of the system, not of the contents
+            raise
+        raise ValueError(f"{path} is damaged or not what its name says: {error}") from error
+    except (ValueError, LookupError, NotImplementedError) as error:  # what pyarrow raises about contents
         raise ValueError(f"{path} is damaged or not what its name says: {error}") from error
 
 

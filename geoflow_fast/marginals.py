@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast import jobs
-from geoflow_fast.checkpoint import load_tensors, locked, save_tensors
+from geoflow_fast.checkpoint import contents_of, load_tensors, locked, save_tensors
 from geoflow_fast.density import log_density
 from geoflow_fast.gallery import Gallery
 from geoflow_fast.model import GeoFlow
@@ -77,6 +77,7 @@ def computed_once(folder: Path | None, facts: Mapping[str, Any], compute: Callab
                 save_tensors(path, {"marginals": compute()}, kind="item marginals", info=facts)
     try:
         tensors, _ = load_tensors(path, kind="item marginals")
+        with contents_of(path):
+            return tensors["marginals"]
     except ValueError as error:
         raise ValueError(f"{error}; remove the file, and it is computed again") from error
-    return tensors["marginals"]

@@ -19,13 +19,22 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from geoflow_fast import jobs, ops
-from geoflow_fast.checkpoint import load_tensors, save_tensors, write_json
+from geoflow_fast.checkpoint import contents_of, load_tensors, save_tensors, write_json
 from geoflow_fast.curriculum import ROW_ORDER, Counts, row_directions
 from geoflow_fast.geometry import DIRECTIONS, project_tangent
 
 FREQUENCIES = 64
 NORM_EPS = 1e-5
 GEOMETRIES = ("sphere", "euclidean")
+SIZES = {
+    "image_dim": (2, 1 << 20),
+    "text_dim": (2, 1 << 20),
+    "hidden": (1, 1 << 20),
+    "depth": (1, 1 << 10),
+    "heads": (1, 1 << 20),
+    "pca_dim": (2, 1 << 20),
+}
+"""Least and largest sizes of a network: a file that claims more is refused before anything is made for it."""
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 
 Direction = str | Tensor
@@ -56,21 +65,20 @@ class GeoFlowConfig:
     pca_dim: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("image_dim", 2),
-            ("text_dim", 2),
-            ("hidden", 1),
-            ("depth", 1),
-            ("heads", 1),
-            ("pca_dim", 2),
-        ):
+        for name, (least, most) in SIZES.items():
             value = getattr(self, name)
             if value is None and name == "pca_dim":
                 continue
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{name} must be an integer, got {value!r}")
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+            if not least <= value <= most:
+                raise ValueError(f"{name} must be between {least} and {most}, got {value}")
+        for name in ("dropout", "layer_scale", "time_scale"):
+            number = getattr(self, name)
+            if not isinstance(number, (int, float)) or isinstance(number, bool):
+                raise TypeError(f"{name} must be a number, got {number!r}")
+        if not isinstance(self.centre, bool):
+            raise TypeError(f"centre must be True or False, got {self.centre!r}")
         if self.hidden % self.heads:
             raise ValueError(f"hidden={self.hidden} must be a multiple of heads={self.heads}")
         if self.pca_dim is not None and self.pca_dim > min(self.image_dim, self.text_dim):
@@ -455,7 +463,7 @@ class GeoFlow(nn.Module):
         if "config" not in info:
             raise ValueError(f"{path} holds no configuration")
         # Without storage until the tensors are known to fit, and without drawing weights that would be replaced.
-        with torch.device("meta"):
+        with contents_of(path), torch.device("meta"):
             flow = cls(GeoFlowConfig.from_json(info["config"]))
         check_tensors(path, tensors, flow.state_dict())
         flow.load_state_dict(tensors, assign=True)

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from geoflow_fast.checkpoint import load_tensors, locked, save_tensors, truncate_jsonl
+from geoflow_fast.checkpoint import contents_of, load_tensors, locked, save_tensors, truncate_jsonl
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.jobs import StopOnInterrupt
 from geoflow_fast.model import CONFIG_FILE, WEIGHTS_FILE
@@ -333,7 +333,11 @@ class Run(Generic[B]):
         """Takes up the state that `save` wrote, after checking that it is of the same run."""
         path = folder / CHECKPOINT_FILE
         tensors, info = load_tensors(path, kind="training state", device=self.device)
-        self._check_same_run(path, info)
+        with contents_of(path):
+            self._check_same_run(path, info)
+            self._take_state(tensors, info)
+
+    def _take_state(self, tensors: dict[str, Tensor], info: dict[str, Any]) -> None:
         parts: dict[str, dict[str, Tensor]] = {"model": {}, "best": {}, "optimizer": {}, "ema": {}}
         for name, x in tensors.items():
             kind, _, rest = name.partition(".")

@@ -6,7 +6,6 @@ scripts turn the sign of a method round; here none does.
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from geoflow_fast.checkpoint import load_tensors, save_tensors, write_json
+from geoflow_fast.checkpoint import contents_of, load_tensors, read_json, save_tensors, write_json
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.entropy import CONDITIONAL
 from geoflow_fast.gallery import Gallery, GallerySource
@@ -134,12 +133,13 @@ class Baseline(nn.Module, ABC):
         """What `save` wrote, on the CPU; ValueError if the folder holds another method or a damaged file."""
         path = Path(folder) / WEIGHTS_FILE
         tensors, facts = load_tensors(path, kind=KIND)
-        if facts["method"] != cls.method:
-            raise ValueError(f"{folder} holds a {facts['method']!r}, not a {cls.method!r}")
-        found = cls(**facts["settings"])
-        found._make_room(tensors)
-        check_tensors(path, tensors, found.state_dict())
-        found.load_state_dict(tensors)
+        with contents_of(path):
+            if facts["method"] != cls.method:
+                raise ValueError(f"{folder} holds a {facts['method']!r}, not a {cls.method!r}")
+            found = cls(**facts["settings"])
+            found._make_room(tensors)
+            check_tensors(path, tensors, found.state_dict())
+            found.load_state_dict(tensors)
         found.fitted = True
         return found.eval()
 
@@ -153,8 +153,8 @@ def method_of(folder: str | Path) -> str:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: {folder} holds no baseline")
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["method"])
-    except (ValueError, KeyError, TypeError) as error:
+        return str(read_json(path)["method"])
+    except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is not the configuration of a baseline") from error
 
 

@@ -1,7 +1,7 @@
 """The native test-suite on an extension built with AddressSanitizer and UndefinedBehaviorSanitizer.
 
-`python -m tests.reliability.sanitize` builds it into build/sanitize, sees that the sanitizer catches an overflow made on
-purpose, and runs the tests twice: with the AVX2 variants of the kernels and with the baseline ones.
+`python -m tests.reliability.sanitize` builds it into build/sanitize, sees that the sanitizer catches an overflow made
+on purpose, and runs the tests twice: with the AVX2 variants of the kernels and with the baseline ones.
 """
 
 from __future__ import annotations
