@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,24 +13,17 @@ from rich.console import Console
 from rich.table import Table
 
 import geoflow_fast
-from geoflow_fast import cli_base, dispatch
-from geoflow_fast.cli_base import INTERRUPTED, Commands, DebugFlag
+from geoflow_fast import cli_base, cli_evaluate, dispatch
+from geoflow_fast.cli_base import INTERRUPTED, Commands, DebugFlag, Direction, JsonFlag, continued_later
 from geoflow_fast.entropy import FAST
 
 if TYPE_CHECKING:
-    from geoflow_fast.distributed import World
     from geoflow_fast.rerank_job import RerankSummary
     from geoflow_fast.scoring import ScoreSummary
     from geoflow_fast.trainer import TrainReport
 
 app = Commands(pretty_exceptions_enable=False)
-
-
-class Direction(str, Enum):
-    """What the queries are and what the gallery holds."""
-
-    t2i = "t2i"
-    i2t = "i2t"
+app.add_typer(cli_evaluate.app, name="evaluate")
 
 
 class Posterior(str, Enum):
@@ -56,9 +47,6 @@ class Preset(str, Enum):
     tiny = "tiny"
     small = "small"
     paper = "paper"
-
-
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
 
 
 VersionFlag = Annotated[bool, typer.Option("--version", help="Show the version and exit.")]
@@ -270,7 +258,7 @@ def entropy(
     given: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
     if reference is not None:
         given |= {"posterior": "bayes", "reference": scoring.reference_queries(reference)}
-    with _continued_later() as world:
+    with continued_later() as world:
         scorer = scoring.open_scorer(model, gallery, direction.value, fast=fast, device=device, world=world, **given)
         options = {"with_top": top_k is not None, "block": block, "overwrite": overwrite, "layout": layout.value}
         summary = scoring.score_file(scorer, queries, out, **options)  # type: ignore[arg-type]
@@ -325,7 +313,7 @@ def density(
         "block": block,
         "overwrite": overwrite,
     }
-    with _continued_later() as world:
+    with continued_later() as world:
         summary = density_job.density_file(model, pairs, out, DensitySettings(**chosen), world=world, **options)
     if not world.is_main:
         return
@@ -383,7 +371,7 @@ def rerank(
     from geoflow_fast import rerank_job, scoring
 
     chosen = {"shortlist": shortlist, "n_steps": steps, "n_probes": probes, "seed": seed}
-    with _continued_later() as world:
+    with continued_later() as world:
         reranker = rerank_job.open_reranker(model, gallery, direction.value, device=device, world=world, **chosen)
         scoring.open_queries(queries, reranker.query_dim, world)  # what is wrong is said before calibrating
         rerank_job.settle_calibration(reranker, model, calibration, held_out, overwrite=overwrite)
@@ -432,19 +420,6 @@ def _print_quantiles(title: str, rows: dict[str, dict[str, float]]) -> None:
     for name, quantiles in rows.items():
         table.add_row(name, *(f"{value:.3f}" for value in quantiles.values()))
     Console().print(table)
-
-
-@contextlib.contextmanager
-def _continued_later() -> Iterator[World]:
-    """The ranks of a job that keeps its finished blocks; Ctrl-C ends with a word about them."""
-    from geoflow_fast.distributed import joined
-
-    try:
-        with joined() as world:
-            yield world
-    except KeyboardInterrupt:
-        typer.echo("stopped; finished blocks are kept, run the same command to continue", err=True)
-        raise typer.Exit(INTERRUPTED) from None
 
 
 def main() -> None:

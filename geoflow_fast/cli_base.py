@@ -6,6 +6,7 @@ terminated (SIGTERM); 1 with a traceback: a fault of the program.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import inspect
@@ -13,13 +14,16 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
+
+from geoflow_fast.distributed import World, joined
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -62,6 +66,16 @@ ConfigFlag = Annotated[
     Path | None,
     typer.Option(help="TOML file of flags; those given here override it.", callback=_take_config, is_eager=True),
 ]
+
+
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
+
+
+class Direction(str, Enum):
+    """What the queries are and what the gallery holds."""
+
+    t2i = "t2i"
+    i2t = "i2t"
 
 
 class Commands(typer.Typer):
@@ -149,6 +163,17 @@ def _as_given_on_the_line(path: Path, key: str, value: Any, parameter: Any, cont
     except typer.BadParameter as error:
         raise ValueError(f"{path}: key {key!r}: {error.message}") from error
     return words
+
+
+@contextlib.contextmanager
+def continued_later() -> Iterator[World]:
+    """The ranks of a job that keeps its finished blocks; Ctrl-C ends with a word about them."""
+    try:
+        with joined() as world:
+            yield world
+    except KeyboardInterrupt:
+        typer.echo("stopped; finished blocks are kept, run the same command to continue", err=True)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def run(app: typer.Typer) -> NoReturn:

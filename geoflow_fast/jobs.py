@@ -182,14 +182,14 @@ class Job:
                         raise KeyboardInterrupt
                     columns = compute(rows, advance)
                     if world.is_main:
-                        _write_block(path, columns, len(rows))
+                        write_columns(path, columns, len(rows))
                 return
             told = 0
             for number in world.claims(len(missing)):
                 if stop.asked:
                     raise KeyboardInterrupt
                 rows, path = missing[number]
-                _write_block(path, compute(rows, lambda _: None), len(rows))
+                write_columns(path, compute(rows, lambda _: None), len(rows))
                 made = world.add_up("rows", len(rows))  # by all ranks
                 advance(made - told)
                 told = made
@@ -315,7 +315,9 @@ def progress_bar(total: int, done: int, unit: str, *, shown: bool) -> Iterator[A
         yield lambda rows: bar.advance(task, rows)
 
 
-def _write_block(path: Path, columns: Columns, rows: int) -> None:
+def write_columns(path: Path, columns: Columns, rows: int) -> None:
+    """Writes columns of so many `rows` as a Parquet file, atomically."""
+    parquet = _parquet()
     import pyarrow
 
     arrays = {}
@@ -326,7 +328,7 @@ def _write_block(path: Path, columns: Columns, rows: int) -> None:
         width = column.shape[1] if column.ndim == 2 else None
         arrays[name] = flat if width is None else pyarrow.FixedSizeListArray.from_arrays(flat, width)
     table = pyarrow.table(arrays)
-    write_atomic(path, lambda file: _parquet().write_table(table, file))
+    write_atomic(path, lambda file: parquet.write_table(table, file))
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ PACKAGE = Path(geoflow_fast.__file__).parent
 # From the top down; a module may import from its own layer (without cycles) and from those below.
 LAYERS = [
     {"cli", "__main__"},
+    {"cli_evaluate"},
     {"cli_base", "demo", "doctor", "bench", "scoring", "density_job", "rerank_job"},
     {"evaluation", "baselines", "encoders"},
     {"training", "trainer", "entropy", "marginals", "bandwidth", "rerank", "calibration", "density", "worlds"},

@@ -18,6 +18,7 @@ from torch import Tensor
 Values = Tensor | NDArray[Any] | Sequence[Any]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+Counts = NDArray[np.int64]
 
 COVERAGES = tuple(round(0.1 * k, 1) for k in range(10, 0, -1))
 """The paper's: 100 % down to 10 %."""
@@ -136,41 +137,70 @@ def retrieval_calibration(
     score, right = _scored(uncertainty, correct)
     if not 2 <= bins <= len(score):
         raise ValueError(f"bins={bins} must be at least 2 and at most the number of queries, {len(score)}")
-    parts = _equal_bins(score, bins, seed)
-
-    def numbers(score: Floats, right: Bools) -> Floats:
-        if len(score) < bins:  # a resample of small groups alone
-            return np.full(len(NUMBERS), math.nan)
-        return np.array(_numbers(_recall(right, _equal_bins(score, bins, seed)), score, right))
-
+    answers = _Ordered(score, right, seed)
+    rows = np.ones(len(score), np.int64)
     intervals: list[Interval] = []
     if resamples:
-        intervals = _bootstrap(numbers, (score, right), resamples, confidence, seed, groups)
-    recall = _recall(right, parts)
+        draw = _Resampler(len(score), groups)
+        intervals = _bootstrap(lambda count: answers.numbers(count, bins), draw, resamples, confidence, seed)
+    parts = answers.bins(rows, bins)
     return RetrievalCalibration(
-        recall=recall,
+        recall=np.array([part.mean() for part in parts]),
         count=np.array([len(part) for part in parts]),
         intervals=dict(zip(NUMBERS, intervals)),
-        **dict(zip(NUMBERS, _numbers(recall, score, right))),
+        **dict(zip(NUMBERS, answers.numbers(rows, bins).tolist())),
     )
 
 
-def _numbers(recall: Floats, score: Floats, right: Bools) -> list[float]:
-    """Those of `NUMBERS`, in order."""
-    place = np.arange(len(recall))
-    r2 = pearson(place, 1 - recall) ** 2  # of a line through points it is their squared correlation
-    return [spearman(place, recall), r2, auroc(score, right), aurc(score, right), float(right.mean())]
+class _Ordered:
+    """Answers from the most certain on, sorted once for all resamples; ties follow one another in random order.
 
+    `count` [n] says how often each answer, in the order given, is there: once, or as a resample has it.
+    """
 
-def _recall(right: Bools, parts: Sequence[NDArray[np.int64]]) -> Floats:
-    """Share of right answers in each bin."""
-    return np.array([right[part].mean() for part in parts])
+    def __init__(self, score: Floats, right: Bools, seed: int = 0) -> None:
+        chance = np.random.default_rng(seed).permutation(len(score))
+        self.order = np.lexsort((chance, score))
+        self.right, ranked = right[self.order], score[self.order]
+        self.tie = np.cumsum(np.concatenate(([0], ranked[1:] != ranked[:-1])))
 
+    def numbers(self, count: Counts, bins: int) -> Floats:
+        """Those of `NUMBERS`, in order; NaN if a resample has fewer answers than bins."""
+        if count.sum() < bins:
+            return np.full(len(NUMBERS), math.nan)
+        recall = np.array([part.mean() for part in self.bins(count, bins)])
+        place = np.arange(bins)
+        r2 = pearson(place, 1 - recall) ** 2  # of a line through points it is their squared correlation
+        accuracy = float((self.right * count[self.order]).sum() / count.sum())
+        return np.array([spearman(place, recall), r2, self.auroc(count), self.aurc(count), accuracy])
 
-def _equal_bins(score: Floats, bins: int, seed: int) -> list[NDArray[np.int64]]:
-    """Rows of each of the equally filled bins, lowest score first."""
-    chance = np.random.default_rng(seed).permutation(len(score))
-    return np.array_split(np.lexsort((chance, score)), bins)
+    def bins(self, count: Counts, bins: int) -> list[Bools]:
+        """Whether the answers in each of the equally filled bins are right."""
+        return np.array_split(np.repeat(self.right, count[self.order]), bins)
+
+    def by_tie(self, count: Counts) -> tuple[Floats, Counts]:
+        """Right answers, and all answers, of every uncertainty that occurs."""
+        found = count[self.order]
+        right, every = (np.bincount(self.tie, part) for part in (self.right * found, found))
+        return right.astype(np.float64), every.astype(np.int64)
+
+    def auroc(self, count: Counts) -> float:
+        """Chance that a wrong answer is less certain than a right one, ties counting half."""
+        right, every = self.by_tie(count)
+        wrong = every - right
+        pairs = right.sum() * wrong.sum()
+        before = np.cumsum(right) - right / 2
+        return float((wrong * before).sum() / pairs) if pairs else math.nan
+
+    def aurc(self, count: Counts) -> float:
+        """Share of wrong answers among the k most certain, averaged over k."""
+        hits = self.expected_hits(count)
+        return float(1 - (hits / np.arange(1, len(hits) + 1)).mean())
+
+    def expected_hits(self, count: Counts) -> Floats:
+        """[n], right answers among the k most certain for k = 1..n, averaged over the orders of tied ones."""
+        right, every = self.by_tie(count)
+        return np.cumsum(np.repeat(right / np.maximum(every, 1), every))
 
 
 def selective_accuracy(
@@ -185,7 +215,8 @@ def selective_accuracy(
     if not len(shares) or not ((shares > 0) & (shares <= 1)).all():
         raise ValueError(f"coverage must be shares above 0 and at most 1, got {list(coverage)}")
     kept = np.maximum(np.rint(shares * len(score)), 1).astype(np.int64)
-    accuracy = _expected_hits(score, right)[kept - 1] / kept
+    hits = _Ordered(score, right).expected_hits(np.ones(len(score), np.int64))
+    accuracy = hits[kept - 1] / kept
     return SelectiveAccuracy(shares, accuracy, _mean_height(shares, accuracy))
 
 
@@ -202,11 +233,7 @@ def auroc(uncertainty: Values, correct: Values) -> float:
     NaN if all answers are right or all are wrong.
     """
     score, right = _scored(uncertainty, correct)
-    wrong = len(right) - int(right.sum())
-    if wrong in (0, len(right)):
-        return math.nan
-    above = ranks(score)[~right].sum() - wrong * (wrong + 1) / 2
-    return float(above / (wrong * (len(right) - wrong)))
+    return _Ordered(score, right).auroc(np.ones(len(score), np.int64))
 
 
 def aurc(uncertainty: Values, correct: Values) -> float:
@@ -215,15 +242,7 @@ def aurc(uncertainty: Values, correct: Values) -> float:
     Where answers are tied, the mean over all their orders: 0 if all are right, 1 if all are wrong.
     """
     score, right = _scored(uncertainty, correct)
-    kept = np.arange(1, len(score) + 1)
-    return float(1 - (_expected_hits(score, right) / kept).mean())
-
-
-def _expected_hits(score: Floats, right: Bools) -> Floats:
-    """[n], right answers among the k most certain for k = 1..n, averaged over the orders of tied ones."""
-    _, tie, count = np.unique(score, return_inverse=True, return_counts=True)
-    rate = np.bincount(tie, weights=right) / count
-    return np.cumsum(np.repeat(rate, count))
+    return _Ordered(score, right).aurc(np.ones(len(score), np.int64))
 
 
 def reliability(prob: Values, correct: Values, bins: int = 10, *, strategy: str = "uniform") -> Reliability:
@@ -359,33 +378,30 @@ def bootstrap_interval(
     arrays = [np.asarray(x.detach().cpu() if isinstance(x, Tensor) else x) for x in values]
     if not arrays or any(x.shape[:1] != arrays[0].shape[:1] or not len(x) for x in arrays):
         raise ValueError(f"values must have one common, positive length, got {[x.shape for x in arrays]}")
-    (found,) = _bootstrap(lambda *x: np.array([statistic(*x)]), tuple(arrays), resamples, confidence, seed, groups)
+    rows = np.arange(len(arrays[0]))
+
+    def of_resample(count: Counts) -> Floats:
+        drawn = np.repeat(rows, count)
+        return np.array([statistic(*(x[drawn] for x in arrays))])
+
+    (found,) = _bootstrap(of_resample, _Resampler(len(rows), groups), resamples, confidence, seed)
     return found
 
 
 def _bootstrap(
-    statistic: Callable[..., Floats],
-    values: tuple[NDArray[Any], ...],
-    resamples: int,
-    confidence: float,
-    seed: int,
-    groups: Values | None,
+    statistic: Callable[[Counts], Floats], draw: _Resampler, resamples: int, confidence: float, seed: int
 ) -> list[Interval]:
-    """Intervals of a statistic with several values."""
+    """Intervals of a statistic with several values, a function of how often each row is there."""
     if resamples < 2:
         raise ValueError(f"resamples must be at least 2, got {resamples}")
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
-    draw = _Resampler(len(values[0]), groups)
     generator = np.random.default_rng(seed)
-    drawn = []
-    for _ in range(resamples):
-        rows = draw(generator)
-        drawn.append(statistic(*(x[rows] for x in values)))
+    drawn = np.array([statistic(draw(generator)) for _ in range(resamples)])
     tail = (1 - confidence) / 2
     return [
         Interval(float(value), *_quantiles(column, (tail, 1 - tail)), confidence)
-        for value, column in zip(statistic(*values), np.array(drawn).T)
+        for value, column in zip(statistic(np.ones(len(draw.group), np.int64)), drawn.T)
     ]
 
 
@@ -398,22 +414,18 @@ def _quantiles(values: Floats, levels: tuple[float, float]) -> tuple[float, floa
 
 
 class _Resampler:
-    """Draws n rows, or as many groups of rows as there are, with replacement."""
+    """Draws as many groups of rows as there are, with replacement: how often each row is there, [n]."""
 
     def __init__(self, count: int, groups: Values | None) -> None:
-        self.count = count
-        self.members: list[NDArray[np.int64]] | None = None
-        if groups is not None:
-            names = np.asarray(groups)
-            if names.shape != (count,):
-                raise ValueError(f"groups must have one entry per row, [{count}], got {names.shape}")
-            group, size = np.unique(names, return_inverse=True, return_counts=True)[1:]
-            self.members = np.split(np.argsort(group, kind="stable"), np.cumsum(size)[:-1])
+        names = np.arange(count) if groups is None else np.asarray(groups)
+        if names.shape != (count,):
+            raise ValueError(f"groups must have one entry per row, [{count}], got {names.shape}")
+        self.group = np.unique(names, return_inverse=True)[1]
+        self.groups = int(self.group.max()) + 1
 
-    def __call__(self, generator: np.random.Generator) -> NDArray[np.int64]:
-        if self.members is None:
-            return generator.integers(self.count, size=self.count)
-        return np.concatenate([self.members[k] for k in generator.integers(len(self.members), size=len(self.members))])
+    def __call__(self, generator: np.random.Generator) -> Counts:
+        drawn = generator.integers(self.groups, size=self.groups)
+        return np.bincount(drawn, minlength=self.groups)[self.group]
 
 
 def ranks(values: Values) -> Floats:

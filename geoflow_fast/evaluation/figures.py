@@ -1,0 +1,246 @@
+"""Figures of results: recall by bin, selective accuracy, components, ablations, reliability, AUROC with intervals.
+
+A method has one colour and one line style in all of them: the flow's methods bold, references that need no training
+dashed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from geoflow_fast import baselines, plots
+from geoflow_fast.baselines.references import Reference
+from geoflow_fast.evaluation.compare import Comparison, Result
+from geoflow_fast.evaluation.zero_shot import ZeroShot
+
+FLOW_COLOURS = {
+    "rerank": "#d1495b",
+    "entropy": "#1f5fa8",
+    "entropy_bayes": "#4f9bd9",
+    "entropy_paper": "#12355b",
+    "epistemic": "#2a9d8f",
+}
+COMPONENT_COLOURS = {"image": "#1f5fa8", "text": "#d1495b", "pmi": "#5bb0e8", "sum": "#2a9d8f"}
+OTHER_COLOURS = (
+    "#d98f2b",
+    "#8d6cab",
+    "#7a9e3b",
+    "#b5651d",
+    "#c77cba",
+    "#5f7a8a",
+    "#a3913a",
+    "#46878f",
+    "#9c4f4f",
+    "#6b6fb0",
+    "#4d8b57",
+    "#b08a9e",
+)
+MARKERS = ("o", "s", "^", "D", "v", "P")
+GREY = "#8a8f98"
+DIRECTION_TITLES = {"t2i": "text to image", "i2t": "image to text"}
+
+
+@dataclass(frozen=True)
+class Series:
+    """Values over an axis, with a standard deviation if there are several runs."""
+
+    values: Sequence[float]
+    spread: Sequence[float] | None = None
+
+
+def style_of(method: str) -> dict[str, Any]:
+    """How lines of a method, a component or anything else with a name are drawn: the same wherever it occurs."""
+    if method in FLOW_COLOURS:
+        return {"color": FLOW_COLOURS[method], "linewidth": 2.4, "linestyle": "-", "zorder": 4}
+    names = list(baselines.METHODS)
+    place = names.index(method) if method in names else sum(map(ord, method))
+    plain = method == "knn" or (method in names and issubclass(baselines.METHODS[method], Reference))
+    return {
+        "color": OTHER_COLOURS[place % len(OTHER_COLOURS)],
+        "linewidth": 1.4,
+        "linestyle": (0, (4, 2)) if plain else "-",
+        "zorder": 3,
+    }
+
+
+def draw_calibration(datasets: Mapping[str, Comparison], path: Path) -> Path:
+    """Recall@1 of plain search in bins of the uncertainty: a row per direction, a column per data set. Shaded: one
+    standard deviation over seeds."""
+
+    def fill(axes: Any, results: Sequence[Result]) -> None:
+        for result in results:
+            bins = np.arange(1, len(result.bin_recall) + 1)
+            _line(
+                axes, bins, Series(result.bin_recall, result.bin_recall_spread), result.title, style_of(result.method)
+            )
+        axes.set_xticks(bins)
+        axes.axhline(results[0].plain_recall, color=GREY, linewidth=0.8, linestyle=":")
+
+    return _grid(datasets, path, fill, "bin of uncertainty, low to high", "Recall@1 in the bin")
+
+
+def draw_selective(datasets: Mapping[str, Comparison], path: Path) -> Path:
+    """Accuracy of plain search after the least certain queries have been turned away."""
+
+    def fill(axes: Any, results: Sequence[Result]) -> None:
+        for result in results:
+            rejected = 1 - np.array(result.coverage)
+            _line(
+                axes, rejected, Series(result.accuracy, result.accuracy_spread), result.title, style_of(result.method)
+            )
+
+    return _grid(datasets, path, fill, "share of queries turned away", "accuracy on the rest")
+
+
+def draw_auroc(datasets: Mapping[str, Comparison], path: Path) -> Path:
+    """AUROC of "plain search is wrong", best on top, with its bootstrap interval or one standard deviation over
+    seeds."""
+
+    def fill(axes: Any, results: Sequence[Result]) -> None:
+        ranked = sorted(results, key=lambda result: result.numbers["auroc"])
+        for place, result in enumerate(ranked):
+            value = result.numbers["auroc"]
+            low, high = result.intervals.get("auroc", [value - result.spread.get("auroc", 0.0)] * 2)
+            high = high if "auroc" in result.intervals else 2 * value - low
+            colour = style_of(result.method)["color"]
+            axes.plot([low, high], [place, place], color=colour, linewidth=2.2, solid_capstyle="round")
+            axes.plot(value, place, "o", color=colour, markersize=7)
+        axes.set_yticks(range(len(ranked)), [result.title for result in ranked])
+        axes.axvline(0.5, color=GREY, linewidth=0.8, linestyle=":")
+
+    height = 0.9 + 0.3 * max(len(run.of(way)) for run in datasets.values() for way in run.directions)
+    return _grid(datasets, path, fill, 'AUROC of "plain search is wrong"', "", legend=False, height=height, share=False)
+
+
+def draw_reliability(datasets: Mapping[str, Comparison], path: Path) -> Path:
+    """Stated probability that plain search is right against the share that was; areas of points are numbers of
+    queries."""
+
+    def fill(axes: Any, results: Sequence[Result]) -> None:
+        axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, linestyle=":")
+        for result in (result for result in results if result.stated is not None):
+            assert result.stated is not None
+            count = np.array(result.stated["count"])
+            style = style_of(result.method)
+            x, y = (np.array(result.stated[name], dtype=float) for name in ("confidence", "accuracy"))
+            there = count > 0
+            axes.plot(x[there], y[there], label=f"{result.title}, ECE {result.numbers['ece']:.3f}", **style)
+            axes.scatter(x[there], y[there], s=6 + 240 * count[there] / count.sum(), color=style["color"], zorder=5)
+        axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
+        axes.set_aspect("equal")
+        axes.legend(frameon=False, fontsize=8, loc="upper left")
+
+    return _grid(
+        datasets, path, fill, "stated probability of being right", "share that was right", legend=False, height=4.2
+    )
+
+
+def draw_components(datasets: Mapping[str, ZeroShot], path: Path) -> Path:
+    """Selective accuracy of zero-shot classification by each term of the decomposition, references dashed."""
+    plt = plots.pyplot()
+    figure, panels = plt.subplots(1, len(datasets), figsize=(4.4 * len(datasets) + 2.6, 3.9), squeeze=False)
+    for axes, (name, found) in zip(panels[0], datasets.items()):
+        for part in found.components:
+            style = style_of(part.name)
+            if part.learned:
+                style = {"color": COMPONENT_COLOURS[part.name], "linewidth": 2.4, "linestyle": "-", "zorder": 4}
+            else:
+                style |= {"linestyle": (0, (4, 2))}
+            _line(axes, 1 - np.array(part.coverage), Series(part.accuracy), part.title, style)
+        axes.axhline(found.accuracy, color=GREY, linewidth=0.8, linestyle=":")
+        _finish(axes, name, "share of images turned away", "accuracy on the rest")
+    return _save(figure, panels, path)
+
+
+def draw_ablation(
+    panels: Mapping[str, Mapping[str, Series]],
+    x: Sequence[float],
+    path: Path,
+    *,
+    xlabel: str,
+    ylabel: str,
+    log_x: bool = False,
+) -> Path:
+    """A number over a setting: a panel per entry (a direction, a data set), a line per series. Shaded: one standard
+    deviation over runs."""
+    plt = plots.pyplot()
+    figure, grid = plt.subplots(1, len(panels), figsize=(4.2 * len(panels) + 2.2, 3.8), squeeze=False, sharey=True)
+    for number, (axes, (title, lines)) in enumerate(zip(grid[0], panels.items())):
+        for place, (name, series) in enumerate(lines.items()):
+            style = style_of(name)
+            if name not in FLOW_COLOURS and name not in baselines.METHODS:
+                style = {**style, "color": [*FLOW_COLOURS.values(), *OTHER_COLOURS][place % 17], "linewidth": 2.0}
+            style |= {"marker": MARKERS[place % len(MARKERS)], "markersize": 5}
+            _line(axes, np.asarray(x, dtype=float), series, name, style)
+        if log_x:
+            axes.set_xscale("log")
+        axes.set_xticks(list(x), [f"{value:g}" for value in x])
+        axes.minorticks_off()
+        _finish(axes, title, xlabel, ylabel if number == 0 else "")
+    return _save(figure, grid, path)
+
+
+def _grid(
+    datasets: Mapping[str, Comparison],
+    path: Path,
+    fill: Any,
+    xlabel: str,
+    ylabel: str,
+    *,
+    legend: bool = True,
+    height: float = 3.2,
+    share: bool = True,
+) -> Path:
+    """Panels of every direction (rows) and data set (columns); of a single data set, side by side."""
+    plt = plots.pyplot()
+    names = list(datasets)
+    ways = list(dict.fromkeys(way for run in datasets.values() for way in run.directions))
+    places = [(way, name) for way in ways for name in names]
+    rows, columns = (1, len(ways)) if len(names) == 1 else (len(ways), len(names))
+    wide = 0.0 if not legend else 2.6
+    size = (4.6 * columns + wide + (0.0 if share else 1.6), height * rows + 0.5)
+    figure, panels = plt.subplots(rows, columns, figsize=size, squeeze=False)
+    for axes, (way, name) in zip(panels.flat, places):
+        results = datasets[name].of(way)
+        if results:
+            fill(axes, results)
+        title = DIRECTION_TITLES.get(way, way) + (f", {name}" if len(names) > 1 else "")
+        first = axes in panels[:, 0]
+        _finish(axes, title, xlabel, ylabel if first or not share else "")
+    return _save(figure, panels, path, legend=legend)
+
+
+def _line(axes: Any, x: Any, series: Series, label: str, style: Mapping[str, Any]) -> None:
+    values = np.asarray(series.values, dtype=float)
+    axes.plot(x, values, label=label, **style)
+    if series.spread is not None and len(series.spread):
+        spread = np.asarray(series.spread, dtype=float)
+        axes.fill_between(x, values - spread, values + spread, color=style["color"], alpha=0.15, linewidth=0)
+
+
+def _finish(axes: Any, title: str, xlabel: str, ylabel: str) -> None:
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel(xlabel)
+    if ylabel:
+        axes.set_ylabel(ylabel)
+    axes.grid(color="#e4e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _save(figure: Any, panels: Any, path: Path, *, legend: bool = True) -> Path:
+    """With one legend for all panels, to their right."""
+    if legend:
+        entries: dict[str, Any] = {}
+        for axes in panels.flat:
+            handles, labels = axes.get_legend_handles_labels()
+            entries |= dict(zip(labels, handles))
+        figure.legend(entries.values(), entries.keys(), loc="outside right center", frameon=False, fontsize=9)
+    figure.set_layout_engine("constrained")
+    plots.save_figure(figure, path)
+    return path

@@ -1,0 +1,136 @@
+"""Plain cosine retrieval in both directions, with several captions per image: what uncertainties are judged by.
+
+An item is right for a query when both are of one image: image-to-text search is right when the top caption is one of
+the image's own. Galleries are streamed through the kernels of `ops.gallery_posterior`; there is no matrix of all
+queries by all items.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geoflow_fast import jobs
+from geoflow_fast.baselines.base import nearest
+from geoflow_fast.data import EmbeddingPairs
+from geoflow_fast.entropy import CONDITIONAL
+from geoflow_fast.gallery import Gallery
+
+BLOCK_QUERIES = 512
+
+
+@dataclass(frozen=True)
+class RetrievalSet:
+    """Queries and a gallery, made of pairs by `of`."""
+
+    direction: str
+    """"t2i": texts search images; "i2t": images search texts."""
+    queries: Tensor
+    """[Q, d]: every text, or every image once."""
+    items: Tensor
+    """[N, d']: every image once, or every text."""
+    query_image: Tensor
+    """[Q] int64, the number of the image that a query is of."""
+    item_image: Tensor
+    """[N] int64, of an item."""
+
+    @classmethod
+    def of(
+        cls, pairs: EmbeddingPairs, direction: str, *, max_queries: int | None = None, seed: int = 0
+    ) -> RetrievalSet:
+        """All items of the pairs, and all queries or `max_queries` of them drawn by `seed`, in their order."""
+        if direction not in CONDITIONAL:
+            raise ValueError(f"direction must be one of {CONDITIONAL}, got {direction!r}")
+        if pairs.image_dim != pairs.text_dim:
+            widths = f"{pairs.image_dim} and {pairs.text_dim}"
+            raise ValueError(f"plain search needs images and texts of one width, got {widths}")
+        if len(pairs) == 0 or (max_queries is not None and max_queries < 1):
+            raise ValueError(f"{len(pairs)} pairs and max_queries={max_queries} leave no query")
+        _, first, image = np.unique(pairs.group, return_index=True, return_inverse=True)
+        images = pairs.image_row[first], np.arange(len(first))
+        texts = pairs.text_row, image
+        (asked, query_image), (found, item_image) = (texts, images) if direction == "t2i" else (images, texts)
+        chosen = np.arange(len(asked))
+        if max_queries is not None:
+            chosen = np.sort(np.random.default_rng(seed).permutation(len(asked))[:max_queries])
+        sides = (pairs.text, pairs.image) if direction == "t2i" else (pairs.image, pairs.text)
+        return cls(
+            direction,
+            torch.from_numpy(sides[0][asked[chosen]]),
+            torch.from_numpy(sides[1][found]),
+            torch.from_numpy(query_image[chosen]),
+            torch.from_numpy(item_image),
+        )
+
+    def __len__(self) -> int:
+        return len(self.queries)
+
+    def is_right(self, index: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Which of the items `index` [Q, ...] are right for the queries `rows`; -1 stands for no item."""
+        image = self.query_image[rows].reshape(-1, *[1] * (index.dim() - 1))
+        return (self.item_image[index.cpu().clamp(min=0)] == image) & (index.cpu() >= 0)
+
+    @functools.cached_property
+    def own(self) -> Tensor:
+        """[Q, m] int64: the right items of each query, -1 where it has fewer."""
+        order = torch.argsort(self.item_image, stable=True)
+        ranked = self.item_image[order].contiguous()
+        first, last = (torch.searchsorted(ranked, self.query_image, right=right) for right in (False, True))
+        place = torch.arange(int((last - first).max())) + first.unsqueeze(1)
+        there = place < last.unsqueeze(1)
+        return torch.where(there, order[place.clamp(max=len(order) - 1)], -1)
+
+    def pairs_with(self, index: Tensor, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """(image, text) of the queries `rows`, each with the item `index` [Q]."""
+        pair = self.queries[rows], self.items[index]
+        return (pair[1], pair[0]) if self.direction == "t2i" else pair
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What plain search finds."""
+
+    index: Tensor
+    """[Q, k] int64, nearest items first."""
+    cosine: Tensor
+    """[Q, k]."""
+    right: Tensor
+    """[Q, k] bool."""
+
+    @property
+    def correct(self) -> Tensor:
+        """[Q] bool: whether the first item is right."""
+        return self.right[:, 0]
+
+    def recall(self, k: int) -> float:
+        """Recall@k: the share of queries with a right item among the first k."""
+        if not 1 <= k <= self.right.shape[1]:
+            raise ValueError(f"k={k} must be between 1 and the {self.right.shape[1]} items that were searched for")
+        return float(self.right[:, :k].any(1).double().mean())
+
+
+def plain_search(
+    task: RetrievalSet, top_k: int = 1, *, progress: bool = False, device: torch.device | str = "cpu"
+) -> Answers:
+    """The `top_k` items with the largest cosine for every query, or all if there are fewer."""
+    if top_k < 1:
+        raise ValueError(f"top_k must be at least 1, got {top_k}")
+    gallery = Gallery(task.items.to(device))
+    found: list[tuple[Tensor, Tensor]] = []
+    with jobs.progress_bar(len(task), 0, "queries", shown=progress) as advance:
+        for block in task.queries.split(BLOCK_QUERIES):
+            found.append(nearest(block.to(device), gallery, top_k))
+            advance(len(block))
+    cosine, index = (torch.cat(parts).cpu() for parts in zip(*found))
+    return Answers(index, cosine, task.is_right(index))
+
+
+def recall_at(pairs: EmbeddingPairs, direction: str, ks: Sequence[int] = (1, 5, 10)) -> dict[int, float]:
+    """Recall@k of plain search over all the pairs, by k."""
+    answers = plain_search(RetrievalSet.of(pairs, direction), max(ks))
+    return {k: answers.recall(min(k, answers.right.shape[1])) for k in ks}

@@ -1,0 +1,219 @@
+"""Zero-shot classification with class prompts, and what each term of the flow's decomposition knows of its errors.
+
+An image is paired with the prompt of the class it is predicted to be of. With class prompts as texts, p(text) is the
+density of a handful of points: it ranks classes, not images. So -log p(image) stands beside the sum, and the references
+that need no training always do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from geoflow_fast import jobs
+from geoflow_fast.bandwidth import KAPPAS, losses_of, refined
+from geoflow_fast.baselines.base import nearest
+from geoflow_fast.baselines.references import KNNDistance
+from geoflow_fast.data import EmbeddingPairs
+from geoflow_fast.density import DensitySettings, chain_rule, density_estimates
+from geoflow_fast.evaluation.metrics import RESAMPLES, retrieval_calibration, selective_accuracy
+from geoflow_fast.gallery import Gallery
+from geoflow_fast.geometry import DIRECTIONS, check_rows
+from geoflow_fast.model import GeoFlow
+
+BLOCK_IMAGES = 256
+CLIP_SCALE = 100.0
+"""Inverse temperature that CLIP was trained to."""
+TERMS = {
+    "image": "-log p(image)",
+    "text": "-log p(text)",
+    "pmi": "-PMI(image, text)",
+    "sum": "-log p(image) - log p(text)",
+}
+REFERENCES = {
+    "max_softmax": "max softmax",
+    "margin": "cosine margin",
+    "softmax_entropy": "cosine-softmax entropy",
+    "knn": "kNN distance",
+}
+
+
+def class_prompts(embeddings: Tensor | Sequence[Tensor]) -> Tensor:
+    """One unit prompt per class, [C, d], from unit embeddings [C, P, d] of every class in every template, or from a
+    list of [P, d] with as many templates as each class has: their mean, scaled to unit norm."""
+    rows = []
+    for number, prompts in enumerate(embeddings):
+        if prompts.dim() != 2 or not len(prompts):
+            raise ValueError(f"prompts of class {number} must be [P, d], got {tuple(prompts.shape)}")
+        check_rows(prompts, f"prompts of class {number}")
+        mean = prompts.double().mean(0)
+        if float(mean.norm()) < 1e-6:
+            raise ValueError(f"prompts of class {number} cancel each other: their mean has no direction")
+        rows.append((mean / mean.norm()).to(prompts.dtype))
+    if not rows:
+        raise ValueError("there are no classes")
+    return torch.stack(rows)
+
+
+def encode_prompts(encode: Callable[[list[str]], Tensor], classes: Sequence[str], templates: Sequence[str]) -> Tensor:
+    """`class_prompts` of `classes` put into `templates` such as "a photo of a {}.", by a text encoder [n] -> [n, d]."""
+    for template in templates:
+        if template.count("{}") != 1:
+            raise ValueError(f"a template has one {{}} where the class goes, got {template!r}")
+    found = []
+    for name in classes:
+        rows = encode([template.format(name) for template in templates])
+        found.append(rows / rows.norm(dim=1, keepdim=True))
+    return class_prompts(found)
+
+
+@dataclass(frozen=True)
+class Component:
+    """One score of single images and how well it finds wrong predictions."""
+
+    name: str
+    title: str
+    learned: bool
+    """From the flow; else a reference."""
+    numbers: dict[str, float]
+    """ausac, auroc, aurc."""
+    coverage: list[float]
+    accuracy: list[float]
+    intervals: dict[str, list[float]] = field(default_factory=dict)
+
+    def row(self) -> dict[str, object]:
+        """As a table shows it."""
+        found: dict[str, object] = {"score": self.title, "AUSAC": self.numbers["ausac"]}
+        for name in ("auroc", "aurc"):
+            found[name.upper()] = self.numbers[name]
+            if name in self.intervals:
+                found[f"{name.upper()}, 95 %"] = "{:.3f} to {:.3f}".format(*self.intervals[name])
+        return found
+
+
+@dataclass(frozen=True)
+class ZeroShot:
+    """Predictions for B images, and the scores that say which of them to doubt."""
+
+    prediction: Tensor
+    """[B] int64, the class whose prompt is nearest."""
+    correct: Tensor
+    """[B] bool."""
+    scores: dict[str, Tensor]
+    """[B] float64 by name of a term or a reference; higher is less certain."""
+    components: list[Component]
+    scale: float
+    """Inverse temperature of the softmax over classes."""
+
+    @property
+    def accuracy(self) -> float:
+        """Share of right predictions."""
+        return float(self.correct.double().mean())
+
+
+def zero_shot(
+    flow: GeoFlow | None,
+    image: Tensor,
+    label: Tensor,
+    prompts: Tensor,
+    *,
+    scale: float = CLIP_SCALE,
+    train: EmbeddingPairs | None = None,
+    settings: DensitySettings | None = None,
+    seed: int = 0,
+    bins: int = 10,
+    resamples: int = RESAMPLES,
+    progress: bool | None = None,
+) -> ZeroShot:
+    """Classifies unit `image` [B, d] by the nearest of the `prompts` [C, d] and scores each by the terms of the flow's
+    decomposition (without a flow by none) and by the references.
+
+    `label` [B]: the true classes. `scale`: of the softmax, see `tuned_scale`. With `train` pairs the distance to the
+    nearest training images is among the references. `settings` of the log-densities, `seed` of their probes.
+    """
+    label = _checked(image, label, prompts)
+    gallery = Gallery(prompts)
+    cosine, index = nearest(image, gallery, min(2, len(prompts)))
+    prediction = index[:, 0].cpu()
+    correct = prediction == label
+    scores = {} if flow is None else _terms(flow, image, prompts[index[:, 0]], settings, seed, progress)
+    scores |= _references(image, gallery, cosine, scale, train)
+    titles = {**TERMS, **REFERENCES}
+    components = []
+    for name, score in scores.items():
+        found = retrieval_calibration(score, correct, bins, resamples=resamples)
+        curve = selective_accuracy(score, correct)
+        components.append(
+            Component(
+                name,
+                titles[name],
+                name in TERMS,
+                {"ausac": curve.ausac, "auroc": found.auroc, "aurc": found.aurc},
+                curve.coverage.tolist(),
+                curve.accuracy.tolist(),
+                {key: [x.low, x.high] for key, x in found.intervals.items() if key in ("auroc", "aurc")},
+            )
+        )
+    return ZeroShot(prediction, correct, scores, components, scale)
+
+
+def _checked(image: Tensor, label: Tensor, prompts: Tensor) -> Tensor:
+    """The labels as integers on the CPU."""
+    if image.dim() != 2 or prompts.dim() != 2 or image.shape[1] != prompts.shape[1]:
+        raise ValueError(
+            f"image [B, d] and prompts [C, d] must be of one width, got {tuple(image.shape)} and {tuple(prompts.shape)}"
+        )
+    check_rows(image, "image")
+    check_rows(prompts, "prompts")
+    label = torch.as_tensor(label).cpu()
+    if label.shape != (len(image),) or label.is_floating_point() or label.dtype == torch.bool:
+        raise ValueError(f"label must be integers [{len(image)}], got {label.dtype} {tuple(label.shape)}")
+    outside = (label < 0) | (label >= len(prompts))
+    if bool(outside.any()):
+        row = int(outside.nonzero()[0])
+        raise ValueError(f"label of row {row} is {int(label[row])}, but there are {len(prompts)} classes")
+    return label.long()
+
+
+def _terms(
+    flow: GeoFlow, image: Tensor, text: Tensor, settings: DensitySettings | None, seed: int, progress: bool | None
+) -> dict[str, Tensor]:
+    """Each term of the decomposition of (image, its prompt) as a score, [B]."""
+    like, solve = next(flow.parameters()), settings or DensitySettings()
+    parts: list[dict[str, Tensor]] = []
+    shown = sys.stderr.isatty() if progress is None else progress
+    with jobs.progress_bar(len(image), 0, "images", shown=shown) as advance:
+        for first in range(0, len(image), BLOCK_IMAGES):
+            rows = slice(first, first + BLOCK_IMAGES)
+            pair = image[rows].to(like), text[rows].to(like)
+            found = chain_rule(density_estimates(flow, *pair, DIRECTIONS, solve, seed, first_row=first))
+            parts.append({"image": -found.image, "text": -found.text, "pmi": -found.pmi, "sum": found.score})
+            advance(len(found.score))
+    return {name: torch.cat([part[name] for part in parts]).cpu() for name in TERMS}
+
+
+def _references(
+    image: Tensor, gallery: Gallery, cosine: Tensor, scale: float, train: EmbeddingPairs | None
+) -> dict[str, Tensor]:
+    posterior = gallery.statistics(image.unsqueeze(1), scale, 1).posterior(torch.float64)
+    found = {
+        "max_softmax": 1 - posterior.top_prob[:, 0],
+        "margin": cosine[:, -1] - cosine[:, 0],
+        "softmax_entropy": posterior.entropy,
+    }
+    if train is not None:
+        neighbours = KNNDistance(train.image_dim, train.text_dim)
+        neighbours.fit(train, train)  # it learns nothing from held-out pairs
+        found["knn"] = neighbours.uncertainty(image.cpu(), gallery, "i2t")
+    return {name: score.double().cpu() for name, score in found.items()}
+
+
+def tuned_scale(image: Tensor, label: Tensor, prompts: Tensor) -> float:
+    """Inverse temperature with the least -log probability of the true classes of held-out images."""
+    label = _checked(image, label, prompts)
+    loss = torch.tensor(losses_of(KAPPAS, image.unsqueeze(1), Gallery(prompts), label.to(image.device)))
+    return refined(KAPPAS, loss, int(loss.argmin()))
