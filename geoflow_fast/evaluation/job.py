@@ -14,7 +14,7 @@ from torch import Tensor
 
 from geoflow_fast import baselines, dispatch, plots
 from geoflow_fast.checkpoint import write_json
-from geoflow_fast.data import EmbeddingPairs, load_npy
+from geoflow_fast.data import EmbeddingPairs, load_npy, open_rows
 from geoflow_fast.entropy import CONDITIONAL
 from geoflow_fast.evaluation import figures
 from geoflow_fast.evaluation.compare import RESULTS_JSON, RUNS_FOLDER, Comparison, compare, without_nan
@@ -22,7 +22,6 @@ from geoflow_fast.evaluation.methods import Study
 from geoflow_fast.evaluation.metrics import RESAMPLES
 from geoflow_fast.evaluation.report import Report
 from geoflow_fast.evaluation.zero_shot import CLIP_SCALE, ZeroShot, class_prompts, tuned_scale, zero_shot
-from geoflow_fast.gallery import open_rows
 from geoflow_fast.model import GeoFlow
 
 PAGE = "report.html"

@@ -30,7 +30,7 @@ from geoflow_fast.gallery import Gallery
 from geoflow_fast.geometry import DIRECTIONS
 from geoflow_fast.model import GeoFlow, flow_digest
 from geoflow_fast.rerank import BayesReranker
-from geoflow_fast.training import RunConfig
+from geoflow_fast.trainer import RunConfig
 
 PAPER_ENTROPY: Mapping[str, Any] = MappingProxyType(
     {"n_samples": 50, "n_steps": 50, "solver": "euler", "grid": "uniform", "noise": "iid"}
