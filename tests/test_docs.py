@@ -26,6 +26,7 @@ SMALLER = {
     "entropy": "--samples 4 --steps 2",
     "density": "--steps 2",
     "rerank": "--steps 2 --shortlist 8",
+    "evaluate": "--methods margin,max_softmax --resamples 9",
 }
 
 
@@ -35,7 +36,12 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("desk")
     image, text = (gf.geometry.sample_uniform(400, 16, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
     text = gf.geometry.normalize(image + 0.1 * text)
-    for name, rows in (("embeddings", slice(0, 300)), ("held_out", slice(300, 400)), ("val", slice(300, 400))):
+    for name, rows in (
+        ("embeddings", slice(0, 300)),
+        ("held_out", slice(300, 400)),
+        ("val", slice(300, 400)),
+        ("test", slice(0, 60)),
+    ):
         gf.EmbeddingPairs.from_arrays(image[rows], text[rows]).save(folder / name)
     np.save(folder / "texts.npy", text[:5].numpy())
     (folder / "img_emb").mkdir()

@@ -241,6 +241,6 @@ def _save(figure: Any, panels: Any, path: Path, *, legend: bool = True) -> Path:
             handles, labels = axes.get_legend_handles_labels()
             entries |= dict(zip(labels, handles))
         figure.legend(entries.values(), entries.keys(), loc="outside right center", frameon=False, fontsize=9)
-    figure.set_layout_engine("constrained")
+    figure.set_layout_engine("constrained", h_pad=0.08, w_pad=0.08)
     plots.save_figure(figure, path)
     return path
