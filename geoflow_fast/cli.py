@@ -131,6 +131,9 @@ def train(
         Preset, typer.Option(help="Size of network and run; the other flags override it.")
     ] = Preset.small,
     val: Annotated[Path | None, typer.Option(help="Folder of validation pairs; else 2 % of the images.")] = None,
+    method: Annotated[
+        str, typer.Option(help="geoflow, or a baseline: probvlm, asymvlm_vmf, asymvlm_ps, grove, repvlm, bayesvlm, ...")
+    ] = "geoflow",
     steps: Annotated[int | None, typer.Option(help="Steps of the optimiser.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Pairs per step.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
@@ -159,7 +162,8 @@ def train(
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     as_json: JsonFlag = False,
 ) -> None:
-    """Trains a flow on paired embeddings. Ctrl-C saves and stops; the same command continues where it stopped."""
+    """Trains a flow, or a baseline, on paired embeddings. Ctrl-C saves and stops; the same command continues."""
+    from geoflow_fast import baselines
     from geoflow_fast.data import EmbeddingPairs, open_pairs
     from geoflow_fast.training import train_preset
 
@@ -180,12 +184,20 @@ def train(
     chosen |= {"seed": seed, "tensorboard": tensorboard, "compile": compile_network}
     data = open_pairs(pairs, images, texts, image_index, normalize=normalize)
     held_out = None if val is None else EmbeddingPairs.open(val, normalize=normalize)
-    report = train_preset(data, out, preset.value, held_out, chosen, centre=centre, pca_dim=pca, device=device)
+    report: TrainReport | None
+    if method == "geoflow":
+        report = train_preset(data, out, preset.value, held_out, chosen, centre=centre, pca_dim=pca, device=device)
+    elif centre or pca is not None:
+        raise ValueError(f"--centre and --pca are the flow's; {method} takes the embeddings as they are")
+    else:
+        report = baselines.train_preset(method, data, out, preset.value, held_out, chosen, folder=pairs, device=device)
     if as_json:
-        _print_json(dataclasses.asdict(report))
+        _print_json({"out": out} if report is None else dataclasses.asdict(report))
+    elif report is None:
+        typer.echo(f"Wrote {out}")
     else:
         _print_training(report)
-    if not report.finished:
+    if report is not None and not report.finished:
         raise typer.Exit(INTERRUPTED)
 
 

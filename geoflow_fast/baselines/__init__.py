@@ -1,16 +1,47 @@
 """Other ways to be uncertain about retrieval with frozen embeddings, behind one interface: `Baseline`.
 
-`METHODS` has them by name; `create` makes one for the widths of some pairs, `load` reads back what `save` wrote.
+`METHODS` has them by name; `find` gives the class of one, `load` reads back what `save` wrote.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from geoflow_fast import dispatch
+from geoflow_fast.baselines.asymvlm import AsymVLMPS, AsymVLMvMF
 from geoflow_fast.baselines.base import Baseline, method_of
+from geoflow_fast.baselines.bayesvlm import Activations, BayesVLM
+from geoflow_fast.baselines.euclidean_flow import EuclideanFlow
+from geoflow_fast.baselines.grove import GroVE
+from geoflow_fast.baselines.mc_dropout import MCDropout
+from geoflow_fast.baselines.probvlm import ProbVLM
 from geoflow_fast.baselines.references import KNNDistance, Margin, MaxSoftmax, SoftmaxEntropy
+from geoflow_fast.baselines.repvlm import REPVLM
+from geoflow_fast.baselines.trained import Sized
+from geoflow_fast.data import EmbeddingPairs
+from geoflow_fast.trainer import TrainReport
 
-METHODS: dict[str, type[Baseline]] = {kind.method: kind for kind in (MaxSoftmax, Margin, SoftmaxEntropy, KNNDistance)}
+METHODS: dict[str, type[Baseline]] = {
+    kind.method: kind
+    for kind in (
+        MaxSoftmax,
+        Margin,
+        SoftmaxEntropy,
+        KNNDistance,
+        ProbVLM,
+        AsymVLMvMF,
+        AsymVLMPS,
+        GroVE,
+        REPVLM,
+        BayesVLM,
+        MCDropout,
+        EuclideanFlow,
+    )
+}
 
 
 def find(name: str) -> type[Baseline]:
@@ -25,4 +56,58 @@ def load(folder: str | Path) -> Baseline:
     return find(method_of(folder)).load(folder)
 
 
-__all__ = ["METHODS", "Baseline", "KNNDistance", "Margin", "MaxSoftmax", "SoftmaxEntropy", "find", "load"]
+def train_folder(
+    method: str,
+    pairs: Path,
+    out: Path,
+    size: str,
+    val: Path | None,
+    overrides: dict[str, Any],
+    *,
+    normalize: bool,
+    device: str,
+) -> TrainReport | None:
+    """`geoflow train --method`: fits a baseline on folders of embeddings and keeps it in `out`.
+
+    `overrides` are fields of its run. None for a method that does not train by gradient. BayesVLM takes its activations
+    from the folder of the pairs.
+    """
+    kind = find(method)
+    data = EmbeddingPairs.open(pairs, normalize=normalize)
+    held_out = None if val is None else EmbeddingPairs.open(val, normalize=normalize)
+    torch.manual_seed(overrides.get("seed", 0))
+    sized: dict[str, Any] = {"size": size} if issubclass(kind, Sized) else {}
+    found = kind(data.image_dim, data.text_dim, **sized)
+    if isinstance(found, BayesVLM):
+        found.set_activations(pairs)
+    known = {field.name for field in dataclasses.fields(found.default_config())}
+    strange = sorted(set(overrides) - known)
+    if strange:
+        raise ValueError(f"{method} has no setting {', '.join(strange)}")
+    config = dataclasses.replace(found.default_config(), **overrides)
+    report = found.to(dispatch.usable_device(device)).fit(data, held_out, config, out)
+    if report is None:
+        found.save(out)
+    return report
+
+
+__all__ = [
+    "METHODS",
+    "REPVLM",
+    "Activations",
+    "AsymVLMPS",
+    "AsymVLMvMF",
+    "Baseline",
+    "BayesVLM",
+    "EuclideanFlow",
+    "GroVE",
+    "KNNDistance",
+    "MCDropout",
+    "Margin",
+    "MaxSoftmax",
+    "ProbVLM",
+    "SoftmaxEntropy",
+    "find",
+    "load",
+    "train_folder",
+]

@@ -82,6 +82,11 @@ class Baseline(nn.Module, ABC):
         self.eval()
         return report
 
+    @classmethod
+    def missing(cls) -> str | None:
+        """What the method needs beyond pairs and is not there, and how to get it; None if pairs are enough."""
+        return None
+
     def default_config(self) -> RunConfig:
         """The run that the method's authors, or the paper's comparison, describe."""
         return RunConfig()
@@ -123,10 +128,18 @@ class Baseline(nn.Module, ABC):
         """Writes settings (JSON) and tensors (safetensors) into `folder`, each file whole or not at all."""
         if not self.fitted:
             raise ValueError(f"{self.method} is not fitted: there is nothing to save")
-        folder = Path(folder)
+        self.write(Path(folder), self.state_dict())
+
+    def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
+        """`save` of other weights than the current ones, for instance the best of a run that goes on."""
         facts = {"method": self.method, "settings": self.settings}
-        save_tensors(folder / WEIGHTS_FILE, self.state_dict(), kind=KIND, info=facts)
+        save_tensors(folder / WEIGHTS_FILE, tensors, kind=KIND, info=facts)
         write_json(folder / CONFIG_FILE, facts)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What tells one fitted baseline from another besides data and run."""
+        return {"method": self.method, **self.settings}
 
     @classmethod
     def load(cls: type[Method], folder: str | Path) -> Method:

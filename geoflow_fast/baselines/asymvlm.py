@@ -1,0 +1,164 @@
+"""AsymVLM: texts become laws on the sphere, images stay points (Ju et al., 2025).
+
+A network maps a text embedding to eta in R^d: direction eta / |eta|, concentration kappa = |eta|, of a von Mises-Fisher
+or a power-spherical law, whose log-likelihoods of images are contrasted over a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from geoflow_fast.baselines.base import nearest
+from geoflow_fast.baselines.trained import Trained
+from geoflow_fast.gallery import Gallery
+from geoflow_fast.trainer import RunConfig
+
+LEAST_ORDER = 32.0
+"""Orders of Bessel functions from which the expansion below is exact to float64; smaller ones come by recurrence."""
+
+# Polynomials U_k(p) of Debye's uniform expansion, by powers of p (Abramowitz and Stegun 9.3.9).
+_DEBYE = (
+    {1: 3 / 24, 3: -5 / 24},
+    {2: 81 / 1152, 4: -462 / 1152, 6: 385 / 1152},
+    {3: 30375 / 414720, 5: -369603 / 414720, 7: 765765 / 414720, 9: -425425 / 414720},
+    {
+        4: 4465125 / 39813120,
+        6: -94121676 / 39813120,
+        8: 349922430 / 39813120,
+        10: -446185740 / 39813120,
+        12: 185910725 / 39813120,
+    },
+)
+
+
+def log_bessel_ratio(order: float, x: Tensor) -> Tensor:
+    """log(I_v(x) / x^v) of order v >= 0 for x >= 0, float64: smooth at x = 0, where it is -v log 2 - lgamma(v + 1).
+
+    Debye's uniform expansion, for an order of at least `LEAST_ORDER`, and the recurrence
+    I_{v-1} = (2v / x) I_v + I_{v+1} from there down, which is stable.
+    """
+    x = x.double()
+    square = x.square()
+    above = max(0, math.ceil(LEAST_ORDER - order))
+    v = order + above
+    value, ratio = _debye(v, square), torch.exp(_debye(v + 1, square) - _debye(v, square))
+    for _ in range(above):
+        # With J_v = I_v / x^v: J_{v-1} = 2v J_v + x^2 J_{v+1}; `ratio` is J_{v+1} / J_v.
+        growth = 2 * v + square * ratio
+        value, ratio, v = value + growth.log(), 1 / growth, v - 1
+    return value
+
+
+def _debye(v: float, square: Tensor) -> Tensor:
+    """log(I_v(x) / x^v) of a large order v, as a function of x^2."""
+    root = torch.sqrt(1 + square / v**2)
+    p = 1 / root
+    series = torch.ones_like(p)
+    for k, polynomial in enumerate(_DEBYE, 1):
+        series = series + sum((weight * p**power for power, weight in polynomial.items()), torch.zeros_like(p)) / v**k
+    leading = v * (root - torch.log1p(root) - math.log(v)) - 0.5 * math.log(2 * math.pi * v)
+    return leading - 0.5 * root.log() + series.log()
+
+
+def log_vmf_normalizer(kappa: Tensor, d: int) -> Tensor:
+    """log C_d(kappa), float64, of the density C_d(kappa) exp(kappa <mu, x>) on the unit sphere of R^d."""
+    return -d / 2 * math.log(2 * math.pi) - log_bessel_ratio(d / 2 - 1, kappa)
+
+
+def log_power_spherical(cosine: Tensor, kappa: Tensor, d: int) -> Tensor:
+    """Log-density, float64, at cosine <mu, x> of the law proportional to (1 + <mu, x>)^kappa on the sphere of R^d."""
+    kappa = kappa.double()
+    b = (d - 1) / 2
+    a = b + kappa
+    log_normalizer = (a + b) * math.log(2) + torch.lgamma(a) - torch.lgamma(a + b) + b * math.log(math.pi)
+    return kappa * torch.log1p(cosine.double().clamp(min=-1 + 1e-6)) - log_normalizer
+
+
+def contrastive_losses(logits: Tensor) -> Tensor:
+    """Cross-entropy of the diagonal of logits [B, B], mean of that over rows and that over columns: [B]."""
+    return -(logits.log_softmax(1).diagonal() + logits.log_softmax(0).diagonal()) / 2
+
+
+class AsymVLM(Trained):
+    """1 / kappa of a text: of the query in t2i, of the caption that plain search finds first in i2t.
+
+    A four-layer network of width `hidden` (2d) is trained with the symmetric cross-entropy over the log-likelihoods of
+    a batch's images under its texts, times a learned scalar.
+    """
+
+    RECIPE: ClassVar[RunConfig] = RunConfig(
+        steps=120_000,
+        batch_size=2048,
+        weight_decay=5e-4,
+        warmup_steps=1000,
+        val_every=10_000,
+        val_batches=20,
+        optimizer="sgd",
+    )
+    LEARNING_RATES: ClassVar[dict[str, float]] = {"paper": 1e-2, "small": 1e-2, "tiny": 0.3}
+    CONTRASTIVE: ClassVar[bool] = True
+
+    def __init__(self, image_dim: int, text_dim: int, size: str = "auto", hidden: int | None = None) -> None:
+        super().__init__(image_dim, text_dim, size, hidden=hidden)
+        if image_dim != text_dim:
+            raise ValueError(f"laws of texts over images need one width, got {image_dim} and {text_dim}")
+        if image_dim < 3:
+            raise ValueError(f"the laws need at least 3 dimensions, got {image_dim}")
+        inner = 2 * text_dim if hidden is None else hidden
+        widths = (text_dim, inner, inner, inner)
+        hidden_layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
+        self.network = nn.Sequential(*hidden_layers, nn.Linear(inner, image_dim))
+        self.log_scale = nn.Parameter(torch.zeros(()))
+
+    @staticmethod
+    @abstractmethod
+    def log_likelihood(eta: Tensor, points: Tensor) -> Tensor:
+        """Of points [N, d] under the laws of `eta` [B, d]: float64 [B, N]."""
+
+    def losses(self, *tensors: Tensor) -> Tensor:
+        """Symmetric cross-entropy over the likelihoods of the batch."""
+        image, text = tensors
+        return contrastive_losses(self.log_scale.exp() * self.log_likelihood(self.network(text), image)).float()
+
+    def concentration(self, text: Tensor) -> Tensor:
+        """kappa [B] of texts [B, d]."""
+        return torch.linalg.vector_norm(self.network(text).double(), dim=1)
+
+    def _score(self, queries: Tensor, gallery: Gallery, direction: str) -> Tensor:
+        text = queries if direction == "t2i" else gallery.take(nearest(queries, gallery)[1][:, 0])
+        return 1 / self.concentration(text)
+
+
+class AsymVLMvMF(AsymVLM):
+    """With von Mises-Fisher laws."""
+
+    method: ClassVar[str] = "asymvlm_vmf"
+    title: ClassVar[str] = "AsymVLM-vMF"
+
+    @staticmethod
+    def log_likelihood(eta: Tensor, points: Tensor) -> Tensor:
+        """<eta, x> + log C_d(|eta|)."""
+        eta = eta.double()
+        normalizer = log_vmf_normalizer(torch.linalg.vector_norm(eta, dim=1), eta.shape[1])
+        return eta @ points.double().T + normalizer.unsqueeze(1)
+
+
+class AsymVLMPS(AsymVLM):
+    """With power-spherical laws."""
+
+    method: ClassVar[str] = "asymvlm_ps"
+    title: ClassVar[str] = "AsymVLM-PS"
+
+    @staticmethod
+    def log_likelihood(eta: Tensor, points: Tensor) -> Tensor:
+        """kappa log(1 + <mu, x>) and the normaliser."""
+        eta = eta.double()
+        kappa = torch.linalg.vector_norm(eta, dim=1, keepdim=True)
+        cosine = (eta / kappa.clamp(min=1e-12)) @ points.double().T
+        return log_power_spherical(cosine, kappa, eta.shape[1])

@@ -1,0 +1,294 @@
+"""BayesVLM: a Laplace approximation of the last projections, without training (Baumann et al., 2024).
+
+The towers end in linear maps, g = W phi. Their posterior is a matrix normal with Kronecker factors A (of activations)
+and B (of the contrastive loss), so an embedding is Gaussian with covariance (phi^T A^-1 phi) B^-1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geoflow_fast.baselines.base import Baseline, Task
+from geoflow_fast.checkpoint import load_tensors
+from geoflow_fast.data import EmbeddingPairs, Rows
+from geoflow_fast.entropy import CONDITIONAL
+from geoflow_fast.gallery import Gallery, GallerySource, open_rows
+
+IMAGE_FOLDER, TEXT_FOLDER, PROJECTIONS_FILE, PROJECTIONS_KIND = (
+    "img_pre",
+    "text_pre",
+    "projections.safetensors",
+    "projections",
+)
+TOWERS = ("image", "text")
+GALLERY_ROWS = 8192
+_NEEDS = (
+    "bayesvlm needs what goes into the last projections, and their weights: `geoflow embed --pre-projection` writes "
+    f"{IMAGE_FOLDER}/, {TEXT_FOLDER}/ and {PROJECTIONS_FILE}; give them with BayesVLM.set_activations"
+)
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Activations before the last projections, row for row those of the embeddings, and the projections.
+
+    `image` [N, k_I] and `text` [M, k_T]; `projections`: `image.weight` [d, k_I], `text.weight` [d, k_T], and
+    `image.bias`, `text.bias` [d] where there are any.
+    """
+
+    image: Rows
+    text: Rows
+    projections: Mapping[str, Tensor]
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Activations:
+        """Of a folder that `geoflow embed --pre-projection` wrote; rows are memory-mapped."""
+        folder = Path(folder)
+        for name in (IMAGE_FOLDER, TEXT_FOLDER, PROJECTIONS_FILE):
+            if not (folder / name).exists():
+                raise FileNotFoundError(f"{folder / name} does not exist: {_NEEDS}")
+        weights, _ = load_tensors(folder / PROJECTIONS_FILE, kind=PROJECTIONS_KIND)
+        image, text = (open_rows(folder / name, name) for name in (IMAGE_FOLDER, TEXT_FOLDER))
+        return cls(image, text, weights)
+
+    @classmethod
+    def from_arrays(cls, image: Tensor, text: Tensor, projections: Mapping[str, Tensor]) -> Activations:
+        """Of tensors in memory."""
+        rows = [Rows([x.detach().cpu().numpy()], name) for x, name in ((image, "image"), (text, "text"))]
+        return cls(rows[0], rows[1], projections)
+
+
+def take_rows(rows: Rows, index: np.ndarray) -> Tensor:
+    """Rows `index` as they are stored, not scaled to unit norm: float64."""
+    out = np.empty((len(index), rows.dim))
+    for part, start in zip(rows.parts, rows.starts):
+        inside = (index >= start) & (index < start + len(part))
+        out[inside] = part[index[inside] - start]
+    return torch.from_numpy(out)
+
+
+class BayesVLM(Baseline):
+    """Entropy, in nats, of the softmax over the gallery of cosines whose uncertainty is known (probit approximation).
+
+    `set_activations` before `fit`; `uncertainty` then takes activations of queries and gallery in place of embeddings.
+    `logit_scale`: of the pretrained model (100 for CLIP). `prior_precision`: of the projections' weights. Factors are
+    summed over `batch_size` pairs at a time, whose other members are the contrastive loss's alternatives.
+    """
+
+    method: ClassVar[str] = "bayesvlm"
+    title: ClassVar[str] = "BayesVLM"
+
+    def __init__(
+        self,
+        image_dim: int,
+        text_dim: int,
+        image_pre: int = 0,
+        text_pre: int = 0,
+        logit_scale: float = 100.0,
+        prior_precision: float = 1.0,
+        batch_size: int = 1024,
+    ) -> None:
+        constants = {"logit_scale": logit_scale, "prior_precision": prior_precision, "batch_size": batch_size}
+        super().__init__(image_dim, text_dim, image_pre=image_pre, text_pre=text_pre, **constants)
+        if image_dim != text_dim:
+            raise ValueError(f"cosines need images and texts of one width, got {image_dim} and {text_dim}")
+        if not (logit_scale > 0 and prior_precision > 0 and batch_size > 1):
+            raise ValueError(f"{logit_scale=} and {prior_precision=} must be positive, {batch_size=} more than 1")
+        self.logit_scale, self.prior_precision, self.batch_size = logit_scale, prior_precision, batch_size
+        self.activations: Activations | None = None
+        self._set_widths(image_pre, text_pre)
+
+    def _set_widths(self, image_pre: int, text_pre: int) -> None:
+        """Buffers of both towers: projection, bias, inverse of A, diagonal of the inverse of B."""
+        self.settings |= {"image_pre": image_pre, "text_pre": text_pre}
+        for tower, width in zip(TOWERS, (image_pre, text_pre)):
+            self.register_buffer(f"{tower}_weight", torch.zeros(self.image_dim, width, dtype=torch.float64))
+            self.register_buffer(f"{tower}_bias", torch.zeros(self.image_dim, dtype=torch.float64))
+            self.register_buffer(f"{tower}_a_inverse", torch.zeros(width, width, dtype=torch.float64))
+            self.register_buffer(f"{tower}_b_inverse", torch.zeros(self.image_dim, dtype=torch.float64))
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """Activations and projections: pairs alone never are enough."""
+        return _NEEDS
+
+    def set_activations(self, activations: Activations | str | Path) -> BayesVLM:
+        """What `fit` takes, row for row that of its pairs, or the folder that holds it."""
+        found = activations if isinstance(activations, Activations) else Activations.open(activations)
+        for tower, rows in zip(TOWERS, (found.image, found.text)):
+            weight = found.projections.get(f"{tower}.weight")
+            if weight is None or tuple(weight.shape) != (self.image_dim, rows.dim):
+                shape = "nothing" if weight is None else tuple(weight.shape)
+                raise ValueError(f"{tower}.weight must be [{self.image_dim}, {rows.dim}], got {shape}")
+        self._set_widths(found.image.dim, found.text.dim)
+        for tower in TOWERS:
+            getattr(self, f"{tower}_weight").copy_(found.projections[f"{tower}.weight"])
+            if f"{tower}.bias" in found.projections:
+                getattr(self, f"{tower}_bias").copy_(found.projections[f"{tower}.bias"])
+        self.activations = found
+        return self
+
+    def _fit(self, task: Task) -> None:
+        if self.activations is None:
+            raise ValueError(_NEEDS)
+        device, pairs = self.device, task.pairs
+        for tower, rows, used in zip(TOWERS, (self.activations.image, self.activations.text), _rows_of(pairs)):
+            if used.max() >= len(rows):
+                raise ValueError(f"{len(rows)} rows of {tower} activations are too few for pairs of row {used.max()}")
+        a = {tower: torch.zeros_like(getattr(self, f"{tower}_a_inverse")) for tower in TOWERS}
+        b = {tower: torch.zeros(self.image_dim, self.image_dim, dtype=torch.float64, device=device) for tower in TOWERS}
+        for image_rows, text_rows, first in self._batches(pairs, task.config.seed):
+            phi = {
+                "image": take_rows(self.activations.image, image_rows).to(device),
+                "text": take_rows(self.activations.text, text_rows).to(device),
+            }
+            out = {tower: self.project(tower, phi[tower]) for tower in TOWERS}
+            if first is not None:
+                self._check_embeddings(out, first)
+            for tower, other in (TOWERS, TOWERS[::-1]):
+                a[tower] += phi[tower].T @ phi[tower]
+                b[tower] += contrastive_curvature(out[tower], out[other], self.logit_scale)
+        root, prior = math.sqrt(len(pairs)), math.sqrt(self.prior_precision)
+        for tower in TOWERS:
+            for factor, name in ((a[tower], "a_inverse"), (b[tower], "b_inverse")):
+                identity = torch.eye(len(factor), dtype=torch.float64, device=device)
+                inverse = torch.cholesky_inverse(torch.linalg.cholesky(factor / root + prior * identity))
+                getattr(self, f"{tower}_{name}").copy_(inverse if name == "a_inverse" else inverse.diagonal())
+
+    def _batches(
+        self, pairs: EmbeddingPairs, seed: int
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, tuple[Tensor, Tensor] | None]]:
+        """Rows (image, text) of shuffled pairs; with the first batch its embeddings too."""
+        order = np.random.default_rng(seed).permutation(len(pairs))
+        image_row, text_row = _rows_of(pairs)
+        for low in range(0, len(order), self.batch_size):
+            index = order[low : low + self.batch_size]
+            yield image_row[index], text_row[index], pairs[index] if low == 0 else None
+
+    def _check_embeddings(self, out: Mapping[str, Tensor], pairs: tuple[Tensor, Tensor]) -> None:
+        """ValueError if the projected activations are not the embeddings of the same rows."""
+        for tower, embedding in zip(TOWERS, pairs):
+            cosine = torch.cosine_similarity(out[tower], embedding.to(out[tower]), dim=1)
+            if float(cosine.min()) < 0.99:
+                raise ValueError(
+                    f"projected {tower} activations are not the pairs' embeddings (cosine {float(cosine.min()):.3f}): "
+                    "they must be of the same rows and the same model"
+                )
+
+    def project(self, tower: str, phi: Tensor) -> Tensor:
+        """Embeddings [B, d] of activations [B, k] before they are scaled to unit norm, float64."""
+        return phi.double() @ getattr(self, f"{tower}_weight").T + getattr(self, f"{tower}_bias")
+
+    def moments(self, tower: str, phi: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance [B, d] of the embedding, before scaling, of activations [B, k]."""
+        phi = phi.double()
+        spread = torch.einsum("bi,ij,bj->b", phi, getattr(self, f"{tower}_a_inverse"), phi)
+        return self.project(tower, phi), spread.unsqueeze(1) * getattr(self, f"{tower}_b_inverse")
+
+    @torch.no_grad()
+    def uncertainty(self, queries: Tensor, gallery: GallerySource | Gallery, direction: str) -> Tensor:
+        """Uncertainty [Q], float64, of queries by their activations [Q, k] over those of a gallery [N, k'].
+
+        The gallery is a tensor, an array, a `.npy` file or a folder of shards.
+        """
+        if direction not in CONDITIONAL:
+            raise ValueError(f"direction must be one of {CONDITIONAL}, got {direction!r}")
+        if not self.fitted:
+            raise ValueError(f"{self.method} is not fitted: call fit, or load one that was")
+        if isinstance(gallery, Gallery):
+            raise TypeError("bayesvlm searches activations, but a Gallery holds unit embeddings: give a tensor or file")
+        asks, searched = _towers(direction)
+        rows = _activation_rows(gallery)
+        for name, tower, shape in (("queries", asks, queries.shape[1:]), ("gallery", searched, (rows.dim,))):
+            width = self.settings[f"{tower}_pre"]
+            if tuple(shape) != (width,):
+                raise ValueError(f"{name} must be {tower} activations of width {width}, got {tuple(shape)}: {_NEEDS}")
+        return self._score(queries.detach().to(self.device), rows, direction)
+
+    def _score(self, queries: Tensor, gallery: Any, direction: str) -> Tensor:
+        asks, searched = _towers(direction)
+        mean, variance = self.moments(asks, queries)
+        total = _Entropy(len(queries), self.device)
+        for _, block in gallery.blocks(GALLERY_ROWS):
+            items = self.moments(searched, torch.from_numpy(np.array(block)).to(self.device))
+            cosine, spread = cosine_moments(mean, variance, *items)
+            total.add(probit(self.logit_scale * cosine, self.logit_scale**2 * spread))
+        return total.value()
+
+
+def _towers(direction: str) -> tuple[str, str]:
+    """The tower that queries come from, and the gallery's."""
+    return ("text", "image") if direction == "t2i" else ("image", "text")
+
+
+def _rows_of(pairs: EmbeddingPairs) -> tuple[np.ndarray, np.ndarray]:
+    return pairs.image_row, pairs.text_row
+
+
+def _activation_rows(gallery: GallerySource) -> Rows:
+    if isinstance(gallery, Tensor):
+        gallery = gallery.detach().cpu().numpy()
+    return Rows([gallery], "gallery") if isinstance(gallery, np.ndarray) else open_rows(Path(gallery), "gallery")
+
+
+def contrastive_curvature(own: Tensor, other: Tensor, scale: float) -> Tensor:
+    """Sum over rows of J^T H J [d, d]: the Gauss-Newton matrix, in `own` [B, d], of the cross-entropy over `other`.
+
+    The logits of row i are scale <g_i/|g_i|, h_j/|h_j|>; H = diag(pi) - pi pi^T and J their derivative in g_i. Written
+    out, everything is a product of matrices, none larger than [B, B] or [d, d].
+    """
+    length = torch.linalg.vector_norm(own, dim=1)
+    g, h = own / length.unsqueeze(1), torch.nn.functional.normalize(other)
+    cosine = g @ h.T
+    weight = (scale * cosine).softmax(1)
+    factor = (scale / length).square().unsqueeze(1)
+    spread = h.T @ ((factor * weight).sum(0).unsqueeze(1) * h)
+    cross = g.T @ ((factor * weight * cosine) @ h)
+    along = g.T @ ((factor * (weight * cosine.square()).sum(1, keepdim=True)) * g)
+    centre = weight @ h - (weight * cosine).sum(1, keepdim=True) * g
+    return spread - cross - cross.T + along - centre.T @ (factor * centre)
+
+
+def cosine_moments(mean: Tensor, variance: Tensor, other_mean: Tensor, other_variance: Tensor) -> tuple[Tensor, Tensor]:
+    """Approximate mean and variance [Q, N] of the cosines of independent Gaussians, given by mean and variance [., d].
+
+    Norms are replaced by the roots of their mean squares; the inner product's moments are exact.
+    """
+    square, other_square = (mean.square() + variance), (other_mean.square() + other_variance)
+    norm = square.sum(1, keepdim=True) * other_square.sum(1)
+    product = variance @ other_square.T + mean.square() @ other_variance.T
+    return mean @ other_mean.T / norm.sqrt(), product / norm
+
+
+def probit(mean: Tensor, variance: Tensor) -> Tensor:
+    """Logits whose softmax approximates the mean softmax of Gaussian logits."""
+    return mean / torch.sqrt(1 + math.pi / 8 * variance)
+
+
+class _Entropy:
+    """Entropy of a softmax whose logits come in blocks [Q, n]."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self.peak = torch.full((rows,), -math.inf, dtype=torch.float64, device=device)
+        self.weight, self.weighted = torch.zeros_like(self.peak), torch.zeros_like(self.peak)
+
+    def add(self, logits: Tensor) -> None:
+        peak = torch.maximum(self.peak, logits.amax(1))
+        shrink = torch.exp(self.peak - peak)
+        # `weighted` is the sum of e^(l - peak) (l - peak): moving the peak moves it by the weight.
+        moved = torch.where(self.weight > 0, self.weight * (self.peak - peak), 0.0)
+        apart = logits - peak.unsqueeze(1)
+        self.weighted = shrink * (self.weighted + moved) + (apart.exp() * apart).sum(1)
+        self.weight = shrink * self.weight + apart.exp().sum(1)
+        self.peak = peak
+
+    def value(self) -> Tensor:
+        return self.weight.log() - self.weighted / self.weight

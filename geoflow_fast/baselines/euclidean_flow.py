@@ -1,0 +1,76 @@
+"""The Euclidean twin of GeoFlow: straight lines and a Gaussian base instead of geodesics on spheres."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from geoflow_fast.bandwidth import fit_bandwidth
+from geoflow_fast.baselines.base import Task
+from geoflow_fast.baselines.trained import Sized
+from geoflow_fast.entropy import CONDITIONAL, RetrievalEntropy
+from geoflow_fast.gallery import Gallery
+from geoflow_fast.model import GeoFlow, GeoFlowConfig
+from geoflow_fast.trainer import Run, RunConfig, TrainReport, complete
+from geoflow_fast.training import FlowMatching, TrainConfig
+
+
+class EuclideanFlow(Sized):
+    """Retrieval entropy of a flow without projections, geodesics or normalisation: the paper's ablation of geometry.
+
+    Network, curriculum and coupling are GeoFlow's of the same size; kappa and guidance of each direction are fitted on
+    the validation pairs, and the scorer's setting is that of `RetrievalEntropy.fast`, as for GeoFlow.
+    """
+
+    method: ClassVar[str] = "euclidean_flow"
+    title: ClassVar[str] = "Euclidean flow"
+    bandwidth: Tensor
+
+    def __init__(self, image_dim: int, text_dim: int, size: str = "auto", seed: int = 0) -> None:
+        super().__init__(image_dim, text_dim, size, seed=seed)
+        self.seed = seed
+        shape = getattr(GeoFlowConfig, self.size)(image_dim, text_dim)
+        self.flow = GeoFlow(dataclasses.replace(shape, geometry="euclidean"))
+        self.register_buffer("bandwidth", torch.zeros(len(CONDITIONAL), 2))  # kappa and guidance, by direction
+
+    def default_config(self) -> RunConfig:
+        """That of `gf.train` for the size."""
+        found: TrainConfig = getattr(TrainConfig, self.size)()
+        return found
+
+    def _fit(self, task: Task) -> TrainReport:
+        config = task.config if isinstance(task.config, TrainConfig) else TrainConfig(**dataclasses.asdict(task.config))
+        run = Run(_TwinMatching(self, task, config))
+        report = complete(run, task.out, resume=task.resume, progress=task.progress)
+        if report.finished:
+            for row, direction in enumerate(CONDITIONAL):
+                found = fit_bandwidth(self.flow, task.val, direction, seed=self.seed)
+                self.bandwidth[row] = torch.tensor([found.kappa, found.guidance])
+            if task.out is not None:
+                self.write(task.out, self.state_dict())
+        return report
+
+    def _score(self, queries: Tensor, gallery: Gallery, direction: str) -> Tensor:
+        kappa, guidance = self.bandwidth[CONDITIONAL.index(direction)].tolist()
+        chosen = {"kappa": kappa, "guidance": guidance, "seed": self.seed}
+        scorer = RetrievalEntropy.fast(self.flow, gallery, direction, **chosen).to(self.device)
+        return scorer(queries).entropy
+
+
+class _TwinMatching(FlowMatching):
+    """Flow matching that keeps its weights as a baseline's."""
+
+    def __init__(self, method: EuclideanFlow, task: Task, config: TrainConfig) -> None:
+        super().__init__(method.flow, task.pairs, task.val, config)
+        self.method = method
+        self.facts = method.facts
+
+    def export(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        """Without a bandwidth yet."""
+        named = {f"flow.{name}": x for name, x in weights.items()}
+        self.method.write(folder, {**named, "bandwidth": self.method.bandwidth})

@@ -1,0 +1,226 @@
+"""GroVE: one latent per pair, two sparse Gaussian processes from it to the embeddings (Venkataramanan et al., 2025)."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from geoflow_fast.baselines.base import Task
+from geoflow_fast.baselines.trained import PairObjective, RowBatch, Trained
+from geoflow_fast.data import EmbeddingPairs
+from geoflow_fast.gallery import Gallery
+from geoflow_fast.trainer import Run, RunConfig, TrainReport, complete
+
+PCA_ROWS = 20_000
+_NEEDS = "grove needs the package gpytorch: pip install 'geoflow_fast[baselines]'"
+
+
+def gaussian_kl(mean: Tensor, variance: Tensor, other_mean: Tensor, other_variance: Tensor) -> Tensor:
+    """KL(first | other) of diagonal Gaussians, summed over the last dimension."""
+    ratio = variance / other_variance
+    return 0.5 * (ratio + (mean - other_mean).square() / other_variance - 1 - ratio.log()).sum(-1)
+
+
+def expected_log_likelihood(mean: Tensor, variance: Tensor, noise: Tensor, target: Tensor) -> Tensor:
+    """E log N(target; f, noise) over f ~ N(mean, variance), summed over the last dimension."""
+    error = (target - mean).square() + variance
+    return -0.5 * (error / noise + noise.log() + 1.8378770664093453).sum(-1)
+
+
+def sparse_process(inducing: int, latent: int, outputs: int) -> nn.Module:
+    """A GPyTorch variational process of `outputs` coordinates over R^latent: RBF kernel with a scale.
+
+    Coordinates share kernel and inducing points; each has its own variational law, of independent inducing values.
+    """
+    import gpytorch
+
+    variational = gpytorch.variational
+
+    class SparseProcess(gpytorch.models.ApproximateGP):
+        def __init__(self) -> None:
+            law = variational.MeanFieldVariationalDistribution(inducing, batch_shape=torch.Size([outputs]))
+            points = torch.randn(inducing, latent)
+            super().__init__(variational.VariationalStrategy(self, points, law, learn_inducing_locations=True))
+            self.mean_module = gpytorch.means.ZeroMean()
+            self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=latent))
+
+        def forward(self, x: Tensor) -> Any:
+            return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+    return SparseProcess()
+
+
+class Side(nn.Module):
+    """The process of one modality and the noise of its embeddings around it."""
+
+    def __init__(self, dim: int, inducing: int, latent: int) -> None:
+        super().__init__()
+        self.process = sparse_process(inducing, latent, dim)
+        self.log_noise = nn.Parameter(torch.tensor(-4.0))
+
+    def predict(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the process at latents [B, q]: [B, d] each."""
+        self.process.train()  # in eval mode GPyTorch keeps parts of the graph from one call to the next
+        found = self.process(latent)
+        return found.mean.T, found.variance.T
+
+    def noise(self) -> Tensor:
+        """Variance of the embeddings around the process."""
+        return self.log_noise.exp() + 1e-6
+
+    def kl(self) -> Tensor:
+        """Of the variational laws from their prior, summed over coordinates."""
+        strategy: Any = self.process.variational_strategy
+        return strategy.kl_divergence().sum()
+
+
+class GroVE(Trained):
+    """Predictive variance of the query's own process at its latent, mean over coordinates.
+
+    The latent of a query is found by `adam_steps` of Adam on the likelihood of the observed side and a standard normal
+    prior, from zero. Latents of training pairs are learned, from their principal components, and not kept.
+    """
+
+    method: ClassVar[str] = "grove"
+    title: ClassVar[str] = "GroVE"
+    RECIPE: ClassVar[RunConfig] = RunConfig(
+        steps=120_000,
+        batch_size=128,
+        weight_decay=0.0,
+        warmup_steps=1000,
+        val_every=10_000,
+        val_batches=20,
+        optimizer="adam",
+    )
+    LEARNING_RATES: ClassVar[dict[str, float]] = {"paper": 1e-5, "small": 1e-3, "tiny": 1e-2}
+    INDUCING: ClassVar[dict[str, int]] = {"paper": 250, "small": 100, "tiny": 40}
+
+    def __init__(
+        self,
+        image_dim: int,
+        text_dim: int,
+        size: str = "auto",
+        latent: int = 10,
+        elbo_weight: float = 0.01,
+        kl_weight: float = 400.0,
+        adam_steps: int = 20,
+        adam_lr: float = 0.1,
+    ) -> None:
+        if reason := self.missing():
+            raise ValueError(reason)
+        weights = {"elbo_weight": elbo_weight, "kl_weight": kl_weight, "adam_steps": adam_steps, "adam_lr": adam_lr}
+        super().__init__(image_dim, text_dim, size, latent=latent, **weights)
+        if image_dim != text_dim:
+            raise ValueError(f"aligned predictions need one width, got {image_dim} and {text_dim}")
+        if not 1 <= latent <= image_dim:
+            raise ValueError(f"latent={latent} must be between 1 and the width {image_dim}")
+        self.latent, self.elbo_weight, self.kl_weight = latent, elbo_weight, kl_weight
+        self.adam_steps, self.adam_lr = adam_steps, adam_lr
+        inducing = self.INDUCING[self.size]
+        self.image, self.text = Side(image_dim, inducing, latent), Side(text_dim, inducing, latent)
+        self.pairs_seen = 1
+
+    @classmethod
+    def missing(cls) -> str | None:
+        """GPyTorch."""
+        return None if importlib.util.find_spec("gpytorch") else _NEEDS
+
+    def make_batch(self, image: Tensor, text: Tensor, index: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:  # noqa: ARG002
+        """With the numbers of the pairs, by which latents are known."""
+        return image, text, index
+
+    def losses(self, *tensors: Tensor) -> Tensor:
+        """0.01 (-ELBO of both sides) + 400 (KL both ways between the predictions), at latents [B, q]."""
+        image, text, latent = tensors
+        predicted = [side.predict(latent) for side in (self.image, self.text)]
+        fits = [
+            expected_log_likelihood(*law, side.noise(), target)
+            for law, side, target in zip(predicted, (self.image, self.text), (image, text))
+        ]
+        prior = (self.image.kl() + self.text.kl()) / self.pairs_seen + 0.5 * latent.square().sum(1)
+        aligned = gaussian_kl(*predicted[0], *predicted[1]) + gaussian_kl(*predicted[1], *predicted[0])
+        return self.elbo_weight * (prior - fits[0] - fits[1]) + self.kl_weight * aligned
+
+    def infer(self, targets: Iterable[tuple[Side, Tensor]]) -> Tensor:
+        """Latents [B, q] of rows whose embeddings on some sides are given, by Adam from zero."""
+        observed = list(targets)
+        start = torch.zeros(len(observed[0][1]), self.latent, device=observed[0][1].device)
+        with torch.enable_grad():
+            latent = start.requires_grad_()
+            optimizer = torch.optim.Adam([latent], self.adam_lr)
+            for _ in range(self.adam_steps):
+                fit = sum(expected_log_likelihood(*side.predict(latent), side.noise(), x) for side, x in observed)
+                loss = (0.5 * latent.square().sum(1) - fit).sum()
+                (latent.grad,) = torch.autograd.grad(loss, [latent])
+                optimizer.step()
+        return latent.detach()
+
+    def _fit(self, task: Task) -> TrainReport:
+        self.pairs_seen = len(task.pairs)
+        objective = _WithLatents(self, task)
+        return complete(Run(objective), task.out, resume=task.resume, progress=task.progress)
+
+    def _score(self, queries: Tensor, gallery: Gallery, direction: str) -> Tensor:  # noqa: ARG002
+        side = self.text if direction == "t2i" else self.image
+        return side.predict(self.infer([(side, queries)]))[1].mean(1)
+
+
+class _TrainedTogether(nn.Module):
+    """The method and the latents [N, q] of its training pairs."""
+
+    def __init__(self, method: GroVE, pairs: int) -> None:
+        super().__init__()
+        self.method = method
+        self.latents = nn.Parameter(torch.zeros(pairs, method.latent, device=method.device))
+
+
+class _WithLatents(PairObjective):
+    """Training pairs bring their latents; those of validation pairs are inferred from both sides."""
+
+    def __init__(self, method: GroVE, task: Task) -> None:
+        self.together = _TrainedTogether(method, len(task.pairs))
+        super().__init__(self.together, method, task)
+        self.grove = method
+
+    def prepare(self) -> None:
+        """Latents start at the principal components of the pairs, of unit variance."""
+        with torch.no_grad():
+            self.together.latents.copy_(principal_components(self.pairs, self.grove.latent, self.config.seed))
+            for side in (self.grove.image, self.grove.text):
+                strategy: Any = side.process.variational_strategy
+                rows = torch.linspace(0, len(self.pairs) - 1, len(strategy.inducing_points)).long()
+                strategy.inducing_points.copy_(self.together.latents[rows.to(self.device)])
+
+    def losses(self, batch: RowBatch) -> Tensor:
+        """At learned latents in training, at inferred ones in validation."""
+        image, text, index = batch.tensors
+        grove = self.grove
+        latent = (
+            self.together.latents[index]
+            if self.together.training
+            else grove.infer([(grove.image, image), (grove.text, text)])
+        )
+        return grove.losses(image, text, latent)
+
+    def export(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        """Without the latents."""
+        own = {name.removeprefix("method."): x for name, x in weights.items() if name.startswith("method.")}
+        super().export(folder, own)
+
+
+def principal_components(pairs: EmbeddingPairs, count: int, seed: int) -> Tensor:
+    """Scores [N, count] of the pairs (both sides together) on their leading components, each of unit variance."""
+    sample = np.sort(np.random.default_rng(seed).permutation(len(pairs))[:PCA_ROWS])
+    x = torch.cat(pairs[sample], dim=1).double()
+    mean = x.mean(0)
+    _, _, basis = torch.linalg.svd(x - mean, full_matrices=False)
+    basis = basis[:count] * basis[:count].gather(1, basis[:count].abs().argmax(1, keepdim=True)).sign()
+    blocks = np.array_split(np.arange(len(pairs)), max(1, len(pairs) // PCA_ROWS))
+    scores = torch.cat([(torch.cat(pairs[rows], dim=1).double() - mean) @ basis.T for rows in blocks])
+    return (scores / scores.std(0).clamp(min=1e-12)).float()

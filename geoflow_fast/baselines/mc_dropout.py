@@ -1,0 +1,48 @@
+"""Monte-Carlo dropout: an adapter whose dropout stays on at test; uncertain is what it does not repeat."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from geoflow_fast.baselines.probvlm import ProbVLM, Trunk, check_passes
+from geoflow_fast.baselines.trained import Trained
+from geoflow_fast.gallery import Gallery
+from geoflow_fast.trainer import RunConfig
+
+
+class MCDropout(Trained):
+    """Variance over `passes` of the partner that is predicted for the query, a unit vector, mean over coordinates.
+
+    One residual adapter per modality (the trunk of ProbVLM) predicts the partner's embedding, by squared error. A pass
+    draws one thinned network for all queries, so that scores do not depend on how queries are batched.
+    """
+
+    method: ClassVar[str] = "mc_dropout"
+    title: ClassVar[str] = "MC dropout"
+    RECIPE: ClassVar[RunConfig] = ProbVLM.RECIPE
+    LEARNING_RATES: ClassVar[dict[str, float]] = ProbVLM.LEARNING_RATES
+
+    def __init__(
+        self, image_dim: int, text_dim: int, size: str = "auto", dropout: float = 0.3, passes: int = 15, seed: int = 0
+    ) -> None:
+        super().__init__(image_dim, text_dim, size, dropout=dropout, passes=passes, seed=seed)
+        check_passes(dropout, passes)
+        if image_dim != text_dim:
+            raise ValueError(f"the adapter's residual needs one width, got {image_dim} and {text_dim}")
+        self.passes, self.seed = passes, seed
+        hidden = ProbVLM.HIDDEN[self.size]
+        self.image, self.text = Trunk(image_dim, hidden, dropout), Trunk(text_dim, hidden, dropout)
+
+    def losses(self, *tensors: Tensor) -> Tensor:
+        """Squared error of both predictions."""
+        image, text = tensors
+        return (self.image(image) - text).square().sum(1) + (self.text(text) - image).square().sum(1)
+
+    def _score(self, queries: Tensor, gallery: Gallery, direction: str) -> Tensor:  # noqa: ARG002
+        trunk = self.text if direction == "t2i" else self.image
+        drawn = torch.stack([functional.normalize(trunk(queries, m)) for m in trunk.masks(self.passes, self.seed)])
+        return drawn.double().var(0, correction=0).mean(1)

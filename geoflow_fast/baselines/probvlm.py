@@ -1,0 +1,178 @@
+"""ProbVLM: adapters that turn each embedding into a generalised Gaussian around it (Upadhyay et al., 2023).
+
+A residual network per modality predicts mean, scale and shape of every coordinate; the loss is the likelihood of the
+embedding itself and, with a small weight, of its partner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from geoflow_fast.baselines.trained import Trained
+from geoflow_fast.gallery import Gallery
+from geoflow_fast.trainer import RunConfig
+
+FORMS = ("true", "product")
+UNCERTAINTIES = ("aleatoric", "epistemic", "total")
+LEAST_INVERSE_SCALE, LEAST_SHAPE = 1e-3, 0.05
+# Beyond this exponent (|y - mu| / alpha)^beta goes on linearly in it: finite, and with a gradient that points back.
+_LARGEST_EXPONENT = 10.0
+
+
+class GeneralisedGaussian(NamedTuple):
+    """Of each coordinate: mean, 1 / scale and shape, all [B, d]. Shape 2 is Gaussian, 1 is Laplace."""
+
+    mean: Tensor
+    inverse_scale: Tensor
+    shape: Tensor
+
+    def nll(self, target: Tensor, form: str = "true") -> Tensor:
+        """-log density of `target` [B, d], by coordinate.
+
+        `form="product"` has |y - mu| beta / alpha, at most 1000, in place of (|y - mu| / alpha)^beta, as published code
+        does for stability; it is no density.
+        """
+        distance = (target - self.mean).abs() * self.inverse_scale
+        if form == "true":
+            power = exp_then_linear(self.shape * distance.clamp(min=torch.finfo(distance.dtype).tiny).log())
+        else:
+            power = (distance * self.shape).clamp(max=1000)
+        log_normalizer = torch.lgamma(1 / self.shape) - self.inverse_scale.log() - self.shape.log()
+        return power + log_normalizer + (0.6931471805599453 if form == "true" else 0.0)
+
+    def variance(self) -> Tensor:
+        """alpha^2 Gamma(3 / beta) / Gamma(1 / beta), by coordinate."""
+        log_ratio = torch.lgamma(3 / self.shape) - torch.lgamma(1 / self.shape)
+        return torch.exp(log_ratio - 2 * self.inverse_scale.log())
+
+
+def exp_then_linear(x: Tensor) -> Tensor:
+    """exp(x) up to a large x, from there on its tangent."""
+    bounded = x.clamp(max=_LARGEST_EXPONENT)
+    return bounded.exp() * (1 + x - bounded)
+
+
+class Trunk(nn.Module):
+    """Linear-ReLU, Linear-ReLU-dropout, Linear, added to its input: [B, d] -> [B, d]."""
+
+    def __init__(self, dim: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(dim, hidden), nn.Linear(hidden, hidden)
+        self.last = nn.Linear(hidden, dim)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """`mask` [hidden]: the units that dropout keeps, scaled, instead of what the mode says."""
+        h = functional.relu(self.second(functional.relu(self.first(x))))
+        h = functional.dropout(h, self.dropout, self.training) if mask is None else h * mask
+        return x + self.last(h)
+
+    def masks(self, count: int, seed: int) -> Tensor:
+        """Masks [count, hidden] of so many passes, a function of the seed: one thinned network for all rows."""
+        keep = torch.rand(count, self.second.out_features, generator=torch.Generator().manual_seed(seed))
+        return ((keep >= self.dropout) / (1 - self.dropout)).to(self.last.weight)
+
+
+class Adapter(nn.Module):
+    """Trunk and three heads, each Linear-ReLU-Linear: a generalised Gaussian for every embedding."""
+
+    def __init__(self, dim: int, hidden: int, dropout: float) -> None:
+        super().__init__()
+        self.trunk = Trunk(dim, hidden, dropout)
+        self.heads = nn.ModuleList(
+            nn.Sequential(nn.Linear(dim, hidden), nn.ReLU(), nn.Linear(hidden, dim)) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> GeneralisedGaussian:
+        h = self.trunk(x, mask)
+        mean, inverse_scale, shape = (head(h) for head in self.heads)
+        return GeneralisedGaussian(
+            mean, functional.softplus(inverse_scale) + LEAST_INVERSE_SCALE, functional.softplus(shape) + LEAST_SHAPE
+        )
+
+
+class ProbVLM(Trained):
+    """Uncertainty of the query's own generalised Gaussian, mean over coordinates.
+
+    `form`: the likelihood, see `GeneralisedGaussian.nll`. `uncertainty_of`: "aleatoric", the variance of the predicted
+    law; "epistemic", the variance of its mean over `passes` with dropout on; "total", their sum. `cross_weight`: weight
+    of the partner's likelihood; as published it is so small that the law is that of the reconstruction.
+    """
+
+    method: ClassVar[str] = "probvlm"
+    title: ClassVar[str] = "ProbVLM"
+    RECIPE: ClassVar[RunConfig] = RunConfig(
+        steps=120_000, batch_size=2048, weight_decay=5e-4, warmup_steps=1000, val_every=10_000, val_batches=20
+    )
+    LEARNING_RATES: ClassVar[dict[str, float]] = {"paper": 1e-4, "small": 3e-4, "tiny": 1e-3}
+    HIDDEN: ClassVar[dict[str, int]] = {"paper": 2048, "small": 512, "tiny": 128}
+
+    def __init__(
+        self,
+        image_dim: int,
+        text_dim: int,
+        size: str = "auto",
+        form: str = "true",
+        uncertainty_of: str = "aleatoric",
+        dropout: float = 0.3,
+        passes: int = 15,
+        l1_weight: float = 1.0,
+        nll_weight: float = 0.05,
+        cross_weight: float = 1e-4,
+        seed: int = 0,
+    ) -> None:
+        settings = {"form": form, "uncertainty_of": uncertainty_of, "dropout": dropout, "passes": passes}
+        weights = {"l1_weight": l1_weight, "nll_weight": nll_weight, "cross_weight": cross_weight}
+        super().__init__(image_dim, text_dim, size, **settings, **weights, seed=seed)
+        check_choice("form", form, FORMS)
+        check_choice("uncertainty_of", uncertainty_of, UNCERTAINTIES)
+        check_passes(dropout, passes)
+        if image_dim != text_dim:
+            raise ValueError(f"the partner's likelihood needs one width, got {image_dim} and {text_dim}")
+        self.form, self.uncertainty_of, self.passes, self.seed = form, uncertainty_of, passes, seed
+        self.l1_weight, self.nll_weight, self.cross_weight = l1_weight, nll_weight, cross_weight
+        hidden = self.HIDDEN[self.size]
+        self.image, self.text = Adapter(image_dim, hidden, dropout), Adapter(text_dim, hidden, dropout)
+
+    def losses(self, *tensors: Tensor) -> Tensor:
+        """Reconstruction of both, and weakly of the partners."""
+        image, text = tensors
+        of_image, of_text = self.image(image), self.text(text)
+        own = self._loss(of_image, image) + self._loss(of_text, text)
+        return own + self.cross_weight * (self._loss(of_image, text) + self._loss(of_text, image))
+
+    def _loss(self, law: GeneralisedGaussian, target: Tensor) -> Tensor:
+        # float32 also under autocast: powers and lgamma
+        law = GeneralisedGaussian(*(x.float() for x in law))
+        distance = (law.mean - target).abs().mean(1)
+        return self.l1_weight * distance + self.nll_weight * law.nll(target, self.form).mean(1)
+
+    def _score(self, queries: Tensor, gallery: Gallery, direction: str) -> Tensor:  # noqa: ARG002
+        adapter = self.text if direction == "t2i" else self.image
+        found = torch.zeros(len(queries), dtype=torch.float64, device=queries.device)
+        if self.uncertainty_of != "epistemic":
+            found += adapter(queries).variance().double().mean(1)
+        if self.uncertainty_of != "aleatoric":
+            masks = adapter.trunk.masks(self.passes, self.seed)
+            means = torch.stack([adapter(queries, mask).mean for mask in masks])
+            found += means.double().var(0, correction=0).mean(1)
+        return found
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_passes(dropout: float, passes: int) -> None:
+    """ValueError unless passes with this dropout can differ."""
+    if not 0 < dropout < 1:
+        raise ValueError(f"dropout must be between 0 and 1, got {dropout}")
+    if passes < 2:
+        raise ValueError(f"passes must be at least 2 to have a variance, got {passes}")

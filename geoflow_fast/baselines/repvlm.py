@@ -1,0 +1,137 @@
+"""REPVLM: one Riemannian flow on one sphere for both modalities, told apart by a label; rare is uncertain."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from geoflow_fast.baselines.trained import Trained
+from geoflow_fast.density import log_density
+from geoflow_fast.gallery import Gallery
+from geoflow_fast.geometry import interpolate, project_tangent, sample_uniform
+from geoflow_fast.integrate import Streams
+from geoflow_fast.model import zero_linear
+from geoflow_fast.trainer import RunConfig
+
+IMAGE, TEXT = 0, 1
+FREQUENCIES = 64
+SCORE_ROWS = 1024
+
+
+class AdaptiveBlock(nn.Module):
+    """h + MLP(LayerNorm(h) scaled and shifted by the condition): [B, H] -> [B, H]."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.modulation = zero_linear(hidden, 3 * hidden)
+        self.first, self.second = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
+
+    def forward(self, h: Tensor, condition: Tensor) -> Tensor:
+        shift, scale, gate = self.modulation(condition).chunk(3, dim=-1)
+        x = functional.layer_norm(h, h.shape[-1:]) * (1 + scale) + shift
+        return h + (1 + gate) * self.second(functional.silu(self.first(x)))
+
+
+class SphereField(nn.Module):
+    """Tangent velocity on the sphere of R^d at points [B, d], times [B] and labels [B]; zero before training."""
+
+    frequencies: Tensor
+
+    def __init__(self, dim: int, hidden: int, depth: int) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.exp(torch.linspace(0, math.log(1000), FREQUENCIES)))
+        self.time = nn.Sequential(nn.Linear(2 * FREQUENCIES, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
+        self.label = nn.Embedding(2, hidden)
+        self.encode = nn.Linear(dim, hidden)
+        self.blocks = nn.ModuleList(AdaptiveBlock(hidden) for _ in range(depth))
+        self.decode = zero_linear(hidden, dim)
+
+    def forward(self, x: Tensor, t: Tensor, label: Tensor) -> Tensor:
+        phase = t.unsqueeze(-1) * self.frequencies
+        condition = functional.silu(self.time(torch.cat((phase.sin(), phase.cos()), dim=-1)) + self.label(label))
+        h = self.encode(x)
+        for block in self.blocks:
+            h = block(h, condition)
+        return project_tangent(x, self.decode(functional.layer_norm(h, h.shape[-1:])))
+
+
+@dataclass(frozen=True)
+class OneModality:
+    """A field on one sphere as a field on pairs: the image stream carries the points, the text stream stands still."""
+
+    field: SphereField
+    label: int
+
+    def velocity(self, image: Tensor, text: Tensor, t: float | Tensor, direction: str) -> Streams:  # noqa: ARG002
+        """(v_image, 0)."""
+        times = torch.as_tensor(t, dtype=image.dtype, device=image.device).expand(len(image))
+        label = torch.full((len(image),), self.label, device=image.device)
+        return self.field(image, times, label), torch.zeros_like(text)
+
+
+class REPVLM(Trained):
+    """-log p(query | its modality), by the reverse ODE with `n_probes` Hutchinson probes over `n_steps` steps.
+
+    It says how rare a query is, not how many answers it has: the gallery does not enter. `pair_score` has the published
+    score of a pair. All rows have the same probes, so that scores do not depend on how queries are batched.
+    """
+
+    method: ClassVar[str] = "repvlm"
+    title: ClassVar[str] = "REPVLM"
+    RECIPE: ClassVar[RunConfig] = RunConfig(
+        steps=120_000, batch_size=2048, weight_decay=1e-5, warmup_steps=1000, val_every=10_000, val_batches=20
+    )
+    LEARNING_RATES: ClassVar[dict[str, float]] = {"paper": 1e-5, "small": 3e-4, "tiny": 1e-3}
+    HIDDEN: ClassVar[dict[str, int]] = {"paper": 2048, "small": 512, "tiny": 128}
+
+    def __init__(
+        self,
+        image_dim: int,
+        text_dim: int,
+        size: str = "auto",
+        depth: int = 6,
+        n_steps: int = 10,
+        n_probes: int = 4,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(image_dim, text_dim, size, depth=depth, n_steps=n_steps, n_probes=n_probes, seed=seed)
+        if image_dim != text_dim:
+            raise ValueError(f"one sphere for both modalities needs one width, got {image_dim} and {text_dim}")
+        self.n_steps, self.n_probes, self.seed = n_steps, n_probes, seed
+        self.field = SphereField(image_dim, self.HIDDEN[self.size], depth)
+
+    def make_batch(self, image: Tensor, text: Tensor, index: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:  # noqa: ARG002
+        """Points on geodesics from uniform noise to both sides of the pairs: [2B] rows."""
+        data = torch.cat((image, text))
+        label = torch.tensor([IMAGE, TEXT], device=data.device).repeat_interleave(len(image))
+        noise = sample_uniform(len(data), data.shape[1], generator=generator).to(data.device)
+        t = torch.rand(len(data), generator=generator).to(data.device)
+        return *interpolate(noise, data, t), t, label
+
+    def losses(self, *tensors: Tensor) -> Tensor:
+        """Squared error of the velocity."""
+        points, velocity, t, label = tensors
+        return (self.field(points, t, label) - velocity).square().sum(1)
+
+    @torch.no_grad()
+    def log_prob(self, points: Tensor, label: int) -> Tensor:
+        """log p(point | modality), float64 [B], of unit rows [B, d]."""
+        parts = []
+        for rows in points.split(SCORE_ROWS):
+            generator = torch.Generator().manual_seed(self.seed)
+            field, steps = OneModality(self.field, label), (self.n_steps, self.n_probes)
+            found = log_density(field, rows, rows, "t2i", *steps, generator=generator, shared=True)
+            parts.append(cast(Tensor, found))
+        return torch.cat(parts) if parts else points.new_zeros(0, dtype=torch.float64)
+
+    def pair_score(self, image: Tensor, text: Tensor) -> Tensor:
+        """-log p(image) - log p(text), float64 [B], of pairs of unit rows."""
+        return -self.log_prob(image, IMAGE) - self.log_prob(text, TEXT)
+
+    def _score(self, queries: Tensor, gallery: Gallery, direction: str) -> Tensor:  # noqa: ARG002
+        return -self.log_prob(queries, TEXT if direction == "t2i" else IMAGE)

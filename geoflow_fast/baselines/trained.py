@@ -1,0 +1,121 @@
+"""Baselines that learn by gradient: the loop, checkpoints, resume and progress of `trainer`, on shuffled pairs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from geoflow_fast.baselines.base import Baseline, Task
+from geoflow_fast.data import ShuffledBatches
+from geoflow_fast.trainer import Objective, Run, RunConfig, TrainReport, complete, generator_for, validation_rows
+
+SIZES = ("paper", "small", "tiny")
+TINY_WIDTH = 64
+"""Embeddings up to this width get the tiny size unless another is asked for, wider ones the small size."""
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """What the loss of a batch takes: tensors of one number of rows."""
+
+    tensors: tuple[Tensor, ...]
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def pieces(self, count: int) -> Iterator[RowBatch]:
+        """The batch in `count` pieces of nearly equal size, or in single rows if there are fewer."""
+        count = min(count, len(self))
+        edges = [len(self) * k // count for k in range(count + 1)]
+        for low, high in itertools.pairwise(edges):
+            yield RowBatch(tuple(x[low:high] for x in self.tensors))
+
+
+class Sized(Baseline):
+    """A baseline of one of three sizes.
+
+    `size`: "paper" for the published network and run, "small" for hours on a few cores, "tiny" for about a minute at
+    small width; "auto" chooses tiny or small by the width of the embeddings.
+    """
+
+    def __init__(self, image_dim: int, text_dim: int, size: str = "auto", **settings: Any) -> None:
+        if size == "auto":
+            size = "tiny" if max(image_dim, text_dim) <= TINY_WIDTH else "small"
+        if size not in SIZES:
+            raise ValueError(f"size must be auto or one of {', '.join(SIZES)}, got {size!r}")
+        super().__init__(image_dim, text_dim, size=size, **settings)
+        self.size = size
+
+
+class Trained(Sized):
+    """A baseline with a loss of its own. Subclasses have `RECIPE`, the published run, and `LEARNING_RATES` by size."""
+
+    RECIPE: ClassVar[RunConfig]
+    LEARNING_RATES: ClassVar[Mapping[str, float]]
+    CONTRASTIVE: ClassVar[bool] = False
+    """Whether the rows of a batch are compared with each other, so that it cannot be taken in pieces."""
+
+    def default_config(self) -> RunConfig:
+        """The published run; for smaller sizes a shorter one of smaller batches and a higher learning rate."""
+        changes: dict[str, Any] = {
+            "paper": {},
+            "small": {"steps": 20_000, "warmup_steps": 500, "val_every": 500, "val_batches": 5},
+            "tiny": {"steps": 1500, "warmup_steps": 100, "val_every": 250, "val_batches": 5, "log_every": 25},
+        }[self.size]
+        rows = {"paper": 2048, "small": 1024, "tiny": 256}[self.size]
+        batch_size = min(self.RECIPE.batch_size, rows)
+        return dataclasses.replace(self.RECIPE, batch_size=batch_size, lr=self.LEARNING_RATES[self.size], **changes)
+
+    def make_batch(self, image: Tensor, text: Tensor, index: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:  # noqa: ARG002
+        """What `losses` takes for pairs number `index` [B] (image [B, d_I], text [B, d_T]); randomness on the CPU."""
+        return image, text
+
+    @abstractmethod
+    def losses(self, *tensors: Tensor) -> Tensor:
+        """Loss of each row [B] of a batch of `make_batch`."""
+
+    def _fit(self, task: Task) -> TrainReport:
+        return complete(Run(PairObjective(self, self, task)), task.out, resume=task.resume, progress=task.progress)
+
+
+class PairObjective(Objective[RowBatch]):
+    """The loss of a `Trained` on shuffled pairs. `module`: what is trained: the method, or something around it."""
+
+    def __init__(self, module: nn.Module, method: Trained, task: Task) -> None:
+        if method.CONTRASTIVE and task.config.accumulate > 1:
+            raise ValueError(f"{method.method} compares the rows of a batch with each other: accumulate must be 1")
+        super().__init__(module, task.pairs, task.val, task.config, method.facts)
+        self.method = method
+        self.device = method.device
+        self.order = ShuffledBatches(len(task.pairs), task.config.batch_size, task.config.seed)
+
+    def training(self, step: int) -> RowBatch:
+        """Shuffled pairs."""
+        return self._batch(self.order[step], generator_for(self.config.seed, "batch", step), held_out=False)
+
+    def validation(self, number: int) -> RowBatch:
+        """The same held-out pairs and random numbers every time."""
+        index = validation_rows(self.val, self.config.batch_size, number)
+        return self._batch(index, generator_for(self.config.seed, "validation", number), held_out=True)
+
+    def _batch(self, index: np.ndarray, generator: torch.Generator, *, held_out: bool) -> RowBatch:
+        pairs = self.val if held_out else self.pairs
+        image, text = (x.to(self.device, non_blocking=True) for x in pairs[index])
+        return RowBatch(self.method.make_batch(image, text, torch.from_numpy(index).to(self.device), generator))
+
+    def losses(self, batch: RowBatch) -> Tensor:
+        """Loss of each row."""
+        return self.method.losses(*batch.tensors)
+
+    def export(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
+        """Writes what `Baseline.load` reads."""
+        self.method.write(folder, weights)
