@@ -549,12 +549,15 @@ def flow_digest(flow: GeoFlow) -> str:
 
 
 def check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Names and shapes as the configuration says, and one floating-point dtype."""
+    """Names, shapes and kinds of number as the configuration says, and one floating-point dtype."""
     for name in sorted(set(tensors) | set(expected)):
         found, wanted = (tuple(x[name].shape) if name in x else "nothing" for x in (tensors, expected))
         if found != wanted:
             raise ValueError(f"{path} holds {found} as {name}, but its configuration asks for {wanted}")
-    dtypes = {x.dtype for x in tensors.values()}
+    dtypes = {tensors[name].dtype for name, x in expected.items() if x.is_floating_point()}
+    for name, x in expected.items():
+        if not x.is_floating_point() and tensors[name].dtype != x.dtype:
+            raise ValueError(f"{path} holds {tensors[name].dtype} as {name}, but its configuration asks for {x.dtype}")
     if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
         raise ValueError(f"{path} must hold tensors of one floating-point dtype, got {sorted(map(str, dtypes))}")
 

@@ -136,7 +136,10 @@ class GroVE(Trained):
         return image, text, index
 
     def losses(self, *tensors: Tensor) -> Tensor:
-        """0.01 (-ELBO of both sides) + 400 (KL both ways between the predictions), at latents [B, q]."""
+        """0.01 (-ELBO of both sides) + 400 (KL both ways between the predictions, per coordinate), at latents [B, q].
+
+        Summed over coordinates the KL drives both processes to the same constant.
+        """
         image, text, latent = tensors
         predicted = [side.predict(latent) for side in (self.image, self.text)]
         fits = [
@@ -145,7 +148,7 @@ class GroVE(Trained):
         ]
         prior = (self.image.kl() + self.text.kl()) / self.pairs_seen + 0.5 * latent.square().sum(1)
         aligned = gaussian_kl(*predicted[0], *predicted[1]) + gaussian_kl(*predicted[1], *predicted[0])
-        return self.elbo_weight * (prior - fits[0] - fits[1]) + self.kl_weight * aligned
+        return self.elbo_weight * (prior - fits[0] - fits[1]) + self.kl_weight * aligned / image.shape[1]
 
     def infer(self, targets: Iterable[tuple[Side, Tensor]]) -> Tensor:
         """Latents [B, q] of rows whose embeddings on some sides are given, by Adam from zero."""
