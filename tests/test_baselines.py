@@ -503,8 +503,8 @@ class TestTraining:
             ("probvlm", {}, {"steps": 300}),
             ("probvlm", {"form": "product", "cross_weight": 1.0}, {}),
             ("mc_dropout", {}, {}),
-            ("asymvlm_vmf", {}, {"steps": 600}),
-            ("asymvlm_ps", {}, {"steps": 600}),
+            pytest.param("asymvlm_vmf", {}, {"steps": 600}, marks=pytest.mark.slow),
+            pytest.param("asymvlm_ps", {}, {"steps": 600}, marks=pytest.mark.slow),
             pytest.param("euclidean_flow", {}, {}, marks=pytest.mark.slow),
         ],
     )

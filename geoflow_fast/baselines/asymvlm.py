@@ -6,6 +6,7 @@ or a power-spherical law, whose log-likelihoods of images are contrasted over a 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from abc import abstractmethod
 from itertools import pairwise
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from geoflow_fast.baselines.base import nearest
-from geoflow_fast.baselines.trained import Trained
+from geoflow_fast.baselines.trained import PUBLISHED, Trained
 from geoflow_fast.gallery import Gallery
 from geoflow_fast.trainer import RunConfig
 
@@ -92,15 +93,7 @@ class AsymVLM(Trained):
     a batch's images under its texts, times a learned scalar.
     """
 
-    RECIPE: ClassVar[RunConfig] = RunConfig(
-        steps=120_000,
-        batch_size=2048,
-        weight_decay=5e-4,
-        warmup_steps=1000,
-        val_every=10_000,
-        val_batches=20,
-        optimizer="sgd",
-    )
+    RECIPE: ClassVar[RunConfig] = dataclasses.replace(PUBLISHED, weight_decay=5e-4, optimizer="sgd")
     LEARNING_RATES: ClassVar[dict[str, float]] = {"paper": 1e-2, "small": 1e-2, "tiny": 0.3}
     CONTRASTIVE: ClassVar[bool] = True
 

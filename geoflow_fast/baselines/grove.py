@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from geoflow_fast.baselines.base import Task
-from geoflow_fast.baselines.trained import PairObjective, RowBatch, Trained
+from geoflow_fast.baselines.trained import PUBLISHED, PairObjective, RowBatch, Trained
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.gallery import Gallery
 from geoflow_fast.trainer import Run, RunConfig, TrainReport, complete
@@ -89,15 +90,7 @@ class GroVE(Trained):
 
     method: ClassVar[str] = "grove"
     title: ClassVar[str] = "GroVE"
-    RECIPE: ClassVar[RunConfig] = RunConfig(
-        steps=120_000,
-        batch_size=128,
-        weight_decay=0.0,
-        warmup_steps=1000,
-        val_every=10_000,
-        val_batches=20,
-        optimizer="adam",
-    )
+    RECIPE: ClassVar[RunConfig] = dataclasses.replace(PUBLISHED, batch_size=128, weight_decay=0.0, optimizer="adam")
     LEARNING_RATES: ClassVar[dict[str, float]] = {"paper": 1e-5, "small": 1e-3, "tiny": 1e-2}
     INDUCING: ClassVar[dict[str, int]] = {"paper": 250, "small": 100, "tiny": 40}
 

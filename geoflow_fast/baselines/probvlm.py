@@ -6,6 +6,7 @@ embedding itself and, with a small weight, of its partner.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from geoflow_fast.baselines.trained import Trained
+from geoflow_fast.baselines.trained import PUBLISHED, Trained
 from geoflow_fast.gallery import Gallery
 from geoflow_fast.trainer import RunConfig
 
@@ -106,9 +107,7 @@ class ProbVLM(Trained):
 
     method: ClassVar[str] = "probvlm"
     title: ClassVar[str] = "ProbVLM"
-    RECIPE: ClassVar[RunConfig] = RunConfig(
-        steps=120_000, batch_size=2048, weight_decay=5e-4, warmup_steps=1000, val_every=10_000, val_batches=20
-    )
+    RECIPE: ClassVar[RunConfig] = dataclasses.replace(PUBLISHED, weight_decay=5e-4)
     LEARNING_RATES: ClassVar[dict[str, float]] = {"paper": 1e-4, "small": 3e-4, "tiny": 1e-3}
     HIDDEN: ClassVar[dict[str, int]] = {"paper": 2048, "small": 512, "tiny": 128}
 

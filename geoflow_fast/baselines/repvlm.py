@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import ClassVar, cast
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from geoflow_fast.baselines.trained import Trained
+from geoflow_fast.baselines.trained import PUBLISHED, Trained
 from geoflow_fast.density import log_density
 from geoflow_fast.gallery import Gallery
 from geoflow_fast.geometry import interpolate, project_tangent, sample_uniform
@@ -83,9 +84,7 @@ class REPVLM(Trained):
 
     method: ClassVar[str] = "repvlm"
     title: ClassVar[str] = "REPVLM"
-    RECIPE: ClassVar[RunConfig] = RunConfig(
-        steps=120_000, batch_size=2048, weight_decay=1e-5, warmup_steps=1000, val_every=10_000, val_batches=20
-    )
+    RECIPE: ClassVar[RunConfig] = dataclasses.replace(PUBLISHED, weight_decay=1e-5)
     LEARNING_RATES: ClassVar[dict[str, float]] = {"paper": 1e-5, "small": 3e-4, "tiny": 1e-3}
     HIDDEN: ClassVar[dict[str, int]] = {"paper": 2048, "small": 512, "tiny": 128}
 

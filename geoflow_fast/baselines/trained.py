@@ -22,6 +22,9 @@ SIZES = ("paper", "small", "tiny")
 TINY_WIDTH = 64
 """Embeddings up to this width get the tiny size unless another is asked for, wider ones the small size."""
 
+PUBLISHED = RunConfig(steps=120_000, batch_size=2048, warmup_steps=1000, val_every=10_000, val_batches=20)
+"""What the published runs have in common."""
+
 
 @dataclass(frozen=True)
 class RowBatch:
