@@ -444,12 +444,8 @@ class TestBayesVLM:
             (tmp_path / name).mkdir()
             np.save(tmp_path / name / f"{name}_0.npy", rows.parts[0])
         save_tensors(tmp_path / "projections.safetensors", source.projections, kind="projections", info={})
-        assert (
-            baselines.train_folder(
-                "bayesvlm", tmp_path, tmp_path / "out", "tiny", None, {}, normalize=False, device="cpu"
-            )
-            is None
-        )
+        options = {"folder": tmp_path, "device": "cpu"}
+        assert baselines.train_preset("bayesvlm", pairs, tmp_path / "out", "tiny", None, {}, **options) is None
         assert baselines.load(tmp_path / "out").fitted
 
     def test_bad_input(self, fitted):

@@ -56,36 +56,34 @@ def load(folder: str | Path) -> Baseline:
     return find(method_of(folder)).load(folder)
 
 
-def train_folder(
+def train_preset(
     method: str,
-    pairs: Path,
+    pairs: EmbeddingPairs,
     out: Path,
     size: str,
-    val: Path | None,
+    val: EmbeddingPairs | None,
     overrides: dict[str, Any],
     *,
-    normalize: bool,
+    folder: Path | None,
     device: str,
 ) -> TrainReport | None:
-    """`geoflow train --method`: fits a baseline on folders of embeddings and keeps it in `out`.
+    """`geoflow train --method`: fits a baseline on pairs and keeps it in `out`.
 
-    `overrides` are fields of its run. None for a method that does not train by gradient. BayesVLM takes its activations
-    from the folder of the pairs.
+    `overrides` are fields of its run. `folder`: where the pairs are from, and BayesVLM's activations. None for a method
+    that does not train by gradient.
     """
     kind = find(method)
-    data = EmbeddingPairs.open(pairs, normalize=normalize)
-    held_out = None if val is None else EmbeddingPairs.open(val, normalize=normalize)
     torch.manual_seed(overrides.get("seed", 0))
     sized: dict[str, Any] = {"size": size} if issubclass(kind, Sized) else {}
-    found = kind(data.image_dim, data.text_dim, **sized)
-    if isinstance(found, BayesVLM):
-        found.set_activations(pairs)
+    found = kind(pairs.image_dim, pairs.text_dim, **sized)
+    if isinstance(found, BayesVLM) and folder is not None:
+        found.set_activations(folder)
     known = {field.name for field in dataclasses.fields(found.default_config())}
     strange = sorted(set(overrides) - known)
     if strange:
         raise ValueError(f"{method} has no setting {', '.join(strange)}")
     config = dataclasses.replace(found.default_config(), **overrides)
-    report = found.to(dispatch.usable_device(device)).fit(data, held_out, config, out)
+    report = found.to(dispatch.usable_device(device)).fit(pairs, val, config, out)
     if report is None:
         found.save(out)
     return report
@@ -109,5 +107,5 @@ __all__ = [
     "SoftmaxEntropy",
     "find",
     "load",
-    "train_folder",
+    "train_preset",
 ]

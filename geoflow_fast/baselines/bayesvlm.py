@@ -18,9 +18,9 @@ from torch import Tensor
 
 from geoflow_fast.baselines.base import Baseline, Task
 from geoflow_fast.checkpoint import load_tensors
-from geoflow_fast.data import EmbeddingPairs, Rows
+from geoflow_fast.data import EmbeddingPairs, Rows, open_rows
 from geoflow_fast.entropy import CONDITIONAL
-from geoflow_fast.gallery import Gallery, GallerySource, open_rows
+from geoflow_fast.gallery import Gallery, GallerySource
 
 IMAGE_FOLDER, TEXT_FOLDER, PROJECTIONS_FILE, PROJECTIONS_KIND = (
     "img_pre",
