@@ -116,6 +116,89 @@ def demo(
     typer.echo(f"Wrote {picture}")
 
 
+class EncoderKind(str, Enum):
+    """What turns images and captions into embeddings."""
+
+    open_clip = "open_clip"
+    colours = "colours"
+
+
+@app.command(
+    epilog="Example: geoflow embed --images photos/ --out embeddings/ --model ViT-H-14 --pretrained laion2b_s32b_b79k"
+)
+def embed(
+    images: Annotated[
+        Path, typer.Option(help="Folder of images or of .tar shards, a .csv, .tsv or .parquet of paths, or a .tar.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder; the same command continues a run that was stopped.")],
+    encoder: Annotated[
+        EncoderKind, typer.Option(help="open_clip, or colours: no weights, sees colours alone; to try things out.")
+    ] = EncoderKind.open_clip,
+    model: Annotated[
+        str | None, typer.Option(help="Name in open_clip's list, local-dir:FOLDER or hf-hub:NAME.  [ViT-H-14]")
+    ] = None,
+    pretrained: Annotated[
+        str | None, typer.Option(help="Weights by open_clip's tag; downloaded once.  [the paper's, for its models]")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="File of weights, nothing is downloaded; safetensors, or torch without code.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(help="Images or texts that go through the network together.")] = 64,
+    workers: Annotated[int, typer.Option(help="Threads that read and resize images.")] = 4,
+    shard_rows: Annotated[int, typer.Option(help="Images per shard: what a kill can lose.")] = 16384,
+    path_column: Annotated[str, typer.Option(help="Column of a table with the paths of images.")] = "path",
+    caption_column: Annotated[
+        str, typer.Option(help='Column of a table with the captions; "" for images alone.')
+    ] = "caption",
+    dtype: Annotated[str, typer.Option(help="Of the embeddings on disk: float32 or float16.")] = "float32",
+    precision: Annotated[
+        str, typer.Option(help="float32, float16 or bfloat16 (mixed); auto: float16 on a GPU, else float32.")
+    ] = "auto",
+    pre_projection: Annotated[
+        bool, typer.Option("--pre-projection", help="Also write activations before the last projections, and these.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the result of another job.")] = False,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    as_json: JsonFlag = False,
+) -> None:
+    """Embeds images and their captions into a folder of pairs that train, density and the others read.
+
+    Images that cannot be read are skipped and listed in skipped.csv.
+    """
+    from geoflow_fast import embed_job, encoders
+    from geoflow_fast.image_sources import open_images
+
+    source = open_images(images, path_column=path_column, caption_column=caption_column)
+    with _continued_later():
+        chosen = encoders.open_encoder(
+            encoder.value,
+            model=model,
+            pretrained=pretrained,
+            checkpoint=checkpoint,
+            device=device,
+            precision=precision,
+        )
+        summary = embed_job.embed_images(
+            source,
+            chosen,
+            out,
+            batch_size=batch_size,
+            workers=workers,
+            shard_rows=shard_rows,
+            dtype=dtype,
+            pre_projection=pre_projection,
+            overwrite=overwrite,
+        )
+    if as_json:
+        print(json.dumps(dataclasses.asdict(summary), indent=2))
+        return
+    typer.echo(f"{summary.images} images and {summary.texts} texts, {summary.dim} wide, in {summary.shards} shards")
+    if summary.skipped_images or summary.skipped_captions:
+        skipped = f"{summary.skipped_images} images and {summary.skipped_captions} captions"
+        typer.echo(f"skipped {skipped}; {out / embed_job.SKIPPED_FILE} says why")
+    typer.echo(f"Wrote {out}")
+
+
 @app.command(epilog="Example: geoflow train --pairs embeddings/ --out runs/first --preset small --steps 20000")
 def train(
     out: Annotated[Path, typer.Option(help="Folder of the run; the same command continues a run that was stopped.")],

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -67,14 +67,11 @@ class Job:
     @property
     def identity(self) -> dict[str, Any]:
         """The facts as they come back from JSON, with what the blocks are cut by."""
-        found: dict[str, Any] = json.loads(
-            json.dumps({**self.facts, "rows": self.rows, "block_rows": self.block_rows}, allow_nan=False)
-        )
-        return found
+        return as_json({**self.facts, "rows": self.rows, "block_rows": self.block_rows})
 
     def check(self, *, overwrite: bool = False) -> None:
         """Raises what `run` would raise before computing: no Parquet here, or something else is in the way."""
-        _parquet()
+        parquet_module()
         if self.out.is_dir():
             raise IsADirectoryError(f"{self.out} is a folder; the output is a file")
         if overwrite:
@@ -83,18 +80,14 @@ class Job:
             raise FileExistsError(f"{self.out} exists and is not the result of this job; move it, or ask to overwrite")
         left = self._facts_of_blocks()
         if left is not None and left != self.identity:
-            changed = sorted(key for key in {*left, *self.identity} if left.get(key) != self.identity.get(key))
-            raise ValueError(
-                f"{self.folder} holds blocks of another job, which differs in {', '.join(changed)}; "
-                "finish that one, choose another output, or ask to overwrite"
-            )
+            refuse_other_job(self.folder, left, self.identity)
 
     def finished(self) -> bool:
         """Whether `out` is there already, made by a job with these facts."""
         if not self.out.is_file():
             return False
         try:
-            metadata = _parquet().read_schema(self.out).metadata or {}
+            metadata = parquet_module().read_schema(self.out).metadata or {}
             return FACTS_KEY in metadata and json.loads(metadata[FACTS_KEY]) == self.identity
         except (ValueError, RecursionError):  # not Parquet, or with facts that are none: some other file
             return False
@@ -146,15 +139,8 @@ class Job:
             yield rows, self.folder / f"{first:012d}.parquet"
 
     def _facts_of_blocks(self) -> dict[str, Any] | None:
-        """Of the job that left blocks behind; None without any, empty if they cannot be read."""
-        path = self.folder / FACTS_FILE
-        if not path.is_file():
-            return None
-        try:
-            found: dict[str, Any] = read_json(path)
-        except ValueError:
-            return {}
-        return found
+        """Of the job that left blocks behind, as `read_facts` finds them."""
+        return read_facts(self.folder / FACTS_FILE)
 
     def _claim_folder(self) -> None:
         """Leaves only blocks of this job in the folder. The facts are written first and removed last."""
@@ -196,7 +182,7 @@ class Job:
 
     def _join_blocks(self, file: BinaryIO) -> None:
         """One row group per block, so that memory is that of a block."""
-        parquet = _parquet()
+        parquet = parquet_module()
         with contextlib.ExitStack() as closed:
             writer = None
             for rows, path in self._blocks():
@@ -254,14 +240,40 @@ class StopOnInterrupt:
 def column_names(path: Path) -> list[str]:
     """Of a Parquet file."""
     with _named(path):
-        return list(_parquet().read_schema(path).names)
+        return list(parquet_module().read_schema(path).names)
+
+
+def as_json(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts as they come back from JSON, to be compared with those of a file."""
+    found: dict[str, Any] = json.loads(json.dumps(dict(facts), allow_nan=False))
+    return found
+
+
+def read_facts(path: Path) -> dict[str, Any] | None:
+    """Facts that a job left in a JSON file; None without one, empty if it cannot be read."""
+    if not path.is_file():
+        return None
+    try:
+        found: dict[str, Any] = read_json(path)
+    except ValueError:
+        return {}
+    return found
+
+
+def refuse_other_job(folder: Path, left: Mapping[str, Any], wanted: Mapping[str, Any]) -> NoReturn:
+    """Says in what the job whose work lies in `folder` differs from the one wanted."""
+    changed = sorted(key for key in {*left, *wanted} if left.get(key) != wanted.get(key))
+    raise ValueError(
+        f"{folder} holds blocks of another job, which differs in {', '.join(changed)}; "
+        "finish that one, choose another output, or ask to overwrite"
+    )
 
 
 def read_columns(path: Path, names: list[str] | None = None) -> dict[str, NDArray[Any]]:
     """The named columns of a Parquet file, or all."""
     with _named(path):
         check_parquet_size(path, names)
-        table = _parquet().read_table(path, columns=names)
+        table = parquet_module().read_table(path, columns=names)
     return {name: table[name].to_numpy() for name in table.column_names}
 
 
@@ -269,7 +281,7 @@ def check_parquet_size(path: Path, names: list[str] | None) -> None:
     """ValueError if the file says that its columns take far more memory than a file of its size can honestly hold."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist or is not a file")
-    facts = _parquet().read_metadata(path)
+    facts = parquet_module().read_metadata(path)
     columns = facts.num_columns if names is None else len(names)
     groups = [facts.row_group(k) for k in range(facts.num_row_groups)]
     unpacked = max(8 * facts.num_rows * columns, sum(group.total_byte_size for group in groups))
@@ -317,7 +329,7 @@ def progress_bar(total: int, done: int, unit: str, *, shown: bool) -> Iterator[A
 
 def write_columns(path: Path, columns: Columns, rows: int) -> None:
     """Writes columns of so many `rows` as a Parquet file, atomically."""
-    parquet = _parquet()
+    parquet = parquet_module()
     import pyarrow
 
     arrays = {}
@@ -344,7 +356,8 @@ def _named(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} is damaged or not what its name says: {error}") from error
 
 
-def _parquet() -> Any:
+def parquet_module() -> Any:
+    """pyarrow.parquet, or a word on how to get it."""
     try:
         import pyarrow.parquet
     except ImportError as error:

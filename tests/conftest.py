@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import geoflow_fast as gf
+from tests.with_torchvision import import_torchvision
 
 
 @pytest.fixture(autouse=True)
@@ -43,11 +44,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
-def _torchvision_operators() -> Iterator[None]:
-    """Lets a torchvision built for CUDA be imported beside a torch for CPUs, which lacks the operators it looks up."""
-    library = torch.library.Library("torchvision", "FRAGMENT")
-    for name in ("nms", "qnms"):
-        if not hasattr(torch.ops.torchvision, name):
-            library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    yield
-    del library
+def _torchvision_operators() -> None:
+    """Lets open_clip be imported, whatever torchvision was built for."""
+    import_torchvision()

@@ -15,11 +15,11 @@ PACKAGE = Path(geoflow_fast.__file__).parent
 LAYERS = [
     {"cli", "__main__"},
     {"cli_evaluate"},
-    {"cli_base", "demo", "doctor", "bench", "scoring", "density_job", "rerank_job"},
+    {"cli_base", "demo", "doctor", "bench", "scoring", "density_job", "rerank_job", "embed_job"},
     {"evaluation", "baselines", "encoders"},
     {"training", "trainer", "entropy", "marginals", "bandwidth", "rerank", "calibration", "density", "worlds"},
     {"sampling", "divergence", "forward_mode", "integrate", "model"},
-    {"curriculum", "gallery", "gallery_index", "data"},
+    {"curriculum", "gallery", "gallery_index", "data", "image_sources"},
     {"ops"},
     {"reference", "dispatch", "kernels", "_native"},
     {"jobs", "plots"},
@@ -77,7 +77,8 @@ import torch
 start = time.process_time()
 import geoflow_fast
 print(time.process_time() - start)
-heavy = {"triton", "scipy", "ot", "matplotlib", "pyarrow", "open_clip", "gpytorch", "typer", "rich", "tensorboard"}
+heavy = {"triton", "scipy", "ot", "matplotlib", "pyarrow", "open_clip", "PIL", "gpytorch", "typer", "rich"}
+heavy |= {"tensorboard", "transformers"}
 print(sorted(heavy & set(sys.modules)))
 """
     seconds, heavy = min((run_python(code).split("\n", 1) for _ in range(3)), key=lambda out: float(out[0]))

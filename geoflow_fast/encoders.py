@@ -1,0 +1,565 @@
+"""Encoders of images and texts behind one small interface: open_clip's models, and one that needs no weights.
+
+Weights are read without executing code: safetensors, or torch files that hold tensors alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import difflib
+import functools
+import hashlib
+import logging
+import pickle
+import re
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Union, runtime_checkable
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from geoflow_fast import dispatch, jobs
+from geoflow_fast.image_sources import decode_image, reason_of
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+PAPER_WEIGHTS = {"ViT-H-14": "laion2b_s32b_b79k", "ViT-L-16-SigLIP-384": "webli"}
+"""The paper's encoders; their weights are taken where none are named."""
+
+PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+PREPROCESSING = ("mean", "std", "interpolation", "resize_mode")
+LOCAL, HUB = "local-dir:", "hf-hub:"
+ERROR_LENGTH = 160
+"""Characters of somebody else's error that are worth showing."""
+
+ImageLike = Union["Image", str, Path, Tensor]
+"""An image, a file of one, or what `Encoder.prepare` made of one."""
+
+
+class Encoder(Protocol):
+    """Maps images and texts to unit vectors of one space. `geoflow embed` takes whatever has these five."""
+
+    dim: int
+    """Width of the embeddings."""
+
+    def facts(self) -> dict[str, Any]:
+        """Everything the embeddings depend on, as JSON: name, digest of the weights, settings."""
+
+    def prepare(self, image: Image) -> Tensor:
+        """The part of the work on an RGB image that loader threads do: resizing, scaling. Equal shapes for all."""
+
+    def encode_images(self, images: Sequence[ImageLike]) -> Tensor:
+        """Float32 unit rows [B, dim] on the CPU, B >= 0; a row is NaN where the network gives no direction."""
+
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
+        """As `encode_images`."""
+
+
+@runtime_checkable
+class ProjectingEncoder(Protocol):
+    """An encoder whose towers end in a linear map, and which shows what goes into it."""
+
+    def image_activations(self, images: Sequence[ImageLike]) -> Tensor:
+        """Float32 [B, k_I]: the image tower before its last projection."""
+
+    def text_activations(self, texts: Sequence[str]) -> Tensor:
+        """Float32 [B, k_T]: the text tower before its last projection."""
+
+    def project_images(self, activations: Tensor) -> Tensor:
+        """The embeddings [B, dim] of activations: projected, scaled to unit norm."""
+
+    def project_texts(self, activations: Tensor) -> Tensor:
+        """As `project_images`, of the text tower."""
+
+    def projections(self) -> dict[str, Tensor]:
+        """`image.weight` [dim, k_I], `text.weight` [dim, k_T], and `.bias` [dim] where there is one.
+
+        ValueError where a tower has no such map.
+        """
+
+
+class OpenClipEncoder:
+    """A model of open_clip with its transform of images and its tokenizer.
+
+    `precision`: float32, or float16 or bfloat16 where the network computes in mixed precision; "auto" is float16 on a
+    GPU and float32 on a CPU. The last projections are applied in float32. `name` goes into the facts. `load` makes one
+    from weights.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        preprocess: Callable[[Image], Tensor],
+        tokenizer: Callable[[list[str]], Tensor],
+        *,
+        name: str = "",
+        device: str | torch.device = "auto",
+        precision: str = "auto",
+    ) -> None:
+        if precision not in ("auto", *PRECISIONS):
+            raise ValueError(f"precision must be auto, {', '.join(PRECISIONS)}, got {precision!r}")
+        self.device = dispatch.usable_device(str(device))
+        if precision == "auto":
+            precision = "float16" if self.device.type == "cuda" else "float32"
+        self.precision, self.name = precision, name
+        self.preprocess, self.tokenizer = preprocess, tokenizer
+        self._weights = _digest_of(model)
+        self.model: Any = model.eval().to(self.device)
+        self._projection = {"image": _image_projection(model), "text": _text_projection(model)}
+        self.dim = self._find_dim()
+
+    @classmethod
+    def load(
+        cls,
+        model: str = "ViT-H-14",
+        pretrained: str | None = None,
+        checkpoint: str | Path | None = None,
+        *,
+        device: str | torch.device = "auto",
+        precision: str = "auto",
+    ) -> OpenClipEncoder:
+        """A model by open_clip's name with the weights of a tag, which are downloaded once, or of a local file.
+
+        With `checkpoint`, `pretrained` says whose preprocessing the file needs. `model` may also be `local-dir:FOLDER`,
+        a folder with `open_clip_config.json`, weights and, if the model has one of its own, the tokenizer's files: all
+        that a machine without a network needs.
+        """
+        open_clip = _open_clip()
+        if checkpoint is not None and not Path(checkpoint).is_file():
+            raise FileNotFoundError(f"checkpoint {checkpoint} does not exist")
+        path = None if checkpoint is None else Path(checkpoint)
+        with _quiet():
+            if model.startswith((LOCAL, HUB)):
+                network = _create_from_folder(open_clip, model, pretrained, path)
+            else:
+                network = _create_by_name(open_clip, model, pretrained, path)
+        from open_clip.transform import PreprocessCfg, image_transform_v2
+
+        transform = image_transform_v2(PreprocessCfg(**network.visual.preprocess_cfg), is_train=False)
+        return cls(network, transform, _Tokenizer(model), name=model, device=device, precision=precision)
+
+    def facts(self) -> dict[str, Any]:
+        """Name, digest of the weights, preprocessing, precision."""
+        transform = getattr(self.model.visual, "preprocess_cfg", None) or repr(self.preprocess)
+        return {
+            "encoder": "open_clip",
+            "model": self.name,
+            "weights": self._weights,
+            "preprocess": transform,
+            "precision": self.precision,
+        }
+
+    def prepare(self, image: Image) -> Tensor:
+        """open_clip's transform: [3, H, W]."""
+        return self.preprocess(image)
+
+    def encode_images(self, images: Sequence[ImageLike]) -> Tensor:
+        """Float32 unit rows [B, dim] on the CPU."""
+        return self.project_images(self.image_activations(images))
+
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
+        """Float32 unit rows [B, dim] on the CPU."""
+        return self.project_texts(self.text_activations(texts))
+
+    @torch.inference_mode()
+    def image_activations(self, images: Sequence[ImageLike]) -> Tensor:
+        """Float32 [B, k_I]; the bare embedding of a tower that has no last projection."""
+        if not images:
+            return torch.empty(0, self._width_before("image"))
+        batch = _stack(self.prepare, images).to(self.device, non_blocking=True)
+        with self._tower("image"):
+            return self.model.encode_image(batch, normalize=False).float()
+
+    @torch.inference_mode()
+    def text_activations(self, texts: Sequence[str]) -> Tensor:
+        """Float32 [B, k_T]; the bare embedding of a tower that has no last projection."""
+        if not texts:
+            return torch.empty(0, self._width_before("text"))
+        tokens = self.tokenizer(list(texts)).to(self.device, non_blocking=True)
+        with self._tower("text"):
+            return self.model.encode_text(tokens, normalize=False).float()
+
+    def project_images(self, activations: Tensor) -> Tensor:
+        """Float32 unit rows [B, dim] on the CPU."""
+        return self._project("image", activations)
+
+    def project_texts(self, activations: Tensor) -> Tensor:
+        """Float32 unit rows [B, dim] on the CPU."""
+        return self._project("text", activations)
+
+    def projections(self) -> dict[str, Tensor]:
+        """`image.weight` [dim, k_I], `text.weight` [dim, k_T], and `.bias` [dim] where there is one."""
+        found: dict[str, Tensor] = {}
+        for tower, projection in self._projection.items():
+            if projection is None:
+                raise ValueError(
+                    f"the {tower} tower of {self.name or 'this model'} does not end in a linear projection, so there "
+                    "are no activations before it"
+                )
+            found |= {f"{tower}.{name}": value.detach() for name, value in projection.linear.named_parameters()}
+        return found
+
+    @contextlib.contextmanager
+    def _tower(self, name: str) -> Iterator[None]:
+        """The network in its precision, the tower `name` without its last projection."""
+        low, projection = self.precision != "float32", self._projection[name]
+        mixed = torch.autocast(self.device.type, PRECISIONS[self.precision] if low else None, enabled=low)
+        with mixed, projection.left_out() if projection else contextlib.nullcontext():
+            yield
+
+    @torch.inference_mode()
+    def _project(self, tower: str, activations: Tensor) -> Tensor:
+        projection = self._projection[tower]
+        if projection is None:
+            return _unit(activations)
+        return _unit(projection.linear(activations.to(projection.linear.weight.device)))
+
+    def _width_before(self, tower: str) -> int:
+        projection = self._projection[tower]
+        return self.dim if projection is None else projection.linear.in_features
+
+    def _find_dim(self) -> int:
+        for projection in self._projection.values():
+            if projection is not None:
+                return projection.linear.out_features
+        side = self.model.visual.image_size
+        height, width = side if isinstance(side, tuple) else (side, side)
+        with torch.inference_mode():
+            return int(self.model.encode_image(torch.zeros(1, 3, height, width, device=self.device)).shape[-1])
+
+
+class ColourEncoder:
+    """An encoder without weights, to try the pipeline where none can be had. It sees colours and reads their names.
+
+    Images: the share of eleven basic colours and a 4 x 4 picture of light and dark. Texts: the colours that they name
+    and their words, hashed. A fixed random map brings both into one space, where "a red car" is near red pictures, and
+    where nothing else of what a picture shows is known.
+    """
+
+    dim = 64
+    # Berlin and Kay's basic colour terms, in sRGB.
+    COLOURS = (
+        ("black", (0, 0, 0)),
+        ("white", (255, 255, 255)),
+        ("grey", (128, 128, 128)),
+        ("red", (210, 30, 30)),
+        ("orange", (245, 140, 20)),
+        ("yellow", (245, 225, 40)),
+        ("green", (40, 150, 50)),
+        ("blue", (40, 80, 200)),
+        ("purple", (120, 40, 150)),
+        ("pink", (245, 150, 185)),
+        ("brown", (115, 70, 35)),
+    )
+    ALIASES = {"gray": "grey", "violet": "purple"}  # noqa: RUF012, a constant
+    SOFTNESS = 40.0
+    """Distance in RGB at which a pixel half belongs to a colour."""
+    GRID, WORDS, OWN = 4, 64, 0.5
+    """Cells per side, buckets of words, and the weight of what the other side cannot see."""
+
+    def facts(self) -> dict[str, Any]:
+        """The name and a number that changes when the embeddings do."""
+        return {"encoder": "colours", "version": 1}
+
+    def prepare(self, image: Image) -> Tensor:
+        """Features [11 + 16]: shares of the colours, and light and dark."""
+        small = np.asarray(image.resize((64, 64)), np.float32).reshape(-1, 3)
+        references = np.array([rgb for _, rgb in self.COLOURS], np.float32)
+        distance = ((small[:, None] - references) ** 2).sum(-1) / (2 * self.SOFTNESS**2)
+        share = np.exp(distance.min(1, keepdims=True) - distance)
+        share = (share / share.sum(1, keepdims=True)).mean(0)
+        light = np.asarray(image.convert("L").resize((self.GRID, self.GRID)), np.float32).reshape(-1)
+        return torch.from_numpy(np.concatenate((_direction(share), self.OWN * _direction(light - light.mean()))))
+
+    def encode_images(self, images: Sequence[ImageLike]) -> Tensor:
+        """Float32 unit rows [B, 64]."""
+        features = torch.zeros(len(images), self._width)
+        if images:
+            colours = len(self.COLOURS)
+            features[:, : colours + self.GRID**2] = _stack(self.prepare, images)
+        return self._project(features)
+
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
+        """Float32 unit rows [B, 64]."""
+        names = {name: place for place, (name, _) in enumerate(self.COLOURS)}
+        features = torch.zeros(len(texts), self._width)
+        for row, text in enumerate(texts):
+            colours, bag = np.zeros(len(names), np.float32), np.zeros(self.WORDS, np.float32)
+            for word in re.findall(r"\w+", text.lower()):
+                word = self.ALIASES.get(word, word)
+                if word in names:
+                    colours[names[word]] += 1
+                code = int.from_bytes(hashlib.sha256(word.encode()).digest()[:8], "little")
+                bag[code % self.WORDS] += 1 if code >> 63 else -1
+            colours = colours if colours.any() else np.ones_like(colours)
+            features[row, : len(names)] = torch.from_numpy(_direction(colours))
+            features[row, -self.WORDS :] = self.OWN * torch.from_numpy(_direction(bag))
+        return self._project(features)
+
+    @property
+    def _width(self) -> int:
+        return len(self.COLOURS) + self.GRID**2 + self.WORDS
+
+    def _project(self, features: Tensor) -> Tensor:
+        random = np.random.default_rng(0).standard_normal((self._width, self.dim)).astype(np.float32)
+        # Columns of the colours orthonormal: they are few, and what both sides share should be kept as it is.
+        random[: len(self.COLOURS)] = np.linalg.qr(random[: len(self.COLOURS)].T)[0].T
+        random[len(self.COLOURS) :] /= self.dim**0.5
+        return _unit(features @ torch.from_numpy(random))
+
+
+def _direction(x: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """`x` scaled to unit norm; zero stays zero."""
+    norm = np.linalg.norm(x)
+    return x / norm if norm else x
+
+
+def _stack(prepare: Callable[[Image], Tensor], images: Sequence[ImageLike]) -> Tensor:
+    """Prepared images as one batch."""
+
+    def prepared(image: ImageLike) -> Tensor:
+        if isinstance(image, Tensor):
+            return image
+        if isinstance(image, (str, Path)):
+            return prepare(decode_image(Path(image).read_bytes()))
+        return prepare(image.convert("RGB"))
+
+    return torch.stack([prepared(image) for image in images])
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Rows scaled to unit norm, on the CPU; NaN where there is no direction."""
+    return (x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)).cpu()
+
+
+@dataclass(frozen=True)
+class _Projection:
+    """The last linear map of a tower: attribute `name` of `owner`."""
+
+    owner: nn.Module
+    name: str
+    linear: nn.Linear
+    """In float32."""
+
+    @classmethod
+    def find(cls, owner: Any, name: str) -> _Projection | None:
+        """From a layer, or from a matrix [k, dim] that is multiplied from the right; None if neither is there."""
+        found = getattr(owner, name, None)
+        if isinstance(found, nn.Parameter):
+            width, dim = found.shape
+            linear = nn.Linear(width, dim, bias=False, device=found.device)
+            linear.weight = nn.Parameter(found.detach().float().T.contiguous())
+            return cls(owner, name, linear)
+        return cls(owner, name, copy.deepcopy(found).float()) if isinstance(found, nn.Linear) else None
+
+    @contextlib.contextmanager
+    def left_out(self) -> Iterator[None]:
+        """The tower without its projection."""
+        found = getattr(self.owner, self.name)
+        # Towers test these attributes for None; other places call them.
+        optional = isinstance(found, nn.Parameter) or self.name == "text_projection"
+        setattr(self.owner, self.name, None if optional else nn.Identity())
+        try:
+            yield
+        finally:
+            setattr(self.owner, self.name, found)
+
+
+def _image_projection(model: Any) -> _Projection | None:
+    """Of open_clip's own vision transformers, or of timm's models."""
+    return _Projection.find(model.visual, "proj") or _Projection.find(getattr(model.visual, "head", None), "proj")
+
+
+def _text_projection(model: Any) -> _Projection | None:
+    """Of open_clip's own text towers, which are `model.text` or the model itself, or of Hugging Face's."""
+    tower = getattr(model, "text", model)
+    return _Projection.find(tower, "text_projection") or _Projection.find(tower, "proj")
+
+
+def _digest_of(model: nn.Module) -> str:
+    """SHA-256 of names and weights."""
+    state = model.state_dict()
+    return jobs.fingerprint({"names": list(state), "values": jobs.digest(state.values())})
+
+
+def _create_by_name(open_clip: Any, model: str, pretrained: str | None, checkpoint: Path | None) -> Any:
+    if open_clip.get_model_config(model) is None:
+        close = difflib.get_close_matches(model, open_clip.list_models(), n=5, cutoff=0.4)
+        hint = f"; close to it: {', '.join(close)}" if close else ""
+        raise ValueError(f"open_clip has no model {model!r}{hint}. A folder of your own is local-dir:FOLDER")
+    tag = _settings_of_weights(open_clip, model, pretrained, checkpoint)
+    quick = open_clip.get_model_config(model).get("quick_gelu", False)
+    if tag and quick and not tag.get("quick_gelu", False):
+        raise ValueError(
+            f"{model} has QuickGELU, but the weights {pretrained!r} were trained without; use the plain one"
+        )
+    weights = checkpoint or _download(open_clip, model, tag)
+    network = open_clip.create_model(
+        model,
+        load_weights=False,
+        pretrained_text=False,
+        force_quick_gelu=bool(tag.get("quick_gelu", False)),
+        force_preprocess_cfg={name: tag[name] for name in PREPROCESSING if name in tag},
+    )
+    _load_weights(open_clip, network, weights, model)
+    return network
+
+
+def _settings_of_weights(
+    open_clip: Any, model: str, pretrained: str | None, checkpoint: Path | None
+) -> Mapping[str, Any]:
+    """What open_clip knows of a tag: where its file is, and how images are prepared for it."""
+    known = open_clip.list_pretrained_tags_by_model(model)
+    pretrained = pretrained or PAPER_WEIGHTS.get(model)
+    listed = f"it has {', '.join(known)}" if known else "it has none: give a file by --checkpoint"
+    if pretrained is not None:
+        found: Mapping[str, Any] = open_clip.get_pretrained_cfg(model, pretrained)
+        if not found:
+            raise ValueError(f"open_clip has no weights {pretrained!r} for {model}; {listed}")
+        return found
+    if checkpoint is None:
+        raise ValueError(f"name the weights of {model} by --pretrained or --checkpoint; {listed}")
+    choices = {tag: open_clip.get_pretrained_cfg(model, tag) for tag in known}
+    if len({str([tag.get(name) for name in PREPROCESSING]) for tag in choices.values()}) > 1:
+        raise ValueError(
+            f"weights of {model} differ in how images are prepared: --pretrained must say which of them {checkpoint} "
+            f"is, or began as; {listed}"
+        )
+    # Weights of the user's own: the model's activation stays what its name says.
+    return {name: value for name, value in next(iter(choices.values()), {}).items() if name in PREPROCESSING}
+
+
+def _download(open_clip: Any, model: str, tag: Mapping[str, Any]) -> Path:
+    try:
+        return Path(open_clip.download_pretrained(tag))
+    except (OSError, RuntimeError, ValueError) as error:
+        raise OSError(
+            f"the weights of {model} could not be downloaded ({_short(error)}); on a machine without a network, give a "
+            "file of them by --checkpoint"
+        ) from error
+
+
+def _create_from_folder(open_clip: Any, model: str, pretrained: str | None, checkpoint: Path | None) -> Any:
+    """A model whose configuration comes with its weights; `checkpoint` replaces them."""
+    if pretrained is not None:
+        raise ValueError(f"--pretrained is for models of open_clip's list; {model} comes with weights")
+    if model.startswith(LOCAL) and not Path(model.removeprefix(LOCAL), "open_clip_config.json").is_file():
+        raise FileNotFoundError(f"{model.removeprefix(LOCAL)} holds no open_clip_config.json")
+    try:
+        own = {"require_pretrained": True} if checkpoint is None else {"load_weights": False}
+        network = open_clip.create_model(model, pretrained_text=False, weights_only=True, **own)
+    except _BAD_WEIGHTS as error:
+        hint = "; on a machine without a network: local-dir:FOLDER, or --checkpoint" if model.startswith(HUB) else ""
+        raise ValueError(f"{model} could not be loaded: {_short(error)}{hint}") from error
+    if checkpoint is not None:
+        _load_weights(open_clip, network, checkpoint, model)
+    return network
+
+
+_BAD_WEIGHTS = (
+    *(pickle.UnpicklingError, SafetensorError, RuntimeError, ValueError, TypeError),
+    *(OSError, EOFError, LookupError, AttributeError),
+)
+"""What reading weights raises when the file is damaged, of another model, or wants code to run."""
+
+
+def _load_weights(open_clip: Any, network: Any, path: Path, model: str) -> None:
+    if path.suffix in (".npz", ".npy"):
+        raise ValueError(f"{path} is an archive of numpy; a checkpoint is a safetensors or torch file")
+    try:
+        if path.suffix != ".safetensors":
+            # Once by itself: the error of a file that would execute code must not be taken for another one.
+            torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except _BAD_WEIGHTS as error:
+        raise ValueError(
+            f"{path} is no checkpoint that can be read without executing code ({_short(error)}); save its state_dict "
+            "as safetensors"
+        ) from error
+    try:
+        open_clip.load_checkpoint(network, str(path), strict=True, weights_only=True)
+    except _BAD_WEIGHTS as error:
+        raise ValueError(f"{path} does not hold the weights of {model}: {_short(error)}") from error
+
+
+class _Tokenizer:
+    """open_clip's tokenizer of a model, made when the first text comes: some are downloads of their own."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+
+    def __call__(self, texts: list[str]) -> Tensor:
+        tokens: Tensor = self._made(texts)
+        return tokens
+
+    @functools.cached_property
+    def _made(self) -> Any:
+        open_clip = _open_clip()
+        config = open_clip.get_model_config(self.model) or {}
+        if config.get("text_cfg", {}).get("tokenizer_kwargs", {}).get("trust_remote_code"):
+            raise ValueError(f"the tokenizer of {self.model} asks to execute code that comes with it; refused")
+        try:
+            with _quiet():
+                return open_clip.get_tokenizer(self.model)
+        except ImportError as error:
+            raise ValueError(f"the tokenizer of {self.model} needs a package: {_short(error)}") from error
+        except (OSError, RuntimeError, ValueError) as error:
+            raise OSError(
+                f"the tokenizer of {self.model} could not be loaded ({_short(error)}); on a machine without a network, "
+                f"put its files beside open_clip_config.json and give --model {LOCAL}FOLDER"
+            ) from error
+
+
+def _short(error: BaseException) -> str:
+    """The beginning of an error: those of state dicts and hubs go on for pages."""
+    text = f"{type(error).__name__}: {reason_of(error)}"
+    return text if len(text) <= ERROR_LENGTH else f"{text[:ERROR_LENGTH].rsplit(' ', 1)[0]} ..."
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """open_clip logs what is said here in an error, or is as it should be."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _open_clip() -> Any:
+    try:
+        import open_clip
+    except ImportError as error:
+        raise ValueError(f"open_clip is needed ({error}): pip install 'geoflow_fast[encoders]'") from error
+    except RuntimeError as error:  # a torchvision that was built for another torch
+        raise ValueError(f"open_clip cannot be imported beside torch {torch.__version__}: {_short(error)}") from error
+    return open_clip
+
+
+def open_encoder(
+    kind: str,
+    *,
+    model: str | None = None,
+    pretrained: str | None = None,
+    checkpoint: Path | None = None,
+    device: str = "auto",
+    precision: str = "auto",
+) -> Encoder:
+    """The encoder that `geoflow embed --encoder` names: open_clip or colours."""
+    if kind == "open_clip":
+        model = model or "ViT-H-14"
+        return OpenClipEncoder.load(model, pretrained, checkpoint, device=device, precision=precision)
+    if kind != "colours":
+        raise ValueError(f"encoder must be open_clip or colours, got {kind!r}")
+    given = {"--model": model, "--pretrained": pretrained, "--checkpoint": checkpoint}
+    for flag, value in given.items():
+        if value is not None:
+            raise ValueError(f"{flag} is for --encoder open_clip; colours has no weights")
+    return ColourEncoder()
