@@ -13,6 +13,7 @@ import hashlib
 import logging
 import pickle
 import re
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from geoflow_fast import dispatch, jobs
-from geoflow_fast.image_sources import decode_image, reason_of
+from geoflow_fast.image_sources import Refused, decode_image, reason_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -463,10 +464,7 @@ def _create_from_folder(open_clip: Any, model: str, pretrained: str | None, chec
     return network
 
 
-_BAD_WEIGHTS = (
-    *(pickle.UnpicklingError, SafetensorError, RuntimeError, ValueError, TypeError),
-    *(OSError, EOFError, LookupError, AttributeError),
-)
+_BAD_WEIGHTS = (*Refused, pickle.UnpicklingError, SafetensorError)
 """What reading weights raises when the file is damaged, of another model, or wants code to run."""
 
 
@@ -476,7 +474,9 @@ def _load_weights(open_clip: Any, network: Any, path: Path, model: str) -> None:
     try:
         if path.suffix != ".safetensors":
             # Once by itself: the error of a file that would execute code must not be taken for another one.
-            torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except _BAD_WEIGHTS as error:
         raise ValueError(
             f"{path} is no checkpoint that can be read without executing code ({_short(error)}); save its state_dict "
