@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 NATIVE := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
-EXTRAS := ot,eval,baselines,train,bench,docs,test
+EXTRAS := ot,encoders,eval,baselines,train,bench,docs,test
 PYTEST := $(BIN)/python -m pytest
 
 # How long `make soak` runs.
@@ -13,9 +13,11 @@ SOAK_MINUTES := 30
 setup: .venv/.installed
 
 # torch comes first and alone: a later package that asked for it would pull a build with gigabytes of CUDA libraries.
+# torchvision, which open_clip asks for, would ask for that build; its compiled part is not needed (tests/with_torchvision.py).
 .venv/.torch: constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchvision
 	touch $@
 
 .venv/.installed: .venv/.torch $(NATIVE)

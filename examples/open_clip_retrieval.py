@@ -3,19 +3,20 @@
     pip install 'geoflow_fast[encoders]'
     python examples/open_clip_retrieval.py --model ViT-B-32 --pretrained laion2b_s34b_b79k
 
-Without --pretrained the weights of the encoder are random and nothing is downloaded: the code runs, the answers mean
-little. Pictures are drawn here: coloured shapes, whose captions name shape and colour, or only one of them.
+Without --pretrained or --checkpoint the weights of the encoder are random and nothing is downloaded: the code runs, the
+answers mean little. Pictures are drawn here: coloured shapes, whose captions name shape and colour, or only one of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+from collections.abc import Callable
 
 import open_clip
 import torch
 from PIL import Image, ImageDraw
-from torch import Tensor, nn
+from torch import Tensor
 
 import geoflow_fast as gf
 
@@ -45,28 +46,29 @@ def captioned_pictures() -> tuple[list[Image.Image], list[str]]:
     return pictures, captions
 
 
-@torch.no_grad()
-def embed(clip: nn.Module, preprocess, tokenizer, pictures: list[Image.Image], captions: list[str]) -> list[Tensor]:
-    """Unit embeddings of pictures and captions: what any open_clip search computes already."""
-    images = [clip.encode_image(torch.stack(list(map(preprocess, part)))) for part in batches(pictures)]
-    texts = [clip.encode_text(tokenizer(part)) for part in batches(captions)]
-    return [nn.functional.normalize(torch.cat(parts), dim=-1) for parts in (images, texts)]
+def open_encoder(model: str, pretrained: str | None, checkpoint: str | None) -> gf.OpenClipEncoder:
+    """The encoder of any open_clip search; one that you have in hand already is wrapped as here."""
+    if pretrained or checkpoint:
+        return gf.OpenClipEncoder.load(model, pretrained, checkpoint)
+    clip, _, preprocess = open_clip.create_model_and_transforms(model)
+    return gf.OpenClipEncoder(clip, preprocess, open_clip.get_tokenizer(model))
 
 
-def batches(items: list, size: int = 32) -> list[list]:
-    return [items[first : first + size] for first in range(0, len(items), size)]
+def in_batches(encode: Callable[[list], Tensor], items: list, size: int = 32) -> Tensor:
+    return torch.cat([encode(items[first : first + size]) for first in range(0, len(items), size)])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="ViT-S-32-alt", help="any model of open_clip.list_models()")
     parser.add_argument("--pretrained", help="its weights; without, random ones")
+    parser.add_argument("--checkpoint", help="a file of weights, where none can be downloaded")
     parser.add_argument("--steps", type=int, default=300, help="training steps of the flow")
     options = parser.parse_args()
     torch.manual_seed(0)
-    clip, _, preprocess = open_clip.create_model_and_transforms(options.model, pretrained=options.pretrained)
-    tokenizer = open_clip.get_tokenizer(options.model)
-    images, texts = embed(clip.eval(), preprocess, tokenizer, *captioned_pictures())
+    encoder = open_encoder(options.model, options.pretrained, options.checkpoint)
+    pictures, captions = captioned_pictures()
+    images, texts = in_batches(encoder.encode_images, pictures), in_batches(encoder.encode_texts, captions)
 
     # Once per encoder, on as many pairs as you have; here on the pictures above. GeoFlow.from_pretrained loads a flow.
     flow = gf.GeoFlow(gf.GeoFlowConfig.tiny(images.shape[1], texts.shape[1]))
@@ -74,7 +76,7 @@ def main() -> None:
     gf.train(flow, pairs, gf.TrainConfig(steps=options.steps, batch_size=64, lr=2e-3, warmup_steps=20))
 
     queries = ["a red circle", "a circle", "something red", "anything"]
-    query = nn.functional.normalize(clip.encode_text(tokenizer(queries)).detach(), dim=-1)
+    query = encoder.encode_texts(queries)
     found = (query @ images.T).argmax(1)  # the search, as it was
 
     fitted = gf.fit_bandwidth(flow, held_out, direction="t2i")

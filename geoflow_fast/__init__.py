@@ -6,6 +6,8 @@ from geoflow_fast.calibration import Calibration
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.density import FAST_DENSITY, PAPER_DENSITY, Epistemic, epistemic, log_density, suggest_steps
 from geoflow_fast.dispatch import BackendUnavailable, backends
+from geoflow_fast.embed_job import EmbedSummary, embed_images
+from geoflow_fast.encoders import ColourEncoder, Encoder, OpenClipEncoder
 from geoflow_fast.entropy import RetrievalEntropy, RetrievalPosterior, risk_lower_bound
 from geoflow_fast.gallery import Gallery
 from geoflow_fast.gallery_index import GalleryIndex
@@ -24,12 +26,16 @@ __all__ = [
     "Bandwidth",
     "BayesReranker",
     "Calibration",
+    "ColourEncoder",
+    "EmbedSummary",
     "EmbeddingPairs",
+    "Encoder",
     "Epistemic",
     "Gallery",
     "GalleryIndex",
     "GeoFlow",
     "GeoFlowConfig",
+    "OpenClipEncoder",
     "Reranked",
     "RetrievalEntropy",
     "RetrievalPosterior",
@@ -38,6 +44,7 @@ __all__ = [
     "TrainingDiverged",
     "__version__",
     "backends",
+    "embed_images",
     "epistemic",
     "evaluation",
     "fit_bandwidth",

@@ -14,7 +14,6 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 @pytest.mark.slow
 @pytest.mark.usefixtures("_torchvision_operators")
 def test_open_clip_retrieval(monkeypatch, capsys):
-    pytest.importorskip("open_clip")
     monkeypatch.setattr(sys, "argv", ["open_clip_retrieval.py", "--steps=20"])
     runpy.run_path(str(EXAMPLES / "open_clip_retrieval.py"), run_name="__main__")
     shown = capsys.readouterr().out
