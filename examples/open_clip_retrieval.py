@@ -4,7 +4,8 @@
     python examples/open_clip_retrieval.py --model ViT-B-32 --pretrained laion2b_s34b_b79k
 
 Without --pretrained or --checkpoint the weights of the encoder are random and nothing is downloaded: the code runs, the
-answers mean little. Pictures are drawn here: coloured shapes, whose captions name shape and colour, or only one of them.
+answers mean little. Pictures are drawn here: coloured shapes, whose captions name shape and colour, or only one of
+them.
 """
 
 from __future__ import annotations

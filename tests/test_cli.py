@@ -70,7 +70,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def test_every_command_of_the_documentation_is_there():
-    assert {"bench", "demo", "density", "doctor", "entropy", "rerank", "train"} <= set(COMMANDS)
+    assert {"bench", "demo", "density", "doctor", "embed", "entropy", "rerank", "train"} <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 import geoflow_fast as gf
@@ -32,7 +33,8 @@ SMALLER = {
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the pages speak of: embeddings, held-out pairs, queries, a gallery, a trained flow."""
+    """A folder with what the pages speak of: embeddings, held-out pairs, queries, a gallery, photos, a trained
+    flow."""
     folder = tmp_path_factory.mktemp("desk")
     image, text = (gf.geometry.sample_uniform(400, 16, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
     text = gf.geometry.normalize(image + 0.1 * text)
@@ -46,6 +48,10 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.save(folder / "texts.npy", text[:5].numpy())
     (folder / "img_emb").mkdir()
     np.save(folder / "img_emb/img_emb_0.npy", image[:64].numpy())
+    (folder / "photos").mkdir()
+    for colour in ("red", "green", "blue"):
+        Image.new("RGB", (40, 30), colour).save(folder / f"photos/{colour}.jpg")
+        (folder / f"photos/{colour}.txt").write_text(f"something {colour}")
     torch.manual_seed(0)
     gf.GeoFlow(gf.GeoFlowConfig(16, 16, hidden=16, depth=1)).save_pretrained(folder / "runs/first")
     return folder
@@ -58,6 +64,8 @@ def page_names(desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> d
     monkeypatch.chdir(tmp_path)
     small = gf.TrainConfig.tiny()
     monkeypatch.setattr(gf.TrainConfig, "small", lambda: dataclasses.replace(small, steps=2, batch_size=32))
+    # Large weights, which cannot be had here: the flags are read, and another encoder does the work.
+    monkeypatch.setattr(gf.OpenClipEncoder, "load", lambda *_, **__: gf.ColourEncoder())
     return {
         "gf": gf,
         "flow": gf.GeoFlow.from_pretrained("runs/first"),
