@@ -169,7 +169,7 @@ def embed(
     from geoflow_fast.image_sources import open_images
 
     source = open_images(images, path_column=path_column, caption_column=caption_column)
-    with _continued_later() as world:
+    with continued_later() as world:
         if world.size > 1:
             raise ValueError("geoflow embed runs in one process; give each rank images and an output of its own")
         chosen = encoders.open_encoder(
