@@ -346,9 +346,10 @@ def all_methods() -> list[str]:
 
 
 def default_methods(study: Study) -> list[str]:
-    """All that can be made of what the study has, without those of `EXTRA`."""
+    """All that can be made of what the study has, without `EXTRA` and baselines that need more than pairs."""
     flow = [name for name in FLOW_METHODS if name not in EXTRA] if study.flow is not None else []
-    fit = [name for name, kind in baselines.METHODS.items() if study.train is not None or issubclass(kind, Reference)]
+    ready = {name: kind for name, kind in baselines.METHODS.items() if kind.missing() is None}
+    fit = [name for name, kind in ready.items() if study.train is not None or issubclass(kind, Reference)]
     return [*flow, *fit]
 
 
