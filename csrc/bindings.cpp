@@ -127,6 +127,10 @@ void bind_transport(py::module_& m) {
         raise_if_interrupted(report.outcome == geoflow::Outcome::interrupted);
         return py::make_tuple(static_cast<int>(report.outcome), report.iterations, report.error);
     });
+    m.def("ot_panel_pass", [](const OtMatrix& matrix, double eps, std::int64_t total_rows, Address f, Address g, Address s, int threads) {
+        py::gil_scoped_release release;
+        return geoflow::cpu_solver().panel_pass(matrix, eps, total_rows, at<double>(f), at<const double>(g), at<double>(s), threads);
+    });
     m.def("ot_read_out", [](const OtMatrix& matrix, double eps, Address f, Address g, Address uniform, Address index, int threads) {
         py::gil_scoped_release release;
         return geoflow::cpu_solver().read_out(matrix, eps, at<const double>(f), at<const double>(g), at<const double>(uniform),

@@ -209,6 +209,16 @@ class TransportMatrix:
         )
         return outcome, iterations, error
 
+    def panel_pass(self, f: Tensor, g: Tensor, eps: float, total_rows: int) -> Tensor | None:
+        """Sums of the plan's columns over these rows of a problem with `total_rows`, float64 [cols]; `f` is updated in
+        place. None where the kernel domain cannot hold them."""
+        self._check_potentials(f=f, g=g)
+        sums = torch.empty_like(g)
+        fine = _built().ot_panel_pass(
+            self._matrix, eps, total_rows, f.data_ptr(), g.data_ptr(), sums.data_ptr(), torch.get_num_threads()
+        )
+        return sums if fine else None
+
     def assign(self, f: Tensor, g: Tensor, eps: float, uniform: Tensor | None) -> Tensor:
         """Column of each row, int64 [rows]: the argmax of the plan, or its inverse row distribution at `uniform`."""
         self._check_potentials(f=f, g=g)

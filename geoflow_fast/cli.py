@@ -229,6 +229,7 @@ def train(
         str | None, typer.Option(help="Conditional rows: independent, paper or c2ot.")
     ] = None,
     noise: Annotated[str | None, typer.Option(help="iid or structured.")] = None,
+    ot_scope: Annotated[str | None, typer.Option(help="Ranks solve one plan (global) or each its own (local).")] = None,
     accumulate: Annotated[int | None, typer.Option(help="Pieces in which a batch goes through the network.")] = None,
     ema_decay: Annotated[float | None, typer.Option(help="Average the weights with this decay.")] = None,
     val_every: Annotated[int | None, typer.Option(help="Steps between validations.")] = None,
@@ -250,6 +251,7 @@ def train(
     """Trains a flow, or a baseline, on paired embeddings. Ctrl-C saves and stops; the same command continues."""
     from geoflow_fast import baselines
     from geoflow_fast.data import EmbeddingPairs, open_pairs
+    from geoflow_fast.distributed import joined
     from geoflow_fast.training import train_preset
 
     overrides = {
@@ -260,6 +262,7 @@ def train(
         "coupling": coupling,
         "conditional_coupling": conditional_coupling,
         "noise": noise,
+        "ot_scope": ot_scope,
         "accumulate": accumulate,
         "ema_decay": ema_decay,
         "val_every": val_every,
@@ -267,20 +270,24 @@ def train(
     }
     chosen = {name: value for name, value in overrides.items() if value is not None}
     chosen |= {"seed": seed, "tensorboard": tensorboard, "compile": compile_network}
-    data = open_pairs(pairs, images, texts, image_index, normalize=normalize)
-    held_out = None if val is None else EmbeddingPairs.open(val, normalize=normalize)
     report: TrainReport | None
-    if method == "geoflow":
-        report = train_preset(data, out, preset.value, held_out, chosen, centre=centre, pca_dim=pca, device=device)
-    elif centre or pca is not None:
-        raise ValueError(f"--centre and --pca are the flow's; {method} takes the embeddings as they are")
-    else:
-        report = baselines.train_preset(method, data, out, preset.value, held_out, chosen, folder=pairs, device=device)
-    if as_json:
+    with joined() as world:
+        data = open_pairs(pairs, images, texts, image_index, normalize=normalize, world=world)
+        held_out = None if val is None else EmbeddingPairs.open(val, normalize=normalize, world=world)
+        run = (data, out, preset.value, held_out, chosen)
+        if method == "geoflow":
+            report = train_preset(*run, centre=centre, pca_dim=pca, device=device, world=world)
+        elif centre or pca is not None:
+            raise ValueError(f"--centre and --pca are the flow's; {method} takes the embeddings as they are")
+        elif world.size > 1:
+            raise ValueError(f"{method} is trained by one process; start it without torchrun")
+        else:
+            report = baselines.train_preset(method, *run, folder=pairs, device=device)
+    if world.is_main and as_json:
         _print_json({"out": out} if report is None else dataclasses.asdict(report))
-    elif report is None:
+    elif world.is_main and report is None:
         typer.echo(f"Wrote {out}")
-    else:
+    elif world.is_main and report is not None:
         _print_training(report)
     if report is not None and not report.finished:
         raise typer.Exit(INTERRUPTED)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from geoflow_fast.data import Index
 from geoflow_fast.geometry import DIRECTIONS
 
 ROW_ORDER = tuple(DIRECTIONS.index(name) for name in ("i2t", "joint", "t2i"))
@@ -55,6 +56,12 @@ class Questions:
     counts: Counts
     t: Tensor
     drop: Tensor
+
+    def select(self, rows: Index) -> Questions:
+        """The questions of some rows, numbered in ascending order."""
+        direction = self.direction[rows]
+        i2t, joint, t2i = (int((direction == code).sum()) for code in ROW_ORDER)
+        return Questions(direction, (i2t, joint, t2i), self.t[rows], self.drop[rows])
 
 
 def draw_questions(rows: int, p_joint: float, p_drop: float, generator: torch.Generator) -> Questions:

@@ -196,12 +196,13 @@ class EmbeddingPairs:
         image_index: str | Path | None = None,
         *,
         normalize: bool = False,
+        world: World = ALONE,
     ) -> EmbeddingPairs:
         """Pairs of two `.npy` files or folders of shards, memory-mapped; `image_index` is a `.npy` file, as in
         `from_arrays`."""
         image, text = open_rows(Path(images), "images"), open_rows(Path(texts), "texts")
         for part in (image, text):
-            part.check(normalize=normalize)
+            part.check(normalize=normalize, world=world)
             part.expect_random_reads()
         index = None if image_index is None else load_npy(Path(image_index))
         return cls._pair(image, text, index, index, str(image_index))
@@ -289,7 +290,13 @@ class EmbeddingPairs:
 
 
 def open_pairs(
-    folder: Path | None, images: Path | None, texts: Path | None, image_index: Path | None, *, normalize: bool
+    folder: Path | None,
+    images: Path | None,
+    texts: Path | None,
+    image_index: Path | None,
+    *,
+    normalize: bool,
+    world: World = ALONE,
 ) -> EmbeddingPairs:
     """Pairs as the flags of a command name them: a folder, or files of images and of texts."""
     files = {"--images": images, "--texts": texts, "--image-index": image_index}
@@ -297,10 +304,10 @@ def open_pairs(
     if folder is not None:
         if given:
             raise ValueError(f"--pairs {folder} is a folder of both sides; leave out {', '.join(given)}")
-        return EmbeddingPairs.open(folder, normalize=normalize)
+        return EmbeddingPairs.open(folder, normalize=normalize, world=world)
     if images is None or texts is None:
         raise ValueError("give --pairs, a folder of paired embeddings, or --images and --texts, two .npy files")
-    return EmbeddingPairs.open_files(images, texts, image_index, normalize=normalize)
+    return EmbeddingPairs.open_files(images, texts, image_index, normalize=normalize, world=world)
 
 
 class ShuffledBatches:

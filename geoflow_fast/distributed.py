@@ -77,6 +77,17 @@ class World:
             self._call(lambda: dist.all_reduce(x, getattr(dist.ReduceOp, operation.upper()), group=self._group), x, x)
         return x
 
+    def any(self, condition: bool) -> bool:
+        """Whether it holds on some rank."""
+        return condition if self.size == 1 else bool(self.all_reduce(torch.tensor(float(condition)), "max"))
+
+    def mean(self, x: Tensor) -> float:
+        """Mean over the entries of all ranks, of which some may have none."""
+        if self.size == 1:
+            return float(x.mean())
+        total, count = self.all_reduce(torch.stack((x.double().sum(), x.new_tensor(len(x)).double()))).tolist()
+        return float(total / count)
+
     def broadcast(self, x: Tensor) -> Tensor:
         """`x` of the main rank, in place."""
         if self.size > 1:

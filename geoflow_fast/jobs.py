@@ -14,6 +14,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,7 +165,7 @@ class Job:
         with progress_bar(self.rows, done, unit, shown=shown) as advance, StopOnInterrupt("block") as stop:
             if together or world.size == 1:
                 for rows, path in missing:
-                    if world.share(stop.asked):
+                    if world.any(stop.asked):
                         raise KeyboardInterrupt
                     columns = compute(rows, advance)
                     if world.is_main:
@@ -215,8 +216,12 @@ class StopOnInterrupt:
     """While active, the first Ctrl-C asks for a stop (`asked`) after the current `unit` of work; the second interrupts
     at once."""
 
+    SAME_SECONDS = 2.0
+    """torchrun passes a Ctrl-C on that the terminal has sent to all: within this time it is the same one."""
+
     def __init__(self, unit: str) -> None:
         self.asked = False
+        self._since = 0.0
         self._unit = unit
         self._previous: Any = None
 
@@ -227,8 +232,10 @@ class StopOnInterrupt:
 
     def _handle(self, _number: int, _frame: FrameType | None) -> None:
         if self.asked:
+            if time.monotonic() - self._since < self.SAME_SECONDS and "WORLD_SIZE" in os.environ:
+                return
             raise KeyboardInterrupt
-        self.asked = True
+        self.asked, self._since = True, time.monotonic()
         if sys.stderr.isatty():  # past its buffer, which the interrupted code may be writing to
             os.write(2, f"\nstopping after this {self._unit}; once more stops at once\n".encode())
 

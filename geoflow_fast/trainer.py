@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from geoflow_fast.checkpoint import contents_of, load_tensors, locked, save_tensors, truncate_jsonl
 from geoflow_fast.data import EmbeddingPairs
+from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.jobs import StopOnInterrupt
 from geoflow_fast.model import CONFIG_FILE, WEIGHTS_FILE
 
@@ -155,7 +156,8 @@ class Objective(ABC, Generic[B]):
     """What a run trains: a module, its batches and its loss. Batches are pure functions of their number.
 
     `pairs`, `val`: what it learns from and is validated on. `facts`: plain values of JSON that make the module again;
-    a run is only continued with the same ones.
+    a run is only continued with the same ones. On each rank of a `world` batches are that rank's share of the rows; a
+    training batch has `batch_size` rows on all of them together.
     """
 
     def __init__(
@@ -165,10 +167,12 @@ class Objective(ABC, Generic[B]):
         val: EmbeddingPairs,
         config: RunConfig,
         facts: Mapping[str, Any],
+        world: World = ALONE,
     ) -> None:
         if len(pairs) < config.batch_size:
             raise ValueError(f"{len(pairs)} training pairs are too few for batch_size={config.batch_size}")
         self.module, self.pairs, self.val, self.config, self.facts = module, pairs, val, config, facts
+        self.world = world
 
     def prepare(self) -> None:
         """What comes before the first step of a new run, for instance statistics of the data."""
@@ -186,7 +190,7 @@ class Objective(ABC, Generic[B]):
         """Loss of each row [B]; the step descends their mean."""
 
     def metrics(self, batch: B, losses: Tensor, step: int, seconds: float) -> dict[str, float]:  # noqa: ARG002
-        """What is logged of a step beside the loss; it took `seconds`."""
+        """What is logged of a step beside the loss; it took `seconds`. All ranks are asked at the same steps."""
         return {}
 
     @abstractmethod
@@ -215,6 +219,7 @@ class Run(Generic[B]):
         self.objective = objective
         self.module = objective.module
         self.config = config = objective.config
+        self.world = objective.world
         self.device = next(self.module.parameters()).device
         self.optimizer = make_optimizer(self.module, config)
         self.ema = None if config.ema_decay is None else [p.detach().clone() for p in self.module.parameters()]
@@ -235,10 +240,11 @@ class Run(Generic[B]):
         return self.config.precision == "bfloat16"
 
     def optimise(self, batch: B) -> tuple[Tensor, float]:
-        """One step of the optimiser: (row losses [B], gradient norm before clipping)."""
+        """One step of the optimiser: (losses [B] of this rank's rows, gradient norm before clipping)."""
         self.module.train()
-        torch.manual_seed(generator_for(self.config.seed, "dropout", self.step).initial_seed())
-        rows = len(batch)
+        purpose = "dropout" if self.world.is_main else f"dropout of rank {self.world.rank}"
+        torch.manual_seed(generator_for(self.config.seed, purpose, self.step).initial_seed())
+        rows = len(batch) if self.world.size == 1 else self.config.batch_size
         self.optimizer.zero_grad()
         losses = []
         for piece in batch.pieces(self.config.accumulate):
@@ -246,9 +252,11 @@ class Run(Generic[B]):
                 piece_losses = self.losses(piece)
             (piece_losses.sum() / rows).backward()
             losses.append(piece_losses.detach())
-        norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.config.clip))
         row_loss = torch.cat(losses)
-        if not (math.isfinite(norm) and math.isfinite(float(row_loss.sum()))):
+        total = row_loss.sum()
+        self._sum_gradients(total)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.config.clip))
+        if not (math.isfinite(norm) and math.isfinite(float(total))):
             raise TrainingDiverged(f"the loss is not finite at step {self.step} (gradient norm {norm})")
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate(self.step)
@@ -260,6 +268,18 @@ class Run(Generic[B]):
         self.step += 1
         return row_loss, norm
 
+    def _sum_gradients(self, total: Tensor) -> None:
+        """Adds up the gradients of all ranks, and the 0-d `total`, in place: one call for all of them."""
+        if self.world.size == 1:
+            return
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        flat = self.world.all_reduce(torch.cat([*(part.reshape(-1) for part in parts), total.view(1).to(parts[0])]))
+        *sums, last = flat.split([*(part.numel() for part in parts), 1])
+        for parameter, reduced in zip(trained, sums):
+            parameter.grad = reduced.view_as(parameter)
+        total.copy_(last.squeeze(0))
+
     def validate(self) -> dict[str, float]:
         """Validation losses of the weights to keep (their average if there is one); updates best and early stopping."""
         with self._averaged(), torch.no_grad():
@@ -269,7 +289,8 @@ class Run(Generic[B]):
                 for number in range(self.config.val_batches)
                 for piece in self.objective.validation(number).pieces(self.config.accumulate)
             ]
-            loss = float(torch.cat(losses).double().mean())
+            sums = torch.tensor([sum(float(x.double().sum()) for x in losses), sum(map(len, losses))]).double()
+            loss = float(torch.div(*self.world.all_reduce(sums)))
             if not math.isfinite(loss):
                 raise TrainingDiverged(f"the validation loss is not finite at step {self.step}")
             if loss < self.best_loss:
@@ -492,14 +513,15 @@ def complete(
     weights. The arguments are those of `train`."""
     began = time.perf_counter()
     folder = None if out is None else Path(out)
-    if folder is not None:
+    main = run.world.is_main
+    if folder is not None and main:
         folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.nullcontext() if folder is None else locked(folder):
+    with contextlib.nullcontext() if folder is None or not main else locked(folder):
         _begin(run, folder, resume=resume)
         if not run.finished:
             devices = [run.device] if run.device.type == "cuda" else []
             with torch.random.fork_rng(devices):
-                _take_steps(run, folder, shown=sys.stderr.isatty() if progress is None else progress)
+                _take_steps(run, folder, shown=main and (sys.stderr.isatty() if progress is None else progress))
     run.module.load_state_dict(run.best or run.module.state_dict())
     run.module.eval()
     return TrainReport(
@@ -515,33 +537,46 @@ def complete(
 
 def _begin(run: Run[B], folder: Path | None, *, resume: bool) -> None:
     """Takes up the run in `folder`, or starts afresh."""
-    if folder is not None and not resume:
+    if folder is not None and not resume and run.world.is_main:
         for name in (CHECKPOINT_FILE, WEIGHTS_FILE, CONFIG_FILE, METRICS_FILE):
             (folder / name).unlink(missing_ok=True)
-    if folder is not None and (folder / CHECKPOINT_FILE).is_file():
+    if run.world.share(folder is not None and (folder / CHECKPOINT_FILE).is_file()):
+        assert folder is not None
         run.load(folder)
-    else:
-        run.objective.prepare()
+        return
+    run.objective.prepare()
+    for (
+        x
+    ) in run.module.state_dict().values():  # ranks may have begun with other weights, or rounded statistics otherwise
+        run.world.broadcast(x)
+    if run.ema is not None:
+        run.ema = [p.detach().clone() for p in run.module.parameters()]
 
 
 def _take_steps(run: Run[B], folder: Path | None, *, shown: bool) -> None:
     """Steps until the run is finished, interrupted or diverged."""
     config = run.config
-    metrics = Metrics(folder, run.step, tensorboard=config.tensorboard)
+    main = run.world.is_main
+    metrics = Metrics(folder if main else None, run.step, tensorboard=config.tensorboard and main)
     bar = Progress(config.steps, run.step, shown=shown)
-    ahead = Ahead(run.objective.training, run.step, config.steps, run.device, enabled=config.prefetch)
+    # NCCL's calls of two threads may wait for each other on different ranks; gloo's do not.
+    alone = run.world.size == 1 or run.device.type == "cpu"
+    ahead = Ahead(run.objective.training, run.step, config.steps, run.device, enabled=config.prefetch and alone)
     pace = Pace(run.step)
     saved = run.step if folder is not None and run.step else None
     try:
         with StopOnInterrupt("step") as stop:
-            while not run.finished and not stop.asked:
+            stopped = False
+            while not run.finished and not stopped:
                 values = _one_step(run, ahead, pace)
+                stopped = run.world.any(stop.asked)
                 if values:
                     metrics.write(run.step, values)
                     bar.update(run.step, values)
                 run.finished = run.step >= config.steps or run.stopped_early
-                if folder is not None and (run.finished or stop.asked or run.step % config.checkpoint_every == 0):
-                    run.save(folder)
+                if folder is not None and (run.finished or stopped or run.step % config.checkpoint_every == 0):
+                    if main:
+                        run.save(folder)
                     saved = run.step
     except TrainingDiverged as error:
         kept = (
@@ -566,7 +601,7 @@ def _one_step(run: Run[B], ahead: Ahead[B], pace: Pace) -> dict[str, float]:
     last = run.step == config.steps
     if run.step % config.log_every == 0 or last:
         values = {
-            "loss": float(losses.mean()),
+            "loss": run.world.mean(losses),
             "gradient_norm": norm,
             "lr": config.learning_rate(run.step - 1),
             "steps_per_second": pace(run.step),

@@ -16,17 +16,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from geoflow_fast import dispatch, ops
+from geoflow_fast import _native, dispatch, ops
 from geoflow_fast.curriculum import Counts, Curriculum, Questions, draw_questions, row_directions
-from geoflow_fast.data import BLOCK_ROWS, EmbeddingPairs, ShuffledBatches
+from geoflow_fast.data import BLOCK_ROWS, EmbeddingPairs, Index, ShuffledBatches
+from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import DIRECTIONS, StructuredNoise, sample_uniform
 from geoflow_fast.model import GeoFlow, GeoFlowConfig, save_weights
 from geoflow_fast.ops.ot_assign import CONDITIONAL_COUPLINGS, COUPLINGS
 from geoflow_fast.trainer import Objective, Run, RunConfig, TrainReport, complete, generator_for, validation_rows
 
 NOISES = ("iid", "structured")
+OT_SCOPES = ("global", "local")
+LANE_ROWS = 8
+"""Rows of a batch per lane. Row i is in lane i modulo the number of lanes, a lane's noise comes from a seed of its own,
+and a rank has whole lanes: so it draws the noise of its own rows alone, and has its share of every direction."""
 Noise = Tensor | StructuredNoise
 PREPROCESS_ROWS = 100_000
+PANEL_RULES = ("paper", "sample")
+"""Couplings whose plan the ranks can solve together, each its rows of it; every rank solves the whole of the others."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +44,16 @@ class TrainConfig(RunConfig):
     `coupling`: how noise meets data on joint rows: "paper" (row argmax of the entropic plan), "sample" (draw from its
     rows), "exact" (linear assignment), "independent". `conditional_coupling`: on i2t and t2i rows: "independent",
     "paper", or "c2ot". The plan is solved among the rows that use it. `sinkhorn_eps`: its regularisation. `noise`:
-    "iid", or "structured" for Hadamard blocks, whose plan is much cheaper. `conditional_share`, `ramp_share`,
-    `p_joint`, `p_drop`: see `Curriculum`. The rest is described in `RunConfig`.
+    "iid", or "structured" for Hadamard blocks, whose plan is much cheaper. `ot_scope`: several ranks solve one plan for
+    the rows of all ("global"), or each one for its own ("local"). `conditional_share`, `ramp_share`, `p_joint`,
+    `p_drop`: see `Curriculum`. The rest is described in `RunConfig`.
     """
 
     coupling: str = "paper"
     conditional_coupling: str = "independent"
     sinkhorn_eps: float = 0.05
     noise: str = "iid"
+    ot_scope: str = "global"
     conditional_share: float = 0.15
     ramp_share: float = 0.15
     p_joint: float = 0.40
@@ -57,6 +66,7 @@ class TrainConfig(RunConfig):
         self._check_choice("coupling", COUPLINGS)
         self._check_choice("conditional_coupling", CONDITIONAL_COUPLINGS)
         self._check_choice("noise", NOISES)
+        self._check_choice("ot_scope", OT_SCOPES)
 
     @classmethod
     def paper(cls) -> TrainConfig:
@@ -105,7 +115,7 @@ class Batch:
         """The batch in `count` pieces of nearly equal size, or in single rows if there are fewer."""
         rows = len(self)
         count = min(count, rows)
-        edges = [rows * k // count for k in range(count + 1)]
+        edges = [rows * k // count for k in range(count + 1)] if rows else []
         for low, high in itertools.pairwise(edges):
             names = ("image", "text", "v_image", "v_text", "t")
             parts = {name: getattr(self, name)[low:high] for name in names}
@@ -119,34 +129,103 @@ def _counts_between(counts: Counts, low: int, high: int) -> Counts:
     return i2t, joint, t2i
 
 
-class BatchMaker:
-    """Turns pairs into training batches; a pure function of the step."""
+def lane_count(rows: int) -> int:
+    """Lanes of a batch."""
+    return max(1, rows // LANE_ROWS)
 
-    def __init__(self, flow: GeoFlow, pairs: EmbeddingPairs, config: TrainConfig) -> None:
+
+class BatchMaker:
+    """Turns pairs into training batches; a pure function of the step.
+
+    Each rank of a `world` makes its share of the rows of a batch, `own`, of the same batch that one process would make.
+    """
+
+    def __init__(self, flow: GeoFlow, pairs: EmbeddingPairs, config: TrainConfig, world: World = ALONE) -> None:
+        lanes = lane_count(config.batch_size)
+        if lanes < world.size:
+            least = LANE_ROWS * world.size
+            raise ValueError(f"batch_size={config.batch_size} is too small for {world.size} ranks: at least {least}")
         if config.noise == "structured" and flow.config.geometry == "euclidean":
             raise ValueError('noise="structured" lies on the sphere; the Euclidean twin needs noise="iid"')
         self.flow, self.pairs, self.config = flow, pairs, config
         self.device = next(flow.parameters()).device
         self.order = ShuffledBatches(len(pairs), config.batch_size, config.seed)
+        self.world = world
+        lane = np.arange(config.batch_size) % lanes
+        # Row numbers of each rank, ascending.
+        self.owners = [np.flatnonzero((lane >= share.start) & (lane < share.stop)) for share in world.shares(lanes)]
+        self.own = self.owners[world.rank]
+        # Of each lane of this rank: which of its rows are in it.
+        self.lanes = {k: torch.from_numpy(np.flatnonzero(self.own % lanes == k)) for k in world.own(lanes)}
 
     def training(self, step: int) -> Batch:
         """The batch of a training step: shuffled pairs, questions of the curriculum, coupled noise."""
         generator = generator_for(self.config.seed, "batch", step)
         questions = self.config.curriculum.draw(step, self.config.batch_size, generator)
-        image1, text1 = self._load(self.pairs, self.order[step])
-        image0, text0 = torch.empty_like(image1), torch.empty_like(text1)
+        image1, text1 = self._load(self.pairs, self.order[step][self.own])
+        image0, text0 = self._lane_noise(step) if self.config.noise == "iid" else (image1.clone(), text1.clone())
         seconds = 0.0
         for rows, direction, rule in coupling_groups(questions.counts, self.config):
-            data = image1[rows], text1[rows]
-            noise = self._noise(len(data[0]), generator)
-            image0[rows], text0[rows] = dense(noise[0]), dense(noise[1])
+            group = Group(rows, self.owners, self.world)
+            mine = group.local
+            noise: tuple[Noise, Noise] = image0[mine], text0[mine]
+            if self.config.noise == "structured":
+                noise = self._structured_noise(group, generator)
+                image0[mine], text0[mine] = dense(noise[0]), dense(noise[1])
             if rule != "independent":
                 start = time.perf_counter()
-                target = self._couple(noise, data, direction, rule, generator)
+                data = image1[mine], text1[mine]
+                image1[mine], text1[mine] = self._coupled(noise, data, group, direction, rule, generator)
                 seconds += time.perf_counter() - start
-                image1[rows], text1[rows] = data[0][target], data[1][target]
-        batch = self._interpolate((image0, text0), (image1, text1), questions)
+        batch = self._interpolate((image0, text0), (image1, text1), questions.select(self.own))
         return dataclasses.replace(batch, coupling_seconds=seconds)
+
+    def _coupled(
+        self,
+        noise: tuple[Noise, Noise],
+        data: tuple[Tensor, Tensor],
+        group: Group,
+        direction: str,
+        rule: str,
+        generator: torch.Generator,
+    ) -> tuple[Tensor, Tensor]:
+        """The data pairs that go with this rank's noise."""
+        if self.world.size == 1 or self.config.ot_scope == "local":
+            if not len(data[0]):
+                return data
+            generator.manual_seed(generator.initial_seed() + self.world.rank)  # ranks draw from plans of their own
+            target = self._couple(noise, data, direction, rule, generator)
+            return data[0][target], data[1][target]
+        image, text = (group.gather(x) for x in data)
+        if rule in PANEL_RULES and self.device.type == "cpu" and _native.missing() is None:
+            target = self._couple_panel(noise, (image, text), group, rule, generator)
+        else:
+            whole = tuple(group.gather(dense(x)) for x in noise)
+            target = self._couple(whole, (image, text), direction, rule, generator)[group.numbers]  # type: ignore[arg-type]
+        return image[target], text[target]
+
+    def _couple_panel(
+        self,
+        noise: tuple[Noise, Noise],
+        data: tuple[Tensor, Tensor],
+        group: Group,
+        rule: str,
+        generator: torch.Generator,
+    ) -> Tensor:
+        """`_couple` of this rank's noise with the data of all ranks."""
+        uniform = None
+        if rule == "sample":
+            uniform = torch.rand(len(data[0]), generator=generator, dtype=torch.float64)[group.numbers]
+        own = self._on_sphere(noise)
+        return ops.ot_assign_panel(*own, *data, self.world, eps=self.config.sinkhorn_eps, uniform=uniform)
+
+    def _on_sphere(self, noise: tuple[Noise, Noise]) -> tuple[Tensor, Tensor]:
+        """What the plan sees of the noise. Euclidean data have unit norm, so what tells targets apart is the direction
+        of the Gaussian noise."""
+        image, text = dense(noise[0]), dense(noise[1])
+        if self.flow.config.geometry != "euclidean":
+            return image, text
+        return functional.normalize(image), functional.normalize(text)
 
     def _couple(
         self,
@@ -158,26 +237,49 @@ class BatchMaker:
     ) -> Tensor:
         """Data row for each noise row: int64 [B]."""
         if self.flow.config.geometry == "euclidean":
-            # Data have unit norm, so what tells targets apart is the direction of the Gaussian noise.
-            noise = tuple(torch.nn.functional.normalize(dense(x)) for x in noise)  # type: ignore[assignment]
+            noise = self._on_sphere(noise)
         return ops.couple(
             *noise, *data, coupling=rule, direction=direction, eps=self.config.sinkhorn_eps, generator=generator
         )
 
     def validation(self, pairs: EmbeddingPairs, number: int) -> Batch:
-        """Validation batch `number`: the same pairs, independent noise, times and directions every time."""
+        """Validation batch `number`: the same pairs, independent noise, times and directions every time. A rank has
+        every so manieth row, or none of a small batch."""
         index = validation_rows(pairs, self.config.batch_size, number)
         rows = len(index)
         generator = generator_for(self.config.seed, "validation", number)
         questions = draw_questions(rows, self.config.p_joint, 0.0, generator)
         # Directions are sorted, so the rows must not be.
         index = index[torch.randperm(rows, generator=generator).numpy()]
-        image0, text0 = self._noise(rows, generator)
-        return self._interpolate((dense(image0), dense(text0)), self._load(pairs, index), questions)
+        image0, text0 = (dense(x) for x in self._noise(rows, generator))
+        own = np.arange(self.world.rank, rows, self.world.size)
+        return self._interpolate((image0[own], text0[own]), self._load(pairs, index[own]), questions.select(own))
 
     def _load(self, pairs: EmbeddingPairs, index: np.ndarray) -> tuple[Tensor, Tensor]:
         image, text = (x.to(self.device, non_blocking=True) for x in pairs[index])
         return self.flow.to_flow(image, text)  # type: ignore[return-value]
+
+    def _lane_noise(self, step: int) -> tuple[Tensor, Tensor]:
+        """Base samples of this rank's rows, drawn on the CPU so that they do not depend on the device."""
+        count = lane_count(self.config.batch_size)
+        seeds = np.random.SeedSequence((self.config.seed, *b"noise", step)).generate_state(count, np.uint64) >> 1
+        generator = torch.Generator()
+        streams = tuple(torch.empty(len(self.own), d) for d in self.flow.config.flow_dims)
+        for lane, rows in self.lanes.items():
+            generator.manual_seed(int(seeds[lane]))
+            for stream in streams:
+                stream[rows] = torch.randn(len(rows), stream.shape[1], generator=generator)
+        if self.flow.config.geometry == "sphere":
+            streams = tuple(x / torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in streams)
+        image, text = (x.to(self.device, non_blocking=True) for x in streams)
+        return image, text
+
+    def _structured_noise(self, group: Group, generator: torch.Generator) -> tuple[Noise, Noise]:
+        """Hadamard blocks of a group of rows; of several ranks each keeps its own rows of them."""
+        noise = self._noise(group.count, generator)
+        if self.world.size == 1:
+            return noise
+        return dense(noise[0])[group.numbers], dense(noise[1])[group.numbers]
 
     def _noise(self, rows: int, generator: torch.Generator) -> tuple[Noise, Noise]:
         """Base samples of both streams, drawn on the CPU so that they do not depend on the device."""
@@ -196,6 +298,26 @@ class BatchMaker:
         t, direction, drop = (x.to(self.device) for x in (questions.t, questions.direction, questions.drop))
         make = masked_line if self.flow.config.geometry == "euclidean" else ops.masked_interpolant
         return Batch(*make(*noise, *data, t, direction, drop=drop), t, questions.counts)
+
+
+class Group:
+    """Rows of a batch that are coupled with each other, as the ranks hold them.
+
+    `rows`: of the whole batch. `local`: where they are among this rank's rows; `numbers`: which of the group these are.
+    """
+
+    def __init__(self, rows: slice, owners: list[Index], world: World) -> None:
+        self.count, self.world = rows.stop - rows.start, world
+        edges = [np.searchsorted(own, (rows.start, rows.stop)).tolist() for own in owners]
+        self.local = slice(*edges[world.rank])
+        self.members = [own[low:high] - rows.start for own, (low, high) in zip(owners, edges)]
+        self.numbers = torch.from_numpy(self.members[world.rank])
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Rows of the whole group in order, from those of each rank."""
+        order = torch.from_numpy(np.concatenate(self.members)).to(x.device)
+        gathered = self.world.gather_rows(x, [len(part) for part in self.members])
+        return torch.empty_like(gathered).index_copy_(0, order, gathered)
 
 
 def masked_line(
@@ -242,10 +364,12 @@ def row_losses(flow: GeoFlow, batch: Batch) -> Tensor:
     return ops.flow_loss(image_out, text_out, *points, row_directions(batch.counts, batch.t.device))[1]
 
 
-def direction_means(losses: Tensor, counts: Counts) -> dict[str, float]:
-    """Mean loss of the rows of each direction that is present."""
+def direction_means(losses: Tensor, counts: Counts, world: World = ALONE) -> dict[str, float]:
+    """Mean loss of the rows of each direction that is present on some rank."""
     parts = losses.detach().split(counts)
-    return {f"loss_{name}": float(part.mean()) for name, part in zip(("i2t", "joint", "t2i"), parts) if len(part)}
+    sums = torch.tensor([[float(part.double().sum()), len(part)] for part in parts], dtype=torch.float64)
+    totals = zip(("i2t", "joint", "t2i"), world.all_reduce(sums).tolist())
+    return {f"loss_{name}": total / rows for name, (total, rows) in totals if rows}
 
 
 class FlowMatching(Objective[Batch]):
@@ -253,10 +377,13 @@ class FlowMatching(Objective[Batch]):
 
     config: TrainConfig
 
-    def __init__(self, flow: GeoFlow, pairs: EmbeddingPairs, val: EmbeddingPairs, config: TrainConfig) -> None:
-        super().__init__(flow, pairs, val, config, flow.config.to_json())
+    def __init__(
+        self, flow: GeoFlow, pairs: EmbeddingPairs, val: EmbeddingPairs, config: TrainConfig, world: World = ALONE
+    ) -> None:
+        super().__init__(flow, pairs, val, config, flow.config.to_json(), world)
         self.flow = flow
-        self.batches = BatchMaker(flow, pairs, config)
+        # Batches are made in a thread of their own.
+        self.batches = BatchMaker(flow, pairs, config, world.twin())
 
     def prepare(self) -> None:
         """Fits centring and principal components."""
@@ -278,7 +405,7 @@ class FlowMatching(Objective[Batch]):
     def metrics(self, batch: Batch, losses: Tensor, step: int, seconds: float) -> dict[str, float]:
         """Losses by direction, where the curriculum is, what the coupling cost."""
         return {
-            **direction_means(losses, batch.counts),
+            **direction_means(losses, batch.counts, self.world),
             "p_joint": self.config.curriculum.joint_probability(step),
             "coupling_seconds": batch.coupling_seconds,
             "coupling_share": batch.coupling_seconds / seconds,
@@ -292,8 +419,10 @@ class FlowMatching(Objective[Batch]):
 class Trainer(Run[Batch]):
     """State of a flow's run. `train` is the way to use it."""
 
-    def __init__(self, flow: GeoFlow, pairs: EmbeddingPairs, val: EmbeddingPairs, config: TrainConfig) -> None:
-        objective = FlowMatching(flow, pairs, val, config)
+    def __init__(
+        self, flow: GeoFlow, pairs: EmbeddingPairs, val: EmbeddingPairs, config: TrainConfig, world: World = ALONE
+    ) -> None:
+        objective = FlowMatching(flow, pairs, val, config, world)
         super().__init__(objective)
         self.batches = objective.batches
 
@@ -307,6 +436,7 @@ def train(
     resume: bool = True,
     *,
     progress: bool | None = None,
+    world: World = ALONE,
 ) -> TrainReport:
     """Trains `flow` on `pairs`; it ends in eval mode with the best weights by validation (their average if EMA is on).
 
@@ -315,13 +445,14 @@ def train(
     `metrics.jsonl`; one run at a time. `resume`: continue from the state in `out` if there is one; False removes it. A
     finished run loads its best weights and returns at once. On a CPU the continued run ends with the same bits as an
     undisturbed one. `progress`: live line on the terminal; by default if there is one. Ctrl-C stops after the current
-    step and saves.
+    step and saves. The ranks of a `world` (`gf.distributed.joined`) share the rows of each batch; the first one writes,
+    to a folder that all of them see.
     """
     _check_widths(flow, pairs, "pairs")
     if val is None:
         pairs, val = pairs.split(config.val_fraction, config.seed)
     _check_widths(flow, val, "val")
-    return complete(Trainer(flow, pairs, val, config), out, resume=resume, progress=progress)
+    return complete(Trainer(flow, pairs, val, config, world), out, resume=resume, progress=progress)
 
 
 def train_preset(
@@ -334,6 +465,7 @@ def train_preset(
     centre: bool,
     pca_dim: int | None,
     device: str,
+    world: World = ALONE,
 ) -> TrainReport:
     """`geoflow train`: a preset of network and run, with `overrides` of the latter."""
     config = dataclasses.replace(getattr(TrainConfig, preset)(), **overrides)
@@ -341,7 +473,7 @@ def train_preset(
     where = dispatch.usable_device(device)
     torch.manual_seed(config.seed)
     flow = GeoFlow(dataclasses.replace(shape, centre=centre, pca_dim=pca_dim)).to(where)
-    return train(flow, pairs, config, val, out)
+    return train(flow, pairs, config, val, out, world=world)
 
 
 def _check_widths(flow: GeoFlow, pairs: EmbeddingPairs, name: str) -> None:

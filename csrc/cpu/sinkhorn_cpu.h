@@ -78,6 +78,10 @@ struct CpuSolver {
     IterationReport (*iterate)(const OtMatrix& matrix, double eps, double tol, std::int64_t max_iter, double* f, double* g,
                                int threads, Poll poll);
 
+    // Half an iteration on a panel: the matrix holds some rows of a problem with `total_rows`. Writes f of these rows and s[j], the sum
+    // of P_ij over them, so that adding s over all panels gives the column sums of an iteration. False when out of range.
+    bool (*panel_pass)(const OtMatrix& matrix, double eps, std::int64_t total_rows, double* f, const double* g, double* s, int threads);
+
     // One pass with final potentials. index[i] is argmax_j P_ij, or with `uniform` [rows] in [0, 1) the inverse distribution
     // function of row i at uniform[i]; null to skip. With f, returns sum_ij P_ij S_ij; neither index needs it.
     double (*read_out)(const OtMatrix& matrix, double eps, const double* f, const double* g, const double* uniform,

@@ -277,8 +277,8 @@ GEOFLOW_INLINE double score_row(const Element* s, std::int64_t ld, const float* 
 template <class Element>
 class Passes {
   public:
-    Passes(const OtMatrix& matrix, int threads)
-        : m_(matrix), threads_(useful_threads(matrix, threads)), ld_(matrix.ld()), step_(block_rows(matrix.rows)),
+    Passes(const OtMatrix& matrix, int threads, std::int64_t total_rows)
+        : m_(matrix), total_rows_(total_rows), threads_(useful_threads(matrix, threads)), ld_(matrix.ld()), step_(block_rows(matrix.rows)),
           blocks_((matrix.rows + step_ - 1) / step_), block_sums_(blocks_ * ld_), weights_(ld_), rows_(threads_ * ld_) {}
 
     IterationReport run(double eps, double tol, std::int64_t max_iter, double* f, double* g, Poll poll) {
@@ -305,6 +305,11 @@ class Passes {
         return report;
     }
 
+    bool panel_pass(double eps, double* f, const double* g, double* s) {
+        const ColumnWeights w = column_weights(m_, eps, g, weights_.get());
+        return row_pass(w, eps, f) && column_sums(w, s);
+    }
+
   private:
     const Element* row(std::int64_t i) const { return static_cast<const Element*>(m_.data) + i * ld_; }
 
@@ -326,8 +331,8 @@ class Passes {
     }
 
     bool kernel_block(std::int64_t begin, std::int64_t end, const ColumnWeights& w, double eps, double* f, float* columns) {
-        const float a = static_cast<float>(1.0 / double(m_.rows));
-        const double shift = m_.centre + w.middle, log_a = -std::log(double(m_.rows));
+        const float a = static_cast<float>(1.0 / double(total_rows_));
+        const double shift = m_.centre + w.middle, log_a = -std::log(double(total_rows_));
         bool fine = true;
         float dots[4];
         for (std::int64_t i = begin; i < end; i += 4) {
@@ -344,8 +349,8 @@ class Passes {
     }
 
     void score_block(std::int64_t begin, std::int64_t end, const ColumnWeights& w, double eps, double* f, float* columns) {
-        const float a = static_cast<float>(1.0 / double(m_.rows)), inverse_eps = static_cast<float>(1 / eps);
-        const double log_a = -std::log(double(m_.rows));
+        const float a = static_cast<float>(1.0 / double(total_rows_)), inverse_eps = static_cast<float>(1 / eps);
+        const double log_a = -std::log(double(total_rows_));
         float* const scratch = rows_.get() + thread_number() * ld_;
         for (std::int64_t i = begin; i < end; ++i)
             f[i] = eps * log_a - w.middle - score_row(row(i), ld_, w.value, inverse_eps, a, scratch, columns);
@@ -428,6 +433,7 @@ class Passes {
     }
 
     const OtMatrix m_;
+    const std::int64_t total_rows_;
     const int threads_;
     const std::int64_t ld_, step_, blocks_;
     const Scratch block_sums_, weights_, rows_;
@@ -547,8 +553,12 @@ const geoflow::CpuSolver kSolver = {
         m.half ? leave_kernel_elements<Half>(m, threads) : leave_kernel_elements<float>(m, threads);
     },
     [](const OtMatrix& m, double eps, double tol, std::int64_t max_iter, double* f, double* g, int threads, Poll poll) {
-        return m.half ? Passes<Half>(m, threads).run(eps, tol, max_iter, f, g, poll)
-                      : Passes<float>(m, threads).run(eps, tol, max_iter, f, g, poll);
+        return m.half ? Passes<Half>(m, threads, m.rows).run(eps, tol, max_iter, f, g, poll)
+                      : Passes<float>(m, threads, m.rows).run(eps, tol, max_iter, f, g, poll);
+    },
+    [](const OtMatrix& m, double eps, std::int64_t total_rows, double* f, const double* g, double* s, int threads) {
+        return m.half ? Passes<Half>(m, threads, total_rows).panel_pass(eps, f, g, s)
+                      : Passes<float>(m, threads, total_rows).panel_pass(eps, f, g, s);
     },
     [](const OtMatrix& m, double eps, const double* f, const double* g, const double* uniform, std::int64_t* index, int threads) {
         return m.half ? read_out_elements<Half>(m, eps, f, g, uniform, index, threads)

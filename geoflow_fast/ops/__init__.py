@@ -7,7 +7,7 @@ from geoflow_fast.ops.gallery_posterior import PRUNE, gallery_posterior, gallery
 from geoflow_fast.ops.gate_residual import gate_residual, gate_residual_jvp
 from geoflow_fast.ops.keep_mask import keep_mask
 from geoflow_fast.ops.masked_interpolant import masked_interpolant
-from geoflow_fast.ops.ot_assign import couple, ot_assign
+from geoflow_fast.ops.ot_assign import couple, ot_assign, ot_assign_panel
 from geoflow_fast.ops.sinkhorn import SinkhornResult, sinkhorn, transport_cost
 from geoflow_fast.ops.swiglu import swiglu, swiglu_jvp
 from geoflow_fast.ops.tangent_step import tangent_step
@@ -28,6 +28,7 @@ __all__ = [
     "keep_mask",
     "masked_interpolant",
     "ot_assign",
+    "ot_assign_panel",
     "sinkhorn",
     "swiglu",
     "swiglu_jvp",

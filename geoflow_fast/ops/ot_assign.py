@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast import _native, dispatch, reference
+from geoflow_fast.distributed import World
 from geoflow_fast.geometry import DIRECTIONS
 from geoflow_fast.ops.sinkhorn import (
     NAMES,
@@ -15,6 +16,7 @@ from geoflow_fast.ops.sinkhorn import (
     CudaSolve,
     Factors,
     Noise,
+    Panel,
     Problem,
     Settings,
     as_dense,
@@ -74,6 +76,36 @@ def ot_assign(
     warn_unconverged(converged, iterations, error, settings)
     result: Tensor = index
     return result
+
+
+def ot_assign_panel(
+    image0: Tensor,
+    text0: Tensor,
+    image1: Tensor,
+    text1: Tensor,
+    world: World,
+    *,
+    eps: float = 0.05,
+    tol: float = 1e-3,
+    max_iter: int = 1000,
+    uniform: Tensor | None = None,
+) -> Tensor:
+    """`ot_assign` of a batch whose noise is spread over ranks: index of the data pair of each of this rank's rows.
+
+    `image0` [n, d_I], `text0` [n, d_T] are this rank's noise, of any number of rows; `image1`, `text1` all B data
+    pairs, as many as the ranks have noise rows together. All ranks call at once. With `uniform` [n] in [0, 1) a row's
+    target is drawn from the plan; else it is the largest entry. Compiled, for CPU tensors.
+    """
+    if len(image0):
+        problem = make_problem("arc", (image0, text0, image1, text1))
+    else:
+        problem = Problem("arc", None, (image0, text0), (image1, text1), (1.0, 1.0))
+    settings = make_settings(eps, tol, max_iter, "float32")
+    dispatch.choose("ot_assign", image1, "cpu")  # raises if it is not built or cannot serve
+    solve = CpuSolve(problem, settings, Panel(*problem.shape, settings.storage, world))
+    if world.is_main:
+        warn_unconverged(solve.converged, solve.iterations, solve.error, settings)
+    return solve.assign(uniform)
 
 
 def couple(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast import _native, dispatch, reference
+from geoflow_fast.distributed import World
 from geoflow_fast.geometry import StructuredNoise, check_rows
 from geoflow_fast.geometry import eps as check_dtype
 
@@ -22,6 +23,9 @@ NAMES = ("image0", "text0", "image1", "text1")
 
 # Largest |S - centre| / eps whose exponential the kernel domain may hold: float32 reaches e^+-87, float16 e^+-9.7.
 _KERNEL_REACH = {torch.float32: 80.0, torch.float16: 9.0}
+# Column sums below this have lost terms to underflow: kLeastSum of csrc/cpu/sinkhorn_passes.h.
+_LEAST_SUM = 1e-30
+_ROWS_AT_ONCE = 256
 # Largest range of the cost over eps that the CUDA backend anneals to; float32 resolves less than that.
 _FINEST = 2.0**60
 
@@ -252,10 +256,10 @@ def _sinkhorn_reference(problem: Problem, settings: Settings) -> SinkhornResult:
 class CpuSolve:
     """One problem on its way through the compiled solver: build, choose the domain, iterate, read."""
 
-    def __init__(self, problem: Problem, settings: Settings):
+    def __init__(self, problem: Problem, settings: Settings, matrix: _native.TransportMatrix | None = None):
         self._settings = settings
         self._rows, self._cols = problem.shape
-        self._matrix = _native.TransportMatrix(self._rows, self._cols, settings.storage)
+        self._matrix = matrix or _native.TransportMatrix(self._rows, self._cols, settings.storage)
         self._f = torch.zeros(self._rows, dtype=torch.float64)
         self._g = torch.zeros(self._cols, dtype=torch.float64)
         self.iterations, self.error, self.converged = 0, math.inf, False
@@ -306,6 +310,65 @@ class CpuSolve:
     def assign(self, uniform: Tensor | None) -> Tensor:
         """Target of each row: the plan's argmax, or a draw from the row."""
         return self._matrix.assign(self._f, self._g, self._settings.eps, uniform)
+
+
+class Panel(_native.TransportMatrix):
+    """Some rows of a square problem whose other rows other ranks hold; each column's sum is added up over all of them.
+
+    Every rank has all columns, and takes part in every call, with no rows too. The ranks go through the same steps,
+    and end with the same `g`. One iteration sends one float64 per column.
+    """
+
+    def __init__(self, rows: int, cols: int, storage: torch.dtype, world: World):
+        super().__init__(rows, cols, storage)
+        self._world = world
+
+    def build(
+        self,
+        image: tuple[Noise, Tensor],
+        text: tuple[Noise, Tensor],
+        weights: tuple[float, float],
+        arc: bool,
+        kernel_eps: float | None,
+    ) -> tuple[float, float]:
+        """`TransportMatrix.build`; the extremes of S are those of all rows."""
+        self._matrix.kernel = kernel_eps is not None
+        low, high = super().build(image, text, weights, arc, kernel_eps) if self._shape[0] else (math.inf, -math.inf)
+        found = self._world.all_reduce(torch.tensor([-low, high], dtype=torch.float64), "max")
+        return -float(found[0]), float(found[1])
+
+    def iterate(self, f: Tensor, g: Tensor, eps: float, tol: float, max_iter: int) -> tuple[int, int, float]:
+        """`TransportMatrix.iterate` over the rows of all ranks."""
+        goal, error = 1 / len(g), math.inf
+        for iteration in range(max_iter):
+            sums = self._column_sums(f, g, eps)
+            if sums is None:
+                return self.OUT_OF_RANGE, iteration, error
+            error = float((sums - goal).abs().sum())
+            if float(sums.min()) < _LEAST_SUM:
+                g.copy_(eps * (math.log(goal) - self._column_logsumexp(f, eps)))
+            else:
+                g += eps * (goal / sums).log()
+            if error <= tol:
+                return self.CONVERGED, iteration + 1, error
+        return self.STOPPED, max_iter, error
+
+    def _column_sums(self, f: Tensor, g: Tensor, eps: float) -> Tensor | None:
+        """Sums of the plan's columns over the rows of all ranks; None if one of them cannot hold its own."""
+        own = self.panel_pass(f, g, eps, len(g)) if self._shape[0] else torch.zeros_like(g)
+        total = torch.zeros(len(g) + 1, dtype=torch.float64)  # the last one counts the ranks that cannot
+        total[:-1], total[-1] = (0.0, 1.0) if own is None else (own, 0.0)
+        self._world.all_reduce(total)
+        return None if total[-1] > 0 else total[:-1]
+
+    def _column_logsumexp(self, f: Tensor, eps: float) -> Tensor:
+        """log sum_i exp((f_i + S_ij) / eps) over the rows of all ranks, for columns to which no row gives mass that a
+        float can hold; in the score domain, where alone that happens."""
+        own = torch.full((1, self._shape[1]), -math.inf, dtype=torch.float64)
+        for rows, potential in zip(self.scores().split(_ROWS_AT_ONCE), f.split(_ROWS_AT_ONCE)):
+            scores = (rows.double() + potential.unsqueeze(1)) / eps
+            own = torch.logaddexp(own, scores.logsumexp(0, keepdim=True))
+        return self._world.gather_rows(own, [1] * self._world.size).logsumexp(0)
 
 
 def load_scores(
