@@ -193,7 +193,8 @@ class BatchMaker:
         if self.world.size == 1 or self.config.ot_scope == "local":
             if not len(data[0]):
                 return data
-            generator.manual_seed(generator.initial_seed() + self.world.rank)  # ranks draw from plans of their own
+            if self.world.size > 1:  # plans of their own, draws of their own
+                generator = torch.Generator().manual_seed(generator.initial_seed() + 1 + self.world.rank)
             target = self._couple(noise, data, direction, rule, generator)
             return data[0][target], data[1][target]
         image, text = (group.gather(x) for x in data)

@@ -16,11 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from geoflow_fast import density_job, geometry, jobs, scoring
+import geoflow_fast as gf
+from geoflow_fast import density_job, geometry, jobs, ops, scoring
 from geoflow_fast.data import Rows
 from geoflow_fast.density import DensitySettings
 from geoflow_fast.distributed import World, joined
 from geoflow_fast.gallery import Gallery
+from geoflow_fast.trainer import Run
+from geoflow_fast.training import BatchMaker
 
 # The server imports once what ranks use; each rank is a fork of it that has not run anything yet.
 _context = multiprocessing.get_context("forkserver")
@@ -187,3 +190,69 @@ def check_rows(world: World, rows: np.ndarray) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def assign_panel(world: World, count: int, eps: float, drawn: bool, seed: int = 0) -> tuple[list[int], int]:
+    """Targets of this rank's rows of a batch of `count` pairs, and the bytes it took."""
+    noise, data, uniform = transport_problem(count, seed)
+    own = world.own(count)
+    mine = [x[own.start : own.stop] for x in (*noise, uniform)]
+    before = world.traffic
+    index = ops.ot_assign_panel(*mine[:2], *data, world, eps=eps, uniform=mine[2] if drawn else None)
+    return index.tolist(), world.traffic - before
+
+
+def transport_problem(count: int, seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    clouds = [geometry.sample_uniform(count, d, generator=generator) for d in (6, 4, 6, 4)]
+    return clouds[:2], clouds[2:], torch.rand(count, generator=generator, dtype=torch.float64)
+
+
+def batch_of(world: World, changes: dict[str, Any], step: int) -> dict[str, np.ndarray]:
+    """This rank's rows of a training batch, with their numbers."""
+    config = gf.TrainConfig(**{**SHORT, **changes})
+    maker = BatchMaker(small_flow(), small_pairs(), config, world)
+    batch = maker.training(step)
+    names = ("image", "text", "v_image", "v_text", "t")
+    return {"rows": maker.own, **{name: getattr(batch, name).numpy() for name in names}}
+
+
+def train_small(world: World, out: Path | None, changes: dict[str, Any], fatal: tuple[int, int] | None = None) -> dict:
+    """Trains a small flow: final weights and the report. `fatal`: the rank that is killed, and at which step."""
+    if fatal is not None and world.rank == fatal[0]:
+        optimise = Run.optimise
+
+        def last_words(run: Run[Any], batch: Any) -> Any:
+            if run.step == fatal[1]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return optimise(run, batch)
+
+        Run.optimise = last_words  # type: ignore[method-assign]
+    flow = small_flow(seed=world.rank)  # the first rank's weights are what all begin with
+    config = gf.TrainConfig(**{**SHORT, **changes})
+    report = gf.train(flow, small_pairs(), config, out=out, progress=False, world=world)
+    weights = torch.cat([p.detach().flatten() for p in flow.parameters()]).numpy()
+    return {"weights": weights, "best": report.best_val_loss, "steps": report.steps, "finished": report.finished}
+
+
+SHORT: dict[str, Any] = {
+    "steps": 50,
+    "batch_size": 64,
+    "lr": 2e-3,
+    "warmup_steps": 5,
+    "val_every": 25,
+    "checkpoint_every": 10,
+    "log_every": 1,
+    "conditional_share": 0.1,
+    "ramp_share": 0.1,
+}
+
+
+def small_flow(seed: int = 0) -> gf.GeoFlow:
+    torch.manual_seed(seed)
+    return gf.GeoFlow(gf.GeoFlowConfig(6, 5, hidden=16, depth=1, heads=2, dropout=0.0, layer_scale=0.1))
+
+
+def small_pairs() -> gf.EmbeddingPairs:
+    generator = torch.Generator().manual_seed(3)
+    return gf.EmbeddingPairs.from_arrays(*(geometry.sample_uniform(300, d, generator=generator) for d in (6, 5)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -12,9 +13,10 @@ import torch
 import geoflow_fast as gf
 from geoflow_fast import geometry as g
 from geoflow_fast.data import Rows
-from geoflow_fast.distributed import ALONE, RankLost, joined
+from geoflow_fast.distributed import ALONE, RankLost, World, joined
 from geoflow_fast.gallery import Gallery
 from geoflow_fast.jobs import read_columns
+from geoflow_fast.training import BatchMaker
 from tests import ranks
 from tests.ranks import run_ranks
 
@@ -174,6 +176,98 @@ def test_densities_of_ranks_with_a_slow_one(folder):
     assert_same_file(folder / "many.parquet", folder / "one.parquet")
     assert sorted(made[0] + made[1]) == list(range(0, PAIRS, 4))
     assert len(made[0]) > len(made[1])
+
+
+# ---- training -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "count", "eps", "drawn"), [(2, 33, 0.05, False), (4, 129, 0.05, True)])
+def test_ranks_solve_the_plan_of_one_process(size, count, eps, drawn):
+    noise, data, _ = ranks.transport_problem(count, 0)
+    expected, _ = ranks.assign_panel(ALONE, count, eps, drawn)
+    if not drawn:
+        assert expected == gf.ops.ot_assign(*noise, *data, eps=eps).tolist()
+    results = run_ranks(size, ranks.assign_panel, count, eps, drawn)
+    assert [target for index, _ in results for target in index] == expected
+
+
+@pytest.mark.parametrize("eps", [1e-3, 1e-2])
+def test_ranks_solve_plans_that_leave_the_kernel_domain(eps):
+    """Small eps: scores instead of exponentials, a start from larger values, columns without any mass."""
+    count = 3
+    noise, data, _ = ranks.transport_problem(count, 1)
+    results = run_ranks(4, ranks.assign_panel, count, eps, False, 1)  # one rank has no row
+    expected = gf.ops.ot_assign(*noise, *data, eps=eps, backend="reference")
+    assert [target for index, _ in results for target in index] == expected.tolist()
+
+
+RULES = [
+    {},
+    {"coupling": "sample"},
+    {"coupling": "exact", "conditional_coupling": "c2ot"},
+    {"conditional_coupling": "paper", "noise": "structured"},
+]
+
+
+@pytest.mark.parametrize("changes", RULES)
+def test_ranks_make_the_batch_of_one_process(changes):
+    whole = ranks.batch_of(ALONE, changes, 40)
+    parts = run_ranks(3, ranks.batch_of, changes, 40)
+    assert sorted(np.concatenate([part["rows"] for part in parts])) == list(range(64))
+    for part in parts:
+        rows = part.pop("rows")
+        assert 16 <= len(rows) <= 24
+        for name, x in part.items():
+            np.testing.assert_allclose(x, whole[name][rows], atol=1e-6, err_msg=name)
+
+
+def losses_of(folder: Path) -> dict[str, np.ndarray]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    names = ("step", "loss", "loss_i2t", "loss_joint", "loss_t2i", "gradient_norm", "val_loss")
+    return {name: np.array([line[name] for line in lines if name in line]) for name in names}
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_ranks_train_like_one_process(tmp_path, size):
+    """Losses of 50 steps to 1e-5, once in the metrics; all ranks end with the same bits."""
+    one = ranks.train_small(ALONE, tmp_path / "one", {"ema_decay": 0.9})
+    many = run_ranks(size, ranks.train_small, tmp_path / "many", {"ema_decay": 0.9})
+    expected, found = losses_of(tmp_path / "one"), losses_of(tmp_path / "many")
+    assert list(found["step"]) == list(range(1, 51))
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-5, err_msg=name)
+    assert all(np.array_equal(rank["weights"], many[0]["weights"]) for rank in many)
+    assert many[0]["best"] == pytest.approx(one["best"], rel=1e-5)
+    np.testing.assert_allclose(many[0]["weights"], one["weights"], atol=1e-4)
+
+
+def test_local_plans_need_no_communication(tmp_path):
+    """Each rank couples its own rows; the network still learns from all of them."""
+    many = run_ranks(2, ranks.train_small, tmp_path, {"ot_scope": "local", "steps": 10})
+    assert np.array_equal(many[0]["weights"], many[1]["weights"])
+    assert np.isfinite(many[0]["best"])
+
+
+@pytest.mark.slow
+def test_killed_rank_in_training_and_a_continuation_on_more(tmp_path):
+    """A rank is killed at step 24; two, then four ranks continue from the checkpoint of step 20."""
+    run_ranks(2, ranks.train_small, tmp_path / "whole", {})
+    start = time.monotonic()
+    main, killed = run_ranks(2, ranks.train_small, tmp_path / "run", {}, (1, 24), raising=False)
+    assert time.monotonic() - start < 60
+    assert killed is None
+    assert isinstance(main, RankLost)
+    run_ranks(2, ranks.train_small, tmp_path / "run", {}, (0, 34), raising=False)
+    (finished, *_) = run_ranks(4, ranks.train_small, tmp_path / "run", {})
+    assert finished["finished"]
+    expected, found = losses_of(tmp_path / "whole"), losses_of(tmp_path / "run")
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-5, err_msg=name)
+
+
+def test_batch_must_be_large_enough_for_the_ranks():
+    with pytest.raises(ValueError, match="batch_size=64 is too small for 9 ranks: at least 72"):
+        BatchMaker(ranks.small_flow(), ranks.small_pairs(), gf.TrainConfig(**ranks.SHORT), World(0, 9))
 
 
 # ---- as a user starts it ------------------------------------------------------------------------------------------
