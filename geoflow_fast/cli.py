@@ -498,6 +498,33 @@ def _print_reranking(summary: RerankSummary) -> None:
     typer.echo(f"re-ranking changes the answer of {summary.changed:.1%} of the queries")
 
 
+@app.command(epilog="Example: geoflow plan --gallery 1e9 --dim 1024 --queries 1e6 --device h100 --gpus 64")
+def plan(
+    gallery: Annotated[float, typer.Option(help="Items of the gallery; 1e9 is allowed.")],
+    dim: Annotated[int, typer.Option(help="Width of the embeddings.")],
+    queries: Annotated[float, typer.Option(help="Queries to score.")],
+    device: Annotated[str, typer.Option(help="a100, h100, h200, b200, or cpu: this machine, measured.")] = "h100",
+    gpus: Annotated[int, typer.Option(help="How many devices.")] = 1,
+    block: Annotated[int, typer.Option(help="Queries per pass over the gallery.")] = 64,
+    fast: Annotated[bool, typer.Option("--fast/--no-fast", help="The settings of geoflow entropy --fast.")] = False,
+    layout: Annotated[Layout, typer.Option(help="What the devices share.")] = Layout.auto,
+    as_json: JsonFlag = False,
+) -> None:
+    """Memory, operations, bytes and hours of geoflow entropy on a cluster, by arithmetic; nothing is computed."""
+    from geoflow_fast import plan as planning
+
+    sizes = (int(gallery), dim, int(queries))
+    found = planning.plan_scoring(*sizes, device, gpus, block=block, fast=fast, layout=layout.value)
+    if as_json:
+        _print_json(dataclasses.asdict(found))
+        return
+    title = f"{sizes[2]:,} queries over {sizes[0]:,} items of width {dim} on {gpus} x {device}"
+    table = Table("", "", title=title, show_header=False)
+    for name, value in planning.as_table(found).items():
+        table.add_row(name, value)
+    Console().print(table)
+
+
 @app.command(epilog="Example: geoflow bench gallery rerank")
 def bench(
     names: Annotated[list[str] | None, typer.Argument(help="Benchmarks to run; all if none is named.")] = None,

@@ -107,7 +107,7 @@ def choose_layout(layout: str, scorer: RetrievalEntropy, blocks: int) -> str:
     """ "gallery" or "queries": what the ranks share, by name or ("auto") by size; the same on all of them.
 
     Sharing queries needs no communication, but each rank reads all items for each block: from memory, if they fit
-    into half of it beside those of the machine's other ranks, which map the same pages.
+    there. The ranks of a machine map the same pages.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
@@ -115,9 +115,15 @@ def choose_layout(layout: str, scorer: RetrievalEntropy, blocks: int) -> str:
     if world.size == 1 or scorer.index is not None:
         return "queries" if layout == "auto" else layout
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    fits = 2 * len(scorer.gallery) * scorer.gallery.dim * ITEM_BYTES <= memory
-    chosen: str = world.share("queries" if fits and blocks >= world.size else "gallery")
+    size = len(scorer.gallery) * scorer.gallery.dim * ITEM_BYTES
+    chosen: str = world.share(preferred_layout(size, memory, blocks, world.size))
     return chosen if layout == "auto" else layout
+
+
+def preferred_layout(gallery_bytes: float, machine_memory: float, blocks: int, ranks: int) -> str:
+    """What the ranks had better share: queries, if the items fit into half of a machine's memory and no rank is left
+    without a block of queries; else the items."""
+    return "queries" if 2 * gallery_bytes <= machine_memory and blocks >= ranks else "gallery"
 
 
 def open_queries(path: Path, dim: int, world: World = ALONE) -> Rows:

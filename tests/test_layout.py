@@ -15,7 +15,7 @@ PACKAGE = Path(geoflow_fast.__file__).parent
 LAYERS = [
     {"cli", "__main__"},
     {"cli_evaluate"},
-    {"cli_base", "demo", "doctor", "bench", "scoring", "density_job", "rerank_job", "embed_job"},
+    {"cli_base", "demo", "doctor", "bench", "scoring", "plan", "density_job", "rerank_job", "embed_job"},
     {"evaluation", "baselines", "encoders"},
     {"training", "trainer", "entropy", "marginals", "bandwidth", "rerank", "calibration", "density", "worlds"},
     {"sampling", "divergence", "forward_mode", "integrate", "model"},

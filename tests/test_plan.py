@@ -1,0 +1,91 @@
+"""`geoflow plan`: the arithmetic against sums done by hand, the code's own rules and what ranks really send."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+import geoflow_fast as gf
+from geoflow_fast.cli import main
+from geoflow_fast.plan import DEVICES, as_table, plan_scoring
+from geoflow_fast.scoring import preferred_layout
+
+
+def test_internet_scale_by_hand():
+    plan = plan_scoring(10**9, 1024, 10**6, "h100", 64)
+    assert plan.scoring_operations == 2 * 10**6 * 50 * 10**9 * 1024
+    assert plan.gallery_bytes == 4.096e12
+    assert plan.gallery_bytes_per_machine == 4.096e12 / 8
+    assert plan.layout == "gallery"
+    assert plan.passes == 15_625
+    assert plan.link_bytes == 15_625 * 4.096e12
+    assert plan.hours["scoring"] == pytest.approx(1.024e20 / (0.6 * 989e12 * 64) / 3600)
+    assert plan.hours["link"] == pytest.approx(15_625 * 4.096e12 / (0.85 * 50e9 * 64) / 3600)
+    assert plan.bound_by == "link"
+    assert plan.total_hours == pytest.approx(plan.hours["link"] + plan.hours["network"])
+
+
+def test_sampling_counts_the_papers_network():
+    shape = gf.GeoFlowConfig.paper(32, 32)
+    weights = sum(p.numel() for p in gf.GeoFlow(shape).parameters())
+    plan = plan_scoring(100, 32, 7, "a100", 1)
+    assert plan.sampling_operations == 2 * weights * 7 * 50 * 50 * 2
+    fast = plan_scoring(100, 32, 7, "a100", 1, fast=True)
+    assert fast.sampling_operations == 2 * weights * 7 * 40 * 8 * 2
+
+
+def test_advised_block_is_where_the_link_stops_to_limit():
+    plan = plan_scoring(10**8, 512, 10**5, "a100", 8, layout="gallery")
+    enough = plan_scoring(10**8, 512, 10**5, "a100", 8, layout="gallery", block=plan.advised_block)
+    assert enough.hours["link"] <= enough.hours["scoring"] * 1.01
+    fewer = plan_scoring(10**8, 512, 10**5, "a100", 8, layout="gallery", block=plan.advised_block // 2)
+    assert fewer.hours["link"] > 1.5 * fewer.hours["scoring"]
+
+
+def test_layout_goes_by_memory_and_blocks():
+    assert preferred_layout(10, 20, 4, 4) == "queries"
+    assert preferred_layout(11, 20, 4, 4) == "gallery"
+    assert preferred_layout(10, 20, 3, 4) == "gallery"
+    assert plan_scoring(10**6, 512, 10**6, "h100", 8).layout == "queries"
+    assert plan_scoring(10**6, 512, 10**6, "h100", 8).network_bytes == 0
+    assert plan_scoring(10**6, 512, 100, "h100", 8).layout == "gallery"
+
+
+def test_network_does_not_depend_on_items_or_devices():
+    one = plan_scoring(10**6, 512, 1000, "h100", 8, layout="gallery")
+    more = plan_scoring(10**9, 512, 1000, "h100", 64, layout="gallery")
+    assert one.network_bytes_per_query == more.network_bytes_per_query > 50 * 512 * 4
+
+
+def test_this_machine_is_measured():
+    torch.set_num_threads(1)
+    plan = plan_scoring(10_000, 64, 10, "cpu", 1)
+    assert 0 < plan.total_hours < 1
+
+
+@pytest.mark.parametrize("bad", [{"items": 0}, {"queries": 0}, {"devices": 0}, {"dim": -1}, {"block": 0}])
+def test_counts_must_be_positive(bad):
+    sizes = {"items": 10, "dim": 8, "queries": 5, "device": "h100", "devices": 1, **bad}
+    with pytest.raises(ValueError, match=f"{next(iter(bad))} must be at least 1"):
+        plan_scoring(**sizes)
+
+
+def test_unknown_device_names_the_known_ones():
+    with pytest.raises(ValueError, match=f"one of {', '.join(DEVICES)}, cpu, got 'tpu'"):
+        plan_scoring(10, 8, 5, "tpu", 1)
+
+
+def test_command_line(monkeypatch, capsys):
+    words = ["plan", "--gallery", "1e9", "--dim", "64", "--queries", "1e4", "--device", "b200", "--gpus", "16"]
+    expected = plan_scoring(10**9, 64, 10**4, "b200", 16)
+    for more in ([], ["--json"]):
+        monkeypatch.setattr(sys, "argv", ["geoflow", *words, *more])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert not end.value.code
+    shown, _, machine = capsys.readouterr().out.partition("{")
+    assert as_table(expected)["estimate"] in shown
+    assert json.loads("{" + machine)["total_hours"] == expected.total_hours
