@@ -1,0 +1,297 @@
+"""Embeddings of clip art and captions -> uncertainties, a table and figures, through the public commands.
+
+    python examples/openclipart/run.py --out runs/openclipart
+
+Needs `pip install 'geoflow_fast[eval]'` and nothing that is not in this folder. Every command that runs is printed; a
+run that was stopped goes on with the same command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+import geoflow_fast as gf
+from geoflow_fast import baselines, plots
+from geoflow_fast.checkpoint import write_json
+from geoflow_fast.evaluation import auroc, bootstrap_interval, reliability, retrieval_calibration, selective_accuracy
+
+HERE = Path(__file__).parent
+DATA = HERE / "data"
+WAYS = {"t2i": "captions search pictures", "i2t": "pictures search captions"}
+TRAINING = "--preset tiny --centre --pca 64 --steps 600 --lr 1e-3 --warmup-steps 50 --ema-decay 0.99 --val-every 50"
+"""Few pairs: a small network on leading directions, averaged weights, the best of them by the held-out pairs."""
+RERANKED, ENTROPY = "re-ranker, 1 - p_answer", "the paper's entropy"
+THUMBNAIL, PER_ROW = 56, 32
+COLOURS = {RERANKED: "#0b6e4f", ENTROPY: "#c8553d"}
+OTHERS = "#8a8f98"
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Direction:
+    """What is asked of the test part in one direction: which of `items` is of the image of each query."""
+
+    way: str
+    queries: Path
+    gallery: Path
+    query_image: NDArray[np.int64]
+    item_image: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, way: str, pairs: gf.EmbeddingPairs) -> Direction:
+        """All texts as queries over all images, or all images over all texts."""
+        images, texts = DATA / "test" / "img_emb", DATA / "test" / "text_emb"
+        numbers = np.arange(len(pairs.image))
+        if way == "t2i":
+            return cls(way, texts, images, pairs.image_row, numbers)
+        return cls(way, images, texts, numbers, pairs.image_row)
+
+    def is_right(self, index: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether item `index` [Q] is right for each query."""
+        return self.item_image[index] == self.query_image
+
+
+def geoflow(command: str, **paths: object) -> None:
+    """Runs a command of `geoflow`, with `--name path` for each of the `paths`."""
+    words = shlex.split(command) + [word for name, path in paths.items() for word in (f"--{name}", str(path))]
+    print("geoflow", shlex.join(words), flush=True)
+    subprocess.run([sys.executable, "-m", "geoflow_fast", *words], check=True)
+
+
+def columns(path: Path, *names: str) -> list[NDArray[Any]]:
+    """Columns of a Parquet file; those that hold lists come as [Q, K]."""
+    table = pq.read_table(path, columns=list(names))
+    return [np.stack(x) if x.dtype == object else x for x in (table[name].to_numpy() for name in names)]
+
+
+def bandwidth(model: Path, way: str) -> str:
+    """kappa and guidance of the entropy, fitted on held-out pairs once and kept with the model."""
+    kept = model / f"bandwidth_{way}.json"
+    if not kept.exists():
+        found = gf.fit_bandwidth(gf.GeoFlow.from_pretrained(model), gf.EmbeddingPairs.open(DATA / "held_out"), way)
+        write_json(kept, {"kappa": found.kappa, "guidance": found.guidance})
+    chosen = json.loads(kept.read_text(encoding="utf-8"))
+    return f"--kappa {chosen['kappa']:.6g} --guidance {chosen['guidance']:.6g}"
+
+
+def score(out: Path, seed: int, ways: Sequence[Direction], training: str) -> Path:
+    """Trains the flow of one seed and scores the test part with it; the folder of the results."""
+    model = out / f"flow_{seed}"
+    geoflow(f"train {training} --seed {seed}", pairs=DATA / "flow", val=DATA / "held_out", out=model)
+    for task in ways:
+        files = {"model": model, "queries": task.queries, "gallery": task.gallery}
+        settings = f"--direction {task.way} {bandwidth(model, task.way)}"
+        geoflow(f"entropy --fast {settings}", **files, out=model / f"entropy_{task.way}.parquet")
+        held_out = {"held-out": DATA / "held_out", "out": model / f"ranked_{task.way}.parquet"}
+        geoflow(f"rerank --direction {task.way}", **files, **held_out)
+    geoflow("density", model=model, pairs=DATA / "test", out=model / "density.parquet")
+    return model
+
+
+def references(task: Direction) -> dict[str, Floats]:
+    """Uncertainties that need no flow; temperatures are tuned on the held-out pairs."""
+    flow, held_out = (gf.EmbeddingPairs.open(DATA / part) for part in ("flow", "held_out"))
+    queries = torch.from_numpy(load(task.queries))
+    found = {}
+    for kind in (baselines.MaxSoftmax, baselines.Margin, baselines.SoftmaxEntropy, baselines.KNNDistance):
+        method = kind(flow.image_dim, flow.text_dim)
+        method.fit(flow, held_out)
+        found[kind.title] = method.uncertainty(queries, load(task.gallery), task.way).numpy()
+    return found
+
+
+def load(folder: Path) -> NDArray[np.float32]:
+    """The rows of a folder with a single shard."""
+    (path,) = folder.glob("*.npy")
+    rows = np.load(path, allow_pickle=False).astype(np.float32)
+    found: NDArray[np.float32] = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    return found
+
+
+class Results:
+    """All scores of one direction, and what they are worth."""
+
+    def __init__(self, task: Direction, models: Sequence[Path]) -> None:
+        self.task = task
+        answer, *_ = columns(models[0] / f"ranked_{task.way}.parquet", "answer")
+        self.correct = task.is_right(answer)  # of plain search
+        self.stated = [columns(m / f"ranked_{task.way}.parquet", "p_answer")[0].astype(np.float64) for m in models]
+        best = [columns(m / f"ranked_{task.way}.parquet", "index")[0][:, 0] for m in models]
+        self.recall = [float(task.is_right(index).mean()) for index in best]
+        entropy = [columns(m / f"entropy_{task.way}.parquet", "entropy")[0].astype(np.float64) for m in models]
+        self.scores: dict[str, list[Floats]] = {RERANKED: [1 - p for p in self.stated], ENTROPY: entropy}
+        self.scores |= {name: [values] for name, values in references(task).items()}
+
+    def aurocs(self, name: str) -> list[float]:
+        """Of "plain search's answer is wrong", one per seed."""
+        return [auroc(values, self.correct) for values in self.scores[name]]
+
+    @property
+    def best_reference(self) -> str:
+        """The one without training that has the highest AUROC."""
+        return max((name for name in self.scores if name not in COLOURS), key=lambda name: self.aurocs(name)[0])
+
+    def row(self, name: str) -> dict[str, Any]:
+        """Means over seeds, their standard deviation, and the interval of the mean over resampled pictures."""
+        found, score = self.aurocs(name), np.stack(self.scores[name], axis=1)
+
+        def mean_auroc(values: Floats, right: NDArray[np.bool_]) -> float:
+            return statistics.fmean(auroc(column, right) for column in values.T)
+
+        interval = bootstrap_interval(mean_auroc, score, self.correct, resamples=500, groups=self.task.query_image)
+        aurc = statistics.fmean(retrieval_calibration(values, self.correct).aurc for values in self.scores[name])
+        spread = statistics.stdev(found) if len(found) > 1 else None
+        mean = statistics.fmean(found)
+        return {"auroc": mean, "sd": spread, "low": interval.low, "high": interval.high, "aurc": aurc}
+
+    def lead(self) -> dict[str, float]:
+        """AUROC of the re-ranker minus that of the best reference, over the same resamples."""
+        score = np.stack((*self.scores[RERANKED], *self.scores[self.best_reference]), axis=1)
+
+        def difference(values: Floats, right: NDArray[np.bool_]) -> float:
+            *ours, theirs = (auroc(column, right) for column in values.T)
+            return statistics.fmean(ours) - theirs
+
+        found = bootstrap_interval(difference, score, self.correct, resamples=500, groups=self.task.query_image)
+        return {"value": found.value, "low": found.low, "high": found.high}
+
+    def summary(self) -> dict[str, Any]:
+        """Every number of the table."""
+        errors = [reliability(p, self.correct).ece for p in self.stated]
+        return {
+            "queries": len(self.correct),
+            "items": len(self.task.item_image),
+            "recall_cosine": float(self.correct.mean()),
+            "recall_reranked": statistics.fmean(self.recall),
+            "recall_reranked_seeds": self.recall,
+            "ece": statistics.fmean(errors),
+            "stated_recall": statistics.fmean(float(p.mean()) for p in self.stated),
+            "methods": {name: self.row(name) for name in self.scores},
+            "lead_over": self.best_reference,
+            "lead": self.lead(),
+        }
+
+
+def print_table(way: str, found: dict[str, Any]) -> None:
+    """As Markdown."""
+    print(f"\n{WAYS[way]}: {found['queries']} queries over {found['items']} items")
+    print("\n| AUROC of a wrong answer | mean | sd over seeds | 95 % | AURC |\n|---|---|---|---|---|")
+    for name, row in found["methods"].items():
+        spread = "" if row["sd"] is None else f"{row['sd']:.3f}"
+        print(f"| {name} | {row['auroc']:.3f} | {spread} | {row['low']:.3f} to {row['high']:.3f} | {row['aurc']:.3f} |")
+    lead = found["lead"]
+    ahead = f"{lead['value']:+.3f} (95 % {lead['low']:+.3f} to {lead['high']:+.3f})"
+    print(f"\nre-ranker minus {found['lead_over']}: {ahead}")
+    print(f"Recall@1 {found['recall_reranked']:.3f} re-ranked, {found['recall_cosine']:.3f} by cosine; ", end="")
+    print(f"ECE of p_answer {found['ece']:.3f}")
+
+
+def draw_curves(results: dict[str, Results], path: Path) -> None:
+    """Accuracy over coverage, and stated against found probabilities."""
+    figure, axes = plots.pyplot().subplots(2, 2, figsize=(10, 8), layout="constrained")
+    for (way, found), (left, right) in zip(results.items(), axes):
+        for name, runs in found.scores.items():
+            curves = [selective_accuracy(values, found.correct) for values in runs]
+            heights = np.mean([curve.accuracy for curve in curves], axis=0)
+            own = name in COLOURS or name == found.best_reference
+            style = {"color": COLOURS.get(name, OTHERS), "lw": 2 if own else 1, "ls": "-" if own else ":"}
+            left.plot(curves[0].coverage, heights, label=name, **style)
+        left.set(title=WAYS[way], xlabel="share of queries answered", ylabel="share of right answers", xlim=(0, 1))
+        left.legend(frameon=False, fontsize=8)
+        stated = np.concatenate(found.stated)
+        bins = reliability(stated, np.tile(found.correct, len(found.stated)), strategy="quantile")
+        limit = 1.05 * float(max(np.nanmax(bins.confidence), np.nanmax(bins.accuracy)))
+        right.plot([0, limit], [0, limit], color=OTHERS, lw=1)
+        right.plot(bins.confidence, bins.accuracy, "o-", color=COLOURS[RERANKED])
+        right.set(title=f"p_answer, ten equally filled bins, ECE {bins.ece:.3f}", xlim=(0, limit), ylim=(0, limit))
+        right.set(xlabel="stated probability of being right", ylabel="share of right answers")
+    plots.save_figure(figure, path)
+
+
+def draw_gallery(found: Results, model: Path, path: Path, rows: int = 5, items: int = 6) -> None:
+    """Captions whose answer is most and least certain, with the most probable pictures; the right one is framed."""
+    index, prob, outside = columns(model / "ranked_t2i.parquet", "index", "prob", "p_outside")
+    parts = json.loads((DATA / "pictures.json").read_text(encoding="utf-8"))
+    captions = [caption for picture in parts["test"] for caption in picture["captions"]]
+    order = np.argsort(found.scores[RERANKED][0], kind="stable")
+    fresh = list(dict.fromkeys(found.task.query_image[order].tolist()))  # one caption per picture
+    first = {image: int(query) for query in order[::-1] for image in [int(found.task.query_image[query])]}
+    last = {image: int(query) for query in order for image in [int(found.task.query_image[query])]}
+    unsure = list(dict.fromkeys(found.task.query_image[order[::-1]].tolist()))
+    blocks = {"most certain": [first[i] for i in fresh[:rows]], "least certain": [last[i] for i in unsure[:rows]]}
+    figure = plots.pyplot().figure(figsize=(12, 1.35 * rows + 0.6), layout="constrained")
+    for part, (title, queries) in zip(figure.subfigures(1, 2), blocks.items()):
+        part.suptitle(f"{title} captions")
+        axes = part.subplots(rows, items + 1, width_ratios=[2.2] + [1] * items)
+        for line, query in zip(axes, queries):
+            line[0].axis("off")
+            line[0].text(0, 0.5, wrap(captions[query]), fontsize=7, va="center", transform=line[0].transAxes)
+            for axis, item, p in zip(line[1:], index[query], prob[query]):
+                axis.imshow(thumbnail(int(item)))
+                axis.set(xticks=[], yticks=[])
+                axis.set_xlabel(f"{p:.2f}", fontsize=7, labelpad=1)
+                right = item == found.task.query_image[query]
+                for spine in axis.spines.values():
+                    spine.set(color=COLOURS[RERANKED] if right else "#dddddd", linewidth=2.5 if right else 0.8)
+            line[0].text(
+                0, 0.02, f"outside {outside[query]:.2f}", fontsize=6, color=OTHERS, transform=line[0].transAxes
+            )
+    plots.save_figure(figure, path)
+
+
+def wrap(caption: str, width: int = 22, lines: int = 4) -> str:
+    """Broken into lines, cut after some."""
+    import textwrap
+
+    return "\n".join(textwrap.wrap(caption, width, max_lines=lines, placeholder=" ..."))
+
+
+def thumbnail(number: int) -> Image.Image:
+    """Picture `number` of the test part."""
+    left, top = number % PER_ROW * THUMBNAIL, number // PER_ROW * THUMBNAIL
+    with Image.open(DATA / "test.jpg") as sheet:
+        return sheet.crop((left, top, left + THUMBNAIL, top + THUMBNAIL))
+
+
+def run(out: Path, seeds: int, training: str = TRAINING) -> dict[str, Any]:
+    """Everything; the summary by direction, which is also written to `summary.json`."""
+    out.mkdir(parents=True, exist_ok=True)
+    pairs = gf.EmbeddingPairs.open(DATA / "test")
+    tasks = {way: Direction.of(way, pairs) for way in WAYS}
+    models = [score(out, seed, list(tasks.values()), training) for seed in range(seeds)]
+    results = {way: Results(task, models) for way, task in tasks.items()}
+    found = {way: result.summary() for way, result in results.items()}
+    write_json(out / "summary.json", found)
+    draw_curves(results, out / "curves.png")
+    draw_gallery(results["t2i"], models[0], out / "gallery.png")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=3, help="flows that are trained; results are their means")
+    given = parser.parse_args()
+    for way, found in run(given.out, given.seeds).items():
+        print_table(way, found)
+    print(f"\nWrote {given.out}/summary.json, curves.png and gallery.png")
+
+
+if __name__ == "__main__":
+    main()
