@@ -139,3 +139,19 @@ def test_near_duplicates_and_equal_captions_stay_together(prepare):
     assert (part[0], part[3]) == (part[40], part[7])
     shares = {name: float((part == name).mean()) for name in prepare.PARTS}
     assert shares == pytest.approx(prepare.PARTS, abs=0.05)
+
+
+@pytest.mark.slow
+def test_the_whole_run_on_the_committed_embeddings(tmp_path):
+    found = example("run").run(tmp_path, seeds=1)
+    assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8")) == found
+    for way, items in (("t2i", 537), ("i2t", 1078)):
+        assert found[way]["items"] == items
+        scores = found[way]["methods"]
+        assert len(scores) == 6
+        assert scores["re-ranker, 1 - p_answer"]["low"] > 0.5  # it knows something of its errors
+        assert found[way]["ece"] < 0.1
+    for picture in ("curves.png", "gallery.png"):
+        with Image.open(tmp_path / picture) as file:
+            assert min(file.size) > 500
+    assert (tmp_path / "evaluation" / "results.json").is_file()

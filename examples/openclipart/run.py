@@ -14,6 +14,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +36,7 @@ DATA = HERE / "data"
 WAYS = {"t2i": "captions search pictures", "i2t": "pictures search captions"}
 TRAINING = "--preset tiny --centre --pca 64 --steps 600 --lr 1e-3 --warmup-steps 50 --ema-decay 0.99 --val-every 50"
 """Few pairs: a small network on leading directions, averaged weights, the best of them by the held-out pairs."""
+REFERENCES = (baselines.MaxSoftmax, baselines.Margin, baselines.SoftmaxEntropy, baselines.KNNDistance)
 RERANKED, ENTROPY = "re-ranker, 1 - p_answer", "the paper's entropy"
 THUMBNAIL, PER_ROW = 56, 32
 COLOURS = {RERANKED: "#0b6e4f", ENTROPY: "#c8553d"}
@@ -84,7 +86,8 @@ def bandwidth(model: Path, way: str) -> str:
     """kappa and guidance of the entropy, fitted on held-out pairs once and kept with the model."""
     kept = model / f"bandwidth_{way}.json"
     if not kept.exists():
-        found = gf.fit_bandwidth(gf.GeoFlow.from_pretrained(model), gf.EmbeddingPairs.open(DATA / "held_out"), way)
+        flow, held_out = gf.GeoFlow.from_pretrained(model), gf.EmbeddingPairs.open(DATA / "held_out")
+        found = gf.fit_bandwidth(flow, held_out, way, guidances=(1.0, 3.0), max_queries=128)
         write_json(kept, {"kappa": found.kappa, "guidance": found.guidance})
     chosen = json.loads(kept.read_text(encoding="utf-8"))
     return f"--kappa {chosen['kappa']:.6g} --guidance {chosen['guidance']:.6g}"
@@ -96,12 +99,19 @@ def score(out: Path, seed: int, ways: Sequence[Direction], training: str) -> Pat
     geoflow(f"train {training} --seed {seed}", pairs=DATA / "flow", val=DATA / "held_out", out=model)
     for task in ways:
         files = {"model": model, "queries": task.queries, "gallery": task.gallery}
-        settings = f"--direction {task.way} {bandwidth(model, task.way)}"
-        geoflow(f"entropy --fast {settings}", **files, out=model / f"entropy_{task.way}.parquet")
         held_out = {"held-out": DATA / "held_out", "out": model / f"ranked_{task.way}.parquet"}
         geoflow(f"rerank --direction {task.way}", **files, **held_out)
+        settings = f"--direction {task.way} {bandwidth(model, task.way)}"
+        geoflow(f"entropy --fast {settings}", **files, out=model / f"entropy_{task.way}.parquet")
     geoflow("density", model=model, pairs=DATA / "test", out=model / "density.parquet")
     return model
+
+
+def evaluate(out: Path, model: Path) -> None:
+    """The page that `geoflow evaluate` makes of one flow and the references."""
+    parts = {"pairs": DATA / "test", "held-out": DATA / "held_out", "train": DATA / "flow"}
+    methods = ",".join(("rerank", "entropy", "epistemic", *(kind.method for kind in REFERENCES)))
+    geoflow(f"evaluate --methods {methods}", model=model, **parts, out=out / "evaluation")
 
 
 def references(task: Direction) -> dict[str, Floats]:
@@ -109,7 +119,7 @@ def references(task: Direction) -> dict[str, Floats]:
     flow, held_out = (gf.EmbeddingPairs.open(DATA / part) for part in ("flow", "held_out"))
     queries = torch.from_numpy(load(task.queries))
     found = {}
-    for kind in (baselines.MaxSoftmax, baselines.Margin, baselines.SoftmaxEntropy, baselines.KNNDistance):
+    for kind in REFERENCES:
         method = kind(flow.image_dim, flow.text_dim)
         method.fit(flow, held_out)
         found[kind.title] = method.uncertainty(queries, load(task.gallery), task.way).numpy()
@@ -235,7 +245,7 @@ def draw_gallery(found: Results, model: Path, path: Path, rows: int = 5, items: 
     last = {image: int(query) for query in order for image in [int(found.task.query_image[query])]}
     unsure = list(dict.fromkeys(found.task.query_image[order[::-1]].tolist()))
     blocks = {"most certain": [first[i] for i in fresh[:rows]], "least certain": [last[i] for i in unsure[:rows]]}
-    figure = plots.pyplot().figure(figsize=(12, 1.35 * rows + 0.6), layout="constrained")
+    figure = plots.pyplot().figure(figsize=(12, 1.15 * rows + 0.5), layout="constrained")
     for part, (title, queries) in zip(figure.subfigures(1, 2), blocks.items()):
         part.suptitle(f"{title} captions")
         axes = part.subplots(rows, items + 1, width_ratios=[2.2] + [1] * items)
@@ -257,8 +267,6 @@ def draw_gallery(found: Results, model: Path, path: Path, rows: int = 5, items: 
 
 def wrap(caption: str, width: int = 22, lines: int = 4) -> str:
     """Broken into lines, cut after some."""
-    import textwrap
-
     return "\n".join(textwrap.wrap(caption, width, max_lines=lines, placeholder=" ..."))
 
 
@@ -280,6 +288,7 @@ def run(out: Path, seeds: int, training: str = TRAINING) -> dict[str, Any]:
     write_json(out / "summary.json", found)
     draw_curves(results, out / "curves.png")
     draw_gallery(results["t2i"], models[0], out / "gallery.png")
+    evaluate(out, models[0])
     return found
 
 
@@ -290,7 +299,7 @@ def main() -> None:
     given = parser.parse_args()
     for way, found in run(given.out, given.seeds).items():
         print_table(way, found)
-    print(f"\nWrote {given.out}/summary.json, curves.png and gallery.png")
+    print(f"\nWrote {given.out}/summary.json, curves.png, gallery.png and evaluation/")
 
 
 if __name__ == "__main__":
