@@ -549,8 +549,7 @@ class TestTraining:
     ],
 )
 def test_runs_of_the_paper(name, lr, optimizer, batch_size):
-    with torch.device("meta"):  # the networks are large
-        config = made(name, size="paper").default_config()
+    config = made(name, size="paper").default_config()
     assert (config.steps, config.warmup_steps, config.val_every, config.val_batches) == (120_000, 1000, 10_000, 20)
     assert (config.lr, config.optimizer, config.batch_size) == (lr, optimizer, batch_size)
 
