@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest
 # How long `make soak` runs.
 SOAK_MINUTES := 30
 
-.PHONY: setup demo test test-slow test-gpu test-wheel test-sanitize soak audit reliability bench docs lint wheel clean
+.PHONY: setup demo test test-slow test-gpu test-wheel test-browser test-sanitize soak audit reliability bench docs lint wheel clean
 
 setup: .venv/.installed
 
@@ -65,6 +65,10 @@ test-wheel: wheel
 	build/wheel-env/bin/python -m pip install --quiet --constraint constraints.txt torch
 	build/wheel-env/bin/python -m pip install --quiet --constraint constraints.txt dist/geoflow_fast-*.whl
 	cd build/wheel-env && bin/python ../../tests/wheel_smoke.py && bin/geoflow doctor
+
+# Opens the demo's report in headless Chromium; a short demo makes one if `make demo` has not.
+test-browser: setup
+	GEOFLOW_REPORT=$(wildcard demo_output/report.html) $(PYTEST) tests/browser
 
 bench: setup
 	$(BIN)/python -m benchmarks

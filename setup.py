@@ -114,6 +114,7 @@ setup(
     packages=[
         "geoflow_fast",
         "geoflow_fast.baselines",
+        "geoflow_fast.demo",
         "geoflow_fast.evaluation",
         "geoflow_fast.ops",
         "geoflow_fast.kernels",

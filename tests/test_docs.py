@@ -45,7 +45,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("test", slice(0, 60)),
     ):
         gf.EmbeddingPairs.from_arrays(image[rows], text[rows]).save(folder / name)
-    np.save(folder / "texts.npy", text[:5].numpy())
+    np.save(folder / "texts.npy", text[:64].numpy())
+    np.save(folder / "images.npy", image[:64].numpy())
     (folder / "img_emb").mkdir()
     np.save(folder / "img_emb/img_emb_0.npy", image[:64].numpy())
     (folder / "photos").mkdir()

@@ -1,0 +1,249 @@
+"""The demo's pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geoflow_fast import plots
+from geoflow_fast.demo.flows import sphere_centres
+from geoflow_fast.demo.study import (
+    ENTROPY,
+    IMAGE_DENSITY,
+    RERANKER,
+    SCORE,
+    STRANGERS,
+    TRUTH,
+    Outcome,
+    Side,
+)
+from geoflow_fast.evaluation import reliability, retrieval_calibration, selective_accuracy
+from geoflow_fast.worlds import ConceptWorld
+
+SPHERES, CALIBRATION, SELECTIVE = "flow_on_spheres.png", "calibration.png", "selective_accuracy.png"
+DENSITIES, STRANGE, CERTAIN = "densities.png", "strangers.png", "certain_and_uncertain.png"
+
+BLUE, ORANGE, GREEN, PURPLE, GREY, PALE = "#3b6fb6", "#e07b28", "#3f9b6c", "#8e5ea8", "#6f7680", "#c9ced6"
+GROUPS = (BLUE, ORANGE, GREEN, PURPLE, "#c44e52", "#4aa8b8", "#b59a2d", "#7f7f7f")
+WAYS = {"i2t": "image to text", "t2i": "text to image"}
+VAGUENESS = ("specific", "middling", "vague")
+DENSITY_TITLES = {
+    "joint": "log p(image, text)",
+    "text|image": "log p(text | image)",
+    "image|text": "log p(image | text)",
+    "image": "log p(image)",
+    "text": "log p(text)",
+    "pmi": "pointwise mutual information",
+}
+
+
+def draw_all(outcome: Outcome, world: ConceptWorld, out: Path) -> None:
+    """All pictures of the measurements, as PNG files in `out`."""
+    draw_calibration(outcome, out / CALIBRATION)
+    draw_selective(outcome, out / SELECTIVE)
+    draw_densities(outcome, out / DENSITIES)
+    draw_strangers(outcome, out / STRANGE)
+    draw_certain(outcome, world, out / CERTAIN)
+
+
+def _panels(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Any, Any]:
+    figure, panels = plots.pyplot().subplots(
+        rows, columns, figsize=(width, height), layout="constrained", squeeze=False, **options
+    )
+    for axes in panels.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=9)
+    return figure, panels
+
+
+def draw_calibration(outcome: Outcome, picture: Path) -> None:
+    """Above: recall in ten bins of the uncertainty. Below: stated probabilities against the share of right answers."""
+    figure, panels = _panels(2, 2, 10, 7.6, sharey="row")
+    for column, side in enumerate(outcome.sides.values()):
+        axes = panels[0, column]
+        places = range(1, 11)
+        for name, colour, marker in ((TRUTH, PALE, "s"), (RERANKER, ORANGE, "D"), (ENTROPY, BLUE, "o")):
+            found = retrieval_calibration(side.uncertainty[name], side.correct)
+            label = f"{name}, AUROC {found.auroc:.3f}"
+            axes.plot(places, found.recall, color=colour, marker=marker, markersize=5, label=label)
+        axes.axhline(float(side.correct.double().mean()), color=GREY, linewidth=0.8, linestyle=":")
+        axes.set(title=WAYS[side.direction], xlabel="tenth of the queries, most certain first", ylim=(0, 1.03))
+        axes.set_xticks(list(places))
+        axes.legend(frameon=False, fontsize=8.5, loc="lower left")
+        _draw_reliability(panels[1, column], side)
+    panels[0, 0].set_ylabel("share of right answers (Recall@1)")
+    panels[1, 0].set_ylabel("share that was right")
+    plots.save_figure(figure, picture)
+
+
+def _draw_reliability(axes: Any, side: Side) -> None:
+    found = reliability(side.reranked.p_answer, side.correct)
+    axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, linestyle=":")
+    axes.plot(found.confidence, found.accuracy, color=ORANGE, marker="D", markersize=5)
+    for x, y, count in zip(found.confidence, found.accuracy, found.count):
+        if count:
+            axes.annotate(f"{count}", (x, y), xytext=(4, -11), textcoords="offset points", fontsize=7.5, color=GREY)
+    title = f"calibration error {side.calibration_error:.3f} (small numbers: queries)"
+    axes.set(xlabel="re-ranker's probability that the answer is right", xlim=(-0.02, 1.02), ylim=(-0.02, 1.05))
+    axes.set_title(title, fontsize=10, color=GREY)
+
+
+def draw_selective(outcome: Outcome, picture: Path) -> None:
+    """Accuracy when only the most certain queries are answered."""
+    figure, panels = _panels(1, 2, 10, 4.3, sharey=True)
+    coverage = [k / 50 for k in range(5, 51)]
+    for axes, side in zip(panels.flat, outcome.sides.values()):
+        curves = {TRUTH: (PALE, "-", 3.0), ENTROPY: (BLUE, "-", 2.0), RERANKER: (ORANGE, "-", 2.0)}
+        references = [name for name in side.uncertainty if name not in curves]
+        styles = curves | {
+            name: (GREY, style, 1.2) for name, style in zip(references, ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1))))
+        }
+        for name, (colour, style, width) in styles.items():
+            found = selective_accuracy(side.uncertainty[name], side.correct, coverage)
+            axes.plot(found.coverage, found.accuracy, color=colour, linestyle=style, linewidth=width, label=name)
+        axes.set(title=WAYS[side.direction], xlabel="share of the queries that are answered")
+        axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+        axes.yaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+    panels[0, 0].set_ylabel("of these, right")
+    panels[0, 1].legend(frameon=False, fontsize=8.5)
+    plots.save_figure(figure, picture)
+
+
+def draw_densities(outcome: Outcome, picture: Path) -> None:
+    """Learned against true log-densities of fresh pairs."""
+    figure, panels = _panels(2, 3, 11, 7.2)
+    for axes, (name, (estimate, truth)) in zip(panels.flat, outcome.densities.items()):
+        axes.scatter(truth.numpy(), estimate.numpy(), s=6, alpha=0.35, color=BLUE, linewidths=0)
+        ends = [float(truth.min()), float(truth.max())]
+        axes.plot(ends, ends, color=ORANGE, linewidth=1.5)
+        axes.set_title(f"{DENSITY_TITLES[name]}\ncorrelation {outcome.agreement[name].correlation:.3f}", fontsize=11)
+        axes.set(xlabel="true, nats", ylabel="learned, nats")
+    plots.save_figure(figure, picture)
+
+
+def draw_strangers(outcome: Outcome, picture: Path) -> None:
+    """How surprised the flow is at known concepts, at siblings of them, and at a group it has never seen."""
+    figure, panels = _panels(1, 2, 10, 3.9)
+    colours = {"known": BLUE, "near": GREEN, "far": ORANGE}
+    words = {"known": "known concepts", "near": "unseen, in a known group", "far": "unseen group"}
+    for axes, name in zip(panels.flat, (SCORE, IMAGE_DENSITY)):
+        scores = outcome.strangers.scores[name]
+        every = torch.cat(list(scores.values()))
+        low, high = float(every.quantile(0.002)), float(every.quantile(0.998))
+        for kind, score in scores.items():
+            auroc = "" if kind == "known" else f", AUROC {outcome.strangers.auroc(name, kind):.2f}"
+            shape = {"bins": 40, "range": (low, high), "density": True}
+            axes.hist(score.numpy(), **shape, color=colours[kind], alpha=0.25)
+            axes.hist(score.numpy(), **shape, color=colours[kind], histtype="step", label=words[kind] + auroc)
+        axes.set(title=name.removeprefix("flow: "), xlabel="nats; further right is more surprising", yticks=[])
+        axes.spines["left"].set_visible(False)
+        axes.set_ylim(0, axes.get_ylim()[1] * 1.28)
+        axes.legend(frameon=False, fontsize=8.5, loc="upper left")
+    figure.suptitle(f"{STRANGERS} pairs of each kind", fontsize=10, color=GREY)
+    plots.save_figure(figure, picture)
+
+
+def draw_certain(outcome: Outcome, world: ConceptWorld, picture: Path, shown: int = 3, items: int = 8) -> None:
+    """Probabilities of the likeliest images of the most and the least certain captions, the true ones beside them."""
+    side = outcome.sides["t2i"]
+    order = side.reranked.entropy.argsort()
+    figure, panels = _panels(shown, 2, 10.5, 2.7 * shown, sharex=True)
+    for column, (words, queries) in enumerate((("most", order[:shown]), ("least", order.flip(0)[:shown]))):
+        for axes, query in zip(panels[:, column], queries.tolist()):
+            index = side.reranked.index[query, :items]
+            found, truth = side.reranked.prob[query, :items], side.truth[query, index]
+            concept = outcome.concept[index].tolist()
+            colours = [GROUPS[k // world.PER_GROUP] for k in concept]
+            place = torch.arange(items).numpy()
+            axes.barh(place - 0.19, found.numpy(), 0.36, color=colours)
+            axes.barh(place + 0.19, truth.numpy(), 0.36, color="white", edgecolor=colours, hatch="////", linewidth=0.8)
+            labels = [f"{_name(world, k)}{'  ★' if i == query else ''}" for k, i in zip(concept, index.tolist())]
+            axes.set_yticks(place, labels, fontsize=8.5)
+            axes.invert_yaxis()
+            own = int(outcome.concept[query])
+            level = VAGUENESS[int(world.level[own])]
+            entropy = f"H = {float(side.reranked.entropy[query]):.2f} nats"
+            title = f"{words} certain: a {level} caption of {_name(world, own)}, {entropy}"
+            axes.set_title(title, fontsize=10, loc="left")
+    for axes in panels[-1]:
+        axes.set(xlabel="probability that this image is meant", xlim=(0, 1.02))
+    plots.save_figure(figure, picture)
+
+
+def _name(world: ConceptWorld, concept: int) -> str:
+    """Letter of the group and number within it."""
+    return f"{'ABCDEFGH'[concept // world.PER_GROUP]}{concept % world.PER_GROUP + 1}"
+
+
+# The picture of the flow on two spheres
+
+CAMERA = (24.0, 32.0)
+"""Elevation and azimuth, degrees."""
+TIMES = (0.0, 0.4, 0.7, 1.0)
+TRAIL = 0.12
+"""How much of a path before a point is drawn, in time."""
+
+
+def draw_spheres(image: Tensor, text: Tensor, picture: Path) -> None:
+    """Points [stops, n, 3] on two spheres at several times, coloured by where the first of each pair ends."""
+    centres = sphere_centres().float()
+    ends = (image[-1] @ centres.T).argmax(1)
+    colours = [GROUPS[k] for k in ends.tolist()]
+    figure = plots.pyplot().figure(figsize=(3.0 * len(TIMES), 6.3))
+    for row, paths in enumerate((image, text)):
+        for column, time in enumerate(TIMES):
+            axes = figure.add_subplot(2, len(TIMES), row * len(TIMES) + column + 1, projection="3d")
+            _sphere(axes)
+            stop = round(time * (len(paths) - 1))
+            first = max(0, round((time - TRAIL) * (len(paths) - 1)))
+            _trails(axes, paths[first : stop + 1], colours)
+            _points(axes, paths[stop], colours)
+            if row == 0:
+                axes.set_title({0.0: "t = 0: noise", 1.0: "t = 1: data"}.get(time, f"t = {time}"), fontsize=12, y=0.98)
+            if column == 0:
+                axes.text2D(
+                    -0.02,
+                    0.5,
+                    ("images", "texts")[row],
+                    transform=axes.transAxes,
+                    fontsize=12,
+                    rotation=90,
+                    va="center",
+                )
+    figure.subplots_adjust(left=0.02, right=1, bottom=0, top=0.95, wspace=0, hspace=0)
+    plots.save_figure(figure, picture)
+
+
+def _sphere(axes: Any) -> None:
+    axes.view_init(*CAMERA)
+    polar, around = torch.linspace(0, torch.pi, 13), torch.linspace(0, 2 * torch.pi, 25)
+    x, y = torch.outer(polar.sin(), around.cos()), torch.outer(polar.sin(), around.sin())
+    z = torch.outer(polar.cos(), torch.ones_like(around))
+    axes.plot_wireframe(x.numpy(), y.numpy(), z.numpy(), color="#dcdfe4", linewidth=0.4)
+    axes.set_proj_type("ortho")
+    axes.set_box_aspect((1, 1, 1), zoom=1.5)
+    axes.set_axis_off()
+
+
+def _facing(points: Tensor) -> Tensor:
+    """Which points lie on the half of the sphere that the camera sees."""
+    elevation, azimuth = torch.deg2rad(torch.tensor(CAMERA))
+    camera = torch.stack([elevation.cos() * azimuth.cos(), elevation.cos() * azimuth.sin(), elevation.sin()])
+    return points @ camera > 0
+
+
+def _points(axes: Any, points: Tensor, colours: list[str]) -> None:
+    near = _facing(points)
+    for part, alpha in ((~near, 0.12), (near, 0.85)):
+        chosen = [colour for colour, here in zip(colours, part.tolist()) if here]
+        axes.scatter(*points[part].T.numpy(), s=9, color=chosen, alpha=alpha, depthshade=False, linewidths=0)
+
+
+def _trails(axes: Any, paths: Tensor, colours: list[str]) -> None:
+    """The last stretch of each path, where the camera sees it."""
+    visible = torch.where(_facing(paths).unsqueeze(-1), paths, torch.nan)
+    for path, colour in zip(visible.unbind(1), colours):
+        axes.plot(*path.T.numpy(), color=colour, linewidth=0.7, alpha=0.45)

@@ -1,0 +1,73 @@
+"""The demo's flows: one on the concept world, one on two spheres that can be looked at."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from geoflow_fast.data import EmbeddingPairs
+from geoflow_fast.geometry import sample_uniform
+from geoflow_fast.integrate import Points, integrate, time_grid
+from geoflow_fast.model import GeoFlow, GeoFlowConfig
+from geoflow_fast.training import TrainConfig, train
+from geoflow_fast.worlds import ConceptWorld, sample_bump
+
+PAIRS = 60_000
+SPHERE_PAIRS, SPHERE_STEPS, SPHERE_C = 8192, 500, 2.0
+SPHERE_CENTRES = ((0.9, 0.3, 0.3), (0.2, 0.9, 0.4), (0.35, 0.25, 0.9), (0.6, -0.75, 0.3), (0.5, 0.6, -0.6))
+"""Of the bumps on the first sphere; the second has the same, and bump k of the first belongs to bump k + 2 there."""
+
+
+def concept_pairs(world: ConceptWorld, seed: int) -> EmbeddingPairs:
+    """What the flow is trained on."""
+    image, text, _ = world.sample(PAIRS, generator=torch.Generator().manual_seed(100 + seed))
+    return EmbeddingPairs.from_arrays(image, text)
+
+
+def learn(out: Path, shape: GeoFlowConfig, pairs: EmbeddingPairs, config: TrainConfig) -> GeoFlow | None:
+    """A flow trained in the folder `out`, where an interrupted run goes on; None if it was interrupted."""
+    torch.manual_seed(config.seed)
+    flow = GeoFlow(shape)
+    return flow if train(flow, pairs, config, out=out).finished else None
+
+
+def learn_spheres(out: Path, seed: int, steps: int | None) -> GeoFlow | None:
+    """A flow on S² x S² that pairs five bumps on one sphere with five on the other; some seconds."""
+    generator = torch.Generator().manual_seed(200 + seed)
+    centres = sphere_centres()
+    which = torch.randint(len(centres), (SPHERE_PAIRS,), generator=generator)
+    image, text = (sample_bump(c[which], SPHERE_C, generator).float() for c in (centres, centres.roll(2, 0)))
+    config = dataclasses.replace(
+        TrainConfig.tiny(),
+        steps=min(SPHERE_STEPS, steps or SPHERE_STEPS),
+        conditional_share=0.0,
+        ramp_share=0.0,
+        p_joint=1.0,
+        seed=seed,
+    )
+    shape = GeoFlowConfig(3, 3, hidden=64, depth=2, layer_scale=0.1)
+    return learn(out, shape, EmbeddingPairs.from_arrays(image, text), config)
+
+
+def sphere_centres() -> Tensor:
+    """Unit vectors [5, 3], float64."""
+    return torch.nn.functional.normalize(torch.tensor(SPHERE_CENTRES, dtype=torch.float64))
+
+
+@torch.no_grad()
+def carried(flow: GeoFlow, seed: int, points: int = 500, stops: int = 41) -> tuple[Tensor, Tensor]:
+    """Paths of noise to data, on the first and on the second sphere: two of [stops, points, 3]."""
+    generator = torch.Generator().manual_seed(300 + seed)
+    state: Points = tuple(sample_uniform(points, 3, generator=generator) for _ in range(2))
+
+    def rate(at: Points, t: float, _weight: float) -> Points:
+        return flow.velocity(at[0], at[1], t, "joint")
+
+    paths, times = [state], time_grid(stops - 1)
+    for k in range(stops - 1):
+        paths.append(integrate(rate, paths[-1], times[k : k + 2]))
+    image, text = (torch.stack(path) for path in zip(*paths))
+    return image, text
