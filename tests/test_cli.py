@@ -288,7 +288,7 @@ def test_a_terminated_job_keeps_its_blocks_and_is_continued(run, desk):
     assert json.loads(out)["pairs"] == 64
 
 
-# Benchmarks and the demo
+# Benchmarks
 
 
 def test_bench_lists_its_names_and_refuses_others(run):
@@ -305,14 +305,3 @@ def test_bench_without_a_checkout_says_so(run, monkeypatch, tmp_path):
     code, _, err = run("bench")
     assert code == 2
     assert "benchmarks are part of the source checkout, not of the installed package" in err
-
-
-def test_demo_writes_its_pictures(run, tmp_path):
-    out = tmp_path / "pictures"
-    code, words, err = run("demo", "--out", out, "--steps", 2)
-    assert code == 0, err
-    for picture in (out / "sphere.png", out / "densities.png"):
-        assert picture.read_bytes().startswith(b"\x89PNG")
-        assert f"Wrote {picture}" in words
-    assert {path.name for path in out.iterdir()} == {"sphere.png", "densities.png", "concept_world"}
-    assert words.count("correlation with the truth") == 6

@@ -16,7 +16,7 @@ from geoflow_fast.training import TrainConfig, train
 from geoflow_fast.worlds import ConceptWorld, sample_bump
 
 PAIRS = 60_000
-SPHERE_PAIRS, SPHERE_STEPS, SPHERE_C = 8192, 500, 2.0
+SPHERE_PAIRS, SPHERE_STEPS, SPHERE_C = 8192, 500, 3.0
 SPHERE_CENTRES = ((0.9, 0.3, 0.3), (0.2, 0.9, 0.4), (0.35, 0.25, 0.9), (0.6, -0.75, 0.3), (0.5, 0.6, -0.6))
 """Of the bumps on the first sphere; the second has the same, and bump k of the first belongs to bump k + 2 there."""
 
