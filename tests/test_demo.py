@@ -29,7 +29,7 @@ PICTURES = {
 def small(monkeypatch):
     """A world searched by few queries, so that a run takes seconds."""
     sizes = {"QUERIES": 60, "ITEMS": 100, "HELD_OUT": 150, "STRANGERS": 30, "DENSITY_ROWS": 30}
-    sizes |= {"TUNING_QUERIES": 16, "CALIBRATION_QUERIES": 150}
+    sizes |= {"TUNING_QUERIES": 8, "CALIBRATION_QUERIES": 150, "GUIDANCES": (0.0,), "RERANK_STEPS": 1}
     for name, size in sizes.items():
         monkeypatch.setattr(study, name, size)
     for module in (flows, demo):
@@ -37,7 +37,7 @@ def small(monkeypatch):
 
 
 @pytest.mark.usefixtures("small")
-def test_a_short_run_leaves_report_pictures_and_numbers(tmp_path):
+def test_a_short_run_leaves_report_pictures_and_numbers(tmp_path, monkeypatch):
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), "--steps", "3"])
     assert result.exit_code == 0, result.exception
     assert {path.name for path in tmp_path.glob("*.png")} == PICTURES
@@ -55,6 +55,8 @@ def test_a_short_run_leaves_report_pictures_and_numbers(tmp_path):
     assert {"kNN distance", "max softmax", "cosine margin", study.ENTROPY, study.RERANKER} <= set(methods)
 
     # The same again takes up the trained flows and finds the same.
+    for draw in ("draw_all", "draw_spheres"):
+        monkeypatch.setattr(figures, draw, lambda *_: None)
     again = demo.run(tmp_path, 0, 3, lambda _: None)
     assert again is not None
     assert json.loads(json.dumps(demo.summary(again))) == numbers

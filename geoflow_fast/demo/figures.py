@@ -15,7 +15,6 @@ from geoflow_fast.demo.study import (
     IMAGE_DENSITY,
     RERANKER,
     SCORE,
-    STRANGERS,
     TRUTH,
     Outcome,
     Side,
@@ -87,7 +86,7 @@ def _draw_reliability(axes: Any, side: Side) -> None:
         if count:
             axes.annotate(f"{count}", (x, y), xytext=(4, -11), textcoords="offset points", fontsize=7.5, color=GREY)
     title = f"calibration error {side.calibration_error:.3f} (small numbers: queries)"
-    axes.set(xlabel="re-ranker's probability that the answer is right", xlim=(-0.02, 1.02), ylim=(-0.02, 1.05))
+    axes.set(xlabel="re-ranker's probability that the answer is right", xlim=(-0.02, 1.04), ylim=(-0.09, 1.05))
     axes.set_title(title, fontsize=10, color=GREY)
 
 
@@ -142,7 +141,6 @@ def draw_strangers(outcome: Outcome, picture: Path) -> None:
         axes.spines["left"].set_visible(False)
         axes.set_ylim(0, axes.get_ylim()[1] * 1.28)
         axes.legend(frameon=False, fontsize=8.5, loc="upper left")
-    figure.suptitle(f"{STRANGERS} pairs of each kind", fontsize=10, color=GREY)
     plots.save_figure(figure, picture)
 
 
@@ -244,6 +242,11 @@ def _points(axes: Any, points: Tensor, colours: list[str]) -> None:
 
 def _trails(axes: Any, paths: Tensor, colours: list[str]) -> None:
     """The last stretch of each path, where the camera sees it."""
-    visible = torch.where(_facing(paths).unsqueeze(-1), paths, torch.nan)
-    for path, colour in zip(visible.unbind(1), colours):
-        axes.plot(*path.T.numpy(), color=colour, linewidth=0.7, alpha=0.45)
+    from mpl_toolkits.mplot3d.art3d import Line3DCollection
+
+    if len(paths) < 2:
+        return
+    pieces = torch.stack((paths[:-1], paths[1:]), dim=2)  # [stretches, n, 2, 3]
+    seen = _facing(pieces).all(-1)
+    shades = [colour for row in seen.tolist() for colour, here in zip(colours, row) if here]
+    axes.add_collection3d(Line3DCollection(pieces[seen].numpy(), colors=shades, linewidths=0.7, alpha=0.45))

@@ -36,8 +36,8 @@ table { border-collapse: collapse; font-size: .92rem; line-height: 1.4; font-var
 caption, figcaption { color: var(--soft); font-size: .92rem; line-height: 1.45; text-align: left; max-width: 52rem; }
 caption { padding-bottom: .6rem; }
 th, td { padding: .38rem .8rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
-thead th { color: var(--soft); font-weight: 600; border-bottom-width: 2px; vertical-align: bottom; }
-tbody th { font-weight: 400; }
+thead th { color: var(--soft); font-weight: 600; border-bottom-width: 2px; vertical-align: bottom; max-width: 8rem; }
+tbody th { font-weight: 400; min-width: 12rem; }
 .number { text-align: right; white-space: nowrap; }
 .best { background: var(--best); font-weight: 700; }
 figure { margin: 1.6rem 0 2rem; }
