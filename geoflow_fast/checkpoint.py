@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,6 +16,11 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 FORMAT_VERSION = 1
 """Raised when a file written today could no longer be read by the code of yesterday."""
@@ -121,6 +127,14 @@ def read_small(path: Path) -> bytes:
     if len(text) > JSON_BYTES:
         raise ValueError(f"{path} is larger than {JSON_BYTES} bytes, which nothing that is kept in such a file needs")
     return text
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables and values of a TOML file; ValueError naming it if it is none."""
+    try:
+        return tomllib.loads(read_small(path).decode())
+    except (ValueError, RecursionError) as error:  # not TOML, not text, or nested without end
+        raise ValueError(f"{path} is not a TOML file: {error}") from error
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], *, kind: str, info: Mapping[str, Any]) -> None:

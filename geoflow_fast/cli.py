@@ -14,7 +14,7 @@ from rich.table import Table
 
 import geoflow_fast
 from geoflow_fast import cli_base, cli_evaluate, dispatch
-from geoflow_fast.cli_base import INTERRUPTED, Commands, DebugFlag, Direction, JsonFlag, continued_later
+from geoflow_fast.cli_base import INTERRUPTED, Commands, DebugFlag, Direction, JsonFlag, Preset, continued_later
 from geoflow_fast.entropy import FAST
 
 if TYPE_CHECKING:
@@ -39,14 +39,6 @@ class Layout(str, Enum):
     auto = "auto"
     gallery = "gallery"
     queries = "queries"
-
-
-class Preset(str, Enum):
-    """Sizes of network and run."""
-
-    tiny = "tiny"
-    small = "small"
-    paper = "paper"
 
 
 VersionFlag = Annotated[bool, typer.Option("--version", help="Show the version and exit.")]

@@ -23,12 +23,8 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 
+from geoflow_fast.checkpoint import read_toml
 from geoflow_fast.distributed import World, joined
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 130, 141, 143
@@ -69,6 +65,14 @@ ConfigFlag = Annotated[
 
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
+
+
+class Preset(str, Enum):
+    """Sizes of network and run."""
+
+    tiny = "tiny"
+    small = "small"
+    paper = "paper"
 
 
 class Direction(str, Enum):
@@ -114,7 +118,7 @@ def config_values(path: Path, context: typer.Context) -> dict[str, Any]:
     Keys are the names of flags. Those of a table named after the command come before those above all tables; tables of
     other commands are passed over, so that one file may serve several.
     """
-    found = _read_toml(path)
+    found = read_toml(path)
     tables = {key: value for key, value in found.items() if isinstance(value, dict)}
     commands = getattr(context.parent and context.parent.command, "commands", {})
     for name in tables:
@@ -135,13 +139,6 @@ def config_values(path: Path, context: typer.Context) -> dict[str, Any]:
             raise ValueError(f"{path}: key {key!r} is not a flag of {context.command_path}{_did_you_mean(key, flags)}")
         values[parameter.name] = _as_given_on_the_line(path, key, value, parameter, context)
     return values
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # not TOML, or not text
-        raise ValueError(f"{path} is not a TOML file: {error}") from error
 
 
 def _did_you_mean(key: str, flags: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from geoflow_fast.cli_base import Commands, ConfigFlag, DebugFlag, Direction, JsonFlag, continued_later
+from geoflow_fast.cli_base import Commands, ConfigFlag, DebugFlag, Direction, JsonFlag, Preset, continued_later
 
 app = Commands(
     invoke_without_command=True,
@@ -57,11 +57,10 @@ def evaluate(
     from geoflow_fast.evaluation import job
     from geoflow_fast.evaluation.compare import RESULTS_JSON
 
-    run = {"steps": baseline_steps, "batch_size": baseline_batch_size}
     choices: dict[str, Any] = {"max_queries": max_queries, "bins": bins, "resamples": resamples, "seed": seed}
-    choices |= {"device": device, "run": {name: value for name, value in run.items() if value is not None}}
+    choices |= {"device": device, "run": _given(steps=baseline_steps, batch_size=baseline_batch_size)}
     if methods is not None:
-        choices["names"] = [name.strip() for name in methods.split(",") if name.strip()]
+        choices["names"] = names_of(methods)
     if direction is not None:
         choices["directions"] = (direction.value,)
     with continued_later():
@@ -112,6 +111,122 @@ def zero_shot(
         return
     _print_rows(f"{len(found.correct)} images, accuracy {found.accuracy:.3f}", [c.row() for c in found.components])
     typer.echo(f"Wrote {out / job.PAGE}")
+
+
+PresetFlag = Annotated[Preset, typer.Option(help="Size of network and run; the other flags override it.")]
+SeedsFlag = Annotated[int, typer.Option(help="Train and score with so many seeds.")]
+StepsFlag = Annotated[int | None, typer.Option(help="Training steps of a flow.")]
+BatchFlag = Annotated[int | None, typer.Option(help="Pairs per training step.")]
+QueriesFlag = Annotated[int | None, typer.Option(help="At most so many queries, drawn by the seed.")]
+DeviceFlag = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
+
+
+@app.command(
+    epilog="Example: geoflow evaluate ablation guidance --train embeddings/ --held-out val/ --pairs test/ --out ab"
+)
+def ablation(
+    name: Annotated[str, typer.Argument(help="geometry, coupling, steps, probes, guidance, samples or kappa.")],
+    train: Annotated[Path, typer.Option(help="Folder of training pairs.")],
+    held_out: Annotated[Path, typer.Option(help="Folder of held-out pairs, which tune and validate.")],
+    pairs: Annotated[Path, typer.Option(help="Folder of test pairs.")],
+    out: Annotated[Path, typer.Option(help="Folder for results; the same command continues what was stopped.")],
+    preset: PresetFlag = Preset.small,
+    seeds: SeedsFlag = 1,
+    steps: StepsFlag = None,
+    batch_size: BatchFlag = None,
+    max_queries: QueriesFlag = None,
+    device: DeviceFlag = "auto",
+) -> None:
+    """Varies one setting of flow or readout and leaves the rest: a figure and a table of what it does to retrieval."""
+    data = [{"name": pairs.name, "train": train, "held_out": held_out, "test": pairs}]
+    changes = {"ablation": name, "title": f"Ablation: {name}"}
+    _run(data, out, preset, seeds, steps, batch_size, max_queries, device, **changes)
+
+
+@app.command(epilog="Example: geoflow evaluate backbone clip/ siglip/ --out backbones")
+def backbone(
+    folders: Annotated[list[Path], typer.Argument(help="Folders of embeddings, each with train/, val/ and test/.")],
+    out: Annotated[Path, typer.Option(help="Folder for results; the same command continues what was stopped.")],
+    methods: Annotated[str, typer.Option(help="Names with commas between.")] = "rerank,entropy,max_softmax,margin",
+    preset: PresetFlag = Preset.small,
+    seeds: SeedsFlag = 1,
+    steps: StepsFlag = None,
+    batch_size: BatchFlag = None,
+    max_queries: QueriesFlag = None,
+    device: DeviceFlag = "auto",
+) -> None:
+    """The same evaluation on the embeddings of several encoders (CLIP and SigLIP, say), side by side."""
+    data = [{"name": x.name, "train": x / "train", "held_out": x / "val", "test": x / "test"} for x in folders]
+    changes = {"methods": names_of(methods), "title": "Backbones side by side"}
+    _run(data, out, preset, seeds, steps, batch_size, max_queries, device, **changes)
+
+
+@app.command(epilog="Example: geoflow evaluate recipe recipes/calibration.toml --data embeddings/ --out calibration")
+def recipe(
+    file: Annotated[Path, typer.Argument(help="TOML file, such as those in recipes/.")],
+    data: Annotated[Path, typer.Option(help="Folder that the recipe's folders are in.")],
+    out: Annotated[Path, typer.Option(help="Folder for results; the same command continues what was stopped.")],
+    only: Annotated[str | None, typer.Option(help="Names of data sets, with commas between.  [all]")] = None,
+    methods: Annotated[str | None, typer.Option(help="Names with commas between.  [the recipe's]")] = None,
+    preset: Annotated[Preset | None, typer.Option(help="Size of network and run.  [the recipe's]")] = None,
+    seeds: Annotated[int | None, typer.Option(help="So many seeds.  [the recipe's]")] = None,
+    steps: StepsFlag = None,
+    batch_size: BatchFlag = None,
+    baseline_steps: Annotated[int | None, typer.Option(help="Steps of baselines that train.")] = None,
+    baseline_batch_size: Annotated[int | None, typer.Option(help="Pairs per step of those.")] = None,
+    max_queries: QueriesFlag = None,
+    device: DeviceFlag = "auto",
+) -> None:
+    """Makes a table of the paper, or one of your own, from folders of embeddings as a recipe says."""
+    from geoflow_fast.evaluation import recipe as recipes
+
+    chosen = recipes.load_recipe(file).changed(
+        only=None if only is None else names_of(only),
+        methods=None if methods is None else names_of(methods),
+        preset=None if preset is None else preset.value,
+        seeds=None if seeds is None else range(seeds),
+        flow=_given(steps=steps, batch_size=batch_size),
+        baselines=_given(steps=baseline_steps, batch_size=baseline_batch_size),
+        max_queries=max_queries,
+    )
+    _run_recipe(chosen, data, out, device)
+
+
+def _run(
+    data: list[dict[str, Any]],
+    out: Path,
+    preset: Preset,
+    seeds: int,
+    steps: int | None,
+    batch_size: int | None,
+    max_queries: int | None,
+    device: str,
+    **changes: Any,
+) -> None:
+    """A recipe made of flags."""
+    from geoflow_fast.evaluation.recipe import Data, Recipe
+
+    sets = [Data(**{name: str(value) for name, value in part.items()}) for part in data]
+    run = _given(steps=steps, batch_size=batch_size)
+    made = Recipe(data=sets, seeds=range(seeds), preset=preset.value, flow=run, max_queries=max_queries, **changes)
+    _run_recipe(made, Path(), out, device)
+
+
+def _run_recipe(chosen: Any, base: Path, out: Path, device: str) -> None:
+    from geoflow_fast.evaluation.recipe import run_recipe
+
+    with continued_later():
+        page = run_recipe(chosen, base, out, device=device, say=lambda words: typer.echo(words, err=True))
+    typer.echo(f"Wrote {page}")
+
+
+def names_of(words: str) -> list[str]:
+    """Names with commas between them."""
+    return [name.strip() for name in words.split(",") if name.strip()]
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _print_rows(title: str, rows: list[dict[str, object]]) -> None:

@@ -161,7 +161,7 @@ class Comparison:
 def compare(
     study: Study,
     test: EmbeddingPairs,
-    names: Sequence[str] | None = None,
+    names: Sequence[str | Method] | None = None,
     *,
     directions: Sequence[str] = CONDITIONAL[::-1],
     max_queries: int | None = None,
@@ -170,12 +170,16 @@ def compare(
     folder: Path | None = None,
     say: Callable[[str], object] = lambda _: None,
 ) -> Comparison:
-    """Every method of `names` (else all that the study allows) on the queries of `test`, in every direction.
+    """Every method of `names` (else all that the study allows) on the queries of `test`, in every direction. Methods
+    that were made already, each of its own study, may stand among the names.
 
     With a `folder`, scores of single queries are kept in it as Parquet files, and what is there already is not computed
     again: a comparison that was stopped goes on. `resamples` of the images make the intervals; 0: none.
     """
-    chosen = [methods.create(name, study) for name in (names or methods.default_methods(study))]
+    chosen = [
+        name if isinstance(name, Method) else methods.create(name, study)
+        for name in (names or methods.default_methods(study))
+    ]
     tasks = [RetrievalSet.of(test, way, max_queries=max_queries, seed=study.seed) for way in directions]
     for task in tasks:
         if len(task) < bins:

@@ -93,7 +93,7 @@ def evaluate_folders(
         say=say,
     )
     found.save(out)
-    write_report(found, out, test.name)
+    write_report({test.name: found}, out, f"Retrieval uncertainty on {test.name}")
     return found
 
 
@@ -108,32 +108,33 @@ def run_configs(pairs: EmbeddingPairs, changes: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def write_report(found: Comparison, out: Path, name: str) -> Path:
-    """Figures and the page of a comparison on the data set `name`, into the folder `out`; returns the page."""
-    runs = max(result.runs for result in found.results)
-    shaded = " Shaded: one standard deviation over seeds." if runs > 1 else ""
-    first = found.results[0]
-    sizes = f"{first.queries:,} queries over {first.items:,} items" + (f", {runs} seeds" if runs > 1 else "")
-    page = Report(f"Retrieval uncertainty on {name}", f"Which method knows when plain cosine search is wrong? {sizes}.")
+def write_report(found: Mapping[str, Comparison], out: Path, title: str) -> Path:
+    """Figures and the page of comparisons, by data set, into the folder `out`; returns the page."""
+    results = [result for part in found.values() for result in part.results]
+    runs = max(result.runs for result in results)
+    over = f" Means over {runs} seeds; shaded or bars: one standard deviation." if runs > 1 else ""
+    page = Report(title, f"Which method knows when plain cosine search is wrong?{over}")
     page.section("The numbers", *NUMBERS_EXPLAINED)
-    for way in found.directions:
-        recall = found.of(way)[0].plain_recall
-        title = figures.DIRECTION_TITLES[way]
-        page.table(found.table(way), f"{title.capitalize()}; plain search has Recall@1 {recall:.3f}.", found.best(way))
-    data = {name: found}
+    for name, part in found.items():
+        for way in part.directions:
+            one = part.of(way)[0]
+            sizes = (
+                f"{one.queries:,} queries over {one.items:,} items, plain search has Recall@1 {one.plain_recall:.3f}"
+            )
+            page.table(part.table(way), f"{name}, {figures.DIRECTION_TITLES[way]}: {sizes}.", part.best(way))
     page.section("Telling wrong answers from right ones")
     spans = "one standard deviation over seeds" if runs > 1 else "95 % bootstrap intervals over images"
-    page.figure(figures.draw_auroc(data, out / "auroc.png"), f"AUROC, best on top; bars are {spans}.")
+    page.figure(figures.draw_auroc(found, out / "auroc.png"), f"AUROC, best on top; bars are {spans}.")
     page.section("Recall by uncertainty")
-    words = "Recall@1 of plain search in bins of equally many queries; a good score falls from left to right." + shaded
-    page.figure(figures.draw_calibration(data, out / "calibration.png"), words)
+    words = "Recall@1 of plain search in bins of equally many queries; a good score falls from left to right."
+    page.figure(figures.draw_calibration(found, out / "calibration.png"), words)
     page.section("Turning queries away")
-    words = "Accuracy on the queries that are left when the least certain are turned away." + shaded
-    page.figure(figures.draw_selective(data, out / "selective.png"), words)
-    if any(result.stated is not None for result in found.results):
+    words = "Accuracy on the queries that are left when the least certain are turned away."
+    page.figure(figures.draw_selective(found, out / "selective.png"), words)
+    if any(result.stated is not None for result in results):
         page.section("Can the probabilities be believed?")
         words = "Stated probability that plain search is right against the share that was: on the diagonal they agree."
-        page.figure(figures.draw_reliability(data, out / "reliability.png"), words)
+        page.figure(figures.draw_reliability(found, out / "reliability.png"), words)
     return page.write(out / PAGE)
 
 

@@ -152,7 +152,7 @@ class FlowMethod(Method):
 
 
 class FlowEntropy(FlowMethod):
-    """Retrieval entropy with the kappa and guidance that suit the held-out pairs."""
+    """Retrieval entropy with the kappa and guidance that suit the held-out pairs, unless `settings` have them."""
 
     name, title = "entropy", "GeoFlow entropy"
     settings: Mapping[str, Any] = FAST
@@ -164,7 +164,9 @@ class FlowEntropy(FlowMethod):
     def _fit(self, task: RetrievalSet) -> None:
         study, way = self.study, task.direction
         settings: dict[str, Any] = {**self.settings, "seed": study.seed}
-        best = fit_bandwidth(self.flow, study.val, way, **settings)
+        # What is given is a grid of one.
+        fixed = {f"{name}s": (settings.pop(name),) for name in ("kappa", "guidance") if name in settings}
+        best = fit_bandwidth(self.flow, study.val, way, **settings, **fixed)
         if settings.get("posterior") == "bayes":
             typical = retrieval_task(study.val, way, REFERENCE_QUERIES, study.seed, bayes=False).queries
             settings["reference"] = typical
