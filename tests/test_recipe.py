@@ -17,7 +17,8 @@ from geoflow_fast.evaluation import ablation
 from geoflow_fast.evaluation.ablation import ABLATIONS, Setup, Variant
 from geoflow_fast.evaluation.compare import Comparison
 from geoflow_fast.evaluation.methods import Study
-from geoflow_fast.evaluation.recipe import Data, Recipe, load_recipe, run_recipe
+from geoflow_fast.evaluation.recipe import Data, Recipe, labelled_images, load_recipe, run_recipe
+from geoflow_fast.evaluation.retrieval import RetrievalSet
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
 DIM, CLASSES = 8, 5
@@ -54,6 +55,7 @@ def make_data(recipe: Recipe, base: Path) -> None:
 SMALL = ["--preset", "tiny", "--seeds", "1", "--steps", "2", "--batch-size", "32", "--device", "cpu"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
 def test_every_recipe_runs_in_small(path, tmp_path):
     recipe = load_recipe(path)
@@ -77,15 +79,15 @@ def test_the_recipes_are_those_of_the_paper_and_of_every_ablation():
 
 @pytest.fixture
 def setup() -> Setup:
-    run = gf.TrainConfig(steps=2, batch_size=32, lr=1e-3, val_every=1)
+    run = gf.TrainConfig(steps=2, batch_size=32, lr=1e-3, val_every=2)
     return Setup(pairs(200, 0), pairs(120, 1), gf.GeoFlowConfig(DIM, DIM, hidden=16, depth=1), run, seeds=(0, 1))
 
 
 def test_fixed_settings_are_used_and_others_tuned(setup, tmp_path):
     flow, _ = setup.flow(tmp_path, 0)
     study = Study(setup.val, flow=flow)
-    task = ablation.compare.__globals__["RetrievalSet"].of(pairs(30, 3), "t2i")
-    for settings in ({"kappa": 7.0}, {"guidance": 2.0}, {"kappa": 7.0, "guidance": 2.0}):
+    task = RetrievalSet.of(pairs(30, 3), "t2i")
+    for settings in ({"kappa": 7.0, "guidance": 2.0}, {"guidance": 2.0}):
         method = Variant("x", ablation.entropy_with(**settings)).method(study)
         method.fit(task)
         for name, value in settings.items():
@@ -94,7 +96,8 @@ def test_fixed_settings_are_used_and_others_tuned(setup, tmp_path):
 
 
 def test_a_stopped_ablation_goes_on(setup, tmp_path, monkeypatch):
-    chosen = ablation.Ablation("Guidance", "guidance", ABLATIONS["guidance"]().variants[:2])
+    made = [Variant(f"kappa {x:g}", ablation.entropy_with(kappa=x, guidance=0.0)) for x in (5.0, 20.0)]
+    chosen = ablation.Ablation("Two widths", "kappa", made)
     whole = ablation.ablate(setup, pairs(40, 2), chosen, tmp_path / "whole")
     plain, calls = ablation.compare, []
 
@@ -114,6 +117,7 @@ def test_a_stopped_ablation_goes_on(setup, tmp_path, monkeypatch):
         assert one.runs == 2
 
 
+@pytest.mark.slow
 def test_geometry_trains_a_twin_of_its_own(setup, tmp_path):
     chosen = ablation.find("geometry")
     found = ablation.ablate(setup, pairs(40, 2), chosen, tmp_path)
@@ -132,7 +136,7 @@ def test_zero_shot_ablation_compares_settings_of_the_density(setup, tmp_path):
     part = Data("classes", "-", "-", images="images.npy", labels="labels.npy", prompts="prompts.npy")
     recipe = Recipe("Steps", [part], ablation="steps")
     found = ablation.ablate_zero_shot(
-        setup, run_recipe.__globals__["labelled_images"](part, tmp_path / "classes"), ablation.find("steps"), tmp_path
+        setup, labelled_images(part, tmp_path / "classes"), ablation.find("steps"), tmp_path
     )
     assert set(found) == {variant.label for variant in ablation.find(str(recipe.ablation)).variants}
     assert all(len(values) == 2 and all(0 <= x <= 1 for x in values) for values in found.values())
@@ -182,7 +186,7 @@ def test_backbones_side_by_side(tmp_path):
             seed += 1
     out = tmp_path / "out"
     words = ["evaluate", "backbone", str(tmp_path / "clip"), str(tmp_path / "siglip"), "--out", str(out), *SMALL]
-    result = CliRunner().invoke(app, [*words, "--methods", "entropy,margin"])
+    result = CliRunner().invoke(app, [*words, "--methods", "max_softmax,margin"])
     assert result.exit_code == 0, f"{result.output}\n{result.exception!r}"
     for name in ("clip", "siglip"):
         assert len(json.loads((out / name / "results.json").read_text())["results"]) == 4

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast import jobs
+from geoflow_fast.checkpoint import read_json, write_json
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.density import PAPER_DENSITY, DensitySettings
 from geoflow_fast.entropy import FAST
@@ -29,7 +30,7 @@ from geoflow_fast.evaluation.zero_shot import zero_shot
 from geoflow_fast.model import GeoFlow, GeoFlowConfig
 from geoflow_fast.training import TrainConfig, train
 
-FLOWS_FOLDER, PICTURE = "flows", "ablation.png"
+FLOWS_FOLDER, SECONDS_FILE, PICTURE = "flows", "seconds.json", "ablation.png"
 Say = Callable[[str], object]
 Maker = Callable[[Study], Method]
 
@@ -52,7 +53,8 @@ class Setup:
     ) -> tuple[GeoFlow, float]:
         """A flow trained with these changes, and the seconds that took: in `folder`, from which it is taken up again.
 
-        KeyboardInterrupt if training was asked to stop; its state is saved then.
+        KeyboardInterrupt if training was asked to stop; its state is saved then. The seconds are those of the call that
+        finished the run.
         """
         shape = dataclasses.replace(self.network, **(network or {}))
         config = dataclasses.replace(self.run, **(run or {}), seed=seed)
@@ -62,7 +64,9 @@ class Setup:
         report = train(flow, self.train, config, self.val, place, progress=self.progress)
         if not report.finished:
             raise KeyboardInterrupt
-        return flow, report.seconds
+        if not (place / SECONDS_FILE).is_file():
+            write_json(place / SECONDS_FILE, report.seconds)
+        return flow, float(read_json(place / SECONDS_FILE))
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ class FlowMethod(Method):
 
     def facts(self) -> dict[str, Any]:
         """The flow, by its digest."""
-        return {"flow": flow_digest(self.flow), "flow_seconds": self.study.flow_seconds}
+        return {"flow": flow_digest(self.flow)}
 
     @property
     def device(self) -> torch.device:
@@ -165,7 +165,9 @@ class FlowEntropy(FlowMethod):
         study, way = self.study, task.direction
         settings: dict[str, Any] = {**self.settings, "seed": study.seed}
         # What is given is a grid of one.
-        fixed = {f"{name}s": (settings.pop(name),) for name in ("kappa", "guidance") if name in settings}
+        fixed: dict[str, Any] = {
+            f"{name}s": (settings.pop(name),) for name in ("kappa", "guidance") if name in settings
+        }
         best = fit_bandwidth(self.flow, study.val, way, **settings, **fixed)
         if settings.get("posterior") == "bayes":
             typical = retrieval_task(study.val, way, REFERENCE_QUERIES, study.seed, bayes=False).queries
