@@ -299,10 +299,13 @@ def density_estimates(
     seed: int | Tensor,
     memory: int | None = None,
     first_row: int = 0,
+    given_number: Tensor | None = None,
 ) -> Tensor:
     """Log-densities of all `directions`, one estimate per probe: [directions, K, B] float64.
 
     `first_row` is the number of the first pair: its probes are those it would have as row `first_row` of a larger call.
+    `given_number` [B], of a single conditional direction: pairs of one number have one given point, which a network
+    encodes once.
     """
     if memory is not None:
         memory = count_of(memory, "memory")
@@ -312,18 +315,22 @@ def density_estimates(
     image, text = (_in_flow(field, x, stream, STREAMS[stream]) for stream, x in enumerate((image, text)))
     _check_freedom(settings, min(_freedoms(field, image, text, directions)))
     with eval_mode(field), torch.no_grad():
-        network = None
+        network = once = None
         at_once = max(1, len(image))
         if isinstance(field, GeoFlow):
             field.check_points(image, text)
             times = evaluation_times(time_grid(settings.n_steps, kind=settings.grid, reverse=True), settings.solver)
             network = ForwardMode(field, directions, sorted(set(times)))
             at_once = _rows_at_once(field, directions, settings, len(image), memory)
+            if given_number is not None:
+                (given,) = {0, 1} - set(GENERATED[directions[0]])
+                once = network.encode_once((image, text)[given], given, given_number)
         parts = []
         for number, pair in enumerate(zip(image.split(at_once), text.split(at_once))):
             points = [pair for _ in directions]
             first = first_row + number * at_once
-            evaluator = evaluator_of(field, network, directions, points, settings.exact, first)
+            encoded = None if once is None else once[0][once[1][number * at_once :][:at_once]]
+            evaluator = evaluator_of(field, network, directions, points, settings.exact, first, encoded)
             place = geometry_of(field), seed, first
             parts.append(_ReverseSolve(evaluator, directions, points, settings, *place).run())
     return torch.cat(parts, dim=-1)

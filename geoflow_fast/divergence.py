@@ -171,14 +171,26 @@ class Evaluator(Protocol):
 class NetworkEvaluator:
     """A `GeoFlow` in forward mode. `points`: where the solves start; a given stream stays there.
 
-    `exact`: the probes are all tangent directions, whose forms add up, instead of so many estimates.
+    `exact`: the probes are all tangent directions, whose forms add up, instead of so many estimates. `encoded` [B, H]:
+    the given stream's encoding, if it is known already.
     """
 
-    def __init__(self, network: ForwardMode, directions: Sequence[str], points: Sequence[Streams], exact: bool) -> None:
+    def __init__(
+        self,
+        network: ForwardMode,
+        directions: Sequence[str],
+        points: Sequence[Streams],
+        exact: bool,
+        encoded: Tensor | None = None,
+    ) -> None:
         self.network, self.directions, self.exact = network, directions, exact
         self.sphere = network.flow.config.geometry == "sphere"
         self.given = [
-            {stream: network.encode(pair[stream], stream) for stream in range(2) if stream not in GENERATED[direction]}
+            {
+                stream: network.encode(pair[stream], stream) if encoded is None else encoded
+                for stream in range(2)
+                if stream not in GENERATED[direction]
+            }
             for direction, pair in zip(directions, points)
         ]
 
@@ -314,8 +326,9 @@ def evaluator_of(
     points: Sequence[Streams],
     exact: bool,
     first_row: int,
+    encoded: Tensor | None = None,
 ) -> Evaluator:
     """The network in forward mode where there is one, autograd for any other field."""
     if network is not None:
-        return NetworkEvaluator(network, directions, points, exact)
+        return NetworkEvaluator(network, directions, points, exact, encoded)
     return FieldEvaluator(field, directions, exact, first_row)

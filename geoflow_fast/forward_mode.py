@@ -129,6 +129,13 @@ class ForwardMode:
         encoded: Tensor = self.flow.encoders[stream](x)
         return encoded
 
+    def encode_once(self, x: Tensor, stream: int, number: Tensor) -> tuple[Tensor, Tensor]:
+        """Encodings [U, H] of the distinct points among `x` [B, d], told apart by `number` [B], and which of them each
+        row has [B]."""
+        kept, place = number.to(x.device).unique(return_inverse=True)
+        row = torch.empty_like(kept).scatter_(0, place, torch.arange(len(x), device=x.device))
+        return self.encode(x[row], stream), place
+
     def __call__(self, t: float, solves: Sequence[Solve]) -> list[dict[int, Dual]]:
         """Network outputs before the tangent projection, per solve by generated stream: [B, d] and along the stream's
         own tangents [K, B, d]."""

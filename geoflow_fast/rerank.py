@@ -184,7 +184,10 @@ class BayesReranker(nn.Module):
         shown = sys.stderr.isatty() if progress is None else progress
         with jobs.progress_bar(len(queries), 0, "held-out queries", shown=shown) as advance:
             for rows in self._batches(len(queries)):
-                own = Shortlist.of(queries[rows], task.items[rows].to(queries), task.valid[rows].to(queries.device))
+                # Own items are numbered after those of the gallery.
+                number = len(self.gallery) + torch.arange(task.valid.numel()).view_as(task.valid)[rows]
+                valid = task.valid[rows].to(queries.device)
+                own = Shortlist.of(queries[rows], task.items[rows].to(queries), valid, number.to(queries.device))
                 shortlist, is_own = self._gather(queries[rows], index[rows]).with_own(own)
                 parts.append(self._evidence(queries[rows], shortlist))
                 right.append(is_own)
@@ -247,14 +250,16 @@ class BayesReranker(nn.Module):
 
     def _gather(self, queries: Tensor, index: Tensor) -> Shortlist:
         """Embeddings of the items `index` [Q, K]."""
-        return Shortlist.of(queries, self.gallery.take(index.clamp(min=0), queries.dtype), index >= 0)
+        return Shortlist.of(queries, self.gallery.take(index.clamp(min=0), queries.dtype), index >= 0, index)
 
     def _evidence(self, queries: Tensor, shortlist: Shortlist) -> Evidence:
-        """Cosines, and log p(query | item) of all valid pairs as one batch."""
+        """Cosines, and log p(query | item) of all valid pairs as one batch; an item that several queries share is
+        encoded once."""
         given = shortlist.items[shortlist.valid]
         asked = queries.unsqueeze(1).expand_as(shortlist.items)[shortlist.valid]
         image, text, way = (given, asked, "i2t") if self.direction == "t2i" else (asked, given, "t2i")
-        estimates = density_estimates(self.flow, image, text, (way,), self.solve, self.seed)
+        number = shortlist.number[shortlist.valid]
+        estimates = density_estimates(self.flow, image, text, (way,), self.solve, self.seed, given_number=number)
         found = torch.zeros_like(shortlist.cosine)
         found[shortlist.valid] = estimates[0].mean(0)
         return Evidence(found, shortlist.cosine, shortlist.valid)
@@ -282,17 +287,18 @@ class BayesReranker(nn.Module):
 
 @dataclass(frozen=True)
 class Shortlist:
-    """Embeddings `items` [Q, K, d] of shortlisted items, their `cosine` [Q, K] with the query in float64, and which are
-    `valid` [Q, K]."""
+    """Embeddings `items` [Q, K, d] of shortlisted items, their `cosine` [Q, K] with the query in float64, which are
+    `valid` [Q, K], and a `number` [Q, K] that tells items apart."""
 
     items: Tensor
     cosine: Tensor
     valid: Tensor
+    number: Tensor
 
     @classmethod
-    def of(cls, queries: Tensor, items: Tensor, valid: Tensor) -> Shortlist:
+    def of(cls, queries: Tensor, items: Tensor, valid: Tensor, number: Tensor) -> Shortlist:
         """With the cosines computed."""
-        return cls(items, torch.einsum("qd,qkd->qk", queries, items).double(), valid)
+        return cls(items, torch.einsum("qd,qkd->qk", queries, items).double(), valid, number)
 
     def with_own(self, own: Shortlist) -> tuple[Shortlist, Tensor]:
         """The K nearest of these and of the query's own items, and which of them are own [Q, K]. What equals an own
@@ -302,7 +308,8 @@ class Shortlist:
         cosine = torch.cat((self.cosine, own.cosine), dim=1)
         kept = cosine.masked_fill(~valid, -2.0).topk(self.valid.shape[1], dim=1).indices
         items = torch.cat((self.items, own.items), dim=1).take_along_dim(kept.unsqueeze(2), dim=1)
-        found = Shortlist(items, cosine.gather(1, kept), valid.gather(1, kept))
+        number = torch.cat((self.number, own.number), dim=1).gather(1, kept)
+        found = Shortlist(items, cosine.gather(1, kept), valid.gather(1, kept), number)
         return found, found.valid & (kept >= self.valid.shape[1])
 
 

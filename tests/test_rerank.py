@@ -15,8 +15,9 @@ import geoflow_fast as gf
 from benchmarks.bench_rerank import Study
 from geoflow_fast import geometry as g
 from geoflow_fast.calibration import LEAST_QUERIES, uncalibrated
-from geoflow_fast.demo import learn_concepts
-from geoflow_fast.worlds import PairField, sample_bump
+from geoflow_fast.demo.flows import concept_pairs, learn
+from geoflow_fast.density import density_estimates
+from geoflow_fast.worlds import ConceptWorld, PairField, sample_bump
 
 DIM, ITEMS, QUERIES, K = 6, 300, 40, 12
 
@@ -140,6 +141,33 @@ def test_batches_do_not_change_the_result(queries):
 
 
 @pytest.mark.filterwarnings("ignore:BayesReranker is uncalibrated")
+@pytest.mark.parametrize("direction", ["t2i", "i2t"])
+def test_an_item_of_several_shortlists_is_encoded_once(direction, monkeypatch):
+    """Whatever the chunks, with the same result as if every pair were encoded on its own."""
+    wide = gf.GeoFlow(gf.GeoFlowConfig(DIM, DIM, hidden=32, depth=2, layer_scale=0.5)).eval()
+    with torch.no_grad():
+        for parameter in wide.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    asks = g.sample_uniform(9, DIM)
+    reranker = make(wide, g.sample_uniform(20, DIM), direction)
+    encoded, plain = [], wide.encoders[SIDES[direction][1]].forward
+
+    def counting(x: Tensor) -> Tensor:
+        encoded.append(len(x))
+        return plain(x)
+
+    monkeypatch.setattr(wide.encoders[SIDES[direction][1]], "forward", counting)
+    found = reranker(asks)
+    assert encoded == [len(found.index.unique())]
+    monkeypatch.setattr("geoflow_fast.rerank.density_estimates", without_numbers)
+    torch.testing.assert_close(reranker(asks).prob, found.prob, atol=1e-5, rtol=1e-4)
+
+
+def without_numbers(*arguments, given_number, **options):  # noqa: ARG001
+    return density_estimates(*arguments, **options)
+
+
+@pytest.mark.filterwarnings("ignore:BayesReranker is uncalibrated")
 class TestShortlists:
     def test_faiss_index_finds_the_same(self, oracle, reranker, queries):
         faiss = pytest.importorskip("faiss")
@@ -222,7 +250,9 @@ class TestHeldOut:
         # The same pairs in a gallery that holds one of their images in float16: that query sees no difference.
         inside = make(oracle, torch.cat((gallery, image[:1].half().float())))
         shortlist = inside._gather(*(x[:1] for x in (pairs[[0]][1], torch.tensor([[ITEMS, *range(K - 1)]]))))
-        own = type(shortlist).of(pairs[[0]][1], image[:1, None], torch.ones(1, 1, dtype=torch.bool))
+        own = type(shortlist).of(
+            pairs[[0]][1], image[:1, None], torch.ones(1, 1, dtype=torch.bool), torch.tensor([[-2]])
+        )
         merged, right = shortlist.with_own(own)
         assert int(right.sum()) == 1
         assert int((merged.cosine > own.cosine - 1e-5).sum()) - int((shortlist.cosine > own.cosine + 1e-5).sum()) == 1
@@ -350,7 +380,8 @@ def test_bad_queries(reranker):
 
 @pytest.fixture(scope="module")
 def concept_flow(tmp_path_factory) -> gf.GeoFlow:
-    flow = learn_concepts(tmp_path_factory.mktemp("flow"), seed=0)
+    pairs = concept_pairs(ConceptWorld(), seed=0)
+    flow = learn(tmp_path_factory.mktemp("flow"), gf.GeoFlowConfig.tiny(), pairs, gf.TrainConfig.tiny())
     assert flow is not None
     return flow
 
