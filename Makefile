@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest
 # How long `make soak` runs.
 SOAK_MINUTES := 30
 
-.PHONY: setup demo test test-slow test-gpu test-wheel test-browser test-sanitize soak audit reliability bench docs lint wheel clean
+.PHONY: setup demo test test-slow test-gpu test-wheel test-browser test-sanitize soak reliability bench docs lint wheel clean
 
 setup: .venv/.installed
 
@@ -46,10 +46,6 @@ test-sanitize: setup
 # Train and score for half an hour: memory and open files must not grow.
 soak: setup
 	$(BIN)/python -m tests.reliability.soak --minutes $(SOAK_MINUTES)
-
-# Known vulnerabilities of the locked packages.
-audit: setup
-	$(BIN)/python -m tests.reliability.supply_chain audit
 
 # Puts the figures of the last test-slow, test-sanitize and soak into docs/reliability.md.
 reliability: setup

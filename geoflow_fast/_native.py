@@ -445,6 +445,9 @@ _KERNELS = {
     "gate_residual_jvp": "KRTRTRTGRT",
 }
 
+_OPTIONAL = {"gate_residual": (2,), "gate_residual_backward": (2, 6), "gate_residual_jvp": (3, 4)}
+"""Places of the arguments that may be None: the gate and its derivatives."""
+
 
 def network_kernel(name: str, shape: tuple[int, int, int], *arguments: Tensor | float | None) -> None:
     """Runs one of the network's row kernels on `shape` = (rows, width, rows per group).
@@ -474,7 +477,9 @@ def _check_extents(name: str, shape: tuple[int, int, int], arguments: tuple[Tens
         "M": (rows, width),
         "m": (rows,),
     }
-    for role, x in zip(roles, arguments):
+    for place, (role, x) in enumerate(zip(roles, arguments)):
+        if x is None and place not in _OPTIONAL.get(name, ()):
+            raise TypeError(f"{name} cannot do without its argument {place}")
         if isinstance(x, Tensor) and x.shape != expected[role]:
             raise ValueError(f"{name} expects {expected[role]}, got {tuple(x.shape)}")
 

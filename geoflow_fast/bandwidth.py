@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geoflow_fast import ops
+from geoflow_fast import checks, ops
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.entropy import CONDITIONAL, FAST, RetrievalEntropy
 from geoflow_fast.gallery import Gallery
@@ -114,7 +114,7 @@ def retrieval_task(pairs: EmbeddingPairs, direction: str, max_queries: int, seed
 
 def _drawn(pairs: EmbeddingPairs, count: int, seed: int) -> EmbeddingPairs:
     """At most `count` of the pairs, in their order."""
-    return pairs.subset(np.sort(np.random.default_rng(seed).permutation(len(pairs))[:count]))
+    return pairs.subset(np.sort(np.random.default_rng(checks.integer(seed, "seed")).permutation(len(pairs))[:count]))
 
 
 def _all(pairs: EmbeddingPairs) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from geoflow_fast import jobs
+from geoflow_fast import checks, jobs
 from geoflow_fast.checkpoint import write_atomic
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import UNIT_TOLERANCE
@@ -161,11 +161,10 @@ class EmbeddingPairs:
         normalize: bool = False,
     ) -> EmbeddingPairs:
         """Pairs of `image` [N, d_I] and `text` [M, d_T]; text row k belongs to image row `image_index[k]`, else k."""
-        arrays = (np.asarray(x.detach().cpu() if isinstance(x, Tensor) else x) for x in (image, text))
-        rows = [Rows([x], name) for x, name in zip(arrays, ("image", "text"))]
+        rows = [Rows([checks.array(x, name)], name) for x, name in ((image, "image"), (text, "text"))]
         for part in rows:
             part.check(normalize=normalize)
-        index = None if image_index is None else np.asarray(image_index)
+        index = None if image_index is None else checks.array(image_index, "image_index")
         return cls._pair(rows[0], rows[1], index, index, "image_index")
 
     @classmethod
@@ -254,6 +253,7 @@ class EmbeddingPairs:
 
     def split(self, fraction: float, seed: int) -> tuple[EmbeddingPairs, EmbeddingPairs]:
         """(rest, held out): about `fraction` of the images, at least one, drawn by `seed`, with all their texts."""
+        checks.integer(seed, "seed")
         if not 0 < fraction < 1:
             raise ValueError(f"fraction must be between 0 and 1, got {fraction}")
         images, member = np.unique(self.group, return_inverse=True)
@@ -423,7 +423,7 @@ def _check_same_shards(image: Rows, text: Rows) -> None:
 
 def _as_index(index: Tensor | NDArray[Any] | Sequence[int], count: int) -> Index:
     """Integers [B] in [0, count), also from a mask over all `count` pairs."""
-    where = np.asarray(index)
+    where = checks.array(index, "index")
     if where.dtype == bool and where.shape == (count,):
         return np.flatnonzero(where)
     if where.ndim != 1 or (where.size and where.dtype.kind not in "iu"):

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from geoflow_fast import checks
 from geoflow_fast.divergence import ORTHOGONAL, PROBES, STREAMS, TANGENTS, Evaluator, Probes, evaluator_of
 from geoflow_fast.forward_mode import GENERATED, ForwardMode, Solve
 from geoflow_fast.geometry import DIRECTIONS, check_rows, log_area
@@ -467,8 +468,7 @@ def _in_flow(field: Field, x: Tensor, stream: int, name: str) -> Tensor:
 
 def _check_pairs(image: Tensor, text: Tensor) -> None:
     for name, x in zip(STREAMS, (image, text)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+        checks.with_values(x, name)
     if image.dim() != 2 or text.dim() != 2 or len(image) != len(text):
         raise ValueError(
             f"image and text must be [B, d] with equal B, got {tuple(image.shape)} and {tuple(text.shape)}"

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from geoflow_fast import jobs, marginals, ops
+from geoflow_fast import checks, jobs, marginals, ops
 from geoflow_fast.gallery import Gallery, GallerySource
 from geoflow_fast.gallery_index import GalleryIndex
 from geoflow_fast.geometry import check_rows
@@ -53,9 +53,8 @@ def risk_lower_bound(entropy: Tensor, n_items: int) -> Tensor:
     Inverts f(r) = H2(r) + r log(N - 1), which rises from 0 to log N on [0, (N - 1)/N], by bisection to 1e-12; the lower
     end of the last interval is returned, so the bound holds whatever the rounding.
     """
-    if n_items < 1:
-        raise ValueError(f"n_items must be at least 1, got {n_items}")
-    entropy = entropy.detach().double()
+    checks.integer(n_items, "n_items", least=1)
+    entropy = checks.floating(entropy, "entropy").detach().double()
     low = torch.zeros_like(entropy)
     if n_items == 1:
         return low
@@ -135,7 +134,7 @@ class RetrievalEntropy(nn.Module):
         self.n_samples, self.noise, self.seed = n_samples, noise, seed
         self.posterior, self.marginal = posterior, marginal
         self.solve = Solve(n_steps, solver, grid, guidance)
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(checks.integer(seed, "seed"))
         start = StartingPoints.draw(n_samples, config.flow_dims, direction, noise, generator, config.geometry)
         self.register_buffer("start_generated", start.generated, persistent=False)
         self.register_buffer("start_condition", start.condition, persistent=False)
@@ -215,7 +214,7 @@ class RetrievalEntropy(nn.Module):
     @torch.no_grad()
     def score(self, queries: Tensor, advance: Advance = lambda _: None) -> RetrievalPosterior:
         """`forward`, telling `advance` of queries whose samples are drawn."""
-        if queries.dim() != 2 or queries.shape[1] != self.query_dim:
+        if checks.with_values(queries, "queries").dim() != 2 or queries.shape[1] != self.query_dim:
             raise ValueError(f"queries must be [Q, {self.query_dim}], got {tuple(queries.shape)}")
         samples = self._draw_spread(queries, advance) if self.gallery.is_spread else self.draw(queries, advance)
         return self._read_out(self._statistics(samples), samples)

@@ -47,8 +47,10 @@ class Gallery:
             self._tensor = source.detach()
         elif isinstance(source, np.ndarray):
             self._rows = Rows([source], "gallery")
-        else:
+        elif isinstance(source, (str, Path)):
             self._rows = open_rows(Path(source), "gallery")
+        else:
+            raise TypeError(f"gallery must be a tensor, an array or a path, got {type(source).__name__}")
         if len(self) == 0:
             raise ValueError("the gallery is empty: there is nothing to retrieve")
         if self._rows is not None:

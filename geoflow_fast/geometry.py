@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from geoflow_fast import checks
+
 DIRECTIONS = ("joint", "i2t", "t2i")
 """Names of the direction codes 0, 1, 2: both streams generated; text generated; image generated."""
 
@@ -41,8 +43,10 @@ def capturing(x: Tensor) -> bool:
 
 def check_rows(x: Tensor, name: str, *, unit: bool = True) -> None:
     """ValueError naming the first row of `x` [..., d] that is non-finite, zero, or (with `unit`) not of norm one."""
+    checks.floating(x, name)
     if capturing(x):
         return
+    checks.with_values(x, name)
     norm = torch.linalg.vector_norm(x.detach(), dim=-1)
     bad = ~((norm - 1).abs() <= UNIT_TOLERANCE) if unit else ~(torch.isfinite(norm) & (norm > 0))
     if not bool(bad.any()):
@@ -59,7 +63,9 @@ def check_rows(x: Tensor, name: str, *, unit: bool = True) -> None:
 
 def normalize(x: Tensor) -> Tensor:
     """Rows of `x` [..., d] scaled to unit norm. A zero or non-finite row is an error that names it."""
-    eps(x.dtype)
+    eps(checks.with_values(x, "x").dtype)
+    if x.dim() == 0:
+        raise ValueError("x must be rows [..., d], got a number")
     # Scaling by the largest entry first keeps huge and denormal rows from overflowing or vanishing when squared.
     scaled = x / x.detach().abs().amax(dim=-1, keepdim=True) if x.shape[-1] else x
     check_rows(torch.where(x == 0, x, scaled).detach(), "x", unit=False)
@@ -71,13 +77,30 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
     return (a * b).sum(dim=-1, keepdim=True)
 
 
+def _check_points(**points: Tensor) -> None:
+    """Floating-point tensors on one device whose shapes broadcast."""
+    shapes = {checks.floating(x, name).shape for name, x in points.items()}
+    if len({x.device for x in points.values() if x.dim()}) > 1:
+        found = ", ".join(f"{name} on {x.device}" for name, x in points.items())
+        raise ValueError(f"points must be on one device, got {found}")
+    if len(shapes) == 1:
+        return
+    try:
+        torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        found = ", ".join(f"{name} {tuple(x.shape)}" for name, x in points.items())
+        raise ValueError(f"shapes do not fit each other: {found}") from None
+
+
 def project_tangent(x: Tensor, v: Tensor) -> Tensor:
     """Part of `v` orthogonal to the unit rows `x`: (I - x x^T) v."""
+    _check_points(x=x, v=v)
     return v - dot(x, v) * x
 
 
 def angle(a: Tensor, b: Tensor) -> Tensor:
     """Angle between unit rows, [...], in [0, pi]; accurate near 0 and near pi, where acos of a dot product is not."""
+    _check_points(a=a, b=b)
     return 2 * torch.atan2(torch.linalg.vector_norm(a - b, dim=-1), torch.linalg.vector_norm(a + b, dim=-1))
 
 
@@ -102,6 +125,7 @@ def _departure(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
     With p the part of `b` orthogonal to `a`, |p| = sin(w): w u = w/sin(w) p from the series below pi/2, w/|p| p beyond.
     """
+    _check_points(a=a, b=b)
     least = eps(a.dtype)
     a, b = torch.broadcast_tensors(a, b)
     if a.shape[-1] < 2:
@@ -122,7 +146,9 @@ def _departure(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 def _time(t: Tensor | float, like: Tensor) -> Tensor:
     """Time as a tensor [..., 1] that broadcasts against points."""
-    return torch.as_tensor(t, dtype=like.dtype, device=like.device).unsqueeze(-1)
+    time = torch.as_tensor(t, dtype=checks.floating(like, "a").dtype, device=like.device).unsqueeze(-1)
+    _check_points(t=time, a=like)
+    return time
 
 
 def interpolate(a: Tensor, b: Tensor, t: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -149,6 +175,7 @@ def geodesic_velocity(a: Tensor, b: Tensor, t: Tensor | float) -> Tensor:
 
 def exp_map(x: Tensor, v: Tensor) -> Tensor:
     """Follows the geodesic from `x` with tangent velocity `v` for unit time: cos|v| x + sin|v| v/|v|, renormalised."""
+    _check_points(x=x, v=v)
     cos, sinc = _cos_sinc(dot(v, v))
     y = cos * x + sinc * v
     return y / torch.linalg.vector_norm(y, dim=-1, keepdim=True)
@@ -161,6 +188,7 @@ def log_map(x: Tensor, y: Tensor) -> Tensor:
 
 def parallel_transport(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
     """Carries `v`, tangent at `x`, along the geodesic to `y`: an isometry between the two tangent spaces."""
+    _check_points(x=x, y=y, v=v)
     w, velocity = _departure(x, y)
     _, sinc = _cos_sinc(w.square())
     _, half_sinc = _cos_sinc((w / 2).square())
@@ -184,6 +212,7 @@ def sample_uniform(
     and what is not. Draw a `StructuredNoise` yourself to keep the handle that makes transport costs cheap.
     """
     eps(dtype)
+    device = checks.device(device)
     if structured:
         return StructuredNoise.draw(n, d, generator=generator, device=device).dense(dtype)
     _check_size(n, d)
@@ -192,6 +221,8 @@ def sample_uniform(
 
 
 def _check_size(n: int, d: int) -> None:
+    for name, value in (("n", n), ("d", d)):
+        checks.integer(value, name, least=-checks.LARGEST_SEED)
     if n < 0 or d < 2:
         raise ValueError(f"need n >= 0 points with d >= 2 coordinates, got n={n}, d={d}")
 
@@ -287,6 +318,5 @@ def hadamard_transform(x: Tensor) -> Tensor:
 
 def log_area(d: int) -> float:
     """Logarithm of the area of the unit sphere in R^d: the uniform log-density is its negative."""
-    if d < 1:
-        raise ValueError(f"dimension must be at least 1, got {d}")
+    checks.integer(d, "d", least=1)
     return math.log(2) + d / 2 * math.log(math.pi) - math.lgamma(d / 2)

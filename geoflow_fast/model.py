@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from geoflow_fast import jobs, ops
+from geoflow_fast import checks, jobs, ops
 from geoflow_fast.checkpoint import contents_of, load_tensors, save_tensors, write_json
 from geoflow_fast.curriculum import ROW_ORDER, Counts, row_directions
 from geoflow_fast.geometry import DIRECTIONS, project_tangent
@@ -477,8 +477,12 @@ class GeoFlow(nn.Module):
             raise ValueError(f"image has {image.shape[0]} rows, but text has {text.shape[0]}")
 
     def _check_rows(self, name: str, x: Tensor, dim: int) -> None:
-        if x.dim() != 2 or x.shape[1] != dim:
+        if checks.dense(x, name).dim() != 2 or x.shape[1] != dim:
             raise ValueError(f"{name} must be [B, {dim}], got {tuple(x.shape)}")
+        self.check_dtype(name, x)
+
+    def check_dtype(self, name: str, x: Tensor) -> None:
+        """ValueError unless `x` has the flow's dtype and is on its device."""
         own = next(self.parameters())
         if x.dtype != own.dtype or x.device != own.device:
             raise ValueError(f"{name} is {x.dtype} on {x.device}, but the flow is {own.dtype} on {own.device}")
@@ -572,7 +576,7 @@ def single_direction(direction: str, rows: int) -> Counts:
 
 def sort_rows(direction: Tensor, rows: int) -> tuple[Tensor, Counts]:
     """Order [B] that sorts rows by their direction codes as in `curriculum`, and the counts of each direction."""
-    if direction.dtype != torch.int8 or direction.shape != (rows,):
+    if checks.dense(direction, "direction").dtype != torch.int8 or direction.shape != (rows,):
         raise ValueError(
             f"direction must be a name or int8 codes [{rows}], got {direction.dtype} {tuple(direction.shape)}"
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from geoflow_fast import checks
 from geoflow_fast.geometry import check_rows, sample_uniform
 from geoflow_fast.integrate import (
     Field,
@@ -79,8 +80,7 @@ class Solve:
 
     def __post_init__(self) -> None:
         evaluation_times(time_grid(self.n_steps, kind=self.grid), self.solver)
-        if not 0 <= self.guidance < float("inf"):
-            raise ValueError(f"guidance must be finite and not negative, got {self.guidance}")
+        object.__setattr__(self, "guidance", checks.number(self.guidance, "guidance", least=0.0, most=1e6))
 
 
 def sample(
@@ -114,7 +114,9 @@ def sample(
     if image is None and text is None:
         return _sample_joint(flow, n_samples, widths, solve, noise, generator)
     direction, given = ("t2i", text) if image is None else ("i2t", image)
-    assert given is not None
+    given = checks.with_values(given, "text" if image is None else "image")
+    if isinstance(flow, GeoFlow):
+        flow.check_dtype("text" if image is None else "image", given)
     start = StartingPoints.draw(n_samples, widths, direction, noise, generator, geometry_of(flow))
     generated = sample_conditional(flow, given, direction, start.to(given), solve)
     return (generated, given) if direction == "t2i" else (given, generated)

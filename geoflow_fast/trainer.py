@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from geoflow_fast import checks
 from geoflow_fast.checkpoint import contents_of, load_tensors, locked, save_tensors, truncate_jsonl
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.distributed import ALONE, World
@@ -90,8 +91,7 @@ class RunConfig:
         self._check_shares("val_fraction")
         self._check_choice("precision", PRECISIONS)
         self._check_choice("optimizer", OPTIMIZERS)
-        if self.weight_decay < 0:
-            raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}")
+        checks.number(self.weight_decay, "weight_decay", least=0.0)
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay must be in [0, 1), got {self.ema_decay}")
         if self.batch_size < self.accumulate:

@@ -24,6 +24,7 @@ LAYERS = [
     {"reference", "dispatch", "kernels", "_native"},
     {"jobs", "plots"},
     {"geometry", "checkpoint", "distributed"},
+    {"checks"},
 ]
 
 

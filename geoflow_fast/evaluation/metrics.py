@@ -15,6 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from geoflow_fast import checks
+
 Values = Tensor | NDArray[Any] | Sequence[Any]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -159,7 +161,7 @@ class _Ordered:
     """
 
     def __init__(self, score: Floats, right: Bools, seed: int = 0) -> None:
-        chance = np.random.default_rng(seed).permutation(len(score))
+        chance = np.random.default_rng(checks.integer(seed, "seed")).permutation(len(score))
         self.order = np.lexsort((chance, score))
         self.right, ranked = right[self.order], score[self.order]
         self.tie = np.cumsum(np.concatenate(([0], ranked[1:] != ranked[:-1])))
@@ -256,8 +258,7 @@ def reliability(prob: Values, correct: Values, bins: int = 10, *, strategy: str 
     if outside.any():
         row = int(outside.argmax())
         raise ValueError(f"prob must be in [0, 1], but row {row} is {stated[row]}")
-    if bins < 1:
-        raise ValueError(f"bins must be at least 1, got {bins}")
+    bins = checks.integer(bins, "bins", least=1)
     if strategy == "uniform":
         edges = np.linspace(0, 1, bins + 1)
     elif strategy == "quantile":
@@ -309,7 +310,11 @@ def abstention_threshold(
         if len(score) < 2:
             raise ValueError("one answer cannot be divided: give candidates, or more answers")
         apart = np.zeros(len(score), dtype=bool)
-        apart[np.random.default_rng(seed).permutation(len(score))[: max(1, round(share * len(score)))]] = True
+        apart[
+            np.random.default_rng(checks.integer(seed, "seed")).permutation(len(score))[
+                : max(1, round(share * len(score)))
+            ]
+        ] = True
         thresholds = _promising(score[apart], right[apart], target_risk)
         score, right = score[~apart], right[~apart]
     else:
@@ -375,7 +380,7 @@ def bootstrap_interval(
     `groups` [n]: rows of one group (the captions of an image) are drawn together, for they are not independent.
     Resamples in which the statistic is NaN are left out; if it always is, so are the ends.
     """
-    arrays = [np.asarray(x.detach().cpu() if isinstance(x, Tensor) else x) for x in values]
+    arrays = [checks.array(x, f"values[{k}]") for k, x in enumerate(values)]
     if not arrays or any(x.shape[:1] != arrays[0].shape[:1] or not len(x) for x in arrays):
         raise ValueError(f"values must have one common, positive length, got {[x.shape for x in arrays]}")
     rows = np.arange(len(arrays[0]))
@@ -396,7 +401,7 @@ def _bootstrap(
         raise ValueError(f"resamples must be at least 2, got {resamples}")
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(checks.integer(seed, "seed"))
     drawn = np.array([statistic(draw(generator)) for _ in range(resamples)])
     tail = (1 - confidence) / 2
     return [
@@ -467,7 +472,7 @@ def _scored(values: Values, correct: Values, name: str = "uncertainty") -> tuple
 
 def _floats(values: Values, name: str) -> Floats:
     """[n] float64 without NaN."""
-    array = values.detach().cpu().double().numpy() if isinstance(values, Tensor) else np.asarray(values, np.float64)
+    array = checks.array(values.double() if isinstance(values, Tensor) else values, name).astype(np.float64)
     if array.ndim != 1:
         raise ValueError(f"{name} must be one value per query, [n], got shape {array.shape}")
     missing = np.isnan(array)

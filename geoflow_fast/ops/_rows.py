@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from geoflow_fast import checks
 from geoflow_fast.geometry import DIRECTIONS, capturing
 
 
@@ -18,16 +19,13 @@ def with_derivatives(function: type[torch.autograd.Function]) -> Callable[..., A
     return forward if torch.compiler.is_compiling() else function.apply
 
 
-def check_floating(**tensors: Tensor | None) -> None:
-    """Every tensor that is given is a floating-point tensor on the device of the first."""
+def check_floating(optional: Collection[str] = (), **tensors: Tensor | None) -> None:
+    """Every one is a dense floating-point tensor on the device of the first; those named in `optional` may be None."""
     first: Tensor | None = None
     for name, x in tensors.items():
-        if x is None:
+        if x is None and name in optional:
             continue
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if not x.is_floating_point():
-            raise TypeError(f"{name} must be floating point, got {x.dtype}")
+        x = checks.floating(x, name)
         first = x if first is None else first
         if x.device != first.device:
             raise ValueError(f"{name} is on {x.device}, but {next(iter(tensors))} is on {first.device}")
@@ -36,13 +34,13 @@ def check_floating(**tensors: Tensor | None) -> None:
 def check_shape(shape: torch.Size, like: str, **tensors: Tensor | None) -> None:
     """Every tensor that is given has this shape, which is that of the argument called `like`."""
     for name, x in tensors.items():
-        if x is not None and x.shape != shape:
+        if x is not None and checks.dense(x, name).shape != shape:
             raise ValueError(f"{name} must have the shape {tuple(shape)} of {like}, got {tuple(x.shape)}")
 
 
 def check_directions(direction: Tensor) -> None:
     """Every entry of `direction` [B] is a code of `geometry.DIRECTIONS`."""
-    if capturing(direction):
+    if capturing(direction) or direction.is_meta:
         return
     unknown = (direction < 0) | (direction >= len(DIRECTIONS))
     if bool(unknown.any()):
@@ -57,6 +55,8 @@ def rows_of(x: Tensor) -> Tensor:
 
 def groups_of(group: Tensor, name: str, rows: Tensor) -> Tensor:
     """`group` [H] or [..., H] as [G, H], where G divides the number of rows: each group serves R/G rows in turn."""
+    if group.dim() < 1 or group.shape[-1] == 0:
+        raise ValueError(f"{name} must have at least one column, got {tuple(group.shape)}")
     flat = rows_of(group)
     if flat.shape[-1] != rows.shape[-1]:
         raise ValueError(f"{name} has width {flat.shape[-1]}, but the rows have width {rows.shape[-1]}")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast import _native, dispatch, reference
+from geoflow_fast import _native, checks, dispatch, reference
 from geoflow_fast.ops import _network_cpu, _triton
 from geoflow_fast.ops._rows import check_directions, check_floating, check_shape, with_derivatives
 
@@ -34,6 +34,7 @@ def flow_loss(
     check_floating(
         v_image=v_image, v_text=v_text, target_image=target_image, target_text=target_text, image=image, text=text
     )
+    checks.dense(direction, "direction")
     rows = direction.shape[0] if direction.dim() == 1 else -1
     if direction.dtype != torch.int8 or v_image.dim() != 2 or v_text.dim() != 2 or rows != v_image.shape[0]:
         raise ValueError(

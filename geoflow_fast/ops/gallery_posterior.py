@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from geoflow_fast import _native, dispatch, reference
+from geoflow_fast import _native, checks, dispatch, reference
 from geoflow_fast.geometry import capturing
 from geoflow_fast.ops import _triton
 from geoflow_fast.ops._gallery_statistics import GalleryPosterior, GalleryStatistics
@@ -60,6 +60,7 @@ def gallery_statistics(
 ) -> GalleryStatistics:
     """The mergeable form of `gallery_posterior`, for a shard whose first item is number `first_index` of all."""
     _check(samples, gallery, kappa, top_k, item_bias)
+    checks.integer(first_index, "first_index", most=2**62)
     _check_pruning(samples, gallery, index, prune)
     samples, gallery = samples.detach(), gallery.detach()
     item_bias = None if item_bias is None else item_bias.detach()
@@ -121,7 +122,7 @@ def _check_pruning(samples: Tensor, gallery: Tensor, index: PrefixRows | None, p
 
 
 def _check(samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias: Tensor | None) -> None:
-    check_floating(samples=samples, gallery=gallery, item_bias=item_bias)
+    check_floating(("item_bias",), samples=samples, gallery=gallery, item_bias=item_bias)
     if samples.dim() != 3 or gallery.dim() != 2 or samples.shape[2] != gallery.shape[1]:
         raise ValueError(
             f"samples must be [Q, M, d] and gallery [N, d], got {tuple(samples.shape)} and {tuple(gallery.shape)}"

@@ -72,7 +72,7 @@ def gate_residual_jvp(
         raise ValueError("gate and d_gate must be given together or not at all")
     tangents: list[Tensor | None] = []
     for name, tangent in (("d_residual", d_residual), ("d_gate", d_gate), ("d_value", d_value)):
-        check_floating(residual=residual, **{name: tangent})
+        check_floating(("gate", "d_gate"), residual=residual, **{name: tangent})
         if tangent is not None:
             check_tangents(tangent, name, residual)
             check_shape(d_residual.shape, "d_residual", **{name: tangent})
@@ -88,7 +88,7 @@ def gate_residual_jvp(
 def _check(
     residual: Tensor, gate: Tensor | None, value: Tensor, layer_scale: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    check_floating(residual=residual, gate=gate, value=value, layer_scale=layer_scale)
+    check_floating(("gate", "d_gate"), residual=residual, gate=gate, value=value, layer_scale=layer_scale)
     if residual.dim() < 1 or residual.shape[-1] == 0:
         raise ValueError(f"residual must have at least one column, got {tuple(residual.shape)}")
     check_shape(residual.shape, "residual", gate=gate, value=value)

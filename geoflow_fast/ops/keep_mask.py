@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from geoflow_fast import _native, dispatch
+from geoflow_fast import _native, checks, dispatch
 
 
 def keep_mask(
@@ -18,7 +18,7 @@ def keep_mask(
     """
     if not 0 <= share < 1:
         raise ValueError(f"share must be in [0, 1), got {share}")
-    keep = torch.empty(shape, dtype=torch.bool, device=device)
+    keep = torch.empty(shape, dtype=torch.bool, device=checks.device(device))
     result: Tensor = dispatch.choose("keep_mask", keep, backend)(keep, share)
     return result
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from geoflow_fast import _native, dispatch, reference
+from geoflow_fast import _native, checks, dispatch, reference
 from geoflow_fast.geometry import UNIT_TOLERANCE, capturing, check_rows, eps
 from geoflow_fast.ops import _triton
 from geoflow_fast.ops._rows import check_directions
@@ -59,9 +59,7 @@ def _check(inputs: Streams, t: Tensor, direction: Tensor, drop: Tensor | None) -
     names = ("image0", "text0", "image1", "text1")
     first = inputs[0]
     for name, x in zip((*names, "t", "direction"), (*inputs, t, direction)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
-        if x.device != first.device:
+        if checks.dense(x, name).device != first.device:
             raise ValueError(f"{name} is on {x.device}, but image0 is on {first.device}")
     for name, x, twin in zip(names, inputs, (inputs[0], inputs[1]) * 2):
         eps(x.dtype)
@@ -74,10 +72,13 @@ def _check(inputs: Streams, t: Tensor, direction: Tensor, drop: Tensor | None) -
         raise ValueError(f"t must be a floating-point tensor of shape [{rows}], got {t.dtype} {tuple(t.shape)}")
     if direction.dtype != torch.int8 or direction.shape != (rows,):
         raise ValueError(f"direction must be int8 of shape [{rows}], got {direction.dtype} {tuple(direction.shape)}")
-    if drop is not None and (drop.dtype != torch.bool or drop.shape != (rows,) or drop.device != first.device):
-        raise ValueError(f"drop must be bool of shape [{rows}] on {first.device}, got {drop.dtype} {tuple(drop.shape)}")
     check_directions(direction)
     _check_times(t)
+    if drop is None:
+        return
+    checks.dense(drop, "drop")
+    if drop.dtype != torch.bool or drop.shape != (rows,) or drop.device != first.device:
+        raise ValueError(f"drop must be bool of shape [{rows}] on {first.device}, got {drop.dtype} {tuple(drop.shape)}")
 
 
 def _check_times(t: Tensor) -> None:

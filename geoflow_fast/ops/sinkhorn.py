@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from geoflow_fast import _native, dispatch, reference
+from geoflow_fast import _native, checks, dispatch, reference
 from geoflow_fast.distributed import World
 from geoflow_fast.geometry import StructuredNoise, check_rows
 from geoflow_fast.geometry import eps as check_dtype
@@ -19,6 +19,8 @@ Factors = tuple[Noise, Noise, Tensor, Tensor]
 
 COSTS = ("arc", "chord")
 STORAGES = {"float32": torch.float32, "float16": torch.float16}
+LARGEST_EPS = 1e30
+"""Far above any cost: larger ones would overflow where eps is multiplied."""
 NAMES = ("image0", "text0", "image1", "text1")
 
 # Largest |S - centre| / eps whose exponential the kernel domain may hold: float32 reaches e^+-87, float16 e^+-9.7.
@@ -151,7 +153,7 @@ def transport_cost(
 def make_settings(eps: float, tol: float, max_iter: int, storage: str) -> Settings:
     """Checks the scalar arguments."""
     for name, value in (("eps", eps), ("tol", tol)):
-        if not (math.isfinite(value) and value > 0):
+        if not checks.number(value, name, most=LARGEST_EPS) > 0:
             raise ValueError(f"{name} must be positive and finite, got {value}")
     if not isinstance(max_iter, int) or not 1 <= max_iter < 2**31:
         raise ValueError(f"max_iter must be an integer from 1 to 2^31 - 1, got {max_iter!r}")
@@ -186,7 +188,7 @@ def as_dense(noise: Noise, dtype: torch.dtype) -> Tensor:
 
 
 def _checked_matrix(cost: Tensor) -> Tensor:
-    check_dtype(cost.dtype)
+    check_dtype(checks.with_values(cost, "cost").dtype)
     if cost.dim() != 2 or cost.numel() == 0:
         raise ValueError(f"cost must be a matrix with at least one row and one column, got shape {tuple(cost.shape)}")
     cost = cost.detach()

@@ -49,7 +49,7 @@ def swiglu_jvp(
     width = _check(gate, value)
     if (value is None) != (d_value is None):
         raise ValueError("value and d_value must be given together or not at all")
-    check_floating(gate=gate, d_gate=d_gate, d_value=d_value)
+    check_floating(("value", "d_value"), gate=gate, d_gate=d_gate, d_value=d_value)
     check_tangents(d_gate, "d_gate", gate)
     check_shape(d_gate.shape, "d_gate", d_value=d_value)
     shape = torch.Size((*gate.shape[:-1], width))
@@ -67,7 +67,7 @@ def swiglu_jvp(
 
 def _check(gate: Tensor, value: Tensor | None) -> int:
     """The width I of the result."""
-    check_floating(gate=gate, value=value)
+    check_floating(("value", "d_value"), gate=gate, value=value)
     if value is not None:
         check_shape(gate.shape, "gate", value=value)
         if value.dtype != gate.dtype:

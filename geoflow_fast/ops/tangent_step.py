@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from geoflow_fast import dispatch, reference
+from geoflow_fast import checks, dispatch, reference
 from geoflow_fast.geometry import eps
 from geoflow_fast.ops import _triton
 from geoflow_fast.ops._rows import check_floating, check_shape
@@ -32,7 +30,7 @@ def tangent_step(
     "renormalise", straight and back to the sphere: equal to first order in h. The result has unit rows, in float32 or
     float64. Differentiable in the tensors through the reference, which is chosen when a gradient is asked for.
     """
-    check_floating(x=x, v=v, v_free=v_free)
+    check_floating(("v_free",), x=x, v=v, v_free=v_free)
     eps(x.dtype)
     if x.dim() != 2:
         raise ValueError(f"x must be [B, d], got {tuple(x.shape)}")
@@ -40,8 +38,7 @@ def tangent_step(
     for name, y in (("v", v), ("v_free", v_free)):
         if y is not None and y.dtype != x.dtype:
             raise TypeError(f"{name} is {y.dtype}, but x is {x.dtype}")
-    if not math.isfinite(h) or not math.isfinite(guidance):
-        raise ValueError(f"h and guidance must be finite, got {h} and {guidance}")
+    h, guidance = checks.number(h, "h"), checks.number(guidance, "guidance")
     if retraction not in RETRACTIONS:
         raise ValueError(f"retraction must be one of {', '.join(RETRACTIONS)}, got {retraction!r}")
     if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (x, v, v_free)):

@@ -1,0 +1,82 @@
+"""What the public surface asks of its arguments: each function returns the value in its plain form, or raises a
+TypeError or ValueError that names the argument."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+LARGEST = torch.finfo(torch.float32).max
+"""Numbers beyond it have no place in float32 arithmetic."""
+LARGEST_SEED = 2**63 - 1
+
+
+def dense(x: object, name: str) -> Tensor:
+    """`x`, if it is a dense tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
+    if x.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense tensor, got {x.layout}; convert with .to_dense()")
+    return x
+
+
+def floating(x: object, name: str) -> Tensor:
+    """`x`, if it is a dense tensor of floating-point numbers."""
+    found = dense(x, name)
+    if not found.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {found.dtype}")
+    return found
+
+
+def with_values(x: object, name: str) -> Tensor:
+    """`x`, if it is a dense floating-point tensor whose values can be looked at."""
+    found = floating(x, name)
+    if found.is_meta:
+        raise ValueError(f"{name} is on the meta device and has no values")
+    return found
+
+
+def number(x: object, name: str, least: float = -LARGEST, most: float = LARGEST) -> float:
+    """`x` as a finite float between `least` and `most`."""
+    if isinstance(x, bool) or not isinstance(x, (int, float, np.integer, np.floating)):
+        raise TypeError(f"{name} must be a number, got {x!r}")
+    if not least <= x <= most:
+        raise ValueError(f"{name} must be a number between {least:g} and {most:g}, got {x}")
+    return float(x)
+
+
+def integer(x: object, name: str, least: int = 0, most: int = LARGEST_SEED) -> int:
+    """`x`, numpy's integers included, as an int between `least` and `most`."""
+    if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
+        raise TypeError(f"{name} must be an integer, got {x!r}")
+    if not least <= x <= most:
+        raise ValueError(f"{name} must be an integer between {least} and {most}, got {x}")
+    return int(x)
+
+
+def array(x: object, name: str) -> NDArray[Any]:
+    """Values of a tensor, an array or a sequence on the CPU, as an array that shares memory where it can."""
+    if isinstance(x, Tensor):
+        if x.is_meta:
+            raise ValueError(f"{name} is on the meta device and has no values")
+        if x.dtype == torch.bfloat16:
+            raise TypeError(f"{name} is bfloat16, which arrays do not know; convert with .float()")
+        return dense(x, name).detach().cpu().numpy()
+    try:
+        return np.asarray(x)
+    except ValueError as error:  # rows of different lengths
+        raise ValueError(f"{name} is not an array: {error}") from error
+
+
+def device(x: object, name: str = "device") -> torch.device:
+    """`x` as a device that torch knows the kind of."""
+    if not isinstance(x, (str, torch.device)):
+        raise TypeError(f"{name} must be a device or its name, got {x!r}")
+    try:
+        return torch.device(x)
+    except RuntimeError as error:
+        raise ValueError(f"{name} {x!r} is none that torch knows: {str(error).splitlines()[0]}") from error

@@ -1,0 +1,211 @@
+"""Hostile values for arguments, calls to put them into, and the judge of what comes out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import signal
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import geoflow_fast as gf
+
+PACKAGE = str(Path(gf.__file__).parent)
+SECONDS = 60
+"""A call that takes longer hangs."""
+
+TENSORS: dict[str, Callable[[Tensor], Any]] = {
+    "nan": lambda x: _with(x, math.nan),
+    "inf": lambda x: _with(x, math.inf),
+    "minus inf": lambda x: _with(x, -math.inf),
+    "zero row": lambda x: _with_row(x, 0.0),
+    "denormal row": lambda x: _with_row(x, 1e-42),
+    "huge": lambda x: x * 1e30 if x.is_floating_point() else x,
+    "tiny": lambda x: x * 1e-20 if x.is_floating_point() else x,
+    "int": lambda x: x.to(torch.int64),
+    "int8": lambda x: x.to(torch.int8),
+    "float16": lambda x: x.to(torch.float16),
+    "bfloat16": lambda x: x.to(torch.bfloat16),
+    "float64": lambda x: x.to(torch.float64),
+    "complex": lambda x: x.to(torch.complex64),
+    "bool": lambda x: x != 0,
+    "transposed": lambda x: x.transpose(0, -1),
+    "strided": lambda x: x.repeat_interleave(2, 0)[::2],
+    "column order": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "expanded": lambda x: x[:1].expand(x.shape) if x.dim() else x,
+    "no rows": lambda x: x[:0] if x.dim() else x,
+    "no columns": lambda x: x[..., :0] if x.dim() else x,
+    "one row": lambda x: x[:1] if x.dim() else x,
+    "fewer rows": lambda x: x[:-1] if x.dim() else x,
+    "fewer columns": lambda x: x[..., :-1] if x.dim() else x,
+    "more rows": lambda x: torch.cat((x, x)) if x.dim() else x,
+    "rank up": lambda x: x.unsqueeze(0),
+    "rank down": lambda x: x[0] if x.dim() and len(x) else x,
+    "scalar": lambda x: x.flatten()[0] if x.numel() else x,
+    "requires grad": lambda x: x.detach().clone().requires_grad_() if x.is_floating_point() else x,
+    "meta": lambda x: x.to("meta"),
+    "sparse": lambda x: x.to_sparse() if x.dim() else x,
+    "negative": lambda x: -x if x.dtype != torch.bool else ~x,
+    "array": lambda x: x.numpy(),
+    "list": lambda x: x.tolist(),
+    "nothing": lambda _: None,
+    "word": lambda _: "tensor",
+    "number": lambda _: 3,
+    "object": lambda _: object(),
+}
+NUMBERS = (
+    math.nan,
+    math.inf,
+    -math.inf,
+    -1,
+    0,
+    0.5,
+    1,
+    5e-324,
+    1e-30,
+    1e30,
+    1.7e308,
+    10**30,
+    True,
+    None,
+    "1",
+    "",
+    1j,
+    [],
+    object(),
+)
+COUNTS = (math.nan, -1, 0, 0.5, 1.0, True, None, "3", "", 1j, [2], -(2**70), object())
+WORDS = ("", "no such", "JOINT", "joint ", None, 3, b"joint", ["joint"], object(), "\0", "🙂" * 50)
+OTHERS = (None, 3, "word", b"", [], {}, (), object(), math.nan)
+
+
+def _with(x: Tensor, value: float) -> Tensor:
+    if not x.is_floating_point() or not x.numel():
+        return x
+    changed = x.clone()
+    changed.view(-1)[x.numel() // 2] = value
+    return changed
+
+
+def _with_row(x: Tensor, value: float) -> Tensor:
+    if not x.is_floating_point() or not x.numel() or not x.dim():
+        return x
+    changed = x.clone()
+    changed[-1] = value
+    return changed
+
+
+@dataclass(frozen=True)
+class Target:
+    """A public call with good arguments. `spreads`: a NaN or an overflow in the input is one in the result, as in any
+    operation on numbers; otherwise a result holds none."""
+
+    name: str
+    call: Callable[..., Any]
+    good: Callable[[], Mapping[str, Any]]
+    spreads: bool = False
+    fixed: Sequence[str] = ()
+    """Arguments that are left as they are."""
+
+
+def variants(value: Any) -> list[tuple[str, Callable[[], Any]]]:
+    """Hostile values in the place of a good one: (name, maker)."""
+    if isinstance(value, Tensor):
+        return [(name, lambda change=change: change(value)) for name, change in TENSORS.items()]
+    if isinstance(value, np.ndarray):
+        tensors = [
+            (name, lambda change=change: _as_array(change(torch.from_numpy(value)))) for name, change in TENSORS.items()
+        ]
+        return [pair for pair in tensors if pair[0] not in ("meta", "sparse", "requires grad", "bfloat16")]
+    kind = OTHERS
+    if isinstance(value, bool):
+        kind = (*COUNTS, *WORDS)
+    elif isinstance(value, int):
+        kind = COUNTS
+    elif isinstance(value, float):
+        kind = NUMBERS
+    elif isinstance(value, str):
+        kind = WORDS
+    return [(repr(bad)[:40], lambda bad=bad: bad) for bad in kind]
+
+
+def _as_array(x: Any) -> Any:
+    return x.numpy() if isinstance(x, Tensor) else x
+
+
+@contextlib.contextmanager
+def in_time(seconds: int = SECONDS) -> Iterator[None]:
+    """TimeoutError, which is none of the errors allowed, if the body takes longer."""
+
+    def late(_number: int, _frame: FrameType | None) -> None:
+        raise AssertionError(f"still running after {seconds} s")
+
+    previous = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def judge(target: Target, arguments: dict[str, Any]) -> str:
+    """Calls it: "answer" or "error". AssertionError if it is neither a sane answer nor a clear typed error."""
+    before = {name: _bytes_of(value) for name, value in arguments.items()}
+    warnings.simplefilter("ignore")
+    try:
+        with in_time():
+            result = target.call(**arguments)
+    except (ValueError, TypeError, OSError) as error:
+        _judge_error(target, error)
+        outcome = "error"
+    else:
+        if not target.spreads:
+            assert _sane(result), f"{target.name}: a result that is not finite: {result!r}"
+        outcome = "answer"
+    after = {name: _bytes_of(value) for name, value in arguments.items()}
+    assert before == after, f"{target.name} changed its input"
+    return outcome
+
+
+def _judge_error(target: Target, error: Exception) -> None:
+    frames = traceback.extract_tb(error.__traceback__)
+    bound = len(frames) <= 2  # Python itself refused the arguments
+    ours = frames[-1].filename.startswith(PACKAGE)
+    message = str(error)
+    assert message, f"{target.name}: an error without a word"
+    assert ours or bound, (
+        f"{target.name}: raised from {frames[-1].filename}:{frames[-1].lineno}, not by a check: {error!r}"
+    )
+
+
+def _bytes_of(value: Any) -> bytes | None:
+    if isinstance(value, Tensor) and value.device.type == "cpu" and value.layout == torch.strided:
+        flat = value.detach().contiguous().reshape(-1)
+        return flat.view(torch.uint8).numpy().tobytes()
+    return value.tobytes() if isinstance(value, np.ndarray) and value.dtype != object else None
+
+
+def _sane(value: Any) -> bool:
+    """Whether all numbers in it are finite."""
+    if isinstance(value, Tensor):
+        return value.device.type == "meta" or not value.is_floating_point() or bool(torch.isfinite(value).all())
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind != "f" or bool(np.isfinite(value).all())
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, (list, tuple)):
+        return all(map(_sane, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return all(_sane(getattr(value, field.name)) for field in dataclasses.fields(value))
+    return True

@@ -1,0 +1,95 @@
+"""Trains and scores over and over in one process: memory and open files must not grow.
+
+`python -m tests.reliability.soak --minutes 30`. Each round trains a small flow into a folder, scores a file of queries
+against a gallery on disk and computes densities, as a long-lived service or notebook would. The slope of the resident
+memory is that of a least-squares line through the samples after the warm-up, the first fifth of the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import geoflow_fast as gf
+from geoflow_fast.density import DensitySettings
+from geoflow_fast.density_job import density_file
+from geoflow_fast.scoring import score_file
+from tests.reliability.figures import record
+
+WARM_UP = 0.2
+MOST_MEGABYTES_PER_MINUTE = 1.0
+WIDTH = 16
+
+
+def resident_megabytes() -> float:
+    """Memory of this process that is in RAM."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def open_files() -> int:
+    """Handles that this process holds."""
+    return len(os.listdir("/proc/self/fd"))
+
+
+def one_round(folder: Path, number: int) -> None:
+    """Trains, scores and computes densities, through files."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(number)
+    image, text, queries = (gf.geometry.sample_uniform(n, WIDTH, generator=generator) for n in (600, 600, 200))
+    gf.EmbeddingPairs.from_arrays(image, text).save(folder / "pairs")
+    np.save(folder / "queries.npy", queries.numpy())
+    np.save(folder / "gallery.npy", image.numpy())
+    flow = gf.GeoFlow(gf.GeoFlowConfig(WIDTH, WIDTH, hidden=32, depth=2))
+    config = gf.TrainConfig(steps=60, batch_size=128, val_every=30, checkpoint_every=20, seed=number)
+    gf.train(flow, gf.EmbeddingPairs.open(folder / "pairs"), config, out=folder / "run")
+    scorer = gf.RetrievalEntropy(flow, gf.Gallery(folder / "gallery.npy"), "t2i", n_samples=8, n_steps=4)
+    score_file(scorer, folder / "queries.npy", folder / "scores.parquet", block=50)
+    density_file(folder / "run", folder / "pairs", folder / "density.parquet", DensitySettings(n_steps=2), block=300)
+
+
+def soak(minutes: float, folder: Path) -> dict[str, float]:
+    """Runs rounds for that long; figures of memory and of open files."""
+    begin, samples, rounds = time.monotonic(), [], 0
+    while (now := (time.monotonic() - begin) / 60) < minutes:
+        one_round(folder, rounds)
+        rounds += 1
+        samples.append((now, resident_megabytes(), open_files()))
+        print(f"{now:6.2f} min  round {rounds:4d}  {samples[-1][1]:8.1f} MB  {samples[-1][2]} files", flush=True)
+    kept = np.array([sample for sample in samples if sample[0] >= WARM_UP * minutes])
+    if len(kept) < 5:
+        raise SystemExit(f"only {len(kept)} rounds after the warm-up: run for longer")
+    return {
+        "minutes": round(minutes, 1),
+        "rounds": rounds,
+        "megabytes_per_minute": round(float(np.polyfit(kept[:, 0], kept[:, 1], 1)[0]), 3),
+        "resident_megabytes": round(float(kept[-1, 1]), 1),
+        "open_files_first": int(kept[0, 2]),
+        "open_files_last": int(kept[-1, 2]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=30.0)
+    minutes = parser.parse_args().minutes
+    with tempfile.TemporaryDirectory() as folder:
+        found = soak(minutes, Path(folder) / "round")
+    record("soak", **found)
+    print(found)
+    if found["megabytes_per_minute"] >= MOST_MEGABYTES_PER_MINUTE:
+        raise SystemExit(f"memory grows by {found['megabytes_per_minute']} MB a minute")
+    if found["open_files_last"] > found["open_files_first"]:
+        raise SystemExit(f"open files grow: {found['open_files_first']} to {found['open_files_last']}")
+
+
+if __name__ == "__main__":
+    main()

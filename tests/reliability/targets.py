@@ -1,0 +1,358 @@
+"""Every public function with good arguments, for `tests/test_fuzz.py` to spoil."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import geoflow_fast as gf
+from geoflow_fast import evaluation as ev
+from geoflow_fast import geometry as g
+from geoflow_fast import ops
+from tests.reliability.hostile import Target
+
+ROWS, IMAGE, TEXT = 6, 5, 4
+
+
+def unit(*shape: int, seed: int = 0) -> Tensor:
+    return functional.normalize(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)), dim=-1)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@functools.cache
+def small_flow() -> gf.GeoFlow:
+    torch.manual_seed(0)
+    return gf.GeoFlow(gf.GeoFlowConfig(IMAGE, TEXT, hidden=8, depth=1, heads=2)).eval()
+
+
+def some_pairs() -> gf.EmbeddingPairs:
+    return gf.EmbeddingPairs.from_arrays(unit(40, IMAGE), unit(40, TEXT, seed=1))
+
+
+def clouds() -> dict[str, Tensor]:
+    return {
+        "image0": unit(ROWS, IMAGE),
+        "text0": unit(ROWS, TEXT, seed=1),
+        "image1": unit(ROWS, IMAGE, seed=2),
+        "text1": unit(ROWS, TEXT, seed=3),
+    }
+
+
+def codes() -> Tensor:
+    return torch.arange(ROWS, dtype=torch.int8) % 3
+
+
+def pair() -> dict[str, Tensor]:
+    return {"image": unit(ROWS, IMAGE), "text": unit(ROWS, TEXT, seed=1)}
+
+
+def judged() -> dict[str, Any]:
+    return {"uncertainty": normal(30), "correct": normal(30, seed=1) > 0}
+
+
+def entropy_of(queries: Any, **settings: Any) -> gf.RetrievalPosterior:
+    return gf.RetrievalEntropy(small_flow(), **settings)(queries)
+
+
+def reranked(queries: Any, **settings: Any) -> gf.Reranked:
+    return gf.BayesReranker(small_flow(), **settings)(queries)
+
+
+def indexed(gallery: Any, width: Any) -> gf.GalleryIndex:
+    return gf.GalleryIndex.build(gallery, width)
+
+
+def pairs_of(image: Any, text: Any, image_index: Any, normalize: Any, index: Any) -> tuple[Tensor, Tensor]:
+    return gf.EmbeddingPairs.from_arrays(image, text, image_index, normalize=normalize)[index]
+
+
+def velocity(image: Any, text: Any, t: Any, direction: Any) -> tuple[Tensor, Tensor]:
+    return small_flow().velocity(image, text, t, direction)
+
+
+def trained(**settings: Any) -> float:
+    return gf.train(gf.GeoFlow(small_flow().config), some_pairs(), gf.TrainConfig(**settings)).best_val_loss
+
+
+def configured(**settings: Any) -> int:
+    return gf.GeoFlowConfig(**settings).inner
+
+
+def entries(**values: Any) -> Mapping[str, Any]:
+    return values
+
+
+TARGETS = [
+    Target(
+        "ops.adaln",
+        ops.adaln,
+        lambda: entries(x=normal(6, 5), shift=normal(2, 5), scale=normal(2, 5), eps=1e-6, backend="auto"),
+        True,
+    ),
+    Target(
+        "ops.adaln_jvp",
+        ops.adaln_jvp,
+        lambda: entries(x=normal(6, 5), dx=normal(2, 6, 5), shift=normal(5), scale=normal(5), eps=1e-6),
+        True,
+    ),
+    Target("ops.swiglu", ops.swiglu, lambda: entries(gate=normal(6, 5), value=normal(6, 5), backend="auto"), True),
+    Target(
+        "ops.swiglu_jvp",
+        ops.swiglu_jvp,
+        lambda: entries(gate=normal(6, 5), d_gate=normal(2, 6, 5), value=normal(6, 5), d_value=normal(2, 6, 5)),
+        True,
+    ),
+    Target(
+        "ops.gate_residual",
+        ops.gate_residual,
+        lambda: entries(
+            residual=normal(6, 5),
+            gate=normal(6, 5),
+            value=normal(6, 5),
+            layer_scale=normal(5),
+            keep=normal(6, 5) > 0,
+            dropout=0.1,
+        ),
+        True,
+    ),
+    Target(
+        "ops.gate_residual_jvp",
+        ops.gate_residual_jvp,
+        lambda: entries(
+            residual=normal(6, 5),
+            d_residual=normal(2, 6, 5),
+            gate=normal(6, 5),
+            d_gate=normal(2, 6, 5),
+            value=normal(6, 5),
+            d_value=normal(2, 6, 5),
+            layer_scale=normal(5),
+        ),
+        True,
+    ),
+    Target("ops.keep_mask", ops.keep_mask, lambda: entries(shape=(3, 4), share=0.5, device="cpu", backend="auto")),
+    Target(
+        "ops.flow_loss",
+        ops.flow_loss,
+        lambda: entries(
+            v_image=normal(ROWS, IMAGE),
+            v_text=normal(ROWS, TEXT),
+            target_image=normal(ROWS, IMAGE),
+            target_text=normal(ROWS, TEXT),
+            image=unit(ROWS, IMAGE),
+            text=unit(ROWS, TEXT),
+            direction=codes(),
+        ),
+        True,
+    ),
+    Target(
+        "ops.masked_interpolant",
+        ops.masked_interpolant,
+        lambda: entries(**clouds(), t=torch.linspace(0, 1, ROWS), direction=codes(), drop=codes() == 1, backend="auto"),
+    ),
+    Target(
+        "ops.tangent_step",
+        ops.tangent_step,
+        lambda: entries(x=unit(6, 5), v=normal(6, 5), h=0.1, v_free=normal(6, 5), guidance=1.0, retraction="exp"),
+        True,
+    ),
+    Target(
+        "ops.transport_cost",
+        ops.transport_cost,
+        lambda: entries(**clouds(), cost="arc", weights=(1.0, 1.0), backend="auto"),
+    ),
+    Target(
+        "ops.sinkhorn",
+        ops.sinkhorn,
+        lambda: entries(cost=normal(6, 7).abs(), eps=0.1, tol=1e-3, max_iter=50, storage="float32", backend="auto"),
+    ),
+    Target(
+        "ops.ot_assign",
+        ops.ot_assign,
+        lambda: entries(
+            **clouds(),
+            eps=0.05,
+            tol=1e-3,
+            max_iter=50,
+            assignment="argmax",
+            cost="arc",
+            storage="float32",
+            backend="auto",
+        ),
+    ),
+    Target(
+        "ops.couple",
+        ops.couple,
+        lambda: entries(
+            **clouds(), coupling="paper", direction="joint", eps=0.05, tol=1e-3, max_iter=50, target_ratio=0.01
+        ),
+    ),
+    Target(
+        "ops.gallery_posterior",
+        ops.gallery_posterior,
+        lambda: entries(
+            samples=unit(3, 4, 5),
+            gallery=unit(7, 5),
+            kappa=20.0,
+            top_k=3,
+            backend="auto",
+            item_bias=normal(7),
+            prune="auto",
+        ),
+    ),
+    Target(
+        "ops.gallery_statistics",
+        ops.gallery_statistics,
+        lambda: entries(
+            samples=unit(3, 4, 5), gallery=unit(7, 5), kappa=20.0, top_k=3, item_bias=normal(7), first_index=2
+        ),
+        True,
+    ),
+    Target("geometry.normalize", g.normalize, lambda: entries(x=normal(6, 5))),
+    Target("geometry.angle", g.angle, lambda: entries(a=unit(6, 5), b=unit(6, 5, seed=1)), True),
+    Target("geometry.project_tangent", g.project_tangent, lambda: entries(x=unit(6, 5), v=normal(6, 5)), True),
+    Target("geometry.interpolate", g.interpolate, lambda: entries(a=unit(6, 5), b=unit(6, 5, seed=1), t=0.3), True),
+    Target("geometry.exp_map", g.exp_map, lambda: entries(x=unit(6, 5), v=normal(6, 5)), True),
+    Target("geometry.log_map", g.log_map, lambda: entries(x=unit(6, 5), y=unit(6, 5, seed=1)), True),
+    Target(
+        "geometry.parallel_transport",
+        g.parallel_transport,
+        lambda: entries(x=unit(6, 5), y=unit(6, 5, seed=1), v=normal(6, 5)),
+        True,
+    ),
+    Target(
+        "geometry.sample_uniform",
+        g.sample_uniform,
+        lambda: entries(n=4, d=3, dtype=torch.float32, device="cpu", structured=False),
+    ),
+    Target("geometry.log_area", g.log_area, lambda: entries(d=4)),
+    Target("GeoFlowConfig", configured, lambda: small_flow().config.to_json()),
+    Target("GeoFlow.velocity", velocity, lambda: entries(**pair(), t=0.5, direction="joint"), True),
+    Target(
+        "train",
+        trained,
+        lambda: entries(
+            steps=2,
+            batch_size=8,
+            lr=1e-3,
+            warmup_steps=1,
+            seed=0,
+            coupling="paper",
+            conditional_coupling="independent",
+            val_every=1,
+            weight_decay=0.0,
+            clip=1.0,
+            accumulate=1,
+        ),
+    ),
+    Target(
+        "EmbeddingPairs",
+        pairs_of,
+        lambda: entries(**pair(), image_index=torch.arange(ROWS), normalize=False, index=torch.arange(3)),
+    ),
+    Target("Gallery", gf.Gallery, lambda: entries(source=unit(7, 5))),
+    Target("GalleryIndex.build", indexed, lambda: entries(gallery=unit(9, 5), width=3)),
+    Target(
+        "sample",
+        functools.partial(gf.sample, small_flow()),
+        lambda: entries(
+            text=unit(3, TEXT), n_samples=2, n_steps=2, guidance=1.0, solver="euler", grid="uniform", noise="iid"
+        ),
+    ),
+    Target(
+        "RetrievalEntropy",
+        entropy_of,
+        lambda: entries(
+            queries=unit(3, TEXT),
+            gallery=unit(7, IMAGE),
+            direction="t2i",
+            n_samples=2,
+            kappa=10.0,
+            guidance=1.0,
+            n_steps=2,
+            seed=0,
+            solver="euler",
+            noise="iid",
+            top_k=2,
+            posterior="likelihood",
+        ),
+    ),
+    Target(
+        "BayesReranker",
+        reranked,
+        lambda: entries(
+            queries=unit(3, TEXT),
+            gallery=unit(7, IMAGE),
+            direction="t2i",
+            shortlist=4,
+            n_steps=2,
+            solver="midpoint",
+            n_probes=1,
+            seed=0,
+        ),
+        True,
+    ),
+    Target(
+        "log_density",
+        functools.partial(gf.log_density, small_flow()),
+        lambda: entries(
+            **pair(),
+            direction="joint",
+            n_steps=2,
+            n_probes=1,
+            solver="midpoint",
+            divergence="hutchinson",
+            grid="uniform",
+        ),
+    ),
+    Target(
+        "epistemic",
+        functools.partial(gf.epistemic, small_flow()),
+        lambda: entries(**pair(), n_steps=2, n_probes=1, solver="midpoint", divergence="hutchinson"),
+    ),
+    Target(
+        "suggest_steps",
+        functools.partial(gf.suggest_steps, small_flow()),
+        lambda: entries(**pair(), tolerance=0.5, direction="joint", solver="midpoint", n_probes=1, max_steps=8),
+    ),
+    Target("risk_lower_bound", gf.risk_lower_bound, lambda: entries(entropy=normal(6).abs(), n_items=9)),
+    Target(
+        "fit_bandwidth",
+        functools.partial(gf.fit_bandwidth, small_flow(), some_pairs()),
+        lambda: entries(
+            direction="t2i", guidances=(0.0,), kappas=(1.0, 2.0), max_queries=4, n_samples=2, n_steps=1, seed=0
+        ),
+    ),
+    Target("evaluation.auroc", ev.auroc, judged, True),
+    Target("evaluation.aurc", ev.aurc, judged, True),
+    Target("evaluation.pearson", ev.pearson, lambda: entries(x=normal(9), y=normal(9, seed=1)), True),
+    Target("evaluation.spearman", ev.spearman, lambda: entries(x=normal(9), y=normal(9, seed=1)), True),
+    Target("evaluation.ranks", ev.ranks, lambda: entries(values=normal(9))),
+    Target(
+        "evaluation.reliability",
+        ev.reliability,
+        lambda: entries(prob=torch.rand(30), correct=judged()["correct"], bins=5, strategy="uniform"),
+        True,
+    ),
+    Target(
+        "evaluation.retrieval_calibration",
+        ev.retrieval_calibration,
+        lambda: entries(**judged(), bins=5, seed=0, resamples=3, confidence=0.9),
+        True,
+    ),
+    Target("evaluation.selective_accuracy", ev.selective_accuracy, judged, True),
+    Target(
+        "evaluation.abstention_threshold",
+        ev.abstention_threshold,
+        lambda: entries(**judged(), target_risk=0.6, confidence=0.9, share=0.2, seed=0),
+        True,
+    ),
+    Target("evaluation.clopper_pearson_upper", ev.clopper_pearson_upper, lambda: entries(count=2, n=9, confidence=0.9)),
+]
