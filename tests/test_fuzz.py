@@ -26,6 +26,8 @@ RESULTS |= {"Interval", "Reliability", "RetrievalCalibration", "SelectiveAccurac
 NESTED = {"GeoFlow": "GeoFlow.velocity", "GalleryIndex": "GalleryIndex.build", "TrainConfig": "train"}
 OTHERWISE = {"bootstrap_interval", "ops", "geometry", "evaluation", "baselines", "distributed"}
 """Takes a function, or is a module."""
+UNCOVERED = {"ColourEncoder", "EmbedSummary", "Encoder", "OpenClipEncoder", "embed_images", "ot_assign_panel"}
+"""Take images, or a share of a problem from a rank: not fuzzed here."""
 
 tried: dict[str, int] = {"answers": 0, "errors": 0, "commands": 0, "damaged_files": 0}
 
@@ -37,7 +39,7 @@ def test_every_public_name_is_a_target():
     public += [(f"evaluation.{name}", getattr(evaluation, name)) for name in evaluation.__all__]
     for name, value in public:
         short = name.split(".")[-1]
-        if callable(value) and short not in RESULTS | OTHERWISE:
+        if callable(value) and short not in RESULTS | OTHERWISE | UNCOVERED:
             assert name in names or NESTED.get(short) in names, f"{name} is fuzzed by nothing"
 
 
