@@ -111,7 +111,7 @@ class Probes:
             product = project_tangent(x, product)
         r = product - dot(e, product) / dot(e, e) * e
         before = self._seen.get(stream)
-        along = torch.nn.functional.normalize(r[0] if before is None else before, dim=-1)
+        along = torch.nn.functional.normalize(r.select(0, 0) if before is None else before, dim=-1)
         new = (r * dot(torch.nn.functional.normalize(r, dim=-1), along)).mean(0)
         self._seen[stream] = new if before is None else torch.add(new, before, alpha=self.MEMORY)
 

@@ -246,7 +246,7 @@ def test_a_file_that_is_not_there(run):
     assert run("train", *TRAIN, "--config", "none.toml") == (
         2,
         "",
-        "geoflow: error: none.toml: No such file or directory\n",
+        "geoflow: error: none.toml does not exist or is not a file\n",
     )
 
 
