@@ -151,7 +151,7 @@ def score(
 def densities(world: World, folder: Path, out: str, slow: int | None = None) -> list[int]:
     """Log-densities of the pairs of `folder`: first rows of the blocks this rank made. `slow`: a rank that lags."""
     made: list[int] = []
-    write = jobs._write_block
+    write = jobs.write_columns
 
     def write_and_tell(path: Path, columns: jobs.Columns, rows: int) -> None:
         made.append(int(path.stem))
@@ -159,7 +159,7 @@ def densities(world: World, folder: Path, out: str, slow: int | None = None) -> 
             time.sleep(3)
         write(path, columns, rows)
 
-    jobs._write_block = write_and_tell
+    jobs.write_columns = write_and_tell
     settings = DensitySettings(n_steps=2)
     density_job.density_file(
         folder / "model", folder / "pairs", folder / out, settings, block=4, device="cpu", progress=False, world=world
