@@ -255,7 +255,7 @@ def draw_gallery(found: Results, model: Path, path: Path, rows: int = 5, items: 
             for axis, item, p in zip(line[1:], index[query], prob[query]):
                 axis.imshow(thumbnail(int(item)))
                 axis.set(xticks=[], yticks=[])
-                axis.set_xlabel(f"{p:.2f}", fontsize=7, labelpad=1)
+                axis.set_xlabel(f"{p:.2f}", fontsize=7, labelpad=3)
                 right = item == found.task.query_image[query]
                 for spine in axis.spines.values():
                     spine.set(color=COLOURS[RERANKED] if right else "#dddddd", linewidth=2.5 if right else 0.8)
