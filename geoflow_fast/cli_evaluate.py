@@ -13,6 +13,9 @@ from rich.table import Table
 
 from geoflow_fast.cli_base import Commands, ConfigFlag, DebugFlag, Direction, JsonFlag, Preset, continued_later
 
+MAIN_COLUMNS = ("method", "score", "AUROC", "AURC", "Spearman", "Recall@1", "NLL, nats", "ECE")
+"""What is printed; pages and files have the rest."""
+
 app = Commands(
     invoke_without_command=True,
     no_args_is_help=True,
@@ -230,10 +233,10 @@ def _given(**values: Any) -> dict[str, Any]:
 
 
 def _print_rows(title: str, rows: list[dict[str, object]]) -> None:
-    """Rows with the same columns as a table; what is missing is a dash."""
+    """The main columns of the rows, as many as fit a terminal; what is missing is a dash."""
     from geoflow_fast.evaluation.report import shown
 
-    columns = list(dict.fromkeys(name for row in rows for name in row))
+    columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name in MAIN_COLUMNS]
     table = Table(*columns, title=title)
     for row in rows:
         table.add_row(*(shown(row.get(name)) for name in columns))
