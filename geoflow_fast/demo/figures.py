@@ -71,7 +71,7 @@ def draw_calibration(outcome: Outcome, picture: Path) -> None:
         axes.axhline(float(side.correct.double().mean()), color=GREY, linewidth=0.8, linestyle=":")
         axes.set(title=WAYS[side.direction], xlabel="tenth of the queries, most certain first", ylim=(0, 1.03))
         axes.set_xticks(list(places))
-        axes.legend(frameon=False, fontsize=8.5, loc="lower left")
+        axes.legend(frameon=False, fontsize=8.5, loc="upper right")
         _draw_reliability(panels[1, column], side)
     panels[0, 0].set_ylabel("share of right answers (Recall@1)")
     panels[1, 0].set_ylabel("share that was right")

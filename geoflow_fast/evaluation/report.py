@@ -38,7 +38,8 @@ caption { padding-bottom: .6rem; }
 th, td { padding: .38rem .8rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top; }
 thead th { color: var(--soft); font-weight: 600; border-bottom-width: 2px; vertical-align: bottom; max-width: 8rem; }
 tbody th { font-weight: 400; min-width: 12rem; }
-.number { text-align: right; white-space: nowrap; }
+.number { text-align: right; }
+td.number { white-space: nowrap; }
 .best { background: var(--best); font-weight: 700; }
 figure { margin: 1.6rem 0 2rem; }
 img { display: block; max-width: 100%; height: auto; background: #fff; border: 1px solid var(--line);
