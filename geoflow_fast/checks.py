@@ -3,6 +3,7 @@ TypeError or ValueError that names the argument."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -44,9 +45,18 @@ def number(x: object, name: str, least: float = -LARGEST, most: float = LARGEST)
     """`x` as a finite float between `least` and `most`."""
     if isinstance(x, bool) or not isinstance(x, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name} must be a number, got {x!r}")
+    if not math.isfinite(x):
+        raise ValueError(f"{name} must be finite, got {x}")
     if not least <= x <= most:
         raise ValueError(f"{name} must be a number between {least:g} and {most:g}, got {x}")
     return float(x)
+
+
+def positive(x: object, name: str, most: float = LARGEST) -> float:
+    """`x` as a float above zero and at most `most`."""
+    if isinstance(x, (int, float)) and not 0 < x < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {x}")
+    return number(x, name, most=most)
 
 
 def integer(x: object, name: str, least: int = 0, most: int = LARGEST_SEED) -> int:

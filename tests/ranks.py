@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -159,11 +160,10 @@ def densities(world: World, folder: Path, out: str, slow: int | None = None) -> 
             time.sleep(3)
         write(path, columns, rows)
 
-    jobs.write_columns = write_and_tell
     settings = DensitySettings(n_steps=2)
-    density_job.density_file(
-        folder / "model", folder / "pairs", folder / out, settings, block=4, device="cpu", progress=False, world=world
-    )
+    paths = folder / "model", folder / "pairs", folder / out
+    with mock.patch.object(jobs, "write_columns", write_and_tell):  # a world of one runs in the caller's process
+        density_job.density_file(*paths, settings, block=4, device="cpu", progress=False, world=world)
     return made
 
 

@@ -170,6 +170,7 @@ def test_ctrl_c_ends_with_a_word(world, tmp_path, capfd):
         return plain(encoder, images)
 
     def command() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell has it ignored
         OpenClipEncoder.encode_images = slow
         sys.argv = ["geoflow", "embed", f"--images={world / 'photos'}", f"--model=local-dir:{world / 'model'}"]
         sys.argv += [f"--out={tmp_path / 'out'}", "--shard-rows=4", "--batch-size=1", "--device=cpu"]

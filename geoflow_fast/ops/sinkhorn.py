@@ -152,14 +152,12 @@ def transport_cost(
 
 def make_settings(eps: float, tol: float, max_iter: int, storage: str) -> Settings:
     """Checks the scalar arguments."""
-    for name, value in (("eps", eps), ("tol", tol)):
-        if not checks.number(value, name, most=LARGEST_EPS) > 0:
-            raise ValueError(f"{name} must be positive and finite, got {value}")
+    eps, tol = (checks.positive(x, name, LARGEST_EPS) for name, x in (("eps", eps), ("tol", tol)))
     if not isinstance(max_iter, int) or not 1 <= max_iter < 2**31:
         raise ValueError(f"max_iter must be an integer from 1 to 2^31 - 1, got {max_iter!r}")
     if storage not in STORAGES:
         raise ValueError(f"storage must be one of {', '.join(STORAGES)}, got {storage!r}")
-    return Settings(float(eps), float(tol), max_iter, STORAGES[storage])
+    return Settings(eps, tol, max_iter, STORAGES[storage])
 
 
 def make_problem(cost: Tensor | str, factors: Factors | None, weights: tuple[float, float] = (1.0, 1.0)) -> Problem:
