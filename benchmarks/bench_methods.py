@@ -124,9 +124,8 @@ def section(title: str, found: Comparison, picture: str) -> str:
     parts = []
     for way in found.directions:
         recall = found.of(way)[0].plain_recall
-        parts.append(
-            f"### {title}, {figures.DIRECTION_TITLES[way]}\n\nPlain search has Recall@1 {recall:.3f}.\n\n{table(found, way)}"
-        )
+        words = f"### {title}, {figures.DIRECTION_TITLES[way]}\n\nPlain search has Recall@1 {recall:.3f}."
+        parts.append(f"{words}\n\n{table(found, way)}")
     return "\n\n".join((*parts, f"![AUROC of every method]({os.path.join('images', picture)})"))
 
 
@@ -163,14 +162,16 @@ def run() -> str:
     world, real, sizes, twins = concept_world(), clip_art(), more_pairs(), geometry()
     page = f"""# Methods side by side
 
-`python -m benchmarks methods` made this page: every method that needs nothing but pairs, both directions, judged by whether its uncertainty
-tells wrong answers of plain cosine search from right ones. Temperatures, kappa, guidance and calibrations are tuned on held-out pairs.
-AUROC and AURC decide; Spearman and R^2 are those of the paper, over ten bins, and noisy. Times are of one machine with two cores, other
-work beside it: compare their orders of magnitude. GeoFlow's time to fit is that of its training and of what is tuned.
+`python -m benchmarks methods` made this page: every method that needs nothing but pairs, both directions, judged by
+whether its uncertainty tells wrong answers of plain cosine search from right ones. Temperatures, kappa, guidance and
+calibrations are tuned on held-out pairs. AUROC and AURC decide; Spearman and R^2 are those of the paper, over ten bins,
+and noisy. Compare times by their orders of magnitude: other work may have run beside. GeoFlow's time to fit is that of
+its training and of what is tuned.
 
 ## Where the truth is known
 
-The concept world: width {ConceptWorld().dim}, {PAIRS:,} training pairs, {HELD_OUT:,} held out, {QUERIES:,} queries, means and standard deviations over {len(SEEDS)} seeds.
+The concept world: width {ConceptWorld().dim}, {PAIRS:,} training pairs, {HELD_OUT:,} held out, {QUERIES:,} queries,
+means and standard deviations over {len(SEEDS)} seeds.
 
 {section("Concept world", world, "benchmark_world.png")}
 
@@ -180,7 +181,7 @@ Place of the better of GeoFlow's two readings (entropy, re-ranker) in the column
 
 ## Real pictures, few pairs
 
-Clip art and its captions ([examples/openclipart](https://openclipart.org) describes the data): few pairs, on which a flow has little to learn from. Three seeds.
+Clip art and its captions (`examples/openclipart`): few pairs, on which a flow has little to learn from. Three seeds.
 
 {section("Clip art", real, "benchmark_clip_art.png")}
 
@@ -190,7 +191,7 @@ Place of the better of GeoFlow's two readings:
 
 ## How many pairs it takes
 
-AUROC on the concept world over the number of training pairs, one seed; references that need no training barely change.
+AUROC on the concept world over the number of training pairs, one seed.
 
 {pairs_section(sizes)}
 
@@ -199,13 +200,6 @@ AUROC on the concept world over the number of training pairs, one seed; referenc
 The same network and run with straight lines and a Gaussian base, on the concept world, three seeds.
 
 {section("Geometry", twins, "benchmark_geometry.png")}
-
-## Which to use when
-
-- **A flow and some hundred held-out pairs:** the re-ranker. Its probabilities are calibrated and its ranking is better than that of cosine.
-- **A flow, queries without a shortlist, or a whole gallery's ambiguity:** retrieval entropy, with kappa and guidance fitted on held-out pairs.
-- **Fewer than some thousand pairs:** max softmax with a tuned temperature, or the margin, beside the flow; the table above says what a flow adds at your size.
-- **Is this input like those in training?** `gf.epistemic`; none of the retrieval uncertainties answers that.
 """
     PAGE.write_text(page)
     return f"Wrote {PAGE}\n\n{words_on_places(world)}"
