@@ -193,7 +193,13 @@ def run(app: typer.Typer) -> NoReturn:
             traceback.print_exc()
         typer.echo(f"geoflow: error: {one_line(error)}", err=True)
         code = BAD_INPUT
-    raise SystemExit(TERMINATED if session.terminated and code == INTERRUPTED else code)
+    code = TERMINATED if session.terminated and code == INTERRUPTED else code
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # Everything is on disk. Threads of torch.distributed sometimes abort an interpreter that takes itself down.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code)
 
 
 def one_line(error: Exception) -> str:
