@@ -13,6 +13,15 @@ from rich.table import Table
 
 from geoflow_fast.cli_base import Commands, ConfigFlag, DebugFlag, Direction, JsonFlag, Preset, continued_later
 
+PresetFlag = Annotated[Preset, typer.Option(help="Size of network and run; the other flags override it.")]
+SeedsFlag = Annotated[int, typer.Option(help="Train and score with so many seeds.")]
+StepsFlag = Annotated[int | None, typer.Option(help="Training steps of a flow.")]
+BatchFlag = Annotated[int | None, typer.Option(help="Pairs per training step.")]
+QueriesFlag = Annotated[int | None, typer.Option(help="At most so many queries, drawn by the seed.")]
+DeviceFlag = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
+BinsFlag = Annotated[int, typer.Option(help="Bins of the uncertainty.")]
+ResamplesFlag = Annotated[int, typer.Option(help="Bootstrap resamples for intervals; 0: none.")]
+
 MAIN_COLUMNS = ("method", "score", "AUROC", "AURC", "Spearman", "Recall@1", "NLL, nats", "ECE")
 """What is printed; pages and files have the rest."""
 
@@ -37,13 +46,13 @@ def evaluate(
         str | None, typer.Option(help="Names with commas between: rerank, entropy, max_softmax, ...  [all that can]")
     ] = None,
     direction: Annotated[Direction | None, typer.Option(help="Only this direction.  [both]")] = None,
-    max_queries: Annotated[int | None, typer.Option(help="At most so many queries, drawn by the seed.")] = None,
-    bins: Annotated[int, typer.Option(help="Bins of the uncertainty.")] = 10,
-    resamples: Annotated[int, typer.Option(help="Bootstrap resamples for intervals; 0: none.")] = 1000,
+    max_queries: QueriesFlag = None,
+    bins: BinsFlag = 10,
+    resamples: ResamplesFlag = 1000,
     baseline_steps: Annotated[int | None, typer.Option(help="Steps of baselines that train.  [their own]")] = None,
     baseline_batch_size: Annotated[int | None, typer.Option(help="Pairs per step of those.  [their own]")] = None,
     seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    device: DeviceFlag = "auto",
     as_json: JsonFlag = False,
     config: ConfigFlag = None,  # noqa: ARG001, its callback acts
     debug: DebugFlag = False,  # noqa: ARG001, likewise
@@ -94,10 +103,10 @@ def zero_shot(
     ] = None,
     held_out_labels: Annotated[Path | None, typer.Option(help="Their classes.")] = None,
     train: Annotated[Path | None, typer.Option(help="Folder of training pairs: adds the kNN distance.")] = None,
-    bins: Annotated[int, typer.Option(help="Bins of the uncertainty.")] = 10,
-    resamples: Annotated[int, typer.Option(help="Bootstrap resamples for intervals; 0: none.")] = 1000,
+    bins: BinsFlag = 10,
+    resamples: ResamplesFlag = 1000,
     seed: Annotated[int, typer.Option(help="Seed of the probes.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
+    device: DeviceFlag = "auto",
     as_json: JsonFlag = False,
 ) -> None:
     """Zero-shot classification with class prompts: which term of the flow's density finds wrong predictions?"""
@@ -114,14 +123,6 @@ def zero_shot(
         return
     _print_rows(f"{len(found.correct)} images, accuracy {found.accuracy:.3f}", [c.row() for c in found.components])
     typer.echo(f"Wrote {out / job.PAGE}")
-
-
-PresetFlag = Annotated[Preset, typer.Option(help="Size of network and run; the other flags override it.")]
-SeedsFlag = Annotated[int, typer.Option(help="Train and score with so many seeds.")]
-StepsFlag = Annotated[int | None, typer.Option(help="Training steps of a flow.")]
-BatchFlag = Annotated[int | None, typer.Option(help="Pairs per training step.")]
-QueriesFlag = Annotated[int | None, typer.Option(help="At most so many queries, drawn by the seed.")]
-DeviceFlag = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
 
 
 @app.command(
