@@ -144,8 +144,10 @@ class EmbeddingPairs:
 
     An image may have several texts. `len(pairs)` is the number of pairs; `pairs[index]` returns
     (image [B, d_I], text [B, d_T]), float32 unit rows, for integers [B] or a mask over all pairs. Made by
-    `from_arrays` or `open`.
+    `from_arrays` or `open`. `folder`: what `open` opened, where more may lie beside the embeddings; else None.
     """
+
+    folder: Path | None = None
 
     def __init__(self, image: Rows, text: Rows, image_row: Index, text_row: Index, group: Index) -> None:
         self.image, self.text = image, text
@@ -185,7 +187,9 @@ class EmbeddingPairs:
             _check_same_shards(image, text)
         if group is None:
             group = index if index is not None else _metadata_groups(folder / METADATA_FOLDER)
-        return cls._pair(image, text, index, group, str(folder / INDEX_FILE))
+        found = cls._pair(image, text, index, group, str(folder / INDEX_FILE))
+        found.folder = folder
+        return found
 
     @classmethod
     def open_files(
@@ -249,7 +253,9 @@ class EmbeddingPairs:
     def subset(self, index: Tensor | NDArray[Any] | Sequence[int]) -> EmbeddingPairs:
         """The pairs `index` (integers, or a mask over all pairs), sharing the stored rows."""
         where = _as_index(index, len(self))
-        return EmbeddingPairs(self.image, self.text, self.image_row[where], self.text_row[where], self.group[where])
+        found = EmbeddingPairs(self.image, self.text, self.image_row[where], self.text_row[where], self.group[where])
+        found.folder = self.folder
+        return found
 
     def split(self, fraction: float, seed: int) -> tuple[EmbeddingPairs, EmbeddingPairs]:
         """(rest, held out): about `fraction` of the images, at least one, drawn by `seed`, with all their texts."""

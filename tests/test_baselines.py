@@ -7,6 +7,7 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import mpmath
 import numpy as np
@@ -14,15 +15,19 @@ import pytest
 import torch
 from scipy import special, stats
 from torch import Tensor
+from typer.testing import CliRunner
 
 import geoflow_fast as gf
-from geoflow_fast import baselines
+from geoflow_fast import baselines, jobs
 from geoflow_fast.baselines import KNNDistance, Margin, MaxSoftmax, SoftmaxEntropy, bayesvlm
 from geoflow_fast.baselines.asymvlm import log_power_spherical, log_vmf_normalizer
 from geoflow_fast.baselines.bayesvlm import contrastive_curvature, cosine_moments
 from geoflow_fast.baselines.grove import expected_log_likelihood, gaussian_kl
 from geoflow_fast.baselines.probvlm import LEAST_INVERSE_SCALE, LEAST_SHAPE, GeneralisedGaussian
 from geoflow_fast.checkpoint import save_tensors
+from geoflow_fast.cli import app
+from geoflow_fast.evaluation.compare import compare
+from geoflow_fast.evaluation.methods import Study
 from geoflow_fast.geometry import log_area, normalize, project_tangent, sample_uniform
 from geoflow_fast.trainer import Run, RunConfig
 from geoflow_fast.worlds import log_bump
@@ -357,6 +362,14 @@ def activations(count: int, seed: int, k: tuple[int, int] = (9, 7)) -> tuple[bas
     return baselines.Activations.from_arrays(*phi, weights), gf.EmbeddingPairs.from_arrays(*embedded)
 
 
+def write_activations(folder: Path, source: baselines.Activations) -> None:
+    """As `geoflow embed --pre-projection` does."""
+    for name, rows in (("img_pre", source.image), ("text_pre", source.text)):
+        (folder / name).mkdir()
+        np.save(folder / name / f"{name}_0.npy", rows.parts[0])
+    save_tensors(folder / "projections.safetensors", source.projections, kind="projections", info={})
+
+
 class TestBayesVLM:
     @pytest.fixture(scope="class")
     @classmethod
@@ -440,13 +453,53 @@ class TestBayesVLM:
         pairs.save(tmp_path, dtype=np.float32)
         with pytest.raises(FileNotFoundError, match=r"img_pre does not exist: .*--pre-projection"):
             baselines.Activations.open(tmp_path)
-        for name, rows in (("img_pre", source.image), ("text_pre", source.text)):
-            (tmp_path / name).mkdir()
-            np.save(tmp_path / name / f"{name}_0.npy", rows.parts[0])
-        save_tensors(tmp_path / "projections.safetensors", source.projections, kind="projections", info={})
+        write_activations(tmp_path, source)
         options = {"folder": tmp_path, "device": "cpu"}
         assert baselines.train_preset("bayesvlm", pairs, tmp_path / "out", "tiny", None, {}, **options) is None
         assert baselines.load(tmp_path / "out").fitted
+
+    def test_evaluate_searches_the_activations_of_its_folders(self, tmp_path):
+        """Two texts per image; scores are those of the method asked by hand."""
+        parts = {}
+        for name, count, seed in (("train", 300, 8), ("test", 60, 9)):
+            source, pairs = activations(count, seed)
+            every = np.repeat(np.arange(count // 2), 2)  # the first half of the images, each with two texts
+            image, text = pairs[np.arange(count)]
+            gf.EmbeddingPairs.from_arrays(image[: count // 2], text, every).save(tmp_path / name, dtype=np.float32)
+            half = torch.from_numpy(source.image.parts[0])[: count // 2]
+            parts[name] = half, torch.from_numpy(source.text.parts[0])
+            write_activations(tmp_path / name, baselines.Activations.from_arrays(*parts[name], source.projections))
+        words = ["evaluate", "--pairs", tmp_path / "test", "--held-out", tmp_path / "test", "--out", tmp_path / "out"]
+        words += ["--train", tmp_path / "train", "--methods", "bayesvlm,margin", "--resamples", "0"]
+        result = CliRunner().invoke(app, [str(word) for word in words])
+        assert result.exit_code == 0, f"{result.output}\n{result.exception!r}"
+        method = baselines.BayesVLM(5, 5).set_activations(tmp_path / "train")
+        train, test = (gf.EmbeddingPairs.open(tmp_path / name) for name in ("train", "test"))
+        method.fit(train, test)
+        for direction, queries, items in (("t2i", *parts["test"][::-1]), ("i2t", *parts["test"])):
+            found = jobs.read_columns(tmp_path / "out" / "scores" / f"bayesvlm_{direction}.parquet")["uncertainty"]
+            torch.testing.assert_close(torch.tensor(found), method.uncertainty(queries, items, direction))
+
+    def test_evaluate_says_what_is_missing_before_any_work(self, tmp_path):
+        folders = {name: activations(40, seed) for seed, name in enumerate(("train", "test", "other"), 11)}
+        for name, (_, pairs) in folders.items():
+            pairs.save(tmp_path / name, dtype=np.float32)
+        opened = {name: gf.EmbeddingPairs.open(tmp_path / name) for name in folders}
+
+        def evaluated(train: gf.EmbeddingPairs, test: gf.EmbeddingPairs) -> None:
+            compare(Study(test, train), test, ("margin", "bayesvlm"), folder=tmp_path / "out")
+
+        with pytest.raises(FileNotFoundError, match=r"train.img_pre does not exist: .*--pre-projection"):
+            evaluated(opened["train"], opened["test"])
+        with pytest.raises(ValueError, match=r"the training pairs are not of a folder: .*--pre-projection"):
+            evaluated(folders["train"][1], opened["test"])
+        write_activations(tmp_path / "train", folders["train"][0])
+        with pytest.raises(FileNotFoundError, match=r"test.img_pre does not exist: .*--pre-projection"):
+            evaluated(opened["train"], opened["test"])
+        write_activations(tmp_path / "test", folders["other"][0])
+        with pytest.raises(ValueError, match="not the pairs' embeddings"):
+            evaluated(opened["train"], opened["test"])
+        assert not (tmp_path / "out").exists()
 
     def test_bad_input(self, fitted):
         source, pairs = activations(30, 7)

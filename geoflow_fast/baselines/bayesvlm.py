@@ -30,9 +30,9 @@ IMAGE_FOLDER, TEXT_FOLDER, PROJECTIONS_FILE, PROJECTIONS_KIND = (
 )
 TOWERS = ("image", "text")
 GALLERY_ROWS = 8192
-_NEEDS = (
+NEEDS_ACTIVATIONS = (
     "bayesvlm needs what goes into the last projections, and their weights: `geoflow embed --pre-projection` writes "
-    f"{IMAGE_FOLDER}/, {TEXT_FOLDER}/ and {PROJECTIONS_FILE}; give them with BayesVLM.set_activations"
+    f"{IMAGE_FOLDER}/, {TEXT_FOLDER}/ and {PROJECTIONS_FILE} beside the embeddings (in Python: BayesVLM.set_activations)"
 )
 
 
@@ -54,7 +54,7 @@ class Activations:
         folder = Path(folder)
         for name in (IMAGE_FOLDER, TEXT_FOLDER, PROJECTIONS_FILE):
             if not (folder / name).exists():
-                raise FileNotFoundError(f"{folder / name} does not exist: {_NEEDS}")
+                raise FileNotFoundError(f"{folder / name} does not exist: {NEEDS_ACTIVATIONS}")
         weights, _ = load_tensors(folder / PROJECTIONS_FILE, kind=PROJECTIONS_KIND)
         image, text = (open_rows(folder / name, name) for name in (IMAGE_FOLDER, TEXT_FOLDER))
         return cls(image, text, weights)
@@ -65,14 +65,23 @@ class Activations:
         rows = [Rows([x.detach().cpu().numpy()], name) for x, name in ((image, "image"), (text, "text"))]
         return cls(rows[0], rows[1], projections)
 
+    def of(self, tower: str, index: np.ndarray) -> Tensor:
+        """Rows `index` of a tower as they are stored, not scaled to unit norm: float32."""
+        rows = self._rows(tower)
+        out = np.empty((len(index), rows.dim), np.float32)
+        for part, start in zip(rows.parts, rows.starts):
+            inside = (index >= start) & (index < start + len(part))
+            out[inside] = part[index[inside] - start]
+        return torch.from_numpy(out)
 
-def take_rows(rows: Rows, index: np.ndarray) -> Tensor:
-    """Rows `index` as they are stored, not scaled to unit norm: float64."""
-    out = np.empty((len(index), rows.dim))
-    for part, start in zip(rows.parts, rows.starts):
-        inside = (index >= start) & (index < start + len(part))
-        out[inside] = part[index[inside] - start]
-    return torch.from_numpy(out)
+    def check_rows(self, tower: str, index: np.ndarray) -> None:
+        """ValueError unless a tower has all rows `index`."""
+        rows, last = self._rows(tower), int(index.max(initial=-1))
+        if last >= len(rows):
+            raise ValueError(f"{len(rows)} rows of {tower} activations are too few for pairs of row {last}")
+
+    def _rows(self, tower: str) -> Rows:
+        return self.image if tower == "image" else self.text
 
 
 class BayesVLM(Baseline):
@@ -118,7 +127,7 @@ class BayesVLM(Baseline):
     @classmethod
     def missing(cls) -> str | None:
         """Activations and projections: pairs alone never are enough."""
-        return _NEEDS
+        return NEEDS_ACTIVATIONS
 
     def set_activations(self, activations: Activations | str | Path) -> BayesVLM:
         """What `fit` takes, row for row that of its pairs, or the folder that holds it."""
@@ -138,21 +147,18 @@ class BayesVLM(Baseline):
 
     def _fit(self, task: Task) -> None:
         if self.activations is None:
-            raise ValueError(_NEEDS)
+            raise ValueError(NEEDS_ACTIVATIONS)
         device, pairs = self.device, task.pairs
-        for tower, rows, used in zip(TOWERS, (self.activations.image, self.activations.text), _rows_of(pairs)):
-            if used.max() >= len(rows):
-                raise ValueError(f"{len(rows)} rows of {tower} activations are too few for pairs of row {used.max()}")
+        for tower, index in zip(TOWERS, (pairs.image_row, pairs.text_row)):
+            self.activations.check_rows(tower, index)
         a = {tower: torch.zeros_like(getattr(self, f"{tower}_a_inverse")) for tower in TOWERS}
         b = {tower: torch.zeros(self.image_dim, self.image_dim, dtype=torch.float64, device=device) for tower in TOWERS}
         for image_rows, text_rows, first in self._batches(pairs, task.config.seed):
-            phi = {
-                "image": take_rows(self.activations.image, image_rows).to(device),
-                "text": take_rows(self.activations.text, text_rows).to(device),
-            }
+            used = dict(zip(TOWERS, (image_rows, text_rows)))
+            phi = {tower: self.activations.of(tower, used[tower]).to(device).double() for tower in TOWERS}
+            for tower, embedding in zip(TOWERS, first or ()):
+                self.check_embeddings(tower, phi[tower], embedding)
             out = {tower: self.project(tower, phi[tower]) for tower in TOWERS}
-            if first is not None:
-                self._check_embeddings(out, first)
             for tower, other in (TOWERS, TOWERS[::-1]):
                 a[tower] += phi[tower].T @ phi[tower]
                 b[tower] += contrastive_curvature(out[tower], out[other], self.logit_scale)
@@ -168,20 +174,22 @@ class BayesVLM(Baseline):
     ) -> Iterator[tuple[np.ndarray, np.ndarray, tuple[Tensor, Tensor] | None]]:
         """Rows (image, text) of shuffled pairs; with the first batch its embeddings too."""
         order = np.random.default_rng(seed).permutation(len(pairs))
-        image_row, text_row = _rows_of(pairs)
         for low in range(0, len(order), self.batch_size):
             index = order[low : low + self.batch_size]
-            yield image_row[index], text_row[index], pairs[index] if low == 0 else None
+            yield pairs.image_row[index], pairs.text_row[index], pairs[index] if low == 0 else None
 
-    def _check_embeddings(self, out: Mapping[str, Tensor], pairs: tuple[Tensor, Tensor]) -> None:
-        """ValueError if the projected activations are not the embeddings of the same rows."""
-        for tower, embedding in zip(TOWERS, pairs):
-            cosine = torch.cosine_similarity(out[tower], embedding.to(out[tower]), dim=1)
-            if float(cosine.min()) < 0.99:
-                raise ValueError(
-                    f"projected {tower} activations are not the pairs' embeddings (cosine {float(cosine.min()):.3f}): "
-                    "they must be of the same rows and the same model"
-                )
+    def check_embeddings(self, tower: str, phi: Tensor, embedding: Tensor) -> None:
+        """ValueError unless activations `phi` [B, k] of a tower, projected, are the embeddings [B, d]."""
+        width = self.settings[f"{tower}_pre"]
+        if phi.shape[1] != width:
+            raise ValueError(f"{tower} activations have width {phi.shape[1]}, but the projection takes {width}")
+        out = self.project(tower, phi.to(self.device))
+        least = float(torch.cosine_similarity(out, embedding.to(out), dim=1).min())
+        if not least >= 0.99:
+            raise ValueError(
+                f"projected {tower} activations are not the pairs' embeddings (cosine {least:.3f}): "
+                "they must be of the same rows and the same model"
+            )
 
     def project(self, tower: str, phi: Tensor) -> Tensor:
         """Embeddings [B, d] of activations [B, k] before they are scaled to unit norm, float64."""
@@ -205,16 +213,16 @@ class BayesVLM(Baseline):
             raise ValueError(f"{self.method} is not fitted: call fit, or load one that was")
         if isinstance(gallery, Gallery):
             raise TypeError("bayesvlm searches activations, but a Gallery holds unit embeddings: give a tensor or file")
-        asks, searched = _towers(direction)
+        asks, searched = towers(direction)
         rows = _activation_rows(gallery)
         for name, tower, shape in (("queries", asks, queries.shape[1:]), ("gallery", searched, (rows.dim,))):
             width = self.settings[f"{tower}_pre"]
             if tuple(shape) != (width,):
-                raise ValueError(f"{name} must be {tower} activations of width {width}, got {tuple(shape)}: {_NEEDS}")
+                raise ValueError(f"{name} must be {tower} activations of width {width}, got {tuple(shape)}: {NEEDS_ACTIVATIONS}")
         return self._score(queries.detach().to(self.device), rows, direction)
 
     def _score(self, queries: Tensor, gallery: Any, direction: str) -> Tensor:
-        asks, searched = _towers(direction)
+        asks, searched = towers(direction)
         mean, variance = self.moments(asks, queries)
         total = _Entropy(len(queries), self.device)
         for _, block in gallery.blocks(GALLERY_ROWS):
@@ -224,13 +232,9 @@ class BayesVLM(Baseline):
         return total.value()
 
 
-def _towers(direction: str) -> tuple[str, str]:
+def towers(direction: str) -> tuple[str, str]:
     """The tower that queries come from, and the gallery's."""
     return ("text", "image") if direction == "t2i" else ("image", "text")
-
-
-def _rows_of(pairs: EmbeddingPairs) -> tuple[np.ndarray, np.ndarray]:
-    return pairs.image_row, pairs.text_row
 
 
 def _activation_rows(gallery: GallerySource) -> Rows:

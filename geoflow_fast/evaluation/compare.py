@@ -184,6 +184,8 @@ def compare(
     for task in tasks:
         if len(task) < bins:
             raise ValueError(f"{len(task)} queries cannot fill {bins} bins: give more test pairs or ask for fewer bins")
+        for method in chosen:
+            method.check(task)
     results = []
     for task in tasks:
         answers = plain_search(task)

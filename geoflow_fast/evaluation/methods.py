@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast import baselines
+from geoflow_fast import baselines, jobs
 from geoflow_fast.bandwidth import fit_bandwidth, retrieval_task
+from geoflow_fast.baselines.bayesvlm import NEEDS_ACTIVATIONS, Activations, BayesVLM, towers
 from geoflow_fast.baselines.references import CosineSoftmax, Reference
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.density import DensitySettings, chain_rule, density_estimates
@@ -36,6 +37,7 @@ PAPER_ENTROPY: Mapping[str, Any] = MappingProxyType(
     {"n_samples": 50, "n_steps": 50, "solver": "euler", "grid": "uniform", "noise": "iid"}
 )
 REFERENCE_QUERIES = 256
+CHECKED_ROWS = 256
 UNKNOWN = math.nan
 
 
@@ -106,6 +108,9 @@ class Method(ABC):
         begin = time.perf_counter()
         self._fit(task)
         self.fit_seconds = time.perf_counter() - begin
+
+    def check(self, task: RetrievalSet) -> None:
+        """ValueError or OSError if the method cannot serve `task`: asked before anything is computed."""
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
@@ -300,6 +305,48 @@ class BaselineMethod(Method):
         return dataclasses.replace(stated, uncertainty=found.uncertainty)
 
 
+class ActivationsMethod(BaselineMethod):
+    """BayesVLM: searches what goes into the last projections, which lies beside the embeddings of train and test."""
+
+    baseline: BayesVLM
+
+    def __init__(self, study: Study) -> None:
+        super().__init__(study, BayesVLM.method)
+        assert study.train is not None  # or the baseline has refused
+        self.baseline.set_activations(activations_of(study.train.folder, "training"))
+
+    def facts(self) -> dict[str, Any]:
+        """With the projections."""
+        weights = [x for name, x in sorted(self.baseline.state_dict().items()) if name.endswith(("_weight", "_bias"))]
+        return {**super().facts(), "projections": jobs.digest(weights)}
+
+    def check(self, task: RetrievalSet) -> None:
+        """Activations of the task are there, and give its embeddings under the projections of the training pairs."""
+        found = activations_of(task.folder, "test")
+        rows = task.query_row, task.item_row
+        for tower, index, embedding in zip(towers(task.direction), rows, (task.queries, task.items)):
+            found.check_rows(tower, index)
+            self.baseline.check_embeddings(tower, found.of(tower, index[:CHECKED_ROWS]), embedding[:CHECKED_ROWS])
+
+    def fit(self, task: RetrievalSet) -> None:
+        """Reads the activations of the task, too."""
+        super().fit(task)
+        found = activations_of(task.folder, "test")
+        asks, searched = towers(task.direction)
+        self.queries, self.items = found.of(asks, task.query_row), found.of(searched, task.item_row)
+
+    def score(self, rows: slice, answers: Tensor) -> Scores:  # noqa: ARG002
+        """Of activations in place of embeddings."""
+        return Scores.plain(self.baseline.uncertainty(self.queries[rows], self.items, self.task.direction))
+
+
+def activations_of(folder: Path | None, which: str) -> Activations:
+    """Of pairs by the folder that they were opened from."""
+    if folder is None:
+        raise ValueError(f"the {which} pairs are not of a folder: {NEEDS_ACTIVATIONS}")
+    return Activations.open(folder)
+
+
 def right_per_query(pairs: EmbeddingPairs, direction: str) -> float:
     """Mean number of right items that a query of these pairs has."""
     if direction == "t2i":
@@ -363,4 +410,6 @@ def create(name: str, study: Study) -> Method:
         return FLOW_METHODS[name](study)
     if name not in baselines.METHODS:
         raise ValueError(f"method must be one of {', '.join(all_methods())}, got {name!r}")
+    if name == BayesVLM.method:
+        return ActivationsMethod(study)
     return BaselineMethod(study, name)

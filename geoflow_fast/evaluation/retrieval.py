@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -38,6 +39,12 @@ class RetrievalSet:
     """[Q] int64, the number of the image that a query is of."""
     item_image: Tensor
     """[N] int64, of an item."""
+    query_row: np.ndarray
+    """[Q], where the pairs store a query."""
+    item_row: np.ndarray
+    """[N], and an item."""
+    folder: Path | None
+    """What the pairs were opened from."""
 
     @classmethod
     def of(
@@ -65,6 +72,9 @@ class RetrievalSet:
             torch.from_numpy(sides[1][found]),
             torch.from_numpy(query_image[chosen]),
             torch.from_numpy(item_image),
+            asked[chosen],
+            found,
+            pairs.folder,
         )
 
     def __len__(self) -> int:
