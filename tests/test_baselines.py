@@ -49,6 +49,15 @@ def planted_pairs(count: int, seed: int) -> gf.EmbeddingPairs:
     return gf.EmbeddingPairs.from_arrays(*planted(count, seed)[:2])
 
 
+def clusters(usual: int, rare: int, seed: int) -> gf.EmbeddingPairs:
+    """Pairs of near texts and images around the first axis, then pairs around the second one."""
+    generator = torch.Generator().manual_seed(seed)
+    axis = torch.cat((torch.eye(DIM)[0].expand(usual, -1), torch.eye(DIM)[1].expand(rare, -1)))
+    image = normalize(torch.randn(len(axis), DIM, generator=generator) + 6 * axis)
+    text = normalize(image + 0.05 * torch.randn(image.shape, generator=generator))
+    return gf.EmbeddingPairs.from_arrays(image, text)
+
+
 def auroc(score: Tensor, positive: Tensor) -> float:
     above = score[positive].unsqueeze(1) - score[~positive]
     return float((above > 0).double().mean() + (above == 0).double().mean() / 2)
@@ -304,6 +313,19 @@ class TestGroVE:
         truth = normal(f, noise.sqrt()).log_prob(y.unsqueeze(-1)) @ torch.from_numpy(weight / weight.sum())
         torch.testing.assert_close(expected_log_likelihood(a, s, noise, y), truth.sum(-1))
 
+    @pytest.mark.usefixtures("one_thread")
+    @pytest.mark.parametrize(("rare", "least"), [(0, 0.85), (50, 0.95)])
+    def test_knows_what_it_has_seldom_or_never_seen(self, rare, least):
+        """Variance is about how many training latents are near; of the seeds here none was used to choose settings."""
+        counts = (1000 - rare, rare), (200, 0), (150, 150)
+        pairs, val, test = (clusters(*count, seed=seed) for seed, count in enumerate(counts, 20))
+        method = made("grove")
+        method.fit(pairs, val, quick(method, steps=60))
+        image, text = test[np.arange(300)]
+        for direction, queries in (("t2i", text), ("i2t", image)):
+            found = method.uncertainty(queries, image, direction)
+            assert auroc(found, torch.arange(300) >= 150) > least, direction
+
     def test_says_what_it_needs(self, monkeypatch):
         monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
         with pytest.raises(ValueError, match=r"gpytorch: pip install 'geoflow_fast\[baselines\]'"):
@@ -337,17 +359,15 @@ class TestREPVLM:
 
     @pytest.mark.usefixtures("one_thread")
     def test_knows_what_it_has_not_seen(self):
-        generator = torch.Generator().manual_seed(0)
-
-        def around(axis: int, count: int) -> Tensor:
-            return normalize(torch.randn(count, DIM, generator=generator) + 6 * torch.eye(DIM)[axis])
-
-        seen, held, usual, strange = around(0, 1000), around(0, 200), around(0, 100), around(1, 100)
+        pairs, val, test = (
+            clusters(*counts, seed=seed) for seed, counts in enumerate(((1000, 0), (200, 0), (100, 100)))
+        )
         method = made("repvlm")
-        pairs, val = (gf.EmbeddingPairs.from_arrays(x, x) for x in (seen, held))
         method.fit(pairs, val, quick(method, steps=40, batch_size=64))
-        found = method.uncertainty(torch.cat((usual, strange)), seen, "t2i")
-        assert auroc(found, torch.arange(200) >= 100) > 0.95
+        image, text = test[np.arange(200)]
+        for direction, queries in (("t2i", text), ("i2t", image)):
+            found = method.uncertainty(queries, image, direction)
+            assert auroc(found, torch.arange(200) >= 100) > 0.95, direction
 
 
 def activations(count: int, seed: int, k: tuple[int, int] = (9, 7)) -> tuple[baselines.Activations, gf.EmbeddingPairs]:
@@ -614,6 +634,7 @@ def test_bad_settings():
         ("mc_dropout", {"passes": 1}, "passes must be at least 2"),
         ("repvlm", {"size": "vast"}, "size must be auto or one of paper, small, tiny"),
         ("grove", {"latent": 13}, "latent=13"),
+        ("grove", {"latent_start": "random"}, "latent_start must be one of regression, zero"),
     ):
         with pytest.raises(ValueError, match=words):
             made(name, **settings)

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from geoflow_fast.baselines.base import nearest
+from geoflow_fast.baselines.base import check_one_width, nearest
 from geoflow_fast.baselines.trained import PUBLISHED, Trained
 from geoflow_fast.gallery import Gallery
 from geoflow_fast.trainer import RunConfig
@@ -99,8 +99,7 @@ class AsymVLM(Trained):
 
     def __init__(self, image_dim: int, text_dim: int, size: str = "auto", hidden: int | None = None) -> None:
         super().__init__(image_dim, text_dim, size, hidden=hidden)
-        if image_dim != text_dim:
-            raise ValueError(f"laws of texts over images need one width, got {image_dim} and {text_dim}")
+        check_one_width("a law of texts over images", image_dim, text_dim)
         if image_dim < 3:
             raise ValueError(f"the laws need at least 3 dimensions, got {image_dim}")
         inner = 2 * text_dim if hidden is None else hidden

@@ -7,7 +7,7 @@ scripts turn the sign of a method round; here none does.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -169,6 +169,18 @@ def method_of(folder: str | Path) -> str:
         return str(read_json(path)["method"])
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{path} is not the configuration of a baseline") from error
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """ValueError unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def check_one_width(what: str, image_dim: int, text_dim: int) -> None:
+    """ValueError, by `what` asks for it, unless images and texts have one width."""
+    if image_dim != text_dim:
+        raise ValueError(f"{what} needs images and texts of one width, got {image_dim} and {text_dim}")
 
 
 def nearest(queries: Tensor, gallery: Gallery, count: int = 1) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geoflow_fast.baselines.base import Baseline, Task
+from geoflow_fast.baselines.base import Baseline, Task, check_one_width
 from geoflow_fast.checkpoint import load_tensors
 from geoflow_fast.data import EmbeddingPairs, Rows, open_rows
 from geoflow_fast.entropy import CONDITIONAL
@@ -32,7 +32,7 @@ TOWERS = ("image", "text")
 GALLERY_ROWS = 8192
 NEEDS_ACTIVATIONS = (
     "bayesvlm needs what goes into the last projections, and their weights: `geoflow embed --pre-projection` writes "
-    f"{IMAGE_FOLDER}/, {TEXT_FOLDER}/ and {PROJECTIONS_FILE} beside the embeddings (in Python: BayesVLM.set_activations)"
+    f"{IMAGE_FOLDER}/, {TEXT_FOLDER}/ and {PROJECTIONS_FILE} beside the embeddings; BayesVLM.set_activations takes them"
 )
 
 
@@ -107,8 +107,7 @@ class BayesVLM(Baseline):
     ) -> None:
         constants = {"logit_scale": logit_scale, "prior_precision": prior_precision, "batch_size": batch_size}
         super().__init__(image_dim, text_dim, image_pre=image_pre, text_pre=text_pre, **constants)
-        if image_dim != text_dim:
-            raise ValueError(f"cosines need images and texts of one width, got {image_dim} and {text_dim}")
+        check_one_width("a cosine", image_dim, text_dim)
         if not (logit_scale > 0 and prior_precision > 0 and batch_size > 1):
             raise ValueError(f"{logit_scale=} and {prior_precision=} must be positive, {batch_size=} more than 1")
         self.logit_scale, self.prior_precision, self.batch_size = logit_scale, prior_precision, batch_size
@@ -218,7 +217,9 @@ class BayesVLM(Baseline):
         for name, tower, shape in (("queries", asks, queries.shape[1:]), ("gallery", searched, (rows.dim,))):
             width = self.settings[f"{tower}_pre"]
             if tuple(shape) != (width,):
-                raise ValueError(f"{name} must be {tower} activations of width {width}, got {tuple(shape)}: {NEEDS_ACTIVATIONS}")
+                raise ValueError(
+                    f"{name} must be {tower} activations of width {width}, got {tuple(shape)}: {NEEDS_ACTIVATIONS}"
+                )
         return self._score(queries.detach().to(self.device), rows, direction)
 
     def _score(self, queries: Tensor, gallery: Any, direction: str) -> Tensor:

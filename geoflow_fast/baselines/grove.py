@@ -12,13 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from geoflow_fast.baselines.base import Task
+from geoflow_fast.baselines.base import Task, check_choice, check_one_width
 from geoflow_fast.baselines.trained import PUBLISHED, PairObjective, RowBatch, Trained
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.gallery import Gallery
 from geoflow_fast.trainer import Run, RunConfig, TrainReport, complete
 
 PCA_ROWS = 20_000
+STARTS = ("regression", "zero")
+NOISE_SHARE = 0.1
+"""Of the embeddings' variance, taken for noise at the start."""
+RIDGE, JITTER = 1e-2, 1e-4
 _NEEDS = "grove needs the package gpytorch: pip install 'geoflow_fast[baselines]'"
 
 
@@ -48,7 +52,7 @@ def sparse_process(inducing: int, latent: int, outputs: int) -> nn.Module:
             law = variational.MeanFieldVariationalDistribution(inducing, batch_shape=torch.Size([outputs]))
             points = torch.randn(inducing, latent)
             super().__init__(variational.VariationalStrategy(self, points, law, learn_inducing_locations=True))
-            self.mean_module = gpytorch.means.ZeroMean()
+            self.mean_module = gpytorch.means.ConstantMean(batch_shape=torch.Size([outputs]))
             self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=latent))
 
         def forward(self, x: Tensor) -> Any:
@@ -58,12 +62,61 @@ def sparse_process(inducing: int, latent: int, outputs: int) -> nn.Module:
 
 
 class Side(nn.Module):
-    """The process of one modality and the noise of its embeddings around it."""
+    """The process of one modality, the noise of its embeddings around it, and a linear guess at their latents."""
+
+    guess_weight: Tensor
+    guess_bias: Tensor
 
     def __init__(self, dim: int, inducing: int, latent: int) -> None:
         super().__init__()
         self.process = sparse_process(inducing, latent, dim)
         self.log_noise = nn.Parameter(torch.tensor(-4.0))
+        self.register_buffer("guess_weight", torch.zeros(dim, latent))
+        self.register_buffer("guess_bias", torch.zeros(latent))
+
+    @torch.no_grad()
+    def begin(self, latent: Tensor, embedding: Tensor, pairs: int) -> None:
+        """Sets out from latents [n, q] of unit variance and embeddings [n, d]; the n rows stand for all `pairs`.
+
+        GPyTorch's own start has no mean, and 0.7 as lengthscale and scale: in 10 dimensions all rows are then strangers
+        to each other, and embeddings have a variance of about 1 / d.
+        """
+        process: Any = self.process
+        mean = embedding.mean(0)
+        rest = embedding - mean
+        variance = rest.square().mean()
+        process.mean_module.constant.copy_(mean)
+        process.covar_module.outputscale = variance
+        process.covar_module.base_kernel.lengthscale = latent.shape[1] ** 0.5
+        self.log_noise.copy_((NOISE_SHARE * variance).log())
+        ridge = RIDGE * variance * torch.eye(len(mean), device=mean.device)
+        self.guess_weight.copy_(torch.linalg.solve(rest.T @ rest / len(rest) + ridge, rest.T @ latent / len(rest)))
+        self.guess_bias.copy_(latent.mean(0) - mean @ self.guess_weight)
+        self._fit_inducing_values(latent, rest.double(), pairs / len(latent))
+
+    def _fit_inducing_values(self, latent: Tensor, rest: Tensor, weight: float) -> None:
+        """The best law of them for rows that count `weight` times each.
+
+        Inducing values are L v, with L L^T their prior covariance: a regression of the embeddings on v.
+        """
+        process: Any = self.process
+        strategy, law = process.variational_strategy, process.variational_strategy._variational_distribution
+        rows = torch.linspace(0, len(latent) - 1, len(strategy.inducing_points)).long()
+        points = latent[rows.to(latent.device)]
+        strategy.inducing_points.copy_(points)
+        prior, cross = (process.covar_module(points, x).to_dense().double() for x in (points, latent))
+        one = torch.eye(len(points), dtype=torch.float64, device=latent.device)
+        root = torch.linalg.cholesky(prior + JITTER * prior[0, 0] * one)
+        basis = torch.linalg.solve_triangular(root, cross, upper=False)
+        scaled = weight / self.noise().double() * basis
+        precision = one + scaled @ basis.T
+        law.variational_mean.copy_(torch.linalg.solve(precision, scaled @ rest).T)
+        law._variational_stddev.copy_(precision.diagonal().rsqrt().expand_as(law._variational_stddev))
+        strategy.variational_params_initialized.fill_(1)  # or the first call puts the prior in their place
+
+    def guess(self, embedding: Tensor) -> Tensor:
+        """Latents [B, q] of embeddings [B, d], by the regression of training latents at the start on embeddings."""
+        return embedding @ self.guess_weight + self.guess_bias
 
     def predict(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of the process at latents [B, q]: [B, d] each."""
@@ -85,7 +138,8 @@ class GroVE(Trained):
     """Predictive variance of the query's own process at its latent, mean over coordinates.
 
     The latent of a query is found by `adam_steps` of Adam on the likelihood of the observed side and a standard normal
-    prior, from zero. Latents of training pairs are learned, from their principal components, and not kept.
+    prior, from a linear regression on its embedding; with `latent_start="zero"` from the centre, which an unusual query
+    then does not get away from. Latents of training pairs are learned, from their principal components, and not kept.
     """
 
     method: ClassVar[str] = "grove"
@@ -104,17 +158,18 @@ class GroVE(Trained):
         kl_weight: float = 400.0,
         adam_steps: int = 20,
         adam_lr: float = 0.1,
+        latent_start: str = "regression",
     ) -> None:
         if reason := self.missing():
             raise ValueError(reason)
         weights = {"elbo_weight": elbo_weight, "kl_weight": kl_weight, "adam_steps": adam_steps, "adam_lr": adam_lr}
-        super().__init__(image_dim, text_dim, size, latent=latent, **weights)
-        if image_dim != text_dim:
-            raise ValueError(f"aligned predictions need one width, got {image_dim} and {text_dim}")
+        super().__init__(image_dim, text_dim, size, latent=latent, latent_start=latent_start, **weights)
+        check_choice("latent_start", latent_start, STARTS)
+        check_one_width("alignment of the predictions", image_dim, text_dim)
         if not 1 <= latent <= image_dim:
             raise ValueError(f"latent={latent} must be between 1 and the width {image_dim}")
         self.latent, self.elbo_weight, self.kl_weight = latent, elbo_weight, kl_weight
-        self.adam_steps, self.adam_lr = adam_steps, adam_lr
+        self.adam_steps, self.adam_lr, self.latent_start = adam_steps, adam_lr, latent_start
         inducing = self.INDUCING[self.size]
         self.image, self.text = Side(image_dim, inducing, latent), Side(text_dim, inducing, latent)
         self.pairs_seen = 1
@@ -144,11 +199,11 @@ class GroVE(Trained):
         return self.elbo_weight * (prior - fits[0] - fits[1]) + self.kl_weight * aligned / image.shape[1]
 
     def infer(self, targets: Iterable[tuple[Side, Tensor]]) -> Tensor:
-        """Latents [B, q] of rows whose embeddings on some sides are given, by Adam from zero."""
+        """Latents [B, q] of rows whose embeddings on some sides are given, by Adam."""
         observed = list(targets)
-        start = torch.zeros(len(observed[0][1]), self.latent, device=observed[0][1].device)
+        start = torch.stack([side.guess(x) for side, x in observed]).mean(0)
         with torch.enable_grad():
-            latent = start.requires_grad_()
+            latent = (start if self.latent_start == "regression" else torch.zeros_like(start)).requires_grad_()
             optimizer = torch.optim.Adam([latent], self.adam_lr)
             for _ in range(self.adam_steps):
                 fit = sum(expected_log_likelihood(*side.predict(latent), side.noise(), x) for side, x in observed)
@@ -185,13 +240,13 @@ class _WithLatents(PairObjective):
         self.grove = method
 
     def prepare(self) -> None:
-        """Latents start at the principal components of the pairs, of unit variance."""
+        """Latents start at the principal components of the pairs, of unit variance, and processes from there."""
         with torch.no_grad():
             self.together.latents.copy_(principal_components(self.pairs, self.grove.latent, self.config.seed))
-            for side in (self.grove.image, self.grove.text):
-                strategy: Any = side.process.variational_strategy
-                rows = torch.linspace(0, len(self.pairs) - 1, len(strategy.inducing_points)).long()
-                strategy.inducing_points.copy_(self.together.latents[rows.to(self.device)])
+            rows = some_rows(self.pairs, self.config.seed)
+            latent = self.together.latents[torch.from_numpy(rows).to(self.device)]
+            for side, embedding in zip((self.grove.image, self.grove.text), self.pairs[rows]):
+                side.begin(latent, embedding.to(self.device), len(self.pairs))
 
     def losses(self, batch: RowBatch) -> Tensor:
         """At learned latents in training, at inferred ones in validation."""
@@ -210,10 +265,14 @@ class _WithLatents(PairObjective):
         super().export(folder, own)
 
 
+def some_rows(pairs: EmbeddingPairs, seed: int) -> np.ndarray:
+    """Numbers of at most `PCA_ROWS` pairs drawn by the seed, in their order."""
+    return np.sort(np.random.default_rng(seed).permutation(len(pairs))[:PCA_ROWS])
+
+
 def principal_components(pairs: EmbeddingPairs, count: int, seed: int) -> Tensor:
     """Scores [N, count] of the pairs (both sides together) on their leading components, each of unit variance."""
-    sample = np.sort(np.random.default_rng(seed).permutation(len(pairs))[:PCA_ROWS])
-    x = torch.cat(pairs[sample], dim=1).double()
+    x = torch.cat(pairs[some_rows(pairs, seed)], dim=1).double()
     mean = x.mean(0)
     _, _, basis = torch.linalg.svd(x - mean, full_matrices=False)
     basis = basis[:count] * basis[:count].gather(1, basis[:count].abs().argmax(1, keepdim=True)).sign()

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from geoflow_fast.baselines.base import check_one_width
 from geoflow_fast.baselines.probvlm import ProbVLM, Trunk, check_passes
-from geoflow_fast.baselines.trained import Trained
+from geoflow_fast.baselines.trained import HIDDEN, Trained
 from geoflow_fast.gallery import Gallery
 from geoflow_fast.trainer import RunConfig
 
@@ -31,10 +32,9 @@ class MCDropout(Trained):
     ) -> None:
         super().__init__(image_dim, text_dim, size, dropout=dropout, passes=passes, seed=seed)
         check_passes(dropout, passes)
-        if image_dim != text_dim:
-            raise ValueError(f"the adapter's residual needs one width, got {image_dim} and {text_dim}")
+        check_one_width("the adapter's residual", image_dim, text_dim)
         self.passes, self.seed = passes, seed
-        hidden = ProbVLM.HIDDEN[self.size]
+        hidden = HIDDEN[self.size]
         self.image, self.text = Trunk(image_dim, hidden, dropout), Trunk(text_dim, hidden, dropout)
 
     def losses(self, *tensors: Tensor) -> Tensor:

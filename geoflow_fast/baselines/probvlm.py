@@ -7,14 +7,14 @@ embedding itself and, with a small weight, of its partner.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from geoflow_fast.baselines.trained import PUBLISHED, Trained
+from geoflow_fast.baselines.base import check_choice, check_one_width
+from geoflow_fast.baselines.trained import HIDDEN, PUBLISHED, Trained
 from geoflow_fast.gallery import Gallery
 from geoflow_fast.trainer import RunConfig
 
@@ -109,7 +109,6 @@ class ProbVLM(Trained):
     title: ClassVar[str] = "ProbVLM"
     RECIPE: ClassVar[RunConfig] = dataclasses.replace(PUBLISHED, weight_decay=5e-4)
     LEARNING_RATES: ClassVar[dict[str, float]] = {"paper": 1e-4, "small": 3e-4, "tiny": 1e-3}
-    HIDDEN: ClassVar[dict[str, int]] = {"paper": 2048, "small": 512, "tiny": 128}
 
     def __init__(
         self,
@@ -131,11 +130,10 @@ class ProbVLM(Trained):
         check_choice("form", form, FORMS)
         check_choice("uncertainty_of", uncertainty_of, UNCERTAINTIES)
         check_passes(dropout, passes)
-        if image_dim != text_dim:
-            raise ValueError(f"the partner's likelihood needs one width, got {image_dim} and {text_dim}")
+        check_one_width("the partner's likelihood", image_dim, text_dim)
         self.form, self.uncertainty_of, self.passes, self.seed = form, uncertainty_of, passes, seed
         self.l1_weight, self.nll_weight, self.cross_weight = l1_weight, nll_weight, cross_weight
-        hidden = self.HIDDEN[self.size]
+        hidden = HIDDEN[self.size]
         self.image, self.text = Adapter(image_dim, hidden, dropout), Adapter(text_dim, hidden, dropout)
 
     def losses(self, *tensors: Tensor) -> Tensor:
@@ -161,12 +159,6 @@ class ProbVLM(Trained):
             means = torch.stack([adapter(queries, mask).mean for mask in masks])
             found += means.double().var(0, correction=0).mean(1)
         return found
-
-
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """ValueError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def check_passes(dropout: float, passes: int) -> None:

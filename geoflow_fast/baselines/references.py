@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.bandwidth import KAPPAS, losses_of, refined, retrieval_task
-from geoflow_fast.baselines.base import Baseline, Task, nearest
+from geoflow_fast.baselines.base import Baseline, Task, check_one_width, nearest
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.entropy import CONDITIONAL
 from geoflow_fast.gallery import Gallery
@@ -25,8 +25,7 @@ class Reference(Baseline):
     """A method that looks at cosines between the modalities, which need one width."""
 
     def __init__(self, image_dim: int, text_dim: int) -> None:
-        if image_dim != text_dim:
-            raise ValueError(f"cosines need images and texts of one width, got {image_dim} and {text_dim}")
+        check_one_width("a cosine", image_dim, text_dim)
         super().__init__(image_dim, text_dim)
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from geoflow_fast.baselines.trained import PUBLISHED, Trained
+from geoflow_fast.baselines.base import check_one_width
+from geoflow_fast.baselines.trained import HIDDEN, PUBLISHED, Trained
 from geoflow_fast.density import log_density
 from geoflow_fast.gallery import Gallery
 from geoflow_fast.geometry import interpolate, project_tangent, sample_uniform
@@ -86,7 +87,6 @@ class REPVLM(Trained):
     title: ClassVar[str] = "REPVLM"
     RECIPE: ClassVar[RunConfig] = dataclasses.replace(PUBLISHED, weight_decay=1e-5)
     LEARNING_RATES: ClassVar[dict[str, float]] = {"paper": 1e-5, "small": 3e-4, "tiny": 1e-3}
-    HIDDEN: ClassVar[dict[str, int]] = {"paper": 2048, "small": 512, "tiny": 128}
 
     def __init__(
         self,
@@ -99,10 +99,9 @@ class REPVLM(Trained):
         seed: int = 0,
     ) -> None:
         super().__init__(image_dim, text_dim, size, depth=depth, n_steps=n_steps, n_probes=n_probes, seed=seed)
-        if image_dim != text_dim:
-            raise ValueError(f"one sphere for both modalities needs one width, got {image_dim} and {text_dim}")
+        check_one_width("one sphere for both modalities", image_dim, text_dim)
         self.n_steps, self.n_probes, self.seed = n_steps, n_probes, seed
-        self.field = SphereField(image_dim, self.HIDDEN[self.size], depth)
+        self.field = SphereField(image_dim, HIDDEN[self.size], depth)
 
     def make_batch(self, image: Tensor, text: Tensor, index: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:  # noqa: ARG002
         """Points on geodesics from uniform noise to both sides of the pairs: [2B] rows."""

@@ -19,6 +19,8 @@ from geoflow_fast.data import ShuffledBatches
 from geoflow_fast.trainer import Objective, Run, RunConfig, TrainReport, complete, generator_for, validation_rows
 
 SIZES = ("paper", "small", "tiny")
+HIDDEN = {"paper": 2048, "small": 512, "tiny": 128}
+"""Width of networks by size."""
 TINY_WIDTH = 64
 """Embeddings up to this width get the tiny size unless another is asked for, wider ones the small size."""
 

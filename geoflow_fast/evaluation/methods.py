@@ -109,7 +109,7 @@ class Method(ABC):
         self._fit(task)
         self.fit_seconds = time.perf_counter() - begin
 
-    def check(self, task: RetrievalSet) -> None:
+    def check(self, task: RetrievalSet) -> None:  # noqa: B027, most methods can serve any
         """ValueError or OSError if the method cannot serve `task`: asked before anything is computed."""
 
     @abstractmethod
