@@ -161,6 +161,7 @@ SET = '[[data]]\nname = "a"\ntrain = "t"\nheld_out = "v"\ntest = "x"\n'
         (BASE + SET.replace('test = "x"\n', 'images = "x"\n'), "either test, or images"),
         (BASE + SET + 'images = "x"\nlabels = "y"\nprompts = "z"\n', "either test, or images"),
         (BASE + SET.replace('"t"', "3"), "must be a string"),
+        (BASE + SET.replace('"a"', '"a, b"'), "'a, b' must be without comma and slash"),
         ("title =", "not a TOML file"),
     ],
 )

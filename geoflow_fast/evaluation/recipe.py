@@ -123,6 +123,9 @@ def load_recipe(path: Path) -> Recipe:
         if not isinstance(entries, list):
             raise TypeError("data sets are written as [[data]]")
         data = [Data(**_known(entry, Data, "[[data]]")) for entry in entries]
+        for part in data:
+            if set(part.name) & set(",/"):
+                raise ValueError(f"name {part.name!r} must be without comma and slash: --only and folders use it")
         return Recipe(data=data, **_known(found, Recipe, "the recipe"))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path}: {error}") from error
