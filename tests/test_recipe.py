@@ -45,7 +45,7 @@ def write_classes(folder: Path) -> None:
 def make_data(recipe: Recipe, base: Path) -> None:
     """Small stand-ins for all that a recipe speaks of."""
     for part in recipe.data:
-        for name, count, seed in ((part.train, 200, 0), (part.held_out, 120, 1), (part.test, 60, 2)):
+        for name, count, seed in ((part.train, 200, 0), (part.held_out, 40, 1), (part.test, 60, 2)):
             if name is not None and not (base / name).exists():
                 pairs(count, seed).save(base / name)
         if part.images is not None:

@@ -138,8 +138,8 @@ class GroVE(Trained):
     """Predictive variance of the query's own process at its latent, mean over coordinates.
 
     The latent of a query is found by `adam_steps` of Adam on the likelihood of the observed side and a standard normal
-    prior, from a linear regression on its embedding; with `latent_start="zero"` from the centre, which an unusual query
-    then does not get away from. Latents of training pairs are learned, from their principal components, and not kept.
+    prior, from a linear regression on its embedding or, with `latent_start="zero"`, from the centre. Those of training
+    pairs are learned, from their principal components, and not kept.
     """
 
     method: ClassVar[str] = "grove"
