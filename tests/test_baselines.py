@@ -22,7 +22,7 @@ from geoflow_fast import baselines, jobs
 from geoflow_fast.baselines import KNNDistance, Margin, MaxSoftmax, SoftmaxEntropy, bayesvlm
 from geoflow_fast.baselines.asymvlm import log_power_spherical, log_vmf_normalizer
 from geoflow_fast.baselines.bayesvlm import contrastive_curvature, cosine_moments
-from geoflow_fast.baselines.grove import expected_log_likelihood, gaussian_kl
+from geoflow_fast.baselines.grove import Side, expected_log_likelihood, gaussian_kl
 from geoflow_fast.baselines.probvlm import LEAST_INVERSE_SCALE, LEAST_SHAPE, GeneralisedGaussian
 from geoflow_fast.checkpoint import save_tensors
 from geoflow_fast.cli import app
@@ -312,6 +312,32 @@ class TestGroVE:
         f = a.unsqueeze(-1) + s.sqrt().unsqueeze(-1) * torch.from_numpy(node)
         truth = normal(f, noise.sqrt()).log_prob(y.unsqueeze(-1)) @ torch.from_numpy(weight / weight.sum())
         torch.testing.assert_close(expected_log_likelihood(a, s, noise, y), truth.sum(-1))
+
+    @pytest.mark.parametrize("pairs", [30, 90])
+    def test_begins_at_the_best_sparse_process(self, pairs):
+        """Titsias' mean K_nu (noise K_uu + K_uf K_fu)^-1 K_uf y, with 10 of 30 rows, which stand for `pairs`."""
+        generator = torch.Generator().manual_seed(0)
+        latent, new = torch.randn(30, 3, generator=generator), torch.randn(11, 3, generator=generator)
+        embedding = torch.randn(30, 5, generator=generator) + torch.arange(5)
+        side = Side(5, 10, 3)
+        side.begin(latent, embedding, pairs)
+        y = embedding.double().numpy()
+        rest = y - y.mean(0)
+
+        def kernel(a: Tensor, b: Tensor) -> np.ndarray:
+            return rest.var() * np.exp(-(torch.cdist(a.double(), b.double()).numpy() ** 2) / (2 * 3))
+
+        points = side.process.variational_strategy.inducing_points.detach()
+        assert all((latent == point).all(1).any() for point in points)
+        inner, cross = kernel(points, points) + 1e-4 * np.eye(10), kernel(points, latent)
+        noise = 0.1 * rest.var() * 30 / pairs
+        truth = y.mean(0) + kernel(new, points) @ np.linalg.solve(noise * inner + cross @ cross.T, cross @ rest)
+        mean, variance = (x.detach().double() for x in side.predict(new))
+        torch.testing.assert_close(mean, torch.from_numpy(truth), atol=1e-3, rtol=0)
+        far_mean, far_variance = (x.detach().double() for x in side.predict(torch.full((1, 3), 50.0)))
+        torch.testing.assert_close(far_mean, torch.from_numpy(y.mean(0, keepdims=True)), atol=1e-5, rtol=0)
+        torch.testing.assert_close(far_variance, torch.full_like(far_variance, rest.var()), atol=2e-4, rtol=0)
+        assert float(variance.max()) < rest.var()
 
     @pytest.mark.usefixtures("one_thread")
     @pytest.mark.parametrize(("rare", "least"), [(0, 0.85), (50, 0.95)])

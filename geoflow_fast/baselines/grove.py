@@ -22,7 +22,8 @@ PCA_ROWS = 20_000
 STARTS = ("regression", "zero")
 NOISE_SHARE = 0.1
 """Of the embeddings' variance, taken for noise at the start."""
-RIDGE, JITTER = 1e-2, 1e-4
+RIDGE = 1e-2
+"""Of the embeddings' variance, in the regression that guesses latents."""
 _NEEDS = "grove needs the package gpytorch: pip install 'geoflow_fast[baselines]'"
 
 
@@ -78,8 +79,8 @@ class Side(nn.Module):
     def begin(self, latent: Tensor, embedding: Tensor, pairs: int) -> None:
         """Sets out from latents [n, q] of unit variance and embeddings [n, d]; the n rows stand for all `pairs`.
 
-        GPyTorch's own start has no mean, and 0.7 as lengthscale and scale: in 10 dimensions all rows are then strangers
-        to each other, and embeddings have a variance of about 1 / d.
+        GPyTorch's own start has no mean and a lengthscale of 0.7: in 10 dimensions all rows are then strangers to each
+        other.
         """
         process: Any = self.process
         mean = embedding.mean(0)
@@ -106,7 +107,7 @@ class Side(nn.Module):
         strategy.inducing_points.copy_(points)
         prior, cross = (process.covar_module(points, x).to_dense().double() for x in (points, latent))
         one = torch.eye(len(points), dtype=torch.float64, device=latent.device)
-        root = torch.linalg.cholesky(prior + JITTER * prior[0, 0] * one)
+        root = torch.linalg.cholesky(prior + strategy.jitter_val * one)
         basis = torch.linalg.solve_triangular(root, cross, upper=False)
         scaled = weight / self.noise().double() * basis
         precision = one + scaled @ basis.T
@@ -172,6 +173,8 @@ class GroVE(Trained):
         self.adam_steps, self.adam_lr, self.latent_start = adam_steps, adam_lr, latent_start
         inducing = self.INDUCING[self.size]
         self.image, self.text = Side(image_dim, inducing, latent), Side(text_dim, inducing, latent)
+        # Coordinates of unit rows have a variance of about 1 / d, but GPyTorch adds a jitter of 1e-4 to covariances.
+        self.unit = image_dim**0.5
         self.pairs_seen = 1
 
     @classmethod
@@ -180,8 +183,8 @@ class GroVE(Trained):
         return None if importlib.util.find_spec("gpytorch") else _NEEDS
 
     def make_batch(self, image: Tensor, text: Tensor, index: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:  # noqa: ARG002
-        """With the numbers of the pairs, by which latents are known."""
-        return image, text, index
+        """In the processes' units, with the numbers of the pairs, by which latents are known."""
+        return image * self.unit, text * self.unit, index
 
     def losses(self, *tensors: Tensor) -> Tensor:
         """0.01 (-ELBO of both sides) + 400 (KL both ways between the predictions, per coordinate), at latents [B, q].
@@ -219,7 +222,7 @@ class GroVE(Trained):
 
     def _score(self, queries: Tensor, gallery: Gallery, direction: str) -> Tensor:  # noqa: ARG002
         side = self.text if direction == "t2i" else self.image
-        return side.predict(self.infer([(side, queries)]))[1].mean(1)
+        return side.predict(self.infer([(side, queries * self.unit)]))[1].mean(1) / self.unit**2
 
 
 class _TrainedTogether(nn.Module):
@@ -246,7 +249,7 @@ class _WithLatents(PairObjective):
             rows = some_rows(self.pairs, self.config.seed)
             latent = self.together.latents[torch.from_numpy(rows).to(self.device)]
             for side, embedding in zip((self.grove.image, self.grove.text), self.pairs[rows]):
-                side.begin(latent, embedding.to(self.device), len(self.pairs))
+                side.begin(latent, self.grove.unit * embedding.to(self.device), len(self.pairs))
 
     def losses(self, batch: RowBatch) -> Tensor:
         """At learned latents in training, at inferred ones in validation."""
