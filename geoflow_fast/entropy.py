@@ -6,7 +6,7 @@ import dataclasses
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -206,6 +206,10 @@ class RetrievalEntropy(nn.Module):
         if self.reference is None:
             raise ValueError("the items' marginals need reference= queries [R, d], or marginal='density'")
         return self.reference
+
+    if TYPE_CHECKING:  # a module's call has no types of its own
+
+        def __call__(self, queries: Tensor) -> RetrievalPosterior: ...
 
     def forward(self, queries: Tensor) -> RetrievalPosterior:
         """Posterior of each of the queries [Q, d], unit rows."""

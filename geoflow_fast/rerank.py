@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -142,6 +142,10 @@ class BayesReranker(nn.Module):
     @property
     def _like(self) -> Tensor:
         return next(self.flow.parameters())
+
+    if TYPE_CHECKING:  # a module's call has no types of its own
+
+        def __call__(self, queries: Tensor, candidates: Candidates | None = None) -> Reranked: ...
 
     def forward(self, queries: Tensor, candidates: Candidates | None = None) -> Reranked:
         """Posterior of each of the queries [Q, d], unit rows, over its shortlist, or over `candidates` [Q, K]: rows of

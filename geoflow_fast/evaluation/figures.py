@@ -1,4 +1,4 @@
-"""Figures of results: recall by bin, selective accuracy, components, ablations, reliability, AUROC with intervals.
+"""Figures of results: recall by bin, selective accuracy, components, ablations, reliability, AUROC, thresholds.
 
 A method has one colour and one line style in all of them: the flow's methods bold, references that need no training
 dashed.
@@ -16,6 +16,15 @@ import numpy as np
 from geoflow_fast import baselines, plots
 from geoflow_fast.baselines.references import Reference
 from geoflow_fast.evaluation.compare import Comparison, Result
+from geoflow_fast.evaluation.metrics import (
+    AbstentionThreshold,
+    Bools,
+    Floats,
+    Values,
+    clopper_pearson_upper,
+    scored,
+    selective_accuracy,
+)
 from geoflow_fast.evaluation.zero_shot import ZeroShot
 
 FLOW_COLOURS = {
@@ -42,6 +51,7 @@ OTHER_COLOURS = (
 )
 MARKERS = ("o", "s", "^", "D", "v", "P")
 GREY = "#8a8f98"
+INK, BLUE, ORANGE, RIGHT, WRONG = "#2b2f36", "#1f5fa8", "#d98f2b", "#a9c4e4", "#d1495b"
 DIRECTION_TITLES = {"t2i": "text to image", "i2t": "image to text"}
 
 
@@ -183,6 +193,81 @@ def draw_ablation(
         axes.minorticks_off()
         _finish(axes, title, xlabel, ylabel if number == 0 else "")
     return _save(figure, grid, path)
+
+
+def draw_abstention(
+    act: AbstentionThreshold,
+    uncertainty: Values,
+    correct: Values,
+    path: str | Path,
+    *,
+    new: tuple[Values, Values] | None = None,
+    label: str = "uncertainty",
+) -> Path:
+    """A threshold of `abstention_threshold` beside the answers it was made from: what it parts, and what that costs.
+
+    Left: right and wrong answers over the uncertainty, which the axis calls `label`. Right: share of wrong answers
+    among the most certain ones, over the share that is answered; the band reaches up to the Clopper-Pearson bound of
+    each share by itself. `new`: uncertainty and correctness of later queries, as a second curve and a cross.
+    """
+    score, right = scored(uncertainty, correct)
+    later = None if new is None else scored(*new)
+    figure, (left, over) = plots.pyplot().subplots(1, 2, figsize=(11, 4.3))
+    _draw_parted(left, act, score, right)
+    _draw_risk(over, act, score, right, later)
+    _finish(left, "what the threshold parts", f"{label} of a query", "queries")
+    _finish(over, "what answering costs", "share of the queries that are answered", "of these, wrong")
+    figure.set_layout_engine("constrained", w_pad=0.12)
+    plots.save_figure(figure, Path(path))
+    return Path(path)
+
+
+def _draw_parted(axes: Any, act: AbstentionThreshold, score: Floats, right: Bools) -> None:
+    edges = np.linspace(score.min(), score.max(), 41) if np.ptp(score) > 0 else 1
+    axes.hist([score[right], score[~right]], edges, stacked=True, color=[RIGHT, WRONG], label=["right", "wrong"])
+    if act.certified:
+        axes.axvline(act.threshold, color=INK, linewidth=1.6)
+        here = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "color": INK, "fontsize": 9}
+        axes.annotate("answer", (act.threshold, 0.97), (-6, 0), ha="right", va="top", **here)
+        axes.annotate("abstain", (act.threshold, 0.97), (6, 0), ha="left", va="top", **here)
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.12)
+    axes.legend(frameon=False, fontsize=9, loc="upper center")
+
+
+def _draw_risk(
+    axes: Any, act: AbstentionThreshold, score: Floats, right: Bools, later: tuple[Floats, Bools] | None
+) -> None:
+    coverage, risk = _risk_curve(score, right)
+    given = np.rint(coverage * len(score)).astype(int)
+    bound = [
+        clopper_pearson_upper(min(n, round(share * n)), n, act.confidence)
+        for share, n in zip(risk.tolist(), given.tolist())
+    ]
+    axes.plot(coverage, risk, color=BLUE, linewidth=2.2, label=f"{len(score):,} calibration queries")
+    axes.fill_between(coverage, risk, bound, color=BLUE, alpha=0.15, linewidth=0, label=f"{act.confidence:.0%} bound")
+    if later is not None:
+        axes.plot(*_risk_curve(*later), color=ORANGE, linewidth=1.4, label=f"{len(later[0]):,} new queries")
+    axes.axhline(act.target_risk, color=WRONG, linewidth=1.2, linestyle=(0, (4, 2)))
+    axes.text(1.0, act.target_risk, f"target {act.target_risk:.0%} ", color=WRONG, ha="right", va="bottom", fontsize=9)
+    if act.certified:
+        for colour, marker, group in ((BLUE, "o", (score, right)), (ORANGE, "X", later)):
+            if group is not None and (answered := act.answers(group[0])).any():
+                place = answered.mean(), 1 - group[1][answered].mean()
+                words = f"threshold: {place[0]:.0%} answered, {place[1]:.1%} of these wrong"
+                axes.plot(*place, marker, color=colour, markersize=9, label=words, zorder=5, linestyle="none")
+    else:
+        axes.text(0.5, 0.5, "nothing could be certified:\nabstain always", transform=axes.transAxes, ha="center")
+    axes.set(xlim=(0, 1.01), ylim=(0, max(1.25 * float(risk.max()), 1.6 * act.target_risk)))
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+    axes.yaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
+    axes.legend(frameon=False, fontsize=9, loc="upper left")
+
+
+def _risk_curve(score: Floats, right: Bools) -> tuple[Floats, Floats]:
+    """Coverages from a twentieth of the answers on (fewer are noise), and the share of wrong ones at each."""
+    count = len(score)
+    coverage = np.unique(np.linspace(max(1, count // 20), count, 100).round()) / count
+    return coverage, 1 - selective_accuracy(score, right, coverage.tolist()).accuracy
 
 
 def _grid(

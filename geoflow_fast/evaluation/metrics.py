@@ -136,7 +136,7 @@ def retrieval_calibration(
     are an error. With `resamples` (1,000, say) each number gets its bootstrap interval; `groups` as in
     `bootstrap_interval`. Ten bins saturate and are noisy: decide by AUROC and AURC.
     """
-    score, right = _scored(uncertainty, correct)
+    score, right = scored(uncertainty, correct)
     if not 2 <= bins <= len(score):
         raise ValueError(f"bins={bins} must be at least 2 and at most the number of queries, {len(score)}")
     answers = _Ordered(score, right, seed)
@@ -212,7 +212,7 @@ def selective_accuracy(
 
     At least one answer is kept. Where the last place is tied, the accuracy is the mean over all orders of the tie.
     """
-    score, right = _scored(uncertainty, correct)
+    score, right = scored(uncertainty, correct)
     shares = _floats(coverage, "coverage")
     if not len(shares) or not ((shares > 0) & (shares <= 1)).all():
         raise ValueError(f"coverage must be shares above 0 and at most 1, got {list(coverage)}")
@@ -234,7 +234,7 @@ def auroc(uncertainty: Values, correct: Values) -> float:
 
     NaN if all answers are right or all are wrong.
     """
-    score, right = _scored(uncertainty, correct)
+    score, right = scored(uncertainty, correct)
     return _Ordered(score, right).auroc(np.ones(len(score), np.int64))
 
 
@@ -243,7 +243,7 @@ def aurc(uncertainty: Values, correct: Values) -> float:
 
     Where answers are tied, the mean over all their orders: 0 if all are right, 1 if all are wrong.
     """
-    score, right = _scored(uncertainty, correct)
+    score, right = scored(uncertainty, correct)
     return _Ordered(score, right).aurc(np.ones(len(score), np.int64))
 
 
@@ -253,7 +253,7 @@ def reliability(prob: Values, correct: Values, bins: int = 10, *, strategy: str 
     "uniform": bins of equal width over [0, 1]; "quantile": bins filled equally, of which ties may leave fewer. A
     probability on an edge belongs to the bin below.
     """
-    stated, right = _scored(prob, correct, "prob")
+    stated, right = scored(prob, correct, "prob")
     outside = ~((stated >= 0) & (stated <= 1))
     if outside.any():
         row = int(outside.argmax())
@@ -302,7 +302,7 @@ def abstention_threshold(
     `candidates`, fixed before these answers were seen, are tested in their order on all answers.
     If not even the first passes, the threshold is -inf.
     """
-    score, right = _scored(uncertainty, correct)
+    score, right = scored(uncertainty, correct)
     for name, value in (("target_risk", target_risk), ("confidence", confidence), ("share", share)):
         if not 0 < value < 1:
             raise ValueError(f"{name} must be between 0 and 1, got {value}")
@@ -456,7 +456,7 @@ def spearman(x: Values, y: Values) -> float:
     return pearson(ranks(x), ranks(y))
 
 
-def _scored(values: Values, correct: Values, name: str = "uncertainty") -> tuple[Floats, Bools]:
+def scored(values: Values, correct: Values, name: str = "uncertainty") -> tuple[Floats, Bools]:
     """Both as arrays of one length, at least 1."""
     score, right = _floats(values, name), _floats(correct, "correct")
     if len(score) != len(right):
