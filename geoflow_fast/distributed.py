@@ -26,6 +26,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+__all__ = ["ALONE", "RankLost", "World", "joined"]
+
 BEAT_SECONDS = 2.0
 LOST_SECONDS = 30.0
 """A rank whose heartbeat has not been seen for so long is lost."""

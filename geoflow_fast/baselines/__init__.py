@@ -42,6 +42,7 @@ METHODS: dict[str, type[Baseline]] = {
         EuclideanFlow,
     )
 }
+"""Every method by its name, references that need no training first."""
 
 
 def find(name: str) -> type[Baseline]:

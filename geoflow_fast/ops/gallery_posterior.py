@@ -17,6 +17,7 @@ from geoflow_fast.ops._pruning import PrefixRows, Pruner
 from geoflow_fast.ops._rows import check_floating
 
 PRUNE = ("auto", "never", "always")
+"""When items that provably do not matter are left out: where that pays, or as asked."""
 
 
 def gallery_posterior(
