@@ -152,7 +152,7 @@ class RetrievalEntropy(nn.Module):
         check_rows(self.reference, "reference")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RetrievalEntropy:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.gallery.to(self.start_generated.device)
         return self
 

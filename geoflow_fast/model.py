@@ -300,7 +300,7 @@ class Modulation(nn.Module):
         device = image_c.device.type
         if torch.is_autocast_enabled(device):
             parts = tuple(x.to(torch.get_autocast_dtype(device)) for x in parts)
-        rows: tuple[Tensor, ...] = RowModulation.apply(*parts, counts)
+        rows: tuple[Tensor, ...] = RowModulation.apply(*parts, counts)  # type: ignore[no-untyped-call]
         return rows
 
 

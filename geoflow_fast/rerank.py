@@ -114,7 +114,7 @@ class BayesReranker(nn.Module):
         self.calibration: Calibration | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BayesReranker:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.gallery.to(self._like.device)
         return self
 

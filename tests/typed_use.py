@@ -55,4 +55,4 @@ def compare(query: Tensor, gallery: Tensor) -> None:
 def operate(samples: Tensor, gallery: Tensor) -> None:
     assert_type(gf.ops.gallery_posterior(samples, gallery, 50.0), gf.ops.GalleryPosterior)
     assert_type(gf.ops.ot_assign(gallery, gallery, gallery, gallery), Tensor)
-    assert_type(gf.backends(), dict[str, dict[str, str]])
+    assert_type(gf.backends()["sinkhorn"], dict[str, str])
