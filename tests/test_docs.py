@@ -191,6 +191,29 @@ def test_every_public_name_says_what_it_is():
     assert silent == []
 
 
+def test_citation_is_of_this_version_and_names_the_paper():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == gf.__version__
+    assert f'version = "{gf.__version__}"' in (ROOT / "pyproject.toml").read_text()
+    assert {"title", "authors", "year", "journal"} <= citation["preferred-citation"].keys()
+
+
+def test_architecture_page_lists_every_module():
+    page = (ROOT / "docs/architecture.md").read_text()
+    listed = set(re.findall(r"^  (\w+)(?:\.py|/) ", page, re.MULTILINE))
+    package = ROOT / "geoflow_fast"
+    parts = {path.stem for path in package.glob("*.py")} | {path.parent.name for path in package.glob("*/__init__.py")}
+    assert listed == parts - {"__main__"}
+
+
+def test_examples_and_benchmarks_that_pages_name_exist():
+    words = "\n".join(page.read_text() for page in PAGES)
+    for script in set(re.findall(r"examples/[\w/]+\.py", words)):
+        assert (ROOT / script).is_file(), script
+    for name in set(re.findall(r"python -m benchmarks (\w+)", words)):
+        assert (ROOT / f"benchmarks/bench_{name}.py").is_file(), name
+
+
 def test_make_targets_exist():
     makefile = (ROOT / "Makefile").read_text()
     named = {word for page in PAGES for word in re.findall(r"`?make ([a-z][a-z-]+)", "\n".join(commands(page)))}
