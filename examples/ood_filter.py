@@ -2,13 +2,14 @@
 
     python examples/ood_filter.py
 
-A notebook as a script: cells begin with `# %%`, run top to bottom, and the last one draws ood_filter.png. Some minutes
-on two cores. Pairs come from a world whose concepts are known, so that strangers can be planted; with your own
+A notebook as a script: cells begin with `# %%`, run top to bottom, and the last one draws ood_filter.png. A minute
+or two on two cores. Pairs come from a world whose concepts are known, so that strangers can be planted; with your own
 embeddings replace the first cell.
 """
 
 # %% Pairs to train on, pairs to set the threshold with, and a stream in which strangers hide
 import math
+from dataclasses import replace
 
 import matplotlib.pyplot as plt
 import torch
@@ -31,7 +32,7 @@ stream = {
 # %% One flow learns which pairs occur. The run is kept, so running this cell again takes no time
 torch.manual_seed(0)
 flow = gf.GeoFlow(gf.GeoFlowConfig.tiny(train.image_dim, train.text_dim))
-gf.train(flow, train, gf.TrainConfig.tiny(), out="runs/ood_filter")
+gf.train(flow, train, replace(gf.TrainConfig.tiny(), steps=800), out="runs/ood_filter")
 
 
 # %% How surprised the flow is at an image: -log p(image), in nats; `.score` adds the text's
