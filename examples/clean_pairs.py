@@ -3,8 +3,8 @@
     python examples/clean_pairs.py
 
 A notebook as a script: cells begin with `# %%`, run top to bottom, and the last one draws clean_pairs.png. A minute
-or two on two cores. A tenth of the captions of a known world are swapped, so that what is found can be counted; with your own
-embeddings replace the first cell.
+or two on two cores. A tenth of the captions of a known world are swapped, so that what is found can be counted; with
+your own embeddings replace the first cell.
 """
 
 # %% Pairs, of which a tenth has the caption of another
