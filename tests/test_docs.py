@@ -36,10 +36,12 @@ SMALLER = {
     "train": "--steps 2 --batch-size 32 --preset tiny --device cpu",
     "entropy": "--samples 4 --steps 2",
     "density": "--steps 2",
-    "rerank": "--steps 2 --shortlist 8",
     "evaluate": "--methods margin,max_softmax --resamples 9",
     "evaluate recipe": "--methods margin,max_softmax",
 }
+
+
+MANY, FEW = "24_000", "2_400"  # pairs of the stand-ins
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +128,7 @@ def run_page(page: Path, names: dict[str, Any], *, smaller: bool = True) -> None
     """Every block of a page, from top to bottom in the current folder, as a reader would."""
     for number, (language, code) in enumerate(blocks(page)):
         if language == "python":
+            code = code.replace(MANY, FEW) if smaller else code
             exec(compile(code, f"{page.name}, block {number}", "exec"), names)
         elif language == "toml":
             first = code.splitlines()[0]  # its name; a command further down reads it
