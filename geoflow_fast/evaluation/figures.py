@@ -215,8 +215,8 @@ def draw_abstention(
     figure, (left, over) = plots.pyplot().subplots(1, 2, figsize=(11, 4.3))
     _draw_parted(left, act, score, right)
     _draw_risk(over, act, score, right, later)
-    _finish(left, "what the threshold parts", f"{label} of a query", "queries")
-    _finish(over, "what answering costs", "share of the queries that are answered", "of these, wrong")
+    _finish(left, "what the threshold parts\n", f"{label} of a query", "queries")
+    _finish(over, "what answering costs\n", "share of the queries that are answered", "of these, wrong")
     figure.set_layout_engine("constrained", w_pad=0.12)
     plots.save_figure(figure, Path(path))
     return Path(path)
@@ -227,11 +227,10 @@ def _draw_parted(axes: Any, act: AbstentionThreshold, score: Floats, right: Bool
     axes.hist([score[right], score[~right]], edges, stacked=True, color=[RIGHT, WRONG], label=["right", "wrong"])
     if act.certified:
         axes.axvline(act.threshold, color=INK, linewidth=1.6)
-        here = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "color": INK, "fontsize": 9}
-        axes.annotate("answer", (act.threshold, 0.97), (-6, 0), ha="right", va="top", **here)
-        axes.annotate("abstain", (act.threshold, 0.97), (6, 0), ha="left", va="top", **here)
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.12)
-    axes.legend(frameon=False, fontsize=9, loc="upper center")
+        above = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "color": INK, "fontsize": 9}
+        axes.annotate("answer", (act.threshold, 1.0), (-5, 3), ha="right", **above)
+        axes.annotate("abstain", (act.threshold, 1.0), (5, 3), ha="left", **above)
+    axes.legend(frameon=False, fontsize=9)
 
 
 def _draw_risk(
@@ -253,11 +252,11 @@ def _draw_risk(
         for colour, marker, group in ((BLUE, "o", (score, right)), (ORANGE, "X", later)):
             if group is not None and (answered := act.answers(group[0])).any():
                 place = answered.mean(), 1 - group[1][answered].mean()
-                words = f"threshold: {place[0]:.0%} answered, {place[1]:.1%} of these wrong"
+                words = f"threshold: {place[0]:.0%} answered, {place[1]:.1%} wrong"
                 axes.plot(*place, marker, color=colour, markersize=9, label=words, zorder=5, linestyle="none")
     else:
         axes.text(0.5, 0.5, "nothing could be certified:\nabstain always", transform=axes.transAxes, ha="center")
-    axes.set(xlim=(0, 1.01), ylim=(0, max(1.25 * float(risk.max()), 1.6 * act.target_risk)))
+    axes.set(xlim=(0, 1.01), ylim=(0, max(1.4 * float(risk.max()), 1.6 * act.target_risk)))
     axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
     axes.yaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
     axes.legend(frameon=False, fontsize=9, loc="upper left")
