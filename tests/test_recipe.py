@@ -19,8 +19,10 @@ from geoflow_fast.evaluation.compare import Comparison
 from geoflow_fast.evaluation.methods import Study
 from geoflow_fast.evaluation.recipe import Data, Recipe, labelled_images, load_recipe, run_recipe
 from geoflow_fast.evaluation.retrieval import RetrievalSet
+from geoflow_fast.worlds import ConceptWorld
 
-RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
+ROOT = Path(__file__).parents[1]
+RECIPES, CLIP_ART = sorted((ROOT / "recipes").glob("*.toml")), ROOT / "examples" / "openclipart" / "data"
 DIM, CLASSES = 8, 5
 
 
@@ -42,24 +44,44 @@ def write_classes(folder: Path) -> None:
     np.save(folder / "prompts.npy", prompts.numpy())
 
 
-def make_data(recipe: Recipe, base: Path) -> None:
-    """Small stand-ins for all that a recipe speaks of."""
+def of_demo_world(part: str, count: int) -> gf.EmbeddingPairs:
+    generator = torch.Generator().manual_seed(("flow", "held_out", "test").index(part))
+    return gf.EmbeddingPairs.from_arrays(*ConceptWorld(DIM).sample(count, generator=generator)[:2])
+
+
+def of_clip_art(part: str, count: int) -> gf.EmbeddingPairs:
+    return gf.EmbeddingPairs.open(CLIP_ART / part).subset(np.arange(count))
+
+
+SOURCES = {"demo_world": of_demo_world, "clip_art": of_clip_art}
+
+
+def make_data(recipe: Recipe, base: Path, source: str) -> None:
+    """Small stand-ins for all that a recipe speaks of: pairs; pictures, of which some captions stand for classes."""
+    draw = SOURCES[source]
+    sizes = {"flow": 200, "held_out": 120 if recipe.methods else 40, "test": 60}  # the re-ranker calibrates on 50
     for part in recipe.data:
-        for name, count, seed in ((part.train, 200, 0), (part.held_out, 40, 1), (part.test, 60, 2)):
+        for name, (kind, count) in zip((part.train, part.held_out, part.test), sizes.items()):
             if name is not None and not (base / name).exists():
-                pairs(count, seed).save(base / name)
+                draw(kind, count).save(base / name)
         if part.images is not None:
-            write_classes((base / part.images).parent)
+            folder = (base / part.images).parent
+            folder.mkdir(parents=True)
+            image, text = draw("test", 40)[np.arange(40)]
+            np.save(folder / "images.npy", image.numpy())
+            np.save(folder / "prompts.npy", text[:CLASSES].numpy())
+            np.save(folder / "labels.npy", np.arange(40) % CLASSES)
 
 
 SMALL = ["--preset", "tiny", "--seeds", "1", "--steps", "2", "--batch-size", "32", "--device", "cpu"]
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("path", RECIPES, ids=[path.stem for path in RECIPES])
-def test_every_recipe_runs_in_small(path, tmp_path):
+def test_every_recipe_runs_in_small(path, source, tmp_path):
     recipe = load_recipe(path)
-    make_data(recipe, tmp_path / "data")
+    make_data(recipe, tmp_path / "data", source)
     words = ["evaluate", "recipe", str(path), "--data", str(tmp_path / "data"), "--out", str(tmp_path / "out"), *SMALL]
     words += ["--only", recipe.data[0].name, "--max-queries", "20"]
     if recipe.methods is not None:  # baselines that train have tests of their own
