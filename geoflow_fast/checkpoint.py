@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -55,13 +57,14 @@ def write_atomic(path: Path, fill: Callable[[BinaryIO], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
-        raise OSError(
-            error.errno, f"could not write {path} ({error.strerror}); what was there before is untouched"
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+    except BaseException as error:
+        with contextlib.suppress(OSError):  # a disk that takes no file may not give one back: the next writer will
+            temporary.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
+        why = error.strerror or error
+        raise OSError(error.errno, f"could not write {path} ({why}); what was there before is untouched") from error
+    sync_folder(path.parent)
 
 
 @contextlib.contextmanager
@@ -74,16 +77,22 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise OSError(error.errno, f"another run is writing to {folder}; wait for it or use a new folder") from None
+        except OSError as error:
+            raise OSError(error.errno, f"could not lock {folder} ({error.strerror})") from error
         if not os.path.samestat(os.fstat(file.fileno()), os.stat(folder / LOCK_FILE)):
             raise OSError(errno.EBUSY, f"another run has just begun to write to {folder}; wait for it")
         yield
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Makes a rename durable: the entry lives in the folder, not in the file."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"what was written to {folder} may not outlast a power cut ({error.strerror})"
+        ) from error
     finally:
         os.close(handle)
 
@@ -92,6 +101,18 @@ def write_json(path: Path, value: Any) -> None:
     """Writes `value` as indented JSON, atomically."""
     text = json.dumps(value, indent=2) + "\n"
     write_atomic(path, lambda file: file.write(text.encode()))
+
+
+def write_npy(path: Path, array: NDArray[Any]) -> None:
+    """Writes a `.npy` file, atomically. Not by `np.save`, which hands the end of an array to the C library's buffer and
+    does not hear of a disk that had no room for it."""
+    plain = np.ascontiguousarray(array)
+
+    def fill(file: BinaryIO) -> None:
+        np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(plain))
+        file.write(plain.reshape(-1).view(np.uint8).data)
+
+    write_atomic(path, fill)
 
 
 @contextlib.contextmanager

@@ -40,6 +40,8 @@ class Session:
     def terminate(self, _number: int, _frame: FrameType | None) -> None:
         """SIGTERM does what Ctrl-C does at that moment; the exit code tells them apart."""
         self.terminated = True
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a script
+            raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
 

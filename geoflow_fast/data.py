@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from geoflow_fast import checks, jobs
-from geoflow_fast.checkpoint import write_atomic
+from geoflow_fast.checkpoint import write_atomic, write_npy
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import UNIT_TOLERANCE
 
@@ -289,10 +289,10 @@ class EmbeddingPairs:
         _save_shards(folder / IMAGE_FOLDER, self.image, images, rows_per_shard, dtype)
         _save_shards(folder / TEXT_FOLDER, self.text, self.text_row, rows_per_shard, dtype)
         if len(images) != len(self) or not np.array_equal(index, np.arange(len(self))):
-            write_atomic(folder / INDEX_FILE, functools.partial(_save_npy, index.astype(np.int64)))
+            write_npy(folder / INDEX_FILE, index.astype(np.int64))
         group = np.unique(self.group, return_inverse=True)[1]
         if not np.array_equal(group, index):
-            write_atomic(folder / GROUP_FILE, functools.partial(_save_npy, group.astype(np.int64)))
+            write_npy(folder / GROUP_FILE, group.astype(np.int64))
 
 
 def open_pairs(
@@ -467,7 +467,3 @@ def _save_rows(rows: Rows, index: Index, dtype: np.dtype[Any], file: BinaryIO) -
     np.lib.format.write_array_header_1_0(file, header)
     for low in range(0, len(index), BLOCK_ROWS):
         file.write(rows[index[low : low + BLOCK_ROWS]].astype(dtype).tobytes())
-
-
-def _save_npy(array: NDArray[Any], file: BinaryIO) -> None:
-    np.save(file, array)

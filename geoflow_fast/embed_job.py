@@ -1,7 +1,8 @@
 """Images and captions into a folder of embeddings, a shard at a time; what a kill leaves behind is continued.
 
-Finished shards wait in a folder beside the output, which appears whole at the end. Which images are in a shard and in a
-batch follows from the job's facts alone, so a continued run ends with the bytes of an undisturbed one.
+Finished shards wait in a folder beside the output, which appears whole at the end; one that Ctrl-C interrupts is kept
+as far as it is. Which images are in a shard and in a batch follows from the job's facts alone, so a continued run ends
+with the bytes of an undisturbed one.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import collections
 import contextlib
 import csv
 import dataclasses
-import functools
 import io
 import itertools
 import json
@@ -30,7 +30,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from geoflow_fast import jobs
-from geoflow_fast.checkpoint import LOCK_FILE, locked, save_tensors, write_atomic, write_json
+from geoflow_fast.checkpoint import (
+    LOCK_FILE,
+    contents_of,
+    load_tensors,
+    locked,
+    save_tensors,
+    sync_folder,
+    write_atomic,
+    write_json,
+    write_npy,
+)
 from geoflow_fast.data import IMAGE_FOLDER, INDEX_FILE, METADATA_FOLDER, TEXT_FOLDER
 from geoflow_fast.encoders import Encoder, ProjectingEncoder
 from geoflow_fast.image_sources import ImageSource, Refused, Sample, Skipped, open_images, printable, reason_of
@@ -88,7 +98,8 @@ def embed_images(
     text. `metadata/` has a row per text, `img_metadata/` a row per image; without captions `metadata/` is per image.
     `skipped.csv` lists what could not be read. `pre_projection` adds `img_pre/`, `text_pre/` and
     `projections.safetensors` (see `ProjectingEncoder`). `workers` threads load images. Killed, it is continued by the
-    same call; the output of another job is refused unless `overwrite`.
+    same call; the output of another job is refused unless `overwrite`. Ctrl-C is heeded after the current batch, which
+    is kept with those before it, a second one at once.
     """
     if min(batch_size, workers, shard_rows) < 1:
         raise ValueError(f"{batch_size=}, {workers=} and {shard_rows=} must be at least 1")
@@ -169,8 +180,8 @@ class _EmbedJob:
         left = jobs.read_facts(self.folder / jobs.FACTS_FILE)
         if left is None and self.folder.is_dir() and {path.name for path in self.folder.iterdir()} - {LOCK_FILE}:
             raise FileExistsError(f"{self.folder} holds something that geoflow embed did not make; move it")
-        # Without a finished shard there is nothing to lose: a batch that was too large may be made smaller.
-        if not overwrite and left is not None and left != self.facts and any(self.folder.glob(_done_file("*"))):
+        # Without encoded rows there is nothing to lose: a batch that was too large may be made smaller.
+        if not overwrite and left is not None and left != self.facts and _progress_files(self.folder):
             jobs.refuse_other_job(self.folder, left, self.facts)
 
     def _finished(self) -> EmbedSummary | None:
@@ -184,22 +195,43 @@ class _EmbedJob:
             yield number, range(first, min(first + step, len(self.source)))
 
     def _encode_shards(self, *, shown: bool) -> None:
-        missing = [rows for number, rows in self._shards() if not (self.folder / _done_file(number)).is_file()]
-        done = len(self.source) - sum(map(len, missing))
+        begun = {number: self._begin(number) for number, _ in self._shards() if not self._is_done(number)}
+        missing = {number: rows[begun[number].rows :] for number, rows in self._shards() if number in begun}
+        done = len(self.source) - sum(map(len, missing.values()))
         first_image = 0
         with (
-            _loaded(self.source, self.encoder, itertools.chain(*missing), self.settings) as samples,
+            _loaded(self.source, self.encoder, itertools.chain(*missing.values()), self.settings) as samples,
             jobs.progress_bar(len(self.source), done, "images", shown=shown) as advance,
+            jobs.StopOnInterrupt("batch") as stop,
         ):
-            for number, rows in self._shards():
-                if not (self.folder / _done_file(number)).is_file():
-                    shard = _Shard(first_image, self.settings, with_texts=self.source.has_captions)
-                    for first in range(rows.start, rows.stop, self.settings.batch_size):
-                        size = min(self.settings.batch_size, rows.stop - first)
+            for number, _ in self._shards():
+                if number in begun:
+                    shard = begun.pop(number)
+                    shard.first_image = first_image
+                    for size in _batches(len(missing[number]), self.settings.batch_size):
+                        self._heed(stop, number, shard)
                         shard.add(self.encoder, list(itertools.islice(samples, size)))
                         advance(size)
                     self._write_shard(number, shard)
                 first_image += _read_done(self.folder, number)["images"]
+
+    def _is_done(self, number: int) -> bool:
+        return (self.folder / _done_file(number)).is_file()
+
+    def _begin(self, number: int) -> _Shard:
+        """The shard as far as an interrupted run came with it."""
+        shard = _Shard(self.settings, with_texts=self.source.has_captions)
+        path = self.folder / _part_file(number)
+        if path.is_file():
+            shard.load(path)
+        return shard
+
+    def _heed(self, stop: jobs.StopOnInterrupt, number: int, shard: _Shard) -> None:
+        """If asked to stop, keeps what the shard has and stops."""
+        if stop.asked:
+            if shard.rows:
+                shard.save(self.folder / _part_file(number))
+            raise KeyboardInterrupt
 
     def _write_shard(self, number: int, shard: _Shard) -> None:
         """The file that tells of a finished shard comes last."""
@@ -213,15 +245,16 @@ class _EmbedJob:
         for name, parts in arrays.items():
             array = np.concatenate(parts).astype(self.settings.dtype if name in _EMBEDDINGS else np.float32)
             path = self._place(name, f"{name}_{number}.npy")
-            write_atomic(path, functools.partial(_save_npy, array))
+            write_npy(path, array)
         for name, columns in tables.items():
             _write_table(self._place(name, f"{name}_{number}.parquet"), columns)
         done = {
             "images": len(shard.image_columns["image_path"]),
             "texts": len(shard.text_columns["caption"]),
-            "skipped": [dataclasses.astuple(item) for item in shard.skipped],
+            "skipped": _as_tuples(shard.skipped),
         }
         write_json(self.folder / _done_file(number), done)
+        (self.folder / _part_file(number)).unlink(missing_ok=True)
 
     def _place(self, folder: str, name: str) -> Path:
         (self.folder / folder).mkdir(exist_ok=True)
@@ -252,34 +285,44 @@ class _EmbedJob:
         files = [self.folder / METADATA_FOLDER / f"{METADATA_FOLDER}_{number}.parquet" for number, _ in self._shards()]
         index = np.concatenate([jobs.read_columns(path, ["image_index"])["image_index"] for path in files])
         if not np.array_equal(index, np.arange(images)):
-            write_atomic(self.folder / INDEX_FILE, functools.partial(_save_npy, index))
+            write_npy(self.folder / INDEX_FILE, index)
 
     def _publish(self) -> None:
         """Moves the finished folder to its place; what was there before goes last."""
-        old = self.out.with_name(f".{self.out.name}.old")
-        if old.is_dir():
-            shutil.rmtree(old)
+        if self._old.is_dir():
+            shutil.rmtree(self._old)
         if self.out.is_dir() and any(self.out.iterdir()):
-            os.replace(self.out, old)
+            os.replace(self.out, self._old)
         os.replace(self.folder, self.out)
+        sync_folder(self.out.parent)
         self._tidy()
-        if old.is_dir():
-            shutil.rmtree(old)
+
+    @property
+    def _old(self) -> Path:
+        """Where a result that is being replaced waits."""
+        return self.out.with_name(f".{self.out.name}.old")
 
     def _tidy(self) -> None:
         """Removes what only an unfinished job needs."""
-        for path in [*self.out.glob(_done_file("*")), self.out / jobs.FACTS_FILE, self.out / LOCK_FILE]:
+        for path in [*_progress_files(self.out), self.out / jobs.FACTS_FILE, self.out / LOCK_FILE]:
             path.unlink(missing_ok=True)
+        if self._old.is_dir():
+            shutil.rmtree(self._old)
 
 
 _EMBEDDINGS = (IMAGE_FOLDER, TEXT_FOLDER)
 
 
 class _Shard:
-    """The rows of a shard, batch by batch. `first_image` is the row of its first image among all."""
+    """The rows of a shard, batch by batch. `first_image` is the row of its first image among all; `rows` is how many
+    of the source's are in, read or not."""
 
-    def __init__(self, first_image: int, settings: _Settings, *, with_texts: bool) -> None:
-        self.first_image, self.settings, self.with_texts = first_image, settings, with_texts
+    ARRAYS = ("images", "texts", "image_pre", "text_pre")
+    KIND = "part of a shard"
+
+    def __init__(self, settings: _Settings, *, with_texts: bool) -> None:
+        self.settings, self.with_texts = settings, with_texts
+        self.first_image = self.rows = 0
         self.images: list[NDArray[Any]] = []
         self.texts: list[NDArray[Any]] = []
         self.image_pre: list[NDArray[Any]] = []
@@ -288,8 +331,29 @@ class _Shard:
         self.text_columns: dict[str, list[Any]] = {"image_path": [], "caption": [], "image_index": []}
         self.skipped: list[Skipped] = []
 
+    def save(self, path: Path) -> None:
+        """Keeps the batches so far."""
+        words = {"image": self.image_columns, "text": self.text_columns, "skipped": _as_tuples(self.skipped)}
+        tensors = {
+            name: torch.from_numpy(np.concatenate(parts)) for name in self.ARRAYS if (parts := getattr(self, name))
+        }
+        # Not among the facts of the file, whose length is limited.
+        tensors["words"] = torch.frombuffer(bytearray(json.dumps(words).encode()), dtype=torch.uint8)
+        save_tensors(path, tensors, kind=self.KIND, info={"rows": self.rows})
+
+    def load(self, path: Path) -> None:
+        """Takes up what `save` kept."""
+        tensors, info = load_tensors(path, kind=self.KIND)
+        with contents_of(path):
+            words = json.loads(tensors.pop("words").numpy().tobytes())
+            self.rows, self.image_columns, self.text_columns = info["rows"], words["image"], words["text"]
+            self.skipped = [Skipped(*item) for item in words["skipped"]]
+            for name, part in tensors.items():
+                getattr(self, name).append(part.numpy())
+
     def add(self, encoder: Encoder, samples: Sequence[_Loaded]) -> None:
         """Encodes a batch: its images, and the captions of those that gave an embedding."""
+        self.rows += len(samples)
         self.skipped += [item for sample in samples for item in sample.skipped]
         read = [(sample, sample.image) for sample in samples if sample.image is not None]
         with _room_for(len(read)):
@@ -381,8 +445,26 @@ def _room_for(rows: int) -> Iterator[None]:
         raise ValueError(f"a batch of {rows} does not fit into the device's memory; --batch-size less") from error
 
 
-def _done_file(number: int | str) -> str:
+def _batches(rows: int, size: int) -> Iterator[int]:
+    """Sizes of the batches that so many rows are cut into."""
+    return (min(size, rows - first) for first in range(0, rows, size))
+
+
+def _done_file(number: int) -> str:
     return f"shard_{number}.done"
+
+
+def _part_file(number: int) -> str:
+    return f"shard_{number}.part"
+
+
+def _progress_files(folder: Path) -> list[Path]:
+    """Files that tell of shards, finished or not."""
+    return [*folder.glob("shard_*.done"), *folder.glob("shard_*.part")]
+
+
+def _as_tuples(skipped: Sequence[Skipped]) -> list[tuple[str, ...]]:
+    return [dataclasses.astuple(item) for item in skipped]
 
 
 def _read_done(folder: Path, number: int) -> dict[str, Any]:
@@ -400,10 +482,6 @@ def _empty(folder: Path) -> None:
     (folder / jobs.FACTS_FILE).unlink(missing_ok=True)
 
 
-def _save_npy(array: NDArray[Any], file: Any) -> None:
-    np.save(file, array, allow_pickle=False)
-
-
 def _write_table(path: Path, columns: Mapping[str, list[Any]]) -> None:
     import pyarrow
 
@@ -416,5 +494,5 @@ def _write_skipped(path: Path, skipped: Sequence[Skipped]) -> None:
     lines = io.StringIO(newline="")
     writer = csv.writer(lines, lineterminator="\n")
     writer.writerow(("item", "part", "reason"))
-    writer.writerows([printable(value) for value in dataclasses.astuple(item)] for item in skipped)
+    writer.writerows([printable(value) for value in item] for item in _as_tuples(skipped))
     write_atomic(path, lambda file: file.write(lines.getvalue().encode()))

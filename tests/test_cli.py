@@ -273,6 +273,21 @@ def test_a_signal_saves_and_says_how_to_continue(desk, number, code):
     assert (desk / "run/last.safetensors").is_file()
 
 
+def test_termination_is_heeded_where_interrupts_are_ignored(run, monkeypatch):
+    """A shell that starts a command in the background has it ignore Ctrl-C; SIGTERM ends it all the same."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def terminated() -> dict[str, str]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    monkeypatch.setattr("geoflow_fast.doctor.machine_facts", terminated)
+    try:
+        assert run("doctor") == (143, "", "")
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_a_terminated_job_keeps_its_blocks_and_is_continued(run, desk):
     flags = ["--model", "flow", "--pairs", "pairs", "--out", "o.parquet", "--block", "4", "--steps", "20"]
     process = start("density", *flags)
