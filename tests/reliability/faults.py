@@ -140,7 +140,6 @@ class Plan:
     read_only: bool = False
     signal: str | None = None
     signal_at: int = 1
-    ignore_interrupts: bool = False
 
     def prepare(self, out: Path, log: list[str]) -> None:
         """In the child, before its task; fills `log` with the operations on files."""
@@ -285,7 +284,7 @@ def _live(task: str | list[str], world: Path, out: Path, plan: Plan, answer: int
     told: dict[str, Any] = {}
     status = 0
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN if plan.ignore_interrupts else signal.default_int_handler)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell has it ignored
         os.chdir(world)
         if isinstance(task, str):
             out.mkdir(exist_ok=True)
