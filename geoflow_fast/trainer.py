@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -445,14 +446,25 @@ class Metrics:
     def write(self, step: int, values: dict[str, float]) -> None:
         """One line of metrics."""
         if self.path is not None:
-            try:
-                with open(self.path, "a", encoding="utf-8") as file:
-                    file.write(json.dumps({"step": step, **values}) + "\n")
-            except OSError as error:
-                raise OSError(error.errno, f"could not write {self.path} ({error.strerror})") from error
+            with self._named(), open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
         if self.board is not None:
             for name, value in values.items():
                 self.board.add_scalar(name, value, step)
+
+    def sync(self) -> None:
+        """Brings the lines to disk: after a power cut the checkpoint must not know of steps that they do not."""
+        if self.path is not None and self.path.is_file():
+            with self._named(), open(self.path, "rb") as file:
+                os.fsync(file.fileno())
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Adds the name of the file to what is wrong with the disk."""
+        try:
+            yield
+        except OSError as error:
+            raise OSError(error.errno, f"could not write {self.path} ({error.strerror})") from error
 
     def close(self) -> None:
         """Flushes TensorBoard."""
@@ -576,6 +588,7 @@ def _take_steps(run: Run[B], folder: Path | None, *, shown: bool) -> None:
                 run.finished = run.step >= config.steps or run.stopped_early
                 if folder is not None and (run.finished or stopped or run.step % config.checkpoint_every == 0):
                     if main:
+                        metrics.sync()
                         run.save(folder)
                     saved = run.step
     except TrainingDiverged as error:

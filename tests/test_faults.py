@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import errno
 import itertools
+import json
 import os
 import random
 import re
@@ -165,6 +166,30 @@ def test_killed_at_each_kind_of_operation_on_files(nursery, world, alone, tmp_pa
         finish(nursery, name, world, out, wanted)
         shutil.rmtree(out)
     record(f"operations_of_{name}", kinds_of_operations_killed_at=len(struck), rows_lost_or_doubled=0)
+
+
+def test_steps_after_the_checkpoint_are_logged_once(nursery, world, alone, tmp_path):
+    """Killed when their lines are written and the checkpoint is not: they are made, and written, again."""
+    wanted, undisturbed = alone["training"]
+    saved = places_of(undisturbed, "os.rename /.last.safetensors.tmp")
+    assert nursery.run("training", world, tmp_path / "run", Plan(strike_at=saved[3])).status == -signal.SIGKILL
+    finish(nursery, "training", world, tmp_path / "run", wanted)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 21))
+
+
+def test_lines_are_on_disk_before_the_checkpoint(alone):
+    """So that a power cut, which no test can make, loses none of them."""
+    undisturbed = alone["training"][1]
+    written, synced = (places_of(undisturbed, f"{what} /metrics.jsonl") for what in ("open", "fsync"))
+    for saved in places_of(undisturbed, "os.rename /.last.safetensors.tmp"):
+        last_line = max(place for place in written if place < saved)
+        assert any(last_line < place < saved for place in synced)
+
+
+def places_of(undisturbed: End, operation: str) -> list[int]:
+    """Numbers, from 1, of an operation on files."""
+    return [number for number, done in enumerate(undisturbed.operations, 1) if done == operation]
 
 
 # ---- disks --------------------------------------------------------------------------------------------------------
