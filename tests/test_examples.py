@@ -23,14 +23,23 @@ def test_open_clip_retrieval(monkeypatch, capsys):
     assert "120 pictures; kappa" in shown
 
 
-def run_notebook(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The names a notebook-as-script ends with, run whole in `folder`; its picture is one."""
+def run_notebook(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *pictures: str) -> dict[str, Any]:
+    """The names a notebook-as-script ends with, run whole in `folder`; its pictures are some."""
     monkeypatch.chdir(folder)
     monkeypatch.setenv("MPLBACKEND", "Agg")
     names = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
-    with Image.open(folder / f"{name}.png") as picture:
-        assert min(picture.size) > 400
+    for file in pictures or (f"{name}.png",):
+        with Image.open(folder / file) as picture:
+            assert min(picture.size) > 400
     return names
+
+
+@pytest.mark.slow
+def test_two_uncertainties_are_as_drawn(tmp_path, monkeypatch):
+    found = run_notebook("two_uncertainties", tmp_path, monkeypatch, "ambiguous.png", "unseen.png")
+    specific, vague = found["entropies"].values()
+    assert specific < 1.5 < 3 < vague
+    assert found["scores"]["a chair"] < found["limit"] < found["scores"]["an X-ray"]
 
 
 @pytest.mark.slow
