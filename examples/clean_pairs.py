@@ -75,8 +75,8 @@ for score, name, colour in ((pmi, "PMI of the flow", "#3b6fb6"), (cosine, "cosin
     right.plot(recall, precision, color=colour, label=f"{name}, average precision {found[name]:.2f}")
 right.axhline(share, color="#8a8f98", linewidth=0.8, linestyle=":")
 right.set(xlabel="of the swapped captions, found", ylabel="of those looked at, swapped", ylim=(0, 1.03))
-for axes in (left, right):
+for axes, place in ((left, "upper right"), (right, "lower left")):
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
+    axes.legend(frameon=False, fontsize=9, loc=place)
 figure.savefig("clean_pairs.png", dpi=140)
 print("Wrote clean_pairs.png")
