@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import geoflow_fast as gf
-from geoflow_fast import density_job, geometry, jobs, ops, scoring
+from geoflow_fast import density_job, distributed, geometry, jobs, ops, rerank_job, scoring
 from geoflow_fast.data import Rows
 from geoflow_fast.density import DensitySettings
 from geoflow_fast.distributed import World, joined
@@ -63,6 +63,7 @@ def run_ranks(size: int, task: Task, *arguments: Any, raising: bool = True) -> l
 
 def _rank(rank: int, size: int, port: int, send: Any, task: Task, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    distributed.BEAT_SECONDS = 0.5
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
         with joined() as world:
@@ -167,6 +168,16 @@ def densities(world: World, folder: Path, out: str, slow: int | None = None) -> 
     return made
 
 
+def rerank(world: World, folder: Path, out: str) -> None:
+    """Re-ranks the queries of `folder`, calibrated on its held-out pairs."""
+    settings = {"shortlist": 5, "n_steps": 2}
+    reranker = rerank_job.open_reranker(
+        folder / "model", folder / "gallery", "t2i", device="cpu", world=world, **settings
+    )
+    rerank_job.settle_calibration(reranker, folder / "model", folder / f"{out}.json", folder / "held_out")
+    rerank_job.rerank_file(reranker, folder / "queries.npy", folder / out, block=4, progress=False)
+
+
 def _die_at_block(number: int) -> None:
     """This process is killed as soon as its scorer is asked for its `number`th block of queries, from 0."""
     score_rows, asked = scoring._score_rows, iter(range(10**9))
@@ -233,6 +244,19 @@ def train_small(world: World, out: Path | None, changes: dict[str, Any], fatal: 
     report = gf.train(flow, small_pairs(), config, out=out, progress=False, world=world)
     weights = torch.cat([p.detach().flatten() for p in flow.parameters()]).numpy()
     return {"weights": weights, "best": report.best_val_loss, "steps": report.steps, "finished": report.finished}
+
+
+def train_slowly(world: World, out: Path, changes: dict[str, Any], slow: int) -> dict:
+    """`train_small` with a rank `slow` that takes twice as long for a step as a lost one is waited for."""
+    optimise = Run.optimise
+
+    def wait(run: Run[Any], batch: Any) -> Any:
+        if run.step == 2 and world.rank == slow:
+            time.sleep(2 * distributed.LOST_SECONDS)
+        return optimise(run, batch)
+
+    with mock.patch.object(distributed, "LOST_SECONDS", 3.0), mock.patch.object(Run, "optimise", wait):
+        return train_small(world, out, changes)
 
 
 SHORT: dict[str, Any] = {

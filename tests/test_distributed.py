@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.run
+import typer
 
 import geoflow_fast as gf
 from geoflow_fast import geometry as g
+from geoflow_fast.cli import app
 from geoflow_fast.data import Rows
 from geoflow_fast.distributed import ALONE, RankLost, World, joined
 from geoflow_fast.gallery import Gallery
@@ -25,15 +30,20 @@ QUERIES, ITEMS, PAIRS = 23, 61, 26
 
 @pytest.fixture
 def folder(tmp_path, flow) -> Path:
-    """A saved flow, queries, a gallery in three shards and pairs."""
-    flow.save_pretrained(tmp_path / "model")
-    np.save(tmp_path / "queries.npy", g.sample_uniform(QUERIES, 7).numpy())
-    (tmp_path / "gallery").mkdir()
-    for number, part in enumerate(np.array_split(g.sample_uniform(ITEMS, 10).numpy(), 3)):
-        np.save(tmp_path / "gallery" / f"img_emb_{number}.npy", part)
-    pairs = gf.EmbeddingPairs.from_arrays(g.sample_uniform(PAIRS, 10), g.sample_uniform(PAIRS, 7))
-    pairs.save(tmp_path / "pairs", dtype=np.float32)
+    put_inputs(tmp_path, flow)
     return tmp_path
+
+
+def put_inputs(folder: Path, flow: gf.GeoFlow) -> None:
+    """A saved flow, queries, a gallery in three shards and pairs."""
+    image_dim, text_dim = flow.config.image_dim, flow.config.text_dim
+    flow.save_pretrained(folder / "model")
+    np.save(folder / "queries.npy", g.sample_uniform(QUERIES, text_dim).numpy())
+    (folder / "gallery").mkdir()
+    for number, part in enumerate(np.array_split(g.sample_uniform(ITEMS, image_dim).numpy(), 3)):
+        np.save(folder / "gallery" / f"img_emb_{number}.npy", part)
+    pairs = gf.EmbeddingPairs.from_arrays(g.sample_uniform(PAIRS, image_dim), g.sample_uniform(PAIRS, text_dim))
+    pairs.save(folder / "pairs", dtype=np.float32)
 
 
 def assert_same_file(found: Path, expected: Path) -> None:
@@ -165,7 +175,7 @@ def test_killed_rank_ends_the_others_and_another_run_finishes(folder, layout):
     kept = len(list((folder / "many.parquet.blocks").glob("*.parquet")))
     assert kept >= 3
     assert not (folder / "many.parquet").exists()
-    run_ranks(3, ranks.score, folder, "many.parquet", layout, 2)
+    run_ranks(3 if layout == "gallery" else 1, ranks.score, folder, "many.parquet", layout, 2)
     assert_same_file(folder / "many.parquet", folder / "one.parquet")
 
 
@@ -176,6 +186,21 @@ def test_densities_of_ranks_with_a_slow_one(folder):
     assert_same_file(folder / "many.parquet", folder / "one.parquet")
     assert sorted(made[0] + made[1]) == list(range(0, PAIRS, 4))
     assert len(made[0]) > len(made[1])
+
+
+def test_reranking_by_ranks_is_that_of_one_process(tmp_path):
+    """With a calibration, which one of them makes."""
+    flow = gf.GeoFlow(gf.GeoFlowConfig(7, 7, hidden=16, depth=1, layer_scale=0.5))
+    with torch.no_grad():
+        for parameter in flow.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    put_inputs(tmp_path, flow)
+    image = g.sample_uniform(80, 7)
+    held_out = gf.EmbeddingPairs.from_arrays(image, g.normalize(image + 0.2 * torch.randn_like(image)))
+    held_out.save(tmp_path / "held_out", dtype=np.float32)
+    ranks.rerank(ALONE, tmp_path, "one.parquet")
+    run_ranks(2, ranks.rerank, tmp_path, "many.parquet")
+    assert_same_file(tmp_path / "many.parquet", tmp_path / "one.parquet")
 
 
 # ---- training -----------------------------------------------------------------------------------------------------
@@ -265,6 +290,26 @@ def test_killed_rank_in_training_and_a_continuation_on_more(tmp_path):
         np.testing.assert_allclose(found[name], values, rtol=1e-5, err_msg=name)
 
 
+def test_a_run_is_continued_by_other_numbers_of_ranks(tmp_path):
+    """One of two is killed, then one that goes on alone; three finish, with the losses of a run without all that."""
+    changes = {"steps": 30, "val_every": 15}
+    ranks.train_small(ALONE, tmp_path / "whole", changes)
+    for size, step in ((2, 13), (1, 24)):
+        run_ranks(size, ranks.train_small, tmp_path / "run", changes, (0, step), raising=False)
+    (finished, *_) = run_ranks(3, ranks.train_small, tmp_path / "run", changes)
+    assert finished["finished"]
+    expected, found = losses_of(tmp_path / "whole"), losses_of(tmp_path / "run")
+    assert list(found["step"]) == list(range(1, 31))
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=1e-5, err_msg=name)
+
+
+def test_a_slow_rank_is_waited_for(tmp_path):
+    """Longer than a rank without a heartbeat would be, in the middle of the steps that the ranks take together."""
+    found = run_ranks(2, ranks.train_slowly, tmp_path, {"steps": 4, "val_every": 4}, 1)
+    assert all(rank["finished"] for rank in found)
+
+
 def test_batch_must_be_large_enough_for_the_ranks():
     with pytest.raises(ValueError, match="batch_size=64 is too small for 9 ranks: at least 72"):
         BatchMaker(ranks.small_flow(), ranks.small_pairs(), gf.TrainConfig(**ranks.SHORT), World(0, 9))
@@ -286,3 +331,23 @@ def test_torchrun_starts_the_same_command(folder):
     assert job.returncode == 0, errors
     assert_same_file(folder / "many.parquet", folder / "one.parquet")
     assert shown.count("Wrote") == 1
+
+
+def documented_launches() -> dict[str, list[str]]:
+    """Words after `torchrun` in the examples for clusters."""
+    page = (Path(gf.__file__).parents[1] / "docs/scaling.md").read_text()
+    (line,) = re.findall(r"^srun torchrun (.*?[^\\])$", page, re.DOTALL | re.MULTILINE)
+    (command,), (arguments,) = (re.findall(rf"^ *{key}: \[(.*)\]$", page, re.MULTILINE) for key in ("command", "args"))
+    program, *words = [*command.split(", "), *arguments.split(", ")]
+    assert program == "torchrun"
+    return {"slurm": shlex.split(line.replace("\\\n", " ")), "kubernetes": words}
+
+
+@pytest.mark.parametrize("cluster", ["slurm", "kubernetes"])
+def test_documented_clusters_start_commands_with_flags_that_exist(cluster):
+    launch = torch.distributed.run.parse_args(documented_launches()[cluster])
+    assert launch.module
+    assert launch.training_script == "geoflow_fast"
+    name, *flags = launch.training_script_args
+    context = typer.main.get_command(app).commands[name].make_context(name, flags)
+    assert context.params["out"] == Path({"slurm": "scores.parquet", "kubernetes": "/data/runs/first"}[cluster])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 import geoflow_fast as gf
 from geoflow_fast.cli import main
 from geoflow_fast.plan import DEVICES, as_table, plan_scoring
-from geoflow_fast.scoring import preferred_layout
+from geoflow_fast.scoring import BLOCK_QUERIES, preferred_layout
 
 
 def test_internet_scale_by_hand():
@@ -76,6 +77,14 @@ def test_counts_must_be_positive(bad):
 def test_unknown_device_names_the_known_ones():
     with pytest.raises(ValueError, match=f"one of {', '.join(DEVICES)}, cpu, got 'tpu'"):
         plan_scoring(10, 8, 5, "tpu", 1)
+
+
+def test_the_hours_in_the_documentation_are_the_plans():
+    page = (Path(__file__).parents[1] / "docs/scaling.md").read_text()
+    hours = [plan_scoring(10**9, 1024, 10**6, "h100", 64, block=block).total_hours for block in (BLOCK_QUERIES, 1024)]
+    words = " ".join(page.split())
+    assert f"{hours[0]:.3g} hours with the default {BLOCK_QUERIES} queries" in words
+    assert f"{hours[1]:.3g} with `--block 1024`" in words
 
 
 def test_command_line(monkeypatch, capsys):
