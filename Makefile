@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest
 # How long `make soak` runs.
 SOAK_MINUTES := 30
 
-.PHONY: setup demo test test-slow test-gpu test-wheel test-browser test-sanitize soak reliability bench docs lint wheel clean
+.PHONY: setup demo test test-slow test-gpu test-wheel test-browser test-sanitize soak reliability bench bench-quick bench-compare docs lint wheel clean
 
 setup: .venv/.installed
 
@@ -66,8 +66,23 @@ test-wheel: wheel
 test-browser: setup
 	GEOFLOW_REPORT=$(wildcard demo_output/report.html) $(PYTEST) tests/browser
 
-bench: setup
+# Half an hour on two cores: benchmarks/results/*.json, then docs/performance.md and its figures from them.
+bench: setup .venv/.peers
 	$(BIN)/python -m benchmarks
+
+# Under five minutes: small sizes, the same gates, tables on the terminal and nowhere else.
+bench-quick: setup .venv/.peers
+	$(BIN)/python -m benchmarks --quick
+
+# Fails if commit B is slower than commit A: make bench-compare A=v0.1.0 B=HEAD
+bench-compare: setup
+	$(BIN)/python -m benchmarks.compare $(A) $(B)
+
+# Rows of libraries that are missing are left out. torchcfm asks for far more than the part that is timed.
+.venv/.peers: .venv/.installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt geomloss flow_matching flash-sinkhorn
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchcfm
+	touch $@
 
 # A warning, such as a dead link, is an error.
 docs: setup

@@ -1,25 +1,52 @@
-"""`python -m benchmarks [name ...]` runs the named benchmarks (all without a name) and prints their tables."""
+"""`python -m benchmarks [name ...]`: hot paths, then docs/performance.md and its figures from all results there are.
+
+`--quick` takes small sizes and prints tables only. `--study` runs the named studies of quality instead; a benchmark
+without hot paths is a study anyway. `--json` prints what was measured as one JSON object in place of tables.
+"""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
+import argparse
+import json
 import sys
+from typing import Any
 
-import benchmarks
+from benchmarks import page, suite
+from benchmarks.common import save
 
 
-def main(wanted: list[str]) -> None:
-    prefix = "bench_"
-    known = [
-        m.name.removeprefix(prefix) for m in pkgutil.iter_modules(benchmarks.__path__) if m.name.startswith(prefix)
-    ]
-    unknown = sorted(set(wanted) - set(known))
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="name", help="benchmarks to run; all suites of hot paths if none")
+    parser.add_argument("--quick", action="store_true", help="small sizes, under five minutes; nothing is written")
+    parser.add_argument("--study", action="store_true", help="how good instead of how fast: minutes to hours each")
+    parser.add_argument("--json", action="store_true", help="one JSON object to standard output")
+    given = parser.parse_args(arguments)
+    unknown = sorted(set(given.names) - set(suite.names()))
     if unknown:
-        raise SystemExit(f"no benchmark named {', '.join(unknown)}; there are {', '.join(known)}")
-    for name in wanted or known:
-        print(f"## {name}\n", flush=True)
-        print(importlib.import_module(f"benchmarks.{prefix}{name}").run(), end="\n\n", flush=True)
+        raise SystemExit(f"no benchmark named {', '.join(unknown)}; there are {', '.join(suite.names())}")
+    hot = suite.suites()
+    found: dict[str, Any] = {}
+    for name in given.names or hot:
+        if given.study or name not in hot:
+            found[name] = suite.module_of(name).run()
+        else:
+            found[name] = run_suite(name, quick=given.quick)
+        if not given.json:
+            words = found[name] if isinstance(found[name], str) else suite.text_of(found[name])
+            print(f"## {name}\n\n{words}\n", flush=True)
+    if given.json:
+        print(json.dumps(found, indent=2))
+    if not given.quick and any(isinstance(value, dict) for value in found.values()):
+        page.write()
+
+
+def run_suite(name: str, *, quick: bool) -> dict[str, Any]:
+    """Measures a suite; its results are kept unless they are quick ones."""
+    found = suite.run_suite(name, quick=quick, say=lambda words: print(words, file=sys.stderr, flush=True))
+    if not quick:
+        save(name, found)
+    return found
 
 
 if __name__ == "__main__":

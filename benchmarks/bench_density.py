@@ -1,19 +1,17 @@
 """Likelihoods: the epistemic score of the paper's network against straightforward autograd, and how good it is.
 
-Speed is measured at the paper's size, where random weights will do; variance, bias and ranks on a flow trained on the
-concept world, which is kept beside the results for the next run. Gates: the twin and the library agree on velocities
-and divergences, cost is linear, and the speed-ups, memory, bias and ranks named in `gate_speed`, `memory`, `quality`,
-`equal_error` and `widths` hold. The default and FAST_DENSITY, with one probe, are asked for ranks at width 128: on the
-narrow world, where the score spreads by few nats, it takes three probes.
+Peers take the gradient of the plain torch network: Euler back along great circles, and torchdiffeq in the space around
+the sphere with the divergence as one more state. Gates: with the same probes, twin and library have the same
+log-density and torchdiffeq's is close; the scores of all agree within their noise.
+
+The study (`python -m benchmarks --study density`): variance, bias and ranks on a flow trained on the concept world,
+which is kept beside the results for the next run. The default and FAST_DENSITY, with one probe, are asked for ranks at
+width 128: on the narrow world, where the score spreads by few nats, it takes three probes.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,11 +20,16 @@ from scipy.stats import spearmanr
 from torch import Tensor
 
 import geoflow_fast as gf
-from benchmarks.bench_training import WIDTH, PlainFlow
-from benchmarks.common import RESULTS, gate, report, time_together
+from benchmarks import peers, twins
+from benchmarks.bench_network import Rows
+from benchmarks.common import RESULTS, gate, report
+from benchmarks.flows import row_flops
+from benchmarks.limits import Work
+from benchmarks.suite import PEER, Case, Contender, Scaling
+from benchmarks.suite import measure as measure_case
 from geoflow_fast.density import draw_seed
 from geoflow_fast.divergence import Probes
-from geoflow_fast.geometry import DIRECTIONS, exp_map, log_area, sample_uniform
+from geoflow_fast.geometry import DIRECTIONS
 from geoflow_fast.worlds import ConceptWorld
 
 ROWS = 256
@@ -38,152 +41,107 @@ INDEPENDENT = {"probe": "gaussian", "orthogonal": "none"}
 RANKING = {"n_steps": 10, "solver": "ab2", "grid": "early", "n_probes": 3}
 
 
-def paper_flow() -> gf.GeoFlow:
-    torch.manual_seed(0)
-    flow = gf.GeoFlow(gf.GeoFlowConfig.paper()).eval().requires_grad_(False)
-    for name, parameter in flow.named_parameters():
-        if not name.startswith("encoders"):
-            parameter.normal_(0, 0.02)
-    return flow
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """Pairs to score, with Euler steps of the paper's kind."""
+
+    rows: Rows
+    steps: int
+
+    def ours(self, **options: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return gf.epistemic(self.rows.flow, self.rows.image, self.rows.text, generator=generator, **options).score
+
+    def paper(self) -> Tensor:
+        return self.ours(**{**gf.PAPER_DENSITY, "n_steps": self.steps})
+
+    def by(self, log_density: Callable[..., Tensor]) -> Tensor:
+        torch.manual_seed(1)
+        rows = self.rows
+        joint, i2t, t2i = (
+            log_density(rows.plain, rows.image, rows.text, code, self.steps, twins.signs) for code in range(3)
+        )
+        return i2t + t2i - 2 * joint
+
+    def truths(self) -> tuple[Tensor, Tensor]:
+        """After these Euler steps, and after many better ones, once the log-densities are known to be the twin's."""
+        gate_same_numbers(self.rows)
+        return self.ours(n_steps=self.steps, solver="euler"), self.ours(n_steps=40, solver="ab2")
 
 
-def autograd_log_density(
-    plain: PlainFlow, image: Tensor, text: Tensor, code: int, steps: int, probes: Callable[[int, int, Tensor], Tensor]
-) -> Tensor:
-    """What one would first write: Euler back from t=1, one vector-Jacobian product a step, a time for every row."""
-    points, rows = [image, text], len(image)
-    moving = {0: (0, 1), 1: (1,), 2: (0,)}[code]
-    direction = torch.full((rows,), code, dtype=torch.int8)
-    total = torch.full((rows,), -sum(log_area(points[s].shape[1]) for s in moving), dtype=torch.float64)
-    for step in range(steps):
-        points = [x.detach().requires_grad_() for x in points]
-        velocity = plain(*points, torch.full((rows,), 1 - step / steps), direction)
-        probe = {s: probes(step, s, points[s].detach()) for s in moving}
-        along = sum((velocity[s] * probe[s]).sum() for s in moving)
-        pulled = torch.autograd.grad(along, [points[s] for s in moving])
-        total -= sum((g * probe[s]).sum(1).double() for s, g in zip(moving, pulled)) / steps
-        for s in moving:
-            points[s] = exp_map(points[s].detach(), -velocity[s].detach() / steps)
-    return total
-
-
-def signs(_step: int, _stream: int, x: Tensor) -> Tensor:
-    """The paper's probes: random signs, projected."""
-    e = torch.randint(0, 2, x.shape).to(x.dtype).mul_(2).sub_(1)
-    return e - (e * x).sum(1, keepdim=True) * x
-
-
-def autograd_score(plain: PlainFlow, image: Tensor, text: Tensor, steps: int) -> Tensor:
-    joint, i2t, t2i = (autograd_log_density(plain, image, text, code, steps, signs) for code in range(3))
-    return i2t + t2i - 2 * joint
-
-
-def gate_same_numbers(flow: gf.GeoFlow, plain: PlainFlow) -> None:
+def gate_same_numbers(rows: Rows) -> None:
     """The same weights and Gaussian probes give the same log-density."""
-    image, text = sample_uniform(6, WIDTH), sample_uniform(6, WIDTH)
+    image, text = rows.image[:6], rows.text[:6]
+    options: dict[str, Any] = {"solver": "euler", "tangents": "combined", **INDEPENDENT}
     for code, direction in enumerate(DIRECTIONS):
         seed = int(draw_seed(torch.Generator().manual_seed(3), image))
         probes = Probes(seed, torch.arange(6), 1, "gaussian", "none", False, "sphere")
-        theirs = autograd_log_density(plain, image, text, code, 2, lambda n, s, x: probes.draw(n, s, x)[0])  # noqa: B023
-        options: dict[str, Any] = {"solver": "euler", "tangents": "combined", **INDEPENDENT}
-        ours = gf.log_density(flow, image, text, direction, 2, generator=torch.Generator().manual_seed(3), **options)
-        gate(f"{direction} log-density against the twin", torch.allclose(ours, theirs, rtol=1e-5))
-
-
-def speed(steps: int = 5, rounds: int = 2) -> tuple[str, dict[str, float]]:
-    """Seconds of a score of 256 pairs; Euler is timed over `steps` of its 50 steps, its cost being linear in them."""
-    flow = paper_flow()
-    plain = PlainFlow(flow).eval().requires_grad_(False)
-    gate_same_numbers(flow, plain)
-    image, text = sample_uniform(ROWS, WIDTH), sample_uniform(ROWS, WIDTH)
-    euler: dict[str, Any] = {"n_steps": steps, "solver": "euler"}
-    seconds = time_together(
-        {
-            "autograd, 50 Euler steps": lambda: autograd_score(plain, image, text, steps),
-            "one tangent per solve, 50 Euler steps": lambda: gf.epistemic(
-                flow, image, text, tangents="combined", **euler
-            ),
-            "separate tangents, 50 Euler steps": lambda: gf.epistemic(flow, image, text, **euler),
-        },
-        rounds,
-    )
-    seconds = {name: 50 / steps * value for name, value in seconds.items()}
-    seconds |= time_together(
-        {
-            "default: midpoint, 10 steps": lambda: gf.epistemic(flow, image, text),
-            "FAST_DENSITY": lambda: gf.epistemic(flow, image, text, **gf.FAST_DENSITY),
-        },
-        1,
-    )
-    slowest = seconds["autograd, 50 Euler steps"]
-    rows = [
-        {"setting": name, "seconds": value, "speed-up": slowest / value, "pairs per second": ROWS / value}
-        for name, value in seconds.items()
-    ]
-    return report("density_speed", rows, {"rows": ROWS, "steps timed": steps}), seconds
-
-
-MEMORY_RUN = """
-import json, sys, torch
-from benchmarks import bench_density as bench
-import geoflow_fast as gf
-from geoflow_fast.geometry import sample_uniform
-flow = bench.paper_flow()
-plain = bench.PlainFlow(flow).eval().requires_grad_(False) if sys.argv[1] == "autograd" else None
-image, text = (sample_uniform(bench.ROWS, bench.WIDTH) for _ in range(2))
-def resident(key):
-    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
-def run(rows, steps):
-    if plain is None:
-        gf.epistemic(flow, image[:rows], text[:rows], n_steps=steps, solver="euler")
-    else:
-        bench.autograd_score(plain, image[:rows], text[:rows], steps)
-run(1, 1)
-before = resident("VmRSS")
-open("/proc/self/clear_refs", "w").write("5")
-run(bench.ROWS, 2)
-print(json.dumps(resident("VmHWM") - before))
-"""
-
-
-def memory() -> str:
-    """Peak resident memory of a score beyond the weights, each in a process of its own."""
-    peak = {}
-    for name in ("autograd", "geoflow_fast"):
-        command = [sys.executable, "-c", MEMORY_RUN, name]
-        peak[name] = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout) / 2**20
-    gate("peak memory under half of autograd's", peak["geoflow_fast"] < 0.5 * peak["autograd"])
-    rows = [
-        {"implementation": name, "peak MiB beyond the weights": value, "share": value / peak["autograd"]}
-        for name, value in peak.items()
-    ]
-    return report("density_memory", rows, {"rows": ROWS})
-
-
-def linearity() -> str:
-    """Seconds against pairs, steps and probes, each doubled three times, with a straight line through them."""
-    flow = gf.GeoFlow(gf.GeoFlowConfig.small(256, 256)).eval()
-    image, text = sample_uniform(512, 256), sample_uniform(512, 256)
-
-    def seconds(rows: int = 128, n_steps: int = 4, n_probes: int = 1) -> float:
-        def run() -> gf.Epistemic:
-            pair = image[:rows], text[:rows]
-            return gf.epistemic(flow, *pair, n_steps=n_steps, n_probes=n_probes, **INDEPENDENT)
-
-        return time_together({"run": run}, 3)["run"]
-
-    rows = []
-    for name, values in (("rows", (64, 128, 256, 512)), ("n_steps", (2, 4, 8, 16)), ("n_probes", (1, 2, 4, 8))):
-        x = torch.tensor(values, dtype=torch.float64)
-        y = torch.tensor([seconds(**{name: value}) for value in values], dtype=torch.float64)
-        design = torch.stack((torch.ones_like(x), x), 1)
-        fit = torch.linalg.lstsq(design, y[:, None]).solution[:, 0]
-        share = 1 - float((design @ fit - y).square().sum() / (y - y.mean()).square().sum())
-        gate(f"cost linear in {name}", share > 0.97)
-        rows.append(
-            {"in": name, "values": "/".join(map(str, values)), "ms each": 1e3 * float(fit[1]), "R^2 of the line": share}
+        given = image, text, code, 2, lambda n, s, x, probes=probes: probes.draw(n, s, x)[0]
+        ours = gf.log_density(
+            rows.flow, image, text, direction, 2, generator=torch.Generator().manual_seed(3), **options
         )
-    return report("density_linearity", rows, {})
+        twin = twins.autograd_log_density(rows.plain, *given)
+        gate(f"{direction} log-density against the twin", torch.allclose(ours, twin, rtol=1e-5, atol=1e-3))
+
+
+def within_noise(place: int) -> Callable[[Tensor, tuple[Tensor, Tensor]], bool]:
+    """The mean differs from one of the truths by no more than chance, five standard errors, and one part in twenty for
+    the steps."""
+
+    def agrees(found: Tensor, truths: tuple[Tensor, Tensor]) -> bool:
+        change = found - truths[place]
+        chance = 5 * float(change.std()) / len(change) ** 0.5
+        return abs(float(change.mean())) < chance + 0.05 * abs(float(truths[place].mean()))
+
+    return agrees
+
+
+CONTENDERS = (
+    Contender("torch, autograd", lambda p: p.by(twins.autograd_log_density), PEER),
+    Contender("torchdiffeq, autograd", lambda p: p.by(peers.torchdiffeq_log_density), PEER, needs="torchdiffeq"),
+    Contender("geoflow_fast, the paper's settings", Pairs.paper),
+    Contender("geoflow_fast, default", lambda p: p.ours(), agrees=within_noise(1)),
+    Contender("geoflow_fast, `FAST_DENSITY`", lambda p: p.ours(**gf.FAST_DENSITY), agrees=within_noise(1)),
+)
+
+
+def cases(quick: bool) -> list[Case]:
+    config, rows, steps = (
+        (gf.GeoFlowConfig.small(256, 256), 32, 10) if quick else (gf.GeoFlowConfig.paper(), 64, EULER["n_steps"])
+    )
+    # Points and one tangent each through the network of all three directions.
+    flops = 2 * steps * rows * sum(row_flops(config, direction) for direction in DIRECTIONS)
+    return [
+        Case(
+            f"Epistemic score, {rows} pairs, {steps} Euler steps, d = {config.image_dim}",
+            lambda: Pairs(Rows.draw(config, rows), steps),
+            Pairs.truths,
+            within_noise(0),
+            CONTENDERS,
+            Work(flops=flops),
+            rounds=1 if not quick else 3,
+        )
+    ]
+
+
+def scalings(quick: bool) -> list[Scaling]:
+    config = gf.GeoFlowConfig.small(256, 256)
+    usual = {"rows": 32, "n_steps": 4, "n_probes": 1} if quick else {"rows": 128, "n_steps": 4, "n_probes": 1}
+
+    def over(name: str) -> Callable[[int], Callable[[], Any]]:
+        def make(size: int) -> Callable[[], Any]:
+            given = {**usual, name: size}
+            pairs = Pairs(Rows.draw(config, given.pop("rows")), 0)
+            return lambda: pairs.ours(**given, **INDEPENDENT)
+
+        return make
+
+    rows = usual["rows"]
+    return [
+        Scaling("Epistemic score", "B", (rows // 2, rows, 2 * rows, 4 * rows), over("rows")),
+        Scaling("Epistemic score", "steps", (2, 4, 8, 16), over("n_steps")),
+        Scaling("Epistemic score", "probes", (1, 2, 4, 8), over("n_probes")),
+    ]
 
 
 def concept_flow(dim: int = NARROW) -> gf.GeoFlow:
@@ -322,11 +280,10 @@ def ablation(flow: gf.GeoFlow, reference: gf.Epistemic) -> str:
 
 def equal_error(seconds: dict[str, float], found: dict[str, Quality]) -> str:
     """Cost of one standard error: seconds times variance, over that of autograd at the paper's setting."""
-    base = seconds["autograd, 50 Euler steps"] * found["paper: Euler 50, signs"].score_sd ** 2
+    base = seconds[CONTENDERS[0].name] * found["paper: Euler 50, signs"].score_sd ** 2
     pairs = {
-        "separate tangents, 50 Euler steps": "Euler 50, separate",
-        "default: midpoint, 10 steps": "default: midpoint 10",
-        "FAST_DENSITY": "FAST_DENSITY",
+        "geoflow_fast, default": "default: midpoint 10",
+        "geoflow_fast, `FAST_DENSITY`": "FAST_DENSITY",
     }
     rows = [
         {"setting": name, "speed-up at equal standard error": base / (seconds[name] * found[other].score_sd ** 2)}
@@ -336,32 +293,12 @@ def equal_error(seconds: dict[str, float], found: dict[str, Quality]) -> str:
     return report("density_equal_error", rows, {})
 
 
-def gate_speed(seconds: dict[str, float]) -> None:
-    base = seconds["autograd, 50 Euler steps"]
-    for name, factor in (
-        ("one tangent per solve, 50 Euler steps", 1.25),
-        ("separate tangents, 50 Euler steps", 1.0),
-        ("default: midpoint, 10 steps", 3.0),
-        ("FAST_DENSITY", 5.0),
-    ):
-        gate(f"{name} at least {factor}x autograd", base / seconds[name] >= factor)
-
-
 def run() -> str:
-    begin = time.perf_counter()
-    table, seconds = speed()
-    gate_speed(seconds)
+    """The study."""
     references = {dim: reference_score(concept_flow(dim)) for dim in WIDTHS}
     ranks = widths(references)
     flow = concept_flow()
     numbers, found = quality(flow, references[NARROW])
-    parts = (
-        table,
-        memory(),
-        linearity(),
-        numbers,
-        ranks,
-        equal_error(seconds, found),
-        ablation(flow, references[NARROW]),
-    )
-    return "\n\n".join((*parts, f"{time.perf_counter() - begin:.0f} s in all"))
+    measured = measure_case(cases(quick=False)[0])
+    seconds = {row["contender"]: row["median"] for row in measured["rows"]}
+    return "\n\n".join((numbers, ranks, equal_error(seconds, found), ablation(flow, references[NARROW])))

@@ -1,29 +1,33 @@
-"""Retrieval entropy end to end, sampling included: the paper's network, 4 queries over 10,000 items, 1024 wide.
+"""Retrieval entropy end to end, sampling included, 1024 wide with the paper's network.
 
-The twin is what one would first write in torch: two passes for guidance, modulations per row, every step in new memory,
-the posterior from a dense [Q, M, N]. Gates: at the paper's settings both give the same entropies, and on trained
-flows the entropies of `RetrievalEntropy.fast` are at least as close to those of 400 samples and 200 steps as the
-paper's 50 and 50 are.
+Peers solve the ODE of the plain torch network with two passes for guidance and modulations per row: Euler steps along
+great circles in torch, flow_matching's solver on the sphere, torchdiffeq in the space around it; then a dense
+posterior. Gates: the same entropies from the paper's settings.
+
+The study (`python -m benchmarks --study entropy`): on trained flows the entropies of `RetrievalEntropy.fast` are at
+least as close to those of 400 samples and 200 steps as the paper's 50 and 50 are.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import geoflow_fast as gf
-from benchmarks.bench_training import WIDTH, PlainFlow
-from benchmarks.common import RESULTS, gate, report, time_together
+from benchmarks import peers, twins
+from benchmarks.common import RESULTS, gate, report
+from benchmarks.flows import random_flow, row_flops
+from benchmarks.limits import Work
+from benchmarks.suite import PEER, Case, Contender, Scaling
 from geoflow_fast.entropy import FAST
 from geoflow_fast.geometry import sample_uniform
 from geoflow_fast.worlds import ConceptWorld
 
-QUERIES, ITEMS = 4, 10_000
 PAPER: dict[str, Any] = {"n_samples": 50, "n_steps": 50, "solver": "euler", "noise": "iid"}
 BEST: dict[str, Any] = {"n_samples": 400, "n_steps": 200, "solver": "ab2", "noise": "antithetic", "seed": 999}
 # Width of the world: network, training steps, queries. A kappa of 18 is near what `gf.fit_bandwidth` finds for both.
@@ -42,67 +46,99 @@ CONSIDERED = [
 SEEDS = 8
 
 
-@torch.no_grad()
-def straightforward(flow: PlainFlow, queries: Tensor, gallery: Tensor, start: Tensor, noise: Tensor) -> Tensor:
-    """Entropies [Q] at the paper's settings, text to image, from base points and unconditional noise [M, d]."""
-    draws, steps, guidance, kappa = len(start), 50, 3.0, 100.0
-    rows = len(queries) * draws
-    x, text, free = start.repeat(len(queries), 1), queries.repeat_interleave(draws, 0), noise.repeat(len(queries), 1)
-    direction = torch.full((rows,), 2, dtype=torch.int8)
-    for step in range(steps):
-        t = torch.full((rows,), step / steps)
-        conditional, unconditional = (flow(x, given, t, direction)[0] for given in (text, free))
-        v = (conditional + guidance * (conditional - unconditional)) / steps
-        angle = v.norm(dim=1, keepdim=True)
-        x = torch.cos(angle) * x + torch.sin(angle) * v / angle
-        x = x / x.norm(dim=1, keepdim=True)
-    logits = kappa * torch.einsum("qmd,nd->qmn", x.view(len(queries), draws, -1), gallery)
-    log_pi = torch.log_softmax(torch.logsumexp(logits, 1) - math.log(draws), 1)
-    return -(log_pi.exp() * log_pi).sum(1)
+@dataclass(frozen=True)
+class Scene:
+    """Texts, images to retrieve, and the flow in both forms. `settings`: samples and steps of the paper's kind."""
+
+    flow: gf.GeoFlow
+    plain: twins.PlainFlow
+    queries: Tensor
+    gallery: Tensor
+    settings: dict[str, Any]
+
+    @classmethod
+    def draw(cls, config: gf.GeoFlowConfig, queries: int, items: int, **settings: Any) -> Scene:
+        flow = random_flow(config)
+        plain = twins.PlainFlow(flow).eval().requires_grad_(False)
+        rows = sample_uniform(queries, config.text_dim), sample_uniform(items, config.image_dim)
+        return cls(flow, plain, *rows, {**PAPER, **settings})
+
+    def paper(self) -> Tensor:
+        return gf.RetrievalEntropy(self.flow, self.gallery, **self.settings)(self.queries).entropy
+
+    def fast(self) -> Tensor:
+        return gf.RetrievalEntropy.fast(self.flow, self.gallery)(self.queries).entropy
+
+    def by(self, sampler: Callable[..., Tensor]) -> Tensor:
+        """From the same noise, with another solver."""
+        scorer = gf.RetrievalEntropy(self.flow, self.gallery, **self.settings)
+        start = scorer.start_generated, scorer.start_condition
+        samples = sampler(self.plain, self.queries, *start, self.settings["n_steps"], scorer.solve.guidance)
+        return twins.dense_entropy(samples, self.gallery, scorer.kappa)
+
+    def truths(self) -> tuple[Tensor, Tensor]:
+        """Of the paper's settings, and of the fast ones: a dense posterior in float64 from samples."""
+        settings = ({**self.settings}, FAST)
+        drawn = (
+            gf.sample(self.flow, text=self.queries, **one, generator=torch.Generator().manual_seed(0))[0]
+            for one in settings
+        )
+        paper, fast = (twins.dense_entropy(x.double(), self.gallery.double(), 100.0) for x in drawn)
+        return paper, fast
 
 
-def paper_network() -> gf.GeoFlow:
-    """Random weights of such a size that samples move across the sphere."""
-    torch.manual_seed(0)
-    flow = gf.GeoFlow(gf.GeoFlowConfig.paper(WIDTH, WIDTH))
-    with torch.no_grad():
-        for parameter in flow.parameters():
-            parameter.add_(0.02 * torch.randn_like(parameter))
-    return flow.eval()
+def within(nats: float, place: int = 0) -> Callable[[Tensor, Any], bool]:
+    return lambda found, truth: torch.allclose(found.double(), truth[place], rtol=0, atol=nats)
 
 
-def kept(found: dict[str, Tensor], name: str, run: Callable[[], Tensor]) -> Callable[[], None]:
-    """`run`, whose last result is left in `found`: minutes are too long to run again for the gate."""
+CONTENDERS = (
+    Contender("torch", lambda s: s.by(twins.plain_samples), PEER),
+    # Steps of the other two are not along great circles.
+    Contender(
+        "flow_matching", lambda s: s.by(peers.flow_matching_samples), PEER, needs="flow_matching", agrees=within(0.1)
+    ),
+    Contender("torchdiffeq", lambda s: s.by(peers.torchdiffeq_samples), PEER, needs="torchdiffeq", agrees=within(0.1)),
+    Contender("geoflow_fast, the paper's settings", Scene.paper),
+    Contender("geoflow_fast, `RetrievalEntropy.fast`", Scene.fast, agrees=within(2e-3, place=1)),
+)
 
-    def call() -> None:
-        found[name] = run()
 
-    return call
-
-
-def speed() -> str:
-    flow = paper_network()
-    queries, gallery = sample_uniform(QUERIES, WIDTH), sample_uniform(ITEMS, WIDTH)
-    paper, fast = gf.RetrievalEntropy(flow, gallery), gf.RetrievalEntropy.fast(flow, gallery)
-    plain, start = PlainFlow(flow).eval(), (paper.start_generated, paper.start_condition)
-    found: dict[str, Tensor] = {}
-    contenders = {
-        "torch, straightforward": lambda: straightforward(plain, queries, gallery, *start),
-        "RetrievalEntropy": lambda: paper(queries).entropy,
-        "RetrievalEntropy.fast": lambda: fast(queries).entropy,
-    }
-    seconds = time_together({name: kept(found, name, run) for name, run in contenders.items()}, rounds=2)
-    same = torch.allclose(found["torch, straightforward"], found["RetrievalEntropy"], atol=2e-3)
-    gate("the same entropies at the paper's settings", same)
-    rows = [
-        {
-            "implementation": name,
-            "seconds per query": value / QUERIES,
-            "speed-up": seconds["torch, straightforward"] / value,
-        }
-        for name, value in seconds.items()
+def cases(quick: bool) -> list[Case]:
+    config, queries, items, settings = gf.GeoFlowConfig.paper(), 2, 10_000, dict(PAPER)
+    if quick:
+        config, queries, items = gf.GeoFlowConfig.small(256, 256), 2, 1000
+        settings |= {"n_samples": 20, "n_steps": 10}
+    draws, steps = settings["n_samples"], settings["n_steps"]
+    rows = queries * draws
+    flops = 2 * steps * rows * row_flops(config, "t2i") + 2 * rows * items * config.image_dim
+    return [
+        Case(
+            f"Retrieval entropy, {queries} queries, {draws} samples x {steps} steps, N = {items:,}, "
+            f"d = {config.image_dim}",
+            lambda: Scene.draw(config, queries, items, **settings),
+            Scene.truths,
+            within(2e-3),
+            CONTENDERS,
+            Work(flops=flops, bytes=4 * items * config.image_dim),
+            rounds=1 if not quick else 3,
+        )
     ]
-    return report("entropy", rows, {"queries": QUERIES, "items": ITEMS, "fast": FAST})
+
+
+def scalings(quick: bool) -> list[Scaling]:
+    config, top = (gf.GeoFlowConfig.small(256, 256), 8) if quick else (gf.GeoFlowConfig.small(), 40)
+
+    def over(name: str) -> Callable[[int], Callable[[], Any]]:
+        def make(size: int) -> Callable[[], Any]:
+            return Scene.draw(config, 2, 1000, **{"n_samples": 20, "n_steps": 10, name: size}).paper
+
+        return make
+
+    sizes = (top // 4, top // 2, top, 2 * top)
+    return [
+        Scaling("Retrieval entropy", "steps", sizes, over("n_steps")),
+        Scaling("Retrieval entropy", "M", sizes, over("n_samples")),
+    ]
 
 
 def trained_flow(dim: int) -> gf.GeoFlow:
@@ -194,5 +230,6 @@ def posterior_row(name: str, pi: Tensor, truth: Tensor, entropy: Tensor, true_en
 
 
 def run() -> str:
+    """The study."""
     tables = [f"Concept world of width {dim}:\n\n{agreement(dim)}" for dim in WORLDS]
-    return "\n\n".join([*tables, posteriors(), speed()])
+    return "\n\n".join([*tables, posteriors()])

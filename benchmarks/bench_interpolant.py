@@ -1,68 +1,79 @@
-"""Masked interpolant at the paper's batch: 8192 pairs of 1024-wide embeddings, float32.
+"""Masked interpolant: points on both geodesics and their velocities, a third of the rows of each direction, float32.
 
-Work: each input is read once and each output written once, 8 arrays of 32 MiB. Peers: this library's reference, and
-the textbook formula (acos of the dot product, no care at the edges) in as few torch calls as it takes.
+Work: each input that is needed is read once and each output written once. Peers: this library's reference, the textbook
+formula (acos of the dot product, no care at the edges) in as few torch calls as it takes, and flow_matching's path.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import geoflow_fast as gf
-from benchmarks.common import copy_bandwidth, gate, report, time_together
-
-ROWS, WIDTH = 8192, 1024
-
-
-def textbook(noise: Tensor, data: Tensor, t: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
-    """The paper's interpolant and target velocity for one stream, as one would first write it."""
-    t, given = t[:, None], given[:, None]
-    w = torch.acos((noise * data).sum(-1, keepdim=True).clamp(-1, 1))
-    sin = torch.sin(w)
-    point = torch.sin((1 - t) * w) / sin * noise + torch.sin(t * w) / sin * data
-    velocity = w / sin * (torch.cos(t * w) * data - torch.cos((1 - t) * w) * noise)
-    return torch.where(given, data, point), torch.where(given, 0, velocity)
+from benchmarks import peers, twins
+from benchmarks.limits import Work
+from benchmarks.suite import PEER, Case, Contender, Scaling
+from geoflow_fast.geometry import sample_uniform
 
 
-def run() -> str:
-    torch.manual_seed(0)
-    streams = [gf.geometry.sample_uniform(ROWS, WIDTH) for _ in range(4)]
-    image0, text0, image1, text1 = streams
-    t, direction = torch.rand(ROWS), torch.randint(0, 3, (ROWS,), dtype=torch.int8)
-    out = tuple(torch.empty_like(x) for x in streams)
+@dataclass(frozen=True)
+class Batch:
+    """Noise and data of both streams, times and directions, and tensors for the results."""
 
-    def torch_textbook() -> tuple[Tensor, ...]:
-        image = textbook(image0, image1, t, direction == 1)
-        text = textbook(text0, text1, t, direction == 2)
-        return image[0], text[0], image[1], text[1]
+    points: twins.Points
+    t: Tensor
+    direction: Tensor
+    out: twins.Points
 
-    def op(backend: str, target: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
-        return gf.ops.masked_interpolant(*streams, t, direction, backend=backend, out=target)
+    @classmethod
+    def draw(cls, rows: int, width: int) -> Batch:
+        points = tuple(sample_uniform(rows, width) for _ in range(4))
+        direction = (torch.arange(rows) % 3).to(torch.int8)
+        return cls(points, torch.rand(rows), direction, tuple(torch.empty_like(x) for x in points))
 
-    truth = op("reference")
-    gate("cpu against reference", all(torch.allclose(a, b, atol=2e-6) for a, b in zip(op("cpu"), truth)))
-    gate("textbook against reference", all(torch.allclose(a, b, atol=2e-6) for a, b in zip(torch_textbook(), truth)))
-    bandwidth = copy_bandwidth()
-    # Given rows (a third of the rows, per stream) read one point instead of two.
-    given = int((direction != 0).sum())
-    traffic = 4 * WIDTH * (8 * ROWS - given)
-    seconds = time_together(
-        {
-            "torch reference": lambda: op("reference"),
-            "torch textbook": torch_textbook,
-            "C++": lambda: op("cpu"),
-            "C++, out= given": lambda: op("cpu", out),
-        }
-    )
-    rows = [
-        {
-            "implementation": name,
-            "ms": 1e3 * value,
-            "speed-up over reference": seconds["torch reference"] / value,
-            "speed-up over textbook": seconds["torch textbook"] / value,
-            "share of copy bandwidth": traffic / value / bandwidth,
-        }
-        for name, value in seconds.items()
+    def op(self, backend: str, out: Any = None) -> tuple[Tensor, ...]:
+        return gf.ops.masked_interpolant(*self.points, self.t, self.direction, backend=backend, out=out)
+
+
+CONTENDERS = (
+    Contender("torch, reference", lambda b: b.op("reference"), PEER),
+    Contender("torch, textbook", lambda b: twins.textbook_interpolant(b.points, b.t, b.direction), PEER),
+    Contender(
+        "flow_matching, GeodesicProbPath",
+        lambda b: peers.flow_matching_interpolant(b.points, b.t, b.direction),
+        PEER,
+        needs="flow_matching",
+    ),
+    Contender("geoflow_fast", lambda b: b.op("cpu")),
+    Contender("geoflow_fast, `out=` given", lambda b: b.op("cpu", b.out)),
+)
+
+
+def cases(quick: bool) -> list[Case]:
+    rows, width = (2048, 512) if quick else (8192, 1024)
+    # Given rows, a third per stream, read one point instead of two.
+    traffic = 4 * width * (8 * rows - 2 * rows // 3)
+    return [
+        Case(
+            f"Interpolant, B = {rows}, d = {width}",
+            lambda: Batch.draw(rows, width),
+            lambda b: b.op("reference"),
+            lambda found, truth: all(torch.allclose(a, b, atol=2e-6) for a, b in zip(found, truth)),
+            CONTENDERS,
+            Work(bytes=traffic),
+            rounds=5,
+        )
     ]
-    return report("masked_interpolant", rows, {"copy bandwidth GB/s": bandwidth / 1e9, "traffic MB": traffic / 1e6})
+
+
+def scalings(quick: bool) -> list[Scaling]:
+    top = 4096 if quick else 8192
+
+    def call(rows: int) -> Any:
+        batch = Batch.draw(rows, 512)
+        return lambda: batch.op("cpu", batch.out)
+
+    return [Scaling("Interpolant, d = 512", "B", (top // 8, top // 4, top // 2, top), call, rounds=9)]

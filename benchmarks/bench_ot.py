@@ -1,200 +1,224 @@
-"""Optimal-transport coupling at the paper's batch: cost build, Sinkhorn to an error of 1e-3, row argmax; float32.
+"""Optimal-transport coupling: cost build, Sinkhorn to an error of 1e-3, row argmax; eps = 0.05, float32.
 
-Peers do the same number of iterations on the same points: POT (NumPy, float32), and Sinkhorn in torch in the log domain
-and in the kernel domain, the latter as one writes it and once more without avoidable copies. Limits: torch's own matrix
-product for the build, one streaming read of the matrix for an iteration.
+Peers do the same number of iterations on the same points (geomloss anneals and is given four times as many): POT, and
+Sinkhorn in torch in the log domain and in the kernel domain, the latter as one writes it and once more without
+avoidable copies. torchcfm and flash-sinkhorn know squared chords only, and are compared on those. Limits: torch's own
+matrix product for the build, one streaming read of the matrix for an iteration.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-import ot
 import torch
 from torch import Tensor
 
 import geoflow_fast as gf
-from benchmarks.common import gate, gemm_peak, read_bandwidth, report, time_together
+from benchmarks import peers, twins
+from benchmarks.common import time_together, watched
+from benchmarks.limits import Limits, Work
+from benchmarks.suite import PEER, Case, Contender, Scaling, Table
 from geoflow_fast import _native
+from geoflow_fast.geometry import StructuredNoise, sample_uniform
 
 WIDTH, EPS = 1024, 0.05
-SIZES = (2048, 4096, 8192)
 EXACT_SIZE = 4096
 
-Points = tuple[Tensor, Tensor, Tensor, Tensor]
+
+@dataclass(frozen=True)
+class Problem:
+    """Points, the same data with structured noise, and how many iterations an error of 1e-3 takes."""
+
+    points: twins.Points
+    structured: tuple[StructuredNoise, StructuredNoise]
+    cost: str
+    iterations: int
+
+    @classmethod
+    def draw(cls, n: int, width: int, cost: str = "arc") -> Problem:
+        points = random_points(n, width)
+        noise = StructuredNoise.draw(n, width), StructuredNoise.draw(n, width)
+        return cls(points, noise, cost, gf.ops.sinkhorn(cost, points, eps=EPS).iterations)
+
+    def ours(self, **options: Any) -> Tensor:
+        return gf.ops.ot_assign(*self.points, eps=EPS, cost=self.cost, backend="cpu", **options)
+
+    def with_structured_noise(self) -> Tensor:
+        return gf.ops.ot_assign(*self.structured, *self.points[2:], eps=EPS, backend="cpu")
+
+    @property
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """Noise [n, 2d] and data [n, 2d]: squared distances between these are the sum of the two squared chords."""
+        return torch.cat(self.points[:2], 1), torch.cat(self.points[2:], 1)
 
 
-def torch_cost(points: Points) -> Tensor:
-    """Sum of the two arc lengths, with one temporary."""
-    image0, text0, image1, text1 = points
-    cost = torch.mm(image0, image1.T).clamp_(-1, 1).acos_()
-    return cost.add_(torch.mm(text0, text1.T).clamp_(-1, 1).acos_())
+def random_points(n: int, width: int = WIDTH) -> twins.Points:
+    return tuple(sample_uniform(n, width) for _ in range(4))
 
 
-def torch_kernel_domain(points: Points, iterations: int) -> Tensor:
-    """Kernel-domain Sinkhorn as one writes it."""
-    image0, text0, image1, text1 = points
-    cost = torch.acos((image0 @ image1.T).clamp(-1, 1)) + torch.acos((text0 @ text1.T).clamp(-1, 1))
-    kernel = torch.exp((math.pi - cost) / EPS)
-    return _scale(kernel, iterations)
+def share_alike(least: float) -> Callable[[Tensor, Tensor], bool]:
+    return lambda found, truth: float((found == truth).float().mean()) >= least
 
 
-def torch_kernel_in_place(points: Points, iterations: int) -> Tensor:
-    """The same without any avoidable allocation or copy."""
-    kernel = torch_cost(points).neg_().add_(math.pi).div_(EPS).exp_()
-    return _scale(kernel, iterations)
+def structured_truth(problem: Problem) -> Callable[[Tensor], bool]:
+    dense = tuple(x.dense() for x in problem.structured)
+    expected = gf.ops.ot_assign(*dense, *problem.points[2:], eps=EPS, backend="cpu")
+    return lambda found: share_alike(0.999)(found, expected)
 
 
-def _scale(kernel: Tensor, iterations: int) -> Tensor:
-    n = kernel.shape[0]
-    v = torch.ones(n)
-    for _ in range(iterations):
-        u = 1 / (n * (kernel @ v))
-        v = 1 / (n * (kernel.T @ u))
-    return kernel.mul_(v).argmax(1)
+def arc_truth(problem: Problem) -> tuple[Tensor, Callable[[Tensor], bool]]:
+    """The converged log domain (three iterations more than an error of 1e-3 takes), and what structured noise gives."""
+    return twins.torch_log_domain(problem.points, problem.iterations + 3, EPS), structured_truth(problem)
 
 
-def torch_log_domain(points: Points, iterations: int) -> Tensor:
-    score = torch_cost(points).neg_().div_(EPS)
-    log_n = math.log(score.shape[0])
-    g = torch.zeros(score.shape[1])
-    for _ in range(iterations):
-        f = -torch.logsumexp(score + g, 1) - log_n
-        g = -torch.logsumexp(score + f[:, None], 0) - log_n
-    return score.add_(g).argmax(1)
+ARC = (
+    Contender("POT, float32", lambda p: peers.pot_assign(p.points, p.iterations, EPS), PEER, needs="ot"),
+    Contender(
+        "geomloss",
+        lambda p: peers.geomloss_assign(p.points, p.iterations, EPS),
+        PEER,
+        needs="geomloss",
+        agrees=lambda found, truth: share_alike(0.99)(found, truth[0]),  # it averages updates and converges later
+    ),
+    Contender("torch, log domain", lambda p: twins.torch_log_domain(p.points, p.iterations, EPS), PEER),
+    Contender("torch, kernel domain", lambda p: twins.torch_kernel_domain(p.points, p.iterations, EPS), PEER),
+    Contender(
+        "torch, kernel domain, in place", lambda p: twins.torch_kernel_in_place(p.points, p.iterations, EPS), PEER
+    ),
+    Contender("geoflow_fast", lambda p: p.ours()),
+    Contender(
+        "geoflow_fast, float16 storage",
+        lambda p: p.ours(storage="float16"),
+        agrees=lambda found, truth: share_alike(0.99)(found, truth[0]),
+    ),
+    Contender(
+        "geoflow_fast, structured noise",
+        lambda p: p.with_structured_noise(),
+        agrees=lambda found, truth: truth[1](found),
+    ),
+)
 
 
-def pot_float32(points: Points, iterations: int) -> Tensor:
-    cost = torch_cost(points).numpy()
-    plan = ot.bregman.sinkhorn_knopp([], [], cost, EPS, numItermax=iterations, stopThr=0.0, warn=False)
-    return torch.from_numpy(plan.argmax(1))
+def chord_truth(problem: Problem) -> tuple[Tensor, Tensor, float]:
+    """Row argmax, the cost matrix, and the mean cost under the plan."""
+    cost = gf.ops.transport_cost(*problem.points, cost="chord")
+    return problem.ours(), cost, gf.ops.sinkhorn(cost, eps=EPS).transport_cost
 
 
-def peak_extra_bytes(run: Callable[[], Any]) -> int:
-    """How far the resident memory of this process rose above its start while `run` ran."""
-    Path("/proc/self/clear_refs").write_text("5")
-    before = _status_bytes("VmRSS")
-    run()
-    return _status_bytes("VmHWM") - before
+def drawn_like(found: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor, float]) -> bool:
+    """Pairs drawn from the plan have its mean cost, up to four standard errors."""
+    cost = truth[1][found]
+    return abs(float(cost.mean()) - truth[2]) < 4 * float(cost.std()) / math.sqrt(len(cost))
 
 
-def _status_bytes(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return 1024 * int(line.split()[1])
-    raise OSError(f"/proc/self/status has no {key}")
+CHORD = (
+    Contender(
+        "flash-sinkhorn, reference",
+        lambda p: peers.flash_sinkhorn_assign(*p.joined, p.iterations, EPS),
+        PEER,
+        needs="flash_sinkhorn",
+        agrees=lambda found, truth: share_alike(0.99)(found, truth[0]),
+    ),
+    Contender("torchcfm, drawn", lambda p: peers.torchcfm_draw(*p.joined, EPS), PEER, needs="torchcfm"),
+    Contender("geoflow_fast", lambda p: p.ours(), agrees=lambda found, truth: share_alike(0.999)(found, truth[0])),
+    Contender("geoflow_fast, drawn", lambda p: (torch.arange(len(p.points[0])), p.ours(assignment="sample"))),
+)
 
 
-def passes(points: Points) -> dict[str, Callable[[], Any]]:
+def matrix_work(n: int, width: int, iterations: int = 2) -> Work:
+    """Two products, and one pass over the matrix to write it, one per iteration and one for the argmax; an arc cosine
+    (per sphere) and an exponential per entry."""
+    return Work(flops=4 * n * n * width, bytes=4 * n * n * (2 + iterations), exps=3 * n * n)
+
+
+def cases(quick: bool) -> list[Case]:
+    width, sizes, chords = (256, (1024,), 512) if quick else (WIDTH, (2048, 8192), 2048)
+    agrees = share_alike(0.999)
+    found = [
+        Case(
+            f"Coupling, B = {n}, d = {width}",
+            lambda n=n: Problem.draw(n, width),
+            arc_truth,
+            lambda found, truth: agrees(found, truth[0]),
+            ARC,
+            matrix_work(n, width),
+            rounds=1 if n > 4096 else 3,
+        )
+        for n in sizes
+    ]
+    chord = Case(
+        f"Coupling by squared chords, B = {chords}, d = {width}",
+        lambda: Problem.draw(chords, width, "chord"),
+        chord_truth,
+        drawn_like,
+        CHORD,
+        matrix_work(chords, width, 9),
+        rounds=2,
+    )
+    return [*found, chord]
+
+
+def scalings(quick: bool) -> list[Scaling]:
+    def coupling(n: int) -> Callable[[], Any]:
+        points = random_points(n, 256)
+        return lambda: gf.ops.ot_assign(*points, eps=EPS, backend="cpu")
+
+    sizes = (256, 512, 1024, 2048) if quick else (1024, 2048, 4096, 8192)
+    return [Scaling("Coupling, d = 256", "B", sizes, coupling, expected=2.0)]
+
+
+def tables() -> Iterator[Table]:
+    torch.manual_seed(0)
+    yield stages(8192, random_points(8192))
+    yield choices()
+
+
+def stages(n: int, points: twins.Points) -> Table:
     """The stages of one solve on their own, on one shared matrix that `build` fills first."""
-    n = points[0].shape[0]
+    limits = Limits.measure()
     matrix = _native.TransportMatrix(n, n, torch.float32)
     f, g = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     image0, text0, image1, text1 = points
-    return {
-        "build": lambda: matrix.build((image0, image1), (text0, text1), (1.0, 1.0), True, EPS),
-        "iteration": lambda: matrix.iterate(f, g, EPS, 1e-30, 1),
-        "argmax": lambda: matrix.assign(f, g, EPS, None),
-    }
-
-
-def run() -> str:
-    torch.manual_seed(0)
-    sample = gf.geometry.sample_uniform
-    tables = []
-    for n in SIZES:
-        points = (sample(n, WIDTH), sample(n, WIDTH), sample(n, WIDTH), sample(n, WIDTH))
-        noise = tuple(gf.geometry.StructuredNoise.draw(n, WIDTH) for _ in range(2))
-        tables.append(end_to_end(n, points, noise))
-    tables += [stages(SIZES[-1], points), memory(SIZES[-1], points), choices()]
-    return "\n\n".join(tables)
-
-
-def end_to_end(n: int, points: Points, noise: tuple[Any, Any]) -> str:
-    data = points[2:]
-    iterations = gf.ops.sinkhorn("arc", points, eps=EPS).iterations
-    truth = torch_log_domain(points, 5)  # three more than it takes to an error of 1e-3
-    contenders: dict[str, Callable[[], Tensor]] = {
-        "POT float32": lambda: pot_float32(points, iterations),
-        "torch, kernel domain": lambda: torch_kernel_domain(points, iterations),
-        "torch, kernel domain, in place": lambda: torch_kernel_in_place(points, iterations),
-        "torch, log domain": lambda: torch_log_domain(points, iterations),
-        "C++ dense": lambda: gf.ops.ot_assign(*points, eps=EPS, backend="cpu"),
-        "C++ float16 storage": lambda: gf.ops.ot_assign(*points, eps=EPS, backend="cpu", storage="float16"),
-    }
-    for name, solve in contenders.items():
-        share = 0.99 if "float16" in name else 0.999
-        gate(f"{name}, n={n}, agrees with the converged log domain", float((solve() == truth).float().mean()) >= share)
-    dense = tuple(x.dense() for x in noise)
-    agreement = gf.ops.ot_assign(*noise, *data, eps=EPS) == gf.ops.ot_assign(*dense, *data, eps=EPS)
-    gate(f"structured, n={n}, agrees with its dense points", float(agreement.float().mean()) >= 0.999)
-    contenders["C++ structured noise"] = lambda: gf.ops.ot_assign(*noise, *data, eps=EPS, backend="cpu")
-    seconds = time_together(contenders, rounds=3)
-    best_peer = min(value for name, value in seconds.items() if not name.startswith("C++"))
+    seconds = time_together(
+        {
+            "cost and kernel build": lambda: matrix.build((image0, image1), (text0, text1), (1.0, 1.0), True, EPS),
+            "one iteration": lambda: matrix.iterate(f, g, EPS, 1e-30, 1),
+            "row argmax": lambda: matrix.assign(f, g, EPS, None),
+        },
+        rounds=3,
+    )
+    one_pass = Work(bytes=4 * n * n)
+    work = {"cost and kernel build": Work(flops=4 * n * n * WIDTH), "one iteration": one_pass, "row argmax": one_pass}
     rows = [
         {
-            "B": n,
-            "implementation": name,
-            "iterations": iterations,
-            "s": value,
-            "speed-up over best peer": best_peer / value,
-        }
-        for name, value in seconds.items()
-    ]
-    return report(f"ot_{n}", rows, {"eps": EPS})
-
-
-def stages(n: int, points: Points) -> str:
-    peak, bandwidth = gemm_peak(), read_bandwidth()
-    work, traffic = 4 * n * n * WIDTH, 4 * n * n
-    seconds = time_together(passes(points), rounds=5)
-    limits = {"build": work / peak, "iteration": traffic / bandwidth, "argmax": traffic / bandwidth}
-    rows = [
-        {
-            "B": n,
-            "stage": name,
+            f"stage at B = {n}": name,
             "ms": 1e3 * value,
-            "limit ms": 1e3 * limits[name],
-            "share of limit": limits[name] / value,
+            "limit, ms": 1e3 * limits.seconds(work[name]),
+            "limited by": limits.bound_by(work[name]),
+            "share of the limit": f"{100 * limits.seconds(work[name]) / value:.0f} %",
         }
         for name, value in seconds.items()
     ]
-    notes = {
-        "torch.mm GFLOP/s": peak / 1e9,
-        "build GFLOP/s": work / seconds["build"] / 1e9,
-        "read GB/s": bandwidth / 1e9,
-    }
-    return report("ot_stages", rows, notes) + "\n\n" + ", ".join(f"{key} {value:.1f}" for key, value in notes.items())
+    peak = {s: watched(lambda s=s: gf.ops.ot_assign(*points, eps=EPS, storage=s))[2] for s in ("float32", "float16")}
+    return Table("stages", rows, {f"peak memory / float32 matrix, {s}": peak[s] / (4 * n * n) for s in peak})
 
 
-def memory(n: int, points: Points) -> str:
-    matrix_bytes = 4 * n * n
-    rows = [
-        {"B": n, "storage": storage, "peak extra memory / float32 matrix": peak_extra_bytes(solve) / matrix_bytes}
-        for storage, solve in (
-            (s, lambda s=s: gf.ops.ot_assign(*points, eps=EPS, storage=s)) for s in ("float32", "float16")
-        )
-    ]
-    return report("ot_memory", rows, {})
-
-
-def choices() -> str:
+def choices() -> Table:
     """What the coupling does at other eps, against the exact assignment."""
-    n, sample = EXACT_SIZE, gf.geometry.sample_uniform
-    points = (sample(n, WIDTH), sample(n, WIDTH), sample(n, WIDTH), sample(n, WIDTH))
+    n, points = EXACT_SIZE, random_points(EXACT_SIZE)
     cost = gf.ops.transport_cost(*points)
     rows: list[dict[str, Any]] = []
     for eps in (0.05, 0.01, 0.005):
-        plan = gf.ops.sinkhorn("arc", points, eps=eps)
+        iterations = gf.ops.sinkhorn("arc", points, eps=eps).iterations
         for assignment in ("argmax", "sample"):
             index = gf.ops.ot_assign(*points, eps=eps, assignment=assignment)
-            rows.append(_choice(f"{assignment}, eps={eps}", plan.iterations, index, cost))
+            rows.append(_choice(f"{assignment}, eps = {eps}", iterations, index, cost))
     rows.append(_choice("exact", "", gf.ops.ot_assign(*points, assignment="exact"), cost))
     rows.append(_choice("independent", "", torch.arange(n), cost))
-    return report("ot_choices", rows, {"B": n})
+    return Table("choices", rows, {"B": n})
 
 
 def _choice(name: str, iterations: int | str, index: Tensor, cost: Tensor) -> dict[str, Any]:

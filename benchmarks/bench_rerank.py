@@ -1,9 +1,13 @@
-"""BayesReranker on the concept world, whose posterior is known, and its cost at the paper's network.
+"""BayesReranker: its cost at the paper's network, and how good it is on the concept world, whose posterior is known.
 
-1,000 queries over the 1,000 items of the same pairs, calibrated on 1,000 other pairs, both directions. Scores of
-"cosine's answer is wrong": 1 - p_answer; the paper's entropy, kappa and guidance fitted on the held-out pairs (in the
-setting of `RetrievalEntropy.fast`, which is as close to the exact entropy as the paper's); and the references that need
-no training, the temperature tuned on the held-out pairs too. Gates are the claims of docs/rerank.md.
+Peer: the same log-densities of the same shortlists by autograd of the plain torch network, probes shared alike. The two
+retrieval entropies stand beside.
+
+The study (`python -m benchmarks --study rerank`): 1,000 queries over the 1,000 items of the same pairs, calibrated on
+1,000 other pairs, both directions. Scores of "cosine's answer is wrong": 1 - p_answer; the paper's entropy, kappa and
+guidance fitted on the held-out pairs (in the setting of `RetrievalEntropy.fast`, which is as close to the exact entropy
+as the paper's); and the references that need no training, the temperature tuned on the held-out pairs too. Gates are
+the claims of docs/rerank.md.
 """
 
 from __future__ import annotations
@@ -12,17 +16,17 @@ import torch
 from torch import Tensor
 
 import geoflow_fast as gf
-from benchmarks.bench_entropy import paper_network, trained_flow
-from benchmarks.bench_training import WIDTH
-from benchmarks.common import gate, report, time_together
+from benchmarks.bench_entropy import Scene, trained_flow
+from benchmarks.common import gate, report
+from benchmarks.flows import row_flops
+from benchmarks.limits import Work
+from benchmarks.suite import BESIDE, PEER, Case, Contender
 from geoflow_fast.density import DensitySettings, density_estimates
 from geoflow_fast.evaluation import auroc, reliability
-from geoflow_fast.geometry import sample_uniform
 from geoflow_fast.worlds import ConceptWorld
 
 QUERIES, NEIGHBOURS, NOISE_QUERIES = 1000, 10, 50
 TEMPERATURES = torch.logspace(0, 3, 61, base=10)
-COST_QUERIES = 4
 
 
 class Study:
@@ -129,62 +133,66 @@ class Study:
         }
 
 
-def same_as_autograd(flow: gf.GeoFlow, queries: Tensor, items: Tensor) -> bool:
-    """The forward mode that re-ranking goes through against one that only knows the network's velocity."""
+def reranked(scene: Scene) -> Tensor:
+    """Entropies [Q] of the posterior over each shortlist."""
+    return gf.BayesReranker(scene.flow, scene.gallery).rerank(scene.queries).entropy
+
+
+def reranked_by_autograd(scene: Scene) -> Tensor:
+    """The same with a flow of which nothing is known but the velocity of its plain twin."""
 
     class Field:
-        velocity = staticmethod(flow.velocity)
+        @staticmethod
+        def velocity(image: Tensor, text: Tensor, t: float | Tensor, direction: str) -> tuple[Tensor, ...]:
+            code = gf.geometry.DIRECTIONS.index(direction)
+            times = torch.as_tensor(t, dtype=image.dtype).expand(len(image))
+            return tuple(scene.plain(image, text, times, torch.full((len(image),), code, dtype=torch.int8)))
 
-    fast, plain = (
-        gf.log_density(field, items, queries, "i2t", 6, 1, generator=torch.Generator().manual_seed(0), shared=True)
-        for field in (flow, Field())
+    reranker = gf.BayesReranker(scene.flow, scene.gallery)
+    shortlist = (scene.queries @ scene.gallery.T).topk(reranker.shortlist).indices
+    items = scene.gallery[shortlist].flatten(0, 1)
+    queries = scene.queries.repeat_interleave(reranker.shortlist, 0)
+    found = density_estimates(Field(), items, queries, ("i2t",), reranker.solve, reranker.seed)[0, 0]
+    return torch.special.entr(found.view(len(scene.queries), -1).softmax(1)).sum(1)
+
+
+def is_entropy(found: Tensor, _: Tensor) -> bool:
+    """Finite and not negative; `bench_entropy` has the real gate."""
+    return bool((found.isfinite() & (found >= 0)).all())
+
+
+CONTENDERS = (
+    Contender("torch, autograd", reranked_by_autograd, PEER),
+    Contender("geoflow_fast", reranked),
+    Contender("`RetrievalEntropy`, the paper's settings", Scene.paper, BESIDE, agrees=is_entropy),
+    Contender("`RetrievalEntropy.fast`", Scene.fast, BESIDE, agrees=is_entropy),
+)
+
+
+def cases(quick: bool) -> list[Case]:
+    config, queries, items = (
+        (gf.GeoFlowConfig.small(256, 256), 2, 1000) if quick else (gf.GeoFlowConfig.paper(), 2, 10_000)
     )
-    return torch.allclose(fast, plain, atol=1e-2, rtol=0)
-
-
-def cost() -> str:
-    flow = paper_network()
-    queries, gallery = sample_uniform(COST_QUERIES, WIDTH), sample_uniform(10_000, WIDTH)
-    gate("log-densities are those of autograd", same_as_autograd(flow, queries, gallery[:COST_QUERIES]))
-    paper, fast, reranker = (
-        gf.RetrievalEntropy(flow, gallery),
-        gf.RetrievalEntropy.fast(flow, gallery),
-        gf.BayesReranker(flow, gallery),
-    )
-    contenders = {
-        "paper's entropy, 50 samples x 50 steps": lambda: paper(queries).entropy,
-        "RetrievalEntropy.fast": lambda: fast(queries).entropy,
-        "BayesReranker, 32 items x 6 midpoint steps": lambda: reranker.rerank(queries).entropy,
-    }
-    given = gallery[: COST_QUERIES * reranker.shortlist]
-    encoder = time_together({"encoder": lambda: flow.encoders[0](given)})["encoder"]
-    seconds = time_together(contenders, rounds=3)
-    names = list(contenders)
-    rows = [
-        {
-            "method": name,
-            "seconds per query": value / COST_QUERIES,
-            "times cheaper than the paper's entropy": seconds[names[0]] / value,
-        }
-        for name, value in seconds.items()
+    settings = {"n_samples": 20, "n_steps": 10} if quick else {}
+    solve = gf.BayesReranker(gf.GeoFlow(gf.GeoFlowConfig.tiny()), torch.eye(24)).solve
+    evaluations = 2 * solve.n_steps  # midpoint
+    flops = 2 * evaluations * 32 * queries * row_flops(config, "i2t")
+    return [
+        Case(
+            f"Re-ranking, {queries} queries, shortlists of 32, N = {items:,}, d = {config.image_dim}",
+            lambda: Scene.draw(config, queries, items, **settings),
+            reranked_by_autograd,
+            lambda found, truth: torch.allclose(found.double(), truth.double(), rtol=0, atol=2e-2),
+            CONTENDERS,
+            Work(flops=flops, bytes=4 * items * config.image_dim),
+            rounds=2,
+        )
     ]
-    gate("at least 5x cheaper than the paper's entropy", rows[-1]["times cheaper than the paper's entropy"] >= 5)
-    share = encoder / seconds[names[-1]]
-    notes = {
-        "queries": COST_QUERIES,
-        "items": len(gallery),
-        "width": WIDTH,
-        "share of the items' encoder, were each pair to have its own": share,
-    }
-    return report("rerank_cost", rows, notes)
-
-
-def concepts() -> str:
-    flow = trained_flow(24)
-    columns = {direction: Study(flow, direction).measured() for direction in ("t2i", "i2t")}
-    rows = [{"": name, **{way: column[name] for way, column in columns.items()}} for name in columns["t2i"]]
-    return report("rerank", rows, {"queries": QUERIES})
 
 
 def run() -> str:
-    return f"{concepts()}\n\n{cost()}"
+    """The study."""
+    flow = trained_flow(24)
+    columns = {direction: Study(flow, direction).measured() for direction in ("t2i", "i2t")}
+    rows = [{"": name, **{way: column[name] for way, column in columns.items()}} for name in columns["t2i"]]
+    return report("rerank_study", rows, {"queries": QUERIES})

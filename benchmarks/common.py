@@ -1,56 +1,79 @@
-"""Timing, machine limits and tables shared by all benchmarks."""
+"""Timing, memory, gates and tables that all benchmarks share."""
 
 from __future__ import annotations
 
+import ctypes
 import json
+import math
+import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
+from geoflow_fast.checkpoint import write_json
+
 RESULTS = Path(__file__).parent / "results"
+STATUS = Path("/proc/self/status")
 
 
-def time_together(contenders: dict[str, Callable[[], Any]], rounds: int = 7) -> dict[str, float]:
-    """Median seconds of each contender, run in turns so that a noisy moment of the machine hits all alike."""
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for run in contenders.values():
-        run()
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            start = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in seconds.items()}
-
-
-def copy_bandwidth(megabytes: int = 256, rounds: int = 7) -> float:
-    """Bytes read plus bytes written per second by a large memory copy: the limit of streaming operations."""
-    source = torch.ones(megabytes * 2**18)
-    target = torch.empty_like(source)
-    best = min(_seconds(lambda: target.copy_(source)) for _ in range(rounds))
-    return 2 * source.nbytes / best
-
-
-def read_bandwidth(megabytes: int = 256, rounds: int = 7) -> float:
-    """Bytes per second of one streaming read of a large array (a sum)."""
-    source = torch.ones(megabytes * 2**18)
-    return source.nbytes / min(_seconds(source.sum) for _ in range(rounds))
-
-
-def gemm_peak(size: int = 4096, inner: int = 1024, rounds: int = 5) -> float:
-    """Floating-point operations per second of torch's own float32 matrix product, the best of `rounds`."""
-    a, b, out = torch.randn(size, inner), torch.randn(inner, size), torch.empty(size, size)
-    return 2 * size * size * inner / min(_seconds(lambda: torch.mm(a, b, out=out)) for _ in range(rounds))
-
-
-def _seconds(run: Callable[[], Any]) -> float:
+def seconds_of(run: Callable[[], Any]) -> float:
+    """Seconds of one call."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
+
+
+def time_turns(contenders: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every round of each contender, run in turns so that a noisy moment of the machine hits all alike."""
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            seconds[name].append(seconds_of(run))
+    return seconds
+
+
+def time_together(contenders: Mapping[str, Callable[[], Any]], rounds: int = 7) -> dict[str, float]:
+    """Median seconds of each contender, in turns, after one round that is not counted."""
+    time_turns(contenders, 1)
+    return {name: statistics.median(values) for name, values in time_turns(contenders, rounds).items()}
+
+
+def spread(values: Sequence[float]) -> float:
+    """Half the distance between the quartiles, as a share of the median."""
+    low, middle, high = np.percentile(values, (25, 50, 75))
+    return float((high - low) / 2 / middle)
+
+
+def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
+    """Slope of log seconds over log size, by least squares."""
+    return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
+
+
+def status_bytes(key: str) -> int:
+    """A line of /proc/self/status, such as VmRSS, in bytes."""
+    for line in STATUS.read_text().splitlines():
+        if line.startswith(key + ":"):
+            return 1024 * int(line.split()[1])
+    raise OSError(f"{STATUS} has no {key}")
+
+
+def watched(run: Callable[[], Any]) -> tuple[Any, float, float]:
+    """What `run` returns, its seconds, and how far the resident memory of this process rose above its start meanwhile,
+    in bytes (NaN where there is no /proc)."""
+    if STATUS.exists():
+        # Pages that malloc keeps for itself would be used again unseen.
+        ctypes.CDLL(None).malloc_trim(0)
+        (STATUS.parent / "clear_refs").write_text("5")
+    before = status_bytes("VmRSS") if STATUS.exists() else math.nan
+    start = time.perf_counter()
+    answer = run()
+    seconds = time.perf_counter() - start
+    return answer, seconds, max(0.0, status_bytes("VmHWM") - before) if STATUS.exists() else math.nan
 
 
 def gate(name: str, holds: bool) -> None:
@@ -59,18 +82,52 @@ def gate(name: str, holds: bool) -> None:
         raise SystemExit(f"correctness gate failed: {name}; no times are reported")
 
 
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    names = [line.split(":")[1] for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
+    return {
+        "processor": (names or [platform.processor()])[0].strip(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__.split("+")[0],
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "day": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _lines(path: str) -> list[str]:
+    return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
 def report(name: str, rows: list[dict[str, Any]], notes: dict[str, Any]) -> str:
     """Writes rows and notes as JSON under benchmarks/results and returns the rows as a Markdown table."""
+    save(name, {"rows": rows, "notes": notes, "threads": torch.get_num_threads()})
+    return markdown(rows)
+
+
+def save(name: str, value: dict[str, Any]) -> None:
+    """benchmarks/results/<name>.json, whole or not at all."""
     RESULTS.mkdir(exist_ok=True)
-    target = RESULTS / f"{name}.json"
-    unfinished = target.with_suffix(".part")
-    unfinished.write_text(json.dumps({"rows": rows, "notes": notes, "threads": torch.get_num_threads()}, indent=2))
-    unfinished.replace(target)
+    write_json(RESULTS / f"{name}.json", value)
+
+
+def load(name: str) -> dict[str, Any] | None:
+    """What `save` wrote last under that name."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table with a line per row; the first row names the columns."""
     columns = list(rows[0])
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(_cell(row[column]) for column in columns) + " |" for row in rows]
+    lines += ["| " + " | ".join(cell(row[column]) for column in columns) + " |" for row in rows]
     return "\n".join(lines)
 
 
-def _cell(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
+def cell(value: Any) -> str:
+    """Three digits of a number, without an exponent where that reads well."""
+    if not isinstance(value, float):
+        return str(value)
+    if not math.isfinite(value):
+        return ""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"

@@ -26,9 +26,10 @@ def names() -> list[str]:
     return sorted(path.stem.removeprefix(PREFIX) for path in (checkout() / "benchmarks").glob(f"{PREFIX}*.py"))
 
 
-def run(wanted: Sequence[str]) -> int:
-    """Runs the named benchmarks, all without a name, in a process of their own; returns its exit code."""
+def run(wanted: Sequence[str], flags: Sequence[str] = ()) -> int:
+    """Runs the named benchmarks, all suites of hot paths without a name, in a process of their own with `flags` of
+    `python -m benchmarks`; returns its exit code."""
     unknown = sorted(set(wanted) - set(names()))
     if unknown:
         raise ValueError(f"no benchmark named {', '.join(unknown)}; there are {', '.join(names())}")
-    return subprocess.run([sys.executable, "-m", "benchmarks", *wanted], cwd=checkout(), check=False).returncode
+    return subprocess.run([sys.executable, "-m", "benchmarks", *wanted, *flags], cwd=checkout(), check=False).returncode

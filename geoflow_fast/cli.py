@@ -519,19 +519,23 @@ def plan(
 
 @app.command(epilog="Example: geoflow bench gallery rerank")
 def bench(
-    names: Annotated[list[str] | None, typer.Argument(help="Benchmarks to run; all if none is named.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Benchmarks to run; hot paths if none is named.")] = None,
     show: Annotated[bool, typer.Option("--list", help="Show the names and stop.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Small sizes; nothing is written.")] = False,
+    study: Annotated[bool, typer.Option("--study", help="How good instead of how fast: minutes to hours.")] = False,
+    as_json: JsonFlag = False,
 ) -> None:
     """Runs benchmarks of a source checkout: each proves its answer right, then reports times.
 
-    Tables go to the terminal, their numbers to benchmarks/results/*.json.
+    Tables go to the terminal, their numbers to benchmarks/results/*.json and into docs/performance.md.
     """
     from geoflow_fast import bench as benchmarks
 
     if show:
         typer.echo("\n".join(benchmarks.names()))
         return
-    raise typer.Exit(benchmarks.run(names or []))
+    flags = {"--quick": quick, "--study": study, "--json": as_json}
+    raise typer.Exit(benchmarks.run(names or [], [flag for flag, wanted in flags.items() if wanted]))
 
 
 def _print_json(value: dict[str, Any]) -> None:

@@ -1,0 +1,200 @@
+"""What a user pays: seconds per 1,000 queries and per 1,000 pairs, galleries of 1e4 to 1e7 items, beside plain search.
+
+Sampling and re-ranking do not depend on the gallery and are timed once per network; scoring and search are timed at
+every size that fits, from a memory-mapped float16 file, as `geoflow entropy` reads it. What does not fit is computed
+from the largest size that did, in proportion to the items. GPUs are estimates by `geoflow_fast.plan`, not measurements.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import geoflow_fast as gf
+from benchmarks import peers
+from benchmarks.bench_entropy import PAPER
+from benchmarks.bench_gallery import FAISS, spectral_rows
+from benchmarks.common import gate, seconds_of
+from benchmarks.flows import random_flow, row_flops
+from benchmarks.suite import Table
+from geoflow_fast import plan
+from geoflow_fast.entropy import FAST
+from geoflow_fast.geometry import DIRECTIONS, sample_uniform
+
+GALLERIES = (10_000, 100_000, 1_000_000, 10_000_000)
+THOUSAND = 1000
+SEARCHED, SCORED = 64, 16
+"""Queries per pass over the gallery, of search and of scoring."""
+KAPPA, TOP_K = 100.0, 10
+BLOCK = 100_000
+
+
+@dataclass(frozen=True)
+class Model:
+    """A network, the largest gallery that this machine's page cache and patience hold, and that FAISS's copy fits."""
+
+    name: str
+    config: gf.GeoFlowConfig
+    most_items: int
+    most_items_faiss: int = 1_000_000
+    queries: int = 8
+
+
+MODELS = (
+    Model("small network, d = 512", gf.GeoFlowConfig.small(512, 512), 10_000_000),
+    Model("paper's network, d = 1024", gf.GeoFlowConfig.paper(1024, 1024), 1_000_000, queries=2),
+)
+
+
+def best_of_two(run: Any) -> float:
+    """The first call warms up; a long one is not repeated."""
+    first = seconds_of(run)
+    return first if first > 5 else min(seconds_of(run) for _ in range(2))
+
+
+def write_items(path: Path, items: int, width: int) -> None:
+    """Unit rows in float16: one random block, whose coordinates every next block turns by one more place."""
+    block = spectral_rows(min(items, BLOCK), width).half().numpy()
+    out = np.lib.format.open_memmap(path, "w+", np.float16, (items, width))
+    for number, first in enumerate(range(0, items, BLOCK)):
+        part = block[: items - first]
+        out[first : first + BLOCK] = np.roll(part, number, axis=1)
+    out.flush()
+
+
+def per_query(model: Model, flow: gf.GeoFlow) -> dict[str, float]:
+    """Seconds per query of what does not depend on the gallery."""
+    queries = sample_uniform(model.queries, model.config.text_dim)
+    reranker = gf.BayesReranker(flow, sample_uniform(1000, model.config.image_dim))
+    shortlists = torch.arange(model.queries * reranker.shortlist).view(model.queries, -1) % 1000
+    runs = {
+        "fast": lambda: gf.sample(flow, text=queries, **FAST),
+        "paper": lambda: gf.sample(flow, text=queries, **PAPER),
+        "rerank": lambda: reranker.rerank(queries, shortlists),
+    }
+    return {name: best_of_two(run) / model.queries for name, run in runs.items()}
+
+
+def per_pair(model: Model, flow: gf.GeoFlow, pairs: int = 32) -> dict[str, float]:
+    """Seconds per 1,000 pairs of the epistemic score, by setting."""
+    image, text = (sample_uniform(pairs, d) for d in model.config.flow_dims)
+    settings = {
+        "`FAST_DENSITY`": gf.FAST_DENSITY,
+        "default": {},
+        "the paper's settings": gf.PAPER_DENSITY,
+    }
+    runs = {name: lambda s=setting: gf.epistemic(flow, image, text, **s) for name, setting in settings.items()}
+    return {name: THOUSAND / pairs * best_of_two(run) for name, run in runs.items()}
+
+
+@dataclass
+class Passes:
+    """Seconds of one query's share of a pass over N items; sizes beyond what was measured are in proportion."""
+
+    search: dict[int, float] = dataclasses.field(default_factory=dict)
+    faiss: dict[int, float] = dataclasses.field(default_factory=dict)
+    score: dict[int, float] = dataclasses.field(default_factory=dict)
+    """One sample of a query, not all."""
+
+    @staticmethod
+    def at(measured: dict[int, float], items: int) -> float:
+        most = max(measured)
+        return measured[items] if items in measured else measured[most] * items / most
+
+
+def passes(model: Model, mapped: np.ndarray) -> Passes:
+    """Search and scoring at every size that fits."""
+    found, width = Passes(), model.config.image_dim
+    queries = sample_uniform(SEARCHED, width)
+    samples = sample_uniform(SCORED * FAST["n_samples"], width).view(SCORED, FAST["n_samples"], width)
+    for items in (n for n in GALLERIES if n <= model.most_items):
+        gallery = gf.Gallery(mapped[:items])
+        searched = lambda g=gallery: g.statistics(queries.unsqueeze(1), 1.0, TOP_K)  # noqa: E731
+        found.search[items] = best_of_two(searched) / SEARCHED
+        scored = best_of_two(lambda g=gallery: g.statistics(samples, KAPPA, TOP_K))
+        found.score[items] = scored / samples[..., 0].numel()
+        if FAISS.present and items <= model.most_items_faiss:
+            index = peers.faiss_index(torch.from_numpy(np.asarray(mapped[:items], dtype=np.float32)))
+            gate_same_items(searched().top_index, peers.faiss_search(index, queries, TOP_K))
+            found.faiss[items] = best_of_two(lambda i=index: peers.faiss_search(i, queries, TOP_K)) / SEARCHED
+    return found
+
+
+def gate_same_items(found: Tensor, expected: Tensor) -> None:
+    """Ties aside, plain search by this library and by FAISS find the same items."""
+    gate("search as FAISS does", float((found == expected).float().mean()) > 0.999)
+
+
+def tables() -> Iterator[Table]:
+    for number, model in enumerate(MODELS):
+        torch.manual_seed(0)
+        flow = random_flow(model.config)
+        fixed, pairs = per_query(model, flow), per_pair(model, flow)
+        with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
+            path = Path(folder) / "gallery.npy"
+            write_items(path, model.most_items, model.config.image_dim)
+            measured = passes(model, np.load(path, mmap_mode="r"))
+        yield query_table(f"queries_{number}", model, fixed, measured)
+        yield Table(f"pairs_{number}", [{"setting": k, "s per 1,000 pairs": v} for k, v in pairs.items()])
+    yield estimates(gf.GeoFlowConfig.paper(1024, 1024))
+
+
+def by_items(values: dict[int, str]) -> dict[str, str]:
+    """Columns of a table, one per size of the gallery."""
+    return {f"N = 1e{len(str(items)) - 1}": value for items, value in values.items()}
+
+
+def query_table(name: str, model: Model, fixed: dict[str, float], found: Passes) -> Table:
+    """Seconds per 1,000 queries; cells computed in proportion are in italics."""
+
+    def row(title: str, once: float, over: dict[int, float], samples: int = 1) -> dict[str, str]:
+        values = {n: f"{THOUSAND * (once + samples * Passes.at(over, n)):,.3g}" for n in GALLERIES}
+        return {"s per 1,000 queries": title, **by_items({n: v if n in over else f"*{v}*" for n, v in values.items()})}
+
+    rows = [
+        row("plain search, geoflow_fast", 0.0, found.search),
+        row("plain search and `BayesReranker`", fixed["rerank"], found.search),
+        row("`RetrievalEntropy.fast`", fixed["fast"], found.score, FAST["n_samples"]),
+        row("`RetrievalEntropy`, the paper's settings", fixed["paper"], found.score, PAPER["n_samples"]),
+    ]
+    if found.faiss:
+        rows.insert(0, row("plain search, FAISS exact, float32 in memory", 0.0, found.faiss))
+    return Table(name, rows, {"model": model.name, "per query": fixed, "passes": dataclasses.asdict(found)})
+
+
+def estimates(config: gf.GeoFlowConfig) -> Table:
+    """One GPU, arithmetic alone: seconds per 1,000 queries or pairs once the gallery is in the machine's memory."""
+    rows = []
+    for device in ("a100", "h100"):
+        found = {items: estimate(config, items, device) for items in GALLERIES}
+        for title in found[GALLERIES[0]]:
+            values = by_items({items: f"{found[items][title]:.2g}" for items in GALLERIES})
+            rows.append({"estimated s per 1,000": f"{device.upper()}: {title}", **values})
+    return Table("gpu", rows)
+
+
+def estimate(config: gf.GeoFlowConfig, items: int, device: str) -> dict[str, float]:
+    """By method. Searching is bound by bringing the items to the device once per block of queries."""
+    operations = plan.COMPUTE_SHARE * plan.DEVICES[device].operations
+    fast, paper = (
+        plan.plan_scoring(items, config.image_dim, THOUSAND, device, 1, fast=fast).hours for fast in (True, False)
+    )
+    flops = {direction: row_flops(config, direction) for direction in DIRECTIONS}
+    # Every point carries a tangent, of a joint solve two; midpoint takes two evaluations a step.
+    rerank = THOUSAND * 32 * 12 * 2 * flops["i2t"]
+    density = THOUSAND * 20 * (3 * flops["joint"] + 2 * flops["i2t"] + 2 * flops["t2i"])
+    return {
+        "plain search": 3600 * fast["link"],
+        "plain search and `BayesReranker`": 3600 * fast["link"] + rerank / operations,
+        "`RetrievalEntropy.fast`": 3600 * max(fast["sampling"] + fast["scoring"], fast["link"]),
+        "`RetrievalEntropy`, the paper's settings": 3600 * max(paper["sampling"] + paper["scoring"], paper["link"]),
+        "epistemic score of 1,000 pairs": density / operations,
+    }

@@ -1,0 +1,139 @@
+"""The velocity network and its divergence, one evaluation at one time, as solvers ask for them; float32.
+
+Work: two operations per weight and row; the divergence takes a tangent through the same weights. Peers: the network in
+plain torch, and its derivative by autograd (vector-Jacobian product) and by torch.func.jvp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import geoflow_fast as gf
+from benchmarks import twins
+from benchmarks.flows import random_flow, row_flops
+from benchmarks.limits import Work
+from benchmarks.suite import PEER, Case, Contender, Scaling
+from geoflow_fast.density import draw_seed
+from geoflow_fast.divergence import Probes
+from geoflow_fast.geometry import log_area, sample_uniform
+
+TIME = 0.5
+ONE_STEP: dict[str, Any] = {
+    "n_steps": 1,
+    "solver": "euler",
+    "tangents": "combined",
+    "probe": "gaussian",
+    "orthogonal": "none",
+}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A network, its plain twin, and pairs."""
+
+    flow: gf.GeoFlow
+    plain: twins.PlainFlow
+    image: Tensor
+    text: Tensor
+
+    @classmethod
+    def draw(cls, config: gf.GeoFlowConfig, rows: int) -> Rows:
+        flow = random_flow(config)
+        plain = twins.PlainFlow(flow).eval().requires_grad_(False)
+        return cls(flow, plain, *(sample_uniform(rows, d) for d in config.flow_dims))
+
+    @property
+    def codes(self) -> Tensor:
+        return torch.zeros(len(self.image), dtype=torch.int8)
+
+    def velocity(self) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return self.flow.velocity(self.image, self.text, TIME, "joint")
+
+    def plain_velocity(self) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            return tuple(self.plain(self.image, self.text, torch.full((len(self.image),), TIME), self.codes))
+
+    def probes(self) -> tuple[Tensor, Tensor]:
+        """Those that `log_density` draws from a generator of seed 3."""
+        seed = int(draw_seed(torch.Generator().manual_seed(3), self.image))
+        drawn = Probes(seed, torch.arange(len(self.image)), 1, "gaussian", "none", False, "sphere")
+        return drawn.draw(0, 0, self.image)[0], drawn.draw(0, 1, self.text)[0]
+
+    def divergence(self) -> Tensor:
+        """-e^T J e at t=1, from a log-density of one Euler step."""
+        generator = torch.Generator().manual_seed(3)
+        found = gf.log_density(self.flow, self.image, self.text, "joint", generator=generator, **ONE_STEP)
+        return found + log_area(self.image.shape[1]) + log_area(self.text.shape[1])
+
+    def divergence_by_vjp(self) -> Tensor:
+        points = [x.detach().requires_grad_() for x in (self.image, self.text)]
+        probes = self.probes()
+        velocity = self.plain(*points, torch.ones(len(self.image)), self.codes)
+        along = sum((v * e).sum() for v, e in zip(velocity, probes))
+        pulled = torch.autograd.grad(along, points)
+        return -sum((g * e).sum(1) for g, e in zip(pulled, probes))
+
+    def divergence_by_jvp(self) -> Tensor:
+        probes, times = self.probes(), torch.ones(len(self.image))
+        call = lambda image, text: tuple(self.plain(image, text, times, self.codes))  # noqa: E731
+        _, pushed = torch.func.jvp(call, (self.image, self.text), probes)
+        return -sum((g * e).sum(1) for g, e in zip(pushed, probes))
+
+
+def close(found: Any, truth: Any) -> bool:
+    return all(torch.allclose(a.double(), b.double(), rtol=1e-3, atol=1e-3) for a, b in zip(found, truth))
+
+
+VELOCITY = (
+    Contender("torch", Rows.plain_velocity, PEER),
+    Contender("geoflow_fast", Rows.velocity),
+)
+DIVERGENCE = (
+    Contender("torch, autograd vjp", Rows.divergence_by_vjp, PEER),
+    Contender("torch.func.jvp", Rows.divergence_by_jvp, PEER),
+    Contender("geoflow_fast", Rows.divergence),
+)
+
+
+def size_of(quick: bool) -> tuple[gf.GeoFlowConfig, int]:
+    return (gf.GeoFlowConfig.small(256, 256), 128) if quick else (gf.GeoFlowConfig.paper(), 512)
+
+
+def cases(quick: bool) -> list[Case]:
+    config, rows = size_of(quick)
+    flops = rows * row_flops(config, "joint")
+    in_and_out = 16 * rows * sum(config.flow_dims)
+    size = f"B = {rows}, d = {config.image_dim}, hidden = {config.hidden}"
+    return [
+        Case(
+            f"Velocity, {size}",
+            lambda: Rows.draw(config, rows),
+            Rows.plain_velocity,
+            close,
+            VELOCITY,
+            Work(flops=flops, bytes=in_and_out),
+        ),
+        Case(
+            f"Velocity and divergence, {size}",
+            lambda: Rows.draw(config, rows),
+            Rows.divergence_by_vjp,
+            close,
+            DIVERGENCE,
+            Work(flops=2 * flops, bytes=in_and_out),
+        ),
+    ]
+
+
+def scalings(quick: bool) -> list[Scaling]:
+    config, top = size_of(quick)
+
+    def batch(rows: int) -> Callable[[], Any]:
+        return Rows.draw(config, rows).velocity
+
+    return [Scaling("Velocity", "B", (top // 4, top // 2, top, 2 * top), batch)]

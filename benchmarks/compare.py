@@ -1,0 +1,280 @@
+"""Is commit B slower than commit A? `python -m benchmarks.compare A B [--threshold 0.1] [--only gallery]`.
+
+Both commits are checked out into temporary worktrees and their extensions built there. Two processes, one with the
+package of A and one with that of B, time the same calls (this library's contenders of the quick hot paths, of the
+checkout that this file is in) in turns A, B, B, A, ...; only ratios within the run count. Exit status 1 if a call
+became slower by more than the threshold and by more than the spread explains, 2 if it cannot be told: a build or a
+gate fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+
+from benchmarks.common import markdown, seconds_of
+
+ROOT = Path(__file__).parents[1]
+NATIVE = ("csrc", "setup.py")
+TURN = 0.1
+"""Least seconds of a turn: shorter calls are repeated."""
+# The package comes from the worktree, the benchmarks from this checkout: importing those first settles it.
+WORKER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import benchmarks
+sys.path[0] = sys.argv[2]
+from benchmarks import compare
+compare.serve(sys.argv[3:])
+"""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Seconds of B over seconds of A in paired turns."""
+
+    name: str
+    seconds: float
+    """Of A, the median."""
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, name: str, a: Sequence[float], b: Sequence[float]) -> Ratio:
+        """Median of the turns' ratios with its 95 % interval, by resampling turns."""
+        ratios = np.array(b) / np.array(a)
+        drawn = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+        low, high = np.percentile(np.median(drawn, axis=1), (2.5, 97.5))
+        return cls(name, statistics.median(a), float(np.median(ratios)), float(low), float(high))
+
+    def slower(self, threshold: float) -> bool:
+        """Whether even the lower end of the interval is beyond the threshold."""
+        return self.low > 1 + threshold
+
+    def faster(self, threshold: float) -> bool:
+        """The same the other way round."""
+        return self.high < 1 / (1 + threshold)
+
+    def row(self, threshold: float) -> dict[str, str]:
+        """A line of the table."""
+        verdict = "slower" if self.slower(threshold) else "faster" if self.faster(threshold) else ""
+        spread = f"{self.low:.3f} to {self.high:.3f}"
+        return {
+            "call": self.name,
+            "A, ms": f"{1e3 * self.seconds:.3g}",
+            "B / A": f"{self.value:.3f}",
+            "95 %": spread,
+            "": verdict,
+        }
+
+
+def turns(count: int) -> Iterator[tuple[str, str]]:
+    """The order within each turn: A B, B A, A B, ... so that neither always comes first."""
+    for number in range(count):
+        yield ("A", "B") if number % 2 == 0 else ("B", "A")
+
+
+class Worker:
+    """A process that has the package of one commit and times what it is asked to."""
+
+    def __init__(self, tree: Path, only: Sequence[str]) -> None:
+        environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}  # one that waits must not keep a core busy
+        command = [sys.executable, "-c", WORKER, str(ROOT), str(tree), *only]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+
+    def ask(self, *words: Any) -> Any:
+        """Sends a request and waits for its answer. RuntimeError if the process is gone."""
+        pipe, answers = _pipes(self.process)
+        try:
+            pipe.write(json.dumps(words) + "\n")
+            pipe.flush()
+        except BrokenPipeError:
+            raise RuntimeError(f"a worker ended with status {self.process.wait()}; its words are above") from None
+        line = answers.readline()
+        if not line:
+            raise RuntimeError(f"a worker ended with status {self.process.wait()}; its words are above")
+        return json.loads(line)
+
+    def close(self) -> None:
+        pipe, _ = _pipes(self.process)
+        pipe.close()
+        self.process.wait()
+
+
+def _pipes(process: subprocess.Popen[str]) -> tuple[TextIO, TextIO]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    return process.stdin, process.stdout
+
+
+class Server:
+    """The worker's side: one case at a time."""
+
+    def __init__(self, only: Sequence[str]) -> None:
+        from benchmarks import suite
+
+        self.cases = suite.all_cases(quick=True, only=only)
+        self.ours = suite.OURS
+        self.data: Any = None
+
+    def list(self) -> list[list[Any]]:
+        """Names of cases and of the calls to compare."""
+        return [[case.name, [c.name for c in case.contenders if c.kind == self.ours]] for case in self.cases]
+
+    def load(self, number: int) -> None:
+        """Makes the input of a case."""
+        self.data = None  # of the last case, before the next is made
+        self.case = self.cases[number]
+        self.data = self.case.make()
+        self.truth = self.case.truth(self.data)
+
+    def time(self, name: str, repeats: int) -> float:
+        """Seconds of one of `repeats` calls."""
+        call = self._call(name)
+        return seconds_of(lambda: [call.run(self.data) for _ in range(repeats)]) / repeats
+
+    def check(self, name: str) -> float:
+        """Gate, then the seconds of a call."""
+        call = self._call(name)
+        self.case.check(call, call.run(self.data), self.truth)
+        return self.time(name, 1)
+
+    def _call(self, name: str) -> Any:
+        return next(c for c in self.case.contenders if c.name == name)
+
+
+def serve(only: Sequence[str]) -> None:
+    """Reads requests from standard input and writes answers to standard output."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else prints must not come between
+    server = Server(only)
+    for line in sys.stdin:
+        what, *rest = json.loads(line)
+        answers.write(json.dumps(getattr(server, what)(*rest)) + "\n")
+        answers.flush()
+
+
+@contextmanager
+def worktree(commit: str, folder: Path) -> Iterator[Path]:
+    """A checkout of the commit, taken away afterwards."""
+    _git("worktree", "add", "--detach", "--quiet", str(folder), commit)
+    try:
+        yield folder
+    finally:
+        _git("worktree", "remove", "--force", str(folder))
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"git {' '.join(arguments)}: {done.stderr.strip()}")
+    return done.stdout.strip()
+
+
+def build(tree: Path) -> None:
+    """Compiles the extension inside the worktree, and nowhere else."""
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the extension of {tree.name} does not build:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+def prepare(a: str, b: str, trees: tuple[Path, Path]) -> None:
+    """Builds both extensions, once if their sources are the same."""
+    build(trees[0])
+    if _git("diff", "--name-only", a, b, "--", *NATIVE):
+        build(trees[1])
+        return
+    for library in (trees[0] / "geoflow_fast").glob("_C*"):
+        shutil.copy(library, trees[1] / "geoflow_fast")
+
+
+def compare(workers: dict[str, Worker], rounds: int) -> Iterator[Ratio]:
+    """The ratio of every call, as it is measured."""
+    for number, (case, calls) in enumerate(workers["A"].ask("list")):
+        for worker in workers.values():
+            worker.ask("load", number)
+        for call in calls:
+            once = max(worker.ask("check", call) for worker in workers.values())
+            repeats = max(1, round(TURN / once))
+            seconds: dict[str, list[float]] = {name: [] for name in workers}
+            for order in turns(rounds):
+                for name in order:
+                    seconds[name].append(workers[name].ask("time", call, repeats))
+            yield Ratio.of(f"{case}: {call}", seconds["A"], seconds["B"])
+
+
+def arguments_of(words: Sequence[str]) -> argparse.Namespace:
+    """Checked arguments; argparse ends with status 2 on bad ones."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.compare", description=__doc__)
+    parser.add_argument("a", metavar="A", help="commit, branch or tag to compare with")
+    parser.add_argument("b", metavar="B", nargs="?", default="HEAD", help="the newer one; HEAD if not given")
+    parser.add_argument("--threshold", type=float, default=0.1, help="slower by more than this share fails")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each call")
+    parser.add_argument("--only", nargs="+", default=[], metavar="SUITE", help="these suites alone")
+    parser.add_argument("--json", action="store_true", help="ratios as JSON instead of a table")
+    given = parser.parse_args(words)
+    if not given.threshold > 0:
+        parser.error(f"--threshold must be above 0, got {given.threshold}")
+    if given.rounds < 3:
+        parser.error(f"--rounds must be at least 3, got {given.rounds}: fewer have no spread")
+    from benchmarks import suite
+
+    unknown = sorted(set(given.only) - set(suite.suites()))
+    if unknown:
+        parser.error(f"no suite named {', '.join(unknown)}; there are {', '.join(suite.suites())}")
+    return given
+
+
+def main(words: Sequence[str]) -> int:
+    """Exit status: 0 nothing slower, 1 something slower, 2 it could not be told."""
+    given = arguments_of(words)
+    try:
+        commits = [_git("rev-parse", "--verify", f"{name}^{{commit}}") for name in (given.a, given.b)]
+        with ExitStack() as stack:
+            base = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="geoflow-compare-")))
+            trees = tuple(stack.enter_context(worktree(c, base / side)) for side, c in zip("AB", commits))
+            prepare(*commits, (trees[0], trees[1]))
+            workers = {}
+            for side, tree in zip("AB", trees):
+                workers[side] = Worker(tree, given.only)
+                stack.callback(workers[side].close)
+            found = []
+            for ratio in compare(workers, given.rounds):
+                print(f"{ratio.value:.3f}  {ratio.name}", file=sys.stderr, flush=True)
+                found.append(ratio)
+    except RuntimeError as error:
+        print(f"compare: {error}", file=sys.stderr)
+        return 2
+    return verdict(found, given.threshold, as_json=given.json)
+
+
+def verdict(found: Sequence[Ratio], threshold: float, *, as_json: bool = False) -> int:
+    """Prints all ratios and returns the exit status."""
+    slower = [ratio.name for ratio in found if ratio.slower(threshold)]
+    if as_json:
+        print(json.dumps({"ratios": [ratio.__dict__ for ratio in found], "slower": slower}, indent=2))
+    else:
+        print(markdown([ratio.row(threshold) for ratio in found]))
+        print(f"\n{len(slower)} of {len(found)} calls became slower by more than {100 * threshold:.0f} %")
+    return 1 if slower else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

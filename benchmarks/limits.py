@@ -1,0 +1,84 @@
+"""What this machine can do at best, measured in the same run as the contenders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.common import seconds_of
+
+
+@dataclass(frozen=True)
+class Work:
+    """The least that an operation takes, however it is written: float operations of its matrix products, bytes of its
+    inputs and outputs moved once, exponentials (and logarithms, sines, arc cosines)."""
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    exps: float = 0.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Rates per second: the best of several tries, so that no share is flattered by a slow moment of the machine."""
+
+    flops: float
+    """torch's own float32 matrix product."""
+    bytes: float
+    """A streaming read or a copy of a large array, whichever moves more."""
+    exps: float
+    """torch's exponential, on an array that stays in the cache."""
+
+    @classmethod
+    def measure(cls, rounds: int = 5) -> Limits:
+        """Takes a few seconds."""
+        peak = max(gemm_peak(size, rounds=rounds) for size in (1024, 2048, 4096))
+        return cls(peak, max(copy_bandwidth(rounds=rounds), read_bandwidth(rounds=rounds)), exp_rate(rounds=rounds))
+
+    def parts(self, work: Work) -> dict[str, float]:
+        """Seconds of each kind of work alone."""
+        return {
+            "products": work.flops / self.flops,
+            "memory": work.bytes / self.bytes,
+            "exponentials": work.exps / self.exps,
+        }
+
+    def seconds(self, work: Work) -> float:
+        """The longest of the parts: what nothing on this machine can beat without leaving work out."""
+        return max(self.parts(work).values())
+
+    def bound_by(self, work: Work) -> str:
+        """Which part that is."""
+        parts = self.parts(work)
+        return max(parts, key=lambda name: parts[name])
+
+
+def gemm_peak(size: int = 4096, inner: int = 1024, rounds: int = 5) -> float:
+    """Floating-point operations per second of torch's own float32 matrix product."""
+    a, b, out = torch.randn(size, inner), torch.randn(inner, size), torch.empty(size, size)
+    return 2 * size * size * inner / min(seconds_of(lambda: torch.mm(a, b, out=out)) for _ in range(rounds))
+
+
+def copy_bandwidth(megabytes: int = 256, rounds: int = 7) -> float:
+    """Bytes read plus bytes written per second by a large memory copy."""
+    source = torch.ones(megabytes * 2**18)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / min(seconds_of(lambda: target.copy_(source)) for _ in range(rounds))
+
+
+def read_bandwidth(megabytes: int = 256, rounds: int = 7) -> float:
+    """Bytes per second of one streaming read of a large array (a sum)."""
+    source = torch.ones(megabytes * 2**18)
+    return source.nbytes / min(seconds_of(source.sum) for _ in range(rounds))
+
+
+def exp_rate(count: int = 2**17, rounds: int = 7) -> float:
+    """Exponentials per second."""
+    x, out = torch.linspace(-5, 0, count), torch.empty(count)
+
+    def many() -> None:
+        for _ in range(32):
+            torch.exp(x, out=out)
+
+    return 32 * count / min(seconds_of(many) for _ in range(rounds))

@@ -1,0 +1,254 @@
+"""docs/performance.md from the results: what stands between its marks, and the figures.
+
+`<!-- bench: KEY -->` begins a block and `<!-- bench: end -->` ends it; words outside of blocks are written by hand. A
+block whose results are missing keeps what it has. KEY is `machine`, `scalings`, `cases SUITE` or `table SUITE NAME`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.common import load, markdown
+from benchmarks.limits import Limits, Work
+from benchmarks.suite import BESIDE, OURS, PEER, case_words, scaling_rows, suites
+from geoflow_fast import plots
+from geoflow_fast.checkpoint import write_atomic
+
+ROOT = Path(__file__).parents[1]
+PAGE, PICTURES = ROOT / "docs" / "performance.md", ROOT / "docs" / "images"
+BLOCK = re.compile(r"(<!-- bench: (?!end)(.+?) -->\n)(.*?)(<!-- bench: end -->)", flags=re.DOTALL)
+OUR_COLOUR, PEER_COLOUR, LIMIT_COLOUR, GREY = "#1f5fa8", "#b9c2cc", "#d1495b", "#8a8f98"
+COLOURS = ("#1f5fa8", "#d1495b", "#2a9d8f", "#d98f2b", "#8d6cab", "#7a9e3b", "#5f7a8a")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+Results = dict[str, dict[str, Any]]
+
+
+def write() -> None:
+    """Blocks and figures from all results that there are."""
+    results = {name: found for name in suites() if (found := load(name)) is not None}
+    text = filled(PAGE.read_text(), lambda key: block(key, results))
+    write_atomic(PAGE, lambda file: file.write(text.encode()))
+    draw(results)
+    print(f"{PAGE.relative_to(ROOT)} holds the results of {', '.join(results)}")
+
+
+def filled(text: str, make: Callable[[str], str | None]) -> str:
+    """The page with every block made anew; `make` returns None for one that stays as it is."""
+
+    def replace(found: re.Match[str]) -> str:
+        begin, key, old, end = found.groups()
+        new = make(key)
+        return begin + (old if new is None else new + "\n") + end
+
+    return BLOCK.sub(replace, text)
+
+
+def block(key: str, results: Results) -> str | None:
+    """What belongs under a key, or None if that was not measured. ValueError for a key that means nothing."""
+    kind, *rest = key.split()
+    if kind == "machine":
+        return machine_words(results) if results else None
+    if kind == "scalings":
+        found = [scaling for suite in results.values() for scaling in suite["scalings"]]
+        return markdown(scaling_rows(found)) if found else None
+    if kind == "cases" and len(rest) == 1:
+        suite = results.get(rest[0])
+        return None if suite is None else "\n\n".join(case_words(suite))
+    if kind == "table" and len(rest) == 2:
+        table = results.get(rest[0], {}).get("tables", {}).get(rest[1])
+        return None if table is None else markdown(table["rows"]) + note_words(table["notes"])
+    raise ValueError(f"{PAGE.name} has a block {key!r}; blocks are machine, scalings, cases SUITE, table SUITE NAME")
+
+
+def machine_words(results: Results) -> str:
+    """Where and when, and the limits: the range over the suites, each of which measured them for itself."""
+    facts = [suite["machine"] for suite in results.values()]
+    days = sorted({fact["day"] for fact in facts})
+    first = facts[0]
+    rows = [
+        {"limit": title, "measured": span([unit * suite["limits"][name] for suite in results.values()]), "by": how}
+        for name, title, unit, how in (
+            ("flops", "matrix products, GFLOP/s", 1e-9, "`torch.mm`, float32"),
+            ("bytes", "memory, GB/s", 1e-9, "the faster of a streaming read and a copy"),
+            ("exps", "exponentials, 10^9/s", 1e-9, "`torch.exp` on an array in the cache"),
+        )
+    ]
+    words = (
+        f"Measured {' and '.join(days)} on {first['threads']} threads of a processor that calls itself "
+        f'"{first["processor"]}" ({first["instructions"]}), torch {first["torch"]}.'
+    )
+    return f"{words}\n\n{markdown(rows)}"
+
+
+def span(values: Sequence[float]) -> str:
+    """Least and largest, with three digits."""
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def note_words(notes: dict[str, Any]) -> str:
+    """Numbers beside a table, in one line; what is nested is for JSON alone."""
+    shown = [f"{name} {value:.3g}" for name, value in notes.items() if isinstance(value, (int, float))]
+    return f"\n\n{'; '.join(shown)}." if shown else ""
+
+
+# ---- figures ------------------------------------------------------------------------------------------------------
+
+
+def draw(results: Results) -> None:
+    """All figures that the results allow."""
+    cases = [(suite, case) for suite in results.values() for case in suite["cases"]]
+    scalings = [scaling for suite in results.values() for scaling in suite["scalings"]]
+    if cases:
+        draw_peers([case for _, case in cases], PICTURES / "performance_peers.png")
+        draw_roofline(cases, PICTURES / "performance_roofline.png")
+    if scalings:
+        draw_scalings(scalings, PICTURES / "performance_scaling.png")
+    costs = [table for table in results.get("cost", {}).get("tables", {}).values() if "passes" in table["notes"]]
+    if costs:
+        draw_costs(costs, PICTURES / "performance_cost.png")
+
+
+def best(case: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The fastest contender of a kind; of ours the first, which needs no special setting."""
+    rows = [row for row in case["rows"] if row["kind"] == kind]
+    return rows[0] if kind == OURS else min(rows, key=lambda row: row["median"])
+
+
+def draw_peers(cases: Sequence[dict[str, Any]], path: Path) -> None:
+    """Bars of time per case, as multiples of this library's plain call."""
+    plt = plots.pyplot()
+    columns = 2
+    lines = -(-len(cases) // columns)
+    counts = [max(len(case["rows"]) for case in cases[k * columns : (k + 1) * columns]) for k in range(lines)]
+    figure, panels = plt.subplots(
+        lines,
+        columns,
+        figsize=(12.5, sum(0.75 + 0.27 * count for count in counts)),
+        squeeze=False,
+        height_ratios=[0.9 + 0.3 * count for count in counts],
+    )
+    for axes, case in zip(panels.flat, cases):
+        ours = best(case, OURS)["median"]
+        rows = sorted(case["rows"], key=lambda row: -row["median"])
+        values = [row["median"] / ours for row in rows]
+        colours = {OURS: OUR_COLOUR, PEER: PEER_COLOUR, BESIDE: "white"}
+        axes.barh(
+            range(len(rows)),
+            values,
+            height=0.7,
+            color=[colours[row["kind"]] for row in rows],
+            edgecolor=[GREY if row["kind"] == BESIDE else "none" for row in rows],
+        )
+        for place, (row, value) in enumerate(zip(rows, values)):
+            words = f" {value:.3g}x   {shown_seconds(row['median'])}"
+            axes.text(value, place, words, va="center", fontsize=8, color="#333")
+        axes.set_yticks(range(len(rows)), [plain_name(row["contender"]) for row in rows], fontsize=8.5)
+        axes.set_xlim(0, 1.34 * max(values))
+        axes.axvline(1, color=OUR_COLOUR, linewidth=0.8, linestyle=":")
+        axes.set_title(case["name"], fontsize=9.5, loc="left")
+        axes.set_xticks([])
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+    for axes in panels.flat[len(cases) :]:
+        axes.set_visible(False)
+    save(figure, path)
+
+
+def plain_name(name: str) -> str:
+    return name.replace("`", "")
+
+
+def shown_seconds(value: float) -> str:
+    return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
+
+
+def draw_roofline(cases: Sequence[tuple[dict[str, Any], dict[str, Any]]], path: Path) -> None:
+    """Work per byte against work per second: ours full, the best peer hollow, under what the machine allows."""
+    plt = plots.pyplot()
+    limits = Limits(*(max(suite["limits"][name] for suite, _ in cases) for name in ("flops", "bytes", "exps")))
+    figure, axes = plt.subplots(figsize=(9.2, 5.4))
+    roof = np.logspace(-1.2, 4.2, 200)
+    axes.plot(roof, np.minimum(limits.flops, roof * limits.bytes) / 1e9, color=LIMIT_COLOUR, linewidth=1.8)
+    top, slope = limits.flops / 1e9, limits.bytes / 1e9
+    axes.text(roof[-1], 1.12 * top, f"torch.mm, {top:.0f} GFLOP/s", ha="right", fontsize=9)
+    axes.text(0.25, 1.5 * 0.25 * slope, f"memory, {slope:.0f} GB/s", rotation=34, fontsize=9, ha="center")
+    shown = [(case, Work(**case["work"])) for _, case in cases if case["work"]["bytes"]]
+    for number, (case, work) in enumerate(shown):
+        # An operation without products is counted by its exponentials, or by one operation per number moved.
+        operations = work.flops or work.exps or work.bytes / 4
+        x, colour = operations / work.bytes, [*COLOURS, *COLOURS][number]
+        ours, peer = (operations / best(case, kind)["median"] / 1e9 for kind in (OURS, PEER))
+        axes.plot([x, x], [peer, ours], color=colour, linewidth=1, alpha=0.6)
+        axes.plot(x, peer, MARKERS[number % 7], color=colour, markerfacecolor="white", markersize=7)
+        axes.plot(x, ours, MARKERS[number % 7], color=colour, markersize=8, label=plain_name(case["name"]))
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte that must be moved", ylabel="G operations/s")
+    axes.grid(color="#e4e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=2)
+    save(figure, path)
+
+
+def draw_scalings(scalings: Sequence[dict[str, Any]], path: Path) -> None:
+    """Seconds over every size, with the fitted power."""
+    plt = plots.pyplot()
+    columns = 4
+    lines = -(-len(scalings) // columns)
+    figure, panels = plt.subplots(lines, columns, figsize=(12.5, 2.75 * lines), squeeze=False)
+    for axes, found in zip(panels.flat, scalings):
+        sizes, values = np.array(found["sizes"], dtype=float), 1e3 * np.array(found["seconds"])
+        middle = np.exp(np.log(values).mean() - found["exponent"] * np.log(sizes).mean())
+        axes.plot(sizes, middle * sizes ** found["exponent"], color=GREY, linewidth=1.2)
+        axes.plot(sizes, values, "o", color=OUR_COLOUR, markersize=6)
+        axes.set(xscale="log", yscale="log", xlabel=found["variable"])
+        axes.set_xticks(sizes, [f"{size:g}" if size < 10_000 else f"{size / 1000:g}k" for size in sizes], fontsize=8)
+        axes.minorticks_off()
+        low, high = values.min() / 1.6, values.max() * 1.6
+        axes.set_ylim(low, high)
+        axes.set_yticks(values, [f"{value:.3g}" for value in values], fontsize=8)
+        power = f"{found['variable']}$^{{{found['exponent']:.2f}}}$"
+        axes.set_title(f"{found['operation']}\n$\\propto$ {power}", fontsize=9.5)
+        axes.grid(color="#e4e7eb", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    for line in panels:
+        line[0].set_ylabel("ms")
+    for axes in panels.flat[len(scalings) :]:
+        axes.set_visible(False)
+    save(figure, path)
+
+
+def draw_costs(tables: Sequence[dict[str, Any]], path: Path) -> None:
+    """Seconds per 1,000 queries over the size of the gallery; hollow where computed."""
+    plt = plots.pyplot()
+    figure, panels = plt.subplots(1, len(tables), figsize=(6.0 * len(tables), 4.4), squeeze=False, sharey=True)
+    for axes, table in zip(panels[0], tables):
+        for number, row in enumerate(table["rows"]):
+            title, *cells = row.values()
+            sizes = [float(name.split(" = ")[1]) for name in list(row)[1:]]
+            values = [float(text.strip("*").replace(",", "")) for text in cells]
+            style = {"color": COLOURS[number], "marker": MARKERS[number], "markersize": 6}
+            axes.plot(sizes, values, label=plain_name(title), linewidth=1.6, **style)
+            computed = [(x, y) for x, y, text in zip(sizes, values, cells) if text.startswith("*")]
+            for x, y in computed:
+                axes.plot(x, y, **style, markerfacecolor="white", linestyle="none")
+        axes.set(xscale="log", yscale="log", xlabel="items in the gallery")
+        axes.set_title(table["notes"]["model"], fontsize=11)
+        axes.grid(color="#e4e7eb", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("seconds per 1,000 queries")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize=9, ncols=3)
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    figure.set_layout_engine("constrained", h_pad=0.06, w_pad=0.08)
+    plots.save_figure(figure, path)

@@ -1,0 +1,230 @@
+"""Hot paths: contenders on one input behind a gate, and how the cost of an operation grows.
+
+A module `bench_<name>` with `cases(quick)` is a suite of hot paths; it may add `scalings(quick)`, and `tables()` for
+what does not fit that form. `python -m benchmarks`, the front for pytest-benchmark and `compare` all read these.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import pkgutil
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import benchmarks
+from benchmarks.common import exponent, gate, machine, markdown, spread, time_turns, watched
+from benchmarks.limits import Limits, Work
+
+PREFIX = "bench_"
+OURS, PEER, BESIDE = "ours", "peer", "beside"
+"""A peer gives the same answer in another way. What stands beside does something else, to compare the cost with."""
+LONG = 2.0
+"""Seconds from which on the first call counts as a round: warming up is no longer felt."""
+SHORT = 0.05
+"""Seconds up to which a call is given three times the rounds."""
+
+Agrees = Callable[[Any, Any], bool]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do it: `run(inputs)` gives the answer."""
+
+    name: str
+    run: Callable[[Any], Any]
+    kind: str = OURS
+    needs: str = ""
+    """A package without which it is left out."""
+    agrees: Agrees | None = None
+    """(answer, truth) -> whether it is right, in place of the case's."""
+
+    @property
+    def present(self) -> bool:
+        """Whether what it needs is installed."""
+        return not self.needs or importlib.util.find_spec(self.needs) is not None
+
+
+@dataclass(frozen=True)
+class Case:
+    """Contenders on one input. `truth(inputs)` is what answers are held against."""
+
+    name: str
+    inputs: Callable[[], Any]
+    truth: Callable[[Any], Any]
+    agrees: Agrees
+    contenders: Sequence[Contender]
+    work: Work
+    rounds: int = 5
+
+    def make(self) -> Any:
+        """The input; always the same."""
+        torch.manual_seed(0)
+        return self.inputs()
+
+    @property
+    def present(self) -> list[Contender]:
+        """The contenders that are installed."""
+        return [contender for contender in self.contenders if contender.present]
+
+    def check(self, contender: Contender, answer: Any, truth: Any) -> None:
+        """Stops the run if the answer is wrong."""
+        gate(f"{self.name}, {contender.name}", (contender.agrees or self.agrees)(answer, truth))
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Seconds of one operation over one of its sizes; `make(size)` gives the call, `expected` is the exponent by
+    arithmetic."""
+
+    operation: str
+    variable: str
+    sizes: Sequence[int]
+    make: Callable[[int], Callable[[], Any]]
+    expected: float = 1.0
+    rounds: int = 3
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of a suite that do not fit `Case`, under a name by which the page asks for them."""
+
+    name: str
+    rows: list[dict[str, Any]]
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def names() -> list[str]:
+    """All benchmarks: suites of hot paths, and studies of quality."""
+    found = (module.name for module in pkgutil.iter_modules(benchmarks.__path__))
+    return sorted(name.removeprefix(PREFIX) for name in found if name.startswith(PREFIX))
+
+
+def module_of(name: str) -> ModuleType:
+    """The module of a benchmark."""
+    return importlib.import_module(f"benchmarks.{PREFIX}{name}")
+
+
+def suites() -> list[str]:
+    """Names of the benchmarks that have hot paths."""
+    return [name for name in names() if hasattr(module_of(name), "cases") or hasattr(module_of(name), "tables")]
+
+
+def all_cases(*, quick: bool, only: Sequence[str] = ()) -> list[Case]:
+    """Of all suites, or of these."""
+    found = [module_of(name) for name in only or suites()]
+    return [case for module in found if hasattr(module, "cases") for case in module.cases(quick)]
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Seconds and peak memory of every contender, after the gate."""
+    data = case.make()
+    truth = case.truth(data)
+    rows: dict[str, dict[str, Any]] = {}
+    for contender in case.present:
+        answer, first, memory = watched(lambda c=contender: c.run(data))
+        case.check(contender, answer, truth)
+        del answer
+        rows[contender.name] = {"contender": contender.name, "kind": contender.kind, "memory": memory, "first": first}
+    calls = {c.name: (lambda c=c: c.run(data)) for c in case.present}
+    slowest = max(row["first"] for row in rows.values())
+    for name, seconds in time_turns(calls, case.rounds * (3 if slowest < SHORT else 1)).items():
+        row = rows[name]
+        first = row.pop("first")
+        row["seconds"] = [*seconds, first] if first > LONG else seconds
+        row["median"], row["spread"] = statistics.median(row["seconds"]), spread(row["seconds"])
+    missing = [c.name for c in case.contenders if not c.present]
+    return {
+        "name": case.name,
+        "work": dataclasses.asdict(case.work),
+        "rows": list(rows.values()),
+        "not installed": missing,
+    }
+
+
+def fit(scaling: Scaling) -> dict[str, Any]:
+    """Seconds over sizes, in turns, with the exponent that fits them."""
+    calls = {str(size): scaling.make(size) for size in scaling.sizes}
+    time_turns(calls, 1)
+    found = time_turns(calls, scaling.rounds)
+    seconds = [statistics.median(found[str(size)]) for size in scaling.sizes]
+    return {
+        "operation": scaling.operation,
+        "variable": scaling.variable,
+        "sizes": list(scaling.sizes),
+        "seconds": seconds,
+        "exponent": exponent(scaling.sizes, seconds),
+        "expected": scaling.expected,
+    }
+
+
+def run_suite(name: str, *, quick: bool, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+    """All that a suite measures, as it is written to JSON."""
+    module = module_of(name)
+    found: dict[str, Any] = {"suite": name, "machine": machine(), "quick": quick, "cases": [], "scalings": []}
+    found["tables"] = {}
+    found["limits"] = dataclasses.asdict(Limits.measure(2 if quick else 5))
+    for case in module.cases(quick) if hasattr(module, "cases") else ():
+        say(f"{name}: {case.name}")
+        found["cases"].append(measure(case))
+    for scaling in module.scalings(quick) if hasattr(module, "scalings") else ():
+        say(f"{name}: {scaling.operation} over {scaling.variable}")
+        found["scalings"].append(fit(scaling))
+    for table in module.tables() if hasattr(module, "tables") and not quick else ():
+        say(f"{name}: {table.name} done")
+        found["tables"][table.name] = dataclasses.asdict(table)
+    return found
+
+
+def text_of(found: dict[str, Any]) -> str:
+    """What a suite found, as Markdown."""
+    scalings = [markdown(scaling_rows(found["scalings"]))] if found["scalings"] else []
+    return "\n\n".join((*case_words(found), *scalings, *(markdown(t["rows"]) for t in found["tables"].values())))
+
+
+def case_words(found: dict[str, Any]) -> Iterator[str]:
+    """Title and table of each case."""
+    for case in found["cases"]:
+        missing = f"\n\nNot installed: {', '.join(case['not installed'])}." if case["not installed"] else ""
+        yield f"**{case['name']}**\n\n{markdown(case_rows(case, found['limits']))}{missing}"
+
+
+def case_rows(case: dict[str, Any], limits: dict[str, float]) -> list[dict[str, Any]]:
+    """A case as rows of a table: time, ratio to the best peer, memory, share of the machine's limit."""
+    work, bound = Work(**case["work"]), Limits(**limits)
+    peers = [row["median"] for row in case["rows"] if row["kind"] == PEER]
+    limit = bound.seconds(work)
+    return [
+        {
+            "": row["contender"],
+            "ms": 1e3 * row["median"],
+            "±": f"{100 * row['spread']:.0f} %",
+            "speed-up over the best peer": "" if row["kind"] == BESIDE else f"{min(peers) / row['median']:.2f}x",
+            "peak MB": f"{row['memory'] / 1e6:,.0f}",
+            f"share of the limit ({bound.bound_by(work)})": ""
+            if row["kind"] == BESIDE
+            else f"{100 * limit / row['median']:.0f} %",
+        }
+        for row in case["rows"]
+    ]
+
+
+def scaling_rows(scalings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Fits as rows of a table."""
+    return [
+        {
+            "operation": found["operation"],
+            "over": found["variable"],
+            "sizes": " / ".join(f"{size:,}" for size in found["sizes"]),
+            "ms": " / ".join(f"{1e3 * value:.3g}" for value in found["seconds"]),
+            "exponent": f"{found['exponent']:.2f}",
+            "by arithmetic": f"{found['expected']:g}",
+        }
+        for found in scalings
+    ]
