@@ -74,7 +74,7 @@ class Run:
         loss.backward()
         nn.utils.clip_grad_norm_(self.plain.parameters(), config.clip)
         self.optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     def fused_step(self) -> float:
         return float(self.trainer.optimise(self.trainer.batches.training(self.trainer.step))[0].mean())

@@ -7,13 +7,14 @@ block whose results are missing keeps what it has. KEY is `machine`, `scalings`,
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.common import load, markdown
+from benchmarks.common import cell, load, markdown
 from benchmarks.limits import Limits, Work
 from benchmarks.suite import BESIDE, OURS, PEER, case_words, scaling_rows, suites
 from geoflow_fast import plots
@@ -134,7 +135,7 @@ def draw_peers(cases: Sequence[dict[str, Any]], path: Path) -> None:
         squeeze=False,
         height_ratios=[0.9 + 0.3 * count for count in counts],
     )
-    for axes, case in zip(panels.flat, cases):
+    for number, (axes, case) in enumerate(zip(panels.flat, cases)):
         ours = best(case, OURS)["median"]
         rows = sorted(case["rows"], key=lambda row: -row["median"])
         values = [row["median"] / ours for row in rows]
@@ -152,7 +153,8 @@ def draw_peers(cases: Sequence[dict[str, Any]], path: Path) -> None:
         axes.set_yticks(range(len(rows)), [plain_name(row["contender"]) for row in rows], fontsize=8.5)
         axes.set_xlim(0, 1.34 * max(values))
         axes.axvline(1, color=OUR_COLOUR, linewidth=0.8, linestyle=":")
-        axes.set_title(case["name"], fontsize=9.5, loc="left")
+        axes.set_ylim(-0.6, counts[number // columns] - 0.4)  # bars of one line of panels are alike
+        axes.set_title(textwrap.fill(case["name"], 58), fontsize=9.5, loc="left")
         axes.set_xticks([])
         axes.spines[["top", "right", "bottom"]].set_visible(False)
     for axes in panels.flat[len(cases) :]:
@@ -182,11 +184,11 @@ def draw_roofline(cases: Sequence[tuple[dict[str, Any], dict[str, Any]]], path: 
     for number, (case, work) in enumerate(shown):
         # An operation without products is counted by its exponentials, or by one operation per number moved.
         operations = work.flops or work.exps or work.bytes / 4
-        x, colour = operations / work.bytes, [*COLOURS, *COLOURS][number]
+        x, colour, marker = operations / work.bytes, COLOURS[number % 7], MARKERS[(number + number // 7) % 7]
         ours, peer = (operations / best(case, kind)["median"] / 1e9 for kind in (OURS, PEER))
         axes.plot([x, x], [peer, ours], color=colour, linewidth=1, alpha=0.6)
-        axes.plot(x, peer, MARKERS[number % 7], color=colour, markerfacecolor="white", markersize=7)
-        axes.plot(x, ours, MARKERS[number % 7], color=colour, markersize=8, label=plain_name(case["name"]))
+        axes.plot(x, peer, marker, color=colour, markerfacecolor="white", markersize=7)
+        axes.plot(x, ours, marker, color=colour, markersize=8, label=plain_name(case["name"]))
     axes.set(xscale="log", yscale="log", xlabel="operations per byte that must be moved", ylabel="G operations/s")
     axes.grid(color="#e4e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
@@ -198,9 +200,9 @@ def draw_roofline(cases: Sequence[tuple[dict[str, Any], dict[str, Any]]], path: 
 def draw_scalings(scalings: Sequence[dict[str, Any]], path: Path) -> None:
     """Seconds over every size, with the fitted power."""
     plt = plots.pyplot()
-    columns = 4
+    columns = 5
     lines = -(-len(scalings) // columns)
-    figure, panels = plt.subplots(lines, columns, figsize=(12.5, 2.75 * lines), squeeze=False)
+    figure, panels = plt.subplots(lines, columns, figsize=(13.5, 2.6 * lines), squeeze=False)
     for axes, found in zip(panels.flat, scalings):
         sizes, values = np.array(found["sizes"], dtype=float), 1e3 * np.array(found["seconds"])
         middle = np.exp(np.log(values).mean() - found["exponent"] * np.log(sizes).mean())
@@ -211,7 +213,7 @@ def draw_scalings(scalings: Sequence[dict[str, Any]], path: Path) -> None:
         axes.minorticks_off()
         low, high = values.min() / 1.6, values.max() * 1.6
         axes.set_ylim(low, high)
-        axes.set_yticks(values, [f"{value:.3g}" for value in values], fontsize=8)
+        axes.set_yticks(values, [cell(float(value)) for value in values], fontsize=8)
         power = f"{found['variable']}$^{{{found['exponent']:.2f}}}$"
         axes.set_title(f"{found['operation']}\n$\\propto$ {power}", fontsize=9.5)
         axes.grid(color="#e4e7eb", linewidth=0.8)
