@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -277,4 +278,5 @@ def verdict(found: Sequence[Ratio], threshold: float, *, as_json: bool = False) 
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))  # so that the worktrees are taken away then too
     raise SystemExit(main(sys.argv[1:]))

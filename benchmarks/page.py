@@ -152,8 +152,10 @@ def draw_peers(cases: Sequence[dict[str, Any]], path: Path) -> None:
             axes.text(value, place, words, va="center", fontsize=8, color="#333")
         axes.set_yticks(range(len(rows)), [plain_name(row["contender"]) for row in rows], fontsize=8.5)
         axes.set_xlim(0, 1.34 * max(values))
-        axes.axvline(1, color=OUR_COLOUR, linewidth=0.8, linestyle=":")
-        axes.set_ylim(-0.6, counts[number // columns] - 0.4)  # bars of one line of panels are alike
+        axes.plot([1, 1], [-0.5, len(rows) - 0.5], color=OUR_COLOUR, linewidth=0.8, linestyle=":")
+        axes.set_ylim(
+            len(rows) - counts[number // columns] - 0.6, len(rows) - 0.4
+        )  # bars of a line of panels are alike
         axes.set_title(textwrap.fill(case["name"], 58), fontsize=9.5, loc="left")
         axes.set_xticks([])
         axes.spines[["top", "right", "bottom"]].set_visible(False)
