@@ -1,7 +1,8 @@
 """docs/performance.md from the results: what stands between its marks, and the figures.
 
 `<!-- bench: KEY -->` begins a block and `<!-- bench: end -->` ends it; words outside of blocks are written by hand. A
-block whose results are missing keeps what it has. KEY is `machine`, `scalings`, `cases SUITE` or `table SUITE NAME`.
+block whose results are missing keeps what it has. KEY is `machine`, `scalings`, `cases SUITE`, `table SUITE NAME` or
+`figure NAME`.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ def write() -> None:
     results = {name: found for name in suites() if (found := load(name)) is not None}
     text = filled(PAGE.read_text(), lambda key: block(key, results))
     write_atomic(PAGE, lambda file: file.write(text.encode()))
-    draw(results)
     print(f"{PAGE.relative_to(ROOT)} holds the results of {', '.join(results)}")
 
 
@@ -64,7 +64,10 @@ def block(key: str, results: Results) -> str | None:
     if kind == "table" and len(rest) == 2:
         table = results.get(rest[0], {}).get("tables", {}).get(rest[1])
         return None if table is None else markdown(table["rows"]) + note_words(table["notes"])
-    raise ValueError(f"{PAGE.name} has a block {key!r}; blocks are machine, scalings, cases SUITE, table SUITE NAME")
+    if kind == "figure" and len(rest) == 1:
+        return figure_words(rest[0], results)
+    known = "machine, scalings, cases SUITE, table SUITE NAME, figure NAME"
+    raise ValueError(f"{PAGE.name} has a block {key!r}; blocks are {known}")
 
 
 def machine_words(results: Results) -> str:
@@ -102,18 +105,15 @@ def note_words(notes: dict[str, Any]) -> str:
 # ---- figures ------------------------------------------------------------------------------------------------------
 
 
-def draw(results: Results) -> None:
-    """All figures that the results allow."""
-    cases = [(suite, case) for suite in results.values() for case in suite["cases"]]
-    scalings = [scaling for suite in results.values() for scaling in suite["scalings"]]
-    if cases:
-        draw_peers([case for _, case in cases], PICTURES / "performance_peers.png")
-        draw_roofline(cases, PICTURES / "performance_roofline.png")
-    if scalings:
-        draw_scalings(scalings, PICTURES / "performance_scaling.png")
-    costs = [table for table in results.get("cost", {}).get("tables", {}).values() if "passes" in table["notes"]]
-    if costs:
-        draw_costs(costs, PICTURES / "performance_cost.png")
+def figure_words(name: str, results: Results) -> str | None:
+    """Draws a figure and returns its place in the page, or None if its results are missing."""
+    if name not in FIGURES:
+        raise ValueError(f"{PAGE.name} has a figure {name!r}; figures are {', '.join(FIGURES)}")
+    make, title, caption = FIGURES[name]
+    picture = f"performance_{name}.png"
+    if not make(results, PICTURES / picture):
+        return None
+    return f"![{title}](images/{picture})" + (f"\n\n*{caption}*" if caption else "")
 
 
 def best(case: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -122,8 +122,11 @@ def best(case: dict[str, Any], kind: str) -> dict[str, Any]:
     return rows[0] if kind == OURS else min(rows, key=lambda row: row["median"])
 
 
-def draw_peers(cases: Sequence[dict[str, Any]], path: Path) -> None:
+def draw_peers(results: Results, path: Path) -> bool:
     """Bars of time per case, as multiples of this library's plain call."""
+    cases = [case for suite in results.values() for case in suite["cases"]]
+    if not cases:
+        return False
     plt = plots.pyplot()
     columns = 2
     lines = -(-len(cases) // columns)
@@ -161,7 +164,7 @@ def draw_peers(cases: Sequence[dict[str, Any]], path: Path) -> None:
         axes.spines[["top", "right", "bottom"]].set_visible(False)
     for axes in panels.flat[len(cases) :]:
         axes.set_visible(False)
-    save(figure, path)
+    return save(figure, path)
 
 
 def plain_name(name: str) -> str:
@@ -172,17 +175,20 @@ def shown_seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
 
 
-def draw_roofline(cases: Sequence[tuple[dict[str, Any], dict[str, Any]]], path: Path) -> None:
+def draw_roofline(results: Results, path: Path) -> bool:
     """Work per byte against work per second: ours full, the best peer hollow, under what the machine allows."""
+    shown = [(case, Work(**case["work"])) for suite in results.values() for case in suite["cases"]]
+    shown = [(case, work) for case, work in shown if work.bytes]
+    if not shown:
+        return False
     plt = plots.pyplot()
-    limits = Limits(*(max(suite["limits"][name] for suite, _ in cases) for name in ("flops", "bytes", "exps")))
+    limits = Limits(*(max(s["limits"][name] for s in results.values()) for name in ("flops", "bytes", "exps")))
     figure, axes = plt.subplots(figsize=(9.2, 5.4))
     roof = np.logspace(-1.2, 4.2, 200)
     axes.plot(roof, np.minimum(limits.flops, roof * limits.bytes) / 1e9, color=LIMIT_COLOUR, linewidth=1.8)
     top, slope = limits.flops / 1e9, limits.bytes / 1e9
     axes.text(roof[-1], 1.12 * top, f"torch.mm, {top:.0f} GFLOP/s", ha="right", fontsize=9)
     axes.text(0.25, 1.5 * 0.25 * slope, f"memory, {slope:.0f} GB/s", rotation=34, fontsize=9, ha="center")
-    shown = [(case, Work(**case["work"])) for _, case in cases if case["work"]["bytes"]]
     for number, (case, work) in enumerate(shown):
         # An operation without products is counted by its exponentials, or by one operation per number moved.
         operations = work.flops or work.exps or work.bytes / 4
@@ -196,11 +202,14 @@ def draw_roofline(cases: Sequence[tuple[dict[str, Any], dict[str, Any]]], path: 
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", frameon=False, fontsize=8, ncols=2)
-    save(figure, path)
+    return save(figure, path)
 
 
-def draw_scalings(scalings: Sequence[dict[str, Any]], path: Path) -> None:
+def draw_scalings(results: Results, path: Path) -> bool:
     """Seconds over every size, with the fitted power."""
+    scalings = [scaling for suite in results.values() for scaling in suite["scalings"]]
+    if not scalings:
+        return False
     plt = plots.pyplot()
     columns = 5
     lines = -(-len(scalings) // columns)
@@ -225,11 +234,14 @@ def draw_scalings(scalings: Sequence[dict[str, Any]], path: Path) -> None:
         line[0].set_ylabel("ms")
     for axes in panels.flat[len(scalings) :]:
         axes.set_visible(False)
-    save(figure, path)
+    return save(figure, path)
 
 
-def draw_costs(tables: Sequence[dict[str, Any]], path: Path) -> None:
+def draw_costs(results: Results, path: Path) -> bool:
     """Seconds per 1,000 queries over the size of the gallery; hollow where computed."""
+    tables = [table for table in results.get("cost", {}).get("tables", {}).values() if "passes" in table["notes"]]
+    if not tables:
+        return False
     plt = plots.pyplot()
     figure, panels = plt.subplots(1, len(tables), figsize=(6.0 * len(tables), 4.4), squeeze=False, sharey=True)
     for axes, table in zip(panels[0], tables):
@@ -250,9 +262,33 @@ def draw_costs(tables: Sequence[dict[str, Any]], path: Path) -> None:
     panels[0][0].set_ylabel("seconds per 1,000 queries")
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", frameon=False, fontsize=9, ncols=3)
-    save(figure, path)
+    return save(figure, path)
 
 
-def save(figure: Any, path: Path) -> None:
+def save(figure: Any, path: Path) -> bool:
     figure.set_layout_engine("constrained", h_pad=0.06, w_pad=0.08)
     plots.save_figure(figure, path)
+    return True
+
+
+FIGURES: dict[str, tuple[Callable[[Results, Path], bool], str, str]] = {
+    "peers": (
+        draw_peers,
+        "Time of every contender as a multiple of geoflow_fast",
+        "Blue: this library; grey: peers; outlined: something else, for scale. Multiples of the first blue call of "
+        "each panel.",
+    ),
+    "roofline": (
+        draw_roofline,
+        "Operations per second against operations per byte",
+        "Full marks: this library; hollow: the best peer. Where there are matrix products these alone are counted; of "
+        "the interpolant, one operation per number moved.",
+    ),
+    "scaling": (draw_scalings, "Seconds over every size, with the fitted power", ""),
+    "cost": (
+        draw_costs,
+        "Seconds per 1,000 queries over the size of the gallery",
+        "Hollow marks are computed, not measured.",
+    ),
+}
+"""Of the page: how to draw it, what it shows, and its caption."""

@@ -140,20 +140,27 @@ def test_blocks_are_filled_and_words_stay():
 def test_every_block_of_the_page_belongs_to_a_suite():
     keys = [found[1] for found in page.BLOCK.findall(page.PAGE.read_text())]
     assert {"machine", "scalings"} <= set(keys)
-    named = {key.split()[1] for key in keys if " " in key}
+    named = {key.split()[1] for key in keys if key.startswith(("cases", "table"))}
     assert named == set(suite.suites())
+    assert {key.split()[1] for key in keys if key.startswith("figure")} == set(page.FIGURES)
     for key in keys:
         page.block(key, {})
 
 
-def test_figures_are_drawn(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["peers", "roofline", "scaling", "cost"])
+def test_figures_are_drawn_if_there_are_results(name, tmp_path, monkeypatch):
     monkeypatch.setattr(page, "PICTURES", tmp_path)
-    page.draw(results())
-    assert {path.name for path in tmp_path.glob("*.png")} == {
-        "performance_peers.png",
-        "performance_roofline.png",
-        "performance_scaling.png",
-    }
+    found = results()
+    assert page.block(f"figure {name}", {}) is None
+    if name == "cost":
+        row = {"s per 1,000 queries": "search", "N = 1e4": "0.5", "N = 1e5": "*5*"}
+        notes = {"passes": {}, "model": "small"}
+        found["cost"] = {
+            **found["sorts"],
+            "tables": {"queries_0": {"name": "queries_0", "rows": [row], "notes": notes}},
+        }
+    assert f"(images/performance_{name}.png)" in page.block(f"figure {name}", found)
+    assert [path.name for path in tmp_path.iterdir()] == [f"performance_{name}.png"]
 
 
 # Comparing commits
