@@ -140,8 +140,7 @@ def test_killed_at_random_moments(nursery, world, alone, tmp_path, name):
         before_anything_was_finished=moments["early"],
         between_two_files=moments["between"],
         within_a_write=moments["write"],
-        runs_compared=runs,
-        rows_lost_or_doubled=0,
+        runs_ended_with_the_same_bytes=runs,
     )
 
 
@@ -165,7 +164,7 @@ def test_killed_at_each_kind_of_operation_on_files(nursery, world, alone, tmp_pa
         assert end.status == -signal.SIGKILL, (undisturbed.operations[number - 1], end)
         finish(nursery, name, world, out, wanted)
         shutil.rmtree(out)
-    record(f"operations_of_{name}", kinds_of_operations_killed_at=len(struck), rows_lost_or_doubled=0)
+    record(f"operations_of_{name}", kinds_of_operations_killed_at=len(struck))
 
 
 def test_steps_after_the_checkpoint_are_logged_once(nursery, world, alone, tmp_path):
@@ -272,7 +271,7 @@ def test_each_kind_of_operation_fails_once(nursery, world, alone, tmp_path, name
             load_tensors(out / "last.safetensors", kind="training state")
         finish(nursery, name, world, out, wanted)
         shutil.rmtree(out)
-    record(f"disk_errors_of_{name}", kinds_of_operations_that_failed=len(struck), rows_lost_or_doubled=0)
+    record(f"disk_errors_of_{name}", kinds_of_operations_that_failed=len(struck))
 
 
 # ---- signals ------------------------------------------------------------------------------------------------------
