@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import math
+import shutil
 import signal
 import traceback
 import warnings
@@ -87,6 +90,36 @@ NUMBERS = (
 COUNTS = (math.nan, -1, 0, 0.5, 1.0, True, None, "3", "", 1j, [2], -(2**70), object())
 WORDS = ("", "no such", "JOINT", "joint ", None, 3, b"joint", ["joint"], object(), "\0", "🙂" * 50)
 OTHERS = (None, 3, "word", b"", [], {}, (), object(), math.nan)
+PATHS = (
+    "",
+    ".",
+    "no such",
+    "\0",
+    "a" * 300,
+    "🙂",
+    "deep/er/🙂",
+    "/dev/null/x",
+    "/proc/self/mem",
+    "/proc",
+    None,
+    3,
+    b"bytes",
+    [],
+    object(),
+)
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda _: b"",
+    "cut": lambda raw: raw[: len(raw) // 2],
+    "cut by one": lambda raw: raw[:-1],
+    "longer": lambda raw: raw + b"\0" * 64,
+    "garbage": lambda raw: bytes((7 * k) % 256 for k in range(len(raw))),
+    "head": lambda raw: b"\xff" * min(16, len(raw)) + raw[16:],
+    "flipped": lambda raw: raw[: len(raw) // 2] + bytes([raw[len(raw) // 2] ^ 0x40]) + raw[len(raw) // 2 + 1 :],
+    "zeros": lambda raw: bytes(len(raw)),
+    "json": lambda _: b'{"a": [1, 2',
+    "pickle": lambda _: b"\x80\x04\x95.",
+}
+_numbers = itertools.count()
 
 
 def _with(x: Tensor, value: float) -> Tensor:
@@ -114,8 +147,8 @@ class Target:
     call: Callable[..., Any]
     good: Callable[[], Mapping[str, Any]]
     spreads: bool = False
-    fixed: Sequence[str] = ()
-    """Arguments that are left as they are."""
+    extra: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    """More hostile values of an argument."""
 
 
 def variants(value: Any) -> list[tuple[str, Callable[[], Any]]]:
@@ -127,6 +160,8 @@ def variants(value: Any) -> list[tuple[str, Callable[[], Any]]]:
             (name, lambda change=change: _as_array(change(torch.from_numpy(value)))) for name, change in TENSORS.items()
         ]
         return [pair for pair in tensors if pair[0] not in ("meta", "sparse", "requires grad", "bfloat16")]
+    if isinstance(value, Path):
+        return [*_named(PATHS), *_spoiled_copies(value)]
     kind = OTHERS
     if isinstance(value, bool):
         kind = (*COUNTS, *WORDS)
@@ -136,7 +171,42 @@ def variants(value: Any) -> list[tuple[str, Callable[[], Any]]]:
         kind = NUMBERS
     elif isinstance(value, str):
         kind = WORDS
-    return [(repr(bad)[:40], lambda bad=bad: bad) for bad in kind]
+    return _named(kind)
+
+
+def _named(values: Sequence[Any]) -> list[tuple[str, Callable[[], Any]]]:
+    return [(repr(bad)[:40], lambda bad=bad: bad) for bad in values]
+
+
+def _spoiled_copies(path: Path) -> list[tuple[str, Callable[[], Any]]]:
+    """Copies of a file or folder with one damaged file, in the working folder."""
+    return [
+        (f"{file.name}: {name}", functools.partial(_spoiled, path, file.relative_to(path), change))
+        for file in files_of(path)
+        for name, change in DAMAGE.items()
+    ]
+
+
+def _spoiled(path: Path, inside: Path, change: Callable[[bytes], bytes]) -> Path:
+    copy = Path(f"spoiled {next(_numbers)}") / path.name
+    copy.parent.mkdir()
+    if path.is_file():
+        shutil.copy(path, copy)
+    else:
+        shutil.copytree(path, copy)
+    damaged = copy / inside if path.is_dir() else copy
+    damaged.write_bytes(change(damaged.read_bytes()))
+    return copy
+
+
+def files_of(path: Path) -> list[Path]:
+    """A file, or those of a folder; none of what is not there."""
+    return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def fresh_place() -> Path:
+    """A name in the working folder that nothing has."""
+    return Path(f"place {next(_numbers)}")
 
 
 def _as_array(x: Any) -> Any:
@@ -161,7 +231,7 @@ def in_time(seconds: int = SECONDS) -> Iterator[None]:
 
 def judge(target: Target, arguments: dict[str, Any]) -> str:
     """Calls it: "answer" or "error". AssertionError if it is neither a sane answer nor a clear typed error."""
-    before = {name: _bytes_of(value) for name, value in arguments.items()}
+    before = {name: found for name, value in arguments.items() if (found := _bytes_of(value)) is not None}
     warnings.simplefilter("ignore")
     try:
         with in_time():
@@ -173,7 +243,7 @@ def judge(target: Target, arguments: dict[str, Any]) -> str:
         if not target.spreads:
             assert _sane(result), f"{target.name}: a result that is not finite: {result!r}"
         outcome = "answer"
-    after = {name: _bytes_of(value) for name, value in arguments.items()}
+    after = {name: _bytes_of(arguments[name]) for name in before}
     assert before == after, f"{target.name} changed its input"
     return outcome
 
@@ -184,12 +254,15 @@ def _judge_error(target: Target, error: Exception) -> None:
     ours = frames[-1].filename.startswith(PACKAGE)
     message = str(error)
     assert message, f"{target.name}: an error without a word"
-    assert ours or bound, (
+    named = isinstance(error, OSError) and error.filename is not None  # the system's word on a path
+    assert ours or bound or named, (
         f"{target.name}: raised from {frames[-1].filename}:{frames[-1].lineno}, not by a check: {error!r}"
     )
 
 
 def _bytes_of(value: Any) -> bytes | None:
+    if isinstance(value, Path):
+        return b"".join(file.read_bytes() for file in files_of(value)) or None
     if isinstance(value, Tensor) and value.device.type == "cpu" and value.layout == torch.strided:
         flat = value.detach().contiguous().reshape(-1)
         return flat.view(torch.uint8).numpy().tobytes()

@@ -14,6 +14,7 @@ import geoflow_fast as gf
 from geoflow_fast import evaluation as ev
 from geoflow_fast import geometry as g
 from geoflow_fast import ops
+from geoflow_fast.distributed import World
 from tests.reliability.hostile import Target
 
 ROWS, IMAGE, TEXT = 6, 5, 4
@@ -84,6 +85,49 @@ def trained(**settings: Any) -> float:
 
 def configured(**settings: Any) -> int:
     return gf.GeoFlowConfig(**settings).inner
+
+
+def panel(**settings: Any) -> Tensor:
+    return ops.ot_assign_panel(**settings, world=World())
+
+
+def structured(n: Any, d: Any, device: Any) -> Tensor:
+    return g.StructuredNoise.draw(n, d, device=device).dense()
+
+
+def answers(uncertainty: Any) -> Any:
+    return ev.abstention_threshold(**judged(), target_risk=0.6, confidence=0.5, share=0.2).answers(uncertainty)
+
+
+def interval(values: Any, correct: Any, **settings: Any) -> ev.Interval:
+    return ev.bootstrap_interval(ev.auroc, values, correct, **settings)
+
+
+def taken(source: Any, index: Any) -> Tensor:
+    return gf.Gallery(source).take(index)
+
+
+def in_blocks(source: Any, device: Any) -> Tensor:
+    gallery = gf.Gallery(source)
+    gallery.to(device)
+    return torch.cat([rows for _, rows in gallery.blocks(device)])
+
+
+def fast_entropy_of(queries: Any, **settings: Any) -> gf.RetrievalPosterior:
+    return gf.RetrievalEntropy.fast(small_flow(), **settings)(queries)
+
+
+def calibrated(pairs: Any, max_queries: Any, shortlist: Any) -> float:
+    reranker = gf.BayesReranker(small_flow(), unit(90, IMAGE), shortlist=shortlist, n_steps=1)
+    return reranker.calibrate(pairs, max_queries=max_queries, progress=False).alpha
+
+
+def presets(image_dim: Any, text_dim: Any) -> list[int]:
+    return [make(image_dim, text_dim).inner for make in (gf.GeoFlowConfig.paper, gf.GeoFlowConfig.small)]
+
+
+def from_json(**settings: Any) -> int:
+    return gf.GeoFlowConfig.from_json(settings).inner
 
 
 def entries(**values: Any) -> Mapping[str, Any]:
@@ -355,4 +399,64 @@ TARGETS = [
         True,
     ),
     Target("evaluation.clopper_pearson_upper", ev.clopper_pearson_upper, lambda: entries(count=2, n=9, confidence=0.9)),
+    Target(
+        "ops.ot_assign_panel",
+        panel,
+        lambda: entries(**clouds(), eps=0.05, tol=1e-3, max_iter=50, uniform=torch.rand(ROWS, dtype=torch.float64)),
+    ),
+    Target("geometry.check_rows", g.check_rows, lambda: entries(x=unit(6, 5), name="x", unit=True)),
+    Target("geometry.dot", g.dot, lambda: entries(a=unit(6, 5), b=unit(6, 5, seed=1)), True),
+    Target("geometry.orthogonal_direction", g.orthogonal_direction, lambda: entries(a=unit(6, 5)), True),
+    Target("geometry.geodesic", g.geodesic, lambda: entries(a=unit(6, 5), b=unit(6, 5, seed=1), t=0.3), True),
+    Target(
+        "geometry.geodesic_velocity",
+        g.geodesic_velocity,
+        lambda: entries(a=unit(6, 5), b=unit(6, 5, seed=1), t=0.3),
+        True,
+    ),
+    Target("geometry.StructuredNoise.draw", structured, lambda: entries(n=4, d=3, device="cpu")),
+    Target("geometry.hadamard", g.hadamard, lambda: entries(order=8, dtype=torch.float32, device="cpu")),
+    Target("geometry.hadamard_transform", g.hadamard_transform, lambda: entries(x=normal(6, 8)), True),
+    Target("GeoFlowConfig.paper", presets, lambda: entries(image_dim=8, text_dim=8)),
+    Target("GeoFlowConfig.tiny", gf.GeoFlowConfig.tiny, lambda: entries(image_dim=8, text_dim=8)),
+    Target("GeoFlowConfig.from_json", from_json, lambda: small_flow().config.to_json()),
+    Target("GeoFlow.to_flow", small_flow().to_flow, pair, True),
+    Target("GeoFlow.from_flow", small_flow().from_flow, pair, True),
+    Target("TrainConfig.learning_rate", gf.TrainConfig.tiny().learning_rate, lambda: entries(step=3)),
+    Target("EmbeddingPairs.split", some_pairs().split, lambda: entries(fraction=0.5, seed=0)),
+    Target("EmbeddingPairs.subset", some_pairs().subset, lambda: entries(index=torch.arange(3))),
+    Target("Gallery.take", taken, lambda: entries(source=unit(7, 5), index=torch.tensor([[1, 2], [0, 6]]))),
+    Target("Gallery.blocks", in_blocks, lambda: entries(source=unit(7, 5), device="cpu")),
+    Target(
+        "Gallery.statistics",
+        gf.Gallery(unit(7, 5)).statistics,
+        lambda: entries(samples=unit(3, 4, 5), kappa=20.0, top_k=3, item_bias=normal(7)),
+        True,
+    ),
+    Target(
+        "RetrievalEntropy.fast",
+        fast_entropy_of,
+        lambda: entries(queries=unit(3, TEXT), gallery=unit(7, IMAGE), direction="t2i", n_samples=2, kappa=9.0, seed=0),
+    ),
+    Target(
+        "BayesReranker.calibrate",
+        calibrated,
+        lambda: entries(
+            pairs=gf.EmbeddingPairs.from_arrays(unit(90, IMAGE), unit(90, TEXT, seed=1)), max_queries=80, shortlist=90
+        ),
+    ),
+    Target("evaluation.AbstentionThreshold.answers", answers, lambda: entries(uncertainty=normal(9))),
+    Target(
+        "evaluation.bootstrap_interval",
+        interval,
+        lambda: entries(
+            values=normal(30),
+            correct=normal(30, seed=1) > 0,
+            resamples=5,
+            confidence=0.9,
+            seed=0,
+            groups=torch.arange(30) // 2,
+        ),
+        True,
+    ),
 ]

@@ -1,0 +1,186 @@
+"""Every command of `geoflow` with good flags and files, for `tests/test_fuzz.py` to spoil."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+import geoflow_fast as gf
+from tests.reliability.file_targets import pictures
+from tests.reliability.targets import IMAGE, TEXT, small_flow, unit
+
+
+@dataclass(frozen=True)
+class Command:
+    """`geoflow WORDS --name=value ... ARGUMENTS` that ends well."""
+
+    flags: Mapping[str, str]
+    arguments: tuple[str, ...] = ()
+    keeps: frozenset[str] = field(default_factory=frozenset)
+    """Folders in which a command that fails may leave what a repetition continues."""
+
+
+SMALL_STUDY = {"preset": "tiny", "steps": "1", "batch-size": "8", "max-queries": "4", "device": "cpu"}
+PARTS = {"train": "split/train", "held-out": "split/val", "pairs": "split/test", "out": "study"}
+SEARCH = {"model": "model", "queries": "queries.npy", "gallery": "gallery.npy", "out": "out.parquet"}
+STUDY = frozenset({"study"})
+
+COMMANDS: dict[str, Command] = {
+    "doctor": Command({"config": "run.toml"}),
+    "demo": Command({"out": "demo", "seed": "0", "steps": "no such"}, keeps=frozenset({"demo"})),
+    "embed": Command(
+        {
+            "images": "pictures",
+            "out": "embedded",
+            "encoder": "colours",
+            "batch-size": "2",
+            "workers": "1",
+            "shard-rows": "2",
+            "dtype": "float32",
+            "device": "cpu",
+            "config": "run.toml",
+        }
+    ),
+    "train": Command(
+        {
+            "pairs": "pairs",
+            "out": "run",
+            "preset": "tiny",
+            "steps": "2",
+            "batch-size": "4",
+            "lr": "0.001",
+            "seed": "0",
+            "method": "geoflow",
+            "pca": "3",
+            "config": "run.toml",
+        }
+    ),
+    "entropy": Command(
+        {
+            **SEARCH,
+            "samples": "2",
+            "steps": "1",
+            "kappa": "9",
+            "guidance": "1",
+            "seed": "0",
+            "direction": "t2i",
+            "posterior": "bayes",
+            "reference": "reference.npy",
+            "top-k": "2",
+            "block": "3",
+            "config": "run.toml",
+        }
+    ),
+    "density": Command(
+        {
+            "model": "model",
+            "pairs": "pairs",
+            "out": "out.parquet",
+            "steps": "1",
+            "probes": "2",
+            "seed": "0",
+            "block": "5",
+        }
+    ),
+    "rerank": Command(
+        {**SEARCH, "calibration": "calibration.json", "shortlist": "4", "steps": "1", "probes": "1", "seed": "0"}
+    ),
+    "plan": Command({"gallery": "1e6", "dim": "64", "queries": "1e3", "device": "h100", "gpus": "2", "block": "64"}),
+    "bench": Command({}, ("no such benchmark",)),
+    "evaluate": Command(
+        {
+            "model": "model",
+            "pairs": "split/test",
+            "held-out": "split/val",
+            "train": "split/train",
+            "out": "study",
+            "methods": "entropy,knn",
+            "direction": "t2i",
+            "max-queries": "4",
+            "resamples": "2",
+            "bins": "2",
+            "seed": "0",
+        },
+        keeps=STUDY,
+    ),
+    "evaluate zero-shot": Command(
+        {
+            "model": "model",
+            "images": "gallery.npy",
+            "labels": "labels.npy",
+            "prompts": "prompts.npy",
+            "out": "study",
+            "resamples": "2",
+            "bins": "2",
+            "seed": "0",
+        },
+        keeps=STUDY,
+    ),
+    "evaluate ablation": Command({**PARTS, **SMALL_STUDY, "seeds": "1"}, ("kappa",), keeps=STUDY),
+    "evaluate backbone": Command(
+        {**SMALL_STUDY, "out": "study", "methods": "knn", "seeds": "1"}, ("split",), keeps=STUDY
+    ),
+    "evaluate recipe": Command({"data": ".", "out": "study", "device": "cpu"}, ("recipe.toml",), keeps=STUDY),
+}
+
+RECIPE = """title = "Small"
+seeds = [0]
+methods = ["knn"]
+preset = "tiny"
+max_queries = 4
+
+[flow]
+steps = 1
+batch_size = 8
+
+[[data]]
+name = "small"
+train = "split/train"
+held_out = "split/val"
+test = "split/test"
+"""
+
+
+def make_world(folder: Path) -> None:
+    """What the commands above need."""
+    folder.mkdir()
+    small_flow().save_pretrained(folder / "model")
+    np.save(folder / "queries.npy", unit(5, TEXT).numpy())
+    np.save(folder / "reference.npy", unit(6, TEXT, seed=5).numpy())
+    np.save(folder / "gallery.npy", unit(8, IMAGE).numpy())
+    np.save(folder / "labels.npy", np.arange(8) % 3)
+    np.save(folder / "prompts.npy", unit(3, TEXT, seed=2).numpy())
+    gf.EmbeddingPairs.from_arrays(unit(12, IMAGE), unit(12, TEXT)).save(folder / "pairs")
+    for seed, (name, rows) in enumerate({"train": 40, "val": 60, "test": 12}.items()):
+        pairs = gf.EmbeddingPairs.from_arrays(unit(rows, IMAGE, seed=seed), unit(rows, TEXT, seed=seed + 9))
+        pairs.save(folder / "split" / name)
+    reranker = gf.BayesReranker(small_flow(), folder / "gallery.npy", shortlist=4, n_steps=1)
+    reranker.calibration = gf.Calibration(
+        1.0, 0.5, -1.0, (0.1, 0.1, 0.1), 1.0, 0.1, 60, 55, 1.0, dict(reranker.made_for)
+    )
+    reranker.save_calibration(folder / "calibration.json")
+    (folder / "pictures").mkdir()
+    for number, picture in enumerate(pictures()):
+        picture.save(folder / "pictures" / f"{number}.png")
+        (folder / "pictures" / f"{number}.txt").write_text(f"picture {number}")
+    commands = [name for name in COMMANDS if " " not in name and "seed" in COMMANDS[name].flags]
+    (folder / "run.toml").write_text("".join(f"[{name}]\nseed = 3\n" for name in commands))
+    (folder / "recipe.toml").write_text(RECIPE)
+
+
+@functools.cache
+def _made() -> tempfile.TemporaryDirectory[str]:
+    made: tempfile.TemporaryDirectory[str] = tempfile.TemporaryDirectory()
+    make_world(Path(made.name) / "world")
+    return made
+
+
+def copy_world(folder: Path) -> None:
+    """A world of one's own."""
+    shutil.copytree(Path(_made().name) / "world", folder)
