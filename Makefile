@@ -8,21 +8,40 @@ PYTEST := $(BIN)/python -m pytest
 # How long `make soak` runs.
 SOAK_MINUTES := 30
 
-.PHONY: setup demo test test-slow test-gpu test-wheel test-browser test-sanitize soak reliability bench bench-quick bench-compare docs lint wheel clean
+# `make setup LOCKED=0`: the newest versions that pyproject.toml allows, unchecked; for a Python that the lock is not made for.
+LOCKED ?= 1
+TOOLS := build/tools
+WITH_TOOLS := PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(BIN)/python -m tests.reliability.supply
+
+.PHONY: setup demo test test-slow test-gpu test-wheel test-browser test-sanitize soak reliability bench bench-quick bench-compare docs lint lock licences audit wheel clean
 
 setup: .venv/.installed
 
-# torch comes first and alone: a later package that asked for it would pull a build with gigabytes of CUDA libraries.
-# torchvision, which open_clip asks for, would ask for that build; its compiled part is not needed (tests/with_torchvision.py).
-.venv/.torch: constraints.txt
+ifeq ($(LOCKED),1)
+# Nothing is resolved: pip takes the versions of the lock, from files whose hashes it names. PyPI's torch for Linux needs
+# CUDA libraries besides; the CPU build does not, and gets none. What builds the extension is of the lock too.
+.venv/.packages: .ci/dev.lock .ci/cuda.lock
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchvision
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement .ci/dev.lock
+	$(BIN)/python -m tests.reliability.supply cuda
 	touch $@
 
-.venv/.installed: .venv/.torch $(NATIVE)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
+.venv/.installed: .venv/.packages $(NATIVE)
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
+else
+# torch comes first and alone: a later package that asked for it would pull a build with gigabytes of CUDA libraries.
+# torchvision, which open_clip asks for, would ask for that build; its compiled part is not needed (tests/with_torchvision.py).
+.venv/.packages:
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet torch
+	$(BIN)/python -m pip install --quiet --no-deps torchvision
+	touch $@
+
+.venv/.installed: .venv/.packages $(NATIVE)
+	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
+	touch $@
+endif
 
 demo: setup
 	$(BIN)/geoflow demo --out demo_output
@@ -93,9 +112,27 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Tools that look at the environment are not in it.
+$(TOOLS)/.installed: .ci/tools.lock
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet --require-hashes --no-deps --requirement .ci/tools.lock
+	touch $@
+
+# Resolves pyproject.toml with the versions of constraints.txt for every platform, and writes down the hashes of all files.
+lock: setup $(TOOLS)/.installed
+	$(WITH_TOOLS) lock
+
+licences: setup
+	$(BIN)/python -m tests.reliability.supply licences
+
+# Is the environment that of the lock, with allowed licences? Does the advisory database know of a hole in it?
+audit: setup $(TOOLS)/.installed
+	$(BIN)/python -m tests.reliability.supply check
+	$(WITH_TOOLS) audit
+
 wheel: setup
 	rm -rf dist
-	$(BIN)/python -m build --outdir dist .
+	$(BIN)/python -m build --no-isolation --outdir dist .
 
 clean:
 	rm -rf .venv build dist demo_output runs site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
