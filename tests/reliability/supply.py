@@ -186,7 +186,7 @@ def licences_page() -> str:
             "",
             "What the development environment consists of on Linux, in the versions of `.ci/dev.lock`, as the packages",
             "state it. `make licences` writes this page; a licence beyond those that `tests/reliability/supply.py`",
-            "allows fails `make audit`. The library itself needs torch, triton, numpy, safetensors, typer and rich, and",
+            "allows fails `make audit`. The library itself needs torch, triton, numpy, safetensors, typer, rich, and",
             "what these ask for. PyPI's torch for Linux also asks for CUDA libraries (`.ci/cuda.lock`), which have",
             "NVIDIA's own licence.",
             "",
