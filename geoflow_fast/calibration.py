@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from geoflow_fast import checks
 from geoflow_fast.checkpoint import contents_of, read_json, write_json
 
 KIND, VERSION = "geoflow rerank calibration", 1
@@ -109,11 +110,12 @@ class Calibration:
 
     def save(self, path: Path) -> None:
         """Writes JSON, atomically."""
-        write_json(path, {"kind": KIND, "version": VERSION, **dataclasses.asdict(self)})
+        write_json(checks.path(path, "path"), {"kind": KIND, "version": VERSION, **dataclasses.asdict(self)})
 
     @classmethod
     def load(cls, path: Path, made_for: dict[str, Any]) -> Calibration:
         """What `save` wrote; ValueError if it is damaged or was made for something else."""
+        path = checks.path(path, "path")
         found = read_json(path, "a calibration")
         if not isinstance(found, dict) or (found.pop("kind", None), found.pop("version", None)) != (KIND, VERSION):
             raise ValueError(f"{path} is not a calibration of version {VERSION}")
@@ -123,6 +125,8 @@ class Calibration:
         numbers = [found["alpha"], found["beta"], found["outside"], found["right_per_query"]]
         if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
             raise ValueError(f"{path} is damaged: its weights are {numbers}")
+        if not isinstance(made_for, dict):
+            raise TypeError(f"made_for must be the facts of a reranker, got {made_for!r}")
         with contents_of(path):
             kept, found["stderr"] = {**found["made_for"]}, tuple(map(float, found["stderr"]))
         changed = sorted(key for key in {*kept, *made_for} if kept.get(key) != made_for.get(key))

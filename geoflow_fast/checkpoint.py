@@ -46,6 +46,8 @@ _DTYPE_NAMES = {
 
 def write_atomic(path: Path, fill: Callable[[BinaryIO], object]) -> None:
     """Writes `path` through a temporary neighbour: `fill(file)`, fsync, rename. On failure the old file stays."""
+    if not path.name:
+        raise IsADirectoryError(f"{path} is a folder; name a file in it")
     # One name per target: what a killed writer leaves behind, the next one overwrites.
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -143,8 +145,11 @@ def read_small(path: Path) -> bytes:
     """The bytes of a regular file of at most `JSON_BYTES`; a pipe or a device is not waited for."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist or is not a file")
-    with open(path, "rb") as file:
-        text = file.read(JSON_BYTES + 1)
+    try:
+        with open(path, "rb") as file:
+            text = file.read(JSON_BYTES + 1)
+    except OSError as error:
+        raise OSError(error.errno, f"could not read {path} ({error.strerror})") from error
     if len(text) > JSON_BYTES:
         raise ValueError(f"{path} is larger than {JSON_BYTES} bytes, which nothing that is kept in such a file needs")
     return text

@@ -4,6 +4,8 @@ TypeError or ValueError that names the argument."""
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -80,6 +82,22 @@ def array(x: object, name: str) -> NDArray[Any]:
         return np.asarray(x)
     except ValueError as error:  # rows of different lengths
         raise ValueError(f"{name} is not an array: {error}") from error
+
+
+def path(x: object, name: str) -> Path:
+    """`x`, text or a path, as a path that a system can be asked for."""
+    if not isinstance(x, (str, os.PathLike)) or not isinstance(text := os.fspath(x), str):
+        raise TypeError(f"{name} must be a path, got {x!r}")
+    if not text or "\0" in text:
+        raise ValueError(f"{name} must be a path, got {text!r}")
+    return Path(text)
+
+
+def words(x: object, name: str) -> str:
+    """`x`, if it is text."""
+    if not isinstance(x, str):
+        raise TypeError(f"{name} must be text, got {x!r}")
+    return x
 
 
 def device(x: object, name: str = "device") -> torch.device:

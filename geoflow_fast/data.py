@@ -173,7 +173,7 @@ class EmbeddingPairs:
     def open(cls, folder: str | Path, *, normalize: bool = False, world: World = ALONE) -> EmbeddingPairs:
         """Pairs of a folder in the layout above, memory-mapped. All rows are checked, in one pass over the files that
         the ranks of a `world` share."""
-        folder = Path(folder)
+        folder = checks.path(folder, "folder")
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not a folder of embeddings")
         image, text = (_open_shards(folder / name, name) for name in (IMAGE_FOLDER, TEXT_FOLDER))
@@ -203,11 +203,11 @@ class EmbeddingPairs:
     ) -> EmbeddingPairs:
         """Pairs of two `.npy` files or folders of shards, memory-mapped; `image_index` is a `.npy` file, as in
         `from_arrays`."""
-        image, text = open_rows(Path(images), "images"), open_rows(Path(texts), "texts")
+        image, text = (open_rows(checks.path(x, name), name) for x, name in ((images, "images"), (texts, "texts")))
         for part in (image, text):
             part.check(normalize=normalize, world=world)
             part.expect_random_reads()
-        index = None if image_index is None else load_npy(Path(image_index))
+        index = None if image_index is None else load_npy(checks.path(image_index, "image_index"))
         return cls._pair(image, text, index, index, str(image_index))
 
     @classmethod
@@ -282,7 +282,8 @@ class EmbeddingPairs:
         self, folder: str | Path, *, rows_per_shard: int = 1_000_000, dtype: type[np.floating] = np.float16
     ) -> None:
         """Writes the pairs as a folder that `open` reads. Refuses a folder that already holds embeddings."""
-        folder = Path(folder)
+        folder = checks.path(folder, "folder")
+        checks.integer(rows_per_shard, "rows_per_shard", 1)
         if (folder / IMAGE_FOLDER).exists() or (folder / TEXT_FOLDER).exists():
             raise FileExistsError(f"{folder} already holds embeddings")
         images, index = np.unique(self.image_row, return_inverse=True)

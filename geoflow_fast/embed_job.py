@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from geoflow_fast import jobs
+from geoflow_fast import checks, jobs
 from geoflow_fast.checkpoint import (
     LOCK_FILE,
     contents_of,
@@ -101,8 +101,11 @@ def embed_images(
     same call; the output of another job is refused unless `overwrite`. Ctrl-C is heeded after the current batch, which
     is kept with those before it, a second one at once.
     """
-    if min(batch_size, workers, shard_rows) < 1:
-        raise ValueError(f"{batch_size=}, {workers=} and {shard_rows=} must be at least 1")
+    for name, count in (("batch_size", batch_size), ("workers", workers), ("shard_rows", shard_rows)):
+        checks.integer(count, name, 1)
+    place = checks.path(out, "out")
+    if not place.name:
+        raise ValueError(f"out must be a folder of its own, got {place}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if pre_projection:
@@ -112,7 +115,7 @@ def embed_images(
     if source.has_captions:
         encoder.encode_texts(["a picture"])  # a tokenizer that cannot be had is said before hours of images
     settings = _Settings(batch_size, workers, shard_rows, dtype, pre_projection)
-    job = _EmbedJob(source, encoder, Path(out), settings)
+    job = _EmbedJob(source, encoder, place, settings)
     return job.run(overwrite=overwrite, shown=sys.stderr.isatty() if progress is None else progress)
 
 

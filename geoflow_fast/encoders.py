@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from geoflow_fast import dispatch, jobs
+from geoflow_fast import checks, dispatch, jobs
 from geoflow_fast.image_sources import Refused, decode_image, reason_of
 
 if TYPE_CHECKING:
@@ -133,9 +133,10 @@ class OpenClipEncoder:
         that a machine without a network needs.
         """
         open_clip = _open_clip()
-        if checkpoint is not None and not Path(checkpoint).is_file():
+        checks.words(model, "model")
+        path = None if checkpoint is None else checks.path(checkpoint, "checkpoint")
+        if path is not None and not path.is_file():
             raise FileNotFoundError(f"checkpoint {checkpoint} does not exist")
-        path = None if checkpoint is None else Path(checkpoint)
         with _quiet():
             if model.startswith((LOCAL, HUB)):
                 network = _create_from_folder(open_clip, model, pretrained, path)
@@ -159,7 +160,7 @@ class OpenClipEncoder:
 
     def prepare(self, image: Image) -> Tensor:
         """open_clip's transform: [3, H, W]."""
-        return self.preprocess(image)
+        return self.preprocess(_picture(image))
 
     def encode_images(self, images: Sequence[ImageLike]) -> Tensor:
         """Float32 unit rows [B, dim] on the CPU."""
@@ -172,18 +173,23 @@ class OpenClipEncoder:
     @torch.inference_mode()
     def image_activations(self, images: Sequence[ImageLike]) -> Tensor:
         """Float32 [B, k_I]; the bare embedding of a tower that has no last projection."""
-        if not images:
+        if not len(_sequence(images, "images")):
             return torch.empty(0, self._width_before("image"))
         batch = _stack(self.prepare, images).to(self.device, non_blocking=True)
+        if batch.dim() != 4 or batch.shape[1] != 3 or not batch.is_floating_point():
+            raise ValueError(
+                f"prepared images must be floating-point [3, H, W], got {batch.dtype} {list(batch.shape[1:])}"
+            )
         with self._tower("image"):
             return self.model.encode_image(batch, normalize=False).float()
 
     @torch.inference_mode()
     def text_activations(self, texts: Sequence[str]) -> Tensor:
         """Float32 [B, k_T]; the bare embedding of a tower that has no last projection."""
-        if not texts:
+        known = _texts(texts)
+        if not known:
             return torch.empty(0, self._width_before("text"))
-        tokens = self.tokenizer(list(texts)).to(self.device, non_blocking=True)
+        tokens = self.tokenizer(known).to(self.device, non_blocking=True)
         with self._tower("text"):
             return self.model.encode_text(tokens, normalize=False).float()
 
@@ -217,7 +223,10 @@ class OpenClipEncoder:
 
     @torch.inference_mode()
     def _project(self, tower: str, activations: Tensor) -> Tensor:
-        projection = self._projection[tower]
+        projection, width = self._projection[tower], self._width_before(tower)
+        if checks.with_values(activations, "activations").dim() != 2 or activations.shape[1] != width:
+            raise ValueError(f"activations must be [B, {width}], got {tuple(activations.shape)}")
+        activations = activations.float()
         if projection is None:
             return _unit(activations)
         return _unit(projection.linear(activations.to(projection.linear.weight.device)))
@@ -271,6 +280,7 @@ class ColourEncoder:
 
     def prepare(self, image: Image) -> Tensor:
         """Features [11 + 16]: shares of the colours, and light and dark."""
+        image = _picture(image).convert("RGB")
         small = np.asarray(image.resize((64, 64)), np.float32).reshape(-1, 3)
         references = np.array([rgb for _, rgb in self.COLOURS], np.float32)
         distance = ((small[:, None] - references) ** 2).sum(-1) / (2 * self.SOFTNESS**2)
@@ -281,17 +291,21 @@ class ColourEncoder:
 
     def encode_images(self, images: Sequence[ImageLike]) -> Tensor:
         """Float32 unit rows [B, 64]."""
-        features = torch.zeros(len(images), self._width)
-        if images:
-            colours = len(self.COLOURS)
-            features[:, : colours + self.GRID**2] = _stack(self.prepare, images)
+        features = torch.zeros(len(_sequence(images, "images")), self._width)
+        if len(images):
+            width = len(self.COLOURS) + self.GRID**2
+            prepared = _stack(self.prepare, images)
+            if prepared.shape[1:] != (width,) or not prepared.is_floating_point():
+                raise ValueError(f"prepared images must be floating-point [{width}], got {list(prepared.shape[1:])}")
+            features[:, :width] = prepared
         return self._project(features)
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
         """Float32 unit rows [B, 64]."""
         names = {name: place for place, (name, _) in enumerate(self.COLOURS)}
-        features = torch.zeros(len(texts), self._width)
-        for row, text in enumerate(texts):
+        known = _texts(texts)
+        features = torch.zeros(len(known), self._width)
+        for row, text in enumerate(known):
             colours, bag = np.zeros(len(names), np.float32), np.zeros(self.WORDS, np.float32)
             for word in re.findall(r"\w+", text.lower()):
                 word = self.ALIASES.get(word, word)
@@ -327,12 +341,47 @@ def _stack(prepare: Callable[[Image], Tensor], images: Sequence[ImageLike]) -> T
 
     def prepared(image: ImageLike) -> Tensor:
         if isinstance(image, Tensor):
-            return image
+            return checks.dense(image, "a prepared image")
         if isinstance(image, (str, Path)):
-            return prepare(decode_image(Path(image).read_bytes()))
-        return prepare(image.convert("RGB"))
+            return prepare(_read_image(checks.path(image, "image")))
+        return prepare(_picture(image).convert("RGB"))
 
-    return torch.stack([prepared(image) for image in images])
+    batch = [prepared(image) for image in images]
+    if len({(image.shape, image.dtype, image.device) for image in batch}) > 1:
+        raise ValueError(f"prepared images must be alike, got {sorted({str(list(image.shape)) for image in batch})}")
+    return torch.stack(batch)
+
+
+def _read_image(path: Path) -> Image:
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except OSError as error:
+        raise type(error)(error.errno, f"could not read image {path} ({error.strerror})") from error
+    try:
+        return decode_image(data)
+    except Refused as error:
+        raise ValueError(f"image {path}: {reason_of(error)}") from error
+
+
+def _picture(image: object) -> Image:
+    from PIL.Image import Image as Picture
+
+    if not isinstance(image, Picture):
+        raise TypeError(f"an image must be one of Pillow's, got {type(image).__name__}")
+    return image
+
+
+def _sequence(items: Any, name: str) -> Sequence[Any]:
+    if not isinstance(items, Sequence) or isinstance(items, (str, bytes)):
+        raise TypeError(f"{name} must be a sequence of them, got {type(items).__name__}")
+    return items
+
+
+def _texts(texts: Any) -> list[str]:
+    """Texts that UTF-8 can hold."""
+    found = [checks.words(text, f"text {row}") for row, text in enumerate(_sequence(texts, "texts"))]
+    return [text.encode("utf-8", "replace").decode() for text in found]
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geoflow_fast import jobs, ops
+from geoflow_fast import checks, jobs, ops
 from geoflow_fast.data import Array, Rows, open_rows
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import check_rows
@@ -37,7 +37,7 @@ class Gallery:
     def __init__(self, source: GallerySource, *, world: World = ALONE) -> None:
         self.world, self.is_spread = world, False
         self._digest: str | None = None
-        self.path = Path(source) if isinstance(source, (str, Path)) else None
+        self.path = checks.path(source, "gallery") if isinstance(source, (str, Path)) else None
         self._tensor: Tensor | None = None
         self._rows: Rows | None = None
         if isinstance(source, Tensor):
@@ -47,8 +47,8 @@ class Gallery:
             self._tensor = source.detach()
         elif isinstance(source, np.ndarray):
             self._rows = Rows([source], "gallery")
-        elif isinstance(source, (str, Path)):
-            self._rows = open_rows(Path(source), "gallery")
+        elif self.path is not None:
+            self._rows = open_rows(self.path, "gallery")
         else:
             raise TypeError(f"gallery must be a tensor, an array or a path, got {type(source).__name__}")
         if len(self) == 0:
@@ -83,8 +83,9 @@ class Gallery:
 
     def to(self, device: torch.device | str) -> None:
         """Moves a gallery that is held in memory; blocks of mapped files go to the device as they are read."""
+        found = checks.device(device)
         if self._tensor is not None:
-            self._tensor = self._tensor.to(device)
+            self._tensor = self._tensor.to(found)
 
     def digest(self) -> str:
         """Hash of all rows: tells one gallery from another. Files are read once for it, by all ranks of the world."""
@@ -108,6 +109,7 @@ class Gallery:
 
         Mapped float32 rows are not copied: the blocks are for reading only, and each only until the next is asked for.
         """
+        device = checks.device(device)
         within = range(len(self)) if within is None else within
         if self._tensor is not None:
             yield within.start, self._tensor[within.start : within.stop].to(device, dtype)
@@ -118,6 +120,10 @@ class Gallery:
 
     def take(self, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Rows `index` (integers of any shape) on its device: [..., d]."""
+        if checks.dense(index, "index").dtype not in (torch.int64, torch.int32) or index.is_meta:
+            raise TypeError(f"index must be integers, got {index.dtype} on {index.device}")
+        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(self):
+            raise ValueError(f"index must be rows of the gallery, from 0 to {len(self) - 1}, got {int(index.max())}")
         if self._tensor is not None:
             return self._tensor[index.to(self._tensor.device)].to(index.device, dtype)
         assert self._rows is not None
@@ -130,6 +136,9 @@ class Gallery:
     ) -> GalleryStatistics:
         """`ops.gallery_statistics` of all items, a block at a time: `samples` [Q, M, d], `item_bias` [N]; `pruning` is
         passed on."""
+        checks.with_values(samples, "samples")
+        if item_bias is not None and checks.with_values(item_bias, "item_bias").shape != (len(self),):
+            raise ValueError(f"item_bias must be [{len(self)}], got {tuple(item_bias.shape)}")
         if not self.is_spread or self.world.size == 1:
             return self._statistics_within(range(len(self)), samples, kappa, top_k, item_bias, pruning)
         own = self.world.own(len(self))

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from geoflow_fast import checks
 from geoflow_fast.checkpoint import contents_of, load_tensors, save_tensors
 from geoflow_fast.gallery import Gallery
 from geoflow_fast.ops._pruning import PrefixRows, reduce_rows
@@ -48,14 +49,17 @@ class GalleryIndex(PrefixRows):
     def save(self, path: str | Path) -> None:
         """Writes the index to one file, which appears whole or not at all."""
         info = {"digest": self.digest, "largest_norm": self.largest_norm}
-        save_tensors(Path(path), {"projection": self.projection, "rows": self.rows}, kind=KIND, info=info)
+        save_tensors(
+            checks.path(path, "path"), {"projection": self.projection, "rows": self.rows}, kind=KIND, info=info
+        )
 
     @classmethod
     def load(cls, path: str | Path, gallery: Gallery | Tensor) -> GalleryIndex:
         """Reads the index of `gallery`. A damaged file or the index of another gallery is a ValueError."""
         gallery = gallery if isinstance(gallery, Gallery) else Gallery(gallery)
-        tensors, info = load_tensors(Path(path), kind=KIND)
-        with contents_of(Path(path)):
+        path = checks.path(path, "path")
+        tensors, info = load_tensors(path, kind=KIND)
+        with contents_of(path):
             index = cls(tensors["projection"], tensors["rows"], float(info["largest_norm"]), info["digest"])
         index.check_digest(gallery)
         return index

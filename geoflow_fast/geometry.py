@@ -74,6 +74,7 @@ def normalize(x: Tensor) -> Tensor:
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
     """Inner product over the last dimension, kept: [..., 1]."""
+    _check_points(a=a, b=b)
     return (a * b).sum(dim=-1, keepdim=True)
 
 
@@ -115,6 +116,8 @@ def _cos_sinc(square: Tensor) -> tuple[Tensor, Tensor]:
 
 def orthogonal_direction(a: Tensor) -> Tensor:
     """A unit tangent at each row of `a`: the coordinate axis `a` leans on least, made orthogonal to `a`."""
+    if checks.floating(a, "a").dim() == 0 or a.shape[-1] < 2:
+        raise ValueError(f"a must be rows [..., d] with d >= 2, got {tuple(a.shape)}")
     axis = torch.nn.functional.one_hot(a.detach().abs().argmin(dim=-1), a.shape[-1]).to(a.dtype)
     tangent = project_tangent(a, axis)
     return tangent / torch.linalg.vector_norm(tangent, dim=-1, keepdim=True)
@@ -261,6 +264,7 @@ class StructuredNoise:
     ) -> StructuredNoise:
         """Draws the signs for `n` points of R^d."""
         _check_size(n, d)
+        device = checks.device(device)
         order = max(cls.MIN_ORDER, 1 << (d - 1).bit_length())
         blocks = -(-n // order)
         bits = torch.randint(0, 2, (blocks, 3, order), generator=generator, device=device)
@@ -301,7 +305,11 @@ class StructuredNoise:
 
 def hadamard(order: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
     """The Hadamard matrix of a power-of-two order, entries 1 and -1: [order, order]."""
-    matrix = torch.ones(1, 1, dtype=dtype, device=device)
+    if checks.integer(order, "order", 1, 1 << 20).bit_count() != 1:
+        raise ValueError(f"order must be a power of two, got {order}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be floating point, got {dtype!r}")
+    matrix = torch.ones(1, 1, dtype=dtype, device=checks.device(device))
     while matrix.shape[0] < order:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix
@@ -309,7 +317,9 @@ def hadamard(order: int, dtype: torch.dtype, device: torch.device | str) -> Tens
 
 def hadamard_transform(x: Tensor) -> Tensor:
     """Last dimension of `x` times the Hadamard matrix, as two products with matrices of about sqrt(order)."""
-    order = x.shape[-1]
+    order = x.shape[-1] if checks.floating(x, "x").dim() else 0
+    if order.bit_count() != 1:
+        raise ValueError(f"x must be rows [..., d] with d a power of two, got {tuple(x.shape)}")
     left = 1 << (order.bit_length() - 1) // 2
     right = order // left
     inner = x.reshape(-1, right) @ hadamard(right, x.dtype, x.device)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from geoflow_fast import checks
 from geoflow_fast.jobs import parquet_module
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ def open_images(path: str | Path, *, path_column: str = "path", caption_column: 
     In a tar, files of one key (the name up to its first dot) are a sample: an image, and `.txt` (one caption) or
     `.json` (`caption` or `captions`). Only opening raises; an empty `caption_column` leaves captions out.
     """
-    path = Path(path)
+    path = checks.path(path, "images")
     _pillow()
     if path.is_dir():
         shards = sorted(path.glob("*.tar"))

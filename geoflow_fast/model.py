@@ -437,6 +437,7 @@ class GeoFlow(nn.Module):
 
     def to_flow(self, image: Tensor | None = None, text: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Embeddings in the flow's coordinates: as they are, or centred and reduced as `config` says."""
+        self._check_given(image, text)
         if self.preprocess is None:
             return image, text
         for name, x, dim in zip(("image", "text"), (image, text), (self.config.image_dim, self.config.text_dim)):
@@ -446,19 +447,26 @@ class GeoFlow(nn.Module):
 
     def from_flow(self, image: Tensor | None = None, text: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Embeddings of points in the flow's coordinates: undoes `to_flow`."""
+        self._check_given(image, text)
         if self.preprocess is None:
             return image, text
         pairs = zip(self.preprocess, (image, text))
         return tuple(x if x is None else part.restore(x) for part, x in pairs)  # type: ignore[return-value, operator]
 
+    @staticmethod
+    def _check_given(image: Tensor | None, text: Tensor | None) -> None:
+        for name, x in (("image", image), ("text", text)):
+            if x is not None:
+                checks.floating(x, name)
+
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes `config.json` and `model.safetensors`; the latter is complete in itself and replaced atomically."""
-        save_weights(Path(folder), self.config, self.state_dict())
+        save_weights(checks.path(folder, "folder"), self.config, self.state_dict())
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, device: torch.device | str = "cpu") -> GeoFlow:
         """The flow that `save_pretrained` wrote to `folder`, in its dtype and in eval mode."""
-        path = Path(folder) / WEIGHTS_FILE
+        path = checks.path(folder, "folder") / WEIGHTS_FILE
         tensors, info = load_tensors(path, kind="model", device=device)
         if "config" not in info:
             raise ValueError(f"{path} holds no configuration")

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from geoflow_fast import jobs
+from geoflow_fast import checks, jobs
 from geoflow_fast.calibration import Calibration, Evidence, fit_calibration, uncalibrated
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.density import DensitySettings, density_estimates
@@ -216,7 +216,7 @@ class BayesReranker(nn.Module):
 
     def calibration_file(self, path: str | Path) -> Path:
         """Where a calibration is kept: the file `path`, or one in the folder `path`."""
-        path = Path(path)
+        path = checks.path(path, "path")
         return path / f"rerank_{self.direction}.json" if path.is_dir() else path
 
     def _checked(self, queries: Tensor, name: str) -> Tensor:

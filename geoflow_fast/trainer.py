@@ -114,6 +114,7 @@ class RunConfig:
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up, then a cosine to zero at the end of the run."""
+        checks.integer(step, "step")
         warmup = self.warmup_steps if self.warmup_steps < self.steps else self.steps // 10
         if step < warmup:
             return self.lr * (step + 1) / warmup
@@ -524,7 +525,7 @@ def complete(
     """Takes `run` to its end, continuing what is in the folder `out`; its module ends in eval mode with the best
     weights. The arguments are those of `train`."""
     began = time.perf_counter()
-    folder = None if out is None else Path(out)
+    folder = None if out is None else checks.path(out, "out")
     main = run.world.is_main
     if folder is not None and main:
         folder.mkdir(parents=True, exist_ok=True)

@@ -178,6 +178,13 @@ def spoil(target: Target, data: st.DataObject) -> None:
     tried["answers" if judge(target, arguments) == "answer" else "errors"] += 1
 
 
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("target", EVERY, ids=lambda target: target.name)
+def test_good_arguments_are_answered(target):
+    """Otherwise what is spoiled below would be refused for another reason."""
+    assert judge(target, dict(target.good())) == "answer"
+
+
 def fuzzed(examples: int):
     return settings(
         max_examples=examples,

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from geoflow_fast import checks
 from geoflow_fast.checkpoint import contents_of, load_tensors, read_json, save_tensors, write_json
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.entropy import CONDITIONAL
@@ -24,6 +25,8 @@ from geoflow_fast.model import CONFIG_FILE, WEIGHTS_FILE, check_tensors
 from geoflow_fast.trainer import RunConfig, TrainReport
 
 KIND = "baseline"
+LARGEST_DIM = 1 << 20
+"""Width of embeddings beyond all use."""
 Method = TypeVar("Method", bound="Baseline")
 
 
@@ -51,6 +54,8 @@ class Baseline(nn.Module, ABC):
 
     def __init__(self, image_dim: int, text_dim: int, **settings: Any) -> None:
         super().__init__()
+        for name, width in (("image_dim", image_dim), ("text_dim", text_dim)):
+            checks.integer(width, name, 1, LARGEST_DIM)
         self.image_dim, self.text_dim = image_dim, text_dim
         self.settings = {"image_dim": image_dim, "text_dim": text_dim, **settings}
         self.fitted = False
@@ -72,12 +77,14 @@ class Baseline(nn.Module, ABC):
         """
         config = config or self.default_config()
         for name, part in (("pairs", pairs), ("val", val)):
+            if not isinstance(part, EmbeddingPairs) and not (name == "val" and part is None):
+                raise TypeError(f"{name} must be EmbeddingPairs, got {type(part).__name__}")
             if part is not None and (part.image_dim, part.text_dim) != (self.image_dim, self.text_dim):
                 widths = f"{part.image_dim} and {part.text_dim}"
                 raise ValueError(f"{name} have widths {widths}, not {self.image_dim} and {self.text_dim}")
         if val is None:
             pairs, val = pairs.split(config.val_fraction, config.seed)
-        report = self._fit(Task(pairs, val, config, None if out is None else Path(out), resume, progress))
+        report = self._fit(Task(pairs, val, config, None if out is None else checks.path(out, "out"), resume, progress))
         self.fitted = report is None or report.finished
         self.eval()
         return report
@@ -101,6 +108,7 @@ class Baseline(nn.Module, ABC):
             raise ValueError(f"direction must be one of {CONDITIONAL}, got {direction!r}")
         if not self.fitted:
             raise ValueError(f"{self.method} is not fitted: call fit, or load one that was")
+        checks.with_values(queries, "queries")
         gallery = gallery if isinstance(gallery, Gallery) else Gallery(gallery)
         asks, searched = (self.text_dim, self.image_dim) if direction == "t2i" else (self.image_dim, self.text_dim)
         if queries.dim() != 2 or queries.shape[1] != asks:
@@ -128,7 +136,7 @@ class Baseline(nn.Module, ABC):
         """Writes settings (JSON) and tensors (safetensors) into `folder`, each file whole or not at all."""
         if not self.fitted:
             raise ValueError(f"{self.method} is not fitted: there is nothing to save")
-        self.write(Path(folder), self.state_dict())
+        self.write(checks.path(folder, "folder"), self.state_dict())
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """`save` of other weights than the current ones, for instance the best of a run that goes on."""
@@ -144,7 +152,7 @@ class Baseline(nn.Module, ABC):
     @classmethod
     def load(cls: type[Method], folder: str | Path) -> Method:
         """What `save` wrote, on the CPU; ValueError if the folder holds another method or a damaged file."""
-        path = Path(folder) / WEIGHTS_FILE
+        path = checks.path(folder, "folder") / WEIGHTS_FILE
         tensors, facts = load_tensors(path, kind=KIND)
         with contents_of(path):
             if facts["method"] != cls.method:
@@ -162,7 +170,7 @@ class Baseline(nn.Module, ABC):
 
 def method_of(folder: str | Path) -> str:
     """Name of the method that is kept in `folder`."""
-    path = Path(folder) / CONFIG_FILE
+    path = checks.path(folder, "folder") / CONFIG_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: {folder} holds no baseline")
     try:

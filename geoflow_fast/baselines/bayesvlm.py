@@ -16,11 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from geoflow_fast import checks
 from geoflow_fast.baselines.base import Baseline, Task, check_one_width
 from geoflow_fast.checkpoint import load_tensors
 from geoflow_fast.data import EmbeddingPairs, Rows, open_rows
 from geoflow_fast.entropy import CONDITIONAL
 from geoflow_fast.gallery import Gallery, GallerySource
+from geoflow_fast.geometry import check_rows
 
 IMAGE_FOLDER, TEXT_FOLDER, PROJECTIONS_FILE, PROJECTIONS_KIND = (
     "img_pre",
@@ -51,7 +53,7 @@ class Activations:
     @classmethod
     def open(cls, folder: str | Path) -> Activations:
         """Of a folder that `geoflow embed --pre-projection` wrote; rows are memory-mapped."""
-        folder = Path(folder)
+        folder = checks.path(folder, "folder")
         for name in (IMAGE_FOLDER, TEXT_FOLDER, PROJECTIONS_FILE):
             if not (folder / name).exists():
                 raise FileNotFoundError(f"{folder / name} does not exist: {NEEDS_ACTIVATIONS}")
@@ -62,7 +64,9 @@ class Activations:
     @classmethod
     def from_arrays(cls, image: Tensor, text: Tensor, projections: Mapping[str, Tensor]) -> Activations:
         """Of tensors in memory."""
-        rows = [Rows([x.detach().cpu().numpy()], name) for x, name in ((image, "image"), (text, "text"))]
+        rows = [Rows([checks.array(x, name)], name) for x, name in ((image, "image"), (text, "text"))]
+        for name, weight in projections.items():
+            checks.with_values(weight, name)
         return cls(rows[0], rows[1], projections)
 
     def of(self, tower: str, index: np.ndarray) -> Tensor:
@@ -213,7 +217,11 @@ class BayesVLM(Baseline):
         if isinstance(gallery, Gallery):
             raise TypeError("bayesvlm searches activations, but a Gallery holds unit embeddings: give a tensor or file")
         asks, searched = towers(direction)
+        if checks.with_values(queries, "queries").dim() != 2:
+            raise ValueError(f"queries must be [Q, k], got {tuple(queries.shape)}")
+        check_rows(queries, "queries", unit=False)
         rows = _activation_rows(gallery)
+        rows.check(normalize=True)
         for name, tower, shape in (("queries", asks, queries.shape[1:]), ("gallery", searched, (rows.dim,))):
             width = self.settings[f"{tower}_pre"]
             if tuple(shape) != (width,):
@@ -239,9 +247,9 @@ def towers(direction: str) -> tuple[str, str]:
 
 
 def _activation_rows(gallery: GallerySource) -> Rows:
-    if isinstance(gallery, Tensor):
-        gallery = gallery.detach().cpu().numpy()
-    return Rows([gallery], "gallery") if isinstance(gallery, np.ndarray) else open_rows(Path(gallery), "gallery")
+    if isinstance(gallery, (Tensor, np.ndarray)):
+        return Rows([checks.array(gallery, "gallery")], "gallery")
+    return open_rows(checks.path(gallery, "gallery"), "gallery")
 
 
 def contrastive_curvature(own: Tensor, other: Tensor, scale: float) -> Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from geoflow_fast import jobs
-from geoflow_fast.checkpoint import write_json
+from geoflow_fast import checks, jobs
+from geoflow_fast.checkpoint import read_json, write_json
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.entropy import CONDITIONAL
 from geoflow_fast.evaluation import methods
@@ -148,13 +147,14 @@ class Comparison:
     @classmethod
     def load(cls, path: str | Path) -> Comparison:
         """What `save` wrote, by its folder or its JSON file."""
-        path = Path(path) / RESULTS_JSON if Path(path).is_dir() else Path(path)
+        path = checks.path(path, "path")
+        path = path / RESULTS_JSON if path.is_dir() else path
+        found = read_json(path, "the results of a comparison")
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
             if found["format"] != FORMAT:
                 raise ValueError(f"{path} has format {found['format']}; this release reads {FORMAT}")
             return cls([Result(**_with_nan(result)) for result in found["results"]], found["facts"])
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is damaged or not the results of a comparison: {error}") from error
 
 

@@ -8,7 +8,8 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from geoflow_fast.checkpoint import write_atomic
+from geoflow_fast import checks
+from geoflow_fast.checkpoint import read_small, write_atomic
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 NO_VALUE = "–"
@@ -59,19 +60,21 @@ class Report:
     """
 
     def __init__(self, title: str, lead: str) -> None:
-        self.title, self.lead = title, lead
+        self.title, self.lead = checks.words(title, "title"), checks.words(lead, "lead")
         self._headings: list[str] = []
         self._body: list[str] = []
 
     def section(self, heading: str, *paragraphs: str) -> None:
         """Begins a section."""
+        for words in (heading, *paragraphs):
+            checks.words(words, "heading or paragraph")
         self._headings.append(heading)
         self._body.append(f'<h2 id="s{len(self._headings)}">{html.escape(heading)}</h2>')
         self.text(*paragraphs)
 
     def text(self, *paragraphs: str) -> None:
         """Paragraphs in the section that is open."""
-        self._body += [f"<p>{html.escape(words)}</p>" for words in paragraphs]
+        self._body += [f"<p>{html.escape(checks.words(words, 'paragraph'))}</p>" for words in paragraphs]
 
     def table(self, rows: Sequence[Mapping[str, object]], caption: str, best: Mapping[str, str] | None = None) -> None:
         """A table with one row per mapping, columns in order of appearance; what a row lacks is a dash.
@@ -79,7 +82,12 @@ class Report:
         Numbers stand right, fractions with three digits after the point. `best` marks the "max" or the "min" of the
         columns it names.
         """
-        columns = list(dict.fromkeys(name for row in rows for name in row))
+        checks.words(caption, "caption")
+        if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
+            raise TypeError(f"rows must be mappings from columns to values, got {rows!r}")
+        if best is not None and not isinstance(best, Mapping):
+            raise TypeError(f"best must map columns to 'max' or 'min', got {best!r}")
+        columns = list(dict.fromkeys(checks.words(name, "the name of a column") for row in rows for name in row))
         best = dict(best or {})
         unknown = [f"{name!r}: {which!r}" for name, which in best.items() if name not in columns or which not in BEST]
         if not columns or unknown:
@@ -107,7 +115,10 @@ class Report:
 
     def figure(self, png_path: str | Path, caption: str, alt: str | None = None) -> None:
         """The picture, copied into the page. `alt`: what it shows, for those who cannot see it; else the caption."""
-        data = Path(png_path).read_bytes()
+        checks.words(caption, "caption")
+        if alt is not None:
+            checks.words(alt, "alt")
+        data = read_small(checks.path(png_path, "png_path"))
         if not data.startswith(PNG_SIGNATURE) or len(data) < 24:
             raise ValueError(f"{png_path} is not a PNG file")
         width, height = int.from_bytes(data[16:20], "big"), int.from_bytes(data[20:24], "big")
@@ -148,7 +159,7 @@ class Report:
 
     def write(self, path: str | Path) -> Path:
         """Writes the page, whole or not at all; returns its path."""
-        path = Path(path)
+        path = checks.path(path, "path")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, lambda file: file.write(self.render().encode()))
         return path

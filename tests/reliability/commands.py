@@ -13,7 +13,7 @@ import numpy as np
 
 import geoflow_fast as gf
 from tests.reliability.file_targets import pictures
-from tests.reliability.targets import IMAGE, TEXT, small_flow, unit
+from tests.reliability.targets import IMAGE, square_flow, unit
 
 
 @dataclass(frozen=True)
@@ -150,17 +150,17 @@ test = "split/test"
 def make_world(folder: Path) -> None:
     """What the commands above need."""
     folder.mkdir()
-    small_flow().save_pretrained(folder / "model")
-    np.save(folder / "queries.npy", unit(5, TEXT).numpy())
-    np.save(folder / "reference.npy", unit(6, TEXT, seed=5).numpy())
+    square_flow().save_pretrained(folder / "model")
+    np.save(folder / "queries.npy", unit(5, IMAGE).numpy())
+    np.save(folder / "reference.npy", unit(6, IMAGE, seed=5).numpy())
     np.save(folder / "gallery.npy", unit(8, IMAGE).numpy())
     np.save(folder / "labels.npy", np.arange(8) % 3)
-    np.save(folder / "prompts.npy", unit(3, TEXT, seed=2).numpy())
-    gf.EmbeddingPairs.from_arrays(unit(12, IMAGE), unit(12, TEXT)).save(folder / "pairs")
+    np.save(folder / "prompts.npy", unit(3, IMAGE, seed=2).numpy())
+    gf.EmbeddingPairs.from_arrays(unit(12, IMAGE), unit(12, IMAGE)).save(folder / "pairs")
     for seed, (name, rows) in enumerate({"train": 40, "val": 60, "test": 12}.items()):
-        pairs = gf.EmbeddingPairs.from_arrays(unit(rows, IMAGE, seed=seed), unit(rows, TEXT, seed=seed + 9))
+        pairs = gf.EmbeddingPairs.from_arrays(unit(rows, IMAGE, seed=seed), unit(rows, IMAGE, seed=seed + 9))
         pairs.save(folder / "split" / name)
-    reranker = gf.BayesReranker(small_flow(), folder / "gallery.npy", shortlist=4, n_steps=1)
+    reranker = gf.BayesReranker(square_flow(), folder / "gallery.npy", shortlist=4, n_steps=1)
     reranker.calibration = gf.Calibration(
         1.0, 0.5, -1.0, (0.1, 0.1, 0.1), 1.0, 0.1, 60, 55, 1.0, dict(reranker.made_for)
     )

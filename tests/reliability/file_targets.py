@@ -18,10 +18,19 @@ from geoflow_fast import baselines, evaluation
 from geoflow_fast.trainer import RunConfig
 from tests import tiny_clip
 from tests.reliability.hostile import Target, fresh_place
-from tests.reliability.targets import IMAGE, TEXT, entries, normal, small_flow, some_pairs, unit
+from tests.reliability.targets import (
+    IMAGE,
+    TEXT,
+    entries,
+    normal,
+    small_flow,
+    some_pairs,
+    square_flow,
+    square_pairs,
+    unit,
+)
 from tests.with_torchvision import import_torchvision
 
-WIDTH = 5
 BAD_IMAGES: tuple[Any, ...] = (
     [],
     [None],
@@ -260,14 +269,13 @@ def index_file() -> Path:
 
 
 def reranker() -> gf.BayesReranker:
-    return gf.BayesReranker(small_flow(), unit(90, IMAGE), shortlist=90, n_steps=1)
+    return gf.BayesReranker(square_flow(), unit(90, IMAGE), shortlist=90, n_steps=1)
 
 
 @functools.cache
 def calibrated() -> gf.BayesReranker:
     found = reranker()
-    pairs = gf.EmbeddingPairs.from_arrays(unit(90, IMAGE), unit(90, TEXT, seed=1))
-    found.calibrate(pairs, max_queries=80, progress=False)
+    found.calibrate(square_pairs(90), max_queries=80, progress=False)
     return found
 
 
@@ -353,28 +361,27 @@ FILES = [
 # ---- baselines -----------------------------------------------------------------------------------------------------
 
 
-def square_pairs() -> gf.EmbeddingPairs:
-    return gf.EmbeddingPairs.from_arrays(unit(40, WIDTH), unit(40, WIDTH, seed=1))
-
-
 def activations() -> dict[str, Any]:
     return {
         "image": normal(40, 6),
         "text": normal(40, 7, seed=1),
-        "image_weight": normal(WIDTH, 6, seed=2),
-        "text_weight": normal(WIDTH, 7, seed=3),
+        "image_weight": normal(IMAGE, 6, seed=2),
+        "text_weight": normal(IMAGE, 7, seed=3),
     }
 
 
 def bayesvlm(image: Any, text: Any, image_weight: Any, text_weight: Any) -> baselines.BayesVLM:
     given = baselines.Activations.from_arrays(image, text, {"image.weight": image_weight, "text.weight": text_weight})
-    return baselines.BayesVLM(WIDTH, WIDTH).set_activations(given)
+    return baselines.BayesVLM(IMAGE, IMAGE).set_activations(given)
 
 
 def bayesvlm_pairs() -> gf.EmbeddingPairs:
     parts = activations()
     image, text = (parts[name] @ parts[f"{name}_weight"].T for name in ("image", "text"))
     return gf.EmbeddingPairs.from_arrays(image, text, normalize=True)
+
+
+SMALLER: dict[str, dict[str, Any]] = {"grove": {"latent": 2}}
 
 
 def short_run(**settings: Any) -> RunConfig:
@@ -388,8 +395,8 @@ def fitted(method: str) -> baselines.Baseline:
         found: baselines.Baseline = bayesvlm(**activations())
         found.fit(bayesvlm_pairs(), config=short_run())
     else:
-        found = baselines.find(method)(WIDTH, WIDTH)
-        found.fit(square_pairs(), config=short_run(), progress=False)
+        found = baselines.find(method)(IMAGE, IMAGE, **SMALLER.get(method, {}))
+        found.fit(square_pairs(40), config=short_run(), progress=False)
     return found
 
 
@@ -400,12 +407,13 @@ def uncertainty_of(method: str) -> Callable[..., Any]:
 def good_queries(method: str) -> dict[str, Any]:
     if method == "bayesvlm":
         return {"queries": normal(3, 7), "gallery": normal(9, 6), "direction": "t2i"}
-    return {"queries": unit(3, WIDTH), "gallery": unit(9, WIDTH, seed=1), "direction": "t2i"}
+    return {"queries": unit(3, IMAGE), "gallery": unit(9, IMAGE, seed=1), "direction": "t2i"}
 
 
 def fit_of(method: str) -> Callable[..., Any]:
     def call(image_dim: Any, text_dim: Any, pairs: Any, **settings: Any) -> object:
-        return baselines.find(method)(image_dim, text_dim).fit(pairs, config=short_run(**settings), progress=False)
+        found = baselines.find(method)(image_dim, text_dim, **SMALLER.get(method, {}))
+        return found.fit(pairs, config=short_run(**settings), progress=False)
 
     return call
 
@@ -425,7 +433,7 @@ def opened_activations(folder: Any) -> int:
 
 def trained_preset(**given: Any) -> object:
     chosen = {"steps": 2, "batch_size": 8, "warmup_steps": 1, "seed": 0}
-    return baselines.train_preset(pairs=square_pairs(), val=None, overrides=chosen, folder=None, **given)
+    return baselines.train_preset(pairs=square_pairs(40), val=None, overrides=chosen, folder=None, **given)
 
 
 BASELINES = [
@@ -461,7 +469,7 @@ BASELINES = [
             f"baselines.{kind.__name__}.fit",
             fit_of(name),
             lambda: entries(
-                image_dim=WIDTH, text_dim=WIDTH, pairs=square_pairs(), steps=2, batch_size=8, lr=1e-3, seed=0
+                image_dim=IMAGE, text_dim=IMAGE, pairs=square_pairs(40), steps=2, batch_size=8, lr=1e-3, seed=0
             ),
         )
         for name, kind in baselines.METHODS.items()

@@ -34,6 +34,17 @@ def small_flow() -> gf.GeoFlow:
     return gf.GeoFlow(gf.GeoFlowConfig(IMAGE, TEXT, hidden=8, depth=1, heads=2)).eval()
 
 
+@functools.cache
+def square_flow() -> gf.GeoFlow:
+    """Cosines need images and texts of one width."""
+    torch.manual_seed(0)
+    return gf.GeoFlow(gf.GeoFlowConfig(IMAGE, IMAGE, hidden=8, depth=1, heads=2)).eval()
+
+
+def square_pairs(rows: int) -> gf.EmbeddingPairs:
+    return gf.EmbeddingPairs.from_arrays(unit(rows, IMAGE), unit(rows, IMAGE, seed=1))
+
+
 def some_pairs() -> gf.EmbeddingPairs:
     return gf.EmbeddingPairs.from_arrays(unit(40, IMAGE), unit(40, TEXT, seed=1))
 
@@ -64,7 +75,7 @@ def entropy_of(queries: Any, **settings: Any) -> gf.RetrievalPosterior:
 
 
 def reranked(queries: Any, **settings: Any) -> gf.Reranked:
-    return gf.BayesReranker(small_flow(), **settings)(queries)
+    return gf.BayesReranker(square_flow(), **settings)(queries)
 
 
 def indexed(gallery: Any, width: Any) -> gf.GalleryIndex:
@@ -118,7 +129,7 @@ def fast_entropy_of(queries: Any, **settings: Any) -> gf.RetrievalPosterior:
 
 
 def calibrated(pairs: Any, max_queries: Any, shortlist: Any) -> float:
-    reranker = gf.BayesReranker(small_flow(), unit(90, IMAGE), shortlist=shortlist, n_steps=1)
+    reranker = gf.BayesReranker(square_flow(), unit(90, IMAGE), shortlist=shortlist, n_steps=1)
     return reranker.calibrate(pairs, max_queries=max_queries, progress=False).alpha
 
 
@@ -332,7 +343,7 @@ TARGETS = [
         "BayesReranker",
         reranked,
         lambda: entries(
-            queries=unit(3, TEXT),
+            queries=unit(3, IMAGE, seed=1),
             gallery=unit(7, IMAGE),
             direction="t2i",
             shortlist=4,
@@ -441,9 +452,7 @@ TARGETS = [
     Target(
         "BayesReranker.calibrate",
         calibrated,
-        lambda: entries(
-            pairs=gf.EmbeddingPairs.from_arrays(unit(90, IMAGE), unit(90, TEXT, seed=1)), max_queries=80, shortlist=90
-        ),
+        lambda: entries(pairs=square_pairs(90), max_queries=80, shortlist=90),
     ),
     Target("evaluation.AbstentionThreshold.answers", answers, lambda: entries(uncertainty=normal(9))),
     Target(
