@@ -69,6 +69,7 @@ soak: setup
 # Puts the figures of the last test-slow, test-sanitize and soak into docs/reliability.md.
 reliability: setup
 	$(BIN)/python -m tests.reliability.figures
+	$(BIN)/python -m tests.reliability.mutations
 
 test-gpu: setup
 	$(PYTEST) -m gpu tests/gpu

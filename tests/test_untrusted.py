@@ -260,7 +260,9 @@ def test_metadata_with_damaged_parquet_names_the_file(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "contents", [b"[" * 200_000, b"\xff\xfe", b"", b"{", b"9" * 10_000, b" " * (JSON_BYTES + 1)], ids=range(6)
+    "contents",
+    [b"[" * 200_000, b"\xff\xfe", b"", b"{", b"9" * 10_000, b" " * (JSON_BYTES + 1), b"[" + b" " * JSON_BYTES + b"]"],
+    ids=range(7),
 )
 def test_json_that_is_none(tmp_path, contents):
     path = tmp_path / "calibration.json"

@@ -422,7 +422,7 @@ class _Resampler:
     """Draws as many groups of rows as there are, with replacement: how often each row is there, [n]."""
 
     def __init__(self, count: int, groups: Values | None) -> None:
-        names = np.arange(count) if groups is None else np.asarray(groups)
+        names = np.arange(count) if groups is None else checks.array(groups, "groups")
         if names.shape != (count,):
             raise ValueError(f"groups must have one entry per row, [{count}], got {names.shape}")
         self.group = np.unique(names, return_inverse=True)[1]

@@ -7,7 +7,6 @@ did not produce keeps the value that the page has.
 from __future__ import annotations
 
 import json
-import re
 import time
 from pathlib import Path
 
@@ -45,12 +44,20 @@ def _shown(value: Figure) -> str:
 
 def updated(page: str, found: dict[str, dict[str, Figure]]) -> str:
     """The page with the lines of `found` in place of those of the same checks, in alphabetical order."""
-    before, table, after = re.split(f"{re.escape(BEGIN)}\n|{re.escape(END)}", page)
-    lines = table.strip().splitlines()
+    lines = between(page, BEGIN, END).splitlines()
     kept = {line.split("|")[1].strip(): line for line in lines[2:]}
     kept |= {check.replace("_", " "): row_of(check, figures) for check, figures in found.items()}
-    body = "\n".join([*lines[:2], *(kept[check] for check in sorted(kept))])
-    return f"{before}{BEGIN}\n{body}\n{END}{after}"
+    return replaced(page, BEGIN, END, "\n".join([*lines[:2], *(kept[check] for check in sorted(kept))]))
+
+
+def between(page: str, begin: str, end: str) -> str:
+    """What stands between two marks."""
+    return page.split(f"{begin}\n")[1].split(f"\n{end}")[0]
+
+
+def replaced(page: str, begin: str, end: str, body: str) -> str:
+    """The page with `body` between two marks."""
+    return page.replace(f"{begin}\n{between(page, begin, end)}\n{end}", f"{begin}\n{body}\n{end}")
 
 
 if __name__ == "__main__":

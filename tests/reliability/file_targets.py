@@ -247,6 +247,7 @@ ENCODERS = [
             pre_projection=False,
             overwrite=False,
         ),
+        dear=True,
     ),
 ]
 
@@ -269,13 +270,13 @@ def index_file() -> Path:
 
 
 def reranker() -> gf.BayesReranker:
-    return gf.BayesReranker(square_flow(), unit(90, IMAGE), shortlist=90, n_steps=1)
+    return gf.BayesReranker(square_flow(), unit(60, IMAGE), shortlist=60, n_steps=1)
 
 
 @functools.cache
 def calibrated() -> gf.BayesReranker:
     found = reranker()
-    found.calibrate(square_pairs(90), max_queries=80, progress=False)
+    found.calibrate(square_pairs(60), max_queries=60, progress=False)
     return found
 
 
@@ -332,7 +333,7 @@ FILES = [
         "Calibration.load", gf.Calibration.load, lambda: entries(path=calibration_file(), made_for=reranker().made_for)
     ),
     Target("Calibration.save", lambda path: calibrated().calibration.save(path), lambda: entries(path=fresh_place())),
-    Target("train.out", trained_into, lambda: entries(out=fresh_place(), resume=True)),
+    Target("train.out", trained_into, lambda: entries(out=fresh_place(), resume=True), dear=True),
     Target("evaluation.Report", evaluation.Report, lambda: entries(title="Title", lead="Lead")),
     Target(
         "evaluation.Report.section",
@@ -381,6 +382,7 @@ def bayesvlm_pairs() -> gf.EmbeddingPairs:
     return gf.EmbeddingPairs.from_arrays(image, text, normalize=True)
 
 
+DEAR = ("euclidean_flow", "repvlm")
 SMALLER: dict[str, dict[str, Any]] = {"grove": {"latent": 2}}
 
 
@@ -443,9 +445,10 @@ BASELINES = [
         "baselines.train_preset",
         trained_preset,
         lambda: entries(method="asymvlm_ps", out=fresh_place(), size="tiny", device="cpu"),
+        dear=True,
     ),
     Target("baselines.Activations.from_arrays", bayesvlm, activations, spreads=True),
-    Target("baselines.Activations.open", opened_activations, lambda: entries(folder=activations_folder())),
+    Target("baselines.Activations.open", opened_activations, lambda: entries(folder=activations_folder()), dear=True),
     Target("baselines.Baseline.load", baselines.ProbVLM.load, lambda: entries(folder=baseline_folder("probvlm"))),
     Target(
         "baselines.Baseline.save", lambda folder: fitted("probvlm").save(folder), lambda: entries(folder=fresh_place())
@@ -461,7 +464,12 @@ BASELINES = [
         lambda: entries(image_dim=5, text_dim=5, logit_scale=9.0, prior_precision=1.0, batch_size=8),
     ),
     *(
-        Target(f"baselines.{kind.__name__}.uncertainty", uncertainty_of(name), functools.partial(good_queries, name))
+        Target(
+            f"baselines.{kind.__name__}.uncertainty",
+            uncertainty_of(name),
+            functools.partial(good_queries, name),
+            dear=name in DEAR,
+        )
         for name, kind in baselines.METHODS.items()
     ),
     *(
@@ -471,6 +479,7 @@ BASELINES = [
             lambda: entries(
                 image_dim=IMAGE, text_dim=IMAGE, pairs=square_pairs(40), steps=2, batch_size=8, lr=1e-3, seed=0
             ),
+            dear=True,
         )
         for name, kind in baselines.METHODS.items()
         if name != "bayesvlm"

@@ -151,6 +151,8 @@ class Target:
     spreads: bool = False
     extra: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
     """More hostile values of an argument."""
+    dear: bool = False
+    """A call takes so long that fewer are tried."""
 
 
 def variants(value: Any) -> list[tuple[str, Callable[[], Any]]]:

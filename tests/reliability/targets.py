@@ -129,7 +129,7 @@ def fast_entropy_of(queries: Any, **settings: Any) -> gf.RetrievalPosterior:
 
 
 def calibrated(pairs: Any, max_queries: Any, shortlist: Any) -> float:
-    reranker = gf.BayesReranker(square_flow(), unit(90, IMAGE), shortlist=shortlist, n_steps=1)
+    reranker = gf.BayesReranker(square_flow(), unit(60, IMAGE), shortlist=shortlist, n_steps=1)
     return reranker.calibrate(pairs, max_queries=max_queries, progress=False).alpha
 
 
@@ -306,6 +306,7 @@ TARGETS = [
             clip=1.0,
             accumulate=1,
         ),
+        dear=True,
     ),
     Target(
         "EmbeddingPairs",
@@ -376,6 +377,7 @@ TARGETS = [
         "suggest_steps",
         functools.partial(gf.suggest_steps, small_flow()),
         lambda: entries(**pair(), tolerance=0.5, direction="joint", solver="midpoint", n_probes=1, max_steps=8),
+        dear=True,
     ),
     Target("risk_lower_bound", gf.risk_lower_bound, lambda: entries(entropy=normal(6).abs(), n_items=9)),
     Target(
@@ -452,7 +454,8 @@ TARGETS = [
     Target(
         "BayesReranker.calibrate",
         calibrated,
-        lambda: entries(pairs=square_pairs(90), max_queries=80, shortlist=90),
+        lambda: entries(pairs=square_pairs(60), max_queries=60, shortlist=60),
+        dear=True,
     ),
     Target("evaluation.AbstentionThreshold.answers", answers, lambda: entries(uncertainty=normal(9))),
     Target(

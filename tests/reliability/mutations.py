@@ -1,0 +1,206 @@
+"""Guards, each with a change that takes it out and a test that must fail then.
+
+`tests/test_mutations.py` applies each change to a copy of the repository. `python -m tests.reliability.mutations` puts
+the list into docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tests.reliability.figures import PAGE, replaced
+
+BEGIN, END = "<!-- guards: begin -->", "<!-- guards: end -->"
+
+
+@dataclass(frozen=True)
+class Guard:
+    """What keeps a fault out: `text`, which stands once in `file`, and `without`, the same without it."""
+
+    name: str
+    file: str
+    text: str
+    without: str
+    test: str
+
+
+GUARDS = (
+    Guard(
+        "arrays are never unpickled",
+        "geoflow_fast/data.py",
+        'array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")',
+        "array: NDArray[Any] = np.load(path, allow_pickle=True)",
+        "tests/test_untrusted.py::test_a_pickle_in_disguise_is_refused_and_not_executed",
+    ),
+    Guard(
+        "weights of encoders are tensors, not code",
+        "geoflow_fast/encoders.py",
+        'torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))',
+        'torch.load(path, map_location="cpu", weights_only=False)',
+        "tests/test_encoders.py::test_wrong_checkpoints_are_refused_and_execute_nothing",
+    ),
+    Guard(
+        "files carry a checksum",
+        "geoflow_fast/checkpoint.py",
+        "if digest.hexdigest() != expected:",
+        "if digest.hexdigest() == '':",
+        "tests/test_gallery_index.py::test_damaged_and_foreign_indexes_are_refused",
+    ),
+    Guard(
+        "a JSON file has a largest size",
+        "geoflow_fast/checkpoint.py",
+        "if len(text) > JSON_BYTES:",
+        "if len(text) > 2 * JSON_BYTES:",
+        "tests/test_untrusted.py::test_json_that_is_none",
+    ),
+    Guard(
+        "sizes of a network have limits",
+        "geoflow_fast/model.py",
+        "if not least <= value <= most:",
+        "if not least <= value:",
+        "tests/test_untrusted.py::test_a_configuration_that_asks_for_the_impossible",
+    ),
+    Guard(
+        "Parquet files may not unpack to far more than their size",
+        "geoflow_fast/jobs.py",
+        "if unpacked > max(PARQUET_BYTES, PARQUET_FACTOR * path.stat().st_size):",
+        "if unpacked < 0:",
+        "tests/test_untrusted.py::test_parquet_that_unpacks_to_far_more_than_its_size",
+    ),
+    Guard(
+        "a file is replaced by a rename",
+        "geoflow_fast/checkpoint.py",
+        "        os.replace(temporary, path)\n",
+        "        path.write_bytes(temporary.read_bytes())\n",
+        "tests/test_untrusted.py::test_an_output_that_is_a_link_is_replaced_and_its_target_kept",
+    ),
+    Guard(
+        "a temporary file is a fresh one",
+        "geoflow_fast/checkpoint.py",
+        "        temporary.unlink(missing_ok=True)\n        # A fresh",
+        "        # A fresh",
+        "tests/test_untrusted.py::test_links_in_the_place_of_our_own_files_are_not_followed",
+    ),
+    Guard(
+        "a lock follows no link",
+        "geoflow_fast/checkpoint.py",
+        "os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC",
+        "os.O_RDWR | os.O_CREAT | os.O_CLOEXEC",
+        "tests/test_untrusted.py::test_links_in_the_place_of_our_own_files_are_not_followed",
+    ),
+    Guard(
+        "one writer at a time",
+        "geoflow_fast/checkpoint.py",
+        "fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "fcntl.flock(file, fcntl.LOCK_UN)",
+        "tests/test_jobs.py::test_two_runs_at_once_are_refused",
+    ),
+    Guard(
+        "a job continues its own blocks alone",
+        "geoflow_fast/jobs.py",
+        "if left is not None and left != self.identity:",
+        "if left is None and left != self.identity:",
+        "tests/test_jobs.py::test_another_job_is_refused_or_replaced",
+    ),
+    Guard(
+        "a run is continued by its own settings alone",
+        "geoflow_fast/trainer.py",
+        "            if differing:\n",
+        "            if differing is None:\n",
+        "tests/test_training.py::test_another_run_is_not_continued",
+    ),
+    Guard(
+        "a run is continued on its own pairs alone",
+        "geoflow_fast/trainer.py",
+        "if info[part] != fingerprint:",
+        "if info[part] is None:",
+        "tests/test_training.py::test_other_validation_pairs_are_not_continued",
+    ),
+    Guard(
+        "a loss that is not finite stops a run",
+        "geoflow_fast/trainer.py",
+        "if not (math.isfinite(norm) and math.isfinite(float(total))):",
+        "if norm is None:",
+        "tests/test_training.py::test_divergence_names_the_step_and_keeps_the_checkpoint",
+    ),
+    Guard(
+        "rows on disk are finite and of unit norm",
+        "geoflow_fast/data.py",
+        "            if bad.any():\n                row = int(bad.argmax())\n                if not",
+        "            if bad is None:\n                row = int(bad.argmax())\n                if not",
+        "tests/test_data.py::test_bad_rows_are_named",
+    ),
+    Guard(
+        "rows in memory are finite and of unit norm",
+        "geoflow_fast/geometry.py",
+        "    if not bool(bad.any()):\n        return\n",
+        "    if bad is not None:\n        return\n",
+        "tests/test_geometry.py::test_normalize_names_the_bad_row",
+    ),
+    Guard(
+        "no shard is missing between others",
+        "geoflow_fast/data.py",
+        "        if number != expected:\n",
+        "        if number < 0:\n",
+        "tests/test_data.py::test_shards_that_do_not_match",
+    ),
+    Guard(
+        "an index belongs to its gallery",
+        "geoflow_fast/gallery_index.py",
+        "if self.digest != gallery.digest():",
+        "if self.digest is None:",
+        "tests/test_gallery_index.py::test_damaged_and_foreign_indexes_are_refused",
+    ),
+    Guard(
+        "images have a largest size",
+        "geoflow_fast/image_sources.py",
+        "if width * height > MAX_PIXELS:",
+        "if width * height < 0:",
+        "tests/test_image_sources.py::test_bad_images_give_a_reason",
+    ),
+    Guard(
+        "links in tar files are not followed",
+        "geoflow_fast/image_sources.py",
+        "if not member.isreg() or member.issparse():",
+        "if member.issparse():",
+        "tests/test_image_sources.py::test_tar_links_are_not_followed",
+    ),
+    Guard(
+        "only plain files are opened as images",
+        "geoflow_fast/image_sources.py",
+        "if not stat.S_ISREG(about.st_mode):",
+        "if about is None:",
+        "tests/test_image_sources.py::test_only_plain_files_are_opened",
+    ),
+    Guard(
+        "memory is checked before a pointer crosses",
+        "geoflow_fast/_native.py",
+        "        if not tensor.is_contiguous():\n",
+        "        if tensor is None:\n",
+        "tests/test_dispatch.py::test_native_layer_guards_memory_itself",
+    ),
+    Guard(
+        "counts are integers, not NaN",
+        "geoflow_fast/checks.py",
+        "    if isinstance(x, bool) or not isinstance(x, (int, np.integer)):\n",
+        "    if isinstance(x, bool):\n",
+        "tests/test_fuzz.py::test_counts_are_integers",
+    ),
+    Guard(
+        "SIGTERM saves as Ctrl-C does",
+        "geoflow_fast/cli_base.py",
+        "        signal.raise_signal(signal.SIGINT)\n",
+        "        os._exit(TERMINATED)\n",
+        "tests/test_cli.py::test_a_terminated_job_keeps_its_blocks_and_is_continued",
+    ),
+)
+
+
+def table() -> str:
+    """The list as lines of Markdown."""
+    rows = [f"| {guard.name} | `{guard.file}` | `{guard.test.removeprefix('tests/')}` |" for guard in GUARDS]
+    return "\n".join(["| Guard | Where | Without it fails |", "|---|---|---|", *rows])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(replaced(PAGE.read_text(), BEGIN, END, table()))
