@@ -261,10 +261,10 @@ def read_facts(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        found: dict[str, Any] = read_json(path)
+        found = read_json(path)
     except ValueError:
         return {}
-    return found
+    return found if isinstance(found, dict) else {}
 
 
 def refuse_other_job(folder: Path, left: Mapping[str, Any], wanted: Mapping[str, Any]) -> NoReturn:

@@ -23,11 +23,22 @@ import torch
 from torch.nn import functional
 
 import geoflow_fast as gf
-from geoflow_fast import jobs
+from geoflow_fast import baselines, jobs
 from geoflow_fast.baselines.base import method_of
 from geoflow_fast.calibration import KIND, VERSION
-from geoflow_fast.checkpoint import JSON_BYTES, load_tensors, locked, read_json, save_tensors, write_atomic
+from geoflow_fast.checkpoint import (
+    JSON_BYTES,
+    load_tensors,
+    locked,
+    read_json,
+    read_toml,
+    save_tensors,
+    write_atomic,
+)
 from geoflow_fast.data import load_npy
+from geoflow_fast.evaluation.compare import Comparison
+from geoflow_fast.evaluation.recipe import load_recipe
+from geoflow_fast.image_sources import open_images
 from geoflow_fast.marginals import computed_once
 
 
@@ -75,6 +86,15 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
     "scores.parquet": jobs.read_columns,
     "calibration.json": made_for,
     "config.json": lambda path: method_of(path.parent),
+    "baseline/model.safetensors": lambda path: baselines.KNNDistance.load(path.parent),
+    "results.json": Comparison.load,
+    "recipe.toml": load_recipe,
+    "run.toml": read_toml,
+    "facts.json": jobs.read_facts,
+    "picture.png": lambda path: gf.ColourEncoder().encode_images([path]),
+    "pictures.parquet": open_images,
+    "pictures.csv": open_images,
+    "pictures.tar": open_images,
 }
 
 
@@ -83,16 +103,16 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
 def test_a_pickle_in_disguise_is_refused_and_not_executed(tmp_path, name, disguise):
     trace = tmp_path / "executed"
     folder = tmp_path / "files"
-    folder.mkdir()
+    (folder / name).parent.mkdir(parents=True)
     disguise(folder / name, trace)
     # The bomb is live: unpickled on purpose, in another process, it leaves its trace.
     before = (folder / name).read_bytes()
     with pytest.raises((ValueError, OSError)) as caught:
         LOADERS[name](folder / name)
-    assert name in str(caught.value) or "config" in str(caught.value)
+    assert Path(name).name in str(caught.value) or "config" in str(caught.value)
     assert not trace.exists()
     assert (folder / name).read_bytes() == before
-    assert [path.name for path in folder.iterdir()] == [name]
+    assert [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()] == [name]
 
 
 def test_the_bomb_is_live(tmp_path):
@@ -296,6 +316,48 @@ def test_marginals_without_their_tensor(tmp_path):
         computed_once(tmp_path, facts, lambda: torch.zeros(3))
 
 
+@pytest.mark.parametrize("method", ["probvlm", "grove", "knn", "bayesvlm", "euclidean_flow"])
+@pytest.mark.usefixtures("little_memory")
+def test_a_baseline_that_asks_for_the_impossible(tmp_path, method):
+    """Right checksum, settings of a network that the file does not hold: refused before it is made."""
+    widths = {"image_dim": 1 << 20, "text_dim": 1 << 20}
+    more = {
+        "knn": {},
+        "bayesvlm": {"image_pre": 1 << 15, "text_pre": 1 << 15},
+        "grove": {"size": "paper", "latent": 10},
+    }
+    info = {"method": method, "settings": {**widths, **more.get(method, {"size": "paper"})}}
+    save_tensors(tmp_path / "model.safetensors", {"x": torch.zeros(3)}, kind="baseline", info=info)
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        baselines.find(method).load(tmp_path)
+
+
+RECIPE = 'title = "t"\nseeds = [0]\n[[data]]\nname = "a"\ntrain = "train"\nheld_out = "val"\ntest = "test"\n'
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ('name = "a"', 'name = "../../outside"'),
+        ('name = "a"', 'name = "/outside"'),
+        ('name = "a"', 'name = ".."'),
+        ('name = "a"', 'name = ""'),
+        ('train = "train"', 'train = "/etc"'),
+        ('held_out = "val"', 'held_out = "../val"'),
+        ('test = "test"', 'test = "a/../../b"'),
+        ("seeds = [0]", 'seeds = ["/../../outside"]'),
+    ],
+)
+def test_a_recipe_leads_nowhere_else(tmp_path, good, bad):
+    """Neither to folders besides the data, nor to results besides the output."""
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    assert load_recipe(path).title == "t"
+    path.write_text(RECIPE.replace(good, bad))
+    with pytest.raises(ValueError, match=r"recipe\.toml"):
+        load_recipe(path)
+
+
 def test_links_in_the_place_of_our_own_files_are_not_followed(tmp_path):
     """Where we write, a link put there by another leads nowhere: neither the temporary file nor the lock follows it."""
     precious = tmp_path / "precious"
@@ -336,6 +398,7 @@ def test_embeddings_may_be_links(tmp_path):
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_pipe_or_a_folder_under_a_files_name_is_refused_at_once(tmp_path, name):
     """Opening a pipe that nobody writes to would wait for ever."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
     os.mkfifo(tmp_path / name)
     with pytest.raises((ValueError, OSError)):
         LOADERS[name](tmp_path / name)

@@ -157,12 +157,21 @@ class Baseline(nn.Module, ABC):
         with contents_of(path):
             if facts["method"] != cls.method:
                 raise ValueError(f"{folder} holds a {facts['method']!r}, not a {cls.method!r}")
+            cls._check_sizes(path, tensors, facts["settings"])
             found = cls(**facts["settings"])
             found._make_room(tensors)
             check_tensors(path, tensors, found.state_dict())
             found.load_state_dict(tensors)
         found.fitted = True
         return found.eval()
+
+    @classmethod
+    def _check_sizes(cls, path: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
+        """ValueError if the settings ask for other tensors than those of the file, before memory is taken for them."""
+        with torch.device("meta"):
+            asked = cls(**settings)
+            asked._make_room(tensors)
+        check_tensors(path, tensors, asked.state_dict())
 
     def _make_room(self, tensors: Mapping[str, Tensor]) -> None:
         """Before the weights are loaded: where sizes depend on the data, makes buffers of the sizes of `tensors`."""

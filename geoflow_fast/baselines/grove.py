@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from geoflow_fast import checks
 from geoflow_fast.baselines.base import Task, check_choice, check_one_width
 from geoflow_fast.baselines.trained import PUBLISHED, PairObjective, RowBatch, Trained
 from geoflow_fast.data import EmbeddingPairs
@@ -148,6 +149,14 @@ class GroVE(Trained):
     RECIPE: ClassVar[RunConfig] = dataclasses.replace(PUBLISHED, batch_size=128, weight_decay=0.0, optimizer="adam")
     LEARNING_RATES: ClassVar[dict[str, float]] = {"paper": 1e-5, "small": 1e-3, "tiny": 1e-2}
     INDUCING: ClassVar[dict[str, int]] = {"paper": 250, "small": 100, "tiny": 40}
+
+    @classmethod
+    def _check_sizes(cls, path: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
+        """By widths alone: GPyTorch looks at values while it is made."""
+        largest = max((size for x in tensors.values() for size in x.shape), default=0)
+        for name in ("image_dim", "text_dim", "latent"):
+            if checks.integer(settings[name], name, 1) > largest:
+                raise ValueError(f"{path} is damaged: {name} {settings[name]} is that of none of its tensors")
 
     def __init__(
         self,

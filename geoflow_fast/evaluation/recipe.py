@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from geoflow_fast import dispatch, plots
+from geoflow_fast import checks, dispatch, plots
 from geoflow_fast.checkpoint import read_toml, write_json
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.evaluation import ablation, figures
@@ -56,6 +56,8 @@ class Data:
 
     def __post_init__(self) -> None:
         _check_strings(self, f"data set {self.name!r}")
+        if self.name in ("", ".", "..") or set(self.name) & {"/", "\\", "\0"}:
+            raise ValueError(f"data set {self.name!r} needs a name that a folder can have: results go there")
         labelled_parts = (self.images, self.labels, self.prompts)
         if (self.test is None) != all(labelled_parts) or any(labelled_parts) != all(labelled_parts):
             raise ValueError(f"data set {self.name!r} needs either test, or images, labels and prompts")
@@ -88,6 +90,8 @@ class Recipe:
     def __post_init__(self) -> None:
         if not self.data or not self.seeds:
             raise ValueError("a recipe needs at least one data set and one seed")
+        for seed in self.seeds:
+            checks.integer(seed, "seeds")
         if self.preset not in PRESETS:
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
         if len({part.name for part in self.data}) < len(self.data):
@@ -123,6 +127,8 @@ def load_recipe(path: Path) -> Recipe:
         if not isinstance(entries, list):
             raise TypeError("data sets are written as [[data]]")
         data = [Data(**_known(entry, Data, "[[data]]")) for entry in entries]
+        for part in data:
+            _check_below(part)
         for part in data:
             if set(part.name) & set(",/"):
                 raise ValueError(f"name {part.name!r} must be without comma and slash: --only and folders use it")
@@ -164,6 +170,13 @@ def run_recipe(recipe: Recipe, base: Path, out: Path, *, device: str = "auto", s
     return _retrieval_table(recipe, base, out, where, say)
 
 
+def _check_below(part: Data) -> None:
+    """ValueError if a path of a file, which may be a stranger's, leads out of the folder that is given to the run."""
+    for path in _paths(part, Path()):
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"data set {part.name!r}: {path} must be below the folder of the data")
+
+
 def _paths(part: Data, base: Path) -> list[Path]:
     names = (part.train, part.held_out, part.test, part.images, part.labels, part.prompts)
     return [base / name for name in names if name is not None]
@@ -185,7 +198,7 @@ def setup_of(recipe: Recipe, part: Data, base: Path, device: str) -> Setup:
 
 def _flows_folder(part: Data, out: Path) -> Path:
     """Flows are shared by data sets that train on the same folder."""
-    return out / FLOWS_FOLDER / part.train.strip("/").replace("/", "_")
+    return out / FLOWS_FOLDER / (part.train.strip("/").replace("/", "_").strip(".") or "flow")
 
 
 def _retrieval_table(recipe: Recipe, base: Path, out: Path, device: str, say: Say) -> Path:

@@ -152,6 +152,20 @@ GUARDS = (
         "tests/test_gallery_index.py::test_damaged_and_foreign_indexes_are_refused",
     ),
     Guard(
+        "a recipe's names are those of folders",
+        "geoflow_fast/evaluation/recipe.py",
+        'if self.name in ("", ".", "..") or',
+        "if",
+        "tests/test_untrusted.py::test_a_recipe_leads_nowhere_else",
+    ),
+    Guard(
+        "a baseline takes no memory that its file does not hold",
+        "geoflow_fast/baselines/base.py",
+        '            cls._check_sizes(path, tensors, facts["settings"])\n',
+        "",
+        "tests/test_untrusted.py::test_a_baseline_that_asks_for_the_impossible",
+    ),
+    Guard(
         "images have a largest size",
         "geoflow_fast/image_sources.py",
         "if width * height > MAX_PIXELS:",
