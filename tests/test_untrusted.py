@@ -90,7 +90,6 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
     "results.json": Comparison.load,
     "recipe.toml": load_recipe,
     "run.toml": read_toml,
-    "facts.json": jobs.read_facts,
     "picture.png": lambda path: gf.ColourEncoder().encode_images([path]),
     "pictures.parquet": open_images,
     "pictures.csv": open_images,
