@@ -26,7 +26,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from geoflow_fast import checks, dispatch, jobs
-from geoflow_fast.image_sources import Refused, decode_image, reason_of
+from geoflow_fast.image_sources import Refused, read_image, reason_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -343,25 +343,13 @@ def _stack(prepare: Callable[[Image], Tensor], images: Sequence[ImageLike]) -> T
         if isinstance(image, Tensor):
             return checks.dense(image, "a prepared image")
         if isinstance(image, (str, Path)):
-            return prepare(_read_image(checks.path(image, "image")))
+            return prepare(read_image(checks.path(image, "image")))
         return prepare(_picture(image).convert("RGB"))
 
     batch = [prepared(image) for image in images]
     if len({(image.shape, image.dtype, image.device) for image in batch}) > 1:
         raise ValueError(f"prepared images must be alike, got {sorted({str(list(image.shape)) for image in batch})}")
     return torch.stack(batch)
-
-
-def _read_image(path: Path) -> Image:
-    try:
-        with open(path, "rb") as file:
-            data = file.read()
-    except OSError as error:
-        raise type(error)(error.errno, f"could not read image {path} ({error.strerror})") from error
-    try:
-        return decode_image(data)
-    except Refused as error:
-        raise ValueError(f"image {path}: {reason_of(error)}") from error
 
 
 def _picture(image: object) -> Image:

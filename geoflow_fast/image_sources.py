@@ -208,6 +208,18 @@ def decode_image(data: bytes) -> Image:
         raise ValueError("is no image of a known format" if data else "is empty") from error
 
 
+def read_image(path: Path) -> Image:
+    """The image of a regular file; OSError if it cannot be read, ValueError if it is none."""
+    try:
+        data = _Piece(path).read(MAX_IMAGE_BYTES)
+    except OSError as error:
+        raise OSError(error.errno, f"image {path}: {reason_of(error)}") from error
+    try:
+        return decode_image(data)
+    except Refused as error:
+        raise ValueError(f"image {path}: {reason_of(error)}") from error
+
+
 def reason_of(error: BaseException) -> str:
     """An error as one line."""
     text = " ".join((error.strerror or str(error) if isinstance(error, OSError) else str(error)).split())
