@@ -94,8 +94,9 @@ class BayesReranker(nn.Module):
         super().__init__()
         if direction not in CONDITIONAL:
             raise ValueError(f"direction must be one of {CONDITIONAL}, got {direction!r}")
-        if shortlist < 1:
+        if checks.integer(shortlist, "shortlist") < 1:
             raise ValueError(f"shortlist must be at least 1, got {shortlist}")
+        checks.integer(seed, "seed")
         self.gallery = gallery if isinstance(gallery, Gallery) else Gallery(gallery)
         config = flow.config
         if config.image_dim != config.text_dim:
@@ -178,6 +179,9 @@ class BayesReranker(nn.Module):
         gallery already counts once. ValueError if fewer than 50 queries have a right item in their shortlist.
         `progress`: show a bar; by default on a terminal.
         """
+        if not isinstance(pairs, EmbeddingPairs):
+            raise TypeError(f"pairs must be EmbeddingPairs, got {type(pairs).__name__}")
+        checks.integer(max_queries, "max_queries", 1)
         if not pairs.image_dim == pairs.text_dim == self.query_dim:
             widths = f"{pairs.image_dim} and {pairs.text_dim}"
             raise ValueError(f"held-out pairs have widths {widths}, but the flow expects {self.query_dim}")
@@ -220,7 +224,7 @@ class BayesReranker(nn.Module):
         return path / f"rerank_{self.direction}.json" if path.is_dir() else path
 
     def _checked(self, queries: Tensor, name: str) -> Tensor:
-        if queries.dim() != 2 or queries.shape[1] != self.query_dim:
+        if checks.with_values(queries, name).dim() != 2 or queries.shape[1] != self.query_dim:
             raise ValueError(f"{name} must be [Q, {self.query_dim}], got {tuple(queries.shape)}")
         check_rows(queries, name)
         return queries.detach().to(self._like)

@@ -55,7 +55,8 @@ INNER = {
         ("losses", "make_batch", "write", "log_prob", "pair_score", "concentration", "log_likelihood", "infer"),
         "a baseline's own: fit and uncertainty call it with what they have checked",
     ),
-    **dict.fromkeys(("moments", "project"), "BayesVLM's own: uncertainty calls it"),
+    **dict.fromkeys(("moments", "project", "check_embeddings"), "BayesVLM's own: fit and uncertainty call it"),
+    **dict.fromkeys(("baselines.Activations.of", "baselines.Activations.check_rows"), "fit calls it"),
     "set_activations": "in the targets of Activations",
 }
 """Public by their names, called by the library with values that it has checked."""
@@ -275,7 +276,7 @@ def run_command(
 def spoil_command(world: Path, command: str, seed: int, monkeypatch, capsys) -> None:
     """One flag, one argument or one file spoiled, by a number."""
     flags, arguments = dict(COMMANDS[command].flags), COMMANDS[command].arguments
-    names = [*sorted(flags), *range(len(arguments))]
+    names = [*sorted(set(flags) - COMMANDS[command].fixed), *range(len(arguments))]
     chance = np.random.default_rng(seed)
     if chance.random() < 0.5:
         name, bad = names[chance.integers(len(names))], FLAGS[chance.integers(len(FLAGS))]

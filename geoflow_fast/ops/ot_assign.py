@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from geoflow_fast import _native, dispatch, reference
+from geoflow_fast import _native, checks, dispatch, reference
 from geoflow_fast.distributed import World
 from geoflow_fast.geometry import DIRECTIONS
 from geoflow_fast.ops.sinkhorn import (
@@ -96,6 +96,11 @@ def ot_assign_panel(
     pairs, as many as the ranks have noise rows together. All ranks call at once. With `uniform` [n] in [0, 1) a row's
     target is drawn from the plan; else it is the largest entry. Compiled, for CPU tensors.
     """
+    for name, x in zip(NAMES, (image0, text0, image1, text1)):
+        if checks.with_values(x, name).dim() != 2:
+            raise ValueError(f"{name} must be [rows, d], got {tuple(x.shape)}")
+    if uniform is not None and checks.with_values(uniform, "uniform").shape != (len(image0),):
+        raise ValueError(f"uniform must be [{len(image0)}], got {tuple(uniform.shape)}")
     if len(image0):
         problem = make_problem("arc", (image0, text0, image1, text1))
     else:

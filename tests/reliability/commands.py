@@ -24,6 +24,8 @@ class Command:
     arguments: tuple[str, ...] = ()
     keeps: frozenset[str] = field(default_factory=frozenset)
     """Folders in which a command that fails may leave what a repetition continues."""
+    fixed: frozenset[str] = frozenset()
+    """Flags that are not spoiled."""
 
 
 SMALL_STUDY = {"preset": "tiny", "steps": "1", "batch-size": "8", "max-queries": "4", "device": "cpu"}
@@ -33,7 +35,9 @@ STUDY = frozenset({"study"})
 
 COMMANDS: dict[str, Command] = {
     "doctor": Command({"config": "run.toml"}),
-    "demo": Command({"out": "demo", "seed": "0", "steps": "no such"}, keeps=frozenset({"demo"})),
+    "demo": Command(
+        {"out": "demo", "seed": "0", "steps": "no such"}, keeps=frozenset({"demo"}), fixed=frozenset({"steps"})
+    ),
     "embed": Command(
         {
             "images": "pictures",
