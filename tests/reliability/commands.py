@@ -104,7 +104,7 @@ COMMANDS: dict[str, Command] = {
             "held-out": "split/val",
             "train": "split/train",
             "out": "study",
-            "methods": "entropy,knn",
+            "methods": "knn,max_softmax",
             "direction": "t2i",
             "max-queries": "4",
             "resamples": "2",
