@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from geoflow_fast import dispatch, jobs
+from geoflow_fast import checks, dispatch, jobs
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.density import DensitySettings, chain_rule, density_estimates, epistemic_stderr
 from geoflow_fast.distributed import ALONE, World
@@ -56,6 +56,7 @@ def density_file(
     pair's numbers depend on the settings, the seed and its number alone, not on the blocks, which the ranks of a
     `world` share.
     """
+    checks.integer(seed, "seed")
     flow = GeoFlow.from_pretrained(model).to(dispatch.usable_device(device))
     opened = EmbeddingPairs.open(pairs, normalize=normalize, world=world)
     widths = flow.config.image_dim, flow.config.text_dim
