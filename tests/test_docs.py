@@ -213,7 +213,7 @@ def test_examples_and_benchmarks_that_pages_name_exist():
     words = "\n".join(page.read_text() for page in PAGES)
     for script in set(re.findall(r"examples/[\w/]+\.py", words)):
         assert (ROOT / script).is_file(), script
-    for name in set(re.findall(r"python -m benchmarks (\w+)", words)):
+    for name in set(re.findall(r"python -m benchmarks ([a-z_]+)", words)):
         assert (ROOT / f"benchmarks/bench_{name}.py").is_file(), name
 
 
