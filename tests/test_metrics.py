@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -70,6 +71,13 @@ def test_calibration_of_a_case_done_by_hand():
     assert found.spearman == pytest.approx(-4.5 / math.sqrt(5 * 4.5))
     assert found.r2 == pytest.approx(stats.linregress(range(4), 1 - found.recall).rvalue ** 2)
     assert found.r2 == pytest.approx(0.9)
+    assert found.r2_value == pytest.approx(0.9)  # evenly spaced scores
+    bent = ev.retrieval_calibration(score[::-1] ** 2, right[::-1], bins=4)
+    means = [0.5, 6.5, 20.5, 42.5]
+    assert bent.r2_value == pytest.approx(stats.linregress(means, 1 - found.recall).rvalue ** 2)
+    assert dataclasses.replace(bent, r2_value=found.r2_value, recall=0, count=0) == dataclasses.replace(
+        found, recall=0, count=0
+    )  # all else depends on the order alone
     assert found.auroc == pytest.approx(14 / 16)
     assert found.aurc == pytest.approx(np.mean([0, 0, 0, 1 / 4, 2 / 5, 2 / 6, 3 / 7, 4 / 8]))
     assert found.accuracy == 0.5
@@ -82,12 +90,19 @@ def test_all_right_and_all_wrong(answer):
     found = ev.retrieval_calibration(score, right, resamples=20)
     assert math.isnan(found.spearman)
     assert math.isnan(found.r2)
+    assert math.isnan(found.r2_value)
     assert math.isnan(found.auroc)
     assert math.isnan(found.intervals["auroc"].low)
     assert found.aurc == 1 - answer
     assert found.intervals["aurc"].high == 1 - answer
     assert ev.selective_accuracy(score, right).ausac == answer
     assert ev.abstention_threshold(score, right, 0.3).certified == answer
+
+
+def test_an_infinite_uncertainty_has_an_order_but_no_line():
+    found = ev.retrieval_calibration([1.0, 2.0, 3.0, math.inf], [1, 1, 0, 0], bins=2)
+    assert found.spearman == pytest.approx(-1)
+    assert math.isnan(found.r2_value)
 
 
 def test_ties_at_bin_edges_are_broken_by_the_seed():

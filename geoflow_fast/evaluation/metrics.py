@@ -1,7 +1,8 @@
 """How well an uncertainty tells right answers from wrong ones, and when to abstain.
 
 One convention throughout: `uncertainty` [n] is higher where the answer is less certain, `correct` [n] says whether it
-was right. Both may be tensors, arrays or lists. Only the order of the uncertainties matters; NaN is refused.
+was right. Both may be tensors, arrays or lists. Only the order of the uncertainties matters, but to `r2_value`; NaN is
+refused.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Counts = NDArray[np.int64]
 COVERAGES = tuple(round(0.1 * k, 1) for k in range(10, 0, -1))
 """The paper's: 100 % down to 10 %."""
 RESAMPLES = 1000
-NUMBERS = ("spearman", "r2", "auroc", "aurc", "accuracy")
+NUMBERS = ("spearman", "r2", "r2_value", "auroc", "aurc", "accuracy")
 """Of `RetrievalCalibration`, those with an interval."""
 CANDIDATES = 40
 """Thresholds that `abstention_threshold` looks at, unless given."""
@@ -48,7 +49,11 @@ class RetrievalCalibration:
     spearman: float
     """Of bin number and recall; -1 is ideal. NaN if all bins have one recall."""
     r2: float
-    """Of the straight line through the error of the bins; 1 is ideal. NaN if all bins have one recall."""
+    """Of the straight line through the error of the bins over their number; 1 if it grows evenly, which a sharper
+    uncertainty does not make it do. NaN if all bins have one recall."""
+    r2_value: float
+    """Of the straight line through the error of the bins over their mean uncertainty: 1 if the uncertainty, in units of
+    its own, is the chance of an error. NaN if all bins have one recall or an uncertainty is infinite."""
     recall: Floats
     """[bins], share of right answers, most certain bin first."""
     count: NDArray[np.int64]
@@ -145,10 +150,9 @@ def retrieval_calibration(
     if resamples:
         draw = _Resampler(len(score), groups)
         intervals = _bootstrap(lambda count: answers.numbers(count, bins), draw, resamples, confidence, seed)
-    parts = answers.bins(rows, bins)
     return RetrievalCalibration(
-        recall=np.array([part.mean() for part in parts]),
-        count=np.array([len(part) for part in parts]),
+        recall=answers.bin_means(answers.right, rows, bins),
+        count=np.array([len(part) for part in answers.bins(answers.right, rows, bins)]),
         intervals=dict(zip(NUMBERS, intervals)),
         **dict(zip(NUMBERS, answers.numbers(rows, bins).tolist())),
     )
@@ -163,22 +167,27 @@ class _Ordered:
     def __init__(self, score: Floats, right: Bools, seed: int = 0) -> None:
         chance = np.random.default_rng(checks.integer(seed, "seed")).permutation(len(score))
         self.order = np.lexsort((chance, score))
-        self.right, ranked = right[self.order], score[self.order]
-        self.tie = np.cumsum(np.concatenate(([0], ranked[1:] != ranked[:-1])))
+        self.right, self.score = right[self.order], score[self.order]
+        self.tie = np.cumsum(np.concatenate(([0], self.score[1:] != self.score[:-1])))
 
     def numbers(self, count: Counts, bins: int) -> Floats:
         """Those of `NUMBERS`, in order; NaN if a resample has fewer answers than bins."""
         if count.sum() < bins:
             return np.full(len(NUMBERS), math.nan)
-        recall = np.array([part.mean() for part in self.bins(count, bins)])
+        recall, value = (self.bin_means(column, count, bins) for column in (self.right, self.score))
         place = np.arange(bins)
-        r2 = pearson(place, 1 - recall) ** 2  # of a line through points it is their squared correlation
+        # Of a line through points it is their squared correlation.
+        r2, r2_value = (pearson(x, 1 - recall) ** 2 if np.isfinite(x).all() else math.nan for x in (place, value))
         accuracy = float((self.right * count[self.order]).sum() / count.sum())
-        return np.array([spearman(place, recall), r2, self.auroc(count), self.aurc(count), accuracy])
+        return np.array([spearman(place, recall), r2, r2_value, self.auroc(count), self.aurc(count), accuracy])
 
-    def bins(self, count: Counts, bins: int) -> list[Bools]:
-        """Whether the answers in each of the equally filled bins are right."""
-        return np.array_split(np.repeat(self.right, count[self.order]), bins)
+    def bin_means(self, column: NDArray[Any], count: Counts, bins: int) -> Floats:
+        """[bins], of a column in this order, over equally filled bins."""
+        return np.array([part.mean() for part in self.bins(column, count, bins)])
+
+    def bins(self, column: NDArray[Any], count: Counts, bins: int) -> list[NDArray[Any]]:
+        """The column, parted into equally filled bins."""
+        return np.array_split(np.repeat(column, count[self.order]), bins)
 
     def by_tie(self, count: Counts) -> tuple[Floats, Counts]:
         """Right answers, and all answers, of every uncertainty that occurs."""
