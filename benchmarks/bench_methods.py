@@ -212,12 +212,13 @@ those of one thread, with other work beside: compare their orders of magnitude.
 
 ## Which to use when
 
-| you have | use |
-|---|---|
-| a few thousand pairs, or no wish to train | `max_softmax`, with its temperature fitted on held-out pairs |
-| tens of thousands of pairs of your own kind | the re-ranker: it orders answers best, states a probability, and finds more |
-| a gallery that changes, no answer to judge, or captions that fit many images | the retrieval entropy: it asks how many items fit, not whether the first is right |
-| queries that may be of another kind altogether | the epistemic score or `knn`: they know strangers ([likelihood](likelihood.md)) and little of retrieval errors, as the tables show |
+- A few thousand pairs, or no wish to train: `max_softmax`, with its temperature fitted on held-out pairs.
+- Tens of thousands of pairs of your own kind: the re-ranker. It orders answers best, states a probability that can be
+  believed, and finds more right items than plain search.
+- A gallery that changes, or captions that fit many images: the retrieval entropy. It says how many items fit, not
+  whether the first is right, and needs no calibration.
+- Queries that may be of another kind altogether: the epistemic score, or `knn`. They know strangers
+  ([likelihood](likelihood.md)) and little of errors of retrieval, as the tables show.
 
 Whichever it is: judge it on held-out pairs of your own (`geoflow evaluate`), then choose a threshold that keeps a
 promise ([abstention](evaluation.md)).
@@ -233,10 +234,10 @@ Place of the better of GeoFlow's two readings (entropy, re-ranker) in the column
 
 {words_on_places(world)}
 
-**How to read the columns.** The row of the truth has the exact chance that plain search is wrong, so nothing can be
-better, and yet it is not first in Spearman and R^2 over the number of the bin: several bins without any error tie, and an
-uncertainty that separates right from wrong sharply makes a step, not a line. A weaker one, whose errors grow evenly, looks better
-there. AUROC, AURC and the R^2 over the values have no such fault; decide by them.
+**How to read the columns.** The row of the truth has the exact chance that plain search is wrong; no uncertainty can be
+better, and yet it is not first in Spearman and in R^2 over the number of the bin. Bins without any error tie, and what
+tells right from wrong sharply makes a step, not a line; a weaker uncertainty, whose errors grow evenly, looks better
+there. AUROC, AURC and the R^2 over the values have no such fault: decide by them.
 
 ## Real pictures, few pairs
 
