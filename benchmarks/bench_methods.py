@@ -255,8 +255,8 @@ from their cosines, leads them by less than the intervals are wide, at several h
 
 ## How many pairs it takes
 
-The gap closes with pairs: the entropy overtakes the references between 3,000 and 30,000. AUROC on the concept world over
-the number of training pairs, one seed:
+The gap closes with pairs: the entropy overtakes the references between 3,000 and 30,000. AUROC on the concept world
+over the number of training pairs, one seed:
 
 {pairs_section(sizes)}
 

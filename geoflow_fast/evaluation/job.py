@@ -31,8 +31,8 @@ NUMBERS_EXPLAINED = (
     "AUROC is the chance that a query answered wrongly is less certain than one answered rightly; AURC the share of "
     "wrong answers among the most certain, averaged over how many are kept (lower is better); AUSAC the accuracy "
     "averaged over coverages from 100 to 10 %. Spearman and R^2 are of Recall@1 over the number of the bin, in ten "
-    "bins of the uncertainty (-1 and 1 are ideal): they are noisy and do not reward a sharper uncertainty, so decide by "
-    "AUROC and AURC. R^2, value, is that of the line over the bins' mean uncertainty.",
+    "bins of the uncertainty (-1 and 1 are ideal): they are noisy and do not reward a sharper uncertainty, so decide "
+    "by AUROC and AURC. R^2, value, is that of the line over the bins' mean uncertainty.",
     "NLL is the mean of -log probability of the right item among all of the gallery, ECE the expected calibration "
     "error of the stated probability that plain search is right; only methods that state probabilities have them. "
     "Recall@1 is that of a method's own ranking, or of plain search where it has none. Whatever is tuned was tuned on "
