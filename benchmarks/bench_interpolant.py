@@ -32,7 +32,7 @@ class Batch:
     def draw(cls, rows: int, width: int) -> Batch:
         points = tuple(sample_uniform(rows, width) for _ in range(4))
         direction = (torch.arange(rows) % 3).to(torch.int8)
-        return cls(points, torch.rand(rows), direction, tuple(torch.empty_like(x) for x in points))
+        return cls(points, torch.rand(rows), direction, tuple(x.clone() for x in points))
 
     def op(self, backend: str, out: Any = None) -> tuple[Tensor, ...]:
         return gf.ops.masked_interpolant(*self.points, self.t, self.direction, backend=backend, out=out)
