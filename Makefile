@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest
 # How long `make soak` runs.
 SOAK_MINUTES := 30
 
-# `make setup LOCKED=0`: the newest versions that pyproject.toml allows, unchecked; for a Python that the lock is not made for.
+# `make setup LOCKED=0`: the versions of constraints.txt without hashes, the rest as pip finds it.
 LOCKED ?= 1
 TOOLS := build/tools
 WITH_TOOLS := PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(BIN)/python -m tests.reliability.supply
@@ -19,9 +19,14 @@ setup: .venv/.installed
 
 ifeq ($(LOCKED),1)
 # Nothing is resolved: pip takes the versions of the lock, from files whose hashes it names. PyPI's torch for Linux needs
-# CUDA libraries besides; the CPU build does not, and gets none. What builds the extension is of the lock too.
+# CUDA libraries besides; the CPU build does not, and gets none. pip prefers it where an index has it, but not while it
+# checks hashes: torch is downloaded first and checked then. What builds the extension is of the lock too.
 .venv/.packages: .ci/dev.lock .ci/cuda.lock
 	$(PYTHON) -m venv .venv
+	mkdir -p build/torch
+	sed -n '/^torch==/,/[^\\]$$/p' .ci/dev.lock > build/torch/torch.lock
+	$(BIN)/python -m pip download --quiet --no-deps --dest build/torch --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --no-index --find-links build/torch --requirement build/torch/torch.lock
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement .ci/dev.lock
 	$(BIN)/python -m tests.reliability.supply cuda
 	touch $@
@@ -34,12 +39,12 @@ else
 # torchvision, which open_clip asks for, would ask for that build; its compiled part is not needed (tests/with_torchvision.py).
 .venv/.packages:
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet torch
-	$(BIN)/python -m pip install --quiet --no-deps torchvision
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchvision
 	touch $@
 
 .venv/.installed: .venv/.packages $(NATIVE)
-	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
 	touch $@
 endif
 
