@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 from pathlib import Path
@@ -88,7 +89,7 @@ def test_every_recipe_runs_in_small(path, source, tmp_path):
         words += ["--methods", "entropy,rerank,margin"]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, f"{result.output}\n{result.exception!r}"
-    page = (tmp_path / "out" / "report.html").read_text()
+    page = html.unescape((tmp_path / "out" / "report.html").read_text())
     assert recipe.title in page
     assert "data:image/png;base64" in page
 
