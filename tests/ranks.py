@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import multiprocessing
 import os
 import signal
@@ -9,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -72,9 +74,9 @@ def _rank(rank: int, size: int, port: int, send: Any, task: Task, arguments: tup
         send.send(error)
 
 
-def torchrun(size: int, *words: str | Path) -> subprocess.Popen[str]:
-    """`torchrun --nproc-per-node size -m geoflow_fast words`, running."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
+def torchrun(size: int, *words: str | Path, options: Sequence[str] = ()) -> subprocess.Popen[str]:
+    """`torchrun --nproc-per-node size options -m geoflow_fast words`, running in a process group of its own."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.Popen(
         [*launch, "-m", "geoflow_fast", *map(str, words)],
@@ -82,7 +84,20 @@ def torchrun(size: int, *words: str | Path) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
+        # Tests that a shell runs in the background ignore Ctrl-C, and so would what they start.
+        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
+
+
+def ended(job: subprocess.Popen[str], seconds: float = 600) -> tuple[int, str, str]:
+    """Exit code and words of a job that torchrun runs, once it has ended; nothing of it is left running."""
+    try:
+        shown, errors = job.communicate(timeout=seconds)
+        return job.returncode, shown, errors
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
 
 
 # ---- tasks --------------------------------------------------------------------------------------------------------

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import signal
+import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +22,16 @@ import geoflow_fast as gf
 from geoflow_fast import geometry as g
 from geoflow_fast.cli import app
 from geoflow_fast.data import Rows
-from geoflow_fast.distributed import ALONE, RankLost, World, joined
+from geoflow_fast.distributed import ALONE, LOST_SECONDS, RankLost, World, joined
 from geoflow_fast.gallery import Gallery
 from geoflow_fast.jobs import read_columns
 from geoflow_fast.training import BatchMaker
 from tests import ranks
-from tests.ranks import run_ranks
+from tests.ranks import ended, run_ranks
 
 QUERIES, ITEMS, PAIRS = 23, 61, 26
+
+Undisturbed = Callable[[str], dict[str, object]]
 
 
 @pytest.fixture
@@ -318,17 +324,17 @@ def test_batch_must_be_large_enough_for_the_ranks():
 # ---- as a user starts it ------------------------------------------------------------------------------------------
 
 
-def entropy_words(folder: Path, out: str) -> list[str | Path]:
-    options = {"model": "model", "queries": "queries.npy", "gallery": "gallery", "out": out}
-    words: list[str | Path] = ["entropy", "--samples=4", "--steps=2", "--kappa=15", "--top-k=3", "--block=5"]
-    return [*words, *(f"--{name}={folder / value}" for name, value in options.items())]
+def entropy_words(folder: Path, out: str, **changes: object) -> list[str | Path]:
+    options = {"samples": 4, "steps": 2, "kappa": 15, "top-k": 3, "block": 5, **changes}
+    files = {"model": "model", "queries": "queries.npy", "gallery": "gallery", "out": out}
+    options |= {name: folder / value for name, value in files.items()}
+    return ["entropy", *(f"--{name}={value}" for name, value in options.items())]
 
 
 def test_torchrun_starts_the_same_command(folder):
     ranks.score(ALONE, folder, "one.parquet", "auto")
-    job = ranks.torchrun(2, *entropy_words(folder, "many.parquet"), "--layout=gallery")
-    shown, errors = job.communicate(timeout=120)
-    assert job.returncode == 0, errors
+    code, shown, errors = ended(ranks.torchrun(2, *entropy_words(folder, "many.parquet", layout="gallery")))
+    assert code == 0, errors
     assert_same_file(folder / "many.parquet", folder / "one.parquet")
     assert shown.count("Wrote") == 1
 
@@ -351,3 +357,148 @@ def test_documented_clusters_start_commands_with_flags_that_exist(cluster):
     name, *flags = launch.training_script_args
     context = typer.main.get_command(app).commands[name].make_context(name, flags)
     assert context.params["out"] == Path({"slurm": "scores.parquet", "kubernetes": "/data/runs/first"}[cluster])
+
+
+class Command:
+    """A command under torchrun that takes a few seconds: its words, its output, and when it is in the middle of it."""
+
+    def __init__(self, name: str, folder: Path, out: str = "out") -> None:
+        self.name, self.folder, self.out = name, folder, folder / out
+        if name == "train":
+            options = {"steps": 400, "batch-size": 16, "checkpoint-every": 20, "val-every": 100, "lr": 0.001}
+            options |= {"pairs": folder / "pairs", "val": folder / "pairs", "out": self.out}
+            self.words: list[str | Path] = ["train", *(f"--{key}={value}" for key, value in options.items())]
+        else:  # entropy, by its layout
+            self.words = entropy_words(folder, out, layout=name, samples=20, steps=150, block=1)
+
+    def start(self, *options: str) -> subprocess.Popen[str]:
+        return ranks.torchrun(2, *self.words, options=options)
+
+    def under_way(self) -> bool:
+        """Whether some of the work is on disk, and not all."""
+        if self.name == "train":
+            return (self.out / "last.safetensors").is_file()
+        return len(list(Path(f"{self.out}.blocks").glob("*.parquet"))) >= 3
+
+    def result(self) -> dict[str, object]:
+        """Everything that is written, but for times."""
+        if self.name != "train":
+            assert not Path(f"{self.out}.blocks").exists()
+            return {"scores": self.out.read_bytes()}
+        losses = {name: values.tolist() for name, values in losses_of(self.out).items()}
+        return losses | {name: (self.out / name).read_bytes() for name in ("model.safetensors", "last.safetensors")}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict[str, object]]:
+    """What commands have made undisturbed, by name. The inputs are those of every test."""
+    return {}
+
+
+@pytest.fixture
+def undisturbed(folder, results) -> Undisturbed:
+    """What the named command makes when nothing happens to it."""
+
+    def result(name: str) -> dict[str, object]:
+        if name not in results:
+            command = Command(name, folder, "undisturbed")
+            code, _, errors = ended(command.start())
+            assert code == 0, errors
+            results[name] = command.result()
+        return results[name]
+
+    return result
+
+
+COMMANDS = ("train", "gallery", "queries")
+
+
+def begin(name: str, folder: Path, *options: str) -> tuple[Command, subprocess.Popen[str]]:
+    """A command that has done a part of its work, and runs."""
+    command = Command(name, folder)
+    job = command.start(*options)
+    end = time.monotonic() + 300
+    while not command.under_way():
+        assert job.poll() is None, ended(job)
+        assert time.monotonic() < end, "it did not begin in time"
+        time.sleep(0.02)
+    return command, job
+
+
+def workers(job: subprocess.Popen[str]) -> list[int]:
+    """The processes of the ranks, by their rank."""
+    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+    found = {}
+    for child in children:
+        words = dict(entry.partition(b"=")[::2] for entry in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"))
+        if b"LOCAL_RANK" in words:
+            found[int(words[b"LOCAL_RANK"])] = int(child)
+    return [found[rank] for rank in sorted(found)]
+
+
+def assert_finishes(command: Command, expected: dict[str, object]) -> None:
+    """The same command again, to the last bit of what it makes when nothing happens to it."""
+    code, shown, errors = ended(command.start())
+    assert code == 0, errors
+    assert shown.count("Wrote") == 1
+    assert command.result() == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_killed_rank_ends_the_job_and_the_same_command_finishes(name, rank, undisturbed, folder):
+    command, job = begin(name, folder)
+    os.kill(workers(job)[rank], signal.SIGKILL)
+    start = time.monotonic()
+    code, _, errors = ended(job)
+    assert time.monotonic() - start < 60
+    assert code != 0
+    assert f"Signal {signal.SIGKILL.value} (SIGKILL)" in errors  # torchrun's, which names the rank too
+    assert "the same command continues" in errors  # the other rank's
+    assert_finishes(command, undisturbed(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["train", "gallery"])
+def test_a_hanging_rank_is_given_up(name, undisturbed, folder):
+    command, job = begin(name, folder)
+    victim = workers(job)[1]
+    os.kill(victim, signal.SIGSTOP)
+    start = time.monotonic()
+    code, _, errors = ended(job)
+    # A stopped process does not heed SIGTERM: torchrun kills it half a minute after the other has ended.
+    assert LOST_SECONDS < time.monotonic() - start < LOST_SECONDS + 60
+    assert code != 0
+    assert "rank 1 has not shown itself for 30 seconds; what is finished is kept, the same command continues" in errors
+    assert not Path(f"/proc/{victim}").exists()
+    assert_finishes(command, undisturbed(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_torchrun_restarts_a_job_that_then_finishes_exactly(name, undisturbed, folder):
+    command, job = begin(name, folder, "--max-restarts=1")
+    os.kill(workers(job)[1], signal.SIGKILL)
+    code, shown, errors = ended(job)
+    assert code == 0, errors
+    assert shown.count("Wrote") == 1
+    assert command.result() == undisturbed(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "number"), [("train", signal.SIGINT), ("gallery", signal.SIGINT), ("queries", signal.SIGTERM)]
+)
+def test_an_interrupted_job_saves_and_the_same_command_continues(name, number, undisturbed, folder):
+    """The terminal, or SLURM, tells torchrun and the ranks, and torchrun tells the ranks once more."""
+    command, job = begin(name, folder)
+    os.killpg(job.pid, number)
+    code, shown, errors = ended(job)
+    assert code != 0
+    if name == "train":
+        assert shown.count("stopped; run the same command to continue at step") == 1
+    else:
+        assert "stopped; finished blocks are kept, run the same command to continue" in errors
+    assert "geoflow_fast/" not in errors  # no traceback but torchrun's own
+    assert_finishes(command, undisturbed(name))
