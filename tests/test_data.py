@@ -204,6 +204,9 @@ def test_shards_that_do_not_match(tmp_path):
     with pytest.raises(ValueError, match=r"are both shard 0"):
         gf.EmbeddingPairs.open(folder)
     (folder / "img_emb" / "img_emb_00.npy").unlink()
+    (folder / "img_emb" / "img_emb_1.npy").unlink()
+    with pytest.raises(FileNotFoundError, match=r"img_emb_1\.npy is missing between"):
+        gf.EmbeddingPairs.open(folder)
     np.save(first, unit(2, 3))
     np.save(folder / "img_emb" / "img_emb_1.npy", unit(4, 3))
     with pytest.raises(ValueError, match="shard 0 holds 2 images, but 3 texts"):

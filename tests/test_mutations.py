@@ -19,6 +19,8 @@ LEFT_OUT = shutil.ignore_patterns(
 )
 FAILED = 1
 """pytest's status when tests ran and some failed; others tell of a run that did not come about."""
+HANGS_AFTER = 300.0
+"""Seconds; a guard against waiting is missed in a test that does not end."""
 
 caught: list[str] = []
 
@@ -55,7 +57,10 @@ def without(copy: Path, request) -> Iterator[Path]:
 
 def run(folder: Path, *tests: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *tests]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    try:
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANGS_AFTER)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, FAILED, "it hangs")
 
 
 @pytest.mark.slow
