@@ -365,7 +365,7 @@ class Command:
     def __init__(self, name: str, folder: Path, out: str = "out") -> None:
         self.name, self.folder, self.out = name, folder, folder / out
         if name == "train":
-            options = {"steps": 400, "batch-size": 16, "checkpoint-every": 20, "val-every": 100, "lr": 0.001}
+            options = {"preset": "tiny", "steps": 200, "batch-size": 16, "checkpoint-every": 10, "val-every": 50}
             options |= {"pairs": folder / "pairs", "val": folder / "pairs", "out": self.out}
             self.words: list[str | Path] = ["train", *(f"--{key}={value}" for key, value in options.items())]
         else:  # entropy, by its layout
