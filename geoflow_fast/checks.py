@@ -65,8 +65,10 @@ def integer(x: object, name: str, least: int = 0, most: int = LARGEST_SEED) -> i
     """`x`, numpy's integers included, as an int between `least` and `most`."""
     if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
         raise TypeError(f"{name} must be an integer, got {x!r}")
-    if not least <= x <= most:
-        raise ValueError(f"{name} must be an integer between {least} and {most}, got {x}")
+    if x < least:
+        raise ValueError(f"{name} must be at least {least}, got {x}")
+    if x > most:
+        raise ValueError(f"{name} must be at most {most}, got {x}")
     return int(x)
 
 

@@ -291,7 +291,7 @@ class TestHeldOut:
         assert reranker.calibration is None
 
     def test_no_pairs_are_refused(self, oracle, reranker):
-        with pytest.raises(ValueError, match="max_queries=0 leave no query"):
+        with pytest.raises(ValueError, match="max_queries must be at least 1"):
             reranker.calibrate(held_out(oracle), max_queries=0)
 
     def test_width_of_the_pairs(self, reranker):
