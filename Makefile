@@ -95,7 +95,7 @@ test-browser: setup
 bench: setup .venv/.peers
 	$(BIN)/python -m benchmarks
 
-# Under five minutes: small sizes, the same gates, tables on the terminal and nowhere else.
+# Small sizes, the same gates, tables on the terminal and nowhere else.
 bench-quick: setup .venv/.peers
 	$(BIN)/python -m benchmarks --quick
 

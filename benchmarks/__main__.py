@@ -18,7 +18,7 @@ from benchmarks.common import save
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="name", help="benchmarks to run; all suites of hot paths if none")
-    parser.add_argument("--quick", action="store_true", help="small sizes, under five minutes; nothing is written")
+    parser.add_argument("--quick", action="store_true", help="small sizes; nothing is written")
     parser.add_argument("--study", action="store_true", help="how good instead of how fast: minutes to hours each")
     parser.add_argument("--json", action="store_true", help="one JSON object to standard output")
     given = parser.parse_args(arguments)
