@@ -44,12 +44,17 @@ _DTYPE_NAMES = {
 }
 
 
+def temporary_of(path: Path) -> Path:
+    """Where `path` is written before it gets its name. One per target: what a killed writer leaves behind, the next one
+    overwrites."""
+    return path.with_name(f".{path.name}.tmp")
+
+
 def write_atomic(path: Path, fill: Callable[[BinaryIO], object]) -> None:
     """Writes `path` through a temporary neighbour: `fill(file)`, fsync, rename. On failure the old file stays."""
     if not path.name:
         raise IsADirectoryError(f"{path} is a folder; name a file in it")
-    # One name per target: what a killed writer leaves behind, the next one overwrites.
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = temporary_of(path)
     try:
         temporary.unlink(missing_ok=True)
         # A fresh file of our own: a link that someone put under this name is not followed.

@@ -37,6 +37,7 @@ from geoflow_fast.checkpoint import (
     locked,
     save_tensors,
     sync_folder,
+    temporary_of,
     write_atomic,
     write_json,
     write_npy,
@@ -181,7 +182,8 @@ class _EmbedJob:
             if not overwrite:
                 raise FileExistsError(f"{self.out} is not the result of this job; move it, or ask to overwrite")
         left = jobs.read_facts(self.folder / jobs.FACTS_FILE)
-        if left is None and self.folder.is_dir() and {path.name for path in self.folder.iterdir()} - {LOCK_FILE}:
+        begun = {LOCK_FILE, temporary_of(self.folder / jobs.FACTS_FILE).name}  # left by a job that was killed at once
+        if left is None and self.folder.is_dir() and {path.name for path in self.folder.iterdir()} - begun:
             raise FileExistsError(f"{self.folder} holds something that geoflow embed did not make; move it")
         # Without encoded rows there is nothing to lose: a batch that was too large may be made smaller.
         if not overwrite and left is not None and left != self.facts and _progress_files(self.folder):
