@@ -207,6 +207,55 @@ GUARDS = (
         "        os._exit(TERMINATED)\n",
         "tests/test_cli.py::test_a_terminated_job_keeps_its_blocks_and_is_continued",
     ),
+    Guard(
+        "steps that are made again are logged once",
+        "geoflow_fast/trainer.py",
+        '            truncate_jsonl(self.path, lambda line: line["step"] <= step)\n',
+        "            pass\n",
+        "tests/test_faults.py::test_steps_after_the_checkpoint_are_logged_once",
+    ),
+    Guard(
+        "lines are on disk before the checkpoint",
+        "geoflow_fast/trainer.py",
+        "                        metrics.sync()\n",
+        "",
+        "tests/test_faults.py::test_lines_are_on_disk_before_the_checkpoint",
+    ),
+    Guard(
+        "a job that was killed at once is not in its own way",
+        "geoflow_fast/embed_job.py",
+        "begun = {LOCK_FILE, temporary_of(self.folder / jobs.FACTS_FILE).name}",
+        "begun = {LOCK_FILE}",
+        "tests/test_faults.py::test_killed_before_it_has_said_what_it_is",
+    ),
+    Guard(
+        "a disk without room for the last bytes is heard of",
+        "geoflow_fast/checkpoint.py",
+        "        file.write(plain.reshape(-1).view(np.uint8).data)\n",
+        "        plain.tofile(file)\n",
+        "tests/test_faults.py::test_what_was_there_survives_a_disk_that_refuses",
+    ),
+    Guard(
+        "an error of the disk names the file",
+        "geoflow_fast/checkpoint.py",
+        "        why = error.strerror or error\n",
+        "        raise\n",
+        "tests/test_faults.py::test_what_was_there_survives_a_disk_that_refuses",
+    ),
+    Guard(
+        "a signal ends a job after its block",
+        "geoflow_fast/jobs.py",
+        "                    if world.any(stop.asked):\n",
+        "                    if stop is None:\n",
+        "tests/test_faults.py::test_a_signal_finishes_the_unit_saves_and_says_how_it_ended",
+    ),
+    Guard(
+        "noise belongs to the row, not to its place in a piece",
+        "geoflow_fast/density.py",
+        "            first = first_row + number * at_once\n",
+        "            first = number * at_once\n",
+        "tests/test_determinism.py::test_pieces_change_nothing_but_rounding",
+    ),
 )
 
 
