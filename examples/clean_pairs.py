@@ -72,10 +72,10 @@ for words, part, colour in (("own caption", ~wrong, "#3b6fb6"), ("swapped", wron
 left.set(xlabel="pointwise mutual information, nats", ylabel="pairs")
 for score, name, colour in ((pmi, "PMI of the flow", "#3b6fb6"), (cosine, "cosine", "#8a8f98")):
     precision, recall = precision_recall(score)
-    right.plot(recall, precision, color=colour, label=f"{name}, average precision {found[name]:.2f}")
+    right.plot(recall.numpy(), precision.numpy(), color=colour, label=f"{name}, average precision {found[name]:.2f}")
 right.axhline(share, color="#8a8f98", linewidth=0.8, linestyle=":")
 right.set(xlabel="of the swapped captions, found", ylabel="of those looked at, swapped", ylim=(0, 1.03))
-for axes, place in ((left, "upper right"), (right, "lower left")):
+for axes, place in ((left, "upper right"), (right, (0.02, 0.14))):
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9, loc=place)
 figure.savefig("clean_pairs.png", dpi=140)
