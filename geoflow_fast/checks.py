@@ -72,6 +72,18 @@ def integer(x: object, name: str, least: int = 0, most: int = LARGEST_SEED) -> i
     return int(x)
 
 
+def indices(x: object, name: str, count: int, least: int = 0) -> Tensor:
+    """`x`, if it is a tensor of integers between `least` and `count` - 1."""
+    found = dense(x, name)
+    if found.dtype not in (torch.int64, torch.int32) or found.is_meta:
+        raise TypeError(f"{name} must be integers (int64 or int32), got {found.dtype} on {found.device}")
+    if found.numel():
+        low, high = int(found.min()), int(found.max())
+        if low < least or high >= count:
+            raise ValueError(f"{name} must be between {least} and {count - 1}, got {low if low < least else high}")
+    return found
+
+
 def array(x: object, name: str) -> NDArray[Any]:
     """Values of a tensor, an array or a sequence on the CPU, as an array that shares memory where it can."""
     if isinstance(x, Tensor):

@@ -23,10 +23,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from geoflow_fast import checks
+
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 __all__ = ["ALONE", "RankLost", "World", "joined"]
+
+OPERATIONS = ("sum", "max", "min")
+"""Of `World.all_reduce`."""
 
 BEAT_SECONDS = 2.0
 LOST_SECONDS = 30.0
@@ -50,7 +55,8 @@ class World:
     def __init__(
         self, rank: int = 0, size: int = 1, store: Store | None = None, group: dist.ProcessGroup | None = None
     ) -> None:
-        self.rank, self.size = rank, size
+        self.size = checks.integer(size, "size", 1)
+        self.rank = checks.integer(rank, "rank", 0, size - 1)
         self.traffic = 0
         self._store, self._group = store, group
         self._series = 0
@@ -62,6 +68,7 @@ class World:
 
     def shares(self, count: int) -> list[range]:
         """`count` things in order, cut into one share per rank; sizes differ by one at most."""
+        checks.integer(count, "count")
         edges = [count * rank // self.size for rank in range(self.size + 1)]
         return [range(low, high) for low, high in itertools.pairwise(edges)]
 
@@ -75,6 +82,9 @@ class World:
 
     def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
         """The sum, "max" or "min" of `x` over the ranks, in place; the same bits on all of them."""
+        if checks.words(operation, "operation") not in OPERATIONS:
+            raise ValueError(f"operation must be one of {', '.join(OPERATIONS)}, got {operation!r}")
+        checks.dense(x, "x")
         if self.size > 1:
             self._call(lambda: dist.all_reduce(x, getattr(dist.ReduceOp, operation.upper()), group=self._group), x, x)
         return x
@@ -85,19 +95,28 @@ class World:
 
     def mean(self, x: Tensor) -> float:
         """Mean over the entries of all ranks, of which some may have none."""
-        if self.size == 1:
-            return float(x.mean())
-        total, count = self.all_reduce(torch.stack((x.double().sum(), x.new_tensor(len(x)).double()))).tolist()
-        return float(total / count)
+        checks.with_values(x, "x")
+        total, count = self.all_reduce(torch.stack((x.double().sum(), x.new_tensor(x.numel()).double()))).tolist()
+        if count == 0:
+            raise ValueError("x has no entry on any rank, and so no mean")
+        return float(x.mean() if self.size == 1 else total / count)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """`x` of the main rank, in place."""
+        checks.dense(x, "x")
         if self.size > 1:
             self._call(lambda: dist.broadcast(x, group=self._group, group_src=0), x)
         return x
 
     def gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Rows of all ranks in their order: [sum(counts), ...]. Rank r gives `counts[r]` rows."""
+        _check_rows(x)
+        if not isinstance(counts, Sequence) or len(counts) != self.size:
+            raise ValueError(f"counts must be a sequence of {self.size} numbers of rows, one per rank, got {counts!r}")
+        for rank, count in enumerate(counts):
+            checks.integer(count, f"counts[{rank}]")
+        if len(x) != counts[self.rank]:
+            raise ValueError(f"x has {len(x)} rows, but counts[{self.rank}], this rank's, is {counts[self.rank]}")
         if self.size == 1:
             return x
         padded = x.new_zeros(max(counts), *x.shape[1:])
@@ -109,6 +128,7 @@ class World:
 
     def swap_rows(self, x: Tensor) -> Tensor:
         """What each rank has in the rows that are this rank's share: [size, own rows, ...] of `x` [rows, ...]."""
+        _check_rows(x)
         if self.size == 1:
             return x.unsqueeze(0)
         given = [len(share) for share in self.shares(len(x))]
@@ -129,6 +149,7 @@ class World:
 
     def claims(self, count: int) -> Iterator[int]:
         """Numbers from 0 to count - 1, each given to one rank, to whichever asks next."""
+        checks.integer(count, "count")
         self._series += 1
         if self._store is None:
             yield from range(count)
@@ -138,6 +159,8 @@ class World:
 
     def add_up(self, name: str, amount: int) -> int:
         """Adds to a number that the ranks share and returns it; no rank waits for another."""
+        checks.words(name, "name")
+        checks.integer(amount, "amount", -checks.LARGEST_SEED)
         return amount if self._store is None else self._store.add(f"sums/{self._series}/{name}", amount)
 
     def twin(self) -> World:
@@ -156,6 +179,11 @@ class World:
                 f"rank {self.rank} of {self.size} on {socket.gethostname()} lost contact with another rank, which has "
                 f"ended ({first}); what is finished is kept, the same command continues"
             ) from error
+
+
+def _check_rows(x: Tensor) -> None:
+    if not checks.dense(x, "x").dim():
+        raise ValueError("x must be rows [n, ...], got a number")
 
 
 ALONE = World()
@@ -213,8 +241,7 @@ def joined() -> Iterator[World]:
     CPU tensors go through gloo, tensors of a GPU through NCCL; each process of a machine takes the GPU of its local
     rank.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
+    if "WORLD_SIZE" not in os.environ or _setting("WORLD_SIZE", 1) == 1:
         yield World()
         return
     world, heartbeat = _join()
@@ -231,10 +258,15 @@ def _join() -> tuple[World, Heartbeat]:
     from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
+    _setting("RANK", 0, _setting("WORLD_SIZE", 1) - 1)
+    if not os.environ.get("MASTER_ADDR"):
+        raise OSError("MASTER_ADDR, the first machine of the job, is not set; start the command with torchrun")
+    _setting("MASTER_PORT", 1, 65535)
     backend = "gloo"
     if torch.cuda.is_available() and dist.is_nccl_available():
         backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        local = _setting("LOCAL_RANK", 0) if "LOCAL_RANK" in os.environ else 0
+        torch.cuda.set_device(local % torch.cuda.device_count())
     try:
         store, rank, size = next(rendezvous("env://", timeout=_seconds(JOIN_SECONDS)))
         # A restarted job may meet the same store.
@@ -244,6 +276,19 @@ def _join() -> tuple[World, Heartbeat]:
         first = str(error).strip().splitlines()[0]
         raise OSError(f"could not join the other ranks ({first}); start the command with torchrun") from error
     return World(rank, size, store), Heartbeat(store.clone(), rank, size)  # type: ignore[attr-defined]
+
+
+def _setting(name: str, least: int, most: int = 2**31 - 1) -> int:
+    """A number that torchrun puts into the environment. A wrong one would be waited with for ranks that never come."""
+    text = os.environ.get(name)
+    if text is None:
+        raise OSError(f"{name} is not set, but WORLD_SIZE is; start the command with torchrun, which sets both")
+    if not (text.isascii() and text.isdigit() and len(text) < 12 and least <= int(text) <= most):
+        raise ValueError(
+            f"the environment variable {name} must be an integer between {least} and {most}, got {text!r}; "
+            "start the command with torchrun, which sets it, or unset WORLD_SIZE to run one process"
+        )
+    return int(text)
 
 
 def _seconds(count: float) -> datetime.timedelta:

@@ -120,10 +120,7 @@ class Gallery:
 
     def take(self, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """Rows `index` (integers of any shape) on its device: [..., d]."""
-        if checks.dense(index, "index").dtype not in (torch.int64, torch.int32) or index.is_meta:
-            raise TypeError(f"index must be integers, got {index.dtype} on {index.device}")
-        if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(self):
-            raise ValueError(f"index must be rows of the gallery, from 0 to {len(self) - 1}, got {int(index.max())}")
+        checks.indices(index, "index", len(self))
         if self._tensor is not None:
             return self._tensor[index.to(self._tensor.device)].to(index.device, dtype)
         assert self._rows is not None

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from geoflow_fast import dispatch
+from geoflow_fast import checks, dispatch
 from geoflow_fast.entropy import FAST
 from geoflow_fast.gallery import BLOCK_ROWS
 from geoflow_fast.model import GeoFlow, GeoFlowConfig
-from geoflow_fast.scoring import BLOCK_QUERIES, ITEM_BYTES, preferred_layout
+from geoflow_fast.scoring import BLOCK_QUERIES, ITEM_BYTES, LAYOUTS, preferred_layout
 
 COMPUTE_SHARE, BANDWIDTH_SHARE = 0.60, 0.85
 """Of a vendor's peak."""
@@ -95,8 +95,10 @@ def plan_scoring(
     "cpu" for this machine, which is measured for a moment. The network is the paper's."""
     counts = {"items": items, "dim": dim, "queries": queries, "devices": devices, "block": block}
     for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}")
+        checks.integer(count, name, least=1)
+    shape = GeoFlowConfig.paper(dim, dim)
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     rates = _rates(device)
     settings = FAST if fast else PAPER
     rows = settings["n_samples"] * queries
@@ -114,7 +116,6 @@ def plan_scoring(
     storage_bytes = 2 * gallery_bytes + (machines * per_machine if per_machine <= rates.machine_memory else link_bytes)
     statistics = (5 + 2 * TOP_K) * 8
     per_query = (settings["n_samples"] * dim * ITEM_BYTES + 4 * statistics) if spread and devices > 1 else 0
-    shape = GeoFlowConfig.paper(dim, dim)
     sampling = 2.0 * _weights(shape) * rows * evaluations
     scoring = 2.0 * rows * items * dim
     hours = _hours(rates, devices, sampling, scoring, passes, link_bytes, storage_bytes, per_query * queries)
@@ -177,7 +178,7 @@ def _weights(shape: GeoFlowConfig) -> int:
 
 
 def _rates(name: str) -> Device:
-    if name in DEVICES:
+    if checks.words(name, "device") in DEVICES:
         return DEVICES[name]
     if name != "cpu":
         raise ValueError(f"device must be one of {', '.join((*DEVICES, 'cpu'))}, got {name!r}")

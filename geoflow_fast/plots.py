@@ -20,7 +20,9 @@ def pyplot() -> Any:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Writes the figure as PNG, whole or not at all, and closes it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(path, lambda file: figure.savefig(file, dpi=140, format="png"))
-    pyplot().close(figure)
+    """Writes the figure as PNG, whole or not at all, and closes it in either case."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, lambda file: figure.savefig(file, dpi=140, format="png"))
+    finally:
+        pyplot().close(figure)

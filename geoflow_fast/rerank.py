@@ -333,8 +333,8 @@ class HeldOut:
     @classmethod
     def of(cls, pairs: EmbeddingPairs, direction: str, max_queries: int, seed: int) -> HeldOut:
         """Every text with its image, or every image with all its texts; at most `max_queries` of them."""
-        if len(pairs) == 0 or max_queries < 1:
-            raise ValueError(f"{len(pairs)} pairs and max_queries={max_queries} leave no query to calibrate on")
+        if len(pairs) == 0:
+            raise ValueError("pairs is empty: there is no query to calibrate on")
         names, member = np.unique(pairs.group, return_inverse=True)
         count = len(pairs) if direction == "t2i" else len(names)
         chosen = np.sort(np.random.default_rng(seed).permutation(count)[:max_queries])

@@ -7,6 +7,7 @@ uniform law to log p(y) = -log_area(d) - (d-1) log(cosh c - <mu, y> sinh c): a b
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -14,15 +15,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from geoflow_fast import checks
 from geoflow_fast.density import log_density
-from geoflow_fast.geometry import DIRECTIONS, dot, log_area, sample_uniform
+from geoflow_fast.geometry import DIRECTIONS, UNIT_TOLERANCE, check_rows, dot, eps, log_area, sample_uniform
 from geoflow_fast.integrate import Field
+
+SHARPEST = 40.0
+"""Largest strength of a bump: beyond it exp(-2 c) has no place in float32."""
 
 
 def log_bump(cosine: Tensor, c: Tensor | float, d: int) -> Tensor:
     """Log-density at points whose cosine with the centre is `cosine`, for strength `c` in R^d."""
     c = torch.as_tensor(c, dtype=cosine.dtype, device=cosine.device)
-    return -log_area(d) - (d - 1) * torch.log(torch.cosh(c) - cosine * torch.sinh(c))
+    # cosh c - cosine sinh c, with the larger exponential taken out: the difference itself loses the digits of sharp
+    # bumps. A cosine beyond 1 is rounding.
+    along, strength = cosine.clamp(-1, 1) * c.sign(), c.abs()
+    return -log_area(d) - (d - 1) * (strength + torch.log(((1 - along) + torch.exp(-2 * strength) * (1 + along)) / 2))
 
 
 def sample_bump(centre: Tensor, c: Tensor | float, generator: torch.Generator | None = None) -> Tensor:
@@ -47,17 +55,32 @@ class BumpField:
     text_centre: Tensor
     c: float
 
+    def __post_init__(self) -> None:
+        for name, centre in (("image_centre", self.image_centre), ("text_centre", self.text_centre)):
+            if checks.with_values(centre, name).dim() != 1 or len(centre) < 2:
+                raise ValueError(f"{name} must be one point [d] with d >= 2, got {tuple(centre.shape)}")
+            eps(centre.dtype)
+            check_rows(centre, name)
+        _check_like("text_centre", self.text_centre, "image_centre", self.image_centre)
+        checks.number(self.c, "c", -SHARPEST, SHARPEST)
+
     def velocity(self, image: Tensor, text: Tensor, t: float | Tensor, direction: str) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """The field does not depend on time."""
+        self._check(image, text, direction)
         return _attract(image, self.image_centre, self.c, direction == "i2t"), _attract(
             text, self.text_centre, self.c, direction == "t2i"
         )
 
     def log_density(self, image: Tensor, text: Tensor, direction: str) -> Tensor:
         """Exact log-density of the generated streams: [B]."""
+        self._check(image, text, direction)
+        _check_units(image, text)
         log_image = log_bump(image @ self.image_centre, self.c, image.shape[1])
         log_text = log_bump(text @ self.text_centre, self.c, text.shape[1])
         return {"joint": log_image + log_text, "i2t": log_text, "t2i": log_image}[direction]
+
+    def _check(self, image: Tensor, text: Tensor, direction: str) -> None:
+        _check_pairs(image, text, direction, (len(self.image_centre), len(self.text_centre)), self.image_centre)
 
 
 @dataclass(frozen=True)
@@ -70,17 +93,52 @@ class PairField:
     rotation: Tensor
     c: float
 
+    def __post_init__(self) -> None:
+        rotation = checks.with_values(self.rotation, "rotation")
+        if rotation.dim() != 2 or rotation.shape[0] != rotation.shape[1] or len(rotation) < 2:
+            raise ValueError(f"rotation must be [d, d] with d >= 2, got {tuple(rotation.shape)}")
+        eps(rotation.dtype)
+        off = (rotation @ rotation.T - torch.eye(len(rotation)).to(rotation)).abs().max()
+        if not off <= UNIT_TOLERANCE:
+            raise ValueError(f"rotation must be orthogonal, but R R^T differs from the identity by {float(off):.3g}")
+        checks.number(self.c, "c", -SHARPEST, SHARPEST)
+
     def velocity(self, image: Tensor, text: Tensor, t: float | Tensor, direction: str) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """The field does not depend on time."""
+        _check_pairs(image, text, direction, self.rotation.shape, self.rotation)
         v_text = _attract(text, image @ self.rotation.T, self.c, direction == "t2i")
         v_image = _attract(image, text @ self.rotation, self.c, direction != "t2i")
         return v_image, v_text
 
     def log_density(self, image: Tensor, text: Tensor, direction: str) -> Tensor:
         """Exact log-density of the generated streams: [B]. Marginals are -log_area(d), the PMI is i2t + log_area(d)."""
+        _check_pairs(image, text, direction, self.rotation.shape, self.rotation)
+        _check_units(image, text)
         d = image.shape[1]
         conditional = log_bump(dot(image @ self.rotation.T, text).squeeze(-1), self.c, d)
         return conditional - log_area(d) if direction == "joint" else conditional
+
+
+def _check_pairs(image: Tensor, text: Tensor, direction: str, dims: Sequence[int], like: Tensor) -> None:
+    """Rows of these widths, equally many, of the dtype and on the device of `like`, and a direction that there is."""
+    if checks.words(direction, "direction") not in DIRECTIONS:
+        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
+    for name, x, dim in zip(("image", "text"), (image, text), dims):
+        if checks.floating(x, name).dim() != 2 or x.shape[1] != dim:
+            raise ValueError(f"{name} must be [B, {dim}], got {tuple(x.shape)}")
+        _check_like(name, x, "the field", like)
+    if len(image) != len(text):
+        raise ValueError(f"image has {len(image)} rows, but text has {len(text)}")
+
+
+def _check_like(name: str, x: Tensor, other: str, like: Tensor) -> None:
+    if x.dtype != like.dtype or x.device != like.device:
+        raise ValueError(f"{name} is {x.dtype} on {x.device}, but {other} is {like.dtype} on {like.device}")
+
+
+def _check_units(image: Tensor, text: Tensor) -> None:
+    check_rows(image, "image")
+    check_rows(text, "text")
 
 
 def _attract(x: Tensor, centre: Tensor, c: float, still: bool) -> Tensor:
@@ -101,11 +159,9 @@ class ConceptWorld:
     TEXT_TANH = (0.9, 0.7, 0.45)
 
     def __init__(self, dim: int = 24, seed: int = 0) -> None:
-        if dim < 4:
-            raise ValueError(f"the concept world needs at least 4 dimensions, got {dim}")
-        self.dim = dim
+        self.dim = checks.integer(dim, "dim", 4)
         count = self.GROUPS * self.PER_GROUP
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(checks.integer(seed, "seed"))
 
         def directions(n: int) -> Tensor:
             """Uniform unit vectors orthogonal to the plane in which R turns."""
@@ -132,11 +188,28 @@ class ConceptWorld:
         self, n: int, *, generator: torch.Generator | None = None, concepts: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`n` pairs (image [n, d], text [n, d], float32) and their concepts [n], of `concepts`, else the known ones."""
-        pool = self.known if concepts is None else concepts
+        checks.integer(n, "n")
+        if generator is not None and not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
+        pool = self.known if concepts is None else checks.indices(concepts, "concepts", len(self.centres))
+        if pool.dim() != 1 or not len(pool):
+            raise ValueError(f"concepts must be at least one number of a concept, [k], got {tuple(pool.shape)}")
         concept = pool[torch.randint(len(pool), (n,), generator=generator)]
         image = sample_bump(self.centres[concept], self.image_c, generator)
         text = sample_bump(image @ self.rotation.T, self.text_c[self.level[concept]], generator)
         return image.float(), text.float(), concept
+
+    def _check_rows(self, **rows: Tensor) -> None:
+        """Unit rows [B, dim] on the CPU, equally many."""
+        for name, x in rows.items():
+            if checks.with_values(x, name).dim() != 2 or x.shape[1] != self.dim:
+                raise ValueError(f"{name} must be [B, {self.dim}], got {tuple(x.shape)}")
+            if x.device != self.centres.device:
+                raise ValueError(f"{name} is on {x.device}, but the world is on the CPU; pass {name}.cpu()")
+            check_rows(x, name)
+        if len({len(x) for x in rows.values()}) > 1:
+            found = " and ".join(f"{name} has {len(x)}" for name, x in rows.items())
+            raise ValueError(f"rows must be equally many, but {found}")
 
     def _log_images(self, image: Tensor) -> Tensor:
         """log p(image, k) over the known concepts: [B, K]."""
@@ -145,17 +218,22 @@ class ConceptWorld:
 
     def log_image(self, image: Tensor) -> Tensor:
         """log p(image): [B]."""
+        self._check_rows(image=image)
         return self._log_images(image).logsumexp(1)
 
     def log_joint(self, image: Tensor, text: Tensor) -> Tensor:
         """log p(image, text): [B]."""
+        self._check_rows(image=image, text=text)
         cosine = dot(image.double() @ self.rotation.T, text.double())
         conditional = log_bump(cosine, self.text_c, self.dim)[:, self.level[self.known]]
         return (self._log_images(image) + conditional).logsumexp(1)
 
     def log_text(self, text: Tensor) -> Tensor:
         """log p(text): [B]. Given the concept it depends on one cosine only, over which it is tabulated."""
+        self._check_rows(text=text)
         back = text.double() @ self.rotation
+        if back.requires_grad:
+            raise ValueError("text requires a gradient, which a table does not have; pass text.detach()")
         parts = []
         for level, table in enumerate(self._text_tables):
             cosine = back @ self.centres[self.known[self.level[self.known] == level]].T
@@ -181,12 +259,14 @@ class ConceptWorld:
         """
         if direction not in DIRECTIONS[1:]:
             raise ValueError(f"direction must be 'i2t' or 't2i', got {direction!r}")
-        rows = []
+        self._check_rows(queries=queries)
+        self._check_rows(gallery=gallery)
+        rows = [torch.empty(0, len(gallery), dtype=torch.float64)]
         for query in queries:
             partner = query.expand(len(gallery), -1)
             pair = (gallery, partner) if direction == "t2i" else (partner, gallery)
-            rows.append(self.pmi(*pair))
-        return torch.stack(rows).softmax(1)
+            rows.append(self.pmi(*pair).unsqueeze(0))
+        return torch.cat(rows).softmax(1)
 
 
 def _blurred_bump(

@@ -94,11 +94,42 @@ def test_one_process_needs_no_torchrun(monkeypatch):
     assert not torch.distributed.is_initialized()
 
 
-def test_half_an_environment_is_an_error(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(OSError, match=r"MASTER_ADDR.*torchrun"), joined():
+@pytest.fixture
+def torchrun_environment(monkeypatch) -> pytest.MonkeyPatch:
+    """What torchrun sets for the second of two ranks, of which the first never comes."""
+    for name, text in (("WORLD_SIZE", "2"), ("RANK", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, text)
+    monkeypatch.setattr("geoflow_fast.distributed.JOIN_SECONDS", 1.0)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_an_environment_is_an_error(torchrun_environment, name):
+    torchrun_environment.delenv(name)
+    with pytest.raises(OSError, match=rf"{name}.* is not set.*torchrun"), joined():
+        pytest.fail("joined a world of its own making")
+
+
+NO_NUMBERS = ("x", "", "-1", "1.0", "nan", " ", "²", "1\n", "9" * 5000)
+BEYOND = [("WORLD_SIZE", "0"), ("RANK", "2"), ("MASTER_PORT", "0"), ("MASTER_PORT", "65536")]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [*((name, value) for name in ("WORLD_SIZE", "RANK", "MASTER_PORT") for value in NO_NUMBERS), *BEYOND],
+    ids=lambda text: text[:12],
+)
+def test_hostile_environments_are_refused_by_name(torchrun_environment, name, value):
+    """A rank or a port that is none would be waited with until the time is up."""
+    torchrun_environment.setenv(name, value)
+    with pytest.raises(ValueError, match=rf"environment variable {name} must be an integer.*torchrun"), joined():
+        pytest.fail("joined a world of its own making")
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.usefixtures("torchrun_environment")
+def test_a_rank_that_does_not_come_is_an_error():
+    with pytest.raises(OSError, match=r"could not join the other ranks.*torchrun"), joined():
         pytest.fail("joined a world of its own making")
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
+import mpmath
 import pytest
 import torch
 
 from geoflow_fast.geometry import log_area, sample_uniform
-from geoflow_fast.worlds import BumpField, ConceptWorld, PairField, log_bump, sample_bump
+from geoflow_fast.worlds import SHARPEST, BumpField, ConceptWorld, PairField, log_bump, sample_bump
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +25,17 @@ def uniform(n: int, d: int, seed: int = 0) -> torch.Tensor:
 def test_bump_integrates_to_one(d):
     cosine = uniform(200_000, d)[:, 0]
     assert float((log_bump(cosine, 0.8, d) + log_area(d)).exp().mean()) == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("c", [-SHARPEST, -9.0, 0.0, 0.8, 9.0, SHARPEST])
+def test_sharp_bumps_keep_their_digits(c, dtype):
+    """Against 60 digits, at the centre, beside it, and opposite."""
+    cosine = torch.tensor([1.0, 0.999, 0.3, 0.0, -0.3, -0.999, -1.0], dtype=dtype)
+    with mpmath.workdps(60):
+        heights = [mpmath.log(mpmath.cosh(c) - mpmath.mpf(x) * mpmath.sinh(c)) for x in cosine.tolist()]
+    expected = torch.tensor([-log_area(5) - 4 * float(x) for x in heights], dtype=dtype)
+    torch.testing.assert_close(log_bump(cosine, c, 5), expected)
 
 
 @pytest.mark.parametrize("d", [3, 24])
@@ -77,6 +89,7 @@ def test_chain_rule_and_posterior(world):
         posterior = world.gallery_posterior(queries, gallery, direction)
         torch.testing.assert_close(posterior.sum(1), torch.ones(32, dtype=torch.float64))
         assert float(posterior.diagonal().mean()) > 0.3  # the true partner is the likeliest item on average
+    assert world.gallery_posterior(text[:0], image, "t2i").shape == (0, 32)
     with pytest.raises(ValueError, match="direction"):
         world.gallery_posterior(text, image, "joint")
 

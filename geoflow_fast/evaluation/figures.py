@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from geoflow_fast import baselines, plots
+from geoflow_fast import baselines, checks, plots
 from geoflow_fast.baselines.references import Reference
 from geoflow_fast.evaluation.compare import Comparison, Result
 from geoflow_fast.evaluation.metrics import (
@@ -210,16 +210,32 @@ def draw_abstention(
     among the most certain ones, over the share that is answered; the band reaches up to the Clopper-Pearson bound of
     each share by itself. `new`: uncertainty and correctness of later queries, as a second curve and a cross.
     """
-    score, right = scored(uncertainty, correct)
-    later = None if new is None else scored(*new)
+    if not isinstance(act, AbstentionThreshold):
+        raise TypeError(f"act must be an AbstentionThreshold, got {type(act).__name__}")
+    place, label = checks.path(path, "path"), checks.words(label, "label")
+    score, right = _drawable(uncertainty, correct, "uncertainty")
+    if new is not None and not (isinstance(new, (tuple, list)) and len(new) == 2):
+        raise TypeError(f"new must be a pair (uncertainty, correct), got {type(new).__name__}")
+    later = None if new is None else _drawable(*new, "uncertainty of new")
     figure, (left, over) = plots.pyplot().subplots(1, 2, figsize=(11, 4.3))
     _draw_parted(left, act, score, right)
     _draw_risk(over, act, score, right, later)
     _finish(left, "what the threshold parts\n", f"{label} of a query", "queries")
     _finish(over, "what answering costs\n", "share of the queries that are answered", "of these, wrong")
+    left.xaxis.label.set_parse_math(False)  # a dollar sign in it is one
     figure.set_layout_engine("constrained", w_pad=0.12)
-    plots.save_figure(figure, Path(path))
-    return Path(path)
+    plots.save_figure(figure, place)
+    return place
+
+
+def _drawable(values: Values, correct: Values, name: str) -> tuple[Floats, Bools]:
+    """`scored`, with values that an axis has a place for."""
+    score, right = scored(values, correct, name)
+    beyond = np.abs(score) > checks.LARGEST
+    if beyond.any():
+        row = int(beyond.argmax())
+        raise ValueError(f"{name} must be finite and at most {checks.LARGEST:g}, but row {row} is {score[row]}")
+    return score, right
 
 
 def _draw_parted(axes: Any, act: AbstentionThreshold, score: Floats, right: Bools) -> None:

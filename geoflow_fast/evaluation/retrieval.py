@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geoflow_fast import jobs
+from geoflow_fast import checks, dispatch, jobs
 from geoflow_fast.baselines.base import nearest
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.entropy import CONDITIONAL
@@ -51,13 +51,18 @@ class RetrievalSet:
         cls, pairs: EmbeddingPairs, direction: str, *, max_queries: int | None = None, seed: int = 0
     ) -> RetrievalSet:
         """All items of the pairs, and all queries or `max_queries` of them drawn by `seed`, in their order."""
+        if not isinstance(pairs, EmbeddingPairs):
+            raise TypeError(f"pairs must be EmbeddingPairs, got {type(pairs).__name__}")
         if direction not in CONDITIONAL:
             raise ValueError(f"direction must be one of {CONDITIONAL}, got {direction!r}")
         if pairs.image_dim != pairs.text_dim:
             widths = f"{pairs.image_dim} and {pairs.text_dim}"
             raise ValueError(f"plain search needs images and texts of one width, got {widths}")
-        if len(pairs) == 0 or (max_queries is not None and max_queries < 1):
-            raise ValueError(f"{len(pairs)} pairs and max_queries={max_queries} leave no query")
+        if max_queries is not None:
+            checks.integer(max_queries, "max_queries", 1)
+        checks.integer(seed, "seed")
+        if len(pairs) == 0:
+            raise ValueError("pairs is empty: there is no query to search for")
         _, first, image = np.unique(pairs.group, return_index=True, return_inverse=True)
         images = pairs.image_row[first], np.arange(len(first))
         texts = pairs.text_row, image
@@ -82,6 +87,7 @@ class RetrievalSet:
 
     def is_right(self, index: Tensor, rows: slice = slice(None)) -> Tensor:
         """Which of the items `index` [Q, ...] are right for the queries `rows`; -1 stands for no item."""
+        self._check_index(index, rows, least=-1)
         image = self.query_image[rows].reshape(-1, *[1] * (index.dim() - 1))
         return (self.item_image[index.cpu().clamp(min=0)] == image) & (index.cpu() >= 0)
 
@@ -97,8 +103,19 @@ class RetrievalSet:
 
     def pairs_with(self, index: Tensor, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """(image, text) of the queries `rows`, each with the item `index` [Q]."""
+        self._check_index(index, rows)
+        if index.dim() != 1:
+            raise ValueError(f"index must be one item per query, [Q], got shape {tuple(index.shape)}")
         pair = self.queries[rows], self.items[index]
         return (pair[1], pair[0]) if self.direction == "t2i" else pair
+
+    def _check_index(self, index: Tensor, rows: slice, least: int = 0) -> None:
+        if not isinstance(rows, slice):
+            raise TypeError(f"rows must be a slice of the queries, got {rows!r}")
+        checks.indices(index, "index", len(self.items), least)
+        count = len(self.query_image[rows])
+        if not index.dim() or len(index) != count:
+            raise ValueError(f"index must be [{count}, ...], a row for each of the queries, got {tuple(index.shape)}")
 
 
 @dataclass(frozen=True)
@@ -119,8 +136,8 @@ class Answers:
 
     def recall(self, k: int) -> float:
         """Recall@k: the share of queries with a right item among the first k."""
-        if not 1 <= k <= self.right.shape[1]:
-            raise ValueError(f"k={k} must be between 1 and the {self.right.shape[1]} items that were searched for")
+        if checks.integer(k, "k", 1) > self.right.shape[1]:
+            raise ValueError(f"k={k} exceeds the {self.right.shape[1]} items that were searched for")
         return float(self.right[:, :k].any(1).double().mean())
 
 
@@ -128,8 +145,10 @@ def plain_search(
     task: RetrievalSet, top_k: int = 1, *, progress: bool = False, device: torch.device | str = "cpu"
 ) -> Answers:
     """The `top_k` items with the largest cosine for every query, or all if there are fewer."""
-    if top_k < 1:
-        raise ValueError(f"top_k must be at least 1, got {top_k}")
+    if not isinstance(task, RetrievalSet):
+        raise TypeError(f"task must be a RetrievalSet, got {type(task).__name__}")
+    checks.integer(top_k, "top_k", 1)
+    device = dispatch.usable_device(str(checks.device(device)))
     gallery = Gallery(task.items.to(device))
     found: list[tuple[Tensor, Tensor]] = []
     with jobs.progress_bar(len(task), 0, "queries", shown=progress) as advance:

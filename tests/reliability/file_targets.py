@@ -14,14 +14,16 @@ from PIL import Image
 from torch import Tensor
 
 import geoflow_fast as gf
-from geoflow_fast import baselines, evaluation
+from geoflow_fast import baselines, evaluation, plots
+from geoflow_fast.evaluation.figures import draw_abstention
 from geoflow_fast.trainer import RunConfig
 from tests import tiny_clip
-from tests.reliability.hostile import Target, fresh_place
+from tests.reliability.hostile import Target, files_of, fresh_place
 from tests.reliability.targets import (
     IMAGE,
     TEXT,
     entries,
+    judged,
     normal,
     small_flow,
     some_pairs,
@@ -297,7 +299,40 @@ def picture_file() -> Path:
     return kept("picture.png", lambda path: pictures()[0].save(path))
 
 
+def drawn(path: Any, **given: Any) -> Path:
+    """A whole picture, or nothing: no file, no part of one, and no open figure."""
+    before, figures = files_of(Path()), plots.pyplot().get_fignums()
+    try:
+        found = draw_abstention(path=path, **given)
+    except (ValueError, TypeError, OSError):
+        assert files_of(Path()) == before, "a refused picture left a file"
+        raise
+    finally:
+        assert plots.pyplot().get_fignums() == figures, "a figure stayed open"
+    with Image.open(found) as picture:
+        picture.load()
+        assert picture.format == "PNG"
+    return found
+
+
+def threshold() -> evaluation.AbstentionThreshold:
+    return evaluation.abstention_threshold(**judged(), target_risk=0.6, confidence=0.5, share=0.2)
+
+
 FILES = [
+    Target(
+        "evaluation.figures.draw_abstention",
+        drawn,
+        lambda: entries(
+            act=threshold(), **judged(), path=fresh_place(), new=tuple(judged().values()), label="uncertainty"
+        ),
+        extra={
+            "new": [(normal(9), normal(8)), (normal(9),), (normal(9) / 0, normal(9) > 0), ("a", "b"), "ab", None],
+            "label": ["$", "$\\frac$", "a\nb", "{}"],
+            "uncertainty": [torch.zeros(30), torch.linspace(-1e308, 1e308, 30, dtype=torch.float64)],
+        },
+        dear=True,
+    ),
     Target("GeoFlow.from_pretrained", gf.GeoFlow.from_pretrained, lambda: entries(folder=model_folder(), device="cpu")),
     Target("GeoFlow.save_pretrained", small_flow().save_pretrained, lambda: entries(folder=fresh_place())),
     Target("EmbeddingPairs.open", opened, lambda: entries(folder=pairs_folder(), normalize=False)),

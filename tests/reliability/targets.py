@@ -14,7 +14,10 @@ import geoflow_fast as gf
 from geoflow_fast import evaluation as ev
 from geoflow_fast import geometry as g
 from geoflow_fast import ops
-from geoflow_fast.distributed import World
+from geoflow_fast.distributed import ALONE, World
+from geoflow_fast.evaluation.retrieval import RetrievalSet, plain_search
+from geoflow_fast.plan import plan_scoring
+from geoflow_fast.worlds import BumpField, ConceptWorld, PairField
 from tests.reliability.hostile import Target
 
 ROWS, IMAGE, TEXT = 6, 5, 4
@@ -141,8 +144,51 @@ def from_json(**settings: Any) -> int:
     return gf.GeoFlowConfig.from_json(settings).inner
 
 
+def retrieval_set() -> RetrievalSet:
+    return RetrievalSet.of(square_pairs(ROWS), "t2i")
+
+
+@functools.cache
+def concept_world() -> ConceptWorld:
+    return ConceptWorld(IMAGE)
+
+
+def concepts_drawn(n: Any, concepts: Any, generator: Any) -> tuple[Tensor, ...]:
+    return concept_world().sample(n, concepts=concepts, generator=generator)
+
+
+def bump_field(image_centre: Any, text_centre: Any, c: Any) -> tuple[Tensor, ...]:
+    field = BumpField(image_centre, text_centre, c)
+    return *field.velocity(**pair(), t=0.5, direction="joint"), field.log_density(**pair(), direction="joint")
+
+
+def pair_field(rotation: Any, c: Any) -> tuple[Tensor, ...]:
+    field = PairField(rotation, c)
+    return *field.velocity(**square_pair(), t=0.5, direction="i2t"), field.log_density(**square_pair(), direction="i2t")
+
+
+def some_rotation() -> Tensor:
+    return torch.linalg.qr(normal(IMAGE, IMAGE)).Q.contiguous()
+
+
+def square_pair() -> dict[str, Tensor]:
+    return {"image": unit(ROWS, IMAGE), "text": unit(ROWS, IMAGE, seed=1)}
+
+
+def claimed(count: Any) -> list[int]:
+    return list(World().claims(count))
+
+
+def world_of(rank: Any, size: Any, count: Any) -> range:
+    return World(rank, size).own(count)
+
+
 def entries(**values: Any) -> Mapping[str, Any]:
     return values
+
+
+BUMP = BumpField(unit(IMAGE), unit(TEXT, seed=1), 0.8)
+TURNED = PairField(some_rotation(), 0.8)
 
 
 TARGETS = [
@@ -471,4 +517,91 @@ TARGETS = [
         ),
         True,
     ),
+    Target(
+        "plan.plan_scoring",
+        plan_scoring,
+        lambda: entries(
+            items=10**6, dim=64, queries=1000, device="h100", devices=8, block=64, fast=False, layout="auto"
+        ),
+        extra={"dim": [2**40], "items": [10**30, 2**62], "devices": [2**62], "layout": ["rows"]},
+    ),
+    Target(
+        "evaluation.retrieval.RetrievalSet.of",
+        RetrievalSet.of,
+        lambda: entries(pairs=square_pairs(ROWS), direction="t2i", max_queries=3, seed=0),
+        extra={"pairs": [some_pairs(), square_pairs(ROWS).subset(torch.arange(0))], "max_queries": [10**30]},
+    ),
+    Target(
+        "evaluation.retrieval.RetrievalSet.is_right",
+        retrieval_set().is_right,
+        lambda: entries(index=torch.tensor([[0, 1], [2, -1], [5, 0]]), rows=slice(3)),
+    ),
+    Target(
+        "evaluation.retrieval.RetrievalSet.pairs_with",
+        retrieval_set().pairs_with,
+        lambda: entries(index=torch.tensor([0, 2, 5]), rows=slice(3)),
+    ),
+    Target(
+        "evaluation.retrieval.plain_search",
+        plain_search,
+        lambda: entries(task=retrieval_set(), top_k=2, device="cpu", progress=False),
+        extra={"top_k": [10**9], "device": ["meta", "cuda:99"]},
+    ),
+    Target(
+        "evaluation.retrieval.Answers.recall",
+        plain_search(retrieval_set(), 3).recall,
+        lambda: entries(k=2),
+        extra={"k": [4]},
+    ),
+    Target("distributed.World", world_of, lambda: entries(rank=1, size=3, count=7)),
+    Target("distributed.World.shares", ALONE.shares, lambda: entries(count=7)),
+    Target("distributed.World.all_reduce", ALONE.all_reduce, lambda: entries(x=normal(6), operation="max"), True),
+    Target("distributed.World.mean", ALONE.mean, lambda: entries(x=normal(6)), True),
+    Target("distributed.World.broadcast", ALONE.broadcast, lambda: entries(x=normal(6)), True),
+    Target(
+        "distributed.World.gather_rows",
+        ALONE.gather_rows,
+        lambda: entries(x=normal(6, 5), counts=[6]),
+        True,
+        extra={"counts": [[5], [6, 6], [-6], ["6"], [6.0], torch.tensor([6])]},
+    ),
+    Target("distributed.World.swap_rows", ALONE.swap_rows, lambda: entries(x=normal(6, 5)), True),
+    Target("distributed.World.claims", claimed, lambda: entries(count=7)),
+    Target("distributed.World.add_up", ALONE.add_up, lambda: entries(name="rows", amount=7)),
+    Target("worlds.ConceptWorld", ConceptWorld, lambda: entries(dim=IMAGE, seed=0), dear=True),
+    Target(
+        "worlds.ConceptWorld.sample",
+        concepts_drawn,
+        lambda: entries(n=4, concepts=torch.arange(3), generator=torch.Generator()),
+        extra={"concepts": [torch.tensor([32]), torch.tensor([-1])]},
+    ),
+    *(
+        Target(f"worlds.ConceptWorld.{name}", getattr(concept_world(), name), square_pair)
+        for name in ("log_joint", "log_text_given_image", "log_image_given_text", "pmi")
+    ),
+    Target("worlds.ConceptWorld.log_image", concept_world().log_image, lambda: entries(image=unit(ROWS, IMAGE))),
+    Target("worlds.ConceptWorld.log_text", concept_world().log_text, lambda: entries(text=unit(ROWS, IMAGE))),
+    Target(
+        "worlds.ConceptWorld.gallery_posterior",
+        concept_world().gallery_posterior,
+        lambda: entries(queries=unit(3, IMAGE), gallery=unit(7, IMAGE, seed=1), direction="t2i"),
+    ),
+    Target(
+        "worlds.BumpField",
+        bump_field,
+        lambda: entries(image_centre=unit(IMAGE), text_centre=unit(TEXT, seed=1), c=0.8),
+        extra={"c": [40.0, -40.0, 41.0]},
+    ),
+    Target("worlds.BumpField.velocity", BUMP.velocity, lambda: entries(**pair(), t=0.5, direction="joint"), True),
+    Target("worlds.BumpField.log_density", BUMP.log_density, lambda: entries(**pair(), direction="joint")),
+    Target(
+        "worlds.PairField",
+        pair_field,
+        lambda: entries(rotation=some_rotation(), c=0.8),
+        extra={"rotation": [2 * some_rotation()], "c": [40.0, -40.0, 41.0]},
+    ),
+    Target(
+        "worlds.PairField.velocity", TURNED.velocity, lambda: entries(**square_pair(), t=0.5, direction="joint"), True
+    ),
+    Target("worlds.PairField.log_density", TURNED.log_density, lambda: entries(**square_pair(), direction="joint")),
 ]
