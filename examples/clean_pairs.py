@@ -3,7 +3,7 @@
     python examples/clean_pairs.py
 
 A notebook as a script: cells begin with `# %%`, run top to bottom, and the last one draws clean_pairs.png. A minute
-or two on two cores. A tenth of the captions of a known world are swapped, so that what is found can be counted; with
+or two on two cores. A tenth of the captions of a synthetic world are swapped, so that the hits can be counted; with
 your own embeddings replace the first cell.
 """
 
@@ -24,20 +24,20 @@ mismatched = torch.zeros(len(text), dtype=torch.bool)
 mismatched[swapped] = True
 pairs = gf.EmbeddingPairs.from_arrays(image, text)  # yours: gf.EmbeddingPairs.open_files("images.npy", "texts.npy")
 
-# %% One flow learns the pairs, wrong ones included: they have no pattern, so the right ones set it. The run is kept
+# %% One flow learns the pairs, wrong ones included: they have no pattern, so the right ones dominate. The run is kept
 torch.manual_seed(0)
 flow = gf.GeoFlow(gf.GeoFlowConfig.tiny(pairs.image_dim, pairs.text_dim))
 gf.train(flow, pairs, replace(gf.TrainConfig.tiny(), steps=800), out="runs/clean_pairs")
 
-# %% Pointwise mutual information: how many nats likelier the two are together than apart. An unusual image with its own
-# unusual caption keeps a high one; two plain ones that have nothing to do with each other do not.
+# %% Pointwise mutual information: how many nats more likely the two are together than independently. It is high for an
+# unusual image with its own unusual caption, and low for two ordinary ones that have nothing to do with each other.
 # `geoflow density --pairs FOLDER` writes it for all pairs of a folder; here for the first 3,000
 checked = slice(0, 3000)
 pmi = gf.epistemic(flow, image[checked], text[checked], generator=torch.Generator().manual_seed(1)).pmi
 cosine = (image[checked] * text[checked]).sum(1)
 
 
-# %% From the least likely to belong together on: how many of those looked at are wrong, how many of the wrong are found
+# %% Starting from the lowest score: how many of the pairs looked at are wrong, how many of the wrong ones are found
 def precision_recall(score: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     hits = mismatched[checked][score.argsort()].double().cumsum(0)
     return hits / torch.arange(1, len(hits) + 1), hits / hits[-1]
@@ -54,7 +54,7 @@ print(f"{share:.1%} of {len(pmi)} captions are swapped; average precision of a s
 for name, value in found.items():
     print(f"  {name}: {value:.3f}")
 
-# %% What to look at: no threshold is needed to read a list from its top. Below zero the pair is likelier by accident
+# %% What to look at: read the list from its top. Below zero, image and text are more likely independently than together
 negative = pmi < 0
 print(
     f"PMI below zero: {int(negative.sum())} pairs, {float(mismatched[checked][negative].double().mean()):.0%} of them "

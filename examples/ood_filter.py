@@ -1,13 +1,13 @@
-"""Turns away what training never saw: an out-of-distribution filter with a false-alarm rate that you choose.
+"""Rejects images unlike the training data: an out-of-distribution filter with a false-alarm rate that you choose.
 
     python examples/ood_filter.py
 
 A notebook as a script: cells begin with `# %%`, run top to bottom, and the last one draws ood_filter.png. A minute
-or two on two cores. Pairs come from a world whose concepts are known, so that strangers can be planted; with your own
+or two on two cores. Pairs come from a synthetic world, in which some concepts are kept from training; with your own
 embeddings replace the first cell.
 """
 
-# %% Pairs to train on, pairs to set the threshold with, and a stream in which strangers hide
+# %% Pairs to train on, pairs to set the threshold with, and a stream that contains unseen concepts
 import math
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ gf.train(flow, train, replace(gf.TrainConfig.tiny(), steps=800), out="runs/ood_f
 
 # %% How surprised the flow is at an image: -log p(image), in nats; `.score` adds the text's
 def surprise(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
-    """Two probes: one is enough to rank strangers far away, two for near ones."""
+    """Two probes: one is enough for images far from the training data, near ones need two."""
     return -gf.epistemic(flow, images, texts, n_probes=2, generator=torch.Generator().manual_seed(1)).image
 
 
@@ -46,7 +46,7 @@ found = {name: surprise(images, texts) for name, (images, texts, _) in stream.it
 
 # %% The threshold. If the next familiar image is exchangeable with the n held-out ones, its surprise is as likely to
 # take any of the n + 1 places among them; so it lies beyond the ceil((n + 1) (1 - rate))-th with probability `rate` at
-# most. Nothing is assumed of the flow: a bad one raises no more false alarms, it misses strangers
+# most. Nothing is assumed about the flow: a bad one raises no more false alarms, it misses unseen concepts
 rate = 0.05
 place = math.ceil((len(typical) + 1) * (1 - rate))
 threshold = float(typical.sort().values[place - 1])
@@ -56,8 +56,8 @@ for name, share in alarms.items():
     print(f"  {name}: {share:.1%} of {len(found[name])}")
 
 
-# %% How well strangers are told apart, whatever the threshold; the distance to the nearest training images beside it,
-# which needs no flow but all training images at hand
+# %% How well unseen concepts are told apart, whatever the threshold; for comparison the distance to the nearest
+# training images, which needs no flow but all training images
 def distance(images: torch.Tensor) -> torch.Tensor:
     return 1 - (images @ image.T).topk(10).values[:, -1]
 

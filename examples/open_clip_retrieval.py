@@ -1,11 +1,11 @@
-"""Text-to-image search with open_clip that also says how sure it is: three lines more than the search itself.
+"""Text-to-image search with open_clip that also reports how ambiguous a query is: three lines more than the search.
 
-    pip install 'geoflow_fast[encoders]'
+    pip install ".[encoders]"
     python examples/open_clip_retrieval.py --model ViT-B-32 --pretrained laion2b_s34b_b79k
 
-Without --pretrained or --checkpoint the weights of the encoder are random and nothing is downloaded: the code runs, the
-answers mean little. Pictures are drawn here: coloured shapes, whose captions name shape and colour, or only one of
-them.
+Without --pretrained or --checkpoint the weights of the encoder are random and nothing is downloaded: the code runs, but
+the answers mean little. The pictures are drawn here: coloured shapes, whose captions name shape and colour, or only one
+of them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def captioned_pictures() -> tuple[list[Image.Image], list[str]]:
 
 
 def open_encoder(model: str, pretrained: str | None, checkpoint: str | None) -> gf.OpenClipEncoder:
-    """The encoder of any open_clip search; one that you have in hand already is wrapped as here."""
+    """The encoder of an open_clip search; a model that is already loaded is wrapped as in the last line."""
     if pretrained or checkpoint:
         return gf.OpenClipEncoder.load(model, pretrained, checkpoint)
     clip, _, preprocess = open_clip.create_model_and_transforms(model)

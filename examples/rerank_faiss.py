@@ -1,4 +1,4 @@
-"""Re-ranks what a FAISS index finds and says how probable each result is the right one. The index stays as it is.
+"""Re-ranks what a FAISS index finds and gives the probability that each result is right. The index is not changed.
 
 pip install faiss-cpu
 python examples/rerank_faiss.py runs/first held_out_pairs/ images.npy texts.npy

@@ -1,10 +1,10 @@
-"""The two uncertainties in two pictures, on a sphere that can be looked at; no training, some seconds.
+"""The two uncertainties in two figures, on a sphere in three dimensions; no training, a few seconds.
 
     python examples/two_uncertainties.py
 
-A notebook as a script: cells begin with `# %%`. Embeddings have three dimensions here, and in place of a trained flow
-stands the law it would learn, from which one can draw and whose density is known. Draws ambiguous.png and unseen.png,
-the pictures of docs/uncertainties.md.
+A notebook as a script: cells begin with `# %%`. Instead of a trained flow it uses the distribution that a flow would
+learn, which can be sampled and whose density is known. Draws ambiguous.png and unseen.png, the figures of
+docs/uncertainties.md.
 """
 
 # %% A sphere seen from the front: x to the right, z up, y away
@@ -66,7 +66,7 @@ for (caption, (centre, strength)), colour, (sphere, bars) in zip(captions.items(
 figure.savefig("ambiguous.png", dpi=140)
 print({caption: f"H = {entropy:.2f} nats" for caption, entropy in entropies.items()})
 
-# %% The second: whether the like of it has been seen. Three kinds of images were trained on; the gallery plays no part
+# %% The second: has training seen anything like it? Three kinds of images were trained on; no gallery is involved
 centres = torch.stack([place(-0.45, 0.35), place(0.45, 0.45), place(-0.05, -0.5)])
 kinds = torch.randint(3, (600,), generator=generator)
 strength = 3.2
@@ -85,7 +85,7 @@ show_points(sphere, seen, GREY, 12, alpha=0.6)
 axes.hist(surprise(held_out).tolist(), 30, color=PALE)
 limit = float(surprise(held_out).quantile(0.95))
 axes.axvline(limit, color=GREY, linestyle=":")
-words = " 95 % of the\n held-out ones\n lie left of this"
+words = " 95 % of the\n held-out images\n lie to the left"
 axes.text(limit, axes.get_ylim()[1] * 0.9, words, fontsize=9, color=GREY, va="top")
 scores = {}
 for name, (point, colour) in asked.items():
@@ -94,7 +94,7 @@ for name, (point, colour) in asked.items():
     scores[name] = score = float(surprise(point.unsqueeze(0)))
     axes.axvline(score, color=colour, linewidth=2)
     axes.text(score, axes.get_ylim()[1] * 1.01, name, color=colour, ha="center", va="bottom", fontsize=11)
-sphere.set_title("what was trained on, and two new images", fontsize=11)
+sphere.set_title("training images (grey) and two new ones", fontsize=11)
 axes.set(xlabel="surprise, -log p(image) in nats", ylabel="held-out images")
 axes.spines[["top", "right"]].set_visible(False)
 figure.savefig("unseen.png", dpi=140)

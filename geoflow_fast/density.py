@@ -41,8 +41,8 @@ PAPER_DENSITY: Mapping[str, Any] = MappingProxyType(
 """The paper's setting, for `log_density(..., **PAPER_DENSITY)` and `epistemic(..., **PAPER_DENSITY)`."""
 
 FAST_DENSITY: Mapping[str, Any] = MappingProxyType({"n_steps": 10, "n_probes": 1, "solver": "ab2", "grid": "early"})
-"""A third cheaper than the default and made for ranks: the short steps are where the noise arises, at a larger bias, on
-the concept world +.6 nat of the joint log-density against +.1 (docs/likelihood.md)."""
+"""Cheaper than the default and meant for ranking: short steps where the noise arises, at the price of more bias, on the
+concept world +.6 nat of the joint log-density against +.1 (docs/likelihood.md)."""
 
 MEMORY = {"cpu": 64 * 2**20, "cuda": 2**30}
 """Default memory budget of a network's activations, in bytes; on a CPU about what its last-level cache likes."""
