@@ -204,10 +204,10 @@ def draw_abstention(
     new: tuple[Values, Values] | None = None,
     label: str = "uncertainty",
 ) -> Path:
-    """A threshold of `abstention_threshold` beside the answers it was made from: what it parts, and what that costs.
+    """Plots a threshold of `abstention_threshold` with the answers it was computed from, and the error rate it gives.
 
-    Left: right and wrong answers over the uncertainty, which the axis calls `label`. Right: share of wrong answers
-    among the most certain ones, over the share that is answered; the band reaches up to the Clopper-Pearson bound of
+    Left: right and wrong answers by uncertainty, which the axis calls `label`. Right: share of wrong answers among the
+    most certain ones, against the share that is answered; the band reaches up to the Clopper-Pearson bound of
     each share by itself. `new`: uncertainty and correctness of later queries, as a second curve and a cross.
     """
     if not isinstance(act, AbstentionThreshold):
@@ -220,8 +220,8 @@ def draw_abstention(
     figure, (left, over) = plots.pyplot().subplots(1, 2, figsize=(11, 4.3))
     _draw_parted(left, act, score, right)
     _draw_risk(over, act, score, right, later)
-    _finish(left, "what the threshold parts\n", f"{label} of a query", "queries")
-    _finish(over, "what answering costs\n", "share of the queries that are answered", "of these, wrong")
+    _finish(left, "right and wrong answers\n", f"{label} of a query", "queries")
+    _finish(over, "error rate against coverage\n", "share of queries answered", "share of answers that are wrong")
     left.xaxis.label.set_parse_math(False)  # a dollar sign in it is one
     figure.set_layout_engine("constrained", w_pad=0.12)
     plots.save_figure(figure, place)
@@ -265,10 +265,10 @@ def _draw_risk(
     axes.axhline(act.target_risk, color=WRONG, linewidth=1.2, linestyle=(0, (4, 2)))
     axes.text(1.0, act.target_risk, f"target {act.target_risk:.0%} ", color=WRONG, ha="right", va="bottom", fontsize=9)
     if act.certified:
-        for colour, marker, group in ((BLUE, "o", (score, right)), (ORANGE, "X", later)):
+        for colour, marker, name, group in ((BLUE, "o", "calibration", (score, right)), (ORANGE, "X", "new", later)):
             if group is not None and (answered := act.answers(group[0])).any():
                 place = answered.mean(), 1 - group[1][answered].mean()
-                words = f"threshold: {place[0]:.0%} answered, {place[1]:.1%} wrong"
+                words = f"threshold, {name}: {place[0]:.0%} answered, {place[1]:.1%} wrong"
                 axes.plot(*place, marker, color=colour, markersize=9, label=words, zorder=5, linestyle="none")
     else:
         axes.text(0.5, 0.5, "nothing could be certified:\nabstain always", transform=axes.transAxes, ha="center")
