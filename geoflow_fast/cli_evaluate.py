@@ -14,7 +14,7 @@ from rich.table import Table
 from geoflow_fast.cli_base import Commands, ConfigFlag, DebugFlag, Direction, JsonFlag, Preset, continued_later
 
 PresetFlag = Annotated[Preset, typer.Option(help="Size of network and run; the other flags override it.")]
-SeedsFlag = Annotated[int, typer.Option(help="Train and score with so many seeds.")]
+SeedsFlag = Annotated[int, typer.Option(help="Train and score with so many seeds.", min=1, max=1000)]
 StepsFlag = Annotated[int | None, typer.Option(help="Training steps of a flow.")]
 BatchFlag = Annotated[int | None, typer.Option(help="Pairs per training step.")]
 QueriesFlag = Annotated[int | None, typer.Option(help="At most so many queries, drawn by the seed.")]
@@ -173,7 +173,7 @@ def recipe(
     only: Annotated[str | None, typer.Option(help="Names of data sets, with commas between.  [all]")] = None,
     methods: Annotated[str | None, typer.Option(help="Names with commas between.  [the recipe's]")] = None,
     preset: Annotated[Preset | None, typer.Option(help="Size of network and run.  [the recipe's]")] = None,
-    seeds: Annotated[int | None, typer.Option(help="So many seeds.  [the recipe's]")] = None,
+    seeds: Annotated[int | None, typer.Option(help="So many seeds.  [the recipe's]", min=1, max=1000)] = None,
     steps: StepsFlag = None,
     batch_size: BatchFlag = None,
     baseline_steps: Annotated[int | None, typer.Option(help="Steps of baselines that train.")] = None,

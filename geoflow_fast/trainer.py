@@ -83,11 +83,10 @@ class RunConfig:
             value = getattr(self, field.name)
             if field.type != "int":
                 continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{field.name} must be an integer, got {value!r}")
             least = 0 if field.name in ("warmup_steps", "seed") else 1
-            if value < least:
-                raise ValueError(f"{field.name} must be at least {least}, got {value}")
+            checks.integer(
+                value, field.name, least, checks.LARGEST_SEED if field.name == "seed" else checks.LARGEST_COUNT
+            )
         self._check_positive("lr", "clip")
         self._check_shares("val_fraction")
         self._check_choice("precision", PRECISIONS)

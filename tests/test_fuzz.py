@@ -247,7 +247,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def run_command(
     world: Path, command: str, flags: dict[str, str], monkeypatch, capsys, arguments: tuple[str, ...] = ()
-) -> None:
+) -> int:
     """A command ends with 0 and its output, or with a status and a line on what is wrong and nothing but the input."""
     before = contents(world)
     monkeypatch.chdir(world)
@@ -262,18 +262,20 @@ def run_command(
     assert "Traceback" not in error
     assert {name: after.get(name) for name in before} == before, "an input was changed"
     new = set(after) - set(before)
+    keeps = {flags["out"]} if COMMANDS[command].keeps else set()
     if status == 0:
         for name in new:
             # A study's table has NaN where a measure is not defined.
-            if name.endswith(".parquet") and Path(name).parts[0] not in COMMANDS[command].keeps:
+            if name.endswith(".parquet") and Path(name).parts[0] not in keeps:
                 found = jobs.read_columns(world / name)
                 assert all(np.isfinite(column).all() for column in found.values() if column.dtype.kind == "f")
     else:
         assert error.strip()
         new = {name for name in new if Path(name).name != LOCK_FILE}
-        left = {name for name in new if "index" not in name and Path(name).parts[0] not in COMMANDS[command].keeps}
+        left = {name for name in new if "index" not in name and Path(name).parts[0] not in keeps}
         assert not left, f"a failed command left {left}"
     tried["commands"] += 1
+    return status
 
 
 def spoil_command(world: Path, command: str, seed: int, monkeypatch, capsys) -> None:
@@ -309,7 +311,7 @@ def test_commands_end_well(world, command, monkeypatch, capsys):
     if command in ("demo", "bench"):  # they train a flow, or measure for long: only what is refused is tried
         return
     before = contents(world)
-    run_command(world, command, flags, monkeypatch, capsys, COMMANDS[command].arguments)
+    assert run_command(world, command, flags, monkeypatch, capsys, COMMANDS[command].arguments) == 0
     assert command in ("doctor", "plan") or set(contents(world)) > set(before)
 
 
@@ -341,14 +343,14 @@ def test_places_that_cannot_be_written(world, mode, monkeypatch, capsys):
         place = Path("/proc/self")
     flags = {**COMMANDS["entropy"].flags, "out": str(place / "deep" / "out.parquet")}
     if mode == "missing folder":
-        return run_command(world, "entropy", flags, monkeypatch, capsys)
+        assert run_command(world, "entropy", flags, monkeypatch, capsys) == 0
+        return
     monkeypatch.chdir(world)
     monkeypatch.setattr(sys, "argv", ["geoflow", "entropy", *(f"--{name}={value}" for name, value in flags.items())])
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 2
     assert capsys.readouterr().err.startswith("geoflow: error:")
-    return None
 
 
 def test_files_that_may_not_be_read(world, monkeypatch, capsys):

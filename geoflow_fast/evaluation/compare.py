@@ -24,6 +24,7 @@ from geoflow_fast.evaluation.metrics import (
     RESAMPLES,
     Reliability,
     SelectiveAccuracy,
+    check_resamples,
     reliability,
     retrieval_calibration,
     selective_accuracy,
@@ -34,6 +35,8 @@ from geoflow_fast.jobs import Advance, Columns, Job
 FORMAT = 1
 """Raised when equal settings come to give other scores, so that those of an older release are not taken over."""
 BLOCK_QUERIES = 256
+BINS = 10
+"""Of the uncertainty, as in the paper."""
 RESULTS_JSON, RESULTS_PARQUET = "results.json", "results.parquet"
 SCORES_FOLDER, RUNS_FOLDER = "scores", "runs"
 
@@ -159,6 +162,23 @@ class Comparison:
             raise ValueError(f"{path} is damaged or not the results of a comparison: {error}") from error
 
 
+def tasks_of(
+    test: EmbeddingPairs,
+    directions: Sequence[str] = CONDITIONAL[::-1],
+    *,
+    max_queries: int | None = None,
+    bins: int = BINS,
+    seed: int = 0,
+) -> list[RetrievalSet]:
+    """The queries of every direction; ValueError if they are too few for the bins."""
+    checks.integer(bins, "bins", 2)
+    tasks = [RetrievalSet.of(test, way, max_queries=max_queries, seed=seed) for way in directions]
+    for task in tasks:
+        if len(task) < bins:
+            raise ValueError(f"{len(task)} queries cannot fill {bins} bins: give more test pairs or ask for fewer bins")
+    return tasks
+
+
 def compare(
     study: Study,
     test: EmbeddingPairs,
@@ -166,7 +186,7 @@ def compare(
     *,
     directions: Sequence[str] = CONDITIONAL[::-1],
     max_queries: int | None = None,
-    bins: int = 10,
+    bins: int = BINS,
     resamples: int = RESAMPLES,
     folder: Path | None = None,
     say: Callable[[str], object] = lambda _: None,
@@ -177,14 +197,13 @@ def compare(
     With a `folder`, scores of single queries are kept in it as Parquet files, and what is there already is not computed
     again: a comparison that was stopped goes on. `resamples` of the images make the intervals; 0: none.
     """
+    check_resamples(resamples)
     chosen = [
         name if isinstance(name, Method) else methods.create(name, study)
         for name in (names or methods.default_methods(study))
     ]
-    tasks = [RetrievalSet.of(test, way, max_queries=max_queries, seed=study.seed) for way in directions]
+    tasks = tasks_of(test, directions, max_queries=max_queries, bins=bins, seed=study.seed)
     for task in tasks:
-        if len(task) < bins:
-            raise ValueError(f"{len(task)} queries cannot fill {bins} bins: give more test pairs or ask for fewer bins")
         for method in chosen:
             method.check(task)
     results = []

@@ -25,7 +25,7 @@ Counts = NDArray[np.int64]
 
 COVERAGES = tuple(round(0.1 * k, 1) for k in range(10, 0, -1))
 """The paper's: 100 % down to 10 %."""
-RESAMPLES = 1000
+RESAMPLES, MOST_RESAMPLES = 1000, 1_000_000
 NUMBERS = ("spearman", "r2", "r2_value", "auroc", "aurc", "accuracy")
 """Of `RetrievalCalibration`, those with an interval."""
 CANDIDATES = 40
@@ -109,7 +109,8 @@ class AbstentionThreshold:
     risk: float
     """Share of wrong ones among those; NaN if none is given."""
     risk_bound: float
-    """Clopper-Pearson upper bound of the risk at this confidence; at most `target_risk` unless nothing is answered."""
+    """Clopper-Pearson upper bound of the risk at this threshold by itself; at most `target_risk`, which is what is
+    guaranteed, unless nothing is answered."""
     target_risk: float
     confidence: float
     tested: int
@@ -123,6 +124,12 @@ class AbstentionThreshold:
     def answers(self, uncertainty: Values) -> Bools:
         """Which of these queries to answer, [n]."""
         return _floats(uncertainty, "uncertainty") <= self.threshold
+
+
+def check_resamples(resamples: int) -> None:
+    """ValueError unless it is 0, for none, or a number that intervals can be made of."""
+    if checks.integer(resamples, "resamples", 0, MOST_RESAMPLES) == 1:
+        raise ValueError("resamples must be 0 or at least 2, got 1")
 
 
 def retrieval_calibration(
@@ -144,6 +151,7 @@ def retrieval_calibration(
     score, right = scored(uncertainty, correct)
     if not 2 <= bins <= len(score):
         raise ValueError(f"bins={bins} must be at least 2 and at most the number of queries, {len(score)}")
+    check_resamples(resamples)
     answers = _Ordered(score, right, seed)
     rows = np.ones(len(score), np.int64)
     intervals: list[Interval] = []
@@ -406,8 +414,7 @@ def _bootstrap(
     statistic: Callable[[Counts], Floats], draw: _Resampler, resamples: int, confidence: float, seed: int
 ) -> list[Interval]:
     """Intervals of a statistic with several values, a function of how often each row is there."""
-    if resamples < 2:
-        raise ValueError(f"resamples must be at least 2, got {resamples}")
+    checks.integer(resamples, "resamples", 2, MOST_RESAMPLES)
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must be between 0 and 1, got {confidence}")
     generator = np.random.default_rng(checks.integer(seed, "seed"))

@@ -30,7 +30,15 @@ from geoflow_fast.checkpoint import read_toml, write_json
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.evaluation import ablation, figures
 from geoflow_fast.evaluation.ablation import FLOWS_FOLDER, Ablation, Setup
-from geoflow_fast.evaluation.compare import RESULTS_JSON, RUNS_FOLDER, Comparison, aggregate, compare, without_nan
+from geoflow_fast.evaluation.compare import (
+    RESULTS_JSON,
+    RUNS_FOLDER,
+    Comparison,
+    aggregate,
+    compare,
+    tasks_of,
+    without_nan,
+)
 from geoflow_fast.evaluation.job import PAGE, labelled, prompts_of, run_configs, write_report
 from geoflow_fast.evaluation.methods import Study, all_methods
 from geoflow_fast.evaluation.report import Report
@@ -162,6 +170,9 @@ def run_recipe(recipe: Recipe, base: Path, out: Path, *, device: str = "auto", s
     missing = [path for part in recipe.data for path in _paths(part, base) if not path.exists()]
     if missing:
         raise FileNotFoundError(f"{missing[0]} does not exist; the recipe's folders are looked for in {base}")
+    for part in recipe.data:
+        if not part.zero_shot:  # too few queries are said before the work
+            tasks_of(EmbeddingPairs.open(base / str(part.test)), max_queries=recipe.max_queries)
     where = str(dispatch.usable_device(device))
     if recipe.ablation is not None:
         return _ablation_table(recipe, base, out, where, say)

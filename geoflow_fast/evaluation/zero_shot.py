@@ -20,7 +20,7 @@ from geoflow_fast.baselines.base import nearest
 from geoflow_fast.baselines.references import KNNDistance
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.density import DensitySettings, chain_rule, density_estimates
-from geoflow_fast.evaluation.metrics import RESAMPLES, retrieval_calibration, selective_accuracy
+from geoflow_fast.evaluation.metrics import RESAMPLES, check_resamples, retrieval_calibration, selective_accuracy
 from geoflow_fast.gallery import Gallery
 from geoflow_fast.geometry import DIRECTIONS, check_rows
 from geoflow_fast.model import GeoFlow
@@ -136,6 +136,7 @@ def zero_shot(
     nearest training images is among the references. `settings` of the log-densities, `seed` of their probes.
     """
     label = _checked(image, label, prompts)
+    check_resamples(resamples)
     gallery = Gallery(prompts)
     cosine, index = nearest(image, gallery, min(2, len(prompts)))
     prediction = index[:, 0].cpu()

@@ -6,7 +6,7 @@ import functools
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,22 +22,19 @@ class Command:
 
     flags: Mapping[str, str]
     arguments: tuple[str, ...] = ()
-    keeps: frozenset[str] = field(default_factory=frozenset)
-    """Folders in which a command that fails may leave what a repetition continues."""
+    keeps: bool = False
+    """Whether, when it fails, it may leave what a repetition continues in the folder `out`."""
     fixed: frozenset[str] = frozenset()
     """Flags that are not spoiled."""
 
 
-SMALL_STUDY = {"preset": "tiny", "steps": "1", "batch-size": "8", "max-queries": "4", "device": "cpu"}
+SMALL_STUDY = {"preset": "tiny", "steps": "1", "batch-size": "8", "max-queries": "12", "device": "cpu"}
 PARTS = {"train": "split/train", "held-out": "split/val", "pairs": "split/test", "out": "study"}
 SEARCH = {"model": "model", "queries": "queries.npy", "gallery": "gallery.npy", "out": "out.parquet"}
-STUDY = frozenset({"study"})
 
 COMMANDS: dict[str, Command] = {
     "doctor": Command({"config": "run.toml"}),
-    "demo": Command(
-        {"out": "demo", "seed": "0", "steps": "no such"}, keeps=frozenset({"demo"}), fixed=frozenset({"steps"})
-    ),
+    "demo": Command({"out": "demo", "seed": "0", "steps": "no such"}, keeps=True, fixed=frozenset({"steps"})),
     "embed": Command(
         {
             "images": "pictures",
@@ -111,7 +108,7 @@ COMMANDS: dict[str, Command] = {
             "bins": "2",
             "seed": "0",
         },
-        keeps=STUDY,
+        keeps=True,
     ),
     "evaluate zero-shot": Command(
         {
@@ -124,20 +121,20 @@ COMMANDS: dict[str, Command] = {
             "bins": "2",
             "seed": "0",
         },
-        keeps=STUDY,
+        keeps=True,
     ),
-    "evaluate ablation": Command({**PARTS, **SMALL_STUDY, "seeds": "1"}, ("kappa",), keeps=STUDY),
+    "evaluate ablation": Command({**PARTS, **SMALL_STUDY, "seeds": "1"}, ("kappa",), keeps=True),
     "evaluate backbone": Command(
-        {**SMALL_STUDY, "out": "study", "methods": "knn", "seeds": "1"}, ("split",), keeps=STUDY
+        {**SMALL_STUDY, "out": "study", "methods": "knn", "seeds": "1"}, ("split",), keeps=True
     ),
-    "evaluate recipe": Command({"data": ".", "out": "study", "device": "cpu"}, ("recipe.toml",), keeps=STUDY),
+    "evaluate recipe": Command({"data": ".", "out": "study", "device": "cpu"}, ("recipe.toml",), keeps=True),
 }
 
 RECIPE = """title = "Small"
 seeds = [0]
 methods = ["knn"]
 preset = "tiny"
-max_queries = 4
+max_queries = 12
 
 [flow]
 steps = 1
