@@ -36,6 +36,10 @@ class Limits:
         peak = max(gemm_peak(size, rounds=rounds) for size in (1024, 2048, 4096))
         return cls(peak, max(copy_bandwidth(rounds=rounds), read_bandwidth(rounds=rounds)), exp_rate(rounds=rounds))
 
+    def best(self, other: Limits) -> Limits:
+        """The larger of each rate. A machine's clock moves, so limits are measured several times in a run."""
+        return Limits(max(self.flops, other.flops), max(self.bytes, other.bytes), max(self.exps, other.exps))
+
     def parts(self, work: Work) -> dict[str, float]:
         """Seconds of each kind of work alone."""
         return {

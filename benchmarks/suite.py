@@ -169,10 +169,13 @@ def run_suite(name: str, *, quick: bool, say: Callable[[str], None] = lambda _: 
     module = module_of(name)
     found: dict[str, Any] = {"suite": name, "machine": machine(), "quick": quick, "cases": [], "scalings": []}
     found["tables"] = {}
-    found["limits"] = dataclasses.asdict(Limits.measure(2 if quick else 5))
+    tries = 2 if quick else 5
+    limits = Limits.measure(tries)
     for case in module.cases(quick) if hasattr(module, "cases") else ():
         say(f"{name}: {case.name}")
         found["cases"].append(measure(case))
+        limits = limits.best(Limits.measure(tries))
+    found["limits"] = dataclasses.asdict(limits)
     for scaling in module.scalings(quick) if hasattr(module, "scalings") else ():
         say(f"{name}: {scaling.operation} over {scaling.variable}")
         found["scalings"].append(fit(scaling))
