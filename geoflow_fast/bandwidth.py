@@ -26,14 +26,14 @@ KAPPAS = tuple(2.0 ** (k / 2) for k in range(25))
 
 @dataclass(frozen=True)
 class Bandwidth:
-    """The setting that gave the true items of held-out queries the most probability."""
+    """`kappa` and `guidance` with the highest likelihood of the true items of held-out queries."""
 
     kappa: float
     guidance: float
     nll: float
-    """Mean of -log pi(true item) in nats at the best kappa of the grid, next to which `kappa` lies; log N is chance."""
+    """Mean of -log pi(true item), in nats, at the best point of the grid, near which `kappa` lies; log N is chance."""
     table: Tensor
-    """[guidances, kappas] float64, the same for every setting tried."""
+    """[guidances, kappas] float64, that mean for every setting tried."""
 
 
 @torch.no_grad()
@@ -47,14 +47,15 @@ def fit_bandwidth(
     max_queries: int = 256,
     **settings: Any,
 ) -> Bandwidth:
-    """kappa and guidance that minimise the mean of -log pi(true item) over held-out `pairs`, whose items are the
+    """Fits kappa and guidance: minimises the mean of -log pi(true item) over held-out `pairs`, whose items serve as the
     gallery.
 
-    Use pairs that the flow has not seen; its own samples would not do, since guidance sharpens them. `settings` are
-    those of `RetrievalEntropy` that the result is meant for (`n_samples`, `n_steps`, `solver`, `noise`, `posterior`,
-    ...), else those of `RetrievalEntropy.fast`: fewer samples want a wider kernel. At most `max_queries` pairs, drawn
-    by the seed, serve as queries. For `posterior="bayes"` the marginals are those of `marginal="scores"`, from as many
-    pairs of other images.
+    Use pairs that the flow has not seen; samples of the flow cannot replace them, since guidance sharpens those.
+    `settings` are the settings of `RetrievalEntropy` that will be used with the result (`n_samples`, `n_steps`,
+    `solver`, `noise`, `posterior`, ...), by default those of `RetrievalEntropy.fast`: fewer samples need a wider
+    kernel. At most `max_queries` pairs, drawn by the seed, serve as queries. `guidances`, `kappas`: the grid to search;
+    the best kappa is refined between its neighbours. For `posterior="bayes"` marginals are estimated as by
+    `marginal="scores"`, from up to `max_queries` pairs of other images.
     """
     if direction not in CONDITIONAL:
         raise ValueError(f"direction must be one of {CONDITIONAL}, got {direction!r}")

@@ -74,28 +74,28 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Weights of the logits, how well they are known, and what they are for."""
+    """Fitted weights of the re-ranker's logits, with their standard errors and what they are valid for."""
 
     alpha: float
     """Weight of log p(query | item)."""
     beta: float
     """Weight of the cosine."""
     outside: float
-    """Logit of "not in the shortlist"; minus infinity rules it out."""
+    """Logit of "not in the shortlist"; minus infinity excludes it."""
     stderr: tuple[float, float, float]
-    """Standard errors of the three, from fits that each leave a tenth of the queries out."""
+    """Standard errors of the three weights, from fits that each leave out a tenth of the queries."""
     nll: float
-    """Cross-fitted -log probability of the right answer, nats per query: every query judged by a fit without it."""
+    """Cross-validated -log probability of the right answer, in nats per query."""
     nll_stderr: float
     queries: int
     reached: int
     """Queries with a right item in the shortlist."""
     right_per_query: float
-    """Mean number of right items that a query has."""
+    """Mean number of right items of a query."""
     made_for: dict[str, Any]
-    """Facts of the flow and the shortlists, by which `load` knows whether the weights fit."""
+    """Facts of flow and shortlists that the weights are valid for; `load` checks them."""
     pairs: str = ""
-    """Fingerprint of the pairs they were fitted on."""
+    """Fingerprint of the pairs that the weights were fitted on."""
 
     @property
     def weights(self) -> tuple[float, float, float]:
@@ -103,18 +103,18 @@ class Calibration:
         return self.alpha, self.beta, self.outside
 
     def probabilities(self, evidence: Evidence) -> Tensor:
-        """[Q, K + 1] float64, "outside" last; rows sum to one."""
+        """Probabilities of the shortlisted items and, last, of "outside": float64 [Q, K + 1], rows sum to one."""
         inside = evidence.design()[:, :-1, :2] @ evidence.cosine.new_tensor(self.weights[:2])
         logits = torch.cat((inside, inside.new_full((len(inside), 1), self.outside)), dim=1)
         return logits.masked_fill(~evidence.possible(), -math.inf).softmax(1)
 
     def save(self, path: Path) -> None:
-        """Writes JSON, atomically."""
+        """Writes the calibration to the JSON file `path`, atomically."""
         write_json(checks.path(path, "path"), {"kind": KIND, "version": VERSION, **dataclasses.asdict(self)})
 
     @classmethod
     def load(cls, path: Path, made_for: dict[str, Any]) -> Calibration:
-        """What `save` wrote; ValueError if it is damaged or was made for something else."""
+        """Reads a file that `save` wrote. A damaged file, or one made for other facts, raises a ValueError."""
         path = checks.path(path, "path")
         found = read_json(path, "a calibration")
         if not isinstance(found, dict) or (found.pop("kind", None), found.pop("version", None)) != (KIND, VERSION):

@@ -140,11 +140,11 @@ def _advise(part: Array, advice: str) -> None:
 
 
 class EmbeddingPairs:
-    """Image and text embeddings with the pairs between them: pair k is text row k with image row `image_index[k]`.
+    """Paired image and text embeddings; an image may have several texts, each of which makes a pair.
 
-    An image may have several texts. `len(pairs)` is the number of pairs; `pairs[index]` returns
-    (image [B, d_I], text [B, d_T]), float32 unit rows, for integers [B] or a mask over all pairs. Made by
-    `from_arrays` or `open`. `folder`: what `open` opened, where more may lie beside the embeddings; else None.
+    Create it with `from_arrays`, `open` or `open_files`. `len(pairs)` is the number of pairs, and `pairs[index]`
+    returns (image [B, d_I], text [B, d_T]) as float32 unit rows, for integers [B] or a boolean mask over all pairs.
+    `folder` is the folder that `open` read, else None.
     """
 
     folder: Path | None = None
@@ -162,7 +162,11 @@ class EmbeddingPairs:
         *,
         normalize: bool = False,
     ) -> EmbeddingPairs:
-        """Pairs of `image` [N, d_I] and `text` [M, d_T]; text row k belongs to image row `image_index[k]`, else k."""
+        """Pairs from arrays `image` [N, d_I] and `text` [M, d_T].
+
+        Text row k belongs to image row `image_index[k]`, or to image row k without an `image_index`. Rows must be
+        finite and, unless `normalize` is set, of unit norm within 1e-3; otherwise a ValueError names the first bad row.
+        """
         rows = [Rows([checks.array(x, name)], name) for x, name in ((image, "image"), (text, "text"))]
         for part in rows:
             part.check(normalize=normalize)
@@ -171,8 +175,11 @@ class EmbeddingPairs:
 
     @classmethod
     def open(cls, folder: str | Path, *, normalize: bool = False, world: World = ALONE) -> EmbeddingPairs:
-        """Pairs of a folder in the layout above, memory-mapped. All rows are checked, in one pass over the files that
-        the ranks of a `world` share."""
+        """Pairs from a folder in clip-retrieval's layout (`img_emb/*.npy`, `text_emb/*.npy`), memory-mapped.
+
+        `image_index.npy`, if present, gives the image row of each text. All rows are checked as in `from_arrays`, in
+        one pass over the files that the ranks of a `world` share.
+        """
         folder = checks.path(folder, "folder")
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not a folder of embeddings")
@@ -201,8 +208,10 @@ class EmbeddingPairs:
         normalize: bool = False,
         world: World = ALONE,
     ) -> EmbeddingPairs:
-        """Pairs of two `.npy` files or folders of shards, memory-mapped; `image_index` is a `.npy` file, as in
-        `from_arrays`."""
+        """Pairs from two `.npy` files or folders of `.npy` shards, memory-mapped and checked as in `open`.
+
+        `image_index`: a `.npy` file with the image row of each text, as in `from_arrays`.
+        """
         image, text = (open_rows(checks.path(x, name), name) for x, name in ((images, "images"), (texts, "texts")))
         for part in (image, text):
             part.check(normalize=normalize, world=world)
@@ -251,14 +260,17 @@ class EmbeddingPairs:
         return torch.from_numpy(self.image[self.image_row[where]]), torch.from_numpy(self.text[self.text_row[where]])
 
     def subset(self, index: Tensor | NDArray[Any] | Sequence[int]) -> EmbeddingPairs:
-        """The pairs `index` (integers, or a mask over all pairs), sharing the stored rows."""
+        """The pairs that `index` selects (integers, or a mask over all pairs). Embeddings are shared, not copied."""
         where = _as_index(index, len(self))
         found = EmbeddingPairs(self.image, self.text, self.image_row[where], self.text_row[where], self.group[where])
         found.folder = self.folder
         return found
 
     def split(self, fraction: float, seed: int) -> tuple[EmbeddingPairs, EmbeddingPairs]:
-        """(rest, held out): about `fraction` of the images, at least one, drawn by `seed`, with all their texts."""
+        """Splits off a share of the images with all their texts and returns (rest, held out).
+
+        The images held out are drawn by `seed`: `fraction` of them, rounded, and at least one.
+        """
         checks.integer(seed, "seed")
         if not 0 < fraction < 1:
             raise ValueError(f"fraction must be between 0 and 1, got {fraction}")
@@ -270,7 +282,7 @@ class EmbeddingPairs:
         return self.subset(np.flatnonzero(~held[member])), self.subset(np.flatnonzero(held[member]))
 
     def fingerprint(self) -> str:
-        """Hash of the pairing and of some rows: enough to tell another set of pairs, cheap on a large one."""
+        """Hash of the pairing and of up to 64 of the pairs: cheap, and enough to tell different sets of pairs apart."""
         digest = hashlib.sha256(json.dumps([len(self), self.image_dim, self.text_dim]).encode())
         digest.update(self.image_row.tobytes())
         digest.update(self.text_row.tobytes())
@@ -281,7 +293,10 @@ class EmbeddingPairs:
     def save(
         self, folder: str | Path, *, rows_per_shard: int = 1_000_000, dtype: type[np.floating] = np.float16
     ) -> None:
-        """Writes the pairs as a folder that `open` reads. Refuses a folder that already holds embeddings."""
+        """Writes the pairs to a folder that `open` reads, in shards of `rows_per_shard` rows stored as `dtype`.
+
+        A folder that already holds embeddings raises a FileExistsError.
+        """
         folder = checks.path(folder, "folder")
         checks.integer(rows_per_shard, "rows_per_shard", 1)
         if (folder / IMAGE_FOLDER).exists() or (folder / TEXT_FOLDER).exists():

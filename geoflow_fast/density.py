@@ -38,11 +38,11 @@ TYPICALITIES = ("density", "absolute")
 PAPER_DENSITY: Mapping[str, Any] = MappingProxyType(
     {"n_steps": 50, "n_probes": 1, "solver": "euler", "probe": "rademacher", "tangents": "combined"}
 )
-"""The paper's setting, for `log_density(..., **PAPER_DENSITY)` and `epistemic(..., **PAPER_DENSITY)`."""
+"""The paper's settings, for `log_density(..., **PAPER_DENSITY)` and `epistemic(..., **PAPER_DENSITY)`."""
 
 FAST_DENSITY: Mapping[str, Any] = MappingProxyType({"n_steps": 10, "n_probes": 1, "solver": "ab2", "grid": "early"})
-"""Cheaper than the default and meant for ranking: short steps where the noise arises, at the price of more bias, on the
-concept world +.6 nat of the joint log-density against +.1 (docs/likelihood.md)."""
+"""Settings for ranking, cheaper than the defaults: steps are shorter where most of the noise arises, at the price of
+more bias (on the concept world +.6 nat in the joint log-density, against +.1; see docs/likelihood.md)."""
 
 MEMORY = {"cpu": 64 * 2**20, "cuda": 2**30}
 """Default memory budget of a network's activations, in bytes; on a CPU about what its last-level cache likes."""
@@ -121,25 +121,30 @@ def log_density(
     shared: bool = False,
     memory: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Log-density of the generated streams at the pairs (`image` [B, d_I], `text` [B, d_T]): float64 [B], in nats.
+    """Log-density at the pairs (`image` [B, d_I], `text` [B, d_T]), unit rows: float64 [B], in nats.
 
-    "joint": log p(image, text); "i2t": log p(text | image); "t2i": log p(image | text). The path is followed from t=1
-    to t=0 in `n_steps` steps of `solver` on the time grid `grid` (see `integrate`).
+    `direction="joint"`: log p(image, text); "i2t": log p(text | image); "t2i": log p(image | text). The ODE is solved
+    from t=1 to t=0 in `n_steps` steps of `solver` ("euler", "midpoint", "rk4" or "ab2") on the time grid `grid`:
+    "uniform", or with shorter steps near the noise ("early") or near the data ("late").
 
-    `divergence="hutchinson"` averages `n_probes` probes; "exact" costs one tangent per coordinate and is for small d.
-    `probe`: "gaussian", of fixed norm in the tangent space; "aligned", the default where it can be, which takes the
-    direction in which the Jacobian acted most in earlier steps out of the noise; or "rademacher", the paper's.
-    `redraw`: anew at every step, or kept along the path. `orthogonal`, of Gaussian ones: to the probes of earlier
-    "steps" (their default; K independent sets), to the other "probes" of the same step, or "none". `tangents`, of the
-    joint direction: "separate" moves one stream at a time, so that the Jacobian blocks between streams, most of the
-    noise, do not enter; "combined" moves both, which costs less; "alternating" too, with the text's sign turned every
-    other step, so that those blocks cancel between steps. `return_stderr` adds the standard error of the estimate [B]
-    over the probes (at least two). Probes depend on `generator` and the row, aligned ones on its path too; `shared`:
-    on `generator` alone, so that differences between rows are less noisy.
+    `divergence="hutchinson"` estimates the divergence with the mean over `n_probes` random probes; "exact" needs one
+    tangent per coordinate and is for small d. `probe`: "gaussian", of fixed norm in the tangent space; "aligned" (the
+    default where applicable), which removes the noise along the direction in which the Jacobian acted most in earlier
+    steps; or "rademacher", the paper's. `redraw`: draw new probes at every step, or keep them along the path.
+    `orthogonal`, for Gaussian probes: orthogonal to those of earlier "steps" (the default; `n_probes` independent
+    sets), to the other "probes" of the same step, or "none".
 
-    A `GeoFlow` goes through its forward mode in as many rows at a time as `memory` bytes hold, which does not change
-    the result beyond rounding; it is evaluated in eval mode and left in its own. With centring or principal components
-    the density is that of the points in the flow's coordinates (`GeoFlow.to_flow`), not of the embeddings themselves.
+    `tangents`, for the joint direction: "separate" moves one stream at a time, which removes the Jacobian blocks
+    between streams, the source of most of the noise; "combined" moves both, which costs less; "alternating" also moves
+    both, but flips the text's sign at every other step, so that those blocks cancel between steps.
+
+    `return_stderr` also returns the standard error [B] over the probes, of which there must be at least two. Probes
+    depend on `generator` and the row, aligned ones on its path too; with `shared` they are the same for all rows, which
+    makes differences between rows less noisy.
+
+    A `GeoFlow` is evaluated in eval mode, as many rows at a time as fit into `memory` bytes; this does not change the
+    result beyond rounding. With centring or principal components the density is that of the points in the flow's
+    coordinates (`GeoFlow.to_flow`), not that of the embeddings.
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
@@ -154,7 +159,7 @@ def log_density(
 
 @dataclass(frozen=True)
 class Epistemic:
-    """Chain rule of the log-densities of B pairs, each float64 [B] in nats: joint = image + text + pmi."""
+    """Log-densities of B pairs and the epistemic score, each float64 [B] in nats; joint = image + text + pmi."""
 
     joint: Tensor
     """log p(image, text)."""
@@ -165,16 +170,18 @@ class Epistemic:
     image: Tensor
     """log p(image) = joint - text_given_image, averaged over partners if there are any."""
     text: Tensor
-    """log p(text) = joint - image_given_text, likewise."""
+    """log p(text) = joint - image_given_text, averaged likewise."""
     pmi: Tensor
     """Pointwise mutual information, joint - image - text."""
     score: Tensor
-    """Epistemic score (Eq. 7): -image - text, or with absolute typicality the distance of both from what is typical."""
+    """Epistemic score (Eq. 7): -image - text; with absolute typicality the sum of the distances from the typical
+    values."""
     stderr: Tensor | None = None
-    """Standard error of -image - text over the probes, if it was asked for."""
+    """Standard error of -image - text over the probes, if requested."""
 
     def typical(self) -> tuple[float, float]:
-        """Mean -log p(image) and -log p(text): of training pairs, what `epistemic(typical=...)` compares with."""
+        """Means of -log p(image) and of -log p(text). Those of training pairs are the argument `typical` of
+        `epistemic`."""
         return float(-self.image.mean()), float(-self.text.mean())
 
 
@@ -200,15 +207,19 @@ def epistemic(
     grid: str = "uniform",
     memory: int | None = None,
 ) -> Epistemic:
-    """Epistemic score of pairs and the decomposition it comes from: joint and both conditional solves as one batch,
-    with the same probes; aligned ones follow the joint solve. Settings of the solves are those of `log_density`.
+    """Epistemic score and log-densities of the pairs (`image` [B, d_I], `text` [B, d_T]), unit rows.
 
-    `typicality="density"` scores -log p(image) - log p(text); "absolute" scores |-log p - typical| of both, summed,
-    because what is denser than the training pairs is untypical too: `typical` is `Epistemic.typical()` of those.
+    The joint and both conditional ODEs are solved as one batch with the same probes, aligned ones following the joint
+    solve. The settings of the solves are those of `log_density`.
 
-    A marginal comes from a solve together with a partner, on which it depends while steps are finite. `text_partners`
-    [M, d_T], shared by all rows (prompts), or [B, M, d_T], average log p(image) over the own text and M more, at two
-    solves each; `image_partners` do so for log p(text). Probes of the m-th partner depend on generator, row and m.
+    `typicality="density"` scores -log p(image) - log p(text). "absolute" scores |-log p - typical|, summed over both
+    modalities, because a density higher than that of training pairs is unusual too; `typical` is `Epistemic.typical()`
+    of training pairs.
+
+    A marginal is computed together with a partner, the other side of the pair, and with finitely many steps depends on
+    it a little. `text_partners`, [M, d_T] for all rows or [B, M, d_T], average log p(image) over the pair's own text
+    and M more, at the cost of two solves each; `image_partners` do so for log p(text). The probes of the m-th partner
+    depend on generator, row and m.
     """
     settings = DensitySettings(n_steps, n_probes, solver, divergence, probe, redraw, orthogonal, tangents, grid)
     _check_stderr(settings, return_stderr)
@@ -261,10 +272,11 @@ def suggest_steps(
     max_steps: int = 512,
     memory: int | None = None,
 ) -> int:
-    """Steps after which doubling them changes the log-density of these pilot pairs by at most `tolerance` nats.
+    """Number of steps at which doubling it changes the log-density of these pilot pairs by at most `tolerance` nats.
 
-    The change is the mean over pairs of |log p(n) - log p(2n)|, with the same probes kept along the path in both, so
-    that what differs is the discretisation alone. A hundred pairs or so are enough. ValueError if `max_steps` are not.
+    The change is the mean over the pairs of |log p(n) - log p(2n)|. Both use the same probes, kept along the path, so
+    that only the discretisation differs. About a hundred pairs are enough. If `max_steps` steps do not reach the
+    tolerance, a ValueError is raised.
     """
     if not tolerance > 0 or count_of(max_steps, "max_steps") < 2:
         raise ValueError(f"tolerance={tolerance} must be positive and max_steps={max_steps} at least 2")

@@ -23,7 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class BackendUnavailable(ValueError):
-    """The backend asked for by name cannot serve this operation here; the message says why."""
+    """Raised when a backend requested by name cannot run this operation on this machine. The message says why."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class BackendTable(dict[str, dict[str, str]]):
 
 
 def backends() -> BackendTable:
-    """Every operation with every backend: "available", or why it is not."""
+    """Table of all operations and backends: "available", or the reason why not. Prints as text."""
     table = BackendTable()
     for op in sorted(_IMPLEMENTATIONS):
         found = _IMPLEMENTATIONS[op]

@@ -60,7 +60,11 @@ DTYPES = ("float32", "float16")
 
 @dataclass(frozen=True)
 class EmbedSummary:
-    """What became of the images."""
+    """Counts of what `embed_images` did.
+
+    `images`, `texts`: embeddings written. `skipped_images`, `skipped_captions`: inputs that could not be used, listed
+    in `skipped.csv`. `dim`: width of the embeddings. `shards`: files per kind of embedding.
+    """
 
     images: int
     texts: int
@@ -93,14 +97,17 @@ def embed_images(
     overwrite: bool = False,
     progress: bool | None = None,
 ) -> EmbedSummary:
-    """Embeds images and their captions (see `image_sources.open_images`) into the folder `out`.
+    """Embeds images and their captions into the folder `out`, in the layout that `EmbeddingPairs.open` reads.
 
-    The layout is clip-retrieval's, which `EmbeddingPairs.open` reads, with `image_index.npy` unless every image has one
-    text. `metadata/` has a row per text, `img_metadata/` a row per image; without captions `metadata/` is per image.
-    `skipped.csv` lists what could not be read. `pre_projection` adds `img_pre/`, `text_pre/` and
-    `projections.safetensors` (see `ProjectingEncoder`). `workers` threads load images. Killed, it is continued by the
-    same call; the output of another job is refused unless `overwrite`. Ctrl-C is heeded after the current batch, which
-    is kept with those before it, a second one at once.
+    `images`: a folder, a table or tar shards, as in docs/embedding.md. The layout is clip-retrieval's, plus
+    `image_index.npy` unless every image has exactly one text. `metadata/` has a row per text and `img_metadata/` a row
+    per image; without captions `metadata/` has a row per image. `skipped.csv` lists what could not be read.
+    `pre_projection` adds `img_pre/`, `text_pre/` and `projections.safetensors`: the activations before the encoder's
+    last projections, and the projections. `workers`: threads that load images. `shard_rows`: images per shard. `dtype`:
+    "float32" or "float16".
+
+    If the job is killed, the same call continues it; output of another job is refused unless `overwrite` is set. On
+    Ctrl-C the current batch is completed and all work so far is kept; a second Ctrl-C stops at once.
     """
     for name, count in (("batch_size", batch_size), ("workers", workers), ("shard_rows", shard_rows)):
         checks.integer(count, name, 1)

@@ -45,22 +45,25 @@ ImageLike = Union["Image", str, Path, Tensor]
 
 
 class Encoder(Protocol):
-    """Maps images and texts to unit vectors of one space. `geoflow embed` takes whatever has these five."""
+    """Protocol of an encoder, which maps images and texts to unit vectors of one space.
+
+    `embed_images` accepts any object with these members.
+    """
 
     dim: int
     """Width of the embeddings."""
 
     def facts(self) -> dict[str, Any]:
-        """Everything the embeddings depend on, as JSON: name, digest of the weights, settings."""
+        """Everything the embeddings depend on, as values that JSON can hold: name, digest of the weights, settings."""
 
     def prepare(self, image: Image) -> Tensor:
-        """The part of the work on an RGB image that loader threads do: resizing, scaling. Equal shapes for all."""
+        """Preprocesses an RGB image (resizing, scaling) in a loader thread, to the same shape for all images."""
 
     def encode_images(self, images: Sequence[ImageLike]) -> Tensor:
-        """Float32 unit rows [B, dim] on the CPU, B >= 0; a row is NaN where the network gives no direction."""
+        """Embeds B >= 0 images: float32 unit rows [B, dim] on the CPU; NaN where the output has no direction."""
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
-        """As `encode_images`."""
+        """Embeds texts, with the same kind of result as `encode_images`."""
 
 
 @runtime_checkable
@@ -87,11 +90,10 @@ class ProjectingEncoder(Protocol):
 
 
 class OpenClipEncoder:
-    """A model of open_clip with its transform of images and its tokenizer.
+    """An open_clip model with its image transform and tokenizer. `load` creates one from pretrained weights.
 
-    `precision`: float32, or float16 or bfloat16 where the network computes in mixed precision; "auto" is float16 on a
-    GPU and float32 on a CPU. The last projections are applied in float32. `name` goes into the facts. `load` makes one
-    from weights.
+    `precision`: "float32"; "float16" or "bfloat16" for mixed precision; or "auto", float16 on a GPU and float32 on a
+    CPU. The last projections are always applied in float32. `name` identifies the model in `facts`.
     """
 
     def __init__(
@@ -126,11 +128,11 @@ class OpenClipEncoder:
         device: str | torch.device = "auto",
         precision: str = "auto",
     ) -> OpenClipEncoder:
-        """A model by open_clip's name with the weights of a tag, which are downloaded once, or of a local file.
+        """Loads a model by its open_clip name, with weights of the tag `pretrained` (downloaded once) or of a file.
 
-        With `checkpoint`, `pretrained` says whose preprocessing the file needs. `model` may also be `local-dir:FOLDER`,
-        a folder with `open_clip_config.json`, weights and, if the model has one of its own, the tokenizer's files: all
-        that a machine without a network needs.
+        With a local `checkpoint`, `pretrained` names the tag whose preprocessing the weights need. `model` may also be
+        `local-dir:FOLDER`, a folder with `open_clip_config.json`, the weights and, if the model has its own tokenizer,
+        that tokenizer's files; this works without a network connection.
         """
         open_clip = _open_clip()
         checks.words(model, "model")
@@ -148,7 +150,7 @@ class OpenClipEncoder:
         return cls(network, transform, _Tokenizer(model), name=model, device=device, precision=precision)
 
     def facts(self) -> dict[str, Any]:
-        """Name, digest of the weights, preprocessing, precision."""
+        """Name, digest of the weights, preprocessing and precision."""
         transform = getattr(self.model.visual, "preprocess_cfg", None) or repr(self.preprocess)
         return {
             "encoder": "open_clip",
@@ -159,20 +161,20 @@ class OpenClipEncoder:
         }
 
     def prepare(self, image: Image) -> Tensor:
-        """open_clip's transform: [3, H, W]."""
+        """Applies open_clip's image transform: [3, H, W]."""
         return self.preprocess(_picture(image))
 
     def encode_images(self, images: Sequence[ImageLike]) -> Tensor:
-        """Float32 unit rows [B, dim] on the CPU."""
+        """Embeds images: float32 unit rows [B, dim] on the CPU."""
         return self.project_images(self.image_activations(images))
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
-        """Float32 unit rows [B, dim] on the CPU."""
+        """Embeds texts: float32 unit rows [B, dim] on the CPU."""
         return self.project_texts(self.text_activations(texts))
 
     @torch.inference_mode()
     def image_activations(self, images: Sequence[ImageLike]) -> Tensor:
-        """Float32 [B, k_I]; the bare embedding of a tower that has no last projection."""
+        """Image activations before the last projection, float32 [B, k_I]; the unscaled embedding if there is none."""
         if not len(_sequence(images, "images")):
             return torch.empty(0, self._width_before("image"))
         batch = _stack(self.prepare, images).to(self.device, non_blocking=True)
@@ -185,7 +187,7 @@ class OpenClipEncoder:
 
     @torch.inference_mode()
     def text_activations(self, texts: Sequence[str]) -> Tensor:
-        """Float32 [B, k_T]; the bare embedding of a tower that has no last projection."""
+        """Text activations before the last projection, float32 [B, k_T]; the unscaled embedding if there is none."""
         known = _texts(texts)
         if not known:
             return torch.empty(0, self._width_before("text"))
@@ -194,15 +196,18 @@ class OpenClipEncoder:
             return self.model.encode_text(tokens, normalize=False).float()
 
     def project_images(self, activations: Tensor) -> Tensor:
-        """Float32 unit rows [B, dim] on the CPU."""
+        """Embeddings of image activations [B, k_I]: float32 unit rows [B, dim] on the CPU."""
         return self._project("image", activations)
 
     def project_texts(self, activations: Tensor) -> Tensor:
-        """Float32 unit rows [B, dim] on the CPU."""
+        """Embeddings of text activations [B, k_T]: float32 unit rows [B, dim] on the CPU."""
         return self._project("text", activations)
 
     def projections(self) -> dict[str, Tensor]:
-        """`image.weight` [dim, k_I], `text.weight` [dim, k_T], and `.bias` [dim] where there is one."""
+        """The last projections: `image.weight` [dim, k_I], `text.weight` [dim, k_T], and `.bias` [dim] if there is one.
+
+        A tower that does not end in a linear projection raises a ValueError.
+        """
         found: dict[str, Tensor] = {}
         for tower, projection in self._projection.items():
             if projection is None:
@@ -246,11 +251,11 @@ class OpenClipEncoder:
 
 
 class ColourEncoder:
-    """An encoder without weights, to try the pipeline where none can be had. It sees colours and reads their names.
+    """An encoder without weights, for trying out the pipeline. It knows only colours and their names.
 
-    Images: the share of eleven basic colours and a 4 x 4 picture of light and dark. Texts: the colours that they name
-    and their words, hashed. A fixed random map brings both into one space, where "a red car" is near red pictures, and
-    where nothing else of what a picture shows is known.
+    An image is described by its shares of eleven basic colours and a 4 x 4 grid of brightness, a text by the colours it
+    names and a hash of its words. A fixed random map brings both into one space of width 64, in which "a red car" is
+    near red images; nothing else about the content of an image is represented.
     """
 
     dim = 64
@@ -275,11 +280,11 @@ class ColourEncoder:
     """Cells per side, buckets of words, and the weight of what the other side cannot see."""
 
     def facts(self) -> dict[str, Any]:
-        """The name and a number that changes when the embeddings do."""
+        """The encoder's name and a version number that changes when its embeddings do."""
         return {"encoder": "colours", "version": 1}
 
     def prepare(self, image: Image) -> Tensor:
-        """Features [11 + 16]: shares of the colours, and light and dark."""
+        """Features [27] of an image: shares of the eleven colours, and the brightness of the 16 cells."""
         image = _picture(image).convert("RGB")
         small = np.asarray(image.resize((64, 64)), np.float32).reshape(-1, 3)
         references = np.array([rgb for _, rgb in self.COLOURS], np.float32)
@@ -290,7 +295,7 @@ class ColourEncoder:
         return torch.from_numpy(np.concatenate((_direction(share), self.OWN * _direction(light - light.mean()))))
 
     def encode_images(self, images: Sequence[ImageLike]) -> Tensor:
-        """Float32 unit rows [B, 64]."""
+        """Embeds images: float32 unit rows [B, 64]."""
         features = torch.zeros(len(_sequence(images, "images")), self._width)
         if len(images):
             width = len(self.COLOURS) + self.GRID**2
@@ -301,7 +306,7 @@ class ColourEncoder:
         return self._project(features)
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
-        """Float32 unit rows [B, 64]."""
+        """Embeds texts: float32 unit rows [B, 64]."""
         names = {name: place for place, (name, _) in enumerate(self.COLOURS)}
         known = _texts(texts)
         features = torch.zeros(len(known), self._width)

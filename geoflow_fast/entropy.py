@@ -29,29 +29,31 @@ FAST: dict[str, Any] = {"n_samples": 40, "n_steps": 8, "solver": "ab2", "grid": 
 
 @dataclass(frozen=True)
 class RetrievalPosterior:
-    """The posterior over the gallery for each of Q queries, on the device of the queries, detached."""
+    """The posterior over the gallery of each of Q queries; detached tensors on the device of the queries."""
 
     entropy: Tensor
-    """[Q], nats: 0 for a query with one possible answer, log N for one that fits all items alike."""
+    """[Q], retrieval entropy in nats: 0 if one item has all the probability, log N if all N items are equally
+    likely."""
     map_index: Tensor
     """[Q] int64, the most probable item."""
     map_prob: Tensor
     """[Q], its probability."""
     risk_lower_bound: Tensor
-    """[Q] float64, the least probability of error that this entropy allows (Fano)."""
+    """[Q] float64, the smallest error probability that this entropy allows (Fano)."""
     top_index: Tensor
-    """[Q, k] int64, most probable first."""
+    """[Q, k] int64, the k most probable items, most probable first."""
     top_prob: Tensor
-    """[Q, k]."""
+    """[Q, k], their probabilities."""
     entropy_bound: Tensor
-    """[Q] float64: pruning has changed `entropy` by at most this; 0 for queries that were scored against all items."""
+    """[Q] float64, how much pruning can have changed `entropy` at most; 0 for queries scored against all items."""
 
 
 def risk_lower_bound(entropy: Tensor, n_items: int) -> Tensor:
-    """Least 0/1 risk of the best guess among `n_items` given the posterior's entropy [...] in nats (Eq. 3): float64.
+    """Lower bound of the 0/1 risk of any choice among `n_items` items, given the posterior's entropy (Eq. 3).
 
-    Inverts f(r) = H2(r) + r log(N - 1), which rises from 0 to log N on [0, (N - 1)/N], by bisection to 1e-12; the lower
-    end of the last interval is returned, so the bound holds whatever the rounding.
+    `entropy` [...] is in nats; the result is float64 of the same shape. Inverts f(r) = H2(r) + r log(N - 1), which
+    rises from 0 to log N on [0, (N - 1)/N], by bisection to 1e-12, and returns the lower end of the last interval, so
+    that rounding cannot break the bound.
     """
     checks.integer(n_items, "n_items", least=1)
     entropy = checks.floating(entropy, "entropy").detach().double()
@@ -69,21 +71,23 @@ def risk_lower_bound(entropy: Tensor, n_items: int) -> Tensor:
 
 
 class RetrievalEntropy(nn.Module):
-    """Scores queries against a gallery: `scorer(queries)` -> `RetrievalPosterior`.
+    """Retrieval entropy of queries over a gallery: `scorer(queries)` returns a `RetrievalPosterior`.
 
-    `direction="t2i"`: queries are texts, the gallery images; "i2t" the other way round. Per query, `n_samples`
-    embeddings of the missing side are drawn from the conditional flow (`n_steps` steps of `solver` under `guidance`,
-    all queries from the same noise, a function of `seed`), and each gallery item is scored by a von Mises-Fisher kernel
-    of concentration `kappa` around them; the softmax over the gallery is the posterior. Defaults are the paper's.
+    `direction="t2i"`: queries are texts and the gallery holds images; "i2t": the other way round. `gallery`: a tensor,
+    an array, a `.npy` file or a folder of shards. For each query, `n_samples` embeddings of the other modality are
+    drawn from the conditional flow (`n_steps`, `solver`, `grid`, `noise` and `guidance` as in `sample`; all queries
+    share the same noise, drawn by `seed`). Each item is scored by the mean of von Mises-Fisher kernels with
+    concentration `kappa` around the samples, and normalising the scores over the gallery gives the posterior. The
+    defaults are the paper's; `fast` has a cheaper setting.
 
-    `posterior="likelihood"` (the paper) normalises p(item | query) over the gallery; "bayes" divides by p(item) first,
-    which is the probability of each item being the one meant. The items' marginals are computed once per gallery:
-    `marginal="scores"` takes the mean of an item's score over `reference` queries [R, d], typical ones (a few hundred);
-    "density" the flow's own density, which needs no reference and is far more expensive.
+    `posterior="likelihood"` (the paper) normalises p(item | query); "bayes" first divides by p(item), which gives the
+    probability that the item is the one meant. The marginals p(item) are computed once per gallery:
+    `marginal="scores"` averages the scores over typical `reference` queries [R, d], a few hundred; "density" uses the
+    flow's log-density, which needs no reference and is far more expensive.
 
-    `gallery`: tensor, array, `.npy` file or folder of shards. The state dict holds the flow, not the gallery.
-    With the `index` of a gallery tensor, scoring on a CPU leaves out items that provably do not matter, as `prune` says
-    (`ops.gallery_posterior`); `risk_lower_bound` allows for what that can have changed.
+    With the `index` of a gallery tensor, scoring on a CPU skips items that provably do not matter, as `prune` says (see
+    `ops.gallery_posterior`); `risk_lower_bound` accounts for the possible change. The state dict contains the flow, not
+    the gallery.
     """
 
     start_generated: Tensor
@@ -160,13 +164,13 @@ class RetrievalEntropy(nn.Module):
     def fast(
         cls, flow: GeoFlow, gallery: GallerySource | Gallery, direction: str = "t2i", **settings: Any
     ) -> RetrievalEntropy:
-        """The cheapest setting that ranks queries no worse than the paper's (docs/entropy.md has the measurement):
-        few samples from antithetic noise, few Adams-Bashforth steps. `settings` override single ones."""
+        """A scorer with the cheapest setting that ranks queries no worse than the paper's (measured in
+        docs/entropy.md): few samples from antithetic noise and few Adams-Bashforth steps. `settings` override it."""
         return cls(flow, gallery, direction, **{**FAST, **settings})
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that a score depends on besides flow, gallery and query."""
+        """Everything a score depends on besides flow, gallery and query."""
         return {
             "direction": self.direction,
             "n_samples": self.n_samples,
@@ -181,7 +185,7 @@ class RetrievalEntropy(nn.Module):
 
     @property
     def marginal_settings(self) -> dict[str, Any]:
-        """All that the items' marginals depend on besides flow and gallery."""
+        """Everything the items' marginals depend on besides flow and gallery."""
         facts: dict[str, Any] = {"marginal": self.marginal, "direction": self.direction, "seed": self.seed}
         facts |= {"format": marginals.FORMAT, "n_steps": marginals.DENSITY_STEPS}
         if self.marginal == "scores":
@@ -190,7 +194,8 @@ class RetrievalEntropy(nn.Module):
         return facts
 
     def item_marginals(self) -> Tensor:
-        """Log-marginal of every gallery item up to a constant, [N]: computed once, and kept with a gallery on disk."""
+        """Log-marginals [N] of the gallery items, up to a constant. Computed once, and stored beside a gallery on
+        disk."""
         if self.log_marginal is None:
             facts = {**self.marginal_settings, "flow": flow_digest(self.flow), "gallery": self.gallery.digest()}
             found = marginals.computed_once(self.gallery.index_folder, facts, self._compute_marginals)
@@ -212,20 +217,20 @@ class RetrievalEntropy(nn.Module):
         def __call__(self, queries: Tensor) -> RetrievalPosterior: ...
 
     def forward(self, queries: Tensor) -> RetrievalPosterior:
-        """Posterior of each of the queries [Q, d], unit rows."""
+        """Posterior over the gallery for each of the `queries` [Q, d], unit rows."""
         return self.score(queries)
 
     @torch.no_grad()
     def score(self, queries: Tensor, advance: Advance = lambda _: None) -> RetrievalPosterior:
-        """`forward`, telling `advance` of queries whose samples are drawn."""
+        """Same as `forward`, and calls `advance(n)` whenever the samples of n more queries are drawn."""
         if checks.with_values(queries, "queries").dim() != 2 or queries.shape[1] != self.query_dim:
             raise ValueError(f"queries must be [Q, {self.query_dim}], got {tuple(queries.shape)}")
         samples = self._draw_spread(queries, advance) if self.gallery.is_spread else self.draw(queries, advance)
         return self._read_out(self._statistics(samples), samples)
 
     def spread(self) -> None:
-        """From now on the ranks of the gallery's world share its items, and score queries together: every rank calls
-        with the same queries, and receives the whole posterior."""
+        """Divides the gallery's items among the ranks of its world. From then on all ranks must call the scorer
+        together with the same queries; each receives the whole posterior."""
         if self.index is not None:
             raise ValueError("a gallery whose items are spread over ranks is not pruned; leave out index=")
         self.gallery.spread()
@@ -240,7 +245,7 @@ class RetrievalEntropy(nn.Module):
         return world.gather_rows(drawn, [len(share) for share in shares])
 
     def draw(self, queries: Tensor, advance: Advance = lambda _: None) -> Tensor:
-        """Samples [Q, M, d] of what each query [Q, d'] looks for."""
+        """Samples [Q, M, d] of the gallery's modality for each of the `queries` [Q, d']."""
         start = StartingPoints(self.start_generated, self.start_condition).to(next(self.flow.parameters()))
         queries = queries.to(start.generated)
         return sample_conditional(self.flow, queries, self.direction, start, self.solve, advance)

@@ -26,12 +26,13 @@ GallerySource = Tensor | Array | str | Path
 
 
 class Gallery:
-    """Unit rows to retrieve from: `len(gallery)`, `gallery.dim`, and `gallery.blocks()` in order.
+    """The items to retrieve from: N unit rows of width `dim`, held in memory or read from files block by block.
 
-    From a tensor, an array, a `.npy` file, or a folder of `.npy` shards (in the order of the numbers in their names).
-    A tensor stays on its device; files are memory-mapped and never loaded whole. float16 is widened as it is read.
+    `source`: a tensor or an array [N, d], a `.npy` file, or a folder of `.npy` shards, read in the order of the numbers
+    in their names. A tensor stays on its device; files are memory-mapped and never loaded whole. float16 is converted
+    as it is read. Rows that are not finite or not of unit norm raise a ValueError.
 
-    The ranks of a `world` share the reading that a check and a digest need; after `spread`, they share the items too.
+    The ranks of a `world` share the reading for checks and digests and, after `spread`, the scoring of items.
     """
 
     def __init__(self, source: GallerySource, *, world: World = ALONE) -> None:
@@ -61,7 +62,7 @@ class Gallery:
 
     @property
     def dim(self) -> int:
-        """Width of the rows."""
+        """Width d of the rows."""
         if self._tensor is not None:
             return self._tensor.shape[1]
         assert self._rows is not None
@@ -69,12 +70,12 @@ class Gallery:
 
     @property
     def in_memory(self) -> bool:
-        """Whether the gallery is a tensor, which `blocks` gives whole."""
+        """Whether the gallery was made from a tensor; `blocks` then yields it as one block."""
         return self._tensor is not None
 
     @property
     def index_folder(self) -> Path | None:
-        """Where things computed once per gallery are kept: beside its files; None for one in memory."""
+        """Folder beside the gallery's files for what is computed once per gallery; None if it has no files."""
         if self.path is None:
             return None
         return (
@@ -82,13 +83,13 @@ class Gallery:
         )
 
     def to(self, device: torch.device | str) -> None:
-        """Moves a gallery that is held in memory; blocks of mapped files go to the device as they are read."""
+        """Moves a gallery made from a tensor to `device`. Others are copied there block by block as they are read."""
         found = checks.device(device)
         if self._tensor is not None:
             self._tensor = self._tensor.to(found)
 
     def digest(self) -> str:
-        """Hash of all rows: tells one gallery from another. Files are read once for it, by all ranks of the world."""
+        """Hash of all rows, which identifies the gallery. Files are read once for it, shared among the ranks."""
         if self._tensor is not None:
             return jobs.digest([self._tensor])
         if self._digest is None:
@@ -97,17 +98,17 @@ class Gallery:
         return self._digest
 
     def spread(self) -> None:
-        """From now on each rank scores its share of the items, and `statistics` is a call that all ranks make together,
-        with the same samples, and that gives each of them the statistics of all items."""
+        """Divides the items among the ranks. From then on all ranks must call `statistics` together with the same
+        samples; each scores its own share and receives the statistics of all items."""
         self.is_spread = True
 
     def blocks(
         self, device: torch.device | str, dtype: torch.dtype = torch.float32, within: range | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """(index of the first row, rows [n, d] on `device`) in order, of all rows or of those `within` a stretch; one
-        block when the gallery is in memory.
+        """Yields the rows in order as (index of the first row, rows [n, d] on `device`); `within` restricts the range.
 
-        Mapped float32 rows are not copied: the blocks are for reading only, and each only until the next is asked for.
+        A gallery made from a tensor comes as one block. Memory-mapped float32 rows are not copied: treat a block as
+        read-only, and do not keep it beyond the next one.
         """
         device = checks.device(device)
         within = range(len(self)) if within is None else within
@@ -119,7 +120,7 @@ class Gallery:
             yield first, _as_tensor(block).to(device, dtype)
 
     def take(self, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Rows `index` (integers of any shape) on its device: [..., d]."""
+        """The rows with the given numbers: [..., d] for an integer tensor `index` [...], on the device of `index`."""
         checks.indices(index, "index", len(self))
         if self._tensor is not None:
             return self._tensor[index.to(self._tensor.device)].to(index.device, dtype)
@@ -131,8 +132,8 @@ class Gallery:
     def statistics(
         self, samples: Tensor, kappa: float, top_k: int, item_bias: Tensor | None = None, **pruning: Any
     ) -> GalleryStatistics:
-        """`ops.gallery_statistics` of all items, a block at a time: `samples` [Q, M, d], `item_bias` [N]; `pruning` is
-        passed on."""
+        """`ops.gallery_statistics` of all items, computed block by block, for `samples` [Q, M, d] and an optional
+        `item_bias` [N]. `pruning` is passed on (`index`, `prune`)."""
         checks.with_values(samples, "samples")
         if item_bias is not None and checks.with_values(item_bias, "item_bias").shape != (len(self),):
             raise ValueError(f"item_bias must be [{len(self)}], got {tuple(item_bias.shape)}")

@@ -20,18 +20,18 @@ SAMPLE_ROWS = 32_768
 
 @dataclass(frozen=True)
 class GalleryIndex(PrefixRows):
-    """Every item of a gallery in `width` numbers: its leading principal coordinates and the norm of the rest.
+    """An index for pruning: each item as its leading principal coordinates and the norm of the rest, `width` numbers.
 
-    `build` takes about as long as scoring a few queries, `save` and `load` use one safetensors file. The file
-    carries the gallery's digest: `load` refuses it for any other gallery.
+    Building it takes about as long as scoring a few queries. `save` and `load` use one safetensors file, which contains
+    the gallery's digest: `load` refuses an index of another gallery.
     """
 
     digest: str
-    """Of the gallery's rows."""
+    """Hash of the gallery's rows (`Gallery.digest`)."""
 
     @classmethod
     def build(cls, gallery: Gallery | Tensor, width: int | None = None) -> GalleryIndex:
-        """The index of a gallery; `width` defaults to an eighth of the gallery's, which is the fastest for most."""
+        """Builds the index of a gallery. `width`: from 2 to the gallery's width, by default an eighth of it."""
         gallery = gallery if isinstance(gallery, Gallery) else Gallery(gallery)
         width = max(2, gallery.dim // 8) if width is None else width
         if not 2 <= width <= gallery.dim:
@@ -47,7 +47,7 @@ class GalleryIndex(PrefixRows):
         return cls(projection, rows, largest, gallery.digest())
 
     def save(self, path: str | Path) -> None:
-        """Writes the index to one file, which appears whole or not at all."""
+        """Writes the index to the file `path`, atomically."""
         info = {"digest": self.digest, "largest_norm": self.largest_norm}
         save_tensors(
             checks.path(path, "path"), {"projection": self.projection, "rows": self.rows}, kind=KIND, info=info
@@ -55,7 +55,7 @@ class GalleryIndex(PrefixRows):
 
     @classmethod
     def load(cls, path: str | Path, gallery: Gallery | Tensor) -> GalleryIndex:
-        """Reads the index of `gallery`. A damaged file or the index of another gallery is a ValueError."""
+        """Reads the index of `gallery` from a file. A damaged file or another gallery's index raises a ValueError."""
         gallery = gallery if isinstance(gallery, Gallery) else Gallery(gallery)
         path = checks.path(path, "path")
         tensors, info = load_tensors(path, kind=KIND)
@@ -65,7 +65,7 @@ class GalleryIndex(PrefixRows):
         return index
 
     def check_digest(self, gallery: Gallery) -> None:
-        """Refuses the index of another gallery: ValueError unless every row is as it was."""
+        """Raises a ValueError unless this index was built from exactly the rows of `gallery`."""
         if self.digest != gallery.digest():
             raise ValueError("this is the index of another gallery, or the gallery has changed; build it anew")
 

@@ -43,13 +43,14 @@ Direction = str | Tensor
 
 @dataclass(frozen=True)
 class GeoFlowConfig:
-    """Shape of a `GeoFlow`. Defaults are the paper's network.
+    """Architecture of a `GeoFlow`. The defaults are the paper's network.
 
-    `image_dim`, `text_dim`: widths of the embeddings. `hidden` H, `depth` blocks, `heads` of the cross-gate.
-    `layer_scale`: initial weight of every branch (short runs of small networks want 0.1). `time_scale`: standard
-    deviation of the Fourier frequencies of time. `geometry`: "sphere", or "euclidean" for the straight-line twin with
-    Gaussian base. `centre` and `pca_dim`: subtract the training mean and keep that many principal components of each
-    modality before the flow (see `Preprocess`); useful when pairs are few.
+    `image_dim`, `text_dim`: widths of the embeddings. `hidden`: width H of the network; `depth`: number of blocks;
+    `heads`: heads of the cross-gate, which must divide `hidden`. `layer_scale`: initial weight of every residual branch
+    (0.1 suits short runs of small networks). `time_scale`: standard deviation of the Fourier frequencies of time.
+    `geometry`: "sphere", or "euclidean" for a flow along straight lines with a Gaussian base distribution.
+    `centre` subtracts the training mean from the embeddings of each modality, and `pca_dim` keeps that many principal
+    components of each; both are useful when pairs are few.
     """
 
     image_dim: int = 1024
@@ -94,41 +95,41 @@ class GeoFlowConfig:
 
     @classmethod
     def paper(cls, image_dim: int = 1024, text_dim: int = 1024) -> GeoFlowConfig:
-        """The paper's network, about 56 million parameters at width 1024."""
+        """The paper's network: about 56 million parameters at width 1024."""
         return cls(image_dim, text_dim)
 
     @classmethod
     def small(cls, image_dim: int = 1024, text_dim: int = 1024) -> GeoFlowConfig:
-        """About 8 million parameters at width 1024: an hour or so of training on a few cores."""
+        """A network of about 8 million parameters at width 1024, which trains in an hour or so on a few cores."""
         return cls(image_dim, text_dim, hidden=256, depth=4, layer_scale=0.1)
 
     @classmethod
     def tiny(cls, image_dim: int = 24, text_dim: int = 24) -> GeoFlowConfig:
-        """About 1.4 million parameters at width 24: minutes of training, for demonstrations and tests."""
+        """A network of about 1.4 million parameters at width 24, for demonstrations and tests; it trains in minutes."""
         return cls(image_dim, text_dim, hidden=128, depth=3, layer_scale=0.1)
 
     @property
     def inner(self) -> int:
-        """Inner width of the feed-forward: 8/3 H rounded up to a multiple of 64."""
+        """Inner width of the feed-forward layers: 8/3 H, rounded up to a multiple of 64."""
         return 64 * math.ceil(self.hidden * 8 / 3 / 64)
 
     @property
     def flow_dims(self) -> tuple[int, int]:
-        """Widths (image, text) of the points the flow works on: those of the embeddings, or `pca_dim`."""
+        """Widths (image, text) of the points the flow works on: `pca_dim` if set, else those of the embeddings."""
         return self.pca_dim or self.image_dim, self.pca_dim or self.text_dim
 
     @property
     def preprocesses(self) -> bool:
-        """Whether embeddings are centred or reduced before the flow."""
+        """Whether embeddings are centred or reduced before they enter the flow."""
         return self.centre or self.pca_dim is not None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain dictionary that `from_json` takes back."""
+        """The configuration as a dictionary that JSON can hold; `from_json` is the inverse."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> GeoFlowConfig:
-        """Inverse of `to_json`; unknown or missing fields are a ValueError."""
+        """Rebuilds a configuration from `to_json`. Unknown or missing fields raise a ValueError."""
         names = {field.name for field in dataclasses.fields(cls)}
         if set(value) != names:
             raise ValueError(f"configuration fields differ from this release's: {sorted(set(value) ^ names)}")
@@ -350,7 +351,7 @@ def _row_ranges(image_c: Tensor, text_c: Tensor, counts: Counts) -> tuple[tuple[
 
 
 class GeoFlow(nn.Module):
-    """Velocity field of the flow on the product of two spheres; see `velocity`."""
+    """The network: a velocity field on the product of the image and the text sphere. See `velocity`."""
 
     def __init__(self, config: GeoFlowConfig) -> None:
         super().__init__()
@@ -365,7 +366,7 @@ class GeoFlow(nn.Module):
         self.preprocess = nn.ModuleList(Preprocess(*pair) for pair in widths) if config.preprocesses else None
 
     def extra_repr(self) -> str:
-        """One-line summary, first in `print(flow)`."""
+        """The one-line summary that `print(flow)` begins with."""
         return self.summary()
 
     def num_parameters(self) -> int:
@@ -373,7 +374,7 @@ class GeoFlow(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def summary(self) -> str:
-        """Size of the network in one line."""
+        """Geometry, widths and number of parameters in one line."""
         c = self.config
         millions = self.num_parameters() / 1e6
         return (
@@ -382,12 +383,12 @@ class GeoFlow(nn.Module):
         )
 
     def velocity(self, image: Tensor, text: Tensor, t: float | Tensor, direction: Direction) -> tuple[Tensor, Tensor]:
-        """Velocities (v_image [B, d_I], v_text [B, d_T]), tangent at the given points, at time `t`.
+        """Velocities (v_image [B, d_I], v_text [B, d_T]) at time `t`; on the sphere they are tangent at the points.
 
-        `image`, `text`: unit rows in the flow's coordinates (`to_flow`). `t`: float, 0-d or [B]. `direction`: "joint",
-        "i2t" (image given) or "t2i" (text given) for all rows, or int8 codes [B] of `geometry.DIRECTIONS`. The velocity
-        of a given stream is exactly zero. Differentiable in both points. With one time and one direction the
-        modulations are computed once for all rows.
+        `image` [B, d_I], `text` [B, d_T]: unit rows in the flow's coordinates (`to_flow`). `t`: a number, or a tensor
+        that is 0-d or [B]. `direction`: "joint", "i2t" (image given) or "t2i" (text given) for all rows, or int8 codes
+        [B] of `geometry.DIRECTIONS`. The velocity of a given stream is exactly zero. Differentiable in both points. If
+        all rows share one time and one direction, the modulations are computed only once.
         """
         self.check_points(image, text)
         rows = image.shape[0]
@@ -408,9 +409,9 @@ class GeoFlow(nn.Module):
         return v_image[undo], v_text[undo]
 
     def modulations(self, t: Tensor, direction: str) -> Tensor:
-        """Shifts and scales of every half-block at times `t` [S], shared by all rows: [S, 4 depth, 2, 1, H].
+        """AdaLN shifts and scales of every half-block at the times `t` [S], shared by all rows: [S, 4 depth, 2, 1, H].
 
-        `modulated_velocity` takes one of the S entries; a solver computes those of all its steps at once.
+        `modulated_velocity` takes one of the S entries, so a solver can compute those of all its steps in one call.
         """
         given = {"joint": None, "i2t": 0, "t2i": 1}
         if direction not in given:
@@ -423,20 +424,20 @@ class GeoFlow(nn.Module):
     def modulated_velocity(
         self, image: Tensor, text: Tensor, modulation: Tensor, direction: str
     ) -> tuple[Tensor, Tensor]:
-        """`velocity` with the modulation of a time and direction already at hand: one entry of `modulations`."""
+        """`velocity` for a modulation computed beforehand: one entry of `modulations` for the same `direction`."""
         counts = single_direction(direction, image.shape[0])
         return self._tangent(image, text, self._network(image, text, modulation.unbind(), counts), counts)
 
     def generated(self, image: Tensor, text: Tensor, t: Tensor, counts: Counts) -> tuple[Tensor, Tensor]:
-        """Network output before the tangent projection, for rows sorted as in `curriculum` with times `t` [B].
+        """Network output before the tangent projection, for times `t` [B]. Used in training, whose loss projects it.
 
-        Only rows in which a stream is generated are returned: image rows after the i2t ones, text rows before the t2i
-        ones. This is what training needs: the projection is part of its loss.
+        Rows are sorted i2t, joint, t2i, with `counts` rows of each. Only the rows in which a stream is generated are
+        returned: image rows after the i2t ones, text rows before the t2i ones.
         """
         return self._row_network(image, text, t, counts)
 
     def to_flow(self, image: Tensor | None = None, text: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
-        """Embeddings in the flow's coordinates: as they are, or centred and reduced as `config` says."""
+        """Maps embeddings [B, d] to the flow's coordinates: unchanged, or centred and reduced as `config` says."""
         self._check_given(image, text)
         if self.preprocess is None:
             return image, text
@@ -446,7 +447,7 @@ class GeoFlow(nn.Module):
         return tuple(x if x is None else part(x) for part, x in zip(self.preprocess, (image, text)))  # type: ignore[return-value]
 
     def from_flow(self, image: Tensor | None = None, text: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
-        """Embeddings of points in the flow's coordinates: undoes `to_flow`."""
+        """Maps points in the flow's coordinates back to unit embeddings, as far as `to_flow` can be inverted."""
         self._check_given(image, text)
         if self.preprocess is None:
             return image, text
@@ -460,12 +461,16 @@ class GeoFlow(nn.Module):
                 checks.floating(x, name)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes `config.json` and `model.safetensors`; the latter is complete in itself and replaced atomically."""
+        """Writes `config.json` and `model.safetensors` to `folder`. The latter is replaced atomically and is all that
+        `from_pretrained` needs."""
         save_weights(checks.path(folder, "folder"), self.config, self.state_dict())
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, device: torch.device | str = "cpu") -> GeoFlow:
-        """The flow that `save_pretrained` wrote to `folder`, in its dtype and in eval mode."""
+        """Loads a flow that `save_pretrained` wrote, with the stored dtype and in eval mode.
+
+        A damaged file, or one that does not match its configuration, raises a ValueError.
+        """
         path = checks.path(folder, "folder") / WEIGHTS_FILE
         tensors, info = load_tensors(path, kind="model", device=device)
         if "config" not in info:
@@ -478,7 +483,7 @@ class GeoFlow(nn.Module):
         return flow.eval()
 
     def check_points(self, image: Tensor, text: Tensor) -> None:
-        """ValueError unless both are rows in the flow's coordinates, equally many, of its dtype and on its device."""
+        """Raises a ValueError unless `image` and `text` are [B, d] in the flow's coordinates, dtype and device."""
         for name, x, dim in zip(("image", "text"), (image, text), self.config.flow_dims):
             self._check_rows(name, x, dim)
         if image.shape[0] != text.shape[0]:
@@ -490,7 +495,7 @@ class GeoFlow(nn.Module):
         self.check_dtype(name, x)
 
     def check_dtype(self, name: str, x: Tensor) -> None:
-        """ValueError unless `x` has the flow's dtype and is on its device."""
+        """Raises a ValueError unless `x` has the flow's dtype and device; the message calls it `name`."""
         own = next(self.parameters())
         if x.dtype != own.dtype or x.device != own.device:
             raise ValueError(f"{name} is {x.dtype} on {x.device}, but the flow is {own.dtype} on {own.device}")

@@ -46,36 +46,37 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Reranked:
-    """Posterior over each of Q shortlists of K items, on the device of the flow, detached."""
+    """The posterior over the shortlists of Q queries, of K items each; detached tensors on the device of the flow."""
 
     index: Tensor
-    """[Q, K] int64, rows of the gallery, most probable first; -1 where a shortlist is shorter."""
+    """[Q, K] int64, numbers of gallery rows, most probable first; -1 where a shortlist has fewer than K items."""
     prob: Tensor
-    """[Q, K], the probability that this item is the one meant; sums to one with `p_outside`."""
+    """[Q, K], the probability that each item is the one meant; a row sums to one together with `p_outside`."""
     answer: Tensor
-    """[Q] int64, the item with the largest cosine: what plain search answers."""
+    """[Q] int64, the item with the largest cosine, which plain search returns."""
     p_answer: Tensor
-    """[Q], the probability that this answer is right: `prob` of it times the right items that a query has."""
+    """[Q], the probability that `answer` is right: its `prob` times the mean number of right items of a query."""
     p_outside: Tensor
     """[Q], the probability that the right item is not in the shortlist; 0 if uncalibrated."""
     entropy: Tensor
-    """[Q], nats, over the items and "outside"."""
+    """[Q], entropy in nats over the items and "outside"."""
     risk_lower_bound: Tensor
-    """[Q] float64, the least probability of error that this entropy allows (Fano)."""
+    """[Q] float64, the smallest error probability that this entropy allows (Fano)."""
     calibrated: bool
     """Whether the weights were fitted on held-out pairs."""
 
 
 class BayesReranker(nn.Module):
-    """Re-ranks shortlists and says how probable every item is: `rr(queries)` -> `Reranked`.
+    """Re-ranks shortlists and gives the probability of every item: `reranker(queries)` returns a `Reranked`.
 
-    `direction="t2i"`: queries are texts, the gallery images; "i2t" the other way round. The `shortlist` items nearest
-    to a query by cosine come from the gallery itself, from `store` (a FAISS index over the same rows), or with the call
-    (`rr(queries, candidates)`). log p(query | item) is estimated in `n_steps` of `solver` with `n_probes` probes that
-    all pairs share, a function of `seed`: results do not depend on batches, and candidates differ by less noise.
+    `direction="t2i"`: queries are texts and the gallery holds images; "i2t": the other way round. A shortlist contains
+    the `shortlist` items with the largest cosine; they are found by a search of the gallery or of `store` (a FAISS
+    index over the same rows), or passed in (`reranker(queries, candidates)`). log p(query | item) is estimated in
+    `n_steps` steps of `solver` with `n_probes` probes. All pairs share the probes, which depend on `seed` alone:
+    results do not depend on batches, and differences between candidates are less noisy.
 
-    `calibrate` fits how this log-density and the cosine are weighed, and how probable it is that the right item is not
-    in the shortlist. Without it the posterior is the flow's own (alpha 1, beta 0, nothing outside); a warning says so.
+    `calibrate` fits the weights of this log-density and of the cosine, and the probability that the right item is not
+    in the shortlist. Without it the posterior is the flow's own (alpha 1, beta 0, nothing outside), with a warning.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class BayesReranker(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """Settings and weights in one line."""
+        """Settings and weights in one line, for `print`."""
         weights = "uncalibrated, alpha=1, beta=0"
         if self.calibration is not None:
             weights = "alpha={:.3g}, beta={:.3g}, outside={:.3g}".format(*self.calibration.weights)
@@ -128,7 +129,7 @@ class BayesReranker(nn.Module):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """All that a posterior depends on besides flow, gallery, calibration and query."""
+        """Everything a posterior depends on besides flow, gallery, calibration and query."""
         return {**self._fitted_for, "seed": self.seed}
 
     @property
@@ -137,7 +138,7 @@ class BayesReranker(nn.Module):
 
     @property
     def made_for(self) -> dict[str, Any]:
-        """What a calibration belongs to."""
+        """Facts of flow, direction, shortlist and solver that a calibration is valid for."""
         return {**self._fitted_for, "flow": flow_digest(self.flow)}
 
     @property
@@ -149,8 +150,8 @@ class BayesReranker(nn.Module):
         def __call__(self, queries: Tensor, candidates: Candidates | None = None) -> Reranked: ...
 
     def forward(self, queries: Tensor, candidates: Candidates | None = None) -> Reranked:
-        """Posterior of each of the queries [Q, d], unit rows, over its shortlist, or over `candidates` [Q, K]: rows of
-        the gallery, -1 where there are fewer."""
+        """Posterior of each of the `queries` [Q, d], unit rows, over its shortlist or over `candidates` [Q, K]: numbers
+        of gallery rows, padded with -1."""
         found = self.rerank(queries, candidates)
         if not found.calibrated:
             warnings.warn("BayesReranker is uncalibrated: alpha=1, beta=0, nothing outside the shortlist", stacklevel=4)
@@ -160,7 +161,7 @@ class BayesReranker(nn.Module):
     def rerank(
         self, queries: Tensor, candidates: Candidates | None = None, advance: Advance = lambda _: None
     ) -> Reranked:
-        """`forward`, telling `advance` of queries that are done."""
+        """Same as `forward`, and calls `advance(n)` whenever n more queries are done."""
         queries = self._checked(queries, "queries")
         index = self._search(queries, candidates)
         parts = [Evidence.empty(self.shortlist, queries.device)]
@@ -172,12 +173,12 @@ class BayesReranker(nn.Module):
 
     @torch.no_grad()
     def calibrate(self, pairs: EmbeddingPairs, *, max_queries: int = 1000, progress: bool | None = None) -> Calibration:
-        """Fits the weights on held-out `pairs`, keeps them in `self.calibration` and returns them.
+        """Fits the weights on held-out `pairs`, stores them in `self.calibration` and returns them.
 
-        At most `max_queries` queries, drawn by the seed, are searched in the gallery, each together with its own items,
-        so that the gallery has its real size. All texts of an image are right for it. An own item that is in the
-        gallery already counts once. ValueError if fewer than 50 queries have a right item in their shortlist.
-        `progress`: show a bar; by default on a terminal.
+        At most `max_queries` queries, drawn by the seed, are searched in the gallery with their own items added, so
+        that the gallery has its real size; an own item that is already in the gallery counts once. All texts of an
+        image count as right for it. If fewer than 50 queries have a right item in their shortlist, a ValueError is
+        raised. `progress`: show a progress bar; by default on a terminal.
         """
         if not isinstance(pairs, EmbeddingPairs):
             raise TypeError(f"pairs must be EmbeddingPairs, got {type(pairs).__name__}")
@@ -206,7 +207,7 @@ class BayesReranker(nn.Module):
         return self.calibration
 
     def save_calibration(self, path: str | Path) -> Path:
-        """Writes the calibration to a JSON file, or into a folder such as the flow's own; returns the file."""
+        """Writes the calibration to a JSON file, or into a folder such as the flow's, and returns the file's path."""
         if self.calibration is None:
             raise ValueError("there is no calibration to save: call calibrate first")
         file = self.calibration_file(path)
@@ -214,12 +215,13 @@ class BayesReranker(nn.Module):
         return file
 
     def load_calibration(self, path: str | Path) -> Calibration:
-        """Takes over what `save_calibration` wrote for the same flow, direction, shortlist and solver."""
+        """Loads and uses a calibration of `save_calibration`. It must be for the same flow, direction, shortlist and
+        solver; otherwise a ValueError is raised."""
         self.calibration = Calibration.load(self.calibration_file(path), self.made_for)
         return self.calibration
 
     def calibration_file(self, path: str | Path) -> Path:
-        """Where a calibration is kept: the file `path`, or one in the folder `path`."""
+        """The file a calibration is stored in: `path` itself, or a file in the folder `path`."""
         path = checks.path(path, "path")
         return path / f"rerank_{self.direction}.json" if path.is_dir() else path
 

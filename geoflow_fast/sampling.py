@@ -97,13 +97,19 @@ def sample(
     generator: torch.Generator | None = None,
     dims: tuple[int, int] | None = None,
 ) -> Streams:
-    """Samples (image, text). With `text` [Q, d_T] given: images [Q, M, d_I] and the text as given; with `image`: the
-    other way round; with neither: `n_samples` pairs, [M, d_I] and [M, d_T].
+    """Draws samples from the flow and returns (image, text).
 
-    Conditional samples follow v = v_c + guidance (v_c - v_u), where v_u sees noise in place of the condition: guidance
-    0 is the conditional law itself, more sharpens it. Every query starts from the same `n_samples` noise points (kinds
-    in `base_noise`), so a difference between queries is not one of luck; the result does not depend on how queries are
-    batched. `dims` (image, text) is needed only for a field that is not a `GeoFlow`.
+    Given `text` [Q, d_T], unit rows, it returns M = `n_samples` images for each of them, [Q, M, d_I], and the text as
+    given; given `image`, the other way round; given neither, M pairs, [M, d_I] and [M, d_T].
+
+    The ODE is solved in `n_steps` steps of `solver` ("euler", "midpoint", "rk4" or "ab2") on the time grid `grid`:
+    "uniform", or with shorter steps near the noise ("early") or near the data ("late"). Conditional samples follow
+    v = v_c + guidance (v_c - v_u), where v_u sees noise in place of the condition: a guidance of 0 samples the learned
+    conditional distribution itself, larger values sharpen it.
+
+    `noise`: "iid"; "orthogonal", within blocks of d points; or "antithetic", pairs of opposite points. All queries
+    start from the same M noise points, so that differences between them are not due to noise, and results do not depend
+    on how queries are batched. `dims` (image, text) is needed only for a field that is not a `GeoFlow`.
     """
     if image is not None and text is not None:
         raise ValueError("give image or text, not both; gf.log_density scores a pair")

@@ -40,19 +40,14 @@ _COSMETIC = {"checkpoint_every", "log_every", "tensorboard", "prefetch"}
 
 
 class TrainingDiverged(ValueError):
-    """The loss or the gradient became non-finite; the message names the step and the last good checkpoint."""
+    """Raised when the loss or the gradient is no longer finite. The message names the step and the last checkpoint."""
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How any network here is trained on pairs: steps, schedule, validation, checkpoints.
+    """Settings common to all networks that are trained on pairs: steps, schedule, validation, checkpoints.
 
-    `accumulate`: pieces in which a batch goes through the network. `ema_decay`: average the weights, validate and keep
-    the average. `val_fraction`: held out when no validation pairs are given. Training stops after `patience`
-    validations in a row without an improvement: a loss lower than the last improvement's by more than `min_improvement`
-    and by more than `min_relative_improvement` of it. `warmup_steps`: a tenth of the run instead where the run is not
-    longer than they are. `precision`: "auto" is bfloat16 autocast where the device gains from it. `optimizer`: "adamw",
-    "adam", or "sgd" with momentum 0.9.
+    `TrainConfig`, which adds those of a flow, describes the fields.
     """
 
     steps: int = 20_000
@@ -112,7 +107,7 @@ class RunConfig:
             raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
 
     def learning_rate(self, step: int) -> float:
-        """Linear warm-up, then a cosine to zero at the end of the run."""
+        """Learning rate of a 0-based step: linear warm-up, then a cosine to zero at the end of the run."""
         checks.integer(step, "step")
         warmup = self.warmup_steps if self.warmup_steps < self.steps else self.steps // 10
         if step < warmup:
@@ -123,7 +118,12 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class TrainReport:
-    """What a run did. `finished`: the last step or early stopping was reached (not interrupted)."""
+    """Outcome of a training run.
+
+    `steps`: steps done so far. `finished`: whether the run reached its last step or stopped early, rather than being
+    interrupted; `stopped_early`: whether it was the latter. `best_step`, `best_val_loss`: step and validation loss of
+    the weights that are kept. `seconds`: duration of this call. `out`: folder of the run, or None.
+    """
 
     steps: int
     finished: bool

@@ -38,15 +38,27 @@ PANEL_RULES = ("paper", "sample")
 
 @dataclass(frozen=True)
 class TrainConfig(RunConfig):
-    """How to train a flow. `paper()` is the paper to the letter; the defaults differ as the table in the documentation
-    says.
+    """Settings of a training run. `paper()` has exactly the paper's settings; docs/training.md lists where the defaults
+    differ.
 
-    `coupling`: how noise meets data on joint rows: "paper" (row argmax of the entropic plan), "sample" (draw from its
-    rows), "exact" (linear assignment), "independent". `conditional_coupling`: on i2t and t2i rows: "independent",
-    "paper", or "c2ot". The plan is solved among the rows that use it. `sinkhorn_eps`: its regularisation. `noise`:
-    "iid", or "structured" for Hadamard blocks, whose plan is much cheaper. `ot_scope`: several ranks solve one plan for
-    the rows of all ("global"), or each one for its own ("local"). `conditional_share`, `ramp_share`, `p_joint`,
-    `p_drop`: see `Curriculum`. The rest is described in `RunConfig`.
+    `coupling` pairs noise with data in joint rows: "paper" (row argmax of the entropic transport plan), "sample" (a
+    draw from each row of the plan), "exact" (linear assignment) or "independent". `conditional_coupling` does so in i2t
+    and t2i rows: "independent", "paper" or "c2ot". A plan is solved among the rows that use it, with regularisation
+    `sinkhorn_eps`. `noise`: "iid", or "structured" for Hadamard blocks, whose plan is much cheaper. `ot_scope`: with
+    several ranks, one plan for the rows of all ("global") or one per rank ("local").
+
+    Curriculum: the first `conditional_share` of the steps are conditional only; over the next `ramp_share` the
+    probability of a joint row rises linearly to `p_joint`. `p_drop`: probability that a conditional row has its
+    condition replaced by noise.
+
+    Run: `steps`, `batch_size` and `seed`. `lr`: peak learning rate, reached after `warmup_steps` (a tenth of the run if
+    the run is not longer than that), then a cosine to zero. `optimizer`: "adamw", "adam", or "sgd" with momentum 0.9.
+    `clip`: largest norm of the gradient. `accumulate`: number of pieces in which a batch goes through the network.
+    `ema_decay`: average the weights with this decay, and validate and keep the average. `precision`: "float32",
+    "bfloat16" (autocast), or "auto" for bfloat16 where the device gains from it. Every `val_every` steps `val_batches`
+    batches are validated; `val_fraction` of the images is held out if no validation pairs are given. Training stops
+    after `patience` validations in a row whose loss is not lower than that of the last improvement by more than
+    `min_improvement` and by more than `min_relative_improvement` of it. `prefetch`: prepare batches in a thread.
     """
 
     coupling: str = "paper"
@@ -70,7 +82,7 @@ class TrainConfig(RunConfig):
 
     @classmethod
     def paper(cls) -> TrainConfig:
-        """The paper to the letter, its coupling on every row included."""
+        """Exactly the paper's settings, including its coupling on conditional rows."""
         return cls(
             steps=120_000,
             batch_size=8192,
@@ -82,17 +94,17 @@ class TrainConfig(RunConfig):
 
     @classmethod
     def small(cls) -> TrainConfig:
-        """For `GeoFlowConfig.small`."""
+        """Settings for `GeoFlowConfig.small`."""
         return cls(lr=1e-3)
 
     @classmethod
     def tiny(cls) -> TrainConfig:
-        """For `GeoFlowConfig.tiny`: a minute or two on two cores."""
+        """Settings for `GeoFlowConfig.tiny`: a minute or two on two cores."""
         return cls(steps=1500, batch_size=256, lr=2e-3, warmup_steps=100, val_every=250, log_every=25)
 
     @property
     def curriculum(self) -> Curriculum:
-        """Directions, times and guidance dropout over the run."""
+        """The schedule of directions and guidance dropout over the run."""
         return Curriculum(self.steps, self.conditional_share, self.ramp_share, self.p_joint, self.p_drop)
 
 
@@ -439,15 +451,19 @@ def train(
     progress: bool | None = None,
     world: World = ALONE,
 ) -> TrainReport:
-    """Trains `flow` on `pairs`; it ends in eval mode with the best weights by validation (their average if EMA is on).
+    """Trains `flow` on `pairs` and leaves it in eval mode with the weights (or, with `ema_decay`, the averaged weights)
+    of the lowest validation loss.
 
-    `val`: validation pairs, else a seeded share of the images is held out with all their texts. `out`: folder for
-    `model.safetensors` and `config.json` (the best weights so far), `last.safetensors` (the state of the run) and
-    `metrics.jsonl`; one run at a time. `resume`: continue from the state in `out` if there is one; False removes it. A
-    finished run loads its best weights and returns at once. On a CPU the continued run ends with the same bits as an
-    undisturbed one. `progress`: live line on the terminal; by default if there is one. Ctrl-C stops after the current
-    step and saves. The ranks of a `world` (`gf.distributed.joined`) share the rows of each batch; the first one writes,
-    to a folder that all of them see.
+    `val`: validation pairs; by default a share of the images (`config.val_fraction`) is held out with all their texts.
+    `out`: folder for `model.safetensors` and `config.json` (the best weights so far), `last.safetensors` (the state of
+    the run) and `metrics.jsonl`; it takes one run at a time. `resume`: continue from the state in `out` if there is
+    one; False removes it. If the run there has finished, its best weights are loaded and the call returns at once. On a
+    CPU a resumed run ends with bit for bit the same weights as an uninterrupted one. `progress`: live line on the
+    terminal, by default if there is one. Ctrl-C stops after the current step and saves. A loss or gradient that is not
+    finite raises `TrainingDiverged`.
+
+    The ranks of a `world` (`gf.distributed.joined`) share the rows of each batch; the first one writes, to a folder
+    that all of them can see.
     """
     _check_widths(flow, pairs, "pairs")
     if val is None:
