@@ -42,18 +42,18 @@ METHODS: dict[str, type[Baseline]] = {
         EuclideanFlow,
     )
 }
-"""Every method by its name, references that need no training first."""
+"""All methods by name; the references that need no training come first."""
 
 
 def find(name: str) -> type[Baseline]:
-    """The class of the method `name`."""
+    """The class of the method `name`; an unknown name raises a ValueError."""
     if name not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {name!r}")
     return METHODS[name]
 
 
 def load(folder: str | Path) -> Baseline:
-    """The fitted baseline that is kept in `folder`, whatever its method."""
+    """Loads a fitted baseline of any method from `folder`."""
     return find(method_of(folder)).load(folder)
 
 
@@ -68,10 +68,11 @@ def train_preset(
     folder: Path | None,
     device: str,
 ) -> TrainReport | None:
-    """`geoflow train --method`: fits a baseline on pairs and keeps it in `out`.
+    """Fits a baseline on `pairs` and saves it to `out`, as `geoflow train --method` does.
 
-    `overrides` are fields of its run. `folder`: where the pairs are from, and BayesVLM's activations. None for a method
-    that does not train by gradient.
+    `size`: "paper", "small", "tiny" or "auto", for methods that have sizes. `overrides`: fields of the run to change.
+    `folder`: the folder of the pairs, from which BayesVLM takes its activations. Returns None for methods that are not
+    trained by gradient descent.
     """
     kind = find(method)
     torch.manual_seed(overrides.get("seed", 0))

@@ -87,10 +87,11 @@ def contrastive_losses(logits: Tensor) -> Tensor:
 
 
 class AsymVLM(Trained):
-    """1 / kappa of a text: of the query in t2i, of the caption that plain search finds first in i2t.
+    """AsymVLM: 1 / kappa of a text, where kappa is the concentration of its distribution over images.
 
-    A four-layer network of width `hidden` (2d) is trained with the symmetric cross-entropy over the log-likelihoods of
-    a batch's images under its texts, times a learned scalar.
+    In t2i the text is the query, in i2t the caption that plain search finds first. A four-layer network of width
+    `hidden` (default 2d) is trained with the symmetric cross-entropy over the log-likelihoods of a batch's images under
+    its texts, times a learned scalar.
     """
 
     RECIPE: ClassVar[RunConfig] = dataclasses.replace(PUBLISHED, weight_decay=5e-4, optimizer="sgd")
@@ -128,28 +129,34 @@ class AsymVLM(Trained):
 
 
 class AsymVLMvMF(AsymVLM):
-    """With von Mises-Fisher laws."""
+    """AsymVLM with von Mises-Fisher distributions: the uncertainty is 1 / kappa of a text.
+
+    In t2i the text is the query, in i2t the caption that plain search finds first.
+    """
 
     method: ClassVar[str] = "asymvlm_vmf"
     title: ClassVar[str] = "AsymVLM-vMF"
 
     @staticmethod
     def log_likelihood(eta: Tensor, points: Tensor) -> Tensor:
-        """<eta, x> + log C_d(|eta|)."""
+        """Log-likelihood <eta, x> + log C_d(|eta|): float64 [B, N]."""
         eta = eta.double()
         normalizer = log_vmf_normalizer(torch.linalg.vector_norm(eta, dim=1), eta.shape[1])
         return eta @ points.double().T + normalizer.unsqueeze(1)
 
 
 class AsymVLMPS(AsymVLM):
-    """With power-spherical laws."""
+    """AsymVLM with power-spherical distributions: the uncertainty is 1 / kappa of a text.
+
+    In t2i the text is the query, in i2t the caption that plain search finds first.
+    """
 
     method: ClassVar[str] = "asymvlm_ps"
     title: ClassVar[str] = "AsymVLM-PS"
 
     @staticmethod
     def log_likelihood(eta: Tensor, points: Tensor) -> Tensor:
-        """kappa log(1 + <mu, x>) and the normaliser."""
+        """Log-likelihood kappa log(1 + <mu, x>) plus the log-normaliser: float64 [B, N]."""
         eta = eta.double()
         kappa = torch.linalg.vector_norm(eta, dim=1, keepdim=True)
         cosine = (eta / kappa.clamp(min=1e-12)) @ points.double().T

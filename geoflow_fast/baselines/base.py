@@ -43,14 +43,15 @@ class Task:
 
 
 class Baseline(nn.Module, ABC):
-    """A method by its `method` name, with `settings` that make it again and weights in its state dict.
+    """Base class of all methods: `fit` on pairs, then `uncertainty` of queries.
 
-    Subclasses pass their settings on to `__init__`, which are plain values of JSON, and fill in `_fit` and `_score`.
+    `method` is the method's name. Settings are values that JSON can hold; weights are in the state dict. Subclasses
+    pass their settings to `__init__` and implement `_fit` and `_score`.
     """
 
     method: ClassVar[str]
     title: ClassVar[str]
-    """As tables show it."""
+    """Name of the method in tables."""
 
     def __init__(self, image_dim: int, text_dim: int, **settings: Any) -> None:
         super().__init__()
@@ -70,10 +71,10 @@ class Baseline(nn.Module, ABC):
         *,
         progress: bool | None = None,
     ) -> TrainReport | None:
-        """Learns from training `pairs`. `val`: held-out pairs, else a seeded share of the images.
+        """Fits the method to training `pairs`. `val`: held-out pairs; by default a share of the images is held out.
 
-        For methods that train by gradient `config`, `out`, `resume` and `progress` are those of `gf.train`, and the
-        report is returned; others take only the seed and the held-out share of `config`, and save nothing on their way.
+        For methods trained by gradient descent, `config`, `out`, `resume` and `progress` are as in `gf.train`, and the
+        report is returned. Others use only the seed and the held-out share of `config`, write nothing and return None.
         """
         config = config or self.default_config()
         for name, part in (("pairs", pairs), ("val", val)):
@@ -91,18 +92,18 @@ class Baseline(nn.Module, ABC):
 
     @classmethod
     def missing(cls) -> str | None:
-        """What the method needs beyond pairs and is not there, and how to get it; None if pairs are enough."""
+        """What the method needs besides pairs and is not available, and how to get it; None if nothing is missing."""
         return None
 
     def default_config(self) -> RunConfig:
-        """The run that the method's authors, or the paper's comparison, describe."""
+        """The training run described by the method's authors or in the paper's comparison."""
         return RunConfig()
 
     @torch.no_grad()
     def uncertainty(self, queries: Tensor, gallery: GallerySource | Gallery, direction: str) -> Tensor:
-        """Uncertainty [Q], float64, of unit `queries` [Q, d] over the gallery; higher is less certain.
+        """Uncertainty of `queries` [Q, d], unit rows, over the gallery: float64 [Q]; higher means less certain.
 
-        "t2i": queries are texts and the gallery holds images; "i2t": the other way round.
+        `direction="t2i"`: queries are texts and the gallery holds images; "i2t": the other way round.
         """
         if direction not in CONDITIONAL:
             raise ValueError(f"direction must be one of {CONDITIONAL}, got {direction!r}")
@@ -120,7 +121,7 @@ class Baseline(nn.Module, ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the method's tensors are."""
+        """Device of the method's tensors."""
         tensors = [*self.parameters(), *self.buffers()]
         return tensors[0].device if tensors else torch.device("cpu")
 
@@ -133,25 +134,25 @@ class Baseline(nn.Module, ABC):
         """`uncertainty` of checked queries on the method's device."""
 
     def save(self, folder: str | Path) -> None:
-        """Writes settings (JSON) and tensors (safetensors) into `folder`, each file whole or not at all."""
+        """Writes settings (JSON) and tensors (safetensors) to `folder`, each file atomically."""
         if not self.fitted:
             raise ValueError(f"{self.method} is not fitted: there is nothing to save")
         self.write(checks.path(folder, "folder"), self.state_dict())
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        """`save` of other weights than the current ones, for instance the best of a run that goes on."""
+        """Like `save`, but with the given weights instead of the current ones: the best so far during a run."""
         facts = {"method": self.method, "settings": self.settings}
         save_tensors(folder / WEIGHTS_FILE, tensors, kind=KIND, info=facts)
         write_json(folder / CONFIG_FILE, facts)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What tells one fitted baseline from another besides data and run."""
+        """What identifies the method besides its data and run: name and settings."""
         return {"method": self.method, **self.settings}
 
     @classmethod
     def load(cls: type[Method], folder: str | Path) -> Method:
-        """What `save` wrote, on the CPU; ValueError if the folder holds another method or a damaged file."""
+        """Loads what `save` wrote, onto the CPU. Another method's folder or a damaged file raises a ValueError."""
         path = checks.path(folder, "folder") / WEIGHTS_FILE
         tensors, facts = load_tensors(path, kind=KIND)
         with contents_of(path):

@@ -40,10 +40,10 @@ NEEDS_ACTIVATIONS = (
 
 @dataclass(frozen=True)
 class Activations:
-    """Activations before the last projections, row for row those of the embeddings, and the projections.
+    """Activations of an encoder before its last projections, and the projections. Rows correspond to the embeddings'.
 
-    `image` [N, k_I] and `text` [M, k_T]; `projections`: `image.weight` [d, k_I], `text.weight` [d, k_T], and
-    `image.bias`, `text.bias` [d] where there are any.
+    `image` [N, k_I], `text` [M, k_T]. `projections`: `image.weight` [d, k_I], `text.weight` [d, k_T] and, if the model
+    has them, `image.bias` and `text.bias` [d].
     """
 
     image: Rows
@@ -52,7 +52,7 @@ class Activations:
 
     @classmethod
     def open(cls, folder: str | Path) -> Activations:
-        """Of a folder that `geoflow embed --pre-projection` wrote; rows are memory-mapped."""
+        """Opens the activations that `geoflow embed --pre-projection` wrote to `folder`, memory-mapped."""
         folder = checks.path(folder, "folder")
         for name in (IMAGE_FOLDER, TEXT_FOLDER, PROJECTIONS_FILE):
             if not (folder / name).exists():
@@ -63,14 +63,14 @@ class Activations:
 
     @classmethod
     def from_arrays(cls, image: Tensor, text: Tensor, projections: Mapping[str, Tensor]) -> Activations:
-        """Of tensors in memory."""
+        """Activations from tensors in memory."""
         rows = [Rows([checks.array(x, name)], name) for x, name in ((image, "image"), (text, "text"))]
         for name, weight in projections.items():
             checks.with_values(weight, name)
         return cls(rows[0], rows[1], projections)
 
     def of(self, tower: str, index: np.ndarray) -> Tensor:
-        """Rows `index` of a tower as they are stored, not scaled to unit norm: float32."""
+        """Rows `index` of a tower ("image" or "text") as stored, not scaled to unit norm: float32."""
         rows = self._rows(tower)
         out = np.empty((len(index), rows.dim), np.float32)
         for part, start in zip(rows.parts, rows.starts):
@@ -79,7 +79,7 @@ class Activations:
         return torch.from_numpy(out)
 
     def check_rows(self, tower: str, index: np.ndarray) -> None:
-        """ValueError unless a tower has all rows `index`."""
+        """Raises a ValueError unless a tower has all rows in `index`."""
         rows, last = self._rows(tower), int(index.max(initial=-1))
         if last >= len(rows):
             raise ValueError(f"{len(rows)} rows of {tower} activations are too few for pairs of row {last}")
@@ -89,11 +89,13 @@ class Activations:
 
 
 class BayesVLM(Baseline):
-    """Entropy, in nats, of the softmax over the gallery of cosines whose uncertainty is known (probit approximation).
+    """BayesVLM: entropy, in nats, of the softmax over the gallery, with the uncertainty of the cosines taken into
+    account (probit approximation).
 
-    `set_activations` before `fit`; `uncertainty` then takes activations of queries and gallery in place of embeddings.
-    `logit_scale`: of the pretrained model (100 for CLIP). `prior_precision`: of the projections' weights. Factors are
-    summed over `batch_size` pairs at a time, whose other members are the contrastive loss's alternatives.
+    The uncertainty is that of a Laplace approximation of the encoder's last projections. Call `set_activations` before
+    `fit`; `uncertainty` then takes activations of queries and gallery instead of embeddings. `logit_scale`: that of the
+    pretrained model (100 for CLIP). `prior_precision`: of the projections' weights. The curvature is summed over
+    batches of `batch_size` pairs, within which the contrastive loss compares each pair with the others.
     """
 
     method: ClassVar[str] = "bayesvlm"
@@ -129,11 +131,11 @@ class BayesVLM(Baseline):
 
     @classmethod
     def missing(cls) -> str | None:
-        """Activations and projections: pairs alone never are enough."""
+        """Says that activations and projections are needed: pairs alone are never enough."""
         return NEEDS_ACTIVATIONS
 
     def set_activations(self, activations: Activations | str | Path) -> BayesVLM:
-        """What `fit` takes, row for row that of its pairs, or the folder that holds it."""
+        """Sets the activations that `fit` uses, or the folder they are in; their rows must correspond to the pairs'."""
         found = activations if isinstance(activations, Activations) else Activations.open(activations)
         for tower, rows in zip(TOWERS, (found.image, found.text)):
             weight = found.projections.get(f"{tower}.weight")
@@ -182,7 +184,7 @@ class BayesVLM(Baseline):
             yield pairs.image_row[index], pairs.text_row[index], pairs[index] if low == 0 else None
 
     def check_embeddings(self, tower: str, phi: Tensor, embedding: Tensor) -> None:
-        """ValueError unless activations `phi` [B, k] of a tower, projected, are the embeddings [B, d]."""
+        """Raises a ValueError unless projecting the activations `phi` [B, k] of a tower gives the embeddings [B, d]."""
         width = self.settings[f"{tower}_pre"]
         if phi.shape[1] != width:
             raise ValueError(f"{tower} activations have width {phi.shape[1]}, but the projection takes {width}")
@@ -195,18 +197,18 @@ class BayesVLM(Baseline):
             )
 
     def project(self, tower: str, phi: Tensor) -> Tensor:
-        """Embeddings [B, d] of activations [B, k] before they are scaled to unit norm, float64."""
+        """Projects activations [B, k] to embeddings, not scaled to unit norm: float64 [B, d]."""
         return phi.double() @ getattr(self, f"{tower}_weight").T + getattr(self, f"{tower}_bias")
 
     def moments(self, tower: str, phi: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and variance [B, d] of the embedding, before scaling, of activations [B, k]."""
+        """Mean and variance, [B, d] each, of the unscaled embeddings of activations [B, k]."""
         phi = phi.double()
         spread = torch.einsum("bi,ij,bj->b", phi, getattr(self, f"{tower}_a_inverse"), phi)
         return self.project(tower, phi), spread.unsqueeze(1) * getattr(self, f"{tower}_b_inverse")
 
     @torch.no_grad()
     def uncertainty(self, queries: Tensor, gallery: GallerySource | Gallery, direction: str) -> Tensor:
-        """Uncertainty [Q], float64, of queries by their activations [Q, k] over those of a gallery [N, k'].
+        """Uncertainty of queries over a gallery, both given by activations, [Q, k] and [N, k']: float64 [Q].
 
         The gallery is a tensor, an array, a `.npy` file or a folder of shards.
         """

@@ -21,10 +21,11 @@ from geoflow_fast.training import FlowMatching, TrainConfig
 
 
 class EuclideanFlow(Sized):
-    """Retrieval entropy of a flow without projections, geodesics or normalisation: the paper's ablation of geometry.
+    """Retrieval entropy of a flow in Euclidean space, without projections, geodesics or normalisation: the paper's
+    ablation of the geometry.
 
-    Network, curriculum and coupling are GeoFlow's of the same size; kappa and guidance of each direction are fitted on
-    the validation pairs, and the scorer's setting is that of `RetrievalEntropy.fast`, as for GeoFlow.
+    Network, curriculum and coupling are those of a GeoFlow of the same size. As for GeoFlow, kappa and guidance of each
+    direction are fitted on the validation pairs, and queries are scored with the settings of `RetrievalEntropy.fast`.
     """
 
     method: ClassVar[str] = "euclidean_flow"
@@ -39,7 +40,7 @@ class EuclideanFlow(Sized):
         self.register_buffer("bandwidth", torch.zeros(len(CONDITIONAL), 2))  # kappa and guidance, by direction
 
     def default_config(self) -> RunConfig:
-        """That of `gf.train` for the size."""
+        """The run of `gf.train` for this size."""
         found: TrainConfig = getattr(TrainConfig, self.size)()
         return found
 

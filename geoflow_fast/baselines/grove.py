@@ -137,11 +137,12 @@ class Side(nn.Module):
 
 
 class GroVE(Trained):
-    """Predictive variance of the query's own process at its latent, mean over coordinates.
+    """GroVE: predictive variance of a Gaussian process for the query's modality, averaged over coordinates.
 
-    The latent of a query is found by `adam_steps` of Adam on the likelihood of the observed side and a standard normal
-    prior, from a linear regression on its embedding or, with `latent_start="zero"`, from the centre. Those of training
-    pairs are learned, from their principal components, and not kept.
+    One sparse process per modality maps latent vectors to embeddings. The latent of a query is found by `adam_steps`
+    steps of Adam on the likelihood of its embedding and a standard normal prior, starting from a linear regression on
+    the embedding or, with `latent_start="zero"`, from zero. The latents of training pairs are learned, starting from
+    principal components, and are not stored.
     """
 
     method: ClassVar[str] = "grove"
@@ -188,17 +189,17 @@ class GroVE(Trained):
 
     @classmethod
     def missing(cls) -> str | None:
-        """GPyTorch."""
+        """Names GPyTorch if it is not installed."""
         return None if importlib.util.find_spec("gpytorch") else _NEEDS
 
     def make_batch(self, image: Tensor, text: Tensor, index: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:  # noqa: ARG002
-        """In the processes' units, with the numbers of the pairs, by which latents are known."""
+        """Embeddings in the processes' units, and the numbers of the pairs, which select their latents."""
         return image * self.unit, text * self.unit, index
 
     def losses(self, *tensors: Tensor) -> Tensor:
-        """0.01 (-ELBO of both sides) + 400 (KL both ways between the predictions, per coordinate), at latents [B, q].
+        """Loss [B]: `elbo_weight` (-ELBO of both modalities) + `kl_weight` (KL both ways between the predictions).
 
-        Summed over coordinates the KL drives both processes to the same constant.
+        The KL is a mean over coordinates; if it were summed, it would drive both processes to the same constant.
         """
         image, text, latent = tensors
         predicted = [side.predict(latent) for side in (self.image, self.text)]
@@ -211,7 +212,7 @@ class GroVE(Trained):
         return self.elbo_weight * (prior - fits[0] - fits[1]) + self.kl_weight * aligned / image.shape[1]
 
     def infer(self, targets: Iterable[tuple[Side, Tensor]]) -> Tensor:
-        """Latents [B, q] of rows whose embeddings on some sides are given, by Adam."""
+        """Latents [B, q] of rows whose embeddings are given for one or both modalities, found by Adam."""
         observed = list(targets)
         start = torch.stack([side.guess(x) for side, x in observed]).mean(0)
         with torch.enable_grad():

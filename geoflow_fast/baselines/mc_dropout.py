@@ -16,10 +16,11 @@ from geoflow_fast.trainer import RunConfig
 
 
 class MCDropout(Trained):
-    """Variance over `passes` of the partner that is predicted for the query, a unit vector, mean over coordinates.
+    """MC dropout: variance, over `passes` with dropout, of the predicted partner embedding, averaged over coordinates.
 
-    One residual adapter per modality (the trunk of ProbVLM) predicts the partner's embedding, by squared error. A pass
-    draws one thinned network for all queries, so that scores do not depend on how queries are batched.
+    One residual adapter per modality (the trunk of ProbVLM) is trained by squared error to predict the partner's
+    embedding; the variance is that of predictions scaled to unit norm. A pass uses the same dropout mask for all
+    queries, so that scores do not depend on how queries are batched.
     """
 
     method: ClassVar[str] = "mc_dropout"
@@ -38,7 +39,7 @@ class MCDropout(Trained):
         self.image, self.text = Trunk(image_dim, hidden, dropout), Trunk(text_dim, hidden, dropout)
 
     def losses(self, *tensors: Tensor) -> Tensor:
-        """Squared error of both predictions."""
+        """Squared error [B] of both predictions."""
         image, text = tensors
         return (self.image(image) - text).square().sum(1) + (self.text(text) - image).square().sum(1)
 

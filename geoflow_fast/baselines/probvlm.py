@@ -98,11 +98,12 @@ class Adapter(nn.Module):
 
 
 class ProbVLM(Trained):
-    """Uncertainty of the query's own generalised Gaussian, mean over coordinates.
+    """ProbVLM: variance of the generalised Gaussian that is predicted for a query, averaged over coordinates.
 
-    `form`: the likelihood, see `GeneralisedGaussian.nll`. `uncertainty_of`: "aleatoric", the variance of the predicted
-    law; "epistemic", the variance of its mean over `passes` with dropout on; "total", their sum. `cross_weight`: weight
-    of the partner's likelihood; as published it is so small that the law is that of the reconstruction.
+    `form`: "true" for the likelihood of that distribution, "product" for the variant in published code, which is not a
+    density. `uncertainty_of`: "aleatoric", the variance of the predicted distribution; "epistemic", the variance of its
+    mean over `passes` with dropout; or "total", their sum. `cross_weight`: weight of the partner's likelihood; the
+    published value is so small that the distribution is effectively that of the reconstruction.
     """
 
     method: ClassVar[str] = "probvlm"
@@ -137,7 +138,7 @@ class ProbVLM(Trained):
         self.image, self.text = Adapter(image_dim, hidden, dropout), Adapter(text_dim, hidden, dropout)
 
     def losses(self, *tensors: Tensor) -> Tensor:
-        """Reconstruction of both, and weakly of the partners."""
+        """Loss [B]: absolute error and -log likelihood of both embeddings and, weakly, of their partners."""
         image, text = tensors
         of_image, of_text = self.image(image), self.text(text)
         own = self._loss(of_image, image) + self._loss(of_text, text)

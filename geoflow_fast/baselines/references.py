@@ -22,7 +22,7 @@ from geoflow_fast.ops import GalleryPosterior
 
 
 class Reference(Baseline):
-    """A method that looks at cosines between the modalities, which need one width."""
+    """A method that uses cosines between the modalities, which must have the same width."""
 
     def __init__(self, image_dim: int, text_dim: int) -> None:
         check_one_width("a cosine", image_dim, text_dim)
@@ -30,7 +30,7 @@ class Reference(Baseline):
 
 
 class Margin(Reference):
-    """Minus the difference between the largest and the second largest cosine."""
+    """Cosine margin: minus the difference between the largest and the second largest cosine."""
 
     method: ClassVar[str] = "margin"
     title: ClassVar[str] = "cosine margin"
@@ -46,10 +46,10 @@ class Margin(Reference):
 
 
 class CosineSoftmax(Reference):
-    """Something of the softmax of cosine / temperature over the gallery.
+    """A function of the softmax of cosine / temperature over the gallery.
 
-    The temperature of each direction has the least -log probability of the true item on at most `QUERIES` held-out
-    pairs, whose items are the gallery: never on what it is judged by.
+    The temperature of each direction minimises the -log probability of the true item for at most `QUERIES` held-out
+    pairs, whose items serve as the gallery; never on the pairs used for evaluation.
     """
 
     QUERIES = 1000
@@ -74,7 +74,10 @@ class CosineSoftmax(Reference):
 
 
 class MaxSoftmax(CosineSoftmax):
-    """One minus the largest probability."""
+    """One minus the largest probability of the softmax of cosine / temperature over the gallery.
+
+    The temperature of each direction is fitted on held-out pairs.
+    """
 
     method: ClassVar[str] = "max_softmax"
     title: ClassVar[str] = "max softmax"
@@ -85,7 +88,10 @@ class MaxSoftmax(CosineSoftmax):
 
 
 class SoftmaxEntropy(CosineSoftmax):
-    """The entropy of the softmax, in nats."""
+    """Entropy, in nats, of the softmax of cosine / temperature over the gallery.
+
+    The temperature of each direction is fitted on held-out pairs.
+    """
 
     method: ClassVar[str] = "softmax_entropy"
     title: ClassVar[str] = "cosine-softmax entropy"
@@ -96,9 +102,9 @@ class SoftmaxEntropy(CosineSoftmax):
 
 
 class KNNDistance(Baseline):
-    """One minus the cosine with the `neighbours`-th nearest training embedding of the query's own modality.
+    """One minus the cosine with the `neighbours`-th nearest training embedding of the query's modality.
 
-    At most `max_rows` training pairs, drawn by the seed, are kept.
+    At most `max_rows` training pairs, drawn by the seed, are stored.
     """
 
     method: ClassVar[str] = "knn"

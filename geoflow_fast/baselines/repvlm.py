@@ -77,10 +77,10 @@ class OneModality:
 
 
 class REPVLM(Trained):
-    """-log p(query | its modality), by the reverse ODE with `n_probes` Hutchinson probes over `n_steps` steps.
+    """REPVLM: -log p(query | its modality), from the reverse ODE with `n_probes` Hutchinson probes in `n_steps` steps.
 
-    It says how rare a query is, not how many answers it has: the gallery does not enter. `pair_score` has the published
-    score of a pair. All rows have the same probes, so that scores do not depend on how queries are batched.
+    It measures how rare a query is, not how many answers it has; the gallery plays no part. `pair_score` is the
+    published score of a pair. All rows share the same probes, so that scores do not depend on how queries are batched.
     """
 
     method: ClassVar[str] = "repvlm"
@@ -104,7 +104,7 @@ class REPVLM(Trained):
         self.field = SphereField(image_dim, HIDDEN[self.size], depth)
 
     def make_batch(self, image: Tensor, text: Tensor, index: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:  # noqa: ARG002
-        """Points on geodesics from uniform noise to both sides of the pairs: [2B] rows."""
+        """Points on geodesics from uniform noise to the images and texts of the pairs: 2B rows."""
         data = torch.cat((image, text))
         label = torch.tensor([IMAGE, TEXT], device=data.device).repeat_interleave(len(image))
         noise = sample_uniform(len(data), data.shape[1], generator=generator).to(data.device)
@@ -112,13 +112,13 @@ class REPVLM(Trained):
         return *interpolate(noise, data, t), t, label
 
     def losses(self, *tensors: Tensor) -> Tensor:
-        """Squared error of the velocity."""
+        """Squared error of the velocity, per row."""
         points, velocity, t, label = tensors
         return (self.field(points, t, label) - velocity).square().sum(1)
 
     @torch.no_grad()
     def log_prob(self, points: Tensor, label: int) -> Tensor:
-        """log p(point | modality), float64 [B], of unit rows [B, d]."""
+        """log p(point | modality) of unit rows [B, d]: float64 [B], in nats. `label`: 0 for images, 1 for texts."""
         parts = []
         for rows in points.split(SCORE_ROWS):
             generator = torch.Generator().manual_seed(self.seed)
@@ -128,7 +128,7 @@ class REPVLM(Trained):
         return torch.cat(parts) if parts else points.new_zeros(0, dtype=torch.float64)
 
     def pair_score(self, image: Tensor, text: Tensor) -> Tensor:
-        """-log p(image) - log p(text), float64 [B], of pairs of unit rows."""
+        """-log p(image) - log p(text) of pairs of unit rows, [B, d] each: float64 [B], in nats."""
         return -self.log_prob(image, IMAGE) - self.log_prob(text, TEXT)
 
     def _score(self, queries: Tensor, gallery: Gallery, direction: str) -> Tensor:  # noqa: ARG002

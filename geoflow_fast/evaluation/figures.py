@@ -204,11 +204,12 @@ def draw_abstention(
     new: tuple[Values, Values] | None = None,
     label: str = "uncertainty",
 ) -> Path:
-    """Plots a threshold of `abstention_threshold` with the answers it was computed from, and the error rate it gives.
+    """Plots the threshold `act` with the answers it was computed from, and the error rate it gives; returns `path`.
 
-    Left: right and wrong answers by uncertainty, which the axis calls `label`. Right: share of wrong answers among the
-    most certain ones, against the share that is answered; the band reaches up to the Clopper-Pearson bound of
-    each share by itself. `new`: uncertainty and correctness of later queries, as a second curve and a cross.
+    Left: histogram of right and wrong answers by uncertainty; `label` is the name on the axis. Right: share of wrong
+    answers among the most certain ones over the share that is answered; the band extends up to the Clopper-Pearson
+    bound of each share taken alone. `new`: (uncertainty, correct) of later queries, drawn as a second curve and a
+    cross.
     """
     if not isinstance(act, AbstentionThreshold):
         raise TypeError(f"act must be an AbstentionThreshold, got {type(act).__name__}")

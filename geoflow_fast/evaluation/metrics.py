@@ -24,17 +24,17 @@ Bools = NDArray[np.bool_]
 Counts = NDArray[np.int64]
 
 COVERAGES = tuple(round(0.1 * k, 1) for k in range(10, 0, -1))
-"""The paper's: 100 % down to 10 %."""
+"""Coverages of the paper's selective accuracy: 100 % down to 10 %."""
 RESAMPLES, MOST_RESAMPLES = 1000, 1_000_000
 NUMBERS = ("spearman", "r2", "r2_value", "auroc", "aurc", "accuracy")
-"""Of `RetrievalCalibration`, those with an interval."""
+"""Fields of `RetrievalCalibration` for which a bootstrap interval is computed."""
 CANDIDATES = 40
-"""Thresholds that `abstention_threshold` looks at, unless given."""
+"""Largest number of thresholds that `abstention_threshold` tests if none are given."""
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A bootstrap interval of a statistic whose value on the sample itself is `value`."""
+    """A bootstrap interval from `low` to `high` of a statistic; `value` is the statistic of the sample itself."""
 
     value: float
     low: float
@@ -44,28 +44,28 @@ class Interval:
 
 @dataclass(frozen=True)
 class RetrievalCalibration:
-    """Whether retrieval gets worse as uncertainty grows; what could not be computed is NaN."""
+    """How well an uncertainty predicts errors of retrieval. Numbers that cannot be computed are NaN."""
 
     spearman: float
-    """Of bin number and recall; -1 is ideal. NaN if all bins have one recall."""
+    """Rank correlation of bin number and recall; -1 is ideal. NaN if all bins have the same recall."""
     r2: float
-    """Of the straight line through the error of the bins over their number; 1 if it grows evenly, which a sharper
-    uncertainty does not make it do. NaN if all bins have one recall."""
+    """R^2 of a straight line through the error rates of the bins over their number: 1 if they grow evenly. A sharper
+    uncertainty does not make them do so. NaN if all bins have the same recall."""
     r2_value: float
-    """Of the straight line through the error of the bins over their mean uncertainty: 1 if the uncertainty, in units of
-    its own, is the chance of an error. NaN if all bins have one recall or an uncertainty is infinite."""
+    """R^2 of a straight line through the error rates of the bins over their mean uncertainty: 1 if the error rate is a
+    linear function of the uncertainty. NaN if all bins have the same recall or an uncertainty is infinite."""
     recall: Floats
-    """[bins], share of right answers, most certain bin first."""
+    """[bins], share of right answers in each bin, most certain bin first."""
     count: NDArray[np.int64]
-    """[bins], queries; they differ by one at most."""
+    """[bins], number of queries in each bin; the numbers differ by at most one."""
     auroc: float
-    """Chance that a wrong answer is less certain than a right one. NaN if all are right or all wrong."""
+    """Probability that a wrong answer is less certain than a right one. NaN if all are right or all are wrong."""
     aurc: float
-    """Mean share of wrong answers among the k most certain, over all k; 0 is ideal."""
+    """Share of wrong answers among the k most certain, averaged over all k; 0 is ideal."""
     accuracy: float
-    """Share of right answers among all: Recall@1 where `correct` is about the first item."""
+    """Share of right answers: Recall@1 if `correct` is about the first item."""
     intervals: Mapping[str, Interval] = field(default_factory=dict)
-    """By name of a number above, if a bootstrap was asked for."""
+    """Bootstrap intervals by the name of a field above, if `resamples` was set."""
 
 
 @dataclass(frozen=True)
@@ -73,56 +73,56 @@ class SelectiveAccuracy:
     """Accuracy among the most certain answers."""
 
     coverage: Floats
-    """[c], share of the answers that are kept."""
+    """[c], share of answers that are kept."""
     accuracy: Floats
-    """[c], share of right ones among those."""
+    """[c], share of right answers among those kept."""
     ausac: float
-    """Area under accuracy over coverage (trapezoids), divided by the width of the coverages."""
+    """Area under the curve of accuracy over coverage (trapezoidal rule), divided by the range of coverages."""
 
 
 @dataclass(frozen=True)
 class Reliability:
-    """Stated probabilities against what came of them; bins without an answer are NaN."""
+    """Stated probabilities compared with observed frequencies. Bins without an answer are NaN."""
 
     edges: Floats
-    """[bins + 1], each bin without its lower and with its upper edge."""
+    """[bins + 1], edges of the bins; a bin includes its upper edge but not its lower one."""
     confidence: Floats
-    """[bins], mean of the stated probabilities."""
+    """[bins], mean stated probability."""
     accuracy: Floats
     """[bins], share of right answers."""
     count: NDArray[np.int64]
-    """[bins]"""
+    """[bins], number of answers."""
     ece: float
-    """Expected calibration error: mean distance of the two, weighted by count."""
+    """Expected calibration error: mean of |confidence - accuracy| over the bins, weighted by count."""
     brier: float
-    """Mean square of probability minus outcome."""
+    """Brier score: mean squared difference between probability and outcome."""
 
 
 @dataclass(frozen=True)
 class AbstentionThreshold:
-    """Answer where the uncertainty is at most `threshold`, abstain elsewhere."""
+    """A rule for abstaining: answer a query if its uncertainty is at most `threshold`."""
 
     threshold: float
-    """-inf if no candidate could be certified: then abstain always."""
+    """-inf, which means always to abstain, if no candidate could be certified."""
     coverage: float
-    """Share of the tested answers that are given."""
+    """Share of the tested answers at or below the threshold."""
     risk: float
-    """Share of wrong ones among those; NaN if none is given."""
+    """Share of wrong answers among those; NaN if there are none."""
     risk_bound: float
-    """Clopper-Pearson upper bound of the risk at this threshold by itself; at most `target_risk`, which is what is
-    guaranteed, unless nothing is answered."""
+    """Clopper-Pearson upper bound of the risk at this threshold taken alone. It is at most `target_risk`, which is what
+    is guaranteed, unless nothing is answered."""
     target_risk: float
     confidence: float
     tested: int
-    """Answers that the tests were made on; the others chose the candidates."""
+    """Number of answers used for the tests; the others served to choose the candidates."""
 
     @property
     def certified(self) -> bool:
-        """Whether a threshold was found."""
+        """Whether a threshold could be certified."""
         return self.threshold > -math.inf
 
     def answers(self, uncertainty: Values) -> Bools:
-        """Which of these queries to answer, [n]."""
+        """Which queries to answer, bool [n], given their uncertainties [n]."""
         return _floats(uncertainty, "uncertainty") <= self.threshold
 
 
@@ -142,11 +142,11 @@ def retrieval_calibration(
     confidence: float = 0.95,
     groups: Values | None = None,
 ) -> RetrievalCalibration:
-    """Recall in `bins` equally filled bins of the uncertainty and what follows from it, and AUROC and AURC by query.
+    """Compares `uncertainty` [n] with `correct` [n]: recall in `bins` equally filled bins, and AUROC and AURC.
 
-    Ties at the edge of a bin are broken at random by `seed`; AUROC and AURC treat ties exactly. Fewer queries than bins
-    are an error. With `resamples` (1,000, say) each number gets its bootstrap interval; `groups` as in
-    `bootstrap_interval`. Ten bins saturate and are noisy: decide by AUROC and AURC.
+    Ties at the edge of a bin are broken at random by `seed`; AUROC and AURC treat ties exactly. There must be at least
+    as many queries as bins. With `resamples` (for example 1,000) each number gets a bootstrap interval, with `groups`
+    as in `bootstrap_interval`. Numbers from ten bins saturate and are noisy: compare methods by AUROC and AURC.
     """
     score, right = scored(uncertainty, correct)
     if not 2 <= bins <= len(score):
@@ -225,9 +225,10 @@ class _Ordered:
 def selective_accuracy(
     uncertainty: Values, correct: Values, coverage: Sequence[float] = COVERAGES
 ) -> SelectiveAccuracy:
-    """Accuracy when only the most certain share of the answers is given, for each share in `coverage`.
+    """Accuracy when only the most certain share of the answers is kept, for each share in `coverage`.
 
-    At least one answer is kept. Where the last place is tied, the accuracy is the mean over all orders of the tie.
+    At least one answer is kept. If the last answers kept are tied with others, the accuracy is the mean over all orders
+    of the tied ones.
     """
     score, right = scored(uncertainty, correct)
     shares = _floats(coverage, "coverage")
@@ -247,7 +248,7 @@ def _mean_height(x: Floats, y: Floats) -> float:
 
 
 def auroc(uncertainty: Values, correct: Values) -> float:
-    """Chance that a wrong answer has a higher uncertainty than a right one, ties counting half.
+    """Probability that a wrong answer has a higher uncertainty than a right one; ties count half.
 
     NaN if all answers are right or all are wrong.
     """
@@ -258,17 +259,17 @@ def auroc(uncertainty: Values, correct: Values) -> float:
 def aurc(uncertainty: Values, correct: Values) -> float:
     """Area under the risk-coverage curve: the share of wrong answers among the k most certain, averaged over k.
 
-    Where answers are tied, the mean over all their orders: 0 if all are right, 1 if all are wrong.
+    0 if all answers are right, 1 if all are wrong. For tied answers it is the mean over all their orders.
     """
     score, right = scored(uncertainty, correct)
     return _Ordered(score, right).aurc(np.ones(len(score), np.int64))
 
 
 def reliability(prob: Values, correct: Values, bins: int = 10, *, strategy: str = "uniform") -> Reliability:
-    """Stated probabilities of being right against the share that was right, in bins of them.
+    """Compares stated probabilities `prob` [n] of being right with the share of right answers, in bins.
 
-    "uniform": bins of equal width over [0, 1]; "quantile": bins filled equally, of which ties may leave fewer. A
-    probability on an edge belongs to the bin below.
+    `strategy="uniform"`: bins of equal width over [0, 1]; "quantile": equally filled bins, of which there may be fewer
+    if probabilities are tied. A probability on an edge belongs to the lower bin.
     """
     stated, right = scored(prob, correct, "prob")
     outside = ~((stated >= 0) & (stated <= 1))
@@ -301,23 +302,23 @@ def abstention_threshold(
     share: float = 0.2,
     seed: int = 0,
 ) -> AbstentionThreshold:
-    """The loosest threshold below which the share of wrong answers is certified to be at most `target_risk`.
+    """The loosest certified threshold: answers whose uncertainty is at most this are wrong with probability at most
+    `target_risk`.
 
-    The guarantee is of finite samples and free of assumptions on the score: with probability at least `confidence`
-    over the draw of these answers, new answers of the same law whose uncertainty is at most the threshold are wrong
-    with probability at most `target_risk`. The answers must be independent; take one caption per image.
+    The guarantee holds for finite samples and any score: with probability at least `confidence` over the draw of these
+    answers, a new answer from the same distribution whose uncertainty is at most the threshold is wrong with
+    probability at most `target_risk`. The answers must be independent, so use one caption per image.
 
-    It rests on fixed-sequence testing over candidates that do not depend on the answers they are tested on. Given how
-    many of those answers a fixed threshold accepts, the number of wrong ones is binomial, so its Clopper-Pearson bound
-    is exact, and with it the test of "the risk is above the target". The candidates are tested in a fixed order at the
-    full level up to the first that fails: a false certificate needs the first candidate whose risk is above the target
-    to pass its own test. Unlike a search for the loosest threshold whose bound holds, nothing has to be shared out
-    among the candidates.
+    The method is fixed-sequence testing of candidates that do not depend on the answers they are tested on. Given the
+    number of answers that a fixed threshold accepts, the number of wrong ones is binomial, so the Clopper-Pearson
+    bound, and with it the test of "the risk is above the target", is exact. Candidates are tested in a fixed order,
+    each at the full level, up to the first that fails: for a false certificate the first candidate whose risk is above
+    the target would have to pass its own test. The level therefore need not be divided among the candidates.
 
-    By default a random `share` of the answers (by `seed`) is set aside to choose them: its uncertainties give up to 40
-    thresholds, the tests begin at that with the strongest evidence there and go on to looser ones. Your own
-    `candidates`, fixed before these answers were seen, are tested in their order on all answers.
-    If not even the first passes, the threshold is -inf.
+    By default a random `share` of the answers, drawn by `seed`, is set aside to choose the candidates: up to 40 of its
+    uncertainties, beginning with the one that has the strongest evidence there and going on to looser ones. Your own
+    `candidates`, fixed before these answers were seen, are tested in the given order on all answers. If the first
+    candidate fails, the threshold is -inf.
     """
     score, right = scored(uncertainty, correct)
     for name, value in (("target_risk", target_risk), ("confidence", confidence), ("share", share)):
@@ -372,7 +373,8 @@ def binomial_cdf(count: int, n: int, p: float) -> float:
 
 
 def clopper_pearson_upper(count: int, n: int, confidence: float = 0.95) -> float:
-    """One-sided upper bound of a probability after `count` events in `n` trials; 1 if all trials had one."""
+    """One-sided Clopper-Pearson upper bound of a probability, from `count` events in `n` trials; 1 if they are
+    equal."""
     if not 0 <= count <= n:
         raise ValueError(f"count must be between 0 and n={n}, got {count}")
     if count == n:
@@ -392,10 +394,10 @@ def bootstrap_interval(
     seed: int = 0,
     groups: Values | None = None,
 ) -> Interval:
-    """Percentile interval of `statistic(*values)` over resamples of the rows, which all `values` [n] share.
+    """Bootstrap percentile interval of `statistic(*values)`; the rows of all `values` [n] are resampled together.
 
-    `groups` [n]: rows of one group (the captions of an image) are drawn together, for they are not independent.
-    Resamples in which the statistic is NaN are left out; if it always is, so are the ends.
+    `groups` [n]: rows of the same group, such as the captions of an image, are not independent and are drawn together.
+    Resamples in which the statistic is NaN are ignored; if it is NaN in all of them, so are both ends.
     """
     arrays = [checks.array(x, f"values[{k}]") for k, x in enumerate(values)]
     if not arrays or any(x.shape[:1] != arrays[0].shape[:1] or not len(x) for x in arrays):
@@ -450,14 +452,14 @@ class _Resampler:
 
 
 def ranks(values: Values) -> Floats:
-    """[n], ranks from 1; tied values share the mean of their places."""
+    """Ranks [n] of the `values`, starting at 1; tied values get the mean of their ranks."""
     _, tie, count = np.unique(_floats(values, "values"), return_inverse=True, return_counts=True)
     last = np.cumsum(count)
     return (last - (count - 1) / 2)[tie]
 
 
 def pearson(x: Values, y: Values) -> float:
-    """Linear correlation; NaN if one of the two is constant."""
+    """Pearson's linear correlation of `x` [n] and `y` [n]; NaN if one of them is constant."""
     a, b = _floats(x, "x"), _floats(y, "y")
     if len(a) != len(b):
         raise ValueError(f"x has {len(a)} values, y has {len(b)}")
@@ -468,7 +470,7 @@ def pearson(x: Values, y: Values) -> float:
 
 
 def spearman(x: Values, y: Values) -> float:
-    """Rank correlation, ties sharing ranks; NaN if one of the two is constant."""
+    """Spearman's rank correlation of `x` [n] and `y` [n], with mean ranks for ties; NaN if one of them is constant."""
     return pearson(ranks(x), ranks(y))
 
 

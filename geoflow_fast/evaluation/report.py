@@ -54,9 +54,9 @@ figcaption { margin-top: .6rem; }
 
 
 class Report:
-    """A page that is filled from top to bottom and then written: `section`, `table` and `figure` in any order.
+    """A self-contained HTML page, filled from top to bottom by `section`, `text`, `table` and `figure`, then written.
 
-    Words are shown as they are given; nothing in them is taken for HTML.
+    Text is escaped, so nothing in it is interpreted as HTML.
     """
 
     def __init__(self, title: str, lead: str) -> None:
@@ -65,7 +65,7 @@ class Report:
         self._body: list[str] = []
 
     def section(self, heading: str, *paragraphs: str) -> None:
-        """Begins a section."""
+        """Begins a section with a heading and paragraphs."""
         for words in (heading, *paragraphs):
             checks.words(words, "heading or paragraph")
         self._headings.append(heading)
@@ -73,14 +73,14 @@ class Report:
         self.text(*paragraphs)
 
     def text(self, *paragraphs: str) -> None:
-        """Paragraphs in the section that is open."""
+        """Adds paragraphs to the current section."""
         self._body += [f"<p>{html.escape(checks.words(words, 'paragraph'))}</p>" for words in paragraphs]
 
     def table(self, rows: Sequence[Mapping[str, object]], caption: str, best: Mapping[str, str] | None = None) -> None:
-        """A table with one row per mapping, columns in order of appearance; what a row lacks is a dash.
+        """Adds a table with one row per mapping and columns in order of appearance; missing values show as a dash.
 
-        Numbers stand right, fractions with three digits after the point. `best` marks the "max" or the "min" of the
-        columns it names.
+        Numbers are right-aligned, fractions with three decimals. `best` maps the names of columns to "max" or "min",
+        whose best value is then marked.
         """
         checks.words(caption, "caption")
         if not isinstance(rows, Sequence) or not all(isinstance(row, Mapping) for row in rows):
@@ -114,7 +114,8 @@ class Report:
         )
 
     def figure(self, png_path: str | Path, caption: str, alt: str | None = None) -> None:
-        """The picture, copied into the page. `alt`: what it shows, for those who cannot see it; else the caption."""
+        """Adds a PNG image, embedded in the page. `alt`: a description for readers who cannot see it, by default the
+        caption."""
         checks.words(caption, "caption")
         if alt is not None:
             checks.words(alt, "alt")
@@ -129,7 +130,7 @@ class Report:
         )
 
     def render(self) -> str:
-        """The page as it stands. Its policy forbids the browser to load anything from elsewhere."""
+        """The HTML of the page so far. Its content security policy forbids loading anything from elsewhere."""
         title, lead = html.escape(self.title), html.escape(self.lead)
         links = "".join(
             f'<li><a href="#s{number}">{html.escape(heading)}</a></li>'
@@ -158,7 +159,7 @@ class Report:
 """
 
     def write(self, path: str | Path) -> Path:
-        """Writes the page, whole or not at all; returns its path."""
+        """Writes the page to `path`, atomically, and returns the path."""
         path = checks.path(path, "path")
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, lambda file: file.write(self.render().encode()))

@@ -27,7 +27,7 @@ BLOCK_QUERIES = 512
 
 @dataclass(frozen=True)
 class RetrievalSet:
-    """Queries and a gallery, made of pairs by `of`."""
+    """A retrieval task: queries and a gallery. `of` builds it from pairs."""
 
     direction: str
     """"t2i": texts search images; "i2t": images search texts."""
@@ -36,21 +36,22 @@ class RetrievalSet:
     items: Tensor
     """[N, d']: every image once, or every text."""
     query_image: Tensor
-    """[Q] int64, the number of the image that a query is of."""
+    """[Q] int64, number of the image that each query belongs to."""
     item_image: Tensor
-    """[N] int64, of an item."""
+    """[N] int64, number of the image that each item belongs to."""
     query_row: np.ndarray
-    """[Q], where the pairs store a query."""
+    """[Q], row of each query in the stored embeddings."""
     item_row: np.ndarray
-    """[N], and an item."""
+    """[N], row of each item in the stored embeddings."""
     folder: Path | None
-    """What the pairs were opened from."""
+    """Folder that the pairs were opened from, or None."""
 
     @classmethod
     def of(
         cls, pairs: EmbeddingPairs, direction: str, *, max_queries: int | None = None, seed: int = 0
     ) -> RetrievalSet:
-        """All items of the pairs, and all queries or `max_queries` of them drawn by `seed`, in their order."""
+        """The task with all items of the pairs, and with all queries or `max_queries` of them drawn by `seed`, in their
+        original order."""
         if not isinstance(pairs, EmbeddingPairs):
             raise TypeError(f"pairs must be EmbeddingPairs, got {type(pairs).__name__}")
         if direction not in CONDITIONAL:
@@ -86,14 +87,14 @@ class RetrievalSet:
         return len(self.queries)
 
     def is_right(self, index: Tensor, rows: slice = slice(None)) -> Tensor:
-        """Which of the items `index` [Q, ...] are right for the queries `rows`; -1 stands for no item."""
+        """Whether the items `index` [Q, ...] are right for the queries `rows`: bool [Q, ...]. -1 stands for no item."""
         self._check_index(index, rows, least=-1)
         image = self.query_image[rows].reshape(-1, *[1] * (index.dim() - 1))
         return (self.item_image[index.cpu().clamp(min=0)] == image) & (index.cpu() >= 0)
 
     @functools.cached_property
     def own(self) -> Tensor:
-        """[Q, m] int64: the right items of each query, -1 where it has fewer."""
+        """The right items of each query, int64 [Q, m], padded with -1."""
         order = torch.argsort(self.item_image, stable=True)
         ranked = self.item_image[order].contiguous()
         first, last = (torch.searchsorted(ranked, self.query_image, right=right) for right in (False, True))
@@ -102,7 +103,7 @@ class RetrievalSet:
         return torch.where(there, order[place.clamp(max=len(order) - 1)], -1)
 
     def pairs_with(self, index: Tensor, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """(image, text) of the queries `rows`, each with the item `index` [Q]."""
+        """Embeddings (image, text) of the queries `rows`, each paired with its item in `index` [Q]."""
         self._check_index(index, rows)
         if index.dim() != 1:
             raise ValueError(f"index must be one item per query, [Q], got shape {tuple(index.shape)}")
@@ -120,22 +121,22 @@ class RetrievalSet:
 
 @dataclass(frozen=True)
 class Answers:
-    """What plain search finds."""
+    """Results of plain search."""
 
     index: Tensor
-    """[Q, k] int64, nearest items first."""
+    """[Q, k] int64, the nearest items, nearest first."""
     cosine: Tensor
-    """[Q, k]."""
+    """[Q, k], their cosines with the query."""
     right: Tensor
-    """[Q, k] bool."""
+    """[Q, k] bool, whether they are right."""
 
     @property
     def correct(self) -> Tensor:
-        """[Q] bool: whether the first item is right."""
+        """Whether the first item of each query is right: bool [Q]."""
         return self.right[:, 0]
 
     def recall(self, k: int) -> float:
-        """Recall@k: the share of queries with a right item among the first k."""
+        """Recall@k: share of queries with a right item among the first k."""
         if checks.integer(k, "k", 1) > self.right.shape[1]:
             raise ValueError(f"k={k} exceeds the {self.right.shape[1]} items that were searched for")
         return float(self.right[:, :k].any(1).double().mean())
@@ -144,7 +145,7 @@ class Answers:
 def plain_search(
     task: RetrievalSet, top_k: int = 1, *, progress: bool = False, device: torch.device | str = "cpu"
 ) -> Answers:
-    """The `top_k` items with the largest cosine for every query, or all if there are fewer."""
+    """Plain search: the `top_k` items with the largest cosine for every query, or all items if there are fewer."""
     if not isinstance(task, RetrievalSet):
         raise TypeError(f"task must be a RetrievalSet, got {type(task).__name__}")
     checks.integer(top_k, "top_k", 1)
