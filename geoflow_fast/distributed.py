@@ -43,13 +43,15 @@ WAIT_SECONDS = 6 * 3600.0
 
 
 class RankLost(OSError):
-    """Another rank ended, or no longer answers; what is on disk is whole, and the same command continues."""
+    """Raised when another rank has ended or no longer answers. Files on disk are complete, and the same command
+    continues the work."""
 
 
 class World:
-    """The ranks of a job. `rank` of `size` is this process; with a `size` of 1 no call communicates.
+    """The processes (ranks) of a job: this one is number `rank` of `size`. With a `size` of 1 nothing is communicated.
 
-    Calls are made by all ranks in the same order. `traffic` counts the bytes this rank has given to them and received.
+    All ranks must make the same calls in the same order. `traffic` counts the bytes of the tensors that this rank has
+    passed to calls and received from them.
     """
 
     def __init__(
@@ -63,25 +65,25 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank speaks and writes for all."""
+        """Whether this is rank 0, which prints and writes for all."""
         return self.rank == 0
 
     def shares(self, count: int) -> list[range]:
-        """`count` things in order, cut into one share per rank; sizes differ by one at most."""
+        """The range of each rank when `count` items are divided in order; sizes differ by at most one."""
         checks.integer(count, "count")
         edges = [count * rank // self.size for rank in range(self.size + 1)]
         return [range(low, high) for low, high in itertools.pairwise(edges)]
 
     def own(self, count: int) -> range:
-        """This rank's share of `count` things."""
+        """This rank's range of `count` items."""
         return self.shares(count)[self.rank]
 
     def barrier(self) -> None:
-        """Returns once every rank is here."""
+        """Waits until every rank has made this call."""
         self.all_reduce(torch.zeros(1))
 
     def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
-        """The sum, "max" or "min" of `x` over the ranks, in place; the same bits on all of them."""
+        """Replaces `x` by its "sum", "max" or "min" over the ranks and returns it; all ranks get identical bits."""
         if checks.words(operation, "operation") not in OPERATIONS:
             raise ValueError(f"operation must be one of {', '.join(OPERATIONS)}, got {operation!r}")
         checks.dense(x, "x")
@@ -90,11 +92,11 @@ class World:
         return x
 
     def any(self, condition: bool) -> bool:
-        """Whether it holds on some rank."""
+        """Whether the condition holds on at least one rank."""
         return condition if self.size == 1 else bool(self.all_reduce(torch.tensor(float(condition)), "max"))
 
     def mean(self, x: Tensor) -> float:
-        """Mean over the entries of all ranks, of which some may have none."""
+        """Mean over the entries of `x` on all ranks; some ranks may have none."""
         checks.with_values(x, "x")
         total, count = self.all_reduce(torch.stack((x.double().sum(), x.new_tensor(x.numel()).double()))).tolist()
         if count == 0:
@@ -102,14 +104,14 @@ class World:
         return float(x.mean() if self.size == 1 else total / count)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """`x` of the main rank, in place."""
+        """Replaces `x` by that of the main rank and returns it."""
         checks.dense(x, "x")
         if self.size > 1:
             self._call(lambda: dist.broadcast(x, group=self._group, group_src=0), x)
         return x
 
     def gather_rows(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Rows of all ranks in their order: [sum(counts), ...]. Rank r gives `counts[r]` rows."""
+        """Concatenates the rows of all ranks in order: [sum(counts), ...]. Rank r contributes `counts[r]` rows."""
         _check_rows(x)
         if not isinstance(counts, Sequence) or len(counts) != self.size:
             raise ValueError(f"counts must be a sequence of {self.size} numbers of rows, one per rank, got {counts!r}")
@@ -127,7 +129,8 @@ class World:
         return torch.cat([part[:count] for part, count in zip(parts, counts)])
 
     def swap_rows(self, x: Tensor) -> Tensor:
-        """What each rank has in the rows that are this rank's share: [size, own rows, ...] of `x` [rows, ...]."""
+        """Sends every rank its share of the rows of `x` [rows, ...], and returns what all ranks have in this rank's
+        share: [size, own rows, ...]."""
         _check_rows(x)
         if self.size == 1:
             return x.unsqueeze(0)
@@ -139,7 +142,7 @@ class World:
         return found.view(self.size, given[self.rank], *x.shape[1:])
 
     def share(self, value: Any) -> Any:
-        """The main rank's `value`, which JSON can hold, on every rank."""
+        """Returns the main rank's `value` on every rank. It must be a value that JSON can hold."""
         if self.size == 1:
             return value
         text = json.dumps(value).encode() if self.is_main else b""
@@ -148,7 +151,7 @@ class World:
         return json.loads(self.broadcast(raw).numpy().tobytes())
 
     def claims(self, count: int) -> Iterator[int]:
-        """Numbers from 0 to count - 1, each given to one rank, to whichever asks next."""
+        """Yields numbers from 0 to count - 1, each to exactly one rank, whichever asks next."""
         checks.integer(count, "count")
         self._series += 1
         if self._store is None:
@@ -158,13 +161,13 @@ class World:
             yield number
 
     def add_up(self, name: str, amount: int) -> int:
-        """Adds to a number that the ranks share and returns it; no rank waits for another."""
+        """Adds `amount` to the shared number `name` and returns the new value; no rank waits for another."""
         checks.words(name, "name")
         checks.integer(amount, "amount", -checks.LARGEST_SEED)
         return amount if self._store is None else self._store.add(f"sums/{self._series}/{name}", amount)
 
     def twin(self) -> World:
-        """The same ranks with connections of their own, for calls from another thread."""
+        """The same ranks with separate connections, for calls from another thread."""
         if self.size == 1:
             return World()
         return World(self.rank, self.size, None, dist.new_group(timeout=_seconds(WAIT_SECONDS)))
@@ -187,7 +190,7 @@ def _check_rows(x: Tensor) -> None:
 
 
 ALONE = World()
-"""A single process."""
+"""The world of a single process."""
 
 
 class Heartbeat:
@@ -236,10 +239,9 @@ def _end_process(reason: str) -> None:
 
 @contextlib.contextmanager
 def joined() -> Iterator[World]:
-    """The ranks that torchrun started, for as long as the context lasts; without torchrun a world of one.
+    """Context manager: the `World` of the processes that torchrun started, or of one process without torchrun.
 
-    CPU tensors go through gloo, tensors of a GPU through NCCL; each process of a machine takes the GPU of its local
-    rank.
+    CPU tensors are sent by gloo, GPU tensors by NCCL. Each process of a machine uses the GPU of its local rank.
     """
     if "WORLD_SIZE" not in os.environ or _setting("WORLD_SIZE", 1) == 1:
         yield World()

@@ -1,8 +1,8 @@
-"""Maths of the unit sphere in plain torch: the readable truth that every kernel is tested against.
+"""Geometry of the unit sphere in plain torch: the readable reference that every kernel is tested against.
 
 Points are rows of unit norm, `[..., d]` with d >= 2; batch dimensions broadcast. Times are floats or tensors that
-broadcast against the batch dimensions. Every function is total on finite input: at equal points it follows a series,
-at antipodal points, where the geodesic is not unique, it takes one deterministic great circle. Gradients are finite
+broadcast against the batch dimensions. Every function is defined for all finite input: at equal points a series is
+used, and at antipodal points, where the geodesic is not unique, one deterministic great circle. Gradients are finite
 everywhere and exact where the map is smooth.
 """
 
@@ -20,7 +20,7 @@ DIRECTIONS = ("joint", "i2t", "t2i")
 """Names of the direction codes 0, 1, 2: both streams generated; text generated; image generated."""
 
 UNIT_TOLERANCE = 1e-3
-"""How far the norm of a row may be from one before it is refused."""
+"""Largest accepted difference between the norm of a row and one."""
 
 # Below this a component orthogonal to a unit vector is rounding noise, not a direction.
 EPS = {torch.float32: 16 * torch.finfo(torch.float32).eps, torch.float64: 16 * torch.finfo(torch.float64).eps}
@@ -30,19 +30,20 @@ _SERIES_BELOW = 1e-4
 
 
 def eps(dtype: torch.dtype) -> float:
-    """Length below which a direction of this dtype is noise. float32 and float64 only."""
+    """Length below which a direction is rounding noise in this dtype; a TypeError unless it is float32 or float64."""
     if dtype not in EPS:
         raise TypeError(f"geometry works in float32 and float64, not {dtype}; convert with .float()")
     return EPS[dtype]
 
 
 def capturing(x: Tensor) -> bool:
-    """Whether `x` is being traced or captured into a graph: checks that need its values must then be left out."""
+    """Whether `x` is being traced or captured into a graph, so that checks of its values must be skipped."""
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def check_rows(x: Tensor, name: str, *, unit: bool = True) -> None:
-    """ValueError naming the first row of `x` [..., d] that is non-finite, zero, or (with `unit`) not of norm one."""
+    """Raises a ValueError that names the first row of `x` [..., d] that is not finite, zero or, with `unit`, not of
+    norm one."""
     checks.floating(x, name)
     if capturing(x):
         return
@@ -62,7 +63,7 @@ def check_rows(x: Tensor, name: str, *, unit: bool = True) -> None:
 
 
 def normalize(x: Tensor) -> Tensor:
-    """Rows of `x` [..., d] scaled to unit norm. A zero or non-finite row is an error that names it."""
+    """Scales the rows of `x` [..., d] to unit norm. A zero or non-finite row raises a ValueError that names it."""
     eps(checks.with_values(x, "x").dtype)
     if x.dim() == 0:
         raise ValueError("x must be rows [..., d], got a number")
@@ -73,7 +74,7 @@ def normalize(x: Tensor) -> Tensor:
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Inner product over the last dimension, kept: [..., 1]."""
+    """Inner product over the last dimension, which is kept: [..., 1]."""
     _check_points(a=a, b=b)
     return (a * b).sum(dim=-1, keepdim=True)
 
@@ -94,13 +95,13 @@ def _check_points(**points: Tensor) -> None:
 
 
 def project_tangent(x: Tensor, v: Tensor) -> Tensor:
-    """Part of `v` orthogonal to the unit rows `x`: (I - x x^T) v."""
+    """Projects `v` [..., d] to the tangent space at the unit rows `x`: (I - x x^T) v."""
     _check_points(x=x, v=v)
     return v - dot(x, v) * x
 
 
 def angle(a: Tensor, b: Tensor) -> Tensor:
-    """Angle between unit rows, [...], in [0, pi]; accurate near 0 and near pi, where acos of a dot product is not."""
+    """Angle [...] between unit rows, in [0, pi]; unlike the acos of a dot product it is accurate near 0 and pi."""
     _check_points(a=a, b=b)
     return 2 * torch.atan2(torch.linalg.vector_norm(a - b, dim=-1), torch.linalg.vector_norm(a + b, dim=-1))
 
@@ -115,7 +116,8 @@ def _cos_sinc(square: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def orthogonal_direction(a: Tensor) -> Tensor:
-    """A unit tangent at each row of `a`: the coordinate axis `a` leans on least, made orthogonal to `a`."""
+    """A unit tangent at each row of `a`: the axis of its smallest coordinate in absolute value, made orthogonal to
+    it."""
     if checks.floating(a, "a").dim() == 0 or a.shape[-1] < 2:
         raise ValueError(f"a must be rows [..., d] with d >= 2, got {tuple(a.shape)}")
     axis = torch.nn.functional.one_hot(a.detach().abs().argmin(dim=-1), a.shape[-1]).to(a.dtype)
@@ -157,7 +159,7 @@ def _time(t: Tensor | float, like: Tensor) -> Tensor:
 def interpolate(a: Tensor, b: Tensor, t: Tensor | float) -> tuple[Tensor, Tensor]:
     """Point at time `t` on the geodesic from `a` (t=0) to `b` (t=1) and its velocity d/dt, both [..., d].
 
-    Constant speed w = angle(a, b); with u the unit tangent at `a` towards `b`,
+    The speed is constant, w = angle(a, b). With u the unit tangent at `a` towards `b`,
     x_t = cos(t w) a + sin(t w) u and v_t = w (cos(t w) u - sin(t w) a): the paper's interpolant and target velocity.
     """
     time = _time(t, a)
@@ -167,17 +169,21 @@ def interpolate(a: Tensor, b: Tensor, t: Tensor | float) -> tuple[Tensor, Tensor
 
 
 def geodesic(a: Tensor, b: Tensor, t: Tensor | float) -> Tensor:
-    """Point at time `t` on the geodesic from `a` to `b`."""
+    """Point at time `t` on the geodesic from `a` (t=0) to `b` (t=1): [..., d]."""
     return interpolate(a, b, t)[0]
 
 
 def geodesic_velocity(a: Tensor, b: Tensor, t: Tensor | float) -> Tensor:
-    """Velocity at time `t` on the geodesic from `a` to `b`: tangent at `geodesic(a, b, t)`, of norm angle(a, b)."""
+    """Velocity at time `t` on the geodesic from `a` to `b`: [..., d], tangent at `geodesic(a, b, t)`, of norm
+    angle(a, b)."""
     return interpolate(a, b, t)[1]
 
 
 def exp_map(x: Tensor, v: Tensor) -> Tensor:
-    """Follows the geodesic from `x` with tangent velocity `v` for unit time: cos|v| x + sin|v| v/|v|, renormalised."""
+    """Exponential map: follows the geodesic from `x` with tangent velocity `v` for unit time.
+
+    The result is cos|v| x + sin|v| v/|v|, renormalised: [..., d].
+    """
     _check_points(x=x, v=v)
     cos, sinc = _cos_sinc(dot(v, v))
     y = cos * x + sinc * v
@@ -185,12 +191,12 @@ def exp_map(x: Tensor, v: Tensor) -> Tensor:
 
 
 def log_map(x: Tensor, y: Tensor) -> Tensor:
-    """Tangent velocity at `x` whose geodesic reaches `y` at unit time; its norm is angle(x, y)."""
+    """Logarithmic map: the tangent velocity at `x` whose geodesic reaches `y` in unit time; its norm is angle(x, y)."""
     return _departure(x, y)[1]
 
 
 def parallel_transport(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
-    """Carries `v`, tangent at `x`, along the geodesic to `y`: an isometry between the two tangent spaces."""
+    """Parallel transport of `v`, tangent at `x`, along the geodesic to `y`: an isometry between the tangent spaces."""
     _check_points(x=x, y=y, v=v)
     w, velocity = _departure(x, y)
     _, sinc = _cos_sinc(w.square())
@@ -209,10 +215,10 @@ def sample_uniform(
     device: torch.device | str = "cpu",
     structured: bool = False,
 ) -> Tensor:
-    """`n` points on the unit sphere of R^d: [n, d]. Independent and uniform, unless `structured`.
+    """Draws `n` points on the unit sphere of R^d: [n, d]. They are independent and uniform, unless `structured`.
 
-    `structured=True` draws blocks of random Hadamard rotations instead; see `StructuredNoise` for what is then uniform
-    and what is not. Draw a `StructuredNoise` yourself to keep the handle that makes transport costs cheap.
+    `structured=True` draws blocks of random Hadamard rotations instead; `StructuredNoise` describes their distribution.
+    To make transport costs cheap, draw a `StructuredNoise` and pass it on.
     """
     eps(dtype)
     device = checks.device(device)
@@ -232,19 +238,19 @@ def _check_size(n: int, d: int) -> None:
 
 @dataclass(frozen=True)
 class StructuredNoise:
-    """Points on the unit sphere of R^d drawn as rows of random Hadamard rotations, `order` rows to a block.
+    """Points on the unit sphere of R^d, drawn as rows of random Hadamard rotations in blocks of `order` rows.
 
-    A block is Q = H D1 H D2 H D3 / order^1.5 with H the Hadamard matrix of a power-of-two order >= max(d, 128) and D
-    independent random signs; a point is a row of Q cut to d coordinates and rescaled to unit norm. `signs`
-    [blocks, 3, order] is all there is to store, and the inner products of a whole block with a vector are three fast
-    Walsh-Hadamard transforms: `ops.ot_assign` takes a `StructuredNoise` in place of a noise tensor and builds its cost
-    that way, several times sooner (docs/performance.md).
+    A block is Q = H D1 H D2 H D3 / order^1.5, with H the Hadamard matrix of a power-of-two order >= max(d, 128) and
+    D1, D2, D3 independent random signs; a point is a row of Q cut to d coordinates and rescaled to unit norm. Only
+    `signs` [blocks, 3, order] is stored, and the inner products of a whole block with a vector are three fast
+    Walsh-Hadamard transforms: `ops.ot_assign` accepts a `StructuredNoise` in place of a noise tensor and computes its
+    cost in this way, several times faster (docs/performance.md).
 
-    What is uniform: every row has mean zero, covariance exactly I/d when d = order (to O(1/order) otherwise), odd
-    moments zero, and projections on any fixed direction whose law is that of a uniform point up to O(1/order) in the
-    fourth moment. What is not: the law is discrete (finitely many signs), and rows of one block are orthogonal when
-    d = order (nearly so otherwise) instead of independent, so a batch covers the sphere more evenly than independent
-    points would. Blocks are independent of each other.
+    As for uniform points, every row has mean zero, vanishing odd moments, covariance I/d (exactly if d = order, to
+    O(1/order) otherwise), and a fourth moment along any fixed direction that is right up to O(1/order). Unlike uniform
+    points, the distribution is discrete (finitely many signs), and rows of one block are orthogonal if d = order
+    (nearly so otherwise) instead of independent, so that a batch covers the sphere more evenly than independent points.
+    Blocks are independent of each other.
     """
 
     signs: Tensor
@@ -262,7 +268,7 @@ class StructuredNoise:
         generator: torch.Generator | None = None,
         device: torch.device | str = "cpu",
     ) -> StructuredNoise:
-        """Draws the signs for `n` points of R^d."""
+        """Draws `n` points of R^d, that is, their signs."""
         _check_size(n, d)
         device = checks.device(device)
         order = max(cls.MIN_ORDER, 1 << (d - 1).bit_length())
@@ -272,17 +278,17 @@ class StructuredNoise:
 
     @property
     def order(self) -> int:
-        """Rows of a block: the power of two that d is padded to."""
+        """Number of rows in a block: the power of two that d is padded to."""
         return self.signs.shape[-1]
 
     @property
     def shape(self) -> torch.Size:
-        """(n, d), as of the dense tensor."""
+        """Shape (n, d) of the dense tensor."""
         return torch.Size((self.n, self.d))
 
     @property
     def device(self) -> torch.device:
-        """Where the signs live."""
+        """Device of the signs."""
         return self.signs.device
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -291,7 +297,7 @@ class StructuredNoise:
         return rows if self.d == self.order else rows / torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
 
     def inverse_norm(self) -> Tensor | None:
-        """1 over the norm of each row of Q cut to d coordinates, float32 [n]; None when nothing is cut."""
+        """Reciprocal norm of each row of Q after the cut to d coordinates, float32 [n]; None if nothing is cut."""
         return None if self.d == self.order else 1 / torch.linalg.vector_norm(self._rows(torch.float32), dim=-1)
 
     def _rows(self, dtype: torch.dtype) -> Tensor:
@@ -304,7 +310,7 @@ class StructuredNoise:
 
 
 def hadamard(order: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    """The Hadamard matrix of a power-of-two order, entries 1 and -1: [order, order]."""
+    """The Hadamard matrix of a power-of-two order, with entries 1 and -1: [order, order]."""
     if checks.integer(order, "order", 1, 1 << 20).bit_count() != 1:
         raise ValueError(f"order must be a power of two, got {order}")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
@@ -316,7 +322,7 @@ def hadamard(order: int, dtype: torch.dtype, device: torch.device | str) -> Tens
 
 
 def hadamard_transform(x: Tensor) -> Tensor:
-    """Last dimension of `x` times the Hadamard matrix, as two products with matrices of about sqrt(order)."""
+    """Multiplies the last dimension of `x` by the Hadamard matrix, by way of two matrices of about sqrt(order)."""
     order = x.shape[-1] if checks.floating(x, "x").dim() else 0
     if order.bit_count() != 1:
         raise ValueError(f"x must be rows [..., d] with d a power of two, got {tuple(x.shape)}")
@@ -327,6 +333,6 @@ def hadamard_transform(x: Tensor) -> Tensor:
 
 
 def log_area(d: int) -> float:
-    """Logarithm of the area of the unit sphere in R^d: the uniform log-density is its negative."""
+    """Logarithm of the area of the unit sphere in R^d. The uniform log-density is minus this."""
     checks.integer(d, "d", least=1)
     return math.log(2) + d / 2 * math.log(math.pi) - math.lgamma(d / 2)

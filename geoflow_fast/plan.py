@@ -55,29 +55,38 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job takes. Bytes and operations are of all devices together unless they say otherwise."""
+    """Estimated cost of a job. Bytes and operations are totals over all devices unless stated otherwise."""
 
     layout: str
+    """What the devices divide among them: the "queries" or the "gallery"."""
     passes: int
-    """Over a device's items."""
+    """Passes over the items of a device."""
     sampling_operations: float
+    """Floating-point operations for drawing samples."""
     scoring_operations: float
+    """Floating-point operations for scoring items."""
     device_memory: float
-    """Bytes of each device that are in use."""
+    """Bytes in use on each device."""
     gallery_bytes: float
+    """Size of the gallery."""
     gallery_bytes_per_machine: float
+    """Part of the gallery that each machine reads."""
     link_bytes: float
-    """Items from the machine's memory to the devices."""
+    """Bytes of items copied from the machines' memory to the devices."""
     storage_bytes: float
+    """Bytes read from storage."""
     network_bytes: float
+    """Bytes sent over the network."""
     network_bytes_per_query: float
-    """That pass one device; it does not depend on the number of items."""
+    """Bytes per query that pass each device; they do not depend on the number of items."""
     hours: dict[str, float]
-    """Of each part, if it were alone."""
+    """Duration of each part if it ran alone."""
     total_hours: float
+    """Estimated duration of the job."""
     bound_by: str
+    """The part that takes longest."""
     advised_block: int
-    """Queries per pass from which on the link no longer limits."""
+    """Number of queries per pass from which the link is no longer the bottleneck."""
 
 
 def plan_scoring(
@@ -91,8 +100,12 @@ def plan_scoring(
     fast: bool = False,
     layout: str = "auto",
 ) -> Plan:
-    """The arithmetic of `geoflow entropy` for `items` of width `dim` on `devices` of a kind: a name of `DEVICES`, or
-    "cpu" for this machine, which is measured for a moment. The network is the paper's."""
+    """Estimates what `geoflow entropy` costs for `items` gallery items of width `dim` on `devices` devices.
+
+    `device`: "a100", "h100", "h200", "b200", or "cpu" for this machine, whose rates are measured briefly. The network
+    is the paper's. `block`: queries per pass. `fast`: the settings of `RetrievalEntropy.fast` instead of the paper's.
+    `layout`: whether the devices divide the "queries" or the "gallery" among them; "auto" chooses.
+    """
     counts = {"items": items, "dim": dim, "queries": queries, "devices": devices, "block": block}
     for name, count in counts.items():
         checks.integer(count, name, least=1)

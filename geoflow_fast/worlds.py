@@ -49,7 +49,10 @@ def sample_bump(centre: Tensor, c: Tensor | float, generator: torch.Generator | 
 
 @dataclass(frozen=True)
 class BumpField:
-    """Oracle: in either stream, whenever it is generated, the field c (mu - <mu, x> x) around its own centre."""
+    """A field with known densities: each generated stream follows v(x) = c (mu - <mu, x> x) around its own centre mu.
+
+    `image_centre` [d_I], `text_centre` [d_T]: unit vectors. `c`: strength; the density is the sharper, the larger c.
+    """
 
     image_centre: Tensor
     text_centre: Tensor
@@ -65,14 +68,14 @@ class BumpField:
         checks.number(self.c, "c", -SHARPEST, SHARPEST)
 
     def velocity(self, image: Tensor, text: Tensor, t: float | Tensor, direction: str) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """The field does not depend on time."""
+        """Velocities (v_image [B, d_I], v_text [B, d_T]), zero for a given stream; the time `t` has no effect."""
         self._check(image, text, direction)
         return _attract(image, self.image_centre, self.c, direction == "i2t"), _attract(
             text, self.text_centre, self.c, direction == "t2i"
         )
 
     def log_density(self, image: Tensor, text: Tensor, direction: str) -> Tensor:
-        """Exact log-density of the generated streams: [B]."""
+        """Exact log-density [B] of the generated streams, in nats."""
         self._check(image, text, direction)
         _check_units(image, text)
         log_image = log_bump(image @ self.image_centre, self.c, image.shape[1])
@@ -85,9 +88,10 @@ class BumpField:
 
 @dataclass(frozen=True)
 class PairField:
-    """Oracle: text is drawn around R image with strength c, and back with R^T; both marginals are uniform.
+    """A field of dependent pairs with known densities: given an image, its text is distributed around R image with
+    strength `c`, and given a text, its image around R^T text; both marginals are uniform.
 
-    `rotation` R [d, d] is orthogonal. In the joint direction the image stands still and the text moves as in i2t.
+    `rotation` R [d, d] is orthogonal. In the joint direction the image does not move, and the text moves as in i2t.
     """
 
     rotation: Tensor
@@ -104,14 +108,15 @@ class PairField:
         checks.number(self.c, "c", -SHARPEST, SHARPEST)
 
     def velocity(self, image: Tensor, text: Tensor, t: float | Tensor, direction: str) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """The field does not depend on time."""
+        """Velocities (v_image [B, d_I], v_text [B, d_T]), zero for a given stream; the time `t` has no effect."""
         _check_pairs(image, text, direction, self.rotation.shape, self.rotation)
         v_text = _attract(text, image @ self.rotation.T, self.c, direction == "t2i")
         v_image = _attract(image, text @ self.rotation, self.c, direction != "t2i")
         return v_image, v_text
 
     def log_density(self, image: Tensor, text: Tensor, direction: str) -> Tensor:
-        """Exact log-density of the generated streams: [B]. Marginals are -log_area(d), the PMI is i2t + log_area(d)."""
+        """Exact log-density [B] of the generated streams, in nats. Both log-marginals are -log_area(d), and the PMI is
+        the i2t log-density plus log_area(d)."""
         _check_pairs(image, text, direction, self.rotation.shape, self.rotation)
         _check_units(image, text)
         d = image.shape[1]
@@ -146,12 +151,13 @@ def _attract(x: Tensor, centre: Tensor, c: float, still: bool) -> Tensor:
 
 
 class ConceptWorld:
-    """Pairs of 32 concepts in 8 groups of 4, from specific to vague, with every density known.
+    """Synthetic pairs of 32 concepts in 8 groups of 4, with captions from specific to vague and all densities known.
 
-    An image is a bump (tanh c = 0.8) around its concept mu_k = unit(0.6 e_1 + 0.98 group + 0.7 concept); its text is a
-    bump around R image with tanh c of .9, .7 or .45 by concept. R turns the plane (e_1, e_2) by 60 degrees, which makes
-    a modality gap. Concepts are equally likely. Training sees `known` concepts only: one group (`far`) and one member
-    of three other groups (`near`) are held out. Densities are those of the known concepts, float64.
+    An image is drawn from a bump of strength c, tanh c = 0.8, around the centre of its concept, mu_k = unit(0.6 e_1 +
+    0.98 group + 0.7 concept); its text from a bump around R image with tanh c of .9, .7 or .45, depending on the
+    concept. A bump is the distribution of `BumpField`. R rotates the plane (e_1, e_2) by 60 degrees, which makes a
+    modality gap. Concepts are equally likely. Training uses the `known` concepts only: one group (`far`) and one member
+    of each of three other groups (`near`) are held out. Densities are those of the known concepts: float64, in nats.
     """
 
     GROUPS, PER_GROUP = 8, 4
@@ -187,7 +193,8 @@ class ConceptWorld:
     def sample(
         self, n: int, *, generator: torch.Generator | None = None, concepts: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`n` pairs (image [n, d], text [n, d], float32) and their concepts [n], of `concepts`, else the known ones."""
+        """Draws `n` pairs: (image [n, d], text [n, d], concept [n]), float32 and int64. `concepts` [k] are the numbers
+        of the concepts to draw from, by default the known ones."""
         checks.integer(n, "n")
         if generator is not None and not isinstance(generator, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator, got {type(generator).__name__}")
@@ -229,7 +236,7 @@ class ConceptWorld:
         return (self._log_images(image) + conditional).logsumexp(1)
 
     def log_text(self, text: Tensor) -> Tensor:
-        """log p(text): [B]. Given the concept it depends on one cosine only, over which it is tabulated."""
+        """log p(text): [B]. Given the concept it is a function of one cosine, which is tabulated."""
         self._check_rows(text=text)
         back = text.double() @ self.rotation
         if back.requires_grad:
@@ -255,7 +262,7 @@ class ConceptWorld:
     def gallery_posterior(self, queries: Tensor, gallery: Tensor, direction: str) -> Tensor:
         """True probability [Q, N] that each gallery item is the query's partner: softmax of the PMI over the gallery.
 
-        "t2i": queries are texts and the gallery holds images; "i2t": the other way round.
+        `direction="t2i"`: queries are texts and the gallery holds images; "i2t": the other way round.
         """
         if direction not in DIRECTIONS[1:]:
             raise ValueError(f"direction must be 'i2t' or 't2i', got {direction!r}")

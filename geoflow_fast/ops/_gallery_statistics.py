@@ -16,26 +16,26 @@ from geoflow_fast import reference
 
 @dataclass(frozen=True)
 class GalleryPosterior:
-    """Softmax of the scores s_j over the gallery, per query."""
+    """Posterior over the gallery of each of Q queries: the softmax of the scores s_j."""
 
     entropy: Tensor
-    """[Q], nats."""
+    """[Q], entropy in nats."""
     log_z: Tensor
     """[Q], log sum_j exp(s_j)."""
     top_index: Tensor
-    """[Q, k] int64, most probable first."""
+    """[Q, k] int64, the most probable items, most probable first."""
     top_prob: Tensor
-    """[Q, k]."""
+    """[Q, k], their probabilities."""
     entropy_bound: Tensor
-    """[Q] float64: leaving items out has changed `entropy` by at most this; 0 when every item was scored."""
+    """[Q] float64, how much pruning can have changed `entropy` at most; 0 if every item was scored."""
     mass_bound: Tensor
-    """[Q] float64: the items left out have at most this probability together, 0 when every item was scored. `top_prob`
-    is too large by at most this share of itself, and no item that was left out is more probable than this."""
+    """[Q] float64, upper bound of the total probability of the items left out; 0 if every item was scored. `top_prob`
+    is too large by at most this fraction of itself, and no item left out is more probable than this."""
 
 
 @dataclass(frozen=True)
 class GalleryStatistics:
-    """What the posterior of each query needs of the items seen so far; float64, so that many shards can be merged."""
+    """Sums over the items seen so far from which the posterior follows; float64, so that many shards can be merged."""
 
     peak: Tensor
     """[Q], max_j s_j."""
@@ -44,18 +44,18 @@ class GalleryStatistics:
     moment: Tensor
     """[Q], sum_j (s_j - peak) exp(s_j - peak)."""
     top_score: Tensor
-    """[Q, k], the largest s_j in order; fewer columns than `top_k` while fewer items have been seen."""
+    """[Q, k], the largest scores in descending order; k is `top_k`, or the number of items seen if that is smaller."""
     top_index: Tensor
-    """[Q, k] int64."""
+    """[Q, k] int64, the items they belong to."""
     log_left: Tensor
-    """[Q], an upper bound of log sum exp(s_j) over the items left out; -inf when there are none."""
+    """[Q], upper bound of log sum exp(s_j) over the items left out; -inf if there are none."""
     left: Tensor
-    """[Q] int64, how many were left out."""
+    """[Q] int64, number of items left out."""
     top_k: int
 
     @staticmethod
     def complete(found: reference.Statistics, top_k: int) -> GalleryStatistics:
-        """Statistics in which no item is left out, from what a backend returned."""
+        """Statistics in which no item is left out, from the result of a backend."""
         peak, weight, moment, top_score, top_index = found
         none = torch.full_like(peak, -math.inf, dtype=torch.float64)
         return GalleryStatistics(
@@ -71,20 +71,20 @@ class GalleryStatistics:
 
     @staticmethod
     def of_queries(parts: Sequence[GalleryStatistics]) -> GalleryStatistics:
-        """Statistics of the queries of all parts in turn, over the same items."""
+        """Concatenates the queries of all parts, which must be over the same items."""
         return parts[0]._map(lambda name: torch.cat([getattr(part, name) for part in parts]))
 
     def select(self, queries: Tensor) -> GalleryStatistics:
-        """Statistics of the queries numbered `queries`, in that order."""
+        """Statistics of the queries with the numbers `queries`, in that order."""
         return self._map(lambda name: getattr(self, name)[queries])
 
     @property
     def log_z(self) -> Tensor:
-        """[Q], log sum exp(s_j) over the items scored."""
+        """log sum exp(s_j) over the items scored: [Q]."""
         return self.peak + self.weight.log()
 
     def merge(self, other: GalleryStatistics) -> GalleryStatistics:
-        """Statistics of the union of two disjoint sets of items, exactly; the order of merging does not matter."""
+        """Exact statistics of the union of two disjoint sets of items. The order of merging does not matter."""
         if other.peak.shape != self.peak.shape or other.top_k != self.top_k:
             raise ValueError(
                 f"cannot merge statistics of {other.peak.shape[0]} queries and top_k={other.top_k} "
@@ -96,7 +96,8 @@ class GalleryStatistics:
         return GalleryStatistics(*merged, log_left, self.left + other.left, self.top_k)
 
     def posterior(self, dtype: torch.dtype = torch.float32) -> GalleryPosterior:
-        """The posterior over the items scored: H = log weight - moment / weight, with s measured from the peak."""
+        """The posterior over the items scored, in `dtype`: H = log weight - moment / weight, with scores relative to
+        the peak."""
         log_z = self.log_z
         entropy = (self.weight.log() - self.moment / self.weight).clamp_min(0.0)
         top_prob = (self.top_score - log_z.unsqueeze(1)).exp()
@@ -107,8 +108,8 @@ class GalleryStatistics:
         )
 
     def pack(self, columns: int) -> Tensor:
-        """All of it as one float64 tensor [Q, 5 + 2 columns] to be sent, integers by their bits; fewer than `columns`
-        top items are filled up with items of score -inf."""
+        """Packs everything into one float64 tensor [Q, 5 + 2 columns] for sending, integers by their bits. Fewer than
+        `columns` top items are padded with items of score -inf."""
         missing = columns - self.top_score.shape[1]
         score = torch.nn.functional.pad(self.top_score, (0, missing), value=-math.inf)
         index = torch.nn.functional.pad(self.top_index, (0, missing))
@@ -117,7 +118,7 @@ class GalleryStatistics:
 
     @staticmethod
     def unpack(packed: Tensor, top_k: int) -> GalleryStatistics:
-        """What `pack` was given."""
+        """Inverse of `pack`."""
         columns = (packed.shape[1] - 5) // 2
         peak, weight, moment, log_left = packed[:, :4].unbind(1)
         left, score, index = packed[:, 4:].split((1, columns, columns), dim=1)

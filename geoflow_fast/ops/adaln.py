@@ -24,11 +24,11 @@ EPS = 1e-6
 
 
 def adaln(x: Tensor, shift: Tensor, scale: Tensor, *, eps: float = EPS, backend: str = "auto") -> Tensor:
-    """(1 + scale) * LayerNorm(x) + shift, in the shape and dtype of `x` [..., H].
+    """Adaptive layer normalisation, (1 + scale) * LayerNorm(x) + shift, in the shape and dtype of `x` [..., H].
 
-    `shift` and `scale` are alike: [H], shared by all rows; the shape of `x`, one per row; or [..., H] with G rows in
-    all, where G divides the R rows of `x` and each serves R/G consecutive ones. An nn.LayerNorm is
-    `adaln(x, bias, weight - 1)`. Differentiable in all three, in reverse and forward mode.
+    `shift` and `scale` have the same shape: [H], shared by all rows; that of `x`, one per row; or [..., H] with G rows
+    in total, where G divides the number R of rows of `x` and each serves R/G consecutive rows. An nn.LayerNorm is
+    `adaln(x, bias, weight - 1)`. Differentiable in all three tensors, in reverse and forward mode.
     """
     rows = _check(x, shift, scale)
     if rows.numel() == 0:
@@ -49,9 +49,10 @@ def adaln_jvp(
     backend: str = "auto",
     out: Out | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`adaln(x, shift, scale)` and its derivatives along the K tangents `dx` [K, *x.shape], without a tape.
+    """`adaln(x, shift, scale)` and its derivatives along K tangents `dx` [K, *x.shape], without an autograd tape.
 
-    `out`: two contiguous tensors, other than the inputs, that the results are written to."""
+    `out`: two contiguous tensors, distinct from the inputs, to write the results to.
+    """
     rows = _check(x, shift, scale)
     check_floating(x=x, dx=dx)
     check_tangents(dx, "dx", x)

@@ -23,13 +23,12 @@ def flow_loss(
     *,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Mean loss (0-d) and the loss of every row [B]: |tangent part of v - target|^2, summed over the generated spheres.
+    """Flow-matching loss |tangent part of v - target|^2, summed over the generated streams: (mean, 0-d; rows, [B]).
 
-    `v_image`, `target_image`, `image` are [B, d_I], their text twins [B, d_T]: the network's output, the target
-    velocity and the point it was evaluated at. `direction` is int8 [B] with the codes of `geometry.DIRECTIONS`; the
-    stream that it says is given does not count. The network's output need not be tangent: only its tangent part is
-    judged, and the gradient is tangent. Both results are differentiable in the two velocities; targets and points are
-    data.
+    `v_image`, `target_image`, `image` are [B, d_I] and their text counterparts [B, d_T]: the network's output, the
+    target velocity and the point it was evaluated at. `direction` is int8 [B] with the codes of `geometry.DIRECTIONS`;
+    a given stream does not count. The network's output need not be tangent: only its tangent part enters the loss, and
+    the gradient is tangent. Both results are differentiable in the two velocities, but not in targets and points.
     """
     check_floating(
         v_image=v_image, v_text=v_text, target_image=target_image, target_text=target_text, image=image, text=text

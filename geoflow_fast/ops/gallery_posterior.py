@@ -17,7 +17,7 @@ from geoflow_fast.ops._pruning import PrefixRows, Pruner
 from geoflow_fast.ops._rows import check_floating
 
 PRUNE = ("auto", "never", "always")
-"""When items that provably do not matter are left out: where that pays, or as asked."""
+"""Choices for `prune`, whether to skip items that provably do not matter: "auto", where it pays; "never"; "always"."""
 
 
 def gallery_posterior(
@@ -31,15 +31,16 @@ def gallery_posterior(
     index: PrefixRows | None = None,
     prune: str = "auto",
 ) -> GalleryPosterior:
-    """Posterior over the gallery with scores s_j = log mean_m exp(kappa <g_j, x_m>): entropy, log_z and the top items.
+    """Posterior over the gallery, the softmax of scores s_j = log mean_m exp(kappa <g_j, x_m>), for each query.
 
-    `samples` [Q, M, d] and `gallery` [N, d] are unit rows of one floating-point dtype; any `kappa` from 0 to 1e4 is
-    served without overflow. `item_bias` [N] is added to the scores: minus the items' log-marginals gives the Bayes
-    posterior. The gallery is streamed: [Q, M, N] never exists.
+    `samples` [Q, M, d] and `gallery` [N, d] are unit rows of one floating-point dtype; any `kappa` from 0 to 1e4 works
+    without overflow. `top_k`: how many of the most probable items to return. `item_bias` [N] is added to the scores;
+    minus the items' log-marginals gives the Bayes posterior. The gallery is streamed, and the scores [Q, M, N] are
+    never stored.
 
-    With the gallery's `index` (`gf.GalleryIndex`), items that provably do not matter are not scored: for the queries
-    for which a small pilot finds that this pays (`prune="auto"`, on CPUs), for all ("always"), or for none ("never").
-    What this can have changed is `entropy_bound` and `mass_bound` of the result.
+    With the gallery's `index` (`gf.GalleryIndex`), items that provably do not matter are not scored: on CPUs for those
+    queries for which a small pilot run finds that it pays (`prune="auto"`), for all queries ("always"), or for none
+    ("never"). `entropy_bound` and `mass_bound` of the result bound the effect.
     """
     statistics = gallery_statistics(
         samples, gallery, kappa, top_k, backend, item_bias=item_bias, index=index, prune=prune
@@ -59,7 +60,11 @@ def gallery_statistics(
     prune: str = "auto",
     first_index: int = 0,
 ) -> GalleryStatistics:
-    """The mergeable form of `gallery_posterior`, for a shard whose first item is number `first_index` of all."""
+    """`gallery_posterior` of one shard in a form that can be merged with that of others (`GalleryStatistics.merge`).
+
+    `first_index`: number of the shard's first item within the whole gallery. The other arguments are those of
+    `gallery_posterior`, with `gallery` and `item_bias` of the shard.
+    """
     _check(samples, gallery, kappa, top_k, item_bias)
     checks.integer(first_index, "first_index", most=2**62)
     _check_pruning(samples, gallery, index, prune)

@@ -32,11 +32,12 @@ def gate_residual(
     dropout: float = 0.0,
     backend: str = "auto",
 ) -> Tensor:
-    """residual + layer_scale * sigmoid(gate) * value, in the shape and dtype of `residual` [..., H].
+    """Gated residual, residual + layer_scale * sigmoid(gate) * value, in the shape and dtype of `residual` [..., H].
 
-    `gate` (logits) and `value` have the shape of `residual`; `gate=None` leaves the sigmoid out. `layer_scale` is [H]
-    or [..., H] with G rows, G dividing the rows of `residual`. `keep`, bool and of the same shape, drops the branch
-    where it is false and scales the rest by 1 / (1 - dropout). Differentiable in all four, in reverse and forward mode.
+    `gate` (logits) and `value` have the shape of `residual`; `gate=None` omits the sigmoid. `layer_scale` is [H], or
+    [..., H] with G rows, where G divides the number of rows of `residual`. `keep`, a bool tensor of the same shape,
+    drops the branch where it is false and scales the rest by 1 / (1 - dropout). Differentiable in the first four
+    arguments, in reverse and forward mode.
     """
     rows, gate_rows, value_rows, scale = _check(residual, gate, value, layer_scale)
     if not 0.0 <= dropout < 1.0:
@@ -64,9 +65,10 @@ def gate_residual_jvp(
     backend: str = "auto",
     out: Out | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`gate_residual` without dropout and its derivatives along K tangents [K, *residual.shape], without a tape.
+    """`gate_residual` without dropout, and its derivatives along K tangents [K, *residual.shape]; no autograd tape.
 
-    `out`: two contiguous tensors, other than the inputs, that the results are written to."""
+    `out`: two contiguous tensors, distinct from the inputs, to write the results to.
+    """
     rows, gate_rows, value_rows, scale = _check(residual, gate, value, layer_scale)
     if (gate is None) != (d_gate is None):
         raise ValueError("gate and d_gate must be given together or not at all")

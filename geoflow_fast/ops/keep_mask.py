@@ -11,10 +11,10 @@ from geoflow_fast import _native, checks, dispatch
 def keep_mask(
     shape: torch.Size | tuple[int, ...], share: float, device: torch.device | str = "cpu", *, backend: str = "auto"
 ) -> Tensor:
-    """Bool tensor, each entry false with probability `share` independently of the others.
+    """Dropout mask: a bool tensor whose entries are false with probability `share`, independently of each other.
 
-    Draws from torch's global generator, so `torch.manual_seed` decides it; on the CPU one number of it seeds a hash of
-    the position, which threads share evenly and which gives the same mask for any number of them.
+    Uses torch's global generator, so `torch.manual_seed` determines the mask. On the CPU one number drawn from it seeds
+    a hash of each entry's position, so that the mask does not depend on the number of threads.
     """
     if not 0 <= share < 1:
         raise ValueError(f"share must be in [0, 1), got {share}")

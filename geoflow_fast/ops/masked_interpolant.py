@@ -27,16 +27,16 @@ def masked_interpolant(
     backend: str = "auto",
     out: Streams | None = None,
 ) -> Streams:
-    """Training input and target of masked flow matching: (image_t, text_t, v_image, v_text).
+    """Inputs and targets of masked flow matching: (image_t, text_t, v_image, v_text).
 
     `image0` [B, d_I] and `text0` [B, d_T] are noise, `image1` and `text1` data, all unit rows in float32 or float64;
-    `t` [B] in [0, 1]; `direction` int8 [B] with the codes of `geometry.DIRECTIONS`. A generated stream lies on the
-    geodesic from noise to data and its velocity is the paper's target omega/sin(omega) [cos(t omega) z_1 -
-    cos((1-t) omega) z_0]; a given stream is its data point at zero velocity. `drop` bool [B] marks rows under guidance
-    dropout, whose given stream shows its own noise instead (joint rows ignore it).
+    `t` [B] is in [0, 1]; `direction` is int8 [B] with the codes of `geometry.DIRECTIONS`. A generated stream lies on
+    the geodesic from noise to data, and its velocity is the paper's target omega/sin(omega) [cos(t omega) z_1 -
+    cos((1-t) omega) z_0]; a given stream is its data point with zero velocity. `drop`, bool [B], marks rows under
+    guidance dropout, whose given stream is replaced by its noise; joint rows ignore it.
 
-    `out` takes four tensors to write into, which spares the allocation in a loop. Differentiable in the four points
-    through the reference, which is chosen when a gradient is asked for.
+    `out`: four tensors to write the results to, which saves allocations in a loop. Differentiable in the four points
+    through the reference backend, which is used whenever a gradient is required.
     """
     inputs = (image0, text0, image1, text1)
     _check(inputs, t, direction, drop)

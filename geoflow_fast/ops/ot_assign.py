@@ -51,14 +51,14 @@ def ot_assign(
     generator: torch.Generator | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Index of the data pair that each noise pair is coupled with: int64 [B].
+    """Couples noise pairs with data pairs by optimal transport: the data row for each noise row, int64 [B].
 
-    `image0` [B, d_I], `text0` [B, d_T] are noise, `image1`, `text1` data, unit rows; noise may also be a
-    `geometry.StructuredNoise` on both spheres, which replaces the matrix products of the cost by fast transforms.
-    `assignment` is "argmax" (the paper: the largest entry of each row of the entropic plan), "sample" (a draw from each
-    row, with `generator`) or "exact" (linear assignment without entropy, every target used once; needs SciPy). `cost`
-    is "arc" (the paper: sum of the two arc lengths), "chord" or a matrix [B, B]; with a matrix the points only tell the
-    batch. `eps`, `tol`, `max_iter`, `weights`, `storage` and `backend` are those of `sinkhorn`.
+    `image0` [B, d_I] and `text0` [B, d_T] are noise, `image1` and `text1` data, unit rows. The noise of both spheres
+    may also be a `geometry.StructuredNoise`, which replaces the matrix products of the cost by fast transforms.
+    `assignment`: "argmax" (the paper: the largest entry of each row of the entropic plan), "sample" (a draw from each
+    row, with `generator`) or "exact" (linear assignment without entropy, which uses every data row once; needs SciPy).
+    `cost`: "arc" (the paper: sum of the two arc lengths), "chord" or a matrix [B, B]; with a matrix the points only
+    determine the batch size. `eps`, `tol`, `max_iter`, `weights`, `storage` and `backend` are those of `sinkhorn`.
     """
     problem = _make_square_problem((image0, text0, image1, text1), cost, weights)
     settings = make_settings(eps, tol, max_iter, storage)
@@ -90,11 +90,12 @@ def ot_assign_panel(
     max_iter: int = 1000,
     uniform: Tensor | None = None,
 ) -> Tensor:
-    """`ot_assign` of a batch whose noise is spread over ranks: index of the data pair of each of this rank's rows.
+    """`ot_assign` for a batch whose noise is divided among ranks: the data row for each of this rank's rows, int64 [n].
 
-    `image0` [n, d_I], `text0` [n, d_T] are this rank's noise, of any number of rows; `image1`, `text1` all B data
-    pairs, as many as the ranks have noise rows together. All ranks call at once. With `uniform` [n] in [0, 1) a row's
-    target is drawn from the plan; else it is the largest entry. Compiled, for CPU tensors.
+    `image0` [n, d_I] and `text0` [n, d_T] are this rank's noise, with any number of rows; `image1` and `text1` are all
+    B data pairs, as many as the ranks have noise rows in total. All ranks must call together. With `uniform` [n] in
+    [0, 1) the data row is drawn from the plan; without it, it is the largest entry. For CPU tensors; needs the compiled
+    extension.
     """
     for name, x in zip(NAMES, (image0, text0, image1, text1)):
         if checks.with_values(x, name).dim() != 2:
@@ -128,14 +129,14 @@ def couple(
     generator: torch.Generator | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """The coupling of a training batch by name: int64 [B], noise row i goes with data row index[i].
+    """The coupling of a training batch by name: int64 [B]; noise row i is coupled with data row index[i].
 
-    Joint rows: "paper" (row argmax of the entropic plan), "sample", "exact" or "independent" (row i with row i).
-    Conditional rows (`direction` "i2t" or "t2i"): "paper" (the joint plan, as the paper does), "independent", or "c2ot"
-    (arXiv 2503.10636): exact transport of the generated stream's noise under its arc length plus w times the arc length
-    between conditions, noise row i holding the condition of data row i. The weight w is found by bisection so that a
-    share `target_ratio` of all pairs (i, j) is no dearer than the pair (i, i): 1 / B gives back independence, 1 ignores
-    the conditions.
+    For joint rows: "paper" (row argmax of the entropic plan), "sample", "exact" or "independent" (row i with row i).
+    For conditional rows (`direction` "i2t" or "t2i"): "paper" (the joint plan, as in the paper), "independent", or
+    "c2ot" (arXiv 2503.10636): exact transport of the generated stream's noise, where the cost is the arc length plus w
+    times the arc length between conditions, and noise row i has the condition of data row i. The weight w is found by
+    bisection so that a share `target_ratio` of all pairs (i, j) costs no more than the pair (i, i): 1 / B gives the
+    independent coupling, 1 ignores the conditions.
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")

@@ -34,12 +34,12 @@ _FINEST = 2.0**60
 
 @dataclass(frozen=True)
 class SinkhornResult:
-    """An entropic transport plan P_ij = exp((f_i + g_j - C_ij) / eps) with uniform marginals, by its potentials.
+    """An entropic transport plan P_ij = exp((f_i + g_j - C_ij) / eps) with uniform marginals, given by its potentials.
 
-    `f` [n] and `g` [m] are float64; column sums are exact. `marginal_error` bounds the L1 violation of the row sums: it
-    is the violation of the column sums before the last column update, which can only lessen it (csrc/sinkhorn.h).
-    `transport_cost` is sum_ij P_ij C_ij. `iterations` counts full iterations (one read of the matrix each).
-    `converged` is false when `max_iter` iterations did not reach `tol`, which is also a RuntimeWarning.
+    `f` [n] and `g` [m] are float64; column sums are exact. `marginal_error` is an upper bound of the L1 violation of
+    the row sums: the violation of the column sums before the last column update, which can only reduce it
+    (csrc/sinkhorn.h). `transport_cost` is sum_ij P_ij C_ij. `iterations` counts full iterations, each of which reads
+    the matrix once. `converged` is false if `max_iter` iterations did not reach `tol`; a RuntimeWarning says so too.
     """
 
     f: Tensor
@@ -51,7 +51,7 @@ class SinkhornResult:
 
     @property
     def potentials(self) -> tuple[Tensor, Tensor]:
-        """(f, g)."""
+        """The potentials (f, g)."""
         return self.f, self.g
 
 
@@ -114,17 +114,18 @@ def sinkhorn(
     storage: str = "float32",
     backend: str = "auto",
 ) -> SinkhornResult:
-    """Solves entropic optimal transport with uniform marginals: potentials, error and cost of the plan.
+    """Solves entropic optimal transport with uniform marginals; the result has potentials, error and cost of the plan.
 
-    `cost` is a matrix [n, m] (rows are moved to columns), or "arc" (sum of the two arc lengths, the paper's) or "chord"
-    (sum of the two squared chords |x - y|^2) between `factors` = (image0, text0, image1, text1): noise [n, d_I],
-    [n, d_T] and data [m, d_I], [m, d_T], unit rows. `weights` multiply the image and the text term.
+    `cost` is a matrix [n, m] (mass moves from rows to columns), or "arc" (the paper: sum of the two arc lengths) or
+    "chord" (sum of the two squared chords |x - y|^2) between `factors` = (image0, text0, image1, text1): noise
+    [n, d_I], [n, d_T] and data [m, d_I], [m, d_T], unit rows. `weights` multiply the image and the text term. `eps` is
+    the regularisation, in units of the cost.
 
-    Stops once the L1 violation of a marginal is at most `tol`; if `max_iter` comes first the result says so and a
-    RuntimeWarning gives the error reached. The CPU backend works in float32 whatever the input, keeps one n x m matrix
-    and O(n + m) more; `storage="float16"` halves the matrix, for about 2e-4 relative error in the plan's entries while
-    the spread of C / eps is moderate. It computes with exponentials of the cost as long as they fit their range and
-    with log-sum-exp otherwise, so no eps or cost overflows. `backend="reference"` works in the dtype of the input.
+    The solver stops once the L1 violation of a marginal is at most `tol`; if it reaches `max_iter` first, the result
+    says so and a RuntimeWarning gives the error reached. The CPU backend works in float32 for any input and stores one
+    n x m matrix and O(n + m) more. `storage="float16"` halves the matrix, at about 2e-4 relative error in the plan's
+    entries while the spread of C / eps is moderate. Exponentials of the cost are used as long as they fit their range
+    and log-sum-exp otherwise, so no eps or cost overflows. `backend="reference"` works in the dtype of the input.
     """
     problem = make_problem(cost, factors, weights)
     settings = make_settings(eps, tol, max_iter, storage)
@@ -144,7 +145,7 @@ def transport_cost(
     weights: tuple[float, float] = (1.0, 1.0),
     backend: str = "auto",
 ) -> Tensor:
-    """The cost matrix of `sinkhorn` and `ot_assign`, [n, m]; float32 from the CPU backend."""
+    """The cost matrix [n, m] that `sinkhorn` and `ot_assign` use for these points; float32 from the CPU backend."""
     problem = make_problem(cost, (image0, text0, image1, text1), weights)
     matrix: Tensor = dispatch.choose("transport_cost", problem.anchor, backend)(problem)
     return matrix

@@ -22,10 +22,10 @@ from geoflow_fast.ops._rows import (
 
 
 def swiglu(gate: Tensor, value: Tensor | None = None, *, backend: str = "auto") -> Tensor:
-    """silu(gate) * value, [..., I].
+    """SwiGLU activation, silu(gate) * value: [..., I].
 
-    Without `value`, `gate` [..., 2 I] holds the gate in its first half and the value in its second, as one linear layer
-    makes them; their gradient then is one tensor too. Differentiable in reverse and forward mode.
+    Without `value`, `gate` [..., 2 I] contains the gate in its first half and the value in its second, as the output of
+    one linear layer; the gradient is then one tensor too. Differentiable in reverse and forward mode.
     """
     width = _check(gate, value)
     if gate.numel() == 0:
@@ -43,9 +43,10 @@ def swiglu_jvp(
     backend: str = "auto",
     out: Out | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`swiglu` and its derivatives along K tangents, `d_gate` [K, *gate.shape] and `d_value` alike, without a tape.
+    """`swiglu` and its derivatives along K tangents `d_gate` [K, *gate.shape] and `d_value`, without an autograd tape.
 
-    `out`: two contiguous tensors, other than the inputs, that the results are written to."""
+    `out`: two contiguous tensors, distinct from the inputs, to write the results to.
+    """
     width = _check(gate, value)
     if (value is None) != (d_value is None):
         raise ValueError("value and d_value must be given together or not at all")

@@ -23,12 +23,13 @@ def tangent_step(
     retraction: str = "exp",
     backend: str = "auto",
 ) -> Tensor:
-    """Where the unit rows `x` [B, d] arrive after time `h` (negative in the reverse ODE) at velocity `v` [B, d].
+    """One solver step on the sphere: the unit rows `x` [B, d] moved for time `h` with velocity `v` [B, d].
 
-    `v` is projected to the tangent space at `x`. With `v_free`, the unconditional velocity, the step uses
-    v + guidance * (v - v_free), combined before the one projection. `retraction` is "exp", along the geodesic, or
-    "renormalise", straight and back to the sphere: equal to first order in h. The result has unit rows, in float32 or
-    float64. Differentiable in the tensors through the reference, which is chosen when a gradient is asked for.
+    `h` is negative in the reverse ODE. `v` is projected to the tangent space at `x`. With `v_free`, the unconditional
+    velocity, the step uses v + guidance * (v - v_free), combined before that projection. `retraction`: "exp" follows
+    the geodesic; "renormalise" takes a straight step and rescales to unit norm, which agrees to first order in h. The
+    result has unit rows, in float32 or float64. Differentiable in the tensors through the reference backend, which is
+    used whenever a gradient is required.
     """
     check_floating(("v_free",), x=x, v=v, v_free=v_free)
     eps(x.dtype)
