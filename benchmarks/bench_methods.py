@@ -62,9 +62,9 @@ def compared(recipe: Recipe, out: Path) -> Comparison:
 
 
 class Truth(Method):
-    """Not a method: the chance, by the law that made the concept world, that plain search's answer is wrong."""
+    """Not a method: the exact probability, under the concept world's distribution, that plain search is wrong."""
 
-    name, title = TRUTH, "the truth itself"
+    name, title = TRUTH, "true posterior"
 
     def facts(self) -> dict[str, Any]:
         return {}
@@ -142,7 +142,7 @@ def place_of(result: Result, name: str, results: Iterable[Result]) -> int:
 
 
 def standing(found: Comparison, way: str) -> dict[str, int]:
-    """The better place of the two readings of the flow in every column of quality."""
+    """The better rank of the flow's two scores in every column of quality."""
     results = found.of(way)
     own = [result for result in results if result.method in FLOW]
     return {name: min(place_of(result, name, results) for result in own) for name in QUALITY}
@@ -178,25 +178,32 @@ def pairs_section(found: dict[int, Comparison]) -> str:
     return "\n".join((head, *rows)) + "\n\n![AUROC over training pairs](images/benchmark_pairs.png)"
 
 
+def ordinal(place: int) -> str:
+    """1st, 2nd, 3rd, 4th, ..., 11th, ..."""
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(place % 10, "th") if place // 10 % 10 != 1 else "th"
+    return f"{place}{ending}"
+
+
 def words_on_places(found: Comparison) -> str:
     lines = []
     for way in found.directions:
         places = standing(found, way)
-        words = ", ".join(f"{COLUMNS[name][0]} {place}." for name, place in places.items())
+        words = "; ".join(f"{COLUMNS[name][0]} {ordinal(place)}" for name, place in places.items())
         lines.append(f"- {figures.DIRECTION_TITLES[way]}: {words}")
     return "\n".join(lines)
 
 
 def words_on_twins(found: Comparison) -> str:
-    """Whether the difference of the two geometries is larger than what seeds make."""
+    """Differences between the two geometries, and whether they are larger than the variation between seeds."""
     lines = []
     for way in found.directions:
         for sphere, twin in zip(found.of(way)[:2], found.of(way)[2:]):
             gap = sphere.numbers["auroc"] - twin.numbers["auroc"]
             noise = float(np.hypot(sphere.spread["auroc"], twin.spread["auroc"]))
-            verdict = "no difference beyond that of seeds" if abs(gap) < 2 * noise else "more than seeds make"
+            verdict = "within" if abs(gap) < 2 * noise else "beyond"
+            score = sphere.title.partition(": ")[2]
             lines.append(
-                f"- {figures.DIRECTION_TITLES[way]}, {sphere.title} and {twin.title}: {gap:+.3f} AUROC, {verdict}"
+                f"- {figures.DIRECTION_TITLES[way]}, {score}: {gap:+.3f}, {verdict} two standard deviations over seeds"
             )
     return "\n".join(lines)
 
@@ -205,64 +212,68 @@ def run() -> str:
     world, real, sizes, twins = concept_world(), clip_art(), more_pairs(), geometry()
     page = f"""# Methods side by side
 
-`python -m benchmarks methods` made this page: every method that needs nothing but pairs, both directions, judged by
-whether its uncertainty tells wrong answers of plain cosine search from right ones. Temperatures, kappa, guidance and
-calibrations are tuned on held-out pairs. GeoFlow's time to fit is that of its training and of what is tuned. Times are
-those of one thread, with other work beside: compare their orders of magnitude.
+All methods that need nothing but pairs, in both directions, judged by how well their uncertainty separates wrong
+answers of plain cosine search from right ones. Temperatures, kappa, guidance and calibrations are tuned on held-out
+pairs. GeoFlow's fitting time includes training and tuning. Times are for one thread of a busy machine, so compare
+orders of magnitude only. This page is written by `python -m benchmarks methods`.
 
 ## Which to use when
 
-- A few thousand pairs, or no wish to train: `max_softmax`, with its temperature fitted on held-out pairs.
-- Tens of thousands of pairs of your own kind: the re-ranker. It orders answers best, states a probability that can be
-  believed, and finds more right items than plain search.
-- A gallery that changes, or captions that fit many images: the retrieval entropy. It says how many items fit, not
-  whether the first is right, and needs no calibration.
-- Queries that may be of another kind altogether: the epistemic score, or `knn`. They know strangers
-  ([likelihood](likelihood.md)) and little of errors of retrieval, as the tables show.
+- With a few thousand pairs, or if you do not want to train: `max_softmax`, its temperature fitted on held-out pairs.
+- With tens of thousands of pairs like those you will search: the re-ranker. It orders answers best, gives calibrated
+  probabilities, and finds more right items than plain search.
+- For a gallery that changes, or captions that fit many images: the retrieval entropy. It measures how many items fit,
+  not whether the first one is right; only kappa and guidance are fitted on held-out pairs.
+- For queries that may be unlike the training data: the epistemic score, or `knn`. They recognise unfamiliar input
+  ([likelihood](likelihood.md)) but, as the tables show, say little about retrieval errors.
 
-Whichever it is: judge it on held-out pairs of your own (`geoflow evaluate`), then choose a threshold that keeps a
-promise ([abstention](abstention.md)).
+Whichever you choose, evaluate it on held-out pairs of your own (`geoflow evaluate`), then choose a threshold with a
+guarantee ([abstention](abstention.md)).
 
 ## Where the truth is known
 
-The concept world: width {ConceptWorld().dim}, {PAIRS:,} training pairs, {HELD_OUT:,} held out, {QUERIES:,} queries,
-means and standard deviations over {len(SEEDS)} seeds.
+The [concept world](method.md#the-concept-world): width {ConceptWorld().dim}, {PAIRS:,} training pairs,
+{HELD_OUT:,} held-out pairs, {QUERIES:,} queries; means and standard deviations over {len(SEEDS)} seeds.
 
 {section("Concept world", world, "benchmark_world.png")}
 
-Place of the better of GeoFlow's two readings (entropy, re-ranker) in the columns of quality, 1 being the best:
+Rank of the better of GeoFlow's two scores, entropy and re-ranker, in each column of quality, the true
+posterior not counted:
 
 {words_on_places(world)}
 
-**How to read the columns.** The row of the truth has the exact chance that plain search is wrong; no uncertainty can be
-better, and yet it is not first in Spearman and in R^2 over the number of the bin. Bins without any error tie, and what
-tells right from wrong sharply makes a step, not a line; a weaker uncertainty, whose errors grow evenly, looks better
-there. AUROC, AURC and the R^2 over the values have no such fault: decide by them.
+**How to read the columns.** The row "true posterior" has the exact probability that plain search is wrong, which no
+uncertainty can improve on. Yet it is not first in Spearman or in R^2 over the bin number ("R^2"): bins without errors
+are tied, and an uncertainty that separates right from wrong sharply makes a step rather than a line, so that a weaker
+one, whose errors grow evenly, looks better there. AUROC, AURC and R^2 over the uncertainty itself ("R^2, value") do not
+have this flaw: compare methods by them.
 
-## Real pictures, few pairs
+## Real images, few pairs
 
-Clip art and its captions (`examples/openclipart`): some 1,500 pairs, on which a flow has little to learn from, and
-retrieval that is mostly wrong. One seed; the bars are bootstrap intervals over images.
+Clip art and its captions (`examples/openclipart`): about 1,500 pairs, which is little for a flow to learn from, and
+plain search is wrong for most queries. One seed; the bars are bootstrap intervals over images.
 
 {section("Clip art", real, "benchmark_clip_art.png")}
 
-Place of the better of GeoFlow's two readings:
+Rank of the better of GeoFlow's two scores:
 
 {words_on_places(real)}
 
-With so few pairs the flow's retrieval entropy loses to references that need no training. The re-ranker, which starts
-from their cosines, leads them by less than the intervals are wide, at several hundred times the cost: take max softmax.
+With so few pairs the flow's retrieval entropy is worse than references that need no training. The re-ranker, which also
+uses the cosine, is ahead of them by less than the width of the intervals, at several hundred times the cost: use max
+softmax.
 
 ## How many pairs it takes
 
-The gap closes with pairs: the entropy overtakes the references between 3,000 and 30,000. AUROC on the concept world
-over the number of training pairs, one seed:
+With more pairs the gap closes: the entropy overtakes the references between 3,000 and 30,000 pairs. AUROC on the
+concept world for different numbers of training pairs, one seed:
 
 {pairs_section(sizes)}
 
 ## Does the sphere matter?
 
-The same network and run with straight lines and a Gaussian base, on the concept world, three seeds.
+The same network and training run, on the sphere and with straight lines and a Gaussian base distribution
+("Euclidean"), on the concept world with three seeds. Differences in AUROC, sphere minus Euclidean:
 
 {words_on_twins(twins)}
 
