@@ -46,7 +46,7 @@ VersionFlag = Annotated[bool, typer.Option("--version", help="Show the version a
 
 @app.callback(
     invoke_without_command=True,
-    epilog="Exit: 0 done, 2 bad input, 130 interrupted, 143 terminated. Flags may stand in a TOML file (--config).",
+    epilog="Exit status: 0 done, 2 bad input, 130 interrupted, 143 terminated. --config reads flags from a TOML file.",
 )
 def _about(context: typer.Context, version: VersionFlag = False, debug: DebugFlag = False) -> None:  # noqa: ARG001
     """Uncertainty for frozen vision-language embeddings, from one flow on the product of two spheres."""
@@ -58,7 +58,7 @@ def _about(context: typer.Context, version: VersionFlag = False, debug: DebugFla
 
 @app.command(epilog="Example: geoflow doctor --json")
 def doctor(as_json: JsonFlag = False) -> None:
-    """Shows what this machine can run: every operation's backends with reasons, CPU features, torch, triton, CUDA."""
+    """Shows what this machine can run: the backends of every operation, CPU features, torch, triton and CUDA."""
     from geoflow_fast import doctor as check
 
     facts, table = check.machine_facts(), geoflow_fast.backends()
@@ -81,14 +81,14 @@ def doctor(as_json: JsonFlag = False) -> None:
 
 @app.command(epilog="Example: geoflow demo --out demo_output")
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the report; made if absent.")] = Path("demo_output"),
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
-    steps: Annotated[int | None, typer.Option(help="Training steps; fewer are quicker and worse.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the report; created if missing.")] = Path("demo_output"),
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    steps: Annotated[int | None, typer.Option(help="Training steps; fewer are faster but give worse results.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Trains a flow on pairs whose law is known and reports how good its uncertainties are, with pictures.
+    """Trains a flow on synthetic pairs with known densities and reports how good its uncertainties are, with figures.
 
-    Under four minutes on two cores, without a download. Ctrl-C saves; the same command continues.
+    Takes under four minutes on two cores and downloads nothing. Ctrl-C saves; the same command continues.
     """
     from geoflow_fast import demo as show
 
@@ -120,40 +120,46 @@ class EncoderKind(str, Enum):
 )
 def embed(
     images: Annotated[
-        Path, typer.Option(help="Folder of images or of .tar shards, a .csv, .tsv or .parquet of paths, or a .tar.")
+        Path,
+        typer.Option(
+            help="Folder of images or of .tar shards, a .tar file, or a .csv, .tsv or .parquet table of paths."
+        ),
     ],
-    out: Annotated[Path, typer.Option(help="Folder; the same command continues a run that was stopped.")],
+    out: Annotated[Path, typer.Option(help="Output folder; the same command continues a stopped run.")],
     encoder: Annotated[
-        EncoderKind, typer.Option(help="open_clip, or colours: no weights, sees colours alone; to try things out.")
+        EncoderKind,
+        typer.Option(help="open_clip; or colours, which needs no weights and sees only colours, for a first try."),
     ] = EncoderKind.open_clip,
     model: Annotated[
-        str | None, typer.Option(help="Name in open_clip's list, local-dir:FOLDER or hf-hub:NAME.  [ViT-H-14]")
+        str | None, typer.Option(help="Name of an open_clip model, local-dir:FOLDER or hf-hub:NAME. Default: ViT-H-14.")
     ] = None,
     pretrained: Annotated[
-        str | None, typer.Option(help="Weights by open_clip's tag; downloaded once.  [the paper's, for its models]")
+        str | None,
+        typer.Option(help="open_clip tag of the weights, downloaded once. Default: the paper's, for its models."),
     ] = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="File of weights, nothing is downloaded; safetensors, or torch without code.")
+        Path | None,
+        typer.Option(help="Local file of weights, safetensors or torch; no code in it is run, nothing is downloaded."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Images or texts that go through the network together.")] = 64,
+    batch_size: Annotated[int, typer.Option(help="Images or texts per batch.")] = 64,
     workers: Annotated[int, typer.Option(help="Threads that read and resize images.")] = 4,
-    shard_rows: Annotated[int, typer.Option(help="Images per shard: what a kill can lose.")] = 16384,
-    path_column: Annotated[str, typer.Option(help="Column of a table with the paths of images.")] = "path",
+    shard_rows: Annotated[int, typer.Option(help="Images per shard; a kill loses at most the current shard.")] = 16384,
+    path_column: Annotated[str, typer.Option(help="Table column with the paths of images.")] = "path",
     caption_column: Annotated[
-        str, typer.Option(help='Column of a table with the captions; "" for images alone.')
+        str, typer.Option(help='Table column with the captions; "" to embed images only.')
     ] = "caption",
-    dtype: Annotated[str, typer.Option(help="Of the embeddings on disk: float32 or float16.")] = "float32",
+    dtype: Annotated[str, typer.Option(help="Type of the stored embeddings: float32 or float16.")] = "float32",
     precision: Annotated[
-        str, typer.Option(help="float32, float16 or bfloat16 (mixed); auto: float16 on a GPU, else float32.")
+        str, typer.Option(help="float32, float16 or bfloat16 (mixed precision); auto: float16 on a GPU, else float32.")
     ] = "auto",
     pre_projection: Annotated[
-        bool, typer.Option("--pre-projection", help="Also write activations before the last projections, and these.")
+        bool, typer.Option("--pre-projection", help="Also write the last projections and the activations before them.")
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the result of another job.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output of another job.")] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     as_json: JsonFlag = False,
 ) -> None:
-    """Embeds images and their captions into a folder of pairs that train, density and the others read.
+    """Embeds images and their captions into a folder of pairs for train, density and the other commands.
 
     Images that cannot be read are skipped and listed in skipped.csv.
     """
@@ -195,44 +201,50 @@ def embed(
 
 @app.command(epilog="Example: geoflow train --pairs embeddings/ --out runs/first --preset small --steps 20000")
 def train(
-    out: Annotated[Path, typer.Option(help="Folder of the run; the same command continues a run that was stopped.")],
+    out: Annotated[Path, typer.Option(help="Folder of the run; the same command continues a stopped run.")],
     pairs: Annotated[Path | None, typer.Option(help="Folder of paired embeddings (img_emb/, text_emb/).")] = None,
     images: Annotated[
-        Path | None, typer.Option(help="Instead of --pairs: .npy file or folder of shards, one row per image.")
+        Path | None, typer.Option(help="Instead of --pairs: .npy file or folder of shards with one row per image.")
     ] = None,
-    texts: Annotated[Path | None, typer.Option(help="With --images: the same for texts, row by row.")] = None,
+    texts: Annotated[Path | None, typer.Option(help="With --images: the same for texts.")] = None,
     image_index: Annotated[
-        Path | None, typer.Option(help="With --images: .npy file with each text's image row, if not row by row.")
+        Path | None,
+        typer.Option(help="With --images: .npy file with the image row of each text. Default: row k for text k."),
     ] = None,
     preset: Annotated[
-        Preset, typer.Option(help="Size of network and run; the other flags override it.")
+        Preset, typer.Option(help="Size of network and run; other flags override single settings.")
     ] = Preset.small,
-    val: Annotated[Path | None, typer.Option(help="Folder of validation pairs; else 2 % of the images.")] = None,
+    val: Annotated[Path | None, typer.Option(help="Folder of validation pairs. Default: 2 % of the images.")] = None,
     method: Annotated[
         str, typer.Option(help="geoflow, or a baseline: probvlm, asymvlm_vmf, asymvlm_ps, grove, repvlm, bayesvlm, ...")
     ] = "geoflow",
-    steps: Annotated[int | None, typer.Option(help="Steps of the optimiser.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Pairs per step.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
-    warmup_steps: Annotated[int | None, typer.Option(help="Steps until the learning rate peaks.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
-    coupling: Annotated[str | None, typer.Option(help="Joint rows: paper, sample, exact or independent.")] = None,
-    conditional_coupling: Annotated[
-        str | None, typer.Option(help="Conditional rows: independent, paper or c2ot.")
+    warmup_steps: Annotated[int | None, typer.Option(help="Steps until the learning rate reaches its peak.")] = None,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    coupling: Annotated[
+        str | None, typer.Option(help="Coupling of joint rows: paper, sample, exact or independent.")
     ] = None,
-    noise: Annotated[str | None, typer.Option(help="iid or structured.")] = None,
-    ot_scope: Annotated[str | None, typer.Option(help="Ranks solve one plan (global) or each its own (local).")] = None,
-    accumulate: Annotated[int | None, typer.Option(help="Pieces in which a batch goes through the network.")] = None,
+    conditional_coupling: Annotated[
+        str | None, typer.Option(help="Coupling of conditional rows: independent, paper or c2ot.")
+    ] = None,
+    noise: Annotated[str | None, typer.Option(help="Kind of noise: iid or structured.")] = None,
+    ot_scope: Annotated[
+        str | None,
+        typer.Option(help="With several ranks: one transport plan for all (global) or one per rank (local)."),
+    ] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Divide each batch into this many pieces.")] = None,
     ema_decay: Annotated[float | None, typer.Option(help="Average the weights with this decay.")] = None,
     val_every: Annotated[int | None, typer.Option(help="Steps between validations.")] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
-    centre: Annotated[bool, typer.Option("--centre/--no-centre", help="Subtract each modality's mean first.")] = False,
+    centre: Annotated[bool, typer.Option("--centre/--no-centre", help="Subtract the mean of each modality.")] = False,
     pca: Annotated[int | None, typer.Option(help="Keep this many principal components of each modality.")] = None,
     normalize: Annotated[
-        bool, typer.Option("--normalize/--no-normalize", help="Scale rows to unit norm instead of refusing.")
+        bool, typer.Option("--normalize/--no-normalize", help="Scale rows to unit norm instead of rejecting them.")
     ] = False,
     tensorboard: Annotated[
-        bool, typer.Option("--tensorboard/--no-tensorboard", help="Write TensorBoard events too.")
+        bool, typer.Option("--tensorboard/--no-tensorboard", help="Also write TensorBoard events.")
     ] = False,
     compile_network: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Compile the network with torch.compile.")
@@ -240,7 +252,7 @@ def train(
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     as_json: JsonFlag = False,
 ) -> None:
-    """Trains a flow, or a baseline, on paired embeddings. Ctrl-C saves and stops; the same command continues."""
+    """Trains a flow or a baseline on paired embeddings. Ctrl-C saves and stops; the same command continues."""
     from geoflow_fast import baselines
     from geoflow_fast.data import EmbeddingPairs, open_pairs
     from geoflow_fast.distributed import joined
@@ -299,36 +311,44 @@ def _print_training(report: TrainReport) -> None:
 def entropy(
     model: Annotated[Path, typer.Option(help="Folder of a trained flow.")],
     queries: Annotated[Path, typer.Option(help=".npy file or folder of .npy shards, unit rows.")],
-    gallery: Annotated[Path, typer.Option(help=".npy file or folder of .npy shards, unit rows; never loaded whole.")],
-    out: Annotated[Path, typer.Option(help="Parquet file; the same command continues a run that was stopped.")],
+    gallery: Annotated[Path, typer.Option(help=".npy file or folder of .npy shards, unit rows; read block by block.")],
+    out: Annotated[Path, typer.Option(help="Output Parquet file; the same command continues a stopped run.")],
     direction: Annotated[
         Direction, typer.Option(help="t2i: texts search images; i2t: images search texts.")
     ] = Direction.t2i,
-    fast: Annotated[bool, typer.Option("--fast/--no-fast", help="The cheapest setting that ranks no worse.")] = False,
-    samples: Annotated[int | None, typer.Option(help=f"Samples per query.  [50; --fast: {FAST['n_samples']}]")] = None,
-    kappa: Annotated[float | None, typer.Option(help="Concentration of the kernel.  [100]")] = None,
-    guidance: Annotated[float | None, typer.Option(help="Strength of guidance.  [3]")] = None,
-    steps: Annotated[int | None, typer.Option(help=f"Solver steps.  [50; --fast: {FAST['n_steps']}]")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the base noise.  [0]")] = None,
+    fast: Annotated[
+        bool, typer.Option("--fast/--no-fast", help="The cheapest settings that rank queries no worse.")
+    ] = False,
+    samples: Annotated[
+        int | None, typer.Option(help=f"Samples per query. Default: 50; --fast: {FAST['n_samples']}.")
+    ] = None,
+    kappa: Annotated[float | None, typer.Option(help="Concentration of the kernel. Default: 100.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Strength of guidance. Default: 3.")] = None,
+    steps: Annotated[int | None, typer.Option(help=f"Solver steps. Default: 50; --fast: {FAST['n_steps']}.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the base noise. Default: 0.")] = None,
     posterior: Annotated[
-        Posterior, typer.Option(help="likelihood: the paper's; bayes: corrected for items that fit everything.")
+        Posterior, typer.Option(help="likelihood: as in the paper; bayes: corrected for items that fit many queries.")
     ] = Posterior.likelihood,
     reference: Annotated[
-        Path | None, typer.Option(help="Typical queries, not those scored; --posterior bayes needs them.")
+        Path | None, typer.Option(help="Typical queries other than those scored; required for --posterior bayes.")
     ] = None,
-    top_k: Annotated[int | None, typer.Option(help="Also write the lists top_index and top_prob.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw histograms of H and of the risk bound to this PNG.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Also write this many most probable items: lists top_index and top_prob.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write histograms of entropy and risk bound to this PNG file.")
+    ] = None,
     block: Annotated[int, typer.Option(help="Queries per pass over the gallery.")] = 64,
     layout: Annotated[
-        Layout, typer.Option(help="What ranks started by torchrun share: the gallery's items or the queries.")
+        Layout, typer.Option(help="What the ranks started by torchrun divide among them: the gallery or the queries.")
     ] = Layout.auto,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite/--no-overwrite", help="Replace the result of another job.")
+        bool, typer.Option("--overwrite/--no-overwrite", help="Replace the output of another job.")
     ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     as_json: JsonFlag = False,
 ) -> None:
-    """Scores how ambiguous each query is over a gallery.
+    """Computes the retrieval entropy of queries: how ambiguous each of them is over a gallery.
 
     Columns: query, entropy (nats), map_index, map_prob, risk_lower_bound.
     """
@@ -373,24 +393,30 @@ def entropy(
 def density(
     model: Annotated[Path, typer.Option(help="Folder of a trained flow.")],
     pairs: Annotated[Path, typer.Option(help="Folder of paired embeddings (img_emb/, text_emb/).")],
-    out: Annotated[Path, typer.Option(help="Parquet file; the same command continues a run that was stopped.")],
-    fast: Annotated[bool, typer.Option("--fast/--no-fast", help="A third cheaper, with more noise and bias.")] = False,
-    paper: Annotated[bool, typer.Option("--paper/--no-paper", help="The paper's setting.")] = False,
-    steps: Annotated[int | None, typer.Option(help="Solver steps.  [10; --paper: 50]")] = None,
-    probes: Annotated[int | None, typer.Option(help="Probes per step; two or more add a column stderr.  [1]")] = None,
-    solver: Annotated[str | None, typer.Option(help="euler, midpoint, ab2 or rk4.  [midpoint; --fast: ab2]")] = None,
+    out: Annotated[Path, typer.Option(help="Output Parquet file; the same command continues a stopped run.")],
+    fast: Annotated[
+        bool, typer.Option("--fast/--no-fast", help="Cheaper, with more noise and bias; for ranking.")
+    ] = False,
+    paper: Annotated[bool, typer.Option("--paper/--no-paper", help="The paper's settings.")] = False,
+    steps: Annotated[int | None, typer.Option(help="Solver steps. Default: 10; --paper: 50.")] = None,
+    probes: Annotated[
+        int | None, typer.Option(help="Probes per step; two or more add a column stderr. Default: 1.")
+    ] = None,
+    solver: Annotated[
+        str | None, typer.Option(help="euler, midpoint, ab2 or rk4. Default: midpoint; --fast: ab2.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the probes.")] = 0,
     normalize: Annotated[
-        bool, typer.Option("--normalize/--no-normalize", help="Scale rows to unit norm instead of refusing.")
+        bool, typer.Option("--normalize/--no-normalize", help="Scale rows to unit norm instead of rejecting them.")
     ] = False,
-    block: Annotated[int, typer.Option(help="Pairs between two savings.")] = 256,
+    block: Annotated[int, typer.Option(help="Pairs per saved block.")] = 256,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite/--no-overwrite", help="Replace the result of another job.")
+        bool, typer.Option("--overwrite/--no-overwrite", help="Replace the output of another job.")
     ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     as_json: JsonFlag = False,
 ) -> None:
-    """Log-densities of pairs and the epistemic score.
+    """Computes the log-densities and the epistemic score of pairs.
 
     Columns, in nats: pair, joint, text_given_image, image_given_text, image, text, pmi, score.
     """
@@ -435,32 +461,33 @@ def _print_scores(summary: ScoreSummary) -> None:
 def rerank(
     model: Annotated[Path, typer.Option(help="Folder of a trained flow.")],
     queries: Annotated[Path, typer.Option(help=".npy file or folder of .npy shards, unit rows.")],
-    gallery: Annotated[Path, typer.Option(help=".npy file or folder of .npy shards, unit rows; never loaded whole.")],
-    out: Annotated[Path, typer.Option(help="Parquet file; the same command continues a run that was stopped.")],
+    gallery: Annotated[Path, typer.Option(help=".npy file or folder of .npy shards, unit rows; read block by block.")],
+    out: Annotated[Path, typer.Option(help="Output Parquet file; the same command continues a stopped run.")],
     calibration: Annotated[
-        Path | None, typer.Option(help="JSON file of the calibration.  [rerank_t2i.json or _i2t in the model's folder]")
+        Path | None,
+        typer.Option(help="JSON file of the calibration. Default: rerank_t2i.json or rerank_i2t.json of the model."),
     ] = None,
     held_out: Annotated[
-        Path | None, typer.Option(help="Folder of held-out pairs: calibrates on them first and keeps the result.")
+        Path | None, typer.Option(help="Folder of held-out pairs to calibrate on first; the calibration is saved.")
     ] = None,
     direction: Annotated[
         Direction, typer.Option(help="t2i: texts search images; i2t: images search texts.")
     ] = Direction.t2i,
-    shortlist: Annotated[int, typer.Option(help="Items per query that are re-ranked.")] = 32,
-    steps: Annotated[int, typer.Option(help="Solver steps of a log-density.")] = 6,
-    probes: Annotated[int, typer.Option(help="Probes of a log-density.")] = 1,
+    shortlist: Annotated[int, typer.Option(help="Items to re-rank per query.")] = 32,
+    steps: Annotated[int, typer.Option(help="Solver steps per log-density.")] = 6,
+    probes: Annotated[int, typer.Option(help="Probes per log-density.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the probes.")] = 0,
     block: Annotated[int, typer.Option(help="Queries per pass over the gallery.")] = 64,
     overwrite: Annotated[
         bool,
         typer.Option(
-            "--overwrite/--no-overwrite", help="Replace the result of another job, or of other held-out pairs."
+            "--overwrite/--no-overwrite", help="Replace the output of another job or a calibration on other pairs."
         ),
     ] = False,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto.")] = "auto",
     as_json: JsonFlag = False,
 ) -> None:
-    """Re-ranks the items nearest to each query and says how probable each of them is the right one.
+    """Re-ranks the items nearest to each query and gives the probability that each of them is the right one.
 
     Columns: query, index and prob (lists), answer, p_answer, p_outside, entropy (nats), risk_lower_bound.
     """
@@ -492,17 +519,21 @@ def _print_reranking(summary: RerankSummary) -> None:
 
 @app.command(epilog="Example: geoflow plan --gallery 1e9 --dim 1024 --queries 1e6 --device h100 --gpus 64")
 def plan(
-    gallery: Annotated[float, typer.Option(help="Items of the gallery; 1e9 is allowed.")],
+    gallery: Annotated[float, typer.Option(help="Number of gallery items; 1e9 is allowed.")],
     dim: Annotated[int, typer.Option(help="Width of the embeddings.")],
-    queries: Annotated[float, typer.Option(help="Queries to score.")],
-    device: Annotated[str, typer.Option(help="a100, h100, h200, b200, or cpu: this machine, measured.")] = "h100",
-    gpus: Annotated[int, typer.Option(help="How many devices.")] = 1,
+    queries: Annotated[float, typer.Option(help="Number of queries.")],
+    device: Annotated[
+        str, typer.Option(help="a100, h100, h200, b200; or cpu for this machine, whose speed is measured.")
+    ] = "h100",
+    gpus: Annotated[int, typer.Option(help="Number of devices.")] = 1,
     block: Annotated[int, typer.Option(help="Queries per pass over the gallery.")] = 64,
-    fast: Annotated[bool, typer.Option("--fast/--no-fast", help="The settings of geoflow entropy --fast.")] = False,
-    layout: Annotated[Layout, typer.Option(help="What the devices share.")] = Layout.auto,
+    fast: Annotated[bool, typer.Option("--fast/--no-fast", help="Use the settings of geoflow entropy --fast.")] = False,
+    layout: Annotated[
+        Layout, typer.Option(help="What the devices divide among them: the gallery or the queries.")
+    ] = Layout.auto,
     as_json: JsonFlag = False,
 ) -> None:
-    """Memory, operations, bytes and hours of geoflow entropy on a cluster, by arithmetic; nothing is computed."""
+    """Estimates memory, operations, transfers and hours of geoflow entropy on a cluster, without running it."""
     from geoflow_fast import plan as planning
 
     sizes = (int(gallery), dim, int(queries))
@@ -519,15 +550,17 @@ def plan(
 
 @app.command(epilog="Example: geoflow bench gallery rerank")
 def bench(
-    names: Annotated[list[str] | None, typer.Argument(help="Benchmarks to run; hot paths if none is named.")] = None,
-    show: Annotated[bool, typer.Option("--list", help="Show the names and stop.")] = False,
+    names: Annotated[list[str] | None, typer.Argument(help="Benchmarks to run. Default: all hot paths.")] = None,
+    show: Annotated[bool, typer.Option("--list", help="Show the names and exit.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes; nothing is written.")] = False,
-    study: Annotated[bool, typer.Option("--study", help="How good instead of how fast: minutes to hours.")] = False,
+    study: Annotated[
+        bool, typer.Option("--study", help="Measure accuracy instead of speed; takes minutes to hours.")
+    ] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Runs benchmarks of a source checkout: each proves its answer right, then reports times.
+    """Runs the benchmarks of a source checkout. Each checks its results, then reports times.
 
-    Tables go to the terminal, their numbers to benchmarks/results/*.json and into docs/performance.md.
+    Tables are printed; their numbers are written to benchmarks/results/*.json and docs/performance.md.
     """
     from geoflow_fast import bench as benchmarks
 

@@ -58,15 +58,19 @@ def _take_config(context: typer.Context, path: Path | None) -> Path | None:
 
 
 DebugFlag = Annotated[
-    bool, typer.Option("--debug", help="Show where an error came from.", callback=_note_debug, is_eager=True)
+    bool, typer.Option("--debug", help="Show the traceback of an error.", callback=_note_debug, is_eager=True)
 ]
 ConfigFlag = Annotated[
     Path | None,
-    typer.Option(help="TOML file of flags; those given here override it.", callback=_take_config, is_eager=True),
+    typer.Option(
+        help="TOML file with values for flags; flags given on the command line override it.",
+        callback=_take_config,
+        is_eager=True,
+    ),
 ]
 
 
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 class Preset(str, Enum):

@@ -13,14 +13,14 @@ from rich.table import Table
 
 from geoflow_fast.cli_base import Commands, ConfigFlag, DebugFlag, Direction, JsonFlag, Preset, continued_later
 
-PresetFlag = Annotated[Preset, typer.Option(help="Size of network and run; the other flags override it.")]
-SeedsFlag = Annotated[int, typer.Option(help="Train and score with so many seeds.", min=1, max=1000)]
-StepsFlag = Annotated[int | None, typer.Option(help="Training steps of a flow.")]
+PresetFlag = Annotated[Preset, typer.Option(help="Size of network and run; other flags override single settings.")]
+SeedsFlag = Annotated[int, typer.Option(help="Number of seeds to train and score with.", min=1, max=1000)]
+StepsFlag = Annotated[int | None, typer.Option(help="Training steps of the flow.")]
 BatchFlag = Annotated[int | None, typer.Option(help="Pairs per training step.")]
-QueriesFlag = Annotated[int | None, typer.Option(help="At most so many queries, drawn by the seed.")]
+QueriesFlag = Annotated[int | None, typer.Option(help="Largest number of queries, drawn by the seed.")]
 DeviceFlag = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
-BinsFlag = Annotated[int, typer.Option(help="Bins of the uncertainty.")]
-ResamplesFlag = Annotated[int, typer.Option(help="Bootstrap resamples for intervals; 0: none.")]
+BinsFlag = Annotated[int, typer.Option(help="Number of bins of the uncertainty.")]
+ResamplesFlag = Annotated[int, typer.Option(help="Bootstrap resamples for intervals; 0 for no intervals.")]
 
 MAIN_COLUMNS = ("method", "score", "AUROC", "AURC", "Spearman", "Recall@1", "NLL, nats", "ECE")
 """What is printed; pages and files have the rest."""
@@ -36,30 +36,37 @@ app = Commands(
 def evaluate(
     context: typer.Context,
     pairs: Annotated[Path | None, typer.Option(help="Folder of test pairs (img_emb/, text_emb/).")] = None,
-    held_out: Annotated[Path | None, typer.Option(help="Folder of held-out pairs, which tune every method.")] = None,
+    held_out: Annotated[
+        Path | None, typer.Option(help="Folder of held-out pairs that every method is tuned on.")
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for results; the same command continues what was stopped.")
+        Path | None, typer.Option(help="Folder for results; the same command continues a stopped run.")
     ] = None,
     model: Annotated[Path | None, typer.Option(help="Folder of a trained flow; without it, baselines only.")] = None,
-    train: Annotated[Path | None, typer.Option(help="Folder of training pairs, for baselines that learn.")] = None,
-    methods: Annotated[
-        str | None, typer.Option(help="Names with commas between: rerank, entropy, max_softmax, ...  [all that can]")
+    train: Annotated[
+        Path | None, typer.Option(help="Folder of training pairs, for baselines that are trained.")
     ] = None,
-    direction: Annotated[Direction | None, typer.Option(help="Only this direction.  [both]")] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(help="Comma-separated names: rerank, entropy, max_softmax, ... Default: all that can be run."),
+    ] = None,
+    direction: Annotated[Direction | None, typer.Option(help="Only this direction. Default: both.")] = None,
     max_queries: QueriesFlag = None,
     bins: BinsFlag = 10,
     resamples: ResamplesFlag = 1000,
-    baseline_steps: Annotated[int | None, typer.Option(help="Steps of baselines that train.  [their own]")] = None,
-    baseline_batch_size: Annotated[int | None, typer.Option(help="Pairs per step of those.  [their own]")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of everything random.")] = 0,
+    baseline_steps: Annotated[int | None, typer.Option(help="Training steps of baselines. Default: their own.")] = None,
+    baseline_batch_size: Annotated[
+        int | None, typer.Option(help="Pairs per training step of baselines. Default: their own.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     device: DeviceFlag = "auto",
     as_json: JsonFlag = False,
     config: ConfigFlag = None,  # noqa: ARG001, its callback acts
     debug: DebugFlag = False,  # noqa: ARG001, likewise
 ) -> None:
-    """Compares uncertainties on retrieval: which method knows when plain cosine search is wrong?
+    """Compares uncertainties of retrieval: which method knows when plain cosine search is wrong?
 
-    Writes results.json, results.parquet, figures and report.html. Whatever is tuned is tuned on the held-out pairs.
+    Writes results.json, results.parquet, figures and report.html. All tuning is done on the held-out pairs.
     """
     if context.invoked_subcommand is not None:
         return
@@ -96,13 +103,15 @@ def zero_shot(
     model: Annotated[Path, typer.Option(help="Folder of a trained flow.")],
     images: Annotated[Path, typer.Option(help=".npy file or folder of .npy shards, unit rows.")],
     labels: Annotated[Path, typer.Option(help=".npy file of integers: the class of every image.")],
-    prompts: Annotated[Path, typer.Option(help=".npy file of prompts, [C, d], or [C, P, d] with P templates.")],
+    prompts: Annotated[
+        Path, typer.Option(help=".npy file of prompt embeddings: [C, d], or [C, P, d] for P templates.")
+    ],
     out: Annotated[Path, typer.Option(help="Folder for results, a figure and report.html.")],
     held_out_images: Annotated[
-        Path | None, typer.Option(help="Images that the references' temperature is tuned on.  [CLIP's own]")
+        Path | None, typer.Option(help="Images to tune the references' temperature on; without them it is CLIP's.")
     ] = None,
     held_out_labels: Annotated[Path | None, typer.Option(help="Their classes.")] = None,
-    train: Annotated[Path | None, typer.Option(help="Folder of training pairs: adds the kNN distance.")] = None,
+    train: Annotated[Path | None, typer.Option(help="Folder of training pairs, needed for the kNN distance.")] = None,
     bins: BinsFlag = 10,
     resamples: ResamplesFlag = 1000,
     seed: Annotated[int, typer.Option(help="Seed of the probes.")] = 0,
@@ -131,9 +140,9 @@ def zero_shot(
 def ablation(
     name: Annotated[str, typer.Argument(help="geometry, coupling, steps, probes, guidance, samples or kappa.")],
     train: Annotated[Path, typer.Option(help="Folder of training pairs.")],
-    held_out: Annotated[Path, typer.Option(help="Folder of held-out pairs, which tune and validate.")],
+    held_out: Annotated[Path, typer.Option(help="Folder of held-out pairs for tuning and validation.")],
     pairs: Annotated[Path, typer.Option(help="Folder of test pairs.")],
-    out: Annotated[Path, typer.Option(help="Folder for results; the same command continues what was stopped.")],
+    out: Annotated[Path, typer.Option(help="Folder for results; the same command continues a stopped run.")],
     preset: PresetFlag = Preset.small,
     seeds: SeedsFlag = 1,
     steps: StepsFlag = None,
@@ -141,7 +150,7 @@ def ablation(
     max_queries: QueriesFlag = None,
     device: DeviceFlag = "auto",
 ) -> None:
-    """Varies one setting of flow or readout and leaves the rest: a figure and a table of what it does to retrieval."""
+    """Varies one setting of the flow or of the scoring; writes a figure and a table of the effect on retrieval."""
     data = [{"name": pairs.name, "train": train, "held_out": held_out, "test": pairs}]
     changes = {"ablation": name, "title": f"Ablation: {name}"}
     _run(data, out, preset, seeds, steps, batch_size, max_queries, device, **changes)
@@ -150,8 +159,8 @@ def ablation(
 @app.command(epilog="Example: geoflow evaluate backbone clip/ siglip/ --out backbones")
 def backbone(
     folders: Annotated[list[Path], typer.Argument(help="Folders of embeddings, each with train/, val/ and test/.")],
-    out: Annotated[Path, typer.Option(help="Folder for results; the same command continues what was stopped.")],
-    methods: Annotated[str, typer.Option(help="Names with commas between.")] = "rerank,entropy,max_softmax,margin",
+    out: Annotated[Path, typer.Option(help="Folder for results; the same command continues a stopped run.")],
+    methods: Annotated[str, typer.Option(help="Comma-separated names.")] = "rerank,entropy,max_softmax,margin",
     preset: PresetFlag = Preset.small,
     seeds: SeedsFlag = 1,
     steps: StepsFlag = None,
@@ -159,7 +168,7 @@ def backbone(
     max_queries: QueriesFlag = None,
     device: DeviceFlag = "auto",
 ) -> None:
-    """The same evaluation on the embeddings of several encoders (CLIP and SigLIP, say), side by side."""
+    """Runs the same evaluation on the embeddings of several encoders, for example CLIP and SigLIP, side by side."""
     data = [{"name": x.name, "train": x / "train", "held_out": x / "val", "test": x / "test"} for x in folders]
     changes = {"methods": names_of(methods), "title": "Backbones side by side"}
     _run(data, out, preset, seeds, steps, batch_size, max_queries, device, **changes)
@@ -168,20 +177,20 @@ def backbone(
 @app.command(epilog="Example: geoflow evaluate recipe recipes/calibration.toml --data embeddings/ --out calibration")
 def recipe(
     file: Annotated[Path, typer.Argument(help="TOML file, such as those in recipes/.")],
-    data: Annotated[Path, typer.Option(help="Folder that the recipe's folders are in.")],
-    out: Annotated[Path, typer.Option(help="Folder for results; the same command continues what was stopped.")],
-    only: Annotated[str | None, typer.Option(help="Names of data sets, with commas between.  [all]")] = None,
-    methods: Annotated[str | None, typer.Option(help="Names with commas between.  [the recipe's]")] = None,
-    preset: Annotated[Preset | None, typer.Option(help="Size of network and run.  [the recipe's]")] = None,
-    seeds: Annotated[int | None, typer.Option(help="So many seeds.  [the recipe's]", min=1, max=1000)] = None,
+    data: Annotated[Path, typer.Option(help="Folder that contains the recipe's folders.")],
+    out: Annotated[Path, typer.Option(help="Folder for results; the same command continues a stopped run.")],
+    only: Annotated[str | None, typer.Option(help="Comma-separated names of data sets. Default: all.")] = None,
+    methods: Annotated[str | None, typer.Option(help="Comma-separated names. Default: the recipe's.")] = None,
+    preset: Annotated[Preset | None, typer.Option(help="Size of network and run. Default: the recipe's.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Number of seeds. Default: the recipe's.", min=1, max=1000)] = None,
     steps: StepsFlag = None,
     batch_size: BatchFlag = None,
-    baseline_steps: Annotated[int | None, typer.Option(help="Steps of baselines that train.")] = None,
-    baseline_batch_size: Annotated[int | None, typer.Option(help="Pairs per step of those.")] = None,
+    baseline_steps: Annotated[int | None, typer.Option(help="Training steps of baselines.")] = None,
+    baseline_batch_size: Annotated[int | None, typer.Option(help="Pairs per training step of baselines.")] = None,
     max_queries: QueriesFlag = None,
     device: DeviceFlag = "auto",
 ) -> None:
-    """Makes a table of the paper, or one of your own, from folders of embeddings as a recipe says."""
+    """Makes a table of the paper, or your own, from folders of embeddings as described in a recipe."""
     from geoflow_fast.evaluation import recipe as recipes
 
     chosen = recipes.load_recipe(file).changed(
