@@ -22,7 +22,7 @@ import geoflow_fast as gf
 from benchmarks import peers
 from benchmarks.bench_entropy import PAPER
 from benchmarks.bench_gallery import FAISS, spectral_rows
-from benchmarks.common import gate, seconds_of
+from benchmarks.common import cell, gate, seconds_of
 from benchmarks.flows import random_flow, row_flops
 from benchmarks.suite import Table
 from geoflow_fast import plan
@@ -160,7 +160,7 @@ def query_table(name: str, model: Model, fixed: dict[str, float], found: Passes)
     """Seconds per 1,000 queries; cells computed in proportion are in italics."""
 
     def row(title: str, once: float, over: dict[int, float], samples: int = 1) -> dict[str, str]:
-        values = {n: f"{THOUSAND * (once + samples * Passes.at(over, n)):,.3g}" for n in GALLERIES}
+        values = {n: cell(THOUSAND * (once + samples * Passes.at(over, n))) for n in GALLERIES}
         return {"s per 1,000 queries": title, **by_items({n: v if n in over else f"*{v}*" for n, v in values.items()})}
 
     rows = [

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import benchmarks
-from benchmarks.common import exponent, gate, machine, markdown, spread, time_turns, watched
+from benchmarks.common import cell, exponent, gate, machine, markdown, spread, time_turns, watched
 from benchmarks.limits import Limits, Work
 
 PREFIX = "bench_"
@@ -225,7 +225,7 @@ def scaling_rows(scalings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             "operation": found["operation"],
             "over": found["variable"],
             "sizes": " / ".join(f"{size:,}" for size in found["sizes"]),
-            "ms": " / ".join(f"{1e3 * value:.3g}" for value in found["seconds"]),
+            "ms": " / ".join(cell(1e3 * value) for value in found["seconds"]),
             "exponent": f"{found['exponent']:.2f}",
             "by arithmetic": f"{found['expected']:g}",
         }
