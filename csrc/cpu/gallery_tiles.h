@@ -75,6 +75,7 @@ GEOFLOW_INLINE int8x first_lanes(std::int64_t count) {
 
 // A whole vector must be readable at any of the x.
 inline Stretch reduce_stretch(const float* x, std::int64_t count, float kappa) {
+    if (count == 1) return {x[0], 1.0f + x[0] * 0.0f};  // plain search: one sample per query
     const std::int64_t whole = count / kLanes * kLanes;
     const int8x rest = first_lanes(count - whole);
     float8 high = broadcast(x[0]), last = high;
