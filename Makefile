@@ -91,11 +91,11 @@ test-wheel: wheel
 test-browser: setup
 	GEOFLOW_REPORT=$(wildcard demo_output/report.html) $(PYTEST) tests/browser
 
-# Half an hour on two cores: benchmarks/results/*.json, then docs/performance.md and its figures from them.
+# Twenty minutes on two cores: benchmarks/results/*.json, then docs/performance.md and its figures from them.
 bench: setup .venv/.peers
 	$(BIN)/python -m benchmarks
 
-# Small sizes, the same gates, tables on the terminal and nowhere else.
+# Small sizes, the same gates, tables on the terminal and nowhere else: two minutes, at most five.
 bench-quick: setup .venv/.peers
 	$(BIN)/python -m benchmarks --quick
 

@@ -120,8 +120,8 @@ def torchdiffeq_log_density(
 def faiss_index(gallery: Tensor) -> Any:
     """FAISS's exact index of inner products, which keeps a copy of the gallery.
 
-    From 20 queries on it is told to use matrix products, as earlier releases did by themselves: the threshold of today's
-    (128,000) makes 64 queries up to nine times slower here.
+    From 20 queries on it is told to use matrix products, as earlier releases did by themselves: the threshold of
+    today's, 128,000, makes 64 queries several times slower here.
     """
     faiss = importlib.import_module("faiss")
     faiss.omp_set_num_threads(torch.get_num_threads())
