@@ -8,7 +8,6 @@ from the largest size that did, in proportion to the items. GPUs are estimates b
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ import geoflow_fast as gf
 from benchmarks import peers
 from benchmarks.bench_entropy import PAPER
 from benchmarks.bench_gallery import FAISS, spectral_rows
-from benchmarks.common import cell, gate, seconds_of
+from benchmarks.common import cell, gate, scratch, seconds_of
 from benchmarks.flows import random_flow, row_flops
 from benchmarks.suite import Table
 from geoflow_fast import plan
@@ -142,8 +141,8 @@ def tables() -> Iterator[Table]:
         torch.manual_seed(0)
         flow = random_flow(model.config)
         fixed, pairs = per_query(model, flow), per_pair(model, flow)
-        with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
-            path = Path(folder) / "gallery.npy"
+        with scratch() as folder:
+            path = folder / "gallery.npy"
             write_items(path, model.most_items, model.config.image_dim)
             measured = passes(model, np.load(path, mmap_mode="r"))
         yield query_table(f"queries_{number}", model, fixed, measured)

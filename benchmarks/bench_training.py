@@ -10,7 +10,6 @@ import dataclasses
 import json
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch.nn import functional
 
 import geoflow_fast as gf
 from benchmarks import twins
-from benchmarks.common import gate, seconds_of
+from benchmarks.common import gate, scratch, seconds_of
 from benchmarks.flows import random_flow, row_flops
 from benchmarks.limits import Work
 from benchmarks.suite import PEER, Case, Contender, Table
@@ -173,8 +172,7 @@ print(json.dumps({"pairs": len(pairs), "peak": peak, "state": state}))
 
 def memory(count: int = 1_000_000) -> Table:
     """Peak resident memory of training on a folder of `count` pairs, in a process of its own."""
-    with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
-        folder = Path(name)
+    with scratch() as folder:
         _write_folder(folder, count)
         command = [sys.executable, "-c", MEMORY_RUN, str(folder)]
         done = subprocess.run(command, check=True, capture_output=True, text=True)

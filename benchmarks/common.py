@@ -7,8 +7,10 @@ import json
 import math
 import platform
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +98,14 @@ def machine() -> dict[str, Any]:
 
 def _lines(path: str) -> list[str]:
     return Path(path).read_text().splitlines() if Path(path).exists() else []
+
+
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder for gigabytes, beside the results, where git does not see it; taken away afterwards."""
+    RESULTS.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=RESULTS) as name:
+        yield Path(name)
 
 
 def report(name: str, rows: list[dict[str, Any]], notes: dict[str, Any]) -> str:

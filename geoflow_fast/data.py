@@ -14,6 +14,7 @@ import itertools
 import json
 import mmap
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from tokenize import TokenError
@@ -89,11 +90,26 @@ class Rows:
                 yield start + low, np.asarray(block)
                 _advise(part, "MADV_DONTNEED")
 
+    def tensors(self, rows: int = BLOCK_ROWS, within: range | None = None) -> Iterator[tuple[int, Tensor]]:
+        """`blocks` as float32 tensors, each for reading only and until the next is asked for.
+
+        float32 rows share the file's memory. Others are converted into one buffer: fresh memory for every block would
+        cost ten times as much as the conversion.
+        """
+        buffer: Tensor | None = None
+        for first, block in self.blocks(rows, within):
+            stored = _as_tensor(block)
+            if stored.dtype != torch.float32:
+                if buffer is None:
+                    buffer = torch.empty(min(rows, len(self)), self.dim)
+                stored = buffer[: len(stored)].copy_(stored)
+            yield first, stored
+
     def check(self, *, normalize: bool, world: World = ALONE) -> None:
         """Every row finite and, unless `normalize`, of unit norm within 1e-3; an error names the first bad row. Each
         rank of a `world` reads its share."""
-        for first, block in self.blocks(within=world.own(len(self))):
-            norm = np.linalg.norm(block.astype(np.float32), axis=1)
+        for first, block in self.tensors(within=world.own(len(self))):
+            norm = torch.linalg.vector_norm(block, dim=1).numpy()
             bad = ~(np.isfinite(norm) & (norm > 0)) if normalize else ~(np.abs(norm - 1) <= UNIT_TOLERANCE)
             if bad.any():
                 row = int(bad.argmax())
@@ -130,6 +146,15 @@ def _mapping(part: Array) -> mmap.mmap | None:
     edits in them."""
     mapping = getattr(part, "_mmap", None)
     return mapping if isinstance(mapping, mmap.mmap) and getattr(part, "mode", None) in ("r", "r+") else None
+
+
+def _as_tensor(rows: Array) -> Tensor:
+    """Rows as a tensor that shares memory where torch knows their type, else as float32; of a file mapped for reading
+    too, about which torch would warn."""
+    known = rows.dtype.isnative and rows.dtype.itemsize <= np.dtype(np.float64).itemsize
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+        return torch.from_numpy(np.ascontiguousarray(rows, dtype=None if known else np.float32))
 
 
 def _advise(part: Array, advice: str) -> None:

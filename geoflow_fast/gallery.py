@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,8 +106,8 @@ class Gallery:
     ) -> Iterator[tuple[int, Tensor]]:
         """Yields the rows in order as (index of the first row, rows [n, d] on `device`); `within` restricts the range.
 
-        A gallery made from a tensor comes as one block. Memory-mapped float32 rows are not copied: treat a block as
-        read-only, and do not keep it beyond the next one.
+        A gallery made from a tensor comes as one block. Rows of files share the file's memory or one buffer: treat a
+        block as read-only, and do not keep it beyond the next one.
         """
         device = checks.device(device)
         within = range(len(self)) if within is None else within
@@ -116,8 +115,8 @@ class Gallery:
             yield within.start, self._tensor[within.start : within.stop].to(device, dtype)
             return
         assert self._rows is not None
-        for first, block in self._rows.blocks(BLOCK_ROWS, within):
-            yield first, _as_tensor(block).to(device, dtype)
+        for first, block in self._rows.tensors(BLOCK_ROWS, within):
+            yield first, block.to(device, dtype)
 
     def take(self, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The rows with the given numbers: [..., d] for an integer tensor `index` [...], on the device of `index`."""
@@ -181,10 +180,3 @@ def merge_over_ranks(
     merged = dataclasses.replace(merged, top_score=top_score, top_index=top_index)
     counts = [len(share) for share in world.shares(queries)]
     return GalleryStatistics.unpack(world.gather_rows(merged.pack(columns), counts), top_k)
-
-
-def _as_tensor(rows: Array) -> Tensor:
-    """float32 rows as a tensor; those of a file mapped for reading share its memory, about which torch would warn."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(np.asarray(rows, dtype=np.float32, order="C"))

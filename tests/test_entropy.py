@@ -149,6 +149,17 @@ def test_bad_queries(flow):
         scorer(torch.stack([torch.eye(7)[0], torch.ones(7)]))
 
 
+@pytest.mark.parametrize("dtype", ["<f2", ">f2", "<f4", ">f4", "<f8", np.longdouble])
+def test_rows_of_any_floating_type_are_read_a_block_at_a_time(tmp_path, monkeypatch, dtype):
+    monkeypatch.setattr("geoflow_fast.gallery.BLOCK_ROWS", 4)
+    rows = g.sample_uniform(11, 8, generator=torch.Generator().manual_seed(0)).numpy().astype(dtype)
+    np.save(tmp_path / "gallery.npy", rows)
+    gallery = gf.Gallery(tmp_path / "gallery.npy")
+    found = [(first, block.clone()) for first, block in gallery.blocks("cpu")]
+    assert [first for first, _ in found] == [0, 4, 8]
+    assert torch.equal(torch.cat([block for _, block in found]), torch.from_numpy(rows.astype(np.float32)))
+
+
 def test_a_truncated_shard_is_named(flow, tmp_path):
     np.save(tmp_path / "a_0.npy", g.sample_uniform(50, 10).numpy())
     whole = (tmp_path / "a_0.npy").read_bytes()
