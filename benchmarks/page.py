@@ -98,7 +98,10 @@ def span(values: Sequence[float]) -> str:
 
 def note_words(notes: dict[str, Any]) -> str:
     """Numbers beside a table, in one line; what is nested is for JSON alone."""
-    shown = [f"{name} {value:.3g}" for name, value in notes.items() if isinstance(value, (int, float))]
+    numbers = {name: value for name, value in notes.items() if isinstance(value, (int, float))}
+    shown = [
+        f"{name} {value:,}" if isinstance(value, int) else f"{name} {cell(value)}" for name, value in numbers.items()
+    ]
     return f"\n\n{'; '.join(shown)}." if shown else ""
 
 
