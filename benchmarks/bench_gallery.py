@@ -183,25 +183,27 @@ def tables() -> Iterator[Table]:
 
 def few_queries(gallery: Tensor) -> Table:
     limits, items = Limits.measure(), gallery[:40_000]
-    rows = []
+    found: dict[int, dict[str, float]] = {}
     for draws in (16, 20, 40, 50):
         samples = samples_around(gallery[:1], draws, 0.6)
         truth = gf.ops.gallery_posterior(samples.double(), items.double(), KAPPA).entropy
         gate(f"1 x {draws}", same_entropy(posterior(samples, items).entropy, truth))
         flat = samples.flatten(0, 1)
-        seconds = time_together(
+        found[draws] = time_together(
             {"ours": lambda s=samples: posterior(s, items), "mm": lambda f=flat: torch.mm(items, f.T)}
         )
-        work = posterior_work(draws, len(items), WIDTH)
-        rows.append(
-            {
-                "queries x samples": f"1 x {draws}",
-                "ms": 1e3 * seconds["ours"],
-                "GFLOP/s": work.flops / seconds["ours"] / 1e9,
-                "times faster than torch.mm alone": seconds["mm"] / seconds["ours"],
-                "share of the limit": f"{100 * limits.seconds(work) / seconds['ours']:.0f} %",
-            }
-        )
+        limits = limits.best(Limits.measure())
+    works = {draws: posterior_work(draws, len(items), WIDTH) for draws in found}
+    rows = [
+        {
+            "queries x samples": f"1 x {draws}",
+            "ms": 1e3 * seconds["ours"],
+            "GFLOP/s": works[draws].flops / seconds["ours"] / 1e9,
+            "times faster than torch.mm alone": seconds["mm"] / seconds["ours"],
+            "share of the limit": f"{100 * limits.seconds(works[draws]) / seconds['ours']:.0f} %",
+        }
+        for draws, seconds in found.items()
+    ]
     return Table("few_queries", rows)
 
 

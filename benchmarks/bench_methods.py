@@ -225,7 +225,7 @@ orders of magnitude only. This page is written by `python -m benchmarks methods`
 - For a gallery that changes, or captions that fit many images: the retrieval entropy. It measures how many items fit,
   not whether the first one is right; only kappa and guidance are fitted on held-out pairs.
 - For queries that may be unlike the training data: the epistemic score, or `knn`. They recognise unfamiliar input
-  ([likelihood](likelihood.md)) but, as the tables show, say little about retrieval errors.
+  ([likelihood](likelihood.md)) but, as the tables show, are an unreliable sign of retrieval errors.
 
 Whichever you choose, evaluate it on held-out pairs of your own (`geoflow evaluate`), then choose a threshold with a
 guarantee ([abstention](abstention.md)).
@@ -245,8 +245,8 @@ posterior not counted:
 **How to read the columns.** The row "true posterior" has the exact probability that plain search is wrong, which no
 uncertainty can improve on. Yet it is not first in Spearman or in R^2 over the bin number ("R^2"): bins without errors
 are tied, and an uncertainty that separates right from wrong sharply makes a step rather than a line, so that a weaker
-one, whose errors grow evenly, looks better there. AUROC, AURC and R^2 over the uncertainty itself ("R^2, value") do not
-have this flaw: compare methods by them.
+one, whose errors grow evenly, looks better there. AUROC and AURC do not have
+this flaw, and R^2 over the uncertainty itself ("R^2, value") has little of it: compare methods by them.
 
 ## Real images, few pairs
 

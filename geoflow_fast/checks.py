@@ -17,7 +17,7 @@ LARGEST = torch.finfo(torch.float32).max
 """Numbers beyond it have no place in float32 arithmetic."""
 LARGEST_SEED = 2**63 - 1
 LARGEST_COUNT = 10**9
-"""Of steps, resamples and the like: more would not end."""
+"""Largest number of steps and the like: more would not end."""
 
 
 def dense(x: object, name: str) -> Tensor:

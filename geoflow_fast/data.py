@@ -93,8 +93,8 @@ class Rows:
     def tensors(self, rows: int = BLOCK_ROWS, within: range | None = None) -> Iterator[tuple[int, Tensor]]:
         """`blocks` as float32 tensors, each for reading only and until the next is asked for.
 
-        float32 rows share the file's memory. Others are converted into one buffer: fresh memory for every block would
-        cost ten times as much as the conversion.
+        float32 rows share the file's memory. float16 and float64 rows are converted into one buffer: fresh memory for
+        every block would cost ten times as much as the conversion.
         """
         buffer: Tensor | None = None
         for first, block in self.blocks(rows, within):

@@ -98,10 +98,13 @@ class World:
     def mean(self, x: Tensor) -> float:
         """Mean over the entries of `x` on all ranks; some ranks may have none."""
         checks.with_values(x, "x")
-        total, count = self.all_reduce(torch.stack((x.double().sum(), x.new_tensor(x.numel()).double()))).tolist()
+        if self.size == 1 and x.numel():
+            return float(x.mean())
+        own = torch.stack((x.double().sum(), torch.tensor(float(x.numel()), dtype=torch.float64, device=x.device)))
+        total, count = self.all_reduce(own).tolist()
         if count == 0:
             raise ValueError("x has no entry on any rank, and so no mean")
-        return float(x.mean() if self.size == 1 else total / count)
+        return float(total / count)
 
     def broadcast(self, x: Tensor) -> Tensor:
         """Replaces `x` by that of the main rank and returns it."""
@@ -281,7 +284,7 @@ def _join() -> tuple[World, Heartbeat]:
 
 
 def _setting(name: str, least: int, most: int = 2**31 - 1) -> int:
-    """A number that torchrun puts into the environment. A wrong one would be waited with for ranks that never come."""
+    """A number that torchrun puts into the environment; with a wrong one torch would wait for ranks that never come."""
     text = os.environ.get(name)
     if text is None:
         raise OSError(f"{name} is not set, but WORLD_SIZE is; start the command with torchrun, which sets both")

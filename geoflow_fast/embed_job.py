@@ -97,14 +97,14 @@ def embed_images(
     overwrite: bool = False,
     progress: bool | None = None,
 ) -> EmbedSummary:
-    """Embeds images and their captions into the folder `out`, in the layout that `EmbeddingPairs.open` reads.
+    """Embeds images and their captions with `encoder` into the folder `out`, in the layout `EmbeddingPairs.open` reads.
 
     `images`: a folder, a table or tar shards, as in docs/embedding.md. The layout is clip-retrieval's, plus
     `image_index.npy` unless every image has exactly one text. `metadata/` has a row per text and `img_metadata/` a row
     per image; without captions `metadata/` has a row per image. `skipped.csv` lists what could not be read.
     `pre_projection` adds `img_pre/`, `text_pre/` and `projections.safetensors`: the activations before the encoder's
-    last projections, and the projections. `workers`: threads that load images. `shard_rows`: images per shard. `dtype`:
-    "float32" or "float16".
+    last projections, and the projections. `batch_size`: images encoded at once. `workers`: threads that load images.
+    `shard_rows`: images per shard. `dtype`: "float32" or "float16". `progress`: show a bar; by default on a terminal.
 
     If the job is killed, the same call continues it; output of another job is refused unless `overwrite` is set. On
     Ctrl-C the current batch is completed and all work so far is kept; a second Ctrl-C stops at once.

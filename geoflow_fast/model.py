@@ -48,6 +48,7 @@ class GeoFlowConfig:
     `image_dim`, `text_dim`: widths of the embeddings. `hidden`: width H of the network; `depth`: number of blocks;
     `heads`: heads of the cross-gate, which must divide `hidden`. `layer_scale`: initial weight of every residual branch
     (0.1 suits short runs of small networks). `time_scale`: standard deviation of the Fourier frequencies of time.
+    `dropout`: rate of dropout on every residual branch while training.
     `geometry`: "sphere", or "euclidean" for a flow along straight lines with a Gaussian base distribution.
     `centre` subtracts the training mean from the embeddings of each modality, and `pca_dim` keeps that many principal
     components of each; both are useful when pairs are few.

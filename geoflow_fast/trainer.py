@@ -75,13 +75,12 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
             if field.type != "int":
                 continue
             least = 0 if field.name in ("warmup_steps", "seed") else 1
-            checks.integer(
-                value, field.name, least, checks.LARGEST_SEED if field.name == "seed" else checks.LARGEST_COUNT
-            )
+            most = checks.LARGEST_COUNT if field.name in ("steps", "val_batches") else checks.LARGEST_SEED
+            # numpy's integers are taken, but JSON does not know them.
+            object.__setattr__(self, field.name, checks.integer(getattr(self, field.name), field.name, least, most))
         self._check_positive("lr", "clip")
         self._check_shares("val_fraction")
         self._check_choice("precision", PRECISIONS)

@@ -59,6 +59,8 @@ class TrainConfig(RunConfig):
     batches are validated; `val_fraction` of the images is held out if no validation pairs are given. Training stops
     after `patience` validations in a row whose loss is not lower than that of the last improvement by more than
     `min_improvement` and by more than `min_relative_improvement` of it. `prefetch`: prepare batches in a thread.
+    `weight_decay`: of the optimizer. `compile`: trace the step with torch.compile. `checkpoint_every`, `log_every`:
+    steps between checkpoints and between lines of `metrics.jsonl`. `tensorboard`: write TensorBoard events as well.
     """
 
     coupling: str = "paper"

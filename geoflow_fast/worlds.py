@@ -1,7 +1,7 @@
 """Worlds whose law is known: oracle velocity fields with closed-form densities, and a concept world to train on.
 
 All of them are made of one law on the sphere. The field v(x) = c (mu - <mu, x> x), followed for unit time, pushes the
-uniform law to log p(y) = -log_area(d) - (d-1) log(cosh c - <mu, y> sinh c): a bump around mu, the sharper the larger c.
+uniform law to log p(y) = -log_area(d) - (d-1) log(cosh c - <mu, y> sinh c): a bump around mu, sharper for larger c.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def sample_bump(centre: Tensor, c: Tensor | float, generator: torch.Generator | 
 class BumpField:
     """A field with known densities: each generated stream follows v(x) = c (mu - <mu, x> x) around its own centre mu.
 
-    `image_centre` [d_I], `text_centre` [d_T]: unit vectors. `c`: strength; the density is the sharper, the larger c.
+    `image_centre` [d_I], `text_centre` [d_T]: unit vectors. `c`: strength; the larger |c|, the sharper the density.
     """
 
     image_centre: Tensor

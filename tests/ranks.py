@@ -122,6 +122,8 @@ def use_every_call(world: World) -> dict[str, Any]:
     world.add_up("things", world.rank + 1)
     world.barrier()
     found["added"] = world.add_up("things", 0)
+    # More entries than the dtype can count; the ranks but the first have none.
+    found["mean"] = world.mean(torch.ones(1001 if world.is_main else 0, dtype=torch.bfloat16))
     twin = world.twin()
     found["twin"] = twin.all_reduce(torch.ones(1)).item()
     return found

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -75,6 +76,7 @@ def test_calls_give_what_they_say(size):
         assert found["min"] == [0, 1 - size]
         assert found["broadcast"] == 5
         assert found["twin"] == size
+        assert found["mean"] == 1.0
         assert found["added"] == size * (size + 1) // 2
         for count in (0, 1, 7):
             own = list(range(count * rank // size, count * (rank + 1) // size))
@@ -97,7 +99,10 @@ def test_one_process_needs_no_torchrun(monkeypatch):
 @pytest.fixture
 def torchrun_environment(monkeypatch) -> pytest.MonkeyPatch:
     """What torchrun sets for the second of two ranks, of which the first never comes."""
-    for name, text in (("WORLD_SIZE", "2"), ("RANK", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = str(unused.getsockname()[1])
+    for name, text in (("WORLD_SIZE", "2"), ("RANK", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", port)):
         monkeypatch.setenv(name, text)
     monkeypatch.setattr("geoflow_fast.distributed.JOIN_SECONDS", 1.0)
     return monkeypatch

@@ -269,8 +269,8 @@ def assert_kept(before: dict[str, bytes], after: dict[str, bytes]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_each_kind_of_operation_fails_once(nursery, world, alone, tmp_path, name):
-    """With one of four errors in turn: no half of a write is left, and the next run finishes. Where the folder that
-    could not be made is there, it does not matter."""
+    """With one of four errors in turn: no half of a write is left, and the next run finishes. A failed
+    mkdir of a folder that exists must not matter."""
     wanted, undisturbed = alone[name]
     errors = itertools.cycle(("EIO", "ENOSPC", "EACCES", "EROFS"))
     struck = kinds_of(undisturbed.operations)

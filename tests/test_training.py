@@ -403,6 +403,12 @@ def test_another_run_is_not_continued(tmp_path):
     assert gf.train(new_flow(), some_pairs(130), CONFIG, out=tmp_path, resume=False).finished
 
 
+def test_integers_of_numpy_are_taken_and_kept_as_plain_ones(tmp_path):
+    config = dataclasses.replace(CONFIG, steps=np.int64(2), batch_size=np.int32(CONFIG.batch_size))
+    assert type(config.steps) is type(config.batch_size) is int
+    assert gf.train(new_flow(), some_pairs(), config, out=tmp_path).steps == 2
+
+
 def test_other_validation_pairs_are_not_continued(tmp_path):
     config = dataclasses.replace(CONFIG, steps=2)
     gf.train(new_flow(), some_pairs(), config, val=some_pairs(10), out=tmp_path)

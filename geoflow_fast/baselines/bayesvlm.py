@@ -236,8 +236,8 @@ class BayesVLM(Baseline):
         asks, searched = towers(direction)
         mean, variance = self.moments(asks, queries)
         total = _Entropy(len(queries), self.device)
-        for _, block in gallery.blocks(GALLERY_ROWS):
-            items = self.moments(searched, torch.from_numpy(np.array(block)).to(self.device))
+        for _, block in gallery.tensors(GALLERY_ROWS):
+            items = self.moments(searched, block.to(self.device))
             cosine, spread = cosine_moments(mean, variance, *items)
             total.add(probit(self.logit_scale * cosine, self.logit_scale**2 * spread))
         return total.value()

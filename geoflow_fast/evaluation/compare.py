@@ -36,7 +36,7 @@ FORMAT = 1
 """Raised when equal settings come to give other scores, so that those of an older release are not taken over."""
 BLOCK_QUERIES = 256
 BINS = 10
-"""Of the uncertainty, as in the paper."""
+"""Number of bins of the uncertainty, as in the paper."""
 RESULTS_JSON, RESULTS_PARQUET = "results.json", "results.parquet"
 SCORES_FOLDER, RUNS_FOLDER = "scores", "runs"
 
@@ -162,21 +162,10 @@ class Comparison:
             raise ValueError(f"{path} is damaged or not the results of a comparison: {error}") from error
 
 
-def tasks_of(
-    test: EmbeddingPairs,
-    directions: Sequence[str] = CONDITIONAL[::-1],
-    *,
-    max_queries: int | None = None,
-    bins: int = BINS,
-    seed: int = 0,
-) -> list[RetrievalSet]:
-    """The queries of every direction; ValueError if they are too few for the bins."""
-    checks.integer(bins, "bins", 2)
-    tasks = [RetrievalSet.of(test, way, max_queries=max_queries, seed=seed) for way in directions]
-    for task in tasks:
-        if len(task) < bins:
-            raise ValueError(f"{len(task)} queries cannot fill {bins} bins: give more test pairs or ask for fewer bins")
-    return tasks
+def check_bins(queries: int, bins: int = BINS) -> None:
+    """ValueError if `queries` are too few for the bins."""
+    if queries < checks.integer(bins, "bins", 2):
+        raise ValueError(f"{queries} queries cannot fill {bins} bins: give more test pairs or ask for fewer bins")
 
 
 def compare(
@@ -202,8 +191,9 @@ def compare(
         name if isinstance(name, Method) else methods.create(name, study)
         for name in (names or methods.default_methods(study))
     ]
-    tasks = tasks_of(test, directions, max_queries=max_queries, bins=bins, seed=study.seed)
+    tasks = [RetrievalSet.of(test, way, max_queries=max_queries, seed=study.seed) for way in directions]
     for task in tasks:
+        check_bins(len(task), bins)
         for method in chosen:
             method.check(task)
     results = []

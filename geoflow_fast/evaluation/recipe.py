@@ -35,8 +35,8 @@ from geoflow_fast.evaluation.compare import (
     RUNS_FOLDER,
     Comparison,
     aggregate,
+    check_bins,
     compare,
-    tasks_of,
     without_nan,
 )
 from geoflow_fast.evaluation.job import PAGE, labelled, prompts_of, run_configs, write_report
@@ -171,8 +171,9 @@ def run_recipe(recipe: Recipe, base: Path, out: Path, *, device: str = "auto", s
     if missing:
         raise FileNotFoundError(f"{missing[0]} does not exist; the recipe's folders are looked for in {base}")
     for part in recipe.data:
-        if not part.zero_shot:  # too few queries are said before the work
-            tasks_of(EmbeddingPairs.open(base / str(part.test)), max_queries=recipe.max_queries)
+        if not part.zero_shot:  # too few queries are said before the work; images are the fewer ones
+            images = len(np.unique(EmbeddingPairs.open(base / str(part.test)).group))
+            check_bins(images if recipe.max_queries is None else min(images, recipe.max_queries))
     where = str(dispatch.usable_device(device))
     if recipe.ablation is not None:
         return _ablation_table(recipe, base, out, where, say)

@@ -124,7 +124,7 @@ def taken(source: Any, index: Any) -> Tensor:
 def in_blocks(source: Any, device: Any) -> Tensor:
     gallery = gf.Gallery(source)
     gallery.to(device)
-    return torch.cat([rows for _, rows in gallery.blocks(device)])
+    return torch.cat([rows.clone() for _, rows in gallery.blocks(device)])
 
 
 def fast_entropy_of(queries: Any, **settings: Any) -> gf.RetrievalPosterior:
