@@ -123,7 +123,7 @@ COMMANDS: dict[str, Command] = {
         },
         keeps=True,
     ),
-    "evaluate ablation": Command({**PARTS, **SMALL_STUDY, "seeds": "1"}, ("kappa",), keeps=True),
+    "evaluate ablation": Command({**PARTS, **SMALL_STUDY, "seeds": "1"}, ("probes",), keeps=True),
     "evaluate backbone": Command(
         {**SMALL_STUDY, "out": "study", "methods": "knn", "seeds": "1"}, ("split",), keeps=True
     ),
