@@ -25,6 +25,7 @@ from geoflow_fast.entropy import FAST
 from geoflow_fast.evaluation import figures
 from geoflow_fast.evaluation.compare import Comparison, aggregate, compare
 from geoflow_fast.evaluation.methods import FlowEntropy, FlowEpistemic, Method, Study
+from geoflow_fast.evaluation.metrics import BINS
 from geoflow_fast.evaluation.report import Report
 from geoflow_fast.evaluation.zero_shot import zero_shot
 from geoflow_fast.model import GeoFlow, GeoFlowConfig
@@ -229,7 +230,7 @@ def ablate(
     folder: Path,
     *,
     max_queries: int | None = None,
-    bins: int = 10,
+    bins: int = BINS,
     say: Say = lambda _: None,
 ) -> Comparison:
     """Every variant on the queries of `test` in both directions, over the seeds of `setup`.

@@ -21,6 +21,7 @@ from geoflow_fast.entropy import CONDITIONAL
 from geoflow_fast.evaluation import methods
 from geoflow_fast.evaluation.methods import Method, Study
 from geoflow_fast.evaluation.metrics import (
+    BINS,
     RESAMPLES,
     Reliability,
     SelectiveAccuracy,
@@ -35,8 +36,6 @@ from geoflow_fast.jobs import Advance, Columns, Job
 FORMAT = 1
 """Raised when equal settings come to give other scores, so that those of an older release are not taken over."""
 BLOCK_QUERIES = 256
-BINS = 10
-"""Number of bins of the uncertainty, as in the paper."""
 RESULTS_JSON, RESULTS_PARQUET = "results.json", "results.parquet"
 SCORES_FOLDER, RUNS_FOLDER = "scores", "runs"
 

@@ -19,7 +19,7 @@ from geoflow_fast.entropy import CONDITIONAL
 from geoflow_fast.evaluation import figures
 from geoflow_fast.evaluation.compare import RESULTS_JSON, RUNS_FOLDER, Comparison, compare, without_nan
 from geoflow_fast.evaluation.methods import Study
-from geoflow_fast.evaluation.metrics import RESAMPLES
+from geoflow_fast.evaluation.metrics import BINS, RESAMPLES
 from geoflow_fast.evaluation.report import Report
 from geoflow_fast.evaluation.zero_shot import CLIP_SCALE, ZeroShot, class_prompts, tuned_scale, zero_shot
 from geoflow_fast.model import GeoFlow
@@ -47,7 +47,7 @@ class Choices:
     names: Sequence[str] | None = None
     directions: Sequence[str] = CONDITIONAL[::-1]
     max_queries: int | None = None
-    bins: int = 10
+    bins: int = BINS
     resamples: int = RESAMPLES
     seed: int = 0
     device: str = "auto"
@@ -148,7 +148,7 @@ def zero_shot_folders(
     *,
     held_out: tuple[Path, Path] | None = None,
     train: Path | None = None,
-    bins: int = 10,
+    bins: int = BINS,
     resamples: int = RESAMPLES,
     seed: int = 0,
     device: str = "auto",

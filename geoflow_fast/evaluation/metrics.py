@@ -25,6 +25,8 @@ Counts = NDArray[np.int64]
 
 COVERAGES = tuple(round(0.1 * k, 1) for k in range(10, 0, -1))
 """Coverages of the paper's selective accuracy: 100 % down to 10 %."""
+BINS = 10
+"""Number of bins of the uncertainty, as in the paper."""
 RESAMPLES, MOST_RESAMPLES = 1000, 1_000_000
 NUMBERS = ("spearman", "r2", "r2_value", "auroc", "aurc", "accuracy")
 """Fields of `RetrievalCalibration` for which a bootstrap interval is computed."""
@@ -135,7 +137,7 @@ def check_resamples(resamples: int) -> None:
 def retrieval_calibration(
     uncertainty: Values,
     correct: Values,
-    bins: int = 10,
+    bins: int = BINS,
     seed: int = 0,
     *,
     resamples: int = 0,

@@ -20,7 +20,7 @@ from geoflow_fast.baselines.base import nearest
 from geoflow_fast.baselines.references import KNNDistance
 from geoflow_fast.data import EmbeddingPairs
 from geoflow_fast.density import DensitySettings, chain_rule, density_estimates
-from geoflow_fast.evaluation.metrics import RESAMPLES, check_resamples, retrieval_calibration, selective_accuracy
+from geoflow_fast.evaluation.metrics import BINS, RESAMPLES, check_resamples, retrieval_calibration, selective_accuracy
 from geoflow_fast.gallery import Gallery
 from geoflow_fast.geometry import DIRECTIONS, check_rows
 from geoflow_fast.model import GeoFlow
@@ -125,7 +125,7 @@ def zero_shot(
     train: EmbeddingPairs | None = None,
     settings: DensitySettings | None = None,
     seed: int = 0,
-    bins: int = 10,
+    bins: int = BINS,
     resamples: int = RESAMPLES,
     progress: bool | None = None,
 ) -> ZeroShot:
