@@ -11,7 +11,7 @@ SOAK_MINUTES := 30
 # `make setup LOCKED=0`: the versions of constraints.txt without hashes, the rest as pip finds it.
 LOCKED ?= 1
 TOOLS := build/tools
-WITH_TOOLS := PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(BIN)/python -m tests.reliability.supply
+WITH_TOOLS := PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(BIN)/python -m tools.supply
 
 .PHONY: setup demo test test-slow test-gpu test-wheel test-browser test-sanitize soak reliability bench bench-quick bench-compare docs lint lock licences audit wheel clean
 
@@ -28,7 +28,7 @@ ifeq ($(LOCKED),1)
 	$(BIN)/python -m pip download --quiet --no-deps --dest build/torch --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --no-index --find-links build/torch --requirement build/torch/torch.lock
 	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement .ci/dev.lock
-	$(BIN)/python -m tests.reliability.supply cuda
+	$(BIN)/python -m tools.supply cuda
 	touch $@
 
 .venv/.installed: .venv/.packages $(NATIVE)
@@ -65,7 +65,7 @@ test-slow: setup
 # The compiled code with AddressSanitizer and UndefinedBehaviorSanitizer, then its threads with ThreadSanitizer.
 test-sanitize: setup
 	$(BIN)/python -m tests.reliability.sanitize
-	$(PYTEST) -m slow tests/test_races.py
+	$(PYTEST) -m slow tests/reliability/test_races.py
 
 # Train and score for half an hour: memory and open files must not grow.
 soak: setup
@@ -129,11 +129,11 @@ lock: setup $(TOOLS)/.installed
 	$(WITH_TOOLS) lock
 
 licences: setup
-	$(BIN)/python -m tests.reliability.supply licences
+	$(BIN)/python -m tools.supply licences
 
 # Is the environment that of the lock, with allowed licences? Does the advisory database know of a hole in it?
 audit: setup $(TOOLS)/.installed
-	$(BIN)/python -m tests.reliability.supply check
+	$(BIN)/python -m tools.supply check
 	$(WITH_TOOLS) audit
 
 wheel: setup

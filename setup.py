@@ -113,10 +113,7 @@ extension = Pybind11Extension(
 setup(
     packages=[
         "geoflow_fast",
-        "geoflow_fast.baselines",
-        "geoflow_fast.demo",
-        "geoflow_fast.evaluation",
-        "geoflow_fast.ops",
+        *(f"geoflow_fast.{path.parent.name}" for path in sorted(ROOT.glob("geoflow_fast/*/__init__.py"))),
         "geoflow_fast.kernels",
     ],
     package_dir={"geoflow_fast": "geoflow_fast", "geoflow_fast.kernels": "kernels"},

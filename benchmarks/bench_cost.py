@@ -25,8 +25,9 @@ from benchmarks.common import cell, gate, scratch, seconds_of
 from benchmarks.flows import random_flow, row_flops
 from benchmarks.suite import Table
 from geoflow_fast import plan
-from geoflow_fast.entropy import FAST
-from geoflow_fast.geometry import DIRECTIONS, sample_uniform
+from geoflow_fast.directions import DIRECTIONS
+from geoflow_fast.noise import sample_uniform
+from geoflow_fast.retrieval.entropy import FAST
 
 GALLERIES = (10_000, 100_000, 1_000_000, 10_000_000)
 THOUSAND = 1000

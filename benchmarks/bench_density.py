@@ -27,9 +27,9 @@ from benchmarks.flows import row_flops
 from benchmarks.limits import Work
 from benchmarks.suite import PEER, Case, Contender, Scaling
 from benchmarks.suite import measure as measure_case
-from geoflow_fast.density import draw_seed
-from geoflow_fast.divergence import Probes
-from geoflow_fast.geometry import DIRECTIONS
+from geoflow_fast.directions import DIRECTIONS
+from geoflow_fast.likelihood.probes import Probes
+from geoflow_fast.likelihood.reverse_ode import draw_seed
 from geoflow_fast.worlds import ConceptWorld
 
 ROWS = 256

@@ -25,11 +25,13 @@ import torch
 
 import geoflow_fast as gf
 from benchmarks.common import gate, report
-from geoflow_fast import density_job, geometry, scoring
-from geoflow_fast.density import DensitySettings
+from geoflow_fast import noise
 from geoflow_fast.distributed import ALONE, World, joined
-from geoflow_fast.gallery import BLOCK_ROWS
-from geoflow_fast.jobs import read_columns
+from geoflow_fast.jobs.density import density_file
+from geoflow_fast.jobs.entropy import open_scorer, score_file
+from geoflow_fast.likelihood.settings import DensitySettings
+from geoflow_fast.retrieval.gallery import BLOCK_ROWS
+from geoflow_fast.runtime.parquet import read_columns
 
 DIM, ITEMS, QUERIES, QUERY_BLOCK, PAIRS, PAIR_BLOCK = 256, 200_000, 128, 16, 768, 16
 PRODUCTS, READS = 200, 200
@@ -48,10 +50,10 @@ def prepare(folder: Path) -> None:
             parameter.add_(0.05 * torch.randn_like(parameter))
     flow.save_pretrained(folder / "model")
     (folder / "gallery").mkdir()
-    for number, part in enumerate(geometry.sample_uniform(ITEMS, DIM).numpy().reshape(4, -1, DIM)):
+    for number, part in enumerate(noise.sample_uniform(ITEMS, DIM).numpy().reshape(4, -1, DIM)):
         np.save(folder / "gallery" / f"img_emb_{number}.npy", part)
-    np.save(folder / "queries.npy", geometry.sample_uniform(QUERIES, DIM).numpy())
-    pairs = [geometry.sample_uniform(PAIRS, DIM) for _ in range(2)]
+    np.save(folder / "queries.npy", noise.sample_uniform(QUERIES, DIM).numpy())
+    pairs = [noise.sample_uniform(PAIRS, DIM) for _ in range(2)]
     gf.EmbeddingPairs.from_arrays(*pairs).save(folder / "pairs", dtype=np.float32)
 
 
@@ -84,14 +86,14 @@ def read(_folder: Path, _out: Path, world: World) -> None:
 def entropy(layout: str, folder: Path, out: Path, world: World) -> None:
     """`geoflow entropy --fast`."""
     where = folder / "model", folder / "gallery"
-    scorer = scoring.open_scorer(*where, "t2i", fast=True, device="cpu", world=world, kappa=20.0)
-    scoring.score_file(scorer, folder / "queries.npy", out, block=QUERY_BLOCK, layout=layout, progress=False)
+    scorer = open_scorer(*where, "t2i", fast=True, device="cpu", world=world, kappa=20.0)
+    score_file(scorer, folder / "queries.npy", out, block=QUERY_BLOCK, layout=layout, progress=False)
 
 
 def density(folder: Path, out: Path, world: World) -> None:
     """`geoflow density`."""
     where, settings = (folder / "model", folder / "pairs", out), DensitySettings(n_steps=4)
-    density_job.density_file(*where, settings, device="cpu", block=PAIR_BLOCK, progress=False, world=world)
+    density_file(*where, settings, device="cpu", block=PAIR_BLOCK, progress=False, world=world)
 
 
 TASKS: dict[str, Task] = {

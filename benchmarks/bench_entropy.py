@@ -24,8 +24,8 @@ from benchmarks.common import RESULTS, gate, report
 from benchmarks.flows import random_flow, row_flops
 from benchmarks.limits import Work
 from benchmarks.suite import PEER, Case, Contender, Scaling
-from geoflow_fast.entropy import FAST
-from geoflow_fast.geometry import sample_uniform
+from geoflow_fast.noise import sample_uniform
+from geoflow_fast.retrieval.entropy import FAST
 from geoflow_fast.worlds import ConceptWorld
 
 PAPER: dict[str, Any] = {"n_samples": 50, "n_steps": 50, "solver": "euler", "noise": "iid"}

@@ -16,7 +16,7 @@ import geoflow_fast as gf
 from benchmarks import peers, twins
 from benchmarks.limits import Work
 from benchmarks.suite import PEER, Case, Contender, Scaling
-from geoflow_fast.geometry import sample_uniform
+from geoflow_fast.noise import sample_uniform
 
 
 @dataclass(frozen=True)

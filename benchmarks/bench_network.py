@@ -18,9 +18,10 @@ from benchmarks import twins
 from benchmarks.flows import random_flow, row_flops
 from benchmarks.limits import Work
 from benchmarks.suite import PEER, Case, Contender, Scaling
-from geoflow_fast.density import draw_seed
-from geoflow_fast.divergence import Probes
-from geoflow_fast.geometry import log_area, sample_uniform
+from geoflow_fast.geometry import log_area
+from geoflow_fast.likelihood.probes import Probes
+from geoflow_fast.likelihood.reverse_ode import draw_seed
+from geoflow_fast.noise import sample_uniform
 
 TIME = 0.5
 ONE_STEP: dict[str, Any] = {

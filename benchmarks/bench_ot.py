@@ -21,8 +21,8 @@ from benchmarks import peers, twins
 from benchmarks.common import time_together, watched
 from benchmarks.limits import Limits, Work
 from benchmarks.suite import PEER, Case, Contender, Scaling, Table
-from geoflow_fast import _native
-from geoflow_fast.geometry import StructuredNoise, sample_uniform
+from geoflow_fast.noise import StructuredNoise, sample_uniform
+from geoflow_fast.ops import native
 
 WIDTH, EPS = 1024, 0.05
 EXACT_SIZE = 4096
@@ -179,7 +179,7 @@ def tables() -> Iterator[Table]:
 def stages(n: int, points: twins.Points) -> Table:
     """The stages of one solve on their own, on one shared matrix that `build` fills first."""
     limits = Limits.measure()
-    matrix = _native.TransportMatrix(n, n, torch.float32)
+    matrix = native.TransportMatrix(n, n, torch.float32)
     f, g = torch.zeros(n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
     image0, text0, image1, text1 = points
     seconds = time_together(

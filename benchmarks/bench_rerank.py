@@ -21,8 +21,9 @@ from benchmarks.common import gate, report
 from benchmarks.flows import row_flops
 from benchmarks.limits import Work
 from benchmarks.suite import BESIDE, PEER, Case, Contender
-from geoflow_fast.density import DensitySettings, density_estimates
-from geoflow_fast.evaluation import auroc, reliability
+from geoflow_fast.evaluation.metrics import auroc, reliability
+from geoflow_fast.likelihood.reverse_ode import density_estimates
+from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.worlds import ConceptWorld
 
 QUERIES, NEIGHBOURS, NOISE_QUERIES = 1000, 10, 50

@@ -26,9 +26,9 @@ from benchmarks.common import gate, scratch, seconds_of
 from benchmarks.flows import random_flow, row_flops
 from benchmarks.limits import Work
 from benchmarks.suite import PEER, Case, Contender, Table
-from geoflow_fast.data import IMAGE_FOLDER, TEXT_FOLDER
-from geoflow_fast.geometry import sample_uniform
-from geoflow_fast.training import Trainer
+from geoflow_fast.data.pairs import IMAGE_FOLDER, TEXT_FOLDER
+from geoflow_fast.noise import sample_uniform
+from geoflow_fast.training.flow_matching import Trainer
 
 WIDTH = 1024
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from geoflow_fast.checkpoint import write_json
+from geoflow_fast.runtime.files import write_json
 
 RESULTS = Path(__file__).parent / "results"
 STATUS = Path("/proc/self/status")

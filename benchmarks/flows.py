@@ -7,7 +7,7 @@ import math
 import torch
 
 import geoflow_fast as gf
-from geoflow_fast.geometry import sample_uniform
+from geoflow_fast.noise import sample_uniform
 
 
 @torch.no_grad()

@@ -18,8 +18,8 @@ import numpy as np
 from benchmarks.common import cell, load, markdown
 from benchmarks.limits import Limits, Work
 from benchmarks.suite import BESIDE, OURS, PEER, case_words, scaling_rows, suites
-from geoflow_fast import plots
-from geoflow_fast.checkpoint import write_atomic
+from geoflow_fast.runtime import plots
+from geoflow_fast.runtime.files import write_atomic
 
 ROOT = Path(__file__).parents[1]
 PAGE, PICTURES = ROOT / "docs" / "performance.md", ROOT / "docs" / "images"

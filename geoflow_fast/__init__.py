@@ -1,21 +1,26 @@
 """geoflow_fast: joint uncertainty for frozen vision-language embeddings, fast on CPUs and GPUs."""
 
 from geoflow_fast import evaluation, geometry, ops
-from geoflow_fast.bandwidth import Bandwidth, fit_bandwidth
-from geoflow_fast.calibration import Calibration
-from geoflow_fast.data import EmbeddingPairs
-from geoflow_fast.density import FAST_DENSITY, PAPER_DENSITY, Epistemic, epistemic, log_density, suggest_steps
-from geoflow_fast.dispatch import BackendUnavailable, backends
-from geoflow_fast.embed_job import EmbedSummary, embed_images
-from geoflow_fast.encoders import ColourEncoder, Encoder, OpenClipEncoder
-from geoflow_fast.entropy import RetrievalEntropy, RetrievalPosterior, risk_lower_bound
-from geoflow_fast.gallery import Gallery
-from geoflow_fast.gallery_index import GalleryIndex
-from geoflow_fast.model import GeoFlow, GeoFlowConfig
-from geoflow_fast.rerank import BayesReranker, Reranked
-from geoflow_fast.sampling import sample
-from geoflow_fast.trainer import TrainingDiverged, TrainReport
-from geoflow_fast.training import TrainConfig, train
+from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.encoders.colours import ColourEncoder
+from geoflow_fast.encoders.open_clip import OpenClipEncoder
+from geoflow_fast.encoders.protocol import Encoder
+from geoflow_fast.flow.config import GeoFlowConfig
+from geoflow_fast.flow.model import GeoFlow
+from geoflow_fast.flow.sampling import sample
+from geoflow_fast.jobs.embed import EmbedSummary, embed_images
+from geoflow_fast.likelihood.density import Epistemic, epistemic, log_density, suggest_steps
+from geoflow_fast.likelihood.settings import FAST_DENSITY, PAPER_DENSITY
+from geoflow_fast.ops.dispatch import BackendUnavailable, backends
+from geoflow_fast.retrieval.bandwidth import Bandwidth, fit_bandwidth
+from geoflow_fast.retrieval.calibration import Calibration
+from geoflow_fast.retrieval.entropy import RetrievalEntropy, RetrievalPosterior, risk_lower_bound
+from geoflow_fast.retrieval.gallery import Gallery
+from geoflow_fast.retrieval.index import GalleryIndex
+from geoflow_fast.retrieval.rerank import BayesReranker, Reranked
+from geoflow_fast.training.config import TrainConfig
+from geoflow_fast.training.flow_matching import train
+from geoflow_fast.training.loop import TrainingDiverged, TrainReport
 
 __version__ = "0.1.0"
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from geoflow_fast import checks
+from geoflow_fast.runtime import checks
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

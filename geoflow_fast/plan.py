@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 
-from geoflow_fast import checks, dispatch
-from geoflow_fast.entropy import FAST
-from geoflow_fast.gallery import BLOCK_ROWS
-from geoflow_fast.model import GeoFlow, GeoFlowConfig
-from geoflow_fast.scoring import BLOCK_QUERIES, ITEM_BYTES, LAYOUTS, preferred_layout
+from geoflow_fast.flow.config import GeoFlowConfig
+from geoflow_fast.flow.model import GeoFlow
+from geoflow_fast.jobs.entropy import BLOCK_QUERIES, ITEM_BYTES, LAYOUTS, preferred_layout
+from geoflow_fast.retrieval.entropy import FAST
+from geoflow_fast.retrieval.gallery import BLOCK_ROWS
+from geoflow_fast.runtime import checks
+from geoflow_fast.runtime.device import usable_device
 
 COMPUTE_SHARE, BANDWIDTH_SHARE = 0.60, 0.85
 """Of a vendor's peak."""
@@ -195,7 +197,7 @@ def _rates(name: str) -> Device:
         return DEVICES[name]
     if name != "cpu":
         raise ValueError(f"device must be one of {', '.join((*DEVICES, 'cpu'))}, got {name!r}")
-    dispatch.usable_device("cpu")
+    usable_device("cpu")
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     operations, bandwidth = _measure_operations(), _measure_bandwidth()
     # Peaks are what the shares are taken of; a process's own memory needs no link.

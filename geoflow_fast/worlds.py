@@ -9,16 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from geoflow_fast import checks
-from geoflow_fast.density import log_density
-from geoflow_fast.geometry import DIRECTIONS, UNIT_TOLERANCE, check_rows, dot, eps, log_area, sample_uniform
-from geoflow_fast.integrate import Field
+from geoflow_fast.directions import DIRECTIONS
+from geoflow_fast.geometry import UNIT_TOLERANCE, check_rows, dot, eps, log_area
+from geoflow_fast.noise import sample_uniform
+from geoflow_fast.runtime import checks
 
 SHARPEST = 40.0
 """Largest strength of a bump: beyond it exp(-2 c) has no place in float32."""
@@ -300,39 +299,3 @@ def _blurred_bump(
         return np.array(values)
 
     return np.polynomial.Chebyshev.interpolate(log_integral, degree)
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How estimated log-densities compare with the truth: Pearson correlation and mean error in nats."""
-
-    correlation: float
-    bias: float
-
-
-def densities(
-    world: ConceptWorld, field: Field, *, rows: int = 1000, n_steps: int = 10, n_probes: int = 2, seed: int = 0
-) -> dict[str, tuple[Tensor, Tensor]]:
-    """Estimated and true log-densities [rows] of fresh pairs: the joint, both conditionals, both marginals, the PMI."""
-    generator = torch.Generator().manual_seed(seed)
-    image, text, _ = world.sample(rows, generator=generator)
-    joint, text_given_image, image_given_text = (
-        cast(Tensor, log_density(field, image, text, direction, n_steps, n_probes, generator=generator))
-        for direction in DIRECTIONS
-    )
-    return {
-        "joint": (joint, world.log_joint(image, text)),
-        "text|image": (text_given_image, world.log_text_given_image(image, text)),
-        "image|text": (image_given_text, world.log_image_given_text(image, text)),
-        "image": (joint - text_given_image, world.log_image(image)),
-        "text": (joint - image_given_text, world.log_text(text)),
-        "pmi": (text_given_image + image_given_text - joint, world.pmi(image, text)),
-    }
-
-
-def agreement(pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Agreement]:
-    """How the estimates of `densities` compare with the truth."""
-    return {
-        name: Agreement(float(torch.corrcoef(torch.stack(pair))[0, 1]), float((pair[0] - pair[1]).mean()))
-        for name, pair in pairs.items()
-    }

@@ -20,13 +20,17 @@ import numpy as np
 import torch
 
 import geoflow_fast as gf
-from geoflow_fast import density_job, distributed, geometry, jobs, ops, rerank_job, scoring
-from geoflow_fast.data import Rows
-from geoflow_fast.density import DensitySettings
+from geoflow_fast import distributed, ops
+from geoflow_fast.data.rows import Rows
 from geoflow_fast.distributed import World, joined
-from geoflow_fast.gallery import Gallery
-from geoflow_fast.trainer import Run
-from geoflow_fast.training import BatchMaker
+from geoflow_fast.jobs import density, entropy, job
+from geoflow_fast.jobs.rerank import open_reranker, rerank_file, settle_calibration
+from geoflow_fast.likelihood.settings import DensitySettings
+from geoflow_fast.noise import sample_uniform
+from geoflow_fast.retrieval.gallery import Gallery
+from geoflow_fast.runtime import parquet
+from geoflow_fast.training.batches import BatchMaker
+from geoflow_fast.training.loop import Run
 
 # The server imports once what ranks use; each rank is a fork of it that has not run anything yet.
 _context = multiprocessing.get_context("forkserver")
@@ -140,11 +144,11 @@ def spread_statistics(world: World, queries: int, items: int, top_k: int) -> tup
 
 
 def gallery_rows(items: int) -> torch.Tensor:
-    return geometry.sample_uniform(items, 6, generator=torch.Generator().manual_seed(items))
+    return sample_uniform(items, 6, generator=torch.Generator().manual_seed(items))
 
 
 def sample_rows(queries: int) -> torch.Tensor:
-    return geometry.sample_uniform(3 * queries, 6, generator=torch.Generator().manual_seed(9)).view(queries, 3, 6)
+    return sample_uniform(3 * queries, 6, generator=torch.Generator().manual_seed(9)).view(queries, 3, 6)
 
 
 def bias_of(items: int) -> torch.Tensor:
@@ -158,10 +162,10 @@ def score(
     if fatal is not None and world.rank == fatal[0]:
         _die_at_block(fatal[1])
     settings = {"n_samples": 4, "n_steps": 2, "kappa": 15.0, "top_k": 3}
-    scorer = scoring.open_scorer(
+    scorer = entropy.open_scorer(
         folder / "model", folder / "gallery", "t2i", fast=False, device="cpu", world=world, **settings
     )
-    scoring.score_file(
+    entropy.score_file(
         scorer, folder / "queries.npy", folder / out, with_top=True, block=block, layout=layout, progress=False
     )
     return world.traffic
@@ -170,9 +174,9 @@ def score(
 def densities(world: World, folder: Path, out: str, slow: int | None = None) -> list[int]:
     """Log-densities of the pairs of `folder`: first rows of the blocks this rank made. `slow`: a rank that lags."""
     made: list[int] = []
-    write = jobs.write_columns
+    write = parquet.write_columns
 
-    def write_and_tell(path: Path, columns: jobs.Columns, rows: int) -> None:
+    def write_and_tell(path: Path, columns: parquet.Columns, rows: int) -> None:
         made.append(int(path.stem))
         if world.rank == slow:
             time.sleep(3)
@@ -180,31 +184,29 @@ def densities(world: World, folder: Path, out: str, slow: int | None = None) -> 
 
     settings = DensitySettings(n_steps=2)
     paths = folder / "model", folder / "pairs", folder / out
-    with mock.patch.object(jobs, "write_columns", write_and_tell):  # a world of one runs in the caller's process
-        density_job.density_file(*paths, settings, block=4, device="cpu", progress=False, world=world)
+    with mock.patch.object(job, "write_columns", write_and_tell):  # a world of one runs in the caller's process
+        density.density_file(*paths, settings, block=4, device="cpu", progress=False, world=world)
     return made
 
 
 def rerank(world: World, folder: Path, out: str) -> None:
     """Re-ranks the queries of `folder`, calibrated on its held-out pairs."""
     settings = {"shortlist": 5, "n_steps": 2}
-    reranker = rerank_job.open_reranker(
-        folder / "model", folder / "gallery", "t2i", device="cpu", world=world, **settings
-    )
-    rerank_job.settle_calibration(reranker, folder / "model", folder / f"{out}.json", folder / "held_out")
-    rerank_job.rerank_file(reranker, folder / "queries.npy", folder / out, block=4, progress=False)
+    reranker = open_reranker(folder / "model", folder / "gallery", "t2i", device="cpu", world=world, **settings)
+    settle_calibration(reranker, folder / "model", folder / f"{out}.json", folder / "held_out")
+    rerank_file(reranker, folder / "queries.npy", folder / out, block=4, progress=False)
 
 
 def _die_at_block(number: int) -> None:
     """This process is killed as soon as its scorer is asked for its `number`th block of queries, from 0."""
-    score_rows, asked = scoring._score_rows, iter(range(10**9))
+    score_rows, asked = entropy._score_rows, iter(range(10**9))
 
     def last_words(*arguments: Any, **options: Any) -> Any:
         if next(asked) == number:
             os.kill(os.getpid(), signal.SIGKILL)
         return score_rows(*arguments, **options)
 
-    scoring._score_rows = last_words
+    entropy._score_rows = last_words
 
 
 def digest_of(world: World, parts: list[np.ndarray]) -> str:
@@ -232,7 +234,7 @@ def assign_panel(world: World, count: int, eps: float, drawn: bool, seed: int = 
 
 def transport_problem(count: int, seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    clouds = [geometry.sample_uniform(count, d, generator=generator) for d in (6, 4, 6, 4)]
+    clouds = [sample_uniform(count, d, generator=generator) for d in (6, 4, 6, 4)]
     return clouds[:2], clouds[2:], torch.rand(count, generator=generator, dtype=torch.float64)
 
 
@@ -296,4 +298,4 @@ def small_flow(seed: int = 0) -> gf.GeoFlow:
 
 def small_pairs() -> gf.EmbeddingPairs:
     generator = torch.Generator().manual_seed(3)
-    return gf.EmbeddingPairs.from_arrays(*(geometry.sample_uniform(300, d, generator=generator) for d in (6, 5)))
+    return gf.EmbeddingPairs.from_arrays(*(sample_uniform(300, d, generator=generator) for d in (6, 5)))

@@ -21,12 +21,13 @@ import typer
 
 import geoflow_fast as gf
 from geoflow_fast import geometry as g
-from geoflow_fast.cli import app
-from geoflow_fast.data import Rows
+from geoflow_fast.cli.app import app
+from geoflow_fast.data.rows import Rows
 from geoflow_fast.distributed import ALONE, LOST_SECONDS, RankLost, World, joined
-from geoflow_fast.gallery import Gallery
-from geoflow_fast.jobs import read_columns
-from geoflow_fast.training import BatchMaker
+from geoflow_fast.noise import sample_uniform
+from geoflow_fast.retrieval.gallery import Gallery
+from geoflow_fast.runtime.parquet import read_columns
+from geoflow_fast.training.batches import BatchMaker
 from tests import ranks
 from tests.ranks import ended, run_ranks
 
@@ -45,11 +46,11 @@ def put_inputs(folder: Path, flow: gf.GeoFlow) -> None:
     """A saved flow, queries, a gallery in three shards and pairs."""
     image_dim, text_dim = flow.config.image_dim, flow.config.text_dim
     flow.save_pretrained(folder / "model")
-    np.save(folder / "queries.npy", g.sample_uniform(QUERIES, text_dim).numpy())
+    np.save(folder / "queries.npy", sample_uniform(QUERIES, text_dim).numpy())
     (folder / "gallery").mkdir()
-    for number, part in enumerate(np.array_split(g.sample_uniform(ITEMS, image_dim).numpy(), 3)):
+    for number, part in enumerate(np.array_split(sample_uniform(ITEMS, image_dim).numpy(), 3)):
         np.save(folder / "gallery" / f"img_emb_{number}.npy", part)
-    pairs = gf.EmbeddingPairs.from_arrays(g.sample_uniform(PAIRS, image_dim), g.sample_uniform(PAIRS, text_dim))
+    pairs = gf.EmbeddingPairs.from_arrays(sample_uniform(PAIRS, image_dim), sample_uniform(PAIRS, text_dim))
     pairs.save(folder / "pairs", dtype=np.float32)
 
 
@@ -168,7 +169,7 @@ def test_traffic_of_a_query_block_does_not_depend_on_the_gallery():
 
 
 def test_digest_does_not_depend_on_ranks_or_reading():
-    parts = [g.sample_uniform(rows, 4).numpy() for rows in (9000, 1, 300)]
+    parts = [sample_uniform(rows, 4).numpy() for rows in (9000, 1, 300)]
     one = Rows(parts, "rows").digest()
     assert set(run_ranks(3, ranks.digest_of, parts)) == {one}
     parts[2][299, 3] += 1e-3
@@ -177,7 +178,7 @@ def test_digest_does_not_depend_on_ranks_or_reading():
 
 
 def test_a_bad_row_is_found_by_the_rank_that_reads_it():
-    rows = g.sample_uniform(40, 4).numpy()
+    rows = sample_uniform(40, 4).numpy()
     rows[33] *= 2
     found = run_ranks(2, ranks.check_rows, rows)
     assert found[0] is None
@@ -237,7 +238,7 @@ def test_reranking_by_ranks_is_that_of_one_process(tmp_path):
         for parameter in flow.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     put_inputs(tmp_path, flow)
-    image = g.sample_uniform(80, 7)
+    image = sample_uniform(80, 7)
     held_out = gf.EmbeddingPairs.from_arrays(image, g.normalize(image + 0.2 * torch.randn_like(image)))
     held_out.save(tmp_path / "held_out", dtype=np.float32)
     ranks.rerank(ALONE, tmp_path, "one.parquet")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 
 from geoflow_fast import geometry as g
+from geoflow_fast import noise
 
 DTYPES = (torch.float32, torch.float64)
 EDGE_ANGLES = (0.0, 1e-8, 1e-4, 0.3, math.pi / 2, 3.0, math.pi - 1e-4, math.pi - 1e-8, math.pi)
@@ -25,7 +26,7 @@ def pair_at_angle(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows a, b at angle `theta`, built in float64 so that the angle is right before rounding to `dtype`."""
     generator = torch.Generator().manual_seed(seed)
-    a = g.sample_uniform(n, d, generator=generator, dtype=torch.float64)
+    a = noise.sample_uniform(n, d, generator=generator, dtype=torch.float64)
     u = g.project_tangent(a, torch.randn(n, d, generator=generator, dtype=torch.float64))
     u = u / u.norm(dim=-1, keepdim=True)
     return [a.to(dtype), (math.cos(theta) * a + math.sin(theta) * u).to(dtype)]
@@ -127,7 +128,7 @@ def test_angle_is_accurate_at_both_ends(theta, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_antipodal_rows_follow_one_deterministic_great_circle(dtype):
-    a = g.sample_uniform(5, 9, dtype=dtype)
+    a = noise.sample_uniform(5, 9, dtype=dtype)
     half = g.geodesic(a, -a, 0.5)
     assert torch.equal(half, g.geodesic(a, -a, 0.5))
     assert (half * a).sum(-1).abs().max() < tolerance(dtype)
@@ -173,7 +174,7 @@ def test_gradients_are_exact_at_equal_points():
 
 
 def test_shapes_broadcast():
-    a, b = g.sample_uniform(4, 6).reshape(4, 1, 6), g.sample_uniform(5, 6)
+    a, b = noise.sample_uniform(4, 6).reshape(4, 1, 6), noise.sample_uniform(5, 6)
     t = torch.rand(4, 5)
     x, v = g.interpolate(a, b, t)
     assert x.shape == v.shape == (4, 5, 6)
@@ -182,7 +183,7 @@ def test_shapes_broadcast():
 
 
 def test_strided_input_gives_the_same_answer():
-    a = g.sample_uniform(8, 10)[::2]
+    a = noise.sample_uniform(8, 10)[::2]
     b = g.normalize(torch.randn(10, 4).T)
     assert torch.equal(g.geodesic(a, b, 0.4), g.geodesic(a.contiguous(), b.contiguous(), 0.4))
 
@@ -212,13 +213,13 @@ def test_wrong_dtype_and_width_are_refused():
     with pytest.raises(ValueError, match="width 1"):
         g.geodesic(torch.ones(2, 1), torch.ones(2, 1), 0.5)
     with pytest.raises(ValueError, match="d=1"):
-        g.sample_uniform(3, 1)
+        noise.sample_uniform(3, 1)
 
 
 @pytest.mark.parametrize("d", [2, 3, 16, 1024])
 def test_uniform_samples_have_the_moments_of_the_uniform_law(d):
     n = 20_000
-    x = g.sample_uniform(n, d, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = noise.sample_uniform(n, d, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     assert torch.allclose(x.norm(dim=-1), torch.ones(n, dtype=torch.float64))
     # each coordinate has mean 0 and variance 1/d; five standard errors over d coordinates
     assert x.mean(0).abs().max() < 5 / math.sqrt(n * d)
@@ -227,7 +228,7 @@ def test_uniform_samples_have_the_moments_of_the_uniform_law(d):
 
 
 def test_uniform_samples_repeat_with_the_generator():
-    one, two = (g.sample_uniform(3, 8, generator=torch.Generator().manual_seed(5)) for _ in range(2))
+    one, two = (noise.sample_uniform(3, 8, generator=torch.Generator().manual_seed(5)) for _ in range(2))
     assert torch.equal(one, two)
 
 

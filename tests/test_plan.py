@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import geoflow_fast as gf
-from geoflow_fast.cli import main
+from geoflow_fast.cli.app import main
+from geoflow_fast.jobs.entropy import BLOCK_QUERIES, preferred_layout
 from geoflow_fast.plan import DEVICES, as_table, plan_scoring
-from geoflow_fast.scoring import BLOCK_QUERIES, preferred_layout
 
 
 def test_internet_scale_by_hand():

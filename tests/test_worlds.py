@@ -8,7 +8,8 @@ import mpmath
 import pytest
 import torch
 
-from geoflow_fast.geometry import log_area, sample_uniform
+from geoflow_fast.geometry import log_area
+from geoflow_fast.noise import sample_uniform
 from geoflow_fast.worlds import SHARPEST, BumpField, ConceptWorld, PairField, log_bump, sample_bump
 
 

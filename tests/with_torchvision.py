@@ -26,6 +26,6 @@ def import_torchvision() -> None:
 
 if __name__ == "__main__":
     import_torchvision()
-    from geoflow_fast.cli import main
+    from geoflow_fast.cli.app import main
 
     sys.exit(main())

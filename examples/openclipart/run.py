@@ -27,9 +27,16 @@ from numpy.typing import NDArray
 from PIL import Image
 
 import geoflow_fast as gf
-from geoflow_fast import baselines, plots
-from geoflow_fast.checkpoint import write_json
-from geoflow_fast.evaluation import auroc, bootstrap_interval, reliability, retrieval_calibration, selective_accuracy
+from geoflow_fast import baselines
+from geoflow_fast.evaluation.metrics import (
+    auroc,
+    bootstrap_interval,
+    reliability,
+    retrieval_calibration,
+    selective_accuracy,
+)
+from geoflow_fast.runtime import plots
+from geoflow_fast.runtime.files import write_json
 
 HERE = Path(__file__).parent
 DATA = HERE / "data"

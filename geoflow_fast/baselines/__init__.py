@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from geoflow_fast import dispatch
 from geoflow_fast.baselines.asymvlm import AsymVLMPS, AsymVLMvMF
 from geoflow_fast.baselines.base import Baseline, method_of
 from geoflow_fast.baselines.bayesvlm import Activations, BayesVLM
@@ -22,8 +21,9 @@ from geoflow_fast.baselines.probvlm import ProbVLM
 from geoflow_fast.baselines.references import KNNDistance, Margin, MaxSoftmax, SoftmaxEntropy
 from geoflow_fast.baselines.repvlm import REPVLM
 from geoflow_fast.baselines.trained import Sized
-from geoflow_fast.data import EmbeddingPairs
-from geoflow_fast.trainer import TrainReport
+from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.runtime.device import usable_device
+from geoflow_fast.training.loop import TrainReport
 
 METHODS: dict[str, type[Baseline]] = {
     kind.method: kind
@@ -85,7 +85,7 @@ def train_preset(
     if strange:
         raise ValueError(f"{method} has no setting {', '.join(strange)}")
     config = dataclasses.replace(found.default_config(), **overrides)
-    report = found.to(dispatch.usable_device(device)).fit(pairs, val, config, out)
+    report = found.to(usable_device(device)).fit(pairs, val, config, out)
     if report is None:
         found.save(out)
     return report

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from geoflow_fast.baselines.base import check_one_width, nearest
 from geoflow_fast.baselines.trained import PUBLISHED, Trained
-from geoflow_fast.gallery import Gallery
-from geoflow_fast.trainer import RunConfig
+from geoflow_fast.retrieval.gallery import Gallery
+from geoflow_fast.training.config import RunConfig
 
 LEAST_ORDER = 32.0
 """Orders of Bessel functions from which the expansion below is exact to float64; smaller ones come by recurrence."""

@@ -15,14 +15,16 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
-from geoflow_fast import checks
-from geoflow_fast.checkpoint import contents_of, load_tensors, read_json, save_tensors, write_json
-from geoflow_fast.data import EmbeddingPairs
-from geoflow_fast.entropy import CONDITIONAL
-from geoflow_fast.gallery import Gallery, GallerySource
+from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.flow.model import CONFIG_FILE, WEIGHTS_FILE, check_tensors
 from geoflow_fast.geometry import check_rows
-from geoflow_fast.model import CONFIG_FILE, WEIGHTS_FILE, check_tensors
-from geoflow_fast.trainer import RunConfig, TrainReport
+from geoflow_fast.retrieval.entropy import CONDITIONAL
+from geoflow_fast.retrieval.gallery import Gallery, GallerySource
+from geoflow_fast.runtime import checks
+from geoflow_fast.runtime.files import contents_of, read_json, write_json
+from geoflow_fast.runtime.tensors import load_tensors, save_tensors
+from geoflow_fast.training.config import RunConfig
+from geoflow_fast.training.loop import TrainReport
 
 KIND = "baseline"
 LARGEST_DIM = 1 << 20

@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geoflow_fast import checks
 from geoflow_fast.baselines.base import Baseline, Task, check_one_width
-from geoflow_fast.checkpoint import load_tensors
-from geoflow_fast.data import EmbeddingPairs, Rows, open_rows
-from geoflow_fast.entropy import CONDITIONAL
-from geoflow_fast.gallery import Gallery, GallerySource
+from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.data.rows import Rows, open_rows
 from geoflow_fast.geometry import check_rows
+from geoflow_fast.retrieval.entropy import CONDITIONAL
+from geoflow_fast.retrieval.gallery import Gallery, GallerySource
+from geoflow_fast.runtime import checks
+from geoflow_fast.runtime.tensors import load_tensors
 
 IMAGE_FOLDER, TEXT_FOLDER, PROJECTIONS_FILE, PROJECTIONS_KIND = (
     "img_pre",

@@ -10,14 +10,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from geoflow_fast.bandwidth import fit_bandwidth
 from geoflow_fast.baselines.base import Task
 from geoflow_fast.baselines.trained import Sized
-from geoflow_fast.entropy import CONDITIONAL, RetrievalEntropy
-from geoflow_fast.gallery import Gallery
-from geoflow_fast.model import GeoFlow, GeoFlowConfig
-from geoflow_fast.trainer import Run, RunConfig, TrainReport, complete
-from geoflow_fast.training import FlowMatching, TrainConfig
+from geoflow_fast.flow.config import GeoFlowConfig
+from geoflow_fast.flow.model import GeoFlow
+from geoflow_fast.retrieval.bandwidth import fit_bandwidth
+from geoflow_fast.retrieval.entropy import CONDITIONAL, RetrievalEntropy
+from geoflow_fast.retrieval.gallery import Gallery
+from geoflow_fast.training.config import RunConfig, TrainConfig
+from geoflow_fast.training.flow_matching import FlowMatching
+from geoflow_fast.training.loop import Run, TrainReport, complete
 
 
 class EuclideanFlow(Sized):

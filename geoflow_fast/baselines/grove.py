@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from geoflow_fast import checks
 from geoflow_fast.baselines.base import Task, check_choice, check_one_width
 from geoflow_fast.baselines.trained import PUBLISHED, PairObjective, RowBatch, Trained
-from geoflow_fast.data import EmbeddingPairs
-from geoflow_fast.gallery import Gallery
-from geoflow_fast.trainer import Run, RunConfig, TrainReport, complete
+from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.retrieval.gallery import Gallery
+from geoflow_fast.runtime import checks
+from geoflow_fast.training.config import RunConfig
+from geoflow_fast.training.loop import Run, TrainReport, complete
 
 PCA_ROWS = 20_000
 STARTS = ("regression", "zero")

@@ -11,8 +11,8 @@ from torch.nn import functional
 from geoflow_fast.baselines.base import check_one_width
 from geoflow_fast.baselines.probvlm import ProbVLM, Trunk, check_passes
 from geoflow_fast.baselines.trained import HIDDEN, Trained
-from geoflow_fast.gallery import Gallery
-from geoflow_fast.trainer import RunConfig
+from geoflow_fast.retrieval.gallery import Gallery
+from geoflow_fast.training.config import RunConfig
 
 
 class MCDropout(Trained):

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from geoflow_fast.baselines.base import check_choice, check_one_width
 from geoflow_fast.baselines.trained import HIDDEN, PUBLISHED, Trained
-from geoflow_fast.gallery import Gallery
-from geoflow_fast.trainer import RunConfig
+from geoflow_fast.retrieval.gallery import Gallery
+from geoflow_fast.training.config import RunConfig
 
 FORMS = ("true", "product")
 UNCERTAINTIES = ("aleatoric", "epistemic", "total")

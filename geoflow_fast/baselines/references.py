@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geoflow_fast.bandwidth import KAPPAS, losses_of, refined, retrieval_task
 from geoflow_fast.baselines.base import Baseline, Task, check_one_width, nearest
-from geoflow_fast.data import EmbeddingPairs
-from geoflow_fast.entropy import CONDITIONAL
-from geoflow_fast.gallery import Gallery
-from geoflow_fast.ops import GalleryPosterior
+from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.ops.gallery_statistics import GalleryPosterior
+from geoflow_fast.retrieval.bandwidth import KAPPAS, losses_of, refined
+from geoflow_fast.retrieval.entropy import CONDITIONAL
+from geoflow_fast.retrieval.gallery import Gallery
+from geoflow_fast.retrieval.task import retrieval_task
 
 
 class Reference(Baseline):

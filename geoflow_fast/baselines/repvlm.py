@@ -13,12 +13,13 @@ from torch.nn import functional
 
 from geoflow_fast.baselines.base import check_one_width
 from geoflow_fast.baselines.trained import HIDDEN, PUBLISHED, Trained
-from geoflow_fast.density import log_density
-from geoflow_fast.gallery import Gallery
-from geoflow_fast.geometry import interpolate, project_tangent, sample_uniform
-from geoflow_fast.integrate import Streams
-from geoflow_fast.model import zero_linear
-from geoflow_fast.trainer import RunConfig
+from geoflow_fast.flow.network import zero_linear
+from geoflow_fast.flow.solvers import Streams
+from geoflow_fast.geometry import interpolate, project_tangent
+from geoflow_fast.likelihood.density import log_density
+from geoflow_fast.noise import sample_uniform
+from geoflow_fast.retrieval.gallery import Gallery
+from geoflow_fast.training.config import RunConfig
 
 IMAGE, TEXT = 0, 1
 FREQUENCIES = 64

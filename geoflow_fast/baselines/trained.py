@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from geoflow_fast.baselines.base import Baseline, Task
-from geoflow_fast.data import ShuffledBatches
-from geoflow_fast.trainer import Objective, Run, RunConfig, TrainReport, complete, generator_for, validation_rows
+from geoflow_fast.training.batches import ShuffledBatches
+from geoflow_fast.training.config import RunConfig
+from geoflow_fast.training.loop import Run, TrainReport, complete
+from geoflow_fast.training.objective import Objective, generator_for, validation_rows
 
 SIZES = ("paper", "small", "tiny")
 HIDDEN = {"paper": 2048, "small": 512, "tiny": 128}

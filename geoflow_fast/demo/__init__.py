@@ -10,14 +10,14 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
-from geoflow_fast import plots
-from geoflow_fast.checkpoint import write_json
 from geoflow_fast.demo import figures
 from geoflow_fast.demo.flows import PAIRS, carried, concept_pairs, learn, learn_spheres
 from geoflow_fast.demo.page import REPORT, summary, write_report
 from geoflow_fast.demo.study import Outcome, examine
-from geoflow_fast.model import GeoFlowConfig
-from geoflow_fast.training import TrainConfig
+from geoflow_fast.flow.config import GeoFlowConfig
+from geoflow_fast.runtime import plots
+from geoflow_fast.runtime.files import write_json
+from geoflow_fast.training.config import TrainConfig
 from geoflow_fast.worlds import ConceptWorld
 
 __all__ = ["REPORT", "Outcome", "run", "summary"]

@@ -8,18 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast import plots
 from geoflow_fast.demo.flows import sphere_centres
-from geoflow_fast.demo.study import (
-    ENTROPY,
-    IMAGE_DENSITY,
-    RERANKER,
-    SCORE,
-    TRUTH,
-    Outcome,
-    Side,
-)
-from geoflow_fast.evaluation import reliability, retrieval_calibration, selective_accuracy
+from geoflow_fast.demo.study import ENTROPY, IMAGE_DENSITY, RERANKER, SCORE, TRUTH, Outcome, Side
+from geoflow_fast.evaluation.metrics import reliability, retrieval_calibration, selective_accuracy
+from geoflow_fast.runtime import plots
 from geoflow_fast.worlds import ConceptWorld
 
 SPHERES, CALIBRATION, SELECTIVE = "flow_on_spheres.png", "calibration.png", "selective_accuracy.png"

@@ -8,11 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from geoflow_fast.data import EmbeddingPairs
-from geoflow_fast.geometry import sample_uniform
-from geoflow_fast.integrate import Points, integrate, time_grid
-from geoflow_fast.model import GeoFlow, GeoFlowConfig
-from geoflow_fast.training import TrainConfig, train
+from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.flow.config import GeoFlowConfig
+from geoflow_fast.flow.model import GeoFlow
+from geoflow_fast.flow.solvers import Points, integrate, time_grid
+from geoflow_fast.noise import sample_uniform
+from geoflow_fast.training.config import TrainConfig
+from geoflow_fast.training.flow_matching import train
 from geoflow_fast.worlds import ConceptWorld, sample_bump
 
 PAIRS = 60_000

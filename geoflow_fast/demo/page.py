@@ -20,7 +20,7 @@ from geoflow_fast.demo.study import (
     Outcome,
     Side,
 )
-from geoflow_fast.evaluation import Report
+from geoflow_fast.evaluation.report import Report
 
 REPORT = "report.html"
 BEST = {"AUROC": "max", "AURC": "min", "AUSAC": "max", "accuracy at 50 %": "max", "Spearman with true entropy": "max"}

@@ -8,15 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from geoflow_fast.bandwidth import Bandwidth, fit_bandwidth
-from geoflow_fast.baselines import Baseline, KNNDistance, Margin, MaxSoftmax, SoftmaxEntropy
-from geoflow_fast.data import EmbeddingPairs
-from geoflow_fast.density import epistemic
-from geoflow_fast.entropy import CONDITIONAL, RetrievalEntropy
-from geoflow_fast.evaluation import auroc, reliability, retrieval_calibration, selective_accuracy, spearman
-from geoflow_fast.model import GeoFlow
-from geoflow_fast.rerank import BayesReranker, Reranked
-from geoflow_fast.worlds import Agreement, ConceptWorld, agreement, densities
+from geoflow_fast.baselines.base import Baseline
+from geoflow_fast.baselines.references import KNNDistance, Margin, MaxSoftmax, SoftmaxEntropy
+from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.evaluation.agreement import Agreement, agreement, densities
+from geoflow_fast.evaluation.metrics import auroc, reliability, retrieval_calibration, selective_accuracy, spearman
+from geoflow_fast.flow.model import GeoFlow
+from geoflow_fast.likelihood.density import epistemic
+from geoflow_fast.retrieval.bandwidth import Bandwidth, fit_bandwidth
+from geoflow_fast.retrieval.entropy import CONDITIONAL, RetrievalEntropy
+from geoflow_fast.retrieval.rerank import BayesReranker, Reranked
+from geoflow_fast.worlds import ConceptWorld
 
 QUERIES, ITEMS, HELD_OUT, STRANGERS, DENSITY_ROWS = 500, 1000, 1000, 300, 500
 GUIDANCES, TUNING_QUERIES = (0.0, 1.0, 3.0), 128

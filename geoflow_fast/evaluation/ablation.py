@@ -17,19 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast import jobs
-from geoflow_fast.checkpoint import read_json, write_json
-from geoflow_fast.data import EmbeddingPairs
-from geoflow_fast.density import PAPER_DENSITY, DensitySettings
-from geoflow_fast.entropy import FAST
+from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.evaluation import figures
 from geoflow_fast.evaluation.compare import Comparison, aggregate, compare
 from geoflow_fast.evaluation.methods import FlowEntropy, FlowEpistemic, Method, Study
 from geoflow_fast.evaluation.metrics import BINS
 from geoflow_fast.evaluation.report import Report
 from geoflow_fast.evaluation.zero_shot import zero_shot
-from geoflow_fast.model import GeoFlow, GeoFlowConfig
-from geoflow_fast.training import TrainConfig, train
+from geoflow_fast.flow.config import GeoFlowConfig
+from geoflow_fast.flow.model import GeoFlow
+from geoflow_fast.likelihood.settings import PAPER_DENSITY, DensitySettings
+from geoflow_fast.retrieval.entropy import FAST
+from geoflow_fast.runtime import hashing
+from geoflow_fast.runtime.files import read_json, write_json
+from geoflow_fast.training.config import TrainConfig
+from geoflow_fast.training.flow_matching import train
 
 FLOWS_FOLDER, SECONDS_FILE, PICTURE = "flows", "seconds.json", "ablation.png"
 Say = Callable[[str], object]
@@ -61,7 +63,7 @@ class Setup:
         config = dataclasses.replace(self.run, **(run or {}), seed=seed)
         torch.manual_seed(seed)
         flow = GeoFlow(shape).to(self.device)
-        place = folder / jobs.fingerprint({"network": shape.to_json(), "run": dataclasses.asdict(config)})[:16]
+        place = folder / hashing.fingerprint({"network": shape.to_json(), "run": dataclasses.asdict(config)})[:16]
         report = train(flow, self.train, config, self.val, place, progress=self.progress)
         if not report.finished:
             raise KeyboardInterrupt

@@ -14,10 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from geoflow_fast import checks, jobs
-from geoflow_fast.checkpoint import read_json, write_json
-from geoflow_fast.data import EmbeddingPairs
-from geoflow_fast.entropy import CONDITIONAL
+from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.evaluation import methods
 from geoflow_fast.evaluation.methods import Method, Study
 from geoflow_fast.evaluation.metrics import (
@@ -31,7 +28,12 @@ from geoflow_fast.evaluation.metrics import (
     selective_accuracy,
 )
 from geoflow_fast.evaluation.retrieval import RetrievalSet, plain_search
-from geoflow_fast.jobs import Advance, Columns, Job
+from geoflow_fast.jobs.job import Job
+from geoflow_fast.retrieval.entropy import CONDITIONAL
+from geoflow_fast.runtime import checks, hashing, parquet
+from geoflow_fast.runtime.files import read_json, write_json
+from geoflow_fast.runtime.parquet import Columns
+from geoflow_fast.runtime.progress import Advance
 
 FORMAT = 1
 """Raised when equal settings come to give other scores, so that those of an older release are not taken over."""
@@ -143,7 +145,7 @@ class Comparison:
         folder.mkdir(parents=True, exist_ok=True)
         facts = {"format": FORMAT, "facts": self.facts, "results": [dataclasses.asdict(r) for r in self.results]}
         columns = _flat(self.results)
-        jobs.write_columns(folder / RESULTS_PARQUET, columns, len(self.results))
+        parquet.write_columns(folder / RESULTS_PARQUET, columns, len(self.results))
         write_json(folder / RESULTS_JSON, without_nan(facts))
         return [folder / RESULTS_JSON, folder / RESULTS_PARQUET]
 
@@ -240,7 +242,7 @@ def _scores(method: Method, task: RetrievalSet, answers: torch.Tensor, folder: P
         "direction": task.direction,
         "seed": method.study.seed,
         "val": method.study.val.fingerprint(),
-        "test": jobs.digest([task.queries, task.items, task.query_image, task.item_image]),
+        "test": hashing.digest([task.queries, task.items, task.query_image, task.item_image]),
         **method.facts(),
     }
     out = folder / SCORES_FOLDER / f"{method.name}_{task.direction}.parquet"
@@ -249,7 +251,7 @@ def _scores(method: Method, task: RetrievalSet, answers: torch.Tensor, folder: P
     if not job.finished():
         method.fit(task)
         job.run(compute, unit="queries", progress=method.study.progress)
-    return jobs.read_columns(out)
+    return parquet.read_columns(out)
 
 
 def _result(

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from geoflow_fast import baselines, checks, plots
+from geoflow_fast import baselines
 from geoflow_fast.baselines.references import Reference
 from geoflow_fast.evaluation.compare import Comparison, Result
 from geoflow_fast.evaluation.metrics import (
@@ -26,6 +26,7 @@ from geoflow_fast.evaluation.metrics import (
     selective_accuracy,
 )
 from geoflow_fast.evaluation.zero_shot import ZeroShot
+from geoflow_fast.runtime import checks, plots
 
 FLOW_COLOURS = {
     "rerank": "#d1495b",

@@ -12,17 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geoflow_fast import baselines, dispatch, plots
-from geoflow_fast.checkpoint import write_json
-from geoflow_fast.data import EmbeddingPairs, load_npy, open_rows
-from geoflow_fast.entropy import CONDITIONAL
+from geoflow_fast import baselines
+from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.data.rows import load_npy, open_rows
 from geoflow_fast.evaluation import figures
 from geoflow_fast.evaluation.compare import RESULTS_JSON, RUNS_FOLDER, Comparison, compare, without_nan
 from geoflow_fast.evaluation.methods import Study
 from geoflow_fast.evaluation.metrics import BINS, RESAMPLES
 from geoflow_fast.evaluation.report import Report
 from geoflow_fast.evaluation.zero_shot import CLIP_SCALE, ZeroShot, class_prompts, tuned_scale, zero_shot
-from geoflow_fast.model import GeoFlow
+from geoflow_fast.flow.model import GeoFlow
+from geoflow_fast.retrieval.entropy import CONDITIONAL
+from geoflow_fast.runtime import plots
+from geoflow_fast.runtime.device import usable_device
+from geoflow_fast.runtime.files import write_json
 
 PAGE = "report.html"
 Say = Callable[[str], object]
@@ -71,7 +74,7 @@ def evaluate_folders(
     """
     choices = choices or Choices()
     plots.pyplot()  # its absence is said before the work, not after
-    flow = None if model is None else GeoFlow.from_pretrained(model).to(dispatch.usable_device(choices.device))
+    flow = None if model is None else GeoFlow.from_pretrained(model).to(usable_device(choices.device))
     parts = {"test": EmbeddingPairs.open(test), "val": EmbeddingPairs.open(held_out)}
     learnt = None if train is None else EmbeddingPairs.open(train)
     study = Study(
@@ -159,7 +162,7 @@ def zero_shot_folders(
     labels that the temperature of the references is tuned on, else it is CLIP's.
     """
     plots.pyplot()
-    flow = GeoFlow.from_pretrained(model).to(dispatch.usable_device(device))
+    flow = GeoFlow.from_pretrained(model).to(usable_device(device))
     rows, label = labelled(images, labels)
     classes = prompts_of(prompts)
     scale = CLIP_SCALE if held_out is None else tuned_scale(*labelled(*held_out), classes)

@@ -19,19 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast import baselines, jobs
-from geoflow_fast.bandwidth import fit_bandwidth, retrieval_task
+from geoflow_fast import baselines
 from geoflow_fast.baselines.bayesvlm import NEEDS_ACTIVATIONS, Activations, BayesVLM, towers
 from geoflow_fast.baselines.references import CosineSoftmax, Reference
-from geoflow_fast.data import EmbeddingPairs
-from geoflow_fast.density import DensitySettings, chain_rule, density_estimates
-from geoflow_fast.entropy import CONDITIONAL, FAST, RetrievalEntropy
+from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.directions import DIRECTIONS
 from geoflow_fast.evaluation.retrieval import RetrievalSet
-from geoflow_fast.gallery import Gallery
-from geoflow_fast.geometry import DIRECTIONS
-from geoflow_fast.model import GeoFlow, flow_digest
-from geoflow_fast.rerank import BayesReranker
-from geoflow_fast.trainer import RunConfig
+from geoflow_fast.flow.model import GeoFlow, flow_digest
+from geoflow_fast.likelihood.density import chain_rule
+from geoflow_fast.likelihood.reverse_ode import density_estimates
+from geoflow_fast.likelihood.settings import DensitySettings
+from geoflow_fast.retrieval.bandwidth import fit_bandwidth
+from geoflow_fast.retrieval.entropy import CONDITIONAL, FAST, RetrievalEntropy
+from geoflow_fast.retrieval.gallery import Gallery
+from geoflow_fast.retrieval.rerank import BayesReranker
+from geoflow_fast.retrieval.task import retrieval_task
+from geoflow_fast.runtime import hashing
+from geoflow_fast.training.config import RunConfig
 
 PAPER_ENTROPY: Mapping[str, Any] = MappingProxyType(
     {"n_samples": 50, "n_steps": 50, "solver": "euler", "grid": "uniform", "noise": "iid"}
@@ -318,7 +322,7 @@ class ActivationsMethod(BaselineMethod):
     def facts(self) -> dict[str, Any]:
         """With the projections."""
         weights = [x for name, x in sorted(self.baseline.state_dict().items()) if name.endswith(("_weight", "_bias"))]
-        return {**super().facts(), "projections": jobs.digest(weights)}
+        return {**super().facts(), "projections": hashing.digest(weights)}
 
     def check(self, task: RetrievalSet) -> None:
         """Activations of the task are there, and give its embeddings under the projections of the training pairs."""

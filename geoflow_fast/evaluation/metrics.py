@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from geoflow_fast import checks
+from geoflow_fast.runtime import checks
 
 Values = Tensor | NDArray[Any] | Sequence[Any]
 Floats = NDArray[np.float64]

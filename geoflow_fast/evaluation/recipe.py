@@ -25,9 +25,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from geoflow_fast import checks, dispatch, plots
-from geoflow_fast.checkpoint import read_toml, write_json
-from geoflow_fast.data import EmbeddingPairs
+from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.evaluation import ablation, figures
 from geoflow_fast.evaluation.ablation import FLOWS_FOLDER, Ablation, Setup
 from geoflow_fast.evaluation.compare import (
@@ -43,8 +41,11 @@ from geoflow_fast.evaluation.job import PAGE, labelled, prompts_of, run_configs,
 from geoflow_fast.evaluation.methods import Study, all_methods
 from geoflow_fast.evaluation.report import Report
 from geoflow_fast.evaluation.zero_shot import Component, ZeroShot, zero_shot
-from geoflow_fast.model import GeoFlowConfig
-from geoflow_fast.training import TrainConfig
+from geoflow_fast.flow.config import GeoFlowConfig
+from geoflow_fast.runtime import checks, plots
+from geoflow_fast.runtime.device import usable_device
+from geoflow_fast.runtime.files import read_toml, write_json
+from geoflow_fast.training.config import TrainConfig
 
 PRESETS = ("tiny", "small", "paper")
 Say = Callable[[str], object]
@@ -174,7 +175,7 @@ def run_recipe(recipe: Recipe, base: Path, out: Path, *, device: str = "auto", s
         if not part.zero_shot:  # too few queries are said before the work; images are the fewer ones
             images = len(np.unique(EmbeddingPairs.open(base / str(part.test)).group))
             check_bins(images if recipe.max_queries is None else min(images, recipe.max_queries))
-    where = str(dispatch.usable_device(device))
+    where = str(usable_device(device))
     if recipe.ablation is not None:
         return _ablation_table(recipe, base, out, where, say)
     if recipe.data[0].zero_shot:

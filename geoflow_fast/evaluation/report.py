@@ -8,8 +8,8 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from geoflow_fast import checks
-from geoflow_fast.checkpoint import read_small, write_atomic
+from geoflow_fast.runtime import checks
+from geoflow_fast.runtime.files import read_small, write_atomic
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 NO_VALUE = "–"

@@ -16,11 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geoflow_fast import checks, dispatch, jobs
 from geoflow_fast.baselines.base import nearest
-from geoflow_fast.data import EmbeddingPairs
-from geoflow_fast.entropy import CONDITIONAL
-from geoflow_fast.gallery import Gallery
+from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.retrieval.entropy import CONDITIONAL
+from geoflow_fast.retrieval.gallery import Gallery
+from geoflow_fast.runtime import checks
+from geoflow_fast.runtime.device import usable_device
+from geoflow_fast.runtime.progress import progress_bar
 
 BLOCK_QUERIES = 512
 
@@ -149,10 +151,10 @@ def plain_search(
     if not isinstance(task, RetrievalSet):
         raise TypeError(f"task must be a RetrievalSet, got {type(task).__name__}")
     checks.integer(top_k, "top_k", 1)
-    device = dispatch.usable_device(str(checks.device(device)))
+    device = usable_device(str(checks.device(device)))
     gallery = Gallery(task.items.to(device))
     found: list[tuple[Tensor, Tensor]] = []
-    with jobs.progress_bar(len(task), 0, "queries", shown=progress) as advance:
+    with progress_bar(len(task), 0, "queries", shown=progress) as advance:
         for block in task.queries.split(BLOCK_QUERIES):
             found.append(nearest(block.to(device), gallery, top_k))
             advance(len(block))

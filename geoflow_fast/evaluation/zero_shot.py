@@ -14,16 +14,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from geoflow_fast import jobs
-from geoflow_fast.bandwidth import KAPPAS, losses_of, refined
 from geoflow_fast.baselines.base import nearest
 from geoflow_fast.baselines.references import KNNDistance
-from geoflow_fast.data import EmbeddingPairs
-from geoflow_fast.density import DensitySettings, chain_rule, density_estimates
+from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.directions import DIRECTIONS
 from geoflow_fast.evaluation.metrics import BINS, RESAMPLES, check_resamples, retrieval_calibration, selective_accuracy
-from geoflow_fast.gallery import Gallery
-from geoflow_fast.geometry import DIRECTIONS, check_rows
-from geoflow_fast.model import GeoFlow
+from geoflow_fast.flow.model import GeoFlow
+from geoflow_fast.geometry import check_rows
+from geoflow_fast.likelihood.density import chain_rule
+from geoflow_fast.likelihood.reverse_ode import density_estimates
+from geoflow_fast.likelihood.settings import DensitySettings
+from geoflow_fast.retrieval.bandwidth import KAPPAS, losses_of, refined
+from geoflow_fast.retrieval.gallery import Gallery
+from geoflow_fast.runtime.progress import progress_bar
 
 BLOCK_IMAGES = 256
 CLIP_SCALE = 100.0
@@ -187,7 +190,7 @@ def _terms(
     like, solve = next(flow.parameters()), settings or DensitySettings()
     parts: list[dict[str, Tensor]] = []
     shown = sys.stderr.isatty() if progress is None else progress
-    with jobs.progress_bar(len(image), 0, "images", shown=shown) as advance:
+    with progress_bar(len(image), 0, "images", shown=shown) as advance:
         for first in range(0, len(image), BLOCK_IMAGES):
             rows = slice(first, first + BLOCK_IMAGES)
             pair = image[rows].to(like), text[rows].to(like)

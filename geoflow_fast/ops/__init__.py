@@ -1,9 +1,9 @@
 """Fused operations: each checks its input once, picks a backend and owns its autograd."""
 
-from geoflow_fast.ops._gallery_statistics import GalleryPosterior, GalleryStatistics
 from geoflow_fast.ops.adaln import adaln, adaln_jvp
 from geoflow_fast.ops.flow_loss import flow_loss
 from geoflow_fast.ops.gallery_posterior import PRUNE, gallery_posterior, gallery_statistics
+from geoflow_fast.ops.gallery_statistics import GalleryPosterior, GalleryStatistics
 from geoflow_fast.ops.gate_residual import gate_residual, gate_residual_jvp
 from geoflow_fast.ops.keep_mask import keep_mask
 from geoflow_fast.ops.masked_interpolant import masked_interpolant

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast import _native, dispatch, reference
-from geoflow_fast.ops import _network_cpu, _triton
-from geoflow_fast.ops._rows import (
+from geoflow_fast.ops import dispatch, native, network_cpu, reference, triton_kernels
+from geoflow_fast.ops.rows import (
     Out,
     check_floating,
     check_tangents,
@@ -111,13 +110,15 @@ class _Reference:
     jvp = staticmethod(with_out(reference.adaln_jvp))
 
 
-dispatch.register("adaln", "cpu", devices=("cpu",), missing=_native.missing, dtypes=_network_cpu.DTYPES)(
-    _network_cpu.AdaLN
+dispatch.register("adaln", "cpu", devices=("cpu",), missing=native.missing, dtypes=network_cpu.DTYPES)(
+    network_cpu.AdaLN
 )
 
 
-@dispatch.register("adaln", "triton", devices=_triton.devices, missing=_triton.missing, dtypes=_triton.DTYPES)
+@dispatch.register(
+    "adaln", "triton", devices=triton_kernels.devices, missing=triton_kernels.missing, dtypes=triton_kernels.DTYPES
+)
 class _Triton:
-    forward = staticmethod(_triton.kernel("network", "adaln"))
-    backward = staticmethod(_triton.kernel("network", "adaln_backward"))
-    jvp = staticmethod(_triton.kernel("network", "adaln_jvp"))
+    forward = staticmethod(triton_kernels.kernel("network", "adaln"))
+    backward = staticmethod(triton_kernels.kernel("network", "adaln_backward"))
+    jvp = staticmethod(triton_kernels.kernel("network", "adaln_jvp"))

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast import _native, checks, dispatch, reference
-from geoflow_fast.ops import _network_cpu, _triton
-from geoflow_fast.ops._rows import check_directions, check_floating, check_shape, with_derivatives
+from geoflow_fast.ops import dispatch, native, network_cpu, reference, triton_kernels
+from geoflow_fast.ops.rows import check_directions, check_floating, check_shape, with_derivatives
+from geoflow_fast.runtime import checks
 
 
 def flow_loss(
@@ -93,12 +93,14 @@ class _Reference:
     backward = staticmethod(reference.flow_loss_backward)
 
 
-dispatch.register("flow_loss", "cpu", devices=("cpu",), missing=_native.missing, dtypes=_network_cpu.DTYPES)(
-    _network_cpu.FlowLoss
+dispatch.register("flow_loss", "cpu", devices=("cpu",), missing=native.missing, dtypes=network_cpu.DTYPES)(
+    network_cpu.FlowLoss
 )
 
 
-@dispatch.register("flow_loss", "triton", devices=_triton.devices, missing=_triton.missing, dtypes=_triton.DTYPES)
+@dispatch.register(
+    "flow_loss", "triton", devices=triton_kernels.devices, missing=triton_kernels.missing, dtypes=triton_kernels.DTYPES
+)
 class _Triton:
-    forward = staticmethod(_triton.kernel("network", "flow_loss"))
-    backward = staticmethod(_triton.kernel("network", "flow_loss_backward"))
+    forward = staticmethod(triton_kernels.kernel("network", "flow_loss"))
+    backward = staticmethod(triton_kernels.kernel("network", "flow_loss_backward"))

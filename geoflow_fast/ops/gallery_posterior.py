@@ -9,12 +9,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from geoflow_fast import _native, checks, dispatch, reference
 from geoflow_fast.geometry import capturing
-from geoflow_fast.ops import _triton
-from geoflow_fast.ops._gallery_statistics import GalleryPosterior, GalleryStatistics
-from geoflow_fast.ops._pruning import PrefixRows, Pruner
-from geoflow_fast.ops._rows import check_floating
+from geoflow_fast.ops import dispatch, native, reference, triton_kernels
+from geoflow_fast.ops.gallery_statistics import GalleryPosterior, GalleryStatistics
+from geoflow_fast.ops.pruning import PrefixRows, Pruner
+from geoflow_fast.ops.rows import check_floating
+from geoflow_fast.runtime import checks
 
 PRUNE = ("auto", "never", "always")
 """Choices for `prune`, whether to skip items that provably do not matter: "auto", where it pays; "never"; "always"."""
@@ -163,14 +163,18 @@ def _check_finite(sums: Tensor) -> None:
 
 dispatch.register("gallery_posterior", "reference", devices=dispatch.EVERYWHERE)(reference.gallery_statistics)
 dispatch.register(
-    "gallery_posterior", "triton", devices=_triton.devices, missing=_triton.missing, dtypes=_triton.DTYPES
-)(_triton.kernel("gallery", "gallery_statistics"))
+    "gallery_posterior",
+    "triton",
+    devices=triton_kernels.devices,
+    missing=triton_kernels.missing,
+    dtypes=triton_kernels.DTYPES,
+)(triton_kernels.kernel("gallery", "gallery_statistics"))
 
 
 dispatch.register("gallery_scores", "reference", devices=dispatch.EVERYWHERE)(reference.gallery_scores)
 
 
-@dispatch.register("gallery_posterior", "cpu", devices=("cpu",), missing=_native.missing, dtypes=(torch.float32,))
+@dispatch.register("gallery_posterior", "cpu", devices=("cpu",), missing=native.missing, dtypes=(torch.float32,))
 def _cpu(
     samples: Tensor,
     gallery: Tensor,
@@ -180,10 +184,10 @@ def _cpu(
     pick: Tensor | None = None,
 ) -> reference.Statistics:
     bias = None if item_bias is None else item_bias.float().contiguous()
-    return _native.gallery_posterior(samples.contiguous(), gallery.contiguous(), kappa, top_k, bias, pick)
+    return native.gallery_posterior(samples.contiguous(), gallery.contiguous(), kappa, top_k, bias, pick)
 
 
-@dispatch.register("gallery_scores", "cpu", devices=("cpu",), missing=_native.missing, dtypes=(torch.float32,))
+@dispatch.register("gallery_scores", "cpu", devices=("cpu",), missing=native.missing, dtypes=(torch.float32,))
 def _cpu_scores(samples: Tensor, gallery: Tensor, kappa: float, item_bias: Tensor | None) -> Tensor:
     bias = None if item_bias is None else item_bias.float().contiguous()
-    return _native.gallery_scores(samples.contiguous(), gallery.contiguous(), kappa, bias)
+    return native.gallery_scores(samples.contiguous(), gallery.contiguous(), kappa, bias)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from geoflow_fast import _native, checks, dispatch
+from geoflow_fast.ops import dispatch, native
+from geoflow_fast.runtime import checks
 
 
 def keep_mask(
@@ -28,7 +29,7 @@ def _reference(keep: Tensor, share: float) -> Tensor:
     return keep.bernoulli_(1 - share)
 
 
-@dispatch.register("keep_mask", "cpu", devices=("cpu",), missing=_native.missing)
+@dispatch.register("keep_mask", "cpu", devices=("cpu",), missing=native.missing)
 def _cpu(keep: Tensor, share: float) -> Tensor:
-    _native.keep_mask(keep, share, int(torch.randint(2**32, ())))
+    native.keep_mask(keep, share, int(torch.randint(2**32, ())))
     return keep

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from geoflow_fast import _native, checks, dispatch, reference
 from geoflow_fast.geometry import UNIT_TOLERANCE, capturing, check_rows, eps
-from geoflow_fast.ops import _triton
-from geoflow_fast.ops._rows import check_directions
+from geoflow_fast.ops import dispatch, native, reference, triton_kernels
+from geoflow_fast.ops.rows import check_directions
+from geoflow_fast.runtime import checks
 
 Streams = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -147,7 +147,7 @@ def _check_shown_rows(
             check_rows(x, name)
 
 
-@dispatch.register("masked_interpolant", "cpu", devices=("cpu",), missing=_native.missing)
+@dispatch.register("masked_interpolant", "cpu", devices=("cpu",), missing=native.missing)
 def _cpu(
     image0: Tensor,
     text0: Tensor,
@@ -158,11 +158,15 @@ def _cpu(
     drop: Tensor | None,
     out: Streams | None,
 ) -> Streams:
-    return _fused(_native.masked_interpolant, (image0, text0, image1, text1), t, direction, drop, out)
+    return _fused(native.masked_interpolant, (image0, text0, image1, text1), t, direction, drop, out)
 
 
 @dispatch.register(
-    "masked_interpolant", "triton", devices=_triton.devices, missing=_triton.missing, dtypes=(torch.float32,)
+    "masked_interpolant",
+    "triton",
+    devices=triton_kernels.devices,
+    missing=triton_kernels.missing,
+    dtypes=(torch.float32,),
 )
 def _triton_backend(
     image0: Tensor,
@@ -174,7 +178,7 @@ def _triton_backend(
     drop: Tensor | None,
     out: Streams | None,
 ) -> Streams:
-    run = _triton.kernel("geodesic", "masked_interpolant")
+    run = triton_kernels.kernel("geodesic", "masked_interpolant")
     return _fused(run, (image0, text0, image1, text1), t, direction, drop, out)
 
 

@@ -7,9 +7,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from geoflow_fast import _native, checks, dispatch, reference
+from geoflow_fast.directions import DIRECTIONS
 from geoflow_fast.distributed import World
-from geoflow_fast.geometry import DIRECTIONS
+from geoflow_fast.ops import dispatch, native, reference
 from geoflow_fast.ops.sinkhorn import (
     NAMES,
     CpuSolve,
@@ -25,6 +25,7 @@ from geoflow_fast.ops.sinkhorn import (
     transport_cost,
     warn_unconverged,
 )
+from geoflow_fast.runtime import checks
 
 ASSIGNMENTS = ("argmax", "sample", "exact")
 COUPLINGS = ("paper", "sample", "exact", "independent")
@@ -239,13 +240,13 @@ def _ot_assign_reference(
     return index, error <= settings.tol, iterations, error
 
 
-@dispatch.register("ot_assign", "cpu", devices=("cpu",), missing=_native.missing)
+@dispatch.register("ot_assign", "cpu", devices=("cpu",), missing=native.missing)
 def _ot_assign_cpu(problem: Problem, settings: Settings, uniform: Tensor | None) -> tuple[Tensor, bool, int, float]:
     solve = CpuSolve(problem, settings)
     return solve.assign(uniform), solve.converged, solve.iterations, solve.error
 
 
-@dispatch.register("ot_assign", "cuda", devices=_native.cuda_devices, missing=_native.missing_cuda)
+@dispatch.register("ot_assign", "cuda", devices=native.cuda_devices, missing=native.missing_cuda)
 def _ot_assign_cuda(problem: Problem, settings: Settings, uniform: Tensor | None) -> tuple[Tensor, bool, int, float]:
     solve = CudaSolve(problem, settings)
     return solve.assign(uniform), *solve.outcome()

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from geoflow_fast import _native, checks, dispatch, reference
 from geoflow_fast.distributed import World
-from geoflow_fast.geometry import StructuredNoise, check_rows
+from geoflow_fast.geometry import check_rows
 from geoflow_fast.geometry import eps as check_dtype
+from geoflow_fast.noise import StructuredNoise
+from geoflow_fast.ops import dispatch, native, reference
+from geoflow_fast.runtime import checks
 
 Noise = Tensor | StructuredNoise
 Factors = tuple[Noise, Noise, Tensor, Tensor]
@@ -257,10 +259,10 @@ def _sinkhorn_reference(problem: Problem, settings: Settings) -> SinkhornResult:
 class CpuSolve:
     """One problem on its way through the compiled solver: build, choose the domain, iterate, read."""
 
-    def __init__(self, problem: Problem, settings: Settings, matrix: _native.TransportMatrix | None = None):
+    def __init__(self, problem: Problem, settings: Settings, matrix: native.TransportMatrix | None = None):
         self._settings = settings
         self._rows, self._cols = problem.shape
-        self._matrix = matrix or _native.TransportMatrix(self._rows, self._cols, settings.storage)
+        self._matrix = matrix or native.TransportMatrix(self._rows, self._cols, settings.storage)
         self._f = torch.zeros(self._rows, dtype=torch.float64)
         self._g = torch.zeros(self._cols, dtype=torch.float64)
         self.iterations, self.error, self.converged = 0, math.inf, False
@@ -313,7 +315,7 @@ class CpuSolve:
         return self._matrix.assign(self._f, self._g, self._settings.eps, uniform)
 
 
-class Panel(_native.TransportMatrix):
+class Panel(native.TransportMatrix):
     """Some rows of a square problem whose other rows other ranks hold; each column's sum is added up over all of them.
 
     Every rank has all columns, and takes part in every call, with no rows too. The ranks go through the same steps,
@@ -373,7 +375,7 @@ class Panel(_native.TransportMatrix):
 
 
 def load_scores(
-    matrix: _native.TransportMatrix, problem: Problem, kernel_eps: float | None
+    matrix: native.TransportMatrix, problem: Problem, kernel_eps: float | None
 ) -> tuple[float, float, float]:
     """Fills the matrix with S = offset - C: (offset, lowest S, highest S).
 
@@ -396,14 +398,14 @@ def load_scores(
     return offset, *matrix.build(image, text, problem.weights, problem.cost == "arc", kernel_eps)
 
 
-@dispatch.register("transport_cost", "cpu", devices=("cpu",), missing=_native.missing)
+@dispatch.register("transport_cost", "cpu", devices=("cpu",), missing=native.missing)
 def _transport_cost_cpu(problem: Problem) -> Tensor:
-    matrix = _native.TransportMatrix(*problem.shape, torch.float32)
+    matrix = native.TransportMatrix(*problem.shape, torch.float32)
     offset, _, _ = load_scores(matrix, problem, None)
     return offset - matrix.scores()
 
 
-@dispatch.register("sinkhorn", "cpu", devices=("cpu",), missing=_native.missing)
+@dispatch.register("sinkhorn", "cpu", devices=("cpu",), missing=native.missing)
 def _sinkhorn_cpu(problem: Problem, settings: Settings) -> SinkhornResult:
     return CpuSolve(problem, settings).result()
 
@@ -441,12 +443,12 @@ class CudaSolve:
         return self._transport.read()[0] if uniform is None else self._transport.sample(uniform)
 
 
-def cuda_matrix(problem: Problem) -> tuple[_native.CudaTransport, float]:
+def cuda_matrix(problem: Problem) -> tuple[native.CudaTransport, float]:
     """The matrix on the device, and what to add to its costs to get the problem's.
 
     Dot products have float32 accuracy, or TF32 where `torch.set_float32_matmul_precision` allows it for torch's own.
     """
-    transport = _native.CudaTransport(*problem.shape, problem.anchor.device)
+    transport = native.CudaTransport(*problem.shape, problem.anchor.device)
     if problem.matrix is not None:
         low, high = (float(x) for x in torch.aminmax(problem.matrix))
         middle = (low + high) / 2
@@ -463,7 +465,7 @@ def cuda_matrix(problem: Problem) -> tuple[_native.CudaTransport, float]:
     return transport, 0.0
 
 
-def _halvings(problem: Problem, transport: _native.CudaTransport, eps: float) -> int:
+def _halvings(problem: Problem, transport: native.CudaTransport, eps: float) -> int:
     """How often to halve eps on the way to the one asked for: not at all unless it is far below the cost's range."""
     largest = {"given": math.inf, "arc": math.pi, "chord": 4.0}[problem.cost] * sum(problem.weights)
     if largest <= 2 * _KERNEL_REACH[torch.float32] * eps:
@@ -474,11 +476,11 @@ def _halvings(problem: Problem, transport: _native.CudaTransport, eps: float) ->
     return 0 if spread <= 2 * _KERNEL_REACH[torch.float32] * eps else int(math.log2(spread / (10 * eps)))
 
 
-@dispatch.register("transport_cost", "cuda", devices=_native.cuda_devices, missing=_native.missing_cuda)
+@dispatch.register("transport_cost", "cuda", devices=native.cuda_devices, missing=native.missing_cuda)
 def _transport_cost_cuda(problem: Problem) -> Tensor:
     return cuda_matrix(problem)[0].costs()
 
 
-@dispatch.register("sinkhorn", "cuda", devices=_native.cuda_devices, missing=_native.missing_cuda)
+@dispatch.register("sinkhorn", "cuda", devices=native.cuda_devices, missing=native.missing_cuda)
 def _sinkhorn_cuda(problem: Problem, settings: Settings) -> SinkhornResult:
     return CudaSolve(problem, settings).result()

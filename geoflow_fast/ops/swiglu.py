@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast import _native, dispatch, reference
-from geoflow_fast.ops import _network_cpu, _triton
-from geoflow_fast.ops._rows import (
+from geoflow_fast.ops import dispatch, native, network_cpu, reference, triton_kernels
+from geoflow_fast.ops.rows import (
     Out,
     check_floating,
     check_shape,
@@ -113,13 +112,15 @@ class _Reference:
     jvp = staticmethod(with_out(reference.swiglu_jvp))
 
 
-dispatch.register("swiglu", "cpu", devices=("cpu",), missing=_native.missing, dtypes=_network_cpu.DTYPES)(
-    _network_cpu.SwiGLU
+dispatch.register("swiglu", "cpu", devices=("cpu",), missing=native.missing, dtypes=network_cpu.DTYPES)(
+    network_cpu.SwiGLU
 )
 
 
-@dispatch.register("swiglu", "triton", devices=_triton.devices, missing=_triton.missing, dtypes=_triton.DTYPES)
+@dispatch.register(
+    "swiglu", "triton", devices=triton_kernels.devices, missing=triton_kernels.missing, dtypes=triton_kernels.DTYPES
+)
 class _Triton:
-    forward = staticmethod(_triton.kernel("network", "swiglu"))
-    backward = staticmethod(_triton.kernel("network", "swiglu_backward"))
-    jvp = staticmethod(_triton.kernel("network", "swiglu_jvp"))
+    forward = staticmethod(triton_kernels.kernel("network", "swiglu"))
+    backward = staticmethod(triton_kernels.kernel("network", "swiglu_backward"))
+    jvp = staticmethod(triton_kernels.kernel("network", "swiglu_jvp"))

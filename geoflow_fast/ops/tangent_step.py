@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from geoflow_fast import checks, dispatch, reference
 from geoflow_fast.geometry import eps
-from geoflow_fast.ops import _triton
-from geoflow_fast.ops._rows import check_floating, check_shape
+from geoflow_fast.ops import dispatch, reference, triton_kernels
+from geoflow_fast.ops.rows import check_floating, check_shape
+from geoflow_fast.runtime import checks
 
 RETRACTIONS = ("exp", "renormalise")
 
@@ -53,6 +53,6 @@ def tangent_step(
 
 
 dispatch.register("tangent_step", "reference", devices=dispatch.EVERYWHERE)(reference.tangent_step)
-dispatch.register("tangent_step", "triton", devices=_triton.devices, missing=_triton.missing, dtypes=(torch.float32,))(
-    _triton.kernel("geodesic", "tangent_step")
-)
+dispatch.register(
+    "tangent_step", "triton", devices=triton_kernels.devices, missing=triton_kernels.missing, dtypes=(torch.float32,)
+)(triton_kernels.kernel("geodesic", "tangent_step"))

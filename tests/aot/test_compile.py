@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from geoflow_fast.kernels import aot, gallery
+from geoflow_fast.kernels import gallery
+from tools import aot
 
 TABLE = aot.table_cases()
 QUICK = {case.name: case for case in TABLE}
@@ -78,7 +79,7 @@ def test_every_configuration_compiles_for_amd(name):
 
 
 def test_the_page_holds_the_table():
-    """docs/gpu.md has a line for every case; `python -m geoflow_fast.kernels.aot docs/gpu.md` writes them."""
+    """docs/gpu.md has a line for every case; `python -m tools.aot docs/gpu.md` writes them."""
     page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
     table = page[page.index(aot.BEGIN) : page.index(aot.END)]
     for case in TABLE:

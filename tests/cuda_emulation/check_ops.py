@@ -26,10 +26,10 @@ def load_extension(path: str) -> None:
 load_extension(sys.argv[1])
 
 import geoflow_fast as gf  # noqa: E402
-from geoflow_fast import _native  # noqa: E402
-from geoflow_fast.geometry import sample_uniform  # noqa: E402
+from geoflow_fast.noise import sample_uniform  # noqa: E402
+from geoflow_fast.ops import native  # noqa: E402
 
-_native.CUDA_MEMORY = "cpu"
+native.CUDA_MEMORY = "cpu"
 
 
 def clouds(rows: int, cols: int, dims: tuple[int, int]) -> tuple[torch.Tensor, ...]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import geoflow_fast as gf
-from geoflow_fast.geometry import sample_uniform
+from geoflow_fast.noise import sample_uniform
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,7 +15,8 @@ import sys
 import pytest
 import torch
 
-from geoflow_fast import _native, geometry, ops
+from geoflow_fast import noise, ops
+from geoflow_fast.ops import native
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +26,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 def clouds(rows: int, cols: int, dims: tuple[int, int]) -> tuple[torch.Tensor, ...]:
-    return tuple(geometry.sample_uniform(n, d) for n in (rows, cols) for d in dims)
+    return tuple(noise.sample_uniform(n, d) for n in (rows, cols) for d in dims)
 
 
 def on_device(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -142,7 +143,7 @@ def test_compute_sanitizer_finds_nothing(tool):
 
 def solve(image, text, eps: float = 0.05):
     """Enqueues a whole coupling, as `ot_assign` does between its checks: (argmax, f, g, row mass, row cost)."""
-    transport = _native.CudaTransport(image[0].shape[0], image[1].shape[0], DEVICE)
+    transport = native.CudaTransport(image[0].shape[0], image[1].shape[0], DEVICE)
     transport.build(image, text, (1.0, 1.0), True, True)
     transport.solve(eps, 1e-4, 200)
     return transport.read()
@@ -195,7 +196,7 @@ def test_results_repeat_bit_for_bit():
 def test_an_iteration_is_near_the_memory_bound(size, reads):
     """tol = 1e-30 is never met: every launch does all its iterations."""
     cost = torch.rand(size, size, device=DEVICE)
-    transport = _native.CudaTransport(size, size, DEVICE)
+    transport = native.CudaTransport(size, size, DEVICE)
     transport.load(cost, 0.5)
     iterations = 40
     long = milliseconds(lambda: transport.solve(0.05, 1e-30, 2 * iterations), 3)
@@ -211,7 +212,7 @@ def test_an_iteration_is_near_the_memory_bound(size, reads):
 def test_scores_are_near_the_tensor_bound(precise, share):
     size = 8192
     image0, text0, image1, text1 = on_device(*clouds(size, size, (1024, 1024)))
-    transport = _native.CudaTransport(size, size, DEVICE)
+    transport = native.CudaTransport(size, size, DEVICE)
     each = milliseconds(lambda: transport.build((image0, image1), (text0, text1), (1.0, 1.0), True, precise), 5)
     torch.set_float32_matmul_precision("high")
     try:

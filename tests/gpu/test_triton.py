@@ -13,7 +13,9 @@ import sys
 import pytest
 import torch
 
-from geoflow_fast import geometry, ops, reference
+from geoflow_fast import geometry, ops
+from geoflow_fast.noise import sample_uniform
+from geoflow_fast.ops import reference
 
 triton = pytest.importorskip("triton", reason="the Triton kernels need triton")
 gallery = pytest.importorskip("geoflow_fast.kernels.gallery")
@@ -46,8 +48,8 @@ def double(*tensors):
 
 @pytest.mark.parametrize(("rows", "image", "text"), [(1, 2, 3), (129, 1023, 7), (4096, 1024, 512)])
 def test_parity_of_the_interpolant(rows, image, text):
-    noise = [geometry.sample_uniform(rows, d) for d in (image, text)]
-    data = [geometry.sample_uniform(rows, d) for d in (image, text)]
+    noise = [sample_uniform(rows, d) for d in (image, text)]
+    data = [sample_uniform(rows, d) for d in (image, text)]
     data[0][0] = noise[0][0]
     rest = (torch.rand(rows), torch.arange(rows).remainder(3).to(torch.int8))
     drop = torch.rand(rows) < 0.5
@@ -58,7 +60,7 @@ def test_parity_of_the_interpolant(rows, image, text):
 
 
 def test_parity_of_bad_rows():
-    rows = [geometry.sample_uniform(100, 24) for _ in range(4)]
+    rows = [sample_uniform(100, 24) for _ in range(4)]
     rows[1][57] *= 1.5
     rows[1][80] = float("nan")
     with pytest.raises(ValueError, match="text0 row 57"):
@@ -68,7 +70,7 @@ def test_parity_of_bad_rows():
 @pytest.mark.parametrize(("rows", "width"), [(1, 2), (129, 1023), (5000, 1024)])
 @pytest.mark.parametrize("retraction", ["exp", "renormalise"])
 def test_parity_of_the_step(rows, width, retraction):
-    x, v, free = geometry.sample_uniform(rows, width), torch.randn(rows, width), torch.randn(rows, width)
+    x, v, free = sample_uniform(rows, width), torch.randn(rows, width), torch.randn(rows, width)
     expected = ops.tangent_step(*double(x, v), 0.05, v_free=free.double(), guidance=3.0, retraction=retraction)
     x, v, free = on_device(x, v, free)
     actual = ops.tangent_step(x, v, 0.05, v_free=free, guidance=3.0, retraction=retraction, backend="triton")
@@ -119,7 +121,7 @@ def test_parity_of_the_tangents():
 def test_parity_of_the_loss():
     widths = (1024, 768)
     velocity, target = ([torch.randn(513, d) for d in widths] for _ in range(2))
-    point = [geometry.sample_uniform(513, d) for d in widths]
+    point = [sample_uniform(513, d) for d in widths]
     direction = torch.arange(513).remainder(3).to(torch.int8)
     results = []
     for backend in ("reference", "triton"):
@@ -132,9 +134,9 @@ def test_parity_of_the_loss():
 
 
 def gallery_world(queries, draws, items, width):
-    centre = geometry.sample_uniform(queries, width).unsqueeze(1)
-    noise = geometry.sample_uniform(queries * draws, width).view(queries, draws, width)
-    rows = geometry.sample_uniform(items, width)
+    centre = sample_uniform(queries, width).unsqueeze(1)
+    noise = sample_uniform(queries * draws, width).view(queries, draws, width)
+    rows = sample_uniform(items, width)
     near = torch.arange(items) % max(1, items // (4 * queries)) == 0
     rows[near] += 1.5 * centre.squeeze(1)[torch.arange(int(near.sum())) % queries]
     return geometry.normalize(centre + 0.5 * noise), geometry.normalize(rows)
@@ -201,7 +203,7 @@ def solver_loop(x, v, row):
 
 
 def test_a_solver_loop_is_captured_as_a_graph():
-    x = geometry.sample_uniform(256, 512).to(DEVICE)
+    x = sample_uniform(256, 512).to(DEVICE)
     v, row = torch.randn(256, 512, device=DEVICE), torch.randn(512, device=DEVICE)
     expected = solver_loop(x, v, row)  # also compiles
     graph = torch.cuda.CUDAGraph()
@@ -227,7 +229,7 @@ def test_the_gallery_is_captured_as_a_graph():
 def test_two_streams_do_not_disturb_each_other():
     states = [
         (
-            geometry.sample_uniform(2048, 512).to(DEVICE),
+            sample_uniform(2048, 512).to(DEVICE),
             torch.randn(2048, 512, device=DEVICE),
             torch.randn(512, device=DEVICE),
         )

@@ -12,9 +12,10 @@ import pytest
 import torch
 from triton.runtime.errors import InterpreterError
 
-from geoflow_fast import geometry, ops, reference
+from geoflow_fast import geometry, ops
 from geoflow_fast.kernels import gallery, geodesic, network
-from geoflow_fast.ops import _triton
+from geoflow_fast.noise import sample_uniform
+from geoflow_fast.ops import reference, triton_kernels
 
 KERNELS = SimpleNamespace(geodesic=geodesic, gallery=gallery, network=network)
 EPS = 1e-6
@@ -40,7 +41,7 @@ def rows_with_gaps(rows, width, dtype):
 
 def pairs_on_sphere(rows, width):
     """Noise and data; among the first rows: equal, nearly equal, antipodal and nearly antipodal pairs."""
-    noise, data = (geometry.sample_uniform(rows, width) for _ in range(2))
+    noise, data = (sample_uniform(rows, width) for _ in range(2))
     noise[2:3] = torch.eye(1, width)  # its antipode leaves no trace of a direction
     tiny = 1e-4 * torch.randn(rows, width)
     for row, pair in enumerate((noise, noise + tiny, -noise, -noise + tiny)):
@@ -75,7 +76,7 @@ def check_interpolant(kernels, rows=33, widths=(129, 65), dropout=True):
 
 def check_bad_row(kernels):
     for stream, poison in ((0, math.nan), (1, 2.0)):
-        noise, data = ([geometry.sample_uniform(9, d) for d in (17, 5)] for _ in range(2))
+        noise, data = ([sample_uniform(9, d) for d in (17, 5)] for _ in range(2))
         direction = torch.zeros(9, dtype=torch.int8)
         noise[stream][6, 0] = poison
         out = [[torch.empty(9, d) for d in (17, 5)] for _ in range(2)]
@@ -87,7 +88,7 @@ def check_bad_row(kernels):
 
 def check_given_noise(kernels):
     """A dropped row shows its noise: noise off the sphere is bad there too."""
-    noise, data = ((geometry.sample_uniform(2, 3), geometry.sample_uniform(2, 3)) for _ in range(2))
+    noise, data = ((sample_uniform(2, 3), sample_uniform(2, 3)) for _ in range(2))
     noise[0][1] *= 3
     direction, drop = torch.ones(2, dtype=torch.int8), torch.ones(2, dtype=torch.bool)
     out = [tuple(torch.empty(2, 3) for _ in range(2)) for _ in range(2)]
@@ -95,7 +96,7 @@ def check_given_noise(kernels):
 
 
 def check_tangent_step(kernels, rows=33, width=129):
-    x = geometry.sample_uniform(rows, width + 2)[:, :width]  # rows apart in memory
+    x = sample_uniform(rows, width + 2)[:, :width]  # rows apart in memory
     x /= x.norm(dim=1, keepdim=True)
     v, free = rows_with_gaps(rows, width, torch.float32), rows_with_gaps(rows, width, torch.float32)
     for h, guidance, unconditional, renormalise in (
@@ -138,10 +139,10 @@ def test_tangent_step(rows, width):
 
 def world(queries, draws, items, width, dtype):
     """Samples around one point per query and a gallery with a few items near each: entropies of 0.3 to 3 nats."""
-    centre = geometry.sample_uniform(queries, width, dtype=torch.float64)
-    noise = geometry.sample_uniform(queries * draws, width, dtype=torch.float64).view(queries, draws, width)
+    centre = sample_uniform(queries, width, dtype=torch.float64)
+    noise = sample_uniform(queries * draws, width, dtype=torch.float64).view(queries, draws, width)
     samples = geometry.normalize(centre.unsqueeze(1) + 0.5 * noise)
-    gallery = geometry.sample_uniform(items, width, dtype=torch.float64)
+    gallery = sample_uniform(items, width, dtype=torch.float64)
     near = torch.arange(items) % max(1, items // (4 * queries)) == 0
     owners = torch.arange(int(near.sum())) % queries
     gallery[near] = geometry.normalize(gallery[near] + 1.5 * centre[owners])
@@ -193,8 +194,8 @@ def test_gallery_with_bias():
 
 
 def test_gallery_keeps_equal_items_in_order():
-    samples = geometry.sample_uniform(2, 5).view(1, 2, 5)
-    rows = geometry.sample_uniform(2, 5).repeat(60, 1)
+    samples = sample_uniform(2, 5).view(1, 2, 5)
+    rows = sample_uniform(2, 5).repeat(60, 1)
     *_, score, index = gallery.gallery_statistics(samples, rows, 3.0, 4, None, config="float-few", shares=2)
     best = int((rows[:2] @ samples[0].T).logsumexp(1).argmax())
     assert index.tolist() == [[best, best + 2, best + 4, best + 6]]
@@ -347,7 +348,7 @@ def test_operations_serve_cpu_tensors_with_triton_by_name():
 
     for a, b in zip(network_pass("triton"), network_pass("reference")):
         assert_close(a, b)
-    points = geometry.sample_uniform(6, 20)
+    points = sample_uniform(6, 20)
     assert_close(
         ops.tangent_step(points, points.flip(0), 0.1, backend="triton"), ops.tangent_step(points, points.flip(0), 0.1)
     )
@@ -356,14 +357,14 @@ def test_operations_serve_cpu_tensors_with_triton_by_name():
 
 
 def test_masked_interpolant_reports_bad_rows_as_the_other_backends_do():
-    rows = [geometry.sample_uniform(4, 6) for _ in range(4)]
+    rows = [sample_uniform(4, 6) for _ in range(4)]
     rows[2][3] *= 2
     with pytest.raises(ValueError, match="image1 row 3 has norm 2"):
         ops.masked_interpolant(*rows, torch.rand(4), torch.zeros(4, dtype=torch.int8), backend="triton")
 
 
 def test_automatic_choice_leaves_cpu_tensors_to_the_cpu():
-    assert _triton.devices() == ("cpu", "cuda")
+    assert triton_kernels.devices() == ("cpu", "cuda")
     with pytest.raises(ValueError, match="float64"):
         ops.tangent_step(*[torch.eye(3, dtype=torch.float64)] * 2, 0.1, backend="triton")
     ops.tangent_step(*[torch.eye(3, dtype=torch.float64)] * 2, 0.1)

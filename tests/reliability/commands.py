@@ -1,4 +1,4 @@
-"""Every command of `geoflow` with good flags and files, for `tests/test_fuzz.py` to spoil."""
+"""Every command of `geoflow` with good flags and files, for `tests/reliability/test_fuzz.py` to spoil."""
 
 from __future__ import annotations
 

@@ -27,14 +27,15 @@ import torch
 from PIL import Image
 
 import geoflow_fast as gf
-from geoflow_fast.checkpoint import LOCK_FILE
-from geoflow_fast.density import DensitySettings
-from geoflow_fast.density_job import density_file
-from geoflow_fast.embed_job import embed_images
-from geoflow_fast.encoders import ColourEncoder
-from geoflow_fast.jobs import Job
-from geoflow_fast.scoring import score_file
-from geoflow_fast.trainer import METRICS_FILE, Run
+from geoflow_fast.encoders.colours import ColourEncoder
+from geoflow_fast.jobs.density import density_file
+from geoflow_fast.jobs.embed import embed_images
+from geoflow_fast.jobs.entropy import score_file
+from geoflow_fast.jobs.job import Job
+from geoflow_fast.likelihood.settings import DensitySettings
+from geoflow_fast.runtime.files import LOCK_FILE
+from geoflow_fast.training.logging import METRICS_FILE
+from geoflow_fast.training.loop import Run
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 6
@@ -307,7 +308,7 @@ def _live(task: str | list[str], world: Path, out: Path, plan: Plan, answer: int
 
 def _command(words: list[str]) -> tuple[int, str]:
     """The command line in this process: its exit status, and what it says."""
-    from geoflow_fast.cli import main
+    from geoflow_fast.cli.app import main
 
     said = os.memfd_create("said")
     for shown in (1, 2):

@@ -14,10 +14,11 @@ from PIL import Image
 from torch import Tensor
 
 import geoflow_fast as gf
-from geoflow_fast import baselines, evaluation, plots
+from geoflow_fast import baselines, evaluation
 from geoflow_fast.evaluation.figures import draw_abstention
-from geoflow_fast.trainer import RunConfig
-from tests import tiny_clip
+from geoflow_fast.runtime import plots
+from geoflow_fast.training.config import RunConfig
+from tests.encoders import tiny_clip
 from tests.reliability.hostile import Target, files_of, fresh_place
 from tests.reliability.targets import (
     IMAGE,

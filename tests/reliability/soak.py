@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 import geoflow_fast as gf
-from geoflow_fast.density import DensitySettings
-from geoflow_fast.density_job import density_file
-from geoflow_fast.scoring import score_file
+from geoflow_fast.jobs.density import density_file
+from geoflow_fast.jobs.entropy import score_file
+from geoflow_fast.likelihood.settings import DensitySettings
 from tests.reliability.figures import record
 
 WARM_UP = 0.2

@@ -1,4 +1,4 @@
-"""Every public function with good arguments, for `tests/test_fuzz.py` to spoil."""
+"""Every public function with good arguments, for `tests/reliability/test_fuzz.py` to spoil."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 import geoflow_fast as gf
 from geoflow_fast import evaluation as ev
 from geoflow_fast import geometry as g
-from geoflow_fast import ops
+from geoflow_fast import noise, ops
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.evaluation.retrieval import RetrievalSet, plain_search
 from geoflow_fast.plan import plan_scoring
@@ -106,7 +106,7 @@ def panel(**settings: Any) -> Tensor:
 
 
 def structured(n: Any, d: Any, device: Any) -> Tensor:
-    return g.StructuredNoise.draw(n, d, device=device).dense()
+    return noise.StructuredNoise.draw(n, d, device=device).dense()
 
 
 def answers(uncertainty: Any) -> Any:
@@ -330,7 +330,7 @@ TARGETS = [
     ),
     Target(
         "geometry.sample_uniform",
-        g.sample_uniform,
+        noise.sample_uniform,
         lambda: entries(n=4, d=3, dtype=torch.float32, device="cpu", structured=False),
     ),
     Target("geometry.log_area", g.log_area, lambda: entries(d=4)),
@@ -474,8 +474,8 @@ TARGETS = [
         True,
     ),
     Target("geometry.StructuredNoise.draw", structured, lambda: entries(n=4, d=3, device="cpu")),
-    Target("geometry.hadamard", g.hadamard, lambda: entries(order=8, dtype=torch.float32, device="cpu")),
-    Target("geometry.hadamard_transform", g.hadamard_transform, lambda: entries(x=normal(6, 8)), True),
+    Target("geometry.hadamard", noise.hadamard, lambda: entries(order=8, dtype=torch.float32, device="cpu")),
+    Target("geometry.hadamard_transform", noise.hadamard_transform, lambda: entries(x=normal(6, 8)), True),
     Target("GeoFlowConfig.paper", presets, lambda: entries(image_dim=8, text_dim=8)),
     Target("GeoFlowConfig.tiny", gf.GeoFlowConfig.tiny, lambda: entries(image_dim=8, text_dim=8)),
     Target("GeoFlowConfig.from_json", from_json, lambda: small_flow().config.to_json()),

@@ -1,0 +1,269 @@
+"""`geoflow evaluate` and its subcommands: reads flags, calls the library, prints."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from geoflow_fast.cli.base import Commands, ConfigFlag, DebugFlag, Direction, JsonFlag, Preset, continued_later
+
+PresetFlag = Annotated[Preset, typer.Option(help="Size of network and run; other flags override single settings.")]
+
+
+SeedsFlag = Annotated[int, typer.Option(help="Number of seeds to train and score with.", min=1, max=1000)]
+
+
+StepsFlag = Annotated[int | None, typer.Option(help="Training steps of the flow.")]
+
+
+BatchFlag = Annotated[int | None, typer.Option(help="Pairs per training step.")]
+
+
+QueriesFlag = Annotated[int | None, typer.Option(help="Largest number of queries, drawn by the seed.")]
+
+
+DeviceFlag = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
+
+
+BinsFlag = Annotated[int, typer.Option(help="Number of bins of the uncertainty.")]
+
+
+ResamplesFlag = Annotated[int, typer.Option(help="Bootstrap resamples for intervals; 0 for no intervals.")]
+
+
+MAIN_COLUMNS = ("method", "score", "AUROC", "AURC", "Spearman", "Recall@1", "NLL, nats", "ECE")
+"""What is printed; pages and files have the rest."""
+
+
+app = Commands(
+    invoke_without_command=True,
+    no_args_is_help=True,
+    epilog="Example: geoflow evaluate --model runs/first --pairs test/ --held-out val/ --train embeddings/ --out out/",
+)
+
+
+@app.callback()
+def evaluate(
+    context: typer.Context,
+    pairs: Annotated[Path | None, typer.Option(help="Folder of test pairs (img_emb/, text_emb/).")] = None,
+    held_out: Annotated[
+        Path | None, typer.Option(help="Folder of held-out pairs that every method is tuned on.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for results; the same command continues a stopped run.")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Folder of a trained flow; without it, baselines only.")] = None,
+    train: Annotated[
+        Path | None, typer.Option(help="Folder of training pairs, for baselines that are trained.")
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(help="Comma-separated names: rerank, entropy, max_softmax, ... Default: all that can be run."),
+    ] = None,
+    direction: Annotated[Direction | None, typer.Option(help="Only this direction. Default: both.")] = None,
+    max_queries: QueriesFlag = None,
+    bins: BinsFlag = 10,
+    resamples: ResamplesFlag = 1000,
+    baseline_steps: Annotated[int | None, typer.Option(help="Training steps of baselines. Default: their own.")] = None,
+    baseline_batch_size: Annotated[
+        int | None, typer.Option(help="Pairs per training step of baselines. Default: their own.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    device: DeviceFlag = "auto",
+    as_json: JsonFlag = False,
+    config: ConfigFlag = None,  # noqa: ARG001, its callback acts
+    debug: DebugFlag = False,  # noqa: ARG001, likewise
+) -> None:
+    """Compares uncertainties of retrieval: which method knows when plain cosine search is wrong?
+
+    Writes results.json, results.parquet, figures and report.html. All tuning is done on the held-out pairs.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if pairs is None or held_out is None or out is None:
+        missing = {"--pairs": pairs, "--held-out": held_out, "--out": out}
+        raise ValueError(f"evaluate needs {', '.join(name for name, value in missing.items() if value is None)}")
+    from geoflow_fast.evaluation import job
+    from geoflow_fast.evaluation.compare import RESULTS_JSON
+
+    choices: dict[str, Any] = {"max_queries": max_queries, "bins": bins, "resamples": resamples, "seed": seed}
+    choices |= {"device": device, "run": _given(steps=baseline_steps, batch_size=baseline_batch_size)}
+    if methods is not None:
+        choices["names"] = names_of(methods)
+    if direction is not None:
+        choices["directions"] = (direction.value,)
+    with continued_later():
+        found = job.evaluate_folders(
+            model, pairs, held_out, train, out, job.Choices(**choices), say=lambda line: typer.echo(line, err=True)
+        )
+    if as_json:
+        print((out / RESULTS_JSON).read_text(), end="")
+        return
+    for way in found.directions:
+        _print_rows(f"{way}, plain Recall@1 {found.of(way)[0].plain_recall:.3f}", found.table(way))
+    typer.echo(f"Wrote {out / job.PAGE}")
+
+
+@app.command(
+    "zero-shot",
+    epilog="Example: geoflow evaluate zero-shot --model runs/first --images img_emb/ --labels labels.npy --prompts "
+    "prompts.npy --out report",
+)
+def zero_shot(
+    model: Annotated[Path, typer.Option(help="Folder of a trained flow.")],
+    images: Annotated[Path, typer.Option(help=".npy file or folder of .npy shards, unit rows.")],
+    labels: Annotated[Path, typer.Option(help=".npy file of integers: the class of every image.")],
+    prompts: Annotated[
+        Path, typer.Option(help=".npy file of prompt embeddings: [C, d], or [C, P, d] for P templates.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for results, a figure and report.html.")],
+    held_out_images: Annotated[
+        Path | None, typer.Option(help="Images to tune the references' temperature on; without them it is CLIP's.")
+    ] = None,
+    held_out_labels: Annotated[Path | None, typer.Option(help="Their classes.")] = None,
+    train: Annotated[Path | None, typer.Option(help="Folder of training pairs, needed for the kNN distance.")] = None,
+    bins: BinsFlag = 10,
+    resamples: ResamplesFlag = 1000,
+    seed: Annotated[int, typer.Option(help="Seed of the probes.")] = 0,
+    device: DeviceFlag = "auto",
+    as_json: JsonFlag = False,
+) -> None:
+    """Zero-shot classification with class prompts: which term of the flow's density finds wrong predictions?"""
+    from geoflow_fast.evaluation import job
+
+    if (held_out_images is None) != (held_out_labels is None):
+        raise ValueError("--held-out-images and --held-out-labels go together")
+    tuned = None if held_out_images is None or held_out_labels is None else (held_out_images, held_out_labels)
+    options: dict[str, Any] = {"bins": bins, "resamples": resamples, "seed": seed, "device": device}
+    found = job.zero_shot_folders(model, images, labels, prompts, out, held_out=tuned, train=train, **options)
+    if as_json:
+        facts = {"accuracy": found.accuracy, "components": [dataclasses.asdict(part) for part in found.components]}
+        print(json.dumps(facts, indent=2))
+        return
+    _print_rows(f"{len(found.correct)} images, accuracy {found.accuracy:.3f}", [c.row() for c in found.components])
+    typer.echo(f"Wrote {out / job.PAGE}")
+
+
+@app.command(
+    epilog="Example: geoflow evaluate ablation guidance --train embeddings/ --held-out val/ --pairs test/ --out ab"
+)
+def ablation(
+    name: Annotated[str, typer.Argument(help="geometry, coupling, steps, probes, guidance, samples or kappa.")],
+    train: Annotated[Path, typer.Option(help="Folder of training pairs.")],
+    held_out: Annotated[Path, typer.Option(help="Folder of held-out pairs for tuning and validation.")],
+    pairs: Annotated[Path, typer.Option(help="Folder of test pairs.")],
+    out: Annotated[Path, typer.Option(help="Folder for results; the same command continues a stopped run.")],
+    preset: PresetFlag = Preset.small,
+    seeds: SeedsFlag = 1,
+    steps: StepsFlag = None,
+    batch_size: BatchFlag = None,
+    max_queries: QueriesFlag = None,
+    device: DeviceFlag = "auto",
+) -> None:
+    """Varies one setting of the flow or of the scoring; writes a figure and a table of the effect on retrieval."""
+    data = [{"name": pairs.name, "train": train, "held_out": held_out, "test": pairs}]
+    changes = {"ablation": name, "title": f"Ablation: {name}"}
+    _run(data, out, preset, seeds, steps, batch_size, max_queries, device, **changes)
+
+
+@app.command(epilog="Example: geoflow evaluate backbone clip/ siglip/ --out backbones")
+def backbone(
+    folders: Annotated[list[Path], typer.Argument(help="Folders of embeddings, each with train/, val/ and test/.")],
+    out: Annotated[Path, typer.Option(help="Folder for results; the same command continues a stopped run.")],
+    methods: Annotated[str, typer.Option(help="Comma-separated names.")] = "rerank,entropy,max_softmax,margin",
+    preset: PresetFlag = Preset.small,
+    seeds: SeedsFlag = 1,
+    steps: StepsFlag = None,
+    batch_size: BatchFlag = None,
+    max_queries: QueriesFlag = None,
+    device: DeviceFlag = "auto",
+) -> None:
+    """Runs the same evaluation on the embeddings of several encoders, for example CLIP and SigLIP, side by side."""
+    data = [{"name": x.name, "train": x / "train", "held_out": x / "val", "test": x / "test"} for x in folders]
+    changes = {"methods": names_of(methods), "title": "Backbones side by side"}
+    _run(data, out, preset, seeds, steps, batch_size, max_queries, device, **changes)
+
+
+@app.command(epilog="Example: geoflow evaluate recipe recipes/calibration.toml --data embeddings/ --out calibration")
+def recipe(
+    file: Annotated[Path, typer.Argument(help="TOML file, such as those in recipes/.")],
+    data: Annotated[Path, typer.Option(help="Folder that contains the recipe's folders.")],
+    out: Annotated[Path, typer.Option(help="Folder for results; the same command continues a stopped run.")],
+    only: Annotated[str | None, typer.Option(help="Comma-separated names of data sets. Default: all.")] = None,
+    methods: Annotated[str | None, typer.Option(help="Comma-separated names. Default: the recipe's.")] = None,
+    preset: Annotated[Preset | None, typer.Option(help="Size of network and run. Default: the recipe's.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Number of seeds. Default: the recipe's.", min=1, max=1000)] = None,
+    steps: StepsFlag = None,
+    batch_size: BatchFlag = None,
+    baseline_steps: Annotated[int | None, typer.Option(help="Training steps of baselines.")] = None,
+    baseline_batch_size: Annotated[int | None, typer.Option(help="Pairs per training step of baselines.")] = None,
+    max_queries: QueriesFlag = None,
+    device: DeviceFlag = "auto",
+) -> None:
+    """Makes a table of the paper, or your own, from folders of embeddings as described in a recipe."""
+    from geoflow_fast.evaluation import recipe as recipes
+
+    chosen = recipes.load_recipe(file).changed(
+        only=None if only is None else names_of(only),
+        methods=None if methods is None else names_of(methods),
+        preset=None if preset is None else preset.value,
+        seeds=None if seeds is None else range(seeds),
+        flow=_given(steps=steps, batch_size=batch_size),
+        baselines=_given(steps=baseline_steps, batch_size=baseline_batch_size),
+        max_queries=max_queries,
+    )
+    _run_recipe(chosen, data, out, device)
+
+
+def _run(
+    data: list[dict[str, Any]],
+    out: Path,
+    preset: Preset,
+    seeds: int,
+    steps: int | None,
+    batch_size: int | None,
+    max_queries: int | None,
+    device: str,
+    **changes: Any,
+) -> None:
+    """A recipe made of flags."""
+    from geoflow_fast.evaluation.recipe import Data, Recipe
+
+    sets = [Data(**{name: str(value) for name, value in part.items()}) for part in data]
+    run = _given(steps=steps, batch_size=batch_size)
+    made = Recipe(data=sets, seeds=range(seeds), preset=preset.value, flow=run, max_queries=max_queries, **changes)
+    _run_recipe(made, Path(), out, device)
+
+
+def _run_recipe(chosen: Any, base: Path, out: Path, device: str) -> None:
+    from geoflow_fast.evaluation.recipe import run_recipe
+
+    with continued_later():
+        page = run_recipe(chosen, base, out, device=device, say=lambda words: typer.echo(words, err=True))
+    typer.echo(f"Wrote {page}")
+
+
+def names_of(words: str) -> list[str]:
+    """Names with commas between them."""
+    return [name.strip() for name in words.split(",") if name.strip()]
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _print_rows(title: str, rows: list[dict[str, object]]) -> None:
+    """The main columns of the rows, as many as fit a terminal; what is missing is a dash."""
+    from geoflow_fast.evaluation.report import shown
+
+    columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name in MAIN_COLUMNS]
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*(shown(row.get(name)) for name in columns))
+    Console().print(table)

@@ -1,0 +1,1 @@
+"""Embeddings in memory and on disk."""

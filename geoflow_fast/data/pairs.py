@@ -1,0 +1,278 @@
+"""Paired embeddings in memory or on disk, read by row without loading what is not asked for.
+
+On disk the layout is clip-retrieval's: `img_emb/img_emb_0.npy`, `text_emb/text_emb_0.npy`, ... with rows in shard
+order, float16 or float32. `image_index.npy` gives the image row of each text where an image is stored once for several
+texts; else a column `image_index` or `image_path` of `metadata/*.parquet` tells which rows are of one image.
+`image_group.npy`, a number per text that the texts of one image share, takes precedence over both for that question.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from geoflow_fast.data.rows import BLOCK_ROWS, Array, Index, Rows, _open_shards, load_npy, open_rows
+from geoflow_fast.distributed import ALONE, World
+from geoflow_fast.runtime import checks, parquet
+from geoflow_fast.runtime.files import write_atomic, write_npy
+
+IMAGE_FOLDER, TEXT_FOLDER, METADATA_FOLDER = "img_emb", "text_emb", "metadata"
+
+
+INDEX_FILE, GROUP_FILE = "image_index.npy", "image_group.npy"
+
+
+class EmbeddingPairs:
+    """Paired image and text embeddings; an image may have several texts, each of which makes a pair.
+
+    Create it with `from_arrays`, `open` or `open_files`. `len(pairs)` is the number of pairs, and `pairs[index]`
+    returns (image [B, d_I], text [B, d_T]) as float32 unit rows, for integers [B] or a boolean mask over all pairs.
+    `folder` is the folder that `open` read, else None.
+    """
+
+    folder: Path | None = None
+
+    def __init__(self, image: Rows, text: Rows, image_row: Index, text_row: Index, group: Index) -> None:
+        self.image, self.text = image, text
+        self.image_row, self.text_row, self.group = image_row, text_row, group
+
+    @classmethod
+    def from_arrays(
+        cls,
+        image: Array | Tensor,
+        text: Array | Tensor,
+        image_index: Index | Tensor | Sequence[int] | None = None,
+        *,
+        normalize: bool = False,
+    ) -> EmbeddingPairs:
+        """Pairs from arrays `image` [N, d_I] and `text` [M, d_T].
+
+        Text row k belongs to image row `image_index[k]`, or to image row k without an `image_index`. Rows must be
+        finite and, unless `normalize` is set, of unit norm within 1e-3; otherwise a ValueError names the first bad row.
+        """
+        rows = [Rows([checks.array(x, name)], name) for x, name in ((image, "image"), (text, "text"))]
+        for part in rows:
+            part.check(normalize=normalize)
+        index = None if image_index is None else checks.array(image_index, "image_index")
+        return cls._pair(rows[0], rows[1], index, index, "image_index")
+
+    @classmethod
+    def open(cls, folder: str | Path, *, normalize: bool = False, world: World = ALONE) -> EmbeddingPairs:
+        """Pairs from a folder in clip-retrieval's layout (`img_emb/*.npy`, `text_emb/*.npy`), memory-mapped.
+
+        `image_index.npy`, if present, gives the image row of each text. All rows are checked as in `from_arrays`, in
+        one pass over the files that the ranks of a `world` share.
+        """
+        folder = checks.path(folder, "folder")
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} is not a folder of embeddings")
+        image, text = (_open_shards(folder / name, name) for name in (IMAGE_FOLDER, TEXT_FOLDER))
+        for part in (image, text):
+            part.check(normalize=normalize, world=world)
+            part.expect_random_reads()
+        index, group = (
+            load_npy(path) if (path := folder / name).is_file() else None for name in (INDEX_FILE, GROUP_FILE)
+        )
+        if index is None:
+            _check_same_shards(image, text)
+        if group is None:
+            group = index if index is not None else _metadata_groups(folder / METADATA_FOLDER)
+        found = cls._pair(image, text, index, group, str(folder / INDEX_FILE))
+        found.folder = folder
+        return found
+
+    @classmethod
+    def open_files(
+        cls,
+        images: str | Path,
+        texts: str | Path,
+        image_index: str | Path | None = None,
+        *,
+        normalize: bool = False,
+        world: World = ALONE,
+    ) -> EmbeddingPairs:
+        """Pairs from two `.npy` files or folders of `.npy` shards, memory-mapped and checked as in `open`.
+
+        `image_index`: a `.npy` file with the image row of each text, as in `from_arrays`.
+        """
+        image, text = (open_rows(checks.path(x, name), name) for x, name in ((images, "images"), (texts, "texts")))
+        for part in (image, text):
+            part.check(normalize=normalize, world=world)
+            part.expect_random_reads()
+        index = None if image_index is None else load_npy(checks.path(image_index, "image_index"))
+        return cls._pair(image, text, index, index, str(image_index))
+
+    @classmethod
+    def _pair(cls, image: Rows, text: Rows, index: Index | None, group: Index | None, name: str) -> EmbeddingPairs:
+        count = len(text)
+        if index is None:
+            if len(image) != count:
+                raise ValueError(
+                    f"{len(image)} images and {count} texts: give image_index to say which image each text is of"
+                )
+            index = np.arange(count)
+        if index.shape != (count,) or index.dtype.kind not in "iu":
+            raise ValueError(f"{name} must hold {count} integers, one per text, got {index.dtype} {index.shape}")
+        bad = (index < 0) | (index >= len(image))
+        if bad.any():
+            row = int(bad.argmax())
+            raise ValueError(f"{name} row {row} is {index[row]}, but there are {len(image)} images")
+        if group is not None and group.shape != (count,):
+            raise ValueError(f"metadata or {GROUP_FILE} have {len(group)} rows, but there are {count} texts")
+        index = index.astype(np.int64)
+        return cls(image, text, index, np.arange(count), index if group is None else group.astype(np.int64))
+
+    def __len__(self) -> int:
+        return len(self.text_row)
+
+    def __repr__(self) -> str:
+        return f"EmbeddingPairs({len(self)} pairs, image width {self.image_dim}, text width {self.text_dim})"
+
+    @property
+    def image_dim(self) -> int:
+        """Width of the image embeddings."""
+        return self.image.dim
+
+    @property
+    def text_dim(self) -> int:
+        """Width of the text embeddings."""
+        return self.text.dim
+
+    def __getitem__(self, index: Tensor | NDArray[Any] | Sequence[int]) -> tuple[Tensor, Tensor]:
+        where = _as_index(index, len(self))
+        return torch.from_numpy(self.image[self.image_row[where]]), torch.from_numpy(self.text[self.text_row[where]])
+
+    def subset(self, index: Tensor | NDArray[Any] | Sequence[int]) -> EmbeddingPairs:
+        """The pairs that `index` selects (integers, or a mask over all pairs). Embeddings are shared, not copied."""
+        where = _as_index(index, len(self))
+        found = EmbeddingPairs(self.image, self.text, self.image_row[where], self.text_row[where], self.group[where])
+        found.folder = self.folder
+        return found
+
+    def split(self, fraction: float, seed: int) -> tuple[EmbeddingPairs, EmbeddingPairs]:
+        """Splits off a share of the images with all their texts and returns (rest, held out).
+
+        The images held out are drawn by `seed`: `fraction` of them, rounded, and at least one.
+        """
+        checks.integer(seed, "seed")
+        if not 0 < fraction < 1:
+            raise ValueError(f"fraction must be between 0 and 1, got {fraction}")
+        images, member = np.unique(self.group, return_inverse=True)
+        if len(images) < 2:
+            raise ValueError("cannot hold out pairs of a set with a single image; pass val= to choose them yourself")
+        held = np.zeros(len(images), bool)
+        held[np.random.default_rng(seed).permutation(len(images))[: max(1, round(fraction * len(images)))]] = True
+        return self.subset(np.flatnonzero(~held[member])), self.subset(np.flatnonzero(held[member]))
+
+    def fingerprint(self) -> str:
+        """Hash of the pairing and of up to 64 of the pairs: cheap, and enough to tell different sets of pairs apart."""
+        digest = hashlib.sha256(json.dumps([len(self), self.image_dim, self.text_dim]).encode())
+        digest.update(self.image_row.tobytes())
+        digest.update(self.text_row.tobytes())
+        for x in self[np.linspace(0, len(self) - 1, min(len(self), 64)).astype(np.int64)]:
+            digest.update(x.numpy().tobytes())
+        return digest.hexdigest()
+
+    def save(
+        self, folder: str | Path, *, rows_per_shard: int = 1_000_000, dtype: type[np.floating] = np.float16
+    ) -> None:
+        """Writes the pairs to a folder that `open` reads, in shards of `rows_per_shard` rows stored as `dtype`.
+
+        A folder that already holds embeddings raises a FileExistsError.
+        """
+        folder = checks.path(folder, "folder")
+        checks.integer(rows_per_shard, "rows_per_shard", 1)
+        if (folder / IMAGE_FOLDER).exists() or (folder / TEXT_FOLDER).exists():
+            raise FileExistsError(f"{folder} already holds embeddings")
+        images, index = np.unique(self.image_row, return_inverse=True)
+        _save_shards(folder / IMAGE_FOLDER, self.image, images, rows_per_shard, dtype)
+        _save_shards(folder / TEXT_FOLDER, self.text, self.text_row, rows_per_shard, dtype)
+        if len(images) != len(self) or not np.array_equal(index, np.arange(len(self))):
+            write_npy(folder / INDEX_FILE, index.astype(np.int64))
+        group = np.unique(self.group, return_inverse=True)[1]
+        if not np.array_equal(group, index):
+            write_npy(folder / GROUP_FILE, group.astype(np.int64))
+
+
+def open_pairs(
+    folder: Path | None,
+    images: Path | None,
+    texts: Path | None,
+    image_index: Path | None,
+    *,
+    normalize: bool,
+    world: World = ALONE,
+) -> EmbeddingPairs:
+    """Pairs as the flags of a command name them: a folder, or files of images and of texts."""
+    files = {"--images": images, "--texts": texts, "--image-index": image_index}
+    given = [flag for flag, path in files.items() if path is not None]
+    if folder is not None:
+        if given:
+            raise ValueError(f"--pairs {folder} is a folder of both sides; leave out {', '.join(given)}")
+        return EmbeddingPairs.open(folder, normalize=normalize, world=world)
+    if images is None or texts is None:
+        raise ValueError("give --pairs, a folder of paired embeddings, or --images and --texts, two .npy files")
+    return EmbeddingPairs.open_files(images, texts, image_index, normalize=normalize, world=world)
+
+
+def _check_same_shards(image: Rows, text: Rows) -> None:
+    """Rows that are paired by their place must be stored in equal shards; otherwise some were lost on one side."""
+    sizes = (map(len, rows.parts) for rows in (image, text))
+    for number, (images, texts) in enumerate(itertools.zip_longest(*sizes, fillvalue=0)):
+        if images != texts:
+            raise ValueError(
+                f"shard {number} holds {images} images, but {texts} texts: {INDEX_FILE} must say which belong together"
+            )
+
+
+def _as_index(index: Tensor | NDArray[Any] | Sequence[int], count: int) -> Index:
+    """Integers [B] in [0, count), also from a mask over all `count` pairs."""
+    where = checks.array(index, "index")
+    if where.dtype == bool and where.shape == (count,):
+        return np.flatnonzero(where)
+    if where.ndim != 1 or (where.size and where.dtype.kind not in "iu"):
+        raise ValueError(f"index must be 1-D integers or a mask of {count} entries, got {where.dtype} {where.shape}")
+    bad = (where < 0) | (where >= count)
+    if bad.any():
+        row = int(bad.argmax())
+        raise ValueError(f"index entry {row} is {where[row]}, but there are {count} pairs")
+    return where.astype(np.int64)
+
+
+def _metadata_groups(folder: Path) -> Index | None:
+    """Which image each row is of, from a column `image_index` or `image_path` of the metadata; None without one."""
+    files = sorted(folder.glob("*.parquet"), key=lambda path: [int(x) for x in re.findall(r"\d+", path.name)])
+    if not files:
+        return None
+    for column in ("image_index", "image_path"):
+        if all(column in parquet.column_names(path) for path in files):
+            values = np.concatenate([parquet.read_columns(path, [column])[column] for path in files])
+            return np.unique(values, return_inverse=True)[1]
+    return None
+
+
+def _save_shards(folder: Path, rows: Rows, index: Index, rows_per_shard: int, dtype: type[np.floating]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, low in enumerate(range(0, len(index), rows_per_shard)):
+        shard = functools.partial(_save_rows, rows, index[low : low + rows_per_shard], np.dtype(dtype))
+        write_atomic(folder / f"{folder.name}_{number}.npy", shard)
+
+
+def _save_rows(rows: Rows, index: Index, dtype: np.dtype[Any], file: BinaryIO) -> None:
+    """The rows `index` as one .npy file, without holding them all in memory."""
+    shape = (len(index), rows.dim)
+    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)
+    for low in range(0, len(index), BLOCK_ROWS):
+        file.write(rows[index[low : low + BLOCK_ROWS]].astype(dtype).tobytes())

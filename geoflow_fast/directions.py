@@ -1,0 +1,119 @@
+"""Directions: which of the two streams, image and text, a flow generates and which one is given."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from geoflow_fast.runtime import checks
+
+STREAMS = ("image", "text")
+IMAGE, TEXT = range(2)
+
+Counts = tuple[int, int, int]
+"""Number of i2t, joint and t2i rows of a batch whose rows are sorted in this order."""
+
+T = TypeVar("T")
+
+
+class Direction(str, Enum):
+    """What a flow generates: both streams ("joint"), the text of a given image ("i2t") or the image of a given text
+    ("t2i").
+
+    In retrieval the given stream is that of the queries, and the generated one that of the items. A direction equals
+    its name, so users may pass either; `Direction.of` turns what they pass into a direction. `code` is its number in
+    tensors of directions.
+    """
+
+    JOINT = "joint"
+    I2T = "i2t"
+    T2I = "t2i"
+
+    __str__ = str.__str__
+    __format__ = str.__format__
+
+    @classmethod
+    def of(cls, value: object, *, conditional: bool = False) -> Direction:
+        """The direction of this name. A ValueError lists the names if there is none, or if `conditional` rules out
+        "joint"."""
+        known = [direction for direction in cls if not (conditional and direction is cls.JOINT)]
+        for direction in known:
+            if value == direction:
+                return direction
+        raise ValueError(f"direction must be one of {tuple(map(str, known))}, got {value!r}")
+
+    @property
+    def code(self) -> int:
+        """0 for joint, 1 for i2t, 2 for t2i."""
+        return CODES[self]
+
+    @property
+    def generated(self) -> tuple[int, ...]:
+        """The streams that move: 0 for the image, 1 for the text."""
+        return {Direction.JOINT: (IMAGE, TEXT), Direction.I2T: (TEXT,), Direction.T2I: (IMAGE,)}[self]
+
+    @property
+    def given(self) -> int | None:
+        """The stream that stays where it is; None if both are generated."""
+        return {Direction.JOINT: None, Direction.I2T: IMAGE, Direction.T2I: TEXT}[self]
+
+    @property
+    def reverse(self) -> Direction:
+        """The direction that generates what this one is given; "joint" is its own reverse."""
+        return {Direction.I2T: Direction.T2I, Direction.T2I: Direction.I2T}.get(self, self)
+
+    def queries(self, image: T, text: T) -> T:
+        """Whichever of the two belongs to the given stream, which is that of the queries in retrieval."""
+        return text if self is Direction.T2I else image
+
+    def items(self, image: T, text: T) -> T:
+        """Whichever of the two belongs to the generated stream, which is that of the items in retrieval."""
+        return image if self is Direction.T2I else text
+
+    def pair(self, queries: T, items: T) -> tuple[T, T]:
+        """(image, text) from what belongs to the given and to the generated stream."""
+        return (items, queries) if self is Direction.T2I else (queries, items)
+
+    def counts(self, rows: int) -> Counts:
+        """Counts of a sorted batch whose `rows` rows all have this direction."""
+        i2t, joint, t2i = (rows if direction is self else 0 for direction in ROW_ORDER)
+        return i2t, joint, t2i
+
+
+CODES = {direction: code for code, direction in enumerate(Direction)}
+DIRECTIONS = tuple(Direction)
+"""The directions in the order of their codes."""
+CONDITIONAL = (Direction.I2T, Direction.T2I)
+ROW_ORDER = (Direction.I2T, Direction.JOINT, Direction.T2I)
+"""The order in which the rows of a sorted batch stand. The rows in which a stream is generated are then contiguous:
+for the image all but the first, for the text all but the last."""
+
+
+def row_directions(counts: Counts, device: torch.device | str = "cpu") -> Tensor:
+    """Direction codes, int8 [B], of the rows of a sorted batch."""
+    codes = torch.tensor([direction.code for direction in ROW_ORDER], dtype=torch.int8, device=device)
+    return torch.repeat_interleave(codes, torch.tensor(counts, device=device), output_size=sum(counts))
+
+
+def sort_rows(codes: Tensor, rows: int) -> tuple[Tensor, Counts]:
+    """The order [B] that sorts `rows` rows by their direction `codes`, int8 [B], and the counts of each direction."""
+    if checks.dense(codes, "direction").dtype != torch.int8 or codes.shape != (rows,):
+        raise ValueError(f"direction must be a name or int8 codes [{rows}], got {codes.dtype} {tuple(codes.shape)}")
+    check_codes(codes)
+    place = torch.empty(len(DIRECTIONS), dtype=torch.long, device=codes.device)
+    order = torch.tensor([direction.code for direction in ROW_ORDER], device=codes.device)
+    place[order] = torch.arange(len(ROW_ORDER), device=codes.device)
+    rank = place[codes.long()]
+    i2t, joint, t2i = torch.bincount(rank, minlength=len(DIRECTIONS)).tolist()
+    return rank.argsort(stable=True), (i2t, joint, t2i)
+
+
+def check_codes(codes: Tensor) -> None:
+    """Raises a ValueError that names the first entry of `codes` [B] that is not the code of a direction."""
+    unknown = (codes < 0) | (codes >= len(DIRECTIONS))
+    if bool(unknown.any()):
+        row = int(unknown.nonzero()[0])
+        raise ValueError(f"direction row {row} is {int(codes[row])}; codes are 0 joint, 1 i2t, 2 t2i")

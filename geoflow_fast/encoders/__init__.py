@@ -1,0 +1,1 @@
+"""Encoders that turn images and captions into embeddings."""

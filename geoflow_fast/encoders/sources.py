@@ -1,0 +1,430 @@
+"""Images with their captions from a folder, a table (CSV, TSV, Parquet) or webdataset tar shards, read by number.
+
+Among a million pictures some cannot be read. They give a reason in words, never an exception. Nothing is extracted to
+disk: a member of a tar is the bytes between two offsets.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import os
+import stat
+import struct
+import tarfile
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from geoflow_fast.runtime import checks
+from geoflow_fast.runtime.parquet import parquet_module
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".avif"})
+
+
+# What the suffixes stand for. Pillow would also try formats that start other programs (EPS).
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
+
+
+MAX_PIXELS = 89_478_485
+"""Pixels of the largest image that is decoded: a quarter of a gigabyte in memory."""
+
+
+MAX_ASPECT = 200
+"""Long side over short side: resizing the short side of a thread to hundreds of pixels would take gigabytes."""
+
+
+MAX_IMAGE_BYTES = 1 << 28
+
+
+MAX_CAPTION_BYTES = 1 << 20
+
+
+Refused = (
+    *(OSError, ValueError, TypeError, SyntaxError, EOFError, LookupError, ArithmeticError, AttributeError),
+    *(RuntimeError, AssertionError, MemoryError, struct.error, zlib.error),
+)
+"""What decoders raise on bytes that are not what they seem."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Something that was left out, and why."""
+
+    item: str
+    part: str
+    """image or caption"""
+    reason: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One image with its captions; `image` is None if it could not be read."""
+
+    name: str
+    image: Image | None
+    captions: tuple[str, ...]
+    skipped: tuple[Skipped, ...]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A file, or `size` bytes of it from `offset`."""
+
+    file: Path
+    offset: int = 0
+    size: int | None = None
+
+    def read(self, limit: int) -> bytes:
+        about = os.stat(self.file)
+        if not stat.S_ISREG(about.st_mode):
+            raise OSError("is not a regular file")
+        size = about.st_size if self.size is None else self.size
+        if size > limit:
+            raise OSError(f"has {size} bytes, more than {limit}")
+        with open(self.file, "rb") as file:
+            file.seek(self.offset)
+            data = file.read(size)
+        if len(data) != size:
+            raise OSError(f"is cut short: {len(data)} of {size} bytes are there")
+        return data
+
+    def state(self) -> list[int | None]:
+        """What changes when the bytes do, without reading them."""
+        try:
+            about = os.stat(self.file)
+        except (OSError, ValueError):
+            return [None]
+        return [about.st_size, about.st_mtime_ns, self.offset, self.size]
+
+
+@dataclass
+class _Entry:
+    """An image and where its captions are: given, or in a piece that is read with the image."""
+
+    name: str
+    image: _Piece
+    captions: list[str | None] = field(default_factory=list)
+    caption_piece: _Piece | None = None
+    caption_form: str = ""
+    """lines, text or json"""
+
+
+class ImageSource:
+    """A sequence of images with captions: `len(source)`, and `source.read(number)` from any thread.
+
+    `rejected` is what was seen on opening not to be a sample. Made by `open_images`.
+    """
+
+    def __init__(self, entries: list[_Entry], rejected: list[Skipped], *, has_captions: bool) -> None:
+        self.entries, self.rejected, self.has_captions = entries, rejected, has_captions
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def read(self, number: int) -> Sample:
+        """Sample `number`: the image in RGB, captions with single blanks, and what was left out."""
+        entry = self.entries[number]
+        skipped: list[Skipped] = []
+        try:
+            image = decode_image(entry.image.read(MAX_IMAGE_BYTES))
+        except Refused as error:
+            # Its captions have nothing to belong to, so they go without a word of their own.
+            return Sample(entry.name, None, (), (Skipped(entry.name, "image", reason_of(error)),))
+        captions = tuple(self._captions(entry, skipped)) if self.has_captions else ()
+        return Sample(entry.name, image, captions, tuple(skipped))
+
+    def _captions(self, entry: _Entry, skipped: list[Skipped]) -> Iterator[str]:
+        found: list[Any] = list(entry.captions)
+        if entry.caption_piece is not None:
+            try:
+                found = _parse_captions(entry.caption_piece.read(MAX_CAPTION_BYTES), entry.caption_form)
+            except Refused as error:
+                skipped.append(Skipped(entry.name, "caption", reason_of(error)))
+                return
+        if not found:
+            skipped.append(Skipped(entry.name, "caption", "there is none"))
+        for caption in found:
+            try:
+                yield _clean_caption(caption)
+            except ValueError as error:
+                skipped.append(Skipped(entry.name, "caption", reason_of(error)))
+
+    def digest(self) -> str:
+        """SHA-256 of names, captions, sizes and times of change: equal as long as nothing was touched."""
+        found = hashlib.sha256(json.dumps(self.has_captions).encode())
+        for entry in self.entries:
+            captions = entry.caption_piece.state() if entry.caption_piece is not None else entry.captions
+            found.update(json.dumps([entry.name, entry.image.state(), captions]).encode())
+        for item in self.rejected:
+            found.update(json.dumps([item.item, item.part, item.reason]).encode())
+        return found.hexdigest()
+
+
+def open_images(path: str | Path, *, path_column: str = "path", caption_column: str = "caption") -> ImageSource:
+    """The images of `path`: a folder of images or of `.tar` shards, a table (`.csv`, `.tsv`, `.parquet`), or a `.tar`.
+
+    A folder is searched with its subfolders; the captions of `a.jpg` are the lines of `a.txt`. A table has a row per
+    caption, or a Parquet column of lists; paths are relative to the table's folder, and rows of one path are one image.
+    In a tar, files of one key (the name up to its first dot) are a sample: an image, and `.txt` (one caption) or
+    `.json` (`caption` or `captions`). Only opening raises; an empty `caption_column` leaves captions out.
+    """
+    path = checks.path(path, "images")
+    _pillow()
+    if path.is_dir():
+        shards = sorted(path.glob("*.tar"))
+        loose = [file for file in path.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES]
+        if shards and loose:
+            raise ValueError(f"{path} holds images ({loose[0].name}) beside tar shards ({shards[0].name}); part them")
+        source = _open_tars(shards, path) if shards else _open_folder(path)
+    elif not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist; images are a folder, a .csv, .tsv or .parquet, or a .tar")
+    elif path.suffix.lower() == ".tar":
+        source = _open_tars([path], path.parent)
+    elif path.suffix.lower() in (".csv", ".tsv"):
+        source = _open_table(path, _csv_rows(path, path_column, caption_column), bool(caption_column))
+    elif path.suffix.lower() == ".parquet":
+        source = _open_table(path, _parquet_rows(path, path_column, caption_column), bool(caption_column))
+    else:
+        hint = "; tar shards are read where they lie, so unpack its compression" if ".gz" in path.suffixes[-1:] else ""
+        raise ValueError(f"{path} is neither a folder, a .csv, .tsv or .parquet nor a .tar{hint}")
+    if not source.entries:
+        why = f"; {source.rejected[0].item}: {source.rejected[0].reason}" if source.rejected else ""
+        raise ValueError(f"{path} holds no images{why}")
+    return source
+
+
+def decode_image(data: bytes) -> Image:
+    """The image of a file's bytes in RGB (of an animation the first). Raises one of `Refused`."""
+    image_module = _pillow()
+    formats = [name for name in FORMATS if name in image_module.OPEN]
+    try:
+        with image_module.open(io.BytesIO(data), formats=formats) as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise ValueError(f"has {width} x {height} pixels, more than {MAX_PIXELS}")
+            if max(width, height) > MAX_ASPECT * min(width, height):
+                raise ValueError(f"has {width} x {height} pixels: one side is over {MAX_ASPECT} times the other")
+            return image.convert("RGB")
+    except image_module.DecompressionBombError as error:
+        raise ValueError(f"has more than {MAX_PIXELS} pixels") from error
+    except image_module.UnidentifiedImageError as error:
+        raise ValueError("is no image of a known format" if data else "is empty") from error
+
+
+def read_image(path: Path) -> Image:
+    """The image of a regular file; OSError if it cannot be read, ValueError if it is none."""
+    try:
+        data = _Piece(path).read(MAX_IMAGE_BYTES)
+    except OSError as error:
+        raise OSError(error.errno, f"image {path}: {reason_of(error)}") from error
+    try:
+        return decode_image(data)
+    except Refused as error:
+        raise ValueError(f"image {path}: {reason_of(error)}") from error
+
+
+def reason_of(error: BaseException) -> str:
+    """An error as one line."""
+    text = " ".join((error.strerror or str(error) if isinstance(error, OSError) else str(error)).split())
+    return text or type(error).__name__
+
+
+def printable(name: str) -> str:
+    """A name that UTF-8 can hold: bytes of a file name that are not text become escapes."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def _open_folder(folder: Path) -> ImageSource:
+    entries: list[_Entry] = []
+    for at, folders, files in os.walk(folder):
+        folders.sort()
+        here = set(files)
+        for name in files:
+            stem, suffix = os.path.splitext(name)
+            if suffix.lower() in IMAGE_SUFFIXES:
+                whole = Path(at, name)
+                text = _Piece(whole.with_suffix(".txt")) if f"{stem}.txt" in here else None
+                entries.append(_Entry(whole.relative_to(folder).as_posix(), _Piece(whole), [], text, "lines"))
+    entries.sort(key=lambda entry: os.fsencode(entry.name))
+    return ImageSource(entries, [], has_captions=any(entry.caption_piece is not None for entry in entries))
+
+
+def _open_table(
+    table: Path, rows: Iterable[tuple[int, Any, list[str | None]] | Skipped], has_captions: bool
+) -> ImageSource:
+    """From rows (number, path, captions), or what is wrong with one."""
+    entries: dict[str, _Entry] = {}
+    rejected = []
+    for row in rows:
+        if isinstance(row, Skipped):
+            rejected.append(row)
+            continue
+        number, path, captions = row
+        if not path:
+            rejected.append(Skipped(f"{table.name} row {number}", "image", "has no path"))
+            continue
+        whole = os.path.normpath(os.path.join(table.parent, path))
+        entries.setdefault(whole, _Entry(path, _Piece(Path(whole)))).captions.extend(captions)
+    return ImageSource(list(entries.values()), rejected, has_captions=has_captions)
+
+
+def _csv_rows(
+    table: Path, path_column: str, caption_column: str
+) -> Iterator[tuple[int, str, list[str | None]] | Skipped]:
+    with open(table, encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter="\t" if table.suffix.lower() == ".tsv" else ",")
+        try:
+            header = next(reader, [])
+            _check_columns(table, header, path_column, caption_column)
+            at = header.index(path_column)
+            caption_at = header.index(caption_column) if caption_column else None
+            for number, row in enumerate((row for row in reader if row), start=1):
+                if len(row) != len(header):
+                    wrong = f"has {len(row)} fields, but the header has {len(header)}"
+                    yield Skipped(f"{table.name} row {number}", "image", wrong)
+                else:
+                    yield number, row[at], [] if caption_at is None else [row[caption_at]]
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{table} line {reader.line_num + 1} is not CSV in UTF-8: {error}") from error
+
+
+def _parquet_rows(table: Path, path_column: str, caption_column: str) -> Iterator[tuple[int, Any, list[str | None]]]:
+    try:
+        file = parquet_module().ParquetFile(table)
+    except ValueError as error:  # what pyarrow raises about contents
+        raise ValueError(f"{table} is damaged or not Parquet: {error}") from error
+    with file:
+        _check_columns(table, file.schema_arrow.names, path_column, caption_column)
+        for column in filter(None, (path_column, caption_column)):
+            kind = str(file.schema_arrow.field(column).type)
+            lists = column == caption_column and kind.startswith(("list<", "large_list<"))
+            if "string" not in kind or not (lists or kind in ("string", "large_string", "string_view")):
+                raise ValueError(f"{table}: column {column} holds {kind}, not strings")
+        number = 0
+        for batch in file.iter_batches(columns=[name for name in (path_column, caption_column) if name]):
+            for row in batch.to_pylist():
+                number += 1
+                captions = row.get(caption_column) if caption_column else []
+                yield number, row[path_column], captions if isinstance(captions, list) else [captions]
+
+
+def _check_columns(table: Path, names: list[str], path_column: str, caption_column: str) -> None:
+    flags = {"--path-column": path_column, "--caption-column": caption_column}
+    for flag, column in flags.items():
+        if column and column not in names:
+            there = ", ".join(map(str, names)) or "nothing"
+            alone = "" if flag == "--path-column" else ' (empty, "", for images alone)'
+            raise ValueError(f"{table} has no column {column!r} but {there}; {flag} names it{alone}")
+        if names.count(column) > 1:
+            raise ValueError(f"{table} has {names.count(column)} columns {column!r}")
+
+
+def _open_tars(shards: list[Path], root: Path) -> ImageSource:
+    entries: list[_Entry] = []
+    rejected: list[Skipped] = []
+    for shard in shards:
+        found: dict[str, _TarSample] = {}
+        try:
+            _scan_tar(shard, found, rejected)
+        except (tarfile.TarError, OSError, EOFError, ValueError) as error:
+            rejected.append(Skipped(shard.name, "image", f"is damaged after {len(found)} samples: {reason_of(error)}"))
+        for key, sample in found.items():
+            name = f"{shard.relative_to(root).as_posix()}/{sample.member or key}"
+            if sample.image is None:
+                rejected.append(Skipped(name, "image", "captions without an image"))
+            else:
+                text = sample.texts.get("text") or sample.texts.get("json")
+                entries.append(_Entry(name, sample.image, [], text, "text" if "text" in sample.texts else "json"))
+    return ImageSource(entries, rejected, has_captions=any(entry.caption_piece is not None for entry in entries))
+
+
+@dataclass
+class _TarSample:
+    member: str = ""
+    image: _Piece | None = None
+    texts: dict[str, _Piece] = field(default_factory=dict)
+    """By form: text, json."""
+
+
+def _scan_tar(shard: Path, found: dict[str, _TarSample], rejected: list[Skipped]) -> None:
+    """Reads the headers of an uncompressed tar; samples in the order of their first member."""
+    with tarfile.open(shard, "r:") as archive:
+        while (member := archive.next()) is not None:
+            archive.members = []  # type: ignore[attr-defined]  # what is kept there grows with the file
+            key, suffix = _key_of(member.name)
+            form = {".txt": "text", ".json": "json"}.get(suffix)
+            if not key or (form is None and suffix not in IMAGE_SUFFIXES):
+                continue
+            name, part = f"{shard.name}/{member.name}", "image" if form is None else "caption"
+            if not member.isreg() or member.issparse():
+                rejected.append(Skipped(name, part, "is not a plain file"))
+                continue
+            sample = found.setdefault(key, _TarSample())
+            piece = _Piece(shard, member.offset_data, member.size)
+            if form is None and sample.image is None:
+                sample.member, sample.image = member.name, piece
+            elif form is not None and form not in sample.texts:
+                sample.texts[form] = piece
+            else:
+                rejected.append(Skipped(name, part, f"the key {key!r} appears again in this shard"))
+        _check_end(shard, archive.offset)
+
+
+def _key_of(member: str) -> tuple[str, str]:
+    """webdataset's key, the name up to the first dot of its last part, and the last suffix. No key for hidden files."""
+    folder, _, base = member.removeprefix("./").rpartition("/")
+    stem, _, _ = base.partition(".")
+    return (f"{folder}/{stem}" if folder else stem) if stem else "", os.path.splitext(base)[1].lower()
+
+
+def _check_end(shard: Path, offset: int) -> None:
+    """tarfile takes a broken header for the end: the real one is a block of zeros."""
+    with open(shard, "rb") as file:
+        file.seek(offset)
+        block = file.read(tarfile.BLOCKSIZE)
+    if block != bytes(tarfile.BLOCKSIZE):
+        raise OSError("a broken header" if block else "it ends without an end mark")
+
+
+def _parse_captions(data: bytes, form: str) -> list[Any]:
+    text = data.decode("utf-8-sig")
+    if form == "lines":
+        return [line for line in text.splitlines() if line.strip()]
+    if form == "text":
+        return [text]
+    found = json.loads(text)
+    if not isinstance(found, dict) or not ({"caption", "captions"} & found.keys()):
+        raise ValueError("its JSON has no caption or captions")
+    captions = found.get("captions", found.get("caption"))
+    return captions if isinstance(captions, list) else [captions]
+
+
+def _clean_caption(caption: Any) -> str:
+    """The caption with single blanks; ValueError if there is nothing to encode."""
+    if caption is None:
+        raise ValueError("there is none")
+    if not isinstance(caption, str):
+        raise ValueError(f"is not text but {type(caption).__name__}")
+    text = " ".join(caption.split())
+    if not text:
+        raise ValueError("is empty")
+    text.encode()  # a lone surrogate, which JSON can hold, is not text
+    return text
+
+
+def _pillow() -> Any:
+    try:
+        import PIL.Image
+    except ImportError as error:
+        raise ValueError("reading images needs Pillow: pip install 'geoflow_fast[encoders]'") from error
+    PIL.Image.init()
+    return PIL.Image

@@ -1,0 +1,1 @@
+"""The velocity field: its network, its solvers and its samples."""

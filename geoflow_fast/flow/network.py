@@ -1,0 +1,189 @@
+"""The layers of the velocity field. Both streams pass them side by side, as [2, B, H]."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from geoflow_fast import ops
+from geoflow_fast.directions import DIRECTIONS
+from geoflow_fast.flow.config import GeoFlowConfig
+from geoflow_fast.flow.curriculum import Counts
+
+FREQUENCIES = 64
+
+
+NORM_EPS = 1e-5
+
+
+class StreamLinear(nn.Module):
+    """One linear map per stream: [2, B, in] -> [2, B, out]. Weights are [2, in, out]: gradients come out as stored."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool = True) -> None:
+        super().__init__()
+        bound = inputs**-0.5
+        self.weight = nn.Parameter(torch.empty(2, inputs, outputs).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(2, 1, outputs).uniform_(-bound, bound)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(x, self.weight) if self.bias is None else torch.baddbmm(self.bias, x, self.weight)
+
+    def stream(self, x: Tensor, index: int) -> Tensor:
+        """Stream `index` alone: [B, in] -> [B, out]."""
+        # unbind, not indexing: its gradient is written once instead of added into zeros
+        weight = self.weight.unbind()[index]
+        return x @ weight if self.bias is None else torch.addmm(self.bias.unbind()[index], x, weight)
+
+
+def zero_linear(inputs: int, outputs: int) -> nn.Linear:
+    """A linear layer that starts at zero."""
+    layer = nn.Linear(inputs, outputs)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class Conditioning(nn.Module):
+    """Time and direction to the conditioning vectors c_I, c_T in R^H."""
+
+    frequencies: Tensor
+
+    def __init__(self, hidden: int, time_scale: float) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", time_scale * torch.randn(FREQUENCIES))
+        self.time = nn.Linear(2 * FREQUENCIES, hidden)
+        self.direction = nn.Embedding(len(DIRECTIONS), hidden)
+        self.first = StreamLinear(hidden, hidden)
+        self.second = StreamLinear(hidden, hidden)
+
+    def forward(self, t: Tensor, direction: Tensor, stream: int) -> Tensor:
+        """Conditioning of one stream for times [M] and direction codes [M]: [M, H]."""
+        phase = 2 * math.pi * t.to(self.frequencies.dtype).unsqueeze(-1) * self.frequencies
+        x = self.time(torch.cat((phase.sin(), phase.cos()), dim=-1)) + self.direction(direction)
+        return self.second.stream(functional.silu(self.first.stream(x, stream)), stream)
+
+
+class Block(nn.Module):
+    """AdaLN-Zero and cross-gate, then AdaLN-Zero and SwiGLU, each a LayerScale-weighted residual, on both streams."""
+
+    def __init__(self, config: GeoFlowConfig) -> None:
+        super().__init__()
+        width = config.hidden // config.heads
+        # Per stream and head: the first half gates this stream, the second is the value it sends to the other one.
+        weight = torch.empty(2, config.heads, width, 2 * width).uniform_(-(width**-0.5), width**-0.5)
+        weight[..., width:] = 0
+        self.cross_weight = nn.Parameter(weight)
+        self.cross_scale = nn.Parameter(torch.full((2, 1, config.hidden), config.layer_scale))
+        self.expand = StreamLinear(config.hidden, 2 * config.inner, bias=False)
+        self.contract = StreamLinear(config.inner, config.hidden, bias=False)
+        self.forward_scale = nn.Parameter(torch.full((2, 1, config.hidden), config.layer_scale))
+        self.dropout = config.dropout
+
+    def cross_gate(self, h: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+        """First half of the block on h [2, B, H]. Both streams read the states before either is updated."""
+        heads, width = self.cross_weight.shape[1:3]
+        x = ops.adaln(h, shift, scale, eps=NORM_EPS).view(*h.shape[:2], heads, width).transpose(1, 2)
+        gate, value = torch.matmul(x, self.cross_weight).chunk(2, dim=-1)  # each [2, heads, B, width]
+        gate, value = (y.transpose(1, 2).reshape(h.shape) for y in (gate, value.flip(0)))
+        return ops.gate_residual(h, gate, value, self.cross_scale, **self._dropped(h))
+
+    def feed_forward(self, h: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+        """Second half of the block on h [2, B, H]."""
+        x = self.expand(ops.adaln(h, shift, scale, eps=NORM_EPS))
+        return ops.gate_residual(h, None, self.contract(ops.swiglu(x)), self.forward_scale, **self._dropped(h))
+
+    def feed_forward_stream(self, h: Tensor, shift: Tensor, scale: Tensor, stream: int) -> Tensor:
+        """Second half of the block for one stream, h [B, H]."""
+        x = self.expand.stream(ops.adaln(h, shift, scale, eps=NORM_EPS), stream)
+        update = self.contract.stream(ops.swiglu(x), stream)
+        return ops.gate_residual(h, None, update, self.forward_scale.unbind()[stream], **self._dropped(h))
+
+    def _dropped(self, h: Tensor) -> dict[str, Any]:
+        """Dropout of a branch, in the terms of `ops.gate_residual`."""
+        if not self.training or self.dropout == 0:
+            return {}
+        return {"keep": ops.keep_mask(h.shape, self.dropout, h.device), "dropout": self.dropout}
+
+
+class Modulation(nn.Module):
+    """Shifts and scales of every half-block from the conditioning: 4 depth linear maps per stream, zero at first.
+
+    Their order in each block: shift and scale before the cross-gate, shift and scale before the feed-forward.
+    """
+
+    def __init__(self, hidden: int, depth: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4 * depth, 2, hidden, hidden))
+        self.bias = nn.Parameter(torch.zeros(4 * depth, 2, 1, hidden))
+
+    def forward(self, c: Tensor) -> Tensor:
+        """[2, S, H] -> [4 depth, 2, S, H]."""
+        return torch.matmul(c, self.weight) + self.bias
+
+    def rows(self, image_c: Tensor, text_c: Tensor, counts: Counts) -> tuple[Tensor, ...]:
+        """4 depth tensors [2, B, H] for the rows of a sorted batch; `RowModulation` says what the arguments are.
+
+        Training saves the copies; in eval mode plain operations take part in forward-mode differentiation too, and a
+        compiler can look into them.
+        """
+        if not self.training or torch.compiler.is_compiling():
+            n_i2t, _, n_t2i = counts
+            image_rows = torch.cat((image_c[:1].expand(n_i2t, -1), image_c[1:]))
+            text_rows = torch.cat((text_c[1:], text_c[:1].expand(n_t2i, -1)))
+            c = torch.stack((image_rows, text_rows))
+            return tuple(torch.baddbmm(bias, c, weight) for weight, bias in zip(self.weight, self.bias))
+        parts: tuple[Tensor, ...] = (image_c, text_c, self.weight, self.bias)
+        device = image_c.device.type
+        if torch.is_autocast_enabled(device):
+            parts = tuple(x.to(torch.get_autocast_dtype(device)) for x in parts)
+        rows: tuple[Tensor, ...] = RowModulation.apply(*parts, counts)  # type: ignore[no-untyped-call]
+        return rows
+
+
+class RowModulation(torch.autograd.Function):
+    """Shifts and scales for rows of their own time, without a copy.
+
+    `image_c` [1 + M_I, H]: row 0 serves the first B - M_I rows, those in which the image is given and which are hence
+    alike; the others follow one by one. `text_c` [1 + M_T, H]: row 0 serves the last B - M_T rows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, image_c: Tensor, text_c: Tensor, weight: Tensor, bias: Tensor, counts: Counts
+    ) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(image_c, text_c, weight)
+        ctx.counts = counts
+        outputs = []
+        for part_weight, part_bias in zip(weight, bias):
+            out = image_c.new_empty(2, sum(counts), image_c.shape[1])
+            for stream, (c, own, given) in enumerate(_row_ranges(image_c, text_c, counts)):
+                torch.addmm(part_bias[stream], c[1:], part_weight[stream], out=out[stream, own])
+                out[stream, given] = torch.addmm(part_bias[stream], c[:1], part_weight[stream])
+            outputs.append(out)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        image_c, text_c, weight = ctx.saved_tensors
+        d_weight = torch.empty_like(weight)
+        d_bias = weight.new_empty(len(weight), 2, 1, weight.shape[-1])
+        d_c = (torch.zeros_like(image_c), torch.zeros_like(text_c))
+        for part, grad in enumerate(grads):
+            for stream, (c, own, given) in enumerate(_row_ranges(image_c, text_c, ctx.counts)):
+                g, shared = grad[stream, own], grad[stream, given].sum(0, keepdim=True)
+                torch.mm(c[1:].T, g, out=d_weight[part, stream]).addmm_(c[:1].T, shared)
+                torch.add(g.sum(0, keepdim=True), shared, out=d_bias[part, stream])
+                d_c[stream][1:].addmm_(g, weight[part, stream].T)
+                d_c[stream][:1].addmm_(shared, weight[part, stream].T)
+        return d_c[0], d_c[1], d_weight, d_bias, None
+
+
+def _row_ranges(image_c: Tensor, text_c: Tensor, counts: Counts) -> tuple[tuple[Tensor, slice, slice], ...]:
+    """Per stream: its conditioning, the rows in which it is generated, the rows in which it is given."""
+    n_i2t, n_joint, n_t2i = counts
+    end = n_i2t + n_joint
+    return (image_c, slice(n_i2t, None), slice(0, n_i2t)), (text_c, slice(0, end), slice(end, end + n_t2i))

@@ -1,0 +1,1 @@
+"""Long computations from files to files, which continue after a kill."""

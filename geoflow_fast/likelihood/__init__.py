@@ -1,0 +1,1 @@
+"""Log-densities under a velocity field."""

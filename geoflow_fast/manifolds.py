@@ -1,0 +1,180 @@
+"""The spaces a flow can live on: a product of unit spheres, or flat space for its Euclidean twin.
+
+A manifold knows how to project velocities, how to follow them, what its base distribution is, and how noise is joined
+to data. Points are rows [B, d] of one stream.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from geoflow_fast import geometry, ops
+from geoflow_fast.directions import Direction
+from geoflow_fast.noise import base_noise
+
+Interpolant = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Image and text points, then their velocities."""
+
+
+class Manifold(ABC):
+    """What a flow, its solvers and its training need to know about the space of one stream."""
+
+    name: str
+
+    @abstractmethod
+    def project(self, x: Tensor, v: Tensor) -> Tensor:
+        """The tangent part of `v` [..., B, d] at the points `x` [B, d]."""
+
+    @abstractmethod
+    def step(self, x: Tensor, v: Tensor, h: float) -> Tensor:
+        """Where the geodesic that leaves `x` with velocity `v` is after a time `h`."""
+
+    @abstractmethod
+    def retract(self, x: Tensor, v: Tensor, h: float) -> Tensor:
+        """x + h v, brought back to the manifold. Velocities taken at other points may be combined here as they are: the
+        field extended along rays is smooth, so a Runge-Kutta method keeps its order."""
+
+    @abstractmethod
+    def transport(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        """The tangent vector `v` at `x`, carried along the geodesic to `y`."""
+
+    @abstractmethod
+    def distance(self, a: Tensor, b: Tensor) -> Tensor:
+        """Length [B] of the geodesic between points."""
+
+    @abstractmethod
+    def freedom(self, d: int) -> int:
+        """Dimension of the tangent space at points with `d` coordinates."""
+
+    @abstractmethod
+    def base_sample(self, n: int, d: int, kind: str = "iid", generator: torch.Generator | None = None) -> Tensor:
+        """`n` points [n, d] of the base distribution, float32 on the CPU; `kind` as in `noise.base_noise`."""
+
+    @abstractmethod
+    def log_base(self, x: Tensor) -> Tensor:
+        """Log-density [B] of the base distribution at `x`, float64."""
+
+    @abstractmethod
+    def interpolant(
+        self, noise: tuple[Tensor, Tensor], data: tuple[Tensor, Tensor], t: Tensor, codes: Tensor, drop: Tensor
+    ) -> Interpolant:
+        """Points and velocities at times `t` [B] between noise and data (image, text), for rows of the directions
+        `codes` [B]. A given stream stays at its data, or at its noise where `drop` [B] is true."""
+
+    @abstractmethod
+    def velocity_losses(
+        self,
+        outputs: tuple[Tensor, Tensor],
+        target: tuple[Tensor, Tensor],
+        points: tuple[Tensor, Tensor],
+        codes: Tensor,
+    ) -> Tensor:
+        """Squared error [B] of the network's outputs (image, text), summed over the generated streams."""
+
+
+class Sphere(Manifold):
+    """The unit sphere with its geodesics and a uniform base distribution."""
+
+    name = "sphere"
+
+    def project(self, x: Tensor, v: Tensor) -> Tensor:
+        return geometry.project_tangent(x, v)
+
+    def step(self, x: Tensor, v: Tensor, h: float) -> Tensor:
+        return ops.tangent_step(x, v, h)
+
+    def retract(self, x: Tensor, v: Tensor, h: float) -> Tensor:
+        return functional.normalize(torch.add(x, v, alpha=h), dim=-1)
+
+    def transport(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+        return geometry.parallel_transport(x, y, v)
+
+    def distance(self, a: Tensor, b: Tensor) -> Tensor:
+        return geometry.angle(a, b)
+
+    def freedom(self, d: int) -> int:
+        return d - 1
+
+    def base_sample(self, n: int, d: int, kind: str = "iid", generator: torch.Generator | None = None) -> Tensor:
+        return base_noise(n, d, kind, generator=generator)
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return torch.full((len(x),), -geometry.log_area(x.shape[1]), dtype=torch.float64, device=x.device)
+
+    def interpolant(
+        self, noise: tuple[Tensor, Tensor], data: tuple[Tensor, Tensor], t: Tensor, codes: Tensor, drop: Tensor
+    ) -> Interpolant:
+        return ops.masked_interpolant(*noise, *data, t, codes, drop=drop)
+
+    def velocity_losses(
+        self,
+        outputs: tuple[Tensor, Tensor],
+        target: tuple[Tensor, Tensor],
+        points: tuple[Tensor, Tensor],
+        codes: Tensor,
+    ) -> Tensor:
+        return ops.flow_loss(*outputs, *target, *points, codes)[1]
+
+
+class Euclidean(Manifold):
+    """Flat space with straight lines and a standard normal base distribution."""
+
+    name = "euclidean"
+
+    def project(self, x: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002
+        return v
+
+    def step(self, x: Tensor, v: Tensor, h: float) -> Tensor:
+        return torch.add(x, v, alpha=h)
+
+    retract = step
+
+    def transport(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002
+        return v
+
+    def distance(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(a - b, dim=-1)
+
+    def freedom(self, d: int) -> int:
+        return d
+
+    def base_sample(self, n: int, d: int, kind: str = "iid", generator: torch.Generator | None = None) -> Tensor:
+        points = base_noise(n, d, kind, generator=generator)
+        return points * torch.randn(n, d, generator=generator).norm(dim=1, keepdim=True)
+
+    def log_base(self, x: Tensor) -> Tensor:
+        return -0.5 * x.double().square().sum(1) - x.shape[1] / 2 * math.log(2 * math.pi)
+
+    def interpolant(
+        self, noise: tuple[Tensor, Tensor], data: tuple[Tensor, Tensor], t: Tensor, codes: Tensor, drop: Tensor
+    ) -> Interpolant:
+        points, velocities = [], []
+        for start, end, given_in in zip(noise, data, (Direction.I2T, Direction.T2I)):
+            given = (codes == given_in.code).unsqueeze(-1)
+            shown = torch.where(drop.unsqueeze(-1), start, end)
+            points.append(torch.where(given, shown, torch.lerp(start, end, t.unsqueeze(-1))))
+            velocities.append(torch.where(given, 0.0, end - start))
+        return points[0], points[1], velocities[0], velocities[1]
+
+    def velocity_losses(
+        self,
+        outputs: tuple[Tensor, Tensor],
+        target: tuple[Tensor, Tensor],
+        points: tuple[Tensor, Tensor],  # noqa: ARG002
+        codes: Tensor,  # noqa: ARG002
+    ) -> Tensor:
+        return sum((out - v).square().sum(-1) for out, v in zip(outputs, target))  # type: ignore[return-value]
+
+
+SPHERE, EUCLIDEAN = Sphere(), Euclidean()
+MANIFOLDS: dict[str, Manifold] = {manifold.name: manifold for manifold in (SPHERE, EUCLIDEAN)}
+
+
+def manifold_of(field: object) -> Manifold:
+    """The manifold a velocity field lives on: the sphere, unless its configuration names another."""
+    return MANIFOLDS[getattr(getattr(field, "config", None), "geometry", Sphere.name)]

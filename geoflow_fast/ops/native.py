@@ -1,0 +1,510 @@
+"""The only importer of the compiled extension: tensors are checked here, then pointers, sizes and streams cross.
+
+Every function takes tensors that its operation has already validated in the user's terms; the checks here guard memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geoflow_fast.noise import StructuredNoise
+
+
+@functools.cache
+def extension() -> ModuleType | None:
+    """The compiled extension; None when it was never built. One that is there but does not load is an error."""
+    try:
+        return importlib.import_module("geoflow_fast._C")
+    except ModuleNotFoundError as error:
+        if error.name != "geoflow_fast._C":
+            raise
+        return None
+
+
+def missing() -> str | None:
+    """Why the compiled CPU code cannot be used; None if it can."""
+    if extension() is None:
+        return "the compiled extension is not built; reinstall geoflow_fast with a C++17 compiler at hand"
+    return None
+
+
+def missing_cuda() -> str | None:
+    """Why the compiled CUDA code cannot be used; None if it can."""
+    module = extension()
+    if module is None:
+        return missing()
+    return module.cuda_status() or None
+
+
+def _built() -> ModuleType:
+    module = extension()
+    if module is None:
+        raise OSError(missing())
+    return module
+
+
+def cpu_features() -> list[str]:
+    """Instruction sets the compiled CPU code will use on this machine, beyond the baseline."""
+    return list(_built().cpu_features())
+
+
+def _guard(device: str, dtype: torch.dtype, **tensors: Tensor) -> None:
+    """The last check before a pointer crosses: device, dtype and contiguity."""
+    for name, tensor in tensors.items():
+        if tensor.device.type != device:
+            raise ValueError(f"{name} is on {tensor.device}, expected {device}")
+        if tensor.dtype != dtype:
+            raise TypeError(f"{name} is {tensor.dtype}, expected {dtype}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous")
+
+
+def masked_interpolant(
+    noise: tuple[Tensor, Tensor],
+    data: tuple[Tensor, Tensor],
+    t: Tensor,
+    direction: Tensor,
+    drop: Tensor | None,
+    point: tuple[Tensor, Tensor],
+    velocity: tuple[Tensor, Tensor],
+    tolerance: float,
+) -> int:
+    """Fills `point` and `velocity` (image, text); returns the first row that is not unit within `tolerance`, or -1."""
+    rows, widths = t.numel(), [x.shape[1] for x in noise]
+    dtype = noise[0].dtype
+    if dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"masked_interpolant works in float32 and float64, not {dtype}")
+    for k, stream in enumerate(("image", "text")):
+        parts = {f"{stream}0": noise[k], f"{stream}1": data[k], f"{stream}_t": point[k], f"v_{stream}": velocity[k]}
+        _guard("cpu", dtype, **parts)
+        for name, part in parts.items():
+            if part.shape != (rows, widths[k]):
+                raise ValueError(f"{name} has shape {tuple(part.shape)}, expected {(rows, widths[k])}")
+    _guard("cpu", dtype, t=t)
+    _guard("cpu", torch.int8, direction=direction)
+    if direction.numel() != rows:
+        raise ValueError(f"direction has {direction.numel()} entries for {rows} rows")
+    if drop is not None:
+        _guard("cpu", torch.bool, drop=drop)
+        if drop.numel() != rows:
+            raise ValueError(f"drop has {drop.numel()} entries for {rows} rows")
+    addresses = [part.data_ptr() for group in zip(noise, data, point, velocity) for part in group]
+    return int(
+        _built().masked_interpolant(
+            dtype == torch.float64,
+            addresses,
+            widths,
+            rows,
+            t.data_ptr(),
+            direction.data_ptr(),
+            0 if drop is None else drop.data_ptr(),
+            tolerance,
+            torch.get_num_threads(),
+        )
+    )
+
+
+class TransportMatrix:
+    """The one large matrix of the CPU transport solver and the passes over it; csrc/cpu/sinkhorn_cpu.h explains them.
+
+    It holds the centred score S = offset - C, or exp((S - centre) / eps) while `in_kernel_domain`. Potentials passed in
+    and out are float64 and refer to S.
+    """
+
+    STOPPED, CONVERGED, OUT_OF_RANGE = 0, 1, 2
+
+    def __init__(self, rows: int, cols: int, storage: torch.dtype):
+        if storage not in (torch.float32, torch.float16):
+            raise TypeError(f"storage must be float32 or float16, not {storage}")
+        leading = _built().OT_LEADING
+        self._elements = torch.empty(rows, -(-cols // leading) * leading, dtype=storage)
+        self._shape = (rows, cols)
+        self._matrix = _built().OtMatrix(self._elements.data_ptr(), rows, cols, storage == torch.float16)
+
+    @property
+    def storage(self) -> torch.dtype:
+        """Element type of the matrix."""
+        return self._elements.dtype
+
+    @property
+    def in_kernel_domain(self) -> bool:
+        """Whether the matrix holds exponentials; scores otherwise."""
+        return bool(self._matrix.kernel)
+
+    def scores(self) -> Tensor:
+        """A view of the entries, [rows, cols]."""
+        return self._elements[:, : self._shape[1]]
+
+    def build(
+        self,
+        image: tuple[Tensor | StructuredNoise, Tensor],
+        text: tuple[Tensor | StructuredNoise, Tensor],
+        weights: tuple[float, float],
+        arc: bool,
+        kernel_eps: float | None,
+    ) -> tuple[float, float]:
+        """Fills the matrix from (noise, data) of both spheres and returns the extremes of S.
+
+        With `kernel_eps` it goes straight to the kernel domain, which the caller must know to be in range.
+        """
+        self._matrix.kernel = kernel_eps is not None
+        self._matrix.centre, self._matrix.eps = 0.0, kernel_eps or 1.0
+        kept = [self._factor(*pair, weight) for pair, weight in zip((image, text), weights)]
+        low, high = _built().ot_build(self._matrix, *(factor for factor, _ in kept), arc, torch.get_num_threads())
+        return low, high
+
+    def _factor(self, noise: Tensor | StructuredNoise, data: Tensor, weight: float) -> tuple[Any, list[Tensor]]:
+        """The native factor, and the tensors that must outlive it."""
+        rows, cols = self._shape
+        width = data.shape[1]
+        if data.shape != (cols, width) or noise.shape != (rows, width):
+            raise ValueError(f"noise {tuple(noise.shape)} and data {tuple(data.shape)} do not fit {self._shape}")
+        _guard("cpu", torch.float32, data=data)
+        if isinstance(noise, Tensor):
+            _guard("cpu", torch.float32, noise=noise)
+            return _built().OtFactor([noise.data_ptr(), data.data_ptr(), 0, 0], width, 0, weight), [noise, data]
+        signs, scale = noise.signs, noise.inverse_norm()
+        _guard("cpu", torch.float32, signs=signs)
+        if signs.shape != (-(-rows // noise.order), 3, noise.order) or width > noise.order:
+            raise ValueError(f"signs {tuple(signs.shape)} do not describe {rows} rows of width {width}")
+        kept = [data, signs] if scale is None else [data, signs, scale]
+        addresses = [0, data.data_ptr(), signs.data_ptr(), 0 if scale is None else scale.data_ptr()]
+        return _built().OtFactor(addresses, width, noise.order, weight), kept
+
+    def load(self, cost: Tensor, offset: float) -> tuple[float, float]:
+        """Fills the matrix with S = offset - cost [rows, cols]; returns its extremes, infinite if one entry is bad."""
+        _guard("cpu", torch.float32, cost=cost)
+        if cost.shape != self._shape:
+            raise ValueError(f"cost has shape {tuple(cost.shape)}, expected {self._shape}")
+        self._matrix.kernel = False
+        low, high = _built().ot_import(self._matrix, cost.data_ptr(), offset, torch.get_num_threads())
+        return low, high
+
+    def enter_kernel(self, centre: float, eps: float) -> None:
+        """From scores to exp((S - centre) / eps), in place."""
+        if self.in_kernel_domain:
+            raise ValueError("the matrix is in the kernel domain already")
+        self._matrix.centre, self._matrix.eps = centre, eps
+        _built().ot_change_domain(self._matrix, torch.get_num_threads())
+        self._matrix.kernel = True
+
+    def leave_kernel(self) -> None:
+        """Back to scores, in place."""
+        if not self.in_kernel_domain:
+            raise ValueError("the matrix is not in the kernel domain")
+        _built().ot_change_domain(self._matrix, torch.get_num_threads())
+        self._matrix.kernel = False
+
+    def iterate(self, f: Tensor, g: Tensor, eps: float, tol: float, max_iter: int) -> tuple[int, int, float]:
+        """Sinkhorn iterations, updating `f` and `g` in place: (outcome, iterations, column violation)."""
+        self._check_potentials(f=f, g=g)
+        outcome, iterations, error = _built().ot_iterate(
+            self._matrix, eps, tol, max_iter, f.data_ptr(), g.data_ptr(), torch.get_num_threads()
+        )
+        return outcome, iterations, error
+
+    def panel_pass(self, f: Tensor, g: Tensor, eps: float, total_rows: int) -> Tensor | None:
+        """Sums of the plan's columns over these rows of a problem with `total_rows`, float64 [cols]; `f` is updated in
+        place. None where the kernel domain cannot hold them."""
+        self._check_potentials(f=f, g=g)
+        sums = torch.empty_like(g)
+        fine = _built().ot_panel_pass(
+            self._matrix, eps, total_rows, f.data_ptr(), g.data_ptr(), sums.data_ptr(), torch.get_num_threads()
+        )
+        return sums if fine else None
+
+    def assign(self, f: Tensor, g: Tensor, eps: float, uniform: Tensor | None) -> Tensor:
+        """Column of each row, int64 [rows]: the argmax of the plan, or its inverse row distribution at `uniform`."""
+        self._check_potentials(f=f, g=g)
+        index = torch.empty(self._shape[0], dtype=torch.int64)
+        if uniform is None:
+            self._read_out(None, g, None, index, eps)
+            return index
+        _guard("cpu", torch.float64, uniform=uniform)
+        if uniform.numel() != self._shape[0]:
+            raise ValueError(f"uniform has {uniform.numel()} entries for {self._shape[0]} rows")
+        self._read_out(None, g, uniform, index, eps)
+        return index
+
+    def mean_score(self, f: Tensor, g: Tensor, eps: float) -> float:
+        """sum_ij P_ij S_ij."""
+        self._check_potentials(f=f, g=g)
+        return self._read_out(f, g, None, None, eps)
+
+    def _check_potentials(self, **potentials: Tensor) -> None:
+        _guard("cpu", torch.float64, **potentials)
+        for size, (name, potential) in zip(self._shape, potentials.items()):
+            if potential.numel() != size:
+                raise ValueError(f"{name} has {potential.numel()} entries, expected {size}")
+
+    def _read_out(self, f: Tensor | None, g: Tensor, uniform: Tensor | None, index: Tensor | None, eps: float) -> float:
+        f_address, u_address, i_address = (0 if x is None else x.data_ptr() for x in (f, uniform, index))
+        threads = torch.get_num_threads()
+        return float(_built().ot_read_out(self._matrix, eps, f_address, g.data_ptr(), u_address, i_address, threads))
+
+
+def gallery_posterior(
+    samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias: Tensor | None, pick: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Statistics (peak, weight, moment [Q], top_score, top_index [Q, top_k]) of the scores of the items.
+
+    The items are the rows of `gallery` [*, d], or those that `pick` lists in ascending order; `top_index` counts items.
+    """
+    inputs, sizes = _gallery_inputs(samples, gallery, item_bias, pick)
+    queries, items = sizes[0], sizes[2]
+    if not 1 <= top_k <= items:
+        raise ValueError(f"top_k={top_k} of {items} items")
+    peak, weight, moment = torch.empty(3, queries, dtype=torch.float64)
+    top_score = torch.empty(queries, top_k, dtype=torch.float64)
+    top_index = torch.empty(queries, top_k, dtype=torch.int64)
+    outputs = (peak, weight, moment, top_score, top_index)
+    addresses = [x.data_ptr() for x in outputs]
+    _built().gallery_posterior(inputs, sizes, kappa, top_k, addresses, torch.get_num_threads())
+    return outputs
+
+
+def gallery_scores(samples: Tensor, gallery: Tensor, kappa: float, item_bias: Tensor | None) -> Tensor:
+    """Scores [Q, N] of the rows of `gallery` [N, d]."""
+    inputs, sizes = _gallery_inputs(samples, gallery, item_bias, None)
+    scores = torch.empty(sizes[0], sizes[2], dtype=torch.float32)
+    _built().gallery_scores(inputs, sizes, kappa, scores.data_ptr(), torch.get_num_threads())
+    return scores
+
+
+def _gallery_inputs(
+    samples: Tensor, gallery: Tensor, item_bias: Tensor | None, pick: Tensor | None
+) -> tuple[list[int], list[int]]:
+    """Addresses of samples, gallery, pick and bias; queries, draws, items and width."""
+    queries, draws, dim = samples.shape
+    _guard("cpu", torch.float32, samples=samples, gallery=gallery)
+    if gallery.dim() != 2 or gallery.shape[1] != dim:
+        raise ValueError(f"gallery has shape {tuple(gallery.shape)}, expected [N, {dim}]")
+    items = len(gallery)
+    if pick is not None:
+        _guard("cpu", torch.int64, pick=pick)
+        items = pick.numel()
+        if items and not 0 <= int(pick.min()) <= int(pick.max()) < len(gallery):
+            raise ValueError(f"pick names rows outside of the {len(gallery)} of the gallery")
+    if item_bias is not None:
+        _guard("cpu", torch.float32, item_bias=item_bias)
+        if item_bias.shape != (items,):
+            raise ValueError(f"item_bias has shape {tuple(item_bias.shape)}, expected [{items}]")
+    if not (queries and draws and dim and items):
+        raise ValueError(f"nothing to score: samples {tuple(samples.shape)}, {items} items")
+    inputs = [samples.data_ptr(), gallery.data_ptr(), *(0 if x is None else x.data_ptr() for x in (pick, item_bias))]
+    return inputs, [queries, draws, items, dim]
+
+
+# The device type whose memory the compiled CUDA code reads; the emulation of the GPU under tests/ runs it on the CPU.
+CUDA_MEMORY = "cuda"
+
+
+def cuda_devices() -> tuple[str, ...]:
+    """Device types of the tensors that the compiled CUDA code takes."""
+    return (CUDA_MEMORY,)
+
+
+def _place(device: torch.device) -> tuple[int, int]:
+    """Device index and the current stream's handle there, as the launchers take them."""
+    if device.type != "cuda":
+        return 0, 0
+    stream = torch.cuda.current_stream(device)
+    return stream.device_index, stream.cuda_stream
+
+
+def _sixteen_byte_rows(x: Tensor) -> Tensor:
+    """`x` itself, or a copy with zeros appended, so that each row starts at a multiple of 16 bytes."""
+    columns = x.shape[1] % 4
+    if columns:
+        return torch.nn.functional.pad(x, (0, 4 - columns))
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+class CudaTransport:
+    """A transport problem in GPU memory and the kernels that solve it; csrc/cuda/sinkhorn_cuda.h explains them.
+
+    Every method but `status` and `spread` only enqueues work on the current stream, in memory allocated here, and may
+    be captured in a CUDA graph. The order is: `build` or `load`, `solve`, then any of `status`, `read` and `sample`.
+    """
+
+    def __init__(self, rows: int, cols: int, device: torch.device):
+        self._shape, self._device = (rows, cols), device
+        self._matrix = torch.empty(0, dtype=torch.float32, device=device)
+        self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
+        self._status = torch.empty(3, dtype=torch.int32, device=device)
+        self._offset: float | None = None
+        self._native: Any = None
+
+    def build(
+        self,
+        image: tuple[Tensor, Tensor],
+        text: tuple[Tensor, Tensor],
+        weights: tuple[float, float],
+        arc: bool,
+        precise: bool,
+    ) -> None:
+        """Scores S = offset - C from (noise, data) of both spheres, to float32 or TF32 accuracy."""
+        rows, cols = self._shape
+        for stream, (noise, data) in (("image", image), ("text", text)):
+            width = data.shape[1]
+            if noise.shape != (rows, width) or data.shape != (cols, width):
+                raise ValueError(f"{stream}: {tuple(noise.shape)} and {tuple(data.shape)} do not fit {self._shape}")
+            self._own(torch.float32, noise=noise, data=data)
+        self._matrix = torch.empty(rows, -(-cols // 4) * 4, dtype=torch.float32, device=self._device)
+        self._native = _built().CudaTransport(rows, cols, self._matrix.data_ptr(), self._matrix.shape[1])
+        padded = [_sixteen_byte_rows(x) for x in (image[0], text[0], image[1], text[1])]
+        clouds = [x.data_ptr() for x in padded]
+        widths = [x.shape[1] for x in padded[2:]]
+        self._offset = self._native.build(clouds, widths, weights, arc, precise, *_place(self._device))
+
+    def load(self, cost: Tensor, middle: float) -> None:
+        """Takes a cost matrix [rows, cols]; `middle` is subtracted from the entries when they are read.
+
+        Copied only where rows do not start at multiples of 16 bytes.
+        """
+        self._own(torch.float32, cost=cost)
+        if cost.shape != self._shape:
+            raise ValueError(f"cost has shape {tuple(cost.shape)}, expected {self._shape}")
+        self._matrix, self._offset = _sixteen_byte_rows(cost), None
+        self._native = _built().CudaTransport(*self._shape, self._matrix.data_ptr(), self._matrix.shape[1])
+        self._native.use_given_costs(middle)
+
+    def costs(self) -> Tensor:
+        """C, [rows, cols]: what was loaded, or computed from the scores."""
+        entries = self._matrix[:, : self._shape[1]]
+        return entries if self._offset is None else self._offset - entries
+
+    def spread(self) -> float:
+        """Largest minus smallest entry; waits for the matrix."""
+        low, high = torch.aminmax(self._matrix[:, : self._shape[1]])
+        return float(high) - float(low)
+
+    def solve(self, eps: float, tol: float, max_iter: int, halvings: int = 0) -> None:
+        """All iterations, in one launch that ends itself; the first ones at larger eps, down from eps 2^halvings."""
+        self._native.set_limits(eps, tol, max_iter, halvings)
+        place = _place(self._device)
+        self._workspace = torch.empty(self._native.workspace_bytes(place[0]), dtype=torch.uint8, device=self._device)
+        self._native.solve(self._workspace.data_ptr(), self._status.data_ptr(), *place)
+
+    def status(self) -> tuple[int, bool, float]:
+        """Iterations done, whether they converged, and the column violation seen last; waits for the solve."""
+        status = self._status.cpu()
+        return int(status[0]), bool(status[1]), float(status[2:].view(torch.float32))
+
+    def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """(argmax of each row, f, g, row sums of the plan times rows, transport cost of each row times rows)."""
+        rows, cols = self._shape
+        outputs = (
+            torch.empty(rows, dtype=torch.int64, device=self._device),
+            torch.empty(rows, dtype=torch.float64, device=self._device),
+            torch.empty(cols, dtype=torch.float64, device=self._device),
+            torch.empty(rows, dtype=torch.float32, device=self._device),
+            torch.empty(rows, dtype=torch.float32, device=self._device),
+        )
+        self._native.result(self._workspace.data_ptr(), [x.data_ptr() for x in outputs], *_place(self._device))
+        return outputs
+
+    def sample(self, uniform: Tensor) -> Tensor:
+        """A column of each row: the inverse of the row's distribution at `uniform` [rows] in [0, 1)."""
+        self._own(torch.float64, uniform=uniform)
+        if uniform.numel() != self._shape[0]:
+            raise ValueError(f"uniform has {uniform.numel()} entries for {self._shape[0]} rows")
+        index, _, _, row_mass, _ = self.read()
+        addresses = [x.data_ptr() for x in (self._workspace, row_mass, uniform, index)]
+        self._native.sample(*addresses, *_place(self._device))
+        return index
+
+    def _own(self, dtype: torch.dtype, **tensors: Tensor) -> None:
+        """Tensors must be on this problem's device, not just on any GPU."""
+        _guard(CUDA_MEMORY, dtype, **tensors)
+        for name, tensor in tensors.items():
+            if tensor.device != self._device:
+                raise ValueError(f"{name} is on {tensor.device}, expected {self._device}")
+
+
+# What each row kernel takes, argument by argument: R rows [rows, width], T tangents [K rows, width], G groups
+# [rows / rows per group, width], P partial sums of the groups, C a column [rows, 1], M a mask of all entries, m one of
+# the rows, K the number of tangents, and a dot for any other number.
+_KERNELS = {
+    "adaln": ".RGGR",
+    "adaln_backward": ".RRGRR",
+    "adaln_jvp": ".KRTGGRT",
+    "swiglu": "RRR",
+    "swiglu_backward": "RRRRR",
+    "swiglu_jvp": "KRTRTRT",
+    "flow_loss": "mRRRC",
+    "flow_loss_backward": "mCRRRR",
+    "gate_residual": ".RRRGMR",
+    "gate_residual_backward": ".RRRGMRRP",
+    "gate_residual_jvp": "KRTRTRTGRT",
+}
+
+
+_OPTIONAL = {"gate_residual": (2,), "gate_residual_backward": (2, 6), "gate_residual_jvp": (3, 4)}
+"""Places of the arguments that may be None: the gate and its derivatives."""
+
+
+def network_kernel(name: str, shape: tuple[int, int, int], *arguments: Tensor | float | None) -> None:
+    """Runs one of the network's row kernels on `shape` = (rows, width, rows per group).
+
+    Tensors among the arguments are float32 matrices with unit stride along their rows, or bool masks; None leaves a
+    part out. The caller has made the outputs, which are among the arguments.
+    """
+    _check_extents(name, shape, arguments)
+    crossing = [_crossing(x) if x is None or isinstance(x, Tensor) else x for x in arguments]
+    getattr(_built(), name)((*shape, torch.get_num_threads()), *crossing)
+
+
+def _check_extents(name: str, shape: tuple[int, int, int], arguments: tuple[Tensor | float | None, ...]) -> None:
+    """Every tensor has the rows and columns that the kernel will touch."""
+    rows, width, per_group = shape
+    roles = _KERNELS[name]
+    if rows < 1 or width < 1 or per_group < 1 or rows % per_group or len(arguments) != len(roles):
+        raise ValueError(f"{name} cannot run on {shape} with {len(arguments)} arguments")
+    groups = rows // per_group
+    tangents = int(arguments[roles.index("K")]) if "K" in roles else 0  # type: ignore[arg-type]
+    expected = {
+        "R": (rows, width),
+        "T": (tangents * rows, width),
+        "G": (groups, width),
+        "P": (groups * -(-per_group // reduction_rows()), width),
+        "C": (rows, 1),
+        "M": (rows, width),
+        "m": (rows,),
+    }
+    for place, (role, x) in enumerate(zip(roles, arguments)):
+        if x is None and place not in _OPTIONAL.get(name, ()):
+            raise TypeError(f"{name} cannot do without its argument {place}")
+        if isinstance(x, Tensor) and x.shape != expected[role]:
+            raise ValueError(f"{name} expects {expected[role]}, got {tuple(x.shape)}")
+
+
+def _crossing(x: Tensor | None) -> int | tuple[int, int]:
+    """What crosses for a matrix: (address, row stride); for a mask: its address."""
+    if x is None:
+        return 0, 0
+    if x.dtype == torch.bool:
+        _guard("cpu", torch.bool, keep=x)
+        return x.data_ptr()
+    if x.device.type != "cpu" or x.dtype != torch.float32 or x.dim() != 2 or (x.stride(1) != 1 and x.shape[1] > 1):
+        raise ValueError(
+            f"expected a float32 CPU matrix with contiguous rows, got {x.dtype} {tuple(x.shape)} {x.stride()}"
+        )
+    return x.data_ptr(), x.stride(0)
+
+
+def reduction_rows() -> int:
+    """Rows whose contributions to a reduced gradient are summed in one block."""
+    return int(_built().reduction_rows)
+
+
+def keep_mask(keep: Tensor, share: float, seed: int) -> None:
+    """Fills the mask `keep`: false with probability `share`, by `seed`."""
+    _guard("cpu", torch.bool, keep=keep)
+    _built().keep_mask(keep.numel(), share, seed, keep.data_ptr(), torch.get_num_threads())

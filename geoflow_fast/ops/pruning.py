@@ -1,0 +1,224 @@
+"""The gallery posterior without scoring items that provably do not matter.
+
+**Upper bound of a score.** Let x_m be a query's samples, a their mean, e_m = x_m - a, and P [r - 1, d] have orthonormal
+rows. For an item g, with residuals g' = g - P^T P g and e_m' = e_m - P^T P e_m,
+
+    <g, x_m> = <g, a> + <P g, P e_m> + <g', e_m'>  <=  <g, a> + <P g, P e_m> + |g'| |e_m'|     (Cauchy-Schwarz)
+
+so u = kappa <g, a> + log mean_m exp(kappa (<P g, P e_m> + |g'| |e_m'|)) + bias >= s. Only the deviations are
+bounded; the mean is exact. The second term is the score of the r-vector (P g, |g'|), which is stored, against
+(P e_m, |e_m'|), so the kernel that scores items computes it, at r / d of the price. P is the gallery's leading
+principal directions, which makes |g'| small, but any P is right.
+
+**Which items are left out.** The partition function Z is at least the sum of exp(s) over any items, here over the
+`SEEDS` that look best by P alone, scored exactly. Items with u < log Z_seeds + log(LEFT_MASS / N) are left out:
+together they have less than LEFT_MASS of the posterior. The sum of exp(u) over them, against Z of the items scored, is
+what `mass_bound` and `entropy_bound` of the result are made of.
+
+**Rounding.** u is raised by what float arithmetic can have taken from it or added to s: with unit roundoff h, norms
+|g| <= G and |x| <= X, inner products of length n are off by at most n h G X, those of the deviations (|e| <= 2 X) by
+2 n h G X, and log-mean-exps of M terms by (20 kappa G X + M + 16 + 4 |bias|) h each. `_slack` adds these up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from geoflow_fast.ops.gallery_statistics import GalleryStatistics
+
+LEFT_MASS = 1e-6
+
+
+SEEDS = 128
+
+
+PILOT_ITEMS = 1024
+
+
+FEWEST_ITEMS = 16_384
+"""Galleries below this are scored whole by prune="auto": there is little to save."""
+
+
+FEWEST_SAMPLES = 512
+"""Calls with fewer samples of all queries together are scored whole by prune="auto": a pilot could cost them 5 %."""
+
+
+DEAREST_BOUND = 0.32
+"""Price of a bound in units of a score above which prune="auto" does not try."""
+
+
+QUERY_GROUP = 32
+"""Queries whose bounds are computed in one pass over the gallery."""
+
+
+BOUND_ENTRIES = 1 << 24
+"""Upper bounds held at once: 64 MB in float32."""
+
+
+@dataclass(frozen=True)
+class PrefixRows:
+    """A gallery's rows in few coordinates, for upper bounds of their scores."""
+
+    projection: Tensor
+    """[r - 1, d] float64, orthonormal rows."""
+    rows: Tensor
+    """[N, r] on the gallery's device: the projected item, then the norm of what the projection leaves."""
+    largest_norm: float
+    """Of the gallery's rows."""
+
+    def check(self, gallery: Tensor) -> None:
+        """Refuses the index of another gallery, as far as size, width and 16 rows tell."""
+        count, width = gallery.shape
+        if (len(self.rows), self.projection.shape[1]) != (count, width):
+            raise ValueError(
+                f"the index is of {len(self.rows)} items of width {self.projection.shape[1]}, but the gallery has "
+                f"{count} of width {width}"
+            )
+        if self.rows.device != gallery.device:
+            raise ValueError(f"the index is on {self.rows.device}, but the gallery on {gallery.device}")
+        some = torch.linspace(0, count - 1, min(count, 16), dtype=torch.float64).long().to(gallery.device)
+        expected = gallery[some].double() @ self.projection.T
+        wrong = (expected - self.rows[some, :-1]).abs().amax(dim=1) > 1e-4
+        if bool(wrong.any()):
+            raise ValueError(f"the index is of another gallery: item {int(some[wrong][0])} differs; build it anew")
+
+
+def reduce_rows(x: Tensor, projection: Tensor) -> Tensor:
+    """(P x, |x - P^T P x|) of float64 rows x [..., d], the norm rounded up: [..., r]."""
+    kept = x @ projection.T
+    whole = x.square().sum(-1, keepdim=True)
+    rest = (whole - kept.square().sum(-1, keepdim=True)).clamp_min_(0).add_(whole, alpha=1e-12).sqrt_()
+    return torch.cat((kept, rest), dim=-1)
+
+
+Score = Callable[[Tensor, Tensor, float, "Tensor | None"], Tensor]
+
+
+Best = Callable[[Tensor, Tensor, int], Tensor]
+
+
+Reduce = Callable[[Tensor, "Tensor | None"], GalleryStatistics]
+
+
+@dataclass(frozen=True)
+class _Queries:
+    """Samples and what the bounds need of them, in the dtype of the samples."""
+
+    samples: Tensor
+    """[Q, M, d]."""
+    mean: Tensor
+    """[Q, 1, d]."""
+    spread: Tensor
+    """[Q, M, r], the deviations from the mean as `reduce_rows` gives them."""
+    looks: Tensor
+    """[Q, 1, r], the projected mean and a zero: a score against it ignores the residual."""
+
+    def select(self, some: Tensor) -> _Queries:
+        return _Queries(self.samples[some], self.mean[some], self.spread[some], self.looks[some])
+
+
+@dataclass(frozen=True)
+class Pruner:
+    """One gallery, index and kappa, and the exact kernels: `score(samples, rows, kappa, bias)` -> [Q, N],
+    `best(samples, rows, k)` -> [Q, k] int64, and `reduce(samples, pick)` over the items `pick` (None: all)."""
+
+    gallery: Tensor
+    prefix: PrefixRows
+    kappa: float
+    top_k: int
+    item_bias: Tensor | None
+    score: Score
+    best: Best
+    reduce: Reduce
+
+    def statistics(self, samples: Tensor, *, always: bool) -> GalleryStatistics:
+        """Statistics of samples [Q, M, d]; queries for which pruning does not promise to pay are scored whole."""
+        items = len(self.gallery)
+        small = items < FEWEST_ITEMS or samples.shape[0] * samples.shape[1] < FEWEST_SAMPLES
+        if not always and (small or self._bound_cost(samples) > DEAREST_BOUND):
+            return self.reduce(samples, None)
+        group = max(1, min(QUERY_GROUP, BOUND_ENTRIES // items))
+        return GalleryStatistics.of_queries([self._group(part, always) for part in samples.split(group)])
+
+    def _group(self, samples: Tensor, always: bool) -> GalleryStatistics:
+        price = self._bound_cost(samples)
+        if not always:
+            # Two queries first: where pruning pays for neither, the others are spared the pilot.
+            scouts = self._describe(samples[:: (len(samples) + 1) // 2])
+            if not bool(self._pays(scouts, self._floor(scouts), price).any()):
+                return self.reduce(samples, None)
+        queries = self._describe(samples)
+        floor = self._floor(queries)
+        pays = torch.ones_like(floor, dtype=torch.bool) if always else self._pays(queries, floor, price)
+        chosen, others = pays.nonzero()[:, 0], (~pays).nonzero()[:, 0]
+        parts = []
+        if len(chosen):
+            parts.append(self._prune(queries.select(chosen), floor[chosen]))
+        if len(others):
+            parts.append(self.reduce(samples[others], None))
+        return GalleryStatistics.of_queries(parts).select(torch.cat((chosen, others)).argsort())
+
+    def _describe(self, samples: Tensor) -> _Queries:
+        wide = samples.double()
+        mean = wide.mean(dim=1, keepdim=True)
+        spread = reduce_rows(wide - mean, self.prefix.projection)
+        looks = torch.nn.functional.pad(mean @ self.prefix.projection.T, (0, 1))
+        return _Queries(samples, *(x.to(samples.dtype) for x in (mean, spread, looks)))
+
+    def _floor(self, queries: _Queries) -> Tensor:
+        """[Q] float64: log Z_seeds + log(LEFT_MASS / N)."""
+        seeds = self.best(queries.looks, self.prefix.rows.to(queries.looks), min(SEEDS, len(self.gallery)))
+        seeds = seeds.sort(dim=1).values
+        found = [self.reduce(queries.samples[q : q + 1], seeds[q]).log_z for q in range(len(seeds))]
+        return torch.cat(found) + math.log(LEFT_MASS / len(self.gallery))
+
+    def _pays(self, queries: _Queries, floor: Tensor, price: float) -> Tensor:
+        """[Q] bool: whether bounds of that price and the items that remain cost clearly less than all, by a pilot."""
+        some = torch.arange(0, len(self.gallery), len(self.gallery) // PILOT_ITEMS, device=floor.device)
+        bias = None if self.item_bias is None else self.item_bias[some]
+        bounds = self._upper_bounds(queries, self.gallery[some], self.prefix.rows[some], bias)
+        share = (bounds >= floor.unsqueeze(1)).double().mean(dim=1)
+        return price + 1.2 * share < 0.8
+
+    def _prune(self, queries: _Queries, floor: Tensor) -> GalleryStatistics:
+        bounds = self._upper_bounds(queries, self.gallery, self.prefix.rows, self.item_bias)
+        fewest = min(max(self.top_k, SEEDS), bounds.shape[1])
+        parts = []
+        for query, (bound, threshold) in enumerate(zip(bounds, floor.tolist())):
+            # Not a plain >=: a NaN comes from the input, and scoring the item reports it.
+            keep = ~(bound < threshold) | (bound == -math.inf)
+            if int(keep.sum()) < fewest:
+                keep[bound.topk(fewest).indices] = True
+            pick = keep.nonzero()[:, 0]
+            # Beyond the terms of `_slack`: the rounding of a sum of up to 2^24 terms.
+            log_left = bound.masked_fill(keep, -math.inf).logsumexp(0, keepdim=True).double() + 1e-3
+            part = self.reduce(queries.samples[query : query + 1], pick)
+            left = torch.full_like(part.left, len(bound) - len(pick))
+            parts.append(dataclasses.replace(part, log_left=log_left, left=left))
+        return GalleryStatistics.of_queries(parts)
+
+    def _upper_bounds(self, queries: _Queries, gallery: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """u of the module's text, [Q, N], for gallery rows [N, d], their prefix rows [N, r] and bias [N]."""
+        bounds = self.score(queries.spread, rows.to(queries.spread), self.kappa, None)
+        bounds += self.score(queries.mean, gallery, self.kappa, bias)
+        return bounds.add_(self._slack(queries.samples, bias))
+
+    def _slack(self, samples: Tensor, bias: Tensor | None) -> float:
+        _, draws, width = samples.shape
+        roundoff = max(torch.finfo(x.dtype).eps for x in (samples, self.prefix.rows))
+        length = 2 * width + 2 * self.prefix.rows.shape[1] + 96
+        size = self.kappa * self.prefix.largest_norm * float(torch.linalg.vector_norm(samples, dim=-1).max())
+        largest_bias = 0.0 if bias is None else float(bias.abs().max())
+        return roundoff * (length * size + 4 * draws + 64 + 8 * largest_bias)
+
+    def _bound_cost(self, samples: Tensor) -> float:
+        """Price of a bound in units of a score: r / d of the products, the exponentials, and a pass over the gallery,
+        which is bound by memory when few queries share it."""
+        queries, draws, width = samples.shape
+        return self.prefix.rows.shape[1] / width + 0.07 + max(26 / min(queries, QUERY_GROUP), 1.9) / draws

@@ -1,0 +1,46 @@
+"""When Triton kernels can serve, and how operations reach them without importing triton first."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors and without a GPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def devices() -> tuple[str, ...]:
+    """Device types of the tensors that kernels take."""
+    return ("cpu", "cuda") if interpreted() else ("cuda",)
+
+
+@functools.cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def missing() -> str | None:
+    """Why Triton kernels cannot run here; None if they can."""
+    if not _installed():
+        return "triton is not installed; pip install triton"
+    if not interpreted() and not torch.cuda.is_available():
+        return "no CUDA device; TRITON_INTERPRET=1 runs the kernels slowly on CPU tensors"
+    return None
+
+
+def kernel(module: str, function: str) -> Callable[..., Any]:
+    """`function` of `geoflow_fast.kernels.<module>`, imported when it is first called."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(f"geoflow_fast.kernels.{module}"), function)(*args, **kwargs)
+
+    return call

@@ -1,0 +1,1 @@
+"""Retrieval with uncertainty: galleries, posteriors over them, re-ranking."""

@@ -1,0 +1,118 @@
+"""Choosing the kernel's concentration and the guidance on held-out pairs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geoflow_fast import ops
+from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.flow.model import GeoFlow
+from geoflow_fast.retrieval.entropy import CONDITIONAL, FAST, RetrievalEntropy
+from geoflow_fast.retrieval.gallery import Gallery
+from geoflow_fast.retrieval.marginals import log_mean_scores
+from geoflow_fast.retrieval.task import retrieval_task
+
+GUIDANCES = (0.0, 0.5, 1.0, 2.0, 3.0, 5.0)
+
+
+KAPPAS = tuple(2.0 ** (k / 2) for k in range(25))
+"""1 to 4096, a factor of sqrt(2) apart; the best is refined between its neighbours."""
+
+
+@dataclass(frozen=True)
+class Bandwidth:
+    """`kappa` and `guidance` with the highest likelihood of the true items of held-out queries."""
+
+    kappa: float
+    guidance: float
+    nll: float
+    """Mean of -log pi(true item), in nats, at the best point of the grid, near which `kappa` lies; log N is chance."""
+    table: Tensor
+    """[guidances, kappas] float64, that mean for every setting tried."""
+
+
+@torch.no_grad()
+def fit_bandwidth(
+    flow: GeoFlow,
+    pairs: EmbeddingPairs,
+    direction: str = "t2i",
+    *,
+    guidances: Sequence[float] = GUIDANCES,
+    kappas: Sequence[float] = KAPPAS,
+    max_queries: int = 256,
+    **settings: Any,
+) -> Bandwidth:
+    """Fits kappa and guidance: minimises the mean of -log pi(true item) over held-out `pairs`, whose items serve as the
+    gallery.
+
+    Use pairs that the flow has not seen; samples of the flow cannot replace them, since guidance sharpens those.
+    `settings` are the settings of `RetrievalEntropy` that will be used with the result (`n_samples`, `n_steps`,
+    `solver`, `noise`, `posterior`, ...), by default those of `RetrievalEntropy.fast`: fewer samples need a wider
+    kernel. At most `max_queries` pairs, drawn by the seed, serve as queries. `guidances`, `kappas`: the grid to search;
+    the best kappa is refined between its neighbours. For `posterior="bayes"` marginals are estimated as by
+    `marginal="scores"`, from up to `max_queries` pairs of other images.
+    """
+    if direction not in CONDITIONAL:
+        raise ValueError(f"direction must be one of {CONDITIONAL}, got {direction!r}")
+    if not guidances or not kappas:
+        raise ValueError("fit_bandwidth needs at least one guidance and one kappa to choose from")
+    if not all(low < high for low, high in itertools.pairwise((0.0, *kappas, math.inf))):
+        raise ValueError(f"kappas must be positive, finite and strictly ascending, got {tuple(kappas)}")
+    fixed = {"kappa", "guidance", "reference"} & set(settings)
+    if fixed:
+        raise TypeError(f"fit_bandwidth chooses {', '.join(sorted(fixed))} itself")
+    bayes = settings.get("posterior") == "bayes"
+    if bayes and settings.get("marginal", "scores") != "scores":
+        raise ValueError(
+            "fit_bandwidth takes the items' marginals from the scores of other pairs; marginal='density' is not "
+            "computed for it, since that takes two reverse solves per item: fit with marginal='scores'"
+        )
+    task = retrieval_task(pairs, direction, max_queries, int(settings.get("seed", 0)), bayes=bayes)
+    device = next(flow.parameters()).device
+    gallery, rows = Gallery(task.items.to(device)), []
+    for guidance in guidances:
+        chosen = {**FAST, **settings, "reference": task.reference, "guidance": float(guidance)}
+        scorer = RetrievalEntropy(flow, gallery, direction, **chosen).to(device)
+        samples, others = scorer.draw(task.queries), None if task.reference is None else scorer.draw(task.reference)
+        rows.append(losses_of(kappas, samples, gallery, task.own.to(device), others))
+    table = torch.tensor(rows, dtype=torch.float64)
+    row, column = divmod(int(table.argmin()), len(kappas))
+    return Bandwidth(refined(kappas, table[row], column), float(guidances[row]), float(table.min()), table)
+
+
+def losses_of(
+    kappas: Sequence[float], samples: Tensor, gallery: Gallery, own: Tensor, reference: Tensor | None = None
+) -> list[float]:
+    """Mean of -log pi(own item [Q]) for samples [Q, M, d], for each of the kappas."""
+    return [_loss(samples, gallery, own, float(kappa), reference) for kappa in kappas]
+
+
+def _loss(samples: Tensor, gallery: Gallery, own: Tensor, kappa: float, reference: Tensor | None) -> float:
+    """Mean over queries of -log pi(own item), for samples [Q, M, d] and those of reference queries, if Bayes."""
+    ((_, items),) = gallery.blocks(samples.device, samples.dtype)
+    bias = None if reference is None else -log_mean_scores(reference, gallery, kappa)
+    found = ops.gallery_statistics(samples, items, kappa, 1, item_bias=bias)
+    cosine = torch.einsum("qmd,qd->qm", samples, items[own])
+    score = (kappa * cosine.double()).logsumexp(1) - math.log(samples.shape[1])
+    score = score if bias is None else score + bias[own]
+    return float((found.peak + found.weight.log() - score).mean())
+
+
+def refined(kappas: Sequence[float], loss: Tensor, best: int) -> float:
+    """Minimum of the parabola in log kappa through the best of the grid and its neighbours; at an end, the end."""
+    if best in (0, len(kappas) - 1):
+        return float(kappas[best])
+    x = [math.log(kappa) for kappa in kappas[best - 1 : best + 2]]
+    y = loss[best - 1 : best + 2].tolist()
+    left, right = (y[1] - y[0]) / (x[1] - x[0]), (y[2] - y[1]) / (x[2] - x[1])
+    curvature = (right - left) / (x[2] - x[0])
+    if curvature <= 0:
+        return float(kappas[best])
+    return math.exp(min(max((x[0] + x[1]) / 2 - left / (2 * curvature), x[0]), x[2]))

@@ -1,0 +1,186 @@
+"""Galleries of any size: in memory, or memory-mapped shards that are streamed a block at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geoflow_fast import ops
+from geoflow_fast.data.rows import Array, Rows, open_rows
+from geoflow_fast.distributed import ALONE, World
+from geoflow_fast.geometry import check_rows
+from geoflow_fast.ops.gallery_statistics import GalleryStatistics
+from geoflow_fast.runtime import checks, hashing
+
+BLOCK_ROWS = 16_384
+
+
+INDEX_FOLDER = "geoflow_index"
+
+
+GallerySource = Tensor | Array | str | Path
+
+
+class Gallery:
+    """The items to retrieve from: N unit rows of width `dim`, held in memory or read from files block by block.
+
+    `source`: a tensor or an array [N, d], a `.npy` file, or a folder of `.npy` shards, read in the order of the numbers
+    in their names. A tensor stays on its device; files are memory-mapped and never loaded whole. float16 is converted
+    as it is read. Rows that are not finite or not of unit norm raise a ValueError.
+
+    The ranks of a `world` share the reading for checks and digests and, after `spread`, the scoring of items.
+    """
+
+    def __init__(self, source: GallerySource, *, world: World = ALONE) -> None:
+        self.world, self.is_spread = world, False
+        self._digest: str | None = None
+        self.path = checks.path(source, "gallery") if isinstance(source, (str, Path)) else None
+        self._tensor: Tensor | None = None
+        self._rows: Rows | None = None
+        if isinstance(source, Tensor):
+            if source.dim() != 2 or not source.is_floating_point():
+                raise ValueError(f"gallery must be a floating-point [N, d], got {source.dtype} {tuple(source.shape)}")
+            check_rows(source.float() if source.dtype in (torch.float16, torch.bfloat16) else source, "gallery")
+            self._tensor = source.detach()
+        elif isinstance(source, np.ndarray):
+            self._rows = Rows([source], "gallery")
+        elif self.path is not None:
+            self._rows = open_rows(self.path, "gallery")
+        else:
+            raise TypeError(f"gallery must be a tensor, an array or a path, got {type(source).__name__}")
+        if len(self) == 0:
+            raise ValueError("the gallery is empty: there is nothing to retrieve")
+        if self._rows is not None:
+            self._rows.check(normalize=False, world=world)
+
+    def __len__(self) -> int:
+        return len(self._tensor) if self._tensor is not None else len(self._rows or ())
+
+    @property
+    def dim(self) -> int:
+        """Width d of the rows."""
+        if self._tensor is not None:
+            return self._tensor.shape[1]
+        assert self._rows is not None
+        return self._rows.dim
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether the gallery was made from a tensor; `blocks` then yields it as one block."""
+        return self._tensor is not None
+
+    @property
+    def index_folder(self) -> Path | None:
+        """Folder beside the gallery's files for what is computed once per gallery; None if it has no files."""
+        if self.path is None:
+            return None
+        return (
+            self.path / INDEX_FOLDER if self.path.is_dir() else self.path.with_name(f"{self.path.name}.{INDEX_FOLDER}")
+        )
+
+    def to(self, device: torch.device | str) -> None:
+        """Moves a gallery made from a tensor to `device`. Others are copied there block by block as they are read."""
+        found = checks.device(device)
+        if self._tensor is not None:
+            self._tensor = self._tensor.to(found)
+
+    def digest(self) -> str:
+        """Hash of all rows, which identifies the gallery. Files are read once for it, shared among the ranks."""
+        if self._tensor is not None:
+            return hashing.digest([self._tensor])
+        if self._digest is None:
+            assert self._rows is not None
+            self._digest = self._rows.digest(self.world)
+        return self._digest
+
+    def spread(self) -> None:
+        """Divides the items among the ranks. From then on all ranks must call `statistics` together with the same
+        samples; each scores its own share and receives the statistics of all items."""
+        self.is_spread = True
+
+    def blocks(
+        self, device: torch.device | str, dtype: torch.dtype = torch.float32, within: range | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yields the rows in order as (index of the first row, rows [n, d] on `device`); `within` restricts the range.
+
+        A gallery made from a tensor comes as one block. Rows of files share the file's memory or one buffer: treat a
+        block as read-only, and do not keep it beyond the next one.
+        """
+        device = checks.device(device)
+        within = range(len(self)) if within is None else within
+        if self._tensor is not None:
+            yield within.start, self._tensor[within.start : within.stop].to(device, dtype)
+            return
+        assert self._rows is not None
+        for first, block in self._rows.tensors(BLOCK_ROWS, within):
+            yield first, block.to(device, dtype)
+
+    def take(self, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The rows with the given numbers: [..., d] for an integer tensor `index` [...], on the device of `index`."""
+        checks.indices(index, "index", len(self))
+        if self._tensor is not None:
+            return self._tensor[index.to(self._tensor.device)].to(index.device, dtype)
+        assert self._rows is not None
+        kept, place = np.unique(index.cpu().numpy(), return_inverse=True)  # each row is read once
+        rows = torch.from_numpy(self._rows[kept]).to(index.device, dtype)
+        return rows[torch.from_numpy(place.reshape(index.shape)).to(index.device)]
+
+    def statistics(
+        self, samples: Tensor, kappa: float, top_k: int, item_bias: Tensor | None = None, **pruning: Any
+    ) -> GalleryStatistics:
+        """`ops.gallery_statistics` of all items, computed block by block, for `samples` [Q, M, d] and an optional
+        `item_bias` [N]. `pruning` is passed on (`index`, `prune`)."""
+        checks.with_values(samples, "samples")
+        if item_bias is not None and checks.with_values(item_bias, "item_bias").shape != (len(self),):
+            raise ValueError(f"item_bias must be [{len(self)}], got {tuple(item_bias.shape)}")
+        if not self.is_spread or self.world.size == 1:
+            return self._statistics_within(range(len(self)), samples, kappa, top_k, item_bias, pruning)
+        own = self.world.own(len(self))
+        # With more ranks than items some have none, and nothing to give.
+        mine = self._statistics_within(own, samples, kappa, top_k, item_bias, pruning) if own else None
+        return merge_over_ranks(mine, self.world, len(samples), len(self), top_k, samples.device)
+
+    def _statistics_within(
+        self,
+        rows: range,
+        samples: Tensor,
+        kappa: float,
+        top_k: int,
+        item_bias: Tensor | None,
+        pruning: dict[str, Any],
+    ) -> GalleryStatistics:
+        running: GalleryStatistics | None = None
+        for first, items in self.blocks(samples.device, samples.dtype, rows):
+            own = None if item_bias is None else item_bias[first : first + len(items)]
+            part = ops.gallery_statistics(samples, items, kappa, top_k, item_bias=own, first_index=first, **pruning)
+            running = part if running is None else running.merge(part)
+        assert running is not None
+        return running
+
+
+def merge_over_ranks(
+    mine: GalleryStatistics | None, world: World, queries: int, items: int, top_k: int, device: torch.device
+) -> GalleryStatistics:
+    """Statistics of all items on every rank from those of each rank's share (None for no items): an all-reduce whose
+    operation is the exact merge.
+
+    Each rank merges its share of the queries and gives the result to the others, so the bytes that pass a rank are
+    O(queries top_k), whatever the number of items or ranks.
+    """
+    columns = min(top_k, items)
+    width = 5 + 2 * columns
+    packed = torch.zeros(queries, width, dtype=torch.float64, device=device) if mine is None else mine.pack(columns)
+    parts = world.swap_rows(packed)
+    given = [GalleryStatistics.unpack(part, top_k) for part, share in zip(parts, world.shares(items)) if share]
+    merged = functools.reduce(GalleryStatistics.merge, given)
+    top_score, top_index = merged.top_score[:, :columns], merged.top_index[:, :columns]  # without what filled them up
+    merged = dataclasses.replace(merged, top_score=top_score, top_index=top_index)
+    counts = [len(share) for share in world.shares(queries)]
+    return GalleryStatistics.unpack(world.gather_rows(merged.pack(columns), counts), top_k)

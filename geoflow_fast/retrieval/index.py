@@ -1,0 +1,91 @@
+"""The index of a gallery that lets `gallery_posterior` leave items out: built once, saved beside the gallery."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from geoflow_fast.ops.pruning import PrefixRows, reduce_rows
+from geoflow_fast.retrieval.gallery import Gallery
+from geoflow_fast.runtime import checks
+from geoflow_fast.runtime.files import contents_of
+from geoflow_fast.runtime.tensors import load_tensors, save_tensors
+
+KIND = "gallery index"
+
+
+SAMPLE_ROWS = 32_768
+"""Rows from which the principal directions are estimated; any directions give valid bounds, these give tight ones."""
+
+
+@dataclass(frozen=True)
+class GalleryIndex(PrefixRows):
+    """An index for pruning: each item as its leading principal coordinates and the norm of the rest, `width` numbers.
+
+    Building it takes about as long as scoring a few queries. `save` and `load` use one safetensors file, which contains
+    the gallery's digest: `load` refuses an index of another gallery.
+    """
+
+    digest: str
+    """Hash of the gallery's rows (`Gallery.digest`)."""
+
+    @classmethod
+    def build(cls, gallery: Gallery | Tensor, width: int | None = None) -> GalleryIndex:
+        """Builds the index of a gallery. `width`: from 2 to the gallery's width, by default an eighth of it."""
+        gallery = gallery if isinstance(gallery, Gallery) else Gallery(gallery)
+        width = max(2, gallery.dim // 8) if width is None else width
+        if not 2 <= width <= gallery.dim:
+            raise ValueError(f"width must be between 2 and the gallery's {gallery.dim}, got {width}")
+        projection = _principal_directions(gallery, width - 1)
+        rows = torch.empty(len(gallery), width)
+        largest = 0.0
+        for first, block in gallery.blocks("cpu", torch.float32):
+            for start in range(0, len(block), SAMPLE_ROWS):
+                part = reduce_rows(block[start : start + SAMPLE_ROWS].double(), projection)
+                rows[first + start : first + start + len(part)] = _round_norm_up(part)
+                largest = max(largest, float(torch.linalg.vector_norm(part, dim=1).max()))
+        return cls(projection, rows, largest, gallery.digest())
+
+    def save(self, path: str | Path) -> None:
+        """Writes the index to the file `path`, atomically."""
+        info = {"digest": self.digest, "largest_norm": self.largest_norm}
+        save_tensors(
+            checks.path(path, "path"), {"projection": self.projection, "rows": self.rows}, kind=KIND, info=info
+        )
+
+    @classmethod
+    def load(cls, path: str | Path, gallery: Gallery | Tensor) -> GalleryIndex:
+        """Reads the index of `gallery` from a file. A damaged file or another gallery's index raises a ValueError."""
+        gallery = gallery if isinstance(gallery, Gallery) else Gallery(gallery)
+        path = checks.path(path, "path")
+        tensors, info = load_tensors(path, kind=KIND)
+        with contents_of(path):
+            index = cls(tensors["projection"], tensors["rows"], float(info["largest_norm"]), info["digest"])
+        index.check_digest(gallery)
+        return index
+
+    def check_digest(self, gallery: Gallery) -> None:
+        """Raises a ValueError unless this index was built from exactly the rows of `gallery`."""
+        if self.digest != gallery.digest():
+            raise ValueError("this is the index of another gallery, or the gallery has changed; build it anew")
+
+
+def _principal_directions(gallery: Gallery, count: int) -> Tensor:
+    """Orthonormal rows [count, d] float64: leading eigenvectors of the second moment of evenly spaced rows."""
+    step = max(1, len(gallery) // SAMPLE_ROWS)
+    moment = torch.zeros(gallery.dim, gallery.dim, dtype=torch.float64)
+    for first, block in gallery.blocks("cpu", torch.float32):
+        some = block[-first % step :: step]
+        moment += (some.T @ some).double()
+    _, vectors = torch.linalg.eigh(moment)
+    return vectors.flip(1).T[:count].contiguous()
+
+
+def _round_norm_up(rows: Tensor) -> Tensor:
+    """float32 rows whose last column is not below that of the float64 ones."""
+    rounded = rows.float()
+    rounded[:, -1] = torch.nextafter(rounded[:, -1], torch.tensor(torch.inf))
+    return rounded

@@ -1,0 +1,328 @@
+"""BayesReranker: calibrated probabilities of shortlisted items, from the log-density of the query given each of them.
+
+By Bayes' rule the probability that gallery item j is the one meant is proportional to p(query | item j): one reverse
+solve per shortlisted item, in the other conditional direction of the same flow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.flow.model import GeoFlow, flow_digest
+from geoflow_fast.geometry import check_rows
+from geoflow_fast.likelihood.reverse_ode import density_estimates
+from geoflow_fast.likelihood.settings import DensitySettings
+from geoflow_fast.retrieval.calibration import Calibration, Evidence, fit_calibration, uncalibrated
+from geoflow_fast.retrieval.entropy import CONDITIONAL, risk_lower_bound
+from geoflow_fast.retrieval.gallery import Gallery, GallerySource
+from geoflow_fast.retrieval.task import HeldOut
+from geoflow_fast.runtime import checks
+from geoflow_fast.runtime.progress import Advance, progress_bar
+
+PAIRS_AT_ONCE = 2048
+"""(query, item) pairs whose embeddings are gathered at a time."""
+
+
+SAME_ITEM = 1 - 1e-6
+"""Cosine above which two embeddings are the same item; storage in float16 alone leaves about 1e-7."""
+
+
+Candidates = Tensor | NDArray[np.integer]
+
+
+class Store(Protocol):
+    """What is asked of a FAISS index, or of anything that searches like one."""
+
+    def search(self, x: NDArray[np.float32], k: int, /) -> tuple[NDArray[Any], NDArray[Any]]:
+        """(scores, numbers of gallery rows), each [Q, k]; -1 where fewer were found."""
+
+
+@dataclass(frozen=True)
+class Reranked:
+    """The posterior over the shortlists of Q queries, of K items each; detached tensors on the device of the flow."""
+
+    index: Tensor
+    """[Q, K] int64, numbers of gallery rows, most probable first; -1 where a shortlist has fewer than K items."""
+    prob: Tensor
+    """[Q, K], the probability that each item is the one meant; a row sums to one together with `p_outside`."""
+    answer: Tensor
+    """[Q] int64, the item with the largest cosine, which plain search returns."""
+    p_answer: Tensor
+    """[Q], the probability that `answer` is right: its `prob` times the mean number of right items of a query."""
+    p_outside: Tensor
+    """[Q], the probability that the right item is not in the shortlist; 0 if uncalibrated."""
+    entropy: Tensor
+    """[Q], entropy in nats over the items and "outside"."""
+    risk_lower_bound: Tensor
+    """[Q] float64, the smallest error probability that this entropy allows (Fano)."""
+    calibrated: bool
+    """Whether the weights were fitted on held-out pairs."""
+
+
+class BayesReranker(nn.Module):
+    """Re-ranks shortlists and gives the probability of every item: `reranker(queries)` returns a `Reranked`.
+
+    `direction="t2i"`: queries are texts and the gallery holds images; "i2t": the other way round. A shortlist contains
+    the `shortlist` items with the largest cosine; they are found by a search of the gallery or of `store` (a FAISS
+    index over the same rows), or passed in (`reranker(queries, candidates)`). log p(query | item) is estimated in
+    `n_steps` steps of `solver` with `n_probes` probes. All pairs share the probes, which depend on `seed` alone:
+    results do not depend on batches, and differences between candidates are less noisy.
+
+    `calibrate` fits the weights of this log-density and of the cosine, and the probability that the right item is not
+    in the shortlist. Without it the posterior is the flow's own (alpha 1, beta 0, nothing outside), with a warning.
+    """
+
+    def __init__(
+        self,
+        flow: GeoFlow,
+        gallery: GallerySource | Gallery,
+        direction: str = "t2i",
+        shortlist: int = 32,
+        n_steps: int = 6,
+        solver: str = "midpoint",
+        n_probes: int = 1,
+        seed: int = 0,
+        *,
+        store: Store | None = None,
+    ) -> None:
+        super().__init__()
+        if direction not in CONDITIONAL:
+            raise ValueError(f"direction must be one of {CONDITIONAL}, got {direction!r}")
+        if checks.integer(shortlist, "shortlist") < 1:
+            raise ValueError(f"shortlist must be at least 1, got {shortlist}")
+        checks.integer(seed, "seed")
+        self.gallery = gallery if isinstance(gallery, Gallery) else Gallery(gallery)
+        config = flow.config
+        if config.image_dim != config.text_dim:
+            raise ValueError(
+                f"cosines need images and texts of one width, but the flow has {config.image_dim} and {config.text_dim}"
+            )
+        if self.gallery.dim != config.image_dim:
+            raise ValueError(f"gallery has width {self.gallery.dim}, but the flow expects {config.image_dim}")
+        rows = getattr(store, "ntotal", len(self.gallery))
+        if rows != len(self.gallery):
+            raise ValueError(f"store holds {rows} items, not the {len(self.gallery)} rows of the gallery")
+        self.flow, self.direction, self.store, self.query_dim = flow, direction, store, config.text_dim
+        self.shortlist = min(shortlist, len(self.gallery))
+        self.solve = DensitySettings(n_steps, n_probes, solver, shared=True)
+        self.seed = seed
+        self.calibration: Calibration | None = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BayesReranker:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.gallery.to(self._like.device)
+        return self
+
+    def extra_repr(self) -> str:
+        """Settings and weights in one line, for `print`."""
+        weights = "uncalibrated, alpha=1, beta=0"
+        if self.calibration is not None:
+            weights = "alpha={:.3g}, beta={:.3g}, outside={:.3g}".format(*self.calibration.weights)
+        return f"{self.direction}, {self.shortlist} of {len(self.gallery)} items, {weights}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything a posterior depends on besides flow, gallery, calibration and query."""
+        return {**self._fitted_for, "seed": self.seed}
+
+    @property
+    def _fitted_for(self) -> dict[str, Any]:
+        return {"direction": self.direction, "shortlist": self.shortlist, **dataclasses.asdict(self.solve)}
+
+    @property
+    def made_for(self) -> dict[str, Any]:
+        """Facts of flow, direction, shortlist and solver that a calibration is valid for."""
+        return {**self._fitted_for, "flow": flow_digest(self.flow)}
+
+    @property
+    def _like(self) -> Tensor:
+        return next(self.flow.parameters())
+
+    if TYPE_CHECKING:  # a module's call has no types of its own
+
+        def __call__(self, queries: Tensor, candidates: Candidates | None = None) -> Reranked: ...
+
+    def forward(self, queries: Tensor, candidates: Candidates | None = None) -> Reranked:
+        """Posterior of each of the `queries` [Q, d], unit rows, over its shortlist or over `candidates` [Q, K]: numbers
+        of gallery rows, padded with -1."""
+        found = self.rerank(queries, candidates)
+        if not found.calibrated:
+            warnings.warn("BayesReranker is uncalibrated: alpha=1, beta=0, nothing outside the shortlist", stacklevel=4)
+        return found
+
+    @torch.no_grad()
+    def rerank(
+        self, queries: Tensor, candidates: Candidates | None = None, advance: Advance = lambda _: None
+    ) -> Reranked:
+        """Same as `forward`, and calls `advance(n)` whenever n more queries are done."""
+        queries = self._checked(queries, "queries")
+        index = self._search(queries, candidates)
+        parts = [Evidence.empty(self.shortlist, queries.device)]
+        for rows in self._batches(len(queries)):
+            shortlist = self._gather(queries[rows], index[rows])
+            parts.append(self._evidence(queries[rows], shortlist))
+            advance(len(shortlist.valid))
+        return self._read_out(index, Evidence.joined(parts))
+
+    @torch.no_grad()
+    def calibrate(self, pairs: EmbeddingPairs, *, max_queries: int = 1000, progress: bool | None = None) -> Calibration:
+        """Fits the weights on held-out `pairs`, stores them in `self.calibration` and returns them.
+
+        At most `max_queries` queries, drawn by the seed, are searched in the gallery with their own items added, so
+        that the gallery has its real size; an own item that is already in the gallery counts once. All texts of an
+        image count as right for it. If fewer than 50 queries have a right item in their shortlist, a ValueError is
+        raised. `progress`: show a progress bar; by default on a terminal.
+        """
+        if not isinstance(pairs, EmbeddingPairs):
+            raise TypeError(f"pairs must be EmbeddingPairs, got {type(pairs).__name__}")
+        checks.integer(max_queries, "max_queries", 1)
+        if not pairs.image_dim == pairs.text_dim == self.query_dim:
+            widths = f"{pairs.image_dim} and {pairs.text_dim}"
+            raise ValueError(f"held-out pairs have widths {widths}, but the flow expects {self.query_dim}")
+        task = HeldOut.of(pairs, self.direction, max_queries, self.seed)
+        queries = self._checked(task.queries, "held-out queries")
+        index = self._search(queries, None)
+        parts, right = [], []
+        shown = sys.stderr.isatty() if progress is None else progress
+        with progress_bar(len(queries), 0, "held-out queries", shown=shown) as advance:
+            for rows in self._batches(len(queries)):
+                # Own items are numbered after those of the gallery.
+                number = len(self.gallery) + torch.arange(task.valid.numel()).view_as(task.valid)[rows]
+                valid = task.valid[rows].to(queries.device)
+                own = Shortlist.of(queries[rows], task.items[rows].to(queries), valid, number.to(queries.device))
+                shortlist, is_own = self._gather(queries[rows], index[rows]).with_own(own)
+                parts.append(self._evidence(queries[rows], shortlist))
+                right.append(is_own)
+                advance(len(is_own))
+        counts = torch.cat(right), task.valid.sum(1), task.group
+        found = fit_calibration(Evidence.joined(parts), *counts, self.made_for, self.seed)
+        self.calibration = dataclasses.replace(found, pairs=pairs.fingerprint())
+        return self.calibration
+
+    def save_calibration(self, path: str | Path) -> Path:
+        """Writes the calibration to a JSON file, or into a folder such as the flow's, and returns the file's path."""
+        if self.calibration is None:
+            raise ValueError("there is no calibration to save: call calibrate first")
+        file = self.calibration_file(path)
+        self.calibration.save(file)
+        return file
+
+    def load_calibration(self, path: str | Path) -> Calibration:
+        """Loads and uses a calibration of `save_calibration`. It must be for the same flow, direction, shortlist and
+        solver; otherwise a ValueError is raised."""
+        self.calibration = Calibration.load(self.calibration_file(path), self.made_for)
+        return self.calibration
+
+    def calibration_file(self, path: str | Path) -> Path:
+        """The file a calibration is stored in: `path` itself, or a file in the folder `path`."""
+        path = checks.path(path, "path")
+        return path / f"rerank_{self.direction}.json" if path.is_dir() else path
+
+    def _checked(self, queries: Tensor, name: str) -> Tensor:
+        if checks.with_values(queries, name).dim() != 2 or queries.shape[1] != self.query_dim:
+            raise ValueError(f"{name} must be [Q, {self.query_dim}], got {tuple(queries.shape)}")
+        check_rows(queries, name)
+        return queries.detach().to(self._like)
+
+    def _batches(self, queries: int) -> Iterator[slice]:
+        size = max(1, PAIRS_AT_ONCE // self.shortlist)
+        return (slice(first, first + size) for first in range(0, queries, size))
+
+    def _search(self, queries: Tensor, candidates: Candidates | None) -> Tensor:
+        """Numbers [Q, K] of the gallery rows in each query's shortlist, -1 where there are fewer."""
+        if candidates is None and self.store is None:
+            return self.gallery.statistics(queries.unsqueeze(1), 1.0, self.shortlist).top_index
+        if candidates is None:
+            assert self.store is not None
+            candidates = self.store.search(queries.float().cpu().numpy(), self.shortlist)[1]
+        found = torch.as_tensor(candidates, device=queries.device)
+        shape = (len(queries), self.shortlist)
+        if found.shape != shape or found.is_floating_point() or found.dtype == torch.bool:
+            raise ValueError(f"candidates must be integers {list(shape)}, got {found.dtype} {tuple(found.shape)}")
+        found = found.long()
+        ranked = found.sort(1).values
+        wrong = {
+            f"name rows outside the gallery of {len(self.gallery)}": (found < -1) | (found >= len(self.gallery)),
+            "name one row twice": (ranked[:, 1:] == ranked[:, :-1]) & (ranked[:, 1:] >= 0),
+            "are none": (found < 0).all(1, keepdim=True),
+        }
+        for what, bad in wrong.items():
+            if bool(bad.any()):
+                raise ValueError(f"candidates of query {int(bad.any(1).nonzero()[0])} {what}")
+        return found
+
+    def _gather(self, queries: Tensor, index: Tensor) -> Shortlist:
+        """Embeddings of the items `index` [Q, K]."""
+        return Shortlist.of(queries, self.gallery.take(index.clamp(min=0), queries.dtype), index >= 0, index)
+
+    def _evidence(self, queries: Tensor, shortlist: Shortlist) -> Evidence:
+        """Cosines, and log p(query | item) of all valid pairs as one batch; an item that several queries share is
+        encoded once."""
+        given = shortlist.items[shortlist.valid]
+        asked = queries.unsqueeze(1).expand_as(shortlist.items)[shortlist.valid]
+        image, text, way = (given, asked, "i2t") if self.direction == "t2i" else (asked, given, "t2i")
+        number = shortlist.number[shortlist.valid]
+        estimates = density_estimates(self.flow, image, text, (way,), self.solve, self.seed, given_number=number)
+        found = torch.zeros_like(shortlist.cosine)
+        found[shortlist.valid] = estimates[0].mean(0)
+        return Evidence(found, shortlist.cosine, shortlist.valid)
+
+    def _read_out(self, index: Tensor, evidence: Evidence) -> Reranked:
+        found = self.calibration or uncalibrated()
+        every = found.probabilities(evidence)
+        prob, order = every[:, :-1].sort(dim=1, descending=True, stable=True)
+        best = evidence.cosine.masked_fill(~evidence.valid, -2.0).argmax(1, keepdim=True)
+        p_answer = (every.gather(1, best) * found.right_per_query).clamp(max=1.0)
+        entropy = torch.special.entr(every).sum(1)
+        choices = index.shape[1] + (self.calibration is not None)
+        dtype = self._like.dtype
+        return Reranked(
+            index.gather(1, order),
+            prob.to(dtype),
+            index.gather(1, best).squeeze(1),
+            p_answer.squeeze(1).to(dtype),
+            every[:, -1].to(dtype),
+            entropy.to(dtype),
+            risk_lower_bound(entropy, choices),
+            self.calibration is not None,
+        )
+
+
+@dataclass(frozen=True)
+class Shortlist:
+    """Embeddings `items` [Q, K, d] of shortlisted items, their `cosine` [Q, K] with the query in float64, which are
+    `valid` [Q, K], and a `number` [Q, K] that tells items apart."""
+
+    items: Tensor
+    cosine: Tensor
+    valid: Tensor
+    number: Tensor
+
+    @classmethod
+    def of(cls, queries: Tensor, items: Tensor, valid: Tensor, number: Tensor) -> Shortlist:
+        """With the cosines computed."""
+        return cls(items, torch.einsum("qd,qkd->qk", queries, items).double(), valid, number)
+
+    def with_own(self, own: Shortlist) -> tuple[Shortlist, Tensor]:
+        """The K nearest of these and of the query's own items, and which of them are own [Q, K]. What equals an own
+        item is that item."""
+        same = torch.einsum("qkd,qmd->qkm", self.items, own.items) > SAME_ITEM
+        valid = torch.cat((self.valid & ~(same & own.valid.unsqueeze(1)).any(2), own.valid), dim=1)
+        cosine = torch.cat((self.cosine, own.cosine), dim=1)
+        kept = cosine.masked_fill(~valid, -2.0).topk(self.valid.shape[1], dim=1).indices
+        items = torch.cat((self.items, own.items), dim=1).take_along_dim(kept.unsqueeze(2), dim=1)
+        number = torch.cat((self.number, own.number), dim=1).gather(1, kept)
+        found = Shortlist(items, cosine.gather(1, kept), valid.gather(1, kept), number)
+        return found, found.valid & (kept >= self.valid.shape[1])

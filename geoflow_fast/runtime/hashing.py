@@ -1,0 +1,28 @@
+"""Digests that identify arrays and settings."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from geoflow_fast.runtime.tensors import bytes_of
+
+
+def digest(parts: Iterable[Tensor | NDArray[Any]]) -> str:
+    """SHA-256 over types, shapes and contents: equal only for equal arrays in equal order."""
+    found = hashlib.sha256()
+    for part in parts:
+        found.update(f"{part.dtype}{tuple(part.shape)}".encode())
+        found.update(bytes_of(part) if isinstance(part, Tensor) else np.ascontiguousarray(part).data)
+    return found.hexdigest()
+
+
+def fingerprint(facts: Mapping[str, Any]) -> str:
+    """SHA-256 of facts that can be written as JSON, whatever their order."""
+    return hashlib.sha256(json.dumps(dict(facts), sort_keys=True, allow_nan=False).encode()).hexdigest()

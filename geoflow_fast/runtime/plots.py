@@ -1,0 +1,28 @@
+"""Pictures on disk, by matplotlib without a display."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from geoflow_fast.runtime.files import write_atomic
+
+
+def pyplot() -> Any:
+    """The plotting module of matplotlib, drawing to files only."""
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ValueError("pictures need matplotlib: pip install 'geoflow_fast[eval]'") from error
+    matplotlib.use("Agg")
+    return importlib.import_module("matplotlib.pyplot")
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Writes the figure as PNG, whole or not at all, and closes it in either case."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, lambda file: figure.savefig(file, dpi=140, format="png"))
+    finally:
+        pyplot().close(figure)

@@ -1,0 +1,1 @@
+"""Training of flows and baselines."""

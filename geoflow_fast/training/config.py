@@ -1,0 +1,169 @@
+"""Settings of training runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from geoflow_fast.flow.curriculum import Curriculum
+from geoflow_fast.ops.ot_assign import CONDITIONAL_COUPLINGS, COUPLINGS
+from geoflow_fast.runtime import checks
+
+PRECISIONS = ("auto", "float32", "bfloat16")
+
+
+OPTIMIZERS = ("adamw", "adam", "sgd")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Settings common to all networks that are trained on pairs: steps, schedule, validation, checkpoints.
+
+    `TrainConfig`, which adds those of a flow, describes the fields.
+    """
+
+    steps: int = 20_000
+    batch_size: int = 1024
+    lr: float = 6e-4
+    warmup_steps: int = 500
+    seed: int = 0
+    weight_decay: float = 1e-3
+    clip: float = 1.0
+    optimizer: str = "adamw"
+    accumulate: int = 1
+    ema_decay: float | None = None
+    precision: str = "auto"
+    compile: bool = False
+    val_every: int = 500
+    val_batches: int = 5
+    val_fraction: float = 0.02
+    patience: int = 100
+    min_improvement: float = 1e-6
+    min_relative_improvement: float = 0.005
+    checkpoint_every: int = 500
+    log_every: int = 50
+    tensorboard: bool = False
+    prefetch: bool = True
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if field.type != "int":
+                continue
+            least = 0 if field.name in ("warmup_steps", "seed") else 1
+            most = checks.LARGEST_COUNT if field.name in ("steps", "val_batches") else checks.LARGEST_SEED
+            # numpy's integers are taken, but JSON does not know them.
+            object.__setattr__(self, field.name, checks.integer(getattr(self, field.name), field.name, least, most))
+        self._check_positive("lr", "clip")
+        self._check_shares("val_fraction")
+        self._check_choice("precision", PRECISIONS)
+        self._check_choice("optimizer", OPTIMIZERS)
+        checks.number(self.weight_decay, "weight_decay", least=0.0)
+        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
+            raise ValueError(f"ema_decay must be in [0, 1), got {self.ema_decay}")
+        if self.batch_size < self.accumulate:
+            raise ValueError(f"batch_size={self.batch_size} cannot be split into accumulate={self.accumulate} pieces")
+
+    def _check_positive(self, *names: str) -> None:
+        for name in names:
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+
+    def _check_shares(self, *names: str) -> None:
+        for name in names:
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+
+    def _check_choice(self, name: str, choices: Sequence[str]) -> None:
+        if getattr(self, name) not in choices:
+            raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+
+    def learning_rate(self, step: int) -> float:
+        """Learning rate of a 0-based step: linear warm-up, then a cosine to zero at the end of the run."""
+        checks.integer(step, "step")
+        warmup = self.warmup_steps if self.warmup_steps < self.steps else self.steps // 10
+        if step < warmup:
+            return self.lr * (step + 1) / warmup
+        progress = (step - warmup) / (self.steps - warmup)
+        return self.lr * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+NOISES = ("iid", "structured")
+
+
+OT_SCOPES = ("global", "local")
+
+
+@dataclass(frozen=True)
+class TrainConfig(RunConfig):
+    """Settings of a training run. `paper()` has exactly the paper's settings; docs/training.md lists where the defaults
+    differ.
+
+    `coupling` pairs noise with data in joint rows: "paper" (row argmax of the entropic transport plan), "sample" (a
+    draw from each row of the plan), "exact" (linear assignment) or "independent". `conditional_coupling` does so in i2t
+    and t2i rows: "independent", "paper" or "c2ot". A plan is solved among the rows that use it, with regularisation
+    `sinkhorn_eps`. `noise`: "iid", or "structured" for Hadamard blocks, whose plan is much cheaper. `ot_scope`: with
+    several ranks, one plan for the rows of all ("global") or one per rank ("local").
+
+    Curriculum: the first `conditional_share` of the steps are conditional only; over the next `ramp_share` the
+    probability of a joint row rises linearly to `p_joint`. `p_drop`: probability that a conditional row has its
+    condition replaced by noise.
+
+    Run: `steps`, `batch_size` and `seed`. `lr`: peak learning rate, reached after `warmup_steps` (a tenth of the run if
+    the run is not longer than that), then a cosine to zero. `optimizer`: "adamw", "adam", or "sgd" with momentum 0.9.
+    `clip`: largest norm of the gradient. `accumulate`: number of pieces in which a batch goes through the network.
+    `ema_decay`: average the weights with this decay, and validate and keep the average. `precision`: "float32",
+    "bfloat16" (autocast), or "auto" for bfloat16 where the device gains from it. Every `val_every` steps `val_batches`
+    batches are validated; `val_fraction` of the images is held out if no validation pairs are given. Training stops
+    after `patience` validations in a row whose loss is not lower than that of the last improvement by more than
+    `min_improvement` and by more than `min_relative_improvement` of it. `prefetch`: prepare batches in a thread.
+    `weight_decay`: of the optimizer. `compile`: trace the step with torch.compile. `checkpoint_every`, `log_every`:
+    steps between checkpoints and between lines of `metrics.jsonl`. `tensorboard`: write TensorBoard events as well.
+    """
+
+    coupling: str = "paper"
+    conditional_coupling: str = "independent"
+    sinkhorn_eps: float = 0.05
+    noise: str = "iid"
+    ot_scope: str = "global"
+    conditional_share: float = 0.15
+    ramp_share: float = 0.15
+    p_joint: float = 0.40
+    p_drop: float = 0.10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_positive("sinkhorn_eps")
+        self._check_shares("conditional_share", "ramp_share", "p_joint", "p_drop")
+        self._check_choice("coupling", COUPLINGS)
+        self._check_choice("conditional_coupling", CONDITIONAL_COUPLINGS)
+        self._check_choice("noise", NOISES)
+        self._check_choice("ot_scope", OT_SCOPES)
+
+    @classmethod
+    def paper(cls) -> TrainConfig:
+        """Exactly the paper's settings, including its coupling on conditional rows."""
+        return cls(
+            steps=120_000,
+            batch_size=8192,
+            warmup_steps=4000,
+            conditional_coupling="paper",
+            val_every=2000,
+            checkpoint_every=2000,
+        )
+
+    @classmethod
+    def small(cls) -> TrainConfig:
+        """Settings for `GeoFlowConfig.small`."""
+        return cls(lr=1e-3)
+
+    @classmethod
+    def tiny(cls) -> TrainConfig:
+        """Settings for `GeoFlowConfig.tiny`: a minute or two on two cores."""
+        return cls(steps=1500, batch_size=256, lr=2e-3, warmup_steps=100, val_every=250, log_every=25)
+
+    @property
+    def curriculum(self) -> Curriculum:
+        """The schedule of directions and guidance dropout over the run."""
+        return Curriculum(self.steps, self.conditional_share, self.ramp_share, self.p_joint, self.p_drop)

@@ -1,0 +1,305 @@
+"""The command line as a user runs it: help, config files, errors, pipes, signals, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import geoflow_fast as gf
+from geoflow_fast.cli.app import app, main
+
+COMMANDS = sorted(command.callback.__name__ for command in app.registered_commands)
+
+
+HERE = {**os.environ, "PYTHONPATH": str(Path(gf.__file__).parents[1])}
+"""Environment in which a process that stands elsewhere runs the code under test."""
+
+
+def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "geoflow_fast", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, **pipes, text=True, env={**HERE, **environment})
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """`geoflow` in this process: (exit code, stdout, stderr)."""
+    terminated = signal.getsignal(signal.SIGTERM)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["geoflow", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        return stopped.value.code, *capsys.readouterr()
+
+    yield call
+    signal.signal(signal.SIGTERM, terminated)
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch) -> Path:
+    """A folder with pairs as two files and as a folder, and an untrained flow; the process stands in it."""
+    image, text = (gf.geometry.sample_uniform(64, 6, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
+    np.save(tmp_path / "images.npy", image.numpy())
+    np.save(tmp_path / "texts.npy", text.numpy())
+    gf.EmbeddingPairs.from_arrays(image, text).save(tmp_path / "pairs")
+    torch.manual_seed(0)
+    gf.GeoFlow(gf.GeoFlowConfig(6, 6, hidden=8, depth=1)).save_pretrained(tmp_path / "flow")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+SMALL = ["--preset", "tiny", "--batch-size", "16", "--device", "cpu"]
+TRAIN = ["--pairs", "pairs", "--out", "run", *SMALL]
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_every_command_of_the_documentation_is_there():
+    assert {"demo", "density", "doctor", "embed", "entropy", "rerank", "train"} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_and_the_shared_flags(run, command):
+    code, out, _ = run(command, "--help")
+    words = " ".join(re.sub("[│╭╮╰╯─]", " ", out).split())
+    assert code == 0
+    assert f"Example: geoflow {command} " in words
+    assert "--config" in words
+    assert "--debug" in words
+
+
+def test_without_a_command_it_shows_help_and_by_flag_its_version(run):
+    code, out, _ = run()
+    assert code == 0
+    assert all(command in out for command in COMMANDS)
+    assert run("--version") == (0, f"geoflow_fast {gf.__version__}\n", "")
+
+
+def test_doctor_shows_every_operation_with_its_reasons(run):
+    code, out, err = run("doctor", "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert report["backends"]["masked_interpolant"]["cpu"] == "available"
+    assert {"torch", "triton", "CUDA", "threads", "CPU features in use"} <= set(report["machine"])
+
+
+def test_nothing_but_text_goes_into_a_pipe():
+    process = start("doctor", TERM="xterm-256color")
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert "masked_interpolant" in out
+    assert "\x1b" not in out + err
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    command = f"{sys.executable} -m geoflow_fast doctor | true; echo ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, env=HERE)
+    assert result.stdout.strip() == "141"
+    assert result.stderr == ""
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "--nonsense"], "No such option: --nonsense"),
+        (["nonsense"], "No such command 'nonsense'"),
+        (["train", "--pairs", "pairs"], "Missing option '--out'"),
+        (["train", "--out", "run", "--steps", "many"], "'--steps'"),
+        (["train", "--out", "run"], "give --pairs, a folder of paired embeddings, or --images and --texts"),
+        (["train", "--out", "run", "--pairs", "pairs", "--images", "images.npy"], "leave out --images"),
+        (["train", "--out", "run", "--pairs", "nowhere"], "nowhere is not a folder"),
+        (["density", "--model", "nowhere", "--pairs", "pairs", "--out", "o.parquet"], "nowhere"),
+    ],
+)
+@pytest.mark.usefixtures("desk")
+def test_errors_are_one_line(run, arguments, words):
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("geoflow: error: ")
+    assert words in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [["--debug", "train"], ["train", "--debug"]])
+@pytest.mark.usefixtures("desk")
+def test_debug_shows_where_an_error_came_from(run, arguments):
+    code, _, err = run(*arguments, "--out", "run", "--pairs", "nowhere")
+    assert code == 2
+    assert err.startswith("Traceback")
+    assert err.splitlines()[-1] == "geoflow: error: nowhere is not a folder of embeddings"
+
+
+def test_errors_of_the_system_name_the_file_without_a_number(run, desk):
+    (desk / "run").write_text("in the way")
+    code, _, err = run("train", *TRAIN)
+    assert (code, err) == (2, "geoflow: error: run: File exists\n")
+
+
+# Two files, and reports for machines
+
+
+def test_two_files_give_entropies_with_two_commands(run, desk):
+    files = ["--images", "images.npy", "--texts", "texts.npy"]
+    code, out, err = run("train", *files, "--out", "runs/first", *SMALL, "--steps", 2)
+    assert code == 0, err
+    assert "finished at step 2" in out
+    asked = ["--queries", "texts.npy", "--gallery", "images.npy", "--out", "scores.parquet"]
+    code, out, err = run("entropy", "--model", "runs/first", *asked, "--fast", "--steps", 2)
+    assert code == 0, err
+    assert "64 queries over 64 items" in out
+    assert (desk / "scores.parquet").is_file()
+
+
+def test_files_and_folder_of_the_same_pairs_train_alike(run, desk):
+    files = ["--images", "pairs/img_emb/img_emb_0.npy", "--texts", "pairs/text_emb"]
+    same = [*SMALL, "--steps", 2]
+    assert run("train", *files, "--out", "by_files", *same)[0] == 0
+    assert run("train", "--pairs", "pairs", "--out", "by_folder", *same)[0] == 0
+    weights = [gf.GeoFlow.from_pretrained(desk / name).state_dict() for name in ("by_files", "by_folder")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.mark.usefixtures("desk")
+def test_train_reports_for_machines(run):
+    code, out, err = run("train", *TRAIN, "--steps", "2", "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert (report["steps"], report["finished"], report["out"]) == (2, True, "run")
+
+
+# Config files
+
+
+def steps_of_run() -> int:
+    return json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])["step"]
+
+
+def test_a_file_gives_the_flags_that_are_not_on_the_line(run, desk):
+    keys = 'pairs = "pairs"\npreset = "tiny"\nbatch-size = 16\nwarmup_steps = 1\nlr = 1e-3\ncentre = true\nsteps = 2\n'
+    write(desk / "train.toml", keys)
+    code, _, err = run("train", "--config", "train.toml", "--out", "run")
+    assert code == 0, err
+    assert steps_of_run() == 2
+    assert gf.GeoFlow.from_pretrained("run").config.centre
+    code, out, err = run("train", "--out", "run2", "--config", "train.toml", "--steps", 3, "--no-centre", "--json")
+    assert code == 0, err
+    assert not gf.GeoFlow.from_pretrained("run2").config.centre
+    assert json.loads(out)["steps"] == 3
+
+
+def test_one_file_may_serve_several_commands(run, desk):
+    write(desk / "all.toml", 'out = "run"\nsteps = 9\n[train]\nsteps = 2\n[density]\nprobes = 3\n')
+    code, _, err = run("train", "--pairs", "pairs", *SMALL, "--config", "all.toml")
+    assert code == 0, err
+    assert steps_of_run() == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("stepz = 3", "key 'stepz' is not a flag of geoflow train; did you mean 'steps'?"),
+        ("config = 'x'", "key 'config' is not a flag of geoflow train"),
+        ("[trane]\nsteps = 3", "table [trane] is not a command of geoflow"),
+        ("[train]\nqueries = 'x'", "key 'queries' is not a flag of geoflow train"),
+        ("steps = 2.5", "key 'steps'"),
+        ("steps = true", "key 'steps' must be a number or a string, got True"),
+        ("steps = [1, 2]", "key 'steps' must be a number or a string, got [1, 2]"),
+        ("centre = 'yes'", "key 'centre' must be true or false, got 'yes'"),
+        ("preset = 'huge'", "key 'preset'"),
+        ("steps = 1979-05-27", "key 'steps' must be a number or a string"),
+        ("steps = ", "is not a TOML file"),
+        ("steps = 1\nsteps = 2", "is not a TOML file"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(run, desk, text, words):
+    write(desk / "bad.toml", text)
+    code, out, err = run("train", *TRAIN, "--config", "bad.toml")
+    assert code == 2
+    assert out == ""
+    assert "bad.toml" in err
+    assert words in err
+    assert err.count("\n") == 1
+    assert not (desk / "run").exists()
+
+
+@pytest.mark.usefixtures("desk")
+def test_a_file_that_is_not_there(run):
+    assert run("train", *TRAIN, "--config", "none.toml") == (
+        2,
+        "",
+        "geoflow: error: none.toml does not exist or is not a file\n",
+    )
+
+
+# Signals
+
+
+def wait_for(path: Path, process: subprocess.Popen[str], seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, f"{path} did not appear"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_says_how_to_continue(desk, number, code):
+    process = start("train", *TRAIN, "--steps", "100000", "--val-every", "100000")
+    wait_for(desk / "run/metrics.jsonl", process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    assert "stopped; run the same command to continue at step" in out
+    assert err == ""
+    assert (desk / "run/last.safetensors").is_file()
+
+
+def test_termination_is_heeded_where_interrupts_are_ignored(run, monkeypatch):
+    """A shell that starts a command in the background has it ignore Ctrl-C; SIGTERM ends it all the same."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def terminated() -> dict[str, str]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    monkeypatch.setattr("geoflow_fast.cli.doctor.machine_facts", terminated)
+    try:
+        assert run("doctor") == (143, "", "")
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_terminated_job_keeps_its_blocks_and_is_continued(run, desk):
+    flags = ["--model", "flow", "--pairs", "pairs", "--out", "o.parquet", "--block", "4", "--steps", "20"]
+    process = start("density", *flags)
+    wait_for(desk / "o.parquet.blocks/000000000000.parquet", process)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert err == "stopped; finished blocks are kept, run the same command to continue\n"
+    kept = len(list((desk / "o.parquet.blocks").glob("*.parquet")))
+    assert 0 < kept < 16
+    code, out, err = run("density", *flags, "--json")
+    assert code == 0, err
+    assert json.loads(out)["pairs"] == 64
+
+
+# Benchmarks

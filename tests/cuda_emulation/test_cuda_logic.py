@@ -1,0 +1,200 @@
+"""The CUDA path on a machine without CUDA: fake CUDA tensors go through validation, dispatch, allocation and grids."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+import geoflow_fast as gf
+from geoflow_fast import ops
+from geoflow_fast.likelihood import density
+from geoflow_fast.ops import dispatch, triton_kernels
+
+pytest.importorskip("triton", reason="the CUDA path needs triton")
+from geoflow_fast.kernels import gallery, network
+from geoflow_fast.kernels.launch import MAX_WIDTH, element_tile, row_tile
+from tools import aot
+
+
+@pytest.fixture
+def launches():
+    """Fake CUDA tensors inside, launches recorded, and a driver that pretends to be there."""
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+        aot.recorded() as found,
+    ):
+        yield found
+
+
+def cuda(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def names(launches):
+    return [launch.name for launch in launches]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_cuda_tensors_are_served_by_triton_in_their_own_dtype(launches, dtype):
+    x, row = cuda(6, 4, 96, dtype=dtype), cuda(96, dtype=dtype)
+    for y in (
+        ops.adaln(x, row, row),
+        ops.gate_residual(x, x, x, row, keep=cuda(6, 4, 96, dtype=torch.int8).view(torch.bool), dropout=0.1),
+        ops.swiglu(x, x),
+    ):
+        assert (y.device.type, y.dtype, y.shape) == ("cuda", dtype, x.shape)
+    assert ops.swiglu(x).shape == (6, 4, 48)
+    mean, rows = ops.flow_loss(*[cuda(5, 8, dtype=dtype)] * 6, cuda(5, dtype=torch.int8))
+    assert (mean.shape, rows.shape, rows.dtype) == ((), (5,), torch.float32)
+    assert names(launches) == [
+        "adaln_kernel",
+        "gate_residual_kernel",
+        "swiglu_kernel",
+        "swiglu_kernel",
+        "flow_loss_kernel",
+    ]
+
+
+def test_tangents_keep_their_leading_dimension(launches):
+    x, dx, row = cuda(2, 5, 96), cuda(3, 2, 5, 96), cuda(2, 96)
+    for y, dy in (
+        ops.adaln_jvp(x, dx, row, row),
+        ops.gate_residual_jvp(x, dx, x, dx, x, dx, row),
+        ops.swiglu_jvp(x, dx, x, dx),
+    ):
+        assert (y.shape, dy.shape, dy.device.type) == (x.shape, dx.shape, "cuda")
+    assert names(launches) == ["adaln_jvp_kernel", "gate_residual_jvp_kernel", "swiglu_jvp_kernel"]
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_interpolant_of_two_widths(launches, dropped):
+    image, text = cuda(7, 33), cuda(7, 20)
+    drop = cuda(7, dtype=torch.int8).view(torch.bool) if dropped else None
+    made = ops.masked_interpolant(image, text, image, text, cuda(7), cuda(7, dtype=torch.int8), drop=drop)
+    assert [tuple(x.shape) for x in made] == [(7, 33), (7, 20), (7, 33), (7, 20)]
+    assert {x.device.type for x in made} == {"cuda"}
+    assert names(launches) == ["masked_interpolant_kernel"]
+    with pytest.raises(ValueError, match="text1"):
+        ops.masked_interpolant(image, text, image, cuda(7, 21), cuda(7), cuda(7, dtype=torch.int8))
+    with pytest.raises(ValueError, match="cpu"):
+        ops.masked_interpolant(image, text, image, text, torch.rand(7), cuda(7, dtype=torch.int8))
+
+
+@pytest.mark.parametrize("solver", ["midpoint", "euler", "rk4"])
+def test_the_likelihood_never_waits_for_the_device(launches, solver):
+    """Fake tensors have no values: whatever asked for one, as a check in the loop would, would fail here."""
+    with torch.device("meta"):
+        flow = gf.GeoFlow(gf.GeoFlowConfig(12, 10, hidden=32, depth=2)).eval()
+    flow.load_state_dict({name: cuda(*x.shape) for name, x in flow.state_dict().items()}, assign=True)
+    grid = mock.Mock(**{"tolist.return_value": [1.0, 0.7, 0.3, 0.0]})  # times are the host's own business
+    seed = cuda(dtype=torch.int64)  # no generator without a device
+    with (
+        mock.patch.multiple(density, time_grid=mock.Mock(return_value=grid), draw_seed=mock.Mock(return_value=seed)),
+        mock.patch.object(torch.Tensor, "copy_", lambda self, _: self),  # nor copies
+    ):
+        ep = gf.epistemic(flow, cuda(6, 12), cuda(6, 10), n_steps=3, n_probes=2, solver=solver)
+    for x in (ep.joint, ep.score):
+        assert (x.shape, x.dtype, x.device.type) == ((6,), torch.float64, "cuda")
+    assert {"adaln_jvp_kernel", "gate_residual_jvp_kernel", "swiglu_jvp_kernel"} <= set(names(launches))
+    evaluations = {"euler": 3, "midpoint": 6, "rk4": 12}[solver]
+    # Of both streams, three solves: the first feed-forward; the last one only where a stream is generated.
+    assert names(launches).count("swiglu_jvp_kernel") == evaluations * (6 + 4)
+
+
+def test_sphere_operations(launches):
+    x = cuda(7, 33)
+    assert ops.tangent_step(x, x, 0.1, v_free=x, guidance=2.0).shape == (7, 33)
+    assert names(launches) == ["tangent_step_kernel"]
+    tile = row_tile(33)
+    assert launches[0].grid == ((7 + tile.rows - 1) // tile.rows,)
+
+
+@pytest.mark.parametrize(
+    ("queries", "items", "dtype"), [(1, 100_000, torch.bfloat16), (64, 5000, torch.float32), (5000, 300, torch.float16)]
+)
+def test_gallery_fills_the_device_and_covers_the_gallery(launches, queries, items, dtype):
+    post = ops.gallery_posterior(cuda(queries, 50, 128, dtype=dtype), cuda(items, 128, dtype=dtype), 100.0)
+    assert post.entropy.shape == (queries,)
+    assert (post.top_index.shape, post.top_index.dtype) == ((queries, 10), torch.int64)
+    tile, merge = launches
+    blocks, shares = tile.grid
+    config = gallery.CONFIGS[gallery.eligible(dtype, queries)[0]]
+    assert config.half == (dtype != torch.float32)
+    assert config.few == (queries <= gallery.FEW_QUERIES)
+    assert blocks * config.queries >= queries > (blocks - 1) * config.queries
+    per_share = tile.arguments[-1]
+    assert shares * per_share >= items > (shares - 1) * per_share
+    assert blocks * shares >= 132 or per_share <= 2048
+    assert merge.grid == (queries,)
+
+
+@pytest.mark.parametrize("queries", [1, 64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tuning_never_changes_the_number_of_queries_in_a_tile(queries, dtype):
+    """The grid is laid out before the configuration is chosen."""
+    assert len({gallery.CONFIGS[name].queries for name in gallery.eligible(dtype, queries)}) == 1
+
+
+def test_gallery_pads_ragged_widths(launches):
+    ops.gallery_posterior(cuda(2, 3, 33), cuda(9, 33), 1.0)
+    width = launches[0].arguments[-3]
+    assert width == 48
+
+
+def test_gallery_refuses_long_lists(launches):
+    with pytest.raises(ValueError, match="top_k=64"):
+        ops.gallery_posterior(cuda(2, 3, 16), cuda(999, 16), 1.0, top_k=200)
+    assert not launches
+
+
+def test_double_precision_is_left_to_plain_torch(launches):
+    x = cuda(4, 8, dtype=torch.float64)
+    assert ops.swiglu(x, x).dtype == torch.float64
+    assert not launches
+    with pytest.raises(dispatch.BackendUnavailable, match="float64"):
+        ops.swiglu(x, x, backend="triton")
+
+
+def test_mixed_devices_are_refused(launches):
+    x, here = cuda(4, 8), torch.empty(4, 8)
+    with pytest.raises(ValueError, match="scale is on cpu"):
+        ops.adaln(x, x, here)
+    with pytest.raises(ValueError, match="gallery is on cpu"):
+        ops.gallery_posterior(cuda(2, 3, 8), here, 1.0)
+    assert not launches
+
+
+def test_backward_kernels_are_given_partial_sums_per_tile(launches):
+    tile = row_tile(512)
+    _, d_shift, d_scale = network.adaln_backward(cuda(1000, 512), cuda(1000, 512), cuda(2, 512), 1e-6)
+    assert d_shift.shape == d_scale.shape == (2, 512)
+    tiles = -(-500 // tile.rows)
+    assert launches[0].grid == (2 * tiles,)
+    assert launches[0].arguments[4].shape == (2, tiles, 512)
+    _, _, d_scale = network.gate_residual_backward(cuda(8, 512), None, cuda(8, 512), cuda(8, 512), None, 0.0)
+    assert d_scale.shape == (8, 512)
+
+
+def test_without_a_device_triton_says_so():
+    with mock.patch.object(torch.cuda, "is_available", return_value=False):
+        assert "no CUDA device" in (triton_kernels.missing() or "")
+        with pytest.raises(dispatch.BackendUnavailable, match="no CUDA device"):
+            ops.swiglu(torch.ones(2, 2), torch.ones(2, 2), backend="triton")
+
+
+@pytest.mark.parametrize("width", [1, 7, 129, 1023, 1024, 1408, MAX_WIDTH])
+def test_tiles_cover_their_rows(width):
+    tile = row_tile(width)
+    assert tile.columns >= width
+    assert tile.rows * tile.columns >= 2048
+    assert 4 <= tile.warps <= 32
+    small = element_tile(width)
+    assert small.rows * small.columns == 2048
+
+
+def test_rows_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match=str(MAX_WIDTH)):
+        row_tile(MAX_WIDTH + 1)

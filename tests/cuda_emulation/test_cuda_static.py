@@ -1,0 +1,118 @@
+"""What nvcc makes of the CUDA kernels for every architecture: nothing in local memory, tensor cores, wide loads."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+
+import pytest
+import torch
+
+from benchmarks import cuda_build
+from benchmarks.cuda_build import ARCHITECTURES, CompiledKernel
+from geoflow_fast import ops
+from geoflow_fast.ops import native
+
+KERNELS = (
+    *(f"score_kernel<{passes}>" for passes in (1, 3)),
+    *(f"sinkhorn_kernel<{vectors}>" for vectors in (1, 2, 4)),
+    *("sinkhorn_wide_kernel", "sinkhorn_result_kernel", "sinkhorn_sample_kernel"),
+)
+SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+# Threads of a block, which the register file of 65,536 must hold.
+THREADS = {"score_kernel": 256, "sinkhorn_kernel": 512, "sinkhorn_wide_kernel": 512}
+RESULT_THREADS = 256
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, CompiledKernel]]:
+    if cuda_build.nvcc() is None:
+        pytest.skip("nvcc is not on PATH")
+    if cuda_build.binary_tool("nvdisasm") is None:
+        pytest.skip("nvdisasm is neither on PATH nor bundled with Triton")
+    return cuda_build.compile_all(tmp_path_factory.mktemp("cubin"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_device_the_backend_says_why() -> None:
+    with pytest.raises(ValueError, match=r"(no CUDA driver|no CUDA device|no CUDA code)"):
+        ops.sinkhorn(torch.rand(3, 3), backend="cuda")
+
+
+def test_the_extension_carries_every_architecture() -> None:
+    """Machine code for the three, and PTX of the newest for GPUs to come."""
+    listing, extension = cuda_build.binary_tool("cuobjdump"), native.extension()
+    if listing is None:
+        pytest.skip("cuobjdump is neither on PATH nor bundled with Triton")
+    if extension is None or "no CUDA code" in (native.missing_cuda() or ""):
+        pytest.skip("the extension was built without CUDA")
+    found = {
+        what: set(
+            re.findall(r"\bsinkhorn\.(sm_\d+)", subprocess.check_output([listing, what, extension.__file__], text=True))
+        )
+        for what in ("--list-elf", "--list-ptx")
+    }
+    assert found == {"--list-elf": set(ARCHITECTURES), "--list-ptx": {ARCHITECTURES[-1]}}
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def kernels(
+    request: pytest.FixtureRequest, compiled: dict[str, dict[str, CompiledKernel]]
+) -> dict[str, CompiledKernel]:
+    found: dict[str, CompiledKernel] = compiled[request.param]
+    return found
+
+
+def test_all_kernels_are_built(kernels: dict[str, CompiledKernel]) -> None:
+    assert sorted(kernels) == sorted(KERNELS)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_nothing_lives_in_local_memory(kernels: dict[str, CompiledKernel], name: str) -> None:
+    kernel = kernels[name]
+    assert kernel.stack_bytes == 0
+    assert kernel.spilled_bytes == 0
+    assert kernel.count(r"\b(LDL|STL)\b") == 0
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_block_fits(compiled: dict[str, dict[str, CompiledKernel]], name: str) -> None:
+    for architecture, kernels in compiled.items():
+        assert kernels[name].shared_bytes <= SHARED_LIMIT[architecture]
+        threads = THREADS.get(re.sub("<.*", "", name), RESULT_THREADS)
+        registers = -(-kernels[name].registers // 8) * 8
+        assert registers * threads <= 65536
+
+
+def test_two_blocks_of_the_smallest_solver_share_a_multiprocessor(
+    compiled: dict[str, dict[str, CompiledKernel]],
+) -> None:
+    for architecture, kernels in compiled.items():
+        kernel = kernels["sinkhorn_kernel<1>"]
+        assert 2 * kernel.registers * 512 <= 65536
+        assert 2 * kernel.shared_bytes <= SHARED_LIMIT[architecture]
+
+
+@pytest.mark.parametrize(("name", "products"), [("score_kernel<1>", 64), ("score_kernel<3>", 192)])
+def test_scores_use_tensor_cores(kernels: dict[str, CompiledKernel], name: str, products: int) -> None:
+    """A stage of 32 coordinates is 4 x 4 tiles times 4 steps of 8, once or three times, and nothing else multiplies."""
+    kernel = kernels[name]
+    assert kernel.count(r"HMMA\.1688\.F32\.TF32") == products
+    assert kernel.count(r"LDGSTS\.E\S*\.128") >= 16
+    assert kernel.count(r"\bLDS\.128") == 24  # fragments of one stage: (4 columns + 8 rows) x 2 groups
+    assert kernel.count(r"\bLDS(\.U)?(\.32|\.64)?\b(?!\.128)") == kernel.count(r"@!PT LDS RZ")
+
+
+@pytest.mark.parametrize("vectors", [1, 2, 4])
+def test_an_iteration_takes_one_exponential_per_entry(kernels: dict[str, CompiledKernel], vectors: int) -> None:
+    """sm_80 holds a second copy of the row's tail, for warps that have diverged; none ever does."""
+    kernel = kernels[f"sinkhorn_kernel<{vectors}>"]
+    assert kernel.count(r"MUFU\.EX2") in (4 * vectors, 8 * vectors)
+    assert kernel.count(r"LDGSTS\.E\S*\.128") == 3 * vectors  # two rows ahead before the loop, one in it
+    assert kernel.count(r"\bLDS\.128") >= 2 * vectors
+
+
+@pytest.mark.parametrize("name", ["sinkhorn_wide_kernel", "sinkhorn_result_kernel", "sinkhorn_sample_kernel"])
+def test_rows_are_read_in_128_bits(kernels: dict[str, CompiledKernel], name: str) -> None:
+    kernel = kernels[name]
+    assert kernel.count(r"\bLDG\.E\S*\.128") >= 3

@@ -1,0 +1,236 @@
+"""Paired embeddings: layouts, checks, splits, shuffling."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import geoflow_fast as gf
+from geoflow_fast.data import rows
+from geoflow_fast.training.batches import ShuffledBatches
+
+
+def unit(n: int, d: int, seed: int = 0) -> np.ndarray:
+    x = np.random.default_rng(seed).standard_normal((n, d)).astype(np.float32)
+    return x / np.linalg.norm(x, axis=1, keepdims=True)
+
+
+def write_folder(folder, image, text, shards=3, dtype=np.float16):
+    for name, x in (("img_emb", image), ("text_emb", text)):
+        (folder / name).mkdir(parents=True)
+        for number, part in enumerate(np.array_split(x, shards)):
+            np.save(folder / name / f"{name}_{number}.npy", part.astype(dtype))
+    return folder
+
+
+def test_pairs_from_arrays_in_any_order():
+    image, text = unit(7, 5), unit(10, 4, 1)
+    index = np.array([0, 0, 1, 2, 3, 3, 3, 4, 5, 6])
+    pairs = gf.EmbeddingPairs.from_arrays(image, torch.from_numpy(text), image_index=index)
+    assert (len(pairs), pairs.image_dim, pairs.text_dim) == (10, 5, 4)
+    wanted = torch.tensor([9, 0, 4, 4])
+    got = pairs[wanted]
+    np.testing.assert_allclose(got[0], image[index[wanted]], atol=1e-6)
+    np.testing.assert_allclose(got[1], text[wanted], atol=1e-6)
+    assert all(x.dtype == torch.float32 for x in got)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_folder_of_shards_is_mapped_and_renormalised(tmp_path, dtype):
+    image, text = unit(130, 33), unit(130, 17, 1)
+    pairs = gf.EmbeddingPairs.open(write_folder(tmp_path, image, text, shards=11, dtype=dtype))
+    assert isinstance(pairs.image.parts[10], np.memmap)
+    order = np.random.default_rng(0).permutation(130)
+    got = pairs[order]
+    np.testing.assert_allclose(got[0], image[order], atol=1e-3)
+    np.testing.assert_allclose(got[1].norm(dim=1), 1, atol=1e-6)
+
+
+def test_save_and_open_round_trip(tmp_path):
+    index = np.array([3, 0, 0, 2, 3, 5])
+    pairs = gf.EmbeddingPairs.from_arrays(unit(6, 8), unit(6, 9, 1), image_index=index)
+    pairs.save(tmp_path / "out", rows_per_shard=2, dtype=np.float32)
+    again = gf.EmbeddingPairs.open(tmp_path / "out")
+    for a, b in zip(pairs[np.arange(6)], again[np.arange(6)]):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    assert len(again.image) == 4
+    with pytest.raises(FileExistsError, match="already holds"):
+        pairs.save(tmp_path / "out")
+
+
+def test_groups_survive_save_and_open(tmp_path, monkeypatch):
+    """Two stored rows of one image must stay on one side of a split after a round trip, shards and blocks included."""
+    monkeypatch.setattr(rows, "BLOCK_ROWS", 3)
+    pairs = gf.EmbeddingPairs.from_arrays(unit(40, 5), unit(40, 4, 1))
+    pairs.group = np.arange(40) // 4
+    pairs.save(tmp_path, rows_per_shard=16, dtype=np.float32)
+    again = gf.EmbeddingPairs.open(tmp_path)
+    assert [len(part) for part in again.text.parts] == [16, 16, 8]
+    np.testing.assert_allclose(again[np.arange(40)][1], unit(40, 4, 1), atol=1e-6)
+    rest, held = again.split(0.3, seed=0)
+    assert set(rest.text_row // 4).isdisjoint(held.text_row // 4)
+
+
+def test_metadata_keep_captions_of_one_image_together(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    folder = write_folder(tmp_path, unit(60, 5), unit(60, 5, 1), shards=1)
+    (folder / "metadata").mkdir()
+    names = [f"image{k // 3}.jpg" for k in range(60)]
+    parquet.write_table(pa.table({"image_path": names}), folder / "metadata" / "metadata_0.parquet")
+    rest, held = gf.EmbeddingPairs.open(folder).split(0.2, seed=1)
+    groups = [set(part.group.tolist()) for part in (rest, held)]
+    assert groups[0].isdisjoint(groups[1])
+    assert (len(rest), len(held)) == (48, 12)
+
+
+def test_split_is_seeded_and_by_image():
+    pairs = gf.EmbeddingPairs.from_arrays(unit(50, 4), unit(100, 4, 1), image_index=np.arange(100) // 2)
+    rest, held = pairs.split(0.02, seed=3)
+    assert len(held) == 2
+    assert len(rest) == 98
+    assert held.fingerprint() == pairs.split(0.02, seed=3)[1].fingerprint()
+    assert held.fingerprint() != pairs.split(0.02, seed=4)[1].fingerprint()
+
+
+@pytest.mark.parametrize(("count", "batch"), [(10, 3), (7, 7), (129, 64), (1, 1)])
+def test_shuffling_covers_every_epoch_and_starts_anywhere(count, batch):
+    batches = ShuffledBatches(count, batch, seed=5)
+    stream = np.concatenate([batches[step] for step in range(3 * count)])
+    for epoch in range(3 * batch):
+        assert sorted(stream[epoch * count : (epoch + 1) * count]) == list(range(count))
+    fresh = ShuffledBatches(count, batch, seed=5)
+    for step in (2 * count, 1, count):
+        np.testing.assert_array_equal(fresh[step], batches[step])
+
+
+def test_shuffling_differs_between_epochs_and_seeds():
+    batches = ShuffledBatches(100, 100, seed=0)
+    assert not np.array_equal(batches[0], batches[1])
+    assert not np.array_equal(batches[0], ShuffledBatches(100, 100, seed=1)[0])
+
+
+def resident(folder) -> int:
+    """Kilobytes of the folder's mapped files that count as this process's memory."""
+    total, counted = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            counted = str(folder) in line
+        elif counted and line.startswith("Rss:"):
+            total += int(line.split()[1])
+    return total
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs the kernel's account of mapped pages")
+def test_pages_are_released(tmp_path, monkeypatch):
+    image = unit(50, 640)
+    pairs = gf.EmbeddingPairs.open(write_folder(tmp_path, image, image, dtype=np.float32))
+    assert resident(tmp_path) == 0
+    assert float(pairs.image.parts[0][3, 5]) == image[3, 5]
+    assert resident(tmp_path) > 0
+    monkeypatch.setattr(rows, "RANDOM_ROWS", 3)
+    for _ in range(2):
+        np.testing.assert_allclose(pairs[np.arange(50)][0], image, atol=1e-6)
+        assert resident(tmp_path) == 0
+
+
+def test_edits_of_a_copy_on_write_map_survive_reading(tmp_path):
+    np.save(tmp_path / "x.npy", unit(40, 512))
+    edited = np.load(tmp_path / "x.npy", mmap_mode="c")
+    edited[7] = np.eye(512, dtype=np.float32)[3]
+    pairs = gf.EmbeddingPairs.from_arrays(edited, unit(40, 4))
+    for _ in range(2):
+        assert pairs[[7]][0].argmax() == 3
+    gf.Gallery(edited).digest()
+    assert edited[7, 3] == 1
+
+
+def test_bad_rows_are_named(tmp_path):
+    good, bad = unit(20, 6), unit(20, 6)
+    bad[13] *= 1.01
+    with pytest.raises(ValueError, match=r"text row 13 has norm 1\.01.*normalize=True"):
+        gf.EmbeddingPairs.from_arrays(good, bad)
+    assert len(gf.EmbeddingPairs.from_arrays(good, bad, normalize=True)) == 20
+    bad[13] = 0
+    with pytest.raises(ValueError, match="text row 13"):
+        gf.EmbeddingPairs.from_arrays(good, bad, normalize=True)
+    bad[13, 2] = np.nan
+    with pytest.raises(ValueError, match="row 13 is not finite"):
+        gf.EmbeddingPairs.open(write_folder(tmp_path, good, bad))
+
+
+def test_bad_pairings():
+    image, text = unit(4, 3), unit(6, 3)
+    with pytest.raises(ValueError, match="4 images and 6 texts"):
+        gf.EmbeddingPairs.from_arrays(image, text)
+    with pytest.raises(ValueError, match="row 5 is 4, but there are 4 images"):
+        gf.EmbeddingPairs.from_arrays(image, text, image_index=[0, 1, 2, 3, 3, 4])
+    with pytest.raises(ValueError, match="6 integers"):
+        gf.EmbeddingPairs.from_arrays(image, text, image_index=[0, 1])
+    with pytest.raises(ValueError, match="2-D floating-point"):
+        gf.EmbeddingPairs.from_arrays(image[0], text)
+
+
+def test_indices_and_masks():
+    pairs = gf.EmbeddingPairs.from_arrays(torch.from_numpy(unit(5, 3)).requires_grad_(), unit(5, 4, 1))
+    mask = np.array([True, False, True, False, True])
+    for index in (mask, torch.from_numpy(mask), mask.tolist()):
+        assert torch.equal(pairs[index][1], pairs[[0, 2, 4]][1])
+        assert len(pairs.subset(index)) == 3
+    assert len(pairs[[]][0]) == 0
+    for bad, message in (
+        ([True, False], "mask of 5 entries"),
+        ([0.0, 1.0], "1-D integers"),
+        (2, "1-D integers"),
+        ([[0, 1]], "1-D integers"),
+        ([0, 5], "entry 1 is 5, but there are 5 pairs"),
+        ([-1], "entry 0 is -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pairs[bad]
+        with pytest.raises(ValueError, match=message):
+            pairs.subset(bad)
+
+
+def test_shards_that_do_not_match(tmp_path):
+    folder = write_folder(tmp_path, unit(9, 3), unit(9, 3))
+    first = folder / "img_emb" / "img_emb_0.npy"
+    np.save(folder / "img_emb" / "img_emb_00.npy", unit(3, 3))
+    with pytest.raises(ValueError, match=r"are both shard 0"):
+        gf.EmbeddingPairs.open(folder)
+    (folder / "img_emb" / "img_emb_00.npy").unlink()
+    (folder / "img_emb" / "img_emb_1.npy").unlink()
+    with pytest.raises(FileNotFoundError, match=r"img_emb_1\.npy is missing between"):
+        gf.EmbeddingPairs.open(folder)
+    np.save(first, unit(2, 3))
+    np.save(folder / "img_emb" / "img_emb_1.npy", unit(4, 3))
+    with pytest.raises(ValueError, match="shard 0 holds 2 images, but 3 texts"):
+        gf.EmbeddingPairs.open(folder)
+    np.save(folder / "image_index.npy", np.arange(9))
+    assert len(gf.EmbeddingPairs.open(folder)) == 9
+    with open(first, "wb") as file:
+        np.savez(file, unit(2, 3))
+    with pytest.raises(ValueError, match=r"img_emb_0\.npy is not a \.npy file"):
+        gf.EmbeddingPairs.open(folder)
+
+
+def test_bad_folders(tmp_path):
+    with pytest.raises(FileNotFoundError, match="not a folder"):
+        gf.EmbeddingPairs.open(tmp_path / "nothing")
+    folder = write_folder(tmp_path / "gap", unit(9, 3), unit(9, 3))
+    shard = folder / "img_emb" / "img_emb_1.npy"
+    raw = shard.read_bytes()
+    shard.write_bytes(raw[:-4])
+    with pytest.raises(ValueError, match=r"img_emb_1\.npy is truncated"):
+        gf.EmbeddingPairs.open(folder)
+    shard.unlink()
+    with pytest.raises(FileNotFoundError, match=r"img_emb_1\.npy is missing"):
+        gf.EmbeddingPairs.open(folder)
+    np.save(shard, unit(3, 4))
+    with pytest.raises(ValueError, match="width 4"):
+        gf.EmbeddingPairs.open(folder)

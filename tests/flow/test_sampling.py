@@ -1,0 +1,138 @@
+"""Samples against closed forms, guidance against its definition, and noise kinds against their promises."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+import geoflow_fast as gf
+from geoflow_fast import noise
+from geoflow_fast.flow import sampling, solvers
+from geoflow_fast.noise import NOISE_KINDS, base_noise
+from geoflow_fast.worlds import PairField
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture
+def flow(flow: gf.GeoFlow) -> gf.GeoFlow:
+    return flow.double()
+
+
+@pytest.mark.parametrize(("direction", "dim"), [("i2t", 12), ("t2i", 12)])
+def test_conditional_law_matches_the_closed_form(direction, dim):
+    """Along the oracle's flow atanh<R x, y> grows by c: a uniform start gives a known law of the cosine."""
+    rotation = torch.linalg.qr(torch.randn(dim, dim, dtype=torch.float64, generator=seeded()))[0]
+    field, query = PairField(rotation, 1.3), noise.sample_uniform(1, dim, dtype=torch.float64)
+    side = {"i2t": "image", "t2i": "text"}[direction]
+    settings = {"n_samples": 4000, "n_steps": 40, "solver": "rk4", "guidance": 0.0, "dims": (dim, dim)}
+    image, text = gf.sample(field, **{side: query}, generator=seeded(3), **settings)
+    drawn = (image if direction == "t2i" else text)[0]
+    target = query @ rotation.T if direction == "i2t" else query @ rotation
+    cosine = (drawn @ target.squeeze(0)).clamp(-1, 1)
+    before = torch.tanh(torch.atanh(cosine) - 1.3)
+    # The cosine of a uniform point with a fixed one: (1 + u) / 2 is Beta((d - 1) / 2, (d - 1) / 2).
+    assert stats.kstest(((1 + before) / 2).numpy(), stats.beta((dim - 1) / 2, (dim - 1) / 2).cdf).pvalue > 0.01
+
+
+@pytest.mark.parametrize("solver", ["euler", "midpoint", "ab2", "rk4"])
+def test_guided_samples_follow_the_definition(flow, solver):
+    """Against a loop that evaluates the two fields separately, row by row of the definition."""
+    text, lam, steps, draws = noise.sample_uniform(3, 7, dtype=torch.float64), 1.7, 6, 4
+    image, given = gf.sample(
+        flow, text=text, n_samples=draws, n_steps=steps, guidance=lam, solver=solver, generator=seeded(5)
+    )
+    assert given is text
+    assert image.shape == (3, draws, 10)
+    start = sampling.StartingPoints.draw(draws, (10, 7), "t2i", "iid", seeded(5)).to(text)
+    for q in range(3):
+
+        def rate(point, t, _weight, q=q):
+            conditional = flow.velocity(point[0], text[q].expand(draws, -1), t, "t2i")[0]
+            free = flow.velocity(point[0], start.condition, t, "t2i")[0]
+            return (conditional + lam * (conditional - free),)
+
+        with torch.no_grad():
+            (expected,) = solvers.integrate(rate, (start.generated,), solvers.time_grid(steps), solver=solver)
+        torch.testing.assert_close(image[q], expected)
+
+
+def test_result_does_not_depend_on_batching(flow, monkeypatch):
+    image = noise.sample_uniform(9, 10, dtype=torch.float64)
+    _, whole = gf.sample(flow, image=image, n_samples=5, n_steps=4, generator=seeded())
+    monkeypatch.setattr(sampling, "ROWS_AT_ONCE", 23)
+    _, pieces = gf.sample(flow, image=image, n_samples=5, n_steps=4, generator=seeded())
+    torch.testing.assert_close(whole, pieces)
+    _, alone = gf.sample(flow, image=image[4:5], n_samples=5, n_steps=4, generator=seeded())
+    torch.testing.assert_close(whole[4:5], alone)
+
+
+def test_joint_samples_and_modes(flow):
+    flow.train()
+    image, text = gf.sample(flow, n_samples=6, n_steps=3, generator=seeded())
+    again = gf.sample(flow, n_samples=6, n_steps=3, generator=seeded())
+    assert image.shape == (6, 10)
+    assert text.shape == (6, 7)
+    assert torch.equal(image, again[0])
+    assert flow.training
+    torch.testing.assert_close(image.norm(dim=1), torch.ones(6, dtype=torch.float64))
+    assert gf.sample(flow, text=torch.empty(0, 7, dtype=torch.float64), n_samples=4)[0].shape == (0, 4, 10)
+
+
+def test_centred_and_reduced_flow_returns_embeddings():
+    torch.manual_seed(0)
+    flow = gf.GeoFlow(gf.GeoFlowConfig(10, 7, hidden=16, depth=1, heads=2, centre=True, pca_dim=4)).eval()
+    image, _ = gf.sample(flow, text=noise.sample_uniform(2, 7), n_samples=3, n_steps=2, generator=seeded())
+    assert image.shape == (2, 3, 10)
+    torch.testing.assert_close(image.norm(dim=-1), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("kind", NOISE_KINDS)
+@pytest.mark.parametrize("n", [0, 1, 2, 7, 50])
+def test_noise_is_unit_and_repeatable(kind, n):
+    x = base_noise(n, 12, kind, generator=seeded(2))
+    assert x.shape == (n, 12)
+    torch.testing.assert_close(x.norm(dim=1), torch.ones(n))
+    assert torch.equal(x, base_noise(n, 12, kind, generator=seeded(2)))
+
+
+def test_noise_structure():
+    x = base_noise(12, 12, "orthogonal", generator=seeded())
+    torch.testing.assert_close(x @ x.T, torch.eye(12), atol=1e-5, rtol=0)
+    y = base_noise(10, 12, "antithetic", generator=seeded())
+    torch.testing.assert_close(y[1::2], -y[::2])
+    torch.testing.assert_close(y[::2] @ y[::2].T, torch.eye(5), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["orthogonal", "antithetic"])
+def test_each_structured_point_is_uniform(kind):
+    """The first coordinate of one row over many draws follows the law of a uniform point."""
+    d, generator = 6, seeded(1)
+    first = torch.stack([base_noise(4, d, kind, generator=generator)[3, 0] for _ in range(3000)])
+    assert stats.kstest(((1 + first) / 2).numpy(), stats.beta((d - 1) / 2, (d - 1) / 2).cdf).pvalue > 0.01
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"n_samples": 0}, "n_samples"),
+        ({"n_steps": 0}, "n_steps"),
+        ({"guidance": -1.0}, "guidance"),
+        ({"guidance": math.nan}, "guidance"),
+        ({"solver": "heun"}, "solver"),
+        ({"grid": "odd"}, "grid"),
+        ({"noise": "pink"}, "noise"),
+        ({"text": torch.ones(2, 7, dtype=torch.float64)}, "text row 0 has norm"),
+        ({"text": torch.ones(7, dtype=torch.float64)}, r"\[Q, d\]"),
+        ({"image": noise.sample_uniform(2, 10)}, "not both"),
+    ],
+)
+def test_bad_input(flow, change, words):
+    arguments = {"text": noise.sample_uniform(2, 7, dtype=torch.float64), **change}
+    with pytest.raises(ValueError, match=words):
+        gf.sample(flow, **arguments)

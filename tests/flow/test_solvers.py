@@ -1,0 +1,92 @@
+"""Solvers: their order of convergence on a field with a known flow, their quadrature weights, grids, and failures."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from geoflow_fast import noise
+from geoflow_fast.flow.solvers import GRIDS, SOLVERS, evaluation_times, integrate, time_grid
+
+ORDER = {"euler": 1, "ab2": 2, "midpoint": 2, "rk4": 4}
+
+
+def swirl(t: float) -> torch.Tensor:
+    """A rotation generator whose axis changes with time: the flow stays on the sphere."""
+    a = torch.zeros(5, 5, dtype=torch.float64)
+    a[0, 1], a[2, 3], a[1, 4] = 2.0, 1.0 + t, math.sin(3 * t)
+    return a - a.T
+
+
+def follow(solver: str, steps: int, kind: str = "uniform", *, reverse: bool = False) -> torch.Tensor:
+    start = noise.sample_uniform(6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    grid = time_grid(steps, kind=kind, reverse=reverse)
+    return integrate(lambda p, t, _: (p[0] @ swirl(t).T,), (start,), grid, solver=solver)[0]
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("kind", GRIDS)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_order_of_convergence(solver, kind, reverse):
+    exact = follow("rk4", 400, reverse=reverse)
+    coarse, fine = ((follow(solver, n, kind, reverse=reverse) - exact).norm() for n in (20, 40))
+    assert math.log2(float(coarse / fine)) == pytest.approx(ORDER[solver], abs=0.35)
+    assert torch.allclose(follow(solver, 20, kind).norm(dim=1), torch.ones(6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("kind", GRIDS)
+def test_weights_integrate_along_the_path(solver, kind):
+    """Sums of weight times integrand are the solver's own quadrature: exact for constants, right to its order."""
+    totals = []
+
+    def rate(point, t, weight):
+        totals.append((weight, weight * math.cos(t)))
+        return (torch.zeros_like(point[0]),)
+
+    errors = []
+    for steps in (10, 20):
+        totals.clear()
+        integrate(rate, (noise.sample_uniform(1, 3),), time_grid(steps, kind=kind), solver=solver)
+        constant, cosine = map(sum, zip(*totals))
+        assert constant == pytest.approx(1.0)
+        errors.append(abs(cosine - math.sin(1.0)))
+    assert errors[0] / errors[1] > 2 ** (ORDER[solver] - 0.4)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_times_asked_for_are_known_in_advance(solver):
+    grid, asked = time_grid(7, kind="late"), set()
+
+    def rate(point, t, _):
+        asked.add(t)
+        return (torch.zeros_like(point[0]),)
+
+    integrate(rate, (noise.sample_uniform(1, 3),), grid, solver=solver)
+    assert asked == set(evaluation_times(grid, solver))
+
+
+def test_flat_geometry_is_not_normalised():
+    start = torch.full((1, 3), 2.0)
+    (end,) = integrate(lambda p, _t, _w: (torch.ones_like(p[0]),), (start,), time_grid(4), geometry="euclidean")
+    assert torch.allclose(end, start + 1)
+
+
+def test_failures_name_row_and_step():
+    def rate(point, t, _):
+        v = torch.zeros_like(point[0])
+        if t > 0.5:
+            v[2] = math.inf
+        return (v,)
+
+    with pytest.raises(ValueError, match=r"row 2 became non-finite in step 3"):
+        integrate(rate, (noise.sample_uniform(4, 3),), time_grid(5), solver="euler")
+    with pytest.raises(ValueError, match="solver must be one of"):
+        integrate(rate, (noise.sample_uniform(4, 3),), time_grid(5), solver="heun")
+    for bad in (0, -3, 2.5):
+        with pytest.raises(ValueError, match="n_steps"):
+            time_grid(bad)
+    with pytest.raises(ValueError, match="grid"):
+        time_grid(3, kind="random")

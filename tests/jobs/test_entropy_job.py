@@ -1,0 +1,247 @@
+"""`geoflow entropy`: files of scores against the scorer, under kills, with bad input, and as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+
+import geoflow_fast as gf
+from geoflow_fast import noise
+from geoflow_fast.cli.app import main
+from geoflow_fast.jobs import entropy
+from geoflow_fast.runtime.parquet import read_columns
+
+QUERIES, ITEMS = 37, 90
+SETTINGS = {"samples": 4, "steps": 2, "kappa": 15.0}
+
+
+@pytest.fixture
+def world(tmp_path, flow) -> Path:
+    """A folder with a saved flow, queries and a gallery in shards of float16."""
+    flow.save_pretrained(tmp_path / "model")
+    np.save(tmp_path / "queries.npy", noise.sample_uniform(QUERIES, 7).numpy())
+    (tmp_path / "gallery").mkdir()
+    for number, part in enumerate(np.array_split(noise.sample_uniform(ITEMS, 10).numpy(), 4)):
+        np.save(tmp_path / "gallery" / f"img_emb_{number}.npy", part.astype(np.float16))
+    return tmp_path
+
+
+def geoflow_entropy(world: Path, monkeypatch, *more: str, **changes) -> int:
+    """Runs the command in this process; returns its exit status."""
+    options = {"model": "model", "queries": "queries.npy", "gallery": "gallery", "out": "scores.parquet"}
+    monkeypatch.chdir(world)
+    words = [f"--{name}={value}" for name, value in {**options, **SETTINGS, **changes}.items()]
+    monkeypatch.setattr(sys, "argv", ["geoflow", "entropy", *words, *more])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return int(end.value.code or 0)
+
+
+def test_file_holds_what_the_scorer_says(world, monkeypatch, capsys):
+    assert geoflow_entropy(world, monkeypatch, "--top-k=3", "--plot=plots/h.png", block=10) == 0
+    found = read_columns(world / "scores.parquet")
+    assert list(found) == [
+        "query",
+        "entropy",
+        "map_index",
+        "map_prob",
+        "risk_lower_bound",
+        "top_index",
+        "top_prob",
+    ]
+    scorer = gf.RetrievalEntropy(
+        gf.GeoFlow.from_pretrained(world / "model"), world / "gallery", n_samples=4, n_steps=2, kappa=15.0, top_k=3
+    )
+    post = scorer(torch.from_numpy(np.load(world / "queries.npy")))
+    assert np.array_equal(found["query"], np.arange(QUERIES))
+    np.testing.assert_allclose(found["entropy"], post.entropy.numpy(), atol=1e-5)
+    np.testing.assert_allclose(found["risk_lower_bound"], post.risk_lower_bound.numpy(), atol=1e-5)
+    assert np.array_equal(found["map_index"], post.map_index.numpy())
+    assert np.array_equal(np.stack(found["top_index"]), post.top_index.numpy())
+    np.testing.assert_allclose(np.stack(found["top_prob"]), post.top_prob.numpy(), atol=1e-5)
+    assert (world / "plots" / "h.png").read_bytes().startswith(b"\x89PNG")
+    shown = capsys.readouterr().out
+    assert f"{QUERIES} queries over {ITEMS} items" in shown
+    assert f"{np.median(found['entropy']):.3f}" in shown
+    assert f"{(found['map_prob'] >= 0.5).mean():.1%} of the queries" in shown
+    assert (
+        f"if the posterior is right, best guesses are wrong for at least {found['risk_lower_bound'].mean():.1%}"
+        in shown
+    )
+
+
+def test_default_columns_and_json(world, monkeypatch, capsys):
+    assert geoflow_entropy(world, monkeypatch, "--json", "--fast") == 0
+    assert list(read_columns(world / "scores.parquet")) == [
+        "query",
+        "entropy",
+        "map_index",
+        "map_prob",
+        "risk_lower_bound",
+    ]
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["queries"] == QUERIES
+    assert 0 <= summary["mean_risk_lower_bound"] <= 1
+
+
+def test_bayes_posterior_from_the_command_line(world, monkeypatch):
+    np.save(world / "typical.npy", noise.sample_uniform(20, 7).numpy())
+    assert geoflow_entropy(world, monkeypatch, "--posterior=bayes", "--reference=typical.npy") == 0
+    queries = torch.from_numpy(np.load(world / "queries.npy"))
+    scorer = gf.RetrievalEntropy(
+        gf.GeoFlow.from_pretrained(world / "model"),
+        world / "gallery",
+        n_samples=4,
+        n_steps=2,
+        kappa=15.0,
+        posterior="bayes",
+        reference=entropy.reference_queries(world / "typical.npy"),
+    )
+    np.testing.assert_allclose(
+        read_columns(world / "scores.parquet")["entropy"], scorer(queries).entropy.numpy(), atol=1e-5
+    )
+    assert len(list((world / "gallery" / "geoflow_index").glob("*.safetensors"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"block": 0}, "block_rows=0"),
+        ({"out": "model"}, "model is a folder"),
+        ({"seed": 1}, "need pyarrow"),
+        ({"out": "foreign.parquet"}, "not the result of this job"),
+    ],
+)
+def test_what_is_wrong_with_the_output_is_said_before_marginals_are_computed(
+    world, monkeypatch, capsys, changes, words
+):
+    np.save(world / "typical.npy", noise.sample_uniform(20, 7).numpy())
+    parquet.write_table(pyarrow.table({"query": [0]}), world / "foreign.parquet")
+    if "pyarrow" in words:
+        monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    before = set(world.rglob("*"))
+    assert geoflow_entropy(world, monkeypatch, "--posterior=bayes", "--reference=typical.npy", **changes) == 2
+    assert words in capsys.readouterr().err
+    assert set(world.rglob("*")) == before
+
+
+def score(world: Path, out: str) -> None:
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    scorer = entropy.open_scorer(
+        world / "model", world / "gallery", "t2i", fast=False, device="cpu", n_samples=4, n_steps=2
+    )
+    entropy.score_file(scorer, world / "queries.npy", world / out, block=2, progress=False)
+
+
+def scored_under_kills(world: Path, out: str, chance: random.Random) -> int:
+    """Starts the run again and again, killing it at random moments, until it ends by itself; the number of kills."""
+    kills, context = 0, multiprocessing.get_context("fork")
+    while True:
+        child = context.Process(target=score, args=(world, out))
+        child.start()
+        child.join(chance.uniform(0.0, 0.12 * (1 + kills / 20)))  # a busy machine is given longer
+        if child.exitcode is not None:
+            assert child.exitcode == 0
+            return kills
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
+        kills += 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_killed_twenty_times(world):
+    chance, kills, run = random.Random(0), 0, 0
+    alone = multiprocessing.get_context("fork").Process(target=score, args=(world, "undisturbed.parquet"))
+    alone.start()
+    alone.join()
+    while kills < 20:
+        kills += scored_under_kills(world, f"{run}.parquet", chance)
+        assert (world / f"{run}.parquet").read_bytes() == (world / "undisturbed.parquet").read_bytes()
+        run += 1
+    assert run <= 10  # most kills hit a run that was under way
+    assert {path.name for path in world.iterdir()} == {
+        "model",
+        "queries.npy",
+        "gallery",
+        "undisturbed.parquet",
+        *(f"{number}.parquet" for number in range(run)),
+    }
+
+
+def test_an_interrupt_keeps_blocks_and_says_so(world, monkeypatch, capsys):
+    def interrupted(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(entropy, "_score_rows", interrupted)
+        assert geoflow_entropy(world, patch) == 130
+    assert "run the same command to continue" in capsys.readouterr().err
+    assert geoflow_entropy(world, monkeypatch, seed=1) == 2  # another job
+    assert "differs in seed" in capsys.readouterr().err
+    assert geoflow_entropy(world, monkeypatch) == 0
+    assert geoflow_entropy(world, monkeypatch, seed=1) == 2
+    assert "not the result of this job" in capsys.readouterr().err
+    assert geoflow_entropy(world, monkeypatch, "--overwrite", seed=1) == 0
+
+
+def spoil(world: Path, what: str) -> None:
+    """Makes one thing wrong with the input."""
+    shard = world / "gallery" / "img_emb_2.npy"
+    if what == "empty gallery":
+        for path in (world / "gallery").iterdir():
+            np.save(path, np.empty((0, 10), np.float32))
+    elif what == "width":
+        np.save(world / "queries.npy", noise.sample_uniform(5, 10).numpy())
+    elif what == "gallery width":
+        np.save(shard, noise.sample_uniform(5, 9).numpy())
+    elif what == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-30])
+    elif what in ("nan", "unnormalised"):
+        rows = np.load(world / "queries.npy")
+        rows[7] *= np.nan if what == "nan" else 1.5
+        np.save(world / "queries.npy", rows)
+    elif what == "no queries":
+        np.save(world / "queries.npy", np.empty((0, 7), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("what", "changes", "words"),
+    [
+        ("empty gallery", {}, "the gallery is empty"),
+        ("width", {}, "queries.npy have width 10, but the flow expects 7"),
+        ("gallery width", {}, "part 2 has width 9, but part 0 has 10"),
+        ("truncated", {}, "img_emb_2.npy is truncated"),
+        ("nan", {}, "queries.npy row 7 is not finite"),
+        ("unnormalised", {}, "queries.npy row 7 has norm 1.5"),
+        ("no queries", {}, "queries.npy are empty"),
+        ("", {"kappa": -1}, "kappa must be finite and not negative"),
+        ("", {"samples": 0}, "n_samples=0"),
+        ("", {"steps": 0}, "n_steps must be"),
+        ("", {"block": 0}, "block_rows=0"),
+        ("", {"model": "nowhere"}, "nowhere/model.safetensors does not exist"),
+        ("", {"queries": "nowhere"}, "queries nowhere is neither"),
+        ("", {"reference": "queries.npy"}, "--reference is for --posterior bayes"),
+        ("", {"posterior": "bayes"}, "--posterior bayes needs --reference"),
+        ("", {"device": "tpu"}, "device 'tpu' cannot be used here"),
+    ],
+)
+def test_bad_input_is_one_line_and_touches_nothing(world, monkeypatch, capsys, what, changes, words):
+    spoil(world, what)
+    (world / "scores.parquet").write_text("precious")
+    assert geoflow_entropy(world, monkeypatch, "--overwrite", **changes) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("geoflow: error:")
+    assert words in message
+    assert (world / "scores.parquet").read_text() == "precious"
+    assert not (world / "scores.parquet.blocks").exists()

@@ -1,0 +1,177 @@
+"""`geoflow rerank`: files of shortlists against the re-ranker, with its calibration, and bad input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import geoflow_fast as gf
+from geoflow_fast import geometry as g
+from geoflow_fast import noise
+from geoflow_fast.cli.app import main
+from geoflow_fast.jobs import rerank
+from geoflow_fast.runtime.parquet import read_columns
+
+DIM, QUERIES, ITEMS, K = 8, 21, 90, 5
+
+
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    return g.normalize(x + 0.15 * torch.randn_like(x))
+
+
+@pytest.fixture
+def world(tmp_path) -> Path:
+    """A folder with a saved flow, queries that belong to the first items, a gallery in float16 shards, and pairs."""
+    torch.manual_seed(1)
+    flow = gf.GeoFlow(gf.GeoFlowConfig(DIM, DIM, hidden=16, depth=1, layer_scale=0.5))
+    with torch.no_grad():
+        for parameter in flow.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    flow.save_pretrained(tmp_path / "model")
+    items = noise.sample_uniform(ITEMS, DIM)
+    np.save(tmp_path / "queries.npy", noisy(items[:QUERIES]).numpy())
+    (tmp_path / "gallery").mkdir()
+    for number, part in enumerate(np.array_split(items.numpy(), 4)):
+        np.save(tmp_path / "gallery" / f"img_emb_{number}.npy", part.astype(np.float16))
+    for name in ("pairs", "others"):
+        image = noise.sample_uniform(80, DIM)
+        gf.EmbeddingPairs.from_arrays(image, noisy(image)).save(tmp_path / name)
+    return tmp_path
+
+
+def geoflow_rerank(world: Path, monkeypatch, *more: str, **changes) -> int:
+    """Runs the command in this process; returns its exit status."""
+    options = {"model": "model", "queries": "queries.npy", "gallery": "gallery", "out": "ranked.parquet"}
+    monkeypatch.chdir(world)
+    settings = {"shortlist": K, "steps": 2, **changes}
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in {**options, **settings}.items()]
+    monkeypatch.setattr(sys, "argv", ["geoflow", "rerank", *words, *more])
+    with pytest.raises(SystemExit) as end:
+        main()
+    return int(end.value.code or 0)
+
+
+def reranker_of(world: Path) -> gf.BayesReranker:
+    flow = gf.GeoFlow.from_pretrained(world / "model")
+    return gf.BayesReranker(flow, world / "gallery", shortlist=K, n_steps=2)
+
+
+def check_file(world: Path, reranker: gf.BayesReranker) -> None:
+    found = read_columns(world / "ranked.parquet")
+    assert list(found) == ["query", *rerank.COLUMNS]
+    post = reranker(torch.from_numpy(np.load(world / "queries.npy")))
+    assert np.array_equal(found["query"], np.arange(QUERIES))
+    assert np.array_equal(np.stack(found["index"]), post.index.numpy())
+    assert np.array_equal(found["answer"], post.answer.numpy())
+    for name in ("p_answer", "p_outside", "entropy", "risk_lower_bound"):
+        np.testing.assert_allclose(found[name], getattr(post, name).numpy(), atol=1e-5)
+    np.testing.assert_allclose(np.stack(found["prob"]), post.prob.numpy(), atol=1e-5)
+
+
+def test_calibrated_file_holds_what_the_reranker_says(world, monkeypatch, capsys):
+    assert geoflow_rerank(world, monkeypatch, held_out="pairs", block=8) == 0
+    assert "uncalibrated" not in capsys.readouterr().out
+    reranker = reranker_of(world)
+    reranker.load_calibration(world / "model" / "rerank_t2i.json")
+    check_file(world, reranker)
+    # The calibration is now with the model and is used again, and made for these settings only.
+    assert geoflow_rerank(world, monkeypatch, "--json", out="again.parquet") == 0
+    summary = json.loads(capsys.readouterr().out)
+    found = read_columns(world / "again.parquet")
+    assert summary["calibrated"]
+    assert summary["queries"] == QUERIES
+    assert summary["expected_recall"] == pytest.approx(found["p_answer"].mean())
+    assert summary["changed"] == pytest.approx(np.mean(np.stack(found["index"])[:, 0] != found["answer"]))
+    assert geoflow_rerank(world, monkeypatch, out="third.parquet", steps=3) == 2
+    assert "was made for another n_steps" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:BayesReranker is uncalibrated")
+def test_uncalibrated_says_so(world, monkeypatch, capsys):
+    assert geoflow_rerank(world, monkeypatch) == 0
+    assert "uncalibrated: alpha=1, beta=0" in capsys.readouterr().out
+    check_file(world, reranker_of(world))
+
+
+def test_calibration_in_a_file_of_its_own_is_not_replaced_by_accident(world, monkeypatch, capsys):
+    assert geoflow_rerank(world, monkeypatch, held_out="pairs", calibration="c.json") == 0
+    kept = (world / "c.json").read_bytes()
+    assert not (world / "model" / "rerank_t2i.json").exists()
+    assert geoflow_rerank(world, monkeypatch, held_out="others", calibration="c.json", out="b.parquet") == 2
+    assert "c.json was made of other pairs" in capsys.readouterr().err
+    assert (world / "c.json").read_bytes() == kept
+    assert geoflow_rerank(world, monkeypatch, "--overwrite", held_out="others", calibration="c.json") == 0
+    assert (world / "c.json").read_bytes() != kept
+
+
+def test_an_interrupt_keeps_blocks_and_the_same_command_goes_on(world, monkeypatch, capsys):
+    blocks = []
+
+    def interrupted(self, queries, *rest, **more):
+        blocks.append(len(queries))
+        if len(blocks) == 2:
+            raise KeyboardInterrupt
+        return whole(self, queries, *rest, **more)
+
+    whole = gf.BayesReranker.rerank
+    with monkeypatch.context() as patch:
+        patch.setattr(gf.BayesReranker, "rerank", interrupted)
+        assert geoflow_rerank(world, patch, held_out="pairs", block=8) == 130
+        assert "run the same command to continue" in capsys.readouterr().err
+        assert not (world / "ranked.parquet").exists()
+        assert geoflow_rerank(world, patch, held_out="pairs", block=8) == 0
+    assert blocks == [8, 8, 8, 5]  # the first block was kept
+    reranker = reranker_of(world)
+    reranker.load_calibration(world / "model")
+    check_file(world, reranker)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"queries": "nowhere"}, "queries nowhere is neither"),
+        ({"queries": "wide.npy"}, "wide.npy have width 9, but the flow expects 8"),
+        ({"queries": "long.npy"}, "long.npy row 0 has norm 2"),
+        ({"gallery": "wide.npy"}, "gallery has width 9, but the flow expects 8"),
+        ({"model": "nowhere"}, "nowhere/model.safetensors does not exist"),
+        ({"calibration": "nowhere.json"}, "nowhere.json"),
+        ({"calibration": "queries.npy"}, "queries.npy is damaged or not a calibration"),
+        ({"held_out": "gallery"}, "img_emb"),
+        ({"held_out": "few"}, "of 40 held-out queries have a right item"),
+        ({"shortlist": 0}, "shortlist must be at least 1"),
+        ({"steps": 0}, "n_steps must be"),
+        ({"probes": 0}, "n_probes must be"),
+        ({"device": "tpu"}, "device 'tpu' cannot be used here"),
+    ],
+)
+def test_bad_input_is_one_line_and_touches_nothing(world, monkeypatch, capsys, changes, words):
+    np.save(world / "wide.npy", noise.sample_uniform(5, 9).numpy())
+    np.save(world / "long.npy", 2 * np.load(world / "queries.npy"))
+    image = noise.sample_uniform(40, DIM)
+    gf.EmbeddingPairs.from_arrays(image, noisy(image)).save(world / "few")
+    (world / "ranked.parquet").write_text("precious")
+    before = sorted(world.rglob("*"))
+    assert geoflow_rerank(world, monkeypatch, "--overwrite", **changes) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("geoflow: error:")
+    assert words in message
+    assert (world / "ranked.parquet").read_text() == "precious"
+    assert sorted(world.rglob("*")) == before
+
+
+def test_the_faiss_example_runs(world):
+    pytest.importorskip("faiss")
+    np.save(world / "images.npy", np.concatenate([np.load(path) for path in sorted((world / "gallery").iterdir())]))
+    example = Path(__file__).parents[2] / "examples" / "rerank_faiss.py"
+    command = [sys.executable, str(example), "model", "pairs", "images.npy", "queries.npy"]
+    result = subprocess.run(command, cwd=world, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert len(lines) == QUERIES
+    assert lines[0].startswith("text 0: image ")

@@ -1,0 +1,148 @@
+"""The network's hand-written forward mode against torch.func.jvp and autograd, and the work it leaves out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import geoflow_fast as gf
+from geoflow_fast.directions import DIRECTIONS
+from geoflow_fast.flow.model import single_direction
+from geoflow_fast.likelihood.forward_mode import GENERATED, ForwardMode, Solve
+from geoflow_fast.noise import sample_uniform
+
+TIME = 0.7
+
+
+def random_flow(dtype: torch.dtype = torch.float32, **changes) -> gf.GeoFlow:
+    """A network whose every part matters."""
+    torch.manual_seed(0)
+    shape = {"hidden": 32, "depth": 3, "heads": 2, "layer_scale": 0.5} | changes
+    flow = gf.GeoFlow(gf.GeoFlowConfig(10, 7, **shape)).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in flow.parameters():
+            parameter.normal_(0, 1 / math.sqrt(32))
+    return flow
+
+
+def random_input(flow: gf.GeoFlow, rows: int = 5, probes: int = 2):
+    dtype = next(flow.parameters()).dtype
+    points = tuple(sample_uniform(rows, d, dtype=dtype) for d in flow.config.flow_dims)
+    tangents = tuple(torch.randn(probes, rows, d, dtype=dtype) for d in flow.config.flow_dims)
+    return points, tangents
+
+
+def all_solves(network: ForwardMode, points, tangents) -> list[Solve]:
+    image, text = points
+    d_image, d_text = tangents
+    return [
+        Solve("joint", (image, d_image), (text, d_text)),
+        Solve("i2t", (network.encode(image, 0), d_image[:0]), (text, d_text)),
+        Solve("t2i", (image, d_image), (network.encode(text, 1), d_text[:0])),
+        Solve("joint", (image, d_image), (text, d_text), paired=True),
+    ]
+
+
+def raw_output(flow: gf.GeoFlow, image, text, direction: str):
+    modulation = flow.modulations(torch.tensor([TIME], dtype=image.dtype), direction)[0].unbind()
+    return flow._network(image, text, modulation, single_direction(direction, len(image)))
+
+
+def tangent_of(solve: Solve, stream: int, k: int, tangents):
+    """The k-th tangent of the solve's stream as a pair: of both streams if paired, else zero in the other."""
+    return tuple(x[k] if solve.paired or s == stream else torch.zeros_like(x[k]) for s, x in enumerate(tangents))
+
+
+def relative(found: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((found - truth).norm() / truth.norm())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@torch.no_grad()
+def test_parity_with_torch_func_jvp(dtype, tolerance):
+    flow = random_flow(dtype)
+    points, tangents = random_input(flow)
+    network = ForwardMode(flow, DIRECTIONS, [0.2, TIME])
+    solves = all_solves(network, points, tangents)
+    for solve, found in zip(solves, network(TIME, solves)):
+        assert tuple(found) == GENERATED[solve.direction]
+        for stream, (y, dy) in found.items():
+            for k in range(len(dy)):
+                truth, d_truth = torch.func.jvp(
+                    lambda a, b, d=solve.direction, s=stream: raw_output(flow, a, b, d)[s],
+                    points,
+                    tangent_of(solve, stream, k, tangents),
+                )
+                assert relative(y, truth) < tolerance
+                assert relative(dy[k], d_truth) < tolerance
+
+
+def test_parity_with_autograd():
+    """<e, J e> of each generated stream is that of the vector-Jacobian product."""
+    flow = random_flow()
+    points, tangents = random_input(flow)
+    with torch.no_grad():
+        network = ForwardMode(flow, DIRECTIONS, [TIME])
+        solves = all_solves(network, points, tangents)[:3]
+        outputs = network(TIME, solves)
+    for solve, found in zip(solves, outputs):
+        for stream, (_, dy) in found.items():
+            inputs = [x.clone().requires_grad_() for x in points]
+            out = raw_output(flow, *inputs, solve.direction)[stream]
+            for k, probe in enumerate(tangents[stream]):
+                (pulled,) = torch.autograd.grad(out, inputs[stream], probe, retain_graph=True)
+                torch.testing.assert_close((dy[k] * probe).sum(1), (pulled * probe).sum(1), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_buffers_carry_nothing_from_call_to_call():
+    """After larger solves, and with everything the buffers hold made NaN, the result is the same to the bit."""
+    flow = random_flow()
+    network = ForwardMode(flow, DIRECTIONS, [TIME])
+    small, large = (all_solves(network, *random_input(flow, rows, probes)) for rows, probes in ((5, 2), (9, 3)))
+    first = [{stream: (y.clone(), dy.clone()) for stream, (y, dy) in out.items()} for out in network(TIME, small)]
+    network(TIME, large)
+    for buffer in network._buffers.values():
+        buffer.fill_(math.nan)
+    for before, after in zip(first, network(TIME, small)):
+        for stream, dual in before.items():
+            torch.testing.assert_close(dual, after[stream], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("rows", "probes"), [(0, 2), (1, 0), (7, 0), (129, 1)])
+@torch.no_grad()
+def test_sizes(rows, probes):
+    flow = random_flow()
+    points, tangents = random_input(flow, rows, probes)
+    network = ForwardMode(flow, DIRECTIONS, [TIME])
+    for solve, found in zip(
+        all_solves(network, points, tangents), network(TIME, all_solves(network, points, tangents))
+    ):
+        for stream, (y, dy) in found.items():
+            assert dy.shape == (probes, rows, flow.config.flow_dims[stream])
+            torch.testing.assert_close(y, raw_output(flow, *points, solve.direction)[stream], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_what_no_output_needs_is_not_computed():
+    """Multiplications of a pass with one tangent per solve, against a count by hand."""
+    flow = random_flow(hidden=32, depth=2, heads=2)
+    c, rows = flow.config, 3
+    points, tangents = random_input(flow, rows, 1)
+    network = ForwardMode(flow, DIRECTIONS, [TIME])
+    cross, forward = 2 * c.hidden * c.hidden // c.heads, 3 * c.inner * c.hidden
+    both_streams = 2 * (2 * cross + forward)  # two cross-gates and the first feed-forward
+    ends = [forward + 2 * c.hidden * d for d in c.flow_dims]  # last feed-forward, encoder and decoder of a stream
+    expected = {
+        ("i2t", False): 2 * (both_streams + ends[1]),
+        ("t2i", False): 2 * (both_streams + ends[0]),
+        ("joint", True): 2 * (both_streams + sum(ends)),
+        ("joint", False): 3 * both_streams + 2 * sum(ends),  # each of two tangents ends in its own stream
+    }
+    for solve in all_solves(network, points, tangents):
+        with FlopCounterMode(display=False) as counter:
+            network(TIME, [solve])
+        assert counter.get_total_flops() == 2 * rows * expected[solve.direction, solve.paired]

@@ -1,0 +1,118 @@
+"""Probes: their law, and what they are a function of."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy import stats
+
+from geoflow_fast.geometry import dot
+from geoflow_fast.likelihood.probes import Probes
+from geoflow_fast.noise import sample_uniform
+
+
+def probes(rows: int = 200, count: int = 3, first: int = 0, **changes) -> Probes:
+    options = {"kind": "gaussian", "orthogonal": "none", "exact": False, "geometry": "sphere"} | changes
+    return Probes(seed=5, rows=torch.arange(first, first + rows), count=count, **options)
+
+
+def test_normals_are_standard_and_independent():
+    z = probes(rows=1000, count=2)._normals(3, 1, 41).double()
+    assert stats.kstest(z.flatten().numpy(), "norm").pvalue > 1e-3
+    for axis in range(3):  # neighbouring probes, rows and coordinates are uncorrelated, and so are their squares
+        near, far = z.narrow(axis, 0, z.shape[axis] - 1), z.narrow(axis, 1, z.shape[axis] - 1)
+        for a, b in ((near, far), (near.square() - 1, far.square() - 1)):
+            assert abs(float((a * b).mean() / (a * b).std())) * math.sqrt(a.numel()) < 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "orthogonal"),
+    [("gaussian", "none"), ("gaussian", "probes"), ("gaussian", "steps"), ("rademacher", "none")],
+)
+def test_probes_have_the_tangent_projection_as_second_moment(kind, orthogonal):
+    d, rows = 5, 40_000
+    x = sample_uniform(1, d).expand(rows, -1)
+    e = probes(rows, 2, kind=kind, orthogonal=orthogonal).draw(0, 0, x)
+    assert float(dot(x, e).abs().max()) < 1e-5
+    moment = torch.einsum("kbi,kbj->ij", e, e) / (2 * rows)
+    truth = torch.eye(d) - torch.outer(x[0], x[0])
+    torch.testing.assert_close(moment, truth, atol=5 * math.sqrt(3 / rows), rtol=0)
+    if kind == "gaussian":
+        torch.testing.assert_close(e.square().sum(-1), torch.full((2, rows), d - 1.0), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("geometry", ["sphere", "euclidean"])
+def test_aligned_probes_have_size_one_along_what_was_learned(geometry):
+    d, rows = 5, 40_000
+    x, y, z = sample_uniform(3, d, generator=torch.Generator().manual_seed(0)).split(1)
+    at, later = x.expand(rows, -1), y.expand(rows, -1)
+    drawn = probes(rows, 2, kind="aligned", geometry=geometry)
+    first = drawn.draw(0, 0, at)
+    assert torch.equal(first, probes(rows, 2, geometry=geometry).draw(0, 0, at))  # nothing is known yet
+    drawn.learn(0, at, first, 3 * z * dot(z, first) + first)  # the Jacobian 3 z z^T + I
+    e = drawn.draw(1, 0, later)
+    tangent = torch.eye(d) - torch.outer(y[0], y[0]) * (geometry == "sphere")
+    moment = torch.einsum("kbi,kbj->ij", e, e) / (2 * rows)
+    torch.testing.assert_close(moment, tangent, atol=5 * math.sqrt(3 / rows), rtol=0)
+    torch.testing.assert_close(e.square().sum(-1), torch.full((2, rows), float(tangent.trace())), rtol=1e-5, atol=0)
+    followed = torch.nn.functional.normalize(drawn._leads[0] @ tangent, dim=-1)
+    torch.testing.assert_close(dot(e, followed), torch.ones(2, rows, 1), rtol=1e-4, atol=0)
+    # Many probes of one row find the direction in which z is seen at x.
+    many = probes(1, 4000, kind="aligned", geometry=geometry)
+    first = many.draw(0, 0, x)
+    many.learn(0, x, first, 3 * z * dot(z, first) + first)
+    many.draw(1, 0, y)
+    lead = torch.nn.functional.normalize(z - (x * z).sum() * x if geometry == "sphere" else z, dim=-1)
+    assert float(dot(many._leads[0][0], lead).abs()) > 0.97
+    assert torch.equal(many.draw(1, 0, y), many.draw(1, 0, y))
+
+
+def test_a_direction_that_is_nothing_or_leaves_the_tangent_space_is_not_followed():
+    x = sample_uniform(30, 7)
+    for product in (torch.zeros(3, 30, 7), x.flip(0).expand(3, -1, -1)):
+        drawn = probes(30, 3, kind="aligned")
+        e = drawn.draw(0, 0, x)
+        drawn.learn(0, x, e, product)
+        again = drawn.draw(1, 0, x.flip(0))
+        torch.testing.assert_close(again.square().sum(-1), torch.full((3, 30), 6.0), rtol=1e-5, atol=0)
+        assert float(dot(x.flip(0), again).abs().max()) < 1e-5
+
+
+def test_orthogonal_probes_are_orthogonal_up_to_a_whole_basis():
+    x = sample_uniform(30, 9, dtype=torch.float64)
+    e = probes(30, 8, orthogonal="probes").draw(0, 0, x)
+    gram = torch.einsum("kbi,lbi->bkl", e, e)
+    torch.testing.assert_close(gram, 8 * torch.eye(8, dtype=torch.float64).expand(30, -1, -1), atol=1e-10, rtol=0)
+
+
+def test_probes_orthogonal_to_those_of_earlier_steps():
+    """Before they meet their points; frame by frame, and independently of each other within a step."""
+    drawn = probes(30, 2, orthogonal="steps")
+    x = sample_uniform(30, 9, dtype=torch.float64)
+    e = torch.stack([torch.nn.functional.normalize(drawn._directions(n, 0, x), dim=-1) for n in range(12)])
+    for frame in (e[:9], e[9:]):
+        gram = torch.einsum("mkbi,nkbi->kbmn", frame, frame)
+        torch.testing.assert_close(gram, torch.eye(len(frame)).double().expand_as(gram), atol=1e-10, rtol=0)
+    assert float((e[:, 0] * e[:, 1]).sum(-1).abs().mean()) > 0.1
+    assert torch.equal(drawn.draw(11, 0, x), drawn.draw(11, 0, x))
+
+
+def test_exact_probes_are_a_resolution_of_the_projection():
+    x = sample_uniform(4, 6, dtype=torch.float64)
+    for geometry, truth in (
+        ("sphere", torch.eye(6) - x.unsqueeze(2) * x.unsqueeze(1)),
+        ("euclidean", torch.eye(6).expand(4, -1, -1).double()),
+    ):
+        e = probes(4, exact=True, geometry=geometry).draw(0, 0, x)
+        torch.testing.assert_close(torch.einsum("kbi,kbj->bij", e, e), truth)
+
+
+def test_a_probe_depends_on_row_draw_number_and_stream_alone():
+    x = sample_uniform(20, 7)
+    whole = probes(20, 3).draw(2, 1, x)
+    assert torch.equal(probes(6, 3, first=9).draw(2, 1, x[9:15]), whole[:, 9:15])
+    assert torch.equal(probes(20, 1).draw(2, 1, x), whole[:1])
+    for other in (probes(20, 3).draw(3, 1, x), probes(20, 3).draw(2, 0, x), probes(20, 3, first=1).draw(2, 1, x)):
+        assert float((other - whole).abs().amax(-1).min()) > 1e-3

@@ -1,0 +1,93 @@
+"""Backends: asked for by name they work or say why not; the automatic choice passes over what is unavailable only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import geoflow_fast as gf
+from geoflow_fast.ops import dispatch, native
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """A private registry with one operation, `double`, and a broken fast backend."""
+    monkeypatch.setattr(dispatch, "_IMPLEMENTATIONS", {})
+    dispatch.register("double", "reference", devices=("cpu", "cuda"))(lambda x: 2 * x)
+    return dispatch
+
+
+def test_automatic_choice_passes_over_the_unavailable(table):
+    table.register("double", "cpu", devices=("cpu",), missing=lambda: "not built")(lambda: None)
+    assert table.choose("double", torch.ones(1))(torch.ones(1)) == 2
+
+
+def test_automatic_choice_never_hides_a_failure(table):
+    def broken() -> torch.Tensor:
+        raise RuntimeError("kernel failed")
+
+    table.register("double", "cpu", devices=("cpu",))(broken)
+    with pytest.raises(RuntimeError, match="kernel failed"):
+        table.choose("double", torch.ones(1))()
+
+
+def test_a_named_backend_that_cannot_serve_says_why(table):
+    table.register("double", "cpu", devices=("cpu",), missing=lambda: "not built")(lambda: None)
+    table.register("double", "cuda", devices=("cuda",))(lambda: None)
+    for name, reason in (
+        ("cpu", "not built"),
+        ("cuda", "these are on cpu"),
+        ("triton", "no triton implementation"),
+        ("magic", "no such backend"),
+    ):
+        with pytest.raises(dispatch.BackendUnavailable, match=reason):
+            table.choose("double", torch.ones(1), name)
+
+
+def test_public_table_covers_every_operation_and_backend():
+    table = gf.backends()
+    assert "masked_interpolant" in table
+    for row in table.values():
+        assert set(row) == {"reference", "cpu", "cuda", "triton"}
+        assert all(isinstance(state, str) and state for state in row.values())
+    assert table["masked_interpolant"]["reference"] == "available"
+    assert "masked_interpolant" in str(table)
+
+
+def test_compiled_code_is_built_here():
+    assert native.missing() is None
+    assert gf.backends()["masked_interpolant"]["cpu"] == "available"
+
+
+def test_without_the_extension_the_reason_is_given(monkeypatch):
+    monkeypatch.setattr(native, "extension", lambda: None)
+    assert "not built" in gf.backends()["masked_interpolant"]["cpu"]
+    x = gf.geometry.sample_uniform(2, 3)
+    zeros = torch.zeros(2, dtype=torch.int8)
+    assert len(gf.ops.masked_interpolant(x, x, x, x, torch.rand(2), zeros)) == 4
+    with pytest.raises(gf.BackendUnavailable, match="not built"):
+        gf.ops.masked_interpolant(x, x, x, x, torch.rand(2), zeros, backend="cpu")
+
+
+@pytest.mark.parametrize("name", ["noise", "t", "direction"])
+def test_native_layer_guards_memory_itself(name):
+    """Calls that skip the operation's checks still cannot pass a wrong pointer."""
+    x = gf.geometry.sample_uniform(4, 6)
+    arguments = {
+        "noise": (x, x),
+        "data": (x, x),
+        "t": torch.rand(4),
+        "direction": torch.zeros(4, dtype=torch.int8),
+        "drop": None,
+        "point": (torch.empty_like(x), torch.empty_like(x)),
+        "velocity": (torch.empty_like(x), torch.empty_like(x)),
+        "tolerance": 1e-3,
+    }
+    wrong = {
+        "noise": (x.T.contiguous().T, x),
+        "t": torch.rand(4).double(),
+        "direction": torch.zeros(3, dtype=torch.int8),
+    }
+    with pytest.raises((TypeError, ValueError)):
+        native.masked_interpolant(**{**arguments, name: wrong[name]})
+    assert native.masked_interpolant(**arguments) == -1

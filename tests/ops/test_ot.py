@@ -1,0 +1,547 @@
+"""Optimal-transport ops against POT in float64, closed forms, and their own laws, on every backend that runs here."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from scipy.optimize import linear_sum_assignment
+
+import geoflow_fast as gf
+from geoflow_fast.noise import StructuredNoise, sample_uniform
+from geoflow_fast.ops import native
+from geoflow_fast.ops.ot_assign import condition_weight
+
+ot = pytest.importorskip("ot")
+
+OP = "ot_assign"
+SIZES = [1, 2, 7, 129, 1000, 1023]
+ITERATIONS = {"cpu": 3000, "reference": 200}  # plain torch is slow
+compiled = pytest.mark.skipif(native.missing() is not None, reason="compiled extension is not built")
+
+
+@pytest.fixture(autouse=True)
+def _poison(monkeypatch):
+    """Uninitialised memory that the solver reads as data shows up as NaN."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(math.nan) if tensor.is_floating_point() else tensor.fill_(-1)
+
+    monkeypatch.setattr(native.torch, "empty", poisoned)
+
+
+def clouds(n: int, image: int = 48, text: int = 33, m: int | None = None, dtype: torch.dtype = torch.float32):
+    widths = ((n, image), (n, text), (m or n, image), (m or n, text))
+    return tuple(sample_uniform(rows, d, dtype=dtype) for rows, d in widths)
+
+
+def wide_cost(points, cost: str = "arc") -> torch.Tensor:
+    """The cost in float64 from its definition."""
+    total = 0
+    for noise, data in zip(points[:2], points[2:]):
+        noise, data = noise.double(), data.double()
+        if cost == "arc":
+            distance = torch.cdist(noise, data, compute_mode="donot_use_mm_for_euclid_dist")
+            total = total + 2 * torch.asin((distance / 2).clamp(max=1))
+        else:
+            total = total + torch.cdist(noise, data, compute_mode="donot_use_mm_for_euclid_dist").square()
+    return total
+
+
+def pot_potentials(cost: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(f, g) of POT's log-domain Sinkhorn in float64, solved beyond our tolerances (its error is an L2 norm)."""
+    _, log = ot.bregman.sinkhorn_log([], [], cost.numpy(), eps, numItermax=800, stopThr=1e-7, log=True, warn=False)
+    return eps * torch.from_numpy(log["log_u"]), eps * torch.from_numpy(log["log_v"])
+
+
+@functools.cache
+def pot_case(n: int, width: int, eps: float):
+    """Points, their float64 cost and POT's potentials, shared by the tests of all backends."""
+    torch.manual_seed(n + width)
+    points = clouds(n, width, width)
+    cost = wide_cost(points)
+    return points, cost, *pot_potentials(cost, eps)
+
+
+def plan_of(f: torch.Tensor, g: torch.Tensor, cost: torch.Tensor, eps: float) -> torch.Tensor:
+    return ((f[:, None] + g - cost) / eps).exp()
+
+
+def share_equal(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a == b).double().mean())
+
+
+# ---- truth ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cost", ["arc", "chord"])
+@pytest.mark.parametrize(("n", "m"), [(1, 1), (2, 7), (7, 2), (129, 300), (1023, 1000)])
+def test_cost_matrix_matches_float64(backend, n, m, cost):
+    points = clouds(n, 48, 33, m)
+    matrix = gf.ops.transport_cost(*points, cost=cost, weights=(1.0, 1.0), backend=backend)
+    assert matrix.shape == (n, m)
+    assert torch.allclose(matrix.double(), wide_cost(points, cost), atol=3e-6)
+
+
+@pytest.mark.parametrize("width", [5, 16, 255, 256, 257, 700])
+def test_cost_build_at_ragged_widths_and_strides(backend, width):
+    points = tuple(sample_uniform(97, width + 3)[:, :width] for _ in range(4))
+    points = tuple(gf.geometry.normalize(x).T.contiguous().T for x in points)
+    assert not points[0].is_contiguous()
+    matrix = gf.ops.transport_cost(*points, weights=(0.5, 2.0), backend=backend)
+    image, text = (wide_cost((a, a, b, b)) / 2 for a, b in ((points[0], points[2]), (points[1], points[3])))
+    assert torch.allclose(matrix.double(), 0.5 * image + 2.0 * text, atol=1e-5)
+
+
+@pytest.mark.parametrize(("eps", "tol", "agreement"), [(0.05, 1e-5, 0.999), (0.005, 1e-3, 0.995)])
+@pytest.mark.parametrize("width", [64, 1024])
+def test_agrees_with_pot_in_float64(backend, eps, tol, agreement, width):
+    points, cost, f, g = pot_case(200 if backend == "reference" or width == 64 else 500, width, eps)
+    result = gf.ops.sinkhorn("arc", points, eps=eps, tol=tol, backend=backend)
+    assert result.converged
+    assert result.marginal_error <= tol
+    if eps == 0.05:  # at 0.005 the plan is almost a permutation, and its potentials almost free
+        shift = float((result.g - g).mean())
+        assert float((result.g - g - shift).abs().max()) <= 0.01 * eps
+        assert float((result.f - f + shift).abs().max()) <= 0.01 * eps
+    plan, truth = plan_of(*result.potentials, cost, eps), plan_of(f, g, cost, eps)
+    assert float((plan - truth).abs().sum()) <= (0.01 if eps == 0.05 else 0.05)
+    assert result.transport_cost == pytest.approx(float((truth * cost).sum()), rel=1e-4)
+    assigned = gf.ops.ot_assign(*points, eps=eps, tol=tol, backend=backend)
+    assert assigned.dtype == torch.int64
+    assert share_equal(assigned, (g - cost).argmax(1)) >= agreement
+
+
+def test_default_tolerance_assigns_as_the_converged_plan(backend):
+    points, cost, _, g = pot_case(1000, 1024, 0.05)
+    assert share_equal(gf.ops.ot_assign(*points, backend=backend), (g - cost).argmax(1)) >= 0.999
+
+
+@pytest.mark.parametrize("eps", [10.0, 0.05, 0.005])
+@pytest.mark.parametrize("n", SIZES)
+def test_marginals_at_every_size(backend, n, eps):
+    if backend == "reference" and eps < 0.05:
+        eps = 0.02  # plain torch is slow
+    points = clouds(n, 256, 256)
+    result = gf.ops.sinkhorn("arc", points, eps=eps, backend=backend)
+    plan = plan_of(*result.potentials, wide_cost(points), eps)
+    assert result.converged
+    assert float((plan.sum(0) - 1 / n).abs().sum()) <= 2e-4
+    assert float((plan.sum(1) - 1 / n).abs().sum()) <= result.marginal_error + 2e-4
+
+
+def test_both_backends_take_the_same_steps():
+    """In the kernel domain an iteration is an iteration of the reference, to float32 rounding."""
+    points = clouds(300)
+    wide = tuple(x.double() for x in points)
+    for iterations in (1, 2, 3):
+        with pytest.warns(RuntimeWarning, match=f"stopped after {iterations} iterations"):
+            truth = gf.ops.sinkhorn("arc", wide, tol=1e-12, max_iter=iterations, backend="reference")
+        with pytest.warns(RuntimeWarning, match=f"stopped after {iterations} iterations"):
+            result = gf.ops.sinkhorn("arc", points, tol=1e-12, max_iter=iterations)
+        assert torch.allclose(result.f, truth.f, atol=1e-6)
+        assert torch.allclose(result.g, truth.g, atol=1e-6)
+
+
+def test_permutation_equivariance(backend):
+    points = clouds(300)
+    rows, columns = torch.randperm(300), torch.randperm(300)
+    index = gf.ops.ot_assign(*points, backend=backend)
+    moved = gf.ops.ot_assign(points[0][rows], points[1][rows], points[2][columns], points[3][columns], backend=backend)
+    assert share_equal(columns[moved], index[rows]) >= 0.997
+
+
+@pytest.mark.parametrize("eps", [10.0, 0.05, 1e-3, 1e-4])
+def test_identical_clouds_map_to_themselves(backend, eps):
+    x, y = sample_uniform(129, 20), sample_uniform(129, 31)
+    index = gf.ops.ot_assign(x, y, x, y, eps=eps, backend=backend)
+    assert torch.equal(index, torch.arange(129))
+
+
+@pytest.mark.parametrize("eps", [10.0, 0.05, 1e-3])
+def test_antipodal_clouds(backend, eps):
+    x, y = sample_uniform(129, 20), sample_uniform(129, 31)
+    points = (x, y, -x, -y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        result = gf.ops.sinkhorn("arc", points, eps=eps, max_iter=ITERATIONS[backend], backend=backend)
+    plan = plan_of(*result.potentials, wide_cost(points), eps)
+    assert result.converged or (backend == "reference" and eps < 0.05)
+    assert float((plan.sum(1) - 1 / 129).abs().sum()) <= result.marginal_error + 1e-3
+    if eps == 0.05:
+        assert bool((gf.ops.ot_assign(*points, eps=eps, backend=backend) != torch.arange(129)).all())
+
+
+def test_one_target_for_all(backend):
+    """All data equal: every plan entry is 1/B^2 and the argmax is the first of equals."""
+    x, y = sample_uniform(60, 20), sample_uniform(60, 20)
+    points = (x, y, sample_uniform(1, 20).expand(60, 20), sample_uniform(1, 20).expand(60, 20))
+    result = gf.ops.sinkhorn("arc", points, backend=backend)
+    assert result.iterations == 1
+    assert torch.allclose(
+        plan_of(*result.potentials, wide_cost(points), 0.05), torch.tensor(1 / 3600.0).double(), rtol=1e-4
+    )
+    assert torch.equal(gf.ops.ot_assign(*points, backend=backend), torch.zeros(60, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("eps", [10.0, 1.0, 0.1, 0.01, 1e-3, 1e-4])
+def test_every_eps_gives_a_finite_plan_with_honest_report(backend, eps):
+    points = clouds(100)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        result = gf.ops.sinkhorn("arc", points, eps=eps, max_iter=ITERATIONS[backend], backend=backend)
+    assert bool(torch.isfinite(result.f).all() and torch.isfinite(result.g).all())
+    assert result.converged == (result.marginal_error <= 1e-3)
+    assert len(seen) == (not result.converged)
+    plan = plan_of(*result.potentials, wide_cost(points), eps)
+    assert float((plan.sum(1) - 1 / 100).abs().sum()) <= max(1.5 * result.marginal_error, 2e-3 + 2e-6 / eps)
+
+
+@pytest.mark.parametrize("spread", [1e2, 1e4, 1e6])
+def test_huge_cost_ranges(backend, spread):
+    cost = spread * torch.rand(60, 60)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        result = gf.ops.sinkhorn(cost, eps=1.0, max_iter=ITERATIONS[backend], backend=backend)
+        index = gf.ops.ot_assign(*clouds(60), cost=cost, eps=1.0, max_iter=ITERATIONS[backend], backend=backend)
+    assert bool(torch.isfinite(result.f).all() and torch.isfinite(result.g).all())
+    assert math.isfinite(result.transport_cost)
+    best = float(cost[linear_sum_assignment(cost.numpy())].mean())
+    if result.converged:  # an entropic plan costs at most eps times the entropy of the plan more than the best
+        assert best - 1e-3 * spread <= result.transport_cost <= best + math.log(60) + 2e-3 * spread
+    assert float(cost[torch.arange(60), index].mean()) <= 2 * best + math.log(60)
+
+
+@compiled
+def test_columns_that_no_row_reaches_at_first():
+    """At the start every row puts all its float32 mass on one column: the others are recovered by their own sum."""
+    cost = torch.rand(40, 40) * 1e-3 + 1e4 * (1 - torch.eye(40)[0])
+    result = gf.ops.sinkhorn(cost, eps=0.1)
+    assert result.converged
+    assert float((plan_of(*result.potentials, cost.double(), 0.1).sum(0) - 1 / 40).abs().sum()) <= 0.05
+
+
+@compiled
+def test_kernel_domain_hands_over_to_scores():
+    """Potentials that outgrow the exponentials' range: same answer as a solve that never entered the kernel domain."""
+    n, eps = 30, 1.0
+    position = torch.linspace(0, 1, n)
+    cost = 155 * (position[:, None] - position.flip(0)[None]).abs() * torch.linspace(0.2, 1, n)
+    result = gf.ops.sinkhorn(cost, eps=eps, max_iter=3000)
+    truth = gf.ops.sinkhorn(cost.double(), eps=eps, max_iter=3000, backend="reference")
+    assert result.converged
+    plans = [plan_of(*r.potentials, cost.double(), eps) for r in (result, truth)]
+    assert float((plans[0] - plans[1]).abs().sum()) <= 0.05
+
+
+def test_rectangular_matrix(backend):
+    cost = 3 * torch.rand(70, 131, dtype=torch.float64) + 1e3
+    result = gf.ops.sinkhorn(cost, eps=0.1, tol=1e-5, max_iter=2000, backend=backend)
+    f, g = pot_potentials(cost, 0.1)
+    assert float((plan_of(*result.potentials, cost, 0.1) - plan_of(f, g, cost, 0.1)).abs().sum()) <= 1e-3
+
+
+# ---- the compiled solver --------------------------------------------------------------------------------------------
+
+
+@compiled
+@pytest.mark.parametrize("eps", [0.05, 0.002])
+def test_threads_do_not_change_a_bit(eps):
+    points, threads = clouds(523, 64, 64), torch.get_num_threads()
+    noise = StructuredNoise.draw(523, 64), StructuredNoise.draw(523, 64)
+    outcomes = []
+    try:
+        for count in (1, 2, 3, 5):
+            torch.set_num_threads(count)
+            dense = gf.ops.sinkhorn("arc", points, eps=eps, max_iter=4000)
+            fast = gf.ops.sinkhorn("arc", (*noise, *points[2:]), eps=eps, max_iter=4000)
+            outcomes.append((dense, fast))
+    finally:
+        torch.set_num_threads(threads)
+    for dense, fast in outcomes[1:]:
+        for result, first in zip((dense, fast), outcomes[0]):
+            assert torch.equal(result.f, first.f)
+            assert torch.equal(result.g, first.g)
+            assert result.transport_cost == first.transport_cost
+
+
+@compiled
+@pytest.mark.parametrize("eps", [0.05, 0.005])
+def test_half_storage(eps):
+    points = clouds(600, 512, 512)
+    cost = wide_cost(points)
+    result = gf.ops.sinkhorn("arc", points, eps=eps, storage="float16", max_iter=3000)
+    truth = gf.ops.sinkhorn("arc", points, eps=eps, max_iter=3000)
+    assert result.converged
+    plans = [plan_of(*r.potentials, cost, eps) for r in (result, truth)]
+    assert float((plans[0] - plans[1]).abs().sum()) <= 2e-4 / eps
+    assigned = [gf.ops.ot_assign(*points, eps=eps, max_iter=3000, storage=s) for s in ("float16", "float32")]
+    assert share_equal(*assigned) >= 0.985
+
+
+@compiled
+def test_memory_is_one_matrix():
+    """Peak resident memory of a solve, in a process of its own: one float32 matrix and a little; half in float16."""
+    script = """
+import sys, torch, geoflow_fast as gf
+from pathlib import Path
+n = 6000
+points = [gf.geometry.sample_uniform(n, 64) for _ in range(4)]
+gf.ops.ot_assign(*(x[:64] for x in points))
+def status(key):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmRSS")
+gf.ops.ot_assign(*points, storage=sys.argv[1])
+print((status("VmHWM") - before) / (4 * n * n))
+"""
+    for storage, limit in (("float32", 1.15), ("float16", 0.65)):
+        run = subprocess.run([sys.executable, "-c", script, storage], capture_output=True, text=True, check=True)
+        assert float(run.stdout) <= limit
+
+
+@compiled
+@pytest.mark.parametrize("stage", ["iterations", "build"])
+def test_interrupt_stops_a_long_solve(stage):
+    # A shell that runs this in the background has its children ignore Ctrl-C.
+    script = """
+import signal, sys, torch, geoflow_fast as gf
+signal.signal(signal.SIGINT, signal.default_int_handler)
+points = [gf.geometry.sample_uniform(*((3000, 8) if sys.argv[1] == "iterations" else (12000, 512))) for _ in range(4)]
+print("ready", flush=True)
+try:
+    gf.ops.sinkhorn("arc", tuple(points), eps=1e-3, tol=1e-12, max_iter=10**9)
+except KeyboardInterrupt:
+    print("stopped", flush=True)
+"""
+    with subprocess.Popen([sys.executable, "-c", script, stage], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(1.0)
+        os.kill(process.pid, signal.SIGINT)
+        try:
+            out, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert out == "stopped\n"
+
+
+# ---- assignments ----------------------------------------------------------------------------------------------------
+
+
+def test_sample_follows_the_rows_of_the_plan(backend):
+    cost = 0.2 * torch.rand(40, 40)
+    result = gf.ops.sinkhorn(cost, tol=1e-5, backend=backend)
+    plan = plan_of(*result.potentials, cost.double(), 0.05) * 40
+    counts = torch.zeros(40, 40, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(3)
+    draws, points = 200, clouds(40, 4, 4)
+    for _ in range(draws):
+        index = gf.ops.ot_assign(
+            *points, cost=cost, tol=1e-5, assignment="sample", generator=generator, backend=backend
+        )
+        counts[torch.arange(40), index] += 1
+    expected = draws * plan / plan.sum(1, keepdim=True)
+    chi2 = float(((counts - expected).square() / expected).sum())
+    assert stats.chi2.sf(chi2, 40 * 39) > 1e-4
+
+
+def test_backends_draw_alike():
+    points = clouds(257)
+    draws = [
+        gf.ops.ot_assign(*points, assignment="sample", generator=torch.Generator().manual_seed(5), backend=backend)
+        for backend in ("cpu", "reference")
+    ]
+    assert share_equal(*draws) >= 0.99
+
+
+def test_exact_is_the_linear_assignment(backend):
+    points = clouds(129)
+    index = gf.ops.ot_assign(*points, assignment="exact", backend=backend)
+    cost = wide_cost(points)
+    _, columns = linear_sum_assignment(cost.numpy())
+    assert len(index.unique()) == 129
+    rows = torch.arange(129)
+    assert float(cost[rows, index].sum()) == pytest.approx(float(cost[rows, torch.from_numpy(columns)].sum()), abs=1e-4)
+
+
+def test_exact_without_scipy_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(ValueError, match=r"geoflow_fast\[ot\]"):
+        gf.ops.ot_assign(*clouds(4), assignment="exact")
+
+
+def test_couple_by_name():
+    points = clouds(64)
+    assert torch.equal(gf.ops.couple(*points, coupling="independent"), torch.arange(64))
+    assert torch.equal(gf.ops.couple(*points, coupling="paper"), gf.ops.ot_assign(*points))
+    assert torch.equal(gf.ops.couple(*points, coupling="paper", direction="i2t"), gf.ops.ot_assign(*points))
+    assert torch.equal(gf.ops.couple(*points, coupling="exact"), gf.ops.ot_assign(*points, assignment="exact"))
+    drawn = [gf.ops.couple(*points, coupling="sample", generator=torch.Generator().manual_seed(1)) for _ in range(2)]
+    assert torch.equal(*drawn)
+
+
+@pytest.mark.parametrize("direction", ["i2t", "t2i"])
+def test_c2ot_weight_meets_its_ratio_and_limits(direction):
+    points = clouds(300, 16, 16)
+    noise, data, condition = (points[1], points[3], points[2]) if direction == "i2t" else (points[0], *points[2:])
+    weight = condition_weight(noise, data, condition, 0.05)
+    moved, between = wide_cost((noise, noise, data, data)) / 2, wide_cost((condition,) * 4) / 2
+    share = float((moved + weight * between <= moved.diagonal()[:, None] + 1e-9).double().mean())
+    assert share == pytest.approx(0.05, abs=0.002)
+    coupled = gf.ops.couple(*points, coupling="c2ot", direction=direction, target_ratio=0.05)
+    assert len(coupled.unique()) == 300
+    rows = torch.arange(300)
+    free = gf.ops.couple(*points, coupling="c2ot", direction=direction, target_ratio=1.0)
+    assert torch.equal(gf.ops.couple(*points, coupling="c2ot", direction=direction, target_ratio=1 / 300), rows)
+    costs = [float(moved[rows, index].mean()) for index in (free, coupled, rows)]
+    shifts = [float(between[rows, index].mean()) for index in (free, coupled, rows)]
+    assert costs == sorted(costs)
+    assert shifts == sorted(shifts, reverse=True)
+
+
+# ---- structured noise -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "widths"), [(1, (5, 6)), (7, (128, 5)), (300, (256, 100)), (1100, (1024, 130))])
+def test_structured_cost_is_the_dense_cost(backend, n, widths):
+    noise = tuple(StructuredNoise.draw(n, d) for d in widths)
+    data = tuple(sample_uniform(33, d) for d in widths)
+    fast = gf.ops.transport_cost(*noise, *data, backend=backend)
+    dense = tuple(x.dense(torch.float64) for x in noise)
+    assert torch.allclose(fast.double(), wide_cost((*dense, *data)), atol=4e-6)
+
+
+def test_structured_and_dense_assign_alike(backend):
+    noise = tuple(StructuredNoise.draw(500, 256) for _ in range(2))
+    data = tuple(sample_uniform(500, 256) for _ in range(2))
+    fast = gf.ops.ot_assign(*noise, *data, backend=backend)
+    assert share_equal(fast, gf.ops.ot_assign(*(x.dense() for x in noise), *data, backend=backend)) >= 0.998
+    mixed = gf.ops.ot_assign(noise[0], noise[1].dense(), *data, backend=backend)
+    assert share_equal(fast, mixed) >= 0.998
+
+
+@pytest.mark.parametrize("d", [2, 3, 100, 128, 1024])
+def test_structured_rows_are_unit_and_seeded(d):
+    draws = [sample_uniform(50, d, structured=True, generator=torch.Generator().manual_seed(7)) for _ in range(2)]
+    assert draws[0].shape == (50, d)
+    assert torch.equal(*draws)
+    assert torch.allclose(torch.linalg.vector_norm(draws[0].double(), dim=1), torch.ones(50).double(), atol=1e-6)
+    assert sample_uniform(0, d, structured=True).shape == (0, d)
+
+
+@pytest.mark.parametrize("d", [3, 64, 128, 200])
+def test_structured_rows_are_marginally_uniform(d):
+    """Projections of rows on fixed directions follow the law of a uniform point, a shifted Beta((d-1)/2, (d-1)/2)."""
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.cat([sample_uniform(120, d, structured=True, generator=generator)[::10] for _ in range(250)])
+    law = stats.beta((d - 1) / 2, (d - 1) / 2)
+    axis, diagonal = torch.eye(d)[0], torch.full((d,), d**-0.5)
+    for direction in (axis, diagonal, gf.geometry.normalize(torch.randn(1, d))[0]):
+        projected = (rows @ direction).double().numpy()
+        assert stats.kstest((projected + 1) / 2, law.cdf).statistic <= 0.035
+        assert abs(projected.mean()) <= 4 / math.sqrt(d * len(rows))
+        assert np.mean(projected**2) * d == pytest.approx(1, abs=0.1)
+
+
+def test_structured_blocks_are_orthogonal_and_independent():
+    noise = StructuredNoise.draw(512, 256)
+    gram = noise.dense(torch.float64) @ noise.dense(torch.float64).T
+    first, cross = gram[:256, :256], gram[:256, 256:]
+    assert torch.allclose(first, torch.eye(256).double(), atol=1e-12)
+    assert float(cross.square().mean()) == pytest.approx(1 / 256, rel=0.1)
+
+
+# ---- bad input ------------------------------------------------------------------------------------------------------
+
+
+def bad_rows(points, which: int, row: int, value: float):
+    points = [x.clone() for x in points]
+    points[which][row] = value
+    return points
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda p: bad_rows(p, 0, 3, math.nan), ValueError, "image0 row 3 is not finite"),
+        (lambda p: bad_rows(p, 3, 5, 0.0), ValueError, "text1 row 5 is all zeros"),
+        (lambda p: bad_rows(p, 2, 1, 7.0), ValueError, "image1 row 1 has norm"),
+        (lambda p: (p[0], p[1][:5], p[2], p[3]), ValueError, "text0 has 5 rows, but image0 has 9"),
+        (lambda p: (p[0][:5], p[1][:5], p[2], p[3]), ValueError, "image1 has 9 rows, but image0 has 5"),
+        (lambda p: (p[0][:, :4], *p[1:]), ValueError, "image0 has width 4, but its twin has 48"),
+        (lambda p: (p[0][0], *p[1:]), ValueError, "image0 must be"),
+        (lambda p: tuple(x[:0] for x in p), ValueError, "at least one row"),
+        (lambda p: (p[0].double(), *p[1:]), TypeError, "image0 is torch.float64, but image1 is torch.float32"),
+        (lambda p: tuple(x.half() for x in p), TypeError, "float32 and float64"),
+        (lambda p: (p[0].numpy(), *p[1:]), TypeError, "image0 must be a tensor"),
+        (lambda p: (*p[:2], StructuredNoise.draw(9, 48), p[3]), TypeError, "image1 must be a tensor"),
+    ],
+)
+def test_bad_points(backend, change, error, message):
+    with pytest.raises(error, match=message):
+        gf.ops.ot_assign(*change(clouds(9)), backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eps": 0.0}, "eps must be positive"),
+        ({"eps": -1.0}, "eps must be positive"),
+        ({"eps": math.nan}, "eps must be positive"),
+        ({"tol": 0.0}, "tol must be positive"),
+        ({"max_iter": 0}, "max_iter"),
+        ({"max_iter": 1.5}, "max_iter"),
+        ({"storage": "int8"}, "storage must be one of"),
+        ({"assignment": "nearest"}, "assignment must be one of"),
+        ({"cost": "euclid"}, "cost must be a matrix or one of"),
+        ({"cost": torch.zeros(3, 3)}, r"cost must be \[9, 9\]"),
+        ({"cost": torch.full((9, 9), math.inf)}, r"cost is not finite at \(0, 0\)"),
+        ({"weights": (-1.0, 1.0)}, "weights must be"),
+        ({"weights": (0.0, 0.0)}, "weights must be"),
+        ({"backend": "cuda"}, "cuda"),
+        ({"backend": "abacus"}, "no such backend"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        gf.ops.ot_assign(*clouds(9), **options)
+
+
+def test_bad_problems_and_couplings():
+    points = clouds(9)
+    for call, message in (
+        (lambda: gf.ops.sinkhorn("arc"), "needs factors"),
+        (lambda: gf.ops.sinkhorn(torch.zeros(3, 3), points), "not both"),
+        (lambda: gf.ops.sinkhorn(torch.zeros(0, 3)), "at least one row"),
+        (lambda: gf.ops.couple(*points, coupling="c2ot"), "coupling of joint rows"),
+        (lambda: gf.ops.couple(*points, coupling="exact", direction="i2t"), "coupling of i2t rows"),
+        (lambda: gf.ops.couple(*points, direction="both"), "direction must be"),
+        (lambda: gf.ops.couple(*points, coupling="c2ot", direction="i2t", target_ratio=0.0), "target_ratio"),
+        (lambda: StructuredNoise.draw(3, 1), "d >= 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("eps", [1e-2, 1e-3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_potentials_of_a_given_matrix_belong_to_that_matrix(eps, dtype):
+    """A large common cost must not leave its rounding in the potentials: the marginals are recomputed from them."""
+    cost = (1000 + 0.37 * torch.rand(64, 64, dtype=torch.float64)).to(dtype)
+    found = gf.ops.sinkhorn(cost, eps=eps, tol=1e-3, backend="cpu")
+    plan = torch.exp((found.f.unsqueeze(1) + found.g.unsqueeze(0) - cost.double()) / eps)
+    assert found.converged
+    assert float((plan.sum(1) - 1 / 64).abs().sum()) < 2e-3

@@ -1,0 +1,401 @@
+"""Kills, disks that refuse, signals: nothing is lost, nothing doubled, and the same call ends with the same bytes."""
+
+from __future__ import annotations
+
+import collections
+import errno
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn import functional
+
+import geoflow_fast as gf
+from geoflow_fast.runtime.tensors import load_tensors
+from tests.reliability import faults
+from tests.reliability.faults import TASKS, WIDTH, End, Nursery, Plan, files_of, is_temporary
+from tests.reliability.figures import record
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, audits and limits of Linux")
+
+KILLS = 50
+"""Of each task in the long test."""
+
+
+def unit(rows: int, seed: int) -> torch.Tensor:
+    return functional.normalize(torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed)), dim=-1)
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A flow, pairs, queries, a gallery and pictures, one of them no picture, some with two captions."""
+    folder = tmp_path_factory.mktemp("world")
+    torch.manual_seed(0)
+    gf.GeoFlow(faults.SHAPE).save_pretrained(folder / "model")
+    gf.EmbeddingPairs.from_arrays(unit(96, 1), unit(96, 2)).save(folder / "pairs", dtype=np.float32)
+    np.save(folder / "queries.npy", unit(36, 3).numpy())
+    np.save(folder / "gallery.npy", unit(40, 4).numpy())
+    photos = folder / "photos"
+    photos.mkdir()
+    rng = np.random.default_rng(0)
+    for number in range(31):
+        Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(photos / f"{number:02d}.png")
+        (photos / f"{number:02d}.txt").write_text(f"picture {number}\n" + "again\n" * (number % 3 == 0))
+    (photos / "17.png").write_bytes(b"no picture")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(nursery: Nursery, world: Path) -> dict[str, tuple[dict[str, bytes], End]]:
+    """What each task leaves when nothing happens to it, and how it went."""
+    found = {}
+    for name in TASKS:
+        end = nursery.run(name, world, world / f"alone_{name}")
+        assert end.status == 0, end
+        found[name] = files_of(world / f"alone_{name}"), end
+    return found
+
+
+def finish(nursery: Nursery, name: str, world: Path, out: Path, wanted: dict[str, bytes]) -> None:
+    """Continues to the end and compares with a run that was left alone."""
+    end = nursery.run(name, world, out)
+    assert end.status == 0, end
+    assert_same(files_of(out), wanted)
+
+
+def assert_same(found: dict[str, bytes], wanted: dict[str, bytes]) -> None:
+    assert sorted(found) == sorted(wanted)
+    assert [name for name in wanted if found[name] != wanted[name]] == []
+
+
+# ---- kills --------------------------------------------------------------------------------------------------------
+
+
+def moment_of(out: Path) -> str:
+    """Where a kill has hit, by what it left: "early", nothing finished; "write", a file half written; "between"."""
+    names = files_of(out)
+    if any(map(is_temporary, names)):
+        return "write"
+    return "between" if any(Path(name).name != "job.json" for name in names) else "early"
+
+
+def survive(
+    nursery: Nursery, name: str, world: Path, folder: Path, alone: tuple[dict[str, bytes], End], least: int
+) -> tuple[collections.Counter[str], int]:
+    """Kills runs at random moments, again and again until they end by themselves, until there were enough kills in all:
+    where they hit, and the number of runs, each of which ended with the bytes of the one left alone."""
+    wanted, undisturbed = alone
+    chance, moments, runs = random.Random(0), collections.Counter[str](), 0
+    while moments.total() < least:
+        out, kills = folder / str(runs), 0
+        while True:
+            # A busy machine is given longer from kill to kill, so that it comes to an end.
+            patience = undisturbed.seconds * (1 + kills / 10)
+            end = nursery.run(name, world, out, Plan(kill_after=chance.uniform(0, patience)))
+            if end.status != -signal.SIGKILL:
+                break
+            kills += 1
+            moments[moment_of(out)] += 1
+        assert end.status == 0, end
+        assert_same(files_of(out), wanted)
+        shutil.rmtree(out)
+        runs += 1
+    return moments, runs
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_few_kills(nursery, world, alone, tmp_path, name):
+    survive(nursery, name, world, tmp_path, alone[name], 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TASKS)
+def test_killed_at_random_moments(nursery, world, alone, tmp_path, name):
+    moments, runs = survive(nursery, name, world, tmp_path, alone[name], KILLS)
+    assert moments["write"] > 0
+    assert moments["between"] > 0
+    record(
+        f"kills_of_{name}",
+        kills_survived=moments.total(),
+        before_anything_was_finished=moments["early"],
+        between_two_files=moments["between"],
+        within_a_write=moments["write"],
+        runs_ended_with_the_same_bytes=runs,
+    )
+
+
+def kinds_of(operations: list[str]) -> list[int]:
+    """Numbers, from 1, of the first and of the last operation of each kind: alike but for numbers in the name."""
+    kinds = [re.sub(r"\d+", "#", operation) for operation in operations]
+    firsts = {kind: number for number, kind in reversed(list(enumerate(kinds, 1)))}
+    lasts = {kind: number for number, kind in enumerate(kinds, 1)}
+    return sorted({*firsts.values(), *lasts.values()})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TASKS)
+def test_killed_at_each_kind_of_operation_on_files(nursery, world, alone, tmp_path, name):
+    """Before each open, rename, removal and fsync there is; where the random moments would need luck."""
+    wanted, undisturbed = alone[name]
+    struck = kinds_of(undisturbed.operations)
+    for number in struck:
+        out = tmp_path / str(number)
+        end = nursery.run(name, world, out, Plan(strike_at=number))
+        assert end.status == -signal.SIGKILL, (undisturbed.operations[number - 1], end)
+        finish(nursery, name, world, out, wanted)
+        shutil.rmtree(out)
+    record(f"operations_of_{name}", kinds_of_operations_killed_at=len(struck))
+
+
+@pytest.mark.parametrize("name", ["scoring", "density", "embed"])
+def test_killed_before_it_has_said_what_it_is(nursery, world, alone, tmp_path, name):
+    """What is left then is of nobody's job, and in nobody's way."""
+    wanted, undisturbed = alone[name]
+    named = next(
+        k for k, done in enumerate(undisturbed.operations, 1) if done.endswith("job.json.tmp") and "rename" in done
+    )
+    assert nursery.run(name, world, tmp_path / "run", Plan(strike_at=named)).status == -signal.SIGKILL
+    finish(nursery, name, world, tmp_path / "run", wanted)
+
+
+def test_steps_after_the_checkpoint_are_logged_once(nursery, world, alone, tmp_path):
+    """Killed when their lines are written and the checkpoint is not: they are made, and written, again."""
+    wanted, undisturbed = alone["training"]
+    saved = places_of(undisturbed, "os.rename /.last.safetensors.tmp")
+    assert nursery.run("training", world, tmp_path / "run", Plan(strike_at=saved[3])).status == -signal.SIGKILL
+    finish(nursery, "training", world, tmp_path / "run", wanted)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 21))
+
+
+def test_lines_are_on_disk_before_the_checkpoint(alone):
+    """So that a power cut, which no test can make, loses none of them."""
+    undisturbed = alone["training"][1]
+    written, synced = (places_of(undisturbed, f"{what} /metrics.jsonl") for what in ("open", "fsync"))
+    for saved in places_of(undisturbed, "os.rename /.last.safetensors.tmp"):
+        last_line = max(place for place in written if place < saved)
+        assert any(last_line < place < saved for place in synced)
+
+
+def places_of(undisturbed: End, operation: str) -> list[int]:
+    """Numbers, from 1, of an operation on files."""
+    return [number for number, done in enumerate(undisturbed.operations, 1) if done == operation]
+
+
+# ---- disks --------------------------------------------------------------------------------------------------------
+
+
+def half_done(undisturbed: End) -> int:
+    """The operation that follows when half of the files are in their place."""
+    renamed = [
+        number for number, operation in enumerate(undisturbed.operations, 1) if operation.startswith("os.rename")
+    ]
+    return renamed[len(renamed) // 2] + 1
+
+
+@pytest.fixture(scope="module")
+def halves(nursery: Nursery, world: Path, alone: dict[str, tuple[dict[str, bytes], End]]) -> dict[str, Path]:
+    """Each task, killed half-way."""
+    for name, (wanted, undisturbed) in alone.items():
+        end = nursery.run(name, world, world / f"half_{name}", Plan(strike_at=half_done(undisturbed)))
+        assert end.status == -signal.SIGKILL, end
+        assert files_of(world / f"half_{name}").keys() != wanted.keys() or name == "training"
+    return {name: world / f"half_{name}" for name in alone}
+
+
+DISKS = {
+    "too large": (Plan(size=600), "File too large"),
+    "full": (Plan(full=True), "No space left on device"),
+    "no permission": (Plan(read_only=True), "Permission denied"),
+    "broken": (Plan(strike_at=1, strike="EIO", lasting=True), "Input/output error"),
+}
+
+
+@pytest.mark.parametrize("disk", DISKS)
+@pytest.mark.parametrize("name", TASKS)
+def test_what_was_there_survives_a_disk_that_refuses(nursery, world, alone, halves, tmp_path, name, disk):
+    """The run that meets it says which file it could not write; the next one finishes."""
+    plan, words = DISKS[disk]
+    out = tmp_path / "run"
+    shutil.copytree(halves[name], out)
+    folders = [folder for folder, _, _ in os.walk(out)]
+    if plan.read_only:
+        for folder in folders:
+            os.chmod(folder, 0o500)
+    before = files_of(out)
+    end = nursery.run(name, world, out, plan)
+    for folder in folders:
+        os.chmod(folder, 0o700)
+    assert_refused(end, words, out)
+    assert_kept(before, files_of(out))
+    finish(nursery, name, world, out, alone[name][0])
+
+
+def assert_refused(end: End, words: str, out: Path) -> None:
+    """The run has ended with an error of the system that names a file in `out`."""
+    assert end.status == 2, end
+    assert end.error in ("OSError", "PermissionError"), end
+    assert words in end.words
+    assert str(out) in end.words
+
+
+def assert_kept(before: dict[str, bytes], after: dict[str, bytes]) -> None:
+    """Files are what they were, but for halves of writes; lines may have come to those of the metrics."""
+    for name, data in before.items():
+        if not is_temporary(name):
+            assert after[name].startswith(data) if name.endswith(".jsonl") else after[name] == data, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TASKS)
+def test_each_kind_of_operation_fails_once(nursery, world, alone, tmp_path, name):
+    """With one of four errors in turn: no half of a write is left, and the next run finishes. A failed
+    mkdir of a folder that exists must not matter."""
+    wanted, undisturbed = alone[name]
+    errors = itertools.cycle(("EIO", "ENOSPC", "EACCES", "EROFS"))
+    struck = kinds_of(undisturbed.operations)
+    for number, error in zip(struck, errors):
+        out = tmp_path / str(number)
+        end = nursery.run(name, world, out, Plan(strike_at=number, strike=error))
+        if makes_what_is_there(undisturbed.operations, number):
+            assert end.status == 0, end
+        else:
+            assert_refused(end, os.strerror(getattr(errno, error)), out)
+        assert [left for left in files_of(out) if is_temporary(left)] == []
+        if (out / "last.safetensors").is_file():
+            load_tensors(out / "last.safetensors", kind="training state")
+        finish(nursery, name, world, out, wanted)
+        shutil.rmtree(out)
+    record(f"disk_errors_of_{name}", kinds_of_operations_that_failed=len(struck))
+
+
+def makes_what_is_there(operations: list[str], number: int) -> bool:
+    """Whether operation `number`, from 1, makes a folder that was made before; the one that a task is given, too."""
+    done = operations[number - 1]
+    return done.startswith("os.mkdir") and (done == "os.mkdir " or done in operations[: number - 1])
+
+
+# ---- signals ------------------------------------------------------------------------------------------------------
+
+
+SEARCH = "--model model --queries queries.npy --gallery gallery.npy --out {}/o.parquet --block 9 --device cpu"
+COMMANDS = {
+    "train": "--pairs pairs --out {}/run --preset tiny --batch-size 16 --steps 6 --checkpoint-every 100 --device cpu",
+    "entropy": f"{SEARCH} --samples 4 --steps 4",
+    "density": "--model model --pairs pairs --out {}/o.parquet --steps 2 --block 24 --device cpu",
+    "rerank": f"{SEARCH} --shortlist 4 --steps 2",
+    "embed": "--images photos --out {}/o --encoder colours --batch-size 3 --shard-rows 10 --workers 2 --device cpu",
+}
+"""Four blocks or shards, or six steps."""
+
+
+def words_of(command: str, out: Path) -> list[str]:
+    return [command, *COMMANDS[command].format(out).split()]
+
+
+@pytest.fixture(scope="module")
+def by_command(nursery: Nursery, world: Path) -> dict[str, dict[str, bytes]]:
+    """What each command leaves when nothing happens to it."""
+    found = {}
+    for command in COMMANDS:
+        out = world / f"by_{command}"
+        out.mkdir()
+        end = nursery.run(words_of(command, out), world, out)
+        assert end.status == 0, end
+        found[command] = files_of(out)
+    return found
+
+
+def units_kept(command: str, out: Path) -> int:
+    """Steps, blocks or batches that a stopped command has left."""
+    left = files_of(out)
+    assert [file for file in left if is_temporary(file)] == []
+    if command == "train":
+        return load_tensors(out / "run/last.safetensors", kind="training state")[1]["step"]
+    if command == "embed":
+        return load_tensors(out / "o.shards/shard_0.part", kind="part of a shard")[1]["rows"] // 3
+    assert "o.parquet" not in left
+    return sum(file.endswith(".parquet") for file in left)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_signal_finishes_the_unit_saves_and_says_how_it_ended(nursery, world, by_command, tmp_path, command):
+    """SIGINT in the midst of the second step, block or batch, then SIGTERM in the first of those that are left: the one
+    it comes in is kept, and no more are made."""
+    words = words_of(command, tmp_path)
+    for name, status, at, kept in (("SIGINT", 130, 2, 2), ("SIGTERM", 143, 1, 3)):
+        end = nursery.run(words, world, tmp_path, Plan(signal=name, signal_at=at))
+        assert end.status == status, end
+        assert "run the same command to continue" in end.words
+        assert units_kept(command, tmp_path) == kept
+    end = nursery.run(words, world, tmp_path)
+    assert end.status == 0, end
+    assert_same(files_of(tmp_path), by_command[command])
+
+
+@pytest.mark.parametrize("batch", [4, 11])
+def test_embedding_is_continued_from_a_later_shard(nursery, world, by_command, tmp_path, batch):
+    """Stopped at the end of the first shard, and in the midst of the third."""
+    words = words_of("embed", tmp_path)
+    end = nursery.run(words, world, tmp_path, Plan(signal="SIGTERM", signal_at=batch))
+    assert end.status == 143, end
+    assert (tmp_path / "o.shards/shard_2.part").is_file() == (batch == 11)
+    end = nursery.run(words, world, tmp_path)
+    assert end.status == 0, end
+    assert_same(files_of(tmp_path), by_command["embed"])
+
+
+# ---- the real command line ----------------------------------------------------------------------------------------
+
+
+def start(words: list[str], world: Path) -> subprocess.Popen[bytes]:
+    """`geoflow` as a process of its own."""
+    where = {**os.environ, "PYTHONPATH": str(faults.ROOT), "OMP_NUM_THREADS": "1"}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    return subprocess.Popen([sys.executable, "-m", "geoflow_fast", *words], cwd=world, env=where, **quiet)
+
+
+def outputs(out: Path) -> int:
+    """Number of files that were finished."""
+    return sum(not is_temporary(name) and Path(name).name != "job.json" for name in files_of(out))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_command_itself_is_killed(nursery, world, by_command, tmp_path, command):
+    """Three times, each time once another file was finished, unless all were."""
+    words, chance, kills = words_of(command, tmp_path), random.Random(0), 0
+    for _ in range(3):
+        process, before, deadline = start(words, world), outputs(tmp_path), time.monotonic() + 120
+        while outputs(tmp_path) <= before and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.02))
+        process.kill()
+        assert process.wait() in (-signal.SIGKILL, 0), process.stderr.read()
+        process.stderr.close()
+        kills += process.returncode != 0
+    end = nursery.run(words, world, tmp_path)
+    assert end.status == 0, end
+    assert_same(files_of(tmp_path), by_command[command])
+    assert kills >= 1
+    record(f"kills_of_geoflow_{command}", kills_survived=kills)

@@ -1,0 +1,372 @@
+"""Every public function, every command and every file format with hostile input: a right answer or a clear typed error,
+never a crash, a hang, a NaN or a changed file. 500 inputs here, 5,000 and more in `make test-slow`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pkgutil
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer.main
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import geoflow_fast as gf
+from geoflow_fast import baselines, evaluation, geometry
+from geoflow_fast.cli.app import app, main
+from geoflow_fast.runtime import parquet
+from geoflow_fast.runtime.files import LOCK_FILE
+from tests.reliability.commands import COMMANDS, copy_world
+from tests.reliability.figures import record
+from tests.reliability.file_targets import BASELINES, ENCODERS, FILES
+from tests.reliability.hostile import DAMAGE, Target, in_time, judge, variants
+from tests.reliability.targets import TARGETS, some_pairs
+
+ROOT = Path(__file__).parents[2]
+EVERY = [*TARGETS, *FILES, *ENCODERS, *BASELINES]
+
+RESULTS = {"Bandwidth", "EmbedSummary", "Epistemic", "Reranked", "RetrievalPosterior", "TrainReport"}
+RESULTS |= {"TrainingDiverged", "BackendUnavailable", "ops.GalleryPosterior", "ops.GalleryStatistics"}
+RESULTS |= {"ops.SinkhornResult", "evaluation.Interval", "evaluation.Reliability", "evaluation.RetrievalCalibration"}
+RESULTS |= {"evaluation.SelectiveAccuracy", "Encoder", "plan.Plan", "distributed.RankLost"}
+"""Made by the library, not by its users; and a protocol that others fill in."""
+INNER = {
+    "geometry.eps": "takes a dtype",
+    "geometry.capturing": "asks about the state of torch",
+    "BayesReranker.rerank": "forward with a progress bar",
+    "BayesReranker.calibration_file": "names a file",
+    "Calibration.probabilities": "takes what only the reranker makes",
+    "GalleryIndex.check": "load and gallery_posterior call it",
+    "GalleryIndex.check_digest": "load calls it",
+    "RetrievalEntropy.score": "forward with a progress bar",
+    "RetrievalEntropy.draw": "forward's first half",
+    "Gallery.to": "blocks' target moves the gallery first",
+    **dict.fromkeys(
+        (
+            f"GeoFlow.{name}"
+            for name in ("check_dtype", "check_points", "generated", "modulated_velocity", "modulations")
+        ),
+        "velocity and the solvers call it with what they have checked",
+    ),
+    **dict.fromkeys(
+        ("losses", "make_batch", "write", "log_prob", "pair_score", "concentration", "log_likelihood", "infer"),
+        "a baseline's own: fit and uncertainty call it with what they have checked",
+    ),
+    **dict.fromkeys(("moments", "project", "check_embeddings"), "BayesVLM's own: fit and uncertainty call it"),
+    **dict.fromkeys(("baselines.Activations.of", "baselines.Activations.check_rows"), "fit calls it"),
+    "set_activations": "in the targets of Activations",
+    **dict.fromkeys(
+        ("distributed.World.any", "distributed.World.share"), "a world of one gives back whatever it is given"
+    ),
+}
+"""Public by their names, called by the library with values that it has checked."""
+TOGETHER = {
+    "BayesReranker.forward": "BayesReranker",
+    "RetrievalEntropy.forward": "RetrievalEntropy",
+    "EmbeddingPairs.from_arrays": "EmbeddingPairs",
+    "GeoFlowConfig.small": "GeoFlowConfig.paper",
+    "GeoFlow": "GeoFlowConfig",
+    "GalleryIndex": "GalleryIndex.build",
+    "Calibration": "Calibration.load",
+    "TrainConfig": "train",
+    "ColourEncoder": "ColourEncoder.prepare",
+    "evaluation.AbstentionThreshold": "evaluation.AbstentionThreshold.answers",
+    "distributed.World.own": "distributed.World",
+    "geometry.StructuredNoise": "geometry.StructuredNoise.draw",
+    "geometry.StructuredNoise.dense": "geometry.StructuredNoise.draw",
+    "baselines.Activations": "baselines.Activations.from_arrays",
+    "baselines.Baseline": "baselines.ProbVLM.fit",
+    "baselines.Baseline.fit": "baselines.ProbVLM.fit",
+    "baselines.Baseline.uncertainty": "baselines.ProbVLM.uncertainty",
+    "baselines.BayesVLM.fit": "baselines.BayesVLM.uncertainty",
+}
+"""Fuzzed inside another target."""
+
+tried: dict[str, int] = {"answers": 0, "errors": 0, "commands": 0, "damaged_files": 0}
+
+
+def surface() -> dict[str, Any]:
+    """Public functions and methods that take an argument, and those that are documented beside them, by name."""
+    modules = {"": gf, "ops.": gf.ops, "evaluation.": evaluation, "baselines.": baselines}
+    named = {prefix + name: getattr(module, name) for prefix, module in modules.items() for name in module.__all__}
+    own = [
+        (name, value) for name, value in vars(geometry).items() if getattr(value, "__module__", "") == geometry.__name__
+    ]
+    named |= {f"geometry.{name}": value for name, value in own if not name.startswith("_")}
+    named |= {name.removeprefix("geoflow_fast."): pkgutil.resolve_name(name) for name in documented()}
+    found = {}
+    for name, value in named.items():
+        if inspect.isclass(value) and name not in RESULTS:
+            found |= {f"{name}.{part}": method for part, method in methods_of(value)}
+            found[name] = value
+        elif callable(value) and not inspect.isclass(value) and inspect.signature(value).parameters:
+            found[name] = value
+    return found
+
+
+def documented() -> list[str]:
+    return re.findall(r"^::: (\S+)", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+
+
+def methods_of(kind: type) -> list[tuple[str, Any]]:
+    """Public methods of ours that take an argument besides the object."""
+    found = []
+    for name in dir(kind):
+        method = getattr(kind, name)
+        if (
+            name.startswith("_")
+            or not callable(method)
+            or not str(getattr(method, "__module__", "")).startswith("geoflow")
+        ):
+            continue
+        bound = inspect.ismethod(method) or isinstance(inspect.getattr_static(kind, name), staticmethod)
+        if len(inspect.signature(method).parameters) > (0 if bound else 1):
+            found.append((name, method))
+    return found
+
+
+def test_every_public_name_is_a_target():
+    names = {target.name for target in EVERY}
+
+    def covered(name: str, value: Any) -> bool:
+        short = name.split(".")[-1]
+        if inspect.isclass(value) and any(target.startswith(f"{name}.") for target in names):
+            return True
+        if name.startswith("baselines.") and f"baselines.Baseline.{short}" in names:
+            return True
+        return name in names or TOGETHER.get(name) in names or name in INNER or short in INNER
+
+    assert [name for name, value in surface().items() if not covered(name, value)] == []
+
+
+def test_the_exceptions_are_of_today():
+    """A name that is gone is none."""
+    public = surface()
+    shorts = {name.split(".")[-1] for name in public}
+    assert [name for name in TOGETHER if name not in public] == []
+    assert [name for name in INNER if name not in public and name not in shorts] == []
+
+
+def test_every_command_is_fuzzed():
+    def commands(group: Any, before: str = "") -> set[str]:
+        found = set()
+        for name, command in group.commands.items():
+            found |= {f"{before}{name}"}
+            found |= commands(command, f"{before}{name} ") if hasattr(command, "commands") else set()
+        return found
+
+    assert commands(typer.main.get_command(app)) == set(COMMANDS)
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch) -> Path:
+    """What a call writes under a name of no path lands here."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def spoil(target: Target, data: st.DataObject) -> None:
+    """One call with one or two arguments in the place of good ones."""
+    arguments = dict(target.good())
+    for name in data.draw(st.lists(st.sampled_from(sorted(arguments)), min_size=1, max_size=2, unique=True)):
+        more = [(repr(bad)[:40], lambda bad=bad: bad) for bad in target.extra.get(name, ())]
+        _, make = data.draw(st.sampled_from(more + variants(arguments[name])), label=name)
+        arguments[name] = make()
+    tried["answers" if judge(target, arguments) == "answer" else "errors"] += 1
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("target", EVERY, ids=lambda target: target.name)
+def test_good_arguments_are_answered(target):
+    """Otherwise what is spoiled below would be refused for another reason."""
+    assert judge(target, dict(target.good())) == "answer"
+
+
+def fuzzed(examples: int):
+    return settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("target", EVERY, ids=lambda target: target.name)
+def test_functions(target):
+    fuzzed(2 if target.dear else 5)(given(st.data())(lambda data: spoil(target, data)))()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("target", EVERY, ids=lambda target: target.name)
+def test_functions_at_length(target):
+    fuzzed(15 if target.dear else 60)(given(st.data())(lambda data: spoil(target, data)))()
+
+
+# ---- files and commands -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Path:
+    """What the commands need, with a name that is not ASCII."""
+    folder = tmp_path / "wörld 世界"
+    copy_world(folder)
+    return folder
+
+
+FLAGS = (
+    "",
+    "-1",
+    "0",
+    "nan",
+    "inf",
+    "1e400",
+    "x",
+    "99999999999999999999",
+    "🙂",
+    "\x01",
+    "..",
+    "/proc",
+    "/proc/self/mem",
+    "/dev/null/x",
+    "no such",
+    "a" * 300,
+)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def run_command(
+    world: Path, command: str, flags: dict[str, str], monkeypatch, capsys, arguments: tuple[str, ...] = ()
+) -> int:
+    """A command ends with 0 and its output, or with a status and a line on what is wrong and nothing but the input."""
+    before = contents(world)
+    monkeypatch.chdir(world)
+    given = [f"--{name}={value}" for name, value in flags.items()]
+    monkeypatch.setattr(sys, "argv", ["geoflow", *command.split(), *given, *arguments])
+    with in_time(120), pytest.raises(SystemExit) as end:
+        main()
+    status = end.value.code or 0
+    error = capsys.readouterr().err
+    after = contents(world)
+    assert status in (0, 2), f"status {status}: {error}"
+    assert "Traceback" not in error
+    assert {name: after.get(name) for name in before} == before, "an input was changed"
+    new = set(after) - set(before)
+    keeps = {flags["out"]} if COMMANDS[command].keeps else set()
+    if status == 0:
+        for name in new:
+            # A study's table has NaN where a measure is not defined.
+            if name.endswith(".parquet") and Path(name).parts[0] not in keeps:
+                found = parquet.read_columns(world / name)
+                assert all(np.isfinite(column).all() for column in found.values() if column.dtype.kind == "f")
+    else:
+        assert error.strip()
+        new = {name for name in new if Path(name).name != LOCK_FILE}
+        left = {name for name in new if "index" not in name and Path(name).parts[0] not in keeps}
+        assert not left, f"a failed command left {left}"
+    tried["commands"] += 1
+    return status
+
+
+def spoil_command(world: Path, command: str, seed: int, monkeypatch, capsys) -> None:
+    """One flag, one argument or one file spoiled, by a number."""
+    flags, arguments = dict(COMMANDS[command].flags), COMMANDS[command].arguments
+    names = [*sorted(set(flags) - COMMANDS[command].fixed), *range(len(arguments))]
+    chance = np.random.default_rng(seed)
+    if chance.random() < 0.5:
+        name, bad = names[chance.integers(len(names))], FLAGS[chance.integers(len(FLAGS))]
+        if isinstance(name, str):
+            flags[name] = bad
+        else:
+            arguments = (*arguments[:name], bad, *arguments[name + 1 :])
+    else:
+        target = world / spoilable(world, [*flags.values(), *arguments], chance)
+        damage = sorted(DAMAGE)[chance.integers(len(DAMAGE))]
+        target.write_bytes(DAMAGE[damage](target.read_bytes()))
+        tried["damaged_files"] += 1
+    run_command(world, command, flags, monkeypatch, capsys, arguments)
+
+
+def spoilable(world: Path, values: list[str], chance: np.random.Generator) -> str:
+    """A file that the command is told of, if there is one."""
+    files = sorted(contents(world))
+    own = [file for file in files if any(file == value or file.startswith(f"{value}/") for value in values)]
+    return (own or files)[chance.integers(len(own or files))]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_end_well(world, command, monkeypatch, capsys):
+    """With nothing spoiled: what is fuzzed below would work."""
+    flags = {**COMMANDS[command].flags}
+    if command in ("demo", "bench"):  # they train a flow, or measure for long: only what is refused is tried
+        return
+    before = contents(world)
+    assert run_command(world, command, flags, monkeypatch, capsys, COMMANDS[command].arguments) == 0
+    assert command in ("doctor", "plan") or set(contents(world)) > set(before)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands(world, command, seed, monkeypatch, capsys):
+    spoil_command(world, command, seed, monkeypatch, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8, 23))
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_at_length(world, command, seed, monkeypatch, capsys):
+    spoil_command(world, command, seed, monkeypatch, capsys)
+
+
+def test_counts_are_integers():
+    """A number that is none of the right kind is named, and not rounded to one."""
+    with pytest.raises(TypeError, match="seed must be an integer"):
+        some_pairs().split(0.5, seed=1.5)
+
+
+@pytest.mark.parametrize("mode", ["read-only folder", "file in the way", "missing folder"])
+def test_places_that_cannot_be_written(world, mode, monkeypatch, capsys):
+    place = world / "place"
+    if mode == "file in the way":
+        place.write_text("mine")
+    elif mode == "read-only folder":
+        place = Path("/proc/self")
+    flags = {**COMMANDS["entropy"].flags, "out": str(place / "deep" / "out.parquet")}
+    if mode == "missing folder":
+        assert run_command(world, "entropy", flags, monkeypatch, capsys) == 0
+        return
+    monkeypatch.chdir(world)
+    monkeypatch.setattr(sys, "argv", ["geoflow", "entropy", *(f"--{name}={value}" for name, value in flags.items())])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("geoflow: error:")
+
+
+def test_files_that_may_not_be_read(world, monkeypatch, capsys):
+    if os.geteuid() == 0:
+        # Root reads everything: a file of the kernel that even root may not read stands for one.
+        flags = {**COMMANDS["entropy"].flags, "queries": "/proc/self/mem"}
+    else:
+        (world / "queries.npy").chmod(0)
+        flags = dict(COMMANDS["entropy"].flags)
+    run_command(world, "entropy", flags, monkeypatch, capsys)
+
+
+@pytest.mark.slow
+def test_the_count():
+    """Of all that was tried above; this one is the last."""
+    inputs = tried["answers"] + tried["errors"] + tried["commands"]
+    assert inputs >= 5000
+    record("hostile_inputs", inputs=inputs, **tried)

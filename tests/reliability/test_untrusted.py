@@ -1,0 +1,457 @@
+"""Files from strangers: loading executes nothing, allocates no more than they hold, writes nowhere else."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import pickle
+import resource
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from torch.nn import functional
+
+import geoflow_fast as gf
+from geoflow_fast import baselines
+from geoflow_fast.baselines.base import method_of
+from geoflow_fast.data.rows import load_npy
+from geoflow_fast.encoders.sources import open_images
+from geoflow_fast.evaluation.compare import Comparison
+from geoflow_fast.evaluation.recipe import load_recipe
+from geoflow_fast.retrieval.calibration import KIND, VERSION
+from geoflow_fast.retrieval.marginals import computed_once
+from geoflow_fast.runtime import parquet
+from geoflow_fast.runtime.files import JSON_BYTES, locked, read_json, read_toml, write_atomic
+from geoflow_fast.runtime.tensors import load_tensors, save_tensors
+
+
+class Bomb:
+    """Unpickling it creates a file."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self.trace), "w")
+
+
+def unit(*shape: int) -> torch.Tensor:
+    return functional.normalize(torch.randn(*shape), dim=-1)
+
+
+def npy_with_pickle(path: Path, trace: Path) -> None:
+    with open(path, "wb") as file:
+        np.lib.format.write_array(file, np.array([[Bomb(trace)]], dtype=object), allow_pickle=True)
+
+
+def bare_pickle(path: Path, trace: Path) -> None:
+    path.write_bytes(pickle.dumps(Bomb(trace)))
+
+
+def torch_pickle(path: Path, trace: Path) -> None:
+    torch.save({"model": Bomb(trace)}, path)
+
+
+DISGUISES = (npy_with_pickle, bare_pickle, torch_pickle)
+
+
+def made_for(path: Path) -> Any:
+    return gf.Calibration.load(path, {})
+
+
+LOADERS: dict[str, Callable[[Path], Any]] = {
+    "embeddings.npy": lambda path: load_npy(path, mapped=True),
+    "index.npy": load_npy,
+    "gallery.npy": gf.Gallery,
+    "model.safetensors": lambda path: gf.GeoFlow.from_pretrained(path.parent),
+    "last.safetensors": lambda path: load_tensors(path, kind="training state"),
+    "gallery_index.safetensors": lambda path: gf.GalleryIndex.load(path, unit(4, 3)),
+    "scores.parquet": parquet.read_columns,
+    "calibration.json": made_for,
+    "config.json": lambda path: method_of(path.parent),
+    "baseline/model.safetensors": lambda path: baselines.KNNDistance.load(path.parent),
+    "results.json": Comparison.load,
+    "recipe.toml": load_recipe,
+    "run.toml": read_toml,
+    "picture.png": lambda path: gf.ColourEncoder().encode_images([path]),
+    "pictures.parquet": open_images,
+    "pictures.csv": open_images,
+    "pictures.tar": open_images,
+}
+
+
+@pytest.mark.parametrize("disguise", DISGUISES)
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_pickle_in_disguise_is_refused_and_not_executed(tmp_path, name, disguise):
+    trace = tmp_path / "executed"
+    folder = tmp_path / "files"
+    (folder / name).parent.mkdir(parents=True)
+    disguise(folder / name, trace)
+    # The bomb is live: unpickled on purpose, in another process, it leaves its trace.
+    before = (folder / name).read_bytes()
+    with pytest.raises((ValueError, OSError)) as caught:
+        LOADERS[name](folder / name)
+    assert Path(name).name in str(caught.value) or "config" in str(caught.value)
+    assert not trace.exists()
+    assert (folder / name).read_bytes() == before
+    assert [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()] == [name]
+
+
+def test_the_bomb_is_live(tmp_path):
+    pickle.loads(pickle.dumps(Bomb(tmp_path / "executed"))).close()
+    assert (tmp_path / "executed").exists()
+
+
+@pytest.fixture
+def little_memory():
+    """Refuses allocations beyond 2 GB on top of what is mapped now: an honest check passes, an allocation fails."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE") + 2**31, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, limits)
+
+
+def npy_bytes(shape: Any, descr: Any = "<f4", *, version: int = 1, claimed: int | None = None) -> bytes:
+    header = repr({"descr": descr, "fortran_order": False, "shape": shape}).encode()
+    header += b" " * (-(len(header) + 11) % 64) + b"\n"
+    length = len(header) if claimed is None else claimed
+    size = length.to_bytes(2 if version == 1 else 4, "little")
+    return b"\x93NUMPY" + bytes([version, 0]) + size + header + bytes(64)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize(
+    "contents",
+    [
+        npy_bytes((10**9, 1024)),
+        npy_bytes((2**62, 2**62)),
+        npy_bytes((-1, 4)),
+        npy_bytes((True, 4)),
+        npy_bytes("everything"),
+        npy_bytes((4, 4), "|O"),
+        npy_bytes((4, 4), [("a", "|O")]),
+        npy_bytes((4, 4), "__import__('os').system('true')"),
+        npy_bytes((1,), "<U2000000000"),
+        npy_bytes((4, 4), version=2, claimed=2**32 - 1),
+        npy_bytes((4, 4), version=9),
+        npy_bytes((4, 4), claimed=60_000),
+        b"\x93NUMPY\x01\x00\xff\xff" + b"(" * 65535,
+        b"\x93NUMPY\x01\x00\x00\x20" + b"(" * 8192,
+        b"\x93NUMPY",
+        b"PK\x03\x04" + bytes(60),
+        b"",
+    ],
+    ids=lambda contents: repr(contents[:24]),
+)
+@pytest.mark.usefixtures("little_memory")
+def test_lying_npy_headers_are_refused_before_allocation(tmp_path, contents, mapped):
+    path = tmp_path / "x.npy"
+    path.write_bytes(contents)
+    with pytest.raises(ValueError, match=r"x\.npy"):
+        load_npy(path, mapped=mapped)
+
+
+def signed(header: dict[str, Any], data: bytes = b"") -> bytes:
+    """A safetensors file whose checksum is right, as a stranger can make it."""
+
+    def whole(digest: str) -> bytes:
+        raw = json.dumps({**header, "__metadata__": {**header.get("__metadata__", {}), "sha256": digest}}).encode()
+        raw += b" " * (-len(raw) % 8)
+        return struct.pack("<Q", len(raw)) + raw + data
+
+    return whole(hashlib.sha256(whole("0" * 64)).hexdigest())
+
+
+MARKED = {"geoflow_version": "1", "kind": "model"}
+ONE = {"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        struct.pack("<Q", 2**63) + b"{}",
+        struct.pack("<Q", 10**12) + b"{}",
+        struct.pack("<Q", 2**27) + b"{}" + b" " * 100,
+        signed(
+            {
+                "__metadata__": {**MARKED, "info": "{}"},
+                "x": {"dtype": "F32", "shape": [10**12], "data_offsets": [0, 8]},
+            },
+            bytes(8),
+        ),
+        signed(
+            {"__metadata__": {**MARKED, "info": "{}"}, "x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 2**40]}},
+            bytes(8),
+        ),
+        signed(
+            {"__metadata__": {**MARKED, "info": "{}"}, "x": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}},
+            bytes(8),
+        ),
+        signed({"__metadata__": MARKED, **ONE}, bytes(8)),
+        signed({"__metadata__": {**MARKED, "info": "not json"}, **ONE}, bytes(8)),
+        signed({"__metadata__": {**MARKED, "info": "[1, 2]"}, **ONE}, bytes(8)),
+        signed({"__metadata__": {**MARKED, "info": "[" * 100_000}, **ONE}, bytes(8)),
+        signed({"__metadata__": {**MARKED, "info": '{"config": 7}'}, **ONE}, bytes(8)),
+        signed({"__metadata__": {**MARKED, "info": '{"config": {"image_dim": 3}}'}, **ONE}, bytes(8)),
+        signed(ONE, bytes(8)),
+        b"",
+        b"\x00" * 7,
+    ],
+    ids=range(15),
+)
+@pytest.mark.usefixtures("little_memory")
+def test_lying_safetensors_are_refused_before_allocation(tmp_path, contents):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(contents)
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        gf.GeoFlow.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden": 2**40},
+        {"depth": 10**9},
+        {"image_dim": -1},
+        {"dropout": "much"},
+        {"layer_scale": None},
+        {"geometry": "../../etc/passwd"},
+        {"heads": 0},
+        {"pca_dim": 1e3},
+        {"centre": "yes"},
+        {"extra": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("little_memory")
+def test_a_configuration_that_asks_for_the_impossible(tmp_path, flow, change):
+    """Right checksum, wrong wishes: refused before a network is made for them."""
+    info = {"config": {**flow.config.to_json(), **change}}
+    save_tensors(tmp_path / "model.safetensors", flow.state_dict(), kind="model", info=info)
+    with pytest.raises((ValueError, TypeError)) as caught:
+        gf.GeoFlow.from_pretrained(tmp_path)
+    assert next(iter(change)) in str(caught.value)
+
+
+def test_parquet_that_unpacks_to_far_more_than_its_size(tmp_path):
+    """Forty million equal numbers fit into kilobytes of run lengths."""
+    path = tmp_path / "scores.parquet"
+    rows = 40_000_000
+    table = pa.table({"entropy": pa.DictionaryArray.from_arrays(pa.array(np.zeros(rows, np.int32)), pa.array([1.0]))})
+    pq.write_table(table, path)
+    assert path.stat().st_size < 300_000
+    with pytest.raises(ValueError, match=r"scores\.parquet.*unpack"):
+        parquet.read_columns(path, ["entropy"])
+
+
+def test_metadata_with_damaged_parquet_names_the_file(tmp_path):
+    pairs = gf.EmbeddingPairs.from_arrays(unit(6, 4), unit(6, 4))
+    pairs.save(tmp_path / "pairs")
+    (tmp_path / "pairs" / "metadata").mkdir()
+    whole = tmp_path / "whole.parquet"
+    pq.write_table(pa.table({"image_path": ["../../../etc/passwd"] * 6}), whole)
+    target = tmp_path / "pairs" / "metadata" / "metadata_0.parquet"
+    # A path in the metadata only tells which rows are of one image: it is never opened.
+    target.write_bytes(whole.read_bytes())
+    assert len(np.unique(gf.EmbeddingPairs.open(tmp_path / "pairs").group)) == 1
+    for damaged in (whole.read_bytes()[:-20], b"PAR1" + bytes(200) + b"PAR1", b""):
+        target.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"metadata_0\.parquet"):
+            gf.EmbeddingPairs.open(tmp_path / "pairs")
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [b"[" * 200_000, b"\xff\xfe", b"", b"{", b"9" * 10_000, b" " * (JSON_BYTES + 1), b"{}" + b" " * JSON_BYTES],
+    ids=range(7),
+)
+def test_json_that_is_none(tmp_path, contents):
+    path = tmp_path / "calibration.json"
+    path.write_bytes(contents)
+    with pytest.raises(ValueError, match=r"calibration\.json"):
+        read_json(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"stderr": 7}, {"stderr": [None]}, {"made_for": [1]}, {"alpha": "1"}, {"alpha": 1e999}, {"beta": None}],
+    ids=str,
+)
+def test_a_calibration_of_the_wrong_types(tmp_path, change):
+    path = tmp_path / "calibration.json"
+    good = {"alpha": 1.0, "beta": 0.0, "outside": 0.0, "stderr": [0.1, 0.1, 0.1], "nll": 1.0, "nll_stderr": 0.1}
+    good |= {"queries": 60, "reached": 55, "right_per_query": 1.0, "made_for": {}, "pairs": ""}
+    path.write_text(json.dumps({"kind": KIND, "version": VERSION, **good}))
+    assert gf.Calibration.load(path, {}).alpha == 1.0
+    path.write_text(json.dumps({"kind": KIND, "version": VERSION, **good, **change}))
+    with pytest.raises(ValueError, match=r"calibration\.json"):
+        gf.Calibration.load(path, {})
+
+
+def test_marginals_without_their_tensor(tmp_path):
+    facts = {"kappa": 3.0}
+    computed_once(tmp_path, facts, lambda: torch.zeros(3))
+    (path,) = tmp_path.glob("*.safetensors")
+    save_tensors(path, {"other": torch.zeros(3)}, kind="item marginals", info=facts)
+    with pytest.raises(ValueError, match=path.name):
+        computed_once(tmp_path, facts, lambda: torch.zeros(3))
+
+
+@pytest.mark.parametrize("method", ["probvlm", "grove", "knn", "bayesvlm", "euclidean_flow"])
+@pytest.mark.usefixtures("little_memory")
+def test_a_baseline_that_asks_for_the_impossible(tmp_path, method):
+    """Right checksum, settings of a network that the file does not hold: refused before it is made."""
+    widths = {"image_dim": 1 << 20, "text_dim": 1 << 20}
+    more = {
+        "knn": {},
+        "bayesvlm": {"image_pre": 1 << 15, "text_pre": 1 << 15},
+        "grove": {"size": "paper", "latent": 10},
+    }
+    info = {"method": method, "settings": {**widths, **more.get(method, {"size": "paper"})}}
+    save_tensors(tmp_path / "model.safetensors", {"x": torch.zeros(3)}, kind="baseline", info=info)
+    with pytest.raises(ValueError, match=r"model\.safetensors") as error:
+        baselines.find(method).load(tmp_path)
+    # A failed allocation would come as the cause.
+    assert not isinstance(error.value.__cause__, (MemoryError, RuntimeError))
+
+
+RECIPE = 'title = "t"\nseeds = [0]\n[[data]]\nname = "a"\ntrain = "train"\nheld_out = "val"\ntest = "test"\n'
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ('name = "a"', 'name = "../../outside"'),
+        ('name = "a"', 'name = "/outside"'),
+        ('name = "a"', 'name = ".."'),
+        ('name = "a"', 'name = ""'),
+        ('train = "train"', 'train = "/etc"'),
+        ('held_out = "val"', 'held_out = "../val"'),
+        ('test = "test"', 'test = "a/../../b"'),
+        ("seeds = [0]", 'seeds = ["/../../outside"]'),
+    ],
+)
+def test_a_recipe_leads_nowhere_else(tmp_path, good, bad):
+    """Neither to folders besides the data, nor to results besides the output."""
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    assert load_recipe(path).title == "t"
+    path.write_text(RECIPE.replace(good, bad))
+    with pytest.raises(ValueError, match=r"recipe\.toml"):
+        load_recipe(path)
+
+
+def test_links_in_the_place_of_our_own_files_are_not_followed(tmp_path):
+    """Where we write, a link put there by another leads nowhere: neither the temporary file nor the lock follows it."""
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / ".scores.json.tmp").symlink_to(precious)
+    write_atomic(folder / "scores.json", lambda file: file.write(b"new"))
+    assert precious.read_text() == "precious"
+    assert (folder / "scores.json").read_bytes() == b"new"
+    (folder / ".lock").symlink_to(precious)
+    with pytest.raises(OSError, match="lock"), locked(folder):
+        pass
+    assert precious.read_text() == "precious"
+
+
+def test_an_output_that_is_a_link_is_replaced_and_its_target_kept(tmp_path):
+    precious, out = tmp_path / "precious", tmp_path / "out.json"
+    precious.write_text("precious")
+    out.symlink_to(precious)
+    write_atomic(out, lambda file: file.write(b"new"))
+    assert precious.read_text() == "precious"
+    assert not out.is_symlink()
+
+
+def test_embeddings_may_be_links(tmp_path):
+    """Shards are often links to another disk: reading follows them."""
+    np.save(tmp_path / "real.npy", unit(5, 4).numpy())
+    (tmp_path / "gallery").mkdir()
+    (tmp_path / "gallery" / "part_0.npy").symlink_to(tmp_path / "real.npy")
+    assert len(gf.Gallery(tmp_path / "gallery")) == 5
+    (tmp_path / "gallery" / "part_0.npy").unlink()
+    (tmp_path / "gallery" / "part_0.npy").symlink_to(tmp_path / "gallery" / "part_0.npy")
+    with pytest.raises(OSError, match="gallery"):
+        gf.Gallery(tmp_path / "gallery")
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_pipe_or_a_folder_under_a_files_name_is_refused_at_once(tmp_path, name):
+    """Opening a pipe that nobody writes to would wait for ever."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises((ValueError, OSError)):
+        LOADERS[name](tmp_path / name)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    with pytest.raises((ValueError, OSError)):
+        LOADERS[name](tmp_path / name)
+
+
+def test_the_package_imports_no_pickle_of_its_own():
+    """No module of the package names a function that unpickles."""
+    package = Path(gf.__file__).parent
+    words = (
+        "pickle.load",
+        "joblib",
+        "dill",
+        "marshal",
+        "yaml.load",
+        "allow_pickle=True",
+        "eval(",
+        "exec(",
+    )
+    guilty = [
+        (path.name, word)
+        for path in package.rglob("*.py")
+        for word in words
+        if word in path.read_text().replace(".eval(", "").replace("_eval(", "")
+    ]
+    assert not guilty
+    assert all(_reads_tensors_alone(call) for path in package.rglob("*.py") for call in _torch_loads(path))
+
+
+def _torch_loads(path: Path) -> list[ast.Call]:
+    """Calls of torch.load, whatever follows; a function of that name taken out of torch would be found as well."""
+    text = path.read_text()
+    assert "from torch import load" not in text
+    assert "from torch.serialization" not in text
+    calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    assert text.count("torch.load") == len([call for call in calls if ast.unparse(call.func) == "torch.load"])
+    return [call for call in calls if ast.unparse(call.func) == "torch.load"]
+
+
+def _reads_tensors_alone(call: ast.Call) -> bool:
+    """`weights_only=True` stands in the call itself, where no environment variable undoes it."""
+    return any(word.arg == "weights_only" and ast.unparse(word.value) == "True" for word in call.keywords)
+
+
+def test_loading_in_a_fresh_process_leaves_pickle_alone(tmp_path, flow):
+    """While a model is loaded and read, nothing is unpickled."""
+    flow.save_pretrained(tmp_path)
+    code = f"""
+import pickle, _pickle
+import geoflow_fast as gf
+gf.GeoFlow.from_pretrained({str(tmp_path)!r})  # torch itself unpickles while it imports the rest of itself
+def refuse(*a, **k): raise SystemExit("unpickled")
+pickle.load = pickle.loads = _pickle.load = _pickle.loads = refuse
+gf.GeoFlow.from_pretrained({str(tmp_path)!r})
+print("loaded")
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.stdout.strip() == "loaded", run.stderr

@@ -1,0 +1,230 @@
+"""Every code block of the README and of docs/ runs, page by page from top to bottom; what they name exists.
+
+Commands run with flags that make them small. What cannot run here is read instead: `make` and `pip` lines, job scripts
+of clusters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import pkgutil
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+from typer.testing import CliRunner
+
+import geoflow_fast as gf
+from geoflow_fast import baselines, distributed
+from geoflow_fast.cli.app import app
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+SHELL = ("", "sh", "bash", "console")
+# What makes a documented command small; the last of two equal flags wins.
+SMALLER = {
+    "train": "--steps 2 --batch-size 32 --preset tiny --device cpu",
+    "entropy": "--samples 4 --steps 2",
+    "density": "--steps 2",
+    "evaluate": "--methods margin,max_softmax --resamples 9",
+    "evaluate recipe": "--methods margin,max_softmax",
+}
+
+
+MANY, FEW = "24_000", "2_400"  # pairs of the stand-ins
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the pages speak of: embeddings, held-out pairs, queries, a gallery, photos, a trained
+    flow."""
+    folder = tmp_path_factory.mktemp("desk")
+    image, text = (gf.geometry.sample_uniform(400, 16, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
+    text = gf.geometry.normalize(image + 0.1 * text)
+    for name, rows in (
+        ("embeddings", slice(0, 300)),
+        ("held_out", slice(300, 400)),
+        ("val", slice(300, 400)),
+        ("test", slice(0, 60)),
+        ("products/train", slice(0, 300)),
+        ("products/val", slice(300, 400)),
+        ("products/test", slice(300, 400)),
+    ):
+        gf.EmbeddingPairs.from_arrays(image[rows], text[rows]).save(folder / name)
+    np.save(folder / "texts.npy", text[:64].numpy())
+    np.save(folder / "images.npy", image[:64].numpy())
+    (folder / "img_emb").mkdir()
+    np.save(folder / "img_emb/img_emb_0.npy", image[:64].numpy())
+    (folder / "photos").mkdir()
+    for number in range(40):  # enough for a batch
+        colour = ("red", "green", "blue", "yellow")[number % 4]
+        Image.new("RGB", (40 + number, 30), colour).save(folder / f"photos/{number}.jpg")
+        (folder / f"photos/{number}.txt").write_text(f"something {colour}, number {number}")
+    torch.manual_seed(0)
+    gf.GeoFlow(gf.GeoFlowConfig(16, 16, hidden=16, depth=1)).save_pretrained(folder / "runs/first")
+    return folder
+
+
+@pytest.fixture
+def page_names(desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Names that pages take for granted, in a process that stands in a copy of `desk`."""
+    shutil.copytree(desk, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    small = gf.TrainConfig.tiny()
+    monkeypatch.setattr(gf.TrainConfig, "small", lambda: dataclasses.replace(small, steps=2, batch_size=32))
+    # Large weights, which cannot be had here: the flags are read, and another encoder does the work.
+    monkeypatch.setattr(gf.OpenClipEncoder, "load", lambda *_, **__: gf.ColourEncoder())
+    return {
+        "gf": gf,
+        "flow": gf.GeoFlow.from_pretrained("runs/first"),
+        "pairs": gf.EmbeddingPairs.open("embeddings"),
+        "image": torch.from_numpy(np.load("img_emb/img_emb_0.npy")),
+        "text": torch.from_numpy(np.load("texts.npy")).repeat(20, 1)[:64],
+        "images": torch.from_numpy(np.load("img_emb/img_emb_0.npy")),
+        "texts": torch.from_numpy(np.load("texts.npy")),
+        "held_out_pairs": gf.EmbeddingPairs.open("held_out"),
+    }
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """(language, code) of the blocks of a page, in order."""
+    return BLOCK.findall(page.read_text())
+
+
+def commands(page: Path) -> list[str]:
+    """Lines of unmarked and shell blocks, without comments."""
+    shell = [code for language, code in blocks(page) if language in SHELL and not code.startswith("#!")]
+    return [line for code in shell for line in lines_of(code)]
+
+
+def lines_of(code: str) -> list[str]:
+    """Commands of a block: continued lines joined, comments off."""
+    return [line.split("  #")[0].strip() for line in code.replace("\\\n", " ").splitlines() if line.strip()]
+
+
+def run_command(line: str, *, smaller: bool) -> None:
+    """Runs what begins with `geoflow`, and what torchrun would start, as one rank."""
+    words = shlex.split(line)
+    if words[0] == "torchrun":
+        words = ["geoflow", *words[words.index("geoflow_fast") + 1 :]]
+    if words[0] != "geoflow":
+        return
+    extra = next((SMALLER[name] for k in (2, 1) if (name := " ".join(words[1 : 1 + k])) in SMALLER), "")
+    result = CliRunner().invoke(app, [*words[1:], *(shlex.split(extra) if smaller else [])])
+    assert result.exit_code == 0, f"{line}\n{result.output}\n{result.exception!r}"
+
+
+def run_page(page: Path, names: dict[str, Any], *, smaller: bool = True) -> None:
+    """Every block of a page, from top to bottom in the current folder, as a reader would."""
+    for number, (language, code) in enumerate(blocks(page)):
+        if language == "python":
+            code = code.replace(MANY, FEW) if smaller else code
+            exec(compile(code, f"{page.name}, block {number}", "exec"), names)
+        elif language == "toml":
+            first = code.splitlines()[0]  # its name; a command further down reads it
+            assert re.fullmatch(r"# \w+\.toml", first), f"{page.name}: {first}"
+            Path(first.removeprefix("# ")).write_text(code)
+        elif language == "yaml":
+            assert all(yaml.safe_load_all(code))
+        elif language in SHELL and code.startswith("#!"):
+            subprocess.run(["bash", "-n"], input=code, text=True, check=True)
+        elif language in SHELL:
+            for line in lines_of(code):
+                run_command(line, smaller=smaller)
+        else:
+            assert language == "text", f"{page.name}, block {number}: what is {language}?"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_page_runs_from_top_to_bottom(page, page_names):
+    run_page(page, page_names)
+
+
+@pytest.mark.slow
+def test_abstention_page_keeps_its_promise_in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    run_page(ROOT / "docs/abstention.md", names, smaller=False)
+    act, answered, right = names["act"], names["answered"], names["correct"][names["new"]]
+    assert act.certified
+    assert act.risk_bound <= act.target_risk
+    assert answered.mean() > 0.25
+    # Of the true risk, which is below the target with 95 % confidence, the new queries show a noisy share.
+    noise = 3 * (act.target_risk * (1 - act.target_risk) / answered.sum()) ** 0.5
+    assert 1 - right[answered].mean() <= act.target_risk + noise
+    with Image.open("threshold.png") as picture:
+        assert picture.size[0] > 1000
+
+
+PUBLIC = (gf, gf.ops, gf.evaluation, baselines, distributed)
+
+
+def public_names() -> list[str]:
+    """Full names of what the public modules export; modules among them are listed as such."""
+    return [f"{module.__name__}.{name}" for module in PUBLIC for name in module.__all__ if name != "__version__"]
+
+
+def test_api_page_lists_every_public_name():
+    page = (ROOT / "docs/api.md").read_text()
+    listed = re.findall(r"^::: (\S+)$", page, re.MULTILINE)
+    assert len(listed) == len(set(listed)), "a name is listed twice"
+    whole = {module.__name__ for module in PUBLIC}  # listed by their own names
+    assert sorted(set(public_names()) - whole - set(listed)) == []
+    assert [name for name in listed if pkgutil.resolve_name(name) is None] == []  # raises on a name that is not there
+
+
+def test_every_public_name_says_what_it_is():
+    found = {name: pkgutil.resolve_name(name) for name in public_names()}
+    described = {name: value for name, value in found.items() if inspect.isclass(value) or inspect.isroutine(value)}
+    assert len(described) > 50
+    # A dataclass without words of its own gets its signature as docstring.
+    silent = [
+        name for name, value in described.items() if not value.__doc__ or value.__doc__.startswith(f"{value.__name__}(")
+    ]
+    assert silent == []
+
+
+def test_citation_is_of_this_version_and_names_the_paper():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == gf.__version__
+    assert f'version = "{gf.__version__}"' in (ROOT / "pyproject.toml").read_text()
+    assert {"title", "authors", "year", "journal"} <= citation["preferred-citation"].keys()
+
+
+def test_architecture_page_lists_every_module():
+    page = (ROOT / "docs/architecture.md").read_text()
+    listed = set(re.findall(r"^  (\w+)(?:\.py|/) ", page, re.MULTILINE))
+    package = ROOT / "geoflow_fast"
+    parts = {path.stem for path in package.glob("*.py")} | {path.parent.name for path in package.glob("*/__init__.py")}
+    assert listed == parts - {"__main__"}
+
+
+def test_examples_and_benchmarks_that_pages_name_exist():
+    words = "\n".join(page.read_text() for page in PAGES)
+    for script in set(re.findall(r"examples/[\w/]+\.py", words)):
+        assert (ROOT / script).is_file(), script
+    for name in set(re.findall(r"python -m benchmarks ([a-z_]+)", words)):
+        assert (ROOT / f"benchmarks/bench_{name}.py").is_file(), name
+
+
+def test_make_targets_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    named = {word for page in PAGES for word in re.findall(r"`?make ([a-z][a-z-]+)", "\n".join(commands(page)))}
+    assert {"demo", "test"} <= named
+    assert [target for target in sorted(named) if not re.search(rf"^{target}:", makefile, re.MULTILINE)] == []
+
+
+def test_first_screen_of_the_readme_shows_the_two_commands():
+    first_screen = PAGES[0].read_text().splitlines()[:40]
+    assert any(line.startswith("make demo") for line in first_screen)
+    assert any(line.startswith("make test") for line in first_screen)

@@ -1,0 +1,59 @@
+"""The examples run as they stand, with weights that need no download."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_torchvision_operators")
+def test_open_clip_retrieval(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["open_clip_retrieval.py", "--steps=20"])
+    runpy.run_path(str(EXAMPLES / "open_clip_retrieval.py"), run_name="__main__")
+    shown = capsys.readouterr().out
+    assert shown.count("nats, as if among") == 4
+    assert "120 pictures; kappa" in shown
+
+
+def run_notebook(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *pictures: str) -> dict[str, Any]:
+    """The names a notebook-as-script ends with, run whole in `folder`; its pictures are some."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    names = runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    for file in pictures or (f"{name}.png",):
+        with Image.open(folder / file) as picture:
+            assert min(picture.size) > 400
+    return names
+
+
+@pytest.mark.slow
+def test_two_uncertainties_are_as_drawn(tmp_path, monkeypatch):
+    found = run_notebook("two_uncertainties", tmp_path, monkeypatch, "ambiguous.png", "unseen.png")
+    specific, vague = found["entropies"].values()
+    assert specific < 1.5 < 3 < vague
+    assert found["scores"]["a chair"] < found["limit"] < found["scores"]["an X-ray"]
+
+
+@pytest.mark.slow
+def test_ood_filter_finds_strangers_at_the_rate_of_false_alarms_it_was_given(tmp_path, monkeypatch):
+    found = run_notebook("ood_filter", tmp_path, monkeypatch)
+    assert found["auroc"]["unseen group"]["flow"] > 0.8
+    assert found["alarms"]["unseen group"] > 3 * found["rate"]
+    # 800 familiar images: three standard deviations of their share, and of the threshold made of 1,000 others.
+    assert abs(found["alarms"]["known concepts"] - found["rate"]) < 0.035
+
+
+@pytest.mark.slow
+def test_clean_pairs_finds_swapped_captions(tmp_path, monkeypatch):
+    found = run_notebook("clean_pairs", tmp_path, monkeypatch)
+    by_name = found["found"]
+    assert by_name["PMI of the flow"] > by_name["cosine"] + 0.1
+    assert by_name["PMI of the flow"] > 4 * found["share"]

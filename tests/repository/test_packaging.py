@@ -1,0 +1,106 @@
+"""The build itself: with and without CUDA, with a broken compiler, and on processors without AVX2."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def build(target: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "setup.py",
+        "-q",
+        "build_ext",
+        "--build-lib",
+        str(target),
+        "--build-temp",
+        str(target / "tmp"),
+    ]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment})
+
+
+def cuda_status(target: Path) -> str:
+    code = f"import sys; sys.path.insert(0, {str(target / 'geoflow_fast')!r}); import _C; print(_C.cuda_status())"
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.mark.slow
+def test_build_without_cuda_says_so_at_run_time(tmp_path):
+    result = build(tmp_path, GEOFLOW_CUDA="0")
+    assert result.returncode == 0, result.stderr
+    assert "no CUDA code" in cuda_status(tmp_path)
+
+
+@pytest.mark.slow
+def test_build_without_nvcc_is_cpu_only(tmp_path):
+    folders = [f for f in os.environ["PATH"].split(os.pathsep) if not (Path(f) / "nvcc").exists()]
+    shims = tmp_path / "bin"  # the compilers may sit in the same folder as nvcc
+    shims.mkdir()
+    for tool in ("gcc", "g++", "cc", "c++", "ld", "as"):
+        found = subprocess.run(["which", tool], capture_output=True, text=True).stdout.strip()
+        if found:
+            (shims / tool).symlink_to(found)
+    result = build(tmp_path / "out", PATH=os.pathsep.join([str(shims), *folders]))
+    assert result.returncode == 0, result.stderr
+    assert "no CUDA code" in cuda_status(tmp_path / "out")
+
+
+def test_insisting_on_cuda_without_nvcc_is_an_error(tmp_path):
+    result = build(tmp_path, GEOFLOW_CUDA="1", PATH=str(tmp_path))
+    assert result.returncode != 0
+    assert "nvcc is not on PATH" in result.stderr
+
+
+def test_unknown_wish_for_cuda_is_an_error(tmp_path):
+    result = build(tmp_path, GEOFLOW_CUDA="perhaps")
+    assert result.returncode != 0
+    assert "GEOFLOW_CUDA must be" in result.stderr
+
+
+def test_a_failing_nvcc_fails_the_build(tmp_path):
+    """A broken toolchain must not quietly give a CPU-only build."""
+    fake = tmp_path / "nvcc"
+    fake.write_text("#!/bin/sh\necho 'nvcc: broken' >&2\nexit 1\n")
+    fake.chmod(0o755)
+    result = build(tmp_path / "out", PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}", CXX="true", CC="true")
+    assert result.returncode != 0
+    assert "nvcc: broken" in result.stderr
+
+
+def test_no_intrinsics_outside_their_guard():
+    """Every use of x86 intrinsics sits between `#if defined(__AVX2__)` (or __x86_64__) and its `#endif`."""
+    unguarded = []
+    for path in sorted((ROOT / "csrc").rglob("*.[hc]*")):
+        guards: list[bool] = []
+        for number, line in enumerate(path.read_text().splitlines(), start=1):
+            if re.match(r"\s*#\s*if", line):
+                guards.append(bool(re.search(r"__AVX2__|__x86_64__|__F16C__", line)) and "!" not in line)
+            elif re.match(r"\s*#\s*(else|elif)", line):
+                guards[-1] = bool(re.search(r"__AVX2__|__x86_64__|__F16C__", line))
+            elif re.match(r"\s*#\s*endif", line):
+                guards.pop()
+            elif re.search(r"\b_mm(256|512)?_|immintrin|\b__m(128|256|512)", line) and not any(guards):
+                unguarded.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
+    assert not unguarded
+
+
+@pytest.mark.slow
+def test_source_distribution_has_what_a_build_needs(tmp_path):
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", str(tmp_path), "."]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    wanted = {
+        p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").rglob("*") if p.suffix in {".h", ".cuh", ".cpp", ".cu"}
+    }
+    wanted |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "kernels").glob("*.py")}
+    assert wanted <= names

@@ -1,0 +1,117 @@
+"""The fit of three weights on shortlists against simulated truth."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from geoflow_fast.retrieval.calibration import Evidence, fit_calibration, fit_weights
+
+TRUTH = (0.7, 9.0, 1.5)
+K = 12
+
+
+def simulate(queries: int, seed: int, truth: tuple[float, float, float] = TRUTH) -> tuple[Evidence, Tensor]:
+    """Evidence, and which item is right under the weights `truth`: [Q, K] bool, none if it is outside."""
+    generator = torch.Generator().manual_seed(seed)
+    # A level per query, as log-densities have it, which must not matter.
+    log_density = 2.5 * torch.randn(queries, K, generator=generator) + 30 * torch.randn(queries, 1, generator=generator)
+    cosine = 0.3 + 0.1 * torch.randn(queries, K, generator=generator)
+    valid = torch.rand(queries, K, generator=generator) < 0.9
+    valid[:, 0] = True
+    evidence = Evidence(log_density.double(), cosine.double(), valid)
+    logits = evidence.design() @ torch.tensor(truth, dtype=torch.float64)
+    prob = logits.masked_fill(~evidence.possible(), -math.inf).softmax(1)
+    choice = torch.multinomial(prob, 1, generator=generator)
+    return evidence, (choice == torch.arange(K + 1))[:, :-1]
+
+
+def fitted(evidence: Evidence, right: Tensor, **more):
+    queries = len(right)
+    return fit_calibration(evidence, right, torch.ones(queries), torch.arange(queries), {}, **more)
+
+
+def test_weights_are_recovered_within_their_standard_errors():
+    runs = [fitted(*simulate(2000, seed)) for seed in range(12)]
+    found = torch.tensor([run.weights for run in runs], dtype=torch.float64)
+    stderr = torch.tensor([run.stderr for run in runs], dtype=torch.float64)
+    truth = torch.tensor(TRUTH, dtype=torch.float64)
+    assert bool((((found - truth) / stderr).abs() < 5).all())
+    assert bool(((found.mean(0) - truth).abs() < 4 * found.std(0) / math.sqrt(len(runs))).all())
+    ratio = stderr.mean(0) / found.std(0)
+    assert bool(((ratio > 0.6) & (ratio < 1.7)).all()), ratio
+    assert bool((stderr.mean(0) < 0.08 * truth).all()), stderr.mean(0)
+
+
+def test_the_fit_is_the_optimum():
+    """Of the likelihood, written down once more, any weight moved either way makes it worse."""
+    evidence, right = simulate(300, 5)
+    target = torch.cat((right, ~right.any(1, keepdim=True)), dim=1)
+
+    def loss(weights: Tensor) -> float:
+        logits = (evidence.design() @ weights).masked_fill(~evidence.possible(), -math.inf)
+        return float(-logits.log_softmax(1)[target].sum())
+
+    weights = fit_weights(evidence.design(), evidence.possible(), target.double())
+    for change in 0.03 * torch.diag(weights):
+        assert min(loss(weights - change), loss(weights + change)) > loss(weights)
+
+
+def test_cross_fitted_loss_is_that_of_new_queries():
+    found = fitted(*simulate(2000, 1))
+    evidence, right = simulate(4000, 2)
+    prob = found.probabilities(evidence)
+    target = torch.cat((right, ~right.any(1, keepdim=True)), dim=1)
+    loss = -prob[target].log()
+    assert abs(float(loss.mean()) - found.nll) < 4 * math.hypot(found.nll_stderr, float(loss.std()) / math.sqrt(4000))
+    torch.testing.assert_close(prob.sum(1), torch.ones(4000, dtype=torch.float64))
+    assert not prob[:, :-1][~evidence.valid].any()
+
+
+def test_a_constant_per_query_does_not_matter():
+    evidence, right = simulate(500, 3)
+    shifted = Evidence(evidence.log_density + 1000 * torch.randn(500, 1), evidence.cosine, evidence.valid)
+    assert fitted(shifted, right).weights == pytest.approx(fitted(evidence, right).weights, rel=1e-6)
+
+
+def test_separable_data_have_finite_weights():
+    """Every right item has the highest density and nothing is outside: without the prior there is no optimum."""
+    evidence, _ = simulate(200, 4)
+    log_density = evidence.log_density.masked_fill(~evidence.valid, -math.inf)
+    right = log_density == log_density.amax(1, keepdim=True)
+    found = fitted(evidence, right)
+    assert all(map(math.isfinite, found.weights))
+    prob = found.probabilities(evidence)
+    assert float(prob[:, :-1][right].mean()) > 0.95
+    assert float(prob[:, -1].mean()) < 0.05
+
+
+def test_one_of_several_right_items_is_meant():
+    """Two right items of equal evidence share what a single one would have."""
+    queries = 400
+    log_density = torch.zeros(queries, K, dtype=torch.float64)
+    log_density[:, :2] = 2.0
+    cosine = 0.1 * torch.randn(queries, K, generator=torch.Generator().manual_seed(0)).double()
+    evidence = Evidence(log_density, cosine, torch.ones(queries, K, dtype=torch.bool))
+    right = torch.zeros(queries, K, dtype=torch.bool)
+    right[:, :2] = True
+    right[: queries // 4] = False  # both outside
+    found = fit_calibration(evidence, right, torch.full((queries,), 2), torch.arange(queries), {})
+    prob = found.probabilities(evidence)
+    assert found.right_per_query == 2
+    assert float(prob[:, :2].sum(1).mean()) == pytest.approx(0.75, abs=0.03)
+    assert float(prob[:, -1].mean()) == pytest.approx(0.25, abs=0.03)
+
+
+def test_refusals():
+    evidence, right = simulate(60, 6)
+    few = right.clone()
+    few[49:] = False
+    with pytest.raises(ValueError, match=r"only \d+ of 60 held-out queries .* needs 50"):
+        fitted(evidence, few)
+    evidence, right = simulate(200, 6)
+    with pytest.raises(ValueError, match="all held-out queries are of one image"):
+        fit_calibration(evidence, right, torch.ones(200), torch.zeros(200), {})

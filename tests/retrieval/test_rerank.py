@@ -1,0 +1,398 @@
+"""BayesReranker against posteriors that are known, on shortlists from anywhere, with bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import geoflow_fast as gf
+from benchmarks.bench_rerank import Study
+from geoflow_fast import noise
+from geoflow_fast.demo.flows import concept_pairs, learn
+from geoflow_fast.likelihood.reverse_ode import density_estimates
+from geoflow_fast.retrieval.calibration import LEAST_QUERIES, uncalibrated
+from geoflow_fast.worlds import ConceptWorld, PairField, sample_bump
+
+DIM, ITEMS, QUERIES, K = 6, 300, 40, 12
+
+
+class Oracle(nn.Module):
+    """A field with known densities in the place of a flow: texts are bumps around R image, and back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = gf.GeoFlowConfig(DIM, DIM)
+        turn = torch.eye(DIM)
+        turn[:2, :2] = torch.tensor([[0.6, -0.8], [0.8, 0.6]])
+        self.rotation = nn.Parameter(turn, requires_grad=False)
+
+    @property
+    def law(self) -> PairField:
+        return PairField(self.rotation, 1.5)
+
+    def velocity(self, image: Tensor, text: Tensor, t: float, direction: str) -> tuple[Tensor, Tensor]:
+        return self.law.velocity(image, text, t, direction)
+
+    def pairs(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        image = noise.sample_uniform(count, DIM, generator=generator)
+        return image, sample_bump(image @ self.rotation.T, self.law.c, generator)
+
+
+SIDES = {"t2i": (1, 0), "i2t": (0, 1)}
+"""Which of (image, text) asks and which is searched."""
+
+
+@pytest.fixture
+def oracle() -> Oracle:
+    return Oracle()
+
+
+def make(flow: nn.Module, gallery: object, direction: str = "t2i", **changes) -> gf.BayesReranker:
+    return gf.BayesReranker(flow, gallery, direction, **{"shortlist": K, **changes})
+
+
+@pytest.fixture
+def reranker(oracle) -> gf.BayesReranker:
+    return make(oracle, oracle.pairs(ITEMS, 0)[0])
+
+
+@pytest.fixture
+def calibrated(reranker) -> gf.BayesReranker:
+    """With weights as if they had been fitted."""
+    weights = {"alpha": 0.9, "beta": 2.0, "outside": 1.5, "stderr": (0.1, 0.2, 0.3), "nll": 1.0, "nll_stderr": 0.1}
+    reranker.calibration = dataclasses.replace(uncalibrated(), **weights, made_for=reranker.made_for, pairs="some")
+    return reranker
+
+
+@pytest.fixture
+def queries(oracle) -> Tensor:
+    return oracle.pairs(ITEMS, 0)[1][:QUERIES]
+
+
+def held_out(oracle: Oracle, count: int = 200) -> gf.EmbeddingPairs:
+    return gf.EmbeddingPairs.from_arrays(*oracle.pairs(count, 1))
+
+
+@pytest.mark.parametrize("direction", ["t2i", "i2t"])
+def test_posterior_is_the_true_one_on_the_shortlist(oracle, direction):
+    """The field's divergence is isotropic, on which probes are exact: what is left is the solver's error."""
+    asks, searched = (oracle.pairs(ITEMS, 0)[side] for side in SIDES[direction])
+    reranker = make(oracle, searched, direction, n_steps=10, solver="rk4")
+    with pytest.warns(UserWarning, match="uncalibrated: alpha=1, beta=0"):
+        found = reranker(asks[:QUERIES])
+    shortlist = (asks[:QUERIES] @ searched.T).topk(K).indices
+    pair = (asks[:QUERIES, None].expand(-1, K, -1), searched[shortlist])
+    image, text = (pair[side].reshape(-1, DIM) for side in SIDES[direction])
+    truth = oracle.law.log_density(image, text, "i2t").view(QUERIES, K).double().softmax(1)
+    expected, order = truth.sort(dim=1, descending=True)
+    assert torch.equal(found.index, shortlist.gather(1, order))
+    torch.testing.assert_close(found.prob.double(), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found.entropy.double(), torch.special.entr(expected).sum(1), atol=1e-3, rtol=0)
+    torch.testing.assert_close(found.p_answer.double(), truth[:, 0], atol=1e-4, rtol=0)
+    assert torch.equal(found.answer, shortlist[:, 0])
+    assert not found.p_outside.any()
+    assert not found.calibrated
+    torch.testing.assert_close(found.risk_lower_bound, gf.risk_lower_bound(found.entropy, K), atol=1e-6, rtol=0)
+
+
+def test_probabilities_sum_to_one(calibrated, queries):
+    found = calibrated(queries)
+    assert found.calibrated
+    assert found.p_outside.min() > 0
+    torch.testing.assert_close(found.prob.sum(1) + found.p_outside, torch.ones(QUERIES))
+    own = found.prob[found.index == found.answer[:, None]]
+    torch.testing.assert_close(found.p_answer, own)
+    assert bool((found.prob[:, 1:] <= found.prob[:, :-1]).all())
+    bound = 1 - found.prob[:, 0]
+    assert bool((found.risk_lower_bound <= bound + 1e-6).all())
+
+
+def test_permuting_the_gallery_permutes_the_answer(oracle, calibrated, queries):
+    order = torch.randperm(ITEMS, generator=torch.Generator().manual_seed(3))
+    other = make(oracle, oracle.pairs(ITEMS, 0)[0][order])
+    other.calibration = calibrated.calibration
+    one, two = calibrated(queries), other(queries)
+    assert torch.equal(order[two.index], one.index)
+    assert torch.equal(order[two.answer], one.answer)
+    torch.testing.assert_close(one.prob, two.prob, atol=1e-5, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:BayesReranker is uncalibrated")
+def test_batches_do_not_change_the_result(queries):
+    """Of a network, whose divergence is not isotropic: only probes that all pairs share give the same for any batch."""
+    torch.manual_seed(1)
+    flow = gf.GeoFlow(gf.GeoFlowConfig(DIM, DIM, hidden=32, depth=2, layer_scale=0.5))
+    with torch.no_grad():
+        for parameter in flow.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    gallery = noise.sample_uniform(ITEMS, DIM)
+    reranker = make(flow, gallery)
+    together = reranker(queries[:5])
+    alone = [reranker(query[None]) for query in queries[:5]]
+    torch.testing.assert_close(together.prob, torch.cat([one.prob for one in alone]), atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(make(flow, gallery, seed=1)(queries[:5]).prob, together.prob, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:BayesReranker is uncalibrated")
+@pytest.mark.parametrize("direction", ["t2i", "i2t"])
+def test_an_item_of_several_shortlists_is_encoded_once(direction, monkeypatch):
+    """Whatever the chunks, with the same result as if every pair were encoded on its own."""
+    wide = gf.GeoFlow(gf.GeoFlowConfig(DIM, DIM, hidden=32, depth=2, layer_scale=0.5)).eval()
+    with torch.no_grad():
+        for parameter in wide.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    asks = noise.sample_uniform(9, DIM)
+    reranker = make(wide, noise.sample_uniform(20, DIM), direction)
+    encoded, plain = [], wide.encoders[SIDES[direction][1]].forward
+
+    def counting(x: Tensor) -> Tensor:
+        encoded.append(len(x))
+        return plain(x)
+
+    monkeypatch.setattr(wide.encoders[SIDES[direction][1]], "forward", counting)
+    found = reranker(asks)
+    assert encoded == [len(found.index.unique())]
+    monkeypatch.setattr("geoflow_fast.retrieval.rerank.density_estimates", without_numbers)
+    torch.testing.assert_close(reranker(asks).prob, found.prob, atol=1e-5, rtol=1e-4)
+
+
+def without_numbers(*arguments, given_number, **options):  # noqa: ARG001
+    return density_estimates(*arguments, **options)
+
+
+@pytest.mark.filterwarnings("ignore:BayesReranker is uncalibrated")
+class TestShortlists:
+    def test_faiss_index_finds_the_same(self, oracle, reranker, queries):
+        faiss = pytest.importorskip("faiss")
+        index = faiss.IndexFlatIP(DIM)
+        items = oracle.pairs(ITEMS, 0)[0]
+        index.add(items.numpy())
+        found, plain = make(oracle, items, store=index)(queries), reranker(queries)
+        assert torch.equal(found.index, plain.index)
+        torch.testing.assert_close(found.prob, plain.prob, atol=1e-5, rtol=0)
+
+    def test_given_candidates_in_any_order_and_number(self, reranker, queries):
+        plain = reranker(queries)
+        candidates = plain.index.flip(1).clone()
+        candidates[:, : K // 2] = -1  # the less probable half is not there
+        found = reranker(queries, candidates)
+        assert torch.equal(found.index[:, : K // 2], plain.index[:, : K // 2])
+        assert bool((found.index[:, K // 2 :] == -1).all())
+        kept = plain.prob[:, : K // 2]
+        torch.testing.assert_close(found.prob[:, : K // 2], kept / kept.sum(1, keepdim=True), atol=1e-5, rtol=0)
+        assert not found.prob[:, K // 2 :].any()
+
+    def test_gallery_in_shards_on_disk(self, oracle, reranker, queries, tmp_path):
+        for number, part in enumerate(oracle.pairs(ITEMS, 0)[0].split(70)):
+            np.save(tmp_path / f"img_emb_{number}.npy", part.numpy())
+        found, plain = make(oracle, tmp_path)(queries), reranker(queries)
+        assert torch.equal(found.index, plain.index)
+        torch.testing.assert_close(found.prob, plain.prob, atol=1e-5, rtol=0)
+
+    def test_gallery_smaller_than_the_shortlist(self, oracle, queries):
+        found = make(oracle, oracle.pairs(5, 0)[0])(queries)
+        assert found.index.shape == (QUERIES, 5)
+        assert bool((found.index.sort(dim=1).values == torch.arange(5)).all())
+
+    def test_no_queries(self, reranker, queries):
+        found = reranker(queries[:0])
+        assert found.index.shape == (0, K)
+        assert found.entropy.shape == (0,)
+
+    @pytest.mark.parametrize(
+        ("row", "words"),
+        [
+            ([0] * K, "query 1 name one row twice"),
+            ([ITEMS, *range(K - 1)], "query 1 name rows outside the gallery of 300"),
+            ([-2, *range(K - 1)], "query 1 name rows outside"),
+            ([-1] * K, "query 1 are none"),
+        ],
+    )
+    def test_bad_candidates(self, reranker, queries, row, words):
+        candidates = torch.arange(K).repeat(QUERIES, 1)
+        candidates[1] = torch.tensor(row)
+        with pytest.raises(ValueError, match=words):
+            reranker(queries, candidates)
+
+    def test_candidates_of_the_wrong_shape(self, reranker, queries):
+        with pytest.raises(ValueError, match=r"candidates must be integers \[40, 12\], got torch.int64 \(40, 3\)"):
+            reranker(queries, torch.zeros(QUERIES, 3, dtype=torch.long))
+
+
+class TestHeldOut:
+    def test_the_gallery_is_searched_with_the_querys_own_item(self, oracle):
+        """The field's law is the true one, so calibration finds alpha = 1, beta = 0 and the share that is outside."""
+        gallery, texts = oracle.pairs(2000, 0)
+        reranker = make(oracle, gallery, shortlist=32)
+        found = reranker.calibrate(held_out(oracle, 1000))
+        assert abs(found.alpha - 1) < 4 * found.stderr[0]
+        assert abs(found.beta) < 4 * found.stderr[1]
+        post = reranker(texts[:500])
+        own = torch.arange(500)
+        reached = (post.index == own[:, None]).any(1).float()
+        spread = 4 * float(reached.std()) / math.sqrt(500)
+        assert abs(float(post.p_outside.mean()) - float(1 - reached.mean())) < spread
+        right = (post.answer == own).float()
+        assert abs(float(post.p_answer.mean() - right.mean())) < 4 * float(right.std()) / math.sqrt(500)
+
+    def test_items_that_are_in_the_gallery_already_count_once(self, oracle):
+        gallery, _ = oracle.pairs(ITEMS, 0)
+        pairs = held_out(oracle)
+        apart = make(oracle, gallery).calibrate(pairs)
+        image = torch.from_numpy(pairs.image[np.arange(len(pairs))])
+        # The same pairs in a gallery that holds one of their images in float16: that query sees no difference.
+        inside = make(oracle, torch.cat((gallery, image[:1].half().float())))
+        shortlist = inside._gather(*(x[:1] for x in (pairs[[0]][1], torch.tensor([[ITEMS, *range(K - 1)]]))))
+        own = type(shortlist).of(
+            pairs[[0]][1], image[:1, None], torch.ones(1, 1, dtype=torch.bool), torch.tensor([[-2]])
+        )
+        merged, right = shortlist.with_own(own)
+        assert int(right.sum()) == 1
+        assert int((merged.cosine > own.cosine - 1e-5).sum()) - int((shortlist.cosine > own.cosine + 1e-5).sum()) == 1
+        assert inside.calibrate(pairs).queries == apart.queries
+
+    def test_all_texts_of_an_image_are_right(self, oracle):
+        image, first = oracle.pairs(200, 1)
+        second = sample_bump(image @ oracle.rotation.T, oracle.law.c, torch.Generator().manual_seed(9))
+        index = torch.arange(200).repeat(2)
+        pairs = gf.EmbeddingPairs.from_arrays(image, torch.cat((first, second)), index)
+        assert make(oracle, image, "t2i").calibrate(pairs).queries == 400
+        _, gallery = oracle.pairs(500, 0)
+        reranker = make(oracle, gallery, "i2t")
+        found = reranker.calibrate(pairs)
+        assert found.queries == 200
+        assert found.right_per_query == 2
+
+    def test_the_answer_is_right_if_it_is_any_of_the_right_items(self, oracle):
+        """Galleries with two texts per image: p_answer is as large as the share of answers that are right."""
+        images, texts, index = [], [], torch.arange(400).repeat(2)
+        for seed in (0, 1):
+            image, first = oracle.pairs(400, seed)
+            second = sample_bump(image @ oracle.rotation.T, oracle.law.c, torch.Generator().manual_seed(9 + seed))
+            images.append(image)
+            texts.append(torch.cat((first, second)))
+        reranker = make(oracle, texts[0], "i2t", shortlist=32)
+        reranker.calibrate(gf.EmbeddingPairs.from_arrays(images[1], texts[1], index))
+        found = reranker(images[0])
+        right = (index[found.answer] == torch.arange(400)).float()
+        assert abs(float(found.p_answer.mean() - right.mean())) < 4 * float(right.std()) / math.sqrt(400)
+        assert float(right.mean()) > 1.5 * float(found.prob[found.index == found.answer[:, None]].mean())
+
+    def test_too_few_queries_are_refused(self, oracle, reranker):
+        with pytest.raises(ValueError, match=rf"only \d+ of {LEAST_QUERIES - 1} held-out queries have a right item"):
+            reranker.calibrate(held_out(oracle, LEAST_QUERIES - 1))
+        assert reranker.calibration is None
+
+    def test_no_pairs_are_refused(self, oracle, reranker):
+        with pytest.raises(ValueError, match="max_queries must be at least 1"):
+            reranker.calibrate(held_out(oracle), max_queries=0)
+
+    def test_width_of_the_pairs(self, reranker):
+        pairs = gf.EmbeddingPairs.from_arrays(noise.sample_uniform(60, 4), noise.sample_uniform(60, DIM))
+        with pytest.raises(ValueError, match="held-out pairs have widths 4 and 6, but the flow expects 6"):
+            reranker.calibrate(pairs)
+
+
+class TestStoredCalibration:
+    def test_round_trip_in_the_folder_of_the_flow(self, oracle, calibrated, queries, tmp_path):
+        assert calibrated.save_calibration(tmp_path) == tmp_path / "rerank_t2i.json"
+        other = make(oracle, oracle.pairs(ITEMS, 0)[0])
+        assert other.load_calibration(tmp_path) == calibrated.calibration
+        assert torch.equal(other(queries).prob, calibrated(queries).prob)
+        assert "uncalibrated" not in repr(other)
+
+    def test_it_belongs_to_a_flow_and_its_settings(self, oracle, calibrated, tmp_path):
+        path = calibrated.save_calibration(tmp_path / "weights.json")
+        images, texts = oracle.pairs(ITEMS, 0)
+        with pytest.raises(ValueError, match=r"weights\.json was made for another n_steps; calibrate again"):
+            make(oracle, images, n_steps=7).load_calibration(path)
+        with pytest.raises(ValueError, match="another direction"):
+            make(oracle, texts, "i2t").load_calibration(path)
+        with torch.no_grad():
+            oracle.rotation.neg_()
+        with pytest.raises(ValueError, match="another flow"):
+            make(oracle, images).load_calibration(path)
+
+    @pytest.mark.parametrize(
+        ("change", "words"),
+        [
+            ({"alpha": "1"}, "its weights are"),
+            ({"kind": "other"}, "is not a calibration"),
+            ({"version": 2}, "of version 1"),
+            ({"more": 0}, r"fields differ in \['more'\]"),
+            (None, "is damaged"),
+        ],
+    )
+    def test_damaged_files(self, calibrated, tmp_path, change, words):
+        path = calibrated.save_calibration(tmp_path)
+        text = path.read_text()
+        path.write_text(text[:100] if change is None else json.dumps({**json.loads(text), **change}))
+        with pytest.raises(ValueError, match=words):
+            calibrated.load_calibration(path)
+
+    def test_nothing_to_save_or_load(self, reranker, tmp_path):
+        with pytest.raises(ValueError, match="no calibration to save"):
+            reranker.save_calibration(tmp_path)
+        with pytest.raises(FileNotFoundError):
+            reranker.load_calibration(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"direction": "joint"}, "direction must be one of"),
+        ({"shortlist": 0}, "shortlist must be at least 1"),
+        ({"gallery": torch.eye(5)}, "gallery has width 5, but the flow expects 6"),
+        ({"flow": gf.GeoFlow(gf.GeoFlowConfig(6, 5, hidden=8, depth=1))}, "images and texts of one width"),
+        ({"n_steps": 0}, "n_steps must be"),
+        ({"n_probes": 0}, "n_probes must be"),
+        ({"solver": "magic"}, "solver must be one of"),
+    ],
+)
+def test_bad_settings(oracle, changes, words):
+    settings = {"flow": oracle, "gallery": oracle.pairs(ITEMS, 0)[0], **changes}
+    with pytest.raises(ValueError, match=words):
+        make(**settings)
+
+
+def test_an_index_of_other_rows_is_refused(oracle):
+    @dataclasses.dataclass
+    class Index:
+        ntotal: int
+
+    with pytest.raises(ValueError, match="store holds 299 items, not the 300 rows"):
+        make(oracle, oracle.pairs(ITEMS, 0)[0], store=Index(299))
+
+
+def test_bad_queries(reranker):
+    with pytest.raises(ValueError, match=r"queries must be \[Q, 6\], got \(2, 5\)"):
+        reranker(torch.eye(5)[:2])
+    with pytest.raises(ValueError, match="queries row 1 has norm 2"):
+        reranker(torch.eye(6)[:3] * torch.tensor([[1.0], [2.0], [1.0]]))
+
+
+@pytest.fixture(scope="module")
+def concept_flow(tmp_path_factory) -> gf.GeoFlow:
+    pairs = concept_pairs(ConceptWorld(), seed=0)
+    flow = learn(tmp_path_factory.mktemp("flow"), gf.GeoFlowConfig.tiny(), pairs, gf.TrainConfig.tiny())
+    assert flow is not None
+    return flow
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:BayesReranker is uncalibrated")
+@pytest.mark.parametrize("direction", ["t2i", "i2t"])
+def test_a_trained_flow_gives_the_true_posterior_calibrated(concept_flow, direction):
+    """1,000 queries over 1,000 items of the concept world, 1,000 other pairs to calibrate on."""
+    found = Study(concept_flow, direction).reranked()
+    assert found["correlation of entropies"] >= 0.85, found
+    assert found["ECE"] <= 0.05, found
+    assert found["ECE outside"] <= 0.05, found
+    assert abs(found["NLL"] - found["NLL, cross-fitted"]) < 0.15, found

@@ -1,0 +1,602 @@
+"""Training: the objective, what the network is shown, exact resume, failures that leave the run intact."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import geoflow_fast as gf
+from geoflow_fast.directions import DIRECTIONS
+from geoflow_fast.flow import curriculum
+from geoflow_fast.flow.curriculum import Counts
+from geoflow_fast.geometry import interpolate
+from geoflow_fast.noise import sample_uniform
+from geoflow_fast.runtime.files import locked
+from geoflow_fast.runtime.tensors import load_tensors
+from geoflow_fast.training import flow_matching
+from geoflow_fast.training.batches import Batch, BatchMaker, coupling_groups
+from geoflow_fast.training.flow_matching import Trainer, row_losses
+from geoflow_fast.training.logging import Metrics, Pace
+from geoflow_fast.training.objective import generator_for
+
+SHAPE = gf.GeoFlowConfig(image_dim=6, text_dim=5, hidden=16, depth=2, heads=2, layer_scale=0.1)
+CONFIG = gf.TrainConfig(
+    steps=24, batch_size=16, lr=3e-3, warmup_steps=4, val_every=6, checkpoint_every=5, log_every=1, ema_decay=0.9
+)
+
+
+def some_pairs(n: int = 120, shape: gf.GeoFlowConfig = SHAPE) -> gf.EmbeddingPairs:
+    generator = torch.Generator().manual_seed(0)
+    image, text = (sample_uniform(n, d, generator=generator) for d in (shape.image_dim, shape.text_dim))
+    return gf.EmbeddingPairs.from_arrays(image, text)
+
+
+def new_flow(shape: gf.GeoFlowConfig = SHAPE) -> gf.GeoFlow:
+    torch.manual_seed(1)
+    return gf.GeoFlow(shape)
+
+
+def make(config: gf.TrainConfig, flow: gf.GeoFlow | None = None, pairs: gf.EmbeddingPairs | None = None) -> BatchMaker:
+    return BatchMaker(flow or new_flow(), pairs or some_pairs(), config)
+
+
+def same_weights(a: gf.GeoFlow, b: gf.GeoFlow) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values()))
+
+
+def test_loss_gradients_by_finite_differences():
+    flow = new_flow(dataclasses.replace(SHAPE, hidden=8, depth=1, dropout=0.0)).double()
+    with torch.no_grad():
+        for parameter in flow.parameters():
+            parameter.normal_(0, 0.4)
+    counts: Counts = (2, 1, 2)
+    points = [sample_uniform(5, d, dtype=torch.float64) for d in (6, 5, 6, 5)]
+    batch = Batch(*points, torch.rand(5, dtype=torch.float64), counts)
+    names = [name for name, _ in flow.named_parameters()]
+    flow.forward = lambda: row_losses(flow, batch)
+
+    def loss(*weights):
+        return torch.func.functional_call(flow, dict(zip(names, weights)), ()).mean()
+
+    weights = [p.detach().clone().requires_grad_() for p in flow.parameters()]
+    assert torch.autograd.gradcheck(loss, weights, fast_mode=True)
+
+
+def test_loss_is_the_squared_tangent_error_of_generated_streams():
+    flow = new_flow()
+    with torch.no_grad():
+        for parameter in flow.parameters():
+            parameter.normal_(0, 0.3)
+    flow.eval()
+    batch = make(CONFIG, flow).training(20)
+    direction = torch.tensor([code for code, n in zip((1, 0, 2), batch.counts) for _ in range(n)], dtype=torch.int8)
+    v_image, v_text = flow.velocity(batch.image, batch.text, batch.t, direction)
+    image_error, text_error = (v_image - batch.v_image).square().sum(1), (v_text - batch.v_text).square().sum(1)
+    torch.testing.assert_close(row_losses(flow, batch), image_error + text_error, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("conditional", ["independent", "paper"])
+def test_the_network_never_sees_the_answer(monkeypatch, conditional):
+    """At t=0 a generated stream is its noise whatever its data; a given stream is its data whatever its noise."""
+    config = dataclasses.replace(
+        CONFIG, p_drop=0.0, conditional_share=0.0, ramp_share=0.0, conditional_coupling=conditional
+    )
+    monkeypatch.setattr(curriculum, "draw_questions", _at_time_zero(curriculum.draw_questions))
+    monkeypatch.setattr("geoflow_fast.flow.curriculum.draw_questions", _at_time_zero(curriculum.draw_questions))
+    seen = {}
+    original = gf.ops.masked_interpolant
+    monkeypatch.setattr(gf.ops, "masked_interpolant", lambda *a, **k: seen.update(inputs=a) or original(*a, **k))
+    batch = make(config).training(20)
+    image0, text0, image1, text1 = seen["inputs"][:4]
+    n_i2t, n_joint, n_t2i = batch.counts
+    assert min(batch.counts) > 0
+    torch.testing.assert_close(batch.image[n_i2t:], image0[n_i2t:])
+    torch.testing.assert_close(batch.text[: n_i2t + n_joint], text0[: n_i2t + n_joint])
+    assert torch.equal(batch.image[:n_i2t], image1[:n_i2t])
+    assert torch.equal(batch.text[-n_t2i:], text1[-n_t2i:])
+    changed = [torch.roll(x, 1, 0) for x in (image1, text1)]
+    direction = seen["inputs"][5]
+    again = original(image0, text0, *changed, torch.zeros(16), direction)
+    torch.testing.assert_close(again[0][n_i2t:], batch.image[n_i2t:])
+    torch.testing.assert_close(again[1][: n_i2t + n_joint], batch.text[: n_i2t + n_joint])
+
+
+def _at_time_zero(draw):
+    def drawn(*arguments):
+        questions = draw(*arguments)
+        return dataclasses.replace(questions, t=torch.zeros_like(questions.t))
+
+    return drawn
+
+
+def test_guidance_dropout_shows_noise_instead_of_the_condition():
+    always = dataclasses.replace(CONFIG, p_drop=1.0)
+    maker = make(always)
+    batch = maker.training(0)
+    n_i2t = batch.counts[0]
+    data = maker.pairs[maker.order[0]][0]
+    assert batch.counts[1] == 0
+    distance = torch.cdist(batch.image[:n_i2t], data)
+    assert float(distance.min()) > 1e-3
+    assert not batch.v_image[:n_i2t].any()
+
+
+def test_conditional_rows_keep_their_own_pair_and_joint_rows_are_coupled():
+    config = dataclasses.replace(CONFIG, batch_size=100, p_drop=0.0, conditional_share=0.0, ramp_share=0.0)
+    maker = make(config)
+    batch = maker.training(3)
+    n_i2t, _, n_t2i = batch.counts
+    image, text = maker.pairs[maker.order[3]]
+    torch.testing.assert_close(batch.image[:n_i2t], image[:n_i2t])
+    torch.testing.assert_close(batch.text[-n_t2i:], text[-n_t2i:])
+    assert [rule for _, _, rule in coupling_groups(batch.counts, config)] == ["independent", "paper", "independent"]
+    paper = dataclasses.replace(config, conditional_coupling="paper")
+    assert coupling_groups(batch.counts, paper) == [(slice(0, 100), "joint", "paper")]
+
+
+@pytest.mark.parametrize("coupling", ["paper", "sample", "exact", "independent"])
+@pytest.mark.parametrize("conditional", ["paper", "independent", "c2ot"])
+def test_every_coupling_makes_valid_batches(coupling, conditional):
+    config = dataclasses.replace(
+        CONFIG,
+        coupling=coupling,
+        conditional_coupling=conditional,
+        batch_size=64,
+        conditional_share=0.0,
+        ramp_share=0.0,
+    )
+    batch = make(config).training(0)
+    for x, v in ((batch.image, batch.v_image), (batch.text, batch.v_text)):
+        torch.testing.assert_close(x.norm(dim=1), torch.ones(64), atol=1e-5, rtol=0)
+        assert float((x * v).sum(1).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("geometry", "change"),
+    [("sphere", {"noise": "structured"}), ("sphere", {"precision": "bfloat16"}), ("euclidean", {})],
+)
+def test_other_noise_precision_and_geometry_train(geometry, change):
+    shape = dataclasses.replace(SHAPE, geometry=geometry)
+    config = dataclasses.replace(CONFIG, **change, steps=6, conditional_share=0.0, ramp_share=0.0)
+    flow = new_flow(shape)
+    report = gf.train(flow, some_pairs(shape=shape), config)
+    assert report.finished
+    assert np.isfinite(report.best_val_loss)
+    assert all(p.dtype == torch.float32 for p in flow.parameters())
+    assert not same_weights(flow, new_flow(shape))
+
+
+def test_one_step_equals_a_plain_reimplementation():
+    """Independent noise, no dropout: loss, clipping, schedule and AdamW written out again from the definitions."""
+    config = dataclasses.replace(
+        CONFIG,
+        coupling="independent",
+        ema_decay=None,
+        conditional_share=0.0,
+        ramp_share=0.0,
+        p_drop=0.3,
+        weight_decay=0.5,  # large enough for decay to show
+    )
+    flow = new_flow(dataclasses.replace(SHAPE, dropout=0.0))
+    with torch.no_grad():
+        for parameter in flow.parameters():
+            parameter.normal_(0, 0.2)
+    twin = new_flow(flow.config)
+    twin.load_state_dict(flow.state_dict())
+    pairs = some_pairs()
+    trainer = Trainer(flow, pairs, pairs, config)
+    maker, step = trainer.batches, 2
+    trainer.step = step
+
+    generator = generator_for(config.seed, "batch", step)
+    questions = config.curriculum.draw(step, config.batch_size, generator)
+    image1, text1 = pairs[maker.order[step]]
+    noise = [torch.empty_like(image1), torch.empty_like(text1)]
+    lanes = config.batch_size // 8
+    seeds = np.random.SeedSequence((config.seed, *b"noise", step)).generate_state(lanes, np.uint64) >> 1
+    for lane in range(lanes):
+        generator = torch.Generator().manual_seed(int(seeds[lane]))
+        for stream, d in enumerate((6, 5)):
+            rows = noise[stream][lane::lanes]
+            rows.copy_(sample_uniform(len(rows), d, generator=generator))
+    inputs, targets = [], []
+    for stream, (data, given) in enumerate(((image1, "i2t"), (text1, "t2i"))):
+        point, velocity = interpolate(noise[stream], data, questions.t)
+        fixed = (questions.direction == DIRECTIONS.index(given))[:, None]
+        inputs.append(torch.where(fixed, torch.where(questions.drop[:, None], noise[stream], data), point))
+        targets.append(torch.where(fixed, torch.zeros_like(velocity), velocity))
+    outputs = twin.velocity(inputs[0], inputs[1], questions.t, questions.direction)
+    loss = sum((v - u).square().sum() for v, u in zip(outputs, targets)) / config.batch_size
+    gradients = torch.autograd.grad(loss, list(twin.parameters()))
+    norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
+    lr = config.lr * (step + 1) / config.warmup_steps
+    with torch.no_grad():
+        for parameter, g in zip(twin.parameters(), gradients):
+            g = g * min(1.0, config.clip / float(norm))
+            # First step of Adam: both moments, corrected for their start at zero, are g and g^2.
+            parameter.mul_(1 - lr * config.weight_decay).sub_(lr * g / (g.abs() + 1e-8))
+
+    losses, measured = trainer.optimise(maker.training(step))
+    assert float(losses.mean()) == pytest.approx(loss.item(), rel=1e-5)
+    assert measured == pytest.approx(float(norm), rel=1e-4)
+    for (name, a), b in zip(flow.named_parameters(), twin.parameters()):
+        # A gradient of rounding size has no stable sign, and Adam's first step is all sign.
+        assert float(((a - b).abs() > 1e-5).float().mean()) < 0.02, name
+
+
+def test_accumulation_changes_nothing_but_memory():
+    whole, pieces = new_flow(dataclasses.replace(SHAPE, dropout=0.0)), new_flow(dataclasses.replace(SHAPE, dropout=0.0))
+    pairs = some_pairs()
+    results = []
+    for flow, count in ((whole, 1), (pieces, 5)):
+        trainer = Trainer(flow, pairs, pairs, dataclasses.replace(CONFIG, accumulate=count))
+        trainer.step = 20
+        results.append(trainer.optimise(trainer.batches.training(20)))
+    torch.testing.assert_close(results[0][0], results[1][0])
+    assert results[0][1] == pytest.approx(results[1][1], rel=1e-4)
+
+
+def test_more_pieces_than_validation_rows():
+    losses = [
+        Trainer(new_flow(), some_pairs(), some_pairs(3), dataclasses.replace(CONFIG, accumulate=count)).validate()
+        for count in (1, 8)
+    ]
+    assert losses[0]["val_loss"] == pytest.approx(losses[1]["val_loss"])
+
+
+def test_a_run_shorter_than_its_warm_up():
+    config = dataclasses.replace(CONFIG, steps=20, warmup_steps=100)
+    rates = [config.learning_rate(step) for step in range(20)]
+    assert rates[:2] == pytest.approx([config.lr / 2, config.lr])
+    assert rates[-1] < 0.01 * config.lr
+
+
+def test_pace_is_of_the_interval(monkeypatch):
+    monkeypatch.setattr(time, "perf_counter", iter([1.0, 3.0, 4.0]).__next__)
+    pace = Pace(10)
+    assert (pace(20), pace(30)) == (5.0, 10.0)
+
+
+def test_learning_rate_and_validation_are_fixed():
+    config = dataclasses.replace(CONFIG, steps=100, warmup_steps=10)
+    rates = [config.learning_rate(step) for step in range(100)]
+    assert rates[0] == pytest.approx(config.lr / 10)
+    assert max(rates) == rates[9] == rates[10] == pytest.approx(config.lr)
+    assert rates[55] == pytest.approx(config.lr / 2)
+    assert rates[-1] < 0.001 * config.lr
+    trainer = Trainer(new_flow(), some_pairs(), some_pairs(9), config)
+    assert trainer.validate() == trainer.validate()
+
+
+def test_overfits_eight_pairs():
+    shape = dataclasses.replace(SHAPE, hidden=64, dropout=0.0)
+    config = gf.TrainConfig(steps=300, batch_size=8, lr=5e-3, warmup_steps=10, p_drop=0.0, val_every=300, log_every=300)
+    generator = torch.Generator().manual_seed(0)
+    image, text = (sample_uniform(8, d, generator=generator) for d in (6, 5))
+    pairs = gf.EmbeddingPairs.from_arrays(image, text)
+    flow = new_flow(shape)
+    gf.train(flow, pairs, config, val=pairs)
+    # Following the learned field from noise must land on the text of the given image.
+    y = sample_uniform(8, 5, generator=generator)
+    with torch.no_grad():
+        for k in range(50):
+            y = torch.nn.functional.normalize(y + flow.velocity(image, y, k / 50, "i2t")[1] / 50)
+    assert float((y * text).sum(1).median()) > 0.95
+
+
+def test_early_stopping_and_best_weights(monkeypatch):
+    """Validation losses 5, 4, 4.5, 5, ...: the second is the best, and three more without improvement end the run."""
+    config = dataclasses.replace(CONFIG, steps=500, patience=3, val_every=2, val_batches=1, ema_decay=None)
+    original, seen = flow_matching.row_losses, []
+
+    def scripted(flow, batch):
+        losses = original(flow, batch)
+        if flow.training:
+            return losses
+        seen.append({name: x.clone() for name, x in flow.state_dict().items()})
+        return torch.full_like(losses, (5, 4, 4.5, 5, 5.5, 6)[len(seen) - 1])
+
+    monkeypatch.setattr(flow_matching, "row_losses", scripted)
+    flow = new_flow()
+    report = gf.train(flow, some_pairs(), config)
+    assert report.stopped_early
+    assert report.finished
+    assert (report.steps, report.best_step, report.best_val_loss) == (10, 4, 4.0)
+    assert all(torch.equal(x, seen[1][name]) for name, x in flow.state_dict().items())
+    assert not torch.equal(seen[1]["modulation.weight"], seen[2]["modulation.weight"])
+    assert not flow.training
+
+
+@pytest.mark.parametrize(
+    ("reference", "loss", "improves"),
+    [(1.0, 0.996, False), (1.0, 0.994, True), (1e-5, 9.5e-6, False), (1e-5, 8e-6, True), (1.0, 2.0, False)],
+)
+def test_an_improvement_is_absolute_and_relative(reference, loss, improves):
+    trainer = Trainer(new_flow(), some_pairs(), some_pairs(), CONFIG)
+    trainer.reference_loss = reference
+    assert trainer._improves(loss) is improves
+
+
+def test_finished_run_returns_at_once(tmp_path):
+    first, second = new_flow(), new_flow()
+    report = gf.train(first, some_pairs(), CONFIG, out=tmp_path)
+    again = gf.train(second, some_pairs(), CONFIG, out=tmp_path)
+    assert dataclasses.replace(again, seconds=0.0) == dataclasses.replace(report, seconds=0.0)
+    assert same_weights(first, second)
+    assert same_weights(first, gf.GeoFlow.from_pretrained(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 25))
+    assert {"loss", "loss_i2t", "lr", "p_joint", "batch_wait_share"} <= set(lines[-1])
+    assert sum("val_loss" in line for line in lines) == 4
+
+
+RUN = """
+import os, signal, sys, torch
+import geoflow_fast as gf
+from geoflow_fast.training import loop
+sys.path.insert(0, os.path.dirname({test!r}))
+from test_training import CONFIG, new_flow, some_pairs
+steps = 0
+original = loop.Run.optimise
+def counted(self, batch):
+    global steps
+    steps += 1
+    if steps > int(sys.argv[2]):
+        os.kill(os.getpid(), signal.{signal})
+    return original(self, batch)
+loop.Run.optimise = counted
+report = gf.train(new_flow(), some_pairs(), CONFIG, out=sys.argv[1])
+print(report.finished, report.steps)
+"""
+
+
+def run_until(folder, steps: int, how: str = "SIGKILL") -> subprocess.CompletedProcess[str]:
+    """Trains in a process of its own that sends itself a signal after `steps` steps."""
+    code = RUN.format(test=__file__, signal=how)
+    command = [sys.executable, "-c", code, str(folder), str(steps)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def checkpoint_step(folder) -> int:
+    return load_tensors(folder / "last.safetensors", kind="training state")[1]["step"]
+
+
+def test_killed_runs_end_with_the_same_bits(tmp_path):
+    whole = new_flow()
+    gf.train(whole, some_pairs(), CONFIG, out=tmp_path / "whole")
+    for steps in (3, 7, 9):  # before the first checkpoint, after the first, and after a later one
+        assert run_until(tmp_path / "killed", steps).returncode == -signal.SIGKILL
+    flow = new_flow()
+    report = gf.train(flow, some_pairs(), CONFIG, out=tmp_path / "killed")
+    assert report.finished
+    assert same_weights(flow, whole)
+    for name in ("last.safetensors", "model.safetensors"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    steps = [json.loads(line)["step"] for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, 25))
+
+
+def test_interrupt_saves_and_the_same_call_continues(tmp_path):
+    whole = new_flow()
+    gf.train(whole, some_pairs(), CONFIG)
+    stopped = run_until(tmp_path, 8, "SIGINT")
+    assert stopped.returncode == 0, stopped.stderr
+    assert stopped.stdout.split() == ["False", "9"]  # the step that was interrupted is finished first
+    assert checkpoint_step(tmp_path) == 9
+    flow = new_flow()
+    assert gf.train(flow, some_pairs(), CONFIG, out=tmp_path).finished
+    assert same_weights(flow, whole)
+
+
+def test_another_run_is_not_continued(tmp_path):
+    gf.train(new_flow(), some_pairs(), CONFIG, out=tmp_path)
+    with pytest.raises(ValueError, match=r"lr 0\.003 -> 0\.1"):
+        gf.train(new_flow(), some_pairs(), dataclasses.replace(CONFIG, lr=0.1), out=tmp_path)
+    with pytest.raises(ValueError, match="other pairs"):
+        gf.train(new_flow(), some_pairs(130), CONFIG, out=tmp_path)
+    with pytest.raises(ValueError, match="hidden 16 -> 32"):
+        gf.train(new_flow(dataclasses.replace(SHAPE, hidden=32)), some_pairs(), CONFIG, out=tmp_path)
+    assert gf.train(new_flow(), some_pairs(130), CONFIG, out=tmp_path, resume=False).finished
+
+
+def test_integers_of_numpy_are_taken_and_kept_as_plain_ones(tmp_path):
+    config = dataclasses.replace(CONFIG, steps=np.int64(2), batch_size=np.int32(CONFIG.batch_size))
+    assert type(config.steps) is type(config.batch_size) is int
+    assert gf.train(new_flow(), some_pairs(), config, out=tmp_path).steps == 2
+
+
+def test_other_validation_pairs_are_not_continued(tmp_path):
+    config = dataclasses.replace(CONFIG, steps=2)
+    gf.train(new_flow(), some_pairs(), config, val=some_pairs(10), out=tmp_path)
+    with pytest.raises(ValueError, match="other validation pairs"):
+        gf.train(new_flow(), some_pairs(), config, val=some_pairs(11), out=tmp_path)
+
+
+def test_starting_afresh_removes_the_old_state(tmp_path, monkeypatch):
+    config = dataclasses.replace(CONFIG, steps=2)
+    gf.train(new_flow(), some_pairs(), config, out=tmp_path)
+
+    def diverge(*_):
+        raise gf.TrainingDiverged("at once")
+
+    monkeypatch.setattr(Trainer, "optimise", diverge)
+    with pytest.raises(gf.TrainingDiverged, match="no checkpoint was written yet"):
+        gf.train(new_flow(), some_pairs(), config, out=tmp_path, resume=False)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_one_run_at_a_time_and_no_stranded_files(tmp_path):
+    config = dataclasses.replace(CONFIG, steps=2)
+    with locked(tmp_path), pytest.raises(OSError, match="another run is writing to"):
+        gf.train(new_flow(), some_pairs(), config, out=tmp_path)
+    (tmp_path / ".last.safetensors.tmp").write_text("what a killed writer left")
+    assert gf.train(new_flow(), some_pairs(), config, out=tmp_path).finished
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_divergence_names_the_step_and_keeps_the_checkpoint(tmp_path, monkeypatch):
+    original = flow_matching.row_losses
+
+    def poisoned(flow, batch):
+        losses = original(flow, batch)
+        return losses * float("nan") if flow.training and flow.steps_taken() == 13 else losses
+
+    flow = new_flow()
+    trainers = []
+    build = Trainer.__init__
+    monkeypatch.setattr(Trainer, "__init__", lambda self, *a: trainers.append(self) or build(self, *a))
+    monkeypatch.setattr(flow_matching, "row_losses", poisoned)
+    flow.steps_taken = lambda: trainers[0].step
+    with pytest.raises(gf.TrainingDiverged, match=r"not finite at step 13 .*checkpoint of step 10 is kept"):
+        gf.train(flow, some_pairs(), CONFIG, out=tmp_path)
+    tensors, info = load_tensors(tmp_path / "last.safetensors", kind="training state")
+    assert info["step"] == 10
+    assert all(bool(torch.isfinite(x).all()) for x in tensors.values())
+
+
+FULL_DISK = """
+import resource, signal, sys
+limit = int(sys.argv[2])
+sys.path.insert(0, {folder!r})
+from test_training import CONFIG, new_flow, some_pairs
+import geoflow_fast as gf
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+try:
+    gf.train(new_flow(), some_pairs(), CONFIG, out=sys.argv[1])
+except OSError as error:
+    print(error)
+"""
+
+
+def test_full_disk_leaves_the_old_checkpoint(tmp_path):
+    run_until(tmp_path, 7)
+    before = (tmp_path / "last.safetensors").read_bytes()
+    code = FULL_DISK.format(folder=os.path.dirname(__file__))
+    # Room for the metrics and the best weights, but not for the state of the run.
+    command = [sys.executable, "-c", code, str(tmp_path), str(len(before) // 2)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"could not write {tmp_path / 'last.safetensors'}" in result.stdout
+    assert (tmp_path / "last.safetensors").read_bytes() == before
+    assert checkpoint_step(tmp_path) == 5
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_metrics_that_cannot_be_written_name_their_file(tmp_path):
+    metrics = Metrics(tmp_path, 0, tensorboard=False)
+    metrics.path = Path("/dev/full")
+    with pytest.raises(OSError, match="could not write /dev/full"):
+        metrics.write(1, {"loss": 1.0})
+
+
+def test_bad_input(tmp_path):
+    with pytest.raises(ValueError, match=r"pairs have widths \(5, 5\)"):
+        gf.train(new_flow(), some_pairs(shape=dataclasses.replace(SHAPE, image_dim=5)), CONFIG)
+    with pytest.raises(ValueError, match="too few for batch_size=16"):
+        gf.train(new_flow(), some_pairs(12), CONFIG)
+    with pytest.raises(ValueError, match="tensorboard=True needs out"):
+        gf.train(new_flow(), some_pairs(), dataclasses.replace(CONFIG, tensorboard=True))
+    for change, message in (
+        ({"coupling": "magic"}, "coupling"),
+        ({"conditional_coupling": "exact"}, "conditional_coupling"),
+        ({"steps": 0}, "steps"),
+        ({"lr": -1.0}, "lr"),
+        ({"p_joint": 1.5}, "p_joint"),
+        ({"accumulate": 17}, "accumulate"),
+        ({"ema_decay": 1.0}, "ema_decay"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(CONFIG, **change)
+    for change in ({"steps": 2.5}, {"seed": True}, {"log_every": "1"}):
+        with pytest.raises(TypeError, match=f"{next(iter(change))} must be an integer"):
+            dataclasses.replace(CONFIG, **change)
+    twin = new_flow(dataclasses.replace(SHAPE, geometry="euclidean"))
+    with pytest.raises(ValueError, match="Euclidean twin"):
+        gf.train(twin, some_pairs(), dataclasses.replace(CONFIG, noise="structured"))
+    (tmp_path / "last.safetensors").write_bytes(b"not a checkpoint")
+    with pytest.raises(ValueError, match="truncated or not a safetensors file"):
+        gf.train(new_flow(), some_pairs(), CONFIG, out=tmp_path)
+
+
+def test_presets_of_the_paper():
+    paper = gf.TrainConfig.paper()
+    assert (paper.steps, paper.batch_size, paper.lr, paper.warmup_steps) == (120_000, 8192, 6e-4, 4000)
+    assert (paper.weight_decay, paper.clip, paper.p_joint, paper.p_drop) == (1e-3, 1.0, 0.40, 0.10)
+    assert (paper.coupling, paper.conditional_coupling, paper.val_every, paper.val_batches) == (
+        "paper",
+        "paper",
+        2000,
+        5,
+    )
+    assert gf.TrainConfig().conditional_coupling == "independent"
+
+
+def test_centring_and_pca_are_fitted_and_kept(tmp_path):
+    shape = dataclasses.replace(SHAPE, centre=True, pca_dim=3)
+    flow = new_flow(shape)
+    gf.train(flow, some_pairs(shape=shape), CONFIG, out=tmp_path)
+    assert float(flow.preprocess[0].mean.abs().max()) > 0
+    assert same_weights(flow, gf.GeoFlow.from_pretrained(tmp_path))
+
+
+def test_tensorboard_events_are_written(tmp_path):
+    pytest.importorskip("tensorboard")
+    gf.train(new_flow(), some_pairs(), dataclasses.replace(CONFIG, tensorboard=True, steps=4), out=tmp_path)
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_command_line(tmp_path):
+    some_pairs().save(tmp_path / "pairs")
+    command = [sys.executable, "-m", "geoflow_fast", "train", "--pairs", str(tmp_path / "pairs")]
+    command += ["--out", str(tmp_path / "run"), "--preset", "tiny", "--steps", "3", "--batch-size", "16"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "finished at step 3" in done.stdout
+    assert gf.GeoFlow.from_pretrained(tmp_path / "run").config.image_dim == 6
+    failed = subprocess.run([*command, "--lr", "0.5"], capture_output=True, text=True, check=False)
+    assert failed.returncode == 2
+    assert "another configuration" in failed.stderr
+
+
+@pytest.mark.parametrize("device", ["sideways", "cuda:99"])
+def test_unusable_devices(tmp_path, device):
+    options = {"centre": False, "pca_dim": None}
+    with pytest.raises(ValueError, match=f"device '{device}' cannot be used here"):
+        flow_matching.train_preset(some_pairs(), tmp_path / "run", "tiny", None, {}, device=device, **options)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment(tmp_path):
+    """Kills by wall clock, wherever the process happens to be, until the run is through."""
+    whole = new_flow()
+    gf.train(whole, some_pairs(), CONFIG, out=tmp_path / "whole")
+    code = RUN.format(test=__file__, signal="SIGKILL")
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "killed"), "1000"])
+        time.sleep(rng.uniform(2, 6))
+        process.kill()
+        process.wait()
+    flow = new_flow()
+    gf.train(flow, some_pairs(), CONFIG, out=tmp_path / "killed")
+    assert same_weights(flow, whole)
+
+
+@pytest.mark.slow
+def test_a_compiled_network_trains_to_the_same_weights():
+    config = dataclasses.replace(CONFIG, steps=3)
+    flows = [new_flow(dataclasses.replace(SHAPE, dropout=0.0)) for _ in range(2)]
+    for flow, compiled in zip(flows, (False, True)):
+        assert gf.train(flow, some_pairs(), dataclasses.replace(config, compile=compiled)).finished
+    for plain, fused in zip(flows[0].parameters(), flows[1].parameters()):
+        torch.testing.assert_close(fused, plain, rtol=1e-3, atol=1e-5)

@@ -1,0 +1,348 @@
+"""Compiles every kernel for GPUs that are not here and reads what the compiler made of it.
+
+    python -m tools.aot docs/gpu.md        writes the table between the markers in that file
+
+Launches are recorded from the real Python wrappers on fake CUDA tensors, so what is compiled is what a GPU would be
+given: the same signature, constants, alignment and warps. Nothing here needs a driver.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+import triton.backends.nvidia
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from geoflow_fast.kernels import gallery, geodesic, network
+
+NVIDIA = (80, 90, 100)
+AMD = "gfx942"
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+TENSOR_CORE = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded launch: the kernel under its decorators, the grid, positional arguments and keyword constants."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    meta: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.fn.__name__)
+
+
+@contextmanager
+def recorded() -> Iterator[list[Launch]]:
+    """Inside, tensors on "cuda" are fake and launches are listed instead of made."""
+    launches: list[Launch] = []
+
+    def record(kernel: Any, grid: tuple[int, ...], *arguments: Any, **meta: Any) -> None:
+        launches.append(Launch(kernel, grid, arguments, meta))
+
+    with ExitStack() as stack:
+        for module in (geodesic, gallery, network):
+            stack.enter_context(mock.patch.object(module, "launch", record))
+        stack.enter_context(mock.patch.object(gallery, "processor_count", return_value=132))
+        stack.enter_context(FakeTensorMode())
+        yield launches
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What ptxas made of a launch."""
+
+    registers: int
+    stack: int
+    spills: int  # local loads and stores in the machine code
+    shared: int
+    ptx: str
+
+    def count(self, pattern: str) -> int:
+        return len(re.findall(pattern, self.ptx))
+
+
+def source(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:
+    """The compiler's input for a launch, specialised as Triton's own launcher would: ones, and multiples of 16."""
+    names = list(launch.kernel.arg_names)
+    options = {k: v for k, v in launch.meta.items() if k not in names}
+    values = dict(zip(names, launch.arguments)) | {k: v for k, v in launch.meta.items() if k in names}
+    constants = {p.name for p in launch.kernel.params if p.is_constexpr}
+    general = {p.name for p in launch.kernel.params if p.do_not_specialize}
+    signature, constexprs, attributes = {}, {}, {}
+    for position, name in enumerate(names):
+        value = values[name]
+        if name in constants or (isinstance(value, int) and value == 1 and name not in general):
+            signature[name], constexprs[name] = "constexpr", value
+        elif isinstance(value, Tensor):
+            signature[name] = f"*{TYPES[value.dtype]}"
+            attributes[(position,)] = [["tt.divisibility", 16]]  # allocations are aligned
+        elif isinstance(value, int):
+            signature[name] = "i32" if abs(value) < 2**31 else "i64"
+            if value % 16 == 0 and name not in general:
+                attributes[(position,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32"
+    return ASTSource(launch.kernel, signature, constexprs, attributes), options
+
+
+def compile_nvidia(launch: Launch, capability: int) -> Compiled:
+    """Machine code for one NVIDIA architecture, disassembled."""
+    code, options = source(launch)
+    built = triton.compile(code, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        usage = _tool("cuobjdump", "-res-usage", file.name)
+        machine_code = _tool("nvdisasm", file.name)
+    used = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage)}
+    spills = len(re.findall(r"\b(?:LDL|STL)\b", machine_code))
+    return Compiled(used["REG"], used["STACK"], spills, built.metadata.shared, built.asm["ptx"])
+
+
+def compile_amd(launch: Launch) -> int:
+    """Compiles for gfx942; returns the shared memory in bytes. Registers and spills would take AMD's tools to read."""
+    exact = launch.meta | ({"PRECISION": "ieee"} if "PRECISION" in launch.meta else {})
+    code, options = source(replace(launch, meta=exact))
+    return int(triton.compile(code, target=GPUTarget("hip", AMD, 64), options=options).metadata.shared)
+
+
+def _tool(name: str, *arguments: str) -> str:
+    return subprocess.run([TOOLS / name, *arguments], check=True, capture_output=True, text=True).stdout
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call whose launches are compiled; with its traffic or work it has a line in the table."""
+
+    name: str
+    call: Callable[[], object]
+    megabytes: float = 0.0
+    teraflop: float = 0.0
+    tensor_peak: str = "bf16"
+
+    def launches(self) -> list[Launch]:
+        with recorded() as launches:
+            self.call()
+        return launches
+
+
+def _cuda(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def _interpolant(rows: int, image: int, text: int, drop: bool = True) -> Callable[[], object]:
+    def call() -> None:
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+            geodesic.masked_interpolant(
+                (_cuda(rows, image), _cuda(rows, text)),
+                (_cuda(rows, image), _cuda(rows, text)),
+                _cuda(rows),
+                _cuda(rows, dtype=torch.int8),
+                _cuda(rows, dtype=torch.int8).view(torch.bool) if drop else None,
+                (_cuda(rows, image), _cuda(rows, text)),
+                (_cuda(rows, image), _cuda(rows, text)),
+                1e-3,
+            )
+
+    return call
+
+
+def _step(rows: int, width: int, guided: bool = True, renormalise: bool = False) -> Callable[[], object]:
+    return lambda: geodesic.tangent_step(
+        _cuda(rows, width), _cuda(rows, width), 0.02, _cuda(rows, width) if guided else None, 3.0, renormalise
+    )
+
+
+def _gallery(
+    config: str, dtype: torch.dtype, queries: int, draws: int, items: int, width: int, bias: bool = False, top: int = 10
+) -> Callable[[], object]:
+    return lambda: gallery.gallery_statistics(
+        _cuda(queries, draws, width, dtype=dtype),
+        _cuda(items, width, dtype=dtype),
+        100.0,
+        top,
+        _cuda(items) if bias else None,
+        config=config,
+    )
+
+
+def _network(
+    kernel: str,
+    rows: int,
+    width: int,
+    dtype: torch.dtype = torch.float32,
+    groups: int = 1,
+    gate: bool = True,
+    keep: bool = True,
+    tangents: int = 2,
+) -> Callable[[], object]:
+    """A call of one function of `network` with [rows, width] activations and parameters in `groups` rows."""
+
+    def call() -> None:
+        def x(*lead: int) -> Tensor:
+            return _cuda(*lead, rows, width, dtype=dtype)
+
+        parameter = _cuda(groups, width, dtype=dtype)
+        logits, kept = x() if gate else None, _cuda(rows, width, dtype=torch.int8).view(torch.bool) if keep else None
+        tangent = x(tangents)
+        arguments: dict[str, tuple[Any, ...]] = {
+            "adaln": (x(), parameter, parameter, 1e-6),
+            "adaln_backward": (x(), x(), parameter, 1e-6),
+            "adaln_jvp": (x(), tangent, parameter, parameter, 1e-6),
+            "gate_residual": (x(), logits, x(), parameter, kept, 0.05),
+            "gate_residual_backward": (x(), logits, x(), parameter, kept, 0.05),
+            "gate_residual_jvp": (x(), tangent, logits, tangent if gate else None, x(), tangent, parameter),
+            "swiglu": (x(), x()),
+            "swiglu_backward": (x(), x(), x()),
+            "swiglu_jvp": (x(), tangent, x(), tangent),
+            "flow_loss": ((x(), x()), (x(), x()), (x(), x()), _cuda(rows, dtype=torch.int8)),
+            "flow_loss_backward": (
+                _cuda(rows), (x(), x()), (x(), x()), (x(), x()), _cuda(rows, dtype=torch.int8)
+            ),
+        }  # fmt: skip
+        getattr(network, kernel)(*arguments[kernel])
+
+    return call
+
+
+NETWORK = {
+    # function: (columns of the paper's network, [R, H] arrays read and written in float32)
+    "adaln": (512, 4),
+    "adaln_backward": (512, 5),
+    "adaln_jvp": (512, 6),
+    "gate_residual": (512, 4.25),
+    "gate_residual_backward": (512, 5.25),
+    "gate_residual_jvp": (512, 12),
+    "swiglu": (1408, 3),
+    "swiglu_backward": (1408, 5),
+    "swiglu_jvp": (1408, 9),
+    "flow_loss": (1024, 6),
+    "flow_loss_backward": (1024, 8),
+}
+
+
+def table_cases() -> list[Case]:
+    """One call per kernel at the paper's sizes: batch 8192 and two streams, d=1024, 50 samples a query."""
+    half = torch.bfloat16
+    cases = [
+        Case("masked_interpolant 8192 x (1024 + 1024)", _interpolant(8192, 1024, 1024), 268.0),
+        Case("tangent_step with guidance 40000 x 1024", _step(40000, 1024), 655.0),
+        Case("gallery bf16 25000 x 50 x 5000", _gallery("half-wide", half, 25000, 50, 5000, 1024), teraflop=14.3),
+        Case(
+            "gallery fp32 25000 x 50 x 5000",
+            _gallery("float-wide", torch.float32, 25000, 50, 5000, 1024),
+            teraflop=43.0,
+            tensor_peak="tf32",
+        ),
+        Case("gallery bf16 4 x 50 x 1000000", _gallery("half-few", half, 4, 50, 1_000_000, 1024), 2048.0, 0.52),
+    ]
+    for name, (width, arrays) in NETWORK.items():
+        rows = 8192 if name.startswith("flow_loss") else 16384
+        groups = rows if name.startswith("adaln") and not name.endswith("jvp") else 1
+        call = _network(name, rows, width, groups=groups)
+        cases.append(Case(f"{name} {rows} x {width}", call, megabytes=arrays * rows * width * 4 / 1e6))
+    return cases
+
+
+def configuration_cases() -> list[Case]:
+    """Every configuration that a call can choose: dtypes, flags, groups, and widths from narrow to the widest."""
+    cases = []
+    for name, config in gallery.CONFIGS.items():
+        for dtype in (torch.float16, torch.bfloat16) if config.half else (torch.float32,):
+            for width, bias in ((1024, False), (144, True)):
+                queries = 2 if config.few else 64
+                call = _gallery(name, dtype, queries, 50, 5000, width, bias)
+                cases.append(Case(f"{name} {TYPES[dtype]} d={width} bias={bias}", call))
+            call = _gallery(name, dtype, 1, 1, 77, 7, top=gallery.MAX_TOP_K)
+            cases.append(Case(f"{name} {TYPES[dtype]} one sample, top 64", call))
+    for width in (24, 1408, 4096):
+        cases.append(Case(f"masked_interpolant d={width}", _interpolant(64, width, width, drop=width == 24)))
+        for guided, renormalise in ((True, True), (False, False)):
+            call = _step(64, width, guided, renormalise)
+            cases.append(Case(f"tangent_step d={width} guided={guided} renormalise={renormalise}", call))
+        for name in NETWORK:
+            for dtype in (torch.float32, torch.float16, torch.bfloat16):
+                cases.append(Case(f"{name} {TYPES[dtype]} H={width}", _network(name, 64, width, dtype)))
+    for name in ("adaln", "gate_residual"):
+        for kernel in (name, f"{name}_backward", f"{name}_jvp"):
+            for groups in (1, 4, 64):
+                for gate, keep in ((True, False), (False, True)) if name == "gate_residual" else ((True, True),):
+                    label = f"{kernel} groups={groups} gate={gate} keep={keep}"
+                    cases.append(Case(label, _network(kernel, 64, 512, groups=groups, gate=gate, keep=keep)))
+    return cases
+
+
+BANDWIDTH = {"A100-40": 1.555e12, "H100": 3.35e12}
+TENSOR_PEAK = {"A100-40": {"bf16": 312e12, "tf32": 156e12}, "H100": {"bf16": 989e12, "tf32": 494e12}}
+
+
+def estimate_ms(case: Case, device: str) -> float:
+    """Time at 85 % of the bandwidth or 60 % of the tensor peak, whichever is longer."""
+    moving = case.megabytes * 1e6 / (0.85 * BANDWIDTH[device])
+    computing = case.teraflop * 1e12 / (0.6 * TENSOR_PEAK[device][case.tensor_peak])
+    return 1e3 * max(moving, computing)
+
+
+def table() -> str:
+    """Markdown: registers, stack, spills and shared memory per architecture, and estimated times."""
+    lines = [
+        "| call | kernel | registers sm_80 / 90 / 100 | stack | spills | shared KB sm_80 / 90 / 100 | "
+        "A100-40, estimated | H100, estimated |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for case in table_cases():
+        for number, launch in enumerate(case.launches()):
+            built = [compile_nvidia(launch, capability) for capability in NVIDIA]
+            registers = " / ".join(str(b.registers) for b in built)
+            shared = " / ".join(f"{b.shared / 1024:.1f}" for b in built)
+            times = [f"{estimate_ms(case, d):.2f} ms" if number == 0 else "" for d in BANDWIDTH]
+            cells = [
+                case.name if number == 0 else "", f"`{launch.name}`", registers, str(max(b.stack for b in built)),
+                str(max(b.spills for b in built)), shared, *times,
+            ]  # fmt: skip
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+BEGIN, END = "<!-- table: python -m tools.aot docs/gpu.md -->", "<!-- end of table -->"
+
+
+def main(path: str) -> None:
+    """Replaces what stands between the markers in the file at `path` by a fresh table."""
+    text = Path(path).read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"{path} must hold the two lines {BEGIN!r} and {END!r} once each")
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    Path(path).write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
