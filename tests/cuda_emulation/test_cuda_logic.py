@@ -9,7 +9,7 @@ import torch
 
 import geoflow_fast as gf
 from geoflow_fast import ops
-from geoflow_fast.likelihood import density
+from geoflow_fast.likelihood import density, reverse_ode, settings
 from geoflow_fast.ops import dispatch, triton_kernels
 
 pytest.importorskip("triton", reason="the CUDA path needs triton")
@@ -89,11 +89,13 @@ def test_the_likelihood_never_waits_for_the_device(launches, solver):
     with torch.device("meta"):
         flow = gf.GeoFlow(gf.GeoFlowConfig(12, 10, hidden=32, depth=2)).eval()
     flow.load_state_dict({name: cuda(*x.shape) for name, x in flow.state_dict().items()}, assign=True)
-    grid = mock.Mock(**{"tolist.return_value": [1.0, 0.7, 0.3, 0.0]})  # times are the host's own business
-    seed = cuda(dtype=torch.int64)  # no generator without a device
+    # The times are computed on the host, which fake tensors would prevent; nor is there a generator or a copy.
+    grid = mock.Mock(return_value=mock.Mock(**{"tolist.return_value": [1.0, 0.7, 0.3, 0.0]}))
     with (
-        mock.patch.multiple(density, time_grid=mock.Mock(return_value=grid), draw_seed=mock.Mock(return_value=seed)),
-        mock.patch.object(torch.Tensor, "copy_", lambda self, _: self),  # nor copies
+        mock.patch.object(settings, "time_grid", grid),
+        mock.patch.object(reverse_ode, "time_grid", grid),
+        mock.patch.object(density, "draw_seed", return_value=cuda(dtype=torch.int64)),
+        mock.patch.object(torch.Tensor, "copy_", lambda self, _: self),
     ):
         ep = gf.epistemic(flow, cuda(6, 12), cuda(6, 10), n_steps=3, n_probes=2, solver=solver)
     for x in (ep.joint, ep.score):
