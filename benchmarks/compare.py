@@ -1,16 +1,18 @@
 """Is commit B slower than commit A? `python -m benchmarks.compare A B [--threshold 0.1] [--only gallery]`.
 
-Both commits are checked out into temporary worktrees and their extensions built there. Two processes, one with the
-package of A and one with that of B, time the same calls (this library's contenders of the quick hot paths, of the
-checkout that this file is in) in turns A, B, B, A, ...; only ratios within the run count. Exit status 1 if a call
-became slower by more than the threshold and by more than the spread explains, 2 if it cannot be told: a build or a
-gate fails.
+Both commits are checked out into temporary worktrees and their extensions are built there. Two processes, one for each
+commit, time this library's contenders of the quick hot paths in turns A, B, B, A, ...; only ratios within the run count.
+Each process takes the benchmarks of its own commit, since modules may have moved in between, and calls that both commits
+know by the same name are compared. The exit status is 1 if a call became slower by more than the threshold and by more
+than the variation between turns explains, or if the geometric mean of all ratios is above `--mean`; it is 2 if nothing
+can be said because a build or a gate fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
@@ -32,14 +34,11 @@ ROOT = Path(__file__).parents[1]
 NATIVE = ("csrc", "setup.py")
 TURN = 0.1
 """Least seconds of a turn: shorter calls are repeated."""
-# The package comes from the worktree, the benchmarks from this checkout: importing those first settles it.
 WORKER = """
 import sys
 sys.path.insert(0, sys.argv[1])
-import benchmarks
-sys.path[0] = sys.argv[2]
 from benchmarks import compare
-compare.serve(sys.argv[3:])
+compare.serve(sys.argv[2:])
 """
 
 
@@ -73,12 +72,11 @@ class Ratio:
     def row(self, threshold: float) -> dict[str, str]:
         """A line of the table."""
         verdict = "slower" if self.slower(threshold) else "faster" if self.faster(threshold) else ""
-        spread = f"{self.low:.3f} to {self.high:.3f}"
         return {
             "call": self.name,
             "A, ms": f"{1e3 * self.seconds:.3g}",
             "B / A": f"{self.value:.3f}",
-            "95 %": spread,
+            "95 %": f"{self.low:.3f} to {self.high:.3f}",
             "": verdict,
         }
 
@@ -94,9 +92,9 @@ class Worker:
 
     def __init__(self, tree: Path, only: Sequence[str]) -> None:
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}  # one that waits must not keep a core busy
-        command = [sys.executable, "-c", WORKER, str(ROOT), str(tree), *only]
+        command = [sys.executable, "-c", WORKER, str(tree), *only]
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            command, cwd=tree, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
     def ask(self, *words: Any) -> Any:
@@ -207,11 +205,17 @@ def prepare(a: str, b: str, trees: tuple[Path, Path]) -> None:
 
 
 def compare(workers: dict[str, Worker], rounds: int) -> Iterator[Ratio]:
-    """The ratio of every call, as it is measured."""
-    for number, (case, calls) in enumerate(workers["A"].ask("list")):
-        for worker in workers.values():
-            worker.ask("load", number)
+    """Yields the ratio of every call that both commits know, as it is measured."""
+    listed = {side: worker.ask("list") for side, worker in workers.items()}
+    number_in_b = {case: number for number, (case, _) in enumerate(listed["B"])}
+    for number, (case, calls) in enumerate(listed["A"]):
+        if case not in number_in_b:
+            continue
+        workers["A"].ask("load", number)
+        workers["B"].ask("load", number_in_b[case])
         for call in calls:
+            if call not in listed["B"][number_in_b[case]][1]:
+                continue
             once = max(worker.ask("check", call) for worker in workers.values())
             repeats = max(1, round(TURN / once))
             seconds: dict[str, list[float]] = {name: [] for name in workers}
@@ -227,6 +231,7 @@ def arguments_of(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("a", metavar="A", help="commit, branch or tag to compare with")
     parser.add_argument("b", metavar="B", nargs="?", default="HEAD", help="the newer one; HEAD if not given")
     parser.add_argument("--threshold", type=float, default=0.1, help="slower by more than this share fails")
+    parser.add_argument("--mean", type=float, default=1.03, help="largest geometric mean of all ratios that passes")
     parser.add_argument("--rounds", type=int, default=9, help="turns of each call")
     parser.add_argument("--only", nargs="+", default=[], metavar="SUITE", help="these suites alone")
     parser.add_argument("--json", action="store_true", help="ratios as JSON instead of a table")
@@ -256,25 +261,28 @@ def main(words: Sequence[str]) -> int:
             for side, tree in zip("AB", trees):
                 workers[side] = Worker(tree, given.only)
                 stack.callback(workers[side].close)
-            found = []
+            ratios = []
             for ratio in compare(workers, given.rounds):
                 print(f"{ratio.value:.3f}  {ratio.name}", file=sys.stderr, flush=True)
-                found.append(ratio)
+                ratios.append(ratio)
     except RuntimeError as error:
         print(f"compare: {error}", file=sys.stderr)
         return 2
-    return verdict(found, given.threshold, as_json=given.json)
+    return verdict(ratios, given.threshold, given.mean, as_json=given.json)
 
 
-def verdict(found: Sequence[Ratio], threshold: float, *, as_json: bool = False) -> int:
+def verdict(ratios: Sequence[Ratio], threshold: float, largest_mean: float = math.inf, *, as_json: bool = False) -> int:
     """Prints all ratios and returns the exit status."""
-    slower = [ratio.name for ratio in found if ratio.slower(threshold)]
+    slower = [ratio.name for ratio in ratios if ratio.slower(threshold)]
+    mean = statistics.geometric_mean(ratio.value for ratio in ratios)
     if as_json:
-        print(json.dumps({"ratios": [ratio.__dict__ for ratio in found], "slower": slower}, indent=2))
+        numbers = {"ratios": [ratio.__dict__ for ratio in ratios], "slower": slower, "geometric_mean": mean}
+        print(json.dumps(numbers, indent=2))
     else:
-        print(markdown([ratio.row(threshold) for ratio in found]))
-        print(f"\n{len(slower)} of {len(found)} calls became slower by more than {100 * threshold:.0f} %")
-    return 1 if slower else 0
+        print(markdown([ratio.row(threshold) for ratio in ratios]))
+        print(f"\n{len(slower)} of {len(ratios)} calls became slower by more than {100 * threshold:.0f} %")
+        print(f"The geometric mean of all ratios is {mean:.3f}; at most {largest_mean:g} passes")
+    return 1 if slower or mean > largest_mean else 0
 
 
 if __name__ == "__main__":

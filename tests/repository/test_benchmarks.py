@@ -195,6 +195,13 @@ def test_turns_alternate():
     assert list(compare.turns(3)) == [("A", "B"), ("B", "A"), ("A", "B")]
 
 
+def test_many_small_losses_fail_together(capsys):
+    ratios = [compare.Ratio(name, 1.0, 1.06, 1.0, 1.09) for name in "xyz"]
+    assert compare.verdict(ratios, 0.1, 1.1) == 0
+    assert compare.verdict(ratios, 0.1, 1.03) == 1
+    assert "geometric mean of all ratios is 1.060" in capsys.readouterr().out
+
+
 def test_verdict_as_json(capsys):
     found = [compare.Ratio("x", 1.0, 2.0, 1.9, 2.1), compare.Ratio("y", 1.0, 1.0, 0.9, 1.1)]
     assert compare.verdict(found, 0.1, as_json=True) == 1
