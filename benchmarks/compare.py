@@ -1,8 +1,8 @@
 """Is commit B slower than commit A? `python -m benchmarks.compare A B [--threshold 0.1] [--only gallery]`.
 
 Both commits are checked out into temporary worktrees and their extensions are built there. Two processes, one for each
-commit, time this library's contenders of the quick hot paths in turns A, B, B, A, ...; only ratios within the run count.
-Each process takes the benchmarks of its own commit, since modules may have moved in between, and calls that both commits
+commit, time this library's contenders of the quick hot paths in turns A, B, B, A, ...; only their ratios count.
+Each process takes the benchmarks of its own commit, since modules may have moved, and calls that both commits
 know by the same name are compared. The exit status is 1 if a call became slower by more than the threshold and by more
 than the variation between turns explains, or if the geometric mean of all ratios is above `--mean`; it is 2 if nothing
 can be said because a build or a gate fails.
