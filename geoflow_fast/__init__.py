@@ -7,7 +7,7 @@ from geoflow_fast.encoders.open_clip import OpenClipEncoder
 from geoflow_fast.encoders.protocol import Encoder
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.model import GeoFlow
-from geoflow_fast.flow.sampling import sample
+from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings, sample
 from geoflow_fast.jobs.embed import EmbedSummary, embed_images
 from geoflow_fast.likelihood.density import Epistemic, epistemic, log_density, suggest_steps
 from geoflow_fast.likelihood.settings import FAST_DENSITY, PAPER_DENSITY
@@ -26,6 +26,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FAST_DENSITY",
+    "FAST_SAMPLING",
     "PAPER_DENSITY",
     "BackendUnavailable",
     "Bandwidth",
@@ -44,6 +45,7 @@ __all__ = [
     "Reranked",
     "RetrievalEntropy",
     "RetrievalPosterior",
+    "SamplingSettings",
     "TrainConfig",
     "TrainReport",
     "TrainingDiverged",

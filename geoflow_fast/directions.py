@@ -32,8 +32,11 @@ class Direction(str, Enum):
     I2T = "i2t"
     T2I = "t2i"
 
-    __str__ = str.__str__
-    __format__ = str.__format__
+    def __str__(self) -> str:
+        return self.value
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec)
 
     @classmethod
     def of(cls, value: object, *, conditional: bool = False) -> Direction:

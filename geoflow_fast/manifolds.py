@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -38,6 +39,10 @@ class Manifold(ABC):
     def retract(self, x: Tensor, v: Tensor, h: float) -> Tensor:
         """x + h v, brought back to the manifold. Velocities taken at other points may be combined here as they are: the
         field extended along rays is smooth, so a Runge-Kutta method keeps its order."""
+
+    def retract_all(self, points: Sequence[Tensor], velocities: Sequence[Tensor], h: float) -> tuple[Tensor, ...]:
+        """`retract` for one tensor [B, d] per stream."""
+        return tuple(self.retract(x, v, h) for x, v in zip(points, velocities))
 
     @abstractmethod
     def transport(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:

@@ -7,8 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-GEOMETRIES = ("sphere", "euclidean")
-
+from geoflow_fast.manifolds import MANIFOLDS, Manifold
 
 SIZES = {
     "image_dim": (2, 1 << 20),
@@ -71,8 +70,8 @@ class GeoFlowConfig:
             raise ValueError(
                 f"layer_scale={self.layer_scale} and time_scale={self.time_scale} must be finite, time_scale > 0"
             )
-        if self.geometry not in GEOMETRIES:
-            raise ValueError(f"geometry must be one of {GEOMETRIES}, got {self.geometry!r}")
+        if self.geometry not in MANIFOLDS:
+            raise ValueError(f"geometry must be one of {tuple(MANIFOLDS)}, got {self.geometry!r}")
 
     @classmethod
     def paper(cls, image_dim: int = 1024, text_dim: int = 1024) -> GeoFlowConfig:
@@ -93,6 +92,11 @@ class GeoFlowConfig:
     def inner(self) -> int:
         """Inner width of the feed-forward layers: 8/3 H, rounded up to a multiple of 64."""
         return 64 * math.ceil(self.hidden * 8 / 3 / 64)
+
+    @property
+    def manifold(self) -> Manifold:
+        """The space that `geometry` names."""
+        return MANIFOLDS[self.geometry]
 
     @property
     def flow_dims(self) -> tuple[int, int]:

@@ -4,51 +4,70 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.solvers import (
+    GRIDS,
+    SOLVERS,
     Field,
     Points,
     Streams,
+    count_of,
     eval_mode,
     evaluation_times,
-    geometry_of,
     integrate,
     time_grid,
 )
 from geoflow_fast.geometry import check_rows
-from geoflow_fast.noise import base_noise
+from geoflow_fast.manifolds import SPHERE, Manifold, manifold_of
+from geoflow_fast.noise import NOISE_KINDS
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.progress import Advance
+from geoflow_fast.runtime.settings import Settings, settings_from
 
 ROWS_AT_ONCE = 512
 """Network rows that go through the solver together: enough to keep matrix products at the processor's peak, few enough
 for activations to stay in the cache and in memory that the allocator hands out again. Does not change results."""
 
 
-def _base_points(n: int, d: int, kind: str, generator: torch.Generator | None, geometry: str) -> Tensor:
-    """Samples of the base law: uniform on the sphere, or for the Euclidean twin Gaussian with the same directions."""
-    points = base_noise(n, d, kind, generator=generator)
-    if geometry == "sphere":
-        return points
-    return points * torch.randn(n, d, generator=generator).norm(dim=1, keepdim=True)
-
-
 @dataclass(frozen=True)
-class Solve:
-    """How trajectories are followed: `n_steps` steps of `solver` on the time grid `grid`, under `guidance`."""
+class SamplingSettings(Settings):
+    """How samples are drawn.
 
+    `n_samples` samples for each condition; `n_steps` steps of `solver` on the time grid `grid`; `guidance`; and the
+    kind of `noise` they start from. `sample` describes them. The defaults are the paper's.
+    """
+
+    KEYWORDS = ("n_samples", "n_steps", "guidance")
+
+    n_samples: int = 50
     n_steps: int = 50
+    guidance: float = 3.0
     solver: str = "euler"
     grid: str = "uniform"
-    guidance: float = 3.0
+    noise: str = "iid"
 
     def __post_init__(self) -> None:
-        evaluation_times(time_grid(self.n_steps, kind=self.grid), self.solver)
+        object.__setattr__(self, "n_samples", checks.integer(self.n_samples, "n_samples", least=1))
+        object.__setattr__(self, "n_steps", count_of(self.n_steps, "n_steps"))
         object.__setattr__(self, "guidance", checks.number(self.guidance, "guidance", least=0.0, most=1e6))
+        for name, known in (("solver", SOLVERS), ("grid", GRIDS), ("noise", NOISE_KINDS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+
+    @property
+    def times(self) -> Tensor:
+        """The time grid [n_steps + 1]."""
+        return time_grid(self.n_steps, kind=self.grid)
+
+
+FAST_SAMPLING = SamplingSettings(n_samples=40, n_steps=8, solver="ab2", grid="late", noise="antithetic")
+"""The cheapest setting with which `RetrievalEntropy` ranks queries no worse than with the paper's (docs/entropy.md)."""
 
 
 def sample(
@@ -56,14 +75,14 @@ def sample(
     *,
     image: Tensor | None = None,
     text: Tensor | None = None,
-    n_samples: int = 50,
-    n_steps: int = 50,
-    guidance: float = 3.0,
-    solver: str = "euler",
-    grid: str = "uniform",
-    noise: str = "iid",
+    n_samples: int | None = None,
+    n_steps: int | None = None,
+    guidance: float | None = None,
+    solver: str | None = None,
     generator: torch.Generator | None = None,
     dims: tuple[int, int] | None = None,
+    settings: SamplingSettings | None = None,
+    **deprecated: Any,
 ) -> Streams:
     """Draws samples from the flow and returns (image, text).
 
@@ -75,24 +94,24 @@ def sample(
     v = v_c + guidance (v_c - v_u), where v_u sees noise in place of the condition: a guidance of 0 samples the learned
     conditional distribution itself, larger values sharpen it.
 
-    `noise`: "iid"; "orthogonal", within blocks of d points; or "antithetic", pairs of opposite points. All queries
-    start from the same M noise points, so that differences between them are not due to noise, and results do not depend
-    on how queries are batched. `dims` (image, text) is needed only for a field that is not a `GeoFlow`.
+    `settings` holds the same and more; a keyword that is given overrides it. Its `noise` is "iid"; "orthogonal" within
+    blocks of d points; or "antithetic", pairs of opposite points. All queries start from the same M noise points, so
+    that differences between them are not due to noise, and results do not depend on how queries are batched. `dims`
+    (image, text) is needed only for a field that is not a `GeoFlow`.
     """
     if image is not None and text is not None:
         raise ValueError("give image or text, not both; gf.log_density scores a pair")
-    if n_samples < 1:
-        raise ValueError(f"n_samples must be at least 1, got {n_samples}")
-    solve = Solve(n_steps, solver, grid, guidance)
+    keywords = {"n_samples": n_samples, "n_steps": n_steps, "guidance": guidance, "solver": solver}
+    settings = settings_from(SamplingSettings(), settings, deprecated, "sample", **keywords)
     widths = _flow_dims(flow, dims)
     if image is None and text is None:
-        return _sample_joint(flow, n_samples, widths, solve, noise, generator)
+        return _sample_joint(flow, widths, settings, generator)
     direction, given = ("t2i", text) if image is None else ("i2t", image)
     given = checks.with_values(given, "text" if image is None else "image")
     if isinstance(flow, GeoFlow):
         flow.check_dtype("text" if image is None else "image", given)
-    start = StartingPoints.draw(n_samples, widths, direction, noise, generator, geometry_of(flow))
-    generated = sample_conditional(flow, given, direction, start.to(given), solve)
+    start = StartingPoints.draw(settings, widths, direction, generator, manifold_of(flow))
+    generated = sample_conditional(flow, given, direction, start.to(given), settings)
     return (generated, given) if direction == "t2i" else (given, generated)
 
 
@@ -116,16 +135,17 @@ class StartingPoints:
     @classmethod
     def draw(
         cls,
-        n: int,
+        settings: SamplingSettings,
         widths: tuple[int, int],
         direction: str,
-        noise: str,
         generator: torch.Generator | None,
-        geometry: str = "sphere",
+        manifold: Manifold = SPHERE,
     ) -> StartingPoints:
-        """A function of the generator's state alone, whatever the queries and the device are; on the CPU, float32."""
-        moving, given = widths if direction == "t2i" else widths[::-1]
-        return cls(*(_base_points(n, d, noise, generator, geometry) for d in (moving, given)))
+        """Draws the points on the CPU, float32: they depend on the generator's state alone, not on queries or device.
+        `widths` are those of image and text."""
+        n, kind, direction = settings.n_samples, settings.noise, Direction.of(direction, conditional=True)
+        generated = manifold.base_sample(n, direction.items(*widths), kind, generator)
+        return cls(generated, manifold.base_sample(n, direction.queries(*widths), kind, generator))
 
     def to(self, like: Tensor) -> StartingPoints:
         """The same points with the device and dtype of `like`."""
@@ -138,7 +158,7 @@ def sample_conditional(
     given: Tensor,
     direction: str,
     start: StartingPoints,
-    solve: Solve,
+    settings: SamplingSettings,
     advance: Advance = lambda _: None,
 ) -> Tensor:
     """Embeddings [Q, M, d] of the generated stream for conditions `given` [Q, d']; `advance` counts done queries."""
@@ -148,15 +168,14 @@ def sample_conditional(
     draws = len(start.generated)
     if len(given) == 0:
         return start.generated.new_empty(0, draws, _from_flow_coordinates(flow, start.generated, direction).shape[1])
-    at_once = max(1, ROWS_AT_ONCE // (draws if solve.guidance == 0 else 2 * draws))
-    geometry = geometry_of(flow)
-    times = time_grid(solve.n_steps, kind=solve.grid)
+    at_once = max(1, ROWS_AT_ONCE // (draws if settings.guidance == 0 else 2 * draws))
+    manifold, times = manifold_of(flow), settings.times
     parts = []
     with eval_mode(flow):
-        rates = GuidedRate(_evaluator(flow, direction, solve), start, solve.guidance)
+        rates = GuidedRate(_evaluator(flow, direction, settings), start, settings.guidance)
         for queries in _in_flow_coordinates(flow, given, direction).split(at_once):
             points = (start.generated.repeat(len(queries), 1),)
-            (end,) = integrate(rates.of(queries), points, times, solver=solve.solver, geometry=geometry)
+            (end,) = integrate(rates.of(queries), points, times, solver=settings.solver, manifold=manifold)
             parts.append(_from_flow_coordinates(flow, end, direction).unflatten(0, (len(queries), draws)))
             advance(len(queries))
     return torch.cat(parts)
@@ -192,12 +211,12 @@ class GuidedRate:
         return rate
 
 
-def _evaluator(flow: Field, direction: str, solve: Solve) -> Callable[[Tensor, Tensor, float], Tensor]:
+def _evaluator(flow: Field, direction: str, settings: SamplingSettings) -> Callable[[Tensor, Tensor, float], Tensor]:
     """(generated, given, t) -> velocity of the generated stream; modulations of all the solve's times are made once."""
     side = 0 if direction == "t2i" else 1
     modulation: dict[float, Tensor] = {}
     if isinstance(flow, GeoFlow):
-        times = evaluation_times(time_grid(solve.n_steps, kind=solve.grid), solve.solver)
+        times = evaluation_times(settings.times, settings.solver)
         parameter = next(flow.parameters())
         stacked = flow.modulations(torch.tensor(times, dtype=parameter.dtype, device=parameter.device), direction)
         modulation = dict(zip(times, stacked))
@@ -213,22 +232,17 @@ def _evaluator(flow: Field, direction: str, solve: Solve) -> Callable[[Tensor, T
 
 @torch.no_grad()
 def _sample_joint(
-    flow: Field,
-    n: int,
-    widths: tuple[int, int],
-    solve: Solve,
-    noise: str,
-    generator: torch.Generator | None,
+    flow: Field, widths: tuple[int, int], settings: SamplingSettings, generator: torch.Generator | None
 ) -> Streams:
     parameter = next(flow.parameters()) if isinstance(flow, nn.Module) else torch.empty(0)
-    image, text = (_base_points(n, d, noise, generator, geometry_of(flow)).to(parameter) for d in widths)
-    times = time_grid(solve.n_steps, kind=solve.grid)
+    manifold, n, kind = manifold_of(flow), settings.n_samples, settings.noise
+    image, text = (manifold.base_sample(n, d, kind, generator).to(parameter) for d in widths)
 
     def rate(point: Points, t: float, weight: float) -> Points:  # noqa: ARG001
         return flow.velocity(point[0], point[1], t, "joint")
 
     with eval_mode(flow):
-        image, text = integrate(rate, (image, text), times, solver=solve.solver, geometry=geometry_of(flow))
+        image, text = integrate(rate, (image, text), settings.times, solver=settings.solver, manifold=manifold)
     return _from_flow_coordinates(flow, image, "t2i"), _from_flow_coordinates(flow, text, "i2t")
 
 

@@ -11,8 +11,8 @@ from typing import Protocol, SupportsIndex
 import torch
 from torch import Tensor, nn
 
-from geoflow_fast import ops
-from geoflow_fast.geometry import capturing, parallel_transport
+from geoflow_fast.geometry import capturing
+from geoflow_fast.manifolds import SPHERE, Manifold
 
 SOLVERS = ("euler", "midpoint", "ab2", "rk4")
 
@@ -39,14 +39,10 @@ class Field(Protocol):
         """(v_image, v_text) at `t`, tangent, zero on the given stream."""
 
 
-def geometry_of(field: object) -> str:
-    """ "sphere", unless the field says in its configuration that it is the Euclidean twin."""
-    return str(getattr(getattr(field, "config", None), "geometry", "sphere"))
-
-
 @contextlib.contextmanager
 def eval_mode(field: object) -> Iterator[None]:
-    """Without dropout for a while; every part gets its own mode back. A field that is no network is left alone."""
+    """Switches dropout off for a while; afterwards every module has its own mode back. A field that is not a module is
+    left alone."""
     modes = [(module, module.training) for module in field.modules()] if isinstance(field, nn.Module) else []
     try:
         for module, _ in modes:
@@ -58,14 +54,15 @@ def eval_mode(field: object) -> Iterator[None]:
 
 
 def count_of(value: SupportsIndex, name: str) -> int:
-    """`value` as an int; ValueError unless it is an integer, numpy's included, of at least 1. A bool is none."""
+    """Returns `value` as an int. A ValueError is raised unless it is an integer (numpy's are) of at least 1; True and
+    False are not integers here."""
     try:
-        found = 0 if isinstance(value, bool) else operator.index(value)
+        count = 0 if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        found = 0
-    if found < 1:
+        count = 0
+    if count < 1:
         raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    return found
+    return count
 
 
 def time_grid(n_steps: SupportsIndex, *, kind: str = "uniform", reverse: bool = False) -> Tensor:
@@ -80,7 +77,7 @@ def time_grid(n_steps: SupportsIndex, *, kind: str = "uniform", reverse: bool = 
 
 
 def evaluation_times(times: Tensor, solver: str) -> list[float]:
-    """Every time at which `integrate` will ask for velocities on this grid, each once."""
+    """Returns every time at which `integrate` evaluates the rate on this grid, each once."""
     _check_solver(solver)
     grid = times.tolist()
     middles = [_middle(now, after) for now, after in itertools.pairwise(grid)]
@@ -89,33 +86,29 @@ def evaluation_times(times: Tensor, solver: str) -> list[float]:
     return grid[:-1] + middles if solver == "midpoint" else grid + middles
 
 
-class Watch:
-    """Finds states that are not finite: a ValueError names the stream (by `names`), the row (from `first_row` on) and
-    the step. On a GPU the steps are looked at when the solve is over, so that none waits; under graph capture never."""
+class FiniteMonitor:
+    """Checks that the states of a solve are finite. A ValueError names the stream (by `names`), the row (numbered from
+    `first_row`) and the step. On a GPU the checks wait for the end of the solve, so that no step has to synchronise,
+    and under graph capture there are none."""
 
     def __init__(self, names: Sequence[str], first_row: int = 0) -> None:
         self.names, self.first_row = names, first_row
-        self._later: list[tuple[int, Tensor, str]] = []
+        self._postponed: list[tuple[int, Tensor, str]] = []
 
-    def see(self, point: Points, step: int, t: float, solver: str) -> None:
-        """Looks at the state after `step`, at time `t`."""
+    def check(self, point: Points, step: int, t: float, solver: str) -> None:
+        """Checks the state after `step`, at time `t`."""
         for stream, x in enumerate(point):
-            found = stream, torch.isfinite(x).all(dim=-1), f"in step {step} (t={t:.4g}) of {solver}"
-            if x.is_cuda:
-                self._later.append(found)
-            else:
-                self._check(*found)
+            self._postponed.append((stream, torch.isfinite(x).all(dim=-1), f"in step {step} (t={t:.4g}) of {solver}"))
+        if not point[0].is_cuda:
+            self.close()
 
     def close(self) -> None:
-        """Looks at what was left for the end."""
-        for found in self._later:
-            if not capturing(found[1]):
-                self._check(*found)
-
-    def _check(self, stream: int, finite: Tensor, where: str) -> None:
-        if not bool(finite.all()):
-            row = self.first_row + int((~finite).nonzero()[0])
-            raise ValueError(f"{self.names[stream]} row {row} became non-finite {where}")
+        """Makes the checks that were postponed to the end of the solve."""
+        for stream, finite, where in self._postponed:
+            if not capturing(finite) and not bool(finite.all()):
+                row = self.first_row + int((~finite).nonzero()[0])
+                raise ValueError(f"{self.names[stream]} row {row} became non-finite {where}")
+        self._postponed.clear()
 
 
 def integrate(
@@ -124,20 +117,20 @@ def integrate(
     times: Tensor,
     *,
     solver: str = "midpoint",
-    geometry: str = "sphere",
-    watch: Watch | None = None,
+    manifold: Manifold = SPHERE,
+    monitor: FiniteMonitor | None = None,
 ) -> Points:
-    """Carries `start` along `rate` over the grid `times` [S + 1].
+    """Carries `start` along `rate` over the grid `times` [S + 1] and returns where it arrives.
 
-    "euler" and "ab2" (two-step Adams-Bashforth, the last velocity carried along by parallel transport) ask for one
-    evaluation a step, "midpoint" for two, "rk4" for four. A state that is not finite is an error naming row and step;
-    `watch` says how rows and streams are named.
+    "euler" and "ab2" (two-step Adams-Bashforth, the last velocity carried along by parallel transport) evaluate the
+    rate once a step, "midpoint" twice, "rk4" four times. A state that is not finite raises a ValueError with its row
+    and step; `monitor` decides how it names streams and rows.
     """
     _check_solver(solver)
     advance = {"euler": _multistep, "ab2": _multistep, "midpoint": _midpoint, "rk4": _rk4}[solver]
-    watch = watch or Watch([f"stream {stream}" for stream in range(len(start))])
-    end = advance(rate, start, times.tolist(), geometry, solver, watch)
-    watch.close()
+    monitor = monitor or FiniteMonitor([f"stream {stream}" for stream in range(len(start))])
+    end = advance(rate, start, times.tolist(), manifold, solver, monitor)
+    monitor.close()
     return end
 
 
@@ -150,10 +143,13 @@ def _middle(now: float, after: float) -> float:
     return now + (after - now) / 2
 
 
-def _multistep(rate: Rate, point: Points, grid: list[float], geometry: str, solver: str, watch: Watch) -> Points:
+def _multistep(
+    rate: Rate, point: Points, grid: list[float], manifold: Manifold, solver: str, monitor: FiniteMonitor
+) -> Points:
     """Euler, and Adams-Bashforth of order two: v_k + h_k / (2 h_{k-1}) (v_k - v_{k-1}), begun with an Euler step."""
     steps = [after - now for now, after in itertools.pairwise(grid)]
-    share = [0.0] * (len(steps) + 1)  # of the difference of velocities in step k; 0 for Euler and beyond the end
+    # Weight of the difference of velocities in step k: zero for Euler, in the first step and beyond the last one.
+    share = [0.0] * (len(steps) + 1)
     if solver == "ab2":
         share[1:-1] = [h / (2 * before) for before, h in itertools.pairwise(steps)]
     previous: tuple[Points, Points] | None = None
@@ -161,55 +157,36 @@ def _multistep(rate: Rate, point: Points, grid: list[float], geometry: str, solv
         weight = h * (1 + share[k]) - (steps[k + 1] * share[k + 1] if k + 1 < len(steps) else 0.0)
         velocity = combined = rate(point, grid[k], weight)
         if previous is not None and solver == "ab2":
-            carried = _carry(previous, point, geometry)
+            carried = (manifold.transport(x, y, v) for x, y, v in zip(previous[0], point, previous[1]))
             combined = tuple(torch.add(v, v - old, alpha=share[k]) for v, old in zip(velocity, carried))
         previous = (point, velocity)
-        point = _follow(point, combined, h, geometry)
-        watch.see(point, k, grid[k + 1], solver)
+        point = tuple(manifold.step(x, v, h) for x, v in zip(point, combined))
+        monitor.check(point, k, grid[k + 1], solver)
     return point
 
 
-def _carry(previous: tuple[Points, Points], point: Points, geometry: str) -> Points:
-    """The last velocities, moved from the last points to these."""
-    if geometry != "sphere":
-        return previous[1]
-    return tuple(parallel_transport(x, y, v) for x, y, v in zip(previous[0], point, previous[1]))
-
-
-def _midpoint(rate: Rate, point: Points, grid: list[float], geometry: str, solver: str, watch: Watch) -> Points:
+def _midpoint(
+    rate: Rate, point: Points, grid: list[float], manifold: Manifold, solver: str, monitor: FiniteMonitor
+) -> Points:
     for k, (now, after) in enumerate(itertools.pairwise(grid)):
         h = after - now
-        halfway = _straight(point, rate(point, now, 0.0), h / 2, geometry)
-        point = _straight(point, rate(halfway, _middle(now, after), h), h, geometry)
-        watch.see(point, k, after, solver)
+        halfway = manifold.retract_all(point, rate(point, now, 0.0), h / 2)
+        point = manifold.retract_all(point, rate(halfway, _middle(now, after), h), h)
+        monitor.check(point, k, after, solver)
     return point
 
 
-def _rk4(rate: Rate, point: Points, grid: list[float], geometry: str, solver: str, watch: Watch) -> Points:
+def _rk4(
+    rate: Rate, point: Points, grid: list[float], manifold: Manifold, solver: str, monitor: FiniteMonitor
+) -> Points:
     for k, (now, after) in enumerate(itertools.pairwise(grid)):
         h = after - now
         middle = _middle(now, after)
         first = rate(point, now, h / 6)
-        second = rate(_straight(point, first, h / 2, geometry), middle, h / 3)
-        third = rate(_straight(point, second, h / 2, geometry), middle, h / 3)
-        fourth = rate(_straight(point, third, h, geometry), after, h / 6)
+        second = rate(manifold.retract_all(point, first, h / 2), middle, h / 3)
+        third = rate(manifold.retract_all(point, second, h / 2), middle, h / 3)
+        fourth = rate(manifold.retract_all(point, third, h), after, h / 6)
         mean = tuple((a + 2 * b + 2 * c + d) / 6 for a, b, c, d in zip(first, second, third, fourth))
-        point = _straight(point, mean, h, geometry)
-        watch.see(point, k, after, solver)
+        point = manifold.retract_all(point, mean, h)
+        monitor.check(point, k, after, solver)
     return point
-
-
-def _follow(point: Points, velocity: Points, h: float, geometry: str) -> Points:
-    """Along the geodesic that leaves with `velocity`, for a time `h`."""
-    if geometry != "sphere":
-        return _straight(point, velocity, h, geometry)
-    return tuple(ops.tangent_step(x, v, h) for x, v in zip(point, velocity))
-
-
-def _straight(point: Points, velocity: Points, h: float, geometry: str) -> Points:
-    """Straight through the surrounding space and back to the sphere. Velocities taken at other points may be combined
-    here as they are: the field extended along rays is smooth, so a Runge-Kutta method keeps its order."""
-    moved = tuple(torch.add(x, v, alpha=h) for x, v in zip(point, velocity))
-    if geometry != "sphere":
-        return moved
-    return tuple(torch.nn.functional.normalize(x, dim=-1) for x in moved)

@@ -12,10 +12,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from geoflow_fast.flow.solvers import Field, Streams, geometry_of
+from geoflow_fast.flow.solvers import Field, Streams
 from geoflow_fast.geometry import capturing, dot, project_tangent
 from geoflow_fast.likelihood.forward_mode import GENERATED, Dual, ForwardMode, Solve
 from geoflow_fast.likelihood.probes import STREAMS
+from geoflow_fast.manifolds import SPHERE, manifold_of
 
 TANGENT_TOLERANCE = 1e-3
 """Share of a field's velocity that may point off the sphere."""
@@ -116,7 +117,7 @@ class FieldEvaluator:
 
     def __init__(self, field: Field, directions: Sequence[str], exact: bool, first_row: int) -> None:
         self.field, self.directions, self.exact, self.first_row = field, directions, exact, first_row
-        self.sphere = geometry_of(field) == "sphere"
+        self.sphere = manifold_of(field) is SPHERE
 
     def __call__(
         self, points: Sequence[Streams], t: float, probes: Sequence[Streams] | None, paired: bool

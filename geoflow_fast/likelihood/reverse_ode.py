@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import cast
 
@@ -12,21 +11,21 @@ from torch import Tensor
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.solvers import (
     Field,
+    FiniteMonitor,
     Points,
     Streams,
-    Watch,
     count_of,
     eval_mode,
     evaluation_times,
-    geometry_of,
     integrate,
     time_grid,
 )
-from geoflow_fast.geometry import check_rows, log_area
+from geoflow_fast.geometry import check_rows
 from geoflow_fast.likelihood.evaluators import Evaluator, evaluator_of
 from geoflow_fast.likelihood.forward_mode import GENERATED, ForwardMode, Solve
 from geoflow_fast.likelihood.probes import STREAMS, Probes
 from geoflow_fast.likelihood.settings import MEMORY, DensitySettings
+from geoflow_fast.manifolds import Manifold, manifold_of
 from geoflow_fast.runtime import checks
 
 
@@ -78,7 +77,7 @@ def density_estimates(
             first = first_row + number * at_once
             encoded = None if once is None else once[0][once[1][number * at_once :][:at_once]]
             evaluator = evaluator_of(field, network, directions, points, settings.exact, first, encoded)
-            place = geometry_of(field), seed, first
+            place = manifold_of(field), seed, first
             parts.append(_ReverseSolve(evaluator, directions, points, settings, *place).run())
     return torch.cat(parts, dim=-1)
 
@@ -120,20 +119,22 @@ class _ReverseSolve:
         directions: Sequence[str],
         points: Sequence[Streams],
         settings: DensitySettings,
-        geometry: str,
+        manifold: Manifold,
         seed: int | Tensor,
         first_row: int,
     ) -> None:
-        self.evaluator, self.points, self.settings, self.geometry = evaluator, points, settings, geometry
+        self.evaluator, self.points, self.settings, self.manifold = evaluator, points, settings, manifold
         self.moving = [(solve, stream) for solve, name in enumerate(directions) for stream in GENERATED[name]]
         rows = torch.arange(first_row, first_row + len(points[0][0]), device=points[0][0].device)
         own = torch.zeros_like(rows[:1]) if settings.shared else rows
         orthogonal = str(settings.orthogonal)
-        self.probes = Probes(seed, own, settings.n_probes, str(settings.probe), orthogonal, settings.exact, geometry)
+        self.probes = Probes(
+            seed, own, settings.n_probes, str(settings.probe), orthogonal, settings.exact, manifold.name
+        )
         self.leading = {stream: solve for solve, stream in reversed(self.moving)}  # of each stream, the first solve
         names = [f"{directions[solve]}: {STREAMS[stream]}" for solve, stream in self.moving]
-        self.state = Watch(names, first_row)
-        self.divergence = Watch([f"{name}: divergence" for name in directions], first_row)
+        self.state = FiniteMonitor(names, first_row)
+        self.divergence = FiniteMonitor([f"{name}: divergence" for name in directions], first_row)
         count = 1 if settings.exact else settings.n_probes
         self.integral = torch.zeros(len(points), count, len(rows), dtype=torch.float64, device=rows.device)
         self.drawn = 0
@@ -142,11 +143,13 @@ class _ReverseSolve:
         """Estimates [directions, K, B]."""
         times = time_grid(self.settings.n_steps, kind=self.settings.grid, reverse=True)
         begin = tuple(self.points[solve][stream] for solve, stream in self.moving)
-        end = integrate(self._rate, begin, times, solver=self.settings.solver, geometry=self.geometry, watch=self.state)
+        end = integrate(
+            self._rate, begin, times, solver=self.settings.solver, manifold=self.manifold, monitor=self.state
+        )
         self.divergence.close()
         of_solve = self.integral.unbind()
         for (solve, _), x in zip(self.moving, end):
-            of_solve[solve].add_(_log_base(x, self.geometry))
+            of_solve[solve].add_(self.manifold.log_base(x))
         return self.integral
 
     def _rate(self, at: Points, t: float, weight: float) -> Points:
@@ -163,7 +166,7 @@ class _ReverseSolve:
                     self.probes.learn(stream, pairs[solve][stream], tangents[solve][stream], products[solve][stream])
             self.integral.add_(trace, alpha=weight)
             step = self.drawn // (4 if self.settings.solver == "rk4" else 1)
-            self.divergence.see(tuple(trace.transpose(1, 2)), step, t, self.settings.solver)
+            self.divergence.check(tuple(trace.transpose(1, 2)), step, t, self.settings.solver)
             self.drawn += 1
         return tuple(velocities[solve][stream] for solve, stream in self.moving)
 
@@ -208,12 +211,4 @@ def _freedoms(field: Field, image: Tensor, text: Tensor, directions: Sequence[st
     """Dimensions that the probes of the streams these directions generate can span."""
     widths = field.config.flow_dims if isinstance(field, GeoFlow) else (image.shape[1], text.shape[1])
     streams = {stream for direction in directions for stream in GENERATED[direction]}
-    return [widths[stream] - (geometry_of(field) == "sphere") for stream in sorted(streams)]
-
-
-def _log_base(x: Tensor, geometry: str) -> Tensor:
-    """Log-density [B] of the base law at `x`: uniform on the sphere, or standard normal."""
-    d = x.shape[1]
-    if geometry == "sphere":
-        return torch.full((len(x),), -log_area(d), dtype=torch.float64, device=x.device)
-    return -0.5 * x.double().square().sum(1) - d / 2 * math.log(2 * math.pi)
+    return [manifold_of(field).freedom(widths[stream]) for stream in sorted(streams)]

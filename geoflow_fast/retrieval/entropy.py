@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from geoflow_fast import ops
 from geoflow_fast.flow.model import GeoFlow, flow_digest
-from geoflow_fast.flow.sampling import Solve, StartingPoints, sample_conditional
+from geoflow_fast.flow.sampling import SamplingSettings, StartingPoints, sample_conditional
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.ops.gallery_statistics import GalleryStatistics
 from geoflow_fast.retrieval import marginals
@@ -145,9 +145,9 @@ class RetrievalEntropy(nn.Module):
         self.direction, self.kappa, self.top_k = direction, float(kappa), top_k
         self.n_samples, self.noise, self.seed = n_samples, noise, seed
         self.posterior, self.marginal = posterior, marginal
-        self.solve = Solve(n_steps, solver, grid, guidance)
+        self.solve = SamplingSettings(n_samples, n_steps, guidance, solver, grid, noise)
         generator = torch.Generator().manual_seed(checks.integer(seed, "seed"))
-        start = StartingPoints.draw(n_samples, config.flow_dims, direction, noise, generator, config.geometry)
+        start = StartingPoints.draw(self.solve, config.flow_dims, direction, generator, config.manifold)
         self.register_buffer("start_generated", start.generated, persistent=False)
         self.register_buffer("start_condition", start.condition, persistent=False)
         self.register_buffer("reference", None if reference is None else reference.detach(), persistent=False)

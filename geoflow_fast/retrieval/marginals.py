@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.flow.model import GeoFlow
-from geoflow_fast.flow.sampling import Solve, StartingPoints, sample_conditional
+from geoflow_fast.flow.sampling import SamplingSettings, StartingPoints, sample_conditional
 from geoflow_fast.likelihood.density import log_density
 from geoflow_fast.ops.reference import gallery_scores
 from geoflow_fast.retrieval.gallery import Gallery
@@ -57,12 +57,13 @@ def log_flow_density(
     exchanged. Two reverse solves per item, so thousands of times the cost of `log_mean_scores`.
     """
     partner, parameter = "i2t" if direction == "t2i" else "t2i", next(flow.parameters())
+    settings = SamplingSettings(n_samples=1, n_steps=n_steps, guidance=0.0, solver="ab2")
     base, generator = (torch.Generator(device).manual_seed(seed) for device in ("cpu", parameter.device))
-    start = StartingPoints.draw(1, flow.config.flow_dims, partner, "iid", base, flow.config.geometry)
+    start = StartingPoints.draw(settings, flow.config.flow_dims, partner, base, flow.config.manifold)
     parts = []
     for _, block in gallery.blocks(parameter.device, parameter.dtype):
         for items in block.split(DENSITY_ROWS):
-            drawn = sample_conditional(flow, items, partner, start.to(items), Solve(n_steps, "ab2", guidance=0.0))
+            drawn = sample_conditional(flow, items, partner, start.to(items), settings)
             image, text = (items, drawn[:, 0]) if direction == "t2i" else (drawn[:, 0], items)
             joint, conditional = (
                 cast(Tensor, log_density(flow, image, text, way, n_steps, generator=generator))

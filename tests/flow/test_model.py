@@ -11,9 +11,9 @@ from torch import Tensor
 
 import geoflow_fast as gf
 from geoflow_fast.directions import DIRECTIONS
-from geoflow_fast.flow.config import GEOMETRIES
 from geoflow_fast.flow.model import save_weights
 from geoflow_fast.flow.preprocess import Preprocess
+from geoflow_fast.manifolds import MANIFOLDS
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.runtime.tensors import save_tensors
 
@@ -108,7 +108,7 @@ def test_zero_init_gives_zero_velocity():
             assert not v.any()
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES)
+@pytest.mark.parametrize("geometry", MANIFOLDS)
 @pytest.mark.parametrize("rows", [1, 7, 129])
 def test_rows_do_not_see_each_other(geometry, rows):
     """Mixed directions in any order, each with its own time, equal one row at a time by name."""

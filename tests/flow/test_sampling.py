@@ -49,7 +49,8 @@ def test_guided_samples_follow_the_definition(flow, solver):
     )
     assert given is text
     assert image.shape == (3, draws, 10)
-    start = sampling.StartingPoints.draw(draws, (10, 7), "t2i", "iid", seeded(5)).to(text)
+    settings = gf.SamplingSettings(n_samples=draws)
+    start = sampling.StartingPoints.draw(settings, (10, 7), "t2i", seeded(5)).to(text)
     for q in range(3):
 
         def rate(point, t, _weight, q=q):

@@ -9,6 +9,7 @@ import torch
 
 from geoflow_fast import noise
 from geoflow_fast.flow.solvers import GRIDS, SOLVERS, evaluation_times, integrate, time_grid
+from geoflow_fast.manifolds import EUCLIDEAN
 
 ORDER = {"euler": 1, "ab2": 2, "midpoint": 2, "rk4": 4}
 
@@ -70,7 +71,7 @@ def test_times_asked_for_are_known_in_advance(solver):
 
 def test_flat_geometry_is_not_normalised():
     start = torch.full((1, 3), 2.0)
-    (end,) = integrate(lambda p, _t, _w: (torch.ones_like(p[0]),), (start,), time_grid(4), geometry="euclidean")
+    (end,) = integrate(lambda p, _t, _w: (torch.ones_like(p[0]),), (start,), time_grid(4), manifold=EUCLIDEAN)
     assert torch.allclose(end, start + 1)
 
 
