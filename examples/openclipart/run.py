@@ -28,7 +28,7 @@ from PIL import Image
 
 import geoflow_fast as gf
 from geoflow_fast import baselines
-from geoflow_fast.evaluation.metrics import (
+from geoflow_fast.evaluation import (
     auroc,
     bootstrap_interval,
     reliability,

@@ -12,7 +12,8 @@ from geoflow_fast.baselines.base import Baseline
 from geoflow_fast.baselines.references import KNNDistance, Margin, MaxSoftmax, SoftmaxEntropy
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.evaluation.agreement import Agreement, agreement, densities
-from geoflow_fast.evaluation.metrics import auroc, reliability, retrieval_calibration, selective_accuracy, spearman
+from geoflow_fast.evaluation.metrics import auroc, reliability, retrieval_calibration, selective_accuracy
+from geoflow_fast.evaluation.statistics import spearman
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.likelihood.density import epistemic
 from geoflow_fast.retrieval.bandwidth import Bandwidth, fit_bandwidth

@@ -1,26 +1,27 @@
-"""How good uncertainties are, and acting on them: metrics, thresholds, figures and a report."""
+"""How good uncertainties are, and how to act on them: metrics, thresholds, comparisons, figures and reports."""
 
 from __future__ import annotations
 
+from geoflow_fast.evaluation.abstention import AbstentionThreshold, abstention_threshold
 from geoflow_fast.evaluation.metrics import (
-    AbstentionThreshold,
-    Interval,
     Reliability,
     RetrievalCalibration,
     SelectiveAccuracy,
-    abstention_threshold,
     aurc,
     auroc,
+    reliability,
+    retrieval_calibration,
+    selective_accuracy,
+)
+from geoflow_fast.evaluation.report import Report
+from geoflow_fast.evaluation.statistics import (
+    Interval,
     bootstrap_interval,
     clopper_pearson_upper,
     pearson,
     ranks,
-    reliability,
-    retrieval_calibration,
-    selective_accuracy,
     spearman,
 )
-from geoflow_fast.evaluation.report import Report
 
 __all__ = [
     "AbstentionThreshold",

@@ -19,15 +19,14 @@ from geoflow_fast.evaluation import methods
 from geoflow_fast.evaluation.methods import Method, Study
 from geoflow_fast.evaluation.metrics import (
     BINS,
-    RESAMPLES,
     Reliability,
     SelectiveAccuracy,
-    check_resamples,
     reliability,
     retrieval_calibration,
     selective_accuracy,
 )
 from geoflow_fast.evaluation.retrieval import RetrievalSet, plain_search
+from geoflow_fast.evaluation.statistics import RESAMPLES, check_resamples
 from geoflow_fast.jobs.job import Job
 from geoflow_fast.retrieval.entropy import CONDITIONAL
 from geoflow_fast.runtime import checks, hashing, parquet

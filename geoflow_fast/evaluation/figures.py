@@ -15,16 +15,10 @@ import numpy as np
 
 from geoflow_fast import baselines
 from geoflow_fast.baselines.references import Reference
+from geoflow_fast.evaluation.abstention import AbstentionThreshold
 from geoflow_fast.evaluation.compare import Comparison, Result
-from geoflow_fast.evaluation.metrics import (
-    AbstentionThreshold,
-    Bools,
-    Floats,
-    Values,
-    clopper_pearson_upper,
-    scored,
-    selective_accuracy,
-)
+from geoflow_fast.evaluation.metrics import selective_accuracy
+from geoflow_fast.evaluation.statistics import Bools, Floats, Values, clopper_pearson_upper, scored_answers
 from geoflow_fast.evaluation.zero_shot import ZeroShot
 from geoflow_fast.runtime import checks, plots
 
@@ -231,8 +225,8 @@ def draw_abstention(
 
 
 def _drawable(values: Values, correct: Values, name: str) -> tuple[Floats, Bools]:
-    """`scored`, with values that an axis has a place for."""
-    score, right = scored(values, correct, name)
+    """`scored_answers`, with values that an axis has a place for."""
+    score, right = scored_answers(values, correct, name)
     beyond = np.abs(score) > checks.LARGEST
     if beyond.any():
         row = int(beyond.argmax())

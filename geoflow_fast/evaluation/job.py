@@ -18,8 +18,9 @@ from geoflow_fast.data.rows import load_npy, open_rows
 from geoflow_fast.evaluation import figures
 from geoflow_fast.evaluation.compare import RESULTS_JSON, RUNS_FOLDER, Comparison, compare, without_nan
 from geoflow_fast.evaluation.methods import Study
-from geoflow_fast.evaluation.metrics import BINS, RESAMPLES
+from geoflow_fast.evaluation.metrics import BINS
 from geoflow_fast.evaluation.report import Report
+from geoflow_fast.evaluation.statistics import RESAMPLES
 from geoflow_fast.evaluation.zero_shot import CLIP_SCALE, ZeroShot, class_prompts, tuned_scale, zero_shot
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.retrieval.entropy import CONDITIONAL

@@ -18,7 +18,8 @@ from geoflow_fast.baselines.base import nearest
 from geoflow_fast.baselines.references import KNNDistance
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import DIRECTIONS
-from geoflow_fast.evaluation.metrics import BINS, RESAMPLES, check_resamples, retrieval_calibration, selective_accuracy
+from geoflow_fast.evaluation.metrics import BINS, retrieval_calibration, selective_accuracy
+from geoflow_fast.evaluation.statistics import RESAMPLES, check_resamples
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.likelihood.density import chain_rule

@@ -14,7 +14,6 @@ from sklearn import metrics as sk
 from sklearn.calibration import calibration_curve
 
 import geoflow_fast as gf
-from geoflow_fast.evaluation.metrics import binomial_cdf
 
 ev = gf.evaluation
 
@@ -156,12 +155,13 @@ def test_reliability_of_edges_and_of_one_probability():
     assert ev.reliability([0.25] * 4, [1, 0, 0, 0], strategy="quantile").ece == 0
 
 
-def test_binomial_and_clopper_pearson_are_those_of_scipy():
-    for n, count, p in itertools.product((1, 7, 129, 5000), (0, 1, 5, 100), (1e-3, 0.05, 0.5, 0.97)):
+def test_the_bound_of_clopper_and_pearson_solves_its_equation():
+    """At the bound, so few events have the probability that the confidence leaves."""
+    for n, count in itertools.product((1, 7, 129, 5000), (0, 1, 5, 100)):
         if count <= n:
-            assert binomial_cdf(count, n, p) == pytest.approx(stats.binom.cdf(count, n, p), rel=1e-9, abs=1e-300)
             bound = ev.clopper_pearson_upper(count, n, 0.9)
             assert bound == pytest.approx(stats.beta.ppf(0.9, count + 1, n - count) if count < n else 1, abs=1e-9)
+            assert count == n or stats.binom.cdf(count, n, bound) == pytest.approx(0.1)
 
 
 def true_risk(threshold: float) -> float:
