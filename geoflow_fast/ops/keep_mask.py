@@ -31,5 +31,5 @@ def _reference(keep: Tensor, share: float) -> Tensor:
 
 @dispatch.register("keep_mask", "cpu", devices=("cpu",), missing=native.missing)
 def _cpu(keep: Tensor, share: float) -> Tensor:
-    native.keep_mask(keep, share, int(torch.randint(2**32, ())))
+    native.keep_mask(keep, share, int(torch.randint(2**32, (), device="cpu")))
     return keep

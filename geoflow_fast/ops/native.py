@@ -123,7 +123,7 @@ class TransportMatrix:
         if storage not in (torch.float32, torch.float16):
             raise TypeError(f"storage must be float32 or float16, not {storage}")
         leading = _built().OT_LEADING
-        self._elements = torch.empty(rows, -(-cols // leading) * leading, dtype=storage)
+        self._elements = torch.empty(rows, -(-cols // leading) * leading, dtype=storage, device="cpu")
         self._shape = (rows, cols)
         self._matrix = _built().OtMatrix(self._elements.data_ptr(), rows, cols, storage == torch.float16)
 
@@ -222,7 +222,7 @@ class TransportMatrix:
     def assign(self, f: Tensor, g: Tensor, eps: float, uniform: Tensor | None) -> Tensor:
         """Column of each row, int64 [rows]: the argmax of the plan, or its inverse row distribution at `uniform`."""
         self._check_potentials(f=f, g=g)
-        index = torch.empty(self._shape[0], dtype=torch.int64)
+        index = torch.empty(self._shape[0], dtype=torch.int64, device="cpu")
         if uniform is None:
             self._read_out(None, g, None, index, eps)
             return index
@@ -260,9 +260,9 @@ def gallery_posterior(
     queries, items = sizes[0], sizes[2]
     if not 1 <= top_k <= items:
         raise ValueError(f"top_k={top_k} of {items} items")
-    peak, weight, moment = torch.empty(3, queries, dtype=torch.float64)
-    top_score = torch.empty(queries, top_k, dtype=torch.float64)
-    top_index = torch.empty(queries, top_k, dtype=torch.int64)
+    peak, weight, moment = torch.empty(3, queries, dtype=torch.float64, device="cpu")
+    top_score = torch.empty(queries, top_k, dtype=torch.float64, device="cpu")
+    top_index = torch.empty(queries, top_k, dtype=torch.int64, device="cpu")
     outputs = (peak, weight, moment, top_score, top_index)
     addresses = [x.data_ptr() for x in outputs]
     _built().gallery_posterior(inputs, sizes, kappa, top_k, addresses, torch.get_num_threads())
@@ -272,7 +272,7 @@ def gallery_posterior(
 def gallery_scores(samples: Tensor, gallery: Tensor, kappa: float, item_bias: Tensor | None) -> Tensor:
     """Scores [Q, N] of the rows of `gallery` [N, d]."""
     inputs, sizes = _gallery_inputs(samples, gallery, item_bias, None)
-    scores = torch.empty(sizes[0], sizes[2], dtype=torch.float32)
+    scores = torch.empty(sizes[0], sizes[2], dtype=torch.float32, device="cpu")
     _built().gallery_scores(inputs, sizes, kappa, scores.data_ptr(), torch.get_num_threads())
     return scores
 

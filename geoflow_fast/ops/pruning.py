@@ -82,7 +82,7 @@ class PrefixRows:
             )
         if self.rows.device != gallery.device:
             raise ValueError(f"the index is on {self.rows.device}, but the gallery on {gallery.device}")
-        some = torch.linspace(0, count - 1, min(count, 16), dtype=torch.float64).long().to(gallery.device)
+        some = torch.linspace(0, count - 1, min(count, 16), dtype=torch.float64, device="cpu").long().to(gallery.device)
         expected = gallery[some].double() @ self.projection.T
         wrong = (expected - self.rows[some, :-1]).abs().amax(dim=1) > 1e-4
         if bool(wrong.any()):

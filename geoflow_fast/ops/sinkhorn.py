@@ -263,8 +263,8 @@ class CpuSolve:
         self._settings = settings
         self._rows, self._cols = problem.shape
         self._matrix = matrix or native.TransportMatrix(self._rows, self._cols, settings.storage)
-        self._f = torch.zeros(self._rows, dtype=torch.float64)
-        self._g = torch.zeros(self._cols, dtype=torch.float64)
+        self._f = torch.zeros(self._rows, dtype=torch.float64, device="cpu")
+        self._g = torch.zeros(self._cols, dtype=torch.float64, device="cpu")
         self.iterations, self.error, self.converged = 0, math.inf, False
         self._offset, low, high = load_scores(self._matrix, problem, settings.eps)
         self._choose_domain(low, high)
@@ -337,8 +337,9 @@ class Panel(native.TransportMatrix):
         """`TransportMatrix.build`; the extremes of S are those of all rows."""
         self._matrix.kernel = kernel_eps is not None
         low, high = super().build(image, text, weights, arc, kernel_eps) if self._shape[0] else (math.inf, -math.inf)
-        found = self._world.all_reduce(torch.tensor([-low, high], dtype=torch.float64), "max")
-        return -float(found[0]), float(found[1])
+        extremes = torch.tensor([-low, high], dtype=torch.float64, device="cpu")
+        self._world.all_reduce(extremes, "max")
+        return -float(extremes[0]), float(extremes[1])
 
     def iterate(self, f: Tensor, g: Tensor, eps: float, tol: float, max_iter: int) -> tuple[int, int, float]:
         """`TransportMatrix.iterate` over the rows of all ranks."""
@@ -359,7 +360,7 @@ class Panel(native.TransportMatrix):
     def _column_sums(self, f: Tensor, g: Tensor, eps: float) -> Tensor | None:
         """Sums of the plan's columns over the rows of all ranks; None if one of them cannot hold its own."""
         own = self.panel_pass(f, g, eps, len(g)) if self._shape[0] else torch.zeros_like(g)
-        total = torch.zeros(len(g) + 1, dtype=torch.float64)  # the last one counts the ranks that cannot
+        total = torch.zeros(len(g) + 1, dtype=torch.float64, device="cpu")  # the last one counts the ranks that cannot
         total[:-1], total[-1] = (0.0, 1.0) if own is None else (own, 0.0)
         self._world.all_reduce(total)
         return None if total[-1] > 0 else total[:-1]
@@ -367,7 +368,7 @@ class Panel(native.TransportMatrix):
     def _column_logsumexp(self, f: Tensor, eps: float) -> Tensor:
         """log sum_i exp((f_i + S_ij) / eps) over the rows of all ranks, for columns to which no row gives mass that a
         float can hold; in the score domain, where alone that happens."""
-        own = torch.full((1, self._shape[1]), -math.inf, dtype=torch.float64)
+        own = torch.full((1, self._shape[1]), -math.inf, dtype=torch.float64, device="cpu")
         for rows, potential in zip(self.scores().split(_ROWS_AT_ONCE), f.split(_ROWS_AT_ONCE)):
             scores = (rows.double() + potential.unsqueeze(1)) / eps
             own = torch.logaddexp(own, scores.logsumexp(0, keepdim=True))
@@ -384,7 +385,7 @@ def load_scores(
     if problem.matrix is not None:
         low, high = (float(x) for x in torch.aminmax(problem.matrix))
         # In float32, as the compiled code takes it: potentials are given back with the very offset that was subtracted.
-        offset = float(torch.tensor((low + high) / 2, dtype=torch.float32))
+        offset = float(torch.tensor((low + high) / 2, dtype=torch.float32, device="cpu"))
         # Centred before it is rounded to float32: a large common offset would cost the small differences.
         cost = problem.matrix if problem.matrix.dtype == torch.float32 else (problem.matrix - offset).float()
         return offset, *matrix.load(cost.contiguous(), offset if cost.dtype == problem.matrix.dtype else 0.0)
