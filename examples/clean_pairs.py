@@ -48,10 +48,10 @@ def average_precision(score: torch.Tensor) -> float:
     return float((precision * recall.diff(prepend=torch.zeros(1))).sum())
 
 
-found = {"PMI of the flow": average_precision(pmi), "cosine": average_precision(cosine)}
+precisions = {"PMI of the flow": average_precision(pmi), "cosine": average_precision(cosine)}
 share = float(mismatched[checked].double().mean())
 print(f"{share:.1%} of {len(pmi)} captions are swapped; average precision of a search for them:")
-for name, value in found.items():
+for name, value in precisions.items():
     print(f"  {name}: {value:.3f}")
 
 # %% What to look at: read the list from its top. Below zero, image and text are more likely independently than together
@@ -72,11 +72,16 @@ for words, part, colour in (("own caption", ~wrong, "#3b6fb6"), ("swapped", wron
 left.set(xlabel="pointwise mutual information, nats", ylabel="pairs")
 for score, name, colour in ((pmi, "PMI of the flow", "#3b6fb6"), (cosine, "cosine", "#8a8f98")):
     precision, recall = precision_recall(score)
-    right.plot(recall.numpy(), precision.numpy(), color=colour, label=f"{name}, average precision {found[name]:.2f}")
+    right.plot(
+        recall.numpy(),
+        precision.numpy(),
+        color=colour,
+        label=f"{name}, average precision {precisions[name]:.2f}",
+    )
 right.axhline(share, color="#8a8f98", linewidth=0.8, linestyle=":")
 right.set(xlabel="of the swapped captions, found", ylabel="of those looked at, swapped", ylim=(0, 1.03))
-for axes, place in ((left, "upper right"), (right, (0.02, 0.14))):
+for axes, corner in ((left, "upper right"), (right, (0.02, 0.14))):
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9, loc=place)
+    axes.legend(frameon=False, fontsize=9, loc=corner)
 figure.savefig("clean_pairs.png", dpi=140)
 print("Wrote clean_pairs.png")

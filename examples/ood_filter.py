@@ -42,18 +42,18 @@ def surprise(images: torch.Tensor, texts: torch.Tensor) -> torch.Tensor:
 
 
 typical = surprise(held_image, held_text)
-found = {name: surprise(images, texts) for name, (images, texts, _) in stream.items()}
+surprises = {name: surprise(images, texts) for name, (images, texts, _) in stream.items()}
 
 # %% The threshold. If the next familiar image is exchangeable with the n held-out ones, its surprise is as likely to
 # take any of the n + 1 places among them; so it lies beyond the ceil((n + 1) (1 - rate))-th with probability `rate` at
 # most. Nothing is assumed about the flow: a bad one raises no more false alarms, it misses unseen concepts
 rate = 0.05
-place = math.ceil((len(typical) + 1) * (1 - rate))
-threshold = float(typical.sort().values[place - 1])
-alarms = {name: float((score > threshold).double().mean()) for name, score in found.items()}
+rank = math.ceil((len(typical) + 1) * (1 - rate))
+threshold = float(typical.sort().values[rank - 1])
+alarms = {name: float((score > threshold).double().mean()) for name, score in surprises.items()}
 print(f"threshold {threshold:.2f} nats for at most {rate:.0%} false alarms; turned away:")
 for name, share in alarms.items():
-    print(f"  {name}: {share:.1%} of {len(found[name])}")
+    print(f"  {name}: {share:.1%} of {len(surprises[name])}")
 
 
 # %% How well unseen concepts are told apart, whatever the threshold; for comparison the distance to the nearest
@@ -64,17 +64,20 @@ def distance(images: torch.Tensor) -> torch.Tensor:
 
 auroc = {}
 for name in list(stream)[1:]:
-    familiar = torch.arange(len(stream["known concepts"][0]) + len(stream[name][0])) < len(found["known concepts"])
+    familiar = torch.arange(len(stream["known concepts"][0]) + len(stream[name][0])) < len(surprises["known concepts"])
     both = torch.cat([stream["known concepts"][0], stream[name][0]])
-    scores = {"flow": torch.cat([found["known concepts"], found[name]]), "10th neighbour": distance(both)}
+    scores = {
+        "flow": torch.cat([surprises["known concepts"], surprises[name]]),
+        "10th neighbour": distance(both),
+    }
     auroc[name] = {kind: gf.evaluation.auroc(score, familiar) for kind, score in scores.items()}
     print(f"AUROC, {name}: " + ", ".join(f"{kind} {value:.3f}" for kind, value in auroc[name].items()))
 
 # %% A picture
 figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
-every = torch.cat(list(found.values()))
+every = torch.cat(list(surprises.values()))
 edges = torch.linspace(float(every.quantile(0.002)), float(every.quantile(0.998)), 45).tolist()
-for (name, score), colour in zip(found.items(), ("#3b6fb6", "#3f9b6c", "#e07b28")):
+for (name, score), colour in zip(surprises.items(), ("#3b6fb6", "#3f9b6c", "#e07b28")):
     axes.hist(score.tolist(), edges, density=True, color=colour, alpha=0.25)
     label = f"{name}: {alarms[name]:.0%} turned away"
     axes.hist(score.tolist(), edges, density=True, color=colour, histtype="step", label=label)

@@ -25,16 +25,16 @@ COLOURS = ("red", "green", "blue", "yellow", "white")
 SHAPES = ("circle", "square", "triangle")
 
 
-def draw(colour: str, shape: str, size: int, place: int) -> Image.Image:
+def draw(colour: str, shape: str, size: int, at: int) -> Image.Image:
     picture = Image.new("RGB", (224, 224), "black")
-    box = (place, place, place + size, place + size)
+    box = (at, at, at + size, at + size)
     pen = ImageDraw.Draw(picture)
     if shape == "circle":
         pen.ellipse(box, fill=colour)
     elif shape == "square":
         pen.rectangle(box, fill=colour)
     else:
-        pen.polygon([(place, place + size), (place + size, place + size), (place + size // 2, place)], fill=colour)
+        pen.polygon([(at, at + size), (at + size, at + size), (at + size // 2, at)], fill=colour)
     return picture
 
 
@@ -78,7 +78,7 @@ def main() -> None:
 
     queries = ["a red circle", "a circle", "something red", "anything"]
     query = encoder.encode_texts(queries)
-    found = (query @ images.T).argmax(1)  # the search, as it was
+    nearest = (query @ images.T).argmax(1)  # the search, as it was
 
     fitted = gf.fit_bandwidth(flow, held_out, direction="t2i")
     scorer = gf.RetrievalEntropy.fast(flow, images, "t2i", kappa=fitted.kappa, guidance=fitted.guidance)
@@ -88,7 +88,7 @@ def main() -> None:
     print(f"fitted on {len(held_out)} pairs held out from training")
     for row, text in enumerate(queries):
         print(
-            f"{text!r}: picture {int(found[row])}, entropy {float(post.entropy[row]):.2f} nats, "
+            f"{text!r}: picture {int(nearest[row])}, entropy {float(post.entropy[row]):.2f} nats, "
             f"as if among {float(post.entropy[row].exp()):.0f} pictures; "
             f"if that is right, any pick errs with probability {float(post.risk_lower_bound[row]):.2f} or more"
         )

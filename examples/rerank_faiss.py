@@ -19,6 +19,6 @@ index.add(vectors)
 
 reranker = gf.BayesReranker(gf.GeoFlow.from_pretrained(model), vectors, store=index)
 reranker.calibrate(gf.EmbeddingPairs.open(held_out))
-found = reranker(torch.from_numpy(np.load(texts).astype(np.float32)))
-for query, (item, prob, outside) in enumerate(zip(found.index[:, 0], found.prob[:, 0], found.p_outside)):
+ranked = reranker(torch.from_numpy(np.load(texts).astype(np.float32)))
+for query, (item, prob, outside) in enumerate(zip(ranked.index[:, 0], ranked.prob[:, 0], ranked.p_outside)):
     print(f"text {query}: image {item} with probability {prob:.2f}, not among the first 32 with {outside:.2f}")

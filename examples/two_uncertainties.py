@@ -33,16 +33,16 @@ def show_points(axes: plt.Axes, points: Tensor, colour: str, size: float, alpha:
     axes.scatter(front[:, 0], front[:, 2], s=size, color=colour, alpha=alpha, linewidths=0)
 
 
-def place(x: float, z: float) -> Tensor:
+def point(x: float, z: float) -> Tensor:
     """The point of the front that is seen at (x, z)."""
     return torch.tensor([x, -math.sqrt(1 - x * x - z * z), z], dtype=torch.float64)
 
 
 # %% The first: how many items fit the query. A gallery of 200 images, and two captions; from the flow come fifty image
 # embeddings that each could mean. What lies near them gets the probability
-captions = {'"my cat Tom on the blue chair"': (place(-0.3, 0.35), 4.2), '"a cat"': (place(0.2, -0.15), 2.0)}
+captions = {'"my cat Tom on the blue chair"': (point(-0.3, 0.35), 4.2), '"a cat"': (point(0.2, -0.15), 2.0)}
 gallery = gf.geometry.sample_uniform(200, 3, generator=generator).double()
-gallery[0] = place(-0.31, 0.36)  # Tom
+gallery[0] = point(-0.31, 0.36)  # Tom
 kappa = 150.0
 figure, panels = plt.subplots(2, 2, figsize=(9, 7.4), height_ratios=(2.2, 1), layout="constrained")
 entropies = {}
@@ -67,11 +67,11 @@ figure.savefig("ambiguous.png", dpi=140)
 print({caption: f"H = {entropy:.2f} nats" for caption, entropy in entropies.items()})
 
 # %% The second: has training seen anything like it? Three kinds of images were trained on; no gallery is involved
-centres = torch.stack([place(-0.45, 0.35), place(0.45, 0.45), place(-0.05, -0.5)])
+centres = torch.stack([point(-0.45, 0.35), point(0.45, 0.45), point(-0.05, -0.5)])
 kinds = torch.randint(3, (600,), generator=generator)
 strength = 3.2
 seen, held_out = sample_bump(centres[kinds], strength, generator).split(300)
-asked = {"a chair": (place(-0.53, 0.24), BLUE), "an X-ray": (place(0.6, -0.3), ORANGE)}
+asked = {"a chair": (point(-0.53, 0.24), BLUE), "an X-ray": (point(0.6, -0.3), ORANGE)}
 
 
 def surprise(points: Tensor) -> Tensor:

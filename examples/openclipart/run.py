@@ -40,7 +40,7 @@ from geoflow_fast.runtime.files import write_json
 
 HERE = Path(__file__).parent
 DATA = HERE / "data"
-WAYS = {"t2i": "captions search pictures", "i2t": "pictures search captions"}
+TITLES = {"t2i": "captions search pictures", "i2t": "pictures search captions"}
 TRAINING = "--preset tiny --centre --pca 64 --steps 600 --lr 1e-3 --warmup-steps 50 --ema-decay 0.99 --val-every 50"
 """Few pairs: a small network on leading directions, averaged weights, the best of them by the held-out pairs."""
 REFERENCES = (baselines.MaxSoftmax, baselines.Margin, baselines.SoftmaxEntropy, baselines.KNNDistance)
@@ -53,23 +53,23 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Direction:
+class SearchTask:
     """What is asked of the test part in one direction: which of `items` is of the image of each query."""
 
-    way: str
+    direction: str
     queries: Path
     gallery: Path
     query_image: NDArray[np.int64]
     item_image: NDArray[np.int64]
 
     @classmethod
-    def of(cls, way: str, pairs: gf.EmbeddingPairs) -> Direction:
+    def of(cls, direction: str, pairs: gf.EmbeddingPairs) -> SearchTask:
         """All texts as queries over all images, or all images over all texts."""
         images, texts = DATA / "test" / "img_emb", DATA / "test" / "text_emb"
         numbers = np.arange(len(pairs.image))
-        if way == "t2i":
-            return cls(way, texts, images, pairs.image_row, numbers)
-        return cls(way, images, texts, numbers, pairs.image_row)
+        if direction == "t2i":
+            return cls(direction, texts, images, pairs.image_row, numbers)
+        return cls(direction, images, texts, numbers, pairs.image_row)
 
     def is_right(self, index: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Whether item `index` [Q] is right for each query."""
@@ -89,27 +89,27 @@ def columns(path: Path, *names: str) -> list[NDArray[Any]]:
     return [np.stack(x) if x.dtype == object else x for x in (table[name].to_numpy() for name in names)]
 
 
-def bandwidth(model: Path, way: str) -> str:
+def bandwidth(model: Path, direction: str) -> str:
     """kappa and guidance of the entropy, fitted on held-out pairs once and kept with the model."""
-    kept = model / f"bandwidth_{way}.json"
+    kept = model / f"bandwidth_{direction}.json"
     if not kept.exists():
         flow, held_out = gf.GeoFlow.from_pretrained(model), gf.EmbeddingPairs.open(DATA / "held_out")
-        found = gf.fit_bandwidth(flow, held_out, way, guidances=(1.0, 3.0), max_queries=128)
-        write_json(kept, {"kappa": found.kappa, "guidance": found.guidance})
+        fitted = gf.fit_bandwidth(flow, held_out, direction, guidances=(1.0, 3.0), max_queries=128)
+        write_json(kept, {"kappa": fitted.kappa, "guidance": fitted.guidance})
     chosen = json.loads(kept.read_text(encoding="utf-8"))
     return f"--kappa {chosen['kappa']:.6g} --guidance {chosen['guidance']:.6g}"
 
 
-def score(out: Path, seed: int, ways: Sequence[Direction], training: str) -> Path:
+def score(out: Path, seed: int, tasks: Sequence[SearchTask], training: str) -> Path:
     """Trains the flow of one seed and scores the test part with it; the folder of the results."""
     model = out / f"flow_{seed}"
     geoflow(f"train {training} --seed {seed}", pairs=DATA / "flow", val=DATA / "held_out", out=model)
-    for task in ways:
+    for task in tasks:
         files = {"model": model, "queries": task.queries, "gallery": task.gallery}
-        held_out = {"held-out": DATA / "held_out", "out": model / f"ranked_{task.way}.parquet"}
-        geoflow(f"rerank --direction {task.way}", **files, **held_out)
-        settings = f"--direction {task.way} {bandwidth(model, task.way)}"
-        geoflow(f"entropy --fast {settings}", **files, out=model / f"entropy_{task.way}.parquet")
+        held_out = {"held-out": DATA / "held_out", "out": model / f"ranked_{task.direction}.parquet"}
+        geoflow(f"rerank --direction {task.direction}", **files, **held_out)
+        settings = f"--direction {task.direction} {bandwidth(model, task.direction)}"
+        geoflow(f"entropy --fast {settings}", **files, out=model / f"entropy_{task.direction}.parquet")
     geoflow("density", model=model, pairs=DATA / "test", out=model / "density.parquet")
     return model
 
@@ -121,37 +121,39 @@ def evaluate(out: Path, model: Path) -> None:
     geoflow(f"evaluate --methods {methods}", model=model, **parts, out=out / "evaluation")
 
 
-def references(task: Direction) -> dict[str, Floats]:
+def references(task: SearchTask) -> dict[str, Floats]:
     """Uncertainties that need no flow; temperatures are tuned on the held-out pairs."""
     flow, held_out = (gf.EmbeddingPairs.open(DATA / part) for part in ("flow", "held_out"))
     queries = torch.from_numpy(load(task.queries))
-    found = {}
+    uncertainties = {}
     for kind in REFERENCES:
         method = kind(flow.image_dim, flow.text_dim)
         method.fit(flow, held_out)
-        found[kind.title] = method.uncertainty(queries, load(task.gallery), task.way).numpy()
-    return found
+        uncertainties[kind.title] = method.uncertainty(queries, load(task.gallery), task.direction).numpy()
+    return uncertainties
 
 
 def load(folder: Path) -> NDArray[np.float32]:
     """The rows of a folder with a single shard."""
     (path,) = folder.glob("*.npy")
     rows = np.load(path, allow_pickle=False).astype(np.float32)
-    found: NDArray[np.float32] = rows / np.linalg.norm(rows, axis=1, keepdims=True)
-    return found
+    unit_rows: NDArray[np.float32] = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    return unit_rows
 
 
 class Results:
     """All scores of one direction, and what they are worth."""
 
-    def __init__(self, task: Direction, models: Sequence[Path]) -> None:
+    def __init__(self, task: SearchTask, models: Sequence[Path]) -> None:
         self.task = task
-        answer, *_ = columns(models[0] / f"ranked_{task.way}.parquet", "answer")
+        answer, *_ = columns(models[0] / f"ranked_{task.direction}.parquet", "answer")
         self.correct = task.is_right(answer)  # of plain search
-        self.stated = [columns(m / f"ranked_{task.way}.parquet", "p_answer")[0].astype(np.float64) for m in models]
-        best = [columns(m / f"ranked_{task.way}.parquet", "index")[0][:, 0] for m in models]
+        self.stated = [
+            columns(m / f"ranked_{task.direction}.parquet", "p_answer")[0].astype(np.float64) for m in models
+        ]
+        best = [columns(m / f"ranked_{task.direction}.parquet", "index")[0][:, 0] for m in models]
         self.recall = [float(task.is_right(index).mean()) for index in best]
-        entropy = [columns(m / f"entropy_{task.way}.parquet", "entropy")[0].astype(np.float64) for m in models]
+        entropy = [columns(m / f"entropy_{task.direction}.parquet", "entropy")[0].astype(np.float64) for m in models]
         self.scores: dict[str, list[Floats]] = {RERANKED: [1 - p for p in self.stated], ENTROPY: entropy}
         self.scores |= {name: [values] for name, values in references(task).items()}
 
@@ -166,16 +168,16 @@ class Results:
 
     def row(self, name: str) -> dict[str, Any]:
         """Means over seeds, their standard deviation, and the interval of the mean over resampled pictures."""
-        found, score = self.aurocs(name), np.stack(self.scores[name], axis=1)
+        aurocs, score = self.aurocs(name), np.stack(self.scores[name], axis=1)
 
         def mean_auroc(values: Floats, right: NDArray[np.bool_]) -> float:
             return statistics.fmean(auroc(column, right) for column in values.T)
 
         interval = bootstrap_interval(mean_auroc, score, self.correct, resamples=500, groups=self.task.query_image)
         aurc = statistics.fmean(retrieval_calibration(values, self.correct).aurc for values in self.scores[name])
-        spread = statistics.stdev(found) if len(found) > 1 else None
-        mean = statistics.fmean(found)
-        return {"auroc": mean, "sd": spread, "low": interval.low, "high": interval.high, "aurc": aurc}
+        deviation = statistics.stdev(aurocs) if len(aurocs) > 1 else None
+        mean = statistics.fmean(aurocs)
+        return {"auroc": mean, "sd": deviation, "low": interval.low, "high": interval.high, "aurc": aurc}
 
     def lead(self) -> dict[str, float]:
         """AUROC of the re-ranker minus that of the best reference, over the same resamples."""
@@ -185,8 +187,8 @@ class Results:
             *ours, theirs = (auroc(column, right) for column in values.T)
             return statistics.fmean(ours) - theirs
 
-        found = bootstrap_interval(difference, score, self.correct, resamples=500, groups=self.task.query_image)
-        return {"value": found.value, "low": found.low, "high": found.high}
+        interval = bootstrap_interval(difference, score, self.correct, resamples=500, groups=self.task.query_image)
+        return {"value": interval.value, "low": interval.low, "high": interval.high}
 
     def summary(self) -> dict[str, Any]:
         """Every number of the table."""
@@ -205,34 +207,39 @@ class Results:
         }
 
 
-def print_table(way: str, found: dict[str, Any]) -> None:
+def print_table(direction: str, summary: dict[str, Any]) -> None:
     """As Markdown."""
-    print(f"\n{WAYS[way]}: {found['queries']} queries over {found['items']} items")
+    print(f"\n{TITLES[direction]}: {summary['queries']} queries over {summary['items']} items")
     print("\n| AUROC of a wrong answer | mean | sd over seeds | 95 % | AURC |\n|---|---|---|---|---|")
-    for name, row in found["methods"].items():
-        spread = "" if row["sd"] is None else f"{row['sd']:.3f}"
-        print(f"| {name} | {row['auroc']:.3f} | {spread} | {row['low']:.3f} to {row['high']:.3f} | {row['aurc']:.3f} |")
-    lead = found["lead"]
+    for name, row in summary["methods"].items():
+        sd = "" if row["sd"] is None else f"{row['sd']:.3f}"
+        print(f"| {name} | {row['auroc']:.3f} | {sd} | {row['low']:.3f} to {row['high']:.3f} | {row['aurc']:.3f} |")
+    lead = summary["lead"]
     ahead = f"{lead['value']:+.3f} (95 % {lead['low']:+.3f} to {lead['high']:+.3f})"
-    print(f"\nre-ranker minus {found['lead_over']}: {ahead}")
-    print(f"Recall@1 {found['recall_reranked']:.3f} re-ranked, {found['recall_cosine']:.3f} by cosine; ", end="")
-    print(f"ECE of p_answer {found['ece']:.3f}")
+    print(f"\nre-ranker minus {summary['lead_over']}: {ahead}")
+    print(f"Recall@1 {summary['recall_reranked']:.3f} re-ranked, {summary['recall_cosine']:.3f} by cosine; ", end="")
+    print(f"ECE of p_answer {summary['ece']:.3f}")
 
 
 def draw_curves(results: dict[str, Results], path: Path) -> None:
-    """Accuracy over coverage, and stated against found probabilities."""
+    """Accuracy over coverage, and stated against observed probabilities."""
     figure, axes = plots.pyplot().subplots(2, 2, figsize=(10, 8), layout="constrained")
-    for (way, found), (left, right) in zip(results.items(), axes):
-        for name, runs in found.scores.items():
-            curves = [selective_accuracy(values, found.correct) for values in runs]
+    for (direction, result), (left, right) in zip(results.items(), axes):
+        for name, runs in result.scores.items():
+            curves = [selective_accuracy(values, result.correct) for values in runs]
             heights = np.mean([curve.accuracy for curve in curves], axis=0)
-            own = name in COLOURS or name == found.best_reference
+            own = name in COLOURS or name == result.best_reference
             style = {"color": COLOURS.get(name, OTHERS), "lw": 2 if own else 1, "ls": "-" if own else ":"}
             left.plot(curves[0].coverage, heights, label=name, **style)
-        left.set(title=WAYS[way], xlabel="share of queries answered", ylabel="share of right answers", xlim=(0, 1))
+        left.set(
+            title=TITLES[direction],
+            xlabel="share of queries answered",
+            ylabel="share of right answers",
+            xlim=(0, 1),
+        )
         left.legend(frameon=False, fontsize=8)
-        stated = np.concatenate(found.stated)
-        bins = reliability(stated, np.tile(found.correct, len(found.stated)), strategy="quantile")
+        stated = np.concatenate(result.stated)
+        bins = reliability(stated, np.tile(result.correct, len(result.stated)), strategy="quantile")
         limit = 1.05 * float(max(np.nanmax(bins.confidence), np.nanmax(bins.accuracy)))
         right.plot([0, limit], [0, limit], color=OTHERS, lw=1)
         right.plot(bins.confidence, bins.accuracy, "o-", color=COLOURS[RERANKED])
@@ -241,16 +248,16 @@ def draw_curves(results: dict[str, Results], path: Path) -> None:
     plots.save_figure(figure, path)
 
 
-def draw_gallery(found: Results, model: Path, path: Path, rows: int = 5, items: int = 6) -> None:
+def draw_gallery(result: Results, model: Path, path: Path, rows: int = 5, items: int = 6) -> None:
     """Captions whose answer is most and least certain, with the most probable pictures; the right one is framed."""
     index, prob, outside = columns(model / "ranked_t2i.parquet", "index", "prob", "p_outside")
     parts = json.loads((DATA / "pictures.json").read_text(encoding="utf-8"))
     captions = [caption for picture in parts["test"] for caption in picture["captions"]]
-    order = np.argsort(found.scores[RERANKED][0], kind="stable")
-    fresh = list(dict.fromkeys(found.task.query_image[order].tolist()))  # one caption per picture
-    first = {image: int(query) for query in order[::-1] for image in [int(found.task.query_image[query])]}
-    last = {image: int(query) for query in order for image in [int(found.task.query_image[query])]}
-    unsure = list(dict.fromkeys(found.task.query_image[order[::-1]].tolist()))
+    order = np.argsort(result.scores[RERANKED][0], kind="stable")
+    fresh = list(dict.fromkeys(result.task.query_image[order].tolist()))  # one caption per picture
+    first = {image: int(query) for query in order[::-1] for image in [int(result.task.query_image[query])]}
+    last = {image: int(query) for query in order for image in [int(result.task.query_image[query])]}
+    unsure = list(dict.fromkeys(result.task.query_image[order[::-1]].tolist()))
     blocks = {"most certain": [first[i] for i in fresh[:rows]], "least certain": [last[i] for i in unsure[:rows]]}
     figure = plots.pyplot().figure(figsize=(12, 1.15 * rows + 0.5), layout="constrained")
     for part, (title, queries) in zip(figure.subfigures(1, 2), blocks.items()):
@@ -263,7 +270,7 @@ def draw_gallery(found: Results, model: Path, path: Path, rows: int = 5, items: 
                 axis.imshow(thumbnail(int(item)))
                 axis.set(xticks=[], yticks=[])
                 axis.set_xlabel(f"{p:.2f}", fontsize=7, labelpad=3)
-                right = item == found.task.query_image[query]
+                right = item == result.task.query_image[query]
                 for spine in axis.spines.values():
                     spine.set(color=COLOURS[RERANKED] if right else "#dddddd", linewidth=2.5 if right else 0.8)
             line[0].text(
@@ -288,15 +295,15 @@ def run(out: Path, seeds: int, training: str = TRAINING) -> dict[str, Any]:
     """Everything; the summary by direction, which is also written to `summary.json`."""
     out.mkdir(parents=True, exist_ok=True)
     pairs = gf.EmbeddingPairs.open(DATA / "test")
-    tasks = {way: Direction.of(way, pairs) for way in WAYS}
+    tasks = {direction: SearchTask.of(direction, pairs) for direction in TITLES}
     models = [score(out, seed, list(tasks.values()), training) for seed in range(seeds)]
-    results = {way: Results(task, models) for way, task in tasks.items()}
-    found = {way: result.summary() for way, result in results.items()}
-    write_json(out / "summary.json", found)
+    results = {direction: Results(task, models) for direction, task in tasks.items()}
+    summaries = {direction: result.summary() for direction, result in results.items()}
+    write_json(out / "summary.json", summaries)
     draw_curves(results, out / "curves.png")
     draw_gallery(results["t2i"], models[0], out / "gallery.png")
     evaluate(out, models[0])
-    return found
+    return summaries
 
 
 def main() -> None:
@@ -304,8 +311,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=3, help="flows that are trained; results are their means")
     given = parser.parse_args()
-    for way, found in run(given.out, given.seeds).items():
-        print_table(way, found)
+    for direction, summary in run(given.out, given.seeds).items():
+        print_table(direction, summary)
     print(f"\nWrote {given.out}/summary.json, curves.png, gallery.png and evaluation/")
 
 
