@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import CONFIG_FILE, WEIGHTS_FILE, check_tensors
 from geoflow_fast.geometry import check_rows
-from geoflow_fast.retrieval.entropy import CONDITIONAL
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.files import contents_of, read_json, write_json
@@ -107,8 +107,7 @@ class Baseline(nn.Module, ABC):
 
         `direction="t2i"`: queries are texts and the gallery holds images; "i2t": the other way round.
         """
-        if direction not in CONDITIONAL:
-            raise ValueError(f"direction must be one of {CONDITIONAL}, got {direction!r}")
+        direction = Direction.of(direction, conditional=True)
         if not self.fitted:
             raise ValueError(f"{self.method} is not fitted: call fit, or load one that was")
         checks.with_values(queries, "queries")

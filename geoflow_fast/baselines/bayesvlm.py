@@ -19,8 +19,8 @@ from torch import Tensor
 from geoflow_fast.baselines.base import Baseline, Task, check_one_width
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import Rows, open_rows
+from geoflow_fast.directions import Direction
 from geoflow_fast.geometry import check_rows
-from geoflow_fast.retrieval.entropy import CONDITIONAL
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.tensors import load_tensors
@@ -213,8 +213,7 @@ class BayesVLM(Baseline):
 
         The gallery is a tensor, an array, a `.npy` file or a folder of shards.
         """
-        if direction not in CONDITIONAL:
-            raise ValueError(f"direction must be one of {CONDITIONAL}, got {direction!r}")
+        direction = Direction.of(direction, conditional=True)
         if not self.fitted:
             raise ValueError(f"{self.method} is not fitted: call fit, or load one that was")
         if isinstance(gallery, Gallery):

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from geoflow_fast.baselines.base import Task
 from geoflow_fast.baselines.trained import Sized
+from geoflow_fast.directions import CONDITIONAL
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.retrieval.bandwidth import fit_bandwidth
-from geoflow_fast.retrieval.entropy import CONDITIONAL, RetrievalEntropy
+from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.training.config import RunConfig, TrainConfig
 from geoflow_fast.training.flow_matching import FlowMatching

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from geoflow_fast.baselines.base import Baseline, Task, check_one_width, nearest
 from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.ops.gallery_statistics import GalleryPosterior
-from geoflow_fast.retrieval.bandwidth import KAPPAS, losses_of, refined
-from geoflow_fast.retrieval.entropy import CONDITIONAL
+from geoflow_fast.retrieval.bandwidth import fit_cosine_scale
 from geoflow_fast.retrieval.gallery import Gallery
-from geoflow_fast.retrieval.task import retrieval_task
+from geoflow_fast.retrieval.task import pair_task
 
 
 class Reference(Baseline):
@@ -139,6 +139,5 @@ class KNNDistance(Baseline):
 
 def tuned_scale(pairs: EmbeddingPairs, direction: str, max_queries: int, seed: int) -> float:
     """Inverse temperature of the cosine softmax with the least -log probability of the true items of these pairs."""
-    task = retrieval_task(pairs, direction, max_queries, seed, bayes=False)
-    loss = torch.tensor(losses_of(KAPPAS, task.queries.unsqueeze(1), Gallery(task.items), task.own))
-    return refined(KAPPAS, loss, int(loss.argmin()))
+    task = pair_task(pairs, Direction.of(direction, conditional=True), max_queries, seed)
+    return fit_cosine_scale(task.queries, task.items, task.own[:, 0])

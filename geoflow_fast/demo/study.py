@@ -11,13 +11,14 @@ from torch import Tensor
 from geoflow_fast.baselines.base import Baseline
 from geoflow_fast.baselines.references import KNNDistance, Margin, MaxSoftmax, SoftmaxEntropy
 from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.directions import CONDITIONAL
 from geoflow_fast.evaluation.agreement import Agreement, agreement, densities
 from geoflow_fast.evaluation.metrics import auroc, reliability, retrieval_calibration, selective_accuracy
 from geoflow_fast.evaluation.statistics import spearman
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.likelihood.density import epistemic
 from geoflow_fast.retrieval.bandwidth import Bandwidth, fit_bandwidth
-from geoflow_fast.retrieval.entropy import CONDITIONAL, RetrievalEntropy
+from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.rerank import BayesReranker, Reranked
 from geoflow_fast.worlds import ConceptWorld
 
@@ -166,7 +167,7 @@ def examine(
     references = [kind(world.dim, world.dim) for kind in REFERENCES]
     for reference in references:
         reference.fit(pairs, held_out)
-    sides = {}
+    sides: dict[str, Side] = {}
     for direction in CONDITIONAL:
         say(f"{direction}: scoring and re-ranking {QUERIES:,} queries over {ITEMS:,} items")
         asking, items = (image, text) if direction == "i2t" else (text, image)

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.directions import CONDITIONAL
 from geoflow_fast.evaluation import methods
 from geoflow_fast.evaluation.methods import Method, Study
 from geoflow_fast.evaluation.metrics import (
@@ -28,7 +29,6 @@ from geoflow_fast.evaluation.metrics import (
 from geoflow_fast.evaluation.retrieval import RetrievalSet, plain_search
 from geoflow_fast.evaluation.statistics import RESAMPLES, check_resamples
 from geoflow_fast.jobs.job import Job
-from geoflow_fast.retrieval.entropy import CONDITIONAL
 from geoflow_fast.runtime import checks, hashing, parquet
 from geoflow_fast.runtime.files import read_json, write_json
 from geoflow_fast.runtime.parquet import Columns
@@ -282,7 +282,7 @@ def _result(
     return Result(
         method=method.name,
         title=method.title,
-        direction=task.direction,
+        direction=str(task.direction),
         queries=len(task),
         items=len(task.items),
         plain_recall=found.accuracy,

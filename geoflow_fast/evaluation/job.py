@@ -15,6 +15,7 @@ from torch import Tensor
 from geoflow_fast import baselines
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import load_npy, open_rows
+from geoflow_fast.directions import CONDITIONAL
 from geoflow_fast.evaluation import figures
 from geoflow_fast.evaluation.compare import RESULTS_JSON, RUNS_FOLDER, Comparison, compare, without_nan
 from geoflow_fast.evaluation.methods import Study
@@ -23,7 +24,6 @@ from geoflow_fast.evaluation.report import Report
 from geoflow_fast.evaluation.statistics import RESAMPLES
 from geoflow_fast.evaluation.zero_shot import CLIP_SCALE, ZeroShot, class_prompts, tuned_scale, zero_shot
 from geoflow_fast.flow.model import GeoFlow
-from geoflow_fast.retrieval.entropy import CONDITIONAL
 from geoflow_fast.runtime import plots
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.runtime.files import write_json

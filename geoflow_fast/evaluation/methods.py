@@ -23,17 +23,17 @@ from geoflow_fast import baselines
 from geoflow_fast.baselines.bayesvlm import NEEDS_ACTIVATIONS, Activations, BayesVLM, towers
 from geoflow_fast.baselines.references import CosineSoftmax, Reference
 from geoflow_fast.data.pairs import EmbeddingPairs
-from geoflow_fast.directions import DIRECTIONS
+from geoflow_fast.directions import CONDITIONAL, DIRECTIONS
 from geoflow_fast.evaluation.retrieval import RetrievalSet
 from geoflow_fast.flow.model import GeoFlow, flow_digest
 from geoflow_fast.likelihood.density import chain_rule
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.retrieval.bandwidth import fit_bandwidth
-from geoflow_fast.retrieval.entropy import CONDITIONAL, FAST, RetrievalEntropy
+from geoflow_fast.retrieval.entropy import FAST, RetrievalEntropy
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.rerank import BayesReranker
-from geoflow_fast.retrieval.task import retrieval_task
+from geoflow_fast.retrieval.task import typical_queries
 from geoflow_fast.runtime import hashing
 from geoflow_fast.training.config import RunConfig
 
@@ -179,8 +179,7 @@ class FlowEntropy(FlowMethod):
         }
         best = fit_bandwidth(self.flow, study.val, way, **settings, **fixed)
         if settings.get("posterior") == "bayes":
-            typical = retrieval_task(study.val, way, REFERENCE_QUERIES, study.seed, bayes=False).queries
-            settings["reference"] = typical
+            settings["reference"] = typical_queries(study.val, way, REFERENCE_QUERIES, study.seed)
         settings |= {"kappa": best.kappa, "guidance": best.guidance}
         self.gallery = Gallery(task.items.to(self.device))
         self.scorer = RetrievalEntropy(self.flow, self.gallery, way, **settings).to(self.device)

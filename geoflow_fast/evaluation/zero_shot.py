@@ -25,7 +25,7 @@ from geoflow_fast.geometry import check_rows
 from geoflow_fast.likelihood.density import chain_rule
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.likelihood.settings import DensitySettings
-from geoflow_fast.retrieval.bandwidth import KAPPAS, losses_of, refined
+from geoflow_fast.retrieval.bandwidth import fit_cosine_scale
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.runtime.progress import progress_bar
 
@@ -219,6 +219,4 @@ def _references(
 
 def tuned_scale(image: Tensor, label: Tensor, prompts: Tensor) -> float:
     """Inverse temperature with the least -log probability of the true classes of held-out images."""
-    label = _checked(image, label, prompts)
-    loss = torch.tensor(losses_of(KAPPAS, image.unsqueeze(1), Gallery(prompts), label.to(image.device)))
-    return refined(KAPPAS, loss, int(loss.argmin()))
+    return fit_cosine_scale(image, prompts, _checked(image, label, prompts))

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from geoflow_fast import ops
 from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow
-from geoflow_fast.retrieval.entropy import CONDITIONAL, FAST, RetrievalEntropy
+from geoflow_fast.retrieval.entropy import FAST, RetrievalEntropy
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.marginals import log_mean_scores
-from geoflow_fast.retrieval.task import retrieval_task
+from geoflow_fast.retrieval.task import pair_task, typical_queries
 
 GUIDANCES = (0.0, 0.5, 1.0, 2.0, 3.0, 5.0)
 
@@ -59,8 +60,7 @@ def fit_bandwidth(
     the best kappa is refined between its neighbours. For `posterior="bayes"` marginals are estimated as by
     `marginal="scores"`, from up to `max_queries` pairs of other images.
     """
-    if direction not in CONDITIONAL:
-        raise ValueError(f"direction must be one of {CONDITIONAL}, got {direction!r}")
+    direction = Direction.of(direction, conditional=True)
     if not guidances or not kappas:
         raise ValueError("fit_bandwidth needs at least one guidance and one kappa to choose from")
     if not all(low < high for low, high in itertools.pairwise((0.0, *kappas, math.inf))):
@@ -74,35 +74,46 @@ def fit_bandwidth(
             "fit_bandwidth takes the items' marginals from the scores of other pairs; marginal='density' is not "
             "computed for it, since that takes two reverse solves per item: fit with marginal='scores'"
         )
-    task = retrieval_task(pairs, direction, max_queries, int(settings.get("seed", 0)), bayes=bayes)
+    seed, reference = int(settings.get("seed", 0)), None
+    asking = pairs
+    if bayes:
+        # A query that helped to estimate its own item's marginal, by itself or by another caption, would be held
+        # against that item, so the reference queries are of other images.
+        asking, others = pairs.split(0.5, seed)
+        reference = typical_queries(others, direction, max_queries, seed)
+    task = pair_task(asking, direction, max_queries, seed, among=pairs)
     device = next(flow.parameters()).device
-    gallery, rows = Gallery(task.items.to(device)), []
+    gallery, own, rows = Gallery(task.items.to(device)), task.own[:, 0].to(device), []
     for guidance in guidances:
-        chosen = {**FAST, **settings, "reference": task.reference, "guidance": float(guidance)}
+        chosen = {**FAST, **settings, "reference": reference, "guidance": float(guidance)}
         scorer = RetrievalEntropy(flow, gallery, direction, **chosen).to(device)
-        samples, others = scorer.draw(task.queries), None if task.reference is None else scorer.draw(task.reference)
-        rows.append(losses_of(kappas, samples, gallery, task.own.to(device), others))
+        samples, others_samples = scorer.draw(task.queries), None if reference is None else scorer.draw(reference)
+        rows.append([mean_loss(samples, gallery, own, float(kappa), others_samples) for kappa in kappas])
     table = torch.tensor(rows, dtype=torch.float64)
     row, column = divmod(int(table.argmin()), len(kappas))
     return Bandwidth(refined(kappas, table[row], column), float(guidances[row]), float(table.min()), table)
 
 
-def losses_of(
-    kappas: Sequence[float], samples: Tensor, gallery: Gallery, own: Tensor, reference: Tensor | None = None
-) -> list[float]:
-    """Mean of -log pi(own item [Q]) for samples [Q, M, d], for each of the kappas."""
-    return [_loss(samples, gallery, own, float(kappa), reference) for kappa in kappas]
+def fit_cosine_scale(queries: Tensor, items: Tensor, own: Tensor) -> float:
+    """The inverse temperature of the softmax over cosines with `items` [N, d] that gives the own items [Q] of the
+    `queries` [Q, d] the largest likelihood."""
+    samples, gallery, own = queries.unsqueeze(1), Gallery(items), own.to(queries.device)
+    loss = torch.tensor([mean_loss(samples, gallery, own, kappa) for kappa in KAPPAS])
+    return refined(KAPPAS, loss, int(loss.argmin()))
 
 
-def _loss(samples: Tensor, gallery: Gallery, own: Tensor, kappa: float, reference: Tensor | None) -> float:
-    """Mean over queries of -log pi(own item), for samples [Q, M, d] and those of reference queries, if Bayes."""
+def mean_loss(
+    samples: Tensor, gallery: Gallery, own: Tensor, kappa: float, reference_samples: Tensor | None = None
+) -> float:
+    """Mean of -log pi(own item [Q]) for samples [Q, M, d]; the Bayes posterior, if samples [R, M, d] of reference
+    queries are given."""
     ((_, items),) = gallery.blocks(samples.device, samples.dtype)
-    bias = None if reference is None else -log_mean_scores(reference, gallery, kappa)
-    found = ops.gallery_statistics(samples, items, kappa, 1, item_bias=bias)
+    bias = None if reference_samples is None else -log_mean_scores(reference_samples, gallery, kappa)
+    statistics = ops.gallery_statistics(samples, items, kappa, 1, item_bias=bias)
     cosine = torch.einsum("qmd,qd->qm", samples, items[own])
     score = (kappa * cosine.double()).logsumexp(1) - math.log(samples.shape[1])
     score = score if bias is None else score + bias[own]
-    return float((found.peak + found.weight.log() - score).mean())
+    return float((statistics.log_z - score).mean())
 
 
 def refined(kappas: Sequence[float], loss: Tensor, best: int) -> float:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from geoflow_fast import ops
+from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow, flow_digest
 from geoflow_fast.flow.sampling import SamplingSettings, StartingPoints, sample_conditional
 from geoflow_fast.geometry import check_rows
@@ -22,13 +23,10 @@ from geoflow_fast.retrieval.index import GalleryIndex
 from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.progress import Advance
 
-CONDITIONAL = ("i2t", "t2i")
-
-
 POSTERIORS = ("likelihood", "bayes")
 
 
-CHOICES = {"direction": CONDITIONAL, "posterior": POSTERIORS, "marginal": marginals.MARGINALS, "prune": ops.PRUNE}
+CHOICES = {"posterior": POSTERIORS, "marginal": marginals.MARGINALS, "prune": ops.PRUNE}
 
 
 FAST: dict[str, Any] = {"n_samples": 40, "n_steps": 8, "solver": "ab2", "grid": "late", "noise": "antithetic"}
@@ -125,9 +123,8 @@ class RetrievalEntropy(nn.Module):
         prune: str = "auto",
     ) -> None:
         super().__init__()
-        _check_settings(
-            n_samples, kappa, top_k, direction=direction, posterior=posterior, marginal=marginal, prune=prune
-        )
+        direction = Direction.of(direction, conditional=True)
+        _check_settings(n_samples, kappa, top_k, posterior=posterior, marginal=marginal, prune=prune)
         if prune == "always" and index is None:
             raise ValueError('prune="always" needs the index= of the gallery; see gf.GalleryIndex.build')
         self.gallery = gallery if isinstance(gallery, Gallery) else Gallery(gallery)

@@ -20,14 +20,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow, flow_digest
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.retrieval.calibration import Calibration, Evidence, fit_calibration, uncalibrated
-from geoflow_fast.retrieval.entropy import CONDITIONAL, risk_lower_bound
+from geoflow_fast.retrieval.entropy import risk_lower_bound
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource
-from geoflow_fast.retrieval.task import HeldOut
+from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.progress import Advance, progress_bar
 
@@ -98,8 +99,7 @@ class BayesReranker(nn.Module):
         store: Store | None = None,
     ) -> None:
         super().__init__()
-        if direction not in CONDITIONAL:
-            raise ValueError(f"direction must be one of {CONDITIONAL}, got {direction!r}")
+        direction = Direction.of(direction, conditional=True)
         if checks.integer(shortlist, "shortlist") < 1:
             raise ValueError(f"shortlist must be at least 1, got {shortlist}")
         checks.integer(seed, "seed")
@@ -191,24 +191,24 @@ class BayesReranker(nn.Module):
         if not pairs.image_dim == pairs.text_dim == self.query_dim:
             widths = f"{pairs.image_dim} and {pairs.text_dim}"
             raise ValueError(f"held-out pairs have widths {widths}, but the flow expects {self.query_dim}")
-        task = HeldOut.of(pairs, self.direction, max_queries, self.seed)
+        task = RetrievalTask.of(pairs, self.direction, max_queries=max_queries, seed=self.seed, all_items=False)
         queries = self._checked(task.queries, "held-out queries")
-        index = self._search(queries, None)
+        index, is_there = self._search(queries, None), task.own >= 0
         parts, right = [], []
         shown = sys.stderr.isatty() if progress is None else progress
         with progress_bar(len(queries), 0, "held-out queries", shown=shown) as advance:
             for rows in self._batches(len(queries)):
                 # Own items are numbered after those of the gallery.
-                number = len(self.gallery) + torch.arange(task.valid.numel()).view_as(task.valid)[rows]
-                valid = task.valid[rows].to(queries.device)
-                own = Shortlist.of(queries[rows], task.items[rows].to(queries), valid, number.to(queries.device))
+                number = len(self.gallery) + torch.arange(is_there.numel()).view_as(is_there)[rows]
+                items, valid = task.items[task.own[rows].clamp(min=0)].to(queries), is_there[rows].to(queries.device)
+                own = Shortlist.of(queries[rows], items, valid, number.to(queries.device))
                 shortlist, is_own = self._gather(queries[rows], index[rows]).with_own(own)
                 parts.append(self._evidence(queries[rows], shortlist))
                 right.append(is_own)
                 advance(len(is_own))
-        counts = torch.cat(right), task.valid.sum(1), task.group
-        found = fit_calibration(Evidence.joined(parts), *counts, self.made_for, self.seed)
-        self.calibration = dataclasses.replace(found, pairs=pairs.fingerprint())
+        counts = torch.cat(right), is_there.sum(1), task.query_image
+        fitted = fit_calibration(Evidence.joined(parts), *counts, self.made_for, self.seed)
+        self.calibration = dataclasses.replace(fitted, pairs=pairs.fingerprint())
         return self.calibration
 
     def save_calibration(self, path: str | Path) -> Path:

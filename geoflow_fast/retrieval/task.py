@@ -1,86 +1,155 @@
-"""Retrieval tasks with known answers."""
+"""Retrieval tasks with known answers: queries, the items they search, and which of these are right."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.data.rows import Index
+from geoflow_fast.directions import Direction
 from geoflow_fast.runtime import checks
 
 
 @dataclass(frozen=True)
 class RetrievalTask:
-    """Queries [Q, d] whose own items are known, by number [Q], among items [N, d']; references [R, d] if Bayes."""
+    """A retrieval task: queries, and a gallery of items. `of` builds it from pairs.
 
+    An item is right for a query when both are of one image: image-to-text search is right when it returns any of the
+    image's own texts.
+    """
+
+    direction: Direction
+    """"t2i": texts search images; "i2t": images search texts."""
     queries: Tensor
-    own: Tensor
+    """[Q, d]: every text, or every image once."""
     items: Tensor
-    reference: Tensor | None
+    """[N, d']: every image once, or every text."""
+    query_image: Tensor
+    """[Q] int64, number of the image that each query belongs to."""
+    item_image: Tensor
+    """[N] int64, number of the image that each item belongs to."""
+    query_row: Index
+    """[Q], row of each query in the stored embeddings."""
+    item_row: Index
+    """[N], row of each item in the stored embeddings."""
+    folder: Path | None = None
+    """Folder that the pairs were opened from, or None."""
+
+    @classmethod
+    def of(
+        cls,
+        pairs: EmbeddingPairs,
+        direction: str,
+        *,
+        max_queries: int | None = None,
+        seed: int = 0,
+        all_items: bool = True,
+    ) -> RetrievalTask:
+        """The task with all queries of the pairs, or with `max_queries` of them drawn by `seed`, in their original
+        order. Its items are all those of the pairs, or without `all_items` only those that are right for a query."""
+        if not isinstance(pairs, EmbeddingPairs):
+            raise TypeError(f"pairs must be EmbeddingPairs, got {type(pairs).__name__}")
+        direction = Direction.of(direction, conditional=True)
+        if pairs.image_dim != pairs.text_dim:
+            widths = f"{pairs.image_dim} and {pairs.text_dim}"
+            raise ValueError(f"plain search needs images and texts of one width, got {widths}")
+        if max_queries is not None:
+            checks.integer(max_queries, "max_queries", 1)
+        checks.integer(seed, "seed")
+        if len(pairs) == 0:
+            raise ValueError("pairs is empty: there is no query to search for")
+        _, first, image = np.unique(pairs.group, return_index=True, return_inverse=True)
+        sides = (pairs.image_row[first], np.arange(len(first))), (pairs.text_row, image)
+        (query_row, query_image), (item_row, item_image) = direction.queries(*sides), direction.items(*sides)
+        if max_queries is not None:
+            chosen = drawn_rows(len(query_row), max_queries, seed)
+            query_row, query_image = query_row[chosen], query_image[chosen]
+        if not all_items:
+            right = np.isin(item_image, query_image)
+            item_row, item_image = item_row[right], item_image[right]
+        return cls(
+            direction,
+            torch.from_numpy(direction.queries(pairs.image, pairs.text)[query_row]),
+            torch.from_numpy(direction.items(pairs.image, pairs.text)[item_row]),
+            torch.from_numpy(query_image),
+            torch.from_numpy(item_image),
+            query_row,
+            item_row,
+            pairs.folder,
+        )
+
+    def __len__(self) -> int:
+        return len(self.queries)
+
+    def is_right(self, index: Tensor, rows: slice = slice(None)) -> Tensor:
+        """Whether the items `index` [Q, ...] are right for the queries `rows`: bool [Q, ...]. -1 stands for no item."""
+        self._check_index(index, rows, least=-1)
+        image = self.query_image[rows].reshape(-1, *[1] * (index.dim() - 1))
+        return (self.item_image[index.cpu().clamp(min=0)] == image) & (index.cpu() >= 0)
+
+    @functools.cached_property
+    def own(self) -> Tensor:
+        """The right items of each query, int64 [Q, m], padded with -1."""
+        order = torch.argsort(self.item_image, stable=True)
+        ranked = self.item_image[order].contiguous()
+        first, last = (torch.searchsorted(ranked, self.query_image, right=right) for right in (False, True))
+        position = torch.arange(int((last - first).max())) + first.unsqueeze(1)
+        return torch.where(position < last.unsqueeze(1), order[position.clamp(max=len(order) - 1)], -1)
+
+    def pairs_with(self, index: Tensor, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Embeddings (image, text) of the queries `rows`, each paired with its item in `index` [Q]."""
+        self._check_index(index, rows)
+        if index.dim() != 1:
+            raise ValueError(f"index must be one item per query, [Q], got shape {tuple(index.shape)}")
+        return self.direction.pair(self.queries[rows], self.items[index])
+
+    def _check_index(self, index: Tensor, rows: slice, least: int = 0) -> None:
+        if not isinstance(rows, slice):
+            raise TypeError(f"rows must be a slice of the queries, got {rows!r}")
+        checks.indices(index, "index", len(self.items), least)
+        count = len(self.query_image[rows])
+        if not index.dim() or len(index) != count:
+            raise ValueError(f"index must be [{count}, ...], a row for each of the queries, got {tuple(index.shape)}")
 
 
-def retrieval_task(pairs: EmbeddingPairs, direction: str, max_queries: int, seed: int, *, bayes: bool) -> RetrievalTask:
-    """All items of the pairs, each once. For `bayes` the reference queries are of other images: a query that helped to
-    estimate its own item's marginal, by itself or by another caption, would be held against it."""
+def pair_task(
+    pairs: EmbeddingPairs, direction: Direction, max_queries: int, seed: int, among: EmbeddingPairs | None = None
+) -> RetrievalTask:
+    """The task in which every pair asks for its own item alone, even if an image has several texts: each item counts
+    as an image of its own.
+
+    At most `max_queries` of the pairs, drawn by `seed`, are queries. The items are those of `among`, which contains the
+    pairs (by default they are the pairs), each stored row once.
+    """
     if len(pairs) < 1 or max_queries < 1:
         raise ValueError(f"{len(pairs)} pairs and max_queries={max_queries} leave no query to fit on")
-    asking, others = pairs.split(0.5, seed) if bayes else (pairs, None)
-    asking = _drawn(asking, max_queries, seed)
-    side, rows = (1, pairs.image) if direction == "t2i" else (0, pairs.text)
-    own, kept = (part.image_row if direction == "t2i" else part.text_row for part in (asking, pairs))
-    kept = np.unique(kept)
+    among = pairs if among is None else among
+    asking = pairs.subset(drawn_rows(len(pairs), max_queries, seed))
+    rows = asking.image_row, asking.text_row
+    query_row, item_row = direction.queries(*rows), np.unique(direction.items(among.image_row, among.text_row))
     return RetrievalTask(
-        _all(asking)[side],
-        torch.from_numpy(np.searchsorted(kept, own)),
-        torch.from_numpy(rows[kept]),
-        None if others is None else _all(_drawn(others, max_queries, seed))[side],
+        direction,
+        torch.from_numpy(direction.queries(pairs.image, pairs.text)[query_row]),
+        torch.from_numpy(direction.items(pairs.image, pairs.text)[item_row]),
+        torch.from_numpy(np.searchsorted(item_row, direction.items(*rows))),
+        torch.arange(len(item_row)),
+        query_row,
+        item_row,
+        pairs.folder,
     )
 
 
-def _drawn(pairs: EmbeddingPairs, count: int, seed: int) -> EmbeddingPairs:
-    """At most `count` of the pairs, in their order."""
-    return pairs.subset(np.sort(np.random.default_rng(checks.integer(seed, "seed")).permutation(len(pairs))[:count]))
+def typical_queries(pairs: EmbeddingPairs, direction: Direction, count: int, seed: int) -> Tensor:
+    """Queries [R, d] of at most `count` pairs, drawn by `seed`, in their original order."""
+    return direction.queries(*pairs[drawn_rows(len(pairs), count, seed)])
 
 
-def _all(pairs: EmbeddingPairs) -> tuple[Tensor, Tensor]:
-    return pairs[np.arange(len(pairs))]
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    """Queries [Q, d], their own `items` [Q, m, d] where `valid` [Q, m], and the image [Q] each belongs to."""
-
-    queries: Tensor
-    items: Tensor
-    valid: Tensor
-    group: Tensor
-
-    @classmethod
-    def of(cls, pairs: EmbeddingPairs, direction: str, max_queries: int, seed: int) -> HeldOut:
-        """Every text with its image, or every image with all its texts; at most `max_queries` of them."""
-        if len(pairs) == 0:
-            raise ValueError("pairs is empty: there is no query to calibrate on")
-        names, member = np.unique(pairs.group, return_inverse=True)
-        count = len(pairs) if direction == "t2i" else len(names)
-        chosen = np.sort(np.random.default_rng(seed).permutation(count)[:max_queries])
-        if direction == "t2i":
-            image, text = pairs[chosen]
-            return cls(text, image.unsqueeze(1), torch.ones(len(text), 1, dtype=torch.bool), _tensor(member[chosen]))
-        order = np.argsort(member, kind="stable")
-        first, last = (np.searchsorted(member[order], chosen, side) for side in ("left", "right"))
-        own = [order[low:high] for low, high in zip(first, last)]
-        place = np.zeros((len(own), max(map(len, own))), np.int64)
-        valid = np.zeros(place.shape, bool)
-        for row, texts in enumerate(own):
-            place[row, : len(texts)], valid[row, : len(texts)] = texts, True
-        text = pairs[place.reshape(-1)][1].reshape(*place.shape, pairs.text_dim)
-        return cls(pairs[place[:, 0]][0], text, _tensor(valid), _tensor(chosen))
-
-
-def _tensor(array: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(array)
+def drawn_rows(rows: int, count: int, seed: int) -> Index:
+    """At most `count` of the numbers below `rows`, drawn by `seed`, in ascending order."""
+    return np.sort(np.random.default_rng(checks.integer(seed, "seed")).permutation(rows)[:count])

@@ -114,7 +114,7 @@ def test_bounds_are_above_the_scores(backend):
     samples, gallery = world(700, 40, 4, 11, 0.7, dtype=DTYPE[backend])
     bias = torch.randn(700, dtype=DTYPE[backend])
     score = whole_scores(samples, gallery, 50.0, bias)
-    run = gf.dispatch.choose("gallery_scores", samples, backend)
+    run = ops.dispatch.choose("gallery_scores", samples, backend)
     gaps = []
     for width in (2, 5, 40):
         index = gf.GalleryIndex.build(gallery.float(), width=width)
