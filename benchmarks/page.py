@@ -35,7 +35,7 @@ def write() -> None:
     """Blocks and figures from all results that there are."""
     results = {name: found for name in suites() if (found := load(name)) is not None}
     text = filled(PAGE.read_text(), lambda key: block(key, results))
-    write_atomic(PAGE, lambda file: file.write(text.encode()))
+    write_atomic(PAGE, text.encode())
     print(f"{PAGE.relative_to(ROOT)} holds the results of {', '.join(results)}")
 
 

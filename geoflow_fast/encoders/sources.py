@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from geoflow_fast.runtime import checks
-from geoflow_fast.runtime.parquet import parquet_module
+from geoflow_fast.runtime.files import contents_of
+from geoflow_fast.runtime.parquet import DAMAGED
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -298,10 +299,10 @@ def _csv_rows(
 
 
 def _parquet_rows(table: Path, path_column: str, caption_column: str) -> Iterator[tuple[int, Any, list[str | None]]]:
-    try:
-        file = parquet_module().ParquetFile(table)
-    except ValueError as error:  # what pyarrow raises about contents
-        raise ValueError(f"{table} is damaged or not Parquet: {error}") from error
+    import pyarrow.parquet
+
+    with contents_of(table, DAMAGED):
+        file = pyarrow.parquet.ParquetFile(table)
     with file:
         _check_columns(table, file.schema_arrow.names, path_column, caption_column)
         for column in filter(None, (path_column, caption_column)):

@@ -162,7 +162,7 @@ class Report:
         """Writes the page to `path`, atomically, and returns the path."""
         path = checks.path(path, "path")
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, lambda file: file.write(self.render().encode()))
+        write_atomic(path, self.render().encode())
         return path
 
 

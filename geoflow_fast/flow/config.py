@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from geoflow_fast.manifolds import MANIFOLDS, Manifold
+from geoflow_fast.runtime import checks
 
 SIZES = {
     "image_dim": (2, 1 << 20),
@@ -50,10 +51,7 @@ class GeoFlowConfig:
             value = getattr(self, name)
             if value is None and name == "pca_dim":
                 continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} must be an integer, got {value!r}")
-            if not least <= value <= most:
-                raise ValueError(f"{name} must be between {least} and {most}, got {value}")
+            object.__setattr__(self, name, checks.integer(value, name, least, most))
         for name in ("dropout", "layer_scale", "time_scale"):
             number = getattr(self, name)
             if not isinstance(number, (int, float)) or isinstance(number, bool):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol, SupportsIndex
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from geoflow_fast.geometry import capturing
 from geoflow_fast.manifolds import SPHERE, Manifold
+from geoflow_fast.runtime import checks
 
 SOLVERS = ("euler", "midpoint", "ab2", "rk4")
 
@@ -53,22 +53,10 @@ def eval_mode(field: object) -> Iterator[None]:
             module.training = mode
 
 
-def count_of(value: SupportsIndex, name: str) -> int:
-    """Returns `value` as an int. A ValueError is raised unless it is an integer (numpy's are) of at least 1; True and
-    False are not integers here."""
-    try:
-        count = 0 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        count = 0
-    if count < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    return count
-
-
-def time_grid(n_steps: SupportsIndex, *, kind: str = "uniform", reverse: bool = False) -> Tensor:
+def time_grid(n_steps: int, *, kind: str = "uniform", reverse: bool = False) -> Tensor:
     """Times [n_steps + 1] from 0 to 1 (1 to 0 in `reverse`): "uniform", or with short steps "late" (towards the data,
     t = 1) or "early" (towards the noise): t = 1 - (1 - s)^1.5 or s^1.5 over uniform s."""
-    steps = count_of(n_steps, "n_steps")
+    steps = checks.integer(n_steps, "n_steps", 1)
     if kind not in GRIDS:
         raise ValueError(f"grid must be one of {GRIDS}, got {kind!r}")
     s = torch.linspace(0, 1, steps + 1, dtype=torch.float64)

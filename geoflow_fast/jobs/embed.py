@@ -36,10 +36,10 @@ from geoflow_fast.jobs.job import FACTS_FILE, as_json, read_facts, refuse_other_
 from geoflow_fast.runtime import checks, interrupt, parquet
 from geoflow_fast.runtime.files import (
     LOCK_FILE,
+    TEMPORARY_NAME,
     contents_of,
     locked,
     sync_folder,
-    temporary_of,
     write_atomic,
     write_json,
     write_npy,
@@ -127,7 +127,6 @@ def embed_images(
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     if pre_projection:
         _projections(encoder)  # what is missing is said before anything is read
-    parquet.parquet_module()
     source = images if isinstance(images, ImageSource) else open_images(images)
     if source.has_captions:
         encoder.encode_texts(["a picture"])  # a tokenizer that cannot be had is said before hours of images
@@ -198,7 +197,7 @@ class _EmbedJob:
             if not overwrite:
                 raise FileExistsError(f"{self.out} is not the result of this job; move it, or ask to overwrite")
         left = read_facts(self.folder / FACTS_FILE)
-        begun = {LOCK_FILE, temporary_of(self.folder / FACTS_FILE).name}  # left by a job that was killed at once
+        begun = {LOCK_FILE, TEMPORARY_NAME.format(FACTS_FILE)}  # left by a job that was killed at once
         if left is None and self.folder.is_dir() and {path.name for path in self.folder.iterdir()} - begun:
             raise FileExistsError(f"{self.folder} holds something that geoflow embed did not make; move it")
         # Without encoded rows there is nothing to lose: a batch that was too large may be made smaller.
@@ -504,11 +503,11 @@ def _empty(folder: Path) -> None:
 
 
 def _write_table(path: Path, columns: Mapping[str, list[Any]]) -> None:
-    import pyarrow
+    import pyarrow.parquet
 
     types = {"image_index": pyarrow.int64()}
     arrays = {name: pyarrow.array(column, types.get(name, pyarrow.string())) for name, column in columns.items()}
-    write_atomic(path, lambda file: parquet.parquet_module().write_table(pyarrow.table(arrays), file))
+    write_atomic(path, lambda file: pyarrow.parquet.write_table(pyarrow.table(arrays), file))
 
 
 def _write_skipped(path: Path, skipped: Sequence[Skipped]) -> None:
@@ -516,4 +515,4 @@ def _write_skipped(path: Path, skipped: Sequence[Skipped]) -> None:
     writer = csv.writer(lines, lineterminator="\n")
     writer.writerow(("item", "part", "reason"))
     writer.writerows([printable(value) for value in item] for item in _as_tuples(skipped))
-    write_atomic(path, lambda file: file.write(lines.getvalue().encode()))
+    write_atomic(path, lines.getvalue().encode())

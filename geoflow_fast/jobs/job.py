@@ -19,9 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geoflow_fast.distributed import ALONE, World
-from geoflow_fast.runtime.files import LOCK_FILE, locked, read_json, write_atomic, write_json
+from geoflow_fast.runtime.files import LOCK_FILE, contents_of, locked, read_json, write_atomic, write_json
 from geoflow_fast.runtime.interrupt import StopOnInterrupt
-from geoflow_fast.runtime.parquet import Columns, _named, parquet_module, write_columns
+from geoflow_fast.runtime.parquet import DAMAGED, Columns, write_columns
 from geoflow_fast.runtime.progress import Advance, progress_bar
 
 FACTS_FILE = "job.json"
@@ -61,8 +61,7 @@ class Job:
         return as_json({**self.facts, "rows": self.rows, "block_rows": self.block_rows})
 
     def check(self, *, overwrite: bool = False) -> None:
-        """Raises what `run` would raise before computing: no Parquet here, or something else is in the way."""
-        parquet_module()
+        """Raises what `run` would raise before computing if something else is in the way."""
         if self.out.is_dir():
             raise IsADirectoryError(f"{self.out} is a folder; the output is a file")
         if overwrite:
@@ -75,17 +74,16 @@ class Job:
 
     def finished(self) -> bool:
         """Whether `out` is there already, made by a job with these facts."""
+        import pyarrow.parquet
+
         if not self.out.is_file():
             return False
         try:
-            metadata = parquet_module().read_schema(self.out).metadata or {}
-            return FACTS_KEY in metadata and json.loads(metadata[FACTS_KEY]) == self.identity
-        except (ValueError, RecursionError):  # not Parquet, or with facts that are none: some other file
+            with contents_of(self.out):
+                metadata = pyarrow.parquet.read_schema(self.out).metadata or {}
+                return FACTS_KEY in metadata and json.loads(metadata[FACTS_KEY]) == self.identity
+        except ValueError:  # not Parquet, or without facts that can be read: the file is not ours
             return False
-        except OSError as error:
-            if error.errno is not None:
-                raise
-            return False  # pyarrow's word for a damaged one
 
     def run(
         self,
@@ -173,17 +171,18 @@ class Job:
 
     def _join_blocks(self, file: BinaryIO) -> None:
         """One row group per block, so that memory is that of a block."""
-        parquet = parquet_module()
+        import pyarrow.parquet
+
         with contextlib.ExitStack() as closed:
             writer = None
             for rows, path in self._blocks():
-                with _named(path):
-                    table = parquet.read_table(path)
+                with contents_of(path, DAMAGED):
+                    table = pyarrow.parquet.read_table(path)
                 if table.num_rows != len(rows):
                     raise ValueError(f"{path} holds {table.num_rows} rows, not {len(rows)}; remove it and run again")
                 if writer is None:
                     schema = table.schema.with_metadata({FACTS_KEY: json.dumps(self.identity).encode()})
-                    writer = closed.enter_context(parquet.ParquetWriter(file, schema))
+                    writer = closed.enter_context(pyarrow.parquet.ParquetWriter(file, schema))
                 writer.write_table(table.replace_schema_metadata(writer.schema.metadata))
 
     def _remove_blocks(self) -> None:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.directions import DIRECTIONS
-from geoflow_fast.flow.solvers import Field, count_of
+from geoflow_fast.flow.solvers import Field
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.likelihood.probes import STREAMS
 from geoflow_fast.likelihood.reverse_ode import _check_pairs, _freedoms, _in_flow, density_estimates, draw_seed
 from geoflow_fast.likelihood.settings import DensitySettings
+from geoflow_fast.runtime import checks
 
 TYPICALITIES = ("density", "absolute")
 
@@ -198,7 +199,7 @@ def suggest_steps(
     that only the discretisation differs. About a hundred pairs are enough. If `max_steps` steps do not reach the
     tolerance, a ValueError is raised.
     """
-    if not tolerance > 0 or count_of(max_steps, "max_steps") < 2:
+    if not tolerance > 0 or checks.integer(max_steps, "max_steps", 1) < 2:
         raise ValueError(f"tolerance={tolerance} must be positive and max_steps={max_steps} at least 2")
     if direction not in DIRECTIONS:
         raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")

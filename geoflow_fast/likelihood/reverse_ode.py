@@ -14,7 +14,6 @@ from geoflow_fast.flow.solvers import (
     FiniteMonitor,
     Points,
     Streams,
-    count_of,
     eval_mode,
     evaluation_times,
     integrate,
@@ -54,7 +53,7 @@ def density_estimates(
     encodes once.
     """
     if memory is not None:
-        memory = count_of(memory, "memory")
+        memory = checks.integer(memory, "memory", 1)
     _check_pairs(image, text)
     check_rows(image, "image")
     check_rows(text, "text")

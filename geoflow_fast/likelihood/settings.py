@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from geoflow_fast.flow.solvers import count_of, evaluation_times, time_grid
+from geoflow_fast.flow.solvers import evaluation_times, time_grid
 from geoflow_fast.likelihood.probes import ORTHOGONAL, PROBES, TANGENTS
+from geoflow_fast.runtime import checks
 
 DIVERGENCES = ("hutchinson", "exact")
 
@@ -45,7 +46,7 @@ class DensitySettings:
 
     def __post_init__(self) -> None:
         for count in ("n_steps", "n_probes"):  # plain integers, which go into files
-            object.__setattr__(self, count, count_of(getattr(self, count), count))
+            object.__setattr__(self, count, checks.integer(getattr(self, count), count, 1))
         evaluation_times(time_grid(self.n_steps, kind=self.grid), self.solver)
         own = self.redraw and not self.shared  # otherwise there is nothing to learn from step to step
         if self.probe is None:

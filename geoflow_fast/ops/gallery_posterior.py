@@ -139,12 +139,11 @@ def _check(samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias
         raise ValueError(
             f"need at least one sample, item and coordinate, got {tuple(samples.shape)} and {tuple(gallery.shape)}"
         )
-    if isinstance(top_k, bool) or not isinstance(top_k, int) or not isinstance(kappa, (int, float)):
-        raise TypeError(f"kappa must be a number and top_k an integer, got {kappa!r} and {top_k!r}")
+    if not isinstance(kappa, (int, float)):
+        raise TypeError(f"kappa must be a number, got {kappa!r}")
     if not 0 <= kappa < math.inf:
         raise ValueError(f"kappa must be finite and not negative, got {kappa}")
-    if top_k < 1:
-        raise ValueError(f"top_k must be at least 1, got {top_k}")
+    checks.integer(top_k, "top_k", 1)
     if item_bias is not None and item_bias.shape != gallery.shape[:1]:
         raise ValueError(f"item_bias must be [{gallery.shape[0]}], got {tuple(item_bias.shape)}")
 

@@ -156,8 +156,7 @@ def transport_cost(
 def make_settings(eps: float, tol: float, max_iter: int, storage: str) -> Settings:
     """Checks the scalar arguments."""
     eps, tol = (checks.positive(x, name, LARGEST_EPS) for name, x in (("eps", eps), ("tol", tol)))
-    if not isinstance(max_iter, int) or not 1 <= max_iter < 2**31:
-        raise ValueError(f"max_iter must be an integer from 1 to 2^31 - 1, got {max_iter!r}")
+    max_iter = checks.integer(max_iter, "max_iter", 1, 2**31 - 1)
     if storage not in STORAGES:
         raise ValueError(f"storage must be one of {', '.join(STORAGES)}, got {storage!r}")
     return Settings(eps, tol, max_iter, STORAGES[storage])

@@ -1,1 +1,1 @@
-"""What the rest of the package runs on: argument checks, files, progress, interrupts, devices."""
+"""The ground that the rest of the package stands on: argument checks, files, progress, interrupts, devices."""

@@ -1,9 +1,10 @@
-"""What the public surface asks of its arguments: each function returns the value in its plain form, or raises a
-TypeError or ValueError that names the argument.
+"""Checks of the arguments of public calls. Each function returns the value in its plain form, or raises a TypeError or
+ValueError that names the argument.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from pathlib import Path
@@ -15,43 +16,31 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 LARGEST = torch.finfo(torch.float32).max
-"""Numbers beyond it have no place in float32 arithmetic."""
-
-
+"""The largest number that float32 arithmetic can hold."""
 LARGEST_SEED = 2**63 - 1
-
-
 LARGEST_COUNT = 10**9
-"""Largest number of steps and the like: more would not end."""
+"""The largest number of steps and the like: a run with more would never end."""
 
 
-def dense(x: object, name: str) -> Tensor:
-    """`x`, if it is a dense tensor."""
+def dense(x: object, name: str, *, is_floating: bool = False, has_values: bool = False) -> Tensor:
+    """Returns `x` if it is a dense tensor, and, where asked for, one of floating-point numbers whose values exist."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor, got {x.layout}; convert with .to_dense()")
+    if is_floating and not x.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {x.dtype}")
+    if has_values and x.is_meta:
+        raise ValueError(f"{name} is on the meta device and has no values")
     return x
 
 
-def floating(x: object, name: str) -> Tensor:
-    """`x`, if it is a dense tensor of floating-point numbers."""
-    found = dense(x, name)
-    if not found.is_floating_point():
-        raise TypeError(f"{name} must be floating point, got {found.dtype}")
-    return found
-
-
-def with_values(x: object, name: str) -> Tensor:
-    """`x`, if it is a dense floating-point tensor whose values can be looked at."""
-    found = floating(x, name)
-    if found.is_meta:
-        raise ValueError(f"{name} is on the meta device and has no values")
-    return found
+floating = functools.partial(dense, is_floating=True)
+with_values = functools.partial(dense, is_floating=True, has_values=True)
 
 
 def number(x: object, name: str, least: float = -LARGEST, most: float = LARGEST) -> float:
-    """`x` as a finite float between `least` and `most`."""
+    """Returns `x` as a finite float between `least` and `most`."""
     if isinstance(x, bool) or not isinstance(x, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name} must be a number, got {x!r}")
     if not math.isfinite(x):
@@ -62,14 +51,14 @@ def number(x: object, name: str, least: float = -LARGEST, most: float = LARGEST)
 
 
 def positive(x: object, name: str, most: float = LARGEST) -> float:
-    """`x` as a float above zero and at most `most`."""
+    """Returns `x` as a float above zero and at most `most`."""
     if isinstance(x, (int, float)) and not 0 < x < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {x}")
     return number(x, name, most=most)
 
 
 def integer(x: object, name: str, least: int = 0, most: int = LARGEST_SEED) -> int:
-    """`x`, numpy's integers included, as an int between `least` and `most`."""
+    """Returns `x` as an int between `least` and `most`. Integers of numpy are accepted; booleans are not."""
     if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
         raise TypeError(f"{name} must be an integer, got {x!r}")
     if x < least:
@@ -80,25 +69,23 @@ def integer(x: object, name: str, least: int = 0, most: int = LARGEST_SEED) -> i
 
 
 def indices(x: object, name: str, count: int, least: int = 0) -> Tensor:
-    """`x`, if it is a tensor of integers between `least` and `count` - 1."""
-    found = dense(x, name)
-    if found.dtype not in (torch.int64, torch.int32) or found.is_meta:
-        raise TypeError(f"{name} must be integers (int64 or int32), got {found.dtype} on {found.device}")
-    if found.numel():
-        low, high = int(found.min()), int(found.max())
+    """Returns `x` if it is a tensor of integers between `least` and `count` - 1."""
+    tensor = dense(x, name)
+    if tensor.dtype not in (torch.int64, torch.int32) or tensor.is_meta:
+        raise TypeError(f"{name} must be integers (int64 or int32), got {tensor.dtype} on {tensor.device}")
+    if tensor.numel():
+        low, high = int(tensor.min()), int(tensor.max())
         if low < least or high >= count:
             raise ValueError(f"{name} must be between {least} and {count - 1}, got {low if low < least else high}")
-    return found
+    return tensor
 
 
 def array(x: object, name: str) -> NDArray[Any]:
-    """Values of a tensor, an array or a sequence on the CPU, as an array that shares memory where it can."""
+    """Returns the values of a tensor, an array or a sequence as an array on the CPU, which shares memory if it can."""
     if isinstance(x, Tensor):
-        if x.is_meta:
-            raise ValueError(f"{name} is on the meta device and has no values")
         if x.dtype == torch.bfloat16:
-            raise TypeError(f"{name} is bfloat16, which arrays do not know; convert with .float()")
-        return dense(x, name).detach().cpu().numpy()
+            raise TypeError(f"{name} is bfloat16, which numpy does not have; convert with .float()")
+        return dense(x, name, has_values=True).detach().cpu().numpy()
     try:
         return np.asarray(x)
     except ValueError as error:  # rows of different lengths
@@ -106,7 +93,7 @@ def array(x: object, name: str) -> NDArray[Any]:
 
 
 def path(x: object, name: str) -> Path:
-    """`x`, text or a path, as a path that a system can be asked for."""
+    """Returns text or a path as a path that the operating system accepts."""
     if not isinstance(x, (str, os.PathLike)) or not isinstance(text := os.fspath(x), str):
         raise TypeError(f"{name} must be a path, got {x!r}")
     if not text or "\0" in text:
@@ -115,17 +102,17 @@ def path(x: object, name: str) -> Path:
 
 
 def words(x: object, name: str) -> str:
-    """`x`, if it is text."""
+    """Returns `x` if it is text."""
     if not isinstance(x, str):
         raise TypeError(f"{name} must be text, got {x!r}")
     return x
 
 
 def device(x: object, name: str = "device") -> torch.device:
-    """`x` as a device that torch knows the kind of."""
+    """Returns `x` as a device of a kind that torch knows."""
     if not isinstance(x, (str, torch.device)):
         raise TypeError(f"{name} must be a device or its name, got {x!r}")
     try:
         return torch.device(x)
     except RuntimeError as error:
-        raise ValueError(f"{name} {x!r} is none that torch knows: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"{name} {x!r} is unknown to torch: {str(error).splitlines()[0]}") from error

@@ -1,4 +1,4 @@
-"""The device that a name means."""
+"""The choice of the device that a command or a call runs on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def usable_device(name: str) -> torch.device:
-    """The device of that name ("auto": a GPU if there is one), after a first use of it."""
+    """Returns the device of that name, after using it once; "auto" is a GPU if there is one, otherwise the CPU."""
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
         torch.zeros(1, device=device).item()

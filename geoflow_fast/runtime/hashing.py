@@ -15,14 +15,14 @@ from geoflow_fast.runtime.tensors import bytes_of
 
 
 def digest(parts: Iterable[Tensor | NDArray[Any]]) -> str:
-    """SHA-256 over types, shapes and contents: equal only for equal arrays in equal order."""
-    found = hashlib.sha256()
+    """Returns a SHA-256 over types, shapes and contents, which only equal arrays in equal order share."""
+    sha = hashlib.sha256()
     for part in parts:
-        found.update(f"{part.dtype}{tuple(part.shape)}".encode())
-        found.update(bytes_of(part) if isinstance(part, Tensor) else np.ascontiguousarray(part).data)
-    return found.hexdigest()
+        sha.update(f"{part.dtype}{tuple(part.shape)}".encode())
+        sha.update(bytes_of(part) if isinstance(part, Tensor) else np.ascontiguousarray(part).data)
+    return sha.hexdigest()
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:
-    """SHA-256 of facts that can be written as JSON, whatever their order."""
+    """Returns the SHA-256 of facts that can be written as JSON, whatever their order."""
     return hashlib.sha256(json.dumps(dict(facts), sort_keys=True, allow_nan=False).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Ctrl-C that stops after the current unit of work."""
+"""A Ctrl-C that lets the current unit of work finish."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any
 
 
 class StopOnInterrupt:
-    """While active, the first Ctrl-C asks for a stop (`asked`) after the current `unit` of work; the second interrupts
-    at once."""
+    """While this context is active, the first Ctrl-C sets `asked`, so that the caller can stop after the current `unit`
+    of work. A second one interrupts at once."""
 
     SAME_SECONDS = 2.0
-    """torchrun passes a Ctrl-C on that the terminal has sent to all: within this time it is the same one."""
+    """torchrun passes on a Ctrl-C that the terminal has already sent to every process. Within this time, a second
+    signal is taken for the same Ctrl-C."""
 
     def __init__(self, unit: str) -> None:
         self.asked = False
@@ -35,8 +36,8 @@ class StopOnInterrupt:
                 return
             raise KeyboardInterrupt
         self.asked, self._since = True, time.monotonic()
-        if sys.stderr.isatty():  # past its buffer, which the interrupted code may be writing to
-            os.write(2, f"\nstopping after this {self._unit}; once more stops at once\n".encode())
+        if sys.stderr.isatty():  # written around the buffer, which the interrupted code may be writing to
+            os.write(2, f"\nstopping after this {self._unit}; press Ctrl-C again to stop at once\n".encode())
 
     def __exit__(self, *_: object) -> None:
         if self._previous is not None:

@@ -1,4 +1,4 @@
-"""Pictures on disk, by matplotlib without a display."""
+"""Pictures in files, drawn by matplotlib without a display."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from geoflow_fast.runtime.files import write_atomic
 
 
 def pyplot() -> Any:
-    """The plotting module of matplotlib, drawing to files only."""
+    """Returns matplotlib's pyplot module, set up to draw to files only."""
     try:
         import matplotlib
     except ImportError as error:
@@ -20,7 +20,7 @@ def pyplot() -> Any:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Writes the figure as PNG, whole or not at all, and closes it in either case."""
+    """Writes the figure as a PNG file, atomically, and closes the figure even if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, lambda file: figure.savefig(file, dpi=140, format="png"))

@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from geoflow_fast.runtime.files import contents_of, write_atomic
 
 FORMAT_VERSION = 1
-"""Raised when a file written today could no longer be read by the code of yesterday."""
-
+"""This number goes up when older releases can no longer read the files that this one writes."""
 
 _BLANK_DIGEST = "0" * 64
-
-
 _DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -79,31 +76,26 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], *, kind: str, info: 
 def load_tensors(
     path: Path, *, kind: str, device: torch.device | str = "cpu"
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Reads what `save_tensors` wrote: (tensors, info). Another version, kind or a damaged file is a ValueError."""
+    """Reads what `save_tensors` wrote: (tensors, info). A file that is damaged, of another version or of another kind
+    is a ValueError that names it."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
-    try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
-            metadata = file.metadata() or {}
-            _check_metadata(path, metadata, kind)
-            _check_digest(path, metadata.get("sha256", ""))
-            # Cloned: what safetensors returns is a view of the mapped file, which the next checkpoint replaces.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118, not a dict
-    except SafetensorError as error:
-        raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from error
-    with contents_of(path):
-        info = json.loads(metadata["info"])
-        return tensors, {**info}
-
-
-def _check_metadata(path: Path, metadata: Mapping[str, str], kind: str) -> None:
-    version = metadata.get("geoflow_version")
-    if version is None:
-        raise ValueError(f"{path} was not written by geoflow_fast: it carries no format version")
-    if version != str(FORMAT_VERSION):
-        raise ValueError(f"{path} has format version {version}; this release reads version {FORMAT_VERSION}")
-    if metadata.get("kind") != kind:
-        raise ValueError(f"{path} holds a {metadata.get('kind')!r}, but a {kind!r} was expected")
+    with (
+        contents_of(path, "truncated or not a safetensors file"),
+        safe_open(path, framework="pt", device=str(device)) as file,
+    ):
+        metadata = file.metadata() or {}
+        version = metadata.get("geoflow_version")
+        if version is None:
+            raise ValueError(f"{path} was not written by geoflow_fast: it carries no format version")
+        if version != str(FORMAT_VERSION):
+            raise ValueError(f"{path} has format version {version}; this release reads version {FORMAT_VERSION}")
+        if metadata.get("kind") != kind:
+            raise ValueError(f"{path} holds a {metadata.get('kind')!r}, but a {kind!r} was expected")
+        _check_digest(path, metadata.get("sha256", ""))
+        # safetensors returns views of the mapped file, which the next checkpoint replaces, so they are copied.
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118, not a dict
+        return tensors, {**json.loads(metadata["info"])}
 
 
 def _check_digest(path: Path, expected: str) -> None:
@@ -118,6 +110,6 @@ def _check_digest(path: Path, expected: str) -> None:
 
 
 def bytes_of(x: Tensor) -> memoryview:
-    """The contents of a tensor of any type, row by row."""
+    """Returns the contents of a tensor of any type, row by row."""
     flat = x.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data

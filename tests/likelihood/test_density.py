@@ -428,11 +428,11 @@ def test_bad_input():
         "solver": {"solver": "magic"},
         "return_stderr": {"return_stderr": True},
         "n_probes": {"n_probes": 0},
-        "n_probes must be an integer of at least 1, got True": {"n_probes": True},
-        "n_steps must be an integer of at least 1, got True": {"n_steps": True},
-        "n_steps must be an integer of at least 1, got 2.0": {"n_steps": 2.0},
-        "memory must be an integer of at least 1, got 0": {"memory": 0},
-        "memory must be an integer of at least 1, got 1.5": {"memory": 1.5},
+        "n_probes must be an integer, got True": {"n_probes": True},
+        "n_steps must be an integer, got True": {"n_steps": True},
+        "n_steps must be an integer, got 2.0": {"n_steps": 2.0},
+        "memory must be at least 1, got 0": {"memory": 0},
+        "memory must be an integer, got 1.5": {"memory": 1.5},
         "probe must be": {"probe": "uniform"},
         "tangents must be": {"tangents": "both"},
         "grid must be": {"grid": "log"},
@@ -444,7 +444,7 @@ def test_bad_input():
         "do not fit into 3": {"orthogonal": "probes", "n_probes": 4},
     }
     for message, options in cases.items():
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(TypeError if "integer" in message else ValueError, match=message):
             gf.log_density(field, image, text, **options)
     with pytest.raises(ValueError, match="text row 2"):
         gf.log_density(field, image, torch.cat((text[:2], 2 * text[2:])))
