@@ -17,7 +17,6 @@ from geoflow_fast.flow.solvers import (
     Field,
     Points,
     Streams,
-    count_of,
     eval_mode,
     evaluation_times,
     integrate,
@@ -54,7 +53,7 @@ class SamplingSettings(Settings):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "n_samples", checks.integer(self.n_samples, "n_samples", least=1))
-        object.__setattr__(self, "n_steps", count_of(self.n_steps, "n_steps"))
+        object.__setattr__(self, "n_steps", checks.integer(self.n_steps, "n_steps", 1))
         object.__setattr__(self, "guidance", checks.number(self.guidance, "guidance", least=0.0, most=1e6))
         for name, known in (("solver", SOLVERS), ("grid", GRIDS), ("noise", NOISE_KINDS)):
             if getattr(self, name) not in known:
