@@ -1,65 +1,66 @@
-"""geoflow_fast: joint uncertainty for frozen vision-language embeddings, fast on CPUs and GPUs."""
+"""geoflow_fast: joint uncertainty for frozen vision-language embeddings, fast on CPUs and GPUs.
 
-from geoflow_fast import evaluation, geometry, ops
-from geoflow_fast.data.pairs import EmbeddingPairs
-from geoflow_fast.encoders.colours import ColourEncoder
-from geoflow_fast.encoders.open_clip import OpenClipEncoder
-from geoflow_fast.encoders.protocol import Encoder
-from geoflow_fast.flow.config import GeoFlowConfig
-from geoflow_fast.flow.model import GeoFlow
-from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings, sample
-from geoflow_fast.jobs.embed import EmbedSummary, embed_images
-from geoflow_fast.likelihood.density import Epistemic, epistemic, log_density, suggest_steps
-from geoflow_fast.likelihood.settings import FAST_DENSITY, PAPER_DENSITY
-from geoflow_fast.ops.dispatch import BackendUnavailable, backends
-from geoflow_fast.retrieval.bandwidth import Bandwidth, fit_bandwidth
-from geoflow_fast.retrieval.calibration import Calibration
-from geoflow_fast.retrieval.entropy import RetrievalEntropy, RetrievalPosterior, risk_lower_bound
-from geoflow_fast.retrieval.gallery import Gallery
-from geoflow_fast.retrieval.index import GalleryIndex
-from geoflow_fast.retrieval.rerank import BayesReranker, Reranked
-from geoflow_fast.training.config import TrainConfig
-from geoflow_fast.training.flow_matching import train
-from geoflow_fast.training.loop import TrainingDiverged, TrainReport
+The public names are imported when they are first used, so that `import geoflow_fast` alone does not import torch.
+`__init__.pyi` shows the same names to type checkers.
+"""
+
+from importlib import import_module
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "FAST_DENSITY",
-    "FAST_SAMPLING",
-    "PAPER_DENSITY",
-    "BackendUnavailable",
-    "Bandwidth",
-    "BayesReranker",
-    "Calibration",
-    "ColourEncoder",
-    "EmbedSummary",
-    "EmbeddingPairs",
-    "Encoder",
-    "Epistemic",
-    "Gallery",
-    "GalleryIndex",
-    "GeoFlow",
-    "GeoFlowConfig",
-    "OpenClipEncoder",
-    "Reranked",
-    "RetrievalEntropy",
-    "RetrievalPosterior",
-    "SamplingSettings",
-    "TrainConfig",
-    "TrainReport",
-    "TrainingDiverged",
-    "__version__",
-    "backends",
-    "embed_images",
-    "epistemic",
-    "evaluation",
-    "fit_bandwidth",
-    "geometry",
-    "log_density",
-    "ops",
-    "risk_lower_bound",
-    "sample",
-    "suggest_steps",
-    "train",
-]
+_MODULES = ("baselines", "distributed", "evaluation", "geometry", "ops", "plan", "worlds")
+_HOMES = {
+    "BackendUnavailable": "ops.dispatch",
+    "Bandwidth": "retrieval.bandwidth",
+    "BayesReranker": "retrieval.rerank",
+    "Calibration": "retrieval.calibration",
+    "ColourEncoder": "encoders.colours",
+    "Direction": "directions",
+    "DensitySettings": "likelihood.settings",
+    "EmbedSummary": "jobs.embed",
+    "EmbeddingPairs": "data.pairs",
+    "Encoder": "encoders.protocol",
+    "Epistemic": "likelihood.density",
+    "FAST_DENSITY": "likelihood.settings",
+    "FAST_SAMPLING": "flow.sampling",
+    "Gallery": "retrieval.gallery",
+    "GalleryIndex": "retrieval.index",
+    "GeoFlow": "flow.model",
+    "GeoFlowConfig": "flow.config",
+    "OpenClipEncoder": "encoders.open_clip",
+    "PAPER_DENSITY": "likelihood.settings",
+    "Reranked": "retrieval.rerank",
+    "RetrievalEntropy": "retrieval.entropy",
+    "RetrievalPosterior": "retrieval.entropy",
+    "SamplingSettings": "flow.sampling",
+    "TrainConfig": "training.config",
+    "TrainReport": "training.loop",
+    "TrainingDiverged": "training.loop",
+    "backends": "ops.dispatch",
+    "embed_images": "jobs.embed",
+    "epistemic": "likelihood.density",
+    "fit_bandwidth": "retrieval.bandwidth",
+    "log_density": "likelihood.density",
+    "risk_lower_bound": "retrieval.entropy",
+    "sample": "flow.sampling",
+    "suggest_steps": "likelihood.density",
+    "train": "training.flow_matching",
+}
+"""The module in which each public name is defined."""
+
+__all__ = ["__version__", *_MODULES, *_HOMES]
+
+
+def __getattr__(name: str) -> object:
+    """Imports a public name and keeps it, so that this function is called once for each."""
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")  # the import itself makes it an attribute
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -11,7 +11,6 @@ from torch import Tensor
 from typing_extensions import assert_type
 
 import geoflow_fast as gf
-from geoflow_fast import baselines
 
 
 def train_and_score(image: Tensor, text: Tensor) -> None:
@@ -47,8 +46,8 @@ def judge(uncertainty: Tensor, correct: Tensor) -> None:
 
 
 def compare(query: Tensor, gallery: Tensor) -> None:
-    method = baselines.find("margin")(query.shape[1], gallery.shape[1])
-    assert_type(method, baselines.Baseline)
+    method = gf.baselines.find("margin")(query.shape[1], gallery.shape[1])
+    assert_type(method, gf.baselines.Baseline)
     assert_type(method.uncertainty(query, gallery, "t2i"), Tensor)
 
 

@@ -1,7 +1,9 @@
-"""What all commands of `geoflow` share: config files, `--debug`, errors in one line, signals and exit codes.
+"""What all commands of `geoflow` share: flags, config files, errors in one line, signals and exit codes.
 
 Exit codes: 0 done; 2 bad input, file or flag; 130 interrupted (Ctrl-C); 141 nobody reads the output any more; 143
 terminated (SIGTERM); 1 with a traceback: a fault of the program.
+
+The modules of the commands import torch and the rest of the package inside their functions, so that help is fast.
 """
 
 from __future__ import annotations
@@ -10,39 +12,38 @@ import contextlib
 import difflib
 import functools
 import inspect
+import json
 import os
 import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
 
 import typer
 
-from geoflow_fast.distributed import World, joined
-from geoflow_fast.runtime.files import read_toml
+if TYPE_CHECKING:
+    from geoflow_fast.distributed import World
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
 
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 130, 141, 143
 
 
 @dataclass
 class Session:
-    """What one run of the command is told from outside."""
+    """The state of one run of the command: whether errors show a traceback, and whether SIGTERM has arrived."""
 
     debug: bool = False
     terminated: bool = False
 
     def terminate(self, _number: int, _frame: FrameType | None) -> None:
-        """SIGTERM does what Ctrl-C does at that moment; the exit code tells them apart."""
+        """Handles SIGTERM as Ctrl-C would be handled at that moment; only the exit code differs."""
         self.terminated = True
-        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a script
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell does this for commands in the background
             raise KeyboardInterrupt
         signal.raise_signal(signal.SIGINT)
 
@@ -62,8 +63,6 @@ def _take_config(context: typer.Context, path: Path | None) -> Path | None:
 DebugFlag = Annotated[
     bool, typer.Option("--debug", help="Show the traceback of an error.", callback=_note_debug, is_eager=True)
 ]
-
-
 ConfigFlag = Annotated[
     Path | None,
     typer.Option(
@@ -72,24 +71,26 @@ ConfigFlag = Annotated[
         is_eager=True,
     ),
 ]
-
-
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-
-
-class Preset(str, Enum):
-    """Sizes of network and run."""
-
-    tiny = "tiny"
-    small = "small"
-    paper = "paper"
-
-
-class Direction(str, Enum):
-    """What the queries are and what the gallery holds."""
-
-    t2i = "t2i"
-    i2t = "i2t"
+ModelFlag = Annotated[Path, typer.Option(help="Folder of a trained flow.")]
+PairsFlag = Annotated[Path, typer.Option(help="Folder of paired embeddings (img_emb/, text_emb/).")]
+QueriesFlag = Annotated[Path, typer.Option(help=".npy file or folder of .npy shards, unit rows.")]
+GalleryFlag = Annotated[Path, typer.Option(help=".npy file or folder of .npy shards, unit rows; read block by block.")]
+OutFileFlag = Annotated[Path, typer.Option(help="Output Parquet file; the same command continues a stopped run.")]
+OutFolderFlag = Annotated[Path, typer.Option(help="Folder for results; the same command continues a stopped run.")]
+Conditional = Literal["t2i", "i2t"]
+DirectionFlag = Annotated[Conditional, typer.Option(help="t2i: texts search images; i2t: images search texts.")]
+Preset = Literal["tiny", "small", "paper"]
+PresetFlag = Annotated[Preset, typer.Option(help="Size of network and run; other flags override single settings.")]
+RankLayout = Literal["auto", "gallery", "queries"]
+SeedFlag = Annotated[int, typer.Option(help="Random seed.")]
+ProbeSeedFlag = Annotated[int, typer.Option(help="Seed of the probes.")]
+BlockFlag = Annotated[int, typer.Option(help="Queries per pass over the gallery.")]
+NormalizeFlag = Annotated[
+    bool, typer.Option("--normalize/--no-normalize", help="Scale rows to unit norm instead of rejecting them.")
+]
+OverwriteFlag = Annotated[bool, typer.Option("--overwrite/--no-overwrite", help="Replace the output of another job.")]
+DeviceFlag = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
 
 
 class Commands(typer.Typer):
@@ -111,31 +112,34 @@ def _with_shared_flags(function: Callable[..., Any]) -> Callable[..., Any]:
     def command(*, config: Path | None, debug: bool, **flags: Any) -> Any:  # noqa: ARG001, their callbacks act
         return function(**flags)
 
-    own = inspect.signature(function, eval_str=True)
+    signature = inspect.signature(function, eval_str=True)
     shared = [
         inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFlag),
         inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DebugFlag),
     ]
-    every = [*own.parameters.values(), *shared]
-    command.__signature__ = own.replace(parameters=every)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in every}
+    parameters = [*signature.parameters.values(), *shared]
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
 
 
 def config_values(path: Path, context: typer.Context) -> dict[str, Any]:
-    """Values by parameter that the TOML file `path` gives to the command of `context`, checked as its flags are.
+    """Reads the values that the TOML file `path` gives to the flags of the command of `context`, and checks them as
+    the parser checks flags.
 
-    Keys are the names of flags. Those of a table named after the command come before those above all tables; tables of
-    other commands are passed over, so that one file may serve several.
+    A key is the name of a flag. A key in the table named after the command overrides the same key above all tables.
+    Tables of other commands are ignored, so that one file can serve several commands.
     """
-    found = read_toml(path)
-    tables = {key: value for key, value in found.items() if isinstance(value, dict)}
+    from geoflow_fast.runtime.files import read_toml
+
+    content = read_toml(path)
+    tables = {key: value for key, value in content.items() if isinstance(value, dict)}
     commands = getattr(context.parent and context.parent.command, "commands", {})
     for name in tables:
         if name not in commands:
             raise ValueError(f"{path}: table [{name}] is not a command of geoflow; they are {', '.join(commands)}")
-    given = {key: value for key, value in found.items() if key not in tables}
-    parts = [(key, value) for part in (given, tables.get(str(context.info_name), {})) for key, value in part.items()]
+    above = {key: value for key, value in content.items() if key not in tables}
+    own = tables.get(str(context.info_name), {})
     flags = {
         option.removeprefix("--"): parameter
         for parameter in context.command.params
@@ -143,7 +147,7 @@ def config_values(path: Path, context: typer.Context) -> dict[str, Any]:
         for option in parameter.opts
     }
     values = {}
-    for key, value in parts:
+    for key, value in (*above.items(), *own.items()):
         parameter = flags.get(key.replace("_", "-"))
         if parameter is None:
             raise ValueError(f"{path}: key {key!r} is not a flag of {context.command_path}{_did_you_mean(key, flags)}")
@@ -157,7 +161,8 @@ def _did_you_mean(key: str, flags: Mapping[str, Any]) -> str:
 
 
 def _as_given_on_the_line(path: Path, key: str, value: Any, parameter: Any, context: typer.Context) -> Any:
-    """The value as the parser would find it among the flags; ValueError if it would refuse it."""
+    """Returns the value in the form in which the parser reads it from the command line; a ValueError if the parser
+    would reject it."""
     several = parameter.multiple and isinstance(value, list)
     for part in value if several else [value]:
         wanted = "true or false" if parameter.is_flag else "a number or a string"
@@ -174,7 +179,9 @@ def _as_given_on_the_line(path: Path, key: str, value: Any, parameter: Any, cont
 
 @contextlib.contextmanager
 def continued_later() -> Iterator[World]:
-    """The ranks of a job that keeps its finished blocks; Ctrl-C ends with a word about them."""
+    """Joins the ranks of a job that keeps its finished blocks; on Ctrl-C it says how to continue and exits."""
+    from geoflow_fast.distributed import joined
+
     try:
         with joined() as world:
             yield world
@@ -205,11 +212,11 @@ def run(app: typer.Typer) -> NoReturn:
         code = BAD_INPUT
     code = TERMINATED if session.terminated and code == INTERRUPTED else code
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        # Everything is on disk, and the interpreter is not taken down: ranks were seen to abort there ("terminate
-        # called without an active exception") after whole jobs. A thread that asks for the interpreter's lock at that
-        # time is ended by force, which C++ answers so. Those that may be left: gloo's, if an error kept the groups from
-        # being destroyed (pytorch issue 190489), and the ones Arrow reads Parquet files with (arrow issue 34314). Which
-        # of them it was is not known.
+        # Everything is on disk, so the rank leaves without shutting the interpreter down. Ranks of finished jobs have
+        # aborted during shutdown ("terminate called without an active exception"): Python ends a thread by force if it
+        # asks for the interpreter's lock at that time, and C++ then aborts. Such threads may belong to gloo, if an
+        # error kept the groups from being destroyed (pytorch issue 190489), or to Arrow, which reads Parquet files with
+        # them (arrow issue 34314). We do not know which of the two it was.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -217,7 +224,7 @@ def run(app: typer.Typer) -> NoReturn:
 
 
 def one_line(error: Exception) -> str:
-    """What an error says, on one line, without the number that the system gives it."""
+    """The message of an error on one line, without the number that the system gives it."""
     words = str(error)
     if isinstance(error, typer.TyperException):
         context = getattr(error, "ctx", None)
@@ -228,7 +235,17 @@ def one_line(error: Exception) -> str:
 
 
 def _close_stdout() -> None:
-    """Nobody reads: what is still buffered goes nowhere, and the interpreter does not stumble over it at its end."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.close(nowhere)
+    """Sends what is still buffered to /dev/null, so that the interpreter does not fail on it when it exits."""
+    null_device = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_device, 1)
+    os.close(null_device)
+
+
+def given(**values: Any) -> dict[str, Any]:
+    """The values of the flags that were given, that is, those that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """Prints `value` as indented JSON."""
+    print(json.dumps(value, indent=2, default=str))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,35 +10,33 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from geoflow_fast.cli.base import Commands, ConfigFlag, DebugFlag, Direction, JsonFlag, Preset, continued_later
-
-PresetFlag = Annotated[Preset, typer.Option(help="Size of network and run; other flags override single settings.")]
-
+from geoflow_fast.cli.base import (
+    Commands,
+    Conditional,
+    ConfigFlag,
+    DebugFlag,
+    DeviceFlag,
+    JsonFlag,
+    ModelFlag,
+    OutFolderFlag,
+    Preset,
+    PresetFlag,
+    ProbeSeedFlag,
+    SeedFlag,
+    continued_later,
+    given,
+    print_json,
+)
 
 SeedsFlag = Annotated[int, typer.Option(help="Number of seeds to train and score with.", min=1, max=1000)]
-
-
 StepsFlag = Annotated[int | None, typer.Option(help="Training steps of the flow.")]
-
-
 BatchFlag = Annotated[int | None, typer.Option(help="Pairs per training step.")]
-
-
-QueriesFlag = Annotated[int | None, typer.Option(help="Largest number of queries, drawn by the seed.")]
-
-
-DeviceFlag = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
-
-
+MaxQueriesFlag = Annotated[int | None, typer.Option(help="Largest number of queries, drawn by the seed.")]
 BinsFlag = Annotated[int, typer.Option(help="Number of bins of the uncertainty.")]
-
-
 ResamplesFlag = Annotated[int, typer.Option(help="Bootstrap resamples for intervals; 0 for no intervals.")]
 
-
 MAIN_COLUMNS = ("method", "score", "AUROC", "AURC", "Spearman", "Recall@1", "NLL, nats", "ECE")
-"""What is printed; pages and files have the rest."""
-
+"""The columns that are printed; pages and files have the rest."""
 
 app = Commands(
     invoke_without_command=True,
@@ -66,15 +63,15 @@ def evaluate(
         str | None,
         typer.Option(help="Comma-separated names: rerank, entropy, max_softmax, ... Default: all that can be run."),
     ] = None,
-    direction: Annotated[Direction | None, typer.Option(help="Only this direction. Default: both.")] = None,
-    max_queries: QueriesFlag = None,
+    direction: Annotated[Conditional | None, typer.Option(help="Only this direction. Default: both.")] = None,
+    max_queries: MaxQueriesFlag = None,
     bins: BinsFlag = 10,
     resamples: ResamplesFlag = 1000,
     baseline_steps: Annotated[int | None, typer.Option(help="Training steps of baselines. Default: their own.")] = None,
     baseline_batch_size: Annotated[
         int | None, typer.Option(help="Pairs per training step of baselines. Default: their own.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    seed: SeedFlag = 0,
     device: DeviceFlag = "auto",
     as_json: JsonFlag = False,
     config: ConfigFlag = None,  # noqa: ARG001, its callback acts
@@ -93,20 +90,20 @@ def evaluate(
     from geoflow_fast.evaluation.compare import RESULTS_JSON
 
     choices: dict[str, Any] = {"max_queries": max_queries, "bins": bins, "resamples": resamples, "seed": seed}
-    choices |= {"device": device, "run": _given(steps=baseline_steps, batch_size=baseline_batch_size)}
+    choices |= {"device": device, "run": given(steps=baseline_steps, batch_size=baseline_batch_size)}
     if methods is not None:
         choices["names"] = names_of(methods)
     if direction is not None:
-        choices["directions"] = (direction.value,)
+        choices["directions"] = (direction,)
     with continued_later():
-        found = job.evaluate_folders(
+        study = job.evaluate_folders(
             model, pairs, held_out, train, out, job.Choices(**choices), say=lambda line: typer.echo(line, err=True)
         )
     if as_json:
         print((out / RESULTS_JSON).read_text(), end="")
         return
-    for way in found.directions:
-        _print_rows(f"{way}, plain Recall@1 {found.of(way)[0].plain_recall:.3f}", found.table(way))
+    for name in study.directions:
+        _print_rows(f"{name}, plain Recall@1 {study.of(name)[0].plain_recall:.3f}", study.table(name))
     typer.echo(f"Wrote {out / job.PAGE}")
 
 
@@ -116,7 +113,7 @@ def evaluate(
     "prompts.npy --out report",
 )
 def zero_shot(
-    model: Annotated[Path, typer.Option(help="Folder of a trained flow.")],
+    model: ModelFlag,
     images: Annotated[Path, typer.Option(help=".npy file or folder of .npy shards, unit rows.")],
     labels: Annotated[Path, typer.Option(help=".npy file of integers: the class of every image.")],
     prompts: Annotated[
@@ -130,7 +127,7 @@ def zero_shot(
     train: Annotated[Path | None, typer.Option(help="Folder of training pairs, needed for the kNN distance.")] = None,
     bins: BinsFlag = 10,
     resamples: ResamplesFlag = 1000,
-    seed: Annotated[int, typer.Option(help="Seed of the probes.")] = 0,
+    seed: ProbeSeedFlag = 0,
     device: DeviceFlag = "auto",
     as_json: JsonFlag = False,
 ) -> None:
@@ -141,12 +138,12 @@ def zero_shot(
         raise ValueError("--held-out-images and --held-out-labels go together")
     tuned = None if held_out_images is None or held_out_labels is None else (held_out_images, held_out_labels)
     options: dict[str, Any] = {"bins": bins, "resamples": resamples, "seed": seed, "device": device}
-    found = job.zero_shot_folders(model, images, labels, prompts, out, held_out=tuned, train=train, **options)
+    study = job.zero_shot_folders(model, images, labels, prompts, out, held_out=tuned, train=train, **options)
     if as_json:
-        facts = {"accuracy": found.accuracy, "components": [dataclasses.asdict(part) for part in found.components]}
-        print(json.dumps(facts, indent=2))
+        components = [dataclasses.asdict(component) for component in study.components]
+        print_json({"accuracy": study.accuracy, "components": components})
         return
-    _print_rows(f"{len(found.correct)} images, accuracy {found.accuracy:.3f}", [c.row() for c in found.components])
+    _print_rows(f"{len(study.correct)} images, accuracy {study.accuracy:.3f}", [c.row() for c in study.components])
     typer.echo(f"Wrote {out / job.PAGE}")
 
 
@@ -158,12 +155,12 @@ def ablation(
     train: Annotated[Path, typer.Option(help="Folder of training pairs.")],
     held_out: Annotated[Path, typer.Option(help="Folder of held-out pairs for tuning and validation.")],
     pairs: Annotated[Path, typer.Option(help="Folder of test pairs.")],
-    out: Annotated[Path, typer.Option(help="Folder for results; the same command continues a stopped run.")],
-    preset: PresetFlag = Preset.small,
+    out: OutFolderFlag,
+    preset: PresetFlag = "small",
     seeds: SeedsFlag = 1,
     steps: StepsFlag = None,
     batch_size: BatchFlag = None,
-    max_queries: QueriesFlag = None,
+    max_queries: MaxQueriesFlag = None,
     device: DeviceFlag = "auto",
 ) -> None:
     """Varies one setting of the flow or of the scoring; writes a figure and a table of the effect on retrieval."""
@@ -175,13 +172,13 @@ def ablation(
 @app.command(epilog="Example: geoflow evaluate backbone clip/ siglip/ --out backbones")
 def backbone(
     folders: Annotated[list[Path], typer.Argument(help="Folders of embeddings, each with train/, val/ and test/.")],
-    out: Annotated[Path, typer.Option(help="Folder for results; the same command continues a stopped run.")],
+    out: OutFolderFlag,
     methods: Annotated[str, typer.Option(help="Comma-separated names.")] = "rerank,entropy,max_softmax,margin",
-    preset: PresetFlag = Preset.small,
+    preset: PresetFlag = "small",
     seeds: SeedsFlag = 1,
     steps: StepsFlag = None,
     batch_size: BatchFlag = None,
-    max_queries: QueriesFlag = None,
+    max_queries: MaxQueriesFlag = None,
     device: DeviceFlag = "auto",
 ) -> None:
     """Runs the same evaluation on the embeddings of several encoders, for example CLIP and SigLIP, side by side."""
@@ -194,7 +191,7 @@ def backbone(
 def recipe(
     file: Annotated[Path, typer.Argument(help="TOML file, such as those in recipes/.")],
     data: Annotated[Path, typer.Option(help="Folder that contains the recipe's folders.")],
-    out: Annotated[Path, typer.Option(help="Folder for results; the same command continues a stopped run.")],
+    out: OutFolderFlag,
     only: Annotated[str | None, typer.Option(help="Comma-separated names of data sets. Default: all.")] = None,
     methods: Annotated[str | None, typer.Option(help="Comma-separated names. Default: the recipe's.")] = None,
     preset: Annotated[Preset | None, typer.Option(help="Size of network and run. Default: the recipe's.")] = None,
@@ -203,7 +200,7 @@ def recipe(
     batch_size: BatchFlag = None,
     baseline_steps: Annotated[int | None, typer.Option(help="Training steps of baselines.")] = None,
     baseline_batch_size: Annotated[int | None, typer.Option(help="Pairs per training step of baselines.")] = None,
-    max_queries: QueriesFlag = None,
+    max_queries: MaxQueriesFlag = None,
     device: DeviceFlag = "auto",
 ) -> None:
     """Makes a table of the paper, or your own, from folders of embeddings as described in a recipe."""
@@ -212,10 +209,10 @@ def recipe(
     chosen = recipes.load_recipe(file).changed(
         only=None if only is None else names_of(only),
         methods=None if methods is None else names_of(methods),
-        preset=None if preset is None else preset.value,
+        preset=preset,
         seeds=None if seeds is None else range(seeds),
-        flow=_given(steps=steps, batch_size=batch_size),
-        baselines=_given(steps=baseline_steps, batch_size=baseline_batch_size),
+        flow=given(steps=steps, batch_size=batch_size),
+        baselines=given(steps=baseline_steps, batch_size=baseline_batch_size),
         max_queries=max_queries,
     )
     _run_recipe(chosen, data, out, device)
@@ -232,12 +229,12 @@ def _run(
     device: str,
     **changes: Any,
 ) -> None:
-    """A recipe made of flags."""
+    """Runs the recipe that the flags of a command describe."""
     from geoflow_fast.evaluation.recipe import Data, Recipe
 
     sets = [Data(**{name: str(value) for name, value in part.items()}) for part in data]
-    run = _given(steps=steps, batch_size=batch_size)
-    made = Recipe(data=sets, seeds=range(seeds), preset=preset.value, flow=run, max_queries=max_queries, **changes)
+    run = given(steps=steps, batch_size=batch_size)
+    made = Recipe(data=sets, seeds=range(seeds), preset=preset, flow=run, max_queries=max_queries, **changes)
     _run_recipe(made, Path(), out, device)
 
 
@@ -249,17 +246,13 @@ def _run_recipe(chosen: Any, base: Path, out: Path, device: str) -> None:
     typer.echo(f"Wrote {page}")
 
 
-def names_of(words: str) -> list[str]:
-    """Names with commas between them."""
-    return [name.strip() for name in words.split(",") if name.strip()]
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+def names_of(text: str) -> list[str]:
+    """Splits a list of names at its commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _print_rows(title: str, rows: list[dict[str, object]]) -> None:
-    """The main columns of the rows, as many as fit a terminal; what is missing is a dash."""
+    """Prints the main columns of the rows, which fit a terminal; a missing value is a dash."""
     from geoflow_fast.evaluation.report import shown
 
     columns = [name for name in dict.fromkeys(name for row in rows for name in row) if name in MAIN_COLUMNS]

@@ -14,12 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import typer.main
 
 import geoflow_fast as gf
-from geoflow_fast.cli.app import app, main
+from geoflow_fast.cli import app, main
+from geoflow_fast.retrieval.entropy import FAST
 
-COMMANDS = sorted(command.callback.__name__ for command in app.registered_commands)
-
+COMMANDS = sorted(typer.main.get_command(app).commands)
 
 HERE = {**os.environ, "PYTHONPATH": str(Path(gf.__file__).parents[1])}
 """Environment in which a process that stands elsewhere runs the code under test."""
@@ -87,6 +88,30 @@ def test_without_a_command_it_shows_help_and_by_flag_its_version(run):
     assert code == 0
     assert all(command in out for command in COMMANDS)
     assert run("--version") == (0, f"geoflow_fast {gf.__version__}\n", "")
+
+
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_help_is_fast_and_does_not_import_torch(flag):
+    code = f"""
+import sys, time
+from geoflow_fast.cli import main
+sys.argv = ["geoflow", "{flag}"]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code
+heavy = {{"torch", "numpy", "scipy", "pyarrow", "matplotlib"}} & set(sys.modules)
+print(time.process_time(), *sorted(heavy), file=sys.stderr)
+"""
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=HERE) for _ in range(2)]
+    assert min(float(run.stderr) for run in runs) < 0.5  # seconds of processor time; a heavy module is no number
+
+
+def test_help_names_the_settings_of_fast(run):
+    _, out, _ = run("entropy", "--help")
+    words = " ".join(re.sub("[│╭╮╰╯─]", " ", out).split())
+    assert f"--fast: {FAST['n_samples']}." in words
+    assert f"--fast: {FAST['n_steps']}." in words
 
 
 def test_doctor_shows_every_operation_with_its_reasons(run):
@@ -280,7 +305,7 @@ def test_termination_is_heeded_where_interrupts_are_ignored(run, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         return {}
 
-    monkeypatch.setattr("geoflow_fast.cli.doctor.machine_facts", terminated)
+    monkeypatch.setattr("geoflow_fast.cli.machine.machine_facts", terminated)
     try:
         assert run("doctor") == (143, "", "")
     finally:
@@ -300,6 +325,3 @@ def test_a_terminated_job_keeps_its_blocks_and_is_continued(run, desk):
     code, out, err = run("density", *flags, "--json")
     assert code == 0, err
     assert json.loads(out)["pairs"] == 64
-
-
-# Benchmarks

@@ -1,0 +1,114 @@
+"""`geoflow doctor` shows what this machine can run; `geoflow plan` estimates what a cluster would take."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import platform
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from geoflow_fast.cli.base import BlockFlag, Commands, JsonFlag, RankLayout, print_json
+
+if TYPE_CHECKING:
+    from geoflow_fast.ops.dispatch import BackendTable
+
+app = Commands()
+
+
+@app.command(epilog="Example: geoflow doctor --json")
+def doctor(as_json: JsonFlag = False) -> None:
+    """Shows what this machine can run: the backends of every operation, CPU features, torch, triton and CUDA."""
+    from geoflow_fast.ops.dispatch import BACKENDS, backends
+
+    facts, table = machine_facts(), backends()
+    if as_json:
+        print_json({"machine": facts, "backends": table})
+        return
+    console = Console()
+    console.print(facts_table("This machine", facts))
+    reasons = numbered_reasons(table)
+    rows = Table("operation", *BACKENDS, title="Backends")
+    for op, states in table.items():
+        rows.add_row(op, *(f"[{reasons[state]}]" if state in reasons else state for state in states.values()))
+    console.print(rows, markup=False)
+    for reason, number in reasons.items():
+        console.print(f"[{number}] {reason}", markup=False)
+
+
+@app.command(epilog="Example: geoflow plan --gallery 1e9 --dim 1024 --queries 1e6 --device h100 --gpus 64")
+def plan(
+    gallery: Annotated[float, typer.Option(help="Number of gallery items; 1e9 is allowed.")],
+    dim: Annotated[int, typer.Option(help="Width of the embeddings.")],
+    queries: Annotated[float, typer.Option(help="Number of queries.")],
+    device: Annotated[
+        str, typer.Option(help="a100, h100, h200, b200; or cpu for this machine, whose speed is measured.")
+    ] = "h100",
+    gpus: Annotated[int, typer.Option(help="Number of devices.")] = 1,
+    block: BlockFlag = 64,
+    fast: Annotated[bool, typer.Option("--fast/--no-fast", help="Use the settings of geoflow entropy --fast.")] = False,
+    layout: Annotated[
+        RankLayout, typer.Option(help="What the devices divide among them: the gallery or the queries.")
+    ] = "auto",
+    as_json: JsonFlag = False,
+) -> None:
+    """Estimates memory, operations, transfers and hours of geoflow entropy on a cluster, without running it."""
+    from geoflow_fast import plan as planning
+
+    items, count = int(gallery), int(queries)
+    estimate = planning.plan_scoring(items, dim, count, device, gpus, block=block, fast=fast, layout=layout)
+    if as_json:
+        print_json(dataclasses.asdict(estimate))
+        return
+    title = f"{count:,} queries over {items:,} items of width {dim} on {gpus} x {device}"
+    Console().print(facts_table(title, planning.as_table(estimate)))
+
+
+def machine_facts() -> dict[str, str]:
+    """Versions, processor features, threads and devices by name, for `geoflow doctor` and for bug reports."""
+    import torch
+
+    from geoflow_fast.ops import native
+
+    problem = native.missing()
+    cuda = native.missing_cuda()
+    if cuda is None and not torch.cuda.is_available():
+        cuda = f"a CUDA device is there, but torch {torch.__version__} cannot use it"
+    elif cuda is None:
+        cuda = ", ".join(torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count()))
+    return {
+        "geoflow_fast": version_of("geoflow_fast"),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "triton": version_of("triton"),
+        "compiled extension": problem or "built",
+        "CPU features in use": problem or ", ".join(native.cpu_features()) or "baseline only",
+        "threads": str(torch.get_num_threads()),
+        "CUDA": cuda,
+    }
+
+
+def version_of(package: str) -> str:
+    """The version of an installed package, or that it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def numbered_reasons(table: BackendTable) -> dict[str, int]:
+    """The number of the footnote, from 1, for each distinct reason why a backend is not available."""
+    states = dict.fromkeys(state for row in table.values() for state in row.values())
+    return {reason: number for number, reason in enumerate((s for s in states if s != "available"), start=1)}
+
+
+def facts_table(title: str, facts: dict[str, str]) -> Table:
+    """A table of names and values."""
+    table = Table("", "", title=title, show_header=False)
+    for name, value in facts.items():
+        table.add_row(name, value)
+    return table

@@ -1,0 +1,236 @@
+"""`geoflow entropy`, `geoflow density` and `geoflow rerank`: scores of queries or pairs, as a Parquet file."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from geoflow_fast.cli.base import (
+    BlockFlag,
+    Commands,
+    DeviceFlag,
+    DirectionFlag,
+    GalleryFlag,
+    JsonFlag,
+    ModelFlag,
+    NormalizeFlag,
+    OutFileFlag,
+    OverwriteFlag,
+    PairsFlag,
+    ProbeSeedFlag,
+    QueriesFlag,
+    RankLayout,
+    continued_later,
+    given,
+    print_json,
+)
+
+app = Commands()
+
+
+@app.command(
+    epilog="Example: geoflow entropy --model runs/first --queries texts.npy --gallery img_emb/ --out scores.parquet"
+)
+def entropy(
+    model: ModelFlag,
+    queries: QueriesFlag,
+    gallery: GalleryFlag,
+    out: OutFileFlag,
+    direction: DirectionFlag = "t2i",
+    fast: Annotated[
+        bool, typer.Option("--fast/--no-fast", help="The cheapest settings that rank queries no worse.")
+    ] = False,
+    samples: Annotated[int | None, typer.Option(help="Samples per query. Default: 50; --fast: 40.")] = None,
+    kappa: Annotated[float | None, typer.Option(help="Concentration of the kernel. Default: 100.")] = None,
+    guidance: Annotated[float | None, typer.Option(help="Strength of guidance. Default: 3.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Solver steps. Default: 50; --fast: 8.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the base noise. Default: 0.")] = None,
+    posterior: Annotated[
+        Literal["likelihood", "bayes"],
+        typer.Option(help="likelihood: as in the paper; bayes: corrected for items that fit many queries."),
+    ] = "likelihood",
+    reference: Annotated[
+        Path | None, typer.Option(help="Typical queries other than those scored; required for --posterior bayes.")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Also write this many most probable items: lists top_index and top_prob.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write histograms of entropy and risk bound to this PNG file.")
+    ] = None,
+    block: BlockFlag = 64,
+    layout: Annotated[
+        RankLayout,
+        typer.Option(help="What the ranks started by torchrun divide among them: the gallery or the queries."),
+    ] = "auto",
+    overwrite: OverwriteFlag = False,
+    device: DeviceFlag = "auto",
+    as_json: JsonFlag = False,
+) -> None:
+    """Computes the retrieval entropy of queries: how ambiguous each of them is over a gallery.
+
+    Columns: query, entropy (nats), map_index, map_prob, risk_lower_bound.
+    """
+    from geoflow_fast.jobs import entropy as scoring
+    from geoflow_fast.runtime import plots
+
+    if reference is not None and posterior != "bayes":
+        raise ValueError("--reference is for --posterior bayes")
+    if reference is None and posterior == "bayes":
+        raise ValueError(
+            "--posterior bayes needs --reference: typical queries other than those scored, which would count against "
+            "their own items"
+        )
+    if plot is not None:
+        plots.pyplot()  # reports a missing matplotlib now rather than after hours of scoring
+    chosen = given(n_samples=samples, kappa=kappa, guidance=guidance, n_steps=steps, seed=seed, top_k=top_k)
+    if reference is not None:
+        chosen |= {"posterior": "bayes", "reference": scoring.reference_queries(reference)}
+    with continued_later() as world:
+        scorer = scoring.open_scorer(model, gallery, direction, fast=fast, device=device, world=world, **chosen)
+        options = {"with_top": top_k is not None, "block": block, "overwrite": overwrite, "layout": layout}
+        summary = scoring.score_file(scorer, queries, out, **options)  # type: ignore[arg-type]
+    if not world.is_main:
+        return
+    if plot is not None:
+        scoring.draw_scores(out, summary, plot)
+    print_summary(
+        summary,
+        as_json,
+        f"{summary.queries} queries over {summary.items} items",
+        {"entropy H, nats": summary.entropy, "risk lower bound": summary.risk_lower_bound},
+        f"confident (an item with probability 1/2 or more): {summary.confident:.1%} of the queries",
+        f"if the posterior is right, best guesses are wrong for at least {summary.mean_risk_lower_bound:.1%} of the "
+        "queries",
+        f"Wrote {out}" + (f" and {plot}" if plot is not None else ""),
+    )
+
+
+@app.command(epilog="Example: geoflow density --model runs/first --pairs embeddings/ --out densities.parquet")
+def density(
+    model: ModelFlag,
+    pairs: PairsFlag,
+    out: OutFileFlag,
+    fast: Annotated[
+        bool, typer.Option("--fast/--no-fast", help="Cheaper, with more noise and bias; for ranking.")
+    ] = False,
+    paper: Annotated[bool, typer.Option("--paper/--no-paper", help="The paper's settings.")] = False,
+    steps: Annotated[int | None, typer.Option(help="Solver steps. Default: 10; --paper: 50.")] = None,
+    probes: Annotated[
+        int | None, typer.Option(help="Probes per step; two or more add a column stderr. Default: 1.")
+    ] = None,
+    solver: Annotated[
+        str | None, typer.Option(help="euler, midpoint, ab2 or rk4. Default: midpoint; --fast: ab2.")
+    ] = None,
+    seed: ProbeSeedFlag = 0,
+    normalize: NormalizeFlag = False,
+    block: Annotated[int, typer.Option(help="Pairs per saved block.")] = 256,
+    overwrite: OverwriteFlag = False,
+    device: DeviceFlag = "auto",
+    as_json: JsonFlag = False,
+) -> None:
+    """Computes the log-densities and the epistemic score of pairs.
+
+    Columns, in nats: pair, joint, text_given_image, image_given_text, image, text, pmi, score.
+    """
+    from geoflow_fast.jobs.density import density_file
+    from geoflow_fast.likelihood.settings import FAST_DENSITY, PAPER_DENSITY, DensitySettings
+
+    if fast and paper:
+        raise ValueError("--fast and --paper exclude each other")
+    chosen = {
+        **(FAST_DENSITY if fast else PAPER_DENSITY if paper else {}),
+        **given(n_steps=steps, n_probes=probes, solver=solver),
+    }
+    with continued_later() as world:
+        summary = density_file(
+            model,
+            pairs,
+            out,
+            DensitySettings(**chosen),
+            seed=seed,
+            device=device,
+            normalize=normalize,
+            block=block,
+            overwrite=overwrite,
+            world=world,
+        )
+    if world.is_main:
+        print_summary(summary, as_json, f"{summary.pairs} pairs, nats", summary.quantiles, f"Wrote {out}")
+
+
+@app.command(
+    epilog="Example: geoflow rerank --model runs/first --queries texts.npy --gallery img_emb/ --held-out val/ --out "
+    "ranked.parquet"
+)
+def rerank(
+    model: ModelFlag,
+    queries: QueriesFlag,
+    gallery: GalleryFlag,
+    out: OutFileFlag,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help="JSON file of the calibration. Default: rerank_t2i.json or rerank_i2t.json of the model."),
+    ] = None,
+    held_out: Annotated[
+        Path | None, typer.Option(help="Folder of held-out pairs to calibrate on first; the calibration is saved.")
+    ] = None,
+    direction: DirectionFlag = "t2i",
+    shortlist: Annotated[int, typer.Option(help="Items to re-rank per query.")] = 32,
+    steps: Annotated[int, typer.Option(help="Solver steps per log-density.")] = 6,
+    probes: Annotated[int, typer.Option(help="Probes per log-density.")] = 1,
+    seed: ProbeSeedFlag = 0,
+    block: BlockFlag = 64,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite/--no-overwrite", help="Replace the output of another job or a calibration on other pairs."
+        ),
+    ] = False,
+    device: DeviceFlag = "auto",
+    as_json: JsonFlag = False,
+) -> None:
+    """Re-ranks the items nearest to each query and gives the probability that each of them is the right one.
+
+    Columns: query, index and prob (lists), answer, p_answer, p_outside, entropy (nats), risk_lower_bound.
+    """
+    from geoflow_fast.jobs import rerank as rerank_job
+    from geoflow_fast.jobs.entropy import open_queries
+
+    chosen = {"shortlist": shortlist, "n_steps": steps, "n_probes": probes, "seed": seed}
+    with continued_later() as world:
+        reranker = rerank_job.open_reranker(model, gallery, direction, device=device, world=world, **chosen)
+        open_queries(queries, reranker.query_dim, world)  # reports bad queries before the calibration starts
+        rerank_job.settle_calibration(reranker, model, calibration, held_out, overwrite=overwrite)
+        summary = rerank_job.rerank_file(reranker, queries, out, block=block, overwrite=overwrite)
+    if not world.is_main:
+        return
+    uncalibrated = "uncalibrated: alpha=1, beta=0, nothing outside the shortlist; --held-out pairs calibrate"
+    print_summary(
+        summary,
+        as_json,
+        f"{summary.queries} queries over {summary.items} items",
+        {"plain answer is right": summary.p_answer, "not in shortlist": summary.p_outside},
+        *([] if summary.calibrated else [uncalibrated]),
+        f"expected share of right answers of plain search: {summary.expected_recall:.1%}",
+        f"re-ranking changes the answer of {summary.changed:.1%} of the queries",
+        f"Wrote {out}",
+    )
+
+
+def print_summary(summary: Any, as_json: bool, title: str, quantiles: dict[str, dict[str, float]], *lines: str) -> None:
+    """Prints what a job has computed: as JSON, or as a table of quantiles and the lines below it."""
+    if as_json:
+        print_json(dataclasses.asdict(summary))
+        return
+    table = Table("", *next(iter(quantiles.values())), title=title)
+    for name, values in quantiles.items():
+        table.add_row(name, *(f"{value:.3f}" for value in values.values()))
+    Console().print(table)
+    for line in lines:
+        typer.echo(line)
