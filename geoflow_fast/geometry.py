@@ -50,6 +50,7 @@ def check_rows(x: Tensor, name: str, *, unit: bool = True) -> None:
     checks.with_values(x, name)
     norm = torch.linalg.vector_norm(x.detach(), dim=-1)
     bad = ~((norm - 1).abs() <= UNIT_TOLERANCE) if unit else ~(torch.isfinite(norm) & (norm > 0))
+    # guard: rows in memory are finite and of unit norm
     if not bool(bad.any()):
         return
     row = [int(i) for i in bad.nonzero()[0]]

@@ -159,6 +159,7 @@ class Baseline(nn.Module, ABC):
         with contents_of(path):
             if facts["method"] != cls.method:
                 raise ValueError(f"{folder} holds a {facts['method']!r}, not a {cls.method!r}")
+            # guard: a baseline takes no memory that its file does not hold
             cls._check_sizes(path, tensors, facts["settings"])
             found = cls(**facts["settings"])
             found._make_room(tensors)

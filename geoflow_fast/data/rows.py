@@ -106,6 +106,7 @@ class Rows:
         for first, block in self.tensors(within=world.own(len(self))):
             norm = torch.linalg.vector_norm(block, dim=1).numpy()
             bad = ~(np.isfinite(norm) & (norm > 0)) if normalize else ~(np.abs(norm - 1) <= UNIT_TOLERANCE)
+            # guard: rows on disk are finite and of unit norm
             if bad.any():
                 row = int(bad.argmax())
                 if not np.isfinite(norm[row]):
@@ -200,6 +201,7 @@ def in_shard_order(paths: Iterable[Path], *, from_one: bool = False) -> list[Pat
             raise ValueError(f"{other} and {path} are both shard {number}; keep one of them")
     first = 1 if from_one and 0 not in shards else 0
     for expected, number in enumerate(sorted(shards), first):
+        # guard: no shard is missing between others
         if number != expected:
             lost = re.sub(r"\d+(?=\.npy$)", str(expected), shards[number].name)
             raise FileNotFoundError(f"{shards[number].with_name(lost)} is missing between other shards")
@@ -213,6 +215,7 @@ def load_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:
     _check_npy_start(path)
     try:
         # Mapping comes first: a header that claims more than the file holds is refused before anything is allocated.
+        # guard: arrays are never unpickled
         array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
     except (ValueError, EOFError, OverflowError, TypeError, SyntaxError, MemoryError, TokenError) as error:
         raise ValueError(f"{path} is truncated or not a .npy file: {error}") from error

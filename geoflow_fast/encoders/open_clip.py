@@ -338,6 +338,7 @@ def _load_weights(open_clip: Any, network: Any, path: Path, model: str) -> None:
             # Once by itself: the error of a file that would execute code must not be taken for another one.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
+                # guard: the weights of an encoder hold no code
                 torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except _BAD_WEIGHTS as error:
         raise ValueError(

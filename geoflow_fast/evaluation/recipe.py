@@ -65,6 +65,7 @@ class Data:
 
     def __post_init__(self) -> None:
         _check_strings(self, f"data set {self.name!r}")
+        # guard: the names in a recipe are those of folders
         if self.name in ("", ".", "..") or set(self.name) & {"/", "\\", "\0"}:
             raise ValueError(f"data set {self.name!r} needs a name that a folder can have: results go there")
         labelled_parts = (self.images, self.labels, self.prompts)

@@ -197,6 +197,7 @@ class _EmbedJob:
             if not overwrite:
                 raise FileExistsError(f"{self.out} is not the result of this job; move it, or ask to overwrite")
         left = read_facts(self.folder / FACTS_FILE)
+        # guard: a job that was killed at once can be started again
         begun = {LOCK_FILE, TEMPORARY_NAME.format(FACTS_FILE)}  # left by a job that was killed at once
         if left is None and self.folder.is_dir() and {path.name for path in self.folder.iterdir()} - begun:
             raise FileExistsError(f"{self.folder} holds something that geoflow embed did not make; move it")

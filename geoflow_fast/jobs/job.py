@@ -69,6 +69,7 @@ class Job:
         if self.out.exists() and not self.finished():
             raise FileExistsError(f"{self.out} exists and is not the result of this job; move it, or ask to overwrite")
         left = self._facts_of_blocks()
+        # guard: a job continues only its own blocks
         if left is not None and left != self.identity:
             refuse_other_job(self.folder, left, self.identity)
 
@@ -153,6 +154,7 @@ class Job:
         with progress_bar(self.rows, done, unit, shown=shown) as advance, StopOnInterrupt("block") as stop:
             if together or world.size == 1:
                 for rows, path in missing:
+                    # guard: a signal ends a job after its block
                     if world.any(stop.asked):
                         raise KeyboardInterrupt
                     columns = compute(rows, advance)

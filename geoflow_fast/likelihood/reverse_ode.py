@@ -73,6 +73,7 @@ def density_estimates(
         parts = []
         for number, pair in enumerate(zip(image.split(at_once), text.split(at_once))):
             points = [pair for _ in directions]
+            # guard: noise depends on the row and not on the chunk
             first = first_row + number * at_once
             encoded = None if once is None else once[0][once[1][number * at_once :][:at_once]]
             evaluator = evaluator_of(field, network, directions, points, settings.exact, first, encoded)

@@ -61,6 +61,7 @@ def _guard(device: str, dtype: torch.dtype, **tensors: Tensor) -> None:
             raise ValueError(f"{name} is on {tensor.device}, expected {device}")
         if tensor.dtype != dtype:
             raise TypeError(f"{name} is {tensor.dtype}, expected {dtype}")
+        # guard: memory is checked before a pointer is passed on
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous")
 

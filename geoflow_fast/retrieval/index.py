@@ -69,6 +69,7 @@ class GalleryIndex(PrefixRows):
 
     def check_digest(self, gallery: Gallery) -> None:
         """Raises a ValueError unless this index was built from exactly the rows of `gallery`."""
+        # guard: an index belongs to its gallery
         if self.digest != gallery.digest():
             raise ValueError("this is the index of another gallery, or the gallery has changed; build it anew")
 

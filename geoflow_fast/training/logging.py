@@ -22,6 +22,7 @@ class Metrics:
         self.board = None
         if self.path is not None:
             # Lines after the checkpoint will be written again.
+            # guard: repeated steps are logged once
             truncate_jsonl(self.path, lambda line: line["step"] <= step)
         if tensorboard:
             if folder is None:

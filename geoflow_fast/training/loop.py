@@ -113,6 +113,7 @@ class Run(Generic[B]):
         total = row_loss.sum()
         self._sum_gradients(total)
         norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.config.clip))
+        # guard: a loss that is not finite stops a run
         if not (math.isfinite(norm) and math.isfinite(float(total))):
             raise TrainingDiverged(f"the loss is not finite at step {self.step} (gradient norm {norm})")
         for group in self.optimizer.param_groups:
@@ -235,12 +236,14 @@ class Run(Generic[B]):
         own = {"model": self.objective.facts, "config": dataclasses.asdict(self.config)}
         for part, mine in own.items():
             differing = [key for key in mine if key not in _COSMETIC and info[part].get(key) != mine[key]]
+            # guard: a run is continued only with its own settings
             if differing:
                 changes = ", ".join(f"{key} {info[part].get(key)!r} -> {mine[key]!r}" for key in differing)
                 raise ValueError(
                     f"{path} belongs to a run with another configuration ({changes}); use a new folder or resume=False"
                 )
         for part, fingerprint in self.fingerprints.items():
+            # guard: a run is continued only on its own pairs
             if info[part] != fingerprint:
                 name = {"data": "pairs", "val": "validation pairs"}[part]
                 raise ValueError(f"{path} belongs to a run on other {name}; use a new folder or resume=False")
@@ -316,6 +319,7 @@ def _take_steps(run: Run[B], folder: Path | None, *, shown: bool) -> None:
                 run.finished = run.step >= config.steps or run.stopped_early
                 if folder is not None and (run.finished or stopped or run.step % config.checkpoint_every == 0):
                     if main:
+                        # guard: log lines reach the disk before the checkpoint
                         metrics.sync()
                         run.save(folder)
                     saved = run.step

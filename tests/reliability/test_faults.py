@@ -167,6 +167,7 @@ def test_killed_at_each_kind_of_operation_on_files(nursery, world, alone, tmp_pa
     record(f"operations_of_{name}", kinds_of_operations_killed_at=len(struck))
 
 
+@pytest.mark.guard("a job that was killed at once can be started again", without="begun = {LOCK_FILE}")
 @pytest.mark.parametrize("name", ["scoring", "density", "embed"])
 def test_killed_before_it_has_said_what_it_is(nursery, world, alone, tmp_path, name):
     """What is left then is of nobody's job, and in nobody's way."""
@@ -178,6 +179,7 @@ def test_killed_before_it_has_said_what_it_is(nursery, world, alone, tmp_path, n
     finish(nursery, name, world, tmp_path / "run", wanted)
 
 
+@pytest.mark.guard("repeated steps are logged once")
 def test_steps_after_the_checkpoint_are_logged_once(nursery, world, alone, tmp_path):
     """Killed when their lines are written and the checkpoint is not: they are made, and written, again."""
     wanted, undisturbed = alone["training"]
@@ -188,6 +190,7 @@ def test_steps_after_the_checkpoint_are_logged_once(nursery, world, alone, tmp_p
     assert steps == list(range(1, 21))
 
 
+@pytest.mark.guard("log lines reach the disk before the checkpoint")
 def test_lines_are_on_disk_before_the_checkpoint(alone):
     """So that a power cut, which no test can make, loses none of them."""
     undisturbed = alone["training"][1]
@@ -231,6 +234,8 @@ DISKS = {
 }
 
 
+@pytest.mark.guard("an error of the disk names the file", without="raise")
+@pytest.mark.guard("a full disk is reported to the last byte", without="plain.tofile(file)")
 @pytest.mark.parametrize("disk", DISKS)
 @pytest.mark.parametrize("name", TASKS)
 def test_what_was_there_survives_a_disk_that_refuses(nursery, world, alone, halves, tmp_path, name, disk):
@@ -338,6 +343,7 @@ def units_kept(command: str, out: Path) -> int:
     return sum(file.endswith(".parquet") for file in left)
 
 
+@pytest.mark.guard("a signal ends a job after its block")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_signal_finishes_the_unit_saves_and_says_how_it_ended(nursery, world, by_command, tmp_path, command):
     """SIGINT in the midst of the second step, block or batch, then SIGTERM in the first of those that are left: the one

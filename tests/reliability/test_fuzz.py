@@ -329,6 +329,7 @@ def test_commands_at_length(world, command, seed, monkeypatch, capsys):
     spoil_command(world, command, seed, monkeypatch, capsys)
 
 
+@pytest.mark.guard("counts are integers, not NaN")
 def test_counts_are_integers():
     """A number that is none of the right kind is named, and not rounded to one."""
     with pytest.raises(TypeError, match="seed must be an integer"):

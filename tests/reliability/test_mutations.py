@@ -1,35 +1,43 @@
-"""Every guard in the list is needed: without it the test that is named beside it fails."""
+"""Every guard is needed: without its statement, the test of the same name fails."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tests.reliability.figures import PAGE, between, record
-from tests.reliability.mutations import BEGIN, END, GUARDS, Guard, table
+from tests.reliability.figures import PAGE, ROOT, between, record
+from tests.reliability.mutations import BEGIN, END, Guard, guard_tests, guards, table
 
-ROOT = Path(__file__).parents[2]
 LEFT_OUT = shutil.ignore_patterns(
     ".*", "build", "dist", "site", "docs", "demo_output", "runs", "__pycache__", "*.egg-info"
 )
 FAILED = 1
-"""pytest's status when tests ran and some failed; others tell of a run that did not come about."""
+"""The exit status of pytest when tests ran and some failed; other values mean that they did not run."""
 HANGS_AFTER = 300.0
-"""Seconds; a guard against waiting is missed in a test that does not end."""
+"""Seconds. A test that waits forever without its guard counts as failed."""
+GUARDS = guards()
+TESTS = {test.name: test for test in guard_tests()}
 
 caught: list[str] = []
 
 
+def test_every_guard_has_a_test_of_its_name():
+    assert sorted(guard.name for guard in GUARDS) == sorted(TESTS)
+    assert max(Counter(guard.name for guard in GUARDS).values()) == 1
+    assert len(TESTS) == len(guard_tests())
+
+
 @pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)
-def test_the_guard_is_where_the_list_says(guard: Guard):
-    assert (ROOT / guard.file).read_text().count(guard.text) == 1
-    file, _, name = guard.test.partition("::")
-    assert f"def {name}(" in (ROOT / file).read_text()
+def test_a_guard_can_be_taken_out(guard: Guard):
+    source = (ROOT / guard.file).read_text()
+    changed = guard.removed_from(source, TESTS[guard.name].without)
+    compile(changed, guard.file, "exec")
+    assert changed != source
 
 
 def test_the_page_has_the_list():
@@ -44,17 +52,6 @@ def copy(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def without(copy: Path, request) -> Iterator[Path]:
-    """The copy without one guard."""
-    guard: Guard = request.param
-    path = copy / guard.file
-    whole = path.read_text()
-    path.write_text(whole.replace(guard.text, guard.without))
-    yield copy
-    path.write_text(whole)
-
-
 def run(folder: Path, *tests: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu", *tests]
     try:
@@ -65,20 +62,26 @@ def run(folder: Path, *tests: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_with_all_guards_the_tests_pass(copy):
-    done = run(copy, *sorted({guard.test for guard in GUARDS}))
+    done = run(copy, *sorted({test.test for test in TESTS.values()}))
     assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("without", "guard"), [(guard, guard) for guard in GUARDS], indirect=["without"])
-def test_without_its_guard_a_test_fails(without, guard):
-    done = run(without, "-x", guard.test)
+@pytest.mark.parametrize("guard", GUARDS, ids=lambda guard: guard.name)
+def test_without_its_guard_a_test_fails(copy, guard):
+    path, test = copy / guard.file, TESTS[guard.name]
+    source = path.read_text()
+    path.write_text(guard.removed_from(source, test.without))
+    try:
+        done = run(copy, "-x", test.test)
+    finally:
+        path.write_text(source)
     assert done.returncode == FAILED, done.stdout[-3000:]
     caught.append(guard.name)
 
 
 @pytest.mark.slow
 def test_the_count():
-    """Of all above; this one is the last."""
+    """Runs last and records how many guards the tests above have caught."""
     assert len(caught) == len(GUARDS) >= 10
     record("mutations", guards_taken_out=len(GUARDS), caught_by_a_test=len(caught))

@@ -398,6 +398,7 @@ def test_interrupt_saves_and_the_same_call_continues(tmp_path):
     assert same_weights(flow, whole)
 
 
+@pytest.mark.guard("a run is continued only with its own settings")
 def test_another_run_is_not_continued(tmp_path):
     gf.train(new_flow(), some_pairs(), CONFIG, out=tmp_path)
     with pytest.raises(ValueError, match=r"lr 0\.003 -> 0\.1"):
@@ -415,6 +416,7 @@ def test_integers_of_numpy_are_taken_and_kept_as_plain_ones(tmp_path):
     assert gf.train(new_flow(), some_pairs(), config, out=tmp_path).steps == 2
 
 
+@pytest.mark.guard("a run is continued only on its own pairs")
 def test_other_validation_pairs_are_not_continued(tmp_path):
     config = dataclasses.replace(CONFIG, steps=2)
     gf.train(new_flow(), some_pairs(), config, val=some_pairs(10), out=tmp_path)
@@ -444,6 +446,7 @@ def test_one_run_at_a_time_and_no_stranded_files(tmp_path):
     assert not list(tmp_path.glob(".*.tmp"))
 
 
+@pytest.mark.guard("a loss that is not finite stops a run")
 def test_divergence_names_the_step_and_keeps_the_checkpoint(tmp_path, monkeypatch):
     original = flow_matching.row_losses
 
