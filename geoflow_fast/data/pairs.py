@@ -1,14 +1,13 @@
-"""Paired embeddings in memory or on disk, read by row without loading what is not asked for.
+"""Paired embeddings in memory or on disk. Only the rows that are asked for are read.
 
 On disk the layout is clip-retrieval's: `img_emb/img_emb_0.npy`, `text_emb/text_emb_0.npy`, ... with rows in shard
-order, float16 or float32. `image_index.npy` gives the image row of each text where an image is stored once for several
-texts; else a column `image_index` or `image_path` of `metadata/*.parquet` tells which rows are of one image.
-`image_group.npy`, a number per text that the texts of one image share, takes precedence over both for that question.
+order, float16 or float32. Where an image is stored once for several texts, `image_index.npy` gives the image row of
+each text. Where it is stored several times, a column `image_index` or `image_path` of `metadata/*.parquet` tells which
+rows show the same image. `image_group.npy`, one number per text that all texts of one image share, overrides both.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
@@ -22,14 +21,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from geoflow_fast.data.rows import BLOCK_ROWS, Array, Index, Rows, _open_shards, load_npy, open_rows
+from geoflow_fast.data.rows import BLOCK_ROWS, Array, Index, Rows, load_npy, open_rows, open_shards
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.runtime import checks, parquet
 from geoflow_fast.runtime.files import write_atomic, write_npy
 
 IMAGE_FOLDER, TEXT_FOLDER, METADATA_FOLDER = "img_emb", "text_emb", "metadata"
-
-
 INDEX_FILE, GROUP_FILE = "image_index.npy", "image_group.npy"
 
 
@@ -38,7 +35,7 @@ class EmbeddingPairs:
 
     Create it with `from_arrays`, `open` or `open_files`. `len(pairs)` is the number of pairs, and `pairs[index]`
     returns (image [B, d_I], text [B, d_T]) as float32 unit rows, for integers [B] or a boolean mask over all pairs.
-    `folder` is the folder that `open` read, else None.
+    `folder` is the folder that `open` read; it is None for other pairs.
     """
 
     folder: Path | None = None
@@ -77,7 +74,7 @@ class EmbeddingPairs:
         folder = checks.path(folder, "folder")
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not a folder of embeddings")
-        image, text = (_open_shards(folder / name, name) for name in (IMAGE_FOLDER, TEXT_FOLDER))
+        image, text = (open_shards(folder / name, name) for name in (IMAGE_FOLDER, TEXT_FOLDER))
         for part in (image, text):
             part.check(normalize=normalize, world=world)
             part.expect_random_reads()
@@ -85,12 +82,18 @@ class EmbeddingPairs:
             load_npy(path) if (path := folder / name).is_file() else None for name in (INDEX_FILE, GROUP_FILE)
         )
         if index is None:
-            _check_same_shards(image, text)
+            sizes = (map(len, rows.parts) for rows in (image, text))
+            for number, (images, texts) in enumerate(itertools.zip_longest(*sizes, fillvalue=0)):
+                if images != texts:  # rows were lost on one side, so those after them would be paired wrongly
+                    raise ValueError(
+                        f"shard {number} holds {images} images, but {texts} texts: "
+                        f"{INDEX_FILE} must say which belong together"
+                    )
         if group is None:
             group = index if index is not None else _metadata_groups(folder / METADATA_FOLDER)
-        found = cls._pair(image, text, index, group, str(folder / INDEX_FILE))
-        found.folder = folder
-        return found
+        pairs = cls._pair(image, text, index, group, str(folder / INDEX_FILE))
+        pairs.folder = folder
+        return pairs
 
     @classmethod
     def open_files(
@@ -119,7 +122,7 @@ class EmbeddingPairs:
         if index is None:
             if len(image) != count:
                 raise ValueError(
-                    f"{len(image)} images and {count} texts: give image_index to say which image each text is of"
+                    f"{len(image)} images and {count} texts: image_index must say which image each text belongs to"
                 )
             index = np.arange(count)
         if index.shape != (count,) or index.dtype.kind not in "iu":
@@ -154,11 +157,11 @@ class EmbeddingPairs:
         return torch.from_numpy(self.image[self.image_row[where]]), torch.from_numpy(self.text[self.text_row[where]])
 
     def subset(self, index: Tensor | NDArray[Any] | Sequence[int]) -> EmbeddingPairs:
-        """The pairs that `index` selects (integers, or a mask over all pairs). Embeddings are shared, not copied."""
+        """Returns the pairs that `index` selects (integers, or a mask). Embeddings are shared, not copied."""
         where = _as_index(index, len(self))
-        found = EmbeddingPairs(self.image, self.text, self.image_row[where], self.text_row[where], self.group[where])
-        found.folder = self.folder
-        return found
+        pairs = EmbeddingPairs(self.image, self.text, self.image_row[where], self.text_row[where], self.group[where])
+        pairs.folder = self.folder
+        return pairs
 
     def split(self, fraction: float, seed: int) -> tuple[EmbeddingPairs, EmbeddingPairs]:
         """Splits off a share of the images with all their texts and returns (rest, held out).
@@ -176,7 +179,7 @@ class EmbeddingPairs:
         return self.subset(np.flatnonzero(~held[member])), self.subset(np.flatnonzero(held[member]))
 
     def fingerprint(self) -> str:
-        """Hash of the pairing and of up to 64 of the pairs: cheap, and enough to tell different sets of pairs apart."""
+        """Returns a hash of the pairing and of up to 64 of the pairs, which is cheap and tells different sets apart."""
         digest = hashlib.sha256(json.dumps([len(self), self.image_dim, self.text_dim]).encode())
         digest.update(self.image_row.tobytes())
         digest.update(self.text_row.tobytes())
@@ -196,8 +199,8 @@ class EmbeddingPairs:
         if (folder / IMAGE_FOLDER).exists() or (folder / TEXT_FOLDER).exists():
             raise FileExistsError(f"{folder} already holds embeddings")
         images, index = np.unique(self.image_row, return_inverse=True)
-        _save_shards(folder / IMAGE_FOLDER, self.image, images, rows_per_shard, dtype)
-        _save_shards(folder / TEXT_FOLDER, self.text, self.text_row, rows_per_shard, dtype)
+        _save_shards(folder / IMAGE_FOLDER, self.image, images, rows_per_shard, np.dtype(dtype))
+        _save_shards(folder / TEXT_FOLDER, self.text, self.text_row, rows_per_shard, np.dtype(dtype))
         if len(images) != len(self) or not np.array_equal(index, np.arange(len(self))):
             write_npy(folder / INDEX_FILE, index.astype(np.int64))
         group = np.unique(self.group, return_inverse=True)[1]
@@ -214,30 +217,20 @@ def open_pairs(
     normalize: bool,
     world: World = ALONE,
 ) -> EmbeddingPairs:
-    """Pairs as the flags of a command name them: a folder, or files of images and of texts."""
+    """Opens the pairs that the flags of a command name: a folder, or one file of images and one of texts."""
     files = {"--images": images, "--texts": texts, "--image-index": image_index}
     given = [flag for flag, path in files.items() if path is not None]
     if folder is not None:
         if given:
-            raise ValueError(f"--pairs {folder} is a folder of both sides; leave out {', '.join(given)}")
+            raise ValueError(f"--pairs {folder} holds images and texts; leave out {', '.join(given)}")
         return EmbeddingPairs.open(folder, normalize=normalize, world=world)
     if images is None or texts is None:
         raise ValueError("give --pairs, a folder of paired embeddings, or --images and --texts, two .npy files")
     return EmbeddingPairs.open_files(images, texts, image_index, normalize=normalize, world=world)
 
 
-def _check_same_shards(image: Rows, text: Rows) -> None:
-    """Rows that are paired by their place must be stored in equal shards; otherwise some were lost on one side."""
-    sizes = (map(len, rows.parts) for rows in (image, text))
-    for number, (images, texts) in enumerate(itertools.zip_longest(*sizes, fillvalue=0)):
-        if images != texts:
-            raise ValueError(
-                f"shard {number} holds {images} images, but {texts} texts: {INDEX_FILE} must say which belong together"
-            )
-
-
 def _as_index(index: Tensor | NDArray[Any] | Sequence[int], count: int) -> Index:
-    """Integers [B] in [0, count), also from a mask over all `count` pairs."""
+    """Returns integers [B] in [0, count) from such integers or from a mask over all `count` pairs."""
     where = checks.array(index, "index")
     if where.dtype == bool and where.shape == (count,):
         return np.flatnonzero(where)
@@ -251,7 +244,7 @@ def _as_index(index: Tensor | NDArray[Any] | Sequence[int], count: int) -> Index
 
 
 def _metadata_groups(folder: Path) -> Index | None:
-    """Which image each row is of, from a column `image_index` or `image_path` of the metadata; None without one."""
+    """Returns the number of each row's image, from a column `image_index` or `image_path`; None if there is none."""
     files = sorted(folder.glob("*.parquet"), key=lambda path: [int(x) for x in re.findall(r"\d+", path.name)])
     if not files:
         return None
@@ -262,17 +255,17 @@ def _metadata_groups(folder: Path) -> Index | None:
     return None
 
 
-def _save_shards(folder: Path, rows: Rows, index: Index, rows_per_shard: int, dtype: type[np.floating]) -> None:
+def _save_shards(folder: Path, rows: Rows, index: Index, rows_per_shard: int, dtype: np.dtype[Any]) -> None:
+    """Writes the rows `index` as `.npy` shards, without holding a whole shard in memory."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, low in enumerate(range(0, len(index), rows_per_shard)):
-        shard = functools.partial(_save_rows, rows, index[low : low + rows_per_shard], np.dtype(dtype))
-        write_atomic(folder / f"{folder.name}_{number}.npy", shard)
+        shard = index[low : low + rows_per_shard]
+        shape = (len(shard), rows.dim)
+        header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
 
+        def fill(file: BinaryIO, shard: Index = shard, header: dict[str, Any] = header) -> None:
+            np.lib.format.write_array_header_1_0(file, header)
+            for low in range(0, len(shard), BLOCK_ROWS):
+                file.write(rows[shard[low : low + BLOCK_ROWS]].astype(dtype).tobytes())
 
-def _save_rows(rows: Rows, index: Index, dtype: np.dtype[Any], file: BinaryIO) -> None:
-    """The rows `index` as one .npy file, without holding them all in memory."""
-    shape = (len(index), rows.dim)
-    header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, header)
-    for low in range(0, len(index), BLOCK_ROWS):
-        file.write(rows[index[low : low + BLOCK_ROWS]].astype(dtype).tobytes())
+        write_atomic(folder / f"{folder.name}_{number}.npy", fill)

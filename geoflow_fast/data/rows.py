@@ -1,4 +1,4 @@
-"""Rows of embeddings in memory or in memory-mapped files, read without loading what is not asked for."""
+"""Rows of embeddings in memory or in memory-mapped files. Only the rows that are asked for are read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -19,27 +18,21 @@ from torch import Tensor
 
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import UNIT_TOLERANCE
+from geoflow_fast.runtime.files import contents_of
 
 BLOCK_ROWS = 8192
-
-
-# Pages of a mapped file count as resident memory once touched, so they are released after each read; the kernel's cache
-# keeps them. A fault also maps the cached pages around it, up to a huge page: random rows are read so many at a time.
 RANDOM_ROWS = 64
-
-
+"""Random rows that are read from a mapped file before its pages are released. Pages count as resident memory once they
+are touched, and a page fault also maps the cached pages around it, up to a huge page. The kernel's cache keeps them."""
 NPY_HEADER_BYTES = 10_000
-"""Longest header of a `.npy` file that is read; numpy parses no longer one either."""
-
+"""Length of the longest `.npy` header that is read; numpy itself parses none that is longer."""
 
 Array = NDArray[np.floating]
-
-
 Index = NDArray[np.int64]
 
 
 class Rows:
-    """Rows of one or several 2-D arrays read as one: `rows[index]` gives float32 [len(index), d]."""
+    """Rows of one or several 2-D arrays, read as one: `rows[index]` returns float32 [len(index), d]."""
 
     def __init__(self, parts: Sequence[Array], name: str) -> None:
         if not parts:
@@ -60,49 +53,50 @@ class Rows:
         return int(self.starts[-1])
 
     def __getitem__(self, index: Index) -> NDArray[np.float32]:
-        """Rows `index` [B] in the order asked for, of unit norm to float32 rounding."""
+        """Returns the rows `index` [B] in the order asked for, scaled to unit norm."""
         out = np.empty((len(index), self.dim), np.float32)
-        # Ascending reads keep a mapped file's access sequential within each shard.
+        # Rows are read in ascending order, so that access to a mapped file is sequential.
         order = np.argsort(index, kind="stable")
         ranked = index[order]
         bounds = np.searchsorted(ranked, self.starts)
         for part, start, low, high in zip(self.parts, self.starts, bounds[:-1], bounds[1:]):
-            chunk = RANDOM_ROWS if _mapping(part) is not None else max(1, high - low)
+            chunk = RANDOM_ROWS if isinstance(part, np.memmap) else max(1, high - low)
             for begin in range(low, high, chunk):
                 end = min(begin + chunk, high)
                 out[order[begin:end]] = part[ranked[begin:end] - start]
-                _advise(part, "MADV_DONTNEED")
+                _advise(part, mmap.MADV_DONTNEED)
         out /= np.linalg.norm(out, axis=1, keepdims=True)
         return out
 
-    def blocks(self, rows: int = BLOCK_ROWS, within: range | None = None) -> Iterator[tuple[int, Array]]:
-        """All rows as stored, or those `within` a stretch, in blocks of at most `rows`: (first row's index, block)."""
+    def tensors(self, rows: int = BLOCK_ROWS, within: range | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yields the rows as stored, or those of the range `within`, in blocks of at most `rows`: (number of the first
+        row, float32 tensor). Blocks must not be written to, and each is valid until the next one is asked for.
+
+        float32 rows share the file's memory. Rows of other types are converted into one buffer: fresh memory for every
+        block would cost ten times as much as the conversion.
+        """
         within = range(len(self)) if within is None else within
+        buffer: Tensor | None = None
         for part, start in zip(self.parts, self.starts.tolist()):
             end = min(within.stop - start, len(part))
+            known_to_torch = part.dtype.isnative and part.dtype.itemsize <= np.dtype(np.float64).itemsize
             for low in range(max(within.start - start, 0), end, rows):
-                block = part[low : min(low + rows, end)]
-                yield start + low, np.asarray(block)
-                _advise(part, "MADV_DONTNEED")
-
-    def tensors(self, rows: int = BLOCK_ROWS, within: range | None = None) -> Iterator[tuple[int, Tensor]]:
-        """`blocks` as float32 tensors, each for reading only and until the next is asked for.
-
-        float32 rows share the file's memory. float16 and float64 rows are converted into one buffer: fresh memory for
-        every block would cost ten times as much as the conversion.
-        """
-        buffer: Tensor | None = None
-        for first, block in self.blocks(rows, within):
-            stored = _as_tensor(block)
-            if stored.dtype != torch.float32:
-                if buffer is None:
-                    buffer = torch.empty(min(rows, len(self)), self.dim)
-                stored = buffer[: len(stored)].copy_(stored)
-            yield first, stored
+                stored = np.ascontiguousarray(
+                    part[low : min(low + rows, end)], dtype=None if known_to_torch else np.float32
+                )
+                with warnings.catch_warnings():  # torch warns about memory that is mapped for reading only
+                    warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+                    block = torch.from_numpy(stored)
+                if block.dtype != torch.float32:
+                    if buffer is None:
+                        buffer = torch.empty(min(rows, len(self)), self.dim)
+                    block = buffer[: len(block)].copy_(block)
+                yield start + low, block
+                _advise(part, mmap.MADV_DONTNEED)
 
     def check(self, *, normalize: bool, world: World = ALONE) -> None:
-        """Every row finite and, unless `normalize`, of unit norm within 1e-3; an error names the first bad row. Each
-        rank of a `world` reads its share."""
+        """Raises a ValueError that names the first row which is not finite or, unless `normalize` is set, not of unit
+        norm within 1e-3. Each rank of a `world` reads its share of the rows."""
         for first, block in self.tensors(within=world.own(len(self))):
             norm = torch.linalg.vector_norm(block, dim=1).numpy()
             bad = ~(np.isfinite(norm) & (norm > 0)) if normalize else ~(np.abs(norm - 1) <= UNIT_TOLERANCE)
@@ -111,67 +105,44 @@ class Rows:
                 row = int(bad.argmax())
                 if not np.isfinite(norm[row]):
                     raise ValueError(f"{self.name} row {first + row} is not finite")
-                hint = (
-                    "it has no direction" if norm[row] == 0 else "scale rows to unit norm (normalize=True, for pairs)"
-                )
+                hint = "it has no direction" if norm[row] == 0 else "scale rows to unit norm (pairs: normalize=True)"
                 raise ValueError(f"{self.name} row {first + row} has norm {norm[row]:.6g}, not 1; {hint}")
 
     def digest(self, world: World = ALONE) -> str:
-        """SHA-256 of how the rows are cut into parts and of the SHA-256 of each block of them as they are stored: the
-        same for any number of ranks, each of which reads its share of the blocks."""
+        """Returns a SHA-256 of the shapes of the parts and of the SHA-256 of each block of rows as stored.
+
+        It does not depend on the number of ranks of a `world`, each of which reads its share of the blocks.
+        """
         shapes = [(part.dtype.str, part.shape) for part in self.parts]
-        blocks = [(k, low) for k, part in enumerate(self.parts) for low in range(0, len(part), BLOCK_ROWS)]
+        blocks = [(number, low) for number, part in enumerate(self.parts) for low in range(0, len(part), BLOCK_ROWS)]
         shares = world.shares(len(blocks))
         own = bytearray()
-        for k, low in blocks[shares[world.rank].start : shares[world.rank].stop]:
-            own += hashlib.sha256(np.ascontiguousarray(self.parts[k][low : low + BLOCK_ROWS]).data).digest()
-            _advise(self.parts[k], "MADV_DONTNEED")
+        for number, low in blocks[shares[world.rank].start : shares[world.rank].stop]:
+            own += hashlib.sha256(np.ascontiguousarray(self.parts[number][low : low + BLOCK_ROWS]).data).digest()
+            _advise(self.parts[number], mmap.MADV_DONTNEED)
         digests = torch.tensor(own, dtype=torch.uint8).view(-1, hashlib.sha256().digest_size)
-        found = hashlib.sha256(json.dumps(shapes).encode())
-        found.update(world.gather_rows(digests, [len(share) for share in shares]).numpy().tobytes())
-        return found.hexdigest()
+        whole = hashlib.sha256(json.dumps(shapes).encode())
+        whole.update(world.gather_rows(digests, [len(share) for share in shares]).numpy().tobytes())
+        return whole.hexdigest()
 
     def expect_random_reads(self) -> None:
         """Tells the kernel not to read ahead in mapped parts: shuffled rows have no use for their neighbours."""
         for part in self.parts:
-            _advise(part, "MADV_RANDOM")
+            _advise(part, mmap.MADV_RANDOM)
 
 
-def _mapping(part: Array) -> mmap.mmap | None:
-    """The file mapping behind an array, if its pages can be released: a copy-on-write one (mode "c") holds its owner's
-    edits in them."""
+def _advise(part: Array, advice: int) -> None:
+    """Passes advice about a mapped array to the kernel. The pages of a copy-on-write mapping (mode "c") hold their
+    owner's edits and must not be released, so it gets none."""
     mapping = getattr(part, "_mmap", None)
-    return mapping if isinstance(mapping, mmap.mmap) and getattr(part, "mode", None) in ("r", "r+") else None
-
-
-def _as_tensor(rows: Array) -> Tensor:
-    """Rows as a tensor that shares memory where torch knows their type, else as float32; of a file mapped for reading
-    too, about which torch would warn."""
-    known = rows.dtype.isnative and rows.dtype.itemsize <= np.dtype(np.float64).itemsize
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-        return torch.from_numpy(np.ascontiguousarray(rows, dtype=None if known else np.float32))
-
-
-def _advise(part: Array, advice: str) -> None:
-    """Passes advice about a mapped array to the kernel, where both exist."""
-    mapping = _mapping(part)
-    if mapping is not None and hasattr(mmap, advice):
-        mapping.madvise(getattr(mmap, advice))
-
-
-def _open_shards(folder: Path, name: str) -> Rows:
-    """Memory-mapped `{name}_{number}.npy` of `folder`, in numeric order without a gap."""
-    shards = in_shard_order(path for path in folder.glob(f"{name}_*.npy") if re.search(r"_\d+\.npy$", path.name))
-    if not shards:
-        raise FileNotFoundError(f"{folder} holds no {name}_0.npy")
-    return Rows([load_npy(path, mapped=True) for path in shards], f"{folder}")
+    if mapping is not None and getattr(part, "mode", None) in ("r", "r+"):
+        mapping.madvise(advice)
 
 
 def open_rows(path: Path, name: str) -> Rows:
-    """A `.npy` file, or all `.npy` files of a folder in the order of the numbers in their names, memory-mapped.
+    """Opens a `.npy` file, or all `.npy` files of a folder in the order of the numbers in their names, memory-mapped.
 
-    Several files whose names differ in the number at their end alone are shards, counted from 0 without a gap.
+    Files whose names differ only in the number at their end are shards, counted from 0 or 1 without a gap.
     """
     if path.is_file():
         return Rows([load_npy(path, mapped=True)], f"{name} {path}")
@@ -189,10 +160,20 @@ def open_rows(path: Path, name: str) -> Rows:
     return Rows([load_npy(file, mapped=True) for file in files], f"{name} {path}")
 
 
+def open_shards(folder: Path, name: str) -> Rows:
+    """Opens the files `{name}_{number}.npy` of a folder, counted from 0 without a gap, memory-mapped."""
+    shards = in_shard_order(path for path in folder.glob(f"{name}_*.npy") if re.search(r"_\d+\.npy$", path.name))
+    if not shards:
+        raise FileNotFoundError(f"{folder} holds no {name}_0.npy")
+    return Rows([load_npy(path, mapped=True) for path in shards], f"{folder}")
+
+
 def in_shard_order(paths: Iterable[Path], *, from_one: bool = False) -> list[Path]:
-    """Files whose names differ in the number at their end alone, in its order. Two of one number, or one missing in the
-    count from 0 (or, with `from_one`, from 1), are errors: rows would be doubled, or lost and those after them
-    misnumbered."""
+    """Sorts files whose names differ only in the number at their end by that number.
+
+    A number that occurs twice is an error, because rows would be doubled. So is a number that is missing in the count
+    from 0 (or, with `from_one`, from 1), because all rows after it would get wrong numbers.
+    """
     shards: dict[int, Path] = {}
     for path in sorted(paths):
         number = int(re.findall(r"\d+", path.stem)[-1])
@@ -203,27 +184,15 @@ def in_shard_order(paths: Iterable[Path], *, from_one: bool = False) -> list[Pat
     for expected, number in enumerate(sorted(shards), first):
         # guard: no shard is missing between others
         if number != expected:
-            lost = re.sub(r"\d+(?=\.npy$)", str(expected), shards[number].name)
-            raise FileNotFoundError(f"{shards[number].with_name(lost)} is missing between other shards")
+            missing = re.sub(r"\d+(?=\.npy$)", str(expected), shards[number].name)
+            raise FileNotFoundError(f"{shards[number].with_name(missing)} is missing between other shards")
     return [shards[number] for number in sorted(shards)]
 
 
 def load_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:
-    """The array of a `.npy` file; never unpickles. A file that is cut short is a ValueError that names it."""
+    """Returns the array of a `.npy` file, never unpickling anything. A ValueError names a file that is cut short."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist or is not a file")
-    _check_npy_start(path)
-    try:
-        # Mapping comes first: a header that claims more than the file holds is refused before anything is allocated.
-        # guard: arrays are never unpickled
-        array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
-    except (ValueError, EOFError, OverflowError, TypeError, SyntaxError, MemoryError, TokenError) as error:
-        raise ValueError(f"{path} is truncated or not a .npy file: {error}") from error
-    return array if mapped else np.array(array)
-
-
-def _check_npy_start(path: Path) -> None:
-    """Magic bytes, and a header no longer than numpy's own are."""
     with open(path, "rb") as file:
         start = file.read(12)
     if start[:2] == b"PK":
@@ -233,3 +202,8 @@ def _check_npy_start(path: Path) -> None:
     length = int.from_bytes(start[8:10] if start[6] == 1 else start[8:12], "little")
     if length > NPY_HEADER_BYTES:
         raise ValueError(f"{path} is damaged: its header claims {length} bytes")
+    with contents_of(path, "truncated or not a .npy file"):
+        # The file is always mapped first: a header that claims more than the file holds then allocates nothing.
+        # guard: arrays are never unpickled
+        array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
+    return array if mapped else np.array(array)
