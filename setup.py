@@ -117,7 +117,7 @@ setup(
         "geoflow_fast.kernels",
     ],
     package_dir={"geoflow_fast": "geoflow_fast", "geoflow_fast.kernels": "kernels"},
-    package_data={"geoflow_fast": ["py.typed", "*.pyi"]},
+    package_data={"geoflow_fast": ["py.typed", "*.pyi"], "geoflow_fast.runtime": ["templates/*"]},
     ext_modules=[extension],
     cmdclass={"build_ext": BuildExtension},
 )

@@ -1,4 +1,4 @@
-"""The demo's pictures."""
+"""The pictures of the demo's page."""
 
 from __future__ import annotations
 
@@ -9,17 +9,25 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.demo.flows import sphere_centres
-from geoflow_fast.demo.study import ENTROPY, IMAGE_DENSITY, RERANKER, SCORE, TRUTH, Outcome, Side
+from geoflow_fast.demo.study import ENTROPY, IMAGE_DENSITY, RERANKER, SCORE, TRUTH, DirectionOutcome, Outcome
+from geoflow_fast.directions import Direction
+from geoflow_fast.evaluation.figures import DIRECTION_TITLES
 from geoflow_fast.evaluation.metrics import reliability, retrieval_calibration, selective_accuracy
 from geoflow_fast.runtime import plots
 from geoflow_fast.worlds import ConceptWorld
 
-SPHERES, CALIBRATION, SELECTIVE = "flow_on_spheres.png", "calibration.png", "selective_accuracy.png"
-DENSITIES, STRANGE, CERTAIN = "densities.png", "strangers.png", "certain_and_uncertain.png"
+FILES = {
+    "spheres": "flow_on_spheres.png",
+    "calibration": "calibration.png",
+    "selective": "selective_accuracy.png",
+    "certain": "certain_and_uncertain.png",
+    "unseen": "unseen.png",
+    "densities": "densities.png",
+}
+"""The files of the pictures, by the names that the page's template has for them."""
 
 BLUE, ORANGE, GREEN, PURPLE, GREY, PALE = "#3b6fb6", "#e07b28", "#3f9b6c", "#8e5ea8", "#6f7680", "#c9ced6"
 GROUPS = (BLUE, ORANGE, GREEN, PURPLE, "#c44e52", "#4aa8b8", "#b59a2d", "#7f7f7f")
-WAYS = {"i2t": "image to text", "t2i": "text to image"}
 VAGUENESS = ("specific", "middling", "vague")
 DENSITY_TITLES = {
     "joint": "log p(image, text)",
@@ -32,12 +40,12 @@ DENSITY_TITLES = {
 
 
 def draw_all(outcome: Outcome, world: ConceptWorld, out: Path) -> None:
-    """All pictures of the measurements, as PNG files in `out`."""
-    draw_calibration(outcome, out / CALIBRATION)
-    draw_selective(outcome, out / SELECTIVE)
-    draw_densities(outcome, out / DENSITIES)
-    draw_strangers(outcome, out / STRANGE)
-    draw_certain(outcome, world, out / CERTAIN)
+    """Draws all pictures of the measurements, as PNG files in `out`."""
+    draw_calibration(outcome, out / FILES["calibration"])
+    draw_selective(outcome, out / FILES["selective"])
+    draw_densities(outcome, out / FILES["densities"])
+    draw_unseen(outcome, out / FILES["unseen"])
+    draw_certain(outcome, world, out / FILES["certain"])
 
 
 def _panels(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Any, Any]:
@@ -51,60 +59,61 @@ def _panels(rows: int, columns: int, width: float, height: float, **options: Any
 
 
 def draw_calibration(outcome: Outcome, picture: Path) -> None:
-    """Above: recall in ten bins of the uncertainty. Below: stated probabilities against the share of right answers."""
+    """Draws recall in ten bins of the uncertainty; below, stated probabilities against shares of right answers."""
     figure, panels = _panels(2, 2, 10, 7.6, sharey="row")
-    for column, side in enumerate(outcome.sides.values()):
+    for column, part in enumerate(outcome.by_direction.values()):
         axes = panels[0, column]
-        places = range(1, 11)
+        tenths = range(1, 11)
         for name, colour, marker in ((TRUTH, PALE, "s"), (RERANKER, ORANGE, "D"), (ENTROPY, BLUE, "o")):
-            found = retrieval_calibration(side.uncertainty[name], side.correct)
-            label = f"{name}, AUROC {found.auroc:.3f}"
-            axes.plot(places, found.recall, color=colour, marker=marker, markersize=5, label=label)
-        axes.axhline(float(side.correct.double().mean()), color=GREY, linewidth=0.8, linestyle=":")
-        axes.set(title=WAYS[side.direction], xlabel="tenth of the queries, most certain first", ylim=(0, 1.03))
-        axes.set_xticks(list(places))
+            calibration = retrieval_calibration(part.uncertainty[name], part.correct)
+            label = f"{name}, AUROC {calibration.auroc:.3f}"
+            axes.plot(tenths, calibration.recall, color=colour, marker=marker, markersize=5, label=label)
+        axes.axhline(part.plain_recall, color=GREY, linewidth=0.8, linestyle=":")
+        title = DIRECTION_TITLES[part.direction]
+        axes.set(title=title, xlabel="tenth of the queries, most certain first", ylim=(0, 1.03))
+        axes.set_xticks(list(tenths))
         axes.legend(frameon=False, fontsize=8.5, loc="upper right")
-        _draw_reliability(panels[1, column], side)
+        _draw_reliability(panels[1, column], part)
     panels[0, 0].set_ylabel("share of right answers (Recall@1)")
     panels[1, 0].set_ylabel("share that was right")
     plots.save_figure(figure, picture)
 
 
-def _draw_reliability(axes: Any, side: Side) -> None:
-    found = reliability(side.reranked.p_answer, side.correct)
+def _draw_reliability(axes: Any, part: DirectionOutcome) -> None:
+    bins = reliability(part.reranked.p_answer, part.correct)
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, linestyle=":")
-    axes.plot(found.confidence, found.accuracy, color=ORANGE, marker="D", markersize=5)
-    for x, y, count in zip(found.confidence, found.accuracy, found.count):
+    axes.plot(bins.confidence, bins.accuracy, color=ORANGE, marker="D", markersize=5)
+    for x, y, count in zip(bins.confidence, bins.accuracy, bins.count):
         if count:
             axes.annotate(f"{count}", (x, y), xytext=(4, -11), textcoords="offset points", fontsize=7.5, color=GREY)
-    title = f"calibration error {side.calibration_error:.3f} (small numbers: queries)"
+    title = f"calibration error {part.calibration_error:.3f} (small numbers: queries)"
     axes.set(xlabel="re-ranker's probability that the answer is right", xlim=(-0.02, 1.04), ylim=(-0.09, 1.05))
     axes.set_title(title, fontsize=10, color=GREY)
 
 
 def draw_selective(outcome: Outcome, picture: Path) -> None:
-    """Accuracy when only the most certain queries are answered."""
+    """Draws the accuracy when only the most certain queries are answered."""
     figure, panels = _panels(1, 2, 10, 4.3, sharey=True)
     coverage = [k / 50 for k in range(5, 51)]
-    for axes, side in zip(panels.flat, outcome.sides.values()):
+    for axes, part in zip(panels.flat, outcome.by_direction.values()):
         curves = {TRUTH: (PALE, "-", 3.0), ENTROPY: (BLUE, "-", 2.0), RERANKER: (ORANGE, "-", 2.0)}
-        references = [name for name in side.uncertainty if name not in curves]
+        training_free = [name for name in part.uncertainty if name not in curves]
         styles = curves | {
-            name: (GREY, style, 1.2) for name, style in zip(references, ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1))))
+            name: (GREY, style, 1.2) for name, style in zip(training_free, ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1))))
         }
         for name, (colour, style, width) in styles.items():
-            found = selective_accuracy(side.uncertainty[name], side.correct, coverage)
-            axes.plot(found.coverage, found.accuracy, color=colour, linestyle=style, linewidth=width, label=name)
-        axes.set(title=WAYS[side.direction], xlabel="share of the queries that are answered")
+            curve = selective_accuracy(part.uncertainty[name], part.correct, coverage)
+            axes.plot(curve.coverage, curve.accuracy, color=colour, linestyle=style, linewidth=width, label=name)
+        axes.set(title=DIRECTION_TITLES[part.direction], xlabel="share of the queries that are answered")
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
         axes.yaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
-    panels[0, 0].set_ylabel("of these, right")
+    panels[0, 0].set_ylabel("share of right answers")
     panels[0, 1].legend(frameon=False, fontsize=8.5)
     plots.save_figure(figure, picture)
 
 
 def draw_densities(outcome: Outcome, picture: Path) -> None:
-    """Learned against true log-densities of fresh pairs."""
+    """Draws learned against true log-densities of new pairs."""
     figure, panels = _panels(2, 3, 11, 7.2)
     for axes, (name, (estimate, truth)) in zip(panels.flat, outcome.densities.items()):
         axes.scatter(truth.numpy(), estimate.numpy(), s=6, alpha=0.35, color=BLUE, linewidths=0)
@@ -115,17 +124,17 @@ def draw_densities(outcome: Outcome, picture: Path) -> None:
     plots.save_figure(figure, picture)
 
 
-def draw_strangers(outcome: Outcome, picture: Path) -> None:
-    """How surprised the flow is at known concepts, at siblings of them, and at a group it has never seen."""
+def draw_unseen(outcome: Outcome, picture: Path) -> None:
+    """Draws how surprised the flow is at known concepts, at siblings of them, and at a group it has never seen."""
     figure, panels = _panels(1, 2, 10, 3.9)
     colours = {"known": BLUE, "near": GREEN, "far": ORANGE}
     words = {"known": "known concepts", "near": "unseen, in a known group", "far": "unseen group"}
     for axes, name in zip(panels.flat, (SCORE, IMAGE_DENSITY)):
-        scores = outcome.strangers.scores[name]
+        scores = outcome.unseen.scores[name]
         every = torch.cat(list(scores.values()))
         low, high = float(every.quantile(0.002)), float(every.quantile(0.998))
         for kind, score in scores.items():
-            auroc = "" if kind == "known" else f", AUROC {outcome.strangers.auroc(name, kind):.2f}"
+            auroc = "" if kind == "known" else f", AUROC {outcome.unseen.auroc(name, kind):.2f}"
             shape = {"bins": 40, "range": (low, high), "density": True}
             axes.hist(score.numpy(), **shape, color=colours[kind], alpha=0.25)
             axes.hist(score.numpy(), **shape, color=colours[kind], histtype="step", label=words[kind] + auroc)
@@ -137,25 +146,26 @@ def draw_strangers(outcome: Outcome, picture: Path) -> None:
 
 
 def draw_certain(outcome: Outcome, world: ConceptWorld, picture: Path, shown: int = 3, items: int = 8) -> None:
-    """Probabilities of the likeliest images of the most and the least certain captions, the true ones beside them."""
-    side = outcome.sides["t2i"]
-    order = side.reranked.entropy.argsort()
+    """Draws the probabilities of the likeliest images of the most and the least certain captions, beside the true
+    ones."""
+    part = outcome.by_direction[Direction.T2I]
+    order = part.reranked.entropy.argsort()
     figure, panels = _panels(shown, 2, 10.5, 2.7 * shown, sharex=True)
     for column, (words, queries) in enumerate((("most", order[:shown]), ("least", order.flip(0)[:shown]))):
         for axes, query in zip(panels[:, column], queries.tolist()):
-            index = side.reranked.index[query, :items]
-            found, truth = side.reranked.prob[query, :items], side.truth[query, index]
+            index = part.reranked.index[query, :items]
+            learned, truth = part.reranked.prob[query, :items], part.truth[query, index]
             concept = outcome.concept[index].tolist()
             colours = [GROUPS[k // world.PER_GROUP] for k in concept]
-            place = torch.arange(items).numpy()
-            axes.barh(place - 0.19, found.numpy(), 0.36, color=colours)
-            axes.barh(place + 0.19, truth.numpy(), 0.36, color="white", edgecolor=colours, hatch="////", linewidth=0.8)
+            height = torch.arange(items).numpy()
+            axes.barh(height - 0.19, learned.numpy(), 0.36, color=colours)
+            axes.barh(height + 0.19, truth.numpy(), 0.36, color="white", edgecolor=colours, hatch="////", linewidth=0.8)
             labels = [f"{_name(world, k)}{'  ★' if i == query else ''}" for k, i in zip(concept, index.tolist())]
-            axes.set_yticks(place, labels, fontsize=8.5)
+            axes.set_yticks(height, labels, fontsize=8.5)
             axes.invert_yaxis()
             own = int(outcome.concept[query])
             level = VAGUENESS[int(world.level[own])]
-            entropy = f"H = {float(side.reranked.entropy[query]):.2f} nats"
+            entropy = f"H = {float(part.reranked.entropy[query]):.2f} nats"
             title = f"{words} certain: a {level} caption of {_name(world, own)}, {entropy}"
             axes.set_title(title, fontsize=10, loc="left")
     for axes in panels[-1]:
@@ -164,21 +174,19 @@ def draw_certain(outcome: Outcome, world: ConceptWorld, picture: Path, shown: in
 
 
 def _name(world: ConceptWorld, concept: int) -> str:
-    """Letter of the group and number within it."""
+    """The letter of the concept's group and its number within the group."""
     return f"{'ABCDEFGH'[concept // world.PER_GROUP]}{concept % world.PER_GROUP + 1}"
 
 
-# The picture of the flow on two spheres
-
 CAMERA = (24.0, 32.0)
-"""Elevation and azimuth, degrees."""
+"""Elevation and azimuth of the view of the two spheres, in degrees."""
 TIMES = (0.0, 0.4, 0.7, 1.0)
 TRAIL = 0.12
-"""How much of a path before a point is drawn, in time."""
+"""Length in time of the part of a path that is drawn behind a point."""
 
 
 def draw_spheres(image: Tensor, text: Tensor, picture: Path) -> None:
-    """Points [stops, n, 3] on two spheres at several times, coloured by where the first of each pair ends."""
+    """Draws points [stops, n, 3] on two spheres at several times, coloured by where the first of each pair ends."""
     centres = sphere_centres().float()
     ends = (image[-1] @ centres.T).argmax(1)
     colours = [GROUPS[k] for k in ends.tolist()]

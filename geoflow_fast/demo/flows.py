@@ -20,24 +20,25 @@ from geoflow_fast.worlds import ConceptWorld, sample_bump
 PAIRS = 60_000
 SPHERE_PAIRS, SPHERE_STEPS, SPHERE_C = 8192, 500, 3.0
 SPHERE_CENTRES = ((0.9, 0.3, 0.3), (0.2, 0.9, 0.4), (0.35, 0.25, 0.9), (0.6, -0.75, 0.3), (0.5, 0.6, -0.6))
-"""Of the bumps on the first sphere; the second has the same, and bump k of the first belongs to bump k + 2 there."""
+"""Centres of the bumps on the first sphere. The second has the same, and bump k of the first belongs to bump k + 2
+there."""
 
 
 def concept_pairs(world: ConceptWorld, seed: int) -> EmbeddingPairs:
-    """What the flow is trained on."""
+    """The pairs that the flow is trained on."""
     image, text, _ = world.sample(PAIRS, generator=torch.Generator().manual_seed(100 + seed))
     return EmbeddingPairs.from_arrays(image, text)
 
 
 def learn(out: Path, shape: GeoFlowConfig, pairs: EmbeddingPairs, config: TrainConfig) -> GeoFlow | None:
-    """A flow trained in the folder `out`, where an interrupted run goes on; None if it was interrupted."""
+    """Trains a flow in the folder `out`, where an interrupted run continues; returns None if it was interrupted."""
     torch.manual_seed(config.seed)
     flow = GeoFlow(shape)
     return flow if train(flow, pairs, config, out=out).finished else None
 
 
 def learn_spheres(out: Path, seed: int, steps: int | None) -> GeoFlow | None:
-    """A flow on S² x S² that pairs five bumps on one sphere with five on the other; some seconds."""
+    """Trains a flow on S² x S² that pairs five bumps on one sphere with five on the other; this takes seconds."""
     generator = torch.Generator().manual_seed(200 + seed)
     centres = sphere_centres()
     which = torch.randint(len(centres), (SPHERE_PAIRS,), generator=generator)
@@ -60,8 +61,8 @@ def sphere_centres() -> Tensor:
 
 
 @torch.no_grad()
-def carried(flow: GeoFlow, seed: int, points: int = 500, stops: int = 41) -> tuple[Tensor, Tensor]:
-    """Paths of noise to data, on the first and on the second sphere: two of [stops, points, 3]."""
+def sphere_paths(flow: GeoFlow, seed: int, points: int = 500, stops: int = 41) -> tuple[Tensor, Tensor]:
+    """Paths [stops, points, 3] from noise to data, on the first and on the second sphere."""
     generator = torch.Generator().manual_seed(300 + seed)
     state: Points = tuple(sample_uniform(points, 3, generator=generator) for _ in range(2))
 

@@ -1,8 +1,7 @@
-"""The demo's measurements: uncertainties of a trained flow against the true posterior and against references."""
+"""The demo's measurements: uncertainties of a trained flow against the true posterior and training-free scores."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +10,8 @@ from torch import Tensor
 from geoflow_fast.baselines.base import Baseline
 from geoflow_fast.baselines.references import KNNDistance, Margin, MaxSoftmax, SoftmaxEntropy
 from geoflow_fast.data.pairs import EmbeddingPairs
-from geoflow_fast.directions import CONDITIONAL
-from geoflow_fast.evaluation.agreement import Agreement, agreement, densities
+from geoflow_fast.directions import CONDITIONAL, Direction
+from geoflow_fast.evaluation.agreement import DensityAgreement, agreement, densities
 from geoflow_fast.evaluation.metrics import auroc, reliability, retrieval_calibration, selective_accuracy
 from geoflow_fast.evaluation.statistics import spearman
 from geoflow_fast.flow.model import GeoFlow
@@ -20,22 +19,23 @@ from geoflow_fast.likelihood.density import epistemic
 from geoflow_fast.retrieval.bandwidth import Bandwidth, fit_bandwidth
 from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.rerank import BayesReranker, Reranked
+from geoflow_fast.runtime.progress import Announce
 from geoflow_fast.worlds import ConceptWorld
 
-QUERIES, ITEMS, HELD_OUT, STRANGERS, DENSITY_ROWS = 500, 1000, 1000, 300, 500
+QUERIES, ITEMS, HELD_OUT, UNSEEN_PAIRS, DENSITY_ROWS = 500, 1000, 1000, 300, 500
 GUIDANCES, TUNING_QUERIES = (0.0, 1.0, 3.0), 128
 SHORTLIST, RERANK_STEPS, CALIBRATION_QUERIES = 16, 4, 400
-"""Sizes for a run of a minute on two cores; the guides have what is usual."""
+"""These sizes make the measurements take a minute on two cores; the guides show the usual ones."""
 ENTROPY, RERANKER, TRUTH = "flow: retrieval entropy", "flow: re-ranker", "truth: 1 - P(answer)"
 SCORE, IMAGE_DENSITY, NEIGHBOURS = "flow: epistemic score", "flow: -log p(image)", "kNN distance, image + text"
 TRUE_SCORE = "truth: -log p(image) - log p(text)"
-REFERENCES: tuple[type[Baseline], ...] = (MaxSoftmax, Margin, SoftmaxEntropy, KNNDistance)
-FLOORS = {"joint": 0.97, "text|image": 0.95, "image|text": 0.95, "image": 0.90, "text": 0.90, "pmi": 0.93}
-"""Least correlations of learned with true log-densities."""
+TRAINING_FREE: tuple[type[Baseline], ...] = (MaxSoftmax, Margin, SoftmaxEntropy, KNNDistance)
+LEAST_CORRELATION = {"joint": 0.97, "text|image": 0.95, "image|text": 0.95, "image": 0.90, "text": 0.90, "pmi": 0.93}
+"""The correlation of learned with true log-densities that is expected at least."""
 
 
 @dataclass(frozen=True)
-class Check:
+class Expectation:
     """Something that is expected of the demo: `value` is at least `floor`."""
 
     name: str
@@ -44,179 +44,185 @@ class Check:
 
     @property
     def holds(self) -> bool:
-        """Whether it came out so."""
+        """True if the value is as large as expected."""
         return self.value >= self.floor
 
 
 @dataclass(frozen=True)
-class Side:
-    """Queries over the items of a thousand pairs, in one direction; query k means item k."""
+class DirectionOutcome:
+    """The search of one direction. Query k was made for item k."""
 
-    direction: str
-    queries: Tensor
-    items: Tensor
+    direction: Direction
     correct: Tensor
-    """[Q] bool, whether plain cosine search finds the right item."""
+    """[Q] bool, true where plain cosine search finds the right item."""
     truth: Tensor
     """[Q, N], the true posterior, float64."""
     uncertainty: dict[str, Tensor]
     """[Q] by method; the truth's is the probability that the answer of plain search is wrong."""
-    entropy: Tensor
-    """[Q], the flow's, nats."""
     bandwidth: Bandwidth
     reranked: Reranked
 
     @property
     def true_entropy(self) -> Tensor:
-        """[Q], nats."""
+        """[Q], entropy of the true posterior in nats."""
         return torch.special.entr(self.truth).sum(1)
 
     @property
-    def recall_after(self) -> float:
-        """Share of queries whose most probable item after re-ranking is the right one."""
-        return float((self.reranked.index[:, 0] == torch.arange(len(self.queries))).double().mean())
-
-    def numbers(self) -> list[dict[str, object]]:
-        """One row per method, for a table."""
-        rows: list[dict[str, object]] = []
-        for name, score in self.uncertainty.items():
-            found = retrieval_calibration(score, self.correct)
-            selective = selective_accuracy(score, self.correct)
-            rows.append(
-                {
-                    "method": name,
-                    "AUROC": found.auroc,
-                    "AURC": found.aurc,
-                    "AUSAC": selective.ausac,
-                    "accuracy at 50 %": float(selective.accuracy[list(selective.coverage).index(0.5)]),
-                    "Spearman of bins": found.spearman,
-                    "Spearman with true entropy": spearman(score, self.true_entropy),
-                }
-            )
-        return rows
-
-    def auroc_of(self, name: str) -> float:
-        """Of telling wrong answers of plain search from right ones."""
-        return auroc(self.uncertainty[name], self.correct)
+    def plain_recall(self) -> float:
+        """Share of queries for which plain search finds the right item."""
+        return float(self.correct.double().mean())
 
     @property
-    def best_reference(self) -> tuple[str, float]:
-        """The reference with the largest AUROC."""
-        found = {kind.title: self.auroc_of(kind.title) for kind in REFERENCES}
-        name = max(found, key=lambda title: found[title])
-        return name, found[name]
+    def reranked_recall(self) -> float:
+        """Share of queries whose most probable item after re-ranking is the right one."""
+        return float((self.reranked.index[:, 0] == torch.arange(len(self.correct))).double().mean())
 
     @property
     def calibration_error(self) -> float:
         """Expected calibration error of the re-ranker's probability that the answer is right."""
         return reliability(self.reranked.p_answer, self.correct, strategy="quantile").ece
 
+    def auroc_of(self, method: str) -> float:
+        """Probability that a wrong answer of plain search is less certain than a right one, by this method."""
+        return auroc(self.uncertainty[method], self.correct)
+
+    @property
+    def best_training_free(self) -> tuple[str, float]:
+        """The score without training that has the largest AUROC, with that AUROC."""
+        return max(((kind.title, self.auroc_of(kind.title)) for kind in TRAINING_FREE), key=lambda pair: pair[1])
+
+    def numbers(self) -> list[dict[str, object]]:
+        """One row per method, for a table."""
+        rows: list[dict[str, object]] = []
+        for method, score in self.uncertainty.items():
+            calibration = retrieval_calibration(score, self.correct)
+            selective = selective_accuracy(score, self.correct)
+            rows.append(
+                {
+                    "method": method,
+                    "AUROC": calibration.auroc,
+                    "AURC": calibration.aurc,
+                    "AUSAC": selective.ausac,
+                    "accuracy at 50 %": float(selective.accuracy[list(selective.coverage).index(0.5)]),
+                    "Spearman of bins": calibration.spearman,
+                    "Spearman with true entropy": spearman(score, self.true_entropy),
+                }
+            )
+        return rows
+
 
 @dataclass(frozen=True)
-class Strangers:
-    """Surprise at pairs of known concepts and of concepts that training never saw: scores by method, then by kind."""
+class UnseenOutcome:
+    """Surprise at pairs of known concepts and of concepts that training never saw: scores by method, then by kind
+    ("known", "near" or "far")."""
 
     scores: dict[str, dict[str, Tensor]]
 
     def auroc(self, method: str, kind: str) -> float:
-        """Of telling pairs of `kind` from known ones."""
-        known, strange = self.scores[method]["known"], self.scores[method][kind]
-        is_known = torch.arange(len(known) + len(strange)) < len(known)
-        return auroc(torch.cat((known, strange)), is_known)
+        """Probability that a pair of this `kind` surprises the method more than a known one."""
+        known, unseen = self.scores[method]["known"], self.scores[method][kind]
+        is_known = torch.arange(len(known) + len(unseen)) < len(known)
+        return auroc(torch.cat((known, unseen)), is_known)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that the demo found."""
+    """Everything that the demo measures."""
 
     seed: int
     steps: int
-    """Of training."""
+    """Number of training steps."""
     concept: Tensor
-    """[N], of the items; query k is of the concept of item k."""
-    sides: dict[str, Side]
-    strangers: Strangers
+    """[N], the concept of each item; query k has the concept of item k."""
+    by_direction: dict[Direction, DirectionOutcome]
+    unseen: UnseenOutcome
     densities: dict[str, tuple[Tensor, Tensor]]
-    agreement: dict[str, Agreement]
+    """Learned and true log-densities."""
+    agreement: dict[str, DensityAgreement]
 
-    def checks(self) -> list[Check]:
-        """What is expected, and what came out."""
-        i2t, t2i = self.sides["i2t"], self.sides["t2i"]
-        found = [
-            Check("i2t: AUROC of wrong retrieval", i2t.auroc_of(ENTROPY), 0.87),
-            Check("i2t: the same, above the best reference", i2t.auroc_of(ENTROPY) - i2t.best_reference[1], 0.02),
-            Check("t2i: the same, above the best reference", t2i.auroc_of(ENTROPY) - t2i.best_reference[1], -0.04),
-            Check("i2t: Spearman with the true entropy", spearman(i2t.entropy, i2t.true_entropy), 0.82),
-            Check("t2i: Spearman with the true entropy", spearman(t2i.entropy, t2i.true_entropy), 0.75),
-            Check("far concepts: AUROC of the epistemic score", self.strangers.auroc(SCORE, "far"), 0.80),
-            Check("far concepts: AUROC of -log p(image)", self.strangers.auroc(IMAGE_DENSITY, "far"), 0.85),
-        ]
-        return found + [
-            Check(f"log-density, {name}: correlation with the truth", self.agreement[name].correlation, floor)
-            for name, floor in FLOORS.items()
+    def checks(self) -> list[Expectation]:
+        """What is expected, and what was measured."""
+        i2t, t2i = self.by_direction[Direction.I2T], self.by_direction[Direction.T2I]
+        gains = {side.direction: side.auroc_of(ENTROPY) - side.best_training_free[1] for side in (i2t, t2i)}
+        return [
+            Expectation("i2t: AUROC of wrong retrieval", i2t.auroc_of(ENTROPY), 0.87),
+            Expectation("i2t: the same, above the best training-free score", gains[Direction.I2T], 0.02),
+            Expectation("t2i: the same, above the best training-free score", gains[Direction.T2I], -0.04),
+            Expectation(
+                "i2t: Spearman with the true entropy", spearman(i2t.uncertainty[ENTROPY], i2t.true_entropy), 0.82
+            ),
+            Expectation(
+                "t2i: Spearman with the true entropy", spearman(t2i.uncertainty[ENTROPY], t2i.true_entropy), 0.75
+            ),
+            Expectation("far concepts: AUROC of the epistemic score", self.unseen.auroc(SCORE, "far"), 0.80),
+            Expectation("far concepts: AUROC of -log p(image)", self.unseen.auroc(IMAGE_DENSITY, "far"), 0.85),
+            *(
+                Expectation(f"log-density, {name}: correlation with the truth", self.agreement[name].correlation, least)
+                for name, least in LEAST_CORRELATION.items()
+            ),
         ]
 
 
 def examine(
-    world: ConceptWorld, flow: GeoFlow, pairs: EmbeddingPairs, seed: int, steps: int, say: Callable[[str], object]
+    world: ConceptWorld, flow: GeoFlow, pairs: EmbeddingPairs, seed: int, steps: int, announce: Announce
 ) -> Outcome:
-    """All measurements of a flow that was trained on `pairs` for so many steps. `say` is told what is being done."""
+    """Measures a flow that was trained on `pairs` for `steps` steps. `announce` is told what is being done."""
     held_image, held_text, _ = world.sample(HELD_OUT, generator=torch.Generator().manual_seed(400 + seed))
     held_out = EmbeddingPairs.from_arrays(held_image, held_text)
     image, text, concept = world.sample(ITEMS, generator=torch.Generator().manual_seed(500 + seed))
-    references = [kind(world.dim, world.dim) for kind in REFERENCES]
-    for reference in references:
-        reference.fit(pairs, held_out)
-    sides: dict[str, Side] = {}
+    training_free = [kind(world.dim, world.dim) for kind in TRAINING_FREE]
+    for method in training_free:
+        method.fit(pairs, held_out)
+    by_direction = {}
     for direction in CONDITIONAL:
-        say(f"{direction}: scoring and re-ranking {QUERIES:,} queries over {ITEMS:,} items")
-        asking, items = (image, text) if direction == "i2t" else (text, image)
-        sides[direction] = examine_side(world, flow, held_out, direction, asking[:QUERIES], items, references)
-    say("log-densities of new pairs and of concepts that training never saw")
-    strangers = examine_strangers(world, flow, references[-1], (image, text), seed)
-    found = densities(world, flow, rows=DENSITY_ROWS)
-    return Outcome(seed, steps, concept, sides, strangers, found, agreement(found))
+        announce(f"{direction}: scoring and re-ranking {QUERIES:,} queries over {ITEMS:,} items")
+        queries, items = direction.queries(image, text)[:QUERIES], direction.items(image, text)
+        by_direction[direction] = examine_direction(world, flow, held_out, direction, queries, items, training_free)
+    announce("log-densities of new pairs and of concepts that training never saw")
+    unseen = examine_unseen(world, flow, training_free[-1], (image, text), seed)
+    estimates = densities(world, flow, rows=DENSITY_ROWS)
+    return Outcome(seed, steps, concept, by_direction, unseen, estimates, agreement(estimates))
 
 
-def examine_side(
+def examine_direction(
     world: ConceptWorld,
     flow: GeoFlow,
     held_out: EmbeddingPairs,
-    direction: str,
+    direction: Direction,
     queries: Tensor,
     items: Tensor,
-    references: list[Baseline],
-) -> Side:
-    """One direction; everything that is tuned is tuned on the held-out pairs."""
+    training_free: list[Baseline],
+) -> DirectionOutcome:
+    """Measures one direction. Everything that is tuned is tuned on the held-out pairs."""
     bandwidth = fit_bandwidth(flow, held_out, direction, guidances=GUIDANCES, max_queries=TUNING_QUERIES)
-    fitted = {"kappa": bandwidth.kappa, "guidance": bandwidth.guidance}
-    entropy = RetrievalEntropy.fast(flow, items, direction, **fitted)(queries).entropy
+    tuned = {"kappa": bandwidth.kappa, "guidance": bandwidth.guidance}
+    entropy = RetrievalEntropy.fast(flow, items, direction, **tuned)(queries).entropy
     reranker = BayesReranker(flow, items, direction, SHORTLIST, RERANK_STEPS)
     reranker.calibrate(held_out, max_queries=CALIBRATION_QUERIES, progress=False)
     reranked = reranker(queries)
     truth = world.gallery_posterior(queries, items, direction)
     answer = (queries @ items.T).argmax(1)
     uncertainty = {ENTROPY: entropy, RERANKER: 1 - reranked.p_answer}
-    uncertainty |= {method.title: method.uncertainty(queries, items, direction) for method in references}
+    uncertainty |= {method.title: method.uncertainty(queries, items, direction) for method in training_free}
     uncertainty[TRUTH] = 1 - truth.gather(1, answer.unsqueeze(1)).squeeze(1)
     correct = answer == torch.arange(len(queries))
-    return Side(direction, queries, items, correct, truth, uncertainty, entropy, bandwidth, reranked)
+    return DirectionOutcome(direction, correct, truth, uncertainty, bandwidth, reranked)
 
 
-def examine_strangers(
+def examine_unseen(
     world: ConceptWorld, flow: GeoFlow, neighbours: Baseline, known: tuple[Tensor, Tensor], seed: int
-) -> Strangers:
-    """Surprise at `known` pairs, at siblings of known concepts ("near") and at a group never seen ("far")."""
+) -> UnseenOutcome:
+    """Measures the surprise at `known` pairs, at siblings of known concepts ("near") and at a group that training never
+    saw ("far")."""
     generator = torch.Generator().manual_seed(600 + seed)
-    kinds = {"known": (known[0][:STRANGERS], known[1][:STRANGERS])}
+    pairs = {"known": (known[0][:UNSEEN_PAIRS], known[1][:UNSEEN_PAIRS])}
     for kind, concepts in (("near", world.near), ("far", world.far)):
-        kinds[kind] = world.sample(STRANGERS, generator=generator, concepts=concepts)[:2]
+        pairs[kind] = world.sample(UNSEEN_PAIRS, generator=generator, concepts=concepts)[:2]
     scores: dict[str, dict[str, Tensor]] = {name: {} for name in (SCORE, IMAGE_DENSITY, NEIGHBOURS, TRUE_SCORE)}
-    for kind, (image, text) in kinds.items():
-        found = epistemic(flow, image, text, generator=torch.Generator().manual_seed(seed))
-        scores[SCORE][kind], scores[IMAGE_DENSITY][kind] = found.score, -found.image
-        scores[NEIGHBOURS][kind] = neighbours.uncertainty(image, text, "i2t") + neighbours.uncertainty(
-            text, image, "t2i"
-        )
+    for kind, (image, text) in pairs.items():
+        terms = epistemic(flow, image, text, generator=torch.Generator().manual_seed(seed))
+        scores[SCORE][kind], scores[IMAGE_DENSITY][kind] = terms.score, -terms.image
+        distances = (neighbours.uncertainty(image, text, "i2t"), neighbours.uncertainty(text, image, "t2i"))
+        scores[NEIGHBOURS][kind] = distances[0] + distances[1]
         scores[TRUE_SCORE][kind] = -world.log_image(image) - world.log_text(text)
-    return Strangers(scores)
+    return UnseenOutcome(scores)

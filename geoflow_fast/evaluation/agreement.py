@@ -1,4 +1,4 @@
-"""Agreement of learned log-densities with those of a synthetic world."""
+"""DensityAgreement of learned log-densities with those of a synthetic world."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from geoflow_fast.worlds import ConceptWorld
 
 
 @dataclass(frozen=True)
-class Agreement:
+class DensityAgreement:
     """How estimated log-densities compare with the truth: Pearson correlation and mean error in nats."""
 
     correlation: float
@@ -42,9 +42,9 @@ def densities(
     }
 
 
-def agreement(pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, Agreement]:
+def agreement(pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, DensityAgreement]:
     """How the estimates of `densities` compare with the truth."""
     return {
-        name: Agreement(float(torch.corrcoef(torch.stack(pair))[0, 1]), float((pair[0] - pair[1]).mean()))
+        name: DensityAgreement(float(torch.corrcoef(torch.stack(pair))[0, 1]), float((pair[0] - pair[1]).mean()))
         for name, pair in pairs.items()
     }

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 
 Advance = Callable[[int], object]
 """Moves a progress bar by the number of rows that were done since the last call."""
+Announce = Callable[[str], object]
+"""Tells the user in a sentence what is being done."""
 
 
 @contextlib.contextmanager

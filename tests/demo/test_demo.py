@@ -15,20 +15,13 @@ from geoflow_fast.cli.app import app
 from geoflow_fast.demo import figures, flows, study
 from geoflow_fast.worlds import ConceptWorld
 
-PICTURES = {
-    figures.SPHERES,
-    figures.CALIBRATION,
-    figures.SELECTIVE,
-    figures.DENSITIES,
-    figures.STRANGE,
-    figures.CERTAIN,
-}
+PICTURES = set(figures.FILES.values())
 
 
 @pytest.fixture
 def small(monkeypatch):
     """A world searched by few queries, so that a run takes seconds."""
-    sizes = {"QUERIES": 60, "ITEMS": 100, "HELD_OUT": 150, "STRANGERS": 30, "DENSITY_ROWS": 30}
+    sizes = {"QUERIES": 60, "ITEMS": 100, "HELD_OUT": 150, "UNSEEN_PAIRS": 30, "DENSITY_ROWS": 30}
     sizes |= {"TUNING_QUERIES": 8, "CALIBRATION_QUERIES": 150, "GUIDANCES": (0.0,), "RERANK_STEPS": 1}
     for name, size in sizes.items():
         monkeypatch.setattr(study, name, size)
@@ -65,14 +58,14 @@ def test_a_short_run_leaves_report_pictures_and_numbers(tmp_path, monkeypatch):
 def test_paths_stay_on_their_spheres_and_begin_with_noise(tmp_path):
     flow = flows.learn_spheres(tmp_path, 0, 2)
     assert flow is not None
-    for path in flows.carried(flow, 0, points=7, stops=5):
+    for path in flows.sphere_paths(flow, 0, points=7, stops=5):
         assert path.shape == (5, 7, 3)
         torch.testing.assert_close(path.norm(dim=-1), torch.ones(5, 7))
 
 
-def test_strangers_are_compared_with_the_known():
-    found = study.Strangers({"s": {"known": torch.tensor([0.0, 1.0]), "far": torch.tensor([2.0, 3.0, 0.5])}})
-    assert found.auroc("s", "far") == pytest.approx(5 / 6)
+def test_unseen_pairs_are_compared_with_known_ones():
+    unseen = study.UnseenOutcome({"s": {"known": torch.tensor([0.0, 1.0]), "far": torch.tensor([2.0, 3.0, 0.5])}})
+    assert unseen.auroc("s", "far") == pytest.approx(5 / 6)
 
 
 @pytest.mark.slow
@@ -81,9 +74,9 @@ def test_the_demo_keeps_its_promises(tmp_path):
     assert outcome is not None
     missed = [check for check in outcome.checks() if not check.holds]
     assert not missed
-    for side in outcome.sides.values():
-        assert side.calibration_error < 0.05
-        assert side.recall_after > float(side.correct.double().mean())
+    for part in outcome.by_direction.values():
+        assert part.calibration_error < 0.05
+        assert part.reranked_recall > part.plain_recall
 
 
 def test_the_true_posterior_is_the_best_judge_of_answers():
@@ -99,5 +92,7 @@ def test_the_true_posterior_is_the_best_judge_of_answers():
 
 def test_pictures_of_the_documentation_are_modest():
     folder = Path(__file__).parents[2] / "docs/images"
-    assert {path.name for path in folder.glob("*.png")} >= {figures.SPHERES, figures.CERTAIN, figures.DENSITIES}
+    assert {path.name for path in folder.glob("*.png")} >= {
+        figures.FILES[name] for name in ("spheres", "certain", "densities")
+    }
     assert sum(path.stat().st_size for path in folder.glob("*.png")) < 2_000_000

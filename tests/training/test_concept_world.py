@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import geoflow_fast as gf
-from geoflow_fast.evaluation.agreement import Agreement, agreement, densities
+from geoflow_fast.evaluation.agreement import DensityAgreement, agreement, densities
 from geoflow_fast.worlds import ConceptWorld
 
 
-def trained_agreement(seed: int, pairs: int, rows: int, **changes) -> dict[str, Agreement]:
+def trained_agreement(seed: int, pairs: int, rows: int, **changes) -> dict[str, DensityAgreement]:
     world = ConceptWorld()
     image, text, _ = world.sample(pairs, generator=torch.Generator().manual_seed(100 + seed))
     torch.manual_seed(seed)
