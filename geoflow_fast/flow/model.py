@@ -14,9 +14,8 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from geoflow_fast.directions import DIRECTIONS
+from geoflow_fast.directions import DIRECTIONS, Counts, Direction, row_directions, sort_rows
 from geoflow_fast.flow.config import GeoFlowConfig
-from geoflow_fast.flow.curriculum import ROW_ORDER, Counts, row_directions
 from geoflow_fast.flow.network import Block, Conditioning, Modulation, zero_linear
 from geoflow_fast.flow.preprocess import Preprocess
 from geoflow_fast.geometry import project_tangent
@@ -25,10 +24,6 @@ from geoflow_fast.runtime.files import contents_of, write_json
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
-
-
-Direction = str | Tensor
-"""One of `DIRECTIONS` for all rows, or int8 codes [B]."""
 
 
 class GeoFlow(nn.Module):
@@ -63,7 +58,9 @@ class GeoFlow(nn.Module):
             f"heads {c.heads}: {millions:.2f} million parameters"
         )
 
-    def velocity(self, image: Tensor, text: Tensor, t: float | Tensor, direction: Direction) -> tuple[Tensor, Tensor]:
+    def velocity(
+        self, image: Tensor, text: Tensor, t: float | Tensor, direction: str | Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Velocities (v_image [B, d_I], v_text [B, d_T]) at time `t`; on the sphere they are tangent at the points.
 
         `image` [B, d_I], `text` [B, d_T]: unit rows in the flow's coordinates (`to_flow`). `t`: a number, or a tensor
@@ -79,7 +76,7 @@ class GeoFlow(nn.Module):
         if isinstance(direction, str):
             if time.dim() == 0:
                 return self.modulated_velocity(image, text, self.modulations(time.reshape(1), direction)[0], direction)
-            counts = single_direction(direction, rows)
+            counts = Direction.of(direction).counts(rows)
             return self._tangent(image, text, self._row_network(image, text, time, counts), counts)
         order, counts = sort_rows(direction, rows)
         image, text = image[order], text[order]
@@ -106,7 +103,7 @@ class GeoFlow(nn.Module):
         self, image: Tensor, text: Tensor, modulation: Tensor, direction: str
     ) -> tuple[Tensor, Tensor]:
         """`velocity` for a modulation computed beforehand: one entry of `modulations` for the same `direction`."""
-        counts = single_direction(direction, image.shape[0])
+        counts = Direction.of(direction).counts(image.shape[0])
         return self._tangent(image, text, self._network(image, text, modulation.unbind(), counts), counts)
 
     def generated(self, image: Tensor, text: Tensor, t: Tensor, counts: Counts) -> tuple[Tensor, Tensor]:
@@ -258,28 +255,3 @@ def check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[s
             raise ValueError(f"{path} holds {tensors[name].dtype} as {name}, but its configuration asks for {x.dtype}")
     if len(dtypes) > 1 or not all(dtype.is_floating_point for dtype in dtypes):
         raise ValueError(f"{path} must hold tensors of one floating-point dtype, got {sorted(map(str, dtypes))}")
-
-
-def single_direction(direction: str, rows: int) -> Counts:
-    """Counts of a batch whose `rows` rows all have this direction."""
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
-    i2t, joint, t2i = (rows if DIRECTIONS[code] == direction else 0 for code in ROW_ORDER)
-    return i2t, joint, t2i
-
-
-def sort_rows(direction: Tensor, rows: int) -> tuple[Tensor, Counts]:
-    """Order [B] that sorts rows by their direction codes as in `curriculum`, and the counts of each direction."""
-    if checks.dense(direction, "direction").dtype != torch.int8 or direction.shape != (rows,):
-        raise ValueError(
-            f"direction must be a name or int8 codes [{rows}], got {direction.dtype} {tuple(direction.shape)}"
-        )
-    unknown = (direction < 0) | (direction >= len(DIRECTIONS))
-    if bool(unknown.any()):
-        row = int(unknown.nonzero()[0])
-        raise ValueError(f"direction row {row} is {int(direction[row])}; codes are 0 joint, 1 i2t, 2 t2i")
-    place = torch.empty(len(DIRECTIONS), dtype=torch.long, device=direction.device)
-    place[torch.tensor(ROW_ORDER, device=direction.device)] = torch.arange(len(DIRECTIONS), device=direction.device)
-    rank = place[direction.long()]
-    i2t, joint, t2i = torch.bincount(rank, minlength=len(DIRECTIONS)).tolist()
-    return rank.argsort(stable=True), (i2t, joint, t2i)

@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from geoflow_fast import ops
-from geoflow_fast.directions import DIRECTIONS
+from geoflow_fast.directions import DIRECTIONS, Counts
 from geoflow_fast.flow.config import GeoFlowConfig
-from geoflow_fast.flow.curriculum import Counts
 
 FREQUENCIES = 64
 

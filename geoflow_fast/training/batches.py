@@ -18,9 +18,9 @@ from torch.nn import functional
 from geoflow_fast import ops
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import Index
-from geoflow_fast.directions import DIRECTIONS
+from geoflow_fast.directions import DIRECTIONS, Counts
 from geoflow_fast.distributed import ALONE, World
-from geoflow_fast.flow.curriculum import Counts, Questions, draw_questions
+from geoflow_fast.flow.curriculum import BatchPlan, draw_batch_plan
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.noise import StructuredNoise, sample_uniform
 from geoflow_fast.ops import native
@@ -157,13 +157,13 @@ class BatchMaker:
         self.lanes = {k: torch.from_numpy(np.flatnonzero(self.own % lanes == k)) for k in world.own(lanes)}
 
     def training(self, step: int) -> Batch:
-        """The batch of a training step: shuffled pairs, questions of the curriculum, coupled noise."""
+        """The batch of a training step: shuffled pairs, the plan of the curriculum, coupled noise."""
         generator = generator_for(self.config.seed, "batch", step)
-        questions = self.config.curriculum.draw(step, self.config.batch_size, generator)
+        plan = self.config.curriculum.draw(step, self.config.batch_size, generator)
         image1, text1 = self._load(self.pairs, self.order[step][self.own])
         image0, text0 = self._lane_noise(step) if self.config.noise == "iid" else (image1.clone(), text1.clone())
         seconds = 0.0
-        for rows, direction, rule in coupling_groups(questions.counts, self.config):
+        for rows, direction, rule in coupling_groups(plan.counts, self.config):
             group = Group(rows, self.owners, self.world)
             mine = group.local
             noise: tuple[Noise, Noise] = image0[mine], text0[mine]
@@ -175,7 +175,7 @@ class BatchMaker:
                 data = image1[mine], text1[mine]
                 image1[mine], text1[mine] = self._coupled(noise, data, group, direction, rule, generator)
                 seconds += time.perf_counter() - start
-        batch = self._interpolate((image0, text0), (image1, text1), questions.select(self.own))
+        batch = self._interpolate((image0, text0), (image1, text1), plan.select(self.own))
         return dataclasses.replace(batch, coupling_seconds=seconds)
 
     def _coupled(
@@ -247,12 +247,12 @@ class BatchMaker:
         index = validation_rows(pairs, self.config.batch_size, number)
         rows = len(index)
         generator = generator_for(self.config.seed, "validation", number)
-        questions = draw_questions(rows, self.config.p_joint, 0.0, generator)
+        plan = draw_batch_plan(rows, self.config.p_joint, 0.0, generator)
         # Directions are sorted, so the rows must not be.
         index = index[torch.randperm(rows, generator=generator).numpy()]
         image0, text0 = (dense(x) for x in self._noise(rows, generator))
         own = np.arange(self.world.rank, rows, self.world.size)
-        return self._interpolate((image0[own], text0[own]), self._load(pairs, index[own]), questions.select(own))
+        return self._interpolate((image0[own], text0[own]), self._load(pairs, index[own]), plan.select(own))
 
     def _load(self, pairs: EmbeddingPairs, index: np.ndarray) -> tuple[Tensor, Tensor]:
         image, text = (x.to(self.device, non_blocking=True) for x in pairs[index])
@@ -293,10 +293,10 @@ class BatchMaker:
             return dataclasses.replace(drawn, signs=drawn.signs.to(self.device, non_blocking=True))
         return sample_uniform(rows, d, generator=generator).to(self.device, non_blocking=True)
 
-    def _interpolate(self, noise: tuple[Tensor, Tensor], data: tuple[Tensor, Tensor], questions: Questions) -> Batch:
-        t, direction, drop = (x.to(self.device) for x in (questions.t, questions.direction, questions.drop))
+    def _interpolate(self, noise: tuple[Tensor, Tensor], data: tuple[Tensor, Tensor], plan: BatchPlan) -> Batch:
+        t, direction, drop = (x.to(self.device) for x in (plan.t, plan.direction, plan.drop))
         make = masked_line if self.flow.config.geometry == "euclidean" else ops.masked_interpolant
-        return Batch(*make(*noise, *data, t, direction, drop=drop), t, questions.counts)
+        return Batch(*make(*noise, *data, t, direction, drop=drop), t, plan.counts)
 
 
 def masked_line(

@@ -16,9 +16,9 @@ from torch.nn import functional
 from geoflow_fast import ops
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import BLOCK_ROWS
+from geoflow_fast.directions import Counts, row_directions
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.config import GeoFlowConfig
-from geoflow_fast.flow.curriculum import Counts, row_directions
 from geoflow_fast.flow.model import GeoFlow, save_weights
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.training.batches import Batch, BatchMaker

@@ -1,12 +1,12 @@
-"""Frequencies and order of the questions a batch asks."""
+"""The plan of a batch: frequencies of directions, times and dropout, and the order of its rows."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from geoflow_fast.directions import DIRECTIONS
-from geoflow_fast.flow.curriculum import ROW_ORDER, Curriculum, draw_questions
+from geoflow_fast.directions import ROW_ORDER, Direction
+from geoflow_fast.flow.curriculum import Curriculum, draw_batch_plan
 
 
 def test_joint_probability_follows_the_paper():
@@ -16,23 +16,23 @@ def test_joint_probability_follows_the_paper():
     assert [curriculum.joint_probability(step) for step in (300, 999)] == pytest.approx([0.4, 0.4])
 
 
-def test_frequencies():
-    questions = Curriculum(steps=1000).draw(500, 200_000, torch.Generator().manual_seed(3))
-    shares = torch.tensor(questions.counts) / 200_000
+def test_directions_times_and_dropout_have_the_frequencies_of_the_curriculum():
+    plan = Curriculum(steps=1000).draw(500, 200_000, torch.Generator().manual_seed(3))
+    shares = torch.tensor(plan.counts) / 200_000
     torch.testing.assert_close(shares, torch.tensor([0.3, 0.4, 0.3]), atol=0.005, rtol=0)
-    conditional = questions.direction != DIRECTIONS.index("joint")
-    assert float(questions.drop[conditional].float().mean()) == pytest.approx(0.1, abs=0.005)
-    assert not questions.drop[~conditional].any()
-    assert float(questions.t.mean()) == pytest.approx(0.5, abs=0.005)
-    assert float(questions.t.std()) == pytest.approx(12**-0.5, abs=0.005)
-    assert 0 <= float(questions.t.min()) <= float(questions.t.max()) < 1
+    conditional = plan.direction != Direction.JOINT.code
+    assert float(plan.drop[conditional].float().mean()) == pytest.approx(0.1, abs=0.005)
+    assert not plan.drop[~conditional].any()
+    assert float(plan.t.mean()) == pytest.approx(0.5, abs=0.005)
+    assert float(plan.t.std()) == pytest.approx(12**-0.5, abs=0.005)
+    assert 0 <= float(plan.t.min()) <= float(plan.t.max()) < 1
 
 
 @pytest.mark.parametrize("rows", [1, 7, 129])
 @pytest.mark.parametrize("p_joint", [0.0, 0.4, 1.0])
 def test_rows_are_sorted_and_counted(rows, p_joint):
-    questions = draw_questions(rows, p_joint, 0.1, torch.Generator().manual_seed(0))
-    expected = [code for code, count in zip(ROW_ORDER, questions.counts) for _ in range(count)]
-    assert questions.direction.tolist() == expected
+    plan = draw_batch_plan(rows, p_joint, 0.1, torch.Generator().manual_seed(0))
+    expected = [direction.code for direction, count in zip(ROW_ORDER, plan.counts) for _ in range(count)]
+    assert plan.direction.tolist() == expected
     if p_joint in (0.0, 1.0):
-        assert questions.counts[1] == rows * p_joint
+        assert plan.counts[1] == rows * p_joint

@@ -86,8 +86,8 @@ def test_failures_name_row_and_step():
         integrate(rate, (noise.sample_uniform(4, 3),), time_grid(5), solver="euler")
     with pytest.raises(ValueError, match="solver must be one of"):
         integrate(rate, (noise.sample_uniform(4, 3),), time_grid(5), solver="heun")
-    for bad in (0, -3, 2.5):
-        with pytest.raises(ValueError, match="n_steps"):
+    for bad, error in ((0, ValueError), (-3, ValueError), (2.5, TypeError)):
+        with pytest.raises(error, match="n_steps"):
             time_grid(bad)
     with pytest.raises(ValueError, match="grid"):
         time_grid(3, kind="random")

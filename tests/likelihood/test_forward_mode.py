@@ -9,8 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import geoflow_fast as gf
-from geoflow_fast.directions import DIRECTIONS
-from geoflow_fast.flow.model import single_direction
+from geoflow_fast.directions import DIRECTIONS, Direction
 from geoflow_fast.likelihood.forward_mode import GENERATED, ForwardMode, Solve
 from geoflow_fast.noise import sample_uniform
 
@@ -48,7 +47,7 @@ def all_solves(network: ForwardMode, points, tangents) -> list[Solve]:
 
 def raw_output(flow: gf.GeoFlow, image, text, direction: str):
     modulation = flow.modulations(torch.tensor([TIME], dtype=image.dtype), direction)[0].unbind()
-    return flow._network(image, text, modulation, single_direction(direction, len(image)))
+    return flow._network(image, text, modulation, Direction.of(direction).counts(len(image)))
 
 
 def tangent_of(solve: Solve, stream: int, k: int, tangents):

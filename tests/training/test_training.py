@@ -16,9 +16,8 @@ import pytest
 import torch
 
 import geoflow_fast as gf
-from geoflow_fast.directions import DIRECTIONS
+from geoflow_fast.directions import DIRECTIONS, Counts
 from geoflow_fast.flow import curriculum
-from geoflow_fast.flow.curriculum import Counts
 from geoflow_fast.geometry import interpolate
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.runtime.files import locked
@@ -91,8 +90,8 @@ def test_the_network_never_sees_the_answer(monkeypatch, conditional):
     config = dataclasses.replace(
         CONFIG, p_drop=0.0, conditional_share=0.0, ramp_share=0.0, conditional_coupling=conditional
     )
-    monkeypatch.setattr(curriculum, "draw_questions", _at_time_zero(curriculum.draw_questions))
-    monkeypatch.setattr("geoflow_fast.flow.curriculum.draw_questions", _at_time_zero(curriculum.draw_questions))
+    monkeypatch.setattr(curriculum, "draw_batch_plan", _at_time_zero(curriculum.draw_batch_plan))
+    monkeypatch.setattr("geoflow_fast.flow.curriculum.draw_batch_plan", _at_time_zero(curriculum.draw_batch_plan))
     seen = {}
     original = gf.ops.masked_interpolant
     monkeypatch.setattr(gf.ops, "masked_interpolant", lambda *a, **k: seen.update(inputs=a) or original(*a, **k))
