@@ -38,7 +38,7 @@ NARROW = 24
 WIDTHS = (NARROW, 128)
 EULER = {"n_steps": 50, "solver": "euler"}
 INDEPENDENT = {"probe": "gaussian", "orthogonal": "none"}
-RANKING = {"n_steps": 10, "solver": "ab2", "grid": "early", "n_probes": 3}
+RANKING = dataclasses.replace(gf.FAST_DENSITY, n_probes=3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,14 +72,13 @@ class Pairs:
 def gate_same_numbers(rows: Rows) -> None:
     """The same weights and Gaussian probes give the same log-density."""
     image, text = rows.image[:6], rows.text[:6]
-    options: dict[str, Any] = {"solver": "euler", "tangents": "combined", **INDEPENDENT}
+    settings = gf.DensitySettings(n_steps=2, solver="euler", tangents="combined", **INDEPENDENT)
     for code, direction in enumerate(DIRECTIONS):
         seed = int(draw_seed(torch.Generator().manual_seed(3), image))
         probes = Probes(seed, torch.arange(6), 1, "gaussian", "none", False, "sphere")
         given = image, text, code, 2, lambda n, s, x, probes=probes: probes.draw(n, s, x)[0]
-        ours = gf.log_density(
-            rows.flow, image, text, direction, 2, generator=torch.Generator().manual_seed(3), **options
-        )
+        generator = torch.Generator().manual_seed(3)
+        ours = gf.log_density(rows.flow, image, text, direction, generator=generator, settings=settings)
         twin = twins.autograd_log_density(rows.plain, *given)
         gate(f"{direction} log-density against the twin", torch.allclose(ours, twin, rtol=1e-5, atol=1e-3))
 
@@ -180,10 +179,10 @@ class Quality:
     known: float
 
 
-def measure(flow: gf.GeoFlow, reference: gf.Epistemic, **options: Any) -> Quality:
+def measure(flow: gf.GeoFlow, reference: gf.Epistemic, settings: gf.DensitySettings) -> Quality:
     image, text = concept_pairs(flow.config.image_dim)
     found = [
-        gf.epistemic(flow, image, text, generator=torch.Generator().manual_seed(100 + k), **options)
+        gf.epistemic(flow, image, text, generator=torch.Generator().manual_seed(100 + k), settings=settings)
         for k in range(REPEATS)
     ]
     joint, score = torch.stack([ep.joint for ep in found]), torch.stack([ep.score for ep in found])
@@ -198,24 +197,24 @@ def measure(flow: gf.GeoFlow, reference: gf.Epistemic, **options: Any) -> Qualit
     )
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "paper: Euler 50, signs": dict(gf.PAPER_DENSITY),
-    "the same, probe kept": {**gf.PAPER_DENSITY, "redraw": False},
-    "Euler 50, separate, Gaussian, independent": {**EULER, **INDEPENDENT},
-    "Euler 50, separate": EULER,
-    "midpoint 10, combined": {"tangents": "combined"},
-    "midpoint 10, alternating": {"tangents": "alternating"},
-    "midpoint 10, Gaussian, independent": INDEPENDENT,
-    "midpoint 10, Gaussian, orthogonal to earlier steps": {"probe": "gaussian"},
-    "default: midpoint 10": {},
-    "midpoint 10, two probes": {"n_probes": 2},
-    "midpoint 10, four probes": {"n_probes": 4},
-    "midpoint 10, four orthogonal probes": {"n_probes": 4, "orthogonal": "probes"},
-    "midpoint 10, late grid": {"grid": "late"},
-    "midpoint 10, early grid": {"grid": "early"},
-    "FAST_DENSITY": dict(gf.FAST_DENSITY),
+SETTINGS = {
+    "paper: Euler 50, signs": gf.PAPER_DENSITY,
+    "the same, probe kept": dataclasses.replace(gf.PAPER_DENSITY, redraw=False),
+    "Euler 50, separate, Gaussian, independent": gf.DensitySettings(**EULER, **INDEPENDENT),
+    "Euler 50, separate": gf.DensitySettings(**EULER),
+    "midpoint 10, combined": gf.DensitySettings(tangents="combined"),
+    "midpoint 10, alternating": gf.DensitySettings(tangents="alternating"),
+    "midpoint 10, Gaussian, independent": gf.DensitySettings(**INDEPENDENT),
+    "midpoint 10, Gaussian, orthogonal to earlier steps": gf.DensitySettings(probe="gaussian"),
+    "default: midpoint 10": gf.DensitySettings(),
+    "midpoint 10, two probes": gf.DensitySettings(n_probes=2),
+    "midpoint 10, four probes": gf.DensitySettings(n_probes=4),
+    "midpoint 10, four orthogonal probes": gf.DensitySettings(n_probes=4, orthogonal="probes"),
+    "midpoint 10, late grid": gf.DensitySettings(grid="late"),
+    "midpoint 10, early grid": gf.DensitySettings(grid="early"),
+    "FAST_DENSITY": gf.FAST_DENSITY,
     "ab2 10, early grid, three probes": RANKING,
-    "rk4 5": {"n_steps": 5, "solver": "rk4"},
+    "rk4 5": gf.DensitySettings(n_steps=5, solver="rk4"),
 }
 
 
@@ -234,7 +233,7 @@ def reference_score(flow: gf.GeoFlow) -> gf.Epistemic:
 
 
 def quality(flow: gf.GeoFlow, reference: gf.Epistemic) -> tuple[str, dict[str, Quality]]:
-    found = {name: measure(flow, reference, **options) for name, options in SETTINGS.items()}
+    found = {name: measure(flow, reference, settings) for name, settings in SETTINGS.items()}
     rows = [{"setting": name, **dataclasses.asdict(value)} for name, value in found.items()]
     kept, paper = found["the same, probe kept"], found["paper: Euler 50, signs"]
     separate = found["Euler 50, separate, Gaussian, independent"]
@@ -249,17 +248,17 @@ def quality(flow: gf.GeoFlow, reference: gf.Epistemic) -> tuple[str, dict[str, Q
 
 def widths(references: dict[int, gf.Epistemic]) -> str:
     """One and two probes on worlds of several widths: noise grows with the width, the spread of the score faster."""
-    settings: dict[str, dict[str, Any]] = {
-        "default: midpoint 10": {},
-        "FAST_DENSITY": dict(gf.FAST_DENSITY),
-        "midpoint 10, Gaussian, orthogonal to earlier steps": {"probe": "gaussian"},
-        "midpoint 10, two probes": {"n_probes": 2},
-    }
+    names = (
+        "default: midpoint 10",
+        "FAST_DENSITY",
+        "midpoint 10, Gaussian, orthogonal to earlier steps",
+        "midpoint 10, two probes",
+    )
     rows = []
     for dim, reference in references.items():
         flow, spread = concept_flow(dim), float(reference.score.std())
-        for name, options in settings.items():
-            found = measure(flow, reference, **options)
+        for name in names:
+            found = measure(flow, reference, SETTINGS[name])
             rows.append({"width": dim, "spread of the score": spread, "setting": name, **dataclasses.asdict(found)})
     table = report("density_widths", rows, {})
     for row in rows:
@@ -273,7 +272,7 @@ def ablation(flow: gf.GeoFlow, reference: gf.Epistemic) -> str:
     rows = []
     for steps in (10, 20, 30, 40, 50):
         for probes in (1, 3, 5):
-            found = measure(flow, reference, **{**gf.PAPER_DENSITY, "n_steps": steps, "n_probes": probes})
+            found = measure(flow, reference, dataclasses.replace(gf.PAPER_DENSITY, n_steps=steps, n_probes=probes))
             rows.append({"steps": steps, "probes": probes, **dataclasses.asdict(found)})
     return report("density_ablation", rows, {})
 

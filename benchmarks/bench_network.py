@@ -24,13 +24,7 @@ from geoflow_fast.likelihood.reverse_ode import draw_seed
 from geoflow_fast.noise import sample_uniform
 
 TIME = 0.5
-ONE_STEP: dict[str, Any] = {
-    "n_steps": 1,
-    "solver": "euler",
-    "tangents": "combined",
-    "probe": "gaussian",
-    "orthogonal": "none",
-}
+ONE_STEP = gf.DensitySettings(n_steps=1, solver="euler", tangents="combined", probe="gaussian", orthogonal="none")
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,7 @@ class Rows:
     def divergence(self) -> Tensor:
         """-e^T J e at t=1, from a log-density of one Euler step."""
         generator = torch.Generator().manual_seed(3)
-        found = gf.log_density(self.flow, self.image, self.text, "joint", generator=generator, **ONE_STEP)
+        found = gf.log_density(self.flow, self.image, self.text, "joint", generator=generator, settings=ONE_STEP)
         return found + log_area(self.image.shape[1]) + log_area(self.text.shape[1])
 
     def divergence_by_vjp(self) -> Tensor:

@@ -17,6 +17,7 @@ from geoflow_fast.flow.network import zero_linear
 from geoflow_fast.flow.solvers import Streams
 from geoflow_fast.geometry import interpolate, project_tangent
 from geoflow_fast.likelihood.density import log_density
+from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.training.config import RunConfig
@@ -123,8 +124,9 @@ class REPVLM(Trained):
         parts = []
         for rows in points.split(SCORE_ROWS):
             generator = torch.Generator().manual_seed(self.seed)
-            field, steps = OneModality(self.field, label), (self.n_steps, self.n_probes)
-            found = log_density(field, rows, rows, "t2i", *steps, generator=generator, shared=True)
+            settings = DensitySettings(self.n_steps, self.n_probes, shared=True)
+            field = OneModality(self.field, label)
+            found = log_density(field, rows, rows, "t2i", generator=generator, settings=settings)
             parts.append(cast(Tensor, found))
         return torch.cat(parts) if parts else points.new_zeros(0, dtype=torch.float64)
 

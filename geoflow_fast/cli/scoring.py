@@ -143,16 +143,13 @@ def density(
 
     if fast and paper:
         raise ValueError("--fast and --paper exclude each other")
-    chosen = {
-        **(FAST_DENSITY if fast else PAPER_DENSITY if paper else {}),
-        **given(n_steps=steps, n_probes=probes, solver=solver),
-    }
+    preset = FAST_DENSITY if fast else PAPER_DENSITY if paper else DensitySettings()
     with continued_later() as world:
         summary = density_file(
             model,
             pairs,
             out,
-            DensitySettings(**chosen),
+            dataclasses.replace(preset, **given(n_steps=steps, n_probes=probes, solver=solver)),
             seed=seed,
             device=device,
             normalize=normalize,

@@ -147,9 +147,10 @@ def entropies(series: str, values: Sequence[float], settings: Callable[[Any], Ma
     return [Variant(f"{series}, {x:g}", entropy_with(**settings(x)), series, float(x)) for x in values]
 
 
-def scores(series: str, values: Sequence[int], settings: Callable[[int], Mapping[str, Any]]) -> list[Variant]:
-    """The epistemic score along an axis."""
-    chosen = {x: DensitySettings(**settings(x)) for x in values}
+def scores(series: str, values: Sequence[int], name: str, settings: DensitySettings) -> list[Variant]:
+    """The epistemic score along an axis: for all `values` of the setting `name`."""
+    changes: list[dict[str, Any]] = [{name: x} for x in values]
+    chosen = {x: dataclasses.replace(settings, **change) for x, change in zip(values, changes)}
     return [Variant(f"{series}, {x}", score_with(y), series, float(x), density=y) for x, y in chosen.items()]
 
 
@@ -176,16 +177,16 @@ def _coupling() -> Ablation:
 
 def _steps() -> Ablation:
     values = (10, 20, 30, 40, 50)
-    paper = scores("the paper's Euler", values, lambda n: {**PAPER_DENSITY, "n_steps": n})
+    paper = scores("the paper's Euler", values, "n_steps", PAPER_DENSITY)
     return Ablation(
-        "Steps of the reverse ODE", "steps", [*paper, *scores("midpoint", values, lambda n: {"n_steps": n})]
+        "Steps of the reverse ODE", "steps", [*paper, *scores("midpoint", values, "n_steps", DensitySettings())]
     )
 
 
 def _probes() -> Ablation:
     values = (1, 2, 3, 4, 5)
-    paper = scores("the paper's Euler 50", values, lambda n: {**PAPER_DENSITY, "n_probes": n})
-    own = scores("midpoint 10", values, lambda n: {"n_probes": n})
+    paper = scores("the paper's Euler 50", values, "n_probes", PAPER_DENSITY)
+    own = scores("midpoint 10", values, "n_probes", DensitySettings())
     return Ablation("Probes of the divergence", "probes", [*paper, *own])
 
 

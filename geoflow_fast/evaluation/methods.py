@@ -240,7 +240,7 @@ class FlowEpistemic(FlowMethod):
 
     def facts(self) -> dict[str, Any]:
         """The flow and the solver."""
-        return {**super().facts(), **dataclasses.asdict(self.settings)}
+        return {**super().facts(), **self.settings.facts()}
 
     def _fit(self, task: RetrievalSet) -> None:
         """There is nothing to tune."""

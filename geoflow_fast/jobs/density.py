@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,7 @@ def _facts(flow: GeoFlow, pairs: EmbeddingPairs, settings: DensitySettings, seed
     return {
         "task": "density",
         "format": FORMAT,
-        **dataclasses.asdict(settings),
+        **settings.facts(),
         "seed": seed,
         "flow": flow_digest(flow),
         "image": pairs.image.digest(world),

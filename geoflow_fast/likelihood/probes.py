@@ -16,9 +16,6 @@ PROBES = ("aligned", "gaussian", "rademacher")
 ORTHOGONAL = ("steps", "probes", "none")
 
 
-TANGENTS = ("separate", "combined", "alternating")
-
-
 STREAMS = ("image", "text")
 
 

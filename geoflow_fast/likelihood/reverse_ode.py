@@ -42,7 +42,6 @@ def density_estimates(
     directions: Sequence[str],
     settings: DensitySettings,
     seed: int | Tensor,
-    memory: int | None = None,
     first_row: int = 0,
     given_number: Tensor | None = None,
 ) -> Tensor:
@@ -52,13 +51,11 @@ def density_estimates(
     `given_number` [B], of a single conditional direction: pairs of one number have one given point, which a network
     encodes once.
     """
-    if memory is not None:
-        memory = checks.integer(memory, "memory", 1)
-    _check_pairs(image, text)
+    check_pairs(image, text)
     check_rows(image, "image")
     check_rows(text, "text")
-    image, text = (_in_flow(field, x, stream, STREAMS[stream]) for stream, x in enumerate((image, text)))
-    _check_freedom(settings, min(_freedoms(field, image, text, directions)))
+    image, text = (in_flow(field, x, stream, STREAMS[stream]) for stream, x in enumerate((image, text)))
+    _check_freedom(settings, min(probe_dimensions(field, image, text, directions)))
     with eval_mode(field), torch.no_grad():
         network = once = None
         at_once = max(1, len(image))
@@ -66,7 +63,7 @@ def density_estimates(
             field.check_points(image, text)
             times = evaluation_times(time_grid(settings.n_steps, kind=settings.grid, reverse=True), settings.solver)
             network = ForwardMode(field, directions, sorted(set(times)))
-            at_once = _rows_at_once(field, directions, settings, len(image), memory)
+            at_once = _rows_at_once(field, directions, settings, len(image))
             if given_number is not None:
                 (given,) = {0, 1} - set(GENERATED[directions[0]])
                 once = network.encode_once((image, text)[given], given, given_number)
@@ -82,10 +79,8 @@ def density_estimates(
     return torch.cat(parts, dim=-1)
 
 
-def _rows_at_once(
-    flow: GeoFlow, directions: Sequence[str], settings: DensitySettings, rows: int, memory: int | None
-) -> int:
-    """Rows of equal chunks whose buffers and probes fit into `memory` bytes."""
+def _rows_at_once(flow: GeoFlow, directions: Sequence[str], settings: DensitySettings, rows: int) -> int:
+    """Rows of equal chunks whose buffers and probes fit into the memory of the settings."""
 
     def pair(direction: str) -> Solve:
         counts = [
@@ -96,13 +91,13 @@ def _rows_at_once(
             (torch.empty(1, d, device="meta"), torch.empty(count, 1, d, device="meta"))
             for count, d in zip(counts, flow.config.flow_dims)
         )
-        return Solve(direction, image, text, settings.paired and direction == "joint")
+        return Solve(direction, image, text, settings.paired_tangents and direction == "joint")
 
     like = next(flow.parameters())
-    kept = min(Probes.FRAME, settings.n_steps) if settings.orthogonal == "steps" else 2
+    kept = min(Probes.FRAME, settings.n_steps) if settings.orthogonal_to == "steps" else 2
     probes = kept * settings.n_probes * sum(flow.config.flow_dims) * like.element_size()
     each = probes + ForwardMode.row_bytes(flow, [pair(direction) for direction in directions])
-    most = max(1, (memory or MEMORY.get(like.device.type, MEMORY["cpu"])) // each)
+    most = max(1, (settings.memory or MEMORY.get(like.device.type, MEMORY["cpu"])) // each)
     chunks = -(-rows // most)
     return max(1, -(-rows // max(1, chunks)))
 
@@ -127,9 +122,9 @@ class _ReverseSolve:
         self.moving = [(solve, stream) for solve, name in enumerate(directions) for stream in GENERATED[name]]
         rows = torch.arange(first_row, first_row + len(points[0][0]), device=points[0][0].device)
         own = torch.zeros_like(rows[:1]) if settings.shared else rows
-        orthogonal = str(settings.orthogonal)
+        orthogonal = settings.orthogonal_to
         self.probes = Probes(
-            seed, own, settings.n_probes, str(settings.probe), orthogonal, settings.exact, manifold.name
+            seed, own, settings.n_probes, settings.probe_kind, orthogonal, settings.exact, manifold.name
         )
         self.leading = {stream: solve for solve, stream in reversed(self.moving)}  # of each stream, the first solve
         names = [f"{directions[solve]}: {STREAMS[stream]}" for solve, stream in self.moving]
@@ -159,7 +154,7 @@ class _ReverseSolve:
             sides[solve][stream] = x
         pairs: list[Streams] = [(image, text) for image, text in sides]
         tangents = None if weight == 0 else self._draw(pairs)
-        velocities, trace, products = self.evaluator(pairs, t, tangents, self.settings.paired)
+        velocities, trace, products = self.evaluator(pairs, t, tangents, self.settings.paired_tangents)
         if trace is not None and tangents is not None:
             if not self.settings.exact:
                 for stream, solve in self.leading.items():
@@ -181,7 +176,7 @@ class _ReverseSolve:
         return [(image, text) for image, text in found]
 
 
-def _in_flow(field: Field, x: Tensor, stream: int, name: str) -> Tensor:
+def in_flow(field: Field, x: Tensor, stream: int, name: str) -> Tensor:
     """Rows `x` [..., d] of a stream in the field's coordinates. Centring and projecting may leave nothing of a row: a
     ValueError names it."""
     if not isinstance(field, GeoFlow) or field.preprocess is None:
@@ -192,7 +187,7 @@ def _in_flow(field: Field, x: Tensor, stream: int, name: str) -> Tensor:
     return found
 
 
-def _check_pairs(image: Tensor, text: Tensor) -> None:
+def check_pairs(image: Tensor, text: Tensor) -> None:
     for name, x in zip(STREAMS, (image, text)):
         checks.with_values(x, name)
     if image.dim() != 2 or text.dim() != 2 or len(image) != len(text):
@@ -203,11 +198,11 @@ def _check_pairs(image: Tensor, text: Tensor) -> None:
 
 def _check_freedom(settings: DensitySettings, least: int) -> None:
     """There are only so many orthogonal probes."""
-    if settings.orthogonal == "probes" and not settings.exact and settings.n_probes > least:
+    if settings.orthogonal_to == "probes" and not settings.exact and settings.n_probes > least:
         raise ValueError(f"n_probes={settings.n_probes} orthogonal probes do not fit into {least} dimensions")
 
 
-def _freedoms(field: Field, image: Tensor, text: Tensor, directions: Sequence[str]) -> list[int]:
+def probe_dimensions(field: Field, image: Tensor, text: Tensor, directions: Sequence[str]) -> list[int]:
     """Dimensions that the probes of the streams these directions generate can span."""
     widths = field.config.flow_dims if isinstance(field, GeoFlow) else (image.shape[1], text.shape[1])
     streams = {stream for direction in directions for stream in GENERATED[direction]}

@@ -1,37 +1,51 @@
-"""Settings of a log-density estimate."""
+"""How a log-density is estimated: the steps of the reverse ODE and the probes of the divergence."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
-from geoflow_fast.flow.solvers import evaluation_times, time_grid
-from geoflow_fast.likelihood.probes import ORTHOGONAL, PROBES, TANGENTS
+from geoflow_fast.flow.solvers import GRIDS, SOLVERS
+from geoflow_fast.likelihood.probes import ORTHOGONAL, PROBES
 from geoflow_fast.runtime import checks
+from geoflow_fast.runtime.settings import Settings
 
 DIVERGENCES = ("hutchinson", "exact")
 
 
-PAPER_DENSITY: Mapping[str, Any] = MappingProxyType(
-    {"n_steps": 50, "n_probes": 1, "solver": "euler", "probe": "rademacher", "tangents": "combined"}
-)
-"""The paper's settings, for `log_density(..., **PAPER_DENSITY)` and `epistemic(..., **PAPER_DENSITY)`."""
-
-
-FAST_DENSITY: Mapping[str, Any] = MappingProxyType({"n_steps": 10, "n_probes": 1, "solver": "ab2", "grid": "early"})
-"""Settings for ranking, cheaper than the defaults: steps are shorter where most of the noise arises, at the price of
-more bias (on the concept world +.6 nat in the joint log-density, against +.1; see docs/likelihood.md)."""
+TANGENTS = ("separate", "combined", "alternating")
 
 
 MEMORY = {"cpu": 64 * 2**20, "cuda": 2**30}
-"""Default memory budget of a network's activations, in bytes; on a CPU about what its last-level cache likes."""
+"""Default memory for the activations of a network, in bytes. On a CPU they should stay in its last-level cache."""
 
 
 @dataclass(frozen=True)
-class DensitySettings:
-    """How a log-density is estimated; `log_density` describes the fields."""
+class DensitySettings(Settings):
+    """Settings of `log_density`, `epistemic` and `suggest_steps`.
+
+    `n_steps`, `solver`, `grid`: the ODE is solved from t = 1 to t = 0 in so many steps of "euler", "midpoint", "rk4" or
+    "ab2". The steps are "uniform", or shorter near the noise ("early") or near the data ("late").
+
+    `divergence`: "hutchinson" estimates it by the mean over `n_probes` random probes. "exact" needs one tangent per
+    coordinate and is meant for small d.
+
+    `probe`: "gaussian" probes have a fixed norm in the tangent space. "aligned" ones, the default where they are
+    applicable, remove the noise along the direction in which the Jacobian acted most in earlier steps. "rademacher"
+    probes are the paper's. `redraw`: draw new probes at every step instead of keeping them along the path.
+    `orthogonal`: whether Gaussian probes are orthogonal to those of earlier "steps" (the default, which makes
+    `n_probes` independent sets), to the other "probes" of the same step, or neither ("none"). `shared`: use the same
+    probes for all rows, which makes differences between rows less noisy.
+
+    `tangents`, for the joint direction: "separate" moves one stream at a time, which removes the Jacobian blocks
+    between the streams, the source of most of the noise. "combined" moves both at once, which costs less.
+    "alternating" does too, but flips the sign of the text at every other step, so that those blocks cancel.
+
+    `memory`: bytes for the activations of a network, which limits how many rows it evaluates at a time. This does not
+    change the result beyond rounding.
+    """
+
+    KEYWORDS: ClassVar[tuple[str, ...]] = ("n_steps", "n_probes", "solver")
 
     n_steps: int = 10
     n_probes: int = 1
@@ -43,26 +57,34 @@ class DensitySettings:
     tangents: str = "separate"
     grid: str = "uniform"
     shared: bool = False
+    memory: int | None = None
+    probe_kind: str = field(init=False, repr=False)
+    """What `probe` stands for if it is None."""
+    orthogonal_to: str = field(init=False, repr=False)
+    """What `orthogonal` stands for if it is None."""
 
     def __post_init__(self) -> None:
-        for count in ("n_steps", "n_probes"):  # plain integers, which go into files
-            object.__setattr__(self, count, checks.integer(getattr(self, count), count, 1))
-        evaluation_times(time_grid(self.n_steps, kind=self.grid), self.solver)
-        own = self.redraw and not self.shared  # otherwise there is nothing to learn from step to step
-        if self.probe is None:
-            aligned = own and self.orthogonal in (None, "none")
-            object.__setattr__(self, "probe", "aligned" if aligned else "gaussian")
-        choices = {"divergence": DIVERGENCES, "probe": PROBES, "tangents": TANGENTS}
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
-        if self.orthogonal is None:
-            object.__setattr__(self, "orthogonal", "steps" if self.probe == "gaussian" else "none")
-        if self.orthogonal not in ORTHOGONAL:
-            raise ValueError(f"orthogonal must be one of {ORTHOGONAL}, got {self.orthogonal!r}")
-        if self.orthogonal != "none" and self.probe != "gaussian":
-            raise ValueError(f"orthogonal={self.orthogonal!r} needs probe='gaussian', got {self.probe!r}")
-        if self.probe == "aligned" and not own:
+        for name in ("n_steps", "n_probes") if self.memory is None else ("n_steps", "n_probes", "memory"):
+            object.__setattr__(self, name, checks.integer(getattr(self, name), name, 1))  # plain ones, for files
+        can_align = self.redraw and not self.shared  # otherwise there is nothing to learn from step to step
+        aligned = can_align and self.orthogonal in (None, "none")
+        probe = ("aligned" if aligned else "gaussian") if self.probe is None else self.probe
+        orthogonal = ("steps" if probe == "gaussian" else "none") if self.orthogonal is None else self.orthogonal
+        object.__setattr__(self, "probe_kind", probe)
+        object.__setattr__(self, "orthogonal_to", orthogonal)
+        for name, value, known in (
+            ("solver", self.solver, SOLVERS),
+            ("grid", self.grid, GRIDS),
+            ("divergence", self.divergence, DIVERGENCES),
+            ("probe", probe, PROBES),
+            ("tangents", self.tangents, TANGENTS),
+            ("orthogonal", orthogonal, ORTHOGONAL),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {known}, got {value!r}")
+        if orthogonal != "none" and probe != "gaussian":
+            raise ValueError(f"orthogonal={orthogonal!r} needs probe='gaussian', got {probe!r}")
+        if probe == "aligned" and not can_align:
             raise ValueError("probe='aligned' follows the path of every row: it needs redraw=True and shared=False")
 
     @property
@@ -71,12 +93,28 @@ class DensitySettings:
         return self.divergence == "exact"
 
     @property
-    def paired(self) -> bool:
+    def paired_tangents(self) -> bool:
         """Whether one tangent moves both streams of the joint solve."""
         return self.tangents != "separate" and not self.exact
 
+    def facts(self) -> dict[str, Any]:
+        """Everything that the numbers depend on, by which a job or a calibration is recognised. `memory` only changes
+        rounding and is left out."""
+        names = ("n_steps", "n_probes", "solver", "divergence", "probe", "redraw", "orthogonal", "tangents", "grid")
+        values = {name: getattr(self, name) for name in (*names, "shared")}
+        return values | {"probe": self.probe_kind, "orthogonal": self.orthogonal_to}
+
     def correction(self, freedom: int) -> float:
-        """Variance of the mean of K probes over that of their sample variance / K: below one for probes that are
-        orthogonal, whose forms, adding up to the trace over a whole basis, have covariance -variance / (freedom - 1).
-        """
-        return 1 - self.n_probes / freedom if self.orthogonal == "probes" else 1.0
+        """The variance of the mean of K probes over that of K independent ones. It is below one for probes that are
+        orthogonal to each other: their forms add up to the trace over a whole basis of `freedom` vectors, so that they
+        have covariance -variance / (freedom - 1)."""
+        return 1 - self.n_probes / freedom if self.orthogonal_to == "probes" else 1.0
+
+
+PAPER_DENSITY = DensitySettings(n_steps=50, n_probes=1, solver="euler", probe="rademacher", tangents="combined")
+"""The paper's settings, for `log_density(..., settings=PAPER_DENSITY)` and `epistemic(..., settings=PAPER_DENSITY)`."""
+
+
+FAST_DENSITY = DensitySettings(n_steps=10, n_probes=1, solver="ab2", grid="early")
+"""Settings for ranking, cheaper than the defaults: steps are shorter where most of the noise arises, at the price of
+more bias (on the concept world +.6 nat in the joint log-density, against +.1; see docs/likelihood.md)."""

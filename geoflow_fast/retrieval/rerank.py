@@ -139,7 +139,7 @@ class BayesReranker(nn.Module):
 
     @property
     def _fitted_for(self) -> dict[str, Any]:
-        return {"direction": self.direction, "shortlist": self.shortlist, **dataclasses.asdict(self.solve)}
+        return {"direction": self.direction, "shortlist": self.shortlist, **self.solve.facts()}
 
     @property
     def made_for(self) -> dict[str, Any]:

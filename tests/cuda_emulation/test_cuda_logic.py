@@ -9,7 +9,7 @@ import torch
 
 import geoflow_fast as gf
 from geoflow_fast import ops
-from geoflow_fast.likelihood import density, reverse_ode, settings
+from geoflow_fast.likelihood import density, reverse_ode
 from geoflow_fast.ops import dispatch, triton_kernels
 
 pytest.importorskip("triton", reason="the CUDA path needs triton")
@@ -92,7 +92,6 @@ def test_the_likelihood_never_waits_for_the_device(launches, solver):
     # The times are computed on the host, which fake tensors would prevent; nor is there a generator or a copy.
     grid = mock.Mock(return_value=mock.Mock(**{"tolist.return_value": [1.0, 0.7, 0.3, 0.0]}))
     with (
-        mock.patch.object(settings, "time_grid", grid),
         mock.patch.object(reverse_ode, "time_grid", grid),
         mock.patch.object(density, "draw_seed", return_value=cuda(dtype=torch.int64)),
         mock.patch.object(torch.Tensor, "copy_", lambda self, _: self),

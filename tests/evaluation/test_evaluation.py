@@ -226,7 +226,7 @@ class TestFlowMethods:
         _, found = self.scores("epistemic", Study(held_out, flow=small_flow), task)
         items = task.items[plain_search(task).index[:, 0]]
         pair = (items, task.queries) if direction == "t2i" else (task.queries, items)
-        expected = gf.epistemic(small_flow, *pair, n_steps=2, divergence="exact").score
+        expected = gf.epistemic(small_flow, *pair, settings=gf.DensitySettings(n_steps=2, divergence="exact")).score
         torch.testing.assert_close(found.uncertainty, expected, atol=1e-4, rtol=1e-4)
 
 

@@ -58,12 +58,11 @@ def test_file_holds_the_decomposition(world, monkeypatch, capsys, more):
     found = read_columns(world / "densities.parquet")
     assert list(found) == COLUMNS
     assert np.array_equal(found["pair"], np.arange(PAIRS))
-    preset = {"--fast": gf.FAST_DENSITY, "--paper": gf.PAPER_DENSITY}.get("".join(more), {})
+    preset = {"--fast": gf.FAST_DENSITY, "--paper": gf.PAPER_DENSITY}.get("".join(more), DensitySettings())
     flow, pairs = gf.GeoFlow.from_pretrained(world / "model"), gf.EmbeddingPairs.open(world / "pairs")
     image, text = pairs[np.arange(PAIRS)]
-    estimates = reverse_ode.density_estimates(
-        flow, image, text, gf.geometry.DIRECTIONS, DensitySettings(**{**preset, "n_steps": 2}), 0
-    )
+    settings = dataclasses.replace(preset, n_steps=2)
+    estimates = reverse_ode.density_estimates(flow, image, text, gf.geometry.DIRECTIONS, settings, 0)
     np.testing.assert_allclose(found["joint"], estimates[0, 0].numpy(), rtol=1e-5)
     np.testing.assert_allclose(found["joint"], found["image"] + found["text"] + found["pmi"], rtol=1e-12)
     np.testing.assert_allclose(found["score"], -found["image"] - found["text"], rtol=1e-12)

@@ -411,13 +411,12 @@ TARGETS = [
             n_probes=1,
             solver="midpoint",
             divergence="hutchinson",
-            grid="uniform",
         ),
     ),
     Target(
         "epistemic",
         functools.partial(gf.epistemic, small_flow()),
-        lambda: entries(**pair(), n_steps=2, n_probes=1, solver="midpoint", divergence="hutchinson"),
+        lambda: entries(**pair(), n_steps=2, n_probes=1, solver="midpoint"),
     ),
     Target(
         "suggest_steps",
