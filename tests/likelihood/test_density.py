@@ -313,7 +313,8 @@ def test_chain_rule(options):
     torch.testing.assert_close(ep.score, -ep.image - ep.text, atol=1e-12, rtol=0)
     alone = {name: value for name, value in options.items() if name != "return_stderr"}
     found_alone = list(zip(DIRECTIONS, (ep.joint, ep.text_given_image, ep.image_given_text)))
-    if options.get("settings", gf.DensitySettings(probe=options.get("probe"))).probe_kind == "aligned":  # aligned probes follow the joint solve, which a conditional one alone does not have
+    used = options.get("settings", gf.DensitySettings(probe=options.get("probe")))
+    if used.probe_kind == "aligned":  # such probes follow the joint solve, which a conditional one alone does not have
         del found_alone[1:]
     for direction, found in found_alone:
         one = gf.log_density(flow, image, text, direction, generator=seeded(4), **alone)
