@@ -26,8 +26,8 @@ from benchmarks.flows import random_flow, row_flops
 from benchmarks.suite import Table
 from geoflow_fast import plan
 from geoflow_fast.directions import DIRECTIONS
+from geoflow_fast.flow.sampling import FAST_SAMPLING as FAST
 from geoflow_fast.noise import sample_uniform
-from geoflow_fast.retrieval.entropy import FAST
 
 GALLERIES = (10_000, 100_000, 1_000_000, 10_000_000)
 THOUSAND = 1000

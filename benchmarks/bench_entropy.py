@@ -24,12 +24,12 @@ from benchmarks.common import RESULTS, gate, report
 from benchmarks.flows import random_flow, row_flops
 from benchmarks.limits import Work
 from benchmarks.suite import PEER, Case, Contender, Scaling
+from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings
 from geoflow_fast.noise import sample_uniform
-from geoflow_fast.retrieval.entropy import FAST
 from geoflow_fast.worlds import ConceptWorld
 
-PAPER: dict[str, Any] = {"n_samples": 50, "n_steps": 50, "solver": "euler", "noise": "iid"}
-BEST: dict[str, Any] = {"n_samples": 400, "n_steps": 200, "solver": "ab2", "noise": "antithetic", "seed": 999}
+PAPER = SamplingSettings()
+BEST, BEST_SEED = SamplingSettings(n_samples=400, n_steps=200, solver="ab2", noise="antithetic"), 999
 # Width of the world: network, training steps, queries. A kappa of 18 is near what `gf.fit_bandwidth` finds for both.
 WORLDS = {
     24: (gf.GeoFlowConfig.tiny(), 1500, 64),
@@ -54,14 +54,14 @@ class Scene:
     plain: twins.PlainFlow
     queries: Tensor
     gallery: Tensor
-    settings: dict[str, Any]
+    settings: SamplingSettings
 
     @classmethod
     def draw(cls, config: gf.GeoFlowConfig, queries: int, items: int, **settings: Any) -> Scene:
         flow = random_flow(config)
         plain = twins.PlainFlow(flow).eval().requires_grad_(False)
         rows = sample_uniform(queries, config.text_dim), sample_uniform(items, config.image_dim)
-        return cls(flow, plain, *rows, {**PAPER, **settings})
+        return cls(flow, plain, *rows, dataclasses.replace(PAPER, **settings))
 
     def paper(self) -> Tensor:
         return gf.RetrievalEntropy(self.flow, self.gallery, **self.settings)(self.queries).entropy
@@ -73,15 +73,14 @@ class Scene:
         """From the same noise, with another solver."""
         scorer = gf.RetrievalEntropy(self.flow, self.gallery, **self.settings)
         start = scorer.start_generated, scorer.start_condition
-        samples = sampler(self.plain, self.queries, *start, self.settings["n_steps"], scorer.solve.guidance)
+        samples = sampler(self.plain, self.queries, *start, self.settings.n_steps, scorer.sampling.guidance)
         return twins.dense_entropy(samples, self.gallery, scorer.kappa)
 
     def truths(self) -> tuple[Tensor, Tensor]:
         """Of the paper's settings, and of the fast ones: a dense posterior in float64 from samples."""
-        settings = ({**self.settings}, FAST)
         drawn = (
             gf.sample(self.flow, text=self.queries, **one, generator=torch.Generator().manual_seed(0))[0]
-            for one in settings
+            for one in (self.settings, FAST_SAMPLING)
         )
         paper, fast = (twins.dense_entropy(x.double(), self.gallery.double(), 100.0) for x in drawn)
         return paper, fast
@@ -104,18 +103,18 @@ CONTENDERS = (
 
 
 def cases(quick: bool) -> list[Case]:
-    config, queries, items, settings = gf.GeoFlowConfig.paper(), 2, 10_000, dict(PAPER)
+    config, queries, items, settings = gf.GeoFlowConfig.paper(), 2, 10_000, PAPER
     if quick:
         config, queries, items = gf.GeoFlowConfig.small(256, 256), 2, 1000
-        settings |= {"n_samples": 20, "n_steps": 10}
-    draws, steps = settings["n_samples"], settings["n_steps"]
+        settings = dataclasses.replace(PAPER, n_samples=20, n_steps=10)
+    draws, steps = settings.n_samples, settings.n_steps
     rows = queries * draws
     flops = 2 * steps * rows * row_flops(config, "t2i") + 2 * rows * items * config.image_dim
     return [
         Case(
             f"Retrieval entropy, {queries} queries, {draws} samples x {steps} steps, N = {items:,}, "
             f"d = {config.image_dim}",
-            lambda: Scene.draw(config, queries, items, **settings),
+            lambda: Scene.draw(config, queries, items, n_samples=draws, n_steps=steps),
             Scene.truths,
             within(2e-3),
             CONTENDERS,
@@ -160,18 +159,18 @@ class Agreement:
         self.flow = trained_flow(dim)
         self.items, texts, _ = ConceptWorld(dim).sample(1000, generator=torch.Generator().manual_seed(51))
         self.queries = texts[: WORLDS[dim][2]]
-        self.best = self.entropy(**BEST)
+        self.best = self.entropy(BEST, BEST_SEED)
 
-    def entropy(self, **settings: Any) -> Tensor:
-        scorer = gf.RetrievalEntropy(self.flow, self.items, kappa=KAPPA, guidance=3.0, **settings)
+    def entropy(self, settings: SamplingSettings, seed: int) -> Tensor:
+        scorer = gf.RetrievalEntropy(self.flow, self.items, kappa=KAPPA, seed=seed, settings=settings)
         return scorer(self.queries).entropy.double()
 
-    def row(self, name: str, settings: dict[str, Any]) -> dict[str, Any]:
-        found = torch.stack([self.entropy(**settings, seed=seed) for seed in range(SEEDS)])
+    def row(self, name: str, settings: SamplingSettings) -> dict[str, Any]:
+        found = torch.stack([self.entropy(settings, seed) for seed in range(SEEDS)])
         spearman = torch.stack([rank_correlation(h, self.best) for h in found])
         return {
             "setting": name,
-            "network rows": 2 * settings["n_samples"] * settings["n_steps"],
+            "network rows": 2 * settings.n_samples * settings.n_steps,
             "RMS error, nats": float((found - self.best).square().mean().sqrt()),
             "Spearman": round(float(spearman.mean()), 4),
             "standard deviation over seeds": float(found.std(0).mean()),
@@ -186,12 +185,12 @@ def rank_correlation(a: Tensor, b: Tensor) -> Tensor:
 def agreement(dim: int) -> str:
     """The paper's setting, the fast one and others against the best."""
     world = Agreement(dim)
-    paper, fast = world.row("paper", PAPER), world.row("fast", FAST)
+    paper, fast = world.row("paper", PAPER), world.row("fast", FAST_SAMPLING)
     gate(f"fast ranks as the paper's setting does, width {dim}", fast["Spearman"] >= paper["Spearman"])
     gate(f"fast is as close as the paper's setting, width {dim}", fast["RMS error, nats"] <= paper["RMS error, nats"])
     others = []
     for samples, noise, steps, grid in CONSIDERED:
-        settings = {"n_samples": samples, "noise": noise, "n_steps": steps, "grid": grid, "solver": "ab2"}
+        settings = SamplingSettings(n_samples=samples, n_steps=steps, solver="ab2", grid=grid, noise=noise)
         others.append(world.row(f"{samples} {noise}, {steps} AB2, {grid}", settings))
     return report(f"entropy_agreement_{dim}", [paper, fast, *others], {"kappa": KAPPA, "seeds": SEEDS})
 
@@ -211,11 +210,12 @@ def posteriors() -> str:
         # Marginals from the density cannot be fitted with: kappa and guidance are those fitted for the scores.
         fitted = gf.fit_bandwidth(flow, gf.EmbeddingPairs.from_arrays(*held_out), posterior=posterior)
         kernel = {"kappa": fitted.kappa, "guidance": fitted.guidance}
-        options = {"posterior": posterior, "marginal": marginal, "reference": reference, "top_k": len(images)}
+        typical = reference if marginal == "scores" else "density"
+        options = {"posterior": posterior, "reference": typical, "top_k": len(images)}
         post = gf.RetrievalEntropy.fast(flow, images, **kernel, **options)(texts[own])
         pi = torch.zeros(len(own), len(images)).scatter_(1, post.top_index, post.top_prob).double()
         rows.append(posterior_row(f"{posterior}, marginals: {marginal}", pi, truth, post.entropy, true_entropy))
-    return report("entropy_posteriors", rows, {"fast": FAST})
+    return report("entropy_posteriors", rows, {"fast": dataclasses.asdict(FAST_SAMPLING)})
 
 
 def posterior_row(name: str, pi: Tensor, truth: Tensor, entropy: Tensor, true_entropy: Tensor) -> dict[str, Any]:

@@ -16,8 +16,8 @@ import torch
 
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.model import GeoFlow
+from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings
 from geoflow_fast.jobs.entropy import BLOCK_QUERIES, ITEM_BYTES, LAYOUTS, preferred_layout
-from geoflow_fast.retrieval.entropy import FAST
 from geoflow_fast.retrieval.gallery import BLOCK_ROWS
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.device import usable_device
@@ -26,7 +26,6 @@ COMPUTE_SHARE, BANDWIDTH_SHARE = 0.60, 0.85
 """Of a vendor's peak."""
 EVALUATIONS = {"euler": 1, "ab2": 1, "midpoint": 2, "rk4": 4}
 """Of the velocity per solver step."""
-PAPER: dict[str, Any] = {"n_samples": 50, "n_steps": 50, "solver": "euler"}
 TOP_K = 10
 GIGA = 1e9
 
@@ -115,9 +114,9 @@ def plan_scoring(
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     rates = _rates(device)
-    settings = FAST if fast else PAPER
-    rows = settings["n_samples"] * queries
-    evaluations = settings["n_steps"] * EVALUATIONS[settings["solver"]] * 2  # with and without the condition
+    settings = FAST_SAMPLING if fast else SamplingSettings()
+    rows = settings.n_samples * queries
+    evaluations = settings.n_steps * EVALUATIONS[settings.solver] * 2  # with and without the condition
     gallery_bytes = float(items) * dim * ITEM_BYTES
     blocks = math.ceil(queries / block)
     if layout == "auto":
@@ -130,7 +129,7 @@ def plan_scoring(
     # Once to check the rows, once for their digest, then from memory if they fit there, else in every pass.
     storage_bytes = 2 * gallery_bytes + (machines * per_machine if per_machine <= rates.machine_memory else link_bytes)
     statistics = (5 + 2 * TOP_K) * 8
-    per_query = (settings["n_samples"] * dim * ITEM_BYTES + 4 * statistics) if spread and devices > 1 else 0
+    per_query = (settings.n_samples * dim * ITEM_BYTES + 4 * statistics) if spread and devices > 1 else 0
     sampling = 2.0 * _weights(shape) * rows * evaluations
     scoring = 2.0 * rows * items * dim
     hours = _hours(rates, devices, sampling, scoring, passes, link_bytes, storage_bytes, per_query * queries)
@@ -141,7 +140,7 @@ def plan_scoring(
         passes=passes,
         sampling_operations=sampling,
         scoring_operations=scoring,
-        device_memory=_device_memory(shape, settings["n_samples"] * block, dim, devices if spread else 1),
+        device_memory=_device_memory(shape, settings.n_samples * block, dim, devices if spread else 1),
         gallery_bytes=gallery_bytes,
         gallery_bytes_per_machine=per_machine,
         link_bytes=link_bytes,

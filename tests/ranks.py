@@ -133,10 +133,9 @@ def use_every_call(world: World) -> dict[str, Any]:
     return found
 
 
-def spread_statistics(world: World, queries: int, items: int, top_k: int) -> tuple[list[np.ndarray], int]:
+def divided_statistics(world: World, queries: int, items: int, top_k: int) -> tuple[list[np.ndarray], int]:
     """Fields of the statistics of a gallery that the ranks share, and the bytes it took."""
-    gallery = Gallery(gallery_rows(items), world=world)
-    gallery.spread()
+    gallery = Gallery(gallery_rows(items), world=world).divided_among_ranks()
     before = world.traffic
     found = gallery.statistics(sample_rows(queries), 20.0, top_k, bias_of(items))
     names = ("peak", "weight", "moment", "top_score", "top_index", "log_left", "left")

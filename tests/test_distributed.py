@@ -143,12 +143,12 @@ def test_a_rank_that_does_not_come_is_an_error():
 
 
 @pytest.mark.parametrize(("size", "queries", "items", "top_k"), [(2, 1, 97, 5), (4, 7, 130, 10), (4, 3, 3, 5)])
-def test_spread_gallery_has_the_statistics_of_all_items(size, queries, items, top_k):
+def test_divided_gallery_has_the_statistics_of_all_items(size, queries, items, top_k):
     """Also with fewer items than ranks, fewer than top_k on a rank, and fewer queries than ranks."""
     samples, bias = ranks.sample_rows(queries), ranks.bias_of(items)
     expected = Gallery(ranks.gallery_rows(items)).statistics(samples, 20.0, top_k, bias)
     names = ("peak", "weight", "moment", "top_score", "top_index", "log_left", "left")
-    for found, _ in run_ranks(size, ranks.spread_statistics, queries, items, top_k):
+    for found, _ in run_ranks(size, ranks.divided_statistics, queries, items, top_k):
         for name, field in zip(names, found):
             np.testing.assert_allclose(field, getattr(expected, name).numpy(), rtol=1e-6, atol=1e-6, err_msg=name)
 
@@ -157,7 +157,7 @@ def test_traffic_of_a_query_block_does_not_depend_on_the_gallery():
     """O(queries): twice the queries twice the bytes; a hundred times the items, not one byte more."""
 
     def traffic(queries: int, items: int) -> int:
-        (_, bytes_0), (_, bytes_1) = run_ranks(2, ranks.spread_statistics, queries, items, 5)
+        (_, bytes_0), (_, bytes_1) = run_ranks(2, ranks.divided_statistics, queries, items, 5)
         assert bytes_0 == bytes_1
         return int(bytes_0)
 

@@ -20,14 +20,13 @@ from torch import Tensor
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.evaluation import figures
 from geoflow_fast.evaluation.compare import Comparison, aggregate, compare
-from geoflow_fast.evaluation.methods import FlowEntropy, FlowEpistemic, Method, Study
+from geoflow_fast.evaluation.methods import FAST, FlowEntropy, FlowEpistemic, Method, Study
 from geoflow_fast.evaluation.metrics import BINS
 from geoflow_fast.evaluation.report import Report
 from geoflow_fast.evaluation.zero_shot import zero_shot
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.likelihood.settings import PAPER_DENSITY, DensitySettings
-from geoflow_fast.retrieval.entropy import FAST
 from geoflow_fast.runtime import hashing
 from geoflow_fast.runtime.files import read_json, write_json
 from geoflow_fast.training.config import TrainConfig

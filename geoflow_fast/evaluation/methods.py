@@ -26,19 +26,22 @@ from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import CONDITIONAL, DIRECTIONS
 from geoflow_fast.evaluation.retrieval import RetrievalSet
 from geoflow_fast.flow.model import GeoFlow, flow_digest
+from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings
 from geoflow_fast.likelihood.density import chain_rule
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.retrieval.bandwidth import fit_bandwidth
-from geoflow_fast.retrieval.entropy import FAST, RetrievalEntropy
+from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.rerank import BayesReranker
 from geoflow_fast.retrieval.task import typical_queries
 from geoflow_fast.runtime import hashing
 from geoflow_fast.training.config import RunConfig
 
-PAPER_ENTROPY: Mapping[str, Any] = MappingProxyType(
-    {"n_samples": 50, "n_steps": 50, "solver": "euler", "grid": "uniform", "noise": "iid"}
+SAMPLER = ("n_samples", "n_steps", "solver", "grid", "noise")
+"""Settings of the sampler that methods do not fit."""
+FAST, PAPER_ENTROPY = (
+    MappingProxyType({name: settings[name] for name in SAMPLER}) for settings in (FAST_SAMPLING, SamplingSettings())
 )
 REFERENCE_QUERIES = 256
 CHECKED_ROWS = 256
@@ -173,6 +176,8 @@ class FlowEntropy(FlowMethod):
     def _fit(self, task: RetrievalSet) -> None:
         study, way = self.study, task.direction
         settings: dict[str, Any] = {**self.settings, "seed": study.seed}
+        sampler = {name: settings.pop(name) for name in SAMPLER if name in settings}
+        settings["settings"] = SamplingSettings(**sampler)
         # What is given is a grid of one.
         fixed: dict[str, Any] = {
             f"{name}s": (settings.pop(name),) for name in ("kappa", "guidance") if name in settings

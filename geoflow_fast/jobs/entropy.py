@@ -101,7 +101,7 @@ def score_file(
     job = Job(out, len(rows), block, _facts(scorer, rows, with_top=with_top))
     together = choose_layout(layout, scorer, -(-len(rows) // block)) == "gallery"
     if together:
-        scorer.spread()
+        scorer.divide_among_ranks()
 
     def compute(index: range, advance: Advance) -> Columns:
         return _score_rows(scorer, rows, index, advance, with_top=with_top)
@@ -119,7 +119,7 @@ def choose_layout(layout: str, scorer: RetrievalEntropy, blocks: int) -> str:
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     world = scorer.gallery.world
-    if world.size == 1 or scorer.index is not None:
+    if world.size == 1 or scorer.gallery.index is not None:
         return "queries" if layout == "auto" else layout
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     size = len(scorer.gallery) * scorer.gallery.dim * ITEM_BYTES

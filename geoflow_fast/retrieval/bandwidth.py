@@ -15,7 +15,8 @@ from geoflow_fast import ops
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow
-from geoflow_fast.retrieval.entropy import FAST, RetrievalEntropy
+from geoflow_fast.flow.sampling import FAST_SAMPLING
+from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.marginals import log_mean_scores
 from geoflow_fast.retrieval.task import pair_task, typical_queries
@@ -54,28 +55,27 @@ def fit_bandwidth(
     gallery.
 
     Use pairs that the flow has not seen; samples of the flow cannot replace them, since guidance sharpens those.
-    `settings` are the settings of `RetrievalEntropy` that will be used with the result (`n_samples`, `n_steps`,
-    `solver`, `noise`, `posterior`, ...), by default those of `RetrievalEntropy.fast`: fewer samples need a wider
-    kernel. At most `max_queries` pairs, drawn by the seed, serve as queries. `guidances`, `kappas`: the grid to search;
-    the best kappa is refined between its neighbours. For `posterior="bayes"` marginals are estimated as by
-    `marginal="scores"`, from up to `max_queries` pairs of other images.
+    `settings` are the keywords of `RetrievalEntropy` that will be used with the result (`n_samples`, `n_steps`,
+    `settings`, `posterior`, ...), by default those of `RetrievalEntropy.fast`: fewer samples need a wider kernel. At
+    most `max_queries` pairs, drawn by the seed, serve as queries. `guidances`, `kappas`: the grid to search; the best
+    kappa is refined between its neighbours. For `posterior="bayes"` the items' marginals are estimated from their
+    scores for up to `max_queries` reference queries of other images.
     """
     direction = Direction.of(direction, conditional=True)
     if not guidances or not kappas:
         raise ValueError("fit_bandwidth needs at least one guidance and one kappa to choose from")
     if not all(low < high for low, high in itertools.pairwise((0.0, *kappas, math.inf))):
         raise ValueError(f"kappas must be positive, finite and strictly ascending, got {tuple(kappas)}")
+    bayes = settings.get("posterior") == "bayes"
+    if bayes and "density" in (settings.get("marginal"), settings.get("reference")):
+        raise ValueError(
+            "fit_bandwidth takes the items' marginals from the scores of other pairs; reference='density' is not "
+            "computed for it, since that takes two reverse solves per item: fit without a reference"
+        )
     fixed = {"kappa", "guidance", "reference"} & set(settings)
     if fixed:
         raise TypeError(f"fit_bandwidth chooses {', '.join(sorted(fixed))} itself")
-    bayes = settings.get("posterior") == "bayes"
-    if bayes and settings.get("marginal", "scores") != "scores":
-        raise ValueError(
-            "fit_bandwidth takes the items' marginals from the scores of other pairs; marginal='density' is not "
-            "computed for it, since that takes two reverse solves per item: fit with marginal='scores'"
-        )
-    seed, reference = int(settings.get("seed", 0)), None
-    asking = pairs
+    seed, asking, reference = int(settings.get("seed", 0)), pairs, None
     if bayes:
         # A query that helped to estimate its own item's marginal, by itself or by another caption, would be held
         # against that item, so the reference queries are of other images.
@@ -85,10 +85,11 @@ def fit_bandwidth(
     device = next(flow.parameters()).device
     gallery, own, rows = Gallery(task.items.to(device)), task.own[:, 0].to(device), []
     for guidance in guidances:
-        chosen = {**FAST, **settings, "reference": reference, "guidance": float(guidance)}
+        chosen = {"settings": FAST_SAMPLING, **settings, "reference": reference, "guidance": float(guidance)}
         scorer = RetrievalEntropy(flow, gallery, direction, **chosen).to(device)
-        samples, others_samples = scorer.draw(task.queries), None if reference is None else scorer.draw(reference)
-        rows.append([mean_loss(samples, gallery, own, float(kappa), others_samples) for kappa in kappas])
+        samples = scorer.draw(task.queries)
+        reference_samples = None if reference is None else scorer.draw(reference)
+        rows.append([mean_loss(samples, gallery, own, float(kappa), reference_samples) for kappa in kappas])
     table = torch.tensor(rows, dtype=torch.float64)
     row, column = divmod(int(table.argmin()), len(kappas))
     return Bandwidth(refined(kappas, table[row], column), float(guidances[row]), float(table.min()), table)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,26 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from geoflow_fast import ops
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow, flow_digest
-from geoflow_fast.flow.sampling import SamplingSettings, StartingPoints, sample_conditional
+from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings, StartingPoints, sample_conditional
 from geoflow_fast.geometry import check_rows
-from geoflow_fast.ops.gallery_statistics import GalleryStatistics
 from geoflow_fast.retrieval import marginals
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource
-from geoflow_fast.retrieval.index import GalleryIndex
 from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.progress import Advance
+from geoflow_fast.runtime.settings import deprecated_keyword, settings_from
 
 POSTERIORS = ("likelihood", "bayes")
-
-
-CHOICES = {"posterior": POSTERIORS, "marginal": marginals.MARGINALS, "prune": ops.PRUNE}
-
-
-FAST: dict[str, Any] = {"n_samples": 40, "n_steps": 8, "solver": "ab2", "grid": "late", "noise": "antithetic"}
-"""Settings of `RetrievalEntropy.fast`."""
+MARGINALS = ("scores", "density")
 
 
 @dataclass(frozen=True)
@@ -80,20 +70,21 @@ class RetrievalEntropy(nn.Module):
     """Retrieval entropy of queries over a gallery: `scorer(queries)` returns a `RetrievalPosterior`.
 
     `direction="t2i"`: queries are texts and the gallery holds images; "i2t": the other way round. `gallery`: a tensor,
-    an array, a `.npy` file or a folder of shards. For each query, `n_samples` embeddings of the other modality are
-    drawn from the conditional flow (`n_steps`, `solver`, `grid`, `noise` and `guidance` as in `sample`; all queries
-    share the same noise, drawn by `seed`). Each item is scored by the mean of von Mises-Fisher kernels with
-    concentration `kappa` around the samples, and normalising the scores over the gallery gives the posterior. The
-    defaults are the paper's; `fast` has a cheaper setting.
+    an array, a `.npy` file, a folder of shards or a `Gallery`. For each query, `n_samples` embeddings of the other
+    modality are drawn from the conditional flow in `n_steps` steps with `guidance`; `settings` has these and the rest
+    of what `sample` can be told, and a keyword that is given overrides it. All queries share the same noise, drawn by
+    `seed`. Each item is scored by the mean of von Mises-Fisher kernels with concentration `kappa` around the samples,
+    and normalising the scores over the gallery gives the posterior, of which the `top_k` most probable items are
+    listed. The defaults are the paper's; `fast` has a cheaper setting.
 
     `posterior="likelihood"` (the paper) normalises p(item | query); "bayes" first divides by p(item), which gives the
-    probability that the item is the one meant. The marginals p(item) are computed once per gallery:
-    `marginal="scores"` averages the scores over typical `reference` queries [R, d], a few hundred; "density" uses the
-    flow's log-density, which needs no reference and is far more expensive.
+    probability that the item is the one meant. The marginals p(item) are computed once per gallery: from the scores
+    that items have for typical `reference` queries [R, d], a few hundred; or with `reference="density"` from the flow's
+    log-density, which needs no queries and is far more expensive.
 
-    With the `index` of a gallery tensor, scoring on a CPU skips items that provably do not matter, as `prune` says (see
-    `ops.gallery_posterior`); `risk_lower_bound` accounts for the possible change. The state dict contains the flow, not
-    the gallery.
+    If the gallery has an index, scoring on a CPU skips items that provably do not matter, and `risk_lower_bound`
+    accounts for the possible change. The state dict contains the flow, not the gallery; moving the scorer to a device
+    leaves a `Gallery` that it was given where it is.
     """
 
     start_generated: Tensor
@@ -106,63 +97,67 @@ class RetrievalEntropy(nn.Module):
         flow: GeoFlow,
         gallery: GallerySource | Gallery,
         direction: str = "t2i",
-        n_samples: int = 50,
+        n_samples: int | None = None,
         kappa: float = 100.0,
-        guidance: float = 3.0,
-        n_steps: int = 50,
+        guidance: float | None = None,
+        n_steps: int | None = None,
         seed: int = 0,
         *,
-        solver: str = "euler",
-        grid: str = "uniform",
-        noise: str = "iid",
         top_k: int = 10,
         posterior: str = "likelihood",
-        reference: Tensor | None = None,
-        marginal: str = "scores",
-        index: GalleryIndex | None = None,
-        prune: str = "auto",
+        reference: Tensor | str | None = None,
+        settings: SamplingSettings | None = None,
+        **deprecated: Any,
     ) -> None:
         super().__init__()
-        direction = Direction.of(direction, conditional=True)
-        _check_settings(n_samples, kappa, top_k, posterior=posterior, marginal=marginal, prune=prune)
-        if prune == "always" and index is None:
-            raise ValueError('prune="always" needs the index= of the gallery; see gf.GalleryIndex.build')
+        call = "RetrievalEntropy"
+        index = deprecated_keyword(deprecated, "index", call, "a Gallery(..., index=...)")
+        prune = deprecated_keyword(deprecated, "prune", call, "a Gallery(..., prune=...)")
+        marginal = deprecated_keyword(deprecated, "marginal", call, 'reference="density", or queries as the reference')
+        self.direction = Direction.of(direction, conditional=True)
+        self.sampling = settings_from(
+            SamplingSettings(), settings, deprecated, call, n_samples=n_samples, n_steps=n_steps, guidance=guidance
+        )
+        self.top_k, self.seed = checks.integer(top_k, "top_k", 1), checks.integer(seed, "seed")
+        if not 0 <= kappa < float("inf"):
+            raise ValueError(f"kappa must be finite and not negative, got {kappa}")
+        for name, value, known in (("posterior", posterior, POSTERIORS), ("marginal", marginal or "scores", MARGINALS)):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {known}, got {value!r}")
+        self.flow, self.kappa, self.posterior = flow, float(kappa), posterior
         self.gallery = gallery if isinstance(gallery, Gallery) else Gallery(gallery)
-        config = flow.config
-        self.query_dim, item_dim = config.text_dim, config.image_dim
-        if direction == "i2t":
-            self.query_dim, item_dim = item_dim, self.query_dim
+        if index is not None or prune is not None:
+            self.gallery = self.gallery.with_index(index, prune or "auto")
+        widths = flow.config.image_dim, flow.config.text_dim
+        self.query_dim, item_dim = self.direction.queries(*widths), self.direction.items(*widths)
         if self.gallery.dim != item_dim:
             raise ValueError(f"gallery has width {self.gallery.dim}, but the flow generates width {item_dim}")
-        if index is not None:
-            if not self.gallery.in_memory:
-                raise ValueError("index= needs a gallery in memory: pass it as a tensor")
-            index.check_digest(self.gallery)
-        self.flow, self.index, self.prune = flow, index, prune
-        self.direction, self.kappa, self.top_k = direction, float(kappa), top_k
-        self.n_samples, self.noise, self.seed = n_samples, noise, seed
-        self.posterior, self.marginal = posterior, marginal
-        self.solve = SamplingSettings(n_samples, n_steps, guidance, solver, grid, noise)
-        generator = torch.Generator().manual_seed(checks.integer(seed, "seed"))
-        start = StartingPoints.draw(self.solve, config.flow_dims, direction, generator, config.manifold)
+        generator = torch.Generator().manual_seed(self.seed)
+        config = flow.config
+        start = StartingPoints.draw(self.sampling, config.flow_dims, self.direction, generator, config.manifold)
         self.register_buffer("start_generated", start.generated, persistent=False)
         self.register_buffer("start_condition", start.condition, persistent=False)
-        self.register_buffer("reference", None if reference is None else reference.detach(), persistent=False)
         self.register_buffer("log_marginal", None, persistent=False)
-        self._check_reference()
+        self._set_reference("density" if marginal == "density" else reference)
 
-    def _check_reference(self) -> None:
+    def _set_reference(self, reference: Tensor | str | None) -> None:
+        self.marginal = "density" if isinstance(reference, str) else "scores"
+        if isinstance(reference, str):
+            if reference != "density":
+                raise ValueError(f'reference must be queries [R, {self.query_dim}] or "density", got {reference!r}')
+            reference = None
+        elif reference is not None:
+            reference = checks.with_values(reference, "reference").detach()
+            if reference.dim() != 2 or reference.shape[1] != self.query_dim or len(reference) == 0:
+                raise ValueError(f"reference must be [R, {self.query_dim}], got {tuple(reference.shape)}")
+            check_rows(reference, "reference")
+        self.register_buffer("reference", reference, persistent=False)
         if self.posterior == "bayes" and self.marginal == "scores":
-            self._reference()
-        if self.reference is None:
-            return
-        if self.reference.dim() != 2 or self.reference.shape[1] != self.query_dim or len(self.reference) == 0:
-            raise ValueError(f"reference must be [R, {self.query_dim}], got {tuple(self.reference.shape)}")
-        check_rows(self.reference, "reference")
+            self._reference_queries()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RetrievalEntropy:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.gallery.to(self.start_generated.device)
+        self.gallery = self.gallery.on(self.start_generated.device)
         return self
 
     @classmethod
@@ -170,51 +165,55 @@ class RetrievalEntropy(nn.Module):
         cls, flow: GeoFlow, gallery: GallerySource | Gallery, direction: str = "t2i", **settings: Any
     ) -> RetrievalEntropy:
         """A scorer with the cheapest setting that ranks queries no worse than the paper's (measured in
-        docs/entropy.md): few samples from antithetic noise and few Adams-Bashforth steps. `settings` override it."""
-        return cls(flow, gallery, direction, **{**FAST, **settings})
+        docs/entropy.md): few samples from antithetic noise and few Adams-Bashforth steps. `settings` are keywords of
+        `RetrievalEntropy` that override it."""
+        return cls(flow, gallery, direction, **{"settings": FAST_SAMPLING, **settings})
 
     @property
     def settings(self) -> dict[str, Any]:
         """Everything a score depends on besides flow, gallery and query."""
         return {
-            "direction": self.direction,
-            "n_samples": self.n_samples,
+            "direction": str(self.direction),
+            "n_samples": self.sampling.n_samples,
             "kappa": self.kappa,
             "seed": self.seed,
-            "noise": self.noise,
+            "noise": self.sampling.noise,
             "posterior": self.posterior,
             "marginal": self.marginal if self.posterior == "bayes" else None,
-            "prune": "never" if self.index is None else self.prune,
-            **dataclasses.asdict(self.solve),
+            "prune": "never" if self.gallery.index is None else self.gallery.prune,
+            "n_steps": self.sampling.n_steps,
+            "solver": self.sampling.solver,
+            "grid": self.sampling.grid,
+            "guidance": self.sampling.guidance,
         }
 
     @property
     def marginal_settings(self) -> dict[str, Any]:
         """Everything the items' marginals depend on besides flow and gallery."""
-        facts: dict[str, Any] = {"marginal": self.marginal, "direction": self.direction, "seed": self.seed}
+        facts: dict[str, Any] = {"marginal": self.marginal, "direction": str(self.direction), "seed": self.seed}
         facts |= {"format": marginals.FORMAT, "n_steps": marginals.DENSITY_STEPS}
         if self.marginal == "scores":
             facts |= {**self.settings, "posterior": "bayes", "marginal": "scores", "prune": "never"}
-            facts["reference"] = hashing.digest([self._reference()])
+            facts["reference"] = hashing.digest([self._reference_queries()])
         return facts
 
     def item_marginals(self) -> Tensor:
-        """Log-marginals [N] of the gallery items, up to a constant. Computed once, and stored beside a gallery on
-        disk."""
+        """Log-marginals [N] of the gallery items, up to a constant. They are computed once, and stored beside a gallery
+        on disk."""
         if self.log_marginal is None:
             facts = {**self.marginal_settings, "flow": flow_digest(self.flow), "gallery": self.gallery.digest()}
-            found = marginals.computed_once(self.gallery.index_folder, facts, self._compute_marginals)
-            self.log_marginal = found.to(self.start_generated)
+            computed = marginals.computed_once(self.gallery.index_folder, facts, self._compute_marginals)
+            self.log_marginal = computed.to(self.start_generated)
         return self.log_marginal
 
     def _compute_marginals(self) -> Tensor:
         if self.marginal == "density":
             return marginals.log_flow_density(self.flow, self.gallery, self.direction, seed=self.seed)
-        return marginals.log_mean_scores(self.draw(self._reference()), self.gallery, self.kappa)
+        return marginals.log_mean_scores(self.draw(self._reference_queries()), self.gallery, self.kappa)
 
-    def _reference(self) -> Tensor:
+    def _reference_queries(self) -> Tensor:
         if self.reference is None:
-            raise ValueError("the items' marginals need reference= queries [R, d], or marginal='density'")
+            raise ValueError('the items\' marginals need reference= queries [R, d], or reference="density"')
         return self.reference
 
     if TYPE_CHECKING:  # a module's call has no types of its own
@@ -230,59 +229,39 @@ class RetrievalEntropy(nn.Module):
         """Same as `forward`, and calls `advance(n)` whenever the samples of n more queries are drawn."""
         if checks.with_values(queries, "queries").dim() != 2 or queries.shape[1] != self.query_dim:
             raise ValueError(f"queries must be [Q, {self.query_dim}], got {tuple(queries.shape)}")
-        samples = self._draw_spread(queries, advance) if self.gallery.is_spread else self.draw(queries, advance)
-        return self._read_out(self._statistics(samples), samples)
+        draw = self._draw_among_ranks if self.gallery.is_divided else self.draw
+        samples = draw(queries, advance)
+        bias = -self.item_marginals().to(samples) if self.posterior == "bayes" else None
+        statistics = self.gallery.statistics(samples, self.kappa, self.top_k, bias, use_index=True)
+        post = statistics.posterior(torch.float64)  # the bound on the risk is taken before rounding
+        surely = (post.entropy - post.entropy_bound).clamp_min(0)
+        top_prob = post.top_prob.to(samples.dtype)
+        return RetrievalPosterior(
+            post.entropy.to(samples.dtype),
+            post.top_index[:, 0],
+            top_prob[:, 0],
+            risk_lower_bound(surely, len(self.gallery)).to(samples.device),
+            post.top_index,
+            top_prob,
+            post.entropy_bound,
+        )
 
-    def spread(self) -> None:
+    def divide_among_ranks(self) -> None:
         """Divides the gallery's items among the ranks of its world. From then on all ranks must call the scorer
         together with the same queries; each receives the whole posterior."""
-        if self.index is not None:
-            raise ValueError("a gallery whose items are spread over ranks is not pruned; leave out index=")
-        self.gallery.spread()
+        self.gallery = self.gallery.divided_among_ranks()
 
-    def _draw_spread(self, queries: Tensor, advance: Advance) -> Tensor:
-        """`draw`, each rank its share of the queries."""
+    def draw(self, queries: Tensor, advance: Advance = lambda _: None) -> Tensor:
+        """Samples [Q, M, d] of the gallery's modality for each of the `queries` [Q, d']."""
+        start = StartingPoints(self.start_generated, self.start_condition).to(next(self.flow.parameters()))
+        queries = queries.to(start.generated)
+        return sample_conditional(self.flow, queries, self.direction, start, self.sampling, advance)
+
+    def _draw_among_ranks(self, queries: Tensor, advance: Advance) -> Tensor:
+        """Draws the same samples as `draw`; each rank draws those of its share of the queries."""
         world = self.gallery.world
         shares = world.shares(len(queries))
         own = shares[world.rank]
         drawn = self.draw(queries[own.start : own.stop], lambda _: None)
         advance(len(queries))
         return world.gather_rows(drawn, [len(share) for share in shares])
-
-    def draw(self, queries: Tensor, advance: Advance = lambda _: None) -> Tensor:
-        """Samples [Q, M, d] of the gallery's modality for each of the `queries` [Q, d']."""
-        start = StartingPoints(self.start_generated, self.start_condition).to(next(self.flow.parameters()))
-        queries = queries.to(start.generated)
-        return sample_conditional(self.flow, queries, self.direction, start, self.solve, advance)
-
-    def _statistics(self, samples: Tensor) -> GalleryStatistics:
-        bias = -self.item_marginals().to(samples) if self.posterior == "bayes" else None
-        index = self.index if samples.device.type == "cpu" else None
-        prune = "auto" if index is None else self.prune
-        return self.gallery.statistics(samples, self.kappa, self.top_k, bias, index=index, prune=prune)
-
-    def _read_out(self, statistics: GalleryStatistics, like: Tensor) -> RetrievalPosterior:
-        post = statistics.posterior(torch.float64)  # the bound on the risk is taken before rounding
-        entropy, top_prob = post.entropy.to(like.dtype), post.top_prob.to(like.dtype)
-        return RetrievalPosterior(
-            entropy,
-            post.top_index[:, 0],
-            top_prob[:, 0],
-            risk_lower_bound((post.entropy - post.entropy_bound).clamp_min(0), len(self.gallery)).to(like.device),
-            post.top_index,
-            top_prob,
-            post.entropy_bound,
-        )
-
-
-def _check_settings(n_samples: int, kappa: float, top_k: int, **chosen: str) -> None:
-    for name, value in chosen.items():
-        if value not in CHOICES[name]:
-            raise ValueError(f"{name} must be one of {CHOICES[name]}, got {value!r}")
-    for name, count in (("n_samples", n_samples), ("top_k", top_k)):
-        if not isinstance(count, numbers.Integral):
-            raise TypeError(f"{name} must be an integer, got {count!r}")
-    if n_samples < 1 or top_k < 1:
-        raise ValueError(f"n_samples={n_samples} and top_k={top_k} must be at least 1")
-    if not 0 <= kappa < float("inf"):
-        raise ValueError(f"kappa must be finite and not negative, got {kappa}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,13 +18,14 @@ from geoflow_fast.data.rows import Array, Rows, open_rows
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.ops.gallery_statistics import GalleryStatistics
+from geoflow_fast.ops.pruning import PrefixRows
 from geoflow_fast.runtime import checks, hashing
 
+if TYPE_CHECKING:
+    from geoflow_fast.retrieval.index import GalleryIndex
+
 BLOCK_ROWS = 16_384
-
-
 INDEX_FOLDER = "geoflow_index"
-
 
 GallerySource = Tensor | Array | str | Path
 
@@ -35,11 +37,16 @@ class Gallery:
     in their names. A tensor stays on its device; files are memory-mapped and never loaded whole. float16 is converted
     as it is read. Rows that are not finite or not of unit norm raise a ValueError.
 
-    The ranks of a `world` share the reading for checks and digests and, after `spread`, the scoring of items.
+    With the `index` of a gallery made from a tensor (`gf.GalleryIndex`), retrieval entropy on a CPU skips items that
+    provably do not matter: "auto", where a pilot run finds that it pays; "always"; or "never", as `prune` says.
+
+    The ranks of a `world` share the reading for checks and digests, and after `divided_among_ranks` the scoring.
     """
 
-    def __init__(self, source: GallerySource, *, world: World = ALONE) -> None:
-        self.world, self.is_spread = world, False
+    def __init__(
+        self, source: GallerySource, index: GalleryIndex | None = None, prune: str = "auto", world: World = ALONE
+    ) -> None:
+        self.world, self.is_divided = world, False
         self._digest: str | None = None
         self.path = checks.path(source, "gallery") if isinstance(source, (str, Path)) else None
         self._tensor: Tensor | None = None
@@ -59,6 +66,27 @@ class Gallery:
             raise ValueError("the gallery is empty: there is nothing to retrieve")
         if self._rows is not None:
             self._rows.check(normalize=False, world=world)
+        self._use_index(index, prune)
+
+    def _use_index(self, index: GalleryIndex | None, prune: str) -> None:
+        if prune not in ops.PRUNE:
+            raise ValueError(f"prune must be one of {ops.PRUNE}, got {prune!r}")
+        if index is None:
+            if prune == "always":
+                raise ValueError('prune="always" needs the index= of the gallery; see gf.GalleryIndex.build')
+        elif not isinstance(index, PrefixRows):
+            raise TypeError(f"index must be a GalleryIndex, got {type(index).__name__}")
+        elif self._tensor is None:
+            raise ValueError("index= needs a gallery in memory: pass it as a tensor")
+        else:
+            index.check_digest(self)
+        self.index, self.prune = index, prune
+
+    def with_index(self, index: GalleryIndex | None, prune: str = "auto") -> Gallery:
+        """The same gallery with another index; the rows are shared."""
+        twin = copy.copy(self)
+        twin._use_index(index, prune)
+        return twin
 
     def __len__(self) -> int:
         return len(self._tensor) if self._tensor is not None else len(self._rows or ())
@@ -87,9 +115,17 @@ class Gallery:
 
     def to(self, device: torch.device | str) -> None:
         """Moves a gallery made from a tensor to `device`. Others are copied there block by block as they are read."""
-        found = checks.device(device)
+        device = checks.device(device)
         if self._tensor is not None:
-            self._tensor = self._tensor.to(found)
+            self._tensor = self._tensor.to(device)
+
+    def on(self, device: torch.device | str) -> Gallery:
+        """This gallery, or a copy on `device` if it was made from a tensor on another one, which stays there."""
+        if self._tensor is None or self._tensor.device == checks.device(device):
+            return self
+        twin = copy.copy(self)
+        twin.to(device)
+        return twin
 
     def digest(self) -> str:
         """Hash of all rows, which identifies the gallery. Files are read once for it, shared among the ranks."""
@@ -100,10 +136,14 @@ class Gallery:
             self._digest = self._rows.digest(self.world)
         return self._digest
 
-    def spread(self) -> None:
-        """Divides the items among the ranks. From then on all ranks must call `statistics` together with the same
-        samples; each scores its own share and receives the statistics of all items."""
-        self.is_spread = True
+    def divided_among_ranks(self) -> Gallery:
+        """The same gallery, whose items are divided among the ranks: all ranks must call its `statistics` together with
+        the same samples; each scores its own share and receives the statistics of all items."""
+        if self.index is not None:
+            raise ValueError("a gallery whose items are divided among ranks is not pruned; leave out index=")
+        twin = copy.copy(self)
+        twin.is_divided = True
+        return twin
 
     def blocks(
         self, device: torch.device | str, dtype: torch.dtype = torch.float32, within: range | None = None
@@ -113,10 +153,11 @@ class Gallery:
         A gallery made from a tensor comes as one block. Rows of files share the file's memory or one buffer: treat a
         block as read-only, and do not keep it beyond the next one.
         """
-        device = checks.device(device)
+        device = device if isinstance(device, torch.device) else checks.device(device)
         within = range(len(self)) if within is None else within
         if self._tensor is not None:
-            yield within.start, self._tensor[within.start : within.stop].to(device, dtype)
+            if within:
+                yield within.start, self._tensor[within.start : within.stop].to(device, dtype)
             return
         assert self._rows is not None
         for first, block in self._rows.tensors(BLOCK_ROWS, within):
@@ -128,39 +169,31 @@ class Gallery:
         if self._tensor is not None:
             return self._tensor[index.to(self._tensor.device)].to(index.device, dtype)
         assert self._rows is not None
-        kept, place = np.unique(index.cpu().numpy(), return_inverse=True)  # each row is read once
+        kept, position = np.unique(index.cpu().numpy(), return_inverse=True)  # each row is read once
         rows = torch.from_numpy(self._rows[kept]).to(index.device, dtype)
-        return rows[torch.from_numpy(place.reshape(index.shape)).to(index.device)]
+        return rows[torch.from_numpy(position.reshape(index.shape)).to(index.device)]
 
     def statistics(
-        self, samples: Tensor, kappa: float, top_k: int, item_bias: Tensor | None = None, **pruning: Any
+        self, samples: Tensor, kappa: float, top_k: int, item_bias: Tensor | None = None, *, use_index: bool = False
     ) -> GalleryStatistics:
         """`ops.gallery_statistics` of all items, computed block by block, for `samples` [Q, M, d] and an optional
-        `item_bias` [N]. `pruning` is passed on (`index`, `prune`)."""
+        `item_bias` [N]. `use_index` lets the gallery's index, if it has one, leave items out on a CPU."""
         checks.with_values(samples, "samples")
         if item_bias is not None and checks.with_values(item_bias, "item_bias").shape != (len(self),):
             raise ValueError(f"item_bias must be [{len(self)}], got {tuple(item_bias.shape)}")
-        if not self.is_spread or self.world.size == 1:
-            return self._statistics_within(range(len(self)), samples, kappa, top_k, item_bias, pruning)
-        own = self.world.own(len(self))
-        # With more ranks than items some have none, and nothing to give.
-        mine = self._statistics_within(own, samples, kappa, top_k, item_bias, pruning) if own else None
-        return merge_over_ranks(mine, self.world, len(samples), len(self), top_k, samples.device)
-
-    def _statistics_within(
-        self,
-        rows: range,
-        samples: Tensor,
-        kappa: float,
-        top_k: int,
-        item_bias: Tensor | None,
-        pruning: dict[str, Any],
-    ) -> GalleryStatistics:
+        divided = self.is_divided and self.world.size > 1
+        index = self.index if use_index and samples.device.type == "cpu" else None
+        prune = "auto" if index is None else self.prune
         running: GalleryStatistics | None = None
+        rows = self.world.own(len(self)) if divided else None  # none, for some of more ranks than items
         for first, items in self.blocks(samples.device, samples.dtype, rows):
-            own = None if item_bias is None else item_bias[first : first + len(items)]
-            part = ops.gallery_statistics(samples, items, kappa, top_k, item_bias=own, first_index=first, **pruning)
+            bias = None if item_bias is None else item_bias[first : first + len(items)]
+            part = ops.gallery_statistics(
+                samples, items, kappa, top_k, item_bias=bias, first_index=first, index=index, prune=prune
+            )
             running = part if running is None else running.merge(part)
+        if divided:
+            return merge_over_ranks(running, self.world, len(samples), len(self), top_k, samples.device)
         assert running is not None
         return running
 
@@ -178,9 +211,9 @@ def merge_over_ranks(
     width = 5 + 2 * columns
     packed = torch.zeros(queries, width, dtype=torch.float64, device=device) if mine is None else mine.pack(columns)
     parts = world.swap_rows(packed)
-    given = [GalleryStatistics.unpack(part, top_k) for part, share in zip(parts, world.shares(items)) if share]
-    merged = functools.reduce(GalleryStatistics.merge, given)
-    top_score, top_index = merged.top_score[:, :columns], merged.top_index[:, :columns]  # without what filled them up
+    shards = [GalleryStatistics.unpack(part, top_k) for part, share in zip(parts, world.shares(items)) if share]
+    merged = functools.reduce(GalleryStatistics.merge, shards)
+    top_score, top_index = merged.top_score[:, :columns], merged.top_index[:, :columns]  # without the padding
     merged = dataclasses.replace(merged, top_score=top_score, top_index=top_index)
     counts = [len(share) for share in world.shares(queries)]
     return GalleryStatistics.unpack(world.gather_rows(merged.pack(columns), counts), top_k)

@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.sampling import SamplingSettings, StartingPoints, sample_conditional
 from geoflow_fast.likelihood.density import log_density
@@ -19,18 +20,12 @@ from geoflow_fast.runtime import hashing
 from geoflow_fast.runtime.files import contents_of, locked
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 
-MARGINALS = ("scores", "density")
-
-
 TILE_ROWS, TILE_ITEMS = 1024, 2048
 """Samples and items whose products are in memory at a time."""
-
-
 DENSITY_ROWS, DENSITY_STEPS = 1024, 10
-
-
 FORMAT = 1
-"""Raised when equal facts come to give other marginals, so that files of an older release are not used."""
+"""Version of the numbers, part of the facts. It is raised whenever the same facts give different marginals, so that
+files of an older release are not used."""
 
 
 def log_mean_scores(samples: Tensor, gallery: Gallery, kappa: float) -> Tensor:
@@ -49,32 +44,32 @@ def log_mean_scores(samples: Tensor, gallery: Gallery, kappa: float) -> Tensor:
 
 
 def log_flow_density(
-    flow: GeoFlow, gallery: Gallery, direction: str, *, seed: int, n_steps: int = DENSITY_STEPS
+    flow: GeoFlow, gallery: Gallery, direction: Direction, *, seed: int, n_steps: int = DENSITY_STEPS
 ) -> Tensor:
     """log p(item) under the flow, for the items that `direction` retrieves: [N] float32.
 
     By the chain rule with a partner drawn from the flow: log p(I) = log p(I, T) - log p(T | I), or with I and T
-    exchanged. Two reverse solves per item, so thousands of times the cost of `log_mean_scores`.
+    exchanged. This takes two reverse solves per item, thousands of times the cost of `log_mean_scores`.
     """
-    partner, parameter = "i2t" if direction == "t2i" else "t2i", next(flow.parameters())
-    settings = SamplingSettings(n_samples=1, n_steps=n_steps, guidance=0.0, solver="ab2")
+    partner, parameter = direction.reverse, next(flow.parameters())
     base, generator = (torch.Generator(device).manual_seed(seed) for device in ("cpu", parameter.device))
+    settings = SamplingSettings(n_samples=1, n_steps=n_steps, guidance=0.0, solver="ab2")
     start = StartingPoints.draw(settings, flow.config.flow_dims, partner, base, flow.config.manifold)
     parts = []
     for _, block in gallery.blocks(parameter.device, parameter.dtype):
         for items in block.split(DENSITY_ROWS):
             drawn = sample_conditional(flow, items, partner, start.to(items), settings)
-            image, text = (items, drawn[:, 0]) if direction == "t2i" else (drawn[:, 0], items)
+            image, text = direction.pair(drawn[:, 0], items)
             joint, conditional = (
-                cast(Tensor, log_density(flow, image, text, way, n_steps, generator=generator))
-                for way in ("joint", partner)
+                cast(Tensor, log_density(flow, image, text, which, n_steps, generator=generator))
+                for which in (Direction.JOINT, partner)
             )
             parts.append(joint - conditional)
     return torch.cat(parts).float()
 
 
 def computed_once(folder: Path | None, facts: Mapping[str, Any], compute: Callable[[], Tensor]) -> Tensor:
-    """What `compute()` returns, kept in `folder` (None: not kept) under a name that belongs to the facts."""
+    """Returns what `compute()` gives; a `folder` keeps it, under a name made from the facts, for the next time."""
     if folder is None:
         return compute()
     path = folder / f"marginals-{hashing.fingerprint(facts)[:16]}.safetensors"

@@ -18,7 +18,7 @@ import typer.main
 
 import geoflow_fast as gf
 from geoflow_fast.cli import app, main
-from geoflow_fast.retrieval.entropy import FAST
+from geoflow_fast.flow.sampling import FAST_SAMPLING
 
 COMMANDS = sorted(typer.main.get_command(app).commands)
 
@@ -110,8 +110,8 @@ print(time.process_time(), *sorted(heavy), file=sys.stderr)
 def test_help_names_the_settings_of_fast(run):
     _, out, _ = run("entropy", "--help")
     words = " ".join(re.sub("[│╭╮╰╯─]", " ", out).split())
-    assert f"--fast: {FAST['n_samples']}." in words
-    assert f"--fast: {FAST['n_steps']}." in words
+    assert f"--fast: {FAST_SAMPLING.n_samples}." in words
+    assert f"--fast: {FAST_SAMPLING.n_steps}." in words
 
 
 def test_doctor_shows_every_operation_with_its_reasons(run):

@@ -206,7 +206,7 @@ class TestFlowMethods:
         torch.testing.assert_close(found.uncertainty.float(), post.entropy, atol=1e-4, rtol=1e-4)
         assert torch.equal(found.top, post.map_index)
         fitted = gf.fit_bandwidth(small_flow, held_out, direction, n_samples=4, n_steps=2)
-        assert (method.scorer.kappa, method.scorer.solve.guidance) == (fitted.kappa, fitted.guidance)
+        assert (method.scorer.kappa, method.scorer.sampling.guidance) == (fitted.kappa, fitted.guidance)
 
     def test_rerankers_likelihood_sums_to_one_over_the_gallery(self, small_flow, pairs, held_out, direction):
         task = RetrievalSet.of(pairs, direction)

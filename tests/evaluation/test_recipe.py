@@ -114,7 +114,7 @@ def test_fixed_settings_are_used_and_others_tuned(setup, tmp_path):
         method = Variant("x", ablation.entropy_with(**settings)).method(study)
         method.fit(task)
         for name, value in settings.items():
-            found = method.scorer.kappa if name == "kappa" else method.scorer.solve.guidance
+            found = method.scorer.kappa if name == "kappa" else method.scorer.sampling.guidance
             assert found == pytest.approx(value)
 
 

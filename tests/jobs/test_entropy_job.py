@@ -223,7 +223,7 @@ def spoil(world: Path, what: str) -> None:
         ("unnormalised", {}, "queries.npy row 7 has norm 1.5"),
         ("no queries", {}, "queries.npy are empty"),
         ("", {"kappa": -1}, "kappa must be finite and not negative"),
-        ("", {"samples": 0}, "n_samples=0"),
+        ("", {"samples": 0}, "n_samples must be at least 1"),
         ("", {"steps": 0}, "n_steps must be"),
         ("", {"block": 0}, "block_rows=0"),
         ("", {"model": "nowhere"}, "nowhere/model.safetensors does not exist"),

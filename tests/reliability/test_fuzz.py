@@ -47,6 +47,8 @@ INNER = {
     "RetrievalEntropy.score": "forward with a progress bar",
     "RetrievalEntropy.draw": "forward's first half",
     "Gallery.to": "blocks' target moves the gallery first",
+    "Gallery.on": "RetrievalEntropy.to calls it",
+    "Gallery.with_index": "the target of RetrievalEntropy passes an index",
     **dict.fromkeys(
         (
             f"GeoFlow.{name}"

@@ -85,7 +85,7 @@ def test_bad_fits(flow):
         "kappas must be positive": {"kappas": (-1.0,)},
         "kappas must be positive, finite and strictly ascending": {"kappas": (2.0, 2.0, 3.0)},
         "single image": {"pairs": pairs.subset([0]), "posterior": "bayes"},
-        "from the scores of other pairs": {"posterior": "bayes", "marginal": "density"},
+        "from the scores of other pairs": {"posterior": "bayes", "reference": "density"},
     }.items():
         with pytest.raises(ValueError, match=words):
             gf.fit_bandwidth(flow, **{"pairs": pairs, "n_steps": 2, "n_samples": 2, **arguments})
@@ -170,7 +170,7 @@ def test_marginals_that_another_process_made_meanwhile_are_taken(tmp_path):
 @pytest.mark.parametrize("direction", ["t2i", "i2t"])
 def test_density_of_a_flow_that_stands_still_is_uniform(direction):
     flow, width = gf.GeoFlow(gf.GeoFlowConfig(10, 7, hidden=8, depth=1)), {"t2i": 10, "i2t": 7}[direction]
-    scorer = RetrievalEntropy(flow, noise.sample_uniform(6, width), direction, posterior="bayes", marginal="density")
+    scorer = RetrievalEntropy(flow, noise.sample_uniform(6, width), direction, posterior="bayes", reference="density")
     torch.testing.assert_close(scorer.item_marginals(), torch.full((6,), -g.log_area(width)))
 
 
@@ -180,9 +180,14 @@ def test_bad_references(flow):
         "need reference": {},
         r"reference must be \[R, 7\]": {"reference": noise.sample_uniform(3, 10)},
         "reference row 1 has norm": {"reference": torch.stack((torch.eye(7)[0], torch.ones(7)))},
-        "marginal must be": {"marginal": "guess"},
+        'reference must be queries .* or "density"': {"reference": "guess"},
     }.items():
         with pytest.raises(ValueError, match=words):
             RetrievalEntropy(flow, gallery, posterior="bayes", **arguments)
+    with pytest.warns(DeprecationWarning, match=r"RetrievalEntropy\(marginal=...\) is deprecated"):
+        scorer = RetrievalEntropy(flow, gallery, posterior="bayes", marginal="density")
+    assert scorer.settings["marginal"] == "density"
+    with pytest.warns(DeprecationWarning, match="marginal"), pytest.raises(ValueError, match="marginal must be"):
+        RetrievalEntropy(flow, gallery, posterior="bayes", marginal="guess")
     with pytest.raises(ValueError, match="posterior must be"):
         RetrievalEntropy(flow, gallery, posterior="prior")

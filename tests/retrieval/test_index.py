@@ -215,18 +215,28 @@ def test_retrieval_entropy_takes_the_index():
     index = gf.GalleryIndex.build(gallery)
     whole = gf.RetrievalEntropy(flow, gallery, **settings)(queries)
     assert whole.entropy_bound.tolist() == [0.0] * 3
-    scorer = gf.RetrievalEntropy(flow, gallery, index=index, prune="always", **settings)
+    scorer = gf.RetrievalEntropy(flow, gf.Gallery(gallery, index, prune="always"), **settings)
     post = scorer(queries)
     assert ((post.entropy - whole.entropy).abs() <= post.entropy_bound + rounding("cpu", 60.0)).all()
     assert torch.equal(post.map_index, whole.map_index)
     assert (post.risk_lower_bound <= whole.risk_lower_bound + 1e-4).all()
     assert scorer.settings["prune"] == "always"
     with pytest.raises(ValueError, match="in memory"):
-        gf.RetrievalEntropy(flow, gallery.numpy(), index=index, **settings)
+        gf.Gallery(gallery.numpy(), index)
     with pytest.raises(ValueError, match="another gallery"):
-        gf.RetrievalEntropy(flow, gallery.flip(0), index=index, **settings)
+        gf.Gallery(gallery.flip(0), index)
     with pytest.raises(ValueError, match="prune must be"):
-        gf.RetrievalEntropy(flow, gallery, index=index, prune="maybe", **settings)
+        gf.Gallery(gallery, index, prune="maybe")
+    with pytest.raises(ValueError, match="needs the index="):
+        gf.Gallery(gallery, prune="always")
+    with pytest.raises(TypeError, match="index must be a GalleryIndex"):
+        gf.Gallery(gallery, gallery)
+    with pytest.raises(ValueError, match="divided among ranks is not pruned"):
+        scorer.divide_among_ranks()
+    with pytest.warns(DeprecationWarning, match=r"RetrievalEntropy\(index=...\) is deprecated; pass a Gallery"):
+        old = gf.RetrievalEntropy(flow, gallery, index=index, prune="always", **settings)
+    assert old.settings == scorer.settings
+    assert torch.equal(old(queries).entropy, post.entropy)
 
 
 def test_index_comes_back_from_disk_as_it_was(tmp_path):
