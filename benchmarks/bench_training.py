@@ -28,7 +28,9 @@ from benchmarks.limits import Work
 from benchmarks.suite import PEER, Case, Contender, Table
 from geoflow_fast.data.pairs import IMAGE_FOLDER, TEXT_FOLDER
 from geoflow_fast.noise import sample_uniform
-from geoflow_fast.training.flow_matching import Trainer
+from geoflow_fast.training.batches import Batch, BatchMaker
+from geoflow_fast.training.flow_matching import FlowMatching
+from geoflow_fast.training.loop import Run
 
 WIDTH = 1024
 
@@ -44,27 +46,29 @@ def late_config(**changes: Any) -> gf.TrainConfig:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A trainer and its twin from the same weights, on the same pairs."""
+class TwoNetworks:
+    """A run of the flow, and its twin from the same weights, on the same pairs."""
 
-    trainer: Trainer
+    run: Run[Batch]
+    batches: BatchMaker
     plain: twins.PlainFlow
     optimizer: torch.optim.Optimizer
 
     @classmethod
-    def start(cls, network: gf.GeoFlowConfig, batch_size: int) -> Run:
+    def start(cls, network: gf.GeoFlowConfig, batch_size: int) -> TwoNetworks:
         flow = random_flow(network).requires_grad_(True).train()
         pairs = random_pairs(2 * batch_size, network.image_dim)
         config = late_config(batch_size=batch_size)
         plain = twins.PlainFlow(flow)
         gate_same_loss(flow, plain, pairs)
         optimizer = torch.optim.AdamW(plain.parameters(), config.lr, weight_decay=config.weight_decay)
-        return cls(Trainer(flow, pairs, pairs, config), plain, optimizer)
+        objective = FlowMatching(flow, pairs, pairs, config)
+        return cls(Run(objective), objective.batches, plain, optimizer)
 
     def plain_step(self) -> float:
-        trainer, config = self.trainer, self.trainer.config
-        rows, width = config.batch_size, trainer.batches.pairs.image_dim
-        data = list(trainer.batches.pairs[trainer.batches.order[trainer.step]])
+        config, pairs = self.run.config, self.batches.pairs
+        rows, width = config.batch_size, pairs.image_dim
+        data = list(pairs[self.batches.order[self.run.step]])
         noise = [functional.normalize(torch.randn(rows, width)) for _ in range(2)]
         u, t = torch.rand(rows), torch.rand(rows)
         direction = torch.where(u < 0.4, 0, torch.where(u < 0.7, 1, 2)).to(torch.int8)
@@ -76,7 +80,7 @@ class Run:
         return float(loss.detach())
 
     def fused_step(self) -> float:
-        return float(self.trainer.optimise(self.trainer.batches.training(self.trainer.step))[0].mean())
+        return float(self.run.optimise(self.batches.training(self.run.step))[0].mean())
 
 
 def gate_same_loss(flow: gf.GeoFlow, plain: twins.PlainFlow, pairs: gf.EmbeddingPairs, rows: int = 96) -> None:
@@ -97,8 +101,8 @@ def gate_same_loss(flow: gf.GeoFlow, plain: twins.PlainFlow, pairs: gf.Embedding
 
 
 CONTENDERS = (
-    Contender("torch", Run.plain_step, PEER),
-    Contender("geoflow_fast", Run.fused_step),
+    Contender("torch", TwoNetworks.plain_step, PEER),
+    Contender("geoflow_fast", TwoNetworks.fused_step),
 )
 
 
@@ -109,9 +113,9 @@ def cases(quick: bool) -> list[Case]:
     return [
         Case(
             f"Training step, B = {rows}, d = {network.image_dim}, hidden = {network.hidden}",
-            lambda: Run.start(network, rows),
+            lambda: TwoNetworks.start(network, rows),
             lambda _: None,
-            lambda loss, _: 0 < loss < 100,  # the real gate is in `Run.start`
+            lambda loss, _: 0 < loss < 100,  # the real gate is in `TwoNetworks.start`
             CONTENDERS,
             Work(flops=3 * rows * forward),
             rounds=3,
@@ -129,10 +133,11 @@ def coupling_share(batch_size: int = 8192, pieces: int = 8) -> Table:
     torch.manual_seed(0)
     pairs = random_pairs(batch_size)
     base = late_config(batch_size=batch_size, accumulate=pieces, steps=1000)
-    trainer = Trainer(gf.GeoFlow(gf.GeoFlowConfig.paper()), pairs, pairs, base)
-    gate_coupling_helps(trainer)
-    batch = trainer.batches.training(0)
-    step = min(seconds_of(lambda: trainer.optimise(batch)) for _ in range(2))
+    objective = FlowMatching(gf.GeoFlow(gf.GeoFlowConfig.paper()), pairs, pairs, base)
+    gate_coupling_helps(pairs)
+    run, batches = Run(objective), objective.batches
+    batch = batches.training(0)
+    step = min(seconds_of(lambda: run.optimise(batch)) for _ in range(2))
     paper = {"coupling": "paper", "conditional_coupling": "paper"}
     settings: dict[str, dict[str, str]] = {
         "the paper's: one plan over the whole batch": paper,
@@ -142,16 +147,16 @@ def coupling_share(batch_size: int = 8192, pieces: int = 8) -> Table:
     }
     rows = []
     for name, changes in settings.items():
-        trainer.batches.config = dataclasses.replace(base, **changes)
-        solve = min(trainer.batches.training(k).coupling_seconds for k in range(2))
+        batches.config = dataclasses.replace(base, **changes)
+        solve = min(batches.training(k).coupling_seconds for k in range(2))
         rows.append({"coupling": name, "solve, s": solve, "share of a step": f"{100 * solve / (step + solve):.1f} %"})
     return Table("coupling", rows, {"batch": batch_size, "pieces": pieces, "step without coupling, s": step})
 
 
-def gate_coupling_helps(trainer: Trainer, rows: int = 512) -> None:
+def gate_coupling_helps(pairs: gf.EmbeddingPairs, rows: int = 512) -> None:
     """The plan's mean cost is below that of independent pairs."""
     noise = [sample_uniform(rows, WIDTH) for _ in range(2)]
-    data: list[Tensor] = list(trainer.batches.pairs[np.arange(rows)])
+    data: list[Tensor] = list(pairs[np.arange(rows)])
     cost = gf.ops.transport_cost(*noise, *data)
     chosen = gf.ops.couple(*noise, *data)
     gate("coupled pairs are closer", bool(cost.gather(1, chosen[:, None]).mean() < cost.diagonal().mean()))

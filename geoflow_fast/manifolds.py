@@ -61,6 +61,14 @@ class Manifold(ABC):
         """`n` points [n, d] of the base distribution, float32 on the CPU; `kind` as in `noise.base_noise`."""
 
     @abstractmethod
+    def from_normal(self, x: Tensor) -> Tensor:
+        """Points of the base distribution made from rows `x` [B, d] of independent standard normal numbers."""
+
+    @abstractmethod
+    def unit_rows(self, x: Tensor) -> Tensor:
+        """The points `x` [B, d] scaled to unit norm."""
+
+    @abstractmethod
     def log_base(self, x: Tensor) -> Tensor:
         """Log-density [B] of the base distribution at `x`, float64."""
 
@@ -108,6 +116,12 @@ class Sphere(Manifold):
     def base_sample(self, n: int, d: int, kind: str = "iid", generator: torch.Generator | None = None) -> Tensor:
         return base_noise(n, d, kind, generator=generator)
 
+    def from_normal(self, x: Tensor) -> Tensor:
+        return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+
+    def unit_rows(self, x: Tensor) -> Tensor:
+        return x
+
     def log_base(self, x: Tensor) -> Tensor:
         return torch.full((len(x),), -geometry.log_area(x.shape[1]), dtype=torch.float64, device=x.device)
 
@@ -151,6 +165,12 @@ class Euclidean(Manifold):
     def base_sample(self, n: int, d: int, kind: str = "iid", generator: torch.Generator | None = None) -> Tensor:
         points = base_noise(n, d, kind, generator=generator)
         return points * torch.randn(n, d, generator=generator).norm(dim=1, keepdim=True)
+
+    def from_normal(self, x: Tensor) -> Tensor:
+        return x
+
+    def unit_rows(self, x: Tensor) -> Tensor:
+        return functional.normalize(x)
 
     def log_base(self, x: Tensor) -> Tensor:
         return -0.5 * x.double().square().sum(1) - x.shape[1] / 2 * math.log(2 * math.pi)

@@ -29,8 +29,8 @@ from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.runtime import parquet
-from geoflow_fast.training.batches import BatchMaker
 from geoflow_fast.training.loop import Run
+from geoflow_fast.training.ranks import batch_maker
 
 # The server imports once what ranks use; each rank is a fork of it that has not run anything yet.
 _context = multiprocessing.get_context("forkserver")
@@ -240,7 +240,7 @@ def transport_problem(count: int, seed: int) -> tuple[list[torch.Tensor], list[t
 def batch_of(world: World, changes: dict[str, Any], step: int) -> dict[str, np.ndarray]:
     """This rank's rows of a training batch, with their numbers."""
     config = gf.TrainConfig(**{**SHORT, **changes})
-    maker = BatchMaker(small_flow(), small_pairs(), config, world)
+    maker = batch_maker(small_flow(), small_pairs(), config, world)
     batch = maker.training(step)
     names = ("image", "text", "v_image", "v_text", "t")
     return {"rows": maker.own, **{name: getattr(batch, name).numpy() for name in names}}

@@ -27,7 +27,7 @@ from geoflow_fast.distributed import ALONE, LOST_SECONDS, RankLost, World, joine
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.runtime.parquet import read_columns
-from geoflow_fast.training.batches import BatchMaker
+from geoflow_fast.training.ranks import batch_maker
 from tests import ranks
 from tests.ranks import ended, run_ranks
 
@@ -355,7 +355,7 @@ def test_a_slow_rank_is_waited_for(tmp_path):
 
 def test_batch_must_be_large_enough_for_the_ranks():
     with pytest.raises(ValueError, match="batch_size=64 is too small for 9 ranks: at least 72"):
-        BatchMaker(ranks.small_flow(), ranks.small_pairs(), gf.TrainConfig(**ranks.SHORT), World(0, 9))
+        batch_maker(ranks.small_flow(), ranks.small_pairs(), gf.TrainConfig(**ranks.SHORT), World(0, 9))
 
 
 # ---- as a user starts it ------------------------------------------------------------------------------------------

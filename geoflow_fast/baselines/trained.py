@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from geoflow_fast.baselines.base import Baseline, Task
-from geoflow_fast.training.batches import ShuffledBatches
+from geoflow_fast.training.batches import ShuffledBatches, generator_for, piece_edges, validation_index
 from geoflow_fast.training.config import RunConfig
 from geoflow_fast.training.loop import Run, TrainReport, complete
-from geoflow_fast.training.objective import Objective, generator_for, validation_rows
+from geoflow_fast.training.objective import Objective
 
 SIZES = ("paper", "small", "tiny")
 HIDDEN = {"paper": 2048, "small": 512, "tiny": 128}
@@ -41,9 +40,7 @@ class RowBatch:
 
     def pieces(self, count: int) -> Iterator[RowBatch]:
         """The batch in `count` pieces of nearly equal size, or in single rows if there are fewer."""
-        count = min(count, len(self))
-        edges = [len(self) * k // count for k in range(count + 1)]
-        for low, high in itertools.pairwise(edges):
+        for low, high in piece_edges(len(self), count):
             yield RowBatch(tuple(x[low:high] for x in self.tensors))
 
 
@@ -105,13 +102,13 @@ class PairObjective(Objective[RowBatch]):
         self.device = method.device
         self.order = ShuffledBatches(len(task.pairs), task.config.batch_size, task.config.seed)
 
-    def training(self, step: int) -> RowBatch:
+    def training_batch(self, step: int) -> RowBatch:
         """Shuffled pairs."""
         return self._batch(self.order[step], generator_for(self.config.seed, "batch", step), held_out=False)
 
-    def validation(self, number: int) -> RowBatch:
+    def validation_batch(self, number: int) -> RowBatch:
         """The same held-out pairs and random numbers every time."""
-        index = validation_rows(self.val, self.config.batch_size, number)
+        index = validation_index(self.val, self.config.batch_size, number)
         return self._batch(index, generator_for(self.config.seed, "validation", number), held_out=True)
 
     def _batch(self, index: np.ndarray, generator: torch.Generator, *, held_out: bool) -> RowBatch:

@@ -82,7 +82,7 @@ def train(
     from geoflow_fast import baselines
     from geoflow_fast.data.pairs import EmbeddingPairs, open_pairs
     from geoflow_fast.distributed import joined
-    from geoflow_fast.training.flow_matching import train_preset
+    from geoflow_fast.training.flow_matching import train_from_preset
 
     chosen = given(
         steps=steps,
@@ -107,7 +107,7 @@ def train(
         held_out = None if val is None else EmbeddingPairs.open(val, normalize=normalize, world=world)
         run = (data, out, preset, held_out, chosen)
         if method == "geoflow":
-            report = train_preset(*run, centre=centre, pca_dim=pca, device=device, world=world)
+            report = train_from_preset(*run, centre=centre, pca_dim=pca, device=device, world=world)
         elif centre or pca is not None:
             raise ValueError(f"--centre and --pca are the flow's; {method} takes the embeddings as they are")
         elif world.size > 1:

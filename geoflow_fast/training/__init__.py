@@ -1,1 +1,2 @@
-"""Training of flows and baselines."""
+"""Training: one loop for flows and baselines. `objective` says what is trained, `loop` runs it, and `ranks` holds what
+several processes add."""

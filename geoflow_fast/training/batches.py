@@ -1,4 +1,4 @@
-"""Training batches of the flow: pairs, noise, coupling and interpolants."""
+"""Training batches of the flow: pairs in shuffled order, noise, coupling, interpolants, and their prefetching."""
 
 from __future__ import annotations
 
@@ -13,26 +13,36 @@ from typing import Generic
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from geoflow_fast import ops
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import Index
-from geoflow_fast.directions import DIRECTIONS, Counts
-from geoflow_fast.distributed import ALONE, World
+from geoflow_fast.directions import ROW_ORDER, Counts, Direction
 from geoflow_fast.flow.curriculum import BatchPlan, draw_batch_plan
 from geoflow_fast.flow.model import GeoFlow
-from geoflow_fast.noise import StructuredNoise, sample_uniform
-from geoflow_fast.ops import native
+from geoflow_fast.flow.solvers import Streams
+from geoflow_fast.manifolds import SPHERE, manifold_of
+from geoflow_fast.noise import StructuredNoise
 from geoflow_fast.training.config import TrainConfig
-from geoflow_fast.training.objective import B, generator_for, validation_rows
-from geoflow_fast.training.ranks import LANE_ROWS, Group, lane_count
+from geoflow_fast.training.objective import B
+
+LANE_ROWS = 8
+"""Rows of a batch per lane. Row i is in lane i modulo the number of lanes, and the noise of each lane comes from a seed
+of its own. So the noise of a row does not depend on which other rows the same process makes."""
+
+Noise = Tensor | StructuredNoise
+
+
+def generator_for(seed: int, purpose: str, step: int) -> torch.Generator:
+    """A generator on the CPU that depends on nothing but these arguments."""
+    entropy = (seed, *purpose.encode(), step)
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1))
 
 
 class ShuffledBatches:
-    """Endless shuffled batches as a function of the step alone, so that a run resumes mid-epoch exactly.
+    """Endless shuffled batches. A batch depends on its step alone, so that a run resumes in the middle of an epoch.
 
-    Epochs follow each other without a gap: a batch may end one and begin the next.
+    Epochs follow each other without a gap: one batch may hold the end of an epoch and the beginning of the next.
     """
 
     def __init__(self, count: int, batch_size: int, seed: int) -> None:
@@ -42,7 +52,7 @@ class ShuffledBatches:
         self._epochs: dict[int, Index] = {}
 
     def __getitem__(self, step: int) -> Index:
-        """Pair indices [batch_size] of 0-based step `step`."""
+        """The numbers of the pairs [batch_size] of a step, counted from 0."""
         first = step * self.batch_size
         last = first + self.batch_size
         low, high = first // self.count, (last - 1) // self.count
@@ -57,57 +67,70 @@ class ShuffledBatches:
         return np.random.default_rng((self.seed, epoch)).permutation(self.count)
 
 
-class Ahead(Generic[B]):
+def validation_index(pairs: EmbeddingPairs, batch_size: int, number: int) -> Index:
+    """The numbers of the pairs of a validation batch. Batches follow each other and start again at the end."""
+    rows = min(batch_size, len(pairs))
+    return (np.arange(rows) + number * rows) % len(pairs)
+
+
+def piece_edges(rows: int, count: int) -> Iterator[tuple[int, int]]:
+    """First and last (exclusive) row of at most `count` pieces, none of them empty, whose sizes differ by at most
+    one."""
+    count = min(count, rows)
+    return itertools.pairwise([rows * k // count for k in range(count + 1)] if rows else [])
+
+
+class Prefetcher(Generic[B]):
     """Makes the batch of the next step in a background thread while the current one is being used.
 
-    Compiled operations release the interpreter lock, so the plan is solved beside the network's work. On a GPU the work
-    goes to a stream of its own, which the training stream waits for.
+    Compiled operations release the interpreter lock, so the coupling is solved beside the network's work. On a GPU the
+    work goes to a stream of its own, which the training stream waits for.
     """
 
     def __init__(self, make: Callable[[int], B], first: int, last: int, device: torch.device, *, enabled: bool) -> None:
-        self.make, self.last, self.device = make, last, device
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.last = last
+        self.make = make if device.type != "cuda" else _on_own_stream(make, device)
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="geoflow-batches") if enabled else None
-        self.waiting: Future[B] | None = self.pool.submit(self._run, first) if self.pool and first < last else None
-
-    def _run(self, step: int) -> B:
-        if self.stream is None:
-            return self.make(step)
-        with torch.cuda.stream(self.stream):
-            batch = self.make(step)
-            self.stream.synchronize()
-        return batch
+        self.waiting: Future[B] | None = self.pool.submit(self.make, first) if self.pool and first < last else None
 
     def get(self, step: int) -> B:
-        """The batch of `step`, which must follow the one of the last call."""
+        """The batch of `step`, which must follow the step of the previous call."""
         if self.pool is None or self.waiting is None:
-            return self._run(step)
+            return self.make(step)
         batch = self.waiting.result()
-        self.waiting = self.pool.submit(self._run, step + 1) if step + 1 < self.last else None
+        self.waiting = self.pool.submit(self.make, step + 1) if step + 1 < self.last else None
         return batch
 
     def close(self) -> None:
-        """Stops the thread after the batch it is at."""
+        """Ends the thread once it has made the batch it is working on."""
         if self.pool is not None:
             self.pool.shutdown(wait=True, cancel_futures=True)
 
 
-Noise = Tensor | StructuredNoise
+def _on_own_stream(make: Callable[[int], B], device: torch.device) -> Callable[[int], B]:
+    """Makes batches on a GPU stream of their own, and returns each when it is complete."""
+    stream = torch.cuda.Stream(device)
 
+    def make_and_wait(step: int) -> B:
+        with torch.cuda.stream(stream):
+            batch = make(step)
+            stream.synchronize()
+        return batch
 
-PANEL_RULES = ("paper", "sample")
-"""Couplings whose plan the ranks can solve together, each its rows of it; every rank solves the whole of the others."""
+    return make_and_wait
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Network input and target for rows sorted as in `curriculum`, and how long the coupling took to solve."""
+    """Input and target of the network, rows sorted by direction: points [B, d] and velocities [B, d] of both streams,
+    times [B], direction codes int8 [B] and how many rows each direction has."""
 
     image: Tensor
     text: Tensor
     v_image: Tensor
     v_text: Tensor
     t: Tensor
+    codes: Tensor
     counts: Counts
     coupling_seconds: float = 0.0
 
@@ -115,215 +138,155 @@ class Batch:
         return len(self.t)
 
     def pieces(self, count: int) -> Iterator[Batch]:
-        """The batch in `count` pieces of nearly equal size, or in single rows if there are fewer."""
-        rows = len(self)
-        count = min(count, rows)
-        edges = [rows * k // count for k in range(count + 1)] if rows else []
-        for low, high in itertools.pairwise(edges):
-            names = ("image", "text", "v_image", "v_text", "t")
+        """Yields the batch in `count` pieces of nearly equal size, or in single rows if it has fewer."""
+        if count == 1 and len(self):
+            yield self
+            return
+        names = ("image", "text", "v_image", "v_text", "t", "codes")
+        for low, high in piece_edges(len(self), count):
+            i2t, joint, t2i = np.diff(np.clip(np.cumsum((0, *self.counts)), low, high)).tolist()
             parts = {name: getattr(self, name)[low:high] for name in names}
-            yield Batch(**parts, counts=_counts_between(self.counts, low, high))
+            yield Batch(**parts, counts=(i2t, joint, t2i))
 
 
-def _counts_between(counts: Counts, low: int, high: int) -> Counts:
-    """Counts of rows [low, high) of a sorted batch."""
-    edges = np.clip(np.cumsum((0, *counts)), low, high)
-    i2t, joint, t2i = np.diff(edges).tolist()
-    return i2t, joint, t2i
+def coupling_groups(counts: Counts, config: TrainConfig) -> list[tuple[slice, Direction, str]]:
+    """(rows, direction, rule) of the groups of rows within which noise is coupled with data, in a sorted batch.
+
+    The paper solves one plan over the whole batch; otherwise each direction has its own rule and its own plan.
+    """
+    if config.coupling == config.conditional_coupling == "paper":
+        return [(slice(0, sum(counts)), Direction.JOINT, "paper")]
+    groups, low = [], 0
+    for direction, count in zip(ROW_ORDER, counts):
+        rule = config.coupling if direction is Direction.JOINT else config.conditional_coupling
+        if count:
+            groups.append((slice(low, low + count), direction, rule))
+        low += count
+    return groups
 
 
 class BatchMaker:
-    """Turns pairs into training batches; a pure function of the step.
+    """Turns pairs into batches of the flow. A batch depends on its number alone.
 
-    Each rank of a `world` makes its share of the rows of a batch, `own`, of the same batch that one process would make.
+    A single process makes all rows of a batch; `ranks.RankBatchMaker` makes those of one rank. `own` are the numbers of
+    the rows made here, `lanes` tells for each lane which of them are in it, and `validation_rows` selects the rows of
+    validation batches.
     """
 
-    def __init__(self, flow: GeoFlow, pairs: EmbeddingPairs, config: TrainConfig, world: World = ALONE) -> None:
-        lanes = lane_count(config.batch_size)
-        if lanes < world.size:
-            least = LANE_ROWS * world.size
-            raise ValueError(f"batch_size={config.batch_size} is too small for {world.size} ranks: at least {least}")
-        if config.noise == "structured" and flow.config.geometry == "euclidean":
+    def __init__(self, flow: GeoFlow, pairs: EmbeddingPairs, config: TrainConfig) -> None:
+        self.manifold = manifold_of(flow)
+        if config.noise == "structured" and self.manifold is not SPHERE:
             raise ValueError('noise="structured" lies on the sphere; the Euclidean twin needs noise="iid"')
         self.flow, self.pairs, self.config = flow, pairs, config
         self.device = next(flow.parameters()).device
+        self.widths = flow.config.flow_dims
+        self.curriculum = config.curriculum
         self.order = ShuffledBatches(len(pairs), config.batch_size, config.seed)
-        self.world = world
-        lane = np.arange(config.batch_size) % lanes
-        # Row numbers of each rank, ascending.
-        self.owners = [np.flatnonzero((lane >= share.start) & (lane < share.stop)) for share in world.shares(lanes)]
-        self.own = self.owners[world.rank]
-        # Of each lane of this rank: which of its rows are in it.
-        self.lanes = {k: torch.from_numpy(np.flatnonzero(self.own % lanes == k)) for k in world.own(lanes)}
+        self.lane_count = max(1, config.batch_size // LANE_ROWS)
+        self.validation_rows = slice(None)
+        self.take_rows(np.arange(config.batch_size))
+
+    def take_rows(self, own: Index) -> None:
+        """Makes only the rows `own`, ascending, of training batches from now on."""
+        lane = own % self.lane_count
+        self.own = own
+        self.lanes = {k: torch.from_numpy(np.flatnonzero(lane == k)) for k in np.unique(lane).tolist()}
 
     def training(self, step: int) -> Batch:
-        """The batch of a training step: shuffled pairs, the plan of the curriculum, coupled noise."""
-        generator = generator_for(self.config.seed, "batch", step)
-        plan = self.config.curriculum.draw(step, self.config.batch_size, generator)
-        image1, text1 = self._load(self.pairs, self.order[step][self.own])
-        image0, text0 = self._lane_noise(step) if self.config.noise == "iid" else (image1.clone(), text1.clone())
+        """The batch of a training step: shuffled pairs, coupled noise, and the directions and times of the
+        curriculum."""
+        config = self.config
+        generator = generator_for(config.seed, "batch", step)
+        p_joint = self.curriculum.joint_probability(step)
+        plan = draw_batch_plan(config.batch_size, p_joint, config.p_drop, generator)
+        data = self._load(self.pairs, self.order[step][self.own])
+        noise = self._lane_noise(step) if config.noise == "iid" else (data[0].clone(), data[1].clone())
         seconds = 0.0
-        for rows, direction, rule in coupling_groups(plan.counts, self.config):
-            group = Group(rows, self.owners, self.world)
-            mine = group.local
-            noise: tuple[Noise, Noise] = image0[mine], text0[mine]
-            if self.config.noise == "structured":
-                noise = self._structured_noise(group, generator)
-                image0[mine], text0[mine] = dense(noise[0]), dense(noise[1])
-            if rule != "independent":
-                start = time.perf_counter()
-                data = image1[mine], text1[mine]
-                image1[mine], text1[mine] = self._coupled(noise, data, group, direction, rule, generator)
-                seconds += time.perf_counter() - start
-        batch = self._interpolate((image0, text0), (image1, text1), plan.select(self.own))
-        return dataclasses.replace(batch, coupling_seconds=seconds)
+        for rows, direction, rule in coupling_groups(plan.counts, config):
+            seconds += self.couple_group(noise, data, rows, direction, rule, generator)
+        if len(self.own) < config.batch_size:
+            plan = plan.select(self.own)
+        return self._interpolate(noise, data, plan, seconds)
 
-    def _coupled(
+    def couple_group(
+        self, noise: Streams, data: Streams, rows: slice, direction: Direction, rule: str, generator: torch.Generator
+    ) -> float:
+        """Reorders the data of a group of rows, in place, so that each row stands beside the noise it is coupled with;
+        structured noise is drawn here first. Returns how many seconds the coupling took."""
+        drawn: tuple[Noise, Noise] = noise[0][rows], noise[1][rows]
+        if self.config.noise == "structured":
+            drawn = self.structured_noise(rows.stop - rows.start, generator)
+            noise[0][rows], noise[1][rows] = dense(drawn[0]), dense(drawn[1])
+        if rule == "independent":
+            return 0.0
+        start = time.perf_counter()
+        own = data[0][rows], data[1][rows]
+        target = self.couple(drawn, own, direction, rule, generator)
+        data[0][rows], data[1][rows] = own[0][target], own[1][target]
+        return time.perf_counter() - start
+
+    def couple(
         self,
         noise: tuple[Noise, Noise],
-        data: tuple[Tensor, Tensor],
-        group: Group,
-        direction: str,
-        rule: str,
-        generator: torch.Generator,
-    ) -> tuple[Tensor, Tensor]:
-        """The data pairs that go with this rank's noise."""
-        if self.world.size == 1 or self.config.ot_scope == "local":
-            if not len(data[0]):
-                return data
-            if self.world.size > 1:  # plans of their own, draws of their own
-                generator = torch.Generator().manual_seed(generator.initial_seed() + 1 + self.world.rank)
-            target = self._couple(noise, data, direction, rule, generator)
-            return data[0][target], data[1][target]
-        image, text = (group.gather(x) for x in data)
-        if rule in PANEL_RULES and self.device.type == "cpu" and native.missing() is None:
-            target = self._couple_panel(noise, (image, text), group, rule, generator)
-        else:
-            whole = tuple(group.gather(dense(x)) for x in noise)
-            target = self._couple(whole, (image, text), direction, rule, generator)[group.numbers]  # type: ignore[arg-type]
-        return image[target], text[target]
-
-    def _couple_panel(
-        self,
-        noise: tuple[Noise, Noise],
-        data: tuple[Tensor, Tensor],
-        group: Group,
+        data: Streams,
+        direction: Direction,
         rule: str,
         generator: torch.Generator,
     ) -> Tensor:
-        """`_couple` of this rank's noise with the data of all ranks."""
-        uniform = None
-        if rule == "sample":
-            uniform = torch.rand(len(data[0]), generator=generator, dtype=torch.float64)[group.numbers]
-        own = self._on_sphere(noise)
-        return ops.ot_assign_panel(*own, *data, self.world, eps=self.config.sinkhorn_eps, uniform=uniform)
+        """The data row that belongs to each noise row: int64 [B].
 
-    def _on_sphere(self, noise: tuple[Noise, Noise]) -> tuple[Tensor, Tensor]:
-        """What the plan sees of the noise. Euclidean data have unit norm, so what tells targets apart is the direction
-        of the Gaussian noise."""
-        image, text = dense(noise[0]), dense(noise[1])
-        if self.flow.config.geometry != "euclidean":
-            return image, text
-        return functional.normalize(image), functional.normalize(text)
-
-    def _couple(
-        self,
-        noise: tuple[Noise, Noise],
-        data: tuple[Tensor, Tensor],
-        direction: str,
-        rule: str,
-        generator: torch.Generator,
-    ) -> Tensor:
-        """Data row for each noise row: int64 [B]."""
-        if self.flow.config.geometry == "euclidean":
-            noise = self._on_sphere(noise)
-        return ops.couple(
-            *noise, *data, coupling=rule, direction=direction, eps=self.config.sinkhorn_eps, generator=generator
-        )
+        The data of the Euclidean twin have unit norm too, so what tells targets apart is the direction of the noise.
+        """
+        image, text = (self.manifold.unit_rows(x) if isinstance(x, Tensor) else x for x in noise)
+        eps = self.config.sinkhorn_eps
+        return ops.couple(image, text, *data, coupling=rule, direction=direction, eps=eps, generator=generator)
 
     def validation(self, pairs: EmbeddingPairs, number: int) -> Batch:
-        """Validation batch `number`: the same pairs, independent noise, times and directions every time. A rank has
-        every so manieth row, or none of a small batch."""
-        index = validation_rows(pairs, self.config.batch_size, number)
+        """Validation batch `number`: the same pairs, independent noise, times and directions every time."""
+        index = validation_index(pairs, self.config.batch_size, number)
         rows = len(index)
         generator = generator_for(self.config.seed, "validation", number)
         plan = draw_batch_plan(rows, self.config.p_joint, 0.0, generator)
-        # Directions are sorted, so the rows must not be.
+        # Directions are sorted, so the pairs must be shuffled.
         index = index[torch.randperm(rows, generator=generator).numpy()]
-        image0, text0 = (dense(x) for x in self._noise(rows, generator))
-        own = np.arange(self.world.rank, rows, self.world.size)
-        return self._interpolate((image0[own], text0[own]), self._load(pairs, index[own]), plan.select(own))
+        if self.config.noise == "structured":
+            image0, text0 = map(dense, self.structured_noise(rows, generator))
+        else:
+            normal = (torch.randn(rows, d, generator=generator) for d in self.widths)
+            image0, text0 = (self.manifold.from_normal(x).to(self.device, non_blocking=True) for x in normal)
+        mine = np.arange(rows)[self.validation_rows]
+        return self._interpolate((image0[mine], text0[mine]), self._load(pairs, index[mine]), plan.select(mine))
 
-    def _load(self, pairs: EmbeddingPairs, index: np.ndarray) -> tuple[Tensor, Tensor]:
-        image, text = (x.to(self.device, non_blocking=True) for x in pairs[index])
-        return self.flow.to_flow(image, text)  # type: ignore[return-value]
+    def _load(self, pairs: EmbeddingPairs, index: Index) -> Streams:
+        image, text = pairs[index]
+        return self.flow.to_flow(  # type: ignore[return-value]
+            image.to(self.device, non_blocking=True), text.to(self.device, non_blocking=True)
+        )
 
-    def _lane_noise(self, step: int) -> tuple[Tensor, Tensor]:
-        """Base samples of this rank's rows, drawn on the CPU so that they do not depend on the device."""
-        count = lane_count(self.config.batch_size)
-        seeds = np.random.SeedSequence((self.config.seed, *b"noise", step)).generate_state(count, np.uint64) >> 1
+    def _lane_noise(self, step: int) -> Streams:
+        """Points of the base distribution for the rows made here, drawn on the CPU, so that they do not depend on the
+        device."""
+        entropy = (self.config.seed, *b"noise", step)
+        seeds = np.random.SeedSequence(entropy).generate_state(self.lane_count, np.uint64) >> 1
         generator = torch.Generator()
-        streams = tuple(torch.empty(len(self.own), d) for d in self.flow.config.flow_dims)
+        streams = [torch.empty(len(self.own), d) for d in self.widths]
         for lane, rows in self.lanes.items():
             generator.manual_seed(int(seeds[lane]))
             for stream in streams:
                 stream[rows] = torch.randn(len(rows), stream.shape[1], generator=generator)
-        if self.flow.config.geometry == "sphere":
-            streams = tuple(x / torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in streams)
-        image, text = (x.to(self.device, non_blocking=True) for x in streams)
+        image, text = (self.manifold.from_normal(x).to(self.device, non_blocking=True) for x in streams)
         return image, text
 
-    def _structured_noise(self, group: Group, generator: torch.Generator) -> tuple[Noise, Noise]:
-        """Hadamard blocks of a group of rows; of several ranks each keeps its own rows of them."""
-        noise = self._noise(group.count, generator)
-        if self.world.size == 1:
-            return noise
-        return dense(noise[0])[group.numbers], dense(noise[1])[group.numbers]
-
-    def _noise(self, rows: int, generator: torch.Generator) -> tuple[Noise, Noise]:
-        """Base samples of both streams, drawn on the CPU so that they do not depend on the device."""
-        image, text = (self._noise_of_width(rows, d, generator) for d in self.flow.config.flow_dims)
+    def structured_noise(self, rows: int, generator: torch.Generator) -> tuple[StructuredNoise, StructuredNoise]:
+        """Hadamard blocks of noise for `rows` rows of both streams, drawn on the CPU."""
+        image, text = (StructuredNoise.draw(rows, d, generator=generator) for d in self.widths)
+        image, text = (dataclasses.replace(x, signs=x.signs.to(self.device, non_blocking=True)) for x in (image, text))
         return image, text
 
-    def _noise_of_width(self, rows: int, d: int, generator: torch.Generator) -> Noise:
-        if self.flow.config.geometry == "euclidean":
-            return torch.randn(rows, d, generator=generator).to(self.device, non_blocking=True)
-        if self.config.noise == "structured":
-            drawn = StructuredNoise.draw(rows, d, generator=generator)
-            return dataclasses.replace(drawn, signs=drawn.signs.to(self.device, non_blocking=True))
-        return sample_uniform(rows, d, generator=generator).to(self.device, non_blocking=True)
-
-    def _interpolate(self, noise: tuple[Tensor, Tensor], data: tuple[Tensor, Tensor], plan: BatchPlan) -> Batch:
-        t, direction, drop = (x.to(self.device) for x in (plan.t, plan.direction, plan.drop))
-        make = masked_line if self.flow.config.geometry == "euclidean" else ops.masked_interpolant
-        return Batch(*make(*noise, *data, t, direction, drop=drop), t, plan.counts)
-
-
-def masked_line(
-    image0: Tensor, text0: Tensor, image1: Tensor, text1: Tensor, t: Tensor, direction: Tensor, *, drop: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The Euclidean twin of `ops.masked_interpolant`: straight lines instead of geodesics."""
-    points, velocities = [], []
-    for noise, data, given_name in ((image0, image1, "i2t"), (text0, text1, "t2i")):
-        given = (direction == DIRECTIONS.index(given_name)).unsqueeze(-1)
-        shown = torch.where(drop.unsqueeze(-1), noise, data)
-        points.append(torch.where(given, shown, torch.lerp(noise, data, t.unsqueeze(-1))))
-        velocities.append(torch.where(given, 0.0, data - noise))
-    return points[0], points[1], velocities[0], velocities[1]
-
-
-def coupling_groups(counts: Counts, config: TrainConfig) -> list[tuple[slice, str, str]]:
-    """(rows, direction, rule) of the groups of a sorted batch within which noise is coupled to data.
-
-    The paper solves one plan over the whole batch; otherwise each direction has its own rule and plan.
-    """
-    n_i2t, n_joint, n_t2i = counts
-    edges = (0, n_i2t, n_i2t + n_joint, n_i2t + n_joint + n_t2i)
-    if config.coupling == config.conditional_coupling == "paper":
-        return [(slice(0, edges[-1]), "joint", "paper")]
-    conditional = config.conditional_coupling
-    rules = (("i2t", conditional), ("joint", config.coupling), ("t2i", conditional))
-    return [(slice(low, high), *rule) for low, high, rule in zip(edges[:-1], edges[1:], rules) if high > low]
+    def _interpolate(self, noise: Streams, data: Streams, plan: BatchPlan, seconds: float = 0.0) -> Batch:
+        t, codes, drop = (x.to(self.device) for x in (plan.t, plan.direction, plan.drop))
+        points = self.manifold.interpolant(noise, data, t, codes, drop)
+        return Batch(*points, t, codes, plan.counts, seconds)
 
 
 def dense(noise: Noise) -> Tensor:

@@ -1,4 +1,4 @@
-"""Metrics and progress of a training run."""
+"""What a training run tells about itself: a file of metrics, TensorBoard events and a live line on the terminal."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ METRICS_FILE, TENSORBOARD_FOLDER = "metrics.jsonl", "tensorboard"
 
 
 class Metrics:
-    """Writes what happens to JSONL and, if asked, TensorBoard; nothing without a folder."""
+    """Writes metrics to a JSONL file and, if asked, to TensorBoard; without a folder it writes nothing."""
 
     def __init__(self, folder: Path | None, step: int, *, tensorboard: bool) -> None:
         self.path = None if folder is None else folder / METRICS_FILE
         self.board = None
         if self.path is not None:
-            # Lines after the checkpoint will be written again.
+            # The steps after the checkpoint are taken again, and their lines written again.
             # guard: repeated steps are logged once
             truncate_jsonl(self.path, lambda line: line["step"] <= step)
         if tensorboard:
@@ -34,41 +34,40 @@ class Metrics:
             self.board = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=step + 1)
 
     def write(self, step: int, values: dict[str, float]) -> None:
-        """One line of metrics."""
+        """Writes one line of metrics."""
         if self.path is not None:
-            with self._named(), open(self.path, "a", encoding="utf-8") as file:
+            with self._name_file(), open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
         if self.board is not None:
             for name, value in values.items():
                 self.board.add_scalar(name, value, step)
 
     def sync(self) -> None:
-        """Brings the lines to disk: after a power cut the checkpoint must not know of steps that they do not."""
+        """Brings the lines to disk. After a power cut the file must hold all the steps that the checkpoint counts."""
         if self.path is not None and self.path.is_file():
-            with self._named(), open(self.path, "rb") as file:
+            with self._name_file(), open(self.path, "rb") as file:
                 os.fsync(file.fileno())
 
     @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        """Adds the name of the file to what is wrong with the disk."""
+    def _name_file(self) -> Iterator[None]:
+        """Adds the name of the file to an error of the disk."""
         try:
             yield
         except OSError as error:
             raise OSError(error.errno, f"could not write {self.path} ({error.strerror})") from error
 
     def close(self) -> None:
-        """Flushes TensorBoard."""
+        """Flushes and closes TensorBoard's file."""
         if self.board is not None:
             self.board.close()
 
 
-class Progress:
-    """Live line on the terminal: step, losses, rate, time left, and the coupling's time as a share of the step's."""
+class ProgressLine:
+    """A live line on the terminal: step, losses, rate, time left, and the coupling's share of the time of a step."""
 
-    def __init__(self, total: int, start: int, *, shown: bool) -> None:
+    def __init__(self, total: int, start: int) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as RichProgress
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
         columns = (
             TextColumn("training"),
@@ -77,7 +76,7 @@ class Progress:
             TextColumn("{task.fields[text]}"),
             TimeRemainingColumn(),
         )
-        self.bar = RichProgress(*columns, console=Console(stderr=True), disable=not shown)
+        self.bar = Progress(*columns, console=Console(stderr=True))
         self.task = self.bar.add_task("training", total=total, completed=start, text="")
         self.bar.start()
 
@@ -96,8 +95,8 @@ class Progress:
         self.bar.stop()
 
 
-class Pace:
-    """Steps per second since it was last asked."""
+class StepRate:
+    """Steps per second since the previous call."""
 
     def __init__(self, step: int) -> None:
         self.step, self.time = step, time.perf_counter()

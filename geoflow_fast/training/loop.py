@@ -1,7 +1,7 @@
-"""The loop that every network here is trained by: what is trained is an `Objective`, how is a `RunConfig`.
+"""The loop that trains every network: an `Objective` says what is trained, a `RunConfig` how.
 
-Everything random is a function of (seed, purpose, step), so a run that is killed and started again draws what it would
-have drawn; the checkpoint holds the rest: weights, their average, the optimiser and the early-stopping state.
+Everything random depends on (seed, purpose, step), so a run that is killed and started again draws what it would have
+drawn anyway. The checkpoint holds the rest: weights, their average, the optimiser and the state of early stopping.
 """
 
 from __future__ import annotations
@@ -18,25 +18,23 @@ from typing import Any, Generic
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from geoflow_fast.flow.model import CONFIG_FILE, WEIGHTS_FILE
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.files import contents_of, locked
 from geoflow_fast.runtime.interrupt import StopOnInterrupt
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
-from geoflow_fast.training.batches import Ahead
+from geoflow_fast.training.batches import Prefetcher, generator_for
 from geoflow_fast.training.config import RunConfig
-from geoflow_fast.training.logging import METRICS_FILE, Metrics, Pace, Progress
-from geoflow_fast.training.objective import B, Objective, generator_for
+from geoflow_fast.training.logging import METRICS_FILE, Metrics, ProgressLine, StepRate
+from geoflow_fast.training.objective import B, Objective
+from geoflow_fast.training.ranks import sum_gradients
 
 MOMENTUM = 0.9
-
-
 CHECKPOINT_FILE = "last.safetensors"
-
-
-# What may differ between a run and its continuation without changing the weights.
-_COSMETIC = {"checkpoint_every", "log_every", "tensorboard", "prefetch"}
+CHANGEABLE = {"checkpoint_every", "log_every", "tensorboard", "prefetch"}
+"""Settings that may differ when a run is continued, because they do not change the weights."""
 
 
 class TrainingDiverged(ValueError):
@@ -47,9 +45,9 @@ class TrainingDiverged(ValueError):
 class TrainReport:
     """Outcome of a training run.
 
-    `steps`: steps done so far. `finished`: whether the run reached its last step or stopped early, rather than being
-    interrupted; `stopped_early`: whether it was the latter. `best_step`, `best_val_loss`: step and validation loss of
-    the weights that are kept. `seconds`: duration of this call. `out`: folder of the run, or None.
+    `steps`: number of steps taken so far. `finished`: whether the run reached its last step or stopped early, rather
+    than being interrupted. `stopped_early`: whether it stopped early. `best_step`, `best_val_loss`: step and validation
+    loss of the weights that are kept. `seconds`: duration of this call. `out`: folder of the run, or None.
     """
 
     steps: int
@@ -70,7 +68,7 @@ def make_optimizer(module: nn.Module, config: RunConfig) -> torch.optim.Optimize
 
 
 class Run(Generic[B]):
-    """State of a run; `complete` takes it to its end."""
+    """The state of a run; `complete` takes it to its end."""
 
     def __init__(self, objective: Objective[B]) -> None:
         self.objective = objective
@@ -79,39 +77,40 @@ class Run(Generic[B]):
         self.world = objective.world
         self.device = next(self.module.parameters()).device
         self.optimizer = make_optimizer(self.module, config)
-        self.ema = None if config.ema_decay is None else [p.detach().clone() for p in self.module.parameters()]
+        self.averaged: AveragedModel | None = None
+        if config.ema_decay is not None:
+            self.averaged = AveragedModel(self.module, multi_avg_fn=get_ema_multi_avg_fn(config.ema_decay))
+        # CPUs without matrix units for bfloat16 are slower with it.
+        automatic = self.device.type == "cuda" and torch.cuda.is_bf16_supported()
+        self.bfloat16 = automatic if config.precision == "auto" else config.precision == "bfloat16"
         self.losses = torch.compile(objective.losses, dynamic=True) if config.compile else objective.losses
+        self.dropout_purpose = "dropout" if self.world.is_main else f"dropout of rank {self.world.rank}"
         self.fingerprints = {"data": objective.pairs.fingerprint(), "val": objective.val.fingerprint()}
         self.step = 0
         self.best_loss, self.best_step = math.inf, -1
-        self.reference_loss, self.stale = math.inf, 0  # early stopping counts from the last real improvement
-        self.finished = self.stopped_early = False
         self.best: dict[str, Tensor] = {}
         self.exported_step = -1
-
-    @property
-    def bfloat16(self) -> bool:
-        """Whether the network runs under bfloat16 autocast. CPUs without matrix units for it lose by it."""
-        if self.config.precision == "auto":
-            return self.device.type == "cuda" and torch.cuda.is_bf16_supported()
-        return self.config.precision == "bfloat16"
+        # Early stopping: the loss of the last real improvement, and how many validations ago that was.
+        self.improved_loss, self.stale = math.inf, 0
+        self.finished = self.stopped_early = False
 
     def optimise(self, batch: B) -> tuple[Tensor, float]:
-        """One step of the optimiser: (losses [B] of this rank's rows, gradient norm before clipping)."""
+        """Takes one step of the optimiser and returns (losses [B] of this rank's rows, gradient norm before
+        clipping)."""
         self.module.train()
-        purpose = "dropout" if self.world.is_main else f"dropout of rank {self.world.rank}"
-        torch.manual_seed(generator_for(self.config.seed, purpose, self.step).initial_seed())
+        torch.manual_seed(generator_for(self.config.seed, self.dropout_purpose, self.step).initial_seed())
         rows = len(batch) if self.world.size == 1 else self.config.batch_size
         self.optimizer.zero_grad()
-        losses = []
+        piece_losses = []
         for piece in batch.pieces(self.config.accumulate):
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
-                piece_losses = self.losses(piece)
-            (piece_losses.sum() / rows).backward()
-            losses.append(piece_losses.detach())
-        row_loss = torch.cat(losses)
-        total = row_loss.sum()
-        self._sum_gradients(total)
+                losses = self.losses(piece)
+            (losses.sum() / rows).backward()
+            piece_losses.append(losses.detach())
+        losses = torch.cat(piece_losses)
+        total = losses.sum()
+        if self.world.size > 1:
+            sum_gradients(self.module, total, self.world)
         norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.config.clip))
         # guard: a loss that is not finite stops a run
         if not (math.isfinite(norm) and math.isfinite(float(total))):
@@ -119,33 +118,20 @@ class Run(Generic[B]):
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate(self.step)
         self.optimizer.step()
-        if self.ema is not None:
-            with torch.no_grad():
-                for average, parameter in zip(self.ema, self.module.parameters()):
-                    average.lerp_(parameter, 1 - self.config.ema_decay)  # type: ignore[operator]
+        if self.averaged is not None:
+            self.averaged.update_parameters(self.module)
         self.step += 1
-        return row_loss, norm
-
-    def _sum_gradients(self, total: Tensor) -> None:
-        """Adds up the gradients of all ranks, and the 0-d `total`, in place: one call for all of them."""
-        if self.world.size == 1:
-            return
-        trained = [p for p in self.module.parameters() if p.requires_grad]
-        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
-        flat = self.world.all_reduce(torch.cat([*(part.reshape(-1) for part in parts), total.view(1).to(parts[0])]))
-        *sums, last = flat.split([*(part.numel() for part in parts), 1])
-        for parameter, reduced in zip(trained, sums):
-            parameter.grad = reduced.view_as(parameter)
-        total.copy_(last.squeeze(0))
+        return losses, norm
 
     def validate(self) -> dict[str, float]:
-        """Validation losses of the weights to keep (their average if there is one); updates best and early stopping."""
-        with self._averaged(), torch.no_grad():
+        """The validation loss of the weights to keep (their average if there is one). Updates the best weights and the
+        state of early stopping."""
+        with self._averaged_weights(), torch.no_grad():
             self.module.eval()
             losses = [
                 self.objective.losses(piece)
                 for number in range(self.config.val_batches)
-                for piece in self.objective.validation(number).pieces(self.config.accumulate)
+                for piece in self.objective.validation_batch(number).pieces(self.config.accumulate)
             ]
             sums = torch.tensor([sum(float(x.double().sum()) for x in losses), sum(map(len, losses))]).double()
             loss = float(torch.div(*self.world.all_reduce(sums)))
@@ -154,33 +140,33 @@ class Run(Generic[B]):
             if loss < self.best_loss:
                 self.best_loss, self.best_step = loss, self.step
                 self.best = {name: x.clone() for name, x in self.module.state_dict().items()}
-        if self._improves(loss):
-            self.reference_loss, self.stale = loss, 0
+        if self.improves(loss):
+            self.improved_loss, self.stale = loss, 0
         else:
             self.stale += 1
         self.stopped_early = self.stale >= self.config.patience
         return {"val_loss": loss}
 
-    def _improves(self, loss: float) -> bool:
-        """Whether early stopping counts `loss` as an improvement; the first one is."""
-        if math.isinf(self.reference_loss):
+    def improves(self, loss: float) -> bool:
+        """True if early stopping counts `loss` as an improvement, which it does for the first loss of all."""
+        if math.isinf(self.improved_loss):
             return True
-        least = max(self.config.min_improvement, self.config.min_relative_improvement * abs(self.reference_loss))
-        return self.reference_loss - loss > least
+        least = max(self.config.min_improvement, self.config.min_relative_improvement * abs(self.improved_loss))
+        return self.improved_loss - loss > least
 
     @contextlib.contextmanager
-    def _averaged(self) -> Iterator[None]:
-        """Puts the averaged weights into the network for a while."""
-        if self.ema is None:
+    def _averaged_weights(self) -> Iterator[None]:
+        """Puts the averaged weights, if there are any, into the network for a while."""
+        if self.averaged is None:
             yield
             return
-        own = [p.detach().clone() for p in self.module.parameters()]
-        with torch.no_grad():
-            torch._foreach_copy_(list(self.module.parameters()), self.ema)
-            try:
-                yield
-            finally:
-                torch._foreach_copy_(list(self.module.parameters()), own)
+        parameters = [p.detach() for p in self.module.parameters()]
+        own = [p.clone() for p in parameters]
+        torch._foreach_copy_(parameters, [p.detach() for p in self.averaged.module.parameters()])
+        try:
+            yield
+        finally:
+            torch._foreach_copy_(parameters, own)
 
     def save(self, folder: Path) -> None:
         """Writes the state of the run, and exports the best weights if they are new."""
@@ -191,7 +177,7 @@ class Run(Generic[B]):
             "step": self.step,
             "best_loss": self.best_loss,
             "best_step": self.best_step,
-            "reference_loss": self.reference_loss,
+            "reference_loss": self.improved_loss,
             "stale": self.stale,
             "finished": self.finished,
             "stopped_early": self.stopped_early,
@@ -201,15 +187,14 @@ class Run(Generic[B]):
         }
         tensors = {f"model.{name}": x for name, x in self.module.state_dict().items()}
         tensors |= {f"best.{name}": x for name, x in self.best.items()}
-        names = [name for name, _ in self.module.named_parameters()]
         for name, parameter in self.module.named_parameters():
             tensors |= {f"optimizer.{key}.{name}": x for key, x in self.optimizer.state[parameter].items()}
-        if self.ema is not None:
-            tensors |= {f"ema.{name}": x for name, x in zip(names, self.ema)}
+        if self.averaged is not None:
+            tensors |= {f"ema.{name}": x.detach() for name, x in self.averaged.module.named_parameters()}
         save_tensors(folder / CHECKPOINT_FILE, tensors, kind="training state", info=info)
 
     def load(self, folder: Path) -> None:
-        """Takes up the state that `save` wrote, after checking that it is of the same run."""
+        """Takes up the state that `save` wrote, after checking that it belongs to the same run."""
         path = folder / CHECKPOINT_FILE
         tensors, info = load_tensors(path, kind="training state", device=self.device)
         with contents_of(path):
@@ -227,15 +212,18 @@ class Run(Generic[B]):
         for name, x in parts["optimizer"].items():
             key, _, rest = name.partition(".")
             self.optimizer.state[parameters[rest]][key] = x
-        if self.ema is not None:
-            self.ema = [parts["ema"][name] for name, _ in self.module.named_parameters()]
-        for key in ("step", "best_loss", "best_step", "reference_loss", "stale", "finished", "stopped_early"):
+        if self.averaged is not None:
+            for name, parameter in self.averaged.module.named_parameters():
+                parameter.detach().copy_(parts["ema"][name])
+            self.averaged.n_averaged.fill_(1)  # with 0, the next update would overwrite the average
+        for key in ("step", "best_loss", "best_step", "stale", "finished", "stopped_early"):
             setattr(self, key, info[key])
+        self.improved_loss = info["reference_loss"]
 
     def _check_same_run(self, path: Path, info: dict[str, Any]) -> None:
         own = {"model": self.objective.facts, "config": dataclasses.asdict(self.config)}
         for part, mine in own.items():
-            differing = [key for key in mine if key not in _COSMETIC and info[part].get(key) != mine[key]]
+            differing = [key for key in mine if key not in CHANGEABLE and info[part].get(key) != mine[key]]
             # guard: a run is continued only with its own settings
             if differing:
                 changes = ", ".join(f"{key} {info[part].get(key)!r} -> {mine[key]!r}" for key in differing)
@@ -252,7 +240,7 @@ class Run(Generic[B]):
 def complete(
     run: Run[B], out: str | Path | None = None, *, resume: bool = True, progress: bool | None = None
 ) -> TrainReport:
-    """Takes `run` to its end, continuing what is in the folder `out`; its module ends in eval mode with the best
+    """Takes `run` to its end, continuing what is in the folder `out`. Its module ends in eval mode with the best
     weights. The arguments are those of `train`."""
     began = time.perf_counter()
     folder = None if out is None else checks.path(out, "out")
@@ -279,7 +267,7 @@ def complete(
 
 
 def _begin(run: Run[B], folder: Path | None, *, resume: bool) -> None:
-    """Takes up the run in `folder`, or starts afresh."""
+    """Takes up the run in `folder`, or starts a new one."""
     if folder is not None and not resume and run.world.is_main:
         for name in (CHECKPOINT_FILE, WEIGHTS_FILE, CONFIG_FILE, METRICS_FILE):
             (folder / name).unlink(missing_ok=True)
@@ -288,37 +276,36 @@ def _begin(run: Run[B], folder: Path | None, *, resume: bool) -> None:
         run.load(folder)
         return
     run.objective.prepare()
-    for (
-        x
-    ) in run.module.state_dict().values():  # ranks may have begun with other weights, or rounded statistics otherwise
+    # Ranks may have been given different weights, or have rounded the statistics of the data differently.
+    for x in run.module.state_dict().values():
         run.world.broadcast(x)
-    if run.ema is not None:
-        run.ema = [p.detach().clone() for p in run.module.parameters()]
+    if run.averaged is not None:
+        run.averaged.update_parameters(run.module)  # the first update copies
 
 
 def _take_steps(run: Run[B], folder: Path | None, *, shown: bool) -> None:
-    """Steps until the run is finished, interrupted or diverged."""
-    config = run.config
-    main = run.world.is_main
-    metrics = Metrics(folder if main else None, run.step, tensorboard=config.tensorboard and main)
-    bar = Progress(config.steps, run.step, shown=shown)
-    # NCCL's calls of two threads may wait for each other on different ranks; gloo's do not.
-    alone = run.world.size == 1 or run.device.type == "cpu"
-    ahead = Ahead(run.objective.training, run.step, config.steps, run.device, enabled=config.prefetch and alone)
-    pace = Pace(run.step)
+    """Takes steps until the run is finished or interrupted, or diverges."""
+    config, world = run.config, run.world
+    metrics = Metrics(folder if world.is_main else None, run.step, tensorboard=config.tensorboard and world.is_main)
+    line = ProgressLine(config.steps, run.step) if shown else None
+    # NCCL calls of two threads may wait for each other on different ranks; gloo calls do not.
+    prefetch = config.prefetch and (world.size == 1 or run.device.type == "cpu")
+    prefetcher = Prefetcher(run.objective.training_batch, run.step, config.steps, run.device, enabled=prefetch)
+    rate = StepRate(run.step)
     saved = run.step if folder is not None and run.step else None
     try:
         with StopOnInterrupt("step") as stop:
             stopped = False
             while not run.finished and not stopped:
-                values = _one_step(run, ahead, pace)
-                stopped = run.world.any(stop.asked)
+                values = _take_step(run, prefetcher, rate)
+                stopped = stop.asked if world.size == 1 else world.any(stop.asked)
                 if values:
                     metrics.write(run.step, values)
-                    bar.update(run.step, values)
+                    if line is not None:
+                        line.update(run.step, values)
                 run.finished = run.step >= config.steps or run.stopped_early
                 if folder is not None and (run.finished or stopped or run.step % config.checkpoint_every == 0):
-                    if main:
+                    if world.is_main:
                         # guard: log lines reach the disk before the checkpoint
                         metrics.sync()
                         run.save(folder)
@@ -329,16 +316,17 @@ def _take_steps(run: Run[B], folder: Path | None, *, shown: bool) -> None:
         )
         raise TrainingDiverged(f"{error}; {kept}; try a smaller lr or a longer warm-up") from None
     finally:
-        ahead.close()
+        prefetcher.close()
         metrics.close()
-        bar.close()
+        if line is not None:
+            line.close()
 
 
-def _one_step(run: Run[B], ahead: Ahead[B], pace: Pace) -> dict[str, float]:
-    """Trains one step, validates when due; returns what is to be logged, if anything."""
+def _take_step(run: Run[B], prefetcher: Prefetcher[B], rate: StepRate) -> dict[str, float]:
+    """Trains one step and validates when it is due; returns what is to be logged, if anything."""
     config = run.config
     start = time.perf_counter()
-    batch = ahead.get(run.step)
+    batch = prefetcher.get(run.step)
     waited = time.perf_counter() - start
     losses, norm = run.optimise(batch)
     seconds = time.perf_counter() - start
@@ -346,10 +334,10 @@ def _one_step(run: Run[B], ahead: Ahead[B], pace: Pace) -> dict[str, float]:
     last = run.step == config.steps
     if run.step % config.log_every == 0 or last:
         values = {
-            "loss": run.world.mean(losses),
+            "loss": float(losses.mean()) if run.world.size == 1 else run.world.mean(losses),
             "gradient_norm": norm,
-            "lr": config.learning_rate(run.step - 1),
-            "steps_per_second": pace(run.step),
+            "lr": run.optimizer.param_groups[0]["lr"],
+            "steps_per_second": rate(run.step),
             "batch_wait_share": waited / seconds,
             **run.objective.metrics(batch, losses, run.step - 1, seconds),
         }

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
 from geoflow_fast.data.pairs import EmbeddingPairs
@@ -16,31 +14,25 @@ from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.training.config import RunConfig
 
 
-def generator_for(seed: int, purpose: str, step: int) -> torch.Generator:
-    """A CPU generator that depends on its arguments alone."""
-    entropy = (seed, *purpose.encode(), step)
-    return torch.Generator().manual_seed(int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> 1))
-
-
-class Rows(Protocol):
+class BatchRows(Protocol):
     """What a step consumes: a number of rows that can be taken in pieces."""
 
     def __len__(self) -> int: ...
 
     def pieces(self, count: int) -> Iterator[Any]:
-        """The same rows in at most `count` pieces, in order."""
+        """Yields the same rows, in order, in at most `count` pieces."""
         ...
 
 
-B = TypeVar("B", bound=Rows)
+B = TypeVar("B", bound=BatchRows)
 
 
 class Objective(ABC, Generic[B]):
-    """What a run trains: a module, its batches and its loss. Batches are pure functions of their number.
+    """What a run trains: a module, its batches and its loss. A batch depends on nothing but its number.
 
-    `pairs`, `val`: what it learns from and is validated on. `facts`: plain values of JSON that make the module again;
-    a run is only continued with the same ones. On each rank of a `world` batches are that rank's share of the rows; a
-    training batch has `batch_size` rows on all of them together.
+    The module learns from `pairs` and is validated on `val`. `facts` are plain JSON values that describe the module; a
+    run is only continued if they are the same. Each rank of a `world` makes its own share of the rows of a batch, and a
+    training batch has `batch_size` rows on all ranks together.
     """
 
     def __init__(
@@ -58,30 +50,25 @@ class Objective(ABC, Generic[B]):
         self.world = world
 
     def prepare(self) -> None:
-        """What comes before the first step of a new run, for instance statistics of the data."""
+        """Does what comes before the first step of a new run, for instance fits statistics of the data."""
 
     @abstractmethod
-    def training(self, step: int) -> B:
-        """The batch of a training step; called from the thread that works ahead."""
+    def training_batch(self, step: int) -> B:
+        """The batch of a training step. The thread that prefetches batches calls this."""
 
     @abstractmethod
-    def validation(self, number: int) -> B:
-        """Validation batch `number`, the same every time."""
+    def validation_batch(self, number: int) -> B:
+        """Validation batch `number`, which is the same every time."""
 
     @abstractmethod
     def losses(self, batch: B) -> Tensor:
-        """Loss of each row [B]; the step descends their mean."""
+        """The loss of each row [B]; a step descends their mean."""
 
     def metrics(self, batch: B, losses: Tensor, step: int, seconds: float) -> dict[str, float]:  # noqa: ARG002
-        """What is logged of a step beside the loss; it took `seconds`. All ranks are asked at the same steps."""
+        """What is logged about a step besides the loss; the step took `seconds`. All ranks make this call at the same
+        steps."""
         return {}
 
     @abstractmethod
     def export(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Writes these weights of the module to `folder` for later use."""
-
-
-def validation_rows(pairs: EmbeddingPairs, batch_size: int, number: int) -> np.ndarray:
-    """Pairs of validation batch `number`: one batch after the other, from the start again at the end."""
-    rows = min(batch_size, len(pairs))
-    return (np.arange(rows) + number * rows) % len(pairs)

@@ -16,17 +16,16 @@ import pytest
 import torch
 
 import geoflow_fast as gf
-from geoflow_fast.directions import DIRECTIONS, Counts
-from geoflow_fast.flow import curriculum
+from geoflow_fast.directions import DIRECTIONS, Counts, row_directions
 from geoflow_fast.geometry import interpolate
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.runtime.files import locked
 from geoflow_fast.runtime.tensors import load_tensors
-from geoflow_fast.training import flow_matching
-from geoflow_fast.training.batches import Batch, BatchMaker, coupling_groups
-from geoflow_fast.training.flow_matching import Trainer, row_losses
-from geoflow_fast.training.logging import Metrics, Pace
-from geoflow_fast.training.objective import generator_for
+from geoflow_fast.training import batches
+from geoflow_fast.training.batches import Batch, BatchMaker, coupling_groups, generator_for
+from geoflow_fast.training.flow_matching import FlowMatching, train_from_preset
+from geoflow_fast.training.logging import Metrics, StepRate
+from geoflow_fast.training.loop import Run
 
 SHAPE = gf.GeoFlowConfig(image_dim=6, text_dim=5, hidden=16, depth=2, heads=2, layer_scale=0.1)
 CONFIG = gf.TrainConfig(
@@ -49,6 +48,20 @@ def make(config: gf.TrainConfig, flow: gf.GeoFlow | None = None, pairs: gf.Embed
     return BatchMaker(flow or new_flow(), pairs or some_pairs(), config)
 
 
+def new_run(
+    config: gf.TrainConfig = CONFIG,
+    flow: gf.GeoFlow | None = None,
+    pairs: gf.EmbeddingPairs | None = None,
+    val: gf.EmbeddingPairs | None = None,
+) -> Run[Batch]:
+    pairs = pairs or some_pairs()
+    return Run(FlowMatching(flow or new_flow(), pairs, val or pairs, config))
+
+
+def row_losses(flow: gf.GeoFlow, batch: Batch) -> torch.Tensor:
+    return FlowMatching(flow, some_pairs(), some_pairs(), CONFIG).losses(batch)
+
+
 def same_weights(a: gf.GeoFlow, b: gf.GeoFlow) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values()))
 
@@ -60,7 +73,7 @@ def test_loss_gradients_by_finite_differences():
             parameter.normal_(0, 0.4)
     counts: Counts = (2, 1, 2)
     points = [sample_uniform(5, d, dtype=torch.float64) for d in (6, 5, 6, 5)]
-    batch = Batch(*points, torch.rand(5, dtype=torch.float64), counts)
+    batch = Batch(*points, torch.rand(5, dtype=torch.float64), row_directions(counts), counts)
     names = [name for name, _ in flow.named_parameters()]
     flow.forward = lambda: row_losses(flow, batch)
 
@@ -78,8 +91,8 @@ def test_loss_is_the_squared_tangent_error_of_generated_streams():
             parameter.normal_(0, 0.3)
     flow.eval()
     batch = make(CONFIG, flow).training(20)
-    direction = torch.tensor([code for code, n in zip((1, 0, 2), batch.counts) for _ in range(n)], dtype=torch.int8)
-    v_image, v_text = flow.velocity(batch.image, batch.text, batch.t, direction)
+    assert batch.codes.tolist() == [code for code, n in zip((1, 0, 2), batch.counts) for _ in range(n)]
+    v_image, v_text = flow.velocity(batch.image, batch.text, batch.t, batch.codes)
     image_error, text_error = (v_image - batch.v_image).square().sum(1), (v_text - batch.v_text).square().sum(1)
     torch.testing.assert_close(row_losses(flow, batch), image_error + text_error, rtol=1e-4, atol=1e-5)
 
@@ -90,8 +103,13 @@ def test_the_network_never_sees_the_answer(monkeypatch, conditional):
     config = dataclasses.replace(
         CONFIG, p_drop=0.0, conditional_share=0.0, ramp_share=0.0, conditional_coupling=conditional
     )
-    monkeypatch.setattr(curriculum, "draw_batch_plan", _at_time_zero(curriculum.draw_batch_plan))
-    monkeypatch.setattr("geoflow_fast.flow.curriculum.draw_batch_plan", _at_time_zero(curriculum.draw_batch_plan))
+    draw = batches.draw_batch_plan
+
+    def draw_at_time_zero(*arguments):
+        drawn = draw(*arguments)
+        return dataclasses.replace(drawn, t=torch.zeros_like(drawn.t))
+
+    monkeypatch.setattr(batches, "draw_batch_plan", draw_at_time_zero)
     seen = {}
     original = gf.ops.masked_interpolant
     monkeypatch.setattr(gf.ops, "masked_interpolant", lambda *a, **k: seen.update(inputs=a) or original(*a, **k))
@@ -108,14 +126,6 @@ def test_the_network_never_sees_the_answer(monkeypatch, conditional):
     again = original(image0, text0, *changed, torch.zeros(16), direction)
     torch.testing.assert_close(again[0][n_i2t:], batch.image[n_i2t:])
     torch.testing.assert_close(again[1][: n_i2t + n_joint], batch.text[: n_i2t + n_joint])
-
-
-def _at_time_zero(draw):
-    def drawn(*arguments):
-        questions = draw(*arguments)
-        return dataclasses.replace(questions, t=torch.zeros_like(questions.t))
-
-    return drawn
 
 
 def test_guidance_dropout_shows_noise_instead_of_the_condition():
@@ -193,9 +203,9 @@ def test_one_step_equals_a_plain_reimplementation():
     twin = new_flow(flow.config)
     twin.load_state_dict(flow.state_dict())
     pairs = some_pairs()
-    trainer = Trainer(flow, pairs, pairs, config)
-    maker, step = trainer.batches, 2
-    trainer.step = step
+    run, step = new_run(config, flow, pairs), 2
+    maker = make(config, flow, pairs)
+    run.step = step
 
     generator = generator_for(config.seed, "batch", step)
     questions = config.curriculum.draw(step, config.batch_size, generator)
@@ -225,7 +235,7 @@ def test_one_step_equals_a_plain_reimplementation():
             # First step of Adam: both moments, corrected for their start at zero, are g and g^2.
             parameter.mul_(1 - lr * config.weight_decay).sub_(lr * g / (g.abs() + 1e-8))
 
-    losses, measured = trainer.optimise(maker.training(step))
+    losses, measured = run.optimise(maker.training(step))
     assert float(losses.mean()) == pytest.approx(loss.item(), rel=1e-5)
     assert measured == pytest.approx(float(norm), rel=1e-4)
     for (name, a), b in zip(flow.named_parameters(), twin.parameters()):
@@ -238,18 +248,16 @@ def test_accumulation_changes_nothing_but_memory():
     pairs = some_pairs()
     results = []
     for flow, count in ((whole, 1), (pieces, 5)):
-        trainer = Trainer(flow, pairs, pairs, dataclasses.replace(CONFIG, accumulate=count))
-        trainer.step = 20
-        results.append(trainer.optimise(trainer.batches.training(20)))
+        config = dataclasses.replace(CONFIG, accumulate=count)
+        run = new_run(config, flow, pairs)
+        run.step = 20
+        results.append(run.optimise(make(config, flow, pairs).training(20)))
     torch.testing.assert_close(results[0][0], results[1][0])
     assert results[0][1] == pytest.approx(results[1][1], rel=1e-4)
 
 
 def test_more_pieces_than_validation_rows():
-    losses = [
-        Trainer(new_flow(), some_pairs(), some_pairs(3), dataclasses.replace(CONFIG, accumulate=count)).validate()
-        for count in (1, 8)
-    ]
+    losses = [new_run(dataclasses.replace(CONFIG, accumulate=count), val=some_pairs(3)).validate() for count in (1, 8)]
     assert losses[0]["val_loss"] == pytest.approx(losses[1]["val_loss"])
 
 
@@ -260,10 +268,10 @@ def test_a_run_shorter_than_its_warm_up():
     assert rates[-1] < 0.01 * config.lr
 
 
-def test_pace_is_of_the_interval(monkeypatch):
+def test_the_step_rate_is_that_since_the_last_call(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", iter([1.0, 3.0, 4.0]).__next__)
-    pace = Pace(10)
-    assert (pace(20), pace(30)) == (5.0, 10.0)
+    rate = StepRate(10)
+    assert (rate(20), rate(30)) == (5.0, 10.0)
 
 
 def test_learning_rate_and_validation_are_fixed():
@@ -273,8 +281,8 @@ def test_learning_rate_and_validation_are_fixed():
     assert max(rates) == rates[9] == rates[10] == pytest.approx(config.lr)
     assert rates[55] == pytest.approx(config.lr / 2)
     assert rates[-1] < 0.001 * config.lr
-    trainer = Trainer(new_flow(), some_pairs(), some_pairs(9), config)
-    assert trainer.validate() == trainer.validate()
+    run = new_run(config, val=some_pairs(9))
+    assert run.validate() == run.validate()
 
 
 def test_overfits_eight_pairs():
@@ -296,16 +304,16 @@ def test_overfits_eight_pairs():
 def test_early_stopping_and_best_weights(monkeypatch):
     """Validation losses 5, 4, 4.5, 5, ...: the second is the best, and three more without improvement end the run."""
     config = dataclasses.replace(CONFIG, steps=500, patience=3, val_every=2, val_batches=1, ema_decay=None)
-    original, seen = flow_matching.row_losses, []
+    original, seen = FlowMatching.losses, []
 
-    def scripted(flow, batch):
-        losses = original(flow, batch)
-        if flow.training:
+    def scripted(self, batch):
+        losses = original(self, batch)
+        if self.flow.training:
             return losses
-        seen.append({name: x.clone() for name, x in flow.state_dict().items()})
+        seen.append({name: x.clone() for name, x in self.flow.state_dict().items()})
         return torch.full_like(losses, (5, 4, 4.5, 5, 5.5, 6)[len(seen) - 1])
 
-    monkeypatch.setattr(flow_matching, "row_losses", scripted)
+    monkeypatch.setattr(FlowMatching, "losses", scripted)
     flow = new_flow()
     report = gf.train(flow, some_pairs(), config)
     assert report.stopped_early
@@ -317,13 +325,13 @@ def test_early_stopping_and_best_weights(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("reference", "loss", "improves"),
+    ("before", "loss", "improves"),
     [(1.0, 0.996, False), (1.0, 0.994, True), (1e-5, 9.5e-6, False), (1e-5, 8e-6, True), (1.0, 2.0, False)],
 )
-def test_an_improvement_is_absolute_and_relative(reference, loss, improves):
-    trainer = Trainer(new_flow(), some_pairs(), some_pairs(), CONFIG)
-    trainer.reference_loss = reference
-    assert trainer._improves(loss) is improves
+def test_an_improvement_must_be_large_enough_absolutely_and_relatively(before, loss, improves):
+    run = new_run()
+    run.improved_loss = before
+    assert run.improves(loss) is improves
 
 
 def test_finished_run_returns_at_once(tmp_path):
@@ -430,7 +438,7 @@ def test_starting_afresh_removes_the_old_state(tmp_path, monkeypatch):
     def diverge(*_):
         raise gf.TrainingDiverged("at once")
 
-    monkeypatch.setattr(Trainer, "optimise", diverge)
+    monkeypatch.setattr(Run, "optimise", diverge)
     with pytest.raises(gf.TrainingDiverged, match="no checkpoint was written yet"):
         gf.train(new_flow(), some_pairs(), config, out=tmp_path, resume=False)
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
@@ -447,20 +455,16 @@ def test_one_run_at_a_time_and_no_stranded_files(tmp_path):
 
 @pytest.mark.guard("a loss that is not finite stops a run")
 def test_divergence_names_the_step_and_keeps_the_checkpoint(tmp_path, monkeypatch):
-    original = flow_matching.row_losses
+    optimise = Run.optimise
 
-    def poisoned(flow, batch):
-        losses = original(flow, batch)
-        return losses * float("nan") if flow.training and flow.steps_taken() == 13 else losses
+    def poisoned(self, batch):
+        if self.step == 13:
+            batch.v_image.fill_(float("nan"))
+        return optimise(self, batch)
 
-    flow = new_flow()
-    trainers = []
-    build = Trainer.__init__
-    monkeypatch.setattr(Trainer, "__init__", lambda self, *a: trainers.append(self) or build(self, *a))
-    monkeypatch.setattr(flow_matching, "row_losses", poisoned)
-    flow.steps_taken = lambda: trainers[0].step
+    monkeypatch.setattr(Run, "optimise", poisoned)
     with pytest.raises(gf.TrainingDiverged, match=r"not finite at step 13 .*checkpoint of step 10 is kept"):
-        gf.train(flow, some_pairs(), CONFIG, out=tmp_path)
+        gf.train(new_flow(), some_pairs(), CONFIG, out=tmp_path)
     tensors, info = load_tensors(tmp_path / "last.safetensors", kind="training state")
     assert info["step"] == 10
     assert all(bool(torch.isfinite(x).all()) for x in tensors.values())
@@ -574,7 +578,7 @@ def test_command_line(tmp_path):
 def test_unusable_devices(tmp_path, device):
     options = {"centre": False, "pca_dim": None}
     with pytest.raises(ValueError, match=f"device '{device}' cannot be used here"):
-        flow_matching.train_preset(some_pairs(), tmp_path / "run", "tiny", None, {}, device=device, **options)
+        train_from_preset(some_pairs(), tmp_path / "run", "tiny", None, {}, device=device, **options)
 
 
 @pytest.mark.slow
