@@ -208,7 +208,7 @@ def test_one_step_equals_a_plain_reimplementation():
     run.step = step
 
     generator = generator_for(config.seed, "batch", step)
-    questions = config.curriculum.draw(step, config.batch_size, generator)
+    plan = config.curriculum.draw(step, config.batch_size, generator)
     image1, text1 = pairs[maker.order[step]]
     noise = [torch.empty_like(image1), torch.empty_like(text1)]
     lanes = config.batch_size // 8
@@ -220,11 +220,11 @@ def test_one_step_equals_a_plain_reimplementation():
             rows.copy_(sample_uniform(len(rows), d, generator=generator))
     inputs, targets = [], []
     for stream, (data, given) in enumerate(((image1, "i2t"), (text1, "t2i"))):
-        point, velocity = interpolate(noise[stream], data, questions.t)
-        fixed = (questions.direction == DIRECTIONS.index(given))[:, None]
-        inputs.append(torch.where(fixed, torch.where(questions.drop[:, None], noise[stream], data), point))
+        point, velocity = interpolate(noise[stream], data, plan.t)
+        fixed = (plan.direction == DIRECTIONS.index(given))[:, None]
+        inputs.append(torch.where(fixed, torch.where(plan.drop[:, None], noise[stream], data), point))
         targets.append(torch.where(fixed, torch.zeros_like(velocity), velocity))
-    outputs = twin.velocity(inputs[0], inputs[1], questions.t, questions.direction)
+    outputs = twin.velocity(inputs[0], inputs[1], plan.t, plan.direction)
     loss = sum((v - u).square().sum() for v, u in zip(outputs, targets)) / config.batch_size
     gradients = torch.autograd.grad(loss, list(twin.parameters()))
     norm = torch.stack([g.square().sum() for g in gradients]).sum().sqrt()
