@@ -17,7 +17,8 @@ import torch
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings
-from geoflow_fast.jobs.entropy import BLOCK_QUERIES, ITEM_BYTES, LAYOUTS, preferred_layout
+from geoflow_fast.jobs.entropy import ITEM_BYTES, LAYOUTS, preferred_layout
+from geoflow_fast.jobs.queries import BLOCK_QUERIES
 from geoflow_fast.retrieval.gallery import BLOCK_ROWS
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.device import usable_device

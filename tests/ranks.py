@@ -198,14 +198,14 @@ def rerank(world: World, folder: Path, out: str) -> None:
 
 def _die_at_block(number: int) -> None:
     """This process is killed as soon as its scorer is asked for its `number`th block of queries, from 0."""
-    score_rows, asked = entropy._score_rows, iter(range(10**9))
+    score, asked = gf.RetrievalEntropy.score, iter(range(10**9))
 
     def last_words(*arguments: Any, **options: Any) -> Any:
         if next(asked) == number:
             os.kill(os.getpid(), signal.SIGKILL)
-        return score_rows(*arguments, **options)
+        return score(*arguments, **options)
 
-    entropy._score_rows = last_words
+    gf.RetrievalEntropy.score = last_words
 
 
 def digest_of(world: World, parts: list[np.ndarray]) -> str:

@@ -11,7 +11,8 @@ import torch
 
 import geoflow_fast as gf
 from geoflow_fast.cli.app import main
-from geoflow_fast.jobs.entropy import BLOCK_QUERIES, preferred_layout
+from geoflow_fast.jobs.entropy import preferred_layout
+from geoflow_fast.jobs.queries import BLOCK_QUERIES
 from geoflow_fast.plan import DEVICES, as_table, plan_scoring
 
 

@@ -197,7 +197,7 @@ def rerank(
     Columns: query, index and prob (lists), answer, p_answer, p_outside, entropy (nats), risk_lower_bound.
     """
     from geoflow_fast.jobs import rerank as rerank_job
-    from geoflow_fast.jobs.entropy import open_queries
+    from geoflow_fast.jobs.queries import open_queries
 
     chosen = {"shortlist": shortlist, "n_steps": steps, "n_probes": probes, "seed": seed}
     with continued_later() as world:

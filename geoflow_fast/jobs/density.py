@@ -1,12 +1,13 @@
-"""Log-densities of a folder of pairs: blocks of pairs, continued after a kill, into one Parquet file."""
+"""Log-densities of a folder of pairs into one Parquet file."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import DIRECTIONS
@@ -18,27 +19,23 @@ from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.runtime import checks, hashing, parquet
 from geoflow_fast.runtime.device import usable_device
-from geoflow_fast.runtime.parquet import Columns
 from geoflow_fast.runtime.progress import Advance
 
 BLOCK_PAIRS = 256
-"""Pairs between two savings. A kill loses at most the work on one block."""
-
-
+"""Pairs that are computed and saved at once. A kill loses at most the work on one block."""
 FORMAT = 1
-"""Raised when equal settings come to give other numbers, so that blocks of an older release are not continued."""
-
-
+"""This number goes up when a release computes other results from the same settings, so that it does not continue the
+blocks of an older one."""
 COLUMNS = ("joint", "text_given_image", "image_given_text", "image", "text", "pmi", "score")
 
 
 @dataclass(frozen=True)
 class DensitySummary:
-    """What a file of densities says as a whole."""
+    """A summary of a file of densities."""
 
     pairs: int
     quantiles: dict[str, dict[str, float]]
-    """Of each column in nats, by name ("5%", ...)."""
+    """Quantiles of each column in nats, by name ("5%", ...)."""
 
 
 def density_file(
@@ -55,12 +52,12 @@ def density_file(
     progress: bool | None = None,
     world: World = ALONE,
 ) -> DensitySummary:
-    """Log-densities of the pairs of a folder under a saved flow, into the Parquet file `out`.
+    """Computes the log-densities of the pairs of a folder under a saved flow, into the Parquet file `out`.
 
-    Columns: `pair` (its number) and the fields of `Epistemic` in nats, `stderr` among them with two probes or more.
-    Killed, it is continued by the same call: blocks of finished pairs are kept beside `out`, which appears whole. A
-    pair's numbers depend on the settings, the seed and its number alone, not on the blocks, which the ranks of a
-    `world` share.
+    Columns: `pair` (its number) and the fields of `Epistemic` in nats, with `stderr` if there are two probes or more.
+    If the job is killed, the same call continues it: finished blocks of pairs are kept beside `out`, which appears
+    whole. The ranks of a `world` share the blocks. The results of a pair depend on the settings, the seed and the
+    number of the pair, but not on the blocks.
     """
     checks.integer(seed, "seed")
     flow = GeoFlow.from_pretrained(model).to(usable_device(device))
@@ -72,45 +69,29 @@ def density_file(
         )
     if len(opened) == 0:
         raise ValueError(f"{pairs} is empty: there is nothing to score")
-    job = Job(out, len(opened), block, _facts(flow, opened, settings, seed, world))
-
-    def compute(index: range, advance: Advance) -> Columns:
-        columns = _block_columns(flow, opened, index, settings, seed)
-        advance(len(index))
-        return columns
-
-    job.run(compute, overwrite=overwrite, unit="pairs", progress=progress, world=world)
-    return summarise(out)
-
-
-def _facts(flow: GeoFlow, pairs: EmbeddingPairs, settings: DensitySettings, seed: int, world: World) -> dict[str, Any]:
-    return {
+    facts = {
         "task": "density",
         "format": FORMAT,
         **settings.facts(),
         "seed": seed,
         "flow": flow_digest(flow),
-        "image": pairs.image.digest(world),
-        "text": pairs.text.digest(world),
-        "pairing": hashing.digest([pairs.image_row, pairs.text_row]),
+        "image": opened.image.digest(world),
+        "text": opened.text.digest(world),
+        "pairing": hashing.digest([opened.image_row, opened.text_row]),
     }
-
-
-def _block_columns(
-    flow: GeoFlow, pairs: EmbeddingPairs, index: range, settings: DensitySettings, seed: int
-) -> dict[str, Any]:
-    numbers = np.arange(index.start, index.stop)
     like = next(flow.parameters())
-    image, text = (x.to(like) for x in pairs[numbers])
-    estimates = density_estimates(flow, image, text, DIRECTIONS, settings, seed, first_row=index.start)
-    found = chain_rule(estimates)
-    columns = {name: getattr(found, name) for name in COLUMNS}
-    if settings.n_probes > 1 and not settings.exact:
-        columns["stderr"] = epistemic_stderr(estimates, settings, flow, image, text)
-    return {"pair": numbers, **{name: column.cpu().numpy() for name, column in columns.items()}}
 
+    def compute(rows: range, advance: Advance) -> Mapping[str, Tensor]:
+        image, text = (x.to(like) for x in opened[np.arange(rows.start, rows.stop)])
+        estimates = density_estimates(flow, image, text, DIRECTIONS, settings, seed, first_row=rows.start)
+        epistemic = chain_rule(estimates)
+        columns = {name: getattr(epistemic, name) for name in COLUMNS}
+        if settings.n_probes > 1 and not settings.exact:
+            columns["stderr"] = epistemic_stderr(estimates, settings, flow, image, text)
+        advance(len(rows))
+        return columns
 
-def summarise(densities: Path) -> DensitySummary:
-    """Summary of a file that `density_file` wrote."""
-    found = parquet.read_columns(densities, list(COLUMNS))
-    return DensitySummary(len(found["score"]), {name: quantiles(column) for name, column in found.items()})
+    job = Job(out, len(opened), block, facts, numbered="pair")
+    job.run(compute, overwrite=overwrite, unit="pairs", progress=progress, world=world)
+    densities = parquet.read_columns(out, list(COLUMNS))
+    return DensitySummary(len(opened), {name: quantiles(column) for name, column in densities.items()})

@@ -117,7 +117,7 @@ def test_bayes_posterior_from_the_command_line(world, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"block": 0}, "block_rows=0"),
+        ({"block": 0}, "block must be at least 1"),
         ({"out": "model"}, "model is a folder"),
         ({"out": "foreign.parquet"}, "not the result of this job"),
     ],
@@ -181,7 +181,7 @@ def test_an_interrupt_keeps_blocks_and_says_so(world, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(entropy, "_score_rows", interrupted)
+        patch.setattr(gf.RetrievalEntropy, "score", interrupted)
         assert geoflow_entropy(world, patch) == 130
     assert "run the same command to continue" in capsys.readouterr().err
     assert geoflow_entropy(world, monkeypatch, seed=1) == 2  # another job
@@ -225,7 +225,7 @@ def spoil(world: Path, what: str) -> None:
         ("", {"kappa": -1}, "kappa must be finite and not negative"),
         ("", {"samples": 0}, "n_samples must be at least 1"),
         ("", {"steps": 0}, "n_steps must be"),
-        ("", {"block": 0}, "block_rows=0"),
+        ("", {"block": 0}, "block must be at least 1"),
         ("", {"model": "nowhere"}, "nowhere/model.safetensors does not exist"),
         ("", {"queries": "nowhere"}, "queries nowhere is neither"),
         ("", {"reference": "queries.npy"}, "--reference is for --posterior bayes"),

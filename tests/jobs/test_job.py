@@ -184,7 +184,7 @@ def test_damaged_blocks_are_named(tmp_path):
     (job.folder / FACTS_FILE).write_text("{")
     with pytest.raises(ValueError, match="holds blocks of another job"):
         run(job)
-    write_json(job.folder / FACTS_FILE, job.identity)
+    write_json(job.folder / FACTS_FILE, job.facts)
     block = job.folder / "000000000020.parquet"
     block.write_bytes(b"no parquet")
     with pytest.raises(ValueError, match=r"000000000020\.parquet is damaged"):

@@ -104,7 +104,7 @@ def test_calibration_in_a_file_of_its_own_is_not_replaced_by_accident(world, mon
     kept = (world / "c.json").read_bytes()
     assert not (world / "model" / "rerank_t2i.json").exists()
     assert geoflow_rerank(world, monkeypatch, held_out="others", calibration="c.json", out="b.parquet") == 2
-    assert "c.json was made of other pairs" in capsys.readouterr().err
+    assert "c.json was computed from other pairs" in capsys.readouterr().err
     assert (world / "c.json").read_bytes() == kept
     assert geoflow_rerank(world, monkeypatch, "--overwrite", held_out="others", calibration="c.json") == 0
     assert (world / "c.json").read_bytes() != kept

@@ -1,0 +1,67 @@
+"""What the jobs over a file of queries share: opening the queries, and running the job that answers them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from geoflow_fast.data.rows import Rows, open_rows
+from geoflow_fast.distributed import ALONE, World
+from geoflow_fast.flow.model import flow_digest
+from geoflow_fast.jobs.job import Job
+from geoflow_fast.retrieval.entropy import RetrievalEntropy
+from geoflow_fast.retrieval.rerank import BayesReranker
+from geoflow_fast.runtime.progress import Advance
+
+BLOCK_QUERIES = 64
+"""Queries per pass over the gallery. A kill loses at most the work on one block."""
+
+
+def open_queries(path: Path, dim: int, world: World = ALONE) -> Rows:
+    """Opens a `.npy` file or a folder of shards, and checks that it holds unit rows of width `dim`."""
+    rows = open_rows(path, "queries")
+    if rows.dim != dim:
+        raise ValueError(f"queries {path} have width {rows.dim}, but the flow expects {dim}")
+    if len(rows) == 0:
+        raise ValueError(f"queries {path} are empty: there is nothing to score")
+    rows.check(normalize=False, world=world)
+    return rows
+
+
+def answer_queries(
+    searcher: RetrievalEntropy | BayesReranker,
+    queries: Rows,
+    out: Path,
+    facts: Mapping[str, Any],
+    answer: Callable[[Tensor, Advance], Mapping[str, Tensor]],
+    *,
+    block: int,
+    together: bool = False,
+    overwrite: bool = False,
+    progress: bool | None = None,
+) -> None:
+    """Writes the columns that `answer` returns for blocks of queries [B, d] to the Parquet file `out`.
+
+    The job is identified by `facts`, the settings of `searcher` and digests of the flow, the queries and the gallery.
+    The ranks of the gallery's world share the blocks or, with `together`, compute each block together.
+    """
+    world = searcher.gallery.world
+    inputs = {
+        "flow": flow_digest(searcher.flow),
+        "queries": queries.digest(world),
+        "gallery": searcher.gallery.digest(),
+    }
+    job = Job(out, len(queries), block, {**facts, **searcher.settings, **inputs}, numbered="query")
+    job.run(
+        lambda rows, advance: answer(torch.from_numpy(queries[np.arange(rows.start, rows.stop)]), advance),
+        overwrite=overwrite,
+        unit="queries",
+        progress=progress,
+        world=world,
+        together=together,
+    )
