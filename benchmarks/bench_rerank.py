@@ -153,7 +153,7 @@ def reranked_by_autograd(scene: Scene) -> Tensor:
     shortlist = (scene.queries @ scene.gallery.T).topk(reranker.shortlist).indices
     items = scene.gallery[shortlist].flatten(0, 1)
     queries = scene.queries.repeat_interleave(reranker.shortlist, 0)
-    found = density_estimates(Field(), items, queries, ("i2t",), reranker.solve, reranker.seed)[0, 0]
+    found = density_estimates(Field(), items, queries, ("i2t",), reranker.density, reranker.seed)[0, 0]
     return torch.special.entr(found.view(len(scene.queries), -1).softmax(1)).sum(1)
 
 
@@ -175,7 +175,7 @@ def cases(quick: bool) -> list[Case]:
         (gf.GeoFlowConfig.small(256, 256), 2, 1000) if quick else (gf.GeoFlowConfig.paper(), 2, 10_000)
     )
     settings = {"n_samples": 20, "n_steps": 10} if quick else {}
-    solve = gf.BayesReranker(gf.GeoFlow(gf.GeoFlowConfig.tiny()), torch.eye(24)).solve
+    solve = gf.BayesReranker(gf.GeoFlow(gf.GeoFlowConfig.tiny()), torch.eye(24)).density
     evaluations = 2 * solve.n_steps  # midpoint
     flops = 2 * evaluations * 32 * queries * row_flops(config, "i2t")
     return [

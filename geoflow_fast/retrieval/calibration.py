@@ -22,17 +22,12 @@ from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.files import contents_of, read_json, write_json
 
 KIND, VERSION = "geoflow rerank calibration", 1
-
-
 LEAST_QUERIES = 50
-"""Queries whose item reaches the shortlist, below which nothing is fitted."""
-
-
+"""Nothing is fitted with fewer queries whose item reaches the shortlist."""
 FOLDS = 10
-
-
 PRIOR_SD = 10.0
-"""Of a normal prior on the weights of standardised features: the optimum exists even if the data are separable."""
+"""Standard deviation of a normal prior on the weights of standardised features. With it the optimum exists even if the
+data are separable."""
 
 
 @dataclass(frozen=True)
@@ -47,34 +42,24 @@ class Evidence:
     """[Q, K] bool, false where a shortlist is shorter than K."""
 
     @classmethod
-    def empty(cls, items: int, device: torch.device) -> Evidence:
-        """Of no queries."""
-        nothing = torch.empty(0, items, dtype=torch.float64, device=device)
-        return cls(nothing, nothing, nothing.bool())
-
-    @classmethod
     def joined(cls, parts: Sequence[Evidence]) -> Evidence:
-        """Of the queries of all parts."""
+        """The evidence of the queries of all parts."""
         fields = ("log_density", "cosine", "valid")
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in fields))
 
     def design(self) -> Tensor:
         """Features [Q, K + 1, 3] of all items and of "outside", which is last: logits are design @ weights."""
-        far = self._less_similar_half()
-        count = far.sum(1, keepdim=True)
+        rank = self.cosine.masked_fill(~self.valid, math.inf).argsort(1).argsort(1)  # 0 for the least similar
+        count = (self.valid.sum(1, keepdim=True) // 2).clamp(min=1)
+        far = rank < count  # the less similar half of the valid items
         level = self.log_density.masked_fill(~far, -math.inf).logsumexp(1, keepdim=True) - count.log()
         cosine = self.cosine.masked_fill(~far, 0.0).sum(1, keepdim=True) / count
         items = torch.stack((self.log_density - level, self.cosine - cosine, torch.zeros_like(self.cosine)), dim=-1)
         outside = items.new_tensor([0.0, 0.0, 1.0]).expand(len(items), 1, 3)
         return torch.cat((items.masked_fill(~self.valid.unsqueeze(-1), 0.0), outside), dim=1)
 
-    def _less_similar_half(self) -> Tensor:
-        """[Q, K] bool: of the valid items the half with the smaller cosines, at least one."""
-        rank = self.cosine.masked_fill(~self.valid, math.inf).argsort(1).argsort(1)  # from the least similar on
-        return rank < (self.valid.sum(1, keepdim=True) // 2).clamp(min=1)
-
     def possible(self) -> Tensor:
-        """[Q, K + 1] bool: items that are there, and "outside"."""
+        """[Q, K + 1] bool: which items are there; "outside", the last, always is."""
         return torch.cat((self.valid, self.valid.new_ones(len(self.valid), 1)), dim=1)
 
 
@@ -110,9 +95,9 @@ class Calibration:
 
     def probabilities(self, evidence: Evidence) -> Tensor:
         """Probabilities of the shortlisted items and, last, of "outside": float64 [Q, K + 1], rows sum to one."""
-        inside = evidence.design()[:, :-1, :2] @ evidence.cosine.new_tensor(self.weights[:2])
-        logits = torch.cat((inside, inside.new_full((len(inside), 1), self.outside)), dim=1)
-        return logits.masked_fill(~evidence.possible(), -math.inf).softmax(1)
+        inside = evidence.design()[:, :-1, :2] @ evidence.cosine.new_tensor((self.alpha, self.beta))
+        inside = inside.masked_fill(~evidence.valid, -math.inf)
+        return torch.cat((inside, inside.new_full((len(inside), 1), self.outside)), dim=1).softmax(1)
 
     def save(self, path: Path) -> None:
         """Writes the calibration to the JSON file `path`, atomically."""
@@ -122,29 +107,27 @@ class Calibration:
     def load(cls, path: Path, made_for: dict[str, Any]) -> Calibration:
         """Reads a file that `save` wrote. A damaged file, or one made for other facts, raises a ValueError."""
         path = checks.path(path, "path")
-        found = read_json(path, "a calibration")
-        if not isinstance(found, dict) or (found.pop("kind", None), found.pop("version", None)) != (KIND, VERSION):
+        stored = read_json(path, "a calibration")
+        if not isinstance(stored, dict) or (stored.pop("kind", None), stored.pop("version", None)) != (KIND, VERSION):
             raise ValueError(f"{path} is not a calibration of version {VERSION}")
         names = {field.name for field in dataclasses.fields(cls)}
-        if set(found) != names:
-            raise ValueError(f"{path} is damaged: its fields differ in {sorted(set(found) ^ names)}")
-        numbers = [found["alpha"], found["beta"], found["outside"], found["right_per_query"]]
+        if set(stored) != names:
+            raise ValueError(f"{path} is damaged: its fields differ in {sorted(set(stored) ^ names)}")
+        numbers = [stored["alpha"], stored["beta"], stored["outside"], stored["right_per_query"]]
         if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
             raise ValueError(f"{path} is damaged: its weights are {numbers}")
         if not isinstance(made_for, dict):
             raise TypeError(f"made_for must be the facts of a reranker, got {made_for!r}")
         with contents_of(path):
-            kept, found["stderr"] = {**found["made_for"]}, tuple(map(float, found["stderr"]))
-        changed = sorted(key for key in {*kept, *made_for} if kept.get(key) != made_for.get(key))
+            facts, stored["stderr"] = {**stored["made_for"]}, tuple(map(float, stored["stderr"]))
+        changed = sorted(key for key in {*facts, *made_for} if facts.get(key) != made_for.get(key))
         if changed:
             raise ValueError(f"{path} was made for another {', '.join(changed)}; calibrate again")
-        return cls(**found)
+        return cls(**stored)
 
 
-def uncalibrated() -> Calibration:
-    """The flow's own posterior over the shortlist: alpha 1, beta 0, nothing outside."""
-    unknown = math.nan
-    return Calibration(1.0, 0.0, -math.inf, (unknown,) * 3, unknown, unknown, 0, 0, 1.0, {})
+UNCALIBRATED = Calibration(1.0, 0.0, -math.inf, (math.nan,) * 3, math.nan, math.nan, 0, 0, 1.0, {})
+"""The weights of the flow's own posterior over the shortlist: alpha 1, beta 0, nothing outside."""
 
 
 def fit_calibration(
@@ -152,9 +135,9 @@ def fit_calibration(
 ) -> Calibration:
     """Fits the weights to queries whose right items are known.
 
-    `right` [Q, K] bool marks right items in the shortlist, `right_count` [Q] counts all of a query's right items, those
-    outside included. The one that was meant is any of them with equal probability, which keeps the likelihood concave.
-    Queries of one `group` [Q] are left out together.
+    `right` [Q, K] bool marks right items in the shortlist, `right_count` [Q] counts all right items of a query, those
+    outside the shortlist included. Each of them is taken to be meant with equal probability, which keeps the likelihood
+    concave. Queries of one `group` [Q] are left out of a fold's fit together. `seed` assigns groups to folds.
     """
     reached = int(right.any(1).sum())
     if reached < LEAST_QUERIES:
@@ -187,19 +170,22 @@ def fit_calibration(
 def _cross_fitted(design: Tensor, possible: Tensor, target: Tensor, fold: Tensor) -> tuple[Tensor, Tensor]:
     """Standard errors [F] of the weights, a jackknife over folds, and each query's loss [Q] under a fit without it."""
     folds = int(fold.max()) + 1
-    left_out, loss = [], torch.empty(len(design), dtype=torch.float64, device=design.device)
+    weights, loss = [], torch.empty(len(design), dtype=torch.float64, device=design.device)
     for number in range(folds):
-        away = fold == number
-        left_out.append(fit_weights(design[~away], possible[~away], target[~away]))
-        loss[away] = _loss(design[away], possible[away], target[away], left_out[-1])
-    spread = torch.stack(left_out)
-    return ((spread - spread.mean(0)).square().sum(0) * (folds - 1) / folds).sqrt(), loss
+        left_out = fold == number
+        weights.append(fit_weights(design[~left_out], possible[~left_out], target[~left_out]))
+        loss[left_out] = _loss(design[left_out], possible[left_out], target[left_out], weights[-1])
+    deviation = torch.stack(weights) - torch.stack(weights).mean(0)
+    return (deviation.square().sum(0) * (folds - 1) / folds).sqrt(), loss
 
 
 def fit_weights(design: Tensor, possible: Tensor, target: Tensor, *, max_steps: int = 100) -> Tensor:
     """Weights [F] that maximise the likelihood of `target` [Q, C] under softmax(design [Q, C, F] @ weights) over the
     `possible` [Q, C] choices, with the prior: Newton's method on a strictly convex loss, float64."""
-    scale = _spread(design, possible)
+    # Root mean square [F] of each feature over possible choices; 1 for the last, and for one that is always zero.
+    scale = (design.square() * possible.unsqueeze(-1)).sum((0, 1)).div(possible.sum()).sqrt()
+    scale[-1] = 1.0
+    scale = torch.where(scale > 0, scale, 1.0)
     x = design / scale
     weights = x.new_zeros(x.shape[-1])
     precision = PRIOR_SD**-2 * torch.eye(len(weights), dtype=x.dtype, device=x.device)
@@ -215,21 +201,13 @@ def fit_weights(design: Tensor, possible: Tensor, target: Tensor, *, max_steps: 
         hessian = torch.einsum("qc,qcf,qcg->fg", prob, x, x) - mean.T @ mean + precision
         step = torch.linalg.solve(hessian, gradient)
         decrease = float(gradient @ step)
-        if decrease < 1e-10 * max(1.0, float(loss)):  # twice what is left to gain; this last step squares it
+        if decrease < 1e-10 * max(1.0, float(loss)):  # about twice the excess loss, which this last step squares
             return (weights - step) / scale
         size = 1.0
         while float(after := total(weights - size * step)) > float(loss) - 1e-4 * size * decrease:
             size /= 2
         weights, loss = weights - size * step, after
     raise ValueError(f"the calibration did not converge in {max_steps} steps; are densities or cosines extreme?")
-
-
-def _spread(design: Tensor, possible: Tensor) -> Tensor:
-    """Root mean square [F] of each feature over possible choices; 1 for the last, and for one that is always zero."""
-    count = possible.sum()
-    found = (design.square() * possible.unsqueeze(-1)).sum((0, 1)).div(count).sqrt()
-    found[-1] = 1.0
-    return torch.where(found > 0, found, 1.0)
 
 
 def _loss(design: Tensor, possible: Tensor, target: Tensor, weights: Tensor) -> Tensor:
@@ -239,7 +217,7 @@ def _loss(design: Tensor, possible: Tensor, target: Tensor, weights: Tensor) -> 
 
 
 def _folds(group: Tensor, seed: int) -> Tensor:
-    """Fold [Q] of every query, a function of its group: `FOLDS` of them, or one per group."""
+    """The fold [Q] of every query, which is that of its group. There are `FOLDS`, or one for each of fewer groups."""
     names, member = torch.unique(group, return_inverse=True)
     order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed)).to(group.device)
     return order[member] % FOLDS

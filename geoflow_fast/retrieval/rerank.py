@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,7 +25,7 @@ from geoflow_fast.flow.model import GeoFlow, flow_digest
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.likelihood.settings import DensitySettings
-from geoflow_fast.retrieval.calibration import Calibration, Evidence, fit_calibration, uncalibrated
+from geoflow_fast.retrieval.calibration import UNCALIBRATED, Calibration, Evidence, fit_calibration
 from geoflow_fast.retrieval.entropy import risk_lower_bound
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource
 from geoflow_fast.retrieval.task import RetrievalTask
@@ -34,11 +34,8 @@ from geoflow_fast.runtime.progress import Advance, progress_bar
 
 PAIRS_AT_ONCE = 2048
 """(query, item) pairs whose embeddings are gathered at a time."""
-
-
 SAME_ITEM = 1 - 1e-6
 """Cosine above which two embeddings are the same item; storage in float16 alone leaves about 1e-7."""
-
 
 Candidates = Tensor | NDArray[np.integer]
 
@@ -99,10 +96,8 @@ class BayesReranker(nn.Module):
         store: Store | None = None,
     ) -> None:
         super().__init__()
-        direction = Direction.of(direction, conditional=True)
-        if checks.integer(shortlist, "shortlist") < 1:
-            raise ValueError(f"shortlist must be at least 1, got {shortlist}")
-        checks.integer(seed, "seed")
+        self.direction = Direction.of(direction, conditional=True)
+        self.shortlist, self.seed = checks.integer(shortlist, "shortlist", 1), checks.integer(seed, "seed")
         self.gallery = gallery if isinstance(gallery, Gallery) else Gallery(gallery)
         config = flow.config
         if config.image_dim != config.text_dim:
@@ -114,15 +109,14 @@ class BayesReranker(nn.Module):
         rows = getattr(store, "ntotal", len(self.gallery))
         if rows != len(self.gallery):
             raise ValueError(f"store holds {rows} items, not the {len(self.gallery)} rows of the gallery")
-        self.flow, self.direction, self.store, self.query_dim = flow, direction, store, config.text_dim
-        self.shortlist = min(shortlist, len(self.gallery))
-        self.solve = DensitySettings(n_steps, n_probes, solver, shared=True)
-        self.seed = seed
+        self.flow, self.store, self.query_dim = flow, store, config.text_dim
+        self.shortlist = min(self.shortlist, len(self.gallery))
+        self.density = DensitySettings(n_steps, n_probes, solver, shared=True)
         self.calibration: Calibration | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BayesReranker:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.gallery.to(self._like.device)
+        self.gallery = self.gallery.on(next(self.flow.parameters()).device)
         return self
 
     def extra_repr(self) -> str:
@@ -135,20 +129,14 @@ class BayesReranker(nn.Module):
     @property
     def settings(self) -> dict[str, Any]:
         """Everything a posterior depends on besides flow, gallery, calibration and query."""
-        return {**self._fitted_for, "seed": self.seed}
-
-    @property
-    def _fitted_for(self) -> dict[str, Any]:
-        return {"direction": self.direction, "shortlist": self.shortlist, **self.solve.facts()}
+        density = self.density.facts()
+        return {"direction": str(self.direction), "shortlist": self.shortlist, **density, "seed": self.seed}
 
     @property
     def made_for(self) -> dict[str, Any]:
-        """Facts of flow, direction, shortlist and solver that a calibration is valid for."""
-        return {**self._fitted_for, "flow": flow_digest(self.flow)}
-
-    @property
-    def _like(self) -> Tensor:
-        return next(self.flow.parameters())
+        """Facts of flow, direction, shortlist and solver that a calibration is valid for; any seed will do."""
+        facts = {name: value for name, value in self.settings.items() if name != "seed"}
+        return {**facts, "flow": flow_digest(self.flow)}
 
     if TYPE_CHECKING:  # a module's call has no types of its own
 
@@ -157,24 +145,23 @@ class BayesReranker(nn.Module):
     def forward(self, queries: Tensor, candidates: Candidates | None = None) -> Reranked:
         """Posterior of each of the `queries` [Q, d], unit rows, over its shortlist or over `candidates` [Q, K]: numbers
         of gallery rows, padded with -1."""
-        found = self.rerank(queries, candidates)
-        if not found.calibrated:
+        reranked = self.rerank(queries, candidates)
+        if not reranked.calibrated:
             warnings.warn("BayesReranker is uncalibrated: alpha=1, beta=0, nothing outside the shortlist", stacklevel=4)
-        return found
+        return reranked
 
     @torch.no_grad()
-    def rerank(
-        self, queries: Tensor, candidates: Candidates | None = None, advance: Advance = lambda _: None
-    ) -> Reranked:
+    def rerank(self, queries: Tensor, candidates: Candidates | None = None, advance: Advance | None = None) -> Reranked:
         """Same as `forward`, and calls `advance(n)` whenever n more queries are done."""
         queries = self._checked(queries, "queries")
         index = self._search(queries, candidates)
-        parts = [Evidence.empty(self.shortlist, queries.device)]
-        for rows in self._batches(len(queries)):
-            shortlist = self._gather(queries[rows], index[rows])
-            parts.append(self._evidence(queries[rows], shortlist))
-            advance(len(shortlist.valid))
-        return self._read_out(index, Evidence.joined(parts))
+        at_once = max(1, PAIRS_AT_ONCE // self.shortlist)
+        parts = []
+        for some, numbers in zip(queries.split(at_once), index.split(at_once)):
+            parts.append(self._evidence(some, self._gather(some, numbers)))
+            if advance is not None:
+                advance(len(some))
+        return self._read_out(index, Evidence.joined(parts), queries.dtype)
 
     @torch.no_grad()
     def calibrate(self, pairs: EmbeddingPairs, *, max_queries: int = 1000, progress: bool | None = None) -> Calibration:
@@ -193,20 +180,20 @@ class BayesReranker(nn.Module):
             raise ValueError(f"held-out pairs have widths {widths}, but the flow expects {self.query_dim}")
         task = RetrievalTask.of(pairs, self.direction, max_queries=max_queries, seed=self.seed, all_items=False)
         queries = self._checked(task.queries, "held-out queries")
-        index, is_there = self._search(queries, None), task.own >= 0
+        index, own, items = self._search(queries, None), task.own.to(queries.device), task.items.to(queries)
+        # Own items are numbered after those of the gallery.
+        number = len(self.gallery) + torch.arange(own.numel(), device=own.device).view_as(own)
         parts, right = [], []
         shown = sys.stderr.isatty() if progress is None else progress
         with progress_bar(len(queries), 0, "held-out queries", shown=shown) as advance:
-            for rows in self._batches(len(queries)):
-                # Own items are numbered after those of the gallery.
-                number = len(self.gallery) + torch.arange(is_there.numel()).view_as(is_there)[rows]
-                items, valid = task.items[task.own[rows].clamp(min=0)].to(queries), is_there[rows].to(queries.device)
-                own = Shortlist.of(queries[rows], items, valid, number.to(queries.device))
-                shortlist, is_own = self._gather(queries[rows], index[rows]).with_own(own)
-                parts.append(self._evidence(queries[rows], shortlist))
+            for rows in torch.arange(len(queries)).split(max(1, PAIRS_AT_ONCE // self.shortlist)):
+                some = queries[rows]
+                own_items = Shortlist.of(some, items[own[rows].clamp(min=0)], own[rows] >= 0, number[rows])
+                shortlist, is_own = self._gather(some, index[rows]).with_own(own_items)
+                parts.append(self._evidence(some, shortlist))
                 right.append(is_own)
-                advance(len(is_own))
-        counts = torch.cat(right), is_there.sum(1), task.query_image
+                advance(len(rows))
+        counts = torch.cat(right), (own >= 0).sum(1), task.query_image
         fitted = fit_calibration(Evidence.joined(parts), *counts, self.made_for, self.seed)
         self.calibration = dataclasses.replace(fitted, pairs=pairs.fingerprint())
         return self.calibration
@@ -234,11 +221,7 @@ class BayesReranker(nn.Module):
         if checks.with_values(queries, name).dim() != 2 or queries.shape[1] != self.query_dim:
             raise ValueError(f"{name} must be [Q, {self.query_dim}], got {tuple(queries.shape)}")
         check_rows(queries, name)
-        return queries.detach().to(self._like)
-
-    def _batches(self, queries: int) -> Iterator[slice]:
-        size = max(1, PAIRS_AT_ONCE // self.shortlist)
-        return (slice(first, first + size) for first in range(0, queries, size))
+        return queries.detach().to(next(self.flow.parameters()))
 
     def _search(self, queries: Tensor, candidates: Candidates | None) -> Tensor:
         """Numbers [Q, K] of the gallery rows in each query's shortlist, -1 where there are fewer."""
@@ -247,47 +230,46 @@ class BayesReranker(nn.Module):
         if candidates is None:
             assert self.store is not None
             candidates = self.store.search(queries.float().cpu().numpy(), self.shortlist)[1]
-        found = torch.as_tensor(candidates, device=queries.device)
+        index = torch.as_tensor(candidates, device=queries.device)
         shape = (len(queries), self.shortlist)
-        if found.shape != shape or found.is_floating_point() or found.dtype == torch.bool:
-            raise ValueError(f"candidates must be integers {list(shape)}, got {found.dtype} {tuple(found.shape)}")
-        found = found.long()
-        ranked = found.sort(1).values
+        if index.shape != shape or index.is_floating_point() or index.dtype == torch.bool:
+            raise ValueError(f"candidates must be integers {list(shape)}, got {index.dtype} {tuple(index.shape)}")
+        index = index.long()
+        ranked = index.sort(1).values
         wrong = {
-            f"name rows outside the gallery of {len(self.gallery)}": (found < -1) | (found >= len(self.gallery)),
+            f"name rows outside the gallery of {len(self.gallery)}": (index < -1) | (index >= len(self.gallery)),
             "name one row twice": (ranked[:, 1:] == ranked[:, :-1]) & (ranked[:, 1:] >= 0),
-            "are none": (found < 0).all(1, keepdim=True),
+            "are none": (index < 0).all(1, keepdim=True),
         }
         for what, bad in wrong.items():
             if bool(bad.any()):
                 raise ValueError(f"candidates of query {int(bad.any(1).nonzero()[0])} {what}")
-        return found
+        return index
 
     def _gather(self, queries: Tensor, index: Tensor) -> Shortlist:
-        """Embeddings of the items `index` [Q, K]."""
+        """The shortlist of the items with the numbers `index` [Q, K]; -1 stands for no item."""
         return Shortlist.of(queries, self.gallery.take(index.clamp(min=0), queries.dtype), index >= 0, index)
 
     def _evidence(self, queries: Tensor, shortlist: Shortlist) -> Evidence:
         """Cosines, and log p(query | item) of all valid pairs as one batch; an item that several queries share is
         encoded once."""
-        given = shortlist.items[shortlist.valid]
-        asked = queries.unsqueeze(1).expand_as(shortlist.items)[shortlist.valid]
-        image, text, way = (given, asked, "i2t") if self.direction == "t2i" else (asked, given, "t2i")
-        number = shortlist.number[shortlist.valid]
-        estimates = density_estimates(self.flow, image, text, (way,), self.solve, self.seed, given_number=number)
-        found = torch.zeros_like(shortlist.cosine)
-        found[shortlist.valid] = estimates[0].mean(0)
-        return Evidence(found, shortlist.cosine, shortlist.valid)
+        valid, reverse = shortlist.valid, self.direction.reverse
+        asked = queries.unsqueeze(1).expand_as(shortlist.items)[valid]
+        image, text = self.direction.pair(asked, shortlist.items[valid])
+        number = shortlist.number[valid]
+        estimates = density_estimates(self.flow, image, text, (reverse,), self.density, self.seed, given_number=number)
+        log_density = torch.zeros_like(shortlist.cosine)
+        log_density[valid] = estimates[0].mean(0)
+        return Evidence(log_density, shortlist.cosine, valid)
 
-    def _read_out(self, index: Tensor, evidence: Evidence) -> Reranked:
-        found = self.calibration or uncalibrated()
-        every = found.probabilities(evidence)
+    def _read_out(self, index: Tensor, evidence: Evidence, dtype: torch.dtype) -> Reranked:
+        calibration = self.calibration or UNCALIBRATED
+        every = calibration.probabilities(evidence)  # "outside" is last
         prob, order = every[:, :-1].sort(dim=1, descending=True, stable=True)
         best = evidence.cosine.masked_fill(~evidence.valid, -2.0).argmax(1, keepdim=True)
-        p_answer = (every.gather(1, best) * found.right_per_query).clamp(max=1.0)
+        p_answer = (every.gather(1, best) * calibration.right_per_query).clamp(max=1.0)
         entropy = torch.special.entr(every).sum(1)
         choices = index.shape[1] + (self.calibration is not None)
-        dtype = self._like.dtype
         return Reranked(
             index.gather(1, order),
             prob.to(dtype),
@@ -302,27 +284,30 @@ class BayesReranker(nn.Module):
 
 @dataclass(frozen=True)
 class Shortlist:
-    """Embeddings `items` [Q, K, d] of shortlisted items, their `cosine` [Q, K] with the query in float64, which are
-    `valid` [Q, K], and a `number` [Q, K] that tells items apart."""
+    """The items of the shortlists of Q queries, K each."""
 
     items: Tensor
+    """[Q, K, d], their embeddings."""
     cosine: Tensor
+    """[Q, K] float64, their cosines with the query."""
     valid: Tensor
+    """[Q, K] bool, false where a shortlist is shorter than K."""
     number: Tensor
+    """[Q, K] int64; equal numbers stand for the same item."""
 
     @classmethod
     def of(cls, queries: Tensor, items: Tensor, valid: Tensor, number: Tensor) -> Shortlist:
-        """With the cosines computed."""
+        """The shortlist of these items, whose cosines with the `queries` [Q, d] are computed."""
         return cls(items, torch.einsum("qd,qkd->qk", queries, items).double(), valid, number)
 
     def with_own(self, own: Shortlist) -> tuple[Shortlist, Tensor]:
-        """The K nearest of these and of the query's own items, and which of them are own [Q, K]. What equals an own
-        item is that item."""
+        """The K nearest of these and of the query's own items, and which of them are own [Q, K]. A gallery item that
+        equals an own item counts as that item."""
         same = torch.einsum("qkd,qmd->qkm", self.items, own.items) > SAME_ITEM
         valid = torch.cat((self.valid & ~(same & own.valid.unsqueeze(1)).any(2), own.valid), dim=1)
         cosine = torch.cat((self.cosine, own.cosine), dim=1)
         kept = cosine.masked_fill(~valid, -2.0).topk(self.valid.shape[1], dim=1).indices
         items = torch.cat((self.items, own.items), dim=1).take_along_dim(kept.unsqueeze(2), dim=1)
         number = torch.cat((self.number, own.number), dim=1).gather(1, kept)
-        found = Shortlist(items, cosine.gather(1, kept), valid.gather(1, kept), number)
-        return found, found.valid & (kept >= self.valid.shape[1])
+        nearest = Shortlist(items, cosine.gather(1, kept), valid.gather(1, kept), number)
+        return nearest, nearest.valid & (kept >= self.valid.shape[1])

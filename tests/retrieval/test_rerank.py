@@ -16,7 +16,7 @@ from benchmarks.bench_rerank import Study
 from geoflow_fast import noise
 from geoflow_fast.demo.flows import concept_pairs, learn
 from geoflow_fast.likelihood.reverse_ode import density_estimates
-from geoflow_fast.retrieval.calibration import LEAST_QUERIES, uncalibrated
+from geoflow_fast.retrieval.calibration import LEAST_QUERIES, UNCALIBRATED
 from geoflow_fast.worlds import ConceptWorld, PairField, sample_bump
 
 DIM, ITEMS, QUERIES, K = 6, 300, 40, 12
@@ -67,7 +67,7 @@ def reranker(oracle) -> gf.BayesReranker:
 def calibrated(reranker) -> gf.BayesReranker:
     """With weights as if they had been fitted."""
     weights = {"alpha": 0.9, "beta": 2.0, "outside": 1.5, "stderr": (0.1, 0.2, 0.3), "nll": 1.0, "nll_stderr": 0.1}
-    reranker.calibration = dataclasses.replace(uncalibrated(), **weights, made_for=reranker.made_for, pairs="some")
+    reranker.calibration = dataclasses.replace(UNCALIBRATED, **weights, made_for=reranker.made_for, pairs="some")
     return reranker
 
 
