@@ -29,6 +29,7 @@ EPS = {torch.float32: 16 * torch.finfo(torch.float32).eps, torch.float64: 16 * t
 _SERIES_BELOW = 1e-4
 
 
+# unchecked: it asks about the state of a tensor
 def eps(dtype: torch.dtype) -> float:
     """Length below which a direction is rounding noise in this dtype; a TypeError unless it is float32 or float64."""
     if dtype not in EPS:
@@ -36,6 +37,7 @@ def eps(dtype: torch.dtype) -> float:
     return EPS[dtype]
 
 
+# unchecked: it asks about the state of a tensor
 def capturing(x: Tensor) -> bool:
     """Whether `x` is being traced or captured into a graph, so that checks of its values must be skipped."""
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -109,6 +109,7 @@ class AsymVLM(Trained):
         self.network = nn.Sequential(*hidden_layers, nn.Linear(inner, image_dim))
         self.log_scale = nn.Parameter(torch.zeros(()))
 
+    # unchecked: fit and uncertainty call it with what they have checked
     @staticmethod
     @abstractmethod
     def log_likelihood(eta: Tensor, points: Tensor) -> Tensor:
@@ -119,6 +120,7 @@ class AsymVLM(Trained):
         image, text = tensors
         return contrastive_losses(self.log_scale.exp() * self.log_likelihood(self.network(text), image)).float()
 
+    # unchecked: fit and uncertainty call it with what they have checked
     def concentration(self, text: Tensor) -> Tensor:
         """kappa [B] of texts [B, d]."""
         return torch.linalg.vector_norm(self.network(text).double(), dim=1)
@@ -137,6 +139,7 @@ class AsymVLMvMF(AsymVLM):
     method: ClassVar[str] = "asymvlm_vmf"
     title: ClassVar[str] = "AsymVLM-vMF"
 
+    # unchecked: fit and uncertainty call it with what they have checked
     @staticmethod
     def log_likelihood(eta: Tensor, points: Tensor) -> Tensor:
         """Log-likelihood <eta, x> + log C_d(|eta|): float64 [B, N]."""
@@ -154,6 +157,7 @@ class AsymVLMPS(AsymVLM):
     method: ClassVar[str] = "asymvlm_ps"
     title: ClassVar[str] = "AsymVLM-PS"
 
+    # unchecked: fit and uncertainty call it with what they have checked
     @staticmethod
     def log_likelihood(eta: Tensor, points: Tensor) -> Tensor:
         """Log-likelihood kappa log(1 + <mu, x>) plus the log-normaliser: float64 [B, N]."""

@@ -140,6 +140,7 @@ class Baseline(nn.Module, ABC):
             raise ValueError(f"{self.method} is not fitted: there is nothing to save")
         self.write(checks.path(folder, "folder"), self.state_dict())
 
+    # unchecked: fit and uncertainty call it with what they have checked
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Like `save`, but with the given weights instead of the current ones: the best so far during a run."""
         facts = {"method": self.method, "settings": self.settings}

@@ -193,6 +193,7 @@ class GroVE(Trained):
         """Names GPyTorch if it is not installed."""
         return None if importlib.util.find_spec("gpytorch") else _NEEDS
 
+    # unchecked: fit and uncertainty call it with what they have checked
     def make_batch(self, image: Tensor, text: Tensor, index: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:  # noqa: ARG002
         """Embeddings in the processes' units, and the numbers of the pairs, which select their latents."""
         return image * self.unit, text * self.unit, index
@@ -212,6 +213,7 @@ class GroVE(Trained):
         aligned = gaussian_kl(*predicted[0], *predicted[1]) + gaussian_kl(*predicted[1], *predicted[0])
         return self.elbo_weight * (prior - fits[0] - fits[1]) + self.kl_weight * aligned / image.shape[1]
 
+    # unchecked: fit and uncertainty call it with what they have checked
     def infer(self, targets: Iterable[tuple[Side, Tensor]]) -> Tensor:
         """Latents [B, q] of rows whose embeddings are given for one or both modalities, found by Adam."""
         observed = list(targets)

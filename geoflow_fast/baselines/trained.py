@@ -79,6 +79,7 @@ class Trained(Sized):
         batch_size = min(self.RECIPE.batch_size, rows)
         return dataclasses.replace(self.RECIPE, batch_size=batch_size, lr=self.LEARNING_RATES[self.size], **changes)
 
+    # unchecked: fit and uncertainty call it with what they have checked
     def make_batch(self, image: Tensor, text: Tensor, index: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:  # noqa: ARG002
         """What `losses` takes for pairs number `index` [B] (image [B, d_I], text [B, d_T]); randomness on the CPU."""
         return image, text

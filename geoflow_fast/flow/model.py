@@ -31,6 +31,8 @@ class GeoFlow(nn.Module):
 
     def __init__(self, config: GeoFlowConfig) -> None:
         super().__init__()
+        if not isinstance(config, GeoFlowConfig):
+            raise TypeError(f"config must be a GeoFlowConfig, got {type(config).__name__}")
         self.config = config
         hidden, dims = config.hidden, config.flow_dims
         self.encoders = nn.ModuleList(nn.Sequential(nn.Linear(d, hidden), nn.LayerNorm(hidden)) for d in dims)
@@ -86,6 +88,7 @@ class GeoFlow(nn.Module):
         undo = order.argsort()
         return v_image[undo], v_text[undo]
 
+    # unchecked: velocity and the solvers call it with what they have checked
     def modulations(self, t: Tensor, direction: str) -> Tensor:
         """AdaLN shifts and scales of every half-block at the times `t` [S], shared by all rows: [S, 4 depth, 2, 1, H].
 
@@ -99,6 +102,7 @@ class GeoFlow(nn.Module):
         c = torch.stack([self.conditioning(time, codes, stream) for stream, time in enumerate(times)])
         return self.modulation(c).unsqueeze(3).movedim(2, 0)
 
+    # unchecked: velocity and the solvers call it with what they have checked
     def modulated_velocity(
         self, image: Tensor, text: Tensor, modulation: Tensor, direction: str
     ) -> tuple[Tensor, Tensor]:
@@ -106,6 +110,7 @@ class GeoFlow(nn.Module):
         counts = Direction.of(direction).counts(image.shape[0])
         return self._tangent(image, text, self._network(image, text, modulation.unbind(), counts), counts)
 
+    # unchecked: velocity and the solvers call it with what they have checked
     def generated(self, image: Tensor, text: Tensor, t: Tensor, counts: Counts) -> tuple[Tensor, Tensor]:
         """Network output before the tangent projection, for times `t` [B]. Used in training, whose loss projects it.
 
@@ -160,6 +165,7 @@ class GeoFlow(nn.Module):
         flow.load_state_dict(tensors, assign=True)
         return flow.eval()
 
+    # unchecked: velocity and the solvers call it with what they have checked
     def check_points(self, image: Tensor, text: Tensor) -> None:
         """Raises a ValueError unless `image` and `text` are [B, d] in the flow's coordinates, dtype and device."""
         for name, x, dim in zip(("image", "text"), (image, text), self.config.flow_dims):
@@ -172,6 +178,7 @@ class GeoFlow(nn.Module):
             raise ValueError(f"{name} must be [B, {dim}], got {tuple(x.shape)}")
         self.check_dtype(name, x)
 
+    # unchecked: velocity and the solvers call it with what they have checked
     def check_dtype(self, name: str, x: Tensor) -> None:
         """Raises a ValueError unless `x` has the flow's dtype and device; the message calls it `name`."""
         own = next(self.parameters())

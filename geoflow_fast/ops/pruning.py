@@ -72,6 +72,7 @@ class PrefixRows:
     largest_norm: float
     """Of the gallery's rows."""
 
+    # unchecked: gallery_posterior calls it with a gallery that it has checked
     def check(self, gallery: Tensor) -> None:
         """Refuses the index of another gallery, as far as size, width and 16 rows tell."""
         count, width = gallery.shape

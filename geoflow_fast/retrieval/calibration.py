@@ -93,6 +93,7 @@ class Calibration:
         """(alpha, beta, outside)."""
         return self.alpha, self.beta, self.outside
 
+    # unchecked: a reranker calls it with evidence of its own
     def probabilities(self, evidence: Evidence) -> Tensor:
         """Probabilities of the shortlisted items and, last, of "outside": float64 [Q, K + 1], rows sum to one."""
         inside = evidence.design()[:, :-1, :2] @ evidence.cosine.new_tensor((self.alpha, self.beta))

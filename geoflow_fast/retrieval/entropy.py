@@ -251,6 +251,7 @@ class RetrievalEntropy(nn.Module):
         together with the same queries; each receives the whole posterior."""
         self.gallery = self.gallery.divided_among_ranks()
 
+    # unchecked: score calls it with queries that it has checked
     def draw(self, queries: Tensor, advance: Advance = lambda _: None) -> Tensor:
         """Samples [Q, M, d] of the gallery's modality for each of the `queries` [Q, d']."""
         start = StartingPoints(self.start_generated, self.start_condition).to(next(self.flow.parameters()))

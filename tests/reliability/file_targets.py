@@ -145,11 +145,6 @@ def of_encoder(name: str) -> Callable[..., Any]:
     return lambda value: getattr(tiny_encoder(), name)(value)
 
 
-def loaded_encoder(checkpoint: Any, device: Any, precision: Any, name: str = "ViT-B-32") -> int:
-    import_torchvision()
-    return gf.OpenClipEncoder.load(name, None, checkpoint, device=device, precision=precision).dim
-
-
 def encoder_from_folder(folder: Any, precision: Any) -> int:
     import_torchvision()
     return gf.OpenClipEncoder.load(f"local-dir:{folder}", device="cpu", precision=precision).dim
@@ -335,7 +330,6 @@ FILES = [
         dear=True,
     ),
     Target("GeoFlow.from_pretrained", gf.GeoFlow.from_pretrained, lambda: entries(folder=model_folder(), device="cpu")),
-    Target("GeoFlow.save_pretrained", small_flow().save_pretrained, lambda: entries(folder=fresh_place())),
     Target("EmbeddingPairs.open", opened, lambda: entries(folder=pairs_folder(), normalize=False)),
     Target(
         "EmbeddingPairs.open_files",
@@ -353,7 +347,6 @@ FILES = [
         lambda: entries(folder=fresh_place(), rows_per_shard=7, dtype=np.float32),
     ),
     Target("Gallery.files", gf.Gallery, lambda: entries(source=array_file("gallery.npy", 9, IMAGE))),
-    Target("GalleryIndex.save", gf.GalleryIndex.build(unit(9, 5), 3).save, lambda: entries(path=fresh_place())),
     Target("GalleryIndex.load", gf.GalleryIndex.load, lambda: entries(path=index_file(), gallery=unit(9, 5))),
     Target(
         "BayesReranker.save_calibration",
@@ -368,9 +361,7 @@ FILES = [
     Target(
         "Calibration.load", gf.Calibration.load, lambda: entries(path=calibration_file(), made_for=reranker().made_for)
     ),
-    Target("Calibration.save", lambda path: calibrated().calibration.save(path), lambda: entries(path=fresh_place())),
     Target("train.out", trained_into, lambda: entries(out=fresh_place(), resume=True), dear=True),
-    Target("evaluation.Report", evaluation.Report, lambda: entries(title="Title", lead="Lead")),
     Target(
         "evaluation.Report.section",
         lambda heading, words: report().section(heading, words),
@@ -391,7 +382,6 @@ FILES = [
         lambda **given: report().figure(**given),
         lambda: entries(png_path=picture_file(), caption="Picture", alt="alt"),
     ),
-    Target("evaluation.Report.write", lambda path: report().write(path), lambda: entries(path=fresh_place())),
 ]
 
 
@@ -475,7 +465,6 @@ def trained_preset(**given: Any) -> object:
 
 
 BASELINES = [
-    Target("baselines.find", baselines.find, lambda: entries(name="probvlm")),
     Target("baselines.load", baselines.load, lambda: entries(folder=baseline_folder("knn"))),
     Target(
         "baselines.train_preset",
@@ -486,19 +475,6 @@ BASELINES = [
     Target("baselines.Activations.from_arrays", bayesvlm, activations, spreads=True),
     Target("baselines.Activations.open", opened_activations, lambda: entries(folder=activations_folder()), dear=True),
     Target("baselines.Baseline.load", baselines.ProbVLM.load, lambda: entries(folder=baseline_folder("probvlm"))),
-    Target(
-        "baselines.Baseline.save", lambda folder: fitted("probvlm").save(folder), lambda: entries(folder=fresh_place())
-    ),
-    Target(
-        "baselines.KNNDistance",
-        baselines.KNNDistance,
-        lambda: entries(image_dim=5, text_dim=5, neighbours=3, max_rows=9),
-    ),
-    Target(
-        "baselines.BayesVLM",
-        baselines.BayesVLM,
-        lambda: entries(image_dim=5, text_dim=5, logit_scale=9.0, prior_precision=1.0, batch_size=8),
-    ),
     *(
         Target(
             f"baselines.{kind.__name__}.uncertainty",

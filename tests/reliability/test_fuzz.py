@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import pkgutil
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,142 +15,28 @@ import typer.main
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import geoflow_fast as gf
-from geoflow_fast import baselines, evaluation, geometry
 from geoflow_fast.cli.app import app, main
 from geoflow_fast.runtime import parquet
 from geoflow_fast.runtime.files import LOCK_FILE
 from tests.reliability.commands import COMMANDS, copy_world
 from tests.reliability.figures import record
-from tests.reliability.file_targets import BASELINES, ENCODERS, FILES
+from tests.reliability.guesses import GIVEN, GUESSED
 from tests.reliability.hostile import DAMAGE, Target, in_time, judge, variants
-from tests.reliability.targets import TARGETS, some_pairs
+from tests.reliability.surface import surface
+from tests.reliability.targets import some_pairs
 
 ROOT = Path(__file__).parents[2]
-EVERY = [*TARGETS, *FILES, *ENCODERS, *BASELINES]
+EVERY = [*GIVEN, *GUESSED]
 
-RESULTS = {"Bandwidth", "EmbedSummary", "Epistemic", "Reranked", "RetrievalPosterior", "TrainReport"}
-RESULTS |= {"TrainingDiverged", "BackendUnavailable", "ops.GalleryPosterior", "ops.GalleryStatistics"}
-RESULTS |= {"ops.SinkhornResult", "evaluation.Interval", "evaluation.Reliability", "evaluation.RetrievalCalibration"}
-RESULTS |= {"evaluation.SelectiveAccuracy", "Encoder", "plan.Plan", "distributed.RankLost"}
-"""Made by the library, not by its users; and a protocol that others fill in."""
-INNER = {
-    "geometry.eps": "takes a dtype",
-    "geometry.capturing": "asks about the state of torch",
-    "BayesReranker.rerank": "forward with a progress bar",
-    "BayesReranker.calibration_file": "names a file",
-    "Calibration.probabilities": "takes what only the reranker makes",
-    "GalleryIndex.check": "load and gallery_posterior call it",
-    "GalleryIndex.check_digest": "load calls it",
-    "RetrievalEntropy.score": "forward with a progress bar",
-    "RetrievalEntropy.draw": "forward's first half",
-    "Gallery.to": "blocks' target moves the gallery first",
-    "Gallery.on": "RetrievalEntropy.to calls it",
-    "Gallery.with_index": "the target of RetrievalEntropy passes an index",
-    **dict.fromkeys(
-        (
-            f"GeoFlow.{name}"
-            for name in ("check_dtype", "check_points", "generated", "modulated_velocity", "modulations")
-        ),
-        "velocity and the solvers call it with what they have checked",
-    ),
-    **dict.fromkeys(
-        ("losses", "make_batch", "write", "log_prob", "pair_score", "concentration", "log_likelihood", "infer"),
-        "a baseline's own: fit and uncertainty call it with what they have checked",
-    ),
-    **dict.fromkeys(("moments", "project", "check_embeddings"), "BayesVLM's own: fit and uncertainty call it"),
-    **dict.fromkeys(("baselines.Activations.of", "baselines.Activations.check_rows"), "fit calls it"),
-    "set_activations": "in the targets of Activations",
-    **dict.fromkeys(
-        ("distributed.World.any", "distributed.World.share"), "a world of one gives back whatever it is given"
-    ),
-}
-"""Public by their names, called by the library with values that it has checked."""
-TOGETHER = {
-    "BayesReranker.forward": "BayesReranker",
-    "RetrievalEntropy.forward": "RetrievalEntropy",
-    "EmbeddingPairs.from_arrays": "EmbeddingPairs",
-    "GeoFlowConfig.small": "GeoFlowConfig.paper",
-    "GeoFlow": "GeoFlowConfig",
-    "GalleryIndex": "GalleryIndex.build",
-    "Calibration": "Calibration.load",
-    "TrainConfig": "train",
-    "ColourEncoder": "ColourEncoder.prepare",
-    "evaluation.AbstentionThreshold": "evaluation.AbstentionThreshold.answers",
-    "distributed.World.own": "distributed.World",
-    "geometry.StructuredNoise": "geometry.StructuredNoise.draw",
-    "geometry.StructuredNoise.dense": "geometry.StructuredNoise.draw",
-    "baselines.Activations": "baselines.Activations.from_arrays",
-    "baselines.Baseline": "baselines.ProbVLM.fit",
-    "baselines.Baseline.fit": "baselines.ProbVLM.fit",
-    "baselines.Baseline.uncertainty": "baselines.ProbVLM.uncertainty",
-    "baselines.BayesVLM.fit": "baselines.BayesVLM.uncertainty",
-}
-"""Fuzzed inside another target."""
-
+answered: list[bool] = []
 tried: dict[str, int] = {"answers": 0, "errors": 0, "commands": 0, "damaged_files": 0}
-
-
-def surface() -> dict[str, Any]:
-    """Public functions and methods that take an argument, and those that are documented beside them, by name."""
-    modules = {"": gf, "ops.": gf.ops, "evaluation.": evaluation, "baselines.": baselines}
-    named = {prefix + name: getattr(module, name) for prefix, module in modules.items() for name in module.__all__}
-    own = [
-        (name, value) for name, value in vars(geometry).items() if getattr(value, "__module__", "") == geometry.__name__
-    ]
-    named |= {f"geometry.{name}": value for name, value in own if not name.startswith("_")}
-    named |= {name.removeprefix("geoflow_fast."): pkgutil.resolve_name(name) for name in documented()}
-    found = {}
-    for name, value in named.items():
-        if inspect.isclass(value) and name not in RESULTS:
-            found |= {f"{name}.{part}": method for part, method in methods_of(value)}
-            found[name] = value
-        elif callable(value) and not inspect.isclass(value) and inspect.signature(value).parameters:
-            found[name] = value
-    return found
-
-
-def documented() -> list[str]:
-    return re.findall(r"^::: (\S+)", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
-
-
-def methods_of(kind: type) -> list[tuple[str, Any]]:
-    """Public methods of ours that take an argument besides the object."""
-    found = []
-    for name in dir(kind):
-        method = getattr(kind, name)
-        if (
-            name.startswith("_")
-            or not callable(method)
-            or not str(getattr(method, "__module__", "")).startswith("geoflow")
-        ):
-            continue
-        bound = inspect.ismethod(method) or isinstance(inspect.getattr_static(kind, name), staticmethod)
-        if len(inspect.signature(method).parameters) > (0 if bound else 1):
-            found.append((name, method))
-    return found
 
 
 def test_every_public_name_is_a_target():
     names = {target.name for target in EVERY}
-
-    def covered(name: str, value: Any) -> bool:
-        short = name.split(".")[-1]
-        if inspect.isclass(value) and any(target.startswith(f"{name}.") for target in names):
-            return True
-        if name.startswith("baselines.") and f"baselines.Baseline.{short}" in names:
-            return True
-        return name in names or TOGETHER.get(name) in names or name in INNER or short in INNER
-
-    assert [name for name, value in surface().items() if not covered(name, value)] == []
-
-
-def test_the_exceptions_are_of_today():
-    """A name that is gone is none."""
-    public = surface()
-    shorts = {name.split(".")[-1] for name in public}
-    assert [name for name in TOGETHER if name not in public] == []
-    assert [name for name in INNER if name not in public and name not in shorts] == []
+    abstract = {name for name, value in surface().items() if inspect.isabstract(value)}
+    assert sorted(set(surface()) - abstract - names) == []
+    assert len(names) == len(EVERY)
 
 
 def test_every_command_is_fuzzed():
@@ -186,8 +70,15 @@ def spoil(target: Target, data: st.DataObject) -> None:
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("target", EVERY, ids=lambda target: target.name)
 def test_good_arguments_are_answered(target):
-    """Otherwise what is spoiled below would be refused for another reason."""
-    assert judge(target, dict(target.good())) == "answer"
+    """Bad arguments below would otherwise be refused for the wrong reason. A wrong guess is a clear error."""
+    outcome = judge(target, dict(target.good()))
+    assert outcome == "answer" or target in GUESSED
+    answered.append(outcome == "answer")
+
+
+def test_nearly_all_guesses_are_good():
+    """Runs after the test above."""
+    assert sum(answered) >= 0.97 * len(answered)
 
 
 def fuzzed(examples: int):

@@ -1,0 +1,216 @@
+"""Good arguments for the functions that `surface.py` finds, and all targets of `test_fuzz.py` together.
+
+A new public function needs no entry here: its arguments are guessed from the tables of names and types.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import geoflow_fast as gf
+from geoflow_fast.distributed import ALONE
+from geoflow_fast.evaluation.retrieval import plain_search
+from tests.reliability.file_targets import (
+    BASELINES,
+    ENCODERS,
+    FILES,
+    calibrated,
+    fitted,
+    report,
+    reranker,
+    threshold,
+    tiny_encoder,
+)
+from tests.reliability.hostile import Target, fresh_place
+from tests.reliability.surface import guessed, surface
+from tests.reliability.targets import (
+    BUMP,
+    IMAGE,
+    ROWS,
+    TARGETS,
+    TEXT,
+    TURNED,
+    codes,
+    concept_world,
+    normal,
+    retrieval_set,
+    small_flow,
+    some_pairs,
+    square_pairs,
+    unit,
+)
+
+EXAMPLES: dict[str, Callable[[], Any]] = {
+    "x": lambda: unit(6, 5),
+    "y": lambda: unit(6, 5, seed=1),
+    "a": lambda: unit(6, 5),
+    "b": lambda: unit(6, 5, seed=1),
+    "v": lambda: normal(6, 5),
+    "dx": lambda: normal(2, 6, 5),
+    "t": lambda: 0.3,
+    "t: Tensor": lambda: torch.linspace(0, 1, ROWS),
+    "n": lambda: 4,
+    "d": lambda: 3,
+    "h": lambda: 0.1,
+    "shift": lambda: normal(5),
+    "scale": lambda: normal(5),
+    "layer_scale: Tensor": lambda: normal(5),
+    "keep": lambda: normal(6, 5) > 0,
+    "drop": lambda: codes() == 1,
+    **{name: lambda: normal(6, 5) for name in ("gate", "value", "residual")},
+    **{name: lambda: normal(2, 6, 5) for name in ("d_gate", "d_value", "d_residual")},
+    **{name: lambda: normal(ROWS, IMAGE) for name in ("v_image", "target_image")},
+    **{name: lambda: normal(ROWS, TEXT) for name in ("v_text", "target_text")},
+    "image": lambda: unit(ROWS, IMAGE),
+    "text": lambda: unit(ROWS, TEXT, seed=1),
+    "image0": lambda: unit(ROWS, IMAGE),
+    "text0": lambda: unit(ROWS, TEXT, seed=1),
+    "image1": lambda: unit(ROWS, IMAGE, seed=2),
+    "text1": lambda: unit(ROWS, TEXT, seed=3),
+    "image_index": lambda: torch.arange(ROWS),
+    "direction": lambda: "t2i",
+    "direction: Tensor": codes,
+    "v_free": lambda: normal(6, 5),
+    "weights": lambda: (1.0, 1.0),
+    "samples": lambda: unit(3, 4, 5),
+    "gallery": lambda: unit(7, 5),
+    "item_bias": lambda: normal(7),
+    "source": lambda: unit(7, 5),
+    "queries": lambda: unit(3, IMAGE),
+    "kappa": lambda: 20.0,
+    "top_k": lambda: 3,
+    "width": lambda: 3,
+    "pairs": lambda: square_pairs(40),
+    "flow": small_flow,
+    "field": small_flow,
+    "config: GeoFlowConfig": lambda: small_flow().config,
+    "image_dim": lambda: 5,
+    "text_dim": lambda: 5,
+    "n_steps": lambda: 2,
+    "n_probes": lambda: 1,
+    "n_samples": lambda: 2,
+    "max_steps": lambda: 8,
+    "max_queries": lambda: 4,
+    "max_iter": lambda: 50,
+    "resamples": lambda: 3,
+    "guidance": lambda: 1.0,
+    "seed": lambda: 0,
+    "tol": lambda: 1e-3,
+    "eps": lambda: 0.05,
+    "uncertainty": lambda: normal(30),
+    "correct": lambda: normal(30, seed=1) > 0,
+    "prob": lambda: torch.rand(30),
+    "values": lambda: normal(9),
+    "entropy": lambda: normal(6).abs(),
+    "n_items": lambda: 9,
+    "count": lambda: 7,
+    "folder": fresh_place,
+    "path": fresh_place,
+    "out: str | Path": fresh_place,
+    "device": lambda: "cpu",
+    "dtype": lambda: torch.float32,
+    "shape": lambda: (3, 4),
+    "progress": lambda: False,
+    # By type, for parameters of other names.
+    "Tensor": lambda: unit(6, 5),
+    "int": lambda: 3,
+    "float": lambda: 0.5,
+    "str": lambda: "auto",
+    "bool": lambda: False,
+    "Path": fresh_place,
+}
+"""A good value by the name of a parameter, or by its name and annotation."""
+ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
+    "evaluation.": {"x": lambda: normal(9), "y": lambda: normal(9, seed=1)},
+    "evaluation.clopper_pearson_upper": {"count": lambda: 2, "n": lambda: 9},
+    "evaluation.abstention_threshold": {"target_risk": lambda: 0.6, "confidence": lambda: 0.9},
+    "worlds.": {"text": lambda: unit(ROWS, IMAGE, seed=1)},
+    "distributed.World": {"counts": lambda: [6]},
+    "GeoFlow.": {"direction": lambda: "joint"},
+    "RetrievalEntropy.": {"queries": lambda: unit(3, TEXT)},
+    "evaluation.retrieval.RetrievalSet.": {"index": lambda: torch.tensor([0, 2, 5]), "rows": lambda: slice(3)},
+    "evaluation.retrieval.plain_search": {"task": retrieval_set},
+    "baselines.GroVE": {"latent": lambda: 2},
+    "baselines.find": {"name": lambda: "probvlm"},
+    "suggest_steps": {"tolerance": lambda: 0.5},
+    "Gallery.take": {"index": lambda: torch.tensor([[1, 2], [0, 6]])},
+    "EmbeddingPairs.subset": {"index": lambda: torch.arange(3)},
+    "GalleryIndex.check": {"gallery": lambda: unit(9, 5)},
+}
+"""Values for parameters whose names mean something else in one function, or in those under a name."""
+INSTANCES: dict[str, Callable[[], Any]] = {
+    "AbstentionThreshold": threshold,
+    "Answers": lambda: plain_search(retrieval_set(), 3),
+    "Baseline": lambda: fitted("margin"),
+    "BayesReranker": reranker,
+    "BayesVLM": lambda: fitted("bayesvlm"),
+    "BumpField": lambda: BUMP,
+    "Calibration": lambda: calibrated().calibration,
+    "ColourEncoder": gf.ColourEncoder,
+    "ConceptWorld": concept_world,
+    "EmbeddingPairs": some_pairs,
+    "Gallery": lambda: gf.Gallery(unit(7, 5)),
+    "GalleryIndex": lambda: gf.GalleryIndex.build(unit(9, 5), 3),
+    "GeoFlow": small_flow,
+    "OpenClipEncoder": tiny_encoder,
+    "PairField": lambda: TURNED,
+    "Report": report,
+    "RetrievalEntropy": lambda: gf.RetrievalEntropy(small_flow(), unit(7, IMAGE), "t2i", n_samples=2, n_steps=2),
+    "RetrievalSet": retrieval_set,
+    "TrainConfig": gf.TrainConfig.tiny,
+    "World": lambda: ALONE,
+}
+"""Objects whose methods are called; one of another class is made from guessed arguments."""
+SPREADING = ("geometry.", "ops.", "distributed.World.", "evaluation.", "GeoFlow.", "Gallery.statistics")
+SPREADING += ("worlds.BumpField.velocity", "worlds.PairField.velocity")
+"""Functions that turn a NaN into a NaN, as arithmetic does, or give one where a measure is not defined."""
+STRICT = ("geometry.check_rows", "geometry.normalize", "geometry.log_area", "ops.ot_assign", "ops.couple")
+STRICT += ("ops.transport_cost", "ops.gallery_posterior", "ops.keep_mask", "evaluation.AbstentionThreshold.")
+STRICT += ("evaluation.clopper_pearson_upper", "evaluation.ranks", "evaluation.Report", "evaluation.retrieval.")
+"""Exceptions to these: they never give a NaN."""
+COSTLY = ("suggest_steps", "worlds.ConceptWorld")
+EXTRA: dict[str, dict[str, Sequence[Any]]] = {
+    "evaluation.retrieval.RetrievalSet.of": {
+        "pairs": [some_pairs(), square_pairs(ROWS).subset(torch.arange(0))],
+        "max_queries": [10**30],
+    },
+    "evaluation.retrieval.plain_search": {"top_k": [10**9], "device": ["meta", "cuda:99"]},
+    "evaluation.retrieval.Answers.recall": {"k": [4]},
+    "distributed.World.gather_rows": {"counts": [[5], [6, 6], [-6], ["6"], [6.0], torch.tensor([6])]},
+}
+"""More hostile values of arguments."""
+
+
+def guessed_target(name: str, function: Callable[..., Any]) -> Target:
+    """The target of a public function or method with guessed arguments."""
+    examples = dict(EXAMPLES)
+    for owner, values in ARGUMENTS.items():
+        if f"{name}.".startswith(owner if owner.endswith(".") else f"{owner}."):
+            examples |= values
+    instance = None
+    if next(iter(inspect.signature(function).parameters)) == "self":
+        owner, _, _ = name.rpartition(".")
+        made = guessed_target(owner, surface()[owner]) if owner.rpartition(".")[2] not in INSTANCES else None
+        instance = INSTANCES[owner.rpartition(".")[2]] if made is None else lambda: made.call(**made.good())
+    return guessed(
+        name,
+        function,
+        examples,
+        instance,
+        spreads=name.startswith(SPREADING) and not name.startswith(STRICT),
+        extra=EXTRA.get(name, {}),
+        dear=name in COSTLY,
+    )
+
+
+GIVEN = [*TARGETS, *FILES, *ENCODERS, *BASELINES]
+"""Targets whose arguments cannot be guessed."""
+GUESSED = [
+    guessed_target(name, function)
+    for name, function in surface().items()
+    if name not in {target.name for target in GIVEN} and not inspect.isabstract(function)
+]
