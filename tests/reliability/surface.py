@@ -20,6 +20,8 @@ from typing import Any
 from tests.reliability.hostile import Target
 
 ROOT = Path(__file__).parents[2]
+KEPT = ("flow", "field")
+"""Parameters that always get a good value: any object with a `velocity` is a field."""
 
 
 def documented() -> dict[str, Any]:
@@ -113,10 +115,11 @@ def guessed(
     method = name.rpartition(".")[2]
 
     def call(**arguments: Any) -> Any:
-        result = (function if instance is None else getattr(instance(), method))(**arguments)
+        fields = {name: makers[name]() for name in KEPT if name in makers}
+        result = (function if instance is None else getattr(instance(), method))(**fields, **arguments)
         return list(result) if isinstance(result, Iterator) else result
 
-    return Target(name, call, lambda: {key: make() for key, make in makers.items()}, **settings)
+    return Target(name, call, lambda: {key: make() for key, make in makers.items() if key not in KEPT}, **settings)
 
 
 def by_annotation(annotation: str, examples: dict[str, Callable[[], Any]]) -> Callable[[], Any]:
