@@ -1,6 +1,6 @@
-"""Other ways to be uncertain about retrieval with frozen embeddings, behind one interface: `Baseline`.
+"""Other measures of how uncertain retrieval with frozen embeddings is, behind one interface: `Baseline`.
 
-`METHODS` has them by name; `find` gives the class of one, `load` reads back what `save` wrote.
+`METHODS` holds the methods by name; `find` gives the class of one, and `load` reads back what `save` wrote.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from geoflow_fast.baselines.euclidean_flow import EuclideanFlow
 from geoflow_fast.baselines.grove import GroVE
 from geoflow_fast.baselines.mc_dropout import MCDropout
 from geoflow_fast.baselines.probvlm import ProbVLM
-from geoflow_fast.baselines.references import KNNDistance, Margin, MaxSoftmax, SoftmaxEntropy
 from geoflow_fast.baselines.repvlm import REPVLM
-from geoflow_fast.baselines.trained import Sized
+from geoflow_fast.baselines.trained import SizedBaseline
+from geoflow_fast.baselines.untrained import KNNDistance, Margin, MaxSoftmax, SoftmaxEntropy
 from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.training.loop import TrainReport
 
@@ -42,13 +43,12 @@ METHODS: dict[str, type[Baseline]] = {
         EuclideanFlow,
     )
 }
-"""All methods by name; the references that need no training come first."""
+"""All methods by name; those that need no training come first."""
 
 
 def find(name: str) -> type[Baseline]:
     """The class of the method `name`; an unknown name raises a ValueError."""
-    if name not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {name!r}")
+    checks.one_of(name, "method", tuple(METHODS))
     return METHODS[name]
 
 
@@ -76,18 +76,17 @@ def train_preset(
     """
     kind = find(method)
     torch.manual_seed(overrides.get("seed", 0))
-    sized: dict[str, Any] = {"size": size} if issubclass(kind, Sized) else {}
-    found = kind(pairs.image_dim, pairs.text_dim, **sized)
-    if isinstance(found, BayesVLM) and folder is not None:
-        found.set_activations(folder)
-    known = {field.name for field in dataclasses.fields(found.default_config())}
-    strange = sorted(set(overrides) - known)
-    if strange:
-        raise ValueError(f"{method} has no setting {', '.join(strange)}")
-    config = dataclasses.replace(found.default_config(), **overrides)
-    report = found.to(usable_device(device)).fit(pairs, val, config, out)
+    sized: dict[str, Any] = {"size": size} if issubclass(kind, SizedBaseline) else {}
+    baseline = kind(pairs.image_dim, pairs.text_dim, **sized)
+    if isinstance(baseline, BayesVLM) and folder is not None:
+        baseline.set_activations(folder)
+    default = baseline.default_config()
+    unknown = sorted(set(overrides) - {field.name for field in dataclasses.fields(default)})
+    if unknown:
+        raise ValueError(f"{method} has no setting {', '.join(unknown)}")
+    report = baseline.to(usable_device(device)).fit(pairs, val, dataclasses.replace(default, **overrides), out)
     if report is None:
-        found.save(out)
+        baseline.save(out)
     return report
 
 

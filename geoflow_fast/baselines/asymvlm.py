@@ -1,7 +1,7 @@
-"""AsymVLM: texts become laws on the sphere, images stay points (Ju et al., 2025).
+"""AsymVLM: texts become distributions on the sphere, images stay points (Ju et al., 2025).
 
-A network maps a text embedding to eta in R^d: direction eta / |eta|, concentration kappa = |eta|, of a von Mises-Fisher
-or a power-spherical law, whose log-likelihoods of images are contrasted over a batch.
+A network maps a text embedding to eta in R^d. This is a von Mises-Fisher or a power-spherical distribution with mean
+direction eta / |eta| and concentration kappa = |eta|; the log-likelihoods of images are contrasted over a batch.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from geoflow_fast.baselines.base import check_one_width, nearest
-from geoflow_fast.baselines.trained import PUBLISHED, Trained
+from geoflow_fast.baselines.base import nearest
+from geoflow_fast.baselines.trained import PUBLISHED, TrainedBaseline
+from geoflow_fast.directions import Direction
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.training.config import RunConfig
 
 LEAST_ORDER = 32.0
-"""Orders of Bessel functions from which the expansion below is exact to float64; smaller ones come by recurrence."""
+"""The expansion below is exact to float64 for Bessel functions of at least this order; others use a recurrence."""
 
 # Polynomials U_k(p) of Debye's uniform expansion, by powers of p (Abramowitz and Stegun 9.3.9).
 _DEBYE = (
@@ -41,8 +42,8 @@ _DEBYE = (
 def log_bessel_ratio(order: float, x: Tensor) -> Tensor:
     """log(I_v(x) / x^v) of order v >= 0 for x >= 0, float64: smooth at x = 0, where it is -v log 2 - lgamma(v + 1).
 
-    Debye's uniform expansion, for an order of at least `LEAST_ORDER`, and the recurrence
-    I_{v-1} = (2v / x) I_v + I_{v+1} from there down, which is stable.
+    Debye's uniform expansion gives it for an order of at least `LEAST_ORDER`, and the recurrence
+    I_{v-1} = (2v / x) I_v + I_{v+1}, which is stable, leads down from there.
     """
     x = x.double()
     square = x.square()
@@ -73,7 +74,7 @@ def log_vmf_normalizer(kappa: Tensor, d: int) -> Tensor:
 
 
 def log_power_spherical(cosine: Tensor, kappa: Tensor, d: int) -> Tensor:
-    """Log-density, float64, at cosine <mu, x> of the law proportional to (1 + <mu, x>)^kappa on the sphere of R^d."""
+    """Log-density, float64, at cosine <mu, x> of the distribution with (1 + <mu, x>)^kappa on the sphere of R^d."""
     kappa = kappa.double()
     b = (d - 1) / 2
     a = b + kappa
@@ -82,11 +83,11 @@ def log_power_spherical(cosine: Tensor, kappa: Tensor, d: int) -> Tensor:
 
 
 def contrastive_losses(logits: Tensor) -> Tensor:
-    """Cross-entropy of the diagonal of logits [B, B], mean of that over rows and that over columns: [B]."""
+    """Cross-entropy of the diagonal of logits [B, B], as the mean of those over rows and over columns: [B]."""
     return -(logits.log_softmax(1).diagonal() + logits.log_softmax(0).diagonal()) / 2
 
 
-class AsymVLM(Trained):
+class AsymVLM(TrainedBaseline):
     """AsymVLM: 1 / kappa of a text, where kappa is the concentration of its distribution over images.
 
     In t2i the text is the query, in i2t the caption that plain search finds first. A four-layer network of width
@@ -94,15 +95,15 @@ class AsymVLM(Trained):
     its texts, times a learned scalar.
     """
 
+    ONE_WIDTH_FOR: ClassVar[str | None] = "a distribution of texts over images"
     RECIPE: ClassVar[RunConfig] = dataclasses.replace(PUBLISHED, weight_decay=5e-4, optimizer="sgd")
     LEARNING_RATES: ClassVar[dict[str, float]] = {"paper": 1e-2, "small": 1e-2, "tiny": 0.3}
     CONTRASTIVE: ClassVar[bool] = True
 
     def __init__(self, image_dim: int, text_dim: int, size: str = "auto", hidden: int | None = None) -> None:
         super().__init__(image_dim, text_dim, size, hidden=hidden)
-        check_one_width("a law of texts over images", image_dim, text_dim)
         if image_dim < 3:
-            raise ValueError(f"the laws need at least 3 dimensions, got {image_dim}")
+            raise ValueError(f"the distributions need at least 3 dimensions, got {image_dim}")
         inner = 2 * text_dim if hidden is None else hidden
         widths = (text_dim, inner, inner, inner)
         hidden_layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
@@ -113,7 +114,7 @@ class AsymVLM(Trained):
     @staticmethod
     @abstractmethod
     def log_likelihood(eta: Tensor, points: Tensor) -> Tensor:
-        """Of points [N, d] under the laws of `eta` [B, d]: float64 [B, N]."""
+        """Log-likelihood of points [N, d] under the distributions of `eta` [B, d]: float64 [B, N]."""
 
     def losses(self, *tensors: Tensor) -> Tensor:
         """Symmetric cross-entropy over the likelihoods of the batch."""
@@ -125,8 +126,8 @@ class AsymVLM(Trained):
         """kappa [B] of texts [B, d]."""
         return torch.linalg.vector_norm(self.network(text).double(), dim=1)
 
-    def _score(self, queries: Tensor, gallery: Gallery, direction: str) -> Tensor:
-        text = queries if direction == "t2i" else gallery.take(nearest(queries, gallery)[1][:, 0])
+    def _score(self, queries: Tensor, gallery: Gallery, direction: Direction) -> Tensor:
+        text = queries if direction is Direction.T2I else gallery.take(nearest(queries, gallery)[1][:, 0])
         return 1 / self.concentration(text)
 
 

@@ -1,13 +1,14 @@
-"""What every baseline is: fitted on pairs, asked for the uncertainty of queries over a gallery, kept in a folder.
+"""The interface of every baseline: it is fitted on pairs, gives the uncertainty of queries over a gallery, and is saved
+to a folder.
 
-One convention for all: the higher the uncertainty, the less certain the answer of plain cosine search. Some published
-scripts turn the sign of a method round; here none does.
+All baselines follow one convention: the higher the uncertainty, the less certain the answer of plain cosine search.
+Some published scripts turn the sign of a method round; here none does.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -28,13 +29,13 @@ from geoflow_fast.training.loop import TrainReport
 
 KIND = "baseline"
 LARGEST_DIM = 1 << 20
-"""Width of embeddings beyond all use."""
+"""The largest width of embeddings that a file may ask for."""
 Method = TypeVar("Method", bound="Baseline")
 
 
 @dataclass(frozen=True)
-class Task:
-    """What a baseline is fitted on, and how; the fields are the arguments of `Baseline.fit`."""
+class FitTask:
+    """What a baseline is fitted on, and how: the checked arguments of `Baseline.fit`."""
 
     pairs: EmbeddingPairs
     val: EmbeddingPairs
@@ -54,11 +55,17 @@ class Baseline(nn.Module, ABC):
     method: ClassVar[str]
     title: ClassVar[str]
     """Name of the method in tables."""
+    ONE_WIDTH_FOR: ClassVar[str | None] = None
+    """What makes the method need images and texts of one width; None if it takes any widths."""
 
     def __init__(self, image_dim: int, text_dim: int, **settings: Any) -> None:
         super().__init__()
         for name, width in (("image_dim", image_dim), ("text_dim", text_dim)):
             checks.integer(width, name, 1, LARGEST_DIM)
+        if self.ONE_WIDTH_FOR is not None and image_dim != text_dim:
+            raise ValueError(
+                f"{self.ONE_WIDTH_FOR} needs images and texts of one width, got {image_dim} and {text_dim}"
+            )
         self.image_dim, self.text_dim = image_dim, text_dim
         self.settings = {"image_dim": image_dim, "text_dim": text_dim, **settings}
         self.fitted = False
@@ -87,7 +94,9 @@ class Baseline(nn.Module, ABC):
                 raise ValueError(f"{name} have widths {widths}, not {self.image_dim} and {self.text_dim}")
         if val is None:
             pairs, val = pairs.split(config.val_fraction, config.seed)
-        report = self._fit(Task(pairs, val, config, None if out is None else checks.path(out, "out"), resume, progress))
+        report = self._fit(
+            FitTask(pairs, val, config, None if out is None else checks.path(out, "out"), resume, progress)
+        )
         self.fitted = report is None or report.finished
         self.eval()
         return report
@@ -112,11 +121,12 @@ class Baseline(nn.Module, ABC):
             raise ValueError(f"{self.method} is not fitted: call fit, or load one that was")
         checks.with_values(queries, "queries")
         gallery = gallery if isinstance(gallery, Gallery) else Gallery(gallery)
-        asks, searched = (self.text_dim, self.image_dim) if direction == "t2i" else (self.image_dim, self.text_dim)
-        if queries.dim() != 2 or queries.shape[1] != asks:
-            raise ValueError(f"queries must be [Q, {asks}] in direction {direction}, got {tuple(queries.shape)}")
-        if gallery.dim != searched:
-            raise ValueError(f"gallery has width {gallery.dim}, but direction {direction} expects {searched}")
+        query_dim = direction.queries(self.image_dim, self.text_dim)
+        item_dim = direction.items(self.image_dim, self.text_dim)
+        if queries.dim() != 2 or queries.shape[1] != query_dim:
+            raise ValueError(f"queries must be [Q, {query_dim}] in direction {direction}, got {tuple(queries.shape)}")
+        if gallery.dim != item_dim:
+            raise ValueError(f"gallery has width {gallery.dim}, but direction {direction} expects {item_dim}")
         check_rows(queries, "queries")
         return self._score(queries.detach().to(self.device, torch.float32), gallery, direction).double()
 
@@ -127,12 +137,12 @@ class Baseline(nn.Module, ABC):
         return tensors[0].device if tensors else torch.device("cpu")
 
     @abstractmethod
-    def _fit(self, task: Task) -> TrainReport | None:
-        """`fit` with everything decided and checked."""
+    def _fit(self, task: FitTask) -> TrainReport | None:
+        """Does the work of `fit`, whose arguments are checked and complete."""
 
     @abstractmethod
-    def _score(self, queries: Tensor, gallery: Gallery, direction: str) -> Tensor:
-        """`uncertainty` of checked queries on the method's device."""
+    def _score(self, queries: Tensor, gallery: Gallery, direction: Direction) -> Tensor:
+        """Does the work of `uncertainty` for checked queries on the method's device."""
 
     def save(self, folder: str | Path) -> None:
         """Writes settings (JSON) and tensors (safetensors) to `folder`, each file atomically."""
@@ -142,7 +152,7 @@ class Baseline(nn.Module, ABC):
 
     # unchecked: fit and uncertainty call it with what they have checked
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
-        """Like `save`, but with the given weights instead of the current ones: the best so far during a run."""
+        """Does what `save` does with the given weights instead of the current ones: a run writes its best so far."""
         facts = {"method": self.method, "settings": self.settings}
         save_tensors(folder / WEIGHTS_FILE, tensors, kind=KIND, info=facts)
         write_json(folder / CONFIG_FILE, facts)
@@ -162,27 +172,28 @@ class Baseline(nn.Module, ABC):
                 raise ValueError(f"{folder} holds a {facts['method']!r}, not a {cls.method!r}")
             # guard: a baseline takes no memory that its file does not hold
             cls._check_sizes(path, tensors, facts["settings"])
-            found = cls(**facts["settings"])
-            found._make_room(tensors)
-            check_tensors(path, tensors, found.state_dict())
-            found.load_state_dict(tensors)
-        found.fitted = True
-        return found.eval()
+            baseline = cls(**facts["settings"])
+            baseline._resize_buffers(tensors)
+            check_tensors(path, tensors, baseline.state_dict())
+            baseline.load_state_dict(tensors)
+        baseline.fitted = True
+        return baseline.eval()
 
     @classmethod
     def _check_sizes(cls, path: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
-        """ValueError if the settings ask for other tensors than those of the file, before memory is taken for them."""
+        """Raises a ValueError if the settings ask for other tensors than those of the file. The check itself takes no
+        memory for them."""
         with torch.device("meta"):
             asked = cls(**settings)
-            asked._make_room(tensors)
+            asked._resize_buffers(tensors)
         check_tensors(path, tensors, asked.state_dict())
 
-    def _make_room(self, tensors: Mapping[str, Tensor]) -> None:
-        """Before the weights are loaded: where sizes depend on the data, makes buffers of the sizes of `tensors`."""
+    def _resize_buffers(self, tensors: Mapping[str, Tensor]) -> None:
+        """Gives the buffers whose sizes depend on the data the sizes of `tensors`, which are about to be loaded."""
 
 
 def method_of(folder: str | Path) -> str:
-    """Name of the method that is kept in `folder`."""
+    """Name of the method that was saved to `folder`."""
     path = checks.path(folder, "folder") / CONFIG_FILE
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: {folder} holds no baseline")
@@ -192,19 +203,7 @@ def method_of(folder: str | Path) -> str:
         raise ValueError(f"{path} is not the configuration of a baseline") from error
 
 
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """ValueError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-
-
-def check_one_width(what: str, image_dim: int, text_dim: int) -> None:
-    """ValueError, by `what` asks for it, unless images and texts have one width."""
-    if image_dim != text_dim:
-        raise ValueError(f"{what} needs images and texts of one width, got {image_dim} and {text_dim}")
-
-
 def nearest(queries: Tensor, gallery: Gallery, count: int = 1) -> tuple[Tensor, Tensor]:
     """Cosines and row numbers, both [Q, min(count, N)], of the items nearest to each query; the gallery is streamed."""
-    found = gallery.statistics(queries.unsqueeze(1), 1.0, count)
-    return found.top_score, found.top_index
+    statistics = gallery.statistics(queries.unsqueeze(1), 1.0, count)
+    return statistics.top_score, statistics.top_index

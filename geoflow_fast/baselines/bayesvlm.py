@@ -1,7 +1,7 @@
 """BayesVLM: a Laplace approximation of the last projections, without training (Baumann et al., 2024).
 
-The towers end in linear maps, g = W phi. Their posterior is a matrix normal with Kronecker factors A (of activations)
-and B (of the contrastive loss), so an embedding is Gaussian with covariance (phi^T A^-1 phi) B^-1.
+The towers end in linear maps, g = W phi. The posterior of W is a matrix normal with Kronecker factors A (from the
+activations) and B (from the contrastive loss), so an embedding is Gaussian with covariance (phi^T A^-1 phi) B^-1.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geoflow_fast.baselines.base import Baseline, Task, check_one_width
+from geoflow_fast.baselines.base import Baseline, FitTask
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import Rows, open_rows
-from geoflow_fast.directions import Direction
+from geoflow_fast.directions import STREAMS, Direction
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource
 from geoflow_fast.runtime import checks
@@ -31,7 +31,7 @@ IMAGE_FOLDER, TEXT_FOLDER, PROJECTIONS_FILE, PROJECTIONS_KIND = (
     "projections.safetensors",
     "projections",
 )
-TOWERS = ("image", "text")
+TOWERS = STREAMS
 GALLERY_ROWS = 8192
 NEEDS_ACTIVATIONS = (
     "bayesvlm needs what goes into the last projections, and their weights: `geoflow embed --pre-projection` writes "
@@ -103,6 +103,7 @@ class BayesVLM(Baseline):
 
     method: ClassVar[str] = "bayesvlm"
     title: ClassVar[str] = "BayesVLM"
+    ONE_WIDTH_FOR: ClassVar[str | None] = "a cosine"
 
     def __init__(
         self,
@@ -116,7 +117,6 @@ class BayesVLM(Baseline):
     ) -> None:
         constants = {"logit_scale": logit_scale, "prior_precision": prior_precision, "batch_size": batch_size}
         super().__init__(image_dim, text_dim, image_pre=image_pre, text_pre=text_pre, **constants)
-        check_one_width("a cosine", image_dim, text_dim)
         if not (logit_scale > 0 and prior_precision > 0 and batch_size > 1):
             raise ValueError(f"{logit_scale=} and {prior_precision=} must be positive, {batch_size=} more than 1")
         self.logit_scale, self.prior_precision, self.batch_size = logit_scale, prior_precision, batch_size
@@ -124,7 +124,7 @@ class BayesVLM(Baseline):
         self._set_widths(image_pre, text_pre)
 
     def _set_widths(self, image_pre: int, text_pre: int) -> None:
-        """Buffers of both towers: projection, bias, inverse of A, diagonal of the inverse of B."""
+        """Makes the buffers of both towers: projection, bias, inverse of A, diagonal of the inverse of B."""
         self.settings |= {"image_pre": image_pre, "text_pre": text_pre}
         for tower, width in zip(TOWERS, (image_pre, text_pre)):
             self.register_buffer(f"{tower}_weight", torch.zeros(self.image_dim, width, dtype=torch.float64))
@@ -139,21 +139,22 @@ class BayesVLM(Baseline):
 
     def set_activations(self, activations: Activations | str | Path) -> BayesVLM:
         """Sets the activations that `fit` uses, or the folder they are in; their rows must correspond to the pairs'."""
-        found = activations if isinstance(activations, Activations) else Activations.open(activations)
-        for tower, rows in zip(TOWERS, (found.image, found.text)):
-            weight = found.projections.get(f"{tower}.weight")
+        if not isinstance(activations, Activations):
+            activations = Activations.open(activations)
+        for tower, rows in zip(TOWERS, (activations.image, activations.text)):
+            weight = activations.projections.get(f"{tower}.weight")
             if weight is None or tuple(weight.shape) != (self.image_dim, rows.dim):
                 shape = "nothing" if weight is None else tuple(weight.shape)
                 raise ValueError(f"{tower}.weight must be [{self.image_dim}, {rows.dim}], got {shape}")
-        self._set_widths(found.image.dim, found.text.dim)
+        self._set_widths(activations.image.dim, activations.text.dim)
         for tower in TOWERS:
-            getattr(self, f"{tower}_weight").copy_(found.projections[f"{tower}.weight"])
-            if f"{tower}.bias" in found.projections:
-                getattr(self, f"{tower}_bias").copy_(found.projections[f"{tower}.bias"])
-        self.activations = found
+            getattr(self, f"{tower}_weight").copy_(activations.projections[f"{tower}.weight"])
+            if f"{tower}.bias" in activations.projections:
+                getattr(self, f"{tower}_bias").copy_(activations.projections[f"{tower}.bias"])
+        self.activations = activations
         return self
 
-    def _fit(self, task: Task) -> None:
+    def _fit(self, task: FitTask) -> None:
         if self.activations is None:
             raise ValueError(NEEDS_ACTIVATIONS)
         device, pairs = self.device, task.pairs
@@ -180,7 +181,7 @@ class BayesVLM(Baseline):
     def _batches(
         self, pairs: EmbeddingPairs, seed: int
     ) -> Iterator[tuple[np.ndarray, np.ndarray, tuple[Tensor, Tensor] | None]]:
-        """Rows (image, text) of shuffled pairs; with the first batch its embeddings too."""
+        """Yields the rows (image, text) of shuffled pairs, and for the first batch their embeddings too."""
         order = np.random.default_rng(seed).permutation(len(pairs))
         for low in range(0, len(order), self.batch_size):
             index = order[low : low + self.batch_size]
@@ -209,8 +210,8 @@ class BayesVLM(Baseline):
     def moments(self, tower: str, phi: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance, [B, d] each, of the unscaled embeddings of activations [B, k]."""
         phi = phi.double()
-        spread = torch.einsum("bi,ij,bj->b", phi, getattr(self, f"{tower}_a_inverse"), phi)
-        return self.project(tower, phi), spread.unsqueeze(1) * getattr(self, f"{tower}_b_inverse")
+        factor = torch.einsum("bi,ij,bj->b", phi, getattr(self, f"{tower}_a_inverse"), phi)
+        return self.project(tower, phi), factor.unsqueeze(1) * getattr(self, f"{tower}_b_inverse")
 
     @torch.no_grad()
     def uncertainty(self, queries: Tensor, gallery: GallerySource | Gallery, direction: str) -> Tensor:
@@ -237,20 +238,20 @@ class BayesVLM(Baseline):
                 )
         return self._score(queries.detach().to(self.device), rows, direction)
 
-    def _score(self, queries: Tensor, gallery: Any, direction: str) -> Tensor:
+    def _score(self, queries: Tensor, gallery: Any, direction: Direction) -> Tensor:
         asks, searched = towers(direction)
         mean, variance = self.moments(asks, queries)
-        total = _Entropy(len(queries), self.device)
+        total = SoftmaxEntropySum(len(queries), self.device)
         for _, block in gallery.tensors(GALLERY_ROWS):
             items = self.moments(searched, block.to(self.device))
-            cosine, spread = cosine_moments(mean, variance, *items)
-            total.add(probit(self.logit_scale * cosine, self.logit_scale**2 * spread))
+            cosine, cosine_variance = cosine_moments(mean, variance, *items)
+            total.add(probit(self.logit_scale * cosine, self.logit_scale**2 * cosine_variance))
         return total.value()
 
 
-def towers(direction: str) -> tuple[str, str]:
-    """The tower that queries come from, and the gallery's."""
-    return ("text", "image") if direction == "t2i" else ("image", "text")
+def towers(direction: Direction) -> tuple[str, str]:
+    """The tower of the queries and the tower of the gallery."""
+    return direction.queries(*TOWERS), direction.items(*TOWERS)
 
 
 def _activation_rows(gallery: GallerySource) -> Rows:
@@ -260,7 +261,7 @@ def _activation_rows(gallery: GallerySource) -> Rows:
 
 
 def contrastive_curvature(own: Tensor, other: Tensor, scale: float) -> Tensor:
-    """Sum over rows of J^T H J [d, d]: the Gauss-Newton matrix, in `own` [B, d], of the cross-entropy over `other`.
+    """Sum over rows of J^T H J [d, d], the Gauss-Newton matrix, in `own` [B, d], of the cross-entropy over `other`.
 
     The logits of row i are scale <g_i/|g_i|, h_j/|h_j|>; H = diag(pi) - pi pi^T and J their derivative in g_i. Written
     out, everything is a product of matrices, none larger than [B, B] or [d, d].
@@ -270,11 +271,11 @@ def contrastive_curvature(own: Tensor, other: Tensor, scale: float) -> Tensor:
     cosine = g @ h.T
     weight = (scale * cosine).softmax(1)
     factor = (scale / length).square().unsqueeze(1)
-    spread = h.T @ ((factor * weight).sum(0).unsqueeze(1) * h)
+    squares = h.T @ ((factor * weight).sum(0).unsqueeze(1) * h)
     cross = g.T @ ((factor * weight * cosine) @ h)
     along = g.T @ ((factor * (weight * cosine.square()).sum(1, keepdim=True)) * g)
     centre = weight @ h - (weight * cosine).sum(1, keepdim=True) * g
-    return spread - cross - cross.T + along - centre.T @ (factor * centre)
+    return squares - cross - cross.T + along - centre.T @ (factor * centre)
 
 
 def cosine_moments(mean: Tensor, variance: Tensor, other_mean: Tensor, other_variance: Tensor) -> tuple[Tensor, Tensor]:
@@ -293,7 +294,7 @@ def probit(mean: Tensor, variance: Tensor) -> Tensor:
     return mean / torch.sqrt(1 + math.pi / 8 * variance)
 
 
-class _Entropy:
+class SoftmaxEntropySum:
     """Entropy of a softmax whose logits come in blocks [Q, n]."""
 
     def __init__(self, rows: int, device: torch.device) -> None:

@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from geoflow_fast.baselines.base import Task
-from geoflow_fast.baselines.trained import Sized
-from geoflow_fast.directions import CONDITIONAL
+from geoflow_fast.baselines.base import FitTask
+from geoflow_fast.baselines.trained import SizedBaseline
+from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.retrieval.bandwidth import fit_bandwidth
@@ -23,7 +23,7 @@ from geoflow_fast.training.flow_matching import FlowMatching
 from geoflow_fast.training.loop import Run, TrainReport, complete
 
 
-class EuclideanFlow(Sized):
+class EuclideanFlow(SizedBaseline):
     """Retrieval entropy of a flow in Euclidean space, without projections, geodesics or normalisation: the paper's
     ablation of the geometry.
 
@@ -44,22 +44,22 @@ class EuclideanFlow(Sized):
 
     def default_config(self) -> RunConfig:
         """The run of `gf.train` for this size."""
-        found: TrainConfig = getattr(TrainConfig, self.size)()
-        return found
+        config: TrainConfig = getattr(TrainConfig, self.size)()
+        return config
 
-    def _fit(self, task: Task) -> TrainReport:
+    def _fit(self, task: FitTask) -> TrainReport:
         config = task.config if isinstance(task.config, TrainConfig) else TrainConfig(**dataclasses.asdict(task.config))
         run = Run(_TwinMatching(self, task, config))
         report = complete(run, task.out, resume=task.resume, progress=task.progress)
         if report.finished:
             for row, direction in enumerate(CONDITIONAL):
-                found = fit_bandwidth(self.flow, task.val, direction, seed=self.seed)
-                self.bandwidth[row] = torch.tensor([found.kappa, found.guidance])
+                fitted = fit_bandwidth(self.flow, task.val, direction, seed=self.seed)
+                self.bandwidth[row] = torch.tensor([fitted.kappa, fitted.guidance])
             if task.out is not None:
                 self.write(task.out, self.state_dict())
         return report
 
-    def _score(self, queries: Tensor, gallery: Gallery, direction: str) -> Tensor:
+    def _score(self, queries: Tensor, gallery: Gallery, direction: Direction) -> Tensor:
         kappa, guidance = self.bandwidth[CONDITIONAL.index(direction)].tolist()
         chosen = {"kappa": kappa, "guidance": guidance, "seed": self.seed}
         scorer = RetrievalEntropy.fast(self.flow, gallery, direction, **chosen).to(self.device)
@@ -67,14 +67,14 @@ class EuclideanFlow(Sized):
 
 
 class _TwinMatching(FlowMatching):
-    """Flow matching that keeps its weights as a baseline's."""
+    """Flow matching that exports its weights as those of a baseline."""
 
-    def __init__(self, method: EuclideanFlow, task: Task, config: TrainConfig) -> None:
+    def __init__(self, method: EuclideanFlow, task: FitTask, config: TrainConfig) -> None:
         super().__init__(method.flow, task.pairs, task.val, config)
         self.method = method
         self.facts = method.facts
 
     def export(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """Without a bandwidth yet."""
+        """Writes what `Baseline.load` reads, before the bandwidth is fitted."""
         named = {f"flow.{name}": x for name, x in weights.items()}
         self.method.write(folder, {**named, "bandwidth": self.method.bandwidth})

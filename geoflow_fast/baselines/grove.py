@@ -1,4 +1,5 @@
-"""GroVE: one latent per pair, two sparse Gaussian processes from it to the embeddings (Venkataramanan et al., 2025)."""
+"""GroVE: each pair has one latent vector, and two sparse Gaussian processes map it to the embeddings (Venkataramanan et
+al., 2025)."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from geoflow_fast.baselines.base import Task, check_choice, check_one_width
-from geoflow_fast.baselines.trained import PUBLISHED, PairObjective, RowBatch, Trained
+from geoflow_fast.baselines.base import FitTask
+from geoflow_fast.baselines.trained import PUBLISHED, PairObjective, RowBatch, TrainedBaseline
 from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.directions import Direction
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.runtime import checks
 from geoflow_fast.training.config import RunConfig
@@ -23,9 +25,9 @@ from geoflow_fast.training.loop import Run, TrainReport, complete
 PCA_ROWS = 20_000
 STARTS = ("regression", "zero")
 NOISE_SHARE = 0.1
-"""Of the embeddings' variance, taken for noise at the start."""
+"""Share of the embeddings' variance that counts as noise at the start."""
 RIDGE = 1e-2
-"""Of the embeddings' variance, in the regression that guesses latents."""
+"""Ridge of the regression that guesses latents, as a share of the embeddings' variance."""
 _NEEDS = "grove needs the package gpytorch: pip install 'geoflow_fast[baselines]'"
 
 
@@ -44,7 +46,8 @@ def expected_log_likelihood(mean: Tensor, variance: Tensor, noise: Tensor, targe
 def sparse_process(inducing: int, latent: int, outputs: int) -> nn.Module:
     """A GPyTorch variational process of `outputs` coordinates over R^latent: RBF kernel with a scale.
 
-    Coordinates share kernel and inducing points; each has its own variational law, of independent inducing values.
+    Coordinates share the kernel and the inducing points; each has its own variational distribution, of independent
+    inducing values.
     """
     import gpytorch
 
@@ -64,7 +67,7 @@ def sparse_process(inducing: int, latent: int, outputs: int) -> nn.Module:
     return SparseProcess()
 
 
-class Side(nn.Module):
+class ModalityProcess(nn.Module):
     """The process of one modality, the noise of its embeddings around it, and a linear guess at their latents."""
 
     guess_weight: Tensor
@@ -79,10 +82,10 @@ class Side(nn.Module):
 
     @torch.no_grad()
     def begin(self, latent: Tensor, embedding: Tensor, pairs: int) -> None:
-        """Sets out from latents [n, q] of unit variance and embeddings [n, d]; the n rows stand for all `pairs`.
+        """Starts from latents [n, q] of unit variance and embeddings [n, d]; the n rows stand for all `pairs`.
 
-        GPyTorch's own start has no mean and a lengthscale of 0.7: in 10 dimensions all rows are then strangers to each
-        other.
+        GPyTorch's own start has a mean of zero and a lengthscale of 0.7, with which no two rows in 10 dimensions are
+        correlated.
         """
         process: Any = self.process
         mean = embedding.mean(0)
@@ -98,9 +101,9 @@ class Side(nn.Module):
         self._fit_inducing_values(latent, rest.double(), pairs / len(latent))
 
     def _fit_inducing_values(self, latent: Tensor, rest: Tensor, weight: float) -> None:
-        """The best law of them for rows that count `weight` times each.
+        """Sets the inducing values to their best distribution for rows that count `weight` times each.
 
-        Inducing values are L v, with L L^T their prior covariance: a regression of the embeddings on v.
+        Inducing values are L v, where L L^T is their prior covariance, so this is a regression of the embeddings on v.
         """
         process: Any = self.process
         strategy, law = process.variational_strategy, process.variational_strategy._variational_distribution
@@ -115,29 +118,29 @@ class Side(nn.Module):
         precision = one + scaled @ basis.T
         law.variational_mean.copy_(torch.linalg.solve(precision, scaled @ rest).T)
         law._variational_stddev.copy_(precision.diagonal().rsqrt().expand_as(law._variational_stddev))
-        strategy.variational_params_initialized.fill_(1)  # or the first call puts the prior in their place
+        strategy.variational_params_initialized.fill_(1)  # otherwise the first call would overwrite them with the prior
 
     def guess(self, embedding: Tensor) -> Tensor:
-        """Latents [B, q] of embeddings [B, d], by the regression of training latents at the start on embeddings."""
+        """Latents [B, q] of embeddings [B, d], guessed by a regression of the initial latents on the embeddings."""
         return embedding @ self.guess_weight + self.guess_bias
 
     def predict(self, latent: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of the process at latents [B, q]: [B, d] each."""
         self.process.train()  # in eval mode GPyTorch keeps parts of the graph from one call to the next
-        found = self.process(latent)
-        return found.mean.T, found.variance.T
+        predicted = self.process(latent)
+        return predicted.mean.T, predicted.variance.T
 
     def noise(self) -> Tensor:
         """Variance of the embeddings around the process."""
         return self.log_noise.exp() + 1e-6
 
     def kl(self) -> Tensor:
-        """Of the variational laws from their prior, summed over coordinates."""
+        """KL divergence of the variational distributions from their prior, summed over coordinates."""
         strategy: Any = self.process.variational_strategy
         return strategy.kl_divergence().sum()
 
 
-class GroVE(Trained):
+class GroVE(TrainedBaseline):
     """GroVE: predictive variance of a Gaussian process for the query's modality, averaged over coordinates.
 
     One sparse process per modality maps latent vectors to embeddings. The latent of a query is found by `adam_steps`
@@ -148,13 +151,14 @@ class GroVE(Trained):
 
     method: ClassVar[str] = "grove"
     title: ClassVar[str] = "GroVE"
+    ONE_WIDTH_FOR: ClassVar[str | None] = "alignment of the predictions"
     RECIPE: ClassVar[RunConfig] = dataclasses.replace(PUBLISHED, batch_size=128, weight_decay=0.0, optimizer="adam")
     LEARNING_RATES: ClassVar[dict[str, float]] = {"paper": 1e-5, "small": 1e-3, "tiny": 1e-2}
     INDUCING: ClassVar[dict[str, int]] = {"paper": 250, "small": 100, "tiny": 40}
 
     @classmethod
     def _check_sizes(cls, path: Path, tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> None:
-        """By widths alone: GPyTorch looks at values while it is made."""
+        """Compares widths alone, because GPyTorch cannot build its modules without values."""
         largest = max((size for x in tensors.values() for size in x.shape), default=0)
         for name in ("image_dim", "text_dim", "latent"):
             if checks.integer(settings[name], name, 1) > largest:
@@ -176,14 +180,16 @@ class GroVE(Trained):
             raise ValueError(reason)
         weights = {"elbo_weight": elbo_weight, "kl_weight": kl_weight, "adam_steps": adam_steps, "adam_lr": adam_lr}
         super().__init__(image_dim, text_dim, size, latent=latent, latent_start=latent_start, **weights)
-        check_choice("latent_start", latent_start, STARTS)
-        check_one_width("alignment of the predictions", image_dim, text_dim)
+        checks.one_of(latent_start, "latent_start", STARTS)
         if not 1 <= latent <= image_dim:
             raise ValueError(f"latent={latent} must be between 1 and the width {image_dim}")
         self.latent, self.elbo_weight, self.kl_weight = latent, elbo_weight, kl_weight
         self.adam_steps, self.adam_lr, self.latent_start = adam_steps, adam_lr, latent_start
         inducing = self.INDUCING[self.size]
-        self.image, self.text = Side(image_dim, inducing, latent), Side(text_dim, inducing, latent)
+        self.image, self.text = (
+            ModalityProcess(image_dim, inducing, latent),
+            ModalityProcess(text_dim, inducing, latent),
+        )
         # Coordinates of unit rows have a variance of about 1 / d, but GPyTorch adds a jitter of 1e-4 to covariances.
         self.unit = image_dim**0.5
         self.pairs_seen = 1
@@ -214,7 +220,7 @@ class GroVE(Trained):
         return self.elbo_weight * (prior - fits[0] - fits[1]) + self.kl_weight * aligned / image.shape[1]
 
     # unchecked: fit and uncertainty call it with what they have checked
-    def infer(self, targets: Iterable[tuple[Side, Tensor]]) -> Tensor:
+    def infer(self, targets: Iterable[tuple[ModalityProcess, Tensor]]) -> Tensor:
         """Latents [B, q] of rows whose embeddings are given for one or both modalities, found by Adam."""
         observed = list(targets)
         start = torch.stack([side.guess(x) for side, x in observed]).mean(0)
@@ -228,18 +234,18 @@ class GroVE(Trained):
                 optimizer.step()
         return latent.detach()
 
-    def _fit(self, task: Task) -> TrainReport:
+    def _fit(self, task: FitTask) -> TrainReport:
         self.pairs_seen = len(task.pairs)
         objective = _WithLatents(self, task)
         return complete(Run(objective), task.out, resume=task.resume, progress=task.progress)
 
-    def _score(self, queries: Tensor, gallery: Gallery, direction: str) -> Tensor:  # noqa: ARG002
-        side = self.text if direction == "t2i" else self.image
+    def _score(self, queries: Tensor, gallery: Gallery, direction: Direction) -> Tensor:  # noqa: ARG002
+        side = direction.queries(self.image, self.text)
         return side.predict(self.infer([(side, queries * self.unit)]))[1].mean(1) / self.unit**2
 
 
 class _TrainedTogether(nn.Module):
-    """The method and the latents [N, q] of its training pairs."""
+    """The method and the latents [N, q] of its training pairs, which are trained together."""
 
     def __init__(self, method: GroVE, pairs: int) -> None:
         super().__init__()
@@ -248,15 +254,15 @@ class _TrainedTogether(nn.Module):
 
 
 class _WithLatents(PairObjective):
-    """Training pairs bring their latents; those of validation pairs are inferred from both sides."""
+    """The latents of training pairs are learned; those of validation pairs are inferred from both embeddings."""
 
-    def __init__(self, method: GroVE, task: Task) -> None:
+    def __init__(self, method: GroVE, task: FitTask) -> None:
         self.together = _TrainedTogether(method, len(task.pairs))
         super().__init__(self.together, method, task)
         self.grove = method
 
     def prepare(self) -> None:
-        """Latents start at the principal components of the pairs, of unit variance, and processes from there."""
+        """Starts the latents at the principal components of the pairs, with unit variance, and fits the processes."""
         with torch.no_grad():
             self.together.latents.copy_(principal_components(self.pairs, self.grove.latent, self.config.seed))
             rows = some_rows(self.pairs, self.config.seed)
@@ -265,7 +271,7 @@ class _WithLatents(PairObjective):
                 side.begin(latent, self.grove.unit * embedding.to(self.device), len(self.pairs))
 
     def losses(self, batch: RowBatch) -> Tensor:
-        """At learned latents in training, at inferred ones in validation."""
+        """Uses learned latents in training and inferred ones in validation."""
         image, text, index = batch.tensors
         grove = self.grove
         latent = (
@@ -276,7 +282,7 @@ class _WithLatents(PairObjective):
         return grove.losses(image, text, latent)
 
     def export(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
-        """Without the latents."""
+        """Exports the method without the latents."""
         own = {name.removeprefix("method."): x for name, x in weights.items() if name.startswith("method.")}
         super().export(folder, own)
 

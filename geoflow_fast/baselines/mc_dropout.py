@@ -1,4 +1,4 @@
-"""Monte-Carlo dropout: an adapter whose dropout stays on at test; uncertain is what it does not repeat."""
+"""Monte-Carlo dropout: an adapter keeps its dropout at test time; what varies from pass to pass is uncertain."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from geoflow_fast.baselines.base import check_one_width
 from geoflow_fast.baselines.probvlm import ProbVLM, Trunk, check_passes
-from geoflow_fast.baselines.trained import HIDDEN, Trained
+from geoflow_fast.baselines.trained import HIDDEN, TrainedBaseline
+from geoflow_fast.directions import Direction
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.training.config import RunConfig
 
 
-class MCDropout(Trained):
+class MCDropout(TrainedBaseline):
     """MC dropout: variance, over `passes` with dropout, of the predicted partner embedding, averaged over coordinates.
 
     One residual adapter per modality (the trunk of ProbVLM) is trained by squared error to predict the partner's
@@ -25,6 +25,7 @@ class MCDropout(Trained):
 
     method: ClassVar[str] = "mc_dropout"
     title: ClassVar[str] = "MC dropout"
+    ONE_WIDTH_FOR: ClassVar[str | None] = "the adapter's residual"
     RECIPE: ClassVar[RunConfig] = ProbVLM.RECIPE
     LEARNING_RATES: ClassVar[dict[str, float]] = ProbVLM.LEARNING_RATES
 
@@ -33,7 +34,6 @@ class MCDropout(Trained):
     ) -> None:
         super().__init__(image_dim, text_dim, size, dropout=dropout, passes=passes, seed=seed)
         check_passes(dropout, passes)
-        check_one_width("the adapter's residual", image_dim, text_dim)
         self.passes, self.seed = passes, seed
         hidden = HIDDEN[self.size]
         self.image, self.text = Trunk(image_dim, hidden, dropout), Trunk(text_dim, hidden, dropout)
@@ -43,7 +43,7 @@ class MCDropout(Trained):
         image, text = tensors
         return (self.image(image) - text).square().sum(1) + (self.text(text) - image).square().sum(1)
 
-    def _score(self, queries: Tensor, gallery: Gallery, direction: str) -> Tensor:  # noqa: ARG002
-        trunk = self.text if direction == "t2i" else self.image
+    def _score(self, queries: Tensor, gallery: Gallery, direction: Direction) -> Tensor:  # noqa: ARG002
+        trunk = direction.queries(self.image, self.text)
         drawn = torch.stack([functional.normalize(trunk(queries, m)) for m in trunk.masks(self.passes, self.seed)])
         return drawn.double().var(0, correction=0).mean(1)

@@ -13,20 +13,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from geoflow_fast.baselines.base import check_choice, check_one_width
-from geoflow_fast.baselines.trained import HIDDEN, PUBLISHED, Trained
+from geoflow_fast.baselines.trained import HIDDEN, PUBLISHED, TrainedBaseline
+from geoflow_fast.directions import Direction
 from geoflow_fast.retrieval.gallery import Gallery
+from geoflow_fast.runtime import checks
 from geoflow_fast.training.config import RunConfig
 
 FORMS = ("true", "product")
 UNCERTAINTIES = ("aleatoric", "epistemic", "total")
 LEAST_INVERSE_SCALE, LEAST_SHAPE = 1e-3, 0.05
-# Beyond this exponent (|y - mu| / alpha)^beta goes on linearly in it: finite, and with a gradient that points back.
+# From this exponent on, (|y - mu| / alpha)^beta continues linearly, so that it stays finite and its gradient points
+# back.
 _LARGEST_EXPONENT = 10.0
 
 
 class GeneralisedGaussian(NamedTuple):
-    """Of each coordinate: mean, 1 / scale and shape, all [B, d]. Shape 2 is Gaussian, 1 is Laplace."""
+    """The mean, 1 / scale and shape of each coordinate, all [B, d]. Shape 2 is Gaussian, shape 1 is Laplace."""
 
     mean: Tensor
     inverse_scale: Tensor
@@ -36,7 +38,7 @@ class GeneralisedGaussian(NamedTuple):
         """-log density of `target` [B, d], by coordinate.
 
         `form="product"` has |y - mu| beta / alpha, at most 1000, in place of (|y - mu| / alpha)^beta, as published code
-        does for stability; it is no density.
+        does for stability; that is not a density.
         """
         distance = (target - self.mean).abs() * self.inverse_scale
         if form == "true":
@@ -53,7 +55,7 @@ class GeneralisedGaussian(NamedTuple):
 
 
 def exp_then_linear(x: Tensor) -> Tensor:
-    """exp(x) up to a large x, from there on its tangent."""
+    """exp(x) up to a large x, and its tangent from there on."""
     bounded = x.clamp(max=_LARGEST_EXPONENT)
     return bounded.exp() * (1 + x - bounded)
 
@@ -68,13 +70,13 @@ class Trunk(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """`mask` [hidden]: the units that dropout keeps, scaled, instead of what the mode says."""
+        """`mask` [hidden], if given, replaces random dropout: zero for dropped units, a scale for the others."""
         h = functional.relu(self.second(functional.relu(self.first(x))))
         h = functional.dropout(h, self.dropout, self.training) if mask is None else h * mask
         return x + self.last(h)
 
     def masks(self, count: int, seed: int) -> Tensor:
-        """Masks [count, hidden] of so many passes, a function of the seed: one thinned network for all rows."""
+        """Masks [count, hidden] of `count` passes, drawn with the seed; all rows of a pass share one mask."""
         keep = torch.rand(count, self.second.out_features, generator=torch.Generator().manual_seed(seed))
         return ((keep >= self.dropout) / (1 - self.dropout)).to(self.last.weight)
 
@@ -97,7 +99,7 @@ class Adapter(nn.Module):
         )
 
 
-class ProbVLM(Trained):
+class ProbVLM(TrainedBaseline):
     """ProbVLM: variance of the generalised Gaussian that is predicted for a query, averaged over coordinates.
 
     `form`: "true" for the likelihood of that distribution, "product" for the variant in published code, which is not a
@@ -108,6 +110,7 @@ class ProbVLM(Trained):
 
     method: ClassVar[str] = "probvlm"
     title: ClassVar[str] = "ProbVLM"
+    ONE_WIDTH_FOR: ClassVar[str | None] = "the partner's likelihood"
     RECIPE: ClassVar[RunConfig] = dataclasses.replace(PUBLISHED, weight_decay=5e-4)
     LEARNING_RATES: ClassVar[dict[str, float]] = {"paper": 1e-4, "small": 3e-4, "tiny": 1e-3}
 
@@ -128,10 +131,9 @@ class ProbVLM(Trained):
         settings = {"form": form, "uncertainty_of": uncertainty_of, "dropout": dropout, "passes": passes}
         weights = {"l1_weight": l1_weight, "nll_weight": nll_weight, "cross_weight": cross_weight}
         super().__init__(image_dim, text_dim, size, **settings, **weights, seed=seed)
-        check_choice("form", form, FORMS)
-        check_choice("uncertainty_of", uncertainty_of, UNCERTAINTIES)
+        checks.one_of(form, "form", FORMS)
+        checks.one_of(uncertainty_of, "uncertainty_of", UNCERTAINTIES)
         check_passes(dropout, passes)
-        check_one_width("the partner's likelihood", image_dim, text_dim)
         self.form, self.uncertainty_of, self.passes, self.seed = form, uncertainty_of, passes, seed
         self.l1_weight, self.nll_weight, self.cross_weight = l1_weight, nll_weight, cross_weight
         hidden = HIDDEN[self.size]
@@ -145,25 +147,25 @@ class ProbVLM(Trained):
         return own + self.cross_weight * (self._loss(of_image, text) + self._loss(of_text, image))
 
     def _loss(self, law: GeneralisedGaussian, target: Tensor) -> Tensor:
-        # float32 also under autocast: powers and lgamma
+        # Powers and lgamma need float32, under autocast too.
         law = GeneralisedGaussian(*(x.float() for x in law))
         distance = (law.mean - target).abs().mean(1)
         return self.l1_weight * distance + self.nll_weight * law.nll(target, self.form).mean(1)
 
-    def _score(self, queries: Tensor, gallery: Gallery, direction: str) -> Tensor:  # noqa: ARG002
-        adapter = self.text if direction == "t2i" else self.image
-        found = torch.zeros(len(queries), dtype=torch.float64, device=queries.device)
+    def _score(self, queries: Tensor, gallery: Gallery, direction: Direction) -> Tensor:  # noqa: ARG002
+        adapter = direction.queries(self.image, self.text)
+        variance = torch.zeros(len(queries), dtype=torch.float64, device=queries.device)
         if self.uncertainty_of != "epistemic":
-            found += adapter(queries).variance().double().mean(1)
+            variance += adapter(queries).variance().double().mean(1)
         if self.uncertainty_of != "aleatoric":
             masks = adapter.trunk.masks(self.passes, self.seed)
             means = torch.stack([adapter(queries, mask).mean for mask in masks])
-            found += means.double().var(0, correction=0).mean(1)
-        return found
+            variance += means.double().var(0, correction=0).mean(1)
+        return variance
 
 
 def check_passes(dropout: float, passes: int) -> None:
-    """ValueError unless passes with this dropout can differ."""
+    """Raises a ValueError unless passes with this dropout can differ."""
     if not 0 < dropout < 1:
         raise ValueError(f"dropout must be between 0 and 1, got {dropout}")
     if passes < 2:

@@ -1,4 +1,5 @@
-"""REPVLM: one Riemannian flow on one sphere for both modalities, told apart by a label; rare is uncertain."""
+"""REPVLM: one Riemannian flow on one sphere serves both modalities, which a label tells apart; rare queries count as
+uncertain."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from geoflow_fast.baselines.base import check_one_width
-from geoflow_fast.baselines.trained import HIDDEN, PUBLISHED, Trained
+from geoflow_fast.baselines.trained import HIDDEN, PUBLISHED, TrainedBaseline
+from geoflow_fast.directions import IMAGE, TEXT, Direction
 from geoflow_fast.flow.network import zero_linear
 from geoflow_fast.flow.solvers import Streams
 from geoflow_fast.geometry import interpolate, project_tangent
@@ -22,7 +23,6 @@ from geoflow_fast.noise import sample_uniform
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.training.config import RunConfig
 
-IMAGE, TEXT = 0, 1
 FREQUENCIES = 64
 SCORE_ROWS = 1024
 
@@ -66,19 +66,19 @@ class SphereField(nn.Module):
 
 @dataclass(frozen=True)
 class OneModality:
-    """A field on one sphere as a field on pairs: the image stream carries the points, the text stream stands still."""
+    """Makes a field on one sphere a field on pairs: the image stream carries the points, the text stream rests."""
 
     field: SphereField
     label: int
 
     def velocity(self, image: Tensor, text: Tensor, t: float | Tensor, direction: str) -> Streams:  # noqa: ARG002
-        """(v_image, 0)."""
+        """The velocity of the points, and zero for the text stream."""
         times = torch.as_tensor(t, dtype=image.dtype, device=image.device).expand(len(image))
         label = torch.full((len(image),), self.label, device=image.device)
         return self.field(image, times, label), torch.zeros_like(text)
 
 
-class REPVLM(Trained):
+class REPVLM(TrainedBaseline):
     """REPVLM: -log p(query | its modality), from the reverse ODE with `n_probes` Hutchinson probes in `n_steps` steps.
 
     It measures how rare a query is, not how many answers it has; the gallery plays no part. `pair_score` is the
@@ -87,6 +87,7 @@ class REPVLM(Trained):
 
     method: ClassVar[str] = "repvlm"
     title: ClassVar[str] = "REPVLM"
+    ONE_WIDTH_FOR: ClassVar[str | None] = "one sphere for both modalities"
     RECIPE: ClassVar[RunConfig] = dataclasses.replace(PUBLISHED, weight_decay=1e-5)
     LEARNING_RATES: ClassVar[dict[str, float]] = {"paper": 1e-5, "small": 3e-4, "tiny": 1e-3}
 
@@ -101,7 +102,6 @@ class REPVLM(Trained):
         seed: int = 0,
     ) -> None:
         super().__init__(image_dim, text_dim, size, depth=depth, n_steps=n_steps, n_probes=n_probes, seed=seed)
-        check_one_width("one sphere for both modalities", image_dim, text_dim)
         self.n_steps, self.n_probes, self.seed = n_steps, n_probes, seed
         self.field = SphereField(image_dim, HIDDEN[self.size], depth)
 
@@ -128,8 +128,9 @@ class REPVLM(Trained):
             generator = torch.Generator().manual_seed(self.seed)
             settings = DensitySettings(self.n_steps, self.n_probes, shared=True)
             field = OneModality(self.field, label)
-            found = log_density(field, rows, rows, "t2i", generator=generator, settings=settings)
-            parts.append(cast(Tensor, found))
+            parts.append(
+                cast(Tensor, log_density(field, rows, rows, Direction.T2I, generator=generator, settings=settings))
+            )
         return torch.cat(parts) if parts else points.new_zeros(0, dtype=torch.float64)
 
     # unchecked: fit and uncertainty call it with what they have checked
@@ -137,5 +138,5 @@ class REPVLM(Trained):
         """-log p(image) - log p(text) of pairs of unit rows, [B, d] each: float64 [B], in nats."""
         return -self.log_prob(image, IMAGE) - self.log_prob(text, TEXT)
 
-    def _score(self, queries: Tensor, gallery: Gallery, direction: str) -> Tensor:  # noqa: ARG002
-        return -self.log_prob(queries, TEXT if direction == "t2i" else IMAGE)
+    def _score(self, queries: Tensor, gallery: Gallery, direction: Direction) -> Tensor:  # noqa: ARG002
+        return -self.log_prob(queries, direction.queries(IMAGE, TEXT))

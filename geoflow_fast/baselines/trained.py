@@ -1,4 +1,4 @@
-"""Baselines that learn by gradient: the loop, checkpoints, resume and progress of `trainer`, on shuffled pairs."""
+"""Baselines that are trained by gradient descent on shuffled pairs, with the loop of `training`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from geoflow_fast.baselines.base import Baseline, Task
+from geoflow_fast.baselines.base import Baseline, FitTask
+from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.data.rows import Index
 from geoflow_fast.training.batches import ShuffledBatches, generator_for, piece_edges, validation_index
 from geoflow_fast.training.config import RunConfig
 from geoflow_fast.training.loop import Run, TrainReport, complete
@@ -26,12 +27,12 @@ TINY_WIDTH = 64
 """Embeddings up to this width get the tiny size unless another is asked for, wider ones the small size."""
 
 PUBLISHED = RunConfig(steps=120_000, batch_size=2048, warmup_steps=1000, val_every=10_000, val_batches=20)
-"""What the published runs have in common."""
+"""The settings that the published runs have in common."""
 
 
 @dataclass(frozen=True)
 class RowBatch:
-    """What the loss of a batch takes: tensors of one number of rows."""
+    """The tensors that the loss of a batch takes, all with the same number of rows."""
 
     tensors: tuple[Tensor, ...]
 
@@ -39,13 +40,13 @@ class RowBatch:
         return len(self.tensors[0])
 
     def pieces(self, count: int) -> Iterator[RowBatch]:
-        """The batch in `count` pieces of nearly equal size, or in single rows if there are fewer."""
+        """Yields the batch in `count` pieces of nearly equal size, or in single rows if it has fewer."""
         for low, high in piece_edges(len(self), count):
             yield RowBatch(tuple(x[low:high] for x in self.tensors))
 
 
-class Sized(Baseline):
-    """A baseline of one of three sizes.
+class SizedBaseline(Baseline):
+    """A baseline whose network and run come in three sizes.
 
     `size`: "paper" for the published network and run, "small" for hours on a few cores, "tiny" for about a minute at
     small width; "auto" chooses tiny or small by the width of the embeddings.
@@ -60,16 +61,17 @@ class Sized(Baseline):
         self.size = size
 
 
-class Trained(Sized):
-    """A baseline with a loss of its own. Subclasses have `RECIPE`, the published run, and `LEARNING_RATES` by size."""
+class TrainedBaseline(SizedBaseline):
+    """A baseline that is trained with a loss of its own. Subclasses have `RECIPE`, the published run, and
+    `LEARNING_RATES` by size."""
 
     RECIPE: ClassVar[RunConfig]
     LEARNING_RATES: ClassVar[Mapping[str, float]]
     CONTRASTIVE: ClassVar[bool] = False
-    """Whether the rows of a batch are compared with each other, so that it cannot be taken in pieces."""
+    """True if the loss compares the rows of a batch with each other, so that a batch cannot be taken in pieces."""
 
     def default_config(self) -> RunConfig:
-        """The published run; for smaller sizes a shorter one of smaller batches and a higher learning rate."""
+        """The published run; for smaller sizes a shorter run with smaller batches and a higher learning rate."""
         changes: dict[str, Any] = {
             "paper": {},
             "small": {"steps": 20_000, "warmup_steps": 500, "val_every": 500, "val_batches": 5},
@@ -81,21 +83,22 @@ class Trained(Sized):
 
     # unchecked: fit and uncertainty call it with what they have checked
     def make_batch(self, image: Tensor, text: Tensor, index: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:  # noqa: ARG002
-        """What `losses` takes for pairs number `index` [B] (image [B, d_I], text [B, d_T]); randomness on the CPU."""
+        """What `losses` takes for the pairs numbered `index` [B], image [B, d_I] and text [B, d_T]. Random numbers come
+        from `generator`, on the CPU."""
         return image, text
 
     @abstractmethod
     def losses(self, *tensors: Tensor) -> Tensor:
         """Loss of each row [B] of a batch of `make_batch`."""
 
-    def _fit(self, task: Task) -> TrainReport:
+    def _fit(self, task: FitTask) -> TrainReport:
         return complete(Run(PairObjective(self, self, task)), task.out, resume=task.resume, progress=task.progress)
 
 
 class PairObjective(Objective[RowBatch]):
-    """The loss of a `Trained` on shuffled pairs. `module`: what is trained: the method, or something around it."""
+    """The objective of a `TrainedBaseline`. `module` is what is trained: the method, or a module that contains it."""
 
-    def __init__(self, module: nn.Module, method: Trained, task: Task) -> None:
+    def __init__(self, module: nn.Module, method: TrainedBaseline, task: FitTask) -> None:
         if method.CONTRASTIVE and task.config.accumulate > 1:
             raise ValueError(f"{method.method} compares the rows of a batch with each other: accumulate must be 1")
         super().__init__(module, task.pairs, task.val, task.config, method.facts)
@@ -104,16 +107,15 @@ class PairObjective(Objective[RowBatch]):
         self.order = ShuffledBatches(len(task.pairs), task.config.batch_size, task.config.seed)
 
     def training_batch(self, step: int) -> RowBatch:
-        """Shuffled pairs."""
-        return self._batch(self.order[step], generator_for(self.config.seed, "batch", step), held_out=False)
+        """The batch of a training step, made of shuffled pairs."""
+        return self._batch(self.pairs, self.order[step], generator_for(self.config.seed, "batch", step))
 
     def validation_batch(self, number: int) -> RowBatch:
-        """The same held-out pairs and random numbers every time."""
+        """Validation batch `number`: the same held-out pairs and random numbers every time."""
         index = validation_index(self.val, self.config.batch_size, number)
-        return self._batch(index, generator_for(self.config.seed, "validation", number), held_out=True)
+        return self._batch(self.val, index, generator_for(self.config.seed, "validation", number))
 
-    def _batch(self, index: np.ndarray, generator: torch.Generator, *, held_out: bool) -> RowBatch:
-        pairs = self.val if held_out else self.pairs
+    def _batch(self, pairs: EmbeddingPairs, index: Index, generator: torch.Generator) -> RowBatch:
         image, text = (x.to(self.device, non_blocking=True) for x in pairs[index])
         return RowBatch(self.method.make_batch(image, text, torch.from_numpy(index).to(self.device), generator))
 

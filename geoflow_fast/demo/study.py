@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.baselines.base import Baseline
-from geoflow_fast.baselines.references import KNNDistance, Margin, MaxSoftmax, SoftmaxEntropy
+from geoflow_fast.baselines.untrained import KNNDistance, Margin, MaxSoftmax, SoftmaxEntropy
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.evaluation.agreement import DensityAgreement, agreement, densities

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from geoflow_fast import baselines
-from geoflow_fast.baselines.references import Reference
+from geoflow_fast.baselines.untrained import CosineBaseline
 from geoflow_fast.evaluation.abstention import AbstentionThreshold
 from geoflow_fast.evaluation.compare import Comparison, Result
 from geoflow_fast.evaluation.metrics import selective_accuracy
@@ -64,7 +64,7 @@ def style_of(method: str) -> dict[str, Any]:
         return {"color": FLOW_COLOURS[method], "linewidth": 2.4, "linestyle": "-", "zorder": 4}
     names = list(baselines.METHODS)
     place = names.index(method) if method in names else sum(map(ord, method))
-    plain = method == "knn" or (method in names and issubclass(baselines.METHODS[method], Reference))
+    plain = method == "knn" or (method in names and issubclass(baselines.METHODS[method], CosineBaseline))
     return {
         "color": OTHER_COLOURS[place % len(OTHER_COLOURS)],
         "linewidth": 1.4,

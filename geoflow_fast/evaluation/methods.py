@@ -21,7 +21,7 @@ from torch import Tensor
 
 from geoflow_fast import baselines
 from geoflow_fast.baselines.bayesvlm import NEEDS_ACTIVATIONS, Activations, BayesVLM, towers
-from geoflow_fast.baselines.references import CosineSoftmax, Reference
+from geoflow_fast.baselines.untrained import CosineBaseline, CosineSoftmax
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import CONDITIONAL, DIRECTIONS
 from geoflow_fast.evaluation.retrieval import RetrievalSet
@@ -272,7 +272,7 @@ class BaselineMethod(Method):
     @property
     def learns_from_val(self) -> bool:
         """Whether held-out pairs are all it needs."""
-        return isinstance(self.baseline, Reference)
+        return isinstance(self.baseline, CosineBaseline)
 
     def facts(self) -> dict[str, Any]:
         """Settings, run and training pairs."""
@@ -408,7 +408,7 @@ def default_methods(study: Study) -> list[str]:
     """All that can be made of what the study has, without `EXTRA` and baselines that need more than pairs."""
     flow = [name for name in FLOW_METHODS if name not in EXTRA] if study.flow is not None else []
     ready = {name: kind for name, kind in baselines.METHODS.items() if kind.missing() is None}
-    fit = [name for name, kind in ready.items() if study.train is not None or issubclass(kind, Reference)]
+    fit = [name for name, kind in ready.items() if study.train is not None or issubclass(kind, CosineBaseline)]
     return [*flow, *fit]
 
 

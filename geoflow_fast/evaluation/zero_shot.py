@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.baselines.base import nearest
-from geoflow_fast.baselines.references import KNNDistance
+from geoflow_fast.baselines.untrained import KNNDistance
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import DIRECTIONS
 from geoflow_fast.evaluation.metrics import BINS, retrieval_calibration, selective_accuracy

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,12 @@ def words(x: object, name: str) -> str:
     if not isinstance(x, str):
         raise TypeError(f"{name} must be text, got {x!r}")
     return x
+
+
+def one_of(x: object, name: str, choices: Sequence[str]) -> None:
+    """Raises a ValueError that lists the `choices` unless `x` is one of them."""
+    if x not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {x!r}")
 
 
 def device(x: object, name: str = "device") -> torch.device:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from geoflow_fast.flow.curriculum import Curriculum
@@ -12,16 +11,16 @@ from geoflow_fast.ops.ot_assign import CONDITIONAL_COUPLINGS, COUPLINGS
 from geoflow_fast.runtime import checks
 
 PRECISIONS = ("auto", "float32", "bfloat16")
-
-
 OPTIMIZERS = ("adamw", "adam", "sgd")
+NOISES = ("iid", "structured")
+OT_SCOPES = ("global", "local")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Settings common to all networks that are trained on pairs: steps, schedule, validation, checkpoints.
+    """Settings that all networks trained on pairs have in common: steps, schedule, validation, checkpoints.
 
-    `TrainConfig`, which adds those of a flow, describes the fields.
+    `TrainConfig`, which adds the settings of a flow, describes the fields.
     """
 
     steps: int = 20_000
@@ -53,12 +52,12 @@ class RunConfig:
                 continue
             least = 0 if field.name in ("warmup_steps", "seed") else 1
             most = checks.LARGEST_COUNT if field.name in ("steps", "val_batches") else checks.LARGEST_SEED
-            # numpy's integers are taken, but JSON does not know them.
+            # Integers of numpy are accepted, but JSON cannot hold them.
             object.__setattr__(self, field.name, checks.integer(getattr(self, field.name), field.name, least, most))
         self._check_positive("lr", "clip")
         self._check_shares("val_fraction")
-        self._check_choice("precision", PRECISIONS)
-        self._check_choice("optimizer", OPTIMIZERS)
+        checks.one_of(self.precision, "precision", PRECISIONS)
+        checks.one_of(self.optimizer, "optimizer", OPTIMIZERS)
         checks.number(self.weight_decay, "weight_decay", least=0.0)
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay must be in [0, 1), got {self.ema_decay}")
@@ -75,12 +74,8 @@ class RunConfig:
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
 
-    def _check_choice(self, name: str, choices: Sequence[str]) -> None:
-        if getattr(self, name) not in choices:
-            raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
-
     def learning_rate(self, step: int) -> float:
-        """Learning rate of a 0-based step: linear warm-up, then a cosine to zero at the end of the run."""
+        """Learning rate of a 0-based step: a linear warm-up, then a cosine that ends at zero."""
         checks.integer(step, "step")
         warmup = self.warmup_steps if self.warmup_steps < self.steps else self.steps // 10
         if step < warmup:
@@ -89,22 +84,16 @@ class RunConfig:
         return self.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-NOISES = ("iid", "structured")
-
-
-OT_SCOPES = ("global", "local")
-
-
 @dataclass(frozen=True)
 class TrainConfig(RunConfig):
     """Settings of a training run. `paper()` has exactly the paper's settings; docs/training.md lists where the defaults
     differ.
 
     `coupling` pairs noise with data in joint rows: "paper" (row argmax of the entropic transport plan), "sample" (a
-    draw from each row of the plan), "exact" (linear assignment) or "independent". `conditional_coupling` does so in i2t
-    and t2i rows: "independent", "paper" or "c2ot". A plan is solved among the rows that use it, with regularisation
-    `sinkhorn_eps`. `noise`: "iid", or "structured" for Hadamard blocks, whose plan is much cheaper. `ot_scope`: with
-    several ranks, one plan for the rows of all ("global") or one per rank ("local").
+    draw from each row of the plan), "exact" (linear assignment) or "independent". `conditional_coupling` does the same
+    in i2t and t2i rows: "independent", "paper" or "c2ot". A plan is solved among the rows that use it, with
+    regularisation `sinkhorn_eps`. `noise`: "iid", or "structured" for Hadamard blocks, whose plan is much cheaper.
+    `ot_scope`: with several ranks, one plan for the rows of all ("global") or one plan per rank ("local").
 
     Curriculum: the first `conditional_share` of the steps are conditional only; over the next `ramp_share` the
     probability of a joint row rises linearly to `p_joint`. `p_drop`: probability that a conditional row has its
@@ -136,10 +125,10 @@ class TrainConfig(RunConfig):
         super().__post_init__()
         self._check_positive("sinkhorn_eps")
         self._check_shares("conditional_share", "ramp_share", "p_joint", "p_drop")
-        self._check_choice("coupling", COUPLINGS)
-        self._check_choice("conditional_coupling", CONDITIONAL_COUPLINGS)
-        self._check_choice("noise", NOISES)
-        self._check_choice("ot_scope", OT_SCOPES)
+        checks.one_of(self.coupling, "coupling", COUPLINGS)
+        checks.one_of(self.conditional_coupling, "conditional_coupling", CONDITIONAL_COUPLINGS)
+        checks.one_of(self.noise, "noise", NOISES)
+        checks.one_of(self.ot_scope, "ot_scope", OT_SCOPES)
 
     @classmethod
     def paper(cls) -> TrainConfig:

@@ -22,9 +22,9 @@ from geoflow_fast import baselines
 from geoflow_fast.baselines import bayesvlm
 from geoflow_fast.baselines.asymvlm import log_power_spherical, log_vmf_normalizer
 from geoflow_fast.baselines.bayesvlm import contrastive_curvature, cosine_moments
-from geoflow_fast.baselines.grove import Side, expected_log_likelihood, gaussian_kl
+from geoflow_fast.baselines.grove import ModalityProcess, expected_log_likelihood, gaussian_kl
 from geoflow_fast.baselines.probvlm import LEAST_INVERSE_SCALE, LEAST_SHAPE, GeneralisedGaussian
-from geoflow_fast.baselines.references import KNNDistance, Margin, MaxSoftmax, SoftmaxEntropy
+from geoflow_fast.baselines.untrained import KNNDistance, Margin, MaxSoftmax, SoftmaxEntropy
 from geoflow_fast.cli.app import app
 from geoflow_fast.evaluation.compare import compare
 from geoflow_fast.evaluation.methods import Study
@@ -323,7 +323,7 @@ class TestGroVE:
         generator = torch.Generator().manual_seed(0)
         latent, new = torch.randn(30, 3, generator=generator), torch.randn(11, 3, generator=generator)
         embedding = torch.randn(30, 5, generator=generator) + torch.arange(5)
-        side = Side(5, 10, 3)
+        side = ModalityProcess(5, 10, 3)
         side.begin(latent, embedding, pairs)
         y = embedding.double().numpy()
         rest = y - y.mean(0)

@@ -1,4 +1,4 @@
-"""What everybody would try first: uncertainties that need no training, from the cosines of plain search.
+"""Uncertainties that need no training: functions of the cosines of plain search.
 
 Galleries are streamed through the kernels of `ops.gallery_posterior`: there is no matrix of all queries by all items.
 """
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geoflow_fast.baselines.base import Baseline, Task, check_one_width, nearest
+from geoflow_fast.baselines.base import Baseline, FitTask, nearest
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.ops.gallery_statistics import GalleryPosterior
@@ -22,31 +22,29 @@ from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.task import pair_task
 
 
-class Reference(Baseline):
+class CosineBaseline(Baseline):
     """A method that uses cosines between the modalities, which must have the same width."""
 
-    def __init__(self, image_dim: int, text_dim: int) -> None:
-        check_one_width("a cosine", image_dim, text_dim)
-        super().__init__(image_dim, text_dim)
+    ONE_WIDTH_FOR: ClassVar[str | None] = "a cosine"
 
 
-class Margin(Reference):
+class Margin(CosineBaseline):
     """Cosine margin: minus the difference between the largest and the second largest cosine."""
 
     method: ClassVar[str] = "margin"
     title: ClassVar[str] = "cosine margin"
 
-    def _fit(self, task: Task) -> None:
+    def _fit(self, task: FitTask) -> None:
         """There is nothing to learn."""
 
-    def _score(self, queries: Tensor, gallery: Gallery, direction: str) -> Tensor:  # noqa: ARG002
+    def _score(self, queries: Tensor, gallery: Gallery, direction: Direction) -> Tensor:  # noqa: ARG002
         if len(gallery) < 2:
             return queries.new_zeros(len(queries))
         cosine, _ = nearest(queries, gallery, 2)
         return cosine[:, 1] - cosine[:, 0]
 
 
-class CosineSoftmax(Reference):
+class CosineSoftmax(CosineBaseline):
     """A function of the softmax of cosine / temperature over the gallery.
 
     The temperature of each direction minimises the -log probability of the true item for at most `QUERIES` held-out
@@ -60,11 +58,11 @@ class CosineSoftmax(Reference):
         super().__init__(image_dim, text_dim)
         self.register_buffer("scale", torch.zeros(len(CONDITIONAL)))  # 1 / temperature, by direction
 
-    def _fit(self, task: Task) -> None:
-        found = [tuned_scale(task.val, direction, self.QUERIES, task.config.seed) for direction in CONDITIONAL]
-        self.scale.copy_(torch.tensor(found))
+    def _fit(self, task: FitTask) -> None:
+        scales = [tuned_scale(task.val, direction, self.QUERIES, task.config.seed) for direction in CONDITIONAL]
+        self.scale.copy_(torch.tensor(scales))
 
-    def _score(self, queries: Tensor, gallery: Gallery, direction: str) -> Tensor:
+    def _score(self, queries: Tensor, gallery: Gallery, direction: Direction) -> Tensor:
         scale = float(self.scale[CONDITIONAL.index(direction)])
         return self._read_out(gallery.statistics(queries.unsqueeze(1), scale, 1).posterior(torch.float64))
 
@@ -121,23 +119,23 @@ class KNNDistance(Baseline):
         self.register_buffer("image", torch.empty(0, image_dim))
         self.register_buffer("text", torch.empty(0, text_dim))
 
-    def _fit(self, task: Task) -> None:
+    def _fit(self, task: FitTask) -> None:
         if len(task.pairs) < self.neighbours:
             raise ValueError(f"{len(task.pairs)} training pairs are fewer than neighbours={self.neighbours}")
         kept = np.sort(np.random.default_rng(task.config.seed).permutation(len(task.pairs))[: self.max_rows])
         device = self.device
         self.image, self.text = (x.to(device) for x in task.pairs[kept])
 
-    def _make_room(self, tensors: Mapping[str, Tensor]) -> None:
+    def _resize_buffers(self, tensors: Mapping[str, Tensor]) -> None:
         for name in ("image", "text"):
             setattr(self, name, torch.empty(len(tensors.get(name, ())), getattr(self, name).shape[1]))
 
-    def _score(self, queries: Tensor, gallery: Gallery, direction: str) -> Tensor:  # noqa: ARG002
-        cosine, _ = nearest(queries, Gallery(self.text if direction == "t2i" else self.image), self.neighbours)
+    def _score(self, queries: Tensor, gallery: Gallery, direction: Direction) -> Tensor:  # noqa: ARG002
+        cosine, _ = nearest(queries, Gallery(direction.queries(self.image, self.text)), self.neighbours)
         return 1 - cosine[:, -1]
 
 
-def tuned_scale(pairs: EmbeddingPairs, direction: str, max_queries: int, seed: int) -> float:
+def tuned_scale(pairs: EmbeddingPairs, direction: Direction, max_queries: int, seed: int) -> float:
     """Inverse temperature of the cosine softmax with the least -log probability of the true items of these pairs."""
-    task = pair_task(pairs, Direction.of(direction, conditional=True), max_queries, seed)
+    task = pair_task(pairs, direction, max_queries, seed)
     return fit_cosine_scale(task.queries, task.items, task.own[:, 0])
