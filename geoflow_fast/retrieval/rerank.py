@@ -41,10 +41,10 @@ Candidates = Tensor | NDArray[np.integer]
 
 
 class Store(Protocol):
-    """What is asked of a FAISS index, or of anything that searches like one."""
+    """The method that a FAISS index has, and anything else that can search the gallery."""
 
     def search(self, x: NDArray[np.float32], k: int, /) -> tuple[NDArray[Any], NDArray[Any]]:
-        """(scores, numbers of gallery rows), each [Q, k]; -1 where fewer were found."""
+        """(scores, numbers of gallery rows), each [Q, k]; -1 where there are fewer than k."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ class BayesReranker(nn.Module):
         wrong = {
             f"name rows outside the gallery of {len(self.gallery)}": (index < -1) | (index >= len(self.gallery)),
             "name one row twice": (ranked[:, 1:] == ranked[:, :-1]) & (ranked[:, 1:] >= 0),
-            "are none": (index < 0).all(1, keepdim=True),
+            "are all -1": (index < 0).all(1, keepdim=True),
         }
         for what, bad in wrong.items():
             if bool(bad.any()):

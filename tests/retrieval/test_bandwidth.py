@@ -1,4 +1,4 @@
-"""Bandwidth and item marginals against their definitions and against laws whose answer is known."""
+"""Bandwidth and item marginals against their definitions and against distributions whose answer is known."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from geoflow_fast.retrieval.entropy import RetrievalEntropy
 
 
 def scores_of(samples: torch.Tensor, items: torch.Tensor, kappa: float) -> torch.Tensor:
-    """[Q, N] by the definition, float64."""
+    """The scores [Q, N] by their definition, float64."""
     logits = kappa * torch.einsum("qmd,nd->qmn", samples.double(), items.double())
     return logits.logsumexp(1) - math.log(samples.shape[1])
 
 
 def von_mises_fisher(centre: torch.Tensor, kappa: float) -> torch.Tensor:
-    """One draw on S^2 around each centre [n, 3], by inverting the law of the cosine."""
+    """Draws one point on S^2 around each centre [n, 3], by inverting the distribution of the cosine."""
     u = torch.rand(len(centre), 1, dtype=torch.float64)
     cosine = 1 + torch.log(u + (1 - u) * math.exp(-2 * kappa)) / kappa
     tangent = g.project_tangent(centre, torch.randn_like(centre))
@@ -34,15 +34,15 @@ def von_mises_fisher(centre: torch.Tensor, kappa: float) -> torch.Tensor:
 
 @pytest.mark.parametrize("kappa", [8.0, 60.0])
 def test_finds_the_concentration_that_made_the_data(kappa, monkeypatch):
-    """Items scattered around where their queries point: the best kernel is the scatter's own law."""
+    """Items are scattered around the points where their queries are: the best kernel is the one that scattered them."""
     centre = noise.sample_uniform(800, 3, dtype=torch.float64)
     items = von_mises_fisher(centre, kappa)
     pairs = gf.EmbeddingPairs.from_arrays(items.float(), centre.float())
     monkeypatch.setattr(RetrievalEntropy, "draw", lambda _self, queries: queries.unsqueeze(1))
     flow = gf.GeoFlow(gf.GeoFlowConfig(3, 3, hidden=8, depth=1))
-    found = gf.fit_bandwidth(flow, pairs, "t2i", guidances=(0.0,), max_queries=800)
-    assert found.kappa == pytest.approx(kappa, rel=0.1)
-    assert found.nll <= float(found.table.min()) + 1e-9
+    fitted = gf.fit_bandwidth(flow, pairs, "t2i", guidances=(0.0,), max_queries=800)
+    assert fitted.kappa == pytest.approx(kappa, rel=0.1)
+    assert fitted.nll <= float(fitted.table.min()) + 1e-9
 
 
 @pytest.mark.parametrize("direction", ["t2i", "i2t"])
@@ -52,10 +52,10 @@ def test_table_follows_the_definition(flow, direction, posterior):
     pairs = gf.EmbeddingPairs.from_arrays(image, text, image_index=np.repeat(np.arange(20), 2))
     settings = {"n_samples": 4, "n_steps": 3, "posterior": posterior}
     kappas, guidances = (2.0, 8.0, 32.0), (0.0, 2.0)
-    found = gf.fit_bandwidth(flow, pairs, direction, guidances=guidances, kappas=kappas, max_queries=20, **settings)
-    assert (found.guidance, round(found.nll, 9)) == (
-        guidances[int(found.table.min(1).values.argmin())],
-        round(float(found.table.min()), 9),
+    fitted = gf.fit_bandwidth(flow, pairs, direction, guidances=guidances, kappas=kappas, max_queries=20, **settings)
+    assert (fitted.guidance, round(fitted.nll, 9)) == (
+        guidances[int(fitted.table.min(1).values.argmin())],
+        round(float(fitted.table.min()), 9),
     )
     asking, others = (part.text_row for part in pairs.split(0.5, seed=0))
     assert set(asking // 2).isdisjoint(others // 2)  # by image, so no other caption of a query's image is a reference
@@ -72,7 +72,7 @@ def test_table_follows_the_definition(flow, direction, posterior):
             if posterior == "bayes":
                 score = score - scores_of(scorer.draw(queries[others]), items, kappa).logsumexp(0)
             expected = -score.log_softmax(1)[torch.arange(20), torch.from_numpy(own)].mean()
-            assert float(found.table[row, column]) == pytest.approx(float(expected), abs=1e-4)
+            assert float(fitted.table[row, column]) == pytest.approx(float(expected), abs=1e-4)
 
 
 def test_bad_fits(flow):
@@ -105,12 +105,12 @@ def test_bayes_posterior_follows_the_definition(flow, monkeypatch):
     pi = (scores_of(scorer.draw(queries), items, 20.0) - marginal).softmax(1)
     post = scorer(queries)
     torch.testing.assert_close(post.entropy.double(), torch.special.entr(pi).sum(1), atol=1e-4, rtol=0)
-    found = torch.zeros(5, 60).scatter_(1, post.top_index, post.top_prob)
-    torch.testing.assert_close(found.double(), pi, atol=1e-4, rtol=0)
+    posterior = torch.zeros(5, 60).scatter_(1, post.top_index, post.top_prob)
+    torch.testing.assert_close(posterior.double(), pi, atol=1e-4, rtol=0)
 
 
 def test_an_item_that_fits_everything_loses_its_advantage(flow):
-    """Likelihood favours the item near the middle of all samples; divided by the marginal the favour is gone."""
+    """The likelihood favours the item near the middle of all samples; dividing by the marginal removes the favour."""
     reference = noise.sample_uniform(64, 7)
     plain = RetrievalEntropy(flow, noise.sample_uniform(2, 10), n_samples=8, n_steps=3, guidance=0.0, kappa=30.0)
     hub = g.normalize(plain.draw(reference).mean((0, 1))).unsqueeze(0)
@@ -150,7 +150,7 @@ def test_marginals_are_computed_once_per_gallery(flow, tmp_path, monkeypatch):
 
 
 def test_marginals_that_another_process_made_meanwhile_are_taken(tmp_path):
-    """The second to ask waits for the first, and computes nothing."""
+    """The second process to ask waits for the first and computes nothing."""
     started, calls = threading.Event(), []
 
     def slowly() -> torch.Tensor:

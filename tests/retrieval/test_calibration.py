@@ -1,4 +1,4 @@
-"""The fit of three weights on shortlists against simulated truth."""
+"""The fit of the three weights of shortlists, against simulated queries whose weights are known."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def fitted(evidence: Evidence, right: Tensor, **more):
 
 def test_weights_are_recovered_within_their_standard_errors():
     runs = [fitted(*simulate(2000, seed)) for seed in range(12)]
-    found = torch.tensor([run.weights for run in runs], dtype=torch.float64)
+    weights = torch.tensor([run.weights for run in runs], dtype=torch.float64)
     stderr = torch.tensor([run.stderr for run in runs], dtype=torch.float64)
     truth = torch.tensor(TRUTH, dtype=torch.float64)
-    assert bool((((found - truth) / stderr).abs() < 5).all())
-    assert bool(((found.mean(0) - truth).abs() < 4 * found.std(0) / math.sqrt(len(runs))).all())
-    ratio = stderr.mean(0) / found.std(0)
+    assert bool((((weights - truth) / stderr).abs() < 5).all())
+    assert bool(((weights.mean(0) - truth).abs() < 4 * weights.std(0) / math.sqrt(len(runs))).all())
+    ratio = stderr.mean(0) / weights.std(0)
     assert bool(((ratio > 0.6) & (ratio < 1.7)).all()), ratio
     assert bool((stderr.mean(0) < 0.08 * truth).all()), stderr.mean(0)
 
 
 def test_the_fit_is_the_optimum():
-    """Of the likelihood, written down once more, any weight moved either way makes it worse."""
+    """Changing any weight up or down lowers the likelihood, which is written out here once more."""
     evidence, right = simulate(300, 5)
     target = torch.cat((right, ~right.any(1, keepdim=True)), dim=1)
 
@@ -61,12 +61,14 @@ def test_the_fit_is_the_optimum():
 
 
 def test_cross_fitted_loss_is_that_of_new_queries():
-    found = fitted(*simulate(2000, 1))
+    calibration = fitted(*simulate(2000, 1))
     evidence, right = simulate(4000, 2)
-    prob = found.probabilities(evidence)
+    prob = calibration.probabilities(evidence)
     target = torch.cat((right, ~right.any(1, keepdim=True)), dim=1)
     loss = -prob[target].log()
-    assert abs(float(loss.mean()) - found.nll) < 4 * math.hypot(found.nll_stderr, float(loss.std()) / math.sqrt(4000))
+    assert abs(float(loss.mean()) - calibration.nll) < 4 * math.hypot(
+        calibration.nll_stderr, float(loss.std()) / math.sqrt(4000)
+    )
     torch.testing.assert_close(prob.sum(1), torch.ones(4000, dtype=torch.float64))
     assert not prob[:, :-1][~evidence.valid].any()
 
@@ -78,19 +80,19 @@ def test_a_constant_per_query_does_not_matter():
 
 
 def test_separable_data_have_finite_weights():
-    """Every right item has the highest density and nothing is outside: without the prior there is no optimum."""
+    """Every right item has the highest density and nothing is outside. Without the prior there would be no optimum."""
     evidence, _ = simulate(200, 4)
     log_density = evidence.log_density.masked_fill(~evidence.valid, -math.inf)
     right = log_density == log_density.amax(1, keepdim=True)
-    found = fitted(evidence, right)
-    assert all(map(math.isfinite, found.weights))
-    prob = found.probabilities(evidence)
+    calibration = fitted(evidence, right)
+    assert all(map(math.isfinite, calibration.weights))
+    prob = calibration.probabilities(evidence)
     assert float(prob[:, :-1][right].mean()) > 0.95
     assert float(prob[:, -1].mean()) < 0.05
 
 
 def test_one_of_several_right_items_is_meant():
-    """Two right items of equal evidence share what a single one would have."""
+    """Two right items with equal evidence share the probability that a single one would have."""
     queries = 400
     log_density = torch.zeros(queries, K, dtype=torch.float64)
     log_density[:, :2] = 2.0
@@ -99,14 +101,14 @@ def test_one_of_several_right_items_is_meant():
     right = torch.zeros(queries, K, dtype=torch.bool)
     right[:, :2] = True
     right[: queries // 4] = False  # both outside
-    found = fit_calibration(evidence, right, torch.full((queries,), 2), torch.arange(queries), {})
-    prob = found.probabilities(evidence)
-    assert found.right_per_query == 2
+    calibration = fit_calibration(evidence, right, torch.full((queries,), 2), torch.arange(queries), {})
+    prob = calibration.probabilities(evidence)
+    assert calibration.right_per_query == 2
     assert float(prob[:, :2].sum(1).mean()) == pytest.approx(0.75, abs=0.03)
     assert float(prob[:, -1].mean()) == pytest.approx(0.25, abs=0.03)
 
 
-def test_refusals():
+def test_too_few_queries_and_a_single_image_are_refused():
     evidence, right = simulate(60, 6)
     few = right.clone()
     few[49:] = False

@@ -137,7 +137,7 @@ def test_fano_bound_holds_and_is_tight(n):
     pi = torch.softmax(sharpness.double() * torch.randn(500, n, generator=generator), dim=1)
     entropy = torch.special.entr(pi).sum(1)
     assert (gf.risk_lower_bound(entropy, n) <= 1 - pi.amax(1) + 1e-9).all()
-    # Equality when the rest of the mass is spread evenly.
+    # The bound is attained when the rest of the mass is shared evenly.
     risk = torch.linspace(0, (n - 1) / n, 50, dtype=torch.float64)
     worst = torch.cat(((1 - risk).unsqueeze(1), (risk / (n - 1)).unsqueeze(1).expand(-1, n - 1)), dim=1)
     bound = gf.risk_lower_bound(torch.special.entr(worst).sum(1), n)
@@ -214,7 +214,7 @@ def test_a_lost_or_doubled_shard_is_named(flow, tmp_path):
 
 
 class Searchlight:
-    """Oracle: the image is drawn around the text itself, the tighter the larger the text's first coordinate."""
+    """A field with a known answer: images lie around the text itself, more closely the larger its first coordinate."""
 
     def concentration(self, text: torch.Tensor) -> torch.Tensor:
         return 1.0 + 0.8 * text[:, :1]
@@ -230,7 +230,7 @@ class Searchlight:
 
 
 def test_entropy_is_that_of_the_true_posterior_and_orders_queries_by_their_ambiguity():
-    """On S^2 with many samples and a narrow kernel the posterior is the law's own, normalised over the gallery."""
+    """On S^2, many samples and a narrow kernel give the true density, normalised over the gallery."""
     field, gallery = Searchlight(), noise.sample_uniform(1000, 3, dtype=torch.float64)
     queries = noise.sample_uniform(24, 3, dtype=torch.float64)
     settings = gf.SamplingSettings(n_samples=2000, n_steps=12, solver="rk4", guidance=0.0, noise="antithetic")
@@ -248,7 +248,7 @@ def test_entropy_is_that_of_the_true_posterior_and_orders_queries_by_their_ambig
 
 @pytest.mark.parametrize("kappa", [0.0, 3.0, 1e4])
 def test_two_clusters(flow, kappa):
-    """a items where all samples are, b items at a right angle: pi is e^kappa and 1, up to the sum."""
+    """There are a items where all samples are, and b items at a right angle: their scores are e^kappa and 1."""
     a, b = 5, 30
     scorer = gf.RetrievalEntropy(flow, torch.eye(10)[[0] * a + [1] * b], n_samples=4, kappa=kappa)
     scorer.draw = lambda queries, _advance: torch.eye(10)[:1].expand(len(queries), 4, 10)

@@ -1,4 +1,4 @@
-"""Pruned gallery posteriors against whole ones: within their bounds in every case; the index on disk."""
+"""Pruned gallery posteriors are within their bounds of whole ones in every case; the index on disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPE = {"reference": torch.float64, "cpu": torch.float32}
 
 
 def rounding(backend, kappa):
-    """Error in nats that scores have with and without pruning."""
+    """The rounding error of scores in nats, with and without pruning."""
     return 1e-9 if backend == "reference" else 5e-6 + 4e-7 * kappa
 
 
@@ -51,7 +51,7 @@ def entropy_of(score):
 
 
 def check_against_whole(samples, gallery, index, kappa, backend, bias=None, top_k=10):
-    """Prunes by force and compares all that is promised with a dense float64 softmax; returns the posterior."""
+    """Compares everything that `prune="always"` promises with a dense float64 softmax, and returns the posterior."""
     post = ops.gallery_posterior(samples, gallery, kappa, top_k, backend, item_bias=bias, index=index, prune="always")
     score = whole_scores(samples, gallery, kappa, bias)
     slack = rounding(backend, kappa)
@@ -71,7 +71,7 @@ def check_against_whole(samples, gallery, index, kappa, backend, bias=None, top_
 @pytest.mark.parametrize("seed", range(24))
 @pytest.mark.parametrize("left_mass", [1e-6, 0.2])
 def test_random_cases_stay_within_their_bounds(seed, left_mass, backend, monkeypatch):
-    """A large share allowed to be left out makes bounds that matter: an entropy off by a tenth of a nat and more."""
+    """If a large share may be left out, the bounds matter: entropies are off by a tenth of a nat and more."""
     monkeypatch.setattr(pruning, "LEFT_MASS", left_mass)
     monkeypatch.setattr(pruning, "SEEDS", 4)
     torch.manual_seed(seed)
@@ -86,7 +86,7 @@ def test_random_cases_stay_within_their_bounds(seed, left_mass, backend, monkeyp
 
 @pytest.mark.parametrize("kappa", [10.0, 200.0])
 def test_adversarial_galleries_stay_within_their_bounds(kappa, backend, monkeypatch):
-    """Items that are equal, opposite, orthogonal to each other, or all just below the threshold."""
+    """The items are equal, opposite, orthogonal to each other, or all just below the threshold."""
     monkeypatch.setattr(pruning, "SEEDS", 2)
     dtype, width = DTYPE[backend], 16
     axes = torch.eye(width, dtype=dtype)
@@ -126,14 +126,14 @@ def test_bounds_are_above_the_scores(backend):
 
 
 def test_the_entropy_bound_is_attained():
-    """One certain item and the rest of the mass spread evenly over those left out: nothing tighter would hold."""
+    """One item is certain and those left out share the rest of the mass evenly: no tighter bound would hold."""
     mass, left = torch.tensor([1e-3, 0.3], dtype=torch.float64), torch.tensor([1000, 7])
     change = torch.special.entr(1 - mass) + left * torch.special.entr(mass / left)
     torch.testing.assert_close(entropy_bound(torch.zeros(2, dtype=torch.float64), mass, left), change)
-    # More mass than an even spread over all: the largest entropy there is.
+    # With more mass than an even share for all, the bound is the largest entropy there is.
     full = entropy_bound(torch.zeros(1).double(), torch.tensor([0.99]).double(), torch.tensor([3]))
     torch.testing.assert_close(full, torch.tensor([math.log(4)]).double())
-    # A thousand equal items scored and a likelier one left out: the entropy was too large.
+    # If a thousand equal items are scored and a likelier one is left out, the entropy is too large.
     mass, even = torch.tensor([0.3]).double(), torch.tensor([math.log(1000)]).double()
     too_large = mass * even - torch.special.entr(mass) - torch.special.entr(1 - mass)
     assert too_large > 1.4
@@ -148,10 +148,10 @@ def test_sharp_posteriors_are_pruned_and_flat_ones_are_not(monkeypatch):
     flat = sample_uniform(4 * 50, 256).view(4, 50, 256)
     index = gf.GalleryIndex.build(gallery)
     samples = torch.cat((sharp, flat))[torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])]
-    found = ops.gallery_statistics(samples, gallery, 100.0, index=index)
-    assert (found.left[::2] > 4000).all()
-    assert (found.left[1::2] == 0).all()
-    post, whole = found.posterior(), ops.gallery_posterior(samples, gallery, 100.0)
+    statistics = ops.gallery_statistics(samples, gallery, 100.0, index=index)
+    assert (statistics.left[::2] > 4000).all()
+    assert (statistics.left[1::2] == 0).all()
+    post, whole = statistics.posterior(), ops.gallery_posterior(samples, gallery, 100.0)
     torch.testing.assert_close(post.entropy, whole.entropy, rtol=0, atol=1e-4)
     assert torch.equal(post.top_index[:, 0], whole.top_index[:, 0])
     assert (post.entropy_bound[::2] > 0).all()
@@ -159,7 +159,7 @@ def test_sharp_posteriors_are_pruned_and_flat_ones_are_not(monkeypatch):
     never = ops.gallery_posterior(samples, gallery, 100.0, index=index, prune="never")
     assert torch.equal(never.entropy, whole.entropy)
     alone = ops.gallery_statistics(samples[:1], gallery, 100.0, index=index)
-    assert alone.left.tolist() == [0]  # too little to save
+    assert alone.left.tolist() == [0]  # there is too little to save
 
 
 def test_pruned_shards_merge(backend):
@@ -192,9 +192,9 @@ def test_picked_rows_are_scored_as_copies_would_be():
     samples, gallery = world(500, 30, 2, 20, 0.8)
     pick = torch.tensor([0, 3, 4, 77, 300, 499])
     bias = torch.randn(6)
-    found = native.gallery_posterior(samples, gallery, 20.0, 6, bias, pick)
+    picked = native.gallery_posterior(samples, gallery, 20.0, 6, bias, pick)
     copied = native.gallery_posterior(samples, gallery[pick], 20.0, 6, bias)
-    for mine, theirs in zip(found, copied):
+    for mine, theirs in zip(picked, copied):
         assert torch.equal(mine, theirs)
     with pytest.raises(ValueError, match="pick"):
         native.gallery_posterior(samples, gallery, 20.0, 1, None, torch.tensor([500]))

@@ -1,4 +1,4 @@
-"""BayesReranker against posteriors that are known, on shortlists from anywhere, with bad input."""
+"""BayesReranker against known posteriors, on shortlists from every source, and with bad input."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import geoflow_fast as gf
 from benchmarks.bench_rerank import Study
 from geoflow_fast import noise
 from geoflow_fast.demo.flows import concept_pairs, learn
+from geoflow_fast.directions import Direction
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.retrieval.calibration import LEAST_QUERIES, UNCALIBRATED
 from geoflow_fast.worlds import ConceptWorld, PairField, sample_bump
@@ -23,7 +24,8 @@ DIM, ITEMS, QUERIES, K = 6, 300, 40, 12
 
 
 class Oracle(nn.Module):
-    """A field with known densities in the place of a flow: texts are bumps around R image, and back."""
+    """A field with known densities that stands in for a flow: texts are bumps around R image, and images around R^T
+    text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,10 +47,6 @@ class Oracle(nn.Module):
         return image, sample_bump(image @ self.rotation.T, self.law.c, generator)
 
 
-SIDES = {"t2i": (1, 0), "i2t": (0, 1)}
-"""Which of (image, text) asks and which is searched."""
-
-
 @pytest.fixture
 def oracle() -> Oracle:
     return Oracle()
@@ -65,7 +63,7 @@ def reranker(oracle) -> gf.BayesReranker:
 
 @pytest.fixture
 def calibrated(reranker) -> gf.BayesReranker:
-    """With weights as if they had been fitted."""
+    """A re-ranker whose weights are set as if they had been fitted."""
     weights = {"alpha": 0.9, "beta": 2.0, "outside": 1.5, "stderr": (0.1, 0.2, 0.3), "nll": 1.0, "nll_stderr": 0.1}
     reranker.calibration = dataclasses.replace(UNCALIBRATED, **weights, made_for=reranker.made_for, pairs="some")
     return reranker
@@ -82,36 +80,38 @@ def held_out(oracle: Oracle, count: int = 200) -> gf.EmbeddingPairs:
 
 @pytest.mark.parametrize("direction", ["t2i", "i2t"])
 def test_posterior_is_the_true_one_on_the_shortlist(oracle, direction):
-    """The field's divergence is isotropic, on which probes are exact: what is left is the solver's error."""
-    asks, searched = (oracle.pairs(ITEMS, 0)[side] for side in SIDES[direction])
+    """Probes are exact for the field's divergence, which is isotropic. Only the solver's error is left."""
+    direction = Direction(direction)
+    pairs = oracle.pairs(ITEMS, 0)
+    asks, searched = direction.queries(*pairs), direction.items(*pairs)
     reranker = make(oracle, searched, direction, n_steps=10, solver="rk4")
     with pytest.warns(UserWarning, match="uncalibrated: alpha=1, beta=0"):
-        found = reranker(asks[:QUERIES])
+        result = reranker(asks[:QUERIES])
     shortlist = (asks[:QUERIES] @ searched.T).topk(K).indices
-    pair = (asks[:QUERIES, None].expand(-1, K, -1), searched[shortlist])
-    image, text = (pair[side].reshape(-1, DIM) for side in SIDES[direction])
+    pair = direction.pair(asks[:QUERIES, None].expand(-1, K, -1), searched[shortlist])
+    image, text = (side.reshape(-1, DIM) for side in pair)
     truth = oracle.law.log_density(image, text, "i2t").view(QUERIES, K).double().softmax(1)
     expected, order = truth.sort(dim=1, descending=True)
-    assert torch.equal(found.index, shortlist.gather(1, order))
-    torch.testing.assert_close(found.prob.double(), expected, atol=1e-4, rtol=0)
-    torch.testing.assert_close(found.entropy.double(), torch.special.entr(expected).sum(1), atol=1e-3, rtol=0)
-    torch.testing.assert_close(found.p_answer.double(), truth[:, 0], atol=1e-4, rtol=0)
-    assert torch.equal(found.answer, shortlist[:, 0])
-    assert not found.p_outside.any()
-    assert not found.calibrated
-    torch.testing.assert_close(found.risk_lower_bound, gf.risk_lower_bound(found.entropy, K), atol=1e-6, rtol=0)
+    assert torch.equal(result.index, shortlist.gather(1, order))
+    torch.testing.assert_close(result.prob.double(), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(result.entropy.double(), torch.special.entr(expected).sum(1), atol=1e-3, rtol=0)
+    torch.testing.assert_close(result.p_answer.double(), truth[:, 0], atol=1e-4, rtol=0)
+    assert torch.equal(result.answer, shortlist[:, 0])
+    assert not result.p_outside.any()
+    assert not result.calibrated
+    torch.testing.assert_close(result.risk_lower_bound, gf.risk_lower_bound(result.entropy, K), atol=1e-6, rtol=0)
 
 
 def test_probabilities_sum_to_one(calibrated, queries):
-    found = calibrated(queries)
-    assert found.calibrated
-    assert found.p_outside.min() > 0
-    torch.testing.assert_close(found.prob.sum(1) + found.p_outside, torch.ones(QUERIES))
-    own = found.prob[found.index == found.answer[:, None]]
-    torch.testing.assert_close(found.p_answer, own)
-    assert bool((found.prob[:, 1:] <= found.prob[:, :-1]).all())
-    bound = 1 - found.prob[:, 0]
-    assert bool((found.risk_lower_bound <= bound + 1e-6).all())
+    result = calibrated(queries)
+    assert result.calibrated
+    assert result.p_outside.min() > 0
+    torch.testing.assert_close(result.prob.sum(1) + result.p_outside, torch.ones(QUERIES))
+    own = result.prob[result.index == result.answer[:, None]]
+    torch.testing.assert_close(result.p_answer, own)
+    assert bool((result.prob[:, 1:] <= result.prob[:, :-1]).all())
+    bound = 1 - result.prob[:, 0]
+    assert bool((result.risk_lower_bound <= bound + 1e-6).all())
 
 
 def test_permuting_the_gallery_permutes_the_answer(oracle, calibrated, queries):
@@ -126,7 +126,8 @@ def test_permuting_the_gallery_permutes_the_answer(oracle, calibrated, queries):
 
 @pytest.mark.filterwarnings("ignore:BayesReranker is uncalibrated")
 def test_batches_do_not_change_the_result(queries):
-    """Of a network, whose divergence is not isotropic: only probes that all pairs share give the same for any batch."""
+    """The divergence of a network is not isotropic: results are the same for any batch only if all pairs share the
+    probes."""
     torch.manual_seed(1)
     flow = gf.GeoFlow(gf.GeoFlowConfig(DIM, DIM, hidden=32, depth=2, layer_scale=0.5))
     with torch.no_grad():
@@ -143,24 +144,25 @@ def test_batches_do_not_change_the_result(queries):
 @pytest.mark.filterwarnings("ignore:BayesReranker is uncalibrated")
 @pytest.mark.parametrize("direction", ["t2i", "i2t"])
 def test_an_item_of_several_shortlists_is_encoded_once(direction, monkeypatch):
-    """Whatever the chunks, with the same result as if every pair were encoded on its own."""
+    """The result is the same as if every pair were encoded on its own."""
     wide = gf.GeoFlow(gf.GeoFlowConfig(DIM, DIM, hidden=32, depth=2, layer_scale=0.5)).eval()
     with torch.no_grad():
         for parameter in wide.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     asks = noise.sample_uniform(9, DIM)
     reranker = make(wide, noise.sample_uniform(20, DIM), direction)
-    encoded, plain = [], wide.encoders[SIDES[direction][1]].forward
+    encoder, encoded = wide.encoders[Direction(direction).generated[0]], []
+    plain = encoder.forward
 
     def counting(x: Tensor) -> Tensor:
         encoded.append(len(x))
         return plain(x)
 
-    monkeypatch.setattr(wide.encoders[SIDES[direction][1]], "forward", counting)
-    found = reranker(asks)
-    assert encoded == [len(found.index.unique())]
+    monkeypatch.setattr(encoder, "forward", counting)
+    result = reranker(asks)
+    assert encoded == [len(result.index.unique())]
     monkeypatch.setattr("geoflow_fast.retrieval.rerank.density_estimates", without_numbers)
-    torch.testing.assert_close(reranker(asks).prob, found.prob, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(reranker(asks).prob, result.prob, atol=1e-5, rtol=1e-4)
 
 
 def without_numbers(*arguments, given_number, **options):  # noqa: ARG001
@@ -174,37 +176,37 @@ class TestShortlists:
         index = faiss.IndexFlatIP(DIM)
         items = oracle.pairs(ITEMS, 0)[0]
         index.add(items.numpy())
-        found, plain = make(oracle, items, store=index)(queries), reranker(queries)
-        assert torch.equal(found.index, plain.index)
-        torch.testing.assert_close(found.prob, plain.prob, atol=1e-5, rtol=0)
+        by_store, plain = make(oracle, items, store=index)(queries), reranker(queries)
+        assert torch.equal(by_store.index, plain.index)
+        torch.testing.assert_close(by_store.prob, plain.prob, atol=1e-5, rtol=0)
 
     def test_given_candidates_in_any_order_and_number(self, reranker, queries):
         plain = reranker(queries)
         candidates = plain.index.flip(1).clone()
         candidates[:, : K // 2] = -1  # the less probable half is not there
-        found = reranker(queries, candidates)
-        assert torch.equal(found.index[:, : K // 2], plain.index[:, : K // 2])
-        assert bool((found.index[:, K // 2 :] == -1).all())
+        result = reranker(queries, candidates)
+        assert torch.equal(result.index[:, : K // 2], plain.index[:, : K // 2])
+        assert bool((result.index[:, K // 2 :] == -1).all())
         kept = plain.prob[:, : K // 2]
-        torch.testing.assert_close(found.prob[:, : K // 2], kept / kept.sum(1, keepdim=True), atol=1e-5, rtol=0)
-        assert not found.prob[:, K // 2 :].any()
+        torch.testing.assert_close(result.prob[:, : K // 2], kept / kept.sum(1, keepdim=True), atol=1e-5, rtol=0)
+        assert not result.prob[:, K // 2 :].any()
 
     def test_gallery_in_shards_on_disk(self, oracle, reranker, queries, tmp_path):
         for number, part in enumerate(oracle.pairs(ITEMS, 0)[0].split(70)):
             np.save(tmp_path / f"img_emb_{number}.npy", part.numpy())
-        found, plain = make(oracle, tmp_path)(queries), reranker(queries)
-        assert torch.equal(found.index, plain.index)
-        torch.testing.assert_close(found.prob, plain.prob, atol=1e-5, rtol=0)
+        from_disk, plain = make(oracle, tmp_path)(queries), reranker(queries)
+        assert torch.equal(from_disk.index, plain.index)
+        torch.testing.assert_close(from_disk.prob, plain.prob, atol=1e-5, rtol=0)
 
     def test_gallery_smaller_than_the_shortlist(self, oracle, queries):
-        found = make(oracle, oracle.pairs(5, 0)[0])(queries)
-        assert found.index.shape == (QUERIES, 5)
-        assert bool((found.index.sort(dim=1).values == torch.arange(5)).all())
+        result = make(oracle, oracle.pairs(5, 0)[0])(queries)
+        assert result.index.shape == (QUERIES, 5)
+        assert bool((result.index.sort(dim=1).values == torch.arange(5)).all())
 
     def test_no_queries(self, reranker, queries):
-        found = reranker(queries[:0])
-        assert found.index.shape == (0, K)
-        assert found.entropy.shape == (0,)
+        result = reranker(queries[:0])
+        assert result.index.shape == (0, K)
+        assert result.entropy.shape == (0,)
 
     @pytest.mark.parametrize(
         ("row", "words"),
@@ -212,7 +214,7 @@ class TestShortlists:
             ([0] * K, "query 1 name one row twice"),
             ([ITEMS, *range(K - 1)], "query 1 name rows outside the gallery of 300"),
             ([-2, *range(K - 1)], "query 1 name rows outside"),
-            ([-1] * K, "query 1 are none"),
+            ([-1] * K, "query 1 are all -1"),
         ],
     )
     def test_bad_candidates(self, reranker, queries, row, words):
@@ -226,19 +228,20 @@ class TestShortlists:
             reranker(queries, torch.zeros(QUERIES, 3, dtype=torch.long))
 
 
-class TestHeldOut:
+class TestCalibration:
     def test_the_gallery_is_searched_with_the_querys_own_item(self, oracle):
-        """The field's law is the true one, so calibration finds alpha = 1, beta = 0 and the share that is outside."""
+        """The field's distribution is the true one, so calibration finds alpha = 1, beta = 0 and the share of queries
+        whose item is outside."""
         gallery, texts = oracle.pairs(2000, 0)
         reranker = make(oracle, gallery, shortlist=32)
-        found = reranker.calibrate(held_out(oracle, 1000))
-        assert abs(found.alpha - 1) < 4 * found.stderr[0]
-        assert abs(found.beta) < 4 * found.stderr[1]
+        fitted = reranker.calibrate(held_out(oracle, 1000))
+        assert abs(fitted.alpha - 1) < 4 * fitted.stderr[0]
+        assert abs(fitted.beta) < 4 * fitted.stderr[1]
         post = reranker(texts[:500])
         own = torch.arange(500)
         reached = (post.index == own[:, None]).any(1).float()
-        spread = 4 * float(reached.std()) / math.sqrt(500)
-        assert abs(float(post.p_outside.mean()) - float(1 - reached.mean())) < spread
+        stderr = float(reached.std()) / math.sqrt(500)
+        assert abs(float(post.p_outside.mean()) - float(1 - reached.mean())) < 4 * stderr
         right = (post.answer == own).float()
         assert abs(float(post.p_answer.mean() - right.mean())) < 4 * float(right.std()) / math.sqrt(500)
 
@@ -266,12 +269,12 @@ class TestHeldOut:
         assert make(oracle, image, "t2i").calibrate(pairs).queries == 400
         _, gallery = oracle.pairs(500, 0)
         reranker = make(oracle, gallery, "i2t")
-        found = reranker.calibrate(pairs)
-        assert found.queries == 200
-        assert found.right_per_query == 2
+        fitted = reranker.calibrate(pairs)
+        assert fitted.queries == 200
+        assert fitted.right_per_query == 2
 
     def test_the_answer_is_right_if_it_is_any_of_the_right_items(self, oracle):
-        """Galleries with two texts per image: p_answer is as large as the share of answers that are right."""
+        """Each image has two texts in the gallery: p_answer is as large as the share of answers that are right."""
         images, texts, index = [], [], torch.arange(400).repeat(2)
         for seed in (0, 1):
             image, first = oracle.pairs(400, seed)
@@ -280,10 +283,10 @@ class TestHeldOut:
             texts.append(torch.cat((first, second)))
         reranker = make(oracle, texts[0], "i2t", shortlist=32)
         reranker.calibrate(gf.EmbeddingPairs.from_arrays(images[1], texts[1], index))
-        found = reranker(images[0])
-        right = (index[found.answer] == torch.arange(400)).float()
-        assert abs(float(found.p_answer.mean() - right.mean())) < 4 * float(right.std()) / math.sqrt(400)
-        assert float(right.mean()) > 1.5 * float(found.prob[found.index == found.answer[:, None]].mean())
+        result = reranker(images[0])
+        right = (index[result.answer] == torch.arange(400)).float()
+        assert abs(float(result.p_answer.mean() - right.mean())) < 4 * float(right.std()) / math.sqrt(400)
+        assert float(right.mean()) > 1.5 * float(result.prob[result.index == result.answer[:, None]].mean())
 
     def test_too_few_queries_are_refused(self, oracle, reranker):
         with pytest.raises(ValueError, match=rf"only \d+ of {LEAST_QUERIES - 1} held-out queries have a right item"):
@@ -390,9 +393,9 @@ def concept_flow(tmp_path_factory) -> gf.GeoFlow:
 @pytest.mark.filterwarnings("ignore:BayesReranker is uncalibrated")
 @pytest.mark.parametrize("direction", ["t2i", "i2t"])
 def test_a_trained_flow_gives_the_true_posterior_calibrated(concept_flow, direction):
-    """1,000 queries over 1,000 items of the concept world, 1,000 other pairs to calibrate on."""
-    found = Study(concept_flow, direction).reranked()
-    assert found["correlation of entropies"] >= 0.85, found
-    assert found["ECE"] <= 0.05, found
-    assert found["ECE outside"] <= 0.05, found
-    assert abs(found["NLL"] - found["NLL, cross-fitted"]) < 0.15, found
+    """1,000 queries search 1,000 items of the concept world; 1,000 other pairs calibrate."""
+    measured = Study(concept_flow, direction).reranked()
+    assert measured["correlation of entropies"] >= 0.85, measured
+    assert measured["ECE"] <= 0.05, measured
+    assert measured["ECE outside"] <= 0.05, measured
+    assert abs(measured["NLL"] - measured["NLL, cross-fitted"]) < 0.15, measured
