@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from geoflow_fast.encoders.protocol import PRECISIONS, ImageLike, _picture, _sequence, _short, _stack, _texts, _unit
-from geoflow_fast.encoders.sources import Refused
+from geoflow_fast.encoders.sources import UNREADABLE
 from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.device import usable_device
 
@@ -326,7 +326,7 @@ def _create_from_folder(open_clip: Any, model: str, pretrained: str | None, chec
     return network
 
 
-_BAD_WEIGHTS = (*Refused, pickle.UnpicklingError, SafetensorError)
+_BAD_WEIGHTS = (*UNREADABLE, pickle.UnpicklingError, SafetensorError)
 """What reading weights raises when the file is damaged, of another model, or wants code to run."""
 
 

@@ -49,7 +49,7 @@ MAX_IMAGE_BYTES = 1 << 28
 MAX_CAPTION_BYTES = 1 << 20
 
 
-Refused = (
+UNREADABLE = (
     *(OSError, ValueError, TypeError, SyntaxError, EOFError, LookupError, ArithmeticError, AttributeError),
     *(RuntimeError, AssertionError, MemoryError, struct.error, zlib.error),
 )
@@ -138,7 +138,7 @@ class ImageSource:
         skipped: list[Skipped] = []
         try:
             image = decode_image(entry.image.read(MAX_IMAGE_BYTES))
-        except Refused as error:
+        except UNREADABLE as error:
             # Its captions have nothing to belong to, so they go without a word of their own.
             return Sample(entry.name, None, (), (Skipped(entry.name, "image", reason_of(error)),))
         captions = tuple(self._captions(entry, skipped)) if self.has_captions else ()
@@ -149,7 +149,7 @@ class ImageSource:
         if entry.caption_piece is not None:
             try:
                 found = _parse_captions(entry.caption_piece.read(MAX_CAPTION_BYTES), entry.caption_form)
-            except Refused as error:
+            except UNREADABLE as error:
                 skipped.append(Skipped(entry.name, "caption", reason_of(error)))
                 return
         if not found:
@@ -205,7 +205,7 @@ def open_images(path: str | Path, *, path_column: str = "path", caption_column: 
 
 
 def decode_image(data: bytes) -> Image:
-    """The image of a file's bytes in RGB (of an animation the first). Raises one of `Refused`."""
+    """The image of a file's bytes in RGB (of an animation the first). Raises one of `UNREADABLE`."""
     image_module = _pillow()
     formats = [name for name in FORMATS if name in image_module.OPEN]
     try:
@@ -231,7 +231,7 @@ def read_image(path: Path) -> Image:
         raise OSError(error.errno, f"image {path}: {reason_of(error)}") from error
     try:
         return decode_image(data)
-    except Refused as error:
+    except UNREADABLE as error:
         raise ValueError(f"image {path}: {reason_of(error)}") from error
 
 

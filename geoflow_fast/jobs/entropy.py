@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.runtime import checks, parquet, plots
 from geoflow_fast.runtime.device import usable_device
-from geoflow_fast.runtime.progress import Advance
 
 FORMAT = 1
 """This number goes up when a release computes other results from the same settings, so that it does not continue the
@@ -102,13 +100,18 @@ def score_file(
         "top_k": scorer.top_k if with_top else None,
         "marginals": scorer.marginal_settings if scorer.posterior == "bayes" else None,
     }
-
-    def answer(batch: Tensor, advance: Advance) -> Mapping[str, Tensor]:
-        posterior = scorer.score(batch, advance)
-        return {name: getattr(posterior, name) for name in (*COLUMNS, *(TOP_COLUMNS if with_top else ()))}
-
+    names = (*COLUMNS, *TOP_COLUMNS) if with_top else COLUMNS
     answer_queries(
-        scorer, rows, out, facts, answer, block=block, together=together, overwrite=overwrite, progress=progress
+        scorer,
+        rows,
+        out,
+        facts,
+        scorer.score,
+        names,
+        block=block,
+        together=together,
+        overwrite=overwrite,
+        progress=progress,
     )
     columns = parquet.read_columns(out, ["entropy", "map_prob", "risk_lower_bound"])
     return ScoreSummary(

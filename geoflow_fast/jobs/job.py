@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from geoflow_fast.distributed import ALONE, World
-from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.files import LOCK_FILE, contents_of, locked, read_json, write_atomic, write_json
-from geoflow_fast.runtime.interrupt import StopOnInterrupt
+from geoflow_fast.runtime.interrupt import stop_on_interrupt
 from geoflow_fast.runtime.parquet import DAMAGED, write_columns
 from geoflow_fast.runtime.progress import Advance, progress_bar
 
@@ -48,7 +47,9 @@ class Job:
         if rows < 1 or block_rows < 1:
             raise ValueError(f"rows={rows} and block_rows={block_rows} must be at least 1")
         self.out, self.rows, self.block_rows, self.numbered = out, rows, block_rows, numbered
-        self.facts = as_json({**facts, "rows": rows, "block_rows": block_rows})
+        # Facts are kept in the form in which JSON gives them back, to be compared with those of a file.
+        whole = {**facts, "rows": rows, "block_rows": block_rows}
+        self.facts: dict[str, Any] = json.loads(json.dumps(whole, allow_nan=False))
         self.folder = out.with_name(f"{out.name}.blocks")
 
     def check(self, *, overwrite: bool = False) -> None:
@@ -137,7 +138,7 @@ class Job:
         missing = [(rows, path) for rows, path in self._blocks() if rows.start in starts]
         done = self.rows - sum(len(rows) for rows, _ in missing)
         shown_rows = 0
-        with progress_bar(self.rows, done, unit, shown=shown) as advance, StopOnInterrupt("block") as stop:
+        with progress_bar(self.rows, done, unit, shown=shown) as advance, stop_on_interrupt("block") as stop:
             for number in range(len(missing)) if together else world.claims(len(missing)):
                 stopping = world.any(stop.asked) if together else stop.asked
                 # guard: a signal ends a job after its block
@@ -146,9 +147,10 @@ class Job:
                 rows, path = missing[number]
                 columns = compute(rows, advance if together else lambda _: None)
                 if world.is_main or not together:
-                    arrays = {name: checks.array(column, name) for name, column in columns.items()}
-                    numbers = {} if self.numbered is None else {self.numbered: np.arange(rows.start, rows.stop)}
-                    write_columns(path, {**numbers, **arrays}, len(rows))
+                    arrays = {} if self.numbered is None else {self.numbered: np.arange(rows.start, rows.stop)}
+                    for name, column in columns.items():
+                        arrays[name] = column.cpu().numpy() if isinstance(column, Tensor) else column
+                    write_columns(path, arrays, len(rows))
                 if not together:  # the bar shows the rows of all ranks
                     computed = world.add_up("rows", len(rows))
                     advance(computed - shown_rows)
@@ -173,12 +175,6 @@ class Job:
     def _remove_blocks(self) -> None:
         for path in [*self.folder.glob("*.parquet"), *self.folder.glob(".*.tmp")]:
             path.unlink()
-
-
-def as_json(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns facts in the form in which JSON gives them back, so that they can be compared with those of a file."""
-    facts_again: dict[str, Any] = json.loads(json.dumps(dict(facts), allow_nan=False))
-    return facts_again
 
 
 def read_facts(path: Path) -> dict[str, Any] | None:

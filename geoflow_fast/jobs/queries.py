@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,15 @@ def answer_queries(
     queries: Rows,
     out: Path,
     facts: Mapping[str, Any],
-    answer: Callable[[Tensor, Advance], Mapping[str, Tensor]],
+    answer: Callable[..., object],
+    columns: Sequence[str],
     *,
     block: int,
     together: bool = False,
     overwrite: bool = False,
     progress: bool | None = None,
 ) -> None:
-    """Writes the columns that `answer` returns for blocks of queries [B, d] to the Parquet file `out`.
+    """Writes the Parquet file `out`, whose `columns` are attributes of what `answer(queries, advance=...)` returns.
 
     The job is identified by `facts`, the settings of `searcher` and digests of the flow, the queries and the gallery.
     The ranks of the gallery's world share the blocks or, with `together`, compute each block together.
@@ -56,12 +57,10 @@ def answer_queries(
         "queries": queries.digest(world),
         "gallery": searcher.gallery.digest(),
     }
+
+    def compute(rows: range, advance: Advance) -> Mapping[str, Tensor]:
+        answers = answer(torch.from_numpy(queries[np.arange(rows.start, rows.stop)]), advance=advance)
+        return {name: getattr(answers, name) for name in columns}
+
     job = Job(out, len(queries), block, {**facts, **searcher.settings, **inputs}, numbered="query")
-    job.run(
-        lambda rows, advance: answer(torch.from_numpy(queries[np.arange(rows.start, rows.stop)]), advance),
-        overwrite=overwrite,
-        unit="queries",
-        progress=progress,
-        world=world,
-        together=together,
-    )
+    job.run(compute, overwrite=overwrite, unit="queries", progress=progress, world=world, together=together)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.distributed import ALONE, World
@@ -19,7 +17,6 @@ from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.rerank import BayesReranker
 from geoflow_fast.runtime import parquet
 from geoflow_fast.runtime.device import usable_device
-from geoflow_fast.runtime.progress import Advance
 
 FORMAT = 1
 """This number goes up when a release computes other results from the same settings, so that it does not continue the
@@ -98,12 +95,9 @@ def rerank_file(
         "format": FORMAT,
         "calibration": None if fitted is None else [*fitted.weights, fitted.right_per_query],
     }
-
-    def answer(batch: Tensor, advance: Advance) -> Mapping[str, Tensor]:
-        ranking = reranker.rerank(batch, advance=advance)
-        return {name: getattr(ranking, name) for name in COLUMNS}
-
-    answer_queries(reranker, rows, out, facts, answer, block=block, overwrite=overwrite, progress=progress)
+    answer_queries(
+        reranker, rows, out, facts, reranker.rerank, COLUMNS, block=block, overwrite=overwrite, progress=progress
+    )
     columns = parquet.read_columns(out, ["index", "answer", "p_answer", "p_outside"])
     return RerankSummary(
         queries=len(rows),

@@ -5,6 +5,7 @@ pyarrow takes a while to import, so each function imports it when it is called.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -62,4 +63,4 @@ def write_columns(path: Path, columns: Columns, rows: int) -> None:
         flat = pyarrow.array(column.reshape(-1))
         arrays[name] = flat if column.ndim == 1 else pyarrow.FixedSizeListArray.from_arrays(flat, column.shape[1])
     table = pyarrow.table(arrays)
-    write_atomic(path, lambda file: pyarrow.parquet.write_table(table, file))
+    write_atomic(path, functools.partial(pyarrow.parquet.write_table, table))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 
 Advance = Callable[[int], object]
@@ -27,4 +28,4 @@ def progress_bar(total: int, done: int, unit: str, *, shown: bool) -> Iterator[A
     bar = Progress(*columns, console=Console(stderr=True), disable=not shown, speed_estimate_period=3600)
     task = bar.add_task("", total=total, completed=done)
     with bar:
-        yield lambda rows: bar.advance(task, rows)
+        yield functools.partial(bar.advance, task)

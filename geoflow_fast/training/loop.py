@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from geoflow_fast.flow.model import CONFIG_FILE, WEIGHTS_FILE
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.files import contents_of, locked
-from geoflow_fast.runtime.interrupt import StopOnInterrupt
+from geoflow_fast.runtime.interrupt import stop_on_interrupt
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 from geoflow_fast.training.batches import Prefetcher, generator_for
 from geoflow_fast.training.config import RunConfig
@@ -294,7 +294,7 @@ def _take_steps(run: Run[B], folder: Path | None, *, shown: bool) -> None:
     rate = StepRate(run.step)
     saved = run.step if folder is not None and run.step else None
     try:
-        with StopOnInterrupt("step") as stop:
+        with stop_on_interrupt("step") as stop:
             stopped = False
             while not run.finished and not stopped:
                 values = _take_step(run, prefetcher, rate)

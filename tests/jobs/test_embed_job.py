@@ -338,7 +338,7 @@ def test_what_is_left_of_another_job(colours):
     """Finished shards are not thrown away for other settings; without any, a smaller batch is no other job."""
     sizes = {"shard_rows": 4, "progress": False}
     for batches in (0, 2):
-        with pytest.raises(ValueError, match=r"a batch of 2 does not fit .*--batch-size less"):
+        with pytest.raises(ValueError, match=r"a batch of 2 does not fit .*smaller --batch-size"):
             embed_images(colours / "photos", Stopping(batches), colours / "out", batch_size=2, **sizes)
         assert (colours / "out.shards/shard_0.done").is_file() == (batches == 2)
         if batches == 0:
