@@ -19,10 +19,11 @@ from torch import Tensor
 import geoflow_fast as gf
 from benchmarks.common import RESULTS
 from geoflow_fast.evaluation import figures
-from geoflow_fast.evaluation.compare import COLUMNS, Comparison, Result, compare
+from geoflow_fast.evaluation.compare import compare
 from geoflow_fast.evaluation.methods import Method, Scores, Study
-from geoflow_fast.evaluation.recipe import Data, Recipe, run_recipe
-from geoflow_fast.evaluation.retrieval import RetrievalSet
+from geoflow_fast.evaluation.recipe import Recipe, RecipeData, run_recipe
+from geoflow_fast.evaluation.results import COLUMNS, Comparison, Result
+from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.worlds import ConceptWorld
 
 ROOT = Path(__file__).parents[1]
@@ -51,13 +52,13 @@ def world_folder(pairs: int = PAIRS) -> Path:
     return folder
 
 
-def parts_of(name: str, folder: Path, train: str = "train", val: str = "val") -> Data:
-    return Data(name, str(folder / train), str(folder / val), test=str(folder / "test"))
+def parts_of(name: str, folder: Path, train: str = "train", val: str = "val") -> RecipeData:
+    return RecipeData(name, str(folder / train), str(folder / val), test=str(folder / "test"))
 
 
 def compared(recipe: Recipe, out: Path) -> Comparison:
     """The comparison that the recipe makes of its one data set."""
-    run_recipe(recipe, Path(), out, say=lambda words: print(words, flush=True))
+    run_recipe(recipe, Path(), out, announce=lambda words: print(words, flush=True))
     return Comparison.load(out / recipe.data[0].name)
 
 
@@ -69,7 +70,7 @@ class Truth(Method):
     def facts(self) -> dict[str, Any]:
         return {}
 
-    def _fit(self, task: RetrievalSet) -> None:
+    def _fit(self, task: RetrievalTask) -> None:
         self.task, self.world = task, ConceptWorld()
 
     def score(self, rows: slice, answers: Tensor) -> Scores:

@@ -87,7 +87,7 @@ def evaluate(
         missing = {"--pairs": pairs, "--held-out": held_out, "--out": out}
         raise ValueError(f"evaluate needs {', '.join(name for name, value in missing.items() if value is None)}")
     from geoflow_fast.evaluation import job
-    from geoflow_fast.evaluation.compare import RESULTS_JSON
+    from geoflow_fast.evaluation.results import RESULTS_JSON
 
     choices: dict[str, Any] = {"max_queries": max_queries, "bins": bins, "resamples": resamples, "seed": seed}
     choices |= {"device": device, "run": given(steps=baseline_steps, batch_size=baseline_batch_size)}
@@ -97,7 +97,13 @@ def evaluate(
         choices["directions"] = (direction,)
     with continued_later():
         study = job.evaluate_folders(
-            model, pairs, held_out, train, out, job.Choices(**choices), say=lambda line: typer.echo(line, err=True)
+            model,
+            pairs,
+            held_out,
+            train,
+            out,
+            job.EvaluationSettings(**choices),
+            announce=lambda line: typer.echo(line, err=True),
         )
     if as_json:
         print((out / RESULTS_JSON).read_text(), end="")
@@ -230,9 +236,9 @@ def _run(
     **changes: Any,
 ) -> None:
     """Runs the recipe that the flags of a command describe."""
-    from geoflow_fast.evaluation.recipe import Data, Recipe
+    from geoflow_fast.evaluation.recipe import Recipe, RecipeData
 
-    sets = [Data(**{name: str(value) for name, value in part.items()}) for part in data]
+    sets = [RecipeData(**{name: str(value) for name, value in part.items()}) for part in data]
     run = given(steps=steps, batch_size=batch_size)
     made = Recipe(data=sets, seeds=range(seeds), preset=preset, flow=run, max_queries=max_queries, **changes)
     _run_recipe(made, Path(), out, device)
@@ -242,7 +248,7 @@ def _run_recipe(chosen: Any, base: Path, out: Path, device: str) -> None:
     from geoflow_fast.evaluation.recipe import run_recipe
 
     with continued_later():
-        page = run_recipe(chosen, base, out, device=device, say=lambda words: typer.echo(words, err=True))
+        page = run_recipe(chosen, base, out, device=device, announce=lambda words: typer.echo(words, err=True))
     typer.echo(f"Wrote {page}")
 
 

@@ -72,7 +72,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
 
 
 def verdicts(outcome: Outcome) -> tuple[list[str], list[str]]:
-    """What works and what does not, one sentence each."""
+    """Strengths and limits, one sentence each."""
     good: list[str] = []
     bad: list[str] = []
     for part in outcome.by_direction.values():

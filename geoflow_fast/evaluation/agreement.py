@@ -1,4 +1,4 @@
-"""DensityAgreement of learned log-densities with those of a synthetic world."""
+"""How well learned log-densities agree with those of a synthetic world."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DensityAgreement:
 def densities(
     world: ConceptWorld, field: Field, *, rows: int = 1000, n_steps: int = 10, n_probes: int = 2, seed: int = 0
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Estimated and true log-densities [rows] of fresh pairs: the joint, both conditionals, both marginals, the PMI."""
+    """Estimated and true log-densities [rows] of new pairs: the joint, both conditionals, both marginals, the PMI."""
     generator = torch.Generator().manual_seed(seed)
     image, text, _ = world.sample(rows, generator=generator)
     joint, text_given_image, image_given_text = (
@@ -43,7 +43,7 @@ def densities(
 
 
 def agreement(pairs: dict[str, tuple[Tensor, Tensor]]) -> dict[str, DensityAgreement]:
-    """How the estimates of `densities` compare with the truth."""
+    """Correlation and bias of the estimates of `densities`."""
     return {
         name: DensityAgreement(float(torch.corrcoef(torch.stack(pair))[0, 1]), float((pair[0] - pair[1]).mean()))
         for name, pair in pairs.items()

@@ -1,11 +1,11 @@
 """Figures of results: recall by bin, selective accuracy, components, ablations, reliability, AUROC, thresholds.
 
-A method has one colour and one line style in all of them: the flow's methods bold, references that need no training
-dashed.
+A method has the same colour and line style in all of them: the flow's methods are bold, training-free ones dashed.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,10 @@ import numpy as np
 
 from geoflow_fast import baselines
 from geoflow_fast.baselines.untrained import CosineBaseline
+from geoflow_fast.directions import Direction
 from geoflow_fast.evaluation.abstention import AbstentionThreshold
-from geoflow_fast.evaluation.compare import Comparison, Result
 from geoflow_fast.evaluation.metrics import selective_accuracy
+from geoflow_fast.evaluation.results import Comparison, Result
 from geoflow_fast.evaluation.statistics import Bools, Floats, Values, clopper_pearson_upper, scored_answers
 from geoflow_fast.evaluation.zero_shot import ZeroShot
 from geoflow_fast.runtime import checks, plots
@@ -46,8 +47,9 @@ OTHER_COLOURS = (
 )
 MARKERS = ("o", "s", "^", "D", "v", "P")
 GREY = "#8a8f98"
+DASHED = (0, (4, 2))
 INK, BLUE, ORANGE, RIGHT, WRONG = "#2b2f36", "#1f5fa8", "#d98f2b", "#a9c4e4", "#d1495b"
-DIRECTION_TITLES = {"t2i": "text to image", "i2t": "image to text"}
+DIRECTION_TITLES: dict[str, str] = {Direction.T2I: "text to image", Direction.I2T: "image to text"}
 
 
 @dataclass(frozen=True)
@@ -59,30 +61,29 @@ class Series:
 
 
 def style_of(method: str) -> dict[str, Any]:
-    """How lines of a method, a component or anything else with a name are drawn: the same wherever it occurs."""
+    """The colour and line style of a method, a component or anything else with a name, the same wherever it occurs."""
     if method in FLOW_COLOURS:
         return {"color": FLOW_COLOURS[method], "linewidth": 2.4, "linestyle": "-", "zorder": 4}
     names = list(baselines.METHODS)
-    place = names.index(method) if method in names else sum(map(ord, method))
-    plain = method == "knn" or (method in names and issubclass(baselines.METHODS[method], CosineBaseline))
+    number = names.index(method) if method in names else sum(map(ord, method))
+    training_free = method == "knn" or (method in names and issubclass(baselines.METHODS[method], CosineBaseline))
     return {
-        "color": OTHER_COLOURS[place % len(OTHER_COLOURS)],
+        "color": OTHER_COLOURS[number % len(OTHER_COLOURS)],
         "linewidth": 1.4,
-        "linestyle": (0, (4, 2)) if plain else "-",
+        "linestyle": DASHED if training_free else "-",
         "zorder": 3,
     }
 
 
 def draw_calibration(datasets: Mapping[str, Comparison], path: Path) -> Path:
-    """Recall@1 of plain search in bins of the uncertainty: a row per direction, a column per data set. Shaded: one
-    standard deviation over seeds."""
+    """Draws Recall@1 of plain search in bins of the uncertainty: a row per direction, a column per data set. The shaded
+    area is one standard deviation over seeds."""
 
     def fill(axes: Any, results: Sequence[Result]) -> None:
         for result in results:
             bins = np.arange(1, len(result.bin_recall) + 1)
-            _line(
-                axes, bins, Series(result.bin_recall, result.bin_recall_spread), result.title, style_of(result.method)
-            )
+            series = Series(result.bin_recall, result.bin_recall_spread)
+            _line(axes, bins, series, result.title, style_of(result.method))
         axes.set_xticks(bins)
         axes.axhline(results[0].plain_recall, color=GREY, linewidth=0.8, linestyle=":")
 
@@ -90,52 +91,50 @@ def draw_calibration(datasets: Mapping[str, Comparison], path: Path) -> Path:
 
 
 def draw_selective(datasets: Mapping[str, Comparison], path: Path) -> Path:
-    """Accuracy of plain search after the least certain queries have been turned away."""
+    """Draws the accuracy of plain search after the least certain queries have been turned away."""
 
     def fill(axes: Any, results: Sequence[Result]) -> None:
         for result in results:
-            rejected = 1 - np.array(result.coverage)
-            _line(
-                axes, rejected, Series(result.accuracy, result.accuracy_spread), result.title, style_of(result.method)
-            )
+            series = Series(result.accuracy, result.accuracy_spread)
+            _line(axes, 1 - np.array(result.coverage), series, result.title, style_of(result.method))
 
     return _grid(datasets, path, fill, "share of queries turned away", "accuracy on the rest")
 
 
 def draw_auroc(datasets: Mapping[str, Comparison], path: Path) -> Path:
-    """AUROC of "plain search is wrong", best on top, with its bootstrap interval or one standard deviation over
-    seeds."""
+    """Draws the AUROC of "plain search is wrong", best on top, with its bootstrap interval or one standard deviation
+    over seeds."""
 
     def fill(axes: Any, results: Sequence[Result]) -> None:
         ranked = sorted(results, key=lambda result: result.numbers["auroc"])
-        for place, result in enumerate(ranked):
-            value = result.numbers["auroc"]
-            low, high = result.intervals.get("auroc", [value - result.spread.get("auroc", 0.0)] * 2)
-            high = high if "auroc" in result.intervals else 2 * value - low
+        for height, result in enumerate(ranked):
+            value, spread = result.numbers["auroc"], result.spread.get("auroc", 0.0)
+            ends = result.intervals.get("auroc", [value - spread, value + spread])
             colour = style_of(result.method)["color"]
-            axes.plot([low, high], [place, place], color=colour, linewidth=2.2, solid_capstyle="round")
-            axes.plot(value, place, "o", color=colour, markersize=7)
+            axes.plot(ends, [height, height], color=colour, linewidth=2.2, solid_capstyle="round")
+            axes.plot(value, height, "o", color=colour, markersize=7)
         axes.set_yticks(range(len(ranked)), [result.title for result in ranked])
         axes.axvline(0.5, color=GREY, linewidth=0.8, linestyle=":")
 
-    height = 0.9 + 0.3 * max(len(run.of(way)) for run in datasets.values() for way in run.directions)
+    height = 0.9 + 0.3 * max(len(run.of(direction)) for run in datasets.values() for direction in run.directions)
     return _grid(datasets, path, fill, 'AUROC of "plain search is wrong"', "", legend=False, height=height, share=False)
 
 
 def draw_reliability(datasets: Mapping[str, Comparison], path: Path) -> Path:
-    """Stated probability that plain search is right against the share that was; areas of points are numbers of
-    queries."""
+    """Draws the stated probability that plain search is right against the share that was; the areas of points show
+    numbers of queries."""
 
     def fill(axes: Any, results: Sequence[Result]) -> None:
         axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, linestyle=":")
-        for result in (result for result in results if result.stated is not None):
-            assert result.stated is not None
+        for result in results:
+            if result.stated is None:
+                continue
             count = np.array(result.stated["count"])
             style = style_of(result.method)
             x, y = (np.array(result.stated[name], dtype=float) for name in ("confidence", "accuracy"))
-            there = count > 0
-            axes.plot(x[there], y[there], label=f"{result.title}, ECE {result.numbers['ece']:.3f}", **style)
-            axes.scatter(x[there], y[there], s=6 + 240 * count[there] / count.sum(), color=style["color"], zorder=5)
+            filled = count > 0
+            axes.plot(x[filled], y[filled], label=f"{result.title}, ECE {result.numbers['ece']:.3f}", **style)
+            axes.scatter(x[filled], y[filled], s=6 + 240 * count[filled] / count.sum(), color=style["color"], zorder=5)
         axes.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
         axes.set_aspect("equal")
         axes.legend(frameon=False, fontsize=8, loc="upper left")
@@ -146,18 +145,18 @@ def draw_reliability(datasets: Mapping[str, Comparison], path: Path) -> Path:
 
 
 def draw_components(datasets: Mapping[str, ZeroShot], path: Path) -> Path:
-    """Selective accuracy of zero-shot classification by each term of the decomposition, references dashed."""
+    """Draws the selective accuracy of zero-shot classification by each component, training-free ones dashed."""
     plt = plots.pyplot()
     figure, panels = plt.subplots(1, len(datasets), figsize=(4.4 * len(datasets) + 2.6, 3.9), squeeze=False)
-    for axes, (name, found) in zip(panels[0], datasets.items()):
-        for part in found.components:
+    for axes, (name, outcome) in zip(panels[0], datasets.items()):
+        for part in outcome.components:
             style = style_of(part.name)
             if part.learned:
                 style = {"color": COMPONENT_COLOURS[part.name], "linewidth": 2.4, "linestyle": "-", "zorder": 4}
             else:
-                style |= {"linestyle": (0, (4, 2))}
+                style |= {"linestyle": DASHED}
             _line(axes, 1 - np.array(part.coverage), Series(part.accuracy), part.title, style)
-        axes.axhline(found.accuracy, color=GREY, linewidth=0.8, linestyle=":")
+        axes.axhline(outcome.accuracy, color=GREY, linewidth=0.8, linestyle=":")
         _finish(axes, name, "share of images turned away", "accuracy on the rest")
     return _save(figure, panels, path)
 
@@ -171,16 +170,17 @@ def draw_ablation(
     ylabel: str,
     log_x: bool = False,
 ) -> Path:
-    """A number over a setting: a panel per entry (a direction, a data set), a line per series. Shaded: one standard
-    deviation over runs."""
+    """Draws a number over a setting: a panel per entry (a direction, a data set), a line per series. The shaded area is
+    one standard deviation over runs."""
     plt = plots.pyplot()
     figure, grid = plt.subplots(1, len(panels), figsize=(4.2 * len(panels) + 2.2, 3.8), squeeze=False, sharey=True)
     for number, (axes, (title, lines)) in enumerate(zip(grid[0], panels.items())):
-        for place, (name, series) in enumerate(lines.items()):
+        for line, (name, series) in enumerate(lines.items()):
             style = style_of(name)
             if name not in FLOW_COLOURS and name not in baselines.METHODS:
-                style = {**style, "color": [*FLOW_COLOURS.values(), *OTHER_COLOURS][place % 17], "linewidth": 2.0}
-            style |= {"marker": MARKERS[place % len(MARKERS)], "markersize": 5}
+                colours = [*FLOW_COLOURS.values(), *OTHER_COLOURS]
+                style |= {"color": colours[line % len(colours)], "linewidth": 2.0}
+            style |= {"marker": MARKERS[line % len(MARKERS)], "markersize": 5}
             _line(axes, np.asarray(x, dtype=float), series, name, style)
         if log_x:
             axes.set_xscale("log")
@@ -208,7 +208,7 @@ def draw_abstention(
     """
     if not isinstance(act, AbstentionThreshold):
         raise TypeError(f"act must be an AbstentionThreshold, got {type(act).__name__}")
-    place, label = checks.path(path, "path"), checks.words(label, "label")
+    path, label = checks.path(path, "path"), checks.words(label, "label")
     score, right = _drawable(uncertainty, correct, "uncertainty")
     if new is not None and not (isinstance(new, (tuple, list)) and len(new) == 2):
         raise TypeError(f"new must be a pair (uncertainty, correct), got {type(new).__name__}")
@@ -218,14 +218,14 @@ def draw_abstention(
     _draw_risk(over, act, score, right, later)
     _finish(left, "right and wrong answers\n", f"{label} of a query", "queries")
     _finish(over, "error rate against coverage\n", "share of queries answered", "share of answers that are wrong")
-    left.xaxis.label.set_parse_math(False)  # a dollar sign in it is one
+    left.xaxis.label.set_parse_math(False)  # a dollar sign in the label stays a dollar sign
     figure.set_layout_engine("constrained", w_pad=0.12)
-    plots.save_figure(figure, place)
-    return place
+    plots.save_figure(figure, path)
+    return path
 
 
 def _drawable(values: Values, correct: Values, name: str) -> tuple[Floats, Bools]:
-    """`scored_answers`, with values that an axis has a place for."""
+    """The scores and which answers are right, as `scored_answers`, if the scores can be drawn on an axis."""
     score, right = scored_answers(values, correct, name)
     beyond = np.abs(score) > checks.LARGEST
     if beyond.any():
@@ -258,14 +258,14 @@ def _draw_risk(
     axes.fill_between(coverage, risk, bound, color=BLUE, alpha=0.15, linewidth=0, label=f"{act.confidence:.0%} bound")
     if later is not None:
         axes.plot(*_risk_curve(*later), color=ORANGE, linewidth=1.4, label=f"{len(later[0]):,} new queries")
-    axes.axhline(act.target_risk, color=WRONG, linewidth=1.2, linestyle=(0, (4, 2)))
+    axes.axhline(act.target_risk, color=WRONG, linewidth=1.2, linestyle=DASHED)
     axes.text(1.0, act.target_risk, f"target {act.target_risk:.0%} ", color=WRONG, ha="right", va="bottom", fontsize=9)
     if act.certified:
         for colour, marker, name, group in ((BLUE, "o", "calibration", (score, right)), (ORANGE, "X", "new", later)):
             if group is not None and (answered := act.answers(group[0])).any():
-                place = answered.mean(), 1 - group[1][answered].mean()
-                words = f"threshold, {name}: {place[0]:.0%} answered, {place[1]:.1%} wrong"
-                axes.plot(*place, marker, color=colour, markersize=9, label=words, zorder=5, linestyle="none")
+                share, wrong = answered.mean(), 1 - group[1][answered].mean()
+                words = f"threshold, {name}: {share:.0%} answered, {wrong:.1%} wrong"
+                axes.plot(share, wrong, marker, color=colour, markersize=9, label=words, zorder=5, linestyle="none")
     else:
         axes.text(0.5, 0.5, "nothing could be certified:\nabstain always", transform=axes.transAxes, ha="center")
     axes.set(xlim=(0, 1.01), ylim=(0, max(1.4 * float(risk.max()), 1.6 * act.target_risk)))
@@ -275,7 +275,7 @@ def _draw_risk(
 
 
 def _risk_curve(score: Floats, right: Bools) -> tuple[Floats, Floats]:
-    """Coverages from a twentieth of the answers on (fewer are noise), and the share of wrong ones at each."""
+    """Coverages from a twentieth of the answers on (fewer are too noisy), and the share of wrong answers at each."""
     count = len(score)
     coverage = np.unique(np.linspace(max(1, count // 20), count, 100).round()) / count
     return coverage, 1 - selective_accuracy(score, right, coverage.tolist()).accuracy
@@ -292,20 +292,18 @@ def _grid(
     height: float = 3.2,
     share: bool = True,
 ) -> Path:
-    """Panels of every direction (rows) and data set (columns); of a single data set, side by side."""
+    """Draws a panel for every direction (rows) and data set (columns); a single data set has one row."""
     plt = plots.pyplot()
     names = list(datasets)
-    ways = list(dict.fromkeys(way for run in datasets.values() for way in run.directions))
-    places = [(way, name) for way in ways for name in names]
-    rows, columns = (1, len(ways)) if len(names) == 1 else (len(ways), len(names))
-    wide = 0.0 if not legend else 2.6
-    size = (4.6 * columns + wide + (0.0 if share else 1.6), height * rows + 0.5)
-    figure, panels = plt.subplots(rows, columns, figsize=size, squeeze=False)
-    for axes, (way, name) in zip(panels.flat, places):
-        results = datasets[name].of(way)
+    directions = list(dict.fromkeys(direction for run in datasets.values() for direction in run.directions))
+    rows, columns = (1, len(directions)) if len(names) == 1 else (len(directions), len(names))
+    width = 4.6 * columns + (2.6 if legend else 0.0) + (0.0 if share else 1.6)
+    figure, panels = plt.subplots(rows, columns, figsize=(width, height * rows + 0.5), squeeze=False)
+    for axes, (direction, name) in zip(panels.flat, itertools.product(directions, names)):
+        results = datasets[name].of(direction)
         if results:
             fill(axes, results)
-        title = DIRECTION_TITLES.get(way, way) + (f", {name}" if len(names) > 1 else "")
+        title = DIRECTION_TITLES.get(direction, direction) + (f", {name}" if len(names) > 1 else "")
         first = axes in panels[:, 0]
         _finish(axes, title, xlabel, ylabel if first or not share else "")
     return _save(figure, panels, path, legend=legend)
@@ -330,7 +328,7 @@ def _finish(axes: Any, title: str, xlabel: str, ylabel: str) -> None:
 
 
 def _save(figure: Any, panels: Any, path: Path, *, legend: bool = True) -> Path:
-    """With one legend for all panels, to their right."""
+    """Saves the figure, with one legend for all panels to their right."""
     if legend:
         entries: dict[str, Any] = {}
         for axes in panels.flat:

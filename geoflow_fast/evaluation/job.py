@@ -1,9 +1,9 @@
-"""`geoflow evaluate`: folders in, a folder with results, figures and one HTML page out."""
+"""The work behind `geoflow evaluate`: reads folders, and writes a folder with results, figures and one HTML page."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,35 +17,36 @@ from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import load_npy, open_rows
 from geoflow_fast.directions import CONDITIONAL
 from geoflow_fast.evaluation import figures
-from geoflow_fast.evaluation.compare import RESULTS_JSON, RUNS_FOLDER, Comparison, compare, without_nan
+from geoflow_fast.evaluation.compare import RUNS_FOLDER, compare
 from geoflow_fast.evaluation.methods import Study
 from geoflow_fast.evaluation.metrics import BINS
 from geoflow_fast.evaluation.report import Report
+from geoflow_fast.evaluation.results import RESULTS_JSON, Comparison, without_nan
 from geoflow_fast.evaluation.statistics import RESAMPLES
 from geoflow_fast.evaluation.zero_shot import CLIP_SCALE, ZeroShot, class_prompts, tuned_scale, zero_shot
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.runtime import plots
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.runtime.files import write_json
+from geoflow_fast.runtime.progress import Announce
 
 PAGE = "report.html"
-Say = Callable[[str], object]
 
 NUMBERS_EXPLAINED = (
-    "AUROC is the chance that a query answered wrongly is less certain than one answered rightly; AURC the share of "
-    "wrong answers among the most certain, averaged over how many are kept (lower is better); AUSAC the accuracy "
-    "averaged over coverages from 100 to 10 %. Spearman and R^2 are of Recall@1 over the number of the bin, in ten "
-    "bins of the uncertainty (-1 and 1 are ideal): they are noisy and do not reward a sharper uncertainty, so decide "
-    "by AUROC and AURC. R^2, value, is that of the line over the bins' mean uncertainty.",
-    "NLL is the mean of -log probability of the right item among all of the gallery, ECE the expected calibration "
-    "error of the stated probability that plain search is right; only methods that state probabilities have them. "
+    "AUROC is the probability that a query answered wrongly is less certain than one answered rightly. AURC is the "
+    "share of wrong answers among the most certain, averaged over how many are kept (lower is better). AUSAC is the "
+    "accuracy averaged over coverages from 100 to 10 %. Spearman and R^2 compare Recall@1 with the number of the bin, "
+    "in ten bins of the uncertainty (-1 and 1 are ideal); they are noisy and do not reward a sharper uncertainty, so "
+    "decide by AUROC and AURC. R^2, value, belongs to the line over the bins' mean uncertainty.",
+    "NLL is the mean of -log probability of the right item among the whole gallery. ECE is the expected calibration "
+    "error of the stated probability that plain search is right. Only methods that state probabilities have these two. "
     "Recall@1 is that of a method's own ranking, or of plain search where it has none. Whatever is tuned was tuned on "
     "held-out pairs.",
 )
 
 
 @dataclass(frozen=True)
-class Choices:
+class EvaluationSettings:
     """How `evaluate_folders` evaluates."""
 
     names: Sequence[str] | None = None
@@ -65,81 +66,83 @@ def evaluate_folders(
     held_out: Path,
     train: Path | None,
     out: Path,
-    choices: Choices | None = None,
+    settings: EvaluationSettings | None = None,
     *,
-    say: Say = lambda _: None,
+    announce: Announce = lambda _: None,
 ) -> Comparison:
     """Compares methods on the pairs of the folder `test` and writes results, figures and a page into `out`.
 
-    Stopped, it is continued by the same call: finished scores are kept in `out`.
+    If it is stopped, the same call continues it, because finished scores are kept in `out`.
     """
-    choices = choices or Choices()
-    plots.pyplot()  # its absence is said before the work, not after
-    flow = None if model is None else GeoFlow.from_pretrained(model).to(usable_device(choices.device))
-    parts = {"test": EmbeddingPairs.open(test), "val": EmbeddingPairs.open(held_out)}
-    learnt = None if train is None else EmbeddingPairs.open(train)
+    settings = settings or EvaluationSettings()
+    plots.pyplot()  # fails at once if matplotlib is missing, not after the work
+    flow = None if model is None else GeoFlow.from_pretrained(model).to(usable_device(settings.device))
+    test_pairs, val = EmbeddingPairs.open(test), EmbeddingPairs.open(held_out)
     study = Study(
-        val=parts["val"],
-        train=learnt,
+        val=val,
+        train=None if train is None else EmbeddingPairs.open(train),
         flow=flow,
-        seed=choices.seed,
-        configs=run_configs(parts["val"], choices.run),
+        seed=settings.seed,
+        configs=run_configs(val, settings.run),
         folder=out / RUNS_FOLDER,
     )
-    found = compare(
+    comparison = compare(
         study,
-        parts["test"],
-        choices.names,
-        directions=choices.directions,
-        max_queries=choices.max_queries,
-        bins=choices.bins,
-        resamples=choices.resamples,
+        test_pairs,
+        settings.names,
+        directions=settings.directions,
+        max_queries=settings.max_queries,
+        bins=settings.bins,
+        resamples=settings.resamples,
         folder=out,
-        say=say,
+        announce=announce,
     )
-    found.save(out)
-    write_report({test.name: found}, out, f"Retrieval uncertainty on {test.name}")
-    return found
+    comparison.save(out)
+    write_report({test.name: comparison}, out, f"Retrieval uncertainty on {test.name}")
+    return comparison
 
 
 def run_configs(pairs: EmbeddingPairs, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Every baseline's own run with these changes."""
+    """The training run of every baseline with these changes, by method."""
     if not changes:
         return {}
-    kinds = baselines.METHODS.items()
     return {
         name: dataclasses.replace(kind(pairs.image_dim, pairs.text_dim).default_config(), **changes)
-        for name, kind in kinds
+        for name, kind in baselines.METHODS.items()
     }
 
 
-def write_report(found: Mapping[str, Comparison], out: Path, title: str) -> Path:
-    """Figures and the page of comparisons, by data set, into the folder `out`; returns the page."""
-    results = [result for part in found.values() for result in part.results]
+def write_report(datasets: Mapping[str, Comparison], out: Path, title: str) -> Path:
+    """Writes figures and the page of comparisons, by data set, into the folder `out`; returns the page."""
+    results = [result for comparison in datasets.values() for result in comparison.results]
     runs = max(result.runs for result in results)
-    over = f" Means over {runs} seeds; shaded or bars: one standard deviation." if runs > 1 else ""
-    page = Report(title, f"Which method knows when plain cosine search is wrong?{over}")
+    several = f" Numbers are means over {runs} seeds; shaded areas and bars show one standard deviation."
+    page = Report(title, f"Which method knows when plain cosine search is wrong?{several if runs > 1 else ''}")
     page.section("The numbers", *NUMBERS_EXPLAINED)
-    for name, part in found.items():
-        for way in part.directions:
-            one = part.of(way)[0]
-            sizes = (
-                f"{one.queries:,} queries over {one.items:,} items, plain search has Recall@1 {one.plain_recall:.3f}"
+    for name, comparison in datasets.items():
+        for direction in comparison.directions:
+            one = comparison.of(direction)[0]
+            sizes = f"{one.queries:,} queries over {one.items:,} items"
+            caption = (
+                f"{name}, {figures.DIRECTION_TITLES[direction]}: {sizes}, plain search has Recall@1 "
+                f"{one.plain_recall:.3f}."
             )
-            page.table(part.table(way), f"{name}, {figures.DIRECTION_TITLES[way]}: {sizes}.", part.best(way))
+            page.table(comparison.table(direction), caption, comparison.best(direction))
     page.section("Telling wrong answers from right ones")
-    spans = "one standard deviation over seeds" if runs > 1 else "95 % bootstrap intervals over images"
-    page.figure(figures.draw_auroc(found, out / "auroc.png"), f"AUROC, best on top; bars are {spans}.")
+    bars = "one standard deviation over seeds" if runs > 1 else "95 % bootstrap intervals over images"
+    page.figure(figures.draw_auroc(datasets, out / "auroc.png"), f"AUROC, best on top; bars are {bars}.")
     page.section("Recall by uncertainty")
-    words = "Recall@1 of plain search in bins of equally many queries; a good score falls from left to right."
-    page.figure(figures.draw_calibration(found, out / "calibration.png"), words)
+    caption = "Recall@1 of plain search in bins of equally many queries; a good score falls from left to right."
+    page.figure(figures.draw_calibration(datasets, out / "calibration.png"), caption)
     page.section("Turning queries away")
-    words = "Accuracy on the queries that are left when the least certain are turned away."
-    page.figure(figures.draw_selective(found, out / "selective.png"), words)
+    caption = "Accuracy on the remaining queries when the least certain are turned away."
+    page.figure(figures.draw_selective(datasets, out / "selective.png"), caption)
     if any(result.stated is not None for result in results):
         page.section("Can the probabilities be believed?")
-        words = "Stated probability that plain search is right against the share that was: on the diagonal they agree."
-        page.figure(figures.draw_reliability(found, out / "reliability.png"), words)
+        caption = (
+            "Stated probability that plain search is right against the share that was: on the diagonal they agree."
+        )
+        page.figure(figures.draw_reliability(datasets, out / "reliability.png"), caption)
     return page.write(out / PAGE)
 
 
@@ -157,39 +160,42 @@ def zero_shot_folders(
     seed: int = 0,
     device: str = "auto",
 ) -> ZeroShot:
-    """Zero-shot classification of the images of a file or folder, with component analysis, into the folder `out`.
+    """Classifies the images of a file or folder without training examples, analyses the components of the score, and
+    writes the results into the folder `out`.
 
-    `labels`: a `.npy` file of integers; `prompts`: one of [C, d], or [C, P, d] with P templates. `held_out`: images and
-    labels that the temperature of the references is tuned on, else it is CLIP's.
+    `labels` is a `.npy` file of integers, and `prompts` one of [C, d], or of [C, P, d] with P templates. `held_out` has
+    images and labels on which the temperature of the training-free scores is tuned; without them it is CLIP's.
     """
-    plots.pyplot()
+    plots.pyplot()  # fails at once if matplotlib is missing, not after the work
     flow = GeoFlow.from_pretrained(model).to(usable_device(device))
     rows, label = labelled(images, labels)
     classes = prompts_of(prompts)
     scale = CLIP_SCALE if held_out is None else tuned_scale(*labelled(*held_out), classes)
     pairs = None if train is None else EmbeddingPairs.open(train)
-    found = zero_shot(flow, rows, label, classes, train=pairs, seed=seed, bins=bins, resamples=resamples, scale=scale)
+    outcome = zero_shot(flow, rows, label, classes, train=pairs, seed=seed, bins=bins, resamples=resamples, scale=scale)
     out.mkdir(parents=True, exist_ok=True)
-    facts = {"images": len(rows), "classes": len(classes), "accuracy": found.accuracy, "scale": found.scale}
-    parts = [dataclasses.asdict(part) for part in found.components]
-    write_json(out / RESULTS_JSON, without_nan({**facts, "seed": seed, "components": parts}))
+    facts = {"images": len(rows), "classes": len(classes), "accuracy": outcome.accuracy, "scale": outcome.scale}
+    components = [dataclasses.asdict(part) for part in outcome.components]
+    write_json(out / RESULTS_JSON, without_nan({**facts, "seed": seed, "components": components}))
     page = Report(
         f"Zero-shot classification of {images.stem}",
-        f"{len(rows):,} images, {len(classes):,} classes, accuracy {found.accuracy:.3f}. What says which to doubt?",
+        f"{len(rows):,} images, {len(classes):,} classes, accuracy {outcome.accuracy:.3f}. Which predictions should be "
+        "doubted?",
     )
     page.section(
         "Components",
-        "Each image is paired with the prompt of the class it is predicted to be of. -log p(text) of a handful of "
-        "prompts ranks classes, not images: read -log p(image) beside the sum, and both beside the references, which "
-        "need no training.",
+        "Each image is paired with the prompt of the class that is predicted for it. The -log p(text) of a handful of "
+        "prompts ranks classes, not images. So compare -log p(image) with the sum, and both with the scores that need "
+        "no training.",
     )
-    page.table([part.row() for part in found.components], "Scores of single images.", {"AUSAC": "max", "AUROC": "max"})
-    picture = figures.draw_components({images.stem: found}, out / "components.png")
+    best = {"AUSAC": "max", "AUROC": "max"}
+    page.table([part.row() for part in outcome.components], "Scores of single images.", best)
     page.figure(
-        picture, "Accuracy on the images that are left when the most doubtful are turned away; references dashed."
+        figures.draw_components({images.stem: outcome}, out / "components.png"),
+        "Accuracy on the remaining images when the most doubtful are turned away; training-free scores are dashed.",
     )
     page.write(out / PAGE)
-    return found
+    return outcome
 
 
 def labelled(images: Path, labels: Path) -> tuple[Tensor, Tensor]:
@@ -205,10 +211,10 @@ def labelled(images: Path, labels: Path) -> tuple[Tensor, Tensor]:
 
 
 def prompts_of(path: Path) -> Tensor:
-    """One unit prompt per class [C, d], templates averaged."""
-    found = torch.from_numpy(load_npy(path).astype(np.float32))
-    if found.dim() == 2:
-        found = found.unsqueeze(1)
-    if found.dim() != 3:
-        raise ValueError(f"prompts {path} must be [C, d] or [C, P, d], got {tuple(found.shape)}")
-    return class_prompts(found)
+    """One unit prompt per class [C, d], the mean over the templates in the file."""
+    prompts = torch.from_numpy(load_npy(path).astype(np.float32))
+    if prompts.dim() == 2:
+        prompts = prompts.unsqueeze(1)
+    if prompts.dim() != 3:
+        raise ValueError(f"prompts {path} must be [C, d] or [C, P, d], got {tuple(prompts.shape)}")
+    return class_prompts(prompts)

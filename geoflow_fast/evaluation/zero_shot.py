@@ -1,8 +1,8 @@
-"""Zero-shot classification with class prompts, and what each term of the flow's decomposition knows of its errors.
+"""Zero-shot classification with class prompts, and how well each term of the flow's decomposition finds its errors.
 
-An image is paired with the prompt of the class it is predicted to be of. With class prompts as texts, p(text) is the
-density of a handful of points: it ranks classes, not images. So -log p(image) stands beside the sum, and the references
-that need no training always do.
+An image is paired with the prompt of the class that is predicted for it. With class prompts as texts, p(text) is the
+density of a handful of points: it ranks classes, not images. So -log p(image) is reported beside the sum, and the
+training-free scores are always reported with both.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from geoflow_fast.runtime.progress import progress_bar
 
 BLOCK_IMAGES = 256
 CLIP_SCALE = 100.0
-"""Inverse temperature that CLIP was trained to."""
+"""Inverse temperature at which the training of CLIP ended."""
 TERMS = {
     "image": "-log p(image)",
     "text": "-log p(text)",
     "pmi": "-PMI(image, text)",
     "sum": "-log p(image) - log p(text)",
 }
-REFERENCES = {
+TRAINING_FREE = {
     "max_softmax": "max softmax",
     "margin": "cosine margin",
     "softmax_entropy": "cosine-softmax entropy",
@@ -47,8 +47,11 @@ REFERENCES = {
 
 
 def class_prompts(embeddings: Tensor | Sequence[Tensor]) -> Tensor:
-    """One unit prompt per class, [C, d], from unit embeddings [C, P, d] of every class in every template, or from a
-    list of [P, d] with as many templates as each class has: their mean, scaled to unit norm."""
+    """One unit prompt per class, [C, d]: the mean of the class's prompts, scaled to unit norm.
+
+    `embeddings` are unit vectors [C, P, d] of every class in every template, or a list with a tensor [P, d] per class,
+    each with its own number of templates.
+    """
     rows = []
     for number, prompts in enumerate(embeddings):
         if prompts.dim() != 2 or not len(prompts):
@@ -64,39 +67,39 @@ def class_prompts(embeddings: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def encode_prompts(encode: Callable[[list[str]], Tensor], classes: Sequence[str], templates: Sequence[str]) -> Tensor:
-    """`class_prompts` of `classes` put into `templates` such as "a photo of a {}.", by a text encoder [n] -> [n, d]."""
+    """One unit prompt per class, [C, d], from the names of `classes` put into `templates` such as "a photo of a {}.".
+
+    `encode` turns a list of n texts into embeddings [n, d].
+    """
     for template in templates:
         if template.count("{}") != 1:
-            raise ValueError(f"a template has one {{}} where the class goes, got {template!r}")
-    found = []
-    for name in classes:
-        rows = encode([template.format(name) for template in templates])
-        found.append(rows / rows.norm(dim=1, keepdim=True))
-    return class_prompts(found)
+            raise ValueError(f"a template needs one {{}} for the name of the class, got {template!r}")
+    embeddings = (encode([template.format(name) for template in templates]) for name in classes)
+    return class_prompts([rows / rows.norm(dim=1, keepdim=True) for rows in embeddings])
 
 
 @dataclass(frozen=True)
 class Component:
-    """One score of single images and how well it finds wrong predictions."""
+    """A score of single images, and how well it finds wrong predictions."""
 
     name: str
     title: str
     learned: bool
-    """From the flow; else a reference."""
+    """True if the score comes from the flow, false if it needs no training."""
     numbers: dict[str, float]
-    """ausac, auroc, aurc."""
+    """The keys are ausac, auroc and aurc."""
     coverage: list[float]
     accuracy: list[float]
     intervals: dict[str, list[float]] = field(default_factory=dict)
 
     def row(self) -> dict[str, object]:
-        """As a table shows it."""
-        found: dict[str, object] = {"score": self.title, "AUSAC": self.numbers["ausac"]}
+        """The row of a table."""
+        row: dict[str, object] = {"score": self.title, "AUSAC": self.numbers["ausac"]}
         for name in ("auroc", "aurc"):
-            found[name.upper()] = self.numbers[name]
+            row[name.upper()] = self.numbers[name]
             if name in self.intervals:
-                found[f"{name.upper()}, 95 %"] = "{:.3f} to {:.3f}".format(*self.intervals[name])
-        return found
+                row[f"{name.upper()}, 95 %"] = "{:.3f} to {:.3f}".format(*self.intervals[name])
+        return row
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class ZeroShot:
     correct: Tensor
     """[B] bool."""
     scores: dict[str, Tensor]
-    """[B] float64 by name of a term or a reference; higher is less certain."""
+    """[B] float64 by the name of the score; higher is less certain."""
     components: list[Component]
     scale: float
     """Inverse temperature of the softmax over classes."""
@@ -133,44 +136,44 @@ def zero_shot(
     resamples: int = RESAMPLES,
     progress: bool | None = None,
 ) -> ZeroShot:
-    """Classifies unit `image` [B, d] by the nearest of the `prompts` [C, d] and scores each by the terms of the flow's
-    decomposition (without a flow by none) and by the references.
+    """Classifies the unit vectors `image` [B, d] by the nearest of the `prompts` [C, d], and scores each by the terms
+    of the flow's decomposition, if there is a flow, and by training-free scores.
 
-    `label` [B]: the true classes. `scale`: of the softmax, see `tuned_scale`. With `train` pairs the distance to the
-    nearest training images is among the references. `settings` of the log-densities, `seed` of their probes.
+    `label` [B] has the true classes. `scale` is the inverse temperature of the softmax, see `tuned_scale`. With `train`
+    pairs the distance to the nearest training images is one of the scores. `settings` are those of the log-densities,
+    and `seed` is that of their probes.
     """
-    label = _checked(image, label, prompts)
+    label = _checked_labels(image, label, prompts)
     check_resamples(resamples)
     gallery = Gallery(prompts)
     cosine, index = nearest(image, gallery, min(2, len(prompts)))
     prediction = index[:, 0].cpu()
     correct = prediction == label
     scores = {} if flow is None else _terms(flow, image, prompts[index[:, 0]], settings, seed, progress)
-    scores |= _references(image, gallery, cosine, scale, train)
-    titles = {**TERMS, **REFERENCES}
-    components = []
-    for name, score in scores.items():
-        found = retrieval_calibration(score, correct, bins, resamples=resamples)
-        curve = selective_accuracy(score, correct)
-        components.append(
-            Component(
-                name,
-                titles[name],
-                name in TERMS,
-                {"ausac": curve.ausac, "auroc": found.auroc, "aurc": found.aurc},
-                curve.coverage.tolist(),
-                curve.accuracy.tolist(),
-                {key: [x.low, x.high] for key, x in found.intervals.items() if key in ("auroc", "aurc")},
-            )
-        )
+    scores |= _training_free(image, gallery, cosine, scale, train)
+    components = [_component(name, score, correct, bins, resamples) for name, score in scores.items()]
     return ZeroShot(prediction, correct, scores, components, scale)
 
 
-def _checked(image: Tensor, label: Tensor, prompts: Tensor) -> Tensor:
+def _component(name: str, score: Tensor, correct: Tensor, bins: int, resamples: int) -> Component:
+    calibration = retrieval_calibration(score, correct, bins, resamples=resamples)
+    curve = selective_accuracy(score, correct)
+    return Component(
+        name,
+        {**TERMS, **TRAINING_FREE}[name],
+        name in TERMS,
+        {"ausac": curve.ausac, "auroc": calibration.auroc, "aurc": calibration.aurc},
+        curve.coverage.tolist(),
+        curve.accuracy.tolist(),
+        {key: [x.low, x.high] for key, x in calibration.intervals.items() if key in ("auroc", "aurc")},
+    )
+
+
+def _checked_labels(image: Tensor, label: Tensor, prompts: Tensor) -> Tensor:
     """The labels as integers on the CPU."""
     if image.dim() != 2 or prompts.dim() != 2 or image.shape[1] != prompts.shape[1]:
         raise ValueError(
-            f"image [B, d] and prompts [C, d] must be of one width, got {tuple(image.shape)} and {tuple(prompts.shape)}"
+            f"image [B, d] and prompts [C, d] must have one width, got {tuple(image.shape)} and {tuple(prompts.shape)}"
         )
     check_rows(image, "image")
     check_rows(prompts, "prompts")
@@ -188,24 +191,25 @@ def _terms(
     flow: GeoFlow, image: Tensor, text: Tensor, settings: DensitySettings | None, seed: int, progress: bool | None
 ) -> dict[str, Tensor]:
     """Each term of the decomposition of (image, its prompt) as a score, [B]."""
-    like, solve = next(flow.parameters()), settings or DensitySettings()
+    like, settings = next(flow.parameters()), settings or DensitySettings()
     parts: list[dict[str, Tensor]] = []
     shown = sys.stderr.isatty() if progress is None else progress
     with progress_bar(len(image), 0, "images", shown=shown) as advance:
         for first in range(0, len(image), BLOCK_IMAGES):
             rows = slice(first, first + BLOCK_IMAGES)
             pair = image[rows].to(like), text[rows].to(like)
-            found = chain_rule(density_estimates(flow, *pair, DIRECTIONS, solve, seed, first_row=first))
-            parts.append({"image": -found.image, "text": -found.text, "pmi": -found.pmi, "sum": found.score})
-            advance(len(found.score))
+            terms = chain_rule(density_estimates(flow, *pair, DIRECTIONS, settings, seed, first_row=first))
+            parts.append({"image": -terms.image, "text": -terms.text, "pmi": -terms.pmi, "sum": terms.score})
+            advance(len(terms.score))
     return {name: torch.cat([part[name] for part in parts]).cpu() for name in TERMS}
 
 
-def _references(
+def _training_free(
     image: Tensor, gallery: Gallery, cosine: Tensor, scale: float, train: EmbeddingPairs | None
 ) -> dict[str, Tensor]:
+    """The scores [B] that need no training."""
     posterior = gallery.statistics(image.unsqueeze(1), scale, 1).posterior(torch.float64)
-    found = {
+    scores = {
         "max_softmax": 1 - posterior.top_prob[:, 0],
         "margin": cosine[:, -1] - cosine[:, 0],
         "softmax_entropy": posterior.entropy,
@@ -213,10 +217,10 @@ def _references(
     if train is not None:
         neighbours = KNNDistance(train.image_dim, train.text_dim)
         neighbours.fit(train, train)  # it learns nothing from held-out pairs
-        found["knn"] = neighbours.uncertainty(image.cpu(), gallery, "i2t")
-    return {name: score.double().cpu() for name, score in found.items()}
+        scores["knn"] = neighbours.uncertainty(image.cpu(), gallery, "i2t")
+    return {name: score.double().cpu() for name, score in scores.items()}
 
 
 def tuned_scale(image: Tensor, label: Tensor, prompts: Tensor) -> float:
     """Inverse temperature with the least -log probability of the true classes of held-out images."""
-    return fit_cosine_scale(image, prompts, _checked(image, label, prompts))
+    return fit_cosine_scale(image, prompts, _checked_labels(image, label, prompts))

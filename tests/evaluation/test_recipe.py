@@ -1,10 +1,9 @@
-"""Recipes and ablations: every file in recipes/ runs from folders to a page, in small; a stopped one goes on."""
+"""Recipes: every file in recipes/ runs from folders to a page, in small; a bad file is refused by name and key."""
 
 from __future__ import annotations
 
 import html
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -14,35 +13,14 @@ from typer.testing import CliRunner
 
 import geoflow_fast as gf
 from geoflow_fast.cli.app import app
-from geoflow_fast.evaluation import ablation
-from geoflow_fast.evaluation.ablation import ABLATIONS, Setup, Variant
-from geoflow_fast.evaluation.compare import Comparison
-from geoflow_fast.evaluation.methods import Study
-from geoflow_fast.evaluation.recipe import Data, Recipe, labelled_images, load_recipe, run_recipe
-from geoflow_fast.evaluation.retrieval import RetrievalSet
+from geoflow_fast.evaluation.ablation import ABLATIONS
+from geoflow_fast.evaluation.recipe import Recipe, RecipeData, load_recipe, run_recipe
 from geoflow_fast.worlds import ConceptWorld
+from tests.evaluation.helpers import DIM, noisy_pairs
 
 ROOT = Path(__file__).parents[2]
 RECIPES, CLIP_ART = sorted((ROOT / "recipes").glob("*.toml")), ROOT / "examples" / "openclipart" / "data"
-DIM, CLASSES = 8, 5
-
-
-def pairs(count: int, seed: int) -> gf.EmbeddingPairs:
-    generator = torch.Generator().manual_seed(seed)
-    image = gf.geometry.sample_uniform(count, DIM, generator=generator)
-    return gf.EmbeddingPairs.from_arrays(
-        image, gf.geometry.normalize(image + 0.3 * torch.randn(count, DIM, generator=generator))
-    )
-
-
-def write_classes(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    prompts = gf.geometry.sample_uniform(CLASSES, DIM, generator=torch.Generator().manual_seed(5))
-    label = np.arange(40) % CLASSES
-    noise = 0.4 * torch.randn(40, DIM, generator=torch.Generator().manual_seed(6))
-    np.save(folder / "images.npy", gf.geometry.normalize(prompts[label] + noise).numpy())
-    np.save(folder / "labels.npy", label)
-    np.save(folder / "prompts.npy", prompts.numpy())
+CLASSES = 5
 
 
 def of_demo_world(part: str, count: int) -> gf.EmbeddingPairs:
@@ -100,73 +78,6 @@ def test_the_recipes_are_those_of_the_paper_and_of_every_ablation():
     assert {load_recipe(path).ablation for path in RECIPES} - {None} == set(ABLATIONS)
 
 
-@pytest.fixture
-def setup() -> Setup:
-    run = gf.TrainConfig(steps=2, batch_size=32, lr=1e-3, val_every=2)
-    return Setup(pairs(200, 0), pairs(120, 1), gf.GeoFlowConfig(DIM, DIM, hidden=16, depth=1), run, seeds=(0, 1))
-
-
-def test_fixed_settings_are_used_and_others_tuned(setup, tmp_path):
-    flow, _ = setup.flow(tmp_path, 0)
-    study = Study(setup.val, flow=flow)
-    task = RetrievalSet.of(pairs(30, 3), "t2i")
-    for settings in ({"kappa": 7.0, "guidance": 2.0}, {"guidance": 2.0}):
-        method = Variant("x", ablation.entropy_with(**settings)).method(study)
-        method.fit(task)
-        for name, value in settings.items():
-            found = method.scorer.kappa if name == "kappa" else method.scorer.sampling.guidance
-            assert found == pytest.approx(value)
-
-
-def test_a_stopped_ablation_goes_on(setup, tmp_path, monkeypatch):
-    made = [Variant(f"kappa {x:g}", ablation.entropy_with(kappa=x, guidance=0.0)) for x in (5.0, 20.0)]
-    chosen = ablation.Ablation("Two widths", "kappa", made)
-    whole = ablation.ablate(setup, pairs(40, 2), chosen, tmp_path / "whole")
-    plain, calls = ablation.compare, []
-
-    def stops(*arguments, **options):
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return plain(*arguments, **options)
-
-    monkeypatch.setattr(ablation, "compare", stops)
-    with pytest.raises(KeyboardInterrupt):
-        ablation.ablate(setup, pairs(40, 2), chosen, tmp_path / "stopped")
-    monkeypatch.setattr(ablation, "compare", plain)
-    again = ablation.ablate(setup, pairs(40, 2), chosen, tmp_path / "stopped")
-    for one, two in zip(whole.results, again.results):
-        assert one.numbers["auroc"] == two.numbers["auroc"]
-        assert one.runs == 2
-
-
-@pytest.mark.slow
-def test_geometry_trains_a_twin_of_its_own(setup, tmp_path):
-    chosen = ablation.find("geometry")
-    found = ablation.ablate(setup, pairs(40, 2), chosen, tmp_path)
-    assert [result.title for result in found.of("t2i")] == [variant.label for variant in chosen.variants]
-    assert len(list((tmp_path / ablation.FLOWS_FOLDER).iterdir())) == 2 * len(setup.seeds)
-    shapes = {gf.GeoFlow.from_pretrained(x).config.geometry for x in (tmp_path / ablation.FLOWS_FOLDER).iterdir()}
-    assert shapes == {"sphere", "euclidean"}
-    page = ablation.write_ablation(chosen, found, tmp_path, "noise")
-    assert page.is_file()
-    loaded = Comparison.load(tmp_path)
-    assert all(math.isfinite(result.numbers["auroc"]) for result in loaded.results)
-
-
-def test_zero_shot_ablation_compares_settings_of_the_density(setup, tmp_path):
-    write_classes(tmp_path / "classes")
-    part = Data("classes", "-", "-", images="images.npy", labels="labels.npy", prompts="prompts.npy")
-    recipe = Recipe("Steps", [part], ablation="steps")
-    found = ablation.ablate_zero_shot(
-        setup, labelled_images(part, tmp_path / "classes"), ablation.find("steps"), tmp_path
-    )
-    assert set(found) == {variant.label for variant in ablation.find(str(recipe.ablation)).variants}
-    assert all(len(values) == 2 and all(0 <= x <= 1 for x in values) for values in found.values())
-    with pytest.raises(ValueError, match="guidance is about retrieval"):
-        ablation.ablate_zero_shot(setup, (None, None, None), ablation.find("guidance"), tmp_path)
-
-
 BASE = 'title = "x"\npreset = "tiny"\n'
 SET = '[[data]]\nname = "a"\ntrain = "t"\nheld_out = "v"\ntest = "x"\n'
 
@@ -175,7 +86,7 @@ SET = '[[data]]\nname = "a"\ntrain = "t"\nheld_out = "v"\ntest = "x"\n'
     ("text", "word"),
     [
         (BASE, "at least one data set"),
-        (BASE + SET + SET, "names of their own"),
+        (BASE + SET + SET, "different names"),
         (BASE + "colour = 1\n" + SET, "unknown keys .*colour"),
         (BASE + SET + "colour = 1\n", "unknown keys .*colour"),
         (BASE + 'methods = ["magic"]\n' + SET, "magic"),
@@ -184,7 +95,7 @@ SET = '[[data]]\nname = "a"\ntrain = "t"\nheld_out = "v"\ntest = "x"\n'
         (BASE + SET.replace('test = "x"\n', 'images = "x"\n'), "either test, or images"),
         (BASE + SET + 'images = "x"\nlabels = "y"\nprompts = "z"\n', "either test, or images"),
         (BASE + SET.replace('"t"', "3"), "must be a string"),
-        (BASE + SET.replace('"a"', '"a, b"'), "'a, b' must be without comma and slash"),
+        (BASE + SET.replace('"a"', '"a, b"'), "'a, b' must not have a comma or slash"),
         ("title =", "not a TOML file"),
     ],
 )
@@ -197,7 +108,7 @@ def test_bad_recipes_name_the_file_and_the_key(text, word, tmp_path):
 
 
 def test_missing_folders_are_named_before_any_work(tmp_path):
-    recipe = Recipe("x", [Data("a", "train", "val", test="test")], methods=["margin"], preset="tiny")
+    recipe = Recipe("x", [RecipeData("a", "train", "val", test="test")], methods=["margin"], preset="tiny")
     with pytest.raises(FileNotFoundError, match="train does not exist"):
         run_recipe(recipe, tmp_path, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -206,7 +117,7 @@ def test_missing_folders_are_named_before_any_work(tmp_path):
 def test_backbones_side_by_side(tmp_path):
     for name, seed in (("clip", 0), ("siglip", 10)):
         for part, count in (("train", 200), ("val", 120), ("test", 60)):
-            pairs(count, seed).save(tmp_path / name / part)
+            noisy_pairs(count, seed).save(tmp_path / name / part)
             seed += 1
     out = tmp_path / "out"
     words = ["evaluate", "backbone", str(tmp_path / "clip"), str(tmp_path / "siglip"), "--out", str(out), *SMALL]

@@ -61,13 +61,13 @@ def test_words_come_out_as_they_went_in(tmp_path):
     page.section(HOSTILE, HOSTILE, "second")
     page.table([{HOSTILE: HOSTILE}], HOSTILE)
     page.figure(png(tmp_path / "a.png"), HOSTILE)
-    found = Page(page.write(tmp_path / "deep/er/report.html"))
+    parsed = Page(page.write(tmp_path / "deep/er/report.html"))
     for tag in ("title", "h1", "h2", "caption", "figcaption"):
-        assert found.words[tag] == [HOSTILE], tag
-    assert found.words["p"] == [HOSTILE, HOSTILE, "second"]
-    assert found.words["th"] == [HOSTILE, HOSTILE]
-    assert "script" not in found.words
-    assert found.attributes("img")[0]["alt"] == HOSTILE
+        assert parsed.words[tag] == [HOSTILE], tag
+    assert parsed.words["p"] == [HOSTILE, HOSTILE, "second"]
+    assert parsed.words["th"] == [HOSTILE, HOSTILE]
+    assert "script" not in parsed.words
+    assert parsed.attributes("img")[0]["alt"] == HOSTILE
 
 
 def test_figures_are_inside_the_page_with_their_size(tmp_path):
@@ -84,13 +84,13 @@ def test_nothing_is_loaded_from_elsewhere(tmp_path):
     for number in range(3):
         page.section(f"part {number}")
     page.figure(png(tmp_path / "a.png"), "c")
-    found = Page(page.write(tmp_path / "r.html"))
+    parsed = Page(page.write(tmp_path / "r.html"))
     addresses = [
-        value for _, attributes in found.elements for name, value in attributes.items() if name in ("src", "href")
+        value for _, attributes in parsed.elements for name, value in attributes.items() if name in ("src", "href")
     ]
     assert len(addresses) == 4
     assert all(address.startswith(("#s", "data:image/png")) for address in addresses)
-    assert any("default-src 'none'" in (meta.get("content") or "") for meta in found.attributes("meta"))
+    assert any("default-src 'none'" in (meta.get("content") or "") for meta in parsed.attributes("meta"))
 
 
 def test_tables_show_numbers_right_and_mark_the_best(tmp_path):
@@ -101,10 +101,10 @@ def test_tables_show_numbers_right_and_mark_the_best(tmp_path):
         {"method": "c", "AUROC": float("nan"), "error": None, "count": np.int64(2), "note": True},
     ]
     page.table(rows, "caption", best={"AUROC": "max", "error": "min"})
-    found = Page(page.write(tmp_path / "r.html"))
-    assert found.words["th"] == ["method", "AUROC", "error", "count", "note", "a", "b", "c"]
-    assert found.words["td"] == ["0.900", "0.250", "1,234,567", "–", "0.500", "0.125", "3", "x", "–", "–", "2", "yes"]
-    kinds = [attributes.get("class") for attributes in found.attributes("td")]
+    parsed = Page(page.write(tmp_path / "r.html"))
+    assert parsed.words["th"] == ["method", "AUROC", "error", "count", "note", "a", "b", "c"]
+    assert parsed.words["td"] == ["0.900", "0.250", "1,234,567", "–", "0.500", "0.125", "3", "x", "–", "–", "2", "yes"]
+    kinds = [attributes.get("class") for attributes in parsed.attributes("td")]
     assert kinds[:4] == ["number best", "number", "number", None]
     assert kinds[4:8] == ["number", "number best", "number", None]
     assert kinds[8:] == ["number", "number", "number", None]

@@ -27,8 +27,8 @@ from geoflow_fast import baselines
 from geoflow_fast.baselines.base import method_of
 from geoflow_fast.data.rows import load_npy
 from geoflow_fast.encoders.sources import open_images
-from geoflow_fast.evaluation.compare import Comparison
 from geoflow_fast.evaluation.recipe import load_recipe
+from geoflow_fast.evaluation.results import Comparison
 from geoflow_fast.retrieval.calibration import KIND, VERSION
 from geoflow_fast.retrieval.marginals import computed_once
 from geoflow_fast.runtime import parquet

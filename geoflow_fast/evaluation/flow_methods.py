@@ -1,0 +1,155 @@
+"""The flow's uncertainties as methods of a comparison: retrieval entropy, the re-ranker and the epistemic score."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geoflow_fast.directions import DIRECTIONS
+from geoflow_fast.evaluation.methods import Method, Scores, Study, posterior_scores, right_per_query
+from geoflow_fast.flow.model import flow_digest
+from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings
+from geoflow_fast.likelihood.density import chain_rule
+from geoflow_fast.likelihood.reverse_ode import density_estimates
+from geoflow_fast.likelihood.settings import DensitySettings
+from geoflow_fast.retrieval.bandwidth import fit_bandwidth
+from geoflow_fast.retrieval.entropy import RetrievalEntropy
+from geoflow_fast.retrieval.gallery import Gallery
+from geoflow_fast.retrieval.rerank import BayesReranker
+from geoflow_fast.retrieval.task import RetrievalTask, typical_queries
+
+REFERENCE_QUERIES = 256
+
+
+class FlowMethod(Method):
+    """A method that needs a trained flow."""
+
+    task: RetrievalTask
+
+    def __init__(self, study: Study) -> None:
+        super().__init__(study)
+        if study.flow is None:
+            raise ValueError(f"{self.name} needs a trained flow")
+        self.flow = study.flow
+
+    def fit(self, task: RetrievalTask) -> None:
+        """Tunes the method. Its time to fit includes that of the flow's training, where it is known."""
+        self.task = task
+        super().fit(task)
+        self.fit_seconds += self.study.flow_seconds
+
+    def facts(self) -> dict[str, Any]:
+        """The digest of the flow."""
+        return {"flow": flow_digest(self.flow)}
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the flow."""
+        return next(self.flow.parameters()).device
+
+    def queries(self, rows: slice) -> Tensor:
+        """Queries of the task on the flow's device."""
+        return self.task.queries[rows].to(self.device)
+
+
+class FlowEntropy(FlowMethod):
+    """Retrieval entropy. Kappa and guidance are those that suit the held-out pairs, unless they are set here."""
+
+    name, title = "entropy", "GeoFlow entropy"
+    sampling: SamplingSettings = FAST_SAMPLING
+    kappa: float | None = None
+    guidance: float | None = None
+    posterior: str | None = None
+
+    def facts(self) -> dict[str, Any]:
+        """The flow, the settings of the sampler, and what is set instead of tuned."""
+        sampler = {name: self.sampling[name] for name in ("n_samples", "n_steps", "solver", "grid", "noise")}
+        return {**super().facts(), **sampler, **self._given("posterior", "kappa", "guidance")}
+
+    def _given(self, *names: str) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def _fit(self, task: RetrievalTask) -> None:
+        study, direction = self.study, task.direction
+        # A value that is set becomes a grid with one point.
+        grids: dict[str, Any] = {f"{name}s": (value,) for name, value in self._given("kappa", "guidance").items()}
+        options: dict[str, Any] = {"settings": self.sampling, "seed": study.seed, **self._given("posterior")}
+        best = fit_bandwidth(self.flow, study.val, direction, **grids, **options)
+        if self.posterior == "bayes":
+            options["reference"] = typical_queries(study.val, direction, REFERENCE_QUERIES, study.seed)
+        self.gallery = Gallery(task.items.to(self.device))
+        self.scorer = RetrievalEntropy(
+            self.flow, self.gallery, direction, kappa=best.kappa, guidance=best.guidance, **options
+        ).to(self.device)
+        self.right = right_per_query(study.val, direction)
+        self.bias = -self.scorer.item_marginals() if self.posterior == "bayes" else None
+
+    def score(self, rows: slice, answers: Tensor) -> Scores:
+        """Scores queries by samples of what each of them looks for."""
+        samples = self.scorer.draw(self.queries(rows))
+        own = self.task.own[rows]
+        return posterior_scores(samples, self.gallery, self.scorer.kappa, own, answers, self.right, self.bias)
+
+
+class BayesEntropy(FlowEntropy):
+    """Retrieval entropy of the posterior in which each item is divided by its marginal."""
+
+    name, title = "entropy_bayes", "GeoFlow entropy, Bayes"
+    posterior = "bayes"
+
+
+class PaperEntropy(FlowEntropy):
+    """Retrieval entropy with the paper's sampler."""
+
+    name, title = "entropy_paper", "GeoFlow entropy, paper's sampler"
+    sampling = SamplingSettings()
+
+
+class FlowReranker(FlowMethod):
+    """One minus the calibrated probability that plain search's answer is right."""
+
+    name, title = "rerank", "GeoFlow re-ranker"
+
+    def _fit(self, task: RetrievalTask) -> None:
+        items = task.items.to(self.device)
+        self.reranker = BayesReranker(self.flow, items, task.direction, seed=self.study.seed).to(self.device)
+        self.reranker.calibrate(self.study.val, progress=self.study.progress)
+
+    def score(self, rows: slice, answers: Tensor) -> Scores:  # noqa: ARG002, the re-ranker searches itself
+        """Scores queries by re-ranking. Items outside the shortlist share the probability of "outside" equally."""
+        reranked = self.reranker.rerank(self.queries(rows))
+        index, prob = reranked.index.cpu(), reranked.prob.double().cpu()
+        right = self.task.is_right(index, rows).double()
+        count = (self.task.own[rows] >= 0).sum(1)
+        items_outside = max(1, len(self.task.items) - index.shape[1])
+        log_outside = (reranked.p_outside.double().cpu() / items_outside).log()
+        log_inside = torch.where(right > 0, prob.log(), 0.0).sum(1)
+        missed = count - right.sum(1)
+        nll = -(log_inside + torch.where(missed > 0, missed * log_outside, 0.0)) / count
+        p_answer = reranked.p_answer.double().cpu()
+        return Scores(1 - p_answer, p_answer, nll, index[:, 0])
+
+
+class FlowEpistemic(FlowMethod):
+    """-log p(image) - log p(text) of the query together with plain search's answer."""
+
+    name, title = "epistemic", "GeoFlow epistemic"
+    settings = DensitySettings()
+
+    def facts(self) -> dict[str, Any]:
+        """The flow and the settings of the log-densities."""
+        return {**super().facts(), **self.settings.facts()}
+
+    def _fit(self, task: RetrievalTask) -> None:
+        """Does nothing, because there is nothing to tune."""
+
+    def score(self, rows: slice, answers: Tensor) -> Scores:
+        """Scores queries by one joint and two conditional log-densities each."""
+        image, text = (x.to(self.device) for x in self.task.pairs_with(answers, rows))
+        first = rows.start or 0
+        estimates = density_estimates(
+            self.flow, image, text, DIRECTIONS, self.settings, self.study.seed, first_row=first
+        )
+        return Scores.without_probabilities(chain_rule(estimates).score)

@@ -1,0 +1,74 @@
+"""`geoflow evaluate`: from folders to a folder with results, figures and a page."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from geoflow_fast.cli.app import app
+from geoflow_fast.evaluation import job
+from tests.evaluation.helpers import is_picture, labelled_images
+
+
+@pytest.fixture
+def folders(tmp_path, pairs, held_out, small_flow):
+    pairs.save(tmp_path / "test")
+    held_out.save(tmp_path / "val")
+    small_flow.save_pretrained(tmp_path / "model")
+    return tmp_path
+
+
+def evaluate(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["evaluate", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
+def test_retrieval_writes_results_figures_and_a_page(folders):
+    out = folders / "report"
+    given = ("--pairs", folders / "test", "--held-out", folders / "val", "--out", out, "--resamples", 9)
+    code, printed = evaluate(*given, "--methods", "max_softmax, margin", "--json")
+    assert code == 0
+    facts = json.loads(printed)
+    assert [result["method"] for result in facts["results"]] == ["max_softmax", "margin"] * 2
+    names = {path.name for path in out.iterdir()}
+    assert names == {
+        "results.json", "results.parquet", "report.html", "scores",
+        "auroc.png", "calibration.png", "selective.png", "reliability.png",
+    }  # fmt: skip
+    page = (out / "report.html").read_text()
+    assert page.count("data:image/png") == 4
+    assert "cosine margin" in page
+    assert evaluate(*given, "--methods", "max_softmax,margin", "--direction", "t2i")[0] == 0
+
+
+def test_zero_shot_writes_its_components(folders):
+    image, label, prompts = labelled_images()
+    for name, rows in (("image", image), ("label", label), ("prompts", prompts.unsqueeze(1))):
+        np.save(folders / f"{name}.npy", rows.numpy())
+    given = [f"--{name}={folders / file}" for name, file in (("model", "model"), ("images", "image.npy"))]
+    given += [f"--labels={folders / 'label.npy'}", f"--prompts={folders / 'prompts.npy'}"]
+    code, printed = evaluate("zero-shot", *given, "--out", folders / "zero", "--resamples", 9, "--json")
+    assert code == 0
+    assert [part["name"] for part in json.loads(printed)["components"]][:4] == ["image", "text", "pmi", "sum"]
+    assert is_picture(folders / "zero/components.png")
+    assert "-PMI(image, text)" in (folders / "zero/report.html").read_text()
+
+
+def test_bad_flags_are_named_before_anything_is_written(folders):
+    out = folders / "report"
+    given = ("--pairs", folders / "test", "--held-out", folders / "val", "--out", out)
+    with pytest.raises(ValueError, match="needs --held-out, --out"):
+        evaluate("--pairs", folders / "test")
+    with pytest.raises(ValueError, match="must be one of"):
+        evaluate(*given, "--methods", "no such")
+    with pytest.raises(FileNotFoundError):
+        evaluate(*given, "--train", folders / "nowhere")
+    assert not out.exists()
+    np.save(folders / "label.npy", np.zeros(3, dtype=np.int64))
+    with pytest.raises(ValueError, match="3 entries, but there are"):
+        job.labelled(folders / "test/img_emb", folders / "label.npy")

@@ -1,0 +1,93 @@
+"""Comparisons: their numbers are those of the metrics, they are stored, averaged over seeds, and continued."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+import geoflow_fast as gf
+from geoflow_fast.evaluation import registry
+from geoflow_fast.evaluation.baseline_methods import BaselineMethod
+from geoflow_fast.evaluation.compare import compare
+from geoflow_fast.evaluation.methods import Study
+from geoflow_fast.evaluation.results import Comparison, aggregate
+from geoflow_fast.evaluation.retrieval import plain_search
+from geoflow_fast.retrieval.task import RetrievalTask
+from geoflow_fast.runtime import parquet
+
+TRAINING_FREE = ("max_softmax", "margin", "softmax_entropy")
+
+
+def test_numbers_are_those_of_the_metrics(pairs, held_out):
+    study = Study(held_out)
+    comparison = compare(study, pairs, TRAINING_FREE, resamples=20)
+    assert [(result.method, result.direction) for result in comparison.results] == [
+        (name, direction) for direction in ("t2i", "i2t") for name in TRAINING_FREE
+    ]
+    method = registry.create("max_softmax", study)
+    task = RetrievalTask.of(pairs, "i2t")
+    method.fit(task)
+    answers = plain_search(task)
+    scores = method.score(slice(None), answers.index[:, 0])
+    result = comparison.of("i2t")[0]
+    assert result.numbers["auroc"] == gf.evaluation.auroc(scores.uncertainty, answers.correct)
+    assert result.numbers["aurc"] == gf.evaluation.aurc(scores.uncertainty, answers.correct)
+    assert result.numbers["nll"] == pytest.approx(float(scores.nll.mean()))
+    assert result.numbers["ece"] == gf.evaluation.reliability(scores.p_answer, answers.correct).ece
+    assert result.plain_recall == result.numbers["recall"] == answers.recall(1)
+    assert math.isnan(comparison.of("i2t")[1].numbers["nll"])  # the margin states no probabilities
+    low, high = result.intervals["auroc"]
+    assert low <= result.numbers["auroc"] <= high
+
+
+def test_results_come_back_from_disk(pairs, held_out, tmp_path):
+    comparison = compare(Study(held_out), pairs, ("margin", "softmax_entropy"), resamples=10)
+    comparison.save(tmp_path)
+    assert str(Comparison.load(tmp_path)) == str(comparison)  # NaN is not equal to itself
+    json.loads((tmp_path / "results.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    columns = parquet.read_columns(tmp_path / "results.parquet")
+    assert columns["method"].tolist() == [result.method for result in comparison.results]
+    assert columns["auroc"].tolist() == [result.numbers["auroc"] for result in comparison.results]
+    (tmp_path / "results.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"results\.json is damaged"):
+        Comparison.load(tmp_path)
+
+
+def test_mean_and_deviation_over_seeds(pairs, held_out):
+    runs = [compare(Study(held_out, seed=s), pairs, ("margin",), resamples=0, max_queries=30) for s in range(3)]
+    mean = aggregate(runs).results[0]
+    values = [run.results[0].numbers["auroc"] for run in runs]
+    assert len(set(values)) > 1
+    assert mean.numbers["auroc"] == pytest.approx(np.mean(values))
+    assert mean.spread["auroc"] == pytest.approx(np.std(values, ddof=1))
+    assert mean.seeds == [0, 1, 2]
+    assert mean.accuracy == pytest.approx(np.mean([run.results[0].accuracy for run in runs], axis=0))
+    assert math.isnan(mean.numbers["ece"])
+    with pytest.raises(ValueError, match="comparison 1 has other methods"):
+        aggregate([runs[0], Comparison([])])
+    with pytest.raises(ValueError, match="nothing"):
+        aggregate([])
+
+
+def test_stored_scores_are_not_computed_again(pairs, held_out, tmp_path, monkeypatch):
+    first = compare(Study(held_out), pairs, ("margin",), resamples=0, folder=tmp_path)
+    monkeypatch.setattr(BaselineMethod, "score", lambda *_: pytest.fail("computed again"))
+    second = compare(Study(held_out), pairs, ("margin",), resamples=0, folder=tmp_path)
+    assert str(first) == str(second)
+    with pytest.raises(FileExistsError, match="margin_t2i"):
+        compare(Study(held_out, seed=1), pairs, ("margin",), folder=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["rerank", "knn", "none"])
+def test_a_method_that_cannot_be_made_stops_the_comparison_at_once(pairs, held_out, name, monkeypatch):
+    monkeypatch.setattr(BaselineMethod, "fit", lambda *_: pytest.fail("began to work"))
+    with pytest.raises(ValueError, match=name):
+        compare(Study(held_out), pairs, ("margin", name))
+
+
+def test_too_few_queries_for_the_bins_are_refused(pairs, held_out):
+    with pytest.raises(ValueError, match="bins"):
+        compare(Study(held_out), pairs, ("margin",), max_queries=5)
