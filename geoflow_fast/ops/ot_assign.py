@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from geoflow_fast.ops.sinkhorn import (
     warn_unconverged,
 )
 from geoflow_fast.runtime import checks
+from geoflow_fast.runtime.settings import deprecated_keyword
 
 ASSIGNMENTS = ("argmax", "sample", "exact")
 COUPLINGS = ("paper", "sample", "exact", "independent")
@@ -47,10 +49,10 @@ def ot_assign(
     max_iter: int = 1000,
     assignment: str = "argmax",
     cost: Tensor | str = "arc",
-    weights: tuple[float, float] = (1.0, 1.0),
     storage: str = "float32",
     generator: torch.Generator | None = None,
     backend: str = "auto",
+    **deprecated: Any,
 ) -> Tensor:
     """Couples noise pairs with data pairs by optimal transport: the data row for each noise row, int64 [B].
 
@@ -59,9 +61,12 @@ def ot_assign(
     `assignment`: "argmax" (the paper: the largest entry of each row of the entropic plan), "sample" (a draw from each
     row, with `generator`) or "exact" (linear assignment without entropy, which uses every data row once; needs SciPy).
     `cost`: "arc" (the paper: sum of the two arc lengths), "chord" or a matrix [B, B]; with a matrix the points only
-    determine the batch size. `eps`, `tol`, `max_iter`, `weights`, `storage` and `backend` are those of `sinkhorn`.
+    determine the batch size. `eps`, `tol`, `max_iter`, `storage` and `backend` are those of `sinkhorn`.
     """
-    problem = _make_square_problem((image0, text0, image1, text1), cost, weights)
+    weights = deprecated_keyword(deprecated, "weights", "ot_assign", "cost=transport_cost(..., weights=...)")
+    if deprecated:
+        raise TypeError(f"ot_assign() got an unexpected keyword argument {next(iter(deprecated))!r}")
+    problem = _make_square_problem((image0, text0, image1, text1), cost, weights or (1.0, 1.0))
     settings = make_settings(eps, tol, max_iter, storage)
     if assignment == "exact":
         return _exact(problem, backend)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -46,9 +47,9 @@ def test_build_without_nvcc_is_cpu_only(tmp_path):
     shims = tmp_path / "bin"  # the compilers may sit in the same folder as nvcc
     shims.mkdir()
     for tool in ("gcc", "g++", "cc", "c++", "ld", "as"):
-        found = subprocess.run(["which", tool], capture_output=True, text=True).stdout.strip()
-        if found:
-            (shims / tool).symlink_to(found)
+        path = shutil.which(tool)
+        if path is not None:
+            (shims / tool).symlink_to(path)
     result = build(tmp_path / "out", PATH=os.pathsep.join([str(shims), *folders]))
     assert result.returncode == 0, result.stderr
     assert "no CUDA code" in cuda_status(tmp_path / "out")
@@ -60,7 +61,7 @@ def test_insisting_on_cuda_without_nvcc_is_an_error(tmp_path):
     assert "nvcc is not on PATH" in result.stderr
 
 
-def test_unknown_wish_for_cuda_is_an_error(tmp_path):
+def test_unknown_value_of_geoflow_cuda_is_an_error(tmp_path):
     result = build(tmp_path, GEOFLOW_CUDA="perhaps")
     assert result.returncode != 0
     assert "GEOFLOW_CUDA must be" in result.stderr
@@ -91,6 +92,15 @@ def test_no_intrinsics_outside_their_guard():
             elif re.search(r"\b_mm(256|512)?_|immintrin|\b__m(128|256|512)", line) and not any(guards):
                 unguarded.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
     assert not unguarded
+
+
+def test_wheel_holds_the_package_and_nothing_else(tmp_path):
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    files = {path.relative_to(tmp_path).as_posix(): path for path in tmp_path.rglob("*") if path.is_file()}
+    assert {name.split("/")[0] for name in files} == {"geoflow_fast"}
+    assert {"geoflow_fast/__init__.pyi", "geoflow_fast/py.typed", "geoflow_fast/kernels/gallery.py"} <= set(files)
+    assert [name for name, path in files.items() if "unittest" in path.read_text()] == []
 
 
 @pytest.mark.slow
