@@ -120,7 +120,7 @@ class Baseline(nn.Module, ABC):
         if not self.fitted:
             raise ValueError(f"{self.method} is not fitted: call fit, or load one that was")
         checks.with_values(queries, "queries")
-        gallery = gallery if isinstance(gallery, Gallery) else Gallery(gallery)
+        gallery = Gallery.of(gallery)
         query_dim = direction.queries(self.image_dim, self.text_dim)
         item_dim = direction.items(self.image_dim, self.text_dim)
         if queries.dim() != 2 or queries.shape[1] != query_dim:

@@ -158,7 +158,7 @@ def sample_conditional(
     direction: str,
     start: StartingPoints,
     settings: SamplingSettings,
-    advance: Advance = lambda _: None,
+    advance: Advance | None = None,
 ) -> Tensor:
     """Embeddings [Q, M, d] of the generated stream for conditions `given` [Q, d']; `advance` counts done queries."""
     if given.dim() != 2:
@@ -176,7 +176,8 @@ def sample_conditional(
             points = (start.generated.repeat(len(queries), 1),)
             (end,) = integrate(rates.of(queries), points, times, solver=settings.solver, manifold=manifold)
             parts.append(_from_flow_coordinates(flow, end, direction).unflatten(0, (len(queries), draws)))
-            advance(len(queries))
+            if advance is not None:
+                advance(len(queries))
     return torch.cat(parts)
 
 

@@ -125,7 +125,7 @@ class RetrievalEntropy(nn.Module):
             if value not in known:
                 raise ValueError(f"{name} must be one of {known}, got {value!r}")
         self.flow, self.kappa, self.posterior = flow, float(kappa), posterior
-        self.gallery = gallery if isinstance(gallery, Gallery) else Gallery(gallery)
+        self.gallery = Gallery.of(gallery)
         if index is not None or prune is not None:
             self.gallery = self.gallery.with_index(index, prune or "auto")
         widths = flow.config.image_dim, flow.config.text_dim
@@ -218,15 +218,12 @@ class RetrievalEntropy(nn.Module):
 
     if TYPE_CHECKING:  # a module's call has no types of its own
 
-        def __call__(self, queries: Tensor) -> RetrievalPosterior: ...
-
-    def forward(self, queries: Tensor) -> RetrievalPosterior:
-        """Posterior over the gallery for each of the `queries` [Q, d], unit rows."""
-        return self.score(queries)
+        def __call__(self, queries: Tensor, advance: Advance | None = None) -> RetrievalPosterior: ...
 
     @torch.no_grad()
-    def score(self, queries: Tensor, advance: Advance = lambda _: None) -> RetrievalPosterior:
-        """Same as `forward`, and calls `advance(n)` whenever the samples of n more queries are drawn."""
+    def forward(self, queries: Tensor, advance: Advance | None = None) -> RetrievalPosterior:
+        """Posterior over the gallery for each of the `queries` [Q, d], unit rows. `advance(n)`, if given, is called
+        whenever the samples of n more queries are drawn."""
         if checks.with_values(queries, "queries").dim() != 2 or queries.shape[1] != self.query_dim:
             raise ValueError(f"queries must be [Q, {self.query_dim}], got {tuple(queries.shape)}")
         draw = self._draw_among_ranks if self.gallery.is_divided else self.draw
@@ -246,23 +243,26 @@ class RetrievalEntropy(nn.Module):
             post.entropy_bound,
         )
 
+    score = forward
+
     def divide_among_ranks(self) -> None:
         """Divides the gallery's items among the ranks of its world. From then on all ranks must call the scorer
         together with the same queries; each receives the whole posterior."""
         self.gallery = self.gallery.divided_among_ranks()
 
     # unchecked: score calls it with queries that it has checked
-    def draw(self, queries: Tensor, advance: Advance = lambda _: None) -> Tensor:
+    def draw(self, queries: Tensor, advance: Advance | None = None) -> Tensor:
         """Samples [Q, M, d] of the gallery's modality for each of the `queries` [Q, d']."""
         start = StartingPoints(self.start_generated, self.start_condition).to(next(self.flow.parameters()))
         queries = queries.to(start.generated)
         return sample_conditional(self.flow, queries, self.direction, start, self.sampling, advance)
 
-    def _draw_among_ranks(self, queries: Tensor, advance: Advance) -> Tensor:
+    def _draw_among_ranks(self, queries: Tensor, advance: Advance | None) -> Tensor:
         """Draws the same samples as `draw`; each rank draws those of its share of the queries."""
         world = self.gallery.world
         shares = world.shares(len(queries))
         own = shares[world.rank]
-        drawn = self.draw(queries[own.start : own.stop], lambda _: None)
-        advance(len(queries))
+        drawn = self.draw(queries[own.start : own.stop])
+        if advance is not None:
+            advance(len(queries))
         return world.gather_rows(drawn, [len(share) for share in shares])

@@ -49,24 +49,28 @@ class Gallery:
         self.world, self.is_divided = world, False
         self._digest: str | None = None
         self.path = checks.path(source, "gallery") if isinstance(source, (str, Path)) else None
-        self._tensor: Tensor | None = None
-        self._rows: Rows | None = None
+        self.rows: Tensor | Rows
         if isinstance(source, Tensor):
             if source.dim() != 2 or not source.is_floating_point():
                 raise ValueError(f"gallery must be a floating-point [N, d], got {source.dtype} {tuple(source.shape)}")
             check_rows(source.float() if source.dtype in (torch.float16, torch.bfloat16) else source, "gallery")
-            self._tensor = source.detach()
+            self.rows = source.detach()
         elif isinstance(source, np.ndarray):
-            self._rows = Rows([source], "gallery")
+            self.rows = Rows([source], "gallery")
         elif self.path is not None:
-            self._rows = open_rows(self.path, "gallery")
+            self.rows = open_rows(self.path, "gallery")
         else:
             raise TypeError(f"gallery must be a tensor, an array or a path, got {type(source).__name__}")
         if len(self) == 0:
             raise ValueError("the gallery is empty: there is nothing to retrieve")
-        if self._rows is not None:
-            self._rows.check(normalize=False, world=world)
+        if isinstance(self.rows, Rows):
+            self.rows.check(normalize=False, world=world)
         self._use_index(index, prune)
+
+    @classmethod
+    def of(cls, source: GallerySource | Gallery) -> Gallery:
+        """`source` itself if it is a gallery already, else the gallery made from it."""
+        return source if isinstance(source, Gallery) else cls(source)
 
     def _use_index(self, index: GalleryIndex | None, prune: str) -> None:
         if prune not in ops.PRUNE:
@@ -76,7 +80,7 @@ class Gallery:
                 raise ValueError('prune="always" needs the index= of the gallery; see gf.GalleryIndex.build')
         elif not isinstance(index, PrefixRows):
             raise TypeError(f"index must be a GalleryIndex, got {type(index).__name__}")
-        elif self._tensor is None:
+        elif not self.in_memory:
             raise ValueError("index= needs a gallery in memory: pass it as a tensor")
         else:
             index.check_digest(self)
@@ -89,39 +93,36 @@ class Gallery:
         return twin
 
     def __len__(self) -> int:
-        return len(self._tensor) if self._tensor is not None else len(self._rows or ())
+        return len(self.rows)
 
     @property
     def dim(self) -> int:
         """Width d of the rows."""
-        if self._tensor is not None:
-            return self._tensor.shape[1]
-        assert self._rows is not None
-        return self._rows.dim
+        return self.rows.dim if isinstance(self.rows, Rows) else self.rows.shape[1]
 
     @property
     def in_memory(self) -> bool:
         """Whether the gallery was made from a tensor; `blocks` then yields it as one block."""
-        return self._tensor is not None
+        return isinstance(self.rows, Tensor)
 
     @property
     def index_folder(self) -> Path | None:
         """Folder beside the gallery's files for what is computed once per gallery; None if it has no files."""
         if self.path is None:
             return None
-        return (
-            self.path / INDEX_FOLDER if self.path.is_dir() else self.path.with_name(f"{self.path.name}.{INDEX_FOLDER}")
-        )
+        if self.path.is_dir():
+            return self.path / INDEX_FOLDER
+        return self.path.with_name(f"{self.path.name}.{INDEX_FOLDER}")
 
     def to(self, device: torch.device | str) -> None:
         """Moves a gallery made from a tensor to `device`. Others are copied there block by block as they are read."""
         device = checks.device(device)
-        if self._tensor is not None:
-            self._tensor = self._tensor.to(device)
+        if isinstance(self.rows, Tensor):
+            self.rows = self.rows.to(device)
 
     def on(self, device: torch.device | str) -> Gallery:
         """This gallery, or a copy on `device` if it was made from a tensor on another one, which stays there."""
-        if self._tensor is None or self._tensor.device == checks.device(device):
+        if isinstance(self.rows, Rows) or self.rows.device == checks.device(device):
             return self
         twin = copy.copy(self)
         twin.to(device)
@@ -129,11 +130,10 @@ class Gallery:
 
     def digest(self) -> str:
         """Hash of all rows, which identifies the gallery. Files are read once for it, shared among the ranks."""
-        if self._tensor is not None:
-            return hashing.digest([self._tensor])
+        if isinstance(self.rows, Tensor):
+            return hashing.digest([self.rows])
         if self._digest is None:
-            assert self._rows is not None
-            self._digest = self._rows.digest(self.world)
+            self._digest = self.rows.digest(self.world)
         return self._digest
 
     def divided_among_ranks(self) -> Gallery:
@@ -155,22 +155,19 @@ class Gallery:
         """
         device = device if isinstance(device, torch.device) else checks.device(device)
         within = range(len(self)) if within is None else within
-        if self._tensor is not None:
-            if within:
-                yield within.start, self._tensor[within.start : within.stop].to(device, dtype)
-            return
-        assert self._rows is not None
-        for first, block in self._rows.tensors(BLOCK_ROWS, within):
-            yield first, block.to(device, dtype)
+        if isinstance(self.rows, Rows):
+            for first, block in self.rows.tensors(BLOCK_ROWS, within):
+                yield first, block.to(device, dtype)
+        elif within:
+            yield within.start, self.rows[within.start : within.stop].to(device, dtype)
 
     def take(self, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The rows with the given numbers: [..., d] for an integer tensor `index` [...], on the device of `index`."""
         checks.indices(index, "index", len(self))
-        if self._tensor is not None:
-            return self._tensor[index.to(self._tensor.device)].to(index.device, dtype)
-        assert self._rows is not None
+        if isinstance(self.rows, Tensor):
+            return self.rows[index.to(self.rows.device)].to(index.device, dtype)
         kept, position = np.unique(index.cpu().numpy(), return_inverse=True)  # each row is read once
-        rows = torch.from_numpy(self._rows[kept]).to(index.device, dtype)
+        rows = torch.from_numpy(self.rows[kept]).to(index.device, dtype)
         return rows[torch.from_numpy(position.reshape(index.shape)).to(index.device)]
 
     def statistics(

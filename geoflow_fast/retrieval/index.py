@@ -35,7 +35,7 @@ class GalleryIndex(PrefixRows):
     @classmethod
     def build(cls, gallery: Gallery | Tensor, width: int | None = None) -> GalleryIndex:
         """Builds the index of a gallery. `width`: from 2 to the gallery's width, by default an eighth of it."""
-        gallery = gallery if isinstance(gallery, Gallery) else Gallery(gallery)
+        gallery = Gallery.of(gallery)
         width = max(2, gallery.dim // 8) if width is None else width
         if not 2 <= width <= gallery.dim:
             raise ValueError(f"width must be between 2 and the gallery's {gallery.dim}, got {width}")
@@ -59,7 +59,7 @@ class GalleryIndex(PrefixRows):
     @classmethod
     def load(cls, path: str | Path, gallery: Gallery | Tensor) -> GalleryIndex:
         """Reads the index of `gallery` from a file. A damaged file or another gallery's index raises a ValueError."""
-        gallery = gallery if isinstance(gallery, Gallery) else Gallery(gallery)
+        gallery = Gallery.of(gallery)
         path = checks.path(path, "path")
         tensors, info = load_tensors(path, kind=KIND)
         with contents_of(path):

@@ -98,7 +98,7 @@ class BayesReranker(nn.Module):
         super().__init__()
         self.direction = Direction.of(direction, conditional=True)
         self.shortlist, self.seed = checks.integer(shortlist, "shortlist", 1), checks.integer(seed, "seed")
-        self.gallery = gallery if isinstance(gallery, Gallery) else Gallery(gallery)
+        self.gallery = Gallery.of(gallery)
         config = flow.config
         if config.image_dim != config.text_dim:
             raise ValueError(

@@ -75,7 +75,7 @@ def test_moving_a_scorer_leaves_the_gallery_of_its_caller_where_it_is(flow):
     gallery = gf.Gallery(noise.sample_uniform(5, 10))
     scorers = [gf.RetrievalEntropy(flow, gallery, n_samples=2, n_steps=2) for _ in range(2)]
     scorers[0].to("meta")
-    assert [scorer.gallery._tensor.device.type for scorer in scorers] == ["meta", "cpu"]
+    assert [scorer.gallery.rows.device.type for scorer in scorers] == ["meta", "cpu"]
     assert scorers[1].gallery is gallery
 
 
@@ -197,7 +197,7 @@ def test_a_truncated_shard_is_named(flow, tmp_path):
 def test_shards_may_be_counted_from_one(flow, tmp_path):
     for number in (1, 2, 10, 3, 4, 5, 6, 7, 8, 9):
         np.save(tmp_path / f"part_{number}.npy", noise.sample_uniform(number, 10).numpy())
-    sizes = [len(part) for part in gf.RetrievalEntropy(flow, tmp_path).gallery._rows.parts]
+    sizes = [len(part) for part in gf.RetrievalEntropy(flow, tmp_path).gallery.rows.parts]
     assert sizes == list(range(1, 11))
 
 
