@@ -7,18 +7,20 @@ that share both share their modulation: all rows of a solver step, and in traini
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from geoflow_fast.directions import DIRECTIONS, Counts, Direction, row_directions, sort_rows
+from geoflow_fast.directions import CONDITIONAL, STREAMS, Counts, Direction, row_directions, sort_rows
 from geoflow_fast.flow.config import GeoFlowConfig
+from geoflow_fast.flow.fields import Streams, Velocity
 from geoflow_fast.flow.network import Block, Conditioning, Modulation, zero_linear
 from geoflow_fast.flow.preprocess import Preprocess
-from geoflow_fast.geometry import project_tangent
+from geoflow_fast.manifolds import MANIFOLDS, Manifold
 from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.files import contents_of, write_json
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
@@ -60,88 +62,133 @@ class GeoFlow(nn.Module):
             f"heads {c.heads}: {millions:.2f} million parameters"
         )
 
-    def velocity(
-        self, image: Tensor, text: Tensor, t: float | Tensor, direction: str | Tensor
-    ) -> tuple[Tensor, Tensor]:
+    @property
+    def manifold(self) -> Manifold:
+        """The space of each stream."""
+        return MANIFOLDS[self.config.geometry]
+
+    @property
+    def flow_dims(self) -> tuple[int, int]:
+        """Widths (image, text) of points in the flow's coordinates."""
+        return self.config.flow_dims
+
+    @property
+    def example(self) -> Tensor:
+        """Some tensor with the dtype and the device of the flow."""
+        return next(self.parameters())
+
+    @property
+    def network(self) -> GeoFlow:
+        """The flow itself, whose derivatives can be computed layer by layer; other fields have None here."""
+        return self
+
+    def velocity(self, image: Tensor, text: Tensor, t: float | Tensor, direction: str | Tensor) -> Streams:
         """Velocities (v_image [B, d_I], v_text [B, d_T]) at time `t`; on the sphere they are tangent at the points.
 
         `image` [B, d_I], `text` [B, d_T]: unit rows in the flow's coordinates (`to_flow`). `t`: a number, or a tensor
         that is 0-d or [B]. `direction`: "joint", "i2t" (image given) or "t2i" (text given) for all rows, or int8 codes
-        [B] of `geometry.DIRECTIONS`. The velocity of a given stream is exactly zero. Differentiable in both points. If
-        all rows share one time and one direction, the modulations are computed only once.
+        [B] (`Direction.code`). The velocity of a given stream is exactly zero. Differentiable in both points. If all
+        rows share one time and one direction, their shifts and scales are computed only once. In training mode dropout
+        is on.
         """
         self.check_points(image, text)
         rows = image.shape[0]
         time = torch.as_tensor(t, dtype=image.dtype, device=image.device)
         if time.shape not in ((), (rows,)):
             raise ValueError(f"t must be a number or have shape [{rows}], got {tuple(time.shape)}")
-        if isinstance(direction, str):
-            if time.dim() == 0:
-                return self.modulated_velocity(image, text, self.modulations(time.reshape(1), direction)[0], direction)
-            counts = Direction.of(direction).counts(rows)
-            return self._tangent(image, text, self._row_network(image, text, time, counts), counts)
-        order, counts = sort_rows(direction, rows)
-        image, text = image[order], text[order]
-        v_image, v_text = self._tangent(
-            image, text, self._row_network(image, text, time.expand(rows)[order], counts), counts
-        )
-        undo = order.argsort()
-        return v_image[undo], v_text[undo]
+        if isinstance(direction, Tensor):
+            order, counts = sort_rows(direction, rows)
+            image, text, time = image[order], text[order], time.expand(rows)[order]
+            v_image, v_text = self._tangent(image, text, self.generated(image, text, time, counts), counts)
+            undo = order.argsort()
+            return v_image[undo], v_text[undo]
+        direction = Direction.of(direction)
+        counts = direction.counts(rows)
+        if time.dim() == 0:
+            modulation = self.modulations(time.reshape(1), direction)[0].unbind()
+            outputs = self._network(image, text, modulation, counts, self._dropout())
+        else:
+            outputs = self.generated(image, text, time, counts)
+        return self._tangent(image, text, outputs, counts)
+
+    # unchecked: velocity and the solvers call it with what they have checked
+    def velocity_at(self, times: Sequence[float], direction: Direction) -> Velocity:
+        """Returns velocity(image, text, t) for one direction and any of these times, without dropout in either mode.
+
+        The shifts and scales of all times are computed at once. Points are not checked.
+        """
+        example = self.example
+        moments = torch.tensor(times, dtype=example.dtype, device=example.device)
+        modulation = dict(zip(times, self.modulations(moments, direction)))
+
+        def velocity(image: Tensor, text: Tensor, t: float) -> Streams:
+            counts = direction.counts(len(image))
+            return self._tangent(image, text, self._network(image, text, modulation[t].unbind(), counts), counts)
+
+        return velocity
+
+    def without_dropout(self) -> contextlib.AbstractContextManager[None]:
+        """A context that changes nothing, as `velocity_at` has no dropout anyway: threads may share a flow."""
+        return contextlib.nullcontext()
 
     # unchecked: velocity and the solvers call it with what they have checked
     def modulations(self, t: Tensor, direction: str) -> Tensor:
         """AdaLN shifts and scales of every half-block at the times `t` [S], shared by all rows: [S, 4 depth, 2, 1, H].
-
-        `modulated_velocity` takes one of the S entries, so a solver can compute those of all its steps in one call.
-        """
-        given = {"joint": None, "i2t": 0, "t2i": 1}
-        if direction not in given:
-            raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
-        codes = torch.full(t.shape, DIRECTIONS.index(direction), device=t.device)
-        times = (torch.zeros_like(t) if stream == given[direction] else t for stream in range(2))
+        A solver can compute those of all its steps in one call."""
+        direction = Direction.of(direction)
+        codes = torch.full(t.shape, direction.code, device=t.device)
+        times = (torch.zeros_like(t) if stream == direction.given else t for stream in range(2))
         c = torch.stack([self.conditioning(time, codes, stream) for stream, time in enumerate(times)])
         return self.modulation(c).unsqueeze(3).movedim(2, 0)
 
     # unchecked: velocity and the solvers call it with what they have checked
-    def modulated_velocity(
-        self, image: Tensor, text: Tensor, modulation: Tensor, direction: str
-    ) -> tuple[Tensor, Tensor]:
-        """`velocity` for a modulation computed beforehand: one entry of `modulations` for the same `direction`."""
-        counts = Direction.of(direction).counts(image.shape[0])
-        return self._tangent(image, text, self._network(image, text, modulation.unbind(), counts), counts)
-
-    # unchecked: velocity and the solvers call it with what they have checked
-    def generated(self, image: Tensor, text: Tensor, t: Tensor, counts: Counts) -> tuple[Tensor, Tensor]:
-        """Network output before the tangent projection, for times `t` [B]. Used in training, whose loss projects it.
+    def generated(self, image: Tensor, text: Tensor, t: Tensor, counts: Counts) -> Streams:
+        """Network output before the tangent projection, for times `t` [B]. Training uses it, whose loss projects.
 
         Rows are sorted i2t, joint, t2i, with `counts` rows of each. Only the rows in which a stream is generated are
         returned: image rows after the i2t ones, text rows before the t2i ones.
         """
-        return self._row_network(image, text, t, counts)
+        codes = row_directions(counts, t.device).long()
+        n_i2t, n_joint, _ = counts
+        generated = (slice(n_i2t, None), slice(0, n_i2t + n_joint))
+        # Row 0 is the conditioning of a given stream, which is at time zero in all its rows.
+        c = [
+            self.conditioning(
+                torch.cat((t.new_zeros(1), t[rows])), torch.cat((codes.new_tensor([given.code]), codes[rows])), stream
+            )
+            for stream, (rows, given) in enumerate(zip(generated, CONDITIONAL))
+        ]
+        return self._network(image, text, self.modulation.rows(c[0], c[1], counts), counts, self._dropout())
 
     def to_flow(self, image: Tensor | None = None, text: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Maps embeddings [B, d] to the flow's coordinates: unchanged, or centred and reduced as `config` says."""
-        self._check_given(image, text)
-        if self.preprocess is None:
-            return image, text
-        for name, x, dim in zip(("image", "text"), (image, text), (self.config.image_dim, self.config.text_dim)):
-            if x is not None:
-                self._check_rows(name, x, dim)
-        return tuple(x if x is None else part(x) for part, x in zip(self.preprocess, (image, text)))  # type: ignore[return-value]
+        return self._map_streams(self.stream_to_flow, image, text)
 
     def from_flow(self, image: Tensor | None = None, text: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Maps points in the flow's coordinates back to unit embeddings, as far as `to_flow` can be inverted."""
-        self._check_given(image, text)
-        if self.preprocess is None:
-            return image, text
-        pairs = zip(self.preprocess, (image, text))
-        return tuple(x if x is None else part.restore(x) for part, x in pairs)  # type: ignore[return-value, operator]
+        return self._map_streams(self.stream_from_flow, image, text)
 
     @staticmethod
-    def _check_given(image: Tensor | None, text: Tensor | None) -> None:
-        for name, x in (("image", image), ("text", text)):
-            if x is not None:
-                checks.floating(x, name)
+    def _map_streams(
+        change: Callable[[Tensor, int], Tensor], image: Tensor | None, text: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Applies `change` to the streams that are given, which must be floating point."""
+        given = [None if x is None else checks.floating(x, name) for name, x in zip(STREAMS, (image, text))]
+        image, text = (x if x is None else change(x, stream) for stream, x in enumerate(given))
+        return image, text
+
+    # unchecked: velocity and the solvers call it with what they have checked
+    def stream_to_flow(self, x: Tensor, stream: int) -> Tensor:
+        """`to_flow` for one stream, 0 (image) or 1 (text); returns `x` itself if nothing is to be done."""
+        if self.preprocess is None:
+            return x
+        self.check_embeddings(x, stream)
+        return self.preprocess[stream](x)
+
+    # unchecked: velocity and the solvers call it with what they have checked
+    def stream_from_flow(self, x: Tensor, stream: int) -> Tensor:
+        """`from_flow` for one stream, 0 (image) or 1 (text)."""
+        return x if self.preprocess is None else cast(Preprocess, self.preprocess[stream]).restore(x)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes `config.json` and `model.safetensors` to `folder`. The latter is replaced atomically and is all that
@@ -158,7 +205,7 @@ class GeoFlow(nn.Module):
         tensors, info = load_tensors(path, kind="model", device=device)
         if "config" not in info:
             raise ValueError(f"{path} holds no configuration")
-        # Without storage until the tensors are known to fit, and without drawing weights that would be replaced.
+        # On the meta device nothing is allocated until the tensors are known to fit, and no weights are drawn in vain.
         with contents_of(path), torch.device("meta"):
             flow = cls(GeoFlowConfig.from_json(info["config"]))
         check_tensors(path, tensors, flow.state_dict())
@@ -168,73 +215,53 @@ class GeoFlow(nn.Module):
     # unchecked: velocity and the solvers call it with what they have checked
     def check_points(self, image: Tensor, text: Tensor) -> None:
         """Raises a ValueError unless `image` and `text` are [B, d] in the flow's coordinates, dtype and device."""
-        for name, x, dim in zip(("image", "text"), (image, text), self.config.flow_dims):
+        for name, x, dim in zip(STREAMS, (image, text), self.config.flow_dims):
             self._check_rows(name, x, dim)
         if image.shape[0] != text.shape[0]:
             raise ValueError(f"image has {image.shape[0]} rows, but text has {text.shape[0]}")
 
+    # unchecked: velocity and the solvers call it with what they have checked
+    def check_embeddings(self, x: Tensor, stream: int) -> None:
+        """Raises a ValueError unless the embeddings `x` of one stream are [B, d] in the flow's dtype and device."""
+        self._check_rows(STREAMS[stream], x, (self.config.image_dim, self.config.text_dim)[stream])
+
     def _check_rows(self, name: str, x: Tensor, dim: int) -> None:
         if checks.dense(x, name).dim() != 2 or x.shape[1] != dim:
             raise ValueError(f"{name} must be [B, {dim}], got {tuple(x.shape)}")
-        self.check_dtype(name, x)
-
-    # unchecked: velocity and the solvers call it with what they have checked
-    def check_dtype(self, name: str, x: Tensor) -> None:
-        """Raises a ValueError unless `x` has the flow's dtype and device; the message calls it `name`."""
-        own = next(self.parameters())
+        own = self.example
         if x.dtype != own.dtype or x.device != own.device:
             raise ValueError(f"{name} is {x.dtype} on {x.device}, but the flow is {own.dtype} on {own.device}")
 
-    def _tangent(
-        self, image: Tensor, text: Tensor, outputs: tuple[Tensor, Tensor], counts: Counts
-    ) -> tuple[Tensor, Tensor]:
-        """Outputs of generated rows, made tangent, with zeros in the given rows."""
-        n_i2t, _, n_t2i = counts
-        n_text = len(text) - n_t2i
-        v_image, v_text = outputs
-        if self.config.geometry == "sphere":
-            v_image, v_text = project_tangent(image[n_i2t:], v_image), project_tangent(text[:n_text], v_text)
-        v_image = torch.cat((torch.zeros_like(image[:n_i2t]), v_image)) if n_i2t else v_image
-        v_text = torch.cat((v_text, torch.zeros_like(text[n_text:]))) if n_t2i else v_text
-        return v_image, v_text
-
-    def _row_network(self, image: Tensor, text: Tensor, t: Tensor, counts: Counts) -> tuple[Tensor, Tensor]:
-        """`_network` for sorted rows of their own time [B]."""
-        codes = row_directions(counts, t.device).long()
-        n_i2t, n_joint, _ = counts
-        own = (slice(n_i2t, None), slice(0, n_i2t + n_joint))
-        given = (DIRECTIONS.index("i2t"), DIRECTIONS.index("t2i"))
-        c = [
-            self.conditioning(
-                torch.cat((t.new_zeros(1), t[own[stream]])),
-                torch.cat((codes.new_tensor([given[stream]]), codes[own[stream]])),
-                stream,
-            )
-            for stream in range(2)
-        ]
-        return self._network(image, text, self.modulation.rows(c[0], c[1], counts), counts)
+    def _dropout(self) -> float:
+        """The rate of dropout in the present mode."""
+        return self.config.dropout if self.training else 0.0
 
     def _network(
-        self, image: Tensor, text: Tensor, modulation: Sequence[Tensor], counts: Counts
-    ) -> tuple[Tensor, Tensor]:
+        self, image: Tensor, text: Tensor, modulation: Sequence[Tensor], counts: Counts, dropout: float = 0.0
+    ) -> Streams:
         """Decoder outputs of generated rows. `modulation`: 4 depth shifts and scales, each [2, 1 or B, H]."""
         h = torch.stack([encoder(x) for encoder, x in zip(self.encoders, (image, text))])
         *blocks, last = cast(list[Block], list(self.blocks))
         for number, block in enumerate(blocks):
             first_shift, first_scale, second_shift, second_scale = modulation[4 * number : 4 * number + 4]
-            h = block.feed_forward(block.cross_gate(h, first_shift, first_scale), second_shift, second_scale)
-        h = last.cross_gate(h, *modulation[-4:-2])
-        end = h.shape[1] - counts[2]
-        shift, scale = modulation[-2:]
-        return self._output(h, shift, scale, 0, slice(counts[0], None)), self._output(h, shift, scale, 1, slice(0, end))
+            h = block.cross_gate(h, first_shift, first_scale, dropout)
+            h = block.feed_forward(h, second_shift, second_scale, dropout)
+        h = last.cross_gate(h, modulation[-4], modulation[-3], dropout)
+        outputs = []
+        for stream, rows in enumerate((slice(counts[0], None), slice(0, h.shape[1] - counts[2]))):
+            shift, scale = (x[stream] if x.shape[1] == 1 else x[stream, rows] for x in modulation[-2:])
+            outputs.append(self.decoders[stream](last.feed_forward(h[stream, rows], shift, scale, dropout, stream)))
+        return outputs[0], outputs[1]
 
-    def _output(self, h: Tensor, shift: Tensor, scale: Tensor, stream: int, rows: slice) -> Tensor:
-        """Last feed-forward and decoder of one stream, for the rows in which it is generated."""
-        shift, scale = (x[stream] if x.shape[1] == 1 else x[stream, rows] for x in (shift, scale))
-        last = cast(Block, self.blocks[-1])
-        own = last.feed_forward_stream(h[stream, rows], shift, scale, stream)
-        out: Tensor = self.decoders[stream](own)
-        return out
+    def _tangent(self, image: Tensor, text: Tensor, outputs: Streams, counts: Counts) -> Streams:
+        """Makes the outputs of generated rows tangent, and puts zeros into the given rows."""
+        n_i2t, _, n_t2i = counts
+        n_text = len(text) - n_t2i
+        manifold = self.manifold
+        v_image, v_text = manifold.project(image[n_i2t:], outputs[0]), manifold.project(text[:n_text], outputs[1])
+        v_image = torch.cat((torch.zeros_like(image[:n_i2t]), v_image)) if n_i2t else v_image
+        v_text = torch.cat((v_text, torch.zeros_like(text[n_text:]))) if n_t2i else v_text
+        return v_image, v_text
 
 
 def save_weights(folder: Path, config: GeoFlowConfig, weights: Mapping[str, Tensor]) -> None:
@@ -244,18 +271,19 @@ def save_weights(folder: Path, config: GeoFlowConfig, weights: Mapping[str, Tens
 
 
 def flow_digest(flow: GeoFlow) -> str:
-    """SHA-256 over configuration and weights: what a result depends on, for the facts of a `jobs.Job`. The weights
-    alone would not do: geometry, for one, leaves no trace in them."""
+    """SHA-256 of configuration and weights, on which the results of a job depend. The weights alone would not do: the
+    geometry, for one, leaves no trace in them."""
     weights = hashing.digest(flow.state_dict().values())
     return hashing.fingerprint({"config": flow.config.to_json(), "weights": weights})
 
 
 def check_tensors(path: Path, tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Names, shapes and kinds of number as the configuration says, and one floating-point dtype."""
+    """Raises a ValueError unless `tensors` have the names, shapes and kinds of number of the `expected` ones, and one
+    floating-point dtype."""
     for name in sorted(set(tensors) | set(expected)):
-        found, wanted = (tuple(x[name].shape) if name in x else "nothing" for x in (tensors, expected))
-        if found != wanted:
-            raise ValueError(f"{path} holds {found} as {name}, but its configuration asks for {wanted}")
+        stored, wanted = (tuple(x[name].shape) if name in x else "nothing" for x in (tensors, expected))
+        if stored != wanted:
+            raise ValueError(f"{path} holds {stored} as {name}, but its configuration asks for {wanted}")
     dtypes = {tensors[name].dtype for name, x in expected.items() if x.is_floating_point()}
     for name, x in expected.items():
         if not x.is_floating_point() and tensors[name].dtype != x.dtype:

@@ -20,7 +20,8 @@ NORM_EPS = 1e-5
 
 
 class StreamLinear(nn.Module):
-    """One linear map per stream: [2, B, in] -> [2, B, out]. Weights are [2, in, out]: gradients come out as stored."""
+    """One linear map per stream: [2, B, in] -> [2, B, out]. Weights are [2, in, out], the layout in which a batched
+    product returns their gradients."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True) -> None:
         super().__init__()
@@ -28,14 +29,13 @@ class StreamLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(2, inputs, outputs).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(2, 1, outputs).uniform_(-bound, bound)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.bmm(x, self.weight) if self.bias is None else torch.baddbmm(self.bias, x, self.weight)
-
-    def stream(self, x: Tensor, index: int) -> Tensor:
-        """Stream `index` alone: [B, in] -> [B, out]."""
-        # unbind, not indexing: its gradient is written once instead of added into zeros
-        weight = self.weight.unbind()[index]
-        return x @ weight if self.bias is None else torch.addmm(self.bias.unbind()[index], x, weight)
+    def forward(self, x: Tensor, stream: int | None = None) -> Tensor:
+        """Maps both streams, or one `stream` alone: [B, in] -> [B, out]."""
+        if stream is None:
+            return torch.bmm(x, self.weight) if self.bias is None else torch.baddbmm(self.bias, x, self.weight)
+        # The gradient of unbind is written once; that of indexing would be added into zeros.
+        weight = self.weight.unbind()[stream]
+        return x @ weight if self.bias is None else torch.addmm(self.bias.unbind()[stream], x, weight)
 
 
 def zero_linear(inputs: int, outputs: int) -> nn.Linear:
@@ -47,7 +47,7 @@ def zero_linear(inputs: int, outputs: int) -> nn.Linear:
 
 
 class Conditioning(nn.Module):
-    """Time and direction to the conditioning vectors c_I, c_T in R^H."""
+    """Maps time and direction to the conditioning vectors c_I, c_T in R^H."""
 
     frequencies: Tensor
 
@@ -63,11 +63,15 @@ class Conditioning(nn.Module):
         """Conditioning of one stream for times [M] and direction codes [M]: [M, H]."""
         phase = 2 * math.pi * t.to(self.frequencies.dtype).unsqueeze(-1) * self.frequencies
         x = self.time(torch.cat((phase.sin(), phase.cos()), dim=-1)) + self.direction(direction)
-        return self.second.stream(functional.silu(self.first.stream(x, stream)), stream)
+        return self.second(functional.silu(self.first(x, stream)), stream)
 
 
 class Block(nn.Module):
-    """AdaLN-Zero and cross-gate, then AdaLN-Zero and SwiGLU, each a LayerScale-weighted residual, on both streams."""
+    """AdaLN-Zero and cross-gate, then AdaLN-Zero and SwiGLU, each a LayerScale-weighted residual, on both streams.
+
+    The rate of dropout on the branches is an argument of each call, so that what a call computes does not depend on the
+    mode of the module, which other threads may share.
+    """
 
     def __init__(self, config: GeoFlowConfig) -> None:
         super().__init__()
@@ -80,36 +84,30 @@ class Block(nn.Module):
         self.expand = StreamLinear(config.hidden, 2 * config.inner, bias=False)
         self.contract = StreamLinear(config.inner, config.hidden, bias=False)
         self.forward_scale = nn.Parameter(torch.full((2, 1, config.hidden), config.layer_scale))
-        self.dropout = config.dropout
 
-    def cross_gate(self, h: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    def cross_gate(self, h: Tensor, shift: Tensor, scale: Tensor, dropout: float) -> Tensor:
         """First half of the block on h [2, B, H]. Both streams read the states before either is updated."""
         heads, width = self.cross_weight.shape[1:3]
         x = ops.adaln(h, shift, scale, eps=NORM_EPS).view(*h.shape[:2], heads, width).transpose(1, 2)
         gate, value = torch.matmul(x, self.cross_weight).chunk(2, dim=-1)  # each [2, heads, B, width]
         gate, value = (y.transpose(1, 2).reshape(h.shape) for y in (gate, value.flip(0)))
-        return ops.gate_residual(h, gate, value, self.cross_scale, **self._dropped(h))
+        keep = ops.keep_mask(h.shape, dropout, h.device) if dropout else None
+        return ops.gate_residual(h, gate, value, self.cross_scale, keep=keep, dropout=dropout)
 
-    def feed_forward(self, h: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-        """Second half of the block on h [2, B, H]."""
-        x = self.expand(ops.adaln(h, shift, scale, eps=NORM_EPS))
-        return ops.gate_residual(h, None, self.contract(ops.swiglu(x)), self.forward_scale, **self._dropped(h))
-
-    def feed_forward_stream(self, h: Tensor, shift: Tensor, scale: Tensor, stream: int) -> Tensor:
-        """Second half of the block for one stream, h [B, H]."""
-        x = self.expand.stream(ops.adaln(h, shift, scale, eps=NORM_EPS), stream)
-        update = self.contract.stream(ops.swiglu(x), stream)
-        return ops.gate_residual(h, None, update, self.forward_scale.unbind()[stream], **self._dropped(h))
-
-    def _dropped(self, h: Tensor) -> dict[str, Any]:
-        """Dropout of a branch, in the terms of `ops.gate_residual`."""
-        if not self.training or self.dropout == 0:
-            return {}
-        return {"keep": ops.keep_mask(h.shape, self.dropout, h.device), "dropout": self.dropout}
+    def feed_forward(
+        self, h: Tensor, shift: Tensor, scale: Tensor, dropout: float, stream: int | None = None
+    ) -> Tensor:
+        """Second half of the block on h [2, B, H], or on h [B, H] of one `stream`."""
+        x = self.expand(ops.adaln(h, shift, scale, eps=NORM_EPS), stream)
+        update = self.contract(ops.swiglu(x), stream)
+        weight = self.forward_scale if stream is None else self.forward_scale.unbind()[stream]
+        keep = ops.keep_mask(h.shape, dropout, h.device) if dropout else None
+        return ops.gate_residual(h, None, update, weight, keep=keep, dropout=dropout)
 
 
 class Modulation(nn.Module):
-    """Shifts and scales of every half-block from the conditioning: 4 depth linear maps per stream, zero at first.
+    """Computes shifts and scales of every half-block from the conditioning: 4 depth linear maps per stream, which start
+    at zero.
 
     Their order in each block: shift and scale before the cross-gate, shift and scale before the feed-forward.
     """
@@ -124,10 +122,10 @@ class Modulation(nn.Module):
         return torch.matmul(c, self.weight) + self.bias
 
     def rows(self, image_c: Tensor, text_c: Tensor, counts: Counts) -> tuple[Tensor, ...]:
-        """4 depth tensors [2, B, H] for the rows of a sorted batch; `RowModulation` says what the arguments are.
+        """4 depth tensors [2, B, H] for the rows of a sorted batch; `RowModulation` describes the arguments.
 
-        Training saves the copies; in eval mode plain operations take part in forward-mode differentiation too, and a
-        compiler can look into them.
+        Training mode avoids copies of the conditioning. Eval mode is made of plain operations, which can also be
+        differentiated in forward mode and compiled.
         """
         if not self.training or torch.compiler.is_compiling():
             n_i2t, _, n_t2i = counts
@@ -144,10 +142,10 @@ class Modulation(nn.Module):
 
 
 class RowModulation(torch.autograd.Function):
-    """Shifts and scales for rows of their own time, without a copy.
+    """Shifts and scales of rows that each have a time of their own, without copies of the conditioning.
 
-    `image_c` [1 + M_I, H]: row 0 serves the first B - M_I rows, those in which the image is given and which are hence
-    alike; the others follow one by one. `text_c` [1 + M_T, H]: row 0 serves the last B - M_T rows.
+    `image_c` [1 + M_I, H]: row 0 serves the first B - M_I rows of the batch, those in which the image is given and
+    which are therefore alike; each other row serves one. `text_c` [1 + M_T, H]: row 0 serves the last B - M_T rows.
     """
 
     @staticmethod
@@ -182,7 +180,7 @@ class RowModulation(torch.autograd.Function):
 
 
 def _row_ranges(image_c: Tensor, text_c: Tensor, counts: Counts) -> tuple[tuple[Tensor, slice, slice], ...]:
-    """Per stream: its conditioning, the rows in which it is generated, the rows in which it is given."""
+    """Returns for each stream its conditioning, the rows in which it is generated and those in which it is given."""
     n_i2t, n_joint, n_t2i = counts
     end = n_i2t + n_joint
     return (image_c, slice(n_i2t, None), slice(0, n_i2t)), (text_c, slice(0, end), slice(end, end + n_t2i))

@@ -1,4 +1,4 @@
-"""Samples of the flow: pairs, or one side given the other, with guidance."""
+"""Draws samples from a flow: pairs, or one stream given the other, with guidance."""
 
 from __future__ import annotations
 
@@ -7,23 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from geoflow_fast.directions import Direction
-from geoflow_fast.flow.model import GeoFlow
-from geoflow_fast.flow.solvers import (
-    GRIDS,
-    SOLVERS,
-    Field,
-    Points,
-    Streams,
-    eval_mode,
-    evaluation_times,
-    integrate,
-    time_grid,
-)
+from geoflow_fast.directions import IMAGE, STREAMS, TEXT, Direction
+from geoflow_fast.flow.fields import Field, FlowField, Streams, Velocity, as_flow
+from geoflow_fast.flow.solvers import GRIDS, SOLVERS, Points, Rate, evaluation_times, integrate, time_grid
 from geoflow_fast.geometry import check_rows
-from geoflow_fast.manifolds import SPHERE, Manifold, manifold_of
+from geoflow_fast.manifolds import SPHERE, Manifold
 from geoflow_fast.noise import NOISE_KINDS
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.progress import Advance
@@ -102,29 +92,23 @@ def sample(
         raise ValueError("give image or text, not both; gf.log_density scores a pair")
     keywords = {"n_samples": n_samples, "n_steps": n_steps, "guidance": guidance, "solver": solver}
     settings = settings_from(SamplingSettings(), settings, deprecated, "sample", **keywords)
-    widths = _flow_dims(flow, dims)
+    field = as_flow(flow, dims)
     if image is None and text is None:
-        return _sample_joint(flow, widths, settings, generator)
-    direction, given = ("t2i", text) if image is None else ("i2t", image)
-    given = checks.with_values(given, "text" if image is None else "image")
-    if isinstance(flow, GeoFlow):
-        flow.check_dtype("text" if image is None else "image", given)
-    start = StartingPoints.draw(settings, widths, direction, generator, manifold_of(flow))
-    generated = sample_conditional(flow, given, direction, start.to(given), settings)
-    return (generated, given) if direction == "t2i" else (given, generated)
-
-
-def _flow_dims(flow: Field, dims: tuple[int, int] | None) -> tuple[int, int]:
-    if isinstance(flow, GeoFlow):
-        return flow.config.flow_dims
-    if dims is None:
-        raise ValueError(f"dims=(image, text) is needed to sample from a {type(flow).__name__}")
-    return dims
+        return _sample_joint(field, settings, generator)
+    direction, stream = (Direction.T2I, TEXT) if image is None else (Direction.I2T, IMAGE)
+    given = checks.with_values(text if image is None else image, STREAMS[stream])
+    if given.dim() != 2:
+        raise ValueError(f"{STREAMS[stream]} must be [Q, d], got {tuple(given.shape)}")
+    field.check_embeddings(given, stream)
+    start = StartingPoints.draw(settings, field.flow_dims, direction, generator, field.manifold)
+    generated = sample_conditional(field, given, direction, start.to(given), settings)
+    return direction.pair(given, generated)
 
 
 @dataclass(frozen=True)
 class StartingPoints:
-    """Noise that every query shares: starts of the generated stream, and what the unguided field sees as condition."""
+    """The noise that all queries share: where the generated stream starts, and what the unguided field sees in place of
+    the condition."""
 
     generated: Tensor
     """[M, d of the generated stream]."""
@@ -136,13 +120,13 @@ class StartingPoints:
         cls,
         settings: SamplingSettings,
         widths: tuple[int, int],
-        direction: str,
+        direction: Direction,
         generator: torch.Generator | None,
         manifold: Manifold = SPHERE,
     ) -> StartingPoints:
         """Draws the points on the CPU, float32: they depend on the generator's state alone, not on queries or device.
         `widths` are those of image and text."""
-        n, kind, direction = settings.n_samples, settings.noise, Direction.of(direction, conditional=True)
+        n, kind = settings.n_samples, settings.noise
         generated = manifold.base_sample(n, direction.items(*widths), kind, generator)
         return cls(generated, manifold.base_sample(n, direction.queries(*widths), kind, generator))
 
@@ -153,112 +137,73 @@ class StartingPoints:
 
 @torch.no_grad()
 def sample_conditional(
-    flow: Field,
+    flow: FlowField,
     given: Tensor,
-    direction: str,
+    direction: Direction,
     start: StartingPoints,
     settings: SamplingSettings,
     advance: Advance | None = None,
 ) -> Tensor:
-    """Embeddings [Q, M, d] of the generated stream for conditions `given` [Q, d']; `advance` counts done queries."""
-    if given.dim() != 2:
-        raise ValueError(f"conditions must be [Q, d], got {tuple(given.shape)}")
-    check_rows(given, "text" if direction == "t2i" else "image")
-    draws = len(start.generated)
+    """Samples [Q, M, d] of the generated stream for the conditions `given` [Q, d'], unit rows. `advance(n)` is called
+    when those of n more conditions are done."""
+    stream, draws = direction.generated[0], len(start.generated)
+    check_rows(given, STREAMS[1 - stream])
     if len(given) == 0:
-        return start.generated.new_empty(0, draws, _from_flow_coordinates(flow, start.generated, direction).shape[1])
+        return start.generated.new_empty(0, draws, flow.stream_from_flow(start.generated, stream).shape[1])
     at_once = max(1, ROWS_AT_ONCE // (draws if settings.guidance == 0 else 2 * draws))
-    manifold, times = manifold_of(flow), settings.times
+    times, manifold = settings.times, flow.manifold
     parts = []
-    with eval_mode(flow):
-        rates = GuidedRate(_evaluator(flow, direction, settings), start, settings.guidance)
-        for queries in _in_flow_coordinates(flow, given, direction).split(at_once):
+    with flow.without_dropout():
+        velocity = flow.velocity_at(evaluation_times(times, settings.solver), direction)
+        rate_of = guided_rates(velocity, direction, start, settings.guidance)
+        for queries in flow.stream_to_flow(given, 1 - stream).split(at_once):
             points = (start.generated.repeat(len(queries), 1),)
-            (end,) = integrate(rates.of(queries), points, times, solver=settings.solver, manifold=manifold)
-            parts.append(_from_flow_coordinates(flow, end, direction).unflatten(0, (len(queries), draws)))
+            (end,) = integrate(rate_of(queries), points, times, solver=settings.solver, manifold=manifold)
+            parts.append(flow.stream_from_flow(end, stream).unflatten(0, (len(queries), draws)))
             if advance is not None:
                 advance(len(queries))
     return torch.cat(parts)
 
 
-class GuidedRate:
-    """v_c + guidance (v_c - v_u) for batches of queries; v_c and v_u go through the network as one batch.
+def guided_rates(
+    velocity: Velocity, direction: Direction, start: StartingPoints, guidance: float
+) -> Callable[[Tensor], Rate]:
+    """Returns a function that makes the rate of `integrate` for the M points of each query of a batch [Q, d].
 
-    At t=0 every query stands at the same points, where v_u is therefore the same for all: it is computed once.
+    The rate is v_c + guidance (v_c - v_u), and v_c and v_u go through the network as one batch. At t=0 all queries are
+    at the same points, where v_u is therefore the same for all: it is computed once.
     """
+    stream = direction.generated[0]
+    free_at_start = velocity(*direction.pair(start.condition, start.generated), 0.0)[stream] if guidance > 0 else None
 
-    def __init__(
-        self, velocity: Callable[[Tensor, Tensor, float], Tensor], start: StartingPoints, guidance: float
-    ) -> None:
-        self.velocity, self.start, self.guidance = velocity, start, guidance
-        self.free_at_start = velocity(start.generated, start.condition, 0.0) if guidance > 0 else None
-
-    def of(self, queries: Tensor) -> Callable[[Points, float, float], Points]:
-        """The rate of `integrate` for the M points of each of the queries [Q, d]."""
-        condition = queries.repeat_interleave(len(self.start.generated), 0)
-        both = torch.cat((condition, self.start.condition.repeat(len(queries), 1)))
+    def rate_of(queries: Tensor) -> Rate:
+        condition = queries.repeat_interleave(len(start.generated), 0)
+        both = torch.cat((condition, start.condition.repeat(len(queries), 1)))
 
         def rate(point: Points, t: float, weight: float) -> Points:  # noqa: ARG001
-            if self.free_at_start is None:
-                return (self.velocity(point[0], condition, t),)
-            if t == 0:
-                conditional = self.velocity(point[0], condition, t)
-                free = self.free_at_start.repeat(len(queries), 1)
+            if free_at_start is not None and t > 0:
+                twice = velocity(*direction.pair(both, point[0].repeat(2, 1)), t)[stream]
+                conditional, free = twice.chunk(2)
             else:
-                conditional, free = self.velocity(point[0].repeat(2, 1), both, t).chunk(2)
-            return (torch.add(conditional, conditional - free, alpha=self.guidance),)
+                conditional = velocity(*direction.pair(condition, point[0]), t)[stream]
+                if free_at_start is None:
+                    return (conditional,)
+                free = free_at_start.repeat(len(queries), 1)
+            return (torch.add(conditional, conditional - free, alpha=guidance),)
 
         return rate
 
-
-def _evaluator(flow: Field, direction: str, settings: SamplingSettings) -> Callable[[Tensor, Tensor, float], Tensor]:
-    """(generated, given, t) -> velocity of the generated stream; modulations of all the solve's times are made once."""
-    side = 0 if direction == "t2i" else 1
-    modulation: dict[float, Tensor] = {}
-    if isinstance(flow, GeoFlow):
-        times = evaluation_times(settings.times, settings.solver)
-        parameter = next(flow.parameters())
-        stacked = flow.modulations(torch.tensor(times, dtype=parameter.dtype, device=parameter.device), direction)
-        modulation = dict(zip(times, stacked))
-
-    def velocity(generated: Tensor, given: Tensor, t: float) -> Tensor:
-        image, text = (generated, given) if side == 0 else (given, generated)
-        if isinstance(flow, GeoFlow):
-            return flow.modulated_velocity(image, text, modulation[t], direction)[side]
-        return flow.velocity(image, text, t, direction)[side]
-
-    return velocity
+    return rate_of
 
 
 @torch.no_grad()
-def _sample_joint(
-    flow: Field, widths: tuple[int, int], settings: SamplingSettings, generator: torch.Generator | None
-) -> Streams:
-    parameter = next(flow.parameters()) if isinstance(flow, nn.Module) else torch.empty(0)
-    manifold, n, kind = manifold_of(flow), settings.n_samples, settings.noise
-    image, text = (manifold.base_sample(n, d, kind, generator).to(parameter) for d in widths)
+def _sample_joint(flow: FlowField, settings: SamplingSettings, generator: torch.Generator | None) -> Streams:
+    manifold, n, kind = flow.manifold, settings.n_samples, settings.noise
+    start = tuple(manifold.base_sample(n, d, kind, generator).to(flow.example) for d in flow.flow_dims)
 
     def rate(point: Points, t: float, weight: float) -> Points:  # noqa: ARG001
-        return flow.velocity(point[0], point[1], t, "joint")
+        return flow.velocity_at([t], Direction.JOINT)(point[0], point[1], t)
 
-    with eval_mode(flow):
-        image, text = integrate(rate, (image, text), settings.times, solver=settings.solver, manifold=manifold)
-    return _from_flow_coordinates(flow, image, "t2i"), _from_flow_coordinates(flow, text, "i2t")
-
-
-def _in_flow_coordinates(flow: Field, given: Tensor, direction: str) -> Tensor:
-    if not isinstance(flow, GeoFlow):
-        return given
-    image, text = flow.to_flow(text=given) if direction == "t2i" else flow.to_flow(image=given)
-    found = text if direction == "t2i" else image
-    assert found is not None
-    return found
-
-
-def _from_flow_coordinates(flow: Field, generated: Tensor, direction: str) -> Tensor:
-    if not isinstance(flow, GeoFlow):
-        return generated
-    image, text = flow.from_flow(image=generated) if direction == "t2i" else flow.from_flow(text=generated)
-    found = image if direction == "t2i" else text
-    assert found is not None
-    return found
+    with flow.without_dropout():
+        image, text = integrate(rate, start, settings.times, solver=settings.solver, manifold=manifold)
+    return flow.stream_from_flow(image, IMAGE), flow.stream_from_flow(text, TEXT)

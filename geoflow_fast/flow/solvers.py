@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from geoflow_fast.flow.fields import Field as Field
+from geoflow_fast.flow.fields import Streams as Streams
+from geoflow_fast.flow.fields import eval_mode as eval_mode
 from geoflow_fast.geometry import capturing
 from geoflow_fast.manifolds import SPHERE, Manifold
 from geoflow_fast.runtime import checks
@@ -20,9 +21,6 @@ SOLVERS = ("euler", "midpoint", "ab2", "rk4")
 GRIDS = ("uniform", "late", "early")
 
 
-Streams = tuple[Tensor, Tensor]
-
-
 Points = tuple[Tensor, ...]
 """One tensor [B, d] per stream that moves."""
 
@@ -30,27 +28,6 @@ Points = tuple[Tensor, ...]
 Rate = Callable[[Points, float, float], Points]
 """rate(point, t, weight) -> velocities. Integrals along the path are sums of weight times the integrand at the
 evaluations, so a caller accumulates what it integrates as it is asked; `weight` 0 marks an auxiliary evaluation."""
-
-
-class Field(Protocol):
-    """A velocity field on pairs of points; a `GeoFlow` is one, the oracles of `worlds` are others."""
-
-    def velocity(self, image: Tensor, text: Tensor, t: float | Tensor, direction: str, /) -> Streams:
-        """(v_image, v_text) at `t`, tangent, zero on the given stream."""
-
-
-@contextlib.contextmanager
-def eval_mode(field: object) -> Iterator[None]:
-    """Switches dropout off for a while; afterwards every module has its own mode back. A field that is not a module is
-    left alone."""
-    modes = [(module, module.training) for module in field.modules()] if isinstance(field, nn.Module) else []
-    try:
-        for module, _ in modes:
-            module.training = False
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def time_grid(n_steps: int, *, kind: str = "uniform", reverse: bool = False) -> Tensor:

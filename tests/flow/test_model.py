@@ -127,8 +127,7 @@ def test_shared_and_per_row_time_agree(direction):
     flow, (image, text) = randomised(), points(7)
     shared = flow.velocity(image, text, 0.25, direction)
     own = flow.velocity(image, text, torch.full((7,), 0.25, dtype=torch.float64), direction)
-    entry = flow.modulations(torch.tensor([0.75, 0.25], dtype=torch.float64), direction)[1]
-    prepared = flow.modulated_velocity(image, text, entry, direction)
+    prepared = flow.velocity_at([0.75, 0.25], direction)(image, text, 0.25)
     for a, b, c in zip(shared, own, prepared):
         torch.testing.assert_close(a, b)
         torch.testing.assert_close(a, c)

@@ -10,6 +10,7 @@ from scipy import stats
 
 import geoflow_fast as gf
 from geoflow_fast import noise
+from geoflow_fast.directions import Direction
 from geoflow_fast.flow import sampling, solvers
 from geoflow_fast.noise import NOISE_KINDS, base_noise
 from geoflow_fast.worlds import PairField
@@ -50,7 +51,7 @@ def test_guided_samples_follow_the_definition(flow, solver):
     assert given is text
     assert image.shape == (3, draws, 10)
     settings = gf.SamplingSettings(n_samples=draws)
-    start = sampling.StartingPoints.draw(settings, (10, 7), "t2i", seeded(5)).to(text)
+    start = sampling.StartingPoints.draw(settings, (10, 7), Direction.T2I, seeded(5)).to(text)
     for q in range(3):
 
         def rate(point, t, _weight, q=q):
