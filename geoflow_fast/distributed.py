@@ -1,8 +1,9 @@
-"""Processes that work together, started by torchrun: who this one is, and sums and gathers that end if one is gone.
+"""Processes (ranks) that torchrun starts and that work together: the number of this one, and sums and gathers that fail
+when a rank is lost instead of waiting for it forever.
 
 A rank that dies closes its connections, and every call that waits for it raises `RankLost`. A rank that no longer runs
-(a stopped process, a machine without power) is found by its heartbeat, which a thread of each rank keeps up; a rank
-that is only slow keeps it up too, and is waited for.
+(a stopped process, a machine without power) is noticed because its heartbeat ends, which a thread of each rank keeps
+up. A rank that is merely slow keeps its heartbeat up, and the others wait for it.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ if TYPE_CHECKING:
 __all__ = ["ALONE", "RankLost", "World", "joined"]
 
 OPERATIONS = ("sum", "max", "min")
-"""Of `World.all_reduce`."""
+"""What `World.all_reduce` can compute over the ranks."""
 
 BEAT_SECONDS = 2.0
 LOST_SECONDS = 30.0
-"""A rank whose heartbeat has not been seen for so long is lost."""
+"""A rank counts as lost when its heartbeat has not been seen for this long."""
 JOIN_SECONDS = 600.0
 """How long to wait for all ranks to arrive."""
 WAIT_SECONDS = 6 * 3600.0
@@ -43,12 +44,13 @@ WAIT_SECONDS = 6 * 3600.0
 
 
 class RankLost(OSError):
-    """Raised when another rank has ended or no longer answers. Files on disk are complete, and the same command
-    continues the work."""
+    """Raised when another rank has ended or no longer answers. Files on disk are complete, and running the same command
+    again continues the work."""
 
 
 class World:
-    """The processes (ranks) of a job: this one is number `rank` of `size`. With a `size` of 1 nothing is communicated.
+    """The processes (ranks) of a job, of which this one is number `rank` of `size`. With a `size` of 1 nothing is
+    communicated.
 
     All ranks must make the same calls in the same order. `traffic` counts the bytes of the tensors that this rank has
     passed to calls and received from them.
@@ -65,7 +67,7 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which prints and writes for all."""
+        """True for rank 0, which prints and writes for all ranks."""
         return self.rank == 0
 
     def shares(self, count: int) -> list[range]:
@@ -84,30 +86,29 @@ class World:
 
     def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
         """Replaces `x` by its "sum", "max" or "min" over the ranks and returns it; all ranks get identical bits."""
-        if checks.words(operation, "operation") not in OPERATIONS:
-            raise ValueError(f"operation must be one of {', '.join(OPERATIONS)}, got {operation!r}")
+        checks.one_of(checks.words(operation, "operation"), "operation", OPERATIONS)
         checks.dense(x, "x")
         if self.size > 1:
             self._call(lambda: dist.all_reduce(x, getattr(dist.ReduceOp, operation.upper()), group=self._group), x, x)
         return x
 
     def any(self, condition: bool) -> bool:
-        """Whether the condition holds on at least one rank."""
+        """True on every rank if the condition holds on at least one."""
         return condition if self.size == 1 else bool(self.all_reduce(torch.tensor(float(condition)), "max"))
 
     def mean(self, x: Tensor) -> float:
-        """Mean over the entries of `x` on all ranks; some ranks may have none."""
+        """Mean over the entries of `x` on all ranks; some ranks may have no entries."""
         checks.with_values(x, "x")
         if self.size == 1 and x.numel():
             return float(x.mean())
         own = torch.stack((x.double().sum(), torch.tensor(float(x.numel()), dtype=torch.float64, device=x.device)))
         total, count = self.all_reduce(own).tolist()
         if count == 0:
-            raise ValueError("x has no entry on any rank, and so no mean")
+            raise ValueError("x has no entries on any rank, so it has no mean")
         return float(total / count)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Replaces `x` by that of the main rank and returns it."""
+        """Replaces `x` by the tensor of the main rank and returns it."""
         checks.dense(x, "x")
         if self.size > 1:
             self._call(lambda: dist.broadcast(x, group=self._group, group_src=0), x)
@@ -126,26 +127,26 @@ class World:
             return x
         padded = x.new_zeros(max(counts), *x.shape[1:])
         padded[: len(x)] = x
-        found = x.new_empty(self.size * max(counts), *x.shape[1:])
-        parts = found.view(self.size, max(counts), *x.shape[1:])
-        self._call(lambda: dist.all_gather(list(parts), padded, group=self._group), padded, found)
-        return torch.cat([part[:count] for part, count in zip(parts, counts)])
+        gathered = x.new_empty(self.size, max(counts), *x.shape[1:])
+        self._call(lambda: dist.all_gather(list(gathered), padded, group=self._group), padded, gathered)
+        return torch.cat([part[:count] for part, count in zip(gathered, counts)])
 
     def swap_rows(self, x: Tensor) -> Tensor:
-        """Sends every rank its share of the rows of `x` [rows, ...], and returns what all ranks have in this rank's
+        """Sends every rank its share of the rows of `x` [rows, ...] and returns what all ranks hold of this rank's
         share: [size, own rows, ...]."""
         _check_rows(x)
         if self.size == 1:
             return x.unsqueeze(0)
-        given = [len(share) for share in self.shares(len(x))]
-        received = [given[self.rank]] * self.size
-        found = x.new_empty(sum(received), *x.shape[1:])
+        sent = [len(share) for share in self.shares(len(x))]
+        own = sent[self.rank]
+        received = x.new_empty(self.size * own, *x.shape[1:])
         x = x.contiguous()
-        self._call(lambda: dist.all_to_all_single(found, x, received, given, group=self._group), x, found)
-        return found.view(self.size, given[self.rank], *x.shape[1:])
+        own_of_each = [own] * self.size
+        self._call(lambda: dist.all_to_all_single(received, x, own_of_each, sent, group=self._group), x, received)
+        return received.view(self.size, own, *x.shape[1:])
 
     def share(self, value: Any) -> Any:
-        """Returns the main rank's `value` on every rank. It must be a value that JSON can hold."""
+        """Returns the main rank's `value`, which JSON must be able to hold, on every rank."""
         if self.size == 1:
             return value
         text = json.dumps(value).encode() if self.is_main else b""
@@ -154,7 +155,7 @@ class World:
         return json.loads(self.broadcast(raw).numpy().tobytes())
 
     def claims(self, count: int) -> Iterator[int]:
-        """Yields numbers from 0 to count - 1, each to exactly one rank, whichever asks next."""
+        """Yields the numbers from 0 to count - 1, each on exactly one rank: the one that asks next."""
         checks.integer(count, "count")
         self._series += 1
         if self._store is None:
@@ -164,22 +165,23 @@ class World:
             yield number
 
     def add_up(self, name: str, amount: int) -> int:
-        """Adds `amount` to the shared number `name` and returns the new value; no rank waits for another."""
+        """Adds `amount` to the shared number `name` and returns its new value; no rank waits for another."""
         checks.words(name, "name")
         checks.integer(amount, "amount", -checks.LARGEST_SEED)
         return amount if self._store is None else self._store.add(f"sums/{self._series}/{name}", amount)
 
     def twin(self) -> World:
-        """The same ranks with separate connections, for calls from another thread."""
+        """The same ranks with connections of their own, for calls from another thread."""
         if self.size == 1:
             return World()
         return World(self.rank, self.size, None, dist.new_group(timeout=_seconds(WAIT_SECONDS)))
 
     def _call(self, run: Callable[[], object], *tensors: Tensor) -> None:
+        """Makes a call that sends or receives `tensors`, and turns a lost connection into `RankLost`."""
         self.traffic += sum(x.nbytes for x in tensors)
         try:
             run()
-        except RuntimeError as error:  # what torch.distributed raises about connections
+        except RuntimeError as error:  # torch.distributed raises this when a connection is lost
             first = str(error).strip().splitlines()[0]
             raise RankLost(
                 f"rank {self.rank} of {self.size} on {socket.gethostname()} lost contact with another rank, which has "
@@ -197,9 +199,10 @@ ALONE = World()
 
 
 class Heartbeat:
-    """A thread that shows the others that this process runs, and ends it when another one no longer does.
+    """A thread that shows the other ranks that this process is running, and ends it when one of them no longer is.
 
-    Each rank watches its neighbour, so the work does not grow with the number of ranks; what one finds, all read.
+    Each rank watches its neighbour, so the work does not grow with the number of ranks; all ranks read what one of them
+    has noticed.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
@@ -219,12 +222,12 @@ class Heartbeat:
             beat += 1
             try:
                 self.store.set(f"beat/{self.rank}", str(beat))
-                found = self.store.get(f"beat/{self.watched}") if self.store.check([f"beat/{self.watched}"]) else b""
+                latest = self.store.get(f"beat/{self.watched}") if self.store.check([f"beat/{self.watched}"]) else b""
                 lost = self.store.get("lost").decode() if self.store.check(["lost"]) else None
             except RuntimeError as error:
                 _end_process(f"the first machine of the job no longer answers ({str(error).splitlines()[0]})")
-            if found != seen:
-                seen, since = found, time.monotonic()
+            if latest != seen:
+                seen, since = latest, time.monotonic()
             if lost is None and time.monotonic() - since > LOST_SECONDS:
                 lost = f"rank {self.watched} has not shown itself for {LOST_SECONDS:.0f} seconds"
                 self.store.set("lost", lost)
@@ -233,16 +236,17 @@ class Heartbeat:
 
 
 def _end_process(reason: str) -> None:
-    """The main thread may be waiting in compiled code for the lost rank for hours; nothing on disk is half-written."""
-    print(
-        f"geoflow: error: {reason}; what is finished is kept, the same command continues", file=sys.stderr, flush=True
-    )
+    """Ends this process at once, because its main thread may be waiting for the lost rank in compiled code, for hours.
+    Nothing on disk is half-written."""
+    sys.stderr.write(f"geoflow: error: {reason}; what is finished is kept, the same command continues\n")
+    sys.stderr.flush()
     os._exit(1)
 
 
 @contextlib.contextmanager
 def joined() -> Iterator[World]:
-    """Context manager: the `World` of the processes that torchrun started, or of one process without torchrun.
+    """Context manager that gives the `World` of the processes that torchrun started, or of this process alone if it was
+    started without torchrun.
 
     CPU tensors are sent by gloo, GPU tensors by NCCL. Each process of a machine uses the GPU of its local rank.
     """
@@ -250,10 +254,12 @@ def joined() -> Iterator[World]:
         yield World()
         return
     world, heartbeat = _join()
-    yield world  # after an error the process ends, and with it the connections: waiting for the others might not end
+    # After an error nothing below runs: the process ends and closes its connections, because waiting for the other
+    # ranks might take forever.
+    yield world
     world.barrier()
     heartbeat.stop()
-    world.barrier()  # the first rank may hold the store that the others' hearts beat in
+    world.barrier()  # the first rank may hold the store that the other heartbeats go to
     dist.destroy_process_group()
 
 
@@ -274,7 +280,7 @@ def _join() -> tuple[World, Heartbeat]:
         torch.cuda.set_device(local % torch.cuda.device_count())
     try:
         store, rank, size = next(rendezvous("env://", timeout=_seconds(JOIN_SECONDS)))
-        # A restarted job may meet the same store.
+        # A restarted job may use the same store again.
         store = PrefixStore(f"geoflow/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_seconds(WAIT_SECONDS))
     except (RuntimeError, ValueError) as error:
@@ -284,7 +290,7 @@ def _join() -> tuple[World, Heartbeat]:
 
 
 def _setting(name: str, least: int, most: int = 2**31 - 1) -> int:
-    """A number that torchrun puts into the environment; with a wrong one torch would wait for ranks that never come."""
+    """A number that torchrun puts into the environment. With a wrong one torch would wait for ranks that never come."""
     text = os.environ.get(name)
     if text is None:
         raise OSError(f"{name} is not set, but WORLD_SIZE is; start the command with torchrun, which sets both")

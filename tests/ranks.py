@@ -1,4 +1,4 @@
-"""Ranks for tests: functions that run in several processes at once, as torchrun would start them, on one machine."""
+"""Ranks for tests: functions that run in several processes of one machine at once, as torchrun would start them."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from geoflow_fast.runtime import parquet
 from geoflow_fast.training.loop import Run
 from geoflow_fast.training.ranks import batch_maker
 
-# The server imports once what ranks use; each rank is a fork of it that has not run anything yet.
+# The server imports what the ranks use once; each rank is a fork of it.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.ranks", "pyarrow.parquet", "rich.progress", "torch._dynamo"])
 
-Task = Callable[..., Any]
+RankFunction = Callable[..., Any]
 
 
-def run_ranks(size: int, task: Task, *arguments: Any, raising: bool = True) -> list[Any]:
-    """What `task(world, *arguments)` returns on each of `size` ranks; None for a rank that was killed. An error of a
-    rank is raised here, or takes the place of its result."""
+def run_ranks(size: int, task: RankFunction, *arguments: Any, raising: bool = True) -> list[Any]:
+    """Returns what `task(world, *arguments)` returns on each of `size` ranks, and None for a rank that was killed. An
+    error of a rank is raised here or, unless `raising` is set, takes the place of its result."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -67,19 +67,19 @@ def run_ranks(size: int, task: Task, *arguments: Any, raising: bool = True) -> l
     return results
 
 
-def _rank(rank: int, size: int, port: int, send: Any, task: Task, arguments: tuple[Any, ...]) -> None:
+def _rank(rank: int, size: int, port: int, send: Any, task: RankFunction, arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     distributed.BEAT_SECONDS = 0.5
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
         with joined() as world:
             send.send(task(world, *arguments))
-    except Exception as error:  # noqa: BLE001, told to the test, which raises it
+    except Exception as error:  # noqa: BLE001, the test gets it and raises it
         send.send(error)
 
 
 def torchrun(size: int, *words: str | Path, options: Sequence[str] = ()) -> subprocess.Popen[str]:
-    """`torchrun --nproc-per-node size options -m geoflow_fast words`, running in a process group of its own."""
+    """Starts `torchrun --nproc-per-node size options -m geoflow_fast words` in a process group of its own."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *options]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return subprocess.Popen(
@@ -89,13 +89,13 @@ def torchrun(size: int, *words: str | Path, options: Sequence[str] = ()) -> subp
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # Tests that a shell runs in the background ignore Ctrl-C, and so would what they start.
+        # Tests that a shell runs in the background ignore Ctrl-C, and the processes they start would ignore it too.
         preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
 
 
 def ended(job: subprocess.Popen[str], seconds: float = 600) -> tuple[int, str, str]:
-    """Exit code and words of a job that torchrun runs, once it has ended; nothing of it is left running."""
+    """Waits for a job of torchrun and returns its exit code and what it printed. Nothing of it is left running."""
     try:
         shown, errors = job.communicate(timeout=seconds)
         return job.returncode, shown, errors
@@ -108,38 +108,38 @@ def ended(job: subprocess.Popen[str], seconds: float = 600) -> tuple[int, str, s
 
 
 def use_every_call(world: World) -> dict[str, Any]:
-    """One of each, with counts that do not divide."""
-    found: dict[str, Any] = {
+    """Makes each call once, with counts that the number of ranks does not divide."""
+    results: dict[str, Any] = {
         "shared": world.share({"from": world.rank, "none": None}),
         "claimed": list(world.claims(9)),
     }
     for operation in ("sum", "max", "min"):
-        found[operation] = world.all_reduce(torch.tensor([world.rank, -world.rank]), operation).tolist()
-    found["broadcast"] = world.broadcast(torch.tensor([world.rank + 5])).item()
+        results[operation] = world.all_reduce(torch.tensor([world.rank, -world.rank]), operation).tolist()
+    results["broadcast"] = world.broadcast(torch.tensor([world.rank + 5])).item()
     for count in (0, 1, 7):
         own = world.own(count)
         rows = torch.arange(count, dtype=torch.float64).unsqueeze(1)
         if count:
             counts = [len(share) for share in world.shares(count)]
-            found[f"gathered {count}"] = world.gather_rows(rows[own.start : own.stop], counts).squeeze(1).tolist()
-        found[f"swapped {count}"] = world.swap_rows(rows + 100 * world.rank).squeeze(2).tolist()
+            results[f"gathered {count}"] = world.gather_rows(rows[own.start : own.stop], counts).squeeze(1).tolist()
+        results[f"swapped {count}"] = world.swap_rows(rows + 100 * world.rank).squeeze(2).tolist()
     world.add_up("things", world.rank + 1)
     world.barrier()
-    found["added"] = world.add_up("things", 0)
-    # More entries than the dtype can count; the ranks but the first have none.
-    found["mean"] = world.mean(torch.ones(1001 if world.is_main else 0, dtype=torch.bfloat16))
+    results["added"] = world.add_up("things", 0)
+    # The first rank has more entries than the dtype can count, the others have none.
+    results["mean"] = world.mean(torch.ones(1001 if world.is_main else 0, dtype=torch.bfloat16))
     twin = world.twin()
-    found["twin"] = twin.all_reduce(torch.ones(1)).item()
-    return found
+    results["twin"] = twin.all_reduce(torch.ones(1)).item()
+    return results
 
 
 def divided_statistics(world: World, queries: int, items: int, top_k: int) -> tuple[list[np.ndarray], int]:
-    """Fields of the statistics of a gallery that the ranks share, and the bytes it took."""
+    """Returns the statistics of a gallery that is divided among the ranks, and how many bytes were sent."""
     gallery = Gallery(gallery_rows(items), world=world).divided_among_ranks()
     before = world.traffic
-    found = gallery.statistics(sample_rows(queries), 20.0, top_k, bias_of(items))
+    statistics = gallery.statistics(sample_rows(queries), 20.0, top_k, bias_of(items))
     names = ("peak", "weight", "moment", "top_score", "top_index", "log_left", "left")
-    return [getattr(found, name).numpy() for name in names], world.traffic - before
+    return [getattr(statistics, name).numpy() for name in names], world.traffic - before
 
 
 def gallery_rows(items: int) -> torch.Tensor:
@@ -157,7 +157,8 @@ def bias_of(items: int) -> torch.Tensor:
 def score(
     world: World, folder: Path, out: str, layout: str, block: int = 5, fatal: tuple[int, int] | None = None
 ) -> int:
-    """Scores the queries of `folder`; the bytes it took. `fatal`: the rank that is killed, and before which block."""
+    """Scores the queries of `folder` and returns how many bytes were sent. `fatal`: the rank that is killed, and before
+    which block."""
     if fatal is not None and world.rank == fatal[0]:
         _die_at_block(fatal[1])
     settings = {"n_samples": 4, "n_steps": 2, "kappa": 15.0, "top_k": 3}
@@ -171,7 +172,8 @@ def score(
 
 
 def densities(world: World, folder: Path, out: str, slow: int | None = None) -> list[int]:
-    """Log-densities of the pairs of `folder`: first rows of the blocks this rank made. `slow`: a rank that lags."""
+    """Computes the log-densities of the pairs of `folder` and returns the first row of each block that this rank made.
+    `slow`: a rank that takes longer than the others."""
     made: list[int] = []
     write = parquet.write_columns
 
@@ -189,7 +191,7 @@ def densities(world: World, folder: Path, out: str, slow: int | None = None) -> 
 
 
 def rerank(world: World, folder: Path, out: str) -> None:
-    """Re-ranks the queries of `folder`, calibrated on its held-out pairs."""
+    """Re-ranks the queries of `folder`, after calibration on its held-out pairs."""
     settings = {"shortlist": 5, "n_steps": 2}
     reranker = open_reranker(folder / "model", folder / "gallery", "t2i", device="cpu", world=world, **settings)
     settle_calibration(reranker, folder / "model", folder / f"{out}.json", folder / "held_out")
@@ -197,15 +199,15 @@ def rerank(world: World, folder: Path, out: str) -> None:
 
 
 def _die_at_block(number: int) -> None:
-    """This process is killed as soon as its scorer is asked for its `number`th block of queries, from 0."""
+    """Makes this process kill itself when its scorer is asked for block `number` of the queries, counted from 0."""
     score, asked = gf.RetrievalEntropy.score, iter(range(10**9))
 
-    def last_words(*arguments: Any, **options: Any) -> Any:
+    def score_or_die(*arguments: Any, **options: Any) -> Any:
         if next(asked) == number:
             os.kill(os.getpid(), signal.SIGKILL)
         return score(*arguments, **options)
 
-    gf.RetrievalEntropy.score = last_words
+    gf.RetrievalEntropy.score = score_or_die
 
 
 def digest_of(world: World, parts: list[np.ndarray]) -> str:
@@ -213,7 +215,7 @@ def digest_of(world: World, parts: list[np.ndarray]) -> str:
 
 
 def check_rows(world: World, rows: np.ndarray) -> str | None:
-    """What is wrong with this rank's share."""
+    """Returns the error about this rank's share of the rows, if there is one."""
     try:
         Rows([rows], "rows").check(normalize=False, world=world)
     except ValueError as error:
@@ -222,7 +224,7 @@ def check_rows(world: World, rows: np.ndarray) -> str | None:
 
 
 def assign_panel(world: World, count: int, eps: float, drawn: bool, seed: int = 0) -> tuple[list[int], int]:
-    """Targets of this rank's rows of a batch of `count` pairs, and the bytes it took."""
+    """Returns the targets of this rank's rows of a batch of `count` pairs, and how many bytes were sent."""
     noise, data, uniform = transport_problem(count, seed)
     own = world.own(count)
     mine = [x[own.start : own.stop] for x in (*noise, uniform)]
@@ -238,7 +240,7 @@ def transport_problem(count: int, seed: int) -> tuple[list[torch.Tensor], list[t
 
 
 def batch_of(world: World, changes: dict[str, Any], step: int) -> dict[str, np.ndarray]:
-    """This rank's rows of a training batch, with their numbers."""
+    """Makes this rank's rows of a training batch; `rows` are their numbers."""
     config = gf.TrainConfig(**{**SHORT, **changes})
     maker = batch_maker(small_flow(), small_pairs(), config, world)
     batch = maker.training(step)
@@ -247,17 +249,18 @@ def batch_of(world: World, changes: dict[str, Any], step: int) -> dict[str, np.n
 
 
 def train_small(world: World, out: Path | None, changes: dict[str, Any], fatal: tuple[int, int] | None = None) -> dict:
-    """Trains a small flow: final weights and the report. `fatal`: the rank that is killed, and at which step."""
+    """Trains a small flow and returns its final weights and facts of the report. `fatal`: the rank that is killed, and
+    at which step."""
     if fatal is not None and world.rank == fatal[0]:
         optimise = Run.optimise
 
-        def last_words(run: Run[Any], batch: Any) -> Any:
+        def optimise_or_die(run: Run[Any], batch: Any) -> Any:
             if run.step == fatal[1]:
                 os.kill(os.getpid(), signal.SIGKILL)
             return optimise(run, batch)
 
-        Run.optimise = last_words  # type: ignore[method-assign]
-    flow = small_flow(seed=world.rank)  # the first rank's weights are what all begin with
+        Run.optimise = optimise_or_die  # type: ignore[method-assign]
+    flow = small_flow(seed=world.rank)  # all ranks start with the weights of the first
     config = gf.TrainConfig(**{**SHORT, **changes})
     report = gf.train(flow, small_pairs(), config, out=out, progress=False, world=world)
     weights = torch.cat([p.detach().flatten() for p in flow.parameters()]).numpy()
@@ -265,7 +268,7 @@ def train_small(world: World, out: Path | None, changes: dict[str, Any], fatal: 
 
 
 def train_slowly(world: World, out: Path, changes: dict[str, Any], slow: int) -> dict:
-    """`train_small` with a rank `slow` that takes twice as long for a step as a lost one is waited for."""
+    """Runs `train_small` with a rank `slow` whose step takes twice as long as the others wait for a lost rank."""
     optimise = Run.optimise
 
     def wait(run: Run[Any], batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Several ranks give what one process gives, say what they send, and end when one of them is gone."""
+"""Several ranks give what one process gives, count what they send, and end when one of them is lost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def folder(tmp_path, flow) -> Path:
 
 
 def put_inputs(folder: Path, flow: gf.GeoFlow) -> None:
-    """A saved flow, queries, a gallery in three shards and pairs."""
+    """Writes a flow, queries, a gallery in three shards and pairs to `folder`."""
     image_dim, text_dim = flow.config.image_dim, flow.config.text_dim
     flow.save_pretrained(folder / "model")
     np.save(folder / "queries.npy", sample_uniform(QUERIES, text_dim).numpy())
@@ -54,9 +54,9 @@ def put_inputs(folder: Path, flow: gf.GeoFlow) -> None:
     pairs.save(folder / "pairs", dtype=np.float32)
 
 
-def assert_same_file(found: Path, expected: Path) -> None:
-    """Integers alike, numbers to 1e-5."""
-    mine, theirs = read_columns(found), read_columns(expected)
+def assert_same_file(actual: Path, expected: Path) -> None:
+    """Integers must be equal, other numbers to 1e-5."""
+    mine, theirs = read_columns(actual), read_columns(expected)
     assert list(mine) == list(theirs)
     for name, column in theirs.items():
         ours, wanted = (np.stack(list(x)) for x in (mine[name], column))
@@ -67,24 +67,24 @@ def assert_same_file(found: Path, expected: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_calls_give_what_they_say(size):
+def test_every_call_gives_what_it_promises(size):
     results = run_ranks(size, ranks.use_every_call)
     together = [sum(range(size)), -sum(range(size))]
-    for rank, found in enumerate(results):
-        assert found["shared"] == {"from": 0, "none": None}
-        assert found["sum"] == together
-        assert found["max"] == [size - 1, 0]
-        assert found["min"] == [0, 1 - size]
-        assert found["broadcast"] == 5
-        assert found["twin"] == size
-        assert found["mean"] == 1.0
-        assert found["added"] == size * (size + 1) // 2
+    for rank, result in enumerate(results):
+        assert result["shared"] == {"from": 0, "none": None}
+        assert result["sum"] == together
+        assert result["max"] == [size - 1, 0]
+        assert result["min"] == [0, 1 - size]
+        assert result["broadcast"] == 5
+        assert result["twin"] == size
+        assert result["mean"] == 1.0
+        assert result["added"] == size * (size + 1) // 2
         for count in (0, 1, 7):
             own = list(range(count * rank // size, count * (rank + 1) // size))
-            assert found[f"swapped {count}"] == [[100.0 * other + row for row in own] for other in range(size)]
-        assert found["gathered 1"] == [0.0]
-        assert found["gathered 7"] == list(map(float, range(7)))
-    assert sorted(number for found in results for number in found["claimed"]) == list(range(9))
+            assert result[f"swapped {count}"] == [[100.0 * other + row for row in own] for other in range(size)]
+        assert result["gathered 1"] == [0.0]
+        assert result["gathered 7"] == list(map(float, range(7)))
+    assert sorted(number for result in results for number in result["claimed"]) == list(range(9))
 
 
 def test_one_process_needs_no_torchrun(monkeypatch):
@@ -99,7 +99,7 @@ def test_one_process_needs_no_torchrun(monkeypatch):
 
 @pytest.fixture
 def torchrun_environment(monkeypatch) -> pytest.MonkeyPatch:
-    """What torchrun sets for the second of two ranks, of which the first never comes."""
+    """Sets what torchrun sets for the second of two ranks; the first rank never comes."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = str(unused.getsockname()[1])
@@ -110,33 +110,33 @@ def torchrun_environment(monkeypatch) -> pytest.MonkeyPatch:
 
 
 @pytest.mark.parametrize("name", ["RANK", "MASTER_ADDR", "MASTER_PORT"])
-def test_half_an_environment_is_an_error(torchrun_environment, name):
+def test_an_incomplete_environment_is_an_error(torchrun_environment, name):
     torchrun_environment.delenv(name)
     with pytest.raises(OSError, match=rf"{name}.* is not set.*torchrun"), joined():
-        pytest.fail("joined a world of its own making")
+        pytest.fail("it joined other ranks")
 
 
-NO_NUMBERS = ("x", "", "-1", "1.0", "nan", " ", "²", "1\n", "9" * 5000)
-BEYOND = [("WORLD_SIZE", "0"), ("RANK", "2"), ("MASTER_PORT", "0"), ("MASTER_PORT", "65536")]
+NOT_NUMBERS = ("x", "", "-1", "1.0", "nan", " ", "²", "1\n", "9" * 5000)
+OUT_OF_RANGE = [("WORLD_SIZE", "0"), ("RANK", "2"), ("MASTER_PORT", "0"), ("MASTER_PORT", "65536")]
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [*((name, value) for name in ("WORLD_SIZE", "RANK", "MASTER_PORT") for value in NO_NUMBERS), *BEYOND],
+    [*((name, value) for name in ("WORLD_SIZE", "RANK", "MASTER_PORT") for value in NOT_NUMBERS), *OUT_OF_RANGE],
     ids=lambda text: text[:12],
 )
-def test_hostile_environments_are_refused_by_name(torchrun_environment, name, value):
-    """A rank or a port that is none would be waited with until the time is up."""
+def test_an_error_names_the_wrong_variable_of_the_environment(torchrun_environment, name, value):
+    """With a wrong rank or port torch would wait until the time is up."""
     torchrun_environment.setenv(name, value)
     with pytest.raises(ValueError, match=rf"environment variable {name} must be an integer.*torchrun"), joined():
-        pytest.fail("joined a world of its own making")
+        pytest.fail("it joined other ranks")
     assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.usefixtures("torchrun_environment")
 def test_a_rank_that_does_not_come_is_an_error():
     with pytest.raises(OSError, match=r"could not join the other ranks.*torchrun"), joined():
-        pytest.fail("joined a world of its own making")
+        pytest.fail("it joined other ranks")
 
 
 # ---- galleries ----------------------------------------------------------------------------------------------------
@@ -144,17 +144,17 @@ def test_a_rank_that_does_not_come_is_an_error():
 
 @pytest.mark.parametrize(("size", "queries", "items", "top_k"), [(2, 1, 97, 5), (4, 7, 130, 10), (4, 3, 3, 5)])
 def test_divided_gallery_has_the_statistics_of_all_items(size, queries, items, top_k):
-    """Also with fewer items than ranks, fewer than top_k on a rank, and fewer queries than ranks."""
+    """This holds with fewer items than ranks, fewer items than top_k on a rank, and fewer queries than ranks, too."""
     samples, bias = ranks.sample_rows(queries), ranks.bias_of(items)
     expected = Gallery(ranks.gallery_rows(items)).statistics(samples, 20.0, top_k, bias)
     names = ("peak", "weight", "moment", "top_score", "top_index", "log_left", "left")
-    for found, _ in run_ranks(size, ranks.divided_statistics, queries, items, top_k):
-        for name, field in zip(names, found):
+    for statistics, _ in run_ranks(size, ranks.divided_statistics, queries, items, top_k):
+        for name, field in zip(names, statistics):
             np.testing.assert_allclose(field, getattr(expected, name).numpy(), rtol=1e-6, atol=1e-6, err_msg=name)
 
 
 def test_traffic_of_a_query_block_does_not_depend_on_the_gallery():
-    """O(queries): twice the queries twice the bytes; a hundred times the items, not one byte more."""
+    """Twice the queries cost twice the bytes; a hundred times the items cost not one byte more."""
 
     def traffic(queries: int, items: int) -> int:
         (_, bytes_0), (_, bytes_1) = run_ranks(2, ranks.divided_statistics, queries, items, 5)
@@ -164,7 +164,7 @@ def test_traffic_of_a_query_block_does_not_depend_on_the_gallery():
     small = traffic(8, 50)
     assert traffic(8, 5000) == small
     assert traffic(16, 50) == 2 * small
-    # A row of 5 + 2 top_k doubles per query is given and received, then half of them given and all received.
+    # For each query a row of 5 + 2 top_k doubles is sent and received, then half of the rows sent and all received.
     assert small == 8 * 8 * (5 + 2 * 5) * 7 // 2
 
 
@@ -180,9 +180,9 @@ def test_digest_does_not_depend_on_ranks_or_reading():
 def test_a_bad_row_is_found_by_the_rank_that_reads_it():
     rows = sample_uniform(40, 4).numpy()
     rows[33] *= 2
-    found = run_ranks(2, ranks.check_rows, rows)
-    assert found[0] is None
-    assert "row 33 has norm 2" in found[1]
+    errors = run_ranks(2, ranks.check_rows, rows)
+    assert errors[0] is None
+    assert "row 33 has norm 2" in errors[1]
 
 
 # ---- jobs ---------------------------------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_scores_of_ranks_are_those_of_one_process(folder, size, layout):
     run_ranks(size, ranks.score, folder, "many.parquet", layout)
     assert_same_file(folder / "many.parquet", folder / "one.parquet")
     assert not (folder / "many.parquet.blocks").exists()
-    # The facts are those of one process: the output counts as finished for any number of ranks.
+    # The job has the facts of one process, so its output counts as finished for any number of ranks.
     before = (folder / "many.parquet").stat().st_mtime_ns
     ranks.score(ALONE, folder, "many.parquet", "auto")
     assert (folder / "many.parquet").stat().st_mtime_ns == before
@@ -223,7 +223,7 @@ def test_killed_rank_ends_the_others_and_another_run_finishes(folder, layout):
 
 
 def test_densities_of_ranks_with_a_slow_one(folder):
-    """The slow rank is not waited for until all other blocks are done."""
+    """The other rank makes more blocks while the slow one is at work."""
     ranks.densities(ALONE, folder, "one.parquet")
     made = run_ranks(2, ranks.densities, folder, "many.parquet", 1)
     assert_same_file(folder / "many.parquet", folder / "one.parquet")
@@ -232,7 +232,7 @@ def test_densities_of_ranks_with_a_slow_one(folder):
 
 
 def test_reranking_by_ranks_is_that_of_one_process(tmp_path):
-    """With a calibration, which one of them makes."""
+    """One of the ranks makes the calibration."""
     flow = gf.GeoFlow(gf.GeoFlowConfig(7, 7, hidden=16, depth=1, layer_scale=0.5))
     with torch.no_grad():
         for parameter in flow.parameters():
@@ -261,10 +261,11 @@ def test_ranks_solve_the_plan_of_one_process(size, count, eps, drawn):
 
 @pytest.mark.parametrize("eps", [1e-3, 1e-2])
 def test_ranks_solve_plans_that_leave_the_kernel_domain(eps):
-    """Small eps: scores instead of exponentials, a start from larger values, columns without any mass."""
+    """With a small eps the solver uses scores instead of exponentials, starts from larger values of eps, and meets
+    columns without any mass."""
     count = 3
     noise, data, _ = ranks.transport_problem(count, 1)
-    results = run_ranks(4, ranks.assign_panel, count, eps, False, 1)  # one rank has no row
+    results = run_ranks(4, ranks.assign_panel, count, eps, False, 1)  # one of the ranks has no row
     expected = gf.ops.ot_assign(*noise, *data, eps=eps, backend="reference")
     assert [target for index, _ in results for target in index] == expected.tolist()
 
@@ -297,20 +298,20 @@ def losses_of(folder: Path) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_train_like_one_process(tmp_path, size):
-    """Losses of 50 steps to 1e-5, once in the metrics; all ranks end with the same bits."""
+    """The losses of 50 steps agree to 1e-5 and are logged once; all ranks end with the same bits."""
     one = ranks.train_small(ALONE, tmp_path / "one", {"ema_decay": 0.9})
     many = run_ranks(size, ranks.train_small, tmp_path / "many", {"ema_decay": 0.9})
-    expected, found = losses_of(tmp_path / "one"), losses_of(tmp_path / "many")
-    assert list(found["step"]) == list(range(1, 51))
+    expected, losses = losses_of(tmp_path / "one"), losses_of(tmp_path / "many")
+    assert list(losses["step"]) == list(range(1, 51))
     for name, values in expected.items():
-        np.testing.assert_allclose(found[name], values, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(losses[name], values, rtol=1e-5, err_msg=name)
     assert all(np.array_equal(rank["weights"], many[0]["weights"]) for rank in many)
     assert many[0]["best"] == pytest.approx(one["best"], rel=1e-5)
     np.testing.assert_allclose(many[0]["weights"], one["weights"], atol=1e-4)
 
 
 def test_local_plans_need_no_communication(tmp_path):
-    """Each rank couples its own rows; the network still learns from all of them."""
+    """Each rank couples its own rows; the network still learns from the rows of all ranks."""
     many = run_ranks(2, ranks.train_small, tmp_path, {"ot_scope": "local", "steps": 10})
     assert np.array_equal(many[0]["weights"], many[1]["weights"])
     assert np.isfinite(many[0]["best"])
@@ -318,7 +319,7 @@ def test_local_plans_need_no_communication(tmp_path):
 
 @pytest.mark.slow
 def test_killed_rank_in_training_and_a_continuation_on_more(tmp_path):
-    """A rank is killed at step 24; two, then four ranks continue from the checkpoint of step 20."""
+    """A rank is killed at step 24; first two and then four ranks continue from the last checkpoint."""
     run_ranks(2, ranks.train_small, tmp_path / "whole", {})
     start = time.monotonic()
     main, killed = run_ranks(2, ranks.train_small, tmp_path / "run", {}, (1, 24), raising=False)
@@ -328,29 +329,29 @@ def test_killed_rank_in_training_and_a_continuation_on_more(tmp_path):
     run_ranks(2, ranks.train_small, tmp_path / "run", {}, (0, 34), raising=False)
     (finished, *_) = run_ranks(4, ranks.train_small, tmp_path / "run", {})
     assert finished["finished"]
-    expected, found = losses_of(tmp_path / "whole"), losses_of(tmp_path / "run")
+    expected, losses = losses_of(tmp_path / "whole"), losses_of(tmp_path / "run")
     for name, values in expected.items():
-        np.testing.assert_allclose(found[name], values, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(losses[name], values, rtol=1e-5, err_msg=name)
 
 
 def test_a_run_is_continued_by_other_numbers_of_ranks(tmp_path):
-    """One of two is killed, then one that goes on alone; three finish, with the losses of a run without all that."""
+    """One of two ranks is killed, then one that goes on alone; three finish with the losses of an undisturbed run."""
     changes = {"steps": 30, "val_every": 15}
     ranks.train_small(ALONE, tmp_path / "whole", changes)
     for size, step in ((2, 13), (1, 24)):
         run_ranks(size, ranks.train_small, tmp_path / "run", changes, (0, step), raising=False)
     (finished, *_) = run_ranks(3, ranks.train_small, tmp_path / "run", changes)
     assert finished["finished"]
-    expected, found = losses_of(tmp_path / "whole"), losses_of(tmp_path / "run")
-    assert list(found["step"]) == list(range(1, 31))
+    expected, losses = losses_of(tmp_path / "whole"), losses_of(tmp_path / "run")
+    assert list(losses["step"]) == list(range(1, 31))
     for name, values in expected.items():
-        np.testing.assert_allclose(found[name], values, rtol=1e-5, err_msg=name)
+        np.testing.assert_allclose(losses[name], values, rtol=1e-5, err_msg=name)
 
 
 def test_a_slow_rank_is_waited_for(tmp_path):
-    """Longer than a rank without a heartbeat would be, in the middle of the steps that the ranks take together."""
-    found = run_ranks(2, ranks.train_slowly, tmp_path, {"steps": 4, "val_every": 4}, 1)
-    assert all(rank["finished"] for rank in found)
+    """The others wait for it longer than for a rank without a heartbeat."""
+    reports = run_ranks(2, ranks.train_slowly, tmp_path, {"steps": 4, "val_every": 4}, 1)
+    assert all(rank["finished"] for rank in reports)
 
 
 def test_batch_must_be_large_enough_for_the_ranks():
@@ -377,7 +378,7 @@ def test_torchrun_starts_the_same_command(folder):
 
 
 def documented_launches() -> dict[str, list[str]]:
-    """Words after `torchrun` in the examples for clusters."""
+    """The words after `torchrun` in the documented examples for clusters."""
     page = (Path(gf.__file__).parents[1] / "docs/scaling.md").read_text()
     (line,) = re.findall(r"^srun torchrun (.*?[^\\])$", page, re.DOTALL | re.MULTILINE)
     (command,), (arguments,) = (re.findall(rf"^ *{key}: \[(.*)\]$", page, re.MULTILINE) for key in ("command", "args"))
@@ -397,7 +398,7 @@ def test_documented_clusters_start_commands_with_flags_that_exist(cluster):
 
 
 class Command:
-    """A command under torchrun that takes a few seconds: its words, its output, and when it is in the middle of it."""
+    """A command under torchrun that takes a few seconds: its words and its output."""
 
     def __init__(self, name: str, folder: Path, out: str = "out") -> None:
         self.name, self.folder, self.out = name, folder, folder / out
@@ -412,13 +413,13 @@ class Command:
         return ranks.torchrun(2, *self.words, options=options)
 
     def under_way(self) -> bool:
-        """Whether some of the work is on disk, and not all."""
+        """True once some of the work is on disk, and long before all of it is."""
         if self.name == "train":
             return (self.out / "last.safetensors").is_file()
         return len(list(Path(f"{self.out}.blocks").glob("*.parquet"))) >= 3
 
     def result(self) -> dict[str, object]:
-        """Everything that is written, but for times."""
+        """Everything that the command wrote, except times."""
         if self.name != "train":
             assert not Path(f"{self.out}.blocks").exists()
             return {"scores": self.out.read_bytes()}
@@ -428,13 +429,13 @@ class Command:
 
 @pytest.fixture(scope="module")
 def results() -> dict[str, dict[str, object]]:
-    """What commands have made undisturbed, by name. The inputs are those of every test."""
+    """The results of undisturbed commands, by name. Every test has the same inputs."""
     return {}
 
 
 @pytest.fixture
 def undisturbed(folder, results) -> Undisturbed:
-    """What the named command makes when nothing happens to it."""
+    """Returns the result of the named command when nothing disturbs it."""
 
     def result(name: str) -> dict[str, object]:
         if name not in results:
@@ -451,30 +452,30 @@ COMMANDS = ("train", "gallery", "queries")
 
 
 def begin(name: str, folder: Path, *options: str) -> tuple[Command, subprocess.Popen[str]]:
-    """A command that has done a part of its work, and runs."""
+    """Starts a command and returns it once it has done a part of its work."""
     command = Command(name, folder)
     job = command.start(*options)
     end = time.monotonic() + 300
     while not command.under_way():
         assert job.poll() is None, ended(job)
-        assert time.monotonic() < end, "it did not begin in time"
+        assert time.monotonic() < end, "the command did not begin in time"
         time.sleep(0.02)
     return command, job
 
 
 def workers(job: subprocess.Popen[str]) -> list[int]:
-    """The processes of the ranks, by their rank."""
+    """The process numbers of the ranks, in the order of the ranks."""
     children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-    found = {}
+    processes = {}
     for child in children:
         words = dict(entry.partition(b"=")[::2] for entry in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"))
         if b"LOCAL_RANK" in words:
-            found[int(words[b"LOCAL_RANK"])] = int(child)
-    return [found[rank] for rank in sorted(found)]
+            processes[int(words[b"LOCAL_RANK"])] = int(child)
+    return [processes[rank] for rank in sorted(processes)]
 
 
 def assert_finishes(command: Command, expected: dict[str, object]) -> None:
-    """The same command again, to the last bit of what it makes when nothing happens to it."""
+    """The same command, run again, must give to the last bit what it gives undisturbed."""
     code, shown, errors = ended(command.start())
     assert code == 0, errors
     assert shown.count("Wrote") == 1
@@ -491,20 +492,20 @@ def test_a_killed_rank_ends_the_job_and_the_same_command_finishes(name, rank, un
     code, _, errors = ended(job)
     assert time.monotonic() - start < 60
     assert code != 0
-    assert f"Signal {signal.SIGKILL.value} (SIGKILL)" in errors  # torchrun's, which names the rank too
-    assert "the same command" in errors  # the other rank's, which misses its partner or is told to end
+    assert f"Signal {signal.SIGKILL.value} (SIGKILL)" in errors  # torchrun says so, and names the rank
+    assert "the same command" in errors  # the other rank says so, when it misses its partner or is told to end
     assert_finishes(command, undisturbed(name))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["train", "gallery"])
-def test_a_hanging_rank_is_given_up(name, undisturbed, folder):
+def test_a_rank_that_hangs_ends_the_job(name, undisturbed, folder):
     command, job = begin(name, folder)
     victim = workers(job)[1]
     os.kill(victim, signal.SIGSTOP)
     start = time.monotonic()
     code, _, errors = ended(job)
-    # A stopped process does not heed SIGTERM: torchrun kills it half a minute after the other has ended.
+    # A stopped process ignores SIGTERM: torchrun kills it half a minute after the other one has ended.
     assert LOST_SECONDS < time.monotonic() - start < LOST_SECONDS + 60
     assert code != 0
     assert "rank 1 has not shown itself for 30 seconds; what is finished is kept, the same command continues" in errors
@@ -528,7 +529,7 @@ def test_torchrun_restarts_a_job_that_then_finishes_exactly(name, undisturbed, f
     ("name", "number"), [("train", signal.SIGINT), ("gallery", signal.SIGINT), ("queries", signal.SIGTERM)]
 )
 def test_an_interrupted_job_saves_and_the_same_command_continues(name, number, undisturbed, folder):
-    """The terminal, or SLURM, tells torchrun and the ranks, and torchrun tells the ranks once more."""
+    """The terminal, or SLURM, signals torchrun and the ranks, and torchrun signals the ranks once more."""
     command, job = begin(name, folder)
     os.killpg(job.pid, number)
     code, shown, errors = ended(job)
@@ -537,5 +538,5 @@ def test_an_interrupted_job_saves_and_the_same_command_continues(name, number, u
         assert shown.count("stopped; run the same command to continue at step") == 1
     else:
         assert "stopped; finished blocks are kept, run the same command to continue" in errors
-    assert "geoflow_fast/" not in errors  # no traceback but torchrun's own
+    assert "geoflow_fast/" not in errors  # the only traceback is that of torchrun
     assert_finishes(command, undisturbed(name))
