@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,12 +39,6 @@ class Evidence:
     """[Q, K] float64."""
     valid: Tensor
     """[Q, K] bool, false where a shortlist is shorter than K."""
-
-    @classmethod
-    def joined(cls, parts: Sequence[Evidence]) -> Evidence:
-        """The evidence of the queries of all parts."""
-        fields = ("log_density", "cosine", "valid")
-        return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in fields))
 
     def design(self) -> Tensor:
         """Features [Q, K + 1, 3] of all items and of "outside", which is last: logits are design @ weights."""

@@ -57,7 +57,7 @@ def risk_lower_bound(entropy: Tensor, n_items: int) -> Tensor:
     if n_items == 1:
         return low
     high = torch.full_like(entropy, (n_items - 1) / n_items)
-    log_rest = torch.log(torch.tensor(n_items - 1.0, dtype=torch.float64))
+    log_rest = torch.log(torch.tensor(n_items - 1.0, dtype=torch.float64, device=entropy.device))
     for _ in range(40):
         middle = (low + high) / 2
         value = torch.special.entr(middle) + torch.special.entr(1 - middle) + middle * log_rest
@@ -128,12 +128,12 @@ class RetrievalEntropy(nn.Module):
         self.gallery = Gallery.of(gallery)
         if index is not None or prune is not None:
             self.gallery = self.gallery.with_index(index, prune or "auto")
-        widths = flow.config.image_dim, flow.config.text_dim
+        config = flow.config
+        widths = config.image_dim, config.text_dim
         self.query_dim, item_dim = self.direction.queries(*widths), self.direction.items(*widths)
         if self.gallery.dim != item_dim:
             raise ValueError(f"gallery has width {self.gallery.dim}, but the flow generates width {item_dim}")
         generator = torch.Generator().manual_seed(self.seed)
-        config = flow.config
         start = StartingPoints.draw(self.sampling, config.flow_dims, self.direction, generator, config.manifold)
         self.register_buffer("start_generated", start.generated, persistent=False)
         self.register_buffer("start_condition", start.condition, persistent=False)

@@ -152,16 +152,13 @@ class BayesReranker(nn.Module):
 
     @torch.no_grad()
     def rerank(self, queries: Tensor, candidates: Candidates | None = None, advance: Advance | None = None) -> Reranked:
-        """Same as `forward`, and calls `advance(n)` whenever n more queries are done."""
-        queries = self._checked(queries, "queries")
+        """Same as `forward` without its warning, and calls `advance(n)` whenever n more queries are done."""
+        if checks.with_values(queries, "queries").dim() != 2 or queries.shape[1] != self.query_dim:
+            raise ValueError(f"queries must be [Q, {self.query_dim}], got {tuple(queries.shape)}")
+        check_rows(queries, "queries")
+        queries = queries.detach().to(next(self.flow.parameters()))
         index = self._search(queries, candidates)
-        at_once = max(1, PAIRS_AT_ONCE // self.shortlist)
-        parts = []
-        for some, numbers in zip(queries.split(at_once), index.split(at_once)):
-            parts.append(self._evidence(some, self._gather(some, numbers)))
-            if advance is not None:
-                advance(len(some))
-        return self._read_out(index, Evidence.joined(parts), queries.dtype)
+        return self._read_out(index, self._evidence(queries, index, advance=advance)[0], queries.dtype)
 
     @torch.no_grad()
     def calibrate(self, pairs: EmbeddingPairs, *, max_queries: int = 1000, progress: bool | None = None) -> Calibration:
@@ -179,22 +176,12 @@ class BayesReranker(nn.Module):
             widths = f"{pairs.image_dim} and {pairs.text_dim}"
             raise ValueError(f"held-out pairs have widths {widths}, but the flow expects {self.query_dim}")
         task = RetrievalTask.of(pairs, self.direction, max_queries=max_queries, seed=self.seed, all_items=False)
-        queries = self._checked(task.queries, "held-out queries")
-        index, own, items = self._search(queries, None), task.own.to(queries.device), task.items.to(queries)
-        # Own items are numbered after those of the gallery.
-        number = len(self.gallery) + torch.arange(own.numel(), device=own.device).view_as(own)
-        parts, right = [], []
+        queries = task.queries.to(next(self.flow.parameters()))
         shown = sys.stderr.isatty() if progress is None else progress
         with progress_bar(len(queries), 0, "held-out queries", shown=shown) as advance:
-            for rows in torch.arange(len(queries)).split(max(1, PAIRS_AT_ONCE // self.shortlist)):
-                some = queries[rows]
-                own_items = Shortlist.of(some, items[own[rows].clamp(min=0)], own[rows] >= 0, number[rows])
-                shortlist, is_own = self._gather(some, index[rows]).with_own(own_items)
-                parts.append(self._evidence(some, shortlist))
-                right.append(is_own)
-                advance(len(rows))
-        counts = torch.cat(right), (own >= 0).sum(1), task.query_image
-        fitted = fit_calibration(Evidence.joined(parts), *counts, self.made_for, self.seed)
+            evidence, right = self._evidence(queries, self._search(queries, None), task, advance)
+        counts = (task.own >= 0).sum(1), task.query_image
+        fitted = fit_calibration(evidence, right, *counts, self.made_for, self.seed)
         self.calibration = dataclasses.replace(fitted, pairs=pairs.fingerprint())
         return self.calibration
 
@@ -216,12 +203,6 @@ class BayesReranker(nn.Module):
         """The file a calibration is stored in: `path` itself, or a file in the folder `path`."""
         path = checks.path(path, "path")
         return path / f"rerank_{self.direction}.json" if path.is_dir() else path
-
-    def _checked(self, queries: Tensor, name: str) -> Tensor:
-        if checks.with_values(queries, name).dim() != 2 or queries.shape[1] != self.query_dim:
-            raise ValueError(f"{name} must be [Q, {self.query_dim}], got {tuple(queries.shape)}")
-        check_rows(queries, name)
-        return queries.detach().to(next(self.flow.parameters()))
 
     def _search(self, queries: Tensor, candidates: Candidates | None) -> Tensor:
         """Numbers [Q, K] of the gallery rows in each query's shortlist, -1 where there are fewer."""
@@ -246,21 +227,40 @@ class BayesReranker(nn.Module):
                 raise ValueError(f"candidates of query {int(bad.any(1).nonzero()[0])} {what}")
         return index
 
-    def _gather(self, queries: Tensor, index: Tensor) -> Shortlist:
-        """The shortlist of the items with the numbers `index` [Q, K]; -1 stands for no item."""
-        return Shortlist.of(queries, self.gallery.take(index.clamp(min=0), queries.dtype), index >= 0, index)
+    def _evidence(
+        self, queries: Tensor, index: Tensor, task: RetrievalTask | None = None, advance: Advance | None = None
+    ) -> tuple[Evidence, Tensor]:
+        """Cosines and log p(query | item) of the shortlists `index` [Q, K], and which of their items are the query's
+        own [Q, K]. These are known from the `task` of the queries, whose items are searched together with the gallery;
+        without it no item is.
 
-    def _evidence(self, queries: Tensor, shortlist: Shortlist) -> Evidence:
-        """Cosines, and log p(query | item) of all valid pairs as one batch; an item that several queries share is
-        encoded once."""
-        valid, reverse = shortlist.valid, self.direction.reverse
-        asked = queries.unsqueeze(1).expand_as(shortlist.items)[valid]
-        image, text = self.direction.pair(asked, shortlist.items[valid])
-        number = shortlist.number[valid]
-        estimates = density_estimates(self.flow, image, text, (reverse,), self.density, self.seed, given_number=number)
-        log_density = torch.zeros_like(shortlist.cosine)
-        log_density[valid] = estimates[0].mean(0)
-        return Evidence(log_density, shortlist.cosine, valid)
+        The log-densities of a batch are estimated at once; an item that several queries share is encoded once.
+        """
+        parts = []
+        for rows in torch.arange(len(queries), device="cpu").split(max(1, PAIRS_AT_ONCE // self.shortlist)):
+            number, valid = index[rows], index[rows] >= 0
+            items = self.gallery.take(number.clamp(min=0), queries.dtype)
+            shortlist, is_own = Shortlist.of(queries[rows], items, valid, number), torch.zeros_like(valid)
+            if task is not None:
+                items = task.items[task.own[rows].clamp(min=0)].to(queries)
+                # Own items are numbered after those of the gallery.
+                number = len(self.gallery) + torch.arange(task.own.numel()).view_as(task.own)[rows].to(number)
+                valid = (task.own[rows] >= 0).to(queries.device)
+                shortlist, is_own = shortlist.with_own(Shortlist.of(queries[rows], items, valid, number))
+            valid = shortlist.valid
+            asked = queries[rows].unsqueeze(1).expand_as(shortlist.items)[valid]
+            image, text = self.direction.pair(asked, shortlist.items[valid])
+            number, directions = shortlist.number[valid], (self.direction.reverse,)
+            estimates = density_estimates(
+                self.flow, image, text, directions, self.density, self.seed, given_number=number
+            )
+            log_density = torch.zeros_like(shortlist.cosine)
+            log_density[valid] = estimates[0].mean(0)
+            parts.append((log_density, shortlist.cosine, valid, is_own))
+            if advance is not None:
+                advance(len(rows))
+        log_density, cosine, valid, is_own = (torch.cat(column) for column in zip(*parts))
+        return Evidence(log_density, cosine, valid), is_own
 
     def _read_out(self, index: Tensor, evidence: Evidence, dtype: torch.dtype) -> Reranked:
         calibration = self.calibration or UNCALIBRATED

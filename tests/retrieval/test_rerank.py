@@ -18,6 +18,7 @@ from geoflow_fast.demo.flows import concept_pairs, learn
 from geoflow_fast.directions import Direction
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.retrieval.calibration import LEAST_QUERIES, UNCALIBRATED
+from geoflow_fast.retrieval.rerank import Shortlist
 from geoflow_fast.worlds import ConceptWorld, PairField, sample_bump
 
 DIM, ITEMS, QUERIES, K = 6, 300, 40, 12
@@ -252,10 +253,9 @@ class TestCalibration:
         image = torch.from_numpy(pairs.image[np.arange(len(pairs))])
         # The same pairs in a gallery that holds one of their images in float16: that query sees no difference.
         inside = make(oracle, torch.cat((gallery, image[:1].half().float())))
-        shortlist = inside._gather(*(x[:1] for x in (pairs[[0]][1], torch.tensor([[ITEMS, *range(K - 1)]]))))
-        own = type(shortlist).of(
-            pairs[[0]][1], image[:1, None], torch.ones(1, 1, dtype=torch.bool), torch.tensor([[-2]])
-        )
+        query, number = pairs[[0]][1], torch.tensor([[ITEMS, *range(K - 1)]])
+        shortlist = Shortlist.of(query, inside.gallery.take(number), number >= 0, number)
+        own = Shortlist.of(query, image[:1, None], torch.ones(1, 1, dtype=torch.bool), torch.tensor([[-2]]))
         merged, right = shortlist.with_own(own)
         assert int(right.sum()) == 1
         assert int((merged.cosine > own.cosine - 1e-5).sum()) - int((shortlist.cosine > own.cosine + 1e-5).sum()) == 1
