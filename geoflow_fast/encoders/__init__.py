@@ -1,1 +1,1 @@
-"""Encoders that turn images and captions into embeddings."""
+"""Encoders, which turn images and captions into embeddings, and the sources that images are read from."""

@@ -1,4 +1,4 @@
-"""An encoder of colours that needs no weights, for demonstrations and tests."""
+"""An encoder that knows only colours and needs no weights, for demonstrations and tests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geoflow_fast.encoders.protocol import ImageLike, _picture, _sequence, _stack, _texts, _unit
+from geoflow_fast.encoders.protocol import (
+    ImageLike,
+    check_picture,
+    check_sequence,
+    clean_texts,
+    stack_images,
+    unit_rows,
+)
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -42,31 +49,34 @@ class ColourEncoder:
     )
     ALIASES = {"gray": "grey", "violet": "purple"}  # noqa: RUF012, a constant
     SOFTNESS = 40.0
-    """Distance in RGB at which a pixel half belongs to a colour."""
-    GRID, WORDS, OWN = 4, 64, 0.5
-    """Cells per side, buckets of words, and the weight of what the other side cannot see."""
+    """Width, in RGB distance, of the kernel by which a pixel belongs to several colours at once."""
+    GRID, WORDS, UNSHARED_WEIGHT = 4, 64, 0.5
+    """Cells per side of the grid of brightness, buckets of words, and the weight of both: only colours are shared by
+    images and texts."""
 
     def facts(self) -> dict[str, Any]:
         """The encoder's name and a version number that changes when its embeddings do."""
         return {"encoder": "colours", "version": 1}
 
     def prepare(self, image: Image) -> Tensor:
-        """Features [27] of an image: shares of the eleven colours, and the brightness of the 16 cells."""
-        image = _picture(image).convert("RGB")
+        """Returns the features [27] of an image: shares of the eleven colours, and the brightness of the 16 cells."""
+        image = check_picture(image).convert("RGB")
         small = np.asarray(image.resize((64, 64)), np.float32).reshape(-1, 3)
-        references = np.array([rgb for _, rgb in self.COLOURS], np.float32)
-        distance = ((small[:, None] - references) ** 2).sum(-1) / (2 * self.SOFTNESS**2)
+        colours = np.array([rgb for _, rgb in self.COLOURS], np.float32)
+        distance = ((small[:, None] - colours) ** 2).sum(-1) / (2 * self.SOFTNESS**2)
         share = np.exp(distance.min(1, keepdims=True) - distance)
         share = (share / share.sum(1, keepdims=True)).mean(0)
         light = np.asarray(image.convert("L").resize((self.GRID, self.GRID)), np.float32).reshape(-1)
-        return torch.from_numpy(np.concatenate((_direction(share), self.OWN * _direction(light - light.mean()))))
+        return torch.from_numpy(
+            np.concatenate((_direction(share), self.UNSHARED_WEIGHT * _direction(light - light.mean())))
+        )
 
     def encode_images(self, images: Sequence[ImageLike]) -> Tensor:
         """Embeds images: float32 unit rows [B, 64]."""
-        features = torch.zeros(len(_sequence(images, "images")), self._width)
+        features = torch.zeros(len(check_sequence(images, "images")), self._width)
         if len(images):
             width = len(self.COLOURS) + self.GRID**2
-            prepared = _stack(self.prepare, images)
+            prepared = stack_images(self.prepare, images)
             if prepared.shape[1:] != (width,) or not prepared.is_floating_point():
                 raise ValueError(f"prepared images must be floating-point [{width}], got {list(prepared.shape[1:])}")
             features[:, :width] = prepared
@@ -74,8 +84,8 @@ class ColourEncoder:
 
     def encode_texts(self, texts: Sequence[str]) -> Tensor:
         """Embeds texts: float32 unit rows [B, 64]."""
-        names = {name: place for place, (name, _) in enumerate(self.COLOURS)}
-        known = _texts(texts)
+        names = {name: number for number, (name, _) in enumerate(self.COLOURS)}
+        known = clean_texts(texts)
         features = torch.zeros(len(known), self._width)
         for row, text in enumerate(known):
             colours, bag = np.zeros(len(names), np.float32), np.zeros(self.WORDS, np.float32)
@@ -87,7 +97,7 @@ class ColourEncoder:
                 bag[code % self.WORDS] += 1 if code >> 63 else -1
             colours = colours if colours.any() else np.ones_like(colours)
             features[row, : len(names)] = torch.from_numpy(_direction(colours))
-            features[row, -self.WORDS :] = self.OWN * torch.from_numpy(_direction(bag))
+            features[row, -self.WORDS :] = self.UNSHARED_WEIGHT * torch.from_numpy(_direction(bag))
         return self._project(features)
 
     @property
@@ -96,13 +106,13 @@ class ColourEncoder:
 
     def _project(self, features: Tensor) -> Tensor:
         random = np.random.default_rng(0).standard_normal((self._width, self.dim)).astype(np.float32)
-        # Columns of the colours orthonormal: they are few, and what both sides share should be kept as it is.
+        # The rows of the few colours are made orthonormal, so that what images and texts share is not distorted.
         random[: len(self.COLOURS)] = np.linalg.qr(random[: len(self.COLOURS)].T)[0].T
         random[len(self.COLOURS) :] /= self.dim**0.5
-        return _unit(features @ torch.from_numpy(random))
+        return unit_rows(features @ torch.from_numpy(random))
 
 
 def _direction(x: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """`x` scaled to unit norm; zero stays zero."""
+    """Returns `x` scaled to unit norm; zero stays zero."""
     norm = np.linalg.norm(x)
     return x / norm if norm else x

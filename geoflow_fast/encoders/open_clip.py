@@ -1,6 +1,5 @@
-"""Encoders of images and texts behind one small interface: open_clip's models, and one that needs no weights.
-
-Weights are read without executing code: safetensors, or torch files that hold tensors alone.
+"""Encoders by open_clip's models. Weights are read without executing code: from safetensors, or from torch files that
+hold nothing but tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +21,16 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from geoflow_fast.encoders.protocol import PRECISIONS, ImageLike, _picture, _sequence, _short, _stack, _texts, _unit
+from geoflow_fast.encoders.protocol import (
+    PRECISIONS,
+    ImageLike,
+    check_picture,
+    check_sequence,
+    clean_texts,
+    short_error,
+    stack_images,
+    unit_rows,
+)
 from geoflow_fast.encoders.sources import UNREADABLE
 from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.device import usable_device
@@ -32,12 +40,8 @@ if TYPE_CHECKING:
 
 
 PAPER_WEIGHTS = {"ViT-H-14": "laion2b_s32b_b79k", "ViT-L-16-SigLIP-384": "webli"}
-"""The paper's encoders; their weights are taken where none are named."""
-
-
+"""The paper's encoders, with the weights that are used if the user names none."""
 PREPROCESSING = ("mean", "std", "interpolation", "resize_mode")
-
-
 LOCAL, HUB = "local-dir:", "hf-hub:"
 
 
@@ -65,9 +69,17 @@ class OpenClipEncoder:
             precision = "float16" if self.device.type == "cuda" else "float32"
         self.precision, self.name = precision, name
         self.preprocess, self.tokenizer = preprocess, tokenizer
-        self._weights = _digest_of(model)
+        state = model.state_dict()
+        self._weights = hashing.fingerprint({"names": list(state), "values": hashing.digest(state.values())})
         self.model: Any = model.eval().to(self.device)
-        self._projection = {"image": _image_projection(model), "text": _text_projection(model)}
+        image_tower, text_tower = self.model.visual, getattr(model, "text", model)
+        self._projection = {
+            # open_clip's own vision transformers have the first of these, timm's models the second.
+            "image": _Projection.find(image_tower, "proj")
+            or _Projection.find(getattr(image_tower, "head", None), "proj"),
+            # open_clip's own text towers have the first of these, those of Hugging Face the second.
+            "text": _Projection.find(text_tower, "text_projection") or _Projection.find(text_tower, "proj"),
+        }
         self.dim = self._find_dim()
 
     @classmethod
@@ -102,7 +114,7 @@ class OpenClipEncoder:
         return cls(network, transform, _Tokenizer(model), name=model, device=device, precision=precision)
 
     def facts(self) -> dict[str, Any]:
-        """Name, digest of the weights, preprocessing and precision."""
+        """Returns the name, a digest of the weights, the preprocessing and the precision."""
         transform = getattr(self.model.visual, "preprocess_cfg", None) or repr(self.preprocess)
         return {
             "encoder": "open_clip",
@@ -114,7 +126,7 @@ class OpenClipEncoder:
 
     def prepare(self, image: Image) -> Tensor:
         """Applies open_clip's image transform: [3, H, W]."""
-        return self.preprocess(_picture(image))
+        return self.preprocess(check_picture(image))
 
     def encode_images(self, images: Sequence[ImageLike]) -> Tensor:
         """Embeds images: float32 unit rows [B, dim] on the CPU."""
@@ -127,9 +139,9 @@ class OpenClipEncoder:
     @torch.inference_mode()
     def image_activations(self, images: Sequence[ImageLike]) -> Tensor:
         """Image activations before the last projection, float32 [B, k_I]; the unscaled embedding if there is none."""
-        if not len(_sequence(images, "images")):
+        if not len(check_sequence(images, "images")):
             return torch.empty(0, self._width_before("image"))
-        batch = _stack(self.prepare, images).to(self.device, non_blocking=True)
+        batch = stack_images(self.prepare, images).to(self.device, non_blocking=True)
         if batch.dim() != 4 or batch.shape[1] != 3 or not batch.is_floating_point():
             raise ValueError(
                 f"prepared images must be floating-point [3, H, W], got {batch.dtype} {list(batch.shape[1:])}"
@@ -140,7 +152,7 @@ class OpenClipEncoder:
     @torch.inference_mode()
     def text_activations(self, texts: Sequence[str]) -> Tensor:
         """Text activations before the last projection, float32 [B, k_T]; the unscaled embedding if there is none."""
-        known = _texts(texts)
+        known = clean_texts(texts)
         if not known:
             return torch.empty(0, self._width_before("text"))
         tokens = self.tokenizer(known).to(self.device, non_blocking=True)
@@ -156,23 +168,23 @@ class OpenClipEncoder:
         return self._project("text", activations)
 
     def projections(self) -> dict[str, Tensor]:
-        """The last projections: `image.weight` [dim, k_I], `text.weight` [dim, k_T], and `.bias` [dim] if there is one.
+        """Returns the last projections: `image.weight` [dim, k_I], `text.weight` [dim, k_T], and `.bias` [dim] if any.
 
         A tower that does not end in a linear projection raises a ValueError.
         """
-        found: dict[str, Tensor] = {}
+        weights: dict[str, Tensor] = {}
         for tower, projection in self._projection.items():
             if projection is None:
                 raise ValueError(
                     f"the {tower} tower of {self.name or 'this model'} does not end in a linear projection, so there "
                     "are no activations before it"
                 )
-            found |= {f"{tower}.{name}": value.detach() for name, value in projection.linear.named_parameters()}
-        return found
+            weights |= {f"{tower}.{name}": value.detach() for name, value in projection.linear.named_parameters()}
+        return weights
 
     @contextlib.contextmanager
     def _tower(self, name: str) -> Iterator[None]:
-        """The network in its precision, the tower `name` without its last projection."""
+        """Runs the network in its precision, and the tower `name` without its last projection."""
         low, projection = self.precision != "float32", self._projection[name]
         mixed = torch.autocast(self.device.type, PRECISIONS[self.precision] if low else None, enabled=low)
         with mixed, projection.left_out() if projection else contextlib.nullcontext():
@@ -185,8 +197,8 @@ class OpenClipEncoder:
             raise ValueError(f"activations must be [B, {width}], got {tuple(activations.shape)}")
         activations = activations.float()
         if projection is None:
-            return _unit(activations)
-        return _unit(projection.linear(activations.to(projection.linear.weight.device)))
+            return unit_rows(activations)
+        return unit_rows(projection.linear(activations.to(projection.linear.weight.device)))
 
     def _width_before(self, tower: str) -> int:
         projection = self._projection[tower]
@@ -209,59 +221,42 @@ class _Projection:
     owner: nn.Module
     name: str
     linear: nn.Linear
-    """In float32."""
+    """A float32 copy of the map."""
 
     @classmethod
     def find(cls, owner: Any, name: str) -> _Projection | None:
-        """From a layer, or from a matrix [k, dim] that is multiplied from the right; None if neither is there."""
-        found = getattr(owner, name, None)
-        if isinstance(found, nn.Parameter):
-            width, dim = found.shape
-            linear = nn.Linear(width, dim, bias=False, device=found.device)
-            linear.weight = nn.Parameter(found.detach().float().T.contiguous())
+        """Finds a linear layer, or a matrix [k, dim] by which the tower multiplies from the right."""
+        projection = getattr(owner, name, None)
+        if isinstance(projection, nn.Parameter):
+            width, dim = projection.shape
+            linear = nn.Linear(width, dim, bias=False, device=projection.device)
+            linear.weight = nn.Parameter(projection.detach().float().T.contiguous())
             return cls(owner, name, linear)
-        return cls(owner, name, copy.deepcopy(found).float()) if isinstance(found, nn.Linear) else None
+        return cls(owner, name, copy.deepcopy(projection).float()) if isinstance(projection, nn.Linear) else None
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
-        """The tower without its projection."""
-        found = getattr(self.owner, self.name)
-        # Towers test these attributes for None; other places call them.
-        optional = isinstance(found, nn.Parameter) or self.name == "text_projection"
+        """Takes the projection out of the tower for a while."""
+        projection = getattr(self.owner, self.name)
+        # Towers skip a matrix or a text_projection that is None; every other projection they call.
+        optional = isinstance(projection, nn.Parameter) or self.name == "text_projection"
         setattr(self.owner, self.name, None if optional else nn.Identity())
         try:
             yield
         finally:
-            setattr(self.owner, self.name, found)
-
-
-def _image_projection(model: Any) -> _Projection | None:
-    """Of open_clip's own vision transformers, or of timm's models."""
-    return _Projection.find(model.visual, "proj") or _Projection.find(getattr(model.visual, "head", None), "proj")
-
-
-def _text_projection(model: Any) -> _Projection | None:
-    """Of open_clip's own text towers, which are `model.text` or the model itself, or of Hugging Face's."""
-    tower = getattr(model, "text", model)
-    return _Projection.find(tower, "text_projection") or _Projection.find(tower, "proj")
-
-
-def _digest_of(model: nn.Module) -> str:
-    """SHA-256 of names and weights."""
-    state = model.state_dict()
-    return hashing.fingerprint({"names": list(state), "values": hashing.digest(state.values())})
+            setattr(self.owner, self.name, projection)
 
 
 def _create_by_name(open_clip: Any, model: str, pretrained: str | None, checkpoint: Path | None) -> Any:
     if open_clip.get_model_config(model) is None:
         close = difflib.get_close_matches(model, open_clip.list_models(), n=5, cutoff=0.4)
-        hint = f"; close to it: {', '.join(close)}" if close else ""
-        raise ValueError(f"open_clip has no model {model!r}{hint}. A folder of your own is local-dir:FOLDER")
+        hint = f"; similar names: {', '.join(close)}" if close else ""
+        raise ValueError(f"open_clip has no model {model!r}{hint}. Name a folder of your own by local-dir:FOLDER")
     tag = _settings_of_weights(open_clip, model, pretrained, checkpoint)
     quick = open_clip.get_model_config(model).get("quick_gelu", False)
     if tag and quick and not tag.get("quick_gelu", False):
         raise ValueError(
-            f"{model} has QuickGELU, but the weights {pretrained!r} were trained without; use the plain one"
+            f"{model} has QuickGELU, but the weights {pretrained!r} were trained without it; use the plain model"
         )
     weights = checkpoint or _download(open_clip, model, tag)
     network = open_clip.create_model(
@@ -278,25 +273,25 @@ def _create_by_name(open_clip: Any, model: str, pretrained: str | None, checkpoi
 def _settings_of_weights(
     open_clip: Any, model: str, pretrained: str | None, checkpoint: Path | None
 ) -> Mapping[str, Any]:
-    """What open_clip knows of a tag: where its file is, and how images are prepared for it."""
+    """Returns what open_clip knows about a tag: where its file is, and how images are prepared for it."""
     known = open_clip.list_pretrained_tags_by_model(model)
     pretrained = pretrained or PAPER_WEIGHTS.get(model)
     listed = f"it has {', '.join(known)}" if known else "it has none: give a file by --checkpoint"
     if pretrained is not None:
-        found: Mapping[str, Any] = open_clip.get_pretrained_cfg(model, pretrained)
-        if not found:
+        tag: Mapping[str, Any] = open_clip.get_pretrained_cfg(model, pretrained)
+        if not tag:
             raise ValueError(f"open_clip has no weights {pretrained!r} for {model}; {listed}")
-        return found
+        return tag
     if checkpoint is None:
         raise ValueError(f"name the weights of {model} by --pretrained or --checkpoint; {listed}")
-    choices = {tag: open_clip.get_pretrained_cfg(model, tag) for tag in known}
-    if len({str([tag.get(name) for name in PREPROCESSING]) for tag in choices.values()}) > 1:
+    choices = [open_clip.get_pretrained_cfg(model, name) for name in known]
+    if len({str([choice.get(name) for name in PREPROCESSING]) for choice in choices}) > 1:
         raise ValueError(
-            f"weights of {model} differ in how images are prepared: --pretrained must say which of them {checkpoint} "
-            f"is, or began as; {listed}"
+            f"weights of {model} differ in how images are prepared: --pretrained must name those that {checkpoint} "
+            f"holds or was trained from; {listed}"
         )
-    # Weights of the user's own: the model's activation stays what its name says.
-    return {name: value for name, value in next(iter(choices.values()), {}).items() if name in PREPROCESSING}
+    # The weights are the user's own, so the activation function is the one of the model's name, not of a tag.
+    return {name: value for name, value in next(iter(choices), {}).items() if name in PREPROCESSING}
 
 
 def _download(open_clip: Any, model: str, tag: Mapping[str, Any]) -> Path:
@@ -304,15 +299,15 @@ def _download(open_clip: Any, model: str, tag: Mapping[str, Any]) -> Path:
         return Path(open_clip.download_pretrained(tag))
     except (OSError, RuntimeError, ValueError) as error:
         raise OSError(
-            f"the weights of {model} could not be downloaded ({_short(error)}); on a machine without a network, give a "
-            "file of them by --checkpoint"
+            f"the weights of {model} could not be downloaded ({short_error(error)}); on a machine without a network, "
+            "name a file of them by --checkpoint"
         ) from error
 
 
 def _create_from_folder(open_clip: Any, model: str, pretrained: str | None, checkpoint: Path | None) -> Any:
-    """A model whose configuration comes with its weights; `checkpoint` replaces them."""
+    """Creates a model whose configuration comes with its weights, which a `checkpoint` replaces."""
     if pretrained is not None:
-        raise ValueError(f"--pretrained is for models of open_clip's list; {model} comes with weights")
+        raise ValueError(f"--pretrained is for the models that open_clip lists; {model} comes with its weights")
     if model.startswith(LOCAL) and not Path(model.removeprefix(LOCAL), "open_clip_config.json").is_file():
         raise FileNotFoundError(f"{model.removeprefix(LOCAL)} holds no open_clip_config.json")
     try:
@@ -320,14 +315,14 @@ def _create_from_folder(open_clip: Any, model: str, pretrained: str | None, chec
         network = open_clip.create_model(model, pretrained_text=False, weights_only=True, **own)
     except _BAD_WEIGHTS as error:
         hint = "; on a machine without a network: local-dir:FOLDER, or --checkpoint" if model.startswith(HUB) else ""
-        raise ValueError(f"{model} could not be loaded: {_short(error)}{hint}") from error
+        raise ValueError(f"{model} could not be loaded: {short_error(error)}{hint}") from error
     if checkpoint is not None:
         _load_weights(open_clip, network, checkpoint, model)
     return network
 
 
 _BAD_WEIGHTS = (*UNREADABLE, pickle.UnpicklingError, SafetensorError)
-"""What reading weights raises when the file is damaged, of another model, or wants code to run."""
+"""Errors about a file of weights that is damaged, belongs to another model, or would execute code."""
 
 
 def _load_weights(open_clip: Any, network: Any, path: Path, model: str) -> None:
@@ -335,53 +330,53 @@ def _load_weights(open_clip: Any, network: Any, path: Path, model: str) -> None:
         raise ValueError(f"{path} is an archive of numpy; a checkpoint is a safetensors or torch file")
     try:
         if path.suffix != ".safetensors":
-            # Once by itself: the error of a file that would execute code must not be taken for another one.
+            # The file is read once by torch alone, so that an error about code in it is not taken for another one.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 # guard: the weights of an encoder hold no code
                 torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except _BAD_WEIGHTS as error:
         raise ValueError(
-            f"{path} is no checkpoint that can be read without executing code ({_short(error)}); save its state_dict "
-            "as safetensors"
+            f"{path} is no checkpoint that can be read without executing code ({short_error(error)}); save its "
+            "state_dict as safetensors"
         ) from error
     try:
         open_clip.load_checkpoint(network, str(path), strict=True, weights_only=True)
     except _BAD_WEIGHTS as error:
-        raise ValueError(f"{path} does not hold the weights of {model}: {_short(error)}") from error
+        raise ValueError(f"{path} does not hold the weights of {model}: {short_error(error)}") from error
 
 
 class _Tokenizer:
-    """open_clip's tokenizer of a model, made when the first text comes: some are downloads of their own."""
+    """open_clip's tokenizer of a model. It is loaded with the first text, because some need a download of their own."""
 
     def __init__(self, model: str) -> None:
         self.model = model
 
     def __call__(self, texts: list[str]) -> Tensor:
-        tokens: Tensor = self._made(texts)
+        tokens: Tensor = self._tokenizer(texts)
         return tokens
 
     @functools.cached_property
-    def _made(self) -> Any:
+    def _tokenizer(self) -> Any:
         open_clip = _open_clip()
         config = open_clip.get_model_config(self.model) or {}
         if config.get("text_cfg", {}).get("tokenizer_kwargs", {}).get("trust_remote_code"):
-            raise ValueError(f"the tokenizer of {self.model} asks to execute code that comes with it; refused")
+            raise ValueError(f"the tokenizer of {self.model} would execute code that comes with it, which is refused")
         try:
             with _quiet():
                 return open_clip.get_tokenizer(self.model)
         except ImportError as error:
-            raise ValueError(f"the tokenizer of {self.model} needs a package: {_short(error)}") from error
+            raise ValueError(f"the tokenizer of {self.model} needs a package: {short_error(error)}") from error
         except (OSError, RuntimeError, ValueError) as error:
             raise OSError(
-                f"the tokenizer of {self.model} could not be loaded ({_short(error)}); on a machine without a network, "
-                f"put its files beside open_clip_config.json and give --model {LOCAL}FOLDER"
+                f"the tokenizer of {self.model} could not be loaded ({short_error(error)}); on a machine without a "
+                f"network, put its files beside open_clip_config.json and give --model {LOCAL}FOLDER"
             ) from error
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """open_clip logs what is said here in an error, or is as it should be."""
+    """Silences the log of open_clip, which reports what is in order, or what an error here reports."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
@@ -394,7 +389,9 @@ def _open_clip() -> Any:
     try:
         import open_clip
     except ImportError as error:
-        raise ValueError(f"open_clip is needed ({error}): pip install 'geoflow_fast[encoders]'") from error
+        raise ValueError(f"this encoder needs open_clip ({error}): pip install 'geoflow_fast[encoders]'") from error
     except RuntimeError as error:  # a torchvision that was built for another torch
-        raise ValueError(f"open_clip cannot be imported beside torch {torch.__version__}: {_short(error)}") from error
+        raise ValueError(
+            f"open_clip cannot be imported beside torch {torch.__version__}: {short_error(error)}"
+        ) from error
     return open_clip

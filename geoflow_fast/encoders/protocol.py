@@ -1,4 +1,4 @@
-"""What an encoder of images and texts has to offer, and what encoders share."""
+"""The interface of encoders of images and texts, and helpers that encoders share."""
 
 from __future__ import annotations
 
@@ -17,14 +17,11 @@ if TYPE_CHECKING:
 
 
 PRECISIONS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-
-
 ERROR_LENGTH = 160
-"""Characters of somebody else's error that are worth showing."""
-
+"""Number of characters that are shown of another library's error."""
 
 ImageLike = Union["Image", str, Path, Tensor]
-"""An image, a file of one, or what `Encoder.prepare` made of one."""
+"""A Pillow image, the path of an image file, or a tensor that `Encoder.prepare` returned."""
 
 
 class Encoder(Protocol):
@@ -37,7 +34,7 @@ class Encoder(Protocol):
     """Width of the embeddings."""
 
     def facts(self) -> dict[str, Any]:
-        """Everything the embeddings depend on, as values that JSON can hold: name, digest of the weights, settings."""
+        """Returns all that the embeddings depend on (name, digest of the weights, settings) as values for JSON."""
 
     def prepare(self, image: Image) -> Tensor:
         """Preprocesses an RGB image (resizing, scaling) in a loader thread, to the same shape for all images."""
@@ -51,44 +48,44 @@ class Encoder(Protocol):
 
 @runtime_checkable
 class ProjectingEncoder(Protocol):
-    """An encoder whose towers end in a linear map, and which shows what goes into it."""
+    """An encoder whose towers end in a linear projection, and which also returns the activations before it."""
 
     def image_activations(self, images: Sequence[ImageLike]) -> Tensor:
-        """Float32 [B, k_I]: the image tower before its last projection."""
+        """Returns the output of the image tower before its last projection, float32 [B, k_I]."""
 
     def text_activations(self, texts: Sequence[str]) -> Tensor:
-        """Float32 [B, k_T]: the text tower before its last projection."""
+        """Returns the output of the text tower before its last projection, float32 [B, k_T]."""
 
     def project_images(self, activations: Tensor) -> Tensor:
-        """The embeddings [B, dim] of activations: projected, scaled to unit norm."""
+        """Projects image activations and scales them to unit norm: embeddings [B, dim]."""
 
     def project_texts(self, activations: Tensor) -> Tensor:
-        """As `project_images`, of the text tower."""
+        """Projects text activations and scales them to unit norm: embeddings [B, dim]."""
 
     def projections(self) -> dict[str, Tensor]:
-        """`image.weight` [dim, k_I], `text.weight` [dim, k_T], and `.bias` [dim] where there is one.
+        """Returns `image.weight` [dim, k_I], `text.weight` [dim, k_T], and `.bias` [dim] where there is one.
 
-        ValueError where a tower has no such map.
+        A tower without a last projection is a ValueError.
         """
 
 
-def _stack(prepare: Callable[[Image], Tensor], images: Sequence[ImageLike]) -> Tensor:
-    """Prepared images as one batch."""
-
-    def prepared(image: ImageLike) -> Tensor:
+def stack_images(prepare: Callable[[Image], Tensor], images: Sequence[ImageLike]) -> Tensor:
+    """Returns a batch of images, which are prepared first unless they are tensors already."""
+    batch = []
+    for image in images:
         if isinstance(image, Tensor):
-            return checks.dense(image, "a prepared image")
-        if isinstance(image, (str, Path)):
-            return prepare(read_image(checks.path(image, "image")))
-        return prepare(_picture(image).convert("RGB"))
-
-    batch = [prepared(image) for image in images]
+            batch.append(checks.dense(image, "a prepared image"))
+        elif isinstance(image, (str, Path)):
+            batch.append(prepare(read_image(checks.path(image, "image"))))
+        else:
+            batch.append(prepare(check_picture(image).convert("RGB")))
     if len({(image.shape, image.dtype, image.device) for image in batch}) > 1:
         raise ValueError(f"prepared images must be alike, got {sorted({str(list(image.shape)) for image in batch})}")
     return torch.stack(batch)
 
 
-def _picture(image: object) -> Image:
+def check_picture(image: object) -> Image:
+    """Returns `image` if it is a Pillow image."""
     from PIL.Image import Image as Picture
 
     if not isinstance(image, Picture):
@@ -96,24 +93,25 @@ def _picture(image: object) -> Image:
     return image
 
 
-def _sequence(items: Any, name: str) -> Sequence[Any]:
+def check_sequence(items: Any, name: str) -> Sequence[Any]:
+    """Returns `items` if they are a sequence; a single text is not one."""
     if not isinstance(items, Sequence) or isinstance(items, (str, bytes)):
         raise TypeError(f"{name} must be a sequence of them, got {type(items).__name__}")
     return items
 
 
-def _texts(texts: Any) -> list[str]:
-    """Texts that UTF-8 can hold."""
-    found = [checks.words(text, f"text {row}") for row, text in enumerate(_sequence(texts, "texts"))]
-    return [text.encode("utf-8", "replace").decode() for text in found]
+def clean_texts(texts: Any) -> list[str]:
+    """Returns the texts with every character that UTF-8 cannot hold replaced."""
+    known = [checks.words(text, f"text {row}") for row, text in enumerate(check_sequence(texts, "texts"))]
+    return [text.encode("utf-8", "replace").decode() for text in known]
 
 
-def _unit(x: Tensor) -> Tensor:
-    """Rows scaled to unit norm, on the CPU; NaN where there is no direction."""
+def unit_rows(x: Tensor) -> Tensor:
+    """Returns rows scaled to unit norm, on the CPU; a row without a direction becomes NaN."""
     return (x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)).cpu()
 
 
-def _short(error: BaseException) -> str:
-    """The beginning of an error: those of state dicts and hubs go on for pages."""
+def short_error(error: BaseException) -> str:
+    """Returns the beginning of an error; those about state dicts and downloads fill pages."""
     text = f"{type(error).__name__}: {reason_of(error)}"
     return text if len(text) <= ERROR_LENGTH else f"{text[:ERROR_LENGTH].rsplit(' ', 1)[0]} ..."

@@ -1,4 +1,4 @@
-"""Encoders by name."""
+"""Encoders by the names that the command line uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def open_encoder(
     device: str = "auto",
     precision: str = "auto",
 ) -> Encoder:
-    """The encoder that `geoflow embed --encoder` names: open_clip or colours."""
+    """Returns the encoder that `geoflow embed --encoder` names: open_clip or colours."""
     if kind == "open_clip":
         model = model or "ViT-H-14"
         return OpenClipEncoder.load(model, pretrained, checkpoint, device=device, precision=precision)

@@ -1,7 +1,7 @@
 """Images with their captions from a folder, a table (CSV, TSV, Parquet) or webdataset tar shards, read by number.
 
-Among a million pictures some cannot be read. They give a reason in words, never an exception. Nothing is extracted to
-disk: a member of a tar is the bytes between two offsets.
+Some of a million images cannot be read. Such an image is skipped with a reason in words and never raises an exception.
+Nothing is extracted to disk: a member of a tar is read as the bytes between two offsets.
 """
 
 from __future__ import annotations
@@ -29,40 +29,29 @@ if TYPE_CHECKING:
 
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".avif"})
-
-
-# What the suffixes stand for. Pillow would also try formats that start other programs (EPS).
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
-
-
+"""The formats of these suffixes. Pillow would also try formats for which it starts other programs, such as EPS."""
 MAX_PIXELS = 89_478_485
-"""Pixels of the largest image that is decoded: a quarter of a gigabyte in memory."""
-
-
+"""Number of pixels of the largest image that is decoded; it takes a quarter of a gigabyte of memory."""
 MAX_ASPECT = 200
-"""Long side over short side: resizing the short side of a thread to hundreds of pixels would take gigabytes."""
-
-
+"""Largest ratio of the long side to the short side. Scaling the short side of a very long image to hundreds of pixels
+would take gigabytes."""
 MAX_IMAGE_BYTES = 1 << 28
-
-
 MAX_CAPTION_BYTES = 1 << 20
-
-
 UNREADABLE = (
     *(OSError, ValueError, TypeError, SyntaxError, EOFError, LookupError, ArithmeticError, AttributeError),
     *(RuntimeError, AssertionError, MemoryError, struct.error, zlib.error),
 )
-"""What decoders raise on bytes that are not what they seem."""
+"""Errors that decoders raise about bytes which do not hold what they claim to hold."""
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """Something that was left out, and why."""
+    """Something that was left out, and the reason."""
 
     item: str
     part: str
-    """image or caption"""
+    """Either "image" or "caption"."""
     reason: str
 
 
@@ -78,7 +67,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A file, or `size` bytes of it from `offset`."""
+    """A file, or the `size` bytes of it that start at `offset`."""
 
     file: Path
     offset: int = 0
@@ -100,7 +89,7 @@ class _Piece:
         return data
 
     def state(self) -> list[int | None]:
-        """What changes when the bytes do, without reading them."""
+        """Returns numbers that change when the bytes change, without reading the bytes."""
         try:
             about = os.stat(self.file)
         except (OSError, ValueError):
@@ -110,20 +99,20 @@ class _Piece:
 
 @dataclass
 class _Entry:
-    """An image and where its captions are: given, or in a piece that is read with the image."""
+    """An image with its captions, or with the piece of a file that holds them and is read together with the image."""
 
     name: str
     image: _Piece
     captions: list[str | None] = field(default_factory=list)
     caption_piece: _Piece | None = None
     caption_form: str = ""
-    """lines, text or json"""
+    """The form of that piece: "lines", "text" or "json"."""
 
 
 class ImageSource:
-    """A sequence of images with captions: `len(source)`, and `source.read(number)` from any thread.
+    """A sequence of images with captions, as `open_images` returns it; `source.read(number)` works in any thread.
 
-    `rejected` is what was seen on opening not to be a sample. Made by `open_images`.
+    `rejected` lists what turned out on opening not to be a sample.
     """
 
     def __init__(self, entries: list[_Entry], rejected: list[Skipped], *, has_captions: bool) -> None:
@@ -133,51 +122,52 @@ class ImageSource:
         return len(self.entries)
 
     def read(self, number: int) -> Sample:
-        """Sample `number`: the image in RGB, captions with single blanks, and what was left out."""
+        """Returns sample `number`: the image in RGB, captions with single blanks, and what was left out."""
         entry = self.entries[number]
         skipped: list[Skipped] = []
         try:
             image = decode_image(entry.image.read(MAX_IMAGE_BYTES))
         except UNREADABLE as error:
-            # Its captions have nothing to belong to, so they go without a word of their own.
+            # Without the image its captions are useless, so only the image is listed as skipped.
             return Sample(entry.name, None, (), (Skipped(entry.name, "image", reason_of(error)),))
         captions = tuple(self._captions(entry, skipped)) if self.has_captions else ()
         return Sample(entry.name, image, captions, tuple(skipped))
 
     def _captions(self, entry: _Entry, skipped: list[Skipped]) -> Iterator[str]:
-        found: list[Any] = list(entry.captions)
+        captions: list[Any] = list(entry.captions)
         if entry.caption_piece is not None:
             try:
-                found = _parse_captions(entry.caption_piece.read(MAX_CAPTION_BYTES), entry.caption_form)
+                captions = _parse_captions(entry.caption_piece.read(MAX_CAPTION_BYTES), entry.caption_form)
             except UNREADABLE as error:
                 skipped.append(Skipped(entry.name, "caption", reason_of(error)))
                 return
-        if not found:
+        if not captions:
             skipped.append(Skipped(entry.name, "caption", "there is none"))
-        for caption in found:
+        for caption in captions:
             try:
                 yield _clean_caption(caption)
             except ValueError as error:
                 skipped.append(Skipped(entry.name, "caption", reason_of(error)))
 
     def digest(self) -> str:
-        """SHA-256 of names, captions, sizes and times of change: equal as long as nothing was touched."""
-        found = hashlib.sha256(json.dumps(self.has_captions).encode())
+        """Returns a SHA-256 of names, captions, sizes and modification times; it is equal while no file changes."""
+        sha = hashlib.sha256(json.dumps(self.has_captions).encode())
         for entry in self.entries:
             captions = entry.caption_piece.state() if entry.caption_piece is not None else entry.captions
-            found.update(json.dumps([entry.name, entry.image.state(), captions]).encode())
+            sha.update(json.dumps([entry.name, entry.image.state(), captions]).encode())
         for item in self.rejected:
-            found.update(json.dumps([item.item, item.part, item.reason]).encode())
-        return found.hexdigest()
+            sha.update(json.dumps([item.item, item.part, item.reason]).encode())
+        return sha.hexdigest()
 
 
 def open_images(path: str | Path, *, path_column: str = "path", caption_column: str = "caption") -> ImageSource:
-    """The images of `path`: a folder of images or of `.tar` shards, a table (`.csv`, `.tsv`, `.parquet`), or a `.tar`.
+    """Opens images: a folder of images or of `.tar` shards, a table (`.csv`, `.tsv`, `.parquet`), or a `.tar` file.
 
     A folder is searched with its subfolders; the captions of `a.jpg` are the lines of `a.txt`. A table has a row per
     caption, or a Parquet column of lists; paths are relative to the table's folder, and rows of one path are one image.
     In a tar, files of one key (the name up to its first dot) are a sample: an image, and `.txt` (one caption) or
-    `.json` (`caption` or `captions`). Only opening raises; an empty `caption_column` leaves captions out.
+    `.json` (`caption` or `captions`). An empty `caption_column` leaves captions out. Only opening raises errors; an
+    image that cannot be read later is skipped.
     """
     path = checks.path(path, "images")
     _pillow()
@@ -185,7 +175,9 @@ def open_images(path: str | Path, *, path_column: str = "path", caption_column: 
         shards = sorted(path.glob("*.tar"))
         loose = [file for file in path.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES]
         if shards and loose:
-            raise ValueError(f"{path} holds images ({loose[0].name}) beside tar shards ({shards[0].name}); part them")
+            raise ValueError(
+                f"{path} holds images ({loose[0].name}) beside tar shards ({shards[0].name}); separate them"
+            )
         source = _open_tars(shards, path) if shards else _open_folder(path)
     elif not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; images are a folder, a .csv, .tsv or .parquet, or a .tar")
@@ -196,7 +188,7 @@ def open_images(path: str | Path, *, path_column: str = "path", caption_column: 
     elif path.suffix.lower() == ".parquet":
         source = _open_table(path, _parquet_rows(path, path_column, caption_column), bool(caption_column))
     else:
-        hint = "; tar shards are read where they lie, so unpack its compression" if ".gz" in path.suffixes[-1:] else ""
+        hint = "; tar shards are read in place, so decompress it first" if ".gz" in path.suffixes[-1:] else ""
         raise ValueError(f"{path} is neither a folder, a .csv, .tsv or .parquet nor a .tar{hint}")
     if not source.entries:
         why = f"; {source.rejected[0].item}: {source.rejected[0].reason}" if source.rejected else ""
@@ -205,7 +197,7 @@ def open_images(path: str | Path, *, path_column: str = "path", caption_column: 
 
 
 def decode_image(data: bytes) -> Image:
-    """The image of a file's bytes in RGB (of an animation the first). Raises one of `UNREADABLE`."""
+    """Returns the image, or the first one of an animation, in RGB. Bad bytes raise one of `UNREADABLE`."""
     image_module = _pillow()
     formats = [name for name in FORMATS if name in image_module.OPEN]
     try:
@@ -220,11 +212,11 @@ def decode_image(data: bytes) -> Image:
     except image_module.DecompressionBombError as error:
         raise ValueError(f"has more than {MAX_PIXELS} pixels") from error
     except image_module.UnidentifiedImageError as error:
-        raise ValueError("is no image of a known format" if data else "is empty") from error
+        raise ValueError("is not an image of a known format" if data else "is empty") from error
 
 
 def read_image(path: Path) -> Image:
-    """The image of a regular file; OSError if it cannot be read, ValueError if it is none."""
+    """Returns the image of a regular file: an OSError if it cannot be read, a ValueError if it is not an image."""
     try:
         data = _Piece(path).read(MAX_IMAGE_BYTES)
     except OSError as error:
@@ -236,13 +228,13 @@ def read_image(path: Path) -> Image:
 
 
 def reason_of(error: BaseException) -> str:
-    """An error as one line."""
+    """Returns the message of an error as one line."""
     text = " ".join((error.strerror or str(error) if isinstance(error, OSError) else str(error)).split())
     return text or type(error).__name__
 
 
 def printable(name: str) -> str:
-    """A name that UTF-8 can hold: bytes of a file name that are not text become escapes."""
+    """Returns a name in which bytes that are not UTF-8 are replaced by escapes."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
@@ -264,7 +256,7 @@ def _open_folder(folder: Path) -> ImageSource:
 def _open_table(
     table: Path, rows: Iterable[tuple[int, Any, list[str | None]] | Skipped], has_captions: bool
 ) -> ImageSource:
-    """From rows (number, path, captions), or what is wrong with one."""
+    """Makes a source from rows (number, path, captions); a row that is wrong comes as `Skipped`."""
     entries: dict[str, _Entry] = {}
     rejected = []
     for row in rows:
@@ -324,9 +316,9 @@ def _check_columns(table: Path, names: list[str], path_column: str, caption_colu
     flags = {"--path-column": path_column, "--caption-column": caption_column}
     for flag, column in flags.items():
         if column and column not in names:
-            there = ", ".join(map(str, names)) or "nothing"
-            alone = "" if flag == "--path-column" else ' (empty, "", for images alone)'
-            raise ValueError(f"{table} has no column {column!r} but {there}; {flag} names it{alone}")
+            columns = ", ".join(map(str, names)) or "none"
+            hint = "" if flag == "--path-column" else ' (use "" for images without captions)'
+            raise ValueError(f"{table} has no column {column!r}; its columns are: {columns}; {flag} names it{hint}")
         if names.count(column) > 1:
             raise ValueError(f"{table} has {names.count(column)} columns {column!r}")
 
@@ -335,12 +327,13 @@ def _open_tars(shards: list[Path], root: Path) -> ImageSource:
     entries: list[_Entry] = []
     rejected: list[Skipped] = []
     for shard in shards:
-        found: dict[str, _TarSample] = {}
+        samples: dict[str, _TarSample] = {}
         try:
-            _scan_tar(shard, found, rejected)
+            _scan_tar(shard, samples, rejected)
         except (tarfile.TarError, OSError, EOFError, ValueError) as error:
-            rejected.append(Skipped(shard.name, "image", f"is damaged after {len(found)} samples: {reason_of(error)}"))
-        for key, sample in found.items():
+            reason = f"is damaged after {len(samples)} samples: {reason_of(error)}"
+            rejected.append(Skipped(shard.name, "image", reason))
+        for key, sample in samples.items():
             name = f"{shard.relative_to(root).as_posix()}/{sample.member or key}"
             if sample.image is None:
                 rejected.append(Skipped(name, "image", "captions without an image"))
@@ -355,14 +348,14 @@ class _TarSample:
     member: str = ""
     image: _Piece | None = None
     texts: dict[str, _Piece] = field(default_factory=dict)
-    """By form: text, json."""
+    """The pieces that hold captions, by form: "text" or "json"."""
 
 
-def _scan_tar(shard: Path, found: dict[str, _TarSample], rejected: list[Skipped]) -> None:
-    """Reads the headers of an uncompressed tar; samples in the order of their first member."""
+def _scan_tar(shard: Path, samples: dict[str, _TarSample], rejected: list[Skipped]) -> None:
+    """Reads the headers of an uncompressed tar and adds its samples in the order of their first members."""
     with tarfile.open(shard, "r:") as archive:
         while (member := archive.next()) is not None:
-            archive.members = []  # type: ignore[attr-defined]  # what is kept there grows with the file
+            archive.members = []  # type: ignore[attr-defined]  # the list would grow with the file
             key, suffix = _key_of(member.name)
             form = {".txt": "text", ".json": "json"}.get(suffix)
             if not key or (form is None and suffix not in IMAGE_SUFFIXES):
@@ -372,7 +365,7 @@ def _scan_tar(shard: Path, found: dict[str, _TarSample], rejected: list[Skipped]
             if not member.isreg() or member.issparse():
                 rejected.append(Skipped(name, part, "is not a plain file"))
                 continue
-            sample = found.setdefault(key, _TarSample())
+            sample = samples.setdefault(key, _TarSample())
             piece = _Piece(shard, member.offset_data, member.size)
             if form is None and sample.image is None:
                 sample.member, sample.image = member.name, piece
@@ -380,23 +373,19 @@ def _scan_tar(shard: Path, found: dict[str, _TarSample], rejected: list[Skipped]
                 sample.texts[form] = piece
             else:
                 rejected.append(Skipped(name, part, f"the key {key!r} appears again in this shard"))
-        _check_end(shard, archive.offset)
+        # tarfile takes a broken header for the end, whose mark is a block of zeros.
+        with open(shard, "rb") as file:
+            file.seek(archive.offset)
+            block = file.read(tarfile.BLOCKSIZE)
+        if block != bytes(tarfile.BLOCKSIZE):
+            raise OSError("a broken header" if block else "it ends without an end mark")
 
 
 def _key_of(member: str) -> tuple[str, str]:
-    """webdataset's key, the name up to the first dot of its last part, and the last suffix. No key for hidden files."""
+    """Returns webdataset's key, the path up to the first dot of the file name (none if hidden), and the suffix."""
     folder, _, base = member.removeprefix("./").rpartition("/")
     stem, _, _ = base.partition(".")
     return (f"{folder}/{stem}" if folder else stem) if stem else "", os.path.splitext(base)[1].lower()
-
-
-def _check_end(shard: Path, offset: int) -> None:
-    """tarfile takes a broken header for the end: the real one is a block of zeros."""
-    with open(shard, "rb") as file:
-        file.seek(offset)
-        block = file.read(tarfile.BLOCKSIZE)
-    if block != bytes(tarfile.BLOCKSIZE):
-        raise OSError("a broken header" if block else "it ends without an end mark")
 
 
 def _parse_captions(data: bytes, form: str) -> list[Any]:
@@ -405,15 +394,15 @@ def _parse_captions(data: bytes, form: str) -> list[Any]:
         return [line for line in text.splitlines() if line.strip()]
     if form == "text":
         return [text]
-    found = json.loads(text)
-    if not isinstance(found, dict) or not ({"caption", "captions"} & found.keys()):
+    value = json.loads(text)
+    if not isinstance(value, dict) or not ({"caption", "captions"} & value.keys()):
         raise ValueError("its JSON has no caption or captions")
-    captions = found.get("captions", found.get("caption"))
+    captions = value.get("captions", value.get("caption"))
     return captions if isinstance(captions, list) else [captions]
 
 
 def _clean_caption(caption: Any) -> str:
-    """The caption with single blanks; ValueError if there is nothing to encode."""
+    """Returns the caption with single blanks; a ValueError says why there is nothing to encode."""
     if caption is None:
         raise ValueError("there is none")
     if not isinstance(caption, str):
@@ -421,7 +410,7 @@ def _clean_caption(caption: Any) -> str:
     text = " ".join(caption.split())
     if not text:
         raise ValueError("is empty")
-    text.encode()  # a lone surrogate, which JSON can hold, is not text
+    text.encode()  # raises an error for a lone surrogate, which JSON can hold but which is not text
     return text
 
 

@@ -88,13 +88,13 @@ def png_header(width: int, height: int) -> bytes:
 
 BAD_IMAGES = {
     "empty": (b"\n"[:0], "is empty"),
-    "junk": (b"this is no picture", "no image of a known format"),
+    "junk": (b"this is no picture", "not an image of a known format"),
     "truncated": (picture(size=(300, 300), form="JPEG")[:-200], "truncated"),
     "bomb": (png_header(60_000, 60_000), "more than 89478485 pixels"),
     "large": (png_header(10_000, 10_000), "has 10000 x 10000 pixels"),
     "thread": (png_header(1, 5000), "over 200 times the other"),
     "headless": (png_header(10, 10), ""),
-    "eps": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "no image of a known format"),
+    "eps": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n", "not an image of a known format"),
 }
 
 
@@ -217,16 +217,20 @@ def test_rows_of_another_length_are_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("t.csv", "file,caption\na,b\n", r"t.csv has no column 'path' but file, caption; --path-column"),
-        ("t.csv", "path,text\na,b\n", r"no column 'caption' but path, text; --caption-column .*images alone"),
+        ("t.csv", "file,caption\na,b\n", r"t.csv has no column 'path'; its columns are: file, caption; --path-column"),
+        (
+            "t.csv",
+            "path,text\na,b\n",
+            r"'caption'; its columns are: path, text; --caption-column .*without captions",
+        ),
         ("t.csv", "path,path,caption\na,b,c\n", "has 2 columns 'path'"),
-        ("t.csv", "", "no column 'path' but nothing"),
+        ("t.csv", "", "no column 'path'; its columns are: none"),
         ("t.csv", "path,caption\n", "holds no images"),
         ("t.csv", b"path,caption\na,\xff\n", "is not CSV in UTF-8"),
         ("t.csv", 'path,caption\na,"' + "x" * 200_000 + '"\n', "is not CSV in UTF-8: field larger"),
         ("t.parquet", "no parquet", "is damaged or not Parquet"),
         ("t.tar", "no tar", "holds no images; t.tar: is damaged after 0 samples"),
-        ("t.tar.gz", "x", "neither a folder.*unpack its compression"),
+        ("t.tar.gz", "x", "neither a folder.*decompress it first"),
         ("t.png", "x", "neither a folder"),
     ],
 )
@@ -271,7 +275,7 @@ def test_tar_shards(tmp_path):
         ("00001.tar/003", "image", "captions without an image"),
         ("00000.tar/dir/001.x.png", "caption", "is not text but int"),
         ("00000.tar/../../evil.png", "caption", "there is none"),
-        ("00000.tar//tmp/evil.png", "image", "is no image of a known format"),
+        ("00000.tar//tmp/evil.png", "image", "is not an image of a known format"),
         ("00001.tar/000.png", "caption", "its JSON has no caption or captions"),
     }
     assert sorted(tmp_path.rglob("*")) == before

@@ -259,7 +259,7 @@ def test_a_shard_without_a_good_image(colours):
 def test_no_good_image_at_all(colours):
     for number in range(len(COLOURS)):
         put(colours / f"photos/{number}.png", b"junk")
-    with pytest.raises(ValueError, match=r"none of 7 images could be embedded; 0.png: is no image"):
+    with pytest.raises(ValueError, match=r"none of 7 images could be embedded; 0.png: is not an image"):
         embed_images(colours / "photos", ColourEncoder(), colours / "out", progress=False)
     assert sorted(path.name for path in colours.iterdir()) == ["photos"]
 
