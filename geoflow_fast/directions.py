@@ -93,11 +93,12 @@ CONDITIONAL = (Direction.I2T, Direction.T2I)
 ROW_ORDER = (Direction.I2T, Direction.JOINT, Direction.T2I)
 """The order in which the rows of a sorted batch stand. The rows in which a stream is generated are then contiguous:
 for the image all but the first, for the text all but the last."""
+ROW_CODES = tuple(CODES[direction] for direction in ROW_ORDER)
 
 
 def row_directions(counts: Counts, device: torch.device | str = "cpu") -> Tensor:
     """Direction codes, int8 [B], of the rows of a sorted batch."""
-    codes = torch.tensor([direction.code for direction in ROW_ORDER], dtype=torch.int8, device=device)
+    codes = torch.tensor(ROW_CODES, dtype=torch.int8, device=device)
     return torch.repeat_interleave(codes, torch.tensor(counts, device=device), output_size=sum(counts))
 
 
@@ -106,10 +107,8 @@ def sort_rows(codes: Tensor, rows: int) -> tuple[Tensor, Counts]:
     if checks.dense(codes, "direction").dtype != torch.int8 or codes.shape != (rows,):
         raise ValueError(f"direction must be a name or int8 codes [{rows}], got {codes.dtype} {tuple(codes.shape)}")
     check_codes(codes)
-    place = torch.empty(len(DIRECTIONS), dtype=torch.long, device=codes.device)
-    order = torch.tensor([direction.code for direction in ROW_ORDER], device=codes.device)
-    place[order] = torch.arange(len(ROW_ORDER), device=codes.device)
-    rank = place[codes.long()]
+    rank_of_code = torch.tensor([ROW_ORDER.index(direction) for direction in DIRECTIONS], device=codes.device)
+    rank = rank_of_code[codes.long()]
     i2t, joint, t2i = torch.bincount(rank, minlength=len(DIRECTIONS)).tolist()
     return rank.argsort(stable=True), (i2t, joint, t2i)
 

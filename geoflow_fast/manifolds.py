@@ -26,6 +26,8 @@ class Manifold(ABC):
     """What a flow, its solvers and its training need to know about the space of one stream."""
 
     name: str
+    unit_norm: bool
+    """True if all points have unit norm."""
 
     @abstractmethod
     def project(self, x: Tensor, v: Tensor) -> Tensor:
@@ -65,10 +67,6 @@ class Manifold(ABC):
         """Points of the base distribution made from rows `x` [B, d] of independent standard normal numbers."""
 
     @abstractmethod
-    def unit_rows(self, x: Tensor) -> Tensor:
-        """The points `x` [B, d] scaled to unit norm."""
-
-    @abstractmethod
     def log_base(self, x: Tensor) -> Tensor:
         """Log-density [B] of the base distribution at `x`, float64."""
 
@@ -94,6 +92,7 @@ class Sphere(Manifold):
     """The unit sphere with its geodesics and a uniform base distribution."""
 
     name = "sphere"
+    unit_norm = True
 
     def project(self, x: Tensor, v: Tensor) -> Tensor:
         return geometry.project_tangent(x, v)
@@ -119,9 +118,6 @@ class Sphere(Manifold):
     def from_normal(self, x: Tensor) -> Tensor:
         return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
-    def unit_rows(self, x: Tensor) -> Tensor:
-        return x
-
     def log_base(self, x: Tensor) -> Tensor:
         return torch.full((len(x),), -geometry.log_area(x.shape[1]), dtype=torch.float64, device=x.device)
 
@@ -144,6 +140,7 @@ class Euclidean(Manifold):
     """Flat space with straight lines and a standard normal base distribution."""
 
     name = "euclidean"
+    unit_norm = False
 
     def project(self, x: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002
         return v
@@ -168,9 +165,6 @@ class Euclidean(Manifold):
 
     def from_normal(self, x: Tensor) -> Tensor:
         return x
-
-    def unit_rows(self, x: Tensor) -> Tensor:
-        return functional.normalize(x)
 
     def log_base(self, x: Tensor) -> Tensor:
         return -0.5 * x.double().square().sum(1) - x.shape[1] / 2 * math.log(2 * math.pi)

@@ -153,7 +153,7 @@ class EmbeddingPairs:
         return self.text.dim
 
     def __getitem__(self, index: Tensor | NDArray[Any] | Sequence[int]) -> tuple[Tensor, Tensor]:
-        where = _as_index(index, len(self))
+        where = _as_index(index, len(self.text_row))
         return torch.from_numpy(self.image[self.image_row[where]]), torch.from_numpy(self.text[self.text_row[where]])
 
     def subset(self, index: Tensor | NDArray[Any] | Sequence[int]) -> EmbeddingPairs:

@@ -60,11 +60,13 @@ class Rows:
         ranked = index[order]
         bounds = np.searchsorted(ranked, self.starts)
         for part, start, low, high in zip(self.parts, self.starts, bounds[:-1], bounds[1:]):
-            chunk = RANDOM_ROWS if isinstance(part, np.memmap) else max(1, high - low)
+            mapped = isinstance(part, np.memmap)
+            chunk = RANDOM_ROWS if mapped else max(1, high - low)
             for begin in range(low, high, chunk):
                 end = min(begin + chunk, high)
                 out[order[begin:end]] = part[ranked[begin:end] - start]
-                _advise(part, mmap.MADV_DONTNEED)
+                if mapped:
+                    _advise(part, mmap.MADV_DONTNEED)
         out /= np.linalg.norm(out, axis=1, keepdims=True)
         return out
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.data.rows import Index
-from geoflow_fast.directions import ROW_ORDER, Counts, Direction, row_directions
+from geoflow_fast.directions import ROW_CODES, Counts, row_directions
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,13 @@ class Curriculum:
     """Probability of joint rows over a run of `steps` steps: zero at first, then a linear ramp, then `p_joint`.
 
     In the paper all rows are conditional for the first 15 % of the run, the ramp takes the next 15 %, and then 40 % of
-    the rows are joint; the other rows are half i2t, half t2i. A conditional row is under guidance dropout with
-    probability `p_drop`.
+    the rows are joint; the other rows are half i2t, half t2i.
     """
 
     steps: int
     conditional_share: float = 0.15
     ramp_share: float = 0.15
     p_joint: float = 0.40
-    p_drop: float = 0.10
 
     def joint_probability(self, step: int) -> float:
         """Probability that a row of the 0-based step `step` is joint."""
@@ -37,10 +35,6 @@ class Curriculum:
         if step < start:
             return 0.0
         return self.p_joint * min(1.0, (step - start) / ramp) if ramp > 0 else self.p_joint
-
-    def draw(self, step: int, rows: int, generator: torch.Generator) -> BatchPlan:
-        """Draws the plan for the `rows` rows of step `step`."""
-        return draw_batch_plan(rows, self.joint_probability(step), self.p_drop, generator)
 
 
 @dataclass(frozen=True)
@@ -56,18 +50,18 @@ class BatchPlan:
     def select(self, rows: Index) -> BatchPlan:
         """The plan of some of the rows, which are numbered in ascending order."""
         codes = self.direction[rows]
-        i2t, joint, t2i = (int((codes == direction.code).sum()) for direction in ROW_ORDER)
+        i2t, joint, t2i = (int((codes == code).sum()) for code in ROW_CODES)
         return BatchPlan(codes, (i2t, joint, t2i), self.t[rows], self.drop[rows])
 
 
 def draw_batch_plan(rows: int, p_joint: float, p_drop: float, generator: torch.Generator) -> BatchPlan:
     """Draws for each row a direction (joint with probability `p_joint`, else i2t or t2i evenly), a uniform time and
-    guidance dropout."""
+    guidance dropout, which a conditional row has with probability `p_drop`."""
     u = torch.rand(rows, generator=generator, dtype=torch.float64)
     n_joint = int((u < p_joint).sum())
     n_i2t = int((u >= p_joint + (1 - p_joint) / 2).sum())
     counts = (n_i2t, n_joint, rows - n_i2t - n_joint)
-    codes = row_directions(counts)
     t = torch.rand(rows, generator=generator)
     drop = torch.rand(rows, generator=generator) < p_drop
-    return BatchPlan(codes, counts, t, drop & (codes != Direction.JOINT.code))
+    drop[n_i2t : n_i2t + n_joint] = False
+    return BatchPlan(row_directions(counts), counts, t, drop)

@@ -13,6 +13,7 @@ from typing import Generic
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from geoflow_fast import ops
 from geoflow_fast.data.pairs import EmbeddingPairs
@@ -21,7 +22,7 @@ from geoflow_fast.directions import ROW_ORDER, Counts, Direction
 from geoflow_fast.flow.curriculum import BatchPlan, draw_batch_plan
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.solvers import Streams
-from geoflow_fast.manifolds import SPHERE, manifold_of
+from geoflow_fast.manifolds import manifold_of
 from geoflow_fast.noise import StructuredNoise
 from geoflow_fast.training.config import TrainConfig
 from geoflow_fast.training.objective import B
@@ -175,7 +176,7 @@ class BatchMaker:
 
     def __init__(self, flow: GeoFlow, pairs: EmbeddingPairs, config: TrainConfig) -> None:
         self.manifold = manifold_of(flow)
-        if config.noise == "structured" and self.manifold is not SPHERE:
+        if config.noise == "structured" and not self.manifold.unit_norm:
             raise ValueError('noise="structured" lies on the sphere; the Euclidean twin needs noise="iid"')
         self.flow, self.pairs, self.config = flow, pairs, config
         self.device = next(flow.parameters()).device
@@ -233,13 +234,17 @@ class BatchMaker:
         rule: str,
         generator: torch.Generator,
     ) -> Tensor:
-        """The data row that belongs to each noise row: int64 [B].
-
-        The data of the Euclidean twin have unit norm too, so what tells targets apart is the direction of the noise.
-        """
-        image, text = (self.manifold.unit_rows(x) if isinstance(x, Tensor) else x for x in noise)
+        """The data row that belongs to each noise row: int64 [B]."""
+        if not self.manifold.unit_norm:
+            noise = self.unit_noise(noise)
         eps = self.config.sinkhorn_eps
-        return ops.couple(image, text, *data, coupling=rule, direction=direction, eps=eps, generator=generator)
+        return ops.couple(*noise, *data, coupling=rule, direction=direction, eps=eps, generator=generator)
+
+    def unit_noise(self, noise: tuple[Noise, Noise]) -> Streams:
+        """Noise as plain tensors scaled to unit norm. The data of the Euclidean twin have unit norm, so what tells
+        targets apart is the direction of its Gaussian noise."""
+        image, text = dense(noise[0]), dense(noise[1])
+        return (image, text) if self.manifold.unit_norm else (functional.normalize(image), functional.normalize(text))
 
     def validation(self, pairs: EmbeddingPairs, number: int) -> Batch:
         """Validation batch `number`: the same pairs, independent noise, times and directions every time."""

@@ -154,5 +154,5 @@ class TrainConfig(RunConfig):
 
     @property
     def curriculum(self) -> Curriculum:
-        """The schedule of directions and guidance dropout over the run."""
-        return Curriculum(self.steps, self.conditional_share, self.ramp_share, self.p_joint, self.p_drop)
+        """The schedule of directions over the run."""
+        return Curriculum(self.steps, self.conditional_share, self.ramp_share, self.p_joint)

@@ -85,8 +85,9 @@ class RankBatchMaker(BatchMaker):
         uniform = None
         if rule == "sample":
             uniform = torch.rand(group.count, generator=generator, dtype=torch.float64)[group.numbers]
-        image, text = (self.manifold.unit_rows(dense(x)) for x in noise)
-        return ops.ot_assign_panel(image, text, *data, self.world, eps=self.config.sinkhorn_eps, uniform=uniform)
+        return ops.ot_assign_panel(
+            *self.unit_noise(noise), *data, self.world, eps=self.config.sinkhorn_eps, uniform=uniform
+        )
 
 
 class RankGroup:

@@ -17,7 +17,8 @@ def test_joint_probability_follows_the_paper():
 
 
 def test_directions_times_and_dropout_have_the_frequencies_of_the_curriculum():
-    plan = Curriculum(steps=1000).draw(500, 200_000, torch.Generator().manual_seed(3))
+    p_joint = Curriculum(steps=1000).joint_probability(500)
+    plan = draw_batch_plan(200_000, p_joint, 0.1, torch.Generator().manual_seed(3))
     shares = torch.tensor(plan.counts) / 200_000
     torch.testing.assert_close(shares, torch.tensor([0.3, 0.4, 0.3]), atol=0.005, rtol=0)
     conditional = plan.direction != Direction.JOINT.code

@@ -17,6 +17,7 @@ import torch
 
 import geoflow_fast as gf
 from geoflow_fast.directions import DIRECTIONS, Counts, row_directions
+from geoflow_fast.flow.curriculum import draw_batch_plan
 from geoflow_fast.geometry import interpolate
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.runtime.files import locked
@@ -208,7 +209,8 @@ def test_one_step_equals_a_plain_reimplementation():
     run.step = step
 
     generator = generator_for(config.seed, "batch", step)
-    plan = config.curriculum.draw(step, config.batch_size, generator)
+    p_joint = config.curriculum.joint_probability(step)
+    plan = draw_batch_plan(config.batch_size, p_joint, config.p_drop, generator)
     image1, text1 = pairs[maker.order[step]]
     noise = [torch.empty_like(image1), torch.empty_like(text1)]
     lanes = config.batch_size // 8
