@@ -1,4 +1,4 @@
-"""Choosing the kernel's concentration and the guidance on held-out pairs."""
+"""The choice of the kernel's concentration and of the guidance on held-out pairs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from geoflow_fast.retrieval.marginals import log_mean_scores
 from geoflow_fast.retrieval.task import pair_task, typical_queries
 
 GUIDANCES = (0.0, 0.5, 1.0, 2.0, 3.0, 5.0)
-
-
 KAPPAS = tuple(2.0 ** (k / 2) for k in range(25))
 """1 to 4096, a factor of sqrt(2) apart; the best is refined between its neighbours."""
 
@@ -37,7 +35,7 @@ class Bandwidth:
     nll: float
     """Mean of -log pi(true item), in nats, at the best point of the grid, near which `kappa` lies; log N is chance."""
     table: Tensor
-    """[guidances, kappas] float64, that mean for every setting tried."""
+    """[guidances, kappas] float64, the mean for every setting that was tried."""
 
 
 @torch.no_grad()
@@ -118,7 +116,8 @@ def mean_loss(
 
 
 def refined(kappas: Sequence[float], loss: Tensor, best: int) -> float:
-    """Minimum of the parabola in log kappa through the best of the grid and its neighbours; at an end, the end."""
+    """The minimum of the parabola in log kappa through the best point of the grid and its neighbours. At an end of the
+    grid, and where the losses are not convex, it is the best point itself."""
     if best in (0, len(kappas) - 1):
         return float(kappas[best])
     x = [math.log(kappa) for kappa in kappas[best - 1 : best + 2]]

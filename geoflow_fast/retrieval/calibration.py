@@ -2,8 +2,8 @@
 
 The logit of item j is alpha (log p(q | g_j) - l) + beta (cos(q, g_j) - c), and that of "outside the shortlist" is a
 constant. The query's levels l and c cancel within the shortlist. They give the constant one meaning for all queries:
-log p(q | .) as a whole says how usual the query is, so it is measured from what it is for items that are not the one
-meant, which the less similar half of the shortlist stands for.
+log p(q | .) is larger for all items if the query is a usual one, so it is measured from its level for items that are
+not the one meant. The less similar half of the shortlist stands for these.
 """
 
 from __future__ import annotations

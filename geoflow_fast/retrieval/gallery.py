@@ -182,7 +182,7 @@ class Gallery:
         index = self.index if use_index and samples.device.type == "cpu" else None
         prune = "auto" if index is None else self.prune
         running: GalleryStatistics | None = None
-        rows = self.world.own(len(self)) if divided else None  # none, for some of more ranks than items
+        rows = self.world.own(len(self)) if divided else None  # no rows for some ranks, if there are fewer items
         for first, items in self.blocks(samples.device, samples.dtype, rows):
             bias = None if item_bias is None else item_bias[first : first + len(items)]
             part = ops.gallery_statistics(
@@ -198,11 +198,11 @@ class Gallery:
 def merge_over_ranks(
     mine: GalleryStatistics | None, world: World, queries: int, items: int, top_k: int, device: torch.device
 ) -> GalleryStatistics:
-    """Statistics of all items on every rank from those of each rank's share (None for no items): an all-reduce whose
-    operation is the exact merge.
+    """Returns the statistics of all items on every rank, from those of the rank's own share, which are None if it has
+    no items: an all-reduce whose operation is the exact merge.
 
-    Each rank merges its share of the queries and gives the result to the others, so the bytes that pass a rank are
-    O(queries top_k), whatever the number of items or ranks.
+    Each rank merges its share of the queries and sends the result to the others, so each sends and receives
+    O(queries top_k) bytes, whatever the number of items or ranks.
     """
     columns = min(top_k, items)
     width = 5 + 2 * columns

@@ -15,10 +15,8 @@ from geoflow_fast.runtime.files import contents_of
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 
 KIND = "gallery index"
-
-
 SAMPLE_ROWS = 32_768
-"""Rows from which the principal directions are estimated; any directions give valid bounds, these give tight ones."""
+"""Rows from which the principal directions are estimated. Any directions give valid bounds; these give tight ones."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,7 @@ class GalleryIndex(PrefixRows):
         if not 2 <= width <= gallery.dim:
             raise ValueError(f"width must be between 2 and the gallery's {gallery.dim}, got {width}")
         projection = _principal_directions(gallery, width - 1)
-        rows = torch.empty(len(gallery), width)
+        rows = torch.empty(len(gallery), width, device="cpu")
         largest = 0.0
         for first, block in gallery.blocks("cpu", torch.float32):
             for start in range(0, len(block), SAMPLE_ROWS):
@@ -78,7 +76,7 @@ class GalleryIndex(PrefixRows):
 def _principal_directions(gallery: Gallery, count: int) -> Tensor:
     """Orthonormal rows [count, d] float64: leading eigenvectors of the second moment of evenly spaced rows."""
     step = max(1, len(gallery) // SAMPLE_ROWS)
-    moment = torch.zeros(gallery.dim, gallery.dim, dtype=torch.float64)
+    moment = torch.zeros(gallery.dim, gallery.dim, dtype=torch.float64, device="cpu")
     for first, block in gallery.blocks("cpu", torch.float32):
         some = block[-first % step :: step]
         moment += (some.T @ some).double()
@@ -87,7 +85,7 @@ def _principal_directions(gallery: Gallery, count: int) -> Tensor:
 
 
 def _round_norm_up(rows: Tensor) -> Tensor:
-    """float32 rows whose last column is not below that of the float64 ones."""
+    """Rounds float64 rows to float32, their last column upwards."""
     rounded = rows.float()
-    rounded[:, -1] = torch.nextafter(rounded[:, -1], torch.tensor(torch.inf))
+    rounded[:, -1] = torch.nextafter(rounded[:, -1], torch.tensor(torch.inf, device="cpu"))
     return rounded

@@ -244,7 +244,9 @@ class BayesReranker(nn.Module):
             if task is not None:
                 items = task.items[task.own[rows].clamp(min=0)].to(queries)
                 # Own items are numbered after those of the gallery.
-                number = len(self.gallery) + torch.arange(task.own.numel()).view_as(task.own)[rows].to(number)
+                number = len(self.gallery) + torch.arange(task.own.numel(), device="cpu").view_as(task.own)[rows].to(
+                    number
+                )
                 valid = (task.own[rows] >= 0).to(queries.device)
                 shortlist, is_own = shortlist.with_own(Shortlist.of(queries[rows], items, valid, number))
             valid = shortlist.valid

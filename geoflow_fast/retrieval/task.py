@@ -99,7 +99,7 @@ class RetrievalTask:
         order = torch.argsort(self.item_image, stable=True)
         ranked = self.item_image[order].contiguous()
         first, last = (torch.searchsorted(ranked, self.query_image, right=right) for right in (False, True))
-        position = torch.arange(int((last - first).max())) + first.unsqueeze(1)
+        position = torch.arange(int((last - first).max()), device="cpu") + first.unsqueeze(1)
         return torch.where(position < last.unsqueeze(1), order[position.clamp(max=len(order) - 1)], -1)
 
     def pairs_with(self, index: Tensor, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
@@ -138,7 +138,7 @@ def pair_task(
         torch.from_numpy(direction.queries(pairs.image, pairs.text)[query_row]),
         torch.from_numpy(direction.items(pairs.image, pairs.text)[item_row]),
         torch.from_numpy(np.searchsorted(item_row, direction.items(*rows))),
-        torch.arange(len(item_row)),
+        torch.arange(len(item_row), device="cpu"),
         query_row,
         item_row,
         pairs.folder,
