@@ -4,6 +4,9 @@ Points are rows of unit norm, `[..., d]` with d >= 2; batch dimensions broadcast
 broadcast against the batch dimensions. Every function is defined for all finite input: at equal points a series is
 used, and at antipodal points, where the geodesic is not unique, one deterministic great circle. Gradients are finite
 everywhere and exact where the map is smooth.
+
+Public functions check their points. `inner`, `tangent_part`, `follow` and `carry` are the same formulas without the
+checks, for solvers, which call them at every step.
 """
 
 from __future__ import annotations
@@ -76,36 +79,62 @@ def normalize(x: Tensor) -> Tensor:
     return scaled / torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
 
 
-def dot(a: Tensor, b: Tensor) -> Tensor:
+# unchecked: solvers call it with points that were checked before
+def inner(a: Tensor, b: Tensor) -> Tensor:
     """Inner product over the last dimension, which is kept: [..., 1]."""
-    _check_points(a=a, b=b)
     return (a * b).sum(dim=-1, keepdim=True)
 
 
+def dot(a: Tensor, b: Tensor) -> Tensor:
+    """Inner product over the last dimension, which is kept: [..., 1]."""
+    _check_points(a=a, b=b)
+    return inner(a, b)
+
+
 def _check_points(**points: Tensor) -> None:
-    """Floating-point tensors on one device whose shapes broadcast."""
+    """Raises an error unless the points are floating-point tensors on one device whose shapes broadcast."""
     shapes = {checks.floating(x, name).shape for name, x in points.items()}
     if len({x.device for x in points.values() if x.dim()}) > 1:
-        found = ", ".join(f"{name} on {x.device}" for name, x in points.items())
-        raise ValueError(f"points must be on one device, got {found}")
+        devices = ", ".join(f"{name} on {x.device}" for name, x in points.items())
+        raise ValueError(f"points must be on one device, got {devices}")
     if len(shapes) == 1:
         return
     try:
         torch.broadcast_shapes(*shapes)
     except RuntimeError:
-        found = ", ".join(f"{name} {tuple(x.shape)}" for name, x in points.items())
-        raise ValueError(f"shapes do not fit each other: {found}") from None
+        listed = ", ".join(f"{name} {tuple(x.shape)}" for name, x in points.items())
+        raise ValueError(f"shapes do not fit each other: {listed}") from None
+
+
+def _check_ends(a: Tensor, b: Tensor) -> None:
+    """Raises an error unless there is a geodesic from `a` to `b`: points of at least two coordinates in a dtype whose
+    rounding is known."""
+    _check_points(a=a, b=b)
+    eps(a.dtype)
+    shape = torch.broadcast_shapes(a.shape, b.shape)
+    if not shape or shape[-1] < 2:
+        raise ValueError(f"points need at least 2 coordinates, got width {shape[-1] if shape else 0}")
+
+
+# unchecked: solvers call it with points that were checked before
+def tangent_part(x: Tensor, v: Tensor) -> Tensor:
+    """The part of `v` [..., d] that is tangent at the unit rows `x`: (I - x x^T) v."""
+    return v - inner(x, v) * x
 
 
 def project_tangent(x: Tensor, v: Tensor) -> Tensor:
     """Projects `v` [..., d] to the tangent space at the unit rows `x`: (I - x x^T) v."""
     _check_points(x=x, v=v)
-    return v - dot(x, v) * x
+    return tangent_part(x, v)
 
 
 def angle(a: Tensor, b: Tensor) -> Tensor:
     """Angle [...] between unit rows, in [0, pi]; unlike the acos of a dot product it is accurate near 0 and pi."""
     _check_points(a=a, b=b)
+    return _angle(a, b)
+
+
+def _angle(a: Tensor, b: Tensor) -> Tensor:
     return 2 * torch.atan2(torch.linalg.vector_norm(a - b, dim=-1), torch.linalg.vector_norm(a + b, dim=-1))
 
 
@@ -123,8 +152,12 @@ def orthogonal_direction(a: Tensor) -> Tensor:
     it."""
     if checks.floating(a, "a").dim() == 0 or a.shape[-1] < 2:
         raise ValueError(f"a must be rows [..., d] with d >= 2, got {tuple(a.shape)}")
+    return _orthogonal_direction(a)
+
+
+def _orthogonal_direction(a: Tensor) -> Tensor:
     axis = torch.nn.functional.one_hot(a.detach().abs().argmin(dim=-1), a.shape[-1]).to(a.dtype)
-    tangent = project_tangent(a, axis)
+    tangent = tangent_part(a, axis)
     return tangent / torch.linalg.vector_norm(tangent, dim=-1, keepdim=True)
 
 
@@ -133,30 +166,20 @@ def _departure(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
     With p the part of `b` orthogonal to `a`, |p| = sin(w): w u = w/sin(w) p from the series below pi/2, w/|p| p beyond.
     """
-    _check_points(a=a, b=b)
-    least = eps(a.dtype)
     a, b = torch.broadcast_tensors(a, b)
-    if a.shape[-1] < 2:
-        raise ValueError(f"points need at least 2 coordinates, got width {a.shape[-1]}")
-    w = angle(a, b).unsqueeze(-1)
-    squared_norm = dot(a, a)
-    p = b - dot(a, b) / squared_norm * a
-    p = p - dot(a, p) / squared_norm * a  # near pi the first subtraction cancels; the second removes what is left of a
+    w = _angle(a, b).unsqueeze(-1)
+    squared_norm = inner(a, a)
+    p = b - inner(a, b) / squared_norm * a
+    # Near pi the first subtraction cancels; a second one removes what is left of a.
+    p = p - inner(a, p) / squared_norm * a
     length = torch.linalg.vector_norm(p, dim=-1, keepdim=True)
     one = torch.ones_like(length)
     far = w > math.pi / 2
-    lost = far & (length < least)
-    p = torch.where(lost, orthogonal_direction(a), p)
+    lost = far & (length < EPS[a.dtype])
+    p = torch.where(lost, _orthogonal_direction(a), p)
     length = torch.where(far & ~lost, length, one)
     _, sinc = _cos_sinc(torch.where(far, one, w).square())
     return w, torch.where(far, w / length, 1 / sinc) * p
-
-
-def _time(t: Tensor | float, like: Tensor) -> Tensor:
-    """Time as a tensor [..., 1] that broadcasts against points."""
-    time = torch.as_tensor(t, dtype=checks.floating(like, "a").dtype, device=like.device).unsqueeze(-1)
-    _check_points(t=time, a=like)
-    return time
 
 
 def interpolate(a: Tensor, b: Tensor, t: Tensor | float) -> tuple[Tensor, Tensor]:
@@ -165,7 +188,9 @@ def interpolate(a: Tensor, b: Tensor, t: Tensor | float) -> tuple[Tensor, Tensor
     The speed is constant, w = angle(a, b). With u the unit tangent at `a` towards `b`,
     x_t = cos(t w) a + sin(t w) u and v_t = w (cos(t w) u - sin(t w) a): the paper's interpolant and target velocity.
     """
-    time = _time(t, a)
+    time = torch.as_tensor(t, dtype=checks.floating(a, "a").dtype, device=a.device).unsqueeze(-1)
+    _check_points(t=time, a=a)
+    _check_ends(a, b)
     w, departure = _departure(a, b)
     cos, sinc = _cos_sinc((time * w).square())
     return cos * a + time * sinc * departure, cos * departure - time * w.square() * sinc * a
@@ -182,31 +207,45 @@ def geodesic_velocity(a: Tensor, b: Tensor, t: Tensor | float) -> Tensor:
     return interpolate(a, b, t)[1]
 
 
+# unchecked: solvers call it with points that were checked before
+def follow(x: Tensor, v: Tensor) -> Tensor:
+    """Where the geodesic that leaves `x` with tangent velocity `v` is after unit time: [..., d]."""
+    cos, sinc = _cos_sinc(inner(v, v))
+    y = cos * x + sinc * v
+    return y / torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+
+
 def exp_map(x: Tensor, v: Tensor) -> Tensor:
     """Exponential map: follows the geodesic from `x` with tangent velocity `v` for unit time.
 
     The result is cos|v| x + sin|v| v/|v|, renormalised: [..., d].
     """
     _check_points(x=x, v=v)
-    cos, sinc = _cos_sinc(dot(v, v))
-    y = cos * x + sinc * v
-    return y / torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+    return follow(x, v)
 
 
 def log_map(x: Tensor, y: Tensor) -> Tensor:
     """Logarithmic map: the tangent velocity at `x` whose geodesic reaches `y` in unit time; its norm is angle(x, y)."""
+    _check_ends(x, y)
     return _departure(x, y)[1]
+
+
+# unchecked: solvers call it with points that were checked before
+def carry(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
+    """Parallel transport of `v`, tangent at `x`, along the geodesic to `y`: [..., d]."""
+    w, velocity = _departure(x, y)
+    _, sinc = _cos_sinc(w.square())
+    _, half_sinc = _cos_sinc((w / 2).square())
+    along = inner(velocity, v)
+    # v + <u, v> ((cos w - 1) u - sin w x) with u = velocity / w; (1 - cos w) / w^2 = sinc(w/2)^2 / 2
+    return v - along * (half_sinc.square() / 2 * velocity + sinc * x)
 
 
 def parallel_transport(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
     """Parallel transport of `v`, tangent at `x`, along the geodesic to `y`: an isometry between the tangent spaces."""
     _check_points(x=x, y=y, v=v)
-    w, velocity = _departure(x, y)
-    _, sinc = _cos_sinc(w.square())
-    _, half_sinc = _cos_sinc((w / 2).square())
-    along = dot(velocity, v)
-    # v + <u, v> ((cos w - 1) u - sin w x) with u = velocity / w; (1 - cos w) / w^2 = sinc(w/2)^2 / 2
-    return v - along * (half_sinc.square() / 2 * velocity + sinc * x)
+    _check_ends(x, y)
+    return carry(x, y, v)
 
 
 def log_area(d: int) -> float:

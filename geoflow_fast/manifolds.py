@@ -95,7 +95,7 @@ class Sphere(Manifold):
     unit_norm = True
 
     def project(self, x: Tensor, v: Tensor) -> Tensor:
-        return geometry.project_tangent(x, v)
+        return geometry.tangent_part(x, v)
 
     def step(self, x: Tensor, v: Tensor, h: float) -> Tensor:
         return ops.tangent_step(x, v, h)
@@ -104,7 +104,7 @@ class Sphere(Manifold):
         return functional.normalize(torch.add(x, v, alpha=h), dim=-1)
 
     def transport(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        return geometry.parallel_transport(x, y, v)
+        return geometry.carry(x, y, v)
 
     def distance(self, a: Tensor, b: Tensor) -> Tensor:
         return geometry.angle(a, b)

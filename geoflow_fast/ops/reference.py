@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.directions import DIRECTIONS
-from geoflow_fast.geometry import exp_map, interpolate, project_tangent
+from geoflow_fast.geometry import follow, interpolate, project_tangent, tangent_part
 
 I2T, T2I = DIRECTIONS.index("i2t"), DIRECTIONS.index("t2i")
 
@@ -87,9 +87,9 @@ def tangent_step(x: Tensor, v: Tensor, h: float, v_free: Tensor | None, guidance
     line back to the sphere when `renormalise` is set.
     """
     guided = v if v_free is None else v + guidance * (v - v_free)
-    step = h * project_tangent(x, guided)
+    step = h * tangent_part(x, guided)
     if not renormalise:
-        return exp_map(x, step)
+        return follow(x, step)
     y = x + step
     return y / torch.linalg.vector_norm(y, dim=-1, keepdim=True)
 
