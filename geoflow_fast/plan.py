@@ -1,7 +1,8 @@
-"""What scoring a gallery of any size takes: memory, operations, bytes and hours, by arithmetic.
+"""Estimates of what it costs to score a gallery of any size: memory, operations, bytes and hours.
 
-docs/scaling.md has the formulas. Rates are vendors' peaks times the shares that kernels of this kind reach, and what a
-machine of that kind usually has around the device; nothing here has been measured on a GPU. `cpu` is measured here.
+docs/scaling.md has the formulas. The rates of a GPU are its vendor's peaks times the shares that kernels of this kind
+usually reach, with the memory, network and storage of a typical machine around it; they have not been measured. The
+rates of `cpu` are measured on this machine.
 """
 
 from __future__ import annotations
@@ -24,34 +25,35 @@ from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.device import usable_device
 
 COMPUTE_SHARE, BANDWIDTH_SHARE = 0.60, 0.85
-"""Of a vendor's peak."""
+"""Shares of a vendor's peak rates that are reached in practice."""
 EVALUATIONS = {"euler": 1, "ab2": 1, "midpoint": 2, "rk4": 4}
-"""Of the velocity per solver step."""
+"""Evaluations of the velocity per step of each solver."""
 TOP_K = 10
 GIGA = 1e9
 
 
 @dataclass(frozen=True)
-class Device:
-    """Rates of one device and its share of the machine it is in, in operations and bytes per second, and in bytes."""
+class DeviceRates:
+    """Rates of one device and of its share of the machine it is in: operations and bytes per second."""
 
     operations: float
     bandwidth: float
     memory: float
+    """Bytes of the device's memory."""
     link: float
-    """From the machine's memory to the device."""
+    """Bytes per second from the machine's memory to the device."""
     network: float
     storage: float
     machine_memory: float
-    """Of the whole machine, whose `devices` read the same pages."""
+    """Bytes of the memory of the whole machine, whose `devices` share the pages that they read."""
     devices: int
 
 
 DEVICES = {
-    "a100": Device(312e12, 2.04e12, 80e9, 25e9, 25e9, 1e9, 1e12, 8),
-    "h100": Device(989e12, 3.35e12, 80e9, 50e9, 50e9, 2e9, 2e12, 8),
-    "h200": Device(989e12, 4.80e12, 141e9, 50e9, 50e9, 2e9, 2e12, 8),
-    "b200": Device(2250e12, 8.00e12, 180e9, 50e9, 50e9, 2e9, 2e12, 8),
+    "a100": DeviceRates(312e12, 2.04e12, 80e9, 25e9, 25e9, 1e9, 1e12, 8),
+    "h100": DeviceRates(989e12, 3.35e12, 80e9, 50e9, 50e9, 2e9, 2e12, 8),
+    "h200": DeviceRates(989e12, 4.80e12, 141e9, 50e9, 50e9, 2e9, 2e12, 8),
+    "b200": DeviceRates(2250e12, 8.00e12, 180e9, 50e9, 50e9, 2e9, 2e12, 8),
 }
 
 
@@ -122,26 +124,27 @@ def plan_scoring(
     blocks = math.ceil(queries / block)
     if layout == "auto":
         layout = preferred_layout(gallery_bytes, rates.machine_memory, blocks, devices)
-    spread = layout == "gallery"
+    divided = layout == "gallery"
     machines = math.ceil(devices / rates.devices)
-    per_machine = gallery_bytes / machines if spread else gallery_bytes
-    passes = blocks if spread else math.ceil(blocks / devices)
-    link_bytes = passes * gallery_bytes * (1 if spread else devices)
-    # Once to check the rows, once for their digest, then from memory if they fit there, else in every pass.
+    per_machine = gallery_bytes / machines if divided else gallery_bytes
+    passes = blocks if divided else math.ceil(blocks / devices)
+    link_bytes = passes * gallery_bytes * (1 if divided else devices)
+    # The gallery is read once to check its rows and once for its digest. After that it is read from storage in every
+    # pass, or only once more if it fits into memory.
     storage_bytes = 2 * gallery_bytes + (machines * per_machine if per_machine <= rates.machine_memory else link_bytes)
     statistics = (5 + 2 * TOP_K) * 8
-    per_query = (settings.n_samples * dim * ITEM_BYTES + 4 * statistics) if spread and devices > 1 else 0
+    per_query = (settings.n_samples * dim * ITEM_BYTES + 4 * statistics) if divided and devices > 1 else 0
     sampling = 2.0 * _weights(shape) * rows * evaluations
     scoring = 2.0 * rows * items * dim
     hours = _hours(rates, devices, sampling, scoring, passes, link_bytes, storage_bytes, per_query * queries)
     slowest = max(hours, key=lambda name: hours[name])
-    operations_per_query = scoring / queries / items / dim  # per coordinate of an item
+    operations_per_coordinate = scoring / queries / items / dim  # of an item, for one query
     return Plan(
         layout=layout,
         passes=passes,
         sampling_operations=sampling,
         scoring_operations=scoring,
-        device_memory=_device_memory(shape, settings.n_samples * block, dim, devices if spread else 1),
+        device_memory=_device_memory(shape, settings.n_samples * block, dim, devices if divided else 1),
         gallery_bytes=gallery_bytes,
         gallery_bytes_per_machine=per_machine,
         link_bytes=link_bytes,
@@ -149,17 +152,17 @@ def plan_scoring(
         network_bytes=float(per_query) * queries * devices,
         network_bytes_per_query=float(per_query),
         hours=hours,
-        # Transfers run beside the computation of the block before; sampling and scoring follow each other.
+        # Items are transferred while the block before them is computed; sampling and scoring follow each other.
         total_hours=max(hours["sampling"] + hours["scoring"], hours["link"], hours["storage"]) + hours["network"],
         bound_by=slowest,
         advised_block=math.ceil(
-            COMPUTE_SHARE * rates.operations * ITEM_BYTES / (BANDWIDTH_SHARE * rates.link * operations_per_query)
+            COMPUTE_SHARE * rates.operations * ITEM_BYTES / (BANDWIDTH_SHARE * rates.link * operations_per_coordinate)
         ),
     )
 
 
 def _hours(
-    rates: Device,
+    rates: DeviceRates,
     devices: int,
     sampling: float,
     scoring: float,
@@ -168,7 +171,7 @@ def _hours(
     storage_bytes: float,
     network_bytes_per_device: float,
 ) -> dict[str, float]:
-    """Hours of each part alone. Scoring reads each item from the device's memory once per pass."""
+    """Returns the hours that each part takes alone. Scoring reads each item from the device's memory once per pass."""
     operations = COMPUTE_SHARE * rates.operations * devices
     memory_seconds = link_bytes / (BANDWIDTH_SHARE * rates.bandwidth * devices)
     seconds = {
@@ -182,7 +185,7 @@ def _hours(
 
 
 def _device_memory(shape: GeoFlowConfig, samples: int, dim: int, shared_by: int) -> float:
-    """Weights, the samples of a block, two blocks of items, and the network's widest layers for one rank's samples."""
+    """Returns the bytes of the weights, the samples of a block, two blocks of items and the network's widest layers."""
     rows = 2 * math.ceil(samples / shared_by)
     return 4.0 * (_weights(shape) + samples * dim + 2 * BLOCK_ROWS * dim + rows * (4 * dim + 16 * shape.hidden))
 
@@ -192,7 +195,7 @@ def _weights(shape: GeoFlowConfig) -> int:
         return sum(p.numel() for p in GeoFlow(shape).parameters())
 
 
-def _rates(name: str) -> Device:
+def _rates(name: str) -> DeviceRates:
     if checks.words(name, "device") in DEVICES:
         return DEVICES[name]
     if name != "cpu":
@@ -200,19 +203,19 @@ def _rates(name: str) -> Device:
     usable_device("cpu")
     memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     operations, bandwidth = _measure_operations(), _measure_bandwidth()
-    # Peaks are what the shares are taken of; a process's own memory needs no link.
+    # The measured rates are divided by the shares that are applied to peaks. Memory of the process needs no link.
     peak = bandwidth / BANDWIDTH_SHARE
-    return Device(operations / COMPUTE_SHARE, peak, memory, peak, 1.25e9, 1e9, memory, 1)
+    return DeviceRates(operations / COMPUTE_SHARE, peak, memory, peak, 1.25e9, 1e9, memory, 1)
 
 
 def _measure_operations() -> float:
-    """Floating-point operations per second of a float32 matrix product, the best of a few."""
+    """Returns the floating-point operations per second of the fastest of five float32 matrix products."""
     a, b, out = torch.randn(1024, 1024), torch.randn(1024, 1024), torch.empty(1024, 1024)
     return 2 * 1024**3 / min(_seconds(lambda: torch.mm(a, b, out=out)) for _ in range(5))
 
 
 def _measure_bandwidth() -> float:
-    """Bytes per second of a streaming read, the best of a few."""
+    """Returns the bytes per second of the fastest of five passes over an array."""
     x = torch.ones(2**24)
     return x.nbytes / min(_seconds(x.sum) for _ in range(5))
 
@@ -224,7 +227,7 @@ def _seconds(run: Any) -> float:
 
 
 def as_table(plan: Plan) -> dict[str, str]:
-    """The plan in words, row by row."""
+    """Returns the rows of a table that shows the plan."""
     hours = {f"  {name}, alone": f"{value:.3g} h" for name, value in plan.hours.items()}
     return {
         "layout": plan.layout,
