@@ -30,7 +30,7 @@ QUERIES, NEIGHBOURS, NOISE_QUERIES = 1000, 10, 50
 TEMPERATURES = torch.logspace(0, 3, 61, base=10)
 
 
-class Study:
+class RerankStudy:
     """One direction: the queries' own items are the gallery, in order."""
 
     def __init__(self, flow: gf.GeoFlow, direction: str, world: ConceptWorld | None = None) -> None:
@@ -194,6 +194,6 @@ def cases(quick: bool) -> list[Case]:
 def run() -> str:
     """The study."""
     flow = trained_flow(24)
-    columns = {direction: Study(flow, direction).measured() for direction in ("t2i", "i2t")}
+    columns = {direction: RerankStudy(flow, direction).measured() for direction in ("t2i", "i2t")}
     rows = [{"": name, **{way: column[name] for way, column in columns.items()}} for name in columns["t2i"]]
     return report("rerank_study", rows, {"queries": QUERIES})

@@ -1,7 +1,7 @@
-"""The demo's report as a browser shows it: every figure visible, inside the page, nothing loaded from elsewhere.
+"""The demo's report in a browser: every figure is visible and inside the page, and nothing is loaded from elsewhere.
 
-Run by `make test-browser` with Debian's chromium. GEOFLOW_REPORT names a report to open; without it a short demo makes
-one. The screenshot stays beside the report.
+`make test-browser` runs this with Debian's chromium. GEOFLOW_REPORT names a report to open; without it a short demo
+makes one. The screenshot stays beside the report.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ MEASURE = """<script>window.addEventListener("load", () => {
   const images = [...document.images].map(
     i => ({natural: i.naturalWidth, complete: i.complete, ...box(i), alt: i.alt}));
   function box(e) { const r = e.getBoundingClientRect(); return {x: r.x, y: r.y, width: r.width, height: r.height}; }
+  const captions = [...document.querySelectorAll("caption, figcaption")].map(box);
   const page = {width: document.documentElement.clientWidth, scroll: document.documentElement.scrollWidth,
     height: document.documentElement.scrollHeight};
   const requests = performance.getEntriesByType("resource").map(e => e.name).filter(n => !n.startsWith("data:"));
   const out = document.createElement("pre"); out.id = "measured";
-  out.textContent = JSON.stringify({images, page, requests}); document.body.append(out);
+  out.textContent = JSON.stringify({images, captions, page, requests}); document.body.append(out);
 });</script></body>"""
 
 
@@ -61,22 +62,25 @@ def browse(profile: Path, *arguments: str) -> str:
 @pytest.mark.parametrize("width", [1280, 600])
 def test_every_figure_is_visible(report, tmp_path, width):
     copy = tmp_path / "measured.html"
-    page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", report.read_text(encoding="utf-8"))
-    copy.write_text(page.replace("</body>", MEASURE), encoding="utf-8")
+    open_page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", report.read_text(encoding="utf-8"))
+    copy.write_text(open_page.replace("</body>", MEASURE), encoding="utf-8")
     dom = browse(tmp_path / "profile", f"--window-size={width},900", "--dump-dom", copy.as_uri())
-    found = json.loads(re.search(r'<pre id="measured">(.*?)</pre>', dom, re.DOTALL)[1].replace("&amp;", "&"))
-    assert len(found["images"]) == len(list(report.parent.glob("*.png")))
-    for image in found["images"]:
+    measured = json.loads(re.search(r'<pre id="measured">(.*?)</pre>', dom, re.DOTALL)[1].replace("&amp;", "&"))
+    page = measured["page"]
+    assert len(measured["images"]) == len(list(report.parent.glob("*.png")))
+    for image in measured["images"]:
         assert image["complete"], image
         assert image["natural"] > 0, image
         assert image["width"] > 200, image
         assert image["height"] > 100, image
         assert image["x"] >= 0, image
-        assert image["x"] + image["width"] <= found["page"]["width"], image
-        assert image["y"] + image["height"] <= found["page"]["height"], image
+        assert image["x"] + image["width"] <= page["width"], image
+        assert image["y"] + image["height"] <= page["height"], image
         assert len(image["alt"]) > 20, image
-    assert found["page"]["scroll"] <= found["page"]["width"]  # nothing sticks out sideways
-    assert found["requests"] == []
+    for caption in measured["captions"]:  # a wide table scrolls, but its caption wraps
+        assert caption["x"] + caption["width"] <= page["width"], caption
+    assert page["scroll"] <= page["width"]  # nothing sticks out sideways
+    assert measured["requests"] == []
 
 
 def test_a_screenshot_shows_more_than_an_empty_page(report, tmp_path):

@@ -1,4 +1,4 @@
-"""The demo: whole and deterministic when short, as good as it claims when run in full."""
+"""The demo: a short run is complete and repeatable, and a full run is as good as it claims."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PICTURES = set(figures.FILES.values())
 
 @pytest.fixture
 def small(monkeypatch):
-    """A world searched by few queries, so that a run takes seconds."""
+    """Sizes so small that a run takes seconds."""
     sizes = {"QUERIES": 60, "ITEMS": 100, "HELD_OUT": 150, "UNSEEN_PAIRS": 30, "DENSITY_ROWS": 30}
     sizes |= {"TUNING_QUERIES": 8, "CALIBRATION_QUERIES": 150, "GUIDANCES": (0.0,), "RERANK_STEPS": 1}
     for name, size in sizes.items():
@@ -30,7 +30,7 @@ def small(monkeypatch):
 
 
 @pytest.mark.usefixtures("small")
-def test_a_short_run_leaves_report_pictures_and_numbers(tmp_path, monkeypatch):
+def test_a_short_run_writes_report_pictures_and_numbers(tmp_path, monkeypatch):
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), "--steps", "3"])
     assert result.exit_code == 0, result.exception
     assert {path.name for path in tmp_path.glob("*.png")} == PICTURES
@@ -40,14 +40,14 @@ def test_a_short_run_leaves_report_pictures_and_numbers(tmp_path, monkeypatch):
     assert len(re.findall(r'<img [^>]*alt="[^"]{20,}"', page)) == len(PICTURES)
     numbers = json.loads((tmp_path / "summary.json").read_text())
     held = [check["holds"] for check in numbers["checks"]]
-    assert not all(held)  # three steps teach nothing, and both the page and the terminal say so
+    assert not all(held)  # three steps teach nothing, as both the page and the terminal tell
     assert "Expected, but missed" in page
     assert result.output.count("MISSED") == held.count(False)
     assert f"{held.count(True)} of {len(held)} expectations hold" in result.output
     methods = [row["method"] for row in numbers["retrieval"]["t2i"]]
     assert {"kNN distance", "max softmax", "cosine margin", study.ENTROPY, study.RERANKER} <= set(methods)
 
-    # The same again takes up the trained flows and finds the same.
+    # The same call again loads the trained flows and gives the same numbers.
     for draw in ("draw_all", "draw_spheres"):
         monkeypatch.setattr(figures, draw, lambda *_: None)
     again = demo.run(tmp_path, 0, 3, lambda _: None)
@@ -55,7 +55,7 @@ def test_a_short_run_leaves_report_pictures_and_numbers(tmp_path, monkeypatch):
     assert json.loads(json.dumps(demo.summary(again))) == numbers
 
 
-def test_paths_stay_on_their_spheres_and_begin_with_noise(tmp_path):
+def test_paths_stay_on_their_spheres(tmp_path):
     flow = flows.learn_spheres(tmp_path, 0, 2)
     assert flow is not None
     for path in flows.sphere_paths(flow, 0, points=7, stops=5):
@@ -69,7 +69,7 @@ def test_unseen_pairs_are_compared_with_known_ones():
 
 
 @pytest.mark.slow
-def test_the_demo_keeps_its_promises(tmp_path):
+def test_a_full_run_meets_every_expectation(tmp_path):
     outcome = demo.run(tmp_path, 0, None, lambda _: None)
     assert outcome is not None
     missed = [check for check in outcome.checks() if not check.holds]
@@ -79,8 +79,8 @@ def test_the_demo_keeps_its_promises(tmp_path):
         assert part.reranked_recall > part.plain_recall
 
 
-def test_the_true_posterior_is_the_best_judge_of_answers():
-    """Where the truth scores, nothing scores better by more than chance: the study's bookkeeping is right."""
+def test_the_true_posterior_is_calibrated():
+    """The mean true probability of the answers of plain search is the share of them that is right."""
     world = ConceptWorld()
     image, text, _ = world.sample(300, generator=torch.Generator().manual_seed(0))
     truth = world.gallery_posterior(text, image, "t2i")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import geoflow_fast as gf
-from benchmarks.bench_rerank import Study
+from benchmarks.bench_rerank import RerankStudy
 from geoflow_fast import noise
 from geoflow_fast.demo.flows import concept_pairs, learn
 from geoflow_fast.directions import Direction
@@ -394,7 +394,7 @@ def concept_flow(tmp_path_factory) -> gf.GeoFlow:
 @pytest.mark.parametrize("direction", ["t2i", "i2t"])
 def test_a_trained_flow_gives_the_true_posterior_calibrated(concept_flow, direction):
     """1,000 queries search 1,000 items of the concept world; 1,000 other pairs calibrate."""
-    measured = Study(concept_flow, direction).reranked()
+    measured = RerankStudy(concept_flow, direction).reranked()
     assert measured["correlation of entropies"] >= 0.85, measured
     assert measured["ECE"] <= 0.05, measured
     assert measured["ECE outside"] <= 0.05, measured
