@@ -24,13 +24,25 @@ class Direction(str, Enum):
     ("t2i").
 
     In retrieval the given stream is that of the queries, and the generated one that of the items. A direction equals
-    its name, so users may pass either; `Direction.of` turns what they pass into a direction. `code` is its number in
-    tensors of directions.
+    its name, so users may pass either; `Direction.of` turns what they pass into a direction.
     """
 
-    JOINT = "joint"
-    I2T = "i2t"
-    T2I = "t2i"
+    JOINT = "joint", 0, (IMAGE, TEXT), None
+    I2T = "i2t", 1, (TEXT,), IMAGE
+    T2I = "t2i", 2, (IMAGE,), TEXT
+
+    code: int
+    """Number of the direction in tensors: 0 for joint, 1 for i2t, 2 for t2i."""
+    generated: tuple[int, ...]
+    """The streams that move: 0 for the image, 1 for the text."""
+    given: int | None
+    """The stream that stays where it is; None if both are generated."""
+
+    def __new__(cls, name: str, code: int, generated: tuple[int, ...], given: int | None) -> Direction:
+        direction = str.__new__(cls, name)
+        direction._value_ = name
+        direction.code, direction.generated, direction.given = code, generated, given
+        return direction
 
     def __str__(self) -> str:
         return self.value
@@ -47,21 +59,6 @@ class Direction(str, Enum):
             if value == direction:
                 return direction
         raise ValueError(f"direction must be one of {tuple(map(str, known))}, got {value!r}")
-
-    @property
-    def code(self) -> int:
-        """0 for joint, 1 for i2t, 2 for t2i."""
-        return CODES[self]
-
-    @property
-    def generated(self) -> tuple[int, ...]:
-        """The streams that move: 0 for the image, 1 for the text."""
-        return {Direction.JOINT: (IMAGE, TEXT), Direction.I2T: (TEXT,), Direction.T2I: (IMAGE,)}[self]
-
-    @property
-    def given(self) -> int | None:
-        """The stream that stays where it is; None if both are generated."""
-        return {Direction.JOINT: None, Direction.I2T: IMAGE, Direction.T2I: TEXT}[self]
 
     @property
     def reverse(self) -> Direction:
@@ -86,14 +83,13 @@ class Direction(str, Enum):
         return i2t, joint, t2i
 
 
-CODES = {direction: code for code, direction in enumerate(Direction)}
 DIRECTIONS = tuple(Direction)
 """The directions in the order of their codes."""
 CONDITIONAL = (Direction.I2T, Direction.T2I)
 ROW_ORDER = (Direction.I2T, Direction.JOINT, Direction.T2I)
 """The order in which the rows of a sorted batch stand. The rows in which a stream is generated are then contiguous:
 for the image all but the first, for the text all but the last."""
-ROW_CODES = tuple(CODES[direction] for direction in ROW_ORDER)
+ROW_CODES = tuple(direction.code for direction in ROW_ORDER)
 
 
 def row_directions(counts: Counts, device: torch.device | str = "cpu") -> Tensor:
