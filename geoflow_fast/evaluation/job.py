@@ -177,10 +177,16 @@ def zero_shot_folders(
     facts = {"images": len(rows), "classes": len(classes), "accuracy": outcome.accuracy, "scale": outcome.scale}
     components = [dataclasses.asdict(part) for part in outcome.components]
     write_json(out / RESULTS_JSON, without_nan({**facts, "seed": seed, "components": components}))
+    _write_zero_shot_page(outcome, len(classes), out, images.stem)
+    return outcome
+
+
+def _write_zero_shot_page(outcome: ZeroShot, classes: int, out: Path, name: str) -> None:
+    """Writes the figure and the page of the images `name` into the folder `out`."""
     page = Report(
-        f"Zero-shot classification of {images.stem}",
-        f"{len(rows):,} images, {len(classes):,} classes, accuracy {outcome.accuracy:.3f}. Which predictions should be "
-        "doubted?",
+        f"Zero-shot classification of {name}",
+        f"{len(outcome.correct):,} images, {classes:,} classes, accuracy {outcome.accuracy:.3f}. "
+        "Which predictions should be doubted?",
     )
     page.section(
         "Components",
@@ -191,11 +197,10 @@ def zero_shot_folders(
     best = {"AUSAC": "max", "AUROC": "max"}
     page.table([part.row() for part in outcome.components], "Scores of single images.", best)
     page.figure(
-        figures.draw_components({images.stem: outcome}, out / "components.png"),
+        figures.draw_components({name: outcome}, out / "components.png"),
         "Accuracy on the remaining images when the most doubtful are turned away; training-free scores are dashed.",
     )
     page.write(out / PAGE)
-    return outcome
 
 
 def labelled(images: Path, labels: Path) -> tuple[Tensor, Tensor]:

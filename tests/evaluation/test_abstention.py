@@ -15,7 +15,8 @@ ev = gf.evaluation
 
 
 def true_risk(threshold: float) -> float:
-    """Of uniform scores that are wrong with probability score / 2 below .9 and always above."""
+    """The risk below a threshold of uniform scores if answers are wrong with probability score / 2 below .9, and always
+    above."""
     below = min(threshold, 0.9)
     return (below**2 / 4 + (threshold - below)) / threshold if threshold > 0 else 0.0
 

@@ -36,7 +36,7 @@ SOURCES = {"demo_world": of_demo_world, "clip_art": of_clip_art}
 
 
 def make_data(recipe: Recipe, base: Path, source: str) -> None:
-    """Small stand-ins for all that a recipe speaks of: pairs; pictures, of which some captions stand for classes."""
+    """Writes small stand-ins for all folders and files of a recipe. Captions of a few images serve as class prompts."""
     draw = SOURCES[source]
     sizes = {"flow": 200, "held_out": 240 if recipe.methods else 40, "test": 60}  # the re-ranker needs 50 images
     for part in recipe.data:
