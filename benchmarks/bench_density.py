@@ -30,6 +30,7 @@ from benchmarks.suite import measure as measure_case
 from geoflow_fast.directions import DIRECTIONS
 from geoflow_fast.likelihood.probes import Probes
 from geoflow_fast.likelihood.reverse_ode import draw_seed
+from geoflow_fast.manifolds import SPHERE
 from geoflow_fast.worlds import ConceptWorld
 
 ROWS = 256
@@ -75,7 +76,7 @@ def gate_same_numbers(rows: Rows) -> None:
     settings = gf.DensitySettings(n_steps=2, solver="euler", tangents="combined", **INDEPENDENT)
     for code, direction in enumerate(DIRECTIONS):
         seed = int(draw_seed(torch.Generator().manual_seed(3), image))
-        probes = Probes(seed, torch.arange(6), 1, "gaussian", "none", False, "sphere")
+        probes = Probes(seed, torch.arange(6), settings, SPHERE)
         given = image, text, code, 2, lambda n, s, x, probes=probes: probes.draw(n, s, x)[0]
         generator = torch.Generator().manual_seed(3)
         ours = gf.log_density(rows.flow, image, text, direction, generator=generator, settings=settings)

@@ -21,6 +21,7 @@ from benchmarks.suite import PEER, Case, Contender, Scaling
 from geoflow_fast.geometry import log_area
 from geoflow_fast.likelihood.probes import Probes
 from geoflow_fast.likelihood.reverse_ode import draw_seed
+from geoflow_fast.manifolds import SPHERE
 from geoflow_fast.noise import sample_uniform
 
 TIME = 0.5
@@ -57,7 +58,7 @@ class Rows:
     def probes(self) -> tuple[Tensor, Tensor]:
         """Those that `log_density` draws from a generator of seed 3."""
         seed = int(draw_seed(torch.Generator().manual_seed(3), self.image))
-        drawn = Probes(seed, torch.arange(len(self.image)), 1, "gaussian", "none", False, "sphere")
+        drawn = Probes(seed, torch.arange(len(self.image)), ONE_STEP, SPHERE)
         return drawn.draw(0, 0, self.image)[0], drawn.draw(0, 1, self.text)[0]
 
     def divergence(self) -> Tensor:

@@ -79,9 +79,12 @@ class RerankStudy:
         """Standard deviation over seeds of log p(q | g_j), nats, without what all of a shortlist have in common."""
         queries = self.queries[:NOISE_QUERIES].unsqueeze(1).expand(-1, 32, -1).flatten(0, 1)
         items = self.items[self.cosine[:NOISE_QUERIES].topk(32).indices].flatten(0, 1)
-        pair, way = ((items, queries), "i2t") if self.direction == "t2i" else ((queries, items), "t2i")
+        reverse = gf.Direction.of(self.direction).reverse
+        pair = reverse.pair(items, queries)
         settings = DensitySettings(n_steps=6, shared=shared)
-        found = torch.stack([density_estimates(self.flow, *pair, (way,), settings, seed)[0, 0] for seed in range(8)])
+        found = torch.stack(
+            [density_estimates(self.flow, *pair, (reverse,), settings, seed)[0, 0] for seed in range(8)]
+        )
         found = found.unflatten(1, (NOISE_QUERIES, 32))
         return float((found - found.mean(2, keepdim=True)).std(0).mean())
 
@@ -153,7 +156,7 @@ def reranked_by_autograd(scene: Scene) -> Tensor:
     shortlist = (scene.queries @ scene.gallery.T).topk(reranker.shortlist).indices
     items = scene.gallery[shortlist].flatten(0, 1)
     queries = scene.queries.repeat_interleave(reranker.shortlist, 0)
-    found = density_estimates(Field(), items, queries, ("i2t",), reranker.density, reranker.seed)[0, 0]
+    found = density_estimates(Field(), items, queries, (gf.Direction.I2T,), reranker.density, reranker.seed)[0, 0]
     return torch.special.entr(found.view(len(scene.queries), -1).softmax(1)).sum(1)
 
 

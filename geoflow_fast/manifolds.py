@@ -71,6 +71,11 @@ class Manifold(ABC):
         """Log-density [B] of the base distribution at `x`, float64."""
 
     @abstractmethod
+    def divergence(self, x: Tensor, f: Tensor, trace: Tensor) -> Tensor:
+        """Divergence [K, B] of the tangent part of a field f, whose values at `x` are `f` [B, d] and whose Jacobian has
+        the `trace` [K, B], float64, over the tangent space."""
+
+    @abstractmethod
     def interpolant(
         self, noise: tuple[Tensor, Tensor], data: tuple[Tensor, Tensor], t: Tensor, codes: Tensor, drop: Tensor
     ) -> Interpolant:
@@ -117,6 +122,9 @@ class Sphere(Manifold):
 
     def from_normal(self, x: Tensor) -> Tensor:
         return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+
+    def divergence(self, x: Tensor, f: Tensor, trace: Tensor) -> Tensor:
+        return trace - (x.shape[1] - 1) * (x.double() * f.double()).sum(-1)
 
     def log_base(self, x: Tensor) -> Tensor:
         return torch.full((len(x),), -geometry.log_area(x.shape[1]), dtype=torch.float64, device=x.device)
@@ -165,6 +173,9 @@ class Euclidean(Manifold):
 
     def from_normal(self, x: Tensor) -> Tensor:
         return x
+
+    def divergence(self, x: Tensor, f: Tensor, trace: Tensor) -> Tensor:  # noqa: ARG002
+        return trace
 
     def log_base(self, x: Tensor) -> Tensor:
         return -0.5 * x.double().square().sum(1) - x.shape[1] / 2 * math.log(2 * math.pi)

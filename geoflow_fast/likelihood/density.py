@@ -18,7 +18,7 @@ from torch import Tensor
 from geoflow_fast.directions import DIRECTIONS, STREAMS, Direction
 from geoflow_fast.flow.solvers import Field
 from geoflow_fast.geometry import check_rows
-from geoflow_fast.likelihood.reverse_ode import check_pairs, density_estimates, draw_seed, in_flow, probe_dimensions
+from geoflow_fast.likelihood.reverse_ode import density_estimates, draw_seed, in_flow, probe_dimensions
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.settings import deprecated_keyword, settings_from
@@ -58,7 +58,7 @@ def log_density(
     direction = Direction.of(direction)
     keywords = {"n_steps": n_steps, "n_probes": n_probes, "solver": solver, "divergence": divergence}
     settings = settings_from(DensitySettings(), settings, deprecated, "log_density", **keywords)
-    check_pairs(image, text)
+    _check_pairs(image, text)
     if not return_stderr:
         return density_estimates(field, image, text, (direction,), settings, draw_seed(generator, image))[0].mean(0)
     _check_stderr(settings)
@@ -129,7 +129,7 @@ def epistemic(
     settings = settings_from(DensitySettings(), settings, deprecated, "epistemic", **keywords)
     if return_stderr:
         _check_stderr(settings)
-    check_pairs(image, text)
+    _check_pairs(image, text)
     text_partners_by_number = _partners(field, text, text_partners, "text_partners")
     image_partners_by_number = _partners(field, image, image_partners, "image_partners")
     seed = draw_seed(generator, image)
@@ -195,7 +195,7 @@ def suggest_steps(
     keywords = {"solver": solver, "n_probes": n_probes, "divergence": divergence}
     settings = settings_from(DensitySettings(), settings, deprecated, "suggest_steps", **keywords)
     kept = dataclasses.replace(settings, redraw=False, probe=None if settings.probe == "aligned" else settings.probe)
-    check_pairs(image, text)
+    _check_pairs(image, text)
     seed = draw_seed(generator, image)
     steps, before, change = 2, None, math.inf
     while steps <= 2 * max_steps:
@@ -237,8 +237,19 @@ def _partners(field: Field, own: Tensor, partners: Tensor | None, name: str) -> 
     if partners.dtype != own.dtype or partners.device != own.device:
         raise ValueError(f"{name} is {partners.dtype} on {partners.device}, but {side} is {own.dtype} on {own.device}")
     check_rows(partners, name)
-    in_flow(field, partners, STREAMS.index(side), name)
+    in_flow(field, partners, name)
     return partners.expand(rows, -1, -1).unbind(1)
+
+
+def _check_pairs(image: Tensor, text: Tensor) -> None:
+    for name, x in zip(STREAMS, (image, text)):
+        checks.with_values(x, name)
+    if image.dim() != 2 or text.dim() != 2 or len(image) != len(text):
+        raise ValueError(
+            f"image and text must be [B, d] with equal B, got {tuple(image.shape)} and {tuple(text.shape)}"
+        )
+    check_rows(image, "image")
+    check_rows(text, "text")
 
 
 def _check_typical(typicality: str | None, typical: tuple[float, float] | None) -> None:

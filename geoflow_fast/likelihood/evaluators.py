@@ -1,7 +1,9 @@
-"""Divergence of velocity fields along paths: random probes, and traces by them in forward mode or by autograd.
+"""Velocity and divergence of a field at the points of several solves: in forward mode for a network, else by autograd.
 
-On the sphere div v = tr(P grad f P) - (d - 1) <x, f> for v = P f, P the tangent projection at x (Sec. D of the paper).
-The second term is exact. The first is e^T (grad f) e on average over tangent probes e of second moment P.
+On the sphere div v = tr(P grad f P) - (d - 1) <x, f> for v = P f, where P is the tangent projection at x (Sec. D of the
+paper). The second term is exact. The first is the mean of e^T (grad f) e over tangent probes e with second moment P. In
+flat space P is the identity and there is no second term. The streams that move are listed solve by solve, image first;
+points, probes and velocities are tuples in this order.
 """
 
 from __future__ import annotations
@@ -12,195 +14,163 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from geoflow_fast.flow.solvers import Field, Streams
-from geoflow_fast.geometry import capturing, dot, project_tangent
-from geoflow_fast.likelihood.forward_mode import GENERATED, Dual, ForwardMode, Solve
-from geoflow_fast.likelihood.probes import STREAMS
-from geoflow_fast.manifolds import SPHERE, manifold_of
+from geoflow_fast.directions import STREAMS, Direction
+from geoflow_fast.flow.solvers import Field, Points, Streams
+from geoflow_fast.geometry import capturing
+from geoflow_fast.likelihood.forward_mode import ForwardMode, SolveInput
+from geoflow_fast.likelihood.settings import DensitySettings
+from geoflow_fast.manifolds import manifold_of
 
 TANGENT_TOLERANCE = 1e-3
 """Share of a field's velocity that may point off the sphere."""
 
 
-Products = list[dict[int, Tensor]]
-"""Jacobian times probe, [K, B, d] by stream, of each solve: of the field in forward mode, transposed by autograd. Good
-until the next evaluation."""
-
-
-Evaluation = tuple[list[Streams], Tensor | None, Products]
-"""Velocities (image, text) of each solve; divergences, one estimate per probe: [solves, K, B] float64; products."""
+Evaluation = tuple[Points, Tensor, Points]
+"""Velocities [B, d] of the streams that move; divergences [solves, K, B], float64, one estimate per probe; and what the
+Jacobian made of the probes, [K, B, d] for each stream that moves: the Jacobian of the network in forward mode, that of
+any other field transposed. The last are good until the next evaluation. Without probes the last two are empty."""
 
 
 class Evaluator(Protocol):
-    """Velocities of all solves at once and, with probes, their divergences and what the probes became."""
+    """Evaluates the velocities of all solves at once and, if there are probes, their divergences."""
 
-    def __call__(
-        self, points: Sequence[Streams], t: float, probes: Sequence[Streams] | None, paired: bool
-    ) -> Evaluation:
-        """`points` (image, text) and `probes` [K, B, d] of each solve; `paired`: one tangent moves both streams."""
+    def __call__(self, points: Points, t: float, probes: Points | None = None) -> Evaluation:
+        """`points` [B, d] and `probes` [K, B, d] of the streams that move."""
 
 
 class NetworkEvaluator:
-    """A `GeoFlow` in forward mode. `points`: where the solves start; a given stream stays there.
+    """Evaluates a network in forward mode.
 
-    `exact`: the probes are all tangent directions, whose forms add up, instead of so many estimates. `encoded` [B, H]:
-    the given stream's encoding, if it is known already.
+    `pair`: where all solves start; a given stream stays there. `encoded` [B, H]: the encoding of the given stream, if
+    it is already known.
     """
 
     def __init__(
         self,
         network: ForwardMode,
-        directions: Sequence[str],
-        points: Sequence[Streams],
-        exact: bool,
+        directions: Sequence[Direction],
+        pair: Streams,
+        settings: DensitySettings,
         encoded: Tensor | None = None,
     ) -> None:
-        self.network, self.directions, self.exact = network, directions, exact
-        self.sphere = network.flow.config.geometry == "sphere"
-        self.given = [
-            {
-                stream: network.encode(pair[stream], stream) if encoded is None else encoded
-                for stream in range(2)
-                if stream not in GENERATED[direction]
-            }
-            for direction, pair in zip(directions, points)
-        ]
+        self.network, self.directions, self.settings = network, directions, settings
+        self.manifold = network.flow.config.manifold
+        self.moving = [(solve, stream) for solve, direction in enumerate(directions) for stream in direction.generated]
+        self.still = [x.new_empty(0, *x.shape) for x in pair]  # no tangents
+        self.start = [list(pair) for _ in directions]
+        for points, direction in zip(self.start, directions):
+            given = direction.given
+            if given is not None:
+                points[given] = network.flow.encoders[given](pair[given]) if encoded is None else encoded
 
-    def __call__(
-        self, points: Sequence[Streams], t: float, probes: Sequence[Streams] | None, paired: bool
-    ) -> Evaluation:
-        solves = []
-        for number, (direction, pair) in enumerate(zip(self.directions, points)):
-            image, text = (
-                (self.given[number].get(stream, x), self._tangents(number, stream, x, probes))
-                for stream, x in enumerate(pair)
-            )
-            solves.append(Solve(direction, image, text, paired and len(GENERATED[direction]) == 2))
-        outputs = self.network(t, solves)
-        velocities: list[Streams] = []
-        traces: list[Tensor] = []
-        products: Products = []
-        for number, (pair, found) in enumerate(zip(points, outputs)):
-            velocities.append((self._velocity(pair[0], found.get(0)), self._velocity(pair[1], found.get(1))))
+    def __call__(self, points: Points, t: float, probes: Points | None = None) -> Evaluation:
+        everywhere, tangents = [list(pair) for pair in self.start], [list(self.still) for _ in self.start]
+        for k, (solve, stream) in enumerate(self.moving):
+            everywhere[solve][stream] = points[k]
             if probes is not None:
-                forms = [self._trace(pair[stream], probes[number][stream], dual) for stream, dual in found.items()]
-                traces.append(torch.stack(forms).sum(0))
-                products.append({stream: dual[1] for stream, dual in found.items()})
-        return velocities, torch.stack(traces) if traces else None, products
-
-    def _tangents(self, number: int, stream: int, x: Tensor, probes: Sequence[Streams] | None) -> Tensor:
-        if probes is None or stream in self.given[number]:
-            return x.new_empty(0, *x.shape)
-        return probes[number][stream]
-
-    def _velocity(self, x: Tensor, dual: Dual | None) -> Tensor:
-        """Tangent velocity of a generated stream, in memory of its own; zero of a given one."""
-        if dual is None:
-            return torch.zeros_like(x)
-        return project_tangent(x, dual[0]) if self.sphere else dual[0].clone()
-
-    def _trace(self, x: Tensor, probe: Tensor, dual: Dual) -> Tensor:
-        """e^T (grad f) e - (d - 1) <x, f>: [K, B] float64, [1, B] if exact."""
-        form = dot(dual[1].double(), probe.double()).squeeze(-1)
-        if self.exact:
-            form = form.sum(0, keepdim=True)
-        if not self.sphere:
-            return form
-        return form - (x.shape[1] - 1) * dot(x.double(), dual[0].double()).squeeze(-1)
+                tangents[solve][stream] = probes[k]
+        paired = self.settings.paired_tangents
+        rows = [SolveInput(*solve, paired) for solve in zip(self.directions, everywhere, tangents)]
+        outputs = self.network(t, rows)
+        f, products = zip(*(outputs[key] for key in self.moving))
+        velocities = tuple(self.manifold.project(x, y) for x, y in zip(points, f))
+        if probes is None:
+            return velocities, torch.empty(0), ()
+        traces = [
+            self.manifold.divergence(x, y, _trace(e, product, self.settings))
+            for x, y, e, product in zip(points, f, probes, products)
+        ]
+        return velocities, _sum_over_streams(traces, self.moving), products
 
 
 class FieldEvaluator:
-    """Any field with a differentiable `velocity`, by one vector-Jacobian product per probe.
+    """Evaluates any field with a differentiable `velocity`, with one vector-Jacobian product per probe.
 
-    On the sphere the trace is that of a tangent field alone, so any other is refused. `first_row` names its rows.
+    The trace is the divergence only for velocities that are tangent, so others are refused; `first_row` is the number
+    by which an error names the first row. `pair`: where all solves start; a given stream stays there.
     """
 
-    def __init__(self, field: Field, directions: Sequence[str], exact: bool, first_row: int) -> None:
-        self.field, self.directions, self.exact, self.first_row = field, directions, exact, first_row
-        self.sphere = manifold_of(field) is SPHERE
+    def __init__(
+        self, field: Field, directions: Sequence[Direction], pair: Streams, settings: DensitySettings, first_row: int
+    ) -> None:
+        self.field, self.directions, self.pair, self.settings = field, directions, pair, settings
+        self.manifold, self.first_row = manifold_of(field), first_row
+        self.moving = [(solve, stream) for solve, direction in enumerate(directions) for stream in direction.generated]
 
-    def __call__(
-        self, points: Sequence[Streams], t: float, probes: Sequence[Streams] | None, paired: bool
-    ) -> Evaluation:
-        if probes is None:
-            with torch.no_grad():
-                return [self._velocity(pair, t, name) for name, pair in zip(self.directions, points)], None, []
-        velocities: list[Streams] = []
-        traces: list[Tensor] = []
-        products: Products = []
-        for direction, pair, probe in zip(self.directions, points, probes):
-            streams = GENERATED[direction]
+    def __call__(self, points: Points, t: float, probes: Points | None = None) -> Evaluation:
+        velocities: list[Tensor] = []
+        products: list[Tensor] = []
+        for direction in self.directions:
+            own = slice(len(velocities), len(velocities) + len(direction.generated))
+            pair = list(self.pair)
+            for stream, x in zip(direction.generated, points[own]):
+                pair[stream] = x
+            if probes is None:
+                velocities += self._velocity(pair, t, direction)
+                continue
             with torch.enable_grad():
-                inputs = (pair[0].detach().requires_grad_(), pair[1].detach().requires_grad_())
-                velocity = self._velocity(inputs, t, direction)
-                groups = (streams,) if paired else tuple((stream,) for stream in streams)
-                pulled: dict[int, Tensor] = {}
-                for group in groups:
-                    pulled |= self._pull(group, inputs, velocity, probe)
-            forms = [dot(x.double(), probe[stream].double()).squeeze(-1) for stream, x in pulled.items()]
-            trace = torch.stack(forms).sum(0)
-            velocities.append((velocity[0].detach(), velocity[1].detach()))
-            traces.append(trace.sum(0, keepdim=True) if self.exact else trace)
-            products.append(pulled)
-        return velocities, torch.stack(traces), products
+                leaves = [x.detach().requires_grad_() for x in pair]
+                velocity = self._velocity(leaves, t, direction)
+                products += self._products([leaves[s] for s in direction.generated], velocity, probes[own], direction)
+            velocities += [v.detach() for v in velocity]
+        if probes is None:
+            return tuple(velocities), torch.empty(0), ()
+        traces = [_trace(e, product, self.settings) for e, product in zip(probes, products)]
+        return tuple(velocities), _sum_over_streams(traces, self.moving), tuple(products)
 
-    def _velocity(self, pair: Streams, t: float, direction: str) -> Streams:
-        """The field's velocity, its generated streams checked."""
-        found = self.field.velocity(*pair, t, direction)
-        for stream in GENERATED[direction]:
-            x, v = pair[stream].detach(), found[stream].detach()
+    def _velocity(self, pair: Sequence[Tensor], t: float, direction: Direction) -> list[Tensor]:
+        """The field's velocities in the streams that are generated. A ValueError names the first row of one that leaves
+        the tangent space; NaN is left to the solver."""
+        image, text = pair
+        both = self.field.velocity(image, text, t, direction)
+        for stream in direction.generated:
+            x, v, name = pair[stream].detach(), both[stream].detach(), f"{direction}: the {STREAMS[stream]} velocity"
             if v.shape != x.shape:
-                shapes = f"{tuple(v.shape)} at points {tuple(x.shape)}"
-                raise ValueError(f"{direction}: the {STREAMS[stream]} velocity has shape {shapes}")
-            if self.sphere and not capturing(v):
-                self._check_tangent(x, v, f"{direction}: the {STREAMS[stream]} velocity", t)
-        return found
+                raise ValueError(f"{name} has shape {tuple(v.shape)} at points {tuple(x.shape)}")
+            if capturing(v):
+                continue
+            off = torch.linalg.vector_norm(v - self.manifold.project(x, v), dim=-1)
+            rounding = 32 * torch.finfo(v.dtype).eps  # all that is left where a field vanishes by cancellation
+            bad = off > TANGENT_TOLERANCE * torch.linalg.vector_norm(v, dim=-1) + rounding
+            if bool(bad.any()):
+                row = self.first_row + int(bad.nonzero()[0])
+                raise ValueError(
+                    f"{name} is not tangent to the sphere in row {row} at t={t:.4g}; "
+                    "pass it through geoflow_fast.geometry.project_tangent"
+                )
+        return [both[stream] for stream in direction.generated]
 
-    def _check_tangent(self, x: Tensor, v: Tensor, name: str, t: float) -> None:
-        """ValueError naming the first row of `v` [B, d] that leaves the tangent space at `x`; NaN is not looked at."""
-        rounding = 32 * torch.finfo(v.dtype).eps  # all that is left where a field vanishes by cancellation
-        allowed = TANGENT_TOLERANCE * torch.linalg.vector_norm(v, dim=-1) + rounding
-        bad = dot(x, v).abs().squeeze(-1) > allowed
-        if bool(bad.any()):
-            row = self.first_row + int(bad.nonzero()[0])
-            raise ValueError(
-                f"{name} is not tangent to the sphere in row {row} at t={t:.4g}; "
-                "pass it through geoflow_fast.geometry.project_tangent"
-            )
-
-    def _pull(
-        self, streams: tuple[int, ...], inputs: tuple[Tensor, ...], velocity: Streams, probe: Streams
-    ) -> dict[int, Tensor]:
-        """(grad v)^T e of the product of these streams, by stream: [K, B, d]."""
-        moving = [stream for stream in streams if velocity[stream].requires_grad]
-        for stream in streams:
-            if stream not in moving and bool(velocity[stream].any()):
+    def _products(
+        self, points: Sequence[Tensor], velocity: Sequence[Tensor], probes: Sequence[Tensor], direction: Direction
+    ) -> list[Tensor]:
+        """(grad v)^T e, [K, B, d] for each stream that is generated: of the streams together if one tangent moves both,
+        else of each alone."""
+        for stream, v in zip(direction.generated, velocity):
+            if not v.requires_grad and bool(v.any()):
                 raise ValueError(f"the {STREAMS[stream]} velocity must be differentiable in the points")
-        if not moving:  # streams that stand still have no divergence
-            return {stream: torch.zeros_like(probe[stream]) for stream in streams}
-        pulled = [
-            torch.autograd.grad(
-                [velocity[stream] for stream in moving],
-                [inputs[stream] for stream in streams],
-                [probe[stream][k] for stream in moving],
-                retain_graph=True,
-                materialize_grads=True,
-            )
-            for k in range(len(probe[streams[0]]))
-        ]
-        return {stream: torch.stack(found) for stream, found in zip(streams, zip(*pulled))}
+        products = [torch.zeros_like(e) for e in probes]  # what a stream that stands still has
+        every = range(len(points))
+        for group in [every] if self.settings.paired_tangents else [[k] for k in every]:
+            moving = [k for k in group if velocity[k].requires_grad]
+            if moving:
+                outputs, inputs = [velocity[k] for k in moving], [points[k] for k in group]
+                pulled = [
+                    torch.autograd.grad(outputs, inputs, along, retain_graph=True, materialize_grads=True)
+                    for along in zip(*(probes[k] for k in moving))
+                ]
+                for k, product in zip(group, zip(*pulled)):
+                    products[k] = torch.stack(product)
+        return products
 
 
-def evaluator_of(
-    field: Field,
-    network: ForwardMode | None,
-    directions: Sequence[str],
-    points: Sequence[Streams],
-    exact: bool,
-    first_row: int,
-    encoded: Tensor | None = None,
-) -> Evaluator:
-    """The network in forward mode where there is one, autograd for any other field."""
-    if network is not None:
-        return NetworkEvaluator(network, directions, points, exact, encoded)
-    return FieldEvaluator(field, directions, exact, first_row)
+def _trace(probes: Tensor, products: Tensor, settings: DensitySettings) -> Tensor:
+    """e^T J e of the probes e [K, B, d], float64: one estimate [K, B] each, or their sum [1, B] if they are a basis."""
+    trace = (products.double() * probes.double()).sum(-1)
+    return trace.sum(0, keepdim=True) if settings.exact else trace
+
+
+def _sum_over_streams(traces: Sequence[Tensor], moving: Sequence[tuple[int, int]]) -> Tensor:
+    """Sums of the traces [K, B] over the streams of each solve: [solves, K, B]."""
+    solves = range(moving[-1][0] + 1)
+    own = [[trace for (owner, _), trace in zip(moving, traces) if owner == solve] for solve in solves]
+    return torch.stack([torch.stack(of_solve).sum(0) for of_solve in own])

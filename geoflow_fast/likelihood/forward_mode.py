@@ -1,274 +1,215 @@
-"""Forward mode of the network by hand: points and their tangents pass every layer together, without an autograd tape.
+"""The derivative of the network in forward mode: points and their tangents pass every layer together, without a tape.
 
-Several solves (rows of one direction each) share one pass. A solve of B pairs with K tangents owns (1 + K) B rows of
-every activation: the points, then the tangents one after the other. So each layer is one matrix product per stream over
-all rows of all solves, and the tangents of a point share what depends on the point alone. What no output needs is not
-computed: the encoding of a given stream (it never moves, so once will do), the last feed-forward and the decoder of a
-given stream, and those of the tangents that are not read from a stream.
+A layer y = f(x) takes a tangent dx to dy = (grad f)(x) dx, for which the ops have kernels. Several solves, each of one
+direction, share one pass: a solve of B pairs with K tangents has (1 + K) B rows in every activation, first the points
+and then one tangent after the other. So each layer is one matrix product per stream over the rows of all solves, and
+the tangents of a point share what depends on the point alone. What no output needs is not computed: the encoding of a
+given stream, which never moves, its last feed-forward and its decoder, and those of tangents that move the other stream
+only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from geoflow_fast import ops
+from geoflow_fast.directions import STREAMS, Direction
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.network import NORM_EPS, Block
 
-GENERATED = {"joint": (0, 1), "i2t": (1,), "t2i": (0,)}
-"""Streams that move (0 image, 1 text), by direction."""
-
-
-Modulation = Sequence[Sequence[Tensor]]
-"""Shifts and scales of every half-block, by number and stream: [1, H] each."""
-
-
 Dual = tuple[Tensor, Tensor]
-"""Rows [B, W] and their tangents [K, B, W]."""
+"""Points [B, W] and their tangents [K, B, W]."""
 
 
-@dataclass(frozen=True)
-class Solve:
-    """Input of one direction. `image` and `text`: for a generated stream the points [B, d] and tangents [K, B, d], for
-    a given one its encoding [B, H] (see `ForwardMode.encode`) and no tangents, [0, B, d].
+ShiftsAndScales = Sequence[Sequence[tuple[Tensor, ...]]]
+"""The modulation of one solve: (shift, scale), [1, H] each, by half-block and stream."""
 
-    `paired`: tangent k moves both streams at once, with the k-th of either; otherwise each tangent moves its own stream
-    and leaves the other alone, the image's first.
+
+class SolveInput:
+    """The rows of one direction: by stream, points [B, d] and tangents [K, B, d].
+
+    A given stream has its encoding [B, H] as points and no tangents, [0, B, d]. If `paired`, tangent k moves both
+    streams at once. Otherwise a tangent moves one stream and leaves the other alone; those of the image come first.
     """
 
-    direction: str
-    image: Dual
-    text: Dual
-    paired: bool = False
-
-    @property
-    def rows(self) -> int:
-        """Pairs B."""
-        return len(self.image[0])
-
-    @property
-    def tangents(self) -> int:
-        """Tangents K of the solve."""
-        return max(map(len, self.own)) if self.paired else sum(map(len, self.own))
-
-    @property
-    def own(self) -> tuple[range, range]:
-        """Which of the solve's tangents move each stream, and are read from it."""
-        image, text = len(self.image[1]), len(self.text[1])
-        return range(image), range(0 if self.paired else image, text if self.paired else image + text)
+    def __init__(
+        self, direction: Direction, points: Sequence[Tensor], tangents: Sequence[Tensor], paired: bool = False
+    ) -> None:
+        self.direction, self.points, self.tangents, self.paired = direction, points, tangents, paired
+        image, text = map(len, tangents)
+        first = 0 if paired else image
+        self.own = (0, image), (first, text)
+        """The first of the solve's tangents that move each stream, and are read from it, and their number."""
+        self.size = max(image, text) if paired else image + text, len(points[0])
+        """Number of tangents and of pairs."""
 
 
-@dataclass(frozen=True)
-class Span:
-    """Rows of one solve in a stacked matrix: its points from `primal` on, `count` tangents from `tangent` on."""
+class DualRows(NamedTuple):
+    """The rows of several solves in one matrix [rows, W], and each solve's points and tangents as views of it."""
 
-    solve: int
-    rows: int
-    primal: int
-    tangent: int
-    count: int
-
-    def of(self, stacked: Tensor) -> Dual:
-        """The rows as views: points [B, W] and tangents [K, B, W]."""
-        tangents = stacked.narrow(0, self.tangent, self.count * self.rows)
-        return stacked.narrow(0, self.primal, self.rows), tangents.view(self.count, self.rows, stacked.shape[1])
-
-
-class Layout:
-    """Where the rows of the solves are: in matrices of all rows, and in those of one stream's own rows alone."""
-
-    def __init__(self, solves: Sequence[Solve]) -> None:
-        self.all: list[Span] = []
-        self.own_in_all: tuple[list[Span], list[Span]] = ([], [])
-        self.own: tuple[list[Span], list[Span]] = ([], [])
-        self.total, self.own_total = 0, [0, 0]
-        for number, solve in enumerate(solves):
-            rows = solve.rows
-            span = Span(number, rows, self.total, self.total + rows, solve.tangents)
-            self.all.append(span)
-            self.total += (1 + span.count) * rows
-            for stream in GENERATED[solve.direction]:
-                own, start = solve.own[stream], self.own_total[stream]
-                place = span.tangent + own.start * rows
-                self.own_in_all[stream].append(Span(number, rows, span.primal, place, len(own)))
-                self.own[stream].append(Span(number, rows, start, start + rows, len(own)))
-                self.own_total[stream] += (1 + len(own)) * rows
+    matrix: Tensor
+    solves: list[Dual]
 
 
 class ForwardMode:
-    """The network of `flow` at the given `times` of the given `directions`: modulations of all of them are made here.
+    """The network of `flow` for the given `directions` and `times`, all of whose shifts and scales are computed here.
 
-    Activations live in buffers that every call reuses; results are views of them, good until the next call.
+    Activations are kept in buffers that every call uses again, so the tangents it returns are good until the next call.
     """
 
-    def __init__(self, flow: GeoFlow, directions: Sequence[str], times: Sequence[float]) -> None:
+    def __init__(self, flow: GeoFlow, directions: Sequence[Direction], times: Sequence[float]) -> None:
         self.flow = flow
-        self.number = {t: k for k, t in enumerate(times)}
+        self.time_number = {t: number for number, t in enumerate(times)}
         like = next(flow.parameters())
         # One fill per time: copying a list to a device would wait for it, which a graph cannot capture.
         moments = torch.stack([torch.full((), t, dtype=like.dtype, device=like.device) for t in times])
-        # By direction, time, part and stream: [1, H].
-        self.modulations = {
-            direction: [[part.unbind() for part in entry.unbind()] for entry in flow.modulations(moments, direction)]
-            for direction in directions
-        }
+        self.modulations: dict[Direction, list[ShiftsAndScales]] = {}  # of every time
+        for direction in directions:
+            table = flow.modulations(moments, direction).unflatten(1, (-1, 2)).transpose(2, 3)
+            # table: times, half-blocks, streams, shift and scale, 1, H
+            self.modulations[direction] = [
+                [[stream.unbind() for stream in half.unbind()] for half in at_time.unbind()]
+                for at_time in table.unbind()
+            ]
         self._buffers: dict[str, Tensor] = {}
 
     @staticmethod
-    def row_bytes(flow: GeoFlow, solves: Sequence[Solve]) -> int:
-        """Bytes of buffers per pair, from solves of one pair each."""
-        layout, config = Layout(solves), flow.config
-        wide = 9 * config.hidden + 3 * config.inner
-        ends = sum(rows * (2 * d + config.hidden) for rows, d in zip(layout.own_total, config.flow_dims))
-        return (layout.total * wide + ends) * next(flow.parameters()).element_size()
+    def bytes_per_pair(flow: GeoFlow, directions: Sequence[Direction], tangents: tuple[int, int], paired: bool) -> int:
+        """Bytes of buffers for one pair in every direction, with so many tangents for the image and the text."""
+        config, values = flow.config, 0
+        for direction in directions:
+            own = [tangents[stream] for stream in direction.generated]
+            values += (1 + (max(own) if paired else sum(own))) * (9 * config.hidden + 3 * config.inner)
+            for stream, count in zip(direction.generated, own):
+                values += (1 + count) * (2 * config.flow_dims[stream] + config.hidden)
+        return values * next(flow.parameters()).element_size()
 
-    def encode(self, x: Tensor, stream: int) -> Tensor:
-        """Encoding [B, H] of the points `x` [B, d] of a stream that stays where it is."""
-        encoded: Tensor = self.flow.encoders[stream](x)
-        return encoded
-
-    def encode_once(self, x: Tensor, stream: int, number: Tensor) -> tuple[Tensor, Tensor]:
-        """Encodings [U, H] of the distinct points among `x` [B, d], told apart by `number` [B], and which of them each
-        row has [B]."""
-        kept, place = number.to(x.device).unique(return_inverse=True)
-        row = torch.empty_like(kept).scatter_(0, place, torch.arange(len(x), device=x.device))
-        return self.encode(x[row], stream), place
-
-    def __call__(self, t: float, solves: Sequence[Solve]) -> list[dict[int, Dual]]:
-        """Network outputs before the tangent projection, per solve by generated stream: [B, d] and along the stream's
-        own tangents [K, B, d]."""
-        layout = Layout(solves)
-        modulation = [self.modulations[solve.direction][self.number[t]] for solve in solves]
-        h = [self._encode(solves, layout, stream) for stream in range(2)]
+    def __call__(self, t: float, solves: Sequence[SolveInput]) -> dict[tuple[int, int], Dual]:
+        """Network outputs before the tangent projection, [B, d], and along the tangents that move the stream,
+        [K, B, d], by number of the solve and stream, for the streams that are generated."""
+        modulations = [self.modulations[solve.direction][self.time_number[t]] for solve in solves]
+        h = [self._encode(solves, stream) for stream, _ in enumerate(STREAMS)]
         *blocks, last = cast(list[Block], list(self.flow.blocks))
         for number, block in enumerate(blocks):
-            self._cross_gate(block, h, modulation, 4 * number, layout)
-            for stream in range(2):
-                h[stream] = self._feed_forward(
-                    block, stream, h[stream], modulation, 4 * number + 2, layout.all, layout.all
-                )
-        self._cross_gate(last, h, modulation, 4 * len(blocks), layout)
-        outputs: list[dict[int, Dual]] = [{} for _ in solves]
-        for stream in range(2):
-            spans, source = layout.own[stream], layout.own_in_all[stream]
-            if spans:
-                own = self._feed_forward(last, stream, h[stream], modulation, 4 * len(blocks) + 2, source, spans)
-                decoded = self._decode(own, stream, spans)
-                for span in spans:
-                    outputs[span.solve][stream] = span.of(decoded)
+            h = self._cross_gate(block, h, [modulation[2 * number] for modulation in modulations])
+            for stream, rows in enumerate(h):
+                parts = [modulation[2 * number + 1][stream] for modulation in modulations]
+                h[stream] = self._feed_forward(block, stream, rows.solves, parts)
+        h = self._cross_gate(last, h, [modulation[-2] for modulation in modulations])
+        outputs: dict[tuple[int, int], Dual] = {}
+        for stream, rows in enumerate(h):
+            own = own_rows(rows, solves, stream)
+            if own:
+                parts = [modulations[number][-1][stream] for number in own]
+                decoded = self._decode(stream, self._feed_forward(last, stream, list(own.values()), parts))
+                outputs |= {(number, stream): dual for number, dual in zip(own, decoded)}
         return outputs
 
-    def _room(self, name: str, rows: int, width: int) -> Tensor:
-        """A matrix of the buffer `name`, which grows when it must."""
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < rows * width:
-            like = next(self.flow.parameters())
-            buffer = self._buffers[name] = torch.empty(rows * width, dtype=like.dtype, device=like.device)
-        return buffer.narrow(0, 0, rows * width).view(rows, width)
-
-    def _encode(self, solves: Sequence[Solve], layout: Layout, stream: int) -> Tensor:
-        """Encoded points and tangents [total, H] of one stream, whose tangents of the other stream are zero here."""
+    def _encode(self, solves: Sequence[SolveInput], stream: int) -> DualRows:
+        """The encoder of one stream. Tangents that move the other stream are zero here."""
         linear, norm = cast(Iterable[Any], self.flow.encoders[stream])
-        h = self._room(f"state {stream}", layout.total, linear.out_features)
-        sides = [(solve.image, solve.text)[stream] for solve in solves]
-        for span in layout.all:
-            primal, tangents = span.of(h)
-            if len(sides[span.solve][1]) < span.count:
+        h = self._buffer(f"state {stream}", [solve.size for solve in solves], linear.out_features)
+        for solve, (points, tangents) in zip(solves, h.solves):
+            if stream not in solve.direction.generated:
+                points.copy_(solve.points[stream])
+            if len(solve.tangents[stream]) < len(tangents):
                 tangents.zero_()
-            if stream not in GENERATED[solves[span.solve].direction]:
-                primal.copy_(sides[span.solve][0])
-        x = self._room("points", layout.own_total[stream], linear.in_features)
-        for span in layout.own[stream]:
-            for target, source in zip(span.of(x), sides[span.solve]):
-                target.copy_(source)
-        z = torch.mm(x, linear.weight.T, out=self._room("encoded", len(x), linear.out_features))
+        own = own_rows(h, solves, stream)
+        sizes = [tangents.shape[:2] for _, tangents in own.values()]
+        x = self._buffer("points", sizes, linear.in_features)
+        encoded = self._buffer("encoded", sizes, linear.out_features)
+        for number, (points, tangents) in zip(own, x.solves):
+            points.copy_(solves[number].points[stream])
+            tangents.copy_(solves[number].tangents[stream])
+        torch.mm(x.matrix, linear.weight.T, out=encoded.matrix)
         scale = norm.weight - 1
-        for span, place in zip(layout.own[stream], layout.own_in_all[stream]):
-            point, tangent = span.of(z)
-            point += linear.bias
-            ops.adaln_jvp(point, tangent, norm.bias, scale, eps=norm.eps, out=place.of(h))
+        for (points, tangents), target in zip(encoded.solves, own.values()):
+            points += linear.bias
+            ops.adaln_jvp(points, tangents, norm.bias, scale, eps=norm.eps, out=target)
         return h
 
     def _cross_gate(
-        self, block: Block, h: list[Tensor], modulation: Sequence[Modulation], part: int, layout: Layout
-    ) -> None:
-        """First half of a block on both streams; replaces the entries of `h`."""
-        gates, values = [], []
-        for stream in range(2):
-            x = self._room("normed", *h[stream].shape)
-            self._modulate(stream, h[stream], x, modulation, part, layout.all, layout.all)
-            gate, value = (self._room(f"{name} {stream}", *x.shape) for name in ("gate", "value"))
+        self, block: Block, h: list[DualRows], modulation: Sequence[Sequence[tuple[Tensor, ...]]]
+    ) -> list[DualRows]:
+        """First half of a block on both streams. `modulation`: (shift, scale) by solve and stream."""
+        sizes = [tangents.shape[:2] for _, tangents in h[0].solves]
+        width = h[0].matrix.shape[1]
+        gates, values = (
+            [self._buffer(f"{name} {stream}", sizes, width) for stream in range(2)] for name in ("gate", "value")
+        )
+        for stream, rows in enumerate(h):
+            x = self._buffer("normed", sizes, width)
+            for source, target, parts in zip(rows.solves, x.solves, modulation):
+                ops.adaln_jvp(*source, *parts[stream], eps=NORM_EPS, out=target)
             heads = block.cross_weight.unbind()[stream].unbind()
-            pieces = (y.chunk(len(heads), dim=1) for y in (x, gate, value))
+            pieces = (y.matrix.chunk(len(heads), dim=1) for y in (x, gates[stream], values[stream]))
             for weight, x_head, gate_head, value_head in zip(heads, *pieces):
                 to_gate, to_value = weight.chunk(2, dim=1)
                 torch.mm(x_head, to_gate, out=gate_head)
                 torch.mm(x_head, to_value, out=value_head)
-            gates.append(gate)
-            values.append(value)
-        for stream in range(2):
-            target = self._room(f"gated {stream}", *h[stream].shape)
-            for span in layout.all:
-                residual, d_residual = span.of(h[stream])
-                parts = (residual, d_residual, *span.of(gates[stream]), *span.of(values[1 - stream]))
-                ops.gate_residual_jvp(*parts, block.cross_scale.unbind()[stream], out=span.of(target))
-            h[stream] = target
+        gated = [self._buffer(f"gated {stream}", sizes, width) for stream in range(2)]
+        for stream, scale in enumerate(block.cross_scale.unbind()):
+            parts_of = (h[stream].solves, gates[stream].solves, values[1 - stream].solves, gated[stream].solves)
+            for residual, gate, value, target in zip(*parts_of):
+                ops.gate_residual_jvp(*residual, *gate, *value, scale, out=target)
+        return gated
 
     def _feed_forward(
-        self,
-        block: Block,
-        stream: int,
-        h: Tensor,
-        modulation: Sequence[Modulation],
-        part: int,
-        source: Sequence[Span],
-        spans: Sequence[Span],
-    ) -> Tensor:
-        """Second half of a block on the rows `source` of one stream's `h`, which the result has at `spans`."""
-        rows = sum((1 + span.count) * span.rows for span in spans)
-        x = self._room("normed", rows, h.shape[1])
-        self._modulate(stream, h, x, modulation, part, source, spans)
+        self, block: Block, stream: int, h: Sequence[Dual], modulation: Sequence[tuple[Tensor, ...]]
+    ) -> DualRows:
+        """Second half of a block on one stream. `modulation`: (shift, scale) by solve."""
+        sizes = [tangents.shape[:2] for _, tangents in h]
         expand, contract = (layer.weight.unbind()[stream] for layer in (block.expand, block.contract))
-        wide = torch.mm(x, expand, out=self._room("wide", rows, expand.shape[1]))
-        inner = self._room("inner", rows, contract.shape[0])
-        for span in spans:
-            ops.swiglu_jvp(*span.of(wide), out=span.of(inner))
-        update = torch.mm(inner, contract, out=x)
-        target = self._room(f"state {stream}", rows, h.shape[1])
-        for before, after in zip(source, spans):
-            value, d_value = after.of(update)
-            ops.gate_residual_jvp(
-                *before.of(h), None, None, value, d_value, block.forward_scale.unbind()[stream], out=after.of(target)
-            )
-        return target
+        x = self._buffer("normed", sizes, len(expand))
+        for source, target, parts in zip(h, x.solves, modulation):
+            ops.adaln_jvp(*source, *parts, eps=NORM_EPS, out=target)
+        wide = self._buffer("wide", sizes, expand.shape[1])
+        torch.mm(x.matrix, expand, out=wide.matrix)
+        inner = self._buffer("inner", sizes, len(contract))
+        for source, target in zip(wide.solves, inner.solves):
+            ops.swiglu_jvp(*source, out=target)
+        torch.mm(inner.matrix, contract, out=x.matrix)
+        state = self._buffer(f"state {stream}", sizes, len(expand))
+        for residual, update, target in zip(h, x.solves, state.solves):
+            ops.gate_residual_jvp(*residual, None, None, *update, block.forward_scale.unbind()[stream], out=target)
+        return state
 
-    def _modulate(
-        self,
-        stream: int,
-        h: Tensor,
-        target: Tensor,
-        modulation: Sequence[Modulation],
-        part: int,
-        source: Sequence[Span],
-        spans: Sequence[Span],
-    ) -> None:
-        """AdaLN of the rows `source` of `h` by the modulations `part` (shift) and `part` + 1 (scale) of their solve."""
-        for before, after in zip(source, spans):
-            shift, scale = (modulation[before.solve][number][stream] for number in (part, part + 1))
-            ops.adaln_jvp(*before.of(h), shift, scale, eps=NORM_EPS, out=after.of(target))
-
-    def _decode(self, h: Tensor, stream: int, spans: Sequence[Span]) -> Tensor:
-        """Network outputs and their tangents for one stream's own rows."""
+    def _decode(self, stream: int, h: DualRows) -> list[Dual]:
+        """The decoder of one stream. The outputs have memory of their own, their tangents are views of a buffer."""
         norm, linear = cast(Iterable[Any], self.flow.decoders[stream])
-        x, scale = self._room("normed", *h.shape), norm.weight - 1
-        for span in spans:
-            ops.adaln_jvp(*span.of(h), norm.bias, scale, eps=norm.eps, out=span.of(x))
-        decoded = torch.mm(x, linear.weight.T, out=self._room(f"output {stream}", len(h), linear.out_features))
-        for span in spans:
-            span.of(decoded)[0].add_(linear.bias)
-        return decoded
+        sizes = [tangents.shape[:2] for _, tangents in h.solves]
+        x, decoded = (
+            self._buffer("normed", sizes, linear.in_features),
+            self._buffer(f"output {stream}", sizes, linear.out_features),
+        )
+        scale = norm.weight - 1
+        for source, target in zip(h.solves, x.solves):
+            ops.adaln_jvp(*source, norm.bias, scale, eps=norm.eps, out=target)
+        torch.mm(x.matrix, linear.weight.T, out=decoded.matrix)
+        return [(points + linear.bias, tangents) for points, tangents in decoded.solves]
+
+    def _buffer(self, name: str, sizes: Sequence[Sequence[int]], width: int) -> DualRows:
+        """Rows for the tangents and pairs of each solve, whose numbers are `sizes`, in the buffer `name`, which grows
+        when it must."""
+        rows = sum((1 + count) * pairs for count, pairs in sizes)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < rows * width:
+            like = next(self.flow.parameters())
+            buffer = self._buffers[name] = torch.empty(rows * width, dtype=like.dtype, device=like.device)
+        matrix = buffer.narrow(0, 0, rows * width).view(rows, width)
+        parts = matrix.split([part for count, pairs in sizes for part in (pairs, count * pairs)])
+        views = zip(parts[::2], parts[1::2], sizes)
+        return DualRows(matrix, [(points, tangents.view(*size, width)) for points, tangents, size in views])
+
+
+def own_rows(rows: DualRows, solves: Sequence[SolveInput], stream: int) -> dict[int, Dual]:
+    """The points, and the tangents that move the stream, of the solves that generate it, by number of the solve."""
+    return {
+        number: (points, tangents.narrow(0, *solve.own[stream]))
+        for number, (solve, (points, tangents)) in enumerate(zip(solves, rows.solves))
+        if stream in solve.direction.generated
+    }

@@ -1,4 +1,9 @@
-"""The augmented reverse ODE: follows pairs from t = 1 to t = 0 and integrates the divergence on the way."""
+"""The augmented reverse ODE: it follows pairs from t = 1 to t = 0 and integrates the divergence on the way.
+
+Along a solution of dx/dt = v(x, t) the log-density changes at the rate -div v. So log p(x_1) is the log-density of the
+base distribution at x_0 plus the integral of div v from t = 1 to t = 0, estimated with probes at the same times at
+which the solver evaluates v. All directions are solved side by side.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from geoflow_fast.directions import STREAMS, Direction
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.solvers import (
     Field,
@@ -20,16 +26,16 @@ from geoflow_fast.flow.solvers import (
     time_grid,
 )
 from geoflow_fast.geometry import check_rows
-from geoflow_fast.likelihood.evaluators import Evaluator, evaluator_of
-from geoflow_fast.likelihood.forward_mode import GENERATED, ForwardMode, Solve
-from geoflow_fast.likelihood.probes import STREAMS, Probes
+from geoflow_fast.likelihood.evaluators import Evaluator, FieldEvaluator, NetworkEvaluator
+from geoflow_fast.likelihood.forward_mode import ForwardMode
+from geoflow_fast.likelihood.probes import Probes
 from geoflow_fast.likelihood.settings import MEMORY, DensitySettings
-from geoflow_fast.manifolds import Manifold, manifold_of
-from geoflow_fast.runtime import checks
+from geoflow_fast.manifolds import manifold_of
 
 
 def draw_seed(generator: torch.Generator | None, like: Tensor) -> int | Tensor:
-    """Seed of the probes: a number from a generator on the CPU, a tensor that nobody waits for from one on a GPU."""
+    """Draws the seed of the probes: a number from a generator on the CPU; from one on a GPU a tensor, for which nothing
+    has to wait."""
     device = like.device if generator is None else generator.device
     seed = torch.randint(2**62, (), generator=generator, device=device)
     return seed if seed.is_cuda else int(seed)
@@ -39,171 +45,156 @@ def density_estimates(
     field: Field,
     image: Tensor,
     text: Tensor,
-    directions: Sequence[str],
+    directions: Sequence[Direction],
     settings: DensitySettings,
     seed: int | Tensor,
     first_row: int = 0,
     given_number: Tensor | None = None,
 ) -> Tensor:
-    """Log-densities of all `directions`, one estimate per probe: [directions, K, B] float64.
+    """Log-densities in all `directions` at pairs of unit rows [B, d], one estimate per probe: [directions, K, B]
+    float64.
 
     `first_row` is the number of the first pair: its probes are those it would have as row `first_row` of a larger call.
-    `given_number` [B], of a single conditional direction: pairs of one number have one given point, which a network
-    encodes once.
+    `given_number` [B], for a single conditional direction: pairs with the same number have the same given point, which
+    a network then encodes once.
     """
-    check_pairs(image, text)
-    check_rows(image, "image")
-    check_rows(text, "text")
-    image, text = (in_flow(field, x, stream, STREAMS[stream]) for stream, x in enumerate((image, text)))
-    _check_freedom(settings, min(probe_dimensions(field, image, text, directions)))
+    image, text = in_flow(field, image, "image"), in_flow(field, text, "text")
+    if settings.orthogonal_to == "probes" and not settings.exact:
+        least = min(probe_dimensions(field, image, text, directions))
+        if settings.n_probes > least:
+            raise ValueError(f"n_probes={settings.n_probes} orthogonal probes do not fit into {least} dimensions")
     with eval_mode(field), torch.no_grad():
-        network = once = None
-        at_once = max(1, len(image))
+        network, rows, encoded = None, max(1, len(image)), None
         if isinstance(field, GeoFlow):
             field.check_points(image, text)
             times = evaluation_times(time_grid(settings.n_steps, kind=settings.grid, reverse=True), settings.solver)
             network = ForwardMode(field, directions, sorted(set(times)))
-            at_once = _rows_at_once(field, directions, settings, len(image))
+            rows = _rows_at_once(field, directions, settings, len(image))
             if given_number is not None:
-                (given,) = {0, 1} - set(GENERATED[directions[0]])
-                once = network.encode_once((image, text)[given], given, given_number)
-        parts = []
-        for number, pair in enumerate(zip(image.split(at_once), text.split(at_once))):
-            points = [pair for _ in directions]
+                encoded = _encode_distinct(field, directions[0].queries(image, text), directions[0], given_number)
+        estimates = []
+        for number, pair in enumerate(zip(image.split(rows), text.split(rows))):
             # guard: noise depends on the row and not on the chunk
-            first = first_row + number * at_once
-            encoded = None if once is None else once[0][once[1][number * at_once :][:at_once]]
-            evaluator = evaluator_of(field, network, directions, points, settings.exact, first, encoded)
-            place = manifold_of(field), seed, first
-            parts.append(_ReverseSolve(evaluator, directions, points, settings, *place).run())
-    return torch.cat(parts, dim=-1)
-
-
-def _rows_at_once(flow: GeoFlow, directions: Sequence[str], settings: DensitySettings, rows: int) -> int:
-    """Rows of equal chunks whose buffers and probes fit into the memory of the settings."""
-
-    def pair(direction: str) -> Solve:
-        counts = [
-            0 if stream not in GENERATED[direction] else d if settings.exact else settings.n_probes
-            for stream, d in enumerate(flow.config.flow_dims)
-        ]
-        image, text = (
-            (torch.empty(1, d, device="meta"), torch.empty(count, 1, d, device="meta"))
-            for count, d in zip(counts, flow.config.flow_dims)
-        )
-        return Solve(direction, image, text, settings.paired_tangents and direction == "joint")
-
-    like = next(flow.parameters())
-    kept = min(Probes.FRAME, settings.n_steps) if settings.orthogonal_to == "steps" else 2
-    probes = kept * settings.n_probes * sum(flow.config.flow_dims) * like.element_size()
-    each = probes + ForwardMode.row_bytes(flow, [pair(direction) for direction in directions])
-    most = max(1, (settings.memory or MEMORY.get(like.device.type, MEMORY["cpu"])) // each)
-    chunks = -(-rows // most)
-    return max(1, -(-rows // max(1, chunks)))
+            first = first_row + number * rows
+            evaluator: Evaluator
+            if network is None:
+                evaluator = FieldEvaluator(field, directions, pair, settings, first)
+            else:
+                known = None if encoded is None else encoded[0][encoded[1][number * rows :][:rows]]
+                evaluator = NetworkEvaluator(network, directions, pair, settings, known)
+            estimates.append(_ReverseSolve(field, evaluator, directions, pair, settings, seed, first).run())
+    return torch.cat(estimates, dim=-1)
 
 
 class _ReverseSolve:
-    """Follows the pairs of all directions from t=1 to t=0 and integrates their divergences on the way.
+    """Follows the pairs in all directions from t = 1 to t = 0 and integrates their divergences on the way.
 
-    `points` (image, text) of each direction are rows `first_row` and on of the probes of `seed`.
+    The pairs are numbered from `first_row`, on which their probes depend.
     """
 
     def __init__(
         self,
+        field: Field,
         evaluator: Evaluator,
-        directions: Sequence[str],
-        points: Sequence[Streams],
+        directions: Sequence[Direction],
+        pair: Streams,
         settings: DensitySettings,
-        manifold: Manifold,
         seed: int | Tensor,
         first_row: int,
     ) -> None:
-        self.evaluator, self.points, self.settings, self.manifold = evaluator, points, settings, manifold
-        self.moving = [(solve, stream) for solve, name in enumerate(directions) for stream in GENERATED[name]]
-        rows = torch.arange(first_row, first_row + len(points[0][0]), device=points[0][0].device)
-        own = torch.zeros_like(rows[:1]) if settings.shared else rows
-        orthogonal = settings.orthogonal_to
-        self.probes = Probes(
-            seed, own, settings.n_probes, settings.probe_kind, orthogonal, settings.exact, manifold.name
-        )
-        self.leading = {stream: solve for solve, stream in reversed(self.moving)}  # of each stream, the first solve
+        self.evaluator, self.pair, self.settings, self.manifold = evaluator, pair, settings, manifold_of(field)
+        self.moving = [(solve, stream) for solve, direction in enumerate(directions) for stream in direction.generated]
+        # Aligned probes of a stream learn from the first solve that moves it.
+        self.leader = {stream: k for k, (_, stream) in reversed(list(enumerate(self.moving)))}
+        rows = torch.arange(first_row, first_row + len(pair[0]), device=pair[0].device)
+        self.probes = Probes(seed, torch.zeros_like(rows[:1]) if settings.shared else rows, settings, self.manifold)
+        self.draws = 0
         names = [f"{directions[solve]}: {STREAMS[stream]}" for solve, stream in self.moving]
-        self.state = FiniteMonitor(names, first_row)
-        self.divergence = FiniteMonitor([f"{name}: divergence" for name in directions], first_row)
+        self.state_monitor = FiniteMonitor(names, first_row)
+        self.divergence_monitor = FiniteMonitor([f"{name}: divergence" for name in directions], first_row)
         count = 1 if settings.exact else settings.n_probes
-        self.integral = torch.zeros(len(points), count, len(rows), dtype=torch.float64, device=rows.device)
-        self.drawn = 0
+        self.integral = torch.zeros(len(directions), count, len(rows), dtype=torch.float64, device=rows.device)
 
     def run(self) -> Tensor:
-        """Estimates [directions, K, B]."""
+        """Solves the ODE and returns the estimates [directions, K, B]."""
         times = time_grid(self.settings.n_steps, kind=self.settings.grid, reverse=True)
-        begin = tuple(self.points[solve][stream] for solve, stream in self.moving)
+        start = tuple(self.pair[stream] for _, stream in self.moving)
         end = integrate(
-            self._rate, begin, times, solver=self.settings.solver, manifold=self.manifold, monitor=self.state
+            self._rate,
+            start,
+            times,
+            solver=self.settings.solver,
+            manifold=self.manifold,
+            monitor=self.state_monitor,
         )
-        self.divergence.close()
-        of_solve = self.integral.unbind()
+        self.divergence_monitor.close()
         for (solve, _), x in zip(self.moving, end):
-            of_solve[solve].add_(self.manifold.log_base(x))
+            self.integral.select(0, solve).add_(self.manifold.log_base(x))
         return self.integral
 
-    def _rate(self, at: Points, t: float, weight: float) -> Points:
-        """Velocities of the moving streams; divergences go into the integral by their weight."""
-        sides = [list(pair) for pair in self.points]
-        for (solve, stream), x in zip(self.moving, at):
-            sides[solve][stream] = x
-        pairs: list[Streams] = [(image, text) for image, text in sides]
-        tangents = None if weight == 0 else self._draw(pairs)
-        velocities, trace, products = self.evaluator(pairs, t, tangents, self.settings.paired_tangents)
-        if trace is not None and tangents is not None:
-            if not self.settings.exact:
-                for stream, solve in self.leading.items():
-                    self.probes.learn(stream, pairs[solve][stream], tangents[solve][stream], products[solve][stream])
-            self.integral.add_(trace, alpha=weight)
-            step = self.drawn // (4 if self.settings.solver == "rk4" else 1)
-            self.divergence.check(tuple(trace.transpose(1, 2)), step, t, self.settings.solver)
-            self.drawn += 1
-        return tuple(velocities[solve][stream] for solve, stream in self.moving)
+    def _rate(self, points: Points, t: float, weight: float) -> Points:
+        """Velocities of the streams that move. Where the solver gives the evaluation a weight, the divergences go into
+        the integral with it."""
+        if weight == 0:
+            return self.evaluator(points, t)[0]
+        probes = self._draw_probes(points)
+        velocities, divergence, products = self.evaluator(points, t, probes)
+        self.integral.add_(divergence, alpha=weight)
+        if self.settings.probe_kind == "aligned" and not self.settings.exact:
+            for stream, k in self.leader.items():
+                self.probes.learn(stream, points[k], probes[k], products[k])
+        step = self.draws // (4 if self.settings.solver == "rk4" else 1)
+        self.divergence_monitor.check(tuple(divergence.transpose(1, 2)), step, t, self.settings.solver)
+        self.draws += 1
+        return velocities
 
-    def _draw(self, pairs: Sequence[Streams]) -> list[Streams]:
-        """Probes at the points of each solve; a given stream has none."""
+    def _draw_probes(self, points: Points) -> Points:
+        """Probes [K, B, d] at the points of each stream that moves."""
         alternating = self.settings.tangents == "alternating"
-        number = self.drawn // 2 if alternating else self.drawn
-        found = [[x.new_empty(0, *x.shape) for x in pair] for pair in pairs]
-        for solve, stream in self.moving:
-            e = self.probes.draw(number if self.settings.redraw else 0, stream, pairs[solve][stream])
-            found[solve][stream] = -e if alternating and stream == 1 and self.drawn % 2 else e
-        return [(image, text) for image, text in found]
+        number = self.draws // 2 if alternating else self.draws
+        drawn = [
+            self.probes.draw(number if self.settings.redraw else 0, stream, x)
+            for (_, stream), x in zip(self.moving, points)
+        ]
+        if alternating and self.draws % 2:
+            drawn = [-e if STREAMS[stream] == "text" else e for (_, stream), e in zip(self.moving, drawn)]
+        return tuple(drawn)
 
 
-def in_flow(field: Field, x: Tensor, stream: int, name: str) -> Tensor:
-    """Rows `x` [..., d] of a stream in the field's coordinates. Centring and projecting may leave nothing of a row: a
-    ValueError names it."""
+def _rows_at_once(flow: GeoFlow, directions: Sequence[Direction], settings: DensitySettings, rows: int) -> int:
+    """Number of rows in chunks of equal size whose buffers and probes fit into the memory of the settings."""
+    like, dims = next(flow.parameters()), flow.config.flow_dims
+    frame = min(Probes.FRAME, settings.n_steps) if settings.orthogonal_to == "steps" else 2
+    tangents = dims if settings.exact else (settings.n_probes, settings.n_probes)
+    bytes_per_row = frame * settings.n_probes * sum(dims) * like.element_size()
+    bytes_per_row += ForwardMode.bytes_per_pair(flow, directions, tangents, settings.paired_tangents)
+    most = max(1, (settings.memory or MEMORY.get(like.device.type, MEMORY["cpu"])) // bytes_per_row)
+    chunks = max(1, -(-rows // most))
+    return max(1, -(-rows // chunks))
+
+
+def _encode_distinct(flow: GeoFlow, x: Tensor, direction: Direction, number: Tensor) -> tuple[Tensor, Tensor]:
+    """Encodings [U, H] of the distinct points among the given ones `x` [B, d], which `number` [B] tells apart, and the
+    position of each row's encoding among them [B]."""
+    kept, position = number.to(x.device).unique(return_inverse=True)
+    row = torch.empty_like(kept).scatter_(0, position, torch.arange(len(x), device=x.device))
+    return flow.encoders[cast(int, direction.given)](x[row]), position
+
+
+def in_flow(field: Field, x: Tensor, name: str) -> Tensor:
+    """The rows `x` [..., d] in the field's coordinates. `name` begins with the stream's. Centring and projecting may
+    leave nothing of a row, which a ValueError then names."""
     if not isinstance(field, GeoFlow) or field.preprocess is None:
         return x
-    moved = field.to_flow(**{STREAMS[stream]: x.flatten(0, -2)})[stream]
-    found = cast(Tensor, moved).unflatten(0, x.shape[:-1])
-    check_rows(found, f"{name} in the flow's coordinates")
-    return found
+    stream = name.split("_")[0]
+    rows = field.to_flow(**{stream: x.flatten(0, -2)})[STREAMS.index(stream)]
+    moved = cast(Tensor, rows).unflatten(0, x.shape[:-1])
+    check_rows(moved, f"{name} in the flow's coordinates")
+    return moved
 
 
-def check_pairs(image: Tensor, text: Tensor) -> None:
-    for name, x in zip(STREAMS, (image, text)):
-        checks.with_values(x, name)
-    if image.dim() != 2 or text.dim() != 2 or len(image) != len(text):
-        raise ValueError(
-            f"image and text must be [B, d] with equal B, got {tuple(image.shape)} and {tuple(text.shape)}"
-        )
-
-
-def _check_freedom(settings: DensitySettings, least: int) -> None:
-    """There are only so many orthogonal probes."""
-    if settings.orthogonal_to == "probes" and not settings.exact and settings.n_probes > least:
-        raise ValueError(f"n_probes={settings.n_probes} orthogonal probes do not fit into {least} dimensions")
-
-
-def probe_dimensions(field: Field, image: Tensor, text: Tensor, directions: Sequence[str]) -> list[int]:
-    """Dimensions that the probes of the streams these directions generate can span."""
+def probe_dimensions(field: Field, image: Tensor, text: Tensor, directions: Sequence[Direction]) -> list[int]:
+    """Dimensions of the tangent spaces of the streams that these directions generate."""
     widths = field.config.flow_dims if isinstance(field, GeoFlow) else (image.shape[1], text.shape[1])
-    streams = {stream for direction in directions for stream in GENERATED[direction]}
+    streams = {stream for direction in directions for stream in direction.generated}
     return [manifold_of(field).freedom(widths[stream]) for stream in sorted(streams)]

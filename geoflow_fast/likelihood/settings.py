@@ -6,15 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from geoflow_fast.flow.solvers import GRIDS, SOLVERS
-from geoflow_fast.likelihood.probes import ORTHOGONAL, PROBES
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.settings import Settings
 
 DIVERGENCES = ("hutchinson", "exact")
-
-
+PROBES = ("aligned", "gaussian", "rademacher")
+ORTHOGONAL = ("steps", "probes", "none")
 TANGENTS = ("separate", "combined", "alternating")
-
 
 MEMORY = {"cpu": 64 * 2**20, "cuda": 2**30}
 """Default memory for the activations of a network, in bytes. On a CPU they should stay in its last-level cache."""

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import geoflow_fast as gf
 from geoflow_fast.directions import DIRECTIONS, Direction
-from geoflow_fast.likelihood.forward_mode import GENERATED, ForwardMode, Solve
+from geoflow_fast.likelihood.forward_mode import ForwardMode, SolveInput
 from geoflow_fast.noise import sample_uniform
 
 TIME = 0.7
@@ -34,29 +34,29 @@ def random_input(flow: gf.GeoFlow, rows: int = 5, probes: int = 2):
     return points, tangents
 
 
-def all_solves(network: ForwardMode, points, tangents) -> list[Solve]:
+def all_solves(flow: gf.GeoFlow, points, tangents) -> list[SolveInput]:
     image, text = points
     d_image, d_text = tangents
     return [
-        Solve("joint", (image, d_image), (text, d_text)),
-        Solve("i2t", (network.encode(image, 0), d_image[:0]), (text, d_text)),
-        Solve("t2i", (image, d_image), (network.encode(text, 1), d_text[:0])),
-        Solve("joint", (image, d_image), (text, d_text), paired=True),
+        SolveInput(Direction.JOINT, points, tangents),
+        SolveInput(Direction.I2T, (flow.encoders[0](image), text), (d_image[:0], d_text)),
+        SolveInput(Direction.T2I, (image, flow.encoders[1](text)), (d_image, d_text[:0])),
+        SolveInput(Direction.JOINT, points, tangents, paired=True),
     ]
 
 
-def raw_output(flow: gf.GeoFlow, image, text, direction: str):
+def raw_output(flow: gf.GeoFlow, image, text, direction: Direction):
     modulation = flow.modulations(torch.tensor([TIME], dtype=image.dtype), direction)[0].unbind()
-    return flow._network(image, text, modulation, Direction.of(direction).counts(len(image)))
+    return flow._network(image, text, modulation, direction.counts(len(image)))
 
 
-def tangent_of(solve: Solve, stream: int, k: int, tangents):
-    """The k-th tangent of the solve's stream as a pair: of both streams if paired, else zero in the other."""
+def tangent_of(solve: SolveInput, stream: int, k: int, tangents):
+    """The k-th tangent that moves a stream, as a pair; unless tangents are paired it is zero in the other stream."""
     return tuple(x[k] if solve.paired or s == stream else torch.zeros_like(x[k]) for s, x in enumerate(tangents))
 
 
-def relative(found: torch.Tensor, truth: torch.Tensor) -> float:
-    return float((found - truth).norm() / truth.norm())
+def relative(value: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((value - truth).norm() / truth.norm())
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
@@ -65,50 +65,49 @@ def test_parity_with_torch_func_jvp(dtype, tolerance):
     flow = random_flow(dtype)
     points, tangents = random_input(flow)
     network = ForwardMode(flow, DIRECTIONS, [0.2, TIME])
-    solves = all_solves(network, points, tangents)
-    for solve, found in zip(solves, network(TIME, solves)):
-        assert tuple(found) == GENERATED[solve.direction]
-        for stream, (y, dy) in found.items():
-            for k in range(len(dy)):
-                truth, d_truth = torch.func.jvp(
-                    lambda a, b, d=solve.direction, s=stream: raw_output(flow, a, b, d)[s],
-                    points,
-                    tangent_of(solve, stream, k, tangents),
-                )
-                assert relative(y, truth) < tolerance
-                assert relative(dy[k], d_truth) < tolerance
+    solves = all_solves(flow, points, tangents)
+    outputs = network(TIME, solves)
+    assert set(outputs) == {(n, stream) for n, solve in enumerate(solves) for stream in solve.direction.generated}
+    for (number, stream), (y, dy) in outputs.items():
+        solve = solves[number]
+        for k in range(len(dy)):
+            truth, d_truth = torch.func.jvp(
+                lambda a, b, d=solve.direction, s=stream: raw_output(flow, a, b, d)[s],
+                points,
+                tangent_of(solve, stream, k, tangents),
+            )
+            assert relative(y, truth) < tolerance
+            assert relative(dy[k], d_truth) < tolerance
 
 
 def test_parity_with_autograd():
-    """<e, J e> of each generated stream is that of the vector-Jacobian product."""
+    """<e, J e> of each generated stream equals that of the vector-Jacobian product."""
     flow = random_flow()
     points, tangents = random_input(flow)
     with torch.no_grad():
         network = ForwardMode(flow, DIRECTIONS, [TIME])
-        solves = all_solves(network, points, tangents)[:3]
+        solves = all_solves(flow, points, tangents)[:3]
         outputs = network(TIME, solves)
-    for solve, found in zip(solves, outputs):
-        for stream, (_, dy) in found.items():
-            inputs = [x.clone().requires_grad_() for x in points]
-            out = raw_output(flow, *inputs, solve.direction)[stream]
-            for k, probe in enumerate(tangents[stream]):
-                (pulled,) = torch.autograd.grad(out, inputs[stream], probe, retain_graph=True)
-                torch.testing.assert_close((dy[k] * probe).sum(1), (pulled * probe).sum(1), rtol=1e-5, atol=1e-5)
+    for (number, stream), (_, dy) in outputs.items():
+        inputs = [x.clone().requires_grad_() for x in points]
+        out = raw_output(flow, *inputs, solves[number].direction)[stream]
+        for k, probe in enumerate(tangents[stream]):
+            (pulled,) = torch.autograd.grad(out, inputs[stream], probe, retain_graph=True)
+            torch.testing.assert_close((dy[k] * probe).sum(1), (pulled * probe).sum(1), rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
 def test_buffers_carry_nothing_from_call_to_call():
-    """After larger solves, and with everything the buffers hold made NaN, the result is the same to the bit."""
+    """After larger solves, and with all buffers filled with NaN, the result is the same to the bit."""
     flow = random_flow()
     network = ForwardMode(flow, DIRECTIONS, [TIME])
-    small, large = (all_solves(network, *random_input(flow, rows, probes)) for rows, probes in ((5, 2), (9, 3)))
-    first = [{stream: (y.clone(), dy.clone()) for stream, (y, dy) in out.items()} for out in network(TIME, small)]
+    small, large = (all_solves(flow, *random_input(flow, rows, probes)) for rows, probes in ((5, 2), (9, 3)))
+    first = {key: (y.clone(), dy.clone()) for key, (y, dy) in network(TIME, small).items()}
     network(TIME, large)
     for buffer in network._buffers.values():
         buffer.fill_(math.nan)
-    for before, after in zip(first, network(TIME, small)):
-        for stream, dual in before.items():
-            torch.testing.assert_close(dual, after[stream], rtol=0, atol=0)
+    for key, dual in network(TIME, small).items():
+        torch.testing.assert_close(dual, first[key], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("rows", "probes"), [(0, 2), (1, 0), (7, 0), (129, 1)])
@@ -117,17 +116,16 @@ def test_sizes(rows, probes):
     flow = random_flow()
     points, tangents = random_input(flow, rows, probes)
     network = ForwardMode(flow, DIRECTIONS, [TIME])
-    for solve, found in zip(
-        all_solves(network, points, tangents), network(TIME, all_solves(network, points, tangents))
-    ):
-        for stream, (y, dy) in found.items():
-            assert dy.shape == (probes, rows, flow.config.flow_dims[stream])
-            torch.testing.assert_close(y, raw_output(flow, *points, solve.direction)[stream], rtol=1e-5, atol=1e-5)
+    solves = all_solves(flow, points, tangents)
+    for (number, stream), (y, dy) in network(TIME, solves).items():
+        assert dy.shape == (probes, rows, flow.config.flow_dims[stream])
+        truth = raw_output(flow, *points, solves[number].direction)[stream]
+        torch.testing.assert_close(y, truth, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
 def test_what_no_output_needs_is_not_computed():
-    """Multiplications of a pass with one tangent per solve, against a count by hand."""
+    """The multiplications of a pass with one tangent per stream are as many as counted by hand."""
     flow = random_flow(hidden=32, depth=2, heads=2)
     c, rows = flow.config, 3
     points, tangents = random_input(flow, rows, 1)
@@ -141,7 +139,7 @@ def test_what_no_output_needs_is_not_computed():
         ("joint", True): 2 * (both_streams + sum(ends)),
         ("joint", False): 3 * both_streams + 2 * sum(ends),  # each of two tangents ends in its own stream
     }
-    for solve in all_solves(network, points, tangents):
+    for solve in all_solves(flow, points, tangents):
         with FlopCounterMode(display=False) as counter:
             network(TIME, [solve])
         assert counter.get_total_flops() == 2 * rows * expected[solve.direction, solve.paired]
