@@ -1,4 +1,4 @@
-"""Baselines: each against something independent, and each finds planted uncertainty."""
+"""Baselines: each is tested against an independent computation, and each finds uncertainty that was planted."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from geoflow_fast.baselines.grove import ModalityProcess, expected_log_likelihoo
 from geoflow_fast.baselines.probvlm import LEAST_INVERSE_SCALE, LEAST_SHAPE, GeneralisedGaussian
 from geoflow_fast.baselines.untrained import KNNDistance, Margin, MaxSoftmax, SoftmaxEntropy
 from geoflow_fast.cli.app import app
+from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.evaluation.compare import compare
 from geoflow_fast.evaluation.methods import Study
 from geoflow_fast.geometry import log_area, normalize, project_tangent
@@ -37,7 +38,7 @@ from geoflow_fast.training.loop import Run
 from geoflow_fast.worlds import log_bump
 
 DIM, ITEMS = 12, 400
-REFERENCES = ("max_softmax", "margin", "softmax_entropy", "knn")
+UNTRAINED = ("max_softmax", "margin", "softmax_entropy", "knn")
 
 
 def planted(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,28 +74,28 @@ def world() -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def references() -> dict[str, baselines.Baseline]:
-    found = {}
-    for name in REFERENCES:
-        found[name] = baselines.find(name)(DIM, DIM)
-        assert found[name].fit(planted_pairs(2000, 0), planted_pairs(500, 1)) is None
-    return found
+def untrained() -> dict[str, baselines.Baseline]:
+    methods = {name: baselines.find(name)(DIM, DIM) for name in UNTRAINED}
+    for method in methods.values():
+        assert method.fit(planted_pairs(2000, 0), planted_pairs(500, 1)) is None
+    return methods
 
 
 def sides(world: tuple[Tensor, Tensor, Tensor], direction: str) -> tuple[Tensor, Tensor]:
-    return (world[1], world[0]) if direction == "t2i" else (world[0], world[1])
+    """Queries and items of a direction."""
+    direction = Direction.of(direction)
+    return direction.queries(*world[:2]), direction.items(*world[:2])
 
 
 @pytest.mark.parametrize("direction", ["t2i", "i2t"])
-class TestReferences:
-    def test_against_dense_cosines(self, references, world, direction):
+class TestUntrained:
+    def test_against_dense_cosines(self, untrained, world, direction):
         queries, items = sides(world, direction)
         cosine = queries.double() @ items.T.double()
-        place = ("i2t", "t2i").index(direction)
-        scale = float(references["max_softmax"].scale[place])
+        scale = float(untrained["max_softmax"].scale[CONDITIONAL.index(direction)])
         pi = (scale * cosine).softmax(1)
         best = cosine.topk(2).values
-        own = planted(2000, 0)[1 if direction == "t2i" else 0].double()
+        own = sides(planted(2000, 0), direction)[0].double()
         expected = {
             "max_softmax": 1 - pi.amax(1),
             "margin": best[:, 1] - best[:, 0],
@@ -102,81 +103,80 @@ class TestReferences:
             "knn": 1 - (queries.double() @ own.T).topk(10).values[:, -1],
         }
         for name, truth in expected.items():
-            found = references[name].uncertainty(queries, items, direction)
-            torch.testing.assert_close(found, truth, atol=2e-5, rtol=1e-4, msg=name)
+            uncertainty = untrained[name].uncertainty(queries, items, direction)
+            torch.testing.assert_close(uncertainty, truth, atol=2e-5, rtol=1e-4, msg=name)
 
-    def test_temperature_is_tuned_on_held_out_pairs(self, references, direction):
+    def test_temperature_is_tuned_on_held_out_pairs(self, untrained, direction):
         """No other temperature gives the true items of the held-out pairs more probability."""
-        image, text, _ = planted(500, 1)
-        queries, items = (text, image) if direction == "t2i" else (image, text)
-        scale = float(references["softmax_entropy"].scale[("i2t", "t2i").index(direction)])
+        queries, items = sides(planted(500, 1), direction)
+        scale = float(untrained["softmax_entropy"].scale[CONDITIONAL.index(direction)])
         losses = [
             float(-(factor * scale * queries @ items.T).log_softmax(1).diagonal().mean()) for factor in (0.8, 1, 1.25)
         ]
         assert losses[1] == min(losses)
 
-    def test_finds_planted_uncertainty(self, references, world, direction):
+    def test_finds_planted_uncertainty(self, untrained, world, direction):
         queries, items = sides(world, direction)
         for name in ("max_softmax", "margin", "softmax_entropy"):
-            assert auroc(references[name].uncertainty(queries, items, direction), world[2]) > 0.7, name
+            assert auroc(untrained[name].uncertainty(queries, items, direction), world[2]) > 0.7, name
 
-    def test_shards_change_nothing(self, references, world, direction, tmp_path):
+    def test_shards_change_nothing(self, untrained, world, direction, tmp_path):
         queries, items = sides(world, direction)
         for number, part in enumerate(items.split(70)):
             np.save(tmp_path / f"part_{number}.npy", part.numpy())
-        for method in references.values():
+        for method in untrained.values():
             whole, parts = (method.uncertainty(queries, x, direction) for x in (items, tmp_path))
             torch.testing.assert_close(whole, parts, atol=1e-6, rtol=1e-6)
 
 
-def test_knn_knows_what_it_has_not_seen():
+def test_knn_is_uncertain_about_what_it_has_not_seen():
     generator = torch.Generator().manual_seed(0)
     image = normalize(torch.randn(1000, DIM, generator=generator) + torch.eye(DIM)[0] * 6)
     method = KNNDistance(DIM, DIM, neighbours=5)
     method.fit(gf.EmbeddingPairs.from_arrays(image, image))
     strange = normalize(torch.randn(200, DIM, generator=generator) + torch.eye(DIM)[1] * 6)
     usual = normalize(torch.randn(200, DIM, generator=generator) + torch.eye(DIM)[0] * 6)
-    found = method.uncertainty(torch.cat((usual, strange)), image, "i2t")
-    assert auroc(found, torch.arange(400) >= 200) > 0.99
+    uncertainty = method.uncertainty(torch.cat((usual, strange)), image, "i2t")
+    assert auroc(uncertainty, torch.arange(400) >= 200) > 0.99
 
 
 class TestSaving:
-    @pytest.mark.parametrize("name", REFERENCES)
-    def test_comes_back(self, references, world, name, tmp_path):
-        references[name].save(tmp_path)
+    @pytest.mark.parametrize("name", UNTRAINED)
+    def test_a_loaded_method_gives_the_same_scores(self, untrained, world, name, tmp_path):
+        untrained[name].save(tmp_path)
         back = baselines.load(tmp_path)
-        assert type(back) is type(references[name])
-        expected = references[name].uncertainty(world[1], world[0], "t2i")
+        assert type(back) is type(untrained[name])
+        expected = untrained[name].uncertainty(world[1], world[0], "t2i")
         assert torch.equal(back.uncertainty(world[1], world[0], "t2i"), expected)
 
-    def test_of_another_method(self, references, tmp_path):
-        references["margin"].save(tmp_path)
+    def test_a_folder_of_another_method_is_refused(self, untrained, tmp_path):
+        untrained["margin"].save(tmp_path)
         with pytest.raises(ValueError, match="holds a 'margin', not a 'knn'"):
             KNNDistance.load(tmp_path)
 
-    def test_damaged(self, references, tmp_path):
-        references["knn"].save(tmp_path)
+    def test_a_damaged_file_is_refused(self, untrained, tmp_path):
+        untrained["knn"].save(tmp_path)
         (tmp_path / "model.safetensors").write_bytes(b"nonsense")
         with pytest.raises(ValueError, match=r"model\.safetensors is truncated"):
             baselines.load(tmp_path)
 
-    def test_unknown_method(self, tmp_path):
+    def test_an_unknown_method_is_refused(self, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({"method": "oracle"}))
         with pytest.raises(ValueError, match="method must be one of max_softmax, margin"):
             baselines.load(tmp_path)
 
-    def test_empty_folder(self, tmp_path):
+    def test_an_empty_folder_is_refused(self, tmp_path):
         with pytest.raises(FileNotFoundError, match="holds no baseline"):
             baselines.load(tmp_path)
 
-    def test_unfitted(self, tmp_path):
+    def test_a_method_that_is_not_fitted_is_not_saved(self, tmp_path):
         with pytest.raises(ValueError, match="nothing to save"):
             Margin(DIM, DIM).save(tmp_path)
         assert not list(tmp_path.iterdir())
 
 
 class TestBadInput:
-    def test_unfitted(self, world):
+    def test_a_method_that_is_not_fitted_gives_no_scores(self, world):
         with pytest.raises(ValueError, match="max_softmax is not fitted"):
             MaxSoftmax(DIM, DIM).uncertainty(world[1], world[0], "t2i")
 
@@ -189,11 +189,11 @@ class TestBadInput:
             (torch.eye(DIM), torch.eye(DIM), "joint", "direction must be one of"),
         ],
     )
-    def test_is_named(self, references, queries, items, direction, words):
+    def test_an_error_names_what_is_wrong(self, untrained, queries, items, direction, words):
         with pytest.raises(ValueError, match=words):
-            references["margin"].uncertainty(queries, items, direction)
+            untrained["margin"].uncertainty(queries, items, direction)
 
-    def test_widths(self):
+    def test_widths_and_numbers_of_pairs_must_fit(self):
         with pytest.raises(ValueError, match="one width, got 4 and 5"):
             SoftmaxEntropy(4, 5)
         with pytest.raises(ValueError, match="pairs have widths 12 and 12, not 5 and 5"):
@@ -203,7 +203,7 @@ class TestBadInput:
 
 
 def quick(method: baselines.Baseline, **changes: object) -> RunConfig:
-    """The method's own run, cut short."""
+    """The default run of the method with fewer steps."""
     short: dict[str, object] = {"steps": 150, "batch_size": 128, "warmup_steps": 10, "val_every": 75, "val_batches": 1}
     return dataclasses.replace(method.default_config(), **{**short, **changes})
 
@@ -215,14 +215,14 @@ def made(name: str, **settings: object) -> baselines.Baseline:
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """Small networks gain nothing from more, and lose where others work."""
+    """Uses one thread: small networks gain nothing from more threads, and lose time while other tests run."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-class TestSphericalLaws:
+class TestSphericalDistributions:
     @pytest.mark.parametrize("d", [3, 4, 7, 24, 65, 512, 1024, 2048])
     def test_vmf_normaliser_against_mpmath(self, d):
         kappas = [1e-2, 0.3, 1.0, 17.0, 100.0, 1e3, 1e4, 1e5]
@@ -234,14 +234,13 @@ class TestSphericalLaws:
                 - mpmath.log(mpmath.besseli(order, mpmath.mpf(k)))
                 for k in kappas
             ]
-        found = log_vmf_normalizer(torch.tensor(kappas, dtype=torch.float64), d)
-        torch.testing.assert_close(
-            found, torch.tensor([float(x) for x in truth], dtype=torch.float64), rtol=1e-9, atol=1e-8
-        )
+        normalizer = log_vmf_normalizer(torch.tensor(kappas, dtype=torch.float64), d)
+        expected = torch.tensor([float(x) for x in truth], dtype=torch.float64)
+        torch.testing.assert_close(normalizer, expected, rtol=1e-9, atol=1e-8)
 
     @pytest.mark.parametrize("d", [3, 24, 1024])
     def test_vmf_gradient_is_minus_the_mean_cosine(self, d):
-        """d/dk log C_d = -I_{d/2}(k) / I_{d/2-1}(k), which scipy has for large k; 0 at 0."""
+        """d/dk log C_d = -I_{d/2}(k) / I_{d/2-1}(k), which scipy computes for large k; it is 0 at 0."""
         kappa = torch.tensor([0.0, 0.5, 3.0 * d, 1e5], dtype=torch.float64, requires_grad=True)
         (slope,) = torch.autograd.grad(log_vmf_normalizer(kappa, d).sum(), kappa)
         assert bool(torch.isfinite(slope).all())
@@ -252,8 +251,8 @@ class TestSphericalLaws:
 
     @pytest.mark.parametrize("d", [3, 8, 64])
     @pytest.mark.parametrize("kappa", [0.0, 1.0, 30.0])
-    def test_laws_integrate_to_one(self, d, kappa):
-        """By Gauss-Legendre in the angle, at which the sphere has area exp(log_area(d-1)) sin^(d-2)."""
+    def test_densities_integrate_to_one(self, d, kappa):
+        """Gauss-Legendre quadrature in the angle, at which the sphere has area exp(log_area(d-1)) sin^(d-2)."""
         node, weight = np.polynomial.legendre.leggauss(400)
         angle = torch.from_numpy((node + 1) * math.pi / 2)
         area = log_area(d - 1) + (d - 2) * angle.sin().log() + torch.from_numpy(np.log(weight * math.pi / 2))
@@ -267,10 +266,10 @@ class TestSphericalLaws:
     @pytest.mark.parametrize("length", [0.0, 1e-6, 1e4])
     def test_gradients_are_finite(self, name, length):
         points = torch.eye(5)
-        eta = (-length * points).requires_grad_()  # exactly opposite to the points, too
-        found = baselines.find(name).log_likelihood(eta, points)
-        (slope,) = torch.autograd.grad(found.sum(), eta)
-        assert bool(torch.isfinite(found).all())
+        eta = (-length * points).requires_grad_()  # some are exactly opposite to the points
+        likelihood = baselines.find(name).log_likelihood(eta, points)
+        (slope,) = torch.autograd.grad(likelihood.sum(), eta)
+        assert bool(torch.isfinite(likelihood).all())
         assert bool(torch.isfinite(slope).all())
 
 
@@ -318,8 +317,8 @@ class TestGroVE:
         torch.testing.assert_close(expected_log_likelihood(a, s, noise, y), truth.sum(-1))
 
     @pytest.mark.parametrize("pairs", [30, 90])
-    def test_begins_at_the_best_sparse_process(self, pairs):
-        """Titsias' mean K_nu (noise K_uu + K_uf K_fu)^-1 K_uf y, with 10 of 30 rows, which stand for `pairs`."""
+    def test_starts_from_the_best_sparse_process(self, pairs):
+        """The mean is Titsias' K_nu (noise K_uu + K_uf K_fu)^-1 K_uf y, for 10 of 30 rows that stand for `pairs`."""
         generator = torch.Generator().manual_seed(0)
         latent, new = torch.randn(30, 3, generator=generator), torch.randn(11, 3, generator=generator)
         embedding = torch.randn(30, 5, generator=generator) + torch.arange(5)
@@ -345,18 +344,18 @@ class TestGroVE:
 
     @pytest.mark.usefixtures("one_thread")
     @pytest.mark.parametrize(("rare", "least"), [(0, 0.85), (50, 0.95)])
-    def test_knows_what_it_has_seldom_or_never_seen(self, rare, least):
-        """Variance is about how many training latents are near; of the seeds here none was used to choose settings."""
+    def test_is_uncertain_about_what_it_has_seldom_or_never_seen(self, rare, least):
+        """The variance falls with the number of latents nearby. These seeds were not used to choose settings."""
         counts = (1000 - rare, rare), (200, 0), (150, 150)
         pairs, val, test = (clusters(*count, seed=seed) for seed, count in enumerate(counts, 20))
         method = made("grove")
         method.fit(pairs, val, quick(method, steps=60))
         image, text = test[np.arange(300)]
         for direction, queries in (("t2i", text), ("i2t", image)):
-            found = method.uncertainty(queries, image, direction)
-            assert auroc(found, torch.arange(300) >= 150) > least, direction
+            uncertainty = method.uncertainty(queries, image, direction)
+            assert auroc(uncertainty, torch.arange(300) >= 150) > least, direction
 
-    def test_says_what_it_needs(self, monkeypatch):
+    def test_an_error_names_the_missing_package(self, monkeypatch):
         monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
         with pytest.raises(ValueError, match=r"gpytorch: pip install 'geoflow_fast\[baselines\]'"):
             made("grove")
@@ -365,7 +364,7 @@ class TestGroVE:
 class TestREPVLM:
     @pytest.mark.parametrize("label", [0, 1])
     def test_density_of_a_known_flow(self, monkeypatch, label):
-        """With the field c (mu - <mu, x> x) in place of the network the law is known in closed form."""
+        """With the field c (mu - <mu, x> x) in place of the network the density is known in closed form."""
         method = made("repvlm", n_steps=40, n_probes=8)
         centres = sample_uniform(2, DIM, generator=torch.Generator().manual_seed(3))
 
@@ -388,7 +387,7 @@ class TestREPVLM:
         torch.testing.assert_close(pairs, -method.log_prob(points, 0) - method.log_prob(points, 1))
 
     @pytest.mark.usefixtures("one_thread")
-    def test_knows_what_it_has_not_seen(self):
+    def test_is_uncertain_about_what_it_has_not_seen(self):
         pairs, val, test = (
             clusters(*counts, seed=seed) for seed, counts in enumerate(((1000, 0), (200, 0), (100, 100)))
         )
@@ -396,12 +395,12 @@ class TestREPVLM:
         method.fit(pairs, val, quick(method, steps=40, batch_size=64))
         image, text = test[np.arange(200)]
         for direction, queries in (("t2i", text), ("i2t", image)):
-            found = method.uncertainty(queries, image, direction)
-            assert auroc(found, torch.arange(200) >= 100) > 0.95, direction
+            uncertainty = method.uncertainty(queries, image, direction)
+            assert auroc(uncertainty, torch.arange(200) >= 100) > 0.95, direction
 
 
 def activations(count: int, seed: int, k: tuple[int, int] = (9, 7)) -> tuple[baselines.Activations, gf.EmbeddingPairs]:
-    """Two towers that see the same few factors, with projections that bring them together."""
+    """Activations of two towers that see the same few factors, and pairs of their projections."""
     generator = torch.Generator().manual_seed(seed)
     shared = torch.Generator().manual_seed(99)
     maps = [torch.randn(5, width, generator=shared) for width in k]
@@ -413,7 +412,7 @@ def activations(count: int, seed: int, k: tuple[int, int] = (9, 7)) -> tuple[bas
 
 
 def write_activations(folder: Path, source: baselines.Activations) -> None:
-    """As `geoflow embed --pre-projection` does."""
+    """Writes what `geoflow embed --pre-projection` writes."""
     for name, rows in (("img_pre", source.image), ("text_pre", source.text)):
         (folder / name).mkdir()
         np.save(folder / name / f"{name}_0.npy", rows.parts[0])
@@ -443,7 +442,7 @@ class TestBayesVLM:
         torch.testing.assert_close(contrastive_curvature(g, h, 7.0), truth)
 
     def test_variance_against_sampled_projections(self, fitted):
-        """Weights drawn as W + B^-1/2 Z A^-1/2: the variance of W phi over draws is the predicted one."""
+        """With weights drawn as W + B^-1/2 Z A^-1/2, the variance of W phi over draws is the predicted one."""
         source, pairs = activations(600, 0)
         kept, _ = pairs.split(0.02, 0)
         phi = torch.from_numpy(source.image.parts[0]).double()[kept.image_row]
@@ -466,19 +465,21 @@ class TestBayesVLM:
     def test_cosine_moments_against_sampling(self):
         generator = torch.Generator().manual_seed(0)
         mean, other = (torch.randn(2, 64, generator=generator, dtype=torch.float64) for _ in range(2))
-        variance, spread = (0.05 * torch.rand(2, 64, generator=generator, dtype=torch.float64) for _ in range(2))
+        variance, other_variance = (
+            0.05 * torch.rand(2, 64, generator=generator, dtype=torch.float64) for _ in range(2)
+        )
         z = torch.randn(2, 20_000, 2, 64, generator=generator, dtype=torch.float64)
-        g, h = mean + variance.sqrt() * z[0], other + spread.sqrt() * z[1]
+        g, h = mean + variance.sqrt() * z[0], other + other_variance.sqrt() * z[1]
         cosine = torch.einsum("nqd,nkd->nqk", *(torch.nn.functional.normalize(x, dim=-1) for x in (g, h)))
-        found = cosine_moments(mean, variance, other, spread)
-        torch.testing.assert_close(found[0], cosine.mean(0), atol=0.005, rtol=0)
-        torch.testing.assert_close(found[1].sqrt(), cosine.std(0), rtol=0.1, atol=0)
+        cosine_mean, cosine_variance = cosine_moments(mean, variance, other, other_variance)
+        torch.testing.assert_close(cosine_mean, cosine.mean(0), atol=0.005, rtol=0)
+        torch.testing.assert_close(cosine_variance.sqrt(), cosine.std(0), rtol=0.1, atol=0)
 
-    def test_streamed_entropy(self, fitted, monkeypatch):
+    def test_entropy_over_blocks_is_that_over_the_whole_gallery(self, fitted, monkeypatch):
         source, _ = activations(50, 3)
         queries, items = (torch.from_numpy(rows.parts[0]) for rows in (source.text, source.image))
-        cosine, spread = cosine_moments(*fitted.moments("text", queries), *fitted.moments("image", items))
-        pi = (20 * cosine / (1 + math.pi / 8 * 400 * spread).sqrt()).softmax(1)
+        cosine, variance = cosine_moments(*fitted.moments("text", queries), *fitted.moments("image", items))
+        pi = (20 * cosine / (1 + math.pi / 8 * 400 * variance).sqrt()).softmax(1)
         monkeypatch.setattr(bayesvlm, "GALLERY_ROWS", 7)
         torch.testing.assert_close(fitted.uncertainty(queries, items, "t2i"), torch.special.entr(pi).sum(1))
 
@@ -488,17 +489,17 @@ class TestBayesVLM:
         usual = torch.from_numpy(source.image.parts[0])
         strange = usual + 3 * torch.randn(usual.shape, generator=torch.Generator().manual_seed(0))
         items = torch.from_numpy(source.text.parts[0])
-        found = fitted.uncertainty(torch.cat((usual, strange)), items, "i2t")
-        assert auroc(found, torch.arange(400) >= 200) > 0.7
+        uncertainty = fitted.uncertainty(torch.cat((usual, strange)), items, "i2t")
+        assert auroc(uncertainty, torch.arange(400) >= 200) > 0.7
 
-    def test_comes_back(self, fitted, tmp_path):
+    def test_a_loaded_method_gives_the_same_scores(self, fitted, tmp_path):
         fitted.save(tmp_path)
         source, _ = activations(20, 5)
         queries, items = (torch.from_numpy(rows.parts[0]) for rows in (source.text, source.image))
-        found = baselines.load(tmp_path).uncertainty(queries, items, "t2i")
-        assert torch.equal(found, fitted.uncertainty(queries, items, "t2i"))
+        uncertainty = baselines.load(tmp_path).uncertainty(queries, items, "t2i")
+        assert torch.equal(uncertainty, fitted.uncertainty(queries, items, "t2i"))
 
-    def test_opens_what_embedding_wrote(self, tmp_path):
+    def test_opens_what_the_embed_command_writes(self, tmp_path):
         source, pairs = activations(30, 6)
         pairs.save(tmp_path, dtype=np.float32)
         with pytest.raises(FileNotFoundError, match=r"img_pre does not exist: .*--pre-projection"):
@@ -509,7 +510,7 @@ class TestBayesVLM:
         assert baselines.load(tmp_path / "out").fitted
 
     def test_evaluate_searches_the_activations_of_its_folders(self, tmp_path):
-        """Two texts per image; scores are those of the method asked by hand."""
+        """Each image has two texts; the scores are those of the method called directly."""
         parts = {}
         for name, count, seed in (("train", 300, 8), ("test", 60, 9)):
             source, pairs = activations(count, seed)
@@ -527,10 +528,11 @@ class TestBayesVLM:
         train, test = (gf.EmbeddingPairs.open(tmp_path / name) for name in ("train", "test"))
         method.fit(train, test)
         for direction, queries, items in (("t2i", *parts["test"][::-1]), ("i2t", *parts["test"])):
-            found = parquet.read_columns(tmp_path / "out" / "scores" / f"bayesvlm_{direction}.parquet")["uncertainty"]
-            torch.testing.assert_close(torch.tensor(found), method.uncertainty(queries, items, direction))
+            path = tmp_path / "out" / "scores" / f"bayesvlm_{direction}.parquet"
+            scores = torch.tensor(parquet.read_columns(path)["uncertainty"])
+            torch.testing.assert_close(scores, method.uncertainty(queries, items, direction))
 
-    def test_evaluate_says_what_is_missing_before_any_work(self, tmp_path):
+    def test_evaluate_names_what_is_missing_before_it_starts_to_work(self, tmp_path):
         folders = {name: activations(40, seed) for seed, name in enumerate(("train", "test", "other"), 11)}
         for name, (_, pairs) in folders.items():
             pairs.save(tmp_path / name, dtype=np.float32)
@@ -541,7 +543,7 @@ class TestBayesVLM:
 
         with pytest.raises(FileNotFoundError, match=r"train.img_pre does not exist: .*--pre-projection"):
             evaluated(opened["train"], opened["test"])
-        with pytest.raises(ValueError, match=r"the training pairs are not of a folder: .*--pre-projection"):
+        with pytest.raises(ValueError, match=r"the training pairs do not come from a folder: .*--pre-projection"):
             evaluated(folders["train"][1], opened["test"])
         write_activations(tmp_path / "train", folders["train"][0])
         with pytest.raises(FileNotFoundError, match=r"test.img_pre does not exist: .*--pre-projection"):
@@ -569,7 +571,7 @@ TRAINED = ("probvlm", "asymvlm_vmf", "asymvlm_ps", "grove", "repvlm", "mc_dropou
 @pytest.mark.usefixtures("one_thread")
 class TestTraining:
     @pytest.mark.parametrize("name", TRAINED)
-    def test_interrupted_runs_end_with_the_same_weights_and_come_back(self, name, world, tmp_path, monkeypatch):
+    def test_interrupted_runs_end_with_the_same_weights_and_can_be_loaded(self, name, world, tmp_path, monkeypatch):
         pairs, val = planted_pairs(80, 0), planted_pairs(30, 1)
         changes = {"steps": 6, "batch_size": 16, "val_every": 2, "checkpoint_every": 2}
         whole = made(name)
@@ -593,8 +595,8 @@ class TestTraining:
         expected = whole.uncertainty(queries, items, "t2i")
         assert bool(torch.isfinite(expected).all())
         assert all(torch.equal(x, again.state_dict()[key]) for key, x in whole.state_dict().items())
-        for found in (again, baselines.load(tmp_path / "whole")):
-            assert torch.equal(found.uncertainty(queries, items, "t2i"), expected)
+        for method in (again, baselines.load(tmp_path / "whole")):
+            assert torch.equal(method.uncertainty(queries, items, "t2i"), expected)
 
     @pytest.mark.parametrize(
         ("name", "settings", "changes"),
@@ -608,7 +610,7 @@ class TestTraining:
         ],
     )
     def test_finds_planted_uncertainty(self, name, settings, changes):
-        """On a world whose seeds were not used to choose settings."""
+        """The seeds of this world were not used to choose settings."""
         method = made(name, **settings)
         method.fit(planted_pairs(2000, 40), planted_pairs(100, 41), quick(method, **changes))
         world = planted(ITEMS, 42)
@@ -625,7 +627,7 @@ class TestTraining:
         torch.testing.assert_close(whole, parts)
         assert float(whole.min()) > 0
 
-    def test_contrastive_batches_stay_whole(self):
+    def test_contrastive_batches_cannot_be_divided(self):
         method = made("asymvlm_ps")
         with pytest.raises(ValueError, match="asymvlm_ps compares the rows of a batch"):
             method.fit(planted_pairs(80, 0), config=quick(method, batch_size=16, accumulate=2))
@@ -659,7 +661,7 @@ def test_runs_of_the_paper(name, lr, optimizer, batch_size):
     assert (config.lr, config.optimizer, config.batch_size) == (lr, optimizer, batch_size)
 
 
-def test_bad_settings():
+def test_an_error_names_the_wrong_setting():
     for name, settings, words in (
         ("probvlm", {"form": "sum"}, "form must be one of true, product"),
         ("probvlm", {"uncertainty_of": "all"}, "uncertainty_of must be one of"),

@@ -1,4 +1,4 @@
-"""A flow trained on the concept world against the densities that generated its data."""
+"""The density of a flow trained on the concept world is compared with the density its data came from."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ def trained_agreement(seed: int, pairs: int, rows: int, **changes) -> dict[str, 
     return agreement(densities(world, flow, rows=rows))
 
 
-def test_a_short_run_finds_the_shape_of_the_density():
-    found = trained_agreement(0, pairs=10_000, rows=200, steps=200, warmup_steps=20, batch_size=128)
-    assert found["joint"].correlation > 0.85, found
-    assert found["text|image"].correlation > 0.85, found
-    assert found["image|text"].correlation > 0.75, found
-    assert found["pmi"].correlation > 0.7, found
-    assert abs(found["joint"].bias) < 6, found
+def test_a_short_run_learns_the_shape_of_the_density():
+    measured = trained_agreement(0, pairs=10_000, rows=200, steps=200, warmup_steps=20, batch_size=128)
+    assert measured["joint"].correlation > 0.85, measured
+    assert measured["text|image"].correlation > 0.85, measured
+    assert measured["image|text"].correlation > 0.75, measured
+    assert measured["pmi"].correlation > 0.7, measured
+    assert abs(measured["joint"].bias) < 6, measured
 
 
 @pytest.mark.slow
 def test_the_learned_density_is_the_true_one():
-    """Median of three seeds; the paper's coupling on conditional rows, which ties noise to the condition, loses PMI."""
+    """Takes the median of three seeds. The paper's coupling of conditional rows ties noise to the condition, and its PMI
+    is worse."""
     ours = [trained_agreement(seed, 60_000, 1000) for seed in range(3)]
     papers = [trained_agreement(seed, 60_000, 1000, conditional_coupling="paper") for seed in range(3)]
     floor = {"joint": 0.97, "text|image": 0.98, "image|text": 0.96, "image": 0.90, "text": 0.90, "pmi": 0.94}
     for name, least in floor.items():
-        assert statistics.median(found[name].correlation for found in ours) >= least, (name, ours)
-        assert abs(statistics.median(found[name].bias for found in ours)) <= 1, (name, ours)
+        assert statistics.median(run[name].correlation for run in ours) >= least, (name, ours)
+        assert abs(statistics.median(run[name].bias for run in ours)) <= 1, (name, ours)
     gap = statistics.median(a["pmi"].correlation for a in ours) - statistics.median(
         a["pmi"].correlation for a in papers
     )

@@ -1,4 +1,4 @@
-"""Training: the objective, what the network is shown, exact resume, failures that leave the run intact."""
+"""Training: the objective, what the network is shown, exact resume, and failures that leave the run intact."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_loss_is_the_squared_tangent_error_of_generated_streams():
 
 @pytest.mark.parametrize("conditional", ["independent", "paper"])
 def test_the_network_never_sees_the_answer(monkeypatch, conditional):
-    """At t=0 a generated stream is its noise whatever its data; a given stream is its data whatever its noise."""
+    """At t=0 a generated stream is its noise, whatever its data; a given stream is its data, whatever its noise."""
     config = dataclasses.replace(
         CONFIG, p_drop=0.0, conditional_share=0.0, ramp_share=0.0, conditional_coupling=conditional
     )
@@ -175,7 +175,7 @@ def test_every_coupling_makes_valid_batches(coupling, conditional):
     ("geometry", "change"),
     [("sphere", {"noise": "structured"}), ("sphere", {"precision": "bfloat16"}), ("euclidean", {})],
 )
-def test_other_noise_precision_and_geometry_train(geometry, change):
+def test_training_works_with_other_noise_precision_and_geometry(geometry, change):
     shape = dataclasses.replace(SHAPE, geometry=geometry)
     config = dataclasses.replace(CONFIG, **change, steps=6, conditional_share=0.0, ramp_share=0.0)
     flow = new_flow(shape)
@@ -187,7 +187,7 @@ def test_other_noise_precision_and_geometry_train(geometry, change):
 
 
 def test_one_step_equals_a_plain_reimplementation():
-    """Independent noise, no dropout: loss, clipping, schedule and AdamW written out again from the definitions."""
+    """Without coupling and dropout: loss, clipping, schedule and AdamW are written out again from their definitions."""
     config = dataclasses.replace(
         CONFIG,
         coupling="independent",
@@ -195,7 +195,7 @@ def test_one_step_equals_a_plain_reimplementation():
         conditional_share=0.0,
         ramp_share=0.0,
         p_drop=0.3,
-        weight_decay=0.5,  # large enough for decay to show
+        weight_decay=0.5,  # large enough for its effect to be seen
     )
     flow = new_flow(dataclasses.replace(SHAPE, dropout=0.0))
     with torch.no_grad():
@@ -234,18 +234,18 @@ def test_one_step_equals_a_plain_reimplementation():
     with torch.no_grad():
         for parameter, g in zip(twin.parameters(), gradients):
             g = g * min(1.0, config.clip / float(norm))
-            # First step of Adam: both moments, corrected for their start at zero, are g and g^2.
+            # In the first step of Adam both moments, corrected for their start at zero, are g and g^2.
             parameter.mul_(1 - lr * config.weight_decay).sub_(lr * g / (g.abs() + 1e-8))
 
     losses, measured = run.optimise(maker.training(step))
     assert float(losses.mean()) == pytest.approx(loss.item(), rel=1e-5)
     assert measured == pytest.approx(float(norm), rel=1e-4)
     for (name, a), b in zip(flow.named_parameters(), twin.parameters()):
-        # A gradient of rounding size has no stable sign, and Adam's first step is all sign.
+        # The first step of Adam depends on the sign of the gradient, which is random for gradients of rounding size.
         assert float(((a - b).abs() > 1e-5).float().mean()) < 0.02, name
 
 
-def test_accumulation_changes_nothing_but_memory():
+def test_accumulation_gives_the_same_step():
     whole, pieces = new_flow(dataclasses.replace(SHAPE, dropout=0.0)), new_flow(dataclasses.replace(SHAPE, dropout=0.0))
     pairs = some_pairs()
     results = []
@@ -258,12 +258,12 @@ def test_accumulation_changes_nothing_but_memory():
     assert results[0][1] == pytest.approx(results[1][1], rel=1e-4)
 
 
-def test_more_pieces_than_validation_rows():
+def test_there_may_be_more_pieces_than_validation_rows():
     losses = [new_run(dataclasses.replace(CONFIG, accumulate=count), val=some_pairs(3)).validate() for count in (1, 8)]
     assert losses[0]["val_loss"] == pytest.approx(losses[1]["val_loss"])
 
 
-def test_a_run_shorter_than_its_warm_up():
+def test_a_run_may_be_shorter_than_its_warm_up():
     config = dataclasses.replace(CONFIG, steps=20, warmup_steps=100)
     rates = [config.learning_rate(step) for step in range(20)]
     assert rates[:2] == pytest.approx([config.lr / 2, config.lr])
@@ -276,7 +276,7 @@ def test_the_step_rate_is_that_since_the_last_call(monkeypatch):
     assert (rate(20), rate(30)) == (5.0, 10.0)
 
 
-def test_learning_rate_and_validation_are_fixed():
+def test_the_learning_rate_follows_its_schedule_and_validation_is_the_same_every_time():
     config = dataclasses.replace(CONFIG, steps=100, warmup_steps=10)
     rates = [config.learning_rate(step) for step in range(100)]
     assert rates[0] == pytest.approx(config.lr / 10)
@@ -287,7 +287,7 @@ def test_learning_rate_and_validation_are_fixed():
     assert run.validate() == run.validate()
 
 
-def test_overfits_eight_pairs():
+def test_a_flow_learns_eight_pairs_by_heart():
     shape = dataclasses.replace(SHAPE, hidden=64, dropout=0.0)
     config = gf.TrainConfig(steps=300, batch_size=8, lr=5e-3, warmup_steps=10, p_drop=0.0, val_every=300, log_every=300)
     generator = torch.Generator().manual_seed(0)
@@ -303,8 +303,8 @@ def test_overfits_eight_pairs():
     assert float((y * text).sum(1).median()) > 0.95
 
 
-def test_early_stopping_and_best_weights(monkeypatch):
-    """Validation losses 5, 4, 4.5, 5, ...: the second is the best, and three more without improvement end the run."""
+def test_a_run_stops_early_and_keeps_the_best_weights(monkeypatch):
+    """Of the validation losses 5, 4, 4.5, 5, ... the second is the best; three more without improvement end the run."""
     config = dataclasses.replace(CONFIG, steps=500, patience=3, val_every=2, val_batches=1, ema_decay=None)
     original, seen = FlowMatching.losses, []
 
@@ -336,7 +336,7 @@ def test_an_improvement_must_be_large_enough_absolutely_and_relatively(before, l
     assert run.improves(loss) is improves
 
 
-def test_finished_run_returns_at_once(tmp_path):
+def test_a_finished_run_returns_at_once(tmp_path):
     first, second = new_flow(), new_flow()
     report = gf.train(first, some_pairs(), CONFIG, out=tmp_path)
     again = gf.train(second, some_pairs(), CONFIG, out=tmp_path)
@@ -370,7 +370,7 @@ print(report.finished, report.steps)
 
 
 def run_until(folder, steps: int, how: str = "SIGKILL") -> subprocess.CompletedProcess[str]:
-    """Trains in a process of its own that sends itself a signal after `steps` steps."""
+    """Trains in a process that sends itself a signal after `steps` steps."""
     code = RUN.format(test=__file__, signal=how)
     command = [sys.executable, "-c", code, str(folder), str(steps)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
@@ -383,7 +383,7 @@ def checkpoint_step(folder) -> int:
 def test_killed_runs_end_with_the_same_bits(tmp_path):
     whole = new_flow()
     gf.train(whole, some_pairs(), CONFIG, out=tmp_path / "whole")
-    for steps in (3, 7, 9):  # before the first checkpoint, after the first, and after a later one
+    for steps in (3, 7, 9):  # before the first checkpoint, after it, and after a later one
         assert run_until(tmp_path / "killed", steps).returncode == -signal.SIGKILL
     flow = new_flow()
     report = gf.train(flow, some_pairs(), CONFIG, out=tmp_path / "killed")
@@ -408,7 +408,7 @@ def test_interrupt_saves_and_the_same_call_continues(tmp_path):
 
 
 @pytest.mark.guard("a run is continued only with its own settings")
-def test_another_run_is_not_continued(tmp_path):
+def test_a_run_with_other_settings_is_not_continued(tmp_path):
     gf.train(new_flow(), some_pairs(), CONFIG, out=tmp_path)
     with pytest.raises(ValueError, match=r"lr 0\.003 -> 0\.1"):
         gf.train(new_flow(), some_pairs(), dataclasses.replace(CONFIG, lr=0.1), out=tmp_path)
@@ -419,14 +419,14 @@ def test_another_run_is_not_continued(tmp_path):
     assert gf.train(new_flow(), some_pairs(130), CONFIG, out=tmp_path, resume=False).finished
 
 
-def test_integers_of_numpy_are_taken_and_kept_as_plain_ones(tmp_path):
+def test_integers_of_numpy_are_accepted_and_stored_as_plain_integers(tmp_path):
     config = dataclasses.replace(CONFIG, steps=np.int64(2), batch_size=np.int32(CONFIG.batch_size))
     assert type(config.steps) is type(config.batch_size) is int
     assert gf.train(new_flow(), some_pairs(), config, out=tmp_path).steps == 2
 
 
 @pytest.mark.guard("a run is continued only on its own pairs")
-def test_other_validation_pairs_are_not_continued(tmp_path):
+def test_a_run_on_other_validation_pairs_is_not_continued(tmp_path):
     config = dataclasses.replace(CONFIG, steps=2)
     gf.train(new_flow(), some_pairs(), config, val=some_pairs(10), out=tmp_path)
     with pytest.raises(ValueError, match="other validation pairs"):
@@ -446,11 +446,11 @@ def test_starting_afresh_removes_the_old_state(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
-def test_one_run_at_a_time_and_no_stranded_files(tmp_path):
+def test_a_folder_takes_one_run_at_a_time_and_keeps_no_temporary_files(tmp_path):
     config = dataclasses.replace(CONFIG, steps=2)
     with locked(tmp_path), pytest.raises(OSError, match="another run is writing to"):
         gf.train(new_flow(), some_pairs(), config, out=tmp_path)
-    (tmp_path / ".last.safetensors.tmp").write_text("what a killed writer left")
+    (tmp_path / ".last.safetensors.tmp").write_text("left by a writer that was killed")
     assert gf.train(new_flow(), some_pairs(), config, out=tmp_path).finished
     assert not list(tmp_path.glob(".*.tmp"))
 
@@ -487,11 +487,11 @@ except OSError as error:
 """
 
 
-def test_full_disk_leaves_the_old_checkpoint(tmp_path):
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path):
     run_until(tmp_path, 7)
     before = (tmp_path / "last.safetensors").read_bytes()
     code = FULL_DISK.format(folder=os.path.dirname(__file__))
-    # Room for the metrics and the best weights, but not for the state of the run.
+    # The limit is enough for the metrics and the best weights, but not for the state of the run.
     command = [sys.executable, "-c", code, str(tmp_path), str(len(before) // 2)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert f"could not write {tmp_path / 'last.safetensors'}" in result.stdout
@@ -507,7 +507,7 @@ def test_metrics_that_cannot_be_written_name_their_file(tmp_path):
         metrics.write(1, {"loss": 1.0})
 
 
-def test_bad_input(tmp_path):
+def test_an_error_names_what_is_wrong_with_the_input(tmp_path):
     with pytest.raises(ValueError, match=r"pairs have widths \(5, 5\)"):
         gf.train(new_flow(), some_pairs(shape=dataclasses.replace(SHAPE, image_dim=5)), CONFIG)
     with pytest.raises(ValueError, match="too few for batch_size=16"):
@@ -536,7 +536,7 @@ def test_bad_input(tmp_path):
         gf.train(new_flow(), some_pairs(), CONFIG, out=tmp_path)
 
 
-def test_presets_of_the_paper():
+def test_the_preset_of_the_paper_has_its_settings():
     paper = gf.TrainConfig.paper()
     assert (paper.steps, paper.batch_size, paper.lr, paper.warmup_steps) == (120_000, 8192, 6e-4, 4000)
     assert (paper.weight_decay, paper.clip, paper.p_joint, paper.p_drop) == (1e-3, 1.0, 0.40, 0.10)
@@ -549,7 +549,7 @@ def test_presets_of_the_paper():
     assert gf.TrainConfig().conditional_coupling == "independent"
 
 
-def test_centring_and_pca_are_fitted_and_kept(tmp_path):
+def test_centring_and_pca_are_fitted_and_saved(tmp_path):
     shape = dataclasses.replace(SHAPE, centre=True, pca_dim=3)
     flow = new_flow(shape)
     gf.train(flow, some_pairs(shape=shape), CONFIG, out=tmp_path)
@@ -563,7 +563,7 @@ def test_tensorboard_events_are_written(tmp_path):
     assert list((tmp_path / "tensorboard").iterdir())
 
 
-def test_command_line(tmp_path):
+def test_the_command_trains_and_refuses_another_configuration(tmp_path):
     some_pairs().save(tmp_path / "pairs")
     command = [sys.executable, "-m", "geoflow_fast", "train", "--pairs", str(tmp_path / "pairs")]
     command += ["--out", str(tmp_path / "run"), "--preset", "tiny", "--steps", "3", "--batch-size", "16"]
@@ -577,15 +577,15 @@ def test_command_line(tmp_path):
 
 
 @pytest.mark.parametrize("device", ["sideways", "cuda:99"])
-def test_unusable_devices(tmp_path, device):
+def test_an_error_names_a_device_that_cannot_be_used(tmp_path, device):
     options = {"centre": False, "pca_dim": None}
     with pytest.raises(ValueError, match=f"device '{device}' cannot be used here"):
         train_from_preset(some_pairs(), tmp_path / "run", "tiny", None, {}, device=device, **options)
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment(tmp_path):
-    """Kills by wall clock, wherever the process happens to be, until the run is through."""
+def test_a_run_may_be_killed_at_any_moment(tmp_path):
+    """The process is killed at random times, wherever it happens to be, until the run has finished."""
     whole = new_flow()
     gf.train(whole, some_pairs(), CONFIG, out=tmp_path / "whole")
     code = RUN.format(test=__file__, signal="SIGKILL")
