@@ -52,8 +52,8 @@ class Direction(str, Enum):
 
     @classmethod
     def of(cls, value: object, *, conditional: bool = False) -> Direction:
-        """The direction of this name. A ValueError lists the names if there is none, or if `conditional` rules out
-        "joint"."""
+        """Returns the direction of this name. A ValueError lists the names if there is no such direction, or if it is
+        "joint" and only a `conditional` one will do."""
         known = [direction for direction in cls if not (conditional and direction is cls.JOINT)]
         for direction in known:
             if value == direction:
@@ -99,7 +99,8 @@ def row_directions(counts: Counts, device: torch.device | str = "cpu") -> Tensor
 
 
 def sort_rows(codes: Tensor, rows: int) -> tuple[Tensor, Counts]:
-    """The order [B] that sorts `rows` rows by their direction `codes`, int8 [B], and the counts of each direction."""
+    """Returns the order [B] that sorts `rows` rows by their direction `codes`, int8 [B], and the counts of each
+    direction. Rows of one direction keep their order."""
     if checks.dense(codes, "direction").dtype != torch.int8 or codes.shape != (rows,):
         raise ValueError(f"direction must be a name or int8 codes [{rows}], got {codes.dtype} {tuple(codes.shape)}")
     check_codes(codes)

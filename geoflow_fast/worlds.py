@@ -1,7 +1,9 @@
-"""Worlds whose law is known: oracle velocity fields with closed-form densities, and a concept world to train on.
+"""Synthetic data whose densities are known: velocity fields with closed-form densities, and a world of concepts to
+train on.
 
-All of them are made of one law on the sphere. The field v(x) = c (mu - <mu, x> x), followed for unit time, pushes the
-uniform law to log p(y) = -log_area(d) - (d-1) log(cosh c - <mu, y> sinh c): a bump around mu, sharper for larger c.
+All are made of one distribution on the sphere, here called a bump. The field v(x) = c (mu - <mu, x> x), followed for
+unit time, carries the uniform distribution to log p(y) = -log_area(d) - (d-1) log(cosh c - <mu, y> sinh c), which is
+concentrated around mu, the more so the larger the strength c.
 """
 
 from __future__ import annotations
@@ -14,32 +16,33 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geoflow_fast.directions import DIRECTIONS
-from geoflow_fast.geometry import UNIT_TOLERANCE, check_rows, dot, eps, log_area
+from geoflow_fast.directions import STREAMS, Direction
+from geoflow_fast.geometry import UNIT_TOLERANCE, check_rows, eps, inner, log_area
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.runtime import checks
 
 SHARPEST = 40.0
-"""Largest strength of a bump: beyond it exp(-2 c) has no place in float32."""
+"""Largest strength of a bump: beyond it exp(-2 c) vanishes in float32."""
 
 
 def log_bump(cosine: Tensor, c: Tensor | float, d: int) -> Tensor:
-    """Log-density at points whose cosine with the centre is `cosine`, for strength `c` in R^d."""
+    """Log-density of a bump of strength `c` in R^d, at points whose cosine with its centre is `cosine`."""
     c = torch.as_tensor(c, dtype=cosine.dtype, device=cosine.device)
-    # cosh c - cosine sinh c, with the larger exponential taken out: the difference itself loses the digits of sharp
-    # bumps. A cosine beyond 1 is rounding.
+    # This is cosh c - cosine sinh c with the larger exponential factored out: computed directly, the difference would
+    # lose its digits for sharp bumps. A cosine beyond 1 is due to rounding.
     along, strength = cosine.clamp(-1, 1) * c.sign(), c.abs()
     return -log_area(d) - (d - 1) * (strength + torch.log(((1 - along) + torch.exp(-2 * strength) * (1 + along)) / 2))
 
 
 def sample_bump(centre: Tensor, c: Tensor | float, generator: torch.Generator | None = None) -> Tensor:
-    """One point per row of `centre` [n, d] from the bump of strength `c` (float or [n]) around it.
+    """Draws one point from the bump of strength `c` (float or [n]) around each row of `centre` [n, d].
 
-    Exact: a uniform point is carried by the flow, along which atanh<mu, x> grows by c and the rest keeps its direction.
+    The samples are exact: the flow carries a uniform point in such a way that atanh<mu, x> grows by c, while the part
+    orthogonal to mu keeps its direction.
     """
     n, d = centre.shape
     start = sample_uniform(n, d, generator=generator, dtype=centre.dtype)
-    before = dot(start, centre)
+    before = inner(start, centre)
     strength = torch.as_tensor(c, dtype=centre.dtype).reshape(-1, 1)
     after = torch.tanh(torch.atanh(before) + strength)
     sideways = start - before * centre
@@ -68,21 +71,24 @@ class BumpField:
 
     def velocity(self, image: Tensor, text: Tensor, t: float | Tensor, direction: str) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """Velocities (v_image [B, d_I], v_text [B, d_T]), zero for a given stream; the time `t` has no effect."""
-        self._check(image, text, direction)
-        return _attract(image, self.image_centre, self.c, direction == "i2t"), _attract(
-            text, self.text_centre, self.c, direction == "t2i"
+        generated = self._check(image, text, direction).generated
+        v_image, v_text = (
+            _attract(x, centre, self.c) if stream in generated else torch.zeros_like(x)
+            for stream, (x, centre) in enumerate(((image, self.image_centre), (text, self.text_centre)))
         )
+        return v_image, v_text
 
     def log_density(self, image: Tensor, text: Tensor, direction: str) -> Tensor:
         """Exact log-density [B] of the generated streams, in nats."""
-        self._check(image, text, direction)
+        generated = self._check(image, text, direction).generated
         _check_units(image, text)
-        log_image = log_bump(image @ self.image_centre, self.c, image.shape[1])
-        log_text = log_bump(text @ self.text_centre, self.c, text.shape[1])
-        return {"joint": log_image + log_text, "i2t": log_text, "t2i": log_image}[direction]
+        cosines = (image @ self.image_centre, text @ self.text_centre)
+        parts = [log_bump(cosines[stream], self.c, (image, text)[stream].shape[1]) for stream in generated]
+        return torch.stack(parts).sum(0)
 
-    def _check(self, image: Tensor, text: Tensor, direction: str) -> None:
-        _check_pairs(image, text, direction, (len(self.image_centre), len(self.text_centre)), self.image_centre)
+    def _check(self, image: Tensor, text: Tensor, direction: str) -> Direction:
+        dims = (len(self.image_centre), len(self.text_centre))
+        return _check_pairs(image, text, direction, dims, self.image_centre)
 
 
 @dataclass(frozen=True)
@@ -108,31 +114,30 @@ class PairField:
 
     def velocity(self, image: Tensor, text: Tensor, t: float | Tensor, direction: str) -> tuple[Tensor, Tensor]:  # noqa: ARG002
         """Velocities (v_image [B, d_I], v_text [B, d_T]), zero for a given stream; the time `t` has no effect."""
-        _check_pairs(image, text, direction, self.rotation.shape, self.rotation)
-        v_text = _attract(text, image @ self.rotation.T, self.c, direction == "t2i")
-        v_image = _attract(image, text @ self.rotation, self.c, direction != "t2i")
-        return v_image, v_text
+        if _check_pairs(image, text, direction, self.rotation.shape, self.rotation) is Direction.T2I:
+            return _attract(image, text @ self.rotation, self.c), torch.zeros_like(text)
+        return torch.zeros_like(image), _attract(text, image @ self.rotation.T, self.c)
 
     def log_density(self, image: Tensor, text: Tensor, direction: str) -> Tensor:
         """Exact log-density [B] of the generated streams, in nats. Both log-marginals are -log_area(d), and the PMI is
         the i2t log-density plus log_area(d)."""
-        _check_pairs(image, text, direction, self.rotation.shape, self.rotation)
+        asked = _check_pairs(image, text, direction, self.rotation.shape, self.rotation)
         _check_units(image, text)
         d = image.shape[1]
-        conditional = log_bump(dot(image @ self.rotation.T, text).squeeze(-1), self.c, d)
-        return conditional - log_area(d) if direction == "joint" else conditional
+        conditional = log_bump(inner(image @ self.rotation.T, text).squeeze(-1), self.c, d)
+        return conditional - log_area(d) if asked is Direction.JOINT else conditional
 
 
-def _check_pairs(image: Tensor, text: Tensor, direction: str, dims: Sequence[int], like: Tensor) -> None:
-    """Rows of these widths, equally many, of the dtype and on the device of `like`, and a direction that there is."""
-    if checks.words(direction, "direction") not in DIRECTIONS:
-        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
-    for name, x, dim in zip(("image", "text"), (image, text), dims):
+def _check_pairs(image: Tensor, text: Tensor, direction: str, dims: Sequence[int], like: Tensor) -> Direction:
+    """Returns the direction. An error is raised unless image and text have equally many rows, these widths, and the
+    dtype and device of `like`."""
+    for name, x, dim in zip(STREAMS, (image, text), dims):
         if checks.floating(x, name).dim() != 2 or x.shape[1] != dim:
             raise ValueError(f"{name} must be [B, {dim}], got {tuple(x.shape)}")
         _check_like(name, x, "the field", like)
     if len(image) != len(text):
         raise ValueError(f"image has {len(image)} rows, but text has {len(text)}")
+    return Direction.of(direction)
 
 
 def _check_like(name: str, x: Tensor, other: str, like: Tensor) -> None:
@@ -145,18 +150,19 @@ def _check_units(image: Tensor, text: Tensor) -> None:
     check_rows(text, "text")
 
 
-def _attract(x: Tensor, centre: Tensor, c: float, still: bool) -> Tensor:
-    return torch.zeros_like(x) if still else c * (centre - dot(centre.expand_as(x), x) * x)
+def _attract(x: Tensor, centre: Tensor, c: float) -> Tensor:
+    """The velocity c (mu - <mu, x> x) at the points `x` [B, d]."""
+    return c * (centre - inner(centre.expand_as(x), x) * x)
 
 
 class ConceptWorld:
-    """Synthetic pairs of 32 concepts in 8 groups of 4, with captions from specific to vague and all densities known.
+    """Synthetic pairs of 32 concepts in 8 groups of 4, with captions from specific to vague. All densities are known.
 
-    An image is drawn from a bump of strength c, tanh c = 0.8, around the centre of its concept, mu_k = unit(0.6 e_1 +
-    0.98 group + 0.7 concept); its text from a bump around R image with tanh c of .9, .7 or .45, depending on the
-    concept. A bump is the distribution of `BumpField`. R rotates the plane (e_1, e_2) by 60 degrees, which makes a
-    modality gap. Concepts are equally likely. Training uses the `known` concepts only: one group (`far`) and one member
-    of each of three other groups (`near`) are held out. Densities are those of the known concepts: float64, in nats.
+    An image is drawn from a bump (the distribution of `BumpField`) of strength c, tanh c = 0.8, around the centre of
+    its concept, mu_k = unit(0.6 e_1 + 0.98 group + 0.7 concept). Its text is drawn from a bump around R image, where
+    tanh c is .9, .7 or .45, depending on the concept. R rotates the plane (e_1, e_2) by 60 degrees, which makes a
+    modality gap. Concepts are equally likely. Training uses only the `known` concepts: one group (`far`) and one member
+    of each of three other groups (`near`) are held out. Densities are those of the known concepts, float64, in nats.
     """
 
     GROUPS, PER_GROUP = 8, 4
@@ -169,9 +175,9 @@ class ConceptWorld:
         generator = torch.Generator().manual_seed(checks.integer(seed, "seed"))
 
         def directions(n: int) -> Tensor:
-            """Uniform unit vectors orthogonal to the plane in which R turns."""
-            inner = sample_uniform(n, dim - 2, generator=generator, dtype=torch.float64)
-            return torch.nn.functional.pad(inner, (2, 0))
+            """Draws uniform unit vectors orthogonal to the plane in which R rotates."""
+            points = sample_uniform(n, dim - 2, generator=generator, dtype=torch.float64)
+            return torch.nn.functional.pad(points, (2, 0))
 
         groups = directions(self.GROUPS).repeat_interleave(self.PER_GROUP, 0)
         mean = 0.98 * groups + 0.7 * directions(count)
@@ -206,7 +212,7 @@ class ConceptWorld:
         return image.float(), text.float(), concept
 
     def _check_rows(self, **rows: Tensor) -> None:
-        """Unit rows [B, dim] on the CPU, equally many."""
+        """Raises a ValueError unless the rows are equally many unit rows [B, dim] on the CPU."""
         for name, x in rows.items():
             if checks.with_values(x, name).dim() != 2 or x.shape[1] != self.dim:
                 raise ValueError(f"{name} must be [B, {self.dim}], got {tuple(x.shape)}")
@@ -214,8 +220,8 @@ class ConceptWorld:
                 raise ValueError(f"{name} is on {x.device}, but the world is on the CPU; pass {name}.cpu()")
             check_rows(x, name)
         if len({len(x) for x in rows.values()}) > 1:
-            found = " and ".join(f"{name} has {len(x)}" for name, x in rows.items())
-            raise ValueError(f"rows must be equally many, but {found}")
+            lengths = " and ".join(f"{name} has {len(x)}" for name, x in rows.items())
+            raise ValueError(f"rows must be equally many, but {lengths}")
 
     def _log_images(self, image: Tensor) -> Tensor:
         """log p(image, k) over the known concepts: [B, K]."""
@@ -230,12 +236,12 @@ class ConceptWorld:
     def log_joint(self, image: Tensor, text: Tensor) -> Tensor:
         """log p(image, text): [B]."""
         self._check_rows(image=image, text=text)
-        cosine = dot(image.double() @ self.rotation.T, text.double())
+        cosine = inner(image.double() @ self.rotation.T, text.double())
         conditional = log_bump(cosine, self.text_c, self.dim)[:, self.level[self.known]]
         return (self._log_images(image) + conditional).logsumexp(1)
 
     def log_text(self, text: Tensor) -> Tensor:
-        """log p(text): [B]. Given the concept it is a function of one cosine, which is tabulated."""
+        """log p(text): [B]. Given the concept it is a function of one cosine, for which there is a table."""
         self._check_rows(text=text)
         back = text.double() @ self.rotation
         if back.requires_grad:
@@ -263,22 +269,20 @@ class ConceptWorld:
 
         `direction="t2i"`: queries are texts and the gallery holds images; "i2t": the other way round.
         """
-        if direction not in DIRECTIONS[1:]:
-            raise ValueError(f"direction must be 'i2t' or 't2i', got {direction!r}")
+        asked = Direction.of(direction, conditional=True)
         self._check_rows(queries=queries)
         self._check_rows(gallery=gallery)
         rows = [torch.empty(0, len(gallery), dtype=torch.float64)]
         for query in queries:
-            partner = query.expand(len(gallery), -1)
-            pair = (gallery, partner) if direction == "t2i" else (partner, gallery)
-            rows.append(self.pmi(*pair).unsqueeze(0))
+            rows.append(self.pmi(*asked.pair(query.expand(len(gallery), -1), gallery)).unsqueeze(0))
         return torch.cat(rows).softmax(1)
 
 
 def _blurred_bump(
     d: int, outer_c: float, inner_c: float, nodes: int = 128, degree: int = 48
 ) -> np.polynomial.Chebyshev:
-    """log of the integral over x of bump(x; mu, outer_c) bump(u; x, inner_c), as a function of the cosine <mu, u>.
+    """The logarithm of the integral over x of bump(x; mu, outer_c) bump(u; x, inner_c), as a function of the cosine
+    <mu, u>.
 
     With u = a mu + sqrt(1-a^2) n and x = s mu + sqrt(1-s^2) (w n + ...), <x, u> = a s + sqrt((1-a^2)(1-s^2)) w. Both s
     and w are cosines of angles, over which Gauss-Legendre converges exponentially; so does the Chebyshev series in a.
@@ -294,8 +298,8 @@ def _blurred_bump(
     def log_integral(a: np.ndarray) -> np.ndarray:
         values = []
         for cosine in a:
-            inner = cosine * s[:, None] + math.sqrt(max(0.0, 1 - cosine**2)) * (1 - s**2).sqrt()[:, None] * w
-            values.append((log_s[:, None] + log_w + log_bump(inner, inner_c, d)).flatten().logsumexp(0).item())
+            along = cosine * s[:, None] + math.sqrt(max(0.0, 1 - cosine**2)) * (1 - s**2).sqrt()[:, None] * w
+            values.append((log_s[:, None] + log_w + log_bump(along, inner_c, d)).flatten().logsumexp(0).item())
         return np.array(values)
 
     return np.polynomial.Chebyshev.interpolate(log_integral, degree)
