@@ -1,4 +1,4 @@
-"""Samples against closed forms, guidance against its definition, and noise kinds against their promises."""
+"""Samples against closed forms, and guidance against its definition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import geoflow_fast as gf
 from geoflow_fast import noise
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow import sampling, solvers
-from geoflow_fast.noise import NOISE_KINDS, base_noise
 from geoflow_fast.worlds import PairField
 
 
@@ -94,31 +93,6 @@ def test_centred_and_reduced_flow_returns_embeddings():
     torch.testing.assert_close(image.norm(dim=-1), torch.ones(2, 3))
 
 
-@pytest.mark.parametrize("kind", NOISE_KINDS)
-@pytest.mark.parametrize("n", [0, 1, 2, 7, 50])
-def test_noise_is_unit_and_repeatable(kind, n):
-    x = base_noise(n, 12, kind, generator=seeded(2))
-    assert x.shape == (n, 12)
-    torch.testing.assert_close(x.norm(dim=1), torch.ones(n))
-    assert torch.equal(x, base_noise(n, 12, kind, generator=seeded(2)))
-
-
-def test_noise_structure():
-    x = base_noise(12, 12, "orthogonal", generator=seeded())
-    torch.testing.assert_close(x @ x.T, torch.eye(12), atol=1e-5, rtol=0)
-    y = base_noise(10, 12, "antithetic", generator=seeded())
-    torch.testing.assert_close(y[1::2], -y[::2])
-    torch.testing.assert_close(y[::2] @ y[::2].T, torch.eye(5), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("kind", ["orthogonal", "antithetic"])
-def test_each_structured_point_is_uniform(kind):
-    """The first coordinate of one row over many draws follows the law of a uniform point."""
-    d, generator = 6, seeded(1)
-    first = torch.stack([base_noise(4, d, kind, generator=generator)[3, 0] for _ in range(3000)])
-    assert stats.kstest(((1 + first) / 2).numpy(), stats.beta((d - 1) / 2, (d - 1) / 2).cdf).pvalue > 0.01
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -138,3 +112,35 @@ def test_bad_input(flow, change, words):
     arguments = {"text": noise.sample_uniform(2, 7, dtype=torch.float64), **change}
     with pytest.raises(ValueError, match=words):
         gf.sample(flow, **arguments)
+
+
+def test_keywords_override_settings_and_settings_override_defaults(flow):
+    text = noise.sample_uniform(2, 7, dtype=torch.float64)
+    settings = gf.SamplingSettings(n_samples=3, n_steps=4, guidance=1.0, solver="ab2", grid="late", noise="orthogonal")
+    whole = gf.sample(flow, text=text, settings=settings, generator=seeded())[0]
+    assert whole.shape == (2, 3, 10)
+    keywords = {"n_samples": 3, "n_steps": 4, "guidance": 1.0, "solver": "ab2"}
+    rest = gf.SamplingSettings(grid="late", noise="orthogonal")
+    assert torch.equal(gf.sample(flow, text=text, generator=seeded(), settings=rest, **keywords)[0], whole)
+    assert torch.equal(gf.sample(flow, text=text, generator=seeded(), **settings, solver="ab2")[0], whole)
+    with pytest.warns(DeprecationWarning, match="deprecated") as warned:
+        old = gf.sample(flow, text=text, generator=seeded(), grid="late", noise="orthogonal", **keywords)[0]
+    assert torch.equal(old, whole)
+    assert [str(warning.message) for warning in warned] == [
+        f"sample({name}=...) is deprecated; pass settings=SamplingSettings({name}=...)" for name in ("grid", "noise")
+    ]
+    assert {warning.filename for warning in warned} == {__file__}
+    with pytest.raises(TypeError, match=r"sample\(\) got an unexpected keyword argument 'colour'"):
+        gf.sample(flow, text=text, colour="red")
+    with pytest.raises(TypeError, match="settings must be SamplingSettings, got dict"):
+        gf.sample(flow, text=text, settings={"n_steps": 4})
+
+
+def test_settings_unpack_into_keywords():
+    settings = gf.FAST_SAMPLING
+    assert dict(**settings) == {"n_samples": 40, "n_steps": 8, "guidance": 3.0, "settings": settings}
+    assert [settings[name] for name in ("solver", "grid", "noise")] == ["ab2", "late", "antithetic"]
+    with pytest.raises(KeyError, match="keys"):
+        settings["keys"]
+    with pytest.raises(AttributeError):
+        settings.n_steps = 3
