@@ -1,4 +1,4 @@
-"""`geoflow plan`: the arithmetic against sums done by hand, the code's own rules and what ranks really send."""
+"""`geoflow plan`: its arithmetic is compared with sums done by hand and with the rules of the code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from geoflow_fast.jobs.queries import BLOCK_QUERIES
 from geoflow_fast.plan import DEVICES, as_table, plan_scoring
 
 
-def test_internet_scale_by_hand():
+def test_a_billion_items_by_hand():
     plan = plan_scoring(10**9, 1024, 10**6, "h100", 64)
     assert plan.scoring_operations == 2 * 10**6 * 50 * 10**9 * 1024
     assert plan.gallery_bytes == 4.096e12
@@ -39,7 +39,7 @@ def test_sampling_counts_the_papers_network():
     assert fast.sampling_operations == 2 * weights * 7 * 40 * 8 * 2
 
 
-def test_advised_block_is_where_the_link_stops_to_limit():
+def test_the_link_is_no_bottleneck_from_the_advised_block_on():
     plan = plan_scoring(10**8, 512, 10**5, "a100", 8, layout="gallery")
     enough = plan_scoring(10**8, 512, 10**5, "a100", 8, layout="gallery", block=plan.advised_block)
     assert enough.hours["link"] <= enough.hours["scoring"] * 1.01
@@ -47,7 +47,7 @@ def test_advised_block_is_where_the_link_stops_to_limit():
     assert fewer.hours["link"] > 1.5 * fewer.hours["scoring"]
 
 
-def test_layout_goes_by_memory_and_blocks():
+def test_the_layout_depends_on_memory_and_blocks():
     assert preferred_layout(10, 20, 4, 4) == "queries"
     assert preferred_layout(11, 20, 4, 4) == "gallery"
     assert preferred_layout(10, 20, 3, 4) == "gallery"

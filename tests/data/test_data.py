@@ -1,4 +1,4 @@
-"""Paired embeddings: layouts, checks, splits, shuffling."""
+"""Paired embeddings: their layouts on disk, checks, splits and shuffling."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_save_and_open_round_trip(tmp_path):
 
 
 def test_groups_survive_save_and_open(tmp_path, monkeypatch):
-    """Two stored rows of one image must stay on one side of a split after a round trip, shards and blocks included."""
+    """Rows of one image stay on one side of a split after they were saved in several shards and opened again."""
     monkeypatch.setattr(rows, "BLOCK_ROWS", 3)
     pairs = gf.EmbeddingPairs.from_arrays(unit(40, 5), unit(40, 4, 1))
     pairs.group = np.arange(40) // 4
@@ -75,7 +75,7 @@ def test_groups_survive_save_and_open(tmp_path, monkeypatch):
     assert set(rest.text_row // 4).isdisjoint(held.text_row // 4)
 
 
-def test_metadata_keep_captions_of_one_image_together(tmp_path):
+def test_metadata_keeps_captions_of_one_image_together(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet as parquet
 
@@ -116,7 +116,7 @@ def test_shuffling_differs_between_epochs_and_seeds():
 
 
 def resident(folder) -> int:
-    """Kilobytes of the folder's mapped files that count as this process's memory."""
+    """Returns the kilobytes of the folder's mapped files that count as this process's memory."""
     total, counted = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):

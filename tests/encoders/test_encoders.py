@@ -78,21 +78,21 @@ def test_embeddings_are_those_of_open_clip(tmp_path, form):
     with torch.no_grad():
         image = model.encode_image(torch.stack([transform(x) for x in pictures()]), normalize=True)
         text = model.encode_text(tokens, normalize=True)
-    found = encoder.encode_images(pictures()), encoder.encode_texts(TEXTS)
-    for ours, theirs in zip(found, (image, text)):
+    embeddings = encoder.encode_images(pictures()), encoder.encode_texts(TEXTS)
+    for ours, theirs in zip(embeddings, (image, text)):
         assert ours.dtype == torch.float32
         assert ours.shape == (len(theirs), encoder.dim)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert encoder.encode_images([]).shape == encoder.encode_texts([]).shape == (0, encoder.dim)
     if separable:
-        check_projections(encoder, found)
+        check_projections(encoder, embeddings)
     else:
         with pytest.raises(ValueError, match=r"image tower of .* does not end in a linear projection"):
             encoder.projections()
 
 
 def check_projections(encoder: OpenClipEncoder, embeddings: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Activations times the projections are the embeddings, in float64."""
+    """Checks in float64 that activations times projections are the embeddings."""
     assert isinstance(encoder, ProjectingEncoder)
     weights = {name: value.double() for name, value in encoder.projections().items()}
     activations = encoder.image_activations(pictures()), encoder.text_activations(TEXTS)
@@ -115,7 +115,7 @@ def test_the_wrapped_model_stays_as_it_was(folder):
     assert encoder.facts()["weights"] == OpenClipEncoder.load(f"local-dir:{folder}", device="cpu").facts()["weights"]
 
 
-def test_files_images_and_prepared_ones_are_alike(folder, tmp_path):
+def test_files_images_and_prepared_images_give_the_same_embeddings(folder, tmp_path):
     encoder = OpenClipEncoder.load(f"local-dir:{folder}", device="cpu")
     image = pictures(1)[0]
     image.save(tmp_path / "ü.png")
@@ -123,7 +123,7 @@ def test_files_images_and_prepared_ones_are_alike(folder, tmp_path):
     torch.testing.assert_close(alike, alike[:1].expand_as(alike), rtol=1e-5, atol=1e-6)
 
 
-def test_mixed_precision_is_near_and_differs(folder):
+def test_mixed_precision_gives_near_but_other_embeddings(folder):
     exact, mixed = (
         OpenClipEncoder.load(f"local-dir:{folder}", device="cpu", precision=name) for name in ("auto", "bfloat16")
     )
@@ -147,7 +147,7 @@ def test_checkpoints_replace_the_weights(folder, tmp_path):
 
 
 class Harm:
-    """Unpickled, it makes a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -187,7 +187,7 @@ BAD = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", BAD)
 def test_wrong_checkpoints_are_refused_and_execute_nothing(folder, tmp_path, monkeypatch, name):
-    """Also where the environment allows torch to execute code."""
+    """This holds even if the environment allows torch to execute code."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
     make, message = BAD[name]
     make(tmp_path / name)
@@ -209,7 +209,7 @@ def test_folders_with_wrong_weights_execute_nothing(tmp_path):
 
 
 def test_tokenizers_of_a_folder(tmp_path):
-    """As SigLIP's: files of Hugging Face's beside the configuration, no network. One that brings code is refused."""
+    """Hugging Face files beside the configuration are read without a network; a tokenizer with code is refused."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -236,7 +236,7 @@ def test_tokenizers_of_a_folder(tmp_path):
 
 @pytest.fixture
 def by_name(folder, monkeypatch) -> Path:
-    """Makes open_clip know the model as `tiny-test`; returns its weights."""
+    """Registers the model with open_clip as `tiny-test`, and returns its weights."""
     import open_clip
 
     weights = folder / "open_clip_model.safetensors"
@@ -253,8 +253,8 @@ def by_name(folder, monkeypatch) -> Path:
 def test_models_by_name(by_name, folder):
     expected = OpenClipEncoder.load(f"local-dir:{folder}", device="cpu").encode_images(pictures())
     for weights in ({"pretrained": "here"}, {"checkpoint": by_name}, {"checkpoint": by_name, "pretrained": "there"}):
-        found = OpenClipEncoder.load("tiny-test", **weights, device="cpu")
-        torch.testing.assert_close(found.encode_images(pictures()), expected, rtol=0, atol=0)
+        encoder = OpenClipEncoder.load("tiny-test", **weights, device="cpu")
+        torch.testing.assert_close(encoder.encode_images(pictures()), expected, rtol=0, atol=0)
 
 
 @pytest.mark.usefixtures("by_name")
@@ -265,8 +265,8 @@ def test_a_failed_download_names_checkpoint(monkeypatch, tmp_path):
     assert "\n" not in str(error.value)
 
 
-def test_a_checkpoint_is_prepared_for_as_its_tag_says(by_name, monkeypatch):
-    """Two ways to prepare images are known: one of them must be named."""
+def test_the_tag_of_a_checkpoint_decides_how_images_are_prepared(by_name, monkeypatch):
+    """open_clip knows two kinds of preprocessing for the model, so the tag must be named."""
     import open_clip
 
     tags = open_clip.pretrained._PRETRAINED["tiny-test"]
@@ -307,7 +307,7 @@ def test_wrong_names(arguments, message):
         OpenClipEncoder.load(**arguments)
 
 
-def test_colours_are_found_by_their_names():
+def test_texts_that_name_a_colour_find_its_images():
     encoder = ColourEncoder()
     names = [name for name, _ in encoder.COLOURS]
     images = encoder.encode_images([Image.new("RGB", (50, 40), rgb) for _, rgb in encoder.COLOURS])

@@ -40,7 +40,7 @@ def put_tar(path: Path, members: list[tuple[str, bytes]]) -> Path:
 
 
 def read_all(path: Path, **columns: str) -> tuple[dict[str, tuple[str, ...]], list[Skipped]]:
-    """(captions by name of the images that could be read, what was left out)."""
+    """Returns the captions of the images that could be read, by name, and what was left out."""
     source = open_images(path, **columns)
     samples = [source.read(number) for number in range(len(source))]
     good = {sample.name: sample.captions for sample in samples if sample.image is not None}
@@ -63,7 +63,7 @@ def test_folder_with_captions_in_sorted_order(tmp_path):
     assert "utf-8" in skipped[1].reason
 
 
-def test_folder_without_captions_is_of_images_alone(tmp_path):
+def test_a_folder_without_captions(tmp_path):
     put(tmp_path / "a.png")
     assert not open_images(tmp_path).has_captions
     assert read_all(tmp_path) == ({"a.png": ()}, [])
@@ -77,7 +77,7 @@ def test_names_that_are_not_text(tmp_path):
 
 
 def png_header(width: int, height: int) -> bytes:
-    """A PNG that says it is large, in a hundred bytes."""
+    """Returns a PNG of a hundred bytes that claims to be large."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -115,14 +115,14 @@ def test_bad_images_give_a_reason(tmp_path, name):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_every_cut_of_a_file_is_read_or_refused():
-    """Bytes that end anywhere, or are flipped, give an image or one of the errors that are caught."""
+    """Bytes that are cut off or flipped anywhere give an image or one of the errors in `UNREADABLE`."""
     rng = np.random.default_rng(0)
     for form in ("PNG", "JPEG", "GIF", "BMP", "WEBP", "TIFF"):
         whole = picture(size=(20, 20), form=form)
         for _ in range(60):
             data = bytearray(whole[: rng.integers(len(whole))])
-            for place in rng.integers(len(data), size=3) if data else []:
-                data[place] ^= int(rng.integers(256))
+            for position in rng.integers(len(data), size=3) if data else []:
+                data[position] ^= int(rng.integers(256))
             try:
                 assert decode_image(bytes(data)).mode == "RGB"
             except sources.UNREADABLE:
@@ -130,7 +130,7 @@ def test_every_cut_of_a_file_is_read_or_refused():
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "RGBA", "CMYK", "1"])
-def test_all_modes_come_as_rgb(mode):
+def test_images_of_all_modes_become_rgb(mode):
     image = decode_image(
         picture("white", form="TIFF" if mode == "CMYK" else "PNG", mode="RGB" if mode == "RGBA" else mode)
     )
@@ -159,7 +159,7 @@ def test_files_larger_than_the_limit_are_not_read(tmp_path):
 
 
 def write_table(path: Path, rows: list[tuple[str, str | None]]) -> Path:
-    """The same rows in the form that the name says."""
+    """Writes rows in the form that the suffix of the name says."""
     if path.suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet
@@ -176,7 +176,7 @@ def write_table(path: Path, rows: list[tuple[str, str | None]]) -> Path:
 
 @pytest.mark.parametrize("form", ["csv", "tsv", "parquet"])
 def test_tables(tmp_path, form):
-    """Rows of one path, however it is written, are one image with several captions, where it first was."""
+    """Rows of one path, however it is written, are one image with several captions, in the order of first rows."""
     for name in ("a.png", "sub/é.png"):
         put(tmp_path / name)
     rows = [("sub/é.png", 'says "é",\nin two lines'), ("a.png", "first"), ("./a.png", "second"), ("a.png", None)]
@@ -206,7 +206,7 @@ def test_parquet_lists_are_several_captions(tmp_path):
         open_images(tmp_path / "table.parquet", caption_column="size")
 
 
-def test_rows_of_another_length_are_left_out(tmp_path):
+def test_rows_with_a_wrong_number_of_fields_are_left_out(tmp_path):
     put(tmp_path / "a.png")
     put(tmp_path / "table.csv", "path,caption\na.png,one\na.png,two,three\n\na.png\n")
     good, skipped = read_all(tmp_path / "table.csv")
@@ -308,7 +308,7 @@ def test_tar_links_are_not_followed(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["cut in data", "cut between members", "broken header"])
-def test_damaged_tars_give_what_is_before_the_damage(tmp_path, damage):
+def test_damaged_tars_give_the_samples_before_the_damage(tmp_path, damage):
     data = picture()
     path = put_tar(tmp_path / "x.tar", [(f"{k}.png", data) for k in range(4)])
     whole = bytearray(path.read_bytes())
@@ -324,7 +324,7 @@ def test_damaged_tars_give_what_is_before_the_damage(tmp_path, damage):
     assert any(item.item == "x.tar" and "damaged" in item.reason for item in skipped)
 
 
-def test_images_beside_tars_are_ambiguous(tmp_path):
+def test_images_beside_tars_are_refused(tmp_path):
     put(tmp_path / "a.png")
     put_tar(tmp_path / "x.tar", [("a.png", picture())])
     with pytest.raises(ValueError, match=r"images \(a.png\) beside tar shards"):

@@ -18,7 +18,7 @@ CONFIG: dict[str, Any] = {
 
 
 def changed(**parts: Any) -> dict[str, Any]:
-    """The configuration with other entries; dictionaries are merged."""
+    """Returns the configuration with other entries; dictionaries are merged."""
     config = copy.deepcopy(CONFIG)
     for name, value in parts.items():
         config[name] = {**config[name], **value} if isinstance(value, dict) else value
@@ -26,7 +26,7 @@ def changed(**parts: Any) -> dict[str, Any]:
 
 
 def save_model(folder: Path, config: dict[str, Any] = CONFIG) -> nn.Module:
-    """Writes configuration and weights; returns the model, as open_clip itself makes it."""
+    """Writes a configuration and weights, and returns the model as open_clip itself creates it."""
     import open_clip
     from safetensors.torch import save_file
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -16,12 +15,12 @@ import pytest
 import torch
 
 import geoflow_fast as gf
-from geoflow_fast.cli.app import main
 from geoflow_fast.jobs import density
 from geoflow_fast.likelihood import reverse_ode
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.runtime.parquet import read_columns
+from tests.jobs.processes import run_geoflow, start_child
 
 PAIRS = 23
 COLUMNS = ["pair", "joint", "text_given_image", "image_given_text", "image", "text", "pmi", "score"]
@@ -42,31 +41,26 @@ def world(tmp_path) -> Path:
 
 
 def geoflow_density(world: Path, monkeypatch, *more: str, **changes) -> int:
-    """Runs the command in this process; returns its exit status."""
-    options = {"model": "model", "pairs": "pairs", "out": "densities.parquet", "steps": 2, **changes}
     monkeypatch.chdir(world)
-    words = [f"--{name}={value}" for name, value in options.items()]
-    monkeypatch.setattr(sys, "argv", ["geoflow", "density", *words, *more])
-    with pytest.raises(SystemExit) as end:
-        main()
-    return int(end.value.code or 0)
+    options = {"model": "model", "pairs": "pairs", "out": "densities.parquet", "steps": 2, **changes}
+    return run_geoflow(monkeypatch, "density", *more, **options)
 
 
 @pytest.mark.parametrize("more", [(), ("--fast",), ("--paper",)])
 def test_file_holds_the_decomposition(world, monkeypatch, capsys, more):
     assert geoflow_density(world, monkeypatch, *more, block=7) == 0
-    found = read_columns(world / "densities.parquet")
-    assert list(found) == COLUMNS
-    assert np.array_equal(found["pair"], np.arange(PAIRS))
+    columns = read_columns(world / "densities.parquet")
+    assert list(columns) == COLUMNS
+    assert np.array_equal(columns["pair"], np.arange(PAIRS))
     preset = {"--fast": gf.FAST_DENSITY, "--paper": gf.PAPER_DENSITY}.get("".join(more), DensitySettings())
     flow, pairs = gf.GeoFlow.from_pretrained(world / "model"), gf.EmbeddingPairs.open(world / "pairs")
     image, text = pairs[np.arange(PAIRS)]
     settings = dataclasses.replace(preset, n_steps=2)
     estimates = reverse_ode.density_estimates(flow, image, text, gf.geometry.DIRECTIONS, settings, 0)
-    np.testing.assert_allclose(found["joint"], estimates[0, 0].numpy(), rtol=1e-5)
-    np.testing.assert_allclose(found["joint"], found["image"] + found["text"] + found["pmi"], rtol=1e-12)
-    np.testing.assert_allclose(found["score"], -found["image"] - found["text"], rtol=1e-12)
-    assert f"{np.median(found['score']):.3f}" in capsys.readouterr().out
+    np.testing.assert_allclose(columns["joint"], estimates[0, 0].numpy(), rtol=1e-5)
+    np.testing.assert_allclose(columns["joint"], columns["image"] + columns["text"] + columns["pmi"], rtol=1e-12)
+    np.testing.assert_allclose(columns["score"], -columns["image"] - columns["text"], rtol=1e-12)
+    assert f"{np.median(columns['score']):.3f}" in capsys.readouterr().out
 
 
 def test_blocks_do_not_change_a_pair(world, monkeypatch):
@@ -83,21 +77,11 @@ def make(world: Path, out: str) -> None:
     density.density_file(world / "model", world / "pairs", world / out, settings, device="cpu", block=2, progress=False)
 
 
-def make_alone(world: Path, out: str) -> None:
-    """In a fork, which OpenMP's threads do not survive."""
-    torch.set_num_threads(1)
-    make(world, out)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
-def test_killed_and_continued(world):
-    """Killed once some blocks are there; the next run keeps them and its file is that of a run left alone."""
-    context = multiprocessing.get_context("fork")
-    undisturbed = context.Process(target=make_alone, args=(world, "whole.parquet"))
-    undisturbed.start()
-    undisturbed.join()
-    child = context.Process(target=make_alone, args=(world, "out.parquet"))
-    child.start()
+def test_a_killed_job_is_continued(world):
+    """The job is killed when some blocks exist. The next run keeps them and writes the file of an undisturbed run."""
+    start_child(make, world, "whole.parquet").join()
+    child = start_child(make, world, "out.parquet")
     folder, deadline = world / "out.parquet.blocks", time.monotonic() + 60
     while len(list(folder.glob("*.parquet"))) < 3 and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -106,18 +90,17 @@ def test_killed_and_continued(world):
     assert not (world / "out.parquet").exists()
     kept = {path: path.stat().st_mtime_ns for path in folder.glob("*.parquet")}
     assert len(kept) >= 3
-    again = context.Process(target=make_alone, args=(world, "out.parquet"))
-    again.start()
+    again = start_child(make, world, "out.parquet")
     again.join()
     assert again.exitcode == 0
     assert not folder.exists()
-    whole, found = (read_columns(world / name) for name in ("whole.parquet", "out.parquet"))
+    whole, continued = (read_columns(world / name) for name in ("whole.parquet", "out.parquet"))
     for name, column in whole.items():
-        assert np.array_equal(column, found[name])
+        assert np.array_equal(column, continued[name])
 
 
 def test_another_geometry_is_another_job(world):
-    """Nothing in the weights tells the Euclidean twin from the flow."""
+    """The weights of a flow and of its Euclidean twin do not differ, but their configurations do."""
     make(world, "out.parquet")
     flow = gf.GeoFlow.from_pretrained(world / "model")
     twin = gf.GeoFlow(dataclasses.replace(flow.config, geometry="euclidean"))
@@ -127,7 +110,7 @@ def test_another_geometry_is_another_job(world):
         make(world, "out.parquet")
 
 
-def test_json(world, monkeypatch, capsys):
+def test_summary_as_json(world, monkeypatch, capsys):
     assert geoflow_density(world, monkeypatch, "--json") == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["pairs"] == PAIRS
@@ -146,7 +129,7 @@ def test_json(world, monkeypatch, capsys):
         ((), {"out": "pairs"}, "is a folder"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(world, monkeypatch, capsys, more, changes, message):
+def test_bad_input_gives_one_line_and_leaves_no_file(world, monkeypatch, capsys, more, changes, message):
     before = sorted(world.rglob("*"))
     assert geoflow_density(world, monkeypatch, *more, **changes) == 2
     assert message in capsys.readouterr().err

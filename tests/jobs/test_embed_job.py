@@ -1,11 +1,10 @@
-"""`geoflow embed`: the folder it writes against the encoder, under kills, with bad input, and as a user runs it."""
+"""`geoflow embed` writes what the encoder returns, survives kills, and reports bad input."""
 
 from __future__ import annotations
 
 import csv
 import filecmp
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -28,9 +27,10 @@ from geoflow_fast.runtime.parquet import read_columns
 from geoflow_fast.runtime.tensors import load_tensors
 from tests.encoders import tiny_clip
 from tests.encoders.test_sources import picture, put, put_tar, write_table
+from tests.jobs.processes import run_geoflow, start_child
 
 COLOURS = ("red", "green", "blue", "yellow", "white", "black", "orange")
-# Places of the bad ones: the first, the last, two in one batch, one at the beginning of a shard.
+# The bad images are the first, the last, two in one batch, and one at the beginning of a shard.
 BAD = {0: b"", 37: b"no picture", 38: b"\xff\xd8\xff\xe0 cut", 96: b"GIF89a", 199: None}
 
 
@@ -41,7 +41,7 @@ def jpeg(number: int) -> Image.Image:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory, _torchvision_operators) -> Path:
-    """A tiny model in model/, and 200 JPEGs with captions in photos/, of which five are no pictures."""
+    """A tiny model in model/, and 200 JPEGs with captions in photos/, of which five are not pictures."""
     folder = tmp_path_factory.mktemp("world")
     tiny_clip.save_model(folder / "model")
     (folder / "photos").mkdir()
@@ -67,28 +67,12 @@ def colours(tmp_path) -> Path:
 
 
 def geoflow_embed(monkeypatch, *words: object) -> int:
-    """Runs the command in this process; returns its exit status."""
-    monkeypatch.setattr(sys, "argv", ["geoflow", "embed", *map(str, words)])
-    with pytest.raises(SystemExit) as end:
-        main()
-    return int(end.value.code or 0)
+    return run_geoflow(monkeypatch, "embed", *words)
 
 
-def in_child(work: Callable[[], object]) -> multiprocessing.process.BaseProcess:
-    """Begins `work` in a fork, which OpenMP's threads do not survive."""
-
-    def alone() -> None:
-        torch.set_num_threads(1)
-        work()
-
-    child = multiprocessing.get_context("fork").Process(target=alone)
-    child.start()
-    return child
-
-
-def wait_for(found: Callable[[], bool]) -> None:
+def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
-    while not found() and time.monotonic() < deadline:
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.0005)
 
 
@@ -103,7 +87,7 @@ def assert_same_bytes(a: Path, b: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_two_hundred_images_five_of_them_bad_and_a_kill(world, tmp_path, monkeypatch):
-    """The run that was killed ends with the bytes of the one that was not, and encodes no finished shard again."""
+    """A run that was killed ends with the bytes of an undisturbed one, and encodes no finished shard again."""
     words = ["geoflow", "embed", "--images", world / "photos", "--model", f"local-dir:{world / 'model'}"]
     words += ["--shard-rows", 16, "--batch-size", 6, "--workers", 3, "--pre-projection", "--device", "cpu"]
 
@@ -112,11 +96,11 @@ def test_two_hundred_images_five_of_them_bad_and_a_kill(world, tmp_path, monkeyp
         main()
 
     whole, out, shards = tmp_path / "whole", tmp_path / "out", tmp_path / "out.shards"
-    child = in_child(lambda: command(whole))
+    child = start_child(lambda: command(whole))
     child.join()
     assert child.exitcode == 0
 
-    child = in_child(lambda: command(out))
+    child = start_child(lambda: command(out))
     wait_for(lambda: (shards / "shard_4.done").is_file())
     os.kill(child.pid, signal.SIGKILL)
     child.join()
@@ -127,7 +111,7 @@ def test_two_hundred_images_five_of_them_bad_and_a_kill(world, tmp_path, monkeyp
     assert not (shards / "shard_12.done").is_file()
     finished = len(list(shards.glob("*.done")))
 
-    child = in_child(lambda: command(out))
+    child = start_child(lambda: command(out))
     child.join()
     assert child.exitcode == 0
     assert not shards.exists()
@@ -165,7 +149,7 @@ def check_activations(out: Path, image: torch.Tensor) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
-def test_ctrl_c_ends_with_a_word(world, tmp_path, capfd):
+def test_ctrl_c_says_how_to_continue(world, tmp_path, capfd):
     def slow(encoder: OpenClipEncoder, images: object) -> object:
         time.sleep(0.2)  # the signal comes before the last shard on any machine
         return plain(encoder, images)
@@ -178,7 +162,7 @@ def test_ctrl_c_ends_with_a_word(world, tmp_path, capfd):
         main()
 
     plain = OpenClipEncoder.encode_images
-    child = in_child(command)
+    child = start_child(command)
     wait_for(lambda: any((tmp_path / "out.shards").glob("*.done")))
     os.kill(child.pid, signal.SIGINT)
     child.join()
@@ -188,7 +172,7 @@ def test_ctrl_c_ends_with_a_word(world, tmp_path, capfd):
 
 
 def captioned_sources(folder: Path) -> dict[str, Path]:
-    """One set of images with several captions in all forms: 0 has two, 1 one, 2 none, 3 is no picture, 4 has one."""
+    """Writes images in one of the forms: image 0 has two captions, 1 and 4 have one, 2 has none, 3 is not a picture."""
     captions: dict[int, list[str]] = {0: ["zero", "null"], 1: ["one"], 2: [], 3: ["three"], 4: ["four"]}
     data = {number: picture(colour) for number, colour in enumerate(COLOURS[:5])} | {3: b"junk"}
     rows: list[tuple[str, str | None]] = []
@@ -227,7 +211,7 @@ def test_several_captions_of_an_image(tmp_path, form):
     assert names == ["0.png", "1.png", "2.png", "4.png"]
 
 
-def test_images_alone(colours):
+def test_images_without_captions(colours):
     for path in (colours / "photos").glob("*.txt"):
         path.unlink()
     embed_images(colours / "photos", ColourEncoder(), colours / "out", shard_rows=3, progress=False)
@@ -237,7 +221,7 @@ def test_images_alone(colours):
     assert paths.tolist() == ["6.png"]
 
 
-def test_one_caption_each_needs_no_index(colours):
+def test_images_with_one_caption_each_need_no_index(colours):
     embed_images(colours / "photos", ColourEncoder(), colours / "out", dtype="float16", progress=False)
     assert not (colours / "out/image_index.npy").exists()
     assert np.load(colours / "out/img_emb/img_emb_0.npy").dtype == np.float16
@@ -256,7 +240,7 @@ def test_a_shard_without_a_good_image(colours):
     assert len(gf.Gallery(colours / "out/img_emb")) == 5
 
 
-def test_no_good_image_at_all(colours):
+def test_a_folder_without_a_good_image(colours):
     for number in range(len(COLOURS)):
         put(colours / f"photos/{number}.png", b"junk")
     with pytest.raises(ValueError, match=r"none of 7 images could be embedded; 0.png: is not an image"):
@@ -265,7 +249,7 @@ def test_no_good_image_at_all(colours):
 
 
 class Moody(ColourEncoder):
-    """Gives no direction for red pictures and for texts on blue; another encoder behind the same interface."""
+    """An encoder of our own, which gives no direction for red pictures and for texts about blue."""
 
     def facts(self) -> dict[str, object]:
         return {"encoder": "moody"}
@@ -322,7 +306,7 @@ def test_folders_of_others_are_never_replaced(colours, monkeypatch, capsys):
 
 
 class Stopping(ColourEncoder):
-    """Stops after some batches, as a kill would."""
+    """An encoder that fails after some batches."""
 
     def __init__(self, batches: int) -> None:
         self.left = batches
@@ -335,7 +319,7 @@ class Stopping(ColourEncoder):
 
 
 def test_what_is_left_of_another_job(colours):
-    """Finished shards are not thrown away for other settings; without any, a smaller batch is no other job."""
+    """Finished shards are kept when settings change. Without such shards, the size of a batch may change."""
     sizes = {"shard_rows": 4, "progress": False}
     for batches in (0, 2):
         with pytest.raises(ValueError, match=r"a batch of 2 does not fit .*smaller --batch-size"):
@@ -351,7 +335,7 @@ def test_what_is_left_of_another_job(colours):
     assert_same_bytes(colours / "out", colours / "whole")
 
 
-def test_json_and_words(colours, monkeypatch, capsys):
+def test_summary_as_json_and_as_text(colours, monkeypatch, capsys):
     put(colours / "photos/9.jpg", b"junk")
     words = ["--images", colours / "photos", "--out", colours / "out", "--encoder", "colours"]
     assert geoflow_embed(monkeypatch, *words, "--json") == 0
@@ -379,7 +363,7 @@ def test_json_and_words(colours, monkeypatch, capsys):
         (("--encoder", "open_clip", "--model", "nope"), "open_clip has no model 'nope'"),
     ],
 )
-def test_bad_input_is_one_line_and_leaves_nothing(colours, monkeypatch, capsys, words, message):
+def test_bad_input_gives_one_line_and_leaves_no_file(colours, monkeypatch, capsys, words, message):
     before = sorted(colours.rglob("*"))
     given = ["--images", colours / "photos", "--out", colours / "out", "--encoder", "colours", *words]
     assert geoflow_embed(monkeypatch, *given) == 2
@@ -390,8 +374,8 @@ def test_bad_input_is_one_line_and_leaves_nothing(colours, monkeypatch, capsys, 
 
 
 @pytest.mark.slow
-def test_as_a_user_runs_it_without_a_network(colours):
-    """In a process of its own: one line that names the flag to use instead."""
+def test_the_command_without_a_network(colours):
+    """The command, in a process of its own, prints one line that names the flag to use instead."""
     import subprocess
 
     script = Path(__file__).parents[1] / "with_torchvision.py"

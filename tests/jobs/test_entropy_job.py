@@ -18,9 +18,9 @@ from pyarrow import parquet
 
 import geoflow_fast as gf
 from geoflow_fast import noise
-from geoflow_fast.cli.app import main
 from geoflow_fast.jobs import entropy
 from geoflow_fast.runtime.parquet import read_columns
+from tests.jobs.processes import run_geoflow, start_child
 
 QUERIES, ITEMS = 37, 90
 SETTINGS = {"samples": 4, "steps": 2, "kappa": 15.0}
@@ -38,20 +38,15 @@ def world(tmp_path, flow) -> Path:
 
 
 def geoflow_entropy(world: Path, monkeypatch, *more: str, **changes) -> int:
-    """Runs the command in this process; returns its exit status."""
-    options = {"model": "model", "queries": "queries.npy", "gallery": "gallery", "out": "scores.parquet"}
     monkeypatch.chdir(world)
-    words = [f"--{name}={value}" for name, value in {**options, **SETTINGS, **changes}.items()]
-    monkeypatch.setattr(sys, "argv", ["geoflow", "entropy", *words, *more])
-    with pytest.raises(SystemExit) as end:
-        main()
-    return int(end.value.code or 0)
+    options = {"model": "model", "queries": "queries.npy", "gallery": "gallery", "out": "scores.parquet"}
+    return run_geoflow(monkeypatch, "entropy", *more, **{**options, **SETTINGS, **changes})
 
 
-def test_file_holds_what_the_scorer_says(world, monkeypatch, capsys):
+def test_the_file_holds_the_results_of_the_scorer(world, monkeypatch, capsys):
     assert geoflow_entropy(world, monkeypatch, "--top-k=3", "--plot=plots/h.png", block=10) == 0
-    found = read_columns(world / "scores.parquet")
-    assert list(found) == [
+    columns = read_columns(world / "scores.parquet")
+    assert list(columns) == [
         "query",
         "entropy",
         "map_index",
@@ -64,19 +59,19 @@ def test_file_holds_what_the_scorer_says(world, monkeypatch, capsys):
         gf.GeoFlow.from_pretrained(world / "model"), world / "gallery", n_samples=4, n_steps=2, kappa=15.0, top_k=3
     )
     post = scorer(torch.from_numpy(np.load(world / "queries.npy")))
-    assert np.array_equal(found["query"], np.arange(QUERIES))
-    np.testing.assert_allclose(found["entropy"], post.entropy.numpy(), atol=1e-5)
-    np.testing.assert_allclose(found["risk_lower_bound"], post.risk_lower_bound.numpy(), atol=1e-5)
-    assert np.array_equal(found["map_index"], post.map_index.numpy())
-    assert np.array_equal(np.stack(found["top_index"]), post.top_index.numpy())
-    np.testing.assert_allclose(np.stack(found["top_prob"]), post.top_prob.numpy(), atol=1e-5)
+    assert np.array_equal(columns["query"], np.arange(QUERIES))
+    np.testing.assert_allclose(columns["entropy"], post.entropy.numpy(), atol=1e-5)
+    np.testing.assert_allclose(columns["risk_lower_bound"], post.risk_lower_bound.numpy(), atol=1e-5)
+    assert np.array_equal(columns["map_index"], post.map_index.numpy())
+    assert np.array_equal(np.stack(columns["top_index"]), post.top_index.numpy())
+    np.testing.assert_allclose(np.stack(columns["top_prob"]), post.top_prob.numpy(), atol=1e-5)
     assert (world / "plots" / "h.png").read_bytes().startswith(b"\x89PNG")
     shown = capsys.readouterr().out
     assert f"{QUERIES} queries over {ITEMS} items" in shown
-    assert f"{np.median(found['entropy']):.3f}" in shown
-    assert f"{(found['map_prob'] >= 0.5).mean():.1%} of the queries" in shown
+    assert f"{np.median(columns['entropy']):.3f}" in shown
+    assert f"{(columns['map_prob'] >= 0.5).mean():.1%} of the queries" in shown
     assert (
-        f"if the posterior is right, best guesses are wrong for at least {found['risk_lower_bound'].mean():.1%}"
+        f"if the posterior is right, best guesses are wrong for at least {columns['risk_lower_bound'].mean():.1%}"
         in shown
     )
 
@@ -122,9 +117,7 @@ def test_bayes_posterior_from_the_command_line(world, monkeypatch):
         ({"out": "foreign.parquet"}, "not the result of this job"),
     ],
 )
-def test_what_is_wrong_with_the_output_is_said_before_marginals_are_computed(
-    world, monkeypatch, capsys, changes, words
-):
+def test_a_bad_output_is_reported_before_marginals_are_computed(world, monkeypatch, capsys, changes, words):
     np.save(world / "typical.npy", noise.sample_uniform(20, 7).numpy())
     parquet.write_table(pyarrow.table({"query": [0]}), world / "foreign.parquet")
     before = set(world.rglob("*"))
@@ -142,11 +135,10 @@ def score(world: Path, out: str) -> None:
 
 
 def scored_under_kills(world: Path, out: str, chance: random.Random) -> int:
-    """Starts the run again and again, killing it at random moments, until it ends by itself; the number of kills."""
-    kills, context = 0, multiprocessing.get_context("fork")
+    """Starts the run and kills it at random moments until it ends by itself; returns the number of kills."""
+    kills = 0
     while True:
-        child = context.Process(target=score, args=(world, out))
-        child.start()
+        child = start_child(score, world, out)
         child.join(chance.uniform(0.0, 0.12 * (1 + kills / 20)))  # a busy machine is given longer
         if child.exitcode is not None:
             assert child.exitcode == 0
@@ -166,7 +158,7 @@ def test_killed_twenty_times(world):
         kills += scored_under_kills(world, f"{run}.parquet", chance)
         assert (world / f"{run}.parquet").read_bytes() == (world / "undisturbed.parquet").read_bytes()
         run += 1
-    assert run <= 10  # most kills hit a run that was under way
+    assert run <= 10  # so most kills hit a run at work
     assert {path.name for path in world.iterdir()} == {
         "model",
         "queries.npy",
@@ -193,7 +185,7 @@ def test_an_interrupt_keeps_blocks_and_says_so(world, monkeypatch, capsys):
 
 
 def spoil(world: Path, what: str) -> None:
-    """Makes one thing wrong with the input."""
+    """Damages one part of the input."""
     shard = world / "gallery" / "img_emb_2.npy"
     if what == "empty gallery":
         for path in (world / "gallery").iterdir():
@@ -233,7 +225,7 @@ def spoil(world: Path, what: str) -> None:
         ("", {"device": "tpu"}, "device 'tpu' cannot be used here"),
     ],
 )
-def test_bad_input_is_one_line_and_touches_nothing(world, monkeypatch, capsys, what, changes, words):
+def test_bad_input_gives_one_line_and_leaves_no_file(world, monkeypatch, capsys, what, changes, words):
     spoil(world, what)
     (world / "scores.parquet").write_text("precious")
     assert geoflow_entropy(world, monkeypatch, "--overwrite", **changes) == 2

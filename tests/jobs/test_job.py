@@ -1,4 +1,4 @@
-"""Jobs that are killed, changed, repeated or handed bad files."""
+"""Jobs that are killed, changed, repeated or given bad files."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_job(out: Path, **facts) -> Job:
 
 
 def run(job: Job, pause: float = 0.0, **options) -> list[range]:
-    """Runs the job; returns the blocks that had to be computed."""
+    """Runs the job and returns the blocks that it computed."""
     asked = []
 
     def compute(rows, advance):
@@ -49,16 +49,16 @@ def run(job: Job, pause: float = 0.0, **options) -> list[range]:
 def test_output_is_whole_and_nothing_else_is_left(tmp_path):
     job = make_job(tmp_path / "new" / "out.parquet")
     assert [rows.start for rows in run(job)] == list(range(0, ROWS, BLOCK))
-    found = read_columns(job.out)
-    assert list(found) == ["row", "value"]
-    assert np.array_equal(found["row"], np.arange(ROWS))
-    assert found["value"].dtype == np.float32
+    table = read_columns(job.out)
+    assert list(table) == ["row", "value"]
+    assert np.array_equal(table["row"], np.arange(ROWS))
+    assert table["value"].dtype == np.float32
     assert [path.name for path in job.out.parent.iterdir()] == ["out.parquet"]
     assert job.finished()
-    assert run(job) == []  # finished: nothing to do
+    assert run(job) == []  # the job is finished
 
 
-def test_continues_where_an_error_stopped_it(tmp_path):
+def test_a_job_continues_where_an_error_stopped_it(tmp_path):
     job = make_job(tmp_path / "out.parquet")
 
     def failing(rows, _advance):
@@ -74,8 +74,8 @@ def test_continues_where_an_error_stopped_it(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
-def test_killed_at_random_moments(tmp_path):
-    """However often it is killed, the file ends with the bytes of an undisturbed run, and finished blocks are kept."""
+def test_a_job_that_is_killed_at_random_moments(tmp_path):
+    """However often the job is killed, finished blocks are kept and the file has the bytes of an undisturbed run."""
     undisturbed = make_job(tmp_path / "a.parquet")
     run(undisturbed)
     job, context, chance = make_job(tmp_path / "b.parquet"), multiprocessing.get_context("fork"), random.Random(0)
@@ -132,8 +132,8 @@ def test_two_runs_at_once_are_refused(tmp_path):
     job.run(nested, progress=False)
 
 
-def test_a_run_that_comes_in_as_another_leaves(tmp_path, monkeypatch):
-    """It makes its lock before the folder is gone: the run that leaves has its result all the same."""
+def test_a_run_that_starts_while_another_ends(tmp_path, monkeypatch):
+    """The new run creates its lock file before the other removes the folder. The other ends with its result."""
     job, rmdir = make_job(tmp_path / "out.parquet"), Path.rmdir
 
     def late(folder):
@@ -149,7 +149,7 @@ def test_a_run_that_comes_in_as_another_leaves(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_lock_that_was_removed_keeps_nobody_out(tmp_path, monkeypatch, replaced):
+def test_a_lock_file_that_was_removed_does_not_count(tmp_path, monkeypatch, replaced):
     job, flock = make_job(tmp_path / "out.parquet"), fcntl.flock
 
     def removed(file, how):
@@ -164,7 +164,7 @@ def test_a_lock_that_was_removed_keeps_nobody_out(tmp_path, monkeypatch, replace
     assert not job.out.exists()
 
 
-def test_what_is_in_the_way_is_named_and_replaced_only_on_request(tmp_path):
+def test_another_file_is_named_and_replaced_only_on_request(tmp_path):
     job = make_job(tmp_path / "out.parquet")
     job.out.mkdir()
     with pytest.raises(OSError, match="is a folder"):

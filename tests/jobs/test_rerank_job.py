@@ -14,9 +14,9 @@ import torch
 import geoflow_fast as gf
 from geoflow_fast import geometry as g
 from geoflow_fast import noise
-from geoflow_fast.cli.app import main
 from geoflow_fast.jobs import rerank
 from geoflow_fast.runtime.parquet import read_columns
+from tests.jobs.processes import run_geoflow
 
 DIM, QUERIES, ITEMS, K = 8, 21, 90, 5
 
@@ -46,15 +46,9 @@ def world(tmp_path) -> Path:
 
 
 def geoflow_rerank(world: Path, monkeypatch, *more: str, **changes) -> int:
-    """Runs the command in this process; returns its exit status."""
-    options = {"model": "model", "queries": "queries.npy", "gallery": "gallery", "out": "ranked.parquet"}
     monkeypatch.chdir(world)
-    settings = {"shortlist": K, "steps": 2, **changes}
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in {**options, **settings}.items()]
-    monkeypatch.setattr(sys, "argv", ["geoflow", "rerank", *words, *more])
-    with pytest.raises(SystemExit) as end:
-        main()
-    return int(end.value.code or 0)
+    options = {"model": "model", "queries": "queries.npy", "gallery": "gallery", "out": "ranked.parquet"}
+    return run_geoflow(monkeypatch, "rerank", *more, **{**options, "shortlist": K, "steps": 2, **changes})
 
 
 def reranker_of(world: Path) -> gf.BayesReranker:
@@ -63,18 +57,18 @@ def reranker_of(world: Path) -> gf.BayesReranker:
 
 
 def check_file(world: Path, reranker: gf.BayesReranker) -> None:
-    found = read_columns(world / "ranked.parquet")
-    assert list(found) == ["query", *rerank.COLUMNS]
+    columns = read_columns(world / "ranked.parquet")
+    assert list(columns) == ["query", *rerank.COLUMNS]
     post = reranker(torch.from_numpy(np.load(world / "queries.npy")))
-    assert np.array_equal(found["query"], np.arange(QUERIES))
-    assert np.array_equal(np.stack(found["index"]), post.index.numpy())
-    assert np.array_equal(found["answer"], post.answer.numpy())
+    assert np.array_equal(columns["query"], np.arange(QUERIES))
+    assert np.array_equal(np.stack(columns["index"]), post.index.numpy())
+    assert np.array_equal(columns["answer"], post.answer.numpy())
     for name in ("p_answer", "p_outside", "entropy", "risk_lower_bound"):
-        np.testing.assert_allclose(found[name], getattr(post, name).numpy(), atol=1e-5)
-    np.testing.assert_allclose(np.stack(found["prob"]), post.prob.numpy(), atol=1e-5)
+        np.testing.assert_allclose(columns[name], getattr(post, name).numpy(), atol=1e-5)
+    np.testing.assert_allclose(np.stack(columns["prob"]), post.prob.numpy(), atol=1e-5)
 
 
-def test_calibrated_file_holds_what_the_reranker_says(world, monkeypatch, capsys):
+def test_the_file_holds_the_results_of_a_calibrated_reranker(world, monkeypatch, capsys):
     assert geoflow_rerank(world, monkeypatch, held_out="pairs", block=8) == 0
     assert "uncalibrated" not in capsys.readouterr().out
     reranker = reranker_of(world)
@@ -83,17 +77,17 @@ def test_calibrated_file_holds_what_the_reranker_says(world, monkeypatch, capsys
     # The calibration is now with the model and is used again, and made for these settings only.
     assert geoflow_rerank(world, monkeypatch, "--json", out="again.parquet") == 0
     summary = json.loads(capsys.readouterr().out)
-    found = read_columns(world / "again.parquet")
+    columns = read_columns(world / "again.parquet")
     assert summary["calibrated"]
     assert summary["queries"] == QUERIES
-    assert summary["expected_recall"] == pytest.approx(found["p_answer"].mean())
-    assert summary["changed"] == pytest.approx(np.mean(np.stack(found["index"])[:, 0] != found["answer"]))
+    assert summary["expected_recall"] == pytest.approx(columns["p_answer"].mean())
+    assert summary["changed"] == pytest.approx(np.mean(np.stack(columns["index"])[:, 0] != columns["answer"]))
     assert geoflow_rerank(world, monkeypatch, out="third.parquet", steps=3) == 2
     assert "was made for another n_steps" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:BayesReranker is uncalibrated")
-def test_uncalibrated_says_so(world, monkeypatch, capsys):
+def test_missing_calibration_is_reported(world, monkeypatch, capsys):
     assert geoflow_rerank(world, monkeypatch) == 0
     assert "uncalibrated: alpha=1, beta=0" in capsys.readouterr().out
     check_file(world, reranker_of(world))
@@ -110,7 +104,7 @@ def test_calibration_in_a_file_of_its_own_is_not_replaced_by_accident(world, mon
     assert (world / "c.json").read_bytes() != kept
 
 
-def test_an_interrupt_keeps_blocks_and_the_same_command_goes_on(world, monkeypatch, capsys):
+def test_an_interrupt_keeps_blocks_and_the_same_command_continues(world, monkeypatch, capsys):
     blocks = []
 
     def interrupted(self, queries, *rest, **more):
@@ -150,7 +144,7 @@ def test_an_interrupt_keeps_blocks_and_the_same_command_goes_on(world, monkeypat
         ({"device": "tpu"}, "device 'tpu' cannot be used here"),
     ],
 )
-def test_bad_input_is_one_line_and_touches_nothing(world, monkeypatch, capsys, changes, words):
+def test_bad_input_gives_one_line_and_leaves_no_file(world, monkeypatch, capsys, changes, words):
     np.save(world / "wide.npy", noise.sample_uniform(5, 9).numpy())
     np.save(world / "long.npy", 2 * np.load(world / "queries.npy"))
     image = noise.sample_uniform(40, DIM)
