@@ -20,7 +20,7 @@ from geoflow_fast.noise import sample_uniform
 
 
 @dataclass(frozen=True)
-class Batch:
+class InterpolantInput:
     """Noise and data of both streams, times and directions, and tensors for the results."""
 
     points: twins.Points
@@ -29,7 +29,7 @@ class Batch:
     out: twins.Points
 
     @classmethod
-    def draw(cls, rows: int, width: int) -> Batch:
+    def draw(cls, rows: int, width: int) -> InterpolantInput:
         points = tuple(sample_uniform(rows, width) for _ in range(4))
         direction = (torch.arange(rows) % 3).to(torch.int8)
         return cls(points, torch.rand(rows), direction, tuple(x.clone() for x in points))
@@ -59,7 +59,7 @@ def cases(quick: bool) -> list[Case]:
     return [
         Case(
             f"Interpolant, B = {rows}, d = {width}",
-            lambda: Batch.draw(rows, width),
+            lambda: InterpolantInput.draw(rows, width),
             lambda b: b.op("reference"),
             lambda found, truth: all(torch.allclose(a, b, atol=2e-6) for a, b in zip(found, truth)),
             CONTENDERS,
@@ -73,7 +73,7 @@ def scalings(quick: bool) -> list[Scaling]:
     top = 4096 if quick else 8192
 
     def call(rows: int) -> Any:
-        batch = Batch.draw(rows, 512)
+        batch = InterpolantInput.draw(rows, 512)
         return lambda: batch.op("cpu", batch.out)
 
     return [Scaling("Interpolant, d = 512", "B", (top // 8, top // 4, top // 2, top), call, rounds=9)]

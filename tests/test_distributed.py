@@ -397,7 +397,7 @@ def test_documented_clusters_start_commands_with_flags_that_exist(cluster):
     assert context.params["out"] == Path({"slurm": "scores.parquet", "kubernetes": "/data/runs/first"}[cluster])
 
 
-class Command:
+class LongCommand:
     """A command under torchrun that takes a few seconds: its words and its output."""
 
     def __init__(self, name: str, folder: Path, out: str = "out") -> None:
@@ -439,7 +439,7 @@ def undisturbed(folder, results) -> Undisturbed:
 
     def result(name: str) -> dict[str, object]:
         if name not in results:
-            command = Command(name, folder, "undisturbed")
+            command = LongCommand(name, folder, "undisturbed")
             code, _, errors = ended(command.start())
             assert code == 0, errors
             results[name] = command.result()
@@ -451,9 +451,9 @@ def undisturbed(folder, results) -> Undisturbed:
 COMMANDS = ("train", "gallery", "queries")
 
 
-def begin(name: str, folder: Path, *options: str) -> tuple[Command, subprocess.Popen[str]]:
+def begin(name: str, folder: Path, *options: str) -> tuple[LongCommand, subprocess.Popen[str]]:
     """Starts a command and returns it once it has done a part of its work."""
-    command = Command(name, folder)
+    command = LongCommand(name, folder)
     job = command.start(*options)
     end = time.monotonic() + 300
     while not command.under_way():
@@ -474,7 +474,7 @@ def workers(job: subprocess.Popen[str]) -> list[int]:
     return [processes[rank] for rank in sorted(processes)]
 
 
-def assert_finishes(command: Command, expected: dict[str, object]) -> None:
+def assert_finishes(command: LongCommand, expected: dict[str, object]) -> None:
     """The same command, run again, must give to the last bit what it gives undisturbed."""
     code, shown, errors = ended(command.start())
     assert code == 0, errors

@@ -30,7 +30,7 @@ from geoflow_fast.training.loop import TrainReport
 KIND = "baseline"
 LARGEST_DIM = 1 << 20
 """The largest width of embeddings that a file may ask for."""
-Method = TypeVar("Method", bound="Baseline")
+LoadedBaseline = TypeVar("LoadedBaseline", bound="Baseline")
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Baseline(nn.Module, ABC):
         return {"method": self.method, **self.settings}
 
     @classmethod
-    def load(cls: type[Method], folder: str | Path) -> Method:
+    def load(cls: type[LoadedBaseline], folder: str | Path) -> LoadedBaseline:
         """Loads what `save` wrote, onto the CPU. Another method's folder or a damaged file raises a ValueError."""
         path = checks.path(folder, "folder") / WEIGHTS_FILE
         tensors, facts = load_tensors(path, kind=KIND)

@@ -25,17 +25,13 @@ from geoflow_fast.retrieval.gallery import Gallery, GallerySource
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.tensors import load_tensors
 
-IMAGE_FOLDER, TEXT_FOLDER, PROJECTIONS_FILE, PROJECTIONS_KIND = (
-    "img_pre",
-    "text_pre",
-    "projections.safetensors",
-    "projections",
-)
+IMAGE_ACTIVATIONS, TEXT_ACTIVATIONS = "img_pre", "text_pre"
+PROJECTIONS_FILE, PROJECTIONS_KIND = "projections.safetensors", "projections"
 TOWERS = STREAMS
 GALLERY_ROWS = 8192
 NEEDS_ACTIVATIONS = (
     "bayesvlm needs what goes into the last projections, and their weights: `geoflow embed --pre-projection` writes "
-    f"{IMAGE_FOLDER}/, {TEXT_FOLDER}/ and {PROJECTIONS_FILE} beside the embeddings; BayesVLM.set_activations takes them"
+    f"{IMAGE_ACTIVATIONS}/, {TEXT_ACTIVATIONS}/ and {PROJECTIONS_FILE} beside the embeddings; BayesVLM.set_activations takes them"
 )
 
 
@@ -55,11 +51,11 @@ class Activations:
     def open(cls, folder: str | Path) -> Activations:
         """Opens the activations that `geoflow embed --pre-projection` wrote to `folder`, memory-mapped."""
         folder = checks.path(folder, "folder")
-        for name in (IMAGE_FOLDER, TEXT_FOLDER, PROJECTIONS_FILE):
+        for name in (IMAGE_ACTIVATIONS, TEXT_ACTIVATIONS, PROJECTIONS_FILE):
             if not (folder / name).exists():
                 raise FileNotFoundError(f"{folder / name} does not exist: {NEEDS_ACTIVATIONS}")
         weights, _ = load_tensors(folder / PROJECTIONS_FILE, kind=PROJECTIONS_KIND)
-        image, text = (open_rows(folder / name, name) for name in (IMAGE_FOLDER, TEXT_FOLDER))
+        image, text = (open_rows(folder / name, name) for name in (IMAGE_ACTIVATIONS, TEXT_ACTIVATIONS))
         return cls(image, text, weights)
 
     @classmethod

@@ -20,7 +20,7 @@ from geoflow_fast.training.config import RunConfig
 from geoflow_fast.training.loop import Run, TrainReport, complete
 from geoflow_fast.training.objective import Objective
 
-SIZES = ("paper", "small", "tiny")
+BASELINE_SIZES = ("paper", "small", "tiny")
 HIDDEN = {"paper": 2048, "small": 512, "tiny": 128}
 """Width of networks by size."""
 TINY_WIDTH = 64
@@ -55,8 +55,8 @@ class SizedBaseline(Baseline):
     def __init__(self, image_dim: int, text_dim: int, size: str = "auto", **settings: Any) -> None:
         if size == "auto":
             size = "tiny" if max(image_dim, text_dim) <= TINY_WIDTH else "small"
-        if size not in SIZES:
-            raise ValueError(f"size must be auto or one of {', '.join(SIZES)}, got {size!r}")
+        if size not in BASELINE_SIZES:
+            raise ValueError(f"size must be auto or one of {', '.join(BASELINE_SIZES)}, got {size!r}")
         super().__init__(image_dim, text_dim, size=size, **settings)
         self.size = size
 

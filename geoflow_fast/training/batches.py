@@ -263,10 +263,10 @@ class BatchMaker:
         return self._interpolate((image0[mine], text0[mine]), self._load(pairs, index[mine]), plan.select(mine))
 
     def _load(self, pairs: EmbeddingPairs, index: Index) -> Streams:
-        image, text = pairs[index]
-        return self.flow.to_flow(  # type: ignore[return-value]
-            image.to(self.device, non_blocking=True), text.to(self.device, non_blocking=True)
-        )
+        """The pairs `index` [B] on the device, in the flow's coordinates."""
+        on_device = (x.to(self.device, non_blocking=True) for x in pairs[index])
+        image, text = (self.flow.stream_to_flow(x, stream) for stream, x in enumerate(on_device))
+        return image, text
 
     def _lane_noise(self, step: int) -> Streams:
         """Points of the base distribution for the rows made here, drawn on the CPU, so that they do not depend on the
