@@ -30,8 +30,9 @@ PROJECTIONS_FILE, PROJECTIONS_KIND = "projections.safetensors", "projections"
 TOWERS = STREAMS
 GALLERY_ROWS = 8192
 NEEDS_ACTIVATIONS = (
-    "bayesvlm needs what goes into the last projections, and their weights: `geoflow embed --pre-projection` writes "
-    f"{IMAGE_ACTIVATIONS}/, {TEXT_ACTIVATIONS}/ and {PROJECTIONS_FILE} beside the embeddings; BayesVLM.set_activations takes them"
+    "bayesvlm needs the activations before the last projections, and the weights of these: `geoflow embed "
+    f"--pre-projection` writes {IMAGE_ACTIVATIONS}/, {TEXT_ACTIVATIONS}/ and {PROJECTIONS_FILE} beside the embeddings, "
+    "and BayesVLM.set_activations reads them"
 )
 
 
