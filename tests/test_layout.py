@@ -1,4 +1,4 @@
-"""Rules of the house: imports go down only, importing is light, nothing heavy is needed to import."""
+"""Rules of the package: imports go down only, importing is fast, and no heavy package is needed for it."""
 
 from __future__ import annotations
 
@@ -87,10 +87,13 @@ heavy = {"triton", "scipy", "ot", "matplotlib", "pyarrow", "open_clip", "PIL", "
 heavy |= {"tensorboard", "transformers"}
 print(sorted(heavy & set(sys.modules)))
 """
-    runs = [run_python(code).splitlines() for _ in range(2)]
-    assert min(float(alone) for alone, _, _ in runs) < 0.05
-    assert min(float(used) for _, used, _ in runs) < 0.3
-    assert runs[0][2] == "[]"
+    for attempts_left in (1, 0):  # the first one may have to write bytecode
+        alone, used, heavy = run_python(code).splitlines()
+        assert heavy == "[]"
+        if not attempts_left or (float(alone) < 0.05 and float(used) < 0.3):
+            break
+    assert float(alone) < 0.05
+    assert float(used) < 0.3
 
 
 def test_import_works_without_triton():

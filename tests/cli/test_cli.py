@@ -23,7 +23,7 @@ from geoflow_fast.flow.sampling import FAST_SAMPLING
 COMMANDS = sorted(typer.main.get_command(app).commands)
 
 HERE = {**os.environ, "PYTHONPATH": str(Path(gf.__file__).parents[1])}
-"""Environment in which a process that stands elsewhere runs the code under test."""
+"""The environment in which a process in another folder runs the code under test."""
 
 
 def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
@@ -49,7 +49,7 @@ def run(capsys, monkeypatch):
 
 @pytest.fixture
 def desk(tmp_path, monkeypatch) -> Path:
-    """A folder with pairs as two files and as a folder, and an untrained flow; the process stands in it."""
+    """The working folder, with pairs as two files and as a folder, and an untrained flow."""
     image, text = (gf.geometry.sample_uniform(64, 6, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
     np.save(tmp_path / "images.npy", image.numpy())
     np.save(tmp_path / "texts.npy", text.numpy())
@@ -69,7 +69,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_every_command_of_the_documentation_is_there():
+def test_every_documented_command_exists():
     assert {"demo", "density", "doctor", "embed", "entropy", "rerank", "train"} <= set(COMMANDS)
 
 
@@ -103,8 +103,8 @@ except SystemExit as end:
 heavy = {{"torch", "numpy", "scipy", "pyarrow", "matplotlib"}} & set(sys.modules)
 print(time.process_time(), *sorted(heavy), file=sys.stderr)
 """
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=HERE) for _ in range(2)]
-    assert min(float(run.stderr) for run in runs) < 0.5  # seconds of processor time; a heavy module is no number
+    report = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=HERE).stderr
+    assert float(report) < 0.5  # seconds of processor time; the name of a heavy module is not a number
 
 
 def test_help_names_the_settings_of_fast(run):
@@ -122,7 +122,7 @@ def test_doctor_shows_every_operation_with_its_reasons(run):
     assert {"torch", "triton", "CUDA", "threads", "CPU features in use"} <= set(report["machine"])
 
 
-def test_nothing_but_text_goes_into_a_pipe():
+def test_output_into_a_pipe_is_plain_text():
     process = start("doctor", TERM="xterm-256color")
     out, err = process.communicate()
     assert process.returncode == 0, err
@@ -130,8 +130,8 @@ def test_nothing_but_text_goes_into_a_pipe():
     assert "\x1b" not in out + err
 
 
-def test_a_reader_that_leaves_early_is_no_error():
-    command = f"{sys.executable} -m geoflow_fast doctor | true; echo ${{PIPESTATUS[0]}}"
+def test_a_closed_pipe_is_not_an_error():
+    command = f"{sys.executable} -m geoflow_fast --help | true; echo ${{PIPESTATUS[0]}}"
     result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False, env=HERE)
     assert result.stdout.strip() == "141"
     assert result.stderr == ""
@@ -181,7 +181,7 @@ def test_errors_of_the_system_name_the_file_without_a_number(run, desk):
 # Two files, and reports for machines
 
 
-def test_two_files_give_entropies_with_two_commands(run, desk):
+def test_two_commands_turn_two_files_into_entropies(run, desk):
     files = ["--images", "images.npy", "--texts", "texts.npy"]
     code, out, err = run("train", *files, "--out", "runs/first", *SMALL, "--steps", 2)
     assert code == 0, err
@@ -217,7 +217,7 @@ def steps_of_run() -> int:
     return json.loads(Path("run/metrics.jsonl").read_text().splitlines()[-1])["step"]
 
 
-def test_a_file_gives_the_flags_that_are_not_on_the_line(run, desk):
+def test_a_config_file_gives_flags_that_the_command_line_does_not(run, desk):
     keys = 'pairs = "pairs"\npreset = "tiny"\nbatch-size = 16\nwarmup_steps = 1\nlr = 1e-3\ncentre = true\nsteps = 2\n'
     write(desk / "train.toml", keys)
     code, _, err = run("train", "--config", "train.toml", "--out", "run")
@@ -230,7 +230,7 @@ def test_a_file_gives_the_flags_that_are_not_on_the_line(run, desk):
     assert json.loads(out)["steps"] == 3
 
 
-def test_one_file_may_serve_several_commands(run, desk):
+def test_one_config_file_can_serve_several_commands(run, desk):
     write(desk / "all.toml", 'out = "run"\nsteps = 9\n[train]\nsteps = 2\n[density]\nprobes = 3\n')
     code, _, err = run("train", "--pairs", "pairs", *SMALL, "--config", "all.toml")
     assert code == 0, err
@@ -254,7 +254,7 @@ def test_one_file_may_serve_several_commands(run, desk):
         ("steps = 1\nsteps = 2", "is not a TOML file"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named(run, desk, text, words):
+def test_errors_in_a_config_file_are_named(run, desk, text, words):
     write(desk / "bad.toml", text)
     code, out, err = run("train", *TRAIN, "--config", "bad.toml")
     assert code == 2
@@ -266,7 +266,7 @@ def test_what_is_wrong_in_a_file_is_named(run, desk, text, words):
 
 
 @pytest.mark.usefixtures("desk")
-def test_a_file_that_is_not_there(run):
+def test_a_missing_config_file_is_an_error(run):
     assert run("train", *TRAIN, "--config", "none.toml") == (
         2,
         "",
@@ -297,8 +297,8 @@ def test_a_signal_saves_and_says_how_to_continue(desk, number, code):
     assert (desk / "run/last.safetensors").is_file()
 
 
-def test_termination_is_heeded_where_interrupts_are_ignored(run, monkeypatch):
-    """A shell that starts a command in the background has it ignore Ctrl-C; SIGTERM ends it all the same."""
+def test_termination_works_where_interrupts_are_ignored(run, monkeypatch):
+    """A shell makes commands in the background ignore Ctrl-C; SIGTERM still ends them."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def terminated() -> dict[str, str]:

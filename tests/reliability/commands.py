@@ -1,4 +1,4 @@
-"""Every command of `geoflow` with good flags and files, for `tests/reliability/test_fuzz.py` to spoil."""
+"""Good flags and files for every command of `geoflow`, which `tests/reliability/test_fuzz.py` spoils."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.reliability.targets import IMAGE, square_flow, unit
 
 @dataclass(frozen=True)
 class Command:
-    """`geoflow WORDS --name=value ... ARGUMENTS` that ends well."""
+    """The flags and arguments of a command that succeeds."""
 
     flags: Mapping[str, str]
     arguments: tuple[str, ...] = ()
     keeps: bool = False
-    """Whether, when it fails, it may leave what a repetition continues in the folder `out`."""
+    """Whether the command, when it fails, may leave files in the folder `out` from which another run continues."""
     fixed: frozenset[str] = frozenset()
     """Flags that are not spoiled."""
 
@@ -93,7 +93,6 @@ COMMANDS: dict[str, Command] = {
         {**SEARCH, "calibration": "calibration.json", "shortlist": "4", "steps": "1", "probes": "1", "seed": "0"}
     ),
     "plan": Command({"gallery": "1e6", "dim": "64", "queries": "1e3", "device": "h100", "gpus": "2", "block": "64"}),
-    "bench": Command({}, ("no such benchmark",)),
     "evaluate": Command(
         {
             "model": "model",
@@ -149,7 +148,7 @@ test = "split/test"
 
 
 def make_world(folder: Path) -> None:
-    """What the commands above need."""
+    """Makes a folder with the files that the commands above need."""
     folder.mkdir()
     square_flow().save_pretrained(folder / "model")
     np.save(folder / "queries.npy", unit(5, IMAGE).numpy())
@@ -183,5 +182,5 @@ def _made() -> tempfile.TemporaryDirectory[str]:
 
 
 def copy_world(folder: Path) -> None:
-    """A world of one's own."""
+    """Copies the files that the commands need to `folder`."""
     shutil.copytree(Path(_made().name) / "world", folder)

@@ -1,7 +1,7 @@
-"""Every code block of the README and of docs/ runs, page by page from top to bottom; what they name exists.
+"""Every code block of the README and of docs/ runs, page by page from top to bottom, and what the pages name exists.
 
-Commands run with flags that make them small. What cannot run here is read instead: `make` and `pip` lines, job scripts
-of clusters.
+Commands run with flags that make them small. What cannot run here is only parsed: `make` and `pip` lines, and job
+scripts of clusters.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
-import pkgutil
 import re
 import shlex
 import shutil
@@ -26,6 +25,7 @@ from typer.testing import CliRunner
 
 import geoflow_fast as gf
 from geoflow_fast.cli import app
+from tests.reliability.surface import public
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -41,13 +41,13 @@ SMALLER = {
 }
 
 
-MANY, FEW = "24_000", "2_400"  # pairs of the stand-ins
+# What makes documented Python small.
+FEWER = {"24_000": "2_400", "steps=200": "steps=10"}
 
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the pages speak of: embeddings, held-out pairs, queries, a gallery, photos, a trained
-    flow."""
+    """A folder with the files that the pages use: embeddings, held-out pairs, queries, a gallery, photos and a flow."""
     folder = tmp_path_factory.mktemp("desk")
     image, text = (gf.geometry.sample_uniform(400, 16, generator=torch.Generator().manual_seed(s)) for s in (0, 1))
     text = gf.geometry.normalize(image + 0.1 * text)
@@ -77,12 +77,12 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def page_names(desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Names that pages take for granted, in a process that stands in a copy of `desk`."""
+    """The variables that pages use without defining them; the working folder is a copy of `desk`."""
     shutil.copytree(desk, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     small = gf.TrainConfig.tiny()
     monkeypatch.setattr(gf.TrainConfig, "small", lambda: dataclasses.replace(small, steps=2, batch_size=32))
-    # Large weights, which cannot be had here: the flags are read, and another encoder does the work.
+    # The weights are too large to download here, so another encoder does the work; the flags are still parsed.
     monkeypatch.setattr(gf.OpenClipEncoder, "load", lambda *_, **__: gf.ColourEncoder())
     return {
         "gf": gf,
@@ -97,23 +97,23 @@ def page_names(desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> d
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
-    """(language, code) of the blocks of a page, in order."""
+    """The language and the code of each block of a page, in order."""
     return BLOCK.findall(page.read_text())
 
 
 def commands(page: Path) -> list[str]:
-    """Lines of unmarked and shell blocks, without comments."""
+    """The lines of unmarked and shell blocks, without comments."""
     shell = [code for language, code in blocks(page) if language in SHELL and not code.startswith("#!")]
     return [line for code in shell for line in lines_of(code)]
 
 
 def lines_of(code: str) -> list[str]:
-    """Commands of a block: continued lines joined, comments off."""
+    """The commands of a block, with continued lines joined and comments removed."""
     return [line.split("  #")[0].strip() for line in code.replace("\\\n", " ").splitlines() if line.strip()]
 
 
 def run_command(line: str, *, smaller: bool) -> None:
-    """Runs what begins with `geoflow`, and what torchrun would start, as one rank."""
+    """Runs a line that begins with `geoflow`; what torchrun would start runs as one rank."""
     words = shlex.split(line)
     if words[0] == "torchrun":
         words = ["geoflow", *words[words.index("geoflow_fast") + 1 :]]
@@ -125,13 +125,14 @@ def run_command(line: str, *, smaller: bool) -> None:
 
 
 def run_page(page: Path, names: dict[str, Any], *, smaller: bool = True) -> None:
-    """Every block of a page, from top to bottom in the current folder, as a reader would."""
+    """Runs every block of a page from top to bottom in the working folder, as a reader would."""
     for number, (language, code) in enumerate(blocks(page)):
         if language == "python":
-            code = code.replace(MANY, FEW) if smaller else code
+            for many, few in FEWER.items() if smaller else ():
+                code = code.replace(many, few)
             exec(compile(code, f"{page.name}, block {number}", "exec"), names)
         elif language == "toml":
-            first = code.splitlines()[0]  # its name; a command further down reads it
+            first = code.splitlines()[0]  # the name under which a command further down reads the file
             assert re.fullmatch(r"# \w+\.toml", first), f"{page.name}: {first}"
             Path(first.removeprefix("# ")).write_text(code)
         elif language == "yaml":
@@ -151,6 +152,13 @@ def test_page_runs_from_top_to_bottom(page, page_names):
 
 
 @pytest.mark.slow
+def test_readme_keeps_its_promise(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_page(ROOT / "README.md", {}, smaller=False)
+    assert float(capsys.readouterr().out.split()[-1]) > 0.92  # the page says about .94
+
+
+@pytest.mark.slow
 def test_abstention_page_keeps_its_promise_in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
@@ -159,7 +167,7 @@ def test_abstention_page_keeps_its_promise_in_an_empty_folder(tmp_path, monkeypa
     assert act.certified
     assert act.risk_bound <= act.target_risk
     assert answered.mean() > 0.25
-    # Of the true risk, which is below the target with 95 % confidence, the new queries show a noisy share.
+    # The true risk is below the target with 95 % confidence; the new queries give a noisy estimate of it.
     noise = 3 * (act.target_risk * (1 - act.target_risk) / answered.sum()) ** 0.5
     assert 1 - right[answered].mean() <= act.target_risk + noise
     with Image.open("threshold.png") as picture:
@@ -182,11 +190,11 @@ def listed_names() -> list[str]:
 def test_api_page_lists_every_public_name():
     listed = listed_names()
     assert len(listed) == len(set(listed)), "a name is listed twice"
-    modules = {name for name in public_names() if inspect.ismodule(pkgutil.resolve_name(name))}
+    modules = {name for name in public_names() if inspect.ismodule(public(name))}
     assert sorted(set(public_names()) - modules - set(listed)) == []
     missing = [name for name in modules if not any(f"{entry}.".startswith(f"{name}.") for entry in listed)]
     assert missing == [], "the page lists nothing of a public module"
-    assert [name for name in listed if pkgutil.resolve_name(name) is None] == []  # raises on a name that is not there
+    assert [name for name in listed if public(name) is None] == []  # raises an error if a name does not exist
 
 
 def test_type_checkers_see_the_public_names():
@@ -200,21 +208,21 @@ def test_type_checkers_see_the_public_names():
     }
     assert sorted([*seen, "__version__"]) == dir(gf) == sorted(gf.__all__)
     for name, home in seen.items():
-        assert getattr(gf, name) is pkgutil.resolve_name(home), name
+        assert getattr(gf, name) is public(home), name
 
 
-def test_every_public_name_says_what_it_is():
-    found = {name: pkgutil.resolve_name(name) for name in public_names()}
-    described = {name: value for name, value in found.items() if inspect.isclass(value) or inspect.isroutine(value)}
+def test_every_public_name_has_a_docstring():
+    values = {name: public(name) for name in public_names()}
+    described = {name: value for name, value in values.items() if inspect.isclass(value) or inspect.isroutine(value)}
     assert len(described) > 50
-    # A dataclass without words of its own gets its signature as docstring.
-    silent = [
+    # Python gives a dataclass without a docstring its signature as one.
+    undocumented = [
         name for name, value in described.items() if not value.__doc__ or value.__doc__.startswith(f"{value.__name__}(")
     ]
-    assert silent == []
+    assert undocumented == []
 
 
-def test_citation_is_of_this_version_and_names_the_paper():
+def test_citation_has_this_version_and_names_the_paper():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == gf.__version__
     assert f'version = "{gf.__version__}"' in (ROOT / "pyproject.toml").read_text()
