@@ -1,5 +1,5 @@
-"""Every public function, every command and every file format gets hostile input and must give a right answer or a clear,
-typed error: never a crash, a hang, a NaN or a changed file. These are 500 inputs; `make test-slow` tries over 5,000."""
+"""Every public function, every command and every file format gets hostile input and must give a right answer or a
+clear, typed error: never a crash, a hang, a NaN or a changed file. `make test` tries 500 inputs, `test-slow` 5,000."""
 
 from __future__ import annotations
 
