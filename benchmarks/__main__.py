@@ -26,27 +26,27 @@ def main(arguments: list[str]) -> None:
     if unknown:
         raise SystemExit(f"no benchmark named {', '.join(unknown)}; there are {', '.join(suite.names())}")
     hot = suite.suites()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in given.names or hot:
         if given.study or name not in hot:
-            found[name] = suite.module_of(name).run()
+            results[name] = suite.module_of(name).run()
         else:
-            found[name] = run_suite(name, quick=given.quick)
+            results[name] = run_suite(name, quick=given.quick)
         if not given.json:
-            words = found[name] if isinstance(found[name], str) else suite.text_of(found[name])
+            words = results[name] if isinstance(results[name], str) else suite.text_of(results[name])
             print(f"## {name}\n\n{words}\n", flush=True)
     if given.json:
-        print(json.dumps(found, indent=2))
-    if not given.quick and any(isinstance(value, dict) for value in found.values()):
+        print(json.dumps(results, indent=2))
+    if not given.quick and any(isinstance(value, dict) for value in results.values()):
         page.write()
 
 
 def run_suite(name: str, *, quick: bool) -> dict[str, Any]:
     """Measures a suite; its results are kept unless they are quick ones."""
-    found = suite.run_suite(name, quick=quick, say=lambda words: print(words, file=sys.stderr, flush=True))
+    result = suite.run_suite(name, quick=quick, announce=lambda words: print(words, file=sys.stderr, flush=True))
     if not quick:
-        save(name, found)
-    return found
+        save(name, result)
+    return result
 
 
 if __name__ == "__main__":

@@ -112,27 +112,27 @@ class Passes:
 
 def passes(model: Model, mapped: np.ndarray) -> Passes:
     """Search and scoring at every size that fits."""
-    found, width = Passes(), model.config.image_dim
+    measured, width = Passes(), model.config.image_dim
     queries = sample_uniform(SEARCHED, width)
     samples = sample_uniform(SCORED * FAST["n_samples"], width).view(SCORED, FAST["n_samples"], width)
     for items in (n for n in GALLERIES if n <= model.most_items):
         gallery = gf.Gallery(mapped[:items])
         searched = lambda g=gallery: g.statistics(queries.unsqueeze(1), 1.0, TOP_K)  # noqa: E731
-        found.search[items] = best_of_two(searched) / SEARCHED
+        measured.search[items] = best_of_two(searched) / SEARCHED
         scored = best_of_two(lambda g=gallery: g.statistics(samples, KAPPA, TOP_K))
-        found.score[items] = scored / samples[..., 0].numel()
+        measured.score[items] = scored / samples[..., 0].numel()
         if FAISS.present and items <= model.most_items_faiss:
             index = peers.faiss_index(torch.from_numpy(np.asarray(mapped[:items], dtype=np.float32)))
             gate_as_near(mapped, queries, searched().top_index, peers.faiss_search(index, queries, TOP_K))
-            found.faiss[items] = best_of_two(lambda i=index: peers.faiss_search(i, queries, TOP_K)) / SEARCHED
-    return found
+            measured.faiss[items] = best_of_two(lambda i=index: peers.faiss_search(i, queries, TOP_K)) / SEARCHED
+    return measured
 
 
-def gate_as_near(mapped: np.ndarray, queries: Tensor, found: Tensor, expected: Tensor) -> None:
+def gate_as_near(mapped: np.ndarray, queries: Tensor, nearest: Tensor, expected: Tensor) -> None:
     """What this library's search finds is rank by rank as near as what FAISS finds; equally near items may trade."""
     cosines = [
         (torch.from_numpy(mapped[index.numpy()]).double() @ queries.double().unsqueeze(-1)).squeeze(-1)
-        for index in (found.cpu(), expected.cpu())
+        for index in (nearest.cpu(), expected.cpu())
     ]
     gate("search as FAISS does", torch.allclose(*cosines, rtol=0, atol=1e-6))
 
@@ -156,7 +156,7 @@ def by_items(values: dict[int, str]) -> dict[str, str]:
     return {f"N = 1e{len(str(items)) - 1}": value for items, value in values.items()}
 
 
-def query_table(name: str, model: Model, fixed: dict[str, float], found: Passes) -> Table:
+def query_table(name: str, model: Model, fixed: dict[str, float], measured: Passes) -> Table:
     """Seconds per 1,000 queries; cells computed in proportion are in italics."""
 
     def row(title: str, once: float, over: dict[int, float], samples: int = 1) -> dict[str, str]:
@@ -164,23 +164,23 @@ def query_table(name: str, model: Model, fixed: dict[str, float], found: Passes)
         return {"s per 1,000 queries": title, **by_items({n: v if n in over else f"*{v}*" for n, v in values.items()})}
 
     rows = [
-        row("plain search, geoflow_fast", 0.0, found.search),
-        row("plain search and `BayesReranker`", fixed["rerank"], found.search),
-        row("`RetrievalEntropy.fast`", fixed["fast"], found.score, FAST["n_samples"]),
-        row("`RetrievalEntropy`, the paper's settings", fixed["paper"], found.score, PAPER["n_samples"]),
+        row("plain search, geoflow_fast", 0.0, measured.search),
+        row("plain search and `BayesReranker`", fixed["rerank"], measured.search),
+        row("`RetrievalEntropy.fast`", fixed["fast"], measured.score, FAST["n_samples"]),
+        row("`RetrievalEntropy`, the paper's settings", fixed["paper"], measured.score, PAPER["n_samples"]),
     ]
-    if found.faiss:
-        rows.insert(0, row("plain search, FAISS exact, float32 in memory", 0.0, found.faiss))
-    return Table(name, rows, {"model": model.name, "per query": fixed, "passes": dataclasses.asdict(found)})
+    if measured.faiss:
+        rows.insert(0, row("plain search, FAISS exact, float32 in memory", 0.0, measured.faiss))
+    return Table(name, rows, {"model": model.name, "per query": fixed, "passes": dataclasses.asdict(measured)})
 
 
 def estimates(config: gf.GeoFlowConfig) -> Table:
     """One GPU, arithmetic alone: seconds per 1,000 queries or pairs once the gallery is in the machine's memory."""
     rows = []
     for device in ("a100", "h100"):
-        found = {items: estimate(config, items, device) for items in GALLERIES}
-        for title in found[GALLERIES[0]]:
-            values = by_items({items: f"{found[items][title]:.2g}" for items in GALLERIES})
+        hours = {items: estimate(config, items, device) for items in GALLERIES}
+        for title in hours[GALLERIES[0]]:
+            values = by_items({items: f"{hours[items][title]:.2g}" for items in GALLERIES})
             rows.append({"estimated s per 1,000": f"{device.upper()}: {title}", **values})
     return Table("gpu", rows)
 

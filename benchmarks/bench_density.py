@@ -84,14 +84,14 @@ def gate_same_numbers(rows: Rows) -> None:
         gate(f"{direction} log-density against the twin", torch.allclose(ours, twin, rtol=1e-5, atol=1e-3))
 
 
-def within_noise(place: int) -> Callable[[Tensor, tuple[Tensor, Tensor]], bool]:
+def within_noise(index: int) -> Callable[[Tensor, tuple[Tensor, Tensor]], bool]:
     """The mean differs from one of the truths by no more than chance, five standard errors, and one part in twenty for
     the steps."""
 
-    def agrees(found: Tensor, truths: tuple[Tensor, Tensor]) -> bool:
-        change = found - truths[place]
+    def agrees(estimate: Tensor, truths: tuple[Tensor, Tensor]) -> bool:
+        change = estimate - truths[index]
         chance = 5 * float(change.std()) / len(change) ** 0.5
-        return abs(float(change.mean())) < chance + 0.05 * abs(float(truths[place].mean()))
+        return abs(float(change.mean())) < chance + 0.05 * abs(float(truths[index].mean()))
 
     return agrees
 
@@ -182,11 +182,11 @@ class Quality:
 
 def measure(flow: gf.GeoFlow, reference: gf.Epistemic, settings: gf.DensitySettings) -> Quality:
     image, text = concept_pairs(flow.config.image_dim)
-    found = [
+    estimates = [
         gf.epistemic(flow, image, text, generator=torch.Generator().manual_seed(100 + k), settings=settings)
         for k in range(REPEATS)
     ]
-    joint, score = torch.stack([ep.joint for ep in found]), torch.stack([ep.score for ep in found])
+    joint, score = torch.stack([ep.joint for ep in estimates]), torch.stack([ep.score for ep in estimates])
     known = slice(0, ROWS // 2)
     return Quality(
         float(joint.var(0).mean().sqrt()),
@@ -234,17 +234,17 @@ def reference_score(flow: gf.GeoFlow) -> gf.Epistemic:
 
 
 def quality(flow: gf.GeoFlow, reference: gf.Epistemic) -> tuple[str, dict[str, Quality]]:
-    found = {name: measure(flow, reference, settings) for name, settings in SETTINGS.items()}
-    rows = [{"setting": name, **dataclasses.asdict(value)} for name, value in found.items()]
-    kept, paper = found["the same, probe kept"], found["paper: Euler 50, signs"]
-    separate = found["Euler 50, separate, Gaussian, independent"]
+    qualities = {name: measure(flow, reference, settings) for name, settings in SETTINGS.items()}
+    rows = [{"setting": name, **dataclasses.asdict(value)} for name, value in qualities.items()]
+    kept, paper = qualities["the same, probe kept"], qualities["paper: Euler 50, signs"]
+    separate = qualities["Euler 50, separate, Gaussian, independent"]
     gate("redrawn probes cut the standard deviation by 3", kept.score_sd > 3 * paper.score_sd)
     gate("separate tangents cut it by 2 more", paper.score_sd > 2 * separate.score_sd)
-    gate("midpoint with 10 steps is within .1 nat", abs(found["default: midpoint 10"].joint_bias) <= 0.1)
-    gate("three probes rank as the reference does", found["ab2 10, early grid, three probes"].spearman >= 0.99)
+    gate("midpoint with 10 steps is within .1 nat", abs(qualities["default: midpoint 10"].joint_bias) <= 0.1)
+    gate("three probes rank as the reference does", qualities["ab2 10, early grid, three probes"].spearman >= 0.99)
     assert reference.stderr is not None
     notes = {"reference stderr": float(reference.stderr.mean()), "spread of the score": float(reference.score.std())}
-    return report("density_quality", rows, notes), found
+    return report("density_quality", rows, notes), qualities
 
 
 def widths(references: dict[int, gf.Epistemic]) -> str:
@@ -259,8 +259,8 @@ def widths(references: dict[int, gf.Epistemic]) -> str:
     for dim, reference in references.items():
         flow, spread = concept_flow(dim), float(reference.score.std())
         for name in names:
-            found = measure(flow, reference, SETTINGS[name])
-            rows.append({"width": dim, "spread of the score": spread, "setting": name, **dataclasses.asdict(found)})
+            measured = measure(flow, reference, SETTINGS[name])
+            rows.append({"width": dim, "spread of the score": spread, "setting": name, **dataclasses.asdict(measured)})
     table = report("density_widths", rows, {})
     for row in rows:
         if row["width"] == WIDTHS[-1] and row["setting"] in ("default: midpoint 10", "FAST_DENSITY"):
@@ -273,20 +273,20 @@ def ablation(flow: gf.GeoFlow, reference: gf.Epistemic) -> str:
     rows = []
     for steps in (10, 20, 30, 40, 50):
         for probes in (1, 3, 5):
-            found = measure(flow, reference, dataclasses.replace(gf.PAPER_DENSITY, n_steps=steps, n_probes=probes))
-            rows.append({"steps": steps, "probes": probes, **dataclasses.asdict(found)})
+            measured = measure(flow, reference, dataclasses.replace(gf.PAPER_DENSITY, n_steps=steps, n_probes=probes))
+            rows.append({"steps": steps, "probes": probes, **dataclasses.asdict(measured)})
     return report("density_ablation", rows, {})
 
 
-def equal_error(seconds: dict[str, float], found: dict[str, Quality]) -> str:
+def equal_error(seconds: dict[str, float], qualities: dict[str, Quality]) -> str:
     """Cost of one standard error: seconds times variance, over that of autograd at the paper's setting."""
-    base = seconds[CONTENDERS[0].name] * found["paper: Euler 50, signs"].score_sd ** 2
+    base = seconds[CONTENDERS[0].name] * qualities["paper: Euler 50, signs"].score_sd ** 2
     pairs = {
         "geoflow_fast, default": "default: midpoint 10",
         "geoflow_fast, `FAST_DENSITY`": "FAST_DENSITY",
     }
     rows = [
-        {"setting": name, "speed-up at equal standard error": base / (seconds[name] * found[other].score_sd ** 2)}
+        {"setting": name, "speed-up at equal standard error": base / (seconds[name] * qualities[other].score_sd ** 2)}
         for name, other in pairs.items()
     ]
     gate("5x at equal standard error", max(row["speed-up at equal standard error"] for row in rows) >= 5)
@@ -298,7 +298,7 @@ def run() -> str:
     references = {dim: reference_score(concept_flow(dim)) for dim in WIDTHS}
     ranks = widths(references)
     flow = concept_flow()
-    numbers, found = quality(flow, references[NARROW])
+    numbers, qualities = quality(flow, references[NARROW])
     measured = measure_case(cases(quick=False)[0])
     seconds = {row["contender"]: row["median"] for row in measured["rows"]}
-    return "\n\n".join((numbers, ranks, equal_error(seconds, found), ablation(flow, references[NARROW])))
+    return "\n\n".join((numbers, ranks, equal_error(seconds, qualities), ablation(flow, references[NARROW])))

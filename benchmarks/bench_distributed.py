@@ -111,13 +111,13 @@ def output(folder: Path, task: str, number: int, ranks: int) -> Path:
 
 
 def rank_main(folder: Path, rounds: int) -> None:
-    """What torchrun starts: seconds and bytes of each job, by task and number of ranks, into `found.json`."""
+    """What torchrun starts: seconds and bytes of each job, by task and number of ranks, into `timings.json`."""
     torch.set_num_threads(1)
-    found: dict[str, dict[str, list[float]]] = {}
+    timings: dict[str, dict[str, list[float]]] = {}
     with joined() as world:
         for number in range(rounds + 1):
             for name, task in TASKS.items():
-                lines = found.setdefault(name, {"1": [], "2": [], "bytes": []})
+                lines = timings.setdefault(name, {"1": [], "2": [], "bytes": []})
                 if world.is_main:
                     lines["1"].append(_seconds(task, folder, output(folder, name, number, 1), ALONE))
                 world.barrier()
@@ -125,7 +125,7 @@ def rank_main(folder: Path, rounds: int) -> None:
                 lines["2"].append(_seconds(task, folder, output(folder, name, number, 2), world))
                 lines["bytes"].append(world.traffic - before)
         if world.is_main:
-            (folder / "found.json").write_text(json.dumps(found))
+            (folder / "timings.json").write_text(json.dumps(timings))
 
 
 def _seconds(task: Task, folder: Path, out: Path, world: World) -> float:
@@ -135,7 +135,7 @@ def _seconds(task: Task, folder: Path, out: Path, world: World) -> float:
 
 
 def launch(folder: Path, rounds: int) -> dict[str, dict[str, list[float]]]:
-    """What the ranks found. The first round, in which things are imported and mapped, is left out."""
+    """What the ranks timings. The first round, in which things are imported and mapped, is left out."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     words = ["-m", "benchmarks.bench_distributed", str(folder), str(rounds)]
     done = subprocess.run(
@@ -143,8 +143,8 @@ def launch(folder: Path, rounds: int) -> dict[str, dict[str, list[float]]]:
     )
     if done.returncode != 0:
         raise SystemExit(f"the ranks failed with {done.returncode}; no times are reported\n{done.stderr}")
-    found = json.loads((folder / "found.json").read_text())
-    return {task: {key: values[1:] for key, values in lines.items()} for task, lines in found.items()}
+    timings = json.loads((folder / "timings.json").read_text())
+    return {task: {key: values[1:] for key, values in lines.items()} for task, lines in timings.items()}
 
 
 def same(first: Path, second: Path) -> bool:
@@ -157,13 +157,13 @@ def run(rounds: int = ROUNDS) -> str:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
-        found = launch(folder, rounds)
+        timings = launch(folder, rounds)
         for task in TASKS:
             files = [[output(folder, task, number, ranks) for ranks in (1, 2)] for number in range(rounds + 1)]
             if files[0][0].exists():
                 gate(f"{task}: two ranks write what one writes", all(same(*pair) for pair in files))
     rows: list[dict[str, Any]] = []
-    for task, lines in found.items():
+    for task, lines in timings.items():
         one, two = statistics.median(lines["1"]), statistics.median(lines["2"])
         rows.append({"job": task, "1 rank, s": one, "2 ranks, s": two, "ratio": one / two})
         rows[-1] |= {"of the machine's": f"{one / two / rows[0]['ratio']:.0%}", "MB per rank": lines["bytes"][0] / 1e6}

@@ -86,8 +86,8 @@ class Scene:
         return paper, fast
 
 
-def within(nats: float, place: int = 0) -> Callable[[Tensor, Any], bool]:
-    return lambda found, truth: torch.allclose(found.double(), truth[place], rtol=0, atol=nats)
+def within(nats: float, index: int = 0) -> Callable[[Tensor, Any], bool]:
+    return lambda result, truth: torch.allclose(result.double(), truth[index], rtol=0, atol=nats)
 
 
 CONTENDERS = (
@@ -98,7 +98,7 @@ CONTENDERS = (
     ),
     Contender("torchdiffeq", lambda s: s.by(peers.torchdiffeq_samples), PEER, needs="torchdiffeq", agrees=within(0.1)),
     Contender("geoflow_fast, the paper's settings", Scene.paper),
-    Contender("geoflow_fast, `RetrievalEntropy.fast`", Scene.fast, agrees=within(2e-3, place=1)),
+    Contender("geoflow_fast, `RetrievalEntropy.fast`", Scene.fast, agrees=within(2e-3, index=1)),
 )
 
 
@@ -166,14 +166,14 @@ class Agreement:
         return scorer(self.queries).entropy.double()
 
     def row(self, name: str, settings: SamplingSettings) -> dict[str, Any]:
-        found = torch.stack([self.entropy(settings, seed) for seed in range(SEEDS)])
-        spearman = torch.stack([rank_correlation(h, self.best) for h in found])
+        entropies = torch.stack([self.entropy(settings, seed) for seed in range(SEEDS)])
+        spearman = torch.stack([rank_correlation(h, self.best) for h in entropies])
         return {
             "setting": name,
             "network rows": 2 * settings.n_samples * settings.n_steps,
-            "RMS error, nats": float((found - self.best).square().mean().sqrt()),
+            "RMS error, nats": float((entropies - self.best).square().mean().sqrt()),
             "Spearman": round(float(spearman.mean()), 4),
-            "standard deviation over seeds": float(found.std(0).mean()),
+            "standard deviation over seeds": float(entropies.std(0).mean()),
         }
 
 

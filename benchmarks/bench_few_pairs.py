@@ -62,17 +62,17 @@ def run(seeds: int = 3) -> str:
     rows: list[dict[str, Any]] = []
     for pairs in TRAINING_PAIRS:
         for name, changes in SETTINGS.items():
-            found = []
+            surprises = []
             for seed in range(seeds):
                 upper, lower = digit_halves(seed)
                 flow = trained(upper[:pairs], lower[:pairs], seed, changes)
-                found.append(surprise(flow, upper[1200:], lower[1200:], seed))
+                surprises.append(surprise(flow, upper[1200:], lower[1200:], seed))
             rows.append(
                 {
                     "training pairs": pairs,
                     "embeddings": name,
-                    "median surprise, nats": statistics.median(found),
-                    "worst of seeds": max(found),
+                    "median surprise, nats": statistics.median(surprises),
+                    "worst of seeds": max(surprises),
                 }
             )
     gate("the best setting is better than guessing", rows[-1]["median surprise, nats"] < np.log(CANDIDATES))

@@ -24,7 +24,7 @@ import geoflow_fast as gf
 from benchmarks import peers, twins
 from benchmarks.common import exponent, gate, status_bytes, time_together
 from benchmarks.limits import Limits, Work
-from benchmarks.suite import BESIDE, PEER, Case, Contender, Scaling, Table
+from benchmarks.suite import FOR_COMPARISON, PEER, Case, Contender, Scaling, Table
 
 WIDTH, KAPPA, ITEMS, DRAWS = 1024, 100.0, 100_000, 50
 MAPPED_ITEMS = 1_000_000
@@ -78,13 +78,13 @@ def exact_entropy(q: Queries) -> Tensor:
     return torch.cat([twins.chunked_entropy(one.double(), items, KAPPA) for one in q.samples.split(1)])
 
 
-def same_entropy(found: Tensor, truth: Tensor) -> bool:
-    return torch.allclose(found.double(), truth, rtol=0, atol=ROUNDING)
+def same_entropy(result: Tensor, truth: Tensor) -> bool:
+    return torch.allclose(result.double(), truth, rtol=0, atol=ROUNDING)
 
 
-def same_search(found: Tensor, truth: Tensor) -> bool:
-    """Ties aside."""
-    return float((found == truth).float().mean()) > 0.999
+def same_search(result: Tensor, truth: Tensor) -> bool:
+    """Whether the same items are found; a few ties may differ."""
+    return float((result == truth).float().mean()) > 0.999
 
 
 FAISS = Contender("FAISS", lambda q: peers.faiss_search(q.index, q.first, 10), PEER, needs="faiss")
@@ -96,9 +96,9 @@ POSTERIOR = (
     Contender(
         "FAISS exact search of the queries",
         FAISS.run,
-        BESIDE,
+        FOR_COMPARISON,
         needs="faiss",
-        agrees=lambda found, _: bool((found >= 0).all()),
+        agrees=lambda result, _: bool((result >= 0).all()),
     ),
 )
 SEARCH = (
@@ -110,7 +110,7 @@ SEARCH = (
 
 def cases(quick: bool) -> list[Case]:
     width, items, counts = (512, 10_000, (8,)) if quick else (WIDTH, ITEMS, (8, 1))
-    found = [
+    scored = [
         Case(
             f"Gallery posterior, {queries} x {DRAWS} samples, N = {items:,}, d = {width}",
             lambda queries=queries: Queries.draw(queries, DRAWS, items, width),
@@ -130,7 +130,7 @@ def cases(quick: bool) -> list[Case]:
         SEARCH,
         posterior_work(searched, items, width),
     )
-    return [*found, search]
+    return [*scored, search]
 
 
 def posterior_work(rows: int, items: int, width: int) -> Work:
@@ -162,15 +162,15 @@ def scalings(quick: bool) -> list[Scaling]:
 
     n, q, m, d = sizes["items"], sizes["queries"], sizes["draws"], sizes["width"]
     counts = sorted({1, torch.get_num_threads()})
-    found = [
+    curves = [
         Scaling("Gallery posterior", "N", (n // 4, n // 2, n, 2 * n, 4 * n), over("items")),
         Scaling("Gallery posterior", "Q", (q // 2, q, 2 * q, 4 * q), over("queries")),
         Scaling("Gallery posterior", "M", (m // 2, m, 2 * m, 4 * m), over("draws")),
         Scaling("Gallery posterior", "d", (d // 2, d, 2 * d, 4 * d), over("width")),
     ]
     if len(counts) > 1:
-        found.append(Scaling("Gallery posterior", "threads", counts, threads, expected=-1.0, rounds=7))
-    return found
+        curves.append(Scaling("Gallery posterior", "threads", counts, threads, expected=-1.0, rounds=7))
+    return curves
 
 
 def tables() -> Iterator[Table]:
@@ -183,17 +183,17 @@ def tables() -> Iterator[Table]:
 
 def few_queries(gallery: Tensor) -> Table:
     limits, items = Limits.measure(), gallery[:40_000]
-    found: dict[int, dict[str, float]] = {}
+    timings: dict[int, dict[str, float]] = {}
     for draws in (16, 20, 40, 50):
         samples = samples_around(gallery[:1], draws, 0.6)
         truth = gf.ops.gallery_posterior(samples.double(), items.double(), KAPPA).entropy
         gate(f"1 x {draws}", same_entropy(posterior(samples, items).entropy, truth))
         flat = samples.flatten(0, 1)
-        found[draws] = time_together(
+        timings[draws] = time_together(
             {"ours": lambda s=samples: posterior(s, items), "mm": lambda f=flat: torch.mm(items, f.T)}
         )
         limits = limits.best(Limits.measure())
-    works = {draws: posterior_work(draws, len(items), WIDTH) for draws in found}
+    works = {draws: posterior_work(draws, len(items), WIDTH) for draws in timings}
     rows = [
         {
             "queries x samples": f"1 x {draws}",
@@ -202,7 +202,7 @@ def few_queries(gallery: Tensor) -> Table:
             "times faster than torch.mm alone": seconds["mm"] / seconds["ours"],
             "share of the limit": f"{100 * limits.seconds(works[draws]) / seconds['ours']:.0f} %",
         }
-        for draws, seconds in found.items()
+        for draws, seconds in timings.items()
     ]
     return Table("few_queries", rows)
 
@@ -241,7 +241,7 @@ def pruning(gallery: Tensor) -> Table:
 
 
 @contextmanager
-def peak_anonymous_memory(found: list[int]) -> Iterator[None]:
+def peak_anonymous_memory(peak: list[int]) -> Iterator[None]:
     """Appends the largest growth of memory that is not file pages inside the block, looked at every 5 ms."""
     before, stop, seen = status_bytes("RssAnon"), threading.Event(), [0]
 
@@ -256,7 +256,7 @@ def peak_anonymous_memory(found: list[int]) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
-        found.append(max(seen))
+        peak.append(max(seen))
 
 
 def write_gallery(path: Path, items: int, width: int, dtype: type[np.floating] = np.float32) -> None:

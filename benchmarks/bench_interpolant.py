@@ -61,7 +61,7 @@ def cases(quick: bool) -> list[Case]:
             f"Interpolant, B = {rows}, d = {width}",
             lambda: InterpolantInput.draw(rows, width),
             lambda b: b.op("reference"),
-            lambda found, truth: all(torch.allclose(a, b, atol=2e-6) for a, b in zip(found, truth)),
+            lambda result, truth: all(torch.allclose(a, b, atol=2e-6) for a, b in zip(result, truth)),
             CONTENDERS,
             Work(bytes=traffic),
             rounds=5,

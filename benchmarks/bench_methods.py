@@ -84,10 +84,10 @@ def concept_world() -> Comparison:
     """All methods, and the truth as one more row."""
     folder = world_folder()
     recipe = Recipe("All methods on the concept world", [parts_of("concept world", folder)], seeds=SEEDS, preset="tiny")
-    found = compared(recipe, FOLDER / "concepts")
+    comparison = compared(recipe, FOLDER / "concepts")
     study, test = (gf.EmbeddingPairs.open(folder / part) for part in ("val", "test"))
     truth = compare(Study(study), test, [Truth(Study(study))], resamples=0)
-    return Comparison([*found.results, *truth.results], found.facts)
+    return Comparison([*comparison.results, *truth.results], comparison.facts)
 
 
 def clip_art() -> Comparison:
@@ -101,12 +101,12 @@ def clip_art() -> Comparison:
 
 
 def more_pairs() -> dict[int, Comparison]:
-    found = {}
+    comparisons = {}
     for count in SIZES:
         data = parts_of(f"{count} pairs", world_folder(count))
         recipe = Recipe("More pairs", [data], methods=FEW, preset="tiny")
-        found[count] = compared(recipe, FOLDER / f"pairs_{count}")
-    return found
+        comparisons[count] = compared(recipe, FOLDER / f"pairs_{count}")
+    return comparisons
 
 
 def geometry() -> Comparison:
@@ -115,9 +115,9 @@ def geometry() -> Comparison:
     return compared(recipe, FOLDER / "geometry")
 
 
-def table(found: Comparison, way: str) -> str:
+def table(comparison: Comparison, direction: str) -> str:
     """Markdown: a row per method, the best of a column bold, standard deviations over seeds behind the point."""
-    results = sorted(found.of(way), key=lambda result: -result.numbers["auroc"])
+    results = sorted(comparison.of(direction), key=lambda result: -result.numbers["auroc"])
     head = ["", *(COLUMNS[name][0] for name in SHOWN)]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for result in results:
@@ -142,30 +142,30 @@ def place_of(result: Result, name: str, results: Iterable[Result]) -> int:
     return 1 + sum(sign * other < sign * result.numbers[name] for other in others)
 
 
-def standing(found: Comparison, way: str) -> dict[str, int]:
+def standing(comparison: Comparison, direction: str) -> dict[str, int]:
     """The better rank of the flow's two scores in every column of quality."""
-    results = found.of(way)
+    results = comparison.of(direction)
     own = [result for result in results if result.method in FLOW]
     return {name: min(place_of(result, name, results) for result in own) for name in QUALITY}
 
 
-def section(title: str, found: Comparison, picture: str) -> str:
-    figures.draw_auroc({title: found}, PICTURES / picture)
+def section(title: str, comparison: Comparison, picture: str) -> str:
+    figures.draw_auroc({title: comparison}, PICTURES / picture)
     parts = []
-    for way in found.directions:
-        recall = found.of(way)[0].plain_recall
-        words = f"### {title}, {figures.DIRECTION_TITLES[way]}\n\nPlain search has Recall@1 {recall:.3f}."
-        parts.append(f"{words}\n\n{table(found, way)}")
+    for direction in comparison.directions:
+        recall = comparison.of(direction)[0].plain_recall
+        words = f"### {title}, {figures.DIRECTION_TITLES[direction]}\n\nPlain search has Recall@1 {recall:.3f}."
+        parts.append(f"{words}\n\n{table(comparison, direction)}")
     return "\n\n".join((*parts, f"![AUROC of every method]({os.path.join('images', picture)})"))
 
 
-def pairs_section(found: dict[int, Comparison]) -> str:
+def pairs_section(comparisons: dict[int, Comparison]) -> str:
     panels, rows = {}, []
-    for way in ("t2i", "i2t"):
-        title = figures.DIRECTION_TITLES[way]
-        first = found[SIZES[0]].of(way)
+    for direction in ("t2i", "i2t"):
+        title = figures.DIRECTION_TITLES[direction]
+        first = comparisons[SIZES[0]].of(direction)
         lines = {
-            result.title: [found[count].of(way)[k].numbers["auroc"] for count in SIZES]
+            result.title: [comparisons[count].of(direction)[k].numbers["auroc"] for count in SIZES]
             for k, result in enumerate(first)
         }
         panels[title] = {name: figures.Series(values) for name, values in lines.items()}
@@ -179,32 +179,33 @@ def pairs_section(found: dict[int, Comparison]) -> str:
     return "\n".join((head, *rows)) + "\n\n![AUROC over training pairs](images/benchmark_pairs.png)"
 
 
-def ordinal(place: int) -> str:
+def ordinal(rank: int) -> str:
     """1st, 2nd, 3rd, 4th, ..., 11th, ..."""
-    ending = {1: "st", 2: "nd", 3: "rd"}.get(place % 10, "th") if place // 10 % 10 != 1 else "th"
-    return f"{place}{ending}"
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(rank % 10, "th") if rank // 10 % 10 != 1 else "th"
+    return f"{rank}{ending}"
 
 
-def words_on_places(found: Comparison) -> str:
+def words_on_ranks(comparison: Comparison) -> str:
     lines = []
-    for way in found.directions:
-        places = standing(found, way)
-        words = "; ".join(f"{COLUMNS[name][0]} {ordinal(place)}" for name, place in places.items())
-        lines.append(f"- {figures.DIRECTION_TITLES[way]}: {words}")
+    for direction in comparison.directions:
+        standings = standing(comparison, direction)
+        words = "; ".join(f"{COLUMNS[name][0]} {ordinal(rank)}" for name, rank in standings.items())
+        lines.append(f"- {figures.DIRECTION_TITLES[direction]}: {words}")
     return "\n".join(lines)
 
 
-def words_on_twins(found: Comparison) -> str:
+def words_on_twins(comparison: Comparison) -> str:
     """Differences between the two geometries, and whether they are larger than the variation between seeds."""
     lines = []
-    for way in found.directions:
-        for sphere, twin in zip(found.of(way)[:2], found.of(way)[2:]):
+    for direction in comparison.directions:
+        for sphere, twin in zip(comparison.of(direction)[:2], comparison.of(direction)[2:]):
             gap = sphere.numbers["auroc"] - twin.numbers["auroc"]
             noise = float(np.hypot(sphere.spread["auroc"], twin.spread["auroc"]))
             verdict = "within" if abs(gap) < 2 * noise else "beyond"
             score = sphere.title.partition(": ")[2]
             lines.append(
-                f"- {figures.DIRECTION_TITLES[way]}, {score}: {gap:+.3f}, {verdict} two standard deviations over seeds"
+                f"- {figures.DIRECTION_TITLES[direction]}, {score}: {gap:+.3f}, {verdict} two standard deviations over "
+                "seeds"
             )
     return "\n".join(lines)
 
@@ -241,7 +242,7 @@ The [concept world](method.md#the-concept-world): width {ConceptWorld().dim}, {P
 Rank of the better of GeoFlow's two scores, entropy and re-ranker, in each column of quality, the true
 posterior not counted:
 
-{words_on_places(world)}
+{words_on_ranks(world)}
 
 **How to read the columns.** The row "true posterior" has the exact probability that plain search is wrong, which no
 uncertainty can improve on. Yet it is not first in Spearman or in R^2 over the bin number ("R^2"): bins without errors
@@ -258,7 +259,7 @@ plain search is wrong for most queries. One seed; the bars are bootstrap interva
 
 Rank of the better of GeoFlow's two scores:
 
-{words_on_places(real)}
+{words_on_ranks(real)}
 
 With so few pairs the flow's retrieval entropy is worse than references that need no training. The re-ranker, which also
 uses the cosine, is ahead of them by less than the width of the intervals, at several hundred times the cost: use max
@@ -281,4 +282,4 @@ The same network and training run, on the sphere and with straight lines and a G
 {section("Geometry", twins, "benchmark_geometry.png")}
 """
     PAGE.write_text(page)
-    return f"Wrote {PAGE}\n\n{words_on_places(world)}"
+    return f"Wrote {PAGE}\n\n{words_on_ranks(world)}"

@@ -64,8 +64,10 @@ class Rows:
     def divergence(self) -> Tensor:
         """-e^T J e at t=1, from a log-density of one Euler step."""
         generator = torch.Generator().manual_seed(3)
-        found = gf.log_density(self.flow, self.image, self.text, "joint", generator=generator, settings=ONE_STEP)
-        return found + log_area(self.image.shape[1]) + log_area(self.text.shape[1])
+        log_densities = gf.log_density(
+            self.flow, self.image, self.text, "joint", generator=generator, settings=ONE_STEP
+        )
+        return log_densities + log_area(self.image.shape[1]) + log_area(self.text.shape[1])
 
     def divergence_by_vjp(self) -> Tensor:
         points = [x.detach().requires_grad_() for x in (self.image, self.text)]
@@ -82,8 +84,8 @@ class Rows:
         return -sum((g * e).sum(1) for g, e in zip(pushed, probes))
 
 
-def close(found: Any, truth: Any) -> bool:
-    return all(torch.allclose(a.double(), b.double(), rtol=1e-3, atol=1e-3) for a, b in zip(found, truth))
+def close(result: Any, truth: Any) -> bool:
+    return all(torch.allclose(a.double(), b.double(), rtol=1e-3, atol=1e-3) for a, b in zip(result, truth))
 
 
 VELOCITY = (

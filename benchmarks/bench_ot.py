@@ -60,13 +60,13 @@ def random_points(n: int, width: int = WIDTH) -> twins.Points:
 
 
 def share_alike(least: float) -> Callable[[Tensor, Tensor], bool]:
-    return lambda found, truth: float((found == truth).float().mean()) >= least
+    return lambda result, truth: float((result == truth).float().mean()) >= least
 
 
 def structured_truth(problem: Problem) -> Callable[[Tensor], bool]:
     dense = tuple(x.dense() for x in problem.structured)
     expected = gf.ops.ot_assign(*dense, *problem.points[2:], eps=EPS, backend="cpu")
-    return lambda found: share_alike(0.999)(found, expected)
+    return lambda result: share_alike(0.999)(result, expected)
 
 
 def arc_truth(problem: Problem) -> tuple[Tensor, Callable[[Tensor], bool]]:
@@ -81,7 +81,7 @@ ARC = (
         lambda p: peers.geomloss_assign(p.points, p.iterations, EPS),
         PEER,
         needs="geomloss",
-        agrees=lambda found, truth: share_alike(0.99)(found, truth[0]),  # it averages updates and converges later
+        agrees=lambda result, truth: share_alike(0.99)(result, truth[0]),  # it averages updates and converges later
     ),
     Contender("torch, log domain", lambda p: twins.torch_log_domain(p.points, p.iterations, EPS), PEER),
     Contender("torch, kernel domain", lambda p: twins.torch_kernel_domain(p.points, p.iterations, EPS), PEER),
@@ -92,12 +92,12 @@ ARC = (
     Contender(
         "geoflow_fast, float16 storage",
         lambda p: p.ours(storage="float16"),
-        agrees=lambda found, truth: share_alike(0.99)(found, truth[0]),
+        agrees=lambda result, truth: share_alike(0.99)(result, truth[0]),
     ),
     Contender(
         "geoflow_fast, structured noise",
         lambda p: p.with_structured_noise(),
-        agrees=lambda found, truth: truth[1](found),
+        agrees=lambda result, truth: truth[1](result),
     ),
 )
 
@@ -108,9 +108,9 @@ def chord_truth(problem: Problem) -> tuple[Tensor, Tensor, float]:
     return problem.ours(), cost, gf.ops.sinkhorn(cost, eps=EPS).transport_cost
 
 
-def drawn_like(found: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor, float]) -> bool:
+def drawn_like(result: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor, float]) -> bool:
     """Pairs drawn from the plan have its mean cost, up to four standard errors."""
-    cost = truth[1][found]
+    cost = truth[1][result]
     return abs(float(cost.mean()) - truth[2]) < 4 * float(cost.std()) / math.sqrt(len(cost))
 
 
@@ -120,10 +120,10 @@ CHORD = (
         lambda p: peers.flash_sinkhorn_assign(*p.joined, p.iterations, EPS),
         PEER,
         needs="flash_sinkhorn",
-        agrees=lambda found, truth: share_alike(0.99)(found, truth[0]),
+        agrees=lambda result, truth: share_alike(0.99)(result, truth[0]),
     ),
     Contender("torchcfm, drawn", lambda p: peers.torchcfm_draw(*p.joined, EPS), PEER, needs="torchcfm"),
-    Contender("geoflow_fast", lambda p: p.ours(), agrees=lambda found, truth: share_alike(0.999)(found, truth[0])),
+    Contender("geoflow_fast", lambda p: p.ours(), agrees=lambda result, truth: share_alike(0.999)(result, truth[0])),
     Contender("geoflow_fast, drawn", lambda p: (torch.arange(len(p.points[0])), p.ours(assignment="sample"))),
 )
 
@@ -137,12 +137,12 @@ def matrix_work(n: int, width: int, iterations: int = 2) -> Work:
 def cases(quick: bool) -> list[Case]:
     width, sizes, chords = (256, (1024,), 512) if quick else (WIDTH, (2048, 8192), 2048)
     agrees = share_alike(0.999)
-    found = [
+    result = [
         Case(
             f"Coupling, B = {n}, d = {width}",
             lambda n=n: Problem.draw(n, width),
             arc_truth,
-            lambda found, truth: agrees(found, truth[0]),
+            lambda result, truth: agrees(result, truth[0]),
             ARC,
             matrix_work(n, width),
             rounds=1 if n > 4096 else 3,
@@ -158,7 +158,7 @@ def cases(quick: bool) -> list[Case]:
         matrix_work(chords, width, 9),
         rounds=2,
     )
-    return [*found, chord]
+    return [*result, chord]
 
 
 def scalings(quick: bool) -> list[Scaling]:

@@ -20,7 +20,7 @@ from benchmarks.bench_entropy import Scene, trained_flow
 from benchmarks.common import gate, report
 from benchmarks.flows import row_flops
 from benchmarks.limits import Work
-from benchmarks.suite import BESIDE, PEER, Case, Contender
+from benchmarks.suite import FOR_COMPARISON, PEER, Case, Contender
 from geoflow_fast.evaluation.metrics import auroc, reliability
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.likelihood.settings import DensitySettings
@@ -67,9 +67,9 @@ class RerankStudy:
     def against_truth(self, post: gf.Reranked) -> dict[str, float]:
         """The flow's own posterior against the softmax of the true PMI, both over the shortlist."""
         pmi = self.world.gallery_posterior(self.queries, self.items, self.direction).log().gather(1, post.index)
-        truth, found = pmi.softmax(1), post.prob.double()
+        truth, estimate = pmi.softmax(1), post.prob.double()
         entropies = torch.stack((torch.special.entr(truth).sum(1), post.entropy.double()))
-        divergence = (truth * (truth.log() - found.clamp_min(1e-12).log())).sum(1)
+        divergence = (truth * (truth.log() - estimate.clamp_min(1e-12).log())).sum(1)
         return {
             "KL to the truth, nats": float(divergence.mean()),
             "correlation of entropies": float(torch.corrcoef(entropies)[0, 1]),
@@ -82,11 +82,11 @@ class RerankStudy:
         reverse = gf.Direction.of(self.direction).reverse
         pair = reverse.pair(items, queries)
         settings = DensitySettings(n_steps=6, shared=shared)
-        found = torch.stack(
+        estimates = torch.stack(
             [density_estimates(self.flow, *pair, (reverse,), settings, seed)[0, 0] for seed in range(8)]
         )
-        found = found.unflatten(1, (NOISE_QUERIES, 32))
-        return float((found - found.mean(2, keepdim=True)).std(0).mean())
+        estimates = estimates.unflatten(1, (NOISE_QUERIES, 32))
+        return float((estimates - estimates.mean(2, keepdim=True)).std(0).mean())
 
     def papers_entropy(self) -> float:
         """AUROC of the paper's entropy."""
@@ -119,17 +119,17 @@ class RerankStudy:
 
     def measured(self) -> dict[str, float]:
         """All numbers by name, gated."""
-        found, references, paper = self.reranked(), self.references(), self.papers_entropy()
-        recall, score, name = float((~self.wrong).double().mean()), found["AUROC, 1 - p_answer"], self.direction
+        numbers, references, paper = self.reranked(), self.references(), self.papers_entropy()
+        recall, score, name = float((~self.wrong).double().mean()), numbers["AUROC, 1 - p_answer"], self.direction
         noise = {kind: self.probe_noise(shared=kind == "shared") for kind in ("shared", "independent")}
         gate(f"{name}: AUROC at least .04 above the best reference", score >= max(references.values()) + 0.04)
         gate(f"{name}: AUROC above the paper's entropy", score > paper)
-        gate(f"{name}: Recall@1 above cosine", found["Recall@1"] > recall)
-        gate(f"{name}: entropies correlate with the true ones", found["correlation of entropies"] >= 0.85)
-        gate(f"{name}: calibrated", found["ECE"] <= 0.05)
+        gate(f"{name}: Recall@1 above cosine", numbers["Recall@1"] > recall)
+        gate(f"{name}: entropies correlate with the true ones", numbers["correlation of entropies"] >= 0.85)
+        gate(f"{name}: calibrated", numbers["ECE"] <= 0.05)
         gate(f"{name}: shared probes are less noisy", noise["shared"] < noise["independent"])
         return {
-            **found,
+            **numbers,
             "Recall@1 of cosine": recall,
             "AUROC, paper's entropy": paper,
             **references,
@@ -156,20 +156,20 @@ def reranked_by_autograd(scene: Scene) -> Tensor:
     shortlist = (scene.queries @ scene.gallery.T).topk(reranker.shortlist).indices
     items = scene.gallery[shortlist].flatten(0, 1)
     queries = scene.queries.repeat_interleave(reranker.shortlist, 0)
-    found = density_estimates(Field(), items, queries, (gf.Direction.I2T,), reranker.density, reranker.seed)[0, 0]
-    return torch.special.entr(found.view(len(scene.queries), -1).softmax(1)).sum(1)
+    estimates = density_estimates(Field(), items, queries, (gf.Direction.I2T,), reranker.density, reranker.seed)[0, 0]
+    return torch.special.entr(estimates.view(len(scene.queries), -1).softmax(1)).sum(1)
 
 
-def is_entropy(found: Tensor, _: Tensor) -> bool:
+def is_entropy(result: Tensor, _: Tensor) -> bool:
     """Finite and not negative; `bench_entropy` has the real gate."""
-    return bool((found.isfinite() & (found >= 0)).all())
+    return bool((result.isfinite() & (result >= 0)).all())
 
 
 CONTENDERS = (
     Contender("torch, autograd", reranked_by_autograd, PEER),
     Contender("geoflow_fast", reranked),
-    Contender("`RetrievalEntropy`, the paper's settings", Scene.paper, BESIDE, agrees=is_entropy),
-    Contender("`RetrievalEntropy.fast`", Scene.fast, BESIDE, agrees=is_entropy),
+    Contender("`RetrievalEntropy`, the paper's settings", Scene.paper, FOR_COMPARISON, agrees=is_entropy),
+    Contender("`RetrievalEntropy.fast`", Scene.fast, FOR_COMPARISON, agrees=is_entropy),
 )
 
 
@@ -186,7 +186,7 @@ def cases(quick: bool) -> list[Case]:
             f"Re-ranking, {queries} queries, shortlists of 32, N = {items:,}, d = {config.image_dim}",
             lambda: Scene.draw(config, queries, items, **settings),
             reranked_by_autograd,
-            lambda found, truth: torch.allclose(found.double(), truth.double(), rtol=0, atol=2e-2),
+            lambda result, truth: torch.allclose(result.double(), truth.double(), rtol=0, atol=2e-2),
             CONTENDERS,
             Work(flops=flops, bytes=4 * items * config.image_dim),
             rounds=2,
@@ -198,5 +198,5 @@ def run() -> str:
     """The study."""
     flow = trained_flow(24)
     columns = {direction: RerankStudy(flow, direction).measured() for direction in ("t2i", "i2t")}
-    rows = [{"": name, **{way: column[name] for way, column in columns.items()}} for name in columns["t2i"]]
+    rows = [{"": name, **{direction: column[name] for direction, column in columns.items()}} for name in columns["t2i"]]
     return report("rerank_study", rows, {"queries": QUERIES})

@@ -109,7 +109,9 @@ CONTENDERS = (
 def cases(quick: bool) -> list[Case]:
     network, rows = (gf.GeoFlowConfig.small(256, 256), 256) if quick else (gf.GeoFlowConfig.paper(), 1024)
     # Forward, and twice that backward; 40 % of the rows joint, 30 % of each other direction.
-    forward = sum(share * row_flops(network, way) for way, share in (("joint", 0.4), ("i2t", 0.3), ("t2i", 0.3)))
+    forward = sum(
+        share * row_flops(network, direction) for direction, share in (("joint", 0.4), ("i2t", 0.3), ("t2i", 0.3))
+    )
     return [
         Case(
             f"Training step, B = {rows}, d = {network.image_dim}, hidden = {network.hidden}",
@@ -181,13 +183,13 @@ def memory(count: int = 1_000_000) -> Table:
         _write_folder(folder, count)
         command = [sys.executable, "-c", MEMORY_RUN, str(folder)]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
-    found = json.loads(done.stdout)
-    beyond = (found["peak"] - found["state"]) / 1e9
+    peaks = json.loads(done.stdout)
+    beyond = (peaks["peak"] - peaks["state"]) / 1e9
     rows = [
         {
-            "pairs": f"{found['pairs']:,}",
+            "pairs": f"{peaks['pairs']:,}",
             "on disk, GB": 2 * count * WIDTH * 2 / 1e9,
-            "peak resident, GB": found["peak"] / 1e9,
+            "peak resident, GB": peaks["peak"] / 1e9,
             "beyond model and optimiser, GB": beyond,
         }
     ]

@@ -58,12 +58,12 @@ def nvcc() -> str | None:
 
 def binary_tool(name: str) -> str | None:
     """nvdisasm or cuobjdump of the toolkit, else the one that comes with Triton."""
-    found = shutil.which(name)
+    path = shutil.which(name)
     triton = importlib.util.find_spec("triton")
-    if found is None and triton is not None and triton.origin is not None:
+    if path is None and triton is not None and triton.origin is not None:
         bundled = Path(triton.origin).parent / "backends" / "nvidia" / "bin" / name
-        found = str(bundled) if bundled.exists() else None
-    return found
+        path = str(bundled) if bundled.exists() else None
+    return path
 
 
 def compile_all(folder: Path) -> dict[str, dict[str, CompiledKernel]]:
@@ -92,8 +92,8 @@ def _report(block: str, bodies: dict[str, str]) -> CompiledKernel:
     """From ptxas' lines on one kernel."""
 
     def number(pattern: str) -> int:
-        found = re.search(pattern, block)
-        return int(found.group(1)) if found else 0
+        match = re.search(pattern, block)
+        return int(match.group(1)) if match else 0
 
     symbol = re.search(r"'(\w+)'", block)
     if symbol is None:
@@ -110,11 +110,11 @@ def _report(block: str, bodies: dict[str, str]) -> CompiledKernel:
 
 def _readable(symbol: str) -> str:
     """`score_kernel<3>` for a mangled name."""
-    found = re.search(r"\d+([a-z_]+_kernel)(?:I((?:Li\d+E)+)E)?", symbol)
-    if found is None:
+    match = re.search(r"\d+([a-z_]+_kernel)(?:I((?:Li\d+E)+)E)?", symbol)
+    if match is None:
         raise OSError(f"unexpected kernel name {symbol}")
-    arguments = re.findall(r"Li(\d+)E", found.group(2) or "")
-    return found.group(1) + (f"<{', '.join(arguments)}>" if arguments else "")
+    arguments = re.findall(r"Li(\d+)E", match.group(2) or "")
+    return match.group(1) + (f"<{', '.join(arguments)}>" if arguments else "")
 
 
 # ---- the table of docs/gpu.md -------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.common import cell, load, markdown
 from benchmarks.limits import Limits, Work
-from benchmarks.suite import BESIDE, OURS, PEER, case_words, scaling_rows, suites
+from benchmarks.suite import FOR_COMPARISON, OURS, PEER, case_words, scaling_rows, suites
 from geoflow_fast.runtime import plots
 from geoflow_fast.runtime.files import write_atomic
 
@@ -33,7 +33,7 @@ Results = dict[str, dict[str, Any]]
 
 def write() -> None:
     """Blocks and figures from all results that there are."""
-    results = {name: found for name in suites() if (found := load(name)) is not None}
+    results = {name: result for name in suites() if (result := load(name)) is not None}
     text = filled(PAGE.read_text(), lambda key: block(key, results))
     write_atomic(PAGE, text.encode())
     print(f"{PAGE.relative_to(ROOT)} holds the results of {', '.join(results)}")
@@ -42,8 +42,8 @@ def write() -> None:
 def filled(text: str, make: Callable[[str], str | None]) -> str:
     """The page with every block made anew; `make` returns None for one that stays as it is."""
 
-    def replace(found: re.Match[str]) -> str:
-        begin, key, old, end = found.groups()
+    def replace(match: re.Match[str]) -> str:
+        begin, key, old, end = match.groups()
         new = make(key)
         return begin + (old if new is None else new + "\n") + end
 
@@ -56,8 +56,8 @@ def block(key: str, results: Results) -> str | None:
     if kind == "machine":
         return machine_words(results) if results else None
     if kind == "scalings":
-        found = [scaling for suite in results.values() for scaling in suite["scalings"]]
-        return markdown(scaling_rows(found)) if found else None
+        fits = [scaling for suite in results.values() for scaling in suite["scalings"]]
+        return markdown(scaling_rows(fits)) if fits else None
     if kind == "cases" and len(rest) == 1:
         suite = results.get(rest[0])
         return None if suite is None else "\n\n".join(case_words(suite))
@@ -145,17 +145,17 @@ def draw_peers(results: Results, path: Path) -> bool:
         ours = best(case, OURS)["median"]
         rows = sorted(case["rows"], key=lambda row: -row["median"])
         values = [row["median"] / ours for row in rows]
-        colours = {OURS: OUR_COLOUR, PEER: PEER_COLOUR, BESIDE: "white"}
+        colours = {OURS: OUR_COLOUR, PEER: PEER_COLOUR, FOR_COMPARISON: "white"}
         axes.barh(
             range(len(rows)),
             values,
             height=0.7,
             color=[colours[row["kind"]] for row in rows],
-            edgecolor=[GREY if row["kind"] == BESIDE else "none" for row in rows],
+            edgecolor=[GREY if row["kind"] == FOR_COMPARISON else "none" for row in rows],
         )
-        for place, (row, value) in enumerate(zip(rows, values)):
+        for height, (row, value) in enumerate(zip(rows, values)):
             words = f" {value:.3g}x   {shown_seconds(row['median'])}"
-            axes.text(value, place, words, va="center", fontsize=8, color="#333")
+            axes.text(value, height, words, va="center", fontsize=8, color="#333")
         axes.set_yticks(range(len(rows)), [plain_name(row["contender"]) for row in rows], fontsize=8.5)
         axes.set_xlim(0, 1.34 * max(values))
         axes.plot([1, 1], [-0.5, len(rows) - 0.5], color=OUR_COLOUR, linewidth=0.8, linestyle=":")
@@ -217,19 +217,19 @@ def draw_scalings(results: Results, path: Path) -> bool:
     columns = 5
     lines = -(-len(scalings) // columns)
     figure, panels = plt.subplots(lines, columns, figsize=(13.5, 2.6 * lines), squeeze=False)
-    for axes, found in zip(panels.flat, scalings):
-        sizes, values = np.array(found["sizes"], dtype=float), 1e3 * np.array(found["seconds"])
-        middle = np.exp(np.log(values).mean() - found["exponent"] * np.log(sizes).mean())
-        axes.plot(sizes, middle * sizes ** found["exponent"], color=GREY, linewidth=1.2)
+    for axes, fit in zip(panels.flat, scalings):
+        sizes, values = np.array(fit["sizes"], dtype=float), 1e3 * np.array(fit["seconds"])
+        middle = np.exp(np.log(values).mean() - fit["exponent"] * np.log(sizes).mean())
+        axes.plot(sizes, middle * sizes ** fit["exponent"], color=GREY, linewidth=1.2)
         axes.plot(sizes, values, "o", color=OUR_COLOUR, markersize=6)
-        axes.set(xscale="log", yscale="log", xlabel=found["variable"])
+        axes.set(xscale="log", yscale="log", xlabel=fit["variable"])
         axes.set_xticks(sizes, [f"{size:g}" if size < 10_000 else f"{size / 1000:g}k" for size in sizes], fontsize=8)
         axes.minorticks_off()
         low, high = values.min() / 1.6, values.max() * 1.6
         axes.set_ylim(low, high)
         axes.set_yticks(values, [cell(float(value)) for value in values], fontsize=8)
-        power = f"{found['variable']}$^{{{found['exponent']:.2f}}}$"
-        axes.set_title(f"{found['operation']}\n$\\propto$ {power}", fontsize=9.5)
+        power = f"{fit['variable']}$^{{{fit['exponent']:.2f}}}$"
+        axes.set_title(f"{fit['operation']}\n$\\propto$ {power}", fontsize=9.5)
         axes.grid(color="#e4e7eb", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)

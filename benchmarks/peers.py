@@ -27,8 +27,8 @@ def geomloss_assign(points: Points, iterations: int, eps: float) -> Tensor:
     """geomloss, which anneals: it needs more iterations for the same plan and is given four times as many."""
     ot = importlib.import_module("geomloss.ot")
     cost = torch_cost(points)
-    found = ot.solve(cost, reg=eps, max_iter=4 * iterations)
-    return cost.neg_().add_(found.potential_b).argmax(1)
+    plan = ot.solve(cost, reg=eps, max_iter=4 * iterations)
+    return cost.neg_().add_(plan.potential_b).argmax(1)
 
 
 def flash_sinkhorn_assign(x: Tensor, y: Tensor, iterations: int, eps: float) -> Tensor:
@@ -53,11 +53,11 @@ def flow_matching_interpolant(points: Points, t: Tensor, direction: Tensor) -> P
     manifolds = importlib.import_module("flow_matching.utils.manifolds")
     schedule = importlib.import_module("flow_matching.path.scheduler").CondOTScheduler()
     geodesics = path.GeodesicProbPath(scheduler=schedule, manifold=manifolds.Sphere())
-    found = []
+    parts = []
     for noise, data, given in ((points[0], points[2], direction == 1), (points[1], points[3], direction == 2)):
         drawn = geodesics.sample(x_0=noise, x_1=data, t=t)
-        found.append((torch.where(given[:, None], data, drawn.x_t), torch.where(given[:, None], 0, drawn.dx_t)))
-    (image, v_image), (text, v_text) = found
+        parts.append((torch.where(given[:, None], data, drawn.x_t), torch.where(given[:, None], 0, drawn.dx_t)))
+    (image, v_image), (text, v_text) = parts
     return image, text, v_image, v_text
 
 

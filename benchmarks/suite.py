@@ -23,12 +23,13 @@ from benchmarks.common import cell, exponent, gate, machine, markdown, spread, t
 from benchmarks.limits import Limits, Work
 
 PREFIX = "bench_"
-OURS, PEER, BESIDE = "ours", "peer", "beside"
-"""A peer gives the same answer in another way. What stands beside does something else, to compare the cost with."""
+OURS, PEER, FOR_COMPARISON = "ours", "peer", "beside"
+"""A peer computes the same answer by other means. A contender for comparison computes something else; only its cost
+matters."""
 LONG = 2.0
-"""Seconds from which on the first call counts as a round: warming up is no longer felt."""
+"""Seconds. The first call of a longer one counts as a round, since warming up hardly matters there."""
 SHORT = 0.05
-"""Seconds up to which a call is given three times the rounds."""
+"""Seconds. A shorter call gets three times as many rounds."""
 
 Agrees = Callable[[Any, Any], bool]
 
@@ -102,8 +103,8 @@ class Table:
 
 def names() -> list[str]:
     """All benchmarks: suites of hot paths, and studies of quality."""
-    found = (module.name for module in pkgutil.iter_modules(benchmarks.__path__))
-    return sorted(name.removeprefix(PREFIX) for name in found if name.startswith(PREFIX))
+    modules = (module.name for module in pkgutil.iter_modules(benchmarks.__path__))
+    return sorted(name.removeprefix(PREFIX) for name in modules if name.startswith(PREFIX))
 
 
 def module_of(name: str) -> ModuleType:
@@ -117,9 +118,9 @@ def suites() -> list[str]:
 
 
 def all_cases(*, quick: bool, only: Sequence[str] = ()) -> list[Case]:
-    """Of all suites, or of these."""
-    found = [module_of(name) for name in only or suites()]
-    return [case for module in found if hasattr(module, "cases") for case in module.cases(quick)]
+    """The cases of all suites, or of those named."""
+    modules = [module_of(name) for name in only or suites()]
+    return [case for module in modules if hasattr(module, "cases") for case in module.cases(quick)]
 
 
 def measure(case: Case) -> dict[str, Any]:
@@ -152,8 +153,8 @@ def fit(scaling: Scaling) -> dict[str, Any]:
     """Seconds over sizes, in turns, with the exponent that fits them."""
     calls = {str(size): scaling.make(size) for size in scaling.sizes}
     time_turns(calls, 1)
-    found = time_turns(calls, scaling.rounds)
-    seconds = [statistics.median(found[str(size)]) for size in scaling.sizes]
+    turns = time_turns(calls, scaling.rounds)
+    seconds = [statistics.median(turns[str(size)]) for size in scaling.sizes]
     return {
         "operation": scaling.operation,
         "variable": scaling.variable,
@@ -164,38 +165,38 @@ def fit(scaling: Scaling) -> dict[str, Any]:
     }
 
 
-def run_suite(name: str, *, quick: bool, say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
+def run_suite(name: str, *, quick: bool, announce: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """All that a suite measures, as it is written to JSON."""
     module = module_of(name)
-    found: dict[str, Any] = {"suite": name, "machine": machine(), "quick": quick, "cases": [], "scalings": []}
-    found["tables"] = {}
+    result: dict[str, Any] = {"suite": name, "machine": machine(), "quick": quick, "cases": [], "scalings": []}
+    result["tables"] = {}
     tries = 2 if quick else 5
     limits = Limits.measure(tries)
     for case in module.cases(quick) if hasattr(module, "cases") else ():
-        say(f"{name}: {case.name}")
-        found["cases"].append(measure(case))
+        announce(f"{name}: {case.name}")
+        result["cases"].append(measure(case))
         limits = limits.best(Limits.measure(tries))
-    found["limits"] = dataclasses.asdict(limits)
+    result["limits"] = dataclasses.asdict(limits)
     for scaling in module.scalings(quick) if hasattr(module, "scalings") else ():
-        say(f"{name}: {scaling.operation} over {scaling.variable}")
-        found["scalings"].append(fit(scaling))
+        announce(f"{name}: {scaling.operation} over {scaling.variable}")
+        result["scalings"].append(fit(scaling))
     for table in module.tables() if hasattr(module, "tables") and not quick else ():
-        say(f"{name}: {table.name} done")
-        found["tables"][table.name] = dataclasses.asdict(table)
-    return found
+        announce(f"{name}: {table.name} done")
+        result["tables"][table.name] = dataclasses.asdict(table)
+    return result
 
 
-def text_of(found: dict[str, Any]) -> str:
-    """What a suite found, as Markdown."""
-    scalings = [markdown(scaling_rows(found["scalings"]))] if found["scalings"] else []
-    return "\n\n".join((*case_words(found), *scalings, *(markdown(t["rows"]) for t in found["tables"].values())))
+def text_of(result: dict[str, Any]) -> str:
+    """The result of a suite as Markdown."""
+    scalings = [markdown(scaling_rows(result["scalings"]))] if result["scalings"] else []
+    return "\n\n".join((*case_words(result), *scalings, *(markdown(t["rows"]) for t in result["tables"].values())))
 
 
-def case_words(found: dict[str, Any]) -> Iterator[str]:
+def case_words(result: dict[str, Any]) -> Iterator[str]:
     """Title and table of each case."""
-    for case in found["cases"]:
+    for case in result["cases"]:
         missing = f"\n\nNot installed: {', '.join(case['not installed'])}." if case["not installed"] else ""
-        yield f"**{case['name']}**\n\n{markdown(case_rows(case, found['limits']))}{missing}"
+        yield f"**{case['name']}**\n\n{markdown(case_rows(case, result['limits']))}{missing}"
 
 
 def case_rows(case: dict[str, Any], limits: dict[str, float]) -> list[dict[str, Any]]:
@@ -208,10 +209,12 @@ def case_rows(case: dict[str, Any], limits: dict[str, float]) -> list[dict[str, 
             "": row["contender"],
             "ms": 1e3 * row["median"],
             "±": f"{100 * row['spread']:.0f} %",
-            "speed-up over the best peer": "" if row["kind"] == BESIDE else f"{min(peers) / row['median']:.2f}x",
+            "speed-up over the best peer": ""
+            if row["kind"] == FOR_COMPARISON
+            else f"{min(peers) / row['median']:.2f}x",
             "peak MB": f"{row['memory'] / 1e6:,.0f}",
             f"share of the limit ({bound.bound_by(work)})": ""
-            if row["kind"] == BESIDE
+            if row["kind"] == FOR_COMPARISON
             else f"{100 * limit / row['median']:.0f} %",
         }
         for row in case["rows"]
@@ -222,12 +225,12 @@ def scaling_rows(scalings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Fits as rows of a table."""
     return [
         {
-            "operation": found["operation"],
-            "over": found["variable"],
-            "sizes": " / ".join(f"{size:,}" for size in found["sizes"]),
-            "ms": " / ".join(cell(1e3 * value) for value in found["seconds"]),
-            "exponent": f"{found['exponent']:.2f}",
-            "by arithmetic": f"{found['expected']:g}",
+            "operation": fit["operation"],
+            "over": fit["variable"],
+            "sizes": " / ".join(f"{size:,}" for size in fit["sizes"]),
+            "ms": " / ".join(cell(1e3 * value) for value in fit["seconds"]),
+            "exponent": f"{fit['exponent']:.2f}",
+            "by arithmetic": f"{fit['expected']:g}",
         }
-        for found in scalings
+        for fit in scalings
     ]

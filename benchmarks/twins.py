@@ -266,7 +266,7 @@ def chunked_search(queries: Tensor, gallery: Tensor, k: int, chunk: int = 16_384
     """Rows [Q, k] of the gallery with the largest cosines."""
     best, index = [], []
     for first, items in enumerate(gallery.split(chunk)):
-        found = (queries @ items.T).topk(k)
-        best.append(found.values)
-        index.append(found.indices + first * chunk)
+        nearest = (queries @ items.T).topk(k)
+        best.append(nearest.values)
+        index.append(nearest.indices + first * chunk)
     return torch.cat(index, 1).gather(1, torch.cat(best, 1).topk(k).indices)

@@ -118,8 +118,8 @@ def main() -> None:
             codes = count()
             print(f"{name:<16} {len(codes):4d} functions {len({code.co_filename for code in codes}):4d} files")
             if name == chosen:
-                for place in sorted(f"{code.co_filename[len(PACKAGE) + 1 :]}:{code.co_qualname}" for code in codes):
-                    print("   ", place)
+                for function in sorted(f"{code.co_filename[len(PACKAGE) + 1 :]}:{code.co_qualname}" for code in codes):
+                    print("   ", function)
 
 
 if __name__ == "__main__":

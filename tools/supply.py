@@ -89,7 +89,7 @@ class Locked:
 
 def read_lock(path: Path) -> list[Locked]:
     """The lines of a lock file; ValueError naming one that is not a version with hashes."""
-    found = []
+    entries = []
     for line in path.read_text().replace("\\\n", " ").splitlines():
         if not line.strip() or line.startswith("#"):
             continue
@@ -98,8 +98,8 @@ def read_lock(path: Path) -> list[Locked]:
         pin = re.fullmatch(r"==([^,*]+)", str(asked.specifier))
         if pin is None or not hashes or not all(re.fullmatch("[0-9a-f]{64}", value) for value in hashes):
             raise ValueError(f"{path}: {words} is not one version with the SHA-256 of its files")
-        found.append(Locked(canonicalize_name(asked.name), pin[1], asked.marker, tuple(hashes)))
-    return found
+        entries.append(Locked(canonicalize_name(asked.name), pin[1], asked.marker, tuple(hashes)))
+    return entries
 
 
 # ---- lock ----------------------------------------------------------------------------------------------------------
@@ -163,18 +163,18 @@ def parts_of(licence: str) -> list[str]:
 
 def packages() -> dict[str, metadata.Distribution]:
     """What is installed, by name."""
-    return {canonicalize_name(found.name): found for found in metadata.distributions()}
+    return {canonicalize_name(package.name): package for package in metadata.distributions()}
 
 
 def licences() -> dict[str, tuple[str, str]]:
     """(version, licence) of every package of the lock that belongs here."""
     installed = packages()
-    found = {}
+    by_name = {}
     for entry in read_lock(DEV):
         if entry.applies and entry.name in installed:
             about = installed[entry.name].metadata
-            found[entry.name] = (entry.version, licence_of(about, about.get_all("Classifier") or []))
-    return found
+            by_name[entry.name] = (entry.version, licence_of(about, about.get_all("Classifier") or []))
+    return by_name
 
 
 def licences_page() -> str:
@@ -204,20 +204,20 @@ def licences_page() -> str:
 def differences() -> list[str]:
     """What differs between this environment, its licences and the lock; nothing if all is as it should be."""
     installed = packages()
-    found = []
+    lines = []
     for entry in (entry for entry in read_lock(DEV) if entry.applies):
         if entry.name not in installed:
-            found.append(f"{entry.name} {entry.version} is locked, but not installed")
+            lines.append(f"{entry.name} {entry.version} is locked, but not installed")
         elif (there := installed[entry.name].version.split("+")[0]) != entry.version:
-            found.append(f"{entry.name} is installed in version {there}, but {entry.version} is locked")
+            lines.append(f"{entry.name} is installed in version {there}, but {entry.version} is locked")
         else:
-            found += changed_files(installed[entry.name])
+            lines += changed_files(installed[entry.name])
     for name, (_, licence) in licences().items():
         if not set(parts_of(licence)) <= ALLOWED:
-            found.append(f"{name} has the licence {licence}, which is not among those allowed")
+            lines.append(f"{name} has the licence {licence}, which is not among those allowed")
     if LICENCES.read_text() != licences_page():
-        found.append(f"{LICENCES.relative_to(ROOT)} is out of date: make licences")
-    return found
+        lines.append(f"{LICENCES.relative_to(ROOT)} is out of date: make licences")
+    return lines
 
 
 def changed_files(package: metadata.Distribution) -> list[str]:
@@ -225,17 +225,17 @@ def changed_files(package: metadata.Distribution) -> list[str]:
     record = package.read_text("RECORD")
     if record is None:
         return [f"{package.name} has no record of its files"]
-    found = []
+    changes = []
     for name, digest, _ in csv.reader(io.StringIO(record)):
         kind, _, expected = digest.partition("=")
         if not expected:  # caches of Python, and the record itself
             continue
         path = Path(str(package.locate_file(name)))
         if not path.is_file():
-            found.append(f"{package.name}: {name} is missing")
+            changes.append(f"{package.name}: {name} is missing")
         elif _digest(path, kind) != expected:
-            found.append(f"{package.name}: {name} is not the file that was installed")
-    return found
+            changes.append(f"{package.name}: {name} is not the file that was installed")
+    return changes
 
 
 def _digest(path: Path, kind: str) -> str:
@@ -246,12 +246,12 @@ def _digest(path: Path, kind: str) -> str:
 
 def check() -> int:
     """Prints what differs; 0 if nothing does."""
-    found = differences()
-    for line in found:
+    lines = differences()
+    for line in lines:
         print(line, file=sys.stderr)
-    if not found:
+    if not lines:
         print(f"{sum(entry.applies for entry in read_lock(DEV))} packages are those of the lock, with allowed licences")
-    return int(bool(found))
+    return int(bool(lines))
 
 
 # ---- audit ---------------------------------------------------------------------------------------------------------

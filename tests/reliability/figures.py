@@ -42,11 +42,11 @@ def _shown(value: Figure) -> str:
     return f"{value:.3g}" if isinstance(value, float) else value
 
 
-def updated(page: str, found: dict[str, dict[str, Figure]]) -> str:
-    """The page with the lines of `found` in place of those of the same checks, in alphabetical order."""
+def updated(page: str, records: dict[str, dict[str, Figure]]) -> str:
+    """The page with the lines of `records` in place of those of the same checks, in alphabetical order."""
     lines = between(page, BEGIN, END).splitlines()
     kept = {line.split("|")[1].strip(): line for line in lines[2:]}
-    kept |= {check.replace("_", " "): row_of(check, figures) for check, figures in found.items()}
+    kept |= {check.replace("_", " "): row_of(check, figures) for check, figures in records.items()}
     return replaced(page, BEGIN, END, "\n".join([*lines[:2], *(kept[check] for check in sorted(kept))]))
 
 

@@ -19,7 +19,7 @@ from geoflow_fast.evaluation.figures import draw_abstention
 from geoflow_fast.runtime import plots
 from geoflow_fast.training.config import RunConfig
 from tests.encoders import tiny_clip
-from tests.reliability.hostile import Target, files_of, fresh_place
+from tests.reliability.hostile import Target, files_of, fresh_path
 from tests.reliability.targets import (
     IMAGE,
     TEXT,
@@ -151,8 +151,8 @@ def encoder_from_folder(folder: Any, precision: Any) -> int:
 
 
 def wrapped_encoder(device: Any, precision: Any) -> int:
-    found = tiny_encoder()
-    return gf.OpenClipEncoder(found.model, found.preprocess, found.tokenizer, device=device, precision=precision).dim
+    tiny = tiny_encoder()
+    return gf.OpenClipEncoder(tiny.model, tiny.preprocess, tiny.tokenizer, device=device, precision=precision).dim
 
 
 def embedded(images: Any, **settings: Any) -> gf.EmbedSummary:
@@ -237,7 +237,7 @@ ENCODERS = [
         embedded,
         lambda: entries(
             images=picture_folder(),
-            out=fresh_place(),
+            out=fresh_path(),
             batch_size=2,
             workers=1,
             shard_rows=2,
@@ -273,9 +273,9 @@ def reranker() -> gf.BayesReranker:
 
 @functools.cache
 def calibrated() -> gf.BayesReranker:
-    found = reranker()
-    found.calibrate(square_pairs(60), max_queries=60, progress=False)
-    return found
+    result = reranker()
+    result.calibrate(square_pairs(60), max_queries=60, progress=False)
+    return result
 
 
 def calibration_file() -> Path:
@@ -299,16 +299,16 @@ def drawn(path: Any, **given: Any) -> Path:
     """A whole picture, or nothing: no file, no part of one, and no open figure."""
     before, figures = files_of(Path()), plots.pyplot().get_fignums()
     try:
-        found = draw_abstention(path=path, **given)
+        picture_path = draw_abstention(path=path, **given)
     except (ValueError, TypeError, OSError):
         assert files_of(Path()) == before, "a refused picture left a file"
         raise
     finally:
         assert plots.pyplot().get_fignums() == figures, "a figure stayed open"
-    with Image.open(found) as picture:
+    with Image.open(picture_path) as picture:
         picture.load()
         assert picture.format == "PNG"
-    return found
+    return picture_path
 
 
 def threshold() -> evaluation.AbstentionThreshold:
@@ -320,7 +320,7 @@ FILES = [
         "evaluation.figures.draw_abstention",
         drawn,
         lambda: entries(
-            act=threshold(), **judged(), path=fresh_place(), new=tuple(judged().values()), label="uncertainty"
+            act=threshold(), **judged(), path=fresh_path(), new=tuple(judged().values()), label="uncertainty"
         ),
         extra={
             "new": [(normal(9), normal(8)), (normal(9),), (normal(9) / 0, normal(9) > 0), ("a", "b"), "ab", None],
@@ -344,14 +344,14 @@ FILES = [
     Target(
         "EmbeddingPairs.save",
         some_pairs().save,
-        lambda: entries(folder=fresh_place(), rows_per_shard=7, dtype=np.float32),
+        lambda: entries(folder=fresh_path(), rows_per_shard=7, dtype=np.float32),
     ),
     Target("Gallery.files", gf.Gallery, lambda: entries(source=array_file("gallery.npy", 9, IMAGE))),
     Target("GalleryIndex.load", gf.GalleryIndex.load, lambda: entries(path=index_file(), gallery=unit(9, 5))),
     Target(
         "BayesReranker.save_calibration",
         lambda path: calibrated().save_calibration(path),
-        lambda: entries(path=fresh_place()),
+        lambda: entries(path=fresh_path()),
     ),
     Target(
         "BayesReranker.load_calibration",
@@ -361,7 +361,7 @@ FILES = [
     Target(
         "Calibration.load", gf.Calibration.load, lambda: entries(path=calibration_file(), made_for=reranker().made_for)
     ),
-    Target("train.out", trained_into, lambda: entries(out=fresh_place(), resume=True), dear=True),
+    Target("train.out", trained_into, lambda: entries(out=fresh_path(), resume=True), dear=True),
     Target(
         "evaluation.Report.section",
         lambda heading, words: report().section(heading, words),
@@ -420,12 +420,12 @@ def short_run(**settings: Any) -> RunConfig:
 def fitted(method: str) -> baselines.Baseline:
     torch.manual_seed(0)
     if method == "bayesvlm":
-        found: baselines.Baseline = bayesvlm(**activations())
-        found.fit(bayesvlm_pairs(), config=short_run())
+        baseline: baselines.Baseline = bayesvlm(**activations())
+        baseline.fit(bayesvlm_pairs(), config=short_run())
     else:
-        found = baselines.find(method)(IMAGE, IMAGE, **SMALLER.get(method, {}))
-        found.fit(square_pairs(40), config=short_run(), progress=False)
-    return found
+        baseline = baselines.find(method)(IMAGE, IMAGE, **SMALLER.get(method, {}))
+        baseline.fit(square_pairs(40), config=short_run(), progress=False)
+    return baseline
 
 
 def uncertainty_of(method: str) -> Callable[..., Any]:
@@ -440,8 +440,8 @@ def good_queries(method: str) -> dict[str, Any]:
 
 def fit_of(method: str) -> Callable[..., Any]:
     def call(image_dim: Any, text_dim: Any, pairs: Any, **settings: Any) -> object:
-        found = baselines.find(method)(image_dim, text_dim, **SMALLER.get(method, {}))
-        return found.fit(pairs, config=short_run(**settings), progress=False)
+        baseline = baselines.find(method)(image_dim, text_dim, **SMALLER.get(method, {}))
+        return baseline.fit(pairs, config=short_run(**settings), progress=False)
 
     return call
 
@@ -469,7 +469,7 @@ BASELINES = [
     Target(
         "baselines.train_preset",
         trained_preset,
-        lambda: entries(method="asymvlm_ps", out=fresh_place(), size="tiny", device="cpu"),
+        lambda: entries(method="asymvlm_ps", out=fresh_path(), size="tiny", device="cpu"),
         dear=True,
     ),
     Target("baselines.Activations.from_arrays", bayesvlm, activations, spreads=True),

@@ -25,7 +25,7 @@ from tests.reliability.file_targets import (
     threshold,
     tiny_encoder,
 )
-from tests.reliability.hostile import Target, fresh_place
+from tests.reliability.hostile import Target, fresh_path
 from tests.reliability.surface import guessed, surface
 from tests.reliability.targets import (
     BUMP,
@@ -111,9 +111,9 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
     "entropy": lambda: normal(6).abs(),
     "n_items": lambda: 9,
     "count": lambda: 7,
-    "folder": fresh_place,
-    "path": fresh_place,
-    "out: str | Path": fresh_place,
+    "folder": fresh_path,
+    "path": fresh_path,
+    "out: str | Path": fresh_path,
     "device": lambda: "cpu",
     "dtype": lambda: torch.float32,
     "shape": lambda: (3, 4),
@@ -124,7 +124,7 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
     "float": lambda: 0.5,
     "str": lambda: "auto",
     "bool": lambda: False,
-    "Path": fresh_place,
+    "Path": fresh_path,
 }
 """A good value by the name of a parameter, or by its name and annotation."""
 ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {

@@ -208,9 +208,9 @@ def files_of(path: Path) -> list[Path]:
     return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
 
 
-def fresh_place() -> Path:
+def fresh_path() -> Path:
     """A name in the working folder that nothing has."""
-    return Path(f"place {next(_numbers)}")
+    return Path(f"file {next(_numbers)}")
 
 
 def _as_array(x: Any) -> Any:
@@ -238,7 +238,7 @@ def in_time(seconds: int = SECONDS) -> Iterator[None]:
 
 def judge(target: Target, arguments: dict[str, Any]) -> str:
     """Calls it: "answer" or "error". AssertionError if it is neither a sane answer nor a clear typed error."""
-    before = {name: found for name, value in arguments.items() if (found := _bytes_of(value)) is not None}
+    before = {name: content for name, value in arguments.items() if (content := _bytes_of(value)) is not None}
     warnings.simplefilter("ignore")
     try:
         with in_time():

@@ -82,13 +82,13 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=30.0)
     minutes = parser.parse_args().minutes
     with tempfile.TemporaryDirectory() as folder:
-        found = soak(minutes, Path(folder) / "round")
-    record("soak", **found)
-    print(found)
-    if found["megabytes_per_minute"] >= MOST_MEGABYTES_PER_MINUTE:
-        raise SystemExit(f"memory grows by {found['megabytes_per_minute']} MB a minute")
-    if found["open_files_last"] > found["open_files_first"]:
-        raise SystemExit(f"open files grow: {found['open_files_first']} to {found['open_files_last']}")
+        figures = soak(minutes, Path(folder) / "round")
+    record("soak", **figures)
+    print(figures)
+    if figures["megabytes_per_minute"] >= MOST_MEGABYTES_PER_MINUTE:
+        raise SystemExit(f"memory grows by {figures['megabytes_per_minute']} MB a minute")
+    if figures["open_files_last"] > figures["open_files_first"]:
+        raise SystemExit(f"open files grow: {figures['open_files_first']} to {figures['open_files_last']}")
 
 
 if __name__ == "__main__":

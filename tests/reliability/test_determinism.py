@@ -53,9 +53,9 @@ def train(_: gf.GeoFlow, seed: int = 0, **changes: object) -> Result:
 
 
 def scores(flow: gf.GeoFlow, queries: Tensor, gallery: Tensor | Path, seed: int = 0) -> Result:
-    found = gf.RetrievalEntropy(flow, gallery, n_samples=6, n_steps=5, kappa=KAPPA, seed=seed)(queries)
+    posterior = gf.RetrievalEntropy(flow, gallery, n_samples=6, n_steps=5, kappa=KAPPA, seed=seed)(queries)
     names = ("entropy", "map_prob", "risk_lower_bound", "top_index", "top_prob")
-    return {name: getattr(found, name) for name in names}
+    return {name: getattr(posterior, name) for name in names}
 
 
 def entropy(flow: gf.GeoFlow, seed: int = 0) -> Result:
@@ -74,8 +74,8 @@ def density(flow: gf.GeoFlow, seed: int = 0) -> Result:
 
 
 def reranked(flow: gf.GeoFlow, queries: Tensor, seed: int = 0) -> Result:
-    found = gf.BayesReranker(flow, unit(ITEMS, 4).to(queries), shortlist=6, n_steps=3, seed=seed).rerank(queries)
-    return {name: getattr(found, name) for name in ("index", "prob", "p_answer", "entropy")}
+    answers = gf.BayesReranker(flow, unit(ITEMS, 4).to(queries), shortlist=6, n_steps=3, seed=seed).rerank(queries)
+    return {name: getattr(answers, name) for name in ("index", "prob", "p_answer", "entropy")}
 
 
 def rerank(flow: gf.GeoFlow, seed: int = 0) -> Result:
@@ -96,8 +96,8 @@ def clouds(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def sinkhorn(_: gf.GeoFlow, seed: int = 0) -> Result:
-    found = ops.sinkhorn("arc", clouds(seed))
-    return dict(zip(("row potential", "column potential"), found.potentials))
+    solution = ops.sinkhorn("arc", clouds(seed))
+    return dict(zip(("row potential", "column potential"), solution.potentials))
 
 
 def ot_assign(_: gf.GeoFlow, seed: int = 0) -> Result:
@@ -106,8 +106,8 @@ def ot_assign(_: gf.GeoFlow, seed: int = 0) -> Result:
 
 def gallery_statistics(_: gf.GeoFlow, seed: int = 0) -> Result:
     samples = unit(QUERIES * 6, 9 + seed).view(QUERIES, 6, WIDTH)
-    found = ops.gallery_statistics(samples, unit(ITEMS, 4), KAPPA, top_k=5).posterior(torch.float64)
-    return {name: getattr(found, name) for name in ("entropy", "log_z", "top_index", "top_prob")}
+    posterior = ops.gallery_statistics(samples, unit(ITEMS, 4), KAPPA, top_k=5).posterior(torch.float64)
+    return {name: getattr(posterior, name) for name in ("entropy", "log_z", "top_index", "top_prob")}
 
 
 SUBJECTS: dict[str, Callable[..., Result]] = {
@@ -175,7 +175,7 @@ def test_pieces_change_nothing_but_rounding(flow, whole, monkeypatch, subject, r
     torch.set_num_threads(threads)
     monkeypatch.setattr("geoflow_fast.flow.sampling.ROWS_AT_ONCE", 70)
     pieces = unit(QUERIES, 3).split(rows)
-    found = {
+    results = {
         "entropy": lambda: [scores(flow, piece, unit(ITEMS, 4)) for piece in pieces],
         "rerank": lambda: [reranked(flow, piece) for piece in pieces],
         "sample": lambda: [drawn(flow, piece) for piece in pieces],
@@ -183,7 +183,7 @@ def test_pieces_change_nothing_but_rounding(flow, whole, monkeypatch, subject, r
             {"log_density": log_densities(flow, slice(low, low + 8 * rows))} for low in range(0, ROWS, 8 * rows)
         ],
     }[subject]()
-    assert_close(joined(found), expected, TOLERANCE.get(subject, CLOSE))
+    assert_close(joined(results), expected, TOLERANCE.get(subject, CLOSE))
 
 
 @pytest.mark.parametrize("subject", ["entropy", "rerank"])

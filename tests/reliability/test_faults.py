@@ -68,12 +68,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(nursery: Nursery, world: Path) -> dict[str, tuple[dict[str, bytes], End]]:
     """What each task leaves when nothing happens to it, and how it went."""
-    found = {}
+    outputs = {}
     for name in TASKS:
         end = nursery.run(name, world, world / f"alone_{name}")
         assert end.status == 0, end
-        found[name] = files_of(world / f"alone_{name}"), end
-    return found
+        outputs[name] = files_of(world / f"alone_{name}"), end
+    return outputs
 
 
 def finish(nursery: Nursery, name: str, world: Path, out: Path, wanted: dict[str, bytes]) -> None:
@@ -83,9 +83,9 @@ def finish(nursery: Nursery, name: str, world: Path, out: Path, wanted: dict[str
     assert_same(files_of(out), wanted)
 
 
-def assert_same(found: dict[str, bytes], wanted: dict[str, bytes]) -> None:
-    assert sorted(found) == sorted(wanted)
-    assert [name for name in wanted if found[name] != wanted[name]] == []
+def assert_same(outputs: dict[str, bytes], wanted: dict[str, bytes]) -> None:
+    assert sorted(outputs) == sorted(wanted)
+    assert [name for name in wanted if outputs[name] != wanted[name]] == []
 
 
 # ---- kills --------------------------------------------------------------------------------------------------------
@@ -196,8 +196,8 @@ def test_lines_are_on_disk_before_the_checkpoint(alone):
     undisturbed = alone["training"][1]
     written, synced = (places_of(undisturbed, f"{what} /metrics.jsonl") for what in ("open", "fsync"))
     for saved in places_of(undisturbed, "os.rename /.last.safetensors.tmp"):
-        last_line = max(place for place in written if place < saved)
-        assert any(last_line < place < saved for place in synced)
+        last_line = max(event for event in written if event < saved)
+        assert any(last_line < event < saved for event in synced)
 
 
 def places_of(undisturbed: End, operation: str) -> list[int]:
@@ -321,14 +321,14 @@ def words_of(command: str, out: Path) -> list[str]:
 @pytest.fixture(scope="module")
 def by_command(nursery: Nursery, world: Path) -> dict[str, dict[str, bytes]]:
     """What each command leaves when nothing happens to it."""
-    found = {}
+    outputs = {}
     for command in COMMANDS:
         out = world / f"by_{command}"
         out.mkdir()
         end = nursery.run(words_of(command, out), world, out)
         assert end.status == 0, end
-        found[command] = files_of(out)
-    return found
+        outputs[command] = files_of(out)
+    return outputs
 
 
 def units_kept(command: str, out: Path) -> int:

@@ -13,7 +13,7 @@ import torch
 from benchmarks import common, compare, page, suite
 from benchmarks.flows import row_flops
 from benchmarks.limits import Limits, Work, copy_bandwidth, exp_rate, gemm_peak, read_bandwidth
-from benchmarks.suite import BESIDE, PEER, Case, Contender, Scaling
+from benchmarks.suite import FOR_COMPARISON, PEER, Case, Contender, Scaling
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.model import GeoFlow
 
@@ -22,7 +22,7 @@ def a_case(**changes: object) -> Case:
     contenders = (
         Contender("peer", lambda x: x.sort().values, PEER),
         Contender("ours", lambda x: torch.sort(x)[0]),
-        Contender("beside", lambda _: None, BESIDE, agrees=lambda *_: True),
+        Contender("beside", lambda _: None, FOR_COMPARISON, agrees=lambda *_: True),
         Contender("absent", lambda x: x, PEER, needs="no_such_package"),
     )
     case = Case("sort", lambda: torch.rand(100), torch.msort, torch.equal, contenders, Work(bytes=400.0), rounds=2)
@@ -30,18 +30,18 @@ def a_case(**changes: object) -> Case:
 
 
 def test_a_case_is_gated_timed_and_tabled():
-    found = suite.measure(a_case())
-    assert [row["contender"] for row in found["rows"]] == ["peer", "ours", "beside"]
-    assert found["not installed"] == ["absent"]
-    for row in found["rows"]:
+    measured = suite.measure(a_case())
+    assert [row["contender"] for row in measured["rows"]] == ["peer", "ours", "beside"]
+    assert measured["not installed"] == ["absent"]
+    for row in measured["rows"]:
         assert len(row["seconds"]) == 6  # short calls have three times the rounds
         assert row["median"] == pytest.approx(np.median(row["seconds"]))
         assert row["memory"] >= 0
-    json.dumps(found)
-    rows = suite.case_rows(found, {"flops": 1.0, "bytes": 4e6, "exps": 1.0})
+    json.dumps(measured)
+    rows = suite.case_rows(measured, {"flops": 1.0, "bytes": 4e6, "exps": 1.0})
     assert rows[0]["speed-up over the best peer"] == "1.00x"
     assert rows[2]["speed-up over the best peer"] == rows[2]["share of the limit (memory)"] == ""
-    limit = 1e-4 / found["rows"][1]["median"]
+    limit = 1e-4 / measured["rows"][1]["median"]
     assert rows[1]["share of the limit (memory)"] == f"{100 * limit:.0f} %"
 
 
@@ -67,9 +67,9 @@ def test_fits_find_the_exponent(power, monkeypatch):
     monkeypatch.setattr(
         suite, "time_turns", lambda calls, rounds: {name: [float(name) ** power] * rounds for name in calls}
     )
-    found = suite.fit(Scaling("op", "N", sizes, lambda _: lambda: None, expected=power))
-    assert found["exponent"] == pytest.approx(power)
-    assert suite.scaling_rows([found])[0]["exponent"] == f"{power:.2f}"
+    fit = suite.fit(Scaling("op", "N", sizes, lambda _: lambda: None, expected=power))
+    assert fit["exponent"] == pytest.approx(power)
+    assert suite.scaling_rows([fit])[0]["exponent"] == f"{power:.2f}"
 
 
 def test_peak_memory_sees_what_was_freed():
@@ -129,9 +129,9 @@ def results() -> page.Results:
 def test_blocks_are_filled_and_words_stay():
     begin, end = "<!-- bench: table sorts t -->\n", "<!-- bench: end -->"
     rest = f"\nafter\n<!-- bench: cases other -->\nkept\n{end}"
-    found = page.filled(f"before\n{begin}old\n{end}{rest}", lambda key: page.block(key, results()))
-    assert found == f"before\n{begin}| a |\n|---|\n| 1 |\n\nmore 2.5.\n{end}{rest}"
-    assert page.filled(found, lambda key: page.block(key, results())) == found
+    text = page.filled(f"before\n{begin}old\n{end}{rest}", lambda key: page.block(key, results()))
+    assert text == f"before\n{begin}| a |\n|---|\n| 1 |\n\nmore 2.5.\n{end}{rest}"
+    assert page.filled(text, lambda key: page.block(key, results())) == text
     assert '"P" (AVX2)' in page.block("machine", results())
     assert "| op | N | 1 / 2 |" in page.block("scalings", results())
     with pytest.raises(ValueError, match="'tabel x'"):
@@ -139,7 +139,7 @@ def test_blocks_are_filled_and_words_stay():
 
 
 def test_every_block_of_the_page_belongs_to_a_suite():
-    keys = [found[1] for found in page.BLOCK.findall(page.PAGE.read_text())]
+    keys = [match[1] for match in page.BLOCK.findall(page.PAGE.read_text())]
     assert {"machine", "scalings"} <= set(keys)
     named = {key.split()[1] for key in keys if key.startswith(("cases", "table"))}
     assert named == set(suite.suites())
@@ -151,16 +151,16 @@ def test_every_block_of_the_page_belongs_to_a_suite():
 @pytest.mark.parametrize("name", ["peers", "roofline", "scaling", "cost"])
 def test_figures_are_drawn_if_there_are_results(name, tmp_path, monkeypatch):
     monkeypatch.setattr(page, "PICTURES", tmp_path)
-    found = results()
+    measured = results()
     assert page.block(f"figure {name}", {}) is None
     if name == "cost":
         row = {"s per 1,000 queries": "search", "N = 1e4": "0.5", "N = 1e5": "*5*"}
         notes = {"passes": {}, "model": "small"}
-        found["cost"] = {
-            **found["sorts"],
+        measured["cost"] = {
+            **measured["sorts"],
             "tables": {"queries_0": {"name": "queries_0", "rows": [row], "notes": notes}},
         }
-    assert f"(images/performance_{name}.png)" in page.block(f"figure {name}", found)
+    assert f"(images/performance_{name}.png)" in page.block(f"figure {name}", measured)
     assert [path.name for path in tmp_path.iterdir()] == [f"performance_{name}.png"]
 
 
@@ -177,18 +177,18 @@ def turns_of(ratio: float, noise: float, count: int = 15) -> tuple[list[float], 
 
 @pytest.mark.parametrize(("ratio", "noise", "slower"), [(1.3, 0.02, True), (1.0, 0.05, False), (1.3, 0.5, False)])
 def test_slower_means_beyond_threshold_and_spread(ratio, noise, slower, capsys):
-    found = compare.Ratio.of("call", *turns_of(ratio, noise))
-    assert found.low <= found.value <= found.high
-    assert found.slower(0.1) is slower
-    assert compare.verdict([found], 0.1) == int(slower)
+    result = compare.Ratio.of("call", *turns_of(ratio, noise))
+    assert result.low <= result.value <= result.high
+    assert result.slower(0.1) is slower
+    assert compare.verdict([result], 0.1) == int(slower)
     assert f"{int(slower)} of 1 calls became slower by more than 10 %" in capsys.readouterr().out
 
 
 def test_drift_of_the_machine_cancels():
-    found = compare.Ratio.of("call", *turns_of(0.5, 0.0))
-    assert found.value == pytest.approx(0.5)
-    assert found.faster(0.1)
-    assert not found.slower(0.1)
+    result = compare.Ratio.of("call", *turns_of(0.5, 0.0))
+    assert result.value == pytest.approx(0.5)
+    assert result.faster(0.1)
+    assert not result.slower(0.1)
 
 
 def test_turns_alternate():
@@ -203,8 +203,8 @@ def test_many_small_losses_fail_together(capsys):
 
 
 def test_verdict_as_json(capsys):
-    found = [compare.Ratio("x", 1.0, 2.0, 1.9, 2.1), compare.Ratio("y", 1.0, 1.0, 0.9, 1.1)]
-    assert compare.verdict(found, 0.1, as_json=True) == 1
+    ratios = [compare.Ratio("x", 1.0, 2.0, 1.9, 2.1), compare.Ratio("y", 1.0, 1.0, 0.9, 1.1)]
+    assert compare.verdict(ratios, 0.1, as_json=True) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["slower"] == ["x"]
     assert [row["value"] for row in told["ratios"]] == [2.0, 1.0]

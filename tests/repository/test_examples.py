@@ -36,24 +36,24 @@ def run_notebook(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, *pict
 
 @pytest.mark.slow
 def test_two_uncertainties_are_as_drawn(tmp_path, monkeypatch):
-    found = run_notebook("two_uncertainties", tmp_path, monkeypatch, "ambiguous.png", "unseen.png")
-    specific, vague = found["entropies"].values()
+    names = run_notebook("two_uncertainties", tmp_path, monkeypatch, "ambiguous.png", "unseen.png")
+    specific, vague = names["entropies"].values()
     assert specific < 1.5 < 3 < vague
-    assert found["scores"]["a chair"] < found["limit"] < found["scores"]["an X-ray"]
+    assert names["scores"]["a chair"] < names["limit"] < names["scores"]["an X-ray"]
 
 
 @pytest.mark.slow
 def test_ood_filter_finds_strangers_at_the_rate_of_false_alarms_it_was_given(tmp_path, monkeypatch):
-    found = run_notebook("ood_filter", tmp_path, monkeypatch)
-    assert found["auroc"]["unseen group"]["flow"] > 0.8
-    assert found["alarms"]["unseen group"] > 3 * found["rate"]
+    names = run_notebook("ood_filter", tmp_path, monkeypatch)
+    assert names["auroc"]["unseen group"]["flow"] > 0.8
+    assert names["alarms"]["unseen group"] > 3 * names["rate"]
     # 800 familiar images: three standard deviations of their share, and of the threshold made of 1,000 others.
-    assert abs(found["alarms"]["known concepts"] - found["rate"]) < 0.035
+    assert abs(names["alarms"]["known concepts"] - names["rate"]) < 0.035
 
 
 @pytest.mark.slow
 def test_clean_pairs_finds_swapped_captions(tmp_path, monkeypatch):
-    found = run_notebook("clean_pairs", tmp_path, monkeypatch)
-    by_name = found["found"]
+    names = run_notebook("clean_pairs", tmp_path, monkeypatch)
+    by_name = names["found"]
     assert by_name["PMI of the flow"] > by_name["cosine"] + 0.1
-    assert by_name["PMI of the flow"] > 4 * found["share"]
+    assert by_name["PMI of the flow"] > 4 * names["share"]

@@ -74,8 +74,8 @@ def test_committed_data_is_small_and_complete(pictures):
     assert sum(path.stat().st_size for path in DATA.rglob("*") if path.is_file()) < 5_000_000
     run = example("run")
     with Image.open(DATA / "test.jpg") as sheet:
-        room = (sheet.width // run.THUMBNAIL) * (sheet.height // run.THUMBNAIL)
-    assert room - run.PER_ROW < len(pictures["test"]) <= room
+        cells = (sheet.width // run.THUMBNAIL) * (sheet.height // run.THUMBNAIL)
+    assert cells - run.PER_ROW < len(pictures["test"]) <= cells
     assert run.thumbnail(len(pictures["test"]) - 1).size == (run.THUMBNAIL, run.THUMBNAIL)
 
 
@@ -85,8 +85,8 @@ def test_only_public_domain_pictures_that_are_no_icons_are_read(prepare, tmp_pat
     write_svg(tmp_path, "animals/cow_01", "Cow", licence="")
     write_svg(tmp_path, "computer/icons/folder", "Folder")
     (tmp_path / "svg" / "animals" / "bare.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg"/>')
-    found, left_out = prepare.read_metadata(tmp_path)
-    assert [picture.name for picture in found] == ["animals/dog_01"]
+    pictures, left_out = prepare.read_metadata(tmp_path)
+    assert [picture.name for picture in pictures] == ["animals/dog_01"]
     assert sorted(left_out.values()) == [1, 3]
 
 
@@ -143,14 +143,14 @@ def test_near_duplicates_and_equal_captions_stay_together(prepare):
 
 @pytest.mark.slow
 def test_the_whole_run_on_the_committed_embeddings(tmp_path):
-    found = example("run").run(tmp_path, seeds=1)
-    assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8")) == found
-    for way, items in (("t2i", 537), ("i2t", 1078)):
-        assert found[way]["items"] == items
-        scores = found[way]["methods"]
+    results = example("run").run(tmp_path, seeds=1)
+    assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8")) == results
+    for direction, items in (("t2i", 537), ("i2t", 1078)):
+        assert results[direction]["items"] == items
+        scores = results[direction]["methods"]
         assert len(scores) == 6
         assert scores["re-ranker, 1 - p_answer"]["low"] > 0.5  # it knows something of its errors
-        assert found[way]["ece"] < 0.1
+        assert results[direction]["ece"] < 0.1
     for picture in ("curves.png", "gallery.png"):
         with Image.open(tmp_path / picture) as file:
             assert min(file.size) > 500

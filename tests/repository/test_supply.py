@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[2]
 
 def required() -> list[Requirement]:
     """What the project asks for, with all extras of the development environment."""
-    found = [Requirement(words) for words in metadata.requires("geoflow_fast") or []]
+    needs = [Requirement(words) for words in metadata.requires("geoflow_fast") or []]
     wanted = [{"extra": extra} for extra in ("", *supply.EXTRAS)]
-    return [need for need in found if need.marker is None or any(map(need.marker.evaluate, wanted))]
+    return [need for need in needs if need.marker is None or any(map(need.marker.evaluate, wanted))]
 
 
 @pytest.mark.parametrize("path", [supply.DEV, supply.CUDA, supply.TOOLS], ids=lambda path: path.name)
@@ -125,9 +125,9 @@ def test_another_version_and_a_missing_package_are_found(tmp_path, monkeypatch):
     monkeypatch.setattr(supply, "packages", lambda: there)
     monkeypatch.setattr(supply, "DEV", tmp_path / "dev.lock")
     (tmp_path / "dev.lock").write_text(f"rich==0.1 --hash=sha256:{'0' * 64}\nnone==1 --hash=sha256:{'0' * 64}\n")
-    found = supply.differences()
-    assert found[0].startswith("rich is installed in version")
-    assert found[1] == "none 1 is locked, but not installed"
+    differences = supply.differences()
+    assert differences[0].startswith("rich is installed in version")
+    assert differences[1] == "none 1 is locked, but not installed"
     assert supply.check() == 1
 
 
