@@ -93,11 +93,11 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 def _check_points(**points: Tensor) -> None:
     """Raises an error unless the points are floating-point tensors on one device whose shapes broadcast."""
-    shapes = {checks.floating(x, name).shape for name, x in points.items()}
+    shapes = [checks.floating(x, name).shape for name, x in points.items()]
     if len({x.device for x in points.values() if x.dim()}) > 1:
         devices = ", ".join(f"{name} on {x.device}" for name, x in points.items())
         raise ValueError(f"points must be on one device, got {devices}")
-    if len(shapes) == 1:
+    if all(shape == shapes[0] for shape in shapes):
         return
     try:
         torch.broadcast_shapes(*shapes)

@@ -143,15 +143,15 @@ def adaln_jvp_kernel(
         to_at += dy_stride
 
 
-def _room(like: Tensor, rows: int, width: int, tangents: int) -> Pair:
-    """Where a jvp writes when its caller has no place: the primal [R, H] and its tangents [K, R, H]."""
+def _new_outputs(like: Tensor, rows: int, width: int, tangents: int) -> Pair:
+    """Memory for what a jvp writes: the primal [R, H] and its tangents [K, R, H]."""
     shapes = (rows, width), (tangents, rows, width)
     y, dy = (torch.empty(shape, dtype=like.dtype, device=like.device) for shape in shapes)
     return y, dy
 
 
 def adaln(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """See `reference.adaln`."""
+    """See `adaln_reference`."""
     rows, width = x.shape
     x, shift, scale = by_rows(x), shift.contiguous(), scale.contiguous()
     tile = row_tile(width)
@@ -165,7 +165,7 @@ def adaln(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
 
 
 def adaln_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """See `reference.adaln_backward`."""
+    """See `adaln_backward_reference`."""
     rows, width = x.shape
     grad, x, scale = by_rows(grad), by_rows(x), scale.contiguous()
     tile = row_tile(width)
@@ -182,19 +182,19 @@ def adaln_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[
         COLUMNS=tile.columns, **tile.options,
     )  # fmt: skip
     if groups.per_row:
-        return dx, grad.to(scale.dtype), d_scale
+        return dx, scale.new_empty(0), d_scale
     return dx, d_shift.sum(1).to(scale.dtype), d_scale.sum(1).to(scale.dtype)
 
 
 def adaln_jvp(
-    x: Tensor, dx: Tensor, shift: Tensor, scale: Tensor, eps: float, room: Pair | None = None
+    x: Tensor, dx: Tensor, shift: Tensor, scale: Tensor, eps: float, *, out: Pair | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.adaln_jvp`."""
+    """See `adaln_jvp_reference`."""
     rows, width = x.shape
     x, dx, shift, scale = by_rows(x), by_rows(dx), shift.contiguous(), scale.contiguous()
     tile = row_tile(width)
     groups = Groups.of(rows, scale.shape[0], tile)
-    y, dy = room or _room(x, rows, width, dx.shape[0])
+    y, dy = out or _new_outputs(x, rows, width, dx.shape[0])
     launch(
         adaln_jvp_kernel, (groups.count * groups.tiles,), x, dx, shift, scale, y, dy, groups.size, groups.tiles, width,
         dx.shape[0], x.stride(0), dx.stride(1), dx.stride(0), dy.stride(0), eps, PER_ROW=groups.per_row, ROWS=tile.rows,
@@ -291,7 +291,7 @@ def gate_residual_jvp_kernel(
 def gate_residual(
     residual: Tensor, gate: Tensor | None, value: Tensor, layer_scale: Tensor, keep: Tensor | None, dropout: float
 ) -> Tensor:
-    """See `reference.gate_residual`."""
+    """See `gate_residual_reference`."""
     rows, width = residual.shape
     residual, value, layer_scale = by_rows(residual), by_rows(value), layer_scale.contiguous()
     logits = value if gate is None else by_rows(gate)
@@ -309,8 +309,8 @@ def gate_residual(
 
 def gate_residual_backward(
     grad: Tensor, gate: Tensor | None, value: Tensor, layer_scale: Tensor, keep: Tensor | None, dropout: float
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """See `reference.gate_residual_backward`."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `gate_residual_backward_reference`."""
     rows, width = value.shape
     grad, value, layer_scale = by_rows(grad), by_rows(value), layer_scale.contiguous()
     logits = value if gate is None else by_rows(gate)
@@ -327,7 +327,7 @@ def gate_residual_backward(
         HAS_KEEP=keep is not None, PER_ROW=groups.per_row, ROWS=tile.rows, COLUMNS=tile.columns, **tile.options,
     )  # fmt: skip
     total = d_layer_scale if groups.per_row else d_layer_scale.sum(1)
-    return None if gate is None else d_gate, d_value, total.to(layer_scale.dtype)
+    return value.new_empty(0) if gate is None else d_gate, d_value, total.to(layer_scale.dtype)
 
 
 def _mask_bytes(keep: Tensor | None, stand_in: Tensor) -> Tensor:
@@ -343,9 +343,10 @@ def gate_residual_jvp(
     value: Tensor,
     d_value: Tensor,
     layer_scale: Tensor,
-    room: Pair | None = None,
+    *,
+    out: Pair | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.gate_residual_jvp`."""
+    """See `gate_residual_jvp_reference`."""
     rows, width = residual.shape
     residual, d_residual, value, d_value, layer_scale = (
         x.contiguous() for x in (residual, d_residual, value, d_value, layer_scale)
@@ -354,14 +355,14 @@ def gate_residual_jvp(
     d_logits = d_value if d_gate is None else d_gate.contiguous()
     tile = element_tile(width)
     groups = Groups.of(rows, layer_scale.shape[0], tile)
-    out, d_out = room or _room(residual, rows, width, d_residual.shape[0])
+    y, dy = out or _new_outputs(residual, rows, width, d_residual.shape[0])
     launch(
         gate_residual_jvp_kernel, (groups.count * groups.tiles, triton.cdiv(width, tile.columns)), residual, d_residual,
-        logits, d_logits, value, d_value, layer_scale, out, d_out, groups.size, groups.tiles, width,
+        logits, d_logits, value, d_value, layer_scale, y, dy, groups.size, groups.tiles, width,
         d_residual.shape[0], d_residual.stride(0), HAS_GATE=gate is not None, PER_ROW=groups.per_row, ROWS=tile.rows,
         COLUMNS=tile.columns, **tile.options,
     )  # fmt: skip
-    return out, d_out
+    return y, dy
 
 
 @triton.jit
@@ -428,7 +429,7 @@ def _two_halves(gate: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def swiglu(gate: Tensor, value: Tensor | None) -> Tensor:
-    """See `reference.swiglu`."""
+    """See `swiglu_reference`."""
     first, second = _two_halves(gate, value)
     rows, width = first.shape
     tile = element_tile(width)
@@ -440,8 +441,8 @@ def swiglu(gate: Tensor, value: Tensor | None) -> Tensor:
     return out
 
 
-def swiglu_backward(grad: Tensor, gate: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """See `reference.swiglu_backward`."""
+def swiglu_backward(grad: Tensor, gate: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See `swiglu_backward_reference`."""
     grad = by_rows(grad)
     first, second = _two_halves(gate, value)
     rows, width = first.shape
@@ -454,24 +455,24 @@ def swiglu_backward(grad: Tensor, gate: Tensor, value: Tensor | None) -> tuple[T
         d_first, d_second, rows, width, grad.stride(0), first.stride(0), d_first.stride(0), ROWS=tile.rows,
         COLUMNS=tile.columns, **tile.options,
     )  # fmt: skip
-    return d_gate, d_value
+    return d_gate, gate.new_empty(0) if d_value is None else d_value
 
 
 def swiglu_jvp(
-    gate: Tensor, d_gate: Tensor, value: Tensor | None, d_value: Tensor | None, room: Pair | None = None
+    gate: Tensor, d_gate: Tensor, value: Tensor | None, d_value: Tensor | None, *, out: Pair | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.swiglu_jvp`."""
+    """See `swiglu_jvp_reference`."""
     first, second = _two_halves(gate, value)
     d_first, d_second = _two_halves(d_gate, d_value)
     rows, width = first.shape
     tile = element_tile(width)
-    out, d_out = room or _room(gate, rows, width, d_gate.shape[0])
+    y, dy = out or _new_outputs(gate, rows, width, d_gate.shape[0])
     launch(
         swiglu_jvp_kernel, (triton.cdiv(rows, tile.rows), triton.cdiv(width, tile.columns)), first, second, d_first,
-        d_second, out, d_out, rows, width, d_gate.shape[0], first.stride(0), d_first.stride(0), d_out.stride(0),
+        d_second, y, dy, rows, width, d_gate.shape[0], first.stride(0), d_first.stride(0), dy.stride(0),
         ROWS=tile.rows, COLUMNS=tile.columns, **tile.options,
     )  # fmt: skip
-    return out, d_out
+    return y, dy
 
 
 @triton.jit
@@ -522,30 +523,49 @@ def flow_loss_backward_kernel(
     _store_gradient(d_text, error, weight, row, inside, text_width, TEXT_COLUMNS)
 
 
-def flow_loss(velocity: Pair, target: Pair, point: Pair, direction: Tensor) -> Tensor:
-    """See `reference.flow_loss`."""
-    image_width, text_width = velocity[0].shape[1], velocity[1].shape[1]
+def flow_loss(
+    v_image: Tensor,
+    v_text: Tensor,
+    target_image: Tensor,
+    target_text: Tensor,
+    image: Tensor,
+    text: Tensor,
+    direction: Tensor,
+) -> Tensor:
+    """See `flow_loss_reference`."""
+    streams = (v_image, v_text, target_image, target_text, image, text)
+    image_width, text_width = v_image.shape[1], v_text.shape[1]
     tile = row_tile(max(image_width, text_width))
     rows = direction.shape[0]
     loss = torch.empty(rows, dtype=torch.float32, device=direction.device)
     launch(
-        flow_loss_kernel, (triton.cdiv(rows, tile.rows),), *(x.contiguous() for x in (*velocity, *target, *point)),
-        direction.contiguous(), loss, rows, image_width, text_width, ROWS=tile.rows,
-        IMAGE_COLUMNS=row_tile(image_width).columns, TEXT_COLUMNS=row_tile(text_width).columns, **tile.options,
+        flow_loss_kernel, (triton.cdiv(rows, tile.rows),), *(x.contiguous() for x in streams), direction.contiguous(),
+        loss, rows, image_width, text_width, ROWS=tile.rows, IMAGE_COLUMNS=row_tile(image_width).columns,
+        TEXT_COLUMNS=row_tile(text_width).columns, **tile.options,
     )  # fmt: skip
     return loss
 
 
-def flow_loss_backward(grad: Tensor, velocity: Pair, target: Pair, point: Pair, direction: Tensor) -> Pair:
-    """See `reference.flow_loss_backward`."""
-    image_width, text_width = velocity[0].shape[1], velocity[1].shape[1]
+def flow_loss_backward(
+    grad: Tensor,
+    v_image: Tensor,
+    v_text: Tensor,
+    target_image: Tensor,
+    target_text: Tensor,
+    image: Tensor,
+    text: Tensor,
+    direction: Tensor,
+) -> Pair:
+    """See `flow_loss_backward_reference`."""
+    streams = (v_image, v_text, target_image, target_text, image, text)
+    image_width, text_width = v_image.shape[1], v_text.shape[1]
     tile = row_tile(max(image_width, text_width))
     rows = direction.shape[0]
-    gradients = tuple(torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in velocity)
+    d_image, d_text = (torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in (v_image, v_text))
     launch(
         flow_loss_backward_kernel, (triton.cdiv(rows, tile.rows),), grad.contiguous(),
-        *(x.contiguous() for x in (*velocity, *target, *point)), direction.contiguous(), *gradients, rows, image_width,
-        text_width, ROWS=tile.rows, IMAGE_COLUMNS=row_tile(image_width).columns,
-        TEXT_COLUMNS=row_tile(text_width).columns, **tile.options,
+        *(x.contiguous() for x in streams), direction.contiguous(), d_image, d_text, rows, image_width, text_width,
+        ROWS=tile.rows, IMAGE_COLUMNS=row_tile(image_width).columns, TEXT_COLUMNS=row_tile(text_width).columns,
+        **tile.options,
     )  # fmt: skip
-    return gradients[0], gradients[1]
+    return d_image, d_text

@@ -7,17 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast.ops import dispatch, native, network_cpu, reference, triton_kernels
-from geoflow_fast.ops.rows import (
-    Out,
+from geoflow_fast.ops import dispatch, native, triton_kernels
+from geoflow_fast.ops.arguments import (
+    Pair,
+    beside_groups,
     check_floating,
     check_tangents,
     groups_of,
-    out_rows,
+    output_rows,
     rows_of,
-    with_derivatives,
-    with_out,
+    sum_groups,
+    working_dtype,
 )
+from geoflow_fast.ops.native import Extent
 
 EPS = 1e-6
 
@@ -29,13 +31,11 @@ def adaln(x: Tensor, shift: Tensor, scale: Tensor, *, eps: float = EPS, backend:
     in total, where G divides the number R of rows of `x` and each serves R/G consecutive rows. An nn.LayerNorm is
     `adaln(x, bias, weight - 1)`. Differentiable in all three tensors, in reverse and forward mode.
     """
-    rows = _check(x, shift, scale)
+    rows, shifts, scales = _check(x, shift, scale)
     if rows.numel() == 0:
         return x + 0 * (shift.sum() + scale.sum())
-    out: Tensor = with_derivatives(_AdaLN)(
-        rows, groups_of(shift, "shift", rows), groups_of(scale, "scale", rows), eps, backend
-    )
-    return out.view(x.shape)
+    y: Tensor = _forward(rows, shifts, scales, eps, backend)
+    return y.view(x.shape)
 
 
 def adaln_jvp(
@@ -46,79 +46,179 @@ def adaln_jvp(
     *,
     eps: float = EPS,
     backend: str = "auto",
-    out: Out | None = None,
-) -> tuple[Tensor, Tensor]:
+    out: Pair | None = None,
+) -> Pair:
     """`adaln(x, shift, scale)` and its derivatives along K tangents `dx` [K, *x.shape], without an autograd tape.
 
     `out`: two contiguous tensors, distinct from the inputs, to write the results to.
     """
-    rows = _check(x, shift, scale)
+    rows, shifts, scales = _check(x, shift, scale)
     check_floating(x=x, dx=dx)
     check_tangents(dx, "dx", x)
     if rows.numel() == 0:
         return adaln(x, shift, scale, eps=eps, backend=backend), dx.clone()
-    passes = dispatch.choose("adaln", x, backend)
-    tangents = dx.reshape(len(dx), *rows.shape)
-    groups = groups_of(shift, "shift", rows), groups_of(scale, "scale", rows)
-    y, dy = passes.jvp(rows, tangents, *groups, eps, out_rows(out, x.shape, dx.shape, x))
+    inputs = rows, dx.reshape(len(dx), *rows.shape), shifts, scales, eps
+    if out is None:
+        y, dy = _jvp(*inputs, backend)
+    else:
+        y, dy = dispatch.choose("adaln_jvp", x, backend)(*inputs, out=output_rows(out, x.shape, dx.shape, x))
     return y.view(x.shape), dy.view(dx.shape)
 
 
-def _check(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+def _check(x: Tensor, shift: Tensor, scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`x` as rows [R, H], `shift` and `scale` as groups [G, H]."""
     check_floating(x=x, shift=shift, scale=scale)
     if x.dim() < 1 or x.shape[-1] == 0:
         raise ValueError(f"x must have at least one column, got {tuple(x.shape)}")
     if shift.shape != scale.shape or shift.dtype != scale.dtype:
         shapes = f"{shift.dtype} {tuple(shift.shape)} and {scale.dtype} {tuple(scale.shape)}"
         raise ValueError(f"shift and scale must have one shape and dtype, got {shapes}")
-    return rows_of(x)
+    rows = rows_of(x)
+    return rows, groups_of(shift, "shift", rows), rows_of(scale)
 
 
-class _AdaLN(torch.autograd.Function):
-    generate_vmap_rule = True
+# ---- plain torch ---------------------------------------------------------------------------------------------------
+
+
+def adaln_reference(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """`adaln` of rows `x` [R, H]; `shift` and `scale` are [G, H], where G divides R."""
+    work = working_dtype(x)
+    unit, scale = beside_groups(scale, torch.nn.functional.layer_norm(x.to(work), x.shape[-1:], eps=eps))
+    return torch.addcmul(unit, unit, scale.to(work)).add(shift.unsqueeze(1).to(work)).reshape(x.shape).to(x.dtype)
+
+
+def adaln_backward_reference(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `adaln` with respect to x [R, H], shift and scale [G, H]; the statistics of `x` are recomputed.
+
+    Where every row has a shift of its own, the gradient of the shift is `grad` itself, and an empty tensor stands for
+    it: an operation must not return its argument.
+    """
+    work = working_dtype(x)
+    full = x.to(work)
+    unit, mean, rstd = torch.native_layer_norm(full, x.shape[-1:], None, None, eps)
+    grad, groups = beside_groups(scale.to(work), grad.to(work))
+    d_shift = grad.new_empty(0) if len(x) == len(scale) else grad.sum(1)
+    d_scale = (grad * unit.view(grad.shape)).sum(1)
+    d_unit = torch.addcmul(grad, grad, groups).reshape(x.shape)
+    d_x, _, _ = torch.ops.aten.native_layer_norm_backward(
+        d_unit, full, x.shape[-1:], mean, rstd, None, None, [True, False, False]
+    )
+    return d_x.to(x.dtype), d_shift.to(scale.dtype), d_scale.to(scale.dtype)
+
+
+def adaln_jvp_reference(x: Tensor, dx: Tensor, shift: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`adaln` and its derivative along the K tangents `dx` [K, R, H] of `x`."""
+    work = working_dtype(x)
+    unit, _, rstd = torch.native_layer_norm(x.to(work), x.shape[-1:], None, None, eps)
+    along = dx.to(work)
+    along = along - along.mean(-1, keepdim=True) - unit * (unit * along).mean(-1, keepdim=True)
+    factor = (1 + scale.to(work)).repeat_interleave(x.shape[0] // scale.shape[0], dim=0)
+    return adaln_reference(x, shift, scale, eps), (along * rstd * factor).to(x.dtype)
+
+
+# ---- compiled C++ --------------------------------------------------------------------------------------------------
+
+_KERNEL = native.Kernel("adaln", eps=None, x=Extent.ROWS, shift=Extent.GROUPS, scale=Extent.GROUPS, y=Extent.ROWS)
+_BACKWARD_KERNEL = native.Kernel(
+    "adaln_backward",
+    eps=None,
+    grad=Extent.ROWS,
+    x=Extent.ROWS,
+    scale=Extent.GROUPS,
+    d_x=Extent.ROWS,
+    d_scale=Extent.ROWS,
+)
+_JVP_KERNEL = native.Kernel(
+    "adaln_jvp",
+    eps=None,
+    x=Extent.ROWS,
+    d_x=Extent.TANGENTS,
+    shift=Extent.GROUPS,
+    scale=Extent.GROUPS,
+    y=Extent.ROWS,
+    d_y=Extent.TANGENTS,
+)
+
+
+def _cpu(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
+    rows, width = x.shape
+    y = native.empty_rows(rows, width)
+    parts = {"x": native.float_rows(x), "shift": native.float_rows(shift), "scale": native.float_rows(scale)}
+    _KERNEL.run(rows, width, rows // len(scale), eps=eps, **parts, y=y)
+    return y
+
+
+def _cpu_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    (rows, width), groups = x.shape, len(scale)
+    d_x, d_scale = native.empty_rows(rows, width), native.empty_rows(rows, width)
+    parts = {"grad": native.float_rows(grad), "x": native.float_rows(x), "scale": native.float_rows(scale)}
+    _BACKWARD_KERNEL.run(rows, width, rows // groups, eps=eps, **parts, d_x=d_x, d_scale=d_scale)
+    d_shift = native.empty_rows(0) if rows == groups else sum_groups(parts["grad"], groups)
+    return d_x, d_shift.to(scale.dtype), sum_groups(d_scale, groups).to(scale.dtype)
+
+
+def _cpu_jvp(
+    x: Tensor, dx: Tensor, shift: Tensor, scale: Tensor, eps: float, *, out: Pair | None = None
+) -> tuple[Tensor, Tensor]:
+    rows, width = x.shape
+    y, dy = out or (native.empty_rows(rows, width), native.empty_rows(*dx.shape))
+    _JVP_KERNEL.run(
+        rows,
+        width,
+        rows // len(scale),
+        len(dx),
+        eps=eps,
+        x=native.float_rows(x),
+        d_x=native.float_rows(dx),
+        shift=native.float_rows(shift),
+        scale=native.float_rows(scale),
+        y=y,
+        d_y=dy.view(-1, width),
+    )
+    return y, dy
+
+
+# ---- declarations --------------------------------------------------------------------------------------------------
+
+
+class _Derivatives(dispatch.Derivatives):
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return dispatch.below_autograd(_forward, *inputs)
 
     @staticmethod
-    def forward(x: Tensor, shift: Tensor, scale: Tensor, eps: float, backend: str) -> Tensor:
-        out: Tensor = dispatch.choose("adaln", x, backend).forward(x, shift, scale, eps)
-        return out
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], _output: Tensor) -> None:
-        x, shift, scale, ctx.eps, ctx.backend = inputs
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
+        x, _, scale, ctx.eps, ctx.backend = inputs
         ctx.save_for_backward(x, scale)
-        ctx.save_for_forward(x, shift, scale)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale = ctx.saved_tensors
-        # Second derivatives exist in the reference only.
-        backend = "reference" if torch.is_grad_enabled() else ctx.backend
-        return *dispatch.choose("adaln", x, backend).backward(grad, x, scale, ctx.eps), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, dx: Tensor, d_shift: Tensor, d_scale: Tensor, *_: None) -> Tensor:
-        x, shift, scale = ctx.saved_tensors
-        along_x = reference.adaln_jvp(x, dx.unsqueeze(0), shift, scale, ctx.eps)[1]
-        # Linear in shift and 1 + scale, so their tangents go through the primal itself.
-        return along_x[0] + reference.adaln(x, d_shift, d_scale - 1, ctx.eps)
+        d_x, d_shift, d_scale = _backward(grad, x, scale, ctx.eps, ctx.backend)
+        return d_x, grad.to(scale.dtype) if len(x) == len(scale) else d_shift, d_scale, None, None
 
 
-@dispatch.register("adaln", "reference", devices=dispatch.EVERYWHERE)
-class _Reference:
-    forward = staticmethod(reference.adaln)
-    backward = staticmethod(reference.adaln_backward)
-    jvp = staticmethod(with_out(reference.adaln_jvp))
-
-
-dispatch.register("adaln", "cpu", devices=("cpu",), missing=native.missing, dtypes=network_cpu.DTYPES)(
-    network_cpu.AdaLN
+_forward = dispatch.operation(
+    "adaln",
+    adaln_reference,
+    cpu=native.backend(_cpu),
+    triton=triton_kernels.backend("network", "adaln"),
+    derivatives=_Derivatives,
+    rowwise=True,
 )
-
-
-@dispatch.register(
-    "adaln", "triton", devices=triton_kernels.devices, missing=triton_kernels.missing, dtypes=triton_kernels.DTYPES
+_backward = dispatch.operation(
+    "adaln_backward",
+    adaln_backward_reference,
+    cpu=native.backend(_cpu_backward),
+    triton=triton_kernels.backend("network", "adaln_backward"),
+    rowwise=True,
+    part_of="adaln",
 )
-class _Triton:
-    forward = staticmethod(triton_kernels.kernel("network", "adaln"))
-    backward = staticmethod(triton_kernels.kernel("network", "adaln_backward"))
-    jvp = staticmethod(triton_kernels.kernel("network", "adaln_jvp"))
+_jvp = dispatch.operation(
+    "adaln_jvp",
+    adaln_jvp_reference,
+    cpu=native.backend(_cpu_jvp),
+    triton=triton_kernels.backend("network", "adaln_jvp"),
+    has_out=True,
+    part_of="adaln",
+)

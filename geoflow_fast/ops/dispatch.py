@@ -1,30 +1,30 @@
-"""Which backend serves an operation on a device, and why another cannot.
+"""Which backend serves an operation on a device, why another cannot, and what torch is told about operations.
 
-An implementation registers itself under the operation's name. `choose` picks one: by name, or the first available in
-the device's order. A backend asked for by name that cannot serve is an error with the reason; the automatic choice
-passes over backends that are unavailable, never over one that failed.
+`operation` declares an operation on tensors: its plain torch reference, whose signature is the operation's schema, and
+its faster backends. It is registered with `torch.library` in the namespace `geoflow`, so that `torch.compile` and
+`torch.export` keep it as one node and `torch.func` knows how to transform it. `register` is for operations whose
+arguments are more than tensors and numbers. `choose` picks the backend: by name, or the first available in the device's
+order. A backend asked for by name that cannot serve is an error with the reason; the automatic choice passes over
+backends that are unavailable, never over one that failed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 
 AUTO_ORDER = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
-
-
 BACKENDS = ("reference", "cpu", "cuda", "triton")
-
-
 EVERYWHERE = ("cpu", "cuda", "meta")
 """Device types that plain torch serves."""
 
-
-Function = TypeVar("Function", bound=Callable[..., Any])
+LIBRARY = torch.library.Library("geoflow", "DEF")
 
 
 class BackendUnavailable(ValueError):
@@ -32,66 +32,163 @@ class BackendUnavailable(ValueError):
 
 
 @dataclass(frozen=True)
-class Implementation:
-    """One backend of one operation: the function (or a class that holds its passes: forward, backward, jvp), the
-    device types and dtypes it serves (None: any), and why it is missing, if it is."""
+class Backend:
+    """One backend of one operation: its function, the device types and dtypes it serves (None: any), and a function
+    that says why it is missing, if it is."""
 
     function: Callable[..., Any]
-    devices: Callable[[], tuple[str, ...]]
-    missing: Callable[[], str | None]
-    dtypes: tuple[torch.dtype, ...] | None
+    devices: tuple[str, ...] | Callable[[], tuple[str, ...]] = EVERYWHERE
+    missing: Callable[[], str | None] | None = None
+    dtypes: tuple[torch.dtype, ...] | None = None
+
+    def refusal(self, tensor: Tensor) -> str | None:
+        """The reason why this backend cannot serve tensors like this one; None if it can."""
+        if self.missing is not None and (reason := self.missing()) is not None:
+            return reason
+        devices = self.devices if isinstance(self.devices, tuple) else self.devices()
+        if tensor.device.type not in devices:
+            return f"serves {' and '.join(devices)} tensors, and these are on {tensor.device.type}"
+        if self.dtypes is not None and tensor.dtype not in self.dtypes:
+            return f"works in {', '.join(map(str, self.dtypes))}, and these are {tensor.dtype}"
+        return None
 
 
-_IMPLEMENTATIONS: dict[str, dict[str, Implementation]] = {}
+_OPERATIONS: dict[str, dict[str, Backend]] = {}
+_PASSES: set[str] = set()
+"""Backward and tangent passes: they have backends, but are not listed beside the operation that they belong to."""
 
 
-def register(
-    op: str,
-    backend: str,
+def register(name: str, **backends: Backend | None) -> None:
+    """Declares that the operation `name` has these backends."""
+    _OPERATIONS[name] = {backend: entry for backend, entry in backends.items() if entry is not None}
+
+
+def choose(name: str, tensor: Tensor, backend: str = "auto") -> Callable[..., Any]:
+    """The function that serves the operation `name` for tensors like this one. A BackendUnavailable says why there is
+    none."""
+    table = _OPERATIONS[name]
+    candidates = AUTO_ORDER.get(tensor.device.type, ("reference",)) if backend == "auto" else (backend,)
+    refusals = []
+    for candidate in candidates:
+        if candidate in table:
+            reason = table[candidate].refusal(tensor)
+            if reason is None:
+                return table[candidate].function
+        elif candidate in BACKENDS:
+            reason = f"{name} has no {candidate} implementation"
+        else:
+            reason = f"no such backend; the backends are {', '.join(BACKENDS)}"
+        refusals.append(f"{name}: backend {candidate!r}: {reason}")
+    raise BackendUnavailable("; ".join(refusals))
+
+
+def operation(
+    name: str,
+    reference: Callable[..., Any],
     *,
-    devices: tuple[str, ...] | Callable[[], tuple[str, ...]],
-    missing: Callable[[], str | None] = lambda: None,
-    dtypes: tuple[torch.dtype, ...] | None = None,
-) -> Callable[[Function], Function]:
-    """Decorator: the function serves `op` as `backend` for tensors on `devices`, unless `missing()` gives a reason."""
+    cpu: Backend | None = None,
+    triton: Backend | None = None,
+    derivatives: type[Derivatives] | None = None,
+    differentiable: bool = True,
+    fake: Callable[..., Any] | None = None,
+    rowwise: bool = False,
+    has_out: bool = False,
+    part_of: str | None = None,
+    tags: tuple[torch.Tag, ...] = (),
+) -> torch._ops.OpOverload[..., Any]:
+    """Declares the operation `geoflow::name` and returns it; its last argument is the name of a backend.
 
-    def add(function: Function) -> Function:
-        on = devices if callable(devices) else lambda: devices
-        _IMPLEMENTATIONS.setdefault(op, {})[backend] = Implementation(function, on, missing, dtypes)
-        return function
+    The typed signature of `reference` is the schema. Where a gradient is wanted, `derivatives` is applied, whose
+    forward pass calls `below_autograd`; without it, and in forward mode, torch differentiates the reference, unless the
+    operation is not `differentiable`. `fake` computes the shapes of
+    the results; the reference does unless it is given. `rowwise`: in all tensors the first dimension counts rows, or
+    groups of as many consecutive rows each, so that `vmap` may stack the rows of all examples. `has_out`: the backends
+    take a keyword `out`, a tuple of tensors to write the results to, which `choose` hands to the caller. `part_of`
+    names the operation that this one is a pass of.
+    """
+    register(name, reference=Backend(_with_out(reference) if has_out else reference), cpu=cpu, triton=triton)
+    if part_of is not None:
+        _PASSES.add(name)
+    schema = torch.library.infer_schema(reference, mutates_args=())
+    LIBRARY.define(name + schema.replace(") ->", ", str backend) ->"), tags=tags)
+    overload: torch._ops.OpOverload[..., Any] = getattr(torch.ops.geoflow, name).default
+    shapes = fake or reference
 
-    return add
+    def run(*inputs: Any) -> Any:
+        return _contiguous(choose(name, inputs[0], inputs[-1])(*inputs[:-1]))
+
+    def differentiate(*inputs: Any) -> Any:
+        forward_mode = forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+        wanted = forward_mode or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs))
+        if not wanted:
+            with torch._C._AutoDispatchBelowAutograd():
+                return overload(*inputs)
+        if forward_mode or derivatives is None:
+            return reference(*inputs[:-1])
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            return derivatives.apply(*inputs)
+        with enable_single_level_autograd_function():
+            return derivatives.apply(*inputs)
+
+    def infer_shapes(*inputs: Any) -> Any:
+        choose(name, inputs[0], inputs[-1])
+        return _contiguous(shapes(*inputs[:-1]))
+
+    LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    if differentiable:
+        LIBRARY.impl(name, differentiate, "Autograd")
+    torch.library.register_fake(f"geoflow::{name}", infer_shapes, lib=LIBRARY)
+    if rowwise:
+        torch.library.register_vmap(f"geoflow::{name}", _over_stacked_rows(overload), lib=LIBRARY)
+    return overload
 
 
-def _reason(op: str, backend: str, tensor: Tensor) -> str | None:
-    """Why `backend` cannot serve `op` for tensors like this one; None if it can."""
-    if backend not in BACKENDS:
-        return f"no such backend; the backends are {', '.join(BACKENDS)}"
-    implementation = _IMPLEMENTATIONS[op].get(backend)
-    if implementation is None:
-        return f"{op} has no {backend} implementation"
-    absent = implementation.missing()
-    if absent is not None:
-        return absent
-    if tensor.device.type not in implementation.devices():
-        return f"serves {' and '.join(implementation.devices())} tensors, and these are on {tensor.device.type}"
-    if implementation.dtypes is not None and tensor.dtype not in implementation.dtypes:
-        return f"works in {', '.join(map(str, implementation.dtypes))}, and these are {tensor.dtype}"
-    return None
+def _contiguous(results: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    """Results of an operation are contiguous, whichever backend computes them: a compiler relies on their strides."""
+    return results.contiguous() if isinstance(results, Tensor) else tuple(x.contiguous() for x in results)
 
 
-def choose(op: str, tensor: Tensor, backend: str = "auto") -> Any:
-    """The implementation of `op` for tensors like this one; raises BackendUnavailable, with the reason, without one."""
-    names = AUTO_ORDER.get(tensor.device.type, ("reference",)) if backend == "auto" else (backend,)
-    if backend == "auto" and torch.compiler.is_compiling():
-        names = ("reference",)  # the compiler fuses plain torch itself, and cannot look into a kernel
-    reasons = {}
-    for name in names:
-        reason = _reason(op, name, tensor)
-        if reason is None:
-            return _IMPLEMENTATIONS[op][name].function
-        reasons[name] = reason
-    raise BackendUnavailable("; ".join(f"{op}: backend {name!r}: {why}" for name, why in reasons.items()))
+def _with_out(reference: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
+    """A plain torch function with the keyword `out`, where its results are copied to."""
+
+    def run(*inputs: Any, out: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
+        results = reference(*inputs)
+        return results if out is None else tuple(to.copy_(result) for to, result in zip(out, results))
+
+    return run
+
+
+class Derivatives(torch.autograd.function._SingleLevelFunction):
+    """The base of an operation's derivatives: `forward` calls `below_autograd`, the other methods are those of a
+    `torch.autograd.Function`. The dispatcher takes the transforms of `torch.func` apart before it comes here, so that
+    one level of differentiation is left."""
+
+
+def below_autograd(overload: torch._ops.OpOverload[..., Any], *inputs: Any) -> Any:
+    """The value of an operation whose derivatives at this level are taken care of."""
+    # torch turns derivatives off around the forward pass, but other levels of `torch.func` may still want theirs.
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
+        return overload(*inputs)
+
+
+def _over_stacked_rows(overload: torch._ops.OpOverload[..., Any]) -> Callable[..., Any]:
+    """The rule by which `vmap` runs a rowwise operation: once, on the rows of all examples below each other."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
+        examples = info.batch_size
+        stacked = []
+        for x, dim in zip(inputs, in_dims):
+            if isinstance(x, Tensor):
+                x = x.expand(examples, *x.shape) if dim is None else x.movedim(dim, 0)
+                x = x.flatten(0, 1)
+            stacked.append(x)
+        results = overload(*stacked)
+        if isinstance(results, Tensor):
+            return results.view(examples, -1, *results.shape[1:]), 0
+        parts = tuple(x.view(examples, len(x) // examples, *x.shape[1:]) for x in results)
+        return parts, (0,) * len(parts)
+
+    return rule
 
 
 class BackendTable(dict[str, dict[str, str]]):
@@ -107,11 +204,11 @@ class BackendTable(dict[str, dict[str, str]]):
 
 def backends() -> BackendTable:
     """Table of all operations and backends: "available", or the reason why not. Prints as text."""
-    table = BackendTable()
-    for op in sorted(_IMPLEMENTATIONS):
-        found = _IMPLEMENTATIONS[op]
-        table[op] = {
-            name: (found[name].missing() or "available") if name in found else "not implemented for this operation"
-            for name in BACKENDS
-        }
-    return table
+
+    def state(entry: Backend | None) -> str:
+        if entry is None:
+            return "not implemented for this operation"
+        return (entry.missing() if entry.missing is not None else None) or "available"
+
+    listed = sorted(_OPERATIONS.keys() - _PASSES)
+    return BackendTable({name: {b: state(_OPERATIONS[name].get(b)) for b in BACKENDS} for name in listed})

@@ -7,9 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast.ops import dispatch, native, network_cpu, reference, triton_kernels
-from geoflow_fast.ops.rows import check_directions, check_floating, check_shape, with_derivatives
+from geoflow_fast.directions import Direction, check_codes
+from geoflow_fast.geometry import capturing, tangent_part
+from geoflow_fast.ops import dispatch, native, triton_kernels
+from geoflow_fast.ops.arguments import Pair, check_floating, check_shape, working_dtype
+from geoflow_fast.ops.native import Extent
 from geoflow_fast.runtime import checks
+
+GIVEN = (Direction.I2T.code, Direction.T2I.code)
+"""The codes of the directions in which the image and the text are given."""
 
 
 def flow_loss(
@@ -48,59 +54,165 @@ def flow_loss(
     check_shape(v_text.shape, "v_text", target_text=target_text, text=text)
     if rows == 0:
         raise ValueError("flow_loss needs at least one row")
-    if direction.device.type == "cpu":  # on a GPU the check would wait for the device in every training step
-        check_directions(direction)
-    losses: Tensor = with_derivatives(_FlowLoss)(
-        v_image, v_text, target_image.detach(), target_text.detach(), image.detach(), text.detach(), direction, backend
-    )
+    # On a GPU the check would wait for the device in every training step.
+    if direction.device.type == "cpu" and not capturing(direction):
+        check_codes(direction)
+    fixed = target_image.detach(), target_text.detach(), image.detach(), text.detach()
+    losses: Tensor = _forward(v_image, v_text, *fixed, direction, backend)
     return losses.mean(), losses
 
 
-class _FlowLoss(torch.autograd.Function):
+# ---- plain torch ---------------------------------------------------------------------------------------------------
+
+
+def flow_loss_reference(
+    v_image: Tensor,
+    v_text: Tensor,
+    target_image: Tensor,
+    target_text: Tensor,
+    image: Tensor,
+    text: Tensor,
+    direction: Tensor,
+) -> Tensor:
+    """Squared norm of the tangent part of velocity - target, summed over the generated spheres: one loss per row
+    [B]."""
+    total = torch.zeros(direction.shape, dtype=working_dtype(v_image), device=direction.device)
+    streams = zip((v_image, v_text), (target_image, target_text), (image, text), GIVEN)
+    for velocity, target, point, given in streams:
+        squared = _tangent_error(velocity, target, point).square().sum(-1)
+        total = total + torch.where(direction == given, torch.zeros_like(squared), squared)
+    return total
+
+
+def flow_loss_backward_reference(
+    grad: Tensor,
+    v_image: Tensor,
+    v_text: Tensor,
+    target_image: Tensor,
+    target_text: Tensor,
+    image: Tensor,
+    text: Tensor,
+    direction: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `flow_loss` with respect to the two velocities, from that of the row losses [B]."""
+    gradients = []
+    streams = zip((v_image, v_text), (target_image, target_text), (image, text), GIVEN)
+    for velocity, target, point, given in streams:
+        weight = torch.where(direction == given, torch.zeros_like(grad), 2 * grad).unsqueeze(-1)
+        zeros = torch.zeros_like(velocity, dtype=grad.dtype)
+        error = torch.where(weight == 0, zeros, _tangent_error(velocity, target, point))
+        gradients.append((weight * error).to(velocity.dtype))
+    return gradients[0], gradients[1]
+
+
+def _tangent_error(velocity: Tensor, target: Tensor, point: Tensor) -> Tensor:
+    work = working_dtype(velocity)
+    return tangent_part(point.to(work), velocity.to(work) - target.to(work))
+
+
+# ---- compiled C++ --------------------------------------------------------------------------------------------------
+
+_KERNEL = native.Kernel(
+    "flow_loss",
+    generated=Extent.ROW_MASK,
+    v=Extent.ROWS,
+    target=Extent.ROWS,
+    x=Extent.ROWS,
+    loss=Extent.COLUMN,
+)
+_BACKWARD_KERNEL = native.Kernel(
+    "flow_loss_backward",
+    generated=Extent.ROW_MASK,
+    grad=Extent.COLUMN,
+    v=Extent.ROWS,
+    target=Extent.ROWS,
+    x=Extent.ROWS,
+    d_v=Extent.ROWS,
+)
+
+
+def _cpu(
+    v_image: Tensor,
+    v_text: Tensor,
+    target_image: Tensor,
+    target_text: Tensor,
+    image: Tensor,
+    text: Tensor,
+    direction: Tensor,
+) -> Tensor:
+    loss = native.empty_rows(len(direction), 1).zero_()
+    streams = zip((v_image, v_text), (target_image, target_text), (image, text), GIVEN)
+    for velocity, target, point, given in streams:
+        _KERNEL.run(
+            *velocity.shape,
+            generated=direction != given,
+            v=native.float_rows(velocity),
+            target=native.float_rows(target),
+            x=native.float_rows(point),
+            loss=loss,
+        )
+    return loss.squeeze(1)
+
+
+def _cpu_backward(
+    grad: Tensor,
+    v_image: Tensor,
+    v_text: Tensor,
+    target_image: Tensor,
+    target_text: Tensor,
+    image: Tensor,
+    text: Tensor,
+    direction: Tensor,
+) -> Pair:
+    column = native.float_rows(grad.unsqueeze(1))
+    gradients = []
+    streams = zip((v_image, v_text), (target_image, target_text), (image, text), GIVEN)
+    for velocity, target, point, given in streams:
+        d_v = native.empty_rows(*velocity.shape)
+        _BACKWARD_KERNEL.run(
+            *velocity.shape,
+            generated=direction != given,
+            grad=column,
+            v=native.float_rows(velocity),
+            target=native.float_rows(target),
+            x=native.float_rows(point),
+            d_v=d_v,
+        )
+        gradients.append(d_v.to(velocity.dtype))
+    return gradients[0], gradients[1]
+
+
+# ---- declarations --------------------------------------------------------------------------------------------------
+
+
+class _Derivatives(dispatch.Derivatives):
     @staticmethod
-    def forward(
-        v_image: Tensor,
-        v_text: Tensor,
-        target_image: Tensor,
-        target_text: Tensor,
-        image: Tensor,
-        text: Tensor,
-        direction: Tensor,
-        backend: str,
-    ) -> Tensor:
-        passes = dispatch.choose("flow_loss", v_image, backend)
-        out: Tensor = passes.forward((v_image, v_text), (target_image, target_text), (image, text), direction)
-        return out
+    def forward(*inputs: Any) -> Any:
+        return dispatch.below_autograd(_forward, *inputs)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], _output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
         *tensors, ctx.backend = inputs
         ctx.save_for_backward(*tensors)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        v_image, v_text, target_image, target_text, image, text, direction = ctx.saved_tensors
-        # Second derivatives exist in the reference only.
-        backend = "reference" if torch.is_grad_enabled() else ctx.backend
-        passes = dispatch.choose("flow_loss", v_image, backend)
-        gradients = passes.backward(grad, (v_image, v_text), (target_image, target_text), (image, text), direction)
-        return *gradients, None, None, None, None, None, None
+        return *_backward(grad, *ctx.saved_tensors, ctx.backend), None, None, None, None, None, None
 
 
-@dispatch.register("flow_loss", "reference", devices=dispatch.EVERYWHERE)
-class _Reference:
-    forward = staticmethod(reference.flow_loss)
-    backward = staticmethod(reference.flow_loss_backward)
-
-
-dispatch.register("flow_loss", "cpu", devices=("cpu",), missing=native.missing, dtypes=network_cpu.DTYPES)(
-    network_cpu.FlowLoss
+_forward = dispatch.operation(
+    "flow_loss",
+    flow_loss_reference,
+    cpu=native.backend(_cpu),
+    triton=triton_kernels.backend("network", "flow_loss"),
+    derivatives=_Derivatives,
+    rowwise=True,
 )
-
-
-@dispatch.register(
-    "flow_loss", "triton", devices=triton_kernels.devices, missing=triton_kernels.missing, dtypes=triton_kernels.DTYPES
+_backward = dispatch.operation(
+    "flow_loss_backward",
+    flow_loss_backward_reference,
+    cpu=native.backend(_cpu_backward),
+    triton=triton_kernels.backend("network", "flow_loss_backward"),
+    rowwise=True,
+    part_of="flow_loss",
 )
-class _Triton:
-    forward = staticmethod(triton_kernels.kernel("network", "flow_loss"))
-    backward = staticmethod(triton_kernels.kernel("network", "flow_loss_backward"))

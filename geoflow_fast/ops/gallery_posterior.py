@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from geoflow_fast.geometry import capturing
-from geoflow_fast.ops import dispatch, native, reference, triton_kernels
-from geoflow_fast.ops.gallery_statistics import GalleryPosterior, GalleryStatistics
+from geoflow_fast.ops import dispatch, native, triton_kernels
+from geoflow_fast.ops.arguments import check_floating, working_dtype
+from geoflow_fast.ops.gallery_statistics import GalleryPosterior, GalleryStatistics, Statistics, merge_statistics
 from geoflow_fast.ops.pruning import PrefixRows, Pruner
-from geoflow_fast.ops.rows import check_floating
 from geoflow_fast.runtime import checks
 
 PRUNE = ("auto", "never", "always")
@@ -45,7 +44,7 @@ def gallery_posterior(
     statistics = gallery_statistics(
         samples, gallery, kappa, top_k, backend, item_bias=item_bias, index=index, prune=prune
     )
-    return statistics.posterior(reference.working_dtype(samples))
+    return statistics.posterior(working_dtype(samples))
 
 
 def gallery_statistics(
@@ -71,48 +70,32 @@ def gallery_statistics(
     samples, gallery = samples.detach(), gallery.detach()
     item_bias = None if item_bias is None else item_bias.detach()
     if len(samples) == 0:
-        nothing = torch.empty(0, dtype=torch.float64, device=samples.device)
-        chosen = torch.empty(0, min(top_k, len(gallery)), dtype=torch.int64, device=samples.device)
-        return GalleryStatistics.complete((nothing, nothing, nothing, chosen.double(), chosen), top_k)
-    run = dispatch.choose("gallery_posterior", samples, backend)
+        return GalleryStatistics.complete(_no_statistics(samples, min(top_k, len(gallery))), top_k)
 
     def reduce(some: Tensor, pick: Tensor | None) -> GalleryStatistics:
-        found = GalleryStatistics.complete(_score_items(run, some, gallery, kappa, top_k, item_bias, pick), top_k)
-        _check_finite(found.weight + found.moment)
-        return found
+        """Statistics of `some` queries over the rows `pick` of the gallery (None: all), with the gallery's indices."""
+        bias = item_bias if item_bias is None or pick is None else item_bias[pick]
+        items = len(gallery) if pick is None else len(pick)
+        peak, weight, moment, score, index = _statistics(some, gallery, kappa, min(top_k, items), bias, pick, backend)
+        _check_finite(weight + moment)
+        index = index if pick is None else pick[index]
+        return GalleryStatistics.complete((peak, weight, moment, score, index), top_k)
 
     if index is None or prune == "never" or (prune == "auto" and samples.device.type != "cpu"):
-        found = reduce(samples, None)
+        statistics = reduce(samples, None)
     else:
-        score = dispatch.choose("gallery_scores", samples, backend)
+
+        def score(some: Tensor, rows: Tensor, kappa: float, bias: Tensor | None) -> Tensor:
+            scores: Tensor = _scores(some, rows, kappa, bias, backend)
+            return scores
 
         def best(some: Tensor, rows: Tensor, k: int) -> Tensor:
-            return run(some, rows, kappa, k, item_bias)[4].long()
+            chosen: Tensor = _statistics(some, rows, kappa, k, item_bias, None, backend)[4]
+            return chosen
 
         pruner = Pruner(gallery, index, kappa, top_k, item_bias, score, best, reduce)
-        found = pruner.statistics(samples, always=prune == "always")
-    return dataclasses.replace(found, top_index=found.top_index + first_index)
-
-
-def _score_items(
-    run: Callable[..., reference.Statistics],
-    samples: Tensor,
-    gallery: Tensor,
-    kappa: float,
-    top_k: int,
-    item_bias: Tensor | None,
-    pick: Tensor | None,
-) -> reference.Statistics:
-    """Statistics over the rows `pick` of the gallery (None: all), with indices of the gallery."""
-    if pick is None:
-        return run(samples, gallery, kappa, min(top_k, len(gallery)), item_bias)
-    bias = None if item_bias is None else item_bias[pick]
-    kept = min(top_k, len(pick))
-    if run is _cpu:
-        found = run(samples, gallery, kappa, kept, bias, pick)
-    else:
-        found = run(samples, gallery[pick], kappa, kept, bias)
-    return (*found[:4], pick[found[4].long()])
+        statistics = pruner.statistics(samples, always=prune == "always")
+    return dataclasses.replace(statistics, top_index=statistics.top_index + first_index)
 
 
 def _check_pruning(samples: Tensor, gallery: Tensor, index: PrefixRows | None, prune: str) -> None:
@@ -160,33 +143,99 @@ def _check_finite(sums: Tensor) -> None:
         )
 
 
-dispatch.register("gallery_posterior", "reference", devices=dispatch.EVERYWHERE)(reference.gallery_statistics)
-dispatch.register(
-    "gallery_posterior",
-    "triton",
-    devices=triton_kernels.devices,
-    missing=triton_kernels.missing,
-    dtypes=triton_kernels.DTYPES,
-)(triton_kernels.kernel("gallery", "gallery_statistics"))
+# ---- plain torch ---------------------------------------------------------------------------------------------------
+
+_TILE_ROWS, _TILE_ITEMS = 512, 4096  # samples and gallery items per tile of scores: 8 MB of float32
 
 
-dispatch.register("gallery_scores", "reference", devices=dispatch.EVERYWHERE)(reference.gallery_scores)
+def gallery_scores_reference(samples: Tensor, gallery: Tensor, kappa: float, item_bias: Tensor | None) -> Tensor:
+    """s_qj = log mean_m exp(kappa <g_j, x_qm>) + bias_j: [Q, N] for `samples` [Q, M, d] and `gallery` [N, d]."""
+    work = working_dtype(samples)
+    queries, draws, width = samples.shape
+    # Item-major, so that the mean over the draws runs along memory.
+    logits = (gallery.to(work) @ samples.to(work).reshape(-1, width).T).mul_(kappa).view(-1, queries, draws)
+    peak = logits.amax(dim=-1)
+    score = logits.sub_(peak.unsqueeze(-1)).exp_().mean(dim=-1).log_().add_(peak).T
+    return score if item_bias is None else score + item_bias.to(work)
 
 
-@dispatch.register("gallery_posterior", "cpu", devices=("cpu",), missing=native.missing, dtypes=(torch.float32,))
+def gallery_posterior_reference(
+    samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias: Tensor | None, pick: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Statistics of the scores in float64, with never more than one tile of [Q, M, N] in memory.
+
+    The items are the rows of the gallery, or those that `pick` lists in ascending order; `item_bias` has one entry for
+    each of them, and the indices count them.
+    """
+    gallery = gallery if pick is None else gallery[pick]
+    blocks = []
+    queries_per_block = max(1, _TILE_ROWS // samples.shape[1])
+    for block in samples.split(queries_per_block):
+        running: Statistics | None = None
+        for start in range(0, gallery.shape[0], _TILE_ITEMS):
+            tile = slice(start, start + _TILE_ITEMS)
+            bias = None if item_bias is None else item_bias[tile]
+            scores = gallery_scores_reference(block, gallery[tile], kappa, bias)
+            statistics = _score_statistics(scores.double(), top_k, start)
+            running = statistics if running is None else merge_statistics(running, statistics, top_k)
+        assert running is not None
+        blocks.append(running)
+    peak, weight, moment, top_score, top_index = zip(*blocks)
+    return torch.cat(peak), torch.cat(weight), torch.cat(moment), torch.cat(top_score), torch.cat(top_index)
+
+
+def _score_statistics(score: Tensor, top_k: int, first_index: int) -> Statistics:
+    """Statistics of the scores [Q, N] of items `first_index`, `first_index` + 1, ..."""
+    # A stable sort, not topk: equal scores, as of items that occur twice, must be kept in the order of their indices.
+    ranked, order = score.sort(dim=1, descending=True, stable=True)
+    peak = ranked[:, 0]
+    below = score - peak.unsqueeze(1)
+    mass = below.exp()
+    return peak, mass.sum(1), (mass * below).sum(1), ranked[:, :top_k], order[:, :top_k] + first_index
+
+
+def _no_statistics(samples: Tensor, top_k: int) -> Statistics:
+    """Uninitialised statistics of as many queries as there are samples."""
+    sums = [torch.empty(len(samples), dtype=torch.float64, device=samples.device) for _ in range(3)]
+    index = torch.empty(len(samples), top_k, dtype=torch.int64, device=samples.device)
+    return sums[0], sums[1], sums[2], torch.empty_like(index, dtype=torch.float64), index
+
+
+# ---- compiled C++ and Triton ---------------------------------------------------------------------------------------
+
+
 def _cpu(
-    samples: Tensor,
-    gallery: Tensor,
-    kappa: float,
-    top_k: int,
-    item_bias: Tensor | None,
-    pick: Tensor | None = None,
-) -> reference.Statistics:
+    samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias: Tensor | None, pick: Tensor | None
+) -> Statistics:
     bias = None if item_bias is None else item_bias.float().contiguous()
     return native.gallery_posterior(samples.contiguous(), gallery.contiguous(), kappa, top_k, bias, pick)
 
 
-@dispatch.register("gallery_scores", "cpu", devices=("cpu",), missing=native.missing, dtypes=(torch.float32,))
 def _cpu_scores(samples: Tensor, gallery: Tensor, kappa: float, item_bias: Tensor | None) -> Tensor:
     bias = None if item_bias is None else item_bias.float().contiguous()
     return native.gallery_scores(samples.contiguous(), gallery.contiguous(), kappa, bias)
+
+
+_triton_kernel = triton_kernels.backend("gallery", "gallery_statistics")
+
+
+def _triton(
+    samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias: Tensor | None, pick: Tensor | None
+) -> Statistics:
+    rows = gallery if pick is None else gallery[pick]
+    *sums, index = _triton_kernel.function(samples, rows, kappa, top_k, item_bias)
+    peak, weight, moment, score = (x.double() for x in sums)
+    return peak, weight, moment, score, index.long()
+
+
+_statistics = dispatch.operation(
+    "gallery_posterior",
+    gallery_posterior_reference,
+    cpu=native.backend(_cpu),
+    triton=dataclasses.replace(_triton_kernel, function=_triton),
+    fake=lambda samples, gallery, kappa, top_k, item_bias, pick: _no_statistics(samples, top_k),  # noqa: ARG005
+    differentiable=False,
+)
+_scores = dispatch.operation(
+    "gallery_scores", gallery_scores_reference, cpu=native.backend(_cpu_scores), differentiable=False
+)

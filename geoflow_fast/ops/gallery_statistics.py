@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast.ops import reference
+Statistics = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Per query, of its items' scores s: max s, sum e^(s - max), sum (s - max) e^(s - max), top scores, top indices."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +56,10 @@ class GalleryStatistics:
     top_k: int
 
     @staticmethod
-    def complete(found: reference.Statistics, top_k: int) -> GalleryStatistics:
+    def complete(statistics: Statistics, top_k: int) -> GalleryStatistics:
         """Statistics in which no item is left out, from the result of a backend."""
-        peak, weight, moment, top_score, top_index = found
-        none = torch.full_like(peak, -math.inf, dtype=torch.float64)
-        return GalleryStatistics(
-            peak.double(),
-            weight.double(),
-            moment.double(),
-            top_score.double(),
-            top_index.long(),
-            none,
-            torch.zeros_like(none, dtype=torch.int64),
-            top_k,
-        )
+        nothing_left = torch.full_like(statistics[0], -math.inf)
+        return GalleryStatistics(*statistics, nothing_left, torch.zeros_like(nothing_left, dtype=torch.int64), top_k)
 
     @staticmethod
     def of_queries(parts: Sequence[GalleryStatistics]) -> GalleryStatistics:
@@ -92,7 +83,7 @@ class GalleryStatistics:
                 f"into those of {self.peak.shape[0]} and top_k={self.top_k}"
             )
         mine, theirs = ((s.peak, s.weight, s.moment, s.top_score, s.top_index) for s in (self, other))
-        merged = reference.merge_statistics(mine, theirs, self.top_k)
+        merged = merge_statistics(mine, theirs, self.top_k)
         log_left = torch.logaddexp(self.log_left, other.log_left)
         return GalleryStatistics(*merged, log_left, self.left + other.left, self.top_k)
 
@@ -127,7 +118,7 @@ class GalleryStatistics:
         return GalleryStatistics(peak, weight, moment, score, index, log_left, left.squeeze(1), top_k)
 
     def _map(self, made: Callable[[str], Tensor]) -> GalleryStatistics:
-        """A copy with every tensor replaced by what `made` gives for its name."""
+        """A copy with every tensor replaced by what `made` returns for its name."""
         names = [field.name for field in dataclasses.fields(self) if field.name != "top_k"]
         tensors: dict[str, Any] = {name: made(name) for name in names}
         return dataclasses.replace(self, **tensors)
@@ -148,3 +139,20 @@ def entropy_bound(entropy: Tensor, mass: Tensor, left: Tensor) -> Tensor:
     share = torch.minimum(mass, count / (count + 1))
     above = torch.special.entr(share) + torch.special.entr(1 - share) + share * count.clamp_min(1).log()
     return torch.maximum(above, mass * entropy)
+
+
+def merge_statistics(a: Statistics, b: Statistics, top_k: int) -> Statistics:
+    """Statistics of the union of two disjoint sets of items: exact, in any order and grouping."""
+    peak = torch.maximum(a[0], b[0])
+    weight, moment = torch.zeros_like(peak), torch.zeros_like(peak)
+    for part_peak, part_weight, part_moment, _, _ in (a, b):
+        shrink = (part_peak - peak).exp()
+        weight = weight + shrink * part_weight
+        # Moving the reference point from the part's maximum to the common one adds a multiple of its weight.
+        moment = moment + shrink * (part_moment + (part_peak - peak) * part_weight)
+    score, index = torch.cat((a[3], b[3]), dim=1), torch.cat((a[4], b[4]), dim=1)
+    # Equal scores go by index, so that the order of merging does not show.
+    index, order = index.sort(dim=1)
+    score, order = score.gather(1, order).sort(dim=1, descending=True, stable=True)
+    kept = min(top_k, score.shape[1])
+    return peak, weight, moment, score[:, :kept], index.gather(1, order)[:, :kept]

@@ -7,18 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast.ops import dispatch, native, network_cpu, reference, triton_kernels
-from geoflow_fast.ops.rows import (
-    Out,
+from geoflow_fast.ops import dispatch, native, triton_kernels
+from geoflow_fast.ops.arguments import (
+    Pair,
+    beside_groups,
     check_floating,
     check_shape,
     check_tangents,
     groups_of,
-    out_rows,
+    output_rows,
     rows_of,
-    with_derivatives,
-    with_out,
+    sum_groups,
+    working_dtype,
 )
+from geoflow_fast.ops.native import Extent
 
 
 def gate_residual(
@@ -48,8 +50,8 @@ def gate_residual(
         keep = rows_of(keep)
     if rows.numel() == 0:
         return residual + 0 * (value + layer_scale.sum())
-    out: Tensor = with_derivatives(_GateResidual)(rows, gate_rows, value_rows, scale, keep, dropout, backend)
-    return out.view(residual.shape)
+    y: Tensor = _forward(rows, gate_rows, value_rows, scale, keep, dropout, backend)
+    return y.view(residual.shape)
 
 
 def gate_residual_jvp(
@@ -62,8 +64,8 @@ def gate_residual_jvp(
     layer_scale: Tensor,
     *,
     backend: str = "auto",
-    out: Out | None = None,
-) -> tuple[Tensor, Tensor]:
+    out: Pair | None = None,
+) -> Pair:
     """`gate_residual` without dropout, and its derivatives along K tangents [K, *residual.shape]; no autograd tape.
 
     `out`: two contiguous tensors, distinct from the inputs, to write the results to.
@@ -71,25 +73,28 @@ def gate_residual_jvp(
     rows, gate_rows, value_rows, scale = _check(residual, gate, value, layer_scale)
     if (gate is None) != (d_gate is None):
         raise ValueError("gate and d_gate must be given together or not at all")
-    tangents: list[Tensor | None] = []
-    for name, tangent in (("d_residual", d_residual), ("d_gate", d_gate), ("d_value", d_value)):
-        check_floating(("gate", "d_gate"), residual=residual, **{name: tangent})
-        if tangent is not None:
-            check_tangents(tangent, name, residual)
-            check_shape(d_residual.shape, "d_residual", **{name: tangent})
-        tangents.append(None if tangent is None else tangent.reshape(len(tangent), *rows.shape))
+    check_floating(("d_gate",), residual=residual, d_residual=d_residual, d_gate=d_gate, d_value=d_value)
+    check_tangents(d_residual, "d_residual", residual)
+    check_shape(d_residual.shape, "d_residual", d_gate=d_gate, d_value=d_value)
     if rows.numel() == 0:
         return gate_residual(residual, gate, value, layer_scale, backend=backend), d_residual.clone()
-    passes = dispatch.choose("gate_residual", residual, backend)
-    room = out_rows(out, residual.shape, d_residual.shape, residual)
-    y, dy = passes.jvp(rows, tangents[0], gate_rows, tangents[1], value_rows, tangents[2], scale, room)
+    d_rows, d_gate_rows, d_value_rows = (
+        None if x is None else x.reshape(len(x), *rows.shape) for x in (d_residual, d_gate, d_value)
+    )
+    inputs = rows, d_rows, gate_rows, d_gate_rows, value_rows, d_value_rows, scale
+    if out is None:
+        y, dy = _jvp(*inputs, backend)
+    else:
+        shaped = output_rows(out, residual.shape, d_residual.shape, residual)
+        y, dy = dispatch.choose("gate_residual_jvp", residual, backend)(*inputs, out=shaped)
     return y.view(residual.shape), dy.view(d_residual.shape)
 
 
 def _check(
     residual: Tensor, gate: Tensor | None, value: Tensor, layer_scale: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    check_floating(("gate", "d_gate"), residual=residual, gate=gate, value=value, layer_scale=layer_scale)
+    """`residual`, `gate` and `value` as rows [R, H], and `layer_scale` as groups [G, H]."""
+    check_floating(("gate",), residual=residual, gate=gate, value=value, layer_scale=layer_scale)
     if residual.dim() < 1 or residual.shape[-1] == 0:
         raise ValueError(f"residual must have at least one column, got {tuple(residual.shape)}")
     check_shape(residual.shape, "residual", gate=gate, value=value)
@@ -98,72 +103,229 @@ def _check(
     return rows, None if gate is None else rows_of(gate), rows_of(value), scale
 
 
-class _GateResidual(torch.autograd.Function):
-    generate_vmap_rule = True
+# ---- plain torch ---------------------------------------------------------------------------------------------------
+
+
+def gate_residual_reference(
+    residual: Tensor, gate: Tensor | None, value: Tensor, layer_scale: Tensor, keep: Tensor | None, dropout: float
+) -> Tensor:
+    """residual + layer_scale * sigmoid(gate) * value, all [R, H]; `layer_scale` [G, H], G dividing R.
+
+    Where `keep` is false the branch is dropped, elsewhere scaled by 1/(1-dropout); without `gate` its factor is one.
+    """
+    work = working_dtype(residual)
+    branch, scale = beside_groups(layer_scale.to(work), _branch(gate, value.to(work), keep, dropout))
+    out = torch.addcmul(residual.to(work).view(branch.shape), branch, scale)
+    return out.reshape(residual.shape).to(residual.dtype)
+
+
+def gate_residual_backward_reference(
+    grad: Tensor, gate: Tensor | None, value: Tensor, layer_scale: Tensor, keep: Tensor | None, dropout: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `gate_residual` with respect to gate, value and layer_scale; that of residual is `grad` itself, and
+    an empty tensor stands for that of an absent gate."""
+    work = working_dtype(grad)
+    full_value = value.to(work)
+    grad_rows, scale = beside_groups(layer_scale.to(work), grad.to(work))
+    branch = _branch(gate, full_value, keep, dropout)
+    d_layer_scale = (grad_rows * branch.view(grad_rows.shape)).sum(1).to(layer_scale.dtype)
+    d_branch = (grad_rows * scale).reshape(value.shape)
+    if keep is not None:
+        d_branch = d_branch * keep * (1 / (1 - dropout))
+    if gate is None:
+        return value.new_empty(0), d_branch.to(value.dtype), d_layer_scale
+    sigmoid = torch.sigmoid(gate.to(work))
+    d_value = d_branch * sigmoid
+    d_gate = d_value * full_value * (1 - sigmoid)
+    return d_gate.to(gate.dtype), d_value.to(value.dtype), d_layer_scale
+
+
+def gate_residual_jvp_reference(
+    residual: Tensor,
+    d_residual: Tensor,
+    gate: Tensor | None,
+    d_gate: Tensor | None,
+    value: Tensor,
+    d_value: Tensor,
+    layer_scale: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`gate_residual` without dropout and its derivative along K tangents, each [K, R, H]."""
+    work = working_dtype(residual)
+    d_branch = d_value.to(work)
+    if gate is not None and d_gate is not None:
+        sigmoid = torch.sigmoid(gate.to(work))
+        d_branch = sigmoid * (d_branch + (1 - sigmoid) * value.to(work) * d_gate.to(work))
+    scale = layer_scale.to(work).repeat_interleave(residual.shape[0] // layer_scale.shape[0], dim=0)
+    tangent = torch.addcmul(d_residual.to(work), d_branch, scale)
+    return gate_residual_reference(residual, gate, value, layer_scale, None, 0.0), tangent.to(residual.dtype)
+
+
+def _branch(gate: Tensor | None, value: Tensor, keep: Tensor | None, dropout: float) -> Tensor:
+    """sigmoid(gate) * value, dropped and rescaled."""
+    branch = value if gate is None else torch.sigmoid(gate.to(value.dtype)) * value
+    return branch if keep is None else branch * keep * (1 / (1 - dropout))
+
+
+# ---- compiled C++ --------------------------------------------------------------------------------------------------
+
+_KERNEL = native.Kernel(
+    "gate_residual",
+    optional=(("gate",), ("keep",)),
+    factor=None,
+    residual=Extent.ROWS,
+    gate=Extent.ROWS,
+    value=Extent.ROWS,
+    layer_scale=Extent.GROUPS,
+    keep=Extent.MASK,
+    y=Extent.ROWS,
+)
+_BACKWARD_KERNEL = native.Kernel(
+    "gate_residual_backward",
+    optional=(("gate", "d_gate"), ("keep",)),
+    factor=None,
+    grad=Extent.ROWS,
+    gate=Extent.ROWS,
+    value=Extent.ROWS,
+    layer_scale=Extent.GROUPS,
+    keep=Extent.MASK,
+    d_gate=Extent.ROWS,
+    d_value=Extent.ROWS,
+    partial=Extent.PARTIAL_SUMS,
+)
+_JVP_KERNEL = native.Kernel(
+    "gate_residual_jvp",
+    optional=(("gate", "d_gate"),),
+    residual=Extent.ROWS,
+    d_residual=Extent.TANGENTS,
+    gate=Extent.ROWS,
+    d_gate=Extent.TANGENTS,
+    value=Extent.ROWS,
+    d_value=Extent.TANGENTS,
+    layer_scale=Extent.GROUPS,
+    y=Extent.ROWS,
+    d_y=Extent.TANGENTS,
+)
+
+
+def _cpu(
+    residual: Tensor, gate: Tensor | None, value: Tensor, layer_scale: Tensor, keep: Tensor | None, dropout: float
+) -> Tensor:
+    rows, width = residual.shape
+    y = native.empty_rows(rows, width)
+    _KERNEL.run(
+        rows,
+        width,
+        rows // len(layer_scale),
+        factor=1 / (1 - dropout),
+        residual=native.float_rows(residual),
+        gate=None if gate is None else native.float_rows(gate),
+        value=native.float_rows(value),
+        layer_scale=native.float_rows(layer_scale),
+        keep=None if keep is None else keep.contiguous(),
+        y=y,
+    )
+    return y
+
+
+def _cpu_backward(
+    grad: Tensor, gate: Tensor | None, value: Tensor, layer_scale: Tensor, keep: Tensor | None, dropout: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    (rows, width), groups = value.shape, len(layer_scale)
+    blocks = -(-(rows // groups) // native.reduction_rows())
+    d_gate = None if gate is None else native.empty_rows(rows, width)
+    d_value, partial = native.empty_rows(rows, width), native.empty_rows(groups * blocks, width)
+    _BACKWARD_KERNEL.run(
+        rows,
+        width,
+        rows // groups,
+        factor=1 / (1 - dropout),
+        grad=native.float_rows(grad),
+        gate=None if gate is None else native.float_rows(gate),
+        value=native.float_rows(value),
+        layer_scale=native.float_rows(layer_scale),
+        keep=None if keep is None else keep.contiguous(),
+        d_gate=d_gate,
+        d_value=d_value,
+        partial=partial,
+    )
+    d_layer_scale = sum_groups(partial, groups).to(layer_scale.dtype)
+    if gate is None or d_gate is None:
+        return value.new_empty(0), d_value.to(value.dtype), d_layer_scale
+    return d_gate.to(gate.dtype), d_value.to(value.dtype), d_layer_scale
+
+
+def _cpu_jvp(
+    residual: Tensor,
+    d_residual: Tensor,
+    gate: Tensor | None,
+    d_gate: Tensor | None,
+    value: Tensor,
+    d_value: Tensor,
+    layer_scale: Tensor,
+    *,
+    out: Pair | None = None,
+) -> tuple[Tensor, Tensor]:
+    rows, width = residual.shape
+    y, dy = out or (native.empty_rows(rows, width), native.empty_rows(*d_residual.shape))
+    _JVP_KERNEL.run(
+        rows,
+        width,
+        rows // len(layer_scale),
+        len(d_residual),
+        residual=native.float_rows(residual),
+        d_residual=native.float_rows(d_residual),
+        gate=None if gate is None else native.float_rows(gate),
+        d_gate=None if d_gate is None else native.float_rows(d_gate),
+        value=native.float_rows(value),
+        d_value=native.float_rows(d_value),
+        layer_scale=native.float_rows(layer_scale),
+        y=y,
+        d_y=dy.view(-1, width),
+    )
+    return y, dy
+
+
+# ---- declarations --------------------------------------------------------------------------------------------------
+
+
+class _Derivatives(dispatch.Derivatives):
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return dispatch.below_autograd(_forward, *inputs)
 
     @staticmethod
-    def forward(
-        residual: Tensor,
-        gate: Tensor | None,
-        value: Tensor,
-        layer_scale: Tensor,
-        keep: Tensor | None,
-        dropout: float,
-        backend: str,
-    ) -> Tensor:
-        passes = dispatch.choose("gate_residual", residual, backend)
-        out: Tensor = passes.forward(residual, gate, value, layer_scale, keep, dropout)
-        return out
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], _output: Tensor) -> None:
-        residual, gate, value, layer_scale, keep, ctx.dropout, ctx.backend = inputs
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
+        _, gate, value, layer_scale, keep, ctx.dropout, ctx.backend = inputs
         ctx.save_for_backward(gate, value, layer_scale, keep)
-        ctx.save_for_forward(residual, gate, value, layer_scale, keep)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, value, layer_scale, keep = ctx.saved_tensors
-        # Second derivatives exist in the reference only.
-        backend = "reference" if torch.is_grad_enabled() else ctx.backend
-        passes = dispatch.choose("gate_residual", value, backend)
-        return grad, *passes.backward(grad, gate, value, layer_scale, keep, ctx.dropout), None, None, None
-
-    @staticmethod
-    def jvp(
-        ctx: Any, d_residual: Tensor, d_gate: Tensor | None, d_value: Tensor, d_layer_scale: Tensor, *_: None
-    ) -> Tensor:
-        residual, gate, value, layer_scale, keep = ctx.saved_tensors
-        nothing = torch.zeros_like(residual)
-        primal, tangent = (value, d_value) if keep is None else (value * keep, d_value * keep)
-        factor = layer_scale / (1 - ctx.dropout) if keep is not None else layer_scale
-        gate_tangent = None if d_gate is None else d_gate.unsqueeze(0)
-        along = reference.gate_residual_jvp(
-            nothing, d_residual.unsqueeze(0), gate, gate_tangent, primal, tangent.unsqueeze(0), factor
-        )[1]
-        return along[0] + reference.gate_residual(nothing, gate, value, d_layer_scale, keep, ctx.dropout)
+        d_gate, *others = _backward(grad, gate, value, layer_scale, keep, ctx.dropout, ctx.backend)
+        return grad, None if gate is None else d_gate, *others, None, None, None
 
 
-@dispatch.register("gate_residual", "reference", devices=dispatch.EVERYWHERE)
-class _Reference:
-    forward = staticmethod(reference.gate_residual)
-    backward = staticmethod(reference.gate_residual_backward)
-    jvp = staticmethod(with_out(reference.gate_residual_jvp))
-
-
-dispatch.register("gate_residual", "cpu", devices=("cpu",), missing=native.missing, dtypes=network_cpu.DTYPES)(
-    network_cpu.GateResidual
-)
-
-
-@dispatch.register(
+_forward = dispatch.operation(
     "gate_residual",
-    "triton",
-    devices=triton_kernels.devices,
-    missing=triton_kernels.missing,
-    dtypes=triton_kernels.DTYPES,
+    gate_residual_reference,
+    cpu=native.backend(_cpu),
+    triton=triton_kernels.backend("network", "gate_residual"),
+    derivatives=_Derivatives,
+    rowwise=True,
 )
-class _Triton:
-    forward = staticmethod(triton_kernels.kernel("network", "gate_residual"))
-    backward = staticmethod(triton_kernels.kernel("network", "gate_residual_backward"))
-    jvp = staticmethod(triton_kernels.kernel("network", "gate_residual_jvp"))
+_backward = dispatch.operation(
+    "gate_residual_backward",
+    gate_residual_backward_reference,
+    cpu=native.backend(_cpu_backward),
+    triton=triton_kernels.backend("network", "gate_residual_backward"),
+    rowwise=True,
+    part_of="gate_residual",
+)
+_jvp = dispatch.operation(
+    "gate_residual_jvp",
+    gate_residual_jvp_reference,
+    cpu=native.backend(_cpu_jvp),
+    triton=triton_kernels.backend("network", "gate_residual_jvp"),
+    has_out=True,
+    part_of="gate_residual",
+)

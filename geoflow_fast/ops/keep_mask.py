@@ -19,17 +19,26 @@ def keep_mask(
     """
     if not 0 <= share < 1:
         raise ValueError(f"share must be in [0, 1), got {share}")
-    keep = torch.empty(shape, dtype=torch.bool, device=checks.device(device))
-    result: Tensor = dispatch.choose("keep_mask", keep, backend)(keep, share)
-    return result
+    like = torch.empty((), dtype=torch.bool, device=checks.device(device)).expand(shape)
+    mask: Tensor = _draw(like, share, backend)
+    return mask
 
 
-@dispatch.register("keep_mask", "reference", devices=dispatch.EVERYWHERE)
-def _reference(keep: Tensor, share: float) -> Tensor:
-    return keep.bernoulli_(1 - share)
+def keep_mask_reference(like: Tensor, share: float) -> Tensor:
+    """A mask of the shape of `like`, on its device."""
+    return torch.empty(like.shape, dtype=torch.bool, device=like.device).bernoulli_(1 - share)
 
 
-@dispatch.register("keep_mask", "cpu", devices=("cpu",), missing=native.missing)
-def _cpu(keep: Tensor, share: float) -> Tensor:
+def _cpu(like: Tensor, share: float) -> Tensor:
+    keep = torch.empty(like.shape, dtype=torch.bool, device="cpu")
     native.keep_mask(keep, share, int(torch.randint(2**32, (), device="cpu")))
     return keep
+
+
+_draw = dispatch.operation(
+    "keep_mask",
+    keep_mask_reference,
+    cpu=native.backend(_cpu, dtypes=None),
+    differentiable=False,
+    tags=(torch.Tag.nondeterministic_seeded,),
+)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
-from geoflow_fast.geometry import UNIT_TOLERANCE, capturing, check_rows, eps
-from geoflow_fast.ops import dispatch, native, reference, triton_kernels
-from geoflow_fast.ops.rows import check_directions
+from geoflow_fast.directions import Direction, check_codes
+from geoflow_fast.geometry import UNIT_TOLERANCE, capturing, check_rows, eps, interpolate
+from geoflow_fast.ops import dispatch, native, triton_kernels
 from geoflow_fast.runtime import checks
 
 Streams = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -45,13 +47,15 @@ def masked_interpolant(
         if backend not in ("auto", "reference"):
             raise ValueError(f"masked_interpolant: backend {backend!r} has no gradient; use 'reference' or detach")
         backend = "reference"
-    if out is not None:
-        if wants_gradient:
-            raise ValueError("out= cannot be combined with inputs that require a gradient")
-        _check_out(inputs, out)
-    run = dispatch.choose("masked_interpolant", image0, backend)
-    result: Streams = run(image0, text0, image1, text1, t.to(image0.dtype), direction, drop, out)
-    return result
+    times = t.to(image0.dtype)
+    if out is None:
+        streams: Streams = _forward(*inputs, times, direction, drop, backend)
+        return streams
+    if wants_gradient:
+        raise ValueError("out= cannot be combined with inputs that require a gradient")
+    _check_out(inputs, out)
+    dispatch.choose("masked_interpolant", image0, backend)(*inputs, times, direction, drop, out=out)
+    return out
 
 
 def _check(inputs: Streams, t: Tensor, direction: Tensor, drop: Tensor | None) -> None:
@@ -72,7 +76,8 @@ def _check(inputs: Streams, t: Tensor, direction: Tensor, drop: Tensor | None) -
         raise ValueError(f"t must be a floating-point tensor of shape [{rows}], got {t.dtype} {tuple(t.shape)}")
     if direction.dtype != torch.int8 or direction.shape != (rows,):
         raise ValueError(f"direction must be int8 of shape [{rows}], got {direction.dtype} {tuple(direction.shape)}")
-    check_directions(direction)
+    if not (capturing(direction) or direction.is_meta):
+        check_codes(direction)
     _check_times(t)
     if drop is None:
         return
@@ -111,34 +116,40 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() <= ends[1] and b.data_ptr() <= ends[0]
 
 
-@dispatch.register("masked_interpolant", "reference", devices=("cpu", "cuda"))
-def _reference(
-    image0: Tensor,
-    text0: Tensor,
-    image1: Tensor,
-    text1: Tensor,
-    t: Tensor,
-    direction: Tensor,
-    drop: Tensor | None,
-    out: Streams | None,
-) -> Streams:
+# ---- plain torch ---------------------------------------------------------------------------------------------------
+
+
+def masked_interpolant_reference(
+    image0: Tensor, text0: Tensor, image1: Tensor, text1: Tensor, t: Tensor, direction: Tensor, drop: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Point and target velocity on both spheres, [B, d_I] and [B, d_T], with the given stream pinned to its data.
+
+    Each stream follows its geodesic from noise (t=0) to data (t=1) unless `direction` [B] says that it is given: then
+    it is its data point, or its noise where `drop` [B] is set, at zero velocity.
+    """
     _check_shown_rows(image0, text0, image1, text1, direction, drop)
-    result = reference.masked_interpolant(image0, text0, image1, text1, t, direction, drop)
-    if out is None:
-        return result
-    for target, value in zip(out, result):
-        target.copy_(value)
-    return out
+    image_t, v_image = _stream(image0, image1, t, direction == Direction.I2T.code, drop)
+    text_t, v_text = _stream(text0, text1, t, direction == Direction.T2I.code, drop)
+    return image_t, text_t, v_image, v_text
+
+
+def _stream(noise: Tensor, data: Tensor, t: Tensor, given: Tensor, drop: Tensor | None) -> tuple[Tensor, Tensor]:
+    point, velocity = interpolate(noise, data, t)
+    given = given.unsqueeze(-1)
+    shown = data if drop is None else torch.where(drop.unsqueeze(-1), noise, data)
+    return torch.where(given, shown, point), torch.where(given, torch.zeros_like(velocity), velocity)
 
 
 def _check_shown_rows(
     image0: Tensor, text0: Tensor, image1: Tensor, text1: Tensor, direction: Tensor, drop: Tensor | None
 ) -> None:
     """Names the first bad row among those that are read; what a given stream does not show is not looked at."""
+    if capturing(direction) or is_fake(direction):
+        return
     dropped = torch.zeros_like(direction, dtype=torch.bool) if drop is None else drop
     for stream, noise, data, given in (
-        ("image", image0, image1, direction == reference.I2T),
-        ("text", text0, text1, direction == reference.T2I),
+        ("image", image0, image1, direction == Direction.I2T.code),
+        ("text", text0, text1, direction == Direction.T2I.code),
     ):
         for name, x, unread in ((f"{stream}0", noise, given & ~dropped), (f"{stream}1", data, given & dropped)):
             if bool(unread.any()):
@@ -147,57 +158,50 @@ def _check_shown_rows(
             check_rows(x, name)
 
 
-@dispatch.register("masked_interpolant", "cpu", devices=("cpu",), missing=native.missing)
-def _cpu(
-    image0: Tensor,
-    text0: Tensor,
-    image1: Tensor,
-    text1: Tensor,
-    t: Tensor,
-    direction: Tensor,
-    drop: Tensor | None,
-    out: Streams | None,
-) -> Streams:
-    return _fused(native.masked_interpolant, (image0, text0, image1, text1), t, direction, drop, out)
+# ---- fused ---------------------------------------------------------------------------------------------------------
 
 
-@dispatch.register(
+def _fused(kernel: Callable[..., int]) -> Callable[..., Streams]:
+    """A backend that runs `kernel` on contiguous tensors; it returns the first row that is off the sphere, or -1."""
+
+    def run(
+        image0: Tensor,
+        text0: Tensor,
+        image1: Tensor,
+        text1: Tensor,
+        t: Tensor,
+        direction: Tensor,
+        drop: Tensor | None,
+        *,
+        out: Streams | None = None,
+    ) -> Streams:
+        inputs = [x.detach().contiguous() for x in (image0, text0, image1, text1)]
+        image_t, text_t, v_image, v_text = out or tuple(torch.empty_like(x) for x in inputs[:2] * 2)
+        bad_row = kernel(
+            (inputs[0], inputs[1]),
+            (inputs[2], inputs[3]),
+            t.detach().contiguous(),
+            direction.contiguous(),
+            drop if drop is None else drop.contiguous(),
+            (image_t, text_t),
+            (v_image, v_text),
+            UNIT_TOLERANCE,
+        )
+        if bad_row >= 0:
+            _check_shown_rows(image0, text0, image1, text1, direction, drop)
+            raise ValueError(f"row {bad_row} holds a point that is not on the unit sphere")
+        return image_t, text_t, v_image, v_text
+
+    return run
+
+
+_triton = triton_kernels.backend("geodesic", "masked_interpolant", (torch.float32,))
+_forward = dispatch.operation(
     "masked_interpolant",
-    "triton",
-    devices=triton_kernels.devices,
-    missing=triton_kernels.missing,
-    dtypes=(torch.float32,),
+    masked_interpolant_reference,
+    cpu=native.backend(_fused(native.masked_interpolant), dtypes=None),
+    triton=dataclasses.replace(_triton, function=_fused(_triton.function)),
+    fake=lambda image0, text0, *_: tuple(torch.empty_like(x) for x in (image0, text0, image0, text0)),
+    has_out=True,
+    rowwise=True,
 )
-def _triton_backend(
-    image0: Tensor,
-    text0: Tensor,
-    image1: Tensor,
-    text1: Tensor,
-    t: Tensor,
-    direction: Tensor,
-    drop: Tensor | None,
-    out: Streams | None,
-) -> Streams:
-    run = triton_kernels.kernel("geodesic", "masked_interpolant")
-    return _fused(run, (image0, text0, image1, text1), t, direction, drop, out)
-
-
-def _fused(
-    run: Callable[..., int],
-    inputs: Streams,
-    t: Tensor,
-    direction: Tensor,
-    drop: Tensor | None,
-    out: Streams | None,
-) -> Streams:
-    """Runs a fused backend on contiguous tensors; it returns the first row that is off the sphere, or -1."""
-    image0, text0, image1, text1, t, direction = (x.detach().contiguous() for x in (*inputs, t, direction))
-    drop = drop if drop is None else drop.contiguous()
-    image_t, text_t, v_image, v_text = out or tuple(torch.empty_like(x) for x in (image0, text0, image0, text0))
-    bad_row = run(
-        (image0, text0), (image1, text1), t, direction, drop, (image_t, text_t), (v_image, v_text), UNIT_TOLERANCE
-    )
-    if bad_row >= 0:
-        _check_shown_rows(image0, text0, image1, text1, direction, drop)
-        raise ValueError(f"row {bad_row} holds a point that is not on the unit sphere")
-    return image_t, text_t, v_image, v_text

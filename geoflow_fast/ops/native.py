@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
+from enum import IntEnum
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from geoflow_fast.noise import StructuredNoise
+from geoflow_fast.ops.dispatch import Backend
 
 
 @functools.cache
@@ -42,6 +45,16 @@ def missing_cuda() -> str | None:
     return module.cuda_status() or None
 
 
+def backend(function: Callable[..., Any], dtypes: tuple[torch.dtype, ...] | None = (torch.float32,)) -> Backend:
+    """The backend "cpu" of an operation: a function that calls the compiled code."""
+    return Backend(function, ("cpu",), missing, dtypes)
+
+
+def cuda_backend(function: Callable[..., Any]) -> Backend:
+    """The backend "cuda" of an operation: a function that calls the compiled CUDA code."""
+    return Backend(function, cuda_devices, missing_cuda)
+
+
 def _built() -> ModuleType:
     module = extension()
     if module is None:
@@ -64,6 +77,18 @@ def _guard(device: str, dtype: torch.dtype, **tensors: Tensor) -> None:
         # guard: memory is checked before a pointer is passed on
         if not tensor.is_contiguous():
             raise ValueError(f"{name} must be contiguous")
+
+
+def _address(x: Tensor, name: str, dtype: torch.dtype, *, whole: bool = True) -> int:
+    """The address of `x`, after the last check before it crosses: the CPU, the dtype, and elements without gaps; if
+    not `whole`, without gaps along each row of a matrix."""
+    if x.device.type != "cpu":
+        raise ValueError(f"{name} is on {x.device}, expected cpu")
+    if x.dtype != dtype:
+        raise TypeError(f"{name} is {x.dtype}, expected {dtype}")
+    if not (x.is_contiguous() if whole else x.stride(1) == 1 or x.shape[1] == 1):
+        raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
+    return x.data_ptr()
 
 
 def masked_interpolant(
@@ -261,7 +286,7 @@ def gallery_posterior(
     queries, items = sizes[0], sizes[2]
     if not 1 <= top_k <= items:
         raise ValueError(f"top_k={top_k} of {items} items")
-    peak, weight, moment = torch.empty(3, queries, dtype=torch.float64, device="cpu")
+    peak, weight, moment = (torch.empty(queries, dtype=torch.float64, device="cpu") for _ in range(3))
     top_score = torch.empty(queries, top_k, dtype=torch.float64, device="cpu")
     top_index = torch.empty(queries, top_k, dtype=torch.int64, device="cpu")
     outputs = (peak, weight, moment, top_score, top_index)
@@ -429,75 +454,80 @@ class CudaTransport:
                 raise ValueError(f"{name} is on {tensor.device}, expected {self._device}")
 
 
-# What each row kernel takes, argument by argument: R rows [rows, width], T tangents [K rows, width], G groups
-# [rows / rows per group, width], P partial sums of the groups, C a column [rows, 1], M a mask of all entries, m one of
-# the rows, K the number of tangents, and a dot for any other number.
-_KERNELS = {
-    "adaln": ".RGGR",
-    "adaln_backward": ".RRGRR",
-    "adaln_jvp": ".KRTGGRT",
-    "swiglu": "RRR",
-    "swiglu_backward": "RRRRR",
-    "swiglu_jvp": "KRTRTRT",
-    "flow_loss": "mRRRC",
-    "flow_loss_backward": "mCRRRR",
-    "gate_residual": ".RRRGMR",
-    "gate_residual_backward": ".RRRGMRRP",
-    "gate_residual_jvp": "KRTRTRTGRT",
-}
+class Extent(IntEnum):
+    """The rows and columns of a kernel's tensor, in terms of the call's rows, width, groups and tangents."""
+
+    ROWS = 0  # [rows, width]
+    TANGENTS = 1  # [tangents * rows, width]
+    GROUPS = 2  # [groups, width]
+    PARTIAL_SUMS = 3  # [groups * blocks of reduction_rows() rows in a group, width]
+    COLUMN = 4  # [rows, 1]
+    MASK = 5  # bool [rows, width]
+    ROW_MASK = 6  # bool [rows]
 
 
-_OPTIONAL = {"gate_residual": (2,), "gate_residual_backward": (2, 6), "gate_residual_jvp": (3, 4)}
-"""Places of the arguments that may be None: the gate and its derivatives."""
+class Kernel:
+    """A compiled kernel on float32 rows: its name and, in the order of the binding, its arguments with their extents;
+    the extent of a number is None. `optional` lists groups of arguments that may be None, all of a group or none."""
 
+    declared: ClassVar[list[Kernel]] = []
 
-def network_kernel(name: str, shape: tuple[int, int, int], *arguments: Tensor | float | None) -> None:
-    """Runs one of the network's row kernels on `shape` = (rows, width, rows per group).
+    def __init__(self, name: str, optional: tuple[tuple[str, ...], ...] = (), **arguments: Extent | None) -> None:
+        self.name, self.optional, self.arguments = name, optional, arguments
+        self.declared.append(self)
 
-    Tensors among the arguments are float32 matrices with unit stride along their rows, or bool masks; None leaves a
-    part out. The caller has made the outputs, which are among the arguments.
-    """
-    _check_extents(name, shape, arguments)
-    crossing = [_crossing(x) if x is None or isinstance(x, Tensor) else x for x in arguments]
-    getattr(_built(), name)((*shape, torch.get_num_threads()), *crossing)
-
-
-def _check_extents(name: str, shape: tuple[int, int, int], arguments: tuple[Tensor | float | None, ...]) -> None:
-    """Every tensor has the rows and columns that the kernel will touch."""
-    rows, width, per_group = shape
-    roles = _KERNELS[name]
-    if rows < 1 or width < 1 or per_group < 1 or rows % per_group or len(arguments) != len(roles):
-        raise ValueError(f"{name} cannot run on {shape} with {len(arguments)} arguments")
-    groups = rows // per_group
-    tangents = int(arguments[roles.index("K")]) if "K" in roles else 0  # type: ignore[arg-type]
-    expected = {
-        "R": (rows, width),
-        "T": (tangents * rows, width),
-        "G": (groups, width),
-        "P": (groups * -(-per_group // reduction_rows()), width),
-        "C": (rows, 1),
-        "M": (rows, width),
-        "m": (rows,),
-    }
-    for place, (role, x) in enumerate(zip(roles, arguments)):
-        if x is None and place not in _OPTIONAL.get(name, ()):
-            raise TypeError(f"{name} cannot do without its argument {place}")
-        if isinstance(x, Tensor) and x.shape != expected[role]:
-            raise ValueError(f"{name} expects {expected[role]}, got {tuple(x.shape)}")
-
-
-def _crossing(x: Tensor | None) -> int | tuple[int, int]:
-    """What crosses for a matrix: (address, row stride); for a mask: its address."""
-    if x is None:
-        return 0, 0
-    if x.dtype == torch.bool:
-        _guard("cpu", torch.bool, keep=x)
-        return x.data_ptr()
-    if x.device.type != "cpu" or x.dtype != torch.float32 or x.dim() != 2 or (x.stride(1) != 1 and x.shape[1] > 1):
-        raise ValueError(
-            f"expected a float32 CPU matrix with contiguous rows, got {x.dtype} {tuple(x.shape)} {x.stride()}"
+    def run(
+        self, rows: int, width: int, per_group: int = 1, tangents: int = 0, **values: Tensor | float | None
+    ) -> None:
+        """Runs the kernel on rows in groups of `per_group`. Tensors are float32 matrices on the CPU with unit stride
+        along their rows, or bool masks; outputs are among them. Every one is checked before its address crosses."""
+        if rows < 1 or width < 1 or per_group < 1 or rows % per_group or values.keys() != self.arguments.keys():
+            raise ValueError(f"{self.name} cannot run on {rows} x {width} in groups of {per_group} with {set(values)}")
+        groups = rows // per_group
+        blocks = -(-per_group // reduction_rows())
+        shapes = (
+            (rows, width),
+            (tangents * rows, width),
+            (groups, width),
+            (groups * blocks, width),
+            (rows, 1),
+            (rows, width),
+            (rows,),
         )
-    return x.data_ptr(), x.stride(0)
+        crossing: list[Any] = []
+        for name, extent in self.arguments.items():
+            x = values[name]
+            if not isinstance(x, Tensor):
+                if extent is not None and not (x is None and self._may_miss(name, values)):
+                    raise TypeError(f"{self.name} needs a tensor {name}, got {x!r}")
+                crossing.append(x if extent is None else 0 if extent >= Extent.MASK else (0, 0))
+            elif extent is None or x.shape != shapes[extent]:
+                wanted = "a number" if extent is None else shapes[extent]
+                raise ValueError(f"{self.name}: {name} must be {wanted}, got {tuple(x.shape)}")
+            elif extent >= Extent.MASK:
+                crossing.append(_address(x, name, torch.bool))
+            else:
+                address = _address(x, name, torch.float32, whole=False)
+                crossing.append((address, x.stride(0)))
+        if Extent.TANGENTS in self.arguments.values():
+            crossing.insert(0 if self.name != "adaln_jvp" else 1, tangents)
+        getattr(_built(), self.name)((rows, width, per_group, torch.get_num_threads()), *crossing)
+
+    def _may_miss(self, name: str, values: dict[str, Any]) -> bool:
+        """Whether the argument `name` may be None: it is optional, and so are all those that come with it."""
+        return any(name in group and all(values[other] is None for other in group) for group in self.optional)
+
+
+def float_rows(x: Tensor) -> Tensor:
+    """`x` [..., W] as a float32 matrix [R, W] of unit stride along its rows, without a copy if it is that already."""
+    x = x.to(torch.float32)
+    x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+
+
+def empty_rows(*shape: int) -> Tensor:
+    """Uninitialised float32 memory on the CPU, whatever torch's defaults are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def reduction_rows() -> int:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from geoflow_fast.directions import DIRECTIONS
 from geoflow_fast.distributed import World
-from geoflow_fast.ops import dispatch, native, reference
+from geoflow_fast.ops import dispatch, native
+from geoflow_fast.ops.dispatch import Backend
 from geoflow_fast.ops.sinkhorn import (
     NAMES,
     CpuSolve,
@@ -23,6 +24,7 @@ from geoflow_fast.ops.sinkhorn import (
     as_dense,
     make_problem,
     make_settings,
+    sinkhorn_reference,
     transport_cost,
     warn_unconverged,
 )
@@ -235,23 +237,37 @@ def condition_weight(noise: Tensor, data: Tensor, condition: Tensor, target_rati
     return high
 
 
-@dispatch.register("ot_assign", "reference", devices=("cpu", "cuda"))
+def ot_assign_reference(cost: Tensor, g: Tensor, eps: float, uniform: Tensor | None) -> Tensor:
+    """Target column of each row, int64 [n]: argmax_j of the plan, or its inverse row distribution at `uniform` [n]."""
+    if uniform is None:
+        return (g - cost).argmax(dim=1)
+    cumulative = torch.softmax((g - cost).double() / eps, dim=1).cumsum(dim=1)
+    target = uniform.double() * cumulative[:, -1]
+    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=cost.shape[1] - 1)
+
+
 def _ot_assign_reference(
     problem: Problem, settings: Settings, uniform: Tensor | None
 ) -> tuple[Tensor, bool, int, float]:
     cost = problem.dense()
-    _, g, iterations, error = reference.sinkhorn(cost, settings.eps, settings.tol, settings.max_iter)
-    index = reference.ot_assign(cost, g, settings.eps, uniform)
+    _, g, iterations, error = sinkhorn_reference(cost, settings.eps, settings.tol, settings.max_iter)
+    index = ot_assign_reference(cost, g, settings.eps, uniform)
     return index, error <= settings.tol, iterations, error
 
 
-@dispatch.register("ot_assign", "cpu", devices=("cpu",), missing=native.missing)
 def _ot_assign_cpu(problem: Problem, settings: Settings, uniform: Tensor | None) -> tuple[Tensor, bool, int, float]:
     solve = CpuSolve(problem, settings)
     return solve.assign(uniform), solve.converged, solve.iterations, solve.error
 
 
-@dispatch.register("ot_assign", "cuda", devices=native.cuda_devices, missing=native.missing_cuda)
 def _ot_assign_cuda(problem: Problem, settings: Settings, uniform: Tensor | None) -> tuple[Tensor, bool, int, float]:
     solve = CudaSolve(problem, settings)
     return solve.assign(uniform), *solve.outcome()
+
+
+dispatch.register(
+    "ot_assign",
+    reference=Backend(_ot_assign_reference, ("cpu", "cuda")),
+    cpu=native.backend(_ot_assign_cpu, dtypes=None),
+    cuda=native.cuda_backend(_ot_assign_cuda),
+)

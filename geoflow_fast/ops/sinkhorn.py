@@ -13,7 +13,8 @@ from geoflow_fast.distributed import World
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.geometry import eps as check_dtype
 from geoflow_fast.noise import StructuredNoise
-from geoflow_fast.ops import dispatch, native, reference
+from geoflow_fast.ops import dispatch, native
+from geoflow_fast.ops.dispatch import Backend
 from geoflow_fast.runtime import checks
 
 Noise = Tensor | StructuredNoise
@@ -92,7 +93,7 @@ class Problem:
             return self.matrix
         noise, data = self.clouds()
         image0, text0 = (as_dense(x, data[0].dtype) for x in noise)
-        return reference.transport_cost(image0, text0, *data, self.cost, self.weights)
+        return transport_cost_reference(image0, text0, *data, self.cost, self.weights)
 
 
 @dataclass(frozen=True)
@@ -238,15 +239,45 @@ def warn_unconverged(converged: bool, iterations: int, error: float, settings: S
 # ---- reference ----------------------------------------------------------------------------------------------------
 
 
-@dispatch.register("transport_cost", "reference", devices=("cpu", "cuda"))
+def transport_cost_reference(
+    image0: Tensor, text0: Tensor, image1: Tensor, text1: Tensor, cost: str, weights: tuple[float, float]
+) -> Tensor:
+    """Cost of moving noise row i to data row j, [n, m]: a weighted sum over the two spheres.
+
+    "arc" is the arc length acos<x, y>, "chord" the squared chord |x - y|^2 = 2 - 2 <x, y> of unit rows.
+    """
+    total = torch.zeros(image0.shape[0], image1.shape[0], dtype=image0.dtype, device=image0.device)
+    for noise, data, weight in ((image0, image1, weights[0]), (text0, text1, weights[1])):
+        cosine = (noise @ data.T).clamp(-1, 1)
+        total += weight * (cosine.acos() if cost == "arc" else 2 - 2 * cosine)
+    return total
+
+
+def sinkhorn_reference(cost: Tensor, eps: float, tol: float, max_iter: int) -> tuple[Tensor, Tensor, int, float]:
+    """Potentials f [n], g [m] of the plan P = exp((f + g - C) / eps) with uniform marginals; iterations; error.
+
+    Log domain. An iteration makes the rows exact, looks at the L1 violation of the columns, and makes the columns
+    exact; it stops when the violation is at most `tol`, which bounds that of the rows after the column update.
+    """
+    n, m = cost.shape
+    g = torch.zeros(m, dtype=cost.dtype, device=cost.device)
+    iteration, error = 0, math.inf
+    while error > tol and iteration < max_iter:
+        iteration += 1
+        f = -eps * (torch.logsumexp((g - cost) / eps, dim=1) + math.log(n))
+        log_columns = torch.logsumexp((f[:, None] + g - cost) / eps, dim=0)
+        error = float((log_columns.exp() - 1 / m).abs().sum())
+        g = g - eps * (log_columns + math.log(m))
+    return f, g, iteration, error
+
+
 def _transport_cost_reference(problem: Problem) -> Tensor:
     return problem.dense()
 
 
-@dispatch.register("sinkhorn", "reference", devices=("cpu", "cuda"))
 def _sinkhorn_reference(problem: Problem, settings: Settings) -> SinkhornResult:
     cost = problem.dense()
-    f, g, iterations, error = reference.sinkhorn(cost, settings.eps, settings.tol, settings.max_iter)
+    f, g, iterations, error = sinkhorn_reference(cost, settings.eps, settings.tol, settings.max_iter)
     plan = ((f[:, None] + g - cost) / settings.eps).exp()
     total = float((plan * cost).sum())
     return SinkhornResult(f.double(), g.double(), iterations, error, total, error <= settings.tol)
@@ -398,14 +429,12 @@ def load_scores(
     return offset, *matrix.build(image, text, problem.weights, problem.cost == "arc", kernel_eps)
 
 
-@dispatch.register("transport_cost", "cpu", devices=("cpu",), missing=native.missing)
 def _transport_cost_cpu(problem: Problem) -> Tensor:
     matrix = native.TransportMatrix(*problem.shape, torch.float32)
     offset, _, _ = load_scores(matrix, problem, None)
     return offset - matrix.scores()
 
 
-@dispatch.register("sinkhorn", "cpu", devices=("cpu",), missing=native.missing)
 def _sinkhorn_cpu(problem: Problem, settings: Settings) -> SinkhornResult:
     return CpuSolve(problem, settings).result()
 
@@ -476,11 +505,23 @@ def _halvings(problem: Problem, transport: native.CudaTransport, eps: float) -> 
     return 0 if spread <= 2 * _KERNEL_REACH[torch.float32] * eps else int(math.log2(spread / (10 * eps)))
 
 
-@dispatch.register("transport_cost", "cuda", devices=native.cuda_devices, missing=native.missing_cuda)
 def _transport_cost_cuda(problem: Problem) -> Tensor:
     return cuda_matrix(problem)[0].costs()
 
 
-@dispatch.register("sinkhorn", "cuda", devices=native.cuda_devices, missing=native.missing_cuda)
 def _sinkhorn_cuda(problem: Problem, settings: Settings) -> SinkhornResult:
     return CudaSolve(problem, settings).result()
+
+
+dispatch.register(
+    "transport_cost",
+    reference=Backend(_transport_cost_reference, ("cpu", "cuda")),
+    cpu=native.backend(_transport_cost_cpu, dtypes=None),
+    cuda=native.cuda_backend(_transport_cost_cuda),
+)
+dispatch.register(
+    "sinkhorn",
+    reference=Backend(_sinkhorn_reference, ("cpu", "cuda")),
+    cpu=native.backend(_sinkhorn_cpu, dtypes=None),
+    cuda=native.cuda_backend(_sinkhorn_cuda),
+)

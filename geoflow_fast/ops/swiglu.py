@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast.ops import dispatch, native, network_cpu, reference, triton_kernels
-from geoflow_fast.ops.rows import (
-    Out,
+from geoflow_fast.ops import dispatch, native, triton_kernels
+from geoflow_fast.ops.arguments import (
+    Pair,
     check_floating,
     check_shape,
     check_tangents,
-    out_rows,
+    output_rows,
     rows_of,
-    with_derivatives,
-    with_out,
+    working_dtype,
 )
+from geoflow_fast.ops.native import Extent
 
 
 def swiglu(gate: Tensor, value: Tensor | None = None, *, backend: str = "auto") -> Tensor:
@@ -29,8 +29,8 @@ def swiglu(gate: Tensor, value: Tensor | None = None, *, backend: str = "auto") 
     width = _check(gate, value)
     if gate.numel() == 0:
         return gate[..., :width] + (gate[..., width:] if value is None else value)
-    out: Tensor = with_derivatives(_SwiGLU)(rows_of(gate), None if value is None else rows_of(value), backend)
-    return out.view(*gate.shape[:-1], width)
+    y: Tensor = _forward(rows_of(gate), None if value is None else rows_of(value), backend)
+    return y.view(*gate.shape[:-1], width)
 
 
 def swiglu_jvp(
@@ -40,8 +40,8 @@ def swiglu_jvp(
     d_value: Tensor | None = None,
     *,
     backend: str = "auto",
-    out: Out | None = None,
-) -> tuple[Tensor, Tensor]:
+    out: Pair | None = None,
+) -> Pair:
     """`swiglu` and its derivatives along K tangents `d_gate` [K, *gate.shape] and `d_value`, without an autograd tape.
 
     `out`: two contiguous tensors, distinct from the inputs, to write the results to.
@@ -58,69 +58,171 @@ def swiglu_jvp(
         return swiglu(gate, value, backend=backend), d_gate.new_empty(d_shape)
     rows = rows_of(gate)
     d_rows = d_gate.reshape(len(d_gate), *rows.shape)
-    d_value_rows = None if d_value is None else d_value.reshape(len(d_value), *rows.shape)
-    passes = dispatch.choose("swiglu", gate, backend)
-    value_rows = None if value is None else rows_of(value)
-    y, dy = passes.jvp(rows, d_rows, value_rows, d_value_rows, out_rows(out, shape, d_shape, gate))
+    inputs = (
+        rows,
+        d_rows,
+        None if value is None else rows_of(value),
+        None if d_value is None else d_value.reshape(d_rows.shape),
+    )
+    if out is None:
+        y, dy = _jvp(*inputs, backend)
+    else:
+        y, dy = dispatch.choose("swiglu_jvp", gate, backend)(*inputs, out=output_rows(out, shape, d_shape, gate))
     return y.view(shape), dy.view(d_shape)
 
 
 def _check(gate: Tensor, value: Tensor | None) -> int:
     """The width I of the result."""
-    check_floating(("value", "d_value"), gate=gate, value=value)
+    check_floating(("value",), gate=gate, value=value)
     if value is not None:
         check_shape(gate.shape, "gate", value=value)
         if value.dtype != gate.dtype:
             raise TypeError(f"value is {value.dtype}, but gate is {gate.dtype}")
-    elif gate.shape[-1] % 2:
+        return gate.shape[-1]
+    if gate.shape[-1] % 2:
         raise ValueError(f"gate holds both halves without value, so its width must be even, got {gate.shape[-1]}")
-    return gate.shape[-1] if value is not None else gate.shape[-1] // 2
+    return gate.shape[-1] // 2
 
 
-class _SwiGLU(torch.autograd.Function):
-    generate_vmap_rule = True
+# ---- plain torch ---------------------------------------------------------------------------------------------------
+
+
+def swiglu_reference(gate: Tensor, value: Tensor | None) -> Tensor:
+    """silu(gate) * value, [R, I]; without `value`, of the two halves of `gate` [R, 2 I]."""
+    first, second = _halves(gate.to(working_dtype(gate)), value)
+    return (torch.nn.functional.silu(first) * second).to(gate.dtype)
+
+
+def swiglu_backward_reference(grad: Tensor, gate: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gradients of `swiglu` in the form of its arguments; an empty tensor stands for that of an absent `value`."""
+    first, second = _halves(gate.to(working_dtype(gate)), value)
+    silu, slope = _silu_and_slope(first)
+    grad = grad.to(first.dtype)
+    d_first, d_second = grad * second * slope, grad * silu
+    if value is None:
+        return torch.cat((d_first, d_second), dim=-1).to(gate.dtype), gate.new_empty(0)
+    return d_first.to(gate.dtype), d_second.to(value.dtype)
+
+
+def swiglu_jvp_reference(
+    gate: Tensor, d_gate: Tensor, value: Tensor | None, d_value: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """`swiglu` and its derivative along K tangents of its arguments, each with a leading dimension K."""
+    first, second = _halves(gate.to(working_dtype(gate)), value)
+    d_first, d_second = _halves(d_gate.to(working_dtype(gate)), d_value)
+    silu, slope = _silu_and_slope(first)
+    return swiglu_reference(gate, value), (slope * second * d_first + silu * d_second).to(gate.dtype)
+
+
+def _halves(gate: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Gate and value in the dtype of `gate`; without `value`, the two halves of `gate`."""
+    if value is not None:
+        return gate, value.to(gate.dtype)
+    first, second = gate.chunk(2, dim=-1)
+    return first, second
+
+
+def _silu_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    """silu(x) = x sigmoid(x) and its derivative sigmoid + silu (1 - sigmoid)."""
+    sigmoid = torch.sigmoid(x)
+    silu = x * sigmoid
+    return silu, torch.addcmul(sigmoid, silu, 1 - sigmoid)
+
+
+# ---- compiled C++ --------------------------------------------------------------------------------------------------
+
+_KERNEL = native.Kernel("swiglu", gate=Extent.ROWS, value=Extent.ROWS, y=Extent.ROWS)
+_BACKWARD_KERNEL = native.Kernel(
+    "swiglu_backward",
+    grad=Extent.ROWS,
+    gate=Extent.ROWS,
+    value=Extent.ROWS,
+    d_gate=Extent.ROWS,
+    d_value=Extent.ROWS,
+)
+_JVP_KERNEL = native.Kernel(
+    "swiglu_jvp",
+    gate=Extent.ROWS,
+    d_gate=Extent.TANGENTS,
+    value=Extent.ROWS,
+    d_value=Extent.TANGENTS,
+    y=Extent.ROWS,
+    d_y=Extent.TANGENTS,
+)
+
+
+def _cpu(gate: Tensor, value: Tensor | None) -> Tensor:
+    first, second = _halves(native.float_rows(gate), None if value is None else native.float_rows(value))
+    rows, width = first.shape
+    y = native.empty_rows(rows, width)
+    _KERNEL.run(rows, width, gate=first, value=second, y=y)
+    return y
+
+
+def _cpu_backward(grad: Tensor, gate: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
+    first, second = _halves(native.float_rows(gate), None if value is None else native.float_rows(value))
+    d_gate = native.empty_rows(*gate.shape)
+    d_value = native.empty_rows(*(gate.shape if value is not None else (0,)))
+    d_first, d_second = _halves(d_gate, None if value is None else d_value)
+    _BACKWARD_KERNEL.run(
+        *first.shape, grad=native.float_rows(grad), gate=first, value=second, d_gate=d_first, d_value=d_second
+    )
+    return d_gate, d_value
+
+
+def _cpu_jvp(
+    gate: Tensor, d_gate: Tensor, value: Tensor | None, d_value: Tensor | None, *, out: Pair | None = None
+) -> tuple[Tensor, Tensor]:
+    first, second = _halves(native.float_rows(gate), None if value is None else native.float_rows(value))
+    d_first, d_second = _halves(native.float_rows(d_gate), None if d_value is None else native.float_rows(d_value))
+    tangents, (rows, width) = len(d_gate), first.shape
+    y, dy = out or (native.empty_rows(rows, width), native.empty_rows(tangents, rows, width))
+    inputs = {"gate": first, "d_gate": d_first, "value": second, "d_value": d_second}
+    _JVP_KERNEL.run(rows, width, tangents=tangents, **inputs, y=y, d_y=dy.view(-1, width))
+    return y, dy
+
+
+# ---- declarations --------------------------------------------------------------------------------------------------
+
+
+class _Derivatives(dispatch.Derivatives):
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return dispatch.below_autograd(_forward, *inputs)
 
     @staticmethod
-    def forward(gate: Tensor, value: Tensor | None, backend: str) -> Tensor:
-        out: Tensor = dispatch.choose("swiglu", gate, backend).forward(gate, value)
-        return out
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], _output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
         gate, value, ctx.backend = inputs
         ctx.save_for_backward(gate, value)
-        ctx.save_for_forward(gate, value)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, value = ctx.saved_tensors
-        # Second derivatives exist in the reference only.
-        backend = "reference" if torch.is_grad_enabled() else ctx.backend
-        return *dispatch.choose("swiglu", gate, backend).backward(grad, gate, value), None
-
-    @staticmethod
-    def jvp(ctx: Any, d_gate: Tensor, d_value: Tensor | None, _: None) -> Tensor:
-        gate, value = ctx.saved_tensors
-        value_tangent = None if d_value is None else d_value.unsqueeze(0)
-        return reference.swiglu_jvp(gate, d_gate.unsqueeze(0), value, value_tangent)[1][0]
+        d_gate, d_value = _backward(grad, gate, value, ctx.backend)
+        return d_gate, None if value is None else d_value, None
 
 
-@dispatch.register("swiglu", "reference", devices=dispatch.EVERYWHERE)
-class _Reference:
-    forward = staticmethod(reference.swiglu)
-    backward = staticmethod(reference.swiglu_backward)
-    jvp = staticmethod(with_out(reference.swiglu_jvp))
-
-
-dispatch.register("swiglu", "cpu", devices=("cpu",), missing=native.missing, dtypes=network_cpu.DTYPES)(
-    network_cpu.SwiGLU
+_forward = dispatch.operation(
+    "swiglu",
+    swiglu_reference,
+    cpu=native.backend(_cpu),
+    triton=triton_kernels.backend("network", "swiglu"),
+    derivatives=_Derivatives,
+    rowwise=True,
 )
-
-
-@dispatch.register(
-    "swiglu", "triton", devices=triton_kernels.devices, missing=triton_kernels.missing, dtypes=triton_kernels.DTYPES
+_backward = dispatch.operation(
+    "swiglu_backward",
+    swiglu_backward_reference,
+    cpu=native.backend(_cpu_backward),
+    triton=triton_kernels.backend("network", "swiglu_backward"),
+    rowwise=True,
+    part_of="swiglu",
 )
-class _Triton:
-    forward = staticmethod(triton_kernels.kernel("network", "swiglu"))
-    backward = staticmethod(triton_kernels.kernel("network", "swiglu_backward"))
-    jvp = staticmethod(triton_kernels.kernel("network", "swiglu_jvp"))
+_jvp = dispatch.operation(
+    "swiglu_jvp",
+    swiglu_jvp_reference,
+    cpu=native.backend(_cpu_jvp),
+    triton=triton_kernels.backend("network", "swiglu_jvp"),
+    has_out=True,
+    part_of="swiglu",
+)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from geoflow_fast.geometry import eps
-from geoflow_fast.ops import dispatch, reference, triton_kernels
-from geoflow_fast.ops.rows import check_floating, check_shape
+from geoflow_fast.geometry import eps, follow, tangent_part
+from geoflow_fast.ops import dispatch, triton_kernels
+from geoflow_fast.ops.arguments import check_floating, check_shape
 from geoflow_fast.runtime import checks
 
 RETRACTIONS = ("exp", "renormalise")
@@ -42,17 +42,34 @@ def tangent_step(
     h, guidance = checks.number(h, "h"), checks.number(guidance, "guidance")
     if retraction not in RETRACTIONS:
         raise ValueError(f"retraction must be one of {', '.join(RETRACTIONS)}, got {retraction!r}")
-    if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (x, v, v_free)):
-        if backend not in ("auto", "reference"):
-            raise ValueError(f"tangent_step: backend {backend!r} has no gradient; use 'reference' or detach the inputs")
-        backend = "reference"
+    wants_gradient = torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in (x, v, v_free))
+    if wants_gradient and backend not in ("auto", "reference"):
+        raise ValueError(f"tangent_step: backend {backend!r} has no gradient; use 'reference' or detach the inputs")
     if x.numel() == 0:
         return x.clone()
-    step: Tensor = dispatch.choose("tangent_step", x, backend)(x, v, h, v_free, guidance, retraction == "renormalise")
-    return step
+    end: Tensor = _forward(x, v, h, v_free, guidance, retraction == "renormalise", backend)
+    return end
 
 
-dispatch.register("tangent_step", "reference", devices=dispatch.EVERYWHERE)(reference.tangent_step)
-dispatch.register(
-    "tangent_step", "triton", devices=triton_kernels.devices, missing=triton_kernels.missing, dtypes=(torch.float32,)
-)(triton_kernels.kernel("geodesic", "tangent_step"))
+def tangent_step_reference(
+    x: Tensor, v: Tensor, h: float, v_free: Tensor | None, guidance: float, renormalise: bool
+) -> Tensor:
+    """One Euler step of size `h` from the unit rows `x` [B, d] along the tangent part of the velocity `v` [B, d].
+
+    With `v_free` the velocity is v + guidance (v - v_free). The step follows the geodesic (exp map), or the straight
+    line back to the sphere when `renormalise` is set.
+    """
+    guided = v if v_free is None else v + guidance * (v - v_free)
+    step = h * tangent_part(x, guided)
+    if not renormalise:
+        return follow(x, step)
+    y = x + step
+    return y / torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+
+
+_forward = dispatch.operation(
+    "tangent_step",
+    tangent_step_reference,
+    triton=triton_kernels.backend("geodesic", "tangent_step", (torch.float32,)),
+    rowwise=True,
+)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from geoflow_fast.ops.dispatch import Backend
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -37,10 +38,11 @@ def missing() -> str | None:
     return None
 
 
-def kernel(module: str, function: str) -> Callable[..., Any]:
-    """`function` of `geoflow_fast.kernels.<module>`, imported when it is first called."""
+def backend(module: str, function: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Backend:
+    """The backend "triton" of an operation: `function` of `geoflow_fast.kernels.<module>`, imported when it is first
+    called."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return getattr(importlib.import_module(f"geoflow_fast.kernels.{module}"), function)(*args, **kwargs)
 
-    return call
+    return Backend(call, devices, missing, dtypes)

@@ -14,7 +14,7 @@ from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.sampling import SamplingSettings, StartingPoints, sample_conditional
 from geoflow_fast.likelihood.density import log_density
-from geoflow_fast.ops.reference import gallery_scores
+from geoflow_fast.ops.gallery_posterior import gallery_scores_reference
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.runtime import hashing
 from geoflow_fast.runtime.files import contents_of, locked
@@ -38,7 +38,7 @@ def log_mean_scores(samples: Tensor, gallery: Gallery, kappa: float) -> Tensor:
         for tile in items.split(TILE_ITEMS):
             total = torch.full((len(tile),), -math.inf, dtype=torch.float64, device=samples.device)
             for block in samples.split(max(1, TILE_ROWS // samples.shape[1])):
-                total = torch.logaddexp(total, gallery_scores(block, tile, kappa, None).double().logsumexp(0))
+                total = torch.logaddexp(total, gallery_scores_reference(block, tile, kappa, None).double().logsumexp(0))
             parts.append(total - math.log(len(samples)))
     return torch.cat(parts).float()
 

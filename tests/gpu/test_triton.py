@@ -15,7 +15,7 @@ import torch
 
 from geoflow_fast import geometry, ops
 from geoflow_fast.noise import sample_uniform
-from geoflow_fast.ops import reference
+from geoflow_fast.ops.gallery_posterior import gallery_posterior_reference
 
 triton = pytest.importorskip("triton", reason="the Triton kernels need triton")
 gallery = pytest.importorskip("geoflow_fast.kernels.gallery")
@@ -148,9 +148,11 @@ def test_parity_of_every_gallery_configuration(name, kappa, items, width):
     half = gallery.CONFIGS[name].half
     for dtype in (torch.bfloat16, torch.float16) if half else (torch.float32,):
         samples, rows = (x.to(dtype) for x in gallery_world(5, 50, items, width))
-        expected = reference.gallery_statistics(samples.double(), rows.double(), kappa, 10, None)
+        expected = gallery_posterior_reference(samples.double(), rows.double(), kappa, 10, None, None)
         found = gallery.gallery_statistics(*on_device(samples, rows), kappa, 10, None, config=name, shares=3)
-        posts = [ops.GalleryStatistics.complete((*double(*s[:4]), s[4]), 10).posterior() for s in (found, expected)]
+        posts = [
+            ops.GalleryStatistics.complete((*double(*s[:4]), s[4].long()), 10).posterior() for s in (found, expected)
+        ]
         scale = max(1.0, kappa / 10)
         assert_close(posts[0].entropy, posts[1].entropy, scale=scale)
         assert_close(posts[0].log_z, posts[1].log_z, scale=scale)

@@ -12,28 +12,34 @@ from geoflow_fast.ops import dispatch, native
 @pytest.fixture
 def table(monkeypatch):
     """A private registry with one operation, `double`, and a broken fast backend."""
-    monkeypatch.setattr(dispatch, "_IMPLEMENTATIONS", {})
-    dispatch.register("double", "reference", devices=("cpu", "cuda"))(lambda x: 2 * x)
-    return dispatch
+    monkeypatch.setattr(dispatch, "_OPERATIONS", {})
+    plain = dispatch.Backend(lambda x: 2 * x, ("cpu", "cuda"))
+
+    def register(**backends: dispatch.Backend) -> None:
+        dispatch.register("double", reference=plain, **backends)
+
+    return register
 
 
 def test_automatic_choice_passes_over_the_unavailable(table):
-    table.register("double", "cpu", devices=("cpu",), missing=lambda: "not built")(lambda: None)
-    assert table.choose("double", torch.ones(1))(torch.ones(1)) == 2
+    table(cpu=dispatch.Backend(lambda: None, ("cpu",), missing=lambda: "not built"))
+    assert dispatch.choose("double", torch.ones(1))(torch.ones(1)) == 2
 
 
 def test_automatic_choice_never_hides_a_failure(table):
     def broken() -> torch.Tensor:
         raise RuntimeError("kernel failed")
 
-    table.register("double", "cpu", devices=("cpu",))(broken)
+    table(cpu=dispatch.Backend(broken, ("cpu",)))
     with pytest.raises(RuntimeError, match="kernel failed"):
-        table.choose("double", torch.ones(1))()
+        dispatch.choose("double", torch.ones(1))()
 
 
 def test_a_named_backend_that_cannot_serve_says_why(table):
-    table.register("double", "cpu", devices=("cpu",), missing=lambda: "not built")(lambda: None)
-    table.register("double", "cuda", devices=("cuda",))(lambda: None)
+    table(
+        cpu=dispatch.Backend(lambda: None, ("cpu",), missing=lambda: "not built"),
+        cuda=dispatch.Backend(lambda: None, ("cuda",)),
+    )
     for name, reason in (
         ("cpu", "not built"),
         ("cuda", "these are on cpu"),
@@ -41,7 +47,7 @@ def test_a_named_backend_that_cannot_serve_says_why(table):
         ("magic", "no such backend"),
     ):
         with pytest.raises(dispatch.BackendUnavailable, match=reason):
-            table.choose("double", torch.ones(1), name)
+            dispatch.choose("double", torch.ones(1), name)
 
 
 def test_public_table_covers_every_operation_and_backend():

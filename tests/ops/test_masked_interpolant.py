@@ -10,7 +10,7 @@ import torch
 import geoflow_fast as gf
 from geoflow_fast import geometry as g
 from geoflow_fast import noise
-from geoflow_fast.ops import reference
+from geoflow_fast.ops.masked_interpolant import masked_interpolant_reference
 
 OP = "masked_interpolant"
 JOINT, I2T, T2I = range(3)
@@ -26,7 +26,7 @@ def make(rows: int, image_width: int, text_width: int, dtype: torch.dtype = torc
 
 def truth(batch: dict[str, torch.Tensor], drop: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
     wide = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
-    return reference.masked_interpolant(**wide, drop=drop)
+    return masked_interpolant_reference(**wide, drop=drop)
 
 
 @pytest.mark.parametrize(("dtype", "tol"), [(torch.float32, 2e-6), (torch.float64, 1e-14)])

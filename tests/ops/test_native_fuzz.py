@@ -11,8 +11,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from geoflow_fast import ops
-from geoflow_fast.ops import native, reference
-from geoflow_fast.ops.network_cpu import AdaLN, GateResidual, SwiGLU
+from geoflow_fast.ops import native
+from geoflow_fast.ops.adaln import adaln_backward_reference, adaln_jvp_reference, adaln_reference
+from geoflow_fast.ops.flow_loss import flow_loss_backward_reference, flow_loss_reference
+from geoflow_fast.ops.gate_residual import (
+    gate_residual_backward_reference,
+    gate_residual_jvp_reference,
+    gate_residual_reference,
+)
+from geoflow_fast.ops.masked_interpolant import masked_interpolant_reference
+from geoflow_fast.ops.native import Extent
+from geoflow_fast.ops.swiglu import swiglu_backward_reference, swiglu_jvp_reference, swiglu_reference
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason="needs the compiled extension")
 few = settings(max_examples=60, deadline=None, derandomize=True)
@@ -77,7 +86,7 @@ def test_interpolant(rows, image_dim, text_dim, first, second, double, drops, se
     direction = torch.randint(0, 3, (rows, 2), generator=generator).to(torch.int8)[:, 0]
     drop = torch.rand(rows, 3, generator=generator)[:, 1] < 0.3 if drops else None
     fast = ops.masked_interpolant(*points, t, direction, drop=drop, backend="cpu")
-    true = reference.masked_interpolant(*(x.double() for x in points), t.double(), direction, drop)
+    true = masked_interpolant_reference(*(x.double() for x in points), t.double(), direction, drop)
     for got, wanted in zip(fast, true):
         close(got, wanted, 1e-9 if double else 2e-4)
 
@@ -109,60 +118,118 @@ def test_network_rows(groups, per_group, width, first, second, gated, seed):
     shift, scale = (laid_out(torch.randn(groups, width, generator=generator), second) for _ in range(2))
     gate, along = (value, d_gate) if gated else (None, None)
     keep = torch.rand(rows, width, generator=generator) < 0.5
+    direction = torch.randint(0, 3, (rows,), generator=generator).to(torch.int8)
+    losses = torch.randn(rows, generator=generator)
+    streams = (x, grad, value, x, grad, value, direction)
     calls = [
-        (AdaLN.forward, reference.adaln, (x, shift, scale, 1e-3)),
-        (AdaLN.backward, reference.adaln_backward, (grad, x, scale, 1e-3)),
-        (AdaLN.jvp, reference.adaln_jvp, (x, dx, shift, scale, 1e-3)),
-        (SwiGLU.forward, reference.swiglu, (x, value)),
-        (SwiGLU.backward, reference.swiglu_backward, (grad, x, value)),
-        (SwiGLU.jvp, reference.swiglu_jvp, (x, dx, value, d_value)),
-        (GateResidual.forward, reference.gate_residual, (x, gate, grad, scale, keep, 0.5)),
-        (GateResidual.backward, reference.gate_residual_backward, (grad, gate, value, scale, keep, 0.5)),
-        (GateResidual.jvp, reference.gate_residual_jvp, (x, dx, gate, along, value, d_value, scale)),
+        ("adaln", adaln_reference, (x, shift, scale, 1e-3)),
+        ("adaln_backward", adaln_backward_reference, (grad, x, scale, 1e-3)),
+        ("adaln_jvp", adaln_jvp_reference, (x, dx, shift, scale, 1e-3)),
+        ("swiglu", swiglu_reference, (x, value)),
+        ("swiglu_backward", swiglu_backward_reference, (grad, x, value)),
+        ("swiglu_jvp", swiglu_jvp_reference, (x, dx, value, d_value)),
+        ("gate_residual", gate_residual_reference, (x, gate, grad, scale, keep, 0.5)),
+        ("gate_residual_backward", gate_residual_backward_reference, (grad, gate, value, scale, keep, 0.5)),
+        ("gate_residual_jvp", gate_residual_jvp_reference, (x, dx, gate, along, value, d_value, scale)),
+        ("flow_loss", flow_loss_reference, streams),
+        ("flow_loss_backward", flow_loss_backward_reference, (losses, *streams)),
     ]
-    for fast, true, inputs in calls:
+    for name, true, inputs in calls:
         wide = [y.double() if isinstance(y, Tensor) and y.is_floating_point() else y for y in inputs]
-        found, wanted = fast(*inputs), true(*wide)
-        for got, expected in zip(*((y,) if isinstance(y, Tensor) else y for y in (found, wanted))):
-            if expected is not None:
-                close(got, expected.view(got.shape), 2e-3)
+        fast = getattr(torch.ops.geoflow, name)(*inputs, "cpu")
+        for got, expected in zip(*((y,) if isinstance(y, Tensor) else y for y in (fast, true(*wide)))):
+            assert got.shape == expected.shape
+            close(got, expected, 2e-3)
+
+
+# What each kernel takes, beside the number of tangents: the extents are those that csrc/network.h documents.
+KERNELS = {kernel.name: kernel for kernel in native.Kernel.declared}
+ROWS, WIDTH, PER_GROUP, TANGENTS = 12, 5, 4, 2
+SHAPES = {
+    Extent.ROWS: (12, 5),
+    Extent.TANGENTS: (24, 5),
+    Extent.GROUPS: (3, 5),
+    Extent.PARTIAL_SUMS: (3, 5),
+    Extent.COLUMN: (12, 1),
+    Extent.MASK: (12, 5),
+    Extent.ROW_MASK: (12,),
+}
+
+
+def fitting(kernel: native.Kernel) -> dict[str, Tensor | float]:
+    """Arguments of the right sizes for 12 rows of width 5 in groups of 4, with 2 tangents."""
+
+    def fit(extent: Extent | None) -> Tensor | float:
+        if extent is None:
+            return 1.0
+        return torch.zeros(SHAPES[extent], dtype=torch.bool if extent >= Extent.MASK else torch.float32)
+
+    return {name: fit(extent) for name, extent in kernel.arguments.items()}
+
+
+def run(kernel: native.Kernel, arguments: dict[str, Tensor | float | None]) -> None:
+    kernel.run(ROWS, WIDTH, PER_GROUP, TANGENTS, **arguments)
+
+
+def test_every_kernel_of_the_network_is_declared():
+    assert set(KERNELS) == {
+        "adaln",
+        "adaln_backward",
+        "adaln_jvp",
+        "swiglu",
+        "swiglu_backward",
+        "swiglu_jvp",
+        "gate_residual",
+        "gate_residual_backward",
+        "gate_residual_jvp",
+        "flow_loss",
+        "flow_loss_backward",
+    }
+    for kernel in KERNELS.values():
+        run(kernel, fitting(kernel))
 
 
 @few
-@given(st.sampled_from(sorted(native._KERNELS)), st.integers(0, 12), st.integers(-1, 1), st.integers(-1, 1))
+@given(st.sampled_from(sorted(KERNELS)), st.integers(0, 12), st.integers(-1, 1), st.integers(-1, 1))
 def test_extents_are_checked_before_a_pointer_crosses(name, which, more_rows, more_columns):
     """A matrix that is too small, or too large, for what the kernel was told is refused."""
-    rows, width, per_group, tangents = 12, 5, 4, 2
-    sizes = {"R": rows, "T": tangents * rows, "G": rows // per_group, "P": rows // per_group}
-    arguments: list[Tensor | float | None] = []
-    for place, role in enumerate(native._KERNELS[name]):
-        off = (more_rows, more_columns) if place == which % len(native._KERNELS[name]) else (0, 0)
-        if role in sizes:
-            arguments.append(torch.zeros(sizes[role] + off[0], width + off[1]))
-        elif role == "C":
-            arguments.append(torch.zeros(rows + off[0], 1 + abs(off[1])))
-        elif role in "Mm":
-            shape = (rows + off[0], width + off[1]) if role == "M" else (rows + off[0] + off[1],)
-            arguments.append(torch.zeros(shape, dtype=torch.bool))
-        else:
-            arguments.append(tangents if role == "K" else 1.0)
-    shapes = [x.shape for x in arguments if isinstance(x, Tensor)]
-    right = _all_right(name, shapes, rows, width, per_group, tangents)
-    if right:
-        native.network_kernel(name, (rows, width, per_group), *arguments)
-    else:
-        with pytest.raises(ValueError, match=name):
-            native.network_kernel(name, (rows, width, per_group), *arguments)
+    kernel = KERNELS[name]
+    arguments = fitting(kernel)
+    changed = list(arguments)[which % len(arguments)]
+    fits = arguments[changed]
+    if isinstance(fits, Tensor):
+        shape = [fits.shape[0] + more_rows, *(n + more_columns for n in fits.shape[1:])]
+        arguments[changed] = torch.zeros(shape, dtype=fits.dtype)
+        if tuple(shape) != fits.shape:
+            with pytest.raises(ValueError, match=f"{name}: {changed} must be"):
+                run(kernel, arguments)
+            return
+    run(kernel, arguments)
 
 
-def _all_right(name: str, shapes: list[torch.Size], rows: int, width: int, per_group: int, tangents: int) -> bool:
-    wanted = {
-        "R": (rows, width),
-        "T": (tangents * rows, width),
-        "G": (rows // per_group, width),
-        "P": (rows // per_group, width),
-        "C": (rows, 1),
-        "M": (rows, width),
-        "m": (rows,),
-    }
-    return [tuple(shape) for shape in shapes] == [wanted[role] for role in native._KERNELS[name] if role in wanted]
+@pytest.mark.parametrize("name", sorted(KERNELS))
+def test_every_argument_of_every_kernel_is_guarded(name):
+    """Another dtype, another device, gaps along the rows, a number for a tensor, a missing or an unknown argument."""
+    kernel = KERNELS[name]
+    for changed, extent in kernel.arguments.items():
+        fits = fitting(kernel)[changed]
+        if not isinstance(fits, Tensor) or extent is None:
+            with pytest.raises(ValueError, match=f"{changed} must be a number"):
+                run(kernel, {**fitting(kernel), changed: torch.zeros(1)})
+            continue
+        gaps = torch.zeros(*fits.shape, 2, dtype=fits.dtype)[..., 0]
+        wrong: list[Tensor | float | None] = [fits.double(), fits.to("meta"), 1.0]
+        wrong += [] if fits.shape[-1] == 1 else [gaps]
+        partners = next((group for group in kernel.optional if changed in group), ())
+        wrong += [] if len(partners) == 1 else [None]  # without its partners, an argument cannot be left out
+        for value in wrong:
+            with pytest.raises((TypeError, ValueError), match="|".join((changed, *partners))):
+                run(kernel, {**fitting(kernel), changed: value})
+        run(kernel, {**fitting(kernel), **dict.fromkeys(partners)})
+        with pytest.raises(ValueError, match=f"{name} cannot run"):
+            run(kernel, {key: value for key, value in fitting(kernel).items() if key != changed})
+    with pytest.raises(ValueError, match=f"{name} cannot run"):
+        run(kernel, {**fitting(kernel), "another": torch.zeros(ROWS, WIDTH)})
+    for rows, width, per_group in ((0, 5, 1), (12, 0, 4), (12, 5, 0), (12, 5, 5), (-12, 5, 4)):
+        with pytest.raises(ValueError, match=f"{name} cannot run"):
+            kernel.run(rows, width, per_group, TANGENTS, **fitting(kernel))

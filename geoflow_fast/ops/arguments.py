@@ -1,0 +1,82 @@
+"""What the operations on rows share: the checks of their arguments, and the forms that their backends take."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from geoflow_fast.runtime import checks
+
+Pair = tuple[Tensor, Tensor]
+"""Image and text, or a result and its K derivatives."""
+
+
+def check_floating(optional: Collection[str] = (), **tensors: Tensor | None) -> None:
+    """Checks that these are dense floating-point tensors on the device of the first; those named in `optional` may be
+    None."""
+    first: Tensor | None = None
+    for name, x in tensors.items():
+        if x is None and name in optional:
+            continue
+        x = checks.floating(x, name)
+        first = x if first is None else first
+        if x.device != first.device:
+            raise ValueError(f"{name} is on {x.device}, but {next(iter(tensors))} is on {first.device}")
+
+
+def check_shape(shape: torch.Size, like: str, **tensors: Tensor | None) -> None:
+    """Checks that every tensor that is given has this shape, which is that of the argument called `like`."""
+    for name, x in tensors.items():
+        if x is not None and checks.dense(x, name).shape != shape:
+            raise ValueError(f"{name} must have the shape {tuple(shape)} of {like}, got {tuple(x.shape)}")
+
+
+def check_tangents(tangent: Tensor, name: str, primal: Tensor) -> None:
+    """Checks that `tangent` is [K, *primal.shape]."""
+    if tangent.dim() != primal.dim() + 1 or tangent.shape[1:] != primal.shape:
+        raise ValueError(f"{name} must be [K, {', '.join(map(str, primal.shape))}], got {tuple(tangent.shape)}")
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """`x` [..., H] as [R, H]."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def groups_of(group: Tensor, name: str, rows: Tensor) -> Tensor:
+    """`group` [H] or [..., H] as [G, H], where G divides the number of rows: each group serves R/G rows in turn."""
+    if group.dim() < 1 or group.shape[-1] == 0:
+        raise ValueError(f"{name} must have at least one column, got {tuple(group.shape)}")
+    flat = rows_of(group)
+    if flat.shape[1] != rows.shape[1]:
+        raise ValueError(f"{name} has width {flat.shape[1]}, but the rows have width {rows.shape[1]}")
+    if flat.shape[0] == 0 or rows.shape[0] % flat.shape[0] != 0:
+        raise ValueError(f"{name} has {flat.shape[0]} rows, which do not divide the {rows.shape[0]} they apply to")
+    return flat
+
+
+def output_rows(out: Pair, y: torch.Size, dy: torch.Size, like: Tensor) -> Pair:
+    """The user's `out` as the matrices [R, W] and [K, R, W] that a backend fills, if it has the shapes `y`, `dy`."""
+    for name, x, shape in (("out[0]", out[0], y), ("out[1]", out[1], dy)):
+        if x.shape != shape or not x.is_contiguous():
+            raise ValueError(f"{name} must be a contiguous {tuple(shape)}, got {tuple(x.shape)} {x.stride()}")
+        if x.dtype != like.dtype or x.device != like.device:
+            raise ValueError(f"{name} must be {like.dtype} on {like.device}, got {x.dtype} on {x.device}")
+    rows = rows_of(out[0])
+    return rows, out[1].view(dy[0], *rows.shape)
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of intermediate results: float32 for half-precision tensors, else the tensor's own."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def beside_groups(group: Tensor, rows: Tensor) -> Pair:
+    """`rows` [R, H] as [G, R/G, H] and `group` [G, H] as [G, 1, H]: row r belongs to group r // (R/G)."""
+    return rows.reshape(group.shape[0], -1, rows.shape[-1]), group.unsqueeze(1)
+
+
+def sum_groups(x: Tensor, groups: int) -> Tensor:
+    """Sums over the rows [R, H] of each group: [G, H]."""
+    return x if len(x) == groups else x.view(groups, -1, x.shape[1]).sum(1)

@@ -1,0 +1,247 @@
+"""torch's compilers and function transforms see the operations and keep their kernels."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+import geoflow_fast as gf
+from geoflow_fast import ops
+from geoflow_fast.ops import native
+from geoflow_fast.training.batches import Batch
+from geoflow_fast.training.flow_matching import row_losses
+
+ROWS, WIDTH = 6, 8
+NETWORK = {"adaln": 5, "gate_residual": 5, "swiglu": 3}
+"""Calls of the kernels in one velocity of the `flow` fixture, which has two blocks."""
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """How often each compiled row kernel ran."""
+    counts: Counter[str] = Counter()
+    run = native.Kernel.run
+
+    def counted(self: native.Kernel, *sizes: int, **values: Tensor | float | None) -> None:
+        counts[self.name] += 1
+        run(self, *sizes, **values)
+
+    monkeypatch.setattr(native.Kernel, "run", counted)
+    yield counts
+    torch._dynamo.reset()
+
+
+def unit(*shape: int) -> Tensor:
+    return functional.normalize(torch.randn(*shape), dim=-1)
+
+
+def inputs_of(name: str) -> tuple[object, ...]:
+    """Arguments of `torch.ops.geoflow.<name>` without the backend."""
+    x, y, z, w = (unit(ROWS, WIDTH) for _ in range(4))
+    dx = torch.randn(2, ROWS, WIDTH)
+    group, keep = torch.randn(2, WIDTH), torch.rand(ROWS, WIDTH) < 0.5
+    direction, times = torch.arange(ROWS).to(torch.int8) % 3, torch.rand(ROWS)
+    samples, gallery, bias = unit(2, 3, WIDTH), unit(9, WIDTH), torch.randn(9)
+    return {
+        "adaln": (x, group, group + 1, 1e-5),
+        "adaln_backward": (y, x, group, 1e-5),
+        "adaln_jvp": (x, dx, group, group + 1, 1e-5),
+        "swiglu": (x, y),
+        "swiglu_backward": (z, x, y),
+        "swiglu_jvp": (x, dx, y, dx + 1),
+        "gate_residual": (x, y, z, group, keep, 0.5),
+        "gate_residual_backward": (x, y, z, group, keep, 0.5),
+        "gate_residual_jvp": (x, dx, y, dx + 1, z, dx - 1, group),
+        "flow_loss": (x, y, z, w, y.clone(), z.clone(), direction),
+        "flow_loss_backward": (times, x, y, z, w, y.clone(), z.clone(), direction),
+        "keep_mask": (keep, 0.3),
+        "masked_interpolant": (x, y, z, w, times, direction, keep[:, 0].contiguous()),
+        "tangent_step": (x, y, 0.3, z, 2.0, False),
+        "gallery_posterior": (samples, gallery, 5.0, 4, bias, None),
+        "gallery_scores": (samples, gallery, 5.0, bias),
+    }[name]
+
+
+OPERATIONS = sorted(
+    name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "geoflow::" in name
+)
+DIFFERENTIABLE = ("adaln", "swiglu", "gate_residual")
+
+
+def leaves(inputs: tuple[object, ...]) -> list[object]:
+    """The same arguments; the floating-point tensors want a gradient."""
+    return [x.clone().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs]
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_registrations_are_right(name, backend):
+    """Schema, shapes of the results, derivatives and their tracing, as torch checks them."""
+    arguments = (*inputs_of(name), backend)
+    operator = getattr(torch.ops.geoflow, name).default
+    torch.library.opcheck(operator, arguments)
+    if name in (*DIFFERENTIABLE, "tangent_step", "masked_interpolant"):
+        torch.library.opcheck(operator, tuple(leaves(arguments)))
+    if name == "flow_loss":
+        torch.library.opcheck(operator, (*leaves(arguments[:2]), *arguments[2:]))
+
+
+@pytest.mark.parametrize("name", ["swiglu", "gate_residual"])
+def test_registrations_are_right_without_optional_arguments(name):
+    x, z, group = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), torch.randn(1, WIDTH)
+    arguments = {"swiglu": (x, None), "gate_residual": (x, None, z, group, None, 0.0)}[name]
+    torch.library.opcheck(getattr(torch.ops.geoflow, name).default, (*leaves(arguments), "auto"))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_velocity_keeps_the_kernels(flow, calls, backend):
+    image, text = unit(5, 10), unit(5, 7)
+    compiled = torch.compile(lambda i, t: flow.velocity(i, t, 0.3, "joint"), backend=backend, fullgraph=True)
+    with torch.no_grad():
+        compiled(image, text)
+        calls.clear()
+        result = compiled(image, text)
+        assert calls == NETWORK
+        for got, wanted in zip(result, flow.velocity(image, text, 0.3, "joint")):
+            assert torch.equal(got, wanted)
+
+
+def training_batch() -> Batch:
+    counts = (2, 3, 2)
+    return Batch(
+        image=unit(7, 10),
+        text=unit(7, 7),
+        v_image=torch.randn(7, 10),
+        v_text=torch.randn(7, 7),
+        t=torch.rand(7),
+        counts=counts,
+    )
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_training_loss_keeps_the_kernels(flow, calls, backend):
+    flow.train()
+    batch = training_batch()
+
+    def mean_loss() -> Tensor:
+        return row_losses(flow, batch).mean()
+
+    def gradients(loss: Callable[[], Tensor]) -> list[Tensor]:
+        torch.manual_seed(4)  # the dropout masks must be the same too
+        flow.zero_grad()
+        loss().backward()
+        return [p.grad.clone() for p in flow.parameters() if p.grad is not None]
+
+    expected, wanted_calls = gradients(mean_loss), Counter(calls)
+    compiled = torch.compile(mean_loss, backend=backend)
+    gradients(compiled)
+    calls.clear()
+    result = gradients(compiled)
+    assert calls == wanted_calls
+    assert {"adaln", "adaln_backward", "swiglu_backward", "gate_residual_backward", "flow_loss_backward"} <= set(calls)
+    for got, wanted in zip(result, expected, strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_an_exported_velocity_has_the_operations(flow):
+    class Velocity(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.flow = flow
+
+        def forward(self, image: Tensor, text: Tensor) -> tuple[Tensor, Tensor]:
+            return self.flow.velocity(image, text, 0.3, "t2i")
+
+    image, text = unit(5, 10), unit(5, 7)
+    program = torch.export.export(Velocity(), (image, text))
+    targets = {str(node.target) for node in program.graph.nodes}
+    assert {f"geoflow.{name}.default" for name in NETWORK} <= targets
+    with torch.no_grad():
+        for got, wanted in zip(program.module()(image, text), flow.velocity(image, text, 0.3, "t2i")):
+            torch.testing.assert_close(got, wanted)
+
+
+def test_vmap_of_a_velocity_runs_each_kernel_once_on_all_rows(flow, calls):
+    image, text = unit(4, 3, 10), unit(4, 3, 7)
+    with torch.no_grad():
+        result = torch.func.vmap(lambda i, t: flow.velocity(i, t, 0.3, "joint"))(image, text)
+        assert calls == NETWORK
+        for example in range(4):
+            wanted = flow.velocity(image[example], text[example], 0.3, "joint")
+            for got, want in zip(result, wanted):
+                torch.testing.assert_close(got[example], want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shared", ["none", "groups", "rows"])
+@pytest.mark.parametrize("name", ["adaln", "swiglu", "gate_residual", "flow_loss", "tangent_step"])
+def test_vmap_agrees_with_a_loop(name, shared, calls):
+    """Values and gradients per example, with all tensors batched, or one of them shared by the examples."""
+    examples = [inputs_of(name) for _ in range(3)]
+    tensors = [k for k, x in enumerate(examples[0]) if isinstance(x, Tensor)]
+    fixed = {"none": None, "groups": tensors[min(3, len(tensors) - 1)], "rows": tensors[0]}[shared]
+    batched = [k for k in tensors if k != fixed]
+    operator = getattr(torch.ops.geoflow, name).default
+
+    def run(*parts: Tensor) -> Tensor:
+        arguments = list(examples[0])
+        for k, part in zip(batched, parts):
+            arguments[k] = part
+        return operator(*arguments, "auto")
+
+    # The batch comes last, so that the rule has to move it.
+    stacked = [torch.stack([example[k] for example in examples], dim=-1) for k in batched]
+    calls.clear()
+    result = torch.func.vmap(run, in_dims=-1)(*stacked)
+    assert sum(calls.values()) == (2 if name == "flow_loss" else 0 if name == "tangent_step" else 1)
+    for number, example in enumerate(examples):
+        torch.testing.assert_close(result[number], run(*(example[k] for k in batched)))
+    if name in DIFFERENTIABLE:
+        floats = tuple(i for i, k in enumerate(batched) if examples[0][k].is_floating_point())
+        gradient = torch.func.grad(lambda *parts: run(*parts).square().sum(), argnums=floats)
+        result = torch.func.vmap(gradient, in_dims=-1)(*stacked)
+        for number, example in enumerate(examples):
+            for got, wanted in zip(result, gradient(*(example[k] for k in batched))):
+                torch.testing.assert_close(got[number], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_torch_func_agrees_with_autograd(calls):
+    """Reverse, forward, reverse over reverse and forward over reverse, against the tape of plain autograd."""
+    x, shift, scale = (torch.randn(3, 5, dtype=torch.float64) for _ in range(3))
+
+    def loss(x: Tensor) -> Tensor:
+        y = ops.adaln(x, shift, scale)
+        return ops.gate_residual(x, y, ops.swiglu(y, x), scale).square().sum()
+
+    leaf = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+    torch.testing.assert_close(torch.func.grad(loss)(x), gradient)
+    hessian = torch.autograd.functional.hessian(loss, x)
+    torch.testing.assert_close(torch.func.hessian(loss)(x), hessian)
+    torch.testing.assert_close(torch.func.jacrev(torch.func.grad(loss))(x), hessian)
+    direction = torch.randn_like(x)
+    _, slope = torch.func.jvp(loss, (x,), (direction,))
+    torch.testing.assert_close(slope, (gradient * direction).sum())
+
+    # torch's own LayerNorm is wrong in forward mode over forward mode; the other operations are right there too.
+    def gated(x: Tensor) -> Tensor:
+        return ops.gate_residual(x, x, ops.swiglu(x, shift), scale).square().sum()
+
+    hessian = torch.autograd.functional.hessian(gated, x)
+    torch.testing.assert_close(torch.func.jacfwd(torch.func.jacfwd(gated))(x), hessian)
+    torch.testing.assert_close(torch.func.jacrev(torch.func.jacfwd(gated))(x), hessian)
+    # The forward pass of a transformed function still runs in the kernels.
+    torch.func.grad(lambda x: ops.swiglu(x).sum())(torch.randn(4, 6))
+    assert calls == {"swiglu": 1}
+
+
+def test_every_listed_operation_is_registered():
+    assert {name for name in OPERATIONS if not name.endswith(("_backward", "_jvp"))} == set(gf.backends()) - {
+        "ot_assign",
+        "sinkhorn",
+        "transport_cost",
+    }
