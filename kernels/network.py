@@ -183,7 +183,8 @@ def adaln_backward(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[
     )  # fmt: skip
     if groups.per_row:
         return dx, scale.new_empty(0), d_scale
-    return dx, d_shift.sum(1).to(scale.dtype), d_scale.sum(1).to(scale.dtype)
+    d_shift = scale.new_empty(0) if rows == groups.count else d_shift.sum(1)
+    return dx, d_shift.to(scale.dtype), d_scale.sum(1).to(scale.dtype)
 
 
 def adaln_jvp(

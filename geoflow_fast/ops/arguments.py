@@ -51,7 +51,7 @@ def groups_of(group: Tensor, name: str, rows: Tensor) -> Tensor:
     flat = rows_of(group)
     if flat.shape[1] != rows.shape[1]:
         raise ValueError(f"{name} has width {flat.shape[1]}, but the rows have width {rows.shape[1]}")
-    if flat.shape[0] == 0 or rows.shape[0] % flat.shape[0] != 0:
+    if rows.shape[0] % flat.shape[0] if flat.shape[0] else rows.shape[0]:
         raise ValueError(f"{name} has {flat.shape[0]} rows, which do not divide the {rows.shape[0]} they apply to")
     return flat
 

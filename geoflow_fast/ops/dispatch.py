@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -162,6 +162,8 @@ class Derivatives(torch.autograd.function._SingleLevelFunction):
     """The base of an operation's derivatives: `forward` calls `below_autograd`, the other methods are those of a
     `torch.autograd.Function`. The dispatcher takes the transforms of `torch.func` apart before it comes here, so that
     one level of differentiation is left."""
+
+    apply: ClassVar[Callable[..., Any]]
 
 
 def below_autograd(overload: torch._ops.OpOverload[..., Any], *inputs: Any) -> Any:

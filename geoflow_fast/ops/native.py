@@ -477,7 +477,7 @@ class Kernel:
         self.declared.append(self)
 
     def run(
-        self, rows: int, width: int, per_group: int = 1, tangents: int = 0, **values: Tensor | float | None
+        self, rows: int, width: int, per_group: int = 1, tangents: int = 0, /, **values: Tensor | float | None
     ) -> None:
         """Runs the kernel on rows in groups of `per_group`. Tensors are float32 matrices on the CPU with unit stride
         along their rows, or bool masks; outputs are among them. Every one is checked before its address crosses."""

@@ -178,7 +178,7 @@ def _cpu_jvp(
     tangents, (rows, width) = len(d_gate), first.shape
     y, dy = out or (native.empty_rows(rows, width), native.empty_rows(tangents, rows, width))
     inputs = {"gate": first, "d_gate": d_first, "value": second, "d_value": d_second}
-    _JVP_KERNEL.run(rows, width, tangents=tangents, **inputs, y=y, d_y=dy.view(-1, width))
+    _JVP_KERNEL.run(rows, width, 1, tangents, **inputs, y=y, d_y=dy.view(-1, width))
     return y, dy
 
 

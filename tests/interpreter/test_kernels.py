@@ -244,7 +244,9 @@ def check_adaln(kernels, rows=12, width=129, groups=3, dtype=torch.float32):
     )
     for a, b in zip(actual, truth):
         assert a.dtype == dtype
-        assert_close(a, b, dtype)
+        assert a.shape == b.shape
+        if b.numel():  # an empty tensor stands for the gradient of the shift where that is `grad`
+            assert_close(a, b, dtype)
 
 
 def check_gate_residual(kernels, rows=12, width=129, groups=3, dtype=torch.float32, gated=True, dropout=0.25):
@@ -272,7 +274,8 @@ def check_gate_residual(kernels, rows=12, width=129, groups=3, dtype=torch.float
     )
     for a, b in zip(actual, truth):
         assert a.shape == b.shape
-        assert_close(a, b, dtype)
+        if b.numel():  # an empty tensor stands for the gradient of an absent gate
+            assert_close(a, b, dtype)
 
 
 def check_swiglu(kernels, rows=12, width=130, dtype=torch.float32):
