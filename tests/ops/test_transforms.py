@@ -13,8 +13,6 @@ from torch.nn import functional
 import geoflow_fast as gf
 from geoflow_fast import ops
 from geoflow_fast.ops import native
-from geoflow_fast.training.batches import Batch
-from geoflow_fast.training.flow_matching import row_losses
 
 ROWS, WIDTH = 6, 8
 NETWORK = {"adaln": 5, "gate_residual": 5, "swiglu": 3}
@@ -111,25 +109,14 @@ def test_a_compiled_velocity_keeps_the_kernels(flow, calls, backend):
             assert torch.equal(got, wanted)
 
 
-def training_batch() -> Batch:
-    counts = (2, 3, 2)
-    return Batch(
-        image=unit(7, 10),
-        text=unit(7, 7),
-        v_image=torch.randn(7, 10),
-        v_text=torch.randn(7, 7),
-        t=torch.rand(7),
-        counts=counts,
-    )
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_training_loss_keeps_the_kernels(flow, calls, backend):
     flow.train()
-    batch = training_batch()
+    points, targets, t = (unit(7, 10), unit(7, 7)), (torch.randn(7, 10), torch.randn(7, 7)), torch.rand(7)
+    joint = torch.zeros(7, dtype=torch.int8)
 
     def mean_loss() -> Tensor:
-        return row_losses(flow, batch).mean()
+        return ops.flow_loss(*flow.velocity(*points, t, "joint"), *targets, *points, joint)[0]
 
     def gradients(loss: Callable[[], Tensor]) -> list[Tensor]:
         torch.manual_seed(4)  # the dropout masks must be the same too
