@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from geoflow_fast.baselines.trained import HIDDEN, PUBLISHED, TrainedBaseline
 from geoflow_fast.directions import IMAGE, TEXT, Direction
+from geoflow_fast.flow.fields import Streams
 from geoflow_fast.flow.network import zero_linear
-from geoflow_fast.flow.solvers import Streams
 from geoflow_fast.geometry import interpolate, project_tangent
 from geoflow_fast.likelihood.density import log_density
 from geoflow_fast.likelihood.settings import DensitySettings

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.directions import DIRECTIONS
-from geoflow_fast.flow.solvers import Field
+from geoflow_fast.flow.fields import Field
 from geoflow_fast.likelihood.density import log_density
 from geoflow_fast.worlds import ConceptWorld
 

@@ -101,23 +101,18 @@ class PlainField:
     def check_embeddings(self, x: Tensor, stream: int) -> None:
         """Checks nothing: only the field itself knows what it accepts."""
 
-    def without_dropout(self) -> contextlib.AbstractContextManager[None]:
-        return eval_mode(self.field)
-
-
-@contextlib.contextmanager
-def eval_mode(field: object) -> Iterator[None]:
-    """Sets the modules of a field that is a module to eval mode for a while; then each has its own mode back. A flow is
-    left alone: it has no dropout where this is used."""
-    modules = list(field.modules()) if isinstance(field, nn.Module) and not hasattr(field, "velocity_at") else []
-    modes = [module.training for module in modules]
-    try:
-        for module in modules:
-            module.training = False
-        yield
-    finally:
-        for module, mode in zip(modules, modes):
-            module.training = mode
+    @contextlib.contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        """Sets the modules of a field that is a module to eval mode for a while; then each has its own mode back."""
+        modules = list(self.field.modules()) if isinstance(self.field, nn.Module) else []
+        modes = [module.training for module in modules]
+        try:
+            for module in modules:
+                module.training = False
+            yield
+        finally:
+            for module, mode in zip(modules, modes):
+                module.training = mode
 
 
 def as_flow(field: Field, dims: tuple[int, int] | None = None) -> FlowField:

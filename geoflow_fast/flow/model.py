@@ -132,10 +132,9 @@ class GeoFlow(nn.Module):
         return contextlib.nullcontext()
 
     # unchecked: velocity and the solvers call it with what they have checked
-    def modulations(self, t: Tensor, direction: str) -> Tensor:
+    def modulations(self, t: Tensor, direction: Direction) -> Tensor:
         """AdaLN shifts and scales of every half-block at the times `t` [S], shared by all rows: [S, 4 depth, 2, 1, H].
         A solver can compute those of all its steps in one call."""
-        direction = Direction.of(direction)
         codes = torch.full(t.shape, direction.code, device=t.device)
         times = (torch.zeros_like(t) if stream == direction.given else t for stream in range(2))
         c = torch.stack([self.conditioning(time, codes, stream) for stream, time in enumerate(times)])

@@ -8,9 +8,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from geoflow_fast.flow.fields import Field as Field
-from geoflow_fast.flow.fields import Streams as Streams
-from geoflow_fast.flow.fields import eval_mode as eval_mode
 from geoflow_fast.geometry import capturing
 from geoflow_fast.manifolds import SPHERE, Manifold
 from geoflow_fast.runtime import checks

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.directions import DIRECTIONS, STREAMS, Direction
-from geoflow_fast.flow.solvers import Field
+from geoflow_fast.flow.fields import Field
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.likelihood.reverse_ode import density_estimates, draw_seed, in_flow, probe_dimensions
 from geoflow_fast.likelihood.settings import DensitySettings

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.directions import STREAMS, Direction
-from geoflow_fast.flow.solvers import Field, Points, Streams
+from geoflow_fast.flow.fields import FlowField, Streams
+from geoflow_fast.flow.solvers import Points
 from geoflow_fast.geometry import capturing
 from geoflow_fast.likelihood.forward_mode import ForwardMode, SolveInput
 from geoflow_fast.likelihood.settings import DensitySettings
-from geoflow_fast.manifolds import manifold_of
 
 TANGENT_TOLERANCE = 1e-3
 """Share of a field's velocity that may point off the sphere."""
@@ -91,10 +91,15 @@ class FieldEvaluator:
     """
 
     def __init__(
-        self, field: Field, directions: Sequence[Direction], pair: Streams, settings: DensitySettings, first_row: int
+        self,
+        field: FlowField,
+        directions: Sequence[Direction],
+        pair: Streams,
+        settings: DensitySettings,
+        first_row: int,
     ) -> None:
         self.field, self.directions, self.pair, self.settings = field, directions, pair, settings
-        self.manifold, self.first_row = manifold_of(field), first_row
+        self.manifold, self.first_row = field.manifold, first_row
         self.moving = [(solve, stream) for solve, direction in enumerate(directions) for stream in direction.generated]
 
     def __call__(self, points: Points, t: float, probes: Points | None = None) -> Evaluation:

@@ -14,23 +14,14 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.directions import STREAMS, Direction
+from geoflow_fast.flow.fields import Field, FlowField, Streams, as_flow
 from geoflow_fast.flow.model import GeoFlow
-from geoflow_fast.flow.solvers import (
-    Field,
-    FiniteMonitor,
-    Points,
-    Streams,
-    eval_mode,
-    evaluation_times,
-    integrate,
-    time_grid,
-)
+from geoflow_fast.flow.solvers import FiniteMonitor, Points, evaluation_times, integrate, time_grid
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.likelihood.evaluators import Evaluator, FieldEvaluator, NetworkEvaluator
 from geoflow_fast.likelihood.forward_mode import ForwardMode
 from geoflow_fast.likelihood.probes import Probes
 from geoflow_fast.likelihood.settings import MEMORY, DensitySettings
-from geoflow_fast.manifolds import manifold_of
 
 
 def draw_seed(generator: torch.Generator | None, like: Tensor) -> int | Tensor:
@@ -58,31 +49,34 @@ def density_estimates(
     `given_number` [B], for a single conditional direction: pairs with the same number have the same given point, which
     a network then encodes once.
     """
-    image, text = in_flow(field, image, "image"), in_flow(field, text, "text")
+    flow = as_flow(field, (image.shape[1], text.shape[1]))
+    image, text = in_flow(flow, image, "image"), in_flow(flow, text, "text")
     if settings.orthogonal_to == "probes" and not settings.exact:
-        least = min(probe_dimensions(field, image, text, directions))
+        least = min(probe_dimensions(flow, image, text, directions))
         if settings.n_probes > least:
             raise ValueError(f"n_probes={settings.n_probes} orthogonal probes do not fit into {least} dimensions")
-    with eval_mode(field), torch.no_grad():
+    with flow.without_dropout(), torch.no_grad():
         network, rows, encoded = None, max(1, len(image)), None
-        if isinstance(field, GeoFlow):
-            field.check_points(image, text)
+        if flow.network is not None:
+            flow.network.check_points(image, text)
             times = evaluation_times(time_grid(settings.n_steps, kind=settings.grid, reverse=True), settings.solver)
-            network = ForwardMode(field, directions, sorted(set(times)))
-            rows = _rows_at_once(field, directions, settings, len(image))
+            network = ForwardMode(flow.network, directions, sorted(set(times)))
+            rows = _rows_at_once(flow.network, directions, settings, len(image))
             if given_number is not None:
-                encoded = _encode_distinct(field, directions[0].queries(image, text), directions[0], given_number)
+                encoded = _encode_distinct(
+                    flow.network, directions[0].queries(image, text), directions[0], given_number
+                )
         estimates = []
         for number, pair in enumerate(zip(image.split(rows), text.split(rows))):
             # guard: noise depends on the row and not on the chunk
             first = first_row + number * rows
             evaluator: Evaluator
             if network is None:
-                evaluator = FieldEvaluator(field, directions, pair, settings, first)
+                evaluator = FieldEvaluator(flow, directions, pair, settings, first)
             else:
                 known = None if encoded is None else encoded[0][encoded[1][number * rows :][:rows]]
                 evaluator = NetworkEvaluator(network, directions, pair, settings, known)
-            estimates.append(_ReverseSolve(field, evaluator, directions, pair, settings, seed, first).run())
+            estimates.append(_ReverseSolve(flow, evaluator, directions, pair, settings, seed, first).run())
     return torch.cat(estimates, dim=-1)
 
 
@@ -94,7 +88,7 @@ class _ReverseSolve:
 
     def __init__(
         self,
-        field: Field,
+        flow: FlowField,
         evaluator: Evaluator,
         directions: Sequence[Direction],
         pair: Streams,
@@ -102,7 +96,7 @@ class _ReverseSolve:
         seed: int | Tensor,
         first_row: int,
     ) -> None:
-        self.evaluator, self.pair, self.settings, self.manifold = evaluator, pair, settings, manifold_of(field)
+        self.evaluator, self.pair, self.settings, self.manifold = evaluator, pair, settings, flow.manifold
         self.moving = [(solve, stream) for solve, direction in enumerate(directions) for stream in direction.generated]
         # Aligned probes of a stream learn from the first solve that moves it.
         self.leader = {stream: k for k, (_, stream) in reversed(list(enumerate(self.moving)))}
@@ -184,17 +178,17 @@ def _encode_distinct(flow: GeoFlow, x: Tensor, direction: Direction, number: Ten
 def in_flow(field: Field, x: Tensor, name: str) -> Tensor:
     """The rows `x` [..., d] in the field's coordinates. `name` begins with the stream's. Centring and projecting may
     leave nothing of a row, which a ValueError then names."""
-    if not isinstance(field, GeoFlow) or field.preprocess is None:
+    rows = x.flatten(0, -2)
+    moved = as_flow(field).stream_to_flow(rows, STREAMS.index(name.split("_")[0]))
+    if moved is rows:
         return x
-    stream = name.split("_")[0]
-    rows = field.to_flow(**{stream: x.flatten(0, -2)})[STREAMS.index(stream)]
-    moved = cast(Tensor, rows).unflatten(0, x.shape[:-1])
+    moved = moved.unflatten(0, x.shape[:-1])
     check_rows(moved, f"{name} in the flow's coordinates")
     return moved
 
 
 def probe_dimensions(field: Field, image: Tensor, text: Tensor, directions: Sequence[Direction]) -> list[int]:
     """Dimensions of the tangent spaces of the streams that these directions generate."""
-    widths = field.config.flow_dims if isinstance(field, GeoFlow) else (image.shape[1], text.shape[1])
+    flow = as_flow(field, (image.shape[1], text.shape[1]))
     streams = {stream for direction in directions for stream in direction.generated}
-    return [manifold_of(field).freedom(widths[stream]) for stream in sorted(streams)]
+    return [flow.manifold.freedom(flow.flow_dims[stream]) for stream in sorted(streams)]

@@ -20,8 +20,8 @@ from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import Index
 from geoflow_fast.directions import ROW_ORDER, Counts, Direction
 from geoflow_fast.flow.curriculum import BatchPlan, draw_batch_plan
+from geoflow_fast.flow.fields import Streams
 from geoflow_fast.flow.model import GeoFlow
-from geoflow_fast.flow.solvers import Streams
 from geoflow_fast.manifolds import manifold_of
 from geoflow_fast.noise import StructuredNoise
 from geoflow_fast.training.config import TrainConfig

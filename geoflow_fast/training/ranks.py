@@ -14,8 +14,8 @@ from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import Index
 from geoflow_fast.directions import Direction
 from geoflow_fast.distributed import World
+from geoflow_fast.flow.fields import Streams
 from geoflow_fast.flow.model import GeoFlow
-from geoflow_fast.flow.solvers import Streams
 from geoflow_fast.ops import native
 from geoflow_fast.training.batches import LANE_ROWS, BatchMaker, Noise, dense
 from geoflow_fast.training.config import TrainConfig
