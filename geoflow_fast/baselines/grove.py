@@ -143,7 +143,7 @@ class ModalityProcess(nn.Module):
 class GroVE(TrainedBaseline):
     """GroVE: predictive variance of a Gaussian process for the query's modality, averaged over coordinates.
 
-    One sparse process per modality maps latent vectors to embeddings. The latent of a query is found by `adam_steps`
+    One sparse process per modality maps latent vectors to embeddings. A query gets its latent by `adam_steps`
     steps of Adam on the likelihood of its embedding and a standard normal prior, starting from a linear regression on
     the embedding or, with `latent_start="zero"`, from zero. The latents of training pairs are learned, starting from
     principal components, and are not stored.
@@ -162,7 +162,7 @@ class GroVE(TrainedBaseline):
         largest = max((size for x in tensors.values() for size in x.shape), default=0)
         for name in ("image_dim", "text_dim", "latent"):
             if checks.integer(settings[name], name, 1) > largest:
-                raise ValueError(f"{path} is damaged: {name} {settings[name]} is that of none of its tensors")
+                raise ValueError(f"{path} is damaged: none of its tensors has the size {name}={settings[name]}")
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class GroVE(TrainedBaseline):
 
     # unchecked: fit and uncertainty call it with what they have checked
     def infer(self, targets: Iterable[tuple[ModalityProcess, Tensor]]) -> Tensor:
-        """Latents [B, q] of rows whose embeddings are given for one or both modalities, found by Adam."""
+        """Latents [B, q] of rows whose embeddings are given for one or both modalities, optimised by Adam."""
         observed = list(targets)
         start = torch.stack([side.guess(x) for side, x in observed]).mean(0)
         with torch.enable_grad():

@@ -17,7 +17,7 @@ from geoflow_fast.distributed import World
 from geoflow_fast.flow.fields import Streams
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.ops import native
-from geoflow_fast.training.batches import LANE_ROWS, BatchMaker, Noise, dense
+from geoflow_fast.training.batches import LANE_ROWS, BatchMaker
 from geoflow_fast.training.config import TrainConfig
 
 PANEL_RULES = ("paper", "sample")
@@ -25,7 +25,7 @@ PANEL_RULES = ("paper", "sample")
 
 
 def batch_maker(flow: GeoFlow, pairs: EmbeddingPairs, config: TrainConfig, world: World) -> BatchMaker:
-    """Makes this rank's rows of the batches that a single process would make."""
+    """What makes this rank's rows of the batches that a single process would make."""
     if world.size == 1:
         return BatchMaker(flow, pairs, config)
     return RankBatchMaker(flow, pairs, config, world)
@@ -54,7 +54,7 @@ class RankBatchMaker(BatchMaker):
         how many seconds this took."""
         group = RankGroup(rows, self.owners, self.world)
         mine = group.local
-        drawn: tuple[Noise, Noise] = noise[0][mine], noise[1][mine]
+        drawn = noise[0][mine], noise[1][mine]
         if self.config.noise == "structured":
             image, text = self.structured_noise(group.count, generator)
             drawn = image.dense()[group.numbers], text.dense()[group.numbers]
@@ -73,13 +73,13 @@ class RankBatchMaker(BatchMaker):
             if rule in PANEL_RULES and self.device.type == "cpu" and native.missing() is None:
                 target = self._couple_panel(drawn, source, group, rule, generator)
             else:
-                whole = group.gather(dense(drawn[0])), group.gather(dense(drawn[1]))
+                whole = group.gather(drawn[0]), group.gather(drawn[1])
                 target = self.couple(whole, source, direction, rule, generator)[group.numbers]
         data[0][mine], data[1][mine] = source[0][target], source[1][target]
         return time.perf_counter() - start
 
     def _couple_panel(
-        self, noise: tuple[Noise, Noise], data: Streams, group: RankGroup, rule: str, generator: torch.Generator
+        self, noise: Streams, data: Streams, group: RankGroup, rule: str, generator: torch.Generator
     ) -> Tensor:
         """Does the same as `couple` for this rank's noise and the data of all ranks, which solve the plan together."""
         uniform = None
