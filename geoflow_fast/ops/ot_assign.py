@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ def ot_assign(
     `image0` [B, d_I] and `text0` [B, d_T] are noise, `image1` and `text1` data, unit rows. The noise of both spheres
     may also be a `geometry.StructuredNoise`, which replaces the matrix products of the cost by fast transforms.
     `assignment`: "argmax" (the paper: the largest entry of each row of the entropic plan), "sample" (a draw from each
-    row, with `generator`) or "exact" (linear assignment without entropy, which uses every data row once; needs SciPy).
+    row, with `generator`) or "exact" (linear assignment without entropy, which uses every data row once).
     `cost`: "arc" (the paper: sum of the two arc lengths), "chord" or a matrix [B, B]; with a matrix the points only
     determine the batch size. `eps`, `tol`, `max_iter`, `storage` and `backend` are those of `sinkhorn`.
     """
@@ -180,21 +179,14 @@ def _make_square_problem(factors: Factors, cost: Tensor | str, weights: tuple[fl
 
 
 def _exact(problem: Problem, backend: str) -> Tensor:
+    from scipy.optimize import linear_sum_assignment
+
     cost = problem.matrix
     if cost is None:
         noise, data = problem.clouds()
         cost = transport_cost(*noise, *data, cost=problem.cost, weights=problem.weights, backend=backend)
-    _, columns = _scipy_optimize().linear_sum_assignment(cost.cpu().numpy())
+    _, columns = linear_sum_assignment(cost.cpu().numpy())
     return torch.from_numpy(columns).to(device=problem.anchor.device, dtype=torch.int64)
-
-
-def _scipy_optimize() -> ModuleType:
-    try:
-        from scipy import optimize
-    except ImportError as error:
-        raise ValueError("exact assignment needs SciPy: pip install 'geoflow_fast[ot]'") from error
-    module: ModuleType = optimize
-    return module
 
 
 def _c2ot(problem: Problem, generated: int, target_ratio: float, backend: str) -> Tensor:

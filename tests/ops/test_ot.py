@@ -377,12 +377,6 @@ def test_exact_is_the_linear_assignment(backend):
     assert float(cost[rows, index].sum()) == pytest.approx(float(cost[rows, torch.from_numpy(columns)].sum()), abs=1e-4)
 
 
-def test_exact_without_scipy_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(ValueError, match=r"geoflow_fast\[ot\]"):
-        gf.ops.ot_assign(*clouds(4), assignment="exact")
-
-
 def test_couple_by_name():
     points = clouds(64)
     assert torch.equal(gf.ops.couple(*points, coupling="independent"), torch.arange(64))
