@@ -71,9 +71,9 @@ class Manifold(ABC):
         """Log-density [B] of the base distribution at `x`, float64."""
 
     @abstractmethod
-    def divergence(self, x: Tensor, f: Tensor, trace: Tensor) -> Tensor:
-        """Divergence [K, B] of the tangent part of a field f, whose values at `x` are `f` [B, d] and whose Jacobian has
-        the `trace` [K, B], float64, over the tangent space."""
+    def curvature(self, x: Tensor, f: Tensor) -> Tensor | float:
+        """What to add to the trace of the Jacobian of a field f over the tangent space at `x` for the divergence of its
+        tangent part: float64 [B], from the values `f` [B, d] of the field."""
 
     @abstractmethod
     def interpolant(
@@ -123,8 +123,8 @@ class Sphere(Manifold):
     def from_normal(self, x: Tensor) -> Tensor:
         return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
-    def divergence(self, x: Tensor, f: Tensor, trace: Tensor) -> Tensor:
-        return trace - (x.shape[1] - 1) * (x.double() * f.double()).sum(-1)
+    def curvature(self, x: Tensor, f: Tensor) -> Tensor:
+        return (1 - x.shape[1]) * (x.double() * f.double()).sum(-1)
 
     def log_base(self, x: Tensor) -> Tensor:
         return torch.full((len(x),), -geometry.log_area(x.shape[1]), dtype=torch.float64, device=x.device)
@@ -174,8 +174,8 @@ class Euclidean(Manifold):
     def from_normal(self, x: Tensor) -> Tensor:
         return x
 
-    def divergence(self, x: Tensor, f: Tensor, trace: Tensor) -> Tensor:  # noqa: ARG002
-        return trace
+    def curvature(self, x: Tensor, f: Tensor) -> float:  # noqa: ARG002
+        return 0.0
 
     def log_base(self, x: Tensor) -> Tensor:
         return -0.5 * x.double().square().sum(1) - x.shape[1] / 2 * math.log(2 * math.pi)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.directions import DIRECTIONS, STREAMS, Direction
-from geoflow_fast.flow.fields import Field
+from geoflow_fast.flow.fields import Field, Streams, as_flow
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.likelihood.reverse_ode import density_estimates, draw_seed, in_flow, probe_dimensions
 from geoflow_fast.likelihood.settings import DensitySettings
@@ -63,7 +64,7 @@ def log_density(
         return density_estimates(field, image, text, (direction,), settings, draw_seed(generator, image))[0].mean(0)
     _check_stderr(settings)
     estimates = density_estimates(field, image, text, (direction,), settings, draw_seed(generator, image))[0]
-    return estimates.mean(0), _stderr(estimates, settings, max(probe_dimensions(field, image, text, (direction,))))
+    return estimates.mean(0), _stderr(estimates, settings, field, (image, text), (direction,))
 
 
 @dataclass(frozen=True)
@@ -145,9 +146,7 @@ def epistemic(
         joint, t2i = density_estimates(field, partner, text, directions, settings, seed + number)
         text_marginals.append(joint - t2i)
     of_image, of_text = torch.stack(image_marginals).mean(0), torch.stack(text_marginals).mean(0)
-    stderr = None
-    if return_stderr:
-        stderr = _stderr(of_image + of_text, settings, max(probe_dimensions(field, image, text, DIRECTIONS)))
+    stderr = _stderr(of_image + of_text, settings, field, (image, text)) if return_stderr else None
     return chain_rule(estimates, (of_image, of_text), typical, stderr)
 
 
@@ -212,11 +211,18 @@ def suggest_steps(
 def epistemic_stderr(estimates: Tensor, settings: DensitySettings, field: Field, image: Tensor, text: Tensor) -> Tensor:
     """Standard error [B] of the epistemic score from estimates [3, K, B] of the `DIRECTIONS`."""
     joint, i2t, t2i = estimates
-    return _stderr(2 * joint - i2t - t2i, settings, max(probe_dimensions(field, image, text, DIRECTIONS)))
+    return _stderr(2 * joint - i2t - t2i, settings, field, (image, text))
 
 
-def _stderr(estimates: Tensor, settings: DensitySettings, freedom: int) -> Tensor:
-    """Standard error [B] of the mean of the estimates [K, B]."""
+def _stderr(
+    estimates: Tensor,
+    settings: DensitySettings,
+    field: Field,
+    pair: Streams,
+    directions: Sequence[Direction] = DIRECTIONS,
+) -> Tensor:
+    """Standard error [B] of the mean of the estimates [K, B] for a pair (image, text) in these directions."""
+    freedom = max(probe_dimensions(as_flow(field, (pair[0].shape[1], pair[1].shape[1])), directions))
     return estimates.std(0) * math.sqrt(settings.correction(freedom) / settings.n_probes)
 
 
@@ -237,7 +243,7 @@ def _partners(field: Field, own: Tensor, partners: Tensor | None, name: str) -> 
     if partners.dtype != own.dtype or partners.device != own.device:
         raise ValueError(f"{name} is {partners.dtype} on {partners.device}, but {side} is {own.dtype} on {own.device}")
     check_rows(partners, name)
-    in_flow(field, partners, name)
+    in_flow(as_flow(field), partners, name)
     return partners.expand(rows, -1, -1).unbind(1)
 
 

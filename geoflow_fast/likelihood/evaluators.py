@@ -54,7 +54,7 @@ class NetworkEvaluator:
         encoded: Tensor | None = None,
     ) -> None:
         self.network, self.directions, self.settings = network, directions, settings
-        self.manifold = network.flow.config.manifold
+        self.manifold = network.flow.manifold
         self.moving = [(solve, stream) for solve, direction in enumerate(directions) for stream in direction.generated]
         self.still = [x.new_empty(0, *x.shape) for x in pair]  # no tangents
         self.start = [list(pair) for _ in directions]
@@ -76,11 +76,8 @@ class NetworkEvaluator:
         velocities = tuple(self.manifold.project(x, y) for x, y in zip(points, f))
         if probes is None:
             return velocities, torch.empty(0), ()
-        traces = [
-            self.manifold.divergence(x, y, _trace(e, product, self.settings))
-            for x, y, e, product in zip(points, f, probes, products)
-        ]
-        return velocities, _sum_over_streams(traces, self.moving), products
+        curvatures = [self.manifold.curvature(x, y) for x, y in zip(points, f)]
+        return velocities, _divergences(self.moving, probes, products, curvatures, self.settings.exact), products
 
 
 class FieldEvaluator:
@@ -120,8 +117,9 @@ class FieldEvaluator:
             velocities += [v.detach() for v in velocity]
         if probes is None:
             return tuple(velocities), torch.empty(0), ()
-        traces = [_trace(e, product, self.settings) for e, product in zip(probes, products)]
-        return tuple(velocities), _sum_over_streams(traces, self.moving), tuple(products)
+        curvatures = [0.0 for _ in products]  # the field is its own tangent part
+        divergences = _divergences(self.moving, probes, products, curvatures, self.settings.exact)
+        return tuple(velocities), divergences, tuple(products)
 
     def _velocity(self, pair: Sequence[Tensor], t: float, direction: Direction) -> list[Tensor]:
         """The field's velocities in the streams that are generated. A ValueError names the first row of one that leaves
@@ -168,14 +166,17 @@ class FieldEvaluator:
         return products
 
 
-def _trace(probes: Tensor, products: Tensor, settings: DensitySettings) -> Tensor:
-    """e^T J e of the probes e [K, B, d], float64: one estimate [K, B] each, or their sum [1, B] if they are a basis."""
-    trace = (products.double() * probes.double()).sum(-1)
-    return trace.sum(0, keepdim=True) if settings.exact else trace
-
-
-def _sum_over_streams(traces: Sequence[Tensor], moving: Sequence[tuple[int, int]]) -> Tensor:
-    """Sums of the traces [K, B] over the streams of each solve: [solves, K, B]."""
-    solves = range(moving[-1][0] + 1)
-    own = [[trace for (owner, _), trace in zip(moving, traces) if owner == solve] for solve in solves]
-    return torch.stack([torch.stack(of_solve).sum(0) for of_solve in own])
+def _divergences(
+    moving: Sequence[tuple[int, int]],
+    probes: Sequence[Tensor],
+    products: Sequence[Tensor],
+    curvatures: Sequence[Tensor | float],
+    exact: bool,
+) -> Tensor:
+    """Sums of e^T J e and curvature over the streams of each solve, [solves, K, B] float64: one estimate per probe e,
+    or the sum over all of them, which are a basis, if `exact`."""
+    by_solve: dict[int, list[Tensor]] = {}
+    for (solve, _), e, product, curvature in zip(moving, probes, products, curvatures):
+        trace = (product.double() * e.double()).sum(-1)
+        by_solve.setdefault(solve, []).append((trace.sum(0, keepdim=True) if exact else trace) + curvature)
+    return torch.stack([torch.stack(of_streams).sum(0) for of_streams in by_solve.values()])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from geoflow_fast.geometry import dot
+from geoflow_fast.geometry import inner
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.manifolds import Manifold
 
@@ -69,7 +69,7 @@ class Probes:
         lead = self.manifold.project(x, self._leads[stream])
         length = torch.linalg.vector_norm(lead, dim=-1, keepdim=True)
         lead = lead / length.clamp_min(self.CLEAR)
-        rest = functional.normalize(e - dot(lead, e) * lead, dim=-1) * math.sqrt(freedom - 1)
+        rest = functional.normalize(e - inner(lead, e) * lead, dim=-1) * math.sqrt(freedom - 1)
         return torch.where(length > self.CLEAR, lead + rest, plain)
 
     def learn(self, stream: int, x: Tensor, e: Tensor, product: Tensor) -> None:
@@ -81,10 +81,10 @@ class Probes:
         arbitrary.
         """
         product = self.manifold.project(x, product)
-        r = product - dot(e, product) / dot(e, e) * e
+        r = product - inner(e, product) / inner(e, e) * e
         before = self._seen.get(stream)
         along = functional.normalize(r.select(0, 0) if before is None else before, dim=-1)
-        new = (r * dot(functional.normalize(r, dim=-1), along)).mean(0)
+        new = (r * inner(functional.normalize(r, dim=-1), along)).mean(0)
         self._seen[stream] = new if before is None else torch.add(new, before, alpha=self.MEMORY)
 
     def _directions(self, number: int, stream: int, like: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class Probes:
             frame.append(functional.normalize(e, dim=-1))
         if stream in self._seen:  # with the sign that the probe has along it, so that every solve uses the same one
             lead = functional.normalize(self._seen[stream], dim=-1)
-            self._leads[stream] = lead * dot(lead, e).sign()
+            self._leads[stream] = lead * inner(lead, e).sign()
         self._drawn[stream] = number, e
         return e
 
@@ -132,7 +132,7 @@ def _orthogonalise(vectors: list[Tensor], frame: Sequence[Tensor]) -> list[Tenso
     for vector in vectors:
         for _ in range(1 if 2 * len(frame) < vector.shape[-1] else 2):
             for other in frame:
-                vector = vector - dot(other, vector) * other
+                vector = vector - inner(other, vector) * other
         frame.append(functional.normalize(vector, dim=-1))
         done.append(vector)
     return done

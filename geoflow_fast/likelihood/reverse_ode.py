@@ -22,6 +22,7 @@ from geoflow_fast.likelihood.evaluators import Evaluator, FieldEvaluator, Networ
 from geoflow_fast.likelihood.forward_mode import ForwardMode
 from geoflow_fast.likelihood.probes import Probes
 from geoflow_fast.likelihood.settings import MEMORY, DensitySettings
+from geoflow_fast.manifolds import Manifold
 
 
 def draw_seed(generator: torch.Generator | None, like: Tensor) -> int | Tensor:
@@ -52,7 +53,7 @@ def density_estimates(
     flow = as_flow(field, (image.shape[1], text.shape[1]))
     image, text = in_flow(flow, image, "image"), in_flow(flow, text, "text")
     if settings.orthogonal_to == "probes" and not settings.exact:
-        least = min(probe_dimensions(flow, image, text, directions))
+        least = min(probe_dimensions(flow, directions))
         if settings.n_probes > least:
             raise ValueError(f"n_probes={settings.n_probes} orthogonal probes do not fit into {least} dimensions")
     with flow.without_dropout(), torch.no_grad():
@@ -63,9 +64,8 @@ def density_estimates(
             network = ForwardMode(flow.network, directions, sorted(set(times)))
             rows = _rows_at_once(flow.network, directions, settings, len(image))
             if given_number is not None:
-                encoded = _encode_distinct(
-                    flow.network, directions[0].queries(image, text), directions[0], given_number
-                )
+                given = directions[0].queries(image, text)
+                encoded = _encode_distinct(flow.network, given, directions[0], given_number)
         estimates = []
         for number, pair in enumerate(zip(image.split(rows), text.split(rows))):
             # guard: noise depends on the row and not on the chunk
@@ -76,7 +76,7 @@ def density_estimates(
             else:
                 known = None if encoded is None else encoded[0][encoded[1][number * rows :][:rows]]
                 evaluator = NetworkEvaluator(network, directions, pair, settings, known)
-            estimates.append(_ReverseSolve(flow, evaluator, directions, pair, settings, seed, first).run())
+            estimates.append(_ReverseSolve(evaluator, flow.manifold, directions, pair, settings, seed, first).run())
     return torch.cat(estimates, dim=-1)
 
 
@@ -88,24 +88,24 @@ class _ReverseSolve:
 
     def __init__(
         self,
-        flow: FlowField,
         evaluator: Evaluator,
+        manifold: Manifold,
         directions: Sequence[Direction],
         pair: Streams,
         settings: DensitySettings,
         seed: int | Tensor,
         first_row: int,
     ) -> None:
-        self.evaluator, self.pair, self.settings, self.manifold = evaluator, pair, settings, flow.manifold
+        self.evaluator, self.pair, self.settings, self.manifold = evaluator, pair, settings, manifold
         self.moving = [(solve, stream) for solve, direction in enumerate(directions) for stream in direction.generated]
         # Aligned probes of a stream learn from the first solve that moves it.
         self.leader = {stream: k for k, (_, stream) in reversed(list(enumerate(self.moving)))}
         rows = torch.arange(first_row, first_row + len(pair[0]), device=pair[0].device)
         self.probes = Probes(seed, torch.zeros_like(rows[:1]) if settings.shared else rows, settings, self.manifold)
         self.draws = 0
-        names = [f"{directions[solve]}: {STREAMS[stream]}" for solve, stream in self.moving]
+        names = [f"{directions[solve].value}: {STREAMS[stream]}" for solve, stream in self.moving]
         self.state_monitor = FiniteMonitor(names, first_row)
-        self.divergence_monitor = FiniteMonitor([f"{name}: divergence" for name in directions], first_row)
+        self.divergence_monitor = FiniteMonitor([f"{name.value}: divergence" for name in directions], first_row)
         count = 1 if settings.exact else settings.n_probes
         self.integral = torch.zeros(len(directions), count, len(rows), dtype=torch.float64, device=rows.device)
 
@@ -157,7 +157,7 @@ class _ReverseSolve:
 
 def _rows_at_once(flow: GeoFlow, directions: Sequence[Direction], settings: DensitySettings, rows: int) -> int:
     """Number of rows in chunks of equal size whose buffers and probes fit into the memory of the settings."""
-    like, dims = next(flow.parameters()), flow.config.flow_dims
+    like, dims = flow.example, flow.flow_dims
     frame = min(Probes.FRAME, settings.n_steps) if settings.orthogonal_to == "steps" else 2
     tangents = dims if settings.exact else (settings.n_probes, settings.n_probes)
     bytes_per_row = frame * settings.n_probes * sum(dims) * like.element_size()
@@ -175,11 +175,11 @@ def _encode_distinct(flow: GeoFlow, x: Tensor, direction: Direction, number: Ten
     return flow.encoders[cast(int, direction.given)](x[row]), position
 
 
-def in_flow(field: Field, x: Tensor, name: str) -> Tensor:
-    """The rows `x` [..., d] in the field's coordinates. `name` begins with the stream's. Centring and projecting may
-    leave nothing of a row, which a ValueError then names."""
+def in_flow(flow: FlowField, x: Tensor, name: str) -> Tensor:
+    """The rows `x` [..., d] in the flow's coordinates; `name` begins with that of their stream. Centring and projecting
+    may leave nothing of a row, which a ValueError then names."""
     rows = x.flatten(0, -2)
-    moved = as_flow(field).stream_to_flow(rows, STREAMS.index(name.split("_")[0]))
+    moved = flow.stream_to_flow(rows, STREAMS.index(name.split("_")[0]))
     if moved is rows:
         return x
     moved = moved.unflatten(0, x.shape[:-1])
@@ -187,8 +187,7 @@ def in_flow(field: Field, x: Tensor, name: str) -> Tensor:
     return moved
 
 
-def probe_dimensions(field: Field, image: Tensor, text: Tensor, directions: Sequence[Direction]) -> list[int]:
+def probe_dimensions(flow: FlowField, directions: Sequence[Direction]) -> list[int]:
     """Dimensions of the tangent spaces of the streams that these directions generate."""
-    flow = as_flow(field, (image.shape[1], text.shape[1]))
     streams = {stream for direction in directions for stream in direction.generated}
     return [flow.manifold.freedom(flow.flow_dims[stream]) for stream in sorted(streams)]

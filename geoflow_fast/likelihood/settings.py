@@ -60,6 +60,10 @@ class DensitySettings(Settings):
     """What `probe` stands for if it is None."""
     orthogonal_to: str = field(init=False, repr=False)
     """What `orthogonal` stands for if it is None."""
+    exact: bool = field(init=False, repr=False)
+    """Whether the trace is computed instead of estimated."""
+    paired_tangents: bool = field(init=False, repr=False)
+    """Whether one tangent moves both streams of the joint solve."""
 
     def __post_init__(self) -> None:
         for name in ("n_steps", "n_probes") if self.memory is None else ("n_steps", "n_probes", "memory"):
@@ -70,6 +74,8 @@ class DensitySettings(Settings):
         orthogonal = ("steps" if probe == "gaussian" else "none") if self.orthogonal is None else self.orthogonal
         object.__setattr__(self, "probe_kind", probe)
         object.__setattr__(self, "orthogonal_to", orthogonal)
+        object.__setattr__(self, "exact", self.divergence == "exact")
+        object.__setattr__(self, "paired_tangents", self.tangents != "separate" and not self.exact)
         for name, value, known in (
             ("solver", self.solver, SOLVERS),
             ("grid", self.grid, GRIDS),
@@ -84,16 +90,6 @@ class DensitySettings(Settings):
             raise ValueError(f"orthogonal={orthogonal!r} needs probe='gaussian', got {probe!r}")
         if probe == "aligned" and not can_align:
             raise ValueError("probe='aligned' follows the path of every row: it needs redraw=True and shared=False")
-
-    @property
-    def exact(self) -> bool:
-        """Whether the trace is computed instead of estimated."""
-        return self.divergence == "exact"
-
-    @property
-    def paired_tangents(self) -> bool:
-        """Whether one tangent moves both streams of the joint solve."""
-        return self.tangents != "separate" and not self.exact
 
     def facts(self) -> dict[str, Any]:
         """Everything that the numbers depend on, by which a job or a calibration is recognised. `memory` only changes
