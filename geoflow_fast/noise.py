@@ -127,7 +127,7 @@ def hadamard(order: int, dtype: torch.dtype, device: torch.device | str) -> Tens
 
 
 def hadamard_transform(x: Tensor) -> Tensor:
-    """Multiplies the last dimension of `x` by the Hadamard matrix, by way of two matrices of about sqrt(order)."""
+    """Multiplies the last dimension of `x` by the Hadamard matrix, by way of two of order about sqrt(d)."""
     order = x.shape[-1] if checks.floating(x, "x").dim() else 0
     if order.bit_count() != 1:
         raise ValueError(f"x must be rows [..., d] with d a power of two, got {tuple(x.shape)}")
@@ -149,7 +149,7 @@ def base_noise(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """`n` points on the unit sphere of R^d, each uniform: [n, d].
+    """Draws `n` points on the unit sphere of R^d, each of which is uniform: [n, d].
 
     "iid": independent. "orthogonal": orthogonal to each other within blocks of d rows, which spreads them more evenly
     than chance. "antithetic": row 2k+1 is minus row 2k, and the even rows are orthogonal.

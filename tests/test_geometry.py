@@ -54,7 +54,7 @@ def test_interpolant_is_unit_tangent_and_of_constant_speed(seed, d, theta, t, dt
 
 @pairs_and_time
 @settings(deadline=None, max_examples=150)
-def test_interpolant_ends_where_it_should(seed, d, theta, t, dtype):
+def test_interpolant_leads_from_one_end_to_the_other(seed, d, theta, t, dtype):
     a, b = pair_at_angle(theta, d, dtype, seed)
     tol = tolerance(dtype)
     assert torch.allclose(g.geodesic(a, b, 0.0), a, atol=tol)
@@ -65,7 +65,7 @@ def test_interpolant_ends_where_it_should(seed, d, theta, t, dtype):
 
 @pairs_and_time
 @settings(deadline=None, max_examples=100)
-def test_walking_back_meets_walking_forth(seed, d, theta, t, dtype):
+def test_the_geodesic_back_is_the_geodesic_there_reversed(seed, d, theta, t, dtype):
     theta = min(theta, 3.1)  # at the antipode the two walks may take different great circles
     a, b = pair_at_angle(theta, d, dtype, seed)
     forth, back = g.interpolate(a, b, t), g.interpolate(b, a, 1 - t)
@@ -173,7 +173,7 @@ def test_gradients_are_exact_at_equal_points():
     assert torch.allclose(jacobian, torch.eye(5, dtype=torch.float64) - a.T @ a, atol=1e-12)
 
 
-def test_shapes_broadcast():
+def test_batch_shapes_broadcast():
     a, b = noise.sample_uniform(4, 6).reshape(4, 1, 6), noise.sample_uniform(5, 6)
     t = torch.rand(4, 5)
     x, v = g.interpolate(a, b, t)
@@ -189,7 +189,7 @@ def test_strided_input_gives_the_same_answer():
 
 
 @pytest.mark.parametrize("scale", [1e-40, 1e-20, 1.0, 1e30])
-def test_normalize_survives_any_scale(scale):
+def test_normalize_works_at_any_scale(scale):
     x = torch.randn(6, 12) * scale
     assert torch.allclose(g.normalize(x).norm(dim=-1), torch.ones(6), atol=1e-5)
 
@@ -217,7 +217,7 @@ def test_wrong_dtype_and_width_are_refused():
         noise.sample_uniform(3, 1)
 
 
-def test_log_area_against_known_values():
+def test_log_area_has_its_known_values():
     assert math.isclose(g.log_area(2), math.log(2 * math.pi))
     assert math.isclose(g.log_area(3), math.log(4 * math.pi))
     assert math.isclose(-g.log_area(1024), 2093.03, abs_tol=0.01)

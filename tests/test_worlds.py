@@ -1,4 +1,4 @@
-"""Closed forms of the known worlds: they integrate to one, agree with their samples and with each other."""
+"""Closed-form densities integrate to one and agree with samples and with each other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_bump_integrates_to_one(d):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("c", [-SHARPEST, -9.0, 0.0, 0.8, 9.0, SHARPEST])
 def test_sharp_bumps_keep_their_digits(c, dtype):
-    """Against 60 digits, at the centre, beside it, and opposite."""
+    """The densities at the centre, beside it and opposite are compared with 60 digits."""
     cosine = torch.tensor([1.0, 0.999, 0.3, 0.0, -0.3, -0.999, -1.0], dtype=dtype)
     with mpmath.workdps(60):
         heights = [mpmath.log(mpmath.cosh(c) - mpmath.mpf(x) * mpmath.sinh(c)) for x in cosine.tolist()]
@@ -41,7 +41,7 @@ def test_sharp_bumps_keep_their_digits(c, dtype):
 
 @pytest.mark.parametrize("d", [3, 24])
 def test_samples_follow_the_bump(d):
-    """E[log p] over samples equals the entropy that quadrature over the cosine gives."""
+    """The mean of log p over samples equals its expectation, computed by quadrature over the cosine."""
     centre = uniform(1, d).expand(50_000, -1)
     points = sample_bump(centre, 1.0, torch.Generator().manual_seed(1))
     torch.testing.assert_close(points.norm(dim=1), torch.ones(len(points), dtype=torch.float64))
@@ -55,7 +55,8 @@ def test_samples_follow_the_bump(d):
 
 
 def test_text_marginal_is_the_integral_of_the_joint(world):
-    """Importance sampling of images around the point between text and concept; standard errors are below 0.005."""
+    """The integral is estimated by importance sampling around the point between text and concept, with standard errors
+    below 0.005."""
     generator = torch.Generator().manual_seed(2)
     _, text, _ = world.sample(2, generator=generator)
     for row in text.double():
@@ -80,7 +81,7 @@ def test_marginals_integrate_to_one():
         assert float((log_p + log_area(4)).exp().mean()) == pytest.approx(1, abs=0.03)
 
 
-def test_chain_rule_and_posterior(world):
+def test_densities_obey_the_chain_rule_and_posteriors_sum_to_one(world):
     image, text, concept = world.sample(32, generator=torch.Generator().manual_seed(3))
     assert set(concept.tolist()) <= set(world.known.tolist())
     joint = world.log_joint(image, text)
@@ -106,7 +107,7 @@ def test_held_out_concepts_are_disjoint_and_there_is_a_modality_gap(world):
 
 
 @pytest.mark.parametrize("d", [3, 16])
-def test_oracle_fields_are_tangent_and_still_where_given(d):
+def test_fields_are_tangent_and_do_not_move_the_given_stream(d):
     rotation = torch.linalg.qr(torch.randn(d, d, dtype=torch.float64))[0]
     image, text = uniform(9, d), uniform(9, d, 1)
     for field in (PairField(rotation, 0.9), BumpField(image[0], text[0], 0.9)):

@@ -106,7 +106,7 @@ class GeoFlow(nn.Module):
         counts = direction.counts(rows)
         if time.dim() == 0:
             modulation = self.modulations(time.reshape(1), direction)[0].unbind()
-            outputs = self._network(image, text, modulation, counts, self._dropout())
+            outputs = self._network(image, text, modulation, counts, self.training)
         else:
             outputs = self.generated(image, text, time, counts)
         return self._tangent(image, text, outputs, counts)
@@ -157,7 +157,7 @@ class GeoFlow(nn.Module):
             )
             for stream, (rows, given) in enumerate(zip(generated, CONDITIONAL))
         ]
-        return self._network(image, text, self.modulation.rows(c[0], c[1], counts), counts, self._dropout())
+        return self._network(image, text, self.modulation.rows(c[0], c[1], counts), counts, self.training)
 
     def to_flow(self, image: Tensor | None = None, text: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Maps embeddings [B, d] to the flow's coordinates: unchanged, or centred and reduced as `config` says."""
@@ -231,14 +231,12 @@ class GeoFlow(nn.Module):
         if x.dtype != own.dtype or x.device != own.device:
             raise ValueError(f"{name} is {x.dtype} on {x.device}, but the flow is {own.dtype} on {own.device}")
 
-    def _dropout(self) -> float:
-        """The rate of dropout in the present mode."""
-        return self.config.dropout if self.training else 0.0
-
     def _network(
-        self, image: Tensor, text: Tensor, modulation: Sequence[Tensor], counts: Counts, dropout: float = 0.0
+        self, image: Tensor, text: Tensor, modulation: Sequence[Tensor], counts: Counts, dropping: bool = False
     ) -> Streams:
-        """Decoder outputs of generated rows. `modulation`: 4 depth shifts and scales, each [2, 1 or B, H]."""
+        """Decoder outputs of generated rows. `modulation`: 4 depth shifts and scales, each [2, 1 or B, H]. `dropping`:
+        whether there is dropout."""
+        dropout = self.config.dropout if dropping else 0.0
         h = torch.stack([encoder(x) for encoder, x in zip(self.encoders, (image, text))])
         *blocks, last = cast(list[Block], list(self.blocks))
         for number, block in enumerate(blocks):

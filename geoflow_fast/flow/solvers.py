@@ -23,13 +23,14 @@ Points = tuple[Tensor, ...]
 
 
 Rate = Callable[[Points, float, float], Points]
-"""rate(point, t, weight) -> velocities. Integrals along the path are sums of weight times the integrand at the
-evaluations, so a caller accumulates what it integrates as it is asked; `weight` 0 marks an auxiliary evaluation."""
+"""rate(point, t, weight) -> velocities. The integral of a function along the path is the sum over all evaluations of
+`weight` times the function, so a rate can accumulate integrals while it is evaluated; a weight of 0 marks an auxiliary
+evaluation."""
 
 
 def time_grid(n_steps: int, *, kind: str = "uniform", reverse: bool = False) -> Tensor:
-    """Times [n_steps + 1] from 0 to 1 (1 to 0 in `reverse`): "uniform", or with short steps "late" (towards the data,
-    t = 1) or "early" (towards the noise): t = 1 - (1 - s)^1.5 or s^1.5 over uniform s."""
+    """Times [n_steps + 1] from 0 to 1, or from 1 to 0 if `reverse`. They are "uniform", or the steps are shorter "late"
+    (near the data, t = 1) or "early" (near the noise): t = 1 - (1 - s)^1.5 or s^1.5 for uniform s."""
     steps = checks.integer(n_steps, "n_steps", 1)
     if kind not in GRIDS:
         raise ValueError(f"grid must be one of {GRIDS}, got {kind!r}")
@@ -40,11 +41,10 @@ def time_grid(n_steps: int, *, kind: str = "uniform", reverse: bool = False) -> 
 
 def evaluation_times(times: Tensor, solver: str) -> list[float]:
     """Returns every time at which `integrate` evaluates the rate on this grid, each once."""
-    _check_solver(solver)
     grid = times.tolist()
-    middles = [_middle(now, after) for now, after in itertools.pairwise(grid)]
     if solver in ("euler", "ab2"):
         return grid[:-1]
+    middles = [_middle(now, after) for now, after in itertools.pairwise(grid)]
     return grid[:-1] + middles if solver == "midpoint" else grid + middles
 
 
@@ -88,17 +88,13 @@ def integrate(
     rate once a step, "midpoint" twice, "rk4" four times. A state that is not finite raises a ValueError with its row
     and step; `monitor` decides how it names streams and rows.
     """
-    _check_solver(solver)
+    if solver not in SOLVERS:
+        raise ValueError(f"solver must be one of {SOLVERS}, got {solver!r}")
     advance = {"euler": _multistep, "ab2": _multistep, "midpoint": _midpoint, "rk4": _rk4}[solver]
     monitor = monitor or FiniteMonitor([f"stream {stream}" for stream in range(len(start))])
     end = advance(rate, start, times.tolist(), manifold, solver, monitor)
     monitor.close()
     return end
-
-
-def _check_solver(solver: str) -> None:
-    if solver not in SOLVERS:
-        raise ValueError(f"solver must be one of {SOLVERS}, got {solver!r}")
 
 
 def _middle(now: float, after: float) -> float:

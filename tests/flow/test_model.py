@@ -1,4 +1,4 @@
-"""The velocity field: tangency, equality of its paths, symmetry, gradients, files."""
+"""The network against its definition, its symmetries and gradients, and the files it is saved in."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_training_and_eval_mode_differ_by_dropout_alone():
         torch.testing.assert_close(a, b)
 
 
-def test_zero_init_gives_zero_velocity():
+def test_a_new_network_has_zero_velocity():
     flow = gf.GeoFlow(SMALL)
     for direction in DIRECTIONS:
         for v in flow.velocity(*points(5, dtype=torch.float32), 0.3, direction):
@@ -111,7 +111,7 @@ def test_zero_init_gives_zero_velocity():
 @pytest.mark.parametrize("geometry", MANIFOLDS)
 @pytest.mark.parametrize("rows", [1, 7, 129])
 def test_rows_do_not_see_each_other(geometry, rows):
-    """Mixed directions in any order, each with its own time, equal one row at a time by name."""
+    """Rows of mixed directions and times give the same velocities as each row alone."""
     config = dataclasses.replace(SMALL, geometry=geometry)
     flow, (image, text) = randomised(config), points(rows)
     t, direction = torch.rand(rows, dtype=torch.float64), torch.randint(0, 3, (rows,), dtype=torch.int8)
@@ -123,7 +123,7 @@ def test_rows_do_not_see_each_other(geometry, rows):
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_shared_and_per_row_time_agree(direction):
+def test_one_time_for_all_rows_and_a_time_per_row_agree(direction):
     flow, (image, text) = randomised(), points(7)
     shared = flow.velocity(image, text, 0.25, direction)
     own = flow.velocity(image, text, torch.full((7,), 0.25, dtype=torch.float64), direction)
@@ -133,7 +133,7 @@ def test_shared_and_per_row_time_agree(direction):
         torch.testing.assert_close(a, c)
 
 
-def test_tangent_on_the_sphere_and_zero_where_given():
+def test_velocities_are_tangent_and_zero_for_a_given_stream():
     flow, (image, text) = randomised(), points(33)
     v_image, v_text = flow.velocity(image, text, 0.4, "joint")
     assert float((v_image * image).sum(1).detach().abs().max()) < 1e-12
@@ -142,8 +142,8 @@ def test_tangent_on_the_sphere_and_zero_where_given():
     assert torch.equal(flow.velocity(image, text, 0.4, "t2i")[1], torch.zeros_like(text))
 
 
-def test_a_given_stream_sits_at_time_zero():
-    """The velocity of the text moves with t, and with the image; what the image's own time says is fixed."""
+def test_velocity_depends_on_time_and_on_the_given_stream():
+    """The velocity of the text changes with t and with the given image."""
     flow, (image, text) = randomised(), points(4)
     early, late = flow.velocity(image, text, 0.1, "i2t")[1], flow.velocity(image, text, 0.9, "i2t")[1]
     other = flow.velocity(image.roll(1, 0), text, 0.1, "i2t")[1]
@@ -151,7 +151,7 @@ def test_a_given_stream_sits_at_time_zero():
     assert not torch.allclose(early, other, atol=1e-3)
 
 
-def test_empty_batch():
+def test_an_empty_batch_has_empty_velocities():
     flow = randomised()
     for direction in ("joint", "t2i", torch.empty(0, dtype=torch.int8)):
         v_image, v_text = flow.velocity(*points(0), 0.5, direction)
@@ -159,7 +159,7 @@ def test_empty_batch():
         assert v_text.shape == (0, 7)
 
 
-def test_swapped_streams_with_swapped_weights():
+def test_swapping_streams_and_weights_swaps_velocities():
     config = dataclasses.replace(SMALL, text_dim=9)
     flow, swapped = randomised(config), gf.GeoFlow(config).double().eval()
     state = dict(flow.state_dict())
@@ -183,7 +183,7 @@ def test_swapped_streams_with_swapped_weights():
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("t", [0.6, torch.tensor([0.1, 0.6, 0.9], dtype=torch.float64)], ids=["shared", "own"])
-def test_differentiable_in_eval_mode_by_tape_and_by_forward_mode(direction, t):
+def test_velocity_is_differentiable_in_reverse_and_forward_mode(direction, t):
     flow, (image, text) = randomised(), points(3)
 
     def both(image: Tensor, text: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ def test_differentiable_in_eval_mode_by_tape_and_by_forward_mode(direction, t):
 
 
 def test_float32_agrees_with_float64():
-    """The compiled kernels against the reference, through the whole network."""
+    """This compares the compiled kernels with plain torch, through the whole network."""
     double, (image, text) = randomised(), points(130)
     single = gf.GeoFlow(SMALL).eval()
     single.load_state_dict(double.state_dict())
@@ -209,13 +209,13 @@ def test_float32_agrees_with_float64():
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4 * float(b.detach().abs().max()))
 
 
-def test_size_and_summary():
+def test_number_of_parameters_and_summary():
     assert gf.GeoFlow(gf.GeoFlowConfig.tiny()).num_parameters() == 1_428_272
     assert "1.43 million parameters" in gf.GeoFlow(gf.GeoFlowConfig.tiny()).summary()
     assert gf.GeoFlowConfig.paper().inner == 1408
 
 
-def test_save_and_load(tmp_path):
+def test_a_saved_flow_is_loaded_unchanged(tmp_path):
     flow = randomised(dtype=torch.float32)
     flow.save_pretrained(tmp_path / "model")
     assert sorted(p.name for p in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
@@ -227,14 +227,14 @@ def test_save_and_load(tmp_path):
         assert torch.equal(a, b)
 
 
-def test_loading_keeps_the_dtype_draws_nothing_and_lets_go_of_the_file(tmp_path):
+def test_loading_keeps_the_dtype_draws_no_random_numbers_and_copies_the_file(tmp_path):
     flow = randomised()
     flow.save_pretrained(tmp_path)
     before = torch.get_rng_state()
     loaded = gf.GeoFlow.from_pretrained(tmp_path)
     assert torch.equal(torch.get_rng_state(), before)
     path = tmp_path / "model.safetensors"
-    with open(path, "r+b") as file:  # in place: a mapped tensor would turn to zeros
+    with open(path, "r+b") as file:  # overwrites the file: a memory-mapped tensor would become zero
         file.write(bytes(path.stat().st_size))
     for (name, a), b in zip(loaded.state_dict().items(), flow.state_dict().values()):
         assert a.dtype == torch.float64
@@ -242,7 +242,7 @@ def test_loading_keeps_the_dtype_draws_nothing_and_lets_go_of_the_file(tmp_path)
     assert all(p.requires_grad for p in loaded.parameters())
 
 
-def test_weights_that_do_not_fit_their_configuration(tmp_path):
+def test_weights_that_do_not_fit_their_configuration_are_refused(tmp_path):
     flow = randomised(dtype=torch.float32)
     other = dataclasses.replace(SMALL, hidden=1 << 20)  # far too large to be allocated before the shapes are compared
     save_weights(tmp_path, other, flow.state_dict())
@@ -256,7 +256,7 @@ def test_weights_that_do_not_fit_their_configuration(tmp_path):
         gf.GeoFlow.from_pretrained(tmp_path)
 
 
-def test_config_round_trip():
+def test_a_configuration_survives_json():
     config = dataclasses.replace(SMALL, pca_dim=3, centre=True, geometry="euclidean")
     assert gf.GeoFlowConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
     with pytest.raises(ValueError, match="novel"):
@@ -306,12 +306,12 @@ def test_damaged_files_are_refused(tmp_path, damage):
         ({"time_scale": 0.0}, "time_scale"),
     ],
 )
-def test_bad_configurations(change, message):
+def test_bad_configurations_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(SMALL, **change)
 
 
-def test_bad_arguments():
+def test_bad_arguments_are_refused():
     flow, (image, text) = randomised(), points(3)
     with pytest.raises(ValueError, match="direction must be one of"):
         flow.velocity(image, text, 0.5, "sideways")
@@ -332,7 +332,7 @@ def test_bad_arguments():
         gf.log_density(centred, image.float(), text.float())
 
 
-def test_preprocess_undoes_itself_on_its_own_subspace():
+def test_preprocessing_can_be_undone_on_its_own_subspace():
     """Data on a small circle around a mean: centring and two components lose nothing."""
     angle = torch.arange(50, dtype=torch.float64) * (2 * torch.pi / 50)
     x = torch.stack((0.6 * angle.cos(), 0.6 * angle.sin(), torch.full_like(angle, 0.8), torch.zeros_like(angle)), 1)
@@ -345,7 +345,7 @@ def test_preprocess_undoes_itself_on_its_own_subspace():
 
 
 @pytest.mark.parametrize("centre", [True, False])
-def test_preprocess_keeps_the_leading_components(centre):
+def test_preprocessing_keeps_the_leading_components(centre):
     x = sample_uniform(200, 6, dtype=torch.float64) * torch.tensor([3.0, 2, 1, 0.5, 0.2, 0.1])
     x = torch.nn.functional.normalize(x + torch.tensor([0.0, 0, 1, 0, 0, 0]))
     part = Preprocess(6, 2).double()
@@ -357,7 +357,7 @@ def test_preprocess_keeps_the_leading_components(centre):
     torch.testing.assert_close(part.radius, ((x - mean) @ right[:2].T).square().sum(1).mean().sqrt())
 
 
-def test_preprocessing_travels_with_the_model(tmp_path):
+def test_preprocessing_is_saved_with_the_model(tmp_path):
     config = dataclasses.replace(SMALL, centre=True, pca_dim=4)
     flow = gf.GeoFlow(config)
     image, text = sample_uniform(40, 9), sample_uniform(40, 7)

@@ -25,8 +25,8 @@ def flow(flow: gf.GeoFlow) -> gf.GeoFlow:
 
 
 @pytest.mark.parametrize(("direction", "dim"), [("i2t", 12), ("t2i", 12)])
-def test_conditional_law_matches_the_closed_form(direction, dim):
-    """Along the oracle's flow atanh<R x, y> grows by c: a uniform start gives a known law of the cosine."""
+def test_conditional_samples_have_the_distribution_of_the_closed_form(direction, dim):
+    """Along the flow of this field atanh<R x, y> grows by c: a uniform start gives a known distribution of cosines."""
     rotation = torch.linalg.qr(torch.randn(dim, dim, dtype=torch.float64, generator=seeded()))[0]
     field, query = PairField(rotation, 1.3), noise.sample_uniform(1, dim, dtype=torch.float64)
     side = {"i2t": "image", "t2i": "text"}[direction]
@@ -42,7 +42,7 @@ def test_conditional_law_matches_the_closed_form(direction, dim):
 
 @pytest.mark.parametrize("solver", ["euler", "midpoint", "ab2", "rk4"])
 def test_guided_samples_follow_the_definition(flow, solver):
-    """Against a loop that evaluates the two fields separately, row by row of the definition."""
+    """They are compared with a loop that evaluates the two fields separately, query by query."""
     text, lam, steps, draws = noise.sample_uniform(3, 7, dtype=torch.float64), 1.7, 6, 4
     image, given = gf.sample(
         flow, text=text, n_samples=draws, n_steps=steps, guidance=lam, solver=solver, generator=seeded(5)
@@ -63,7 +63,7 @@ def test_guided_samples_follow_the_definition(flow, solver):
         torch.testing.assert_close(image[q], expected)
 
 
-def test_result_does_not_depend_on_batching(flow, monkeypatch):
+def test_samples_do_not_depend_on_how_queries_are_batched(flow, monkeypatch):
     image = noise.sample_uniform(9, 10, dtype=torch.float64)
     _, whole = gf.sample(flow, image=image, n_samples=5, n_steps=4, generator=seeded())
     monkeypatch.setattr(sampling, "ROWS_AT_ONCE", 23)
@@ -73,7 +73,7 @@ def test_result_does_not_depend_on_batching(flow, monkeypatch):
     torch.testing.assert_close(whole[4:5], alone)
 
 
-def test_joint_samples_and_modes(flow):
+def test_joint_samples_repeat_have_unit_norm_and_leave_the_mode_alone(flow):
     flow.train()
     image, text = gf.sample(flow, n_samples=6, n_steps=3, generator=seeded())
     again = gf.sample(flow, n_samples=6, n_steps=3, generator=seeded())
@@ -85,7 +85,7 @@ def test_joint_samples_and_modes(flow):
     assert gf.sample(flow, text=torch.empty(0, 7, dtype=torch.float64), n_samples=4)[0].shape == (0, 4, 10)
 
 
-def test_centred_and_reduced_flow_returns_embeddings():
+def test_a_flow_with_preprocessing_returns_embeddings():
     torch.manual_seed(0)
     flow = gf.GeoFlow(gf.GeoFlowConfig(10, 7, hidden=16, depth=1, heads=2, centre=True, pca_dim=4)).eval()
     image, _ = gf.sample(flow, text=noise.sample_uniform(2, 7), n_samples=3, n_steps=2, generator=seeded())
@@ -108,7 +108,7 @@ def test_centred_and_reduced_flow_returns_embeddings():
         ({"image": noise.sample_uniform(2, 10)}, "not both"),
     ],
 )
-def test_bad_input(flow, change, words):
+def test_bad_input_is_refused(flow, change, words):
     arguments = {"text": noise.sample_uniform(2, 7, dtype=torch.float64), **change}
     with pytest.raises(ValueError, match=words):
         gf.sample(flow, **arguments)

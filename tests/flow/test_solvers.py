@@ -30,7 +30,7 @@ def follow(solver: str, steps: int, kind: str = "uniform", *, reverse: bool = Fa
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("kind", GRIDS)
 @pytest.mark.parametrize("reverse", [False, True])
-def test_order_of_convergence(solver, kind, reverse):
+def test_solvers_converge_with_their_order(solver, kind, reverse):
     exact = follow("rk4", 400, reverse=reverse)
     coarse, fine = ((follow(solver, n, kind, reverse=reverse) - exact).norm() for n in (20, 40))
     assert math.log2(float(coarse / fine)) == pytest.approx(ORDER[solver], abs=0.35)
@@ -40,7 +40,7 @@ def test_order_of_convergence(solver, kind, reverse):
 @pytest.mark.parametrize("solver", SOLVERS)
 @pytest.mark.parametrize("kind", GRIDS)
 def test_weights_integrate_along_the_path(solver, kind):
-    """Sums of weight times integrand are the solver's own quadrature: exact for constants, right to its order."""
+    """Sums of weight times integrand are exact for constants, and converge with the order of the solver."""
     totals = []
 
     def rate(point, t, weight):
@@ -58,7 +58,7 @@ def test_weights_integrate_along_the_path(solver, kind):
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-def test_times_asked_for_are_known_in_advance(solver):
+def test_evaluation_times_are_known_in_advance(solver):
     grid, asked = time_grid(7, kind="late"), set()
 
     def rate(point, t, _):
@@ -69,13 +69,13 @@ def test_times_asked_for_are_known_in_advance(solver):
     assert asked == set(evaluation_times(grid, solver))
 
 
-def test_flat_geometry_is_not_normalised():
+def test_points_of_flat_space_are_not_normalised():
     start = torch.full((1, 3), 2.0)
     (end,) = integrate(lambda p, _t, _w: (torch.ones_like(p[0]),), (start,), time_grid(4), manifold=EUCLIDEAN)
     assert torch.allclose(end, start + 1)
 
 
-def test_failures_name_row_and_step():
+def test_errors_name_the_row_and_the_step():
     def rate(point, t, _):
         v = torch.zeros_like(point[0])
         if t > 0.5:
