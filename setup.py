@@ -95,8 +95,8 @@ if NVCC is not None:
 
 
 def sources(*patterns: str) -> list[str]:
-    found = [path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern)]
-    return sorted(found)
+    paths = [path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern)]
+    return sorted(paths)
 
 
 extension = Pybind11Extension(

@@ -54,6 +54,6 @@ def test_ood_filter_finds_strangers_at_the_rate_of_false_alarms_it_was_given(tmp
 @pytest.mark.slow
 def test_clean_pairs_finds_swapped_captions(tmp_path, monkeypatch):
     names = run_notebook("clean_pairs", tmp_path, monkeypatch)
-    by_name = names["found"]
+    by_name = names["precisions"]
     assert by_name["PMI of the flow"] > by_name["cosine"] + 0.1
     assert by_name["PMI of the flow"] > 4 * names["share"]
