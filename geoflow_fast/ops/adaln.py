@@ -34,7 +34,7 @@ def adaln(x: Tensor, shift: Tensor, scale: Tensor, *, eps: float = EPS, backend:
     rows, shifts, scales = _check(x, shift, scale)
     if rows.numel() == 0:
         return x + 0 * (shift.sum() + scale.sum())
-    y: Tensor = _forward(rows, shifts, scales, eps, backend)
+    y: Tensor = _forward(rows, shifts, scales, float(eps), str(backend))
     return y.view(x.shape)
 
 
@@ -57,9 +57,9 @@ def adaln_jvp(
     check_tangents(dx, "dx", x)
     if rows.numel() == 0:
         return adaln(x, shift, scale, eps=eps, backend=backend), dx.clone()
-    inputs = rows, dx.reshape(len(dx), *rows.shape), shifts, scales, eps
+    inputs = rows, dx.reshape(len(dx), *rows.shape), shifts, scales, float(eps)
     if out is None:
-        y, dy = _jvp(*inputs, backend)
+        y, dy = _jvp(*inputs, str(backend))
     else:
         y, dy = dispatch.choose("adaln_jvp", x, backend)(*inputs, out=output_rows(out, x.shape, dx.shape, x))
     return y.view(x.shape), dy.view(dx.shape)

@@ -58,7 +58,7 @@ def flow_loss(
     if direction.device.type == "cpu" and not capturing(direction):
         check_codes(direction)
     fixed = target_image.detach(), target_text.detach(), image.detach(), text.detach()
-    losses: Tensor = _forward(v_image, v_text, *fixed, direction, backend)
+    losses: Tensor = _forward(v_image, v_text, *fixed, direction, str(backend))
     return losses.mean(), losses
 
 

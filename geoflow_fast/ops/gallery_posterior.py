@@ -76,7 +76,9 @@ def gallery_statistics(
         """Statistics of `some` queries over the rows `pick` of the gallery (None: all), with the gallery's indices."""
         bias = item_bias if item_bias is None or pick is None else item_bias[pick]
         items = len(gallery) if pick is None else len(pick)
-        peak, weight, moment, score, index = _statistics(some, gallery, kappa, min(top_k, items), bias, pick, backend)
+        peak, weight, moment, score, index = _statistics(
+            some, gallery, kappa, min(top_k, items), bias, pick, str(backend)
+        )
         _check_finite(weight + moment)
         index = index if pick is None else pick[index]
         return GalleryStatistics.complete((peak, weight, moment, score, index), top_k)
@@ -86,11 +88,11 @@ def gallery_statistics(
     else:
 
         def score(some: Tensor, rows: Tensor, kappa: float, bias: Tensor | None) -> Tensor:
-            scores: Tensor = _scores(some, rows, kappa, bias, backend)
+            scores: Tensor = _scores(some, rows, kappa, bias, str(backend))
             return scores
 
         def best(some: Tensor, rows: Tensor, k: int) -> Tensor:
-            chosen: Tensor = _statistics(some, rows, kappa, k, item_bias, None, backend)[4]
+            chosen: Tensor = _statistics(some, rows, kappa, k, item_bias, None, str(backend))[4]
             return chosen
 
         pruner = Pruner(gallery, index, kappa, top_k, item_bias, score, best, reduce)

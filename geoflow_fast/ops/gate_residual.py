@@ -50,7 +50,7 @@ def gate_residual(
         keep = rows_of(keep)
     if rows.numel() == 0:
         return residual + 0 * (value + layer_scale.sum())
-    y: Tensor = _forward(rows, gate_rows, value_rows, scale, keep, dropout, backend)
+    y: Tensor = _forward(rows, gate_rows, value_rows, scale, keep, dropout, str(backend))
     return y.view(residual.shape)
 
 
@@ -83,7 +83,7 @@ def gate_residual_jvp(
     )
     inputs = rows, d_rows, gate_rows, d_gate_rows, value_rows, d_value_rows, scale
     if out is None:
-        y, dy = _jvp(*inputs, backend)
+        y, dy = _jvp(*inputs, str(backend))
     else:
         shaped = output_rows(out, residual.shape, d_residual.shape, residual)
         y, dy = dispatch.choose("gate_residual_jvp", residual, backend)(*inputs, out=shaped)

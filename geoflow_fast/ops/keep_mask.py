@@ -20,7 +20,7 @@ def keep_mask(
     if not 0 <= share < 1:
         raise ValueError(f"share must be in [0, 1), got {share}")
     like = torch.empty((), dtype=torch.bool, device=checks.device(device)).expand(shape)
-    mask: Tensor = _draw(like, share, backend)
+    mask: Tensor = _draw(like, share, str(backend))
     return mask
 
 

@@ -49,7 +49,7 @@ def masked_interpolant(
         backend = "reference"
     times = t.to(image0.dtype)
     if out is None:
-        streams: Streams = _forward(*inputs, times, direction, drop, backend)
+        streams: Streams = _forward(*inputs, times, direction, drop, str(backend))
         return streams
     if wants_gradient:
         raise ValueError("out= cannot be combined with inputs that require a gradient")

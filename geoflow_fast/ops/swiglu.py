@@ -29,7 +29,7 @@ def swiglu(gate: Tensor, value: Tensor | None = None, *, backend: str = "auto") 
     width = _check(gate, value)
     if gate.numel() == 0:
         return gate[..., :width] + (gate[..., width:] if value is None else value)
-    y: Tensor = _forward(rows_of(gate), None if value is None else rows_of(value), backend)
+    y: Tensor = _forward(rows_of(gate), None if value is None else rows_of(value), str(backend))
     return y.view(*gate.shape[:-1], width)
 
 
@@ -65,7 +65,7 @@ def swiglu_jvp(
         None if d_value is None else d_value.reshape(d_rows.shape),
     )
     if out is None:
-        y, dy = _jvp(*inputs, backend)
+        y, dy = _jvp(*inputs, str(backend))
     else:
         y, dy = dispatch.choose("swiglu_jvp", gate, backend)(*inputs, out=output_rows(out, shape, d_shape, gate))
     return y.view(shape), dy.view(d_shape)

@@ -47,7 +47,7 @@ def tangent_step(
         raise ValueError(f"tangent_step: backend {backend!r} has no gradient; use 'reference' or detach the inputs")
     if x.numel() == 0:
         return x.clone()
-    end: Tensor = _forward(x, v, h, v_free, guidance, retraction == "renormalise", backend)
+    end: Tensor = _forward(x, v, h, v_free, guidance, retraction == "renormalise", str(backend))
     return end
 
 
