@@ -114,10 +114,11 @@ setup(
     packages=[
         "geoflow_fast",
         *(f"geoflow_fast.{path.parent.name}" for path in sorted(ROOT.glob("geoflow_fast/*/__init__.py"))),
+        "geoflow_fast.runtime.pages",
         "geoflow_fast.kernels",
     ],
     package_dir={"geoflow_fast": "geoflow_fast", "geoflow_fast.kernels": "kernels"},
-    package_data={"geoflow_fast": ["py.typed", "*.pyi"], "geoflow_fast.runtime": ["templates/*"]},
+    package_data={"geoflow_fast": ["py.typed", "*.pyi"], "geoflow_fast.runtime.pages": ["*.j2", "*.css"]},
     ext_modules=[extension],
     cmdclass={"build_ext": BuildExtension},
 )

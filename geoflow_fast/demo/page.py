@@ -1,6 +1,6 @@
 """The demo's report: one page that says what was measured, what is good and what is not.
 
-The words of the page are in `runtime/templates/demo.html.j2`; here are the numbers and the verdicts.
+The words of the page are in `runtime/pages/demo.html.j2`; here are the numbers and the verdicts.
 """
 
 from __future__ import annotations

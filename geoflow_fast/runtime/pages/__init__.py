@@ -1,11 +1,11 @@
-"""Self-contained HTML pages from the templates of the folder `templates`. Text is escaped, so nothing in it is
-interpreted as HTML."""
+"""Self-contained HTML pages from the templates in this folder. Text is escaped, so nothing in it is interpreted as
+HTML."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-TEMPLATES = Path(__file__).with_name("templates")
+TEMPLATES = Path(__file__).parent
 
 
 def render(template: str, **values: object) -> str:
