@@ -16,6 +16,7 @@ from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.sampling import FAST_SAMPLING
+from geoflow_fast.ops.gallery_posterior import check_kappa
 from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.marginals import log_mean_scores
@@ -64,6 +65,7 @@ def fit_bandwidth(
         raise ValueError("fit_bandwidth needs at least one guidance and one kappa to choose from")
     if not all(low < high for low, high in itertools.pairwise((0.0, *kappas, math.inf))):
         raise ValueError(f"kappas must be positive, finite and strictly ascending, got {tuple(kappas)}")
+    check_kappa(kappas[-1])
     bayes = settings.get("posterior") == "bayes"
     if bayes and "density" in (settings.get("marginal"), settings.get("reference")):
         raise ValueError(

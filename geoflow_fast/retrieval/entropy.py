@@ -13,6 +13,7 @@ from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow, flow_digest
 from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings, StartingPoints, sample_conditional
 from geoflow_fast.geometry import check_rows
+from geoflow_fast.ops.gallery_posterior import check_kappa
 from geoflow_fast.retrieval import marginals
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource
 from geoflow_fast.runtime import checks, hashing
@@ -119,12 +120,10 @@ class RetrievalEntropy(nn.Module):
             SamplingSettings(), settings, deprecated, call, n_samples=n_samples, n_steps=n_steps, guidance=guidance
         )
         self.top_k, self.seed = checks.integer(top_k, "top_k", 1), checks.integer(seed, "seed")
-        if not 0 <= kappa < float("inf"):
-            raise ValueError(f"kappa must be finite and not negative, got {kappa}")
         for name, value, known in (("posterior", posterior, POSTERIORS), ("marginal", marginal or "scores", MARGINALS)):
             if value not in known:
                 raise ValueError(f"{name} must be one of {known}, got {value!r}")
-        self.flow, self.kappa, self.posterior = flow, float(kappa), posterior
+        self.flow, self.kappa, self.posterior = flow, check_kappa(kappa), posterior
         self.gallery = Gallery.of(gallery)
         if index is not None or prune is not None:
             self.gallery = self.gallery.with_index(index, prune or "auto")

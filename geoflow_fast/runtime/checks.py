@@ -85,13 +85,28 @@ def indices(x: object, name: str, count: int, least: int = 0) -> Tensor:
 def array(x: object, name: str) -> NDArray[Any]:
     """Returns the values of a tensor, an array or a sequence as an array on the CPU, which shares memory if it can."""
     if isinstance(x, Tensor):
-        if x.dtype == torch.bfloat16:
-            raise TypeError(f"{name} is bfloat16, which numpy does not have; convert with .float()")
-        return dense(x, name, has_values=True).detach().cpu().numpy()
+        x = dense(x, name, has_values=True).detach()
+        return (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy()  # numpy has no bfloat16
     try:
         return np.asarray(x)
     except ValueError as error:  # rows of different lengths
         raise ValueError(f"{name} is not an array: {error}") from error
+
+
+def rows(x: object, name: str, width: int, like: Tensor, count: str = "B") -> Tensor:
+    """Returns the rows `x` [B, width], a tensor or an array in any floating-point type, with the dtype and device of
+    `like`. A tensor that has them already is not copied. `count` is what errors call the number of rows."""
+    if isinstance(x, np.ndarray):
+        if x.dtype.kind != "f":
+            raise TypeError(f"{name} must be floating point, got {x.dtype}")
+        known_to_torch = x.dtype.isnative and x.dtype.itemsize <= np.dtype(np.float64).itemsize
+        x = torch.from_numpy(np.array(x, x.dtype if known_to_torch else np.float64, order="C"))
+    elif not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor or an array, got {type(x).__name__}")
+    x = with_values(x, name).detach()
+    if x.dim() != 2 or x.shape[1] != width:
+        raise ValueError(f"{name} must be [{count}, {width}], got {tuple(x.shape)}")
+    return x.to(like)
 
 
 def path(x: object, name: str) -> Path:

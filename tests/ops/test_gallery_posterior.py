@@ -10,6 +10,7 @@ import torch
 
 from geoflow_fast import geometry, ops
 from geoflow_fast.noise import sample_uniform
+from geoflow_fast.ops.gallery_posterior import LARGEST_KAPPA
 
 OP = "gallery_posterior"
 DTYPE = {"reference": torch.float64, "cpu": torch.float32}
@@ -66,6 +67,18 @@ def test_many_narrow_items(backend):
     close(post.entropy, entropy, tolerance(backend, 30.0))
     close(post.log_z, log_z, tolerance(backend, 30.0))
     close(post.top_prob, pi.topk(10).values, tolerance(backend))
+
+
+@pytest.mark.parametrize("dim", [2, 16, 1024])
+def test_the_largest_kappa_is_the_last_that_float32_resolves(dim):
+    """At a hundred times as much, entropies in float32 are off by several nats."""
+    samples, gallery = sample_uniform(8, dim).unsqueeze(1), sample_uniform(300, dim)
+    gallery[:100] = geometry.normalize(samples[:1, 0] + 1e-3 * gallery[:100])  # many items that are almost as near
+    entropy, _, _ = dense(samples, gallery, LARGEST_KAPPA)
+    close(ops.gallery_posterior(samples, gallery, LARGEST_KAPPA).entropy, entropy, 0.02)
+    for call in (ops.gallery_posterior, ops.gallery_statistics):
+        with pytest.raises(ValueError, match=r"kappa must be at most 100000, got 1e\+38"):
+            call(samples, gallery, 1e38)
 
 
 @pytest.mark.parametrize("kappa", [0.0, 1e-3, 100.0, 1e4])

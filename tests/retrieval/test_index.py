@@ -208,6 +208,16 @@ def test_scores_agree_with_float64(queries, draws, items, width):
     torch.testing.assert_close(score.double(), whole_scores(samples, gallery, 30.0, bias), rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_pruned_in_float32(dtype):
+    samples, gallery = (x.to(dtype) for x in world(500, 64, 4, 8, 0.9))
+    index = gf.GalleryIndex.build(gallery)
+    pruned = ops.gallery_posterior(samples, gallery, 100.0, index=index, prune="always")
+    full = ops.gallery_posterior(samples.float(), gallery.float(), 100.0, index=index, prune="always")
+    assert torch.equal(pruned.entropy, full.entropy)
+    assert torch.equal(pruned.top_index, full.top_index)
+
+
 def test_retrieval_entropy_takes_the_index():
     flow = gf.GeoFlow(gf.GeoFlowConfig(24, 7, hidden=32, depth=1, layer_scale=0.5)).eval()
     queries, (_, gallery) = sample_uniform(3, 7), world(600, 24, 1, 1, 0.9)

@@ -39,3 +39,39 @@ def test_tensors():
     with pytest.raises(ValueError, match="has no values"):
         checks.with_values(x.to("meta"), "x")
     assert checks.floating(x.to("meta"), "x").is_meta
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_rows_of_any_floating_type(dtype):
+    like, x = torch.empty(0), torch.tensor([[0.5, -1.0], [0.25, 2.0]])
+    rows = checks.rows(x.to(dtype).requires_grad_(), "x", 2, like)
+    assert rows.dtype == torch.float32
+    assert not rows.requires_grad
+    assert torch.equal(rows, x)
+    assert torch.equal(torch.from_numpy(checks.array(x.to(dtype), "x")).float(), x)
+    assert checks.rows(x, "x", 2, like).data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", ["<f2", ">f2", "<f4", ">f8", np.longdouble])
+def test_rows_of_arrays(dtype):
+    x = np.array([[0.5, -1.0], [0.25, 2.0]], dtype)
+    x.flags.writeable = False
+    rows = checks.rows(x[::-1], "x", 2, torch.empty(0, dtype=torch.float64))
+    assert rows.tolist() == [[0.25, 2.0], [0.5, -1.0]]
+    assert rows.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        ([[1.0, 0.0]], TypeError, "x must be a tensor or an array, got list"),
+        (np.ones((2, 2), int), TypeError, "x must be floating point, got int64"),
+        (torch.ones(2, 2, dtype=torch.int32), TypeError, "x must be floating point, got torch.int32"),
+        (torch.ones(2, 2, device="meta"), ValueError, "x is on the meta device"),
+        (np.ones((2, 3)), ValueError, r"x must be \[Q, 2\], got \(2, 3\)"),
+        (torch.ones(2), ValueError, r"x must be \[Q, 2\], got \(2,\)"),
+    ],
+)
+def test_what_are_not_rows(value, error, message):
+    with pytest.raises(error, match=message):
+        checks.rows(value, "x", 2, torch.empty(0), count="Q")
