@@ -131,19 +131,19 @@ def epistemic(
     if return_stderr:
         _check_stderr(settings)
     _check_pairs(image, text)
-    text_partners_by_number = _partners(field, text, text_partners, "text_partners")
-    image_partners_by_number = _partners(field, image, image_partners, "image_partners")
+    other_texts = _partners(field, text, text_partners, "text_partners")
+    other_images = _partners(field, image, image_partners, "image_partners")
     seed = draw_seed(generator, image)
     estimates = density_estimates(field, image, text, DIRECTIONS, settings, seed)
     joint, i2t, t2i = estimates
     image_marginals, text_marginals = [joint - i2t], [joint - t2i]
-    for number, partner in enumerate(text_partners_by_number, 1):
+    for number, other in enumerate(other_texts, 1):
         directions = Direction.JOINT, Direction.I2T
-        joint, i2t = density_estimates(field, image, partner, directions, settings, seed + number)
+        joint, i2t = density_estimates(field, image, other, directions, settings, seed + number)
         image_marginals.append(joint - i2t)
-    for number, partner in enumerate(image_partners_by_number, 1):
+    for number, other in enumerate(other_images, 1):
         directions = Direction.JOINT, Direction.T2I
-        joint, t2i = density_estimates(field, partner, text, directions, settings, seed + number)
+        joint, t2i = density_estimates(field, other, text, directions, settings, seed + number)
         text_marginals.append(joint - t2i)
     of_image, of_text = torch.stack(image_marginals).mean(0), torch.stack(text_marginals).mean(0)
     stderr = _stderr(of_image + of_text, settings, field, (image, text)) if return_stderr else None

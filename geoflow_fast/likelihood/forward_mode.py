@@ -20,6 +20,8 @@ from geoflow_fast import ops
 from geoflow_fast.directions import STREAMS, Direction
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.network import NORM_EPS, Block
+from geoflow_fast.likelihood.probes import Probes
+from geoflow_fast.likelihood.settings import MEMORY, DensitySettings
 
 Dual = tuple[Tensor, Tensor]
 """Points [B, W] and their tangents [K, B, W]."""
@@ -77,16 +79,22 @@ class ForwardMode:
             ]
         self._buffers: dict[str, Tensor] = {}
 
-    @staticmethod
-    def bytes_per_pair(flow: GeoFlow, directions: Sequence[Direction], tangents: tuple[int, int], paired: bool) -> int:
-        """Bytes of buffers for one pair in every direction, with so many tangents for the image and the text."""
-        config, values = flow.config, 0
-        for direction in directions:
+    def rows_at_once(self, rows: int, settings: DensitySettings) -> int:
+        """Number of rows in chunks of equal size whose buffers and probes fit into the memory of the settings."""
+        config, like = self.flow.config, self.flow.example
+        dims = config.flow_dims
+        tangents = dims if settings.exact else (settings.n_probes, settings.n_probes)
+        kept = min(Probes.FRAME, settings.n_steps) if settings.orthogonal_to == "steps" else 2
+        numbers = kept * settings.n_probes * sum(dims)  # in the probes and buffers of one row
+        for direction in self.modulations:
             own = [tangents[stream] for stream in direction.generated]
-            values += (1 + (max(own) if paired else sum(own))) * (9 * config.hidden + 3 * config.inner)
-            for stream, count in zip(direction.generated, own):
-                values += (1 + count) * (2 * config.flow_dims[stream] + config.hidden)
-        return values * next(flow.parameters()).element_size()
+            count = max(own) if settings.paired_tangents else sum(own)
+            numbers += (1 + count) * (9 * config.hidden + 3 * config.inner)
+            numbers += sum((1 + tangents[s]) * (2 * dims[s] + config.hidden) for s in direction.generated)
+        memory = settings.memory or MEMORY.get(like.device.type, MEMORY["cpu"])
+        most = max(1, memory // (numbers * like.element_size()))
+        chunks = max(1, -(-rows // most))
+        return max(1, -(-rows // chunks))
 
     def __call__(self, t: float, solves: Sequence[SolveInput]) -> dict[tuple[int, int], Dual]:
         """Network outputs before the tangent projection, [B, d], and along the tangents that move the stream,

@@ -21,7 +21,7 @@ from geoflow_fast.geometry import check_rows
 from geoflow_fast.likelihood.evaluators import Evaluator, FieldEvaluator, NetworkEvaluator
 from geoflow_fast.likelihood.forward_mode import ForwardMode
 from geoflow_fast.likelihood.probes import Probes
-from geoflow_fast.likelihood.settings import MEMORY, DensitySettings
+from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.manifolds import Manifold
 
 
@@ -62,7 +62,7 @@ def density_estimates(
             flow.network.check_points(image, text)
             times = evaluation_times(time_grid(settings.n_steps, kind=settings.grid, reverse=True), settings.solver)
             network = ForwardMode(flow.network, directions, sorted(set(times)))
-            rows = _rows_at_once(flow.network, directions, settings, len(image))
+            rows = network.rows_at_once(len(image), settings)
             if given_number is not None:
                 given = directions[0].queries(image, text)
                 encoded = _encode_distinct(flow.network, given, directions[0], given_number)
@@ -153,18 +153,6 @@ class _ReverseSolve:
         if alternating and self.draws % 2:
             drawn = [-e if STREAMS[stream] == "text" else e for (_, stream), e in zip(self.moving, drawn)]
         return tuple(drawn)
-
-
-def _rows_at_once(flow: GeoFlow, directions: Sequence[Direction], settings: DensitySettings, rows: int) -> int:
-    """Number of rows in chunks of equal size whose buffers and probes fit into the memory of the settings."""
-    like, dims = flow.example, flow.flow_dims
-    frame = min(Probes.FRAME, settings.n_steps) if settings.orthogonal_to == "steps" else 2
-    tangents = dims if settings.exact else (settings.n_probes, settings.n_probes)
-    bytes_per_row = frame * settings.n_probes * sum(dims) * like.element_size()
-    bytes_per_row += ForwardMode.bytes_per_pair(flow, directions, tangents, settings.paired_tangents)
-    most = max(1, (settings.memory or MEMORY.get(like.device.type, MEMORY["cpu"])) // bytes_per_row)
-    chunks = max(1, -(-rows // most))
-    return max(1, -(-rows // chunks))
 
 
 def _encode_distinct(flow: GeoFlow, x: Tensor, direction: Direction, number: Tensor) -> tuple[Tensor, Tensor]:

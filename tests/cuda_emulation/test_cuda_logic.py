@@ -1,4 +1,4 @@
-"""The CUDA path on a machine without CUDA: fake CUDA tensors go through validation, dispatch, allocation and grids."""
+"""The CUDA path without CUDA: fake CUDA tensors pass through the checks, dispatch, allocation and launch grids."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tools import aot
 
 @pytest.fixture
 def launches():
-    """Fake CUDA tensors inside, launches recorded, and a driver that pretends to be there."""
+    """Makes CUDA tensors fake ones, pretends that there is a driver, and yields the launches that were recorded."""
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
-        aot.recorded() as found,
+        aot.recorded() as recorded,
     ):
-        yield found
+        yield recorded
 
 
 def cuda(*shape, dtype=torch.float32):
@@ -85,7 +85,7 @@ def test_interpolant_of_two_widths(launches, dropped):
 
 @pytest.mark.parametrize("solver", ["midpoint", "euler", "rk4"])
 def test_the_likelihood_never_waits_for_the_device(launches, solver):
-    """Fake tensors have no values: whatever asked for one, as a check in the loop would, would fail here."""
+    """Fake tensors have no values, so anything that asked for one, such as a check in the loop, would fail here."""
     with torch.device("meta"):
         flow = gf.GeoFlow(gf.GeoFlowConfig(12, 10, hidden=32, depth=2)).eval()
     flow.load_state_dict({name: cuda(*x.shape) for name, x in flow.state_dict().items()}, assign=True)
@@ -101,7 +101,7 @@ def test_the_likelihood_never_waits_for_the_device(launches, solver):
         assert (x.shape, x.dtype, x.device.type) == ((6,), torch.float64, "cuda")
     assert {"adaln_jvp_kernel", "gate_residual_jvp_kernel", "swiglu_jvp_kernel"} <= set(names(launches))
     evaluations = {"euler": 3, "midpoint": 6, "rk4": 12}[solver]
-    # Of both streams, three solves: the first feed-forward; the last one only where a stream is generated.
+    # The first feed-forward is computed for both streams of three solves, the last one where a stream is generated.
     assert names(launches).count("swiglu_jvp_kernel") == evaluations * (6 + 4)
 
 
@@ -135,7 +135,7 @@ def test_gallery_fills_the_device_and_covers_the_gallery(launches, queries, item
 @pytest.mark.parametrize("queries", [1, 64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tuning_never_changes_the_number_of_queries_in_a_tile(queries, dtype):
-    """The grid is laid out before the configuration is chosen."""
+    """The grid is fixed before the configuration is chosen."""
     assert len({gallery.CONFIGS[name].queries for name in gallery.eligible(dtype, queries)}) == 1
 
 

@@ -1,4 +1,4 @@
-"""For a machine with a GPU: log-densities there against the CPU, and the whole solve as one graph."""
+"""Log-densities on a GPU against those on the CPU, and the whole solve captured as one graph."""
 
 from __future__ import annotations
 
@@ -25,20 +25,29 @@ def flow() -> gf.GeoFlow:
     return flow
 
 
-@pytest.mark.parametrize("options", [{}, gf.PAPER_DENSITY, gf.FAST_DENSITY, {"n_probes": 3, "orthogonal": "probes"}])
-def test_parity_with_the_cpu(flow, options):
+@pytest.mark.parametrize(
+    "settings",
+    [
+        gf.DensitySettings(),
+        gf.PAPER_DENSITY,
+        gf.FAST_DENSITY,
+        gf.DensitySettings(n_probes=3, orthogonal="probes"),
+    ],
+)
+def test_parity_with_the_cpu(flow, settings):
     """A generator on the CPU gives both devices the same probes."""
     image, text = sample_uniform(33, 96), sample_uniform(33, 80)
-    here = gf.epistemic(flow, image, text, generator=torch.Generator().manual_seed(1), **options)
+    here = gf.epistemic(flow, image, text, generator=torch.Generator().manual_seed(1), settings=settings)
     flow.cuda()
-    there = gf.epistemic(flow, image.cuda(), text.cuda(), generator=torch.Generator().manual_seed(1), **options)
+    generator = torch.Generator().manual_seed(1)
+    there = gf.epistemic(flow, image.cuda(), text.cuda(), generator=generator, settings=settings)
     for name in ("joint", "text_given_image", "image_given_text", "score"):
         torch.testing.assert_close(getattr(there, name).cpu(), getattr(here, name), rtol=1e-4, atol=1e-2)
 
 
 @torch.no_grad()
 def test_the_solve_is_one_graph(flow):
-    """Captured once; replayed on other pairs it gives what a plain call gives, and fresh probes at every replay."""
+    """A captured solve, replayed on other pairs, gives what a plain call gives, and draws new probes every time."""
     flow.cuda()
     pairs = [(sample_uniform(64, 96).cuda(), sample_uniform(64, 80).cuda()) for _ in range(2)]
     image, text = (x.clone() for x in pairs[0])
