@@ -1,4 +1,4 @@
-"""Work that is killed, interrupted or refused by the disk at a chosen moment, in children of a process made for it.
+"""Runs tasks in child processes that are killed, interrupted or hit by a disk error at a chosen moment.
 
 `Nursery` starts that process: it has imported everything, runs one thread and never computes, so a fork of it begins at
 once and has no thread of OpenMP to miss. Each child does one task of `TASKS`, or one command line, under a `Plan`.
@@ -41,14 +41,14 @@ ROOT = Path(__file__).parents[2]
 WIDTH = 6
 SHAPE = gf.GeoFlowConfig(WIDTH, WIDTH, hidden=16, depth=1, heads=2)
 CLOCKS = {"steps_per_second", "batch_wait_share", "coupling_seconds", "coupling_share"}
-"""Fields of the metrics that are measured, not computed."""
+"""Fields of the metrics that depend on the clock."""
 
 
 # ---- tasks: what a child makes in `out` of what is in `world` -----------------------------------------------------
 
 
 def train(world: Path, out: Path) -> None:
-    """Twenty steps, each with a line of metrics, every second with a checkpoint."""
+    """Trains for twenty steps, with a line of metrics for each and a checkpoint for every second one."""
     torch.manual_seed(0)
     config = gf.TrainConfig(
         steps=20,
@@ -64,20 +64,20 @@ def train(world: Path, out: Path) -> None:
 
 
 def score(world: Path, out: Path) -> None:
-    """Twelve blocks of queries."""
+    """Scores twelve blocks of queries."""
     flow = gf.GeoFlow.from_pretrained(world / "model")
     scorer = gf.RetrievalEntropy(flow, world / "gallery.npy", "t2i", n_samples=4, n_steps=4)
     score_file(scorer, world / "queries.npy", out / "scores.parquet", block=3, progress=False)
 
 
 def density(world: Path, out: Path) -> None:
-    """Twelve blocks of pairs."""
+    """Computes the densities of twelve blocks of pairs."""
     settings = DensitySettings(n_steps=2)
     density_file(world / "model", world / "pairs", out / "densities.parquet", settings, block=8, progress=False)
 
 
 def embed(world: Path, out: Path) -> None:
-    """Eight shards of pictures and their captions."""
+    """Embeds eight shards of pictures and their captions."""
     embed_images(
         world / "photos", ColourEncoder(), out / "embeddings", batch_size=2, workers=2, shard_rows=4, progress=False
     )
@@ -95,7 +95,7 @@ TASKS: dict[str, Callable[[Path, Path], None]] = {
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Everything in a folder but locks: the file's name and its bytes; of metrics all but the clocks."""
+    """The bytes of every file in a folder by name, without locks and without the times in the metrics."""
     return {
         path.relative_to(folder).as_posix(): _timeless(path) if path.name == METRICS_FILE else path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -104,7 +104,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def _timeless(metrics: Path) -> bytes:
-    """Lines of metrics without what depends on the clock; a line that was cut short stays as it is."""
+    """The lines of metrics without what depends on the clock; an incomplete line stays as it is."""
     lines = []
     for line in metrics.read_text().splitlines(keepends=True):
         if line.endswith("\n"):
@@ -114,7 +114,7 @@ def _timeless(metrics: Path) -> bytes:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file is the half of a write."""
+    """Whether a file is an incomplete write."""
     return name.endswith(".tmp")
 
 
@@ -123,7 +123,7 @@ def is_temporary(name: str) -> bool:
 
 @dataclass
 class Plan:
-    """What befalls a child.
+    """What happens to a child.
 
     `kill_after`: SIGKILL after so many seconds. `strike_at`: the number, from 1, of the operation on files below `out`
     at which it is struck, before the operation is done; `strike`: "kill", or the name of the system's error that this
@@ -143,7 +143,7 @@ class Plan:
     signal_at: int = 1
 
     def prepare(self, out: Path, log: list[str]) -> None:
-        """In the child, before its task; fills `log` with the operations on files."""
+        """Prepares the child before its task, so that it writes its operations on files to `log`."""
         _watch(out, self, log)
         if self.size is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (self.size, self.size))  # Python ignores SIGXFSZ: EFBIG
@@ -160,7 +160,7 @@ CHANGES = {"os.rename", "os.remove", "os.mkdir", "os.rmdir"}
 
 
 def _watch(out: Path, plan: Plan, log: list[str]) -> None:
-    """Counts what is done to files below `out`, and strikes as planned."""
+    """Counts the operations on files below `out` and fails or kills at the planned one."""
     struck = os.fspath(out)
 
     def note(what: str, path: str) -> None:
@@ -188,7 +188,7 @@ def _watch(out: Path, plan: Plan, log: list[str]) -> None:
 
 
 def _write_to_a_full_disk() -> None:
-    """Files that are opened afresh are the system's own full disk, which takes no byte."""
+    """Replaces files that are opened from now on by /dev/full, which accepts no byte."""
     real = os.open
 
     def full(path: Any, flags: int, *rest: Any, **more: Any) -> int:
@@ -200,7 +200,7 @@ def _write_to_a_full_disk() -> None:
 
 
 def _obey_permissions() -> None:
-    """Takes from root what lets it write where the permissions say no."""
+    """Drops the privilege of root to write where permissions forbid it."""
     version, header = 0x20080522, (ctypes.c_uint32 * 2)()
     header[0] = version
     sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable, twice
@@ -213,7 +213,7 @@ def _obey_permissions() -> None:
 
 
 def _signal_amid_work(number: int, at: int) -> None:
-    """Sends the signal to the child itself when the unit of work `at` has begun."""
+    """Makes the child send itself the signal when the unit of work `at` begins."""
     begun = 0
 
     def begin() -> None:
@@ -244,7 +244,7 @@ def _signal_amid_work(number: int, at: int) -> None:
 
 @dataclass
 class End:
-    """How a child ended: the status of its process (negative: the signal that killed it), after so many seconds.
+    """How a child ended: the exit status of its process, negative for a signal that killed it, and the seconds it ran.
 
     Unless it was killed: `operations` on files below `out`, the `error` that ended it, and the `words` of it or of the
     command.
@@ -258,7 +258,7 @@ class End:
 
 
 class Nursery:
-    """The process that children are forks of."""
+    """The process from which children are forked."""
 
     def __init__(self) -> None:
         where = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
@@ -266,7 +266,7 @@ class Nursery:
         self.process = subprocess.Popen([sys.executable, __file__], env=where, text=True, **pipes)
 
     def run(self, task: str | list[str], world: Path, out: Path, plan: Plan | None = None) -> End:
-        """Does a task of `TASKS`, or the words of a command line, in a child that stands in `world`."""
+        """Runs a task of `TASKS`, or a command line, in a child whose working folder is `world`."""
         asked = [task, str(world), str(out), dataclasses.asdict(plan or Plan())]
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -280,7 +280,7 @@ class Nursery:
 
 
 def _live(task: str | list[str], world: Path, out: Path, plan: Plan, answer: int) -> None:
-    """The life of a child; never returns."""
+    """Runs a child from start to end; it never returns."""
     log: list[str] = []
     told: dict[str, Any] = {}
     status = 0
@@ -307,7 +307,7 @@ def _live(task: str | list[str], world: Path, out: Path, plan: Plan, answer: int
 
 
 def _command(words: list[str]) -> tuple[int, str]:
-    """The command line in this process: its exit status, and what it says."""
+    """Runs a command line in this process; returns its exit status and what it prints."""
     from geoflow_fast.cli.app import main
 
     said = os.memfd_create("said")
@@ -323,7 +323,7 @@ def _command(words: list[str]) -> tuple[int, str]:
 
 
 def _raise_one(task: str | list[str], world: Path, out: Path, plan: Plan) -> End:
-    """Forks a child, kills it when its time is up, and says how it ended."""
+    """Forks a child, kills it when its time is up, and returns how it ended."""
     told, answer = os.pipe()
     begin = time.monotonic()
     child = os.fork()
@@ -342,7 +342,7 @@ def _raise_one(task: str | list[str], world: Path, out: Path, plan: Plan) -> End
 
 
 def _serve() -> None:
-    """Brings up children until nobody asks for more."""
+    """Starts children until no more are asked for."""
     torch.set_num_threads(1)
     for late in ("torch._dynamo", "pyarrow.dataset", "rich.progress", "geoflow_fast.cli"):
         importlib.import_module(late)  # once, instead of in every child

@@ -1,4 +1,4 @@
-"""Hostile values for arguments, calls to put them into, and the judge of what comes out."""
+"""Hostile values for arguments, and the rules by which the outcome of a call is judged."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ import geoflow_fast as gf
 
 PACKAGE = str(Path(gf.__file__).parent)
 SECONDS = 60
-"""Of processor time: a call that takes longer hangs; so does one that waits ten times as long."""
+"""Seconds of processor time after which a call counts as hanging; ten times as many if it only waits."""
 
 TENSORS: dict[str, Callable[[Tensor], Any]] = {
     "nan": lambda x: _with(x, math.nan),
@@ -142,8 +142,8 @@ def _with_row(x: Tensor, value: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Target:
-    """A public call with good arguments. `spreads`: a NaN or an overflow in the input is one in the result, as in any
-    operation on numbers; otherwise a result holds none."""
+    """A public call with good arguments. `spreads`: a NaN or an overflow in the input may show in the result, as in any
+    arithmetic; otherwise a result must be finite."""
 
     name: str
     call: Callable[..., Any]
@@ -152,11 +152,11 @@ class Target:
     extra: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
     """More hostile values of an argument."""
     dear: bool = False
-    """A call takes so long that fewer are tried."""
+    """Whether a call takes so long that fewer inputs are tried."""
 
 
 def variants(value: Any) -> list[tuple[str, Callable[[], Any]]]:
-    """Hostile values in the place of a good one: (name, maker)."""
+    """The names and makers of hostile values that replace a good one."""
     if isinstance(value, Tensor):
         return [(name, lambda change=change: change(value)) for name, change in TENSORS.items()]
     if isinstance(value, np.ndarray):
@@ -183,7 +183,7 @@ def _named(values: Sequence[Any]) -> list[tuple[str, Callable[[], Any]]]:
 
 
 def _spoiled_copies(path: Path) -> list[tuple[str, Callable[[], Any]]]:
-    """Copies of a file or folder with one damaged file, in the working folder."""
+    """Makers of copies of a file or folder in which one file is damaged."""
     return [
         (f"{file.name}: {name}", functools.partial(_spoiled, path, file.relative_to(path), change))
         for file in files_of(path)
@@ -204,12 +204,12 @@ def _spoiled(path: Path, inside: Path, change: Callable[[bytes], bytes]) -> Path
 
 
 def files_of(path: Path) -> list[Path]:
-    """A file, or those of a folder; none of what is not there."""
+    """The file itself, or the files of a folder; an empty list if the path does not exist."""
     return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
 
 
 def fresh_path() -> Path:
-    """A name in the working folder that nothing has."""
+    """A path in the working folder that does not exist."""
     return Path(f"file {next(_numbers)}")
 
 
@@ -219,7 +219,7 @@ def _as_array(x: Any) -> Any:
 
 @contextlib.contextmanager
 def in_time(seconds: int = SECONDS) -> Iterator[None]:
-    """TimeoutError, which is none of the errors allowed, if the body takes longer."""
+    """Raises an AssertionError if the body takes longer."""
 
     def late(_number: int, _frame: FrameType | None) -> None:
         raise AssertionError(f"still running after {seconds} s")
@@ -237,7 +237,8 @@ def in_time(seconds: int = SECONDS) -> Iterator[None]:
 
 
 def judge(target: Target, arguments: dict[str, Any]) -> str:
-    """Calls it: "answer" or "error". AssertionError if it is neither a sane answer nor a clear typed error."""
+    """Calls the target and returns "answer" or "error". An AssertionError tells of an answer
+    that is not finite or of an error that is not clear and typed."""
     before = {name: content for name, value in arguments.items() if (content := _bytes_of(value)) is not None}
     warnings.simplefilter("ignore")
     try:
@@ -257,11 +258,11 @@ def judge(target: Target, arguments: dict[str, Any]) -> str:
 
 def _judge_error(target: Target, error: Exception) -> None:
     frames = traceback.extract_tb(error.__traceback__)
-    bound = len(frames) <= 2  # Python itself refused the arguments
+    bound = len(frames) <= 2  # Python itself rejected the arguments
     ours = frames[-1].filename.startswith(PACKAGE)
     message = str(error)
-    assert message, f"{target.name}: an error without a word"
-    named = isinstance(error, OSError) and error.filename is not None  # the system's word on a path
+    assert message, f"{target.name}: an error without a message"
+    named = isinstance(error, OSError) and error.filename is not None  # an error of the operating system about a path
     assert ours or bound or named, (
         f"{target.name}: raised from {frames[-1].filename}:{frames[-1].lineno}, not by a check: {error!r}"
     )
@@ -277,7 +278,7 @@ def _bytes_of(value: Any) -> bytes | None:
 
 
 def _sane(value: Any) -> bool:
-    """Whether all numbers in it are finite."""
+    """Whether all numbers in a value are finite."""
     if isinstance(value, Tensor):
         return value.device.type == "meta" or not value.is_floating_point() or bool(torch.isfinite(value).all())
     if isinstance(value, np.ndarray):

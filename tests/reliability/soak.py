@@ -1,4 +1,4 @@
-"""Trains and scores over and over in one process: memory and open files must not grow.
+"""Trains and scores repeatedly in one process, in which memory and open files must not grow.
 
 `python -m tests.reliability.soak --minutes 30`. Each round trains a small flow into a folder, scores a file of queries
 against a gallery on disk and computes densities, as a long-lived service or notebook would. The slope of the resident
@@ -29,13 +29,13 @@ WIDTH = 16
 
 
 def resident_megabytes() -> float:
-    """Memory of this process that is in RAM."""
+    """The resident memory of this process in megabytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 def open_files() -> int:
-    """Handles that this process holds."""
+    """The number of open files of this process."""
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -57,7 +57,7 @@ def one_round(folder: Path, number: int) -> None:
 
 
 def soak(minutes: float, folder: Path) -> dict[str, float]:
-    """Runs rounds for that long; figures of memory and of open files."""
+    """Runs rounds for `minutes` and returns figures of memory and of open files."""
     begin, samples, rounds = time.monotonic(), [], 0
     while (now := (time.monotonic() - begin) / 60) < minutes:
         one_round(folder, rounds)

@@ -1,4 +1,4 @@
-"""Kills, disks that refuse, signals: nothing is lost, nothing doubled, and the same call ends with the same bytes."""
+"""After kills, disk errors and signals nothing is lost or repeated, and the same call ends with the same bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.reliability.figures import record
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, audits and limits of Linux")
 
 KILLS = 50
-"""Of each task in the long test."""
+"""The number of kills of each task in the long test."""
 
 
 def unit(rows: int, seed: int) -> torch.Tensor:
@@ -67,7 +67,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(nursery: Nursery, world: Path) -> dict[str, tuple[dict[str, bytes], End]]:
-    """What each task leaves when nothing happens to it, and how it went."""
+    """The files that each task writes when nothing disturbs it, and how it ended."""
     outputs = {}
     for name in TASKS:
         end = nursery.run(name, world, world / f"alone_{name}")
@@ -77,7 +77,7 @@ def alone(nursery: Nursery, world: Path) -> dict[str, tuple[dict[str, bytes], En
 
 
 def finish(nursery: Nursery, name: str, world: Path, out: Path, wanted: dict[str, bytes]) -> None:
-    """Continues to the end and compares with a run that was left alone."""
+    """Continues a task to the end and compares its files with those of an undisturbed run."""
     end = nursery.run(name, world, out)
     assert end.status == 0, end
     assert_same(files_of(out), wanted)
@@ -92,7 +92,7 @@ def assert_same(outputs: dict[str, bytes], wanted: dict[str, bytes]) -> None:
 
 
 def moment_of(out: Path) -> str:
-    """Where a kill has hit, by what it left: "early", nothing finished; "write", a file half written; "between"."""
+    """When a kill came, judged by what it left: "early" (nothing finished), "write" (a partial file) or "between"."""
     names = files_of(out)
     if any(map(is_temporary, names)):
         return "write"
@@ -102,8 +102,8 @@ def moment_of(out: Path) -> str:
 def survive(
     nursery: Nursery, name: str, world: Path, folder: Path, alone: tuple[dict[str, bytes], End], least: int
 ) -> tuple[collections.Counter[str], int]:
-    """Kills runs at random moments, again and again until they end by themselves, until there were enough kills in all:
-    where they hit, and the number of runs, each of which ended with the bytes of the one left alone."""
+    """Kills runs at random moments and restarts them until they finish, until there were enough kills. Returns when the
+    kills came and the number of runs, each of which ended with the bytes of an undisturbed one."""
     wanted, undisturbed = alone
     chance, moments, runs = random.Random(0), collections.Counter[str](), 0
     while moments.total() < least:
@@ -145,7 +145,7 @@ def test_killed_at_random_moments(nursery, world, alone, tmp_path, name):
 
 
 def kinds_of(operations: list[str]) -> list[int]:
-    """Numbers, from 1, of the first and of the last operation of each kind: alike but for numbers in the name."""
+    """Numbers, from 1, of the first and the last operation of each kind; numbers in file names do not matter."""
     kinds = [re.sub(r"\d+", "#", operation) for operation in operations]
     firsts = {kind: number for number, kind in reversed(list(enumerate(kinds, 1)))}
     lasts = {kind: number for number, kind in enumerate(kinds, 1)}
@@ -155,7 +155,7 @@ def kinds_of(operations: list[str]) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_killed_at_each_kind_of_operation_on_files(nursery, world, alone, tmp_path, name):
-    """Before each open, rename, removal and fsync there is; where the random moments would need luck."""
+    """Kills before each kind of open, rename, removal and fsync, which random kills would rarely hit."""
     wanted, undisturbed = alone[name]
     struck = kinds_of(undisturbed.operations)
     for number in struck:
@@ -170,7 +170,7 @@ def test_killed_at_each_kind_of_operation_on_files(nursery, world, alone, tmp_pa
 @pytest.mark.guard("a job that was killed at once can be started again", without="begun = {LOCK_FILE}")
 @pytest.mark.parametrize("name", ["scoring", "density", "embed"])
 def test_killed_before_it_has_said_what_it_is(nursery, world, alone, tmp_path, name):
-    """What is left then is of nobody's job, and in nobody's way."""
+    """The files that are left then belong to no job and do not prevent the next one."""
     wanted, undisturbed = alone[name]
     named = next(
         k for k, done in enumerate(undisturbed.operations, 1) if done.endswith("job.json.tmp") and "rename" in done
@@ -181,7 +181,7 @@ def test_killed_before_it_has_said_what_it_is(nursery, world, alone, tmp_path, n
 
 @pytest.mark.guard("repeated steps are logged once")
 def test_steps_after_the_checkpoint_are_logged_once(nursery, world, alone, tmp_path):
-    """Killed when their lines are written and the checkpoint is not: they are made, and written, again."""
+    """A run killed after the lines of some steps and before their checkpoint repeats the steps and their lines."""
     wanted, undisturbed = alone["training"]
     saved = places_of(undisturbed, "os.rename /.last.safetensors.tmp")
     assert nursery.run("training", world, tmp_path / "run", Plan(strike_at=saved[3])).status == -signal.SIGKILL
@@ -192,7 +192,7 @@ def test_steps_after_the_checkpoint_are_logged_once(nursery, world, alone, tmp_p
 
 @pytest.mark.guard("log lines reach the disk before the checkpoint")
 def test_lines_are_on_disk_before_the_checkpoint(alone):
-    """So that a power cut, which no test can make, loses none of them."""
+    """Then a power cut, which no test can simulate, loses none of them."""
     undisturbed = alone["training"][1]
     written, synced = (places_of(undisturbed, f"{what} /metrics.jsonl") for what in ("open", "fsync"))
     for saved in places_of(undisturbed, "os.rename /.last.safetensors.tmp"):
@@ -201,7 +201,7 @@ def test_lines_are_on_disk_before_the_checkpoint(alone):
 
 
 def places_of(undisturbed: End, operation: str) -> list[int]:
-    """Numbers, from 1, of an operation on files."""
+    """The numbers, from 1, of an operation on files."""
     return [number for number, done in enumerate(undisturbed.operations, 1) if done == operation]
 
 
@@ -209,7 +209,7 @@ def places_of(undisturbed: End, operation: str) -> list[int]:
 
 
 def half_done(undisturbed: End) -> int:
-    """The operation that follows when half of the files are in their place."""
+    """The number of the operation at which half of the files are finished."""
     renamed = [
         number for number, operation in enumerate(undisturbed.operations, 1) if operation.startswith("os.rename")
     ]
@@ -218,7 +218,7 @@ def half_done(undisturbed: End) -> int:
 
 @pytest.fixture(scope="module")
 def halves(nursery: Nursery, world: Path, alone: dict[str, tuple[dict[str, bytes], End]]) -> dict[str, Path]:
-    """Each task, killed half-way."""
+    """The folder of each task, killed half-way."""
     for name, (wanted, undisturbed) in alone.items():
         end = nursery.run(name, world, world / f"half_{name}", Plan(strike_at=half_done(undisturbed)))
         assert end.status == -signal.SIGKILL, end
@@ -239,7 +239,7 @@ DISKS = {
 @pytest.mark.parametrize("disk", DISKS)
 @pytest.mark.parametrize("name", TASKS)
 def test_what_was_there_survives_a_disk_that_refuses(nursery, world, alone, halves, tmp_path, name, disk):
-    """The run that meets it says which file it could not write; the next one finishes."""
+    """The run reports which file it could not write, and the next run finishes."""
     plan, words = DISKS[disk]
     out = tmp_path / "run"
     shutil.copytree(halves[name], out)
@@ -257,7 +257,7 @@ def test_what_was_there_survives_a_disk_that_refuses(nursery, world, alone, halv
 
 
 def assert_refused(end: End, words: str, out: Path) -> None:
-    """The run has ended with an error of the system that names a file in `out`."""
+    """Checks that the run has ended with an OSError that names a file in `out`."""
     assert end.status == 2, end
     assert end.error in ("OSError", "PermissionError"), end
     assert words in end.words
@@ -265,7 +265,7 @@ def assert_refused(end: End, words: str, out: Path) -> None:
 
 
 def assert_kept(before: dict[str, bytes], after: dict[str, bytes]) -> None:
-    """Files are what they were, but for halves of writes; lines may have come to those of the metrics."""
+    """Checks that files are unchanged, except for partial writes and lines added to the metrics."""
     for name, data in before.items():
         if not is_temporary(name):
             assert after[name].startswith(data) if name.endswith(".jsonl") else after[name] == data, name
@@ -274,8 +274,8 @@ def assert_kept(before: dict[str, bytes], after: dict[str, bytes]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_each_kind_of_operation_fails_once(nursery, world, alone, tmp_path, name):
-    """With one of four errors in turn: no half of a write is left, and the next run finishes. A failed
-    mkdir of a folder that exists must not matter."""
+    """Each operation fails with one of four errors in turn: no partial file is left, and the next run finishes. A
+    failed mkdir of an existing folder must not matter."""
     wanted, undisturbed = alone[name]
     errors = itertools.cycle(("EIO", "ENOSPC", "EACCES", "EROFS"))
     struck = kinds_of(undisturbed.operations)
@@ -295,7 +295,7 @@ def test_each_kind_of_operation_fails_once(nursery, world, alone, tmp_path, name
 
 
 def makes_what_is_there(operations: list[str], number: int) -> bool:
-    """Whether operation `number`, from 1, makes a folder that was made before; the one that a task is given, too."""
+    """Whether operation `number`, from 1, creates a folder that exists already, such as the task's own."""
     done = operations[number - 1]
     return done.startswith("os.mkdir") and (done == "os.mkdir " or done in operations[: number - 1])
 
@@ -320,7 +320,7 @@ def words_of(command: str, out: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def by_command(nursery: Nursery, world: Path) -> dict[str, dict[str, bytes]]:
-    """What each command leaves when nothing happens to it."""
+    """The files that each command writes when nothing disturbs it."""
     outputs = {}
     for command in COMMANDS:
         out = world / f"by_{command}"
@@ -332,7 +332,7 @@ def by_command(nursery: Nursery, world: Path) -> dict[str, dict[str, bytes]]:
 
 
 def units_kept(command: str, out: Path) -> int:
-    """Steps, blocks or batches that a stopped command has left."""
+    """The number of steps, blocks or batches that a stopped command has kept."""
     left = files_of(out)
     assert [file for file in left if is_temporary(file)] == []
     if command == "train":
@@ -346,8 +346,8 @@ def units_kept(command: str, out: Path) -> int:
 @pytest.mark.guard("a signal ends a job after its block")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_signal_finishes_the_unit_saves_and_says_how_it_ended(nursery, world, by_command, tmp_path, command):
-    """SIGINT in the midst of the second step, block or batch, then SIGTERM in the first of those that are left: the one
-    it comes in is kept, and no more are made."""
+    """A SIGINT comes during the second step, block or batch, and a SIGTERM during the next one after the restart. The
+    unit in which a signal comes is finished and kept, and no other is started."""
     words = words_of(command, tmp_path)
     for name, status, at, kept in (("SIGINT", 130, 2, 2), ("SIGTERM", 143, 1, 3)):
         end = nursery.run(words, world, tmp_path, Plan(signal=name, signal_at=at))
@@ -361,7 +361,7 @@ def test_a_signal_finishes_the_unit_saves_and_says_how_it_ended(nursery, world, 
 
 @pytest.mark.parametrize("batch", [4, 11])
 def test_embedding_is_continued_from_a_later_shard(nursery, world, by_command, tmp_path, batch):
-    """Stopped at the end of the first shard, and in the midst of the third."""
+    """The command is stopped at the end of the first shard and in the middle of the third."""
     words = words_of("embed", tmp_path)
     end = nursery.run(words, world, tmp_path, Plan(signal="SIGTERM", signal_at=batch))
     assert end.status == 143, end
@@ -375,21 +375,21 @@ def test_embedding_is_continued_from_a_later_shard(nursery, world, by_command, t
 
 
 def start(words: list[str], world: Path) -> subprocess.Popen[bytes]:
-    """`geoflow` as a process of its own."""
+    """Starts `geoflow` as a separate process."""
     where = {**os.environ, "PYTHONPATH": str(faults.ROOT), "OMP_NUM_THREADS": "1"}
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
     return subprocess.Popen([sys.executable, "-m", "geoflow_fast", *words], cwd=world, env=where, **quiet)
 
 
 def outputs(out: Path) -> int:
-    """Number of files that were finished."""
+    """The number of finished files."""
     return sum(not is_temporary(name) and Path(name).name != "job.json" for name in files_of(out))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_command_itself_is_killed(nursery, world, by_command, tmp_path, command):
-    """Three times, each time once another file was finished, unless all were."""
+    """Kills the command three times, each time after one more file is finished."""
     words, chance, kills = words_of(command, tmp_path), random.Random(0), 0
     for _ in range(3):
         process, before, deadline = start(words, world), outputs(tmp_path), time.monotonic() + 120
