@@ -169,7 +169,8 @@ class Euclidean(Manifold):
 
     def base_sample(self, n: int, d: int, kind: str = "iid", generator: torch.Generator | None = None) -> Tensor:
         points = base_noise(n, d, kind, generator=generator)
-        return points * torch.randn(n, d, generator=generator).norm(dim=1, keepdim=True)
+        normal = torch.randn(n, d, generator=generator, dtype=torch.float32, device="cpu")
+        return points * normal.norm(dim=1, keepdim=True)
 
     def from_normal(self, x: Tensor) -> Tensor:
         return x

@@ -162,7 +162,7 @@ def base_noise(
     if kind == "iid":
         return sample_uniform(n, d, generator=generator, dtype=dtype, device=device)
     blocks = [_orthogonal_rows(min(d, n - start), d, generator) for start in range(0, n, d)]
-    return torch.cat(blocks or [torch.empty(0, d, dtype=torch.float64)]).to(device, dtype)
+    return torch.cat(blocks or [torch.empty(0, d, dtype=torch.float64, device="cpu")]).to(device, dtype)
 
 
 def _orthogonal_rows(n: int, d: int, generator: torch.Generator | None) -> Tensor:

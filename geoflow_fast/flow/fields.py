@@ -87,7 +87,9 @@ class PlainField:
 
     @property
     def example(self) -> Tensor:
-        return next(self.field.parameters()) if isinstance(self.field, nn.Module) else torch.empty(0)
+        if isinstance(self.field, nn.Module):
+            return next(self.field.parameters())
+        return torch.empty(0, dtype=torch.float32, device="cpu")
 
     def velocity_at(self, times: Sequence[float], direction: Direction) -> Velocity:  # noqa: ARG002
         return lambda image, text, t: self.velocity(image, text, t, direction)

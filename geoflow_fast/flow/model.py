@@ -117,8 +117,8 @@ class GeoFlow(nn.Module):
 
         The shifts and scales of all times are computed at once. Points are not checked.
         """
-        example = self.example
-        moments = torch.tensor(times, dtype=example.dtype, device=example.device)
+        like = self.conditioning.frequencies
+        moments = torch.tensor(times, dtype=like.dtype, device=like.device)
         modulation = dict(zip(times, self.modulations(moments, direction)))
 
         def velocity(image: Tensor, text: Tensor, t: float) -> Streams:

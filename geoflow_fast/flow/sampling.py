@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +47,6 @@ class SamplingSettings(Settings):
         for name, known in (("solver", SOLVERS), ("grid", GRIDS), ("noise", NOISE_KINDS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
-
-    @property
-    def times(self) -> Tensor:
-        """The time grid [n_steps + 1]."""
-        return time_grid(self.n_steps, kind=self.grid)
 
 
 FAST_SAMPLING = SamplingSettings(n_samples=40, n_steps=8, solver="ab2", grid="late", noise="antithetic")
@@ -151,59 +145,62 @@ def sample_conditional(
     if len(given) == 0:
         return start.generated.new_empty(0, draws, flow.stream_from_flow(start.generated, stream).shape[1])
     at_once = max(1, ROWS_AT_ONCE // (draws if settings.guidance == 0 else 2 * draws))
-    times, manifold = settings.times, flow.manifold
+    times, manifold = time_grid(settings.n_steps, kind=settings.grid), flow.manifold
     parts = []
     with flow.without_dropout():
         velocity = flow.velocity_at(evaluation_times(times, settings.solver), direction)
-        rate_of = guided_rates(velocity, direction, start, settings.guidance)
+        # At t=0 all queries are at the same points, where the unguided velocity is therefore the same for all.
+        at_start = direction.pair(start.condition, start.generated)
+        free_at_start = velocity(*at_start, 0.0)[stream] if settings.guidance > 0 else None
         for queries in flow.stream_to_flow(given, 1 - stream).split(at_once):
+            rate = guided_rate(velocity, direction, start, free_at_start, queries, settings.guidance)
             points = (start.generated.repeat(len(queries), 1),)
-            (end,) = integrate(rate_of(queries), points, times, solver=settings.solver, manifold=manifold)
+            (end,) = integrate(rate, points, times, solver=settings.solver, manifold=manifold)
             parts.append(flow.stream_from_flow(end, stream).unflatten(0, (len(queries), draws)))
             if advance is not None:
                 advance(len(queries))
     return torch.cat(parts)
 
 
-def guided_rates(
-    velocity: Velocity, direction: Direction, start: StartingPoints, guidance: float
-) -> Callable[[Tensor], Rate]:
-    """Returns a function that makes the rate of `integrate` for the M points of each query of a batch [Q, d].
+def guided_rate(
+    velocity: Velocity,
+    direction: Direction,
+    start: StartingPoints,
+    free_at_start: Tensor | None,
+    queries: Tensor,
+    guidance: float,
+) -> Rate:
+    """Returns the rate of `integrate` for the M points of each of the `queries` [Q, d]: v_c + guidance (v_c - v_u).
 
-    The rate is v_c + guidance (v_c - v_u), and v_c and v_u go through the network as one batch. At t=0 all queries are
-    at the same points, where v_u is therefore the same for all: it is computed once.
+    v_c and v_u go through the network as one batch, except at t=0, where v_u is `free_at_start` [M, d]; without it
+    there is no guidance.
     """
     stream = direction.generated[0]
-    free_at_start = velocity(*direction.pair(start.condition, start.generated), 0.0)[stream] if guidance > 0 else None
+    condition = queries.repeat_interleave(len(start.generated), 0)
+    both = torch.cat((condition, start.condition.repeat(len(queries), 1)))
 
-    def rate_of(queries: Tensor) -> Rate:
-        condition = queries.repeat_interleave(len(start.generated), 0)
-        both = torch.cat((condition, start.condition.repeat(len(queries), 1)))
+    def rate(point: Points, t: float, weight: float) -> Points:  # noqa: ARG001
+        if free_at_start is not None and t > 0:
+            conditional, free = velocity(*direction.pair(both, point[0].repeat(2, 1)), t)[stream].chunk(2)
+        else:
+            conditional = velocity(*direction.pair(condition, point[0]), t)[stream]
+            if free_at_start is None:
+                return (conditional,)
+            free = free_at_start.repeat(len(queries), 1)
+        return (torch.add(conditional, conditional - free, alpha=guidance),)
 
-        def rate(point: Points, t: float, weight: float) -> Points:  # noqa: ARG001
-            if free_at_start is not None and t > 0:
-                twice = velocity(*direction.pair(both, point[0].repeat(2, 1)), t)[stream]
-                conditional, free = twice.chunk(2)
-            else:
-                conditional = velocity(*direction.pair(condition, point[0]), t)[stream]
-                if free_at_start is None:
-                    return (conditional,)
-                free = free_at_start.repeat(len(queries), 1)
-            return (torch.add(conditional, conditional - free, alpha=guidance),)
-
-        return rate
-
-    return rate_of
+    return rate
 
 
 @torch.no_grad()
 def _sample_joint(flow: FlowField, settings: SamplingSettings, generator: torch.Generator | None) -> Streams:
     manifold, n, kind = flow.manifold, settings.n_samples, settings.noise
     start = tuple(manifold.base_sample(n, d, kind, generator).to(flow.example) for d in flow.flow_dims)
+    times = time_grid(settings.n_steps, kind=settings.grid)
 
     def rate(point: Points, t: float, weight: float) -> Points:  # noqa: ARG001
         return flow.velocity_at([t], Direction.JOINT)(point[0], point[1], t)
 
     with flow.without_dropout():
-        image, text = integrate(rate, start, settings.times, solver=settings.solver, manifold=manifold)
+        image, text = integrate(rate, start, times, solver=settings.solver, manifold=manifold)
     return flow.stream_from_flow(image, IMAGE), flow.stream_from_flow(text, TEXT)

@@ -34,7 +34,7 @@ def time_grid(n_steps: int, *, kind: str = "uniform", reverse: bool = False) -> 
     steps = checks.integer(n_steps, "n_steps", 1)
     if kind not in GRIDS:
         raise ValueError(f"grid must be one of {GRIDS}, got {kind!r}")
-    s = torch.linspace(0, 1, steps + 1, dtype=torch.float64)
+    s = torch.linspace(0, 1, steps + 1, dtype=torch.float64, device="cpu")
     t = {"uniform": s, "late": 1 - (1 - s) ** 1.5, "early": s**1.5}[kind]
     return t.flip(0) if reverse else t
 
