@@ -48,13 +48,14 @@ def capturing(x: Tensor) -> bool:
 
 def check_rows(x: Tensor, name: str, *, unit: bool = True) -> None:
     """Raises a ValueError that names the first row of `x` [..., d] that is not finite, zero or, with `unit`, not of
-    norm one."""
+    norm one, within 1e-3 or what the rounding of its type can do (8e-3 for bfloat16)."""
     checks.floating(x, name)
     if capturing(x):
         return
     checks.with_values(x, name)
-    norm = torch.linalg.vector_norm(x.detach(), dim=-1)
-    bad = ~((norm - 1).abs() <= UNIT_TOLERANCE) if unit else ~(torch.isfinite(norm) & (norm > 0))
+    norm = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+    tolerance = max(UNIT_TOLERANCE, torch.finfo(x.dtype).eps)
+    bad = ~((norm - 1).abs() <= tolerance) if unit else ~(torch.isfinite(norm) & (norm > 0))
     # guard: rows in memory are finite and of unit norm
     if not bool(bad.any()):
         return

@@ -53,7 +53,7 @@ class Gallery:
         if isinstance(source, Tensor):
             if source.dim() != 2 or not source.is_floating_point():
                 raise ValueError(f"gallery must be a floating-point [N, d], got {source.dtype} {tuple(source.shape)}")
-            check_rows(source.float() if source.dtype in (torch.float16, torch.bfloat16) else source, "gallery")
+            check_rows(source, "gallery")
             self.rows = source.detach()
         elif isinstance(source, np.ndarray):
             self.rows = Rows([source], "gallery")
