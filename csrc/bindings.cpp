@@ -1,4 +1,5 @@
-// The only pybind11 file: addresses and sizes in, small values out. The caller has checked every tensor (_native.py).
+// The only pybind11 file: named addresses and sizes come in, small values go out. The caller has checked every tensor
+// (geoflow_fast/ops/native.py); an address of 0 stands for a part that is left out.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -18,6 +19,44 @@
 #endif
 
 namespace py = pybind11;
+using namespace pybind11::literals;  // "name"_a names an argument
+
+namespace pybind11::detail {
+
+// Rows cross as (address, row stride), or as None where they are left out.
+template <>
+struct type_caster<geoflow::RowsView> {
+    PYBIND11_TYPE_CASTER(geoflow::RowsView, const_name("tuple[int, int] | None"));
+
+    bool load(handle from, bool) {
+        value = {nullptr, 0};
+        if (from.is_none()) return true;
+        if (!PyTuple_Check(from.ptr()) || PyTuple_GET_SIZE(from.ptr()) != 2) return false;
+        value.data = static_cast<float*>(PyLong_AsVoidPtr(PyTuple_GET_ITEM(from.ptr(), 0)));
+        value.stride = PyLong_AsLongLong(PyTuple_GET_ITEM(from.ptr(), 1));
+        if (PyErr_Occurred() == nullptr) return true;
+        PyErr_Clear();  // pybind11 raises the TypeError
+        return false;
+    }
+};
+
+// A shape crosses as (rows, width, rows per group, threads).
+template <>
+struct type_caster<geoflow::RowShape> {
+    PYBIND11_TYPE_CASTER(geoflow::RowShape, const_name("tuple[int, int, int, int]"));
+
+    bool load(handle from, bool) {
+        if (!PyTuple_Check(from.ptr()) || PyTuple_GET_SIZE(from.ptr()) != 4) return false;
+        std::int64_t sizes[4];
+        for (int k = 0; k < 4; ++k) sizes[k] = PyLong_AsLongLong(PyTuple_GET_ITEM(from.ptr(), k));
+        value = {sizes[0], sizes[1], sizes[2], static_cast<int>(sizes[3])};
+        if (PyErr_Occurred() == nullptr) return true;
+        PyErr_Clear();
+        return false;
+    }
+};
+
+}  // namespace pybind11::detail
 
 namespace {
 
@@ -41,15 +80,18 @@ std::vector<std::string> cpu_features() {
     return {"avx2", "fma", "f16c"};
 }
 
-// addresses: noise, data, point, velocity of the image stream, then of the text stream.
+struct StreamAddresses {
+    Address noise, data, point, velocity;
+    std::int64_t width;
+};
+
 template <typename T>
-std::int64_t masked_interpolant(const std::array<Address, 8>& addresses, const std::array<std::int64_t, 2>& widths,
-                                std::int64_t rows, Address t, Address direction, Address drop, double tolerance,
-                                int threads) {
+std::int64_t masked_interpolant(const StreamAddresses (&streams)[2], std::int64_t rows, Address t, Address direction, Address drop,
+                                double tolerance, int threads) {
     geoflow::InterpolantParams<T> params{};
     for (int k = 0; k < 2; ++k) {
-        const Address* base = addresses.data() + 4 * k;
-        params.stream[k] = {at<const T>(base[0]), at<const T>(base[1]), at<T>(base[2]), at<T>(base[3]), widths[k],
+        const StreamAddresses& from = streams[k];
+        params.stream[k] = {at<const T>(from.noise), at<const T>(from.data), at<T>(from.point), at<T>(from.velocity), from.width,
                             k == 0 ? geoflow::kImageToText : geoflow::kTextToImage};
     }
     params.t = at<const T>(t);
@@ -59,6 +101,22 @@ std::int64_t masked_interpolant(const std::array<Address, 8>& addresses, const s
     params.tolerance = tolerance;
     params.threads = threads;
     return geoflow::masked_interpolant(params);
+}
+
+void bind_interpolant(py::module_& m) {
+    m.def(
+        "masked_interpolant",
+        [](bool is_double, Address image0, Address image1, Address image_t, Address v_image, std::int64_t image_width, Address text0,
+           Address text1, Address text_t, Address v_text, std::int64_t text_width, std::int64_t rows, Address t, Address direction,
+           Address drop, double tolerance, int threads) {
+            const StreamAddresses streams[2] = {{image0, image1, image_t, v_image, image_width},
+                                                {text0, text1, text_t, v_text, text_width}};
+            const auto run = is_double ? masked_interpolant<double> : masked_interpolant<float>;
+            return run(streams, rows, t, direction, drop, tolerance, threads);
+        },
+        py::call_guard<py::gil_scoped_release>(), py::kw_only(), "is_double"_a, "image0"_a, "image1"_a, "image_t"_a, "v_image"_a,
+        "image_width"_a, "text0"_a, "text1"_a, "text_t"_a, "v_text"_a, "text_width"_a, "rows"_a, "t"_a, "direction"_a, "drop"_a,
+        "tolerance"_a, "threads"_a);
 }
 
 // Asked between pieces of a long call by the Python thread that made it; false when the user pressed Ctrl-C. The exception that the
@@ -83,12 +141,6 @@ void without_gil(const Run& run) {
     raise_if_interrupted(!done);
 }
 
-// addresses: noise, data, signs, scale; 0 for what the factor does not have.
-geoflow::Factor factor(const std::array<Address, 4>& addresses, std::int64_t dim, std::int64_t order, float weight) {
-    return {at<const float>(addresses[0]), at<const float>(addresses[1]), dim, weight, at<const float>(addresses[2]),
-            at<const float>(addresses[3]), order};
-}
-
 void bind_transport(py::module_& m) {
     using geoflow::OtMatrix;
     py::class_<OtMatrix>(m, "OtMatrix")
@@ -100,19 +152,24 @@ void bind_transport(py::module_& m) {
             [](OtMatrix& self, bool kernel) { self.domain = kernel ? geoflow::Domain::kernel : geoflow::Domain::score; })
         .def_readwrite("centre", &OtMatrix::centre)
         .def_readwrite("eps", &OtMatrix::eps);
-    py::class_<geoflow::Factor>(m, "OtFactor").def(py::init(&factor));
+    py::class_<geoflow::Factor>(m, "OtFactor")
+        .def(py::init([](Address noise, Address data, Address signs, Address scale, std::int64_t dim, std::int64_t order, float weight) {
+                 return geoflow::Factor{at<const float>(noise), at<const float>(data),  dim,  weight,
+                                        at<const float>(signs), at<const float>(scale), order};
+             }),
+             py::kw_only(), "noise"_a, "data"_a, "signs"_a, "scale"_a, "dim"_a, "order"_a, "weight"_a);
     m.attr("OT_LEADING") = geoflow::kLeading;
     m.def("ot_build", [](const OtMatrix& matrix, const geoflow::Factor& image, const geoflow::Factor& text, bool arc, int threads) {
         geoflow::Range range{};
         const geoflow::Cost cost = arc ? geoflow::Cost::arc : geoflow::Cost::chord;
         without_gil([&] { return geoflow::cpu_solver().build(matrix, image, text, cost, threads, keep_going, &range); });
         return std::array<float, 2>{range.low, range.high};
-    });
+    }, "matrix"_a, "image"_a, "text"_a, "arc"_a, "threads"_a);
     m.def("ot_import", [](const OtMatrix& matrix, Address cost, float offset, int threads) {
         py::gil_scoped_release release;
         const geoflow::Range range = geoflow::cpu_solver().import_cost(matrix, at<const float>(cost), offset, threads);
         return std::array<float, 2>{range.low, range.high};
-    });
+    }, "matrix"_a, "cost"_a, "offset"_a, "threads"_a);
     m.def("ot_change_domain", [](const OtMatrix& matrix, int threads) {
         py::gil_scoped_release release;
         const auto& solver = geoflow::cpu_solver();
@@ -126,53 +183,58 @@ void bind_transport(py::module_& m) {
         }
         raise_if_interrupted(report.outcome == geoflow::Outcome::interrupted);
         return py::make_tuple(static_cast<int>(report.outcome), report.iterations, report.error);
-    });
+    }, "matrix"_a, "eps"_a, "tol"_a, "max_iter"_a, "f"_a, "g"_a, "threads"_a);
     m.def("ot_panel_pass", [](const OtMatrix& matrix, double eps, std::int64_t total_rows, Address f, Address g, Address s, int threads) {
         py::gil_scoped_release release;
         return geoflow::cpu_solver().panel_pass(matrix, eps, total_rows, at<double>(f), at<const double>(g), at<double>(s), threads);
-    });
+    }, "matrix"_a, "eps"_a, "total_rows"_a, "f"_a, "g"_a, "s"_a, "threads"_a);
     m.def("ot_read_out", [](const OtMatrix& matrix, double eps, Address f, Address g, Address uniform, Address index, int threads) {
         py::gil_scoped_release release;
         return geoflow::cpu_solver().read_out(matrix, eps, at<const double>(f), at<const double>(g), at<const double>(uniform),
                                               at<std::int64_t>(index), threads);
-    });
+    }, "matrix"_a, "eps"_a, "f"_a, "g"_a, "uniform"_a, "index"_a, "threads"_a);
 }
 
-// addresses: samples, gallery, pick (or 0), bias (or 0); sizes: queries, draws, items, dim.
-geoflow::GalleryParams gallery_params(const std::array<Address, 4>& addresses, const std::array<std::int64_t, 4>& sizes, float kappa,
-                                      int threads) {
-    geoflow::GalleryParams params{};
-    params.samples = at<const float>(addresses[0]);
-    params.gallery = at<const float>(addresses[1]);
-    params.pick = at<const std::int64_t>(addresses[2]);
-    params.bias = at<const float>(addresses[3]);
-    params.queries = sizes[0];
-    params.draws = sizes[1];
-    params.items = sizes[2];
-    params.dim = sizes[3];
-    params.kappa = kappa;
-    params.threads = threads;
-    params.keep_going = keep_going;
-    return params;
-}
+// Samples [queries, draws, dim] and the items; pick and bias may be left out.
+struct GalleryInputs {
+    Address samples, gallery, pick, bias;
+    std::int64_t queries, draws, items, dim;
+    float kappa;
+    int threads;
 
-// outputs: peak, weight, moment, top_score, top_index.
-void gallery_posterior(const std::array<Address, 4>& inputs, const std::array<std::int64_t, 4>& sizes, float kappa, std::int64_t top_k,
-                       const std::array<Address, 5>& outputs, int threads) {
-    const geoflow::GalleryParams params = gallery_params(inputs, sizes, kappa, threads);
-    const geoflow::GalleryStatistics result{top_k,
-                                            at<double>(outputs[0]),
-                                            at<double>(outputs[1]),
-                                            at<double>(outputs[2]),
-                                            at<double>(outputs[3]),
-                                            at<std::int64_t>(outputs[4])};
-    without_gil([&] { return geoflow::gallery_posterior(params, result); });
-}
+    geoflow::GalleryParams params() const {
+        return {at<const float>(samples), at<const float>(gallery), at<const std::int64_t>(pick), at<const float>(bias),
+                queries, draws, items, dim, kappa, threads, keep_going};
+    }
+};
 
-void gallery_scores(const std::array<Address, 4>& inputs, const std::array<std::int64_t, 4>& sizes, float kappa, Address scores,
-                    int threads) {
-    const geoflow::GalleryParams params = gallery_params(inputs, sizes, kappa, threads);
-    without_gil([&] { return geoflow::gallery_scores(params, at<float>(scores)); });
+void bind_gallery(py::module_& m) {
+    py::class_<GalleryInputs>(m, "GalleryInputs")
+        .def(py::init([](Address samples, Address gallery, Address pick, Address bias, std::int64_t queries, std::int64_t draws,
+                         std::int64_t items, std::int64_t dim, float kappa, int threads) {
+                 return GalleryInputs{samples, gallery, pick, bias, queries, draws, items, dim, kappa, threads};
+             }),
+             py::kw_only(), "samples"_a, "gallery"_a, "pick"_a, "bias"_a, "queries"_a, "draws"_a, "items"_a, "dim"_a, "kappa"_a,
+             "threads"_a);
+    m.def(
+        "gallery_posterior",
+        [](const GalleryInputs& inputs, std::int64_t top_k, Address peak, Address weight, Address moment, Address top_score,
+           Address top_index) {
+            const geoflow::GalleryStatistics result{top_k,
+                                                    at<double>(peak),
+                                                    at<double>(weight),
+                                                    at<double>(moment),
+                                                    at<double>(top_score),
+                                                    at<std::int64_t>(top_index)};
+            without_gil([&] { return geoflow::gallery_posterior(inputs.params(), result); });
+        },
+        "inputs"_a, py::kw_only(), "top_k"_a, "peak"_a, "weight"_a, "moment"_a, "top_score"_a, "top_index"_a);
+    m.def(
+        "gallery_scores",
+        [](const GalleryInputs& inputs, Address scores) {
+            without_gil([&] { return geoflow::gallery_scores(inputs.params(), at<float>(scores)); });
+        },
+        "inputs"_a, py::kw_only(), "scores"_a);
 }
 
 #if defined(GEOFLOW_WITH_CUDA)
@@ -208,22 +270,22 @@ void bind_cuda_transport(py::module_& m) {
                  self.halvings = halvings;
              })
         .def(
-            "build",  // clouds: image0, text0, image1, text1; returns the offset
-            [](Self& self, const std::array<Address, 4>& clouds, const std::array<std::int64_t, 2>& widths,
-               const std::array<float, 2>& weights, bool arc, bool precise, int device, Address stream) {
+            "build",  // returns the offset
+            [](Self& self, Address image0, Address text0, Address image1, Address text1, std::int64_t image_dim, std::int64_t text_dim,
+               float image_weight, float text_weight, bool arc, bool precise, int device, Address stream) {
                 self.params.cost = arc ? geoflow::Cost::arc : geoflow::Cost::chord;
-                self.params.image_dim = widths[0];
-                self.params.text_dim = widths[1];
-                self.params.image_weight = weights[0];
-                self.params.text_weight = weights[1];
+                self.params.image_dim = image_dim;
+                self.params.text_dim = text_dim;
+                self.params.image_weight = image_weight;
+                self.params.text_weight = text_weight;
                 self.matrix.offset = geoflow::cost_offset(self.params);
-                geoflow::sinkhorn_cuda_scores(self.params,
-                                              {at<const float>(clouds[0]), at<const float>(clouds[1]), at<const float>(clouds[2]),
-                                               at<const float>(clouds[3])},
-                                              self.matrix, precise, {device, stream});
+                geoflow::sinkhorn_cuda_scores(
+                    self.params, {at<const float>(image0), at<const float>(text0), at<const float>(image1), at<const float>(text1)},
+                    self.matrix, precise, {device, stream});
                 return self.matrix.offset;
             },
-            release)
+            release, py::kw_only(), "image0"_a, "text0"_a, "image1"_a, "text1"_a, "image_dim"_a, "text_dim"_a, "image_weight"_a,
+            "text_weight"_a, "arc"_a, "precise"_a, "device"_a, "stream"_a)
         .def(
             "workspace_bytes",
             [](const Self& self, int device) { return geoflow::sinkhorn_cuda_workspace(self.params, self.matrix, device); }, release)
@@ -235,131 +297,70 @@ void bind_cuda_transport(py::module_& m) {
             },
             release)
         .def(
-            "result",  // outputs: index, f, g, row_mass, row_cost
-            [](const Self& self, Address workspace, const std::array<Address, 5>& outputs, int device, Address stream) {
-                geoflow::sinkhorn_cuda_result(self.params, self.matrix, at<void>(workspace),
-                                              {at<std::int64_t>(outputs[0]), at<double>(outputs[1]), at<double>(outputs[2]),
-                                               at<float>(outputs[3]), at<float>(outputs[4])},
-                                              {device, stream});
+            "result",
+            [](const Self& self, Address workspace, Address index, Address f, Address g, Address row_mass, Address row_cost, int device,
+               Address stream) {
+                geoflow::sinkhorn_cuda_result(
+                    self.params, self.matrix, at<void>(workspace),
+                    {at<std::int64_t>(index), at<double>(f), at<double>(g), at<float>(row_mass), at<float>(row_cost)},
+                    {device, stream});
             },
-            release)
+            release, py::kw_only(), "workspace"_a, "index"_a, "f"_a, "g"_a, "row_mass"_a, "row_cost"_a, "device"_a, "stream"_a)
         .def(
             "sample",
             [](const Self& self, Address workspace, Address row_mass, Address uniform, Address index, int device, Address stream) {
                 geoflow::sinkhorn_cuda_sample(self.params, self.matrix, at<void>(workspace), at<const float>(row_mass),
                                               at<const double>(uniform), at<std::int64_t>(index), {device, stream});
             },
-            release);
+            release, py::kw_only(), "workspace"_a, "row_mass"_a, "uniform"_a, "index"_a, "device"_a, "stream"_a);
 }
 
 #endif
 
-// (address, stride) of rows; a null address stands for a part that is left out.
-using View = std::array<std::int64_t, 2>;
-
-geoflow::RowsView rows_of(const View& view) { return {at<float>(static_cast<Address>(view[0])), view[1]}; }
-
-// (rows, width, rows per group, threads)
-geoflow::RowShape shape_of(const std::array<std::int64_t, 4>& shape) {
-    return {shape[0], shape[1], shape[2], static_cast<int>(shape[3])};
-}
-
 void bind_network(py::module_& m) {
-    using Shape = std::array<std::int64_t, 4>;
+    using geoflow::RowShape;
+    using geoflow::RowsView;
     const geoflow::NetworkKernels& run = geoflow::network_kernels();
-    const auto free = py::call_guard<py::gil_scoped_release>();
-    m.def(
-        "adaln",
-        [run](const Shape& shape, float eps, const View& x, const View& shift, const View& scale, const View& y) {
-            run.adaln(shape_of(shape), eps, rows_of(x), rows_of(shift), rows_of(scale), rows_of(y));
-        },
-        free);
-    m.def(
-        "adaln_backward",
-        [run](const Shape& shape, float eps, const View& grad, const View& x, const View& scale, const View& d_x,
-              const View& d_scale) {
-            run.adaln_backward(shape_of(shape), eps, rows_of(grad), rows_of(x), rows_of(scale), rows_of(d_x),
-                               rows_of(d_scale));
-        },
-        free);
-    m.def(
-        "adaln_jvp",
-        [run](const Shape& shape, float eps, std::int64_t tangents, const View& x, const View& d_x, const View& shift,
-              const View& scale, const View& y, const View& d_y) {
-            run.adaln_jvp(shape_of(shape), eps, tangents, rows_of(x), rows_of(d_x), rows_of(shift), rows_of(scale),
-                          rows_of(y), rows_of(d_y));
-        },
-        free);
-    m.def(
-        "swiglu",
-        [run](const Shape& shape, const View& gate, const View& value, const View& y) {
-            run.swiglu(shape_of(shape), rows_of(gate), rows_of(value), rows_of(y));
-        },
-        free);
-    m.def(
-        "swiglu_backward",
-        [run](const Shape& shape, const View& grad, const View& gate, const View& value, const View& d_gate,
-              const View& d_value) {
-            run.swiglu_backward(shape_of(shape), rows_of(grad), rows_of(gate), rows_of(value), rows_of(d_gate),
-                                rows_of(d_value));
-        },
-        free);
-    m.def(
-        "swiglu_jvp",
-        [run](const Shape& shape, std::int64_t tangents, const View& gate, const View& d_gate, const View& value,
-              const View& d_value, const View& y, const View& d_y) {
-            run.swiglu_jvp(shape_of(shape), tangents, rows_of(gate), rows_of(d_gate), rows_of(value), rows_of(d_value),
-                           rows_of(y), rows_of(d_y));
-        },
-        free);
-    m.def(
-        "flow_loss",
-        [run](const Shape& shape, Address generated, const View& v, const View& target, const View& x, const View& loss) {
-            run.flow_loss(shape_of(shape), at<const std::uint8_t>(generated), rows_of(v), rows_of(target), rows_of(x),
-                          rows_of(loss));
-        },
-        free);
-    m.def(
-        "flow_loss_backward",
-        [run](const Shape& shape, Address generated, const View& grad, const View& v, const View& target, const View& x,
-              const View& d_v) {
-            run.flow_loss_backward(shape_of(shape), at<const std::uint8_t>(generated), rows_of(grad), rows_of(v),
-                                   rows_of(target), rows_of(x), rows_of(d_v));
-        },
-        free);
+    const auto release = py::call_guard<py::gil_scoped_release>();
+    m.def("adaln", run.adaln, release, "shape"_a, "eps"_a, "x"_a, "shift"_a, "scale"_a, "y"_a);
+    m.def("adaln_backward", run.adaln_backward, release, "shape"_a, "eps"_a, "grad"_a, "x"_a, "scale"_a, "d_x"_a, "d_scale"_a);
+    m.def("adaln_jvp", run.adaln_jvp, release, "shape"_a, "eps"_a, "tangents"_a, "x"_a, "d_x"_a, "shift"_a, "scale"_a, "y"_a, "d_y"_a);
+    m.def("swiglu", run.swiglu, release, "shape"_a, "gate"_a, "value"_a, "y"_a);
+    m.def("swiglu_backward", run.swiglu_backward, release, "shape"_a, "grad"_a, "gate"_a, "value"_a, "d_gate"_a, "d_value"_a);
+    m.def("swiglu_jvp", run.swiglu_jvp, release, "shape"_a, "tangents"_a, "gate"_a, "d_gate"_a, "value"_a, "d_value"_a, "y"_a, "d_y"_a);
+    m.def("gate_residual_jvp", run.gate_residual_jvp, release, "shape"_a, "tangents"_a, "residual"_a, "d_residual"_a, "gate"_a,
+          "d_gate"_a, "value"_a, "d_value"_a, "layer_scale"_a, "y"_a, "d_y"_a);
     m.def(
         "gate_residual",
-        [run](const Shape& shape, float factor, const View& residual, const View& gate, const View& value,
-              const View& layer_scale, Address keep, const View& y) {
-            run.gate_residual(shape_of(shape), factor, rows_of(residual), rows_of(gate), rows_of(value),
-                              rows_of(layer_scale), at<const std::uint8_t>(keep), rows_of(y));
-        },
-        free);
+        [run](RowShape shape, float factor, RowsView residual, RowsView gate, RowsView value, RowsView layer_scale, Address keep,
+              RowsView y) { run.gate_residual(shape, factor, residual, gate, value, layer_scale, at<const std::uint8_t>(keep), y); },
+        release, "shape"_a, "factor"_a, "residual"_a, "gate"_a, "value"_a, "layer_scale"_a, "keep"_a, "y"_a);
     m.def(
         "gate_residual_backward",
-        [run](const Shape& shape, float factor, const View& grad, const View& gate, const View& value,
-              const View& layer_scale, Address keep, const View& d_gate, const View& d_value, const View& partial) {
-            run.gate_residual_backward(shape_of(shape), factor, rows_of(grad), rows_of(gate), rows_of(value),
-                                       rows_of(layer_scale), at<const std::uint8_t>(keep), rows_of(d_gate),
-                                       rows_of(d_value), rows_of(partial));
+        [run](RowShape shape, float factor, RowsView grad, RowsView gate, RowsView value, RowsView layer_scale, Address keep,
+              RowsView d_gate, RowsView d_value, RowsView partial) {
+            run.gate_residual_backward(shape, factor, grad, gate, value, layer_scale, at<const std::uint8_t>(keep), d_gate, d_value,
+                                       partial);
         },
-        free);
+        release, "shape"_a, "factor"_a, "grad"_a, "gate"_a, "value"_a, "layer_scale"_a, "keep"_a, "d_gate"_a, "d_value"_a, "partial"_a);
     m.def(
-        "gate_residual_jvp",
-        [run](const Shape& shape, std::int64_t tangents, const View& residual, const View& d_residual, const View& gate,
-              const View& d_gate, const View& value, const View& d_value, const View& layer_scale, const View& y,
-              const View& d_y) {
-            run.gate_residual_jvp(shape_of(shape), tangents, rows_of(residual), rows_of(d_residual), rows_of(gate),
-                                  rows_of(d_gate), rows_of(value), rows_of(d_value), rows_of(layer_scale), rows_of(y),
-                                  rows_of(d_y));
+        "flow_loss",
+        [run](RowShape shape, Address generated, RowsView v, RowsView target, RowsView x, RowsView loss) {
+            run.flow_loss(shape, at<const std::uint8_t>(generated), v, target, x, loss);
         },
-        free);
+        release, "shape"_a, "generated"_a, "v"_a, "target"_a, "x"_a, "loss"_a);
+    m.def(
+        "flow_loss_backward",
+        [run](RowShape shape, Address generated, RowsView grad, RowsView v, RowsView target, RowsView x, RowsView d_v) {
+            run.flow_loss_backward(shape, at<const std::uint8_t>(generated), grad, v, target, x, d_v);
+        },
+        release, "shape"_a, "generated"_a, "grad"_a, "v"_a, "target"_a, "x"_a, "d_v"_a);
     m.def(
         "keep_mask",
         [run](std::int64_t count, double share, std::uint32_t seed, Address keep, int threads) {
             run.keep_mask(count, share, seed, at<std::uint8_t>(keep), threads);
         },
-        free);
+        release, "count"_a, "share"_a, "seed"_a, "keep"_a, "threads"_a);
     m.attr("reduction_rows") = geoflow::kReductionRows;
 }
 
@@ -370,17 +371,9 @@ PYBIND11_MODULE(_C, m) {
     m.def("cuda_status", &cuda_status);
     m.def("cpu_features", &cpu_features);
     bind_network(m);
-    m.def(
-        "masked_interpolant",
-        [](bool is_double, const std::array<Address, 8>& addresses, const std::array<std::int64_t, 2>& widths,
-           std::int64_t rows, Address t, Address direction, Address drop, double tolerance, int threads) {
-            py::gil_scoped_release release;
-            const auto run = is_double ? masked_interpolant<double> : masked_interpolant<float>;
-            return run(addresses, widths, rows, t, direction, drop, tolerance, threads);
-        });
+    bind_interpolant(m);
     bind_transport(m);
-    m.def("gallery_posterior", &gallery_posterior);
-    m.def("gallery_scores", &gallery_scores);
+    bind_gallery(m);
 #if defined(GEOFLOW_WITH_CUDA)
     bind_cuda_transport(m);
 #endif

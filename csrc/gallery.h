@@ -26,6 +26,16 @@ struct GalleryStatistics {
     std::int64_t* top_index;  // [queries, top_k]
 };
 
+// The passes, compiled once per instruction set.
+struct GalleryKernels {
+    bool (*posterior)(const GalleryParams& params, const GalleryStatistics& result);
+    bool (*scores)(const GalleryParams& params, float* scores);
+};
+
+// The kernels for this processor.
+const GalleryKernels& gallery_kernels();
+const GalleryKernels& gallery_kernels_avx2();  // to be run only where has_avx2_fma()
+
 // Both return false when interrupted; the outputs are then unspecified. A NaN or infinity in the input makes the weight of every
 // query it touches NaN, and the scores that it touches.
 bool gallery_posterior(const GalleryParams& params, const GalleryStatistics& result);

@@ -28,8 +28,22 @@ struct InterpolantParams {
     int threads;
 };
 
+// The loops, compiled once per instruction set.
+struct InterpolantKernels {
+    std::int64_t (*single_precision)(const InterpolantParams<float>& params);
+    std::int64_t (*double_precision)(const InterpolantParams<double>& params);
+};
+
+// The kernels for this processor.
+const InterpolantKernels& interpolant_kernels();
+const InterpolantKernels& interpolant_kernels_avx2();  // to be run only where has_avx2_fma()
+
 // Returns the first row that is not on the sphere (its outputs are unspecified), or -1.
 template <typename T>
 std::int64_t masked_interpolant(const InterpolantParams<T>& params);
+template <>
+std::int64_t masked_interpolant(const InterpolantParams<float>& params);
+template <>
+std::int64_t masked_interpolant(const InterpolantParams<double>& params);
 
 }  // namespace geoflow

@@ -54,5 +54,6 @@ struct NetworkKernels {
 
 // The kernels for this processor.
 const NetworkKernels& network_kernels();
+const NetworkKernels& network_kernels_avx2();  // to be run only where has_avx2_fma()
 
 }  // namespace geoflow

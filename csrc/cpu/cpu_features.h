@@ -1,4 +1,8 @@
-// What the processor at hand can do, asked once at run time.
+// What the processor at hand can do, asked once at run time, and which variant of a table of kernels it gets.
+//
+// Each family of kernels is a table of functions that is compiled twice from one header: in <family>.cpp for any processor, and in
+// <family>_avx2.cpp with AVX2, FMA and F16C on x86-64. The table has internal linkage, so that neither file links to the other's
+// functions; <family>_kernels() returns the one to use.
 #pragma once
 #include <cstdlib>
 
@@ -17,6 +21,11 @@ inline bool has_avx2_fma() {
 #else
     return false;
 #endif
+}
+
+template <class Table>
+const Table& fastest(const Table& baseline, const Table& avx2) {
+    return has_avx2_fma() ? avx2 : baseline;
 }
 
 }  // namespace geoflow

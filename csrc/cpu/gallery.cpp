@@ -4,23 +4,12 @@
 
 namespace geoflow {
 
-#if defined(__x86_64__)
-bool gallery_posterior_avx2(const GalleryParams& params, const GalleryStatistics& result);
-bool gallery_scores_avx2(const GalleryParams& params, float* scores);
-#endif
+const GalleryKernels& gallery_kernels() { return fastest(kGalleryKernels, gallery_kernels_avx2()); }
 
 bool gallery_posterior(const GalleryParams& params, const GalleryStatistics& result) {
-#if defined(__x86_64__)
-    if (has_avx2_fma()) return gallery_posterior_avx2(params, result);
-#endif
-    return GallerySolver(params, result).run();
+    return gallery_kernels().posterior(params, result);
 }
 
-bool gallery_scores(const GalleryParams& params, float* scores) {
-#if defined(__x86_64__)
-    if (has_avx2_fma()) return gallery_scores_avx2(params, scores);
-#endif
-    return store_scores(params, scores);
-}
+bool gallery_scores(const GalleryParams& params, float* scores) { return gallery_kernels().scores(params, scores); }
 
 }  // namespace geoflow

@@ -259,4 +259,9 @@ inline bool store_scores(const GalleryParams& params, float* scores) {
     return true;
 }
 
+const geoflow::GalleryKernels kGalleryKernels = {
+    [](const GalleryParams& params, const GalleryStatistics& result) { return GallerySolver(params, result).run(); },
+    store_scores,
+};
+
 }  // namespace

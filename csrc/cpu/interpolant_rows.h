@@ -212,4 +212,6 @@ std::int64_t interpolate_rows(const InterpolantParams<T>& params) {
     return first_bad == params.rows ? -1 : first_bad;
 }
 
+const geoflow::InterpolantKernels kInterpolantKernels = {interpolate_rows<float>, interpolate_rows<double>};
+
 }  // namespace

@@ -1,6 +1,4 @@
-// The network's row kernels for processors with AVX2 and FMA.
-#if defined(__AVX2__)
-#include "cpu/network_avx2.h"
+// The network's row kernels for processors with AVX2, FMA and F16C.
 #include "cpu/network_rows.h"
 
 namespace geoflow {
@@ -8,4 +6,3 @@ namespace geoflow {
 const NetworkKernels& network_kernels_avx2() { return kNetworkKernels; }
 
 }  // namespace geoflow
-#endif

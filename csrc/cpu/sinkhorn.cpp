@@ -4,11 +4,6 @@
 
 namespace geoflow {
 
-const CpuSolver& cpu_solver() {
-#if defined(__x86_64__)
-    if (has_avx2_fma()) return cpu_solver_avx2();
-#endif
-    return kSolver;
-}
+const CpuSolver& cpu_solver() { return fastest(kCpuSolver, cpu_solver_avx2()); }
 
 }  // namespace geoflow

@@ -88,11 +88,8 @@ struct CpuSolver {
                        std::int64_t* index, int threads);
 };
 
-// The fastest variant this processor can run.
+// The solver for this processor.
 const CpuSolver& cpu_solver();
-
-#if defined(__x86_64__)
-const CpuSolver& cpu_solver_avx2();  // only where has_avx2_fma()
-#endif
+const CpuSolver& cpu_solver_avx2();  // to be run only where has_avx2_fma()
 
 }  // namespace geoflow

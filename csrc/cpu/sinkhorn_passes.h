@@ -538,7 +538,7 @@ double read_out_elements(const OtMatrix& matrix, double eps, const double* f, co
 
 using Half = std::uint16_t;
 
-const geoflow::CpuSolver kSolver = {
+const geoflow::CpuSolver kCpuSolver = {
     [](const OtMatrix& m, const Factor& image, const Factor& text, Cost cost, int threads, Poll poll, Range* range) {
         return m.half ? build_elements<Half>(m, image, text, cost, threads, poll, range)
                       : build_elements<float>(m, image, text, cost, threads, poll, range);

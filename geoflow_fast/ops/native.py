@@ -120,18 +120,25 @@ def masked_interpolant(
         _guard("cpu", torch.bool, drop=drop)
         if drop.numel() != rows:
             raise ValueError(f"drop has {drop.numel()} entries for {rows} rows")
-    addresses = [part.data_ptr() for group in zip(noise, data, point, velocity) for part in group]
     return int(
         _built().masked_interpolant(
-            dtype == torch.float64,
-            addresses,
-            widths,
-            rows,
-            t.data_ptr(),
-            direction.data_ptr(),
-            0 if drop is None else drop.data_ptr(),
-            tolerance,
-            torch.get_num_threads(),
+            is_double=dtype == torch.float64,
+            image0=noise[0].data_ptr(),
+            image1=data[0].data_ptr(),
+            image_t=point[0].data_ptr(),
+            v_image=velocity[0].data_ptr(),
+            image_width=widths[0],
+            text0=noise[1].data_ptr(),
+            text1=data[1].data_ptr(),
+            text_t=point[1].data_ptr(),
+            v_text=velocity[1].data_ptr(),
+            text_width=widths[1],
+            rows=rows,
+            t=t.data_ptr(),
+            direction=direction.data_ptr(),
+            drop=0 if drop is None else drop.data_ptr(),
+            tolerance=tolerance,
+            threads=torch.get_num_threads(),
         )
     )
 
@@ -194,14 +201,16 @@ class TransportMatrix:
         _guard("cpu", torch.float32, data=data)
         if isinstance(noise, Tensor):
             _guard("cpu", torch.float32, noise=noise)
-            return _built().OtFactor([noise.data_ptr(), data.data_ptr(), 0, 0], width, 0, weight), [noise, data]
+            dense = {"noise": noise.data_ptr(), "signs": 0, "scale": 0, "order": 0}
+            return _built().OtFactor(data=data.data_ptr(), dim=width, weight=weight, **dense), [noise, data]
         signs, scale = noise.signs, noise.inverse_norm()
         _guard("cpu", torch.float32, signs=signs)
         if signs.shape != (-(-rows // noise.order), 3, noise.order) or width > noise.order:
             raise ValueError(f"signs {tuple(signs.shape)} do not describe {rows} rows of width {width}")
         kept = [data, signs] if scale is None else [data, signs, scale]
-        addresses = [0, data.data_ptr(), signs.data_ptr(), 0 if scale is None else scale.data_ptr()]
-        return _built().OtFactor(addresses, width, noise.order, weight), kept
+        structured = {"noise": 0, "signs": signs.data_ptr(), "scale": 0 if scale is None else scale.data_ptr()}
+        factor = _built().OtFactor(data=data.data_ptr(), dim=width, order=noise.order, weight=weight, **structured)
+        return factor, kept
 
     def load(self, cost: Tensor, offset: float) -> tuple[float, float]:
         """Fills the matrix with S = offset - cost [rows, cols]; returns its extremes, infinite if one entry is bad."""
@@ -282,31 +291,37 @@ def gallery_posterior(
 
     The items are the rows of `gallery` [*, d], or those that `pick` lists in ascending order; `top_index` counts items.
     """
-    inputs, sizes = _gallery_inputs(samples, gallery, item_bias, pick)
-    queries, items = sizes[0], sizes[2]
+    inputs = _gallery_inputs(samples, gallery, kappa, item_bias, pick)
+    queries, items = len(samples), len(gallery) if pick is None else len(pick)
     if not 1 <= top_k <= items:
         raise ValueError(f"top_k={top_k} of {items} items")
     peak, weight, moment = (torch.empty(queries, dtype=torch.float64, device="cpu") for _ in range(3))
     top_score = torch.empty(queries, top_k, dtype=torch.float64, device="cpu")
     top_index = torch.empty(queries, top_k, dtype=torch.int64, device="cpu")
-    outputs = (peak, weight, moment, top_score, top_index)
-    addresses = [x.data_ptr() for x in outputs]
-    _built().gallery_posterior(inputs, sizes, kappa, top_k, addresses, torch.get_num_threads())
-    return outputs
+    _built().gallery_posterior(
+        _built().GalleryInputs(**inputs),
+        top_k=top_k,
+        peak=peak.data_ptr(),
+        weight=weight.data_ptr(),
+        moment=moment.data_ptr(),
+        top_score=top_score.data_ptr(),
+        top_index=top_index.data_ptr(),
+    )
+    return peak, weight, moment, top_score, top_index
 
 
 def gallery_scores(samples: Tensor, gallery: Tensor, kappa: float, item_bias: Tensor | None) -> Tensor:
     """Scores [Q, N] of the rows of `gallery` [N, d]."""
-    inputs, sizes = _gallery_inputs(samples, gallery, item_bias, None)
-    scores = torch.empty(sizes[0], sizes[2], dtype=torch.float32, device="cpu")
-    _built().gallery_scores(inputs, sizes, kappa, scores.data_ptr(), torch.get_num_threads())
+    inputs = _gallery_inputs(samples, gallery, kappa, item_bias, None)
+    scores = torch.empty(len(samples), len(gallery), dtype=torch.float32, device="cpu")
+    _built().gallery_scores(_built().GalleryInputs(**inputs), scores=scores.data_ptr())
     return scores
 
 
 def _gallery_inputs(
-    samples: Tensor, gallery: Tensor, item_bias: Tensor | None, pick: Tensor | None
-) -> tuple[list[int], list[int]]:
-    """Addresses of samples, gallery, pick and bias; queries, draws, items and width."""
+    samples: Tensor, gallery: Tensor, kappa: float, item_bias: Tensor | None, pick: Tensor | None
+) -> dict[str, float]:
+    """The arguments of the binding's `GalleryInputs`, after a check of the tensors."""
     queries, draws, dim = samples.shape
     _guard("cpu", torch.float32, samples=samples, gallery=gallery)
     if gallery.dim() != 2 or gallery.shape[1] != dim:
@@ -323,8 +338,18 @@ def _gallery_inputs(
             raise ValueError(f"item_bias has shape {tuple(item_bias.shape)}, expected [{items}]")
     if not (queries and draws and dim and items):
         raise ValueError(f"nothing to score: samples {tuple(samples.shape)}, {items} items")
-    inputs = [samples.data_ptr(), gallery.data_ptr(), *(0 if x is None else x.data_ptr() for x in (pick, item_bias))]
-    return inputs, [queries, draws, items, dim]
+    return {
+        "samples": samples.data_ptr(),
+        "gallery": gallery.data_ptr(),
+        "pick": 0 if pick is None else pick.data_ptr(),
+        "bias": 0 if item_bias is None else item_bias.data_ptr(),
+        "queries": queries,
+        "draws": draws,
+        "items": items,
+        "dim": dim,
+        "kappa": kappa,
+        "threads": torch.get_num_threads(),
+    }
 
 
 # The device type whose memory the compiled CUDA code reads; the emulation of the GPU under tests/ runs it on the CPU.
@@ -336,12 +361,12 @@ def cuda_devices() -> tuple[str, ...]:
     return (CUDA_MEMORY,)
 
 
-def _place(device: torch.device) -> tuple[int, int]:
-    """Device index and the current stream's handle there, as the launchers take them."""
+def _stream(device: torch.device) -> dict[str, int]:
+    """The index of the device and the handle of its current stream, as the launchers take them."""
     if device.type != "cuda":
-        return 0, 0
+        return {"device": 0, "stream": 0}
     stream = torch.cuda.current_stream(device)
-    return stream.device_index, stream.cuda_stream
+    return {"device": stream.device_index, "stream": stream.cuda_stream}
 
 
 def _sixteen_byte_rows(x: Tensor) -> Tensor:
@@ -385,9 +410,17 @@ class CudaTransport:
         self._matrix = torch.empty(rows, -(-cols // 4) * 4, dtype=torch.float32, device=self._device)
         self._native = _built().CudaTransport(rows, cols, self._matrix.data_ptr(), self._matrix.shape[1])
         padded = [_sixteen_byte_rows(x) for x in (image[0], text[0], image[1], text[1])]
-        clouds = [x.data_ptr() for x in padded]
-        widths = [x.shape[1] for x in padded[2:]]
-        self._offset = self._native.build(clouds, widths, weights, arc, precise, *_place(self._device))
+        names = ("image0", "text0", "image1", "text1")
+        self._offset = self._native.build(
+            **{name: cloud.data_ptr() for name, cloud in zip(names, padded)},
+            image_dim=padded[2].shape[1],
+            text_dim=padded[3].shape[1],
+            image_weight=weights[0],
+            text_weight=weights[1],
+            arc=arc,
+            precise=precise,
+            **_stream(self._device),
+        )
 
     def load(self, cost: Tensor, middle: float) -> None:
         """Takes a cost matrix [rows, cols]; `middle` is subtracted from the entries when they are read.
@@ -414,9 +447,10 @@ class CudaTransport:
     def solve(self, eps: float, tol: float, max_iter: int, halvings: int = 0) -> None:
         """All iterations, in one launch that ends itself; the first ones at larger eps, down from eps 2^halvings."""
         self._native.set_limits(eps, tol, max_iter, halvings)
-        place = _place(self._device)
-        self._workspace = torch.empty(self._native.workspace_bytes(place[0]), dtype=torch.uint8, device=self._device)
-        self._native.solve(self._workspace.data_ptr(), self._status.data_ptr(), *place)
+        stream = _stream(self._device)
+        workspace_bytes = self._native.workspace_bytes(stream["device"])
+        self._workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=self._device)
+        self._native.solve(self._workspace.data_ptr(), self._status.data_ptr(), *stream.values())
 
     def status(self) -> tuple[int, bool, float]:
         """Iterations done, whether they converged, and the column violation seen last; waits for the solve."""
@@ -426,15 +460,20 @@ class CudaTransport:
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """(argmax of each row, f, g, row sums of the plan times rows, transport cost of each row times rows)."""
         rows, cols = self._shape
-        outputs = (
-            torch.empty(rows, dtype=torch.int64, device=self._device),
-            torch.empty(rows, dtype=torch.float64, device=self._device),
-            torch.empty(cols, dtype=torch.float64, device=self._device),
-            torch.empty(rows, dtype=torch.float32, device=self._device),
-            torch.empty(rows, dtype=torch.float32, device=self._device),
+        index = torch.empty(rows, dtype=torch.int64, device=self._device)
+        f = torch.empty(rows, dtype=torch.float64, device=self._device)
+        g = torch.empty(cols, dtype=torch.float64, device=self._device)
+        row_mass, row_cost = (torch.empty(rows, dtype=torch.float32, device=self._device) for _ in range(2))
+        self._native.result(
+            workspace=self._workspace.data_ptr(),
+            index=index.data_ptr(),
+            f=f.data_ptr(),
+            g=g.data_ptr(),
+            row_mass=row_mass.data_ptr(),
+            row_cost=row_cost.data_ptr(),
+            **_stream(self._device),
         )
-        self._native.result(self._workspace.data_ptr(), [x.data_ptr() for x in outputs], *_place(self._device))
-        return outputs
+        return index, f, g, row_mass, row_cost
 
     def sample(self, uniform: Tensor) -> Tensor:
         """A column of each row: the inverse of the row's distribution at `uniform` [rows] in [0, 1)."""
@@ -442,8 +481,13 @@ class CudaTransport:
         if uniform.numel() != self._shape[0]:
             raise ValueError(f"uniform has {uniform.numel()} entries for {self._shape[0]} rows")
         index, _, _, row_mass, _ = self.read()
-        addresses = [x.data_ptr() for x in (self._workspace, row_mass, uniform, index)]
-        self._native.sample(*addresses, *_place(self._device))
+        self._native.sample(
+            workspace=self._workspace.data_ptr(),
+            row_mass=row_mass.data_ptr(),
+            uniform=uniform.data_ptr(),
+            index=index.data_ptr(),
+            **_stream(self._device),
+        )
         return index
 
     def _own(self, dtype: torch.dtype, **tensors: Tensor) -> None:
@@ -467,13 +511,14 @@ class Extent(IntEnum):
 
 
 class Kernel:
-    """A compiled kernel on float32 rows: its name and, in the order of the binding, its arguments with their extents;
-    the extent of a number is None. `optional` lists groups of arguments that may be None, all of a group or none."""
+    """A compiled kernel on float32 rows: the names of the binding and of its arguments, with their extents; the
+    extent of a number is None. `optional` lists groups of arguments that may be None, all of a group or none."""
 
     declared: ClassVar[list[Kernel]] = []
 
     def __init__(self, name: str, optional: tuple[tuple[str, ...], ...] = (), **arguments: Extent | None) -> None:
         self.name, self.optional, self.arguments = name, optional, arguments
+        self.has_tangents = Extent.TANGENTS in arguments.values()
         self.declared.append(self)
 
     def run(
@@ -494,24 +539,23 @@ class Kernel:
             (rows, width),
             (rows,),
         )
-        crossing: list[Any] = []
+        crossing: dict[str, Any] = {"shape": (rows, width, per_group, torch.get_num_threads())}
+        if self.has_tangents:
+            crossing["tangents"] = tangents
         for name, extent in self.arguments.items():
             x = values[name]
             if not isinstance(x, Tensor):
                 if extent is not None and not (x is None and self._may_miss(name, values)):
                     raise TypeError(f"{self.name} needs a tensor {name}, got {x!r}")
-                crossing.append(x if extent is None else 0 if extent >= Extent.MASK else (0, 0))
+                crossing[name] = 0 if extent == Extent.MASK else x
             elif extent is None or x.shape != shapes[extent]:
                 wanted = "a number" if extent is None else shapes[extent]
                 raise ValueError(f"{self.name}: {name} must be {wanted}, got {tuple(x.shape)}")
             elif extent >= Extent.MASK:
-                crossing.append(_address(x, name, torch.bool))
+                crossing[name] = _address(x, name, torch.bool)
             else:
-                address = _address(x, name, torch.float32, whole=False)
-                crossing.append((address, x.stride(0)))
-        if Extent.TANGENTS in self.arguments.values():
-            crossing.insert(0 if self.name != "adaln_jvp" else 1, tangents)
-        getattr(_built(), self.name)((rows, width, per_group, torch.get_num_threads()), *crossing)
+                crossing[name] = _address(x, name, torch.float32, whole=False), x.stride(0)
+        getattr(_built(), self.name)(**crossing)
 
     def _may_miss(self, name: str, values: dict[str, Any]) -> bool:
         """Whether the argument `name` may be None: it is optional, and so are all those that come with it."""

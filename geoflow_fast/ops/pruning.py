@@ -49,7 +49,7 @@ FEWEST_SAMPLES = 512
 """Calls with fewer samples of all queries together are scored whole by prune="auto": a pilot could cost them 5 %."""
 
 
-DEAREST_BOUND = 0.32
+LARGEST_BOUND_COST = 0.32
 """Price of a bound in units of a score above which prune="auto" does not try."""
 
 
@@ -142,7 +142,7 @@ class Pruner:
         """Statistics of samples [Q, M, d]; queries for which pruning does not promise to pay are scored whole."""
         items = len(self.gallery)
         small = items < FEWEST_ITEMS or samples.shape[0] * samples.shape[1] < FEWEST_SAMPLES
-        if not always and (small or self._bound_cost(samples) > DEAREST_BOUND):
+        if not always and (small or self._bound_cost(samples) > LARGEST_BOUND_COST):
             return self.reduce(samples, None)
         group = max(1, min(QUERY_GROUP, BOUND_ENTRIES // items))
         return GalleryStatistics.of_queries([self._group(part, always) for part in samples.split(group)])
@@ -176,8 +176,8 @@ class Pruner:
         """[Q] float64: log Z_seeds + log(LEFT_MASS / N)."""
         seeds = self.best(queries.looks, self.prefix.rows.to(queries.looks), min(SEEDS, len(self.gallery)))
         seeds = seeds.sort(dim=1).values
-        found = [self.reduce(queries.samples[q : q + 1], seeds[q]).log_z for q in range(len(seeds))]
-        return torch.cat(found) + math.log(LEFT_MASS / len(self.gallery))
+        log_z = [self.reduce(queries.samples[q : q + 1], seeds[q]).log_z for q in range(len(seeds))]
+        return torch.cat(log_z) + math.log(LEFT_MASS / len(self.gallery))
 
     def _pays(self, queries: _Queries, floor: Tensor, price: float) -> Tensor:
         """[Q] bool: whether bounds of that price and the items that remain cost clearly less than all, by a pilot."""
