@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import geoflow_fast as gf
 from geoflow_fast import ops
@@ -18,6 +19,15 @@ from geoflow_fast.kernels.launch import MAX_WIDTH, element_tile, row_tile
 from tools import aot
 
 
+class KernelsOfFakeTensors(TorchDispatchMode):
+    """Calls the backend of an operation for fake tensors too, for which torch would only compute shapes."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "geoflow":
+            return dispatch.choose(func.name().split("::")[1], args[0], args[-1])(*args[:-1])
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.fixture
 def launches():
     """Makes CUDA tensors fake ones, pretends that there is a driver, and yields the launches that were recorded."""
@@ -25,6 +35,7 @@ def launches():
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
         aot.recorded() as recorded,
+        KernelsOfFakeTensors(),
     ):
         yield recorded
 
