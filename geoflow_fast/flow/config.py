@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -87,17 +88,17 @@ class GeoFlowConfig:
         """A network of about 1.4 million parameters at width 24, for demonstrations and tests; it trains in minutes."""
         return cls(image_dim, text_dim, hidden=128, depth=3, layer_scale=0.1)
 
-    @property
+    @functools.cached_property
     def inner(self) -> int:
         """Inner width of the feed-forward layers: 8/3 H, rounded up to a multiple of 64."""
         return 64 * math.ceil(self.hidden * 8 / 3 / 64)
 
-    @property
+    @functools.cached_property
     def manifold(self) -> Manifold:
         """The space that `geometry` names."""
         return MANIFOLDS[self.geometry]
 
-    @property
+    @functools.cached_property
     def flow_dims(self) -> tuple[int, int]:
         """Widths (image, text) of the points the flow works on: `pca_dim` if set, else those of the embeddings."""
         return self.pca_dim or self.image_dim, self.pca_dim or self.text_dim

@@ -37,9 +37,8 @@ class FlowField(Field, Protocol):
     and 1 (text).
     """
 
-    @property
-    def manifold(self) -> Manifold:
-        """The space of each stream."""
+    manifold: Manifold
+    """The space of each stream."""
 
     @property
     def flow_dims(self) -> tuple[int, int]:

@@ -20,7 +20,6 @@ from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.fields import Streams, Velocity
 from geoflow_fast.flow.network import Block, Conditioning, Modulation, zero_linear
 from geoflow_fast.flow.preprocess import Preprocess
-from geoflow_fast.manifolds import MANIFOLDS, Manifold
 from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.files import contents_of, write_json
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
@@ -29,13 +28,18 @@ CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 
 
 class GeoFlow(nn.Module):
-    """The network: a velocity field on the product of the image and the text sphere. See `velocity`."""
+    """The network: a velocity field on the product of the image and the text sphere. See `velocity`.
+
+    `manifold` is the space of each stream, and `flow_dims` are the widths (image, text) of points in the flow's
+    coordinates.
+    """
 
     def __init__(self, config: GeoFlowConfig) -> None:
         super().__init__()
         if not isinstance(config, GeoFlowConfig):
             raise TypeError(f"config must be a GeoFlowConfig, got {type(config).__name__}")
         self.config = config
+        self.manifold, self.flow_dims = config.manifold, config.flow_dims
         hidden, dims = config.hidden, config.flow_dims
         self.encoders = nn.ModuleList(nn.Sequential(nn.Linear(d, hidden), nn.LayerNorm(hidden)) for d in dims)
         self.conditioning = Conditioning(hidden, config.time_scale)
@@ -61,16 +65,6 @@ class GeoFlow(nn.Module):
             f"{c.geometry} flow, image {c.image_dim} x text {c.text_dim}, hidden {c.hidden}, depth {c.depth}, "
             f"heads {c.heads}: {millions:.2f} million parameters"
         )
-
-    @property
-    def manifold(self) -> Manifold:
-        """The space of each stream."""
-        return MANIFOLDS[self.config.geometry]
-
-    @property
-    def flow_dims(self) -> tuple[int, int]:
-        """Widths (image, text) of points in the flow's coordinates."""
-        return self.config.flow_dims
 
     @property
     def example(self) -> Tensor:

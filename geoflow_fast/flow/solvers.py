@@ -44,7 +44,7 @@ def evaluation_times(times: Tensor, solver: str) -> list[float]:
     grid = times.tolist()
     if solver in ("euler", "ab2"):
         return grid[:-1]
-    middles = [_middle(now, after) for now, after in itertools.pairwise(grid)]
+    middles = [now + (after - now) / 2 for now, after in itertools.pairwise(grid)]
     return grid[:-1] + middles if solver == "midpoint" else grid + middles
 
 
@@ -97,10 +97,6 @@ def integrate(
     return end
 
 
-def _middle(now: float, after: float) -> float:
-    return now + (after - now) / 2
-
-
 def _multistep(
     rate: Rate, point: Points, grid: list[float], manifold: Manifold, solver: str, monitor: FiniteMonitor
 ) -> Points:
@@ -129,7 +125,7 @@ def _midpoint(
     for k, (now, after) in enumerate(itertools.pairwise(grid)):
         h = after - now
         halfway = manifold.retract_all(point, rate(point, now, 0.0), h / 2)
-        point = manifold.retract_all(point, rate(halfway, _middle(now, after), h), h)
+        point = manifold.retract_all(point, rate(halfway, now + h / 2, h), h)
         monitor.check(point, k, after, solver)
     return point
 
@@ -139,7 +135,7 @@ def _rk4(
 ) -> Points:
     for k, (now, after) in enumerate(itertools.pairwise(grid)):
         h = after - now
-        middle = _middle(now, after)
+        middle = now + h / 2
         first = rate(point, now, h / 6)
         second = rate(manifold.retract_all(point, first, h / 2), middle, h / 3)
         third = rate(manifold.retract_all(point, second, h / 2), middle, h / 3)
