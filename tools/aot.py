@@ -225,10 +225,8 @@ def _network(
             "swiglu": (x(), x()),
             "swiglu_backward": (x(), x(), x()),
             "swiglu_jvp": (x(), tangent, x(), tangent),
-            "flow_loss": ((x(), x()), (x(), x()), (x(), x()), _cuda(rows, dtype=torch.int8)),
-            "flow_loss_backward": (
-                _cuda(rows), (x(), x()), (x(), x()), (x(), x()), _cuda(rows, dtype=torch.int8)
-            ),
+            "flow_loss": (x(), x(), x(), x(), x(), x(), _cuda(rows, dtype=torch.int8)),
+            "flow_loss_backward": (_cuda(rows), x(), x(), x(), x(), x(), x(), _cuda(rows, dtype=torch.int8)),
         }  # fmt: skip
         getattr(network, kernel)(*arguments[kernel])
 
