@@ -77,7 +77,8 @@ class Calibration:
     right_per_query: float
     """Mean number of right items of a query."""
     made_for: dict[str, Any]
-    """Facts of flow and shortlists that the weights are valid for; `load` checks them."""
+    """Facts of flow and shortlists that the weights are valid for. `load` checks them, and so does every call of the
+    re-ranker, unless there are none, as in a calibration made by hand."""
     pairs: str = ""
     """Fingerprint of the pairs that the weights were fitted on."""
 
@@ -114,10 +115,14 @@ class Calibration:
             raise TypeError(f"made_for must be the facts of a reranker, got {made_for!r}")
         with contents_of(path):
             facts, stored["stderr"] = {**stored["made_for"]}, tuple(map(float, stored["stderr"]))
-        changed = sorted(key for key in {*facts, *made_for} if facts.get(key) != made_for.get(key))
-        if changed:
+        if changed := changed_facts(facts, made_for):
             raise ValueError(f"{path} was made for another {', '.join(changed)}; calibrate again")
         return cls(**stored)
+
+
+def changed_facts(made_for: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Names of the facts in which two descriptions of a re-ranker differ."""
+    return sorted(key for key in {*made_for, *now} if made_for.get(key) != now.get(key))
 
 
 UNCALIBRATED = Calibration(1.0, 0.0, -math.inf, (math.nan,) * 3, math.nan, math.nan, 0, 0, 1.0, {})

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from geoflow_fast.data.rows import Array
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow, flow_digest
 from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings, StartingPoints, sample_conditional
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.ops.gallery_posterior import check_kappa
 from geoflow_fast.retrieval import marginals
+from geoflow_fast.retrieval.freshness import flow_marks, marks
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource
 from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.progress import Advance
@@ -26,7 +29,7 @@ MARGINALS = ("scores", "density")
 
 @dataclass(frozen=True)
 class RetrievalPosterior:
-    """The posterior over the gallery of each of Q queries; detached tensors on the device of the queries."""
+    """The posterior over the gallery of each of Q queries; detached tensors on the device of the flow."""
 
     entropy: Tensor
     """[Q], retrieval entropy in nats: 0 if one item has all the probability, log N if all N items are equally
@@ -79,9 +82,9 @@ class RetrievalEntropy(nn.Module):
     listed. The defaults are the paper's; `fast` has a cheaper setting.
 
     `posterior="likelihood"` (the paper) normalises p(item | query); "bayes" first divides by p(item), which gives the
-    probability that the item is the one meant. The marginals p(item) are computed once per gallery: from the scores
-    that items have for typical `reference` queries [R, d], a few hundred; or with `reference="density"` from the flow's
-    log-density, which needs no queries and is far more expensive.
+    probability that the item is the one meant. The marginals p(item) are computed once per gallery, and again after a
+    change of the flow's weights: from the scores that items have for typical `reference` queries [R, d], a few hundred;
+    or with `reference="density"` from the flow's log-density, which needs no queries and is far more expensive.
 
     If the gallery has an index, scoring on a CPU skips items that provably do not matter, and `risk_lower_bound`
     accounts for the possible change. The state dict contains the flow, not the gallery; moving the scorer to a device
@@ -106,7 +109,7 @@ class RetrievalEntropy(nn.Module):
         *,
         top_k: int = 10,
         posterior: str = "likelihood",
-        reference: Tensor | str | None = None,
+        reference: Tensor | Array | str | None = None,
         settings: SamplingSettings | None = None,
         **deprecated: Any,
     ) -> None:
@@ -137,17 +140,19 @@ class RetrievalEntropy(nn.Module):
         self.register_buffer("start_generated", start.generated, persistent=False)
         self.register_buffer("start_condition", start.condition, persistent=False)
         self.register_buffer("log_marginal", None, persistent=False)
+        self._marginal_marks: Hashable = None
+        self._marginal_facts: dict[str, Any] = {}
         self._set_reference("density" if marginal == "density" else reference)
 
-    def _set_reference(self, reference: Tensor | str | None) -> None:
+    def _set_reference(self, reference: Tensor | Array | str | None) -> None:
         self.marginal = "density" if isinstance(reference, str) else "scores"
         if isinstance(reference, str):
             if reference != "density":
                 raise ValueError(f'reference must be queries [R, {self.query_dim}] or "density", got {reference!r}')
             reference = None
         elif reference is not None:
-            reference = checks.with_values(reference, "reference").detach()
-            if reference.dim() != 2 or reference.shape[1] != self.query_dim or len(reference) == 0:
+            reference = checks.rows(reference, "reference", self.query_dim, self.start_generated, "R")
+            if len(reference) == 0:
                 raise ValueError(f"reference must be [R, {self.query_dim}], got {tuple(reference.shape)}")
             check_rows(reference, "reference")
         self.register_buffer("reference", reference, persistent=False)
@@ -198,11 +203,15 @@ class RetrievalEntropy(nn.Module):
 
     def item_marginals(self) -> Tensor:
         """Log-marginals [N] of the gallery items, up to a constant. They are computed once, and stored beside a gallery
-        on disk."""
-        if self.log_marginal is None:
+        on disk. They are computed again after the flow, the gallery, the reference or a setting has changed."""
+        own = self.start_generated, *(() if self.reference is None else (self.reference,))
+        current = (flow_marks(self.flow), self.gallery.marks(), marks(own), self.kappa, self.sampling, self.seed)
+        if self.log_marginal is None or current != self._marginal_marks:
             facts = {**self.marginal_settings, "flow": flow_digest(self.flow), "gallery": self.gallery.digest()}
-            computed = marginals.computed_once(self.gallery.index_folder, facts, self._compute_marginals)
-            self.log_marginal = computed.to(self.start_generated)
+            if self.log_marginal is None or facts != self._marginal_facts:
+                computed = marginals.computed_once(self.gallery.index_folder, facts, self._compute_marginals)
+                self.log_marginal = computed.to(self.start_generated)
+            self._marginal_marks, self._marginal_facts = current, facts
         return self.log_marginal
 
     def _compute_marginals(self) -> Tensor:
@@ -217,14 +226,13 @@ class RetrievalEntropy(nn.Module):
 
     if TYPE_CHECKING:  # a module's call has no types of its own
 
-        def __call__(self, queries: Tensor, advance: Advance | None = None) -> RetrievalPosterior: ...
+        def __call__(self, queries: Tensor | Array, advance: Advance | None = None) -> RetrievalPosterior: ...
 
     @torch.no_grad()
-    def forward(self, queries: Tensor, advance: Advance | None = None) -> RetrievalPosterior:
-        """Posterior over the gallery for each of the `queries` [Q, d], unit rows. `advance(n)`, if given, is called
-        whenever the samples of n more queries are drawn."""
-        if checks.with_values(queries, "queries").dim() != 2 or queries.shape[1] != self.query_dim:
-            raise ValueError(f"queries must be [Q, {self.query_dim}], got {tuple(queries.shape)}")
+    def forward(self, queries: Tensor | Array, advance: Advance | None = None) -> RetrievalPosterior:
+        """Posterior over the gallery for each of the `queries` [Q, d], unit rows: a tensor or an array in any
+        floating-point type. `advance(n)`, if given, is called whenever the samples of n more queries are drawn."""
+        queries = checks.rows(queries, "queries", self.query_dim, next(self.flow.parameters()), "Q")
         draw = self._draw_among_ranks if self.gallery.is_divided else self.draw
         samples = draw(queries, advance)
         bias = -self.item_marginals().to(samples) if self.posterior == "bayes" else None
@@ -248,6 +256,11 @@ class RetrievalEntropy(nn.Module):
         """Divides the gallery's items among the ranks of its world. From then on all ranks must call the scorer
         together with the same queries; each receives the whole posterior."""
         self.gallery = self.gallery.divided_among_ranks()
+
+    def spread(self) -> None:
+        """Deprecated name of `divide_among_ranks`."""
+        warnings.warn("RetrievalEntropy.spread is deprecated; use divide_among_ranks", DeprecationWarning, stacklevel=2)
+        self.divide_among_ranks()
 
     # unchecked: score calls it with queries that it has checked
     def draw(self, queries: Tensor, advance: Advance | None = None) -> Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator
+import warnings
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,12 +20,15 @@ from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.ops.gallery_statistics import GalleryStatistics
 from geoflow_fast.ops.pruning import PrefixRows
+from geoflow_fast.retrieval.freshness import marks
 from geoflow_fast.runtime import checks, hashing
 
 if TYPE_CHECKING:
     from geoflow_fast.retrieval.index import GalleryIndex
 
 BLOCK_ROWS = 16_384
+SOME_ROWS = 64
+"""At least this many rows tell whether a gallery in memory has changed, unless it has fewer."""
 INDEX_FOLDER = "geoflow_index"
 
 GallerySource = Tensor | Array | str | Path
@@ -34,8 +38,12 @@ class Gallery:
     """The items to retrieve from: N unit rows of width `dim`, held in memory or read from files block by block.
 
     `source`: a tensor or an array [N, d], a `.npy` file, or a folder of `.npy` shards, read in the order of the numbers
-    in their names. A tensor stays on its device; files are memory-mapped and never loaded whole. float16 is converted
-    as it is read. Rows that are not finite or not of unit norm raise a ValueError.
+    in their names. A tensor stays on its device; files are memory-mapped and never loaded whole. Half precision is
+    converted as it is read. Rows that are not finite or not of unit norm raise a ValueError.
+
+    A tensor may be overwritten: its rows are checked again before the next use, and so is the index. Of an array, about
+    a hundred rows are checked whenever it is used, since nothing tells of writes to it: do not change one that a
+    gallery was made from, nor the files of a gallery that is open.
 
     With the `index` of a gallery made from a tensor (`gf.GalleryIndex`), retrieval entropy on a CPU skips items that
     provably do not matter: "auto", where a pilot run finds that it pays; "always"; or "never", as `prune` says.
@@ -47,13 +55,13 @@ class Gallery:
         self, source: GallerySource, index: GalleryIndex | None = None, prune: str = "auto", world: World = ALONE
     ) -> None:
         self.world, self.is_divided = world, False
-        self._digest: str | None = None
+        self._digest: tuple[Hashable, str] | None = None
+        self._checked: Hashable = None
         self.path = checks.path(source, "gallery") if isinstance(source, (str, Path)) else None
         self.rows: Tensor | Rows
         if isinstance(source, Tensor):
             if source.dim() != 2 or not source.is_floating_point():
                 raise ValueError(f"gallery must be a floating-point [N, d], got {source.dtype} {tuple(source.shape)}")
-            check_rows(source, "gallery")
             self.rows = source.detach()
         elif isinstance(source, np.ndarray):
             self.rows = Rows([source], "gallery")
@@ -65,6 +73,9 @@ class Gallery:
             raise ValueError("the gallery is empty: there is nothing to retrieve")
         if isinstance(self.rows, Rows):
             self.rows.check(normalize=False, world=world)
+        else:
+            check_rows(self.rows, "gallery")
+            self._checked = marks([self.rows])
         self._use_index(index, prune)
 
     @classmethod
@@ -118,7 +129,9 @@ class Gallery:
         """Moves a gallery made from a tensor to `device`. Others are copied there block by block as they are read."""
         device = checks.device(device)
         if isinstance(self.rows, Tensor):
+            is_checked = self._checked == marks([self.rows])
             self.rows = self.rows.to(device)
+            self._checked = marks([self.rows]) if is_checked else None
 
     def on(self, device: torch.device | str) -> Gallery:
         """This gallery, or a copy on `device` if it was made from a tensor on another one, which stays there."""
@@ -132,9 +145,46 @@ class Gallery:
         """Hash of all rows, which identifies the gallery. Files are read once for it, shared among the ranks."""
         if isinstance(self.rows, Tensor):
             return hashing.digest([self.rows])
-        if self._digest is None:
-            self._digest = self.rows.digest(self.world)
-        return self._digest
+        current, known = self.marks(), self._digest
+        if known is None or known[0] != current:
+            self._digest = known = current, self.rows.digest(self.world)
+        return known[1]
+
+    def marks(self) -> Hashable:
+        """Something that differs after the rows in memory have changed, as far as some of them tell. It is the same for
+        all galleries on disk."""
+        some = self._some_rows()
+        return (
+            None
+            if some is None
+            else (marks([self.rows] if isinstance(self.rows, Tensor) else []), hashing.digest([some]))
+        )
+
+    def _some_rows(self) -> Tensor | None:
+        """About a hundred evenly spaced rows of a gallery in memory, or all if there are fewer; None for files."""
+        if self.path is not None:
+            return None
+        step = max(1, len(self) // SOME_ROWS)
+        if isinstance(self.rows, Tensor):
+            return self.rows[::step]
+        part = self.rows.parts[0][::step]
+        return checks.rows(part, "gallery", self.dim, torch.empty(0, device="cpu", dtype=torch.float32))
+
+    def _check_again(self) -> None:
+        """Checks the rows of a gallery in memory again if they have changed, as far as that can be known cheaply."""
+        some = self._some_rows()
+        if some is None or some.is_meta:
+            return
+        if isinstance(self.rows, Rows):
+            if not has_unit_rows(some):
+                self.rows.check(normalize=False)
+            return
+        current = marks([self.rows])
+        if current != self._checked or not has_unit_rows(some):
+            check_rows(self.rows, "gallery")
+            if self.index is not None:
+                self.index.check_digest(self)
+            self._checked = current
 
     def divided_among_ranks(self) -> Gallery:
         """The same gallery, whose items are divided among the ranks: all ranks must call its `statistics` together with
@@ -144,6 +194,18 @@ class Gallery:
         twin = copy.copy(self)
         twin.is_divided = True
         return twin
+
+    @property
+    def is_spread(self) -> bool:
+        """Deprecated name of `is_divided`."""
+        warnings.warn("Gallery.is_spread is deprecated; use is_divided", DeprecationWarning, stacklevel=2)
+        return self.is_divided
+
+    def spread(self) -> None:
+        """Deprecated: divides this gallery itself among the ranks. `divided_among_ranks` returns a gallery that is, and
+        leaves this one as it was."""
+        warnings.warn("Gallery.spread is deprecated; use divided_among_ranks", DeprecationWarning, stacklevel=2)
+        self.is_divided = self.divided_among_ranks().is_divided
 
     def blocks(
         self, device: torch.device | str, dtype: torch.dtype = torch.float32, within: range | None = None
@@ -155,6 +217,7 @@ class Gallery:
         """
         device = device if isinstance(device, torch.device) else checks.device(device)
         within = range(len(self)) if within is None else within
+        self._check_again()
         if isinstance(self.rows, Rows):
             for first, block in self.rows.tensors(BLOCK_ROWS, within):
                 yield first, block.to(device, dtype)
@@ -164,6 +227,7 @@ class Gallery:
     def take(self, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The rows with the given numbers: [..., d] for an integer tensor `index` [...], on the device of `index`."""
         checks.indices(index, "index", len(self))
+        self._check_again()
         if isinstance(self.rows, Tensor):
             return self.rows[index.to(self.rows.device)].to(index.device, dtype)
         kept, position = np.unique(index.cpu().numpy(), return_inverse=True)  # each row is read once
@@ -193,6 +257,15 @@ class Gallery:
             return merge_over_ranks(running, self.world, len(samples), len(self), top_k, samples.device)
         assert running is not None
         return running
+
+
+def has_unit_rows(rows: Tensor) -> bool:
+    """Whether all rows are finite and of unit norm."""
+    try:
+        check_rows(rows, "rows")
+    except ValueError:
+        return False
+    return True
 
 
 def merge_over_ranks(

@@ -20,13 +20,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.data.rows import Array
 from geoflow_fast.directions import Direction
-from geoflow_fast.flow.model import GeoFlow, flow_digest
+from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.likelihood.settings import DensitySettings
-from geoflow_fast.retrieval.calibration import UNCALIBRATED, Calibration, Evidence, fit_calibration
+from geoflow_fast.retrieval.calibration import UNCALIBRATED, Calibration, Evidence, changed_facts, fit_calibration
 from geoflow_fast.retrieval.entropy import risk_lower_bound
+from geoflow_fast.retrieval.freshness import FlowDigest
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource
 from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.runtime import checks
@@ -79,7 +81,10 @@ class BayesReranker(nn.Module):
     results do not depend on batches, and differences between candidates are less noisy.
 
     `calibrate` fits the weights of this log-density and of the cosine, and the probability that the right item is not
-    in the shortlist. Without it the posterior is the flow's own (alpha 1, beta 0, nothing outside), with a warning.
+    in the shortlist. Without it the posterior is the flow's own (alpha 1, beta 0, nothing outside), with a warning. A
+    calibration belongs to the flow's weights as they were: after training the flow further, loading other weights or
+    casting it to another dtype, calls raise a ValueError until `calibrate` is called again or `calibration` is set to
+    None. Moving it to another device changes nothing.
     """
 
     def __init__(
@@ -113,6 +118,7 @@ class BayesReranker(nn.Module):
         self.shortlist = min(self.shortlist, len(self.gallery))
         self.density = DensitySettings(n_steps, n_probes, solver, shared=True)
         self.calibration: Calibration | None = None
+        self._flow_digest = FlowDigest()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BayesReranker:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -136,27 +142,40 @@ class BayesReranker(nn.Module):
     def made_for(self) -> dict[str, Any]:
         """Facts of flow, direction, shortlist and solver that a calibration is valid for; any seed will do."""
         facts = {name: value for name, value in self.settings.items() if name != "seed"}
-        return {**facts, "flow": flow_digest(self.flow)}
+        return {**facts, "flow": self._flow_digest.of(self.flow)}
 
     if TYPE_CHECKING:  # a module's call has no types of its own
 
-        def __call__(self, queries: Tensor, candidates: Candidates | None = None) -> Reranked: ...
+        def __call__(self, queries: Tensor | Array, candidates: Candidates | None = None) -> Reranked: ...
 
-    def forward(self, queries: Tensor, candidates: Candidates | None = None) -> Reranked:
+    def forward(self, queries: Tensor | Array, candidates: Candidates | None = None) -> Reranked:
         """Posterior of each of the `queries` [Q, d], unit rows, over its shortlist or over `candidates` [Q, K]: numbers
-        of gallery rows, padded with -1."""
+        of gallery rows, padded with -1. Queries are a tensor or an array in any floating-point type.
+
+        K may be any number from 1 on. The weights of a calibration are used for every K, but were fitted for K =
+        `shortlist`, the items with the largest cosines. For other candidates the ratios of the items' probabilities are
+        those of the same logits, whereas `p_outside`, and with it all that sums to one with it, is not calibrated: more
+        candidates leave fewer right items outside than it says, and fewer leave more. A single candidate is compared
+        with nothing, so its probability is the same for all queries.
+        """
         reranked = self.rerank(queries, candidates)
         if not reranked.calibrated:
             warnings.warn("BayesReranker is uncalibrated: alpha=1, beta=0, nothing outside the shortlist", stacklevel=4)
         return reranked
 
     @torch.no_grad()
-    def rerank(self, queries: Tensor, candidates: Candidates | None = None, advance: Advance | None = None) -> Reranked:
+    def rerank(
+        self, queries: Tensor | Array, candidates: Candidates | None = None, advance: Advance | None = None
+    ) -> Reranked:
         """Same as `forward` without its warning, and calls `advance(n)` whenever n more queries are done."""
-        if checks.with_values(queries, "queries").dim() != 2 or queries.shape[1] != self.query_dim:
-            raise ValueError(f"queries must be [Q, {self.query_dim}], got {tuple(queries.shape)}")
+        queries = checks.rows(queries, "queries", self.query_dim, next(self.flow.parameters()), "Q")
         check_rows(queries, "queries")
-        queries = queries.detach().to(next(self.flow.parameters()))
+        made_for = {} if self.calibration is None else self.calibration.made_for
+        if made_for and (changed := changed_facts(made_for, self.made_for)):
+            raise ValueError(
+                f"the calibration was made for another {', '.join(changed)}, which has changed since: calibrate again, "
+                "or set calibration to None"
+            )
         index = self._search(queries, candidates)
         return self._read_out(index, self._evidence(queries, index, advance=advance)[0], queries.dtype)
 
@@ -212,9 +231,11 @@ class BayesReranker(nn.Module):
             assert self.store is not None
             candidates = self.store.search(queries.float().cpu().numpy(), self.shortlist)[1]
         index = torch.as_tensor(candidates, device=queries.device)
-        shape = (len(queries), self.shortlist)
-        if index.shape != shape or index.is_floating_point() or index.dtype == torch.bool:
-            raise ValueError(f"candidates must be integers {list(shape)}, got {index.dtype} {tuple(index.shape)}")
+        is_integer = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
+        if not is_integer or index.dim() != 2 or len(index) != len(queries) or index.shape[1] == 0:
+            raise ValueError(
+                f"candidates must be integers [{len(queries)}, K], K at least 1, got {index.dtype} {tuple(index.shape)}"
+            )
         index = index.long()
         ranked = index.sort(1).values
         wrong = {
@@ -237,7 +258,7 @@ class BayesReranker(nn.Module):
         The log-densities of a batch are estimated at once; an item that several queries share is encoded once.
         """
         parts = []
-        for rows in torch.arange(len(queries), device="cpu").split(max(1, PAIRS_AT_ONCE // self.shortlist)):
+        for rows in torch.arange(len(queries), device="cpu").split(max(1, PAIRS_AT_ONCE // index.shape[1])):
             number, valid = index[rows], index[rows] >= 0
             items = self.gallery.take(number.clamp(min=0), queries.dtype)
             shortlist, is_own = Shortlist.of(queries[rows], items, valid, number), torch.zeros_like(valid)

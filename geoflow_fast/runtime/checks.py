@@ -97,7 +97,7 @@ def rows(x: object, name: str, width: int, like: Tensor, count: str = "B") -> Te
     """Returns the rows `x` [B, width], a tensor or an array in any floating-point type, with the dtype and device of
     `like`. A tensor that has them already is not copied. `count` is what errors call the number of rows.
 
-    bfloat16 rounds the norm of a row too: one that differs from 1 by no more than that is made 1 again.
+    Half precision rounds the norm of a row too: one that differs from 1 by no more than that is made 1 again.
     """
     if isinstance(x, np.ndarray):
         if x.dtype.kind != "f":
@@ -110,7 +110,7 @@ def rows(x: object, name: str, width: int, like: Tensor, count: str = "B") -> Te
     if x.dim() != 2 or x.shape[1] != width:
         raise ValueError(f"{name} must be [{count}, {width}], got {tuple(x.shape)}")
     converted = x.to(like)
-    if x.dtype != torch.bfloat16:
+    if x.dtype not in (torch.float16, torch.bfloat16):
         return converted
     norm = torch.linalg.vector_norm(converted, dim=1, keepdim=True)
     return torch.where((norm - 1).abs() <= torch.finfo(x.dtype).eps, converted / norm, converted)

@@ -82,6 +82,7 @@ def test_bad_fits(flow):
         "at least one guidance": {"kappas": ()},
         "no query to fit on": {"max_queries": 0},
         "guidance must be": {"guidances": (-1.0,)},
+        "kappa must be at most 100000": {"kappas": (1.0, 1e38)},
         "kappas must be positive": {"kappas": (-1.0,)},
         "kappas must be positive, finite and strictly ascending": {"kappas": (2.0, 2.0, 3.0)},
         "single image": {"pairs": pairs.subset([0]), "posterior": "bayes"},

@@ -156,6 +156,7 @@ def test_fano_bound_holds_and_is_tight(n):
         ({"gallery": np.ones((5, 10), np.float32)}, "gallery row 0 has norm"),
         ({"gallery": "no/such/folder"}, "neither a .npy file nor a folder"),
         ({"kappa": -1.0}, "kappa"),
+        ({"kappa": 1e38}, "kappa must be at most 100000"),
         ({"n_samples": 0}, "n_samples"),
         ({"direction": "joint"}, "direction"),
         ({"n_steps": 0}, "n_steps"),
@@ -165,6 +166,21 @@ def test_bad_input(flow, change, words):
     arguments = {"gallery": noise.sample_uniform(5, 10), **change}
     with pytest.raises((ValueError, OSError), match=words):
         gf.RetrievalEntropy(flow, **arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_queries_and_references_of_any_floating_type(flow, dtype):
+    queries, gallery, reference = noise.sample_uniform(4, 7), noise.sample_uniform(50, 10), noise.sample_uniform(9, 7)
+    settings = {"n_samples": 6, "n_steps": 3, "posterior": "bayes", "kappa": 10.0}
+    post = gf.RetrievalEntropy(flow, gallery.to(dtype), reference=reference.to(dtype), **settings)(queries.to(dtype))
+    assert post.entropy.dtype == torch.float32
+    expected = gf.RetrievalEntropy(flow, gallery, reference=reference, **settings)(queries)
+    atol = 10 * torch.finfo(dtype).eps + 1e-6
+    torch.testing.assert_close(post.entropy, expected.entropy, atol=atol, rtol=0)
+    if dtype != torch.bfloat16:  # which numpy does not have
+        gallery, reference, queries = (x.to(dtype).numpy() for x in (gallery, reference, queries))
+        post = gf.RetrievalEntropy(flow, gallery, reference=reference, **settings)(queries)
+        torch.testing.assert_close(post.entropy, expected.entropy, atol=atol, rtol=0)
 
 
 def test_bad_queries(flow):

@@ -224,9 +224,35 @@ class TestShortlists:
         with pytest.raises(ValueError, match=words):
             reranker(queries, candidates)
 
-    def test_candidates_of_the_wrong_shape(self, reranker, queries):
-        with pytest.raises(ValueError, match=r"candidates must be integers \[40, 12\], got torch.int64 \(40, 3\)"):
-            reranker(queries, torch.zeros(QUERIES, 3, dtype=torch.long))
+    @pytest.mark.parametrize("shape", [(QUERIES,), (QUERIES - 1, K), (QUERIES, 0), (QUERIES, 1, K)])
+    def test_candidates_of_the_wrong_shape(self, reranker, queries, shape):
+        with pytest.raises(ValueError, match=r"candidates must be integers \[40, K\], K at least 1, got torch.int64"):
+            reranker(queries, torch.zeros(shape, dtype=torch.long))
+
+    def test_any_number_of_candidates(self, oracle, calibrated, queries):
+        """The posterior over K candidates is that of a re-ranker whose shortlists have K items, with the same weights.
+        Those of its own length have the same bits."""
+        for count in (1, 3, K, 2 * K, ITEMS):
+            candidates = (queries @ oracle.pairs(ITEMS, 0)[0].T).topk(count).indices
+            other = make(oracle, oracle.pairs(ITEMS, 0)[0], shortlist=count)
+            other.calibration = dataclasses.replace(calibrated.calibration, made_for=other.made_for)
+            result, expected = calibrated(queries, candidates), other(queries)
+            assert result.index.shape == (QUERIES, count)
+            assert torch.equal(result.index, expected.index)
+            torch.testing.assert_close(result.prob, expected.prob, atol=1e-6, rtol=0)
+            torch.testing.assert_close(result.risk_lower_bound, expected.risk_lower_bound, atol=1e-5, rtol=0)
+        alone = calibrated(queries, candidates[:, :1]).prob
+        torch.testing.assert_close(alone, alone[:1].expand_as(alone))
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+    def test_queries_of_any_floating_type(self, reranker, queries, dtype):
+        rounded = queries.to(dtype)
+        result = reranker(rounded)
+        assert result.prob.dtype == torch.float32
+        rounded = nn.functional.normalize(rounded.float(), dim=1)
+        torch.testing.assert_close(result.prob, reranker(rounded).prob, atol=1e-5, rtol=0)
+        if dtype != torch.bfloat16:
+            assert torch.equal(reranker(queries.to(dtype).numpy()).prob, result.prob)
 
 
 class TestCalibration:

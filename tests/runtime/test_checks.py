@@ -77,8 +77,9 @@ def test_what_are_not_rows(value, error, message):
         checks.rows(value, "x", 2, torch.empty(0), count="Q")
 
 
-def test_the_rounding_of_bfloat16_leaves_rows_of_unit_norm():
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_rounding_of_half_precision_leaves_rows_of_unit_norm(dtype):
     x = torch.nn.functional.normalize(torch.randn(500, 7), dim=1)
-    rows = checks.rows(torch.cat((x, 2 * x)).bfloat16(), "x", 7, x)
+    rows = checks.rows(torch.cat((x, 2 * x)).to(dtype), "x", 7, x)
     torch.testing.assert_close(rows[:500].norm(dim=1), torch.ones(500))
-    assert torch.equal(rows[500:], (2 * x).bfloat16().float())
+    assert torch.equal(rows[500:], (2 * x).to(dtype).float())

@@ -1,0 +1,44 @@
+"""Marks that tell whether tensors may have changed since something was computed from them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+
+from torch import Tensor, nn
+
+from geoflow_fast.flow.model import GeoFlow, flow_digest
+
+
+def marks(tensors: Iterable[Tensor]) -> Hashable:
+    """Returns something that differs after any of the tensors was replaced or written to: of each its address, how
+    often torch has written to it, and the value in its middle.
+
+    That value is there for writes which torch does not count, such as those through `.data`: they are noticed if they
+    change it in at least one of the tensors.
+    """
+    return tuple(
+        (x.data_ptr(), x.dtype, None if x.is_inference() else x._version, _middle(x)) for x in tensors if not x.is_meta
+    )
+
+
+def flow_marks(flow: nn.Module) -> Hashable:
+    """The marks of a flow's weights and buffers."""
+    return marks((*flow.parameters(), *flow.buffers()))
+
+
+class FlowDigest:
+    """The digest of a flow, which is computed again only if the flow may have changed."""
+
+    def __init__(self) -> None:
+        self._known: tuple[Hashable, str] | None = None
+
+    def of(self, flow: GeoFlow) -> str:
+        """The digest of configuration and weights as they are now."""
+        current, known = flow_marks(flow), self._known
+        if known is None or known[0] != current:
+            self._known = known = current, flow_digest(flow)
+        return known[1]
+
+
+def _middle(x: Tensor) -> float | None:
+    return x.detach()[tuple(size // 2 for size in x.shape)].item() if x.numel() else None

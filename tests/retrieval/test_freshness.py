@@ -1,0 +1,173 @@
+"""Nothing that was computed from a flow or a gallery is used after they have changed."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+import geoflow_fast as gf
+from geoflow_fast import geometry
+from geoflow_fast.retrieval.freshness import FlowDigest, marks
+
+SETTINGS = {"n_samples": 6, "n_steps": 3, "kappa": 20.0}
+
+
+def unit(rows: int, width: int, seed: int) -> torch.Tensor:
+    return geometry.normalize(torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)))
+
+
+def bayes(flow, gallery) -> gf.RetrievalEntropy:
+    return gf.RetrievalEntropy(flow, gallery, posterior="bayes", reference=unit(9, 7, 2), **SETTINGS)
+
+
+def loaded(flow: gf.GeoFlow) -> None:
+    flow.load_state_dict({name: -x for name, x in flow.state_dict().items()})
+
+
+def assigned(flow: gf.GeoFlow) -> None:
+    flow.load_state_dict({name: -x for name, x in flow.state_dict().items()}, assign=True)
+
+
+def stepped(flow: gf.GeoFlow) -> None:
+    with torch.no_grad():
+        for parameter in flow.decoders.parameters():
+            parameter.mul_(-1)
+
+
+def written_through_data(flow: gf.GeoFlow) -> None:
+    for parameter in flow.parameters():
+        parameter.data.mul_(-1)
+
+
+@pytest.mark.parametrize("change", [loaded, assigned, stepped, written_through_data])
+def test_marginals_follow_the_weights_of_the_flow(flow, change):
+    gallery, queries = unit(50, 10, 0), unit(4, 7, 1)
+    scorer = bayes(flow, gallery)
+    before = scorer(queries).entropy
+    change(flow)
+    after = scorer(queries).entropy
+    assert torch.equal(after, bayes(copy.deepcopy(flow), gallery)(queries).entropy)
+    assert float((after - before).abs().max()) > 0.1
+
+
+def test_marginals_follow_gallery_reference_and_settings(flow):
+    gallery = unit(50, 10, 0)
+    scorer = bayes(flow, gallery)
+    scorer.item_marginals()
+    gallery.copy_(unit(50, 10, 3))
+    assert torch.equal(scorer.item_marginals(), bayes(flow, gallery.clone()).item_marginals())
+    scorer.reference.copy_(unit(9, 7, 4))
+    expected = gf.RetrievalEntropy(flow, gallery, posterior="bayes", reference=unit(9, 7, 4), **SETTINGS)
+    assert torch.equal(scorer.item_marginals(), expected.item_marginals())
+    scorer.kappa = expected.kappa = 7.0
+    assert torch.equal(scorer.item_marginals(), expected.item_marginals())
+
+
+def test_marginals_are_computed_once_for_equal_weights(flow, monkeypatch):
+    scorer = bayes(flow, unit(50, 10, 0))
+    first = scorer.item_marginals()
+    monkeypatch.setattr(scorer, "_compute_marginals", lambda: pytest.fail("computed again"))
+    flow.load_state_dict(copy.deepcopy(flow.state_dict()))  # written to, with the same numbers
+    assert scorer.item_marginals() is first
+
+
+def test_a_calibration_is_refused_after_the_flow_has_changed():
+    torch.manual_seed(0)
+    flow = gf.GeoFlow(gf.GeoFlowConfig(8, 8, hidden=16, depth=1, layer_scale=0.5))
+    image = unit(80, 8, 0)
+    pairs = gf.EmbeddingPairs.from_arrays(image, geometry.normalize(image + 0.1 * unit(80, 8, 1)))
+    reranker = gf.BayesReranker(flow, unit(100, 8, 2), shortlist=12, n_steps=2)
+    reranker.calibrate(pairs)
+    queries = unit(3, 8, 3)
+    expected = reranker(queries).prob
+    kept = copy.deepcopy(flow.state_dict())
+    with torch.no_grad():
+        flow.decoders[0][1].weight.add_(0.1)
+    with pytest.raises(ValueError, match="the calibration was made for another flow, which has changed since"):
+        reranker(queries)
+    flow.load_state_dict(kept)
+    assert torch.equal(reranker(queries).prob, expected)
+    flow.load_state_dict({name: x + 0.1 for name, x in kept.items()})
+    reranker.calibrate(pairs)
+    assert reranker(queries).calibrated
+    flow.load_state_dict(kept)
+    reranker.calibration = None
+    with pytest.warns(UserWarning, match="uncalibrated"):
+        reranker(queries)
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_a_tensor_overwritten_with_rows_off_the_sphere_is_noticed(flow, through_data):
+    gallery = unit(1000, 10, 0)
+    scorer = gf.RetrievalEntropy(flow, gallery, **SETTINGS)
+    scorer(unit(2, 7, 1))
+    if through_data:
+        gallery.data.mul_(2)  # torch does not count this as a write
+    else:
+        gallery[777] *= 2
+    with pytest.raises(ValueError, match=r"gallery row \d+ has norm 2, not 1"):
+        scorer(unit(2, 7, 1))
+    with pytest.raises(ValueError, match=r"gallery row \d+ has norm 2, not 1"):
+        scorer.gallery.take(torch.tensor([0]))
+
+
+def test_an_array_overwritten_with_rows_off_the_sphere_is_noticed(flow):
+    gallery = unit(1000, 10, 0).numpy()
+    scorer = gf.RetrievalEntropy(flow, gallery, **SETTINGS)
+    scorer(unit(2, 7, 1))
+    gallery *= np.float32(2)
+    with pytest.raises(ValueError, match="gallery row 0 has norm 2, not 1"):
+        scorer(unit(2, 7, 1))
+
+
+@pytest.mark.parametrize("kind", [torch.clone, lambda x: x.clone().numpy()])
+def test_the_digest_of_a_gallery_is_that_of_its_rows_now(kind):
+    rows = kind(unit(40, 10, 0))
+    gallery = gf.Gallery(rows)
+    before = gallery.digest()
+    rows[:] = kind(unit(40, 10, 1))
+    assert gallery.digest() == gf.Gallery(kind(unit(40, 10, 1))).digest() != before
+
+
+def test_the_index_of_a_gallery_is_checked_again_after_a_change():
+    rows = unit(1000, 16, 0)
+    gallery = gf.Gallery(rows, gf.GalleryIndex.build(rows), "always")
+    samples = unit(6, 16, 1).view(2, 3, 16)
+    gallery.statistics(samples, 5.0, 1, use_index=True)
+    rows[777] = unit(1, 16, 2)
+    with pytest.raises(ValueError, match="or the gallery has changed; build it anew"):
+        gallery.statistics(samples, 5.0, 1, use_index=True)
+
+
+def test_a_digest_is_computed_only_after_a_change(flow, monkeypatch):
+    digest = FlowDigest()
+    first = digest.of(flow)
+    monkeypatch.setattr("geoflow_fast.retrieval.freshness.flow_digest", lambda _: "computed again")
+    assert digest.of(flow) == first
+    flow.blocks[0].to(torch.float64)
+    assert digest.of(flow) == "computed again"
+
+
+def test_marks_of_empty_and_inference_tensors():
+    with torch.inference_mode():
+        x = torch.ones(3)
+    before = marks([x, torch.empty(0, 2), torch.empty(2, device="meta")])
+    with torch.inference_mode():
+        x.mul_(2)
+    assert marks([x]) != before
+
+
+def test_names_of_an_earlier_release_still_work(flow):
+    gallery = gf.Gallery(unit(20, 10, 0))
+    scorer = gf.RetrievalEntropy(flow, gallery, **SETTINGS)
+    with pytest.warns(DeprecationWarning, match="RetrievalEntropy.spread is deprecated; use divide_among_ranks"):
+        scorer.spread()
+    assert scorer.gallery.is_divided
+    with pytest.warns(DeprecationWarning, match="Gallery.is_spread is deprecated; use is_divided"):
+        assert not gallery.is_spread
+    with pytest.warns(DeprecationWarning, match="Gallery.spread is deprecated; use divided_among_ranks"):
+        gallery.spread()
+    assert gallery.is_divided
