@@ -105,6 +105,10 @@ class GeoFlow(nn.Module):
             outputs = self.generated(image, text, time, counts)
         return self._tangent(image, text, outputs, counts)
 
+    def forward(self, image: Tensor, text: Tensor, t: float | Tensor, direction: str | Tensor) -> Streams:
+        """Returns `velocity`, so that `flow(image, text, t, direction)` works and hooks on the flow fire."""
+        return self.velocity(image, text, t, direction)
+
     # unchecked: velocity and the solvers call it with what they have checked
     def velocity_at(self, times: Sequence[float], direction: Direction) -> Velocity:
         """Returns velocity(image, text, t) for one direction and any of these times, without dropout in either mode.
@@ -232,17 +236,11 @@ class GeoFlow(nn.Module):
         whether there is dropout."""
         dropout = self.config.dropout if dropping else 0.0
         h = torch.stack([encoder(x) for encoder, x in zip(self.encoders, (image, text))])
-        *blocks, last = cast(list[Block], list(self.blocks))
+        *blocks, last = self.blocks
         for number, block in enumerate(blocks):
-            first_shift, first_scale, second_shift, second_scale = modulation[4 * number : 4 * number + 4]
-            h = block.cross_gate(h, first_shift, first_scale, dropout)
-            h = block.feed_forward(h, second_shift, second_scale, dropout)
-        h = last.cross_gate(h, modulation[-4], modulation[-3], dropout)
-        outputs = []
-        for stream, rows in enumerate((slice(counts[0], None), slice(0, h.shape[1] - counts[2]))):
-            shift, scale = (x[stream] if x.shape[1] == 1 else x[stream, rows] for x in modulation[-2:])
-            outputs.append(self.decoders[stream](last.feed_forward(h[stream, rows], shift, scale, dropout, stream)))
-        return outputs[0], outputs[1]
+            h = block(h, modulation[4 * number : 4 * number + 4], dropout)
+        image, text = last(h, modulation[-4:], dropout, counts)
+        return self.decoders[0](image), self.decoders[1](text)
 
     def _tangent(self, image: Tensor, text: Tensor, outputs: Streams, counts: Counts) -> Streams:
         """Makes the outputs of generated rows tangent, and puts zeros into the given rows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -71,6 +72,9 @@ class Block(nn.Module):
 
     The rate of dropout on the branches is an argument of each call, so that what a call computes does not depend on the
     mode of the module, which other threads may share.
+
+    Every velocity runs its blocks through `__call__`, so hooks on a block fire. Densities by forward-mode derivatives
+    (`likelihood/forward_mode.py`) have layers of their own and run no hooks.
     """
 
     def __init__(self, config: GeoFlowConfig) -> None:
@@ -84,6 +88,25 @@ class Block(nn.Module):
         self.expand = StreamLinear(config.hidden, 2 * config.inner, bias=False)
         self.contract = StreamLinear(config.inner, config.hidden, bias=False)
         self.forward_scale = nn.Parameter(torch.full((2, 1, config.hidden), config.layer_scale))
+
+    def forward(
+        self, h: Tensor, modulation: Sequence[Tensor], dropout: float = 0.0, counts: Counts | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns the states [2, B, H] after both halves, given those before, h [2, B, H], and the block's four shifts
+        and scales, each [2, 1 or B, H].
+
+        The last block of a network is given `counts`, the rows of each direction in a sorted batch. It then computes
+        and returns, as does a hook on it see, only the rows in which a stream is generated: image [B - n_i2t, H] and
+        text [B - n_t2i, H].
+        """
+        h = self.cross_gate(h, modulation[0], modulation[1], dropout)
+        if counts is None:
+            return self.feed_forward(h, modulation[2], modulation[3], dropout)
+        outputs = []
+        for stream, rows in enumerate((slice(counts[0], None), slice(0, h.shape[1] - counts[2]))):
+            shift, scale = (x[stream] if x.shape[1] == 1 else x[stream, rows] for x in modulation[2:])
+            outputs.append(self.feed_forward(h[stream, rows], shift, scale, dropout, stream))
+        return outputs[0], outputs[1]
 
     def cross_gate(self, h: Tensor, shift: Tensor, scale: Tensor, dropout: float) -> Tensor:
         """First half of the block on h [2, B, H]. Both streams read the states before either is updated."""

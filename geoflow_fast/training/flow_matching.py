@@ -22,6 +22,7 @@ from geoflow_fast.flow.model import GeoFlow, save_weights
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.training.batches import Batch
 from geoflow_fast.training.config import TrainConfig
+from geoflow_fast.training.logging import share_of_time
 from geoflow_fast.training.loop import Run, TrainReport, complete
 from geoflow_fast.training.objective import Objective
 from geoflow_fast.training.ranks import batch_maker
@@ -75,7 +76,7 @@ class FlowMatching(Objective[Batch]):
             **{name: total / rows for name, (total, rows) in zip(LOSS_NAMES, sums.tolist()) if rows},
             "p_joint": self.batches.curriculum.joint_probability(step),
             "coupling_seconds": batch.coupling_seconds,
-            "coupling_share": batch.coupling_seconds / seconds,
+            "coupling_share": share_of_time(batch.coupling_seconds, seconds),
         }
 
     def export(self, folder: Path, weights: Mapping[str, Tensor]) -> None:

@@ -95,8 +95,13 @@ class ProgressLine:
         self.bar.stop()
 
 
+def share_of_time(part: float, whole: float) -> float:
+    """Returns `part` / `whole`, or 0 if the clock stood still: nothing can be said about a time that did not pass."""
+    return part / whole if whole > 0 else 0.0
+
+
 class StepRate:
-    """Steps per second since the previous call."""
+    """Steps per second since the previous call, or 0 if the clock stood still."""
 
     def __init__(self, step: int) -> None:
         self.step, self.time = step, time.perf_counter()
@@ -104,4 +109,4 @@ class StepRate:
     def __call__(self, step: int) -> float:
         before = self.step, self.time
         self.step, self.time = step, time.perf_counter()
-        return (self.step - before[0]) / (self.time - before[1])
+        return share_of_time(self.step - before[0], self.time - before[1])

@@ -27,7 +27,7 @@ from geoflow_fast.runtime.interrupt import stop_on_interrupt
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 from geoflow_fast.training.batches import Prefetcher, generator_for
 from geoflow_fast.training.config import RunConfig
-from geoflow_fast.training.logging import METRICS_FILE, Metrics, ProgressLine, StepRate
+from geoflow_fast.training.logging import METRICS_FILE, Metrics, ProgressLine, StepRate, share_of_time
 from geoflow_fast.training.objective import B, Objective
 from geoflow_fast.training.ranks import sum_gradients
 
@@ -338,7 +338,7 @@ def _take_step(run: Run[B], prefetcher: Prefetcher[B], rate: StepRate) -> dict[s
             "gradient_norm": norm,
             "lr": run.optimizer.param_groups[0]["lr"],
             "steps_per_second": rate(run.step),
-            "batch_wait_share": waited / seconds,
+            "batch_wait_share": share_of_time(waited, seconds),
             **run.objective.metrics(batch, losses, run.step - 1, seconds),
         }
     if run.step % config.val_every == 0 or last:

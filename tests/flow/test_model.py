@@ -371,3 +371,33 @@ def test_preprocessing_is_saved_with_the_model(tmp_path):
         assert torch.equal(a, b)
     assert [x.shape[1] for x in loaded.from_flow(*seen)] == [9, 7]
     assert loaded.to_flow(text=text)[0] is None
+
+
+def test_calling_a_flow_gives_its_velocity():
+    flow, (image, text) = randomised(), points(4)
+    for a, b in zip(flow(image, text, 0.3, "i2t"), flow.velocity(image, text, 0.3, "i2t")):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("path", ["velocity", "rows of their own times", "solver", "training"])
+def test_hooks_on_every_block_fire_and_may_change_its_output(path):
+    flow, (image, text) = randomised(), points(4)
+    codes = torch.tensor([0, 1, 2, 0], dtype=torch.int8)
+    runs = {
+        "velocity": lambda: flow.velocity(image, text, 0.3, "joint"),
+        "rows of their own times": lambda: flow.velocity(image, text, torch.linspace(0, 1, 4).double(), codes),
+        "solver": lambda: flow.velocity_at([0.3], gf.directions.Direction.JOINT)(image, text, 0.3),
+        "training": lambda: flow.train().generated(image, text, torch.linspace(0, 1, 4).double(), (1, 2, 1)),
+    }
+    plain, seen = runs[path](), []
+    for block in flow.blocks:
+        block.register_forward_hook(lambda block, _, output: seen.append((block, output)))
+    for a, b in zip(runs[path](), plain):
+        assert torch.equal(a, b)
+    assert [block for block, _ in seen] == list(flow.blocks)
+    assert all(output.shape == (2, 4, 32) for _, output in seen[:-1])
+    # The last block computes only the rows in which a stream is generated: all but n_i2t, and all but n_t2i.
+    generated = 4 if path in ("velocity", "solver") else 3
+    assert [output.shape for output in seen[-1][1]] == [(generated, 32)] * 2
+    flow.blocks[0].register_forward_hook(lambda *call: call[-1] + 1)
+    assert not torch.equal(runs[path]()[0], plain[0])

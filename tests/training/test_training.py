@@ -25,7 +25,7 @@ from geoflow_fast.runtime.tensors import load_tensors
 from geoflow_fast.training import batches
 from geoflow_fast.training.batches import Batch, BatchMaker, coupling_groups, generator_for
 from geoflow_fast.training.flow_matching import FlowMatching, train_from_preset
-from geoflow_fast.training.logging import Metrics, StepRate
+from geoflow_fast.training.logging import METRICS_FILE, Metrics, StepRate
 from geoflow_fast.training.loop import Run
 
 SHAPE = gf.GeoFlowConfig(image_dim=6, text_dim=5, hidden=16, depth=2, heads=2, layer_scale=0.1)
@@ -274,6 +274,17 @@ def test_the_step_rate_is_that_since_the_last_call(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", iter([1.0, 3.0, 4.0]).__next__)
     rate = StepRate(10)
     assert (rate(20), rate(30)) == (5.0, 10.0)
+
+
+def test_training_goes_on_while_the_clock_stands_still(tmp_path, monkeypatch):
+    """Clocks of virtual machines do not move between two readings."""
+    monkeypatch.setattr(time, "perf_counter", lambda: 1.0)
+    config = dataclasses.replace(CONFIG, steps=2, log_every=1)
+    gf.train(new_flow(), some_pairs(), config=config, out=tmp_path, progress=False)
+    lines = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
+    assert len(lines) == 2
+    for name in ("steps_per_second", "batch_wait_share", "coupling_share"):
+        assert [line[name] for line in lines] == [0, 0]
 
 
 def test_the_learning_rate_follows_its_schedule_and_validation_is_the_same_every_time():
