@@ -45,23 +45,23 @@ class TopItems {
     // Indices offered later must be larger: an equal score then never replaces an earlier one.
     void offer(float score, std::int64_t index) {
         if (full()) {
-            if (!(score > found_.front().score)) return;
-            std::pop_heap(found_.begin(), found_.end(), better);
-            found_.back() = {score, index};
+            if (!(score > candidates_.front().score)) return;
+            std::pop_heap(candidates_.begin(), candidates_.end(), better);
+            candidates_.back() = {score, index};
         } else {
-            found_.push_back({score, index});
+            candidates_.push_back({score, index});
         }
-        std::push_heap(found_.begin(), found_.end(), better);
+        std::push_heap(candidates_.begin(), candidates_.end(), better);
     }
 
     // Scores at or below this one are not wanted.
-    float threshold() const { return full() ? found_.front().score : -std::numeric_limits<float>::infinity(); }
-    const std::vector<Candidate>& found() const { return found_; }
+    float threshold() const { return full() ? candidates_.front().score : -std::numeric_limits<float>::infinity(); }
+    const std::vector<Candidate>& candidates() const { return candidates_; }
 
   private:
-    bool full() const { return static_cast<std::int64_t>(found_.size()) == capacity_; }
+    bool full() const { return static_cast<std::int64_t>(candidates_.size()) == capacity_; }
     std::int64_t capacity_;
-    std::vector<Candidate> found_;
+    std::vector<Candidate> candidates_;
 };
 
 // max and sum of exp(kappa (x - max)) over a stretch of samples. The sum is NaN when an x is not finite.
@@ -232,7 +232,7 @@ class GallerySolver {
     void read_out_top(std::int64_t query) {
         std::vector<Candidate> all;
         for (const std::vector<TopItems>& mine : top_)
-            all.insert(all.end(), mine[query].found().begin(), mine[query].found().end());
+            all.insert(all.end(), mine[query].candidates().begin(), mine[query].candidates().end());
         std::sort(all.begin(), all.end(), better);
         for (std::int64_t k = 0; k < result_.top_k; ++k) {
             const bool there = k < static_cast<std::int64_t>(all.size());

@@ -80,14 +80,14 @@ __device__ __forceinline__ void tile_of_block(int index, int tile_rows, int tile
 // its place.
 __device__ __forceinline__ void fetch_operand(float* stage, const float* points, int first, int count, int dim,
                                               int start) {
-    const int row = threadIdx.x / 4, place = threadIdx.x % 4 * 4;
-    const float* source = points + static_cast<std::int64_t>(first + row) * dim + start + place;
+    const int row = threadIdx.x / 4, column = threadIdx.x % 4 * 4;
+    const float* source = points + static_cast<std::int64_t>(first + row) * dim + start + column;
 #pragma unroll
     for (int skip = 0; skip < kScoreTile; skip += kScoreThreads / 4) {
 #pragma unroll
         for (int group = 0; group < kScoreDepth / 16; ++group) {
-            const bool inside = first + row + skip < count && start + place + 16 * group < dim;
-            copy_async(stage + (group * kScoreTile + row + skip) * 16 + place, source + skip * dim + 16 * group,
+            const bool inside = first + row + skip < count && start + column + 16 * group < dim;
+            copy_async(stage + (group * kScoreTile + row + skip) * 16 + column, source + skip * dim + 16 * group,
                        inside ? 16 : 0);
         }
     }

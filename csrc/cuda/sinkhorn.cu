@@ -21,9 +21,9 @@ void check(cudaError_t error, const char* what) {
     if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-cudaStream_t enter(CudaPlace place) {
-    check(cudaSetDevice(place.device), "cudaSetDevice");
-    return reinterpret_cast<cudaStream_t>(place.stream);
+cudaStream_t enter(CudaTarget target) {
+    check(cudaSetDevice(target.device), "cudaSetDevice");
+    return reinterpret_cast<cudaStream_t>(target.stream);
 }
 
 struct Shape {
@@ -108,9 +108,9 @@ Carving carve(void* memory, const SinkhornParams& params, int blocks) {
     const auto start = reinterpret_cast<std::uintptr_t>(memory);
     std::uintptr_t next = start;
     const auto take = [&](std::int64_t count) {
-        float* const place = reinterpret_cast<float*>(next);
+        float* const array = reinterpret_cast<float*>(next);
         next += static_cast<std::uintptr_t>((count + 3) / 4 * 16);
-        return place;
+        return array;
     };
     SinkhornWorkspace w{};
     w.padded_cols = (params.cols + 3) / 4 * 4;
@@ -135,7 +135,7 @@ std::int64_t result_blocks(std::int64_t rows, int rows_per_warp, int device) {
 }  // namespace
 
 void sinkhorn_cuda_scores(const SinkhornParams& params, const CudaClouds& clouds, const CudaMatrix& scores,
-                          bool precise, CudaPlace place) {
+                          bool precise, CudaTarget target) {
     check_matrix(params, scores);
     if (params.cost == Cost::given) throw std::invalid_argument("given costs need no scores");
     const auto width = [](std::int64_t dim) { return static_cast<int>(dim); };
@@ -154,7 +154,7 @@ void sinkhorn_cuda_scores(const SinkhornParams& params, const CudaClouds& clouds
     const auto kernel = precise ? score_kernel<3> : score_kernel<1>;
     const std::int64_t tiles =
         ((params.rows + kScoreTile - 1) / kScoreTile) * ((params.cols + kScoreTile - 1) / kScoreTile);
-    const cudaStream_t stream = enter(place);
+    const cudaStream_t stream = enter(target);
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kScoreSharedBytes),
           "scores: shared memory");
     launch("scores", {tiles, kScoreThreads, kScoreSharedBytes, false}, stream, kernel, problem);
@@ -166,10 +166,10 @@ std::int64_t sinkhorn_cuda_workspace(const SinkhornParams& params, const CudaMat
 }
 
 void sinkhorn_cuda_solve(const SinkhornParams& params, const CudaMatrix& matrix, int halvings, void* workspace,
-                         SinkhornStatus* status, CudaPlace place) {
+                         SinkhornStatus* status, CudaTarget target) {
     if (halvings < 0 || halvings > 60) throw std::invalid_argument("halvings must be between 0 and 60");
-    const cudaStream_t stream = enter(place);
-    const SolvePlan plan = plan_solve(params, matrix, place.device);
+    const cudaStream_t stream = enter(target);
+    const SolvePlan plan = plan_solve(params, matrix, target.device);
     SinkhornWorkspace arrays = carve(workspace, params, plan.blocks).arrays;
     arrays.status = status;
     const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride, matrix.offset, halvings);
@@ -180,20 +180,20 @@ void sinkhorn_cuda_solve(const SinkhornParams& params, const CudaMatrix& matrix,
 }
 
 void sinkhorn_cuda_result(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace,
-                          const CudaOutputs& outputs, CudaPlace place) {
-    const cudaStream_t stream = enter(place);
+                          const CudaOutputs& outputs, CudaTarget target) {
+    const cudaStream_t stream = enter(target);
     const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride, matrix.offset);
     const SinkhornResult result = {outputs.index,    outputs.f,  outputs.g,    outputs.row_mass,
                                    outputs.row_cost, params.eps, matrix.offset};
-    launch("sinkhorn result", {result_blocks(params.rows, kResultRows, place.device), kResultThreads, 0, false}, stream,
+    launch("sinkhorn result", {result_blocks(params.rows, kResultRows, target.device), kResultThreads, 0, false}, stream,
            sinkhorn_result_kernel, problem, solved_arrays(workspace, params), result);
 }
 
 void sinkhorn_cuda_sample(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace,
-                          const float* row_mass, const double* uniform, std::int64_t* index, CudaPlace place) {
-    const cudaStream_t stream = enter(place);
+                          const float* row_mass, const double* uniform, std::int64_t* index, CudaTarget target) {
+    const cudaStream_t stream = enter(target);
     const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride, matrix.offset);
-    launch("sinkhorn sample", {result_blocks(params.rows, 1, place.device), kResultThreads, 0, false}, stream,
+    launch("sinkhorn sample", {result_blocks(params.rows, 1, target.device), kResultThreads, 0, false}, stream,
            sinkhorn_sample_kernel, problem, solved_arrays(workspace, params), row_mass, uniform, index);
 }
 

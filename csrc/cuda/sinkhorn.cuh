@@ -568,8 +568,8 @@ static __global__ void __launch_bounds__(kResultThreads)
         const float target = static_cast<float>(uniform[row]) * row_mass[row];
         float before = 0.0f;  // mass of the columns of earlier steps
         int last = 0;         // the last column seen with any mass: where rounding leaves the draw beyond the end
-        int found = p.cols;
-        for (int start = 0; start < p.cols && found == p.cols; start += 128) {
+        int drawn = p.cols;
+        for (int start = 0; start < p.cols && drawn == p.cols; start += 128) {
             const int col = start + 4 * lane;
             Four mass = all_four(0.0f);
             if (col < p.cols) {
@@ -598,11 +598,11 @@ static __global__ void __launch_bounds__(kResultThreads)
                 if (running > target && mass.at[c] > 0.0f) hit = min(hit, col + c);
                 if (mass.at[c] > 0.0f) latest = col + c;
             }
-            found = static_cast<int>(__reduce_min_sync(kAllLanes, static_cast<unsigned>(hit)));
+            drawn = static_cast<int>(__reduce_min_sync(kAllLanes, static_cast<unsigned>(hit)));
             last = static_cast<int>(__reduce_max_sync(kAllLanes, static_cast<unsigned>(latest)));
             before += __shfl_sync(kAllLanes, upto, 31);
         }
-        if (lane == 0) index[row] = found < p.cols ? found : last;
+        if (lane == 0) index[row] = drawn < p.cols ? drawn : last;
     }
 }
 

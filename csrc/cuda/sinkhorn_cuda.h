@@ -9,7 +9,8 @@
 
 namespace geoflow {
 
-struct CudaPlace {
+// Where a launcher enqueues its work.
+struct CudaTarget {
     int device;
     std::uintptr_t stream;  // a cudaStream_t
 };
@@ -39,7 +40,7 @@ struct CudaOutputs {
 
 // S = offset - C for all pairs. `precise`: float32 accuracy, else TF32.
 void sinkhorn_cuda_scores(const SinkhornParams& params, const CudaClouds& clouds, const CudaMatrix& scores,
-                          bool precise, CudaPlace place);
+                          bool precise, CudaTarget target);
 
 // Bytes of workspace that a solve needs on this device; 16-byte aligned.
 std::int64_t sinkhorn_cuda_workspace(const SinkhornParams& params, const CudaMatrix& matrix, int device);
@@ -47,12 +48,12 @@ std::int64_t sinkhorn_cuda_workspace(const SinkhornParams& params, const CudaMat
 // Iterates to the end; `status` is on the device. Starts from eps 2^halvings, which saves iterations where eps is far
 // below the range of the costs.
 void sinkhorn_cuda_solve(const SinkhornParams& params, const CudaMatrix& matrix, int halvings, void* workspace,
-                         SinkhornStatus* status, CudaPlace place);
+                         SinkhornStatus* status, CudaTarget target);
 
 // After a solve, from the same workspace.
 void sinkhorn_cuda_result(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace,
-                          const CudaOutputs& outputs, CudaPlace place);
+                          const CudaOutputs& outputs, CudaTarget target);
 void sinkhorn_cuda_sample(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace,
-                          const float* row_mass, const double* uniform, std::int64_t* index, CudaPlace place);
+                          const float* row_mass, const double* uniform, std::int64_t* index, CudaTarget target);
 
 }  // namespace geoflow

@@ -19,7 +19,7 @@ from geoflow_fast.ops.sinkhorn import (
     Noise,
     Panel,
     Problem,
-    Settings,
+    SinkhornSettings,
     as_dense,
     make_problem,
     make_settings,
@@ -239,7 +239,7 @@ def ot_assign_reference(cost: Tensor, g: Tensor, eps: float, uniform: Tensor | N
 
 
 def _ot_assign_reference(
-    problem: Problem, settings: Settings, uniform: Tensor | None
+    problem: Problem, settings: SinkhornSettings, uniform: Tensor | None
 ) -> tuple[Tensor, bool, int, float]:
     cost = problem.dense()
     _, g, iterations, error = sinkhorn_reference(cost, settings.eps, settings.tol, settings.max_iter)
@@ -247,12 +247,16 @@ def _ot_assign_reference(
     return index, error <= settings.tol, iterations, error
 
 
-def _ot_assign_cpu(problem: Problem, settings: Settings, uniform: Tensor | None) -> tuple[Tensor, bool, int, float]:
+def _ot_assign_cpu(
+    problem: Problem, settings: SinkhornSettings, uniform: Tensor | None
+) -> tuple[Tensor, bool, int, float]:
     solve = CpuSolve(problem, settings)
     return solve.assign(uniform), solve.converged, solve.iterations, solve.error
 
 
-def _ot_assign_cuda(problem: Problem, settings: Settings, uniform: Tensor | None) -> tuple[Tensor, bool, int, float]:
+def _ot_assign_cuda(
+    problem: Problem, settings: SinkhornSettings, uniform: Tensor | None
+) -> tuple[Tensor, bool, int, float]:
     solve = CudaSolve(problem, settings)
     return solve.assign(uniform), *solve.outcome()
 

@@ -97,7 +97,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Settings:
+class SinkhornSettings:
     """How far to solve: `eps` in units of the cost, `tol` as L1 marginal violation, and how to store the matrix."""
 
     eps: float
@@ -154,13 +154,13 @@ def transport_cost(
     return matrix
 
 
-def make_settings(eps: float, tol: float, max_iter: int, storage: str) -> Settings:
+def make_settings(eps: float, tol: float, max_iter: int, storage: str) -> SinkhornSettings:
     """Checks the scalar arguments."""
     eps, tol = (checks.positive(x, name, LARGEST_EPS) for name, x in (("eps", eps), ("tol", tol)))
     max_iter = checks.integer(max_iter, "max_iter", 1, 2**31 - 1)
     if storage not in STORAGES:
         raise ValueError(f"storage must be one of {', '.join(STORAGES)}, got {storage!r}")
-    return Settings(eps, tol, max_iter, STORAGES[storage])
+    return SinkhornSettings(eps, tol, max_iter, STORAGES[storage])
 
 
 def make_problem(cost: Tensor | str, factors: Factors | None, weights: tuple[float, float] = (1.0, 1.0)) -> Problem:
@@ -225,7 +225,7 @@ def _check_clouds(factors: Factors) -> None:
             check_rows(x, name)
 
 
-def warn_unconverged(converged: bool, iterations: int, error: float, settings: Settings) -> None:
+def warn_unconverged(converged: bool, iterations: int, error: float, settings: SinkhornSettings) -> None:
     """The warning of an unfinished solve, attributed to the user's call."""
     if not converged:
         warnings.warn(
@@ -275,7 +275,7 @@ def _transport_cost_reference(problem: Problem) -> Tensor:
     return problem.dense()
 
 
-def _sinkhorn_reference(problem: Problem, settings: Settings) -> SinkhornResult:
+def _sinkhorn_reference(problem: Problem, settings: SinkhornSettings) -> SinkhornResult:
     cost = problem.dense()
     f, g, iterations, error = sinkhorn_reference(cost, settings.eps, settings.tol, settings.max_iter)
     plan = ((f[:, None] + g - cost) / settings.eps).exp()
@@ -289,7 +289,7 @@ def _sinkhorn_reference(problem: Problem, settings: Settings) -> SinkhornResult:
 class CpuSolve:
     """One problem on its way through the compiled solver: build, choose the domain, iterate, read."""
 
-    def __init__(self, problem: Problem, settings: Settings, matrix: native.TransportMatrix | None = None):
+    def __init__(self, problem: Problem, settings: SinkhornSettings, matrix: native.TransportMatrix | None = None):
         self._settings = settings
         self._rows, self._cols = problem.shape
         self._matrix = matrix or native.TransportMatrix(self._rows, self._cols, settings.storage)
@@ -435,7 +435,7 @@ def _transport_cost_cpu(problem: Problem) -> Tensor:
     return offset - matrix.scores()
 
 
-def _sinkhorn_cpu(problem: Problem, settings: Settings) -> SinkhornResult:
+def _sinkhorn_cpu(problem: Problem, settings: SinkhornSettings) -> SinkhornResult:
     return CpuSolve(problem, settings).result()
 
 
@@ -445,7 +445,7 @@ def _sinkhorn_cpu(problem: Problem, settings: Settings) -> SinkhornResult:
 class CudaSolve:
     """One problem on its way through the GPU solver; nothing waits for the GPU before `outcome` or `result`."""
 
-    def __init__(self, problem: Problem, settings: Settings):
+    def __init__(self, problem: Problem, settings: SinkhornSettings):
         if settings.storage != torch.float32:
             raise ValueError("storage='float16' is for the cpu backend; the cuda backend keeps the matrix in float32")
         self._settings = settings
@@ -509,7 +509,7 @@ def _transport_cost_cuda(problem: Problem) -> Tensor:
     return cuda_matrix(problem)[0].costs()
 
 
-def _sinkhorn_cuda(problem: Problem, settings: Settings) -> SinkhornResult:
+def _sinkhorn_cuda(problem: Problem, settings: SinkhornSettings) -> SinkhornResult:
     return CudaSolve(problem, settings).result()
 
 

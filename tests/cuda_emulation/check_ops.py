@@ -40,7 +40,7 @@ def compare(
     cost: object, factors: object, tolerance: float = 2e-5, cost_tolerance: float = 1e-4, **settings: object
 ) -> None:
     """`tolerance` of the potentials in units of eps, `cost_tolerance` of the transport cost relative to it."""
-    found = gf.ops.sinkhorn(cost, factors, backend="cuda", **settings)
+    solution = gf.ops.sinkhorn(cost, factors, backend="cuda", **settings)
     truth = gf.ops.sinkhorn(
         cost.double() if isinstance(cost, torch.Tensor) else cost,
         None if factors is None else tuple(x.double() for x in factors),
@@ -48,14 +48,14 @@ def compare(
         **settings,
     )
     eps = settings["eps"]
-    assert found.converged
+    assert solution.converged
     assert truth.converged
-    assert found.marginal_error <= settings.get("tol", 1e-3)
-    shift = (found.g - truth.g).mean()  # the plan fixes potentials up to a constant
-    torch.testing.assert_close(found.g - shift, truth.g, atol=tolerance * eps, rtol=0)
-    torch.testing.assert_close(found.f + shift, truth.f, atol=tolerance * eps, rtol=0)
-    assert abs(found.transport_cost - truth.transport_cost) <= cost_tolerance * (abs(truth.transport_cost) + eps)
-    print("same solution:", settings, found.iterations, "iterations", flush=True)
+    assert solution.marginal_error <= settings.get("tol", 1e-3)
+    shift = (solution.g - truth.g).mean()  # the plan fixes potentials up to a constant
+    torch.testing.assert_close(solution.g - shift, truth.g, atol=tolerance * eps, rtol=0)
+    torch.testing.assert_close(solution.f + shift, truth.f, atol=tolerance * eps, rtol=0)
+    assert abs(solution.transport_cost - truth.transport_cost) <= cost_tolerance * (abs(truth.transport_cost) + eps)
+    print("same solution:", settings, solution.iterations, "iterations", flush=True)
 
 
 def main() -> None:
@@ -74,11 +74,11 @@ def main() -> None:
     image0, text0, image1, text1 = clouds(40, 40, (12, 20))
     batch = (image0, text0, image1, text1)
     for settings in ({}, {"cost": torch.rand(40, 40)}, {"cost": "chord"}):
-        found = gf.ops.ot_assign(*batch, eps=0.2, backend="cuda", **settings)
+        assigned = gf.ops.ot_assign(*batch, eps=0.2, backend="cuda", **settings)
         truth = gf.ops.ot_assign(*(x.double() for x in batch), eps=0.2, backend="reference", **settings)
-        assert torch.equal(found, truth)
+        assert torch.equal(assigned, truth)
     torch.set_default_dtype(torch.float64)  # the solver's memory does not follow the user's default
-    assert torch.equal(gf.ops.ot_assign(*batch, eps=0.2, cost="chord", backend="cuda"), found)
+    assert torch.equal(gf.ops.ot_assign(*batch, eps=0.2, cost="chord", backend="cuda"), assigned)
     torch.set_default_dtype(torch.float32)
     draws = [
         gf.ops.ot_assign(
@@ -90,9 +90,9 @@ def main() -> None:
 
     large = clouds(256, 256, (1024, 512))
     for eps in (0.05, 0.005):
-        found = gf.ops.ot_assign(*large, eps=eps, tol=1e-2, backend="cuda")
+        assigned = gf.ops.ot_assign(*large, eps=eps, tol=1e-2, backend="cuda")
         truth = gf.ops.ot_assign(*(x.double() for x in large), eps=eps, tol=1e-2, backend="reference")
-        assert (found == truth).double().mean() >= 0.995, f"eps={eps}"
+        assert (assigned == truth).double().mean() >= 0.995, f"eps={eps}"
 
     cost = gf.ops.transport_cost(*batch, backend="cuda")
     torch.testing.assert_close(cost, gf.ops.transport_cost(*batch, backend="reference"), atol=2e-6, rtol=0)

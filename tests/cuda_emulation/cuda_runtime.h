@@ -45,8 +45,8 @@ inline std::map<const void*, int> shared_limit;
 
 template <typename Kernel>
 int allowed_shared(Kernel* kernel) {
-    const auto found = shared_limit.find(reinterpret_cast<const void*>(kernel));
-    return found == shared_limit.end() ? kSharedWithoutAsking : found->second;
+    const auto entry = shared_limit.find(reinterpret_cast<const void*>(kernel));
+    return entry == shared_limit.end() ? kSharedWithoutAsking : entry->second;
 }
 
 }  // namespace emulated_runtime

@@ -18,9 +18,9 @@ namespace driver {
 inline std::map<std::string, std::string> arguments;
 
 inline double number(const char* name) {
-    const auto found = arguments.find(name);
-    emulation::require(found != arguments.end(), name);
-    return std::atof(found->second.c_str());
+    const auto entry = arguments.find(name);
+    emulation::require(entry != arguments.end(), name);
+    return std::atof(entry->second.c_str());
 }
 
 inline int integer(const char* name) { return static_cast<int>(number(name)); }

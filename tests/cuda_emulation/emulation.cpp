@@ -239,13 +239,13 @@ UNSEEN void prepare(Fiber& fiber, char* stack, std::size_t skip) {
 UNSEEN void* allocate_shared(std::size_t bytes) {
     const std::size_t start = (arena_used + kRedZone + 127) / 128 * 128;
     require(start + bytes + kRedZone <= kArenaBytes, "shared memory of all blocks exceeds the arena");
-    volatile char* place = arena + start;
+    volatile char* start_byte = arena + start;
 #if defined(__SANITIZE_ADDRESS__)
     __asan_poison_memory_region(arena + arena_used, start - arena_used);
     __asan_unpoison_memory_region(arena + start, bytes);
     __asan_poison_memory_region(arena + start + bytes, kRedZone);
 #endif
-    for (std::size_t k = 0; k < bytes; ++k) place[k] = static_cast<char>(0xff);
+    for (std::size_t k = 0; k < bytes; ++k) start_byte[k] = static_cast<char>(0xff);
     arena_used = start + bytes;
     return arena + start;
 }

@@ -264,12 +264,12 @@ class SolveCase:
         )
 
     def read(self, output: bytes) -> Solution:
-        place = 0
+        offset = 0
 
         def take(dtype: Any, count: int) -> Array:
-            nonlocal place
-            values = np.frombuffer(output, dtype, count, place)
-            place += values.nbytes
+            nonlocal offset
+            values = np.frombuffer(output, dtype, count, offset)
+            offset += values.nbytes
             return values
 
         iterations, converged = take(np.int32, 2)
@@ -302,26 +302,26 @@ class SolveCase:
 
     def check(self, output: bytes, within: float = 2e-5) -> Solution:
         """`within`: allowed error of the potentials in units of eps."""
-        found, cost, (iterations, error, f, g) = self.read(output), self.cost(), self.truth()
-        for name, value in vars(found).items():
+        readings, cost, (iterations, error, f, g) = self.read(output), self.cost(), self.truth()
+        for name, value in vars(readings).items():
             assert np.isfinite(value).all(), name
-        assert found.iterations == iterations
-        assert found.converged == (error <= self.tol)
-        assert found.error == pytest.approx(error, rel=1e-2 + 20 * within, abs=1e-6)
-        np.testing.assert_allclose(found.f, f, atol=within * self.eps, rtol=0)
-        np.testing.assert_allclose(found.g, g, atol=within * self.eps, rtol=0)
+        assert readings.iterations == iterations
+        assert readings.converged == (error <= self.tol)
+        assert readings.error == pytest.approx(error, rel=1e-2 + 20 * within, abs=1e-6)
+        np.testing.assert_allclose(readings.f, f, atol=within * self.eps, rtol=0)
+        np.testing.assert_allclose(readings.g, g, atol=within * self.eps, rtol=0)
         plan = np.exp((f[:, None] + g - cost) / self.eps) * self.rows
-        np.testing.assert_allclose(found.row_mass, plan.sum(1), rtol=1e-4 + 4 * within)
-        np.testing.assert_allclose(found.row_cost, (plan * cost).sum(1), rtol=1e-4 + 4 * within)
+        np.testing.assert_allclose(readings.row_mass, plan.sum(1), rtol=1e-4 + 4 * within)
+        np.testing.assert_allclose(readings.row_cost, (plan * cost).sum(1), rtol=1e-4 + 4 * within)
         score = g - cost
-        chosen = score[np.arange(self.rows), found.argmax]
+        chosen = score[np.arange(self.rows), readings.argmax]
         assert (score.max(1) - chosen <= 4 * within * self.eps).all()
         share = plan.cumsum(1) / plan.sum(1, keepdims=True)
-        upper = share[np.arange(self.rows), found.draw]
-        lower = upper - (plan / plan.sum(1, keepdims=True))[np.arange(self.rows), found.draw]
+        upper = share[np.arange(self.rows), readings.draw]
+        lower = upper - (plan / plan.sum(1, keepdims=True))[np.arange(self.rows), readings.draw]
         slack = 1e-5 + 4 * within
         assert ((lower - slack <= self.uniform()) & (self.uniform() <= upper + slack)).all()
-        return found
+        return readings
 
 
 def _logsumexp(x: Array, axis: int) -> Array:
@@ -399,16 +399,16 @@ def test_float32_converges_where_exponents_are_thousands(workshop: Workshop) -> 
     case = SolveCase(33, 40, blocks=1, eps=1e-4, span=3e-4, tilt=1.0, tol=1e-5, max_iter=100)
     outcome = case.run(workshop)
     assert outcome.returncode == 0, outcome.stderr.decode()
-    found = case.read(outcome.stdout)
-    assert found.converged
-    assert np.abs(found.row_mass - 1).mean() <= 2e-5
+    readings = case.read(outcome.stdout)
+    assert readings.converged
+    assert np.abs(readings.row_mass - 1).mean() <= 2e-5
 
 
 def test_ties_go_to_the_first_column(workshop: Workshop) -> None:
     """Equal costs: every column is as good; the answer must not depend on lanes."""
     case = SolveCase(5, 300, span=0.0)
-    found = case.read(case.run(workshop).stdout)
-    assert (found.argmax == 0).all()
+    readings = case.read(case.run(workshop).stdout)
+    assert (readings.argmax == 0).all()
 
 
 # ---- order of threads, and sanitizers -----------------------------------------------------------------------------
@@ -432,9 +432,9 @@ def test_every_schedule_gives_the_same_bits(workshop: Workshop, case: Any) -> No
 
 def test_the_portable_switch_gives_the_same_bits(workshop: Workshop) -> None:
     """Fibers by ucontext, for processors without the assembly."""
-    expected, found = (SMALL_SOLVE_SHORT.run(workshop, build) for build in ("plain", "portable"))
-    assert found.returncode == 0, found.stderr.decode()
-    assert found.stdout == expected.stdout
+    expected, portable = (SMALL_SOLVE_SHORT.run(workshop, build) for build in ("plain", "portable"))
+    assert portable.returncode == 0, portable.stderr.decode()
+    assert portable.stdout == expected.stdout
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)

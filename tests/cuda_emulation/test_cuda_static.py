@@ -46,21 +46,21 @@ def test_the_extension_carries_every_architecture() -> None:
         pytest.skip("cuobjdump is neither on PATH nor bundled with Triton")
     if extension is None or "no CUDA code" in (native.missing_cuda() or ""):
         pytest.skip("the extension was built without CUDA")
-    found = {
+    embedded = {
         what: set(
             re.findall(r"\bsinkhorn\.(sm_\d+)", subprocess.check_output([listing, what, extension.__file__], text=True))
         )
         for what in ("--list-elf", "--list-ptx")
     }
-    assert found == {"--list-elf": set(ARCHITECTURES), "--list-ptx": {ARCHITECTURES[-1]}}
+    assert embedded == {"--list-elf": set(ARCHITECTURES), "--list-ptx": {ARCHITECTURES[-1]}}
 
 
 @pytest.fixture(params=ARCHITECTURES)
 def kernels(
     request: pytest.FixtureRequest, compiled: dict[str, dict[str, CompiledKernel]]
 ) -> dict[str, CompiledKernel]:
-    found: dict[str, CompiledKernel] = compiled[request.param]
-    return found
+    kernels: dict[str, CompiledKernel] = compiled[request.param]
+    return kernels
 
 
 def test_all_kernels_are_built(kernels: dict[str, CompiledKernel]) -> None:

@@ -61,24 +61,24 @@ def copy_bandwidth() -> float:
 @pytest.mark.parametrize("eps", [0.05, 0.5])
 def test_parity_of_the_solver(rows, cols, eps):
     cost = torch.rand(rows, cols)
-    found = ops.sinkhorn(cost.to(DEVICE), eps=eps, backend="cuda")
+    solution = ops.sinkhorn(cost.to(DEVICE), eps=eps, backend="cuda")
     truth = ops.sinkhorn(cost.double(), eps=eps, backend="reference")
-    assert found.iterations == truth.iterations
-    torch.testing.assert_close(found.f.cpu(), truth.f, atol=1e-4 * eps, rtol=0)
-    torch.testing.assert_close(found.g.cpu(), truth.g, atol=1e-4 * eps, rtol=0)
-    assert found.marginal_error == pytest.approx(truth.marginal_error, rel=0.02, abs=1e-5)
-    assert found.transport_cost == pytest.approx(truth.transport_cost, rel=1e-4)
+    assert solution.iterations == truth.iterations
+    torch.testing.assert_close(solution.f.cpu(), truth.f, atol=1e-4 * eps, rtol=0)
+    torch.testing.assert_close(solution.g.cpu(), truth.g, atol=1e-4 * eps, rtol=0)
+    assert solution.marginal_error == pytest.approx(truth.marginal_error, rel=0.02, abs=1e-5)
+    assert solution.transport_cost == pytest.approx(truth.transport_cost, rel=1e-4)
 
 
 @pytest.mark.parametrize("span", [1e2, 1e4, 1e6])
 def test_parity_at_huge_ranges(span):
     """Nothing overflows, and what converges is the optimum."""
     cost = span * torch.rand(96, 96)
-    found = ops.sinkhorn(cost.to(DEVICE), eps=1.0, tol=1e-2, max_iter=20000, backend="cuda")
+    solution = ops.sinkhorn(cost.to(DEVICE), eps=1.0, tol=1e-2, max_iter=20000, backend="cuda")
     truth = ops.sinkhorn(cost.double(), eps=1.0, tol=1e-2, max_iter=20000, backend="reference")
-    assert torch.isfinite(found.f).all()
-    assert torch.isfinite(found.g).all()
-    assert found.transport_cost == pytest.approx(truth.transport_cost, rel=5e-2)
+    assert torch.isfinite(solution.f).all()
+    assert torch.isfinite(solution.g).all()
+    assert solution.transport_cost == pytest.approx(truth.transport_cost, rel=5e-2)
 
 
 @pytest.mark.parametrize(("rows", "cols", "dims"), [(1, 1, (2, 2)), (130, 7, (5, 1023)), (300, 1000, (1024, 512))])
@@ -89,19 +89,19 @@ def test_parity_of_the_scores(rows, cols, dims, cost, precision, tolerance):
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
-        found = ops.transport_cost(*on_device(*factors), cost=cost, weights=(1.0, 0.5), backend="cuda")
+        computed = ops.transport_cost(*on_device(*factors), cost=cost, weights=(1.0, 0.5), backend="cuda")
     finally:
         torch.set_float32_matmul_precision(before)
     truth = ops.transport_cost(*(x.double() for x in factors), cost=cost, weights=(1.0, 0.5), backend="reference")
-    torch.testing.assert_close(found.cpu().double(), truth, atol=tolerance, rtol=0)
+    torch.testing.assert_close(computed.cpu().double(), truth, atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize(("eps", "agreement"), [(0.05, 0.999), (0.005, 0.995)])
 def test_parity_of_the_assignment(eps, agreement):
     batch = clouds(2048, 2048, (1024, 1024))
-    found = ops.ot_assign(*on_device(*batch), eps=eps, backend="cuda")
+    computed = ops.ot_assign(*on_device(*batch), eps=eps, backend="cuda")
     truth = ops.ot_assign(*(x.double() for x in batch), eps=eps, backend="reference")
-    assert (found.cpu() == truth).double().mean() >= agreement
+    assert (computed.cpu() == truth).double().mean() >= agreement
 
 
 def test_parity_of_draws():
@@ -174,12 +174,12 @@ def test_two_streams_do_not_disturb_each_other():
     problems = [pairs(1500), pairs(2500)]
     expected = [solve(*problem) for problem in problems]
     torch.cuda.synchronize()
-    streams, found = [torch.cuda.Stream() for _ in problems], []
+    streams, concurrent = [torch.cuda.Stream() for _ in problems], []
     for stream, problem in zip(streams, problems):
         with torch.cuda.stream(stream):
-            found.append(solve(*problem))
+            concurrent.append(solve(*problem))
     torch.cuda.synchronize()
-    for a, b in zip(found, expected):
+    for a, b in zip(concurrent, expected):
         assert all(torch.equal(x, y) for x, y in zip(a, b))
 
 

@@ -166,10 +166,12 @@ def check_gallery(
     dtype = torch.float32 if config.startswith("float") else torch.bfloat16
     samples, rows = world(queries, draws, items, width, dtype)
     item_bias = torch.randn(items) if bias else None
-    found = kernels.gallery.gallery_statistics(samples, rows, kappa, top_k, item_bias, config=config, shares=shares)
+    statistics = kernels.gallery.gallery_statistics(
+        samples, rows, kappa, top_k, item_bias, config=config, shares=shares
+    )
     truth = gallery_posterior_reference(samples.double(), rows.double(), kappa, top_k, item_bias, None)
-    found = (*(x.double() for x in found[:4]), found[4].long())
-    post, expected = (ops.GalleryStatistics.complete(s, top_k).posterior(torch.float64) for s in (found, truth))
+    statistics = (*(x.double() for x in statistics[:4]), statistics[4].long())
+    post, expected = (ops.GalleryStatistics.complete(s, top_k).posterior(torch.float64) for s in (statistics, truth))
     if 1 < kappa < 100 and items > 10:
         assert (expected.entropy > 0.3).all()
         assert (expected.entropy < 3.5).all()
@@ -177,7 +179,7 @@ def check_gallery(
     assert_close(post.entropy, expected.entropy, scale=scale)
     assert_close(post.log_z, expected.log_z, scale=scale)
     assert_close(post.top_prob, expected.top_prob, scale=scale)
-    assert_close(found[3], truth[3], scale=scale)
+    assert_close(statistics[3], truth[3], scale=scale)
     gap = truth[3][:, :-1] - truth[3][:, 1:]
     if (gap > 1e-3 * scale).all():  # the order is not decided by rounding
         assert torch.equal(post.top_index, expected.top_index)

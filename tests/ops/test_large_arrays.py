@@ -44,12 +44,12 @@ def test_a_mapped_gallery_of_2_2_billion_elements(sparse_file: Path):
     sample = torch.zeros(1, 1, WIDTH)
     sample[0, 0, -1] = 1
     kappa = 12.0
-    found = gallery.statistics(sample, kappa, 3).posterior()
+    posterior = gallery.statistics(sample, kappa, 3).posterior()
     total = math.exp(kappa) + ITEMS - 1
     top, other = math.exp(kappa) / total, 1 / total
-    assert found.top_index[0].tolist() == [ITEMS - 1, 0, 1]
-    assert float(found.top_prob[0, 0]) == pytest.approx(top, rel=1e-5)
-    assert float(found.entropy[0]) == pytest.approx(
+    assert posterior.top_index[0].tolist() == [ITEMS - 1, 0, 1]
+    assert float(posterior.top_prob[0, 0]) == pytest.approx(top, rel=1e-5)
+    assert float(posterior.entropy[0]) == pytest.approx(
         -top * math.log(top) - (ITEMS - 1) * other * math.log(other), rel=1e-4
     )
     record("large_arrays", elements_of_a_mapped_gallery=ITEMS * WIDTH, elements_of_a_transport_matrix=46_400**2)
@@ -71,8 +71,8 @@ def test_the_kernel_addresses_all_of_it_in_one_call(sparse_file: Path):
 
 def test_rows_at_the_end_are_read_where_they_are(sparse_file: Path):
     rows = Rows([load_npy(sparse_file, mapped=True)], "gallery")
-    found = rows[np.array([ITEMS - 1, ITEMS - 2, 0])]
-    assert found.argmax(1).tolist() == [WIDTH - 1, (ITEMS - 2) % 16_000, 0]
+    picked = rows[np.array([ITEMS - 1, ITEMS - 2, 0])]
+    assert picked.argmax(1).tolist() == [WIDTH - 1, (ITEMS - 2) % 16_000, 0]
 
 
 @pytest.mark.skipif(AVAILABLE < 7 * 2**20, reason="needs 7 GB of free memory")

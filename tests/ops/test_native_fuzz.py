@@ -99,13 +99,13 @@ def test_transport(rows, cols, dim, storage, layout, seed):
     data = [unit(generator, cols, dim) for _ in range(2)]
     cost = ops.transport_cost(*noise, *data, backend="cpu")
     close(cost, ops.transport_cost(*(x.double() for x in (*noise, *data)), backend="reference"), 2e-3)
-    found = ops.sinkhorn("arc", (*noise, *data), eps=0.2, storage=storage, max_iter=300, backend="cpu")
-    plan = ((found.f[:, None] + found.g - cost.double()) / 0.2).exp()
+    solution = ops.sinkhorn("arc", (*noise, *data), eps=0.2, storage=storage, max_iter=300, backend="cpu")
+    plan = ((solution.f[:, None] + solution.g - cost.double()) / 0.2).exp()
     tolerance = 1e-2 if storage == "float16" else 3e-3
     assert float((plan.sum(1) - 1 / rows).abs().sum()) < tolerance
     assert float((plan.sum(0) - 1 / cols).abs().sum()) < tolerance
-    assert torch.isfinite(found.f).all()
-    assert torch.isfinite(found.g).all()
+    assert torch.isfinite(solution.f).all()
+    assert torch.isfinite(solution.g).all()
 
 
 @few

@@ -146,8 +146,8 @@ def test_results_go_where_out_says(backend, tangents):
     ):
         y, dy = call(None)
         stacked = torch.full((1 + tangents, *y.shape), torch.nan)
-        found = call((stacked[0], stacked[1:]))
-        assert found[0].data_ptr() == stacked.data_ptr()
+        results = call((stacked[0], stacked[1:]))
+        assert results[0].data_ptr() == stacked.data_ptr()
         torch.testing.assert_close(stacked, torch.cat((y[None], dy)), rtol=0, atol=0)
         with pytest.raises(ValueError, match=r"out\[0\] must be a contiguous"):
             call((stacked[0].T.contiguous().T, stacked[1:]))

@@ -17,22 +17,22 @@ from tests.reliability.figures import record
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "build" / "sanitize" / "lib"
 SUITE = (
-    "test_native_fuzz.py",
-    "test_masked_interpolant.py",
-    "test_gallery_posterior.py",
-    "test_gallery_index.py",
-    "test_network_cpu.py",
-    "test_network_ops.py",
-    "test_tangent_step.py",
-    "test_forward_mode.py",
-    "test_sampling.py",
-    "test_ot.py",
+    "ops/test_native_fuzz.py",
+    "ops/test_masked_interpolant.py",
+    "ops/test_gallery_posterior.py",
+    "retrieval/test_index.py",
+    "ops/test_network_cpu.py",
+    "ops/test_network_ops.py",
+    "ops/test_tangent_step.py",
+    "likelihood/test_forward_mode.py",
+    "flow/test_sampling.py",
+    "ops/test_ot.py",
 )
 OVERFLOW = """
 import torch
-from geoflow_fast import _native
+from geoflow_fast.ops import native
 keep = torch.empty(64, dtype=torch.bool)
-_native.extension().keep_mask(96, 0.5, 1, keep.data_ptr(), 1)
+native.extension().keep_mask(96, 0.5, 1, keep.data_ptr(), 1)
 print("not seen")
 """
 
@@ -61,7 +61,7 @@ def surroundings(**changes: str) -> dict[str, str]:
 
 
 def sees_an_overflow() -> bool:
-    """Whether a kernel that is told of more room than there is ends with the sanitizer's report."""
+    """Whether a kernel that is told of more memory than there is ends with the sanitizer's report."""
     result = subprocess.run(
         [sys.executable, "-c", OVERFLOW], capture_output=True, text=True, env=surroundings(), cwd="/"
     )
@@ -72,7 +72,7 @@ def run_suite(avx2: bool) -> int:
     """Runs the tests and returns how many passed; exits if one fails or the sanitizer ends the run."""
     options = ["-q", "-p", "no:cacheprovider", "-o", f"pythonpath={LIBRARY} .", "-m", "not slow and not gpu"]
     # The sanitizer keeps freed memory for a while, so the one test that weighs a process cannot hold under it.
-    options += ["--deselect", str(ROOT / "tests" / "test_ot.py::test_memory_is_one_matrix")]
+    options += ["--deselect", str(ROOT / "tests" / "ops" / "test_ot.py::test_memory_is_one_matrix")]
     files = [str(ROOT / "tests" / name) for name in SUITE]
     command = [sys.executable, "-m", "pytest", *options, *files]
     environment = surroundings(GEOFLOW_AVX2="1" if avx2 else "0")

@@ -98,7 +98,7 @@ inline float fast_log2(float x) { return std::log2(x); }
 inline float fast_reciprocal(float x) { return 1.0f / x; }
 
 inline void copy_async(void* shared, const void* source, int valid) {
-    emulation::require(reinterpret_cast<std::uintptr_t>(shared) % 16 == 0, "asynchronous copy to a misaligned place");
+    emulation::require(reinterpret_cast<std::uintptr_t>(shared) % 16 == 0, "asynchronous copy to a misaligned address");
     emulation::require(valid == 0 || reinterpret_cast<std::uintptr_t>(source) % 16 == 0,
                        "asynchronous copy from a misaligned address");
     emulation::require(valid >= 0 && valid <= 16, "asynchronous copy of too many bytes");
