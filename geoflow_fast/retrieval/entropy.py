@@ -77,9 +77,9 @@ class RetrievalEntropy(nn.Module):
     an array, a `.npy` file, a folder of shards or a `Gallery`. For each query, `n_samples` embeddings of the other
     modality are drawn from the conditional flow in `n_steps` steps with `guidance`; `settings` has these and the rest
     of what `sample` can be told, and a keyword that is given overrides it. All queries share the same noise, drawn by
-    `seed`. Each item is scored by the mean of von Mises-Fisher kernels with concentration `kappa` around the samples,
-    and normalising the scores over the gallery gives the posterior, of which the `top_k` most probable items are
-    listed. The defaults are the paper's; `fast` has a cheaper setting.
+    `seed`. Each item is scored by the mean of von Mises-Fisher kernels with concentration `kappa`, at most 1e5,
+    around the samples, and normalising the scores over the gallery gives the posterior, of which the `top_k` most
+    probable items are listed. The defaults are the paper's; `fast` has a cheaper setting.
 
     `posterior="likelihood"` (the paper) normalises p(item | query); "bayes" first divides by p(item), which gives the
     probability that the item is the one meant. The marginals p(item) are computed once per gallery, and again after a

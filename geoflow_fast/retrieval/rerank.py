@@ -152,11 +152,10 @@ class BayesReranker(nn.Module):
         """Posterior of each of the `queries` [Q, d], unit rows, over its shortlist or over `candidates` [Q, K]: numbers
         of gallery rows, padded with -1. Queries are a tensor or an array in any floating-point type.
 
-        K may be any number from 1 on. The weights of a calibration are used for every K, but were fitted for K =
-        `shortlist`, the items with the largest cosines. For other candidates the ratios of the items' probabilities are
-        those of the same logits, whereas `p_outside`, and with it all that sums to one with it, is not calibrated: more
-        candidates leave fewer right items outside than it says, and fewer leave more. A single candidate is compared
-        with nothing, so its probability is the same for all queries.
+        K may be any number from 1 on. A calibration is right for the K = `shortlist` items with the largest cosines.
+        For other candidates its weights are used too: `p_outside` falls as K grows, but nothing was fitted for that
+        length, so calibrate with a `shortlist` of it where the probabilities must be right. A single candidate is
+        compared with nothing: its probability is the same for all queries.
         """
         reranked = self.rerank(queries, candidates)
         if not reranked.calibrated:

@@ -70,6 +70,7 @@ def densities(flow: gf.GeoFlow) -> Callable[[], tuple[Tensor, ...]]:
 
 @pytest.mark.parametrize("make", [scored, scored_by_bayes, reranked, densities], ids=lambda make: make.__name__)
 def test_threads_get_the_numbers_of_one_thread(training_flow, make):
+    torch.set_num_threads(1)  # these threads are the only ones
     modes = [module.training for module in training_flow.modules()]
     expected = make(training_flow)()
     call, start = make(training_flow), threading.Barrier(THREADS)

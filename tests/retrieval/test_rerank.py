@@ -271,6 +271,10 @@ class TestCalibration:
         assert abs(float(post.p_outside.mean()) - float(1 - reached.mean())) < 4 * stderr
         right = (post.answer == own).float()
         assert abs(float(post.p_answer.mean() - right.mean())) < 4 * float(right.std()) / math.sqrt(500)
+        for count in (8, 128):  # lengths that the calibration was not made for
+            candidates = (texts[:500] @ gallery.T).topk(count).indices
+            outside = 1 - float((candidates == own[:, None]).any(1).float().mean())
+            assert abs(float(reranker(texts[:500], candidates).p_outside.mean()) - outside) < 0.1
 
     def test_items_that_are_in_the_gallery_already_count_once(self, oracle):
         gallery, _ = oracle.pairs(ITEMS, 0)
