@@ -91,7 +91,7 @@ class Rows:
                     block = torch.from_numpy(stored)
                 if block.dtype != torch.float32:
                     if buffer is None:
-                        buffer = torch.empty(min(rows, len(self)), self.dim)
+                        buffer = torch.empty(min(rows, len(self)), self.dim, dtype=torch.float32, device="cpu")
                     block = buffer[: len(block)].copy_(block)
                 yield start + low, block
                 _advise(part, mmap.MADV_DONTNEED)
@@ -122,7 +122,7 @@ class Rows:
         for number, low in blocks[shares[world.rank].start : shares[world.rank].stop]:
             own += hashlib.sha256(np.ascontiguousarray(self.parts[number][low : low + BLOCK_ROWS]).data).digest()
             _advise(self.parts[number], mmap.MADV_DONTNEED)
-        digests = torch.tensor(own, dtype=torch.uint8).view(-1, hashlib.sha256().digest_size)
+        digests = torch.tensor(own, dtype=torch.uint8, device="cpu").view(-1, hashlib.sha256().digest_size)
         whole = hashlib.sha256(json.dumps(shapes).encode())
         whole.update(world.gather_rows(digests, [len(share) for share in shares]).numpy().tobytes())
         return whole.hexdigest()

@@ -90,7 +90,7 @@ def fit_bandwidth(
         samples = scorer.draw(task.queries)
         reference_samples = None if reference is None else scorer.draw(reference)
         rows.append([mean_loss(samples, gallery, own, float(kappa), reference_samples) for kappa in kappas])
-    table = torch.tensor(rows, dtype=torch.float64)
+    table = torch.tensor(rows, dtype=torch.float64, device="cpu")
     row, column = divmod(int(table.argmin()), len(kappas))
     return Bandwidth(refined(kappas, table[row], column), float(guidances[row]), float(table.min()), table)
 
@@ -99,7 +99,7 @@ def fit_cosine_scale(queries: Tensor, items: Tensor, own: Tensor) -> float:
     """The inverse temperature of the softmax over cosines with `items` [N, d] that gives the own items [Q] of the
     `queries` [Q, d] the largest likelihood."""
     samples, gallery, own = queries.unsqueeze(1), Gallery(items), own.to(queries.device)
-    loss = torch.tensor([mean_loss(samples, gallery, own, kappa) for kappa in KAPPAS])
+    loss = torch.tensor([mean_loss(samples, gallery, own, kappa) for kappa in KAPPAS], device="cpu")
     return refined(KAPPAS, loss, int(loss.argmin()))
 
 

@@ -218,5 +218,5 @@ def _loss(design: Tensor, possible: Tensor, target: Tensor, weights: Tensor) -> 
 def _folds(group: Tensor, seed: int) -> Tensor:
     """The fold [Q] of every query, which is that of its group. There are `FOLDS`, or one for each of fewer groups."""
     names, member = torch.unique(group, return_inverse=True)
-    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed)).to(group.device)
+    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed), device="cpu").to(group.device)
     return order[member] % FOLDS
