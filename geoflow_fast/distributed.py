@@ -82,7 +82,7 @@ class World:
 
     def barrier(self) -> None:
         """Waits until every rank has made this call."""
-        self.all_reduce(torch.zeros(1))
+        self.all_reduce(torch.zeros(1, dtype=torch.float32, device="cpu"))
 
     def all_reduce(self, x: Tensor, operation: str = "sum") -> Tensor:
         """Replaces `x` by its "sum", "max" or "min" over the ranks and returns it; all ranks get identical bits."""
@@ -94,7 +94,11 @@ class World:
 
     def any(self, condition: bool) -> bool:
         """True on every rank if the condition holds on at least one."""
-        return condition if self.size == 1 else bool(self.all_reduce(torch.tensor(float(condition)), "max"))
+        return (
+            condition
+            if self.size == 1
+            else bool(self.all_reduce(torch.tensor(float(condition), dtype=torch.float32, device="cpu"), "max"))
+        )
 
     def mean(self, x: Tensor) -> float:
         """Mean over the entries of `x` on all ranks; some ranks may have no entries."""
@@ -150,8 +154,12 @@ class World:
         if self.size == 1:
             return value
         text = json.dumps(value).encode() if self.is_main else b""
-        length = int(self.broadcast(torch.tensor([len(text)])))
-        raw = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(length, dtype=torch.uint8)
+        length = int(self.broadcast(torch.tensor([len(text)], device="cpu")))
+        raw = (
+            torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            if text
+            else torch.empty(length, dtype=torch.uint8, device="cpu")
+        )
         return json.loads(self.broadcast(raw).numpy().tobytes())
 
     def claims(self, count: int) -> Iterator[int]:

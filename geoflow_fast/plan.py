@@ -210,13 +210,13 @@ def _rates(name: str) -> DeviceRates:
 
 def _measure_operations() -> float:
     """Returns the floating-point operations per second of the fastest of five float32 matrix products."""
-    a, b, out = torch.randn(1024, 1024), torch.randn(1024, 1024), torch.empty(1024, 1024)
+    a, b, out = (torch.ones(1024, 1024, dtype=torch.float32, device="cpu") for _ in range(3))
     return 2 * 1024**3 / min(_seconds(lambda: torch.mm(a, b, out=out)) for _ in range(5))
 
 
 def _measure_bandwidth() -> float:
     """Returns the bytes per second of the fastest of five passes over an array."""
-    x = torch.ones(2**24)
+    x = torch.ones(2**24, dtype=torch.float32, device="cpu")
     return x.nbytes / min(_seconds(x.sum) for _ in range(5))
 
 

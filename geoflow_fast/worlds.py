@@ -43,7 +43,7 @@ def sample_bump(centre: Tensor, c: Tensor | float, generator: torch.Generator | 
     n, d = centre.shape
     start = sample_uniform(n, d, generator=generator, dtype=centre.dtype)
     before = inner(start, centre)
-    strength = torch.as_tensor(c, dtype=centre.dtype).reshape(-1, 1)
+    strength = torch.as_tensor(c, dtype=centre.dtype, device=centre.device).reshape(-1, 1)
     after = torch.tanh(torch.atanh(before) + strength)
     sideways = start - before * centre
     return after * centre + torch.sqrt((1 - after.square()) / (1 - before.square())) * sideways
@@ -107,7 +107,9 @@ class PairField:
         if rotation.dim() != 2 or rotation.shape[0] != rotation.shape[1] or len(rotation) < 2:
             raise ValueError(f"rotation must be [d, d] with d >= 2, got {tuple(rotation.shape)}")
         eps(rotation.dtype)
-        off = (rotation @ rotation.T - torch.eye(len(rotation)).to(rotation)).abs().max()
+        off = (
+            (rotation @ rotation.T - torch.eye(len(rotation), dtype=rotation.dtype, device=rotation.device)).abs().max()
+        )
         if not off <= UNIT_TOLERANCE:
             raise ValueError(f"rotation must be orthogonal, but R R^T differs from the identity by {float(off):.3g}")
         checks.number(self.c, "c", -SHARPEST, SHARPEST)
@@ -184,15 +186,15 @@ class ConceptWorld:
         mean[:, 0] += 0.6
         self.centres = mean / mean.norm(dim=1, keepdim=True)
         self.image_c = math.atanh(self.IMAGE_TANH)
-        self.text_c = torch.atanh(torch.tensor(self.TEXT_TANH, dtype=torch.float64))
-        self.level = torch.arange(count) % len(self.TEXT_TANH)
-        self.rotation = torch.eye(dim, dtype=torch.float64)
+        self.text_c = torch.atanh(torch.tensor(self.TEXT_TANH, dtype=torch.float64, device="cpu"))
+        self.level = torch.arange(count, device="cpu") % len(self.TEXT_TANH)
+        self.rotation = torch.eye(dim, dtype=torch.float64, device="cpu")
         cos, sin = math.cos(math.pi / 3), math.sin(math.pi / 3)
-        self.rotation[:2, :2] = torch.tensor([[cos, -sin], [sin, cos]], dtype=torch.float64)
-        self.far = torch.arange(count - self.PER_GROUP, count)
-        self.near = torch.arange(3) * self.PER_GROUP + self.PER_GROUP - 1
+        self.rotation[:2, :2] = torch.tensor([[cos, -sin], [sin, cos]], dtype=torch.float64, device="cpu")
+        self.far = torch.arange(count - self.PER_GROUP, count, device="cpu")
+        self.near = torch.arange(3, device="cpu") * self.PER_GROUP + self.PER_GROUP - 1
         held_out = set(self.far.tolist()) | set(self.near.tolist())
-        self.known = torch.tensor([k for k in range(count) if k not in held_out])
+        self.known = torch.tensor([k for k in range(count) if k not in held_out], device="cpu")
         self._text_tables = [_blurred_bump(dim, self.image_c, float(c)) for c in self.text_c]
 
     def sample(
@@ -206,7 +208,7 @@ class ConceptWorld:
         pool = self.known if concepts is None else checks.indices(concepts, "concepts", len(self.centres))
         if pool.dim() != 1 or not len(pool):
             raise ValueError(f"concepts must be at least one number of a concept, [k], got {tuple(pool.shape)}")
-        concept = pool[torch.randint(len(pool), (n,), generator=generator)]
+        concept = pool[torch.randint(len(pool), (n,), generator=generator, device="cpu")]
         image = sample_bump(self.centres[concept], self.image_c, generator)
         text = sample_bump(image @ self.rotation.T, self.text_c[self.level[concept]], generator)
         return image.float(), text.float(), concept
@@ -272,7 +274,7 @@ class ConceptWorld:
         asked = Direction.of(direction, conditional=True)
         self._check_rows(queries=queries)
         self._check_rows(gallery=gallery)
-        rows = [torch.empty(0, len(gallery), dtype=torch.float64)]
+        rows = [torch.empty(0, len(gallery), dtype=torch.float64, device="cpu")]
         for query in queries:
             rows.append(self.pmi(*asked.pair(query.expand(len(gallery), -1), gallery)).unsqueeze(0))
         return torch.cat(rows).softmax(1)

@@ -106,9 +106,11 @@ class AsymVLM(TrainedBaseline):
             raise ValueError(f"the distributions need at least 3 dimensions, got {image_dim}")
         inner = 2 * text_dim if hidden is None else hidden
         widths = (text_dim, inner, inner, inner)
-        hidden_layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
-        self.network = nn.Sequential(*hidden_layers, nn.Linear(inner, image_dim))
-        self.log_scale = nn.Parameter(torch.zeros(()))
+        hidden_layers = [
+            layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b, dtype=torch.float32), nn.ReLU())
+        ]
+        self.network = nn.Sequential(*hidden_layers, nn.Linear(inner, image_dim, dtype=torch.float32))
+        self.log_scale = nn.Parameter(torch.zeros((), dtype=torch.float32))
 
     # unchecked: fit and uncertainty call it with what they have checked
     @staticmethod

@@ -172,7 +172,8 @@ class Baseline(nn.Module, ABC):
                 raise ValueError(f"{folder} holds a {facts['method']!r}, not a {cls.method!r}")
             # guard: a baseline takes no memory that its file does not hold
             cls._check_sizes(path, tensors, facts["settings"])
-            baseline = cls(**facts["settings"])
+            with torch.device("cpu"):
+                baseline = cls(**facts["settings"])
             baseline._resize_buffers(tensors)
             check_tensors(path, tensors, baseline.state_dict())
             baseline.load_state_dict(tensors)

@@ -40,7 +40,9 @@ class EuclideanFlow(SizedBaseline):
         self.seed = seed
         shape = getattr(GeoFlowConfig, self.size)(image_dim, text_dim)
         self.flow = GeoFlow(dataclasses.replace(shape, geometry="euclidean"))
-        self.register_buffer("bandwidth", torch.zeros(len(CONDITIONAL), 2))  # kappa and guidance, by direction
+        self.register_buffer(
+            "bandwidth", torch.zeros(len(CONDITIONAL), 2, dtype=torch.float32)
+        )  # kappa and guidance, by direction
 
     def default_config(self) -> RunConfig:
         """The run of `gf.train` for this size."""
@@ -54,7 +56,9 @@ class EuclideanFlow(SizedBaseline):
         if report.finished:
             for row, direction in enumerate(CONDITIONAL):
                 fitted = fit_bandwidth(self.flow, task.val, direction, seed=self.seed)
-                self.bandwidth[row] = torch.tensor([fitted.kappa, fitted.guidance])
+                self.bandwidth[row] = torch.tensor(
+                    [fitted.kappa, fitted.guidance], device=self.bandwidth.device, dtype=torch.float32
+                )
             if task.out is not None:
                 self.write(task.out, self.state_dict())
         return report

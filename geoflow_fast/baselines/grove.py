@@ -56,7 +56,7 @@ def sparse_process(inducing: int, latent: int, outputs: int) -> nn.Module:
     class SparseProcess(gpytorch.models.ApproximateGP):
         def __init__(self) -> None:
             law = variational.MeanFieldVariationalDistribution(inducing, batch_shape=torch.Size([outputs]))
-            points = torch.randn(inducing, latent)
+            points = torch.randn(inducing, latent, dtype=torch.float32)
             super().__init__(variational.VariationalStrategy(self, points, law, learn_inducing_locations=True))
             self.mean_module = gpytorch.means.ConstantMean(batch_shape=torch.Size([outputs]))
             self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=latent))
@@ -64,7 +64,7 @@ def sparse_process(inducing: int, latent: int, outputs: int) -> nn.Module:
         def forward(self, x: Tensor) -> Any:
             return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
-    return SparseProcess()
+    return SparseProcess().float()  # GPyTorch follows the default dtype
 
 
 class ModalityProcess(nn.Module):
@@ -76,9 +76,9 @@ class ModalityProcess(nn.Module):
     def __init__(self, dim: int, inducing: int, latent: int) -> None:
         super().__init__()
         self.process = sparse_process(inducing, latent, dim)
-        self.log_noise = nn.Parameter(torch.tensor(-4.0))
-        self.register_buffer("guess_weight", torch.zeros(dim, latent))
-        self.register_buffer("guess_bias", torch.zeros(latent))
+        self.log_noise = nn.Parameter(torch.tensor(-4.0, dtype=torch.float32))
+        self.register_buffer("guess_weight", torch.zeros(dim, latent, dtype=torch.float32))
+        self.register_buffer("guess_bias", torch.zeros(latent, dtype=torch.float32))
 
     @torch.no_grad()
     def begin(self, latent: Tensor, embedding: Tensor, pairs: int) -> None:
@@ -93,9 +93,9 @@ class ModalityProcess(nn.Module):
         variance = rest.square().mean()
         process.mean_module.constant.copy_(mean)
         process.covar_module.outputscale = variance
-        process.covar_module.base_kernel.lengthscale = latent.shape[1] ** 0.5
+        process.covar_module.base_kernel.lengthscale = latent.new_tensor(latent.shape[1] ** 0.5)
         self.log_noise.copy_((NOISE_SHARE * variance).log())
-        ridge = RIDGE * variance * torch.eye(len(mean), device=mean.device)
+        ridge = RIDGE * variance * torch.eye(len(mean), dtype=mean.dtype, device=mean.device)
         self.guess_weight.copy_(torch.linalg.solve(rest.T @ rest / len(rest) + ridge, rest.T @ latent / len(rest)))
         self.guess_bias.copy_(latent.mean(0) - mean @ self.guess_weight)
         self._fit_inducing_values(latent, rest.double(), pairs / len(latent))
@@ -107,7 +107,9 @@ class ModalityProcess(nn.Module):
         """
         process: Any = self.process
         strategy, law = process.variational_strategy, process.variational_strategy._variational_distribution
-        rows = torch.linspace(0, len(latent) - 1, len(strategy.inducing_points)).long()
+        rows = torch.linspace(
+            0, len(latent) - 1, len(strategy.inducing_points), dtype=torch.float32, device="cpu"
+        ).long()
         points = latent[rows.to(latent.device)]
         strategy.inducing_points.copy_(points)
         prior, cross = (process.covar_module(points, x).to_dense().double() for x in (points, latent))
@@ -250,7 +252,7 @@ class _TrainedTogether(nn.Module):
     def __init__(self, method: GroVE, pairs: int) -> None:
         super().__init__()
         self.method = method
-        self.latents = nn.Parameter(torch.zeros(pairs, method.latent, device=method.device))
+        self.latents = nn.Parameter(torch.zeros(pairs, method.latent, device=method.device, dtype=torch.float32))
 
 
 class _WithLatents(PairObjective):

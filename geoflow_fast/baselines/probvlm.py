@@ -65,8 +65,11 @@ class Trunk(nn.Module):
 
     def __init__(self, dim: int, hidden: int, dropout: float) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(dim, hidden), nn.Linear(hidden, hidden)
-        self.last = nn.Linear(hidden, dim)
+        self.first, self.second = (
+            nn.Linear(dim, hidden, dtype=torch.float32),
+            nn.Linear(hidden, hidden, dtype=torch.float32),
+        )
+        self.last = nn.Linear(hidden, dim, dtype=torch.float32)
         self.dropout = dropout
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -77,7 +80,13 @@ class Trunk(nn.Module):
 
     def masks(self, count: int, seed: int) -> Tensor:
         """Masks [count, hidden] of `count` passes, drawn with the seed; all rows of a pass share one mask."""
-        keep = torch.rand(count, self.second.out_features, generator=torch.Generator().manual_seed(seed))
+        keep = torch.rand(
+            count,
+            self.second.out_features,
+            generator=torch.Generator().manual_seed(seed),
+            dtype=torch.float32,
+            device="cpu",
+        )
         return ((keep >= self.dropout) / (1 - self.dropout)).to(self.last.weight)
 
 
@@ -88,7 +97,10 @@ class Adapter(nn.Module):
         super().__init__()
         self.trunk = Trunk(dim, hidden, dropout)
         self.heads = nn.ModuleList(
-            nn.Sequential(nn.Linear(dim, hidden), nn.ReLU(), nn.Linear(hidden, dim)) for _ in range(3)
+            nn.Sequential(
+                nn.Linear(dim, hidden, dtype=torch.float32), nn.ReLU(), nn.Linear(hidden, dim, dtype=torch.float32)
+            )
+            for _ in range(3)
         )
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> GeneralisedGaussian:

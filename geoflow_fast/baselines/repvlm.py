@@ -33,7 +33,10 @@ class AdaptiveBlock(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.modulation = zero_linear(hidden, 3 * hidden)
-        self.first, self.second = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
+        self.first, self.second = (
+            nn.Linear(hidden, hidden, dtype=torch.float32),
+            nn.Linear(hidden, hidden, dtype=torch.float32),
+        )
 
     def forward(self, h: Tensor, condition: Tensor) -> Tensor:
         shift, scale, gate = self.modulation(condition).chunk(3, dim=-1)
@@ -48,10 +51,16 @@ class SphereField(nn.Module):
 
     def __init__(self, dim: int, hidden: int, depth: int) -> None:
         super().__init__()
-        self.register_buffer("frequencies", torch.exp(torch.linspace(0, math.log(1000), FREQUENCIES)))
-        self.time = nn.Sequential(nn.Linear(2 * FREQUENCIES, hidden), nn.SiLU(), nn.Linear(hidden, hidden))
-        self.label = nn.Embedding(2, hidden)
-        self.encode = nn.Linear(dim, hidden)
+        self.register_buffer(
+            "frequencies", torch.exp(torch.linspace(0, math.log(1000), FREQUENCIES, dtype=torch.float32))
+        )
+        self.time = nn.Sequential(
+            nn.Linear(2 * FREQUENCIES, hidden, dtype=torch.float32),
+            nn.SiLU(),
+            nn.Linear(hidden, hidden, dtype=torch.float32),
+        )
+        self.label = nn.Embedding(2, hidden, dtype=torch.float32)
+        self.encode = nn.Linear(dim, hidden, dtype=torch.float32)
         self.blocks = nn.ModuleList(AdaptiveBlock(hidden) for _ in range(depth))
         self.decode = zero_linear(hidden, dim)
 
@@ -111,7 +120,7 @@ class REPVLM(TrainedBaseline):
         data = torch.cat((image, text))
         label = torch.tensor([IMAGE, TEXT], device=data.device).repeat_interleave(len(image))
         noise = sample_uniform(len(data), data.shape[1], generator=generator).to(data.device)
-        t = torch.rand(len(data), generator=generator).to(data.device)
+        t = torch.rand(len(data), generator=generator, dtype=torch.float32, device="cpu").to(data.device)
         return *interpolate(noise, data, t), t, label
 
     def losses(self, *tensors: Tensor) -> Tensor:

@@ -56,11 +56,13 @@ class CosineSoftmax(CosineBaseline):
 
     def __init__(self, image_dim: int, text_dim: int) -> None:
         super().__init__(image_dim, text_dim)
-        self.register_buffer("scale", torch.zeros(len(CONDITIONAL)))  # 1 / temperature, by direction
+        self.register_buffer(
+            "scale", torch.zeros(len(CONDITIONAL), dtype=torch.float32)
+        )  # 1 / temperature, by direction
 
     def _fit(self, task: FitTask) -> None:
         scales = [tuned_scale(task.val, direction, self.QUERIES, task.config.seed) for direction in CONDITIONAL]
-        self.scale.copy_(torch.tensor(scales))
+        self.scale.copy_(torch.tensor(scales, device=self.scale.device, dtype=torch.float32))
 
     def _score(self, queries: Tensor, gallery: Gallery, direction: Direction) -> Tensor:
         scale = float(self.scale[CONDITIONAL.index(direction)])
@@ -116,8 +118,8 @@ class KNNDistance(Baseline):
         if not 1 <= neighbours <= max_rows:
             raise ValueError(f"neighbours={neighbours} must be between 1 and max_rows={max_rows}")
         self.neighbours, self.max_rows = neighbours, max_rows
-        self.register_buffer("image", torch.empty(0, image_dim))
-        self.register_buffer("text", torch.empty(0, text_dim))
+        self.register_buffer("image", torch.empty(0, image_dim, dtype=torch.float32))
+        self.register_buffer("text", torch.empty(0, text_dim, dtype=torch.float32))
 
     def _fit(self, task: FitTask) -> None:
         if len(task.pairs) < self.neighbours:
@@ -128,7 +130,8 @@ class KNNDistance(Baseline):
 
     def _resize_buffers(self, tensors: Mapping[str, Tensor]) -> None:
         for name in ("image", "text"):
-            setattr(self, name, torch.empty(len(tensors.get(name, ())), getattr(self, name).shape[1]))
+            buffer: Tensor = getattr(self, name)
+            setattr(self, name, buffer.new_empty(len(tensors.get(name, ())), buffer.shape[1]))
 
     def _score(self, queries: Tensor, gallery: Gallery, direction: Direction) -> Tensor:  # noqa: ARG002
         cosine, _ = nearest(queries, Gallery(direction.queries(self.image, self.text)), self.neighbours)

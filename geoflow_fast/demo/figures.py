@@ -157,7 +157,7 @@ def draw_certain(outcome: Outcome, world: ConceptWorld, picture: Path, shown: in
             learned, truth = part.reranked.prob[query, :items], part.truth[query, index]
             concept = outcome.concept[index].tolist()
             colours = [GROUPS[k // world.PER_GROUP] for k in concept]
-            height = torch.arange(items).numpy()
+            height = torch.arange(items, device="cpu").numpy()
             axes.barh(height - 0.19, learned.numpy(), 0.36, color=colours)
             axes.barh(height + 0.19, truth.numpy(), 0.36, color="white", edgecolor=colours, hatch="////", linewidth=0.8)
             labels = [f"{_name(world, k)}{'  ★' if i == query else ''}" for k, i in zip(concept, index.tolist())]
@@ -217,7 +217,9 @@ def draw_spheres(image: Tensor, text: Tensor, picture: Path) -> None:
 
 def _sphere(axes: Any) -> None:
     axes.view_init(*CAMERA)
-    polar, around = torch.linspace(0, torch.pi, 13), torch.linspace(0, 2 * torch.pi, 25)
+    polar, around = (
+        torch.linspace(0, end, n, dtype=torch.float32, device="cpu") for end, n in ((torch.pi, 13), (2 * torch.pi, 25))
+    )
     x, y = torch.outer(polar.sin(), around.cos()), torch.outer(polar.sin(), around.sin())
     z = torch.outer(polar.cos(), torch.ones_like(around))
     axes.plot_wireframe(x.numpy(), y.numpy(), z.numpy(), color="#dcdfe4", linewidth=0.4)
@@ -228,7 +230,7 @@ def _sphere(axes: Any) -> None:
 
 def _facing(points: Tensor) -> Tensor:
     """Which points lie on the half of the sphere that the camera sees."""
-    elevation, azimuth = torch.deg2rad(torch.tensor(CAMERA))
+    elevation, azimuth = torch.deg2rad(torch.tensor(CAMERA, dtype=torch.float32, device="cpu"))
     camera = torch.stack([elevation.cos() * azimuth.cos(), elevation.cos() * azimuth.sin(), elevation.sin()])
     return points @ camera > 0
 

@@ -41,7 +41,7 @@ def learn_spheres(out: Path, seed: int, steps: int | None) -> GeoFlow | None:
     """Trains a flow on S² x S² that pairs five bumps on one sphere with five on the other; this takes seconds."""
     generator = torch.Generator().manual_seed(200 + seed)
     centres = sphere_centres()
-    which = torch.randint(len(centres), (SPHERE_PAIRS,), generator=generator)
+    which = torch.randint(len(centres), (SPHERE_PAIRS,), generator=generator, device="cpu")
     image, text = (sample_bump(c[which], SPHERE_C, generator).float() for c in (centres, centres.roll(2, 0)))
     config = dataclasses.replace(
         TrainConfig.tiny(),
@@ -57,7 +57,7 @@ def learn_spheres(out: Path, seed: int, steps: int | None) -> GeoFlow | None:
 
 def sphere_centres() -> Tensor:
     """Unit vectors [5, 3], float64."""
-    return torch.nn.functional.normalize(torch.tensor(SPHERE_CENTRES, dtype=torch.float64))
+    return torch.nn.functional.normalize(torch.tensor(SPHERE_CENTRES, dtype=torch.float64, device="cpu"))
 
 
 @torch.no_grad()

@@ -75,7 +75,7 @@ class DirectionOutcome:
     @property
     def reranked_recall(self) -> float:
         """Share of queries whose most probable item after re-ranking is the right one."""
-        return float((self.reranked.index[:, 0] == torch.arange(len(self.correct))).double().mean())
+        return float((self.reranked.index[:, 0] == torch.arange(len(self.correct), device="cpu")).double().mean())
 
     @property
     def calibration_error(self) -> float:
@@ -121,7 +121,7 @@ class UnseenOutcome:
     def auroc(self, method: str, kind: str) -> float:
         """Probability that a pair of this `kind` surprises the method more than a known one."""
         known, unseen = self.scores[method]["known"], self.scores[method][kind]
-        is_known = torch.arange(len(known) + len(unseen)) < len(known)
+        is_known = torch.arange(len(known) + len(unseen), device="cpu") < len(known)
         return auroc(torch.cat((known, unseen)), is_known)
 
 
@@ -205,7 +205,7 @@ def examine_direction(
     uncertainty = {ENTROPY: entropy, RERANKER: 1 - reranked.p_answer}
     uncertainty |= {method.title: method.uncertainty(queries, items, direction) for method in training_free}
     uncertainty[TRUTH] = 1 - truth.gather(1, answer.unsqueeze(1)).squeeze(1)
-    correct = answer == torch.arange(len(queries))
+    correct = answer == torch.arange(len(queries), device="cpu")
     return DirectionOutcome(direction, correct, truth, uncertainty, bandwidth, reranked)
 
 

@@ -73,7 +73,7 @@ class ColourEncoder:
 
     def encode_images(self, images: Sequence[ImageLike]) -> Tensor:
         """Embeds images: float32 unit rows [B, 64]."""
-        features = torch.zeros(len(check_sequence(images, "images")), self._width)
+        features = torch.zeros(len(check_sequence(images, "images")), self._width, dtype=torch.float32, device="cpu")
         if len(images):
             width = len(self.COLOURS) + self.GRID**2
             prepared = stack_images(self.prepare, images)
@@ -86,7 +86,7 @@ class ColourEncoder:
         """Embeds texts: float32 unit rows [B, 64]."""
         names = {name: number for number, (name, _) in enumerate(self.COLOURS)}
         known = clean_texts(texts)
-        features = torch.zeros(len(known), self._width)
+        features = torch.zeros(len(known), self._width, dtype=torch.float32, device="cpu")
         for row, text in enumerate(known):
             colours, bag = np.zeros(len(names), np.float32), np.zeros(self.WORDS, np.float32)
             for word in re.findall(r"\w+", text.lower()):

@@ -103,7 +103,7 @@ class OpenClipEncoder:
         path = None if checkpoint is None else checks.path(checkpoint, "checkpoint")
         if path is not None and not path.is_file():
             raise FileNotFoundError(f"checkpoint {checkpoint} does not exist")
-        with _quiet():
+        with _quiet(), torch.device("cpu"):
             if model.startswith((LOCAL, HUB)):
                 network = _create_from_folder(open_clip, model, pretrained, path)
             else:
@@ -126,7 +126,9 @@ class OpenClipEncoder:
 
     def prepare(self, image: Image) -> Tensor:
         """Applies open_clip's image transform: [3, H, W]."""
-        return self.preprocess(check_picture(image))
+        with torch.device("cpu"):
+            prepared: Tensor = self.preprocess(check_picture(image))
+        return prepared.float() if prepared.dtype == torch.float64 else prepared
 
     def encode_images(self, images: Sequence[ImageLike]) -> Tensor:
         """Embeds images: float32 unit rows [B, dim] on the CPU."""
@@ -140,7 +142,7 @@ class OpenClipEncoder:
     def image_activations(self, images: Sequence[ImageLike]) -> Tensor:
         """Image activations before the last projection, float32 [B, k_I]; the unscaled embedding if there is none."""
         if not len(check_sequence(images, "images")):
-            return torch.empty(0, self._width_before("image"))
+            return torch.empty(0, self._width_before("image"), dtype=torch.float32, device="cpu")
         batch = stack_images(self.prepare, images).to(self.device, non_blocking=True)
         if batch.dim() != 4 or batch.shape[1] != 3 or not batch.is_floating_point():
             raise ValueError(
@@ -154,7 +156,7 @@ class OpenClipEncoder:
         """Text activations before the last projection, float32 [B, k_T]; the unscaled embedding if there is none."""
         known = clean_texts(texts)
         if not known:
-            return torch.empty(0, self._width_before("text"))
+            return torch.empty(0, self._width_before("text"), dtype=torch.float32, device="cpu")
         tokens = self.tokenizer(known).to(self.device, non_blocking=True)
         with self._tower("text"):
             return self.model.encode_text(tokens, normalize=False).float()
@@ -211,7 +213,11 @@ class OpenClipEncoder:
         side = self.model.visual.image_size
         height, width = side if isinstance(side, tuple) else (side, side)
         with torch.inference_mode():
-            return int(self.model.encode_image(torch.zeros(1, 3, height, width, device=self.device)).shape[-1])
+            return int(
+                self.model.encode_image(
+                    torch.zeros(1, 3, height, width, dtype=torch.float32, device=self.device)
+                ).shape[-1]
+            )
 
 
 @dataclass(frozen=True)
@@ -229,7 +235,7 @@ class _Projection:
         projection = getattr(owner, name, None)
         if isinstance(projection, nn.Parameter):
             width, dim = projection.shape
-            linear = nn.Linear(width, dim, bias=False, device=projection.device)
+            linear = nn.Linear(width, dim, bias=False, dtype=torch.float32, device=projection.device)
             linear.weight = nn.Parameter(projection.detach().float().T.contiguous())
             return cls(owner, name, linear)
         return cls(owner, name, copy.deepcopy(projection).float()) if isinstance(projection, nn.Linear) else None
@@ -353,7 +359,8 @@ class _Tokenizer:
         self.model = model
 
     def __call__(self, texts: list[str]) -> Tensor:
-        tokens: Tensor = self._tokenizer(texts)
+        with torch.device("cpu"):
+            tokens: Tensor = self._tokenizer(texts)
         return tokens
 
     @functools.cached_property

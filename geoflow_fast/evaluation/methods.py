@@ -73,7 +73,7 @@ class Scores:
         """The scores of a method that states no probabilities."""
         uncertainty = uncertainty.detach().double().cpu()
         unknown = torch.full_like(uncertainty, math.nan)
-        return cls(uncertainty, unknown, unknown, torch.full(uncertainty.shape, -1))
+        return cls(uncertainty, unknown, unknown, torch.full(uncertainty.shape, -1, device="cpu"))
 
 
 class Method(ABC):

@@ -177,7 +177,7 @@ def _checked_labels(image: Tensor, label: Tensor, prompts: Tensor) -> Tensor:
         )
     check_rows(image, "image")
     check_rows(prompts, "prompts")
-    label = torch.as_tensor(label).cpu()
+    label = torch.as_tensor(label, device="cpu")
     if label.shape != (len(image),) or label.is_floating_point() or label.dtype == torch.bool:
         raise ValueError(f"label must be integers [{len(image)}], got {label.dtype} {tuple(label.shape)}")
     outside = (label < 0) | (label >= len(prompts))

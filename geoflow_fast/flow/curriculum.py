@@ -57,11 +57,11 @@ class BatchPlan:
 def draw_batch_plan(rows: int, p_joint: float, p_drop: float, generator: torch.Generator) -> BatchPlan:
     """Draws for each row a direction (joint with probability `p_joint`, else i2t or t2i evenly), a uniform time and
     guidance dropout, which a conditional row has with probability `p_drop`."""
-    u = torch.rand(rows, generator=generator, dtype=torch.float64)
+    u = torch.rand(rows, generator=generator, dtype=torch.float64, device="cpu")
     n_joint = int((u < p_joint).sum())
     n_i2t = int((u >= p_joint + (1 - p_joint) / 2).sum())
     counts = (n_i2t, n_joint, rows - n_i2t - n_joint)
-    t = torch.rand(rows, generator=generator)
-    drop = torch.rand(rows, generator=generator) < p_drop
+    t = torch.rand(rows, generator=generator, dtype=torch.float32, device="cpu")
+    drop = torch.rand(rows, generator=generator, dtype=torch.float32, device="cpu") < p_drop
     drop[n_i2t : n_i2t + n_joint] = False
     return BatchPlan(row_directions(counts), counts, t, drop)

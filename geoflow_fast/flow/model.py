@@ -41,11 +41,16 @@ class GeoFlow(nn.Module):
         self.config = config
         self.manifold, self.flow_dims = config.manifold, config.flow_dims
         hidden, dims = config.hidden, config.flow_dims
-        self.encoders = nn.ModuleList(nn.Sequential(nn.Linear(d, hidden), nn.LayerNorm(hidden)) for d in dims)
+        self.encoders = nn.ModuleList(
+            nn.Sequential(nn.Linear(d, hidden, dtype=torch.float32), nn.LayerNorm(hidden, dtype=torch.float32))
+            for d in dims
+        )
         self.conditioning = Conditioning(hidden, config.time_scale)
         self.modulation = Modulation(hidden, config.depth)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
-        self.decoders = nn.ModuleList(nn.Sequential(nn.LayerNorm(hidden), zero_linear(hidden, d)) for d in dims)
+        self.decoders = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(hidden, dtype=torch.float32), zero_linear(hidden, d)) for d in dims
+        )
         widths = zip((config.image_dim, config.text_dim), dims)
         self.preprocess = nn.ModuleList(Preprocess(*pair) for pair in widths) if config.preprocesses else None
 

@@ -27,8 +27,10 @@ class StreamLinear(nn.Module):
     def __init__(self, inputs: int, outputs: int, *, bias: bool = True) -> None:
         super().__init__()
         bound = inputs**-0.5
-        self.weight = nn.Parameter(torch.empty(2, inputs, outputs).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.empty(2, 1, outputs).uniform_(-bound, bound)) if bias else None
+        self.weight = nn.Parameter(torch.empty(2, inputs, outputs, dtype=torch.float32).uniform_(-bound, bound))
+        self.bias = (
+            nn.Parameter(torch.empty(2, 1, outputs, dtype=torch.float32).uniform_(-bound, bound)) if bias else None
+        )
 
     def forward(self, x: Tensor, stream: int | None = None) -> Tensor:
         """Maps both streams, or one `stream` alone: [B, in] -> [B, out]."""
@@ -41,7 +43,7 @@ class StreamLinear(nn.Module):
 
 def zero_linear(inputs: int, outputs: int) -> nn.Linear:
     """A linear layer that starts at zero."""
-    layer = nn.Linear(inputs, outputs)
+    layer = nn.Linear(inputs, outputs, dtype=torch.float32)
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer
@@ -54,9 +56,9 @@ class Conditioning(nn.Module):
 
     def __init__(self, hidden: int, time_scale: float) -> None:
         super().__init__()
-        self.register_buffer("frequencies", time_scale * torch.randn(FREQUENCIES))
-        self.time = nn.Linear(2 * FREQUENCIES, hidden)
-        self.direction = nn.Embedding(len(DIRECTIONS), hidden)
+        self.register_buffer("frequencies", time_scale * torch.randn(FREQUENCIES, dtype=torch.float32))
+        self.time = nn.Linear(2 * FREQUENCIES, hidden, dtype=torch.float32)
+        self.direction = nn.Embedding(len(DIRECTIONS), hidden, dtype=torch.float32)
         self.first = StreamLinear(hidden, hidden)
         self.second = StreamLinear(hidden, hidden)
 
@@ -81,13 +83,15 @@ class Block(nn.Module):
         super().__init__()
         width = config.hidden // config.heads
         # Per stream and head: the first half gates this stream, the second is the value it sends to the other one.
-        weight = torch.empty(2, config.heads, width, 2 * width).uniform_(-(width**-0.5), width**-0.5)
+        weight = torch.empty(2, config.heads, width, 2 * width, dtype=torch.float32).uniform_(
+            -(width**-0.5), width**-0.5
+        )
         weight[..., width:] = 0
         self.cross_weight = nn.Parameter(weight)
-        self.cross_scale = nn.Parameter(torch.full((2, 1, config.hidden), config.layer_scale))
+        self.cross_scale = nn.Parameter(torch.full((2, 1, config.hidden), config.layer_scale, dtype=torch.float32))
         self.expand = StreamLinear(config.hidden, 2 * config.inner, bias=False)
         self.contract = StreamLinear(config.inner, config.hidden, bias=False)
-        self.forward_scale = nn.Parameter(torch.full((2, 1, config.hidden), config.layer_scale))
+        self.forward_scale = nn.Parameter(torch.full((2, 1, config.hidden), config.layer_scale, dtype=torch.float32))
 
     def forward(
         self, h: Tensor, modulation: Sequence[Tensor], dropout: float = 0.0, counts: Counts | None = None
@@ -137,8 +141,8 @@ class Modulation(nn.Module):
 
     def __init__(self, hidden: int, depth: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4 * depth, 2, hidden, hidden))
-        self.bias = nn.Parameter(torch.zeros(4 * depth, 2, 1, hidden))
+        self.weight = nn.Parameter(torch.zeros(4 * depth, 2, hidden, hidden, dtype=torch.float32))
+        self.bias = nn.Parameter(torch.zeros(4 * depth, 2, 1, hidden, dtype=torch.float32))
 
     def forward(self, c: Tensor) -> Tensor:
         """[2, S, H] -> [4 depth, 2, S, H]."""

@@ -22,14 +22,15 @@ class Preprocess(nn.Module):
 
     def __init__(self, dim: int, kept: int) -> None:
         super().__init__()
-        self.register_buffer("mean", torch.zeros(dim))
-        self.register_buffer("basis", torch.eye(kept, dim))
-        self.register_buffer("radius", torch.ones(()))
+        self.register_buffer("mean", torch.zeros(dim, dtype=torch.float32))
+        self.register_buffer("basis", torch.eye(kept, dim, dtype=torch.float32))
+        self.register_buffer("radius", torch.ones((), dtype=torch.float32))
 
     def fit(self, blocks: Iterable[Tensor], *, centre: bool) -> None:
         """Sets mean, leading components and radius from unit rows, given in blocks [n, d] that are read once."""
         kept, dim = self.basis.shape
-        rows, total, moment = 0, torch.zeros(dim).double(), torch.zeros(dim, dim).double()
+        rows = 0
+        total, moment = (torch.zeros(n, dtype=torch.float64, device="cpu") for n in ((dim,), (dim, dim)))
         for block in blocks:
             x = block.double()
             rows, total = rows + len(x), total + x.sum(0)

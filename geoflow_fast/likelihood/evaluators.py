@@ -75,7 +75,7 @@ class NetworkEvaluator:
         f, products = zip(*(outputs[key] for key in self.moving))
         velocities = tuple(self.manifold.project(x, y) for x, y in zip(points, f))
         if probes is None:
-            return velocities, torch.empty(0), ()
+            return velocities, velocities[0].new_empty(0), ()
         curvatures = [self.manifold.curvature(x, y) for x, y in zip(points, f)]
         return velocities, _divergences(self.moving, probes, products, curvatures, self.settings.exact), products
 
@@ -116,7 +116,7 @@ class FieldEvaluator:
                 products += self._products([leaves[s] for s in direction.generated], velocity, probes[own], direction)
             velocities += [v.detach() for v in velocity]
         if probes is None:
-            return tuple(velocities), torch.empty(0), ()
+            return tuple(velocities), velocities[0].new_empty(0), ()
         curvatures = [0.0 for _ in products]  # the field is its own tangent part
         divergences = _divergences(self.moving, probes, products, curvatures, self.settings.exact)
         return tuple(velocities), divergences, tuple(products)

@@ -99,7 +99,9 @@ def fit_cosine_scale(queries: Tensor, items: Tensor, own: Tensor) -> float:
     """The inverse temperature of the softmax over cosines with `items` [N, d] that gives the own items [Q] of the
     `queries` [Q, d] the largest likelihood."""
     samples, gallery, own = queries.unsqueeze(1), Gallery(items), own.to(queries.device)
-    loss = torch.tensor([mean_loss(samples, gallery, own, kappa) for kappa in KAPPAS], device="cpu")
+    loss = torch.tensor(
+        [mean_loss(samples, gallery, own, kappa) for kappa in KAPPAS], dtype=torch.float32, device="cpu"
+    )
     return refined(KAPPAS, loss, int(loss.argmin()))
 
 

@@ -45,7 +45,7 @@ class Evidence:
         rank = self.cosine.masked_fill(~self.valid, math.inf).argsort(1).argsort(1)  # 0 for the least similar
         count = (self.valid.sum(1, keepdim=True) // 2).clamp(min=1)
         far = rank < count  # the less similar half of the valid items
-        level = self.log_density.masked_fill(~far, -math.inf).logsumexp(1, keepdim=True) - count.log()
+        level = self.log_density.masked_fill(~far, -math.inf).logsumexp(1, keepdim=True) - count.double().log()
         cosine = self.cosine.masked_fill(~far, 0.0).sum(1, keepdim=True) / count
         items = torch.stack((self.log_density - level, self.cosine - cosine, torch.zeros_like(self.cosine)), dim=-1)
         outside = items.new_tensor([0.0, 0.0, 1.0]).expand(len(items), 1, 3)

@@ -38,7 +38,7 @@ class GalleryIndex(PrefixRows):
         if not 2 <= width <= gallery.dim:
             raise ValueError(f"width must be between 2 and the gallery's {gallery.dim}, got {width}")
         projection = _principal_directions(gallery, width - 1)
-        rows = torch.empty(len(gallery), width, device="cpu")
+        rows = torch.empty(len(gallery), width, device="cpu", dtype=torch.float32)
         largest = 0.0
         for first, block in gallery.blocks("cpu", torch.float32):
             for start in range(0, len(block), SAMPLE_ROWS):
@@ -87,5 +87,5 @@ def _principal_directions(gallery: Gallery, count: int) -> Tensor:
 def _round_norm_up(rows: Tensor) -> Tensor:
     """Rounds float64 rows to float32, their last column upwards."""
     rounded = rows.float()
-    rounded[:, -1] = torch.nextafter(rounded[:, -1], torch.tensor(torch.inf, device="cpu"))
+    rounded[:, -1] = torch.nextafter(rounded[:, -1], torch.tensor(torch.inf, dtype=rounded.dtype, device="cpu"))
     return rounded

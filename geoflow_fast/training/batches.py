@@ -253,11 +253,11 @@ class BatchMaker:
         generator = generator_for(self.config.seed, "validation", number)
         plan = draw_batch_plan(rows, self.config.p_joint, 0.0, generator)
         # Directions are sorted, so the pairs must be shuffled.
-        index = index[torch.randperm(rows, generator=generator).numpy()]
+        index = index[torch.randperm(rows, generator=generator, device="cpu").numpy()]
         if self.config.noise == "structured":
             image0, text0 = map(dense, self.structured_noise(rows, generator))
         else:
-            normal = (torch.randn(rows, d, generator=generator) for d in self.widths)
+            normal = (torch.randn(rows, d, generator=generator, dtype=torch.float32, device="cpu") for d in self.widths)
             image0, text0 = (self.manifold.from_normal(x).to(self.device, non_blocking=True) for x in normal)
         mine = np.arange(rows)[self.validation_rows]
         return self._interpolate((image0[mine], text0[mine]), self._load(pairs, index[mine]), plan.select(mine))
@@ -274,11 +274,13 @@ class BatchMaker:
         entropy = (self.config.seed, *b"noise", step)
         seeds = np.random.SeedSequence(entropy).generate_state(self.lane_count, np.uint64) >> 1
         generator = torch.Generator()
-        streams = [torch.empty(len(self.own), d) for d in self.widths]
+        streams = [torch.empty(len(self.own), d, dtype=torch.float32, device="cpu") for d in self.widths]
         for lane, rows in self.lanes.items():
             generator.manual_seed(int(seeds[lane]))
             for stream in streams:
-                stream[rows] = torch.randn(len(rows), stream.shape[1], generator=generator)
+                stream[rows] = torch.randn(
+                    len(rows), stream.shape[1], generator=generator, dtype=torch.float32, device="cpu"
+                )
         image, text = (self.manifold.from_normal(x).to(self.device, non_blocking=True) for x in streams)
         return image, text
 

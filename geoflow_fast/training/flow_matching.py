@@ -69,7 +69,9 @@ class FlowMatching(Objective[Batch]):
     def metrics(self, batch: Batch, losses: Tensor, step: int, seconds: float) -> dict[str, float]:
         """Mean losses by direction, the probability of joint rows, and how long the coupling took."""
         parts = losses.detach().split(batch.counts)
-        sums = torch.tensor([[float(part.double().sum()), len(part)] for part in parts], dtype=torch.float64)
+        sums = torch.tensor(
+            [[float(part.double().sum()), len(part)] for part in parts], dtype=torch.float64, device="cpu"
+        )
         if self.world.size > 1:
             self.world.all_reduce(sums)
         return {

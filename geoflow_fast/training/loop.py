@@ -133,7 +133,8 @@ class Run(Generic[B]):
                 for number in range(self.config.val_batches)
                 for piece in self.objective.validation_batch(number).pieces(self.config.accumulate)
             ]
-            sums = torch.tensor([sum(float(x.double().sum()) for x in losses), sum(map(len, losses))]).double()
+            entries = [sum(float(x.double().sum()) for x in losses), sum(map(len, losses))]
+            sums = torch.tensor(entries, dtype=torch.float64, device="cpu")
             loss = float(torch.div(*self.world.all_reduce(sums)))
             if not math.isfinite(loss):
                 raise TrainingDiverged(f"the validation loss is not finite at step {self.step}")

@@ -84,7 +84,7 @@ class RankBatchMaker(BatchMaker):
         """Does the same as `couple` for this rank's noise and the data of all ranks, which solve the plan together."""
         uniform = None
         if rule == "sample":
-            uniform = torch.rand(group.count, generator=generator, dtype=torch.float64)[group.numbers]
+            uniform = torch.rand(group.count, generator=generator, dtype=torch.float64, device="cpu")[group.numbers]
         return ops.ot_assign_panel(
             *self.unit_noise(noise), *data, self.world, eps=self.config.sinkhorn_eps, uniform=uniform
         )

@@ -284,7 +284,9 @@ def calibration_file() -> Path:
 
 def trained_into(out: Any, resume: Any) -> float:
     config = gf.TrainConfig(steps=2, batch_size=8, warmup_steps=1, val_every=1)
-    return gf.train(gf.GeoFlow(small_flow().config), some_pairs(), config, out=out, resume=resume).best_val_loss
+    with torch.device("cpu"):
+        flow = gf.GeoFlow(small_flow().config)
+    return gf.train(flow, some_pairs(), config, out=out, resume=resume).best_val_loss
 
 
 def report() -> evaluation.Report:
@@ -440,7 +442,8 @@ def good_queries(method: str) -> dict[str, Any]:
 
 def fit_of(method: str) -> Callable[..., Any]:
     def call(image_dim: Any, text_dim: Any, pairs: Any, **settings: Any) -> object:
-        baseline = baselines.find(method)(image_dim, text_dim, **SMALLER.get(method, {}))
+        with torch.device("cpu"):
+            baseline = baselines.find(method)(image_dim, text_dim, **SMALLER.get(method, {}))
         return baseline.fit(pairs, config=short_run(**settings), progress=False)
 
     return call

@@ -23,11 +23,12 @@ ROWS, IMAGE, TEXT = 6, 5, 4
 
 
 def unit(*shape: int, seed: int = 0) -> Tensor:
-    return functional.normalize(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)), dim=-1)
+    return functional.normalize(normal(*shape, seed=seed), dim=-1)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
 
 
 @functools.cache
@@ -61,7 +62,7 @@ def clouds() -> dict[str, Tensor]:
 
 
 def codes() -> Tensor:
-    return torch.arange(ROWS, dtype=torch.int8) % 3
+    return torch.arange(ROWS, dtype=torch.int8, device="cpu") % 3
 
 
 def pair() -> dict[str, Tensor]:
@@ -89,7 +90,9 @@ def velocity(image: Any, text: Any, t: Any, direction: Any) -> tuple[Tensor, Ten
 
 
 def trained(**settings: Any) -> float:
-    return gf.train(gf.GeoFlow(small_flow().config), some_pairs(), gf.TrainConfig(**settings)).best_val_loss
+    with torch.device("cpu"):
+        flow = gf.GeoFlow(small_flow().config)
+    return gf.train(flow, some_pairs(), gf.TrainConfig(**settings)).best_val_loss
 
 
 def configured(**settings: Any) -> int:
