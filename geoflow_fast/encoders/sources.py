@@ -32,7 +32,13 @@ IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
 """The formats of these suffixes. Pillow would also try formats for which it starts other programs, such as EPS."""
 MAX_PIXELS = 89_478_485
-"""Number of pixels of the largest image that is decoded; it takes a quarter of a gigabyte of memory."""
+"""Number of pixels of the largest image that is decoded."""
+MAX_DECODING_BYTES = 1 << 30
+"""Decoding one image takes at most this much memory besides its file."""
+DECODING_BYTES_PER_PIXEL = {"WEBP": 24, "AVIF": 16}
+"""Largest number of bytes that decoding takes for each pixel, by format; for formats that are not named it is 8. Pillow
+keeps four bytes a pixel, and converting another mode to RGB makes a second image. Some decoders hold copies of their
+own."""
 MAX_ASPECT = 200
 """Largest ratio of the long side to the short side. Scaling the short side of a very long image to hundreds of pixels
 would take gigabytes."""
@@ -208,7 +214,10 @@ def decode_image(data: bytes) -> Image:
                 raise ValueError(f"has {width} x {height} pixels, more than {MAX_PIXELS}")
             if max(width, height) > MAX_ASPECT * min(width, height):
                 raise ValueError(f"has {width} x {height} pixels: one side is over {MAX_ASPECT} times the other")
-            return image.convert("RGB")
+            if width * height * DECODING_BYTES_PER_PIXEL.get(image.format, 8) > MAX_DECODING_BYTES:
+                raise ValueError(f"has {width} x {height} pixels, too many to decode {image.format} in a gigabyte")
+            image.load()
+            return image if image.mode == "RGB" else image.convert("RGB")
     except image_module.DecompressionBombError as error:
         raise ValueError(f"has more than {MAX_PIXELS} pixels") from error
     except image_module.UnidentifiedImageError as error:

@@ -19,7 +19,7 @@ from geoflow_fast.evaluation import registry
 from geoflow_fast.evaluation.methods import Method, Study
 from geoflow_fast.evaluation.metrics import BINS, reliability, retrieval_calibration, selective_accuracy
 from geoflow_fast.evaluation.results import FORMAT, Comparison, Result
-from geoflow_fast.evaluation.retrieval import plain_search
+from geoflow_fast.evaluation.retrieval import Answers, plain_search
 from geoflow_fast.evaluation.statistics import RESAMPLES, check_resamples
 from geoflow_fast.jobs.job import Job
 from geoflow_fast.retrieval.task import RetrievalTask
@@ -63,13 +63,12 @@ def compare(
     results = []
     for task in tasks:
         answers = plain_search(task)
-        correct = answers.correct.numpy()
         sizes = f"{len(task)} queries over {len(task.items)} items"
-        announce(f"{task.direction}: {sizes}, plain Recall@1 {correct.mean():.3f}")
+        announce(f"{task.direction}: {sizes}, plain Recall@1 {answers.recall(1):.3f}")
         for method in chosen:
             announce(f"{task.direction}: {method.title}")
             scores = _scores(method, task, answers.index[:, 0], folder)
-            results.append(_result(method, task, correct, scores, bins, resamples))
+            results.append(_result(method, task, answers, scores, bins, resamples))
     train_pairs = None if study.train is None else len(study.train)
     facts = {"test_pairs": len(test), "val_pairs": len(study.val), "train_pairs": train_pairs, "seed": study.seed}
     return Comparison(results, facts)
@@ -126,10 +125,10 @@ def _facts(method: Method, task: RetrievalTask) -> dict[str, Any]:
 
 
 def _result(
-    method: Method, task: RetrievalTask, correct: NDArray[np.bool_], scores: Columns, bins: int, resamples: int
+    method: Method, task: RetrievalTask, answers: Answers, scores: Columns, bins: int, resamples: int
 ) -> Result:
     """Judges the scores of a method."""
-    uncertainty = scores["uncertainty"]
+    uncertainty, correct = scores["uncertainty"], answers.correct.numpy()
     # The captions of one image are not independent of each other, so the bootstrap draws them together.
     images = task.query_image.numpy()
     calibration = retrieval_calibration(uncertainty, correct, bins, resamples=resamples, groups=images)
@@ -146,7 +145,7 @@ def _result(
         "spearman": calibration.spearman,
         "r2": calibration.r2,
         "r2_value": calibration.r2_value,
-        "recall": _recall(task, scores["top"]) if has_ranking else calibration.accuracy,
+        "recall": _recall(task, scores["top"]) if has_ranking else answers.recall(1),
         "nll": float(np.mean(scores["nll"])),
         "ece": math.nan if stated is None else stated.ece,
         "fit_seconds": float(scores["fit_seconds"].max()),
@@ -158,7 +157,7 @@ def _result(
         direction=str(task.direction),
         queries=len(task),
         items=len(task.items),
-        plain_recall=calibration.accuracy,
+        plain_recall=answers.recall(1),
         numbers=numbers,
         bin_recall=calibration.recall.tolist(),
         coverage=curve.coverage.tolist(),

@@ -6,6 +6,8 @@ import io
 import json
 import os
 import struct
+import subprocess
+import sys
 import tarfile
 import zlib
 from pathlib import Path
@@ -356,3 +358,45 @@ def test_digest_changes_with_what_would_be_read(tmp_path):
     os.utime(tmp_path / "b.png", ns=(1, 1))
     seen.add(open_images(tmp_path).digest())
     assert len(seen) == 5
+
+
+PEAK = """
+import io, resource, sys
+from PIL import Image
+from geoflow_fast.encoders.sources import decode_image
+mode, form, side = sys.argv[1], sys.argv[2], int(sys.argv[3])
+def encoded(side):
+    file = io.BytesIO()
+    Image.new(mode, (side, side), 77).save(file, form)
+    return file.getvalue()
+if len(sys.argv) > 4:
+    open(sys.argv[4], "wb").write(encoded(side))
+else:
+    decode_image(encoded(8))
+    data = sys.stdin.buffer.read()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert decode_image(data).mode == "RGB"
+    print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before))
+"""
+
+
+@pytest.mark.parametrize(("mode", "form", "most"), [("RGB", "PNG", 4), ("RGBA", "PNG", 8), ("RGBA", "WEBP", 24)])
+def test_decoding_takes_no_more_memory_than_promised(tmp_path, mode, form, most):
+    side, file = 3000, tmp_path / "image"
+    command = [sys.executable, "-c", PEAK, mode, form, str(side)]
+    subprocess.run([*command, str(file)], check=True)  # in a process of its own: the peak is never reset
+    with open(file, "rb") as stdin:
+        peak = int(subprocess.run(command, check=True, stdin=stdin, capture_output=True).stdout)
+    assert peak < 1.15 * most * side**2
+
+
+@pytest.mark.parametrize(("form", "accepted"), [("PNG", True), ("WEBP", False)])
+def test_the_limit_of_an_image_is_the_memory_that_its_format_takes(monkeypatch, form, accepted):
+    monkeypatch.setattr(sources, "MAX_DECODING_BYTES", 8 * 100)
+    file = io.BytesIO()
+    Image.new("RGB", (10, 10)).save(file, form)
+    if accepted:
+        assert sources.decode_image(file.getvalue()).resize((3, 3)).size == (3, 3)
+    else:
+        with pytest.raises(ValueError, match="too many to decode WEBP"):
+            sources.decode_image(file.getvalue())
