@@ -13,6 +13,9 @@ from torch.nn import functional
 from geoflow_fast import ops
 from geoflow_fast.directions import DIRECTIONS, Counts
 from geoflow_fast.flow.config import GeoFlowConfig
+from geoflow_fast.ops.adaln import adaln_rows
+from geoflow_fast.ops.gate_residual import gate_residual_rows
+from geoflow_fast.ops.swiglu import swiglu_rows
 
 FREQUENCIES = 64
 
@@ -115,21 +118,28 @@ class Block(nn.Module):
     def cross_gate(self, h: Tensor, shift: Tensor, scale: Tensor, dropout: float) -> Tensor:
         """First half of the block on h [2, B, H]. Both streams read the states before either is updated."""
         heads, width = self.cross_weight.shape[1:3]
-        x = ops.adaln(h, shift, scale, eps=NORM_EPS).view(*h.shape[:2], heads, width).transpose(1, 2)
+        rows, shifts, scales = h.flatten(0, 1), shift.flatten(0, 1), scale.flatten(0, 1)
+        x = adaln_rows(rows, shifts, scales, NORM_EPS, "auto").view(*h.shape[:2], heads, width).transpose(1, 2)
         gate, value = torch.matmul(x, self.cross_weight).chunk(2, dim=-1)  # each [2, heads, B, width]
-        gate, value = (y.transpose(1, 2).reshape(h.shape) for y in (gate, value.flip(0)))
-        keep = ops.keep_mask(h.shape, dropout, h.device) if dropout else None
-        return ops.gate_residual(h, gate, value, self.cross_scale, keep=keep, dropout=dropout)
+        gate, value = (y.transpose(1, 2).reshape(rows.shape) for y in (gate, value.flip(0)))
+        keep = ops.keep_mask(rows.shape, dropout, h.device) if dropout else None
+        gated: Tensor = gate_residual_rows(rows, gate, value, self.cross_scale.flatten(0, 1), keep, dropout, "auto")
+        return gated.view(h.shape)
 
     def feed_forward(
         self, h: Tensor, shift: Tensor, scale: Tensor, dropout: float, stream: int | None = None
     ) -> Tensor:
         """Second half of the block on h [2, B, H], or on h [B, H] of one `stream`."""
-        x = self.expand(ops.adaln(h, shift, scale, eps=NORM_EPS), stream)
-        update = self.contract(ops.swiglu(x), stream)
-        weight = self.forward_scale if stream is None else self.forward_scale.unbind()[stream]
-        keep = ops.keep_mask(h.shape, dropout, h.device) if dropout else None
-        return ops.gate_residual(h, None, update, weight, keep=keep, dropout=dropout)
+        rows, shifts, scales = (x.flatten(0, -2) for x in (h, shift, scale))
+        if rows.shape[0] == 0 and not dropout and not torch.is_grad_enabled():
+            return h  # where gradients are wanted, the parameters get theirs, which are zero
+        x = self.expand(adaln_rows(rows, shifts, scales, NORM_EPS, "auto").view(h.shape), stream)
+        inner = swiglu_rows(x.flatten(0, -2), None, "auto").view(*h.shape[:-1], x.shape[-1] // 2)
+        update = self.contract(inner, stream).flatten(0, -2)
+        weight = self.forward_scale.flatten(0, 1) if stream is None else self.forward_scale.unbind()[stream]
+        keep = ops.keep_mask(rows.shape, dropout, h.device) if dropout else None
+        fed: Tensor = gate_residual_rows(rows, None, update, weight, keep, dropout, "auto")
+        return fed.view(h.shape)
 
 
 class Modulation(nn.Module):

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from geoflow_fast import ops
 from geoflow_fast.directions import STREAMS, Direction
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.network import NORM_EPS, Block
 from geoflow_fast.likelihood.probes import Probes
 from geoflow_fast.likelihood.settings import MEMORY, DensitySettings
+from geoflow_fast.ops import dispatch
 
 Dual = tuple[Tensor, Tensor]
 """Points [B, W] and their tangents [K, B, W]."""
@@ -78,6 +78,10 @@ class ForwardMode:
                 for at_time in table.unbind()
             ]
         self._buffers: dict[str, Tensor] = {}
+        # Backends of the tangent passes, which take rows: points [B, W], tangents [K, B, W], shifts and scales [1, W].
+        self._adaln, self._gate_residual, self._swiglu = (
+            dispatch.choose(f"{name}_jvp", like) for name in ("adaln", "gate_residual", "swiglu")
+        )
 
     def rows_at_once(self, rows: int, settings: DensitySettings) -> int:
         """Number of rows in chunks of equal size whose buffers and probes fit into the memory of the settings."""
@@ -98,7 +102,11 @@ class ForwardMode:
 
     def __call__(self, t: float, solves: Sequence[SolveInput]) -> dict[tuple[int, int], Dual]:
         """Network outputs before the tangent projection, [B, d], and along the tangents that move the stream,
-        [K, B, d], by number of the solve and stream, for the streams that are generated."""
+        [K, B, d], by number of the solve and stream, for the streams that are generated. Either all solves have pairs,
+        or none has."""
+        if not any(pairs for _, pairs in (solve.size for solve in solves)):  # the kernels take at least one row
+            streams = [(number, stream) for number, solve in enumerate(solves) for stream in solve.direction.generated]
+            return {(n, stream): (solves[n].points[stream], solves[n].tangents[stream]) for n, stream in streams}
         modulations = [self.modulations[solve.direction][self.time_number[t]] for solve in solves]
         h = [self._encode(solves, stream) for stream, _ in enumerate(STREAMS)]
         *blocks, last = cast(list[Block], list(self.flow.blocks))
@@ -134,10 +142,10 @@ class ForwardMode:
             points.copy_(solves[number].points[stream])
             tangents.copy_(solves[number].tangents[stream])
         torch.mm(x.matrix, linear.weight.T, out=encoded.matrix)
-        scale = norm.weight - 1
+        scale = norm.weight.unsqueeze(0) - 1
         for (points, tangents), target in zip(encoded.solves, own.values()):
             points += linear.bias
-            ops.adaln_jvp(points, tangents, norm.bias, scale, eps=norm.eps, out=target)
+            self._adaln(points, tangents, norm.bias.unsqueeze(0), scale, norm.eps, out=target)
         return h
 
     def _cross_gate(
@@ -152,7 +160,7 @@ class ForwardMode:
         for stream, rows in enumerate(h):
             x = self._buffer("normed", sizes, width)
             for source, target, parts in zip(rows.solves, x.solves, modulation):
-                ops.adaln_jvp(*source, *parts[stream], eps=NORM_EPS, out=target)
+                self._adaln(*source, *parts[stream], NORM_EPS, out=target)
             heads = block.cross_weight.unbind()[stream].unbind()
             pieces = (y.matrix.chunk(len(heads), dim=1) for y in (x, gates[stream], values[stream]))
             for weight, x_head, gate_head, value_head in zip(heads, *pieces):
@@ -163,7 +171,7 @@ class ForwardMode:
         for stream, scale in enumerate(block.cross_scale.unbind()):
             parts_of = (h[stream].solves, gates[stream].solves, values[1 - stream].solves, gated[stream].solves)
             for residual, gate, value, target in zip(*parts_of):
-                ops.gate_residual_jvp(*residual, *gate, *value, scale, out=target)
+                self._gate_residual(*residual, *gate, *value, scale, out=target)
         return gated
 
     def _feed_forward(
@@ -174,16 +182,16 @@ class ForwardMode:
         expand, contract = (layer.weight.unbind()[stream] for layer in (block.expand, block.contract))
         x = self._buffer("normed", sizes, len(expand))
         for source, target, parts in zip(h, x.solves, modulation):
-            ops.adaln_jvp(*source, *parts, eps=NORM_EPS, out=target)
+            self._adaln(*source, *parts, NORM_EPS, out=target)
         wide = self._buffer("wide", sizes, expand.shape[1])
         torch.mm(x.matrix, expand, out=wide.matrix)
         inner = self._buffer("inner", sizes, len(contract))
         for source, target in zip(wide.solves, inner.solves):
-            ops.swiglu_jvp(*source, out=target)
+            self._swiglu(*source, None, None, out=target)
         torch.mm(inner.matrix, contract, out=x.matrix)
         state = self._buffer(f"state {stream}", sizes, len(expand))
         for residual, update, target in zip(h, x.solves, state.solves):
-            ops.gate_residual_jvp(*residual, None, None, *update, block.forward_scale.unbind()[stream], out=target)
+            self._gate_residual(*residual, None, None, *update, block.forward_scale.unbind()[stream], out=target)
         return state
 
     def _decode(self, stream: int, h: DualRows) -> list[Dual]:
@@ -194,9 +202,9 @@ class ForwardMode:
             self._buffer("normed", sizes, linear.in_features),
             self._buffer(f"output {stream}", sizes, linear.out_features),
         )
-        scale = norm.weight - 1
+        scale = norm.weight.unsqueeze(0) - 1
         for source, target in zip(h.solves, x.solves):
-            ops.adaln_jvp(*source, norm.bias, scale, eps=norm.eps, out=target)
+            self._adaln(*source, norm.bias.unsqueeze(0), scale, norm.eps, out=target)
         torch.mm(x.matrix, linear.weight.T, out=decoded.matrix)
         return [(points + linear.bias, tangents) for points, tangents in decoded.solves]
 

@@ -34,7 +34,7 @@ def adaln(x: Tensor, shift: Tensor, scale: Tensor, *, eps: float = EPS, backend:
     rows, shifts, scales = _check(x, shift, scale)
     if rows.numel() == 0:
         return x + 0 * (shift.sum() + scale.sum())
-    y: Tensor = _forward(rows, shifts, scales, float(eps), str(backend))
+    y: Tensor = adaln_rows(rows, shifts, scales, float(eps), str(backend))
     return y.view(x.shape)
 
 
@@ -104,6 +104,33 @@ def adaln_backward_reference(grad: Tensor, x: Tensor, scale: Tensor, eps: float)
         d_unit, full, x.shape[-1:], mean, rstd, None, None, [True, False, False]
     )
     return d_x.to(x.dtype), d_shift.to(scale.dtype), d_scale.to(scale.dtype)
+
+
+def adaln_elementary(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """`adaln_reference` without torch's layer_norm, whose derivative in forward mode has wrong derivatives itself."""
+    work = working_dtype(x)
+    unit, _ = _normalise(x.to(work), eps)
+    unit, scale = beside_groups(scale, unit)
+    return torch.addcmul(unit, unit, scale.to(work)).add(shift.unsqueeze(1).to(work)).reshape(x.shape).to(x.dtype)
+
+
+def adaln_backward_elementary(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """`adaln_backward_reference` without torch's layer_norm, for the same reason."""
+    work = working_dtype(x)
+    unit, rstd = _normalise(x.to(work), eps)
+    grad, groups = beside_groups(scale.to(work), grad.to(work))
+    d_shift = grad.new_empty(0) if len(x) == len(scale) else grad.sum(1)
+    d_scale = (grad * unit.view(grad.shape)).sum(1)
+    d_unit = torch.addcmul(grad, grad, groups).reshape(x.shape)
+    d_x = rstd * (d_unit - d_unit.mean(-1, keepdim=True) - unit * (unit * d_unit).mean(-1, keepdim=True))
+    return d_x.to(x.dtype), d_shift.to(scale.dtype), d_scale.to(scale.dtype)
+
+
+def _normalise(x: Tensor, eps: float) -> Pair:
+    """The rows of `x` with mean 0 and variance 1, and the inverse of their standard deviation, [R, 1]."""
+    centred = x - x.mean(-1, keepdim=True)
+    rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return centred * rstd, rstd
 
 
 def adaln_jvp_reference(x: Tensor, dx: Tensor, shift: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -183,10 +210,6 @@ def _cpu_jvp(
 
 class _Derivatives(dispatch.Derivatives):
     @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return dispatch.below_autograd(_forward, *inputs)
-
-    @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
         x, _, scale, ctx.eps, ctx.backend = inputs
         ctx.save_for_backward(x, scale)
@@ -198,19 +221,22 @@ class _Derivatives(dispatch.Derivatives):
         return d_x, grad.to(scale.dtype) if len(x) == len(scale) else d_shift, d_scale, None, None
 
 
-_forward = dispatch.operation(
+adaln_rows = dispatch.operation(
     "adaln",
     adaln_reference,
     cpu=native.backend(_cpu),
     triton=triton_kernels.backend("network", "adaln"),
     derivatives=_Derivatives,
+    forward_mode=adaln_elementary,
     rowwise=True,
 )
+"""`adaln` of rows as the reference takes them, unchecked; the last argument is the name of a backend."""
 _backward = dispatch.operation(
     "adaln_backward",
     adaln_backward_reference,
     cpu=native.backend(_cpu_backward),
     triton=triton_kernels.backend("network", "adaln_backward"),
+    forward_mode=adaln_backward_elementary,
     rowwise=True,
     part_of="adaln",
 )
@@ -219,6 +245,5 @@ _jvp = dispatch.operation(
     adaln_jvp_reference,
     cpu=native.backend(_cpu_jvp),
     triton=triton_kernels.backend("network", "adaln_jvp"),
-    has_out=True,
     part_of="adaln",
 )

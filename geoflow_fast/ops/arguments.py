@@ -74,7 +74,8 @@ def working_dtype(x: Tensor) -> torch.dtype:
 
 def beside_groups(group: Tensor, rows: Tensor) -> Pair:
     """`rows` [R, H] as [G, R/G, H] and `group` [G, H] as [G, 1, H]: row r belongs to group r // (R/G)."""
-    return rows.reshape(group.shape[0], -1, rows.shape[-1]), group.unsqueeze(1)
+    per_group = -1 if group.shape[0] else 0
+    return rows.reshape(group.shape[0], per_group, rows.shape[-1]), group.unsqueeze(1)
 
 
 def sum_groups(x: Tensor, groups: int) -> Tensor:

@@ -89,24 +89,25 @@ def operation(
     cpu: Backend | None = None,
     triton: Backend | None = None,
     derivatives: type[Derivatives] | None = None,
+    forward_mode: Callable[..., Any] | None = None,
     differentiable: bool = True,
     fake: Callable[..., Any] | None = None,
     rowwise: bool = False,
-    has_out: bool = False,
     part_of: str | None = None,
     tags: tuple[torch.Tag, ...] = (),
 ) -> torch._ops.OpOverload[..., Any]:
     """Declares the operation `geoflow::name` and returns it; its last argument is the name of a backend.
 
     The typed signature of `reference` is the schema. Where a gradient is wanted, `derivatives` is applied, whose
-    forward pass calls `below_autograd`; without it, and in forward mode, torch differentiates the reference, unless the
-    operation is not `differentiable`. `fake` computes the shapes of
-    the results; the reference does unless it is given. `rowwise`: in all tensors the first dimension counts rows, or
-    groups of as many consecutive rows each, so that `vmap` may stack the rows of all examples. `has_out`: the backends
-    take a keyword `out`, a tuple of tensors to write the results to, which `choose` hands to the caller. `part_of`
-    names the operation that this one is a pass of.
+    forward pass is written here; without it, and in forward mode, torch differentiates the reference, or the function
+    `forward_mode` if it is given, unless the operation is not `differentiable`. `fake` computes the shapes of the
+    results; the reference does unless it is given. `rowwise`: in all tensors the first dimension counts rows, or
+    groups of as many consecutive rows each, so that `vmap` may stack the rows of all examples, and where there are no
+    rows the reference serves for every backend. `part_of` names the operation that this one is a pass of. Backends that
+    `choose` hands to a caller may take a keyword `out`, a tuple of tensors to write the results to.
     """
-    register(name, reference=Backend(_with_out(reference) if has_out else reference), cpu=cpu, triton=triton)
+    plain = _plain_backend(reference)
+    register(name, reference=Backend(plain), cpu=cpu, triton=triton)
     if part_of is not None:
         _PASSES.add(name)
     schema = torch.library.infer_schema(reference, mutates_args=())
@@ -115,15 +116,23 @@ def operation(
     shapes = fake or reference
 
     def run(*inputs: Any) -> Any:
-        return _contiguous(choose(name, inputs[0], inputs[-1])(*inputs[:-1]))
+        backend = choose(name, inputs[0], inputs[-1])
+        return (plain if rowwise and inputs[0].shape[0] == 0 else backend)(*inputs[:-1])
+
+    def below_autograd(*inputs: Any) -> Any:
+        # torch turns derivatives off around the forward pass, but other levels of `torch.func` may still want theirs.
+        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
+            return overload(*inputs)
 
     def differentiate(*inputs: Any) -> Any:
-        forward_mode = forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
-        wanted = forward_mode or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs))
+        in_forward_mode = forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+        wanted = in_forward_mode or (torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs))
         if not wanted:
             with torch._C._AutoDispatchBelowAutograd():
                 return overload(*inputs)
-        if forward_mode or derivatives is None:
+        if in_forward_mode:
+            return (forward_mode or reference)(*inputs[:-1])
+        if derivatives is None:
             return reference(*inputs[:-1])
         if torch._C._functorch.peek_interpreter_stack() is None:
             return derivatives.apply(*inputs)
@@ -133,6 +142,8 @@ def operation(
     def infer_shapes(*inputs: Any) -> Any:
         return _contiguous(_without_values(choose(name, inputs[0], inputs[-1]), shapes)(*inputs[:-1]))
 
+    if derivatives is not None:
+        derivatives.forward = staticmethod(below_autograd)  # type: ignore[method-assign]
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     if differentiable:
         LIBRARY.impl(name, differentiate, "Autograd")
@@ -147,12 +158,14 @@ def _contiguous(results: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, 
     return results.contiguous() if isinstance(results, Tensor) else tuple(x.contiguous() for x in results)
 
 
-def _with_out(reference: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """A plain torch function with the keyword `out`, where its results are copied to."""
+def _plain_backend(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """The backend of a plain torch function, whose results are contiguous, or are copied to the tensors `out`."""
 
-    def run(*inputs: Any, out: tuple[Tensor, ...] | None = None) -> tuple[Tensor, ...]:
+    def run(*inputs: Any, out: tuple[Tensor, ...] | None = None) -> Any:
         results = reference(*inputs)
-        return results if out is None else tuple(to.copy_(result) for to, result in zip(out, results))
+        if out is None:
+            return _contiguous(results)
+        return tuple(to.copy_(result) for to, result in zip(out, results))
 
     return run
 
@@ -164,18 +177,11 @@ def _without_values(backend: Callable[..., Any], shapes: Callable[..., Any]) -> 
 
 
 class Derivatives(torch.autograd.function._SingleLevelFunction):
-    """The base of an operation's derivatives: `forward` calls `below_autograd`, the other methods are those of a
-    `torch.autograd.Function`. The dispatcher takes the transforms of `torch.func` apart before it comes here, so that
-    one level of differentiation is left."""
+    """The base of an operation's derivatives, with the methods of a `torch.autograd.Function`; `operation` adds
+    `forward`. The dispatcher takes the transforms of `torch.func` apart before it comes here, so that one level of
+    differentiation is left."""
 
     apply: ClassVar[Callable[..., Any]]
-
-
-def below_autograd(overload: torch._ops.OpOverload[..., Any], *inputs: Any) -> Any:
-    """The value of an operation whose derivatives at this level are taken care of."""
-    # torch turns derivatives off around the forward pass, but other levels of `torch.func` may still want theirs.
-    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True), torch._C._AutoDispatchBelowAutograd():
-        return overload(*inputs)
 
 
 def _over_stacked_rows(overload: torch._ops.OpOverload[..., Any]) -> Callable[..., Any]:
@@ -191,7 +197,7 @@ def _over_stacked_rows(overload: torch._ops.OpOverload[..., Any]) -> Callable[..
             stacked.append(x)
         results = overload(*stacked)
         if isinstance(results, Tensor):
-            return results.view(examples, -1, *results.shape[1:]), 0
+            return results.view(examples, len(results) // examples, *results.shape[1:]), 0
         parts = tuple(x.view(examples, len(x) // examples, *x.shape[1:]) for x in results)
         return parts, (0,) * len(parts)
 

@@ -187,10 +187,6 @@ def _cpu_backward(
 
 class _Derivatives(dispatch.Derivatives):
     @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return dispatch.below_autograd(_forward, *inputs)
-
-    @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
         *tensors, ctx.backend = inputs
         ctx.save_for_backward(*tensors)

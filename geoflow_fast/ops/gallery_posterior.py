@@ -68,30 +68,30 @@ def gallery_statistics(
     `first_index`: number of the shard's first item within the whole gallery. The other arguments are those of
     `gallery_posterior`, with `gallery` and `item_bias` of the shard.
     """
-    _check(samples, gallery, kappa, top_k, item_bias)
+    _check(samples, gallery, kappa, top_k, item_bias, index, prune)
     checks.integer(first_index, "first_index", most=2**62)
-    _check_pruning(gallery, index, prune)
     samples, gallery = samples.detach(), gallery.detach()
     if index is not None:  # the bounds of pruning are made for full precision
         samples, gallery = samples.to(working_dtype(samples)), gallery.to(working_dtype(samples))
     item_bias = None if item_bias is None else item_bias.detach()
     if len(samples) == 0:
         return GalleryStatistics.complete(_no_statistics(samples, min(top_k, len(gallery))), top_k)
-
-    def reduce(some: Tensor, pick: Tensor | None) -> GalleryStatistics:
-        """Statistics of `some` queries over the rows `pick` of the gallery (None: all), with the gallery's indices."""
-        bias = item_bias if item_bias is None or pick is None else item_bias[pick]
-        items = len(gallery) if pick is None else len(pick)
-        peak, weight, moment, score, index = _statistics(
-            some, gallery, kappa, min(top_k, items), bias, pick, str(backend)
-        )
-        _check_finite(weight + moment)
-        index = index if pick is None else pick[index]
-        return GalleryStatistics.complete((peak, weight, moment, score, index), top_k)
-
     if index is None or prune == "never" or (prune == "auto" and samples.device.type != "cpu"):
-        statistics = reduce(samples, None)
+        sums = _statistics(samples, gallery, kappa, min(top_k, len(gallery)), item_bias, None, str(backend))
+        _check_finite(sums[1] + sums[2])
+        statistics = GalleryStatistics.complete(sums, top_k)
     else:
+
+        def reduce(some: Tensor, pick: Tensor | None) -> GalleryStatistics:
+            """Statistics of `some` queries over the rows `pick` of the gallery (None: all), with its own indices."""
+            bias = item_bias if item_bias is None or pick is None else item_bias[pick]
+            items = len(gallery) if pick is None else len(pick)
+            peak, weight, moment, score, index = _statistics(
+                some, gallery, kappa, min(top_k, items), bias, pick, str(backend)
+            )
+            _check_finite(weight + moment)
+            index = index if pick is None else pick[index]
+            return GalleryStatistics.complete((peak, weight, moment, score, index), top_k)
 
         def score(some: Tensor, rows: Tensor, kappa: float, bias: Tensor | None) -> Tensor:
             scores: Tensor = _scores(some, rows, kappa, bias, str(backend))
@@ -106,16 +106,6 @@ def gallery_statistics(
     return dataclasses.replace(statistics, top_index=statistics.top_index + first_index)
 
 
-def _check_pruning(gallery: Tensor, index: PrefixRows | None, prune: str) -> None:
-    if prune not in PRUNE:
-        raise ValueError(f"prune must be one of {PRUNE}, got {prune!r}")
-    if index is None:
-        if prune == "always":
-            raise ValueError('prune="always" needs the index of the gallery; see gf.GalleryIndex.build')
-        return
-    index.check(gallery)
-
-
 # unchecked: it is a check itself
 def check_kappa(kappa: object) -> float:
     """Returns `kappa` as a float if scores with this concentration are more than rounding errors."""
@@ -128,7 +118,15 @@ def check_kappa(kappa: object) -> float:
     return float(kappa)
 
 
-def _check(samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias: Tensor | None) -> None:
+def _check(
+    samples: Tensor,
+    gallery: Tensor,
+    kappa: float,
+    top_k: int,
+    item_bias: Tensor | None,
+    index: PrefixRows | None,
+    prune: str,
+) -> None:
     check_floating(("item_bias",), samples=samples, gallery=gallery, item_bias=item_bias)
     if samples.dim() != 3 or gallery.dim() != 2 or samples.shape[2] != gallery.shape[1]:
         raise ValueError(
@@ -144,6 +142,12 @@ def _check(samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias
     checks.integer(top_k, "top_k", 1)
     if item_bias is not None and item_bias.shape != gallery.shape[:1]:
         raise ValueError(f"item_bias must be [{gallery.shape[0]}], got {tuple(item_bias.shape)}")
+    if prune not in PRUNE:
+        raise ValueError(f"prune must be one of {PRUNE}, got {prune!r}")
+    if index is not None:
+        index.check(gallery)
+    elif prune == "always":
+        raise ValueError('prune="always" needs the index of the gallery; see gf.GalleryIndex.build')
 
 
 def _check_finite(sums: Tensor) -> None:

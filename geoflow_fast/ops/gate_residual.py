@@ -50,7 +50,7 @@ def gate_residual(
         keep = rows_of(keep)
     if rows.numel() == 0:
         return residual + 0 * (value + layer_scale.sum())
-    y: Tensor = _forward(rows, gate_rows, value_rows, scale, keep, dropout, str(backend))
+    y: Tensor = gate_residual_rows(rows, gate_rows, value_rows, scale, keep, dropout, str(backend))
     return y.view(residual.shape)
 
 
@@ -290,10 +290,6 @@ def _cpu_jvp(
 
 class _Derivatives(dispatch.Derivatives):
     @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return dispatch.below_autograd(_forward, *inputs)
-
-    @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
         _, gate, value, layer_scale, keep, ctx.dropout, ctx.backend = inputs
         ctx.save_for_backward(gate, value, layer_scale, keep)
@@ -305,7 +301,7 @@ class _Derivatives(dispatch.Derivatives):
         return grad, None if gate is None else d_gate, *others, None, None, None
 
 
-_forward = dispatch.operation(
+gate_residual_rows = dispatch.operation(
     "gate_residual",
     gate_residual_reference,
     cpu=native.backend(_cpu),
@@ -313,6 +309,7 @@ _forward = dispatch.operation(
     derivatives=_Derivatives,
     rowwise=True,
 )
+"""`gate_residual` of rows as the reference takes them, unchecked; the last argument is the name of a backend."""
 _backward = dispatch.operation(
     "gate_residual_backward",
     gate_residual_backward_reference,
@@ -326,6 +323,5 @@ _jvp = dispatch.operation(
     gate_residual_jvp_reference,
     cpu=native.backend(_cpu_jvp),
     triton=triton_kernels.backend("network", "gate_residual_jvp"),
-    has_out=True,
     part_of="gate_residual",
 )

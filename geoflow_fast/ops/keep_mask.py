@@ -19,7 +19,8 @@ def keep_mask(
     """
     if not 0 <= share < 1:
         raise ValueError(f"share must be in [0, 1), got {share}")
-    like = torch.empty((), dtype=torch.bool, device=checks.device(device)).expand(shape)
+    device = device if isinstance(device, torch.device) else checks.device(device)
+    like = torch.empty((), dtype=torch.bool, device=device).expand(shape)
     mask: Tensor = _draw(like, share, str(backend))
     return mask
 
@@ -29,16 +30,10 @@ def keep_mask_reference(like: Tensor, share: float) -> Tensor:
     return torch.empty(like.shape, dtype=torch.bool, device=like.device).bernoulli_(1 - share)
 
 
-def _cpu(like: Tensor, share: float) -> Tensor:
-    keep = torch.empty(like.shape, dtype=torch.bool, device="cpu")
-    native.keep_mask(keep, share, int(torch.randint(2**32, (), device="cpu")))
-    return keep
-
-
 _draw = dispatch.operation(
     "keep_mask",
     keep_mask_reference,
-    cpu=native.backend(_cpu, dtypes=None),
+    cpu=native.backend(native.keep_mask, dtypes=None),
     differentiable=False,
     tags=(torch.Tag.nondeterministic_seeded,),
 )

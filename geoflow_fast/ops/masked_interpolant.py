@@ -78,21 +78,14 @@ def _check(inputs: Streams, t: Tensor, direction: Tensor, drop: Tensor | None) -
         raise ValueError(f"direction must be int8 of shape [{rows}], got {direction.dtype} {tuple(direction.shape)}")
     if not (capturing(direction) or direction.is_meta):
         check_codes(direction)
-    _check_times(t)
+    if not capturing(t) and bool((outside := ~((t >= 0) & (t <= 1))).any()):
+        row = int(outside.nonzero()[0])
+        raise ValueError(f"t row {row} is {float(t[row]):.6g}, outside [0, 1]")
     if drop is None:
         return
     checks.dense(drop, "drop")
     if drop.dtype != torch.bool or drop.shape != (rows,) or drop.device != first.device:
         raise ValueError(f"drop must be bool of shape [{rows}] on {first.device}, got {drop.dtype} {tuple(drop.shape)}")
-
-
-def _check_times(t: Tensor) -> None:
-    if capturing(t):
-        return
-    outside = ~((t >= 0) & (t <= 1))
-    if bool(outside.any()):
-        row = int(outside.nonzero()[0])
-        raise ValueError(f"t row {row} is {float(t[row]):.6g}, outside [0, 1]")
 
 
 def _check_out(inputs: Streams, out: Streams) -> None:
@@ -202,6 +195,5 @@ _forward = dispatch.operation(
     cpu=native.backend(_fused(native.masked_interpolant), dtypes=None),
     triton=dataclasses.replace(_triton, function=_fused(_triton.function)),
     fake=lambda image0, text0, *_: tuple(torch.empty_like(x) for x in (image0, text0, image0, text0)),
-    has_out=True,
     rowwise=True,
 )

@@ -30,6 +30,7 @@ def extension() -> ModuleType | None:
         return None
 
 
+@functools.cache
 def missing() -> str | None:
     """Why the compiled CPU code cannot be used; None if it can."""
     if extension() is None:
@@ -55,7 +56,9 @@ def cuda_backend(function: Callable[..., Any]) -> Backend:
     return Backend(function, cuda_devices, missing_cuda)
 
 
+@functools.cache
 def _built() -> ModuleType:
+    """The compiled extension; an error if it is missing."""
     module = extension()
     if module is None:
         raise OSError(missing())
@@ -67,25 +70,14 @@ def cpu_features() -> list[str]:
     return list(_built().cpu_features())
 
 
-def _guard(device: str, dtype: torch.dtype, **tensors: Tensor) -> None:
-    """The last check before a pointer crosses: device, dtype and contiguity."""
-    for name, tensor in tensors.items():
-        if tensor.device.type != device:
-            raise ValueError(f"{name} is on {tensor.device}, expected {device}")
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name} is {tensor.dtype}, expected {dtype}")
-        # guard: memory is checked before a pointer is passed on
-        if not tensor.is_contiguous():
-            raise ValueError(f"{name} must be contiguous")
-
-
-def _address(x: Tensor, name: str, dtype: torch.dtype, *, whole: bool = True) -> int:
-    """The address of `x`, after the last check before it crosses: the CPU, the dtype, and elements without gaps; if
-    not `whole`, without gaps along each row of a matrix."""
-    if x.device.type != "cpu":
-        raise ValueError(f"{name} is on {x.device}, expected cpu")
+def _address(x: Tensor, name: str, dtype: torch.dtype, *, device: str = "cpu", whole: bool = True) -> int:
+    """The address of `x`, after the last check before it crosses: the type of its device, its dtype, and elements
+    without gaps; if not `whole`, without gaps along each row of a matrix."""
+    if x.device.type != device:
+        raise ValueError(f"{name} is on {x.device}, expected {device}")
     if x.dtype != dtype:
         raise TypeError(f"{name} is {x.dtype}, expected {dtype}")
+    # guard: memory is checked before a pointer is passed on
     if not (x.is_contiguous() if whole else x.stride(1) == 1 or x.shape[1] == 1):
         raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
     return x.data_ptr()
@@ -106,37 +98,26 @@ def masked_interpolant(
     dtype = noise[0].dtype
     if dtype not in (torch.float32, torch.float64):
         raise TypeError(f"masked_interpolant works in float32 and float64, not {dtype}")
+    addresses = {"t": _address(t, "t", dtype), "direction": _address(direction, "direction", torch.int8), "drop": 0}
     for k, stream in enumerate(("image", "text")):
         parts = {f"{stream}0": noise[k], f"{stream}1": data[k], f"{stream}_t": point[k], f"v_{stream}": velocity[k]}
-        _guard("cpu", dtype, **parts)
         for name, part in parts.items():
+            addresses[name] = _address(part, name, dtype)
             if part.shape != (rows, widths[k]):
                 raise ValueError(f"{name} has shape {tuple(part.shape)}, expected {(rows, widths[k])}")
-    _guard("cpu", dtype, t=t)
-    _guard("cpu", torch.int8, direction=direction)
     if direction.numel() != rows:
         raise ValueError(f"direction has {direction.numel()} entries for {rows} rows")
     if drop is not None:
-        _guard("cpu", torch.bool, drop=drop)
+        addresses["drop"] = _address(drop, "drop", torch.bool)
         if drop.numel() != rows:
             raise ValueError(f"drop has {drop.numel()} entries for {rows} rows")
     return int(
         _built().masked_interpolant(
             is_double=dtype == torch.float64,
-            image0=noise[0].data_ptr(),
-            image1=data[0].data_ptr(),
-            image_t=point[0].data_ptr(),
-            v_image=velocity[0].data_ptr(),
             image_width=widths[0],
-            text0=noise[1].data_ptr(),
-            text1=data[1].data_ptr(),
-            text_t=point[1].data_ptr(),
-            v_text=velocity[1].data_ptr(),
             text_width=widths[1],
             rows=rows,
-            t=t.data_ptr(),
-            direction=direction.data_ptr(),
-            drop=0 if drop is None else drop.data_ptr(),
+            **addresses,
             tolerance=tolerance,
             threads=torch.get_num_threads(),
         )
@@ -157,13 +138,8 @@ class TransportMatrix:
             raise TypeError(f"storage must be float32 or float16, not {storage}")
         leading = _built().OT_LEADING
         self._elements = torch.empty(rows, -(-cols // leading) * leading, dtype=storage, device="cpu")
-        self._shape = (rows, cols)
+        self._shape, self.storage = (rows, cols), storage
         self._matrix = _built().OtMatrix(self._elements.data_ptr(), rows, cols, storage == torch.float16)
-
-    @property
-    def storage(self) -> torch.dtype:
-        """Element type of the matrix."""
-        return self._elements.dtype
 
     @property
     def in_kernel_domain(self) -> bool:
@@ -198,27 +174,26 @@ class TransportMatrix:
         width = data.shape[1]
         if data.shape != (cols, width) or noise.shape != (rows, width):
             raise ValueError(f"noise {tuple(noise.shape)} and data {tuple(data.shape)} do not fit {self._shape}")
-        _guard("cpu", torch.float32, data=data)
+        common = {"data": _address(data, "data", torch.float32), "dim": width, "weight": weight}
         if isinstance(noise, Tensor):
-            _guard("cpu", torch.float32, noise=noise)
-            dense = {"noise": noise.data_ptr(), "signs": 0, "scale": 0, "order": 0}
-            return _built().OtFactor(data=data.data_ptr(), dim=width, weight=weight, **dense), [noise, data]
+            dense = {"noise": _address(noise, "noise", torch.float32), "signs": 0, "scale": 0, "order": 0}
+            return _built().OtFactor(**common, **dense), [noise, data]
         signs, scale = noise.signs, noise.inverse_norm()
-        _guard("cpu", torch.float32, signs=signs)
+        structured = {"noise": 0, "signs": _address(signs, "signs", torch.float32), "scale": 0, "order": noise.order}
         if signs.shape != (-(-rows // noise.order), 3, noise.order) or width > noise.order:
             raise ValueError(f"signs {tuple(signs.shape)} do not describe {rows} rows of width {width}")
-        kept = [data, signs] if scale is None else [data, signs, scale]
-        structured = {"noise": 0, "signs": signs.data_ptr(), "scale": 0 if scale is None else scale.data_ptr()}
-        factor = _built().OtFactor(data=data.data_ptr(), dim=width, order=noise.order, weight=weight, **structured)
-        return factor, kept
+        if scale is None:
+            return _built().OtFactor(**common, **structured), [data, signs]
+        structured["scale"] = _address(scale, "scale", torch.float32)
+        return _built().OtFactor(**common, **structured), [data, signs, scale]
 
     def load(self, cost: Tensor, offset: float) -> tuple[float, float]:
         """Fills the matrix with S = offset - cost [rows, cols]; returns its extremes, infinite if one entry is bad."""
-        _guard("cpu", torch.float32, cost=cost)
+        address = _address(cost, "cost", torch.float32)
         if cost.shape != self._shape:
             raise ValueError(f"cost has shape {tuple(cost.shape)}, expected {self._shape}")
         self._matrix.kernel = False
-        low, high = _built().ot_import(self._matrix, cost.data_ptr(), offset, torch.get_num_threads())
+        low, high = _built().ot_import(self._matrix, address, offset, torch.get_num_threads())
         return low, high
 
     def enter_kernel(self, centre: float, eps: float) -> None:
@@ -258,30 +233,24 @@ class TransportMatrix:
         """Column of each row, int64 [rows]: the argmax of the plan, or its inverse row distribution at `uniform`."""
         self._check_potentials(f=f, g=g)
         index = torch.empty(self._shape[0], dtype=torch.int64, device="cpu")
-        if uniform is None:
-            self._read_out(None, g, None, index, eps)
-            return index
-        _guard("cpu", torch.float64, uniform=uniform)
-        if uniform.numel() != self._shape[0]:
+        drawn_at = 0 if uniform is None else _address(uniform, "uniform", torch.float64)
+        if uniform is not None and uniform.numel() != self._shape[0]:
             raise ValueError(f"uniform has {uniform.numel()} entries for {self._shape[0]} rows")
-        self._read_out(None, g, uniform, index, eps)
+        threads = torch.get_num_threads()
+        _built().ot_read_out(self._matrix, eps, 0, g.data_ptr(), drawn_at, index.data_ptr(), threads)
         return index
 
     def mean_score(self, f: Tensor, g: Tensor, eps: float) -> float:
         """sum_ij P_ij S_ij."""
         self._check_potentials(f=f, g=g)
-        return self._read_out(f, g, None, None, eps)
+        threads = torch.get_num_threads()
+        return float(_built().ot_read_out(self._matrix, eps, f.data_ptr(), g.data_ptr(), 0, 0, threads))
 
     def _check_potentials(self, **potentials: Tensor) -> None:
-        _guard("cpu", torch.float64, **potentials)
         for size, (name, potential) in zip(self._shape, potentials.items()):
+            _address(potential, name, torch.float64)
             if potential.numel() != size:
                 raise ValueError(f"{name} has {potential.numel()} entries, expected {size}")
-
-    def _read_out(self, f: Tensor | None, g: Tensor, uniform: Tensor | None, index: Tensor | None, eps: float) -> float:
-        f_address, u_address, i_address = (0 if x is None else x.data_ptr() for x in (f, uniform, index))
-        threads = torch.get_num_threads()
-        return float(_built().ot_read_out(self._matrix, eps, f_address, g.data_ptr(), u_address, i_address, threads))
 
 
 def gallery_posterior(
@@ -323,26 +292,24 @@ def _gallery_inputs(
 ) -> dict[str, float]:
     """The arguments of the binding's `GalleryInputs`, after a check of the tensors."""
     queries, draws, dim = samples.shape
-    _guard("cpu", torch.float32, samples=samples, gallery=gallery)
+    addresses = {"samples": _address(samples, "samples", torch.float32), "pick": 0, "bias": 0}
+    addresses["gallery"] = _address(gallery, "gallery", torch.float32)
     if gallery.dim() != 2 or gallery.shape[1] != dim:
         raise ValueError(f"gallery has shape {tuple(gallery.shape)}, expected [N, {dim}]")
     items = len(gallery)
     if pick is not None:
-        _guard("cpu", torch.int64, pick=pick)
+        addresses["pick"] = _address(pick, "pick", torch.int64)
         items = pick.numel()
         if items and not 0 <= int(pick.min()) <= int(pick.max()) < len(gallery):
             raise ValueError(f"pick names rows outside of the {len(gallery)} of the gallery")
     if item_bias is not None:
-        _guard("cpu", torch.float32, item_bias=item_bias)
+        addresses["bias"] = _address(item_bias, "item_bias", torch.float32)
         if item_bias.shape != (items,):
             raise ValueError(f"item_bias has shape {tuple(item_bias.shape)}, expected [{items}]")
     if not (queries and draws and dim and items):
         raise ValueError(f"nothing to score: samples {tuple(samples.shape)}, {items} items")
     return {
-        "samples": samples.data_ptr(),
-        "gallery": gallery.data_ptr(),
-        "pick": 0 if pick is None else pick.data_ptr(),
-        "bias": 0 if item_bias is None else item_bias.data_ptr(),
+        **addresses,
         "queries": queries,
         "draws": draws,
         "items": items,
@@ -492,8 +459,8 @@ class CudaTransport:
 
     def _own(self, dtype: torch.dtype, **tensors: Tensor) -> None:
         """Tensors must be on this problem's device, not just on any GPU."""
-        _guard(CUDA_MEMORY, dtype, **tensors)
         for name, tensor in tensors.items():
+            _address(tensor, name, dtype, device=CUDA_MEMORY)
             if tensor.device != self._device:
                 raise ValueError(f"{name} is on {tensor.device}, expected {self._device}")
 
@@ -519,6 +486,7 @@ class Kernel:
     def __init__(self, name: str, optional: tuple[tuple[str, ...], ...] = (), **arguments: Extent | None) -> None:
         self.name, self.optional, self.arguments = name, optional, arguments
         self.has_tangents = Extent.TANGENTS in arguments.values()
+        self.partners = {name: group for group in optional for name in group}
         self.declared.append(self)
 
     def run(
@@ -545,7 +513,9 @@ class Kernel:
         for name, extent in self.arguments.items():
             x = values[name]
             if not isinstance(x, Tensor):
-                if extent is not None and not (x is None and self._may_miss(name, values)):
+                partners = self.partners.get(name, ())
+                may_miss = x is None and bool(partners) and all(values[partner] is None for partner in partners)
+                if extent is not None and not may_miss:
                     raise TypeError(f"{self.name} needs a tensor {name}, got {x!r}")
                 crossing[name] = 0 if extent == Extent.MASK else x
             elif extent is None or x.shape != shapes[extent]:
@@ -556,10 +526,6 @@ class Kernel:
             else:
                 crossing[name] = _address(x, name, torch.float32, whole=False), x.stride(0)
         getattr(_built(), self.name)(**crossing)
-
-    def _may_miss(self, name: str, values: dict[str, Any]) -> bool:
-        """Whether the argument `name` may be None: it is optional, and so are all those that come with it."""
-        return any(name in group and all(values[other] is None for other in group) for group in self.optional)
 
 
 def float_rows(x: Tensor) -> Tensor:
@@ -574,12 +540,15 @@ def empty_rows(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
+@functools.cache
 def reduction_rows() -> int:
     """Rows whose contributions to a reduced gradient are summed in one block."""
     return int(_built().reduction_rows)
 
 
-def keep_mask(keep: Tensor, share: float, seed: int) -> None:
-    """Fills the mask `keep`: false with probability `share`, by `seed`."""
-    _guard("cpu", torch.bool, keep=keep)
-    _built().keep_mask(keep.numel(), share, seed, keep.data_ptr(), torch.get_num_threads())
+def keep_mask(like: Tensor, share: float) -> Tensor:
+    """A mask of the shape of `like`: false with probability `share`, by one number of torch's global generator."""
+    seed = int(torch.randint(2**32, (), device="cpu"))
+    keep = torch.empty(like.shape, dtype=torch.bool, device="cpu")
+    _built().keep_mask(keep.numel(), share, seed, _address(keep, "keep", torch.bool), torch.get_num_threads())
+    return keep

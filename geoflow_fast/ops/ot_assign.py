@@ -68,7 +68,13 @@ def ot_assign(
     if deprecated:
         raise TypeError(f"ot_assign() got an unexpected keyword argument {next(iter(deprecated))!r}")
     problem = _make_square_problem((image0, text0, image1, text1), cost, weights or (1.0, 1.0))
-    settings = make_settings(eps, tol, max_iter, storage)
+    return _assign(problem, make_settings(eps, tol, max_iter, storage), assignment, generator, backend)
+
+
+def _assign(
+    problem: Problem, settings: SinkhornSettings, assignment: str, generator: torch.Generator | None, backend: str
+) -> Tensor:
+    """Solves a square problem and reads the data row for each noise row, as `ot_assign` describes."""
     if assignment == "exact":
         return _exact(problem, backend)
     if assignment not in ASSIGNMENTS:
@@ -80,7 +86,8 @@ def ot_assign(
         uniform = uniform.to(problem.anchor.device)
     solve = dispatch.choose("ot_assign", problem.anchor, backend)
     index, converged, iterations, error = solve(problem, settings, uniform)
-    warn_unconverged(converged, iterations, error, settings)
+    if not converged:
+        warn_unconverged(iterations, error, settings, stacklevel=4)
     result: Tensor = index
     return result
 
@@ -112,12 +119,12 @@ def ot_assign_panel(
     if len(image0):
         problem = make_problem("arc", (image0, text0, image1, text1))
     else:
-        problem = Problem("arc", None, (image0, text0), (image1, text1), (1.0, 1.0))
+        problem = Problem("arc", None, (image0, text0), (image1, text1), (1.0, 1.0), (0, len(image1)), image1)
     settings = make_settings(eps, tol, max_iter, "float32")
     dispatch.choose("ot_assign", image1, "cpu")  # raises if it is not built or cannot serve
     solve = CpuSolve(problem, settings, Panel(*problem.shape, settings.storage, world))
-    if world.is_main:
-        warn_unconverged(solve.converged, solve.iterations, solve.error, settings)
+    if world.is_main and not solve.converged:
+        warn_unconverged(solve.iterations, solve.error, settings)
     return solve.assign(uniform)
 
 
@@ -150,16 +157,14 @@ def couple(
     names = COUPLINGS if direction == "joint" else CONDITIONAL_COUPLINGS
     if coupling not in names:
         raise ValueError(f"coupling of {direction} rows must be one of {', '.join(names)}, got {coupling!r}")
-    factors = (image0, text0, image1, text1)
+    problem = _make_square_problem((image0, text0, image1, text1), "arc", (1.0, 1.0))
     if coupling == "independent":
-        return torch.arange(_make_square_problem(factors, "arc", (1.0, 1.0)).shape[0], device=image1.device)
+        return torch.arange(problem.shape[0], device=image1.device)
     if coupling == "c2ot":
         generated = 1 if direction == "i2t" else 0
-        return _c2ot(_make_square_problem(factors, "arc", (1.0, 1.0)), generated, target_ratio, backend)
-    assignment = "argmax" if coupling == "paper" else coupling
-    return ot_assign(
-        *factors, eps=eps, tol=tol, max_iter=max_iter, assignment=assignment, generator=generator, backend=backend
-    )
+        return _c2ot(problem, generated, target_ratio, backend)
+    settings = make_settings(eps, tol, max_iter, "float32")
+    return _assign(problem, settings, "argmax" if coupling == "paper" else coupling, generator, backend)
 
 
 def _make_square_problem(factors: Factors, cost: Tensor | str, weights: tuple[float, float]) -> Problem:

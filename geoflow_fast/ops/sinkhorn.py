@@ -67,19 +67,10 @@ class Problem:
     noise: tuple[Noise, Noise] | None
     data: tuple[Tensor, Tensor] | None
     weights: tuple[float, float]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows (noise) and columns (data)."""
-        if self.matrix is not None:
-            return self.matrix.shape[0], self.matrix.shape[1]
-        noise, data = self.clouds()
-        return noise[0].shape[0], data[0].shape[0]
-
-    @property
-    def anchor(self) -> Tensor:
-        """A tensor that tells the device."""
-        return self.matrix if self.matrix is not None else self.clouds()[1][0]
+    shape: tuple[int, int]
+    """Rows (noise) and columns (data)."""
+    anchor: Tensor
+    """A tensor that tells the device."""
 
     def clouds(self) -> tuple[tuple[Noise, Noise], tuple[Tensor, Tensor]]:
         """Noise and data, (image, text) each; only where no matrix was given."""
@@ -134,7 +125,8 @@ def sinkhorn(
     settings = make_settings(eps, tol, max_iter, storage)
     solve = dispatch.choose("sinkhorn", problem.anchor, backend)
     result: SinkhornResult = solve(problem, settings)
-    warn_unconverged(result.converged, result.iterations, result.marginal_error, settings)
+    if not result.converged:
+        warn_unconverged(result.iterations, result.marginal_error, settings)
     return result
 
 
@@ -168,7 +160,8 @@ def make_problem(cost: Tensor | str, factors: Factors | None, weights: tuple[flo
     if isinstance(cost, Tensor):
         if factors is not None:
             raise ValueError("give either a cost matrix or factors, not both")
-        return Problem("given", _checked_matrix(cost), None, None, (1.0, 1.0))
+        matrix = _checked_matrix(cost)
+        return Problem("given", matrix, None, None, (1.0, 1.0), (len(matrix), matrix.shape[1]), matrix)
     if cost not in COSTS:
         raise ValueError(f"cost must be a matrix or one of {', '.join(COSTS)}, got {cost!r}")
     if factors is None or len(factors) != 4:
@@ -178,9 +171,13 @@ def make_problem(cost: Tensor | str, factors: Factors | None, weights: tuple[flo
     _check_clouds(factors)
     image0, text0, image1, text1 = factors
     noise: tuple[Noise, Noise] = (image0, text0)
-    if isinstance(image0, Tensor) or isinstance(text0, Tensor):
+    if isinstance(image0, Tensor) and isinstance(text0, Tensor):
+        noise = (image0.detach(), text0.detach())
+    elif isinstance(image0, Tensor) or isinstance(text0, Tensor):
         noise = (as_dense(image0, image1.dtype), as_dense(text0, image1.dtype))
-    return Problem(cost, None, noise, (image1.detach(), text1.detach()), (float(weights[0]), float(weights[1])))
+    data = image1.detach(), text1.detach()
+    shape = image0.shape[0], image1.shape[0]
+    return Problem(cost, None, noise, data, (float(weights[0]), float(weights[1])), shape, data[0])
 
 
 def as_dense(noise: Noise, dtype: torch.dtype) -> Tensor:
@@ -225,15 +222,14 @@ def _check_clouds(factors: Factors) -> None:
             check_rows(x, name)
 
 
-def warn_unconverged(converged: bool, iterations: int, error: float, settings: SinkhornSettings) -> None:
-    """The warning of an unfinished solve, attributed to the user's call."""
-    if not converged:
-        warnings.warn(
-            f"sinkhorn stopped after {iterations} iterations with marginal error {error:.3g} > tol={settings.tol:g}; "
-            "raise max_iter, eps or tol",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+def warn_unconverged(iterations: int, error: float, settings: SinkhornSettings, stacklevel: int = 3) -> None:
+    """Warns of an unfinished solve; the warning is attributed to the user's call."""
+    warnings.warn(
+        f"sinkhorn stopped after {iterations} iterations with marginal error {error:.3g} > tol={settings.tol:g}; "
+        "raise max_iter, eps or tol",
+        RuntimeWarning,
+        stacklevel=stacklevel,
+    )
 
 
 # ---- reference ----------------------------------------------------------------------------------------------------
@@ -297,18 +293,13 @@ class CpuSolve:
         self._g = torch.zeros(self._cols, dtype=torch.float64, device="cpu")
         self.iterations, self.error, self.converged = 0, math.inf, False
         self._offset, low, high = load_scores(self._matrix, problem, settings.eps)
-        self._choose_domain(low, high)
+        # Exponentials where they fit their range; else scores, and a start from larger values of eps.
+        if not self._matrix.in_kernel_domain:
+            if (high - low) / 2 <= _KERNEL_REACH[settings.storage] * settings.eps:
+                self._matrix.enter_kernel((low + high) / 2, settings.eps)
+            else:
+                self._anneal((high - low) / 10)
         self._iterate()
-
-    def _choose_domain(self, low: float, high: float) -> None:
-        """Exponentials where they fit their range; else scores, and a start from larger values of eps."""
-        eps, storage = self._settings.eps, self._settings.storage
-        if self._matrix.in_kernel_domain:
-            return
-        if (high - low) / 2 <= _KERNEL_REACH[storage] * eps:
-            self._matrix.enter_kernel((low + high) / 2, eps)
-        else:
-            self._anneal((high - low) / 10)
 
     def _anneal(self, eps: float) -> None:
         """Carries the potentials from a large eps, where they settle at once, down by halves to the one asked for.

@@ -29,7 +29,7 @@ def swiglu(gate: Tensor, value: Tensor | None = None, *, backend: str = "auto") 
     width = _check(gate, value)
     if gate.numel() == 0:
         return gate[..., :width] + (gate[..., width:] if value is None else value)
-    y: Tensor = _forward(rows_of(gate), None if value is None else rows_of(value), str(backend))
+    y: Tensor = swiglu_rows(rows_of(gate), None if value is None else rows_of(value), str(backend))
     return y.view(*gate.shape[:-1], width)
 
 
@@ -152,20 +152,25 @@ _JVP_KERNEL = native.Kernel(
 
 
 def _cpu(gate: Tensor, value: Tensor | None) -> Tensor:
-    first, second = _halves(native.float_rows(gate), None if value is None else native.float_rows(value))
+    first, second = gate.chunk(2, dim=-1) if value is None else (gate, value)
     rows, width = first.shape
     y = native.empty_rows(rows, width)
-    _KERNEL.run(rows, width, gate=first, value=second, y=y)
+    _KERNEL.run(rows, width, gate=native.float_rows(first), value=native.float_rows(second), y=y)
     return y
 
 
 def _cpu_backward(grad: Tensor, gate: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
-    first, second = _halves(native.float_rows(gate), None if value is None else native.float_rows(value))
+    first, second = gate.chunk(2, dim=-1) if value is None else (gate, value)
     d_gate = native.empty_rows(*gate.shape)
     d_value = native.empty_rows(*(gate.shape if value is not None else (0,)))
-    d_first, d_second = _halves(d_gate, None if value is None else d_value)
+    d_first, d_second = d_gate.chunk(2, dim=-1) if value is None else (d_gate, d_value)
     _BACKWARD_KERNEL.run(
-        *first.shape, grad=native.float_rows(grad), gate=first, value=second, d_gate=d_first, d_value=d_second
+        *first.shape,
+        grad=native.float_rows(grad),
+        gate=native.float_rows(first),
+        value=native.float_rows(second),
+        d_gate=d_first,
+        d_value=d_second,
     )
     return d_gate, d_value
 
@@ -173,12 +178,22 @@ def _cpu_backward(grad: Tensor, gate: Tensor, value: Tensor | None) -> tuple[Ten
 def _cpu_jvp(
     gate: Tensor, d_gate: Tensor, value: Tensor | None, d_value: Tensor | None, *, out: Pair | None = None
 ) -> tuple[Tensor, Tensor]:
-    first, second = _halves(native.float_rows(gate), None if value is None else native.float_rows(value))
-    d_first, d_second = _halves(native.float_rows(d_gate), None if d_value is None else native.float_rows(d_value))
+    first, second = gate.chunk(2, dim=-1) if value is None else (gate, value)
+    d_first, d_second = d_gate.flatten(0, 1).chunk(2, dim=-1) if d_value is None else (d_gate, d_value)
     tangents, (rows, width) = len(d_gate), first.shape
     y, dy = out or (native.empty_rows(rows, width), native.empty_rows(tangents, rows, width))
-    inputs = {"gate": first, "d_gate": d_first, "value": second, "d_value": d_second}
-    _JVP_KERNEL.run(rows, width, 1, tangents, **inputs, y=y, d_y=dy.view(-1, width))
+    _JVP_KERNEL.run(
+        rows,
+        width,
+        1,
+        tangents,
+        gate=native.float_rows(first),
+        d_gate=native.float_rows(d_first),
+        value=native.float_rows(second),
+        d_value=native.float_rows(d_second),
+        y=y,
+        d_y=dy.view(-1, width),
+    )
     return y, dy
 
 
@@ -186,10 +201,6 @@ def _cpu_jvp(
 
 
 class _Derivatives(dispatch.Derivatives):
-    @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return dispatch.below_autograd(_forward, *inputs)
-
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:  # noqa: ARG004
         gate, value, ctx.backend = inputs
@@ -202,7 +213,7 @@ class _Derivatives(dispatch.Derivatives):
         return d_gate, None if value is None else d_value, None
 
 
-_forward = dispatch.operation(
+swiglu_rows = dispatch.operation(
     "swiglu",
     swiglu_reference,
     cpu=native.backend(_cpu),
@@ -210,6 +221,7 @@ _forward = dispatch.operation(
     derivatives=_Derivatives,
     rowwise=True,
 )
+"""`swiglu` of rows as the reference takes them, unchecked; the last argument is the name of a backend."""
 _backward = dispatch.operation(
     "swiglu_backward",
     swiglu_backward_reference,
@@ -223,6 +235,5 @@ _jvp = dispatch.operation(
     swiglu_jvp_reference,
     cpu=native.backend(_cpu_jvp),
     triton=triton_kernels.backend("network", "swiglu_jvp"),
-    has_out=True,
     part_of="swiglu",
 )

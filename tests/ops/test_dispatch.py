@@ -65,8 +65,17 @@ def test_compiled_code_is_built_here():
     assert gf.backends()["masked_interpolant"]["cpu"] == "available"
 
 
-def test_without_the_extension_the_reason_is_given(monkeypatch):
+@pytest.fixture
+def without_extension(monkeypatch):
+    """The package as it is where nothing was compiled."""
     monkeypatch.setattr(native, "extension", lambda: None)
+    native.missing.cache_clear()
+    yield
+    native.missing.cache_clear()
+
+
+@pytest.mark.usefixtures("without_extension")
+def test_without_the_extension_the_reason_is_given():
     assert "not built" in gf.backends()["masked_interpolant"]["cpu"]
     x = gf.geometry.sample_uniform(2, 3)
     zeros = torch.zeros(2, dtype=torch.int8)
