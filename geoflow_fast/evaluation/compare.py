@@ -128,11 +128,11 @@ def _result(
     method: Method, task: RetrievalTask, answers: Answers, scores: Columns, bins: int, resamples: int
 ) -> Result:
     """Judges the scores of a method."""
-    uncertainty, correct = scores["uncertainty"], answers.correct.numpy()
+    uncertainty, correct, first_right = scores["uncertainty"], answers.correct.numpy(), answers.first_right.numpy()
     # The captions of one image are not independent of each other, so the bootstrap draws them together.
     images = task.query_image.numpy()
-    calibration = retrieval_calibration(uncertainty, correct, bins, resamples=resamples, groups=images)
-    curve = selective_accuracy(uncertainty, correct)
+    calibration = retrieval_calibration(uncertainty, first_right, bins, resamples=resamples, groups=images)
+    curve = selective_accuracy(uncertainty, first_right)
     states_probabilities = not np.isnan(scores["p_answer"]).any()
     stated = reliability(scores["p_answer"], correct) if states_probabilities else None
     names = ("confidence", "accuracy", "count")

@@ -1,8 +1,9 @@
 """How well an uncertainty tells right answers from wrong ones.
 
 One convention throughout: `uncertainty` [n] is higher where the answer is less certain, and `correct` [n] says which
-answers were right. Both may be tensors, arrays or lists. Only the order of the uncertainties matters, except to
-`r2_value`. NaN is refused.
+answers were right; all but `reliability` also take the probability of being right, such as the share of right items
+among those that tie for the first place (`Answers.first_right`). Both may be tensors, arrays or lists. Only the order
+of the uncertainties matters, except to `r2_value`. NaN is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geoflow_fast.evaluation.statistics import (
-    Bools,
     Floats,
     Interval,
     RowCounts,
@@ -27,6 +27,7 @@ from geoflow_fast.evaluation.statistics import (
     floats,
     percentile_intervals,
     scored_answers,
+    scored_shares,
 )
 from geoflow_fast.runtime import checks
 
@@ -110,7 +111,7 @@ def retrieval_calibration(
     as many queries as bins. With `resamples` (for example 1,000) each number gets a bootstrap interval, with `groups`
     as in `bootstrap_interval`. Numbers from ten bins saturate and are noisy: compare methods by AUROC and AURC.
     """
-    score, right = scored_answers(uncertainty, correct)
+    score, right = scored_shares(uncertainty, correct)
     if not 2 <= bins <= len(score):
         raise ValueError(f"bins={bins} must be at least 2 and at most the number of queries, {len(score)}")
     check_resamples(resamples)
@@ -153,7 +154,7 @@ class _SortedAnswers:
     The methods take `count` [n]: how often each answer, in the order it was given in, occurs.
     """
 
-    def __init__(self, score: Floats, right: Bools, seed: int = 0) -> None:
+    def __init__(self, score: Floats, right: Floats, seed: int = 0) -> None:
         chance = np.random.default_rng(checks.integer(seed, "seed")).permutation(len(score))
         self.order = np.lexsort((chance, score))
         self.right, self.score = right[self.order], score[self.order]
@@ -180,9 +181,11 @@ class _SortedAnswers:
         """Probability that a wrong answer is less certain than a right one, ties counting half."""
         right, every = self.by_tie(count)
         wrong = every - right
-        pairs = right.sum() * wrong.sum()
+        # An answer that is right with some probability makes no pair with itself.
+        itself = (self.right * (1 - self.right) * count[self.order] ** 2).sum()
+        pairs = right.sum() * wrong.sum() - itself
         more_certain = np.cumsum(right) - right / 2
-        return float((wrong * more_certain).sum() / pairs) if pairs else math.nan
+        return float(((wrong * more_certain).sum() - itself / 2) / pairs) if pairs > 0 else math.nan
 
     def aurc(self, count: RowCounts) -> float:
         """Share of wrong answers among the k most certain, averaged over k."""
@@ -203,7 +206,7 @@ def selective_accuracy(
     At least one answer is kept. If the last answers kept are tied with others, the accuracy is the mean over all orders
     of the tied ones.
     """
-    score, right = scored_answers(uncertainty, correct)
+    score, right = scored_shares(uncertainty, correct)
     shares = floats(coverage, "coverage")
     if not len(shares) or not ((shares > 0) & (shares <= 1)).all():
         raise ValueError(f"coverage must be shares above 0 and at most 1, got {list(coverage)}")
@@ -225,7 +228,7 @@ def auroc(uncertainty: Values, correct: Values) -> float:
 
     NaN if all answers are right or all are wrong.
     """
-    score, right = scored_answers(uncertainty, correct)
+    score, right = scored_shares(uncertainty, correct)
     return _SortedAnswers(score, right).auroc(np.ones(len(score), np.int64))
 
 
@@ -234,7 +237,7 @@ def aurc(uncertainty: Values, correct: Values) -> float:
 
     0 if all answers are right, 1 if all are wrong. For tied answers it is the mean over all their orders.
     """
-    score, right = scored_answers(uncertainty, correct)
+    score, right = scored_shares(uncertainty, correct)
     return _SortedAnswers(score, right).aurc(np.ones(len(score), np.int64))
 
 

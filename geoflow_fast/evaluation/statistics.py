@@ -158,6 +158,16 @@ def scored_answers(values: Values, correct: Values, name: str = "uncertainty") -
     return score, right.astype(bool)
 
 
+def scored_shares(values: Values, correct: Values) -> tuple[Floats, Floats]:
+    """As `scored_answers`, but an answer may also be right with a probability between 0 and 1, as one of tied items."""
+    score, right = floats(values, "uncertainty"), floats(correct, "correct")
+    if ((right > 0) & (right < 1)).any():
+        scored_answers(score, np.where((right > 0) & (right < 1), 1, right))
+        return score, right
+    score, known = scored_answers(score, right)
+    return score, known.astype(np.float64)
+
+
 def floats(values: Values, name: str) -> Floats:
     """The values as a float64 array [n] without NaN."""
     array = checks.array(values.double() if isinstance(values, Tensor) else values, name).astype(np.float64)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import geoflow_fast as gf
+from geoflow_fast.evaluation import aurc, auroc, selective_accuracy
 from geoflow_fast.evaluation.retrieval import plain_search
 from geoflow_fast.retrieval.task import RetrievalTask
 from tests.reliability.targets import unit
@@ -28,3 +29,13 @@ def test_recall_at_one_is_the_mean_over_the_orders_of_tied_items(copies, top_k):
         torch.testing.assert_close(answers.first_right, torch.full((3,), 1 / copies, dtype=torch.float64))
         recalls.append(answers.recall(1))
     assert recalls == pytest.approx([1 / copies] * 3)
+
+
+def test_answers_that_are_right_with_a_probability_count_as_the_mean_over_their_outcomes():
+    generator = np.random.default_rng(0)
+    uncertainty = generator.integers(50, size=300)
+    share = np.where(generator.random(300) < 0.2, 0.5, generator.random(300) < 0.6)
+    outcomes = [generator.random(300) < share for _ in range(2000)]
+    for metric in (auroc, aurc, lambda *given: selective_accuracy(*given).ausac):
+        values = [metric(uncertainty, outcome) for outcome in outcomes]
+        assert metric(uncertainty, share) == pytest.approx(np.mean(values), abs=4 * np.std(values) / 2000**0.5 + 1e-4)
