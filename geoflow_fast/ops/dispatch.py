@@ -41,17 +41,6 @@ class Backend:
     missing: Callable[[], str | None] | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
 
-    def refusal(self, tensor: Tensor) -> str | None:
-        """The reason why this backend cannot serve tensors like this one; None if it can."""
-        if self.missing is not None and (reason := self.missing()) is not None:
-            return reason
-        devices = self.devices if isinstance(self.devices, tuple) else self.devices()
-        if tensor.device.type not in devices:
-            return f"serves {' and '.join(devices)} tensors, and these are on {tensor.device.type}"
-        if self.dtypes is not None and tensor.dtype not in self.dtypes:
-            return f"works in {', '.join(map(str, self.dtypes))}, and these are {tensor.dtype}"
-        return None
-
 
 _OPERATIONS: dict[str, dict[str, Backend]] = {}
 _PASSES: set[str] = set()
@@ -70,10 +59,16 @@ def choose(name: str, tensor: Tensor, backend: str = "auto") -> Callable[..., An
     candidates = AUTO_ORDER.get(tensor.device.type, ("reference",)) if backend == "auto" else (backend,)
     refusals = []
     for candidate in candidates:
-        if candidate in table:
-            reason = table[candidate].refusal(tensor)
+        entry = table.get(candidate)
+        if entry is not None:
+            reason = None if entry.missing is None else entry.missing()
+            devices = entry.devices if isinstance(entry.devices, tuple) else entry.devices()
+            if reason is None and tensor.device.type not in devices:
+                reason = f"serves {' and '.join(devices)} tensors, and these are on {tensor.device.type}"
+            if reason is None and entry.dtypes is not None and tensor.dtype not in entry.dtypes:
+                reason = f"works in {', '.join(map(str, entry.dtypes))}, and these are {tensor.dtype}"
             if reason is None:
-                return table[candidate].function
+                return entry.function
         elif candidate in BACKENDS:
             reason = f"{name} has no {candidate} implementation"
         else:

@@ -90,8 +90,9 @@ class GalleryStatistics:
     def posterior(self, dtype: torch.dtype = torch.float32) -> GalleryPosterior:
         """The posterior over the items scored, in `dtype`: H = log weight - moment / weight, with scores relative to
         the peak."""
-        log_z = self.log_z
-        entropy = (self.weight.log() - self.moment / self.weight).clamp_min(0.0)
+        log_weight = self.weight.log()
+        log_z = self.peak + log_weight
+        entropy = (log_weight - self.moment / self.weight).clamp_min(0.0)
         top_prob = (self.top_score - log_z.unsqueeze(1)).exp()
         mass = torch.sigmoid(self.log_left - log_z)
         bound = entropy_bound(entropy, mass, self.left)
