@@ -68,7 +68,7 @@ def numbers(value: Any, name: str = "result") -> dict[str, Any]:
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     parts = value.items() if isinstance(value, dict) else ()
     parts = [(key, entry) for key, entry in parts if key != "seconds"]
-    return {place: part for key, entry in parts for place, part in numbers(entry, f"{name}.{key}").items()}
+    return {path: part for key, entry in parts for path, part in numbers(entry, f"{name}.{key}").items()}
 
 
 def outcome(target: Target, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -95,8 +95,8 @@ def test_every_public_call_ignores_defaults(target, kind, tmp_path, monkeypatch)
             outcomes.append(outcome(target, arguments[part]))
     plain, foreign = outcomes
     assert plain.keys() == foreign.keys()
-    for place, value in plain.items():
+    for path, value in plain.items():
         if target.name.startswith("OpenClipEncoder."):  # torch's own attention is fused without a default device only
-            np.testing.assert_allclose(foreign[place], value, rtol=1e-4, atol=1e-5, err_msg=place)
+            np.testing.assert_allclose(foreign[path], value, rtol=1e-4, atol=1e-5, err_msg=path)
         else:
-            np.testing.assert_array_equal(foreign[place], value, err_msg=place)
+            np.testing.assert_array_equal(foreign[path], value, err_msg=path)
