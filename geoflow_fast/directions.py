@@ -56,7 +56,7 @@ class Direction(str, Enum):
         "joint" and only a `conditional` one will do."""
         known = [direction for direction in cls if not (conditional and direction is cls.JOINT)]
         for direction in known:
-            if value == direction:
+            if isinstance(value, str) and value == direction:
                 return direction
         raise ValueError(f"direction must be one of {tuple(map(str, known))}, got {value!r}")
 

@@ -27,6 +27,9 @@ class CosineBaseline(Baseline):
 
     ONE_WIDTH_FOR: ClassVar[str | None] = "a cosine"
 
+    def __init__(self, image_dim: int, text_dim: int) -> None:
+        super().__init__(image_dim, text_dim)
+
 
 class Margin(CosineBaseline):
     """Cosine margin: minus the difference between the largest and the second largest cosine."""

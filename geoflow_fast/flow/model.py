@@ -59,7 +59,7 @@ class GeoFlow(nn.Module):
         return self.summary()
 
     def num_parameters(self) -> int:
-        """Number of trainable parameters."""
+        """Number of parameters."""
         return sum(p.numel() for p in self.parameters())
 
     def summary(self) -> str:

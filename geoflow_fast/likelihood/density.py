@@ -125,6 +125,8 @@ def epistemic(
     and M more, at the cost of two solves each; `image_partners` do so for log p(text). The probes of the m-th partner
     depend on `generator`, the row and m.
     """
+    if isinstance(generator, str):  # the divergence stood here in an earlier release
+        deprecated, generator = {**deprecated, "divergence": generator}, None
     _check_typical(deprecated_keyword(deprecated, "typicality", "epistemic", "typical=(image, text) alone"), typical)
     keywords = {"n_steps": n_steps, "n_probes": n_probes, "solver": solver}
     settings = settings_from(DensitySettings(), settings, deprecated, "epistemic", **keywords)
@@ -191,6 +193,10 @@ def suggest_steps(
     if not tolerance > 0 or checks.integer(max_steps, "max_steps", 1) < 2:
         raise ValueError(f"tolerance={tolerance} must be positive and max_steps={max_steps} at least 2")
     direction = Direction.of(direction)
+    if settings is not None and deprecated.get("n_steps") == settings.n_steps:
+        del deprecated["n_steps"]  # unpacked from the settings
+    if "n_steps" in deprecated:
+        raise TypeError("suggest_steps() got an unexpected keyword argument 'n_steps'")
     keywords = {"solver": solver, "n_probes": n_probes, "divergence": divergence}
     settings = settings_from(DensitySettings(), settings, deprecated, "suggest_steps", **keywords)
     kept = dataclasses.replace(settings, redraw=False, probe=None if settings.probe == "aligned" else settings.probe)

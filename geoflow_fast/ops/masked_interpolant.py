@@ -14,7 +14,7 @@ from geoflow_fast.geometry import UNIT_TOLERANCE, capturing, check_rows, eps, in
 from geoflow_fast.ops import dispatch, native, triton_kernels
 from geoflow_fast.runtime import checks
 
-Streams = tuple[Tensor, Tensor, Tensor, Tensor]
+FourStreams = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def masked_interpolant(
@@ -27,8 +27,8 @@ def masked_interpolant(
     *,
     drop: Tensor | None = None,
     backend: str = "auto",
-    out: Streams | None = None,
-) -> Streams:
+    out: FourStreams | None = None,
+) -> FourStreams:
     """Inputs and targets of masked flow matching: (image_t, text_t, v_image, v_text).
 
     `image0` [B, d_I] and `text0` [B, d_T] are noise, `image1` and `text1` data, all unit rows in float32 or float64;
@@ -49,7 +49,7 @@ def masked_interpolant(
         backend = "reference"
     times = t.to(image0.dtype)
     if out is None:
-        streams: Streams = _forward(*inputs, times, direction, drop, str(backend))
+        streams: FourStreams = _forward(*inputs, times, direction, drop, str(backend))
         return streams
     if wants_gradient:
         raise ValueError("out= cannot be combined with inputs that require a gradient")
@@ -58,7 +58,7 @@ def masked_interpolant(
     return out
 
 
-def _check(inputs: Streams, t: Tensor, direction: Tensor, drop: Tensor | None) -> None:
+def _check(inputs: FourStreams, t: Tensor, direction: Tensor, drop: Tensor | None) -> None:
     """Shapes, dtypes, devices and ranges; the rows themselves are checked while they are read."""
     names = ("image0", "text0", "image1", "text1")
     first = inputs[0]
@@ -88,7 +88,7 @@ def _check(inputs: Streams, t: Tensor, direction: Tensor, drop: Tensor | None) -
         raise ValueError(f"drop must be bool of shape [{rows}] on {first.device}, got {drop.dtype} {tuple(drop.shape)}")
 
 
-def _check_out(inputs: Streams, out: Streams) -> None:
+def _check_out(inputs: FourStreams, out: FourStreams) -> None:
     if len(out) != 4 or len({id(x) for x in out}) != 4:
         raise ValueError(f"out needs four different tensors (image_t, text_t, v_image, v_text), got {len(out)}")
     for name, target, like in zip(("image_t", "text_t", "v_image", "v_text"), out, inputs[:2] * 2):
@@ -154,7 +154,7 @@ def _check_shown_rows(
 # ---- fused ---------------------------------------------------------------------------------------------------------
 
 
-def _fused(kernel: Callable[..., int]) -> Callable[..., Streams]:
+def _fused(kernel: Callable[..., int]) -> Callable[..., FourStreams]:
     """A backend that runs `kernel` on contiguous tensors; it returns the first row that is off the sphere, or -1."""
 
     def run(
@@ -166,8 +166,8 @@ def _fused(kernel: Callable[..., int]) -> Callable[..., Streams]:
         direction: Tensor,
         drop: Tensor | None,
         *,
-        out: Streams | None = None,
-    ) -> Streams:
+        out: FourStreams | None = None,
+    ) -> FourStreams:
         inputs = [x.detach().contiguous() for x in (image0, text0, image1, text1)]
         image_t, text_t, v_image, v_text = out or tuple(torch.empty_like(x) for x in inputs[:2] * 2)
         bad_row = kernel(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast.directions import DIRECTIONS
+from geoflow_fast.directions import Direction
 from geoflow_fast.distributed import World
 from geoflow_fast.ops import dispatch, native
 from geoflow_fast.ops.dispatch import Backend
@@ -152,17 +152,15 @@ def couple(
     bisection so that a share `target_ratio` of all pairs (i, j) costs no more than the pair (i, i): 1 / B gives the
     independent coupling, 1 ignores the conditions.
     """
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
-    names = COUPLINGS if direction == "joint" else CONDITIONAL_COUPLINGS
+    direction = Direction.of(direction)
+    names = COUPLINGS if direction is Direction.JOINT else CONDITIONAL_COUPLINGS
     if coupling not in names:
         raise ValueError(f"coupling of {direction} rows must be one of {', '.join(names)}, got {coupling!r}")
     problem = _make_square_problem((image0, text0, image1, text1), "arc", (1.0, 1.0))
     if coupling == "independent":
         return torch.arange(problem.shape[0], device=image1.device)
     if coupling == "c2ot":
-        generated = 1 if direction == "i2t" else 0
-        return _c2ot(problem, generated, target_ratio, backend)
+        return _c2ot(problem, direction.generated[0], target_ratio, backend)
     settings = make_settings(eps, tol, max_iter, "float32")
     return _assign(problem, settings, "argmax" if coupling == "paper" else coupling, generator, backend)
 

@@ -21,7 +21,7 @@ from geoflow_fast.retrieval.freshness import flow_marks, marks
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource
 from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.progress import Advance
-from geoflow_fast.runtime.settings import deprecated_keyword, settings_from
+from geoflow_fast.runtime.settings import deprecated_attribute, deprecated_keyword, settings_from
 
 POSTERIORS = ("likelihood", "bayes")
 MARGINALS = ("scores", "density")
@@ -143,6 +143,17 @@ class RetrievalEntropy(nn.Module):
         self._marginal_marks: Hashable = None
         self._marginal_facts: dict[str, Any] = {}
         self._set_reference("density" if marginal == "density" else reference)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("n_samples", "noise"):
+            value, now = getattr(self.sampling, name), f"RetrievalEntropy.sampling.{name}"
+        elif name in ("index", "prune"):
+            value, now = getattr(self.gallery, name), f"RetrievalEntropy.gallery.{name}"
+        elif name == "solve":
+            value, now = self.sampling, "RetrievalEntropy.sampling"
+        else:
+            return super().__getattr__(name)
+        return deprecated_attribute(f"RetrievalEntropy.{name}", now, value)
 
     def _set_reference(self, reference: Tensor | Array | str | None) -> None:
         self.marginal = "density" if isinstance(reference, str) else "scores"

@@ -41,4 +41,7 @@ class FlowDigest:
 
 
 def _middle(x: Tensor) -> float | None:
-    return x.detach()[tuple(size // 2 for size in x.shape)].item() if x.numel() else None
+    """The value in the middle of a tensor on the CPU. Reading one from a GPU would wait for it."""
+    if x.is_cuda or not x.numel():
+        return None
+    return x.detach()[tuple(size // 2 for size in x.shape)].item()

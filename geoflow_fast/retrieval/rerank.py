@@ -33,6 +33,7 @@ from geoflow_fast.retrieval.gallery import Gallery, GallerySource
 from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.progress import Advance, progress_bar
+from geoflow_fast.runtime.settings import deprecated_attribute
 
 PAIRS_AT_ONCE = 2048
 """(query, item) pairs whose embeddings are gathered at a time."""
@@ -124,6 +125,11 @@ class BayesReranker(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.gallery = self.gallery.on(next(self.flow.parameters()).device)
         return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "solve":
+            return deprecated_attribute("BayesReranker.solve", "BayesReranker.density", self.density)
+        return super().__getattr__(name)
 
     def extra_repr(self) -> str:
         """Settings and weights in one line, for `print`."""

@@ -41,6 +41,9 @@ class RetrievalTask:
     folder: Path | None = None
     """Folder that the pairs were opened from, or None."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "direction", Direction.of(self.direction, conditional=True))
+
     @classmethod
     def of(
         cls,

@@ -10,23 +10,27 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
 S = TypeVar("S", bound="Settings")
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Settings(Mapping[str, Any]):
     """Base class of settings objects, which also unpack with `**` into the keywords of the calls that take them.
 
-    `KEYWORDS` names the fields that every such call has as a keyword of its own; the others travel in `settings`.
+    `KEYWORDS` names the fields that such a call has as keywords of its own; the others travel in `settings`. As a
+    mapping an object has these keywords and "settings", and `object[name]` works for every field.
     """
 
     KEYWORDS: ClassVar[tuple[str, ...]] = ()
 
-    def keys(self) -> tuple[str, ...]:
-        """Names of the keywords that `**` passes to a call."""
-        return (*self.KEYWORDS, "settings")
+    def __iter__(self) -> Iterator[str]:
+        return iter((*self.KEYWORDS, "settings"))
+
+    def __len__(self) -> int:
+        return len(self.KEYWORDS) + 1
 
     def __getitem__(self, name: str) -> Any:
         if name == "settings":
@@ -56,6 +60,12 @@ def settings_from(default: S, settings: S | None, deprecated: dict[str, Any], ca
         keywords[name] = deprecated_keyword(deprecated, name, call, instead, stacklevel=4)
     changes = {name: value for name, value in keywords.items() if value is not None}
     return dataclasses.replace(settings or default, **changes)
+
+
+def deprecated_attribute(name: str, instead: str, value: Any) -> Any:
+    """Warns that the attribute `instead` replaces the one called `name`, and returns its value."""
+    warnings.warn(f"{name} is deprecated; use {instead}", DeprecationWarning, stacklevel=3)
+    return value
 
 
 def deprecated_keyword(deprecated: dict[str, Any], name: str, call: str, instead: str, stacklevel: int = 3) -> Any:
