@@ -29,9 +29,15 @@ CREATES_MODULES = {
     "baselines.Activations.from_arrays",
     *(name for name, value in surface().items() if inspect.isclass(value) and issubclass(value, torch.nn.Module)),
 } - {"RetrievalEntropy", "BayesReranker"}  # these are made of a flow and follow its device
+# `make test` makes every call under one of the two, `make test-slow` under the other.
 CASES = [
-    pytest.param(target, kind, id=f"{target.name}-{kind}")
-    for target in EVERY
+    pytest.param(
+        target,
+        kind,
+        id=f"{target.name}-{kind}",
+        marks=[pytest.mark.slow] if (kind == "meta") == bool(number % 2) and target.name not in CREATES_MODULES else [],
+    )
+    for number, target in enumerate(EVERY)
     for kind in ("meta", "float64")
     if not (kind == "meta" and target.name in CREATES_MODULES)
 ]

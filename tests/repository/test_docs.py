@@ -42,7 +42,13 @@ SMALLER = {
 
 
 # What makes documented Python small.
-FEWER = {"24_000": "2_400", "steps=200": "steps=10"}
+FEWER = {
+    "24_000": "2_400",
+    "steps=200": "steps=10",
+    "max_queries=200": "max_queries=100",
+    "text[:500])\n": "text[:40])\n",
+    "arange(500)": "arange(40)",
+}
 
 
 @pytest.fixture(scope="module")
