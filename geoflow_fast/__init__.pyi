@@ -2,7 +2,6 @@
 
 from geoflow_fast import baselines as baselines
 from geoflow_fast import distributed as distributed
-from geoflow_fast import encoders as encoders
 from geoflow_fast import evaluation as evaluation
 from geoflow_fast import geometry as geometry
 from geoflow_fast import ops as ops

@@ -46,8 +46,8 @@ FEWER = {
     "24_000": "2_400",
     "steps=200": "steps=10",
     "max_queries=200": "max_queries=100",
-    "text[:500])\n": "text[:40])\n",
-    "arange(500)": "arange(40)",
+    "search(text[:500])": "search(text[:40])",
+    "answers.answer == torch.arange(500)": "answers.answer == torch.arange(40)",
 }
 
 
