@@ -13,7 +13,7 @@ LOCKED ?= 1
 TOOLS := build/tools
 WITH_TOOLS := PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(BIN)/python -m tools.supply
 
-.PHONY: setup demo test test-slow test-gpu test-wheel test-browser test-sanitize soak reliability bench bench-quick bench-compare docs lint lock licences audit wheel clean
+.PHONY: setup demo test test-first-half test-second-half test-slow test-gpu test-wheel test-browser test-sanitize soak reliability bench bench-quick bench-compare docs lint lock licences audit wheel clean
 
 setup: .venv/.installed
 
@@ -51,11 +51,19 @@ endif
 demo: setup
 	$(BIN)/geoflow demo --out demo_output
 
+# Two halves side by side, since most tests keep one core busy. Threads that wait must not keep the other half's core.
 # Triton's interpreter and its compiler each need a process of their own.
+FIRST_HALF := $(addprefix tests/,baselines cli cuda_emulation data demo encoders evaluation flow jobs)
 test: setup
-	$(PYTEST) -m "not slow and not gpu" tests
+	OMP_WAIT_POLICY=passive $(MAKE) --no-print-directory --jobs=2 --output-sync=line test-first-half test-second-half
+
+test-first-half:
+	$(PYTEST) -m "not slow and not gpu" $(FIRST_HALF)
 	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" tests/interpreter
 	$(PYTEST) -m "not slow" tests/aot
+
+test-second-half:
+	$(PYTEST) -m "not slow and not gpu" tests $(addprefix --ignore=,$(FIRST_HALF))
 
 test-slow: setup
 	$(PYTEST) -m "slow and not gpu" tests
