@@ -30,7 +30,7 @@ class Tile:
 
 
 def row_tile(width: int) -> Tile:
-    """For kernels that reduce over a row: whole rows, 16 elements a thread and at least 4 warps."""
+    """The tile of kernels that reduce over a row: whole rows, 16 elements a thread and at least 4 warps."""
     if width > MAX_WIDTH:
         raise ValueError(
             f"Triton kernels take rows of at most {MAX_WIDTH} entries, got {width}; use backend='reference'"
@@ -40,7 +40,7 @@ def row_tile(width: int) -> Tile:
 
 
 def element_tile(width: int) -> Tile:
-    """For elementwise kernels: 512 bytes of float32 from each of 16 rows, so that ragged widths waste little."""
+    """The tile of elementwise kernels: 512 bytes of float32 from each of 16 rows, so ragged widths waste little."""
     columns = min(128, max(16, triton.next_power_of_2(width)))
     return Tile(2048 // columns, columns, 4)
 

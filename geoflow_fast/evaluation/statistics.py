@@ -159,7 +159,7 @@ def scored_answers(values: Values, correct: Values, name: str = "uncertainty") -
 
 
 def scored_shares(values: Values, correct: Values) -> tuple[Floats, Floats]:
-    """As `scored_answers`, but an answer may also be right with a probability between 0 and 1, as one of tied items."""
+    """Does what `scored_answers` does, but an answer may be right with a probability, as one of tied items is."""
     score, right = floats(values, "uncertainty"), floats(correct, "correct")
     if ((right > 0) & (right < 1)).any():
         scored_answers(score, np.where((right > 0) & (right < 1), 1, right))

@@ -70,7 +70,7 @@ class PrefixRows:
     rows: Tensor
     """[N, r] on the gallery's device: the projected item, then the norm of what the projection leaves."""
     largest_norm: float
-    """Of the gallery's rows."""
+    """The largest norm of a row of the gallery."""
 
     # unchecked: gallery_posterior calls it with a gallery that it has checked
     def check(self, gallery: Tensor) -> None:
