@@ -1,4 +1,5 @@
-"""Retrieval entropy: how ambiguous a query is over a gallery, from samples of the conditional flow (Sec. 4.1)."""
+"""Retrieval entropy: how ambiguous a query is over a gallery, from samples of the conditional flow (Sec. 4.1) or from
+the points of a head."""
 
 from __future__ import annotations
 
@@ -12,19 +13,22 @@ from torch import Tensor, nn
 
 from geoflow_fast.data.rows import Array
 from geoflow_fast.directions import Direction
-from geoflow_fast.flow.model import GeoFlow, flow_digest
-from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings, StartingPoints, sample_conditional
+from geoflow_fast.flow.model import GeoFlow
+from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings
 from geoflow_fast.geometry import check_rows
+from geoflow_fast.head.model import PosteriorHead
 from geoflow_fast.ops.gallery_posterior import check_kappa
 from geoflow_fast.retrieval import marginals
 from geoflow_fast.retrieval.freshness import flow_marks, marks
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource
-from geoflow_fast.runtime import checks, hashing
+from geoflow_fast.retrieval.sources import FlowSource, HeadSource, ScoringPoints, Source
+from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.progress import Advance
 from geoflow_fast.runtime.settings import deprecated_attribute, deprecated_keyword, settings_from
 
 POSTERIORS = ("likelihood", "bayes")
 MARGINALS = ("scores", "density")
+PAPER_KAPPA = 100.0
 
 
 @dataclass(frozen=True)
@@ -73,13 +77,19 @@ def risk_lower_bound(entropy: Tensor, n_items: int) -> Tensor:
 class RetrievalEntropy(nn.Module):
     """Retrieval entropy of queries over a gallery: `scorer(queries)` returns a `RetrievalPosterior`.
 
-    `direction="t2i"`: queries are texts and the gallery holds images; "i2t": the other way round. `gallery`: a tensor,
-    an array, a `.npy` file, a folder of shards or a `Gallery`. For each query, `n_samples` embeddings of the other
-    modality are drawn from the conditional flow in `n_steps` steps with `guidance`; `settings` has these and the rest
-    of what `sample` can be told, and a keyword that is given overrides it. All queries share the same noise, drawn by
-    `seed`. Each item is scored by the mean of von Mises-Fisher kernels with concentration `kappa`, at most 1e5,
-    around the samples, and normalising the scores over the gallery gives the posterior, of which the `top_k` most
-    probable items are listed. The defaults are the paper's; `fast` has a cheaper setting.
+    `model`: a flow or a head. `direction="t2i"`: queries are texts and the gallery holds images; "i2t": the other way
+    round. `gallery`: a tensor, an array, a `.npy` file, a folder of shards or a `Gallery`.
+
+    With a `PosteriorHead`, one call of its network gives the Bayes posterior of "which item is it", in calibrated nats.
+    Typical `reference` queries replace the bank of queries that the head keeps to correct for items that are near to
+    everything. The settings that follow are those of a flow.
+
+    For each query, `n_samples` embeddings of the other modality are drawn from the conditional flow in `n_steps` steps
+    with `guidance`; `settings` has these and the rest of what `sample` can be told, and a keyword that is given
+    overrides it. All queries share the same noise, drawn by `seed`. Each item is scored by the mean of von Mises-Fisher
+    kernels with concentration `kappa` (100 by default, at most 1e5) around the samples, and normalising the scores over
+    the gallery gives the posterior, of which the `top_k` most probable items are listed. The defaults are the paper's;
+    `fast` has a cheaper setting.
 
     `posterior="likelihood"` (the paper) normalises p(item | query); "bayes" first divides by p(item), which gives the
     probability that the item is the one meant. The marginals p(item) are computed once per gallery, and again after a
@@ -87,28 +97,25 @@ class RetrievalEntropy(nn.Module):
     or with `reference="density"` from the flow's log-density, which needs no queries and is far more expensive.
 
     If the gallery has an index, scoring on a CPU skips items that provably do not matter, and `risk_lower_bound`
-    accounts for the possible change. The state dict contains the flow, not the gallery; moving the scorer to a device
+    accounts for the possible change. The state dict contains the model, not the gallery; moving the scorer to a device
     leaves a `Gallery` that it was given where it is.
     """
 
-    start_generated: Tensor
-    start_condition: Tensor
     reference: Tensor | None
-    log_marginal: Tensor | None
 
     def __init__(
         self,
-        flow: GeoFlow,
+        model: GeoFlow | PosteriorHead,
         gallery: GallerySource | Gallery,
         direction: str = "t2i",
         n_samples: int | None = None,
-        kappa: float = 100.0,
+        kappa: float | None = None,
         guidance: float | None = None,
         n_steps: int | None = None,
         seed: int = 0,
         *,
         top_k: int = 10,
-        posterior: str = "likelihood",
+        posterior: str | None = None,
         reference: Tensor | Array | str | None = None,
         settings: SamplingSettings | None = None,
         **deprecated: Any,
@@ -119,27 +126,35 @@ class RetrievalEntropy(nn.Module):
         prune = deprecated_keyword(deprecated, "prune", call, "a Gallery(..., prune=...)")
         marginal = deprecated_keyword(deprecated, "marginal", call, 'reference="density", or queries as the reference')
         self.direction = Direction.of(direction, conditional=True)
-        self.sampling = settings_from(
-            SamplingSettings(), settings, deprecated, call, n_samples=n_samples, n_steps=n_steps, guidance=guidance
-        )
         self.top_k, self.seed = checks.integer(top_k, "top_k", 1), checks.integer(seed, "seed")
-        for name, value, known in (("posterior", posterior, POSTERIORS), ("marginal", marginal or "scores", MARGINALS)):
+        for name, value, known in (
+            ("posterior", posterior or "likelihood", POSTERIORS),
+            ("marginal", marginal or "scores", MARGINALS),
+        ):
             if value not in known:
                 raise ValueError(f"{name} must be one of {known}, got {value!r}")
-        self.flow, self.kappa, self.posterior = flow, check_kappa(kappa), posterior
+        flow_only = {"n_samples": n_samples, "n_steps": n_steps, "guidance": guidance}
+        self.source: Source
+        if isinstance(model, PosteriorHead):
+            _refuse(**flow_only, kappa=kappa, posterior=posterior, settings=settings, marginal=marginal, **deprecated)
+            self.head, self.posterior = model, "bayes"
+            self.source = HeadSource(model, self.direction)
+        elif isinstance(model, GeoFlow):
+            sampling = settings_from(SamplingSettings(), settings, deprecated, call, **flow_only)
+            self.flow, self.posterior = model, posterior or "likelihood"
+            checked = check_kappa(PAPER_KAPPA if kappa is None else kappa)
+            self.source = FlowSource(model, self.direction, sampling, checked, self.seed)
+        else:
+            raise TypeError(f"RetrievalEntropy needs a GeoFlow or a PosteriorHead, got {type(model).__name__}")
+        self.query_dim = self.source.query_dim
         self.gallery = Gallery.of(gallery)
         if index is not None or prune is not None:
             self.gallery = self.gallery.with_index(index, prune or "auto")
-        config = flow.config
-        widths = config.image_dim, config.text_dim
-        self.query_dim, item_dim = self.direction.queries(*widths), self.direction.items(*widths)
-        if self.gallery.dim != item_dim:
-            raise ValueError(f"gallery has width {self.gallery.dim}, but the flow generates width {item_dim}")
-        generator = torch.Generator().manual_seed(self.seed)
-        start = StartingPoints.draw(self.sampling, config.flow_dims, self.direction, generator, config.manifold)
-        self.register_buffer("start_generated", start.generated, persistent=False)
-        self.register_buffer("start_condition", start.condition, persistent=False)
-        self.register_buffer("log_marginal", None, persistent=False)
+        if self.gallery.dim != self.source.item_dim:
+            raise ValueError(
+                f"gallery has width {self.gallery.dim}, but the {self.source.NAME} expects {self.source.item_dim}"
+            )
+        self._marginals: Tensor | None = None
         self._marginal_marks: Hashable = None
         self._marginal_facts: dict[str, Any] = {}
         self._set_reference("density" if marginal == "density" else reference)
@@ -155,24 +170,41 @@ class RetrievalEntropy(nn.Module):
             return super().__getattr__(name)
         return deprecated_attribute(f"RetrievalEntropy.{name}", now, value)
 
+    @property
+    def sampling(self) -> SamplingSettings:
+        """How samples are drawn from the flow."""
+        return self._flow_source.sampling
+
+    @property
+    def kappa(self) -> float:
+        """Concentration of the kernels around the samples of the flow."""
+        return self._flow_source.kappa
+
+    @property
+    def _flow_source(self) -> FlowSource:
+        if not isinstance(self.source, FlowSource):
+            raise TypeError(f"the points of a {self.source.NAME} are not drawn from a flow")
+        return self.source
+
     def _set_reference(self, reference: Tensor | Array | str | None) -> None:
-        self.marginal = "density" if isinstance(reference, str) else "scores"
-        if isinstance(reference, str):
-            if reference != "density":
-                raise ValueError(f'reference must be queries [R, {self.query_dim}] or "density", got {reference!r}')
-            reference = None
-        elif reference is not None:
-            reference = checks.rows(reference, "reference", self.query_dim, self.start_generated, "R")
-            if len(reference) == 0:
-                raise ValueError(f"reference must be [R, {self.query_dim}], got {tuple(reference.shape)}")
-            check_rows(reference, "reference")
-        self.register_buffer("reference", reference, persistent=False)
-        if self.posterior == "bayes" and self.marginal == "scores":
+        by_density = isinstance(reference, str)
+        if by_density and (reference != "density" or isinstance(self.source, HeadSource)):
+            accepted = ' or "density"' if isinstance(self.source, FlowSource) else ""
+            raise ValueError(f"reference must be queries [R, {self.query_dim}]{accepted}, got {reference!r}")
+        rows = None
+        if reference is not None and not by_density:
+            rows = checks.rows(reference, "reference", self.query_dim, self.source.example, "R")
+            if len(rows) == 0:
+                raise ValueError(f"reference must be [R, {self.query_dim}], got {tuple(rows.shape)}")
+            check_rows(rows, "reference")
+        self.marginal = "density" if by_density else "scores"
+        self.register_buffer("reference", rows, persistent=False)
+        if self.posterior == "bayes":
             self._reference_queries()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RetrievalEntropy:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.gallery = self.gallery.on(self.start_generated.device)
+        self.gallery = self.gallery.on(self.source.example.device)
         return self
 
     @classmethod
@@ -186,52 +218,40 @@ class RetrievalEntropy(nn.Module):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Everything a score depends on besides flow, gallery and query."""
+        """Everything a score depends on besides the model, the gallery and the query."""
         return {
-            "direction": str(self.direction),
-            "n_samples": self.sampling.n_samples,
-            "kappa": self.kappa,
-            "seed": self.seed,
-            "noise": self.sampling.noise,
+            **self.source.settings,
             "posterior": self.posterior,
             "marginal": self.marginal if self.posterior == "bayes" else None,
             "prune": "never" if self.gallery.index is None else self.gallery.prune,
-            "n_steps": self.sampling.n_steps,
-            "solver": self.sampling.solver,
-            "grid": self.sampling.grid,
-            "guidance": self.sampling.guidance,
         }
 
     @property
     def marginal_settings(self) -> dict[str, Any]:
-        """Everything the items' marginals depend on besides flow and gallery."""
-        facts: dict[str, Any] = {"marginal": self.marginal, "direction": str(self.direction), "seed": self.seed}
-        facts |= {"format": marginals.FORMAT, "n_steps": marginals.DENSITY_STEPS}
-        if self.marginal == "scores":
-            facts |= {**self.settings, "posterior": "bayes", "marginal": "scores", "prune": "never"}
-            facts["reference"] = hashing.digest([self._reference_queries()])
-        return facts
+        """Everything the items' marginals depend on besides the model and the gallery."""
+        return self.source.marginal_facts(self._reference_queries())
 
     def item_marginals(self) -> Tensor:
         """Log-marginals [N] of the gallery items, up to a constant. They are computed once, and stored beside a gallery
-        on disk. They are computed again after the flow, the gallery, the reference or a setting has changed."""
-        own = self.start_generated, *(() if self.reference is None else (self.reference,))
-        current = (flow_marks(self.flow), self.gallery.marks(), marks(own), self.kappa, self.sampling, self.seed)
-        if self.log_marginal is None or current != self._marginal_marks:
-            facts = {**self.marginal_settings, "flow": flow_digest(self.flow), "gallery": self.gallery.digest()}
-            if self.log_marginal is None or facts != self._marginal_facts:
-                computed = marginals.computed_once(self.gallery.index_folder, facts, self._compute_marginals)
-                self.log_marginal = computed.to(self.start_generated)
+        on disk. They are computed again after the model, the gallery, the reference or a setting has changed."""
+        own = () if self.reference is None else (self.reference,)
+        current = (flow_marks(self.source.model), self.gallery.marks(), marks(own), *self.source.settings.values())
+        if self._marginals is None or current != self._marginal_marks:
+            digests = {self.source.NAME: self.source.digest(), "gallery": self.gallery.digest()}
+            facts = {**self.marginal_settings, **digests}
+            if self._marginals is None or facts != self._marginal_facts:
+                self._marginals = marginals.computed_once(
+                    self.gallery.index_folder,
+                    facts,
+                    lambda: self.source.item_marginals(self.gallery, self._reference_queries()).float(),
+                )
             self._marginal_marks, self._marginal_facts = current, facts
-        return self.log_marginal
+        return self._marginals.to(self.source.example)
 
-    def _compute_marginals(self) -> Tensor:
-        if self.marginal == "density":
-            return marginals.log_flow_density(self.flow, self.gallery, self.direction, seed=self.seed)
-        return marginals.log_mean_scores(self.draw(self._reference_queries()), self.gallery, self.kappa)
-
-    def _reference_queries(self) -> Tensor:
-        if self.reference is None:
+    def _reference_queries(self) -> Tensor | None:
+        """The typical queries that marginals are computed from; without any a flow's density is used, or the bank
+        of a head."""
+        if self.reference is None and self.marginal == "scores" and isinstance(self.source, FlowSource):
             raise ValueError('the items\' marginals need reference= queries [R, d], or reference="density"')
         return self.reference
 
@@ -243,11 +263,14 @@ class RetrievalEntropy(nn.Module):
     def forward(self, queries: Tensor | Array, advance: Advance | None = None) -> RetrievalPosterior:
         """Posterior over the gallery for each of the `queries` [Q, d], unit rows: a tensor or an array in any
         floating-point type. `advance(n)`, if given, is called whenever the samples of n more queries are drawn."""
-        queries = checks.rows(queries, "queries", self.query_dim, next(self.flow.parameters()), "Q")
-        draw = self._draw_among_ranks if self.gallery.is_divided else self.draw
-        samples = draw(queries, advance)
-        bias = -self.item_marginals().to(samples) if self.posterior == "bayes" else None
-        statistics = self.gallery.statistics(samples, self.kappa, self.top_k, bias, use_index=True)
+        queries = checks.rows(queries, "queries", self.query_dim, self.source.example, "Q")
+        check_rows(queries, "queries")
+        drawn = (self._draw_among_ranks if self.gallery.is_divided else self.source.draw)(queries, advance)
+        samples = drawn.samples
+        bias = -self.item_marginals() if self.posterior == "bayes" else None
+        statistics = self.gallery.statistics(
+            samples, drawn.kappa, self.top_k, bias, sample_bias=drawn.bias, use_index=True
+        )
         post = statistics.posterior(torch.float64)  # the bound on the risk is taken before rounding
         surely = (post.entropy - post.entropy_bound).clamp_min(0)
         top_prob = post.top_prob.to(samples.dtype)
@@ -275,17 +298,23 @@ class RetrievalEntropy(nn.Module):
 
     # unchecked: score calls it with queries that it has checked
     def draw(self, queries: Tensor, advance: Advance | None = None) -> Tensor:
-        """Samples [Q, M, d] of the gallery's modality for each of the `queries` [Q, d']."""
-        start = StartingPoints(self.start_generated, self.start_condition).to(next(self.flow.parameters()))
-        queries = queries.to(start.generated)
-        return sample_conditional(self.flow, queries, self.direction, start, self.sampling, advance)
+        """Samples [Q, M, d] of the gallery's modality for each of the `queries` [Q, d'], drawn from the flow."""
+        return self._flow_source.draw(queries, advance).samples
 
-    def _draw_among_ranks(self, queries: Tensor, advance: Advance | None) -> Tensor:
-        """Draws the same samples as `draw`; each rank draws those of its share of the queries."""
+    def _draw_among_ranks(self, queries: Tensor, advance: Advance | None) -> ScoringPoints:
+        """Draws the same points as the source does; each rank draws those of its share of the queries."""
         world = self.gallery.world
         shares = world.shares(len(queries))
-        own = shares[world.rank]
-        drawn = self.draw(queries[own.start : own.stop])
+        own, counts = shares[world.rank], [len(share) for share in shares]
+        drawn = self.source.draw(queries[own.start : own.stop])
         if advance is not None:
             advance(len(queries))
-        return world.gather_rows(drawn, [len(share) for share in shares])
+        bias = None if drawn.bias is None else world.gather_rows(drawn.bias, counts)
+        return ScoringPoints(world.gather_rows(drawn.samples, counts), drawn.kappa, bias)
+
+
+def _refuse(**flow_only: Any) -> None:
+    """Raises a TypeError that names a setting of flows which was passed with a head."""
+    for name, value in flow_only.items():
+        if value is not None:
+            raise TypeError(f"{name}= is a setting of flows; a PosteriorHead has none")

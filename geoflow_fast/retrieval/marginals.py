@@ -28,10 +28,11 @@ FORMAT = 1
 files of an older release are not used."""
 
 
-def log_mean_scores(samples: Tensor, gallery: Gallery, kappa: float) -> Tensor:
-    """log of the mean over R queries of exp(s_rj), s_rj = log mean_m exp(kappa <g_j, x_rm>): [N] float32.
+def log_mean_scores(samples: Tensor, gallery: Gallery, kappa: float, bias: Tensor | None = None) -> Tensor:
+    """log of the mean over R queries of exp(s_rj), s_rj = log mean_m exp(kappa <g_j, x_rm> + bias_rm): [N] float32.
 
-    `samples` [R, M, d] of reference queries. This is the item's marginal under the same kernel as the posterior's.
+    `samples` [R, M, d] of reference queries, and an optional `bias` [R, M]. This is the item's marginal under the same
+    kernel as the posterior's.
     """
     parts = []
     for _, items in gallery.blocks(samples.device, samples.dtype):

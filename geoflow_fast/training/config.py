@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from geoflow_fast.flow.curriculum import Curriculum
 from geoflow_fast.ops.ot_assign import CONDITIONAL_COUPLINGS, COUPLINGS
@@ -23,6 +24,8 @@ class RunConfig:
     `TrainConfig`, which adds the settings of a flow, describes the fields.
     """
 
+    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("warmup_steps", "seed")
+    """Counts that need not be positive."""
     steps: int = 20_000
     batch_size: int = 1024
     lr: float = 6e-4
@@ -50,7 +53,7 @@ class RunConfig:
         for field in dataclasses.fields(self):
             if field.type != "int":
                 continue
-            least = 0 if field.name in ("warmup_steps", "seed") else 1
+            least = 0 if field.name in self.MAY_BE_ZERO else 1
             most = checks.LARGEST_COUNT if field.name in ("steps", "val_batches") else checks.LARGEST_SEED
             # Integers of numpy are accepted, but JSON cannot hold them.
             object.__setattr__(self, field.name, checks.integer(getattr(self, field.name), field.name, least, most))

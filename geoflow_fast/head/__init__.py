@@ -1,0 +1,1 @@
+"""The posterior head: a contrastive network that reads the posterior over a gallery from one call per query."""

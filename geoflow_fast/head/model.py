@@ -1,0 +1,240 @@
+"""PosteriorHead: one call turns a query into the points that give its posterior over any gallery.
+
+The posterior over a gallery needs only the ratio p(item | query) / p(item), which a contrastive critic learns directly.
+A query becomes K points on the items' sphere with concentrations c_k and log-weights w_k, an item keeps its row g_j and
+gets one number b_j, and the score of the item is logsumexp_k (w_k + c_k <x_k, g_j>) + b_j. With one point, one
+concentration and no number this is the softmax over cosines at a tuned temperature.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.directions import CONDITIONAL, Direction
+from geoflow_fast.distributed import ALONE, World
+from geoflow_fast.flow.model import CONFIG_FILE, WEIGHTS_FILE, check_tensors
+from geoflow_fast.head.config import LARGEST_WIDTH, HeadConfig
+from geoflow_fast.runtime import checks, hashing
+from geoflow_fast.runtime.files import contents_of, write_json
+from geoflow_fast.runtime.tensors import load_tensors, save_tensors
+
+KIND = "posterior head"
+FIRST_CONCENTRATION = 20.0
+MOST_LOG_CONCENTRATION = math.log(1e4)
+
+
+@dataclass(frozen=True)
+class Points:
+    """The points of Q queries: `points` [Q, K, d], each of the length of its concentration, and `log_weights` [Q, K].
+    An item g has the score logsumexp_k (log_weights_k + <points_k, g>) plus the number of the item."""
+
+    points: Tensor
+    log_weights: Tensor
+
+
+class Tower(nn.Module):
+    """Maps queries [Q, d] to points on the items' sphere [Q, K, d'].
+
+    Each point is the query, mapped linearly, plus what a network of one hidden layer adds; at first the map is the
+    identity, or the best linear one where the widths differ, and the network adds next to nothing.
+    """
+
+    base: Tensor | None
+
+    def __init__(self, query_dim: int, item_dim: int, config: HeadConfig) -> None:
+        super().__init__()
+        self.item_dim, self.config = item_dim, config
+        base = None if query_dim == item_dim else torch.zeros(item_dim, query_dim, dtype=torch.float32)
+        self.register_buffer("base", base)
+        self.change = nn.Linear(query_dim, item_dim, bias=False, dtype=torch.float32)
+        self.inner = nn.Linear(query_dim, config.hidden, dtype=torch.float32)
+        self.offsets = nn.Linear(config.hidden, config.points * item_dim, dtype=torch.float32)
+        self.shape = nn.Linear(config.hidden, 2 * config.points, dtype=torch.float32)
+        self.log_concentration = nn.Parameter(torch.full((config.points,), 0.0, dtype=torch.float32))
+        self.reset()
+
+    def reset(self) -> None:
+        """Gives the weights their first values."""
+        nn.init.zeros_(self.change.weight)
+        nn.init.normal_(self.offsets.weight, std=0.1 / math.sqrt(self.config.hidden * self.item_dim))
+        # Points that began in one place would stay there.
+        spread = 0.0 if self.config.points == 1 else 0.3
+        nn.init.normal_(self.offsets.bias, std=spread / math.sqrt(self.item_dim))
+        for parameter in (self.shape.weight, self.shape.bias):
+            nn.init.zeros_(parameter)
+        nn.init.constant_(self.log_concentration, math.log(FIRST_CONCENTRATION))
+
+    def forward(self, queries: Tensor, dropout: float = 0.0) -> Points:
+        """The points of the queries, with dropout if a rate is given."""
+        moved = self.change(queries) + (queries if self.base is None else functional.linear(queries, self.base))
+        hidden = functional.dropout(functional.silu(self.inner(queries)), dropout, dropout > 0)
+        offsets = self.offsets(hidden).unflatten(1, (self.config.points, self.item_dim))
+        centre = functional.normalize(moved.unsqueeze(1) + offsets, dim=-1)
+        change, log_weights = self.shape(hidden).chunk(2, dim=1)
+        log_concentration = (self.log_concentration + change).clamp(max=MOST_LOG_CONCENTRATION)
+        return Points(centre * log_concentration.exp().unsqueeze(2), log_weights.log_softmax(1))
+
+
+class PosteriorHead(nn.Module):
+    """Estimates log p(item | query) - log p(item) for texts that search images and for images that search texts.
+
+    `fit` trains one on pairs. `gf.RetrievalEntropy(head, gallery, direction)` reads the posterior over a gallery from
+    it, and `gf.BayesReranker(..., head=head)` uses it as evidence. `config` has the settings of the network and of its
+    run, and `report` says how `fit` chose them.
+
+    Beside its networks a head keeps a bank of training queries: an item that is near to everything has a high score for
+    all of them, and `scale` and `hub_weight` say how far scores are corrected for that.
+    """
+
+    bank_image: Tensor
+    bank_text: Tensor
+    scale: Tensor
+    hub_weight: Tensor
+
+    def __init__(self, config: HeadConfig, image_dim: int, text_dim: int) -> None:
+        super().__init__()
+        if not isinstance(config, HeadConfig):
+            raise TypeError(f"config must be a HeadConfig, got {type(config).__name__}")
+        for name, width in (("image_dim", image_dim), ("text_dim", text_dim)):
+            checks.integer(width, name, 1, LARGEST_WIDTH)
+        self.config, self.image_dim, self.text_dim = config, image_dim, text_dim
+        self.report: dict[str, Any] = {}
+        widths = image_dim, text_dim
+        self.towers = nn.ModuleDict(
+            {str(d): Tower(d.queries(*widths), d.items(*widths), config) for d in CONDITIONAL}
+        )
+        self.biases = nn.ModuleDict(
+            {str(d): _bias_network(d.items(*widths), config.bias_hidden) for d in CONDITIONAL if config.bias_hidden}
+        )
+        for name, width in (("bank_image", image_dim), ("bank_text", text_dim)):
+            self.register_buffer(name, torch.zeros(config.bank, width, dtype=torch.float32))
+        # For i2t and t2i: the factor of all scores, and how much of an item's mean score is subtracted.
+        self.register_buffer("scale", torch.ones(len(CONDITIONAL), dtype=torch.float32))
+        self.register_buffer("hub_weight", torch.zeros(len(CONDITIONAL), dtype=torch.float32))
+
+    @classmethod
+    def fit(
+        cls,
+        pairs: EmbeddingPairs,
+        conf: HeadConfig | None = None,
+        val: EmbeddingPairs | None = None,
+        k: int | str = "auto",
+        seed: int = 0,
+        out: str | Path | None = None,
+        *,
+        resume: bool = True,
+        progress: bool | None = None,
+        world: World = ALONE,
+    ) -> PosteriorHead:
+        """Trains a head on `pairs` and returns it in eval mode.
+
+        `k`: number of points, or "auto", which trains several heads and keeps the one with the highest likelihood of
+        held-out items. `conf`: settings of network and run; by default they follow from the number of pairs. `val`:
+        held-out pairs; by default a share of the images is held out. `out`: folder for the head and for the state of
+        its runs, which are continued if it has any, unless `resume` is False. `seed` decides everything random.
+        """
+        from geoflow_fast.head.fitting import fit_head  # which builds heads, so it imports this module
+
+        return fit_head(pairs, conf, val, k, seed, out, resume=resume, progress=progress, world=world)
+
+    def extra_repr(self) -> str:
+        """Widths and points in one line, for `print`."""
+        return f"image {self.image_dim} x text {self.text_dim}, {self.config.points} points"
+
+    @property
+    def example(self) -> Tensor:
+        """Some tensor with the dtype and the device of the head."""
+        return self.scale
+
+    # unchecked: scorers and the loss call it with what they have checked
+    def raw_points(self, queries: Tensor, direction: Direction, dropout: float = 0.0) -> Points:
+        """The points of `queries` [Q, d] as the networks give them, before the scale is applied."""
+        points: Points = self.towers[str(direction)](queries, dropout)
+        return points
+
+    # unchecked: scorers and the loss call it with what they have checked
+    def raw_item_bias(self, items: Tensor, direction: Direction) -> Tensor:
+        """The learned number of each of the `items` [N, d]: [N]."""
+        if not self.biases:
+            return items.new_zeros(len(items))
+        bias: Tensor = self.biases[str(direction)](items)
+        return bias.squeeze(1)
+
+    def scale_of(self, direction: Direction) -> float:
+        """The factor of all scores in this direction."""
+        return float(self.scale[CONDITIONAL.index(direction)])
+
+    def hub_weight_of(self, direction: Direction) -> float:
+        """How much of the logarithm of an item's mean score over the bank is subtracted from its score."""
+        return float(self.hub_weight[CONDITIONAL.index(direction)])
+
+    # unchecked: scorers call it with what they have checked
+    @torch.no_grad()
+    def points(self, queries: Tensor, direction: Direction) -> Points:
+        """The points of the `queries` [Q, d], without dropout in either mode, scaled as the held-out pairs asked."""
+        raw, scale = self.raw_points(queries, direction), self.scale_of(direction)
+        return Points(raw.points * scale, raw.log_weights * scale)
+
+    # unchecked: scorers call it with what they have checked
+    @torch.no_grad()
+    def item_bias(self, items: Tensor, direction: Direction) -> Tensor:
+        """The learned number of each of the `items` [N, d], on the scale of `points`: [N]."""
+        return self.raw_item_bias(items, direction) * self.scale_of(direction)
+
+    def bank(self, direction: Direction) -> Tensor:
+        """The training queries [R, d] that the head keeps for this direction."""
+        return direction.queries(self.bank_image, self.bank_text)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes `config.json` and `model.safetensors` to `folder`. The latter is replaced atomically and is all that
+        `from_pretrained` needs."""
+        save_head(checks.path(folder, "folder"), self, self.state_dict())
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, *, device: torch.device | str = "cpu") -> PosteriorHead:
+        """Loads a head that `save_pretrained` wrote, in eval mode. A damaged file, or one that does not match its
+        configuration, raises a ValueError."""
+        path = checks.path(folder, "folder") / WEIGHTS_FILE
+        tensors, info = load_tensors(path, kind=KIND, device=device)
+        # On the meta device nothing is allocated until the tensors are known to fit.
+        with contents_of(path), torch.device("meta"):
+            head = cls(HeadConfig.from_json(info["config"]), info["image_dim"], info["text_dim"])
+            head.report = dict(info["report"])
+        check_tensors(path, tensors, head.state_dict())
+        head.load_state_dict(tensors, assign=True)
+        return head.eval()
+
+    def facts(self) -> dict[str, Any]:
+        """What identifies the network besides its weights: plain JSON values."""
+        return {"image_dim": self.image_dim, "text_dim": self.text_dim, "config": self.config.to_json()}
+
+
+def _bias_network(width: int, hidden: int) -> nn.Module:
+    """A network from items [N, d] to one number each [N, 1], which is zero at first."""
+    last = nn.Linear(hidden, 1, dtype=torch.float32)
+    nn.init.zeros_(last.weight)
+    nn.init.zeros_(last.bias)
+    return nn.Sequential(nn.Linear(width, hidden, dtype=torch.float32), nn.SiLU(), last)
+
+
+# unchecked: save_pretrained and the training run call it with what they have checked
+def save_head(folder: Path, head: PosteriorHead, weights: Mapping[str, Tensor]) -> None:
+    """Writes these weights of `head`, with its configuration, as `PosteriorHead.from_pretrained` reads them."""
+    info = {**head.facts(), "report": head.report}
+    save_tensors(folder / WEIGHTS_FILE, weights, kind=KIND, info=info)
+    write_json(folder / CONFIG_FILE, {"kind": KIND, **info})
+
+
+def head_digest(head: PosteriorHead) -> str:
+    """SHA-256 of configuration and weights, on which results depend."""
+    return hashing.fingerprint({**head.facts(), "weights": hashing.digest(head.state_dict().values())})

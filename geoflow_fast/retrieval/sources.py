@@ -1,0 +1,164 @@
+"""Where the points around a query come from that score the items of a gallery: from a flow, or from a head.
+
+A source turns queries into points with weights, knows what its results depend on, and computes the marginals of items,
+once per gallery.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from geoflow_fast.directions import Direction
+from geoflow_fast.flow.model import GeoFlow, flow_digest
+from geoflow_fast.flow.sampling import SamplingSettings, StartingPoints, sample_conditional
+from geoflow_fast.head.model import PosteriorHead, head_digest
+from geoflow_fast.retrieval import marginals
+from geoflow_fast.retrieval.gallery import Gallery
+from geoflow_fast.runtime import hashing
+from geoflow_fast.runtime.progress import Advance
+
+
+@dataclass(frozen=True)
+class ScoringPoints:
+    """Points around Q queries. An item g scores log mean_m exp(kappa <samples_m, g> + bias_m)."""
+
+    samples: Tensor
+    """[Q, M, d]."""
+    kappa: float
+    bias: Tensor | None = None
+    """[Q, M], or None where all points weigh the same."""
+
+
+class Source(ABC):
+    """Points around queries that search in one direction."""
+
+    NAME: ClassVar[str]
+    """What the model is called in a scorer and in messages."""
+
+    def __init__(self, model: nn.Module, direction: Direction, widths: tuple[int, int]) -> None:
+        self.model, self.direction = model, direction
+        self.query_dim, self.item_dim = direction.queries(*widths), direction.items(*widths)
+
+    @property
+    def example(self) -> Tensor:
+        """Some tensor with the dtype and the device of the model."""
+        return next(self.model.parameters())
+
+    @property
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Everything a score depends on besides the model, the gallery and the query."""
+
+    @abstractmethod
+    def draw(self, queries: Tensor, advance: Advance | None = None) -> ScoringPoints:
+        """The points of checked queries [Q, d]; `advance(n)` is called when those of n more queries are there."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """Hash of the model, on which all results depend."""
+
+    @abstractmethod
+    def marginal_facts(self, reference: Tensor | None) -> dict[str, Any]:
+        """Everything that the items' marginals depend on besides the model and the gallery."""
+
+    @abstractmethod
+    def item_marginals(self, gallery: Gallery, reference: Tensor | None) -> Tensor:
+        """What is subtracted from the scores of the items [N]: an estimate of log p(item), up to a constant."""
+
+
+class FlowSource(Source):
+    """Samples of the conditional flow, all of one weight and concentration. Their noise depends on `seed` alone. An
+    item's log-marginal comes from its scores for reference queries, or from the flow's density without any."""
+
+    NAME = "flow"
+
+    def __init__(
+        self, flow: GeoFlow, direction: Direction, sampling: SamplingSettings, kappa: float, seed: int
+    ) -> None:
+        super().__init__(flow, direction, (flow.config.image_dim, flow.config.text_dim))
+        self.flow, self.sampling, self.kappa, self.seed = flow, sampling, kappa, seed
+        generator, config = torch.Generator().manual_seed(seed), flow.config
+        self.start = StartingPoints.draw(sampling, config.flow_dims, direction, generator, config.manifold)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {
+            "direction": str(self.direction),
+            "n_samples": self.sampling.n_samples,
+            "kappa": self.kappa,
+            "seed": self.seed,
+            "noise": self.sampling.noise,
+            "n_steps": self.sampling.n_steps,
+            "solver": self.sampling.solver,
+            "grid": self.sampling.grid,
+            "guidance": self.sampling.guidance,
+        }
+
+    def draw(self, queries: Tensor, advance: Advance | None = None) -> ScoringPoints:
+        start = self.start.to(self.example)
+        queries = queries.to(start.generated)
+        samples = sample_conditional(self.flow, queries, self.direction, start, self.sampling, advance)
+        return ScoringPoints(samples, self.kappa)
+
+    def digest(self) -> str:
+        return flow_digest(self.flow)
+
+    def marginal_facts(self, reference: Tensor | None) -> dict[str, Any]:
+        kind = "density" if reference is None else "scores"
+        facts: dict[str, Any] = {"marginal": kind, "direction": str(self.direction), "seed": self.seed}
+        facts |= {"format": marginals.FORMAT, "n_steps": marginals.DENSITY_STEPS}
+        if reference is not None:
+            facts |= {**self.settings, "posterior": "bayes", "marginal": "scores", "prune": "never"}
+            facts["reference"] = hashing.digest([reference])
+        return facts
+
+    def item_marginals(self, gallery: Gallery, reference: Tensor | None) -> Tensor:
+        if reference is None:
+            return marginals.log_flow_density(self.flow, gallery, self.direction, seed=self.seed)
+        return marginals.log_mean_scores(self.draw(reference).samples, gallery, self.kappa)
+
+
+class HeadSource(Source):
+    """The points of a head. From an item's score a share of the logarithm of its mean score for typical queries is
+    subtracted, those passed as reference or the head's own bank, and what the head has learned about it is added."""
+
+    NAME = "head"
+
+    def __init__(self, head: PosteriorHead, direction: Direction) -> None:
+        super().__init__(head, direction, (head.image_dim, head.text_dim))
+        self.head = head
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"direction": str(self.direction), "points": self.head.config.points}
+
+    def draw(self, queries: Tensor, advance: Advance | None = None) -> ScoringPoints:
+        points = self.head.points(queries.to(self.example), self.direction)
+        if advance is not None:
+            advance(len(queries))
+        return ScoringPoints(points.points, 1.0, points.log_weights + math.log(points.points.shape[1]))
+
+    def digest(self) -> str:
+        return head_digest(self.head)
+
+    def marginal_facts(self, reference: Tensor | None) -> dict[str, Any]:
+        bank = None if reference is None else hashing.digest([reference])
+        return {"head": True, "direction": str(self.direction), "reference": bank, "format": marginals.FORMAT}
+
+    @torch.no_grad()
+    def item_marginals(self, gallery: Gallery, reference: Tensor | None) -> Tensor:
+        blocks = gallery.blocks(self.example.device, self.example.dtype)
+        learned = torch.cat([self.head.item_bias(items, self.direction) for _, items in blocks])
+        bank = self.head.bank(self.direction) if reference is None else reference
+        weight = self.head.hub_weight_of(self.direction)
+        if not len(bank) or weight == 0:
+            return -learned
+        drawn = self.draw(bank)
+        hubs = marginals.log_mean_scores(drawn.samples, gallery, drawn.kappa, drawn.bias)
+        return weight * hubs.to(learned) - (1 - weight) * learned
