@@ -195,27 +195,27 @@ void bind_transport(py::module_& m) {
     }, "matrix"_a, "eps"_a, "f"_a, "g"_a, "uniform"_a, "index"_a, "threads"_a);
 }
 
-// Samples [queries, draws, dim] and the items; pick and bias may be left out.
+// Samples [queries, draws, dim] and the items; sample_bias, pick and bias may be left out.
 struct GalleryInputs {
-    Address samples, gallery, pick, bias;
+    Address samples, sample_bias, gallery, pick, bias;
     std::int64_t queries, draws, items, dim;
     float kappa;
     int threads;
 
     geoflow::GalleryParams params() const {
-        return {at<const float>(samples), at<const float>(gallery), at<const std::int64_t>(pick), at<const float>(bias),
-                queries, draws, items, dim, kappa, threads, keep_going};
+        return {at<const float>(samples), at<const float>(sample_bias), at<const float>(gallery), at<const std::int64_t>(pick),
+                at<const float>(bias), queries, draws, items, dim, kappa, threads, keep_going};
     }
 };
 
 void bind_gallery(py::module_& m) {
     py::class_<GalleryInputs>(m, "GalleryInputs")
-        .def(py::init([](Address samples, Address gallery, Address pick, Address bias, std::int64_t queries, std::int64_t draws,
-                         std::int64_t items, std::int64_t dim, float kappa, int threads) {
-                 return GalleryInputs{samples, gallery, pick, bias, queries, draws, items, dim, kappa, threads};
+        .def(py::init([](Address samples, Address sample_bias, Address gallery, Address pick, Address bias, std::int64_t queries,
+                         std::int64_t draws, std::int64_t items, std::int64_t dim, float kappa, int threads) {
+                 return GalleryInputs{samples, sample_bias, gallery, pick, bias, queries, draws, items, dim, kappa, threads};
              }),
-             py::kw_only(), "samples"_a, "gallery"_a, "pick"_a, "bias"_a, "queries"_a, "draws"_a, "items"_a, "dim"_a, "kappa"_a,
-             "threads"_a);
+             py::kw_only(), "samples"_a, "sample_bias"_a, "gallery"_a, "pick"_a, "bias"_a, "queries"_a, "draws"_a, "items"_a, "dim"_a,
+             "kappa"_a, "threads"_a);
     m.def(
         "gallery_posterior",
         [](const GalleryInputs& inputs, std::int64_t top_k, Address peak, Address weight, Address moment, Address top_score,

@@ -4,9 +4,10 @@
 
 namespace geoflow {
 
-// Scores s_qj = log mean_m exp(kappa <g_j, x_qm>) + bias_j of the items j, which are rows of a gallery.
+// Scores s_qj = log mean_m exp(kappa <g_j, x_qm> + sample_bias_qm) + bias_j of the items j, which are rows of a gallery.
 struct GalleryParams {
-    const float* samples;      // [queries, draws, dim]
+    const float* samples;      // [queries, draws, dim], of any norm
+    const float* sample_bias;  // [queries, draws] or null; -inf leaves a sample out, but not all of a query
     const float* gallery;      // [*, dim]
     const std::int64_t* pick;  // [items], the rows that are the items, ascending; or null: the first ones
     const float* bias;         // [items] or null

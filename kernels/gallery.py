@@ -1,4 +1,4 @@
-"""Posterior over a gallery from samples: scores s_qj = log mean_m exp(kappa <g_j, x_qm>) and their statistics, fused.
+"""Posterior over a gallery from samples: scores s_qj = log mean_m exp(kappa <g_j, x_qm> + a_qm) + b_j, their statistics.
 
 Work: 2 Q M N d FLOP in the inner products, Q M N exponentials, and one read of the gallery per block of queries from
 memory (further reads hit the L2 cache). [Q, M, N] and [Q, N] never exist. 25,000 queries x 50 samples x 5,000 items at
@@ -80,6 +80,7 @@ def gallery_tile_kernel(
     samples,
     gallery,
     bias,
+    sample_bias,
     peak_out,
     weight_out,
     moment_out,
@@ -94,6 +95,7 @@ def gallery_tile_kernel(
     TOP: tl.constexpr,
     SLOTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_SAMPLE_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
     QUERIES: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -109,6 +111,7 @@ def gallery_tile_kernel(
     first = tl.program_id(1) * items_per_share
     last = tl.minimum(first + items_per_share, n_items)
     x_base = samples + tl.program_id(0).to(tl.int64) * QUERIES * n_samples * width
+    a_base = sample_bias + tl.program_id(0).to(tl.int64) * QUERIES * n_samples
     g_base = gallery + first.to(tl.int64) * width
 
     peak = tl.full([QUERIES], LOWEST, tl.float32)
@@ -132,7 +135,11 @@ def gallery_tile_kernel(
                 x = tl.load(x_at + k, mask=live[None, :] & (k + depth < width)[:, None], other=0.0)
                 g = tl.load(g_at + k, mask=(here < last)[:, None] & (k + depth < width)[None, :], other=0.0)
                 product = tl.dot(g, x, product, input_precision=PRECISION)
-            logit = tl.where((sample < n_samples)[None, :], product * scale, float("-inf"))
+            logit = product * scale
+            if HAS_SAMPLE_BIAS:
+                a = tl.load(a_base + (row % QUERIES) * n_samples + sample, mask=live, other=0.0)
+                logit += a[None, :] * LOG2_E
+            logit = tl.where((sample < n_samples)[None, :], logit, float("-inf"))
             logit = tl.reshape(logit, [ITEMS, CHUNK, QUERIES])
             above = tl.maximum(best, tl.max(logit, axis=1))
             total = total * tl.exp2(best - above) + tl.sum(tl.exp2(logit - above[:, None, :]), axis=1)
@@ -236,6 +243,7 @@ def gallery_statistics(
     kappa: float,
     top_k: int,
     item_bias: Tensor | None,
+    sample_bias: Tensor | None,
     *,
     config: str | None = None,
     shares: int | None = None,
@@ -270,6 +278,7 @@ def gallery_statistics(
         "TOP": top_k,
         "SLOTS": max(2, triton.next_power_of_2(top_k)),
         "HAS_BIAS": item_bias is not None,
+        "HAS_SAMPLE_BIAS": sample_bias is not None,
         "PRECISION": "ieee" if torch.version.hip or samples.dtype != torch.float32 else "tf32x3",
     }
     kernel: Any = gallery_tile_kernel
@@ -282,6 +291,7 @@ def gallery_statistics(
         samples,
         gallery,
         samples if item_bias is None else item_bias.float().contiguous(),
+        samples if sample_bias is None else sample_bias.float().contiguous(),
         *partial,
         queries,
         draws,

@@ -137,13 +137,19 @@ def divided_statistics(world: World, queries: int, items: int, top_k: int) -> tu
     """Returns the statistics of a gallery that is divided among the ranks, and how many bytes were sent."""
     gallery = Gallery(gallery_rows(items), world=world).divided_among_ranks()
     before = world.traffic
-    statistics = gallery.statistics(sample_rows(queries), 20.0, top_k, bias_of(items))
+    statistics = gallery.statistics(
+        sample_rows(queries), 20.0, top_k, bias_of(items), sample_bias=sample_bias_of(queries)
+    )
     names = ("peak", "weight", "moment", "top_score", "top_index", "log_left", "left")
     return [getattr(statistics, name).numpy() for name in names], world.traffic - before
 
 
 def gallery_rows(items: int) -> torch.Tensor:
     return sample_uniform(items, 6, generator=torch.Generator().manual_seed(items))
+
+
+def sample_bias_of(queries: int) -> torch.Tensor:
+    return torch.randn(queries, 3, generator=torch.Generator().manual_seed(8))
 
 
 def sample_rows(queries: int) -> torch.Tensor:

@@ -146,7 +146,8 @@ def test_a_rank_that_does_not_come_is_an_error():
 def test_divided_gallery_has_the_statistics_of_all_items(size, queries, items, top_k):
     """This holds with fewer items than ranks, fewer items than top_k on a rank, and fewer queries than ranks, too."""
     samples, bias = ranks.sample_rows(queries), ranks.bias_of(items)
-    expected = Gallery(ranks.gallery_rows(items)).statistics(samples, 20.0, top_k, bias)
+    weights = ranks.sample_bias_of(queries)
+    expected = Gallery(ranks.gallery_rows(items)).statistics(samples, 20.0, top_k, bias, sample_bias=weights)
     names = ("peak", "weight", "moment", "top_score", "top_index", "log_left", "left")
     for statistics, _ in run_ranks(size, ranks.divided_statistics, queries, items, top_k):
         for name, field in zip(names, statistics):

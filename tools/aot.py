@@ -192,6 +192,7 @@ def _gallery(
         100.0,
         top,
         _cuda(items) if bias else None,
+        _cuda(queries, draws) if bias else None,
         config=config,
     )
 

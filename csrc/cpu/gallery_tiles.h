@@ -5,6 +5,9 @@
 // formed; when a query's last sample has arrived, the scores of the panel's items go into the query's statistics and top-k.
 // Work: 2 d flops and one exponential per (item, sample). Nothing of size items x queries is stored unless it is asked for.
 //
+// The columns of eight queries are interleaved, so that a vector holds the same sample of all eight and no sum runs across its lanes:
+// with four samples per query, what follows the product then takes a few per cent of it.
+//
 // The statistics of each panel are kept until its slice of the gallery is done and then merged in the order of the panels, and
 // ties among top items go by index: results do not depend on the number of threads.
 #pragma once
@@ -64,18 +67,23 @@ class TopItems {
     std::vector<Candidate> candidates_;
 };
 
-// max and sum of exp(kappa (x - max)) over a stretch of samples. The sum is NaN when an x is not finite.
+// max and sum of exp(scale (x - max)) over a stretch of samples, of one query or of eight in lanes. The sum is NaN when an x is not
+// finite.
+template <class Value>
 struct Stretch {
-    float max, sum;
+    Value max, sum;
 };
 
 GEOFLOW_INLINE int8x first_lanes(std::int64_t count) {
     return int8x{0, 1, 2, 3, 4, 5, 6, 7} < static_cast<std::int32_t>(count);
 }
 
-// A whole vector must be readable at any of the x.
-inline Stretch reduce_stretch(const float* x, std::int64_t count, float kappa) {
-    if (count == 1) return {x[0], 1.0f + x[0] * 0.0f};  // plain search: one sample per query
+// `count` samples of one query side by side. A whole vector must be readable at any of the x.
+inline void reduce_stretch(const float* x, std::int64_t count, float scale, Stretch<float>& result) {
+    if (count == 1) {  // plain search: one sample per query
+        result = {x[0], 1.0f + x[0] * 0.0f};
+        return;
+    }
     const std::int64_t whole = count / kLanes * kLanes;
     const int8x rest = first_lanes(count - whole);
     float8 high = broadcast(x[0]), last = high;
@@ -89,24 +97,85 @@ inline Stretch reduce_stretch(const float* x, std::int64_t count, float kappa) {
     float8 total = broadcast(0.0f);
     for (std::int64_t k = 0; k < whole; k += kLanes) {
         const float8 v = load(x + k);
-        total += exponential((v - top) * kappa) + v * 0.0f;
+        total += exponential((v - top) * scale) + v * 0.0f;
     }
-    if (whole < count) total += select(rest, exponential((last - top) * kappa) + last * 0.0f, broadcast(0.0f));
-    return {top, sum(total)};
+    if (whole < count) total += select(rest, exponential((last - top) * scale) + last * 0.0f, broadcast(0.0f));
+    result = {top, sum(total)};
 }
 
-inline Stretch merge(const Stretch& a, const Stretch& b, float kappa) {
-    const float top = a.max > b.max ? a.max : b.max;
-    return {top, a.sum * std::exp(kappa * (a.max - top)) + b.sum * std::exp(kappa * (b.max - top))};
+// `count` columns, each a sample in one of eight interleaved queries.
+inline void reduce_stretch(const float* x, std::int64_t count, float scale, Stretch<float8>& result) {
+    float8 top = load(x), total = broadcast(0.0f);
+    for (std::int64_t k = kLanes; k < count; k += kLanes) top = max(top, load(x + k));
+    for (std::int64_t k = 0; k < count; k += kLanes) {
+        const float8 v = load(x + k);
+        total += exponential((v - top) * scale) + v * 0.0f;
+    }
+    result = {top, total};
 }
+
+inline void absorb_stretch(Stretch<float>& a, const Stretch<float>& b, float scale) {
+    const float top = a.max > b.max ? a.max : b.max;
+    a = {top, a.sum * std::exp(scale * (a.max - top)) + b.sum * std::exp(scale * (b.max - top))};
+}
+
+inline void absorb_stretch(Stretch<float8>& a, const Stretch<float8>& b, float scale) {
+    const float8 top = max(a.max, b.max);
+    a = {top, a.sum * exponential(scale * (a.max - top)) + b.sum * exponential(scale * (b.max - top))};
+}
+
+// The samples of a block of queries as columns of the product: first whole groups of eight queries, in which column 8 m + lane is
+// sample m of the query in that lane, then the samples of the other queries in their order.
+class SampleColumns {
+  public:
+    explicit SampleColumns(const GalleryParams& params) : params_(params) {}
+
+    void arrange(std::int64_t first_query, std::int64_t queries) {
+        const std::int64_t first = first_query * params_.draws, dim = params_.dim;
+        count_ = queries * params_.draws;
+        grouped_ = params_.draws > 1 ? queries / kLanes * kLanes * params_.draws : 0;
+        samples_ = params_.samples + first * dim;
+        if (grouped_) {
+            arranged_.resize(count_ * dim);
+            for (std::int64_t c = 0; c < count_; ++c) std::copy_n(samples_ + source(c) * dim, dim, arranged_.data() + c * dim);
+            samples_ = arranged_.data();
+        }
+        if (params_.sample_bias) {
+            bias_.assign(round_up(count_, kLanes), 0.0f);
+            for (std::int64_t c = 0; c < count_; ++c) bias_[c] = std::max(params_.sample_bias[first + source(c)], kLowest);
+        }
+    }
+
+    const float* samples() const { return samples_; }                     // [count, dim]
+    const float* bias() const { return bias_.data(); }                    // [count rounded up to vectors]
+    std::int64_t count() const { return count_; }
+    std::int64_t grouped() const { return grouped_; }                     // columns of whole groups
+    std::int64_t group_width() const { return kLanes * params_.draws; }
+
+  private:
+    static constexpr float kLowest = -1e30f;  // stands for -inf: differences of it are numbers, and exp of them is nothing
+
+    std::int64_t source(std::int64_t column) const {
+        if (column >= grouped_) return column;
+        const std::int64_t group = column / group_width(), draw = column % group_width() / kLanes;
+        return (group * kLanes + column % kLanes) * params_.draws + draw;
+    }
+
+    const GalleryParams& params_;
+    const float* samples_ = nullptr;
+    std::int64_t count_ = 0, grouped_ = 0;
+    std::vector<float> arranged_, bias_;
+};
 
 // Scores of items for blocks of queries, a panel of items at a time.
 class PanelScorer {
   public:
     explicit PanelScorer(const GalleryParams& params)
         : params_(params),
-          block_queries_(std::max<std::int64_t>(1, least(params.queries, kColumnBlock / params.draws))),
-          running_(params.threads, std::vector<Stretch>(block_queries_ * kPanelRows)) {}
+          scale_(params.sample_bias ? 1.0f : params.kappa),
+          block_queries_(least(params.queries, queries_per_block(params.draws))),
+          columns_(params),
+          running_(params.threads) {}
 
     std::int64_t block_queries() const { return block_queries_; }
 
@@ -116,53 +185,104 @@ class PanelScorer {
     bool run(std::int64_t first_item, std::int64_t items, std::int64_t first_query, std::int64_t queries, const Sink& sink) {
         const std::int64_t* const pick = params_.pick ? params_.pick + first_item : nullptr;
         const float* const rows = pick ? params_.gallery : params_.gallery + first_item * params_.dim;
-        const float* const samples = params_.samples + first_query * params_.draws * params_.dim;
+        columns_.arrange(first_query, queries);
         const auto epilogue = [&](const Tile<1>& tile) {
-            reduce_tile(tile, [&](std::int64_t query, const Stretch* stretch) {
+            const std::int64_t item = first_item + tile.row;
+            if (params_.sample_bias) add_sample_bias(tile);
+            Running& running = running_[thread_number()];
+            reduce_units(tile, 0, columns_.grouped(), columns_.group_width(), running.group, [&](std::int64_t group) {
+                float score[kLanes][kPanelRows];
+                score_items(running.group, tile.rows, item, score);
+                for (int lane = 0; lane < kLanes; ++lane) sink(first_query + group * kLanes + lane, item, tile.rows, score[lane]);
+            });
+            reduce_units(tile, columns_.grouped(), columns_.count(), params_.draws, running.query, [&](std::int64_t query) {
                 float score[kPanelRows];
-                score_items(stretch, tile.rows, first_item + tile.row, score);
-                sink(first_query + query, first_item + tile.row, tile.rows, score);
+                score_items(running.query, tile.rows, item, score);
+                sink(first_query + columns_.grouped() / params_.draws + query, item, tile.rows, score);
             });
         };
-        return row_tiles({rows, pick, items, params_.dim}, samples, queries * params_.draws, params_.threads, params_.keep_going,
+        return row_tiles({rows, pick, items, params_.dim}, columns_.samples(), columns_.count(), params_.threads, params_.keep_going,
                          epilogue);
     }
 
   private:
-    // Calls finished(query of the block, its stretch for each item of the panel) for the queries whose last sample is in this tile.
-    template <class Finished>
-    void reduce_tile(const Tile<1>& tile, const Finished& finished) {
-        std::vector<Stretch>& running = running_[thread_number()];
-        const std::int64_t draws = params_.draws, end = tile.col + tile.cols;
-        for (std::int64_t q = tile.col / draws; q * draws < end; ++q) {
-            const std::int64_t from = std::max(tile.col, q * draws), to = least(end, (q + 1) * draws);
-            Stretch* const mine = running.data() + q * kPanelRows;
-            for (std::int64_t r = 0; r < tile.rows; ++r) {
-                const float* x = tile.value[0] + r * tile.ld + (from - tile.col);
-                const Stretch part = reduce_stretch(x, to - from, params_.kappa);
-                mine[r] = from == q * draws ? part : merge(mine[r], part, params_.kappa);
-            }
-            if (to == (q + 1) * draws) finished(q, mine);
+    // Of a panel's items, the stretches of the group or query that the tiles so far have left unfinished.
+    struct Running {
+        Stretch<float8> group[kPanelRows];
+        Stretch<float> query[kPanelRows];
+    };
+
+    // As many as have kColumnBlock samples: whole groups, if that is more than one.
+    static std::int64_t queries_per_block(std::int64_t draws) {
+        const std::int64_t most = std::max<std::int64_t>(1, kColumnBlock / draws);
+        return most < kLanes ? most : most / kLanes * kLanes;
+    }
+
+    // Turns each inner product x into kappa x + bias of its sample.
+    void add_sample_bias(const Tile<1>& tile) const {
+        const float* const bias = columns_.bias() + tile.col;
+        for (std::int64_t r = 0; r < tile.rows; ++r) {
+            float* const x = tile.value[0] + r * tile.ld;
+            for (std::int64_t c = 0; c < tile.cols; c += kLanes) store(x + c, load(x + c) * params_.kappa + load(bias + c));
         }
     }
 
-    void score_items(const Stretch* stretch, std::int64_t rows, std::int64_t first_item, float (&score)[kPanelRows]) const {
-        const float share = 1.0f / static_cast<float>(params_.draws);
-        float top[kPanelRows], mean[kPanelRows];
+    // Columns [begin, end) of the block are units of `width` columns each. Reduces those that the tile holds, and calls finished(unit)
+    // when the last column of one has been absorbed into `running`, which has a stretch for each item of the panel.
+    template <class Value, class Finished>
+    void reduce_units(const Tile<1>& tile, std::int64_t begin, std::int64_t end, std::int64_t width, Stretch<Value>* running,
+                      const Finished& finished) const {
+        const std::int64_t first = std::max(begin, tile.col), last = least(end, tile.col + tile.cols);
+        for (std::int64_t from = first, to; from < last; from = to) {
+            const std::int64_t unit = (from - begin) / width, unit_begin = begin + unit * width;
+            to = least(last, unit_begin + width);
+            for (std::int64_t r = 0; r < tile.rows; ++r) {
+                const float* const x = tile.value[0] + r * tile.ld + (from - tile.col);
+                if (from == unit_begin) {
+                    reduce_stretch(x, to - from, scale_, running[r]);
+                } else {
+                    Stretch<Value> part;
+                    reduce_stretch(x, to - from, scale_, part);
+                    absorb_stretch(running[r], part, scale_);
+                }
+            }
+            if (to == unit_begin + width) finished(unit);
+        }
+    }
+
+    GEOFLOW_INLINE float8 score_of(float8 max, float8 sum, float8 bias) const {
+        const float8 mean = sum * (1.0f / static_cast<float>(params_.draws));
+        return max * scale_ + bias + logarithm(mean) + mean * 0.0f;  // logarithm() would hide a NaN
+    }
+
+    float item_bias(std::int64_t item) const { return params_.bias ? params_.bias[item] : 0.0f; }
+
+    void score_items(const Stretch<float>* stretch, std::int64_t rows, std::int64_t first_item, float (&score)[kPanelRows]) const {
+        float top[kPanelRows], total[kPanelRows], bias[kPanelRows];
         for (std::int64_t r = 0; r < kPanelRows; ++r) {
             const std::int64_t item = r < rows ? r : 0;
-            top[r] = params_.kappa * stretch[item].max + (params_.bias ? params_.bias[first_item + item] : 0.0f);
-            mean[r] = stretch[item].sum * share;
+            top[r] = stretch[item].max;
+            total[r] = stretch[item].sum;
+            bias[r] = item_bias(first_item + item);
         }
-        for (std::int64_t r = 0; r < kPanelRows; r += kLanes) {
-            const float8 m = load(mean + r);
-            store(score + r, load(top + r) + logarithm(m) + m * 0.0f);  // logarithm() would hide a NaN
+        for (std::int64_t r = 0; r < kPanelRows; r += kLanes)
+            store(score + r, score_of(load(top + r), load(total + r), load(bias + r)));
+    }
+
+    void score_items(const Stretch<float8>* stretch, std::int64_t rows, std::int64_t first_item,
+                     float (&score)[kLanes][kPanelRows]) const {
+        for (std::int64_t r = 0; r < rows; ++r) {
+            const float8 s = score_of(stretch[r].max, stretch[r].sum, broadcast(item_bias(first_item + r)));
+            for (int lane = 0; lane < kLanes; ++lane) score[lane][r] = s[lane];
         }
+        for (int lane = 0; lane < kLanes; ++lane) std::fill(score[lane] + rows, score[lane] + kPanelRows, score[lane][0]);
     }
 
     const GalleryParams& params_;
+    const float scale_;  // what the tiles' values are multiplied by: kappa, unless that has been done together with a bias
     const std::int64_t block_queries_;
-    std::vector<std::vector<Stretch>> running_;  // per thread: [queries of the block, kPanelRows]
+    SampleColumns columns_;
+    std::vector<Running> running_;  // per thread
 };
 
 // Statistics of one panel's scores, and its best items offered to `top`.

@@ -13,7 +13,7 @@ from geoflow_fast.geometry import capturing
 from geoflow_fast.ops import dispatch, native, triton_kernels
 from geoflow_fast.ops.arguments import check_floating, working_dtype
 from geoflow_fast.ops.gallery_statistics import GalleryPosterior, GalleryStatistics, Statistics, merge_statistics
-from geoflow_fast.ops.pruning import PrefixRows, Pruner
+from geoflow_fast.ops.pruning import Points, PrefixRows, Pruner
 from geoflow_fast.runtime import checks
 
 LARGEST_KAPPA = 1e5
@@ -31,22 +31,36 @@ def gallery_posterior(
     backend: str = "auto",
     *,
     item_bias: Tensor | None = None,
+    sample_bias: Tensor | None = None,
     index: PrefixRows | None = None,
     prune: str = "auto",
 ) -> GalleryPosterior:
-    """Posterior over the gallery, the softmax of scores s_j = log mean_m exp(kappa <g_j, x_m>), for each query.
+    """Posterior over the gallery, the softmax of scores s_j = log mean_m exp(kappa <g_j, x_m> + a_m) + b_j, for each
+    query.
 
-    `samples` [Q, M, d] and `gallery` [N, d] are unit rows of one floating-point dtype; `kappa` is from 0 to
-    1e5, where float32 ceases to resolve the scores. Half precision is computed in float32. `top_k`: how many of the
-    most probable items to return. `item_bias` [N] is added to the scores; minus the items' log-marginals gives the
+    `samples` x [Q, M, d] and `gallery` g [N, d] are rows of one floating-point dtype; `kappa` is from 0 to 1e5, where
+    float32 ceases to resolve the scores of unit rows. Half precision is computed in float32. `top_k`: how many of the
+    most probable items to return. `item_bias` b [N] is added to the scores; minus the items' log-marginals gives the
     Bayes posterior. The gallery is streamed, and the scores [Q, M, N] are never stored.
+
+    `sample_bias` a [Q, M] weighs the samples of each query: the scores of a mixture of K points x_k with concentrations
+    c_k and log-weights w_k, logsumexp_k (w_k + c_k <x_k, g_j>), are those of the samples c_k x_k with kappa = 1 and the
+    biases w_k + log K. An entry of -inf leaves its sample out; every query must keep one.
 
     With the gallery's `index` (`gf.GalleryIndex`), items that provably do not matter are not scored: on CPUs for those
     queries for which a small pilot run finds that it pays (`prune="auto"`), for all queries ("always"), or for none
     ("never"). `entropy_bound` and `mass_bound` of the result bound the effect.
     """
     statistics = gallery_statistics(
-        samples, gallery, kappa, top_k, backend, item_bias=item_bias, index=index, prune=prune
+        samples,
+        gallery,
+        kappa,
+        top_k,
+        backend,
+        item_bias=item_bias,
+        sample_bias=sample_bias,
+        index=index,
+        prune=prune,
     )
     return statistics.posterior(working_dtype(samples))
 
@@ -59,6 +73,7 @@ def gallery_statistics(
     backend: str = "auto",
     *,
     item_bias: Tensor | None = None,
+    sample_bias: Tensor | None = None,
     index: PrefixRows | None = None,
     prune: str = "auto",
     first_index: int = 0,
@@ -69,40 +84,41 @@ def gallery_statistics(
     `gallery_posterior`, with `gallery` and `item_bias` of the shard.
     """
     _check(samples, gallery, kappa, top_k, item_bias, index, prune)
+    check_sample_bias(sample_bias, samples)
     checks.integer(first_index, "first_index", most=2**62)
     samples, gallery = samples.detach(), gallery.detach()
     if index is not None:  # the bounds of pruning are made for full precision
         samples, gallery = samples.to(working_dtype(samples)), gallery.to(working_dtype(samples))
     item_bias = None if item_bias is None else item_bias.detach()
+    points = Points(samples, None if sample_bias is None else sample_bias.detach())
+
+    def reduce(some: Points, pick: Tensor | None) -> GalleryStatistics:
+        """Statistics of `some` queries over the rows `pick` of the gallery (None: all), with its own indices."""
+        bias = item_bias if item_bias is None or pick is None else item_bias[pick]
+        items = len(gallery) if pick is None else len(pick)
+        peak, weight, moment, score, index = _statistics(
+            some.samples, gallery, kappa, min(top_k, items), bias, pick, some.bias, str(backend)
+        )
+        _check_finite(weight + moment)
+        index = index if pick is None else pick[index]
+        return GalleryStatistics.complete((peak, weight, moment, score, index), top_k)
+
     if len(samples) == 0:
         return GalleryStatistics.complete(_no_statistics(samples, min(top_k, len(gallery))), top_k)
     if index is None or prune == "never" or (prune == "auto" and samples.device.type != "cpu"):
-        sums = _statistics(samples, gallery, kappa, min(top_k, len(gallery)), item_bias, None, str(backend))
-        _check_finite(sums[1] + sums[2])
-        statistics = GalleryStatistics.complete(sums, top_k)
+        statistics = reduce(points, None)
     else:
 
-        def reduce(some: Tensor, pick: Tensor | None) -> GalleryStatistics:
-            """Statistics of `some` queries over the rows `pick` of the gallery (None: all), with its own indices."""
-            bias = item_bias if item_bias is None or pick is None else item_bias[pick]
-            items = len(gallery) if pick is None else len(pick)
-            peak, weight, moment, score, index = _statistics(
-                some, gallery, kappa, min(top_k, items), bias, pick, str(backend)
-            )
-            _check_finite(weight + moment)
-            index = index if pick is None else pick[index]
-            return GalleryStatistics.complete((peak, weight, moment, score, index), top_k)
-
-        def score(some: Tensor, rows: Tensor, kappa: float, bias: Tensor | None) -> Tensor:
-            scores: Tensor = _scores(some, rows, kappa, bias, str(backend))
+        def score(some: Points, rows: Tensor, kappa: float, bias: Tensor | None) -> Tensor:
+            scores: Tensor = _scores(some.samples, rows, kappa, bias, some.bias, str(backend))
             return scores
 
         def best(some: Tensor, rows: Tensor, k: int) -> Tensor:
-            chosen: Tensor = _statistics(some, rows, kappa, k, item_bias, None, str(backend))[4]
+            chosen: Tensor = _statistics(some, rows, kappa, k, item_bias, None, None, str(backend))[4]
             return chosen
 
         pruner = Pruner(gallery, index, kappa, top_k, item_bias, score, best, reduce)
-        statistics = pruner.statistics(samples, always=prune == "always")
+        statistics = pruner.statistics(points, always=prune == "always")
     return dataclasses.replace(statistics, top_index=statistics.top_index + first_index)
 
 
@@ -116,6 +132,23 @@ def check_kappa(kappa: object) -> float:
     if kappa > LARGEST_KAPPA:
         raise ValueError(f"kappa must be at most {LARGEST_KAPPA:g}, got {kappa:g}: float32 resolves no narrower kernel")
     return float(kappa)
+
+
+# unchecked: it is a check itself
+def check_sample_bias(sample_bias: Tensor | None, samples: Tensor) -> None:
+    """Refuses biases of samples [Q, M, d] that are not [Q, M], or of which a query has a NaN, +inf, or only -inf."""
+    if sample_bias is None:
+        return
+    check_floating(samples=samples, sample_bias=sample_bias)
+    if sample_bias.shape != samples.shape[:2]:
+        raise ValueError(f"sample_bias must be {list(samples.shape[:2])}, got {tuple(sample_bias.shape)}")
+    if sample_bias.numel() == 0 or capturing(sample_bias):
+        return
+    # A NaN is the largest of its row; the largest entry is finite in every other case that is allowed.
+    bad = ~torch.isfinite(sample_bias.detach().amax(dim=1))
+    if bool(bad.any()):
+        query = int(bad.nonzero()[0])
+        raise ValueError(f"sample_bias of query {query} must have a finite entry and no NaN or +inf")
 
 
 def _check(
@@ -167,19 +200,30 @@ def _check_finite(sums: Tensor) -> None:
 _TILE_ROWS, _TILE_ITEMS = 512, 4096  # samples and gallery items per tile of scores: 8 MB of float32
 
 
-def gallery_scores_reference(samples: Tensor, gallery: Tensor, kappa: float, item_bias: Tensor | None) -> Tensor:
-    """s_qj = log mean_m exp(kappa <g_j, x_qm>) + bias_j: [Q, N] for `samples` [Q, M, d] and `gallery` [N, d]."""
+def gallery_scores_reference(
+    samples: Tensor, gallery: Tensor, kappa: float, item_bias: Tensor | None, sample_bias: Tensor | None
+) -> Tensor:
+    """s_qj = log mean_m exp(kappa <g_j, x_qm> + sample_bias_qm) + item_bias_j: [Q, N] for `samples` [Q, M, d] and
+    `gallery` [N, d]."""
     work = working_dtype(samples)
     queries, draws, width = samples.shape
     # Item-major, so that the mean over the draws runs along memory.
     logits = (gallery.to(work) @ samples.to(work).reshape(-1, width).T).mul_(kappa).view(-1, queries, draws)
+    if sample_bias is not None:
+        logits += sample_bias.to(work)
     peak = logits.amax(dim=-1)
     score = logits.sub_(peak.unsqueeze(-1)).exp_().mean(dim=-1).log_().add_(peak).T
     return score if item_bias is None else score + item_bias.to(work)
 
 
 def gallery_posterior_reference(
-    samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias: Tensor | None, pick: Tensor | None
+    samples: Tensor,
+    gallery: Tensor,
+    kappa: float,
+    top_k: int,
+    item_bias: Tensor | None,
+    pick: Tensor | None,
+    sample_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Statistics of the scores in float64, with never more than one tile of [Q, M, N] in memory.
 
@@ -189,12 +233,14 @@ def gallery_posterior_reference(
     gallery = gallery if pick is None else gallery[pick]
     blocks = []
     queries_per_block = max(1, _TILE_ROWS // samples.shape[1])
-    for block in samples.split(queries_per_block):
+    for first in range(0, len(samples), queries_per_block):
+        some = slice(first, first + queries_per_block)
+        weights = None if sample_bias is None else sample_bias[some]
         running: Statistics | None = None
         for start in range(0, gallery.shape[0], _TILE_ITEMS):
             tile = slice(start, start + _TILE_ITEMS)
             bias = None if item_bias is None else item_bias[tile]
-            scores = gallery_scores_reference(block, gallery[tile], kappa, bias)
+            scores = gallery_scores_reference(samples[some], gallery[tile], kappa, bias, weights)
             statistics = _score_statistics(scores.double(), top_k, start)
             running = statistics if running is None else merge_statistics(running, statistics, top_k)
         assert running is not None
@@ -224,25 +270,45 @@ def _no_statistics(samples: Tensor, top_k: int) -> Statistics:
 
 
 def _cpu(
-    samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias: Tensor | None, pick: Tensor | None
+    samples: Tensor,
+    gallery: Tensor,
+    kappa: float,
+    top_k: int,
+    item_bias: Tensor | None,
+    pick: Tensor | None,
+    sample_bias: Tensor | None,
 ) -> Statistics:
-    bias = None if item_bias is None else item_bias.float().contiguous()
-    return native.gallery_posterior(samples.contiguous(), gallery.contiguous(), kappa, top_k, bias, pick)
+    return native.gallery_posterior(
+        samples.contiguous(), gallery.contiguous(), kappa, top_k, _single(item_bias), pick, _single(sample_bias)
+    )
 
 
-def _cpu_scores(samples: Tensor, gallery: Tensor, kappa: float, item_bias: Tensor | None) -> Tensor:
-    bias = None if item_bias is None else item_bias.float().contiguous()
-    return native.gallery_scores(samples.contiguous(), gallery.contiguous(), kappa, bias)
+def _cpu_scores(
+    samples: Tensor, gallery: Tensor, kappa: float, item_bias: Tensor | None, sample_bias: Tensor | None
+) -> Tensor:
+    return native.gallery_scores(
+        samples.contiguous(), gallery.contiguous(), kappa, _single(item_bias), _single(sample_bias)
+    )
+
+
+def _single(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float().contiguous()
 
 
 _triton_kernel = triton_kernels.backend("gallery", "gallery_statistics")
 
 
 def _triton(
-    samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias: Tensor | None, pick: Tensor | None
+    samples: Tensor,
+    gallery: Tensor,
+    kappa: float,
+    top_k: int,
+    item_bias: Tensor | None,
+    pick: Tensor | None,
+    sample_bias: Tensor | None,
 ) -> Statistics:
     rows = gallery if pick is None else gallery[pick]
-    *sums, index = _triton_kernel.function(samples, rows, kappa, top_k, item_bias)
+    *sums, index = _triton_kernel.function(samples, rows, kappa, top_k, item_bias, sample_bias)
     peak, weight, moment, score = (x.double() for x in sums)
     return peak, weight, moment, score, index.long()
 
@@ -252,7 +318,7 @@ _statistics = dispatch.operation(
     gallery_posterior_reference,
     cpu=native.backend(_cpu),
     triton=dataclasses.replace(_triton_kernel, function=_triton),
-    fake=lambda samples, gallery, kappa, top_k, item_bias, pick: _no_statistics(samples, top_k),  # noqa: ARG005
+    fake=lambda samples, gallery, kappa, top_k, item_bias, pick, sample_bias: _no_statistics(samples, top_k),  # noqa: ARG005
     differentiable=False,
 )
 _scores = dispatch.operation(

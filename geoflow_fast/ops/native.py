@@ -254,13 +254,19 @@ class TransportMatrix:
 
 
 def gallery_posterior(
-    samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias: Tensor | None, pick: Tensor | None = None
+    samples: Tensor,
+    gallery: Tensor,
+    kappa: float,
+    top_k: int,
+    item_bias: Tensor | None,
+    pick: Tensor | None = None,
+    sample_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Statistics (peak, weight, moment [Q], top_score, top_index [Q, top_k]) of the scores of the items.
 
     The items are the rows of `gallery` [*, d], or those that `pick` lists in ascending order; `top_index` counts items.
     """
-    inputs = _gallery_inputs(samples, gallery, kappa, item_bias, pick)
+    inputs = _gallery_inputs(samples, gallery, kappa, item_bias, pick, sample_bias)
     queries, items = len(samples), len(gallery) if pick is None else len(pick)
     if not 1 <= top_k <= items:
         raise ValueError(f"top_k={top_k} of {items} items")
@@ -279,20 +285,27 @@ def gallery_posterior(
     return peak, weight, moment, top_score, top_index
 
 
-def gallery_scores(samples: Tensor, gallery: Tensor, kappa: float, item_bias: Tensor | None) -> Tensor:
+def gallery_scores(
+    samples: Tensor, gallery: Tensor, kappa: float, item_bias: Tensor | None, sample_bias: Tensor | None = None
+) -> Tensor:
     """Scores [Q, N] of the rows of `gallery` [N, d]."""
-    inputs = _gallery_inputs(samples, gallery, kappa, item_bias, None)
+    inputs = _gallery_inputs(samples, gallery, kappa, item_bias, None, sample_bias)
     scores = torch.empty(len(samples), len(gallery), dtype=torch.float32, device="cpu")
     _built().gallery_scores(_built().GalleryInputs(**inputs), scores=scores.data_ptr())
     return scores
 
 
 def _gallery_inputs(
-    samples: Tensor, gallery: Tensor, kappa: float, item_bias: Tensor | None, pick: Tensor | None
+    samples: Tensor,
+    gallery: Tensor,
+    kappa: float,
+    item_bias: Tensor | None,
+    pick: Tensor | None,
+    sample_bias: Tensor | None,
 ) -> dict[str, float]:
     """The arguments of the binding's `GalleryInputs`, after a check of the tensors."""
     queries, draws, dim = samples.shape
-    addresses = {"samples": _address(samples, "samples", torch.float32), "pick": 0, "bias": 0}
+    addresses = {"samples": _address(samples, "samples", torch.float32), "sample_bias": 0, "pick": 0, "bias": 0}
     addresses["gallery"] = _address(gallery, "gallery", torch.float32)
     if gallery.dim() != 2 or gallery.shape[1] != dim:
         raise ValueError(f"gallery has shape {tuple(gallery.shape)}, expected [N, {dim}]")
@@ -306,6 +319,10 @@ def _gallery_inputs(
         addresses["bias"] = _address(item_bias, "item_bias", torch.float32)
         if item_bias.shape != (items,):
             raise ValueError(f"item_bias has shape {tuple(item_bias.shape)}, expected [{items}]")
+    if sample_bias is not None:
+        addresses["sample_bias"] = _address(sample_bias, "sample_bias", torch.float32)
+        if sample_bias.shape != (queries, draws):
+            raise ValueError(f"sample_bias has shape {tuple(sample_bias.shape)}, expected [{queries}, {draws}]")
     if not (queries and draws and dim and items):
         raise ValueError(f"nothing to score: samples {tuple(samples.shape)}, {items} items")
     return {

@@ -1,14 +1,15 @@
 """The gallery posterior without scoring items that provably do not matter.
 
-**Upper bound of a score.** Let x_m be a query's samples, a their mean, e_m = x_m - a, and P [r - 1, d] have orthonormal
-rows. For an item g, with residuals g' = g - P^T P g and e_m' = e_m - P^T P e_m,
+**Upper bound of a score.** Let x_m be a query's samples with biases w_m, a their mean with weights in proportion to
+exp(w_m), e_m = x_m - a, and P [r - 1, d] have orthonormal rows. For an item g, with residuals g' = g - P^T P g and
+e_m' = e_m - P^T P e_m,
 
     <g, x_m> = <g, a> + <P g, P e_m> + <g', e_m'>  <=  <g, a> + <P g, P e_m> + |g'| |e_m'|     (Cauchy-Schwarz)
 
-so u = kappa <g, a> + log mean_m exp(kappa (<P g, P e_m> + |g'| |e_m'|)) + bias >= s. Only the deviations are
+so u = kappa <g, a> + log mean_m exp(kappa (<P g, P e_m> + |g'| |e_m'|) + w_m) + bias >= s. Only the deviations are
 bounded; the mean is exact. The second term is the score of the r-vector (P g, |g'|), which is stored, against
 (P e_m, |e_m'|), so the kernel that scores items computes it, at r / d of the price. P is the gallery's leading
-principal directions, which makes |g'| small, but any P is right.
+principal directions, which makes |g'| small, but any P is right, and so is any a. No row need have unit norm.
 
 **Which items are left out.** The partition function Z is at least the sum of exp(s) over any items, here over the
 `SEEDS` that look best by P alone, scored exactly. Items with u < log Z_seeds + log(LEFT_MASS / N) are left out:
@@ -17,7 +18,7 @@ what `mass_bound` and `entropy_bound` of the result are made of.
 
 **Rounding.** u is raised by what float arithmetic can have taken from it or added to s: with unit roundoff h, norms
 |g| <= G and |x| <= X, inner products of length n are off by at most n h G X, those of the deviations (|e| <= 2 X) by
-2 n h G X, and log-mean-exps of M terms by (20 kappa G X + M + 16 + 4 |bias|) h each. `_slack` adds these up.
+2 n h G X, and log-mean-exps of M terms by (20 kappa G X + M + 16 + 4 |bias| + 4 |w|) h each. `_slack` adds these up.
 """
 
 from __future__ import annotations
@@ -98,36 +99,51 @@ def reduce_rows(x: Tensor, projection: Tensor) -> Tensor:
     return torch.cat((kept, rest), dim=-1)
 
 
-Score = Callable[[Tensor, Tensor, float, "Tensor | None"], Tensor]
+@dataclass(frozen=True)
+class Points:
+    """The samples of Q queries and their biases, if they have any."""
+
+    samples: Tensor
+    """[Q, M, d]."""
+    bias: Tensor | None = None
+    """[Q, M]."""
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, some: slice | Tensor) -> Points:
+        return Points(self.samples[some], None if self.bias is None else self.bias[some])
+
+
+Score = Callable[[Points, Tensor, float, "Tensor | None"], Tensor]
 
 
 Best = Callable[[Tensor, Tensor, int], Tensor]
 
 
-Reduce = Callable[[Tensor, "Tensor | None"], GalleryStatistics]
+Reduce = Callable[[Points, "Tensor | None"], GalleryStatistics]
 
 
 @dataclass(frozen=True)
 class _Queries:
-    """Samples and what the bounds need of them, in the dtype of the samples."""
+    """Points and what the bounds need of them, in the dtype of the samples."""
 
-    samples: Tensor
-    """[Q, M, d]."""
+    points: Points
     mean: Tensor
     """[Q, 1, d]."""
-    spread: Tensor
-    """[Q, M, r], the deviations from the mean as `reduce_rows` gives them."""
+    spread: Points
+    """[Q, M, r], the deviations from the mean as `reduce_rows` gives them, with the biases of the points."""
     looks: Tensor
     """[Q, 1, r], the projected mean and a zero: a score against it ignores the residual."""
 
     def select(self, some: Tensor) -> _Queries:
-        return _Queries(self.samples[some], self.mean[some], self.spread[some], self.looks[some])
+        return _Queries(self.points[some], self.mean[some], self.spread[some], self.looks[some])
 
 
 @dataclass(frozen=True)
 class Pruner:
-    """One gallery, index and kappa, and the exact kernels: `score(samples, rows, kappa, bias)` -> [Q, N],
-    `best(samples, rows, k)` -> [Q, k] int64, and `reduce(samples, pick)` over the items `pick` (None: all)."""
+    """One gallery, index and kappa, and the exact kernels: `score(points, rows, kappa, bias)` -> [Q, N],
+    `best(samples, rows, k)` -> [Q, k] int64, and `reduce(points, pick)` over the items `pick` (None: all)."""
 
     gallery: Tensor
     prefix: PrefixRows
@@ -138,23 +154,24 @@ class Pruner:
     best: Best
     reduce: Reduce
 
-    def statistics(self, samples: Tensor, *, always: bool) -> GalleryStatistics:
-        """Statistics of samples [Q, M, d]; queries for which pruning does not promise to pay are scored whole."""
-        items = len(self.gallery)
+    def statistics(self, points: Points, *, always: bool) -> GalleryStatistics:
+        """Statistics of all queries; those for which pruning does not promise to pay are scored whole."""
+        items, samples = len(self.gallery), points.samples
         small = items < FEWEST_ITEMS or samples.shape[0] * samples.shape[1] < FEWEST_SAMPLES
         if not always and (small or self._bound_cost(samples) > LARGEST_BOUND_COST):
-            return self.reduce(samples, None)
-        group = max(1, min(QUERY_GROUP, BOUND_ENTRIES // items))
-        return GalleryStatistics.of_queries([self._group(part, always) for part in samples.split(group)])
+            return self.reduce(points, None)
+        size = max(1, min(QUERY_GROUP, BOUND_ENTRIES // items))
+        groups = [points[first : first + size] for first in range(0, len(points), size)]
+        return GalleryStatistics.of_queries([self._group(group, always) for group in groups])
 
-    def _group(self, samples: Tensor, always: bool) -> GalleryStatistics:
-        price = self._bound_cost(samples)
+    def _group(self, points: Points, always: bool) -> GalleryStatistics:
+        price = self._bound_cost(points.samples)
         if not always:
             # Two queries first: where pruning pays for neither, the others are spared the pilot.
-            scouts = self._describe(samples[:: (len(samples) + 1) // 2])
+            scouts = self._describe(points[:: (len(points) + 1) // 2])
             if not bool(self._pays(scouts, self._floor(scouts), price).any()):
-                return self.reduce(samples, None)
-        queries = self._describe(samples)
+                return self.reduce(points, None)
+        queries = self._describe(points)
         floor = self._floor(queries)
         pays = torch.ones_like(floor, dtype=torch.bool) if always else self._pays(queries, floor, price)
         chosen, others = pays.nonzero()[:, 0], (~pays).nonzero()[:, 0]
@@ -162,21 +179,24 @@ class Pruner:
         if len(chosen):
             parts.append(self._prune(queries.select(chosen), floor[chosen]))
         if len(others):
-            parts.append(self.reduce(samples[others], None))
+            parts.append(self.reduce(points[others], None))
         return GalleryStatistics.of_queries(parts).select(torch.cat((chosen, others)).argsort())
 
-    def _describe(self, samples: Tensor) -> _Queries:
-        wide = samples.double()
-        mean = wide.mean(dim=1, keepdim=True)
-        spread = reduce_rows(wide - mean, self.prefix.projection)
+    def _describe(self, points: Points) -> _Queries:
+        samples, wide = points.samples, points.samples.double()
+        if points.bias is None:
+            mean = wide.mean(dim=1, keepdim=True)
+        else:
+            mean = points.bias.double().softmax(dim=1).unsqueeze(1) @ wide
+        spread = reduce_rows(wide - mean, self.prefix.projection).to(samples.dtype)
         looks = torch.nn.functional.pad(mean @ self.prefix.projection.T, (0, 1))
-        return _Queries(samples, *(x.to(samples.dtype) for x in (mean, spread, looks)))
+        return _Queries(points, mean.to(samples.dtype), Points(spread, points.bias), looks.to(samples.dtype))
 
     def _floor(self, queries: _Queries) -> Tensor:
         """[Q] float64: log Z_seeds + log(LEFT_MASS / N)."""
         seeds = self.best(queries.looks, self.prefix.rows.to(queries.looks), min(SEEDS, len(self.gallery)))
         seeds = seeds.sort(dim=1).values
-        log_z = [self.reduce(queries.samples[q : q + 1], seeds[q]).log_z for q in range(len(seeds))]
+        log_z = [self.reduce(queries.points[q : q + 1], seeds[q]).log_z for q in range(len(seeds))]
         return torch.cat(log_z) + math.log(LEFT_MASS / len(self.gallery))
 
     def _pays(self, queries: _Queries, floor: Tensor, price: float) -> Tensor:
@@ -199,23 +219,26 @@ class Pruner:
             pick = keep.nonzero()[:, 0]
             # Beyond the terms of `_slack`: the rounding of a sum of up to 2^24 terms.
             log_left = bound.masked_fill(keep, -math.inf).logsumexp(0, keepdim=True).double() + 1e-3
-            part = self.reduce(queries.samples[query : query + 1], pick)
+            part = self.reduce(queries.points[query : query + 1], pick)
             left = torch.full_like(part.left, len(bound) - len(pick))
             parts.append(dataclasses.replace(part, log_left=log_left, left=left))
         return GalleryStatistics.of_queries(parts)
 
     def _upper_bounds(self, queries: _Queries, gallery: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
         """u of the module's text, [Q, N], for gallery rows [N, d], their prefix rows [N, r] and bias [N]."""
-        bounds = self.score(queries.spread, rows.to(queries.spread), self.kappa, None)
-        bounds += self.score(queries.mean, gallery, self.kappa, bias)
-        return bounds.add_(self._slack(queries.samples, bias))
+        bounds = self.score(queries.spread, rows.to(queries.mean), self.kappa, None)
+        bounds += self.score(Points(queries.mean), gallery, self.kappa, bias)
+        return bounds.add_(self._slack(queries.points, bias))
 
-    def _slack(self, samples: Tensor, bias: Tensor | None) -> float:
+    def _slack(self, points: Points, bias: Tensor | None) -> float:
+        samples = points.samples
         _, draws, width = samples.shape
         roundoff = max(torch.finfo(x.dtype).eps for x in (samples, self.prefix.rows))
         length = 2 * width + 2 * self.prefix.rows.shape[1] + 96
         size = self.kappa * self.prefix.largest_norm * float(torch.linalg.vector_norm(samples, dim=-1).max())
         largest_bias = 0.0 if bias is None else float(bias.abs().max())
+        if points.bias is not None:  # -inf is exact
+            largest_bias += float(points.bias.masked_fill(points.bias == -math.inf, 0.0).abs().max())
         return roundoff * (length * size + 4 * draws + 64 + 8 * largest_bias)
 
     def _bound_cost(self, samples: Tensor) -> float:

@@ -18,6 +18,7 @@ from geoflow_fast import ops
 from geoflow_fast.data.rows import Array, Rows, open_rows
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import check_rows
+from geoflow_fast.ops.gallery_posterior import check_sample_bias
 from geoflow_fast.ops.gallery_statistics import GalleryStatistics
 from geoflow_fast.ops.pruning import PrefixRows
 from geoflow_fast.retrieval.freshness import marks
@@ -235,13 +236,22 @@ class Gallery:
         return rows[torch.from_numpy(position.reshape(index.shape)).to(index.device)]
 
     def statistics(
-        self, samples: Tensor, kappa: float, top_k: int, item_bias: Tensor | None = None, *, use_index: bool = False
+        self,
+        samples: Tensor,
+        kappa: float,
+        top_k: int,
+        item_bias: Tensor | None = None,
+        *,
+        sample_bias: Tensor | None = None,
+        use_index: bool = False,
     ) -> GalleryStatistics:
         """`ops.gallery_statistics` of all items, computed block by block, for `samples` [Q, M, d] and an optional
-        `item_bias` [N]. `use_index` lets the gallery's index, if it has one, leave items out on a CPU."""
+        `item_bias` [N] and `sample_bias` [Q, M]. `use_index` lets the gallery's index, if it has one, leave items out
+        on a CPU."""
         checks.with_values(samples, "samples")
         if item_bias is not None and checks.with_values(item_bias, "item_bias").shape != (len(self),):
             raise ValueError(f"item_bias must be [{len(self)}], got {tuple(item_bias.shape)}")
+        check_sample_bias(sample_bias, samples)  # here already: a rank without items would not notice
         divided = self.is_divided and self.world.size > 1
         index = self.index if use_index and samples.device.type == "cpu" else None
         prune = "auto" if index is None else self.prune
@@ -250,7 +260,15 @@ class Gallery:
         for first, items in self.blocks(samples.device, samples.dtype, rows):
             bias = None if item_bias is None else item_bias[first : first + len(items)]
             part = ops.gallery_statistics(
-                samples, items, kappa, top_k, item_bias=bias, first_index=first, index=index, prune=prune
+                samples,
+                items,
+                kappa,
+                top_k,
+                item_bias=bias,
+                sample_bias=sample_bias,
+                first_index=first,
+                index=index,
+                prune=prune,
             )
             running = part if running is None else running.merge(part)
         if divided:

@@ -166,10 +166,13 @@ def check_gallery(
     dtype = torch.float32 if config.startswith("float") else torch.bfloat16
     samples, rows = world(queries, draws, items, width, dtype)
     item_bias = torch.randn(items) if bias else None
+    sample_bias = torch.randn(queries, draws) if bias else None
+    if bias:
+        sample_bias[:, 1::4] = -torch.inf
     statistics = kernels.gallery.gallery_statistics(
-        samples, rows, kappa, top_k, item_bias, config=config, shares=shares
+        samples, rows, kappa, top_k, item_bias, sample_bias, config=config, shares=shares
     )
-    truth = gallery_posterior_reference(samples.double(), rows.double(), kappa, top_k, item_bias, None)
+    truth = gallery_posterior_reference(samples.double(), rows.double(), kappa, top_k, item_bias, None, sample_bias)
     statistics = (*(x.double() for x in statistics[:4]), statistics[4].long())
     post, expected = (ops.GalleryStatistics.complete(s, top_k).posterior(torch.float64) for s in (statistics, truth))
     if 1 < kappa < 100 and items > 10:
@@ -203,14 +206,15 @@ def test_gallery_of_ragged_sizes(queries, draws, items, width, top_k, shares):
     check_gallery(KERNELS, "float-slim", queries, draws, items, width, 12.0, top_k, shares)
 
 
-def test_gallery_with_bias():
-    check_gallery(KERNELS, "half-few", bias=True)
+@pytest.mark.parametrize(("config", "queries"), [("half-few", 3), ("float-wide", 17)])
+def test_gallery_with_biases_of_items_and_samples(config, queries):
+    check_gallery(KERNELS, config, queries, bias=True)
 
 
 def test_gallery_keeps_equal_items_in_order():
     samples = sample_uniform(2, 5).view(1, 2, 5)
     rows = sample_uniform(2, 5).repeat(60, 1)
-    *_, score, index = gallery.gallery_statistics(samples, rows, 3.0, 4, None, config="float-few", shares=2)
+    *_, score, index = gallery.gallery_statistics(samples, rows, 3.0, 4, None, None, config="float-few", shares=2)
     best = int((rows[:2] @ samples[0].T).logsumexp(1).argmax())
     assert index.tolist() == [[best, best + 2, best + 4, best + 6]]
     assert (score == score[0, 0]).all()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 
+import geoflow_fast as gf
 from geoflow_fast import geometry, ops
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.ops.gallery_posterior import LARGEST_KAPPA
@@ -126,6 +128,93 @@ def test_bias_shifts_the_scores(backend):
     assert torch.equal(post.top_index, pi.topk(10).indices)
 
 
+def head(queries, points, items, width, dtype):
+    """Points of norm 0 to 100 with log-weights down to -80, some of them -inf, and a gallery that holds items twice."""
+    gallery = geometry.normalize(torch.randn(items, width, dtype=torch.float64))
+    gallery[items // 2 :] = gallery[: items - items // 2].clone()
+    norm = 100 * torch.rand(queries, points, 1, dtype=torch.float64)
+    norm[::3, -1] = 0
+    samples = norm * geometry.normalize(torch.randn(queries, points, width, dtype=torch.float64))
+    weights = -80 * torch.rand(queries, points, dtype=torch.float64)
+    weights[::2, 1::3] = -math.inf
+    return samples.to(dtype), gallery.to(dtype), weights.to(dtype)
+
+
+def head_scores(samples, gallery, weights):
+    """[Q, N] in float64."""
+    logits = torch.einsum("qmd,nd->qmn", samples.double(), gallery.double()) + weights.double().unsqueeze(2)
+    return torch.logsumexp(logits, dim=1) - math.log(samples.shape[1])
+
+
+# 17 queries are two interleaved groups and one more; 40 points of 17 queries are spread over three tiles
+@pytest.mark.parametrize(("queries", "points"), itertools.product((1, 7, 17), (1, 3, 4, 8, 40)))
+def test_weighted_points_agree_with_float64(queries, points, backend):
+    for items, width in itertools.product((1, 7, 129, 1023), (1, 24, 129)):
+        samples, gallery, weights = head(queries, points, items, width, DTYPE[backend])
+        spaced = torch.empty(queries, 2 * points, 2 * width, dtype=samples.dtype)[:, ::2, ::2].copy_(samples)
+        result = ops.gallery_statistics(
+            spaced, gallery.T.contiguous().T, 1.0, 5, backend, sample_bias=weights.T.contiguous().T
+        )
+        score = head_scores(samples, gallery, weights)
+        error = tolerance(backend, 100.0)
+        close(result.log_z, torch.logsumexp(score, dim=1), error)
+        log_pi = torch.log_softmax(score, dim=1)
+        close(result.posterior(torch.float64).entropy, -(log_pi.exp() * log_pi).sum(1), 10 * error)
+        close(result.top_score, score.topk(min(5, items)).values, error)
+        close(score.gather(1, result.top_index), result.top_score, error)
+        listed_later = result.top_index[:, :-1] > result.top_index[:, 1:]
+        assert not (listed_later & (result.top_score[:, :-1] == result.top_score[:, 1:])).any()
+
+
+def test_equal_biases_of_samples_shift_the_scores_alone(backend):
+    samples, gallery = world(9, 6, 200, 20, dtype=DTYPE[backend])
+    plain = ops.gallery_posterior(samples, gallery, 30.0, backend=backend)
+    biased = torch.full((9, 6), -7.5, dtype=DTYPE[backend])
+    post = ops.gallery_posterior(samples, gallery, 30.0, backend=backend, sample_bias=biased)
+    close(post.entropy, plain.entropy, tolerance(backend, 30.0))
+    close(post.log_z, plain.log_z - 7.5, tolerance(backend, 30.0))
+    assert torch.equal(post.top_index, plain.top_index)
+
+
+def test_a_sample_with_a_bias_of_minus_infinity_is_left_out(backend):
+    samples, gallery = world(9, 6, 200, 20, dtype=DTYPE[backend])
+    weights = torch.zeros(9, 6, dtype=DTYPE[backend])
+    weights[:, ::2] = -math.inf
+    post = ops.gallery_posterior(samples, gallery, 30.0, backend=backend, sample_bias=weights)
+    kept = ops.gallery_posterior(samples[:, 1::2], gallery, 30.0, backend=backend)
+    close(post.log_z, kept.log_z - math.log(2), tolerance(backend, 30.0))
+    close(post.entropy, kept.entropy, tolerance(backend, 30.0))
+
+
+def test_weighted_shards_and_mapped_galleries_give_the_whole(tmp_path, backend, monkeypatch):
+    samples, gallery, weights = head(9, 4, 1023, 24, DTYPE[backend])
+    parts = [
+        ops.gallery_statistics(samples, gallery[a:b], 1.0, 5, backend, sample_bias=weights, first_index=a)
+        for a, b in itertools.pairwise((0, 1, 300, 1023))
+    ]
+    merged = parts[2].merge(parts[0]).merge(parts[1])
+    whole = ops.gallery_statistics(samples, gallery, 1.0, 5, backend, sample_bias=weights)
+    close(merged.log_z, whole.log_z, tolerance(backend))
+    assert torch.equal(merged.top_index, whole.top_index)
+    np.save(tmp_path / "gallery.npy", gallery.numpy())
+    monkeypatch.setattr("geoflow_fast.retrieval.gallery.BLOCK_ROWS", 100)
+    mapped = gf.Gallery(tmp_path / "gallery.npy").statistics(samples, 1.0, 5, sample_bias=weights)
+    close(mapped.log_z, whole.log_z, tolerance("cpu", 100.0))  # files are read in float32
+    assert torch.equal(mapped.top_index, whole.top_index)
+
+
+@pytest.mark.parametrize("row", [[math.nan, 0.0], [math.inf, 0.0], [-math.inf, -math.inf], [math.nan, -math.inf]])
+def test_a_bias_that_is_no_weight_is_refused_by_query(row):
+    samples, gallery = world(3, 2, 20, 5)
+    weights = torch.zeros(3, 2)
+    weights[1] = torch.tensor(row)
+    for call in (ops.gallery_posterior, ops.gallery_statistics):
+        with pytest.raises(ValueError, match="sample_bias of query 1"):
+            call(samples, gallery, 1.0, sample_bias=weights)
+    with pytest.raises(ValueError, match="sample_bias of query 1"):
+        gf.Gallery(gallery).statistics(samples, 1.0, 5, sample_bias=weights)
+
+
 @pytest.mark.parametrize("cuts", [(1,), (500,), (3, 4, 900), (2, 999)])
 def test_statistics_of_any_split_merge_to_the_whole(cuts, backend):
     samples, gallery = world(5, 12, 1000, 33, dtype=DTYPE[backend])
@@ -203,6 +292,8 @@ def test_a_value_that_is_not_finite_is_never_swallowed(where, value, backend):
         ({"kappa": math.nan}, "kappa"),
         ({"top_k": 0}, "top_k"),
         ({"item_bias": torch.zeros(3)}, "item_bias"),
+        ({"sample_bias": torch.zeros(2, 4)}, r"sample_bias must be \[2, 3\]"),
+        ({"sample_bias": torch.zeros(2, 3, dtype=torch.int64)}, "sample_bias"),
         ({"gallery": torch.full((4, 5), math.nan)}, "query 0"),
         ({"backend": "cuda"}, "cuda"),
     ],

@@ -62,12 +62,15 @@ def close(fast: Tensor, true: Tensor, tolerance: float = 3e-5) -> None:
 @given(sizes, st.integers(1, 40), sizes, st.integers(1, 40), st.integers(1, 12), layouts, layouts, st.booleans(), seeds)
 def test_gallery(queries, draws, items, dim, top_k, first, second, biased, seed):
     generator = torch.Generator().manual_seed(seed)
-    samples = laid_out(unit(generator, queries % 9 + 1, draws, dim), first)
+    queries = queries % 19 + 1
+    samples = laid_out(unit(generator, queries, draws, dim), first)
     gallery = laid_out(unit(generator, items, dim), second)
     bias = torch.randn(2 * items, generator=generator)[::2] if biased else None
-    fast = ops.gallery_posterior(samples, gallery, 20.0, top_k, "cpu", item_bias=bias)
-    wide = None if bias is None else bias.double()
-    true = ops.gallery_posterior(samples.double(), gallery.double(), 20.0, top_k, "reference", item_bias=wide)
+    weights = torch.randn(draws, queries, generator=generator).T if biased else None
+    biases = {"item_bias": bias, "sample_bias": weights}
+    fast = ops.gallery_posterior(samples, gallery, 20.0, top_k, "cpu", **biases)
+    wide = {name: None if x is None else x.double() for name, x in biases.items()}
+    true = ops.gallery_posterior(samples.double(), gallery.double(), 20.0, top_k, "reference", **wide)
     close(fast.entropy, true.entropy, 1e-4)
     close(fast.log_z, true.log_z)
     close(fast.top_prob, true.top_prob, 1e-4)

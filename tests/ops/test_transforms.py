@@ -48,7 +48,7 @@ def inputs_of(name: str) -> tuple[object, ...]:
     dx = torch.randn(2, ROWS, WIDTH)
     group, keep = torch.randn(2, WIDTH), torch.rand(ROWS, WIDTH) < 0.5
     direction, times = torch.arange(ROWS).to(torch.int8) % 3, torch.rand(ROWS)
-    samples, gallery, bias = unit(2, 3, WIDTH), unit(9, WIDTH), torch.randn(9)
+    samples, gallery, bias, sample_bias = unit(2, 3, WIDTH), unit(9, WIDTH), torch.randn(9), torch.randn(2, 3)
     return {
         "adaln": (x, group, group + 1, 1e-5),
         "adaln_backward": (y, x, group, 1e-5),
@@ -64,8 +64,8 @@ def inputs_of(name: str) -> tuple[object, ...]:
         "keep_mask": (keep, 0.3),
         "masked_interpolant": (x, y, z, w, times, direction, keep[:, 0].contiguous()),
         "tangent_step": (x, y, 0.3, z, 2.0, False),
-        "gallery_posterior": (samples, gallery, 5.0, 4, bias, None),
-        "gallery_scores": (samples, gallery, 5.0, bias),
+        "gallery_posterior": (samples, gallery, 5.0, 4, bias, None, sample_bias),
+        "gallery_scores": (samples, gallery, 5.0, bias, sample_bias),
     }[name]
 
 

@@ -61,9 +61,9 @@ void check_gallery(std::int64_t queries, std::int64_t draws, std::int64_t items,
     std::vector<std::int64_t> pick;
     for (std::int64_t j = 0; picked && j < items; j += 2) pick.push_back(j);
     const std::int64_t used = picked ? static_cast<std::int64_t>(pick.size()) : items;
-    const auto bias = normal<float>(used);
-    geoflow::GalleryParams params{samples.data(), gallery.data(), picked ? pick.data() : nullptr, bias.data(), queries, draws, used, dim,
-                                  20.0f, 1, always};
+    const auto bias = normal<float>(used), sample_bias = normal<float>(queries * draws);
+    geoflow::GalleryParams params{samples.data(), picked ? sample_bias.data() : nullptr, gallery.data(),
+                                  picked ? pick.data() : nullptr, bias.data(), queries, draws, used, dim, 20.0f, 1, always};
     compare("gallery_posterior", [&](int threads) {
         params.threads = threads;
         const std::int64_t top_k = used < 5 ? used : 5;
@@ -228,6 +228,7 @@ int main(int count, char** arguments) {
     for (std::int64_t items : {1, 7, 129, 1023})
         for (bool picked : {false, true}) check_gallery(3, 5, items, 19, picked);
     check_gallery(40, 130, 300, 33, false);  // several column blocks
+    check_gallery(19, 4, 300, 33, true);     // interleaved queries and others
     for (std::int64_t rows : {1, 7, 129, 513}) {
         check_interpolant<float>(rows, 24, 17);
         check_interpolant<double>(rows, 24, 17);

@@ -39,8 +39,9 @@ def world(items, width, queries, draws, cosine, *, power=1.0, dtype=torch.float3
     return samples.to(dtype), gallery.to(dtype)
 
 
-def whole_scores(samples, gallery, kappa, bias=None):
+def whole_scores(samples, gallery, kappa, bias=None, sample_bias=None):
     logits = kappa * torch.einsum("qmd,nd->qmn", samples.double(), gallery.double())
+    logits = logits if sample_bias is None else logits + sample_bias.double().unsqueeze(2)
     score = torch.logsumexp(logits, dim=1) - math.log(samples.shape[1])
     return score if bias is None else score + bias.double()
 
@@ -50,11 +51,12 @@ def entropy_of(score):
     return -(log_pi.exp() * log_pi).sum(1)
 
 
-def check_against_whole(samples, gallery, index, kappa, backend, bias=None, top_k=10):
+def check_against_whole(samples, gallery, index, kappa, backend, bias=None, top_k=10, sample_bias=None):
     """Compares everything that `prune="always"` promises with a dense float64 softmax, and returns the posterior."""
-    post = ops.gallery_posterior(samples, gallery, kappa, top_k, backend, item_bias=bias, index=index, prune="always")
-    score = whole_scores(samples, gallery, kappa, bias)
-    slack = rounding(backend, kappa)
+    biases = {"item_bias": bias, "sample_bias": sample_bias}
+    post = ops.gallery_posterior(samples, gallery, kappa, top_k, backend, index=index, prune="always", **biases)
+    score = whole_scores(samples, gallery, kappa, bias, sample_bias)
+    slack = rounding(backend, kappa * max(1.0, float(samples.norm(dim=-1).max())))
     assert ((post.entropy.double() - entropy_of(score)).abs() <= post.entropy_bound + slack).all()
     log_z = torch.logsumexp(score, dim=1)
     assert (post.log_z.double() <= log_z + slack).all()
@@ -82,6 +84,24 @@ def test_random_cases_stay_within_their_bounds(seed, left_mass, backend, monkeyp
     bias = torch.randn(items, dtype=DTYPE[backend]) * 3 if seed % 2 else None
     index = gf.GalleryIndex.build(gallery.float(), width=int(pick.integers(2, width + 1)))
     check_against_whole(samples, gallery, index, kappa, backend, bias, top_k=int(pick.choice([1, 10, 2000])))
+
+
+@pytest.mark.parametrize("left_mass", [1e-6, 0.2])
+def test_weighted_points_of_any_norm_stay_within_their_bounds(left_mass, backend, monkeypatch):
+    monkeypatch.setattr(pruning, "LEFT_MASS", left_mass)
+    monkeypatch.setattr(pruning, "SEEDS", 4)
+    left = 0
+    for seed in range(12):
+        torch.manual_seed(seed)
+        points, gallery = world(1023, 33, 3, 5, 0.9, dtype=DTYPE[backend])
+        norm = torch.rand(3, 5, 1, dtype=points.dtype) * 100
+        norm[0, 0] = 0
+        sample_bias = -80 * torch.rand(3, 5, dtype=points.dtype)
+        sample_bias[1, 2:4] = -math.inf
+        index = gf.GalleryIndex.build(gallery.float(), width=9)
+        post = check_against_whole(points * norm, gallery, index, 1.0, backend, sample_bias=sample_bias)
+        left += int((post.mass_bound > 0).sum())
+    assert left > 18  # of 36 queries
 
 
 @pytest.mark.parametrize("kappa", [10.0, 200.0])
@@ -113,13 +133,18 @@ def test_adversarial_galleries_stay_within_their_bounds(kappa, backend, monkeypa
 def test_bounds_are_above_the_scores(backend):
     samples, gallery = world(700, 40, 4, 11, 0.7, dtype=DTYPE[backend])
     bias = torch.randn(700, dtype=DTYPE[backend])
-    score = whole_scores(samples, gallery, 50.0, bias)
-    run = ops.dispatch.choose("gallery_scores", samples, backend)
+    sample_bias = 3 * torch.randn(4, 11, dtype=DTYPE[backend])
+    score = whole_scores(samples, gallery, 50.0, bias, sample_bias)
+    kernel = ops.dispatch.choose("gallery_scores", samples, backend)
+
+    def run(points, rows, kappa, item_bias):
+        return kernel(points.samples, rows, kappa, item_bias, points.bias)
+
     gaps = []
     for width in (2, 5, 40):
         index = gf.GalleryIndex.build(gallery.float(), width=width)
         pruner = pruning.Pruner(gallery, index, 50.0, 10, bias, run, lambda *_: None, lambda *_: None)
-        bound = pruner._upper_bounds(pruner._describe(samples), gallery, index.rows, bias).double()
+        bound = pruner._upper_bounds(pruner._describe(pruning.Points(samples, sample_bias)), gallery, index.rows, bias).double()
         assert (bound >= score).all()
         gaps.append(float((bound - score).mean()))
     assert gaps[0] > gaps[1] > 2 * gaps[2]
