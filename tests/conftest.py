@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 import geoflow_fast as gf
+from tests.foreign_defaults import KINDS, foreign_defaults
 from tests.with_torchvision import import_torchvision
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds `--foreign`, see tests/foreign_defaults.py."""
+    parser.addoption("--foreign", choices=KINDS, help="run the library under a foreign default device or dtype")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Runs each test, its fixtures included, under the foreign default that was asked for."""
+    kind = item.config.getoption("foreign")
+    with nullcontext() if kind is None else foreign_defaults(kind):
+        return (yield)
 
 
 @pytest.fixture(autouse=True)
