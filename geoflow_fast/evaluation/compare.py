@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, from_numpy
+from torch import Tensor
 
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import CONDITIONAL
@@ -128,13 +128,13 @@ def _result(
     method: Method, task: RetrievalTask, answers: Answers, scores: Columns, bins: int, resamples: int
 ) -> Result:
     """Judges the scores of a method."""
-    uncertainty, correct, first_right = scores["uncertainty"], answers.correct.numpy(), answers.first_right.numpy()
+    uncertainty, first_right = scores["uncertainty"], answers.first_right.numpy()
     # The captions of one image are not independent of each other, so the bootstrap draws them together.
     images = task.query_image.numpy()
     calibration = retrieval_calibration(uncertainty, first_right, bins, resamples=resamples, groups=images)
     curve = selective_accuracy(uncertainty, first_right)
     states_probabilities = not np.isnan(scores["p_answer"]).any()
-    stated = reliability(scores["p_answer"], correct) if states_probabilities else None
+    stated = reliability(scores["p_answer"], first_right) if states_probabilities else None
     names = ("confidence", "accuracy", "count")
     stated_bins = None if stated is None else {name: getattr(stated, name).tolist() for name in names}
     has_ranking = (scores["top"] >= 0).all()
@@ -169,5 +169,10 @@ def _result(
 
 
 def _recall(task: RetrievalTask, top: NDArray[np.int64]) -> float:
-    """Share of queries for which the item `top` [Q] is right."""
-    return float(task.is_right(from_numpy(np.array(top))).double().mean())
+    """Share of queries for which the item `top` [Q] is right. No method can tell items with the very same embedding
+    apart, so a query counts with the share of right ones among those that equal its `top`."""
+    rows = task.items.contiguous().numpy()
+    _, twins, count = np.unique(rows.view(f"V{rows[0].nbytes}").squeeze(1), return_inverse=True, return_counts=True)
+    own, group = task.own.numpy(), twins[top]
+    right = ((twins[own] == group[:, None]) & (own >= 0)).sum(1)
+    return float((right / count[group]).mean())

@@ -1,9 +1,9 @@
 """How well an uncertainty tells right answers from wrong ones.
 
 One convention throughout: `uncertainty` [n] is higher where the answer is less certain, and `correct` [n] says which
-answers were right; all but `reliability` also take the probability of being right, such as the share of right items
-among those that tie for the first place (`Answers.first_right`). Both may be tensors, arrays or lists. Only the order
-of the uncertainties matters, except to `r2_value`. NaN is refused.
+answers were right, or with which probability they are, such as the share of right items among those that tie for the
+first place (`Answers.first_right`). Both may be tensors, arrays or lists. Only the order of the uncertainties matters,
+except to `r2_value`. NaN is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from geoflow_fast.evaluation.statistics import (
     correlation,
     floats,
     percentile_intervals,
-    scored_answers,
     scored_shares,
 )
 from geoflow_fast.runtime import checks
@@ -247,7 +246,7 @@ def reliability(prob: Values, correct: Values, bins: int = 10, *, strategy: str 
     `strategy="uniform"`: bins of equal width over [0, 1]; "quantile": equally filled bins, of which there may be fewer
     if probabilities are tied. A probability on an edge belongs to the lower bin.
     """
-    stated, right = scored_answers(prob, correct, "prob")
+    stated, right = scored_shares(prob, correct, "prob")
     outside = ~((stated >= 0) & (stated <= 1))
     if outside.any():
         row = int(outside.argmax())
@@ -265,4 +264,6 @@ def reliability(prob: Values, correct: Values, bins: int = 10, *, strategy: str 
     with np.errstate(invalid="ignore"):
         confidence, accuracy = total / count, hits / count
     ece = float(np.abs(total - hits).sum() / len(stated))
-    return Reliability(edges, confidence, accuracy, count, ece, float(((stated - right) ** 2).mean()))
+    # The expectation over outcomes: (p - 1)^2 with probability `right`, else p^2.
+    brier = float((right * (stated - 1) ** 2 + (1 - right) * stated**2).mean())
+    return Reliability(edges, confidence, accuracy, count, ece, brier)

@@ -18,6 +18,8 @@ from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.runtime.progress import progress_bar
 
 BLOCK_QUERIES = 512
+MOST_CANDIDATES = 1 << 20
+"""(query, item) pairs that are looked at together for ties."""
 RetrievalSet = RetrievalTask
 """The public name of the task in this module."""
 
@@ -32,9 +34,14 @@ class Answers:
     """[Q, k], their cosines with the query."""
     right: Tensor
     """[Q, k] bool, true where an item is right for its query."""
-    first_right: Tensor
-    """[Q] float64, share of right items among all those that tie exactly for the first place: the probability that the
-    first item is right if ties are broken at random. It is 0 or 1 where there is no tie."""
+    hit: Tensor
+    """[Q, k] float64, the probability that a right item is among the first 1, 2, ..., k if items with equal cosines are
+    in random order, those beyond the first k included. It is 0 or 1 where no tie decides."""
+
+    @property
+    def first_right(self) -> Tensor:
+        """[Q] float64, share of right items among all those that tie exactly for the first place."""
+        return self.hit[:, 0]
 
     @property
     def correct(self) -> Tensor:
@@ -42,11 +49,10 @@ class Answers:
         return self.right[:, 0]
 
     def recall(self, k: int) -> float:
-        """Recall@k: share of queries with a right item among the first k. Recall@1 counts a tie for the first place as
-        `first_right` does; beyond it, tied items are in the order of their numbers."""
+        """Recall@k: share of queries with a right item among the first k. Ties count as in `hit`."""
         if checks.integer(k, "k", 1) > self.right.shape[1]:
             raise ValueError(f"k={k} exceeds the {self.right.shape[1]} items that were searched for")
-        return float((self.first_right if k == 1 else self.right[:, :k].any(1).double()).mean())
+        return float(self.hit[:, k - 1].mean())
 
 
 def plain_search(
@@ -59,25 +65,33 @@ def plain_search(
     device = usable_device(str(checks.device(device)))
     gallery = Gallery(task.items.to(device))
     blocks: list[tuple[Tensor, Tensor]] = []
-    width = max(top_k, 2)  # the second item shows whether the first place is shared
+    width = top_k + 1  # the item after the last one shows whether the last place is shared
     with progress_bar(len(task), 0, "queries", shown=progress) as advance:
         for queries in task.queries.split(BLOCK_QUERIES):
             blocks.append(nearest(queries.to(device), gallery, width))
             advance(len(queries))
     cosine, index = (torch.cat(parts).cpu() for parts in zip(*blocks))
-    first_right, all_tied = _first_place(cosine, task.is_right(index))
-    while width < len(task.items) and bool(all_tied.any()):
-        # All items that were found for these queries are tied, so there may be more of them.
-        width, rows = min(2 * width, len(task.items)), all_tied.nonzero().squeeze(1)
-        parts = [nearest(task.queries[part].to(device), gallery, width) for part in rows.split(BLOCK_QUERIES)]
-        more_cosine, more_index = (torch.cat(part).cpu() for part in zip(*parts))
-        right = task.item_image[more_index] == task.query_image[rows].unsqueeze(1)
-        first_right[rows], all_tied[rows] = _first_place(more_cosine, right)
+    hit = hit_probability(cosine, task.is_right(index), top_k)
+    open_ended = cosine[:, -1] == cosine[:, min(top_k, cosine.shape[1]) - 1]
+    while width < len(task.items) and bool(open_ended.any()):
+        # There may be more items that tie for the last place of these queries.
+        width, rows = min(2 * width, len(task.items)), open_ended.nonzero().squeeze(1)
+        for part in rows.split(max(1, MOST_CANDIDATES // width)):
+            cosines, found = (x.cpu() for x in nearest(task.queries[part].to(device), gallery, width))
+            right = task.item_image[found] == task.query_image[part].unsqueeze(1)
+            hit[part] = hit_probability(cosines, right, top_k)
+            open_ended[part] = cosines[:, -1] == cosines[:, top_k - 1]
     index, cosine = index[:, :top_k], cosine[:, :top_k]
-    return Answers(index, cosine, task.is_right(index), first_right)
+    return Answers(index, cosine, task.is_right(index), hit)
 
 
-def _first_place(cosine: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Share [Q] of right items among those whose cosine equals the first, and whether all [Q] do, given both [Q, k]."""
-    tied = cosine == cosine[:, :1]
-    return (tied & right).sum(1).double() / tied.sum(1).double(), tied.all(1)
+def hit_probability(score: Tensor, right: Tensor, k: int) -> Tensor:
+    """The probability [Q, min(k, n)] that a right item is among the first 1, 2, ..., k if items with equal scores are
+    in random order, given the `score` [Q, n] of items, in descending order, and which of them are `right` [Q, n]."""
+    descending = -score.contiguous()
+    first, end = (torch.searchsorted(descending, descending[:, :k].contiguous(), right=side) for side in (False, True))
+    before = torch.nn.functional.pad(right.long().cumsum(1), (1, 0))  # right items before each place
+    # One of the tied items that are left goes to each place: the probability that it is wrong if all so far were.
+    left = end - torch.arange(end.shape[1], device=end.device)
+    wrong = (left - before.gather(1, end) + before.gather(1, first)).clamp(min=0)
+    return 1 - (wrong.double() / left.double()).cumprod(1)

@@ -158,14 +158,12 @@ def scored_answers(values: Values, correct: Values, name: str = "uncertainty") -
     return score, right.astype(bool)
 
 
-def scored_shares(values: Values, correct: Values) -> tuple[Floats, Floats]:
+def scored_shares(values: Values, correct: Values, name: str = "uncertainty") -> tuple[Floats, Floats]:
     """Does what `scored_answers` does, but an answer may be right with a probability, as one of tied items is."""
-    score, right = floats(values, "uncertainty"), floats(correct, "correct")
-    if ((right > 0) & (right < 1)).any():
-        scored_answers(score, np.where((right > 0) & (right < 1), 1, right))
-        return score, right
-    score, known = scored_answers(score, right)
-    return score, known.astype(np.float64)
+    share = floats(correct, "correct")
+    between = (share > 0) & (share < 1)
+    score, known = scored_answers(values, np.where(between, 1, share), name)
+    return score, np.where(between, share, known)
 
 
 def floats(values: Values, name: str) -> Floats:

@@ -11,14 +11,15 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from geoflow_fast.baselines.base import nearest
 from geoflow_fast.baselines.untrained import KNNDistance
 from geoflow_fast.data.pairs import EmbeddingPairs
-from geoflow_fast.directions import DIRECTIONS
+from geoflow_fast.directions import DIRECTIONS, Direction
 from geoflow_fast.evaluation.metrics import BINS, retrieval_calibration, selective_accuracy
+from geoflow_fast.evaluation.retrieval import plain_search
 from geoflow_fast.evaluation.statistics import RESAMPLES, check_resamples
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.geometry import check_rows
@@ -27,6 +28,7 @@ from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.retrieval.bandwidth import fit_cosine_scale
 from geoflow_fast.retrieval.gallery import Gallery
+from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.runtime.progress import progress_bar
 
 BLOCK_IMAGES = 256
@@ -107,9 +109,12 @@ class ZeroShot:
     """Predictions for B images, and the scores that say which of them to doubt."""
 
     prediction: Tensor
-    """[B] int64, the class whose prompt is nearest."""
+    """[B] int64, the class whose prompt is nearest; of classes that tie, the first."""
     correct: Tensor
     """[B] bool."""
+    first_right: Tensor
+    """[B] float64, 1 divided by the number of classes that tie for the first place if the true one is among them,
+    otherwise 0: the probability of a right prediction if ties are broken at random."""
     scores: dict[str, Tensor]
     """[B] float64 by the name of the score; higher is less certain."""
     components: list[Component]
@@ -118,8 +123,8 @@ class ZeroShot:
 
     @property
     def accuracy(self) -> float:
-        """Share of right predictions."""
-        return float(self.correct.double().mean())
+        """Share of right predictions; ties count as in `first_right`."""
+        return float(self.first_right.mean())
 
 
 def zero_shot(
@@ -145,19 +150,20 @@ def zero_shot(
     """
     label = _checked_labels(image, label, prompts)
     check_resamples(resamples)
-    gallery = Gallery(prompts)
-    cosine, index = nearest(image, gallery, min(2, len(prompts)))
-    prediction = index[:, 0].cpu()
-    correct = prediction == label
-    scores = {} if flow is None else _terms(flow, image, prompts[index[:, 0]], settings, seed, progress)
-    scores |= _training_free(image, gallery, cosine, scale, train)
-    components = [_component(name, score, correct, bins, resamples) for name, score in scores.items()]
-    return ZeroShot(prediction, correct, scores, components, scale)
+    images, classes = np.arange(len(image)), np.arange(len(prompts))
+    task = RetrievalTask(Direction.I2T, image, prompts, label, torch.from_numpy(classes), images, classes)
+    answers = plain_search(task, 2, device=image.device)
+    prediction = answers.index[:, 0]
+    text = prompts[prediction.to(prompts.device)]
+    scores = {} if flow is None else _terms(flow, image, text, settings, seed, progress)
+    scores |= _training_free(image, Gallery(prompts), answers.cosine, scale, train)
+    components = [_component(name, score, answers.first_right, bins, resamples) for name, score in scores.items()]
+    return ZeroShot(prediction, answers.correct, answers.first_right, scores, components, scale)
 
 
-def _component(name: str, score: Tensor, correct: Tensor, bins: int, resamples: int) -> Component:
-    calibration = retrieval_calibration(score, correct, bins, resamples=resamples)
-    curve = selective_accuracy(score, correct)
+def _component(name: str, score: Tensor, right: Tensor, bins: int, resamples: int) -> Component:
+    calibration = retrieval_calibration(score, right, bins, resamples=resamples)
+    curve = selective_accuracy(score, right)
     return Component(
         name,
         {**TERMS, **TRAINING_FREE}[name],

@@ -55,11 +55,13 @@ class Reranked:
     """The posterior over the shortlists of Q queries, of K items each; detached tensors on the device of the flow."""
 
     index: Tensor
-    """[Q, K] int64, numbers of gallery rows, most probable first; -1 where a shortlist has fewer than K items."""
+    """[Q, K] int64, numbers of gallery rows, most probable first and equally probable ones by their number; -1 where a
+    shortlist has fewer than K items."""
     prob: Tensor
     """[Q, K], the probability that each item is the one meant; a row sums to one together with `p_outside`."""
     answer: Tensor
-    """[Q] int64, the item with the largest cosine, which plain search returns."""
+    """[Q] int64, the item with the largest cosine, which plain search returns; of tied ones that with the lowest
+    number, in whatever order candidates come."""
     p_answer: Tensor
     """[Q], the probability that `answer` is right: its `prob` times the mean number of right items of a query."""
     p_outside: Tensor
@@ -189,9 +191,9 @@ class BayesReranker(nn.Module):
         """Fits the weights on held-out `pairs`, stores them in `self.calibration` and returns them.
 
         At most `max_queries` queries, drawn by the seed, are searched in the gallery with their own items added, so
-        that the gallery has its real size; an own item that is already in the gallery counts once. All texts of an
-        image count as right for it. If fewer than 50 queries have a right item in their shortlist, a ValueError is
-        raised. `progress`: show a progress bar; by default on a terminal.
+        that the gallery has its real size; an own item that is already in the gallery counts once, and further copies
+        of it are wrong items. All texts of an image count as right for it. If fewer than 50 queries have a right item
+        in their shortlist, a ValueError is raised. `progress`: show a progress bar; by default on a terminal.
         """
         if not isinstance(pairs, EmbeddingPairs):
             raise TypeError(f"pairs must be EmbeddingPairs, got {type(pairs).__name__}")
@@ -293,14 +295,19 @@ class BayesReranker(nn.Module):
     def _read_out(self, index: Tensor, evidence: Evidence, dtype: torch.dtype) -> Reranked:
         calibration = self.calibration or UNCALIBRATED
         every = calibration.probabilities(evidence)  # "outside" is last
-        prob, order = every[:, :-1].sort(dim=1, descending=True, stable=True)
-        best = evidence.cosine.masked_fill(~evidence.valid, -2.0).argmax(1, keepdim=True)
+        # Items that tie are in the order of their numbers; those that are missing come after all others.
+        number, by_number = index.masked_fill(~evidence.valid, len(self.gallery)).sort(1)
+        prob = every.gather(1, by_number).masked_fill(number == len(self.gallery), -1.0)
+        order = by_number.gather(1, prob.sort(dim=1, descending=True, stable=True).indices)
+        cosine = evidence.cosine.masked_fill(~evidence.valid, -2.0)
+        tied = cosine == cosine.amax(1, keepdim=True)
+        best = index.masked_fill(~tied, len(self.gallery)).argmin(1, keepdim=True)
         p_answer = (every.gather(1, best) * calibration.right_per_query).clamp(max=1.0)
         entropy = torch.special.entr(every).sum(1)
         choices = index.shape[1] + (self.calibration is not None)
         return Reranked(
             index.gather(1, order),
-            prob.to(dtype),
+            every.gather(1, order).to(dtype),
             index.gather(1, best).squeeze(1),
             p_answer.squeeze(1).to(dtype),
             every[:, -1].to(dtype),
@@ -329,10 +336,12 @@ class Shortlist:
         return cls(items, torch.einsum("qd,qkd->qk", queries, items).double(), valid, number)
 
     def with_own(self, own: Shortlist) -> tuple[Shortlist, Tensor]:
-        """The K nearest of these and of the query's own items, and which of them are own [Q, K]. A gallery item that
-        equals an own item counts as that item."""
+        """The K nearest of these and of the query's own items, and which of them are own [Q, K]. For each own item one
+        gallery item that equals it counts as that item; further ones are other items, which nothing tells apart."""
         same = torch.einsum("qkd,qmd->qkm", self.items, own.items) > SAME_ITEM
-        valid = torch.cat((self.valid & ~(same & own.valid.unsqueeze(1)).any(2), own.valid), dim=1)
+        same &= self.valid.unsqueeze(2) & own.valid.unsqueeze(1)
+        counted = (same & (same.cumsum(1) <= same.sum(2, keepdim=True))).any(2)
+        valid = torch.cat((self.valid & ~counted, own.valid), dim=1)
         cosine = torch.cat((self.cosine, own.cosine), dim=1)
         kept = cosine.masked_fill(~valid, -2.0).topk(self.valid.shape[1], dim=1).indices
         items = torch.cat((self.items, own.items), dim=1).take_along_dim(kept.unsqueeze(2), dim=1)

@@ -155,7 +155,7 @@ def test_intervals_of_a_calibration_hold_their_values():
         (lambda: ev.auroc([0.1, 0.2], [1]), "2 entries, but correct has 1"),
         (lambda: ev.auroc([], []), "empty"),
         (lambda: ev.auroc([[0.1]], [1]), "shape"),
-        (lambda: ev.reliability([0.1, 0.2], [1, 0.5]), "row 1 is 0.5"),
+        (lambda: ev.reliability([0.1, 0.2], [1, -0.5]), "row 1 is -0.5"),
         (lambda: ev.auroc([0.1, 0.2], [1, 1.5]), "row 1 is 1.5"),
         (lambda: ev.auroc([0.1, 0.2, 0.3], [0.5, -1, 1]), "row 1 is -1.0"),
         (lambda: ev.retrieval_calibration(range(9), [1] * 9), "bins=10"),

@@ -429,3 +429,44 @@ def test_a_trained_flow_gives_the_true_posterior_calibrated(concept_flow, direct
     assert measured["ECE"] <= 0.05, measured
     assert measured["ECE outside"] <= 0.05, measured
     assert abs(measured["NLL"] - measured["NLL, cross-fitted"]) < 0.15, measured
+
+
+class TestEqualItems:
+    """Items with the very same embedding, which nothing tells apart."""
+
+    @pytest.mark.filterwarnings("ignore:BayesReranker is uncalibrated")
+    def test_the_order_of_candidates_does_not_matter(self, oracle, queries):
+        """Of equal items the one with the lowest number is the answer, as in plain search, and comes first."""
+        items = oracle.pairs(3, 0)[0].repeat(7, 1)
+        reranker = make(oracle, items)
+        numbers = torch.arange(21).repeat(QUERIES, 1)
+        sorted_, shuffled = (
+            reranker(queries, candidates)
+            for candidates in (numbers, torch.stack([torch.randperm(21) for _ in range(QUERIES)]))
+        )
+        assert torch.equal(sorted_.answer, (queries @ items[:3].T).argmax(1))
+        for name in ("index", "answer", "prob", "p_answer"):
+            assert torch.equal(getattr(shuffled, name), getattr(sorted_, name)), name
+        assert torch.equal(sorted_.index.view(QUERIES, 3, 7) % 3, sorted_.index[:, ::7, None].expand(-1, -1, 7) % 3)
+
+    @pytest.mark.parametrize(("own", "copies", "wrong"), [(1, 1, 0), (1, 3, 2), (2, 1, 0), (2, 3, 1), (1, 0, 0)])
+    def test_one_copy_counts_as_the_own_item_and_further_ones_as_wrong_items(self, oracle, own, copies, wrong):
+        image, text = oracle.pairs(9, 0)
+        items = torch.cat((image[:1].expand(copies, -1), image[1:]))[None]
+        valid = torch.ones(1, items.shape[1], dtype=torch.bool)
+        gallery = Shortlist.of(text[:1], items, valid, torch.arange(items.shape[1])[None])
+        numbers = torch.full((1, own), -2)
+        merged, right = gallery.with_own(Shortlist.of(text[:1], image[:1].expand(1, own, -1), numbers < 0, numbers))
+        equal = (merged.items == image[0]).all(2) & merged.valid
+        assert (int(right.sum()), int((equal & ~right).sum())) == (min(own, items.shape[1]), wrong)
+
+    def test_calibration_states_the_probability_of_a_random_one_of_equal_items(self, oracle):
+        """Each held-out item is in the gallery three times: the answer is right in a third of the cases at most."""
+        pairs = held_out(oracle)
+        image = torch.from_numpy(pairs.image[np.arange(200)])
+        reranker = make(oracle, image.repeat(3, 1))
+        reranker.calibrate(pairs, progress=False)
+        stated = reranker(torch.from_numpy(pairs.text[np.arange(200)]))
+        hit = (image @ torch.from_numpy(pairs.text[np.arange(200)]).T).argmax(0) == torch.arange(200)
+        assert float(stated.p_answer.max()) <= 1 / 3
+        assert float(stated.p_answer.mean()) == pytest.approx(float(hit.double().mean()) / 3, abs=0.03)
