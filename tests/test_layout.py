@@ -18,6 +18,7 @@ LAYERS = (
     ("evaluation",),
     ("baselines", "jobs", "encoders", "plan"),
     ("retrieval",),
+    ("head",),
     ("training", "likelihood"),
     ("flow",),
     ("manifolds",),

@@ -4,7 +4,6 @@ hub correction that held-out pairs ask for."""
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from geoflow_fast.head.config import HeadConfig
 from geoflow_fast.head.loss import contrastive_losses, log_mean_exp, point_scores
 from geoflow_fast.head.model import PosteriorHead, Tower, save_head
 from geoflow_fast.runtime import checks
-from geoflow_fast.training.batches import ShuffledBatches, generator_for, piece_edges
+from geoflow_fast.training.batches import ShuffledBatches, piece_edges
 from geoflow_fast.training.loop import Run, complete
 from geoflow_fast.training.objective import Objective
 
@@ -44,9 +43,7 @@ TRIAL_SHARE = 0.15
 TRIALS_FOLDER = "trials"
 
 
-FEW = HeadConfig(
-    steps=600, batch_size=512, lr=1e-3, weight_decay=0.1, val_every=20, dropout=0.5, noise=0.3, points=1
-)
+FEW = HeadConfig(steps=600, batch_size=512, lr=1e-3, weight_decay=0.1, val_every=20, dropout=0.5, noise=0.3, points=1)
 """Settings for few pairs."""
 MANY = HeadConfig(steps=1200, bias_hidden=64)
 """Settings for many pairs."""
@@ -104,9 +101,7 @@ class HeadObjective(Objective[HeadBatch]):
         super().__init__(head, pairs, val, config, head.facts(), world)
         self.head, self.device = head, head.example.device
         self.order = ShuffledBatches(len(pairs), config.batch_size, config.seed)
-        self.held_out = HeadBatch(
-            tuple(held_out_search(pairs, val, d, config.seed, self.device) for d in CONDITIONAL)
-        )
+        self.held_out = HeadBatch(tuple(held_out_search(pairs, val, d, config.seed, self.device) for d in CONDITIONAL))
 
     def prepare(self) -> None:
         """Keeps the bank of queries, and fits the linear maps where images and texts differ in width."""
@@ -155,7 +150,9 @@ class HeadObjective(Objective[HeadBatch]):
     def _losses(self, search: Search) -> Tensor:
         training, queries = self.head.training, search.queries
         if training and self.config.noise:
-            queries = functional.normalize(queries + self.config.noise * functional.normalize(torch.randn_like(queries)))
+            queries = functional.normalize(
+                queries + self.config.noise * functional.normalize(torch.randn_like(queries))
+            )
         points = self.head.raw_points(queries, search.direction, self.config.dropout if training else 0.0)
         scores = point_scores(points.points, points.log_weights, search.items)
         scores = scores + self.head.raw_item_bias(search.items, search.direction)
@@ -215,8 +212,11 @@ def fit_head(
     if len(settings) == 1:
         return begin.run(settings[0], folder)
     trials = [begin.trial(setting, None if folder is None else folder / TRIALS_FOLDER) for setting in settings]
-    best = min(range(len(trials)), key=lambda number: trials[number]["nll"])
-    return begin.run(settings[best], folder, {"trials": trials})
+    best = min(trials, key=lambda head: float(head.report["nll"]))
+    found = {"trials": [head.report for head in trials]}
+    if best.config in settings:  # the trial was a whole run
+        return begin.keep(best, folder, found)
+    return begin.run(settings[trials.index(best)], folder, found)
 
 
 def _checked_pairs(
@@ -257,14 +257,14 @@ class Fitting:
     ) -> None:
         self.pairs, self.val, self.resume, self.progress, self.world = pairs, val, resume, progress, world
 
-    def trial(self, config: HeadConfig, folder: Path | None) -> dict[str, Any]:
-        """What a run with these settings reaches; on many pairs it is a short one."""
+    def trial(self, config: HeadConfig, folder: Path | None) -> PosteriorHead:
+        """A head with these settings; on many pairs its run is a short one."""
         if len(self.pairs) >= FEW_PAIRS:
             config = dataclasses.replace(config, steps=max(1, round(TRIAL_SHARE * config.steps)))
-        return self.run(config, None if folder is None else folder / f"points_{config.points}").report
+        return self.run(config, None if folder is None else folder / f"points_{config.points}")
 
     def run(self, config: HeadConfig, folder: Path | None, found: Mapping[str, Any] | None = None) -> PosteriorHead:
-        """Trains a head, or continues to, and fits its scales. `found` becomes part of its report."""
+        """Trains a head, or continues to, and fits its scales."""
         torch.manual_seed(config.seed)
         head = PosteriorHead(config, self.pairs.image_dim, self.pairs.text_dim)
         objective = HeadObjective(head, self.pairs, self.val, config, self.world)
@@ -277,8 +277,12 @@ class Fitting:
             "finished": report.finished,
             "nll": sum(losses.values()),
             **{f"nll_{direction}": loss for direction, loss in losses.items()},
-            **(found or {}),
         }
+        return self.keep(head, folder, found or {})
+
+    def keep(self, head: PosteriorHead, folder: Path | None, found: Mapping[str, Any]) -> PosteriorHead:
+        """Adds what was `found` to the report, and writes the head to its folder."""
+        head.report |= found
         if folder is not None and self.world.is_main:
             head.save_pretrained(folder)
         return head

@@ -32,7 +32,7 @@ class PointScores(torch.autograd.Function):
         return scores
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         points, log_weights, items, scores = ctx.saved_tensors
         d_points, d_weights = torch.empty_like(points), torch.empty_like(log_weights)
         for rows in _tiles(points, items):

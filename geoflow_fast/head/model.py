@@ -8,12 +8,11 @@ concentration and no number this is the softmax over cosines at a tuned temperat
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -110,9 +109,7 @@ class PosteriorHead(nn.Module):
         self.config, self.image_dim, self.text_dim = config, image_dim, text_dim
         self.report: dict[str, Any] = {}
         widths = image_dim, text_dim
-        self.towers = nn.ModuleDict(
-            {str(d): Tower(d.queries(*widths), d.items(*widths), config) for d in CONDITIONAL}
-        )
+        self.towers = nn.ModuleDict({str(d): Tower(d.queries(*widths), d.items(*widths), config) for d in CONDITIONAL})
         self.biases = nn.ModuleDict(
             {str(d): _bias_network(d.items(*widths), config.bias_hidden) for d in CONDITIONAL if config.bias_hidden}
         )

@@ -180,6 +180,10 @@ class RetrievalEntropy(nn.Module):
         """Concentration of the kernels around the samples of the flow."""
         return self._flow_source.kappa
 
+    @kappa.setter
+    def kappa(self, kappa: float) -> None:
+        self._flow_source.kappa = check_kappa(kappa)
+
     @property
     def _flow_source(self) -> FlowSource:
         if not isinstance(self.source, FlowSource):
@@ -224,6 +228,7 @@ class RetrievalEntropy(nn.Module):
             "posterior": self.posterior,
             "marginal": self.marginal if self.posterior == "bayes" else None,
             "prune": "never" if self.gallery.index is None else self.gallery.prune,
+            **self.source.solver_settings,
         }
 
     @property
@@ -235,18 +240,17 @@ class RetrievalEntropy(nn.Module):
         """Log-marginals [N] of the gallery items, up to a constant. They are computed once, and stored beside a gallery
         on disk. They are computed again after the model, the gallery, the reference or a setting has changed."""
         own = () if self.reference is None else (self.reference,)
-        current = (flow_marks(self.source.model), self.gallery.marks(), marks(own), *self.source.settings.values())
+        current = (flow_marks(self.source.model), self.gallery.marks(), marks(own), *self.settings.values())
         if self._marginals is None or current != self._marginal_marks:
             digests = {self.source.NAME: self.source.digest(), "gallery": self.gallery.digest()}
             facts = {**self.marginal_settings, **digests}
             if self._marginals is None or facts != self._marginal_facts:
-                self._marginals = marginals.computed_once(
-                    self.gallery.index_folder,
-                    facts,
-                    lambda: self.source.item_marginals(self.gallery, self._reference_queries()).float(),
-                )
+                self._marginals = marginals.computed_once(self.gallery.index_folder, facts, self._compute_marginals)
             self._marginal_marks, self._marginal_facts = current, facts
         return self._marginals.to(self.source.example)
+
+    def _compute_marginals(self) -> Tensor:
+        return self.source.item_marginals(self.gallery, self._reference_queries()).float()
 
     def _reference_queries(self) -> Tensor | None:
         """The typical queries that marginals are computed from; without any a flow's density is used, or the bank
@@ -264,7 +268,6 @@ class RetrievalEntropy(nn.Module):
         """Posterior over the gallery for each of the `queries` [Q, d], unit rows: a tensor or an array in any
         floating-point type. `advance(n)`, if given, is called whenever the samples of n more queries are drawn."""
         queries = checks.rows(queries, "queries", self.query_dim, self.source.example, "Q")
-        check_rows(queries, "queries")
         drawn = (self._draw_among_ranks if self.gallery.is_divided else self.source.draw)(queries, advance)
         samples = drawn.samples
         bias = -self.item_marginals() if self.posterior == "bayes" else None

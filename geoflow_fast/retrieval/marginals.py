@@ -38,8 +38,10 @@ def log_mean_scores(samples: Tensor, gallery: Gallery, kappa: float, bias: Tenso
     for _, items in gallery.blocks(samples.device, samples.dtype):
         for tile in items.split(TILE_ITEMS):
             total = torch.full((len(tile),), -math.inf, dtype=torch.float64, device=samples.device)
-            for block in samples.split(max(1, TILE_ROWS // samples.shape[1])):
-                total = torch.logaddexp(total, gallery_scores_reference(block, tile, kappa, None).double().logsumexp(0))
+            for rows in torch.arange(len(samples), device="cpu").split(max(1, TILE_ROWS // samples.shape[1])):
+                weights = None if bias is None else bias[rows]
+                scores = gallery_scores_reference(samples[rows], tile, kappa, None, weights)
+                total = torch.logaddexp(total, scores.double().logsumexp(0))
             parts.append(total - math.log(len(samples)))
     return torch.cat(parts).float()
 

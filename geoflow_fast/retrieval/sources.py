@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow, flow_digest
 from geoflow_fast.flow.sampling import SamplingSettings, StartingPoints, sample_conditional
+from geoflow_fast.geometry import check_rows
 from geoflow_fast.head.model import PosteriorHead, head_digest
 from geoflow_fast.retrieval import marginals
 from geoflow_fast.retrieval.gallery import Gallery
@@ -53,11 +54,17 @@ class Source(ABC):
     @property
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Everything a score depends on besides the model, the gallery and the query."""
+        """What a score depends on besides the model, the gallery, the query and the solver of an ODE."""
+
+    @property
+    def solver_settings(self) -> dict[str, Any]:
+        """What a score depends on if an ODE is solved for it."""
+        return {}
 
     @abstractmethod
     def draw(self, queries: Tensor, advance: Advance | None = None) -> ScoringPoints:
-        """The points of checked queries [Q, d]; `advance(n)` is called when those of n more queries are there."""
+        """The points of queries [Q, d], which must be unit rows. `advance(n)` is called when those of n more queries are
+        there."""
 
     @abstractmethod
     def digest(self) -> str:
@@ -94,6 +101,11 @@ class FlowSource(Source):
             "kappa": self.kappa,
             "seed": self.seed,
             "noise": self.sampling.noise,
+        }
+
+    @property
+    def solver_settings(self) -> dict[str, Any]:
+        return {
             "n_steps": self.sampling.n_steps,
             "solver": self.sampling.solver,
             "grid": self.sampling.grid,
@@ -114,7 +126,13 @@ class FlowSource(Source):
         facts: dict[str, Any] = {"marginal": kind, "direction": str(self.direction), "seed": self.seed}
         facts |= {"format": marginals.FORMAT, "n_steps": marginals.DENSITY_STEPS}
         if reference is not None:
-            facts |= {**self.settings, "posterior": "bayes", "marginal": "scores", "prune": "never"}
+            facts |= {
+                **self.settings,
+                **self.solver_settings,
+                "posterior": "bayes",
+                "marginal": "scores",
+                "prune": "never",
+            }
             facts["reference"] = hashing.digest([reference])
         return facts
 
@@ -139,6 +157,7 @@ class HeadSource(Source):
         return {"direction": str(self.direction), "points": self.head.config.points}
 
     def draw(self, queries: Tensor, advance: Advance | None = None) -> ScoringPoints:
+        check_rows(queries, "queries")
         points = self.head.points(queries.to(self.example), self.direction)
         if advance is not None:
             advance(len(queries))

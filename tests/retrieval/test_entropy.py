@@ -12,6 +12,7 @@ from scipy import stats
 import geoflow_fast as gf
 from geoflow_fast import geometry as g
 from geoflow_fast import noise
+from geoflow_fast.retrieval.sources import ScoringPoints
 
 
 def direct_scores(flow, queries, gallery, seed, kappa, draws):
@@ -267,7 +268,7 @@ def test_two_clusters(flow, kappa):
     """There are a items where all samples are, and b items at a right angle: their scores are e^kappa and 1."""
     a, b = 5, 30
     scorer = gf.RetrievalEntropy(flow, torch.eye(10)[[0] * a + [1] * b], n_samples=4, kappa=kappa)
-    scorer.draw = lambda queries, _advance: torch.eye(10)[:1].expand(len(queries), 4, 10)
+    scorer.source.draw = lambda queries, _advance: ScoringPoints(torch.eye(10)[:1].expand(len(queries), 4, 10), kappa)
     post = scorer(noise.sample_uniform(2, 7))
     log_z = float(torch.logsumexp(torch.tensor([kappa] * a + [0.0] * b, dtype=torch.float64), 0))
     entropy = log_z - a * kappa * math.exp(kappa - log_z)
