@@ -1,59 +1,58 @@
-"""Probabilities over a shortlist and "none of these": three weights, fitted by maximum likelihood on held-out queries.
+"""Probabilities over a shortlist and "none of these": weights of the evidence, fitted by maximum likelihood on held-out
+queries.
 
-The logit of item j is alpha (log p(q | g_j) - l) + beta (cos(q, g_j) - c), and that of "outside the shortlist" is a
-constant. The query's levels l and c cancel within the shortlist. They give the constant one meaning for all queries:
-log p(q | .) is larger for all items if the query is a usual one, so it is measured from its level for items that are
-not the one meant. The less similar half of the shortlist stands for these.
+The logit of an item is a weighted sum of the features that the ladder of evidence kept, each measured from its level in
+the shortlist, and that of "outside the shortlist" is a constant.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from geoflow_fast.retrieval.evidence import (
+    FEATURES,
+    RUNGS,
+    Evidence,
+    Rung,
+    climb,
+    cross_fitted,
+    fit_weights,
+    folds_of,
+    grouped_mean,
+    kept_features,
+    losses,
+)
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.files import contents_of, read_json, write_json
 
-KIND, VERSION = "geoflow rerank calibration", 1
+KIND, VERSION = "geoflow rerank calibration", 2
 LEAST_QUERIES = 50
 """Nothing is fitted with fewer queries whose item reaches the shortlist."""
-FOLDS = 10
-PRIOR_SD = 10.0
-"""Standard deviation of a normal prior on the weights of standardised features. With it the optimum exists even if the
-data are separable."""
+IDENTITY = (1.0, 0.0)
+CLOSEST = 1e-9
+"""Probabilities are kept this far from 0 and 1 before their logit is taken."""
+GAP_LEVELS = 101
+TIE = 1e-6
+"""Difference up to which two items are equally near."""
 
 
 @dataclass(frozen=True)
-class Evidence:
-    """What the logits of Q queries over K shortlisted items are made of."""
+class CheapFit:
+    """What is used where the flow is not asked: the fit without it, and how often that leaves a close call."""
 
-    log_density: Tensor
-    """[Q, K] float64, log p(query | item)."""
-    cosine: Tensor
-    """[Q, K] float64."""
-    valid: Tensor
-    """[Q, K] bool, false where a shortlist is shorter than K."""
-
-    def design(self) -> Tensor:
-        """Features [Q, K + 1, 3] of all items and of "outside", which is last: logits are design @ weights."""
-        rank = self.cosine.masked_fill(~self.valid, math.inf).argsort(1).argsort(1)  # 0 for the least similar
-        count = (self.valid.sum(1, keepdim=True) // 2).clamp(min=1)
-        far = rank < count  # the less similar half of the valid items
-        level = self.log_density.masked_fill(~far, -math.inf).logsumexp(1, keepdim=True) - count.double().log()
-        cosine = self.cosine.masked_fill(~far, 0.0).sum(1, keepdim=True) / count
-        items = torch.stack((self.log_density - level, self.cosine - cosine, torch.zeros_like(self.cosine)), dim=-1)
-        outside = items.new_tensor([0.0, 0.0, 1.0]).expand(len(items), 1, 3)
-        return torch.cat((items.masked_fill(~self.valid.unsqueeze(-1), 0.0), outside), dim=1)
-
-    def possible(self) -> Tensor:
-        """[Q, K + 1] bool: which items are there; "outside", the last, always is."""
-        return torch.cat((self.valid, self.valid.new_ones(len(self.valid), 1)), dim=1)
+    weights: dict[str, float]
+    """By feature, and "outside"."""
+    platt: tuple[float, float]
+    gaps: tuple[float, ...]
+    """Quantiles, at evenly spaced levels from 0 to 1, of the difference between the two largest probabilities."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Calibration:
     outside: float
     """Logit of "not in the shortlist"; minus infinity excludes it."""
     stderr: tuple[float, float, float]
-    """Standard errors of the three weights, from fits that each leave out a tenth of the queries."""
+    """Standard errors of these three weights, from fits that each leave out a tenth of the queries."""
     nll: float
     """Cross-validated -log probability of the right answer, in nats per query."""
     nll_stderr: float
@@ -77,22 +76,46 @@ class Calibration:
     right_per_query: float
     """Mean number of right items of a query."""
     made_for: dict[str, Any]
-    """Facts of flow and shortlists that the weights are valid for. `load` checks them, and so does every call of the
-    re-ranker, unless there are none, as in a calibration made by hand."""
+    """Facts of flow, head and shortlists that the weights are valid for. `load` checks them, and so does every call of
+    the re-ranker, unless there are none, as in a calibration made by hand."""
     pairs: str = ""
     """Fingerprint of the pairs that the weights were fitted on."""
+    others: dict[str, float] = field(default_factory=dict)
+    """Weights of further features: "hub", "head" and "head_hub"."""
+    hub_scale: float = 0.0
+    """Factor of the cosines in the logarithm of the mean that is the feature "hub"."""
+    platt: tuple[float, float] = IDENTITY
+    """Slope and shift of the logit of `p_answer`."""
+    rungs: tuple[Rung, ...] = ()
+    """What each rung of evidence brought."""
+    cheap: CheapFit | None = None
+    """The fit without the flow, if it is part of the other one."""
 
     @property
     def weights(self) -> tuple[float, float, float]:
         """(alpha, beta, outside)."""
         return self.alpha, self.beta, self.outside
 
+    @property
+    def by_feature(self) -> dict[str, float]:
+        """The weights that are not zero, by feature."""
+        every = {"flow": self.alpha, "cosine": self.beta, **self.others}
+        return {name: every[name] for name in FEATURES if every.get(name)}
+
+    @property
+    def uses_flow(self) -> bool:
+        """Whether the flow was kept as evidence."""
+        return self.alpha != 0
+
     # unchecked: a reranker calls it with evidence of its own
     def probabilities(self, evidence: Evidence) -> Tensor:
         """Probabilities of the shortlisted items and, last, of "outside": float64 [Q, K + 1], rows sum to one."""
-        inside = evidence.design()[:, :-1, :2] @ evidence.cosine.new_tensor((self.alpha, self.beta))
-        inside = inside.masked_fill(~evidence.valid, -math.inf)
-        return torch.cat((inside, inside.new_full((len(inside), 1), self.outside)), dim=1).softmax(1)
+        return weighted(evidence, self.by_feature, self.outside)
+
+    # unchecked: a reranker calls it with evidence of its own
+    def answered(self, prob: Tensor) -> Tensor:
+        """The probability that an item is right, from its probability of being the one meant: [Q]."""
+        return platt_scaled((prob * self.right_per_query).clamp(max=1.0), self.platt)
 
     def save(self, path: Path) -> None:
         """Writes the calibration to the JSON file `path`, atomically."""
@@ -100,24 +123,58 @@ class Calibration:
 
     @classmethod
     def load(cls, path: Path, made_for: dict[str, Any]) -> Calibration:
-        """Reads a file that `save` wrote. A damaged file, or one made for other facts, raises a ValueError."""
+        """Reads a file that `save` wrote, in this release or an earlier one. A damaged file, or one made for other
+        facts, raises a ValueError."""
         path = checks.path(path, "path")
         stored = read_json(path, "a calibration")
-        if not isinstance(stored, dict) or (stored.pop("kind", None), stored.pop("version", None)) != (KIND, VERSION):
-            raise ValueError(f"{path} is not a calibration of version {VERSION}")
-        names = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(stored, dict) or stored.pop("kind", None) != KIND:
+            raise ValueError(f"{path} is not a calibration")
+        version = stored.pop("version", None)
+        if version not in (1, VERSION):
+            raise ValueError(f"{path} is not a calibration of version 1 or {VERSION}")
+        every = dataclasses.fields(cls)
+        added = {entry.name for entry in every if version == 1 and entry.name in FIELDS_OF_VERSION_2}
+        names = {entry.name for entry in every} - added
         if set(stored) != names:
             raise ValueError(f"{path} is damaged: its fields differ in {sorted(set(stored) ^ names)}")
-        numbers = [stored["alpha"], stored["beta"], stored["outside"], stored["right_per_query"]]
-        if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
-            raise ValueError(f"{path} is damaged: its weights are {numbers}")
         if not isinstance(made_for, dict):
             raise TypeError(f"made_for must be the facts of a reranker, got {made_for!r}")
         with contents_of(path):
-            facts, stored["stderr"] = {**stored["made_for"]}, tuple(map(float, stored["stderr"]))
+            facts = {**stored["made_for"]}
+            calibration = cls(**_rebuilt(stored))
+            numbers = [*calibration.weights, calibration.right_per_query, *calibration.others.values()]
+            numbers += [*calibration.platt, calibration.hub_scale]
+            if calibration.cheap is not None:
+                numbers += [*calibration.cheap.weights.values(), *calibration.cheap.platt, *calibration.cheap.gaps]
+        if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
+            raise ValueError(f"{path} is damaged: its weights are {numbers}")
         if changed := changed_facts(facts, made_for):
             raise ValueError(f"{path} was made for another {', '.join(changed)}; calibrate again")
-        return cls(**stored)
+        return calibration
+
+
+FIELDS_OF_VERSION_2 = ("others", "hub_scale", "platt", "rungs", "cheap")
+
+
+def _rebuilt(stored: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a calibration from what JSON holds."""
+    arguments = {**stored, "stderr": tuple(map(float, stored["stderr"]))}
+    if "platt" in stored:
+        known = set(FEATURES) - {"flow", "cosine"}
+        if not set(stored["others"]) <= known:
+            raise ValueError(f"others has unknown features {sorted(set(stored['others']) - known)}")
+        rungs = tuple(Rung(**rung) for rung in stored["rungs"])
+        if any(rung.name not in RUNGS for rung in rungs):
+            raise ValueError(f"rungs has unknown names {[rung.name for rung in rungs]}")
+        cheap = stored["cheap"]
+        if cheap is not None:
+            slope, shift = cheap["platt"]
+            if not set(cheap["weights"]) <= {*FEATURES, "outside"} or len(cheap["gaps"]) < 2:
+                raise ValueError("the fit without the flow is not one")
+            cheap = CheapFit({**cheap["weights"]}, (slope, shift), tuple(cheap["gaps"]))
+        slope, shift = stored["platt"]
+        arguments |= {"others": {**stored["others"]}, "platt": (slope, shift), "rungs": rungs, "cheap": cheap}
+    return arguments
 
 
 def changed_facts(made_for: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -125,18 +182,65 @@ def changed_facts(made_for: dict[str, Any], now: dict[str, Any]) -> list[str]:
     return sorted(key for key in {*made_for, *now} if made_for.get(key) != now.get(key))
 
 
+def weighted(evidence: Evidence, weights: Mapping[str, float], outside: float) -> Tensor:
+    """Probabilities [Q, K + 1] of the shortlisted items and, last, of "outside", with these weights of features."""
+    names = list(weights)
+    inside = evidence.design(names)[:, :-1, : len(names)] @ evidence.nearness.new_tensor([*weights.values()])
+    inside = inside.masked_fill(~evidence.valid, -math.inf)
+    return torch.cat((inside, inside.new_full((len(inside), 1), outside)), dim=1).softmax(1)
+
+
+def platt_scaled(prob: Tensor, platt: tuple[float, float]) -> Tensor:
+    """Probabilities after the change of their logits that held-out queries asked for."""
+    if platt == IDENTITY:
+        return prob
+    slope, shift = platt
+    return torch.sigmoid(slope * torch.logit(prob.clamp(CLOSEST, 1 - CLOSEST)) + shift)
+
+
 UNCALIBRATED = Calibration(1.0, 0.0, -math.inf, (math.nan,) * 3, math.nan, math.nan, 0, 0, 1.0, {})
 """The weights of the flow's own posterior over the shortlist: alpha 1, beta 0, nothing outside."""
+UNCALIBRATED_HEAD = dataclasses.replace(UNCALIBRATED, alpha=0.0, others={"head": 1.0})
+"""The weights of the head's own posterior over the shortlist."""
+UNCALIBRATED_COSINE = dataclasses.replace(UNCALIBRATED, alpha=0.0, beta=1.0)
+
+
+@dataclass(frozen=True)
+class KnownQueries:
+    """Queries whose right items are known, to fit weights on."""
+
+    evidence: Evidence
+    right: Tensor
+    """[Q, K] bool, the right items in the shortlist."""
+    right_count: Tensor
+    """[Q], the number of all right items of a query, those outside the shortlist included."""
+    group: Tensor
+    """[Q], number of the query's image: queries of one image are left out of a fold's fit together."""
+    fold: Tensor
+    """[Q], from `folds_of`."""
+
+    @property
+    def target(self) -> Tensor:
+        """[Q, K + 1], the distribution of the choice that is right: each right item is taken to be meant with equal
+        probability, which keeps the likelihood concave."""
+        share = self.right.double() / self.right_count.unsqueeze(1)
+        return torch.cat((share, 1 - share.sum(1, keepdim=True)), dim=1)
 
 
 def fit_calibration(
-    evidence: Evidence, right: Tensor, right_count: Tensor, group: Tensor, made_for: dict[str, Any], seed: int = 0
+    evidence: Evidence,
+    right: Tensor,
+    right_count: Tensor,
+    group: Tensor,
+    made_for: dict[str, Any],
+    seed: int = 0,
+    *,
+    hub_scale: float = 0.0,
+    costs: Mapping[str, float] | None = None,
 ) -> Calibration:
-    """Fits the weights to queries whose right items are known.
+    """Chooses the rungs of evidence and fits their weights to queries whose right items are known.
 
-    `right` [Q, K] bool marks right items in the shortlist, `right_count` [Q] counts all right items of a query, those
-    outside the shortlist included. Each of them is taken to be meant with equal probability, which keeps the likelihood
-    concave. Queries of one `group` [Q] are left out of a fold's fit together. `seed` assigns groups to folds.
+    The arguments are those of `KnownQueries`; `seed` assigns groups to folds. `costs`: seconds a query by rung.
     """
     reached = int(right.any(1).sum())
     if reached < LEAST_QUERIES:
@@ -147,76 +251,75 @@ def fit_calibration(
     right_count, group = right_count.to(right.device), group.to(right.device)
     if bool((group == group[0]).all()):
         raise ValueError("all held-out queries are of one image; a calibration needs several")
-    share = right.double() / right_count.unsqueeze(1)
-    target = torch.cat((share, 1 - share.sum(1, keepdim=True)), dim=1)
-    data = evidence.design(), evidence.possible(), target
-    alpha, beta, outside = fit_weights(*data).tolist()
-    stderr, loss = _cross_fitted(*data, _folds(group, seed))
+    known = KnownQueries(evidence, right, right_count, group, folds_of(group, seed))
+    rungs = climb(evidence, known.target, group, known.fold, costs or {})
+    names = kept_features(rungs)
+    weights, stderr, loss, prob = _fit(known, names)
+    per_query = float(right_count.double().mean())
+    cheap = _fit_without_flow(known, names, per_query) if "flow" in names and len(names) > 1 else None
     return Calibration(
-        alpha=alpha,
-        beta=beta,
-        outside=outside,
-        stderr=(float(stderr[0]), float(stderr[1]), float(stderr[2])),
+        alpha=weights.get("flow", 0.0),
+        beta=weights.get("cosine", 0.0),
+        outside=weights["outside"],
+        stderr=(stderr.get("flow", 0.0), stderr.get("cosine", 0.0), stderr["outside"]),
         nll=float(loss.mean()),
         nll_stderr=float(loss.std() / math.sqrt(len(loss))),
         queries=len(right),
         reached=reached,
-        right_per_query=float(right_count.double().mean()),
+        right_per_query=per_query,
         made_for=made_for,
+        others={name: weights[name] for name in names if name not in ("flow", "cosine")},
+        hub_scale=hub_scale if "hub" in names else 0.0,
+        platt=fit_platt(known, prob, per_query),
+        rungs=tuple(rungs),
+        cheap=cheap,
     )
 
 
-def _cross_fitted(design: Tensor, possible: Tensor, target: Tensor, fold: Tensor) -> tuple[Tensor, Tensor]:
-    """Standard errors [F] of the weights, a jackknife over folds, and each query's loss [Q] under a fit without it."""
-    folds = int(fold.max()) + 1
-    weights, loss = [], torch.empty(len(design), dtype=torch.float64, device=design.device)
-    for number in range(folds):
-        left_out = fold == number
-        weights.append(fit_weights(design[~left_out], possible[~left_out], target[~left_out]))
-        loss[left_out] = _loss(design[left_out], possible[left_out], target[left_out], weights[-1])
-    deviation = torch.stack(weights) - torch.stack(weights).mean(0)
-    return (deviation.square().sum(0) * (folds - 1) / folds).sqrt(), loss
+def _fit(known: KnownQueries, names: Sequence[str]) -> tuple[dict[str, float], dict[str, float], Tensor, Tensor]:
+    """Weights and their standard errors, a jackknife over folds, by feature; and each query's loss [Q] and
+    probabilities [Q, K + 1] under a fit without its fold."""
+    evidence, every = known.evidence, [*names, "outside"]
+    design, possible = evidence.design(names), evidence.possible()
+    weights = fit_weights(design, possible, known.target)
+    by_fold, loss = cross_fitted(design, possible, known.target, known.fold)
+    deviation = by_fold - by_fold.mean(0)
+    stderr = (deviation.square().sum(0) * (len(by_fold) - 1) / len(by_fold)).sqrt()
+    logits = torch.einsum("qcf,qf->qc", design, by_fold[known.fold]).masked_fill(~possible, -math.inf)
+    return dict(zip(every, weights.tolist())), dict(zip(every, stderr.tolist())), loss, logits.softmax(1)
 
 
-def fit_weights(design: Tensor, possible: Tensor, target: Tensor, *, max_steps: int = 100) -> Tensor:
-    """Weights [F] that maximise the likelihood of `target` [Q, C] under softmax(design [Q, C, F] @ weights) over the
-    `possible` [Q, C] choices, with the prior: Newton's method on a strictly convex loss, float64."""
-    # Root mean square [F] of each feature over possible choices; 1 for the last, and for one that is always zero.
-    scale = (design.square() * possible.unsqueeze(-1)).sum((0, 1)).div(possible.sum()).sqrt()
-    scale[-1] = 1.0
-    scale = torch.where(scale > 0, scale, 1.0)
-    x = design / scale
-    weights = x.new_zeros(x.shape[-1])
-    precision = PRIOR_SD**-2 * torch.eye(len(weights), dtype=x.dtype, device=x.device)
-
-    def total(w: Tensor) -> Tensor:
-        return _loss(x, possible, target, w).sum() + w @ precision @ w / 2
-
-    loss = total(weights)
-    for _ in range(max_steps):
-        prob = (x @ weights).masked_fill(~possible, -math.inf).softmax(1)
-        mean = torch.einsum("qc,qcf->qf", prob, x)
-        gradient = (mean - torch.einsum("qc,qcf->qf", target, x)).sum(0) + precision @ weights
-        hessian = torch.einsum("qc,qcf,qcg->fg", prob, x, x) - mean.T @ mean + precision
-        step = torch.linalg.solve(hessian, gradient)
-        decrease = float(gradient @ step)
-        if decrease < 1e-10 * max(1.0, float(loss)):  # about twice the excess loss, which this last step squares
-            return (weights - step) / scale
-        size = 1.0
-        while float(after := total(weights - size * step)) > float(loss) - 1e-4 * size * decrease:
-            size /= 2
-        weights, loss = weights - size * step, after
-    raise ValueError(f"the calibration did not converge in {max_steps} steps; are densities or cosines extreme?")
+def _fit_without_flow(known: KnownQueries, names: Sequence[str], per_query: float) -> CheapFit:
+    """The fit of what remains where the flow is not asked."""
+    weights, _, _, prob = _fit(known, [name for name in names if name != "flow"])
+    levels = torch.linspace(0, 1, GAP_LEVELS, dtype=torch.float64, device=prob.device)
+    return CheapFit(
+        weights, fit_platt(known, prob, per_query), tuple(torch.quantile(close_call(prob), levels).tolist())
+    )
 
 
-def _loss(design: Tensor, possible: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-    """-sum_c target_c log softmax(design @ weights)_c per query: [Q]."""
-    logits = (design @ weights).masked_fill(~possible, -math.inf)
-    return logits.logsumexp(1) - (logits.masked_fill(~possible, 0.0) * target).sum(1)
+def close_call(prob: Tensor) -> Tensor:
+    """The difference [Q] between the two largest probabilities of items, given those of all choices [Q, K + 1]."""
+    best = prob[:, :-1].topk(min(2, prob.shape[1] - 1), dim=1).values
+    return best[:, 0] - best[:, 1:].sum(1)
 
 
-def _folds(group: Tensor, seed: int) -> Tensor:
-    """The fold [Q] of every query, which is that of its group. There are `FOLDS`, or one for each of fewer groups."""
-    names, member = torch.unique(group, return_inverse=True)
-    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed), device="cpu").to(group.device)
-    return order[member] % FOLDS
+def fit_platt(known: KnownQueries, prob: Tensor, per_query: float) -> tuple[float, float]:
+    """Slope and shift of the logit of `p_answer`, fitted to whether the nearest item is right, given probabilities
+    [Q, K + 1] that were fitted without each query. They change nothing unless that lowers the cross-fitted loss by more
+    than its standard error."""
+    evidence = known.evidence
+    nearness = evidence.nearness.masked_fill(~evidence.valid, -math.inf)
+    # Of items that tie, one at random is the answer. Own items are scored apart, which may round differently.
+    tied = torch.isclose(nearness, nearness.amax(1, keepdim=True), rtol=TIE, atol=TIE).double()
+    tied /= tied.sum(1, keepdim=True)
+    is_right = (known.right * tied).sum(1)
+    stated = ((prob[:, :-1] * tied).sum(1) * per_query).clamp(CLOSEST, 1 - CLOSEST)
+    logit = torch.stack((torch.logit(stated), torch.ones_like(stated)), dim=1)
+    design = torch.stack((logit, torch.zeros_like(logit)), dim=1)  # the choices are "right" and "wrong"
+    target = torch.stack((is_right, 1 - is_right), dim=1)
+    data = design, torch.ones_like(target, dtype=torch.bool), target
+    plain, scaled = losses(*data, design.new_tensor(IDENTITY)), cross_fitted(*data, known.fold)[1]
+    gain, stderr = grouped_mean(plain - scaled, known.group)
+    slope, shift = fit_weights(*data).tolist()
+    return (slope, shift) if gain > stderr and slope > 0 else IDENTITY

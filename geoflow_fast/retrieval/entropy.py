@@ -4,7 +4,7 @@ the points of a head."""
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -154,9 +154,7 @@ class RetrievalEntropy(nn.Module):
             raise ValueError(
                 f"gallery has width {self.gallery.dim}, but the {self.source.NAME} expects {self.source.item_dim}"
             )
-        self._marginals: Tensor | None = None
-        self._marginal_marks: Hashable = None
-        self._marginal_facts: dict[str, Any] = {}
+        self._remembered = marginals.Remembered()
         self._set_reference("density" if marginal == "density" else reference)
 
     def __getattr__(self, name: str) -> Any:
@@ -240,14 +238,12 @@ class RetrievalEntropy(nn.Module):
         """Log-marginals [N] of the gallery items, up to a constant. They are computed once, and stored beside a gallery
         on disk. They are computed again after the model, the gallery, the reference or a setting has changed."""
         own = () if self.reference is None else (self.reference,)
-        current = (flow_marks(self.source.model), self.gallery.marks(), marks(own), *self.settings.values())
-        if self._marginals is None or current != self._marginal_marks:
-            digests = {self.source.NAME: self.source.digest(), "gallery": self.gallery.digest()}
-            facts = {**self.marginal_settings, **digests}
-            if self._marginals is None or facts != self._marginal_facts:
-                self._marginals = marginals.computed_once(self.gallery.index_folder, facts, self._compute_marginals)
-            self._marginal_marks, self._marginal_facts = current, facts
-        return self._marginals.to(self.source.example)
+        current = flow_marks(self.source.model), marks(own), *self.settings.values()
+        numbers = self._remembered.numbers(self.gallery, current, self._marginal_facts, self._compute_marginals)
+        return numbers.to(self.source.example)
+
+    def _marginal_facts(self) -> dict[str, Any]:
+        return {**self.marginal_settings, self.source.NAME: self.source.digest()}
 
     def _compute_marginals(self) -> Tensor:
         return self.source.item_marginals(self.gallery, self._reference_queries()).float()

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Iterable
 from torch import Tensor, nn
 
 from geoflow_fast.flow.model import GeoFlow, flow_digest
+from geoflow_fast.head.model import PosteriorHead, head_digest
 
 
 def marks(tensors: Iterable[Tensor]) -> Hashable:
@@ -22,21 +23,22 @@ def marks(tensors: Iterable[Tensor]) -> Hashable:
 
 
 def flow_marks(flow: nn.Module) -> Hashable:
-    """The marks of a flow's weights and buffers."""
+    """The marks of a model's weights and buffers."""
     return marks((*flow.parameters(), *flow.buffers()))
 
 
-class FlowDigest:
-    """The digest of a flow, which is computed again only if the flow may have changed."""
+class ModelDigest:
+    """The digest of a flow or a head, which is computed again only if it may have changed."""
 
     def __init__(self) -> None:
         self._known: tuple[Hashable, str] | None = None
 
-    def of(self, flow: GeoFlow) -> str:
+    def of(self, model: GeoFlow | PosteriorHead) -> str:
         """The digest of configuration and weights as they are now."""
-        current, known = flow_marks(flow), self._known
+        current, known = flow_marks(model), self._known
         if known is None or known[0] != current:
-            self._known = known = current, flow_digest(flow)
+            digest = head_digest(model) if isinstance(model, PosteriorHead) else flow_digest(model)
+            self._known = known = current, digest
         return known[1]
 
 

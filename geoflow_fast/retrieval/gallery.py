@@ -8,10 +8,11 @@ import functools
 import warnings
 from collections.abc import Hashable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from geoflow_fast import ops
@@ -35,6 +36,13 @@ INDEX_FOLDER = "geoflow_index"
 GallerySource = Tensor | Array | str | Path
 
 
+class Store(Protocol):
+    """The method that a FAISS index has, and anything else that can search the gallery."""
+
+    def search(self, x: NDArray[np.float32], k: int, /) -> tuple[NDArray[Any], NDArray[Any]]:
+        """(scores, numbers of gallery rows), each [Q, k]; -1 where there are fewer than k."""
+
+
 class Gallery:
     """The items to retrieve from: N unit rows of width `dim`, held in memory or read from files block by block.
 
@@ -49,11 +57,19 @@ class Gallery:
     With the `index` of a gallery made from a tensor (`gf.GalleryIndex`), retrieval entropy on a CPU skips items that
     provably do not matter: "auto", where a pilot run finds that it pays; "always"; or "never", as `prune` says.
 
+    A `store` is a FAISS index over the same rows, or anything with its `search`; shortlists are then found by it.
+
     The ranks of a `world` share the reading for checks and digests, and after `divided_among_ranks` the scoring.
     """
 
     def __init__(
-        self, source: GallerySource, index: GalleryIndex | None = None, prune: str = "auto", world: World = ALONE
+        self,
+        source: GallerySource,
+        index: GalleryIndex | None = None,
+        prune: str = "auto",
+        world: World = ALONE,
+        *,
+        store: Store | None = None,
     ) -> None:
         self.world, self.is_divided = world, False
         self._digest: tuple[Hashable, str] | None = None
@@ -78,6 +94,7 @@ class Gallery:
             check_rows(self.rows, "gallery")
             self._checked = marks([self.rows])
         self._use_index(index, prune)
+        self._use_store(store)
 
     @classmethod
     def of(cls, source: GallerySource | Gallery) -> Gallery:
@@ -102,6 +119,18 @@ class Gallery:
         """The same gallery with another index; the rows are shared."""
         twin = copy.copy(self)
         twin._use_index(index, prune)
+        return twin
+
+    def _use_store(self, store: Store | None) -> None:
+        rows = getattr(store, "ntotal", len(self))
+        if rows != len(self):
+            raise ValueError(f"store holds {rows} items, not the {len(self)} rows of the gallery")
+        self.store = store
+
+    def with_store(self, store: Store | None) -> Gallery:
+        """The same gallery, searched by another store; the rows are shared."""
+        twin = copy.copy(self)
+        twin._use_store(store)
         return twin
 
     def __len__(self) -> int:

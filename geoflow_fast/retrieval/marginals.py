@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -69,6 +69,29 @@ def log_flow_density(
             )
             parts.append(joint - conditional)
     return torch.cat(parts).float()
+
+
+class Remembered:
+    """Numbers of the items of a gallery, which are computed again only if what they depend on has changed."""
+
+    def __init__(self) -> None:
+        self._numbers: Tensor | None = None
+        self._marks: Hashable = None
+        self._facts: dict[str, Any] = {}
+
+    def numbers(
+        self, gallery: Gallery, marks: Hashable, facts: Callable[[], dict[str, Any]], compute: Callable[[], Tensor]
+    ) -> Tensor:
+        """The numbers [N] that `compute` gives for `facts`, to which the gallery's digest is added. Facts are only
+        looked at when the `marks` or those of the gallery differ from the last ones, and files keep the numbers of a
+        gallery on disk."""
+        current = marks, gallery.marks()
+        if self._numbers is None or current != self._marks:
+            known = {**facts(), "gallery": gallery.digest()}
+            if self._numbers is None or known != self._facts:
+                self._numbers = computed_once(gallery.index_folder, known, compute)
+            self._marks, self._facts = current, known
+        return self._numbers
 
 
 def computed_once(folder: Path | None, facts: Mapping[str, Any], compute: Callable[[], Tensor]) -> Tensor:

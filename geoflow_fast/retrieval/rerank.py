@@ -1,18 +1,21 @@
-"""BayesReranker: calibrated probabilities of shortlisted items, from the log-density of the query given each of them.
+"""BayesReranker: calibrated probabilities of shortlisted items, from a ladder of evidence about each of them.
 
-By Bayes' rule the probability that gallery item j is the one meant is proportional to p(query | item j): one reverse
-solve per shortlisted item, in the other conditional direction of the same flow.
+The evidence is the cosine, its correction for hubs, the score of a head, and the log-density of the query given the
+item under a flow: by Bayes' rule the probability that gallery item j is the one meant is proportional to
+p(query | item j), one reverse solve per shortlisted item in the other conditional direction.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 import warnings
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,35 +27,48 @@ from geoflow_fast.data.rows import Array
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.geometry import check_rows
+from geoflow_fast.head.model import PosteriorHead
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.likelihood.settings import DensitySettings
-from geoflow_fast.retrieval.calibration import UNCALIBRATED, Calibration, Evidence, changed_facts, fit_calibration
+from geoflow_fast.retrieval.calibration import (
+    UNCALIBRATED,
+    UNCALIBRATED_COSINE,
+    UNCALIBRATED_HEAD,
+    Calibration,
+    changed_facts,
+    close_call,
+    fit_calibration,
+    platt_scaled,
+    weighted,
+)
 from geoflow_fast.retrieval.entropy import risk_lower_bound
-from geoflow_fast.retrieval.freshness import FlowDigest
-from geoflow_fast.retrieval.gallery import Gallery, GallerySource
-from geoflow_fast.retrieval.task import RetrievalTask
-from geoflow_fast.runtime import checks
+from geoflow_fast.retrieval.evidence import Evidence, Rung
+from geoflow_fast.retrieval.freshness import ModelDigest, flow_marks
+from geoflow_fast.retrieval.gallery import Gallery, GallerySource, Store
+from geoflow_fast.retrieval.held_out import HeldOut
+from geoflow_fast.retrieval.hubs import MOST_ROWS, Hubs
+from geoflow_fast.retrieval.marginals import Remembered
+from geoflow_fast.retrieval.sources import HeadSource
+from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows
+from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.progress import Advance, progress_bar
-from geoflow_fast.runtime.settings import deprecated_attribute
+from geoflow_fast.runtime.settings import deprecated_attribute, deprecated_keyword
+from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 
 PAIRS_AT_ONCE = 2048
 """(query, item) pairs whose embeddings are gathered at a time."""
-SAME_ITEM = 1 - 1e-6
-"""Cosine above which two embeddings are the same item; storage in float16 alone leaves about 1e-7."""
+BANK_KIND = "bank of queries"
+HUB_FEATURES = {"hub", "head_hub"}
 
 Candidates = Tensor | NDArray[np.integer]
 
 
-class Store(Protocol):
-    """The method that a FAISS index has, and anything else that can search the gallery."""
-
-    def search(self, x: NDArray[np.float32], k: int, /) -> tuple[NDArray[Any], NDArray[Any]]:
-        """(scores, numbers of gallery rows), each [Q, k]; -1 where there are fewer than k."""
+SHORTLISTS = ("cosine", "head")
 
 
 @dataclass(frozen=True)
 class Reranked:
-    """The posterior over the shortlists of Q queries, of K items each; detached tensors on the device of the flow."""
+    """The posterior over the shortlists of Q queries, of K items each; detached tensors on the device of the models."""
 
     index: Tensor
     """[Q, K] int64, numbers of gallery rows, most probable first and equally probable ones by their number; -1 where a
@@ -60,10 +76,11 @@ class Reranked:
     prob: Tensor
     """[Q, K], the probability that each item is the one meant; a row sums to one together with `p_outside`."""
     answer: Tensor
-    """[Q] int64, the item with the largest cosine, which plain search returns; of tied ones that with the lowest
-    number, in whatever order candidates come."""
+    """[Q] int64, the item with the largest cosine, which plain search returns; with shortlists of a head the item with
+    its largest score. Of tied ones it is that with the lowest number, in whatever order candidates come."""
     p_answer: Tensor
-    """[Q], the probability that `answer` is right: its `prob` times the mean number of right items of a query."""
+    """[Q], the probability that `answer` is right: its `prob` times the mean number of right items of a query, after
+    the Platt scaling that held-out queries asked for."""
     p_outside: Tensor
     """[Q], the probability that the right item is not in the shortlist; 0 if uncalibrated."""
     entropy: Tensor
@@ -72,27 +89,35 @@ class Reranked:
     """[Q] float64, the smallest error probability that this entropy allows (Fano)."""
     calibrated: bool
     """Whether the weights were fitted on held-out pairs."""
+    asked_flow: Tensor
+    """[Q] bool, for which queries the flow was evidence."""
 
 
 class BayesReranker(nn.Module):
     """Re-ranks shortlists and gives the probability of every item: `reranker(queries)` returns a `Reranked`.
 
     `direction="t2i"`: queries are texts and the gallery holds images; "i2t": the other way round. A shortlist contains
-    the `shortlist` items with the largest cosine; they are found by a search of the gallery or of `store` (a FAISS
-    index over the same rows), or passed in (`reranker(queries, candidates)`). log p(query | item) is estimated in
-    `n_steps` steps of `solver` with `n_probes` probes. All pairs share the probes, which depend on `seed` alone:
-    results do not depend on batches, and differences between candidates are less noisy.
+    the `shortlist` items with the largest cosine or, with `shortlist_by="head"`, with the largest score of the `head`;
+    they are found by a search of the gallery or of its store, or passed in (`reranker(queries, candidates)`).
 
-    `calibrate` fits the weights of this log-density and of the cosine, and the probability that the right item is not
-    in the shortlist. Without it the posterior is the flow's own (alpha 1, beta 0, nothing outside), with a warning. A
-    calibration belongs to the flow's weights as they were: after training the flow further, loading other weights or
-    casting it to another dtype, calls raise a ValueError until `calibrate` is called again or `calibration` is set to
-    None. Moving it to another device changes nothing.
+    `flow`, `head`: the models, each of which may be None. log p(query | item) is estimated under the flow in `n_steps`
+    steps of `solver` with `n_probes` probes. All pairs share the probes, which depend on `seed` alone: results do not
+    depend on batches, and differences between candidates are less noisy. `bank`: typical queries [R, d], a few hundred
+    to 2,000, by which scores are corrected for items that are near to everything; by default those of the calibration.
+    `budget`: the flow is asked for at most this share of the queries, those whose answer it is most likely to change.
+
+    `calibrate` decides on held-out pairs which evidence is worth its price (`rungs`), fits its weights, and the
+    probability that the right item is not in the shortlist. Without it the posterior is the flow's own (alpha 1, beta
+    0, nothing outside), or the head's, with a warning. A calibration belongs to the models' weights as they were: after
+    training them further, loading other weights or casting them to another dtype, calls raise a ValueError until
+    `calibrate` is called again or `calibration` is set to None. Moving them to another device changes nothing.
     """
+
+    anchor: Tensor
 
     def __init__(
         self,
-        flow: GeoFlow,
+        flow: GeoFlow | None,
         gallery: GallerySource | Gallery,
         direction: str = "t2i",
         shortlist: int = 32,
@@ -101,32 +126,92 @@ class BayesReranker(nn.Module):
         n_probes: int = 1,
         seed: int = 0,
         *,
-        store: Store | None = None,
+        head: PosteriorHead | None = None,
+        bank: Tensor | Array | None = None,
+        budget: float | None = None,
+        shortlist_by: str = "cosine",
+        **deprecated: Any,
     ) -> None:
         super().__init__()
+        store: Store | None = deprecated_keyword(deprecated, "store", "BayesReranker", "a Gallery(..., store=...)")
+        if deprecated:
+            raise TypeError(f"BayesReranker() got an unexpected keyword argument {next(iter(deprecated))!r}")
         self.direction = Direction.of(direction, conditional=True)
         self.shortlist, self.seed = checks.integer(shortlist, "shortlist", 1), checks.integer(seed, "seed")
-        self.gallery = Gallery.of(gallery)
-        config = flow.config
-        if config.image_dim != config.text_dim:
-            raise ValueError(
-                f"cosines need images and texts of one width, but the flow has {config.image_dim} and {config.text_dim}"
-            )
-        if self.gallery.dim != config.image_dim:
-            raise ValueError(f"gallery has width {self.gallery.dim}, but the flow expects {config.image_dim}")
-        rows = getattr(store, "ntotal", len(self.gallery))
-        if rows != len(self.gallery):
-            raise ValueError(f"store holds {rows} items, not the {len(self.gallery)} rows of the gallery")
-        self.flow, self.store, self.query_dim = flow, store, config.text_dim
+        checks.one_of(shortlist_by, "shortlist_by", SHORTLISTS)
+        if shortlist_by == "head" and head is None:
+            raise ValueError('shortlist_by="head" needs head=')
+        if budget is not None and not 0 <= checks.number(budget, "budget") <= 1:
+            raise ValueError(f"budget must be in [0, 1], got {budget}")
+        gallery = Gallery.of(gallery)
+        self.gallery = gallery if store is None else gallery.with_store(store)
+        self.flow, self.head, self.budget, self.shortlist_by = flow, head, budget, shortlist_by
+        self.register_buffer("anchor", torch.empty(0, dtype=torch.float32, device="cpu"), persistent=False)
+        self.query_dim = self._checked_widths()
         self.shortlist = min(self.shortlist, len(self.gallery))
         self.density = DensitySettings(n_steps, n_probes, solver, shared=True)
+        self.source = None if head is None else HeadSource(head, self.direction)
+        self.bank, self.bank_is_given = None if bank is None else self._checked_bank(bank), bank is not None
+        self.hubs = None if self.bank is None else Hubs(self.bank, self.source)
         self.calibration: Calibration | None = None
-        self._flow_digest = FlowDigest()
+        self._digests = {"flow": ModelDigest(), "head": ModelDigest()}
+        self._head_marginals = Remembered()
+
+    def _checked_widths(self) -> int:
+        """The width of the queries. A ValueError says which widths do not fit each other."""
+        widths = {}
+        if self.flow is not None:
+            widths["flow"] = self.flow.config.image_dim, self.flow.config.text_dim
+        if self.head is not None:
+            widths["head"] = self.head.image_dim, self.head.text_dim
+        expected = next(iter(widths.values()), (self.gallery.dim, self.gallery.dim))
+        for name, own in widths.items():
+            if own != expected:
+                raise ValueError(f"the {name} has widths {own} (image, text), but the flow has {expected}")
+            if own[0] != own[1] and self.shortlist_by == "cosine":
+                raise ValueError(
+                    f"cosines need images and texts of one width, but the {name} has {own[0]} and {own[1]}: "
+                    'give head= and shortlist_by="head"'
+                )
+            if self.gallery.dim != self.direction.items(*own):
+                item_dim = self.direction.items(*own)
+                raise ValueError(f"gallery has width {self.gallery.dim}, but the {name} expects {item_dim}")
+        return self.direction.queries(*expected)
+
+    def _checked_bank(self, bank: Tensor | Array) -> Tensor:
+        rows = checks.rows(bank, "bank", self.query_dim, self.example, "R")
+        if len(rows) < 2:
+            raise ValueError(f"bank must be [R, {self.query_dim}], R at least 2, got {tuple(rows.shape)}")
+        check_rows(rows, "bank")
+        return rows[torch.from_numpy(drawn_rows(len(rows), MOST_ROWS, self.seed)).to(rows.device)]
+
+    @property
+    def example(self) -> Tensor:
+        """Some tensor with the dtype and the device of the models."""
+        if self.flow is not None:
+            return next(self.flow.parameters())
+        return self.anchor if self.head is None else self.head.example
+
+    @property
+    def store(self) -> Store | None:
+        """What searches the gallery, if something else does."""
+        return self.gallery.store
+
+    @property
+    def rungs(self) -> tuple[Rung, ...]:
+        """What each rung of evidence brought on the held-out pairs of the calibration, what it costs, and whether it is
+        kept; empty before `calibrate`."""
+        return () if self.calibration is None else self.calibration.rungs
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BayesReranker:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.gallery = self.gallery.on(next(self.flow.parameters()).device)
+        self.gallery = self.gallery.on(self.example.device)
+        if self.bank is not None:
+            self._use_bank(self.bank.to(self.example))
         return self
+
+    def _use_bank(self, bank: Tensor) -> None:
+        self.bank, self.hubs = bank, Hubs(bank, self.source)
 
     def __getattr__(self, name: str) -> Any:
         if name == "solve":
@@ -137,20 +222,28 @@ class BayesReranker(nn.Module):
         """Settings and weights in one line, for `print`."""
         weights = "uncalibrated, alpha=1, beta=0"
         if self.calibration is not None:
-            weights = "alpha={:.3g}, beta={:.3g}, outside={:.3g}".format(*self.calibration.weights)
+            fitted = {**self.calibration.by_feature, "outside": self.calibration.outside}
+            weights = ", ".join(f"{name}={value:.3g}" for name, value in fitted.items())
         return f"{self.direction}, {self.shortlist} of {len(self.gallery)} items, {weights}"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Everything a posterior depends on besides flow, gallery, calibration and query."""
+        """Everything a posterior depends on besides models, gallery, calibration and query."""
         density = self.density.facts()
-        return {"direction": str(self.direction), "shortlist": self.shortlist, **density, "seed": self.seed}
+        facts = {"direction": str(self.direction), "shortlist": self.shortlist, **density, "seed": self.seed}
+        if self.shortlist_by != "cosine":
+            facts["shortlist_by"] = self.shortlist_by
+        return facts if self.budget is None else {**facts, "budget": self.budget}
 
     @property
     def made_for(self) -> dict[str, Any]:
-        """Facts of flow, direction, shortlist and solver that a calibration is valid for; any seed will do."""
-        facts = {name: value for name, value in self.settings.items() if name != "seed"}
-        return {**facts, "flow": self._flow_digest.of(self.flow)}
+        """Facts of models, direction, shortlist and solver that a calibration is valid for; any seed and budget will
+        do."""
+        facts = {name: value for name, value in self.settings.items() if name not in ("seed", "budget")}
+        for name, model in (("flow", self.flow), ("head", self.head)):
+            if model is not None:
+                facts[name] = self._digests[name].of(model)
+        return facts
 
     if TYPE_CHECKING:  # a module's call has no types of its own
 
@@ -175,7 +268,7 @@ class BayesReranker(nn.Module):
         self, queries: Tensor | Array, candidates: Candidates | None = None, advance: Advance | None = None
     ) -> Reranked:
         """Same as `forward` without its warning, and calls `advance(n)` whenever n more queries are done."""
-        queries = checks.rows(queries, "queries", self.query_dim, next(self.flow.parameters()), "Q")
+        queries = checks.rows(queries, "queries", self.query_dim, self.example, "Q")
         check_rows(queries, "queries")
         made_for = {} if self.calibration is None else self.calibration.made_for
         if made_for and (changed := changed_facts(made_for, self.made_for)):
@@ -183,8 +276,41 @@ class BayesReranker(nn.Module):
                 f"the calibration was made for another {', '.join(changed)}, which has changed since: calibrate again, "
                 "or set calibration to None"
             )
+        calibration = self.calibration or self._uncalibrated()
         index = self._search(queries, candidates)
-        return self._read_out(index, self._evidence(queries, index, advance=advance)[0], queries.dtype)
+        needed = set(calibration.by_feature)
+        evidence = self._evidence(queries, index, needed - {"flow"}, None if "flow" in needed else advance)
+        asked = torch.zeros(len(queries), dtype=torch.bool, device=queries.device)
+        if "flow" in needed:
+            asked = self._asks_flow(evidence, calibration)
+            if advance is not None:
+                advance(int((~asked).sum()))
+            evidence = self._with_flow(queries, index, evidence, asked, advance)
+        return self._read_out(index, evidence, asked, calibration, queries.dtype)
+
+    def _uncalibrated(self) -> Calibration:
+        """The weights of the best model there is, as it is."""
+        if self.flow is not None:
+            return UNCALIBRATED
+        return UNCALIBRATED_COSINE if self.head is None else UNCALIBRATED_HEAD
+
+    def _asks_flow(self, evidence: Evidence, calibration: Calibration) -> Tensor:
+        """For which queries the flow is asked: all or, within a budget, those with the closest calls between the two
+        most probable items. How close was decided on held-out queries, so it does not depend on the other queries,
+        except that no call exceeds its share."""
+        everyone = torch.ones(len(evidence.valid), dtype=torch.bool, device=evidence.valid.device)
+        cheap = calibration.cheap
+        if self.budget is None or cheap is None:
+            return everyone
+        weights = {name: value for name, value in cheap.weights.items() if name != "outside"}
+        gap = close_call(weighted(evidence, weights, cheap.weights["outside"]))
+        level = self.budget * (len(cheap.gaps) - 1)
+        low, high = math.floor(level), math.ceil(level)
+        limit = cheap.gaps[low] + (level - low) * (cheap.gaps[high] - cheap.gaps[low])
+        most = max(1, math.floor(self.budget * len(gap))) if self.budget > 0 else 0
+        closest = torch.zeros_like(everyone)
+        closest[gap.argsort(stable=True)[:most]] = True
+        return closest & (gap <= limit)
 
     @torch.no_grad()
     def calibrate(self, pairs: EmbeddingPairs, *, max_queries: int = 1000, progress: bool | None = None) -> Calibration:
@@ -198,32 +324,50 @@ class BayesReranker(nn.Module):
         if not isinstance(pairs, EmbeddingPairs):
             raise TypeError(f"pairs must be EmbeddingPairs, got {type(pairs).__name__}")
         checks.integer(max_queries, "max_queries", 1)
-        if not pairs.image_dim == pairs.text_dim == self.query_dim:
+        expected = self.direction.pair(self.query_dim, self.gallery.dim)
+        if (pairs.image_dim, pairs.text_dim) != expected:
             widths = f"{pairs.image_dim} and {pairs.text_dim}"
-            raise ValueError(f"held-out pairs have widths {widths}, but the flow expects {self.query_dim}")
-        task = RetrievalTask.of(pairs, self.direction, max_queries=max_queries, seed=self.seed, all_items=False)
-        queries = task.queries.to(next(self.flow.parameters()))
+            wanted = f"{expected[0]}" if expected[0] == expected[1] else f"{expected[0]} and {expected[1]}"
+            model = "gallery" if self.flow is None and self.head is None else "head" if self.flow is None else "flow"
+            raise ValueError(f"held-out pairs have widths {widths}, but the {model} expects {wanted}")
+        task = RetrievalTask.of(
+            pairs, self.direction, max_queries=max_queries, seed=self.seed, all_items=False, any_widths=True
+        )
         shown = sys.stderr.isatty() if progress is None else progress
-        with progress_bar(len(queries), 0, "held-out queries", shown=shown) as advance:
-            evidence, right = self._evidence(queries, self._search(queries, None), task, advance)
+        with progress_bar(len(task), 0, "held-out queries", shown=shown) as advance:
+            known = HeldOut(self, task, self.bank if self.bank_is_given else None).evidence(advance)
         counts = (task.own >= 0).sum(1), task.query_image
-        fitted = fit_calibration(evidence, right, *counts, self.made_for, self.seed)
-        self.calibration = dataclasses.replace(fitted, pairs=pairs.fingerprint())
-        return self.calibration
+        fitted = fit_calibration(
+            known.evidence, known.right, *counts, self.made_for, self.seed, hub_scale=known.hub_scale, costs=known.costs
+        )
+        self.calibration = fitted = dataclasses.replace(fitted, pairs=pairs.fingerprint())
+        self._use_bank(known.bank)
+        return fitted
 
     def save_calibration(self, path: str | Path) -> Path:
         """Writes the calibration to a JSON file, or into a folder such as the flow's, and returns the file's path."""
         if self.calibration is None:
             raise ValueError("there is no calibration to save: call calibrate first")
         file = self.calibration_file(path)
+        if self.bank is not None and HUB_FEATURES & set(self.calibration.by_feature):
+            facts = {"bank": hashing.digest([self.bank])}
+            save_tensors(bank_file(file), {"bank": self.bank}, kind=BANK_KIND, info=facts)
         self.calibration.save(file)
         return file
 
     def load_calibration(self, path: str | Path) -> Calibration:
-        """Loads and uses a calibration of `save_calibration`. It must be for the same flow, direction, shortlist and
-        solver; otherwise a ValueError is raised."""
-        self.calibration = Calibration.load(self.calibration_file(path), self.made_for)
-        return self.calibration
+        """Loads and uses a calibration of `save_calibration`, with the bank of queries that it was made with. It must
+        be for the same models, direction, shortlist and solver; otherwise a ValueError is raised."""
+        file = self.calibration_file(path)
+        calibration = Calibration.load(file, self.made_for)
+        if HUB_FEATURES & set(calibration.by_feature):
+            tensors, _ = load_tensors(bank_file(file), kind=BANK_KIND)
+            bank = tensors.get("bank")
+            if bank is None or bank.dim() != 2 or bank.shape[1] != self.query_dim or len(bank) < 2:
+                raise ValueError(f"{bank_file(file)} holds no bank of queries of width {self.query_dim}")
+            self._use_bank(bank.to(self.example))
+        self.calibration = calibration
+        return calibration
 
     def calibration_file(self, path: str | Path) -> Path:
         """The file a calibration is stored in: `path` itself, or a file in the folder `path`."""
@@ -232,6 +376,8 @@ class BayesReranker(nn.Module):
 
     def _search(self, queries: Tensor, candidates: Candidates | None) -> Tensor:
         """Numbers [Q, K] of the gallery rows in each query's shortlist, -1 where there are fewer."""
+        if candidates is None and self.shortlist_by == "head":
+            return self._search_by_head(queries)
         if candidates is None and self.store is None:
             return self.gallery.statistics(queries.unsqueeze(1), 1.0, self.shortlist).top_index
         if candidates is None:
@@ -255,96 +401,144 @@ class BayesReranker(nn.Module):
                 raise ValueError(f"candidates of query {int(bad.any(1).nonzero()[0])} {what}")
         return index
 
-    def _evidence(
-        self, queries: Tensor, index: Tensor, task: RetrievalTask | None = None, advance: Advance | None = None
-    ) -> tuple[Evidence, Tensor]:
-        """Cosines and log p(query | item) of the shortlists `index` [Q, K], and which of their items are the query's
-        own [Q, K]. These are known from the `task` of the queries, whose items are searched together with the gallery;
-        without it no item is.
+    def _search_by_head(self, queries: Tensor) -> Tensor:
+        """The items with the largest scores of the head, from one pass over the gallery or from a search of the store
+        for each point of a query."""
+        assert self.source is not None
+        drawn, marginals = self.source.draw(queries), self.head_marginals()
+        if self.store is None:
+            return self.gallery.statistics(
+                drawn.samples, drawn.kappa, self.shortlist, -marginals, sample_bias=drawn.bias
+            ).top_index
+        points = torch.nn.functional.normalize(drawn.samples, dim=-1).flatten(0, 1)
+        found = torch.as_tensor(self.store.search(points.float().cpu().numpy(), self.shortlist)[1]).to(queries.device)
+        index = found.view(len(queries), -1).sort(1).values
+        again = torch.nn.functional.pad(index[:, 1:] == index[:, :-1], (1, 0))
+        index = index.masked_fill(again, -1)
+        number = index.clamp(min=0)
+        score = self.source.scores(queries, self.gallery.take(number, queries.dtype)) - marginals[number]
+        best = score.masked_fill(index < 0, -math.inf).topk(self.shortlist, dim=1).indices
+        return index.gather(1, best)
 
-        The log-densities of a batch are estimated at once; an item that several queries share is encoded once.
-        """
-        parts = []
+    def head_marginals(self) -> Tensor:
+        """What is subtracted from the head's scores of all items when shortlists are chosen by them: [N]."""
+        assert self.source is not None
+        source = self.source
+
+        def facts() -> dict[str, Any]:
+            return {**source.marginal_facts(None), "head": source.digest()}
+
+        numbers = self._head_marginals.numbers(
+            self.gallery, flow_marks(source.head), facts, lambda: source.item_marginals(self.gallery, None).float()
+        )
+        return numbers.to(self.example)
+
+    # unchecked: rerank and calibrate call it with what they have checked
+    def nearness(self, queries: Tensor, items: Tensor, index: Tensor | None) -> Tensor:
+        """By how much shortlists are ordered: [Q, K] float64, of items [Q, K, d] that are the rows `index` [Q, K] of
+        the gallery, or others if it is None."""
+        if self.shortlist_by == "cosine":
+            return torch.einsum("qd,qkd->qk", queries, items).double()
+        assert self.source is not None
+        if index is None:
+            marginals = self.source.item_marginals(Gallery(items.flatten(0, 1)), None).view(items.shape[:2])
+        else:
+            marginals = self.head_marginals()[index.clamp(min=0)]
+        return self.source.scores(queries, items) - marginals
+
+    def _evidence(self, queries: Tensor, index: Tensor, needed: Collection[str], advance: Advance | None) -> Evidence:
+        """The features `needed`, all but the flow's, of the shortlists `index` [Q, K]."""
+        parts: defaultdict[str, list[Tensor]] = defaultdict(list)
+        numbers = self._hub_numbers(needed)
         for rows in torch.arange(len(queries), device="cpu").split(max(1, PAIRS_AT_ONCE // index.shape[1])):
-            number, valid = index[rows], index[rows] >= 0
-            items = self.gallery.take(number.clamp(min=0), queries.dtype)
-            shortlist, is_own = Shortlist.of(queries[rows], items, valid, number), torch.zeros_like(valid)
-            if task is not None:
-                items = task.items[task.own[rows].clamp(min=0)].to(queries)
-                # Own items are numbered after those of the gallery.
-                number = len(self.gallery) + torch.arange(task.own.numel(), device="cpu").view_as(task.own)[rows].to(
-                    number
-                )
-                valid = (task.own[rows] >= 0).to(queries.device)
-                shortlist, is_own = shortlist.with_own(Shortlist.of(queries[rows], items, valid, number))
-            valid = shortlist.valid
-            asked = queries[rows].unsqueeze(1).expand_as(shortlist.items)[valid]
-            image, text = self.direction.pair(asked, shortlist.items[valid])
-            number, directions = shortlist.number[valid], (self.direction.reverse,)
-            estimates = density_estimates(
-                self.flow, image, text, directions, self.density, self.seed, given_number=number
-            )
-            log_density = torch.zeros_like(shortlist.cosine)
-            log_density[valid] = estimates[0].mean(0)
-            parts.append((log_density, shortlist.cosine, valid, is_own))
+            number = index[rows].clamp(min=0)
+            items = self.gallery.take(number, queries.dtype)
+            parts["nearness"].append(self.nearness(queries[rows], items, number))
+            if "cosine" in needed:
+                parts["cosine"].append(torch.einsum("qd,qkd->qk", queries[rows], items).double())
+            if "head" in needed:
+                assert self.source is not None
+                parts["head"].append(self.source.scores(queries[rows], items) + self.source.learned_about(items))
+            for name, values in numbers.items():
+                parts[name].append(values[number.to(values.device)].to(queries.device).double())
             if advance is not None:
                 advance(len(rows))
-        log_density, cosine, valid, is_own = (torch.cat(column) for column in zip(*parts))
-        return Evidence(log_density, cosine, valid), is_own
+        empty = torch.zeros(0, index.shape[1], dtype=torch.float64, device=queries.device)
+        features = {name: torch.cat([empty, *parts[name]]) for name in (*needed, "nearness")}
+        return Evidence(features, features.pop("nearness"), index >= 0)
 
-    def _read_out(self, index: Tensor, evidence: Evidence, dtype: torch.dtype) -> Reranked:
-        calibration = self.calibration or UNCALIBRATED
+    def _hub_numbers(self, needed: Collection[str]) -> dict[str, Tensor]:
+        """The numbers [N] of the gallery's items that the calibration uses."""
+        numbers = {}
+        if HUB_FEATURES & set(needed):
+            if self.hubs is None or self.calibration is None:
+                raise ValueError("the calibration corrects for hubs, but there is no bank of queries: calibrate again")
+            if "hub" in needed:
+                numbers["hub"] = self.hubs.cosine_numbers(self.gallery, self.calibration.hub_scale)
+            if "head_hub" in needed:
+                numbers["head_hub"] = self.hubs.head_numbers(self.gallery)
+        return numbers
+
+    def _with_flow(
+        self, queries: Tensor, index: Tensor, evidence: Evidence, asked: Tensor, advance: Advance | None
+    ) -> Evidence:
+        """The evidence with log p(query | item) for the queries that are `asked` [Q], and zeros for the others."""
+        log_density = torch.zeros_like(evidence.nearness)
+        for rows in asked.nonzero().squeeze(1).split(max(1, PAIRS_AT_ONCE // index.shape[1])):
+            items = self.gallery.take(index[rows].clamp(min=0), queries.dtype)
+            log_density[rows] = self.log_densities(queries[rows], items, index[rows], evidence.valid[rows])
+            if advance is not None:
+                advance(len(rows))
+        return dataclasses.replace(evidence, features={**evidence.features, "flow": log_density})
+
+    # unchecked: rerank and calibrate call it with what they have checked
+    def log_densities(self, queries: Tensor, items: Tensor, number: Tensor, valid: Tensor) -> Tensor:
+        """log p(query | item) [Q, K] of items [Q, K, d], zero where they are not `valid` [Q, K]. All are estimated at
+        once; an item that several queries share, as equal `number` [Q, K] tell, is encoded once."""
+        assert self.flow is not None
+        image, text = self.direction.pair(queries.unsqueeze(1).expand(-1, items.shape[1], -1)[valid], items[valid])
+        directions = (self.direction.reverse,)
+        estimates = density_estimates(
+            self.flow, image, text, directions, self.density, self.seed, given_number=number[valid]
+        )
+        log_density = torch.zeros(valid.shape, dtype=torch.float64, device=queries.device)
+        log_density[valid] = estimates[0].mean(0)
+        return log_density
+
+    def _read_out(
+        self, index: Tensor, evidence: Evidence, asked: Tensor, calibration: Calibration, dtype: torch.dtype
+    ) -> Reranked:
         every = calibration.probabilities(evidence)  # "outside" is last
+        platt, cheap = calibration.platt, calibration.cheap
         # Items that tie are in the order of their numbers; those that are missing come after all others.
+        nearness = evidence.nearness.masked_fill(~evidence.valid, -math.inf)
+        tied = nearness == nearness.amax(1, keepdim=True)
+        best = index.masked_fill(~tied, len(self.gallery)).argmin(1, keepdim=True)
+        if cheap is not None and not bool(asked.all()):
+            weights = {name: value for name, value in cheap.weights.items() if name != "outside"}
+            every = torch.where(asked.unsqueeze(1), every, weighted(evidence, weights, cheap.weights["outside"]))
+        p_answer = (every.gather(1, best) * calibration.right_per_query).clamp(max=1.0).squeeze(1)
+        scaled = platt_scaled(p_answer, platt)
+        if cheap is not None:
+            scaled = torch.where(asked, scaled, platt_scaled(p_answer, cheap.platt))
         number, by_number = index.masked_fill(~evidence.valid, len(self.gallery)).sort(1)
         prob = every.gather(1, by_number).masked_fill(number == len(self.gallery), -1.0)
         order = by_number.gather(1, prob.sort(dim=1, descending=True, stable=True).indices)
-        cosine = evidence.cosine.masked_fill(~evidence.valid, -2.0)
-        tied = cosine == cosine.amax(1, keepdim=True)
-        best = index.masked_fill(~tied, len(self.gallery)).argmin(1, keepdim=True)
-        p_answer = (every.gather(1, best) * calibration.right_per_query).clamp(max=1.0)
         entropy = torch.special.entr(every).sum(1)
         choices = index.shape[1] + (self.calibration is not None)
         return Reranked(
             index.gather(1, order),
             every.gather(1, order).to(dtype),
             index.gather(1, best).squeeze(1),
-            p_answer.squeeze(1).to(dtype),
+            scaled.to(dtype),
             every[:, -1].to(dtype),
             entropy.to(dtype),
             risk_lower_bound(entropy, choices),
             self.calibration is not None,
+            asked,
         )
 
 
-@dataclass(frozen=True)
-class Shortlist:
-    """The items of the shortlists of Q queries, K each."""
-
-    items: Tensor
-    """[Q, K, d], their embeddings."""
-    cosine: Tensor
-    """[Q, K] float64, their cosines with the query."""
-    valid: Tensor
-    """[Q, K] bool, false where a shortlist is shorter than K."""
-    number: Tensor
-    """[Q, K] int64; equal numbers stand for the same item."""
-
-    @classmethod
-    def of(cls, queries: Tensor, items: Tensor, valid: Tensor, number: Tensor) -> Shortlist:
-        """The shortlist of these items, whose cosines with the `queries` [Q, d] are computed."""
-        return cls(items, torch.einsum("qd,qkd->qk", queries, items).double(), valid, number)
-
-    def with_own(self, own: Shortlist) -> tuple[Shortlist, Tensor]:
-        """The K nearest of these and of the query's own items, and which of them are own [Q, K]. For each own item one
-        gallery item that equals it counts as that item; further ones are other items, which nothing tells apart."""
-        same = torch.einsum("qkd,qmd->qkm", self.items, own.items) > SAME_ITEM
-        same &= self.valid.unsqueeze(2) & own.valid.unsqueeze(1)
-        counted = (same & (same.cumsum(1) <= same.sum(2, keepdim=True))).any(2)
-        valid = torch.cat((self.valid & ~counted, own.valid), dim=1)
-        cosine = torch.cat((self.cosine, own.cosine), dim=1)
-        kept = cosine.masked_fill(~valid, -2.0).topk(self.valid.shape[1], dim=1).indices
-        items = torch.cat((self.items, own.items), dim=1).take_along_dim(kept.unsqueeze(2), dim=1)
-        number = torch.cat((self.number, own.number), dim=1).gather(1, kept)
-        nearest = Shortlist(items, cosine.gather(1, kept), valid.gather(1, kept), number)
-        return nearest, nearest.valid & (kept >= self.valid.shape[1])
+def bank_file(calibration: Path) -> Path:
+    """The file beside a calibration that holds the bank of queries it was made with."""
+    return calibration.with_suffix(".bank.safetensors")

@@ -18,6 +18,7 @@ from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow, flow_digest
 from geoflow_fast.flow.sampling import SamplingSettings, StartingPoints, sample_conditional
 from geoflow_fast.geometry import check_rows
+from geoflow_fast.head.loss import point_scores
 from geoflow_fast.head.model import PosteriorHead, head_digest
 from geoflow_fast.retrieval import marginals
 from geoflow_fast.retrieval.gallery import Gallery
@@ -63,8 +64,8 @@ class Source(ABC):
 
     @abstractmethod
     def draw(self, queries: Tensor, advance: Advance | None = None) -> ScoringPoints:
-        """The points of queries [Q, d], which must be unit rows. `advance(n)` is called when those of n more queries are
-        there."""
+        """The points of queries [Q, d], which must be unit rows. `advance(n)` is called when those of n more queries
+        are there."""
 
     @abstractmethod
     def digest(self) -> str:
@@ -172,8 +173,7 @@ class HeadSource(Source):
 
     @torch.no_grad()
     def item_marginals(self, gallery: Gallery, reference: Tensor | None) -> Tensor:
-        blocks = gallery.blocks(self.example.device, self.example.dtype)
-        learned = torch.cat([self.head.item_bias(items, self.direction) for _, items in blocks])
+        learned = self.learned(gallery)
         bank = self.head.bank(self.direction) if reference is None else reference
         weight = self.head.hub_weight_of(self.direction)
         if not len(bank) or weight == 0:
@@ -181,3 +181,29 @@ class HeadSource(Source):
         drawn = self.draw(bank)
         hubs = marginals.log_mean_scores(drawn.samples, gallery, drawn.kappa, drawn.bias)
         return weight * hubs.to(learned) - (1 - weight) * learned
+
+    # unchecked: scorers and re-rankers call it with galleries that they have checked
+    def learned(self, gallery: Gallery) -> Tensor:
+        """What the head has learned about each item of a gallery: [N]."""
+        blocks = gallery.blocks(self.example.device, self.example.dtype)
+        return torch.cat([self.head.item_bias(items, self.direction) for _, items in blocks])
+
+    # unchecked: re-rankers call it with what they have checked
+    @torch.no_grad()
+    def scores(self, queries: Tensor, items: Tensor) -> Tensor:
+        """The scores of items [Q, K, d], other ones for each query, without their numbers: [Q, K] float64."""
+        points = self.head.points(queries, self.direction)
+        each = torch.einsum("qkd,qjd->qkj", points.points, items).double() + points.log_weights.unsqueeze(2)
+        return each.logsumexp(1)
+
+    # unchecked: re-rankers call it with what they have checked
+    @torch.no_grad()
+    def all_scores(self, queries: Tensor, items: Tensor) -> Tensor:
+        """The scores of the same items [n, d] for all queries [R, d], without their numbers: [R, n]."""
+        points = self.head.points(queries, self.direction)
+        return point_scores(points.points, points.log_weights, items)
+
+    # unchecked: re-rankers call it with what they have checked
+    def learned_about(self, items: Tensor) -> Tensor:
+        """What the head has learned about items [..., d]: [...] float64."""
+        return self.head.item_bias(items.flatten(0, -2), self.direction).view(items.shape[:-1]).double()

@@ -53,13 +53,15 @@ class RetrievalTask:
         max_queries: int | None = None,
         seed: int = 0,
         all_items: bool = True,
+        any_widths: bool = False,
     ) -> RetrievalTask:
         """The task with all queries of the pairs, or with `max_queries` of them drawn by `seed`, in their original
-        order. Its items are all those of the pairs, or without `all_items` only those that are right for a query."""
+        order. Its items are all those of the pairs, or without `all_items` only those that are right for a query.
+        Images and texts must have one width, as plain search needs, unless `any_widths` will do."""
         if not isinstance(pairs, EmbeddingPairs):
             raise TypeError(f"pairs must be EmbeddingPairs, got {type(pairs).__name__}")
         direction = Direction.of(direction, conditional=True)
-        if pairs.image_dim != pairs.text_dim:
+        if pairs.image_dim != pairs.text_dim and not any_widths:
             widths = f"{pairs.image_dim} and {pairs.text_dim}"
             raise ValueError(f"plain search needs images and texts of one width, got {widths}")
         if max_queries is not None:

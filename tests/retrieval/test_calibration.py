@@ -8,10 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from geoflow_fast.retrieval.calibration import Evidence, fit_calibration, fit_weights
+from geoflow_fast.retrieval.calibration import fit_calibration
+from geoflow_fast.retrieval.evidence import Evidence, fit_weights
 
 TRUTH = (0.7, 9.0, 1.5)
 K = 12
+NAMES = ("flow", "cosine")
+
+
+def two_features(log_density: Tensor, cosine: Tensor, valid: Tensor) -> Evidence:
+    return Evidence({"flow": log_density.double(), "cosine": cosine.double()}, cosine.double(), valid)
 
 
 def simulate(queries: int, seed: int, truth: tuple[float, float, float] = TRUTH) -> tuple[Evidence, Tensor]:
@@ -22,8 +28,8 @@ def simulate(queries: int, seed: int, truth: tuple[float, float, float] = TRUTH)
     cosine = 0.3 + 0.1 * torch.randn(queries, K, generator=generator)
     valid = torch.rand(queries, K, generator=generator) < 0.9
     valid[:, 0] = True
-    evidence = Evidence(log_density.double(), cosine.double(), valid)
-    logits = evidence.design() @ torch.tensor(truth, dtype=torch.float64)
+    evidence = two_features(log_density, cosine, valid)
+    logits = evidence.design(NAMES) @ torch.tensor(truth, dtype=torch.float64)
     prob = logits.masked_fill(~evidence.possible(), -math.inf).softmax(1)
     choice = torch.multinomial(prob, 1, generator=generator)
     return evidence, (choice == torch.arange(K + 1))[:, :-1]
@@ -52,10 +58,10 @@ def test_the_fit_is_the_optimum():
     target = torch.cat((right, ~right.any(1, keepdim=True)), dim=1)
 
     def loss(weights: Tensor) -> float:
-        logits = (evidence.design() @ weights).masked_fill(~evidence.possible(), -math.inf)
+        logits = (evidence.design(NAMES) @ weights).masked_fill(~evidence.possible(), -math.inf)
         return float(-logits.log_softmax(1)[target].sum())
 
-    weights = fit_weights(evidence.design(), evidence.possible(), target.double())
+    weights = fit_weights(evidence.design(NAMES), evidence.possible(), target.double())
     for change in 0.03 * torch.diag(weights):
         assert min(loss(weights - change), loss(weights + change)) > loss(weights)
 
@@ -75,14 +81,16 @@ def test_cross_fitted_loss_is_that_of_new_queries():
 
 def test_a_constant_per_query_does_not_matter():
     evidence, right = simulate(500, 3)
-    shifted = Evidence(evidence.log_density + 1000 * torch.randn(500, 1), evidence.cosine, evidence.valid)
+    shifted = two_features(
+        evidence.features["flow"] + 1000 * torch.randn(500, 1), evidence.features["cosine"], evidence.valid
+    )
     assert fitted(shifted, right).weights == pytest.approx(fitted(evidence, right).weights, rel=1e-6)
 
 
 def test_separable_data_have_finite_weights():
     """Every right item has the highest density and nothing is outside. Without the prior there would be no optimum."""
     evidence, _ = simulate(200, 4)
-    log_density = evidence.log_density.masked_fill(~evidence.valid, -math.inf)
+    log_density = evidence.features["flow"].masked_fill(~evidence.valid, -math.inf)
     right = log_density == log_density.amax(1, keepdim=True)
     calibration = fitted(evidence, right)
     assert all(map(math.isfinite, calibration.weights))
@@ -97,7 +105,7 @@ def test_one_of_several_right_items_is_meant():
     log_density = torch.zeros(queries, K, dtype=torch.float64)
     log_density[:, :2] = 2.0
     cosine = 0.1 * torch.randn(queries, K, generator=torch.Generator().manual_seed(0)).double()
-    evidence = Evidence(log_density, cosine, torch.ones(queries, K, dtype=torch.bool))
+    evidence = two_features(log_density, cosine, torch.ones(queries, K, dtype=torch.bool))
     right = torch.zeros(queries, K, dtype=torch.bool)
     right[:, :2] = True
     right[: queries // 4] = False  # both outside

@@ -10,7 +10,7 @@ import torch
 
 import geoflow_fast as gf
 from geoflow_fast import geometry
-from geoflow_fast.retrieval.freshness import FlowDigest, marks
+from geoflow_fast.retrieval.freshness import ModelDigest, marks
 
 SETTINGS = {"n_samples": 6, "n_steps": 3, "kappa": 20.0}
 
@@ -143,7 +143,7 @@ def test_the_index_of_a_gallery_is_checked_again_after_a_change():
 
 
 def test_a_digest_is_computed_only_after_a_change(flow, monkeypatch):
-    digest = FlowDigest()
+    digest = ModelDigest()
     first = digest.of(flow)
     monkeypatch.setattr("geoflow_fast.retrieval.freshness.flow_digest", lambda _: "computed again")
     assert digest.of(flow) == first

@@ -1,0 +1,174 @@
+"""The ladder of evidence about shortlisted items: cosine, hub correction, head, flow, from the cheapest to the dearest.
+
+A rung adds features to the logits of the items. Held-out queries decide which rungs are kept: each must lower the
+cross-fitted negative log-likelihood by more than the standard error of what it gains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+RUNGS = {"cosine": ("cosine",), "hub": ("hub",), "head": ("head", "head_hub"), "flow": ("flow",)}
+"""The rungs in the order in which they are tried, and the features that each of them adds."""
+FEATURES = tuple(name for names in RUNGS.values() for name in names)
+FOLDS = 10
+PRIOR_SD = 10.0
+"""Standard deviation of a normal prior on the weights of standardised features. With it the optimum exists even if the
+data are separable."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the logits of Q queries over K shortlisted items are made of."""
+
+    features: Mapping[str, Tensor]
+    """[Q, K] float64 by name: "cosine"; "hub", the logarithm of the item's mean score for typical queries, and
+    "head_hub", the same under the head; "head", the head's score; "flow", log p(query | item)."""
+    nearness: Tensor
+    """[Q, K] float64, by which the shortlists were chosen: the cosine, or the head's score."""
+    valid: Tensor
+    """[Q, K] bool, false where a shortlist is shorter than K."""
+
+    def design(self, names: Sequence[str]) -> Tensor:
+        """Features [Q, K + 1, F + 1] of all items and of "outside", which is last: logits are design @ weights, of
+        which the last is the constant of "outside".
+
+        Each feature is measured from its level in the less near half of the shortlist, which stands for items that are
+        not the one meant. Levels cancel within a shortlist, and they give the constant one meaning for all queries:
+        log p(query | .), for one, is larger for all items if the query is a usual one.
+        """
+        rank = self.nearness.masked_fill(~self.valid, math.inf).argsort(1).argsort(1)  # 0 for the least near
+        count = (self.valid.sum(1, keepdim=True) // 2).clamp(min=1)
+        far = rank < count
+        columns = [self.features[name] - self._level(name, far, count) for name in names]
+        items = torch.stack((*columns, torch.zeros_like(self.nearness)), dim=-1)
+        outside = items.new_tensor([*(0.0 for _ in names), 1.0]).expand(len(items), 1, len(names) + 1)
+        return torch.cat((items.masked_fill(~self.valid.unsqueeze(-1), 0.0), outside), dim=1)
+
+    def _level(self, name: str, far: Tensor, count: Tensor) -> Tensor:
+        """The level [Q, 1] of a feature: the mean, or of a log-density the logarithm of the mean density."""
+        values = self.features[name]
+        if name == "flow":
+            return values.masked_fill(~far, -math.inf).logsumexp(1, keepdim=True) - count.double().log()
+        return values.masked_fill(~far, 0.0).sum(1, keepdim=True) / count
+
+    def possible(self) -> Tensor:
+        """[Q, K + 1] bool: which items are there; "outside", the last, always is."""
+        return torch.cat((self.valid, self.valid.new_ones(len(self.valid), 1)), dim=1)
+
+    # unchecked: the re-ranker calls it with evidence of its own
+    def rows(self, which: Tensor) -> Evidence:
+        """The evidence of the queries that `which` selects."""
+        features = {name: values[which] for name, values in self.features.items()}
+        return Evidence(features, self.nearness[which], self.valid[which])
+
+
+@dataclass(frozen=True)
+class Rung:
+    """What one rung brought on held-out queries."""
+
+    name: str
+    gain: float
+    """By how much it lowered the cross-fitted negative log-likelihood of the rungs kept before it, in nats a query."""
+    stderr: float
+    """Standard error of the gain over images."""
+    cost: float
+    """Seconds a query that its evidence took while calibrating."""
+    kept: bool
+
+
+# unchecked: fit_calibration calls it with evidence that it has checked
+def climb(evidence: Evidence, target: Tensor, group: Tensor, fold: Tensor, costs: Mapping[str, float]) -> list[Rung]:
+    """Tries the rungs that the evidence has, cheapest first, and keeps those whose gain exceeds its standard error.
+
+    `target` [Q, K + 1] is the distribution of the right choice. Queries of one `group` [Q] are in one `fold` [Q].
+    """
+    kept: list[str] = []
+    rungs: list[Rung] = []
+    possible = evidence.possible()
+    before = cross_fitted(evidence.design(kept), possible, target, fold)[1]
+    for name, added in RUNGS.items():
+        if not all(feature in evidence.features for feature in added):
+            continue
+        after = cross_fitted(evidence.design([*kept, *added]), possible, target, fold)[1]
+        gain, stderr = grouped_mean(before - after, group)
+        # The first rung is kept in any case: without it there would be nothing to rank by.
+        keep = not kept or gain > stderr
+        rungs.append(Rung(name, gain, stderr, costs.get(name, math.nan), keep))
+        if keep:
+            kept, before = [*kept, *added], after
+    return rungs
+
+
+def kept_features(rungs: Sequence[Rung]) -> list[str]:
+    """The features of the rungs that are kept."""
+    return [feature for rung in rungs if rung.kept for feature in RUNGS[rung.name]]
+
+
+def grouped_mean(values: Tensor, group: Tensor) -> tuple[float, float]:
+    """The mean of `values` [Q] and its standard error, where values of one `group` [Q] may depend on each other."""
+    mean = values.mean()
+    member = torch.unique(group, return_inverse=True)[1]
+    sums = torch.zeros(int(member.max()) + 1, dtype=values.dtype, device=values.device)
+    sums.index_add_(0, member, values - mean)
+    return float(mean), float(sums.square().sum().sqrt() / len(values))
+
+
+def cross_fitted(design: Tensor, possible: Tensor, target: Tensor, fold: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights [folds, F] that were fitted without each fold, and each query's loss [Q] under the fit without it. The
+    arguments are those of `fit_weights` and the `fold` [Q] of each query."""
+    weights, loss = [], torch.empty(len(design), dtype=torch.float64, device=design.device)
+    for number in range(int(fold.max()) + 1):
+        left_out = fold == number
+        weights.append(fit_weights(design[~left_out], possible[~left_out], target[~left_out]))
+        loss[left_out] = losses(design[left_out], possible[left_out], target[left_out], weights[-1])
+    return torch.stack(weights), loss
+
+
+def fit_weights(design: Tensor, possible: Tensor, target: Tensor, *, max_steps: int = 100) -> Tensor:
+    """Weights [F] that maximise the likelihood of `target` [Q, C] under softmax(design [Q, C, F] @ weights) over the
+    `possible` [Q, C] choices, with the prior: Newton's method on a strictly convex loss, float64."""
+    # Root mean square [F] of each feature over possible choices; 1 for the last, and for one that is always zero.
+    scale = (design.square() * possible.unsqueeze(-1)).sum((0, 1)).div(possible.sum()).sqrt()
+    scale[-1] = 1.0
+    scale = torch.where(scale > 0, scale, 1.0)
+    x = design / scale
+    weights = x.new_zeros(x.shape[-1])
+    precision = PRIOR_SD**-2 * torch.eye(len(weights), dtype=x.dtype, device=x.device)
+
+    def total(w: Tensor) -> Tensor:
+        return losses(x, possible, target, w).sum() + w @ precision @ w / 2
+
+    loss = total(weights)
+    for _ in range(max_steps):
+        prob = (x @ weights).masked_fill(~possible, -math.inf).softmax(1)
+        mean = torch.einsum("qc,qcf->qf", prob, x)
+        gradient = (mean - torch.einsum("qc,qcf->qf", target, x)).sum(0) + precision @ weights
+        hessian = torch.einsum("qc,qcf,qcg->fg", prob, x, x) - mean.T @ mean + precision
+        step = torch.linalg.solve(hessian, gradient)
+        decrease = float(gradient @ step)
+        if decrease < 1e-10 * max(1.0, float(loss)):  # about twice the excess loss, which this last step squares
+            return (weights - step) / scale
+        size = 1.0
+        while float(after := total(weights - size * step)) > float(loss) - 1e-4 * size * decrease:
+            size /= 2
+        weights, loss = weights - size * step, after
+    raise ValueError(f"the calibration did not converge in {max_steps} steps; are densities or cosines extreme?")
+
+
+def losses(design: Tensor, possible: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+    """-sum_c target_c log softmax(design @ weights)_c per query: [Q]."""
+    logits = (design @ weights).masked_fill(~possible, -math.inf)
+    return logits.logsumexp(1) - (logits.masked_fill(~possible, 0.0) * target).sum(1)
+
+
+def folds_of(group: Tensor, seed: int) -> Tensor:
+    """The fold [Q] of every query, which is that of its group. There are `FOLDS`, or one for each of fewer groups."""
+    names, member = torch.unique(group, return_inverse=True)
+    order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed), device="cpu").to(group.device)
+    return order[member] % FOLDS

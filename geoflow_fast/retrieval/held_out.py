@@ -1,0 +1,161 @@
+"""The evidence about held-out queries, from which a re-ranker's calibration is fitted.
+
+The queries are searched in the gallery together with their own items, so that the gallery has its real size.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from geoflow_fast.retrieval.evidence import Evidence, fit_weights, folds_of, losses
+from geoflow_fast.retrieval.hubs import MOST_ROWS, SCALES, Hubs
+from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows
+from geoflow_fast.runtime.progress import Advance
+
+if TYPE_CHECKING:
+    from geoflow_fast.retrieval.rerank import BayesReranker
+
+QUERIES_AT_ONCE = 64
+SAME_ITEM = 1 - 1e-6
+"""Cosine above which two embeddings are the same item; storage in float16 alone leaves about 1e-7."""
+
+
+@dataclass(frozen=True)
+class Shortlist:
+    """The items of the shortlists of Q queries, K each."""
+
+    items: Tensor
+    """[Q, K, d], their embeddings."""
+    nearness: Tensor
+    """[Q, K] float64, by which shortlists are chosen."""
+    valid: Tensor
+    """[Q, K] bool, false where a shortlist is shorter than K."""
+    number: Tensor
+    """[Q, K] int64; equal numbers stand for the same item."""
+
+    def with_own(self, own: Shortlist) -> tuple[Shortlist, Tensor]:
+        """The K nearest of these and of the query's own items, and which of them are own [Q, K]. For each own item one
+        gallery item that equals it counts as that item; further ones are other items, which nothing tells apart."""
+        same = torch.einsum("qkd,qmd->qkm", self.items, own.items) > SAME_ITEM
+        same &= self.valid.unsqueeze(2) & own.valid.unsqueeze(1)
+        counted = (same & (same.cumsum(1) <= same.sum(2, keepdim=True))).any(2)
+        valid = torch.cat((self.valid & ~counted, own.valid), dim=1)
+        nearness = torch.cat((self.nearness, own.nearness), dim=1)
+        kept = nearness.masked_fill(~valid, -torch.inf).topk(self.valid.shape[1], dim=1).indices
+        items = torch.cat((self.items, own.items), dim=1).take_along_dim(kept.unsqueeze(2), dim=1)
+        number = torch.cat((self.number, own.number), dim=1).gather(1, kept)
+        nearest = Shortlist(items, nearness.gather(1, kept), valid.gather(1, kept), number)
+        return nearest, nearest.valid & (kept >= self.valid.shape[1])
+
+
+@dataclass(frozen=True)
+class KnownEvidence:
+    """What is known about the held-out queries."""
+
+    evidence: Evidence
+    right: Tensor
+    """[Q, K] bool, which items of the shortlists are the query's own."""
+    hub_scale: float
+    bank: Tensor
+    costs: dict[str, float]
+    """Seconds a query by rung of evidence."""
+
+
+class HeldOut:
+    """Held-out queries of a re-ranker. Without a `bank` the queries of the other folds are the typical queries of each:
+    a query would count against its own item."""
+
+    def __init__(self, reranker: BayesReranker, task: RetrievalTask, bank: Tensor | None) -> None:
+        self.reranker, self.task = reranker, task
+        self.queries = task.queries.to(reranker.example)
+        fold = folds_of(task.query_image, reranker.seed).to(self.queries.device)
+        self.fold, self.bank, self.bank_fold = fold, bank, None
+        if self.bank is None:
+            rows = torch.from_numpy(drawn_rows(len(self.queries), MOST_ROWS, reranker.seed)).to(self.queries.device)
+            self.bank, self.bank_fold = self.queries[rows], fold[rows]
+        self.hubs = Hubs(self.bank, reranker.source)
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    # unchecked: calibrate calls it after its own checks
+    def evidence(self, advance: Advance) -> KnownEvidence:
+        """All evidence that the re-ranker's models can give about the queries."""
+        index = self.reranker._search(self.queries, None)
+        parts: defaultdict[str, list[Tensor]] = defaultdict(list)
+        for rows in torch.arange(len(self.queries), device=self.queries.device).split(QUERIES_AT_ONCE):
+            for name, values in self._features(rows, index[rows]).items():
+                parts[name].append(values)
+            advance(len(rows))
+        found = {name: torch.cat(values, dim=-2) for name, values in parts.items()}
+        valid, right, nearness = (found.pop(name) for name in ("valid", "right", "nearness"))
+        scale, scales = 0.0, found.pop("hub", None)
+        evidence = Evidence(found, nearness, valid)
+        if scales is not None:
+            scale, evidence = self._choose_scale(evidence, right, scales)
+        assert self.bank is not None
+        costs = {name: seconds / len(self.queries) for name, seconds in self.seconds.items()}
+        return KnownEvidence(evidence, right, scale, self.bank, costs)
+
+    def _features(self, rows: Tensor, index: Tensor) -> dict[str, Tensor]:
+        """All features of the shortlists of the queries `rows`, [..., Q, K], with "valid", "right" and "nearness"."""
+        reranker, queries = self.reranker, self.queries[rows]
+        number = index.clamp(min=0)
+        items = reranker.gallery.take(number, queries.dtype)
+        gallery = Shortlist(items, reranker.nearness(queries, items, number), index >= 0, index)
+        near, right = gallery.with_own(self._own(rows, queries))
+        features = {"valid": near.valid, "right": right, "nearness": near.nearness}
+        if queries.shape[1] == near.items.shape[2]:
+            with self._timed("cosine"):
+                features["cosine"] = torch.einsum("qd,qkd->qk", queries, near.items).double()
+        if reranker.source is not None:
+            with self._timed("head"):
+                scores = reranker.source.scores(queries, near.items)
+                features["head"] = scores + reranker.source.learned_about(near.items)
+        with self._timed("hub"):
+            flat = near.items.flatten(0, 1)
+            for name, values in self.hubs.of_items(flat, self._left_out(rows, near.valid), SCALES).items():
+                features[name] = values.unflatten(-1, near.valid.shape)
+        if reranker.flow is not None:
+            with self._timed("flow"):
+                features["flow"] = reranker.log_densities(queries, near.items, near.number, near.valid)
+        return features
+
+    def _own(self, rows: Tensor, queries: Tensor) -> Shortlist:
+        """The own items of the queries, numbered after those of the gallery."""
+        own = self.task.own[rows.cpu()]
+        items = self.task.items[own.clamp(min=0)].to(queries)
+        number = torch.arange(self.task.own.numel(), device="cpu").view_as(self.task.own)[rows.cpu()]
+        number = (len(self.reranker.gallery) + number).to(queries.device)
+        return Shortlist(items, self.reranker.nearness(queries, items, None), (own >= 0).to(queries.device), number)
+
+    def _left_out(self, rows: Tensor, valid: Tensor) -> Tensor | None:
+        """Which queries of the bank do not count for which items [R, Q K]: those of the fold of the item's query."""
+        if self.bank_fold is None:
+            return None
+        same = self.bank_fold.unsqueeze(1) == self.fold[rows]
+        return same.unsqueeze(2).expand(-1, -1, valid.shape[1]).flatten(1)
+
+    def _choose_scale(self, evidence: Evidence, right: Tensor, scales: Tensor) -> tuple[float, Evidence]:
+        """The factor of the cosines in the hub correction [S, Q, K] with the lowest loss, and the evidence with it."""
+        share = right.double() / (self.task.own >= 0).sum(1, keepdim=True).to(right.device)
+        target = torch.cat((share, 1 - share.sum(1, keepdim=True)), dim=1)
+        found = []
+        for hub in scales:
+            with_hub = Evidence({**evidence.features, "hub": hub}, evidence.nearness, evidence.valid)
+            data = with_hub.design(("cosine", "hub")), with_hub.possible(), target
+            found.append((float(losses(*data, fit_weights(*data)).mean()), with_hub))
+        best = min(range(len(found)), key=lambda number: found[number][0])
+        return SCALES[best], found[best][1]
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - start
