@@ -84,8 +84,9 @@ class Baseline(nn.Module, ABC):
     """Name of the method in tables."""
     TRAINED: ClassVar[bool] = True
     """False if nothing is learned but a few numbers, such as temperatures."""
-    FROM_HELD_OUT: ClassVar[bool] = False
-    """True if held-out pairs are all that the method needs."""
+    NEEDS_TRAINING_PAIRS: ClassVar[bool] = True
+    """False if held-out pairs are enough: they may then be given as the training pairs too."""
+    USES_TRAINING_PAIRS: ClassVar[bool] = True
     STATES_RISK: ClassVar[bool] = False
     """True if the uncertainty is a probability that the answer of plain search is wrong."""
     ONE_WIDTH_FOR: ClassVar[str | None] = None

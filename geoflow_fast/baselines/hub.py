@@ -36,10 +36,12 @@ class HubSoftmax(CosineBaseline):
 
     `bank`: how many training queries, drawn by the seed, are kept to tell how near an item is to any query. For each
     direction b and w maximise the likelihood of the true items of held-out pairs, whose items serve as the gallery.
+    If the same pairs are given for both, each half of their images has one part.
     """
 
     method: ClassVar[str] = "hub_softmax"
     title: ClassVar[str] = "hub-corrected softmax"
+    USES_TRAINING_PAIRS: ClassVar[bool] = True
     weights: Tensor
     image: Tensor
     text: Tensor
@@ -54,9 +56,13 @@ class HubSoftmax(CosineBaseline):
 
     def _fit(self, task: FitTask) -> None:
         seed, device = task.config.seed, self.device
-        self.image, self.text = (x.to(device) for x in task.pairs[drawn_rows(len(task.pairs), self.bank, seed)])
+        pairs, val = task.pairs, task.val
+        if pairs is val:
+            # A query that is in the bank, by itself or by another caption, would be held against its own item.
+            pairs, val = val.split(0.5, seed)
+        self.image, self.text = (x.to(device) for x in pairs[drawn_rows(len(pairs), self.bank, seed)])
         for row, direction in enumerate(CONDITIONAL):
-            among = task.val.subset(drawn_rows(len(task.val), ITEMS, seed))
+            among = val.subset(drawn_rows(len(val), ITEMS, seed))
             asked = pair_task(among, direction, QUERIES, seed)
             queries, items = asked.queries.to(device), asked.items.to(device)
             fitted = fit_hub_weights(queries, items, asked.own[:, 0].to(device), self._typical(direction))

@@ -25,7 +25,8 @@ class CosineBaseline(Baseline):
     """A method that needs no training and uses cosines between the modalities, which must have the same width."""
 
     TRAINED: ClassVar[bool] = False
-    FROM_HELD_OUT: ClassVar[bool] = True
+    NEEDS_TRAINING_PAIRS: ClassVar[bool] = False
+    USES_TRAINING_PAIRS: ClassVar[bool] = False
     ONE_WIDTH_FOR: ClassVar[str | None] = "a cosine"
 
     def __init__(self, image_dim: int, text_dim: int, **settings: Any) -> None:

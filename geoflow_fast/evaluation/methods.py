@@ -83,6 +83,8 @@ class Method(ABC):
     name: str
     title: str
     """The name that tables show."""
+    training: str = "none"
+    """What is trained for it: "none", "baseline" or "flow"."""
 
     def __init__(self, study: Study) -> None:
         self.study = study
