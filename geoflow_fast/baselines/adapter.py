@@ -88,7 +88,7 @@ class Adapter(TrainedBaseline):
     CONTRASTIVE: ClassVar[bool] = True
     scale: Tensor
 
-    def __init__(self, image_dim: int, text_dim: int, size: str = "auto", dropout: float = 0.5) -> None:
+    def __init__(self, image_dim: int, text_dim: int, size: str = "auto", dropout: float = 0.3) -> None:
         super().__init__(image_dim, text_dim, size, dropout=checks.number(dropout, "dropout", least=0.0))
         if dropout >= 1:
             raise ValueError(f"dropout={dropout} must be below 1")

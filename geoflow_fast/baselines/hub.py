@@ -49,7 +49,7 @@ class HubSoftmax(CosineBaseline):
     def __init__(self, image_dim: int, text_dim: int, bank: int = 2000) -> None:
         super().__init__(image_dim, text_dim, bank=checks.integer(bank, "bank", 1))
         self.bank = bank
-        self.register_buffer("weights", torch.zeros(len(CONDITIONAL), 2, dtype=torch.float64))  # b and w, by direction
+        self.register_buffer("weights", torch.zeros(len(CONDITIONAL), 2, dtype=torch.float32))  # b and w, by direction
         self.register_buffer("image", torch.empty(0, image_dim, dtype=torch.float32))
         self.register_buffer("text", torch.empty(0, text_dim, dtype=torch.float32))
         self._bias: OncePerGallery[Tensor] = OncePerGallery()
@@ -66,7 +66,7 @@ class HubSoftmax(CosineBaseline):
             asked = pair_task(among, direction, QUERIES, seed)
             queries, items = asked.queries.to(device), asked.items.to(device)
             fitted = fit_hub_weights(queries, items, asked.own[:, 0].to(device), self._typical(direction))
-            self.weights[row] = torch.tensor(fitted, dtype=torch.float64, device=device)
+            self.weights[row] = torch.tensor(fitted, dtype=torch.float32, device=device)
 
     def _resize_buffers(self, tensors: Mapping[str, Tensor]) -> None:
         resize_rows(self, tensors, "image", "text")

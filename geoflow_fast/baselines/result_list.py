@@ -134,14 +134,14 @@ class ListLogistic(ResultListClassifier):
     def __init__(self, image_dim: int, text_dim: int, neighbours: int = 10, max_rows: int = 20_000) -> None:
         super().__init__(image_dim, text_dim, neighbours, max_rows)
         # By direction: one weight for each feature, then the constant.
-        self.register_buffer("weights", torch.zeros(len(CONDITIONAL), len(FEATURES) + 1, dtype=torch.float64))
+        self.register_buffer("weights", torch.zeros(len(CONDITIONAL), len(FEATURES) + 1, dtype=torch.float32))
 
     def _learn(self, features: Tensor, wrong: Tensor, direction: Direction, seed: int) -> None:  # noqa: ARG002
         fitted = fit_logistic(features.numpy(), wrong.numpy())
         self.weights[CONDITIONAL.index(direction)] = torch.from_numpy(fitted).to(self.weights)
 
     def _risk(self, features: Tensor, direction: Direction) -> Tensor:
-        weights = self.weights[CONDITIONAL.index(direction)].cpu()
+        weights = self.weights[CONDITIONAL.index(direction)].cpu().double()
         return torch.sigmoid(features @ weights[:-1] + weights[-1])
 
 
@@ -160,7 +160,7 @@ class ListBoosting(ResultListClassifier):
             raise ValueError(reason)
         super().__init__(image_dim, text_dim, neighbours, max_rows)
         for direction in CONDITIONAL:
-            self.register_buffer(f"{direction}_features", torch.empty(0, len(FEATURES), dtype=torch.float64))
+            self.register_buffer(f"{direction}_features", torch.empty(0, len(FEATURES), dtype=torch.float32))
             self.register_buffer(f"{direction}_wrong", torch.empty(0, dtype=torch.bool))
         self._trees: dict[Direction, Any] = {}
 
@@ -178,17 +178,17 @@ class ListBoosting(ResultListClassifier):
             resize_rows(self, tensors, *names)
 
     def _learn(self, features: Tensor, wrong: Tensor, direction: Direction, seed: int) -> None:  # noqa: ARG002
-        setattr(self, f"{direction}_features", features.to(self.device))
+        setattr(self, f"{direction}_features", features.to(self.device, torch.float32))
         setattr(self, f"{direction}_wrong", wrong.to(self.device))
         self._trees.pop(direction, None)
 
     def _risk(self, features: Tensor, direction: Direction) -> Tensor:
         wrong = getattr(self, f"{direction}_wrong").cpu().numpy()
-        if len(np.unique(wrong)) < 2:
+        if len(np.unique(wrong)) < 2 or not len(features):
             return torch.full((len(features),), _smoothed_share(wrong), dtype=torch.float64)
         trees = self._trees.get(direction)
         if trees is None:
-            trees = grown(getattr(self, f"{direction}_features").cpu().numpy(), wrong)
+            trees = grown(getattr(self, f"{direction}_features").cpu().double().numpy(), wrong)
             self._trees[direction] = trees
         return torch.from_numpy(trees.predict_proba(features.numpy())[:, 1])
 
@@ -198,7 +198,7 @@ def labelled_apart(pairs: EmbeddingPairs, val: EmbeddingPairs, seed: int) -> tup
     the training images if these are more; at most `IMAGES` images."""
     images, held_out = (len(np.unique(part.group)) for part in (pairs, val))
     share = min(SHARE, IMAGES / images)
-    if held_out >= share * images or images < 2:
+    if (held_out >= share * images and pairs is not val) or images < 2:
         return pairs, val if held_out <= IMAGES else val.split(IMAGES / held_out, seed)[1]
     return pairs.split(share, seed)
 

@@ -23,30 +23,33 @@ def verdict(results: Sequence[Result]) -> str:
         return "There is no AUROC, because plain search is right for all queries or for none of them."
     best = max(known, key=_auroc)
     head = f"{best.title} has the best AUROC, {_auroc(best):.3f}"
-    cheaper = [result for result in known if _cost(result) < _cost(best)]
-    flows = [result for result in known if _cost(result) == COST["flow"]]
     if not best.lead and len(known) > 1:
         return f"{head}; no intervals were computed, so this may be chance."
+    cheaper = [result for result in known if _cost(result) < _cost(best)]
     rivals = [result for result in cheaper if not best.lead[result.method][1] > 0]
+    chosen = min(rivals, key=lambda result: (_cost(result), -_auroc(result))) if rivals else best
+    why = ""
     if rivals:
-        rival = min(rivals, key=lambda result: (_cost(result), -_auroc(result)))
-        return (
-            f"{head}, but its lead over {rival.title} ({_auroc(rival):.3f}), which {CHEAPER[_cost(rival)]}, is within "
-            f"chance ({_shown_lead(best, rival)}): use {rival.title}."
+        why = (
+            f", but its lead over {chosen.title} ({_auroc(chosen):.3f}), which {CHEAPER[_cost(chosen)]}, is within "
+            f"chance ({_shown_lead(best, chosen)})"
         )
-    if cheaper:
-        rival = max(cheaper, key=_auroc)
-        return (
-            f"{head}, and leads every cheaper method beyond chance, the best of them, {rival.title} "
-            f"({_auroc(rival):.3f}), by {_shown_lead(best, rival)}: use {best.title}."
+    elif cheaper:
+        second = max(cheaper, key=_auroc)
+        why = (
+            f", and leads every cheaper method beyond chance, the best of them, {second.title} "
+            f"({_auroc(second):.3f}), by {_shown_lead(best, second)}"
         )
-    if flows and best not in flows:
-        flow = max(flows, key=_auroc)
-        return (
-            f"{head}, and {CHEAPER[_cost(best)]}; the best of the flow's methods, {flow.title}, has {_auroc(flow):.3f} "
-            f"(difference {_shown_lead(best, flow)}): use {best.title}."
-        )
-    return f"{head}: use {best.title}."
+    return f"{head}{why}{_flow_behind(best, known)}: use {chosen.title}."
+
+
+def _flow_behind(best: Result, results: Sequence[Result]) -> str:
+    """How far the best of the flow's methods is behind the best method, if that is none of them."""
+    flows = [result for result in results if _cost(result) == COST["flow"]]
+    if not flows or best in flows:
+        return ""
+    flow = max(flows, key=_auroc)
+    return f"; the best of the flow's methods, {flow.title}, has {_auroc(flow):.3f} ({_shown_lead(best, flow)})"
 
 
 def _auroc(result: Result) -> float:
