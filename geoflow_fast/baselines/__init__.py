@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from geoflow_fast.baselines.adapter import Adapter
+from geoflow_fast.baselines.adapter import TwoTowerAdapter
 from geoflow_fast.baselines.asymvlm import AsymVLMPS, AsymVLMvMF
 from geoflow_fast.baselines.base import Baseline, method_of
 from geoflow_fast.baselines.bayesvlm import Activations, BayesVLM
@@ -39,7 +39,7 @@ METHODS: dict[str, type[Baseline]] = {
         HubSoftmax,
         ListLogistic,
         ListBoosting,
-        Adapter,
+        TwoTowerAdapter,
         ProbVLM,
         AsymVLMvMF,
         AsymVLMPS,
@@ -101,7 +101,6 @@ __all__ = [
     "METHODS",
     "REPVLM",
     "Activations",
-    "Adapter",
     "AsymVLMPS",
     "AsymVLMvMF",
     "Baseline",
@@ -117,6 +116,7 @@ __all__ = [
     "MaxSoftmax",
     "ProbVLM",
     "SoftmaxEntropy",
+    "TwoTowerAdapter",
     "find",
     "load",
     "train_preset",

@@ -72,7 +72,7 @@ class MappedGallery(Gallery):
         return self.tower(super().take(index)).to(dtype)
 
 
-class Adapter(TrainedBaseline):
+class TwoTowerAdapter(TrainedBaseline):
     """Two-tower adapter: one minus the probability of plain search's answer in the softmax over adapted cosines.
 
     Each side has a residual network of one hidden layer, x + MLP(x) scaled to unit norm. The loss is the symmetric

@@ -108,12 +108,12 @@ def fit_hub_weights(queries: Tensor, items: Tensor, own: Tensor, typical: Tensor
             return float((logits.logsumexp(1) - logits.gather(1, asked).squeeze(1)).double().mean())
 
         # In w the loss is convex.
-        found = optimize.minimize_scalar(loss, bounds=(0, LARGEST_WEIGHT), method="bounded", options={"xatol": 1e-3})
-        return float(found.fun), float(found.x)
+        best = optimize.minimize_scalar(loss, bounds=(0, LARGEST_WEIGHT), method="bounded", options={"xatol": 1e-3})
+        return float(best.fun), float(best.x)
 
     start = math.log(fit_cosine_scale(queries, items, own))
     bounds = start - math.log(RANGE), start + math.log(RANGE)
-    found = optimize.minimize_scalar(
+    best = optimize.minimize_scalar(
         lambda log_b: best_weight(log_b)[0], bounds=bounds, method="bounded", options={"xatol": 1e-2}
     )
-    return math.exp(found.x), best_weight(found.x)[1]
+    return math.exp(best.x), best_weight(best.x)[1]

@@ -185,7 +185,7 @@ class ListBoosting(ResultListClassifier):
     def _risk(self, features: Tensor, direction: Direction) -> Tensor:
         wrong = getattr(self, f"{direction}_wrong").cpu().numpy()
         if len(np.unique(wrong)) < 2 or not len(features):
-            return torch.full((len(features),), _smoothed_share(wrong), dtype=torch.float64)
+            return torch.full((len(features),), _smoothed_share(wrong), dtype=torch.float64, device="cpu")
         trees = self._trees.get(direction)
         if trees is None:
             trees = grown(getattr(self, f"{direction}_features").cpu().double().numpy(), wrong)
@@ -229,9 +229,9 @@ def fit_logistic(features: Floats, positive: NDArray[np.bool_]) -> Floats:
         return (design.T * (prob * (1 - prob))) @ design + np.diag(penalty)
 
     start = np.zeros(design.shape[1])
-    found = optimize.minimize(loss, start, jac=True, hess=curvature, method="trust-exact", options={"gtol": 1e-8})
-    weights = found.x[:-1] / sd
-    return np.append(weights, found.x[-1] - weights @ mean)
+    solution = optimize.minimize(loss, start, jac=True, hess=curvature, method="trust-exact", options={"gtol": 1e-8})
+    weights = solution.x[:-1] / sd
+    return np.append(weights, solution.x[-1] - weights @ mean)
 
 
 def grown(features: Floats, positive: NDArray[np.bool_]) -> Any:

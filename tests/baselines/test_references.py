@@ -104,9 +104,9 @@ def test_planted_hub_weights_are_recovered():
     hub = torch.log(torch.exp(b * bank.double() @ items.double().T).mean(0))
     law = (b * queries.double() @ items.double().T - w * hub).softmax(1)
     own = torch.multinomial(law, 1, generator=generator).squeeze(1)
-    found = fit_hub_weights(queries, items, own, bank)
-    assert found[0] == pytest.approx(b, rel=0.05)
-    assert found[1] == pytest.approx(w, abs=0.05)
+    fitted_b, fitted_w = fit_hub_weights(queries, items, own, bank)
+    assert fitted_b == pytest.approx(b, rel=0.05)
+    assert fitted_w == pytest.approx(w, abs=0.05)
 
 
 def test_hub_bank_and_tuning_are_of_different_images_if_one_set_of_pairs_serves_for_both():
@@ -257,12 +257,12 @@ class TestAdapter:
         torch.testing.assert_close(method.uncertainty(queries, items, "i2t"), truth, atol=2e-5, rtol=0)
 
     def test_starts_as_plain_cosine(self):
-        method = baselines.Adapter(DIM, DIM).eval()
+        method = baselines.TwoTowerAdapter(DIM, DIM).eval()
         x = sample_uniform(5, DIM)
         torch.testing.assert_close(method.image(x), x)
 
     def test_pairs_of_the_same_image_are_no_negatives(self):
-        method = baselines.Adapter(DIM, DIM).eval()
+        method = baselines.TwoTowerAdapter(DIM, DIM).eval()
         image, text = sample_uniform(2, DIM), sample_uniform(3, DIM)
         group = torch.tensor([0, 0, 1])
         losses = method.losses(image[group], text, group)
@@ -277,7 +277,7 @@ class TestAdapter:
         image, text, _ = world.sample(9000, generator=torch.Generator().manual_seed(20))
         parts = [gf.EmbeddingPairs.from_arrays(image[a:b], text[a:b]) for a, b in ((0, 8000), (8000, 8500))]
         torch.manual_seed(0)
-        adapted, plain = baselines.Adapter(24, 24), baselines.MaxSoftmax(24, 24)
+        adapted, plain = baselines.TwoTowerAdapter(24, 24), baselines.MaxSoftmax(24, 24)
         adapted.fit(*parts, dataclasses.replace(adapted.default_config(), steps=200, val_every=100), progress=False)
         plain.fit(*parts)
         test = gf.EmbeddingPairs.from_arrays(image[8500:], text[8500:])
@@ -290,7 +290,7 @@ class TestAdapter:
 
     def test_bad_dropout_is_refused(self):
         with pytest.raises(ValueError, match="dropout"):
-            baselines.Adapter(DIM, DIM, dropout=1.0)
+            baselines.TwoTowerAdapter(DIM, DIM, dropout=1.0)
 
 
 def flickr(part: str) -> gf.EmbeddingPairs:
