@@ -31,7 +31,7 @@ TILE_ITEMS = 16_384
 START_SCALE, LARGEST_SCALE = 20.0, 1000.0
 
 
-class Tower(nn.Module):
+class ResidualTower(nn.Module):
     """Unit rows x + MLP(x), scaled to unit norm. At first the MLP is zero."""
 
     def __init__(self, dim: int, hidden: int, dropout: float) -> None:
@@ -50,10 +50,10 @@ class Tower(nn.Module):
 class MappedGallery(Gallery):
     """A gallery whose rows are mapped by a network as they are read."""
 
-    tower: Tower
+    tower: ResidualTower
 
     @classmethod
-    def by(cls, tower: Tower, gallery: Gallery) -> MappedGallery:
+    def by(cls, tower: ResidualTower, gallery: Gallery) -> MappedGallery:
         """The gallery with every row mapped by `tower`."""
         twin = cls.__new__(cls)
         twin.__dict__.update(copy.copy(gallery).__dict__, tower=tower, index=None)
@@ -93,7 +93,7 @@ class TwoTowerAdapter(TrainedBaseline):
         if dropout >= 1:
             raise ValueError(f"dropout={dropout} must be below 1")
         hidden = HIDDEN[self.size]
-        self.image, self.text = Tower(image_dim, hidden, dropout), Tower(text_dim, hidden, dropout)
+        self.image, self.text = ResidualTower(image_dim, hidden, dropout), ResidualTower(text_dim, hidden, dropout)
         self.log_scale = nn.Parameter(torch.tensor(math.log(START_SCALE), dtype=torch.float32))
         self.register_buffer("scale", torch.zeros(len(CONDITIONAL), dtype=torch.float32))  # by direction
         self._mapped: OncePerGallery[Gallery] = OncePerGallery()
