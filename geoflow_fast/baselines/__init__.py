@@ -11,14 +11,17 @@ from typing import Any
 
 import torch
 
+from geoflow_fast.baselines.adapter import TwoTowerAdapter
 from geoflow_fast.baselines.asymvlm import AsymVLMPS, AsymVLMvMF
 from geoflow_fast.baselines.base import Baseline, method_of
 from geoflow_fast.baselines.bayesvlm import Activations, BayesVLM
 from geoflow_fast.baselines.euclidean_flow import EuclideanFlow
 from geoflow_fast.baselines.grove import GroVE
+from geoflow_fast.baselines.hub import HubSoftmax
 from geoflow_fast.baselines.mc_dropout import MCDropout
 from geoflow_fast.baselines.probvlm import ProbVLM
 from geoflow_fast.baselines.repvlm import REPVLM
+from geoflow_fast.baselines.result_list import ListBoosting, ListLogistic
 from geoflow_fast.baselines.trained import SizedBaseline
 from geoflow_fast.baselines.untrained import KNNDistance, Margin, MaxSoftmax, SoftmaxEntropy
 from geoflow_fast.data.pairs import EmbeddingPairs
@@ -33,6 +36,10 @@ METHODS: dict[str, type[Baseline]] = {
         Margin,
         SoftmaxEntropy,
         KNNDistance,
+        HubSoftmax,
+        ListLogistic,
+        ListBoosting,
+        TwoTowerAdapter,
         ProbVLM,
         AsymVLMvMF,
         AsymVLMPS,
@@ -100,12 +107,16 @@ __all__ = [
     "BayesVLM",
     "EuclideanFlow",
     "GroVE",
+    "HubSoftmax",
     "KNNDistance",
+    "ListBoosting",
+    "ListLogistic",
     "MCDropout",
     "Margin",
     "MaxSoftmax",
     "ProbVLM",
     "SoftmaxEntropy",
+    "TwoTowerAdapter",
     "find",
     "load",
     "train_preset",

@@ -7,11 +7,13 @@ Some published scripts turn the sign of a method round; here none does.
 
 from __future__ import annotations
 
+import math
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,7 @@ from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import CONFIG_FILE, WEIGHTS_FILE, check_tensors
 from geoflow_fast.geometry import check_rows
+from geoflow_fast.ops.gallery_statistics import GalleryPosterior
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.files import contents_of, read_json, write_json
@@ -31,6 +34,7 @@ KIND = "baseline"
 LARGEST_DIM = 1 << 20
 """The largest width of embeddings that a file may ask for."""
 LoadedBaseline = TypeVar("LoadedBaseline", bound="Baseline")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,29 @@ class FitTask:
     progress: bool | None
 
 
+# unchecked: methods make it of what they have checked
+@dataclass(frozen=True)
+class GallerySoftmax:
+    """A softmax over a gallery of scores scale <query, item> + bias. A method may have mapped queries and items to
+    other embeddings for it."""
+
+    queries: Tensor
+    """[Q, d], unit rows."""
+    gallery: Gallery
+    scale: float
+    bias: Tensor | None = None
+    """[N], one number for each item."""
+
+    def posterior(self, top_k: int = 1) -> GalleryPosterior:
+        """The probabilities in float64, of which the `top_k` largest are kept."""
+        return self.gallery.statistics(self.queries.unsqueeze(1), self.scale, top_k, self.bias).posterior(torch.float64)
+
+    def log_prob(self, index: Tensor) -> Tensor:
+        """Log-probabilities, float64 [Q, k], of the items `index` [Q, k]."""
+        scores = item_scores(self.queries.unsqueeze(1), self.gallery, index, self.scale, self.bias)
+        return scores - self.posterior().log_z.unsqueeze(1)
+
+
 class Baseline(nn.Module, ABC):
     """Base class of all methods: `fit` on pairs, then `uncertainty` of queries.
 
@@ -55,6 +82,13 @@ class Baseline(nn.Module, ABC):
     method: ClassVar[str]
     title: ClassVar[str]
     """Name of the method in tables."""
+    TRAINED: ClassVar[bool] = True
+    """False if nothing is learned but a few numbers, such as temperatures."""
+    NEEDS_TRAINING_PAIRS: ClassVar[bool] = True
+    """False if held-out pairs are enough: they may then be given as the training pairs too."""
+    USES_TRAINING_PAIRS: ClassVar[bool] = True
+    STATES_RISK: ClassVar[bool] = False
+    """True if the uncertainty is a probability that the answer of plain search is wrong."""
     ONE_WIDTH_FOR: ClassVar[str | None] = None
     """What makes the method need images and texts of one width; None if it takes any widths."""
 
@@ -144,6 +178,11 @@ class Baseline(nn.Module, ABC):
     def _score(self, queries: Tensor, gallery: Gallery, direction: Direction) -> Tensor:
         """Does the work of `uncertainty` for checked queries on the method's device."""
 
+    # unchecked: comparisons and uncertainty call it with what they have checked
+    def softmax(self, queries: Tensor, gallery: Gallery, direction: Direction) -> GallerySoftmax | None:  # noqa: ARG002
+        """The method's own probabilities of the items, by which it could also rank them; None if it has none."""
+        return None
+
     def save(self, folder: str | Path) -> None:
         """Writes settings (JSON) and tensors (safetensors) to `folder`, each file atomically."""
         if not self.fitted:
@@ -193,6 +232,13 @@ class Baseline(nn.Module, ABC):
         """Gives the buffers whose sizes depend on the data the sizes of `tensors`, which are about to be loaded."""
 
 
+def resize_rows(module: nn.Module, tensors: Mapping[str, Tensor], *names: str) -> None:
+    """Gives the buffers of these names as many rows as the tensors of the same names have."""
+    for name in names:
+        buffer: Tensor = getattr(module, name)
+        setattr(module, name, buffer.new_empty(len(tensors.get(name, ())), *buffer.shape[1:]))
+
+
 def method_of(folder: str | Path) -> str:
     """Name of the method that was saved to `folder`."""
     path = checks.path(folder, "folder") / CONFIG_FILE
@@ -208,3 +254,31 @@ def nearest(queries: Tensor, gallery: Gallery, count: int = 1) -> tuple[Tensor, 
     """Cosines and row numbers, both [Q, min(count, N)], of the items nearest to each query; the gallery is streamed."""
     statistics = gallery.statistics(queries.unsqueeze(1), 1.0, count)
     return statistics.top_score, statistics.top_index
+
+
+def item_scores(samples: Tensor, gallery: Gallery, index: Tensor, kappa: float, bias: Tensor | None = None) -> Tensor:
+    """log mean_m exp(kappa <item, sample m>), plus the item's `bias` [N], of the items `index` [Q, k] under samples
+    [Q, M, d]: float64 [Q, k]."""
+    cosine = torch.einsum("qmd,qkd->qkm", samples, gallery.take(index, samples.dtype)).double()
+    score = (kappa * cosine).logsumexp(2) - math.log(samples.shape[1])
+    return score if bias is None else score + bias[index].double()
+
+
+def answer_risk(softmax: GallerySoftmax, answers: Tensor) -> Tensor:
+    """One minus the probability that `softmax` gives to the `answers` [Q] of plain search: float64 [Q]."""
+    return (1 - softmax.log_prob(answers.unsqueeze(1)).squeeze(1).exp()).clamp(min=0)
+
+
+class OncePerGallery(Generic[T]):
+    """Something that is computed once for a gallery, and again after the gallery or the tensors it is made with have
+    changed. Only that of the last gallery is kept, as long as the gallery exists."""
+
+    def __init__(self) -> None:
+        self._known: tuple[weakref.ref[Gallery], Hashable, T] | None = None
+
+    def of(self, gallery: Gallery, made_with: Hashable, compute: Callable[[], T]) -> T:
+        """What `compute()` gives for this gallery; `made_with` says what else the result depends on."""
+        current, known = (gallery.marks(), made_with), self._known
+        if known is None or known[0]() is not gallery or known[1] != current:
+            self._known = known = weakref.ref(gallery), current, compute()
+        return known[2]

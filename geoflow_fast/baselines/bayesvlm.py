@@ -100,6 +100,7 @@ class BayesVLM(Baseline):
 
     method: ClassVar[str] = "bayesvlm"
     title: ClassVar[str] = "BayesVLM"
+    TRAINED: ClassVar[bool] = False
     ONE_WIDTH_FOR: ClassVar[str | None] = "a cosine"
 
     def __init__(

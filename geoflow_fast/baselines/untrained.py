@@ -7,28 +7,30 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from geoflow_fast.baselines.base import Baseline, FitTask, nearest
+from geoflow_fast.baselines.base import Baseline, FitTask, GallerySoftmax, nearest, resize_rows
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.ops.gallery_statistics import GalleryPosterior
 from geoflow_fast.retrieval.bandwidth import fit_cosine_scale
 from geoflow_fast.retrieval.gallery import Gallery
-from geoflow_fast.retrieval.task import pair_task
+from geoflow_fast.retrieval.task import drawn_rows, pair_task
 
 
 class CosineBaseline(Baseline):
-    """A method that uses cosines between the modalities, which must have the same width."""
+    """A method that needs no training and uses cosines between the modalities, which must have the same width."""
 
+    TRAINED: ClassVar[bool] = False
+    NEEDS_TRAINING_PAIRS: ClassVar[bool] = False
+    USES_TRAINING_PAIRS: ClassVar[bool] = False
     ONE_WIDTH_FOR: ClassVar[str | None] = "a cosine"
 
-    def __init__(self, image_dim: int, text_dim: int) -> None:
-        super().__init__(image_dim, text_dim)
+    def __init__(self, image_dim: int, text_dim: int, **settings: Any) -> None:
+        super().__init__(image_dim, text_dim, **settings)
 
 
 class Margin(CosineBaseline):
@@ -67,9 +69,13 @@ class CosineSoftmax(CosineBaseline):
         scales = [tuned_scale(task.val, direction, self.QUERIES, task.config.seed) for direction in CONDITIONAL]
         self.scale.copy_(torch.tensor(scales, device=self.scale.device, dtype=torch.float32))
 
+    # unchecked: comparisons and uncertainty call it with what they have checked
+    def softmax(self, queries: Tensor, gallery: Gallery, direction: Direction) -> GallerySoftmax:
+        """The softmax of cosine / temperature."""
+        return GallerySoftmax(queries, gallery, float(self.scale[CONDITIONAL.index(direction)]))
+
     def _score(self, queries: Tensor, gallery: Gallery, direction: Direction) -> Tensor:
-        scale = float(self.scale[CONDITIONAL.index(direction)])
-        return self._read_out(gallery.statistics(queries.unsqueeze(1), scale, 1).posterior(torch.float64))
+        return self._read_out(self.softmax(queries, gallery, direction).posterior())
 
     @staticmethod
     @abstractmethod
@@ -113,6 +119,7 @@ class KNNDistance(Baseline):
 
     method: ClassVar[str] = "knn"
     title: ClassVar[str] = "kNN distance"
+    TRAINED: ClassVar[bool] = False
     image: Tensor
     text: Tensor
 
@@ -127,14 +134,13 @@ class KNNDistance(Baseline):
     def _fit(self, task: FitTask) -> None:
         if len(task.pairs) < self.neighbours:
             raise ValueError(f"{len(task.pairs)} training pairs are fewer than neighbours={self.neighbours}")
-        kept = np.sort(np.random.default_rng(task.config.seed).permutation(len(task.pairs))[: self.max_rows])
         device = self.device
-        self.image, self.text = (x.to(device) for x in task.pairs[kept])
+        self.image, self.text = (
+            x.to(device) for x in task.pairs[drawn_rows(len(task.pairs), self.max_rows, task.config.seed)]
+        )
 
     def _resize_buffers(self, tensors: Mapping[str, Tensor]) -> None:
-        for name in ("image", "text"):
-            buffer: Tensor = getattr(self, name)
-            setattr(self, name, buffer.new_empty(len(tensors.get(name, ())), buffer.shape[1]))
+        resize_rows(self, tensors, "image", "text")
 
     def _score(self, queries: Tensor, gallery: Gallery, direction: Direction) -> Tensor:  # noqa: ARG002
         cosine, _ = nearest(queries, Gallery(direction.queries(self.image, self.text)), self.neighbours)

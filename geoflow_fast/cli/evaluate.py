@@ -88,6 +88,7 @@ def evaluate(
         raise ValueError(f"evaluate needs {', '.join(name for name, value in missing.items() if value is None)}")
     from geoflow_fast.evaluation import job
     from geoflow_fast.evaluation.results import RESULTS_JSON
+    from geoflow_fast.evaluation.verdict import verdict
 
     choices: dict[str, Any] = {"max_queries": max_queries, "bins": bins, "resamples": resamples, "seed": seed}
     choices |= {"device": device, "run": given(steps=baseline_steps, batch_size=baseline_batch_size)}
@@ -110,6 +111,7 @@ def evaluate(
         return
     for name in study.directions:
         _print_rows(f"{name}, plain Recall@1 {study.of(name)[0].plain_recall:.3f}", study.table(name))
+        typer.echo(verdict(study.of(name)))
     typer.echo(f"Wrote {out / job.PAGE}")
 
 

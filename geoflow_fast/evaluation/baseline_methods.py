@@ -10,8 +10,6 @@ from torch import Tensor
 
 from geoflow_fast import baselines
 from geoflow_fast.baselines.bayesvlm import NEEDS_ACTIVATIONS, Activations, BayesVLM, towers
-from geoflow_fast.baselines.untrained import CosineBaseline, CosineSoftmax
-from geoflow_fast.directions import CONDITIONAL
 from geoflow_fast.evaluation.methods import Method, Scores, Study, posterior_scores, right_per_query
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.task import RetrievalTask
@@ -29,13 +27,14 @@ class BaselineMethod(Method):
         self.kind = baselines.find(name)
         self.name, self.title = name, self.kind.title
         self.baseline = self.kind(study.val.image_dim, study.val.text_dim)
+        self.training = "baseline" if self.kind.TRAINED else "none"
         if study.train is None and not self.learns_from_val:
             raise ValueError(f"{name} learns from training pairs: give them, or leave it out of the methods")
 
     @property
     def learns_from_val(self) -> bool:
         """True if held-out pairs are all it needs."""
-        return isinstance(self.baseline, CosineBaseline)
+        return not self.kind.NEEDS_TRAINING_PAIRS
 
     def facts(self) -> dict[str, Any]:
         """Its settings, its training run and its training pairs."""
@@ -43,7 +42,7 @@ class BaselineMethod(Method):
         return {
             "settings": self.baseline.settings,
             "run": dataclasses.asdict(self._config()),
-            "train": None if train is None or self.learns_from_val else train.fingerprint(),
+            "train": None if train is None or not self.kind.USES_TRAINING_PAIRS else train.fingerprint(),
         }
 
     def _config(self) -> RunConfig:
@@ -65,16 +64,18 @@ class BaselineMethod(Method):
             raise KeyboardInterrupt  # the run was asked to stop and has saved its state
 
     def score(self, rows: slice, answers: Tensor) -> Scores:
-        """Scores queries, with probabilities if the method is a softmax over the gallery."""
+        """Scores queries, with the probabilities that the method states."""
         queries = self.task.queries[rows].to(self.baseline.device)
         uncertainty = self.baseline.uncertainty(queries, self.gallery, self.task.direction)
         scores = Scores.without_probabilities(uncertainty)
-        if not isinstance(self.baseline, CosineSoftmax):
+        if self.kind.STATES_RISK:
+            return dataclasses.replace(scores, p_answer=1 - scores.uncertainty)
+        softmax = self.baseline.softmax(queries, self.gallery, self.task.direction)
+        if softmax is None:
             return scores
-        scale = float(self.baseline.scale[CONDITIONAL.index(self.task.direction)])
-        own = self.task.own[rows]
-        softmax = posterior_scores(queries.unsqueeze(1), self.gallery, scale, own, answers, self.right)
-        return dataclasses.replace(softmax, uncertainty=scores.uncertainty)
+        own, samples = self.task.own[rows], softmax.queries.unsqueeze(1)
+        stated = posterior_scores(samples, softmax.gallery, softmax.scale, own, answers, self.right, softmax.bias)
+        return dataclasses.replace(stated, uncertainty=scores.uncertainty)
 
 
 class ActivationsMethod(BaselineMethod):

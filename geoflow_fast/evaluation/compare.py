@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import CONDITIONAL
 from geoflow_fast.evaluation import registry
 from geoflow_fast.evaluation.methods import Method, Study
-from geoflow_fast.evaluation.metrics import BINS, reliability, retrieval_calibration, selective_accuracy
+from geoflow_fast.evaluation.metrics import BINS, auroc_leads, reliability, retrieval_calibration, selective_accuracy
 from geoflow_fast.evaluation.results import FORMAT, Comparison, Result
 from geoflow_fast.evaluation.retrieval import Answers, plain_search
 from geoflow_fast.evaluation.statistics import RESAMPLES, check_resamples
@@ -65,10 +65,13 @@ def compare(
         answers = plain_search(task)
         sizes = f"{len(task)} queries over {len(task.items)} items"
         announce(f"{task.direction}: {sizes}, plain Recall@1 {answers.recall(1):.3f}")
+        scored: dict[str, Columns] = {}
+        judged = []
         for method in chosen:
             announce(f"{task.direction}: {method.title}")
-            scores = _scores(method, task, answers.index[:, 0], folder)
-            results.append(_result(method, task, answers, scores, bins, resamples))
+            scored[method.name] = _scores(method, task, answers.index[:, 0], folder)
+            judged.append(_result(method, task, answers, scored[method.name], bins, resamples))
+        results += _with_leads(judged, scored, task, answers, resamples)
     train_pairs = None if study.train is None else len(study.train)
     facts = {"test_pairs": len(test), "val_pairs": len(study.val), "train_pairs": train_pairs, "seed": study.seed}
     return Comparison(results, facts)
@@ -164,8 +167,24 @@ def _result(
         accuracy=curve.accuracy.tolist(),
         intervals={name: [x.low, x.high] for name, x in calibration.intervals.items() if name in numbers},
         stated=stated_bins,
+        training=method.training,
         seeds=[method.study.seed],
     )
+
+
+def _with_leads(
+    results: Sequence[Result], scored: Mapping[str, Columns], task: RetrievalTask, answers: Answers, resamples: int
+) -> list[Result]:
+    """The results of one direction with their leads over each other, if there are resamples."""
+    if not resamples:
+        return list(results)
+    uncertainty = {name: scores["uncertainty"] for name, scores in scored.items()}
+    right, images = answers.first_right.numpy(), task.query_image.numpy()
+    leads = auroc_leads(uncertainty, right, resamples=resamples, groups=images)
+    return [
+        dataclasses.replace(result, lead={name: [x.value, x.low, x.high] for name, x in leads[result.method].items()})
+        for result in results
+    ]
 
 
 def _recall(task: RetrievalTask, top: NDArray[np.int64]) -> float:

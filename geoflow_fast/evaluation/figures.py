@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from geoflow_fast import baselines
-from geoflow_fast.baselines.untrained import CosineBaseline
 from geoflow_fast.directions import Direction
 from geoflow_fast.evaluation.abstention import AbstentionThreshold
 from geoflow_fast.evaluation.metrics import selective_accuracy
@@ -44,6 +43,10 @@ OTHER_COLOURS = (
     "#6b6fb0",
     "#4d8b57",
     "#b08a9e",
+    "#3f6f8f",
+    "#c2703d",
+    "#7d7d3a",
+    "#a0527f",
 )
 MARKERS = ("o", "s", "^", "D", "v", "P")
 GREY = "#8a8f98"
@@ -66,7 +69,7 @@ def style_of(method: str) -> dict[str, Any]:
         return {"color": FLOW_COLOURS[method], "linewidth": 2.4, "linestyle": "-", "zorder": 4}
     names = list(baselines.METHODS)
     number = names.index(method) if method in names else sum(map(ord, method))
-    training_free = method == "knn" or (method in names and issubclass(baselines.METHODS[method], CosineBaseline))
+    training_free = method in names and not baselines.METHODS[method].TRAINED
     return {
         "color": OTHER_COLOURS[number % len(OTHER_COLOURS)],
         "linewidth": 1.4,

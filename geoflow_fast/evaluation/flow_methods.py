@@ -26,6 +26,7 @@ REFERENCE_QUERIES = 256
 class FlowMethod(Method):
     """A method that needs a trained flow."""
 
+    training = "flow"
     task: RetrievalTask
 
     def __init__(self, study: Study) -> None:

@@ -23,6 +23,7 @@ from geoflow_fast.evaluation.metrics import BINS
 from geoflow_fast.evaluation.report import Report
 from geoflow_fast.evaluation.results import RESULTS_JSON, Comparison, without_nan
 from geoflow_fast.evaluation.statistics import RESAMPLES
+from geoflow_fast.evaluation.verdict import verdict
 from geoflow_fast.evaluation.zero_shot import CLIP_SCALE, ZeroShot, class_prompts, tuned_scale, zero_shot
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.runtime import plots
@@ -118,6 +119,7 @@ def write_report(datasets: Mapping[str, Comparison], out: Path, title: str) -> P
     runs = max(result.runs for result in results)
     several = f" Numbers are means over {runs} seeds; shaded areas and bars show one standard deviation."
     page = Report(title, f"Which method knows when plain cosine search is wrong?{several if runs > 1 else ''}")
+    page.section("Which to use", *_verdicts(datasets))
     page.section("The numbers", *NUMBERS_EXPLAINED)
     for name, comparison in datasets.items():
         for direction in comparison.directions:
@@ -144,6 +146,15 @@ def write_report(datasets: Mapping[str, Comparison], out: Path, title: str) -> P
         )
         page.figure(figures.draw_reliability(datasets, out / "reliability.png"), caption)
     return page.write(out / PAGE)
+
+
+def _verdicts(datasets: Mapping[str, Comparison]) -> list[str]:
+    """A sentence for every data set and direction that names the best method and recommends one."""
+    return [
+        f"{name}, {figures.DIRECTION_TITLES[direction]}: {verdict(comparison.of(direction))}"
+        for name, comparison in datasets.items()
+        for direction in comparison.directions
+    ]
 
 
 def zero_shot_folders(

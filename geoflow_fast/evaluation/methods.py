@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from geoflow_fast.baselines.base import item_scores
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow
@@ -82,6 +83,8 @@ class Method(ABC):
     name: str
     title: str
     """The name that tables show."""
+    training: str = "none"
+    """What is trained for it: "none", "baseline" or "flow"."""
 
     def __init__(self, study: Study) -> None:
         self.study = study
@@ -135,10 +138,7 @@ def posterior_scores(
 
     def log_prob(index: Tensor) -> Tensor:
         """Log-probabilities [Q, k] of the items `index` [Q, k]."""
-        index = index.to(samples.device)
-        cosine = torch.einsum("qmd,qkd->qkm", samples, gallery.take(index, samples.dtype)).double()
-        score = (kappa * cosine).logsumexp(2) - math.log(samples.shape[1])
-        score = score if bias is None else score + bias[index].double()
+        score = item_scores(samples, gallery, index.to(samples.device), kappa, bias)
         return (score - posterior.log_z.unsqueeze(1)).cpu()
 
     is_item = own >= 0

@@ -231,6 +231,38 @@ def auroc(uncertainty: Values, correct: Values) -> float:
     return _SortedAnswers(score, right).auroc(np.ones(len(score), np.int64))
 
 
+def auroc_leads(
+    uncertainties: Mapping[str, Values],
+    correct: Values,
+    *,
+    resamples: int,
+    confidence: float = 0.95,
+    seed: int = 0,
+    groups: Values | None = None,
+) -> dict[str, dict[str, Interval]]:
+    """The AUROC of every uncertainty minus that of every other, with bootstrap intervals: `leads[name][other]`.
+
+    The bootstrap is paired: all are judged on the same resampled answers. `groups` are as in `bootstrap_interval`.
+    """
+    names, sorted_answers = list(uncertainties), []
+    for name in names:
+        score, right = scored_shares(uncertainties[name], correct)
+        sorted_answers.append(_SortedAnswers(score, right))
+    if not names:
+        return {}
+
+    def of_rows(count: RowCounts) -> Floats:
+        return np.array([answers.auroc(count) for answers in sorted_answers])
+
+    rows = len(sorted_answers[0].right)
+    values, drawn = of_rows(np.ones(rows, np.int64)), bootstrap(of_rows, rows, resamples, seed, groups)
+    leads = {}
+    for k, name in enumerate(names):
+        intervals = percentile_intervals(values[k] - values, drawn[:, k : k + 1] - drawn, confidence)
+        leads[name] = {other: interval for other, interval in zip(names, intervals) if other != name}
+    return leads
+
+
 def aurc(uncertainty: Values, correct: Values) -> float:
     """Area under the risk-coverage curve: the share of wrong answers among the k most certain, averaged over k.
 

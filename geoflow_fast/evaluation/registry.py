@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 from geoflow_fast import baselines
 from geoflow_fast.baselines.bayesvlm import BayesVLM
-from geoflow_fast.baselines.untrained import CosineBaseline
 from geoflow_fast.evaluation.baseline_methods import ActivationsMethod, BaselineMethod
 from geoflow_fast.evaluation.flow_methods import BayesEntropy, FlowEntropy, FlowEpistemic, FlowReranker, PaperEntropy
 from geoflow_fast.evaluation.methods import Method, Study
@@ -28,7 +27,7 @@ def default_methods(study: Study) -> list[str]:
     """All methods that can be made of what the study has, without `EXTRA` and baselines that need more than pairs."""
     flow = [name for name in FLOW_METHODS if name not in EXTRA] if study.flow is not None else []
     ready = {name: kind for name, kind in baselines.METHODS.items() if kind.missing() is None}
-    fit = [name for name, kind in ready.items() if study.train is not None or issubclass(kind, CosineBaseline)]
+    fit = [name for name, kind in ready.items() if study.train is not None or not kind.NEEDS_TRAINING_PAIRS]
     return [*flow, *fit]
 
 

@@ -59,6 +59,11 @@ class Result:
     """[low, high] of some numbers, by bootstrap over images."""
     stated: dict[str, list[float]] | None = None
     """`confidence`, `accuracy` and `count` of the bins of a reliability diagram, if the method states probabilities."""
+    training: str = ""
+    """What is trained for the method: "none", "baseline" or "flow"; empty in files of earlier releases."""
+    lead: dict[str, list[float]] = field(default_factory=dict)
+    """[value, low, high] of the method's AUROC minus that of another method, by the other's name, with a paired
+    bootstrap over images. Over several seeds it is the mean, the least low end and the greatest high end."""
     seeds: list[int] = field(default_factory=lambda: [0])
     spread: dict[str, float] = field(default_factory=dict)
     bin_recall_spread: list[float] = field(default_factory=list)
@@ -171,8 +176,19 @@ def _mean_of(results: Sequence[Result]) -> Result:
         accuracy_spread=accuracy.std(0, ddof=1).tolist(),
         stated=_pooled([result.stated for result in results]),
         intervals={},
+        lead=_mean_leads([result.lead for result in results]),
         seeds=[seed for result in results for seed in result.seeds],
     )
+
+
+def _mean_leads(parts: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """The leads over methods that all parts know: mean values, within the ends of all intervals."""
+    leads = {}
+    for name in parts[0]:
+        if all(name in part for part in parts):
+            value, low, high = zip(*(part[name] for part in parts))
+            leads[name] = [float(np.mean(value)), min(low), max(high)]
+    return leads
 
 
 def _pooled(parts: Sequence[dict[str, list[float]] | None]) -> dict[str, list[float]] | None:

@@ -565,7 +565,7 @@ class TestBayesVLM:
             fitted.uncertainty(torch.eye(5), torch.ones(3, 9), "t2i")
 
 
-TRAINED = ("probvlm", "asymvlm_vmf", "asymvlm_ps", "grove", "repvlm", "mc_dropout", "euclidean_flow")
+TRAINED = ("adapter", "probvlm", "asymvlm_vmf", "asymvlm_ps", "grove", "repvlm", "mc_dropout", "euclidean_flow")
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -44,7 +44,7 @@ def test_several_right_items_share_the_likelihood(pairs):
 
 
 def test_what_a_study_lacks_is_named(pairs, held_out, small_flow):
-    training_free = ["max_softmax", "margin", "softmax_entropy"]
+    training_free = ["max_softmax", "margin", "softmax_entropy", "hub_softmax"]
     assert registry.default_methods(Study(held_out)) == training_free
     assert set(registry.default_methods(Study(held_out, pairs, small_flow))) >= {"rerank", "entropy", "knn"}
     for name, message in (("rerank", "needs a trained flow"), ("knn", "training pairs"), ("none", "must be one of")):

@@ -316,13 +316,17 @@ def test_marginals_without_their_tensor(tmp_path):
 
 
 @pytest.mark.guard("a baseline takes no memory that its file does not hold")
-@pytest.mark.parametrize("method", ["probvlm", "grove", "knn", "bayesvlm", "euclidean_flow"])
+@pytest.mark.parametrize(
+    "method", ["probvlm", "grove", "knn", "bayesvlm", "euclidean_flow", "adapter", "hub_softmax", "list_boosting"]
+)
 @pytest.mark.usefixtures("little_memory")
 def test_a_baseline_that_asks_for_the_impossible(tmp_path, method):
     """Right checksum, settings of a network that the file does not hold: refused before it is made."""
     widths = {"image_dim": 1 << 20, "text_dim": 1 << 20}
     more = {
         "knn": {},
+        "hub_softmax": {},
+        "list_boosting": {},
         "bayesvlm": {"image_pre": 1 << 15, "text_pre": 1 << 15},
         "grove": {"size": "paper", "latent": 10},
     }

@@ -1,0 +1,113 @@
+"""The sentence that names the best method and recommends one, on made-up tables and on a real comparison."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from geoflow_fast.evaluation.compare import compare
+from geoflow_fast.evaluation.job import write_report
+from geoflow_fast.evaluation.methods import Study
+from geoflow_fast.evaluation.metrics import auroc, auroc_leads
+from geoflow_fast.evaluation.results import Comparison, Result, aggregate
+from geoflow_fast.evaluation.statistics import bootstrap_interval
+from geoflow_fast.evaluation.verdict import verdict
+from tests.evaluation.helpers import drawn_answers
+
+TRAINING = {"rerank": "flow", "entropy": "flow", "adapter": "baseline", "hub": "none", "softmax": "none"}
+
+
+def table(half_width: float, runs: int = 1, **aurocs: float) -> list[Result]:
+    """Results with these AUROCs, whose leads over each other have intervals of the same width."""
+    results = []
+    for name, value in aurocs.items():
+        lead = {o: [value - v, value - v - half_width, value - v + half_width] for o, v in aurocs.items() if o != name}
+        numbers = {"auroc": value}
+        given = {"training": TRAINING[name], "lead": lead, "seeds": list(range(runs))}
+        results.append(Result(name, name.title(), "t2i", 100, 50, 0.5, numbers, [], [], [], **given))
+    return results
+
+
+def test_a_flow_that_leads_beyond_chance_is_recommended():
+    words = verdict(table(0.02, rerank=0.9, entropy=0.85, adapter=0.86, hub=0.8, softmax=0.7))
+    assert words == (
+        "Rerank has the best AUROC, 0.900, and leads every cheaper method beyond chance, the best of them, Adapter "
+        "(0.860), by 0.040, 95 % interval 0.020 to 0.060: use Rerank."
+    )
+
+
+def test_a_reference_within_chance_of_the_flow_is_recommended():
+    words = verdict(table(0.03, rerank=0.81, adapter=0.805, hub=0.8, softmax=0.7))
+    assert words == (
+        "Rerank has the best AUROC, 0.810, but its lead over Hub (0.800), which needs no training, is within chance "
+        "(0.010, 95 % interval -0.020 to 0.040): use Hub."
+    )
+
+
+def test_the_cheaper_of_two_references_is_recommended_only_if_it_is_as_good():
+    assert verdict(table(0.03, rerank=0.81, adapter=0.8, hub=0.77)).endswith("use Adapter.")
+    assert verdict(table(0.03, adapter=0.8, hub=0.78, softmax=0.79)).endswith("use Softmax.")
+
+
+def test_a_reference_that_wins_is_recommended():
+    words = verdict(table(0.01, rerank=0.75, hub=0.8, softmax=0.7))
+    assert words == (
+        "Hub has the best AUROC, 0.800; the best of the flow's methods, Rerank, has 0.750 (0.050, 95 % interval 0.040 "
+        "to 0.060): use Hub."
+    )
+    words = verdict(table(0.01, rerank=0.75, adapter=0.8, hub=0.78))
+    assert "leads every cheaper method beyond chance, the best of them, Hub (0.780)" in words
+    assert "the best of the flow's methods, Rerank, has 0.750" in words
+    assert words.endswith("use Adapter.")
+
+
+def test_without_intervals_or_numbers_nothing_is_claimed():
+    bare = [Result(r.method, r.title, "t2i", 9, 9, 0.5, r.numbers, [], [], []) for r in table(0.1, rerank=0.8, hub=0.7)]
+    assert verdict(bare) == "Rerank has the best AUROC, 0.800; no intervals were computed, so this may be chance."
+    assert "no AUROC" in verdict(table(0.1, hub=math.nan))
+    assert verdict(table(0.1, hub=0.8)) == "Hub has the best AUROC, 0.800: use Hub."
+
+
+def test_leads_are_a_paired_bootstrap():
+    """Against the general bootstrap of a difference, with the same resamples of groups."""
+    first, right = drawn_answers(200, 0)
+    second = first + 0.2 * np.random.default_rng(1).normal(size=200)
+    groups = np.arange(200) // 2
+    leads = auroc_leads({"a": first, "b": second}, right, resamples=50, groups=groups, seed=3)
+    truth = bootstrap_interval(
+        lambda x, y, correct: auroc(x, correct) - auroc(y, correct),
+        first,
+        second,
+        right,
+        resamples=50,
+        groups=groups,
+        seed=3,
+    )
+    for name in ("value", "low", "high"):
+        assert getattr(leads["a"]["b"], name) == pytest.approx(getattr(truth, name))
+        assert getattr(leads["b"]["a"], {"low": "high", "high": "low"}.get(name, name)) == pytest.approx(
+            -getattr(truth, name)
+        )
+
+
+def test_the_page_of_a_comparison_has_the_sentence(pairs, held_out, tmp_path):
+    names = ("margin", "hub_softmax", "list_logistic")
+    runs = [compare(Study(held_out, held_out, seed=s), pairs, names, resamples=20) for s in range(2)]
+    comparison = runs[0]
+    assert [result.training for result in comparison.of("t2i")] == ["none", "none", "baseline"]
+    lead = comparison.of("t2i")[0].lead["hub_softmax"]
+    margin, hub = (result.numbers["auroc"] for result in comparison.of("t2i")[:2])
+    assert lead[0] == pytest.approx(margin - hub)
+    assert lead[1] <= lead[0] <= lead[2]
+    comparison.save(tmp_path)
+    assert Comparison.load(tmp_path).results[0].lead == comparison.results[0].lead
+    page = write_report({"test": comparison}, tmp_path, "title").read_text()
+    assert "Which to use" in page
+    assert f"test, text to image: {verdict(comparison.of('t2i'))}".replace("'", "&#39;") in page
+    mean = aggregate(runs).of("t2i")[0]
+    both = [run.of("t2i")[0].lead["hub_softmax"] for run in runs]
+    assert mean.lead["hub_softmax"] == pytest.approx(
+        [np.mean([x[0] for x in both]), min(x[1] for x in both), max(x[2] for x in both)]
+    )
