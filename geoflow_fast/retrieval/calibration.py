@@ -28,7 +28,6 @@ from geoflow_fast.retrieval.evidence import (
     folds_of,
     grouped_mean,
     kept_features,
-    losses,
 )
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.files import contents_of, read_json, write_json
@@ -36,9 +35,11 @@ from geoflow_fast.runtime.files import contents_of, read_json, write_json
 KIND, VERSION = "geoflow rerank calibration", 2
 LEAST_QUERIES = 50
 """Nothing is fitted with fewer queries whose item reaches the shortlist."""
-IDENTITY = (1.0, 0.0)
 CLOSEST = 1e-9
 """Probabilities are kept this far from 0 and 1 before their logit is taken."""
+SURELY = 1e-3
+"""How far a stated probability is kept from 0 and 1 when it is judged: a wrong answer called certain would otherwise
+decide alone."""
 GAP_LEVELS = 101
 TIE = 1e-6
 """Difference up to which two items are equally near."""
@@ -50,7 +51,7 @@ class CheapFit:
 
     weights: dict[str, float]
     """By feature, and "outside"."""
-    platt: tuple[float, float]
+    platt: tuple[float, float] | None
     gaps: tuple[float, ...]
     """Quantiles, at evenly spaced levels from 0 to 1, of the difference between the two largest probabilities."""
 
@@ -84,8 +85,8 @@ class Calibration:
     """Weights of further features: "hub", "head" and "head_hub"."""
     hub_scale: float = 0.0
     """Factor of the cosines in the logarithm of the mean that is the feature "hub"."""
-    platt: tuple[float, float] = IDENTITY
-    """Slope and shift of the logit of `p_answer`."""
+    platt: tuple[float, float] | None = None
+    """Slope and shift that make `p_answer` from the logit of the answer's probability, where that is better."""
     rungs: tuple[Rung, ...] = ()
     """What each rung of evidence brought."""
     cheap: CheapFit | None = None
@@ -111,11 +112,6 @@ class Calibration:
     def probabilities(self, evidence: Evidence) -> Tensor:
         """Probabilities of the shortlisted items and, last, of "outside": float64 [Q, K + 1], rows sum to one."""
         return weighted(evidence, self.by_feature, self.outside)
-
-    # unchecked: a reranker calls it with evidence of its own
-    def answered(self, prob: Tensor) -> Tensor:
-        """The probability that an item is right, from its probability of being the one meant: [Q]."""
-        return platt_scaled((prob * self.right_per_query).clamp(max=1.0), self.platt)
 
     def save(self, path: Path) -> None:
         """Writes the calibration to the JSON file `path`, atomically."""
@@ -143,9 +139,10 @@ class Calibration:
             facts = {**stored["made_for"]}
             calibration = cls(**_rebuilt(stored))
             numbers = [*calibration.weights, calibration.right_per_query, *calibration.others.values()]
-            numbers += [*calibration.platt, calibration.hub_scale]
+            numbers += [*(calibration.platt or ()), calibration.hub_scale]
             if calibration.cheap is not None:
-                numbers += [*calibration.cheap.weights.values(), *calibration.cheap.platt, *calibration.cheap.gaps]
+                cheap = calibration.cheap
+                numbers += [*cheap.weights.values(), *(cheap.platt or ()), *cheap.gaps]
         if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
             raise ValueError(f"{path} is damaged: its weights are {numbers}")
         if changed := changed_facts(facts, made_for):
@@ -168,13 +165,20 @@ def _rebuilt(stored: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"rungs has unknown names {[rung.name for rung in rungs]}")
         cheap = stored["cheap"]
         if cheap is not None:
-            slope, shift = cheap["platt"]
             if not set(cheap["weights"]) <= {*FEATURES, "outside"} or len(cheap["gaps"]) < 2:
                 raise ValueError("the fit without the flow is not one")
-            cheap = CheapFit({**cheap["weights"]}, (slope, shift), tuple(cheap["gaps"]))
-        slope, shift = stored["platt"]
-        arguments |= {"others": {**stored["others"]}, "platt": (slope, shift), "rungs": rungs, "cheap": cheap}
+            cheap = CheapFit({**cheap["weights"]}, _two_numbers(cheap["platt"]), tuple(cheap["gaps"]))
+        platt = _two_numbers(stored["platt"])
+        arguments |= {"others": {**stored["others"]}, "platt": platt, "rungs": rungs, "cheap": cheap}
     return arguments
+
+
+def _two_numbers(values: Sequence[float] | None) -> tuple[float, float] | None:
+    """A pair from what JSON holds; None if there is none."""
+    if values is None:
+        return None
+    slope, shift = values
+    return slope, shift
 
 
 def changed_facts(made_for: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -190,10 +194,11 @@ def weighted(evidence: Evidence, weights: Mapping[str, float], outside: float) -
     return torch.cat((inside, inside.new_full((len(inside), 1), outside)), dim=1).softmax(1)
 
 
-def platt_scaled(prob: Tensor, platt: tuple[float, float]) -> Tensor:
-    """Probabilities after the change of their logits that held-out queries asked for."""
-    if platt == IDENTITY:
-        return prob
+def probability_right(prob: Tensor, right_per_query: float, platt: tuple[float, float] | None) -> Tensor:
+    """The probability that an item is right, from the probability `prob` that it is the one meant: the latter times the
+    mean number of right items, or what Platt scaling on held-out queries makes of its logit."""
+    if platt is None:
+        return (prob * right_per_query).clamp(max=1.0)
     slope, shift = platt
     return torch.sigmoid(slope * torch.logit(prob.clamp(CLOSEST, 1 - CLOSEST)) + shift)
 
@@ -304,22 +309,22 @@ def close_call(prob: Tensor) -> Tensor:
     return best[:, 0] - best[:, 1:].sum(1)
 
 
-def fit_platt(known: KnownQueries, prob: Tensor, per_query: float) -> tuple[float, float]:
-    """Slope and shift of the logit of `p_answer`, fitted to whether the nearest item is right, given probabilities
-    [Q, K + 1] that were fitted without each query. They change nothing unless that lowers the cross-fitted loss by more
-    than its standard error."""
+def fit_platt(known: KnownQueries, prob: Tensor, per_query: float) -> tuple[float, float] | None:
+    """Slope and shift of the Platt scaling of `p_answer`, fitted to whether the nearest item is right, given
+    probabilities [Q, K + 1] that were fitted without each query. None unless it lowers the cross-fitted loss by more
+    than the standard error of that."""
     evidence = known.evidence
     nearness = evidence.nearness.masked_fill(~evidence.valid, -math.inf)
     # Of items that tie, one at random is the answer. Own items are scored apart, which may round differently.
     tied = torch.isclose(nearness, nearness.amax(1, keepdim=True), rtol=TIE, atol=TIE).double()
     tied /= tied.sum(1, keepdim=True)
-    is_right = (known.right * tied).sum(1)
-    stated = ((prob[:, :-1] * tied).sum(1) * per_query).clamp(CLOSEST, 1 - CLOSEST)
-    logit = torch.stack((torch.logit(stated), torch.ones_like(stated)), dim=1)
+    is_right, meant = (known.right * tied).sum(1), (prob[:, :-1] * tied).sum(1)
+    logit = torch.stack((torch.logit(meant.clamp(CLOSEST, 1 - CLOSEST)), torch.ones_like(meant)), dim=1)
     design = torch.stack((logit, torch.zeros_like(logit)), dim=1)  # the choices are "right" and "wrong"
     target = torch.stack((is_right, 1 - is_right), dim=1)
     data = design, torch.ones_like(target, dtype=torch.bool), target
-    plain, scaled = losses(*data, design.new_tensor(IDENTITY)), cross_fitted(*data, known.fold)[1]
-    gain, stderr = grouped_mean(plain - scaled, known.group)
+    stated = probability_right(meant, per_query, None).clamp(SURELY, 1 - SURELY)
+    plain = -(is_right * stated.log() + (1 - is_right) * (1 - stated).log())
+    gain, stderr = grouped_mean(plain - cross_fitted(*data, known.fold)[1], known.group)
     slope, shift = fit_weights(*data).tolist()
-    return (slope, shift) if gain > stderr and slope > 0 else IDENTITY
+    return (slope, shift) if gain > stderr and slope > 0 else None

@@ -78,7 +78,8 @@ class Rung:
     stderr: float
     """Standard error of the gain over images."""
     cost: float
-    """Seconds a query that its evidence took while calibrating."""
+    """Seconds a query that its evidence took while calibrating. The hub correction looks up numbers that are computed
+    once per gallery, so it costs nothing here."""
     kept: bool
 
 
@@ -99,7 +100,7 @@ def climb(evidence: Evidence, target: Tensor, group: Tensor, fold: Tensor, costs
         gain, stderr = grouped_mean(before - after, group)
         # The first rung is kept in any case: without it there would be nothing to rank by.
         keep = not kept or gain > stderr
-        rungs.append(Rung(name, gain, stderr, costs.get(name, math.nan), keep))
+        rungs.append(Rung(name, gain, stderr, costs.get(name, 0.0), keep))
         if keep:
             kept, before = [*kept, *added], after
     return rungs

@@ -118,10 +118,9 @@ class HeldOut:
             with self._timed("head"):
                 scores = reranker.source.scores(queries, near.items)
                 features["head"] = scores + reranker.source.learned_about(near.items)
-        with self._timed("hub"):
-            flat = near.items.flatten(0, 1)
-            for name, values in self.hubs.of_items(flat, self._left_out(rows, near.valid), SCALES).items():
-                features[name] = values.unflatten(-1, near.valid.shape)
+        flat = near.items.flatten(0, 1)
+        for name, values in self.hubs.of_items(flat, self._left_out(rows, near.valid), SCALES).items():
+            features[name] = values.unflatten(-1, near.valid.shape)
         if reranker.flow is not None:
             with self._timed("flow"):
                 features["flow"] = reranker.log_densities(queries, near.items, near.number, near.valid)

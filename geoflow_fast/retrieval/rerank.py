@@ -38,7 +38,7 @@ from geoflow_fast.retrieval.calibration import (
     changed_facts,
     close_call,
     fit_calibration,
-    platt_scaled,
+    probability_right,
     weighted,
 )
 from geoflow_fast.retrieval.entropy import risk_lower_bound
@@ -509,7 +509,7 @@ class BayesReranker(nn.Module):
         self, index: Tensor, evidence: Evidence, asked: Tensor, calibration: Calibration, dtype: torch.dtype
     ) -> Reranked:
         every = calibration.probabilities(evidence)  # "outside" is last
-        platt, cheap = calibration.platt, calibration.cheap
+        cheap = calibration.cheap
         # Items that tie are in the order of their numbers; those that are missing come after all others.
         nearness = evidence.nearness.masked_fill(~evidence.valid, -math.inf)
         tied = nearness == nearness.amax(1, keepdim=True)
@@ -517,10 +517,10 @@ class BayesReranker(nn.Module):
         if cheap is not None and not bool(asked.all()):
             weights = {name: value for name, value in cheap.weights.items() if name != "outside"}
             every = torch.where(asked.unsqueeze(1), every, weighted(evidence, weights, cheap.weights["outside"]))
-        p_answer = (every.gather(1, best) * calibration.right_per_query).clamp(max=1.0).squeeze(1)
-        scaled = platt_scaled(p_answer, platt)
+        meant, per_query = every.gather(1, best).squeeze(1), calibration.right_per_query
+        p_answer = probability_right(meant, per_query, calibration.platt)
         if cheap is not None:
-            scaled = torch.where(asked, scaled, platt_scaled(p_answer, cheap.platt))
+            p_answer = torch.where(asked, p_answer, probability_right(meant, per_query, cheap.platt))
         number, by_number = index.masked_fill(~evidence.valid, len(self.gallery)).sort(1)
         prob = every.gather(1, by_number).masked_fill(number == len(self.gallery), -1.0)
         order = by_number.gather(1, prob.sort(dim=1, descending=True, stable=True).indices)
@@ -530,7 +530,7 @@ class BayesReranker(nn.Module):
             index.gather(1, order),
             every.gather(1, order).to(dtype),
             index.gather(1, best).squeeze(1),
-            scaled.to(dtype),
+            p_answer.to(dtype),
             every[:, -1].to(dtype),
             entropy.to(dtype),
             risk_lower_bound(entropy, choices),
