@@ -1,0 +1,252 @@
+"""PosteriorHead: what its answers cost beside a search, and how good they are where the truth is known and on real data.
+
+Hot path: the shortlists of a search, scored by a head of four points and corrected for hubs. Plain searches, ours and
+FAISS's, stand beside; `bench_gallery` has the posteriors over a whole gallery.
+
+The study (`python -m benchmarks --study head`): the concept world, five seeds, K chosen by "auto" on 60,000 pairs, 1,000
+queries over 1,000 items against the exact posterior; what head and flow add to each other; the time that training
+takes. Where the shared embeddings of Flickr8k are beside the repository, the ladder of evidence is judged on them too.
+Gates are the claims of docs/head.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import stats
+from torch import Tensor
+
+import geoflow_fast as gf
+from benchmarks import peers
+from benchmarks.bench_entropy import trained_flow
+from benchmarks.bench_gallery import FAISS
+from benchmarks.common import gate, report, time_together
+from benchmarks.suite import Table
+from geoflow_fast.directions import CONDITIONAL, Direction
+from geoflow_fast.evaluation.metrics import auroc, auroc_leads, reliability
+from geoflow_fast.evaluation.statistics import bootstrap_interval
+from geoflow_fast.retrieval.calibration import UNCALIBRATED_HEAD
+from geoflow_fast.retrieval.hubs import Hubs
+from geoflow_fast.retrieval.task import RetrievalTask
+from geoflow_fast.worlds import ConceptWorld
+
+QUERIES, SEEDS, PAIRS = 1000, 5, 60_000
+ITEMS, WIDTH, SEARCHES = 100_000, 1024, 64
+FLICKR = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "flickr8k"
+
+
+def scored_shortlists(gallery: gf.Gallery, points: int = 4) -> gf.BayesReranker:
+    """A re-ranker whose evidence is the cosine and a head with random weights, both corrected for hubs."""
+    torch.manual_seed(0)
+    head = gf.PosteriorHead(gf.HeadConfig(points=points, bias_hidden=64), gallery.dim, gallery.dim).eval()
+    reranker = gf.BayesReranker(None, gallery, head=head)
+    weights = {"hub": -0.5, "head": 1.0, "head_hub": -0.5}
+    bank = torch.nn.functional.normalize(torch.randn(500, gallery.dim))
+    reranker.bank, reranker.hubs = bank, Hubs(bank, reranker.source)
+    reranker.calibration = dataclasses.replace(UNCALIBRATED_HEAD, beta=20.0, others=weights, hub_scale=20.0)
+    return reranker
+
+
+def same_as_float64(reranker: gf.BayesReranker, queries: Tensor) -> bool:
+    """Whether the probabilities are those of the formula, written out once more in float64."""
+    post = reranker.rerank(queries)
+    head, source, hubs = reranker.head, reranker.source, reranker.hubs
+    assert head is not None
+    assert source is not None
+    assert hubs is not None
+    rows = reranker.gallery.take(post.index).double()
+    points = head.points(queries, reranker.direction)
+    each = torch.einsum("qkd,qjd->qkj", points.points.double(), rows) + points.log_weights.double().unsqueeze(2)
+    score = each.logsumexp(1)
+    cosine = torch.einsum("qd,qkd->qk", queries.double(), rows)
+    hub = (20 * torch.einsum("rd,qkd->rqk", hubs.bank.double(), rows)).logsumexp(0)
+    head_hub = source.all_scores(hubs.bank, rows.flatten(0, 1).float()).double().logsumexp(0).view_as(hub)
+    bias = source.learned_about(rows.float())
+    logits = 20 * cosine - 0.5 * hub + score + bias - 0.5 * (head_hub + bias)
+    return bool(torch.allclose(post.prob.double(), logits.softmax(1), rtol=0, atol=1e-4))
+
+
+def tables() -> Iterator[Table]:
+    """The price of shortlists that a head scores."""
+    torch.manual_seed(0)
+    rows = torch.nn.functional.normalize(torch.randn(ITEMS, WIDTH))
+    queries = torch.nn.functional.normalize(
+        rows[:SEARCHES] + 0.5 * torch.nn.functional.normalize(torch.randn(64, WIDTH))
+    )
+    gallery = gf.Gallery(rows)
+    reranker = scored_shortlists(gallery)
+    gate("shortlists scored by a head", same_as_float64(reranker, queries[:4]))
+    runs: dict[str, Any] = {
+        "search, top 32": lambda: gallery.statistics(queries.unsqueeze(1), 1.0, 32),
+        "search, shortlists scored by a head of 4 points": lambda: reranker.rerank(queries),
+    }
+    if FAISS.present:
+        index = peers.faiss_index(rows)
+        runs["FAISS, top 32"] = lambda: peers.faiss_search(index, queries, 32)
+    seconds = time_together(runs)
+    fastest = min(value for name, value in seconds.items() if "head" not in name)
+    found = [{"64 queries": n, "ms": 1e3 * s, "times the faster search": s / fastest} for n, s in seconds.items()]
+    yield Table("shortlists", found)
+
+
+class World:
+    """A seed of the concept world: pairs to train on, held-out pairs to calibrate on, and queries with their items."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.world = seed, ConceptWorld()
+        generator = torch.Generator().manual_seed(1000 + seed)
+        image, text, _ = self.world.sample(PAIRS + 2 * QUERIES, generator=generator)
+        first, second, third = (slice(0, PAIRS), slice(PAIRS, PAIRS + QUERIES), slice(PAIRS + QUERIES, None))
+        self.pairs = gf.EmbeddingPairs.from_arrays(image[first], text[first])
+        self.held_out = gf.EmbeddingPairs.from_arrays(image[second], text[second])
+        self.image, self.text = image[third], text[third]
+
+    def fit(self) -> tuple[gf.PosteriorHead, float]:
+        """The head that "auto" chooses, and the seconds that took."""
+        start = time.perf_counter()
+        head = gf.PosteriorHead.fit(self.pairs, seed=self.seed)
+        return head, time.perf_counter() - start
+
+    def sides(self, direction: Direction) -> tuple[Tensor, Tensor]:
+        """Queries and items."""
+        return direction.queries(self.image, self.text), direction.items(self.image, self.text)
+
+    def measured(self, head: gf.PosteriorHead, flow: gf.GeoFlow | None) -> dict[str, float]:
+        """Numbers by name and direction."""
+        numbers = {}
+        for direction in CONDITIONAL:
+            queries, items = self.sides(direction)
+            right = (queries @ items.T).argmax(1) == torch.arange(QUERIES)
+            truth = torch.special.entr(self.world.gallery_posterior(queries, items, direction)).sum(1)
+            entropy = gf.RetrievalEntropy(head, items, direction)(queries).entropy
+            found = {"Spearman of H with the true one": float(stats.spearmanr(entropy, truth).statistic)}
+            alone = gf.BayesReranker(None, items, direction, head=head)
+            alone.calibrate(self.held_out, progress=False)
+            post = alone(queries)
+            found["AUROC of p_answer"] = auroc(1 - post.p_answer, right)
+            found["ECE of p_answer"] = reliability(post.p_answer, right, strategy="quantile").ece
+            found["NLL, head"] = float(losses(post, torch.arange(QUERIES)).mean())
+            if flow is not None:
+                found |= self.fused(flow, head, direction, queries, items)
+            numbers |= {f"{name}, {direction}": value for name, value in found.items()}
+        return numbers
+
+    def fused(
+        self, flow: gf.GeoFlow, head: gf.PosteriorHead, direction: Direction, queries: Tensor, items: Tensor
+    ) -> dict[str, float]:
+        """What the head adds to the flow, with a paired 95 % interval."""
+        nll = {}
+        for name, more in (("flow", None), ("flow and head", head)):
+            reranker = gf.BayesReranker(flow, items, direction, head=more)
+            reranker.calibrate(self.held_out, progress=False)
+            nll[name] = losses(reranker(queries), torch.arange(QUERIES))
+        gain = bootstrap_interval(np.mean, nll["flow"] - nll["flow and head"])
+        return {
+            **{f"NLL, {name}": float(value.mean()) for name, value in nll.items()},
+            "gain of the head over the flow, low": gain.low,
+            "gain of the head over the flow, high": gain.high,
+        }
+
+
+def losses(post: gf.Reranked, own: Tensor) -> Tensor:
+    """-log of the probability of the own item [Q], or of "outside" if it is not in the shortlist."""
+    right = post.index == own.unsqueeze(1)
+    return -torch.where(right.any(1), (post.prob * right).sum(1), post.p_outside).double().log()
+
+
+def concept_world() -> list[dict[str, Any]]:
+    """Mean and range over seeds, gated."""
+    runs, flow = [], trained_flow(24)
+    for seed in range(SEEDS):
+        world = World(seed)
+        head, seconds = world.fit()
+        runs.append({"points chosen": head.config.points, "seconds of training": seconds, **world.measured(head, flow)})
+        print(f"seed {seed}: {runs[-1]}", flush=True)
+    mean = {name: float(np.mean([run[name] for run in runs])) for name in runs[0]}
+    for direction, least in (("t2i", 0.94), ("i2t", 0.965)):
+        gate(
+            f"{direction}: Spearman of H with the truth", mean[f"Spearman of H with the true one, {direction}"] >= 0.93
+        )
+        gate(f"{direction}: AUROC of p_answer", mean[f"AUROC of p_answer, {direction}"] >= least)
+        gate(f"{direction}: ECE of p_answer", mean[f"ECE of p_answer, {direction}"] <= 0.03)
+        gate(f"{direction}: the head adds to the flow", mean[f"gain of the head over the flow, low, {direction}"] > 0)
+    values = {name: [run[name] for run in runs] for name in runs[0]}
+    return [{"": n, "mean": mean[n], "least": min(v), "largest": max(v)} for n, v in values.items()]
+
+
+def flickr_pairs(part: str) -> gf.EmbeddingPairs:
+    """Flickr8k in a small dual encoder."""
+    with np.load(FLICKR / f"{part}.npz", allow_pickle=False) as file:
+        image, text = (file[name].astype(np.float32) for name in ("image_emb", "text_emb"))
+        index = file["text_image_index"].astype(np.int64)
+    return gf.EmbeddingPairs.from_arrays(image, text, index, normalize=True)
+
+
+def flickr() -> list[dict[str, Any]]:
+    """The ladder on Flickr8k: trained on the training images, calibrated on half of the development images and judged
+    on the others, both ways round."""
+    head = gf.PosteriorHead.fit(flickr_pairs("train"), seed=0)
+    halves = flickr_pairs("dev").split(0.5, seed=0)
+    found: dict[tuple[str, str], list[dict[str, Tensor]]] = {}
+    for held_out, test in (halves, halves[::-1]):
+        for direction in CONDITIONAL:
+            task = RetrievalTask.of(test, direction)
+            for name, more in (("hub correction", None), ("ladder with a head", head)):
+                reranker = gf.BayesReranker(None, task.items, direction, head=more)
+                reranker.calibrate(held_out, progress=False, max_queries=5000)
+                post = reranker(task.queries)
+                right, share = task.is_right(post.index), (task.own >= 0).sum(1, keepdim=True)
+                mass = (post.prob.double().clamp_min(1e-12).log() * right / share).sum(1)
+                outside = 1 - right.sum(1) / share.squeeze(1)
+                found.setdefault((name, str(direction)), []).append(
+                    {
+                        "NLL": -mass - outside * post.p_outside.double().clamp_min(1e-12).log(),
+                        "Recall@1": right[:, 0].double(),
+                        "p_answer": post.p_answer.double(),
+                        "right": task.is_right(post.answer),
+                        "image": task.query_image + len(test) * len(found),
+                    }
+                )
+    return [row for direction in ("t2i", "i2t") for row in compared(direction, found)]
+
+
+def compared(direction: str, found: dict[tuple[str, str], list[dict[str, Tensor]]]) -> list[dict[str, Any]]:
+    """Both evidences in one direction, and the paired difference with its interval."""
+    ours, plain = (
+        {name: torch.cat([part[name] for part in found[which, direction]]) for name in found[which, direction][0]}
+        for which in ("ladder with a head", "hub correction")
+    )
+    gains = {
+        name: bootstrap_interval(np.mean, sign * (ours[name] - plain[name]), groups=ours["image"])
+        for name, sign in (("NLL", -1), ("Recall@1", 1))
+    }
+    means = {name: (float(plain[name].mean()), float(ours[name].mean())) for name in gains}
+    scores = {"hub": 1 - plain["p_answer"], "ladder": 1 - ours["p_answer"]}
+    means["AUROC"] = auroc(scores["hub"], plain["right"]), auroc(scores["ladder"], ours["right"])
+    gains["AUROC"] = auroc_leads(scores, ours["right"], groups=ours["image"])["ladder"]["hub"]
+    for name, gain in gains.items():
+        gate(f"Flickr8k, {direction}: {name} not below hub correction", gain.high >= 0)
+    return [
+        {
+            "": f"{name}, {direction}",
+            "hub correction": means[name][0],
+            "ladder": means[name][1],
+            "gain, low": gain.low,
+            "gain, high": gain.high,
+        }
+        for name, gain in gains.items()
+    ]
+
+
+def run() -> str:
+    """The study."""
+    parts = [report("head_concept_world", concept_world(), {"queries": QUERIES, "seeds": SEEDS, "pairs": PAIRS})]
+    if FLICKR.is_dir():
+        parts.append(report("head_flickr8k", flickr(), {"data": "Flickr8k in a small dual encoder (not CLIP)"}))
+    return "\n\n".join(parts)
