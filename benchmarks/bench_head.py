@@ -3,8 +3,8 @@
 Hot path: the shortlists of a search, scored by a head of four points and corrected for hubs. Plain searches, ours and
 FAISS's, stand beside; `bench_gallery` has the posteriors over a whole gallery.
 
-The study (`python -m benchmarks --study head`): the concept world, five seeds, K chosen by "auto" on 60,000 pairs, 1,000
-queries over 1,000 items against the exact posterior; what head and flow add to each other; the time that training
+The study (`python -m benchmarks --study head`): the concept world, five seeds, K chosen by "auto" on 60,000 pairs,
+1,000 queries over 1,000 items against the exact posterior; what head and flow add to each other; the time that training
 takes. Where the shared embeddings of Flickr8k are beside the repository, the ladder of evidence is judged on them too.
 Gates are the claims of docs/head.md.
 """
@@ -30,7 +30,7 @@ from benchmarks.common import gate, report, time_together
 from benchmarks.suite import Table
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.evaluation.metrics import auroc, auroc_leads, reliability
-from geoflow_fast.evaluation.statistics import bootstrap_interval
+from geoflow_fast.evaluation.statistics import RESAMPLES, bootstrap_interval
 from geoflow_fast.retrieval.calibration import UNCALIBRATED_HEAD
 from geoflow_fast.retrieval.hubs import Hubs
 from geoflow_fast.retrieval.task import RetrievalTask
@@ -229,7 +229,7 @@ def compared(direction: str, found: dict[tuple[str, str], list[dict[str, Tensor]
     means = {name: (float(plain[name].mean()), float(ours[name].mean())) for name in gains}
     scores = {"hub": 1 - plain["p_answer"], "ladder": 1 - ours["p_answer"]}
     means["AUROC"] = auroc(scores["hub"], plain["right"]), auroc(scores["ladder"], ours["right"])
-    gains["AUROC"] = auroc_leads(scores, ours["right"], groups=ours["image"])["ladder"]["hub"]
+    gains["AUROC"] = auroc_leads(scores, ours["right"], resamples=RESAMPLES, groups=ours["image"])["ladder"]["hub"]
     for name, gain in gains.items():
         gate(f"Flickr8k, {direction}: {name} not below hub correction", gain.high >= 0)
     return [

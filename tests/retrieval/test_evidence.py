@@ -1,0 +1,344 @@
+"""The ladder of evidence: which rungs are kept, hub correction, shortlists of a head, and the budget of the flow."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import optimize, stats
+from torch import Tensor
+
+import geoflow_fast as gf
+from geoflow_fast import noise
+from geoflow_fast.directions import Direction
+from geoflow_fast.retrieval.calibration import UNCALIBRATED_HEAD, close_call, fit_calibration, probability_right
+from geoflow_fast.retrieval.evidence import Evidence, climb, folds_of, grouped_mean
+from geoflow_fast.retrieval.hubs import Hubs, log_mean
+from geoflow_fast.retrieval.sources import HeadSource
+from geoflow_fast.retrieval.task import RetrievalTask
+
+DIM, K = 8, 10
+
+
+def unit(rows: int, seed: int, width: int = DIM) -> Tensor:
+    return noise.sample_uniform(rows, width, generator=torch.Generator().manual_seed(seed))
+
+
+def hub_world(count: int, seed: int, push: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Images with a common direction of varying strength, and texts that see them through noise: items that lean
+    towards the common direction are near to every text."""
+    generator = torch.Generator().manual_seed(seed)
+    own = torch.randn(count, DIM, generator=generator)
+    lean = push * torch.randn(count, 1, generator=generator).exp() * torch.eye(DIM)[0]
+    text = own + 0.7 * torch.randn(count, DIM, generator=generator) + 2 * torch.eye(DIM)[0]
+    return torch.nn.functional.normalize(own + lean, dim=1), torch.nn.functional.normalize(text, dim=1)
+
+
+def hub_pairs(count: int, seed: int) -> gf.EmbeddingPairs:
+    return gf.EmbeddingPairs.from_arrays(*hub_world(count, seed))
+
+
+@pytest.fixture(scope="module")
+def head() -> gf.PosteriorHead:
+    config = gf.HeadConfig(steps=60, batch_size=128, points=2, hidden=32, val_every=20, bank=64)
+    return gf.PosteriorHead.fit(hub_pairs(1000, 5), config, k=2)
+
+
+def evidence_with(**features: Tensor) -> Evidence:
+    nearness = next(iter(features.values()))
+    return Evidence(features, nearness, torch.ones_like(nearness, dtype=torch.bool))
+
+
+def drawn_choice(logits: Tensor, seed: int) -> Tensor:
+    """Which item is right, [Q, K] bool, under these logits of items and of "outside", which is 0."""
+    every = torch.cat((logits, torch.zeros(len(logits), 1)), dim=1).softmax(1)
+    choice = torch.multinomial(every, 1, generator=torch.Generator().manual_seed(seed))
+    return (choice == torch.arange(logits.shape[1] + 1))[:, :-1]
+
+
+class TestClimb:
+    """Simulated queries, whose right items are drawn from known logits."""
+
+    def simulated(self, weights: dict[str, float], queries: int = 600, seed: int = 0) -> tuple[Evidence, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        names = ("cosine", "hub", "head", "head_hub", "flow")
+        features = {name: torch.randn(queries, K, generator=generator).double() for name in names}
+        logits = sum(weights.get(name, 0.0) * values for name, values in features.items())
+        return evidence_with(**features), drawn_choice(torch.as_tensor(logits), seed)
+
+    def rungs(self, evidence: Evidence, right: Tensor) -> dict[str, gf.retrieval.evidence.Rung]:
+        queries = len(right)
+        target = torch.cat((right, ~right.any(1, keepdim=True)), dim=1).double()
+        group = torch.arange(queries)
+        return {rung.name: rung for rung in climb(evidence, target, group, folds_of(group, 0), {"flow": 2.0})}
+
+    @pytest.mark.parametrize("useful", ["hub", "head", "flow"])
+    def test_a_rung_is_kept_if_it_helps(self, useful):
+        rungs = self.rungs(*self.simulated({"cosine": 1.0, useful: 1.0}))
+        assert rungs[useful].kept
+        assert rungs[useful].gain > 3 * rungs[useful].stderr > 0
+        assert rungs["flow"].cost == 2.0
+
+    def test_useless_rungs_are_kept_about_as_often_as_chance_exceeds_one_standard_error(self):
+        kept = [
+            rung.kept
+            for seed in range(20)
+            for name, rung in self.rungs(*self.simulated({"cosine": 1.0}, 300, seed)).items()
+            if name != "cosine"
+        ]
+        assert np.mean(kept) < 0.25
+
+    def test_the_first_rung_stays_without_any_gain(self):
+        rungs = self.rungs(*self.simulated({}))
+        assert rungs["cosine"].kept
+
+    def test_missing_evidence_is_no_rung(self):
+        evidence, right = self.simulated({"cosine": 1.0})
+        few = dataclasses.replace(evidence, features={"cosine": evidence.features["cosine"]})
+        assert list(self.rungs(few, right)) == ["cosine"]
+
+    def test_the_standard_error_counts_groups(self):
+        values = torch.randn(50, dtype=torch.float64)
+        mean, alone = grouped_mean(values, torch.arange(50))
+        assert mean == pytest.approx(float(values.mean()))
+        assert alone == pytest.approx(float(values.std(correction=0)) / math.sqrt(50))
+        copied = values.repeat_interleave(4)
+        assert grouped_mean(copied, torch.arange(50).repeat_interleave(4))[1] == pytest.approx(alone)
+
+    def test_gains_are_those_of_scipys_optimum(self):
+        """One feature: the same weight and constant by another optimiser, without the prior."""
+        evidence, right = self.simulated({"cosine": 1.5}, 2000)
+        fitted = fit_calibration(
+            dataclasses.replace(evidence, features={"cosine": evidence.features["cosine"]}),
+            right,
+            torch.ones(2000),
+            torch.arange(2000),
+            {},
+        )
+        design = evidence.design(["cosine"]).numpy()
+        target = torch.cat((right, ~right.any(1, keepdim=True)), dim=1).numpy()
+
+        def loss(weights: np.ndarray) -> float:
+            logits = design @ weights
+            return float((np.logaddexp.reduce(logits, axis=1) - logits[target]).mean())
+
+        best = optimize.minimize(loss, np.zeros(2))
+        assert [fitted.beta, fitted.outside] == pytest.approx(best.x.tolist(), rel=2e-3)
+
+
+class TestPlatt:
+    def test_overconfident_probabilities_are_corrected(self):
+        """Two right items of three: an answer is right more often than it is the one meant."""
+        prob = torch.tensor([0.1, 0.5, 1.0], dtype=torch.float64)
+        assert probability_right(prob, 2.0, None).tolist() == [0.2, 1.0, 1.0]
+        expected = stats.logistic.cdf(2.0 * np.log(np.array([0.1, 0.5]) / np.array([0.9, 0.5])) + 0.5)
+        assert probability_right(prob[:2], 1.0, (2.0, 0.5)).numpy() == pytest.approx(expected)
+
+    def test_probabilities_of_answers_are_calibrated_with_several_right_items(self):
+        image, text = hub_world(300, 1)
+        second = torch.nn.functional.normalize(text + 0.3 * unit(300, 3), dim=1)
+        index = torch.arange(300).repeat(2)
+        pairs = gf.EmbeddingPairs.from_arrays(image, torch.cat((text, second)), index)
+        held, test = pairs.split(0.5, 0)
+        task = RetrievalTask.of(test, "i2t")
+        reranker = gf.BayesReranker(None, task.items, "i2t")
+        reranker.calibrate(held)
+        result = reranker(task.queries)
+        right = task.is_right(result.answer).double()
+        assert abs(float(result.p_answer.mean()) - float(right.mean())) < 3.5 * float(right.std()) / math.sqrt(
+            len(right)
+        )
+
+
+class TestHubs:
+    def test_numbers_are_those_of_the_formula(self, head):
+        bank, items = unit(30, 1), unit(50, 2)
+        source = HeadSource(head, Direction.T2I)
+        hubs, gallery = Hubs(bank, source), gf.Gallery(items)
+        expected = (20 * (bank.double() @ items.double().T)).logsumexp(0) - math.log(30)
+        torch.testing.assert_close(hubs.cosine_numbers(gallery, 20.0).double(), expected, atol=1e-4, rtol=0)
+        points = head.points(bank, Direction.T2I)
+        each = torch.einsum("rkd,nd->rkn", points.points.double(), items.double()) + points.log_weights.unsqueeze(2)
+        expected = each.logsumexp(1).logsumexp(0) - math.log(30) + head.item_bias(items, Direction.T2I)
+        torch.testing.assert_close(hubs.head_numbers(gallery).double(), expected.double(), atol=1e-4, rtol=0)
+        some = hubs.of_items(items, None, (20.0,))
+        torch.testing.assert_close(some["hub"][0], hubs.cosine_numbers(gallery, 20.0).double(), atol=1e-4, rtol=0)
+        torch.testing.assert_close(some["head_hub"], hubs.head_numbers(gallery).double(), atol=1e-4, rtol=0)
+
+    def test_queries_that_are_left_out_do_not_count(self):
+        scores = torch.randn(7, 5, dtype=torch.float64)
+        left_out = torch.rand(7, 5) < 0.4
+        left_out[0] = False
+        for item in range(5):
+            kept = scores[~left_out[:, item], item]
+            expected = kept.logsumexp(0) - math.log(len(kept))
+            assert float(log_mean(scores, left_out)[item]) == pytest.approx(float(expected))
+
+    def test_the_correction_finds_more_in_a_world_with_hubs(self):
+        image, text = hub_world(800, 7)
+        reranker = gf.BayesReranker(None, image, "t2i", shortlist=64)
+        fitted = reranker.calibrate(hub_pairs(600, 8))
+        assert next(rung for rung in reranker.rungs if rung.name == "hub").kept
+        assert fitted.others["hub"] < 0
+        found, own = reranker(text), torch.arange(800)
+        assert float((found.index[:, 0] == own).double().mean()) > 1.1 * float((found.answer == own).double().mean())
+
+    def test_a_bank_of_the_callers(self):
+        image, text = hub_world(300, 7)
+        bank = hub_world(200, 9)[1]
+        reranker = gf.BayesReranker(None, image, bank=bank.numpy().astype(np.float16))
+        reranker.calibrate(hub_pairs(300, 8))
+        torch.testing.assert_close(reranker.bank, bank, atol=1e-3, rtol=0)
+        reranker(text[:5])
+
+    @pytest.mark.parametrize(
+        ("bank", "words"),
+        [(torch.ones(3, DIM), "bank"), (torch.zeros(0, DIM), "R at least 2"), (torch.eye(DIM + 1), "bank must be")],
+    )
+    def test_bad_banks(self, bank, words):
+        with pytest.raises(ValueError, match=words):
+            gf.BayesReranker(None, unit(20, 0), bank=bank)
+
+    def test_a_stored_calibration_brings_its_bank(self, tmp_path):
+        image, text = hub_world(300, 7)
+        reranker = gf.BayesReranker(None, image)
+        reranker.calibrate(hub_pairs(300, 8))
+        path = reranker.save_calibration(tmp_path / "weights.json")
+        other = gf.BayesReranker(None, image)
+        assert other.load_calibration(path) == reranker.calibration
+        for name in ("index", "prob", "p_answer"):
+            assert torch.equal(getattr(other(text), name), getattr(reranker(text), name)), name
+        (tmp_path / "weights.bank.safetensors").unlink()
+        with pytest.raises(FileNotFoundError, match="bank"):
+            other.load_calibration(path)
+
+
+class TestHead:
+    def test_uncalibrated_probabilities_are_the_heads_own(self, head):
+        items, queries = unit(40, 1), unit(6, 2)
+        reranker = gf.BayesReranker(None, items, head=head, shortlist=40)
+        with pytest.warns(UserWarning, match="uncalibrated"):
+            result = reranker(queries)
+        points = head.points(queries, Direction.T2I)
+        each = torch.einsum("qkd,nd->qkn", points.points, items) + points.log_weights.unsqueeze(2)
+        expected = (each.logsumexp(1) + head.item_bias(items, Direction.T2I)).softmax(1)
+        torch.testing.assert_close(result.prob, expected.gather(1, result.index), atol=1e-5, rtol=1e-4)
+
+    @pytest.mark.parametrize("direction", ["t2i", "i2t"])
+    def test_the_ladder_takes_the_head_where_it_helps(self, head, direction):
+        held = hub_pairs(600, 8)
+        task = RetrievalTask.of(hub_pairs(400, 7), direction)
+        plain, with_head = (gf.BayesReranker(None, task.items, direction, head=model) for model in (None, head))
+        before, after = plain.calibrate(held), with_head.calibrate(held)
+        rung = next(rung for rung in with_head.rungs if rung.name == "head")
+        assert after.nll <= before.nll + 1e-9
+        assert rung.kept == (rung.gain > rung.stderr)
+        assert set(after.by_feature) >= {"head", "head_hub"} or not rung.kept
+
+    def test_unequal_widths_have_shortlists_of_the_head(self):
+        image, text = hub_world(500, 1)
+        pairs = gf.EmbeddingPairs.from_arrays(image, torch.nn.functional.normalize(text[:, :6], dim=1))
+        config = gf.HeadConfig(steps=40, batch_size=128, points=1, hidden=16, val_every=20, bank=32)
+        head = gf.PosteriorHead.fit(pairs.subset(np.arange(300)), config, k=1)
+        with pytest.raises(ValueError, match="one width"):
+            gf.BayesReranker(None, image[300:], head=head)
+        reranker = gf.BayesReranker(None, image[300:], head=head, shortlist_by="head")
+        reranker.calibrate(pairs.subset(np.arange(150, 300)))
+        assert [rung.name for rung in reranker.rungs] == ["head"]
+        result = reranker(pairs[np.arange(300, 500)][1])
+        scorer = gf.RetrievalEntropy(head, image[300:])
+        assert torch.equal(result.answer, scorer(pairs[np.arange(300, 500)][1]).map_index)
+
+    def test_shortlists_of_a_store_are_those_of_a_whole_pass(self, head):
+        items, queries = unit(200, 3), unit(9, 4)
+
+        class Exact:
+            ntotal = 200
+
+            def search(self, x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+                score = x @ items.numpy().T
+                index = np.argsort(-score, axis=1)[:, :k]
+                return np.take_along_axis(score, index, 1), index
+
+        whole, stored = (
+            gf.BayesReranker(None, gallery, head=head, shortlist_by="head", shortlist=20)
+            for gallery in (items, gf.Gallery(items, store=Exact()))
+        )
+        both = [reranker.rerank(queries) for reranker in (whole, stored)]
+        assert torch.equal(both[0].answer, both[1].answer)
+        shared = [len(set(a.tolist()) & set(b.tolist())) for a, b in zip(both[0].index, both[1].index)]
+        assert np.mean(shared) > 18
+
+    def test_settings_that_do_not_fit(self, head):
+        with pytest.raises(ValueError, match="shortlist_by"):
+            gf.BayesReranker(None, unit(9, 0), shortlist_by="head")
+        with pytest.raises(ValueError, match="shortlist_by must be"):
+            gf.BayesReranker(None, unit(9, 0), head=head, shortlist_by="flow")
+        with pytest.raises(ValueError, match="budget must be"):
+            gf.BayesReranker(None, unit(9, 0), budget=1.5)
+        with pytest.raises(ValueError, match="gallery has width"):
+            gf.BayesReranker(None, unit(9, 0, 5), head=head)
+        with pytest.raises(TypeError, match="unexpected keyword argument 'stores'"):
+            gf.BayesReranker(None, unit(9, 0), stores=1)
+
+    def test_a_changed_head_is_noticed(self, head):
+        changed = gf.PosteriorHead(head.config, DIM, DIM)
+        changed.load_state_dict(head.state_dict())
+        reranker = gf.BayesReranker(None, unit(60, 0), head=changed)
+        reranker.calibration = dataclasses.replace(UNCALIBRATED_HEAD, made_for=reranker.made_for)
+        with torch.no_grad():
+            changed.towers["t2i"].log_concentration += 1
+        with pytest.raises(ValueError, match="another head"):
+            reranker(unit(3, 1))
+
+
+class TestBudget:
+    @pytest.fixture(scope="class")
+    def reranker(self) -> gf.BayesReranker:
+        torch.manual_seed(0)
+        flow = gf.GeoFlow(gf.GeoFlowConfig(DIM, DIM, hidden=32, depth=1, layer_scale=0.5)).eval()
+        reranker = gf.BayesReranker(flow, hub_world(300, 7)[0], n_steps=1, budget=0.2)
+        fitted = reranker.calibrate(hub_pairs(200, 8))
+        # Whatever the untrained flow brought, it is kept here, to see who is asked.
+        weights = {"cosine": fitted.beta, **fitted.others, "outside": fitted.outside}
+        gaps = tuple(np.linspace(0, 1, 101).tolist())
+        cheap = gf.retrieval.calibration.CheapFit(weights, None, gaps)
+        reranker.calibration = dataclasses.replace(fitted, alpha=0.1, cheap=cheap)
+        return reranker
+
+    def test_close_calls_are_asked_first_and_no_more_than_the_share(self, reranker):
+        text = hub_world(300, 7)[1]
+        whole = reranker(text)
+        assert 0 < int(whole.asked_flow.sum()) <= 60
+        cheap = gf.BayesReranker(None, reranker.gallery)
+        cheap.calibration = dataclasses.replace(reranker.calibration, alpha=0.0, cheap=None, made_for={})
+        cheap._use_bank(reranker.bank)
+        plain = cheap(text)
+        gap = plain.prob[:, 0] - plain.prob[:, 1]
+        assert (
+            float(gap[whole.asked_flow].max()) <= float(gap[~whole.asked_flow].min()) + 1e-6
+            or float(gap[whole.asked_flow].max()) <= 0.2 + 1e-6
+        )
+        torch.testing.assert_close(whole.prob[~whole.asked_flow], plain.prob[~whole.asked_flow])
+
+    def test_no_budget_asks_all_and_none_nobody(self, reranker):
+        text = hub_world(300, 7)[1][:30]
+        for budget, asked in ((None, 30), (0.0, 0)):
+            reranker.budget = budget
+            assert int(reranker(text).asked_flow.sum()) == asked
+        reranker.budget = 0.2
+
+    def test_close_call(self):
+        prob = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.8, 0.1]], dtype=torch.float64)
+        torch.testing.assert_close(close_call(prob), torch.tensor([0.2, 0.7], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_any_number_of_queries(head, rows):
+    reranker = gf.BayesReranker(None, unit(30, 0), head=head)
+    result = reranker.rerank(unit(rows, 1))
+    assert result.prob.shape == (rows, 30)
+    assert result.asked_flow.tolist() == [False] * rows
