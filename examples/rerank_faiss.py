@@ -17,7 +17,7 @@ vectors = np.load(images).astype(np.float32)
 index = faiss.IndexFlatIP(vectors.shape[1])  # or yours: IVF, HNSW, ... over the same rows
 index.add(vectors)
 
-reranker = gf.BayesReranker(gf.GeoFlow.from_pretrained(model), vectors, store=index)
+reranker = gf.BayesReranker(gf.GeoFlow.from_pretrained(model), gf.Gallery(vectors, store=index))
 reranker.calibrate(gf.EmbeddingPairs.open(held_out))
 ranked = reranker(torch.from_numpy(np.load(texts).astype(np.float32)))
 for query, (item, prob, outside) in enumerate(zip(ranked.index[:, 0], ranked.prob[:, 0], ranked.p_outside)):

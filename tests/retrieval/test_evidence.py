@@ -85,11 +85,11 @@ class TestClimb:
     def test_useless_rungs_are_kept_about_as_often_as_chance_exceeds_one_standard_error(self):
         kept = [
             rung.kept
-            for seed in range(20)
-            for name, rung in self.rungs(*self.simulated({"cosine": 1.0}, 300, seed)).items()
+            for seed in range(8)
+            for name, rung in self.rungs(*self.simulated({"cosine": 1.0}, 200, seed)).items()
             if name != "cosine"
         ]
-        assert np.mean(kept) < 0.25
+        assert np.mean(kept) < 0.3
 
     def test_the_first_rung_stays_without_any_gain(self):
         rungs = self.rungs(*self.simulated({}))
@@ -296,7 +296,7 @@ class TestHead:
 
 
 class TestBudget:
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def reranker(self) -> gf.BayesReranker:
         torch.manual_seed(0)
         flow = gf.GeoFlow(gf.GeoFlowConfig(DIM, DIM, hidden=32, depth=1, layer_scale=0.5)).eval()
@@ -318,10 +318,8 @@ class TestBudget:
         cheap._use_bank(reranker.bank)
         plain = cheap(text)
         gap = plain.prob[:, 0] - plain.prob[:, 1]
-        assert (
-            float(gap[whole.asked_flow].max()) <= float(gap[~whole.asked_flow].min()) + 1e-6
-            or float(gap[whole.asked_flow].max()) <= 0.2 + 1e-6
-        )
+        closest = gap.argsort(stable=True).argsort(stable=True) < 60
+        assert torch.equal(whole.asked_flow, closest & (gap <= 0.2))
         torch.testing.assert_close(whole.prob[~whole.asked_flow], plain.prob[~whole.asked_flow])
 
     def test_no_budget_asks_all_and_none_nobody(self, reranker):
