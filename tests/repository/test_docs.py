@@ -92,7 +92,10 @@ def page_names(desk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> d
     monkeypatch.setattr(gf.OpenClipEncoder, "load", lambda *_, **__: gf.ColourEncoder())
     return {
         "gf": gf,
-        "flow": gf.GeoFlow.from_pretrained("runs/first"),
+        "flow": (flow := gf.GeoFlow.from_pretrained("runs/first")),
+        "head": gf.PosteriorHead(
+            gf.HeadConfig(points=2, hidden=8, bank=8), flow.config.image_dim, flow.config.text_dim
+        ).eval(),
         "pairs": gf.EmbeddingPairs.open("embeddings"),
         "image": torch.from_numpy(np.load("img_emb/img_emb_0.npy")),
         "text": torch.from_numpy(np.load("texts.npy")).repeat(20, 1)[:64],
