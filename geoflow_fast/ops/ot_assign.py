@@ -71,7 +71,7 @@ def ot_assign(
 
 def _assign(
     problem: Problem,
-    settings: tuple[float, float, int, str],
+    settings: SinkhornSettings,
     assignment: str,
     generator: torch.Generator | None,
     backend: str,

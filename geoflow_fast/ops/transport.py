@@ -6,6 +6,7 @@ import math
 import sys
 import warnings
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -257,7 +258,7 @@ def _check_clouds(factors: Factors) -> None:
 def warn_unconverged(iterations: int, error: float, settings: SinkhornSettings) -> None:
     """Warns of an unfinished solve; the warning is attributed to the line outside of this package and torch."""
     level, frame = 1, sys._getframe()
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in ("geoflow_fast", "torch"):
+    while frame.f_back is not None and _is_ours(frame):
         level, frame = level + 1, frame.f_back
     warnings.warn(
         f"sinkhorn stopped after {iterations} iterations with marginal error {error:.3g} > tol={settings.tol:g}; "
@@ -265,6 +266,11 @@ def warn_unconverged(iterations: int, error: float, settings: SinkhornSettings) 
         RuntimeWarning,
         stacklevel=level,
     )
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Whether a frame belongs to this package or torch; code that torch has compiled has no module."""
+    return frame.f_globals.get("__name__", "torch").partition(".")[0] in ("geoflow_fast", "torch")
 
 
 def transport_cost_reference(
