@@ -74,7 +74,7 @@ def sinkhorn(
     says so and a RuntimeWarning gives the error reached. The CPU and CUDA backends work in float32 for any input and
     store one n x m matrix and O(n + m) more; `backend="reference"` works in the dtype of the input. Where eps is so
     small beside the costs, or `tol` so small, that float32 cannot hold the plan (below about 2e-4 of the largest cost
-    for the default `tol`), they end in float64, which takes several times longer. Where float64 cannot either (about
+    for the default `tol`), float64 iterations follow, in plain torch. Where float64 cannot hold it either (below about
     5e-13 of the largest cost), a ValueError names the smallest eps that works.
 
     `storage="float16"` halves the matrix of the CPU backend by rounding its costs: the result describes the plan of the

@@ -29,6 +29,8 @@ NAMES = ("image0", "text0", "image1", "text1")
 
 # The marginal error that any solve is meant to reach, whatever its tol: beyond it there is no plan to speak of.
 _PASSABLE = 1e-3
+# Potentials of float32 are a good start for float64 as long as rounding does no more than this to the plan.
+_COARSE = 0.1
 # Roundings of a plan's entry and of its sums that do not grow with the costs.
 _ROUNDINGS = 16
 # float16 rounds a cost that spans more than this many eps by more than an eighth of eps.
@@ -158,12 +160,13 @@ class Span:
 
     def stage(self, settings: SinkhornSettings) -> Stage:
         """How far to solve in float32, which is all the way at any usual eps."""
-        least = self.least_eps(torch.float32, max(settings.tol, _PASSABLE))
+        least = self.least_eps(torch.float32, max(settings.tol, _COARSE))
         # What float16 does to the costs is past mending: the plan is that of the stored costs, whatever follows.
         eps = settings.eps if settings.storage == torch.float16 else max(settings.eps, least)
         rounding = self.rounding(torch.float32, eps)
         is_last = settings.storage == torch.float16 or (eps == settings.eps and rounding <= settings.tol / 2)
-        tol = max(settings.tol - rounding, 0.0) if is_last else max(settings.tol, 2 * rounding)
+        # The violation that float32 sees falls below what rounding does to the plan, but not to zero.
+        tol = max(settings.tol - rounding, 0.0) if is_last else max(settings.tol, rounding / 4)
         return Stage(eps, tol, rounding, is_last)
 
     def _reach(self, dtype: torch.dtype) -> float:

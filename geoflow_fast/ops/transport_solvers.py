@@ -24,6 +24,7 @@ from geoflow_fast.ops.transport import Noise, Problem, SinkhornSettings, Span, a
 _KERNEL_REACH = {torch.float32: 80.0, torch.float16: 9.0}
 # Column sums below this have lost terms to underflow: kLeastSum of csrc/cpu/sinkhorn_passes.h.
 _LEAST_SUM = 1e-30
+_LEAST_WIDE_SUM = 1e-280
 _ROWS_AT_ONCE = 256
 # Largest range of the cost over eps at which the CUDA backend starts from zero potentials.
 _FAST_SPAN = 160.0
@@ -186,26 +187,35 @@ class WideSolve:
 
     def iterate(self, f: Tensor, g: Tensor, eps: float, tol: float, max_iter: int) -> tuple[int, int, float]:
         """Iterations in float64: (outcome, iterations, column violation)."""
-        log_goal, violation = -math.log(len(g)), math.inf
+        goal, violation = 1 / len(g), math.inf
         for iteration in range(max_iter):
-            log_columns = self._log_column_sums(f, g, eps)
-            violation = float((log_columns.exp() - math.exp(log_goal)).abs().sum())
-            g += eps * (log_goal - log_columns)
+            sums = self._column_sums(f, g, eps)
+            violation = float((sums - goal).abs().sum())
+            log_sums = sums.log() if float(sums.min()) > _LEAST_WIDE_SUM else self._log_column_sums(f, g, eps)
+            g += eps * (math.log(goal) - log_sums)
             if violation <= tol:
                 return native.TransportMatrix.CONVERGED, iteration + 1, violation
         return native.TransportMatrix.STOPPED, max_iter, violation
 
-    def _log_column_sums(self, f: Tensor, g: Tensor, eps: float) -> Tensor:
-        """Makes the rows exact, in `f`, and returns the logarithms of the column sums."""
-        sums = torch.full((1, len(g)), -math.inf, dtype=torch.float64, device=g.device)
+    def _column_sums(self, f: Tensor, g: Tensor, eps: float) -> Tensor:
+        """Makes the rows exact, in `f`, and returns the column sums of that plan over the rows of all ranks."""
+        sums = torch.zeros_like(g)
         for cost, potential in zip(self._blocks(), f.split(self._block)):
             scores = cost.neg_().add_(g).div_(eps)  # [block, m]
-            log_rows = scores.logsumexp(1).add_(self._log_rows)
-            potential.copy_(log_rows.mul(-eps))
-            sums = torch.logaddexp(sums, scores.sub_(log_rows.unsqueeze(1)).logsumexp(0, keepdim=True))
-        if self._world.size > 1:
-            sums = self._world.gather_rows(sums, [1] * self._world.size).logsumexp(0, keepdim=True)
-        return sums[0]
+            shares = scores.softmax(1)
+            # the log-sum-exp of a row is its largest score less the logarithm of the share of that
+            potential.copy_((shares.amax(1).log_() - scores.amax(1) - self._log_rows).mul_(eps))
+            sums += shares.sum(0)
+        return self._world.all_reduce(sums).mul_(math.exp(-self._log_rows))
+
+    def _log_column_sums(self, f: Tensor, g: Tensor, eps: float) -> Tensor:
+        """The logarithms of the column sums by a second read, for columns to which no row gives mass that a float can
+        hold, as happens while potentials are far from settled."""
+        sums = torch.full((1, len(g)), -math.inf, dtype=torch.float64, device=g.device)
+        for cost, potential in zip(self._blocks(), f.split(self._block)):
+            scores = cost.neg_().add_(g).add_(potential.unsqueeze(1)).div_(eps)
+            sums = torch.logaddexp(sums, scores.logsumexp(0, keepdim=True))
+        return self._world.gather_rows(sums, [1] * self._world.size).logsumexp(0)
 
     def _blocks(self) -> Iterator[Tensor]:
         """Costs less the middle one, in float64, [block, m] each."""
@@ -217,7 +227,7 @@ class WideSolve:
         total, eps = self._middle, self._settings.eps
         for cost, f in zip(self._blocks(), self._f.split(self._block)):
             plan = ((f.unsqueeze(1) + self._g - cost) / eps).exp_()
-            total += float(plan.mul_(cost).sum())
+            total += float(plan.mul_(cost).sum(1).sum())  # rows first: the sum must not depend on the number of threads
         return self._f + self._middle, self._g, total
 
     def assign(self, uniform: Tensor | None) -> Tensor:
