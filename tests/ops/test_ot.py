@@ -296,18 +296,17 @@ def test_an_eps_that_no_float_resolves_is_refused_by_name(backend, eps, scale, n
     assert result.converged or backend == "reference"
 
 
-@pytest.mark.parametrize(("eps", "iterations"), [(0.05, 2000), (5e-3, 4000)])
-@pytest.mark.parametrize("shape", [(7, 7), (40, 31)])
-def test_small_eps_agrees_with_pot_in_float64(shape, eps, iterations):
-    """POT starts from zero at the eps asked for, so it needs many more iterations."""
+@pytest.mark.parametrize(("shape", "eps"), [((7, 7), 0.05), ((7, 7), 0.02), ((40, 31), 0.05), ((40, 31), 1e-2)])
+def test_tight_tolerances_agree_with_pot_in_float64(shape, eps):
+    """A plan near a permutation moves long after its marginals look settled: both must be solved far."""
     cost = torch.rand(shape, dtype=torch.float64)
-    settings = {"numItermax": iterations, "stopThr": 1e-9, "warn": False}
+    settings = {"numItermax": 10000, "stopThr": 1e-12, "warn": False}
     weights = (np.full(n, 1 / n) for n in shape)
     truth = torch.from_numpy(ot.sinkhorn(*weights, cost.numpy(), eps, method="sinkhorn_log", **settings))
-    assert float((truth.sum(1) - 1 / shape[0]).abs().sum()) <= 1e-6
-    result = gf.ops.sinkhorn(cost, eps=eps, tol=1e-6, max_iter=iterations)
+    assert float((truth.sum(1) - 1 / shape[0]).abs().sum()) <= 1e-9
+    result = gf.ops.sinkhorn(cost, eps=eps, tol=1e-9, max_iter=10000)
     assert result.converged
-    assert float((plan_of(*result.potentials, cost, eps) - truth).abs().sum()) <= 1e-4
+    assert float((plan_of(*result.potentials, cost, eps) - truth).abs().sum()) <= 1e-6
 
 
 @compiled
@@ -316,7 +315,10 @@ def test_at_tiny_eps_the_plan_is_the_exact_assignment():
     _, columns = linear_sum_assignment(cost.double().numpy())
     for eps in (1e-6, 1e-8):
         result = gf.ops.sinkhorn(cost, eps=eps)
-        assert result.transport_cost == pytest.approx(float(cost.double()[range(129), columns].mean()), rel=1e-4)
+        assert result.converged
+        # mass in the wrong row moves by no more than the largest cost, and an entropic plan costs eps log n more
+        best, slack = float(cost.double()[range(129), columns].mean()), result.marginal_error + eps * math.log(129)
+        assert result.transport_cost == pytest.approx(best, abs=slack)
         assert torch.equal(gf.ops.ot_assign(*clouds(129, 4, 4), cost=cost, eps=eps), torch.from_numpy(columns))
 
 
