@@ -16,7 +16,7 @@ from geoflow_fast.baselines.trained import HIDDEN, PUBLISHED, TrainedBaseline
 from geoflow_fast.directions import IMAGE, TEXT, Direction
 from geoflow_fast.flow.fields import Streams
 from geoflow_fast.flow.network import zero_linear
-from geoflow_fast.geometry import interpolate, project_tangent
+from geoflow_fast.geometry import interpolate, tangent_part
 from geoflow_fast.likelihood.density import log_density
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.noise import sample_uniform
@@ -70,7 +70,7 @@ class SphereField(nn.Module):
         h = self.encode(x)
         for block in self.blocks:
             h = block(h, condition)
-        return project_tangent(x, self.decode(functional.layer_norm(h, h.shape[-1:])))
+        return tangent_part(x, self.decode(functional.layer_norm(h, h.shape[-1:])))
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,9 @@
 
 `operation` declares an operation on tensors: its plain torch reference, whose signature is the operation's schema, and
 its faster backends. It is registered with `torch.library` in the namespace `geoflow`, so that `torch.compile` and
-`torch.export` keep it as one node and `torch.func` knows how to transform it. `register` is for operations whose
-arguments are more than tensors and numbers. `choose` picks the backend: by name, or the first available in the device's
-order. A backend asked for by name that cannot serve is an error with the reason; the automatic choice passes over
-backends that are unavailable, never over one that failed.
+`torch.export` keep it as one node and `torch.func` knows how to transform it. `choose` picks the backend: by name, or
+the first available in the device's order. A backend asked for by name that cannot serve is an error with the reason;
+the automatic choice passes over backends that are unavailable, never over one that failed.
 """
 
 from __future__ import annotations
@@ -82,6 +81,7 @@ def operation(
     reference: Callable[..., Any],
     *,
     cpu: Backend | None = None,
+    cuda: Backend | None = None,
     triton: Backend | None = None,
     derivatives: type[Derivatives] | None = None,
     forward_mode: Callable[..., Any] | None = None,
@@ -102,7 +102,7 @@ def operation(
     `choose` hands to a caller may take a keyword `out`, a tuple of tensors to write the results to.
     """
     plain = _plain_backend(reference)
-    register(name, reference=Backend(plain), cpu=cpu, triton=triton)
+    register(name, reference=Backend(plain), cpu=cpu, cuda=cuda, triton=triton)
     if part_of is not None:
         _PASSES.add(name)
     schema = torch.library.infer_schema(reference, mutates_args=())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,23 +12,19 @@ from torch import Tensor
 from geoflow_fast.directions import Direction
 from geoflow_fast.distributed import World
 from geoflow_fast.ops import dispatch, native
-from geoflow_fast.ops.dispatch import Backend
-from geoflow_fast.ops.sinkhorn import (
+from geoflow_fast.ops.sinkhorn import transport_cost, unpack
+from geoflow_fast.ops.transport import (
     NAMES,
-    CpuSolve,
-    CudaSolve,
     Factors,
     Noise,
-    Panel,
     Problem,
     SinkhornSettings,
     as_dense,
     make_problem,
     make_settings,
-    sinkhorn_reference,
-    transport_cost,
     warn_unconverged,
 )
+from geoflow_fast.ops.transport_solvers import ReferenceSolve, Solve, solve_cpu, solve_cuda
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.settings import deprecated_keyword
 
@@ -72,24 +70,24 @@ def ot_assign(
 
 
 def _assign(
-    problem: Problem, settings: SinkhornSettings, assignment: str, generator: torch.Generator | None, backend: str
+    problem: Problem,
+    settings: SinkhornSettings,
+    assignment: str,
+    generator: torch.Generator | None,
+    backend: str,
 ) -> Tensor:
     """Solves a square problem and reads the data row for each noise row, as `ot_assign` describes."""
-    if assignment == "exact":
-        return _exact(problem, backend)
     if assignment not in ASSIGNMENTS:
         raise ValueError(f"assignment must be one of {', '.join(ASSIGNMENTS)}, got {assignment!r}")
+    if assignment == "exact":
+        return _exact(problem, backend)
     uniform = None
     if assignment == "sample":
         device = problem.anchor.device if generator is None else generator.device
         uniform = torch.rand(problem.shape[0], generator=generator, dtype=torch.float64, device=device)
         uniform = uniform.to(problem.anchor.device)
-    solve = dispatch.choose("ot_assign", problem.anchor, backend)
-    index, converged, iterations, error = solve(problem, settings, uniform)
-    if not converged:
-        warn_unconverged(iterations, error, settings, stacklevel=4)
-    result: Tensor = index
-    return result
+    index: Tensor = _operation(*problem.flat(), *settings.flat(), uniform, str(backend))
+    return index
 
 
 def ot_assign_panel(
@@ -122,7 +120,7 @@ def ot_assign_panel(
         problem = Problem("arc", None, (image0, text0), (image1, text1), (1.0, 1.0), (0, len(image1)), image1)
     settings = make_settings(eps, tol, max_iter, "float32")
     dispatch.choose("ot_assign", image1, "cpu")  # raises if it is not built or cannot serve
-    solve = CpuSolve(problem, settings, Panel(*problem.shape, settings.storage, world))
+    solve = solve_cpu(problem, settings, world)
     if world.is_main and not solve.converged:
         warn_unconverged(solve.iterations, solve.error, settings)
     return solve.assign(uniform)
@@ -232,41 +230,44 @@ def condition_weight(noise: Tensor, data: Tensor, condition: Tensor, target_rati
     return high
 
 
-def ot_assign_reference(cost: Tensor, g: Tensor, eps: float, uniform: Tensor | None) -> Tensor:
-    """Target column of each row, int64 [n]: argmax_j of the plan, or its inverse row distribution at `uniform` [n]."""
-    if uniform is None:
-        return (g - cost).argmax(dim=1)
-    cumulative = torch.softmax((g - cost).double() / eps, dim=1).cumsum(dim=1)
-    target = uniform.double() * cumulative[:, -1]
-    return torch.searchsorted(cumulative, target[:, None], right=True)[:, 0].clamp(max=cost.shape[1] - 1)
+# ---- operations ----------------------------------------------------------------------------------------------------
 
 
-def _ot_assign_reference(
-    problem: Problem, settings: SinkhornSettings, uniform: Tensor | None
-) -> tuple[Tensor, bool, int, float]:
-    cost = problem.dense()
-    _, g, iterations, error = sinkhorn_reference(cost, settings.eps, settings.tol, settings.max_iter)
-    index = ot_assign_reference(cost, g, settings.eps, uniform)
-    return index, error <= settings.tol, iterations, error
+def ot_assign_operation(
+    first: Tensor,
+    text1: Tensor | None,
+    image0: Tensor | None,
+    text0: Tensor | None,
+    rows: int,
+    cost: str,
+    image_weight: float,
+    text_weight: float,
+    eps: float,
+    tol: float,
+    max_iter: int,
+    storage: torch.dtype,
+    uniform: Tensor | None,
+) -> Tensor:
+    """`ot_assign` of a problem in pieces (`Problem.flat`): the largest entry of each row of the plan, or with `uniform`
+    [n] in [0, 1) a draw from it."""
+    problem = first, text1, image0, text0, rows, cost, image_weight, text_weight
+    return _solve_and_assign(ReferenceSolve, *problem, eps, tol, max_iter, storage, uniform)
 
 
-def _ot_assign_cpu(
-    problem: Problem, settings: SinkhornSettings, uniform: Tensor | None
-) -> tuple[Tensor, bool, int, float]:
-    solve = CpuSolve(problem, settings)
-    return solve.assign(uniform), solve.converged, solve.iterations, solve.error
+def _solve_and_assign(solver: Callable[[Problem, SinkhornSettings], Solve], *arguments: Any) -> Tensor:
+    problem, settings = unpack(arguments)
+    solve = solver(problem, settings)
+    index = solve.assign(arguments[-1])
+    if not solve.converged:
+        warn_unconverged(solve.iterations, solve.error, settings)
+    return index
 
 
-def _ot_assign_cuda(
-    problem: Problem, settings: SinkhornSettings, uniform: Tensor | None
-) -> tuple[Tensor, bool, int, float]:
-    solve = CudaSolve(problem, settings)
-    return solve.assign(uniform), *solve.outcome()
-
-
-dispatch.register(
+_operation = dispatch.operation(
     "ot_assign",
-    reference=Backend(_ot_assign_reference, ("cpu", "cuda")),
-    cpu=native.backend(_ot_assign_cpu, dtypes=None),
-    cuda=native.cuda_backend(_ot_assign_cuda),
+    ot_assign_operation,
+    cpu=native.backend(functools.partial(_solve_and_assign, solve_cpu), dtypes=None),
+    cuda=native.cuda_backend(functools.partial(_solve_and_assign, solve_cuda)),
+    differentiable=False,
+    fake=lambda first, text1, image0, text0, rows, *_: first.new_empty(rows, dtype=torch.int64),  # noqa: ARG005
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import warnings
 
 import pytest
 import torch
@@ -58,6 +59,18 @@ def compare(
     print("same solution:", settings, solution.iterations, "iterations", flush=True)
 
 
+def check_error(cost: object, factors: object, matrix: torch.Tensor, eps: float) -> None:
+    """The reported error is that of the plan that the potentials give in float64."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        solution = gf.ops.sinkhorn(cost, factors, eps=eps, max_iter=400, backend="cuda")
+    plan = ((solution.f[:, None] + solution.g - matrix.double()) / eps).exp()
+    error = float((plan.sum(1) - 1 / len(matrix)).abs().sum())
+    assert error <= solution.marginal_error, f"eps={eps}: {error} > {solution.marginal_error}"
+    assert solution.converged == (solution.marginal_error <= 1e-3)
+    print("honest error:", eps, error, solution.iterations, "iterations", flush=True)
+
+
 def main() -> None:
     torch.manual_seed(0)
     assert gf.backends()["sinkhorn"]["cuda"] == "available"
@@ -70,6 +83,13 @@ def main() -> None:
     compare((1000 + matrix).double(), None, eps=0.05)
     # From larger eps downwards it comes to within tol by another path than the reference.
     compare(matrix, None, tolerance=20.0, cost_tolerance=2e-2, eps=0.002, tol=1e-2, max_iter=400)
+
+    for eps in (1e-3, 1e-4, 1e-6, 1e-8):
+        check_error(matrix, None, matrix, eps)
+    check_error("arc", factors, gf.ops.transport_cost(*factors, backend="cuda"), 1e-4)
+    for eps, scale in ((1e-20, 1.0), (0.05, 1e30)):
+        with pytest.raises(ValueError, match="float64 holds their plan for eps of at least"):
+            gf.ops.sinkhorn(scale * matrix, eps=eps, backend="cuda")
 
     image0, text0, image1, text1 = clouds(40, 40, (12, 20))
     batch = (image0, text0, image1, text1)

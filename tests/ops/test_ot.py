@@ -19,7 +19,7 @@ from scipy.optimize import linear_sum_assignment
 
 import geoflow_fast as gf
 from geoflow_fast.noise import StructuredNoise, sample_uniform
-from geoflow_fast.ops import native
+from geoflow_fast.ops import native, transport_solvers
 from geoflow_fast.ops.ot_assign import condition_weight
 
 ot = pytest.importorskip("ot")
@@ -77,6 +77,17 @@ def pot_case(n: int, width: int, eps: float):
 
 def plan_of(f: torch.Tensor, g: torch.Tensor, cost: torch.Tensor, eps: float) -> torch.Tensor:
     return ((f[:, None] + g - cost) / eps).exp()
+
+
+def row_error(result: gf.ops.SinkhornResult, cost: torch.Tensor, eps: float) -> float:
+    """The L1 violation of the row sums of the plan that a user computes from a result, in float64."""
+    plan = plan_of(*result.potentials, cost.double(), eps)
+    return float((plan.sum(1) - 1 / len(cost)).abs().sum())
+
+
+def column_error(result: gf.ops.SinkhornResult, cost: torch.Tensor, eps: float) -> float:
+    plan = plan_of(*result.potentials, cost.double(), eps)
+    return float((plan.sum(0) - 1 / cost.shape[1]).abs().sum())
 
 
 def share_equal(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -209,6 +220,149 @@ def test_every_eps_gives_a_finite_plan_with_honest_report(backend, eps):
     assert float((plan.sum(1) - 1 / 100).abs().sum()) <= max(1.5 * result.marginal_error, 2e-3 + 2e-6 / eps)
 
 
+def quiet_sinkhorn(*problem: object, **settings: object) -> gf.ops.SinkhornResult:
+    """A solve that may stop at its last iteration."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return gf.ops.sinkhorn(*problem, **settings)
+
+
+@pytest.mark.parametrize("eps", [0.05, 1e-3, 1e-4, 1e-6, 1e-8])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 7), (129, 129), (7, 129), (129, 1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_error_is_that_of_the_plan_that_is_returned(backend, dtype, shape, eps):
+    """float32 says 5e-8 at eps=1e-6 where the rows of its plan are off by 7e-3."""
+    cost = torch.rand(shape, dtype=dtype)
+    result = quiet_sinkhorn(cost, eps=eps, max_iter=1000 if backend == "cpu" else 100, backend=backend)
+    assert row_error(result, cost, eps) <= result.marginal_error
+    assert column_error(result, cost, eps) <= 2e-4
+    assert result.converged == (result.marginal_error <= 1e-3)
+    assert result.converged or backend == "reference" or min(shape) < max(shape)
+    plan = plan_of(*result.potentials, cost.double(), eps)
+    assert result.transport_cost == pytest.approx(float((plan * cost.double()).sum()), rel=1e-3)
+
+
+@pytest.mark.parametrize("eps", [1e-3, 1e-4, 1e-6, 1e-8])
+@pytest.mark.parametrize("kind", ["arc", "chord"])
+def test_the_error_of_a_plan_between_points(backend, kind, eps):
+    points = clouds(129, 5, 9)
+    cost = gf.ops.transport_cost(*points, cost=kind, backend=backend)
+    settings = {"eps": eps, "max_iter": 1000 if backend == "cpu" else 100, "backend": backend}
+    result = quiet_sinkhorn(kind, points, **settings)
+    assert row_error(result, cost, eps) <= result.marginal_error
+    assert column_error(result, cost, eps) <= 5e-4
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        index = gf.ops.ot_assign(*points, cost=kind, **settings)
+    assert torch.equal(index, (result.g - cost.double()).argmax(1))
+
+
+@pytest.mark.parametrize("kind", ["integers", "line", "offset", "binade"])
+@pytest.mark.parametrize("eps", [1e-2, 1e-3, 3e-4, 1e-5])
+def test_the_error_bounds_rounding_that_is_not_random(backend, kind, eps):
+    line = torch.linspace(0, 1, 65)
+    cost = {
+        "integers": torch.randint(0, 4, (65, 65)).float() / 3,
+        "line": (line[:, None] - line.flip(0)).abs(),
+        "offset": 1e4 + torch.rand(65, 65),
+        "binade": 1 + torch.rand(65, 65) * (1 - 2.0**-20) * torch.linspace(0, 1, 65),
+    }[kind]
+    result = quiet_sinkhorn(cost, eps=eps, max_iter=600 if backend == "cpu" else 60, backend=backend)
+    assert row_error(result, cost, eps) <= result.marginal_error
+
+
+@pytest.mark.parametrize("tol", [1e-5, 1e-9, 1e-12])
+def test_a_tolerance_that_float32_does_not_resolve_is_met(backend, tol):
+    points = clouds(60, 16, 16)
+    result = gf.ops.sinkhorn("arc", points, eps=0.2, tol=tol, backend=backend)
+    cost = gf.ops.transport_cost(*points, backend=backend)
+    assert result.converged
+    assert row_error(result, cost, 0.2) <= result.marginal_error <= tol
+
+
+@pytest.mark.parametrize(("eps", "scale"), [(1e-20, 1.0), (0.05, 1e30), (1e-300, 1e-20), (1e-3, 3e38)])
+@pytest.mark.parametrize("n", [1, 7, 129])
+def test_an_eps_that_no_float_resolves_is_refused_by_name(backend, eps, scale, n):
+    cost = scale * torch.rand(n, n)
+    with pytest.raises(ValueError, match=r"float64 holds their plan for eps of at least \S+") as refusal:
+        gf.ops.sinkhorn(cost, eps=eps, backend=backend)
+    with pytest.raises(ValueError, match="eps of at least"):
+        gf.ops.ot_assign(*clouds(n, 4, 4), cost=cost, eps=eps, backend=backend)
+    least = float(str(refusal.value).split()[-1])
+    result = quiet_sinkhorn(cost, eps=least, max_iter=1000 if backend == "cpu" else 100, backend=backend)
+    assert row_error(result, cost, least) <= result.marginal_error
+    assert bool(torch.isfinite(result.f).all() and torch.isfinite(result.g).all())
+    assert math.isfinite(result.transport_cost)
+    assert result.converged or backend == "reference"
+
+
+@pytest.mark.parametrize(("shape", "eps"), [((7, 7), 0.05), ((7, 7), 0.02), ((40, 31), 0.05), ((40, 31), 1e-2)])
+def test_tight_tolerances_agree_with_pot_in_float64(shape, eps):
+    """A plan near a permutation moves long after its marginals look settled: both must be solved far."""
+    cost = torch.rand(shape, dtype=torch.float64)
+    settings = {"numItermax": 10000, "stopThr": 1e-12, "warn": False}
+    weights = (np.full(n, 1 / n) for n in shape)
+    truth = torch.from_numpy(ot.sinkhorn(*weights, cost.numpy(), eps, method="sinkhorn_log", **settings))
+    assert float((truth.sum(1) - 1 / shape[0]).abs().sum()) <= 1e-9
+    result = gf.ops.sinkhorn(cost, eps=eps, tol=1e-9, max_iter=10000)
+    assert result.converged
+    assert float((plan_of(*result.potentials, cost, eps) - truth).abs().sum()) <= 1e-6
+
+
+@compiled
+def test_at_tiny_eps_the_plan_is_the_exact_assignment():
+    cost = torch.rand(129, 129)
+    _, columns = linear_sum_assignment(cost.double().numpy())
+    for eps in (1e-6, 1e-8):
+        result = gf.ops.sinkhorn(cost, eps=eps)
+        assert result.converged
+        # mass in the wrong row moves by no more than the largest cost, and an entropic plan costs eps log n more
+        best, slack = float(cost.double()[range(129), columns].mean()), result.marginal_error + eps * math.log(129)
+        assert result.transport_cost == pytest.approx(best, abs=slack)
+        assert torch.equal(gf.ops.ot_assign(*clouds(129, 4, 4), cost=cost, eps=eps), torch.from_numpy(columns))
+
+
+@compiled
+def test_usual_settings_stay_in_float32(monkeypatch):
+    """float64 is for what float32 cannot hold; the coupling of a training batch must not pay for it."""
+    monkeypatch.setattr(transport_solvers, "WideSolve", None)
+    points = clouds(129, 64, 64)
+    for eps in (0.5, 0.05, 5e-3):
+        gf.ops.ot_assign(*points, eps=eps)
+        gf.ops.ot_assign(*points, cost=torch.rand(129, 129), eps=eps)
+    with pytest.raises(TypeError, match="not callable"):
+        gf.ops.ot_assign(*points, eps=1e-5)
+
+
+@pytest.mark.parametrize("max_iter", [1, 2, 15, 40])
+def test_float64_keeps_to_the_iterations(backend, max_iter):
+    cost = torch.rand(30, 30)
+    with pytest.warns(RuntimeWarning, match=f"stopped after {max_iter} iterations"):
+        result = gf.ops.sinkhorn(cost, eps=1e-6, max_iter=max_iter, backend=backend)
+    assert result.iterations == max_iter
+    assert row_error(result, cost, 1e-6) <= result.marginal_error
+
+
+@compiled
+def test_half_storage_refuses_an_eps_that_it_rounds_away():
+    cost = torch.rand(60, 60)
+    with pytest.raises(ValueError, match=r"too small for storage='float16'.* at least 0\.000") as refusal:
+        gf.ops.sinkhorn(cost, eps=1e-4, storage="float16")
+    least = float(str(refusal.value).split()[-1])
+    quiet_sinkhorn(cost, eps=least, storage="float16")
+
+
+def test_an_unfinished_solve_warns_at_the_users_line():
+    for call in (
+        lambda: gf.ops.sinkhorn(torch.rand(9, 9), max_iter=1, eps=0.01),
+        lambda: gf.ops.ot_assign(*clouds(9), max_iter=1, eps=0.01),
+        lambda: gf.ops.couple(*clouds(9), max_iter=1, eps=0.01),
+    ):
+        with pytest.warns(RuntimeWarning, match="stopped after 1 iterations") as seen:
+            call()
+        assert seen[0].filename == __file__
+
+
 @pytest.mark.parametrize("spread", [1e2, 1e4, 1e6])
 def test_huge_cost_ranges(backend, spread):
     cost = spread * torch.rand(60, 60)
@@ -257,7 +411,7 @@ def test_rectangular_matrix(backend):
 
 
 @compiled
-@pytest.mark.parametrize("eps", [0.05, 0.002])
+@pytest.mark.parametrize("eps", [0.05, 0.002, 1e-4])
 def test_threads_do_not_change_a_bit(eps):
     points, threads = clouds(523, 64, 64), torch.get_num_threads()
     noise = StructuredNoise.draw(523, 64), StructuredNoise.draw(523, 64)

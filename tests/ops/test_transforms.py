@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import geoflow_fast as gf
 from geoflow_fast import ops
+from geoflow_fast.noise import StructuredNoise
 from geoflow_fast.ops import native
 from geoflow_fast.ops.adaln import adaln_rows
 from geoflow_fast.ops.gate_residual import gate_residual_rows
@@ -49,6 +50,7 @@ def inputs_of(name: str) -> tuple[object, ...]:
     group, keep = torch.randn(2, WIDTH), torch.rand(ROWS, WIDTH) < 0.5
     direction, times = torch.arange(ROWS).to(torch.int8) % 3, torch.rand(ROWS)
     samples, gallery, bias, sample_bias = unit(2, 3, WIDTH), unit(9, WIDTH), torch.randn(9), torch.randn(2, 3)
+    given = (z.abs() @ w.T, None, None, None, ROWS, "given", 1.0, 1.0)
     return {
         "adaln": (x, group, group + 1, 1e-5),
         "adaln_backward": (y, x, group, 1e-5),
@@ -66,6 +68,9 @@ def inputs_of(name: str) -> tuple[object, ...]:
         "tangent_step": (x, y, 0.3, z, 2.0, False),
         "gallery_posterior": (samples, gallery, 5.0, 4, bias, None, sample_bias),
         "gallery_scores": (samples, gallery, 5.0, bias, sample_bias),
+        "transport_cost": (x, y, z, w, ROWS, "arc", 1.0, 1.0),
+        "sinkhorn": (x[:4], y[:4], z, w, ROWS, "chord", 1.0, 2.0, 0.1, 1e-3, 1000, torch.float32),
+        "ot_assign": (*given, 0.1, 1e-3, 1000, torch.float32, times.double()),
     }[name]
 
 
@@ -137,6 +142,88 @@ def test_a_compiled_training_loss_keeps_the_kernels(flow, calls, backend):
     assert {"adaln", "adaln_backward", "swiglu_backward", "gate_residual_backward", "flow_loss_backward"} <= set(calls)
     for got, wanted in zip(result, expected, strict=True):
         torch.testing.assert_close(got, wanted)
+
+
+@pytest.fixture
+def solves(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The iterations of each run of the compiled transport solver."""
+    seen: list[int] = []
+    iterate = native.TransportMatrix.iterate
+
+    def counted(self: native.TransportMatrix, *arguments: object) -> tuple[int, int, float]:
+        outcome = iterate(self, *arguments)
+        seen.append(outcome[1])
+        return outcome
+
+    monkeypatch.setattr(native.TransportMatrix, "iterate", counted)
+    yield seen
+    torch._dynamo.reset()
+
+
+def transport_calls(points: tuple[Tensor, ...]) -> dict[str, tuple[Callable[..., object], tuple[object, ...]]]:
+    """Functions of tensors that solve a transport problem, with their arguments."""
+    signs = tuple(StructuredNoise.draw(len(points[0]), x.shape[1]).signs for x in points[2:])
+
+    def structured(image: Tensor, text: Tensor, *data: Tensor) -> tuple[Tensor, ...]:
+        noise = (StructuredNoise(s, len(x), x.shape[1]) for s, x in zip((image, text), data))
+        return (ops.ot_assign(*noise, *data, eps=0.1),)
+
+    def plan(*points: Tensor) -> tuple[Tensor, ...]:
+        result = ops.sinkhorn("arc", points, eps=0.1)
+        return result.f, result.g, result.iterations, result.marginal_error, result.transport_cost, result.converged
+
+    return {
+        "ot_assign": (lambda *x: (ops.ot_assign(*x, eps=0.1),), points),
+        "structured": (structured, (*signs, *points[2:])),
+        "given": (lambda cost, *x: (ops.ot_assign(*x, cost=cost, eps=0.1),), (torch.rand(9, 9), *points)),
+        "couple": (lambda *x: (ops.couple(*x, eps=0.1),), points),
+        "sinkhorn": (plan, points),
+        "matrix": (lambda cost: ops.sinkhorn(cost, eps=0.1).potentials, (torch.rand(7, 9),)),
+    }
+
+
+@pytest.mark.skipif(native.missing() is not None, reason="compiled extension is not built")
+@pytest.mark.parametrize("name", ["ot_assign", "structured", "given", "couple", "sinkhorn", "matrix"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_coupling_is_one_node_and_keeps_the_solver(name, backend, solves):
+    function, arguments = transport_calls((unit(9, 12), unit(9, 5), unit(9, 12), unit(9, 5)))[name]
+    expected, wanted = function(*arguments), list(solves)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def recorded(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend(backend)(graph, inputs)
+
+    compiled = torch.compile(function, backend=recorded, fullgraph=True)
+    compiled(*arguments)
+    solves.clear()
+    result = compiled(*arguments)
+    assert solves == wanted
+    for got, right in zip(result, expected, strict=True):
+        assert torch.equal(got, torch.as_tensor(right, dtype=got.dtype))
+    targets = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    assert sum("geoflow" in target for target in targets) == 1
+
+
+def test_an_exported_coupling_has_the_operation():
+    class Coupling(torch.nn.Module):
+        def forward(self, *points: Tensor) -> Tensor:
+            return ops.ot_assign(*points, eps=0.1)
+
+    points = (unit(9, 12), unit(9, 5), unit(9, 12), unit(9, 5))
+    program = torch.export.export(Coupling(), points)
+    assert [str(n.target) for n in program.graph.nodes if "geoflow" in str(n.target)] == ["geoflow.ot_assign.default"]
+    assert torch.equal(program.module()(*points), ops.ot_assign(*points, eps=0.1))
+
+
+def test_a_compiled_solve_still_warns():
+    cost = torch.rand(9, 9)
+    compiled = torch.compile(lambda x: ops.sinkhorn(x, eps=0.01, max_iter=2).g, backend="eager", fullgraph=True)
+    with pytest.warns(RuntimeWarning, match="stopped after 2 iterations"):
+        compiled(cost)
+    with pytest.raises(ValueError, match="float64 holds their plan for eps of at least"):
+        torch.compile(lambda x: ops.sinkhorn(x, eps=1e-20).g, backend="eager", fullgraph=True)(cost)
+    torch._dynamo.reset()
 
 
 def test_an_exported_velocity_has_the_operations(flow):
@@ -225,11 +312,7 @@ def test_torch_func_agrees_with_autograd(calls):
 
 
 def test_every_listed_operation_is_registered():
-    assert {name for name in OPERATIONS if not name.endswith(("_backward", "_jvp"))} == set(gf.backends()) - {
-        "ot_assign",
-        "sinkhorn",
-        "transport_cost",
-    }
+    assert {name for name in OPERATIONS if not name.endswith(("_backward", "_jvp"))} == set(gf.backends())
 
 
 def test_adaln_has_second_derivatives_in_every_mode():
