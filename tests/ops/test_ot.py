@@ -292,6 +292,39 @@ def test_half_storage(eps):
 
 
 @compiled
+@pytest.mark.filterwarnings("ignore:sinkhorn stopped")
+@pytest.mark.parametrize(("n", "m"), [(2, 3), (7, 7), (129, 300)])
+@pytest.mark.parametrize("spread", [0.1, 2.0, 16.0, 40.0, 160.0])
+def test_error_of_half_storage_by_spread(spread, n, m):
+    """The plan's error is below 1e-4 (4 + spread of C / eps), as documented."""
+    random, points = torch.rand(n, m, dtype=torch.float64), clouds(n, 16, 16, m, torch.float64)
+    first = torch.arange(n)[:, None] + torch.arange(m) == 0
+    for cost in (random, random / 20 + (random * 1e3 % 1 < 0.5), random / 10 + first, wide_cost(points)):
+        cost = (cost - cost.min()) / (cost.max() - cost.min())
+        eps = 1 / (0.999 * spread)
+        half = gf.ops.sinkhorn(cost, eps=eps, tol=1e-6, max_iter=2000, storage="float16")
+        truth = gf.ops.sinkhorn(cost, eps=eps, tol=1e-7, max_iter=2000, backend="reference")
+        plans = [plan_of(*result.potentials, cost, eps) for result in (half, truth)]
+        assert float((plans[0] - plans[1]).abs().sum()) <= 1e-4 * (4 + spread)
+
+
+@compiled
+def test_half_storage_refuses_a_spread_that_it_does_not_resolve():
+    points = clouds(33, 48, 33)
+    cost = wide_cost(points)
+    eps = float(cost.max() - cost.min()) / 161
+    for call in (
+        lambda: gf.ops.sinkhorn(cost, eps=eps, storage="float16"),
+        lambda: gf.ops.sinkhorn("arc", points, eps=eps, storage="float16"),
+        lambda: gf.ops.ot_assign(*points, eps=eps, storage="float16"),
+    ):
+        with pytest.raises(ValueError, match="spans 160 eps, but this one spans 161"):
+            call()
+    with pytest.warns(RuntimeWarning, match="stopped after 5 iterations"):
+        gf.ops.sinkhorn(cost, eps=eps, max_iter=5, tol=1e-6)
+
+
+@compiled
 def test_memory_is_one_matrix():
     """Peak resident memory of a solve, in a process of its own: one float32 matrix and a little; half in float16."""
     script = """
