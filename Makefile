@@ -67,6 +67,8 @@ test-second-half:
 
 test-slow: setup
 	$(PYTEST) -m "slow and not gpu" tests
+	$(PYTEST) --foreign device -m "not slow and not gpu" tests --ignore=tests/cuda_emulation
+	$(PYTEST) --foreign dtype -m "not slow and not gpu" tests --ignore=tests/cuda_emulation
 	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/interpreter
 	$(PYTEST) -m slow tests/aot
 

@@ -22,7 +22,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Runs each test, its fixtures included, under the foreign default that was asked for."""
     kind = item.config.getoption("foreign")
-    with nullcontext() if kind is None else foreign_defaults(kind):
+    exempt = [mark.args[0] for mark in item.iter_markers("own_default")]
+    with nullcontext() if kind is None or kind in exempt else foreign_defaults(kind):
         return (yield)
 
 

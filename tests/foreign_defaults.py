@@ -74,17 +74,21 @@ class ForeignDevice(TorchFunctionMode):
 
 
 class ForeignDtype(TorchFunctionMode):
-    """Gives library code float64 where it names no dtype; that includes quotients of integers."""
+    """Gives library code float64 where it names no dtype; that includes quotients of integers.
+
+    The default dtype is that of the whole process, so threads take turns.
+    """
+
+    turn = threading.RLock()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs, before = kwargs or {}, torch.get_default_dtype()
-        if before is torch.float64 or not is_library(caller()):
-            return func(*args, **kwargs)
-        torch.set_default_dtype(torch.float64)
-        try:
-            return func(*args, **kwargs)
-        finally:
-            torch.set_default_dtype(before)
+        with self.turn:
+            before = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float64 if is_library(caller()) else before)
+            try:
+                return func(*args, **kwargs or {})
+            finally:
+                torch.set_default_dtype(before)
 
 
 @contextmanager

@@ -71,9 +71,14 @@ class SearchTask:
             return cls(direction, texts, images, pairs.image_row, numbers)
         return cls(direction, images, texts, numbers, pairs.image_row)
 
-    def is_right(self, index: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Whether item `index` [Q] is right for each query."""
-        return self.item_image[index] == self.query_image
+    def share_right(self, index: NDArray[np.int64]) -> Floats:
+        """The share [Q] of right ones among all items that equal item `index` [Q], such as captions with the same
+        words: which of them comes first is chance."""
+        _, kind = np.unique(load(self.gallery), axis=0, return_inverse=True)
+        equal = kind[index][:, None] == kind
+        right = self.query_image[:, None] == self.item_image
+        share: Floats = (equal & right).sum(1) / equal.sum(1)
+        return share
 
 
 def geoflow(command: str, **paths: object) -> None:
@@ -147,12 +152,12 @@ class Results:
     def __init__(self, task: SearchTask, models: Sequence[Path]) -> None:
         self.task = task
         answer, *_ = columns(models[0] / f"ranked_{task.direction}.parquet", "answer")
-        self.correct = task.is_right(answer)  # of plain search
+        self.correct = task.share_right(answer)  # of plain search
         self.stated = [
             columns(m / f"ranked_{task.direction}.parquet", "p_answer")[0].astype(np.float64) for m in models
         ]
         best = [columns(m / f"ranked_{task.direction}.parquet", "index")[0][:, 0] for m in models]
-        self.recall = [float(task.is_right(index).mean()) for index in best]
+        self.recall = [float(task.share_right(index).mean()) for index in best]
         entropy = [columns(m / f"entropy_{task.direction}.parquet", "entropy")[0].astype(np.float64) for m in models]
         self.scores: dict[str, list[Floats]] = {RERANKED: [1 - p for p in self.stated], ENTROPY: entropy}
         self.scores |= {name: [values] for name, values in references(task).items()}
@@ -170,7 +175,7 @@ class Results:
         """Means over seeds, their standard deviation, and the interval of the mean over resampled pictures."""
         aurocs, score = self.aurocs(name), np.stack(self.scores[name], axis=1)
 
-        def mean_auroc(values: Floats, right: NDArray[np.bool_]) -> float:
+        def mean_auroc(values: Floats, right: Floats) -> float:
             return statistics.fmean(auroc(column, right) for column in values.T)
 
         interval = bootstrap_interval(mean_auroc, score, self.correct, resamples=500, groups=self.task.query_image)
@@ -183,7 +188,7 @@ class Results:
         """AUROC of the re-ranker minus that of the best reference, over the same resamples."""
         score = np.stack((*self.scores[RERANKED], *self.scores[self.best_reference]), axis=1)
 
-        def difference(values: Floats, right: NDArray[np.bool_]) -> float:
+        def difference(values: Floats, right: Floats) -> float:
             *ours, theirs = (auroc(column, right) for column in values.T)
             return statistics.fmean(ours) - theirs
 

@@ -119,16 +119,20 @@ class BayesVLM(Baseline):
             raise ValueError(f"{logit_scale=} and {prior_precision=} must be positive, {batch_size=} more than 1")
         self.logit_scale, self.prior_precision, self.batch_size = logit_scale, prior_precision, batch_size
         self.activations: Activations | None = None
-        self._set_widths(image_pre, text_pre)
+        self._set_widths(image_pre, text_pre, None)
 
-    def _set_widths(self, image_pre: int, text_pre: int) -> None:
+    def _set_widths(self, image_pre: int, text_pre: int, device: torch.device | None) -> None:
         """Makes the buffers of both towers: projection, bias, inverse of A, diagonal of the inverse of B."""
         self.settings |= {"image_pre": image_pre, "text_pre": text_pre}
         for tower, width in zip(TOWERS, (image_pre, text_pre)):
-            self.register_buffer(f"{tower}_weight", torch.zeros(self.image_dim, width, dtype=torch.float64))
-            self.register_buffer(f"{tower}_bias", torch.zeros(self.image_dim, dtype=torch.float64))
-            self.register_buffer(f"{tower}_a_inverse", torch.zeros(width, width, dtype=torch.float64))
-            self.register_buffer(f"{tower}_b_inverse", torch.zeros(self.image_dim, dtype=torch.float64))
+            shapes = {
+                "weight": (self.image_dim, width),
+                "bias": (self.image_dim,),
+                "a_inverse": (width, width),
+                "b_inverse": (self.image_dim,),
+            }
+            for name, shape in shapes.items():
+                self.register_buffer(f"{tower}_{name}", torch.zeros(shape, dtype=torch.float64, device=device))
 
     @classmethod
     def missing(cls) -> str | None:
@@ -144,7 +148,7 @@ class BayesVLM(Baseline):
             if weight is None or tuple(weight.shape) != (self.image_dim, rows.dim):
                 shape = "nothing" if weight is None else tuple(weight.shape)
                 raise ValueError(f"{tower}.weight must be [{self.image_dim}, {rows.dim}], got {shape}")
-        self._set_widths(activations.image.dim, activations.text.dim)
+        self._set_widths(activations.image.dim, activations.text.dim, self.device)
         for tower in TOWERS:
             getattr(self, f"{tower}_weight").copy_(activations.projections[f"{tower}.weight"])
             if f"{tower}.bias" in activations.projections:

@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from geoflow_fast.directions import DIRECTIONS, STREAMS, Direction
-from geoflow_fast.flow.fields import Field, Streams, as_flow
+from geoflow_fast.flow.fields import Field, PlainField, Streams, as_flow
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.likelihood.reverse_ode import density_estimates, draw_seed, in_flow, probe_dimensions
 from geoflow_fast.likelihood.settings import DensitySettings
@@ -25,12 +27,13 @@ from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.settings import deprecated_keyword, settings_from
 
 TYPICALITIES = ("density", "absolute")
+Rows = Tensor | NDArray[np.floating[Any]]
 
 
 def log_density(
     field: Field,
-    image: Tensor,
-    text: Tensor,
+    image: Rows,
+    text: Rows,
     direction: str = "joint",
     n_steps: int | None = None,
     n_probes: int | None = None,
@@ -43,6 +46,8 @@ def log_density(
     **deprecated: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Log-density at the pairs (`image` [B, d_I], `text` [B, d_T]), unit rows: float64 [B], in nats.
+
+    Pairs are tensors or arrays in any floating-point type.
 
     `direction="joint"`: log p(image, text); "i2t": log p(text | image); "t2i": log p(image | text). The ODE is solved
     from t = 1 to t = 0 in `n_steps` steps (10) of `solver` ("euler", "midpoint", "rk4" or "ab2"; "midpoint").
@@ -59,7 +64,7 @@ def log_density(
     direction = Direction.of(direction)
     keywords = {"n_steps": n_steps, "n_probes": n_probes, "solver": solver, "divergence": divergence}
     settings = settings_from(DensitySettings(), settings, deprecated, "log_density", **keywords)
-    _check_pairs(image, text)
+    image, text = _pairs(field, image, text)
     if not return_stderr:
         return density_estimates(field, image, text, (direction,), settings, draw_seed(generator, image))[0].mean(0)
     _check_stderr(settings)
@@ -97,8 +102,8 @@ class Epistemic:
 
 def epistemic(
     field: Field,
-    image: Tensor,
-    text: Tensor,
+    image: Rows,
+    text: Rows,
     n_steps: int | None = None,
     n_probes: int | None = None,
     solver: str | None = None,
@@ -106,12 +111,13 @@ def epistemic(
     return_stderr: bool = False,
     *,
     typical: tuple[float, float] | None = None,
-    image_partners: Tensor | None = None,
-    text_partners: Tensor | None = None,
+    image_partners: Rows | None = None,
+    text_partners: Rows | None = None,
     settings: DensitySettings | None = None,
     **deprecated: Any,
 ) -> Epistemic:
-    """Epistemic score and log-densities of the pairs (`image` [B, d_I], `text` [B, d_T]), unit rows.
+    """Epistemic score and log-densities of the pairs (`image` [B, d_I], `text` [B, d_T]), unit rows, and with partners
+    below, tensors or arrays in any floating-point type.
 
     The joint and both conditional ODEs are solved as one batch with the same probes; aligned probes follow the joint
     solve. `n_steps`, `n_probes`, `solver` and `settings` are those of `log_density`.
@@ -132,7 +138,7 @@ def epistemic(
     settings = settings_from(DensitySettings(), settings, deprecated, "epistemic", **keywords)
     if return_stderr:
         _check_stderr(settings)
-    _check_pairs(image, text)
+    image, text = _pairs(field, image, text)
     other_texts = _partners(field, text, text_partners, "text_partners")
     other_images = _partners(field, image, image_partners, "image_partners")
     seed = draw_seed(generator, image)
@@ -170,8 +176,8 @@ def chain_rule(
 
 def suggest_steps(
     field: Field,
-    image: Tensor,
-    text: Tensor,
+    image: Rows,
+    text: Rows,
     tolerance: float = 0.1,
     direction: str = "joint",
     solver: str | None = None,
@@ -200,7 +206,7 @@ def suggest_steps(
     keywords = {"solver": solver, "n_probes": n_probes, "divergence": divergence}
     settings = settings_from(DensitySettings(), settings, deprecated, "suggest_steps", **keywords)
     kept = dataclasses.replace(settings, redraw=False, probe=None if settings.probe == "aligned" else settings.probe)
-    _check_pairs(image, text)
+    image, text = _pairs(field, image, text)
     seed = draw_seed(generator, image)
     steps, before, change = 2, None, math.inf
     while steps <= 2 * max_steps:
@@ -232,36 +238,39 @@ def _stderr(
     return estimates.std(0) * math.sqrt(settings.correction(freedom) / settings.n_probes)
 
 
-def _partners(field: Field, own: Tensor, partners: Tensor | None, name: str) -> tuple[Tensor, ...]:
+def _partners(field: Field, own: Tensor, partners: Rows | None, name: str) -> tuple[Tensor, ...]:
     """The M partners [B, d], given as [M, d] or [B, M, d], that stand in for the rows `own` [B, d]."""
     if partners is None:
         return ()
-    if not isinstance(partners, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(partners).__name__}")
+    if not isinstance(partners, (Tensor, np.ndarray)):
+        raise TypeError(f"{name} must be a tensor or an array, got {type(partners).__name__}")
     rows, width = own.shape
-    side = name.removesuffix("_partners")
-    if (
-        partners.shape[-1:] != (width,)
-        or partners.shape[-2:-1] in {(), (0,)}
-        or partners.shape[:-2] not in {(), (rows,)}
-    ):
-        raise ValueError(f"{name} must be [M, {width}] or [{rows}, M, {width}], got {tuple(partners.shape)}")
-    if partners.dtype != own.dtype or partners.device != own.device:
-        raise ValueError(f"{name} is {partners.dtype} on {partners.device}, but {side} is {own.dtype} on {own.device}")
-    check_rows(partners, name)
-    in_flow(as_flow(field), partners, name)
-    return partners.expand(rows, -1, -1).unbind(1)
+    shape = tuple(partners.shape)
+    if shape[-1:] != (width,) or shape[-2:-1] in {(), (0,)} or shape[:-2] not in {(), (rows,)}:
+        raise ValueError(f"{name} must be [M, {width}] or [{rows}, M, {width}], got {shape}")
+    converted = checks.rows(partners.reshape(-1, width), name, width, own).reshape(shape)
+    check_rows(converted, name)
+    in_flow(as_flow(field), converted, name)
+    return converted.expand(rows, -1, -1).unbind(1)
 
 
-def _check_pairs(image: Tensor, text: Tensor) -> None:
+def _pairs(field: Field, image: Rows, text: Rows) -> Streams:
+    """The pairs as tensors with the dtype and device of the field. What a field that is no flow works in is not known:
+    tensors in single and double precision are left to it."""
     for name, x in zip(STREAMS, (image, text)):
-        checks.with_values(x, name)
-    if image.dim() != 2 or text.dim() != 2 or len(image) != len(text):
+        if not isinstance(x, np.ndarray):
+            checks.with_values(x, name)
+    if len(image.shape) != 2 or len(text.shape) != 2 or len(image) != len(text):
         raise ValueError(
             f"image and text must be [B, d] with equal B, got {tuple(image.shape)} and {tuple(text.shape)}"
         )
-    check_rows(image, "image")
-    check_rows(text, "text")
+    flow, pair = as_flow(field), []
+    for name, x in zip(STREAMS, (image, text)):
+        left_alone = isinstance(flow, PlainField) and x.dtype in (torch.float32, torch.float64)
+        like = x if isinstance(x, Tensor) and left_alone else flow.example
+        pair.append(checks.rows(x, name, x.shape[1], like))
+        check_rows(pair[-1], name)
+    return pair[0], pair[1]
 
 
 def _check_typical(typicality: str | None, typical: tuple[float, float] | None) -> None:

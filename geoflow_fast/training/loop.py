@@ -79,7 +79,8 @@ class Run(Generic[B]):
         self.optimizer = make_optimizer(self.module, config)
         self.averaged: AveragedModel | None = None
         if config.ema_decay is not None:
-            self.averaged = AveragedModel(self.module, multi_avg_fn=get_ema_multi_avg_fn(config.ema_decay))
+            with torch.device("cpu"):  # a counter besides the copy of the weights
+                self.averaged = AveragedModel(self.module, multi_avg_fn=get_ema_multi_avg_fn(config.ema_decay))
         # CPUs without matrix units for bfloat16 are slower with it.
         automatic = self.device.type == "cuda" and torch.cuda.is_bf16_supported()
         self.bfloat16 = automatic if config.precision == "auto" else config.precision == "bfloat16"

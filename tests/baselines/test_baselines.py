@@ -462,6 +462,14 @@ class TestBayesVLM:
         torch.testing.assert_close(variance, drawn.var(0), rtol=0.04, atol=0)
         torch.testing.assert_close(mean, fitted.project("image", probe))
 
+    def test_activations_leave_the_method_on_its_device(self):
+        source, _ = activations(600, 0)
+        method = baselines.BayesVLM(5, 5)
+        with torch.device("meta"):
+            method.set_activations(source)
+        assert {x.device.type for x in method.buffers()} == {"cpu"}
+        assert bool(method.image_weight.any())
+
     def test_cosine_moments_against_sampling(self):
         generator = torch.Generator().manual_seed(0)
         mean, other = (torch.randn(2, 64, generator=generator, dtype=torch.float64) for _ in range(2))

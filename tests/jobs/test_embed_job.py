@@ -85,6 +85,9 @@ def assert_same_bytes(a: Path, b: Path) -> None:
     assert filecmp.cmpfiles(a, b, files_of(a), shallow=False) == (files_of(a), [], [])
 
 
+@pytest.mark.own_default(
+    "dtype", reason="threads of torchvision read the process's default while the library has its turn"
+)
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_two_hundred_images_five_of_them_bad_and_a_kill(world, tmp_path, monkeypatch):
     """A run that was killed ends with the bytes of an undisturbed one, and encodes no finished shard again."""

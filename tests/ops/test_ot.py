@@ -346,7 +346,7 @@ def test_float64_keeps_to_the_iterations(backend, max_iter):
 @compiled
 def test_half_storage_refuses_an_eps_that_it_rounds_away():
     cost = torch.rand(60, 60)
-    with pytest.raises(ValueError, match=r"too small for storage='float16'.* at least 0\.000") as refusal:
+    with pytest.raises(ValueError, match=r"too small for storage='float16'.* at least 0\.006") as refusal:
         gf.ops.sinkhorn(cost, eps=1e-4, storage="float16")
     least = float(str(refusal.value).split()[-1])
     quiet_sinkhorn(cost, eps=least, storage="float16")
@@ -443,6 +443,39 @@ def test_half_storage(eps):
     assert float((plans[0] - plans[1]).abs().sum()) <= 2e-4 / eps
     assigned = [gf.ops.ot_assign(*points, eps=eps, max_iter=3000, storage=s) for s in ("float16", "float32")]
     assert share_equal(*assigned) >= 0.985
+
+
+@compiled
+@pytest.mark.filterwarnings("ignore:sinkhorn stopped")
+@pytest.mark.parametrize(("n", "m"), [(2, 3), (7, 7), (129, 300)])
+@pytest.mark.parametrize("spread", [0.1, 2.0, 16.0, 40.0, 160.0])
+def test_error_of_half_storage_by_spread(spread, n, m):
+    """The plan's error is below 1e-4 (4 + spread of C / eps), as documented."""
+    random, points = torch.rand(n, m, dtype=torch.float64), clouds(n, 16, 16, m, torch.float64)
+    first = torch.arange(n)[:, None] + torch.arange(m) == 0
+    for cost in (random, random / 20 + (random * 1e3 % 1 < 0.5), random / 10 + first, wide_cost(points)):
+        cost = (cost - cost.min()) / (cost.max() - cost.min())
+        eps = 1 / (0.999 * spread)
+        half = gf.ops.sinkhorn(cost, eps=eps, tol=1e-6, max_iter=2000, storage="float16")
+        truth = gf.ops.sinkhorn(cost, eps=eps, tol=1e-7, max_iter=2000, backend="reference")
+        plans = [plan_of(*result.potentials, cost, eps) for result in (half, truth)]
+        assert float((plans[0] - plans[1]).abs().sum()) <= 1e-4 * (4 + spread)
+
+
+@compiled
+def test_half_storage_refuses_a_spread_that_it_does_not_resolve():
+    points = clouds(33, 48, 33)
+    cost = wide_cost(points)
+    eps = float(cost.max() - cost.min()) / 161
+    for call in (
+        lambda: gf.ops.sinkhorn(cost, eps=eps, storage="float16"),
+        lambda: gf.ops.sinkhorn("arc", points, eps=eps, storage="float16"),
+        lambda: gf.ops.ot_assign(*points, eps=eps, storage="float16"),
+    ):
+        with pytest.raises(ValueError, match="is too small for storage='float16'"):
+            call()
+    with pytest.warns(RuntimeWarning, match="stopped after 5 iterations"):
+        gf.ops.sinkhorn(cost, eps=eps, max_iter=5, tol=1e-6)
 
 
 @compiled

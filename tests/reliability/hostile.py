@@ -257,7 +257,7 @@ def judge(target: Target, arguments: dict[str, Any]) -> str:
 
 
 def _judge_error(target: Target, error: Exception) -> None:
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [x for x in traceback.extract_tb(error.__traceback__) if not x.filename.endswith("foreign_defaults.py")]
     bound = len(frames) <= 2  # Python itself rejected the arguments
     ours = frames[-1].filename.startswith(PACKAGE)
     message = str(error)
