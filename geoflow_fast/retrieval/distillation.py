@@ -181,8 +181,8 @@ def _check_memory(count: int, source: FlowSource) -> None:
     each = source.sampling.n_samples * source.item_dim * torch.float32.itemsize
     if count * each > MOST_BYTES:
         raise ValueError(
-            f"the samples of {count} queries take {count * each / 2**30:.1f} GiB, and at most {MOST_BYTES / 2**30:g} GiB "
-            f"are kept in memory; pass at most {MOST_BYTES // each} queries to learn from"
+            f"the samples of {count} queries take {count * each / 2**30:.1f} GiB, and at most {MOST_BYTES / 2**30:g} "
+            f"GiB are kept in memory; pass at most {MOST_BYTES // each} queries to learn from"
         )
 
 
