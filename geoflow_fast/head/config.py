@@ -22,6 +22,13 @@ LoadedConfig = TypeVar("LoadedConfig", bound="NetworkConfig")
 class NetworkConfig(RunConfig):
     """Settings of a network and of its training, which are saved with its weights."""
 
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= checks.number(self.dropout, "dropout") < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+
     def to_json(self) -> dict[str, Any]:
         """The settings as a dictionary that JSON can hold; `from_json` is the inverse."""
         return dataclasses.asdict(self)
@@ -63,7 +70,6 @@ class HeadConfig(NetworkConfig):
     checkpoint_every: int = 500
     points: int = 4
     hidden: int = 256
-    dropout: float = 0.1
     noise: float = 0.0
     bias_hidden: int = 0
     bank: int = 512
@@ -74,8 +80,6 @@ class HeadConfig(NetworkConfig):
             # guard: sizes of a head have limits
             object.__setattr__(self, name, checks.integer(getattr(self, name), name, least, most))
         checks.number(self.noise, "noise", 0.0, 100.0)
-        if not 0 <= checks.number(self.dropout, "dropout") < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
 
 
 @dataclass(frozen=True)
@@ -83,13 +87,13 @@ class DistilConfig(NetworkConfig):
     """Settings of the network that learns a flow's samples (`RetrievalEntropy.distil`) and of its training;
     `TrainConfig` describes those that all runs have.
 
-    `hidden`: width of the network. A batch has `batch_size` queries, each with all its samples. `val_fraction`: share
-    of the training queries by which the best weights are chosen.
+    `hidden`: width of the network. `dropout`: rate of dropout in it. A batch has `batch_size` queries, each with all its
+    samples. `val_fraction`: share of the training queries by which the best weights are chosen.
     """
 
-    steps: int = 3000
+    steps: int = 2000
     batch_size: int = 128
-    lr: float = 2e-3
+    lr: float = 4e-3
     warmup_steps: int = 100
     weight_decay: float = 0.01
     val_every: int = 100

@@ -30,6 +30,10 @@ REFERENCE = "reference"
 POSTERIORS = ("likelihood", "bayes")
 MOST_SAMPLES = 1 << 16
 """More samples of a query than this are refused before anything is made for them."""
+TRUNK_WIDTH = 4
+"""Width of the first layer, which a query passes once, as a multiple of the width of those that every sample passes."""
+INPUT_SCALE = 0.5
+"""Size of the coordinates that the first layer sees. Smaller ones make a smoother function, larger ones overfit."""
 ROWS_AT_ONCE = 1024
 """Samples that go through the network together, few enough for activations to stay in the cache."""
 
@@ -103,8 +107,8 @@ class DistilledSampler(nn.Module):
         self.scoring, self.teacher = scoring, dict(teacher)
         self.agreement: DistilAgreement | None = None
         hidden, dtype = config.hidden, torch.float32
-        self.inner = nn.Linear(query_dim, hidden, dtype=dtype)
-        self.trunk = nn.Linear(hidden, hidden, dtype=dtype)
+        self.inner = nn.Linear(query_dim, TRUNK_WIDTH * hidden, dtype=dtype)
+        self.trunk = nn.Linear(TRUNK_WIDTH * hidden, hidden, dtype=dtype)
         self.number = nn.Parameter(torch.empty(n_samples, hidden, dtype=dtype))
         self.mix = nn.Linear(hidden, hidden, dtype=dtype)
         self.move = nn.Linear(hidden, item_dim, bias=False, dtype=dtype)
@@ -117,12 +121,14 @@ class DistilledSampler(nn.Module):
         nn.init.zeros_(self.base.weight)
         nn.init.normal_(self.centre, std=1 / math.sqrt(item_dim))
 
-    def forward(self, queries: Tensor) -> Tensor:
-        """The samples [Q, M, d'], of unit norm, of the `queries` [Q, d]."""
-        # Coordinates of unit rows shrink with the width; the first layer expects numbers around one.
-        trunk = self.trunk(functional.silu(self.inner(queries * math.sqrt(self.query_dim))))
-        hidden = functional.silu(trunk.unsqueeze(1) + self.number)
-        moved = self.move(functional.silu(self.mix(hidden)))
+    # unchecked: scorers and the loss call it with what they have checked
+    def forward(self, queries: Tensor, dropout: float = 0.0) -> Tensor:
+        """The samples [Q, M, d'], of unit norm, of the `queries` [Q, d], with dropout if a rate is given."""
+        # Coordinates of unit rows shrink with the width.
+        scaled = queries * (INPUT_SCALE * math.sqrt(self.query_dim))
+        trunk = self.trunk(functional.dropout(functional.silu(self.inner(scaled)), dropout, dropout > 0))
+        hidden = functional.silu(self.mix(functional.silu(trunk.unsqueeze(1) + self.number)))
+        moved = self.move(functional.dropout(hidden, dropout, dropout > 0))
         return functional.normalize(self.base(queries).unsqueeze(1) + self.centre + moved, dim=-1)
 
     # unchecked: scorers call it with what they have checked

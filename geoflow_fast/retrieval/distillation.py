@@ -69,6 +69,7 @@ class SampleRegression(Objective[RowBatch]):
     ROWS = "queries"
     pairs: Lessons
     val: Lessons
+    config: DistilConfig
 
     def __init__(self, sampler: DistilledSampler, lessons: Lessons, val: Lessons, config: DistilConfig) -> None:
         super().__init__(sampler, lessons, val, config, sampler.facts())
@@ -97,7 +98,8 @@ class SampleRegression(Objective[RowBatch]):
     def losses(self, batch: RowBatch) -> Tensor:
         """Mean squared distance between the samples of each query [B] and those of the flow."""
         queries, samples = batch.tensors
-        return (self.sampler(queries) - samples).square().sum(-1).mean(1)
+        drawn = self.sampler(queries, self.config.dropout if self.sampler.training else 0.0)
+        return (drawn - samples).square().sum(-1).mean(1)
 
     def export(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Writes what `RetrievalEntropy.from_pretrained` reads, without an agreement as yet."""

@@ -326,8 +326,8 @@ class RetrievalEntropy(nn.Module):
 
     # unchecked: score calls it with queries that it has checked
     def draw(self, queries: Tensor, advance: Advance | None = None) -> Tensor:
-        """Samples [Q, M, d] of the gallery's modality for each of the `queries` [Q, d'], drawn from the flow or from what
-        was distilled from it."""
+        """Samples [Q, M, d] of the gallery's modality for each of the `queries` [Q, d'], drawn from the flow or from
+        what was distilled from it."""
         return self._sample_source.draw(queries, advance).samples
 
     def distil(
@@ -361,9 +361,7 @@ class RetrievalEntropy(nn.Module):
         and is all that `from_pretrained` needs, and `config.json`. Of any other scorer, save the model itself."""
         path, source = checks.path(folder, "folder"), self.source
         if not isinstance(source, DistilledSource):
-            raise TypeError(
-                f"only a distilled scorer is saved; of this one, save the {source.NAME}: its save_pretrained"
-            )
+            raise TypeError(f"only a distilled scorer is saved; for others use save_pretrained of the {source.NAME}")
         used = dataclasses.replace(
             source.sampler.scoring, kappa=source.kappa, posterior=self.posterior, top_k=self.top_k
         )
