@@ -87,8 +87,8 @@ class DistilConfig(NetworkConfig):
     """Settings of the network that learns a flow's samples (`RetrievalEntropy.distil`) and of its training;
     `TrainConfig` describes those that all runs have.
 
-    `hidden`: width of the network. `dropout`: rate of dropout in it. A batch has `batch_size` queries, each with all its
-    samples. `val_fraction`: share of the training queries by which the best weights are chosen.
+    `hidden`: width of the network. `dropout`: rate of dropout in it. A batch has `batch_size` queries, each with all
+    its samples. `val_fraction`: share of the training queries by which the best weights are chosen.
     """
 
     steps: int = 2000

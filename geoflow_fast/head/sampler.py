@@ -5,7 +5,6 @@ All queries share one noise, so the samples of a flow are a function of the quer
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,15 +48,6 @@ class DistilAgreement:
     queries: int
     items: int
     """Size of the gallery that the queries searched."""
-
-    def to_json(self) -> dict[str, Any]:
-        """The numbers as a dictionary that JSON can hold, which knows no NaN."""
-        return {**dataclasses.asdict(self), "spearman": None if math.isnan(self.spearman) else self.spearman}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> DistilAgreement:
-        """Rebuilds the numbers from `to_json`."""
-        return cls(**{**value, "spearman": math.nan if value["spearman"] is None else value["spearman"]})
 
 
 @dataclass(frozen=True)
@@ -162,7 +152,7 @@ class DistilledSampler(nn.Module):
             if rows := checks.integer(info["reference_rows"], "reference_rows", 0, checks.LARGEST_COUNT):
                 expected[REFERENCE] = torch.empty(rows, sampler.query_dim)
             if info["agreement"] is not None:
-                sampler.agreement = DistilAgreement.from_json(info["agreement"])
+                sampler.agreement = _read_agreement(info["agreement"])
         check_tensors(path, tensors, expected)
         sampler.reference = tensors.pop(REFERENCE, None)
         sampler.load_state_dict(tensors, assign=True)
@@ -179,11 +169,21 @@ def save_sampler(
         **sampler.facts(),
         "scoring": scoring.to_json(),
         "reference_rows": 0 if reference is None else len(reference),
-        "agreement": None if sampler.agreement is None else sampler.agreement.to_json(),
+        "agreement": None if sampler.agreement is None else _agreement_as_json(sampler.agreement),
     }
     tensors = dict(weights) if reference is None else {**weights, REFERENCE: reference}
     save_tensors(folder / WEIGHTS_FILE, tensors, kind=KIND, info=info)
     write_json(folder / CONFIG_FILE, {"kind": KIND, **info})
+
+
+def _agreement_as_json(agreement: DistilAgreement) -> dict[str, Any]:
+    """The numbers as a dictionary that JSON can hold, which knows no NaN."""
+    return {**vars(agreement), "spearman": None if math.isnan(agreement.spearman) else agreement.spearman}
+
+
+def _read_agreement(value: dict[str, Any]) -> DistilAgreement:
+    """The inverse of `_agreement_as_json`."""
+    return DistilAgreement(**{**value, "spearman": math.nan if value["spearman"] is None else value["spearman"]})
 
 
 def sampler_digest(sampler: DistilledSampler) -> str:

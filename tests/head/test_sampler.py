@@ -44,7 +44,7 @@ def student(scorer) -> gf.RetrievalEntropy:
 
 
 def known_samples(queries: Tensor) -> Tensor:
-    """A smooth function of the query in the place of the flow: [Q, 6, 10]."""
+    """A smooth function of the query in the name of the flow: [Q, 6, 10]."""
     generator = torch.Generator().manual_seed(7)
     base, centre, bend = (torch.randn(*shape, generator=generator) for shape in ((10, 7), (6, 10), (6, 7)))
     wave = torch.sin(2 * queries @ bend.T).unsqueeze(2)
@@ -163,8 +163,8 @@ def test_the_call_is_that_of_its_teacher(student):
     for ours, theirs in zip(answers(student, queries), expected):
         assert torch.equal(ours, theirs)
     with ThreadPoolExecutor(4) as pool:
-        for found in pool.map(lambda _: answers(student, queries), range(8)):
-            assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected))
+        for answered in pool.map(lambda _: answers(student, queries), range(8)):
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(answered, expected))
     torch.testing.assert_close(student(queries[3:4]).entropy, expected[0][3:4])
     torch.testing.assert_close(student(queries.repeat_interleave(2, 1)[:, ::2]).entropy, expected[0])
     order = torch.randperm(129, generator=torch.Generator().manual_seed(1))
@@ -291,14 +291,14 @@ def test_settings_of_flows_are_refused_by_a_sampler(student):
         _ = student.sampling
 
 
-def spoil(folder: Path, place: str, value: object) -> None:
-    """Replaces a tensor of a saved scorer or, with a place in its configuration, a value there; None takes it away."""
+def spoil(folder: Path, name: str, value: object) -> None:
+    """Replaces a tensor of a saved scorer or a value of its configuration; None takes it away."""
     path = folder / "model.safetensors"
     tensors, info = load_tensors(path, kind="distilled sampler")
-    *way, last = place.split(".")
-    owner = tensors if place in ("number", "reference") else info
-    for name in way:
-        owner = owner[name]
+    *groups, last = name.split(".")
+    owner = tensors if name in ("number", "reference") else info
+    for group in groups:
+        owner = owner[group]
     owner.pop(last, None)
     if value is not None:
         owner[last] = value
@@ -306,7 +306,7 @@ def spoil(folder: Path, place: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "value", "words"),
+    ("name", "value", "words"),
     [
         ("number", None, "holds nothing as number"),
         ("number", torch.ones(6, 16, dtype=torch.float64), "one floating-point dtype"),
@@ -326,9 +326,9 @@ def spoil(folder: Path, place: str, value: object) -> None:
         ("scoring.top_k", 0, "top_k must be at least 1"),
     ],
 )
-def test_a_file_that_does_not_fit_its_configuration(student, tmp_path, place, value, words):
+def test_a_file_that_does_not_fit_its_configuration(student, tmp_path, name, value, words):
     student.save_pretrained(tmp_path)
-    spoil(tmp_path, place, value)
+    spoil(tmp_path, name, value)
     with pytest.raises(ValueError, match=words) as caught:
         gf.RetrievalEntropy.from_pretrained(tmp_path, student.gallery)
     assert str(tmp_path / "model.safetensors") in str(caught.value)
