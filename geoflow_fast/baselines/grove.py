@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from geoflow_fast.baselines.base import FitTask
-from geoflow_fast.baselines.trained import PUBLISHED, PairObjective, RowBatch, TrainedBaseline
+from geoflow_fast.baselines.trained import PUBLISHED, PairObjective, TrainedBaseline
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import Direction
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.runtime import checks
+from geoflow_fast.training.batches import RowBatch
 from geoflow_fast.training.config import RunConfig
 from geoflow_fast.training.loop import Run, TrainReport, complete
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from geoflow_fast.baselines.base import Baseline, FitTask
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import Index
-from geoflow_fast.training.batches import ShuffledBatches, generator_for, piece_edges, validation_index
+from geoflow_fast.training.batches import RowBatch, ShuffledBatches, generator_for, validation_index
 from geoflow_fast.training.config import RunConfig
 from geoflow_fast.training.loop import Run, TrainReport, complete
 from geoflow_fast.training.objective import Objective
@@ -28,21 +27,6 @@ TINY_WIDTH = 64
 
 PUBLISHED = RunConfig(steps=120_000, batch_size=2048, warmup_steps=1000, val_every=10_000, val_batches=20)
 """The settings that the published runs have in common."""
-
-
-@dataclass(frozen=True)
-class RowBatch:
-    """The tensors that the loss of a batch takes, all with the same number of rows."""
-
-    tensors: tuple[Tensor, ...]
-
-    def __len__(self) -> int:
-        return len(self.tensors[0])
-
-    def pieces(self, count: int) -> Iterator[RowBatch]:
-        """Yields the batch in `count` pieces of nearly equal size, or in single rows if it has fewer."""
-        for low, high in piece_edges(len(self), count):
-            yield RowBatch(tuple(x[low:high] for x in self.tensors))
 
 
 class SizedBaseline(Baseline):
@@ -97,6 +81,9 @@ class TrainedBaseline(SizedBaseline):
 
 class PairObjective(Objective[RowBatch]):
     """The objective of a `TrainedBaseline`. `module` is what is trained: the method, or a module that contains it."""
+
+    pairs: EmbeddingPairs
+    val: EmbeddingPairs
 
     def __init__(self, module: nn.Module, method: TrainedBaseline, task: FitTask) -> None:
         if method.CONTRASTIVE and task.config.accumulate > 1:

@@ -74,6 +74,9 @@ ConfigFlag = Annotated[
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 ModelFlag = Annotated[Path, typer.Option(help="Folder of a trained flow.")]
+ScorerFlag = Annotated[
+    Path, typer.Option(help="Folder of a trained flow, of a posterior head or of a distilled scorer.")
+]
 PairsFlag = Annotated[Path, typer.Option(help="Folder of paired embeddings (img_emb/, text_emb/).")]
 QueriesFlag = Annotated[Path, typer.Option(help=".npy file or folder of .npy shards, unit rows.")]
 GalleryFlag = Annotated[Path, typer.Option(help=".npy file or folder of .npy shards, unit rows; read block by block.")]

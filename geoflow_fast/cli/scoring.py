@@ -25,6 +25,7 @@ from geoflow_fast.cli.base import (
     ProbeSeedFlag,
     QueriesFlag,
     RankLayout,
+    ScorerFlag,
     continued_later,
     given,
     print_json,
@@ -37,7 +38,7 @@ app = Commands()
     epilog="Example: geoflow entropy --model runs/first --queries texts.npy --gallery img_emb/ --out scores.parquet"
 )
 def entropy(
-    model: ModelFlag,
+    model: ScorerFlag,
     queries: QueriesFlag,
     gallery: GalleryFlag,
     out: OutFileFlag,
@@ -51,11 +52,15 @@ def entropy(
     steps: Annotated[int | None, typer.Option(help="Solver steps. Default: 50; --fast: 8.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the base noise. Default: 0.")] = None,
     posterior: Annotated[
-        Literal["likelihood", "bayes"],
-        typer.Option(help="likelihood: as in the paper; bayes: corrected for items that fit many queries."),
-    ] = "likelihood",
+        Literal["likelihood", "bayes"] | None,
+        typer.Option(
+            help="likelihood: as in the paper; bayes: corrected for items that fit many queries. Default: likelihood, "
+            "or what a distilled scorer was saved with."
+        ),
+    ] = None,
     reference: Annotated[
-        Path | None, typer.Option(help="Typical queries other than those scored; required for --posterior bayes.")
+        Path | None,
+        typer.Option(help="Typical queries other than those scored; required for --posterior bayes of a flow."),
     ] = None,
     top_k: Annotated[
         int | None, typer.Option(help="Also write this many most probable items: lists top_index and top_prob.")
@@ -79,9 +84,14 @@ def entropy(
     from geoflow_fast.jobs import entropy as scoring
     from geoflow_fast.runtime import plots
 
-    if reference is not None and posterior != "bayes":
+    kind = scoring.model_kind(model)
+    if kind != scoring.FLOW:
+        refuse_flags(kind, fast=fast or None, samples=samples, guidance=guidance, steps=steps, seed=seed)
+    if kind == scoring.HEAD:
+        refuse_flags(kind, kappa=kappa, posterior=posterior)
+    elif reference is not None and posterior != "bayes":
         raise ValueError("--reference is for --posterior bayes")
-    if reference is None and posterior == "bayes":
+    elif reference is None and posterior == "bayes" and kind == scoring.FLOW:
         raise ValueError(
             "--posterior bayes needs --reference: typical queries other than those scored, which would count against "
             "their own items"
@@ -89,8 +99,8 @@ def entropy(
     if plot is not None:
         plots.pyplot()  # reports a missing matplotlib now rather than after hours of scoring
     chosen = given(n_samples=samples, kappa=kappa, guidance=guidance, n_steps=steps, seed=seed, top_k=top_k)
-    if reference is not None:
-        chosen |= {"posterior": "bayes", "reference": scoring.reference_queries(reference)}
+    typical = None if reference is None else scoring.reference_queries(reference)
+    chosen |= given(posterior=posterior, reference=typical)
     with continued_later() as world:
         scorer = scoring.open_scorer(model, gallery, direction, fast=fast, device=device, world=world, **chosen)
         options = {"with_top": top_k is not None, "block": block, "overwrite": overwrite, "layout": layout}
@@ -218,6 +228,12 @@ def rerank(
         f"re-ranking changes the answer of {summary.changed:.1%} of the queries",
         f"Wrote {out}",
     )
+
+
+def refuse_flags(kind: str, **flags: Any) -> None:
+    """Raises a ValueError that names a flag which was given although this kind of model has no such setting."""
+    for name in given(**flags):
+        raise ValueError(f"--{name} is a setting of flows, but --model holds a {kind}")
 
 
 def print_summary(summary: Any, as_json: bool, title: str, quantiles: dict[str, dict[str, float]], *lines: str) -> None:

@@ -93,6 +93,7 @@ class HeadObjective(Objective[HeadBatch]):
     its value. A rank has its share of the queries and all items of a batch, so nothing but gradients is exchanged.
     """
 
+    pairs: EmbeddingPairs
     config: HeadConfig
 
     def __init__(

@@ -14,13 +14,16 @@ from torch import Tensor
 
 from geoflow_fast.data.rows import open_rows
 from geoflow_fast.distributed import ALONE, World
-from geoflow_fast.flow.model import GeoFlow
+from geoflow_fast.flow.model import WEIGHTS_FILE, GeoFlow
+from geoflow_fast.head import model as head
+from geoflow_fast.head import sampler
 from geoflow_fast.jobs.job import quantiles
 from geoflow_fast.jobs.queries import BLOCK_QUERIES, answer_queries, open_queries
 from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.runtime import checks, parquet, plots
 from geoflow_fast.runtime.device import usable_device
+from geoflow_fast.runtime.tensors import kind_of
 
 FORMAT = 1
 """This number goes up when a release computes other results from the same settings, so that it does not continue the
@@ -31,6 +34,8 @@ REFERENCE_QUERIES = 256
 ITEM_BYTES = 4
 """Bytes of one coordinate of an item in memory."""
 LAYOUTS = ("auto", "gallery", "queries")
+FLOW, HEAD, SAMPLER = "flow", head.KIND, sampler.KIND
+"""What a folder can hold for a scorer."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +57,24 @@ class ScoreSummary:
 def open_scorer(
     model: Path, gallery: Path, direction: str, *, fast: bool, device: str, world: World = ALONE, **settings: Any
 ) -> RetrievalEntropy:
-    """Returns the scorer of a saved flow and a gallery on disk; `settings` change the paper's or the fast settings."""
-    flow = GeoFlow.from_pretrained(model)
-    make = RetrievalEntropy.fast if fast else RetrievalEntropy
-    return make(flow, Gallery(gallery, world=world), direction, **settings).to(usable_device(device))
+    """Returns the scorer of a saved model and a gallery on disk. The model is a flow, for which `settings` change the
+    paper's or the fast settings, a head, or what was distilled from a flow."""
+    kind, items = model_kind(model), Gallery(gallery, world=world)
+    if kind == FLOW:
+        make = RetrievalEntropy.fast if fast else RetrievalEntropy
+        scorer = make(GeoFlow.from_pretrained(model), items, direction, **settings)
+    elif kind == HEAD:
+        scorer = RetrievalEntropy(head.PosteriorHead.from_pretrained(model), items, direction, **settings)
+    else:
+        scorer = RetrievalEntropy.from_pretrained(model, items, direction=direction, **settings)
+    return scorer.to(usable_device(device))
+
+
+def model_kind(folder: Path) -> str:
+    """What the folder of a model holds: "flow", "posterior head" or "distilled sampler". Any other file is called a
+    flow, and to open it as one is an error that says what it is."""
+    kind = kind_of(folder / WEIGHTS_FILE)
+    return kind if kind in (HEAD, SAMPLER) else FLOW
 
 
 def reference_queries(path: Path, count: int = REFERENCE_QUERIES) -> Tensor:
@@ -90,7 +109,7 @@ def score_file(
     against all items. "auto" divides the queries if the gallery fits into memory and every rank gets a block.
     """
     checks.integer(block, "block", 1)
-    rows = open_queries(queries, scorer.query_dim, scorer.gallery.world)
+    rows = open_queries(queries, scorer.query_dim, scorer.gallery.world, scorer.source.NAME)
     together = choose_layout(layout, scorer, math.ceil(len(rows) / block)) == "gallery"
     if together:
         scorer.divide_among_ranks()

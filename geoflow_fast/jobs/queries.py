@@ -22,15 +22,23 @@ BLOCK_QUERIES = 64
 """Queries per pass over the gallery. A kill loses at most the work on one block."""
 
 
-def open_queries(path: Path, dim: int, world: World = ALONE) -> Rows:
-    """Opens a `.npy` file or a folder of shards, and checks that it holds unit rows of width `dim`."""
+def open_queries(path: Path, dim: int, world: World = ALONE, model: str = "flow") -> Rows:
+    """Opens a `.npy` file or a folder of shards, and checks that it holds unit rows of width `dim`, which is what a
+    `model` expects."""
     rows = open_rows(path, "queries")
     if rows.dim != dim:
-        raise ValueError(f"queries {path} have width {rows.dim}, but the flow expects {dim}")
+        raise ValueError(f"queries {path} have width {rows.dim}, but the {model} expects {dim}")
     if len(rows) == 0:
         raise ValueError(f"queries {path} are empty: there is nothing to score")
     rows.check(normalize=False, world=world)
     return rows
+
+
+def model_digest(searcher: RetrievalEntropy | BayesReranker) -> dict[str, str]:
+    """The digest of the model that answers, under the name of its kind."""
+    if isinstance(searcher, RetrievalEntropy):
+        return {searcher.source.NAME: searcher.source.digest()}
+    return {"flow": flow_digest(searcher.flow)}
 
 
 def answer_queries(
@@ -48,12 +56,12 @@ def answer_queries(
 ) -> None:
     """Writes the Parquet file `out`, whose `columns` are attributes of what `answer(queries, advance=...)` returns.
 
-    The job is identified by `facts`, the settings of `searcher` and digests of the flow, the queries and the gallery.
+    The job is identified by `facts`, the settings of `searcher` and digests of the model, the queries and the gallery.
     The ranks of the gallery's world share the blocks or, with `together`, compute each block together.
     """
     world = searcher.gallery.world
     inputs = {
-        "flow": flow_digest(searcher.flow),
+        **model_digest(searcher),
         "queries": queries.digest(world),
         "gallery": searcher.gallery.digest(),
     }

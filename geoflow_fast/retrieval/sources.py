@@ -1,4 +1,5 @@
-"""Where the points around a query come from that score the items of a gallery: from a flow, or from a head.
+"""Where the points around a query come from that score the items of a gallery: a flow, what was distilled from one, or
+a head.
 
 A source turns queries into points with weights, knows what its results depend on, and computes the marginals of items,
 once per gallery.
@@ -20,6 +21,7 @@ from geoflow_fast.flow.sampling import SamplingSettings, StartingPoints, sample_
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.head.loss import point_scores
 from geoflow_fast.head.model import PosteriorHead, head_digest
+from geoflow_fast.head.sampler import DistilledSampler, sampler_digest
 from geoflow_fast.retrieval import marginals
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.runtime import hashing
@@ -42,6 +44,8 @@ class Source(ABC):
 
     NAME: ClassVar[str]
     """What the model is called in a scorer and in messages."""
+    HAS_REFERENCE: ClassVar[bool] = False
+    """True if the model itself has typical queries, from which the items' marginals can be computed."""
 
     def __init__(self, model: nn.Module, direction: Direction, widths: tuple[int, int]) -> None:
         self.model, self.direction = model, direction
@@ -143,11 +147,43 @@ class FlowSource(Source):
         return marginals.log_mean_scores(self.draw(reference).samples, gallery, self.kappa)
 
 
+class DistilledSource(Source):
+    """The samples that a network has learned from a flow, used as the flow's are. An item's log-marginal comes from its
+    scores for reference queries."""
+
+    NAME = "sampler"
+
+    def __init__(self, sampler: DistilledSampler, kappa: float) -> None:
+        direction = sampler.scoring.direction
+        super().__init__(sampler, direction, direction.pair(sampler.query_dim, sampler.item_dim))
+        self.sampler, self.kappa = sampler, kappa
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"direction": str(self.direction), "n_samples": self.sampler.n_samples, "kappa": self.kappa}
+
+    def draw(self, queries: Tensor, advance: Advance | None = None) -> ScoringPoints:
+        check_rows(queries, "queries")
+        return ScoringPoints(self.sampler.draw(queries.to(self.example), advance), self.kappa)
+
+    def digest(self) -> str:
+        return sampler_digest(self.sampler)
+
+    def marginal_facts(self, reference: Tensor | None) -> dict[str, Any]:
+        assert reference is not None
+        return {**self.settings, "reference": hashing.digest([reference]), "format": marginals.FORMAT}
+
+    def item_marginals(self, gallery: Gallery, reference: Tensor | None) -> Tensor:
+        assert reference is not None
+        return marginals.log_mean_scores(self.draw(reference).samples, gallery, self.kappa)
+
+
 class HeadSource(Source):
     """The points of a head. From an item's score a share of the logarithm of its mean score for typical queries is
     subtracted, those passed as reference or the head's own bank, and what the head has learned about it is added."""
 
     NAME = "head"
+    HAS_REFERENCE = True
 
     def __init__(self, head: PosteriorHead, direction: Direction) -> None:
         super().__init__(head, direction, (head.image_dim, head.text_dim))

@@ -98,6 +98,14 @@ def load_tensors(
         return tensors, {**json.loads(metadata["info"])}
 
 
+def kind_of(path: Path) -> str:
+    """What a file of `save_tensors` is for; its contents are not checked."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist")
+    with contents_of(path, "truncated or not a safetensors file"), safe_open(path, framework="pt") as file:
+        return str((file.metadata() or {}).get("kind"))
+
+
 def _check_digest(path: Path, expected: str) -> None:
     with open(path, "rb") as file:
         length = file.read(8)

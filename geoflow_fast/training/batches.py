@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic
@@ -68,7 +68,7 @@ class ShuffledBatches:
         return np.random.default_rng((self.seed, epoch)).permutation(self.count)
 
 
-def validation_index(pairs: EmbeddingPairs, batch_size: int, number: int) -> Index:
+def validation_index(pairs: Sized, batch_size: int, number: int) -> Index:
     """The numbers of the pairs of a validation batch. Batches follow each other and start again at the end."""
     rows = min(batch_size, len(pairs))
     return (np.arange(rows) + number * rows) % len(pairs)
@@ -79,6 +79,21 @@ def piece_edges(rows: int, count: int) -> Iterator[tuple[int, int]]:
     one."""
     count = min(count, rows)
     return itertools.pairwise([rows * k // count for k in range(count + 1)] if rows else [])
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """The tensors that the loss of a batch takes, all with the same number of rows."""
+
+    tensors: tuple[Tensor, ...]
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def pieces(self, count: int) -> Iterator[RowBatch]:
+        """Yields the batch in `count` pieces of nearly equal size, or in single rows if it has fewer."""
+        for low, high in piece_edges(len(self), count):
+            yield RowBatch(tuple(x[low:high] for x in self.tensors))
 
 
 class Prefetcher(Generic[B]):

@@ -34,6 +34,8 @@ LOSS_NAMES = tuple(f"loss_{direction}" for direction in ROW_ORDER)
 class FlowMatching(Objective[Batch]):
     """The flow-matching objective of a `GeoFlow`."""
 
+    pairs: EmbeddingPairs
+    val: EmbeddingPairs
     config: TrainConfig
 
     def __init__(

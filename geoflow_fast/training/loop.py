@@ -235,7 +235,7 @@ class Run(Generic[B]):
         for part, fingerprint in self.fingerprints.items():
             # guard: a run is continued only on its own pairs
             if info[part] != fingerprint:
-                name = {"data": "pairs", "val": "validation pairs"}[part]
+                name = {"data": "", "val": "validation "}[part] + self.objective.ROWS
                 raise ValueError(f"{path} belongs to a run on other {name}; use a new folder or resume=False")
 
 

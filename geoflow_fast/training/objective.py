@@ -5,13 +5,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.training.config import RunConfig
+
+
+class TrainingRows(Protocol):
+    """What a run learns from: a number of rows, and what tells them from others."""
+
+    def __len__(self) -> int: ...
+
+    def fingerprint(self) -> str:
+        """A hash that only equal rows share."""
+        ...
 
 
 class BatchRows(Protocol):
@@ -35,17 +44,20 @@ class Objective(ABC, Generic[B]):
     training batch has `batch_size` rows on all ranks together.
     """
 
+    ROWS: ClassVar[str] = "pairs"
+    """What messages call the rows of `pairs`."""
+
     def __init__(
         self,
         module: nn.Module,
-        pairs: EmbeddingPairs,
-        val: EmbeddingPairs,
+        pairs: TrainingRows,
+        val: TrainingRows,
         config: RunConfig,
         facts: Mapping[str, Any],
         world: World = ALONE,
     ) -> None:
         if len(pairs) < config.batch_size:
-            raise ValueError(f"{len(pairs)} training pairs are too few for batch_size={config.batch_size}")
+            raise ValueError(f"{len(pairs)} training {self.ROWS} are too few for batch_size={config.batch_size}")
         self.module, self.pairs, self.val, self.config, self.facts = module, pairs, val, config, facts
         self.world = world
 

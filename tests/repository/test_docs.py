@@ -44,6 +44,7 @@ SMALLER = {
 # What makes documented Python small.
 FEWER = {
     "24_000": "2_400",
+    "steps=2000": "steps=10",
     "steps=200": "steps=10",
     "max_queries=200": "max_queries=100",
     "search(text[:500])": "search(text[:40])",
