@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from geoflow_fast import geometry, ops
 from geoflow_fast.directions import Direction
@@ -24,11 +25,11 @@ Interpolant = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 class Guided(NamedTuple):
-    """The velocity v + guidance (v - free), which the step that follows it computes."""
+    """The velocity v + guidance (v - free), or `v` without `free`, which the step that follows it computes."""
 
     v: Tensor
-    free: Tensor | None
-    guidance: float
+    free: Tensor | None = None
+    guidance: float = 0.0
 
 
 Motion = Tensor | Guided
@@ -36,7 +37,7 @@ Motion = Tensor | Guided
 
 
 def _parts(v: Motion) -> Guided:
-    return v if isinstance(v, Guided) else Guided(v, None, 0.0)
+    return v if isinstance(v, Guided) else Guided(v)
 
 
 class Manifold(ABC):
@@ -134,14 +135,16 @@ class Sphere(Manifold):
         return tangent_step_rows(x, v, h, free, guidance, False, "auto")
 
     def retract(self, x: Tensor, v: Motion, h: float, at: Tensor | None = None) -> Tensor:
-        v, free, guidance = _parts(v)
-        if at is None:
-            return tangent_step_rows(x, v, h, free, guidance, True, "auto")
-        return tangent_stage_rows(x, at, v, h, free, guidance, None, 0.0, "auto")[0]
+        at = x if at is None else at
+        if isinstance(v, Guided):
+            return tangent_stage_rows(x, at, v.v, h, v.free, v.guidance, None, 0.0, "auto")[0]
+        # Densities are followed by these operations: a re-ranker's stored calibration holds for their rounding.
+        return functional.normalize(torch.add(x, self.project(at, v), alpha=h), dim=-1)
 
     def stage(self, x: Tensor, v: Motion, h: float, at: Tensor, total: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-        v, free, guidance = _parts(v)
-        return tangent_stage_rows(x, at, v, h, free, guidance, total, weight, "auto")
+        if isinstance(v, Guided):
+            return tangent_stage_rows(x, at, v.v, h, v.free, v.guidance, total, weight, "auto")
+        return self.retract(x, v, h, at), torch.add(total, self.project(at, v), alpha=weight)
 
     def multistep(self, x: Tensor, v: Motion, h: float, carried: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
         v, free, guidance = _parts(v)

@@ -1,8 +1,8 @@
 // The row loops of the solvers' steps, compiled once per instruction set.
 //
-// A row stays in L1 between its passes, with the output's row as their scratch, so each tensor crosses the memory bus
-// once. Arithmetic is in double: it waits for memory all the same, points are rounded once a step, and whole turns of a
-// long step come off exactly.
+// A step is a linear combination of the rows it reads. One pass over them gives the inner products that its coefficients
+// depend on, and a second one, from L1, writes it: each tensor crosses the memory bus once. Sums, angles and coefficients
+// are in double, so that a point is rounded once a step and whole turns of a long step come off exactly.
 // Everything has internal linkage: an AVX2 copy of an inline function must never be the one a baseline file links to.
 #pragma once
 #include <cmath>
@@ -16,94 +16,107 @@ namespace {
 using geoflow::RowShape;
 using geoflow::RowsView;
 
-// Sum of term(k) over a row.
-template <typename Term>
-inline double row_sum(std::int64_t width, Term term) {
-    double sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (std::int64_t k = 0; k < width; ++k) sum += term(k);
-    return sum;
-}
-
-// The velocity of one row, which is projected at `at`; `free` is null without guidance.
+// The entries of one row of g = v + guidance (v - free).
 struct Guided {
-    const float *at, *v, *free;
+    const float *v, *free;
     double guidance;
+
+    Guided(RowsView v, RowsView v_free, double guidance, std::int64_t r)
+        : v(row(v, r)), free(v_free.data ? row(v_free, r) : row(v, r)), guidance(v_free.data ? guidance : 0) {}
+    double operator[](std::int64_t k) const { return v[k] + guidance * (double(v[k]) - free[k]); }
 };
 
-// Writes the tangent part of the guided velocity to `to`, and returns its squared norm.
-double tangent_row(Guided g, float* __restrict to, std::int64_t width) {
-    const float *__restrict at = g.at, *__restrict v = g.v, *__restrict free = g.free ? g.free : g.v;
-    const double guidance = g.guidance;
-    const auto velocity = [=](std::int64_t k) { return v[k] + guidance * (double(v[k]) - free[k]); };
-    const double along = row_sum(width, [=](std::int64_t k) { return at[k] * velocity(k); });
-    return row_sum(width, [=](std::int64_t k) {
-        to[k] = static_cast<float>(velocity(k) - along * at[k]);
-        return double(to[k]) * to[k];
-    });
-}
-
-// y = p x + q y, scaled to unit norm.
-void combine_row(const float* __restrict x, double p, double q, float* __restrict y, std::int64_t width) {
-    const double squares = row_sum(width, [=](std::int64_t k) { return (p * x[k] + q * y[k]) * (p * x[k] + q * y[k]); });
-    const double factor = 1 / std::sqrt(squares), from_x = p * factor, from_y = q * factor;
-#pragma omp simd
-    for (std::int64_t k = 0; k < width; ++k) y[k] = static_cast<float>(from_x * x[k] + from_y * y[k]);
-}
-
-Guided guided(RowsView at, RowsView v, RowsView v_free, double guidance, std::int64_t r) {
-    return {row(at, r), row(v, r), v_free.data ? row(v_free, r) : nullptr, guidance};
-}
+// Squared norm of an exact combination, of which rounding may leave a negative number.
+double length(double squared) { return squared > 0 ? std::sqrt(squared) : 0; }
 
 void tangent_step(RowShape shape, double h, double guidance, bool renormalise, RowsView x, RowsView v, RowsView v_free,
                   RowsView y) {
 #pragma omp parallel for num_threads(shape.threads) schedule(static)
     for (std::int64_t r = 0; r < shape.rows; ++r) {
-        const double squares = tangent_row(guided(x, v, v_free, guidance, r), row(y, r), shape.width);
-        const double turn = renormalise ? 0 : std::fabs(h) * std::sqrt(squares);
-        combine_row(row(x, r), std::cos(turn), h * sinc(turn), row(y, r), shape.width);
+        const float* __restrict here = row(x, r);
+        float* __restrict there = row(y, r);
+        const Guided g(v, v_free, guidance, r);
+        double xx = 0, xg = 0, gg = 0;
+#pragma omp simd reduction(+ : xx, xg, gg)
+        for (std::int64_t k = 0; k < shape.width; ++k) {
+            const double speed = g[k];
+            xx += double(here[k]) * here[k];
+            xg += here[k] * speed;
+            gg += speed * speed;
+        }
+        // With u = g - <x, g> x, which is orthogonal to x up to its rounding: y is p x + q u.
+        const double xu = xg - xg * xx, uu = gg - xg * xg - xg * xu;
+        const double turn = renormalise ? 0 : std::fabs(h) * length(uu);
+        const double p = std::cos(turn), q = h * sinc(turn);
+        const double norm = length(p * p * xx + 2 * p * q * xu + q * q * uu);
+        const double from_x = (p - q * xg) / norm, from_g = q / norm;
+#pragma omp simd
+        for (std::int64_t k = 0; k < shape.width; ++k) there[k] = static_cast<float>(from_x * here[k] + from_g * g[k]);
     }
+}
+
+// total + weight u with u = g - along at.
+void add_row(const float* __restrict total, double weight, const Guided& g, double along, const float* __restrict at,
+             float* __restrict new_total, std::int64_t width) {
+#pragma omp simd
+    for (std::int64_t k = 0; k < width; ++k)
+        new_total[k] = static_cast<float>(total[k] + weight * (g[k] - along * at[k]));
 }
 
 void tangent_stage(RowShape shape, double h, double guidance, double weight, RowsView x, RowsView at, RowsView v,
                    RowsView v_free, RowsView total, RowsView y, RowsView new_total) {
 #pragma omp parallel for num_threads(shape.threads) schedule(static)
     for (std::int64_t r = 0; r < shape.rows; ++r) {
-        tangent_row(guided(at, v, v_free, guidance, r), row(y, r), shape.width);
-        if (total.data) {
-            const float *__restrict before = row(total, r), *__restrict tangent = row(y, r);
-            float* __restrict after = row(new_total, r);
-#pragma omp simd
-            for (std::int64_t k = 0; k < shape.width; ++k) after[k] = static_cast<float>(before[k] + weight * tangent[k]);
+        const float *__restrict here = row(x, r), *__restrict taken = row(at, r);
+        float* __restrict there = row(y, r);
+        const Guided g(v, v_free, guidance, r);
+        double along = 0, squares = 0;
+#pragma omp simd reduction(+ : along)
+        for (std::int64_t k = 0; k < shape.width; ++k) along += taken[k] * g[k];
+#pragma omp simd reduction(+ : squares)
+        for (std::int64_t k = 0; k < shape.width; ++k) {
+            const double end = here[k] + h * (g[k] - along * taken[k]);
+            squares += end * end;
         }
-        combine_row(row(x, r), 1.0, h, row(y, r), shape.width);
-    }
-}
-
-// Two rows of scratch: `u`, the tangent velocity, becomes the one that is carried on; `y`, the combined velocity that
-// the step follows, becomes the point.
-void ab2_row(const float* __restrict x, const float* carried, double h, double share, float* __restrict u,
-             float* __restrict y, std::int64_t width) {
-    const double squares = row_sum(width, [=](std::int64_t k) {
-        y[k] = static_cast<float>(u[k] + share * (double(u[k]) - carried[k]));
-        return double(y[k]) * y[k];
-    });
-    const double both = row_sum(width, [=](std::int64_t k) { return double(u[k]) * y[k]; });
-    // The step p = h y turns by |p|. Transport takes <p, u> ((1 - cos|p|) / |p|^2 p + sin|p| / |p| x) off u.
-    const double turn = std::fabs(h) * std::sqrt(squares), half = sinc(turn / 2);
-    const double off_x = h * both * sinc(turn), off_y = h * both * half * half / 2 * h;
+        const double scale = 1 / std::sqrt(squares);
 #pragma omp simd
-    for (std::int64_t k = 0; k < width; ++k) u[k] = static_cast<float>(u[k] - (off_y * y[k] + off_x * x[k]));
-    combine_row(x, std::cos(turn), h * sinc(turn), y, width);
+        for (std::int64_t k = 0; k < shape.width; ++k)
+            there[k] = static_cast<float>(scale * (here[k] + h * (g[k] - along * taken[k])));
+        if (total.data) add_row(row(total, r), weight, g, along, taken, row(new_total, r), shape.width);
+    }
 }
 
 void tangent_ab2(RowShape shape, double h, double guidance, double share, RowsView x, RowsView v, RowsView v_free,
                  RowsView carried, RowsView y, RowsView new_carried) {
+    const double before = carried.data ? -share : 0, now = 1 - before;
 #pragma omp parallel for num_threads(shape.threads) schedule(static)
     for (std::int64_t r = 0; r < shape.rows; ++r) {
-        float* u = row(new_carried, r);
-        tangent_row(guided(x, v, v_free, guidance, r), u, shape.width);
-        ab2_row(row(x, r), carried.data ? row(carried, r) : u, h, share, u, row(y, r), shape.width);
+        const float *__restrict here = row(x, r), *__restrict old = carried.data ? row(carried, r) : here;
+        float *__restrict there = row(y, r), *__restrict carried_on = row(new_carried, r);
+        const Guided g(v, v_free, guidance, r);
+        double xg = 0;
+#pragma omp simd reduction(+ : xg)
+        for (std::int64_t k = 0; k < shape.width; ++k) xg += here[k] * g[k];
+        // With u = g - <x, g> x, the velocity of the step is c = now u + before old.
+        double xx = 0, xc = 0, uc = 0, cc = 0;
+#pragma omp simd reduction(+ : xx, xc, uc, cc)
+        for (std::int64_t k = 0; k < shape.width; ++k) {
+            const double u = g[k] - xg * here[k], c = now * u + before * old[k];
+            xx += double(here[k]) * here[k];
+            xc += here[k] * c;
+            uc += u * c;
+            cc += c * c;
+        }
+        // The step h c turns by its length w. Transport takes <h c, u> ((1 - cos w) / w^2 h c + sin w / w x) off u.
+        const double turn = std::fabs(h) * std::sqrt(cc), half = sinc(turn / 2);
+        const double p = std::cos(turn), q = h * sinc(turn), norm = length(p * p * xx + 2 * p * q * xc + q * q * cc);
+        const double off_c = h * uc * half * half / 2 * h, off_x = uc * q, from_x = p / norm, from_c = q / norm;
+#pragma omp simd
+        for (std::int64_t k = 0; k < shape.width; ++k) {
+            const double u = g[k] - xg * here[k], c = now * u + before * old[k];
+            there[k] = static_cast<float>(from_x * here[k] + from_c * c);
+            carried_on[k] = static_cast<float>(u - off_c * c - off_x * here[k]);
+        }
     }
 }
 
