@@ -145,7 +145,7 @@ def test_network_rows(groups, per_group, width, first, second, gated, seed):
             close(got, expected, 2e-3)
 
 
-# What each kernel takes, beside the number of tangents: the extents are those that csrc/network.h documents.
+# What each kernel takes, beside the number of tangents, with the extents that csrc/network.h and csrc/solver.h document.
 KERNELS = {kernel.name: kernel for kernel in native.Kernel.declared}
 ROWS, WIDTH, PER_GROUP, TANGENTS = 12, 5, 4, 2
 SHAPES = {
@@ -174,7 +174,7 @@ def run(kernel: native.Kernel, arguments: dict[str, Tensor | float | None]) -> N
     kernel.run(ROWS, WIDTH, PER_GROUP, TANGENTS, **arguments)
 
 
-def test_every_kernel_of_the_network_is_declared():
+def test_every_kernel_on_rows_is_declared():
     assert set(KERNELS) == {
         "adaln",
         "adaln_backward",
@@ -187,6 +187,9 @@ def test_every_kernel_of_the_network_is_declared():
         "gate_residual_jvp",
         "flow_loss",
         "flow_loss_backward",
+        "tangent_step",
+        "tangent_stage",
+        "tangent_ab2",
     }
     for kernel in KERNELS.values():
         run(kernel, fitting(kernel))
