@@ -145,7 +145,7 @@ def test_network_rows(groups, per_group, width, first, second, gated, seed):
             close(got, expected, 2e-3)
 
 
-# What each kernel takes, beside the number of tangents, with the extents that csrc/network.h and csrc/solver.h document.
+# What each kernel takes, beside the number of tangents: the extents are those of csrc/network.h and csrc/solver.h.
 KERNELS = {kernel.name: kernel for kernel in native.Kernel.declared}
 ROWS, WIDTH, PER_GROUP, TANGENTS = 12, 5, 4, 2
 SHAPES = {
