@@ -1,4 +1,4 @@
-"""PosteriorHead: what its answers cost beside a search, and how good they are where the truth is known and on real data.
+"""PosteriorHead: what its answers cost beside a search, and how good they are, against the truth and on real data.
 
 Hot path: the shortlists of a search, scored by a head of four points and corrected for hubs. Plain searches, ours and
 FAISS's, stand beside; `bench_gallery` has the posteriors over a whole gallery.

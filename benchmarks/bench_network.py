@@ -1,7 +1,9 @@
-"""The velocity network and its divergence, one evaluation at one time, as solvers ask for them; float32.
+"""The velocity network and its divergence, one evaluation at one time, as solvers ask for them, and the step of a
+solver; float32.
 
-Work: two operations per weight and row; the divergence takes a tangent through the same weights. Peers: the network in
-plain torch, and its derivative by autograd (vector-Jacobian product) and by torch.func.jvp.
+Work: two operations per weight and row; the divergence takes a tangent through the same weights; a step reads and
+writes its tensors once. Peers: the network in plain torch, its derivative by autograd (vector-Jacobian product) and by
+torch.func.jvp, and guidance, projection and step as separate torch operations.
 """
 
 from __future__ import annotations
@@ -18,11 +20,12 @@ from benchmarks import twins
 from benchmarks.flows import random_flow, row_flops
 from benchmarks.limits import Work
 from benchmarks.suite import PEER, Case, Contender, Scaling
-from geoflow_fast.geometry import log_area
+from geoflow_fast.geometry import exp_map, log_area, parallel_transport, project_tangent
 from geoflow_fast.likelihood.probes import Probes
 from geoflow_fast.likelihood.reverse_ode import draw_seed
 from geoflow_fast.manifolds import SPHERE
 from geoflow_fast.noise import sample_uniform
+from geoflow_fast.ops.tangent_step import tangent_ab2_rows
 
 TIME = 0.5
 ONE_STEP = gf.DensitySettings(n_steps=1, solver="euler", tangents="combined", probe="gaussian", orthogonal="none")
@@ -84,6 +87,32 @@ class Rows:
         return -sum((g * e).sum(1) for g, e in zip(pushed, probes))
 
 
+@dataclass(frozen=True)
+class Step:
+    """Points, and what a guided Adams-Bashforth step needs beside them: two velocities and the one carried along."""
+
+    x: Tensor
+    v: Tensor
+    free: Tensor
+    carried: Tensor
+
+    @classmethod
+    def draw(cls, rows: int, width: int) -> Step:
+        x, *velocities = sample_uniform(rows, width), *torch.randn(3, rows, width).div_(width**0.5)
+        return cls(x, velocities[0], velocities[1], project_tangent(x, velocities[2]))
+
+    def fused(self, backend: str = "cpu", dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+        x, v, free, carried = (part.to(dtype) for part in (self.x, self.v, self.free, self.carried))
+        return tangent_ab2_rows(x, v, 0.1, free, 3.0, carried, 0.6, backend)
+
+    def separate(self) -> tuple[Tensor, Tensor]:
+        """Projections of both velocities, guidance, the combination with the last velocity, the step, transport."""
+        v, free = project_tangent(self.x, self.v), project_tangent(self.x, self.free)
+        u = torch.add(v, v - free, alpha=3.0)
+        y = exp_map(self.x, 0.1 * torch.add(u, u - self.carried, alpha=0.6))
+        return y, parallel_transport(self.x, y, u)
+
+
 def close(result: Any, truth: Any) -> bool:
     return all(torch.allclose(a.double(), b.double(), rtol=1e-3, atol=1e-3) for a, b in zip(result, truth))
 
@@ -96,6 +125,11 @@ DIVERGENCE = (
     Contender("torch, autograd vjp", Rows.divergence_by_vjp, PEER),
     Contender("torch.func.jvp", Rows.divergence_by_jvp, PEER),
     Contender("geoflow_fast", Rows.divergence),
+)
+STEP = (
+    Contender("torch, separate operations", Step.separate, PEER),
+    Contender("torch, reference", lambda s: s.fused("reference"), PEER),
+    Contender("geoflow_fast", Step.fused),
 )
 
 
@@ -124,6 +158,14 @@ def cases(quick: bool) -> list[Case]:
             close,
             DIVERGENCE,
             Work(flops=2 * flops, bytes=in_and_out),
+        ),
+        Case(
+            f"Guided Adams-Bashforth step, B = {rows}, d = {config.image_dim}",
+            lambda: Step.draw(rows, config.image_dim),
+            lambda step: step.fused("reference", torch.float64),
+            lambda result, truth: all(torch.allclose(a.double(), b, atol=2e-6) for a, b in zip(result, truth)),
+            STEP,
+            Work(bytes=24 * rows * config.image_dim),
         ),
     ]
 

@@ -13,6 +13,7 @@
 #include "gallery.h"
 #include "interpolant.h"
 #include "network.h"
+#include "solver.h"
 #if defined(GEOFLOW_WITH_CUDA)
 #include "cuda/runtime.h"
 #include "cuda/sinkhorn_cuda.h"
@@ -364,6 +365,16 @@ void bind_network(py::module_& m) {
     m.attr("reduction_rows") = geoflow::kReductionRows;
 }
 
+void bind_solver(py::module_& m) {
+    const geoflow::SolverKernels& run = geoflow::solver_kernels();
+    const auto release = py::call_guard<py::gil_scoped_release>();
+    m.def("tangent_step", run.tangent_step, release, "shape"_a, "h"_a, "guidance"_a, "renormalise"_a, "x"_a, "v"_a, "v_free"_a, "y"_a);
+    m.def("tangent_stage", run.tangent_stage, release, "shape"_a, "h"_a, "guidance"_a, "weight"_a, "x"_a, "at"_a, "v"_a, "v_free"_a,
+          "total"_a, "y"_a, "new_total"_a);
+    m.def("tangent_ab2", run.tangent_ab2, release, "shape"_a, "h"_a, "guidance"_a, "share"_a, "x"_a, "v"_a, "v_free"_a, "carried"_a,
+          "y"_a, "new_carried"_a);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -371,6 +382,7 @@ PYBIND11_MODULE(_C, m) {
     m.def("cuda_status", &cuda_status);
     m.def("cpu_features", &cpu_features);
     bind_network(m);
+    bind_solver(m);
     bind_interpolant(m);
     bind_transport(m);
     bind_gallery(m);

@@ -2,19 +2,9 @@
 #pragma once
 #include <cstdint>
 
+#include "rows.h"
+
 namespace geoflow {
-
-// Rows of a tensor [R, H] with unit stride along H; `data` may be null where a part is optional.
-struct RowsView {
-    float* data;
-    std::int64_t stride;
-};
-
-// Parts shared by groups of consecutive rows (shift, scale, layer scale) have rows / rows_per_group rows.
-struct RowShape {
-    std::int64_t rows, width, rows_per_group;
-    int threads;
-};
 
 // Rows whose contributions to a layer-scale gradient are summed together before the blocks are added in order: the
 // result does not depend on the number of threads.

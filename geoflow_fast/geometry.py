@@ -5,8 +5,8 @@ broadcast against the batch dimensions. Every function is defined for all finite
 used, and at antipodal points, where the geodesic is not unique, one deterministic great circle. Gradients are finite
 everywhere and exact where the map is smooth.
 
-Public functions check their points. `inner`, `tangent_part`, `follow` and `carry` are the same formulas without the
-checks, for solvers, which call them at every step.
+Public functions check their points. `inner`, `tangent_part`, `follow` and `carry_along` are the same formulas without
+the checks, for solvers, which call them at every step.
 """
 
 from __future__ import annotations
@@ -232,11 +232,12 @@ def log_map(x: Tensor, y: Tensor) -> Tensor:
 
 
 # unchecked: solvers call it with points that were checked before
-def carry(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
-    """Parallel transport of `v`, tangent at `x`, along the geodesic to `y`: [..., d]."""
-    w, velocity = _departure(x, y)
-    _, sinc = _cos_sinc(w.square())
-    _, half_sinc = _cos_sinc((w / 2).square())
+def carry_along(x: Tensor, velocity: Tensor, v: Tensor) -> Tensor:
+    """Parallel transport of `v`, tangent at `x`, along the geodesic that leaves `x` with the tangent `velocity`, for a
+    time of one: [..., d]."""
+    square = inner(velocity, velocity)
+    _, sinc = _cos_sinc(square)
+    _, half_sinc = _cos_sinc(square / 4)
     along = inner(velocity, v)
     # v + <u, v> ((cos w - 1) u - sin w x) with u = velocity / w; (1 - cos w) / w^2 = sinc(w/2)^2 / 2
     return v - along * (half_sinc.square() / 2 * velocity + sinc * x)
@@ -246,7 +247,7 @@ def parallel_transport(x: Tensor, y: Tensor, v: Tensor) -> Tensor:
     """Parallel transport of `v`, tangent at `x`, along the geodesic to `y`: an isometry between the tangent spaces."""
     _check_points(x=x, y=y, v=v)
     _check_ends(x, y)
-    return carry(x, y, v)
+    return carry_along(x, _departure(x, y)[1], v)
 
 
 def log_area(d: int) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +18,26 @@ from torch.nn import functional
 from geoflow_fast import geometry, ops
 from geoflow_fast.directions import Direction
 from geoflow_fast.noise import base_noise
+from geoflow_fast.ops.tangent_step import tangent_ab2_rows, tangent_stage_rows, tangent_step_rows
 
 Interpolant = tuple[Tensor, Tensor, Tensor, Tensor]
 """Image and text points, then their velocities."""
+
+
+class Guided(NamedTuple):
+    """The velocity v + guidance (v - free), or `v` without `free`, which the step that follows it computes."""
+
+    v: Tensor
+    free: Tensor | None = None
+    guidance: float = 0.0
+
+
+Motion = Tensor | Guided
+"""A velocity [B, d] to follow. It need not be tangent: a step takes its tangent part."""
+
+
+def _parts(v: Motion) -> Guided:
+    return v if isinstance(v, Guided) else Guided(v)
 
 
 class Manifold(ABC):
@@ -34,21 +52,31 @@ class Manifold(ABC):
         """The tangent part of `v` [..., B, d] at the points `x` [B, d]."""
 
     @abstractmethod
-    def step(self, x: Tensor, v: Tensor, h: float) -> Tensor:
+    def step(self, x: Tensor, v: Motion, h: float) -> Tensor:
         """Where the geodesic that leaves `x` with velocity `v` is after a time `h`."""
 
     @abstractmethod
-    def retract(self, x: Tensor, v: Tensor, h: float) -> Tensor:
-        """x + h v, brought back to the manifold. Velocities taken at other points may be combined here as they are: the
-        field extended along rays is smooth, so a Runge-Kutta method keeps its order."""
+    def retract(self, x: Tensor, v: Motion, h: float, at: Tensor | None = None) -> Tensor:
+        """x + h u, brought back to the manifold, where u is the part of `v` tangent at the points `at`, or `x`.
+        Velocities taken at other points may be combined here as they are: the field extended along rays is smooth, so a
+        Runge-Kutta method keeps its order."""
 
-    def retract_all(self, points: Sequence[Tensor], velocities: Sequence[Tensor], h: float) -> tuple[Tensor, ...]:
+    def retract_all(
+        self, points: Sequence[Tensor], velocities: Sequence[Motion], h: float, at: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, ...]:
         """`retract` for one tensor [B, d] per stream."""
-        return tuple(self.retract(x, v, h) for x, v in zip(points, velocities))
+        if at is None:
+            return tuple(self.retract(x, v, h) for x, v in zip(points, velocities))
+        return tuple(self.retract(x, v, h, y) for x, v, y in zip(points, velocities, at))
 
     @abstractmethod
-    def transport(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        """The tangent vector `v` at `x`, carried along the geodesic to `y`."""
+    def stage(self, x: Tensor, v: Motion, h: float, at: Tensor, total: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+        """`retract`, and total + weight u, by which a Runge-Kutta method adds its velocities up."""
+
+    @abstractmethod
+    def multistep(self, x: Tensor, v: Motion, h: float, carried: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
+        """Where the geodesic that leaves `x` with velocity u + share (u - carried) is after a time `h`, u being the
+        tangent part of `v`, and u carried along it. Without `carried` the velocity is u."""
 
     @abstractmethod
     def distance(self, a: Tensor, b: Tensor) -> Tensor:
@@ -102,14 +130,25 @@ class Sphere(Manifold):
     def project(self, x: Tensor, v: Tensor) -> Tensor:
         return geometry.tangent_part(x, v)
 
-    def step(self, x: Tensor, v: Tensor, h: float) -> Tensor:
-        return ops.tangent_step(x, v, h)
+    def step(self, x: Tensor, v: Motion, h: float) -> Tensor:
+        v, free, guidance = _parts(v)
+        return tangent_step_rows(x, v, h, free, guidance, False, "auto")
 
-    def retract(self, x: Tensor, v: Tensor, h: float) -> Tensor:
-        return functional.normalize(torch.add(x, v, alpha=h), dim=-1)
+    def retract(self, x: Tensor, v: Motion, h: float, at: Tensor | None = None) -> Tensor:
+        at = x if at is None else at
+        if isinstance(v, Guided):
+            return tangent_stage_rows(x, at, v.v, h, v.free, v.guidance, None, 0.0, "auto")[0]
+        # Densities are followed by these operations: a re-ranker's stored calibration holds for their rounding.
+        return functional.normalize(torch.add(x, self.project(at, v), alpha=h), dim=-1)
 
-    def transport(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:
-        return geometry.carry(x, y, v)
+    def stage(self, x: Tensor, v: Motion, h: float, at: Tensor, total: Tensor, weight: float) -> tuple[Tensor, Tensor]:
+        if isinstance(v, Guided):
+            return tangent_stage_rows(x, at, v.v, h, v.free, v.guidance, total, weight, "auto")
+        return self.retract(x, v, h, at), torch.add(total, self.project(at, v), alpha=weight)
+
+    def multistep(self, x: Tensor, v: Motion, h: float, carried: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
+        v, free, guidance = _parts(v)
+        return tangent_ab2_rows(x, v, h, free, guidance, carried, share, "auto")
 
     def distance(self, a: Tensor, b: Tensor) -> Tensor:
         return geometry.angle(a, b)
@@ -153,13 +192,32 @@ class Euclidean(Manifold):
     def project(self, x: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002
         return v
 
-    def step(self, x: Tensor, v: Tensor, h: float) -> Tensor:
-        return torch.add(x, v, alpha=h)
+    def step(self, x: Tensor, v: Motion, h: float) -> Tensor:
+        return torch.add(x, self._velocity(v), alpha=h)
 
-    retract = step
+    def retract(self, x: Tensor, v: Motion, h: float, at: Tensor | None = None) -> Tensor:  # noqa: ARG002
+        return self.step(x, v, h)
 
-    def transport(self, x: Tensor, y: Tensor, v: Tensor) -> Tensor:  # noqa: ARG002
-        return v
+    def stage(
+        self,
+        x: Tensor,
+        v: Motion,
+        h: float,
+        at: Tensor,  # noqa: ARG002
+        total: Tensor,
+        weight: float,
+    ) -> tuple[Tensor, Tensor]:
+        u = self._velocity(v)
+        return torch.add(x, u, alpha=h), torch.add(total, u, alpha=weight)
+
+    def multistep(self, x: Tensor, v: Motion, h: float, carried: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
+        u = self._velocity(v)
+        return torch.add(x, u if carried is None else torch.add(u, u - carried, alpha=share), alpha=h), u
+
+    @staticmethod
+    def _velocity(v: Motion) -> Tensor:
+        v, free, guidance = _parts(v)
+        return v if free is None else torch.add(v, v - free, alpha=guidance)
 
     def distance(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.linalg.vector_norm(a - b, dim=-1)

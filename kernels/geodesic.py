@@ -1,11 +1,15 @@
-"""Sphere kernels: the masked interpolant with its target velocity, and the solver step. One read, one write, float32.
+"""Sphere kernels: the masked interpolant with its target velocity, and the solver steps. One read, one write, float32.
 
 masked_interpolant   reads noise and data, writes point and velocity of both spheres: 16 (d_I + d_T) bytes a row, less
                      where a stream is given. 8192 x (1024 + 1024): 268 MB, estimated 0.20 ms on A100, 0.09 ms on H100.
 tangent_step         reads x and v (and v_free), writes the new x: 12 d bytes a row (16 d with guidance).
                      400,000 x 1024 (8000 queries of 50 samples): 4.9 GB, estimated 3.7 ms on A100, 1.7 ms on H100.
+tangent_stage        reads x, the point of the velocity, v (v_free) and the sum of velocities, writes the next point and
+                     the sum: 24 d bytes a row (28 d with guidance).
+tangent_ab2          reads x, v (v_free) and the velocity of the last step, writes the new x and the velocity for the
+                     next step: 20 d bytes a row (24 d with guidance).
 
-Arithmetic is a few operations a byte: both kernels wait for memory. Angles are per row, by polynomials on [0, pi]:
+Arithmetic is a few operations a byte: all kernels wait for memory. Angles are per row, by polynomials on [0, pi]:
 Triton's sin and cos take a stack frame for their large-argument path, and the interpreter has no atan.
 """
 
@@ -215,6 +219,38 @@ def masked_interpolant(
 
 
 @triton.jit
+def _cos_sinc_of_turn(turn):
+    """cos(x) and sin(x)/x for any x >= 0."""
+    # Whole turns come off first (2 pi in two parts); what is left is in [-pi, pi].
+    turns = tl.floor(turn * (0.5 / PI) + 0.5)
+    left = (turn - turns * 6.28125) - turns * 0.0019353071795864769
+    cos, sinc = _cos_sinc(tl.abs(left))
+    return cos, tl.where(turns > 0, left * sinc / tl.maximum(turn, 1e-30), sinc)
+
+
+@triton.jit
+def _load_rows(x, row, column, stride, valid):
+    return tl.load(x + row[:, None] * stride + column[None, :], mask=valid, other=0.0)
+
+
+@triton.jit
+def _tangent_velocity(here, v, v_free, row, column, v_stride, free_stride, valid, guidance, GUIDED: tl.constexpr):
+    """The part of v + guidance (v - v_free) that is tangent at the points `here`."""
+    speed = _load_rows(v, row, column, v_stride, valid)
+    if GUIDED:
+        speed += guidance * (speed - _load_rows(v_free, row, column, free_stride, valid))
+    return speed - tl.sum(here * speed, axis=1)[:, None] * here
+
+
+@triton.jit
+def _store_unit(out, there, row, column, rows, width, valid):
+    """Writes the rows `there`, scaled to unit norm."""
+    norm = tl.sqrt_rn(tl.sum(there * there, axis=1))
+    there /= tl.where(row < rows, norm, 1.0)[:, None]
+    tl.store(out + row[:, None] * width + column[None, :], there, mask=valid)
+
+
+@triton.jit
 def tangent_step_kernel(
     x,
     v,
@@ -235,25 +271,14 @@ def tangent_step_kernel(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     valid = (row < rows)[:, None] & (column < width)[None, :]
-    here = tl.load(x + row[:, None] * x_stride + column[None, :], mask=valid, other=0.0)
-    speed = tl.load(v + row[:, None] * v_stride + column[None, :], mask=valid, other=0.0)
-    if GUIDED:
-        free = tl.load(v_free + row[:, None] * free_stride + column[None, :], mask=valid, other=0.0)
-        speed += guidance * (speed - free)
-    step = h * (speed - tl.sum(here * speed, axis=1)[:, None] * here)
+    here = _load_rows(x, row, column, x_stride, valid)
+    step = h * _tangent_velocity(here, v, v_free, row, column, v_stride, free_stride, valid, guidance, GUIDED)
     if RENORMALISE:
         there = here + step
     else:
-        turn = tl.sqrt_rn(tl.sum(step * step, axis=1))
-        # Whole turns come off first (2 pi in two parts); what is left is in [-pi, pi].
-        turns = tl.floor(turn * (0.5 / PI) + 0.5)
-        left = (turn - turns * 6.28125) - turns * 0.0019353071795864769
-        cos, sinc = _cos_sinc(tl.abs(left))
-        sinc = tl.where(turns > 0, left * sinc / tl.maximum(turn, 1e-30), sinc)
+        cos, sinc = _cos_sinc_of_turn(tl.sqrt_rn(tl.sum(step * step, axis=1)))
         there = cos[:, None] * here + sinc[:, None] * step
-    norm = tl.sqrt_rn(tl.sum(there * there, axis=1))
-    there /= tl.where(row < rows, norm, 1.0)[:, None]
-    tl.store(out + row[:, None] * width + column[None, :], there, mask=valid)
+    _store_unit(out, there, row, column, rows, width, valid)
 
 
 def tangent_step(x: Tensor, v: Tensor, h: float, v_free: Tensor | None, guidance: float, renormalise: bool) -> Tensor:
@@ -284,3 +309,163 @@ def tangent_step(x: Tensor, v: Tensor, h: float, v_free: Tensor | None, guidance
         **tile.options,
     )
     return out
+
+
+@triton.jit
+def tangent_stage_kernel(
+    x,
+    at,
+    v,
+    v_free,
+    total,
+    out,
+    new_total,
+    rows,
+    width,
+    x_stride,
+    at_stride,
+    v_stride,
+    free_stride,
+    total_stride,
+    h,
+    guidance,
+    weight,
+    GUIDED: tl.constexpr,
+    TOTAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    valid = (row < rows)[:, None] & (column < width)[None, :]
+    taken = _load_rows(at, row, column, at_stride, valid)
+    u = _tangent_velocity(taken, v, v_free, row, column, v_stride, free_stride, valid, guidance, GUIDED)
+    if TOTAL:
+        summed = _load_rows(total, row, column, total_stride, valid) + weight * u
+        tl.store(new_total + row[:, None] * width + column[None, :], summed, mask=valid)
+    there = _load_rows(x, row, column, x_stride, valid) + h * u
+    _store_unit(out, there, row, column, rows, width, valid)
+
+
+def tangent_stage(
+    x: Tensor,
+    at: Tensor,
+    v: Tensor,
+    h: float,
+    v_free: Tensor | None,
+    guidance: float,
+    total: Tensor | None,
+    weight: float,
+) -> tuple[Tensor, Tensor]:
+    """x + h P_at v scaled to unit norm, and total + weight P_at v; see `ops.tangent_step`. float32 [B, d], rows of any
+    stride."""
+    rows, width = x.shape
+    x, at, v = by_rows(x), by_rows(at), by_rows(v)
+    free, before = (v if y is None else by_rows(y) for y in (v_free, total))
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    new_total = out.new_empty(0) if total is None else torch.empty_like(out)
+    tile = row_tile(width)
+    launch(
+        tangent_stage_kernel,
+        (triton.cdiv(rows, tile.rows),),
+        x,
+        at,
+        v,
+        free,
+        before,
+        out,
+        new_total,
+        rows,
+        width,
+        x.stride(0),
+        at.stride(0),
+        v.stride(0),
+        free.stride(0),
+        before.stride(0),
+        h,
+        guidance,
+        weight,
+        GUIDED=v_free is not None,
+        TOTAL=total is not None,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        **tile.options,
+    )
+    return out, new_total
+
+
+@triton.jit
+def tangent_ab2_kernel(
+    x,
+    v,
+    v_free,
+    carried,
+    out,
+    new_carried,
+    rows,
+    width,
+    x_stride,
+    v_stride,
+    free_stride,
+    carried_stride,
+    h,
+    guidance,
+    share,
+    GUIDED: tl.constexpr,
+    CARRIED: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    valid = (row < rows)[:, None] & (column < width)[None, :]
+    here = _load_rows(x, row, column, x_stride, valid)
+    u = _tangent_velocity(here, v, v_free, row, column, v_stride, free_stride, valid, guidance, GUIDED)
+    step = h * u
+    if CARRIED:
+        step = h * (u + share * (u - _load_rows(carried, row, column, carried_stride, valid)))
+    turn = tl.sqrt_rn(tl.sum(step * step, axis=1))
+    cos, sinc = _cos_sinc_of_turn(turn)
+    _, half = _cos_sinc_of_turn(0.5 * turn)
+    along = tl.sum(step * u, axis=1)
+    # Transport takes <p, u> ((1 - cos|p|) / |p|^2 p + sin|p| / |p| x) off u, p being the step.
+    moved = u - (along * 0.5 * half * half)[:, None] * step - (along * sinc)[:, None] * here
+    tl.store(new_carried + row[:, None] * width + column[None, :], moved, mask=valid)
+    _store_unit(out, cos[:, None] * here + sinc[:, None] * step, row, column, rows, width, valid)
+
+
+def tangent_ab2(
+    x: Tensor, v: Tensor, h: float, v_free: Tensor | None, guidance: float, carried: Tensor | None, share: float
+) -> tuple[Tensor, Tensor]:
+    """A step of the two-step Adams-Bashforth method, and P_x v carried along it; see `ops.tangent_step`. float32, rows
+    of any stride."""
+    rows, width = x.shape
+    x, v = by_rows(x), by_rows(v)
+    free, before = (v if y is None else by_rows(y) for y in (v_free, carried))
+    out, new_carried = (torch.empty((rows, width), dtype=x.dtype, device=x.device) for _ in range(2))
+    tile = row_tile(width)
+    launch(
+        tangent_ab2_kernel,
+        (triton.cdiv(rows, tile.rows),),
+        x,
+        v,
+        free,
+        before,
+        out,
+        new_carried,
+        rows,
+        width,
+        x.stride(0),
+        v.stride(0),
+        free.stride(0),
+        before.stride(0),
+        h,
+        guidance,
+        share,
+        GUIDED=v_free is not None,
+        CARRIED=carried is not None,
+        ROWS=tile.rows,
+        COLUMNS=tile.columns,
+        **tile.options,
+    )
+    return out, new_carried

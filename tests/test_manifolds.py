@@ -12,7 +12,7 @@ from torch import Tensor
 import geoflow_fast as gf
 from geoflow_fast import geometry
 from geoflow_fast.directions import DIRECTIONS, Direction
-from geoflow_fast.manifolds import EUCLIDEAN, MANIFOLDS, SPHERE, Manifold, manifold_of
+from geoflow_fast.manifolds import EUCLIDEAN, MANIFOLDS, SPHERE, Guided, Manifold, manifold_of
 from geoflow_fast.noise import NOISE_KINDS
 
 BOTH = pytest.mark.parametrize("manifold", MANIFOLDS.values(), ids=MANIFOLDS)
@@ -97,24 +97,51 @@ def test_all_streams_are_retracted_as_each_one_is(manifold):
     assert torch.equal(both[1], manifold.retract(y, w, 0.4))
 
 
+def carry(manifold: Manifold, x: Tensor, along: Tensor, v: Tensor, h: float) -> tuple[Tensor, Tensor]:
+    """Where the geodesic that leaves `x` with velocity `along` is after `h`, and `v` carried there."""
+    return manifold.multistep(x, v, h, 2 * v - along, 1.0)
+
+
 @BOTH
-def test_transport_keeps_norms_and_inner_products_and_stays_tangent(manifold):
-    x, y = points(manifold), points(manifold, 5)
-    v, w = tangents(manifold, x), tangents(manifold, x, 2)
-    moved_v, moved_w = manifold.transport(x, y, v), manifold.transport(x, y, w)
+@pytest.mark.parametrize("h", [0.6, -0.6, 0.0, 9.0])
+def test_carrying_keeps_norms_and_inner_products_and_stays_tangent(manifold, h):
+    x = points(manifold)
+    along, v, w = (tangents(manifold, x, seed) for seed in (1, 2, 3))
+    (y, moved_v), (_, moved_w), (_, back) = (carry(manifold, x, along, u, h) for u in (v, w, along))
+    torch.testing.assert_close(y, manifold.step(x, along, h))
     torch.testing.assert_close(moved_v.norm(dim=1), v.norm(dim=1))
     torch.testing.assert_close((moved_v * moved_w).sum(1), (v * w).sum(1))
     torch.testing.assert_close(manifold.project(y, moved_v), moved_v)
-    torch.testing.assert_close(manifold.transport(y, x, moved_v), v)
+    torch.testing.assert_close(carry(manifold, y, back, moved_v, -h), (x, v))
 
 
 @BOTH
-def test_transport_along_a_geodesic_keeps_its_velocity_pointing_along_it(manifold):
+def test_carrying_along_a_geodesic_keeps_its_velocity_pointing_along_it(manifold):
     x = points(manifold)
     v = tangents(manifold, x)
     v = v / v.norm(dim=1, keepdim=True)
-    halfway = manifold.step(x, v, 0.5)
-    torch.testing.assert_close(manifold.step(halfway, manifold.transport(x, halfway, v), 0.5), manifold.step(x, v, 1.0))
+    halfway, carried = manifold.multistep(x, v, 0.5, None, 0.0)
+    torch.testing.assert_close(manifold.step(halfway, carried, 0.5), manifold.step(x, v, 1.0))
+
+
+@BOTH
+def test_guided_motions_are_combined_then_projected(manifold):
+    """By every move, as the velocity they stand for; a stage takes the part tangent where the velocity was taken."""
+    x, at = points(manifold), points(manifold, 3)
+    v, free, total = (torch.randn(x.shape, dtype=x.dtype, generator=seeded(seed)) for seed in (4, 5, 6))
+    whole, guided = v + 1.5 * (v - free), Guided(v, free, 1.5)
+    old = tangents(manifold, x, 7)
+    for move in (
+        lambda u: manifold.step(x, u, 0.4),
+        lambda u: manifold.retract(x, u, 0.4),
+        lambda u: manifold.retract(x, u, 0.4, at),
+        lambda u: manifold.stage(x, u, 0.4, at, total, 0.3),
+        lambda u: manifold.multistep(x, u, 0.4, old, 0.6),
+    ):
+        torch.testing.assert_close(move(guided), move(whole))
+    torch.testing.assert_close(
+        manifold.stage(x, whole, 0.4, at, total, 0.3)[1], total + 0.3 * manifold.project(at, whole)
+    )
 
 
 @BOTH

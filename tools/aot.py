@@ -183,6 +183,22 @@ def _step(rows: int, width: int, guided: bool = True, renormalise: bool = False)
     )
 
 
+def _stage(rows: int, width: int, guided: bool = True, total: bool = True) -> Callable[[], object]:
+    def call() -> None:
+        x, at, v, free, before = (_cuda(rows, width) for _ in range(5))
+        geodesic.tangent_stage(x, at, v, 0.02, free if guided else None, 3.0, before if total else None, 0.01)
+
+    return call
+
+
+def _ab2(rows: int, width: int, guided: bool = True, carried: bool = True) -> Callable[[], object]:
+    def call() -> None:
+        x, v, free, before = (_cuda(rows, width) for _ in range(4))
+        geodesic.tangent_ab2(x, v, 0.02, free if guided else None, 3.0, before if carried else None, 0.5)
+
+    return call
+
+
 def _gallery(
     config: str, dtype: torch.dtype, queries: int, draws: int, items: int, width: int, bias: bool = False, top: int = 10
 ) -> Callable[[], object]:
@@ -256,6 +272,8 @@ def table_cases() -> list[Case]:
     cases = [
         Case("masked_interpolant 8192 x (1024 + 1024)", _interpolant(8192, 1024, 1024), 268.0),
         Case("tangent_step with guidance 40000 x 1024", _step(40000, 1024), 655.0),
+        Case("tangent_stage with guidance 40000 x 1024", _stage(40000, 1024), 1147.0),
+        Case("tangent_ab2 with guidance 40000 x 1024", _ab2(40000, 1024), 983.0),
         Case("gallery bf16 25000 x 50 x 5000", _gallery("half-wide", half, 25000, 50, 5000, 1024), teraflop=14.3),
         Case(
             "gallery fp32 25000 x 50 x 5000",
@@ -289,6 +307,8 @@ def configuration_cases() -> list[Case]:
         for guided, renormalise in ((True, True), (False, False)):
             call = _step(64, width, guided, renormalise)
             cases.append(Case(f"tangent_step d={width} guided={guided} renormalise={renormalise}", call))
+            cases.append(Case(f"tangent_stage d={width} guided={guided}", _stage(64, width, guided, renormalise)))
+            cases.append(Case(f"tangent_ab2 d={width} guided={guided}", _ab2(64, width, guided, renormalise)))
         for name in NETWORK:
             for dtype in (torch.float32, torch.float16, torch.bfloat16):
                 cases.append(Case(f"{name} {TYPES[dtype]} H={width}", _network(name, 64, width, dtype)))

@@ -12,6 +12,7 @@
 #include <immintrin.h>
 #endif
 
+#include "cpu/sinc.h"
 #include "interpolant.h"
 
 namespace {
@@ -61,12 +62,6 @@ double squared_norm(const T* __restrict a, std::int64_t width) {
 
 bool on_sphere(double squared, double tolerance) {
     return squared >= (1 - tolerance) * (1 - tolerance) && squared <= (1 + tolerance) * (1 + tolerance);
-}
-
-// sin(x)/x, by its series where the quotient loses digits.
-double sinc(double x) {
-    const double square = x * x;
-    return square < 1e-4 ? 1 - square / 6 * (1 - square / 20 * (1 - square / 42)) : std::sin(x) / x;
 }
 
 // Coefficients for rows whose angle w is well below pi; p = b - (<a,b>/<a,a>) a is the tangent part of b.

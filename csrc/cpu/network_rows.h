@@ -39,8 +39,6 @@ inline float exponential(float x) {
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
-inline float* row(RowsView view, std::int64_t index) { return view.data + index * view.stride; }
-
 struct Moments {
     float mean, rstd;
 };

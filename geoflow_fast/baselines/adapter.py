@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from geoflow_fast.baselines.asymvlm import contrastive_losses
 from geoflow_fast.baselines.base import FitTask, GallerySoftmax, OncePerGallery, answer_risk, nearest
-from geoflow_fast.baselines.trained import HIDDEN, PUBLISHED, PairObjective, RowBatch, TrainedBaseline
+from geoflow_fast.baselines.trained import HIDDEN, PUBLISHED, PairObjective, TrainedBaseline
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import Index
 from geoflow_fast.directions import CONDITIONAL, Direction
@@ -22,6 +22,7 @@ from geoflow_fast.retrieval.freshness import marks
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.task import pair_task
 from geoflow_fast.runtime import checks
+from geoflow_fast.training.batches import RowBatch
 from geoflow_fast.training.config import RunConfig
 from geoflow_fast.training.loop import Run, TrainReport, complete
 

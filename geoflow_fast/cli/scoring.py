@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -30,6 +30,9 @@ from geoflow_fast.cli.base import (
     given,
     print_json,
 )
+
+if TYPE_CHECKING:
+    from geoflow_fast.retrieval.evidence import Rung
 
 app = Commands()
 
@@ -187,6 +190,17 @@ def rerank(
     held_out: Annotated[
         Path | None, typer.Option(help="Folder of held-out pairs to calibrate on first; the calibration is saved.")
     ] = None,
+    head: Annotated[
+        Path | None, typer.Option(help="Folder of a head. Default: the folder head of the model, if there is one.")
+    ] = None,
+    bank: Annotated[
+        Path | None,
+        typer.Option(help="Typical queries to correct for hubs by. Default: those of the calibration."),
+    ] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="Largest share of the queries for which the flow is asked. Default: all.")
+    ] = None,
+    shortlist_by: Annotated[str, typer.Option(help="What chooses the items: cosine or head.")] = "cosine",
     direction: DirectionFlag = "t2i",
     shortlist: Annotated[int, typer.Option(help="Items to re-rank per query.")] = 32,
     steps: Annotated[int, typer.Option(help="Solver steps per log-density.")] = 6,
@@ -209,7 +223,8 @@ def rerank(
     from geoflow_fast.jobs import rerank as rerank_job
     from geoflow_fast.jobs.queries import open_queries
 
-    chosen = {"shortlist": shortlist, "n_steps": steps, "n_probes": probes, "seed": seed}
+    chosen: dict[str, Any] = {"shortlist": shortlist, "n_steps": steps, "n_probes": probes, "seed": seed}
+    chosen |= {"head": head, "bank": bank, "budget": budget, "shortlist_by": shortlist_by}
     with continued_later() as world:
         reranker = rerank_job.open_reranker(model, gallery, direction, device=device, world=world, **chosen)
         open_queries(queries, reranker.query_dim, world)  # reports bad queries before the calibration starts
@@ -224,6 +239,7 @@ def rerank(
         f"{summary.queries} queries over {summary.items} items",
         {"plain answer is right": summary.p_answer, "not in shortlist": summary.p_outside},
         *([] if summary.calibrated else [uncalibrated]),
+        *(rung_line(rung) for rung in reranker.rungs),
         f"expected share of right answers of plain search: {summary.expected_recall:.1%}",
         f"re-ranking changes the answer of {summary.changed:.1%} of the queries",
         f"Wrote {out}",
@@ -234,6 +250,12 @@ def refuse_flags(kind: str, **flags: Any) -> None:
     """Raises a ValueError that names a flag which was given although this kind of model has no such setting."""
     for name in given(**flags):
         raise ValueError(f"--{name} is a setting of flows, but --model holds a {kind}")
+
+
+def rung_line(rung: Rung) -> str:
+    """What one rung of evidence brought, in a line."""
+    kept = "kept" if rung.kept else "left out"
+    return f"evidence {rung.name}: {rung.gain:+.3f} +- {rung.stderr:.3f} nats a query, {rung.cost * 1e3:.2f} ms, {kept}"
 
 
 def print_summary(summary: Any, as_json: bool, title: str, quantiles: dict[str, dict[str, float]], *lines: str) -> None:

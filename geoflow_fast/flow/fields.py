@@ -52,8 +52,9 @@ class FlowField(Field, Protocol):
     def network(self) -> GeoFlow | None:
         """The network, if the field is one whose derivatives can be computed layer by layer."""
 
-    def velocity_at(self, times: Sequence[float], direction: Direction) -> Velocity:
-        """Returns the velocity, without dropout, as a function that may be called at these times."""
+    def velocity_at(self, times: Sequence[float], direction: Direction, *, tangent: bool = True) -> Velocity:
+        """Returns the velocity, without dropout, as a function that may be called at these times. Unless `tangent`, it
+        may return the generated streams before their tangent projection, and leave the given one out."""
 
     def stream_to_flow(self, x: Tensor, stream: int) -> Tensor:
         """Maps embeddings [B, d] of one stream to the flow's coordinates; returns `x` itself if they are the same."""
@@ -90,7 +91,13 @@ class PlainField:
             return next(self.field.parameters())
         return torch.empty(0, dtype=torch.float32, device="cpu")
 
-    def velocity_at(self, times: Sequence[float], direction: Direction) -> Velocity:  # noqa: ARG002
+    def velocity_at(
+        self,
+        times: Sequence[float],  # noqa: ARG002
+        direction: Direction,
+        *,
+        tangent: bool = True,  # noqa: ARG002
+    ) -> Velocity:
         return lambda image, text, t: self.velocity(image, text, t, direction)
 
     def stream_to_flow(self, x: Tensor, stream: int) -> Tensor:  # noqa: ARG002

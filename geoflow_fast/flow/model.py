@@ -115,10 +115,11 @@ class GeoFlow(nn.Module):
         return self.velocity(image, text, t, direction)
 
     # unchecked: velocity and the solvers call it with what they have checked
-    def velocity_at(self, times: Sequence[float], direction: Direction) -> Velocity:
+    def velocity_at(self, times: Sequence[float], direction: Direction, *, tangent: bool = True) -> Velocity:
         """Returns velocity(image, text, t) for one direction and any of these times, without dropout in either mode.
 
-        The shifts and scales of all times are computed at once. Points are not checked.
+        The shifts and scales of all times are computed at once. Points are not checked. Unless `tangent`, the generated
+        streams are as the network computes them, for steps that project them, and a given stream has no rows.
         """
         like = self.conditioning.frequencies
         moments = torch.tensor(times, dtype=like.dtype, device=like.device)
@@ -126,7 +127,8 @@ class GeoFlow(nn.Module):
 
         def velocity(image: Tensor, text: Tensor, t: float) -> Streams:
             counts = direction.counts(len(image))
-            return self._tangent(image, text, self._network(image, text, modulation[t].unbind(), counts), counts)
+            outputs = self._network(image, text, modulation[t].unbind(), counts)
+            return self._tangent(image, text, outputs, counts) if tangent else outputs
 
         return velocity
 

@@ -12,7 +12,7 @@ from geoflow_fast.directions import IMAGE, STREAMS, TEXT, Direction
 from geoflow_fast.flow.fields import Field, FlowField, Streams, Velocity, as_flow
 from geoflow_fast.flow.solvers import GRIDS, SOLVERS, Points, Rate, evaluation_times, integrate, time_grid
 from geoflow_fast.geometry import check_rows
-from geoflow_fast.manifolds import SPHERE, Manifold
+from geoflow_fast.manifolds import SPHERE, Guided, Manifold
 from geoflow_fast.noise import NOISE_KINDS
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.progress import Advance
@@ -148,7 +148,7 @@ def sample_conditional(
     times, manifold = time_grid(settings.n_steps, kind=settings.grid), flow.manifold
     parts = []
     with flow.without_dropout():
-        velocity = flow.velocity_at(evaluation_times(times, settings.solver), direction)
+        velocity = flow.velocity_at(evaluation_times(times, settings.solver), direction, tangent=False)
         # At t=0 all queries are at the same points, where the unguided velocity is therefore the same for all.
         at_start = direction.pair(start.condition, start.generated)
         free_at_start = velocity(*at_start, 0.0)[stream] if settings.guidance > 0 else None
@@ -170,7 +170,8 @@ def guided_rate(
     queries: Tensor,
     guidance: float,
 ) -> Rate:
-    """Returns the rate of `integrate` for the M points of each of the `queries` [Q, d]: v_c + guidance (v_c - v_u).
+    """Returns the rate of `integrate` for the M points of each of the `queries` [Q, d], v_c + guidance (v_c - v_u),
+    combined and projected by the step.
 
     v_c and v_u go through the network as one batch, except at t=0, where v_u is `free_at_start` [M, d]; without it
     there is no guidance.
@@ -179,15 +180,15 @@ def guided_rate(
     condition = queries.repeat_interleave(len(start.generated), 0)
     both = torch.cat((condition, start.condition.repeat(len(queries), 1)))
 
-    def rate(point: Points, t: float, weight: float) -> Points:  # noqa: ARG001
+    def rate(point: Points, t: float, weight: float) -> tuple[Guided]:  # noqa: ARG001
         if free_at_start is not None and t > 0:
             conditional, free = velocity(*direction.pair(both, point[0].repeat(2, 1)), t)[stream].chunk(2)
         else:
             conditional = velocity(*direction.pair(condition, point[0]), t)[stream]
             if free_at_start is None:
-                return (conditional,)
+                return (Guided(conditional),)
             free = free_at_start.repeat(len(queries), 1)
-        return (torch.add(conditional, conditional - free, alpha=guidance),)
+        return (Guided(conditional, free, guidance),)
 
     return rate
 
@@ -198,8 +199,9 @@ def _sample_joint(flow: FlowField, settings: SamplingSettings, generator: torch.
     start = tuple(manifold.base_sample(n, d, kind, generator).to(flow.example) for d in flow.flow_dims)
     times = time_grid(settings.n_steps, kind=settings.grid)
 
-    def rate(point: Points, t: float, weight: float) -> Points:  # noqa: ARG001
-        return flow.velocity_at([t], Direction.JOINT)(point[0], point[1], t)
+    def rate(point: Points, t: float, weight: float) -> list[Guided]:  # noqa: ARG001
+        velocity = flow.velocity_at([t], Direction.JOINT, tangent=False)
+        return [Guided(v) for v in velocity(point[0], point[1], t)]
 
     with flow.without_dropout():
         image, text = integrate(rate, start, times, solver=settings.solver, manifold=manifold)

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from geoflow_fast.geometry import capturing
-from geoflow_fast.manifolds import SPHERE, Manifold
+from geoflow_fast.geometry import capturing, eps
+from geoflow_fast.manifolds import SPHERE, Manifold, Motion
 from geoflow_fast.runtime import checks
 
 SOLVERS = ("euler", "midpoint", "ab2", "rk4")
@@ -22,10 +22,10 @@ Points = tuple[Tensor, ...]
 """One tensor [B, d] per stream that moves."""
 
 
-Rate = Callable[[Points, float, float], Points]
-"""rate(point, t, weight) -> velocities. The integral of a function along the path is the sum over all evaluations of
-`weight` times the function, so a rate can accumulate integrals while it is evaluated; a weight of 0 marks an auxiliary
-evaluation."""
+Rate = Callable[[Points, float, float], Sequence[Motion]]
+"""rate(point, t, weight) -> velocities, whose tangent parts are followed. The integral of a function along the path is
+the sum over all evaluations of `weight` times the function, so a rate can accumulate integrals while it is evaluated; a
+weight of 0 marks an auxiliary evaluation."""
 
 
 def time_grid(n_steps: int, *, kind: str = "uniform", reverse: bool = False) -> Tensor:
@@ -90,31 +90,38 @@ def integrate(
     """
     if solver not in SOLVERS:
         raise ValueError(f"solver must be one of {SOLVERS}, got {solver!r}")
-    advance = {"euler": _multistep, "ab2": _multistep, "midpoint": _midpoint, "rk4": _rk4}[solver]
+    advance = {"euler": _euler, "ab2": _ab2, "midpoint": _midpoint, "rk4": _rk4}[solver]
+    if solver in ("euler", "ab2") and manifold.unit_norm:
+        eps(start[0].dtype)  # geodesics cannot be followed in half precision
     monitor = monitor or FiniteMonitor([f"stream {stream}" for stream in range(len(start))])
     end = advance(rate, start, times.tolist(), manifold, solver, monitor)
     monitor.close()
     return end
 
 
-def _multistep(
+def _euler(
     rate: Rate, point: Points, grid: list[float], manifold: Manifold, solver: str, monitor: FiniteMonitor
 ) -> Points:
-    """Euler, and Adams-Bashforth of order two: v_k + h_k / (2 h_{k-1}) (v_k - v_{k-1}), begun with an Euler step."""
+    for k, (now, after) in enumerate(itertools.pairwise(grid)):
+        h = after - now
+        point = tuple(manifold.step(x, v, h) for x, v in zip(point, rate(point, now, h)))
+        monitor.check(point, k, after, solver)
+    return point
+
+
+def _ab2(
+    rate: Rate, point: Points, grid: list[float], manifold: Manifold, solver: str, monitor: FiniteMonitor
+) -> Points:
+    """Adams-Bashforth of order two: v_k + h_k / (2 h_{k-1}) (v_k - v_{k-1}), begun with an Euler step."""
     steps = [after - now for now, after in itertools.pairwise(grid)]
-    # Weight of the difference of velocities in step k: zero for Euler, in the first step and beyond the last one.
-    share = [0.0] * (len(steps) + 1)
-    if solver == "ab2":
-        share[1:-1] = [h / (2 * before) for before, h in itertools.pairwise(steps)]
-    previous: tuple[Points, Points] | None = None
+    # Weight of the difference of velocities in step k: zero in the first step and beyond the last one.
+    share = [0.0, *(h / (2 * before) for before, h in itertools.pairwise(steps)), 0.0]
+    ahead = [*steps[1:], 0.0]
+    carried: Sequence[Tensor | None] = [None] * len(point)
     for k, h in enumerate(steps):
-        weight = h * (1 + share[k]) - (steps[k + 1] * share[k + 1] if k + 1 < len(steps) else 0.0)
-        velocity = combined = rate(point, grid[k], weight)
-        if previous is not None and solver == "ab2":
-            carried = (manifold.transport(x, y, v) for x, y, v in zip(previous[0], point, previous[1]))
-            combined = tuple(torch.add(v, v - old, alpha=share[k]) for v, old in zip(velocity, carried))
-        previous = (point, velocity)
-        point = tuple(manifold.step(x, v, h) for x, v in zip(point, combined))
+        velocities = rate(point, grid[k], h * (1 + share[k]) - ahead[k] * share[k + 1])
+        moved = [manifold.multistep(x, v, h, old, share[k]) for x, v, old in zip(point, velocities, carried)]
+        point, carried = zip(*moved)
         monitor.check(point, k, grid[k + 1], solver)
     return point
 
@@ -125,7 +132,7 @@ def _midpoint(
     for k, (now, after) in enumerate(itertools.pairwise(grid)):
         h = after - now
         halfway = manifold.retract_all(point, rate(point, now, 0.0), h / 2)
-        point = manifold.retract_all(point, rate(halfway, now + h / 2, h), h)
+        point = manifold.retract_all(point, rate(halfway, now + h / 2, h), h, halfway)
         monitor.check(point, k, after, solver)
     return point
 
@@ -136,11 +143,10 @@ def _rk4(
     for k, (now, after) in enumerate(itertools.pairwise(grid)):
         h = after - now
         middle = now + h / 2
-        first = rate(point, now, h / 6)
-        second = rate(manifold.retract_all(point, first, h / 2), middle, h / 3)
-        third = rate(manifold.retract_all(point, second, h / 2), middle, h / 3)
-        fourth = rate(manifold.retract_all(point, third, h), after, h / 6)
-        mean = tuple((a + 2 * b + 2 * c + d) / 6 for a, b, c, d in zip(first, second, third, fourth))
-        point = manifold.retract_all(point, mean, h)
+        at = total = point  # where the rate is evaluated, and the point plus the velocities so far, weighted
+        for t, weight, ahead in ((now, h / 6, h / 2), (middle, h / 3, h / 2), (middle, h / 3, h)):
+            moving = zip(point, rate(at, t, weight), at, total)
+            at, total = zip(*[manifold.stage(x, v, ahead, y, sum_, weight) for x, v, y, sum_ in moving])
+        point = manifold.retract_all(total, rate(at, after, h / 6), h / 6, at)
         monitor.check(point, k, after, solver)
     return point

@@ -13,6 +13,7 @@ from torch import Tensor
 from geoflow_fast.data.rows import Rows, open_rows
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.model import flow_digest
+from geoflow_fast.head.model import head_digest
 from geoflow_fast.jobs.job import Job
 from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.rerank import BayesReranker
@@ -35,10 +36,11 @@ def open_queries(path: Path, dim: int, world: World = ALONE, model: str = "flow"
 
 
 def model_digest(searcher: RetrievalEntropy | BayesReranker) -> dict[str, str]:
-    """The digest of the model that answers, under the name of its kind."""
+    """The digests of the models that answer, under the names of their kinds."""
     if isinstance(searcher, RetrievalEntropy):
         return {searcher.source.NAME: searcher.source.digest()}
-    return {"flow": flow_digest(searcher.flow)}
+    digests = {} if searcher.flow is None else {"flow": flow_digest(searcher.flow)}
+    return digests if searcher.head is None else {**digests, "head": head_digest(searcher.head)}
 
 
 def answer_queries(

@@ -10,10 +10,13 @@ import numpy as np
 
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.distributed import ALONE, World
-from geoflow_fast.flow.model import GeoFlow
+from geoflow_fast.flow.model import WEIGHTS_FILE, GeoFlow
+from geoflow_fast.head.model import PosteriorHead
+from geoflow_fast.jobs.entropy import HEAD, model_kind, reference_queries
 from geoflow_fast.jobs.job import quantiles
 from geoflow_fast.jobs.queries import BLOCK_QUERIES, answer_queries, open_queries
 from geoflow_fast.retrieval.gallery import Gallery
+from geoflow_fast.retrieval.hubs import MOST_ROWS
 from geoflow_fast.retrieval.rerank import BayesReranker
 from geoflow_fast.runtime import parquet
 from geoflow_fast.runtime.device import usable_device
@@ -21,6 +24,8 @@ from geoflow_fast.runtime.device import usable_device
 FORMAT = 1
 """This number goes up when a release computes other results from the same settings, so that it does not continue the
 blocks of an older one."""
+HEAD_FOLDER = "head"
+"""Where `geoflow train` writes the head beside a flow."""
 COLUMNS = ("index", "prob", "answer", "p_answer", "p_outside", "entropy", "risk_lower_bound")
 
 
@@ -42,11 +47,34 @@ class RerankSummary:
 
 
 def open_reranker(
-    model: Path, gallery: Path, direction: str, *, device: str, world: World = ALONE, **settings: Any
+    model: Path,
+    gallery: Path,
+    direction: str,
+    *,
+    device: str,
+    head: Path | None = None,
+    bank: Path | None = None,
+    world: World = ALONE,
+    **settings: Any,
 ) -> BayesReranker:
-    """Returns the re-ranker of a saved flow and a gallery on disk, uncalibrated."""
-    reranker = BayesReranker(GeoFlow.from_pretrained(model), Gallery(gallery, world=world), direction, **settings)
+    """Returns the re-ranker of saved models and a gallery on disk, uncalibrated. `model` holds a flow, beside which a
+    head may stand that `geoflow train` wrote, or a head. `head` names another one, `bank` a file of queries."""
+    flow, own_head = open_models(model, head)
+    typical = None if bank is None else reference_queries(bank, MOST_ROWS)
+    items = Gallery(gallery, world=world)
+    reranker = BayesReranker(flow, items, direction, head=own_head, bank=typical, **settings)
     return reranker.to(usable_device(device))
+
+
+def open_models(model: Path, head: Path | None) -> tuple[GeoFlow | None, PosteriorHead | None]:
+    """The flow and the head that the folder of a model holds, or the head of the folder `head`."""
+    if model_kind(model) == HEAD:
+        if head is not None:
+            raise ValueError(f"{model} holds a head, so --head {head} would be a second one")
+        return None, PosteriorHead.from_pretrained(model)
+    beside = model / HEAD_FOLDER
+    chosen = head if head is not None else beside if (beside / WEIGHTS_FILE).is_file() else None
+    return GeoFlow.from_pretrained(model), None if chosen is None else PosteriorHead.from_pretrained(chosen)
 
 
 def settle_calibration(
@@ -93,7 +121,7 @@ def rerank_file(
     facts = {
         "task": "rerank",
         "format": FORMAT,
-        "calibration": None if fitted is None else [*fitted.weights, fitted.right_per_query],
+        "calibration": None if fitted is None else fitted.identity,
     }
     answer_queries(
         reranker, rows, out, facts, reranker.rerank, COLUMNS, block=block, overwrite=overwrite, progress=progress

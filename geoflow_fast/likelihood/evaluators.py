@@ -26,9 +26,10 @@ TANGENT_TOLERANCE = 1e-3
 
 
 Evaluation = tuple[Points, Tensor, Points]
-"""Velocities [B, d] of the streams that move; divergences [solves, K, B], float64, one estimate per probe; and what the
-Jacobian made of the probes, [K, B, d] for each stream that moves: the Jacobian of the network in forward mode, that of
-any other field transposed. The last are good until the next evaluation. Without probes the last two are empty."""
+"""Velocities [B, d] of the streams that move, whose tangent parts are to be followed; divergences [solves, K, B],
+float64, one estimate per probe; and what the Jacobian made of the probes, [K, B, d] for each stream that moves: the
+Jacobian of the network in forward mode, that of any other field transposed. The last are good until the next
+evaluation. Without probes the last two are empty."""
 
 
 class Evaluator(Protocol):
@@ -73,11 +74,10 @@ class NetworkEvaluator:
         rows = [SolveInput(*solve, paired) for solve in zip(self.directions, everywhere, tangents)]
         outputs = self.network(t, rows)
         f, products = zip(*(outputs[key] for key in self.moving))
-        velocities = tuple(self.manifold.project(x, y) for x, y in zip(points, f))
         if probes is None:
-            return velocities, velocities[0].new_empty(0), ()
+            return f, f[0].new_empty(0), ()
         curvatures = [self.manifold.curvature(x, y) for x, y in zip(points, f)]
-        return velocities, _divergences(self.moving, probes, products, curvatures, self.settings.exact), products
+        return f, _divergences(self.moving, probes, products, curvatures, self.settings.exact), products
 
 
 class FieldEvaluator:

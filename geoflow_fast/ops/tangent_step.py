@@ -1,13 +1,18 @@
-"""One solver step on the sphere: guidance, tangent projection and the move along the geodesic in one pass."""
+"""One solver step on the sphere: guidance, tangent projection and the move along the geodesic in one pass.
+
+`tangent_step` is the step of Euler's method. Two variants serve the other solvers: `tangent_stage` moves from one point
+with a velocity taken at another, and `tangent_ab2` combines the velocity with the last one and carries it along.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from geoflow_fast.geometry import eps, follow, tangent_part
-from geoflow_fast.ops import dispatch, triton_kernels
-from geoflow_fast.ops.arguments import check_floating, check_shape
+from geoflow_fast.geometry import carry_along, eps, follow, tangent_part
+from geoflow_fast.ops import dispatch, native, triton_kernels
+from geoflow_fast.ops.arguments import Pair, check_floating, check_shape
+from geoflow_fast.ops.native import Extent
 from geoflow_fast.runtime import checks
 
 RETRACTIONS = ("exp", "renormalise")
@@ -47,8 +52,11 @@ def tangent_step(
         raise ValueError(f"tangent_step: backend {backend!r} has no gradient; use 'reference' or detach the inputs")
     if x.numel() == 0:
         return x.clone()
-    end: Tensor = _forward(x, v, h, v_free, guidance, retraction == "renormalise", str(backend))
+    end: Tensor = tangent_step_rows(x, v, h, v_free, guidance, retraction == "renormalise", str(backend))
     return end
+
+
+# ---- plain torch ---------------------------------------------------------------------------------------------------
 
 
 def tangent_step_reference(
@@ -59,17 +67,150 @@ def tangent_step_reference(
     With `v_free` the velocity is v + guidance (v - v_free). The step follows the geodesic (exp map), or the straight
     line back to the sphere when `renormalise` is set.
     """
-    guided = v if v_free is None else v + guidance * (v - v_free)
-    step = h * tangent_part(x, guided)
-    if not renormalise:
-        return follow(x, step)
-    y = x + step
-    return y / torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+    step = h * tangent_part(x, _guided(v, v_free, guidance))
+    return _to_sphere(x + step) if renormalise else follow(x, step)
 
 
-_forward = dispatch.operation(
+def tangent_stage_reference(
+    x: Tensor,
+    at: Tensor,
+    v: Tensor,
+    h: float,
+    v_free: Tensor | None,
+    guidance: float,
+    total: Tensor | None,
+    weight: float,
+) -> tuple[Tensor, Tensor]:
+    """A stage of a Runge-Kutta method: x + h u scaled to unit norm, where u is the part tangent at the unit rows `at`
+    [B, d] of the velocity `v`, guided as in `tangent_step`; and total + weight u, or nothing without `total`. `x` need
+    not have unit rows."""
+    u = tangent_part(at, _guided(v, v_free, guidance))
+    return _to_sphere(x + h * u), x.new_empty(0) if total is None else total + weight * u
+
+
+def tangent_ab2_reference(
+    x: Tensor, v: Tensor, h: float, v_free: Tensor | None, guidance: float, carried: Tensor | None, share: float
+) -> tuple[Tensor, Tensor]:
+    """A step of the two-step Adams-Bashforth method: where the geodesic arrives that leaves the unit rows `x` [B, d]
+    with velocity u + share (u - carried), and u transported along it, which is `carried` in the next step.
+
+    u is the tangent part of `v`, guided as in `tangent_step`; without `carried` the step follows u itself.
+    """
+    u = tangent_part(x, _guided(v, v_free, guidance))
+    step = h * (u if carried is None else u + share * (u - carried))
+    return follow(x, step), carry_along(x, step, u)
+
+
+def _guided(v: Tensor, v_free: Tensor | None, guidance: float) -> Tensor:
+    return v if v_free is None else v + guidance * (v - v_free)
+
+
+def _to_sphere(x: Tensor) -> Tensor:
+    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+
+
+# ---- compiled C++ --------------------------------------------------------------------------------------------------
+
+_KERNEL = native.Kernel(
+    "tangent_step",
+    optional=(("v_free",),),
+    h=None,
+    guidance=None,
+    renormalise=None,
+    x=Extent.ROWS,
+    v=Extent.ROWS,
+    v_free=Extent.ROWS,
+    y=Extent.ROWS,
+)
+_STAGE_KERNEL = native.Kernel(
+    "tangent_stage",
+    optional=(("v_free",), ("total", "new_total")),
+    h=None,
+    guidance=None,
+    weight=None,
+    x=Extent.ROWS,
+    at=Extent.ROWS,
+    v=Extent.ROWS,
+    v_free=Extent.ROWS,
+    total=Extent.ROWS,
+    y=Extent.ROWS,
+    new_total=Extent.ROWS,
+)
+_AB2_KERNEL = native.Kernel(
+    "tangent_ab2",
+    optional=(("v_free",), ("carried",)),
+    h=None,
+    guidance=None,
+    share=None,
+    x=Extent.ROWS,
+    v=Extent.ROWS,
+    v_free=Extent.ROWS,
+    carried=Extent.ROWS,
+    y=Extent.ROWS,
+    new_carried=Extent.ROWS,
+)
+
+
+def _rows(x: Tensor | None) -> Tensor | None:
+    return None if x is None else native.float_rows(x)
+
+
+def _cpu(x: Tensor, v: Tensor, h: float, v_free: Tensor | None, guidance: float, renormalise: bool) -> Tensor:
+    y = native.empty_rows(*x.shape)
+    parts = {"x": _rows(x), "v": _rows(v), "v_free": _rows(v_free)}
+    _KERNEL.run(*x.shape, h=h, guidance=guidance, renormalise=renormalise, **parts, y=y)
+    return y
+
+
+def _cpu_stage(
+    x: Tensor,
+    at: Tensor,
+    v: Tensor,
+    h: float,
+    v_free: Tensor | None,
+    guidance: float,
+    total: Tensor | None,
+    weight: float,
+) -> Pair:
+    y = native.empty_rows(*x.shape)
+    new_total = None if total is None else native.empty_rows(*x.shape)
+    parts = {"x": _rows(x), "at": _rows(at), "v": _rows(v), "v_free": _rows(v_free), "total": _rows(total)}
+    _STAGE_KERNEL.run(*x.shape, h=h, guidance=guidance, weight=weight, **parts, y=y, new_total=new_total)
+    return y, native.empty_rows(0) if new_total is None else new_total
+
+
+def _cpu_ab2(
+    x: Tensor, v: Tensor, h: float, v_free: Tensor | None, guidance: float, carried: Tensor | None, share: float
+) -> Pair:
+    y, new_carried = native.empty_rows(*x.shape), native.empty_rows(*x.shape)
+    parts = {"x": _rows(x), "v": _rows(v), "v_free": _rows(v_free), "carried": _rows(carried)}
+    _AB2_KERNEL.run(*x.shape, h=h, guidance=guidance, share=share, **parts, y=y, new_carried=new_carried)
+    return y, new_carried
+
+
+# ---- declarations --------------------------------------------------------------------------------------------------
+
+tangent_step_rows = dispatch.operation(
     "tangent_step",
     tangent_step_reference,
+    cpu=native.backend(_cpu),
     triton=triton_kernels.backend("geodesic", "tangent_step", (torch.float32,)),
     rowwise=True,
+)
+"""`tangent_step` as the reference takes it, unchecked; the last argument is the name of a backend."""
+tangent_stage_rows = dispatch.operation(
+    "tangent_stage",
+    tangent_stage_reference,
+    cpu=native.backend(_cpu_stage),
+    triton=triton_kernels.backend("geodesic", "tangent_stage", (torch.float32,)),
+    rowwise=True,
+    part_of="tangent_step",
+)
+tangent_ab2_rows = dispatch.operation(
+    "tangent_ab2",
+    tangent_ab2_reference,
+    cpu=native.backend(_cpu_ab2),
+    triton=triton_kernels.backend("geodesic", "tangent_ab2", (torch.float32,)),
+    rowwise=True,
+    part_of="tangent_step",
 )

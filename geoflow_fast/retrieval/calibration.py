@@ -104,9 +104,14 @@ class Calibration:
         return {name: every[name] for name in FEATURES if every.get(name)}
 
     @property
-    def uses_flow(self) -> bool:
-        """Whether the flow was kept as evidence."""
-        return self.alpha != 0
+    def identity(self) -> list[Any]:
+        """Everything that probabilities depend on. Without further features it is what earlier releases wrote into the
+        description of a job."""
+        numbers: list[Any] = [*self.weights, self.right_per_query]
+        if self.others or self.platt is not None or self.cheap is not None:
+            cheap = None if self.cheap is None else dataclasses.asdict(self.cheap)
+            numbers += [self.others, self.hub_scale, self.platt, cheap]
+        return numbers
 
     # unchecked: a reranker calls it with evidence of its own
     def probabilities(self, evidence: Evidence) -> Tensor:

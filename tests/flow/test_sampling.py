@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 
 import pytest
 import torch
 from scipy import stats
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import geoflow_fast as gf
-from geoflow_fast import noise
+from geoflow_fast import geometry, noise
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow import sampling, solvers
 from geoflow_fast.worlds import PairField
@@ -61,6 +65,92 @@ def test_guided_samples_follow_the_definition(flow, solver):
         with torch.no_grad():
             (expected,) = solvers.integrate(rate, (start.generated,), solvers.time_grid(steps), solver=solver)
         torch.testing.assert_close(image[q], expected)
+
+
+def step_by_step(solver: str, velocity, x: Tensor, grid: list[float]) -> Tensor:
+    """The solvers by their definitions: tangent velocities, combined first and followed by functions of `geometry`."""
+    before = None
+    for now, after in itertools.pairwise(grid):
+        h, middle = after - now, (now + after) / 2
+        first = velocity(x, now)
+        if solver in ("euler", "ab2"):
+            combined = first
+            if solver == "ab2" and before is not None:
+                old = geometry.parallel_transport(before[0], x, before[1])
+                combined = first + h / (2 * before[2]) * (first - old)
+            before = (x, first, h)
+            x = geometry.exp_map(x, h * combined)
+            continue
+        second = velocity(geometry.normalize(x + h / 2 * first), middle)
+        mean = second
+        if solver == "rk4":
+            third = velocity(geometry.normalize(x + h / 2 * second), middle)
+            fourth = velocity(geometry.normalize(x + h * third), after)
+            mean = (first + 2 * second + 2 * third + fourth) / 6
+        x = geometry.normalize(x + h * mean)
+    return x
+
+
+@pytest.mark.parametrize("solver", ["euler", "midpoint", "ab2", "rk4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("guidance", [0.0, 3.0])
+def test_fused_steps_follow_the_separate_operations(flow, solver, dtype, guidance):
+    """Guidance, projection and step in one pass, against one after the other in float64."""
+    settings = gf.SamplingSettings(n_samples=5, n_steps=7, guidance=guidance, solver=solver, grid="late")
+    text = noise.sample_uniform(1, 7)
+    drawn = sampling.StartingPoints.draw(settings, (10, 7), Direction.T2I, seeded(5)).to(text.double())
+    start = sampling.StartingPoints(geometry.normalize(drawn.generated), geometry.normalize(drawn.condition))
+
+    def velocity(x: Tensor, t: float) -> Tensor:
+        conditional = flow.velocity(x, text.double().expand(5, -1), t, "t2i")[0]
+        return conditional + guidance * (conditional - flow.velocity(x, start.condition, t, "t2i")[0])
+
+    with torch.no_grad():
+        grid = solvers.time_grid(7, kind="late").tolist()
+        expected = step_by_step(solver, velocity, start.generated, grid)
+    given = text.to(dtype)
+    samples = sampling.sample_conditional(flow.to(dtype), given, Direction.T2I, start.to(given), settings)[0]
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    torch.testing.assert_close(samples.double(), expected, rtol=0, atol=tolerance)
+
+
+class Recorder(TorchDispatchMode):
+    """Counts the operations that reach torch's dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen[func._overloadpacket._qualified_op_name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("solver", "operation", "times"),
+    [("euler", "step", 1), ("ab2", "ab2", 1), ("midpoint", "stage", 2), ("rk4", "stage", 4)],
+)
+@pytest.mark.parametrize("guidance", [0.0, 3.0])
+def test_an_evaluation_is_followed_in_one_pass(flow, solver, operation, times, guidance, monkeypatch):
+    """One fused operation for each evaluation of the network; no projection, sum or public check beside it."""
+    flow, text, steps = flow.float(), noise.sample_uniform(3, 7), 6
+    settings = gf.SamplingSettings(n_samples=4, n_steps=steps, guidance=guidance, solver=solver)
+    start = sampling.StartingPoints.draw(settings, flow.flow_dims, Direction.T2I, seeded())
+    for module, name in ((geometry, "tangent_part"), (gf.ops, "tangent_step")):
+        monkeypatch.setattr(module, name, lambda *_, name=name: pytest.fail(f"{name} is called"))
+    with Recorder() as recorder:
+        sampling.sample_conditional(flow, text, Direction.T2I, start, settings)
+    fused = {name: count for name, count in recorder.seen.items() if name.startswith("geoflow::tangent")}
+    assert fused == {f"geoflow::tangent_{operation}": times * steps}
+    assert not recorder.seen["aten::sum"]
+    assert recorder.seen["aten::linalg_vector_norm"] == 1  # of the queries, which are checked once
+
+
+def test_joint_samples_are_followed_in_one_pass(flow):
+    with Recorder() as recorder:
+        gf.sample(flow.float(), n_samples=4, n_steps=6)
+    assert recorder.seen["geoflow::tangent_step"] == 12  # two streams
+    assert not recorder.seen["aten::sum"]
 
 
 def test_samples_do_not_depend_on_how_queries_are_batched(flow, monkeypatch):

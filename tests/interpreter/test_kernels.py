@@ -26,7 +26,7 @@ from geoflow_fast.ops.gate_residual import (
 )
 from geoflow_fast.ops.masked_interpolant import masked_interpolant_reference
 from geoflow_fast.ops.swiglu import swiglu_backward_reference, swiglu_jvp_reference, swiglu_reference
-from geoflow_fast.ops.tangent_step import tangent_step_reference
+from geoflow_fast.ops.tangent_step import tangent_ab2_reference, tangent_stage_reference, tangent_step_reference
 
 KERNELS = SimpleNamespace(geodesic=geodesic, gallery=gallery, network=network)
 EPS = 1e-6
@@ -125,6 +125,35 @@ def check_tangent_step(kernels, rows=33, width=129):
         assert_close(y.norm(dim=1), torch.ones(rows), scale=0.1)
 
 
+def check_tangent_stage(kernels, rows=33, width=129):
+    at = sample_uniform(rows, width)
+    x, v, free, total = (rows_with_gaps(rows, width, torch.float32) for _ in range(4))
+    for unconditional, before in ((None, None), (free, None), (None, total), (free, total)):
+        results = kernels.geodesic.tangent_stage(x, at, v, 0.3, unconditional, 3.0, before, 0.2)
+        truths = tangent_stage_reference(*in_double(x, at, v, 0.3, unconditional, 3.0, before, 0.2))
+        for result, truth in zip(results, truths, strict=True):
+            assert_close(result, truth) if truth.numel() else len(result) == 0
+
+
+def check_tangent_ab2(kernels, rows=33, width=129):
+    x = sample_uniform(rows, width)
+    v, free, old = (rows_with_gaps(rows, width, torch.float32) for _ in range(3))
+    for h, unconditional, carried in (
+        (0.05, None, None),
+        (-0.02, free, old),
+        (0.05, free, None),
+        (0.4, None, old),  # more than a turn
+    ):
+        results = kernels.geodesic.tangent_ab2(x, v, h, unconditional, 3.0, carried, 0.7)
+        truths = tangent_ab2_reference(*in_double(x, v, h, unconditional, 3.0, carried, 0.7))
+        for result, truth in zip(results, truths, strict=True):
+            assert_close(result, truth)
+
+
+def in_double(*arguments):
+    return [x.double() if isinstance(x, torch.Tensor) else x for x in arguments]
+
+
 @pytest.mark.parametrize(
     ("rows", "widths", "dropout"), [(1, (2, 3), True), (7, (1023, 7), False), (33, (129, 65), True)]
 )
@@ -143,6 +172,8 @@ def test_interpolant_checks_the_noise_that_a_dropped_row_shows():
 @pytest.mark.parametrize(("rows", "width"), [(1, 2), (7, 1023), (33, 129)])
 def test_tangent_step(rows, width):
     check_tangent_step(KERNELS, rows, width)
+    check_tangent_stage(KERNELS, rows, width)
+    check_tangent_ab2(KERNELS, rows, width)
 
 
 # ---- gallery ----
@@ -508,6 +539,18 @@ FAULTS = {
         "turns = tl.floor(turn * (0.5 / PI) + 0.5)",
         "turns = tl.floor(turn * 0.0)",
         check_tangent_step,
+    ),
+    "stage: projected at the wrong point": (
+        "geodesic",
+        "taken = _load_rows(at, row, column, at_stride, valid)",
+        "taken = _load_rows(x, row, column, x_stride, valid)",
+        check_tangent_stage,
+    ),
+    "ab2: velocity not turned": (
+        "geodesic",
+        "- (along * sinc)[:, None] * here",
+        "",
+        check_tangent_ab2,
     ),
     "adaln: padding enters the variance": (
         "network",

@@ -22,6 +22,7 @@ from geoflow_fast.ops.gate_residual import (
 from geoflow_fast.ops.masked_interpolant import masked_interpolant_reference
 from geoflow_fast.ops.native import Extent
 from geoflow_fast.ops.swiglu import swiglu_backward_reference, swiglu_jvp_reference, swiglu_reference
+from geoflow_fast.ops.tangent_step import tangent_ab2_reference, tangent_stage_reference, tangent_step_reference
 
 pytestmark = pytest.mark.skipif(native.missing() is not None, reason="needs the compiled extension")
 few = settings(max_examples=60, deadline=None, derandomize=True)
@@ -145,7 +146,26 @@ def test_network_rows(groups, per_group, width, first, second, gated, seed):
             close(got, expected, 2e-3)
 
 
-# What each kernel takes, beside the number of tangents: the extents are those that csrc/network.h documents.
+@few
+@given(sizes, st.integers(2, 260), st.lists(layouts, min_size=5, max_size=5), st.booleans(), st.booleans(), seeds)
+def test_solver_steps(rows, width, arrangements, guided, more, seed):
+    generator = torch.Generator().manual_seed(seed)
+    drawn = [unit(generator, rows, width), *torch.randn(4, rows, width, generator=generator)]
+    x, v, free, old, total = (laid_out(part, layout) for part, layout in zip(drawn, arrangements))
+    free = free if guided else None
+    cases = {
+        "tangent_step": (tangent_step_reference, (x, v, 0.1, free, 3.0, more)),
+        "tangent_stage": (tangent_stage_reference, (total, x, v, 0.1, free, 3.0, old if more else None, 0.2)),
+        "tangent_ab2": (tangent_ab2_reference, (x, v, 0.1, free, 3.0, old if more else None, 0.5)),
+    }
+    for name, (reference, arguments) in cases.items():
+        fast = getattr(torch.ops.geoflow, name).default(*arguments, "cpu")
+        true = reference(*(part.double() if isinstance(part, Tensor) else part for part in arguments))
+        for a, b in [(fast, true)] if isinstance(fast, Tensor) else zip(fast, true, strict=True):
+            close(a, b, 1e-6)
+
+
+# What each kernel takes, beside the number of tangents: the extents are those of csrc/network.h and csrc/solver.h.
 KERNELS = {kernel.name: kernel for kernel in native.Kernel.declared}
 ROWS, WIDTH, PER_GROUP, TANGENTS = 12, 5, 4, 2
 SHAPES = {
@@ -174,7 +194,7 @@ def run(kernel: native.Kernel, arguments: dict[str, Tensor | float | None]) -> N
     kernel.run(ROWS, WIDTH, PER_GROUP, TANGENTS, **arguments)
 
 
-def test_every_kernel_of_the_network_is_declared():
+def test_every_kernel_on_rows_is_declared():
     assert set(KERNELS) == {
         "adaln",
         "adaln_backward",
@@ -187,6 +207,9 @@ def test_every_kernel_of_the_network_is_declared():
         "gate_residual_jvp",
         "flow_loss",
         "flow_loss_backward",
+        "tangent_step",
+        "tangent_stage",
+        "tangent_ab2",
     }
     for kernel in KERNELS.values():
         run(kernel, fitting(kernel))

@@ -14,6 +14,7 @@
 #include "gallery.h"
 #include "interpolant.h"
 #include "network.h"
+#include "solver.h"
 
 namespace {
 
@@ -210,6 +211,32 @@ void check_network(std::int64_t rows, std::int64_t width, std::int64_t groups) {
     });
 }
 
+void check_solver(std::int64_t rows, std::int64_t width) {
+    using namespace geoflow;
+    const SolverKernels& run = solver_kernels();
+    auto x = unit_rows<float>(rows, width), at = unit_rows<float>(rows, width);
+    auto v = normal<float>(rows * width), free = v, old = v;
+    const auto view = [&](std::vector<float>& of) { return RowsView{of.data(), width}; };
+    const auto check = [&](const char* what, const auto& call) {
+        compare(what, [&](int threads) {
+            std::vector<float> a(rows * width), b(rows * width);
+            call(RowShape{rows, width, 1, threads}, view(a), view(b));
+            std::string bytes;
+            append(bytes, a), append(bytes, b);
+            return bytes;
+        });
+    };
+    check("tangent_step", [&](RowShape s, RowsView a, RowsView) {
+        run.tangent_step(s, 0.1, 3.0, false, view(x), view(v), view(free), a);
+    });
+    check("tangent_stage", [&](RowShape s, RowsView a, RowsView b) {
+        run.tangent_stage(s, 0.1, 3.0, 0.2, view(x), view(at), view(v), view(free), view(old), a, b);
+    });
+    check("tangent_ab2", [&](RowShape s, RowsView a, RowsView b) {
+        run.tangent_ab2(s, 0.1, 3.0, 0.5, view(x), view(v), view(free), view(old), a, b);
+    });
+}
+
 // Threads write their number to one place without order.
 void race_on_purpose() {
     int shared = 0;
@@ -239,6 +266,7 @@ int main(int count, char** arguments) {
     check_transport(1200, 1100, 16, false, false);  // enough entries for more than one thread
     check_transport(1200, 1100, 16, true, true);
     for (std::int64_t rows : {2, 14, 258, 1030}) check_network(rows, 37, 2);
+    for (std::int64_t rows : {1, 7, 129, 1023}) check_solver(rows, 37);
     std::printf("%d\n", compared);
     return 0;
 }
