@@ -91,8 +91,8 @@ def tables() -> Iterator[Table]:
         runs["FAISS, top 32"] = lambda: peers.faiss_search(index, queries, 32)
     seconds = time_together(runs)
     fastest = min(value for name, value in seconds.items() if "head" not in name)
-    found = [{"64 queries": n, "ms": 1e3 * s, "times the faster search": s / fastest} for n, s in seconds.items()]
-    yield Table("shortlists", found)
+    prices = [{"64 queries": n, "ms": 1e3 * s, "times the faster search": s / fastest} for n, s in seconds.items()]
+    yield Table("shortlists", prices)
 
 
 class World:
@@ -125,16 +125,16 @@ class World:
             right = (queries @ items.T).argmax(1) == torch.arange(QUERIES)
             truth = torch.special.entr(self.world.gallery_posterior(queries, items, direction)).sum(1)
             entropy = gf.RetrievalEntropy(head, items, direction)(queries).entropy
-            found = {"Spearman of H with the true one": float(stats.spearmanr(entropy, truth).statistic)}
+            measures = {"Spearman of H with the true one": float(stats.spearmanr(entropy, truth).statistic)}
             alone = gf.BayesReranker(None, items, direction, head=head)
             alone.calibrate(self.held_out, progress=False)
             post = alone(queries)
-            found["AUROC of p_answer"] = auroc(1 - post.p_answer, right)
-            found["ECE of p_answer"] = reliability(post.p_answer, right, strategy="quantile").ece
-            found["NLL, head"] = float(losses(post, torch.arange(QUERIES)).mean())
+            measures["AUROC of p_answer"] = auroc(1 - post.p_answer, right)
+            measures["ECE of p_answer"] = reliability(post.p_answer, right, strategy="quantile").ece
+            measures["NLL, head"] = float(losses(post, torch.arange(QUERIES)).mean())
             if flow is not None:
-                found |= self.fused(flow, head, direction, queries, items)
-            numbers |= {f"{name}, {direction}": value for name, value in found.items()}
+                measures |= self.fused(flow, head, direction, queries, items)
+            numbers |= {f"{name}, {direction}": value for name, value in measures.items()}
         return numbers
 
     def fused(
@@ -193,7 +193,7 @@ def flickr() -> list[dict[str, Any]]:
     on the others, both ways round."""
     head = gf.PosteriorHead.fit(flickr_pairs("train"), seed=0)
     halves = flickr_pairs("dev").split(0.5, seed=0)
-    found: dict[tuple[str, str], list[dict[str, Tensor]]] = {}
+    by_evidence: dict[tuple[str, str], list[dict[str, Tensor]]] = {}
     for held_out, test in (halves, halves[::-1]):
         for direction in CONDITIONAL:
             task = RetrievalTask.of(test, direction)
@@ -204,22 +204,25 @@ def flickr() -> list[dict[str, Any]]:
                 right, share = task.is_right(post.index), (task.own >= 0).sum(1, keepdim=True)
                 mass = (post.prob.double().clamp_min(1e-12).log() * right / share).sum(1)
                 outside = 1 - right.sum(1) / share.squeeze(1)
-                found.setdefault((name, str(direction)), []).append(
+                by_evidence.setdefault((name, str(direction)), []).append(
                     {
                         "NLL": -mass - outside * post.p_outside.double().clamp_min(1e-12).log(),
                         "Recall@1": right[:, 0].double(),
                         "p_answer": post.p_answer.double(),
                         "right": task.is_right(post.answer),
-                        "image": task.query_image + len(test) * len(found),
+                        "image": task.query_image + len(test) * len(by_evidence),
                     }
                 )
-    return [row for direction in ("t2i", "i2t") for row in compared(direction, found)]
+    return [row for direction in ("t2i", "i2t") for row in compared(direction, by_evidence)]
 
 
-def compared(direction: str, found: dict[tuple[str, str], list[dict[str, Tensor]]]) -> list[dict[str, Any]]:
+def compared(direction: str, by_evidence: dict[tuple[str, str], list[dict[str, Tensor]]]) -> list[dict[str, Any]]:
     """Both evidences in one direction, and the paired difference with its interval."""
     ours, plain = (
-        {name: torch.cat([part[name] for part in found[which, direction]]) for name in found[which, direction][0]}
+        {
+            name: torch.cat([part[name] for part in by_evidence[which, direction]])
+            for name in by_evidence[which, direction][0]
+        }
         for which in ("ladder with a head", "hub correction")
     )
     gains = {

@@ -214,10 +214,10 @@ def fit_head(
         return begin.run(settings[0], folder)
     trials = [begin.trial(setting, None if folder is None else folder / TRIALS_FOLDER) for setting in settings]
     best = min(trials, key=lambda head: float(head.report["nll"]))
-    found = {"trials": [head.report for head in trials]}
+    more = {"trials": [head.report for head in trials]}
     if best.config in settings:  # the trial was a whole run
-        return begin.keep(best, folder, found)
-    return begin.run(settings[trials.index(best)], folder, found)
+        return begin.keep(best, folder, more)
+    return begin.run(settings[trials.index(best)], folder, more)
 
 
 def _checked_pairs(
@@ -264,7 +264,7 @@ class Fitting:
             config = dataclasses.replace(config, steps=max(1, round(TRIAL_SHARE * config.steps)))
         return self.run(config, None if folder is None else folder / f"points_{config.points}")
 
-    def run(self, config: HeadConfig, folder: Path | None, found: Mapping[str, Any] | None = None) -> PosteriorHead:
+    def run(self, config: HeadConfig, folder: Path | None, more: Mapping[str, Any] | None = None) -> PosteriorHead:
         """Trains a head, or continues to, and fits its scales."""
         torch.manual_seed(config.seed)
         head = PosteriorHead(config, self.pairs.image_dim, self.pairs.text_dim)
@@ -279,11 +279,11 @@ class Fitting:
             "nll": sum(losses.values()),
             **{f"nll_{direction}": loss for direction, loss in losses.items()},
         }
-        return self.keep(head, folder, found or {})
+        return self.keep(head, folder, more or {})
 
-    def keep(self, head: PosteriorHead, folder: Path | None, found: Mapping[str, Any]) -> PosteriorHead:
-        """Adds what was `found` to the report, and writes the head to its folder."""
-        head.report |= found
+    def keep(self, head: PosteriorHead, folder: Path | None, more: Mapping[str, Any]) -> PosteriorHead:
+        """Adds `more` to the report, and writes the head to its folder."""
+        head.report |= more
         if folder is not None and self.world.is_main:
             head.save_pretrained(folder)
         return head

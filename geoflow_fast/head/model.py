@@ -33,7 +33,7 @@ MOST_LOG_CONCENTRATION = math.log(1e4)
 
 
 @dataclass(frozen=True)
-class Points:
+class HeadPoints:
     """The points of Q queries: `points` [Q, K, d], each of the length of its concentration, and `log_weights` [Q, K].
     An item g has the score logsumexp_k (log_weights_k + <points_k, g>) plus the number of the item."""
 
@@ -73,7 +73,7 @@ class Tower(nn.Module):
             nn.init.zeros_(parameter)
         nn.init.constant_(self.log_concentration, math.log(FIRST_CONCENTRATION))
 
-    def forward(self, queries: Tensor, dropout: float = 0.0) -> Points:
+    def forward(self, queries: Tensor, dropout: float = 0.0) -> HeadPoints:
         """The points of the queries, with dropout if a rate is given."""
         moved = self.change(queries) + (queries if self.base is None else functional.linear(queries, self.base))
         hidden = functional.dropout(functional.silu(self.inner(queries)), dropout, dropout > 0)
@@ -81,7 +81,7 @@ class Tower(nn.Module):
         centre = functional.normalize(moved.unsqueeze(1) + offsets, dim=-1)
         change, log_weights = self.shape(hidden).chunk(2, dim=1)
         log_concentration = (self.log_concentration + change).clamp(max=MOST_LOG_CONCENTRATION)
-        return Points(centre * log_concentration.exp().unsqueeze(2), log_weights.log_softmax(1))
+        return HeadPoints(centre * log_concentration.exp().unsqueeze(2), log_weights.log_softmax(1))
 
 
 class PosteriorHead(nn.Module):
@@ -154,9 +154,9 @@ class PosteriorHead(nn.Module):
         return self.scale
 
     # unchecked: scorers and the loss call it with what they have checked
-    def raw_points(self, queries: Tensor, direction: Direction, dropout: float = 0.0) -> Points:
+    def raw_points(self, queries: Tensor, direction: Direction, dropout: float = 0.0) -> HeadPoints:
         """The points of `queries` [Q, d] as the networks give them, before the scale is applied."""
-        points: Points = self.towers[str(direction)](queries, dropout)
+        points: HeadPoints = self.towers[str(direction)](queries, dropout)
         return points
 
     # unchecked: scorers and the loss call it with what they have checked
@@ -177,10 +177,10 @@ class PosteriorHead(nn.Module):
 
     # unchecked: scorers call it with what they have checked
     @torch.no_grad()
-    def points(self, queries: Tensor, direction: Direction) -> Points:
+    def points(self, queries: Tensor, direction: Direction) -> HeadPoints:
         """The points of the `queries` [Q, d], without dropout in either mode, scaled as the held-out pairs asked."""
         raw, scale = self.raw_points(queries, direction), self.scale_of(direction)
-        return Points(raw.points * scale, raw.log_weights * scale)
+        return HeadPoints(raw.points * scale, raw.log_weights * scale)
 
     # unchecked: scorers call it with what they have checked
     @torch.no_grad()

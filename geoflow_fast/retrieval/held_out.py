@@ -93,10 +93,10 @@ class HeldOut:
             for name, values in self._features(rows, index[rows]).items():
                 parts[name].append(values)
             advance(len(rows))
-        found = {name: torch.cat(values, dim=-2) for name, values in parts.items()}
-        valid, right, nearness = (found.pop(name) for name in ("valid", "right", "nearness"))
-        scale, scales = 0.0, found.pop("hub", None)
-        evidence = Evidence(found, nearness, valid)
+        features = {name: torch.cat(values, dim=-2) for name, values in parts.items()}
+        valid, right, nearness = (features.pop(name) for name in ("valid", "right", "nearness"))
+        scale, scales = 0.0, features.pop("hub", None)
+        evidence = Evidence(features, nearness, valid)
         if scales is not None:
             scale, evidence = self._choose_scale(evidence, right, scales)
         assert self.bank is not None
@@ -145,13 +145,13 @@ class HeldOut:
         """The factor of the cosines in the hub correction [S, Q, K] with the lowest loss, and the evidence with it."""
         share = right.double() / (self.task.own >= 0).sum(1, keepdim=True).to(right.device)
         target = torch.cat((share, 1 - share.sum(1, keepdim=True)), dim=1)
-        found = []
+        tried = []
         for hub in scales:
             with_hub = Evidence({**evidence.features, "hub": hub}, evidence.nearness, evidence.valid)
             data = with_hub.design(("cosine", "hub")), with_hub.possible(), target
-            found.append((float(losses(*data, fit_weights(*data)).mean()), with_hub))
-        best = min(range(len(found)), key=lambda number: found[number][0])
-        return SCALES[best], found[best][1]
+            tried.append((float(losses(*data, fit_weights(*data)).mean()), with_hub))
+        best = min(range(len(tried)), key=lambda number: tried[number][0])
+        return SCALES[best], tried[best][1]
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

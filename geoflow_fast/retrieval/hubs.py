@@ -62,14 +62,14 @@ class Hubs:
     def of_items(self, items: Tensor, left_out: Tensor | None, scales: Sequence[float]) -> dict[str, Tensor]:
         """The same numbers of some `items` [n, d]: "hub" [S, n] for each of the scales and, with a head, "head_hub"
         [n]. `left_out` [R, n] says which queries of the bank do not count for which item."""
-        found = {}
+        numbers = {}
         if items.shape[1] == self.bank.shape[1]:
             cosine = self.bank @ items.T
-            found["hub"] = torch.stack([log_mean(scale * cosine, left_out) for scale in scales])
+            numbers["hub"] = torch.stack([log_mean(scale * cosine, left_out) for scale in scales])
         if self.source is not None:
             scores = self.source.all_scores(self.bank, items)
-            found["head_hub"] = log_mean(scores, left_out) + self.source.learned_about(items)
-        return found
+            numbers["head_hub"] = log_mean(scores, left_out) + self.source.learned_about(items)
+        return numbers
 
 
 def log_mean(scores: Tensor, left_out: Tensor | None) -> Tensor:

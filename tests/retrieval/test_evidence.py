@@ -183,8 +183,8 @@ class TestHubs:
         fitted = reranker.calibrate(hub_pairs(600, 8))
         assert next(rung for rung in reranker.rungs if rung.name == "hub").kept
         assert fitted.others["hub"] < 0
-        found, own = reranker(text), torch.arange(800)
-        assert float((found.index[:, 0] == own).double().mean()) > 1.1 * float((found.answer == own).double().mean())
+        result, own = reranker(text), torch.arange(800)
+        assert float((result.index[:, 0] == own).double().mean()) > 1.1 * float((result.answer == own).double().mean())
 
     def test_a_bank_of_the_callers(self):
         image, text = hub_world(300, 7)
