@@ -396,9 +396,21 @@ def test_automatic_choice_leaves_cpu_tensors_to_the_cpu():
 FAULTS = {
     "gallery: draws past the last one count": (
         "gallery",
-        'tl.where((sample < n_samples)[None, :], product * scale, float("-inf"))',
-        "product * scale",
+        'tl.where((sample < n_samples)[None, :], logit, float("-inf"))',
+        "logit",
         check_gallery,
+    ),
+    "gallery: bias of samples in the wrong base": (
+        "gallery",
+        "logit += a[None, :] * LOG2_E",
+        "logit += a[None, :]",
+        lambda kernels: check_gallery(kernels, bias=True),
+    ),
+    "gallery: bias of another query's samples": (
+        "gallery",
+        "a_base + (row % QUERIES) * n_samples + sample, mask=live",
+        "a_base + sample, mask=live",
+        lambda kernels: check_gallery(kernels, bias=True),
     ),
     "gallery: no maximum subtracted": (
         "gallery",
