@@ -193,9 +193,10 @@ def test_gallery_with_every_configuration(config):
     check_gallery(KERNELS, config)
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kappa", [0.0, 1e4])
-def test_gallery_at_the_ends_of_kappa(kappa):
-    check_gallery(KERNELS, kappa=kappa, items=70)
+def test_gallery_at_the_ends_of_kappa(kappa, bias):
+    check_gallery(KERNELS, kappa=kappa, items=70, bias=bias)
 
 
 @pytest.mark.parametrize(
@@ -396,14 +397,14 @@ def test_automatic_choice_leaves_cpu_tensors_to_the_cpu():
 FAULTS = {
     "gallery: draws past the last one count": (
         "gallery",
-        'tl.where((sample < n_samples)[None, :], logit, float("-inf"))',
-        "logit",
+        'tl.where((sample < n_samples)[None, :], product * scale, float("-inf"))',
+        "product * scale",
         check_gallery,
     ),
-    "gallery: bias of samples in the wrong base": (
+    "gallery: bias of samples not divided by kappa": (
         "gallery",
-        "logit += a[None, :] * LOG2_E",
-        "logit += a[None, :]",
+        "sample_bias.float() / kappa",
+        "sample_bias.float()",
         lambda kernels: check_gallery(kernels, bias=True),
     ),
     "gallery: bias of another query's samples": (
