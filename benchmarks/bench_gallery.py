@@ -225,13 +225,13 @@ def heads(gallery: Tensor) -> Table:
         runs["FAISS"] = lambda: peers.faiss_search(index, queries, top_k)
     for points in (4, 8):
         samples, bias = head_points(queries, points)
-        found = items.statistics(samples, 1.0, top_k, sample_bias=bias).select(torch.arange(gated))
+        scored = items.statistics(samples, 1.0, top_k, sample_bias=bias).select(torch.arange(gated))
         truth = gf.ops.gallery_statistics(
             samples[:gated].double(), gallery.double(), 1.0, top_k, sample_bias=bias[:gated].double()
         )
-        right = same_entropy(found.posterior(torch.float64).entropy, truth.posterior(torch.float64).entropy)
-        close = torch.allclose(found.top_score, truth.top_score, rtol=0, atol=ROUNDING)
-        gate(f"head posterior K={points}", right and close and same_entropy(found.log_z, truth.log_z))
+        right = same_entropy(scored.posterior(torch.float64).entropy, truth.posterior(torch.float64).entropy)
+        close = torch.allclose(scored.top_score, truth.top_score, rtol=0, atol=ROUNDING)
+        gate(f"head posterior K={points}", right and close and same_entropy(scored.log_z, truth.log_z))
         runs[f"head posterior K={points}"] = lambda s=samples, b=bias: items.statistics(s, 1.0, top_k, sample_bias=b)
     seconds = time_together(runs)
     fastest = min(seconds[name] for name in ("search", "FAISS") if name in seconds)

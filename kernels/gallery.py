@@ -1,4 +1,4 @@
-"""Posterior over a gallery from samples: scores s_qj = log mean_m exp(kappa <g_j, x_qm> + a_qm) + b_j, their statistics.
+"""Posterior over a gallery from samples: scores s_qj = log mean_m exp(kappa <g_j, x_qm> + a_qm) + b_j and statistics.
 
 Work: 2 Q M N d FLOP in the inner products, Q M N exponentials, and one read of the gallery per block of queries from
 memory (further reads hit the L2 cache). [Q, M, N] and [Q, N] never exist. 25,000 queries x 50 samples x 5,000 items at
