@@ -1,4 +1,4 @@
-"""Gallery posterior and exact search, float32: against torch and FAISS, for few queries, from a mapped file, pruned.
+"""Gallery posterior and exact search, float32: against torch and FAISS, for few queries, heads, mapped files, pruned.
 
 Work: 2 d flops and one exponential per (item, sample). Peers in plain torch: all scores at once, and two chunked forms
 (2048 items at a time; a logsumexp, and the exponential in place). FAISS's exact search stands beside: what retrieval
@@ -178,6 +178,7 @@ def tables() -> Iterator[Table]:
     yield in_items()  # first: memory that later parts free could hide what this one takes
     gallery = spectral_rows(ITEMS, WIDTH)
     yield few_queries(gallery)
+    yield heads(gallery)
     yield pruning(gallery)
 
 
@@ -205,6 +206,40 @@ def few_queries(gallery: Tensor) -> Table:
         for draws, seconds in timings.items()
     ]
     return Table("few_queries", rows)
+
+
+def head_points(centre: Tensor, points: int) -> tuple[Tensor, Tensor]:
+    """Points [Q, K, d] of concentrations 20 to 60 around the centres [Q, d], and the biases [Q, K] of their weights."""
+    concentration = 20 + 40 * torch.rand(len(centre), points, 1)
+    log_weight = torch.randn(len(centre), points).log_softmax(dim=1)
+    return samples_around(centre, points, 0.6) * concentration, log_weight + math.log(points)
+
+
+def heads(gallery: Tensor) -> Table:
+    """Posteriors of mixtures of K weighted points per query, beside a plain search with the queries."""
+    queries, top_k, gated = gallery[:64].contiguous(), 32, 4
+    items = gf.Gallery(gallery)
+    runs: dict[str, Callable[[], Any]] = {"search": lambda: items.statistics(queries.unsqueeze(1), 1.0, top_k)}
+    if FAISS.present:
+        index = peers.faiss_index(gallery)
+        runs["FAISS"] = lambda: peers.faiss_search(index, queries, top_k)
+    for points in (4, 8):
+        samples, bias = head_points(queries, points)
+        scored = items.statistics(samples, 1.0, top_k, sample_bias=bias).select(torch.arange(gated))
+        truth = gf.ops.gallery_statistics(
+            samples[:gated].double(), gallery.double(), 1.0, top_k, sample_bias=bias[:gated].double()
+        )
+        right = same_entropy(scored.posterior(torch.float64).entropy, truth.posterior(torch.float64).entropy)
+        close = torch.allclose(scored.top_score, truth.top_score, rtol=0, atol=ROUNDING)
+        gate(f"head posterior K={points}", right and close and same_entropy(scored.log_z, truth.log_z))
+        runs[f"head posterior K={points}"] = lambda s=samples, b=bias: items.statistics(s, 1.0, top_k, sample_bias=b)
+    seconds = time_together(runs)
+    fastest = min(seconds[name] for name in ("search", "FAISS") if name in seconds)
+    rows = [
+        {"64 queries": name, "ms": 1e3 * value, "times the faster search": value / fastest}
+        for name, value in seconds.items()
+    ]
+    return Table("heads", rows)
 
 
 def pruning(gallery: Tensor) -> Table:

@@ -1,4 +1,4 @@
-"""Posterior over a gallery from samples: scores s_qj = log mean_m exp(kappa <g_j, x_qm> + a_qm) + b_j, statistics.
+"""Posterior over a gallery from samples: scores s_qj = log mean_m exp(kappa <g_j, x_qm> + a_qm) + b_j and statistics.
 
 Work: 2 Q M N d FLOP in the inner products, Q M N exponentials, and one read of the gallery per block of queries from
 memory (further reads hit the L2 cache). [Q, M, N] and [Q, N] never exist. 25,000 queries x 50 samples x 5,000 items at
@@ -29,6 +29,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 FEW_QUERIES = 4
 MAX_TOP_K = 64
+NO_KAPPA = 1e-20
+"""Below this kappa, inner products change no score of samples that have biases."""
 
 
 @dataclass(frozen=True)
@@ -131,15 +133,14 @@ def gallery_tile_kernel(
             x_at = x_base + ((row % QUERIES) * n_samples + sample)[None, :] * width + depth[:, None]
             g_at = g_base + item[:, None] * width + depth[None, :]
             product = tl.zeros([ITEMS, ROWS], tl.float32)
+            if HAS_SAMPLE_BIAS:  # before the product: after it, there is no register left to hold them
+                a = tl.load(a_base + (row % QUERIES) * n_samples + sample, mask=live, other=0.0)
+                product += a[None, :]
             for k in range(0, width, DEPTH):
                 x = tl.load(x_at + k, mask=live[None, :] & (k + depth < width)[:, None], other=0.0)
                 g = tl.load(g_at + k, mask=(here < last)[:, None] & (k + depth < width)[None, :], other=0.0)
                 product = tl.dot(g, x, product, input_precision=PRECISION)
-            logit = product * scale
-            if HAS_SAMPLE_BIAS:
-                a = tl.load(a_base + (row % QUERIES) * n_samples + sample, mask=live, other=0.0)
-                logit += a[None, :] * LOG2_E
-            logit = tl.where((sample < n_samples)[None, :], logit, float("-inf"))
+            logit = tl.where((sample < n_samples)[None, :], product * scale, float("-inf"))
             logit = tl.reshape(logit, [ITEMS, CHUNK, QUERIES])
             above = tl.maximum(best, tl.max(logit, axis=1))
             total = total * tl.exp2(best - above) + tl.sum(tl.exp2(logit - above[:, None, :]), axis=1)
@@ -250,10 +251,15 @@ def gallery_statistics(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Statistics of `reference.gallery_statistics`, for float32, float16 or bfloat16 with float32 accumulation.
 
+    The kernel takes `sample_bias` divided by kappa and adds it to the inner products, which it multiplies by kappa.
     `config` names a member of `CONFIGS` in place of measured tuning; `shares` overrides how the gallery is cut.
     """
     if top_k > MAX_TOP_K:
         raise ValueError(f"the Triton kernel keeps at most top_k={MAX_TOP_K}, got {top_k}; use backend='reference'")
+    if sample_bias is not None:
+        if kappa < NO_KAPPA:
+            samples, kappa = torch.zeros_like(samples), 1.0
+        sample_bias = (sample_bias.float() / kappa).contiguous()
     # Rows are padded with zeros to whole 16-byte loads; the usual widths need no copy.
     ragged = -samples.shape[2] % 16
     samples, gallery = (torch.nn.functional.pad(x, (0, ragged)) if ragged else x for x in (samples, gallery))
@@ -291,7 +297,7 @@ def gallery_statistics(
         samples,
         gallery,
         samples if item_bias is None else item_bias.float().contiguous(),
-        samples if sample_bias is None else sample_bias.float().contiguous(),
+        samples if sample_bias is None else sample_bias,
         *partial,
         queries,
         draws,

@@ -224,9 +224,10 @@ def test_gallery_with_every_configuration(config):
     check_gallery(KERNELS, config)
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kappa", [0.0, 1e4])
-def test_gallery_at_the_ends_of_kappa(kappa):
-    check_gallery(KERNELS, kappa=kappa, items=70)
+def test_gallery_at_the_ends_of_kappa(kappa, bias):
+    check_gallery(KERNELS, kappa=kappa, items=70, bias=bias)
 
 
 @pytest.mark.parametrize(
@@ -430,6 +431,18 @@ FAULTS = {
         'tl.where((sample < n_samples)[None, :], product * scale, float("-inf"))',
         "product * scale",
         check_gallery,
+    ),
+    "gallery: bias of samples not divided by kappa": (
+        "gallery",
+        "sample_bias.float() / kappa",
+        "sample_bias.float()",
+        lambda kernels: check_gallery(kernels, bias=True),
+    ),
+    "gallery: bias of another query's samples": (
+        "gallery",
+        "a_base + (row % QUERIES) * n_samples + sample, mask=live",
+        "a_base + sample, mask=live",
+        lambda kernels: check_gallery(kernels, bias=True),
     ),
     "gallery: no maximum subtracted": (
         "gallery",

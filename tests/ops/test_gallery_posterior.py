@@ -147,7 +147,7 @@ def head_scores(samples, gallery, weights):
 
 
 # 17 queries are two interleaved groups and one more; 40 points of 17 queries are spread over three tiles
-@pytest.mark.parametrize(("queries", "points"), itertools.product((1, 7, 17), (1, 3, 4, 8, 40)))
+@pytest.mark.parametrize(("queries", "points"), list(itertools.product((1, 7, 17), (1, 3, 4, 8, 40))))
 def test_weighted_points_agree_with_float64(queries, points, backend):
     for items, width in itertools.product((1, 7, 129, 1023), (1, 24, 129)):
         samples, gallery, weights = head(queries, points, items, width, DTYPE[backend])

@@ -140,13 +140,11 @@ def test_bounds_are_above_the_scores(backend):
     def run(points, rows, kappa, item_bias):
         return kernel(points.samples, rows, kappa, item_bias, points.bias)
 
-    gaps = []
+    gaps, points = [], pruning.Points(samples, sample_bias)
     for width in (2, 5, 40):
         index = gf.GalleryIndex.build(gallery.float(), width=width)
         pruner = pruning.Pruner(gallery, index, 50.0, 10, bias, run, lambda *_: None, lambda *_: None)
-        bound = pruner._upper_bounds(
-            pruner._describe(pruning.Points(samples, sample_bias)), gallery, index.rows, bias
-        ).double()
+        bound = pruner._upper_bounds(pruner._describe(points), gallery, index.rows, bias).double()
         assert (bound >= score).all()
         gaps.append(float((bound - score).mean()))
     assert gaps[0] > gaps[1] > 2 * gaps[2]
