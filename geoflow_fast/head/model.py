@@ -221,9 +221,9 @@ class PosteriorHead(nn.Module):
 
 def _bias_network(width: int, hidden: int) -> nn.Module:
     """A network from items [N, d] to one number each [N, 1], which is zero at first."""
-    last = nn.Linear(hidden, 1, dtype=torch.float32)
+    # A constant for all items would change no posterior.
+    last = nn.Linear(hidden, 1, bias=False, dtype=torch.float32)
     nn.init.zeros_(last.weight)
-    nn.init.zeros_(last.bias)
     return nn.Sequential(nn.Linear(width, hidden, dtype=torch.float32), nn.SiLU(), last)
 
 

@@ -72,7 +72,7 @@ def right_items(queries: int, items: int) -> Tensor:
 
 
 def naive_losses(scores: Tensor, right: Tensor, copies: Tensor) -> Tensor:
-    """Written out item by item: -log of the share of a right item among itself and the wrong ones, each counted once."""
+    """Item by item: -log of the share of a right item among itself and the wrong ones, each counted once."""
     losses = []
     for row in range(len(scores)):
         wrong = [math.exp(s) / c for s, r, c in zip(*(x.tolist() for x in (scores[row], right[row], copies))) if not r]
