@@ -286,6 +286,16 @@ def train_slowly(world: World, out: Path, changes: dict[str, Any], slow: int) ->
         return train_small(world, out, changes)
 
 
+def fit_head(world: World, out: Path) -> dict[str, Any]:
+    """Trains a small head, without the dropout and the noise that ranks draw for themselves; returns its weights and
+    its report."""
+    config = gf.HeadConfig(
+        steps=30, batch_size=63, lr=5e-3, warmup_steps=5, val_every=10, hidden=8, dropout=0.0, bias_hidden=4, bank=9
+    )
+    head = gf.PosteriorHead.fit(small_pairs(), config, k=2, out=out, progress=False, world=world)
+    return {"weights": torch.cat([p.detach().flatten() for p in head.parameters()]).numpy(), "report": head.report}
+
+
 SHORT: dict[str, Any] = {
     "steps": 50,
     "batch_size": 64,

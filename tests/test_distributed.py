@@ -380,6 +380,18 @@ def test_torchrun_starts_the_same_command(folder):
     assert shown.count("Wrote") == 1
 
 
+@pytest.mark.slow
+def test_torchrun_trains_a_flow_and_its_head(folder):
+    words = ["train", "--preset=tiny", "--steps=2", "--batch-size=16", "--points=1", "--device=cpu", "--seed=1"]
+    pairs = [f"--{name}={folder / 'pairs'}" for name in ("pairs", "val")]
+    code, shown, errors = ended(ranks.torchrun(2, *words, *pairs, f"--out={folder / 'out'}"))
+    assert code == 0, errors
+    assert shown.count("Wrote") == 2
+    head = gf.PosteriorHead.from_pretrained(folder / "out/head")
+    assert head.report["finished"]
+    assert gf.GeoFlow.from_pretrained(folder / "out").config.image_dim == head.image_dim
+
+
 def documented_launches() -> dict[str, list[str]]:
     """The words after `torchrun` in the documented examples for clusters."""
     page = (Path(gf.__file__).parents[1] / "docs/scaling.md").read_text()
@@ -408,7 +420,7 @@ class LongCommand:
         if name == "train":
             options = {"preset": "tiny", "steps": 200, "batch-size": 16, "checkpoint-every": 10, "val-every": 50}
             options |= {"pairs": folder / "pairs", "val": folder / "pairs", "out": self.out}
-            self.words: list[str | Path] = ["train", *(f"--{key}={value}" for key, value in options.items())]
+            self.words: list[str | Path] = ["train", "--no-head", *(f"--{key}={x}" for key, x in options.items())]
         else:  # entropy, by its layout
             self.words = entropy_words(folder, out, layout=name, samples=20, steps=150, block=1)
 

@@ -41,7 +41,9 @@ from geoflow_fast.runtime.files import write_json
 HERE = Path(__file__).parent
 DATA = HERE / "data"
 TITLES = {"t2i": "captions search pictures", "i2t": "pictures search captions"}
-TRAINING = "--preset tiny --centre --pca 64 --steps 600 --lr 1e-3 --warmup-steps 50 --ema-decay 0.99 --val-every 50"
+TRAINING = (
+    "--preset tiny --centre --pca 64 --steps 600 --lr 1e-3 --warmup-steps 50 --ema-decay 0.99 --val-every 50 --no-head"
+)
 """Few pairs: a small network on leading directions, averaged weights, the best of them by the held-out pairs."""
 REFERENCES = (baselines.MaxSoftmax, baselines.Margin, baselines.SoftmaxEntropy, baselines.KNNDistance)
 RERANKED, ENTROPY = "re-ranker, 1 - p_answer", "the paper's entropy"

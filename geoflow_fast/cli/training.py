@@ -1,10 +1,10 @@
-"""`geoflow train`: a flow or a baseline on paired embeddings."""
+"""`geoflow train`: a flow and a posterior head, or a baseline, on paired embeddings."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -21,16 +21,20 @@ from geoflow_fast.cli.base import (
 )
 
 if TYPE_CHECKING:
-    pass
-
-if TYPE_CHECKING:
+    from geoflow_fast.head.model import PosteriorHead
     from geoflow_fast.training.loop import TrainReport
 
 app = Commands()
 
+HEAD_FOLDER = "head"
+"""Where in the folder of a flow its head is."""
+OF_THE_FLOW = ("preset", "method", "coupling", "conditional_coupling", "noise", "ot_scope", "centre", "pca")
+"""Flags that mean nothing to a head."""
+
 
 @app.command(epilog="Example: geoflow train --pairs embeddings/ --out runs/first --preset small --steps 20000")
 def train(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder of the run; the same command continues a stopped run.")],
     pairs: Annotated[Path | None, typer.Option(help="Folder of paired embeddings (img_emb/, text_emb/).")] = None,
     images: Annotated[
@@ -41,12 +45,27 @@ def train(
         Path | None,
         typer.Option(help="With --images: .npy file with the image row of each text. Default: row k for text k."),
     ] = None,
+    head: Annotated[
+        bool | None,
+        typer.Option(
+            "--head/--no-head",
+            help="Train the posterior head alone, in minutes, or the flow alone. Default: the flow, then OUT/head.",
+        ),
+    ] = None,
+    points: Annotated[str, typer.Option(help="Points of the head: a number, or auto to choose among a few.")] = "auto",
     preset: PresetFlag = "small",
-    val: Annotated[Path | None, typer.Option(help="Folder of validation pairs. Default: 2 % of the images.")] = None,
+    val: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of validation pairs. Default: 2 % of the images, for the head 10 % but at most 1000."
+        ),
+    ] = None,
     method: Annotated[
         str, typer.Option(help="geoflow, or a baseline: probvlm, asymvlm_vmf, asymvlm_ps, grove, repvlm, bayesvlm, ...")
     ] = "geoflow",
-    steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Training steps, of the flow unless --head is given, as in the flags below.")
+    ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Pairs per step.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
     warmup_steps: Annotated[int | None, typer.Option(help="Steps until the learning rate reaches its peak.")] = None,
@@ -78,21 +97,21 @@ def train(
     device: DeviceFlag = "auto",
     as_json: JsonFlag = False,
 ) -> None:
-    """Trains a flow or a baseline on paired embeddings. Ctrl-C saves and stops; the same command continues."""
+    """Trains a flow and a posterior head, or a baseline, on paired embeddings. Ctrl-C saves and stops; the same command
+    continues."""
     from geoflow_fast import baselines
     from geoflow_fast.data.pairs import EmbeddingPairs, open_pairs
     from geoflow_fast.distributed import joined
+    from geoflow_fast.head.fitting import fit_head
     from geoflow_fast.training.flow_matching import train_from_preset
 
-    chosen = given(
+    _check_flags(context, head, method)
+    k = _points(points)
+    run_settings = given(
         steps=steps,
         batch_size=batch_size,
         lr=lr,
         warmup_steps=warmup_steps,
-        coupling=coupling,
-        conditional_coupling=conditional_coupling,
-        noise=noise,
-        ot_scope=ot_scope,
         accumulate=accumulate,
         ema_decay=ema_decay,
         val_every=val_every,
@@ -101,27 +120,90 @@ def train(
         tensorboard=tensorboard,
         compile=compile_network,
     )
-    report: TrainReport | None
+    couplings = given(coupling=coupling, conditional_coupling=conditional_coupling, noise=noise, ot_scope=ot_scope)
+    report: TrainReport | None = None
+    trained: PosteriorHead | None = None
     with joined() as world:
         data = open_pairs(pairs, images, texts, image_index, normalize=normalize, world=world)
         held_out = None if val is None else EmbeddingPairs.open(val, normalize=normalize, world=world)
-        run = (data, out, preset, held_out, chosen)
-        if method == "geoflow":
-            report = train_from_preset(*run, centre=centre, pca_dim=pca, device=device, world=world)
-        elif centre or pca is not None:
-            raise ValueError(f"--centre and --pca are the flow's; {method} takes the embeddings as they are")
-        elif world.size > 1:
-            raise ValueError(f"{method} is trained by one process; start it without torchrun")
-        else:
+        run = (data, out, preset, held_out, {**run_settings, **couplings})
+        if method != "geoflow":
+            if world.size > 1:
+                raise ValueError(f"{method} is trained by one process; start it without torchrun")
             report = baselines.train_preset(method, *run, folder=pairs, device=device)
+        elif not head:
+            report = train_from_preset(*run, centre=centre, pca_dim=pca, device=device, world=world)
+        if head or (head is None and report is not None and report.finished and method == "geoflow"):
+            trained = fit_head(
+                data,
+                None,
+                held_out,
+                k,
+                seed,
+                out if head else out / HEAD_FOLDER,
+                resume=True,
+                progress=None,
+                device=device,
+                world=world,
+                changes=run_settings if head else None,
+            )
     if world.is_main:
         if as_json:
-            print_json({"out": out} if report is None else dataclasses.asdict(report))
+            print_json(_as_json(out, report, trained))
         else:
-            if report is not None:
-                state = "finished" if report.finished else "stopped; run the same command to continue"
-                best = f"best validation loss {report.best_val_loss:.6g} at step {report.best_step}"
-                typer.echo(f"{state} at step {report.steps}; {best}")
-            typer.echo(f"Wrote {out if report is None else report.out}")
-    if report is not None and not report.finished:
+            _print_outcome(out, report, trained)
+    if (report is not None and not report.finished) or (trained is not None and not trained.report["finished"]):
         raise typer.Exit(INTERRUPTED)
+
+
+def _check_flags(context: typer.Context, head: bool | None, method: str) -> None:
+    """Raises a ValueError for a flag that means nothing to what is trained."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    chosen = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
+    for name in OF_THE_FLOW if head else ():
+        if name in chosen:
+            raise ValueError(f"--{name.replace('_', '-')} is a setting of the flow; leave it out with --head")
+    if "points" in chosen and (head is False or method != "geoflow"):
+        without = "--no-head" if head is False else f"--method {method}"
+        raise ValueError(f"--points is a setting of the head, which is not trained with {without}")
+    if method != "geoflow" and (context.params["centre"] or context.params["pca"] is not None):
+        raise ValueError(f"--centre and --pca are the flow's; {method} takes the embeddings as they are")
+
+
+def _points(words: str) -> int | str:
+    """The number of points that `--points` asks for, or "auto"."""
+    from geoflow_fast.head.config import MOST_POINTS
+    from geoflow_fast.runtime import checks
+
+    if words == "auto":
+        return words
+    if not words.isdecimal():
+        raise ValueError(f"--points must be auto or a number, got {words!r}")
+    return checks.integer(int(words), "--points", 1, MOST_POINTS)
+
+
+def _as_json(out: Path, report: TrainReport | None, head: PosteriorHead | None) -> dict[str, Any]:
+    """What was trained: the head in an entry of its own unless it was trained alone."""
+    if report is None:
+        return {"out": out} if head is None else {**head.report, "out": out}
+    own = {} if head is None else {"head": {**head.report, "out": out / HEAD_FOLDER}}
+    return {**dataclasses.asdict(report), **own}
+
+
+def _print_outcome(out: Path, report: TrainReport | None, head: PosteriorHead | None) -> None:
+    """Prints how training ended, how good what it made is, and where that is."""
+    if report is not None:
+        best = f"best validation loss {report.best_val_loss:.6g} at step {report.best_step}"
+        typer.echo(f"{_state(report.steps, finished=report.finished)}; {best}")
+    if report is not None or head is None:
+        typer.echo(f"Wrote {out}")
+    if head is not None:
+        known, points = head.report, head.config.points
+        likelihood = f"held-out log-likelihood {-known['nll_t2i']:.4g} (t2i) and {-known['nll_i2t']:.4g} (i2t) nats"
+        state = _state(known["steps"], finished=known["finished"])
+        typer.echo(f"head {state}; {points} point{'s' * (points > 1)}; {likelihood}")
+        typer.echo(f"Wrote {out if report is None else out / HEAD_FOLDER}")
+
+
+def _state(steps: int, *, finished: bool) -> str:
+    return f"{'finished' if finished else 'stopped; run the same command to continue'} at step {steps}"

@@ -62,6 +62,7 @@ class HeadConfig(NetworkConfig):
     lr: float = 2e-3
     warmup_steps: int = 50
     weight_decay: float = 0.01
+    precision: str = "float32"
     val_every: int = 50
     val_batches: int = 1
     val_fraction: float = 0.1

@@ -23,6 +23,7 @@ from geoflow_fast.head.config import HeadConfig
 from geoflow_fast.head.loss import contrastive_losses, log_mean_exp, point_scores
 from geoflow_fast.head.model import PosteriorHead, Tower, save_head
 from geoflow_fast.runtime import checks
+from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.training.batches import ShuffledBatches, piece_edges
 from geoflow_fast.training.loop import Run, complete
 from geoflow_fast.training.objective import Objective
@@ -99,7 +100,10 @@ class HeadObjective(Objective[HeadBatch]):
     def __init__(
         self, head: PosteriorHead, pairs: EmbeddingPairs, val: EmbeddingPairs, config: HeadConfig, world: World = ALONE
     ) -> None:
-        super().__init__(head, pairs, val, config, head.facts(), world)
+        if config.batch_size < world.size:
+            raise ValueError(f"batch_size={config.batch_size} is too small for {world.size} ranks")
+        widths = {"image_dim": head.image_dim, "text_dim": head.text_dim}
+        super().__init__(head, pairs, val, config, widths, world)
         self.head, self.device = head, head.example.device
         self.order = ShuffledBatches(len(pairs), config.batch_size, config.seed)
         self.held_out = HeadBatch(tuple(held_out_search(pairs, val, d, config.seed, self.device) for d in CONDITIONAL))
@@ -155,9 +159,11 @@ class HeadObjective(Objective[HeadBatch]):
                 queries + self.config.noise * functional.normalize(torch.randn_like(queries))
             )
         points = self.head.raw_points(queries, search.direction, self.config.dropout if training else 0.0)
-        scores = point_scores(points.points, points.log_weights, search.items)
-        scores = scores + self.head.raw_item_bias(search.items, search.direction)
-        return contrastive_losses(scores, search.right, search.copies)
+        bias = self.head.raw_item_bias(search.items, search.direction)
+        # Scores are in the hundreds, where half precision would round away what tells items apart.
+        with torch.autocast(self.device.type, enabled=False):
+            scores = point_scores(points.points.float(), points.log_weights.float(), search.items)
+            return contrastive_losses(scores + bias, search.right, search.copies)
 
     def export(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Writes what `PosteriorHead.from_pretrained` reads."""
@@ -167,10 +173,12 @@ class HeadObjective(Objective[HeadBatch]):
 def held_out_search(
     pairs: EmbeddingPairs, val: EmbeddingPairs, direction: Direction, seed: int, device: torch.device
 ) -> Search:
-    """Held-out queries over a gallery of all held-out items and of as many training items as there is room for."""
+    """Held-out queries over a gallery of held-out items and of as many training items as there is room for."""
     rng = np.random.default_rng((seed, 2))
+    if len(val) > VALIDATION_ITEMS:
+        val = val.subset(np.sort(rng.permutation(len(val))[:VALIDATION_ITEMS]))
     asking = np.sort(rng.permutation(len(val))[:VALIDATION_QUERIES])
-    others = np.sort(rng.permutation(len(pairs))[: max(0, VALIDATION_ITEMS - len(val))])
+    others = np.sort(rng.permutation(len(pairs))[: VALIDATION_ITEMS - len(val)])
     image, text = (torch.cat(sides) for sides in zip(val[np.arange(len(val))], pairs[others]))
     # Training pairs are of other images than held-out ones.
     own, foreign = np.unique(val.group, return_inverse=True)[1], np.unique(pairs.group, return_inverse=True)[1]
@@ -203,25 +211,36 @@ def fit_head(
     *,
     resume: bool,
     progress: bool | None,
+    device: torch.device | str,
     world: World,
+    changes: Mapping[str, Any] | None = None,
 ) -> PosteriorHead:
-    """Does the work of `PosteriorHead.fit`."""
-    pairs, val = _checked_pairs(pairs, val, seed)
+    """Does the work of `PosteriorHead.fit`. `changes`: fields in which the settings differ from `conf`, or from those
+    that follow from the number of pairs."""
+    if conf is not None and not isinstance(conf, HeadConfig):
+        raise TypeError(f"conf must be a HeadConfig, got {type(conf).__name__}")
     folder = None if out is None else checks.path(out, "out")
-    settings = head_settings(len(pairs), conf, k, seed)
-    begin = Fitting(pairs, val, resume=resume, progress=progress, world=world)
+    share = (conf or HeadConfig()).val_fraction
+    pairs, val = _checked_pairs(pairs, val, share, checks.integer(seed, "seed"))
+    base = conf or (FEW if len(pairs) < FEW_PAIRS else MANY)
+    settings = head_settings(dataclasses.replace(base, **{**(changes or {}), "seed": seed}), len(pairs), k)
+    fitting = Fitting(pairs, val, resume=resume, progress=progress, device=usable_device(str(device)), world=world)
     if len(settings) == 1:
-        return begin.run(settings[0], folder)
-    trials = [begin.trial(setting, None if folder is None else folder / TRIALS_FOLDER) for setting in settings]
+        return fitting.run(settings[0], folder)
+    trials = []
+    for setting in settings:
+        trials.append(fitting.trial(setting, None if folder is None else folder / TRIALS_FOLDER))
+        if not trials[-1].report["finished"]:
+            return trials[-1]
     best = min(trials, key=lambda head: float(head.report["nll"]))
-    more = {"trials": [head.report for head in trials]}
+    reports = [dict(head.report) for head in trials]
     if best.config in settings:  # the trial was a whole run
-        return begin.keep(best, folder, more)
-    return begin.run(settings[trials.index(best)], folder, more)
+        return fitting.keep(best, folder, reports)
+    return fitting.run(settings[trials.index(best)], folder, reports)
 
 
 def _checked_pairs(
-    pairs: EmbeddingPairs, val: EmbeddingPairs | None, seed: int
+    pairs: EmbeddingPairs, val: EmbeddingPairs | None, share: float, seed: int
 ) -> tuple[EmbeddingPairs, EmbeddingPairs]:
     """The pairs to train on and those held out, after checking what the user passed."""
     for name, part in (("pairs", pairs), ("val", val)):
@@ -231,7 +250,7 @@ def _checked_pairs(
             raise ValueError(f"{name} hold no pairs")
     if val is None:
         images = len(np.unique(pairs.group))
-        return pairs.split(min(HeadConfig.val_fraction, HELD_OUT_IMAGES / images), checks.integer(seed, "seed"))
+        return pairs.split(min(share, HELD_OUT_IMAGES / images), seed)
     if (val.image_dim, val.text_dim) != (pairs.image_dim, pairs.text_dim):
         raise ValueError(
             f"val have widths {val.image_dim} and {val.text_dim}, but pairs have {pairs.image_dim} and {pairs.text_dim}"
@@ -239,14 +258,11 @@ def _checked_pairs(
     return pairs, val
 
 
-def head_settings(count: int, conf: HeadConfig | None, k: int | str, seed: int) -> list[HeadConfig]:
+def head_settings(base: HeadConfig, count: int, k: int | str) -> list[HeadConfig]:
     """The settings to try on `count` pairs: one for a number of points `k`, several for "auto"."""
-    if conf is not None and not isinstance(conf, HeadConfig):
-        raise TypeError(f"conf must be a HeadConfig, got {type(conf).__name__}")
     if isinstance(k, str) and k != "auto":
         raise ValueError(f'k must be a number of points or "auto", got {k!r}')
-    base = conf or (FEW if count < FEW_PAIRS else MANY)
-    base = dataclasses.replace(base, seed=seed, batch_size=min(base.batch_size, count))
+    base = dataclasses.replace(base, batch_size=min(base.batch_size, count))
     return [dataclasses.replace(base, points=points) for points in (POINTS if isinstance(k, str) else (k,))]
 
 
@@ -254,9 +270,17 @@ class Fitting:
     """Heads that are trained on the same pairs."""
 
     def __init__(
-        self, pairs: EmbeddingPairs, val: EmbeddingPairs, *, resume: bool, progress: bool | None, world: World
+        self,
+        pairs: EmbeddingPairs,
+        val: EmbeddingPairs,
+        *,
+        resume: bool,
+        progress: bool | None,
+        device: torch.device,
+        world: World,
     ) -> None:
-        self.pairs, self.val, self.resume, self.progress, self.world = pairs, val, resume, progress, world
+        self.pairs, self.val, self.resume, self.progress = pairs, val, resume, progress
+        self.device, self.world = device, world
 
     def trial(self, config: HeadConfig, folder: Path | None) -> PosteriorHead:
         """A head with these settings; on many pairs its run is a short one."""
@@ -264,11 +288,12 @@ class Fitting:
             config = dataclasses.replace(config, steps=max(1, round(TRIAL_SHARE * config.steps)))
         return self.run(config, None if folder is None else folder / f"points_{config.points}")
 
-    def run(self, config: HeadConfig, folder: Path | None, more: Mapping[str, Any] | None = None) -> PosteriorHead:
+    def run(self, config: HeadConfig, folder: Path | None, trials: Sequence[Mapping[str, Any]] = ()) -> PosteriorHead:
         """Trains a head, or continues to, and fits its scales."""
-        torch.manual_seed(config.seed)
-        head = PosteriorHead(config, self.pairs.image_dim, self.pairs.text_dim)
-        objective = HeadObjective(head, self.pairs, self.val, config, self.world)
+        with torch.random.fork_rng([]), torch.device("cpu"):
+            torch.manual_seed(config.seed)
+            head = PosteriorHead(config, self.pairs.image_dim, self.pairs.text_dim)
+        objective = HeadObjective(head.to(self.device), self.pairs, self.val, config, self.world)
         report = complete(Run(objective), folder, resume=self.resume, progress=self.progress)
         losses = fit_scales(head, objective.held_out.searches)
         head.report = {
@@ -279,11 +304,12 @@ class Fitting:
             "nll": sum(losses.values()),
             **{f"nll_{direction}": loss for direction, loss in losses.items()},
         }
-        return self.keep(head, folder, more or {})
+        return self.keep(head, folder, trials)
 
-    def keep(self, head: PosteriorHead, folder: Path | None, more: Mapping[str, Any]) -> PosteriorHead:
-        """Adds `more` to the report, and writes the head to its folder."""
-        head.report |= more
+    def keep(self, head: PosteriorHead, folder: Path | None, trials: Sequence[Mapping[str, Any]]) -> PosteriorHead:
+        """Adds the reports of the `trials`, if there were any, and writes the head to its folder."""
+        if trials:
+            head.report["trials"] = list(trials)
         if folder is not None and self.world.is_main:
             head.save_pretrained(folder)
         return head

@@ -34,7 +34,7 @@ class PointScores(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         points, log_weights, items, scores = ctx.saved_tensors
-        d_points, d_weights = torch.empty_like(points), torch.empty_like(log_weights)
+        d_points, d_weights = points.new_empty(points.shape), log_weights.new_empty(log_weights.shape)
         for rows in _tiles(points, items):
             share = _logits(points[rows], log_weights[rows], items).sub_(scores[rows].unsqueeze(1)).exp_()
             share *= grad[rows].unsqueeze(1)

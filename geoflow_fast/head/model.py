@@ -131,6 +131,7 @@ class PosteriorHead(nn.Module):
         *,
         resume: bool = True,
         progress: bool | None = None,
+        device: torch.device | str = "cpu",
         world: World = ALONE,
     ) -> PosteriorHead:
         """Trains a head on `pairs` and returns it in eval mode.
@@ -139,10 +140,12 @@ class PosteriorHead(nn.Module):
         held-out items. `conf`: settings of network and run; by default they follow from the number of pairs. `val`:
         held-out pairs; by default a share of the images is held out. `out`: folder for the head and for the state of
         its runs, which are continued if it has any, unless `resume` is False. `seed` decides everything random.
+        `progress`: whether to show a live line on the terminal, by default if there is one. Ctrl-C stops after the
+        current step and saves; `report["finished"]` is then False. The ranks of a `world` share the rows of each batch.
         """
         from geoflow_fast.head.fitting import fit_head  # which builds heads, so it imports this module
 
-        return fit_head(pairs, conf, val, k, seed, out, resume=resume, progress=progress, world=world)
+        return fit_head(pairs, conf, val, k, seed, out, resume=resume, progress=progress, device=device, world=world)
 
     def extra_repr(self) -> str:
         """Widths and points in one line, for `print`."""
@@ -218,9 +221,9 @@ class PosteriorHead(nn.Module):
 
 def _bias_network(width: int, hidden: int) -> nn.Module:
     """A network from items [N, d] to one number each [N, 1], which is zero at first."""
-    last = nn.Linear(hidden, 1, dtype=torch.float32)
+    # A constant for all items would change no posterior.
+    last = nn.Linear(hidden, 1, bias=False, dtype=torch.float32)
     nn.init.zeros_(last.weight)
-    nn.init.zeros_(last.bias)
     return nn.Sequential(nn.Linear(width, hidden, dtype=torch.float32), nn.SiLU(), last)
 
 

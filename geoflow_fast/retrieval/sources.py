@@ -205,7 +205,7 @@ class HeadSource(Source):
 
     def marginal_facts(self, reference: Tensor | None) -> dict[str, Any]:
         bank = None if reference is None else hashing.digest([reference])
-        return {"head": True, "direction": str(self.direction), "reference": bank, "format": marginals.FORMAT}
+        return {"direction": str(self.direction), "reference": bank, "format": marginals.FORMAT}
 
     @torch.no_grad()
     def item_marginals(self, gallery: Gallery, reference: Tensor | None) -> Tensor:

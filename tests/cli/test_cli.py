@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -19,6 +20,8 @@ import typer.main
 import geoflow_fast as gf
 from geoflow_fast.cli import app, main
 from geoflow_fast.flow.sampling import FAST_SAMPLING
+from geoflow_fast.head import fitting
+from geoflow_fast.training.loop import Run
 
 COMMANDS = sorted(typer.main.get_command(app).commands)
 
@@ -60,7 +63,7 @@ def desk(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-SMALL = ["--preset", "tiny", "--batch-size", "16", "--device", "cpu"]
+SMALL = ["--preset", "tiny", "--batch-size", "16", "--device", "cpu", "--no-head"]
 TRAIN = ["--pairs", "pairs", "--out", "run", *SMALL]
 
 
@@ -210,6 +213,138 @@ def test_train_reports_for_machines(run):
     assert (report["steps"], report["finished"], report["out"]) == (2, True, "run")
 
 
+# Flows and heads
+
+
+HEAD = ["--pairs", "pairs", "--out", "run", "--head", "--steps", "6", "--batch-size", "16", "--val-every", "3"]
+
+
+def test_a_head_is_trained_alone(run, desk):
+    code, out, err = run("train", *HEAD, "--points", 2, "--seed", 3, "--lr", 0.01)
+    assert code == 0, err
+    head = gf.PosteriorHead.from_pretrained(desk / "run")
+    known = head.report
+    assert (head.config.points, head.config.steps, head.config.seed, head.config.lr) == (2, 6, 3, 0.01)
+    assert head.config.dropout == fitting.FEW.dropout  # the rest follows from the number of pairs
+    likelihood = f"{-known['nll_t2i']:.4g} (t2i) and {-known['nll_i2t']:.4g} (i2t) nats"
+    assert out == f"head finished at step 6; 2 points; held-out log-likelihood {likelihood}\nWrote run\n"
+    before = (desk / "run/model.safetensors").read_bytes()
+    code, out, err = run("train", *HEAD, "--points", 2, "--seed", 3, "--lr", 0.01, "--json")
+    assert code == 0, err
+    assert json.loads(out) == {**known, "out": "run"}
+    assert (desk / "run/model.safetensors").read_bytes() == before
+    code, _, err = run("train", *HEAD, "--points", 3, "--seed", 3, "--lr", 0.01)
+    assert code == 2
+    assert "points 2 -> 3" in err
+
+
+def test_the_number_of_points_is_chosen(run, desk):
+    code, out, err = run("train", *HEAD, "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert [trial["points"] for trial in report["trials"]] == [1, 4, 8]
+    assert report["nll"] == min(trial["nll"] for trial in report["trials"])
+    assert gf.PosteriorHead.from_pretrained(desk / "run").config.points == report["points"]
+
+
+def test_a_flow_is_followed_by_its_head(run, desk, monkeypatch):
+    monkeypatch.setattr(fitting, "FEW", dataclasses.replace(fitting.FEW, steps=4))
+    small = [*TRAIN[:-1], "--steps", 2]
+    code, out, err = run("train", *small, "--points", 1)
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0].startswith("finished at step 2; best validation loss")
+    assert lines[1] == "Wrote run"
+    assert lines[2].startswith("head finished at step 4; 1 point; held-out log-likelihood")
+    assert lines[3] == "Wrote run/head"
+    assert gf.GeoFlow.from_pretrained(desk / "run").config.image_dim == 6
+    head = gf.PosteriorHead.from_pretrained(desk / "run/head")
+    assert head.config.batch_size == 58  # --batch-size is the flow's; the head has all pairs that are not held out
+    code, out, err = run("train", *small, "--points", 1, "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    assert (report["steps"], report["out"]) == (2, "run")
+    assert report["head"] == {**head.report, "out": "run/head"}
+
+
+@pytest.mark.usefixtures("desk")
+def test_validation_pairs_are_those_of_the_head_too(run, monkeypatch):
+    seen = []
+    fit = fitting.fit_head
+    monkeypatch.setattr("geoflow_fast.head.fitting.fit_head", lambda *a, **k: seen.append(a) or fit(*a, **k))
+    code, _, err = run("train", *HEAD, "--points", 1, "--val", "pairs", "--normalize")
+    assert code == 0, err
+    ((pairs, _, val, points, *_),) = seen
+    assert (len(pairs), len(val), val.folder, points) == (64, 64, Path("pairs"), 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--head", "--preset", "tiny"], "--preset is a setting of the flow; leave it out with --head"),
+        (["--head", "--method", "geoflow"], "--method is a setting of the flow"),
+        (["--head", "--coupling", "exact"], "--coupling is a setting of the flow"),
+        (["--head", "--conditional-coupling", "c2ot"], "--conditional-coupling is a setting of the flow"),
+        (["--head", "--noise", "iid"], "--noise is a setting of the flow"),
+        (["--head", "--ot-scope", "local"], "--ot-scope is a setting of the flow"),
+        (["--head", "--centre"], "--centre is a setting of the flow"),
+        (["--head", "--pca", "3"], "--pca is a setting of the flow"),
+        (["--head", "--config", "flow.toml"], "--preset is a setting of the flow"),
+        (["--no-head", "--points", "3"], "--points is a setting of the head, which is not trained with --no-head"),
+        (["--method", "probvlm", "--points", "3"], "which is not trained with --method probvlm"),
+        (["--points", "few"], "--points must be auto or a number, got 'few'"),
+        (["--head", "--points", "0"], "--points must"),
+        (["--points", "65"], "--points must"),
+        (["--head", "--points", "-1"], "got '-1'"),
+        (["--head", "--device", "nowhere"], "device 'nowhere' cannot be used here"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_flags_that_mean_nothing_are_named(run, desk, flags, words):
+    write(desk / "flow.toml", 'preset = "tiny"\n')
+    code, out, err = run("train", "--pairs", "pairs", "--out", "run", *flags)
+    assert (code, out) == (2, "")
+    assert words in err
+    assert err.count("\n") == 1
+    assert not (desk / "run").exists()
+
+
+@pytest.fixture
+def interrupt_at(monkeypatch):
+    """Sends a Ctrl-C during the step of the flow or the head that has this number, counted from 1."""
+    steps_left: list[int] = []
+    optimise = Run.optimise
+
+    def optimise_or_interrupt(run: Run, batch: object) -> object:
+        if steps_left and steps_left.pop() == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return optimise(run, batch)
+
+    monkeypatch.setattr(Run, "optimise", optimise_or_interrupt)
+    return lambda step: steps_left.extend(range(1, step + 1))
+
+
+def test_flow_and_head_are_continued_by_the_same_command(run, desk, monkeypatch, interrupt_at):
+    """The first Ctrl-C comes in the flow's second step, whose head is not begun; the next in the head's third."""
+    monkeypatch.setattr(fitting, "FEW", dataclasses.replace(fitting.FEW, steps=8))
+    flags = [*TRAIN[:-1], "--steps", 4, "--points", 1]
+    assert run("train", *flags, "--out", "straight")[0] == 0
+    interrupt_at(2)
+    code, out, _ = run("train", *flags)
+    assert code == 130
+    assert out.startswith("stopped; run the same command to continue at step 2; best validation loss")
+    assert not (desk / "run/head").exists()
+    interrupt_at(2 + 3)
+    code, out, _ = run("train", *flags)
+    assert code == 130
+    assert "\nhead stopped; run the same command to continue at step 3; 1 point;" in out
+    code, out, err = run("train", *flags)
+    assert code == 0, err
+    assert "\nhead finished at step 8; 1 point;" in out
+    for name in ("model.safetensors", "head/model.safetensors", "head/last.safetensors"):
+        assert (desk / "run" / name).read_bytes() == (desk / "straight" / name).read_bytes(), name
+
+
 # Config files
 
 
@@ -218,7 +353,10 @@ def steps_of_run() -> int:
 
 
 def test_a_config_file_gives_flags_that_the_command_line_does_not(run, desk):
-    keys = 'pairs = "pairs"\npreset = "tiny"\nbatch-size = 16\nwarmup_steps = 1\nlr = 1e-3\ncentre = true\nsteps = 2\n'
+    keys = (
+        'pairs = "pairs"\npreset = "tiny"\nbatch-size = 16\nwarmup_steps = 1\nlr = 1e-3\ncentre = true\nhead = false\n'
+    )
+    keys += "steps = 2\n"
     write(desk / "train.toml", keys)
     code, _, err = run("train", "--config", "train.toml", "--out", "run")
     assert code == 0, err

@@ -60,7 +60,8 @@ COMMANDS: dict[str, Command] = {
             "method": "geoflow",
             "pca": "3",
             "config": "run.toml",
-        }
+        },
+        ("--no-head",),
     ),
     "entropy": Command(
         {

@@ -305,7 +305,8 @@ def makes_what_is_there(operations: list[str], number: int) -> bool:
 
 SEARCH = "--model model --queries queries.npy --gallery gallery.npy --out {}/o.parquet --block 9 --device cpu"
 COMMANDS = {
-    "train": "--pairs pairs --out {}/run --preset tiny --batch-size 16 --steps 6 --checkpoint-every 100 --device cpu",
+    "train": "--pairs pairs --out {}/run --preset tiny --batch-size 16 --steps 6 --checkpoint-every 100 --device cpu"
+    " --no-head",
     "entropy": f"{SEARCH} --samples 4 --steps 4",
     "density": "--model model --pairs pairs --out {}/o.parquet --steps 2 --block 24 --device cpu",
     "rerank": f"{SEARCH} --shortlist 4 --steps 2",

@@ -33,7 +33,8 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 SHELL = ("", "sh", "bash", "console")
 # What makes a documented command small; the last of two equal flags wins.
 SMALLER = {
-    "train": "--steps 2 --batch-size 32 --preset tiny --device cpu",
+    "train": "--steps 2 --batch-size 32 --preset tiny --device cpu --no-head",
+    "train --head": "--steps 2 --batch-size 32 --points 1 --device cpu",
     "entropy": "--samples 4 --steps 2",
     "density": "--steps 2",
     "evaluate": "--methods margin,max_softmax --resamples 9",

@@ -577,7 +577,7 @@ def test_tensorboard_events_are_written(tmp_path):
 def test_the_command_trains_and_refuses_another_configuration(tmp_path):
     some_pairs().save(tmp_path / "pairs")
     command = [sys.executable, "-m", "geoflow_fast", "train", "--pairs", str(tmp_path / "pairs")]
-    command += ["--out", str(tmp_path / "run"), "--preset", "tiny", "--steps", "3", "--batch-size", "16"]
+    command += ["--out", str(tmp_path / "run"), "--preset", "tiny", "--steps", "3", "--batch-size", "16", "--no-head"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "finished at step 3" in done.stdout
