@@ -13,7 +13,7 @@ from geoflow_fast.geometry import capturing
 from geoflow_fast.ops import dispatch, native, triton_kernels
 from geoflow_fast.ops.arguments import check_floating, working_dtype
 from geoflow_fast.ops.gallery_statistics import GalleryPosterior, GalleryStatistics, Statistics, merge_statistics
-from geoflow_fast.ops.pruning import Points, PrefixRows, Pruner
+from geoflow_fast.ops.pruning import PrefixRows, Pruner, WeightedSamples
 from geoflow_fast.runtime import checks
 
 LARGEST_KAPPA = 1e5
@@ -90,9 +90,9 @@ def gallery_statistics(
     if index is not None:  # the bounds of pruning are made for full precision
         samples, gallery = samples.to(working_dtype(samples)), gallery.to(working_dtype(samples))
     item_bias = None if item_bias is None else item_bias.detach()
-    points = Points(samples, None if sample_bias is None else sample_bias.detach())
+    points = WeightedSamples(samples, None if sample_bias is None else sample_bias.detach())
 
-    def reduce(some: Points, pick: Tensor | None) -> GalleryStatistics:
+    def reduce(some: WeightedSamples, pick: Tensor | None) -> GalleryStatistics:
         """Statistics of `some` queries over the rows `pick` of the gallery (None: all), with its own indices."""
         bias = item_bias if item_bias is None or pick is None else item_bias[pick]
         items = len(gallery) if pick is None else len(pick)
@@ -109,7 +109,7 @@ def gallery_statistics(
         statistics = reduce(points, None)
     else:
 
-        def score(some: Points, rows: Tensor, kappa: float, bias: Tensor | None) -> Tensor:
+        def score(some: WeightedSamples, rows: Tensor, kappa: float, bias: Tensor | None) -> Tensor:
             scores: Tensor = _scores(some.samples, rows, kappa, bias, some.bias, str(backend))
             return scores
 

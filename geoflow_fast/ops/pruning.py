@@ -100,7 +100,7 @@ def reduce_rows(x: Tensor, projection: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Points:
+class WeightedSamples:
     """The samples of Q queries and their biases, if they have any."""
 
     samples: Tensor
@@ -111,27 +111,27 @@ class Points:
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, some: slice | Tensor) -> Points:
-        return Points(self.samples[some], None if self.bias is None else self.bias[some])
+    def __getitem__(self, some: slice | Tensor) -> WeightedSamples:
+        return WeightedSamples(self.samples[some], None if self.bias is None else self.bias[some])
 
 
-Score = Callable[[Points, Tensor, float, "Tensor | None"], Tensor]
+Score = Callable[[WeightedSamples, Tensor, float, "Tensor | None"], Tensor]
 
 
 Best = Callable[[Tensor, Tensor, int], Tensor]
 
 
-Reduce = Callable[[Points, "Tensor | None"], GalleryStatistics]
+Reduce = Callable[[WeightedSamples, "Tensor | None"], GalleryStatistics]
 
 
 @dataclass(frozen=True)
 class _Queries:
-    """Points and what the bounds need of them, in the dtype of the samples."""
+    """Samples and what the bounds need of them, in the dtype of the samples."""
 
-    points: Points
+    points: WeightedSamples
     mean: Tensor
     """[Q, 1, d]."""
-    spread: Points
+    spread: WeightedSamples
     """[Q, M, r], the deviations from the mean as `reduce_rows` gives them, with the biases of the points."""
     looks: Tensor
     """[Q, 1, r], the projected mean and a zero: a score against it ignores the residual."""
@@ -154,7 +154,7 @@ class Pruner:
     best: Best
     reduce: Reduce
 
-    def statistics(self, points: Points, *, always: bool) -> GalleryStatistics:
+    def statistics(self, points: WeightedSamples, *, always: bool) -> GalleryStatistics:
         """Statistics of all queries; those for which pruning does not promise to pay are scored whole."""
         items, samples = len(self.gallery), points.samples
         small = items < FEWEST_ITEMS or samples.shape[0] * samples.shape[1] < FEWEST_SAMPLES
@@ -164,7 +164,7 @@ class Pruner:
         groups = [points[first : first + size] for first in range(0, len(points), size)]
         return GalleryStatistics.of_queries([self._group(group, always) for group in groups])
 
-    def _group(self, points: Points, always: bool) -> GalleryStatistics:
+    def _group(self, points: WeightedSamples, always: bool) -> GalleryStatistics:
         price = self._bound_cost(points.samples)
         if not always:
             # Two queries first: where pruning pays for neither, the others are spared the pilot.
@@ -182,7 +182,7 @@ class Pruner:
             parts.append(self.reduce(points[others], None))
         return GalleryStatistics.of_queries(parts).select(torch.cat((chosen, others)).argsort())
 
-    def _describe(self, points: Points) -> _Queries:
+    def _describe(self, points: WeightedSamples) -> _Queries:
         samples, wide = points.samples, points.samples.double()
         if points.bias is None:
             mean = wide.mean(dim=1, keepdim=True)
@@ -190,7 +190,7 @@ class Pruner:
             mean = points.bias.double().softmax(dim=1).unsqueeze(1) @ wide
         spread = reduce_rows(wide - mean, self.prefix.projection).to(samples.dtype)
         looks = torch.nn.functional.pad(mean @ self.prefix.projection.T, (0, 1))
-        return _Queries(points, mean.to(samples.dtype), Points(spread, points.bias), looks.to(samples.dtype))
+        return _Queries(points, mean.to(samples.dtype), WeightedSamples(spread, points.bias), looks.to(samples.dtype))
 
     def _floor(self, queries: _Queries) -> Tensor:
         """[Q] float64: log Z_seeds + log(LEFT_MASS / N)."""
@@ -227,10 +227,10 @@ class Pruner:
     def _upper_bounds(self, queries: _Queries, gallery: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
         """u of the module's text, [Q, N], for gallery rows [N, d], their prefix rows [N, r] and bias [N]."""
         bounds = self.score(queries.spread, rows.to(queries.mean), self.kappa, None)
-        bounds += self.score(Points(queries.mean), gallery, self.kappa, bias)
+        bounds += self.score(WeightedSamples(queries.mean), gallery, self.kappa, bias)
         return bounds.add_(self._slack(queries.points, bias))
 
-    def _slack(self, points: Points, bias: Tensor | None) -> float:
+    def _slack(self, points: WeightedSamples, bias: Tensor | None) -> float:
         samples = points.samples
         _, draws, width = samples.shape
         roundoff = max(torch.finfo(x.dtype).eps for x in (samples, self.prefix.rows))

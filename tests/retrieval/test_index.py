@@ -140,7 +140,7 @@ def test_bounds_are_above_the_scores(backend):
     def run(points, rows, kappa, item_bias):
         return kernel(points.samples, rows, kappa, item_bias, points.bias)
 
-    gaps, points = [], pruning.Points(samples, sample_bias)
+    gaps, points = [], pruning.WeightedSamples(samples, sample_bias)
     for width in (2, 5, 40):
         index = gf.GalleryIndex.build(gallery.float(), width=width)
         pruner = pruning.Pruner(gallery, index, 50.0, 10, bias, run, lambda *_: None, lambda *_: None)
