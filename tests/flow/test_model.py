@@ -329,7 +329,7 @@ def test_bad_arguments_are_refused():
         flow.velocity(image.to("meta"), text, 0.5, "joint")
     centred = randomised(dataclasses.replace(SMALL, centre=True))
     with pytest.raises(ValueError, match=r"image is torch\.float32"):
-        gf.log_density(centred, image.float(), text.float())
+        centred.to_flow(image.float(), text.float())
 
 
 def test_preprocessing_can_be_undone_on_its_own_subspace():
