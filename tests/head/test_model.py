@@ -45,7 +45,7 @@ def same(a: gf.PosteriorHead, b: gf.PosteriorHead) -> bool:
 def test_settings_survive_json():
     config = dataclasses.replace(CONFIG, noise=0.25, seed=7, ema_decay=0.9)
     assert gf.HeadConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
-    with pytest.raises(ValueError, match=r"differ from this release's: \['heads'\]"):
+    with pytest.raises(ValueError, match=r"differ from those of this release's HeadConfig: \['heads'\]"):
         gf.HeadConfig.from_json({**config.to_json(), "heads": 3})
     with pytest.raises(ValueError, match=r"\['bank'\]"):
         gf.HeadConfig.from_json({name: x for name, x in config.to_json().items() if name != "bank"})
