@@ -63,6 +63,8 @@ def paths(folder: Path) -> dict[str, Callable[[], set[CodeType]]]:
     np.save(folder / "queries.npy", text[:4].numpy())
     np.save(folder / "gallery.npy", image.numpy())
     scorer = gf.RetrievalEntropy(flow, image, "t2i", n_samples=4, n_steps=2)
+    head = gf.PosteriorHead(gf.HeadConfig(hidden=32, bank=8), WIDTH, WIDTH).eval()
+    by_head = gf.RetrievalEntropy(head, image, "t2i")
     reranker = gf.BayesReranker(flow, image, "t2i", shortlist=4, n_steps=2)
     reranker.calibration = None
 
@@ -102,6 +104,7 @@ def paths(folder: Path) -> dict[str, Callable[[], set[CodeType]]]:
     return {
         "training step": training_step,
         "scored query": whole(lambda: scorer(text[:1])),
+        "query by a head": whole(lambda: by_head(text[:1])),
         "density": whole(lambda: gf.log_density(flow, image[:1], text[:1], n_steps=2)),
         "command": whole(command),
         "re-ranked query": whole(rerank),

@@ -170,13 +170,13 @@ class PosteriorHead(nn.Module):
         bias: Tensor = self.biases[str(direction)](items)
         return bias.squeeze(1)
 
-    def scale_of(self, direction: Direction) -> float:
+    def scale_of(self, direction: str) -> float:
         """The factor of all scores in this direction."""
-        return float(self.scale[CONDITIONAL.index(direction)])
+        return float(self.scale[CONDITIONAL.index(Direction.of(direction, conditional=True))])
 
-    def hub_weight_of(self, direction: Direction) -> float:
+    def hub_weight_of(self, direction: str) -> float:
         """How much of the logarithm of an item's mean score over the bank is subtracted from its score."""
-        return float(self.hub_weight[CONDITIONAL.index(direction)])
+        return float(self.hub_weight[CONDITIONAL.index(Direction.of(direction, conditional=True))])
 
     # unchecked: scorers call it with what they have checked
     @torch.no_grad()
@@ -191,9 +191,9 @@ class PosteriorHead(nn.Module):
         """The learned number of each of the `items` [N, d], on the scale of `points`: [N]."""
         return self.raw_item_bias(items, direction) * self.scale_of(direction)
 
-    def bank(self, direction: Direction) -> Tensor:
+    def bank(self, direction: str) -> Tensor:
         """The training queries [R, d] that the head keeps for this direction."""
-        return direction.queries(self.bank_image, self.bank_text)
+        return Direction.of(direction, conditional=True).queries(self.bank_image, self.bank_text)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes `config.json` and `model.safetensors` to `folder`. The latter is replaced atomically and is all that

@@ -61,7 +61,8 @@ class RunConfig:
         self._check_shares("val_fraction")
         checks.one_of(self.precision, "precision", PRECISIONS)
         checks.one_of(self.optimizer, "optimizer", OPTIMIZERS)
-        checks.number(self.weight_decay, "weight_decay", least=0.0)
+        for name in ("weight_decay", "min_improvement", "min_relative_improvement"):
+            checks.number(getattr(self, name), name, least=0.0)
         if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
             raise ValueError(f"ema_decay must be in [0, 1), got {self.ema_decay}")
         if self.batch_size < self.accumulate:

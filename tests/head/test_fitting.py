@@ -446,7 +446,7 @@ def test_two_ranks_train_like_one_process(tmp_path):
 def test_fifty_pairs_are_enough_to_learn_something():
     """With the settings that follow from the number of pairs; blind guesses would have log 50 nats each."""
     pairs = some_pairs(50, 1, (8, 8))
-    head = gf.PosteriorHead.fit(pairs, k=1)
+    head = gf.PosteriorHead.fit(pairs, k=1)  # it stops early
     assert head.config.dropout == fitting.FEW.dropout
     assert head.config.batch_size == 45
     test = some_pairs(50, 1, (8, 8), seed=2)
@@ -459,7 +459,9 @@ def test_fifty_pairs_are_enough_to_learn_something():
 @pytest.mark.parametrize("widths", [(1, 1), (2, 2), (2, 1), (24, 3)], ids=str)
 @pytest.mark.parametrize("images", [2, 50])
 def test_narrow_embeddings_and_few_images(widths, images):
-    head = gf.PosteriorHead.fit(some_pairs(images, 1, widths) if min(widths) > 1 else signs(images, widths), CONFIG)
+    head = gf.PosteriorHead.fit(
+        some_pairs(images, 1, widths) if min(widths) > 1 else signs(images, widths), CONFIG, k=2
+    )
     assert np.isfinite(head.report["nll"])
     posterior = gf.RetrievalEntropy(head, normalize(torch.randn(4, widths[0])))(normalize(torch.randn(3, widths[1])))
     assert torch.isfinite(posterior.entropy).all()

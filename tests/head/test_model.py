@@ -152,6 +152,11 @@ def test_the_bank_is_that_of_the_queries():
     head = random_head(image_dim=6, text_dim=4)
     assert torch.equal(head.bank(Direction.T2I), head.bank_text)
     assert torch.equal(head.bank(Direction.I2T), head.bank_image)
+    assert torch.equal(head.bank("t2i"), head.bank_text)
+    assert (head.scale_of("t2i"), head.hub_weight_of("i2t")) == (1.25, 0.5)
+    for call in (head.bank, head.scale_of, head.hub_weight_of):
+        with pytest.raises(ValueError, match="direction must be one of"):
+            call("joint")
 
 
 def test_one_line_says_what_a_head_is():

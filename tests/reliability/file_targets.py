@@ -27,6 +27,7 @@ from tests.reliability.targets import (
     judged,
     normal,
     small_flow,
+    small_head,
     some_pairs,
     square_flow,
     square_pairs,
@@ -131,6 +132,10 @@ def student() -> gf.RetrievalEntropy:
 
 def student_folder() -> Path:
     return kept("student", lambda folder: student().save_pretrained(folder))
+
+
+def head_folder() -> Path:
+    return kept("head", lambda folder: small_head().save_pretrained(folder))
 
 
 def pairs_folder() -> Path:
@@ -352,6 +357,11 @@ FILES = [
             "uncertainty": [torch.zeros(30), torch.linspace(-1e308, 1e308, 30, dtype=torch.float64)],
         },
         dear=True,
+    ),
+    Target(
+        "PosteriorHead.from_pretrained",
+        gf.PosteriorHead.from_pretrained,
+        lambda: entries(folder=head_folder(), device="cpu"),
     ),
     Target("GeoFlow.from_pretrained", gf.GeoFlow.from_pretrained, lambda: entries(folder=model_folder(), device="cpu")),
     Target(

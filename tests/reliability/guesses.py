@@ -39,6 +39,7 @@ from tests.reliability.targets import (
     normal,
     retrieval_set,
     small_flow,
+    small_head,
     some_pairs,
     square_pairs,
     unit,
@@ -88,6 +89,7 @@ EXAMPLES: dict[str, Callable[[], Any]] = {
     "flow": small_flow,
     "field": small_flow,
     "config: GeoFlowConfig": lambda: small_flow().config,
+    "config: HeadConfig": lambda: small_head().config,
     "image_dim": lambda: 5,
     "text_dim": lambda: 5,
     "n_steps": lambda: 2,
@@ -140,6 +142,8 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
     "baselines.GroVE": {"latent": lambda: 2},
     "baselines.find": {"name": lambda: "probvlm"},
     "suggest_steps": {"tolerance": lambda: 0.5},
+    "HeadConfig.from_json": {"value": lambda: small_head().config.to_json()},
+    "PosteriorHead.fit": {"conf": lambda: small_head().config},
     "Gallery.take": {"index": lambda: torch.tensor([[1, 2], [0, 6]])},
     "EmbeddingPairs.subset": {"index": lambda: torch.arange(3)},
     "GalleryIndex.check": {"gallery": lambda: unit(9, 5)},
@@ -161,6 +165,7 @@ INSTANCES: dict[str, Callable[[], Any]] = {
     "GeoFlow": small_flow,
     "OpenClipEncoder": tiny_encoder,
     "PairField": lambda: TURNED,
+    "PosteriorHead": small_head,
     "Report": report,
     "RetrievalEntropy": lambda: gf.RetrievalEntropy(small_flow(), unit(7, IMAGE), "t2i", n_samples=2, n_steps=2),
     "RetrievalSet": retrieval_set,
@@ -175,7 +180,7 @@ STRICT = ("geometry.check_rows", "geometry.normalize", "geometry.log_area", "ops
 STRICT += ("ops.transport_cost", "ops.gallery_posterior", "ops.keep_mask", "evaluation.AbstentionThreshold.")
 STRICT += ("evaluation.clopper_pearson_upper", "evaluation.ranks", "evaluation.Report", "evaluation.retrieval.")
 """Exceptions to these: they never give a NaN."""
-COSTLY = ("suggest_steps", "worlds.ConceptWorld")
+COSTLY = ("suggest_steps", "worlds.ConceptWorld", "PosteriorHead.fit")
 EXTRA: dict[str, dict[str, Sequence[Any]]] = {
     "evaluation.retrieval.RetrievalSet.of": {
         "pairs": [some_pairs(), square_pairs(ROWS).subset(torch.arange(0))],

@@ -38,6 +38,14 @@ def small_flow() -> gf.GeoFlow:
 
 
 @functools.cache
+def small_head() -> gf.PosteriorHead:
+    torch.manual_seed(0)
+    config = gf.HeadConfig(steps=2, batch_size=8, val_every=1, points=2, hidden=4, bias_hidden=3, bank=4)
+    with torch.device("cpu"):
+        return gf.PosteriorHead(config, IMAGE, TEXT).eval()
+
+
+@functools.cache
 def square_flow() -> gf.GeoFlow:
     """Cosines need images and texts of one width."""
     torch.manual_seed(0)
@@ -75,6 +83,10 @@ def judged() -> dict[str, Any]:
 
 def entropy_of(queries: Any, **settings: Any) -> gf.RetrievalPosterior:
     return gf.RetrievalEntropy(small_flow(), **settings)(queries)
+
+
+def head_entropy_of(queries: Any, **settings: Any) -> gf.RetrievalPosterior:
+    return gf.RetrievalEntropy(small_head(), **settings)(queries)
 
 
 def reranked(queries: Any, **settings: Any) -> gf.Reranked:
@@ -274,6 +286,13 @@ TARGETS = [
             noise="iid",
             top_k=2,
             posterior="likelihood",
+        ),
+    ),
+    Target(
+        "RetrievalEntropy of a head",
+        head_entropy_of,
+        lambda: entries(
+            queries=unit(3, TEXT), gallery=unit(7, IMAGE), direction="t2i", seed=0, top_k=2, reference=unit(5, TEXT)
         ),
     ),
     Target(

@@ -36,6 +36,7 @@ SMALLER = {
     "train": "--steps 2 --batch-size 32 --preset tiny --device cpu --no-head",
     "train --head": "--steps 2 --batch-size 32 --points 1 --device cpu",
     "entropy": "--samples 4 --steps 2",
+    "entropy --model runs/head": "",  # a head draws no samples
     "density": "--steps 2",
     "evaluate": "--methods margin,max_softmax --resamples 9",
     "evaluate recipe": "--methods margin,max_softmax",
@@ -44,6 +45,7 @@ SMALLER = {
 
 # What makes documented Python small.
 FEWER = {
+    'fit(pairs, out="runs/head")': 'fit(pairs, gf.HeadConfig(steps=4, hidden=16), out="runs/head")',
     "24_000": "2_400",
     "steps=2000": "steps=10",
     "steps=200": "steps=10",
@@ -130,7 +132,7 @@ def run_command(line: str, *, smaller: bool) -> None:
         words = ["geoflow", *words[words.index("geoflow_fast") + 1 :]]
     if words[0] != "geoflow":
         return
-    extra = next((SMALLER[name] for k in (2, 1) if (name := " ".join(words[1 : 1 + k])) in SMALLER), "")
+    extra = next((SMALLER[name] for k in (3, 2, 1) if (name := " ".join(words[1 : 1 + k])) in SMALLER), "")
     result = CliRunner().invoke(app, [*words[1:], *(shlex.split(extra) if smaller else [])])
     assert result.exit_code == 0, f"{line}\n{result.output}\n{result.exception!r}"
 

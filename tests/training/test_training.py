@@ -533,6 +533,8 @@ def test_an_error_names_what_is_wrong_with_the_input(tmp_path):
         ({"p_joint": 1.5}, "p_joint"),
         ({"accumulate": 17}, "accumulate"),
         ({"ema_decay": 1.0}, "ema_decay"),
+        ({"min_improvement": float("nan")}, "min_improvement"),
+        ({"min_relative_improvement": -0.1}, "min_relative_improvement"),
     ):
         with pytest.raises(ValueError, match=message):
             dataclasses.replace(CONFIG, **change)
