@@ -39,6 +39,8 @@ FEW_PAIRS = 20_000
 """With fewer pairs than this, heads are regularised strongly and trained for a short time."""
 POINTS = (1, 4, 8)
 """Numbers of points among which "auto" chooses."""
+LIGHTER, STRONGER = 0.2, 0.3
+"""Rates of dropout that "auto" tries too, with four points, on few pairs and on many."""
 TRIAL_SHARE = 0.15
 """Length of the runs by which "auto" compares heads on many pairs, as a share of the whole run."""
 TRIALS_FOLDER = "trials"
@@ -106,14 +108,13 @@ class HeadObjective(Objective[HeadBatch]):
         super().__init__(head, pairs, val, config, widths, world)
         self.head, self.device = head, head.example.device
         self.order = ShuffledBatches(len(pairs), config.batch_size, config.seed)
-        self.held_out = HeadBatch(tuple(held_out_search(pairs, val, d, config.seed, self.device) for d in CONDITIONAL))
+        self.held_out = HeadBatch(tuple(held_out_search(pairs, val, d, config, self.device) for d in CONDITIONAL))
 
     def prepare(self) -> None:
         """Keeps the bank of queries, and fits the linear maps where images and texts differ in width."""
         config, head = self.config, self.head
-        chosen = np.sort(np.random.default_rng((config.seed, 1)).permutation(len(self.pairs))[: config.bank])
         # With fewer pairs than the bank has rows, some occur more than once.
-        rows = np.resize(chosen, config.bank) if len(chosen) else chosen
+        rows = np.resize(bank_rows(self.pairs, config), config.bank)
         image, text = self.pairs[rows]
         head.bank_image.copy_(image)
         head.bank_text.copy_(text)
@@ -170,15 +171,25 @@ class HeadObjective(Objective[HeadBatch]):
         save_head(folder, self.head, weights)
 
 
+def bank_rows(pairs: EmbeddingPairs, config: HeadConfig) -> Index:
+    """The numbers of the pairs whose queries are the bank: at most half of the pairs, and at least one."""
+    count = min(config.bank, max(1, len(pairs) // 2))
+    return np.sort(np.random.default_rng((config.seed, 1)).permutation(len(pairs))[:count])
+
+
 def held_out_search(
-    pairs: EmbeddingPairs, val: EmbeddingPairs, direction: Direction, seed: int, device: torch.device
+    pairs: EmbeddingPairs, val: EmbeddingPairs, direction: Direction, config: HeadConfig, device: torch.device
 ) -> Search:
-    """Held-out queries over a gallery of held-out items and of as many training items as there is room for."""
-    rng = np.random.default_rng((seed, 2))
+    """Held-out queries over a gallery of held-out items and of as many training items as there is room for.
+
+    Items whose own queries are in the bank are left out: the bank would count against them, which are all wrong here.
+    """
+    rng = np.random.default_rng((config.seed, 2))
     if len(val) > VALIDATION_ITEMS:
         val = val.subset(np.sort(rng.permutation(len(val))[:VALIDATION_ITEMS]))
     asking = np.sort(rng.permutation(len(val))[:VALIDATION_QUERIES])
-    others = np.sort(rng.permutation(len(pairs))[: VALIDATION_ITEMS - len(val)])
+    free = np.flatnonzero(~np.isin(pairs.group, pairs.group[bank_rows(pairs, config)]))
+    others = np.sort(rng.permutation(free)[: VALIDATION_ITEMS - len(val)])
     image, text = (torch.cat(sides) for sides in zip(val[np.arange(len(val))], pairs[others]))
     # Training pairs are of other images than held-out ones.
     own, foreign = np.unique(val.group, return_inverse=True)[1], np.unique(pairs.group, return_inverse=True)[1]
@@ -223,7 +234,9 @@ def fit_head(
     share = (conf or HeadConfig()).val_fraction
     pairs, val = _checked_pairs(pairs, val, share, checks.integer(seed, "seed"))
     base = conf or (FEW if len(pairs) < FEW_PAIRS else MANY)
-    settings = head_settings(dataclasses.replace(base, **{**(changes or {}), "seed": seed}), len(pairs), k)
+    settings = head_settings(
+        dataclasses.replace(base, **{**(changes or {}), "seed": seed}), len(pairs), k, chosen=conf is not None
+    )
     fitting = Fitting(pairs, val, resume=resume, progress=progress, device=usable_device(str(device)), world=world)
     if len(settings) == 1:
         return fitting.run(settings[0], folder)
@@ -258,12 +271,17 @@ def _checked_pairs(
     return pairs, val
 
 
-def head_settings(base: HeadConfig, count: int, k: int | str) -> list[HeadConfig]:
-    """The settings to try on `count` pairs: one for a number of points `k`, several for "auto"."""
+def head_settings(base: HeadConfig, count: int, k: int | str, *, chosen: bool) -> list[HeadConfig]:
+    """The settings to try on `count` pairs: one for a number of points `k`, several for "auto", which tries another
+    regularisation too unless the user has `chosen` the settings."""
     if isinstance(k, str) and k != "auto":
         raise ValueError(f'k must be a number of points or "auto", got {k!r}')
     base = dataclasses.replace(base, batch_size=min(base.batch_size, count))
-    return [dataclasses.replace(base, points=points) for points in (POINTS if isinstance(k, str) else (k,))]
+    if not isinstance(k, str):
+        return [dataclasses.replace(base, points=k)]
+    by_points = [dataclasses.replace(base, points=points) for points in POINTS]
+    other = LIGHTER if count < FEW_PAIRS else STRONGER
+    return by_points if chosen else [*by_points, dataclasses.replace(by_points[1], dropout=other)]
 
 
 class Fitting:
@@ -286,7 +304,7 @@ class Fitting:
         """A head with these settings; on many pairs its run is a short one."""
         if len(self.pairs) >= FEW_PAIRS:
             config = dataclasses.replace(config, steps=max(1, round(TRIAL_SHARE * config.steps)))
-        return self.run(config, None if folder is None else folder / f"points_{config.points}")
+        return self.run(config, None if folder is None else folder / f"points_{config.points}_dropout_{config.dropout}")
 
     def run(self, config: HeadConfig, folder: Path | None, trials: Sequence[Mapping[str, Any]] = ()) -> PosteriorHead:
         """Trains a head, or continues to, and fits its scales."""
@@ -298,6 +316,7 @@ class Fitting:
         losses = fit_scales(head, objective.held_out.searches)
         head.report = {
             "points": config.points,
+            "dropout": config.dropout,
             "steps": report.steps,
             "best_step": report.best_step,
             "finished": report.finished,

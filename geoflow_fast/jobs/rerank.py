@@ -123,8 +123,9 @@ def rerank_file(
         "format": FORMAT,
         "calibration": None if fitted is None else fitted.identity,
     }
+    names = COLUMNS if reranker.budget is None else (*COLUMNS, "asked_flow")
     answer_queries(
-        reranker, rows, out, facts, reranker.rerank, COLUMNS, block=block, overwrite=overwrite, progress=progress
+        reranker, rows, out, facts, reranker.rerank, names, block=block, overwrite=overwrite, progress=progress
     )
     columns = parquet.read_columns(out, ["index", "answer", "p_answer", "p_outside"])
     return RerankSummary(

@@ -55,6 +55,12 @@ class CheapFit:
     gaps: tuple[float, ...]
     """Quantiles, at evenly spaced levels from 0 to 1, of the difference between the two largest probabilities."""
 
+    # unchecked: a reranker calls it with evidence of its own
+    def probabilities(self, evidence: Evidence) -> Tensor:
+        """Probabilities of the shortlisted items and, last, of "outside": float64 [Q, K + 1], rows sum to one."""
+        weights = {name: value for name, value in self.weights.items() if name != "outside"}
+        return weighted(evidence, weights, self.weights["outside"])
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -91,6 +97,8 @@ class Calibration:
     """What each rung of evidence brought."""
     cheap: CheapFit | None = None
     """The fit without the flow, if it is part of the other one."""
+    bank: str = ""
+    """Digest of the bank of queries that the hub correction was fitted with, if it is part of the evidence."""
 
     @property
     def weights(self) -> tuple[float, float, float]:
@@ -101,7 +109,7 @@ class Calibration:
     def by_feature(self) -> dict[str, float]:
         """The weights that are not zero, by feature."""
         every = {"flow": self.alpha, "cosine": self.beta, **self.others}
-        return {name: every[name] for name in FEATURES if every.get(name)}
+        return {name: value for name, value in every.items() if value}
 
     @property
     def identity(self) -> list[Any]:
@@ -110,7 +118,7 @@ class Calibration:
         numbers: list[Any] = [*self.weights, self.right_per_query]
         if self.others or self.platt is not None or self.cheap is not None:
             cheap = None if self.cheap is None else dataclasses.asdict(self.cheap)
-            numbers += [self.others, self.hub_scale, self.platt, cheap]
+            numbers += [self.others, self.hub_scale, self.platt, cheap, self.bank]
         return numbers
 
     # unchecked: a reranker calls it with evidence of its own
@@ -155,7 +163,7 @@ class Calibration:
         return calibration
 
 
-FIELDS_OF_VERSION_2 = ("others", "hub_scale", "platt", "rungs", "cheap")
+FIELDS_OF_VERSION_2 = ("others", "hub_scale", "platt", "rungs", "cheap", "bank")
 
 
 def _rebuilt(stored: dict[str, Any]) -> dict[str, Any]:
@@ -210,7 +218,7 @@ def probability_right(prob: Tensor, right_per_query: float, platt: tuple[float, 
 
 UNCALIBRATED = Calibration(1.0, 0.0, -math.inf, (math.nan,) * 3, math.nan, math.nan, 0, 0, 1.0, {})
 """The weights of the flow's own posterior over the shortlist: alpha 1, beta 0, nothing outside."""
-UNCALIBRATED_HEAD = dataclasses.replace(UNCALIBRATED, alpha=0.0, others={"head": 1.0})
+UNCALIBRATED_HEAD = dataclasses.replace(UNCALIBRATED, alpha=0.0, others={"head_posterior": 1.0})
 """The weights of the head's own posterior over the shortlist."""
 UNCALIBRATED_COSINE = dataclasses.replace(UNCALIBRATED, alpha=0.0, beta=1.0)
 

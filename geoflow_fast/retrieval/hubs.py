@@ -48,7 +48,8 @@ class Hubs:
 
         def facts() -> dict[str, object]:
             bank = hashing.digest([self.bank])
-            return {"hub": "head", "head": source.digest(), "direction": str(source.direction), "bank": bank}
+            facts = {"hub": "head", "head": source.digest(), "direction": str(source.direction)}
+            return {**facts, "bank": bank, "format": marginals.FORMAT}
 
         def compute() -> Tensor:
             drawn = source.draw(self.bank)

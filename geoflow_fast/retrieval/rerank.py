@@ -39,7 +39,6 @@ from geoflow_fast.retrieval.calibration import (
     close_call,
     fit_calibration,
     probability_right,
-    weighted,
 )
 from geoflow_fast.retrieval.entropy import risk_lower_bound
 from geoflow_fast.retrieval.evidence import Evidence, Rung
@@ -143,6 +142,15 @@ class BayesReranker(nn.Module):
             raise ValueError('shortlist_by="head" needs head=')
         if budget is not None and not 0 <= checks.number(budget, "budget") <= 1:
             raise ValueError(f"budget must be in [0, 1], got {budget}")
+        for name, model, kind in (("flow", flow, nn.Module), ("head", head, PosteriorHead)):
+            wrong = model is not None and not isinstance(model, kind)
+            if wrong or (name == "flow" and isinstance(model, PosteriorHead)):
+                raise TypeError(
+                    f"{name} must be a {'GeoFlow' if name == 'flow' else 'PosteriorHead'} or None, got "
+                    f"{type(model).__name__}" + ("; pass it as head=" if isinstance(model, PosteriorHead) else "")
+                )
+        if budget is not None and flow is None:
+            raise ValueError("budget= limits how often the flow is asked, and there is no flow")
         gallery = Gallery.of(gallery)
         self.gallery = gallery if store is None else gallery.with_store(store)
         self.flow, self.head, self.budget, self.shortlist_by = flow, head, budget, shortlist_by
@@ -151,8 +159,11 @@ class BayesReranker(nn.Module):
         self.shortlist = min(self.shortlist, len(self.gallery))
         self.density = DensitySettings(n_steps, n_probes, solver, shared=True)
         self.source = None if head is None else HeadSource(head, self.direction)
-        self.bank, self.bank_is_given = None if bank is None else self._checked_bank(bank), bank is not None
-        self.hubs = None if self.bank is None else Hubs(self.bank, self.source)
+        self.bank: Tensor | None = None
+        self.hubs: Hubs | None = None
+        self._bank_digest, self.bank_is_given = "", bank is not None
+        if bank is not None:
+            self._use_bank(self._checked_bank(bank))
         self.calibration: Calibration | None = None
         self._digests = {"flow": ModelDigest(), "head": ModelDigest()}
         self._head_marginals = Remembered()
@@ -212,6 +223,7 @@ class BayesReranker(nn.Module):
 
     def _use_bank(self, bank: Tensor) -> None:
         self.bank, self.hubs = bank, Hubs(bank, self.source)
+        self._bank_digest = hashing.digest([bank.float()])
 
     def __getattr__(self, name: str) -> Any:
         if name == "solve":
@@ -220,7 +232,7 @@ class BayesReranker(nn.Module):
 
     def extra_repr(self) -> str:
         """Settings and weights in one line, for `print`."""
-        weights = "uncalibrated, alpha=1, beta=0"
+        weights = "uncalibrated"
         if self.calibration is not None:
             fitted = {**self.calibration.by_feature, "outside": self.calibration.outside}
             weights = ", ".join(f"{name}={value:.3g}" for name, value in fitted.items())
@@ -260,7 +272,9 @@ class BayesReranker(nn.Module):
         """
         reranked = self.rerank(queries, candidates)
         if not reranked.calibrated:
-            warnings.warn("BayesReranker is uncalibrated: alpha=1, beta=0, nothing outside the shortlist", stacklevel=4)
+            (name,) = self._uncalibrated().by_feature
+            weights = "alpha=1, beta=0" if name == "flow" else f"{name.replace('_', ' ')} with weight 1"
+            warnings.warn(f"BayesReranker is uncalibrated: {weights}, nothing outside the shortlist", stacklevel=4)
         return reranked
 
     @torch.no_grad()
@@ -277,6 +291,9 @@ class BayesReranker(nn.Module):
                 "or set calibration to None"
             )
         calibration = self.calibration or self._uncalibrated()
+        self._check_bank(calibration)
+        if self.budget is not None and calibration.by_feature.get("flow") and calibration.cheap is None:
+            raise ValueError("budget= needs a calibration of this release, which also has weights without the flow")
         index = self._search(queries, candidates)
         needed = set(calibration.by_feature)
         evidence = self._evidence(queries, index, needed - {"flow"}, None if "flow" in needed else advance)
@@ -288,6 +305,11 @@ class BayesReranker(nn.Module):
             evidence = self._with_flow(queries, index, evidence, asked, advance)
         return self._read_out(index, evidence, asked, calibration, queries.dtype)
 
+    def _check_bank(self, calibration: Calibration) -> None:
+        """Raises a ValueError if the calibration corrects for hubs by another bank than the re-ranker has."""
+        if calibration.bank and (self.bank is None or self._bank_digest != calibration.bank):
+            raise ValueError("the calibration was made with another bank of queries: load it again, or calibrate again")
+
     def _uncalibrated(self) -> Calibration:
         """The weights of the best model there is, as it is."""
         if self.flow is not None:
@@ -296,14 +318,13 @@ class BayesReranker(nn.Module):
 
     def _asks_flow(self, evidence: Evidence, calibration: Calibration) -> Tensor:
         """For which queries the flow is asked: all or, within a budget, those with the closest calls between the two
-        most probable items. How close was decided on held-out queries, so it does not depend on the other queries,
-        except that no call exceeds its share."""
+        most probable items. How close was decided on held-out queries; and of the queries of one call no more than
+        their share are asked, but one may be."""
         everyone = torch.ones(len(evidence.valid), dtype=torch.bool, device=evidence.valid.device)
         cheap = calibration.cheap
         if self.budget is None or cheap is None:
             return everyone
-        weights = {name: value for name, value in cheap.weights.items() if name != "outside"}
-        gap = close_call(weighted(evidence, weights, cheap.weights["outside"]))
+        gap = close_call(cheap.probabilities(evidence))
         level = self.budget * (len(cheap.gaps) - 1)
         low, high = math.floor(level), math.ceil(level)
         limit = cheap.gaps[low] + (level - low) * (cheap.gaps[high] - cheap.gaps[low])
@@ -340,8 +361,9 @@ class BayesReranker(nn.Module):
         fitted = fit_calibration(
             known.evidence, known.right, *counts, self.made_for, self.seed, hub_scale=known.hub_scale, costs=known.costs
         )
-        self.calibration = fitted = dataclasses.replace(fitted, pairs=pairs.fingerprint())
         self._use_bank(known.bank)
+        bank = self._bank_digest if HUB_FEATURES & set(fitted.by_feature) else ""
+        self.calibration = fitted = dataclasses.replace(fitted, pairs=pairs.fingerprint(), bank=bank)
         return fitted
 
     def save_calibration(self, path: str | Path) -> Path:
@@ -349,9 +371,9 @@ class BayesReranker(nn.Module):
         if self.calibration is None:
             raise ValueError("there is no calibration to save: call calibrate first")
         file = self.calibration_file(path)
-        if self.bank is not None and HUB_FEATURES & set(self.calibration.by_feature):
-            facts = {"bank": hashing.digest([self.bank])}
-            save_tensors(bank_file(file), {"bank": self.bank}, kind=BANK_KIND, info=facts)
+        self._check_bank(self.calibration)
+        if self.calibration.bank and self.bank is not None:
+            save_tensors(bank_file(file), {"bank": self.bank.float()}, kind=BANK_KIND, info={})
         self.calibration.save(file)
         return file
 
@@ -360,11 +382,14 @@ class BayesReranker(nn.Module):
         be for the same models, direction, shortlist and solver; otherwise a ValueError is raised."""
         file = self.calibration_file(path)
         calibration = Calibration.load(file, self.made_for)
-        if HUB_FEATURES & set(calibration.by_feature):
+        if calibration.bank and calibration.bank != self._bank_digest:
+            if self.bank_is_given:
+                raise ValueError(f"{file} was made for another bank; calibrate again, or leave out bank=")
             tensors, _ = load_tensors(bank_file(file), kind=BANK_KIND)
             bank = tensors.get("bank")
-            if bank is None or bank.dim() != 2 or bank.shape[1] != self.query_dim or len(bank) < 2:
-                raise ValueError(f"{bank_file(file)} holds no bank of queries of width {self.query_dim}")
+            if bank is None or hashing.digest([bank]) != calibration.bank:
+                raise ValueError(f"{bank_file(file)} does not hold the bank of queries that {file} was made with")
+            check_rows(bank, str(bank_file(file)))
             self._use_bank(bank.to(self.example))
         self.calibration = calibration
         return calibration
@@ -435,7 +460,7 @@ class BayesReranker(nn.Module):
 
     # unchecked: rerank and calibrate call it with what they have checked
     def nearness(self, queries: Tensor, items: Tensor, index: Tensor | None) -> Tensor:
-        """By how much shortlists are ordered: [Q, K] float64, of items [Q, K, d] that are the rows `index` [Q, K] of
+        """The score by which shortlists are ordered: [Q, K] float64, of items [Q, K, d] that are the rows `index` [Q, K] of
         the gallery, or others if it is None."""
         if self.shortlist_by == "cosine":
             return torch.einsum("qd,qkd->qk", queries, items).double()
@@ -456,9 +481,11 @@ class BayesReranker(nn.Module):
             parts["nearness"].append(self.nearness(queries[rows], items, number))
             if "cosine" in needed:
                 parts["cosine"].append(torch.einsum("qd,qkd->qk", queries[rows], items).double())
-            if "head" in needed:
-                assert self.source is not None
-                parts["head"].append(self.source.scores(queries[rows], items) + self.source.learned_about(items))
+            if self.source is not None and {"head", "head_posterior"} & set(needed):
+                scores = self.source.scores(queries[rows], items)
+                parts["head"].append(scores + self.source.learned_about(items))
+                if "head_posterior" in needed:
+                    parts["head_posterior"].append(scores - self.head_marginals()[number].double())
             for name, values in numbers.items():
                 parts[name].append(values[number.to(values.device)].to(queries.device).double())
             if advance is not None:
@@ -515,8 +542,7 @@ class BayesReranker(nn.Module):
         tied = nearness == nearness.amax(1, keepdim=True)
         best = index.masked_fill(~tied, len(self.gallery)).argmin(1, keepdim=True)
         if cheap is not None and not bool(asked.all()):
-            weights = {name: value for name, value in cheap.weights.items() if name != "outside"}
-            every = torch.where(asked.unsqueeze(1), every, weighted(evidence, weights, cheap.weights["outside"]))
+            every = torch.where(asked.unsqueeze(1), every, cheap.probabilities(evidence))
         meant, per_query = every.gather(1, best).squeeze(1), calibration.right_per_query
         p_answer = probability_right(meant, per_query, calibration.platt)
         if cheap is not None:

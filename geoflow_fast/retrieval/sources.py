@@ -228,18 +228,21 @@ class HeadSource(Source):
     @torch.no_grad()
     def scores(self, queries: Tensor, items: Tensor) -> Tensor:
         """The scores of items [Q, K, d], other ones for each query, without their numbers: [Q, K] float64."""
-        points = self.head.points(queries, self.direction)
-        each = torch.einsum("qkd,qjd->qkj", points.points, items).double() + points.log_weights.unsqueeze(2)
+        points = self.head.points(queries.to(self.example), self.direction)
+        each = torch.einsum(
+            "qkd,qjd->qkj", points.points, items.to(self.example)
+        ).double() + points.log_weights.unsqueeze(2)
         return each.logsumexp(1)
 
     # unchecked: re-rankers call it with what they have checked
     @torch.no_grad()
     def all_scores(self, queries: Tensor, items: Tensor) -> Tensor:
         """The scores of the same items [n, d] for all queries [R, d], without their numbers: [R, n]."""
-        points = self.head.points(queries, self.direction)
-        return point_scores(points.points, points.log_weights, items)
+        points = self.head.points(queries.to(self.example), self.direction)
+        return point_scores(points.points, points.log_weights, items.to(self.example))
 
     # unchecked: re-rankers call it with what they have checked
     def learned_about(self, items: Tensor) -> Tensor:
         """What the head has learned about items [..., d]: [...] float64."""
-        return self.head.item_bias(items.flatten(0, -2), self.direction).view(items.shape[:-1]).double()
+        rows = items.flatten(0, -2).to(self.example)
+        return self.head.item_bias(rows, self.direction).view(items.shape[:-1]).double()

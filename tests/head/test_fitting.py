@@ -31,6 +31,7 @@ from tests.ranks import run_ranks
 CONFIG = gf.HeadConfig(
     steps=24, batch_size=16, lr=5e-3, warmup_steps=4, val_every=6, checkpoint_every=5, log_every=1, hidden=8, bank=9
 )
+NO_BANK = dataclasses.replace(CONFIG, bank=0)
 CPU = torch.device("cpu")
 
 
@@ -120,7 +121,7 @@ def test_held_out_pairs_ask_for_a_scale_and_a_hub_correction():
     pairs, val = pairs.split(0.8, 0)
     head = gf.PosteriorHead(dataclasses.replace(CONFIG, points=1), 6, 6)
     head.bank_image[:], head.bank_text[:] = pairs[np.arange(9)]
-    searches = [held_out_search(pairs, val, direction, 0, CPU) for direction in CONDITIONAL]
+    searches = [held_out_search(pairs, val, direction, NO_BANK, CPU) for direction in CONDITIONAL]
     first = fit_scales(head, searches)
     scale, weight = head.scale.clone(), head.hub_weight.clone()
     assert fitting.SCALES[2] <= float(scale.min()) <= float(scale.max()) < fitting.SCALES[-1]
@@ -207,7 +208,7 @@ def test_held_out_galleries_have_limits_and_know_the_right_items(monkeypatch):
     for most, foreign in ((10**9, 21), (30, 3), (27, 0), (12, 0)):
         monkeypatch.setattr(fitting, "VALIDATION_ITEMS", most)
         for direction in CONDITIONAL:
-            search = held_out_search(pairs, val, direction, 0, CPU)
+            search = held_out_search(pairs, val, direction, NO_BANK, CPU)
             own = min(27, most)
             assert (len(search.queries), len(search.items)) == (8, own + foreign)
             # An item is right if it is of the same image; training items, which come last, are of none.
@@ -355,7 +356,7 @@ def test_what_is_in_the_folder_of_a_run(tmp_path):
     gf.PosteriorHead.fit(some_pairs(), CONFIG, out=tmp_path / "auto")
     assert {path.name for path in (tmp_path / "auto").iterdir()} == {"config.json", "model.safetensors", "trials"}
     trials = tmp_path / "auto/trials"
-    assert {path.name for path in trials.iterdir()} == {"points_1", "points_4", "points_8"}
+    assert {path.name for path in trials.iterdir()} == {f"points_{k}_dropout_{CONFIG.dropout}" for k in (1, 4, 8)}
     for folder in trials.iterdir():
         assert {path.name for path in folder.iterdir()} == own
 
@@ -392,7 +393,7 @@ def test_an_interrupted_choice_ends_at_once_and_is_continued(tmp_path, monkeypat
     stop_at(4 * 3 + 5 if many else 24 + 5, "interrupt")
     stopped = gf.PosteriorHead.fit(some_pairs(), CONFIG, out=tmp_path / "stopped")
     assert (stopped.report["finished"], stopped.report["steps"]) == (False, 6)
-    assert (tmp_path / "stopped/trials/points_3").exists() == many
+    assert (tmp_path / f"stopped/trials/points_3_dropout_{CONFIG.dropout}").exists() == many
     head = gf.PosteriorHead.fit(some_pairs(), CONFIG, out=tmp_path / "stopped")
     assert head.report == straight.report
     assert same(head, straight)
@@ -514,3 +515,20 @@ def test_an_error_names_what_is_wrong():
             gf.PosteriorHead.fit(**{"pairs": pairs, "conf": CONFIG, "k": 1, **change})
     with pytest.raises(ValueError, match="batch_size=16 is too small for 17 ranks"):
         HeadObjective(random_head(CONFIG, 6, 5), pairs, pairs, CONFIG, World(0, 17))
+
+
+def test_the_bank_does_not_count_against_its_own_items():
+    """In a world without hubs no item is near to everything, and nothing is to be corrected."""
+    generator = torch.Generator().manual_seed(3)
+    image = sample_uniform(700, 16, generator=generator)
+    text = normalize(image + 0.25 * torch.randn(image.shape, generator=generator))
+    pairs, val = gf.EmbeddingPairs.from_arrays(image, text).split(0.3, 0)
+    config = dataclasses.replace(CONFIG, points=1, bank=128, batch_size=64)
+    head = gf.PosteriorHead(config, 16, 16)
+    objective = HeadObjective(head, pairs, val, config)
+    objective.prepare()
+    for search in objective.held_out.searches:
+        partners = {row.tobytes() for row in head.bank(search.direction.reverse).numpy()}
+        assert not any(row.tobytes() in partners for row in search.items.numpy())
+    fit_scales(head, objective.held_out.searches)
+    assert float(head.hub_weight.max()) < 0.3
