@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,6 +21,7 @@ from geoflow_fast.baselines.hub import HubSoftmax
 from geoflow_fast.baselines.untrained import KNNDistance, MaxSoftmax
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import CONDITIONAL, Direction
+from geoflow_fast.retrieval.freshness import marks
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.task import RetrievalTask
 
@@ -162,7 +163,7 @@ class ListBoosting(ResultListClassifier):
         for direction in CONDITIONAL:
             self.register_buffer(f"{direction}_features", torch.empty(0, len(FEATURES), dtype=torch.float32))
             self.register_buffer(f"{direction}_wrong", torch.empty(0, dtype=torch.bool))
-        self._trees: dict[Direction, Any] = {}
+        self._trees: dict[Direction, tuple[Hashable, Any]] = {}
 
     @classmethod
     def missing(cls) -> str | None:
@@ -180,17 +181,16 @@ class ListBoosting(ResultListClassifier):
     def _learn(self, features: Tensor, wrong: Tensor, direction: Direction, seed: int) -> None:  # noqa: ARG002
         setattr(self, f"{direction}_features", features.to(self.device, torch.float32))
         setattr(self, f"{direction}_wrong", wrong.to(self.device))
-        self._trees.pop(direction, None)
 
     def _risk(self, features: Tensor, direction: Direction) -> Tensor:
         wrong = getattr(self, f"{direction}_wrong").cpu().numpy()
         if len(np.unique(wrong)) < 2 or not len(features):
             return torch.full((len(features),), _smoothed_share(wrong), dtype=torch.float64, device="cpu")
-        trees = self._trees.get(direction)
-        if trees is None:
-            trees = grown(getattr(self, f"{direction}_features").cpu().double().numpy(), wrong)
-            self._trees[direction] = trees
-        return torch.from_numpy(trees.predict_proba(features.numpy())[:, 1])
+        learned = getattr(self, f"{direction}_features")
+        current, known = marks((learned, getattr(self, f"{direction}_wrong"))), self._trees.get(direction)
+        if known is None or known[0] != current:
+            self._trees[direction] = known = current, grown(learned.cpu().double().numpy(), wrong)
+        return torch.from_numpy(known[1].predict_proba(features.numpy())[:, 1])
 
 
 def labelled_apart(pairs: EmbeddingPairs, val: EmbeddingPairs, seed: int) -> tuple[EmbeddingPairs, EmbeddingPairs]:

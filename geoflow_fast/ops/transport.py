@@ -228,9 +228,13 @@ def _checked_matrix(cost: Tensor) -> Tensor:
     if capturing(cost):
         return cost
     low, high = torch.aminmax(cost)
-    if not float(high) - float(low) <= torch.finfo(torch.float32).max:
+    if not max(float(high) - float(low), abs(float(low)), abs(float(high))) <= torch.finfo(torch.float32).max:
         bad = ~torch.isfinite(cost)
-        where = f"is not finite at {tuple(bad.nonzero()[0].tolist())}" if bool(bad.any()) else "spans more than a float"
+        where = (
+            f"is not finite at {tuple(bad.nonzero()[0].tolist())}"
+            if bool(bad.any())
+            else "is beyond the range of float32"
+        )
         raise ValueError(f"cost {where}")
     return cost
 

@@ -216,7 +216,7 @@ def _facts(source: FlowSource) -> dict[str, Any]:
 def _sampler_for(scorer: RetrievalEntropy, source: FlowSource, config: DistilConfig) -> DistilledSampler:
     """A sampler that has learned nothing yet, for the use that `scorer` makes of its flow."""
     scoring = Scoring(scorer.direction, source.kappa, scorer.posterior, scorer.top_k)
-    with torch.random.fork_rng([]):
+    with torch.random.fork_rng([]), torch.device("cpu"):
         torch.manual_seed(config.seed)
         sampler = DistilledSampler(
             config, source.query_dim, source.item_dim, source.sampling.n_samples, scoring, _facts(source)

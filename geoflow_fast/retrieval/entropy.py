@@ -28,7 +28,7 @@ from geoflow_fast.retrieval.gallery import Gallery, GallerySource
 from geoflow_fast.retrieval.sources import DistilledSource, FlowSource, HeadSource, ScoringPoints, Source
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.progress import Advance
-from geoflow_fast.runtime.settings import deprecated_attribute, deprecated_keyword, settings_from
+from geoflow_fast.runtime.settings import deprecated_attribute, deprecated_keyword, field_names, settings_from
 
 MARGINALS = ("scores", "density")
 PAPER_KAPPA = 100.0
@@ -36,7 +36,7 @@ PAPER_KAPPA = 100.0
 
 @dataclass(frozen=True)
 class RetrievalPosterior:
-    """The posterior over the gallery of each of Q queries; detached tensors on the device of the flow."""
+    """The posterior over the gallery of each of Q queries; detached tensors on the device of the model."""
 
     entropy: Tensor
     """[Q], retrieval entropy in nats: 0 if one item has all the probability, log N if all N items are equally
@@ -395,7 +395,10 @@ class RetrievalEntropy(nn.Module):
 
 
 def _refuse(model: nn.Module, **flow_only: Any) -> None:
-    """Raises a TypeError that names a setting of flows which was passed with another model."""
+    """Raises a TypeError that names a setting of flows which was passed with another model, or an unknown one."""
+    known = {"kappa", "posterior", "settings", "marginal", *field_names(SamplingSettings())}
     for name, value in flow_only.items():
+        if name not in known:
+            raise TypeError(f"RetrievalEntropy() got an unexpected keyword argument {name!r}")
         if value is not None:
             raise TypeError(f"{name}= is a setting of flows; a {type(model).__name__} has none")

@@ -70,17 +70,19 @@ class KnownEvidence:
 
 
 class HeldOut:
-    """Held-out queries of a re-ranker. Without a `bank` the queries of the other folds are the typical queries of each:
-    a query would count against its own item."""
+    """Held-out queries of a re-ranker. Without a `bank` the queries of the other folds are the typical queries of each,
+    since a query would count against its own item."""
 
     def __init__(self, reranker: BayesReranker, task: RetrievalTask, bank: Tensor | None) -> None:
         self.reranker, self.task = reranker, task
         self.queries = task.queries.to(reranker.example)
-        fold = folds_of(task.query_image, reranker.seed).to(self.queries.device)
-        self.fold, self.bank, self.bank_fold = fold, bank, None
+        self.query_image, self.item_image = (x.to(self.queries.device) for x in (task.query_image, task.item_image))
+        self.known_items = task.items.to(self.queries)
+        self.fold = folds_of(self.query_image, reranker.seed)
+        self.bank, self.bank_rows = bank, None
         if self.bank is None:
             rows = torch.from_numpy(drawn_rows(len(self.queries), MOST_ROWS, reranker.seed)).to(self.queries.device)
-            self.bank, self.bank_fold = self.queries[rows], fold[rows]
+            self.bank, self.bank_rows = self.queries[rows], rows
         self.hubs = Hubs(self.bank, reranker.source)
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
@@ -119,7 +121,7 @@ class HeldOut:
                 scores = reranker.source.scores(queries, near.items)
                 features["head"] = scores + reranker.source.learned_about(near.items)
         flat = near.items.flatten(0, 1)
-        for name, values in self.hubs.of_items(flat, self._left_out(rows, near.valid), SCALES).items():
+        for name, values in self.hubs.of_items(flat, self._left_out(rows, flat), SCALES).items():
             features[name] = values.unflatten(-1, near.valid.shape)
         if reranker.flow is not None:
             with self._timed("flow"):
@@ -134,12 +136,19 @@ class HeldOut:
         number = (len(self.reranker.gallery) + number).to(queries.device)
         return Shortlist(items, self.reranker.nearness(queries, items, None), (own >= 0).to(queries.device), number)
 
-    def _left_out(self, rows: Tensor, valid: Tensor) -> Tensor | None:
-        """Which queries of the bank do not count for which items [R, Q K]: those of the fold of the item's query."""
-        if self.bank_fold is None:
+    def _left_out(self, rows: Tensor, items: Tensor) -> Tensor | None:
+        """Which queries of the bank do not count for which of the items [Q K, d] of the queries `rows`: [R, Q K].
+
+        These are the queries of the same fold, and those of the item's own image: where the gallery holds the items of
+        other held-out queries, the bank would count against them, which are all wrong here.
+        """
+        if self.bank_rows is None:
             return None
-        same = self.bank_fold.unsqueeze(1) == self.fold[rows]
-        return same.unsqueeze(2).expand(-1, -1, valid.shape[1]).flatten(1)
+        same = self.fold[self.bank_rows].unsqueeze(1) == self.fold[rows]
+        same = same.repeat_interleave(len(items) // len(rows), dim=1)
+        cosine, nearest = (items @ self.known_items.T).max(1)
+        image = torch.where(cosine > SAME_ITEM, self.item_image[nearest], -1)
+        return same | (self.query_image[self.bank_rows].unsqueeze(1) == image)
 
     def _choose_scale(self, evidence: Evidence, right: Tensor, scales: Tensor) -> tuple[float, Evidence]:
         """The factor of the cosines in the hub correction [S, Q, K] with the lowest loss, and the evidence with it."""

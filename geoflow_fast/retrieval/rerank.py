@@ -460,8 +460,8 @@ class BayesReranker(nn.Module):
 
     # unchecked: rerank and calibrate call it with what they have checked
     def nearness(self, queries: Tensor, items: Tensor, index: Tensor | None) -> Tensor:
-        """The score by which shortlists are ordered: [Q, K] float64, of items [Q, K, d] that are the rows `index` [Q, K] of
-        the gallery, or others if it is None."""
+        """The score by which shortlists are ordered: [Q, K] float64, of items [Q, K, d] that are the rows `index`
+        [Q, K] of the gallery, or others if it is None."""
         if self.shortlist_by == "cosine":
             return torch.einsum("qd,qkd->qk", queries, items).double()
         assert self.source is not None

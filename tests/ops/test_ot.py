@@ -343,6 +343,11 @@ def test_float64_keeps_to_the_iterations(backend, max_iter):
     assert row_error(result, cost, 1e-6) <= result.marginal_error
 
 
+def test_costs_beyond_the_range_of_float32_are_refused():
+    with pytest.raises(ValueError, match="beyond the range of float32"):
+        gf.ops.sinkhorn(torch.full((3, 3), 1e39, dtype=torch.float64))
+
+
 @compiled
 def test_half_storage_refuses_an_eps_that_it_rounds_away():
     cost = torch.rand(60, 60)

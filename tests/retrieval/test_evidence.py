@@ -211,9 +211,25 @@ class TestHubs:
         assert other.load_calibration(path) == reranker.calibration
         for name in ("index", "prob", "p_answer"):
             assert torch.equal(getattr(other(text), name), getattr(reranker(text), name)), name
+        with pytest.raises(ValueError, match="another bank"):
+            gf.BayesReranker(None, image, bank=text).load_calibration(path)
         (tmp_path / "weights.bank.safetensors").unlink()
         with pytest.raises(FileNotFoundError, match="bank"):
-            other.load_calibration(path)
+            gf.BayesReranker(None, image).load_calibration(path)
+        other._use_bank(text)
+        with pytest.raises(ValueError, match="another bank"):
+            other(text)
+
+    def test_held_out_items_that_are_in_the_gallery_do_not_look_like_hubs(self):
+        """The world has no hubs: other queries' own items must not seem to be any because their queries are the
+        bank."""
+        generator = torch.Generator().manual_seed(0)
+        image = noise.sample_uniform(400, DIM, generator=generator)
+        text = torch.nn.functional.normalize(image + 0.3 * torch.randn(400, DIM, generator=generator), dim=1)
+        reranker = gf.BayesReranker(None, image)
+        reranker.calibrate(gf.EmbeddingPairs.from_arrays(image, text))
+        hub = next(rung for rung in reranker.rungs if rung.name == "hub")
+        assert hub.gain < 2 * hub.stderr
 
 
 class TestHead:
@@ -222,10 +238,9 @@ class TestHead:
         reranker = gf.BayesReranker(None, items, head=head, shortlist=40)
         with pytest.warns(UserWarning, match="uncalibrated"):
             result = reranker(queries)
-        points = head.points(queries, Direction.T2I)
-        each = torch.einsum("qkd,nd->qkn", points.points, items) + points.log_weights.unsqueeze(2)
-        expected = (each.logsumexp(1) + head.item_bias(items, Direction.T2I)).softmax(1)
-        torch.testing.assert_close(result.prob, expected.gather(1, result.index), atol=1e-5, rtol=1e-4)
+        scorer = gf.RetrievalEntropy(head, items, top_k=40)(queries)
+        assert torch.equal(result.index, scorer.top_index)
+        torch.testing.assert_close(result.prob, scorer.top_prob, atol=1e-5, rtol=1e-4)
 
     @pytest.mark.parametrize("direction", ["t2i", "i2t"])
     def test_the_ladder_takes_the_head_where_it_helps(self, head, direction):
@@ -272,6 +287,12 @@ class TestHead:
         shared = [len(set(a.tolist()) & set(b.tolist())) for a, b in zip(both[0].index, both[1].index)]
         assert np.mean(shared) > 18
 
+    def test_a_head_of_another_dtype(self, head):
+        flow = gf.GeoFlow(gf.GeoFlowConfig(DIM, DIM, hidden=32, depth=1)).double()
+        reranker = gf.BayesReranker(flow, unit(90, 0), head=head, n_steps=1)
+        reranker.calibrate(hub_pairs(120, 8))
+        assert reranker(unit(3, 1)).prob.dtype == torch.float64
+
     def test_settings_that_do_not_fit(self, head):
         with pytest.raises(ValueError, match="shortlist_by"):
             gf.BayesReranker(None, unit(9, 0), shortlist_by="head")
@@ -279,6 +300,12 @@ class TestHead:
             gf.BayesReranker(None, unit(9, 0), head=head, shortlist_by="flow")
         with pytest.raises(ValueError, match="budget must be"):
             gf.BayesReranker(None, unit(9, 0), budget=1.5)
+        with pytest.raises(ValueError, match="there is no flow"):
+            gf.BayesReranker(None, unit(9, 0), budget=0.5)
+        with pytest.raises(TypeError, match="pass it as head="):
+            gf.BayesReranker(head, unit(9, 0))
+        with pytest.raises(TypeError, match="head must be a PosteriorHead or None, got str"):
+            gf.BayesReranker(None, unit(9, 0), head="x")
         with pytest.raises(ValueError, match="gallery has width"):
             gf.BayesReranker(None, unit(9, 0, 5), head=head)
         with pytest.raises(TypeError, match="unexpected keyword argument 'stores'"):
