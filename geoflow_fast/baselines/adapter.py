@@ -27,7 +27,7 @@ from geoflow_fast.training.config import RunConfig
 from geoflow_fast.training.loop import Run, TrainReport, complete
 
 QUERIES = 1000
-"""At most so many held-out queries are the temperatures fitted on."""
+"""The temperatures are fitted on at most this many held-out queries."""
 TILE_ITEMS = 16_384
 START_SCALE, LARGEST_SCALE = 20.0, 1000.0
 

@@ -26,7 +26,7 @@ from geoflow_fast.retrieval.task import drawn_rows, pair_task
 from geoflow_fast.runtime import checks
 
 QUERIES, ITEMS = 1000, 10_000
-"""At most so many held-out queries and items are b and w fitted on."""
+"""b and w are fitted on at most this many held-out queries and items."""
 LARGEST_WEIGHT, RANGE = 1.5, 8.0
 """w is at most the first; b is within this factor of the inverse temperature that suits the plain softmax."""
 

@@ -26,7 +26,7 @@ from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.task import RetrievalTask
 
 QUERIES, IMAGES = 2000, 2000
-"""At most so many queries and images of the labelled pairs are learned from."""
+"""At most this many queries and images of the labelled pairs are learned from."""
 SHARE = 0.2
 """Share of the training images that are labelled if there are fewer held-out images."""
 SCALES = (10.0, 30.0, 100.0)
