@@ -222,7 +222,8 @@ orders of magnitude only. This page is written by `python -m benchmarks methods`
 ## Which to use when
 
 - With a few thousand pairs, or if you do not want to train: `hub_softmax` ([how it compares, and with what
-  else](baselines.md#strong-references)). It beats `max_softmax` wherever some items are near to many queries.
+  else](baselines.md#strong-references)). It beats `max_softmax` on Flickr8k in a
+  small dual encoder and on the concept world, where some items are near to many queries.
 - With tens of thousands of pairs like those you will search: the re-ranker. It orders answers best, gives calibrated
   probabilities, and finds more right items than plain search.
 - For a gallery that changes, or captions that fit many images: the retrieval entropy. It measures how many items fit,
