@@ -13,9 +13,7 @@ import pytest
 from tests.reliability.figures import PAGE, ROOT, between, record
 from tests.reliability.mutations import BEGIN, END, Guard, guard_tests, guards, table
 
-LEFT_OUT = shutil.ignore_patterns(
-    ".*", "build", "dist", "site", "docs", "demo_output", "runs", "__pycache__", "*.egg-info"
-)
+LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "site", "demo_output", "runs", "__pycache__", "*.egg-info")
 FAILED = 1
 """The exit status of pytest when tests ran and some failed; other values mean that they did not run."""
 HANGS_AFTER = 300.0
