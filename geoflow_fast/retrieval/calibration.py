@@ -170,6 +170,8 @@ def _rebuilt(stored: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a calibration from what JSON holds."""
     arguments = {**stored, "stderr": tuple(map(float, stored["stderr"]))}
     if "platt" in stored:
+        if not isinstance(stored["bank"], str):
+            raise TypeError("bank must be a digest")
         known = set(FEATURES) - {"flow", "cosine"}
         if not set(stored["others"]) <= known:
             raise ValueError(f"others has unknown features {sorted(set(stored['others']) - known)}")

@@ -292,13 +292,19 @@ def test_json_that_is_none(tmp_path, contents):
 
 @pytest.mark.parametrize(
     "change",
-    [{"stderr": 7}, {"stderr": [None]}, {"made_for": [1]}, {"alpha": "1"}, {"alpha": 1e999}, {"beta": None}],
+    [
+        *({"stderr": 7}, {"stderr": [None]}, {"made_for": [1]}, {"alpha": "1"}, {"alpha": 1e999}, {"beta": None}),
+        *({"others": {"x": 1.0}}, {"others": 3}, {"others": {"hub": "1"}}, {"platt": [1.0]}, {"platt": 2.0}),
+        *({"rungs": [{"name": "x"}]}, {"rungs": 1}, {"cheap": {"weights": {}}}, {"cheap": 1}, {"bank": 3}),
+        *({"hub_scale": "a"}, {"cheap": {"weights": {"outside": None}, "platt": None, "gaps": [0.0, 1.0]}}),
+    ],
     ids=str,
 )
 def test_a_calibration_of_the_wrong_types(tmp_path, change):
     path = tmp_path / "calibration.json"
     good = {"alpha": 1.0, "beta": 0.0, "outside": 0.0, "stderr": [0.1, 0.1, 0.1], "nll": 1.0, "nll_stderr": 0.1}
     good |= {"queries": 60, "reached": 55, "right_per_query": 1.0, "made_for": {}, "pairs": ""}
+    good |= {"others": {}, "hub_scale": 0.0, "platt": None, "rungs": [], "cheap": None, "bank": ""}
     path.write_text(json.dumps({"kind": KIND, "version": VERSION, **good}))
     assert gf.Calibration.load(path, {}).alpha == 1.0
     path.write_text(json.dumps({"kind": KIND, "version": VERSION, **good, **change}))
