@@ -5,8 +5,8 @@ FAISS's, stand beside; `bench_gallery` has the posteriors over a whole gallery.
 
 The study (`python -m benchmarks --study head`): the concept world, five seeds, K chosen by "auto" on 60,000 pairs,
 1,000 queries over 1,000 items against the exact posterior; what a head adds to a flow, on one seed; the time that
-training takes. Where the shared embeddings of Flickr8k are beside the repository, the ladder of evidence is judged on them too.
-Gates are the claims of docs/head.md.
+training takes. Where the shared embeddings of Flickr8k are beside the repository, the ladder of evidence is judged on
+them too. Gates are the claims of docs/head.md.
 """
 
 from __future__ import annotations
