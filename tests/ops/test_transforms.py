@@ -187,6 +187,7 @@ def transport_calls(points: tuple[Tensor, ...]) -> dict[str, tuple[Callable[...,
     }
 
 
+@pytest.mark.own_default("dtype", reason="torch.compile does not trace changes of the default dtype")
 @pytest.mark.skipif(native.missing() is not None, reason="compiled extension is not built")
 @pytest.mark.parametrize("name", ["ot_assign", "structured", "given", "couple", "sinkhorn", "matrix"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -221,6 +222,7 @@ def test_an_exported_coupling_has_the_operation():
     assert torch.equal(program.module()(*points), ops.ot_assign(*points, eps=0.1))
 
 
+@pytest.mark.own_default("dtype", reason="torch.compile does not trace changes of the default dtype")
 def test_a_compiled_solve_still_warns():
     cost = torch.rand(9, 9)
     compiled = torch.compile(lambda x: ops.sinkhorn(x, eps=0.01, max_iter=2).g, backend="eager", fullgraph=True)
