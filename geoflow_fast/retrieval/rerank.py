@@ -436,7 +436,8 @@ class BayesReranker(nn.Module):
                 drawn.samples, drawn.kappa, self.shortlist, -marginals, sample_bias=drawn.bias
             ).top_index
         points = torch.nn.functional.normalize(drawn.samples, dim=-1).flatten(0, 1)
-        hits = torch.as_tensor(self.store.search(points.float().cpu().numpy(), self.shortlist)[1]).to(queries.device)
+        rows = self.store.search(points.float().cpu().numpy(), self.shortlist)[1]
+        hits = torch.as_tensor(rows, device=queries.device)
         index = hits.reshape(len(queries), -1).sort(1).values
         again = torch.nn.functional.pad(index[:, 1:] == index[:, :-1], (1, 0))
         index = index.masked_fill(again, -1)
