@@ -41,14 +41,14 @@ POINTS = (1, 4, 8)
 """Numbers of points among which "auto" chooses."""
 LIGHTER, STRONGER = 0.2, 0.3
 """Rates of dropout that "auto" tries too, with four points, on few pairs and on many."""
-TRIAL_SHARE = 0.15
+TRIAL_SHARE = 0.1
 """Length of the runs by which "auto" compares heads on many pairs, as a share of the whole run."""
 TRIALS_FOLDER = "trials"
 
 
 FEW = HeadConfig(steps=600, batch_size=512, lr=1e-3, weight_decay=0.1, val_every=20, dropout=0.5, noise=0.3, points=1)
 """Settings for few pairs."""
-MANY = HeadConfig(steps=1200, bias_hidden=64)
+MANY = HeadConfig(steps=1000, bias_hidden=64)
 """Settings for many pairs."""
 
 

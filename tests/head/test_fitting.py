@@ -381,7 +381,8 @@ def test_auto_compares_short_runs_where_pairs_are_many(tmp_path, monkeypatch):
     monkeypatch.setattr(fitting, "FEW_PAIRS", 50)
     monkeypatch.setattr(fitting, "POINTS", (1, 2))
     head = gf.PosteriorHead.fit(some_pairs(), CONFIG, out=tmp_path)
-    assert [trial["steps"] for trial in head.report["trials"]] == [4, 4]
+    short = round(fitting.TRIAL_SHARE * CONFIG.steps)
+    assert [trial["steps"] for trial in head.report["trials"]] == [short, short]
     assert head.report["steps"] == 24
     chosen = min(head.report["trials"], key=lambda trial: trial["nll"])
     assert head.report["points"] == chosen["points"]
@@ -394,7 +395,8 @@ def test_an_interrupted_choice_ends_at_once_and_is_continued(tmp_path, monkeypat
     monkeypatch.setattr(fitting, "FEW_PAIRS", 50 if many else 10**6)
     monkeypatch.setattr(fitting, "POINTS", (1, 2, 3))
     straight = gf.PosteriorHead.fit(some_pairs(), CONFIG, out=tmp_path / "straight")
-    stop_at(4 * 3 + 5 if many else 24 + 5, "interrupt")
+    short = round(fitting.TRIAL_SHARE * CONFIG.steps)
+    stop_at(short * 3 + 5 if many else 24 + 5, "interrupt")
     stopped = gf.PosteriorHead.fit(some_pairs(), CONFIG, out=tmp_path / "stopped")
     assert (stopped.report["finished"], stopped.report["steps"]) == (False, 6)
     assert (tmp_path / f"stopped/trials/points_3_dropout_{CONFIG.dropout}").exists() == many
