@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ from geoflow_fast.evaluation.zero_shot import zero_shot
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.sampling import FAST_SAMPLING
+from geoflow_fast.head.model import PosteriorHead
 from geoflow_fast.likelihood.settings import PAPER_DENSITY, DensitySettings
 from geoflow_fast.runtime import hashing
 from geoflow_fast.runtime.files import read_json, write_json
@@ -68,9 +70,22 @@ class FlowTraining:
         report = train(flow, self.train, config, self.val, out, progress=self.progress)
         if not report.finished:
             raise KeyboardInterrupt
-        if not (out / SECONDS_FILE).is_file():
-            write_json(out / SECONDS_FILE, report.seconds)
-        return flow, float(read_json(out / SECONDS_FILE))
+        return flow, first_seconds(out, report.seconds)
+
+    def with_head(self, study: Study, folder: Path) -> Study:
+        """The study with a head of its seed, which is trained or read as flows are."""
+        out, start = folder / f"head_{study.seed}", time.perf_counter()
+        head = PosteriorHead.fit(self.train, seed=study.seed, out=out, progress=self.progress, device=self.device)
+        if not head.report["finished"]:
+            raise KeyboardInterrupt
+        return dataclasses.replace(study, head=head, head_seconds=first_seconds(out, time.perf_counter() - start))
+
+
+def first_seconds(out: Path, seconds: float) -> float:
+    """The seconds of the call that finished the run in the folder `out`, which are these if it was the present one."""
+    if not (out / SECONDS_FILE).is_file():
+        write_json(out / SECONDS_FILE, seconds)
+    return float(read_json(out / SECONDS_FILE))
 
 
 @dataclass(frozen=True)

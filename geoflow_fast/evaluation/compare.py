@@ -20,7 +20,7 @@ from geoflow_fast.evaluation.methods import Method, Study
 from geoflow_fast.evaluation.metrics import BINS, auroc_leads, reliability, retrieval_calibration, selective_accuracy
 from geoflow_fast.evaluation.results import FORMAT, Comparison, Result
 from geoflow_fast.evaluation.retrieval import Answers, plain_search
-from geoflow_fast.evaluation.statistics import RESAMPLES, check_resamples
+from geoflow_fast.evaluation.statistics import RESAMPLES, Floats, check_resamples
 from geoflow_fast.jobs.job import Job
 from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.runtime import checks, hashing, parquet
@@ -148,7 +148,7 @@ def _result(
         "spearman": calibration.spearman,
         "r2": calibration.r2,
         "r2_value": calibration.r2_value,
-        "recall": _recall(task, scores["top"]) if has_ranking else answers.recall(1),
+        "recall": float(hits_of(task, scores["top"]).mean()) if has_ranking else answers.recall(1),
         "nll": float(np.mean(scores["nll"])),
         "ece": math.nan if stated is None else stated.ece,
         "fit_seconds": float(scores["fit_seconds"].max()),
@@ -187,11 +187,11 @@ def _with_leads(
     ]
 
 
-def _recall(task: RetrievalTask, top: NDArray[np.int64]) -> float:
-    """Share of queries for which the item `top` [Q] is right. No method can tell items with the very same embedding
-    apart, so a query counts with the share of right ones among those that equal its `top`."""
+def hits_of(task: RetrievalTask, top: NDArray[np.int64]) -> Floats:
+    """[Q], 1 where the item `top` [Q] is right. No method can tell items with the very same embedding apart, so a query
+    counts with the share of right ones among those that equal its `top`."""
     rows = task.items.contiguous().numpy()
     _, twins, count = np.unique(rows.view(f"V{rows[0].nbytes}").squeeze(1), return_inverse=True, return_counts=True)
     own, group = task.own.numpy(), twins[top]
     right = ((twins[own] == group[:, None]) & (own >= 0)).sum(1)
-    return float((right / count[group]).mean())
+    return right / count[group]

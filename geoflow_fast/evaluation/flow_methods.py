@@ -1,4 +1,4 @@
-"""The flow's uncertainties as methods of a comparison: retrieval entropy, the re-ranker and the epistemic score."""
+"""The flow's uncertainties as methods of a comparison: retrieval entropy and the epistemic score."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.retrieval.bandwidth import fit_bandwidth
 from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.gallery import Gallery
-from geoflow_fast.retrieval.rerank import BayesReranker
 from geoflow_fast.retrieval.task import RetrievalTask, typical_queries
 
 REFERENCE_QUERIES = 256
@@ -106,31 +105,6 @@ class PaperEntropy(FlowEntropy):
 
     name, title = "entropy_paper", "GeoFlow entropy, paper's sampler"
     sampling = SamplingSettings()
-
-
-class FlowReranker(FlowMethod):
-    """One minus the calibrated probability that plain search's answer is right."""
-
-    name, title = "rerank", "GeoFlow re-ranker"
-
-    def _fit(self, task: RetrievalTask) -> None:
-        items = task.items.to(self.device)
-        self.reranker = BayesReranker(self.flow, items, task.direction, seed=self.study.seed).to(self.device)
-        self.reranker.calibrate(self.study.val, progress=self.study.progress)
-
-    def score(self, rows: slice, answers: Tensor) -> Scores:  # noqa: ARG002, the re-ranker searches itself
-        """Scores queries by re-ranking. Items outside the shortlist share the probability of "outside" equally."""
-        reranked = self.reranker.rerank(self.queries(rows))
-        index, prob = reranked.index.cpu(), reranked.prob.double().cpu()
-        right = self.task.is_right(index, rows).double()
-        count = (self.task.own[rows] >= 0).sum(1)
-        items_outside = max(1, len(self.task.items) - index.shape[1])
-        log_outside = (reranked.p_outside.double().cpu() / items_outside).log()
-        log_inside = torch.where(right > 0, prob.log(), 0.0).sum(1)
-        missed = count - right.sum(1)
-        nll = -(log_inside + torch.where(missed > 0, missed * log_outside, 0.0)) / count
-        p_answer = reranked.p_answer.double().cpu()
-        return Scores(1 - p_answer, p_answer, nll, index[:, 0])
 
 
 class FlowEpistemic(FlowMethod):

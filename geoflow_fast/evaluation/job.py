@@ -26,6 +26,7 @@ from geoflow_fast.evaluation.statistics import RESAMPLES
 from geoflow_fast.evaluation.verdict import verdict
 from geoflow_fast.evaluation.zero_shot import CLIP_SCALE, ZeroShot, class_prompts, tuned_scale, zero_shot
 from geoflow_fast.flow.model import GeoFlow
+from geoflow_fast.jobs.rerank import open_models
 from geoflow_fast.runtime import plots
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.runtime.files import write_json
@@ -71,18 +72,21 @@ def evaluate_folders(
     *,
     announce: Announce = lambda _: None,
 ) -> Comparison:
-    """Compares methods on the pairs of the folder `test` and writes results, figures and a page into `out`.
+    """Compares methods on the pairs of the folder `test` and writes results, figures and a page into `out`. `model`
+    holds a flow, with the head that `geoflow train` wrote beside it, or a head.
 
     If it is stopped, the same call continues it, because finished scores are kept in `out`.
     """
     settings = settings or EvaluationSettings()
     plots.pyplot()  # fails at once if matplotlib is missing, not after the work
-    flow = None if model is None else GeoFlow.from_pretrained(model).to(usable_device(settings.device))
+    flow, head = (None, None) if model is None else open_models(model, None)
+    device = usable_device(settings.device)
     test_pairs, val = EmbeddingPairs.open(test), EmbeddingPairs.open(held_out)
     study = Study(
         val=val,
         train=None if train is None else EmbeddingPairs.open(train),
-        flow=flow,
+        flow=None if flow is None else flow.to(device),
+        head=None if head is None else head.to(device),
         seed=settings.seed,
         configs=run_configs(val, settings.run),
         folder=out / RUNS_FOLDER,

@@ -21,6 +21,7 @@ from geoflow_fast.baselines.base import item_scores
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow
+from geoflow_fast.head.model import PosteriorHead
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.training.config import RunConfig
@@ -43,6 +44,9 @@ class Study:
     folder: Path | None = None
     """Folder in which those baselines keep their runs, so that they can continue after a kill."""
     progress: bool | None = None
+    head: PosteriorHead | None = None
+    """Further evidence of the re-ranker."""
+    head_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         widths = [
@@ -52,8 +56,10 @@ class Study:
         ]
         if self.flow is not None:
             widths.append(("flow", self.flow.config.image_dim, self.flow.config.text_dim))
+        if self.head is not None:
+            widths.append(("head", self.head.image_dim, self.head.text_dim))
         if len({width for _, *both in widths for width in both}) > 1:
-            raise ValueError(f"val, train and flow must have one width, got (name, image, text) {widths}")
+            raise ValueError(f"val, train, flow and head must have one width, got (name, image, text) {widths}")
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from geoflow_fast.evaluation import ablation, figures
 from geoflow_fast.evaluation.ablation import FLOWS_FOLDER, Ablation, FlowTraining
 from geoflow_fast.evaluation.compare import RUNS_FOLDER, check_bins, compare
 from geoflow_fast.evaluation.job import PAGE, labelled, prompts_of, run_configs, write_report
+from geoflow_fast.evaluation.ladder_methods import Ladder
 from geoflow_fast.evaluation.methods import Study
 from geoflow_fast.evaluation.registry import all_methods
 from geoflow_fast.evaluation.report import Report
@@ -212,6 +213,9 @@ def _retrieval_table(recipe: Recipe, base: Path, out: Path, device: str, announc
             flow, seconds = training.flow(part.flows_folder(out), seed)
             folder = out / part.name / f"seed_{seed}"
             study = Study(training.val, training.train, flow, seconds, seed, configs, folder / RUNS_FOLDER)
+            if recipe.methods is None or Ladder.name in recipe.methods:
+                announce(f"{part.name}, seed {seed}: training the head")
+                study = training.with_head(study, part.flows_folder(out))
             runs.append(
                 compare(study, test, recipe.methods, max_queries=recipe.max_queries, folder=folder, announce=announce)
             )

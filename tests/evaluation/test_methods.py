@@ -45,13 +45,16 @@ def test_several_right_items_share_the_likelihood(pairs):
 
 def test_what_a_study_lacks_is_named(pairs, held_out, small_flow):
     training_free = ["max_softmax", "margin", "softmax_entropy", "hub_softmax"]
-    assert registry.default_methods(Study(held_out)) == training_free
+    assert registry.default_methods(Study(held_out)) == ["ladder", *training_free]
+    assert registry.default_methods(Study(held_out.subset(range(99)))) == training_free
     assert set(registry.default_methods(Study(held_out, pairs, small_flow))) >= {"rerank", "entropy", "knn"}
     for name, message in (("rerank", "needs a trained flow"), ("knn", "training pairs"), ("none", "must be one of")):
         with pytest.raises(ValueError, match=message):
             registry.create(name, Study(held_out))
     with pytest.raises(ValueError, match="one width"):
         Study(held_out, flow=gf.GeoFlow(gf.GeoFlowConfig(10, 10, hidden=16, depth=1)))
+    with pytest.raises(ValueError, match="one width"):
+        Study(held_out, head=gf.PosteriorHead(gf.HeadConfig(), 10, 10))
 
 
 @pytest.mark.parametrize("direction", ["t2i", "i2t"])
@@ -82,6 +85,21 @@ class TestFlowMethods:
         assert bool(((every.sum(1) - 1).abs() < 1e-5).all())
         expected = torch.stack([-row[own[own >= 0]].log().mean() for row, own in zip(every, task.own)])
         torch.testing.assert_close(scores.nll, expected, atol=1e-5, rtol=1e-5)
+
+    @pytest.mark.parametrize("flow", [False, True])
+    def test_a_head_is_evidence_of_ladder_and_reranker(self, small_flow, pairs, held_out, direction, flow):
+        torch.manual_seed(0)
+        head = gf.PosteriorHead(gf.HeadConfig(points=2), DIM, DIM).eval()
+        task = RetrievalTask.of(pairs, direction)
+        study = Study(held_out, flow=small_flow if flow else None, head=head, head_seconds=1e6)
+        method, scores = self.scores("rerank" if flow else "ladder", study, task)
+        assert method.reranker.head is head
+        assert method.fit_seconds > 1e6
+        assert method.training == ("flow" if flow else "baseline")
+        assert "head" in method.facts()
+        assert "head" not in type(method)(dataclasses.replace(study, head=None)).facts()
+        expected = 1 - method.reranker(task.queries).p_answer.double()
+        torch.testing.assert_close(scores.uncertainty, expected, atol=1e-6, rtol=0)
 
     def test_epistemic_score_is_that_of_the_query_with_its_answer(
         self, small_flow, pairs, held_out, direction, monkeypatch

@@ -1,0 +1,79 @@
+"""The re-ranker as a method of a comparison, with and without a flow as its last rung of evidence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from geoflow_fast.evaluation.methods import Method, Scores, Study
+from geoflow_fast.flow.model import GeoFlow, flow_digest
+from geoflow_fast.head.model import head_digest
+from geoflow_fast.retrieval.rerank import BayesReranker
+from geoflow_fast.retrieval.task import RetrievalTask
+
+
+class Ladder(Method):
+    """One minus the calibrated probability that plain search's answer is right: cosine, hub correction and, if the
+    study has one, a head, as far as held-out pairs show that each of them helps."""
+
+    name, title = "ladder", "GeoFlow ladder without flow"
+
+    def __init__(self, study: Study) -> None:
+        super().__init__(study)
+        self.flow: GeoFlow | None = None
+        self.training = "none" if study.head is None else "baseline"
+
+    def facts(self) -> dict[str, Any]:
+        """The digests of the models. Without a head they are those of earlier releases."""
+        head = {} if self.study.head is None else {"head": head_digest(self.study.head)}
+        return head if self.flow is None else {"flow": flow_digest(self.flow), **head}
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the models."""
+        model = self.study.head if self.flow is None else self.flow
+        return torch.device("cpu") if model is None else next(model.parameters()).device
+
+    def fit(self, task: RetrievalTask) -> None:
+        """Calibrates the re-ranker. Its time to fit includes that of the models' training, where it is known."""
+        self.task = task
+        super().fit(task)
+        self.fit_seconds += self.study.head_seconds
+
+    def _fit(self, task: RetrievalTask) -> None:
+        items, seed = task.items.to(self.device), self.study.seed
+        self.reranker = BayesReranker(self.flow, items, task.direction, seed=seed, head=self.study.head).to(self.device)
+        self.reranker.calibrate(self.study.val, progress=self.study.progress)
+
+    def score(self, rows: slice, answers: Tensor) -> Scores:  # noqa: ARG002, the re-ranker searches itself
+        """Scores queries by re-ranking. Items outside the shortlist share the probability of "outside" equally."""
+        reranked = self.reranker.rerank(self.task.queries[rows].to(self.device))
+        index, prob = reranked.index.cpu(), reranked.prob.double().cpu()
+        right = self.task.is_right(index, rows).double()
+        count = (self.task.own[rows] >= 0).sum(1)
+        items_outside = max(1, len(self.task.items) - index.shape[1])
+        log_outside = (reranked.p_outside.double().cpu() / items_outside).log()
+        log_inside = torch.where(right > 0, prob.log(), 0.0).sum(1)
+        missed = count - right.sum(1)
+        nll = -(log_inside + torch.where(missed > 0, missed * log_outside, 0.0)) / count
+        p_answer = reranked.p_answer.double().cpu()
+        return Scores(1 - p_answer, p_answer, nll, index[:, 0])
+
+
+class FlowReranker(Ladder):
+    """The re-ranker with a flow, and with a head if the study has one."""
+
+    name, title, training = "rerank", "GeoFlow re-ranker", "flow"
+
+    def __init__(self, study: Study) -> None:
+        super().__init__(study)
+        if study.flow is None:
+            raise ValueError(f"{self.name} needs a trained flow")
+        self.flow, self.training = study.flow, "flow"
+
+    def fit(self, task: RetrievalTask) -> None:
+        """Calibrates the re-ranker, and counts the flow's training too."""
+        super().fit(task)
+        self.fit_seconds += self.study.flow_seconds
