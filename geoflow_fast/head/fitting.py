@@ -311,12 +311,11 @@ class Fitting:
         with torch.random.fork_rng([]), torch.device("cpu"):
             torch.manual_seed(config.seed)
             head = PosteriorHead(config, self.pairs.image_dim, self.pairs.text_dim)
+        head.report = {"points": config.points, "dropout": config.dropout, "finished": False}  # while it is trained
         objective = HeadObjective(head.to(self.device), self.pairs, self.val, config, self.world)
         report = complete(Run(objective), folder, resume=self.resume, progress=self.progress)
         losses = fit_scales(head, objective.held_out.searches)
-        head.report = {
-            "points": config.points,
-            "dropout": config.dropout,
+        head.report |= {
             "steps": report.steps,
             "best_step": report.best_step,
             "finished": report.finished,

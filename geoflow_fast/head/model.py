@@ -26,6 +26,7 @@ from geoflow_fast.head.config import LARGEST_WIDTH, HeadConfig
 from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.files import contents_of, write_json
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
+from geoflow_fast.runtime.warn import warn_user
 
 KIND = "posterior head"
 FIRST_CONCENTRATION = 20.0
@@ -141,7 +142,8 @@ class PosteriorHead(nn.Module):
         held-out pairs; by default a share of the images is held out. `out`: folder for the head and for the state of
         its runs, which are continued if it has any, unless `resume` is False. `seed` decides everything random.
         `progress`: whether to show a live line on the terminal, by default if there is one. Ctrl-C stops after the
-        current step and saves; `report["finished"]` is then False. The ranks of a `world` share the rows of each batch.
+        current step and saves; `report["finished"]` is then False. The scales come last: what a killed run leaves
+        behind has none. The ranks of a `world` share the rows of each batch.
         """
         from geoflow_fast.head.fitting import fit_head  # which builds heads, so it imports this module
 
@@ -203,7 +205,7 @@ class PosteriorHead(nn.Module):
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, device: torch.device | str = "cpu") -> PosteriorHead:
         """Loads a head that `save_pretrained` wrote, in eval mode. A damaged file, or one that does not match its
-        configuration, raises a ValueError."""
+        configuration, raises a ValueError; a head whose training was killed or interrupted comes with a warning."""
         path = checks.path(folder, "folder") / WEIGHTS_FILE
         tensors, info = load_tensors(path, kind=KIND, device=device)
         # On the meta device nothing is allocated until the tensors are known to fit.
@@ -212,6 +214,7 @@ class PosteriorHead(nn.Module):
             head.report = dict(info["report"])
         check_tensors(path, tensors, head.state_dict())
         head.load_state_dict(tensors, assign=True)
+        warn_if_unfinished(path.parent, head.report, "the head", "PosteriorHead.fit or geoflow train")
         return head.eval()
 
     def facts(self) -> dict[str, Any]:
@@ -233,6 +236,16 @@ def save_head(folder: Path, head: PosteriorHead, weights: Mapping[str, Tensor]) 
     info = {**head.facts(), "report": head.report}
     save_tensors(folder / WEIGHTS_FILE, weights, kind=KIND, info=info)
     write_json(folder / CONFIG_FILE, {"kind": KIND, **info})
+
+
+# unchecked: the readers of files call it
+def warn_if_unfinished(folder: Path, report: Mapping[str, Any], what: str, made_by: str) -> None:
+    """Warns if the report of a network says that its training was not finished, and says how to continue."""
+    if report.get("finished") is False:
+        warn_user(
+            f"{what} in {folder} is not finished: training was stopped, and what is fitted at its end may be missing; "
+            f"the same call of {made_by} that began it, with this folder as its output, continues it"
+        )
 
 
 def head_digest(head: PosteriorHead) -> str:

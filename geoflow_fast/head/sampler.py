@@ -18,6 +18,7 @@ from torch.nn import functional
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import CONFIG_FILE, WEIGHTS_FILE, check_tensors
 from geoflow_fast.head.config import LARGEST_WIDTH, DistilConfig
+from geoflow_fast.head.model import warn_if_unfinished
 from geoflow_fast.ops.gallery_posterior import check_kappa
 from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.files import contents_of, write_json
@@ -75,7 +76,8 @@ class DistilledSampler(nn.Module):
 
     The noise of the flow is fixed, so each of the M samples has a number, for which the network learns a vector. A
     sample is a point that all queries share, plus a linear map of the query, plus what a network adds that sees query
-    and number, brought back to the sphere. `teacher` says whose samples they are: plain JSON values.
+    and number, brought back to the sphere. `teacher` says whose samples they are, and `report` how training ended:
+    plain JSON values.
     """
 
     reference: Tensor | None
@@ -96,6 +98,7 @@ class DistilledSampler(nn.Module):
         self.config, self.query_dim, self.item_dim, self.n_samples = config, query_dim, item_dim, n_samples
         self.scoring, self.teacher = scoring, dict(teacher)
         self.agreement: DistilAgreement | None = None
+        self.report: dict[str, Any] = {}
         hidden, dtype = config.hidden, torch.float32
         self.inner = nn.Linear(query_dim, TRUNK_WIDTH * hidden, dtype=dtype)
         self.trunk = nn.Linear(TRUNK_WIDTH * hidden, hidden, dtype=dtype)
@@ -140,7 +143,7 @@ class DistilledSampler(nn.Module):
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, device: torch.device | str = "cpu") -> DistilledSampler:
         """Loads a sampler that `save_sampler` wrote, in eval mode. A damaged file, or one that does not match its
-        configuration, raises a ValueError."""
+        configuration, raises a ValueError; one whose training was killed or interrupted comes with a warning."""
         path = checks.path(folder, "folder") / WEIGHTS_FILE
         tensors, info = load_tensors(path, kind=KIND, device=device)
         # On the meta device nothing is allocated until the tensors are known to fit.
@@ -151,11 +154,13 @@ class DistilledSampler(nn.Module):
             expected = sampler.state_dict()
             if rows := checks.integer(info["reference_rows"], "reference_rows", 0, checks.LARGEST_COUNT):
                 expected[REFERENCE] = torch.empty(rows, sampler.query_dim)
+            sampler.report = dict(info.get("report", {}))  # earlier files have none
             if info["agreement"] is not None:
                 sampler.agreement = _read_agreement(info["agreement"])
         check_tensors(path, tensors, expected)
         sampler.reference = tensors.pop(REFERENCE, None)
         sampler.load_state_dict(tensors, assign=True)
+        warn_if_unfinished(path.parent, sampler.report, "the distilled scorer", "distil")
         return sampler.eval()
 
 
@@ -169,6 +174,7 @@ def save_sampler(
         **sampler.facts(),
         "scoring": scoring.to_json(),
         "reference_rows": 0 if reference is None else len(reference),
+        "report": sampler.report,
         "agreement": None if sampler.agreement is None else _agreement_as_json(sampler.agreement),
     }
     tensors = dict(weights) if reference is None else {**weights, REFERENCE: reference}

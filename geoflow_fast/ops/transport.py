@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import sys
-import warnings
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -16,6 +13,7 @@ from geoflow_fast.geometry import capturing, check_rows
 from geoflow_fast.geometry import eps as check_dtype
 from geoflow_fast.noise import StructuredNoise
 from geoflow_fast.runtime import checks
+from geoflow_fast.runtime.warn import warn_user
 
 Noise = Tensor | StructuredNoise
 Factors = tuple[Noise, Noise, Tensor, Tensor]
@@ -264,21 +262,12 @@ def _check_clouds(factors: Factors) -> None:
 
 
 def warn_unconverged(iterations: int, error: float, settings: SinkhornSettings) -> None:
-    """Warns of an unfinished solve; the warning is attributed to the line outside of this package and torch."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _is_ours(frame):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(
+    """Warns of an unfinished solve."""
+    warn_user(
         f"sinkhorn stopped after {iterations} iterations with marginal error {error:.3g} > tol={settings.tol:g}; "
         "raise max_iter, eps or tol",
         RuntimeWarning,
-        stacklevel=level,
     )
-
-
-def _is_ours(frame: FrameType) -> bool:
-    """Whether a frame belongs to this package or torch; code that torch has compiled has no module."""
-    return frame.f_globals.get("__name__", "torch").partition(".")[0] in ("geoflow_fast", "torch")
 
 
 def transport_cost_reference(

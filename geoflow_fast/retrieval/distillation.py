@@ -130,11 +130,13 @@ def distil(
         lessons = draw_lessons(source, rows, folder, resume=resume, advance=advance)
         expected = scorer(unseen, advance=advance).entropy
     sampler = _sampler_for(scorer, source, config)
+    sampler.report = {"finished": False}  # while it is trained
     # The validation queries come last; `_split` has shuffled them.
     count = len(lessons) - max(1, round(config.val_fraction * len(lessons)))
     config = dataclasses.replace(config, batch_size=min(config.batch_size, count))
     objective = SampleRegression(sampler, lessons.part(0, count), lessons.part(count, len(lessons)), config)
-    complete(Run(objective), folder, resume=resume, progress=progress)
+    report = complete(Run(objective), folder, resume=resume, progress=progress)
+    sampler.report = {"finished": report.finished, "steps": report.steps, "best_step": report.best_step}
     student = RetrievalEntropy(sampler, scorer.gallery, str(scorer.direction), top_k=scorer.top_k)
     sampler.agreement = agreement(student(unseen).entropy, expected, len(scorer.gallery))
     if folder is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -337,6 +339,23 @@ def test_a_run_that_was_stopped_ends_with_the_same_bits(tmp_path, stop_at, chang
     assert same(head, straight)
     assert_same_files(tmp_path / "killed", tmp_path / "straight")
     assert steps_of(tmp_path / "killed") == list(range(1, 25))
+
+
+@pytest.mark.parametrize("how", ["kill", "interrupt"])
+def test_an_unfinished_head_says_so_when_it_is_read(tmp_path, stop_at, how):
+    """A kill leaves the weights of a checkpoint, whose scales are not fitted yet; Ctrl-C leaves a head with scales."""
+    stop_at(12, how)
+    with pytest.raises(RuntimeError) if how == "kill" else contextlib.nullcontext():
+        gf.PosteriorHead.fit(some_pairs(), CONFIG, k=2, out=tmp_path)
+    with pytest.warns(UserWarning, match=rf"the head in {tmp_path} is not finished: .* PosteriorHead\.fit") as caught:
+        head = gf.PosteriorHead.from_pretrained(tmp_path)
+    assert [Path(warning.filename) for warning in caught] == [Path(__file__)]
+    assert head.report["finished"] is False
+    assert ("nll" in head.report) == (how == "interrupt")
+    gf.PosteriorHead.fit(some_pairs(), CONFIG, k=2, out=tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert gf.PosteriorHead.from_pretrained(tmp_path).report["finished"]
 
 
 def test_a_finished_run_returns_at_once(tmp_path, stop_at):

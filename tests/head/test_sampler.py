@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -197,7 +200,11 @@ def test_a_killed_run_continues_with_the_same_bits(scorer, tmp_path, monkeypatch
         patch.setattr(Run, "optimise", die)
         with pytest.raises(Killed):
             scorer.distil(queries, conf=SHORT, out=tmp_path / "killed")
-    assert gf.RetrievalEntropy.from_pretrained(tmp_path / "killed", unit(5, 10, 0)).agreement is None
+    with pytest.warns(
+        UserWarning, match=r"the distilled scorer in .*killed is not finished: .* call of distil"
+    ) as caught:
+        assert gf.RetrievalEntropy.from_pretrained(tmp_path / "killed", unit(5, 10, 0)).agreement is None
+    assert [Path(warning.filename) for warning in caught] == [Path(__file__)]
     drawn = []
     monkeypatch.setattr(
         FlowSource, "draw", lambda self, q, advance=None: drawn.append(len(q)) or draw(self, q, advance)
@@ -206,6 +213,28 @@ def test_a_killed_run_continues_with_the_same_bits(scorer, tmp_path, monkeypatch
     assert drawn == [6]  # the flow's samples of the other 54 were kept
     for name in ("model.safetensors", "config.json", CHECKPOINT_FILE):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_an_interrupted_student_is_not_finished(scorer, tmp_path, monkeypatch):
+    optimise = Run.optimise
+
+    def interrupt(self, batch):
+        if self.step == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return optimise(self, batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "optimise", interrupt)
+        student = scorer.distil(unit(60, 7, 1), conf=SHORT, out=tmp_path)
+    assert student.sampler.report == {"finished": False, "steps": 7, "best_step": 4}
+    with pytest.warns(UserWarning, match="is not finished"):
+        loaded = gf.RetrievalEntropy.from_pretrained(tmp_path, student.gallery)
+    assert loaded.sampler.report == student.sampler.report
+    assert loaded.agreement == student.agreement
+    assert scorer.distil(unit(60, 7, 1), conf=SHORT, out=tmp_path).sampler.report["finished"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert gf.RetrievalEntropy.from_pretrained(tmp_path, student.gallery).sampler.report["finished"]
 
 
 def test_a_folder_belongs_to_one_teacher_and_its_queries(scorer, flow, tmp_path):
