@@ -89,10 +89,10 @@ class RetrievalEntropy(nn.Module):
 
     For each query, `n_samples` embeddings of the other modality are drawn from the conditional flow in `n_steps` steps
     with `guidance`; `settings` has these and the rest of what `sample` can be told, and a keyword that is given
-    overrides it. All queries share the same noise, drawn by `seed`. Each item is scored by the mean of von Mises-Fisher
-    kernels with concentration `kappa` (100 by default, at most 1e5) around the samples, and normalising the scores over
-    the gallery gives the posterior, of which the `top_k` most probable items are listed. The defaults are the paper's;
-    `fast` has a cheaper setting.
+    overrides it. All queries share the same noise, drawn by `seed` (0 by default). Each item is scored by the mean of
+    von Mises-Fisher kernels with concentration `kappa` (100 by default, at most 1e5) around the samples, and
+    normalising the scores over the gallery gives the posterior, of which the `top_k` most probable items are listed.
+    The defaults are the paper's; `fast` has a cheaper setting.
 
     `posterior="likelihood"` (the paper) normalises p(item | query); "bayes" first divides by p(item), which gives the
     probability that the item is the one meant. The marginals p(item) are computed once per gallery, and again after a
@@ -119,7 +119,7 @@ class RetrievalEntropy(nn.Module):
         kappa: float | None = None,
         guidance: float | None = None,
         n_steps: int | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         *,
         top_k: int = 10,
         posterior: str | None = None,
@@ -133,23 +133,22 @@ class RetrievalEntropy(nn.Module):
         prune = deprecated_keyword(deprecated, "prune", call, "a Gallery(..., prune=...)")
         marginal = deprecated_keyword(deprecated, "marginal", call, 'reference="density", or queries as the reference')
         self.direction = Direction.of(direction, conditional=True)
-        self.top_k, self.seed = checks.integer(top_k, "top_k", 1), checks.integer(seed, "seed")
+        self.top_k, self.seed = checks.integer(top_k, "top_k", 1), checks.integer(0 if seed is None else seed, "seed")
         for name, value, known in (
             ("posterior", posterior or "likelihood", POSTERIORS),
             ("marginal", marginal or "scores", MARGINALS),
         ):
             if value not in known:
                 raise ValueError(f"{name} must be one of {known}, got {value!r}")
-        flow_only = {"n_samples": n_samples, "n_steps": n_steps, "guidance": guidance}
+        steered = {"n_samples": n_samples, "n_steps": n_steps, "guidance": guidance}
+        flow_only = {**steered, "seed": seed, "settings": settings, "marginal": marginal, **deprecated}
         self.source: Source
         if isinstance(model, PosteriorHead):
-            _refuse(
-                model, **flow_only, kappa=kappa, posterior=posterior, settings=settings, marginal=marginal, **deprecated
-            )
+            _refuse(model, **flow_only, kappa=kappa, posterior=posterior)
             self.head, self.posterior = model, "bayes"
             self.source = HeadSource(model, self.direction)
         elif isinstance(model, DistilledSampler):
-            _refuse(model, **flow_only, settings=settings, marginal=marginal, **deprecated)
+            _refuse(model, **flow_only)
             learned = model.scoring
             if self.direction is not learned.direction:
                 raise ValueError(f"the sampler has learned {learned.direction}, but direction is {self.direction}")
@@ -158,7 +157,7 @@ class RetrievalEntropy(nn.Module):
             if reference is None and self.posterior == "bayes":
                 reference = model.reference
         elif isinstance(model, GeoFlow):
-            sampling = settings_from(SamplingSettings(), settings, deprecated, call, **flow_only)
+            sampling = settings_from(SamplingSettings(), settings, deprecated, call, **steered)
             self.flow, self.posterior = model, posterior or "likelihood"
             checked = check_kappa(PAPER_KAPPA if kappa is None else kappa)
             self.source = FlowSource(model, self.direction, sampling, checked, self.seed)
@@ -397,7 +396,7 @@ class RetrievalEntropy(nn.Module):
 
 def _refuse(model: nn.Module, **flow_only: Any) -> None:
     """Raises a TypeError that names a setting of flows which was passed with another model, or an unknown one."""
-    known = {"kappa", "posterior", "settings", "marginal", *field_names(SamplingSettings())}
+    known = {"kappa", "posterior", "seed", "settings", "marginal", *field_names(SamplingSettings())}
     for name, value in flow_only.items():
         if name not in known:
             raise TypeError(f"RetrievalEntropy() got an unexpected keyword argument {name!r}")

@@ -219,6 +219,7 @@ FLOW_ONLY = {
     "settings": gf.SamplingSettings(),
     "solver": "euler",
     "noise": "iid",
+    "seed": 0,
 }
 
 
