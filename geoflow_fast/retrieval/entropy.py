@@ -85,7 +85,7 @@ class RetrievalEntropy(nn.Module):
 
     With a `PosteriorHead`, one call of its network gives the Bayes posterior of "which item is it", in calibrated nats.
     Typical `reference` queries replace the bank of queries that the head keeps to correct for items that are near to
-    everything. The settings that follow are those of a flow.
+    everything; a head that corrects for none refuses them. The settings that follow are those of a flow.
 
     For each query, `n_samples` embeddings of the other modality are drawn from the conditional flow in `n_steps` steps
     with `guidance`; `settings` has these and the rest of what `sample` can be told, and a keyword that is given
@@ -226,6 +226,11 @@ class RetrievalEntropy(nn.Module):
             if len(rows) == 0:
                 raise ValueError(f"reference must be [R, {self.query_dim}], got {tuple(rows.shape)}")
             check_rows(rows, "reference")
+            if not self.source.uses_reference:
+                raise ValueError(
+                    f"reference= would change nothing: this {self.source.NAME} corrects no {self.direction} scores for "
+                    "hubs (its hub_weight is 0, as it is without a bank); leave it out"
+                )
         self.marginal = "density" if by_density else "scores"
         self.register_buffer("reference", rows, persistent=False)
         if self.posterior == "bayes":

@@ -66,6 +66,11 @@ class Source(ABC):
         """What a score depends on if an ODE is solved for it."""
         return {}
 
+    @property
+    def uses_reference(self) -> bool:
+        """Whether the items' marginals depend on reference queries where there are any."""
+        return True
+
     @abstractmethod
     def draw(self, queries: Tensor, advance: Advance | None = None) -> ScoringPoints:
         """The points of queries [Q, d], which must be unit rows. `advance(n)` is called when those of n more queries
@@ -192,6 +197,10 @@ class HeadSource(Source):
     @property
     def settings(self) -> dict[str, Any]:
         return {"direction": str(self.direction), "points": self.head.config.points}
+
+    @property
+    def uses_reference(self) -> bool:
+        return self.head.hub_weight_of(self.direction) != 0
 
     def draw(self, queries: Tensor, advance: Advance | None = None) -> ScoringPoints:
         check_rows(queries, "queries")

@@ -117,6 +117,7 @@ def other_models(world, flow) -> dict[str, gf.RetrievalEntropy]:
     """Scorers of a head and of a sampler, whose models are in folders of these names."""
     head = gf.PosteriorHead(gf.HeadConfig(hidden=8, bank=5, points=2), 10, 7).eval()
     head.bank_text.copy_(noise.sample_uniform(5, 7))
+    head.hub_weight.fill_(0.5)
     head.save_pretrained(world / "head")
     config = gf.DistilConfig(steps=4, batch_size=8, hidden=8)
     teacher = gf.RetrievalEntropy(flow, world / "gallery", n_samples=4, n_steps=2, kappa=15.0)

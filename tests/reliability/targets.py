@@ -42,7 +42,11 @@ def small_head() -> gf.PosteriorHead:
     torch.manual_seed(0)
     config = gf.HeadConfig(steps=2, batch_size=8, val_every=1, points=2, hidden=4, bias_hidden=3, bank=4)
     with torch.device("cpu"):
-        return gf.PosteriorHead(config, IMAGE, TEXT).eval()
+        head = gf.PosteriorHead(config, IMAGE, TEXT).eval()
+    head.bank_image.copy_(unit(4, IMAGE))
+    head.bank_text.copy_(unit(4, TEXT))
+    head.hub_weight.fill_(0.5)
+    return head
 
 
 @functools.cache
@@ -292,7 +296,7 @@ TARGETS = [
         "RetrievalEntropy of a head",
         head_entropy_of,
         lambda: entries(
-            queries=unit(3, TEXT), gallery=unit(7, IMAGE), direction="t2i", seed=0, top_k=2, reference=unit(5, TEXT)
+            queries=unit(3, TEXT), gallery=unit(7, IMAGE), direction="t2i", top_k=2, reference=unit(5, TEXT)
         ),
     ),
     Target(

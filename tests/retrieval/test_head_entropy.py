@@ -229,6 +229,24 @@ def test_settings_of_flows_are_refused(head, name):
         gf.RetrievalEntropy(head, sample_uniform(5, 10), **{name: FLOW_ONLY[name]})
 
 
+def test_a_reference_that_would_change_nothing_is_refused(head):
+    """Held-out pairs may ask for a hub correction in one direction alone."""
+    queries, gallery = problem(Direction.T2I)
+    reference = sample_uniform(5, 7)
+    head.hub_weight[CONDITIONAL.index(Direction.I2T)] = 0.0
+    given = gf.RetrievalEntropy(head, gallery, reference=reference)(queries)
+    assert_posterior(given, whole_scores(head, queries, gallery, Direction.T2I, reference))
+    with pytest.raises(ValueError, match="reference= would change nothing: this head corrects no i2t scores"):
+        gf.RetrievalEntropy(head, sample_uniform(5, 7), "i2t", reference=sample_uniform(5, 10))
+    without = random_head(dataclasses.replace(CONFIG, bank=0), *WIDTHS)
+    without.hub_weight.zero_()
+    with pytest.raises(ValueError, match=r"corrects no t2i scores for hubs .* leave it out"):
+        gf.RetrievalEntropy(without, gallery, reference=reference)
+    without.hub_weight.fill_(0.5)  # the reference is the bank that the head has not
+    given = gf.RetrievalEntropy(without, gallery, reference=reference)(queries)
+    assert_posterior(given, whole_scores(without, queries, gallery, Direction.T2I, reference))
+
+
 def test_what_a_flow_has_and_a_head_has_not(head):
     scorer = gf.RetrievalEntropy(head, sample_uniform(5, 10))
     for use in (lambda: scorer.kappa, lambda: scorer.sampling, lambda: scorer.draw(sample_uniform(2, 7))):
