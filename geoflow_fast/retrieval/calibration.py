@@ -11,6 +11,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from geoflow_fast.retrieval.evidence import (
     folds_of,
     grouped_mean,
     kept_features,
+    with_best_hub,
 )
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.files import contents_of, read_json, write_json
@@ -255,12 +257,13 @@ def fit_calibration(
     made_for: dict[str, Any],
     seed: int = 0,
     *,
-    hub_scale: float = 0.0,
+    hubs: Mapping[float, Tensor] | None = None,
     costs: Mapping[str, float] | None = None,
 ) -> Calibration:
     """Chooses the rungs of evidence and fits their weights to queries whose right items are known.
 
-    The arguments are those of `KnownQueries`; `seed` assigns groups to folds. `costs`: seconds a query by rung.
+    The arguments are those of `KnownQueries`; `seed` assigns groups to folds. `hubs`: the feature "hub" [Q, K] for each
+    of the scales to choose from. `costs`: seconds a query by rung.
     """
     reached = int(right.any(1).sum())
     if reached < LEAST_QUERIES:
@@ -271,7 +274,10 @@ def fit_calibration(
     right_count, group = right_count.to(right.device), group.to(right.device)
     if bool((group == group[0]).all()):
         raise ValueError("all held-out queries are of one image; a calibration needs several")
-    known = KnownQueries(evidence, right, right_count, group, folds_of(group, seed))
+    known, hub_scale = KnownQueries(evidence, right, right_count, group, folds_of(group, seed)), 0.0
+    if hubs:
+        hub_scale, evidence = with_best_hub(evidence, hubs, known.target, known.fold)
+        known = dataclasses.replace(known, evidence=evidence)
     rungs = climb(evidence, known.target, group, known.fold, costs or {})
     names = kept_features(rungs)
     weights, stderr, loss, prob = _fit(known, names)
@@ -300,13 +306,14 @@ def _fit(known: KnownQueries, names: Sequence[str]) -> tuple[dict[str, float], d
     """Weights and their standard errors, a jackknife over folds, by feature; and each query's loss [Q] and
     probabilities [Q, K + 1] under a fit without its fold."""
     evidence, every = known.evidence, [*names, "outside"]
-    design, possible = evidence.design(names), evidence.possible()
-    weights = fit_weights(design, possible, known.target)
-    by_fold, loss = cross_fitted(design, possible, known.target, known.fold)
+    design, answers = evidence.design(names), (evidence.possible(), known.target)
+    weights = fit_weights(design, *answers)
+    crossed = cross_fitted(evidence.designs(names), *answers, known.fold)
+    # Weights beside hub corrections of different scales do not compare.
+    by_fold = cross_fitted(repeat(design), *answers, known.fold).weights if evidence.by_fold else crossed.weights
     deviation = by_fold - by_fold.mean(0)
     stderr = (deviation.square().sum(0) * (len(by_fold) - 1) / len(by_fold)).sqrt()
-    logits = torch.einsum("qcf,qf->qc", design, by_fold[known.fold]).masked_fill(~possible, -math.inf)
-    return dict(zip(every, weights.tolist())), dict(zip(every, stderr.tolist())), loss, logits.softmax(1)
+    return dict(zip(every, weights.tolist())), dict(zip(every, stderr.tolist())), crossed.loss, crossed.prob
 
 
 def _fit_without_flow(known: KnownQueries, names: Sequence[str], per_query: float) -> CheapFit:
@@ -340,6 +347,7 @@ def fit_platt(known: KnownQueries, prob: Tensor, per_query: float) -> tuple[floa
     data = design, torch.ones_like(target, dtype=torch.bool), target
     stated = probability_right(meant, per_query, None).clamp(SURELY, 1 - SURELY)
     plain = -(is_right * stated.log() + (1 - is_right) * (1 - stated).log())
-    gain, stderr = grouped_mean(plain - cross_fitted(*data, known.fold)[1], known.group)
+    crossed = cross_fitted(repeat(design), *data[1:], known.fold)
+    gain, stderr = grouped_mean(plain - crossed.loss, known.group)
     slope, shift = fit_weights(*data).tolist()
     return (slope, shift) if gain > stderr and slope > 0 else None

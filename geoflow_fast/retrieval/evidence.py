@@ -6,9 +6,12 @@ cross-fitted negative log-likelihood by more than the standard error of what it 
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +36,16 @@ class Evidence:
     """[Q, K] float64, by which the shortlists were chosen: the cosine, or the head's score."""
     valid: Tensor
     """[Q, K] bool, false where a shortlist is shorter than K."""
+    by_fold: tuple[Evidence, ...] = ()
+    """The evidence that a fit without each of the folds sees, where the other folds may have chosen other features."""
+
+    def designs(self, names: Sequence[str]) -> Iterable[Tensor]:
+        """The design of these features that the fit without each of the folds sees."""
+        if not self.by_fold:
+            return itertools.repeat(self.design(names))
+        different = {id(each): each for each in self.by_fold}
+        made = {key: each.design(names) for key, each in different.items()}
+        return [made[id(each)] for each in self.by_fold]
 
     def design(self, names: Sequence[str]) -> Tensor:
         """Features [Q, K + 1, F + 1] of all items and of "outside", which is last: logits are design @ weights, of
@@ -92,11 +105,11 @@ def climb(evidence: Evidence, target: Tensor, group: Tensor, fold: Tensor, costs
     kept: list[str] = []
     rungs: list[Rung] = []
     possible = evidence.possible()
-    before = cross_fitted(evidence.design(kept), possible, target, fold)[1]
+    before = cross_fitted(evidence.designs(kept), possible, target, fold).loss
     for name, added in RUNGS.items():
         if not all(feature in evidence.features for feature in added):
             continue
-        after = cross_fitted(evidence.design([*kept, *added]), possible, target, fold)[1]
+        after = cross_fitted(evidence.designs([*kept, *added]), possible, target, fold).loss
         gain, stderr = grouped_mean(before - after, group)
         # The first rung is kept in any case: without it there would be nothing to rank by.
         keep = not kept or gain > stderr
@@ -120,15 +133,56 @@ def grouped_mean(values: Tensor, group: Tensor) -> tuple[float, float]:
     return float(mean), float(sums.square().sum().sqrt() / len(values))
 
 
-def cross_fitted(design: Tensor, possible: Tensor, target: Tensor, fold: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights [folds, F] that were fitted without each fold, and each query's loss [Q] under the fit without it. The
-    arguments are those of `fit_weights` and the `fold` [Q] of each query."""
-    weights, loss = [], torch.empty(len(design), dtype=torch.float64, device=design.device)
-    for number in range(int(fold.max()) + 1):
+# unchecked: fit_calibration calls it with evidence that it has checked
+def with_best_hub(
+    evidence: Evidence, hubs: Mapping[float, Tensor], target: Tensor, fold: Tensor
+) -> tuple[float, Evidence]:
+    """That of the scales whose hub correction [Q, K] has the lowest loss beside the cosine, and the evidence with it.
+
+    Fits without a fold see the correction that the other folds choose. If the fold had a say, it would not be held out,
+    and the gain of the rung would seem larger than it is.
+    """
+    tried = {scale: dataclasses.replace(evidence, features={**evidence.features, "hub": hubs[scale]}) for scale in hubs}
+    designs = {scale: each.design(("cosine", "hub")) for scale, each in tried.items()}
+    possible = evidence.possible()
+
+    def best(rows: Tensor) -> float:
+        loss = {}
+        for scale, design in designs.items():
+            data = design[rows], possible[rows], target[rows]
+            loss[scale] = float(losses(*data, fit_weights(*data)).mean())
+        return min(loss, key=lambda scale: loss[scale])
+
+    chosen = best(fold >= 0)
+    others = [best(fold != number) for number in range(int(fold.max()) + 1)]
+    by_fold = () if set(others) == {chosen} else tuple(tried[scale] for scale in others)
+    return chosen, dataclasses.replace(tried[chosen], by_fold=by_fold)
+
+
+class CrossFit(NamedTuple):
+    """Fits that each leave out one fold of the queries."""
+
+    weights: Tensor
+    """[folds, F]."""
+    loss: Tensor
+    """[Q], under the fit without the query's fold."""
+    prob: Tensor
+    """[Q, C], probabilities of the choices under that fit."""
+
+
+def cross_fitted(designs: Iterable[Tensor], possible: Tensor, target: Tensor, fold: Tensor) -> CrossFit:
+    """Leaves out one fold after the other. The arguments are those of `fit_weights`, but with a design for each of the
+    folds that is left out, and the `fold` [Q] of each query."""
+    weights, prob = [], torch.empty_like(target)
+    loss = torch.empty(len(target), dtype=torch.float64, device=target.device)
+    for number, design in zip(range(int(fold.max()) + 1), designs):
         left_out = fold == number
-        weights.append(fit_weights(design[~left_out], possible[~left_out], target[~left_out]))
-        loss[left_out] = losses(design[left_out], possible[left_out], target[left_out], weights[-1])
-    return torch.stack(weights), loss
+        fitted = fit_weights(design[~left_out], possible[~left_out], target[~left_out])
+        data = design[left_out], possible[left_out]
+        loss[left_out] = losses(*data, target[left_out], fitted)
+        prob[left_out] = _logits(*data, fitted).softmax(1)
+        weights.append(fitted)
+    return CrossFit(torch.stack(weights), loss, prob)
 
 
 def fit_weights(design: Tensor, possible: Tensor, target: Tensor, *, max_steps: int = 100) -> Tensor:
@@ -147,7 +201,7 @@ def fit_weights(design: Tensor, possible: Tensor, target: Tensor, *, max_steps: 
 
     loss = total(weights)
     for _ in range(max_steps):
-        prob = (x @ weights).masked_fill(~possible, -math.inf).softmax(1)
+        prob = _logits(x, possible, weights).softmax(1)
         mean = torch.einsum("qc,qcf->qf", prob, x)
         gradient = (mean - torch.einsum("qc,qcf->qf", target, x)).sum(0) + precision @ weights
         hessian = torch.einsum("qc,qcf,qcg->fg", prob, x, x) - mean.T @ mean + precision
@@ -164,8 +218,12 @@ def fit_weights(design: Tensor, possible: Tensor, target: Tensor, *, max_steps: 
 
 def losses(design: Tensor, possible: Tensor, target: Tensor, weights: Tensor) -> Tensor:
     """-sum_c target_c log softmax(design @ weights)_c per query: [Q]."""
-    logits = (design @ weights).masked_fill(~possible, -math.inf)
+    logits = _logits(design, possible, weights)
     return logits.logsumexp(1) - (logits.masked_fill(~possible, 0.0) * target).sum(1)
+
+
+def _logits(design: Tensor, possible: Tensor, weights: Tensor) -> Tensor:
+    return (design @ weights).masked_fill(~possible, -math.inf)
 
 
 def folds_of(group: Tensor, seed: int) -> Tensor:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from geoflow_fast.retrieval.evidence import Evidence, fit_weights, folds_of, losses
+from geoflow_fast.retrieval.evidence import Evidence, folds_of
 from geoflow_fast.retrieval.hubs import MOST_ROWS, SCALES, Hubs
 from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows
 from geoflow_fast.runtime.progress import Advance
@@ -61,9 +61,11 @@ class KnownEvidence:
     """What is known about the held-out queries."""
 
     evidence: Evidence
+    """All but the hub correction, whose scale is not chosen yet."""
     right: Tensor
     """[Q, K] bool, which items of the shortlists are the query's own."""
-    hub_scale: float
+    hubs: dict[float, Tensor]
+    """The hub correction [Q, K] by its scale; none where images and texts differ in width."""
     bank: Tensor
     costs: dict[str, float]
     """Seconds a query by rung of evidence."""
@@ -97,13 +99,10 @@ class HeldOut:
             advance(len(rows))
         features = {name: torch.cat(values, dim=-2) for name, values in parts.items()}
         valid, right, nearness = (features.pop(name) for name in ("valid", "right", "nearness"))
-        scale, scales = 0.0, features.pop("hub", None)
-        evidence = Evidence(features, nearness, valid)
-        if scales is not None:
-            scale, evidence = self._choose_scale(evidence, right, scales)
+        hubs = dict(zip(SCALES, features.pop("hub", ())))
         assert self.bank is not None
         costs = {name: seconds / len(self.queries) for name, seconds in self.seconds.items()}
-        return KnownEvidence(evidence, right, scale, self.bank, costs)
+        return KnownEvidence(Evidence(features, nearness, valid), right, hubs, self.bank, costs)
 
     def _features(self, rows: Tensor, index: Tensor) -> dict[str, Tensor]:
         """All features of the shortlists of the queries `rows`, [..., Q, K], with "valid", "right" and "nearness"."""
@@ -149,18 +148,6 @@ class HeldOut:
         cosine, nearest = (items @ self.known_items.T).max(1)
         image = torch.where(cosine > SAME_ITEM, self.item_image[nearest], -1)
         return same | (self.query_image[self.bank_rows].unsqueeze(1) == image)
-
-    def _choose_scale(self, evidence: Evidence, right: Tensor, scales: Tensor) -> tuple[float, Evidence]:
-        """The factor of the cosines in the hub correction [S, Q, K] with the lowest loss, and the evidence with it."""
-        share = right.double() / (self.task.own >= 0).sum(1, keepdim=True).to(right.device)
-        target = torch.cat((share, 1 - share.sum(1, keepdim=True)), dim=1)
-        tried = []
-        for hub in scales:
-            with_hub = Evidence({**evidence.features, "hub": hub}, evidence.nearness, evidence.valid)
-            data = with_hub.design(("cosine", "hub")), with_hub.possible(), target
-            tried.append((float(losses(*data, fit_weights(*data)).mean()), with_hub))
-        best = min(range(len(tried)), key=lambda number: tried[number][0])
-        return SCALES[best], tried[best][1]
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

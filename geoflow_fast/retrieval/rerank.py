@@ -359,7 +359,7 @@ class BayesReranker(nn.Module):
             known = HeldOut(self, task, self.bank if self.bank_is_given else None).evidence(advance)
         counts = (task.own >= 0).sum(1), task.query_image
         fitted = fit_calibration(
-            known.evidence, known.right, *counts, self.made_for, self.seed, hub_scale=known.hub_scale, costs=known.costs
+            known.evidence, known.right, *counts, self.made_for, self.seed, hubs=known.hubs, costs=known.costs
         )
         self._use_bank(known.bank)
         bank = self._bank_digest if HUB_FEATURES & set(fitted.by_feature) else ""
