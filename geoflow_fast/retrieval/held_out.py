@@ -5,7 +5,6 @@ The queries are searched in the gallery together with their own items, so that t
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from torch import Tensor
 from geoflow_fast.retrieval.evidence import Evidence, folds_of
 from geoflow_fast.retrieval.hubs import MOST_ROWS, SCALES, Hubs
 from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows
+from geoflow_fast.runtime.device import clock
 from geoflow_fast.runtime.progress import Advance
 
 if TYPE_CHECKING:
@@ -151,6 +151,6 @@ class HeldOut:
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
+        start = clock(self.queries.device)
         yield
-        self.seconds[name] += time.perf_counter() - start
+        self.seconds[name] += clock(self.queries.device) - start

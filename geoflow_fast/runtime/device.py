@@ -1,6 +1,8 @@
-"""The choice of the device that a command or a call runs on."""
+"""The device that a command or a call runs on: its choice, and its clock."""
 
 from __future__ import annotations
+
+import time
 
 import torch
 
@@ -13,3 +15,11 @@ def usable_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
     return device
+
+
+# unchecked: called with the device of a tensor
+def clock(device: torch.device) -> float:
+    """Seconds, as `time.perf_counter` counts them, once everything that was started on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -14,11 +14,13 @@ from torch import Tensor
 import geoflow_fast as gf
 from geoflow_fast import noise
 from geoflow_fast.directions import Direction
+from geoflow_fast.retrieval import held_out
 from geoflow_fast.retrieval.calibration import UNCALIBRATED_HEAD, close_call, fit_calibration, probability_right
 from geoflow_fast.retrieval.evidence import Evidence, climb, folds_of, grouped_mean, with_best_hub
 from geoflow_fast.retrieval.hubs import Hubs, log_mean
 from geoflow_fast.retrieval.sources import HeadSource
 from geoflow_fast.retrieval.task import RetrievalTask
+from geoflow_fast.runtime.device import clock
 
 DIM, K = 8, 10
 
@@ -127,6 +129,25 @@ class TestClimb:
 
         best = optimize.minimize(loss, np.zeros(2))
         assert [fitted.beta, fitted.outside] == pytest.approx(best.x.tolist(), rel=2e-3)
+
+
+class TestCosts:
+    def test_costs_are_read_from_the_clock_of_the_device(self, head, monkeypatch):
+        """A second passes from one look at the clock to the next; 100 queries come in two blocks."""
+        devices = []
+        monkeypatch.setattr(held_out, "clock", lambda device: devices.append(device) or float(len(devices)))
+        reranker = gf.BayesReranker(None, unit(90, 0), head=head)
+        reranker.calibrate(hub_pairs(100, 8))
+        assert {rung.name: rung.cost for rung in reranker.rungs} == {"cosine": 0.02, "hub": 0.0, "head": 0.02}
+        assert set(devices) == {torch.device("cpu")}
+
+    def test_the_clock_waits_for_a_gpu(self, monkeypatch):
+        waited = []
+        monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+        monkeypatch.setattr("time.perf_counter", lambda: float(len(waited)))
+        gpu = torch.device("cuda", 1)
+        assert [clock(torch.device("cpu")), clock(gpu), clock(gpu)] == [0.0, 1.0, 2.0]
+        assert waited == [gpu, gpu]
 
 
 class TestChoiceOfScale:
