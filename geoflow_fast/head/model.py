@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.model import CONFIG_FILE, WEIGHTS_FILE, check_tensors
+from geoflow_fast.geometry import check_rows
 from geoflow_fast.head.config import LARGEST_WIDTH, HeadConfig
 from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.files import contents_of, write_json
@@ -89,8 +90,8 @@ class PosteriorHead(nn.Module):
     """Estimates log p(item | query) - log p(item) for texts that search images and for images that search texts.
 
     `fit` trains one on pairs. `gf.RetrievalEntropy(head, gallery, direction)` reads the posterior over a gallery from
-    it, and `gf.BayesReranker(..., head=head)` uses it as evidence. `config` has the settings of the network and of its
-    run, and `report` says how `fit` chose them.
+    it, and `gf.BayesReranker(..., head=head)` uses it as evidence; `head(queries, direction)` gives the points behind
+    both. `config` has the settings of the network and of its run, and `report` says how `fit` chose them.
 
     Beside its networks a head keeps a bank of training queries: an item that is near to everything has a high score for
     all of them, and `scale` and `hub_weight` say how far scores are corrected for that.
@@ -180,12 +181,25 @@ class PosteriorHead(nn.Module):
         """How much of the logarithm of an item's mean score over the bank is subtracted from its score."""
         return float(self.hub_weight[CONDITIONAL.index(Direction.of(direction, conditional=True))])
 
-    # unchecked: scorers call it with what they have checked
-    @torch.no_grad()
-    def points(self, queries: Tensor, direction: Direction) -> HeadPoints:
-        """The points of the `queries` [Q, d], without dropout in either mode, scaled as the held-out pairs asked."""
-        raw, scale = self.raw_points(queries, direction), self.scale_of(direction)
+    if TYPE_CHECKING:  # a module's call has no types of its own
+
+        def __call__(self, queries: Tensor, direction: str) -> HeadPoints: ...
+
+    def forward(self, queries: Tensor, direction: str) -> HeadPoints:
+        """The points of the `queries` [Q, d], unit rows, without dropout in either mode, scaled as the held-out pairs
+        asked. Gradients flow."""
+        chosen = Direction.of(direction, conditional=True)
+        width = chosen.queries(self.image_dim, self.text_dim)
+        check_rows(queries, "queries")
+        if queries.dim() != 2 or queries.shape[1] != width:
+            raise ValueError(f"queries must be [Q, {width}], got {tuple(queries.shape)}")
+        raw, scale = self.raw_points(queries.to(self.example), chosen), self.scale_of(chosen)
         return HeadPoints(raw.points * scale, raw.log_weights * scale)
+
+    @torch.no_grad()
+    def points(self, queries: Tensor, direction: str) -> HeadPoints:
+        """The same without gradients: what scorers and re-rankers use."""
+        return self(queries, direction)
 
     # unchecked: scorers call it with what they have checked
     @torch.no_grad()

@@ -203,8 +203,7 @@ class HeadSource(Source):
         return self.head.hub_weight_of(self.direction) != 0
 
     def draw(self, queries: Tensor, advance: Advance | None = None) -> ScoringPoints:
-        check_rows(queries, "queries")
-        points = self.head.points(queries.to(self.example), self.direction)
+        points = self.head.points(queries, self.direction)
         if advance is not None:
             advance(len(queries))
         return ScoringPoints(points.points, 1.0, points.log_weights + math.log(points.points.shape[1]))
@@ -237,7 +236,7 @@ class HeadSource(Source):
     @torch.no_grad()
     def scores(self, queries: Tensor, items: Tensor) -> Tensor:
         """The scores of items [Q, K, d], other ones for each query, without their numbers: [Q, K] float64."""
-        points = self.head.points(queries.to(self.example), self.direction)
+        points = self.head.points(queries, self.direction)
         each = torch.einsum(
             "qkd,qjd->qkj", points.points, items.to(self.example)
         ).double() + points.log_weights.unsqueeze(2)
@@ -247,7 +246,7 @@ class HeadSource(Source):
     @torch.no_grad()
     def all_scores(self, queries: Tensor, items: Tensor) -> Tensor:
         """The scores of the same items [n, d] for all queries [R, d], without their numbers: [R, n]."""
-        points = self.head.points(queries.to(self.example), self.direction)
+        points = self.head.points(queries, self.direction)
         return point_scores(points.points, points.log_weights, items.to(self.example))
 
     # unchecked: re-rankers call it with what they have checked

@@ -149,6 +149,37 @@ def test_points_have_no_dropout_in_either_mode():
     assert not torch.equal(dropped, head.raw_points(queries, I2T).points)
 
 
+@pytest.mark.parametrize("direction", ["t2i", "i2t"])
+def test_a_head_can_be_called(direction):
+    """The call gives the points, with gradients, and hooks fire for it and for a scorer."""
+    head = random_head(image_dim=6, text_dim=4)
+    queries = sample_uniform(7, 4 if direction == "t2i" else 6).double().requires_grad_()
+    made, wanted = head(queries, direction), head.points(queries, direction)
+    assert torch.equal(made.points, wanted.points)
+    assert torch.equal(made.log_weights, wanted.log_weights)
+    assert not wanted.points.requires_grad
+    made.points.sum().backward()
+    assert queries.grad is not None
+    assert head.towers[direction].inner.weight.grad is not None
+    seen = []
+    head.register_forward_hook(lambda _, arguments, points: seen.append((arguments[0].shape, points.points.shape)))
+    head(queries, direction)
+    gf.RetrievalEntropy(head, sample_uniform(5, 6 if direction == "t2i" else 4), direction)(queries)
+    item = 6 if direction == "t2i" else 4
+    assert (queries.shape, (7, 3, item)) in seen[:1]
+    assert (queries.shape, (7, 3, item)) in seen[1:]
+    assert head(queries[:0], direction).points.shape == (0, 3, item)
+    for bad, words in (
+        (queries[0], r"queries must be \[Q, \d\]"),
+        (sample_uniform(3, 9), r"queries must be \[Q, \d\], got \(3, 9\)"),
+        (2 * queries, "queries row 0 has norm 2"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            head(bad, direction)
+    with pytest.raises(ValueError, match="direction must be one of"):
+        head(queries, "joint")
+
+
 def test_the_bank_is_that_of_the_queries():
     head = random_head(image_dim=6, text_dim=4)
     assert torch.equal(head.bank(Direction.T2I), head.bank_text)

@@ -137,6 +137,7 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
     "distributed.World": {"counts": lambda: [6]},
     "GeoFlow.": {"direction": lambda: "joint"},
     "RetrievalEntropy.": {"queries": lambda: unit(3, TEXT)},
+    "PosteriorHead.": {"queries": lambda: unit(3, TEXT)},
     "evaluation.retrieval.RetrievalSet.": {"index": lambda: torch.tensor([0, 2, 5]), "rows": lambda: slice(3)},
     "evaluation.retrieval.plain_search": {"task": retrieval_set},
     "baselines.GroVE": {"latent": lambda: 2},
