@@ -92,8 +92,6 @@ def entropy(
         refuse_flags(kind, fast=fast or None, samples=samples, guidance=guidance, steps=steps, seed=seed)
     if kind == scoring.HEAD:
         refuse_flags(kind, kappa=kappa, posterior=posterior)
-    elif reference is not None and posterior != "bayes":
-        raise ValueError("--reference is for --posterior bayes")
     elif reference is None and posterior == "bayes" and kind == scoring.FLOW:
         raise ValueError(
             "--posterior bayes needs --reference: typical queries other than those scored, which would count against "
@@ -106,6 +104,8 @@ def entropy(
     chosen |= given(posterior=posterior, reference=typical)
     with continued_later() as world:
         scorer = scoring.open_scorer(model, gallery, direction, fast=fast, device=device, world=world, **chosen)
+        if reference is not None and scorer.posterior != "bayes":
+            raise ValueError("--reference is for --posterior bayes")
         options = {"with_top": top_k is not None, "block": block, "overwrite": overwrite, "layout": layout}
         summary = scoring.score_file(scorer, queries, out, **options)  # type: ignore[arg-type]
     if not world.is_main:

@@ -169,6 +169,22 @@ def test_bayes_posterior_of_other_models_from_the_command_line(world, other_mode
         np.testing.assert_allclose(read_columns(world / out)["entropy"], scorer(queries).entropy.numpy(), atol=1e-5)
 
 
+def test_a_distilled_scorer_of_a_bayes_posterior_takes_another_reference(world, flow, monkeypatch):
+    """It was saved with its posterior, which need not be asked for again."""
+    saved, typical = noise.sample_uniform(9, 7), noise.sample_uniform(20, 7)
+    np.save(world / "typical.npy", typical.numpy())
+    settings = {"n_samples": 4, "n_steps": 2, "kappa": 15.0, "posterior": "bayes", "reference": saved}
+    teacher = gf.RetrievalEntropy(flow, world / "gallery", **settings)
+    config = gf.DistilConfig(steps=4, batch_size=8, hidden=8)
+    student = teacher.distil(noise.sample_uniform(40, 7), conf=config, out=world / "sampler")
+    queries = torch.from_numpy(np.load(world / "queries.npy"))
+    for flags, reference in (([], saved), (["--reference=typical.npy"], typical)):
+        out = f"{len(flags)}.parquet"
+        assert geoflow_entropy(world, monkeypatch, *flags, model="sampler", out=out) == 0
+        scorer = gf.RetrievalEntropy(student.sampler, world / "gallery", reference=reference)
+        np.testing.assert_allclose(read_columns(world / out)["entropy"], scorer(queries).entropy.numpy(), atol=1e-5)
+
+
 @pytest.mark.usefixtures("other_models")
 def test_a_sampler_of_the_other_direction_is_refused(world, monkeypatch, capsys):
     assert geoflow_entropy(world, monkeypatch, "--direction=i2t", model="sampler") == 2
