@@ -232,7 +232,7 @@ def rerank(
         summary = rerank_job.rerank_file(reranker, queries, out, block=block, overwrite=overwrite)
     if not world.is_main:
         return
-    uncalibrated = "uncalibrated: alpha=1, beta=0, nothing outside the shortlist; --held-out pairs calibrate"
+    uncalibrated = f"uncalibrated: {reranker.plain_weights}; --held-out pairs calibrate"
     print_summary(
         summary,
         as_json,

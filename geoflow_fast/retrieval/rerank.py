@@ -272,9 +272,7 @@ class BayesReranker(nn.Module):
         """
         reranked = self.rerank(queries, candidates)
         if not reranked.calibrated:
-            (name,) = self._uncalibrated().by_feature
-            weights = "alpha=1, beta=0" if name == "flow" else f"{name.replace('_', ' ')} with weight 1"
-            warnings.warn(f"BayesReranker is uncalibrated: {weights}, nothing outside the shortlist", stacklevel=4)
+            warnings.warn(f"BayesReranker is uncalibrated: {self.plain_weights}", stacklevel=4)
         return reranked
 
     @torch.no_grad()
@@ -315,6 +313,13 @@ class BayesReranker(nn.Module):
         if self.flow is not None:
             return UNCALIBRATED
         return UNCALIBRATED_COSINE if self.head is None else UNCALIBRATED_HEAD
+
+    @property
+    def plain_weights(self) -> str:
+        """What probabilities are made of without a calibration, in words."""
+        (name,) = self._uncalibrated().by_feature
+        weights = "alpha=1, beta=0" if name == "flow" else f"{name.replace('_', ' ')} with weight 1"
+        return f"{weights}, nothing outside the shortlist"
 
     def _asks_flow(self, evidence: Evidence, calibration: Calibration) -> Tensor:
         """For which queries the flow is asked: all or, within a budget, those with the closest calls between the two

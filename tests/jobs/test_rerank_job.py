@@ -93,6 +93,17 @@ def test_missing_calibration_is_reported(world, monkeypatch, capsys):
     check_file(world, reranker_of(world))
 
 
+@pytest.mark.filterwarnings("ignore:BayesReranker is uncalibrated")
+def test_a_head_without_a_calibration_is_not_called_a_flow(world, monkeypatch, capsys):
+    head = gf.PosteriorHead(gf.HeadConfig(hidden=4, bank=0), DIM, DIM).eval()
+    head.save_pretrained(world / "head_alone")
+    assert geoflow_rerank(world, monkeypatch, model="head_alone") == 0
+    out = capsys.readouterr().out
+    assert "uncalibrated: head posterior with weight 1, nothing outside the shortlist; --held-out pairs" in out
+    assert "alpha" not in out
+    check_file(world, gf.BayesReranker(None, world / "gallery", head=head, shortlist=K))
+
+
 def test_calibration_in_a_file_of_its_own_is_not_replaced_by_accident(world, monkeypatch, capsys):
     assert geoflow_rerank(world, monkeypatch, held_out="pairs", calibration="c.json") == 0
     kept = (world / "c.json").read_bytes()
