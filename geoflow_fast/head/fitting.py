@@ -216,8 +216,8 @@ def fit_head(
     pairs: EmbeddingPairs,
     conf: HeadConfig | None,
     val: EmbeddingPairs | None,
-    k: int | str,
-    seed: int,
+    k: int | str | None,
+    seed: int | None,
     out: str | Path | None,
     *,
     resume: bool,
@@ -231,8 +231,11 @@ def fit_head(
     if conf is not None and not isinstance(conf, HeadConfig):
         raise TypeError(f"conf must be a HeadConfig, got {type(conf).__name__}")
     folder = None if out is None else checks.path(out, "out")
-    share = (conf or HeadConfig()).val_fraction
-    pairs, val = _checked_pairs(pairs, val, share, checks.integer(seed, "seed"))
+    usual = conf or HeadConfig()
+    seed = usual.seed if seed is None else checks.integer(seed, "seed")
+    if k is None:
+        k = "auto" if conf is None else conf.points
+    pairs, val = _checked_pairs(pairs, val, usual.val_fraction, seed)
     base = conf or (FEW if len(pairs) < FEW_PAIRS else MANY)
     settings = head_settings(
         dataclasses.replace(base, **{**(changes or {}), "seed": seed}), len(pairs), k, chosen=conf is not None

@@ -127,8 +127,8 @@ class PosteriorHead(nn.Module):
         pairs: EmbeddingPairs,
         conf: HeadConfig | None = None,
         val: EmbeddingPairs | None = None,
-        k: int | str = "auto",
-        seed: int = 0,
+        k: int | str | None = None,
+        seed: int | None = None,
         out: str | Path | None = None,
         *,
         resume: bool = True,
@@ -138,12 +138,13 @@ class PosteriorHead(nn.Module):
     ) -> PosteriorHead:
         """Trains a head on `pairs` and returns it in eval mode.
 
-        `k`: number of points, or "auto", which trains several heads and keeps the one with the highest likelihood of
-        held-out items. `conf`: settings of network and run; by default they follow from the number of pairs. `val`:
-        held-out pairs; by default a share of the images is held out. `out`: folder for the head and for the state of
-        its runs, which are continued if it has any, unless `resume` is False. `seed` decides everything random.
-        `progress`: whether to show a live line on the terminal, by default if there is one. Ctrl-C stops after the
-        current step and saves; `report["finished"]` is then False. The scales come last: what a killed run leaves
+        `conf`: settings of network and run; by default they follow from the number of pairs. `k`: number of points, or
+        "auto", which trains several heads and keeps the one with the highest likelihood of held-out items; by default
+        `conf.points`, or "auto" without a `conf`. `seed` decides everything random; by default `conf.seed`. Both, if
+        given, take the place of what `conf` has. `val`: held-out pairs; by default a share of the images is held out.
+        `out`: folder for the head and for the state of its runs, which are continued if it has any, unless `resume` is
+        False. `progress`: whether to show a live line on the terminal, by default if there is one. Ctrl-C stops after
+        the current step and saves; `report["finished"]` is then False. The scales come last: what a killed run leaves
         behind has none. The ranks of a `world` share the rows of each batch.
         """
         from geoflow_fast.head.fitting import fit_head  # which builds heads, so it imports this module

@@ -113,7 +113,7 @@ def distil(
     conf: DistilConfig | None,
     out: str | Path | None,
     *,
-    seed: int,
+    seed: int | None,
     resume: bool,
     progress: bool | None,
 ) -> RetrievalEntropy:
@@ -121,7 +121,9 @@ def distil(
     source = _teacher(scorer)
     if conf is not None and not isinstance(conf, DistilConfig):
         raise TypeError(f"conf must be a DistilConfig, got {type(conf).__name__}")
-    config = dataclasses.replace(conf or DistilConfig(), seed=checks.integer(seed, "seed"))
+    config = conf or DistilConfig()
+    if seed is not None:
+        config = dataclasses.replace(config, seed=checks.integer(seed, "seed"))
     folder = None if out is None else checks.path(out, "out")
     rows, unseen = _split(scorer, queries, held_out, config)
     _check_memory(len(rows), source)

@@ -341,7 +341,7 @@ class RetrievalEntropy(nn.Module):
         *,
         conf: DistilConfig | None = None,
         out: str | Path | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         resume: bool = True,
         progress: bool | None = None,
     ) -> RetrievalEntropy:
@@ -354,8 +354,8 @@ class RetrievalEntropy(nn.Module):
 
         `conf`: settings of network and run. `out`: folder for the result, for the state of its training, which is
         continued if there is any unless `resume` is False, and for the flow's samples. `seed` decides which queries are
-        held out, and the training. Ctrl-C stops after the current step and saves; `sampler.report["finished"]` of the
-        result is then False. Only a flow's scorer can be distilled.
+        held out, and the training; by default it is that of `conf`. Ctrl-C stops after the current step and saves;
+        `sampler.report["finished"]` of the result is then False. Only a flow's scorer can be distilled.
         """
         from geoflow_fast.retrieval.distillation import distil  # which builds scorers, so it imports this module
 

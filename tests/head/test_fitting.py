@@ -359,10 +359,10 @@ def test_an_unfinished_head_says_so_when_it_is_read(tmp_path, stop_at, how):
 
 
 def test_a_finished_run_returns_at_once(tmp_path, stop_at):
-    first = gf.PosteriorHead.fit(some_pairs(), CONFIG, out=tmp_path)
+    first = gf.PosteriorHead.fit(some_pairs(), CONFIG, k="auto", out=tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.safetensors")}
     stop_at(0, "kill")  # the first step of any run
-    again = gf.PosteriorHead.fit(some_pairs(), CONFIG, out=tmp_path)
+    again = gf.PosteriorHead.fit(some_pairs(), CONFIG, k="auto", out=tmp_path)
     assert same(first, again)
     assert first.report == again.report == gf.PosteriorHead.from_pretrained(tmp_path).report
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.safetensors")} == before
@@ -376,7 +376,7 @@ def test_what_is_in_the_folder_of_a_run(tmp_path):
     assert same(head, loaded)
     assert loaded.report == head.report
     assert not loaded.training
-    gf.PosteriorHead.fit(some_pairs(), CONFIG, out=tmp_path / "auto")
+    gf.PosteriorHead.fit(some_pairs(), CONFIG, k="auto", out=tmp_path / "auto")
     assert {path.name for path in (tmp_path / "auto").iterdir()} == {"config.json", "model.safetensors", "trials"}
     trials = tmp_path / "auto/trials"
     assert {path.name for path in trials.iterdir()} == {f"points_{k}_dropout_{CONFIG.dropout}" for k in (1, 4, 8)}
@@ -390,7 +390,7 @@ def test_auto_keeps_the_head_with_the_highest_likelihood(tmp_path, monkeypatch):
     alone = {points: gf.PosteriorHead.fit(pairs, CONFIG, k=points) for points in (1, 2, 3)}
     best = min(alone.values(), key=lambda head: head.report["nll"])
     for out in (None, tmp_path):
-        head = gf.PosteriorHead.fit(pairs, CONFIG, out=out)
+        head = gf.PosteriorHead.fit(pairs, CONFIG, k="auto", out=out)
         assert head.report["trials"] == [alone[points].report for points in (1, 2, 3)]
         assert head.report == {**best.report, "trials": head.report["trials"]}
         assert same(head, best)
@@ -399,7 +399,7 @@ def test_auto_keeps_the_head_with_the_highest_likelihood(tmp_path, monkeypatch):
 def test_auto_compares_short_runs_where_pairs_are_many(tmp_path, monkeypatch):
     monkeypatch.setattr(fitting, "FEW_PAIRS", 50)
     monkeypatch.setattr(fitting, "POINTS", (1, 2))
-    head = gf.PosteriorHead.fit(some_pairs(), CONFIG, out=tmp_path)
+    head = gf.PosteriorHead.fit(some_pairs(), CONFIG, k="auto", out=tmp_path)
     short = round(fitting.TRIAL_SHARE * CONFIG.steps)
     assert [trial["steps"] for trial in head.report["trials"]] == [short, short]
     assert head.report["steps"] == 24
@@ -413,13 +413,13 @@ def test_an_interrupted_choice_ends_at_once_and_is_continued(tmp_path, monkeypat
     """The Ctrl-C comes in the second trial, or in the long run after short trials."""
     monkeypatch.setattr(fitting, "FEW_PAIRS", 50 if many else 10**6)
     monkeypatch.setattr(fitting, "POINTS", (1, 2, 3))
-    straight = gf.PosteriorHead.fit(some_pairs(), CONFIG, out=tmp_path / "straight")
+    straight = gf.PosteriorHead.fit(some_pairs(), CONFIG, k="auto", out=tmp_path / "straight")
     short = round(fitting.TRIAL_SHARE * CONFIG.steps)
     stop_at(short * 3 + 5 if many else 24 + 5, "interrupt")
-    stopped = gf.PosteriorHead.fit(some_pairs(), CONFIG, out=tmp_path / "stopped")
+    stopped = gf.PosteriorHead.fit(some_pairs(), CONFIG, k="auto", out=tmp_path / "stopped")
     assert (stopped.report["finished"], stopped.report["steps"]) == (False, 6)
     assert (tmp_path / f"stopped/trials/points_3_dropout_{CONFIG.dropout}").exists() == many
-    head = gf.PosteriorHead.fit(some_pairs(), CONFIG, out=tmp_path / "stopped")
+    head = gf.PosteriorHead.fit(some_pairs(), CONFIG, k="auto", out=tmp_path / "stopped")
     assert head.report == straight.report
     assert same(head, straight)
 
@@ -454,6 +454,17 @@ def test_the_seed_decides_everything_and_nothing_else_does():
     assert same(heads[0], heads[1])
     assert not same(heads[0], heads[2])
     assert heads[0].config.seed == 3
+
+
+def test_settings_of_ones_own_have_a_seed_and_a_number_of_points():
+    """What is not given as `k` and `seed` is taken from them; what is given takes their place."""
+    config = dataclasses.replace(CONFIG, steps=2, points=3, seed=5)
+    own = gf.PosteriorHead.fit(some_pairs(), config)
+    assert (own.config.points, own.config.seed) == (3, 5)
+    assert "trials" not in own.report
+    assert same(own, gf.PosteriorHead.fit(some_pairs(), dataclasses.replace(config, points=1, seed=0), k=3, seed=5))
+    other = gf.PosteriorHead.fit(some_pairs(), config, k=2, seed=0)
+    assert (other.config.points, other.config.seed) == (2, 0)
 
 
 def test_two_ranks_train_like_one_process(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -262,6 +263,17 @@ def test_distilling_leaves_the_random_state_alone(scorer):
     first, second = (scorer.distil(unit(40, 7, 1), conf=SHORT, seed=seed) for seed in (0, 0))
     assert torch.equal(torch.get_rng_state(), before)
     assert first.source.digest() == second.source.digest()
+
+
+def test_the_seed_is_that_of_the_settings_unless_one_is_given(scorer):
+    config = dataclasses.replace(SHORT, steps=2, seed=3)
+    own, same, other = (
+        scorer.distil(unit(40, 7, 1), conf=conf, seed=seed)
+        for conf, seed in ((config, None), (dataclasses.replace(config, seed=0), 3), (config, 0))
+    )
+    assert own.sampler.config.seed == 3
+    assert own.source.digest() == same.source.digest()
+    assert other.sampler.config.seed == 0
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ SMALLER = {
 
 # What makes documented Python small.
 FEWER = {
-    'fit(pairs, out="runs/head")': 'fit(pairs, gf.HeadConfig(steps=4, hidden=16), out="runs/head")',
+    'fit(pairs, out="runs/head")': 'fit(pairs, gf.HeadConfig(steps=4, hidden=16), k="auto", out="runs/head")',
     "24_000": "2_400",
     "steps=2000": "steps=10",
     "steps=200": "steps=10",
