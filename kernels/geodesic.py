@@ -15,6 +15,9 @@ Triton's sin and cos take a stack frame for their large-argument path, and the i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -229,6 +232,14 @@ def _cos_sinc_of_turn(turn):
 
 
 @triton.jit
+def _tile(rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The rows and columns of a program, and which of its entries there are."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.arange(0, COLUMNS)
+    return row, column, (row < rows)[:, None] & (column < width)[None, :]
+
+
+@triton.jit
 def _load_rows(x, row, column, stride, valid):
     return tl.load(x + row[:, None] * stride + column[None, :], mask=valid, other=0.0)
 
@@ -250,6 +261,29 @@ def _store_unit(out, there, row, column, rows, width, valid):
     tl.store(out + row[:, None] * width + column[None, :], there, mask=valid)
 
 
+def _launch_step(
+    kernel: Any, read: Sequence[Tensor], written: Sequence[Tensor], numbers: Sequence[float], flags: dict[str, bool]
+) -> None:
+    """Starts a kernel of solver steps on rows [B, d]: pointers, sizes, strides of what is read, numbers, flags."""
+    rows, width = read[0].shape
+    tile = row_tile(width)
+    strides = (x.stride(0) for x in read)
+    sizes = {"ROWS": tile.rows, "COLUMNS": tile.columns}
+    launch(
+        kernel,
+        (triton.cdiv(rows, tile.rows),),
+        *read,
+        *written,
+        rows,
+        width,
+        *strides,
+        *numbers,
+        **flags,
+        **sizes,
+        **tile.options,
+    )
+
+
 @triton.jit
 def tangent_step_kernel(
     x,
@@ -268,9 +302,7 @@ def tangent_step_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    valid = (row < rows)[:, None] & (column < width)[None, :]
+    row, column, valid = _tile(rows, width, ROWS, COLUMNS)
     here = _load_rows(x, row, column, x_stride, valid)
     step = h * _tangent_velocity(here, v, v_free, row, column, v_stride, free_stride, valid, guidance, GUIDED)
     if RENORMALISE:
@@ -283,31 +315,11 @@ def tangent_step_kernel(
 
 def tangent_step(x: Tensor, v: Tensor, h: float, v_free: Tensor | None, guidance: float, renormalise: bool) -> Tensor:
     """exp_x(h P_x v), or its first-order form; see `ops.tangent_step`. float32 [B, d], rows of any stride."""
-    rows, width = x.shape
     x, v = by_rows(x), by_rows(v)
     free = v if v_free is None else by_rows(v_free)
-    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
-    tile = row_tile(width)
-    launch(
-        tangent_step_kernel,
-        (triton.cdiv(rows, tile.rows),),
-        x,
-        v,
-        free,
-        out,
-        rows,
-        width,
-        x.stride(0),
-        v.stride(0),
-        free.stride(0),
-        h,
-        guidance,
-        GUIDED=v_free is not None,
-        RENORMALISE=renormalise,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        **tile.options,
-    )
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    flags = {"GUIDED": v_free is not None, "RENORMALISE": renormalise}
+    _launch_step(tangent_step_kernel, (x, v, free), (out,), (h, guidance), flags)
     return out
 
 
@@ -335,9 +347,7 @@ def tangent_stage_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    valid = (row < rows)[:, None] & (column < width)[None, :]
+    row, column, valid = _tile(rows, width, ROWS, COLUMNS)
     taken = _load_rows(at, row, column, at_stride, valid)
     u = _tangent_velocity(taken, v, v_free, row, column, v_stride, free_stride, valid, guidance, GUIDED)
     if TOTAL:
@@ -359,38 +369,12 @@ def tangent_stage(
 ) -> tuple[Tensor, Tensor]:
     """x + h P_at v scaled to unit norm, and total + weight P_at v; see `ops.tangent_step`. float32 [B, d], rows of any
     stride."""
-    rows, width = x.shape
     x, at, v = by_rows(x), by_rows(at), by_rows(v)
     free, before = (v if y is None else by_rows(y) for y in (v_free, total))
-    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     new_total = out.new_empty(0) if total is None else torch.empty_like(out)
-    tile = row_tile(width)
-    launch(
-        tangent_stage_kernel,
-        (triton.cdiv(rows, tile.rows),),
-        x,
-        at,
-        v,
-        free,
-        before,
-        out,
-        new_total,
-        rows,
-        width,
-        x.stride(0),
-        at.stride(0),
-        v.stride(0),
-        free.stride(0),
-        before.stride(0),
-        h,
-        guidance,
-        weight,
-        GUIDED=v_free is not None,
-        TOTAL=total is not None,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        **tile.options,
-    )
+    flags = {"GUIDED": v_free is not None, "TOTAL": total is not None}
+    _launch_step(tangent_stage_kernel, (x, at, v, free, before), (out, new_total), (h, guidance, weight), flags)
     return out, new_total
 
 
@@ -416,9 +400,7 @@ def tangent_ab2_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    valid = (row < rows)[:, None] & (column < width)[None, :]
+    row, column, valid = _tile(rows, width, ROWS, COLUMNS)
     here = _load_rows(x, row, column, x_stride, valid)
     u = _tangent_velocity(here, v, v_free, row, column, v_stride, free_stride, valid, guidance, GUIDED)
     step = h * u
@@ -439,33 +421,9 @@ def tangent_ab2(
 ) -> tuple[Tensor, Tensor]:
     """A step of the two-step Adams-Bashforth method, and P_x v carried along it; see `ops.tangent_step`. float32, rows
     of any stride."""
-    rows, width = x.shape
     x, v = by_rows(x), by_rows(v)
     free, before = (v if y is None else by_rows(y) for y in (v_free, carried))
-    out, new_carried = (torch.empty((rows, width), dtype=x.dtype, device=x.device) for _ in range(2))
-    tile = row_tile(width)
-    launch(
-        tangent_ab2_kernel,
-        (triton.cdiv(rows, tile.rows),),
-        x,
-        v,
-        free,
-        before,
-        out,
-        new_carried,
-        rows,
-        width,
-        x.stride(0),
-        v.stride(0),
-        free.stride(0),
-        before.stride(0),
-        h,
-        guidance,
-        share,
-        GUIDED=v_free is not None,
-        CARRIED=carried is not None,
-        ROWS=tile.rows,
-        COLUMNS=tile.columns,
-        **tile.options,
-    )
+    out, new_carried = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    flags = {"GUIDED": v_free is not None, "CARRIED": carried is not None}
+    _launch_step(tangent_ab2_kernel, (x, v, free, before), (out, new_carried), (h, guidance, share), flags)
     return out, new_carried

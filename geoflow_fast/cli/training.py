@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 app = Commands()
 
-HEAD_FOLDER = "head"
-"""Where in the folder of a flow its head is."""
 OF_THE_FLOW = ("preset", "method", "coupling", "conditional_coupling", "noise", "ot_scope", "centre", "pca")
 """Flags that mean nothing to a head."""
 
@@ -103,6 +101,7 @@ def train(
     from geoflow_fast.data.pairs import EmbeddingPairs, open_pairs
     from geoflow_fast.distributed import joined
     from geoflow_fast.head.fitting import fit_head
+    from geoflow_fast.head.model import HEAD_FOLDER
     from geoflow_fast.training.flow_matching import train_from_preset
 
     _check_flags(context, head, method)
@@ -123,6 +122,7 @@ def train(
     couplings = given(coupling=coupling, conditional_coupling=conditional_coupling, noise=noise, ot_scope=ot_scope)
     report: TrainReport | None = None
     trained: PosteriorHead | None = None
+    head_out = out if head else out / HEAD_FOLDER
     with joined() as world:
         data = open_pairs(pairs, images, texts, image_index, normalize=normalize, world=world)
         held_out = None if val is None else EmbeddingPairs.open(val, normalize=normalize, world=world)
@@ -140,7 +140,7 @@ def train(
                 held_out,
                 k,
                 seed,
-                out if head else out / HEAD_FOLDER,
+                head_out,
                 resume=True,
                 progress=None,
                 device=device,
@@ -149,9 +149,9 @@ def train(
             )
     if world.is_main:
         if as_json:
-            print_json(_as_json(out, report, trained))
+            print_json(_as_json(out, report, trained, head_out))
         else:
-            _print_outcome(out, report, trained)
+            _print_outcome(out, report, trained, head_out)
     if (report is not None and not report.finished) or (trained is not None and not trained.report["finished"]):
         raise typer.Exit(INTERRUPTED)
 
@@ -182,15 +182,15 @@ def _points(words: str) -> int | str:
     return checks.integer(int(words), "--points", 1, MOST_POINTS)
 
 
-def _as_json(out: Path, report: TrainReport | None, head: PosteriorHead | None) -> dict[str, Any]:
+def _as_json(out: Path, report: TrainReport | None, head: PosteriorHead | None, head_out: Path) -> dict[str, Any]:
     """What was trained: the head in an entry of its own unless it was trained alone."""
     if report is None:
         return {"out": out} if head is None else {**head.report, "out": out}
-    own = {} if head is None else {"head": {**head.report, "out": out / HEAD_FOLDER}}
+    own = {} if head is None else {"head": {**head.report, "out": head_out}}
     return {**dataclasses.asdict(report), **own}
 
 
-def _print_outcome(out: Path, report: TrainReport | None, head: PosteriorHead | None) -> None:
+def _print_outcome(out: Path, report: TrainReport | None, head: PosteriorHead | None, head_out: Path) -> None:
     """Prints how training ended, how good what it made is, and where that is."""
     if report is not None:
         best = f"best validation loss {report.best_val_loss:.6g} at step {report.best_step}"
@@ -202,7 +202,7 @@ def _print_outcome(out: Path, report: TrainReport | None, head: PosteriorHead | 
         likelihood = f"held-out log-likelihood {-known['nll_t2i']:.4g} (t2i) and {-known['nll_i2t']:.4g} (i2t) nats"
         state = _state(known["steps"], finished=known["finished"])
         typer.echo(f"head {state}; {points} point{'s' * (points > 1)}; {likelihood}")
-        typer.echo(f"Wrote {out if report is None else out / HEAD_FOLDER}")
+        typer.echo(f"Wrote {head_out}")
 
 
 def _state(steps: int, *, finished: bool) -> str:

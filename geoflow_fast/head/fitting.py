@@ -206,10 +206,15 @@ def linear_map(pairs: EmbeddingPairs, direction: Direction, seed: int, rows: int
     """The matrix [d', d] of the ridge regression of items on queries."""
     chosen = np.sort(np.random.default_rng((seed, 3)).permutation(len(pairs))[:rows])
     image, text = pairs[chosen]
-    queries, items = direction.queries(image, text).double(), direction.items(image, text).double()
+    return ridge_map(direction.queries(image, text).double(), direction.items(image, text).double()).float()
+
+
+# unchecked: called with training data
+def ridge_map(queries: Tensor, items: Tensor) -> Tensor:
+    """The matrix [d', d] of the ridge regression of `items` [B, d'] on `queries` [B, d]; both float64 on the CPU."""
     gram = queries.T @ queries
-    gram += BASE_RIDGE * gram.trace() / len(gram) * torch.eye(len(gram), dtype=gram.dtype, device="cpu")
-    return torch.linalg.solve(gram, queries.T @ items).T.float()
+    gram.diagonal().add_(BASE_RIDGE * gram.trace() / len(gram))
+    return torch.linalg.solve(gram, queries.T @ items).T
 
 
 def fit_head(

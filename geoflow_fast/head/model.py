@@ -30,6 +30,8 @@ from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 from geoflow_fast.runtime.warn import warn_user
 
 KIND = "posterior head"
+HEAD_FOLDER = "head"
+"""Where in the folder of a flow `geoflow train` writes its head."""
 FIRST_CONCENTRATION = 20.0
 MOST_LOG_CONCENTRATION = math.log(1e4)
 

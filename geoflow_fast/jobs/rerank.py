@@ -11,7 +11,7 @@ import numpy as np
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.model import WEIGHTS_FILE, GeoFlow
-from geoflow_fast.head.model import PosteriorHead
+from geoflow_fast.head.model import HEAD_FOLDER, PosteriorHead
 from geoflow_fast.jobs.entropy import HEAD, model_kind, reference_queries
 from geoflow_fast.jobs.job import quantiles
 from geoflow_fast.jobs.queries import BLOCK_QUERIES, answer_queries, open_queries
@@ -24,8 +24,6 @@ from geoflow_fast.runtime.device import usable_device
 FORMAT = 1
 """This number goes up when a release computes other results from the same settings, so that it does not continue the
 blocks of an older one."""
-HEAD_FOLDER = "head"
-"""Where `geoflow train` writes the head beside a flow."""
 COLUMNS = ("index", "prob", "answer", "p_answer", "p_outside", "entropy", "risk_lower_bound")
 
 

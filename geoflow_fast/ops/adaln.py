@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast.ops import dispatch, native, triton_kernels
+from geoflow_fast.ops import dispatch, native
 from geoflow_fast.ops.arguments import (
     Pair,
     beside_groups,
@@ -20,6 +20,7 @@ from geoflow_fast.ops.arguments import (
     working_dtype,
 )
 from geoflow_fast.ops.native import Extent
+from geoflow_fast.ops.triton_kernels import fused_operation
 
 EPS = 1e-6
 
@@ -221,29 +222,17 @@ class _Derivatives(dispatch.Derivatives):
         return d_x, grad.to(scale.dtype) if len(x) == len(scale) else d_shift, d_scale, None, None
 
 
-adaln_rows = dispatch.operation(
-    "adaln",
-    adaln_reference,
-    cpu=native.backend(_cpu),
-    triton=triton_kernels.backend("network", "adaln"),
-    derivatives=_Derivatives,
-    forward_mode=adaln_elementary,
-    rowwise=True,
+adaln_rows = fused_operation(
+    "network", "adaln", adaln_reference, _cpu, derivatives=_Derivatives, forward_mode=adaln_elementary, rowwise=True
 )
 """`adaln` of rows as the reference takes them, unchecked; the last argument is the name of a backend."""
-_backward = dispatch.operation(
+_backward = fused_operation(
+    "network",
     "adaln_backward",
     adaln_backward_reference,
-    cpu=native.backend(_cpu_backward),
-    triton=triton_kernels.backend("network", "adaln_backward"),
+    _cpu_backward,
     forward_mode=adaln_backward_elementary,
     rowwise=True,
     part_of="adaln",
 )
-_jvp = dispatch.operation(
-    "adaln_jvp",
-    adaln_jvp_reference,
-    cpu=native.backend(_cpu_jvp),
-    triton=triton_kernels.backend("network", "adaln_jvp"),
-    part_of="adaln",
-)
+_jvp = fused_operation("network", "adaln_jvp", adaln_jvp_reference, _cpu_jvp, part_of="adaln")

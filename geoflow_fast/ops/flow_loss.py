@@ -9,9 +9,10 @@ from torch import Tensor
 
 from geoflow_fast.directions import Direction, check_codes
 from geoflow_fast.geometry import capturing, tangent_part
-from geoflow_fast.ops import dispatch, native, triton_kernels
+from geoflow_fast.ops import dispatch, native
 from geoflow_fast.ops.arguments import Pair, check_floating, check_shape, working_dtype
 from geoflow_fast.ops.native import Extent
+from geoflow_fast.ops.triton_kernels import fused_operation
 from geoflow_fast.runtime import checks
 
 GIVEN = (Direction.I2T.code, Direction.T2I.code)
@@ -196,19 +197,7 @@ class _Derivatives(dispatch.Derivatives):
         return *_backward(grad, *ctx.saved_tensors, ctx.backend), None, None, None, None, None, None
 
 
-_forward = dispatch.operation(
-    "flow_loss",
-    flow_loss_reference,
-    cpu=native.backend(_cpu),
-    triton=triton_kernels.backend("network", "flow_loss"),
-    derivatives=_Derivatives,
-    rowwise=True,
-)
-_backward = dispatch.operation(
-    "flow_loss_backward",
-    flow_loss_backward_reference,
-    cpu=native.backend(_cpu_backward),
-    triton=triton_kernels.backend("network", "flow_loss_backward"),
-    rowwise=True,
-    part_of="flow_loss",
+_forward = fused_operation("network", "flow_loss", flow_loss_reference, _cpu, derivatives=_Derivatives, rowwise=True)
+_backward = fused_operation(
+    "network", "flow_loss_backward", flow_loss_backward_reference, _cpu_backward, rowwise=True, part_of="flow_loss"
 )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast.ops import dispatch, native, triton_kernels
+from geoflow_fast.ops import dispatch, native
 from geoflow_fast.ops.arguments import (
     Pair,
     beside_groups,
@@ -21,6 +21,7 @@ from geoflow_fast.ops.arguments import (
     working_dtype,
 )
 from geoflow_fast.ops.native import Extent
+from geoflow_fast.ops.triton_kernels import fused_operation
 
 
 def gate_residual(
@@ -301,27 +302,16 @@ class _Derivatives(dispatch.Derivatives):
         return grad, None if gate is None else d_gate, *others, None, None, None
 
 
-gate_residual_rows = dispatch.operation(
-    "gate_residual",
-    gate_residual_reference,
-    cpu=native.backend(_cpu),
-    triton=triton_kernels.backend("network", "gate_residual"),
-    derivatives=_Derivatives,
-    rowwise=True,
+gate_residual_rows = fused_operation(
+    "network", "gate_residual", gate_residual_reference, _cpu, derivatives=_Derivatives, rowwise=True
 )
 """`gate_residual` of rows as the reference takes them, unchecked; the last argument is the name of a backend."""
-_backward = dispatch.operation(
+_backward = fused_operation(
+    "network",
     "gate_residual_backward",
     gate_residual_backward_reference,
-    cpu=native.backend(_cpu_backward),
-    triton=triton_kernels.backend("network", "gate_residual_backward"),
+    _cpu_backward,
     rowwise=True,
     part_of="gate_residual",
 )
-_jvp = dispatch.operation(
-    "gate_residual_jvp",
-    gate_residual_jvp_reference,
-    cpu=native.backend(_cpu_jvp),
-    triton=triton_kernels.backend("network", "gate_residual_jvp"),
-    part_of="gate_residual",
-)
+_jvp = fused_operation("network", "gate_residual_jvp", gate_residual_jvp_reference, _cpu_jvp, part_of="gate_residual")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast.ops import dispatch, native, triton_kernels
+from geoflow_fast.ops import dispatch, native
 from geoflow_fast.ops.arguments import (
     Pair,
     check_floating,
@@ -18,6 +18,7 @@ from geoflow_fast.ops.arguments import (
     working_dtype,
 )
 from geoflow_fast.ops.native import Extent
+from geoflow_fast.ops.triton_kernels import fused_operation
 
 
 def swiglu(gate: Tensor, value: Tensor | None = None, *, backend: str = "auto") -> Tensor:
@@ -213,27 +214,9 @@ class _Derivatives(dispatch.Derivatives):
         return d_gate, None if value is None else d_value, None
 
 
-swiglu_rows = dispatch.operation(
-    "swiglu",
-    swiglu_reference,
-    cpu=native.backend(_cpu),
-    triton=triton_kernels.backend("network", "swiglu"),
-    derivatives=_Derivatives,
-    rowwise=True,
-)
+swiglu_rows = fused_operation("network", "swiglu", swiglu_reference, _cpu, derivatives=_Derivatives, rowwise=True)
 """`swiglu` of rows as the reference takes them, unchecked; the last argument is the name of a backend."""
-_backward = dispatch.operation(
-    "swiglu_backward",
-    swiglu_backward_reference,
-    cpu=native.backend(_cpu_backward),
-    triton=triton_kernels.backend("network", "swiglu_backward"),
-    rowwise=True,
-    part_of="swiglu",
+_backward = fused_operation(
+    "network", "swiglu_backward", swiglu_backward_reference, _cpu_backward, rowwise=True, part_of="swiglu"
 )
-_jvp = dispatch.operation(
-    "swiglu_jvp",
-    swiglu_jvp_reference,
-    cpu=native.backend(_cpu_jvp),
-    triton=triton_kernels.backend("network", "swiglu_jvp"),
-    part_of="swiglu",
-)
+_jvp = fused_operation("network", "swiglu_jvp", swiglu_jvp_reference, _cpu_jvp, part_of="swiglu")

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.geometry import carry_along, eps, follow, tangent_part
-from geoflow_fast.ops import dispatch, native, triton_kernels
+from geoflow_fast.ops import native
 from geoflow_fast.ops.arguments import Pair, check_floating, check_shape
 from geoflow_fast.ops.native import Extent
+from geoflow_fast.ops.triton_kernels import fused_operation
 from geoflow_fast.runtime import checks
 
 RETRACTIONS = ("exp", "renormalise")
@@ -111,43 +112,19 @@ def _to_sphere(x: Tensor) -> Tensor:
 
 # ---- compiled C++ --------------------------------------------------------------------------------------------------
 
-_KERNEL = native.Kernel(
-    "tangent_step",
-    optional=(("v_free",),),
-    h=None,
-    guidance=None,
-    renormalise=None,
-    x=Extent.ROWS,
-    v=Extent.ROWS,
-    v_free=Extent.ROWS,
-    y=Extent.ROWS,
+
+def _declared(name: str, numbers: str, rows: str, *optional: tuple[str, ...]) -> native.Kernel:
+    """A kernel with these numbers, and with rows of one shape."""
+    extents = {**dict.fromkeys(numbers.split()), **dict.fromkeys(rows.split(), Extent.ROWS)}
+    return native.Kernel(name, optional=optional, **extents)
+
+
+_KERNEL = _declared("tangent_step", "h guidance renormalise", "x v v_free y", ("v_free",))
+_STAGE_KERNEL = _declared(
+    "tangent_stage", "h guidance weight", "x at v v_free total y new_total", ("v_free",), ("total", "new_total")
 )
-_STAGE_KERNEL = native.Kernel(
-    "tangent_stage",
-    optional=(("v_free",), ("total", "new_total")),
-    h=None,
-    guidance=None,
-    weight=None,
-    x=Extent.ROWS,
-    at=Extent.ROWS,
-    v=Extent.ROWS,
-    v_free=Extent.ROWS,
-    total=Extent.ROWS,
-    y=Extent.ROWS,
-    new_total=Extent.ROWS,
-)
-_AB2_KERNEL = native.Kernel(
-    "tangent_ab2",
-    optional=(("v_free",), ("carried",)),
-    h=None,
-    guidance=None,
-    share=None,
-    x=Extent.ROWS,
-    v=Extent.ROWS,
-    v_free=Extent.ROWS,
-    carried=Extent.ROWS,
-    y=Extent.ROWS,
-    new_carried=Extent.ROWS,
+_AB2_KERNEL = _declared(
+    "tangent_ab2", "h guidance share", "x v v_free carried y new_carried", ("v_free",), ("carried",)
 )
 
 
@@ -190,27 +167,25 @@ def _cpu_ab2(
 
 # ---- declarations --------------------------------------------------------------------------------------------------
 
-tangent_step_rows = dispatch.operation(
-    "tangent_step",
-    tangent_step_reference,
-    cpu=native.backend(_cpu),
-    triton=triton_kernels.backend("geodesic", "tangent_step", (torch.float32,)),
-    rowwise=True,
+tangent_step_rows = fused_operation(
+    "geodesic", "tangent_step", tangent_step_reference, _cpu, dtypes=(torch.float32,), rowwise=True
 )
 """`tangent_step` as the reference takes it, unchecked; the last argument is the name of a backend."""
-tangent_stage_rows = dispatch.operation(
+tangent_stage_rows = fused_operation(
+    "geodesic",
     "tangent_stage",
     tangent_stage_reference,
-    cpu=native.backend(_cpu_stage),
-    triton=triton_kernels.backend("geodesic", "tangent_stage", (torch.float32,)),
+    _cpu_stage,
+    dtypes=(torch.float32,),
     rowwise=True,
     part_of="tangent_step",
 )
-tangent_ab2_rows = dispatch.operation(
+tangent_ab2_rows = fused_operation(
+    "geodesic",
     "tangent_ab2",
     tangent_ab2_reference,
-    cpu=native.backend(_cpu_ab2),
-    triton=triton_kernels.backend("geodesic", "tangent_ab2", (torch.float32,)),
+    _cpu_ab2,
+    dtypes=(torch.float32,),
     rowwise=True,
     part_of="tangent_step",
 )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from geoflow_fast.ops import dispatch, native
 from geoflow_fast.ops.dispatch import Backend
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -46,3 +48,17 @@ def backend(module: str, function: str, dtypes: tuple[torch.dtype, ...] = DTYPES
         return getattr(importlib.import_module(f"geoflow_fast.kernels.{module}"), function)(*args, **kwargs)
 
     return Backend(call, devices, missing, dtypes)
+
+
+def fused_operation(
+    module: str,
+    name: str,
+    reference: Callable[..., Any],
+    cpu: Callable[..., Any],
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    **declared: Any,
+) -> torch._ops.OpOverload[..., Any]:
+    """An operation with the C++ backend `cpu` and the Triton backend of its own name; `declared` is the rest of what
+    `dispatch.operation` takes."""
+    triton = backend(module, name, dtypes)
+    return dispatch.operation(name, reference, cpu=native.backend(cpu), triton=triton, **declared)

@@ -18,6 +18,7 @@ from torch import Tensor
 from geoflow_fast.data.rows import Array, Index
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.head.config import DistilConfig
+from geoflow_fast.head.fitting import ridge_map
 from geoflow_fast.head.sampler import DistilAgreement, DistilledSampler, Scoring, save_sampler
 from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.sources import FlowSource
@@ -34,7 +35,6 @@ LEAST_HELD_OUT = 3
 """A rank correlation of fewer queries says nothing."""
 MOST_BYTES = 8 << 30
 """Bytes of the flow's samples that are kept in memory, at most."""
-BASE_RIDGE = 1e-3
 SAMPLES_FILE = "teacher.safetensors"
 SAMPLES_KIND = "samples of a flow"
 
@@ -81,9 +81,7 @@ class SampleRegression(Objective[RowBatch]):
         """Starts from the mean of each sample, and from the linear map that fits the mean of a query's samples best."""
         queries, samples = self.pairs.queries.double(), self.pairs.samples
         centre, moved = samples.mean(0, dtype=torch.float64), samples.mean(1, dtype=torch.float64)
-        gram = queries.T @ queries
-        gram.diagonal().add_(BASE_RIDGE * gram.trace() / len(gram))
-        base = torch.linalg.solve(gram, queries.T @ (moved - centre.mean(0))).T
+        base = ridge_map(queries, moved - centre.mean(0))
         self.sampler.base.weight.copy_(base)
         self.sampler.centre.copy_(centre - queries.mean(0) @ base.T)
 
