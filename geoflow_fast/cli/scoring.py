@@ -202,7 +202,9 @@ def rerank(
     ] = None,
     shortlist_by: Annotated[str, typer.Option(help="What chooses the items: cosine or head.")] = "cosine",
     direction: DirectionFlag = "t2i",
-    shortlist: Annotated[int, typer.Option(help="Items to re-rank per query.")] = 32,
+    shortlist: Annotated[
+        int | None, typer.Option(help="Items to re-rank per query. Default: 32, or 128 without a flow.")
+    ] = None,
     steps: Annotated[int, typer.Option(help="Solver steps per log-density.")] = 6,
     probes: Annotated[int, typer.Option(help="Probes per log-density.")] = 1,
     seed: ProbeSeedFlag = 0,

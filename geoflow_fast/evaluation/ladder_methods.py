@@ -10,8 +10,9 @@ from torch import Tensor
 from geoflow_fast.evaluation.methods import Method, Scores, Study
 from geoflow_fast.flow.model import GeoFlow, flow_digest
 from geoflow_fast.head.model import head_digest
+from geoflow_fast.retrieval.hubs import MOST_ROWS
 from geoflow_fast.retrieval.rerank import BayesReranker
-from geoflow_fast.retrieval.task import RetrievalTask
+from geoflow_fast.retrieval.task import RetrievalTask, typical_queries
 
 
 class Ladder(Method):
@@ -26,9 +27,13 @@ class Ladder(Method):
         self.training = "none" if study.head is None else "baseline"
 
     def facts(self) -> dict[str, Any]:
-        """The digests of the models. Without a head they are those of earlier releases."""
-        head = {} if self.study.head is None else {"head": head_digest(self.study.head)}
-        return head if self.flow is None else {"flow": flow_digest(self.flow), **head}
+        """The digests of the models, and the training pairs that the bank of queries is drawn from."""
+        head, flow, train = self.study.head, self.flow, self.study.train
+        return {
+            **({} if flow is None else {"flow": flow_digest(flow)}),
+            **({} if head is None else {"head": head_digest(head)}),
+            **({} if train is None else {"train": train.fingerprint()}),
+        }
 
     @property
     def device(self) -> torch.device:
@@ -43,9 +48,12 @@ class Ladder(Method):
         self.fit_seconds += self.study.head_seconds
 
     def _fit(self, task: RetrievalTask) -> None:
-        items, seed = task.items.to(self.device), self.study.seed
-        self.reranker = BayesReranker(self.flow, items, task.direction, seed=seed, head=self.study.head).to(self.device)
-        self.reranker.calibrate(self.study.val, progress=self.study.progress)
+        study, items = self.study, task.items.to(self.device)
+        bank = None if study.train is None else typical_queries(study.train, task.direction, MOST_ROWS, study.seed)
+        self.reranker = BayesReranker(self.flow, items, task.direction, seed=study.seed, head=study.head, bank=bank).to(
+            self.device
+        )
+        self.reranker.calibrate(study.val, progress=study.progress)
 
     def score(self, rows: slice, answers: Tensor) -> Scores:  # noqa: ARG002, the re-ranker searches itself
         """Scores queries by re-ranking. Items outside the shortlist share the probability of "outside" equally."""

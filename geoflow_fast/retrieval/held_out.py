@@ -93,11 +93,13 @@ class HeldOut:
         """All evidence that the re-ranker's models can give about the queries."""
         index = self.reranker._search(self.queries, None)
         parts: defaultdict[str, list[Tensor]] = defaultdict(list)
-        for rows in torch.arange(len(self.queries), device=self.queries.device).split(QUERIES_AT_ONCE):
+        order = torch.argsort(self.fold, stable=True)  # items have one hub correction for all queries of a fold
+        for rows in order.split(QUERIES_AT_ONCE):
             for name, values in self._features(rows, index[rows]).items():
                 parts[name].append(values)
             advance(len(rows))
-        features = {name: torch.cat(values, dim=-2) for name, values in parts.items()}
+        position = torch.argsort(order)
+        features = {name: torch.cat(values, dim=-2).index_select(-2, position) for name, values in parts.items()}
         valid, right, nearness = (features.pop(name) for name in ("valid", "right", "nearness"))
         hubs = dict(zip(SCALES, features.pop("hub", ())))
         assert self.bank is not None
@@ -119,24 +121,33 @@ class HeldOut:
             with self._timed("head"):
                 scores = reranker.source.scores(queries, near.items)
                 features["head"] = scores + reranker.source.learned_about(near.items)
-        flat = near.items.flatten(0, 1)
-        for name, values in self.hubs.of_items(flat, self._left_out(rows, flat), SCALES).items():
-            features[name] = values.unflatten(-1, near.valid.shape)
+        features |= self._hub_features(rows, near)
         if reranker.flow is not None:
             with self._timed("flow"):
                 features["flow"] = reranker.log_densities(queries, near.items, near.number, near.valid)
         return features
 
+    def _hub_features(self, rows: Tensor, near: Shortlist) -> dict[str, Tensor]:
+        """The hub corrections of the shortlists, each computed once for the queries of a fold that share an item."""
+        span = int(near.number.max()) + 2
+        fold = self.fold[rows] if self.bank_rows is not None else torch.zeros_like(rows)
+        keys, member = torch.unique(fold.unsqueeze(1) * span + near.number + 1, return_inverse=True)
+        cells = torch.arange(member.numel(), device=member.device)
+        cell = torch.zeros_like(keys).scatter_(0, member.flatten(), cells)  # one cell [Q K] of each
+        items, queries = near.items.flatten(0, 1)[cell], rows[cell // near.number.shape[1]]
+        numbers = self.hubs.of_items(items, self._left_out(queries, items), SCALES)
+        return {name: values[..., member] for name, values in numbers.items()}
+
     def _own(self, rows: Tensor, queries: Tensor) -> Shortlist:
         """The own items of the queries, numbered after those of the gallery."""
         own = self.task.own[rows.cpu()]
         items = self.task.items[own.clamp(min=0)].to(queries)
-        number = torch.arange(self.task.own.numel(), device="cpu").view_as(self.task.own)[rows.cpu()]
-        number = (len(self.reranker.gallery) + number).to(queries.device)
+        number = (len(self.reranker.gallery) + own.clamp(min=0)).to(queries.device)
         return Shortlist(items, self.reranker.nearness(queries, items, None), (own >= 0).to(queries.device), number)
 
     def _left_out(self, rows: Tensor, items: Tensor) -> Tensor | None:
-        """Which queries of the bank do not count for which of the items [Q K, d] of the queries `rows`: [R, Q K].
+        """Which queries of the bank do not count for which of the items [n, d], each of one of the queries `rows` [n]:
+        [R, n].
 
         These are the queries of the same fold, and those of the item's own image: where the gallery holds the items of
         other held-out queries, the bank would count against them, which are all wrong here.
@@ -144,7 +155,6 @@ class HeldOut:
         if self.bank_rows is None:
             return None
         same = self.fold[self.bank_rows].unsqueeze(1) == self.fold[rows]
-        same = same.repeat_interleave(len(items) // len(rows), dim=1)
         cosine, nearest = (items @ self.known_items.T).max(1)
         image = torch.where(cosine > SAME_ITEM, self.item_image[nearest], -1)
         return same | (self.query_image[self.bank_rows].unsqueeze(1) == image)

@@ -65,12 +65,25 @@ class Hubs:
         [n]. `left_out` [R, n] says which queries of the bank do not count for which item."""
         numbers = {}
         if items.shape[1] == self.bank.shape[1]:
-            cosine = self.bank @ items.T
-            numbers["hub"] = torch.stack([log_mean(scale * cosine, left_out) for scale in scales])
+            numbers["hub"] = log_means(self.bank @ items.T, left_out, scales)
         if self.source is not None:
             scores = self.source.all_scores(self.bank, items)
             numbers["head_hub"] = log_mean(scores, left_out) + self.source.learned_about(items)
         return numbers
+
+
+def log_means(cosine: Tensor, left_out: Tensor | None, scales: Sequence[float]) -> Tensor:
+    """`log_mean` of the cosines [R, n] times each of the scales, of which each is twice the one before: [S, n]. Then
+    one exponential serves all of them."""
+    kept = cosine if left_out is None else cosine.masked_fill(left_out, -math.inf)
+    largest = kept.amax(0)
+    power = (scales[0] * (kept - largest)).exp()
+    log_count = math.log(len(cosine)) if left_out is None else (~left_out).sum(0).double().log()
+    numbers = []
+    for scale in scales:
+        numbers.append(power.sum(0).double().log() + scale * largest.double() - log_count)
+        power = power.square()
+    return torch.stack(numbers)
 
 
 def log_mean(scores: Tensor, left_out: Tensor | None) -> Tensor:

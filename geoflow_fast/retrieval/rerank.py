@@ -56,6 +56,9 @@ from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 
 PAIRS_AT_ONCE = 2048
 """(query, item) pairs whose embeddings are gathered at a time."""
+SHORTLIST, CHEAP_SHORTLIST = 32, 128
+"""Items of a shortlist: each costs a flow a reverse solve; without one they cost little, and the right item is among
+more of them more often."""
 BANK_KIND = "bank of queries"
 HUB_FEATURES = {"hub", "head_hub"}
 
@@ -96,8 +99,8 @@ class BayesReranker(nn.Module):
     """Re-ranks shortlists and gives the probability of every item: `reranker(queries)` returns a `Reranked`.
 
     `direction="t2i"`: queries are texts and the gallery holds images; "i2t": the other way round. A shortlist contains
-    the `shortlist` items with the largest cosine or, with `shortlist_by="head"`, with the largest score of the `head`;
-    they are found by a search of the gallery or of its store, or passed in (`reranker(queries, candidates)`).
+    the `shortlist` items (32 with a flow, 128 without) with the largest cosine or, with `shortlist_by="head"`, with the
+    largest score of the `head`; they are found by a search of the gallery or of its store, or passed in (`reranker(queries, candidates)`).
 
     `flow`, `head`: the models, each of which may be None. log p(query | item) is estimated under the flow in `n_steps`
     steps of `solver` with `n_probes` probes. All pairs share the probes, which depend on `seed` alone: results do not
@@ -119,7 +122,7 @@ class BayesReranker(nn.Module):
         flow: GeoFlow | None,
         gallery: GallerySource | Gallery,
         direction: str = "t2i",
-        shortlist: int = 32,
+        shortlist: int | None = None,
         n_steps: int = 6,
         solver: str = "midpoint",
         n_probes: int = 1,
@@ -136,7 +139,8 @@ class BayesReranker(nn.Module):
         if deprecated:
             raise TypeError(f"BayesReranker() got an unexpected keyword argument {next(iter(deprecated))!r}")
         self.direction = Direction.of(direction, conditional=True)
-        self.shortlist, self.seed = checks.integer(shortlist, "shortlist", 1), checks.integer(seed, "seed")
+        length = (CHEAP_SHORTLIST if flow is None else SHORTLIST) if shortlist is None else shortlist
+        self.shortlist, self.seed = checks.integer(length, "shortlist", 1), checks.integer(seed, "seed")
         checks.one_of(shortlist_by, "shortlist_by", SHORTLISTS)
         if shortlist_by == "head" and head is None:
             raise ValueError('shortlist_by="head" needs head=')
