@@ -13,9 +13,10 @@ from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.solvers import Points, integrate, time_grid
 from geoflow_fast.noise import sample_uniform
+from geoflow_fast.spherical import sample_bump
 from geoflow_fast.training.config import TrainConfig
 from geoflow_fast.training.flow_matching import train
-from geoflow_fast.worlds import ConceptWorld, sample_bump
+from geoflow_fast.worlds import ConceptWorld
 
 PAIRS = 60_000
 SPHERE_PAIRS, SPHERE_STEPS, SPHERE_C = 8192, 500, 3.0

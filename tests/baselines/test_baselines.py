@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import geoflow_fast as gf
 from geoflow_fast import baselines
 from geoflow_fast.baselines import bayesvlm
-from geoflow_fast.baselines.asymvlm import log_power_spherical, log_vmf_normalizer
+from geoflow_fast.baselines.asymvlm import log_power_spherical
 from geoflow_fast.baselines.bayesvlm import contrastive_curvature, cosine_moments
 from geoflow_fast.baselines.grove import ModalityProcess, expected_log_likelihood, gaussian_kl
 from geoflow_fast.baselines.probvlm import LEAST_INVERSE_SCALE, LEAST_SHAPE, GeneralisedGaussian
@@ -33,9 +33,9 @@ from geoflow_fast.geometry import log_area, normalize, project_tangent
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.runtime import parquet
 from geoflow_fast.runtime.tensors import save_tensors
+from geoflow_fast.spherical import log_bump, log_vmf_normalizer
 from geoflow_fast.training.config import RunConfig
 from geoflow_fast.training.loop import Run
-from geoflow_fast.worlds import log_bump
 
 DIM, ITEMS = 12, 400
 UNTRAINED = ("max_softmax", "margin", "softmax_entropy", "knn")
