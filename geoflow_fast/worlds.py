@@ -11,7 +11,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -137,7 +136,8 @@ def _attract(x: Tensor, centre: Tensor, c: float) -> Tensor:
     return c * (centre - inner(centre.expand_as(x), x) * x)
 
 
-class Search(NamedTuple):
+@dataclass(frozen=True)
+class Search:
     """Queries, a gallery, and for each query the row of its item in the gallery, or -1 if it is missing there."""
 
     queries: Tensor
@@ -398,7 +398,8 @@ def _blurred_bump(
     return np.polynomial.Chebyshev.interpolate(log_integral, degree)
 
 
-class Captioned(NamedTuple):
+@dataclass(frozen=True)
+class Captioned:
     """Images with their captions, and what the world knows about them."""
 
     image: Tensor
@@ -492,9 +493,9 @@ class ClipWorld(PairWorld):
     def __init__(
         self, dim: int = 512, seed: int = 0, *, groups: int = 64, styles: int = 512, wrong: float = 0.03
     ) -> None:
-        self.dim = checks.integer(dim, "dim", 4, 2**14)
-        checks.integer(groups, "groups", 2, 2**14)
-        checks.integer(styles, "styles", 1, 2**20)
+        self.dim = checks.integer(dim, "dim", 4, 2**12)
+        checks.integer(groups, "groups", 2, 2**10)
+        checks.integer(styles, "styles", 1, 2**16)
         self.wrong = checks.number(wrong, "wrong", 0, 0.99)
         generator = torch.Generator().manual_seed(checks.integer(seed, "seed"))
         concepts = torch.arange(groups * self.PER_GROUP, device="cpu")
@@ -509,36 +510,48 @@ class ClipWorld(PairWorld):
 
     def _streams(self, groups: int, styles: int, generator: torch.Generator) -> tuple[_Stream, _Stream]:
         """Draws the distributions of images and of texts."""
-        levels = self._nodes(groups, generator)
-        latents = torch.cat(levels)
-        count = latents.shape[1]
-        basis = self._basis(generator)
-        first, second, content, style, _ = basis.split([1, 1, count, count, self.dim - 2 - 2 * count])
-        scene = torch.arange(len(self.concept), device="cpu")
-        # The latents are those of all scenes, then of all concepts, then of all groups.
-        concept = len(scene) + self.concept
-        group = len(scene) + len(levels[1]) + self.concept // self.PER_GROUP
-
-        def stream(offset: Tensor, other: Tensor, content: Tensor, style: Tensor, *levels: Tensor) -> _Stream:
-            log_level = torch.tensor(self.LEVELS[: len(levels)], dtype=torch.float64, device="cpu").log().log_softmax(0)
-            hub = torch.tanh(self.HUB * _normal(styles, 1, generator))
-            own = hub * other + (1 - hub.square()).sqrt() * (self._directions(styles, generator) @ style)
-            return _Stream(
-                offset=math.sqrt(self.OFFSET) * offset.squeeze(0),
-                nodes=math.sqrt(self.CONTENT) * (latents[: int(levels[-1].max()) + 1] @ content),
-                styles=math.sqrt(1 - self.OFFSET - self.CONTENT) * own,
-                log_style=_log_weights(styles, self.STYLE_TAIL, generator),
-                kappa=self.MEAN_COSINE * (self.dim - self.MEAN_COSINE**2) / (1 - self.MEAN_COSINE**2),
-                levels=torch.stack(levels, 1),
-                log_level=log_level,
-                wrong=self.wrong if len(levels) > 1 else 0.0,
-            )
-
-        images = stream(first, second, content, style, scene)
-        first, second = _turned(first, second, math.acos(self.OFFSET_COSINE))
+        scenes, concepts, all_groups = self._nodes(groups, generator)
+        axes = scenes.shape[1]
+        offset, other, content, style, _ = self._basis(generator).split([1, 1, axes, axes, self.dim - 2 - 2 * axes])
+        scene = torch.arange(len(scenes), device="cpu")
+        images = self._stream((offset, other, content, style), scenes, scene[:, None], styles, generator)
+        offset, other = _turned(offset, other, math.acos(self.OFFSET_COSINE))
         content, style = _turned(content, style, self.TURN)
-        # Flipped: phrasings vary most along axes where styles vary least, so that the two hardly resemble each other.
-        return images, stream(first, second, content, style.flip(0), scene, concept, group)
+        concept, group = len(scenes) + self.concept, len(scenes) + len(concepts) + self.concept // self.PER_GROUP
+        texts = self._stream(
+            # Flipped: phrasings vary most along the axes where styles vary least, so that they are hardly correlated.
+            (offset, other, content, style.flip(0)),
+            torch.cat([scenes, concepts, all_groups]),
+            torch.stack([scene, concept, group], 1),
+            styles,
+            generator,
+        )
+        return images, texts
+
+    def _stream(
+        self,
+        axes: tuple[Tensor, Tensor, Tensor, Tensor],
+        nodes: Tensor,
+        levels: Tensor,
+        styles: int,
+        generator: torch.Generator,
+    ) -> _Stream:
+        """Draws the styles of a stream whose axes are those of its offset, of the hubs, of the nodes and of styles. A
+        stream of more than one level is that of the texts."""
+        offset, other, content, style = axes
+        hub = torch.tanh(self.HUB * _normal(styles, 1, generator))
+        own = hub * other + (1 - hub.square()).sqrt() * (self._directions(styles, generator) @ style)
+        shares = torch.tensor(self.LEVELS[: levels.shape[1]], dtype=torch.float64, device="cpu")
+        return _Stream(
+            offset=math.sqrt(self.OFFSET) * offset.squeeze(0),
+            nodes=math.sqrt(self.CONTENT) * (nodes @ content),
+            styles=math.sqrt(1 - self.OFFSET - self.CONTENT) * own,
+            log_style=_log_weights(styles, self.STYLE_TAIL, generator),
+            kappa=self.MEAN_COSINE * (self.dim - self.MEAN_COSINE**2) / (1 - self.MEAN_COSINE**2),
+            levels=levels,
+            log_level=(shares / shares.sum()).log(),
+            wrong=self.wrong if levels.shape[1] > 1 else 0.0,
+        )
 
     def _nodes(self, groups: int, generator: torch.Generator) -> list[Tensor]:
         """Unit vectors [., axes] of the scenes, the concepts and the groups; each resembles the one it belongs to."""
