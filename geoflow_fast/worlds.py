@@ -137,7 +137,7 @@ def _attract(x: Tensor, centre: Tensor, c: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Search:
+class DrawnSearch:
     """Queries, a gallery, and for each query the row of its item in the gallery, or -1 if it is missing there."""
 
     queries: Tensor
@@ -234,7 +234,7 @@ class PairWorld(ABC):
         *,
         share: float = 0.0,
         generator: torch.Generator | None = None,
-    ) -> Search:
+    ) -> DrawnSearch:
         """Draws a gallery of `items` items, and at most as many `queries`, float32. The item of a query is missing from
         the gallery with probability `share`; no two queries have the same item."""
         asked = Direction.of(direction, conditional=True)
@@ -244,7 +244,7 @@ class PairWorld(ABC):
         missing = torch.rand(queries, generator=generator, dtype=torch.float64, device="cpu") < share
         item = torch.randperm(items, generator=generator, device="cpu")[:queries]
         source = torch.where(missing, torch.arange(items, items + queries, device="cpu"), item)
-        return Search(
+        return DrawnSearch(
             asked.queries(image, text)[source],
             asked.items(image, text)[:items],
             item.masked_fill(missing, -1),

@@ -68,8 +68,8 @@ def statistics(image: Tensor, text: Tensor) -> dict[str, float]:
     for direction, table in (("t2i", cosine), ("i2t", cosine.T)):
         rank = (table > table.diagonal()[:, None]).sum(1)
         numbers |= {f"{direction} recall": share(rank < 1), f"{direction} recall 10": share(rank < 10)}
-        found = table.topk(10).indices.flatten().bincount(minlength=len(table))
-        numbers[f"{direction} hubs"] = float(stats.skew(found.numpy()))
+        hits = table.topk(10).indices.flatten().bincount(minlength=len(table))
+        numbers[f"{direction} hubs"] = float(stats.skew(hits.numpy()))
     return numbers
 
 
@@ -77,8 +77,8 @@ def of_one_modality(rows: Tensor) -> dict[str, float]:
     centred = rows - rows.mean(0)
     spectrum = torch.linalg.svdvals(centred).square()
     spectrum = spectrum / spectrum.sum()
-    place = torch.arange(4, 61)
-    decay = np.polyfit(place.log().numpy(), spectrum[place - 1].log().numpy(), 1)[0]
+    order = torch.arange(4, 61)
+    decay = np.polyfit(order.log().numpy(), spectrum[order - 1].log().numpy(), 1)[0]
     cosine = (rows @ rows.T).fill_diagonal_(-1)
     nearest = cosine.amax(1)
     count = len(rows)
@@ -92,8 +92,8 @@ def of_one_modality(rows: Tensor) -> dict[str, float]:
     }
 
 
-def share(found: Tensor) -> float:
-    return float(found.double().mean())
+def share(hits: Tensor) -> float:
+    return float(hits.double().mean())
 
 
 def real_sets() -> Iterator[tuple[str, int, Tensor, Tensor]]:

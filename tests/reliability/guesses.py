@@ -135,6 +135,8 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
     "evaluation.clopper_pearson_upper": {"count": lambda: 2, "n": lambda: 9},
     "evaluation.abstention_threshold": {"target_risk": lambda: 0.6, "confidence": lambda: 0.9},
     "worlds.": {"text": lambda: unit(ROWS, IMAGE, seed=1)},
+    "worlds.ClipWorld": {"dim": lambda: IMAGE},
+    "worlds.PairWorld.sample_search": {"queries": lambda: 3, "items": lambda: 5},
     "distributed.World": {"counts": lambda: [6]},
     "GeoFlow.": {"direction": lambda: "joint"},
     "RetrievalEntropy.": {"queries": lambda: unit(3, TEXT)},
