@@ -24,7 +24,7 @@ from geoflow_fast.evaluation.methods import Method, Scores, Study
 from geoflow_fast.evaluation.recipe import Recipe, RecipeData, run_recipe
 from geoflow_fast.evaluation.results import COLUMNS, Comparison, Result
 from geoflow_fast.retrieval.task import RetrievalTask
-from geoflow_fast.worlds import ConceptWorld
+from geoflow_fast.worlds import ClipWorld, ConceptWorld, PairWorld
 
 ROOT = Path(__file__).parents[1]
 PAGE, PICTURES = ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "images"
@@ -38,13 +38,15 @@ SHOWN = ("auroc", "aurc", "spearman", "r2", "r2_value", "recall", "fit_seconds",
 QUALITY = ("auroc", "aurc", "spearman", "r2", "r2_value")
 FLOW = ("rerank", "entropy")
 TRUTH = "truth"
+CONCEPTS, CLIP_PAIRS = ConceptWorld(), 10_000
+REFERENCES = ["hub_softmax", "max_softmax", "margin", "softmax_entropy", "knn"]
 FEW_PAIRS = {"network": {"centre": True, "pca_dim": 64}, "flow": {"steps": 600, "lr": 1e-3, "warmup_steps": 50}}
 """For clip art: a small network on leading directions, averaged weights, the best of them by the held-out pairs."""
 
 
-def world_folder(pairs: int = PAIRS) -> Path:
-    """Pairs of the concept world: `train`, `val`, `test`; the last two do not depend on how many are to train on."""
-    folder, world = FOLDER / f"world_{pairs}", ConceptWorld()
+def world_folder(pairs: int = PAIRS, world: PairWorld = CONCEPTS, name: str = "world") -> Path:
+    """Pairs of a world: `train`, `val`, `test`; the last two do not depend on how many are to train on."""
+    folder = FOLDER / f"{name}_{pairs}"
     for part, count, seed in (("train", pairs, 100), ("val", HELD_OUT, 200), ("test", QUERIES, 300)):
         if not (folder / part).exists():
             image, text, _ = world.sample(count, generator=torch.Generator().manual_seed(seed))
@@ -63,15 +65,19 @@ def compared(recipe: Recipe, out: Path) -> Comparison:
 
 
 class Truth(Method):
-    """Not a method: the exact probability, under the concept world's distribution, that plain search is wrong."""
+    """Not a method: the exact probability, under the distribution of a world, that plain search is wrong."""
 
     name, title = TRUTH, "true posterior"
+
+    def __init__(self, study: Study, world: PairWorld) -> None:
+        super().__init__(study)
+        self.world = world
 
     def facts(self) -> dict[str, Any]:
         return {}
 
     def _fit(self, task: RetrievalTask) -> None:
-        self.task, self.world = task, ConceptWorld()
+        self.task = task
 
     def score(self, rows: slice, answers: Tensor) -> Scores:
         posterior = self.world.gallery_posterior(self.task.queries[rows], self.task.items, self.task.direction)
@@ -86,8 +92,17 @@ def concept_world() -> Comparison:
     recipe = Recipe("All methods on the concept world", [parts_of("concept world", folder)], seeds=SEEDS, preset="tiny")
     comparison = compared(recipe, FOLDER / "concepts")
     study, test = (gf.EmbeddingPairs.open(folder / part) for part in ("val", "test"))
-    truth = compare(Study(study), test, [Truth(Study(study))], resamples=0)
+    truth = compare(Study(study), test, [Truth(Study(study), CONCEPTS)], resamples=0)
     return Comparison([*comparison.results, *truth.results], comparison.facts)
+
+
+def clip_world() -> Comparison:
+    """References that need no training, and the truth, on a world as wide as CLIP."""
+    world = ClipWorld()
+    folder = world_folder(CLIP_PAIRS, world, "clip_world")
+    train, val, test = (gf.EmbeddingPairs.open(folder / part) for part in ("train", "val", "test"))
+    study = Study(val, train=train)
+    return compare(study, test, [*REFERENCES, Truth(study, world)])
 
 
 def clip_art() -> Comparison:
@@ -211,7 +226,7 @@ def words_on_twins(comparison: Comparison) -> str:
 
 
 def run() -> str:
-    world, real, sizes, twins = concept_world(), clip_art(), more_pairs(), geometry()
+    world, clip, real, sizes, twins = concept_world(), clip_world(), clip_art(), more_pairs(), geometry()
     page = f"""# Methods side by side
 
 All methods that need nothing but pairs, in both directions, judged by how well their uncertainty separates wrong
@@ -236,7 +251,7 @@ guarantee ([abstention](abstention.md)).
 
 ## Where the truth is known
 
-The [concept world](method.md#the-concept-world): width {ConceptWorld().dim}, {PAIRS:,} training pairs,
+The [concept world](method.md#the-concept-world): width {CONCEPTS.dim}, {PAIRS:,} training pairs,
 {HELD_OUT:,} held-out pairs, {QUERIES:,} queries; means and standard deviations over {len(SEEDS)} seeds.
 
 {section("Concept world", world, "benchmark_world.png")}
@@ -251,6 +266,13 @@ uncertainty can improve on. Yet it is not first in Spearman or in R^2 over the b
 are tied, and an uncertainty that separates right from wrong sharply makes a step rather than a line, so that a weaker
 one, whose errors grow evenly, looks better there. AUROC and AURC do not have
 this flaw, and R^2 over the uncertainty itself ("R^2, value") has little of it: compare methods by them.
+
+## Where the truth is known, with the statistics of CLIP
+
+The [CLIP-like world](method.md#the-clip-like-world): width 512, {CLIP_PAIRS:,} pairs as a reference,
+{HELD_OUT:,} held-out pairs, {QUERIES:,} queries, one seed. Only references that need no training are compared.
+
+{section("CLIP-like world", clip, "benchmark_clip_world.png")}
 
 ## Real images, few pairs
 

@@ -24,7 +24,7 @@ from benchmarks.suite import FOR_COMPARISON, PEER, Case, Contender
 from geoflow_fast.evaluation.metrics import auroc, reliability
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.likelihood.settings import DensitySettings
-from geoflow_fast.worlds import ConceptWorld
+from geoflow_fast.worlds import ConceptWorld, PairWorld
 
 QUERIES, NEIGHBOURS, NOISE_QUERIES = 1000, 10, 50
 TEMPERATURES = torch.logspace(0, 3, 61, base=10)
@@ -33,7 +33,7 @@ TEMPERATURES = torch.logspace(0, 3, 61, base=10)
 class RerankStudy:
     """One direction: the queries' own items are the gallery, in order."""
 
-    def __init__(self, flow: gf.GeoFlow, direction: str, world: ConceptWorld | None = None) -> None:
+    def __init__(self, flow: gf.GeoFlow, direction: str, world: PairWorld | None = None) -> None:
         self.flow, self.direction, self.world = flow, direction, world or ConceptWorld()
         image, text, _ = self.world.sample(2 * QUERIES, generator=torch.Generator().manual_seed(51))
         self.pairs = gf.EmbeddingPairs.from_arrays(image[QUERIES:], text[QUERIES:])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import geoflow_fast as gf
-from geoflow_fast.worlds import log_bump, sample_bump
+from geoflow_fast.spherical import log_bump, sample_bump
 
 BLUE, ORANGE, GREY, PALE = "#3b6fb6", "#e07b28", "#8a8f98", "#c9ced6"
 generator = torch.Generator().manual_seed(3)

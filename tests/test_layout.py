@@ -24,7 +24,7 @@ LAYERS = (
     ("manifolds",),
     ("data", "ops"),
     ("kernels",),
-    ("worlds", "noise"),
+    ("worlds", "spherical", "noise"),
     ("geometry", "directions"),
     ("distributed", "runtime"),
 )

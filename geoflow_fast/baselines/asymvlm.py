@@ -19,58 +19,8 @@ from geoflow_fast.baselines.base import nearest
 from geoflow_fast.baselines.trained import PUBLISHED, TrainedBaseline
 from geoflow_fast.directions import Direction
 from geoflow_fast.retrieval.gallery import Gallery
+from geoflow_fast.spherical import log_vmf_normalizer
 from geoflow_fast.training.config import RunConfig
-
-LEAST_ORDER = 32.0
-"""The expansion below is exact to float64 for Bessel functions of at least this order; others use a recurrence."""
-
-# Polynomials U_k(p) of Debye's uniform expansion, by powers of p (Abramowitz and Stegun 9.3.9).
-_DEBYE = (
-    {1: 3 / 24, 3: -5 / 24},
-    {2: 81 / 1152, 4: -462 / 1152, 6: 385 / 1152},
-    {3: 30375 / 414720, 5: -369603 / 414720, 7: 765765 / 414720, 9: -425425 / 414720},
-    {
-        4: 4465125 / 39813120,
-        6: -94121676 / 39813120,
-        8: 349922430 / 39813120,
-        10: -446185740 / 39813120,
-        12: 185910725 / 39813120,
-    },
-)
-
-
-def log_bessel_ratio(order: float, x: Tensor) -> Tensor:
-    """log(I_v(x) / x^v) of order v >= 0 for x >= 0, float64: smooth at x = 0, where it is -v log 2 - lgamma(v + 1).
-
-    Debye's uniform expansion gives it for an order of at least `LEAST_ORDER`, and the recurrence
-    I_{v-1} = (2v / x) I_v + I_{v+1}, which is stable, leads down from there.
-    """
-    x = x.double()
-    square = x.square()
-    above = max(0, math.ceil(LEAST_ORDER - order))
-    v = order + above
-    value, ratio = _debye(v, square), torch.exp(_debye(v + 1, square) - _debye(v, square))
-    for _ in range(above):
-        # With J_v = I_v / x^v: J_{v-1} = 2v J_v + x^2 J_{v+1}; `ratio` is J_{v+1} / J_v.
-        growth = 2 * v + square * ratio
-        value, ratio, v = value + growth.log(), 1 / growth, v - 1
-    return value
-
-
-def _debye(v: float, square: Tensor) -> Tensor:
-    """log(I_v(x) / x^v) of a large order v, as a function of x^2."""
-    root = torch.sqrt(1 + square / v**2)
-    p = 1 / root
-    series = torch.ones_like(p)
-    for k, polynomial in enumerate(_DEBYE, 1):
-        series = series + sum((weight * p**power for power, weight in polynomial.items()), torch.zeros_like(p)) / v**k
-    leading = v * (root - torch.log1p(root) - math.log(v)) - 0.5 * math.log(2 * math.pi * v)
-    return leading - 0.5 * root.log() + series.log()
-
-
-def log_vmf_normalizer(kappa: Tensor, d: int) -> Tensor:
-    """log C_d(kappa), float64, of the density C_d(kappa) exp(kappa <mu, x>) on the unit sphere of R^d."""
-    return -d / 2 * math.log(2 * math.pi) - log_bessel_ratio(d / 2 - 1, kappa)
 
 
 def log_power_spherical(cosine: Tensor, kappa: Tensor, d: int) -> Tensor:

@@ -13,9 +13,10 @@ from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.solvers import Points, integrate, time_grid
 from geoflow_fast.noise import sample_uniform
+from geoflow_fast.spherical import sample_bump
 from geoflow_fast.training.config import TrainConfig
 from geoflow_fast.training.flow_matching import train
-from geoflow_fast.worlds import ConceptWorld, sample_bump
+from geoflow_fast.worlds import PairWorld
 
 PAIRS = 60_000
 SPHERE_PAIRS, SPHERE_STEPS, SPHERE_C = 8192, 500, 3.0
@@ -24,7 +25,7 @@ SPHERE_CENTRES = ((0.9, 0.3, 0.3), (0.2, 0.9, 0.4), (0.35, 0.25, 0.9), (0.6, -0.
 there."""
 
 
-def concept_pairs(world: ConceptWorld, seed: int) -> EmbeddingPairs:
+def concept_pairs(world: PairWorld, seed: int) -> EmbeddingPairs:
     """The pairs that the flow is trained on."""
     image, text, _ = world.sample(PAIRS, generator=torch.Generator().manual_seed(100 + seed))
     return EmbeddingPairs.from_arrays(image, text)

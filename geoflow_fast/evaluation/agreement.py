@@ -11,7 +11,7 @@ from torch import Tensor
 from geoflow_fast.directions import DIRECTIONS
 from geoflow_fast.flow.fields import Field
 from geoflow_fast.likelihood.density import log_density
-from geoflow_fast.worlds import ConceptWorld
+from geoflow_fast.worlds import PairWorld
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class DensityAgreement:
 
 
 def densities(
-    world: ConceptWorld, field: Field, *, rows: int = 1000, n_steps: int = 10, n_probes: int = 2, seed: int = 0
+    world: PairWorld, field: Field, *, rows: int = 1000, n_steps: int = 10, n_probes: int = 2, seed: int = 0
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """Estimated and true log-densities [rows] of new pairs: the joint, both conditionals, both marginals, the PMI."""
     generator = torch.Generator().manual_seed(seed)

@@ -13,7 +13,8 @@ import geoflow_fast as gf
 from geoflow_fast.directions import DIRECTIONS
 from geoflow_fast.geometry import log_area, normalize
 from geoflow_fast.noise import sample_uniform
-from geoflow_fast.worlds import PairField, sample_bump
+from geoflow_fast.spherical import sample_bump
+from geoflow_fast.worlds import PairField
 from tests.likelihood.helpers import oracles, random_flow, random_pairs, seeded
 
 

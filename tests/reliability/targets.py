@@ -16,7 +16,7 @@ from geoflow_fast import noise, ops
 from geoflow_fast.distributed import World
 from geoflow_fast.evaluation.retrieval import RetrievalSet
 from geoflow_fast.plan import plan_scoring
-from geoflow_fast.worlds import BumpField, ConceptWorld, PairField
+from geoflow_fast.worlds import BumpField, ClipWorld, ConceptWorld, PairField
 from tests.reliability.hostile import Target
 
 ROWS, IMAGE, TEXT = 6, 5, 4
@@ -165,6 +165,11 @@ def retrieval_set() -> RetrievalSet:
 @functools.cache
 def concept_world() -> ConceptWorld:
     return ConceptWorld(IMAGE)
+
+
+@functools.cache
+def clip_world() -> ClipWorld:
+    return ClipWorld(IMAGE, groups=2, styles=3)
 
 
 def concepts_drawn(n: Any, concepts: Any, generator: Any) -> tuple[Tensor, ...]:

@@ -19,7 +19,8 @@ from geoflow_fast.directions import Direction
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.retrieval.calibration import LEAST_QUERIES, UNCALIBRATED
 from geoflow_fast.retrieval.held_out import Shortlist
-from geoflow_fast.worlds import ConceptWorld, PairField, sample_bump
+from geoflow_fast.spherical import sample_bump
+from geoflow_fast.worlds import ConceptWorld, PairField
 
 DIM, ITEMS, QUERIES, K = 6, 300, 40, 12
 
