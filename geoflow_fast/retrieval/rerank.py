@@ -100,7 +100,8 @@ class BayesReranker(nn.Module):
 
     `direction="t2i"`: queries are texts and the gallery holds images; "i2t": the other way round. A shortlist contains
     the `shortlist` items (32 with a flow, 128 without) with the largest cosine or, with `shortlist_by="head"`, with the
-    largest score of the `head`; they are found by a search of the gallery or of its store, or passed in (`reranker(queries, candidates)`).
+    largest score of the `head`; they are found by a search of the gallery or of its store, or passed in
+    (`reranker(queries, candidates)`).
 
     `flow`, `head`: the models, each of which may be None. log p(query | item) is estimated under the flow in `n_steps`
     steps of `solver` with `n_probes` probes. All pairs share the probes, which depend on `seed` alone: results do not
