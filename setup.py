@@ -1,4 +1,4 @@
-"""Builds `geoflow_fast._C`: C++ for every CPU, AVX2 variants chosen at run time, CUDA when nvcc is there.
+"""Builds `geoflow_fast._C`: C++ for every CPU, AVX2 and AVX512-BF16 variants chosen at run time, CUDA if nvcc is there.
 
 The extension takes raw pointers and includes no torch header, so neither torch nor a GPU is needed to build it.
 `GEOFLOW_CUDA=0` builds without CUDA even where nvcc exists; `GEOFLOW_CUDA=1` makes a missing nvcc an error.
@@ -41,6 +41,15 @@ def find_nvcc() -> str | None:
     return nvcc
 
 
+def isa_flags(source: str) -> list[str]:
+    """Flags for the instruction set that the end of a file's name tells, on x86-64; see csrc/cpu/cpu_features.h."""
+    avx2 = ["-mavx2", "-mfma", "-mf16c"]
+    avx512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"]
+    if not X86_64:
+        return []
+    return {"avx2": avx2, "avx512bf16": avx2 + avx512}.get(Path(source).stem.rpartition("_")[2], [])
+
+
 def openmp_flags() -> tuple[list[str], list[str]]:
     """Compile and link flags for OpenMP. Apple's clang has none of its own: there the loops run on one thread."""
     return ([], []) if sys.platform == "darwin" else (["-fopenmp"], ["-fopenmp"])
@@ -59,7 +68,7 @@ def sanitizer_flags() -> list[str]:
 
 
 class BuildExtension(build_ext):
-    """Compiles `*_avx2.cpp` with AVX2 flags and `*.cu` with nvcc; everything else as usual."""
+    """Compiles `*_avx2.cpp` and `*_avx512bf16.cpp` with the flags of these instruction sets and `*.cu` with nvcc; everything else as usual."""
 
     def build_extensions(self) -> None:
         self.compiler.src_extensions.append(".cu")
@@ -69,8 +78,7 @@ class BuildExtension(build_ext):
             if src.endswith(".cu"):
                 self.spawn([NVCC, *pp_opts, "-c", src, "-o", obj, *NVCC_FLAGS])
                 return
-            isa = ["-mavx2", "-mfma", "-mf16c"] if X86_64 and src.endswith("_avx2.cpp") else []
-            compile_host(obj, src, ext, cc_args, [*post, *isa], pp_opts)
+            compile_host(obj, src, ext, cc_args, [*post, *isa_flags(src)], pp_opts)
 
         self.compiler._compile = compile_any
         if NVCC is not None:

@@ -78,7 +78,9 @@ std::string cuda_status() {
 
 std::vector<std::string> cpu_features() {
     if (!geoflow::has_avx2_fma()) return {};
-    return {"avx2", "fma", "f16c"};
+    std::vector<std::string> names = {"avx2", "fma", "f16c"};
+    if (geoflow::has_avx512_bf16()) names.push_back("avx512_bf16");
+    return names;
 }
 
 struct StreamAddresses {
@@ -202,21 +204,24 @@ struct GalleryInputs {
     std::int64_t queries, draws, items, dim;
     float kappa;
     int threads;
+    bool bfloat16;
 
     geoflow::GalleryParams params() const {
         return {at<const float>(samples), at<const float>(sample_bias), at<const float>(gallery), at<const std::int64_t>(pick),
-                at<const float>(bias), queries, draws, items, dim, kappa, threads, keep_going};
+                at<const float>(bias), queries, draws, items, dim, kappa, threads, keep_going, bfloat16};
     }
 };
 
 void bind_gallery(py::module_& m) {
     py::class_<GalleryInputs>(m, "GalleryInputs")
         .def(py::init([](Address samples, Address sample_bias, Address gallery, Address pick, Address bias, std::int64_t queries,
-                         std::int64_t draws, std::int64_t items, std::int64_t dim, float kappa, int threads) {
-                 return GalleryInputs{samples, sample_bias, gallery, pick, bias, queries, draws, items, dim, kappa, threads};
+                         std::int64_t draws, std::int64_t items, std::int64_t dim, float kappa, int threads, bool bfloat16) {
+                 if (bfloat16 && !geoflow::has_avx512_bf16()) throw py::value_error("this processor has no bfloat16 unit");
+                 return GalleryInputs{samples, sample_bias, gallery, pick,  bias,    queries,
+                                      draws,   items,       dim,     kappa, threads, bfloat16};
              }),
              py::kw_only(), "samples"_a, "sample_bias"_a, "gallery"_a, "pick"_a, "bias"_a, "queries"_a, "draws"_a, "items"_a, "dim"_a,
-             "kappa"_a, "threads"_a);
+             "kappa"_a, "threads"_a, "bfloat16"_a);
     m.def(
         "gallery_posterior",
         [](const GalleryInputs& inputs, std::int64_t top_k, Address peak, Address weight, Address moment, Address top_score,

@@ -15,6 +15,7 @@ struct GalleryParams {
     float kappa;
     int threads;
     bool (*keep_going)();      // asked now and then by the calling thread; false ends the call
+    bool bfloat16;             // inner products of rounded factors, but for the best items: only where has_avx512_bf16()
 };
 
 // The scores reduced over the items while they are computed. Items are numbered 0, 1, ... whether picked or not.
@@ -36,6 +37,9 @@ struct GalleryKernels {
 // The kernels for this processor.
 const GalleryKernels& gallery_kernels();
 const GalleryKernels& gallery_kernels_avx2();  // to be run only where has_avx2_fma()
+
+// Its posterior from products in bfloat16, with the best items of each query, somewhat more than top_k, scored in single precision.
+bool gallery_posterior_bfloat16(const GalleryParams& params, const GalleryStatistics& result);
 
 // Both return false when interrupted; the outputs are then unspecified. A NaN or infinity in the input makes the weight of every
 // query it touches NaN, and the scores that it touches.

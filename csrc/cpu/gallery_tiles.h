@@ -26,6 +26,7 @@ using geoflow::GalleryStatistics;
 
 constexpr std::int64_t kSlicePanels = 1024;
 constexpr std::int64_t kSliceItems = kSlicePanels * kPanelRows;
+constexpr float kLowest = -1e30f;  // stands for a bias of -inf: differences of it are numbers, and exp of them is nothing
 
 struct PanelStatistics {
     float peak, weight, moment;
@@ -153,8 +154,6 @@ class SampleColumns {
     std::int64_t group_width() const { return kLanes * params_.draws; }
 
   private:
-    static constexpr float kLowest = -1e30f;  // stands for -inf: differences of it are numbers, and exp of them is nothing
-
     std::int64_t source(std::int64_t column) const {
         if (column >= grouped_) return column;
         const std::int64_t group = column / group_width(), draw = column % group_width() / kLanes;
@@ -167,7 +166,18 @@ class SampleColumns {
     std::vector<float> arranged_, bias_;
 };
 
+// Inner products in single precision. A class of products in less has the same members, and kExact false.
+struct SingleProducts {
+    static constexpr bool kExact = true;
+
+    template <class... Arguments>
+    static bool tiles(const Arguments&... arguments) {
+        return row_tiles(arguments...);
+    }
+};
+
 // Scores of items for blocks of queries, a panel of items at a time.
+template <class Products>
 class PanelScorer {
   public:
     explicit PanelScorer(const GalleryParams& params)
@@ -201,8 +211,8 @@ class PanelScorer {
                 sink(first_query + columns_.grouped() / params_.draws + query, item, tile.rows, score);
             });
         };
-        return row_tiles({rows, pick, items, params_.dim}, columns_.samples(), columns_.count(), params_.threads, params_.keep_going,
-                         epilogue);
+        return Products::tiles(RowList{rows, pick, items, params_.dim}, columns_.samples(), columns_.count(), params_.threads,
+                               params_.keep_going, epilogue);
     }
 
   private:
@@ -303,13 +313,40 @@ inline PanelStatistics close_panel(const float (&score)[kPanelRows], std::int64_
     return {peak, sum(weight), sum(moment)};
 }
 
+// The score of one item in single precision, its sums over the draws in double.
+inline double exact_score(const GalleryParams& params, std::int64_t query, std::int64_t item) {
+    const std::int64_t dim = params.dim, whole = dim / kLanes * kLanes;
+    const float* const row = params.gallery + (params.pick ? params.pick[item] : item) * dim;
+    double top = -std::numeric_limits<double>::infinity(), total = 0;
+    for (std::int64_t m = query * params.draws; m < (query + 1) * params.draws; ++m) {
+        const float* const sample = params.samples + m * dim;
+        float8 some = broadcast(0.0f), other = some;
+        for (std::int64_t k = 0; k < whole; k += kLanes) {
+            std::swap(some, other);
+            some += load(row + k) * load(sample + k);
+        }
+        float rest = 0;
+        for (std::int64_t k = whole; k < dim; ++k) rest += row[k] * sample[k];
+        const double bias = params.sample_bias ? std::max(params.sample_bias[m], kLowest) : 0.0;
+        const double value = params.kappa * static_cast<double>(sum(some + other) + rest) + bias;
+        const double common = std::max(top, value);
+        total = total * std::exp(top - common) + std::exp(value - common);
+        top = common;
+    }
+    return top + std::log(total / static_cast<double>(params.draws)) + (params.bias ? params.bias[item] : 0.0f);
+}
+
+// Streams the items once. Products that are not exact serve for all items but the best ones of each query: a few more of these than
+// are asked for are kept, and in the end scored again in single precision, also within the sums.
+template <class Products>
 class GallerySolver {
   public:
     GallerySolver(const GalleryParams& params, const GalleryStatistics& result)
         : params_(params),
           result_(result),
           scorer_(params),
-          top_(params.threads, std::vector<TopItems>(params.queries, TopItems(result.top_k))),
+          kept_(Products::kExact ? result.top_k : least(params.items, result.top_k + std::max<std::int64_t>(result.top_k, kSpare))),
+          top_(params.threads, std::vector<TopItems>(params.queries, TopItems(kept_))),
           statistics_(least(kSlicePanels, params.items / kPanelRows + 1) * scorer_.block_queries()) {
         for (std::int64_t q = 0; q < params.queries; ++q) {
             result.peak[q] = -std::numeric_limits<double>::infinity();
@@ -321,11 +358,15 @@ class GallerySolver {
         for (std::int64_t item = 0; item < params_.items; item += kSliceItems)
             for (std::int64_t query = 0; query < params_.queries; query += scorer_.block_queries())
                 if (!run_slice(item, query)) return false;
+#pragma omp parallel for num_threads(params_.threads) schedule(static)
         for (std::int64_t q = 0; q < params_.queries; ++q) read_out_top(q);
         return true;
     }
 
   private:
+    static constexpr std::int64_t kSpare = 16;
+    static constexpr double kSumRounding = 1e-6;  // of a sum of exponentials, relative
+
     bool run_slice(std::int64_t first_item, std::int64_t first_query) {
         const std::int64_t items = least(kSliceItems, params_.items - first_item), block = scorer_.block_queries();
         const std::int64_t queries = least(block, params_.queries - first_query);
@@ -354,6 +395,8 @@ class GallerySolver {
         for (const std::vector<TopItems>& mine : top_)
             all.insert(all.end(), mine[query].candidates().begin(), mine[query].candidates().end());
         std::sort(all.begin(), all.end(), better);
+        if (static_cast<std::int64_t>(all.size()) > kept_) all.resize(kept_);
+        if constexpr (!Products::kExact) correct(query, all);
         for (std::int64_t k = 0; k < result_.top_k; ++k) {
             const bool there = k < static_cast<std::int64_t>(all.size());
             result_.top_score[query * result_.top_k + k] = there ? all[k].score : std::nan("");
@@ -361,16 +404,45 @@ class GallerySolver {
         }
     }
 
+    // Replaces the scores of the best items by exact ones, in the list, which is sorted again, and in the query's sums.
+    void correct(std::int64_t query, std::vector<Candidate>& all) const {
+        double &peak = result_.peak[query], &weight = result_.weight[query], &moment = result_.moment[query];
+        if (!std::isfinite(weight + moment)) return;  // as the caller must learn
+        const double noise = kSumRounding * weight;
+        add(all, peak, -1.0, weight, moment);
+        if (weight < noise) weight = moment = 0;  // nothing but these items
+        for (Candidate& item : all) item.score = static_cast<float>(exact_score(params_, query, item.index));
+        if (!std::all_of(all.begin(), all.end(), [](const Candidate& item) { return std::isfinite(item.score); })) {
+            weight = std::nan("");
+            return;
+        }
+        std::sort(all.begin(), all.end(), better);
+        const double shift = peak - all.front().score, scale = std::exp(shift);
+        moment = scale * (moment + shift * weight);
+        weight *= scale;
+        peak = all.front().score;
+        add(all, peak, 1.0, weight, moment);
+    }
+
+    static void add(const std::vector<Candidate>& items, double peak, double sign, double& weight, double& moment) {
+        for (const Candidate& item : items) {
+            const double below = item.score - peak, mass = sign * std::exp(below);
+            weight += mass;
+            moment += mass * below;
+        }
+    }
+
     const GalleryParams& params_;
     const GalleryStatistics& result_;
-    PanelScorer scorer_;
+    PanelScorer<Products> scorer_;
+    const std::int64_t kept_;                  // items of a query
     std::vector<std::vector<TopItems>> top_;   // per thread: [queries]
     std::vector<PanelStatistics> statistics_;  // [panels of the slice, queries of the block]
 };
 
 // Scores [queries, items] themselves.
 inline bool store_scores(const GalleryParams& params, float* scores) {
-    PanelScorer scorer(params);
+    PanelScorer<SingleProducts> scorer(params);
     const auto keep = [&](std::int64_t query, std::int64_t item, std::int64_t rows, const float(&score)[kPanelRows]) {
         std::copy(score, score + rows, scores + query * params.items + item);
     };
@@ -379,9 +451,9 @@ inline bool store_scores(const GalleryParams& params, float* scores) {
     return true;
 }
 
-const geoflow::GalleryKernels kGalleryKernels = {
-    [](const GalleryParams& params, const GalleryStatistics& result) { return GallerySolver(params, result).run(); },
-    store_scores,
-};
+template <class Products>
+bool stream_posterior(const GalleryParams& params, const GalleryStatistics& result) {
+    return GallerySolver<Products>(params, result).run();
+}
 
 }  // namespace

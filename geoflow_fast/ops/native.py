@@ -70,6 +70,13 @@ def cpu_features() -> list[str]:
     return list(_built().cpu_features())
 
 
+def missing_bfloat16() -> str | None:
+    """Why the compiled code cannot multiply in bfloat16; None if it can."""
+    if extension() is None:
+        return missing()
+    return None if "avx512_bf16" in cpu_features() else "this processor has no bfloat16 unit (AVX512-BF16)"
+
+
 def _address(x: Tensor, name: str, dtype: torch.dtype, *, device: str = "cpu", whole: bool = True) -> int:
     """The address of `x`, after the last check before it crosses: the type of its device, its dtype, and elements
     without gaps; if not `whole`, without gaps along each row of a matrix."""
@@ -261,12 +268,14 @@ def gallery_posterior(
     item_bias: Tensor | None,
     pick: Tensor | None = None,
     sample_bias: Tensor | None = None,
+    bfloat16: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Statistics (peak, weight, moment [Q], top_score, top_index [Q, top_k]) of the scores of the items.
 
     The items are the rows of `gallery` [*, d], or those that `pick` lists in ascending order; `top_index` counts items.
+    With `bfloat16`, inner products are those of rounded rows, but for the best items.
     """
-    inputs = _gallery_inputs(samples, gallery, kappa, item_bias, pick, sample_bias)
+    inputs = _gallery_inputs(samples, gallery, kappa, item_bias, pick, sample_bias) | {"bfloat16": bfloat16}
     queries, items = len(samples), len(gallery) if pick is None else len(pick)
     if not 1 <= top_k <= items:
         raise ValueError(f"top_k={top_k} of {items} items")
@@ -291,7 +300,7 @@ def gallery_scores(
     """Scores [Q, N] of the rows of `gallery` [N, d]."""
     inputs = _gallery_inputs(samples, gallery, kappa, item_bias, None, sample_bias)
     scores = torch.empty(len(samples), len(gallery), dtype=torch.float32, device="cpu")
-    _built().gallery_scores(_built().GalleryInputs(**inputs), scores=scores.data_ptr())
+    _built().gallery_scores(_built().GalleryInputs(**inputs, bfloat16=False), scores=scores.data_ptr())
     return scores
 
 
