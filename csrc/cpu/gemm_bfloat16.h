@@ -1,48 +1,97 @@
-// C = A B^T with both factors rounded to bfloat16 and sums in single precision, for processors with AVX512-BF16: an instruction
+// C = A B^T from factors rounded to bfloat16, with sums in single precision, for processors with AVX512-BF16: an instruction
 // multiplies 32 pairs of numbers, twice as many as in single precision.
 //
-// Coordinates go in pairs, the two numbers of one 32-bit lane:
+// Coordinates go in pairs, the two halves of a 32-bit lane. The rows of encoders have a few coordinates far larger than the others, and
+// there the rounding hurts: of the largest ones, about 1 in 32, what rounding took away from either factor follows as one pair more
+// (the rest of a, a) (b, the rest of b). This leaves the error that rows with equally large coordinates would have.
 //   B is rounded and packed once, in strips of 32 columns, the last one 16 wide if that is enough: at most 15 columns of padding
 //   a panel of kPanelRows rows of A is rounded once by the thread that multiplies it, and stays in L2 for all tiles
-//   per kDepthPairs pairs of depth a strip of B stays in L1, the rows pass from L2
+//   per step of depth, at most kDepthPairs, a strip of B stays in L1 and the rows pass from L2
 //   12 x 32 or 24 x 16 micro-kernel: 24 accumulators of the 32 registers
 // Every entry is summed in an order that depends on the depth alone: results do not depend on threads or on neighbours.
 #pragma once
 #include "cpu/gemm_rows.h"
 
 #if defined(__AVX512BF16__)
+#include <algorithm>
+#include <numeric>
+#include <vector>
 
 namespace {
 
 constexpr std::int64_t kWide = 16;  // lanes of a 512-bit vector
 constexpr std::int64_t kPairStrip = 2 * kWide;
-constexpr std::int64_t kDepthPairs = 128;
+constexpr std::int64_t kPairRows = 24;  // a multiple of the rows of every micro-kernel
+constexpr std::int64_t kDepthPairs = 144;
 
-// Coordinates [k, k + 32) of a row as 16 pairs in bfloat16, zeros past its end.
-GEOFLOW_INLINE __m512i rounded_pairs(const float* row, std::int64_t k, std::int64_t depth) {
-    const auto lanes = [](std::int64_t count) {
-        return static_cast<__mmask16>(count >= kWide ? 0xffff : count > 0 ? (1 << count) - 1 : 0);
-    };
-    const __m512 low = _mm512_maskz_loadu_ps(lanes(depth - k), row + k);
-    const __mmask16 rest = lanes(depth - k - kWide);
-    const __m512 high = rest ? _mm512_maskz_loadu_ps(rest, row + k + kWide) : _mm512_setzero_ps();
-    return (__m512i)_mm512_cvtne2ps_pbh(high, low);
-}
-
-// to[pairs, a multiple of 16] = the rounded row
-inline void round_row(const float* row, std::int64_t depth, std::int32_t* to) {
-    for (std::int64_t k = 0; k < depth; k += 2 * kWide) _mm512_storeu_si512(to + k / 2, rounded_pairs(row, k, depth));
-}
-
-// Packs the rounded rows of b [count, depth] into a strip [pairs][width], whose other columns are zero.
-inline void pack_pairs(const float* b, std::int64_t count, std::int64_t depth, std::int64_t width, std::int32_t* to) {
-    const std::int64_t pairs = (depth + 1) / 2;
-    for (std::int64_t c = 0; c < width; ++c)
-        for (std::int64_t k = 0; k < depth; k += 2 * kWide) {
-            std::int32_t some[kWide] = {};
-            if (c < count) _mm512_storeu_si512(some, rounded_pairs(b + c * depth, k, depth));
-            for (std::int64_t p = k / 2; p < least(pairs, k / 2 + kWide); ++p) to[p * width + c] = some[p - k / 2];
+// How a row becomes pairs: all coordinates in order, then the largest ones once more.
+class PairLayout {
+  public:
+    // The largest coordinates are those of some rows of the list, evenly spaced.
+    explicit PairLayout(const RowList& rows) : depth_(rows.depth), whole_((rows.depth + 1) / 2) {
+        constexpr std::int64_t kLooks = 512;
+        std::vector<float> square(depth_, 0.0f);
+        const std::int64_t looks = least(kLooks, rows.count);
+        for (std::int64_t i = 0; i < looks; ++i) {
+            const float* const row = rows.row(i * rows.count / looks);
+            for (std::int64_t k = 0; k < depth_; ++k) square[k] += row[k] * row[k];
         }
+        for (float& x : square) x = x >= 0 ? x : 0.0f;  // a NaN has no place in an order
+        largest_.resize(depth_);
+        std::iota(largest_.begin(), largest_.end(), 0);
+        const std::int64_t kept = least(depth_, round_up(depth_, kPerLarge * kWide) / kPerLarge);
+        std::partial_sort(largest_.begin(), largest_.begin() + kept, largest_.end(), [&](std::int32_t a, std::int32_t b) {
+            return square[a] > square[b] || (square[a] == square[b] && a < b);
+        });
+        largest_.resize(kept);
+    }
+
+    std::int64_t pairs() const { return whole_ + static_cast<std::int64_t>(largest_.size()); }
+    // Room that pairs take, in which the vectors written last end.
+    std::int64_t room() const { return whole_ + round_up(pairs() - whole_, kWide) + kWide; }
+
+    // The pairs of a row; those of the largest coordinates are (rest, rounded) if `rest_first`, else the other way round.
+    void round(const float* row, bool rest_first, std::int32_t* to) const {
+        for (std::int64_t k = 0; k < depth_; k += 2 * kWide) {
+            const __m512 low = _mm512_maskz_loadu_ps(lanes(depth_ - k), row + k);
+            const __mmask16 more = lanes(depth_ - k - kWide);
+            const __m512 high = more ? _mm512_maskz_loadu_ps(more, row + k + kWide) : _mm512_setzero_ps();
+            _mm512_storeu_si512(to + k / 2, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+        }
+        const std::int64_t count = pairs() - whole_;
+        for (std::int64_t j = 0; j < count; j += kWide) {
+            const __mmask16 some = lanes(count - j);
+            const __m512i at = _mm512_maskz_loadu_epi32(some, largest_.data() + j);
+            const __m512 x = _mm512_mask_i32gather_ps(_mm512_setzero_ps(), some, at, row, sizeof(float));
+            const __m512i rounded = widened(x);
+            const __m512i rest = widened(_mm512_sub_ps(x, (__m512)_mm512_slli_epi32(rounded, 16)));
+            const __m512i first = rest_first ? rest : rounded, second = rest_first ? rounded : rest;
+            _mm512_storeu_si512(to + whole_ + j, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+        }
+    }
+
+  private:
+    static constexpr std::int64_t kPerLarge = 32;
+
+    static __mmask16 lanes(std::int64_t count) {
+        return static_cast<__mmask16>(count >= kWide ? 0xffff : count > 0 ? (1 << count) - 1 : 0);
+    }
+
+    // The bits of x in bfloat16, each in the lower half of a lane.
+    static __m512i widened(__m512 x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)); }
+
+    std::int64_t depth_, whole_;
+    std::vector<std::int32_t> largest_;
+};
+
+// Packs the rows of b [count, depth] into a strip [pairs][width], whose other columns are zero.
+inline void pack_pairs(const PairLayout& layout, const float* b, std::int64_t count, std::int64_t depth, std::int64_t width,
+                       std::int32_t* to) {
+    std::vector<std::int32_t> row(layout.room(), 0);
+    for (std::int64_t c = 0; c < width; ++c) {
+        if (c < count) layout.round(b + c * depth, false, row.data());
+        for (std::int64_t p = 0; p < layout.pairs(); ++p) to[p * width + c] = c < count ? row[p] : 0;
+    }
 }
 
 // c[Rows][16 Vectors] (leading dimension ldc) = or += `pairs` pairs of the rows a (leading dimension lda) times b[pairs][16 Vectors]
@@ -72,10 +121,30 @@ GEOFLOW_INLINE void pair_kernel(const std::int32_t* __restrict a, std::int64_t l
         for (int v = 0; v < Vectors; ++v) _mm512_storeu_ps(c + r * ldc + v * kWide, acc[r][v]);
 }
 
-// As row_tiles in gemm_rows.h, with both factors rounded.
+// c [rows, a multiple of kPairRows; columns, a multiple of 16] = rows a times the strips b, all of `pairs` pairs
+inline void multiply_pairs(const std::int32_t* a, std::int64_t lda, std::int64_t rows, const std::int32_t* b, std::int64_t columns,
+                           std::int64_t pairs, float* c, std::int64_t ldc) {
+    const std::int64_t steps = (pairs + kDepthPairs - 1) / kDepthPairs;
+    for (std::int64_t s = 0; s < steps; ++s) {
+        const std::int64_t p = s * pairs / steps, depth = (s + 1) * pairs / steps - p;
+        for (std::int64_t first = 0; first < columns; first += kPairStrip) {
+            const std::int64_t width = least(kPairStrip, columns - first);
+            const std::int32_t* const strip = b + first * pairs + p * width;
+            if (width == kPairStrip)
+                for (std::int64_t r = 0; r < rows; r += 12)
+                    pair_kernel<12, 2>(a + r * lda + p, lda, strip, depth, s > 0, c + r * ldc + first, ldc);
+            else
+                for (std::int64_t r = 0; r < rows; r += 24)
+                    pair_kernel<24, 1>(a + r * lda + p, lda, strip, depth, s > 0, c + r * ldc + first, ldc);
+        }
+    }
+}
+
+// As row_tiles in gemm_rows.h, from rounded factors.
 template <class Poll, class Epilogue>
 bool bfloat16_tiles(const RowList& a, const float* b, std::int64_t columns, int threads, const Poll& poll, const Epilogue& epilogue) {
-    const std::int64_t pairs = (a.depth + 1) / 2, lda = round_up(pairs, kWide), padded = round_up(columns, kWide);
+    const PairLayout layout(a);
+    const std::int64_t pairs = layout.pairs(), lda = round_up(layout.room(), kWide), padded = round_up(columns, kWide);
     const std::int64_t strips = (padded + kPairStrip - 1) / kPairStrip, panels = (a.count + kPanelRows - 1) / kPanelRows;
     const std::int64_t ld = least(padded, kTileColumns);
     const std::int64_t tile_size = round_up(kPanelRows * ld + kWide, 1024), panel_size = round_up(kPanelRows * lda, 1024);
@@ -90,32 +159,18 @@ bool bfloat16_tiles(const RowList& a, const float* b, std::int64_t columns, int 
 #pragma omp for schedule(static)
         for (std::int64_t s = 0; s < strips; ++s) {
             const std::int64_t first = s * kPairStrip, width = least(kPairStrip, padded - first);
-            pack_pairs(b + first * a.depth, least(width, columns - first), a.depth, width, packed_b + first * pairs);
+            pack_pairs(layout, b + first * a.depth, least(width, columns - first), a.depth, width, packed_b + first * pairs);
         }
 #pragma omp for schedule(monotonic : dynamic, 1)
         for (std::int64_t panel = 0; panel < panels; ++panel) {
             if (thread_number() == 0 && !poll()) __atomic_store_n(&go_on, false, __ATOMIC_RELAXED);
             if (!__atomic_load_n(&go_on, __ATOMIC_RELAXED)) continue;
-            const std::int64_t row = panel * kPanelRows, end = least(row + kPanelRows, a.count);
-            const std::int64_t multiplied = round_up(end - row, 24);
-            for (std::int64_t r = 0; r < multiplied; ++r) round_row(a.row(row + r), a.depth, rows + r * lda);
-            for (std::int64_t col = 0; col < columns; col += kTileColumns) {
-                const std::int64_t tile_end = least(col + kTileColumns, padded);
-                for (std::int64_t p = 0; p < pairs; p += kDepthPairs) {
-                    const std::int64_t step = least(kDepthPairs, pairs - p);
-                    for (std::int64_t first = col; first < tile_end; first += kPairStrip) {
-                        const std::int64_t width = least(kPairStrip, padded - first);
-                        const std::int32_t* const strip = packed_b + first * pairs + p * width;
-                        float* const corner = values + (first - col);
-                        if (width == kPairStrip)
-                            for (std::int64_t r = 0; r < multiplied; r += 12)
-                                pair_kernel<12, 2>(rows + r * lda + p, lda, strip, step, p > 0, corner + r * ld, ld);
-                        else
-                            for (std::int64_t r = 0; r < multiplied; r += 24)
-                                pair_kernel<24, 1>(rows + r * lda + p, lda, strip, step, p > 0, corner + r * ld, ld);
-                    }
-                }
-                epilogue(Tile<1>{row, end - row, col, least(columns, tile_end) - col, ld, {values}});
+            const std::int64_t row = panel * kPanelRows, count = least(kPanelRows, a.count - row);
+            const std::int64_t multiplied = round_up(count, kPairRows);
+            for (std::int64_t r = 0; r < multiplied; ++r) layout.round(a.row(row + r), true, rows + r * lda);
+            for (std::int64_t col = 0; col < columns; col += ld) {
+                multiply_pairs(rows, lda, multiplied, packed_b + col * pairs, least(ld, padded - col), pairs, values, ld);
+                epilogue(Tile<1>{row, count, col, least(ld, columns - col), ld, {values}});
             }
         }
     }
