@@ -313,27 +313,32 @@ inline PanelStatistics close_panel(const float (&score)[kPanelRows], std::int64_
     return {peak, sum(weight), sum(moment)};
 }
 
-// The score of one item in single precision, its sums over the draws in double.
-inline double exact_score(const GalleryParams& params, std::int64_t query, std::int64_t item) {
-    const std::int64_t dim = params.dim, whole = dim / kLanes * kLanes;
-    const float* const row = params.gallery + (params.pick ? params.pick[item] : item) * dim;
+inline float inner_product(const float* a, const float* b, std::int64_t dim) {
+    constexpr int kChains = 4;  // sums side by side, since each waits for its last addition
+    float8 part[kChains] = {};
+    std::int64_t k = 0;
+    for (; k + kChains * kLanes <= dim; k += kChains * kLanes)
+#pragma GCC unroll 4
+        for (int c = 0; c < kChains; ++c) part[c] += load(a + k + c * kLanes) * load(b + k + c * kLanes);
+    for (; k + kLanes <= dim; k += kLanes) part[0] += load(a + k) * load(b + k);
+    float rest = 0;
+    for (; k < dim; ++k) rest += a[k] * b[k];
+    return sum((part[0] + part[1]) + (part[2] + part[3])) + rest;
+}
+
+// The score of one item in single precision, its sum over the draws in double.
+inline float exact_score(const GalleryParams& params, std::int64_t query, std::int64_t item) {
+    const float* const row = params.gallery + (params.pick ? params.pick[item] : item) * params.dim;
     double top = -std::numeric_limits<double>::infinity(), total = 0;
     for (std::int64_t m = query * params.draws; m < (query + 1) * params.draws; ++m) {
-        const float* const sample = params.samples + m * dim;
-        float8 some = broadcast(0.0f), other = some;
-        for (std::int64_t k = 0; k < whole; k += kLanes) {
-            std::swap(some, other);
-            some += load(row + k) * load(sample + k);
-        }
-        float rest = 0;
-        for (std::int64_t k = whole; k < dim; ++k) rest += row[k] * sample[k];
         const double bias = params.sample_bias ? std::max(params.sample_bias[m], kLowest) : 0.0;
-        const double value = params.kappa * static_cast<double>(sum(some + other) + rest) + bias;
+        const double value = params.kappa * static_cast<double>(inner_product(row, params.samples + m * params.dim, params.dim)) + bias;
         const double common = std::max(top, value);
         total = total * std::exp(top - common) + std::exp(value - common);
         top = common;
     }
-    return top + std::log(total / static_cast<double>(params.draws)) + (params.bias ? params.bias[item] : 0.0f);
+    const double bias = params.bias ? params.bias[item] : 0.0;
+    return static_cast<float>(top + std::log(total / static_cast<double>(params.draws)) + bias);
 }
 
 // Streams the items once. Products that are not exact serve for all items but the best ones of each query: a few more of these than
@@ -411,7 +416,7 @@ class GallerySolver {
         const double noise = kSumRounding * weight;
         add(all, peak, -1.0, weight, moment);
         if (weight < noise) weight = moment = 0;  // nothing but these items
-        for (Candidate& item : all) item.score = static_cast<float>(exact_score(params_, query, item.index));
+        for (Candidate& item : all) item.score = exact_score(params_, query, item.index);
         if (!std::all_of(all.begin(), all.end(), [](const Candidate& item) { return std::isfinite(item.score); })) {
             weight = std::nan("");
             return;

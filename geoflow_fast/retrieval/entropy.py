@@ -21,7 +21,7 @@ from geoflow_fast.geometry import check_rows
 from geoflow_fast.head.config import DistilConfig
 from geoflow_fast.head.model import PosteriorHead
 from geoflow_fast.head.sampler import POSTERIORS, DistilAgreement, DistilledSampler, save_sampler
-from geoflow_fast.ops.gallery_posterior import check_kappa
+from geoflow_fast.ops.gallery_posterior import check_kappa, check_precision
 from geoflow_fast.retrieval import marginals
 from geoflow_fast.retrieval.freshness import flow_marks, marks
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource
@@ -85,7 +85,9 @@ class RetrievalEntropy(nn.Module):
 
     With a `PosteriorHead`, one call of its network gives the Bayes posterior of "which item is it", in calibrated nats.
     Typical `reference` queries replace the bank of queries that the head keeps to correct for items that are near to
-    everything; a head that corrects for none refuses them. The settings that follow are those of a flow.
+    everything; a head that corrects for none refuses them. Where the processor multiplies in bfloat16, all but the best
+    items are scored in it, if that costs less than .01 nats; the attribute `precision` can be set to "float32". The
+    settings that follow are those of a flow.
 
     For each query, `n_samples` embeddings of the other modality are drawn from the conditional flow in `n_steps` steps
     with `guidance`; `settings` has these and the rest of what `sample` can be told, and a keyword that is given
@@ -201,6 +203,18 @@ class RetrievalEntropy(nn.Module):
         self._sample_source.kappa = check_kappa(kappa)
 
     @property
+    def precision(self) -> str:
+        """In which a head's points are multiplied by the items: "auto", "float32" or "bfloat16", as
+        `ops.gallery_posterior` explains. It can be set; samples of flows are multiplied in float32."""
+        return self.source.precision if isinstance(self.source, HeadSource) else "float32"
+
+    @precision.setter
+    def precision(self, precision: str) -> None:
+        if not isinstance(self.source, HeadSource):
+            raise TypeError(f"precision is a setting of heads; the points of a {self.source.NAME} need float32")
+        self.source.precision = check_precision(precision)
+
+    @property
     def agreement(self) -> DistilAgreement | None:
         """How far a distilled scorer agrees with its teacher on held-out queries; None if it was not distilled."""
         return self.source.sampler.agreement if isinstance(self.source, DistilledSource) else None
@@ -301,7 +315,7 @@ class RetrievalEntropy(nn.Module):
         samples = drawn.samples
         bias = -self.item_marginals() if self.posterior == "bayes" else None
         statistics = self.gallery.statistics(
-            samples, drawn.kappa, self.top_k, bias, sample_bias=drawn.bias, use_index=True
+            samples, drawn.kappa, self.top_k, bias, sample_bias=drawn.bias, use_index=True, precision=drawn.precision
         )
         post = statistics.posterior(torch.float64)  # the bound on the risk is taken before rounding
         surely = (post.entropy - post.entropy_bound).clamp_min(0)
@@ -396,7 +410,7 @@ class RetrievalEntropy(nn.Module):
         if advance is not None:
             advance(len(queries))
         bias = None if drawn.bias is None else world.gather_rows(drawn.bias, counts)
-        return ScoringPoints(world.gather_rows(drawn.samples, counts), drawn.kappa, bias)
+        return ScoringPoints(world.gather_rows(drawn.samples, counts), drawn.kappa, bias, drawn.precision)
 
 
 def _refuse(model: nn.Module, **flow_only: Any) -> None:

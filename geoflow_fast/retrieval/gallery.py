@@ -19,7 +19,7 @@ from geoflow_fast import ops
 from geoflow_fast.data.rows import Array, Rows, open_rows
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import check_rows
-from geoflow_fast.ops.gallery_posterior import check_sample_bias
+from geoflow_fast.ops.gallery_posterior import check_precision, check_sample_bias
 from geoflow_fast.ops.gallery_statistics import GalleryStatistics
 from geoflow_fast.ops.pruning import PrefixRows
 from geoflow_fast.retrieval.freshness import marks
@@ -273,14 +273,16 @@ class Gallery:
         *,
         sample_bias: Tensor | None = None,
         use_index: bool = False,
+        precision: str = "float32",
     ) -> GalleryStatistics:
         """`ops.gallery_statistics` of all items, computed block by block, for `samples` [Q, M, d] and an optional
-        `item_bias` [N] and `sample_bias` [Q, M]. `use_index` lets the gallery's index, if it has one, leave items out
-        on a CPU."""
+        `item_bias` [N] and `sample_bias` [Q, M], with inner products in `precision`. `use_index` lets the gallery's
+        index, if it has one, leave items out on a CPU."""
         checks.with_values(samples, "samples")
         if item_bias is not None and checks.with_values(item_bias, "item_bias").shape != (len(self),):
             raise ValueError(f"item_bias must be [{len(self)}], got {tuple(item_bias.shape)}")
         check_sample_bias(sample_bias, samples)  # here already: a rank without items would not notice
+        check_precision(precision)
         divided = self.is_divided and self.world.size > 1
         index = self.index if use_index and samples.device.type == "cpu" else None
         prune = "auto" if index is None else self.prune
@@ -298,6 +300,7 @@ class Gallery:
                 first_index=first,
                 index=index,
                 prune=prune,
+                precision=precision,
             )
             running = part if running is None else running.merge(part)
         if divided:

@@ -443,7 +443,12 @@ class BayesReranker(nn.Module):
         drawn, marginals = self.source.draw(queries), self.head_marginals()
         if self.store is None:
             return self.gallery.statistics(
-                drawn.samples, drawn.kappa, self.shortlist, -marginals, sample_bias=drawn.bias
+                drawn.samples,
+                drawn.kappa,
+                self.shortlist,
+                -marginals,
+                sample_bias=drawn.bias,
+                precision=drawn.precision,
             ).top_index
         points = torch.nn.functional.normalize(drawn.samples, dim=-1).flatten(0, 1)
         rows = self.store.search(points.float().cpu().numpy(), self.shortlist)[1]

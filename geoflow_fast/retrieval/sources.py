@@ -37,6 +37,8 @@ class ScoringPoints:
     kappa: float
     bias: Tensor | None = None
     """[Q, M], or None where all points weigh the same."""
+    precision: str = "float32"
+    """In which items are scored by them: one of `ops.gallery_posterior.PRECISIONS`."""
 
 
 class Source(ABC):
@@ -192,11 +194,11 @@ class HeadSource(Source):
 
     def __init__(self, head: PosteriorHead, direction: Direction) -> None:
         super().__init__(head, direction, (head.image_dim, head.text_dim))
-        self.head = head
+        self.head, self.precision = head, "auto"
 
     @property
     def settings(self) -> dict[str, Any]:
-        return {"direction": str(self.direction), "points": self.head.config.points}
+        return {"direction": str(self.direction), "points": self.head.config.points, "precision": self.precision}
 
     @property
     def uses_reference(self) -> bool:
@@ -206,7 +208,8 @@ class HeadSource(Source):
         points = self.head.points(queries, self.direction)
         if advance is not None:
             advance(len(queries))
-        return ScoringPoints(points.points, 1.0, points.log_weights + math.log(points.points.shape[1]))
+        bias = points.log_weights + math.log(points.points.shape[1])
+        return ScoringPoints(points.points, 1.0, bias, self.precision)
 
     def digest(self) -> str:
         return head_digest(self.head)

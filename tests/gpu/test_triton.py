@@ -148,7 +148,7 @@ def test_parity_of_every_gallery_configuration(name, kappa, items, width):
     half = gallery.CONFIGS[name].half
     for dtype in (torch.bfloat16, torch.float16) if half else (torch.float32,):
         samples, rows = (x.to(dtype) for x in gallery_world(5, 50, items, width))
-        expected = gallery_posterior_reference(samples.double(), rows.double(), kappa, 10, None, None, None)
+        expected = gallery_posterior_reference(samples.double(), rows.double(), kappa, 10, None, None, None, "float32")
         statistics = gallery.gallery_statistics(*on_device(samples, rows), kappa, 10, None, None, config=name, shares=3)
         posts = [
             ops.GalleryStatistics.complete((*double(*s[:4]), s[4].long()), 10).posterior()
