@@ -232,7 +232,7 @@ def _check_finite(sums: Tensor) -> None:
 ROUNDING_LIMIT = 0.01
 """Nats that `precision="auto"` may cost."""
 _SPARE = 16
-_PER_LARGE, _LOOKS = (32, 16), 512  # as in csrc/cpu/gemm_bfloat16.h
+_PER_LARGE, _LANES, _LOOKS = 32, 16, 512  # as in csrc/cpu/gemm_bfloat16.h
 
 
 def _may_be_rounded(samples: Tensor, kappa: float, backend: str) -> Tensor:
@@ -264,8 +264,7 @@ def _rounded_rows(samples: Tensor, gallery: Tensor) -> tuple[Tensor, Tensor]:
     items, width = gallery.shape
     looks = min(items, _LOOKS)
     some = gallery[torch.arange(looks, device=gallery.device) * items // looks]
-    per, lanes = _PER_LARGE
-    kept = min(width, -(-width // (per * lanes)) * lanes)
+    kept = min(width, -(-width // (_PER_LARGE * _LANES)) * _LANES)
     largest = some.square().sum(0).sort(descending=True, stable=True).indices[:kept]
     x, g = _rounded(samples), _rounded(gallery)
     rest_x, rest_g = _rounded(samples - x)[..., largest], _rounded(gallery - g)[:, largest]
@@ -277,13 +276,14 @@ def _with_exact_top(rough: Statistics, scores: Tensor, top_k: int) -> Statistics
     peak, weight, moment, rough_score, index = rough
     below = rough_score - peak.unsqueeze(1)
     rest, rest_moment = weight - below.exp().sum(1), moment - (below * below.exp()).sum(1)
-    nothing = rest < 1e-6 * weight  # but rounding errors
+    nothing = (rest < 1e-6 * weight) & moment.isfinite()  # but rounding errors
     rest, rest_moment = rest.masked_fill(nothing, 0), rest_moment.masked_fill(nothing, 0)
     top = scores.amax(1)
+    shift = peak - top  # by which the scores of the others are referred to the new peak
+    others = top, shift.exp() * rest, shift.exp() * (rest_moment + shift * rest), scores[:, :0], index[:, :0]
     below = scores - top.unsqueeze(1)
-    exact = (top, below.exp().sum(1), (below * below.exp()).sum(1), scores, index)
-    nobody = scores[:, :0], index[:, :0]
-    return merge_statistics((peak, rest, rest_moment, *nobody), exact, top_k)
+    listed = top, below.exp().sum(1), (below * below.exp()).sum(1), scores, index
+    return merge_statistics(others, listed, top_k)
 
 
 # ---- plain torch ---------------------------------------------------------------------------------------------------
