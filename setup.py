@@ -68,7 +68,7 @@ def sanitizer_flags() -> list[str]:
 
 
 class BuildExtension(build_ext):
-    """Compiles `*_avx2.cpp` and `*_avx512bf16.cpp` with the flags of these instruction sets and `*.cu` with nvcc; everything else as usual."""
+    """Compiles `*_avx2.cpp` and `*_avx512bf16.cpp` with the flags of their instruction set and `*.cu` with nvcc."""
 
     def build_extensions(self) -> None:
         self.compiler.src_extensions.append(".cu")

@@ -25,6 +25,8 @@ from benchmarks import peers, twins
 from benchmarks.common import exponent, gate, status_bytes, time_together
 from benchmarks.limits import Limits, Work
 from benchmarks.suite import FOR_COMPARISON, PEER, Case, Contender, Scaling, Table
+from geoflow_fast.ops import native
+from geoflow_fast.ops.gallery_posterior import ROUNDING_LIMIT
 
 WIDTH, KAPPA, ITEMS, DRAWS = 1024, 100.0, 100_000, 50
 MAPPED_ITEMS = 1_000_000
@@ -233,6 +235,17 @@ def heads(gallery: Tensor) -> Table:
         close = torch.allclose(scored.top_score, truth.top_score, rtol=0, atol=ROUNDING)
         gate(f"head posterior K={points}", right and close and same_entropy(scored.log_z, truth.log_z))
         runs[f"head posterior K={points}"] = lambda s=samples, b=bias: items.statistics(s, 1.0, top_k, sample_bias=b)
+        if native.missing_bfloat16() is None:
+            rounded = items.statistics(samples, 1.0, top_k, sample_bias=bias, precision="bfloat16")
+            some = rounded.select(torch.arange(gated))
+            entropies = (s.posterior(torch.float64).entropy for s in (some, truth))
+            right = torch.allclose(*entropies, rtol=0, atol=ROUNDING_LIMIT) and torch.equal(
+                some.top_index, truth.top_index
+            )
+            gate(f"head posterior K={points}, bfloat16", right)
+            runs[f"head posterior K={points}, bfloat16"] = lambda s=samples, b=bias: items.statistics(
+                s, 1.0, top_k, sample_bias=b, precision="bfloat16"
+            )
     seconds = time_together(runs)
     fastest = min(seconds[name] for name in ("search", "FAISS") if name in seconds)
     rows = [

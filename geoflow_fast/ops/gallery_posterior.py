@@ -231,6 +231,7 @@ def _check_finite(sums: Tensor) -> None:
 
 ROUNDING_LIMIT = 0.01
 """Nats that `precision="auto"` may cost."""
+_LEAST_WIDTH = 128  # of narrower rows, the second parts of coordinates take what rounding saves
 _SPARE = 16
 _PER_LARGE, _LANES, _LOOKS = 32, 16, 512  # as in csrc/cpu/gemm_bfloat16.h
 
@@ -248,7 +249,7 @@ def _may_be_rounded(samples: Tensor, kappa: float, backend: str) -> Tensor:
     """
     queries, _, width = samples.shape
     served = samples.device.type == "cpu" and samples.dtype == torch.float32 and backend in ("auto", "cpu")
-    if not served or capturing(samples) or native.missing_bfloat16() is not None:
+    if not served or width < _LEAST_WIDTH or capturing(samples) or native.missing_bfloat16() is not None:
         return torch.zeros(queries, dtype=torch.bool, device=samples.device)
     error: Tensor = 2.0**-9 * kappa * samples.norm(dim=2).amax(dim=1) / math.sqrt(width)
     return error < ROUNDING_LIMIT

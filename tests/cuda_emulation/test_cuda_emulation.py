@@ -25,6 +25,7 @@ import pytest
 from numpy.typing import NDArray
 
 from benchmarks.cuda_build import DYNAMIC_SHARED
+from tests.reliability.races import isa_flags
 
 ROOT = Path(__file__).parents[2]
 EMULATION = ROOT / "tests" / "cuda_emulation"
@@ -594,7 +595,7 @@ def test_operations_through_the_emulated_device(tmp_path: Path) -> None:
         if source.suffix not in (".cpp", ".cu"):
             continue
         objects.append(str(tmp_path / f"{source.stem}-{source.suffix[1:]}.o"))
-        isa = ["-mavx2", "-mfma", "-mf16c"] if source.stem.endswith("_avx2") and platform.machine() == "x86_64" else []
+        isa = isa_flags(source) if platform.machine() == "x86_64" else []
         subprocess.run([*compiler, *isa, "-x", "c++", "-c", str(source), "-o", objects[-1]], check=True)
     subprocess.run(["g++", "-shared", "-fopenmp", *objects, "-o", str(extension)], check=True)
     script = [sys.executable, str(EMULATION / "check_ops.py"), str(extension)]

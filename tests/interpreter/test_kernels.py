@@ -203,7 +203,9 @@ def check_gallery(
     statistics = kernels.gallery.gallery_statistics(
         samples, rows, kappa, top_k, item_bias, sample_bias, config=config, shares=shares
     )
-    truth = gallery_posterior_reference(samples.double(), rows.double(), kappa, top_k, item_bias, None, sample_bias, "float32")
+    truth = gallery_posterior_reference(
+        samples.double(), rows.double(), kappa, top_k, item_bias, None, sample_bias, "float32"
+    )
     statistics = (*(x.double() for x in statistics[:4]), statistics[4].long())
     post, expected = (ops.GalleryStatistics.complete(s, top_k).posterior(torch.float64) for s in (statistics, truth))
     if 1 < kappa < 100 and items > 10:

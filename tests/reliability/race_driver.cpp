@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "cpu/cpu_features.h"
 #include "cpu/sinkhorn_cpu.h"
 #include "gallery.h"
 #include "interpolant.h"
@@ -64,8 +65,8 @@ void check_gallery(std::int64_t queries, std::int64_t draws, std::int64_t items,
     const std::int64_t used = picked ? static_cast<std::int64_t>(pick.size()) : items;
     const auto bias = normal<float>(used), sample_bias = normal<float>(queries * draws);
     geoflow::GalleryParams params{samples.data(), picked ? sample_bias.data() : nullptr, gallery.data(),
-                                  picked ? pick.data() : nullptr, bias.data(), queries, draws, used, dim, 20.0f, 1, always};
-    compare("gallery_posterior", [&](int threads) {
+                                  picked ? pick.data() : nullptr, bias.data(), queries, draws, used, dim, 20.0f, 1, always, false};
+    const auto posterior = [&](int threads) {
         params.threads = threads;
         const std::int64_t top_k = used < 5 ? used : 5;
         std::vector<double> peak(queries), weight(queries), moment(queries), score(queries * top_k);
@@ -74,7 +75,10 @@ void check_gallery(std::int64_t queries, std::int64_t draws, std::int64_t items,
         std::string bytes;
         append(bytes, peak), append(bytes, weight), append(bytes, moment), append(bytes, score), append(bytes, index);
         return bytes;
-    });
+    };
+    compare("gallery_posterior", posterior);
+    params.bfloat16 = geoflow::has_avx512_bf16();
+    compare("gallery_posterior in bfloat16", posterior);
     compare("gallery_scores", [&](int threads) {
         params.threads = threads;
         std::vector<float> scores(queries * used);

@@ -13,16 +13,22 @@ STATUS = 66
 """With which the sanitizer ends a program that has a race."""
 
 
+def isa_flags(source: Path) -> list[str]:
+    """The flags that setup.py compiles a source of csrc/cpu with on x86-64, by the end of its name."""
+    avx2 = ["-mavx2", "-mfma", "-mf16c"]
+    avx512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"]
+    return {"avx2": avx2, "avx512bf16": avx2 + avx512}.get(source.stem.rpartition("_")[2], [])
+
+
 def compile_driver(folder: Path) -> Path:
     """The program, compiled into `folder`; the sources of csrc/cpu see OpenMP, the link replaces its runtime."""
     flags = ["-std=c++17", "-O1", "-g", "-fsanitize=thread", "-Wno-psabi", f"-I{ROOT / 'csrc'}"]
     sources = [*sorted((ROOT / "csrc" / "cpu").glob("*.cpp")), HERE / "race_driver.cpp", HERE / "openmp_on_threads.cpp"]
 
     def compile_one(source: Path) -> Path:
-        isa = ["-mavx2", "-mfma", "-mf16c"] if source.stem.endswith("_avx2") else []
         openmp = [] if source.stem == "openmp_on_threads" else ["-fopenmp"]
         made = folder / f"{source.stem}.o"
-        subprocess.run(["g++", *flags, *isa, *openmp, "-c", str(source), "-o", str(made)], check=True)
+        subprocess.run(["g++", *flags, *isa_flags(source), *openmp, "-c", str(source), "-o", str(made)], check=True)
         return made
 
     with ThreadPoolExecutor(2) as pool:

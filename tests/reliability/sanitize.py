@@ -1,7 +1,7 @@
 """The native test-suite on an extension built with AddressSanitizer and UndefinedBehaviorSanitizer.
 
 `python -m tests.reliability.sanitize` builds it into build/sanitize, sees that the sanitizer catches an overflow made
-on purpose, and runs the tests twice: with the AVX2 variants of the kernels and with the baseline ones.
+on purpose, and runs the tests twice: with the AVX2 and AVX512-BF16 variants of the kernels and with the baseline ones.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ SUITE = (
     "ops/test_native_fuzz.py",
     "ops/test_masked_interpolant.py",
     "ops/test_gallery_posterior.py",
+    "ops/test_gallery_bfloat16.py",
     "retrieval/test_index.py",
     "ops/test_network_cpu.py",
     "ops/test_network_ops.py",

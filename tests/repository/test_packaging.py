@@ -78,15 +78,15 @@ def test_a_failing_nvcc_fails_the_build(tmp_path):
 
 
 def test_no_intrinsics_outside_their_guard():
-    """Every use of x86 intrinsics sits between `#if defined(__AVX2__)` (or __x86_64__) and its `#endif`."""
+    """Every use of x86 intrinsics sits between `#if defined(__AVX2__)` (or its like) and its `#endif`."""
     unguarded = []
     for path in sorted((ROOT / "csrc").rglob("*.[hc]*")):
         guards: list[bool] = []
         for number, line in enumerate(path.read_text().splitlines(), start=1):
             if re.match(r"\s*#\s*if", line):
-                guards.append(bool(re.search(r"__AVX2__|__x86_64__|__F16C__", line)) and "!" not in line)
+                guards.append(bool(re.search(r"__AVX2__|__x86_64__|__F16C__|__AVX512BF16__", line)) and "!" not in line)
             elif re.match(r"\s*#\s*(else|elif)", line):
-                guards[-1] = bool(re.search(r"__AVX2__|__x86_64__|__F16C__", line))
+                guards[-1] = bool(re.search(r"__AVX2__|__x86_64__|__F16C__|__AVX512BF16__", line))
             elif re.match(r"\s*#\s*endif", line):
                 guards.pop()
             elif re.search(r"\b_mm(256|512)?_|immintrin|\b__m(128|256|512)", line) and not any(guards):
