@@ -1,9 +1,9 @@
 // C = A B^T from factors rounded to bfloat16, with sums in single precision, for processors with AVX512-BF16: an instruction
 // multiplies 32 pairs of numbers, twice as many as in single precision.
 //
-// Coordinates go in pairs, the two halves of a 32-bit lane. The rows of encoders have a few coordinates far larger than the others, and
-// there the rounding hurts: of the largest ones, about 1 in 32, what rounding took away from either factor follows as one pair more
-// (the rest of a, a) (b, the rest of b). This leaves the error that rows with equally large coordinates would have.
+// Coordinates go in pairs, the two halves of a 32-bit lane. The rows of encoders have a few coordinates far larger than the others,
+// and there the rounding hurts: of the largest ones, about 1 in 32, what rounding took away from either factor follows as one pair
+// more, (rest of a, a) and (b, rest of b). This leaves the error that rows with equally large coordinates would have.
 //   B is rounded and packed once, in strips of 32 columns, the last one 16 wide if that is enough: at most 15 columns of padding
 //   a panel of kPanelRows rows of A is rounded once by the thread that multiplies it, and stays in L2 for all tiles
 //   per step of depth, at most kDepthPairs, a strip of B stays in L1 and the rows pass from L2
@@ -14,7 +14,6 @@
 
 #if defined(__AVX512BF16__)
 #include <algorithm>
-#include <numeric>
 #include <vector>
 
 namespace {
@@ -28,22 +27,27 @@ constexpr std::int64_t kDepthPairs = 144;
 class PairLayout {
   public:
     // The largest coordinates are those of some rows of the list, evenly spaced.
-    explicit PairLayout(const RowList& rows) : depth_(rows.depth), whole_((rows.depth + 1) / 2) {
-        constexpr std::int64_t kLooks = 512;
-        std::vector<float> square(depth_, 0.0f);
+    explicit PairLayout(const RowList& rows)
+        : depth_(rows.depth),
+          whole_((rows.depth + 1) / 2),
+          largest_(least(rows.depth, round_up(rows.depth, kPerLarge * kWide) / kPerLarge)) {
+        struct Coordinate {
+            float square;
+            std::int32_t index;
+        };
+        std::vector<Coordinate> all(depth_);
+        for (std::int64_t k = 0; k < depth_; ++k) all[k] = {0.0f, static_cast<std::int32_t>(k)};
         const std::int64_t looks = least(kLooks, rows.count);
         for (std::int64_t i = 0; i < looks; ++i) {
             const float* const row = rows.row(i * rows.count / looks);
-            for (std::int64_t k = 0; k < depth_; ++k) square[k] += row[k] * row[k];
+            for (std::int64_t k = 0; k < depth_; ++k) all[k].square += row[k] * row[k];
         }
-        for (float& x : square) x = x >= 0 ? x : 0.0f;  // a NaN has no place in an order
-        largest_.resize(depth_);
-        std::iota(largest_.begin(), largest_.end(), 0);
-        const std::int64_t kept = least(depth_, round_up(depth_, kPerLarge * kWide) / kPerLarge);
-        std::partial_sort(largest_.begin(), largest_.begin() + kept, largest_.end(), [&](std::int32_t a, std::int32_t b) {
-            return square[a] > square[b] || (square[a] == square[b] && a < b);
-        });
-        largest_.resize(kept);
+        for (Coordinate& x : all) x.square = x.square >= 0 ? x.square : 0.0f;  // a NaN has no place in an order
+        const auto larger = [](const Coordinate& a, const Coordinate& b) {
+            return a.square > b.square || (a.square == b.square && a.index < b.index);
+        };
+        std::partial_sort(all.begin(), all.begin() + static_cast<std::int64_t>(largest_.size()), all.end(), larger);
+        for (std::size_t j = 0; j < largest_.size(); ++j) largest_[j] = all[j].index;
     }
 
     std::int64_t pairs() const { return whole_ + static_cast<std::int64_t>(largest_.size()); }
@@ -63,22 +67,23 @@ class PairLayout {
             const __mmask16 some = lanes(count - j);
             const __m512i at = _mm512_maskz_loadu_epi32(some, largest_.data() + j);
             const __m512 x = _mm512_mask_i32gather_ps(_mm512_setzero_ps(), some, at, row, sizeof(float));
-            const __m512i rounded = widened(x);
-            const __m512i rest = widened(_mm512_sub_ps(x, (__m512)_mm512_slli_epi32(rounded, 16)));
+            const __m512i rounded = low_halves(x);
+            const __m512i rest = low_halves(_mm512_sub_ps(x, (__m512)to_high_halves(rounded)));
             const __m512i first = rest_first ? rest : rounded, second = rest_first ? rounded : rest;
-            _mm512_storeu_si512(to + whole_ + j, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+            _mm512_storeu_si512(to + whole_ + j, _mm512_or_si512(first, to_high_halves(second)));
         }
     }
 
   private:
-    static constexpr std::int64_t kPerLarge = 32;
+    static constexpr std::int64_t kPerLarge = 32, kLooks = 512;
 
     static __mmask16 lanes(std::int64_t count) {
         return static_cast<__mmask16>(count >= kWide ? 0xffff : count > 0 ? (1 << count) - 1 : 0);
     }
 
-    // The bits of x in bfloat16, each in the lower half of a lane.
-    static __m512i widened(__m512 x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)); }
+    // The bits of x in bfloat16, each in the lower half of a lane. (GCC 12 warns of the forms without a mask.)
+    static __m512i low_halves(__m512 x) { return _mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)_mm512_cvtneps_pbh(x)); }
+    static __m512i to_high_halves(__m512i x) { return _mm512_maskz_slli_epi32(0xffff, x, 16); }
 
     std::int64_t depth_, whole_;
     std::vector<std::int32_t> largest_;
