@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from geoflow_fast.ops.gallery_posterior import ROUNDING_LIMIT
 from tests.head.test_model import random_head
 
 module = importlib.import_module("geoflow_fast.ops.gallery_posterior")  # which has the name of its function
+CLIP = Path(__file__).resolve().parents[3] / "shared" / "data" / "imagenet" / "vitb32.npz"
 needs_unit = pytest.mark.skipif(native.missing_bfloat16() is not None, reason=str(native.missing_bfloat16()))
 
 
@@ -129,6 +131,24 @@ def test_entropies_are_within_the_limit_of_float32(uneven, concentration, backen
     ranks = torch.stack((entropy(result), entropy(single))).argsort(1).argsort(1).double()
     assert torch.corrcoef(ranks)[0, 1] >= 0.999
     assert torch.equal(result.top_index, single.top_index)
+
+
+@needs_unit
+@pytest.mark.skipif(not CLIP.exists(), reason=f"needs the embeddings {CLIP}")
+@pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
+def test_entropies_over_real_embeddings_are_within_the_limit(share):
+    torch.manual_seed(3)
+    with np.load(CLIP, allow_pickle=False) as file:
+        images, texts = (geometry.normalize(torch.tensor(file[k]).float()) for k in ("image_emb", "class_text_emb"))
+    near = images[torch.randint(len(images), (48 * 8,))].view(48, 8, -1)
+    mixed = torch.linspace(0, 1, 48).view(-1, 1, 1)  # from texts to images
+    points = geometry.normalize((1 - mixed) * texts[:48].unsqueeze(1) + mixed * near)
+    samples = largest_concentration(512) * share * (0.3 + 0.7 * torch.rand(48, 8, 1)) * points
+    bias = torch.randn(48, 8)
+    truth = scores_of(samples, images, bias)
+    result = scored(samples, images, bias, precision="auto", top_k=10)
+    close(entropy(result), entropy_of(truth), ROUNDING_LIMIT)
+    close(truth.gather(1, result.top_index), truth.topk(10).values, 1e-4)
 
 
 def test_large_coordinates_need_their_second_part(monkeypatch):
