@@ -44,6 +44,10 @@ class HeadPoints:
     points: Tensor
     log_weights: Tensor
 
+    def __getitem__(self, rows: Tensor) -> HeadPoints:
+        """Those of the queries `rows`."""
+        return HeadPoints(self.points[rows], self.log_weights[rows])
+
 
 class Tower(nn.Module):
     """Maps queries [Q, d] to points on the items' sphere [Q, K, d'].

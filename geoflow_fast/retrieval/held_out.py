@@ -119,7 +119,8 @@ class HeldOut:
                 features["cosine"] = torch.einsum("qd,qkd->qk", queries, near.items).double()
         if reranker.source is not None:
             with self._timed("head"):
-                scores = reranker.source.scores(queries, near.items)
+                points = reranker.source.head.points(queries, reranker.direction)
+                scores = reranker.source.scores(points, near.items)
                 features["head"] = scores + reranker.source.learned_about(near.items)
         features |= self._hub_features(rows, near)
         if reranker.flow is not None:

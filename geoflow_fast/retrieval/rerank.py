@@ -56,9 +56,10 @@ from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 
 PAIRS_AT_ONCE = 2048
 """(query, item) pairs whose embeddings are gathered at a time."""
-SHORTLIST, CHEAP_SHORTLIST = 32, 128
-"""Items of a shortlist: each costs a flow a reverse solve; without one they cost little, and the right item is among
-more of them more often."""
+SHORTLIST, CHEAP_SHORTLIST, WHOLE_SHORTLIST = 32, 128, 512
+"""Items of a shortlist with a flow, for which each is a reverse solve; without one, in a large gallery and in one of at
+most `SMALL_GALLERY` items: the right item is among more of them more often."""
+SMALL_GALLERY = 20_000
 BANK_KIND = "bank of queries"
 HUB_FEATURES = {"hub", "head_hub"}
 
@@ -99,9 +100,10 @@ class BayesReranker(nn.Module):
     """Re-ranks shortlists and gives the probability of every item: `reranker(queries)` returns a `Reranked`.
 
     `direction="t2i"`: queries are texts and the gallery holds images; "i2t": the other way round. A shortlist contains
-    the `shortlist` items (32 with a flow, 128 without) with the largest cosine or, with `shortlist_by="head"`, with the
+    the `shortlist` items with the largest cosine or, with `shortlist_by="head"`, with the
     largest score of the `head`; they are found by a search of the gallery or of its store, or passed in
-    (`reranker(queries, candidates)`).
+    (`reranker(queries, candidates)`). By default there are 32 with a flow and without one 128, or 512 in a gallery of
+    up to 20,000 items.
 
     `flow`, `head`: the models, each of which may be None. log p(query | item) is estimated under the flow in `n_steps`
     steps of `solver` with `n_probes` probes. All pairs share the probes, which depend on `seed` alone: results do not
@@ -140,8 +142,7 @@ class BayesReranker(nn.Module):
         if deprecated:
             raise TypeError(f"BayesReranker() got an unexpected keyword argument {next(iter(deprecated))!r}")
         self.direction = Direction.of(direction, conditional=True)
-        length = (CHEAP_SHORTLIST if flow is None else SHORTLIST) if shortlist is None else shortlist
-        self.shortlist, self.seed = checks.integer(length, "shortlist", 1), checks.integer(seed, "seed")
+        self.seed = checks.integer(seed, "seed")
         checks.one_of(shortlist_by, "shortlist_by", SHORTLISTS)
         if shortlist_by == "head" and head is None:
             raise ValueError('shortlist_by="head" needs head=')
@@ -161,7 +162,10 @@ class BayesReranker(nn.Module):
         self.flow, self.head, self.budget, self.shortlist_by = flow, head, budget, shortlist_by
         self.register_buffer("anchor", torch.empty(0, dtype=torch.float32, device="cpu"), persistent=False)
         self.query_dim = self._checked_widths()
-        self.shortlist = min(self.shortlist, len(self.gallery))
+        if shortlist is None:
+            cheap = WHOLE_SHORTLIST if len(self.gallery) <= SMALL_GALLERY else CHEAP_SHORTLIST
+            shortlist = cheap if flow is None else SHORTLIST
+        self.shortlist = min(checks.integer(shortlist, "shortlist", 1), len(self.gallery))
         self.density = DensitySettings(n_steps, n_probes, solver, shared=True)
         self.source = None if head is None else HeadSource(head, self.direction)
         self.bank: Tensor | None = None
@@ -457,7 +461,8 @@ class BayesReranker(nn.Module):
         again = torch.nn.functional.pad(index[:, 1:] == index[:, :-1], (1, 0))
         index = index.masked_fill(again, -1)
         number = index.clamp(min=0)
-        score = self.source.scores(queries, self.gallery.take(number, queries.dtype)) - marginals[number]
+        drawn_points = self.source.head.points(queries, self.direction)
+        score = self.source.scores(drawn_points, self.gallery.take(number, queries.dtype)) - marginals[number]
         best = score.masked_fill(index < 0, -math.inf).topk(self.shortlist, dim=1).indices
         return index.gather(1, best)
 
@@ -479,27 +484,31 @@ class BayesReranker(nn.Module):
         """The score by which shortlists are ordered: [Q, K] float64, of items [Q, K, d] that are the rows `index`
         [Q, K] of the gallery, or others if it is None."""
         if self.shortlist_by == "cosine":
-            return torch.einsum("qd,qkd->qk", queries, items).double()
+            return cosines(queries, items)
         assert self.source is not None
         if index is None:
             marginals = self.source.item_marginals(Gallery(items.flatten(0, 1)), None).view(items.shape[:2])
         else:
             marginals = self.head_marginals()[index.clamp(min=0)]
-        return self.source.scores(queries, items) - marginals
+        return self.source.scores(self.source.head.points(queries, self.direction), items) - marginals
 
     def _evidence(self, queries: Tensor, index: Tensor, needed: Collection[str], advance: Advance | None) -> Evidence:
         """The features `needed`, all but the flow's, of the shortlists `index` [Q, K]."""
         parts: defaultdict[str, list[Tensor]] = defaultdict(list)
-        numbers = self._hub_numbers(needed)
+        numbers, source = self._hub_numbers(needed), self.source
+        asks_head = source is not None and not {"head", "head_posterior"}.isdisjoint(needed)
+        points = source.head.points(queries, self.direction) if source is not None and asks_head else None
         for rows in torch.arange(len(queries), device="cpu").split(max(1, PAIRS_AT_ONCE // index.shape[1])):
             number = index[rows].clamp(min=0)
             items = self.gallery.take(number, queries.dtype)
-            parts["nearness"].append(self.nearness(queries[rows], items, number))
+            nearness = self.nearness(queries[rows], items, number)
+            parts["nearness"].append(nearness)
             if "cosine" in needed:
-                parts["cosine"].append(torch.einsum("qd,qkd->qk", queries[rows], items).double())
-            if self.source is not None and {"head", "head_posterior"} & set(needed):
-                scores = self.source.scores(queries[rows], items)
-                parts["head"].append(scores + self.source.learned_about(items))
+                by_cosine = self.shortlist_by == "cosine"
+                parts["cosine"].append(nearness if by_cosine else cosines(queries[rows], items))
+            if source is not None and points is not None:
+                scores = source.scores(points[rows], items)
+                parts["head"].append(scores + source.learned_about(items))
                 if "head_posterior" in needed:
                     parts["head_posterior"].append(scores - self.head_marginals()[number].double())
             for name, values in numbers.items():
@@ -584,3 +593,8 @@ class BayesReranker(nn.Module):
 def bank_file(calibration: Path) -> Path:
     """The file beside a calibration that holds the bank of queries it was made with."""
     return calibration.with_suffix(".bank.safetensors")
+
+
+def cosines(queries: Tensor, items: Tensor) -> Tensor:
+    """Cosines of queries [Q, d] with items [Q, K, d], other ones for each query: [Q, K] float64."""
+    return torch.einsum("qd,qkd->qk", queries, items).double()

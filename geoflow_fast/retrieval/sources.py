@@ -20,7 +20,7 @@ from geoflow_fast.flow.model import GeoFlow, flow_digest
 from geoflow_fast.flow.sampling import SamplingSettings, StartingPoints, sample_conditional
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.head.loss import point_scores
-from geoflow_fast.head.model import PosteriorHead, head_digest
+from geoflow_fast.head.model import HeadPoints, PosteriorHead, head_digest
 from geoflow_fast.head.sampler import DistilledSampler, sampler_digest
 from geoflow_fast.retrieval import marginals
 from geoflow_fast.retrieval.gallery import Gallery
@@ -237,13 +237,11 @@ class HeadSource(Source):
 
     # unchecked: re-rankers call it with what they have checked
     @torch.no_grad()
-    def scores(self, queries: Tensor, items: Tensor) -> Tensor:
-        """The scores of items [Q, K, d], other ones for each query, without their numbers: [Q, K] float64."""
-        points = self.head.points(queries, self.direction)
-        each = torch.einsum(
-            "qkd,qjd->qkj", points.points, items.to(self.example)
-        ).double() + points.log_weights.unsqueeze(2)
-        return each.logsumexp(1)
+    def scores(self, points: HeadPoints, items: Tensor) -> Tensor:
+        """The scores of items [Q, K, d], other ones for each query, without their numbers: [Q, K] float64. `points`
+        are those that the head gives for the queries."""
+        each = torch.einsum("qkd,qjd->qkj", points.points, items.to(self.example)).double()
+        return (each + points.log_weights.unsqueeze(2)).logsumexp(1)
 
     # unchecked: re-rankers call it with what they have checked
     @torch.no_grad()
