@@ -18,9 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import DIRECTIONS, STREAMS, Direction
 from geoflow_fast.flow.fields import Field, PlainField, Streams, as_flow
 from geoflow_fast.geometry import check_rows
+from geoflow_fast.likelihood.reference import NEIGHBOURS, check_reference, nearest_pairs
 from geoflow_fast.likelihood.reverse_ode import density_estimates, draw_seed, in_flow, probe_dimensions
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.runtime import checks
@@ -83,7 +85,8 @@ class Epistemic:
     image_given_text: Tensor
     """log p(image | text)."""
     image: Tensor
-    """log p(image) = joint - text_given_image, averaged over partners if there are any."""
+    """log p(image) = joint - text_given_image, of the pair itself or of the nearest reference pair's text, and averaged
+    over partners if there are any."""
     text: Tensor
     """log p(text) = joint - image_given_text, averaged likewise."""
     pmi: Tensor
@@ -93,6 +96,10 @@ class Epistemic:
     given."""
     stderr: Tensor | None = None
     """Standard error of -image - text over the probes, if requested."""
+    image_distance: Tensor | None = None
+    """One minus the cosine with the k-th nearest image of the reference, if one was given; not in nats."""
+    text_distance: Tensor | None = None
+    """The same for the texts."""
 
     def typical(self) -> tuple[float, float]:
         """Means of -log p(image) and of -log p(text). Those of training pairs are the argument `typical` of
@@ -113,6 +120,8 @@ def epistemic(
     typical: tuple[float, float] | None = None,
     image_partners: Rows | None = None,
     text_partners: Rows | None = None,
+    reference: EmbeddingPairs | None = None,
+    neighbours: int = NEIGHBOURS,
     settings: DensitySettings | None = None,
     **deprecated: Any,
 ) -> Epistemic:
@@ -130,6 +139,12 @@ def epistemic(
     it a little. `text_partners`, [M, d_T] for all rows or [B, M, d_T], average log p(image) over the pair's own text
     and M more, at the cost of two solves each; `image_partners` do so for log p(text). The probes of the m-th partner
     depend on `generator`, the row and m.
+
+    `reference`, the training pairs, is for pairs that may be unlike them: a flow extrapolates badly where it knows
+    neither side of a pair. log p(image) is then computed with the text of the nearest training image instead of the
+    pair's own, and log p(text) with the image of the nearest training text, at the cost of four more solves. Distances
+    to the k-th nearest training image and text, with k = `neighbours`, are returned too. Rows that are themselves in
+    the reference are their own nearest neighbours.
     """
     if isinstance(generator, str):  # the divergence stood here in an earlier release
         deprecated, generator = {**deprecated, "divergence": generator}, None
@@ -141,21 +156,29 @@ def epistemic(
     image, text = _pairs(field, image, text)
     other_texts = _partners(field, text, text_partners, "text_partners")
     other_images = _partners(field, image, image_partners, "image_partners")
+    first = 1
+    distances: tuple[Tensor | None, Tensor | None] = None, None
+    if reference is not None:
+        check_reference(reference, neighbours, (image, text))
+        of_images, of_texts = nearest_pairs(reference, neighbours, (image, text))
+        other_texts, other_images = (of_images.partner, *other_texts), (of_texts.partner, *other_images)
+        first, distances = 0, (of_images.distance, of_texts.distance)
     seed = draw_seed(generator, image)
     estimates = density_estimates(field, image, text, DIRECTIONS, settings, seed)
     joint, i2t, t2i = estimates
-    image_marginals, text_marginals = [joint - i2t], [joint - t2i]
-    for number, other in enumerate(other_texts, 1):
+    image_marginals, text_marginals = ([joint - i2t], [joint - t2i]) if reference is None else ([], [])
+    for number, other in enumerate(other_texts, first):
         directions = Direction.JOINT, Direction.I2T
         joint, i2t = density_estimates(field, image, other, directions, settings, seed + number)
         image_marginals.append(joint - i2t)
-    for number, other in enumerate(other_images, 1):
+    for number, other in enumerate(other_images, first):
         directions = Direction.JOINT, Direction.T2I
         joint, t2i = density_estimates(field, other, text, directions, settings, seed + number)
         text_marginals.append(joint - t2i)
     of_image, of_text = torch.stack(image_marginals).mean(0), torch.stack(text_marginals).mean(0)
     stderr = _stderr(of_image + of_text, settings, field, (image, text)) if return_stderr else None
-    return chain_rule(estimates, (of_image, of_text), typical, stderr)
+    terms = chain_rule(estimates, (of_image, of_text), typical, stderr)
+    return dataclasses.replace(terms, image_distance=distances[0], text_distance=distances[1])
 
 
 def chain_rule(
