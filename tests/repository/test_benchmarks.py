@@ -267,6 +267,6 @@ def test_swapped_captions_never_get_their_own_image():
     for kind, rows in (("kept", 135), ("random", 15), ("similar", 15)):
         found, _, own = parts[kind]
         assert len(found) == len(own) == rows
-        assert ((found == image[own]).all(1) == (kind == "kept")).all()
+        assert (((found * image[own]).sum(1) > 0.9999) == (kind == "kept")).all()
     cosine = (image @ image.T).fill_diagonal_(-1)
-    assert torch.equal(parts["similar"][0], image[cosine[parts["similar"][2]].argmax(1)])
+    torch.testing.assert_close(parts["similar"][0], image[cosine[parts["similar"][2]].argmax(1)])
