@@ -164,8 +164,8 @@ class Scorer:
         self.classes, self.prompts = classes, data.prompts[classes]
         self.training, val = data.pairs(train), data.pairs(held_out)
         self.flow = fitted(self.training, val)
-        place = torch.searchsorted(classes, data.label[held_out])
-        self.scale = tuned_scale(data.image[held_out], place, self.prompts)
+        number = torch.searchsorted(classes, data.label[held_out])
+        self.scale = tuned_scale(data.image[held_out], number, self.prompts)
         self.rows, label = data.image[train], torch.searchsorted(classes, data.label[train])
         # Mahalanobis distance to the nearest class mean, with one covariance for all classes.
         means = torch.zeros_like(self.prompts).index_add(0, label, self.rows)
@@ -273,8 +273,8 @@ def strangers(data: ImageNet) -> dict[str, list[dict[str, Any]]]:
         if kind == "classes":
             groups = torch.cat((data.label[test], data.label[strange])).numpy()
         tables[kind] = unseen_auroc(scores, scorer(normalize(unseen)), groups)
-        found = next(row["AUROC"] for row in tables[kind] if row["score"] == "flow: -log p(image)")
-        gate(f"the density finds strangers of another kind: {kind}", kind == "classes" or float(found) > 0.98)
+        value = next(row["AUROC"] for row in tables[kind] if row["score"] == "flow: -log p(image)")
+        gate(f"the density finds strangers of another kind: {kind}", kind == "classes" or float(value) > 0.98)
         print(f"strangers: {kind} done", flush=True)
     return tables
 
@@ -317,8 +317,8 @@ def wrong_captions() -> dict[str, list[dict[str, Any]]]:
     for kind in ("random", "similar"):
         groups = np.concatenate((parts["kept"][2], parts[kind][2]))
         tables[kind] = unseen_auroc(every["kept"], every[kind], groups)
-        found = {row["score"]: float(row["AUROC"]) for row in tables[kind]}
-        gate(f"a head finds wrong captions better than cosines: {kind}", found["head: -PMI"] > found["-cosine"])
+        values = {row["score"]: float(row["AUROC"]) for row in tables[kind]}
+        gate(f"a head finds wrong captions better than cosines: {kind}", values["head: -PMI"] > values["-cosine"])
     return tables
 
 

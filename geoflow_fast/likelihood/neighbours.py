@@ -53,11 +53,11 @@ def nearest_partners(training: EmbeddingPairs, queries: Tensor, given: Direction
 def search(queries: Tensor, rows: Rows, stored: Index) -> GalleryStatistics:
     """The largest cosines of each of the `queries` [B, d] with the rows numbered `stored`, which are read block by
     block, and their places in `stored`."""
-    found: GalleryStatistics | None = None
+    running: GalleryStatistics | None = None
     points = queries.float().unsqueeze(1)
     for first in range(0, len(stored), BLOCK_ROWS):
         block = torch.from_numpy(rows[stored[first : first + BLOCK_ROWS]]).to(points)
         part = ops.gallery_statistics(points, block, 1.0, NEIGHBOURS, first_index=first)
-        found = part if found is None else found.merge(part)
-    assert found is not None
-    return found
+        running = part if running is None else running.merge(part)
+    assert running is not None
+    return running

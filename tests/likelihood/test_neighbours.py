@@ -38,10 +38,12 @@ def by_sklearn(stored: torch.Tensor, queries: torch.Tensor) -> tuple[np.ndarray,
 def test_distances_are_those_of_scikit_learn(rows):
     training, (image, text) = training_pairs(rows), random_pairs(9)
     ep = gf.epistemic(random_flow(), image, text, n_steps=1, **both(training))
-    for found, stored, queries in zip((ep.image_distances, ep.text_distances), training[range(rows)], (image, text)):
-        assert found.shape == (9, min(rows, NEIGHBOURS))
-        assert found.dtype == torch.float64
-        np.testing.assert_allclose(found, by_sklearn(stored, queries)[0], rtol=0, atol=1e-6)
+    for distances, stored, queries in zip(
+        (ep.image_distances, ep.text_distances), training[range(rows)], (image, text)
+    ):
+        assert distances.shape == (9, min(rows, NEIGHBOURS))
+        assert distances.dtype == torch.float64
+        np.testing.assert_allclose(distances, by_sklearn(stored, queries)[0], rtol=0, atol=1e-6)
 
 
 def test_marginals_are_those_with_the_partner_of_the_nearest_training_row():

@@ -265,8 +265,8 @@ def test_swapped_captions_never_get_their_own_image():
     image, text = sample_uniform(30, 8, generator=generator), sample_uniform(150, 8, generator=generator)
     parts = bench_epistemic.swapped(gf.EmbeddingPairs.from_arrays(image, text, np.repeat(np.arange(30), 5)))
     for kind, rows in (("kept", 135), ("random", 15), ("similar", 15)):
-        found, _, own = parts[kind]
-        assert len(found) == len(own) == rows
-        assert (((found * image[own]).sum(1) > 0.9999) == (kind == "kept")).all()
+        images, _, own = parts[kind]
+        assert len(images) == len(own) == rows
+        assert (((images * image[own]).sum(1) > 0.9999) == (kind == "kept")).all()
     cosine = (image @ image.T).fill_diagonal_(-1)
     torch.testing.assert_close(parts["similar"][0], image[cosine[parts["similar"][2]].argmax(1)])
