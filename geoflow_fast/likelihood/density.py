@@ -18,9 +18,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import DIRECTIONS, STREAMS, Direction
 from geoflow_fast.flow.fields import Field, PlainField, Streams, as_flow
 from geoflow_fast.geometry import check_rows
+from geoflow_fast.likelihood.neighbours import check_training_pairs, nearest_partners
 from geoflow_fast.likelihood.reverse_ode import density_estimates, draw_seed, in_flow, probe_dimensions
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.runtime import checks
@@ -74,7 +76,8 @@ def log_density(
 
 @dataclass(frozen=True)
 class Epistemic:
-    """Log-densities of B pairs and the epistemic score, each float64 [B] in nats; joint = image + text + pmi."""
+    """Log-densities of B pairs and the epistemic score, each float64 [B] in nats; joint = image + text + pmi. Distances
+    to training rows stand beside them if training pairs were given."""
 
     joint: Tensor
     """log p(image, text)."""
@@ -93,6 +96,11 @@ class Epistemic:
     given."""
     stderr: Tensor | None = None
     """Standard error of -image - text over the probes, if requested."""
+    image_distances: Tensor | None = None
+    """[B, k], one minus the cosines with the k nearest training images, nearest first, if training pairs were given as
+    `text_partners`; k is 10, or the number of images if that is smaller."""
+    text_distances: Tensor | None = None
+    """The same for the texts, if training pairs were given as `image_partners`."""
 
     def typical(self) -> tuple[float, float]:
         """Means of -log p(image) and of -log p(text). Those of training pairs are the argument `typical` of
@@ -111,8 +119,8 @@ def epistemic(
     return_stderr: bool = False,
     *,
     typical: tuple[float, float] | None = None,
-    image_partners: Rows | None = None,
-    text_partners: Rows | None = None,
+    image_partners: Rows | EmbeddingPairs | None = None,
+    text_partners: Rows | EmbeddingPairs | None = None,
     settings: DensitySettings | None = None,
     **deprecated: Any,
 ) -> Epistemic:
@@ -130,6 +138,11 @@ def epistemic(
     it a little. `text_partners`, [M, d_T] for all rows or [B, M, d_T], average log p(image) over the pair's own text
     and M more, at the cost of two solves each; `image_partners` do so for log p(text). The probes of the m-th partner
     depend on `generator`, the row and m.
+
+    Training pairs as `text_partners` are for images that may be unlike them, since a flow extrapolates badly where it
+    knows neither side of a pair: log p(image) is then computed with the text of the nearest training image instead of
+    the pair's own, and the distances to the nearest training images are returned. The same holds for `image_partners`
+    and log p(text). Rows that are among the training rows are their own nearest neighbours.
     """
     if isinstance(generator, str):  # the divergence stood here in an earlier release
         deprecated, generator = {**deprecated, "divergence": generator}, None
@@ -139,23 +152,27 @@ def epistemic(
     if return_stderr:
         _check_stderr(settings)
     image, text = _pairs(field, image, text)
-    other_texts = _partners(field, text, text_partners, "text_partners")
-    other_images = _partners(field, image, image_partners, "image_partners")
+    texts = _partners(field, (text, image), text_partners, "text_partners", Direction.I2T)
+    images = _partners(field, (image, text), image_partners, "image_partners", Direction.T2I)
     seed = draw_seed(generator, image)
     estimates = density_estimates(field, image, text, DIRECTIONS, settings, seed)
     joint, i2t, t2i = estimates
-    image_marginals, text_marginals = [joint - i2t], [joint - t2i]
-    for number, other in enumerate(other_texts, 1):
-        directions = Direction.JOINT, Direction.I2T
-        joint, i2t = density_estimates(field, image, other, directions, settings, seed + number)
-        image_marginals.append(joint - i2t)
-    for number, other in enumerate(other_images, 1):
-        directions = Direction.JOINT, Direction.T2I
-        joint, t2i = density_estimates(field, other, text, directions, settings, seed + number)
-        text_marginals.append(joint - t2i)
-    of_image, of_text = torch.stack(image_marginals).mean(0), torch.stack(text_marginals).mean(0)
+
+    def marginals(own: Tensor, partners: _Partners, given: Direction) -> Tensor:
+        """The mean [K, B] of a marginal over partners; probes of the nearest ones are those of the pair's own."""
+        nearest = partners.distances is not None
+        every = [] if nearest else [own]
+        for number, other in enumerate(partners.rows, 0 if nearest else 1):
+            pair = given.pair(given.queries(image, text), other)
+            both, conditional = density_estimates(field, *pair, (Direction.JOINT, given), settings, seed + number)
+            every.append(both - conditional)
+        return torch.stack(every).mean(0)
+
+    of_image = marginals(joint - i2t, texts, Direction.I2T)
+    of_text = marginals(joint - t2i, images, Direction.T2I)
     stderr = _stderr(of_image + of_text, settings, field, (image, text)) if return_stderr else None
-    return chain_rule(estimates, (of_image, of_text), typical, stderr)
+    terms = chain_rule(estimates, (of_image, of_text), typical, stderr)
+    return dataclasses.replace(terms, image_distances=texts.distances, text_distances=images.distances)
 
 
 def chain_rule(
@@ -238,12 +255,28 @@ def _stderr(
     return estimates.std(0) * math.sqrt(settings.correction(freedom) / settings.n_probes)
 
 
-def _partners(field: Field, own: Tensor, partners: Rows | None, name: str) -> tuple[Tensor, ...]:
-    """The M partners [B, d], given as [M, d] or [B, M, d], that stand in for the rows `own` [B, d]."""
+@dataclass(frozen=True)
+class _Partners:
+    """Rows [B, d] that stand in for one side of B pairs, one or more times."""
+
+    rows: tuple[Tensor, ...] = ()
+    distances: Tensor | None = None
+    """If they belong to the training rows nearest to the other side: [B, k], how far these are."""
+
+
+def _partners(
+    field: Field, sides: Streams, partners: Rows | EmbeddingPairs | None, name: str, given: Direction
+) -> _Partners:
+    """The partners, given as [M, d], [B, M, d] or training pairs, that stand in for the rows `sides[0]` [B, d] beside
+    the rows `sides[1]`, which are the queries of the direction `given`."""
+    own, kept = sides
     if partners is None:
-        return ()
+        return _Partners()
+    if isinstance(partners, EmbeddingPairs):
+        check_training_pairs(partners, sides, name, given)
+        return _Partners(*nearest_partners(partners, kept, given))
     if not isinstance(partners, (Tensor, np.ndarray)):
-        raise TypeError(f"{name} must be a tensor or an array, got {type(partners).__name__}")
+        raise TypeError(f"{name} must be a tensor, an array or EmbeddingPairs, got {type(partners).__name__}")
     rows, width = own.shape
     shape = tuple(partners.shape)
     if shape[-1:] != (width,) or shape[-2:-1] in {(), (0,)} or shape[:-2] not in {(), (rows,)}:
@@ -251,7 +284,7 @@ def _partners(field: Field, own: Tensor, partners: Rows | None, name: str) -> tu
     converted = checks.rows(partners.reshape(-1, width), name, width, own).reshape(shape)
     check_rows(converted, name)
     in_flow(as_flow(field), converted, name)
-    return converted.expand(rows, -1, -1).unbind(1)
+    return _Partners(converted.expand(rows, -1, -1).unbind(1))
 
 
 def _pairs(field: Field, image: Rows, text: Rows) -> Streams:

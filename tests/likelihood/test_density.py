@@ -242,7 +242,7 @@ def test_bad_partners_are_named():
         (ValueError, r"text_partners must be \[M, 5\] or \[4, M, 5\]", good[:3]),
         (ValueError, r"text_partners must be", good[0, 0]),
         (ValueError, r"text_partners must be", good[0, :0]),
-        (TypeError, r"text_partners must be a tensor or an array, got list", good.tolist()),
+        (TypeError, r"text_partners must be a tensor, an array or EmbeddingPairs, got list", good.tolist()),
     ):
         with pytest.raises(error, match=message):
             gf.epistemic(flow, image, text, text_partners=partners)

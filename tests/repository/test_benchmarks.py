@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import common, compare, page, suite
+import geoflow_fast as gf
+from benchmarks import bench_epistemic, common, compare, page, suite
 from benchmarks.flows import row_flops
 from benchmarks.limits import Limits, Work, copy_bandwidth, exp_rate, gemm_peak, read_bandwidth
 from benchmarks.suite import FOR_COMPARISON, PEER, Case, Contender, Scaling
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.model import GeoFlow
+from geoflow_fast.noise import sample_uniform
 
 
 def a_case(**changes: object) -> Case:
@@ -246,3 +248,25 @@ def test_the_worker_checks_before_it_times(monkeypatch):
     assert server.time("ours", 3) > 0
     with pytest.raises(SystemExit, match="gate failed: sort, wrong"):
         server.check("wrong")
+
+
+def test_the_epistemic_study_says_what_it_leaves_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(bench_epistemic, "FLICKR", tmp_path / "flickr8k")
+    monkeypatch.setattr(bench_epistemic, "IMAGENET", tmp_path / "vitb32.npz")
+    monkeypatch.setattr(bench_epistemic, "concept_world", lambda: ([{"score": "truth"}], {"agreement": 1.0}))
+    words = bench_epistemic.run()
+    assert "Flickr8k is left out" in words
+    assert "ImageNet is left out" in words
+
+
+def test_swapped_captions_never_get_their_own_image():
+    generator = torch.Generator().manual_seed(0)
+    image, text = sample_uniform(30, 8, generator=generator), sample_uniform(150, 8, generator=generator)
+    parts = bench_epistemic.swapped(gf.EmbeddingPairs.from_arrays(image, text, np.repeat(np.arange(30), 5)))
+    for kind, rows in (("kept", 135), ("random", 15), ("similar", 15)):
+        images, _, own = parts[kind]
+        assert len(images) == len(own) == rows
+        assert (((images * image[own]).sum(1) > 0.9999) == (kind == "kept")).all()
+    cosine = (image @ image.T).fill_diagonal_(-1)
+    torch.testing.assert_close(parts["similar"][0], image[cosine[parts["similar"][2]].argmax(1)])
