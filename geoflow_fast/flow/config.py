@@ -32,7 +32,8 @@ class GeoFlowConfig:
     `dropout`: rate of dropout on every residual branch while training.
     `geometry`: "sphere", or "euclidean" for a flow along straight lines with a Gaussian base distribution.
     `centre` subtracts the training mean from the embeddings of each modality, and `pca_dim` keeps that many principal
-    components of each; both are useful when pairs are few.
+    components of each; both are useful when pairs are few. `anchored`: the flow begins with a linear prediction of the
+    generated stream from the given one, which is fitted before the first step (`flow/anchor.py`).
     """
 
     image_dim: int = 1024
@@ -46,6 +47,7 @@ class GeoFlowConfig:
     geometry: str = "sphere"
     centre: bool = False
     pca_dim: int | None = None
+    anchored: bool = False
 
     def __post_init__(self) -> None:
         for name, (least, most) in SIZES.items():
@@ -58,8 +60,9 @@ class GeoFlowConfig:
             number = getattr(self, name)
             if not isinstance(number, (int, float)) or isinstance(number, bool):
                 raise TypeError(f"{name} must be a number, got {number!r}")
-        if not isinstance(self.centre, bool):
-            raise TypeError(f"centre must be True or False, got {self.centre!r}")
+        for name in ("centre", "anchored"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.hidden % self.heads:
             raise ValueError(f"hidden={self.hidden} must be a multiple of heads={self.heads}")
         if self.pca_dim is not None and self.pca_dim > min(self.image_dim, self.text_dim):
@@ -110,12 +113,15 @@ class GeoFlowConfig:
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as a dictionary that JSON can hold; `from_json` is the inverse."""
-        return dataclasses.asdict(self)
+        value = dataclasses.asdict(self)
+        # Files and digests of flows without an anchor are those of releases that knew none.
+        return value if self.anchored else {name: entry for name, entry in value.items() if name != "anchored"}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> GeoFlowConfig:
         """Rebuilds a configuration from `to_json`. Unknown or missing fields raise a ValueError."""
         names = {field.name for field in dataclasses.fields(cls)}
-        if set(value) != names:
-            raise ValueError(f"configuration fields differ from this release's: {sorted(set(value) ^ names)}")
+        if set(value) | {"anchored"} != names:
+            differing = sorted((set(value) | {"anchored"}) ^ names)
+            raise ValueError(f"configuration fields differ from this release's: {differing}")
         return cls(**value)

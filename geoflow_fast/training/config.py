@@ -15,6 +15,9 @@ PRECISIONS = ("auto", "float32", "bfloat16")
 OPTIMIZERS = ("adamw", "adam", "sgd")
 NOISES = ("iid", "structured")
 OT_SCOPES = ("global", "local")
+EARLY_VALIDATIONS = 4
+"""Validations between the start of a run and step `val_every`, at steps that double: few pairs are soon learned by
+heart."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,14 @@ class RunConfig:
         progress = (step - warmup) / (self.steps - warmup)
         return self.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
+    def validates(self, step: int) -> bool:
+        """Whether the weights are validated after `step` steps: before the first and after the last one, every
+        `val_every` steps, and after a half, a quarter, an eighth and a sixteenth of the first `val_every`."""
+        checks.integer(step, "step")
+        if step % self.val_every == 0 or step == self.steps:
+            return True
+        return step in (self.val_every >> halvings for halvings in range(1, 1 + EARLY_VALIDATIONS))
+
 
 @dataclass(frozen=True)
 class TrainConfig(RunConfig):
@@ -107,10 +118,12 @@ class TrainConfig(RunConfig):
     the run is not longer than that), then a cosine to zero. `optimizer`: "adamw", "adam", or "sgd" with momentum 0.9.
     `clip`: largest norm of the gradient. `accumulate`: number of pieces in which a batch goes through the network.
     `ema_decay`: average the weights with this decay, and validate and keep the average. `precision`: "float32",
-    "bfloat16" (autocast), or "auto" for bfloat16 where the device gains from it. Every `val_every` steps `val_batches`
-    batches are validated; `val_fraction` of the images is held out if no validation pairs are given. Training stops
-    after `patience` validations in a row whose loss is not lower than that of the last improvement by more than
-    `min_improvement` and by more than `min_relative_improvement` of it. `prefetch`: prepare batches in a thread.
+    "bfloat16" (autocast), or "auto" for bfloat16 where the device gains from it. Before the first step, a few times
+    until step `val_every`, and then every `val_every` steps `val_batches` batches are validated, and the best weights
+    are kept; `val_fraction` of the images is held out if no validation pairs are given. Training stops after `patience`
+    validations in a row, not counting those before step `val_every`, whose loss is not lower than that of the last
+    improvement by more than `min_improvement` and by more than `min_relative_improvement` of it. `prefetch`: prepare
+    batches in a thread.
     `weight_decay`: of the optimizer. `compile`: trace the step with torch.compile. `checkpoint_every`, `log_every`:
     steps between checkpoints and between lines of `metrics.jsonl`. `tensorboard`: write TensorBoard events as well.
     """
