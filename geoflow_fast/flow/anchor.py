@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -21,9 +23,12 @@ class Anchor(nn.Module):
     time: in a conditional direction it is added to what the network returns.
 
     Both are fitted in closed form before training. So a flow begins with what a linear map knows, which is much where
-    image and text share a space, instead of having to learn it from pairs that may be few. `maps` are [given, generated]
-    of the image and of the text, `gains` [POWERS, d] the coefficients of the weights.
+    image and text share a space, instead of having to learn it from pairs that may be few. `image_map` [d_T, d_I] and
+    `text_map` [d_I, d_T] predict a stream from the other one; `gains` [POWERS, d] are the coefficients of the weights.
     """
+
+    image_map: Tensor
+    text_map: Tensor
 
     def __init__(self, dims: tuple[int, int]) -> None:
         super().__init__()
@@ -33,8 +38,7 @@ class Anchor(nn.Module):
 
     def predict(self, given: Tensor, stream: int) -> Tensor:
         """What the rows `given` [B, d'] predict for the other stream, [B, d]."""
-        weight: Tensor = self.text_map if stream else self.image_map
-        return given @ weight
+        return given @ (self.text_map if stream else self.image_map)
 
     def weight(self, t: float | Tensor, stream: int) -> Tensor:
         """Weights of a prediction at time `t`: [d], or [B, d] for a tensor [B, 1] of times."""
@@ -51,7 +55,7 @@ class Anchor(nn.Module):
         """Fits maps and weights to pairs (image [n, d_I], text [n, d_T]) in the flow's coordinates.
 
         The maps are those of a ridge regression that shrinks towards a multiple of `start` [d_I, d_T], if there is one.
-        Its strength is chosen by how well each half of the pairs, told apart by `fold` [n], is predicted from the other.
+        Its strength is the one with which the halves of the pairs, told apart by `fold` [n], predict each other best.
         """
         for stream, target in enumerate((self.image_map, self.text_map)):
             given, generated = (streams[k].double().cpu() for k in (1 - stream, stream))
@@ -84,19 +88,22 @@ def shrunken_map(given: Tensor, generated: Tensor, towards: Tensor, fold: Tensor
     multiple of `towards`, with the strength by which the halves of `fold` [n] predict each other best."""
     plain = given @ towards
     towards = towards * ((plain * generated).sum() / plain.square().sum().clamp(min=1e-12))
-
-    def solutions(rows: Tensor, ridges: tuple[float, ...]) -> list[Tensor]:
-        x, rest = given[rows], generated[rows] - given[rows] @ towards
-        values, vectors = torch.linalg.eigh(x.T @ x / len(x))
-        moment = vectors.T @ (x.T @ rest / len(x))
-        floor = values.mean().clamp(min=1e-12)
-        return [towards + vectors @ (moment / (values.clamp(min=0) + ridge * floor).unsqueeze(1)) for ridge in ridges]
-
+    halves = [(x.T @ x, x.T @ generated[rows]) for rows in (fold, ~fold) for x in (given[rows],)]
     best = RIDGES[-1]
     if 0 < int(fold.sum()) < len(fold):
         errors = torch.zeros(len(RIDGES), dtype=given.dtype, device="cpu")
-        for half in (fold, ~fold):
-            for number, solution in enumerate(solutions(half, RIDGES)):
-                errors[number] += (given[~half] @ solution - generated[~half]).square().sum()
+        for own, (gram, product) in (halves, halves[::-1]):
+            for number, solution in enumerate(_ridge_solutions(*own, towards, RIDGES)):
+                # The sum of squared errors, but for a constant.
+                errors[number] += (solution * (gram @ solution - 2 * product)).sum()
         best = RIDGES[int(errors.argmin())]
-    return solutions(torch.ones_like(fold), (best,))[0]
+    (gram, product), (other_gram, other_product) = halves
+    return _ridge_solutions(gram + other_gram, product + other_product, towards, (best,))[0]
+
+
+def _ridge_solutions(gram: Tensor, product: Tensor, towards: Tensor, ridges: Sequence[float]) -> list[Tensor]:
+    """The matrices [d', d] of ridge regressions, given the moments [d', d'] and [d', d] of the rows."""
+    values, vectors = torch.linalg.eigh(gram)
+    rest = vectors.T @ (product - gram @ towards)
+    floor = values.mean().clamp(min=1e-12)
+    return [towards + vectors @ (rest / (values.clamp(min=0) + ridge * floor).unsqueeze(1)) for ridge in ridges]

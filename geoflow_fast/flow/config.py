@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,17 @@ SIZES = {
     "pca_dim": (2, 1 << 20),
 }
 """Least and largest sizes of a network: a file that claims more is refused before anything is made for it."""
+
+
+FEW_PAIRS = 20_000
+"""With fewer pairs than this, the preset `auto` takes a small network and a short run."""
+MANY_CORES = 8
+"""With at least as many cores, or with a GPU, `auto` takes the preset `small` for more pairs."""
+
+
+def many_cores(cores: int | None = None) -> bool:
+    """Whether `cores` are many; None stands for the cores of this machine."""
+    return ((os.cpu_count() or 1) if cores is None else checks.integer(cores, "cores", 1)) >= MANY_CORES
 
 
 @dataclass(frozen=True)
@@ -90,6 +102,16 @@ class GeoFlowConfig:
     def tiny(cls, image_dim: int = 24, text_dim: int = 24) -> GeoFlowConfig:
         """A network of about 1.4 million parameters at width 24, for demonstrations and tests; it trains in minutes."""
         return cls(image_dim, text_dim, hidden=128, depth=3, layer_scale=0.1)
+
+    @classmethod
+    def auto(cls, image_dim: int, text_dim: int, pairs: int, cores: int | None = None) -> GeoFlowConfig:
+        """A network for this number of training pairs and of cores (by default those of this machine), to be trained
+        with `TrainConfig.auto`. It is centred and anchored, and from 20,000 pairs on a larger one."""
+        if checks.integer(pairs, "pairs", 1) < FEW_PAIRS:
+            base = cls(image_dim, text_dim, hidden=128, depth=2, dropout=0.3, layer_scale=0.1)
+        else:
+            base = (cls.small if many_cores(cores) else cls.tiny)(image_dim, text_dim)
+        return dataclasses.replace(base, centre=True, anchored=True)
 
     @functools.cached_property
     def inner(self) -> int:

@@ -66,7 +66,8 @@ class NetworkEvaluator:
         # The prediction of a given stream never changes, and no tangent moves it.
         self.anchor = network.flow.anchor
         self.predictions: list[Tensor | None] = [
-            None if self.anchor is None or (given := directions[solve].given) is None
+            None
+            if self.anchor is None or (given := directions[solve].given) is None
             else self.anchor.predict(pair[given], stream)
             for solve, stream in self.moving
         ]

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from geoflow_fast.flow.config import FEW_PAIRS, many_cores
 from geoflow_fast.flow.curriculum import Curriculum
 from geoflow_fast.ops.ot_assign import CONDITIONAL_COUPLINGS, COUPLINGS
 from geoflow_fast.runtime import checks
@@ -18,6 +19,9 @@ OT_SCOPES = ("global", "local")
 EARLY_VALIDATIONS = 4
 """Validations between the start of a run and step `val_every`, at steps that double: few pairs are soon learned by
 heart."""
+
+AUTO_HELD_OUT, AUTO_VALIDATION_ROWS = 100, 512
+"""Pairs that the preset `auto` would like to hold out, and rows that it validates."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,7 @@ class TrainConfig(RunConfig):
     steps between checkpoints and between lines of `metrics.jsonl`. `tensorboard`: write TensorBoard events as well.
     """
 
+    patience: int = 10
     coupling: str = "paper"
     conditional_coupling: str = "independent"
     sinkhorn_eps: float = 0.05
@@ -156,7 +161,31 @@ class TrainConfig(RunConfig):
             warmup_steps=4000,
             conditional_coupling="paper",
             val_every=2000,
+            patience=100,
             checkpoint_every=2000,
+        )
+
+    @classmethod
+    def auto(cls, pairs: int, cores: int | None = None) -> TrainConfig:
+        """Settings for `GeoFlowConfig.auto` with this number of pairs, from 4 on, and of cores (by default those of
+        this machine): on few pairs a short run that is validated often."""
+        if checks.integer(pairs, "pairs", 4) >= FEW_PAIRS:
+            return cls.small() if many_cores(cores) else dataclasses.replace(cls.tiny(), steps=3000, val_every=100)
+        share = min(0.2, max(0.1, AUTO_HELD_OUT / pairs))
+        batch_size = min(256, pairs // 2)
+        # A few held-out pairs are shown again with other noise and times.
+        held_out = max(1, min(batch_size, round(share * pairs)))
+        return cls(
+            steps=400,
+            batch_size=batch_size,
+            lr=5e-4,
+            warmup_steps=50,
+            val_every=20,
+            val_batches=math.ceil(AUTO_VALIDATION_ROWS / held_out),
+            val_fraction=share,
+            patience=5,
+            checkpoint_every=200,
+            log_every=20,
         )
 
     @classmethod

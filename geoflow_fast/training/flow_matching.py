@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,8 +18,9 @@ from geoflow_fast.data.rows import BLOCK_ROWS, Index
 from geoflow_fast.directions import ROW_ORDER
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.anchor import Anchor
-from geoflow_fast.flow.config import GeoFlowConfig
+from geoflow_fast.flow.config import MANY_CORES, GeoFlowConfig
 from geoflow_fast.flow.model import GeoFlow, save_weights
+from geoflow_fast.flow.preprocess import Preprocess
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.training.batches import Batch
 from geoflow_fast.training.config import TrainConfig
@@ -66,7 +67,8 @@ class FlowMatching(Objective[Batch]):
         fold = torch.from_numpy(np.unique(self.pairs.group[index], return_inverse=True)[1] % 2 == 0)
         start = torch.eye(*config.flow_dims, dtype=torch.float32, device="cpu")
         if flow.preprocess is not None:
-            start = flow.preprocess[0].basis @ flow.preprocess[1].basis.T
+            image_basis, text_basis = (cast(Preprocess, part).basis for part in flow.preprocess)
+            start = image_basis @ text_basis.T
         alike = config.image_dim == config.text_dim
         anchor.fit((image, text), fold, start if alike else None, flow.manifold, self.config.seed)
 
@@ -160,10 +162,17 @@ def train_from_preset(
 ) -> TrainReport:
     """Trains a flow as `geoflow train` does: with the network and the run of a preset, some of whose settings
     `overrides` may change."""
-    shape, config = preset_settings(preset, pairs, overrides, centre=centre, pca_dim=pca_dim)
     chosen_device = usable_device(device)
+    shape, config = preset_settings(
+        preset, pairs, overrides, centre=centre, pca_dim=pca_dim, cores=cores_of(chosen_device)
+    )
     torch.manual_seed(config.seed)
     return train(GeoFlow(shape).to(chosen_device), pairs, config, val, out, world=world)
+
+
+def cores_of(device: torch.device) -> int | None:
+    """The cores for which the preset `auto` chooses: those of this machine, or many in place of a GPU."""
+    return None if device.type == "cpu" else MANY_CORES
 
 
 def preset_settings(
@@ -173,13 +182,16 @@ def preset_settings(
     *,
     centre: bool | None = None,
     pca_dim: int | None = None,
+    cores: int | None = None,
 ) -> tuple[GeoFlowConfig, TrainConfig]:
     """The network and the run of a preset for these pairs. `overrides`: settings of the run to change; `centre` and
-    `pca_dim`, if they are given, change the network."""
+    `pca_dim`, if they are given, change the network. `cores`: as in `GeoFlowConfig.auto`."""
     dims = pairs.image_dim, pairs.text_dim
     if preset == "auto":
-        shape, config = GeoFlowConfig.auto(*dims, len(pairs)), TrainConfig.auto(len(pairs))
+        shape, config = GeoFlowConfig.auto(*dims, len(pairs), cores), TrainConfig.auto(len(pairs), cores)
     else:
         shape, config = getattr(GeoFlowConfig, preset)(*dims), getattr(TrainConfig, preset)()
-    changes = {name: value for name, value in (("centre", centre), ("pca_dim", pca_dim)) if value is not None}
+    changes: dict[str, Any] = {
+        name: value for name, value in (("centre", centre), ("pca_dim", pca_dim)) if value is not None
+    }
     return dataclasses.replace(shape, **changes), dataclasses.replace(config, **(overrides or {}))

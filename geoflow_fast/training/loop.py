@@ -305,8 +305,8 @@ def _take_steps(run: Run[B], folder: Path | None, *, shown: bool) -> None:
     config, world = run.config, run.world
     fresh = run.best_step < 0 and run.step == 0
     # A new run has no lines yet; those of one that was killed before its first checkpoint are written again.
-    kept = -1 if fresh else run.step
-    metrics = Metrics(folder if world.is_main else None, kept, tensorboard=config.tensorboard and world.is_main)
+    last_line = -1 if fresh else run.step
+    metrics = Metrics(folder if world.is_main else None, last_line, tensorboard=config.tensorboard and world.is_main)
     line = ProgressLine(config.steps, run.step) if shown else None
     # NCCL calls of two threads may wait for each other on different ranks; gloo calls do not.
     prefetch = config.prefetch and (world.size == 1 or run.device.type == "cpu")

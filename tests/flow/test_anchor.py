@@ -49,7 +49,9 @@ def test_the_anchor_is_added_where_a_stream_is_given(direction):
     bare = gf.GeoFlow(dataclasses.replace(SHAPE, anchored=False)).eval()
     bare.load_state_dict({name: x for name, x in flow.state_dict().items() if not name.startswith("anchor.")})
     image, text = sample_uniform(3, 7), sample_uniform(3, 5)
-    difference = [a - b for a, b in zip(flow.velocity(image, text, 0.3, direction), bare.velocity(image, text, 0.3, direction))]
+    difference = [
+        a - b for a, b in zip(flow.velocity(image, text, 0.3, direction), bare.velocity(image, text, 0.3, direction))
+    ]
     weights = [sum(gain[k] * 0.3**k for k in range(POWERS)) for gain in flow.anchor.gains]
     expected = [torch.zeros_like(image), torch.zeros_like(text)]
     if direction == "i2t":
@@ -116,7 +118,9 @@ def test_the_strength_follows_the_number_of_pairs():
     for pairs, near in ((5000, True), (12, False)):
         given = sample_uniform(pairs, 16, generator=generator, dtype=torch.float64)
         noise = 0.2 * torch.randn(pairs, 16, generator=generator, dtype=torch.float64)
-        found = shrunken_map(given, given @ truth + noise, torch.eye(16, dtype=torch.float64), torch.arange(pairs) % 2 == 0)
+        found = shrunken_map(
+            given, given @ truth + noise, torch.eye(16, dtype=torch.float64), torch.arange(pairs) % 2 == 0
+        )
         assert (float((found - truth).norm() / truth.norm()) < 0.1) == near
 
 
@@ -137,7 +141,7 @@ def test_weights_are_those_of_least_squares(geometry):
 
     def error(factor: float) -> float:
         pull = anchor.predict(image, 1) * anchor.weight(t.unsqueeze(1), 1) * factor
-        return float((manifold.project(points, pull) - velocity).square().sum(1).mean())
+        return float((manifold.project(points, pull) - velocity).square().sum(1).mean().detach())
 
     assert error(1.0) < min(error(0.0), error(0.9), error(1.1))
 
