@@ -62,20 +62,20 @@ class Anchor(nn.Module):
             towards = given.new_zeros(target.shape) if start is None else start.double().cpu()
             if start is not None and stream == 0:
                 towards = towards.T
-            target.copy_(shrunken_map(given, generated, towards, fold.cpu()))
-            self._fit_gains(given, generated, stream, manifold, seed)
+            weight, predictions = shrunken_map(given, generated, towards, fold.cpu())
+            target.copy_(weight)
+            self._fit_gains(predictions, generated, stream, manifold, seed)
 
-    def _fit_gains(self, given: Tensor, generated: Tensor, stream: int, manifold: Manifold, seed: int) -> None:
+    def _fit_gains(self, predictions: Tensor, generated: Tensor, stream: int, manifold: Manifold, seed: int) -> None:
         """Least squares of the velocity on the powers of time, each times the prediction."""
         generator = torch.Generator().manual_seed(seed)
-        rows = torch.randint(len(given), (GAIN_ROWS,), generator=generator, device="cpu")
+        rows = torch.randint(len(generated), (GAIN_ROWS,), generator=generator, device="cpu")
         t = torch.rand(GAIN_ROWS, generator=generator, dtype=torch.float32, device="cpu")
         data = generated[rows].float()
         noise = manifold.from_normal(torch.randn(data.shape, generator=generator, dtype=torch.float32, device="cpu"))
         codes = torch.full((GAIN_ROWS,), Direction.JOINT.code, dtype=torch.int8, device="cpu")
         points, _, velocity, _ = manifold.interpolant((noise, noise), (data, data), t, codes, codes.bool())
-        prediction = self.predict(given[rows].to(self.image_map), stream).float().cpu()
-        prediction = manifold.project(points, prediction).double()
+        prediction = manifold.project(points, predictions[rows].float()).double()
         powers = t.double().unsqueeze(1) ** torch.arange(POWERS, device="cpu")
         moment = powers.T @ (powers * prediction.square().sum(1, keepdim=True))
         ridge = GAIN_RIDGE * moment.trace().clamp(min=1e-12) * torch.eye(POWERS, dtype=moment.dtype, device="cpu")
@@ -83,22 +83,27 @@ class Anchor(nn.Module):
         self.gains[stream].copy_(gains.unsqueeze(1).expand_as(self.gains[stream]))
 
 
-def shrunken_map(given: Tensor, generated: Tensor, towards: Tensor, fold: Tensor) -> Tensor:
+def shrunken_map(given: Tensor, generated: Tensor, towards: Tensor, fold: Tensor) -> tuple[Tensor, Tensor]:
     """The matrix [d', d] of a ridge regression of `generated` [n, d] on `given` [n, d'] that shrinks towards the best
-    multiple of `towards`, with the strength by which the halves of `fold` [n] predict each other best."""
+    multiple of `towards`, with the strength by which the halves of `fold` [n] predict each other best; and what each
+    half predicts of the other [n, d], which is what can be expected of new pairs."""
     plain = given @ towards
     towards = towards * ((plain * generated).sum() / plain.square().sum().clamp(min=1e-12))
     halves = [(x.T @ x, x.T @ generated[rows]) for rows in (fold, ~fold) for x in (given[rows],)]
-    best = RIDGES[-1]
-    if 0 < int(fold.sum()) < len(fold):
-        errors = torch.zeros(len(RIDGES), dtype=given.dtype, device="cpu")
-        for own, (gram, product) in (halves, halves[::-1]):
-            for number, solution in enumerate(_ridge_solutions(*own, towards, RIDGES)):
-                # The sum of squared errors, but for a constant.
-                errors[number] += (solution * (gram @ solution - 2 * product)).sum()
-        best = RIDGES[int(errors.argmin())]
     (gram, product), (other_gram, other_product) = halves
-    return _ridge_solutions(gram + other_gram, product + other_product, towards, (best,))[0]
+    whole = gram + other_gram, product + other_product
+    if not 0 < int(fold.sum()) < len(fold):  # one image
+        weight = _ridge_solutions(*whole, towards, RIDGES[-1:])[0]
+        return weight, given @ weight
+    by_half = [_ridge_solutions(*half, towards, RIDGES) for half in halves]
+    errors = torch.zeros(len(RIDGES), dtype=given.dtype, device="cpu")
+    for solutions, (gram, product) in zip(by_half, halves[::-1]):
+        for number, solution in enumerate(solutions):
+            # The sum of squared errors, but for a constant.
+            errors[number] += (solution * (gram @ solution - 2 * product)).sum()
+    best = int(errors.argmin())
+    predictions = torch.where(fold.unsqueeze(1), given @ by_half[1][best], given @ by_half[0][best])
+    return _ridge_solutions(*whole, towards, RIDGES[best : best + 1])[0], predictions
 
 
 def _ridge_solutions(gram: Tensor, product: Tensor, towards: Tensor, ridges: Sequence[float]) -> list[Tensor]:

@@ -60,8 +60,8 @@ def test_the_anchor_is_added_where_a_stream_is_given(direction):
     if direction == "t2i":
         pull = weights[0] * (text @ flow.anchor.image_map)
         expected[0] = pull - (pull * image).sum(1, keepdim=True) * image
-    for found, wanted in zip(difference, expected):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    for fitted, wanted in zip(difference, expected):
+        torch.testing.assert_close(fitted, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_rows_of_mixed_directions_and_times_agree_with_single_ones():
@@ -80,10 +80,10 @@ def test_rows_of_mixed_directions_and_times_agree_with_single_ones():
 def test_densities_in_forward_mode_agree_with_those_by_autograd(direction):
     flow = some_flow().double()
     image, text = sample_uniform(6, 7, dtype=torch.float64), sample_uniform(6, 5, dtype=torch.float64)
-    found, wanted = (
+    fitted, wanted = (
         gf.log_density(field, image, text, direction, n_steps=4, divergence="exact") for field in (flow, Plain(flow))
     )
-    torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(fitted, wanted, rtol=1e-8, atol=1e-8)
 
 
 def test_samples_follow_the_anchor():
@@ -102,13 +102,13 @@ def test_the_map_is_a_ridge_regression_towards_a_multiple_of_the_start():
     given, generated = (torch.randn(40, d, generator=generator, dtype=torch.float64) for d in (4, 3))
     towards = torch.randn(4, 3, generator=generator, dtype=torch.float64)
     one_fold = torch.ones(40, dtype=torch.bool)  # nothing to choose the strength by
-    found = shrunken_map(given, generated, towards, one_fold)
+    fitted = shrunken_map(given, generated, towards, one_fold)
     scale = float(((given @ towards) * generated).sum() / (given @ towards).square().sum())
     gram = given.T @ given / 40
     strength = RIDGES[-1] * float(gram.trace()) / 4
     rest = given.T @ (generated - scale * given @ towards) / 40
     wanted = scale * towards + torch.linalg.solve(gram + strength * torch.eye(4, dtype=torch.float64), rest)
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(fitted, wanted)
 
 
 def test_the_strength_follows_the_number_of_pairs():
@@ -118,10 +118,10 @@ def test_the_strength_follows_the_number_of_pairs():
     for pairs, near in ((5000, True), (12, False)):
         given = sample_uniform(pairs, 16, generator=generator, dtype=torch.float64)
         noise = 0.2 * torch.randn(pairs, 16, generator=generator, dtype=torch.float64)
-        found = shrunken_map(
+        fitted = shrunken_map(
             given, given @ truth + noise, torch.eye(16, dtype=torch.float64), torch.arange(pairs) % 2 == 0
         )
-        assert (float((found - truth).norm() / truth.norm()) < 0.1) == near
+        assert (float((fitted - truth).norm() / truth.norm()) < 0.1) == near
 
 
 @pytest.mark.parametrize("geometry", ["sphere", "euclidean"])

@@ -315,7 +315,7 @@ def test_a_flow_learns_eight_pairs_by_heart():
 
 
 def test_a_run_stops_early_and_keeps_the_best_weights(monkeypatch):
-    """Of the validation losses 6, 5, 4, 4.5, 5, ... the third is the best; three more that are no better end the run."""
+    """Of the validation losses 6, 5, 4, 4.5, 5, ... the third is the best; three more, no better, end the run."""
     config = dataclasses.replace(CONFIG, steps=500, patience=3, val_every=2, val_batches=1, ema_decay=None)
     original, seen = FlowMatching.losses, []
 
