@@ -98,10 +98,8 @@ PHOTOGRAPH_SETTINGS = (
     Setting("anchor, not trained", trained=False),
     Setting("auto"),
     Setting("auto, dropout 0.05", {"dropout": 0.05}),
-    Setting("auto, averaged weights", run={"ema_decay": 0.98}),
-    Setting("auto, four times the learning rate", run={"lr": 2e-3}),
 )
-SHORTLIST, JUDGES = 16, 600
+SHORTLIST, JUDGES = 16, 500
 
 
 def photographs() -> list[Photographs]:
