@@ -97,7 +97,6 @@ PHOTOGRAPH_SETTINGS = (
     Setting("without anchor, 32 components", {"anchored": False, "pca_dim": 32}),
     Setting("anchor, not trained", trained=False),
     Setting("auto"),
-    Setting("auto, dropout 0.05", {"dropout": 0.05}),
 )
 SHORTLIST, JUDGES = 16, 500
 
