@@ -15,14 +15,25 @@ from typing import Any
 
 import torch
 
+from geoflow_fast.directions import CONDITIONAL
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings
+from geoflow_fast.head.fitting import (
+    FEW,
+    FEW_PAIRS,
+    MANY,
+    TRIAL_SHARE,
+    VALIDATION_ITEMS,
+    VALIDATION_QUERIES,
+    head_settings,
+)
 from geoflow_fast.jobs.entropy import ITEM_BYTES, LAYOUTS, preferred_layout
 from geoflow_fast.jobs.queries import BLOCK_QUERIES
 from geoflow_fast.retrieval.gallery import BLOCK_ROWS
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.device import usable_device
+from geoflow_fast.training.config import TrainConfig
 
 COMPUTE_SHARE, BANDWIDTH_SHARE = 0.60, 0.85
 """Shares of a vendor's peak rates that are reached in practice."""
@@ -134,7 +145,7 @@ def plan_scoring(
     storage_bytes = 2 * gallery_bytes + (machines * per_machine if per_machine <= rates.machine_memory else link_bytes)
     statistics = (5 + 2 * TOP_K) * 8
     per_query = (settings.n_samples * dim * ITEM_BYTES + 4 * statistics) if divided and devices > 1 else 0
-    sampling = 2.0 * _weights(shape) * rows * evaluations
+    sampling = 2.0 * parameters(shape) * rows * evaluations
     scoring = 2.0 * rows * items * dim
     hours = _hours(rates, devices, sampling, scoring, passes, link_bytes, storage_bytes, per_query * queries)
     slowest = max(hours, key=lambda name: hours[name])
@@ -187,12 +198,46 @@ def _hours(
 def _device_memory(shape: GeoFlowConfig, samples: int, dim: int, shared_by: int) -> float:
     """Returns the bytes of the weights, the samples of a block, two blocks of items and the network's widest layers."""
     rows = 2 * math.ceil(samples / shared_by)
-    return 4.0 * (_weights(shape) + samples * dim + 2 * BLOCK_ROWS * dim + rows * (4 * dim + 16 * shape.hidden))
+    return 4.0 * (parameters(shape) + samples * dim + 2 * BLOCK_ROWS * dim + rows * (4 * dim + 16 * shape.hidden))
 
 
-def _weights(shape: GeoFlowConfig) -> int:
+def parameters(shape: GeoFlowConfig) -> int:
+    """Number of parameters of a flow."""
     with torch.device("meta"):
         return sum(p.numel() for p in GeoFlow(shape).parameters())
+
+
+def training_seconds(
+    shape: GeoFlowConfig, config: TrainConfig, *, pairs: int, with_head: bool = False, rates: DeviceRates | None = None
+) -> float:
+    """Estimates how long the whole run of a flow takes on this machine, and that of the head after it: operations by
+    the rate that `plan_scoring` counts with, which is measured if it is not given. Early stopping ends runs sooner."""
+    validations = sum(config.validates(step) for step in range(config.steps + 1))
+    rows = 3.0 * config.steps * config.batch_size  # a backward pass costs as much as two forward ones
+    rows += validations * config.val_batches * min(config.batch_size, math.ceil(config.val_fraction * pairs))
+    operations = 2.0 * parameters(shape) * rows
+    if with_head:
+        operations += head_operations(pairs, shape.image_dim)
+    return operations / (COMPUTE_SHARE * (_rates("cpu") if rates is None else rates).operations)
+
+
+def head_operations(pairs: int, dim: int) -> float:
+    """Operations of fitting a head with `k="auto"`, trials included: mostly products of points with items."""
+    few = pairs < FEW_PAIRS
+    whole = []
+    for setting in head_settings(FEW if few else MANY, pairs, "auto", chosen=False):
+        validated = min(pairs, VALIDATION_QUERIES) * min(pairs, VALIDATION_ITEMS) / setting.val_every
+        products = setting.steps * len(CONDITIONAL) * setting.points * (3 * setting.batch_size**2 + validated)
+        whole.append(2.0 * dim * products)
+    # On many pairs the trials are short, and the best setting is trained again.
+    return sum(whole) if few else TRIAL_SHARE * sum(whole) + max(whole)
+
+
+def duration(seconds: float) -> str:
+    """A time in words, rounded up."""
+    if seconds < 60:
+        return f"{max(10, 10 * math.ceil(seconds / 10))} s"
+    return f"{math.ceil(seconds / 60)} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
 def _rates(name: str) -> DeviceRates:

@@ -84,8 +84,11 @@ OutFileFlag = Annotated[Path, typer.Option(help="Output Parquet file; the same c
 OutFolderFlag = Annotated[Path, typer.Option(help="Folder for results; the same command continues a stopped run.")]
 Conditional = Literal["t2i", "i2t"]
 DirectionFlag = Annotated[Conditional, typer.Option(help="t2i: texts search images; i2t: images search texts.")]
-Preset = Literal["tiny", "small", "paper"]
-PresetFlag = Annotated[Preset, typer.Option(help="Size of network and run; other flags override single settings.")]
+Preset = Literal["auto", "tiny", "small", "paper"]
+PresetFlag = Annotated[
+    Preset,
+    typer.Option(help="Size of network and run; auto: by pairs and machine. Other flags override single settings."),
+]
 RankLayout = Literal["auto", "gallery", "queries"]
 SeedFlag = Annotated[int, typer.Option(help="Random seed.")]
 ProbeSeedFlag = Annotated[int, typer.Option(help="Seed of the probes.")]

@@ -21,6 +21,7 @@ from geoflow_fast.cli.base import (
 )
 
 if TYPE_CHECKING:
+    from geoflow_fast.data.pairs import EmbeddingPairs
     from geoflow_fast.head.model import PosteriorHead
     from geoflow_fast.training.loop import TrainReport
 
@@ -30,7 +31,7 @@ OF_THE_FLOW = ("preset", "method", "coupling", "conditional_coupling", "noise", 
 """Flags that mean nothing to a head."""
 
 
-@app.command(epilog="Example: geoflow train --pairs embeddings/ --out runs/first --preset small --steps 20000")
+@app.command(epilog="Example: geoflow train --pairs embeddings/ --out runs/first")
 def train(
     context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder of the run; the same command continues a stopped run.")],
@@ -51,7 +52,7 @@ def train(
         ),
     ] = None,
     points: Annotated[str, typer.Option(help="Points of the head: a number, or auto to choose among a few.")] = "auto",
-    preset: PresetFlag = "small",
+    preset: PresetFlag = "auto",
     val: Annotated[
         Path | None,
         typer.Option(
@@ -82,8 +83,14 @@ def train(
     accumulate: Annotated[int | None, typer.Option(help="Divide each batch into this many pieces.")] = None,
     ema_decay: Annotated[float | None, typer.Option(help="Average the weights with this decay.")] = None,
     val_every: Annotated[int | None, typer.Option(help="Steps between validations.")] = None,
+    patience: Annotated[
+        int | None, typer.Option(help="Stop after this many validations in a row without improvement.")
+    ] = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
-    centre: Annotated[bool, typer.Option("--centre/--no-centre", help="Subtract the mean of each modality.")] = False,
+    centre: Annotated[
+        bool | None,
+        typer.Option("--centre/--no-centre", help="Subtract the mean of each modality. Default: the preset's."),
+    ] = None,
     pca: Annotated[int | None, typer.Option(help="Keep this many principal components of each modality.")] = None,
     normalize: NormalizeFlag = False,
     tensorboard: Annotated[
@@ -114,6 +121,7 @@ def train(
         accumulate=accumulate,
         ema_decay=ema_decay,
         val_every=val_every,
+        patience=patience,
         checkpoint_every=checkpoint_every,
         seed=seed,
         tensorboard=tensorboard,
@@ -132,6 +140,9 @@ def train(
                 raise ValueError(f"{method} is trained by one process; start it without torchrun")
             report = baselines.train_preset(method, *run, folder=pairs, device=device)
         elif not head:
+            if world.is_main and not as_json:
+                flow_settings = {**run_settings, **couplings}
+                typer.echo(_announcement(data, preset, flow_settings, centre, pca, device, with_head=head is None))
             report = train_from_preset(*run, centre=centre, pca_dim=pca, device=device, world=world)
         if head or (head is None and report is not None and report.finished and method == "geoflow"):
             trained = fit_head(
@@ -154,6 +165,32 @@ def train(
             _print_outcome(out, report, trained, head_out)
     if (report is not None and not report.finished) or (trained is not None and not trained.report["finished"]):
         raise typer.Exit(INTERRUPTED)
+
+
+def _announcement(
+    pairs: EmbeddingPairs,
+    preset: str,
+    overrides: dict[str, Any],
+    centre: bool | None,
+    pca: int | None,
+    device: str,
+    *,
+    with_head: bool,
+) -> str:
+    """What is about to be trained, in one line: pairs, parameters, preset and how long it will take at most."""
+    from geoflow_fast import plan
+    from geoflow_fast.runtime.device import usable_device
+    from geoflow_fast.training.flow_matching import cores_of, preset_settings
+
+    where = usable_device(device)
+    shape, config = preset_settings(preset, pairs, overrides, centre=centre, pca_dim=pca, cores=cores_of(where))
+    size = f"{len(pairs):,} pairs of widths {pairs.image_dim} and {pairs.text_dim}"
+    network = f"{plan.parameters(shape) / 1e6:.2f} million parameters, preset {preset}"
+    run = f"at most {config.steps:,} steps of {config.batch_size}"
+    if where.type != "cpu":
+        return f"{size}; {network}, {run}"
+    seconds = plan.training_seconds(shape, config, pairs=len(pairs), with_head=with_head)
+    return f"{size}; {network}, {run}; expected time at most {plan.duration(seconds)}{' with the head' * with_head}"
 
 
 def _check_flags(context: typer.Context, head: bool | None, method: str) -> None:

@@ -36,14 +36,13 @@ from geoflow_fast.evaluation.registry import all_methods
 from geoflow_fast.evaluation.report import Report
 from geoflow_fast.evaluation.results import RESULTS_JSON, Comparison, aggregate, standard_deviation, without_nan
 from geoflow_fast.evaluation.zero_shot import Component, ZeroShot, zero_shot
-from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.runtime import checks, plots
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.runtime.files import read_toml, write_json
 from geoflow_fast.runtime.progress import Announce
-from geoflow_fast.training.config import TrainConfig
+from geoflow_fast.training.flow_matching import preset_settings
 
-PRESETS = ("tiny", "small", "paper")
+PRESETS = ("auto", "tiny", "small", "paper")
 
 
 @dataclass(frozen=True)
@@ -143,11 +142,8 @@ class Recipe:
     def training(self, part: RecipeData, base: Path, device: str) -> FlowTraining:
         """The pairs of a data set, and how the recipe trains flows on them."""
         train, val = EmbeddingPairs.open(base / part.train), EmbeddingPairs.open(base / part.held_out)
-        network = dataclasses.replace(
-            getattr(GeoFlowConfig, self.preset)(train.image_dim, train.text_dim), **self.network
-        )
-        run = dataclasses.replace(getattr(TrainConfig, self.preset)(), **self.flow)
-        return FlowTraining(train, val, network, run, self.seeds, device)
+        network, run = preset_settings(self.preset, train, self.flow)
+        return FlowTraining(train, val, dataclasses.replace(network, **self.network), run, self.seeds, device)
 
 
 def load_recipe(path: Path) -> Recipe:

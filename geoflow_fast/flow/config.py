@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,17 @@ SIZES = {
 """Least and largest sizes of a network: a file that claims more is refused before anything is made for it."""
 
 
+FEW_PAIRS = 20_000
+"""With fewer pairs than this, the preset `auto` takes a small network and a short run."""
+MANY_CORES = 8
+"""With at least as many cores, or with a GPU, `auto` takes the preset `small` for more pairs."""
+
+
+def many_cores(cores: int | None = None) -> bool:
+    """Whether `cores` are many; None stands for the cores of this machine."""
+    return ((os.cpu_count() or 1) if cores is None else checks.integer(cores, "cores", 1)) >= MANY_CORES
+
+
 @dataclass(frozen=True)
 class GeoFlowConfig:
     """Architecture of a `GeoFlow`. The defaults are the paper's network.
@@ -32,7 +44,8 @@ class GeoFlowConfig:
     `dropout`: rate of dropout on every residual branch while training.
     `geometry`: "sphere", or "euclidean" for a flow along straight lines with a Gaussian base distribution.
     `centre` subtracts the training mean from the embeddings of each modality, and `pca_dim` keeps that many principal
-    components of each; both are useful when pairs are few.
+    components of each; both are useful when pairs are few. `anchored`: the flow begins with a linear prediction of the
+    generated stream from the given one, which is fitted before the first step (`flow/anchor.py`).
     """
 
     image_dim: int = 1024
@@ -46,6 +59,7 @@ class GeoFlowConfig:
     geometry: str = "sphere"
     centre: bool = False
     pca_dim: int | None = None
+    anchored: bool = False
 
     def __post_init__(self) -> None:
         for name, (least, most) in SIZES.items():
@@ -58,8 +72,9 @@ class GeoFlowConfig:
             number = getattr(self, name)
             if not isinstance(number, (int, float)) or isinstance(number, bool):
                 raise TypeError(f"{name} must be a number, got {number!r}")
-        if not isinstance(self.centre, bool):
-            raise TypeError(f"centre must be True or False, got {self.centre!r}")
+        for name in ("centre", "anchored"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.hidden % self.heads:
             raise ValueError(f"hidden={self.hidden} must be a multiple of heads={self.heads}")
         if self.pca_dim is not None and self.pca_dim > min(self.image_dim, self.text_dim):
@@ -88,6 +103,16 @@ class GeoFlowConfig:
         """A network of about 1.4 million parameters at width 24, for demonstrations and tests; it trains in minutes."""
         return cls(image_dim, text_dim, hidden=128, depth=3, layer_scale=0.1)
 
+    @classmethod
+    def auto(cls, image_dim: int, text_dim: int, pairs: int, cores: int | None = None) -> GeoFlowConfig:
+        """A network for this number of training pairs and of cores (by default those of this machine), to be trained
+        with `TrainConfig.auto`. It is centred and anchored, and from 20,000 pairs on a larger one."""
+        if checks.integer(pairs, "pairs", 1) < FEW_PAIRS:
+            base = cls(image_dim, text_dim, hidden=128, depth=2, dropout=0.3, layer_scale=0.1)
+        else:
+            base = (cls.small if many_cores(cores) else cls.tiny)(image_dim, text_dim)
+        return dataclasses.replace(base, centre=True, anchored=True)
+
     @functools.cached_property
     def inner(self) -> int:
         """Inner width of the feed-forward layers: 8/3 H, rounded up to a multiple of 64."""
@@ -110,12 +135,15 @@ class GeoFlowConfig:
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as a dictionary that JSON can hold; `from_json` is the inverse."""
-        return dataclasses.asdict(self)
+        value = dataclasses.asdict(self)
+        # Files and digests of flows without an anchor are those of releases that knew none.
+        return value if self.anchored else {name: entry for name, entry in value.items() if name != "anchored"}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> GeoFlowConfig:
         """Rebuilds a configuration from `to_json`. Unknown or missing fields raise a ValueError."""
         names = {field.name for field in dataclasses.fields(cls)}
-        if set(value) != names:
-            raise ValueError(f"configuration fields differ from this release's: {sorted(set(value) ^ names)}")
+        if set(value) | {"anchored"} != names:
+            differing = sorted((set(value) | {"anchored"}) ^ names)
+            raise ValueError(f"configuration fields differ from this release's: {differing}")
         return cls(**value)

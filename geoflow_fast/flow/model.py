@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from geoflow_fast.directions import CONDITIONAL, STREAMS, Counts, Direction, row_directions, sort_rows
+from geoflow_fast.flow.anchor import Anchor
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.fields import Streams, Velocity
 from geoflow_fast.flow.network import Block, Conditioning, Modulation, zero_linear
@@ -51,6 +52,7 @@ class GeoFlow(nn.Module):
         self.decoders = nn.ModuleList(
             nn.Sequential(nn.LayerNorm(hidden, dtype=torch.float32), zero_linear(hidden, d)) for d in dims
         )
+        self.anchor = Anchor(dims) if config.anchored else None
         widths = zip((config.image_dim, config.text_dim), dims)
         self.preprocess = nn.ModuleList(Preprocess(*pair) for pair in widths) if config.preprocesses else None
 
@@ -106,6 +108,7 @@ class GeoFlow(nn.Module):
         if time.dim() == 0:
             modulation = self.modulations(time.reshape(1), direction)[0].unbind()
             outputs = self._network(image, text, modulation, counts, self.training)
+            outputs = self._anchored(outputs, image, text, time, counts)
         else:
             outputs = self.generated(image, text, time, counts)
         return self._tangent(image, text, outputs, counts)
@@ -128,6 +131,7 @@ class GeoFlow(nn.Module):
         def velocity(image: Tensor, text: Tensor, t: float) -> Streams:
             counts = direction.counts(len(image))
             outputs = self._network(image, text, modulation[t].unbind(), counts)
+            outputs = self._anchored(outputs, image, text, t, counts)
             return self._tangent(image, text, outputs, counts) if tangent else outputs
 
         return velocity
@@ -162,7 +166,8 @@ class GeoFlow(nn.Module):
             )
             for stream, (rows, given) in enumerate(zip(generated, CONDITIONAL))
         ]
-        return self._network(image, text, self.modulation.rows(c[0], c[1], counts), counts, self.training)
+        outputs = self._network(image, text, self.modulation.rows(c[0], c[1], counts), counts, self.training)
+        return self._anchored(outputs, image, text, t, counts)
 
     def to_flow(self, image: Tensor | None = None, text: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Maps embeddings [B, d] to the flow's coordinates: unchanged, or centred and reduced as `config` says."""
@@ -248,6 +253,24 @@ class GeoFlow(nn.Module):
             h = block(h, modulation[4 * number : 4 * number + 4], dropout)
         image, text = last(h, modulation[-4:], dropout, counts)
         return self.decoders[0](image), self.decoders[1](text)
+
+    def _anchored(self, outputs: Streams, image: Tensor, text: Tensor, t: float | Tensor, counts: Counts) -> Streams:
+        """Adds to the outputs of generated rows, in the conditional directions, what the given stream predicts. `t`:
+        one time, or those of the rows [B]."""
+        if self.anchor is None:
+            return outputs
+        n_i2t, n_joint, n_t2i = counts
+        for_image, for_text = outputs
+        rows = t.unsqueeze(1) if isinstance(t, Tensor) and t.dim() else None
+        if n_t2i:
+            time = t if rows is None else rows[n_i2t + n_joint :]
+            pull = self.anchor.predict(text[n_i2t + n_joint :], 0) * self.anchor.weight(time, 0)
+            for_image = torch.cat((for_image[:n_joint], for_image[n_joint:] + pull))
+        if n_i2t:
+            time = t if rows is None else rows[:n_i2t]
+            pull = self.anchor.predict(image[:n_i2t], 1) * self.anchor.weight(time, 1)
+            for_text = torch.cat((for_text[:n_i2t] + pull, for_text[n_i2t:]))
+        return for_image, for_text
 
     def _tangent(self, image: Tensor, text: Tensor, outputs: Streams, counts: Counts) -> Streams:
         """Makes the outputs of generated rows tangent, and puts zeros into the given rows."""

@@ -35,15 +35,19 @@ class Preprocess(nn.Module):
             x = block.double()
             rows, total = rows + len(x), total + x.sum(0)
             moment.addmm_(x.T, x)
-        if rows < kept:
+        if rows < kept < dim:
             raise ValueError(f"{rows} rows cannot determine {kept} principal components")
         mean = total / rows if centre else torch.zeros_like(total)
         # Without centring the mean is zero, and the second moment is what is left.
-        values, vectors = torch.linalg.eigh(moment / rows - torch.outer(mean, mean))
+        spread = moment / rows - torch.outer(mean, mean)
+        self.mean.copy_(mean)
+        if kept == dim:  # nothing is left out, so no basis is better than the one there is
+            self.radius.copy_(spread.trace().clamp(min=0).sqrt())
+            return
+        values, vectors = torch.linalg.eigh(spread)
         basis = vectors.flip(1).T[:kept]
         # An eigenvector's sign is arbitrary: fixing it makes the result a function of the data alone.
         signs = basis.gather(1, basis.abs().argmax(1, keepdim=True)).sign()
-        self.mean.copy_(mean)
         self.basis.copy_(basis * signs)
         self.radius.copy_(values[-kept:].sum().clamp(min=0).sqrt())
 

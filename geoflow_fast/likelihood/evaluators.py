@@ -63,6 +63,14 @@ class NetworkEvaluator:
             given = direction.given
             if given is not None:
                 points[given] = network.flow.encoders[given](pair[given]) if encoded is None else encoded
+        # The prediction of a given stream never changes, and no tangent moves it.
+        self.anchor = network.flow.anchor
+        self.predictions: list[Tensor | None] = [
+            None
+            if self.anchor is None or (given := directions[solve].given) is None
+            else self.anchor.predict(pair[given], stream)
+            for solve, stream in self.moving
+        ]
 
     def __call__(self, points: Points, t: float, probes: Points | None = None) -> Evaluation:
         everywhere, tangents = [list(pair) for pair in self.start], [list(self.still) for _ in self.start]
@@ -74,6 +82,11 @@ class NetworkEvaluator:
         rows = [SolveInput(*solve, paired) for solve in zip(self.directions, everywhere, tangents)]
         outputs = self.network(t, rows)
         f, products = zip(*(outputs[key] for key in self.moving))
+        if self.anchor is not None:
+            f = tuple(
+                y if prediction is None else y + prediction * self.anchor.weight(t, stream)
+                for y, prediction, (_, stream) in zip(f, self.predictions, self.moving)
+            )
         if probes is None:
             return f, f[0].new_empty(0), ()
         curvatures = [self.manifold.curvature(x, y) for x, y in zip(points, f)]

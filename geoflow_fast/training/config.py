@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from geoflow_fast.flow.config import FEW_PAIRS, many_cores
 from geoflow_fast.flow.curriculum import Curriculum
 from geoflow_fast.ops.ot_assign import CONDITIONAL_COUPLINGS, COUPLINGS
 from geoflow_fast.runtime import checks
@@ -15,6 +16,12 @@ PRECISIONS = ("auto", "float32", "bfloat16")
 OPTIMIZERS = ("adamw", "adam", "sgd")
 NOISES = ("iid", "structured")
 OT_SCOPES = ("global", "local")
+EARLY_VALIDATIONS = 4
+"""Validations between the start of a run and step `val_every`, at steps that double: few pairs are soon learned by
+heart."""
+
+AUTO_HELD_OUT, AUTO_VALIDATION_ROWS = 100, 512
+"""Pairs that the preset `auto` would like to hold out, and rows that it validates."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,14 @@ class RunConfig:
         progress = (step - warmup) / (self.steps - warmup)
         return self.lr * 0.5 * (1 + math.cos(math.pi * progress))
 
+    def validates(self, step: int) -> bool:
+        """Whether the weights are validated after `step` steps: before the first and after the last one, every
+        `val_every` steps, and after a half, a quarter, an eighth and a sixteenth of the first `val_every`."""
+        checks.integer(step, "step")
+        if step % self.val_every == 0 or step == self.steps:
+            return True
+        return step in (self.val_every >> halvings for halvings in range(1, 1 + EARLY_VALIDATIONS))
+
 
 @dataclass(frozen=True)
 class TrainConfig(RunConfig):
@@ -107,14 +122,17 @@ class TrainConfig(RunConfig):
     the run is not longer than that), then a cosine to zero. `optimizer`: "adamw", "adam", or "sgd" with momentum 0.9.
     `clip`: largest norm of the gradient. `accumulate`: number of pieces in which a batch goes through the network.
     `ema_decay`: average the weights with this decay, and validate and keep the average. `precision`: "float32",
-    "bfloat16" (autocast), or "auto" for bfloat16 where the device gains from it. Every `val_every` steps `val_batches`
-    batches are validated; `val_fraction` of the images is held out if no validation pairs are given. Training stops
-    after `patience` validations in a row whose loss is not lower than that of the last improvement by more than
-    `min_improvement` and by more than `min_relative_improvement` of it. `prefetch`: prepare batches in a thread.
+    "bfloat16" (autocast), or "auto" for bfloat16 where the device gains from it. Before the first step, a few times
+    until step `val_every`, and then every `val_every` steps `val_batches` batches are validated, and the best weights
+    are kept; `val_fraction` of the images is held out if no validation pairs are given. Training stops after `patience`
+    validations in a row, not counting those before step `val_every`, whose loss is not lower than that of the last
+    improvement by more than `min_improvement` and by more than `min_relative_improvement` of it. `prefetch`: prepare
+    batches in a thread.
     `weight_decay`: of the optimizer. `compile`: trace the step with torch.compile. `checkpoint_every`, `log_every`:
     steps between checkpoints and between lines of `metrics.jsonl`. `tensorboard`: write TensorBoard events as well.
     """
 
+    patience: int = 10
     coupling: str = "paper"
     conditional_coupling: str = "independent"
     sinkhorn_eps: float = 0.05
@@ -143,7 +161,31 @@ class TrainConfig(RunConfig):
             warmup_steps=4000,
             conditional_coupling="paper",
             val_every=2000,
+            patience=100,
             checkpoint_every=2000,
+        )
+
+    @classmethod
+    def auto(cls, pairs: int, cores: int | None = None) -> TrainConfig:
+        """Settings for `GeoFlowConfig.auto` with this number of pairs, from 4 on, and of cores (by default those of
+        this machine): on few pairs a short run that is validated often."""
+        if checks.integer(pairs, "pairs", 4) >= FEW_PAIRS:
+            return cls.small() if many_cores(cores) else dataclasses.replace(cls.tiny(), steps=3000, val_every=100)
+        share = min(0.2, max(0.1, AUTO_HELD_OUT / pairs))
+        batch_size = min(256, pairs // 2)
+        # A few held-out pairs are shown again with other noise and times.
+        held_out = max(1, min(batch_size, round(share * pairs)))
+        return cls(
+            steps=400,
+            batch_size=batch_size,
+            lr=5e-4,
+            warmup_steps=50,
+            val_every=20,
+            val_batches=math.ceil(AUTO_VALIDATION_ROWS / held_out),
+            val_fraction=share,
+            patience=5,
+            checkpoint_every=200,
+            log_every=20,
         )
 
     @classmethod

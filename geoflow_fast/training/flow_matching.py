@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -14,11 +14,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from geoflow_fast.data.pairs import EmbeddingPairs
-from geoflow_fast.data.rows import BLOCK_ROWS
+from geoflow_fast.data.rows import BLOCK_ROWS, Index
 from geoflow_fast.directions import ROW_ORDER
 from geoflow_fast.distributed import ALONE, World
-from geoflow_fast.flow.config import GeoFlowConfig
+from geoflow_fast.flow.anchor import Anchor
+from geoflow_fast.flow.config import MANY_CORES, GeoFlowConfig
 from geoflow_fast.flow.model import GeoFlow, save_weights
+from geoflow_fast.flow.preprocess import Preprocess
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.training.batches import Batch
 from geoflow_fast.training.config import TrainConfig
@@ -27,7 +29,7 @@ from geoflow_fast.training.loop import Run, TrainReport, complete
 from geoflow_fast.training.objective import Objective
 from geoflow_fast.training.ranks import batch_maker
 
-PREPROCESS_ROWS = 100_000
+PREPROCESS_ROWS, ANCHOR_ROWS = 100_000, 50_000
 LOSS_NAMES = tuple(f"loss_{direction}" for direction in ROW_ORDER)
 
 
@@ -47,11 +49,28 @@ class FlowMatching(Objective[Batch]):
         self.batches = batch_maker(flow, pairs, config, world.twin())
 
     def prepare(self) -> None:
-        """Fits centring and principal components on the pairs, or on a seeded sample of a large set."""
-        index = np.sort(np.random.default_rng(self.config.seed).permutation(len(self.pairs))[:PREPROCESS_ROWS])
+        """Fits centring and principal components, then the anchor, on the pairs or on a seeded sample of a large
+        set."""
+        order = np.random.default_rng(self.config.seed).permutation(len(self.pairs))
+        index = np.sort(order[:PREPROCESS_ROWS])
         blocks = np.array_split(index, math.ceil(len(index) / BLOCK_ROWS))
         for stream, part in enumerate(self.flow.preprocess or ()):
             part.fit((self.pairs[rows][stream] for rows in blocks), centre=self.flow.config.centre)  # type: ignore[operator]
+        if self.flow.anchor is not None:
+            self._fit_anchor(self.flow.anchor, np.sort(order[:ANCHOR_ROWS]))
+
+    def _fit_anchor(self, anchor: Anchor, index: Index) -> None:
+        """Fits the anchor on the pairs `index`. Images and texts of one width are taken to share a space."""
+        flow, config = self.flow, self.flow.config
+        like = flow.example
+        image, text = (flow.stream_to_flow(x.to(like), k) for k, x in enumerate(self.pairs[index]))
+        fold = torch.from_numpy(np.unique(self.pairs.group[index], return_inverse=True)[1] % 2 == 0)
+        start = torch.eye(*config.flow_dims, dtype=torch.float32, device="cpu")
+        if flow.preprocess is not None:
+            image_basis, text_basis = (cast(Preprocess, part).basis for part in flow.preprocess)
+            start = image_basis @ text_basis.T
+        alike = config.image_dim == config.text_dim
+        anchor.fit((image, text), fold, start if alike else None, flow.manifold, self.config.seed)
 
     def training_batch(self, step: int) -> Batch:
         return self.batches.training(step)
@@ -136,16 +155,43 @@ def train_from_preset(
     val: EmbeddingPairs | None,
     overrides: dict[str, Any],
     *,
-    centre: bool,
+    centre: bool | None,
     pca_dim: int | None,
     device: str,
     world: World = ALONE,
 ) -> TrainReport:
     """Trains a flow as `geoflow train` does: with the network and the run of a preset, some of whose settings
     `overrides` may change."""
-    config = dataclasses.replace(getattr(TrainConfig, preset)(), **overrides)
-    shape = getattr(GeoFlowConfig, preset)(pairs.image_dim, pairs.text_dim)
     chosen_device = usable_device(device)
+    shape, config = preset_settings(
+        preset, pairs, overrides, centre=centre, pca_dim=pca_dim, cores=cores_of(chosen_device)
+    )
     torch.manual_seed(config.seed)
-    flow = GeoFlow(dataclasses.replace(shape, centre=centre, pca_dim=pca_dim)).to(chosen_device)
-    return train(flow, pairs, config, val, out, world=world)
+    return train(GeoFlow(shape).to(chosen_device), pairs, config, val, out, world=world)
+
+
+def cores_of(device: torch.device) -> int | None:
+    """The cores for which the preset `auto` chooses: those of this machine, or many in place of a GPU."""
+    return None if device.type == "cpu" else MANY_CORES
+
+
+def preset_settings(
+    preset: str,
+    pairs: EmbeddingPairs,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    centre: bool | None = None,
+    pca_dim: int | None = None,
+    cores: int | None = None,
+) -> tuple[GeoFlowConfig, TrainConfig]:
+    """The network and the run of a preset for these pairs. `overrides`: settings of the run to change; `centre` and
+    `pca_dim`, if they are given, change the network. `cores`: as in `GeoFlowConfig.auto`."""
+    dims = pairs.image_dim, pairs.text_dim
+    if preset == "auto":
+        shape, config = GeoFlowConfig.auto(*dims, len(pairs), cores), TrainConfig.auto(len(pairs), cores)
+    else:
+        shape, config = getattr(GeoFlowConfig, preset)(*dims), getattr(TrainConfig, preset)()
+    changes: dict[str, Any] = {
+        name: value for name, value in (("centre", centre), ("pca_dim", pca_dim)) if value is not None
+    }
+    return dataclasses.replace(shape, **changes), dataclasses.replace(config, **(overrides or {}))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import sys
 import time
@@ -31,10 +32,11 @@ from geoflow_fast.training.logging import METRICS_FILE, Metrics, ProgressLine, S
 from geoflow_fast.training.objective import B, Objective
 from geoflow_fast.training.ranks import sum_gradients
 
+LOGGER = logging.getLogger(__name__)
 MOMENTUM = 0.9
 CHECKPOINT_FILE = "last.safetensors"
-CHANGEABLE = {"checkpoint_every", "log_every", "tensorboard", "prefetch"}
-"""Settings that may differ when a run is continued, because they do not change the weights."""
+CHANGEABLE = {"checkpoint_every", "log_every", "tensorboard", "prefetch", "patience"}
+"""Settings that may differ when a run is continued, because they do not change the weights of a step."""
 
 
 class TrainingDiverged(ValueError):
@@ -93,6 +95,7 @@ class Run(Generic[B]):
         self.exported_step = -1
         # Early stopping: the loss of the last real improvement, and how many validations ago that was.
         self.improved_loss, self.stale = math.inf, 0
+        self.rising = False
         self.finished = self.stopped_early = False
 
     def optimise(self, batch: B) -> tuple[Tensor, float]:
@@ -144,10 +147,22 @@ class Run(Generic[B]):
                 self.best = {name: x.clone() for name, x in self.module.state_dict().items()}
         if self.improves(loss):
             self.improved_loss, self.stale = loss, 0
-        else:
+        elif self.step >= self.config.val_every:  # the learning rate is still rising before that
             self.stale += 1
         self.stopped_early = self.stale >= self.config.patience
+        self._tell_rise(loss)
         return {"val_loss": loss}
+
+    def _tell_rise(self, loss: float) -> None:
+        """Logs, once per rise, that validation has become worse than it was."""
+        rises = loss > self.best_loss + self.config.min_relative_improvement * abs(self.best_loss)
+        if rises and not self.rising and self.world.is_main:
+            LOGGER.warning(
+                "the validation loss rose from %.4g at step %d to %.4g at step %d; the weights of step %d are kept, "
+                "and %d such validations in a row end the run",
+                *(self.best_loss, self.best_step, loss, self.step, self.best_step, self.config.patience),
+            )
+        self.rising = rises
 
     def improves(self, loss: float) -> bool:
         """True if early stopping counts `loss` as an improvement, which it does for the first loss of all."""
@@ -288,7 +303,10 @@ def _begin(run: Run[B], folder: Path | None, *, resume: bool) -> None:
 def _take_steps(run: Run[B], folder: Path | None, *, shown: bool) -> None:
     """Takes steps until the run is finished or interrupted, or diverges."""
     config, world = run.config, run.world
-    metrics = Metrics(folder if world.is_main else None, run.step, tensorboard=config.tensorboard and world.is_main)
+    fresh = run.best_step < 0 and run.step == 0
+    # A new run has no lines yet; those of one that was killed before its first checkpoint are written again.
+    last_line = -1 if fresh else run.step
+    metrics = Metrics(folder if world.is_main else None, last_line, tensorboard=config.tensorboard and world.is_main)
     line = ProgressLine(config.steps, run.step) if shown else None
     # NCCL calls of two threads may wait for each other on different ranks; gloo calls do not.
     prefetch = config.prefetch and (world.size == 1 or run.device.type == "cpu")
@@ -298,6 +316,8 @@ def _take_steps(run: Run[B], folder: Path | None, *, shown: bool) -> None:
     try:
         with stop_on_interrupt("step") as stop:
             stopped = False
+            if fresh:
+                metrics.write(0, run.validate())
             while not run.finished and not stopped:
                 values = _take_step(run, prefetcher, rate)
                 stopped = stop.asked if world.size == 1 else world.any(stop.asked)
@@ -343,6 +363,6 @@ def _take_step(run: Run[B], prefetcher: Prefetcher[B], rate: StepRate) -> dict[s
             "batch_wait_share": share_of_time(waited, seconds),
             **run.objective.metrics(batch, losses, run.step - 1, seconds),
         }
-    if run.step % config.val_every == 0 or last:
+    if config.validates(run.step):
         values |= run.validate()
     return values

@@ -255,10 +255,14 @@ def test_a_flow_is_followed_by_its_head(run, desk, monkeypatch):
     code, out, err = run("train", *small, "--points", 1)
     assert code == 0, err
     lines = out.splitlines()
-    assert lines[0].startswith("finished at step 2; best validation loss")
-    assert lines[1] == "Wrote run"
-    assert lines[2].startswith("head finished at step 4; 1 point; held-out log-likelihood")
-    assert lines[3] == "Wrote run/head"
+    assert lines[0].startswith(
+        "64 pairs of widths 6 and 6; 1.42 million parameters, preset tiny, at most 2 steps of 16;"
+    )
+    assert lines[0].endswith("with the head")
+    assert lines[1].startswith("finished at step 2; best validation loss")
+    assert lines[2] == "Wrote run"
+    assert lines[3].startswith("head finished at step 4; 1 point; held-out log-likelihood")
+    assert lines[4] == "Wrote run/head"
     assert gf.GeoFlow.from_pretrained(desk / "run").config.image_dim == 6
     head = gf.PosteriorHead.from_pretrained(desk / "run/head")
     assert head.config.batch_size == 58  # --batch-size is the flow's; the head has all pairs that are not held out
@@ -334,7 +338,7 @@ def test_flow_and_head_are_continued_by_the_same_command(run, desk, monkeypatch,
     interrupt_at(2)
     code, out, _ = run("train", *flags)
     assert code == 130
-    assert out.startswith("stopped; run the same command to continue at step 2; best validation loss")
+    assert "\nstopped; run the same command to continue at step 2; best validation loss" in out
     assert not (desk / "run/head").exists()
     interrupt_at(2 + 3)
     code, out, _ = run("train", *flags)

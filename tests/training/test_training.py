@@ -282,9 +282,9 @@ def test_training_goes_on_while_the_clock_stands_still(tmp_path, monkeypatch):
     config = dataclasses.replace(CONFIG, steps=2, log_every=1)
     gf.train(new_flow(), some_pairs(), config=config, out=tmp_path, progress=False)
     lines = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]
-    assert len(lines) == 2
+    assert [line["step"] for line in lines] == [0, 1, 2]
     for name in ("steps_per_second", "batch_wait_share", "coupling_share"):
-        assert [line[name] for line in lines] == [0, 0]
+        assert [line[name] for line in lines[1:]] == [0, 0]
 
 
 def test_the_learning_rate_follows_its_schedule_and_validation_is_the_same_every_time():
@@ -315,7 +315,7 @@ def test_a_flow_learns_eight_pairs_by_heart():
 
 
 def test_a_run_stops_early_and_keeps_the_best_weights(monkeypatch):
-    """Of the validation losses 5, 4, 4.5, 5, ... the second is the best; three more without improvement end the run."""
+    """Of the validation losses 6, 5, 4, 4.5, 5, ... the third is the best; three more, no better, end the run."""
     config = dataclasses.replace(CONFIG, steps=500, patience=3, val_every=2, val_batches=1, ema_decay=None)
     original, seen = FlowMatching.losses, []
 
@@ -324,16 +324,16 @@ def test_a_run_stops_early_and_keeps_the_best_weights(monkeypatch):
         if self.flow.training:
             return losses
         seen.append({name: x.clone() for name, x in self.flow.state_dict().items()})
-        return torch.full_like(losses, (5, 4, 4.5, 5, 5.5, 6)[len(seen) - 1])
+        return torch.full_like(losses, (6, 5, 4, 4.5, 5, 5.5)[len(seen) - 1])
 
     monkeypatch.setattr(FlowMatching, "losses", scripted)
     flow = new_flow()
     report = gf.train(flow, some_pairs(), config)
     assert report.stopped_early
     assert report.finished
-    assert (report.steps, report.best_step, report.best_val_loss) == (10, 4, 4.0)
-    assert all(torch.equal(x, seen[1][name]) for name, x in flow.state_dict().items())
-    assert not torch.equal(seen[1]["modulation.weight"], seen[2]["modulation.weight"])
+    assert (report.steps, report.best_step, report.best_val_loss) == (8, 2, 4.0)
+    assert all(torch.equal(x, seen[2][name]) for name, x in flow.state_dict().items())
+    assert not torch.equal(seen[2]["modulation.weight"], seen[3]["modulation.weight"])
     assert not flow.training
 
 
@@ -355,9 +355,9 @@ def test_a_finished_run_returns_at_once(tmp_path):
     assert same_weights(first, second)
     assert same_weights(first, gf.GeoFlow.from_pretrained(tmp_path))
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 25))
+    assert [line["step"] for line in lines] == list(range(25))
     assert {"loss", "loss_i2t", "lr", "p_joint", "batch_wait_share"} <= set(lines[-1])
-    assert sum("val_loss" in line for line in lines) == 4
+    assert [line["step"] for line in lines if "val_loss" in line] == [0, 1, 3, 6, 12, 18, 24]
 
 
 RUN = """
@@ -403,7 +403,7 @@ def test_killed_runs_end_with_the_same_bits(tmp_path):
     for name in ("last.safetensors", "model.safetensors"):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     steps = [json.loads(line)["step"] for line in (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 25))
+    assert steps == list(range(25))
 
 
 def test_interrupt_saves_and_the_same_call_continues(tmp_path):
@@ -454,7 +454,8 @@ def test_starting_afresh_removes_the_old_state(tmp_path, monkeypatch):
     monkeypatch.setattr(Run, "optimise", diverge)
     with pytest.raises(gf.TrainingDiverged, match="no checkpoint was written yet"):
         gf.train(new_flow(), some_pairs(), config, out=tmp_path, resume=False)
-    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", METRICS_FILE]
+    assert [json.loads(line)["step"] for line in (tmp_path / METRICS_FILE).read_text().splitlines()] == [0]
 
 
 def test_a_folder_takes_one_run_at_a_time_and_keeps_no_temporary_files(tmp_path):
