@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +66,11 @@ def compare(
         answers = plain_search(task)
         sizes = f"{len(task)} queries over {len(task.items)} items"
         announce(f"{task.direction}: {sizes}, plain Recall@1 {answers.recall(1):.3f}")
-        scored: dict[str, Columns] = {}
-        judged = []
+        scored = []
         for method in chosen:
             announce(f"{task.direction}: {method.title}")
-            scored[method.name] = _scores(method, task, answers.index[:, 0], folder)
-            judged.append(_result(method, task, answers, scored[method.name], bins, resamples))
-        results += _with_leads(judged, scored, task, answers, resamples)
+            scored.append(score_queries(method, task, answers, folder))
+        results += judge(scored, bins, resamples)
     train_pairs = None if study.train is None else len(study.train)
     facts = {"test_pairs": len(test), "val_pairs": len(study.val), "train_pairs": train_pairs, "seed": study.seed}
     return Comparison(results, facts)
@@ -81,6 +80,65 @@ def check_bins(queries: int, bins: int = BINS) -> None:
     """Raises a ValueError if there are too few `queries` for the bins."""
     if queries < checks.integer(bins, "bins", 2):
         raise ValueError(f"{queries} queries cannot fill {bins} bins: give more test pairs or ask for fewer bins")
+
+
+@dataclass(frozen=True)
+class ScoredQueries:
+    """What one method said about the queries of one direction, and what was true of them."""
+
+    method: str
+    title: str
+    training: str
+    direction: str
+    seed: int
+    items: int
+    """Size of the gallery; the largest one, if folds have their own."""
+    columns: Columns
+    """[Q] each: the fields of `Scores`, `fit_seconds` and `score_seconds`; `first_right`, the share of right items
+    among those that tie for plain search's first place; `own_right`, the same for the method's own first item, NaN if
+    it has no ranking; and `image`, the number of the query's image."""
+
+    @classmethod
+    def pooled(cls, folds: Sequence[ScoredQueries]) -> ScoredQueries:
+        """The queries of all folds of one data set, whose images differ from fold to fold."""
+        keys = {(fold.method, fold.direction) for fold in folds}
+        if len(keys) != 1:
+            raise ValueError(f"folds must be of one method and direction, got {sorted(keys)}")
+        columns = {name: np.concatenate([fold.columns[name] for fold in folds]) for name in folds[0].columns}
+        sizes = [0, *(int(fold.columns["image"].max()) + 1 for fold in folds[:-1])]
+        shift = np.repeat(np.cumsum(sizes), [len(fold.columns["image"]) for fold in folds])
+        columns["image"] = columns["image"] + shift
+        return dataclasses.replace(folds[0], items=max(fold.items for fold in folds), columns=columns)
+
+
+def score_queries(method: Method, task: RetrievalTask, answers: Answers, folder: Path | None = None) -> ScoredQueries:
+    """Fits the method and scores every query of the task, whose `answers` plain search gave.
+
+    With a `folder`, the scores are kept in it, and those that are there are not computed again.
+    """
+    scores = _scores(method, task, answers.index[:, 0], folder)
+    has_ranking = bool((scores["top"] >= 0).all())
+    known = {
+        "first_right": answers.first_right.numpy(),
+        "own_right": hits_of(task, scores["top"]) if has_ranking else np.full(len(task), math.nan),
+        "image": task.query_image.numpy(),
+    }
+    about = method.name, method.title, method.training, str(task.direction), method.study.seed, len(task.items)
+    return ScoredQueries(*about, {**scores, **known})
+
+
+def judge(scored: Sequence[ScoredQueries], bins: int = BINS, resamples: int = RESAMPLES) -> list[Result]:
+    """The results of methods that scored the same queries, with their leads over each other if there are resamples."""
+    results = [_result(method, bins, resamples) for method in scored]
+    if not resamples or not scored:
+        return results
+    uncertainty = {method.method: method.columns["uncertainty"] for method in scored}
+    right, images = (scored[0].columns[name] for name in ("first_right", "image"))
+    leads = auroc_leads(uncertainty, right, resamples=resamples, groups=images)
+    return [
+        dataclasses.replace(result, lead={name: [x.value, x.low, x.high] for name, x in leads[result.method].items()})
+        for result in results
+    ]
 
 
 def _scores(method: Method, task: RetrievalTask, answers: Tensor, folder: Path | None) -> Columns:
@@ -127,20 +185,18 @@ def _facts(method: Method, task: RetrievalTask) -> dict[str, Any]:
     }
 
 
-def _result(
-    method: Method, task: RetrievalTask, answers: Answers, scores: Columns, bins: int, resamples: int
-) -> Result:
+def _result(scored: ScoredQueries, bins: int, resamples: int) -> Result:
     """Judges the scores of a method."""
-    uncertainty, first_right = scores["uncertainty"], answers.first_right.numpy()
+    columns = scored.columns
+    uncertainty, first_right = columns["uncertainty"], columns["first_right"]
     # The captions of one image are not independent of each other, so the bootstrap draws them together.
-    images = task.query_image.numpy()
-    calibration = retrieval_calibration(uncertainty, first_right, bins, resamples=resamples, groups=images)
+    calibration = retrieval_calibration(uncertainty, first_right, bins, resamples=resamples, groups=columns["image"])
     curve = selective_accuracy(uncertainty, first_right)
-    states_probabilities = not np.isnan(scores["p_answer"]).any()
-    stated = reliability(scores["p_answer"], first_right) if states_probabilities else None
+    states_probabilities = not np.isnan(columns["p_answer"]).any()
+    stated = reliability(columns["p_answer"], first_right) if states_probabilities else None
     names = ("confidence", "accuracy", "count")
     stated_bins = None if stated is None else {name: getattr(stated, name).tolist() for name in names}
-    has_ranking = (scores["top"] >= 0).all()
+    has_ranking = not np.isnan(columns["own_right"]).any()
     numbers = {
         "auroc": calibration.auroc,
         "aurc": calibration.aurc,
@@ -148,43 +204,28 @@ def _result(
         "spearman": calibration.spearman,
         "r2": calibration.r2,
         "r2_value": calibration.r2_value,
-        "recall": float(hits_of(task, scores["top"]).mean()) if has_ranking else answers.recall(1),
-        "nll": float(np.mean(scores["nll"])),
+        "recall": float(columns["own_right" if has_ranking else "first_right"].mean()),
+        "nll": float(np.mean(columns["nll"])),
         "ece": math.nan if stated is None else stated.ece,
-        "fit_seconds": float(scores["fit_seconds"].max()),
-        "score_ms": 1000 * float(scores["score_seconds"].mean()),
+        "fit_seconds": float(columns["fit_seconds"].max()),
+        "score_ms": 1000 * float(columns["score_seconds"].mean()),
     }
     return Result(
-        method=method.name,
-        title=method.title,
-        direction=str(task.direction),
-        queries=len(task),
-        items=len(task.items),
-        plain_recall=answers.recall(1),
+        method=scored.method,
+        title=scored.title,
+        direction=scored.direction,
+        queries=len(uncertainty),
+        items=scored.items,
+        plain_recall=float(first_right.mean()),
         numbers=numbers,
         bin_recall=calibration.recall.tolist(),
         coverage=curve.coverage.tolist(),
         accuracy=curve.accuracy.tolist(),
         intervals={name: [x.low, x.high] for name, x in calibration.intervals.items() if name in numbers},
         stated=stated_bins,
-        training=method.training,
-        seeds=[method.study.seed],
+        training=scored.training,
+        seeds=[scored.seed],
     )
-
-
-def _with_leads(
-    results: Sequence[Result], scored: Mapping[str, Columns], task: RetrievalTask, answers: Answers, resamples: int
-) -> list[Result]:
-    """The results of one direction with their leads over each other, if there are resamples."""
-    if not resamples:
-        return list(results)
-    uncertainty = {name: scores["uncertainty"] for name, scores in scored.items()}
-    right, images = answers.first_right.numpy(), task.query_image.numpy()
-    leads = auroc_leads(uncertainty, right, resamples=resamples, groups=images)
-    return [
-        dataclasses.replace(result, lead={name: [x.value, x.low, x.high] for name, x in leads[result.method].items()})
-        for result in results
-    ]
 
 
 def hits_of(task: RetrievalTask, top: NDArray[np.int64]) -> Floats:

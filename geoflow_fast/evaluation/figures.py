@@ -78,9 +78,10 @@ def style_of(method: str) -> dict[str, Any]:
     }
 
 
-def draw_calibration(datasets: Mapping[str, Comparison], path: Path) -> Path:
+def draw_calibration(datasets: Mapping[str, Comparison], path: Path, *, stacked: bool = False) -> Path:
     """Draws Recall@1 of plain search in bins of the uncertainty: a row per direction, a column per data set. The shaded
-    area is one standard deviation over seeds."""
+    area is one standard deviation over seeds. `stacked`, here and below: the directions of a single data set stand one
+    above the other, with the legend below them, as suits a narrow page."""
 
     def fill(axes: Any, results: Sequence[Result]) -> None:
         for result in results:
@@ -90,7 +91,7 @@ def draw_calibration(datasets: Mapping[str, Comparison], path: Path) -> Path:
         axes.set_xticks(bins)
         axes.axhline(results[0].plain_recall, color=GREY, linewidth=0.8, linestyle=":")
 
-    return _grid(datasets, path, fill, "bin of uncertainty, low to high", "Recall@1 in the bin")
+    return _grid(datasets, path, fill, "bin of uncertainty, low to high", "Recall@1 in the bin", stacked=stacked)
 
 
 def draw_selective(datasets: Mapping[str, Comparison], path: Path) -> Path:
@@ -102,6 +103,18 @@ def draw_selective(datasets: Mapping[str, Comparison], path: Path) -> Path:
             _line(axes, 1 - np.array(result.coverage), series, result.title, style_of(result.method))
 
     return _grid(datasets, path, fill, "share of queries turned away", "accuracy on the rest")
+
+
+def draw_risk(datasets: Mapping[str, Comparison], path: Path, *, stacked: bool = False) -> Path:
+    """Draws the share of wrong answers of plain search among the most certain ones, over the share that is answered."""
+
+    def fill(axes: Any, results: Sequence[Result]) -> None:
+        for result in results:
+            series = Series([1 - share for share in result.accuracy], result.accuracy_spread)
+            _line(axes, np.array(result.coverage), series, result.title, style_of(result.method))
+        axes.set_ylim(bottom=0)
+
+    return _grid(datasets, path, fill, "share of queries answered", "share of answers that are wrong", stacked=stacked)
 
 
 def draw_auroc(datasets: Mapping[str, Comparison], path: Path) -> Path:
@@ -123,7 +136,7 @@ def draw_auroc(datasets: Mapping[str, Comparison], path: Path) -> Path:
     return _grid(datasets, path, fill, 'AUROC of "plain search is wrong"', "", legend=False, height=height, share=False)
 
 
-def draw_reliability(datasets: Mapping[str, Comparison], path: Path) -> Path:
+def draw_reliability(datasets: Mapping[str, Comparison], path: Path, *, stacked: bool = False) -> Path:
     """Draws the stated probability that plain search is right against the share that was; the areas of points show
     numbers of queries."""
 
@@ -142,9 +155,8 @@ def draw_reliability(datasets: Mapping[str, Comparison], path: Path) -> Path:
         axes.set_aspect("equal")
         axes.legend(frameon=False, fontsize=8, loc="upper left")
 
-    return _grid(
-        datasets, path, fill, "stated probability of being right", "share that was right", legend=False, height=4.2
-    )
+    names = "stated probability of being right", "share that was right"
+    return _grid(datasets, path, fill, *names, legend=False, height=4.2, stacked=stacked)
 
 
 def draw_components(datasets: Mapping[str, ZeroShot], path: Path) -> Path:
@@ -294,14 +306,17 @@ def _grid(
     legend: bool = True,
     height: float = 3.2,
     share: bool = True,
+    stacked: bool = False,
 ) -> Path:
-    """Draws a panel for every direction (rows) and data set (columns); a single data set has one row."""
+    """Draws a panel for every direction (rows) and data set (columns); a single data set has one row unless it is
+    `stacked`."""
     plt = plots.pyplot()
     names = list(datasets)
     directions = list(dict.fromkeys(direction for run in datasets.values() for direction in run.directions))
-    rows, columns = (1, len(directions)) if len(names) == 1 else (len(directions), len(names))
-    width = 4.6 * columns + (2.6 if legend else 0.0) + (0.0 if share else 1.6)
-    figure, panels = plt.subplots(rows, columns, figsize=(width, height * rows + 0.5), squeeze=False)
+    rows, columns = (1, len(directions)) if len(names) == 1 and not stacked else (len(directions), len(names))
+    width = 4.6 * columns + (2.6 if legend and not stacked else 0.0) + (0.0 if share else 1.6)
+    below = 0.9 if legend and stacked else 0.0
+    figure, panels = plt.subplots(rows, columns, figsize=(width, height * rows + 0.5 + below), squeeze=False)
     for axes, (direction, name) in zip(panels.flat, itertools.product(directions, names)):
         results = datasets[name].of(direction)
         if results:
@@ -309,7 +324,7 @@ def _grid(
         title = DIRECTION_TITLES.get(direction, direction) + (f", {name}" if len(names) > 1 else "")
         first = axes in panels[:, 0]
         _finish(axes, title, xlabel, ylabel if first or not share else "")
-    return _save(figure, panels, path, legend=legend)
+    return _save(figure, panels, path, legend=legend, below=stacked)
 
 
 def _line(axes: Any, x: Any, series: Series, label: str, style: Mapping[str, Any]) -> None:
@@ -330,14 +345,15 @@ def _finish(axes: Any, title: str, xlabel: str, ylabel: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _save(figure: Any, panels: Any, path: Path, *, legend: bool = True) -> Path:
-    """Saves the figure, with one legend for all panels to their right."""
+def _save(figure: Any, panels: Any, path: Path, *, legend: bool = True, below: bool = False) -> Path:
+    """Saves the figure, with one legend for all panels to their right or `below` them."""
     if legend:
         entries: dict[str, Any] = {}
         for axes in panels.flat:
             handles, labels = axes.get_legend_handles_labels()
             entries |= dict(zip(labels, handles))
-        figure.legend(entries.values(), entries.keys(), loc="outside right center", frameon=False, fontsize=9)
+        location = {"loc": "outside lower center", "ncols": 2} if below else {"loc": "outside right center"}
+        figure.legend(entries.values(), entries.keys(), frameon=False, fontsize=9, **location)
     figure.set_layout_engine("constrained", h_pad=0.08, w_pad=0.08)
     plots.save_figure(figure, path)
     return path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import geoflow_fast as gf
 from geoflow_fast.evaluation import figures
@@ -17,10 +18,14 @@ from tests.evaluation.helpers import is_picture
 def test_figures_of_one_and_of_several_data_sets(pairs, held_out, tmp_path):
     runs = [compare(Study(held_out, seed=s), pairs, ("margin", "max_softmax"), resamples=9) for s in range(2)]
     two = {"first": aggregate(runs), "second": runs[0]}
-    drawers = (figures.draw_calibration, figures.draw_selective, figures.draw_auroc, figures.draw_reliability)
+    stackable = (figures.draw_calibration, figures.draw_risk, figures.draw_reliability)
+    drawers = (*stackable, figures.draw_selective, figures.draw_auroc)
     for number, draw in enumerate(drawers):
         assert is_picture(draw({"only": runs[0]}, tmp_path / f"one{number}.png"))
         assert is_picture(draw(two, tmp_path / f"two{number}.png"))
+    for draw in stackable:
+        with Image.open(draw({"only": runs[0]}, tmp_path / "stacked.png", stacked=True)) as picture:
+            assert picture.height > picture.width
     curves = {
         title: {"a": figures.Series([1, 2, 3], [0.1, 0.1, 0.1]), "b": figures.Series([3, 2, 1])} for title in "xy"
     }
