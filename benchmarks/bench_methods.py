@@ -18,6 +18,7 @@ from torch import Tensor
 
 import geoflow_fast as gf
 from benchmarks.common import RESULTS
+from benchmarks.page import BLOCK, filled
 from geoflow_fast.evaluation import figures
 from geoflow_fast.evaluation.compare import compare
 from geoflow_fast.evaluation.methods import Method, Scores, Study
@@ -305,5 +306,6 @@ The same network and training run, on the sphere and with straight lines and a G
 
 {section("Geometry", twins, "benchmark_geometry.png")}
 """
-    PAGE.write_text(page)
+    kept = {key: old for _, key, old, _ in BLOCK.findall(PAGE.read_text())}  # of `python -m benchmarks --study real`
+    PAGE.write_text(filled(page, lambda key: kept[key].strip() or None))
     return f"Wrote {PAGE}\n\n{words_on_ranks(world)}"

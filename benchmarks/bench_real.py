@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 import geoflow_fast as gf
-from benchmarks.common import RESULTS, gate, report
+from benchmarks.common import RESULTS, gate, load, markdown, report
+from benchmarks.page import ROOT, filled
 from geoflow_fast.baselines.adapter import TwoTowerAdapter
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.evaluation import registry
@@ -26,11 +27,13 @@ from geoflow_fast.evaluation.compare import ScoredQueries, judge, score_queries
 from geoflow_fast.evaluation.ladder_methods import FlowReranker, Ladder
 from geoflow_fast.evaluation.leads import Lead, corrected, paired_leads
 from geoflow_fast.evaluation.methods import Method, Study
-from geoflow_fast.evaluation.results import Result
+from geoflow_fast.evaluation.results import COLUMNS, Result
 from geoflow_fast.evaluation.retrieval import plain_search
 from geoflow_fast.retrieval.task import RetrievalTask
+from geoflow_fast.runtime.files import write_atomic
 from geoflow_fast.training.config import RunConfig
 
+PAGE = ROOT / "docs" / "benchmarks.md"
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 SETS = {
     "flickr8k": "Flickr8k in a small dual encoder (not CLIP)",
@@ -134,28 +137,52 @@ def judged(path: str) -> tuple[list[Result], list[Lead]]:
     return results, corrected([lead for lead in leads if lead.measure in MEASURES])
 
 
-def rows_of(results: Sequence[Result], leads: Sequence[Lead]) -> list[dict[str, Any]]:
-    """A row for each method and direction: its numbers, and what the pipeline gains over it."""
+def rows_of(results: Sequence[Result], leads: Sequence[Lead], direction: str) -> list[dict[str, Any]]:
+    """A row for each method: its numbers, and what the pipeline gains over it. The pipeline is the first."""
     rows = []
     for result in results:
-        row: dict[str, Any] = {"direction": result.direction, "method": result.title}
-        row |= {name: result.numbers[name] for name in SHOWN} | {f"gain in {name}": "" for name in MEASURES}
-        for lead in leads:
-            if (lead.direction, lead.over) == (result.direction, result.method):
-                row[f"gain in {lead.measure}"] = f"{lead.value:+.3f} ({lead.low:+.3f} to {lead.high:+.3f})"
+        if result.direction != direction:
+            continue
+        row: dict[str, Any] = {"": result.title}
+        row |= {COLUMNS[name][0]: result.numbers[name] for name in SHOWN}
+        gains = {lead.measure: lead for lead in leads if (lead.direction, lead.over) == (direction, result.method)}
+        for name in MEASURES:
+            lead = gains.get(name)
+            words = "" if lead is None else f"{lead.value:+.3f} ({lead.low:+.3f} to {lead.high:+.3f})"
+            row[f"gain in {COLUMNS[name][0]}"] = words
         rows.append(row)
     return rows
+
+
+def name_of(path: str, direction: str) -> str:
+    """The name under which a table is stored."""
+    return f"real_{path.replace('/', '_')}_{direction}"
+
+
+def write_page() -> None:
+    """The tables of all results that there are, into their blocks of docs/benchmarks.md: `real SET DIRECTION`."""
+
+    def table(key: str) -> str | None:
+        kind, *rest = key.split()
+        result = load(name_of(rest[0], rest[1])) if kind == "real" else None
+        return None if result is None else markdown(result["rows"])
+
+    write_atomic(PAGE, filled(PAGE.read_text(), table).encode())
 
 
 def run() -> str:
     """The study."""
     parts = []
     for path, data in SETS.items():
+        if not SHARED.is_dir():
+            return f"{SHARED} is absent: there is nothing to judge by"
         results, leads = judged(path)
-        parts.append(report(f"real_{path.replace('/', '_')}", rows_of(results, leads), {"data": data}))
+        for direction in CONDITIONAL[::-1]:
+            parts.append(report(name_of(path, direction), rows_of(results, leads, direction), {"data": data}))
         for lead in leads:
             gate(
                 f"{path}, {lead.direction}: {lead.over} is not better in {lead.measure}",
                 lead.over == FlowReranker.name or lead.value >= 0 or lead.p_holm > SURE,
             )
+    write_page()
     return "\n\n".join(parts)

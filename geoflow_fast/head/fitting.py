@@ -96,6 +96,7 @@ class HeadObjective(Objective[HeadBatch]):
     its value. A rank has its share of the queries and all items of a batch, so nothing but gradients is exchanged.
     """
 
+    TELLS_RISE = False
     pairs: EmbeddingPairs
     config: HeadConfig
 

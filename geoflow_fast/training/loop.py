@@ -156,7 +156,7 @@ class Run(Generic[B]):
     def _tell_rise(self, loss: float) -> None:
         """Logs, once per rise, that validation has become worse than it was."""
         rises = loss > self.best_loss + self.config.min_relative_improvement * abs(self.best_loss)
-        if rises and not self.rising and self.world.is_main:
+        if rises and not self.rising and self.world.is_main and self.objective.TELLS_RISE:
             LOGGER.warning(
                 "the validation loss rose from %.4g at step %d to %.4g at step %d; the weights of step %d are kept, "
                 "and %d such validations in a row end the run",

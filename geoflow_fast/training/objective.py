@@ -46,6 +46,8 @@ class Objective(ABC, Generic[B]):
 
     ROWS: ClassVar[str] = "pairs"
     """What messages call the rows of `pairs`."""
+    TELLS_RISE: ClassVar[bool] = True
+    """False for runs that are one trial of several, in which a rise of the validation loss is no news."""
 
     def __init__(
         self,
