@@ -46,7 +46,7 @@ from geoflow_fast.retrieval.freshness import ModelDigest, flow_marks
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource, Store
 from geoflow_fast.retrieval.held_out import HeldOut
 from geoflow_fast.retrieval.hubs import MOST_ROWS, Hubs
-from geoflow_fast.retrieval.marginals import Remembered
+from geoflow_fast.retrieval.marginals import FORMAT, Remembered
 from geoflow_fast.retrieval.sources import HeadSource
 from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows
 from geoflow_fast.runtime import checks, hashing
@@ -175,7 +175,7 @@ class BayesReranker(nn.Module):
             self._use_bank(self._checked_bank(bank))
         self.calibration: Calibration | None = None
         self._digests = {"flow": ModelDigest(), "head": ModelDigest()}
-        self._head_marginals = Remembered()
+        self._head_marginals, self._learned = Remembered(), Remembered()
 
     def _checked_widths(self) -> int:
         """The width of the queries. A ValueError says which widths do not fit each other."""
@@ -479,6 +479,18 @@ class BayesReranker(nn.Module):
         )
         return numbers.to(self.example)
 
+    def _learned_numbers(self) -> Tensor:
+        """What the head has learned about each item: [N]."""
+        assert self.source is not None
+        source = self.source
+
+        def facts() -> dict[str, Any]:
+            return {"learned": str(source.direction), "head": source.digest(), "format": FORMAT}
+
+        return self._learned.numbers(
+            self.gallery, flow_marks(source.head), facts, lambda: source.learned(self.gallery).float().cpu()
+        )
+
     # unchecked: rerank and calibrate call it with what they have checked
     def nearness(self, queries: Tensor, items: Tensor, index: Tensor | None) -> Tensor:
         """The score by which shortlists are ordered: [Q, K] float64, of items [Q, K, d] that are the rows `index`
@@ -495,7 +507,7 @@ class BayesReranker(nn.Module):
     def _evidence(self, queries: Tensor, index: Tensor, needed: Collection[str], advance: Advance | None) -> Evidence:
         """The features `needed`, all but the flow's, of the shortlists `index` [Q, K]."""
         parts: defaultdict[str, list[Tensor]] = defaultdict(list)
-        numbers, source = self._hub_numbers(needed), self.source
+        numbers, source = self._item_numbers(needed), self.source
         asks_head = source is not None and not {"head", "head_posterior"}.isdisjoint(needed)
         points = source.head.points(queries, self.direction) if source is not None and asks_head else None
         for rows in torch.arange(len(queries), device="cpu").split(max(1, PAIRS_AT_ONCE // index.shape[1])):
@@ -506,22 +518,28 @@ class BayesReranker(nn.Module):
             if "cosine" in needed:
                 by_cosine = self.shortlist_by == "cosine"
                 parts["cosine"].append(nearness if by_cosine else cosines(queries[rows], items))
+            of_items = {
+                name: values[number.to(values.device)].to(queries.device).double() for name, values in numbers.items()
+            }
             if source is not None and points is not None:
                 scores = source.scores(points[rows], items)
-                parts["head"].append(scores + source.learned_about(items))
+                parts["head"].append(scores + of_items.pop("learned", 0.0))
                 if "head_posterior" in needed:
                     parts["head_posterior"].append(scores - self.head_marginals()[number].double())
-            for name, values in numbers.items():
-                parts[name].append(values[number.to(values.device)].to(queries.device).double())
+            for name, values in of_items.items():
+                parts[name].append(values)
             if advance is not None:
                 advance(len(rows))
         empty = torch.zeros(0, index.shape[1], dtype=torch.float64, device=queries.device)
         features = {name: torch.cat([empty, *parts[name]]) for name in (*needed, "nearness")}
         return Evidence(features, features.pop("nearness"), index >= 0)
 
-    def _hub_numbers(self, needed: Collection[str]) -> dict[str, Tensor]:
-        """The numbers [N] of the gallery's items that the calibration uses."""
+    def _item_numbers(self, needed: Collection[str]) -> dict[str, Tensor]:
+        """The numbers [N] of the gallery's items that the calibration uses: features, and what the head has "learned"
+        about items, which is a part of its score."""
         numbers = {}
+        if "head" in needed:
+            numbers["learned"] = self._learned_numbers()
         if HUB_FEATURES & set(needed):
             if self.hubs is None or self.calibration is None:
                 raise ValueError("the calibration corrects for hubs, but there is no bank of queries: calibrate again")
