@@ -143,6 +143,8 @@ class BayesReranker(nn.Module):
             raise TypeError(f"BayesReranker() got an unexpected keyword argument {next(iter(deprecated))!r}")
         self.direction = Direction.of(direction, conditional=True)
         self.seed = checks.integer(seed, "seed")
+        if shortlist is not None:
+            checks.integer(shortlist, "shortlist", 1)
         checks.one_of(shortlist_by, "shortlist_by", SHORTLISTS)
         if shortlist_by == "head" and head is None:
             raise ValueError('shortlist_by="head" needs head=')
@@ -165,7 +167,7 @@ class BayesReranker(nn.Module):
         if shortlist is None:
             cheap = WHOLE_SHORTLIST if len(self.gallery) <= SMALL_GALLERY else CHEAP_SHORTLIST
             shortlist = cheap if flow is None else SHORTLIST
-        self.shortlist = min(checks.integer(shortlist, "shortlist", 1), len(self.gallery))
+        self.shortlist = min(int(shortlist), len(self.gallery))
         self.density = DensitySettings(n_steps, n_probes, solver, shared=True)
         self.source = None if head is None else HeadSource(head, self.direction)
         self.bank: Tensor | None = None
