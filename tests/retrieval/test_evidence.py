@@ -270,13 +270,13 @@ class TestHubs:
             near, _ = held_out.Shortlist(items, torch.ones(35, 20).double(), index >= 0, index).with_own(
                 known._own(rows, known.queries[rows])
             )
-            found = known._hub_features(rows, near)
-            assert set(found) == {"hub", "head_hub"}
+            shared = known._hub_features(rows, near)
+            assert set(shared) == {"hub", "head_hub"}
             for query in range(35):
                 left_out = known._left_out(rows[query].expand(20), near.items[query])
                 plain = known.hubs.of_items(near.items[query], left_out, SCALES)
                 for name, values in plain.items():
-                    torch.testing.assert_close(found[name][..., query, :], values, atol=1e-4, rtol=0)
+                    torch.testing.assert_close(shared[name][..., query, :], values, atol=1e-4, rtol=0)
 
     def test_two_images_whose_items_are_in_the_gallery(self):
         """Without one fold and the item's own queries, no query of the bank would be left."""
