@@ -450,7 +450,7 @@ class TestBudget:
         text = hub_world(300, 7)[1]
         whole = reranker(text)
         assert 0 < int(whole.asked_flow.sum()) <= 60
-        cheap = gf.BayesReranker(None, reranker.gallery)
+        cheap = gf.BayesReranker(None, reranker.gallery, shortlist=reranker.shortlist)
         cheap.calibration = dataclasses.replace(reranker.calibration, alpha=0.0, cheap=None, made_for={})
         cheap._use_bank(reranker.bank)
         plain = cheap(text)
