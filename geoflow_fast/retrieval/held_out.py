@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from geoflow_fast.retrieval.evidence import Evidence, folds_of
+from geoflow_fast.retrieval.evidence import Evidence, cosines, folds_of
 from geoflow_fast.retrieval.hubs import MOST_ROWS, SCALES, Hubs
 from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows
 from geoflow_fast.runtime.device import clock
@@ -116,7 +116,7 @@ class HeldOut:
         features = {"valid": near.valid, "right": right, "nearness": near.nearness}
         if queries.shape[1] == near.items.shape[2]:
             with self._timed("cosine"):
-                features["cosine"] = torch.einsum("qd,qkd->qk", queries, near.items).double()
+                features["cosine"] = cosines(queries, near.items)
         if reranker.source is not None:
             with self._timed("head"):
                 points = reranker.source.head.points(queries, reranker.direction)

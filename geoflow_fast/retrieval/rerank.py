@@ -41,7 +41,7 @@ from geoflow_fast.retrieval.calibration import (
     probability_right,
 )
 from geoflow_fast.retrieval.entropy import risk_lower_bound
-from geoflow_fast.retrieval.evidence import Evidence, Rung
+from geoflow_fast.retrieval.evidence import Evidence, Rung, cosines
 from geoflow_fast.retrieval.freshness import ModelDigest, flow_marks
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource, Store
 from geoflow_fast.retrieval.held_out import HeldOut
@@ -595,8 +595,3 @@ class BayesReranker(nn.Module):
 def bank_file(calibration: Path) -> Path:
     """The file beside a calibration that holds the bank of queries it was made with."""
     return calibration.with_suffix(".bank.safetensors")
-
-
-def cosines(queries: Tensor, items: Tensor) -> Tensor:
-    """Cosines of queries [Q, d] with items [Q, K, d], other ones for each query: [Q, K] float64."""
-    return torch.einsum("qd,qkd->qk", queries, items).double()
