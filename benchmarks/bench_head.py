@@ -38,6 +38,8 @@ from geoflow_fast.worlds import ConceptWorld
 
 QUERIES, GALLERIES, SEEDS, PAIRS = 1000, 5, 5, 60_000
 ITEMS, WIDTH, SEARCHES = 100_000, 1024, 64
+SHORTLIST = 32
+"""Of all re-rankers, with a flow and without, so that their likelihoods can be compared."""
 FLICKR = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "flickr8k"
 
 
@@ -45,7 +47,7 @@ def scored_shortlists(gallery: gf.Gallery, points: int = 4) -> gf.BayesReranker:
     """A re-ranker whose evidence is the cosine and a head with random weights, both corrected for hubs."""
     torch.manual_seed(0)
     head = gf.PosteriorHead(gf.HeadConfig(points=points, bias_hidden=64), gallery.dim, gallery.dim).eval()
-    reranker = gf.BayesReranker(None, gallery, head=head)
+    reranker = gf.BayesReranker(None, gallery, shortlist=SHORTLIST, head=head)
     weights = {"hub": -0.5, "head": 1.0, "head_hub": -0.5}
     bank = torch.nn.functional.normalize(torch.randn(500, gallery.dim))
     reranker.bank, reranker.hubs = bank, Hubs(bank, reranker.source)
@@ -126,7 +128,7 @@ class World:
             exact = self.world.gallery_posterior(queries, items, direction)
             scorer = gf.RetrievalEntropy(head, items, direction)
             entropies.append(torch.stack((scorer(queries).entropy.double(), torch.special.entr(exact).sum(1)), 1))
-            alone = gf.BayesReranker(None, items, direction, head=head)
+            alone = gf.BayesReranker(None, items, direction, SHORTLIST, head=head)
             alone.calibrate(self.held_out, progress=False)
             post = alone(queries)
             stated = torch.stack((post.p_answer.double(), exact[own, answer].double()), 1)
@@ -147,7 +149,7 @@ class World:
         queries, items = direction.queries(image, text), direction.items(image, text)
         loss = {}
         for name, more in (("flow", None), ("flow and head", head)):
-            reranker = gf.BayesReranker(flow, items, direction, head=more)
+            reranker = gf.BayesReranker(flow, items, direction, SHORTLIST, head=more)
             reranker.calibrate(self.held_out, progress=False)
             loss[name] = losses(reranker(queries), torch.arange(QUERIES))
         return loss
@@ -215,7 +217,7 @@ def flickr() -> list[dict[str, Any]]:
         for direction in CONDITIONAL:
             task = RetrievalTask.of(test, direction)
             for name, more in (("hub correction", None), ("ladder with a head", head)):
-                reranker = gf.BayesReranker(None, task.items, direction, head=more)
+                reranker = gf.BayesReranker(None, task.items, direction, SHORTLIST, head=more)
                 reranker.calibrate(held_out, progress=False, max_queries=5000)
                 post = reranker(task.queries)
                 right, share = task.is_right(post.index), (task.own >= 0).sum(1, keepdim=True)

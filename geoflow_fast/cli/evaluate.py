@@ -55,13 +55,16 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option(help="Folder for results; the same command continues a stopped run.")
     ] = None,
-    model: Annotated[Path | None, typer.Option(help="Folder of a trained flow; without it, baselines only.")] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a trained flow, with the head beside it, or of a head; without it, no models."),
+    ] = None,
     train: Annotated[
         Path | None, typer.Option(help="Folder of training pairs, for baselines that are trained.")
     ] = None,
     methods: Annotated[
         str | None,
-        typer.Option(help="Comma-separated names: rerank, entropy, max_softmax, ... Default: all that can be run."),
+        typer.Option(help="Comma-separated names: rerank, ladder, entropy, margin, ... Default: all that can be run."),
     ] = None,
     direction: Annotated[Conditional | None, typer.Option(help="Only this direction. Default: both.")] = None,
     max_queries: MaxQueriesFlag = None,

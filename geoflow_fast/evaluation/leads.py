@@ -77,8 +77,8 @@ def paired_leads(
     leads = []
     for (k, name), interval, column in zip(asked, percentile_intervals(values, drawn, confidence), drawn.T):
         spread = float(np.std(column[~np.isnan(column)], ddof=1)) if not math.isnan(interval.value) else math.nan
-        # A lead without any spread, such as that of a method over itself, is zero.
-        p = float(2 * stats.norm.sf(abs(interval.value) / spread)) if spread else 1.0
+        # Where no resample differs, a lead is certain, unless it is zero, such as that of a method over itself.
+        p = float(2 * stats.norm.sf(abs(interval.value) / spread)) if spread else float(interval.value == 0)
         leads.append(Lead(name, ours.direction, others[k - 1].method, interval.value, interval.low, interval.high, p))
     return leads
 

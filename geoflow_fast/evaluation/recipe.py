@@ -40,7 +40,7 @@ from geoflow_fast.runtime import checks, plots
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.runtime.files import read_toml, write_json
 from geoflow_fast.runtime.progress import Announce
-from geoflow_fast.training.flow_matching import preset_settings
+from geoflow_fast.training.flow_matching import cores_of, preset_settings
 
 PRESETS = ("auto", "tiny", "small", "paper")
 
@@ -142,7 +142,7 @@ class Recipe:
     def training(self, part: RecipeData, base: Path, device: str) -> FlowTraining:
         """The pairs of a data set, and how the recipe trains flows on them."""
         train, val = EmbeddingPairs.open(base / part.train), EmbeddingPairs.open(base / part.held_out)
-        network, run = preset_settings(self.preset, train, self.flow)
+        network, run = preset_settings(self.preset, train, self.flow, cores=cores_of(usable_device(device)))
         return FlowTraining(train, val, dataclasses.replace(network, **self.network), run, self.seeds, device)
 
 

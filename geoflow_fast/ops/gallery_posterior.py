@@ -58,8 +58,9 @@ def gallery_posterior(
     With `precision="bfloat16"`, factors of inner products are rounded to bfloat16, of the largest coordinates in two
     parts, which takes half the time on processors with AVX512-BF16. About twice as many items as `top_k` are then
     scored in float32, so that only the many others have rounding errors: kappa |x| / (500 sqrt(d)) nats is what their
-    scores are off by, roughly. "auto" is bfloat16 for the queries for which this is less than .01, where the processor
-    has such a unit and nothing is pruned; float32 otherwise. The plain torch backend rounds in the same way.
+    scores are off by, roughly, if items are unit rows. "auto" is bfloat16 for the queries for which this is less than
+    .01, where the processor has such a unit and nothing is pruned; float32 otherwise. The plain torch backend rounds in
+    the same way.
     """
     statistics = gallery_statistics(
         samples,
@@ -110,14 +111,17 @@ def gallery_statistics(
     item_bias = None if item_bias is None else item_bias.detach()
     points = WeightedSamples(samples, None if sample_bias is None else sample_bias.detach())
 
-    def reduce(some: WeightedSamples, pick: Tensor | None, precision: str = "float32") -> GalleryStatistics:
-        """Statistics of `some` queries over the rows `pick` of the gallery (None: all), with its own indices."""
+    def reduce(
+        some: WeightedSamples, pick: Tensor | None, precision: str = "float32", numbers: Tensor | None = None
+    ) -> GalleryStatistics:
+        """Statistics of `some` queries, which messages call `numbers` [Q], over the rows `pick` of the gallery (None:
+        all), with its own indices."""
         bias = item_bias if item_bias is None or pick is None else item_bias[pick]
         items = len(gallery) if pick is None else len(pick)
         peak, weight, moment, score, index = _statistics(
             some.samples, gallery, kappa, min(top_k, items), bias, pick, some.bias, precision, str(backend)
         )
-        _check_finite(weight + moment)
+        _check_finite(weight + moment, numbers)
         index = index if pick is None else pick[index]
         return GalleryStatistics.complete((peak, weight, moment, score, index), top_k)
 
@@ -125,9 +129,12 @@ def gallery_statistics(
         return GalleryStatistics.complete(_no_statistics(samples, min(top_k, len(gallery))), top_k)
     if not pruned and precision == "auto":
         rounded = _may_be_rounded(samples, kappa, str(backend))
-        by_precision = {"bfloat16": rounded.nonzero().squeeze(1), "float32": (~rounded).nonzero().squeeze(1)}
-        parts = [reduce(points[rows], None, name) for name, rows in by_precision.items() if len(rows)]
-        statistics = GalleryStatistics.of_queries(parts).select(torch.cat(tuple(by_precision.values())).argsort())
+        if rounded is None:
+            statistics = reduce(points, None)
+        else:
+            by_precision = {"bfloat16": rounded.nonzero().squeeze(1), "float32": (~rounded).nonzero().squeeze(1)}
+            parts = [reduce(points[rows], None, name, rows) for name, rows in by_precision.items() if len(rows)]
+            statistics = GalleryStatistics.of_queries(parts).select(torch.cat(tuple(by_precision.values())).argsort())
     elif not pruned:
         statistics = reduce(points, None, precision)
     else:
@@ -215,13 +222,14 @@ def _check(
         raise ValueError('prune="always" needs the index of the gallery; see gf.GalleryIndex.build')
 
 
-def _check_finite(sums: Tensor) -> None:
-    """A NaN or infinity anywhere in the input reaches the sums [Q] of the queries it touches."""
+def _check_finite(sums: Tensor, numbers: Tensor | None) -> None:
+    """A NaN or infinity anywhere in the input reaches the sums [Q] of the queries it touches. `numbers` [Q] are those
+    of the queries, if they are not all in order."""
     if capturing(sums):
         return
     bad = ~torch.isfinite(sums)
     if bool(bad.any()):
-        query = int(bad.nonzero()[0])
+        query = int(bad.nonzero()[0] if numbers is None else numbers[bad].min())
         raise ValueError(
             f"scores of query {query} are not finite: samples, gallery or item_bias hold a NaN or infinity"
         )
@@ -236,8 +244,9 @@ _SPARE = 16
 _PER_LARGE, _LANES, _LOOKS = 32, 16, 512  # as in csrc/cpu/gemm_bfloat16.h
 
 
-def _may_be_rounded(samples: Tensor, kappa: float, backend: str) -> Tensor:
-    """Which queries [Q] lose less than `ROUNDING_LIMIT` nats by bfloat16; none where no processor gains by it.
+def _may_be_rounded(samples: Tensor, kappa: float, backend: str) -> Tensor | None:
+    """Which queries [Q] lose less than `ROUNDING_LIMIT` nats by bfloat16; None where no processor gains by it, or where
+    values cannot be asked for.
 
     A coordinate in bfloat16 has a relative error of at most 2^-8 and of .42 2^-8 in the root mean square, and a product
     of two has .6 2^-8. The errors of different coordinates are independent, so that of kappa <x, g> with unit g is
@@ -247,10 +256,10 @@ def _may_be_rounded(samples: Tensor, kappa: float, backend: str) -> Tensor:
     at most e^2 Var(log p) / 18: about half of e, if log p varies by 2 nats. Half of 2^-8 kappa |x| d^(-1/2) leaves room
     for rows that are less even: below this limit, no entropy over embeddings of CLIP changed by more than .006.
     """
-    queries, _, width = samples.shape
+    width = samples.shape[2]
     served = samples.device.type == "cpu" and samples.dtype == torch.float32 and backend in ("auto", "cpu")
     if not served or width < _LEAST_WIDTH or capturing(samples) or native.missing_bfloat16() is not None:
-        return torch.zeros(queries, dtype=torch.bool, device=samples.device)
+        return None
     error: Tensor = 2.0**-9 * kappa * samples.norm(dim=2).amax(dim=1) / math.sqrt(width)
     return error < ROUNDING_LIMIT
 

@@ -231,3 +231,8 @@ def folds_of(group: Tensor, seed: int) -> Tensor:
     names, member = torch.unique(group, return_inverse=True)
     order = torch.randperm(len(names), generator=torch.Generator().manual_seed(seed), device="cpu").to(group.device)
     return order[member] % FOLDS
+
+
+def cosines(queries: Tensor, items: Tensor) -> Tensor:
+    """Cosines of queries [Q, d] with items [Q, K, d], other ones for each query: [Q, K] float64."""
+    return torch.einsum("qd,qkd->qk", queries, items).double()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from geoflow_fast.retrieval.evidence import Evidence, folds_of
+from geoflow_fast.retrieval.evidence import Evidence, cosines, folds_of
 from geoflow_fast.retrieval.hubs import MOST_ROWS, SCALES, Hubs
 from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows
 from geoflow_fast.runtime.device import clock
@@ -116,7 +116,7 @@ class HeldOut:
         features = {"valid": near.valid, "right": right, "nearness": near.nearness}
         if queries.shape[1] == near.items.shape[2]:
             with self._timed("cosine"):
-                features["cosine"] = torch.einsum("qd,qkd->qk", queries, near.items).double()
+                features["cosine"] = cosines(queries, near.items)
         if reranker.source is not None:
             with self._timed("head"):
                 points = reranker.source.head.points(queries, reranker.direction)
@@ -151,14 +151,16 @@ class HeldOut:
         [R, n].
 
         These are the queries of the same fold, and those of the item's own image: where the gallery holds the items of
-        other held-out queries, the bank would count against them, which are all wrong here.
+        other held-out queries, the bank would count against them, which are all wrong here. If nothing else were left,
+        as in a bank of two images, the latter count.
         """
         if self.bank_rows is None:
             return None
         same = self.fold[self.bank_rows].unsqueeze(1) == self.fold[rows]
         cosine, nearest = (items @ self.known_items.T).max(1)
         image = torch.where(cosine > SAME_ITEM, self.item_image[nearest], -1)
-        return same | (self.query_image[self.bank_rows].unsqueeze(1) == image)
+        left_out = same | (self.query_image[self.bank_rows].unsqueeze(1) == image)
+        return torch.where(left_out.all(0), same, left_out)
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:

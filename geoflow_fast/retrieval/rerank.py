@@ -41,7 +41,7 @@ from geoflow_fast.retrieval.calibration import (
     probability_right,
 )
 from geoflow_fast.retrieval.entropy import risk_lower_bound
-from geoflow_fast.retrieval.evidence import Evidence, Rung
+from geoflow_fast.retrieval.evidence import Evidence, Rung, cosines
 from geoflow_fast.retrieval.freshness import ModelDigest, flow_marks
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource, Store
 from geoflow_fast.retrieval.held_out import HeldOut
@@ -143,6 +143,8 @@ class BayesReranker(nn.Module):
             raise TypeError(f"BayesReranker() got an unexpected keyword argument {next(iter(deprecated))!r}")
         self.direction = Direction.of(direction, conditional=True)
         self.seed = checks.integer(seed, "seed")
+        if shortlist is not None:
+            checks.integer(shortlist, "shortlist", 1)
         checks.one_of(shortlist_by, "shortlist_by", SHORTLISTS)
         if shortlist_by == "head" and head is None:
             raise ValueError('shortlist_by="head" needs head=')
@@ -165,7 +167,7 @@ class BayesReranker(nn.Module):
         if shortlist is None:
             cheap = WHOLE_SHORTLIST if len(self.gallery) <= SMALL_GALLERY else CHEAP_SHORTLIST
             shortlist = cheap if flow is None else SHORTLIST
-        self.shortlist = min(checks.integer(shortlist, "shortlist", 1), len(self.gallery))
+        self.shortlist = min(int(shortlist), len(self.gallery))
         self.density = DensitySettings(n_steps, n_probes, solver, shared=True)
         self.source = None if head is None else HeadSource(head, self.direction)
         self.bank: Tensor | None = None
@@ -611,8 +613,3 @@ class BayesReranker(nn.Module):
 def bank_file(calibration: Path) -> Path:
     """The file beside a calibration that holds the bank of queries it was made with."""
     return calibration.with_suffix(".bank.safetensors")
-
-
-def cosines(queries: Tensor, items: Tensor) -> Tensor:
-    """Cosines of queries [Q, d] with items [Q, K, d], other ones for each query: [Q, K] float64."""
-    return torch.einsum("qd,qkd->qk", queries, items).double()

@@ -240,10 +240,12 @@ class Run(Generic[B]):
     def _check_same_run(self, path: Path, info: dict[str, Any]) -> None:
         own = {"model": self.objective.facts, "config": dataclasses.asdict(self.config)}
         for part, mine in own.items():
-            differing = [key for key in mine if key not in CHANGEABLE and info[part].get(key) != mine[key]]
+            stored = info[part]
+            names = ({*mine} | {*stored}) - CHANGEABLE  # an anchor is named only where there is one
+            differing = sorted(key for key in names if stored.get(key) != mine.get(key))
             # guard: a run is continued only with its own settings
             if differing:
-                changes = ", ".join(f"{key} {info[part].get(key)!r} -> {mine[key]!r}" for key in differing)
+                changes = ", ".join(f"{key} {stored.get(key)!r} -> {mine.get(key)!r}" for key in differing)
                 raise ValueError(
                     f"{path} belongs to a run with another configuration ({changes}); use a new folder or resume=False"
                 )

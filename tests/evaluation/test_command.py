@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import geoflow_fast as gf
 from geoflow_fast.cli.app import app
-from geoflow_fast.evaluation import job
-from tests.evaluation.helpers import is_picture, labelled_images
+from geoflow_fast.evaluation import job, registry
+from geoflow_fast.evaluation.methods import Method, Study
+from geoflow_fast.head.model import head_digest
+from tests.evaluation.helpers import DIM, is_picture, labelled_images
+from tests.head.test_model import random_head
 
 
 @pytest.fixture
@@ -44,6 +48,31 @@ def test_retrieval_writes_results_figures_and_a_page(folders):
     assert page.count("data:image/png") == 4
     assert "cosine margin" in page
     assert evaluate(*given, "--methods", "max_softmax,margin", "--direction", "t2i")[0] == 0
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_head_is_read_beside_a_flow_or_alone(folders, beside, monkeypatch):
+    """`geoflow train` writes it into the flow's folder, and `geoflow train --head` into its own."""
+    head = random_head(gf.HeadConfig(points=2, hidden=8, bank=11), DIM, DIM)
+    head.save_pretrained(folders / "model" / "head" if beside else folders / "head")
+    studies, create = [], registry.create
+
+    def recorded(name: str, study: Study) -> Method:
+        studies.append(study)
+        return create(name, study)
+
+    monkeypatch.setattr(registry, "create", recorded)
+    out = folders / "report"
+    given = ("--pairs", folders / "test", "--held-out", folders / "val", "--out", out, "--resamples", 9)
+    model = folders / ("model" if beside else "head")
+    code, printed = evaluate(*given, "--model", model, "--methods", "ladder,margin", "--direction", "t2i", "--json")
+    assert code == 0
+    assert [result["method"] for result in json.loads(printed)["results"]] == ["ladder", "margin"]
+    assert head_digest(studies[0].head) == head_digest(head)
+    assert (studies[0].flow is not None) == beside
+    if not beside:
+        with pytest.raises(ValueError, match="rerank needs a trained flow"):
+            evaluate(*given, "--model", model, "--methods", "rerank")
 
 
 def test_zero_shot_writes_its_components(folders):

@@ -58,6 +58,15 @@ def test_a_method_leads_itself_by_nothing_and_measures_that_one_lacks_are_left_o
         paired_leads(ours, [scored("b", 128)])
 
 
+def test_a_lead_that_is_the_same_in_every_resample_is_certain():
+    ours = scored("a", 129)
+    never = dataclasses.replace(ours, columns={**ours.columns, "own_right": np.zeros(129)})
+    always = dataclasses.replace(ours, columns={**ours.columns, "own_right": np.ones(129)})
+    leads = {lead.measure: lead for lead in paired_leads(always, [never], resamples=20)}
+    assert (leads["recall"].value, leads["recall"].p) == (1, 0)
+    assert leads["nll"].p == 1
+
+
 def test_an_auroc_that_does_not_exist_has_no_p_value():
     ours = scored("a", 9)
     ones = {name: np.ones(9) for name in ("first_right", "own_right")}

@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 
 import geoflow_fast as gf
 from geoflow_fast.cli.app import app
+from geoflow_fast.evaluation import recipe as module
 from geoflow_fast.evaluation.ablation import ABLATIONS
 from geoflow_fast.evaluation.recipe import Recipe, RecipeData, load_recipe, run_recipe
+from geoflow_fast.flow.config import MANY_CORES
 from geoflow_fast.worlds import ConceptWorld
 from tests.evaluation.helpers import DIM, noisy_pairs
 
@@ -105,6 +107,22 @@ def test_bad_recipes_name_the_file_and_the_key(text, word, tmp_path):
     with pytest.raises(ValueError, match=word) as error:
         load_recipe(path)
     assert str(path) in str(error.value)
+
+
+def test_auto_counts_a_gpu_as_many_cores(tmp_path, monkeypatch):
+    """So a recipe trains the flow that `geoflow train` trains."""
+    recipe = Recipe("x", [RecipeData("a", train="t", held_out="v", test="x")], preset="auto")
+    for name in ("t", "v"):
+        noisy_pairs(100, 0).save(tmp_path / name)
+    asked = []
+    monkeypatch.setattr(module, "usable_device", torch.device)
+    settings = module.preset_settings
+    monkeypatch.setattr(
+        module, "preset_settings", lambda *a, cores, **k: asked.append(cores) or settings(*a, cores=cores, **k)
+    )
+    for device in ("cpu", "cuda"):
+        recipe.training(recipe.data[0], tmp_path, device)
+    assert asked == [None, MANY_CORES]
 
 
 def test_missing_folders_are_named_before_any_work(tmp_path):

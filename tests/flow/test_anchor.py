@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -170,6 +171,34 @@ def test_an_anchored_flow_is_fitted_before_the_first_step_and_saved(tmp_path):
     loaded = gf.GeoFlow.from_pretrained(tmp_path)
     assert loaded.config.anchored
     assert all(torch.equal(a, b) for a, b in zip(flow.state_dict().values(), loaded.state_dict().values()))
+
+
+def test_a_stopped_anchored_run_is_continued_exactly_and_only_with_its_anchor(tmp_path, monkeypatch):
+    pairs = aligned_pairs(60)
+    shape = gf.GeoFlowConfig(12, 12, hidden=16, depth=1, heads=2, layer_scale=0.1, anchored=True)
+    config = gf.TrainConfig(steps=6, batch_size=16, val_every=3, checkpoint_every=2)
+
+    def trained(out: Path, shape: gf.GeoFlowConfig = shape) -> gf.GeoFlow:
+        torch.manual_seed(0)
+        flow = gf.GeoFlow(shape)
+        gf.train(flow, pairs, config, out=out)
+        return flow
+
+    whole = trained(tmp_path / "whole").state_dict()
+    optimise = Run.optimise
+
+    def killed(run, batch):
+        if run.step == 4:
+            raise RuntimeError("killed")
+        return optimise(run, batch)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Run, "optimise", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            trained(tmp_path / "run")
+    with pytest.raises(ValueError, match=r"another configuration \(anchored True -> None\)"):
+        trained(tmp_path / "run", dataclasses.replace(shape, anchored=False))
+    assert all(torch.equal(x, whole[name]) for name, x in trained(tmp_path / "run").state_dict().items())
 
 
 def test_flows_without_an_anchor_are_described_as_before():

@@ -284,6 +284,26 @@ def test_auto_is_full_precision_elsewhere(monkeypatch):
     assert equal(scored(samples, gallery, bias, "auto", precision="auto"), single)
 
 
+def test_auto_names_the_query_whose_scores_are_not_finite():
+    """Queries are scored in two groups, but messages use the caller's numbers."""
+    samples, gallery, bias = problem(9, 3, 300, 129)
+    samples[6, 0, 0] = math.nan
+    with pytest.raises(ValueError, match="scores of query 6 are not finite"):
+        scored(samples, gallery, bias, "auto", precision="auto")
+
+
+@pytest.mark.own_default("dtype", reason="torch.compile does not trace changes of the default dtype")
+def test_auto_can_be_traced():
+    samples, gallery, bias = problem(9, 3, 300, 129)
+
+    def entropy(samples: Tensor) -> Tensor:
+        return ops.gallery_posterior(samples, gallery, 1.0, 5, sample_bias=bias, precision="auto").entropy
+
+    traced = torch.compile(entropy, backend="eager", fullgraph=True)(samples)
+    single = ops.gallery_posterior(samples, gallery, 1.0, 5, sample_bias=bias).entropy
+    assert torch.equal(traced, single)
+
+
 def test_a_processor_without_the_unit_says_so():
     code = (
         "import torch; from geoflow_fast import ops; from geoflow_fast.ops import native; print(native.cpu_features());"

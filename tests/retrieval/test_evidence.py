@@ -17,7 +17,7 @@ from geoflow_fast.directions import Direction
 from geoflow_fast.retrieval import held_out
 from geoflow_fast.retrieval.calibration import UNCALIBRATED_HEAD, close_call, fit_calibration, probability_right
 from geoflow_fast.retrieval.evidence import Evidence, climb, folds_of, grouped_mean, with_best_hub
-from geoflow_fast.retrieval.hubs import Hubs, log_mean
+from geoflow_fast.retrieval.hubs import SCALES, Hubs, log_mean, log_means
 from geoflow_fast.retrieval.sources import HeadSource
 from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.runtime.device import clock
@@ -246,6 +246,47 @@ class TestHubs:
             expected = kept.logsumexp(0) - math.log(len(kept))
             assert float(log_mean(scores, left_out)[item]) == pytest.approx(float(expected))
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+    def test_one_exponential_serves_all_scales(self, dtype):
+        """Where cosines are as far apart as they can be, powers vanish; the largest of an item never does."""
+        cosine = torch.linspace(-1, 1, 7 * 5, dtype=dtype)[torch.randperm(35)].view(7, 5)
+        left_out = torch.rand(7, 5) < 0.4
+        left_out[0] = False
+        for left in (None, left_out):
+            expected = torch.stack([log_mean(scale * cosine.double(), left) for scale in SCALES])
+            torch.testing.assert_close(log_means(cosine, left, SCALES), expected, atol=1e-4, rtol=0)
+
+    def test_corrections_computed_once_for_an_item_are_those_of_every_cell(self, head):
+        """Queries that share items, some of them in other folds, and own items that are in the gallery already."""
+        image, text = hub_world(70, 3)
+        pairs = gf.EmbeddingPairs.from_arrays(image[:35], text, np.arange(70) % 35)
+        task = RetrievalTask.of(pairs, "t2i")
+        reranker = gf.BayesReranker(None, image, head=head, shortlist=20)
+        for bank in (None, unit(9, 4)):
+            known = held_out.HeldOut(reranker, task, bank)
+            rows = torch.arange(70).flip(0)[::2]
+            index = reranker._search(known.queries[rows], None)
+            items = reranker.gallery.take(index, torch.float32)
+            near, _ = held_out.Shortlist(items, torch.ones(35, 20).double(), index >= 0, index).with_own(
+                known._own(rows, known.queries[rows])
+            )
+            shared = known._hub_features(rows, near)
+            assert set(shared) == {"hub", "head_hub"}
+            for query in range(35):
+                left_out = known._left_out(rows[query].expand(20), near.items[query])
+                plain = known.hubs.of_items(near.items[query], left_out, SCALES)
+                for name, values in plain.items():
+                    torch.testing.assert_close(shared[name][..., query, :], values, atol=1e-4, rtol=0)
+
+    def test_two_images_whose_items_are_in_the_gallery(self):
+        """Without one fold and the item's own queries, no query of the bank would be left."""
+        image, text = hub_world(80, 6)
+        pairs = gf.EmbeddingPairs.from_arrays(image[:2], text, np.arange(80) % 2)
+        reranker = gf.BayesReranker(None, image[:30])
+        fitted = reranker.calibrate(pairs)
+        assert all(math.isfinite(weight) for weight in fitted.by_feature.values())
+        assert all(math.isfinite(rung.gain) for rung in reranker.rungs)
+
     def test_the_correction_finds_more_in_a_world_with_hubs(self):
         image, text = hub_world(800, 7)
         reranker = gf.BayesReranker(None, image, "t2i", shortlist=64)
@@ -409,7 +450,7 @@ class TestBudget:
         text = hub_world(300, 7)[1]
         whole = reranker(text)
         assert 0 < int(whole.asked_flow.sum()) <= 60
-        cheap = gf.BayesReranker(None, reranker.gallery)
+        cheap = gf.BayesReranker(None, reranker.gallery, shortlist=reranker.shortlist)
         cheap.calibration = dataclasses.replace(reranker.calibration, alpha=0.0, cheap=None, made_for={})
         cheap._use_bank(reranker.bank)
         plain = cheap(text)

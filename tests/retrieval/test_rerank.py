@@ -17,6 +17,7 @@ from geoflow_fast import noise
 from geoflow_fast.demo.flows import concept_pairs, learn
 from geoflow_fast.directions import Direction
 from geoflow_fast.likelihood.reverse_ode import density_estimates
+from geoflow_fast.retrieval import rerank
 from geoflow_fast.retrieval.calibration import LEAST_QUERIES, UNCALIBRATED
 from geoflow_fast.retrieval.held_out import Shortlist
 from geoflow_fast.spherical import sample_bump
@@ -209,6 +210,22 @@ class TestShortlists:
         result = make(oracle, oracle.pairs(5, 0)[0])(queries)
         assert result.index.shape == (QUERIES, 5)
         assert bool((result.index.sort(dim=1).values == torch.arange(5)).all())
+
+    def test_shortlists_are_as_long_as_their_evidence_is_cheap(self, oracle, monkeypatch):
+        """A flow solves an ODE for each item; without one, most of a small gallery is looked at."""
+        small = torch.nn.functional.normalize(torch.randn(700, DIM), dim=1)
+        assert gf.BayesReranker(oracle, small).shortlist == 32
+        assert gf.BayesReranker(None, small).shortlist == 512
+        assert gf.BayesReranker(None, small[:100]).shortlist == 100
+        assert gf.BayesReranker(None, small, shortlist=7).shortlist == 7
+        monkeypatch.setattr(rerank, "SMALL_GALLERY", 699)
+        assert gf.BayesReranker(None, small).shortlist == 128
+        assert gf.BayesReranker(oracle, small).shortlist == 32
+
+    @pytest.mark.parametrize("shortlist", [0, -1, 2.5, True])
+    def test_bad_shortlists_are_refused_before_the_gallery_is_opened(self, shortlist):
+        with pytest.raises((TypeError, ValueError), match="shortlist"):
+            gf.BayesReranker(None, "no such folder", shortlist=shortlist)
 
     def test_no_queries(self, reranker, queries):
         result = reranker(queries[:0])
