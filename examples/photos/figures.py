@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from study import Findings, Judged, Pipeline
+import torch
+from study import Findings, Judged
 
 from geoflow_fast.directions import Direction
 from geoflow_fast.encoders.sources import read_image
+from geoflow_fast.evaluation.compare import BLOCK_QUERIES
 from geoflow_fast.evaluation.figures import BLUE, DIRECTION_TITLES, GREY, INK, ORANGE
+from geoflow_fast.evaluation.ladder_methods import Ladder
 from geoflow_fast.runtime import plots
 
 SHOWN, CHOICES = 4, 4
@@ -26,7 +29,7 @@ def draw_rungs(findings: Findings, path: Path) -> Path:
     """What each rung of evidence brought on the queries that calibrate: a dot per fold, a bar for the mean."""
     figure, panels = plots.pyplot().subplots(1, 2, figsize=(6, 3.4), layout="constrained", sharey=True)
     for axes, (direction, folds) in zip(panels, findings.folds.items()):
-        ladders = [fold.pipeline.reranker.rungs for fold in folds]
+        ladders = [fold.rungs for fold in folds]
         # The first rung is the search itself; what it brings over nothing would dwarf the others.
         names = [rung.name for rung in ladders[0][1:]]
         for position in range(len(names)):
@@ -65,9 +68,9 @@ def draw_captions(findings: Findings, path: Path) -> Path | None:
 def extremes(folds: Sequence[Judged]) -> tuple[list[tuple[Judged, int]], list[tuple[Judged, int]]]:
     """The folds and numbers of the most certain captions, and of the least certain ones, of different images each."""
     every = sorted(
-        (float(value), fold, query)
+        (value, fold, query)
         for fold, judged in enumerate(folds)
-        for query, value in enumerate(judged.scored[0].columns["entropy"])
+        for query, value in enumerate(entropies(judged.pipeline))
     )
     ends = []
     for ordered in (every, every[::-1]):
@@ -78,7 +81,13 @@ def extremes(folds: Sequence[Judged]) -> tuple[list[tuple[Judged, int]], list[tu
     return ends[0], ends[1]
 
 
-def _asked(pipeline: Pipeline, query: int) -> tuple[list[int], list[float], float, int]:
+def entropies(pipeline: Ladder) -> list[float]:
+    """Nats of each query over its shortlist and "outside"."""
+    blocks = pipeline.task.queries.split(BLOCK_QUERIES)
+    return torch.cat([pipeline.reranker.rerank(block).entropy for block in blocks]).tolist()
+
+
+def _asked(pipeline: Ladder, query: int) -> tuple[list[int], list[float], float, int]:
     """Of one query the most probable items and their probabilities, among how many images it seems to leave the choice
     open, and the right item."""
     post = pipeline.reranker.rerank(pipeline.task.queries[query : query + 1])

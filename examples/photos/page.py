@@ -16,15 +16,16 @@ from geoflow_fast.evaluation.verdict import verdict
 
 PAGE = "index.html"
 EXPLAINED = (
-    "NLL is the mean of -log of the probability that a method gave to what is right: one of the 32 items nearest to "
-    "the query, or none of them. AUROC is the probability that a query which plain search answers wrongly is less "
-    "certain than one that it answers rightly. AURC is the share of wrong answers among the most certain, averaged "
-    "over how many are kept. Recall@1 is that of a method's own ranking, or of plain search if it has none. ECE is the "
-    "expected calibration error of the stated probability that plain search is right.",
+    "NLL is the mean of -log of the probability that a method gave to the right items among the whole gallery, for all "
+    "methods alike; items outside a shortlist share equally what it leaves to them. AUROC is the probability that a "
+    "query which plain search answers wrongly is less certain than one that it answers rightly. AURC is the share of "
+    "wrong answers among the most certain, averaged over how many are kept. Recall@1 is that of a method's own "
+    "ranking, or of plain search if it has none. ECE is the expected calibration error of the stated probability that "
+    "plain search is right.",
     "Spearman and R^2 are the paper's: they compare Recall@1 with the number of the bin, in ten bins of the "
     "uncertainty (-1 and 1 are ideal). They are noisy and do not reward sharpness, so decide by the others.",
 )
-STATED = ("rerank", "max_softmax", "hub_softmax")
+STATED = ("ladder", "rerank", "max_softmax", "hub_softmax")
 """Methods whose stated probabilities are drawn; with all of them the curves would hide each other."""
 
 
@@ -44,8 +45,9 @@ def write_page(findings: Findings, out: Path, title: str) -> Path:
         page.table(comparison.table(direction), caption, comparison.best(direction))
     page.section(
         "Ahead or behind",
-        "By how much the pipeline is better than each reference (negative: worse), with paired 95 % intervals over "
-        "images, and p-values after Holm's correction for the whole table.",
+        "By how much the pipeline (cosine, hubs and head) is better than each other method (negative: worse), with "
+        "paired 95 % intervals over images, and p-values after Holm's correction for the whole table. Its lead over "
+        "hubs only is what the head adds; where it is behind the re-ranker, the flow adds to it.",
     )
     page.table(lead_rows(findings), "Leads of the pipeline.")
     data = {"": comparison}

@@ -110,7 +110,7 @@ def run(given: argparse.Namespace) -> Findings:
 
 
 def print_tables(findings: Findings) -> None:
-    """The numbers as Markdown, and where a reference is ahead of the pipeline."""
+    """The numbers as Markdown, and where another method is ahead of the pipeline."""
     for direction in findings.comparison.directions:
         rows = findings.comparison.table(direction)
         print(f"\n| {DIRECTION_TITLES[direction]} | " + " | ".join(SHOWN) + " |\n|" + "---|" * (len(SHOWN) + 1))
@@ -128,7 +128,7 @@ def print_tables(findings: Findings) -> None:
         where = DIRECTION_TITLES[lead.direction]
         print(f"behind {lead.over} in {lead.measure}, {where}: {lead.value:.3f} ({lead.low:.3f} to {lead.high:.3f})")
     if not behind:
-        print("\nNo reference is ahead of the pipeline beyond its interval.")
+        print("\nNo other method is ahead of the pipeline beyond its interval.")
 
 
 def main(words: list[str] | None = None) -> int:

@@ -15,22 +15,19 @@ from typing import Any
 import numpy as np
 from inputs import Photos
 from numpy.typing import NDArray
-from torch import Tensor
 
 import geoflow_fast as gf
 from geoflow_fast import baselines
-from geoflow_fast.baselines.base import nearest
 from geoflow_fast.directions import CONDITIONAL, Direction
-from geoflow_fast.evaluation.baseline_methods import BaselineMethod
+from geoflow_fast.evaluation import registry
 from geoflow_fast.evaluation.compare import ScoredQueries, judge, score_queries
+from geoflow_fast.evaluation.ladder_methods import FlowReranker, Ladder
 from geoflow_fast.evaluation.leads import Lead, corrected, paired_leads
-from geoflow_fast.evaluation.methods import Method, Scores, Study
+from geoflow_fast.evaluation.methods import Study
 from geoflow_fast.evaluation.results import Comparison, without_nan
 from geoflow_fast.evaluation.retrieval import plain_search
-from geoflow_fast.flow.model import flow_digest
-from geoflow_fast.head.model import head_digest
-from geoflow_fast.retrieval.task import RetrievalTask, typical_queries
-from geoflow_fast.runtime import hashing
+from geoflow_fast.retrieval.evidence import Rung
+from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.runtime.files import locked, read_json, write_json
 from geoflow_fast.training.config import RunConfig
 
@@ -41,10 +38,6 @@ CALIBRATION_SHARE, LEAST_CALIBRATION, MOST_CALIBRATION = 0.25, 60, 1000
 """Share of the images that are not judged by which probabilities are calibrated; at least and at most so many."""
 MANY_PAIRS = 5000
 """With fewer pairs the adapter's best weights come early."""
-BANK = 2000
-"""Training queries that tell which items are near to everything."""
-SHORTLIST, LEAST = 32, 1e-12
-"""Items that are re-ranked, and the smallest probability of which a logarithm is taken."""
 
 
 @dataclass(frozen=True)
@@ -129,92 +122,25 @@ def _parts(pairs: gf.EmbeddingPairs, count: int, seed: int) -> NDArray[np.int64]
     return (np.random.default_rng(seed).permutation(len(images)) % count)[member]
 
 
-@dataclass(frozen=True)
-class RankedScores(Scores):
-    """Scores with a column more, which is kept like the others."""
+class HubsOnly(Ladder):
+    """The pipeline without its head, which shows what the head adds."""
 
-    entropy: Tensor
-    """[Q] float64, nats over the shortlist and "outside"."""
+    name, title = "hubs_only", "GeoFlow ladder, hubs only"
 
-
-def shortlist_nll(task: RetrievalTask, rows: slice, index: Tensor, prob: Tensor, outside: Tensor) -> Tensor:
-    """-log of the stated probability of what is right, float64 [Q], of the queries `rows`: one of the items `index`
-    [Q, K], with probabilities `prob` [Q, K], or none of them (`outside` [Q]). The right items of a query share it."""
-    right = task.is_right(index, rows).double() / (task.own[rows] >= 0).sum(1, keepdim=True)
-    inside = (right * prob.clamp(min=LEAST).log()).sum(1)
-    return -inside - (1 - right.sum(1)) * outside.clamp(min=LEAST).log()
-
-
-class Reference(BaselineMethod):
-    """A method of `geoflow_fast.baselines` whose likelihood is that of shortlists, as the pipeline's is. Over a whole
-    gallery the pipeline would be judged by items that it never looked at."""
-
-    def facts(self) -> dict[str, Any]:
-        """Those of the method, and the length of the shortlists."""
-        return {**super().facts(), "shortlist": SHORTLIST}
-
-    def score(self, rows: slice, answers: Tensor) -> Scores:
-        """Scores queries; methods without probabilities of items have no likelihood."""
-        scores, queries = super().score(rows, answers), self.task.queries[rows]
-        softmax = None if self.kind.STATES_RISK else self.baseline.softmax(queries, self.gallery, self.task.direction)
-        if softmax is None:
-            return scores
-        index = nearest(queries, self.gallery, SHORTLIST)[1]
-        prob = softmax.log_prob(index).exp()
-        return dataclasses.replace(scores, nll=shortlist_nll(self.task, rows, index, prob, 1 - prob.sum(1)))
-
-
-class Pipeline(Method):
-    """The re-ranker with all its rungs, as a method of the library's comparisons: cosine, hubs, head and flow."""
-
-    name = "rerank"
-    task: RetrievalTask
-
-    def __init__(self, study: Study, head: gf.PosteriorHead, folder: Path) -> None:
-        super().__init__(study)
-        self.head, self.flow, self.folder = head, study.flow, folder
-        self.title, self.training = "GeoFlow: hubs, head", "baseline"
-        if self.flow is not None:
-            self.title, self.training = f"{self.title}, flow", "flow"
-
-    def facts(self) -> dict[str, Any]:
-        """Digests of the models and of the training pairs, which are the bank."""
-        assert self.study.train is not None
-        flow = None if self.flow is None else flow_digest(self.flow)
-        sizes = {"bank": BANK, "shortlist": SHORTLIST}
-        return {"head": head_digest(self.head), "flow": flow, "train": self.study.train.fingerprint(), **sizes}
-
-    def _fit(self, task: RetrievalTask) -> None:
-        """Reads the calibration if an earlier run made it."""
-        assert self.study.train is not None
-        self.task = task
-        bank = typical_queries(self.study.train, task.direction, BANK, self.study.seed)
-        self.reranker = gf.BayesReranker(self.flow, task.items, task.direction, SHORTLIST, head=self.head, bank=bank)
-        kept = self.folder / f"calibration_{task.direction}.json"
-        key = {**self.facts(), "val": self.study.val.fingerprint(), "items": hashing.digest([task.items])}
-        made_for = self.folder / f"calibration_{task.direction}_of.json"
-        if kept.is_file() and made_for.is_file() and read_json(made_for) == key:
-            self.reranker.load_calibration(kept)
-        else:
-            self.reranker.calibrate(self.study.val, progress=self.study.progress)
-            self.reranker.save_calibration(kept)
-            write_json(made_for, key)
-
-    def score(self, rows: slice, answers: Tensor) -> Scores:  # noqa: ARG002, the re-ranker searches itself
-        """The re-ranker's probabilities of the queries `rows`."""
-        post, task = self.reranker.rerank(self.task.queries[rows]), self.task
-        p_answer, prob = post.p_answer.double(), post.prob.double()
-        nll = shortlist_nll(task, rows, post.index, prob, post.p_outside.double())
-        return RankedScores(1 - p_answer, p_answer, nll, post.index[:, 0], post.entropy.double())
+    def __init__(self, study: Study) -> None:
+        super().__init__(dataclasses.replace(study, head=None))
 
 
 @dataclass(frozen=True)
 class Judged:
     """What one fold showed in one direction."""
 
-    pipeline: Pipeline
+    pipeline: Ladder
+    """Calibrated."""
+    rungs: list[Rung]
+    """Those of the pipeline, and the flow if there is one."""
     scored: list[ScoredQueries]
-    """The pipeline first, then the references."""
+    """The pipeline first, then what it is compared with."""
 
 
 def run_fold(
@@ -227,20 +153,34 @@ def run_fold(
         raise KeyboardInterrupt  # it was asked to stop and has saved its state
     flow = train_flow(fold.train, models / "flow", settings) if settings.flow else None
     configs = {"adapter": settings.adapter(fold.train)}
-    study = Study(fold.calibration, fold.train, flow, seed=settings.seed, configs=configs, folder=folder / "runs")
-    pipeline = Pipeline(study, head, folder)
-    methods: list[Method] = [pipeline, *(Reference(study, name) for name in references)]
+    runs = folder / "runs"
+    study = Study(fold.calibration, fold.train, flow, seed=settings.seed, configs=configs, folder=runs, head=head)
+    others = [registry.create(name, study) for name in references]
     judged = {}
     for direction in CONDITIONAL[::-1]:
         task = RetrievalTask.of(fold.test, direction)
+        pipeline, full = Ladder(study), FlowReranker(study) if flow is not None else None
         answers, scored = plain_search(task), []
-        for method in methods:
+        for method in (pipeline, *([] if full is None else [full]), HubsOnly(study), *others):
             print(f"  {direction}: {method.title}", flush=True)
             scored.append(score_queries(method, task, answers, folder))
-        ready = Pipeline(study, head, folder)  # each direction has its own, for the figures
-        ready.fit(task)
-        judged[direction] = Judged(ready, scored)
+        judged[direction] = Judged(calibrated(pipeline, task), rungs_of(full or pipeline, task, folder), scored)
     return judged
+
+
+def calibrated(method: Ladder, task: RetrievalTask) -> Ladder:
+    """The method with its re-ranker, which it lacks if an earlier run scored the queries."""
+    if not hasattr(method, "reranker"):
+        method.fit(task)
+    return method
+
+
+def rungs_of(method: Ladder, task: RetrievalTask, folder: Path) -> list[Rung]:
+    """What each rung brought. It is kept in the folder, since a calibration with a flow takes long."""
+    file = folder / f"rungs_{task.direction}.json"
+    if not file.is_file():
+        write_json(file, [dataclasses.asdict(rung) for rung in calibrated(method, task).reranker.rungs])
+    return [Rung(**rung) for rung in read_json(file)]
 
 
 def train_flow(pairs: gf.EmbeddingPairs, folder: Path, settings: Settings) -> gf.GeoFlow:
@@ -252,8 +192,6 @@ def train_flow(pairs: gf.EmbeddingPairs, folder: Path, settings: Settings) -> gf
         part.rename(stored)
     words = ["train", "--no-head", "--pairs", str(stored), "--out", str(folder), "--seed", str(settings.seed)]
     words += [] if settings.steps is None else ["--steps", str(settings.steps)]
-    if len(pairs) < 2 * gf.TrainConfig().batch_size:  # after some are held out, a batch could be larger than the rest
-        words += ["--batch-size", str(len(pairs) // 2)]
     print("  geoflow " + " ".join(words), flush=True)
     if code := subprocess.run([sys.executable, "-m", "geoflow_fast", *words]).returncode:
         raise ValueError(f"geoflow train ended with code {code}; if it was stopped, the same command goes on")
@@ -267,7 +205,7 @@ class Findings:
     photos: Photos
     comparison: Comparison
     leads: list[Lead]
-    """The pipeline's leads over each reference, Holm-corrected over all of them."""
+    """Those of the pipeline over every other method, Holm-corrected over all of them."""
     folds: dict[Direction, list[Judged]]
 
 

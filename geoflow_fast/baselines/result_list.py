@@ -42,6 +42,8 @@ FEATURES = (
     "distance to the nearest training queries",
     "cosine with the partners of these queries",
 )
+RESOLUTION = 1e-6
+"""A feature whose standard deviation is not above this share of its mean, or of one, is rounding noise of float32."""
 Floats = NDArray[np.float64]
 _NEEDS = "list_boosting needs scikit-learn: pip install 'geoflow_fast[baselines]'"
 
@@ -207,7 +209,8 @@ def fit_logistic(features: Floats, positive: NDArray[np.bool_]) -> Floats:
     """Weights and, last, the constant [F + 1] of the logistic regression of `positive` [n] on features [n, F].
 
     The loss is the sum of -log likelihoods and half the squared norm of the weights of standardised features, without
-    the constant. It is that of scikit-learn's `LogisticRegression` after a `StandardScaler`.
+    the constant. It is that of scikit-learn's `LogisticRegression` after a `StandardScaler`, but features that are
+    constant up to rounding have no weight: on other lists they could differ by far more than the noise learned from.
     """
     from scipy import optimize, special
 
@@ -215,8 +218,9 @@ def fit_logistic(features: Floats, positive: NDArray[np.bool_]) -> Floats:
         constant = special.logit(_smoothed_share(positive))
         return np.append(np.zeros(features.shape[1]), constant)
     mean, sd = features.mean(0), features.std(0)
-    sd = np.where(sd > 0, sd, 1.0)
-    design = np.column_stack(((features - mean) / sd, np.ones(len(features))))
+    varies = sd > RESOLUTION * np.maximum(np.abs(mean), 1.0)
+    sd = np.where(varies, sd, 1.0)
+    design = np.column_stack((np.where(varies, (features - mean) / sd, 0.0), np.ones(len(features))))
     penalty, label = np.append(np.ones(len(mean)), 0.0), positive.astype(np.float64)
 
     def loss(weights: Floats) -> tuple[float, Floats]:

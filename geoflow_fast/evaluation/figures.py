@@ -1,6 +1,6 @@
 """Figures of results: recall by bin, selective accuracy, components, ablations, reliability, AUROC, thresholds.
 
-A method has the same colour and line style in all of them: the flow's methods are bold, training-free ones dashed.
+A method has the same colour and line style in all of them: the library's own are bold, training-free ones dashed.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from geoflow_fast.evaluation.statistics import Bools, Floats, Values, clopper_pe
 from geoflow_fast.evaluation.zero_shot import ZeroShot
 from geoflow_fast.runtime import checks, plots
 
-FLOW_COLOURS = {
+OWN_COLOURS = {
     "rerank": "#d1495b",
     "entropy": "#1f5fa8",
     "entropy_bayes": "#4f9bd9",
     "entropy_paper": "#12355b",
     "epistemic": "#2a9d8f",
+    "ladder": "#5a2d82",
 }
 COMPONENT_COLOURS = {"image": "#1f5fa8", "text": "#d1495b", "pmi": "#5bb0e8", "sum": "#2a9d8f"}
 OTHER_COLOURS = (
@@ -65,8 +66,8 @@ class Series:
 
 def style_of(method: str) -> dict[str, Any]:
     """The colour and line style of a method, a component or anything else with a name, the same wherever it occurs."""
-    if method in FLOW_COLOURS:
-        return {"color": FLOW_COLOURS[method], "linewidth": 2.4, "linestyle": "-", "zorder": 4}
+    if method in OWN_COLOURS:
+        return {"color": OWN_COLOURS[method], "linewidth": 2.4, "linestyle": "-", "zorder": 4}
     names = list(baselines.METHODS)
     number = names.index(method) if method in names else sum(map(ord, method))
     training_free = method in names and not baselines.METHODS[method].TRAINED
@@ -192,8 +193,8 @@ def draw_ablation(
     for number, (axes, (title, lines)) in enumerate(zip(grid[0], panels.items())):
         for line, (name, series) in enumerate(lines.items()):
             style = style_of(name)
-            if name not in FLOW_COLOURS and name not in baselines.METHODS:
-                colours = [*FLOW_COLOURS.values(), *OTHER_COLOURS]
+            if name not in OWN_COLOURS and name not in baselines.METHODS:
+                colours = [*OWN_COLOURS.values(), *OTHER_COLOURS]
                 style |= {"color": colours[line % len(colours)], "linewidth": 2.0}
             style |= {"marker": MARKERS[line % len(MARKERS)], "markersize": 5}
             _line(axes, np.asarray(x, dtype=float), series, name, style)

@@ -10,7 +10,6 @@ import numpy as np
 
 from geoflow_fast.evaluation.compare import ScoredQueries
 from geoflow_fast.evaluation.metrics import aurc, auroc, reliability
-from geoflow_fast.evaluation.paired import holm
 from geoflow_fast.evaluation.statistics import (
     RESAMPLES,
     Floats,
@@ -87,3 +86,13 @@ def corrected(leads: Sequence[Lead]) -> list[Lead]:
     """The leads of one table with p-values after Holm's correction."""
     adjusted = holm([lead.p for lead in leads])
     return [replace(lead, p_holm=p) for lead, p in zip(leads, adjusted)]
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """Holm's step-down correction of the probabilities `p` of several tests; NaN stays NaN and does not count."""
+    values = np.asarray(p, np.float64)
+    order = np.argsort(values)[: int((~np.isnan(values)).sum())]
+    steps = values[order] * np.arange(len(order), 0, -1)
+    corrected = np.full(len(values), math.nan)
+    corrected[order] = np.minimum(1.0, np.maximum.accumulate(steps)) if len(order) else steps
+    return [float(x) for x in corrected]

@@ -216,6 +216,29 @@ class TestResultLists:
         assert not weights[:-1].any()
         assert 1 / (1 + np.exp(-weights[-1])) == pytest.approx(20.5 / 21)
 
+    def test_features_that_only_rounding_varies_have_no_weight(self):
+        rng = np.random.default_rng(0)
+        x = np.column_stack((rng.normal(size=200), np.log(36) + rng.choice((-4e-7, 0.0, 4e-7), 200)))
+        y = rng.random(200) < 1 / (1 + np.exp(-x[:, 0]))
+        weights = fit_logistic(x, y)
+        assert weights[1] == 0
+        np.testing.assert_allclose(weights[[0, 2]], fit_logistic(x[:, :1], y), rtol=1e-6)
+
+    def test_captions_that_are_all_alike_are_known_to_be_guesses(self):
+        """Among fewer of them the entropies are other constants, by far more than what rounding varied them before."""
+        train, val, test = (
+            gf.EmbeddingPairs.from_arrays(
+                sample_uniform(n, DIM, generator=torch.Generator().manual_seed(n)), normalize(torch.ones(n, DIM))
+            )
+            for n in (108, 36, 30)
+        )
+        method = baselines.find("list_logistic")(DIM, DIM)
+        method.fit(train, val)
+        for direction in CONDITIONAL:
+            task = RetrievalTask.of(test, direction)
+            risk = method.uncertainty(task.queries, task.items, direction)
+            assert float(risk.mean()) == pytest.approx(29 / 30, abs=0.03)
+
     def test_labelled_images_are_not_those_compared_with(self):
         pairs, few, many = captioned(200, 14), captioned(10, 15), captioned(60, 16)
         known, labelled = labelled_apart(pairs, few, 0)

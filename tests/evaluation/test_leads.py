@@ -10,7 +10,7 @@ import pytest
 
 from geoflow_fast.evaluation import auroc, bootstrap_interval
 from geoflow_fast.evaluation.compare import ScoredQueries, compare, judge, score_queries
-from geoflow_fast.evaluation.leads import corrected, paired_leads
+from geoflow_fast.evaluation.leads import corrected, holm, paired_leads
 from geoflow_fast.evaluation.methods import Study
 from geoflow_fast.evaluation.registry import create
 from geoflow_fast.evaluation.retrieval import plain_search
@@ -75,6 +75,16 @@ def test_an_auroc_that_does_not_exist_has_no_p_value():
     assert math.isnan(leads["auroc"].p)
     assert math.isnan(leads["auroc"].p_holm)
     assert leads["nll"].p_holm == 1
+
+
+def test_holm_is_the_step_down_procedure():
+    p = [0.01, 0.04, 0.03, 0.005]
+    assert holm(p) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.6, 0.9]) == [1.0, 1.0]
+    assert holm([]) == []
+    with_nan = holm([math.nan, 0.02])
+    assert math.isnan(with_nan[0])
+    assert with_nan[1] == 0.02
 
 
 def test_pooled_folds_are_judged_as_one(pairs, held_out):

@@ -13,10 +13,9 @@ import torch
 from PIL import Image, ImageDraw
 
 import geoflow_fast as gf
+from geoflow_fast.directions import CONDITIONAL
 from geoflow_fast.evaluation.baseline_methods import BaselineMethod
-from geoflow_fast.evaluation.methods import Study
-from geoflow_fast.evaluation.retrieval import plain_search
-from geoflow_fast.retrieval.task import RetrievalTask
+from geoflow_fast.evaluation.ladder_methods import FlowReranker, Ladder
 from tests.evaluation.helpers import DIM, captioned
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "photos"
@@ -156,32 +155,16 @@ def test_given_training_pairs_and_given_images_to_judge_by(study):
         study.make_folds(captioned(149, 1, 0), None, 5, None, 0)
 
 
-def test_shortlists_as_long_as_the_gallery_have_the_likelihood_of_the_gallery(study):
-    pairs, held_out = captioned(9, 3, 0), captioned(90, 3, 1)
-    for direction in ("t2i", "i2t"):  # with 9 and 27 items, fewer than a shortlist has
-        task = RetrievalTask.of(pairs, direction)
-        scores = []
-        for kind in (BaselineMethod, study.Reference):
-            method = kind(Study(held_out, held_out), "hub_softmax")
-            method.fit(task)
-            scores.append(method.score(slice(2, 7), plain_search(task).index[2:7, 0]))
-        np.testing.assert_allclose(scores[1].nll, scores[0].nll, rtol=1e-5)
-
-
-def test_what_is_outside_a_shortlist_counts_as_outside(study):
-    task = RetrievalTask.of(captioned(3, 2, 0), "i2t")
-    own = task.own[0]
-    wrong = next(k for k in range(6) if k not in own.tolist())
-    index = own.new_tensor([[int(own[0]), wrong]])
-    prob, outside = task.queries.new_tensor([[0.5, 0.2]]).double(), task.queries.new_tensor([0.3]).double()
-    loss = study.shortlist_nll(task, slice(0, 1), index, prob, outside)
-    assert float(loss) == pytest.approx(-(np.log(0.5) + np.log(0.3)) / 2, rel=1e-6)
-
-
-def test_pictures_become_a_page_and_a_second_run_computes_nothing(run, study, drawn, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("folds", "judged", "references"), [(1, 36, 2), pytest.param(3, 180, 5, marks=pytest.mark.slow)]
+)
+def test_pictures_become_a_page_and_a_second_run_scores_nothing(
+    folds, judged, references, run, study, drawn, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(study, "REFERENCES", study.REFERENCES[:references])
     out = tmp_path / "out"
     words = ["--images", str(drawn / "Images"), "--captions", str(drawn / "captions.txt"), "--encoder", "colours"]
-    words += ["--folds", "3", "--no-flow", "--quick", "--out", str(out)]
+    words += ["--folds", str(folds), "--no-flow", "--quick", "--out", str(out)]
     assert run.main(words) == 0
     for name in ("reliability", "calibration", "risk", "rungs", "captions"):
         with Image.open(out / f"{name}.png") as picture:
@@ -191,17 +174,17 @@ def test_pictures_become_a_page_and_a_second_run_computes_nothing(run, study, dr
     assert "270 captions of 180 images" in page
     results = json.loads((out / "results.json").read_text(encoding="utf-8"))["results"]
     counts = {(result["method"], result["direction"]): result["queries"] for result in results}
-    assert len(counts) == 12
-    assert all(count == (270 if direction == "t2i" else 180) for (_, direction), count in counts.items())
+    assert len(counts) == 2 * (2 + references)
+    assert {count for (_, direction), count in counts.items() if direction == "i2t"} == {judged}
+    assert len({count for (_, direction), count in counts.items() if direction == "t2i"}) == 1
     leads = json.loads((out / "leads.json").read_text(encoding="utf-8"))
     assert all(lead["low"] <= lead["value"] <= lead["high"] and lead["p"] <= lead["p_holm"] for lead in leads)
     shown = capsys.readouterr().out
     assert f"Wrote {out / 'index.html'}" in shown
-    assert shown.count("| GeoFlow: hubs, head |") == 2
-    for kind in (study.Pipeline, study.Reference):
+    assert shown.count("| GeoFlow ladder without flow |") == 2
+    for kind in (Ladder, BaselineMethod):
         monkeypatch.setattr(kind, "score", lambda *_: pytest.fail("scored again"))
     monkeypatch.setattr(run, "write_page", lambda *_: "the page")  # figures are drawn each time
-    monkeypatch.setattr(gf.BayesReranker, "calibrate", lambda *_, **__: pytest.fail("calibrated again"))
     monkeypatch.setattr(gf.ColourEncoder, "encode_images", lambda *_: pytest.fail("embedded again"))
     assert run.main(words) == 0
     assert json.loads((out / "leads.json").read_text(encoding="utf-8")) == leads
@@ -239,16 +222,27 @@ def test_contradictions_are_refused_before_anything_is_read(run, words, reason, 
     assert not (tmp_path / "out").exists()
 
 
-def test_the_ladder_ends_with_the_flow(study, inputs, tmp_path, monkeypatch):
+def test_head_and_flow_are_judged_by_what_they_add(study, inputs, tmp_path, monkeypatch):
     pairs = captioned(160, 1, 0)
     torch.manual_seed(0)
     flow = gf.GeoFlow(gf.GeoFlowConfig(DIM, DIM, hidden=16, depth=1)).eval()
     monkeypatch.setattr(study, "train_flow", lambda *_: flow)
     folds = study.make_folds(pairs, None, 1, None, 0)
-    findings = study.run_study(inputs.Photos(pairs), folds, tmp_path, study.Settings(quick=True), ["max_softmax"])
-    assert findings.comparison.results[0].title == "GeoFlow: hubs, head, flow"
-    rungs = json.loads((tmp_path / "fold_0" / "calibration_t2i.json").read_text(encoding="utf-8"))["rungs"]
-    assert [rung["name"] for rung in rungs] == ["cosine", "hub", "head", "flow"]
+    given = inputs.Photos(pairs), folds, tmp_path, study.Settings(quick=True), ["max_softmax"]
+    findings = study.run_study(*given)
+    names = ["ladder", "rerank", "hubs_only", "max_softmax"]
+    assert [result.method for result in findings.comparison.of("t2i")] == names
+    assert {(lead.over, lead.direction) for lead in findings.leads} == {(x, d) for x in names[1:] for d in CONDITIONAL}
+    for (judged,) in findings.folds.values():
+        assert [rung.name for rung in judged.rungs] == ["cosine", "hub", "head", "flow"]
+        assert [rung.name for rung in judged.pipeline.reranker.rungs] == ["cosine", "hub", "head"]
+    monkeypatch.setattr(FlowReranker, "_fit", lambda *_: pytest.fail("calibrated with the flow again"))
+    again = study.run_study(*given)
+    assert [judged.rungs for (judged,) in again.folds.values()] == [
+        judged.rungs for (judged,) in findings.folds.values()
+    ]
+    without = study.HubsOnly(findings.folds["t2i"][0].pipeline.study)
+    assert (without.study.head, without.training) == (None, "none")
 
 
 @pytest.mark.slow
