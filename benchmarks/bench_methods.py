@@ -314,7 +314,7 @@ Images search texts:
 - The flow adds nothing measurable to the head, with AUROC within .003 either way and within chance. Its shortlists have
   32 items, so what lies outside has one probability for all, and its NLL over whole galleries is higher.
 - The logistic regression and the boosting on result lists learned from galleries of 200 items and were judged in
-  galleries of 100 on the small sets, and their probabilities did not survive that. On Flickr8k both galleries are alike.
+  galleries of 100 on the small sets, and their probabilities did not survive that. On Flickr8k both are of one size.
 - Flickr8k's encoder was fitted on photographs of the same kind, and its development images chose some of the encoder's
   settings; 500 pairs are few. Judge by your own pairs too.
 
