@@ -336,6 +336,21 @@ are tied, and an uncertainty that separates right from wrong sharply makes a ste
 one, whose errors grow evenly, looks better there. AUROC and AURC do not have
 this flaw, and R^2 over the uncertainty itself ("R^2, value") has little of it: compare methods by them.
 
+### The ladder and strong references on the concept world
+
+The same methods as on the [real sets](#real-photographs-and-captions), on the pairs of the tables above, one seed,
+with what the ladder without a flow gains over each (`python -m benchmarks --study real`).
+
+Texts search images:
+
+<!-- bench: real concept_world t2i -->
+<!-- bench: end -->
+
+Images search texts:
+
+<!-- bench: real concept_world i2t -->
+<!-- bench: end -->
+
 ## Where the truth is known, with the statistics of CLIP
 
 The [CLIP-like world](method.md#the-clip-like-world): width 512, {CLIP_PAIRS:,} pairs as a reference,
