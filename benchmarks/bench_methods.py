@@ -241,8 +241,9 @@ orders of magnitude only. This page is written by `python -m benchmarks methods`
   them. It is the ladder of evidence without models, cosine and hub correction, and states probabilities.
 - From a few hundred pairs on: a head beside it (`geoflow train --head`, minutes). Held-out pairs decide whether it is
   used, so it can be left to them.
-- With tens of thousands of pairs like those you will search: the flow as a last rung. It orders answers best on the
-  concept world; on the photographs below it adds nothing measurable to the head.
+- With tens of thousands of pairs like those you will search: try the flow as a last rung. On the concept world it
+  makes held-out answers likelier beside a head ([head](head.md#results)); on the photographs below it adds nothing
+  measurable.
 - For a gallery that changes, or captions that fit many images: the retrieval entropy of a head. It measures how many
   items fit, not whether the first one is right.
 - For queries that may be unlike the training data: the epistemic score, or `knn`. They recognise unfamiliar input
