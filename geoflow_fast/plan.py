@@ -38,7 +38,7 @@ from geoflow_fast.training.config import TrainConfig
 COMPUTE_SHARE, BANDWIDTH_SHARE = 0.60, 0.85
 """Shares of a vendor's peak rates that are reached in practice."""
 TRAINING_SHARE = 1 / 3
-"""Of the rate of large products that training small networks reaches, the optimiser and everything else included."""
+"""Training small networks reaches this share of the rate of large products, with everything that it does besides."""
 EVALUATIONS = {"euler": 1, "ab2": 1, "midpoint": 2, "rk4": 4}
 """Evaluations of the velocity per step of each solver."""
 TOP_K = 10
