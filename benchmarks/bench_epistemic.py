@@ -23,8 +23,7 @@ from torch.nn.functional import normalize
 
 import geoflow_fast as gf
 from benchmarks.bench_entropy import trained_flow
-from benchmarks.bench_head import FLICKR, flickr_pairs
-from benchmarks.common import gate, report
+from benchmarks.common import SHARED, gate, report, shared_pairs
 from geoflow_fast.baselines.repvlm import REPVLM
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.evaluation.metrics import auroc, auroc_leads, selective_accuracy
@@ -34,7 +33,7 @@ from geoflow_fast.likelihood.density import chain_rule
 from geoflow_fast.retrieval.sources import HeadSource
 from geoflow_fast.worlds import ConceptWorld
 
-IMAGENET = FLICKR.parent / "imagenet" / "vitb32.npz"
+FLICKR, IMAGENET = SHARED / "flickr8k", SHARED / "imagenet" / "vitb32.npz"
 FOLDS, STRANGE_CLASSES, VALIDATION, RESAMPLES = 2, 200, 0.1, 500
 COMPONENTS, STEPS, FAR = 64, 800, 400
 STRANGERS, NEIGHBOURHOOD, PARTNERS = 500, "kNN distance, k = 10", ("own", "nearest")
@@ -285,7 +284,7 @@ def strangers(data: ImageNet) -> dict[str, list[dict[str, Any]]]:
 def wrong_captions() -> dict[str, list[dict[str, Any]]]:
     """A tenth of the development captions gets another image, at random or the one most like its own; a high score says
     that the two do not belong together."""
-    train, dev = flickr_pairs("train"), flickr_pairs("dev")
+    train, dev = shared_pairs("flickr8k/train"), shared_pairs("flickr8k/dev")
     pairs, val = train.split(VALIDATION, seed=0)
     flow, head = fitted(pairs, val), gf.PosteriorHead.fit(train, seed=0)
     bank = pairs[range(0, len(pairs), 5)]

@@ -25,8 +25,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 import geoflow_fast as gf
-from benchmarks.bench_head import FLICKR, flickr_pairs, losses
-from benchmarks.common import gate, report
+from benchmarks.bench_head import losses
+from benchmarks.common import SHARED, gate, report, shared_pairs
 from geoflow_fast.evaluation.metrics import auroc
 from geoflow_fast.evaluation.statistics import bootstrap_interval
 from geoflow_fast.retrieval.task import RetrievalTask
@@ -104,7 +104,7 @@ SHORTLIST, JUDGES = 16, 500
 def photographs() -> list[Photographs]:
     """The sets that are there."""
     sets = []
-    files = [FLICKR.parent / "photos" / f"{name}500.npz" for name in ("coco", "unsplash")]
+    files = [SHARED / "photos" / f"{name}500.npz" for name in ("coco", "unsplash")]
     if all(file.is_file() for file in files):
         parts = [np.load(file, allow_pickle=False) for file in files]
         rows = [np.concatenate([part[name] for part in parts]).astype(np.float32) for name in ("image_emb", "text_emb")]
@@ -112,9 +112,9 @@ def photographs() -> list[Photographs]:
         train, rest = pairs.split(0.5, 0)
         for few in (train.subset(np.arange(50)), train):
             sets.append(Photographs(f"CLIP, {len(few)} pairs", few, *rest.split(0.5, 1)))
-    if FLICKR.is_dir():
-        train = flickr_pairs("train")
-        sets.append(Photographs(f"Flickr8k, {len(train):,} pairs", train, *flickr_pairs("dev").split(0.5, 0)))
+    if (SHARED / "flickr8k").is_dir():
+        train = shared_pairs("flickr8k/train")
+        sets.append(Photographs(f"Flickr8k, {len(train):,} pairs", train, *shared_pairs("flickr8k/dev").split(0.5, 0)))
     return sets
 
 

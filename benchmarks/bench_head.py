@@ -1,12 +1,11 @@
-"""PosteriorHead: what its answers cost beside a search, and how good they are, against the truth and on real data.
+"""PosteriorHead: what its answers cost beside a search, and how good they are, against the truth.
 
 Hot path: the shortlists of a search, scored by a head of four points and corrected for hubs. Plain searches, ours and
 FAISS's, stand beside; `bench_gallery` has the posteriors over a whole gallery.
 
 The study (`python -m benchmarks --study head`): the concept world, five seeds, K chosen by "auto" on 60,000 pairs, five
 galleries of 1,000 items with as many queries each against the exact posterior; what a head adds to a flow; the time
-that training takes. Where the shared embeddings of Flickr8k are beside the repository, the ladder of evidence is judged
-on them too. Gates are the claims of docs/head.md.
+that training takes. Gates are the claims of docs/head.md. `bench_real` judges heads on real data.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,18 +27,16 @@ from benchmarks.bench_gallery import FAISS
 from benchmarks.common import gate, report, time_together
 from benchmarks.suite import Table
 from geoflow_fast.directions import CONDITIONAL, Direction
-from geoflow_fast.evaluation.metrics import auroc, auroc_leads, reliability
-from geoflow_fast.evaluation.statistics import RESAMPLES, bootstrap_interval
+from geoflow_fast.evaluation.metrics import auroc, reliability
+from geoflow_fast.evaluation.statistics import bootstrap_interval
 from geoflow_fast.retrieval.calibration import UNCALIBRATED_HEAD
 from geoflow_fast.retrieval.hubs import Hubs
-from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.worlds import ConceptWorld
 
 QUERIES, GALLERIES, SEEDS, PAIRS = 1000, 5, 5, 60_000
 ITEMS, WIDTH, SEARCHES = 100_000, 1024, 64
 SHORTLIST = 32
 """Of all re-rankers, with a flow and without, so that their likelihoods can be compared."""
-FLICKR = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "flickr8k"
 
 
 def scored_shortlists(gallery: gf.Gallery, shortlist: int | None, points: int = 4) -> gf.BayesReranker:
@@ -201,76 +197,6 @@ def concept_world() -> list[dict[str, Any]]:
     return rows
 
 
-def flickr_pairs(part: str) -> gf.EmbeddingPairs:
-    """Flickr8k in a small dual encoder."""
-    with np.load(FLICKR / f"{part}.npz", allow_pickle=False) as file:
-        image, text = (file[name].astype(np.float32) for name in ("image_emb", "text_emb"))
-        index = file["text_image_index"].astype(np.int64)
-    return gf.EmbeddingPairs.from_arrays(image, text, index, normalize=True)
-
-
-def flickr() -> list[dict[str, Any]]:
-    """The ladder on Flickr8k: trained on the training images, calibrated on half of the development images and judged
-    on the others, both ways round."""
-    head = gf.PosteriorHead.fit(flickr_pairs("train"), seed=0)
-    halves = flickr_pairs("dev").split(0.5, seed=0)
-    by_evidence: dict[tuple[str, str], list[dict[str, Tensor]]] = {}
-    for held_out, test in (halves, halves[::-1]):
-        for direction in CONDITIONAL:
-            task = RetrievalTask.of(test, direction)
-            for name, more in (("hub correction", None), ("ladder with a head", head)):
-                reranker = gf.BayesReranker(None, task.items, direction, SHORTLIST, head=more)
-                reranker.calibrate(held_out, progress=False, max_queries=5000)
-                post = reranker(task.queries)
-                right, share = task.is_right(post.index), (task.own >= 0).sum(1, keepdim=True)
-                mass = (post.prob.double().clamp_min(1e-12).log() * right / share).sum(1)
-                outside = 1 - right.sum(1) / share.squeeze(1)
-                by_evidence.setdefault((name, str(direction)), []).append(
-                    {
-                        "NLL": -mass - outside * post.p_outside.double().clamp_min(1e-12).log(),
-                        "Recall@1": right[:, 0].double(),
-                        "p_answer": post.p_answer.double(),
-                        "right": task.is_right(post.answer),
-                        "image": task.query_image + len(test) * len(by_evidence),
-                    }
-                )
-    return [row for direction in ("t2i", "i2t") for row in compared(direction, by_evidence)]
-
-
-def compared(direction: str, by_evidence: dict[tuple[str, str], list[dict[str, Tensor]]]) -> list[dict[str, Any]]:
-    """Both evidences in one direction, and the paired difference with its interval."""
-    ours, plain = (
-        {
-            name: torch.cat([part[name] for part in by_evidence[which, direction]])
-            for name in by_evidence[which, direction][0]
-        }
-        for which in ("ladder with a head", "hub correction")
-    )
-    gains = {
-        name: bootstrap_interval(np.mean, sign * (ours[name] - plain[name]), groups=ours["image"])
-        for name, sign in (("NLL", -1), ("Recall@1", 1))
-    }
-    means = {name: (float(plain[name].mean()), float(ours[name].mean())) for name in gains}
-    scores = {"hub": 1 - plain["p_answer"], "ladder": 1 - ours["p_answer"]}
-    means["AUROC"] = auroc(scores["hub"], plain["right"]), auroc(scores["ladder"], ours["right"])
-    gains["AUROC"] = auroc_leads(scores, ours["right"], resamples=RESAMPLES, groups=ours["image"])["ladder"]["hub"]
-    for name, gain in gains.items():
-        gate(f"Flickr8k, {direction}: {name} not below hub correction", gain.high >= 0)
-    return [
-        {
-            "": f"{name}, {direction}",
-            "hub correction": means[name][0],
-            "ladder": means[name][1],
-            "gain, low": gain.low,
-            "gain, high": gain.high,
-        }
-        for name, gain in gains.items()
-    ]
-
-
 def run() -> str:
     """The study."""
-    parts = [report("head_concept_world", concept_world(), {"queries": QUERIES, "seeds": SEEDS, "pairs": PAIRS})]
-    if FLICKR.is_dir():
-        parts.append(report("head_flickr8k", flickr(), {"data": "Flickr8k in a small dual encoder (not CLIP)"}))
-    return "\n\n".join(parts)
+    return report("head_concept_world", concept_world(), {"queries": QUERIES, "seeds": SEEDS, "pairs": PAIRS})

@@ -255,7 +255,7 @@ guarantee ([abstention](abstention.md)).
 ## Real photographs and captions
 
 The pipeline is the [ladder of evidence](rerank.md#the-ladder-of-evidence): cosine, hub correction and a
-[head](head.md), each kept only if held-out pairs show that it helps; "ladder: hubs" leaves the head out, and "GeoFlow
+[head](head.md), each kept only if held-out pairs show that it helps; "hubs only" leaves the head out, and "GeoFlow
 re-ranker" adds a flow of the preset `auto` for shortlists of 32. The last columns say what the pipeline gains over
 each method, positive where it is better, with paired 95 % intervals over images. `python -m benchmarks --study real`
 writes the tables and fails if any reference is better than the pipeline beyond chance in NLL, AUROC or Recall@1, with

@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import geoflow_fast as gf
 from benchmarks.bench_entropy import trained_flow
 from benchmarks.bench_methods import world_folder
-from benchmarks.common import RESULTS, gate, load, markdown, report
+from benchmarks.common import RESULTS, SHARED, gate, load, markdown, report, shared_pairs
 from benchmarks.page import ROOT, filled
 from geoflow_fast.baselines.adapter import TwoTowerAdapter
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.evaluation import registry
 from geoflow_fast.evaluation.compare import ScoredQueries, judge, score_queries
-from geoflow_fast.evaluation.ladder_methods import FlowReranker, Ladder
+from geoflow_fast.evaluation.ladder_methods import FlowReranker, HubsOnly, Ladder
 from geoflow_fast.evaluation.leads import Lead, corrected, paired_leads
 from geoflow_fast.evaluation.methods import Method, Study
 from geoflow_fast.evaluation.results import COLUMNS, Result
@@ -36,7 +37,6 @@ from geoflow_fast.runtime.files import write_atomic
 from geoflow_fast.training.config import RunConfig
 
 PAGE = ROOT / "docs" / "benchmarks.md"
-SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 SETS = {
     "flickr8k": "Flickr8k in a small dual encoder (not CLIP)",
     "photos/coco500": "500 COCO photographs and captions, CLIP ViT-B/16",
@@ -61,23 +61,6 @@ SHOWN = ("nll", "auroc", "aurc", "recall", "ece", "spearman", "r2")
 SURE = 0.05
 
 
-class HubsAlone(Ladder):
-    """The ladder without its head."""
-
-    name, title = "ladder_hubs", "ladder: hubs"
-
-    def __init__(self, study: Study) -> None:
-        super().__init__(dataclasses.replace(study, head=None, head_seconds=0.0))
-
-
-def pairs_of(path: str) -> gf.EmbeddingPairs:
-    """The pairs of a shared file."""
-    with np.load(SHARED / f"{path}.npz", allow_pickle=False) as file:
-        image, text = (file[name].astype(np.float32) for name in ("image_emb", "text_emb"))
-        index = file["text_image_index"].astype(np.int64) if "text_image_index" in file else None
-    return gf.EmbeddingPairs.from_arrays(image, text, index, normalize=True)
-
-
 def studies(path: str) -> Iterator[tuple[Study, gf.EmbeddingPairs]]:
     """What to fit on, and the pairs to judge by."""
     out = RESULTS / "real" / path
@@ -87,12 +70,12 @@ def studies(path: str) -> Iterator[tuple[Study, gf.EmbeddingPairs]]:
         yield Study(val, train, trained_flow(train.image_dim), head=head), test
         return
     if path == "flickr8k":
-        study = trained(pairs_of("flickr8k/train"), out)
-        halves = pairs_of("flickr8k/dev").split(0.5, seed=0)
+        study = trained(shared_pairs("flickr8k/train"), out)
+        halves = shared_pairs("flickr8k/dev").split(0.5, seed=0)
         for val, test in (halves, halves[::-1]):
             yield dataclasses.replace(study, val=val), test
         return
-    pairs = pairs_of(path)
+    pairs = shared_pairs(path)
     fold = np.random.default_rng(0).permutation(len(pairs)) % FOLDS
     for k in range(FOLDS):
         train, val = pairs.subset(fold != k).split(CALIBRATION_SHARE, seed=k)
@@ -105,6 +88,7 @@ def trained(pairs: gf.EmbeddingPairs, out: Path, seed: int = 0) -> Study:
     head = gf.PosteriorHead.fit(pairs, seed=seed, out=out / "head")
     between = time.perf_counter()
     config = gf.GeoFlowConfig.auto(pairs.image_dim, pairs.text_dim, len(pairs))
+    torch.manual_seed(seed)
     flow = gf.GeoFlow(config)
     gf.train(flow, pairs, dataclasses.replace(gf.TrainConfig.auto(len(pairs)), seed=seed), out=out / "flow")
     own = TwoTowerAdapter(pairs.image_dim, pairs.text_dim).default_config()
@@ -124,7 +108,7 @@ def trained(pairs: gf.EmbeddingPairs, out: Path, seed: int = 0) -> Study:
 def methods_of(study: Study) -> list[Method]:
     """The pipeline first."""
     references = [registry.create(name, study) for name in REFERENCES]
-    return [Ladder(study), HubsAlone(study), FlowReranker(study), *references]
+    return [Ladder(study), HubsOnly(study), FlowReranker(study), *references]
 
 
 def judged(path: str) -> tuple[list[Result], list[Lead]]:

@@ -17,10 +17,21 @@ from typing import Any
 import numpy as np
 import torch
 
+import geoflow_fast as gf
 from geoflow_fast.runtime.files import write_json
 
 RESULTS = Path(__file__).parent / "results"
 STATUS = Path("/proc/self/status")
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+"""Real embeddings, where they are beside the repository."""
+
+
+def shared_pairs(path: str) -> gf.EmbeddingPairs:
+    """The pairs of a shared file, such as "flickr8k/train"."""
+    with np.load(SHARED / f"{path}.npz", allow_pickle=False) as file:
+        image, text = (file[name].astype(np.float32) for name in ("image_emb", "text_emb"))
+        index = file["text_image_index"].astype(np.int64) if "text_image_index" in file else None
+    return gf.EmbeddingPairs.from_arrays(image, text, index, normalize=True)
 
 
 def seconds_of(run: Callable[[], Any]) -> float:

@@ -21,7 +21,7 @@ from geoflow_fast import baselines
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.evaluation import registry
 from geoflow_fast.evaluation.compare import ScoredQueries, judge, score_queries
-from geoflow_fast.evaluation.ladder_methods import FlowReranker, Ladder
+from geoflow_fast.evaluation.ladder_methods import FlowReranker, HubsOnly, Ladder
 from geoflow_fast.evaluation.leads import Lead, corrected, paired_leads
 from geoflow_fast.evaluation.methods import Study
 from geoflow_fast.evaluation.results import Comparison, without_nan
@@ -120,15 +120,6 @@ def _parts(pairs: gf.EmbeddingPairs, count: int, seed: int) -> NDArray[np.int64]
     """The part [pairs], below `count`, of every pair; the images of the parts are drawn by the seed."""
     images, member = np.unique(pairs.group, return_inverse=True)
     return (np.random.default_rng(seed).permutation(len(images)) % count)[member]
-
-
-class HubsOnly(Ladder):
-    """The pipeline without its head, which shows what the head adds."""
-
-    name, title = "hubs_only", "GeoFlow ladder, hubs only"
-
-    def __init__(self, study: Study) -> None:
-        super().__init__(dataclasses.replace(study, head=None))
 
 
 @dataclass(frozen=True)
