@@ -130,11 +130,8 @@ def entropy(
     with continued_later() as world:
         chosen |= {"fast": fast, "device": device, "normalize": normalize}
         scorer = scoring.open_scorer(model, gallery, direction, world=world, **chosen)
-        fitted = None
-        if kind == scoring.FLOW and (kappa is None or guidance is None):
-            fitted = scoring.stored_bandwidth(model, scorer.flow, direction)
-            if fitted is None and world.is_main:
-                warn(f"{model} has no stored kappa and guidance, so {PAPER_DEFAULTS}")
+        steered = kind == scoring.FLOW and (kappa is None or guidance is None)
+        fitted = scoring.stored_bandwidth(model, scorer.flow, direction) if steered else None
         if reference is not None and scorer.posterior != "bayes":
             raise ValueError("--reference is for --posterior bayes")
         options: dict[str, Any] = {
@@ -144,6 +141,8 @@ def entropy(
             "layout": layout,
         }
         options |= {"normalize": normalize, "naming": naming(query_ids, ids)}
+        if steered and fitted is None and world.is_main:
+            options["when_checked"] = lambda: warn(f"{model} has no stored kappa and guidance, so {PAPER_DEFAULTS}")
         summary = scoring.score_file(scorer, queries, out, **options)
     if not world.is_main:
         return

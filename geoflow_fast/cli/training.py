@@ -117,11 +117,12 @@ def train(
     from geoflow_fast import baselines
     from geoflow_fast.data.pairs import EmbeddingPairs, open_pairs
     from geoflow_fast.distributed import joined
+    from geoflow_fast.head.config import HeadConfig
     from geoflow_fast.head.fitting import fit_head
     from geoflow_fast.head.model import HEAD_FOLDER
     from geoflow_fast.jobs.calibration import hold_out
     from geoflow_fast.runtime.device import usable_device
-    from geoflow_fast.training.flow_matching import cores_of, preset_settings, train_from_preset
+    from geoflow_fast.training.flow_matching import preset_settings, train_from_preset
 
     _check_flags(context, head, method)
     k, share = _points(points), _held_out(held_out, calibrate=calibrate)
@@ -147,6 +148,12 @@ def train(
     with joined() as world:
         data = open_pairs(pairs, images, texts, image_index, normalize=normalize, world=world)
         validation = None if val is None else EmbeddingPairs.open(val, normalize=normalize, world=world)
+        if method == "geoflow":  # names bad settings before anything is written
+            if head:
+                HeadConfig(**run_settings)
+            else:
+                config = preset_settings(preset, data, {**run_settings, **couplings}, centre=centre, pca_dim=pca)[1]
+            usable_device(device)
         if calibrate and method == "geoflow":
             asked = EmbeddingPairs.open(share, normalize=normalize, world=world) if isinstance(share, Path) else share
             tell = typer.echo if world.is_main and not as_json else lambda _: None
@@ -179,10 +186,8 @@ def train(
             trained is not None and not trained.report["finished"]
         )
         if world.is_main and not unfinished and calibrate and method == "geoflow":
-            rows = 0.0
-            if report is not None:
-                config = preset_settings(preset, data, run_settings, cores=cores_of(usable_device(device)))[1]
-                rows = 3.0 * report.steps * config.batch_size  # a backward pass costs as much as two forward ones
+            # A backward pass costs as much as two forward ones.
+            rows = 0.0 if report is None else 3.0 * report.steps * config.batch_size
             stored = _calibrated(out, data, trained, rows, seed, device)
         world.barrier()
     if world.is_main:

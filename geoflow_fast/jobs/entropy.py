@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,13 +117,15 @@ def score_file(
     layout: str = "auto",
     normalize: bool = False,
     naming: Naming | None = None,
+    when_checked: Callable[[], object] = lambda: None,
 ) -> ScoreSummary:
     """Scores the rows of `queries` (a `.npy` file or a folder of shards) into the Parquet file `out`.
 
     Columns: `query` (row number), `entropy` (nats), `map_index`, `map_prob`, `risk_lower_bound`; `with_top` adds the
     lists `top_index` and `top_prob` of the scorer's `top_k` items. If the job is killed, the same call continues it:
     finished blocks of queries are kept beside `out`, which appears whole. All inputs are checked before anything is
-    written. `normalize` scales queries to unit norm; `naming` has files of ids to write instead of row numbers.
+    written; then `when_checked` is called. `normalize` scales queries to unit norm; `naming` has files of ids to write
+    instead of row numbers.
 
     `layout` says what the ranks of the gallery's world divide among them. With "gallery", each rank scores all queries
     against its share of the items, and the results are merged. With "queries", each rank scores blocks of queries
@@ -130,6 +133,7 @@ def score_file(
     """
     checks.integer(block, "block", 1)
     rows = open_queries(queries, scorer.query_dim, scorer.gallery.world, scorer.source.NAME, normalize=normalize)
+    when_checked()
     together = choose_layout(layout, scorer, math.ceil(len(rows) / block)) == "gallery"
     if together:
         scorer.divide_among_ranks()

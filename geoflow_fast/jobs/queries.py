@@ -89,10 +89,10 @@ def answer_queries(
 
     def compute(rows: range, advance: Advance) -> Mapping[str, Tensor | NDArray[Any]]:
         answers = answer(torch.from_numpy(queries[np.arange(rows.start, rows.stop)]), advance=advance)
-        found: dict[str, Tensor] = {name: getattr(answers, name) for name in columns}
+        numbers: dict[str, Tensor] = {name: getattr(answers, name) for name in columns}
         if items is None:
-            return found
-        return {name: items.of(x.cpu().numpy()) if name in ITEM_COLUMNS else x for name, x in found.items()}
+            return numbers
+        return {name: items.of(x.cpu().numpy()) if name in ITEM_COLUMNS else x for name, x in numbers.items()}
 
     job = Job(out, len(queries), block, {**facts, **searcher.settings, **inputs}, numbered="query", ids=names)
     job.run(compute, overwrite=overwrite, unit="queries", progress=progress, world=world, together=together)

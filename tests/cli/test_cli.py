@@ -216,6 +216,7 @@ def test_train_reports_for_machines(run):
 # Flows and heads
 
 
+TOO_FEW = "64 images are too few to hold some out for calibration; 180 are needed\n"
 HEAD = ["--pairs", "pairs", "--out", "run", "--head", "--steps", "6", "--batch-size", "16", "--val-every", "3"]
 
 
@@ -227,7 +228,7 @@ def test_a_head_is_trained_alone(run, desk):
     assert (head.config.points, head.config.steps, head.config.seed, head.config.lr) == (2, 6, 3, 0.01)
     assert head.config.dropout == fitting.FEW.dropout  # the rest follows from the number of pairs
     likelihood = f"{-known['nll_t2i']:.4g} (t2i) and {-known['nll_i2t']:.4g} (i2t) nats"
-    assert out == f"head finished at step 6; 2 points; held-out log-likelihood {likelihood}\nWrote run\n"
+    assert out == f"{TOO_FEW}head finished at step 6; 2 points; held-out log-likelihood {likelihood}\nWrote run\n"
     before = (desk / "run/model.safetensors").read_bytes()
     code, out, err = run("train", *HEAD, "--points", 2, "--seed", 3, "--lr", 0.01, "--json")
     assert code == 0, err
@@ -254,7 +255,8 @@ def test_a_flow_is_followed_by_its_head(run, desk, monkeypatch):
     small = [*TRAIN[:-1], "--steps", 2]
     code, out, err = run("train", *small, "--points", 1)
     assert code == 0, err
-    lines = out.splitlines()
+    assert out.startswith(TOO_FEW)
+    lines = out.splitlines()[1:]
     assert lines[0].startswith(
         "64 pairs of widths 6 and 6; 1.42 million parameters, preset tiny, at most 2 steps of 16;"
     )
