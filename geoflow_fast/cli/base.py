@@ -25,6 +25,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
 
 import typer
 
+from geoflow_fast.runtime import processors
+
 if TYPE_CHECKING:
     from geoflow_fast.distributed import World
 
@@ -199,6 +201,8 @@ def continued_later() -> Iterator[World]:
 
 def run(app: typer.Typer) -> NoReturn:
     """Runs the command line of this process and exits."""
+    if "torch" not in sys.modules:  # which reads the environment when it is loaded
+        processors.share_processors(os.environ)
     session = Session()
     signal.signal(signal.SIGTERM, session.terminate)
     try:
