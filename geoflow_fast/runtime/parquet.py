@@ -1,4 +1,4 @@
-"""Columns of Parquet files, read within bounds on memory and written atomically.
+"""Columns of Parquet and CSV files, read within bounds on memory, and written to Parquet atomically.
 
 pyarrow takes a while to import, so each function imports it when it is called.
 """
@@ -49,6 +49,23 @@ def read_columns(path: Path, names: list[str] | None = None) -> dict[str, NDArra
         if unpacked > max(PARQUET_BYTES, PARQUET_FACTOR * size):
             raise ValueError(f"its {size} bytes claim to unpack to {unpacked}")
         table = pyarrow.parquet.read_table(path, columns=names)
+    return {name: table[name].to_numpy() for name in table.column_names}
+
+
+def csv_names(path: Path) -> list[str]:
+    """Returns the names of the columns of a CSV file, which its first line gives."""
+    import pyarrow.csv
+
+    with contents_of(path, "damaged or not CSV"), pyarrow.csv.open_csv(path) as reader:
+        return list(reader.schema.names)
+
+
+def read_csv(path: Path, names: list[str]) -> dict[str, NDArray[Any]]:
+    """Returns the named columns of a CSV file."""
+    import pyarrow.csv
+
+    with contents_of(path, "damaged or not CSV"):
+        table = pyarrow.csv.read_csv(path, convert_options=pyarrow.csv.ConvertOptions(include_columns=names))
     return {name: table[name].to_numpy() for name in table.column_names}
 
 
