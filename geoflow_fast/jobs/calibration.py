@@ -137,16 +137,17 @@ def hold_out(
     asked: float | EmbeddingPairs | None,
     seed: int,
     *,
+    anew: bool = False,
     announce: Announce,
     world: World = ALONE,
 ) -> EmbeddingPairs:
     """Writes the held-out pairs of a run into its folder and returns the others, on which to train.
 
     `asked`: the share of the images to hold out, or pairs of other images; None for the usual share. A run that began
-    without held-out pairs goes on without them.
+    without held-out pairs goes on without them, unless it begins `anew`.
     """
-    stored = world.share(StoredCalibration.read(out) if world.is_main else None)
-    if stored is None and asked is None and world.share(_has_begun(out)):
+    stored = world.share(StoredCalibration.read(out) if world.is_main and not anew else None)
+    if stored is None and asked is None and not anew and world.share(_has_begun(out)):
         announce(f"{out} was begun without held-out pairs for calibration, and goes on without them")
         return pairs
     images = len(np.unique(pairs.group))
