@@ -315,7 +315,7 @@ def _print_outcome(
     report: TrainReport | None,
     head: PosteriorHead | None,
     head_out: Path,
-    stored: StoredCalibration | None,
+    stored: StoredCalibration | None = None,
 ) -> None:
     """Prints how training ended, how good what it made is, and where that is."""
     from geoflow_fast.jobs.calibration import outcome

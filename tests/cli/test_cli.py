@@ -206,7 +206,7 @@ FLAGS |= {"batch_size": "--batch-size", "held_out": "--held-out", "pca": "--pca"
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("scale rows to unit norm, for pairs by normalize=True", "scale rows to unit norm, for pairs by --normalize"),
+        ("scale rows to unit norm, as normalize=True does", "scale rows to unit norm, as --normalize does"),
         ("leave out normalize=False", "leave out --no-normalize"),
         ("use a new folder or resume=False", "use a new folder or --overwrite"),
         ("40 are too few for batch_size=64; a batch_size of", "40 are too few for --batch-size 64; a --batch-size of"),
@@ -226,7 +226,7 @@ def test_messages_name_flags(words, expected):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--pairs", "long", "--out", "new"], "not 1; scale rows to unit norm, for pairs by --normalize"),
+        (["--pairs", "long", "--out", "new"], "not 1; scale rows to unit norm, as --normalize does"),
         ([*TRAIN, "--steps", "3"], "(steps 2 -> 3); use a new folder or --overwrite"),
         ([*TRAIN, "--batch-size", "100"], "are too few for --batch-size 100; choose a --batch-size of at most 63"),
         ([*TRAIN, "--patience", "0"], "--patience must be at least 1, got 0"),
