@@ -47,11 +47,11 @@ class Ids:
         wanted = ids.astype(object) if self.is_text else ids
         if not self.is_text and ids.dtype.kind not in "iu":
             raise ValueError(f"{name}: the ids of rows are numbers, but {ids[:1].tolist()} are not")
-        place = np.searchsorted(ranked, wanted).clip(max=len(ranked) - 1)
-        unknown = ranked[place] != wanted
+        position = np.searchsorted(ranked, wanted).clip(max=len(ranked) - 1)
+        unknown = ranked[position] != wanted
         if unknown.any():
             raise ValueError(f"{name}: no row has the id {wanted[unknown][0]!r}")
-        return order[place].astype(np.int64)
+        return order[position].astype(np.int64)
 
     def digest(self) -> str:
         """A hash of all ids."""
