@@ -9,9 +9,18 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from geoflow_fast.runtime import extras
 from geoflow_fast.runtime.files import truncate_jsonl
 
 METRICS_FILE, TENSORBOARD_FOLDER = "metrics.jsonl", "tensorboard"
+
+
+def check_tensorboard(folder: Path | None) -> None:
+    """Raises a ValueError if TensorBoard's events cannot be written to the folder of a run."""
+    if folder is None:
+        raise ValueError("tensorboard=True needs out=, the folder to write to")
+    if reason := extras.missing("tensorboard=True", "tensorboard", "tensorboard", "train"):
+        raise ValueError(reason)
 
 
 class Metrics:
@@ -25,12 +34,8 @@ class Metrics:
             # guard: repeated steps are logged once
             truncate_jsonl(self.path, lambda line: line["step"] <= step)
         if tensorboard:
-            if folder is None:
-                raise ValueError("tensorboard=True needs out=, the folder to write to")
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ValueError("tensorboard=True needs the tensorboard package: pip install tensorboard") from error
+            from torch.utils.tensorboard import SummaryWriter
+
             self.board = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=step + 1)
 
     def write(self, step: int, values: dict[str, float]) -> None:

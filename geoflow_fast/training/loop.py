@@ -28,7 +28,14 @@ from geoflow_fast.runtime.interrupt import stop_on_interrupt
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 from geoflow_fast.training.batches import Prefetcher, generator_for
 from geoflow_fast.training.config import RunConfig
-from geoflow_fast.training.logging import METRICS_FILE, Metrics, ProgressLine, StepRate, share_of_time
+from geoflow_fast.training.logging import (
+    METRICS_FILE,
+    Metrics,
+    ProgressLine,
+    StepRate,
+    check_tensorboard,
+    share_of_time,
+)
 from geoflow_fast.training.objective import B, Objective
 from geoflow_fast.training.ranks import sum_gradients
 
@@ -264,6 +271,8 @@ def complete(
     began = time.perf_counter()
     folder = None if out is None else checks.path(out, "out")
     main = run.world.is_main
+    if run.config.tensorboard:
+        check_tensorboard(folder)
     if folder is not None and main:
         folder.mkdir(parents=True, exist_ok=True)
     with contextlib.nullcontext() if folder is None or not main else locked(folder):
