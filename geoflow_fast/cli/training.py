@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 app = Commands()
 
-OF_THE_FLOW = ("preset", "method", "coupling", "conditional_coupling", "noise", "ot_scope", "centre", "pca")
+OF_THE_FLOW = ("preset", "method", "coupling", "conditional_coupling", "noise", "ot_scope", "blend", "centre", "pca")
 """Flags that mean nothing to a head."""
 
 
@@ -92,6 +92,13 @@ def train(
         typer.Option("--centre/--no-centre", help="Subtract the mean of each modality. Default: the preset's."),
     ] = None,
     pca: Annotated[int | None, typer.Option(help="Keep this many principal components of each modality.")] = None,
+    blend: Annotated[
+        bool | None,
+        typer.Option(
+            "--blend/--no-blend",
+            help="After training, weigh network and anchor by held-out retrieval. Default: the preset's.",
+        ),
+    ] = None,
     normalize: NormalizeFlag = False,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard/--no-tensorboard", help="Also write TensorBoard events.")
@@ -127,7 +134,9 @@ def train(
         tensorboard=tensorboard,
         compile=compile_network,
     )
-    couplings = given(coupling=coupling, conditional_coupling=conditional_coupling, noise=noise, ot_scope=ot_scope)
+    couplings = given(
+        coupling=coupling, conditional_coupling=conditional_coupling, noise=noise, ot_scope=ot_scope, blend=blend
+    )
     report: TrainReport | None = None
     trained: PosteriorHead | None = None
     head_out = out if head else out / HEAD_FOLDER
@@ -231,7 +240,7 @@ def _print_outcome(out: Path, report: TrainReport | None, head: PosteriorHead | 
     """Prints how training ended, how good what it made is, and where that is."""
     if report is not None:
         best = f"best validation loss {report.best_val_loss:.6g} at step {report.best_step}"
-        typer.echo(f"{_state(report.steps, finished=report.finished)}; {best}")
+        typer.echo(f"{_state(report.steps, finished=report.finished)}; {best}{_shares(report.blend)}")
     if report is not None or head is None:
         typer.echo(f"Wrote {out}")
     if head is not None:
@@ -240,6 +249,14 @@ def _print_outcome(out: Path, report: TrainReport | None, head: PosteriorHead | 
         state = _state(known["steps"], finished=known["finished"])
         typer.echo(f"head {state}; {points} point{'s' * (points > 1)}; {likelihood}")
         typer.echo(f"Wrote {head_out}")
+
+
+def _shares(blend: dict[str, Any] | None) -> str:
+    """How much of the network counts beside the anchor, where held-out pairs have chosen that."""
+    chosen = {name: entry["share"] for name, entry in (blend or {}).items() if entry}
+    return (
+        "; share of the network " + ", ".join(f"{share:g} ({name})" for name, share in chosen.items()) if chosen else ""
+    )
 
 
 def _state(steps: int, *, finished: bool) -> str:

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import minimize
 from torch import Tensor
 
 from geoflow_fast.data.pairs import EmbeddingPairs
@@ -34,6 +33,7 @@ QUERIES, CANDIDATES, BANK_ROWS = 400, 16, 1000
 LEAST_QUERIES = 20
 """With fewer of them nothing is chosen, and the network keeps its full share."""
 HUB_SCALE = 40.0
+"""Factor of the cosines in the hub correction."""
 FOLDS = 5
 PRIOR_SD = 3.0
 """Standard deviation of a normal prior on the weights of standardised features."""
@@ -123,6 +123,7 @@ def crossed_losses(features: Array, fold: NDArray[np.int64]) -> Array:
 
 def fitted_weights(x: Array) -> Array:
     """Weights [F] of the features [Q, K, F] under which the first items are likeliest, with the prior."""
+    from scipy.optimize import minimize
 
     def objective(weights: Array) -> tuple[float, Array]:
         losses, gradients = _losses(x, weights)
@@ -140,6 +141,12 @@ def _losses(x: Array, weights: Array) -> tuple[Array, Array]:
     total = odds.sum(1, keepdims=True)
     mean = np.einsum("qk,qkf->qf", odds / total, x)
     return np.log(total[:, 0]) + top[:, 0] - logits[:, 0], mean - x[:, 0]
+
+
+def blending_rows(held_out: int) -> int:
+    """Rows that go through the network, derivatives included, if so many pairs are held out."""
+    solves = len(CONDITIONAL) * (1 + len(OTHER_SHARES)) * min(QUERIES, held_out) * CANDIDATES
+    return 3 * DENSITY.n_steps * solves  # a midpoint step is two evaluations, one of them with a tangent
 
 
 def blend(

@@ -70,12 +70,13 @@ class FlowMatching(Objective[Batch]):
         like = flow.example
         image, text = (flow.stream_to_flow(x.to(like), k) for k, x in enumerate(self.pairs[index]))
         fold = torch.from_numpy(np.unique(self.pairs.group[index], return_inverse=True)[1] % 2 == 0)
-        start = torch.eye(*config.flow_dims, dtype=torch.float32, device="cpu")
-        if flow.preprocess is not None:
-            image_basis, text_basis = (cast(Preprocess, part).basis for part in flow.preprocess)
-            start = image_basis @ text_basis.T
-        alike = config.image_dim == config.text_dim
-        anchor.fit((image, text), fold, start if alike else None, flow.manifold, self.config.seed)
+        start = None
+        if config.image_dim == config.text_dim:
+            start = torch.eye(*config.flow_dims, dtype=torch.float32, device="cpu")
+            if flow.preprocess is not None:
+                image_basis, text_basis = (cast(Preprocess, part).basis for part in flow.preprocess)
+                start = image_basis @ text_basis.T
+        anchor.fit((image, text), fold, start, flow.manifold, self.config.seed)
 
     def conclude(self) -> dict[str, Any] | None:
         """Weighs the network against the anchor, if there is one and `config.blend` says so."""

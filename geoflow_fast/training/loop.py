@@ -49,9 +49,9 @@ class TrainReport:
 
     `steps`: number of steps taken so far. `finished`: whether the run reached its last step or stopped early, rather
     than being interrupted. `stopped_early`: whether it stopped early. `best_step`, `best_val_loss`: step and validation
-    loss of the weights that are kept. `seconds`: duration of this call. `out`: folder of the run, or None. `blend`: once
-    a run with `TrainConfig.blend` is finished, by direction of search the share of the network that is kept in it and
-    the held-out negative log-likelihoods by which it was chosen.
+    loss of the weights that are kept. `seconds`: duration of this call. `out`: folder of the run, or None. `blend`: if
+    `TrainConfig.blend` asks for it, at the end of the run and by direction of search, the share of the network that is
+    kept and the held-out negative log-likelihoods by which it was chosen.
     """
 
     steps: int
