@@ -18,7 +18,7 @@ from torch import Tensor
 
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import UNIT_TOLERANCE
-from geoflow_fast.runtime.files import contents_of
+from geoflow_fast.runtime.files import contents_of, need_file
 
 BLOCK_ROWS = 8192
 RANDOM_ROWS = 64
@@ -107,7 +107,9 @@ class Rows:
                 row = int(bad.argmax())
                 if not np.isfinite(norm[row]):
                     raise ValueError(f"{self.name} row {first + row} is not finite")
-                hint = "it has no direction" if norm[row] == 0 else "scale rows to unit norm (pairs: normalize=True)"
+                hint = (
+                    "it has no direction" if norm[row] == 0 else "scale rows to unit norm, for pairs by normalize=True"
+                )
                 raise ValueError(f"{self.name} row {first + row} has norm {norm[row]:.6g}, not 1; {hint}")
 
     def digest(self, world: World = ALONE) -> str:
@@ -149,7 +151,8 @@ def open_rows(path: Path, name: str) -> Rows:
     if path.is_file():
         return Rows([load_npy(path, mapped=True)], f"{name} {path}")
     if not path.is_dir():
-        raise FileNotFoundError(f"{name} {path} is neither a .npy file nor a folder")
+        why = "neither a .npy file nor a folder" if path.exists() else "missing"
+        raise FileNotFoundError(f"{name} {path} is {why}")
     files = sorted(path.glob("*.npy"), key=lambda file: ([int(n) for n in re.findall(r"\d+", file.stem)], file.name))
     if not files:
         raise FileNotFoundError(f"{name} folder {path} holds no .npy file")
@@ -193,8 +196,7 @@ def in_shard_order(paths: Iterable[Path], *, from_one: bool = False) -> list[Pat
 
 def load_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:
     """Returns the array of a `.npy` file, never unpickling anything. A ValueError names a file that is cut short."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist or is not a file")
+    need_file(path)
     with open(path, "rb") as file:
         start = file.read(12)
     if start[:2] == b"PK":

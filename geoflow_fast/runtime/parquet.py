@@ -1,4 +1,4 @@
-"""Columns of Parquet files, read within bounds on memory and written atomically.
+"""Columns of Parquet and CSV files, read within bounds on memory, and written to Parquet atomically.
 
 pyarrow takes a while to import, so each function imports it when it is called.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from geoflow_fast.runtime.files import contents_of, write_atomic
+from geoflow_fast.runtime.files import contents_of, need_file, write_atomic
 
 PARQUET_BYTES, PARQUET_FACTOR = 1 << 28, 1000
 """A Parquet file is not read if its columns would take more memory than `PARQUET_BYTES` and more than `PARQUET_FACTOR`
@@ -38,8 +38,7 @@ def read_columns(path: Path, names: list[str] | None = None) -> dict[str, NDArra
     """
     import pyarrow.parquet
 
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist or is not a file")
+    need_file(path)
     with contents_of(path, DAMAGED):
         metadata = pyarrow.parquet.read_metadata(path)
         columns = metadata.num_columns if names is None else len(names)
@@ -49,6 +48,23 @@ def read_columns(path: Path, names: list[str] | None = None) -> dict[str, NDArra
         if unpacked > max(PARQUET_BYTES, PARQUET_FACTOR * size):
             raise ValueError(f"its {size} bytes claim to unpack to {unpacked}")
         table = pyarrow.parquet.read_table(path, columns=names)
+    return {name: table[name].to_numpy() for name in table.column_names}
+
+
+def csv_names(path: Path) -> list[str]:
+    """Returns the names of the columns of a CSV file, which its first line gives."""
+    import pyarrow.csv
+
+    with contents_of(path, "damaged or not CSV"), pyarrow.csv.open_csv(path) as reader:
+        return list(reader.schema.names)
+
+
+def read_csv(path: Path, names: list[str]) -> dict[str, NDArray[Any]]:
+    """Returns the named columns of a CSV file."""
+    import pyarrow.csv
+
+    with contents_of(path, "damaged or not CSV"):
+        table = pyarrow.csv.read_csv(path, convert_options=pyarrow.csv.ConvertOptions(include_columns=names))
     return {name: table[name].to_numpy() for name in table.column_names}
 
 

@@ -177,6 +177,7 @@ def train_from_preset(
     centre: bool | None,
     pca_dim: int | None,
     device: str,
+    resume: bool = True,
     world: World = ALONE,
 ) -> TrainReport:
     """Trains a flow as `geoflow train` does: with the network and the run of a preset, some of whose settings
@@ -186,7 +187,7 @@ def train_from_preset(
         preset, pairs, overrides, centre=centre, pca_dim=pca_dim, cores=cores_of(chosen_device)
     )
     torch.manual_seed(config.seed)
-    return train(GeoFlow(shape).to(chosen_device), pairs, config, val, out, world=world)
+    return train(GeoFlow(shape).to(chosen_device), pairs, config, val, out, resume=resume, world=world)
 
 
 def cores_of(device: torch.device) -> int | None:

@@ -59,7 +59,10 @@ class Objective(ABC, Generic[B]):
         world: World = ALONE,
     ) -> None:
         if len(pairs) < config.batch_size:
-            raise ValueError(f"{len(pairs)} training {self.ROWS} are too few for batch_size={config.batch_size}")
+            raise ValueError(
+                f"{len(pairs)} training {self.ROWS} are too few for batch_size={config.batch_size}; "
+                f"choose a batch_size of at most {len(pairs)}, or gather more"
+            )
         self.module, self.pairs, self.val, self.config, self.facts = module, pairs, val, config, facts
         self.world = world
 
