@@ -88,9 +88,6 @@ ModelFlag = Annotated[Path, typer.Option(help="Folder of a trained flow.")]
 ScorerFlag = Annotated[
     Path, typer.Option(help="Folder of a trained flow, of a posterior head or of a distilled scorer.")
 ]
-PairsFlag = Annotated[Path, typer.Option(help="Folder of paired embeddings (img_emb/, text_emb/).")]
-QueriesFlag = Annotated[Path, typer.Option(help=".npy file or folder of .npy shards, unit rows.")]
-GalleryFlag = Annotated[Path, typer.Option(help=".npy file or folder of .npy shards, unit rows; read block by block.")]
 OutFileFlag = Annotated[Path, typer.Option(help="Output Parquet file; the same command continues a stopped run.")]
 OutFolderFlag = Annotated[Path, typer.Option(help="Folder for results; the same command continues a stopped run.")]
 Conditional = Literal["t2i", "i2t"]
@@ -104,9 +101,6 @@ RankLayout = Literal["auto", "gallery", "queries"]
 SeedFlag = Annotated[int, typer.Option(help="Random seed.")]
 ProbeSeedFlag = Annotated[int, typer.Option(help="Seed of the probes.")]
 BlockFlag = Annotated[int, typer.Option(help="Queries per pass over the gallery.")]
-NormalizeFlag = Annotated[
-    bool, typer.Option("--normalize/--no-normalize", help="Scale rows to unit norm instead of rejecting them.")
-]
 OverwriteFlag = Annotated[bool, typer.Option("--overwrite/--no-overwrite", help="Replace the output of another job.")]
 DeviceFlag = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
 

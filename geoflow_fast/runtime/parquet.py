@@ -76,7 +76,8 @@ def write_columns(path: Path, columns: Columns, rows: int) -> None:
     for name, column in columns.items():
         if column.ndim not in (1, 2) or len(column) != rows:
             raise ValueError(f"column {name} has shape {column.shape} in a block of {rows} rows")
-        flat = pyarrow.array(column.reshape(-1))
+        # A block without a single string would otherwise be of another type than the rest.
+        flat = pyarrow.array(column.reshape(-1), pyarrow.string() if column.dtype == object else None)
         arrays[name] = flat if column.ndim == 1 else pyarrow.FixedSizeListArray.from_arrays(flat, column.shape[1])
     table = pyarrow.table(arrays)
     write_atomic(path, functools.partial(pyarrow.parquet.write_table, table))

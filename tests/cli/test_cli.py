@@ -206,7 +206,7 @@ FLAGS |= {"batch_size": "--batch-size", "held_out": "--held-out", "pca": "--pca"
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("scale rows to unit norm, for pairs by normalize=True", "scale rows to unit norm, for pairs by --normalize"),
+        ("scale rows to unit norm, as normalize=True does", "scale rows to unit norm, as --normalize does"),
         ("leave out normalize=False", "leave out --no-normalize"),
         ("use a new folder or resume=False", "use a new folder or --overwrite"),
         ("40 are too few for batch_size=64; a batch_size of", "40 are too few for --batch-size 64; a --batch-size of"),
@@ -226,7 +226,7 @@ def test_messages_name_flags(words, expected):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--pairs", "long", "--out", "new"], "not 1; scale rows to unit norm, for pairs by --normalize"),
+        (["--pairs", "long", "--out", "new"], "not 1; scale rows to unit norm, as --normalize does"),
         ([*TRAIN, "--steps", "3"], "(steps 2 -> 3); use a new folder or --overwrite"),
         ([*TRAIN, "--batch-size", "100"], "are too few for --batch-size 100; choose a --batch-size of at most 63"),
         ([*TRAIN, "--patience", "0"], "--patience must be at least 1, got 0"),
@@ -324,6 +324,7 @@ def test_train_reports_for_machines(run):
 # Flows and heads
 
 
+TOO_FEW = "64 images are too few to hold some out for calibration; 180 are needed\n"
 HEAD = ["--pairs", "pairs", "--out", "run", "--head", "--steps", "6", "--batch-size", "16", "--val-every", "3"]
 
 
@@ -335,7 +336,7 @@ def test_a_head_is_trained_alone(run, desk):
     assert (head.config.points, head.config.steps, head.config.seed, head.config.lr) == (2, 6, 3, 0.01)
     assert head.config.dropout == fitting.FEW.dropout  # the rest follows from the number of pairs
     likelihood = f"{-known['nll_t2i']:.4g} (t2i) and {-known['nll_i2t']:.4g} (i2t) nats"
-    assert out == f"head finished at step 6; 2 points; held-out log-likelihood {likelihood}\nWrote run\n"
+    assert out == f"{TOO_FEW}head finished at step 6; 2 points; held-out log-likelihood {likelihood}\nWrote run\n"
     before = (desk / "run/model.safetensors").read_bytes()
     code, out, err = run("train", *HEAD, "--points", 2, "--seed", 3, "--lr", 0.01, "--json")
     assert code == 0, err
@@ -362,7 +363,8 @@ def test_a_flow_is_followed_by_its_head(run, desk, monkeypatch):
     small = [*TRAIN[:-1], "--steps", 2]
     code, out, err = run("train", *small, "--points", 1)
     assert code == 0, err
-    lines = out.splitlines()
+    assert out.startswith(TOO_FEW)
+    lines = out.splitlines()[1:]
     assert lines[0].startswith(
         "64 pairs of widths 6 and 6; 1.42 million parameters, preset tiny, at most 2 steps of 16;"
     )
