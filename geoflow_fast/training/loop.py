@@ -55,7 +55,9 @@ class TrainReport:
 
     `steps`: number of steps taken so far. `finished`: whether the run reached its last step or stopped early, rather
     than being interrupted. `stopped_early`: whether it stopped early. `best_step`, `best_val_loss`: step and validation
-    loss of the weights that are kept. `seconds`: duration of this call. `out`: folder of the run, or None.
+    loss of the weights that are kept. `seconds`: duration of this call. `out`: folder of the run, or None. `blend`: if
+    `TrainConfig.blend` asks for it, at the end of the run and by direction of search, the share of the network that is
+    kept and the held-out negative log-likelihoods by which it was chosen.
     """
 
     steps: int
@@ -65,6 +67,7 @@ class TrainReport:
     best_val_loss: float
     seconds: float
     out: Path | None
+    blend: dict[str, Any] | None = None
 
 
 def make_optimizer(module: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
@@ -103,6 +106,7 @@ class Run(Generic[B]):
         self.improved_loss, self.stale = math.inf, 0
         self.rising = False
         self.finished = self.stopped_early = False
+        self.outcome: dict[str, Any] | None = None
 
     def optimise(self, batch: B) -> tuple[Tensor, float]:
         """Takes one step of the optimiser and returns (losses [B] of this rank's rows, gradient norm before
@@ -159,6 +163,17 @@ class Run(Generic[B]):
         self._tell_rise(loss)
         return {"val_loss": loss}
 
+    def conclude(self) -> None:
+        """Lets the objective finish the weights that are kept."""
+        last = {name: x.clone() for name, x in self.module.state_dict().items()}
+        self.module.load_state_dict(self.best)
+        self.module.eval()
+        self.outcome = self.objective.conclude()
+        if self.outcome is not None:
+            self.best = {name: x.clone() for name, x in self.module.state_dict().items()}
+            self.exported_step = -1
+        self.module.load_state_dict(last)
+
     def _tell_rise(self, loss: float) -> None:
         """Logs, once per rise, that validation has become worse than it was."""
         rises = loss > self.best_loss + self.config.min_relative_improvement * abs(self.best_loss)
@@ -207,6 +222,7 @@ class Run(Generic[B]):
             "config": dataclasses.asdict(self.config),
             "model": self.objective.facts,
             **self.fingerprints,
+            **({} if self.outcome is None else {"outcome": self.outcome}),
         }
         tensors = {f"model.{name}": x for name, x in self.module.state_dict().items()}
         tensors |= {f"best.{name}": x for name, x in self.best.items()}
@@ -242,11 +258,14 @@ class Run(Generic[B]):
         for key in ("step", "best_loss", "best_step", "stale", "finished", "stopped_early"):
             setattr(self, key, info[key])
         self.improved_loss = info["reference_loss"]
+        self.outcome = info.get("outcome")
 
     def _check_same_run(self, path: Path, info: dict[str, Any]) -> None:
         own = {"model": self.objective.facts, "config": dataclasses.asdict(self.config)}
+        # Settings that the release of the stored run did not have yet are as if they were not given.
+        usual = {entry.name: entry.default for entry in dataclasses.fields(self.config)}
         for part, mine in own.items():
-            stored = info[part]
+            stored = {**usual, **info[part]} if part == "config" else info[part]
             names = ({*mine} | {*stored}) - CHANGEABLE  # an anchor is named only where there is one
             differing = sorted(key for key in names if stored.get(key) != mine.get(key))
             # guard: a run is continued only with its own settings
@@ -290,6 +309,7 @@ def complete(
         best_val_loss=run.best_loss,
         seconds=time.perf_counter() - began,
         out=folder,
+        blend=run.outcome,
     )
 
 
@@ -337,6 +357,8 @@ def _take_steps(run: Run[B], folder: Path | None, *, shown: bool | None) -> None
                     metrics.write(run.step, values)
                 line.update(run.step, values)
                 run.finished = run.step >= config.steps or run.stopped_early
+                if run.finished:
+                    run.conclude()
                 if folder is not None and (run.finished or stopped or run.step % config.checkpoint_every == 0):
                     if world.is_main:
                         # guard: log lines reach the disk before the checkpoint
