@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 app = Commands()
 
-OF_THE_FLOW = ("preset", "method", "coupling", "conditional_coupling", "noise", "ot_scope", "centre", "pca")
+OF_THE_FLOW = ("preset", "method", "coupling", "conditional_coupling", "noise", "ot_scope", "blend", "centre", "pca")
 """Flags that mean nothing to a head."""
 GROUPS = {
     "Data": "pairs images texts image_index val held_out calibrate normalize",
@@ -36,7 +36,7 @@ GROUPS = {
     "The run; the preset has the defaults": "steps batch_size lr warmup_steps seed accumulate ema_decay device "
     "compile_network",
     "Validation, checkpoints and logs; the preset has the defaults": "val_every patience checkpoint_every tensorboard",
-    "The flow; the preset has the defaults": "coupling conditional_coupling noise ot_scope centre pca",
+    "The flow; the preset has the defaults": "coupling conditional_coupling noise ot_scope centre pca blend",
 }
 """The headings of the help, with the flags below them."""
 
@@ -115,6 +115,13 @@ def train(
         typer.Option("--centre/--no-centre", help="Subtract the mean of each modality. Default: the preset's."),
     ] = None,
     pca: Annotated[int | None, typer.Option(help="Keep this many principal components of each modality.")] = None,
+    blend: Annotated[
+        bool | None,
+        typer.Option(
+            "--blend/--no-blend",
+            help="After training, weigh network and anchor by held-out retrieval. Default: the preset's.",
+        ),
+    ] = None,
     normalize: NormalizeFlag = False,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard/--no-tensorboard", help="Also write TensorBoard events.")
@@ -156,7 +163,9 @@ def train(
         tensorboard=tensorboard,
         compile=compile_network,
     )
-    couplings = given(coupling=coupling, conditional_coupling=conditional_coupling, noise=noise, ot_scope=ot_scope)
+    couplings = given(
+        coupling=coupling, conditional_coupling=conditional_coupling, noise=noise, ot_scope=ot_scope, blend=blend
+    )
     report: TrainReport | None = None
     trained: PosteriorHead | None = None
     stored: StoredCalibration | None = None
@@ -326,7 +335,7 @@ def _print_outcome(
             best = "no weights yet, because it was never validated"
         elif report.best_step == 0:
             best += ": training made it no better, so the untrained weights are kept"
-        typer.echo(f"{_state(report.steps, finished=report.finished)}; {best}")
+        typer.echo(f"{_state(report.steps, finished=report.finished)}; {best}{_shares(report.blend)}")
     if report is not None or head is None:
         typer.echo(f"Wrote {out}")
     if head is not None:
@@ -337,6 +346,14 @@ def _print_outcome(
         typer.echo(f"Wrote {head_out}")
     for line in [] if stored is None else outcome(stored):
         typer.echo(line)
+
+
+def _shares(blend: dict[str, Any] | None) -> str:
+    """How much of the network counts beside the anchor, where held-out pairs have chosen that."""
+    chosen = {name: entry["share"] for name, entry in (blend or {}).items() if entry}
+    return (
+        "; share of the network " + ", ".join(f"{share:g} ({name})" for name, share in chosen.items()) if chosen else ""
+    )
 
 
 def _state(steps: int, *, finished: bool) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection
@@ -383,8 +382,7 @@ class BayesReranker(nn.Module):
         task = RetrievalTask.of(
             pairs, self.direction, max_queries=max_queries, seed=self.seed, all_items=False, any_widths=True
         )
-        shown = sys.stderr.isatty() if progress is None else progress
-        with progress_bar(len(task), 0, "held-out queries", shown=shown) as advance:
+        with progress_bar(len(task), 0, "held-out queries", shown=progress) as advance:
             known = HeldOut(self, task, self.bank if self.bank_is_given else None).evidence(advance)
         counts = (task.own >= 0).sum(1), task.query_image
         fitted = fit_calibration(

@@ -86,6 +86,11 @@ class Objective(ABC, Generic[B]):
         steps."""
         return {}
 
+    def conclude(self) -> dict[str, Any] | None:
+        """Does what comes after the last step to the weights that are kept, which the module has by then. Returns what
+        there is to report about it, in plain JSON values, or None if nothing was done. All ranks make this call."""
+        return None
+
     @abstractmethod
     def export(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Writes these weights of the module to `folder` for later use."""
