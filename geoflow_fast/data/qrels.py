@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from geoflow_fast.data.rows import Index
 from geoflow_fast.runtime import checks, parquet
-from geoflow_fast.runtime.files import contents_of
+from geoflow_fast.runtime.files import contents_of, need_file
 
 TABLE = ("query", "item", "grade")
 """The columns of a file of judgements; without a column of grades all rows have grade 1."""
@@ -57,8 +57,7 @@ class Qrels:
         """Reads a Parquet file, or a CSV file whose name ends in `.csv`, with the columns `query` and `item` and,
         unless all judged pairs are relevant, `grade`. Other columns are left alone."""
         path = checks.path(path, "path")
-        if not path.is_file():
-            raise FileNotFoundError(f"{path} does not exist or is not a file")
+        need_file(path)
         is_csv = path.suffix.lower() == ".csv"
         names = parquet.csv_names(path) if is_csv else parquet.column_names(path)
         if missing := [name for name in TABLE[:2] if name not in names]:

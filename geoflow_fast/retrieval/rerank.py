@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection
@@ -422,8 +421,7 @@ class BayesReranker(nn.Module):
             known, source = self._paired(pairs, max_queries), pairs.fingerprint()
         if not self.lengths_are_given:
             self._use_lengths(self._default_lengths)
-        shown = sys.stderr.isatty() if progress is None else progress
-        with progress_bar(len(known), 0, "held-out queries", shown=shown) as advance:
+        with progress_bar(len(known), 0, "held-out queries", shown=progress) as advance:
             fitted, bank = self._fitted(known, advance)
         self._use_bank(bank)
         digest = self._bank_digest if HUB_FEATURES & set(fitted.by_feature) else ""
