@@ -74,6 +74,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         gf.EmbeddingPairs.from_arrays(image[rows], text[rows]).save(folder / name)
     np.save(folder / "texts.npy", text[:64].numpy())
     np.save(folder / "images.npy", image[:64].numpy())
+    (folder / "judged.csv").write_text("query,item,grade\n" + "".join(f"{k},{k},1\n" for k in range(64)))
     (folder / "img_emb").mkdir()
     np.save(folder / "img_emb/img_emb_0.npy", image[:64].numpy())
     (folder / "photos").mkdir()

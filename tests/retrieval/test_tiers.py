@@ -91,11 +91,13 @@ class TestFit:
 
 class TestReranker:
     @pytest.fixture(scope="class")
-    def oracle(self) -> Oracle:
+    @classmethod
+    def oracle(cls) -> Oracle:
         return Oracle()
 
     @pytest.fixture(scope="class")
-    def fitted(self, oracle) -> gf.BayesReranker:
+    @classmethod
+    def fitted(cls, oracle) -> gf.BayesReranker:
         reranker = gf.BayesReranker(oracle, oracle.pairs(ITEMS, 0)[0], shortlist=(ITEMS, 16), n_steps=2)
         reranker.calibrate(held_out(oracle, 250))
         return reranker
