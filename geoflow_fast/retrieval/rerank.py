@@ -431,24 +431,24 @@ class BayesReranker(nn.Module):
     def _fitted(self, known: KnownItems, advance: Advance) -> tuple[Calibration, Tensor]:
         """The calibration on these queries, and the bank of queries that it corrects for hubs by."""
         held_out = HeldOut(self, known, self.bank if self.bank_is_given else None)
-        found = held_out.evidence((lambda _: None) if self.flow is not None else advance)
+        seen = held_out.evidence((lambda _: None) if self.flow is not None else advance)
 
         def log_densities(asked: Tensor) -> Tensor:
-            return held_out.log_densities(found.number, asked, advance)
+            return held_out.log_densities(seen.number, asked, advance)
 
         fitted = fit_calibration(
-            found.evidence,
-            found.right,
-            found.right_count,
+            seen.evidence,
+            seen.right,
+            seen.right_count,
             known.group,
             self.made_for,
             self.seed,
-            hubs=found.hubs,
+            hubs=seen.hubs,
             costs=held_out.costs,
-            absent=found.absent,
+            absent=seen.absent,
             flow=None if self.flow is None else FlowAsked(self.flow_items, log_densities),
         )
-        return fitted, found.bank
+        return fitted, seen.bank
 
     def _paired(self, pairs: EmbeddingPairs, max_queries: int) -> KnownItems:
         """The queries of held-out pairs and their own items."""
@@ -541,9 +541,9 @@ class BayesReranker(nn.Module):
             hits = min(2 * hits, len(self.gallery))
             if not len(few) or hits <= length:
                 break
-            found = self._without_copies(self._hits(queries[few], hits))
-            order = (found < 0).byte().argsort(dim=1, stable=True)[:, :length]
-            index[few] = found.gather(1, order)
+            more = self._without_copies(self._hits(queries[few], hits))
+            order = (more < 0).byte().argsort(dim=1, stable=True)[:, :length]
+            index[few] = more.gather(1, order)
         return index
 
     def _without_copies(self, index: Tensor) -> Tensor:
@@ -730,8 +730,8 @@ class BayesReranker(nn.Module):
         for rows in asked.any(1).nonzero().squeeze(1).split(max(1, PAIRS_AT_ONCE // most)):
             chosen = number[rows].gather(1, column[rows])
             there = asked[rows].gather(1, column[rows])
-            found = self.log_densities(queries[rows], take(chosen), chosen, there)
-            log_density[rows] = log_density[rows].scatter(1, column[rows], found)
+            estimate = self.log_densities(queries[rows], take(chosen), chosen, there)
+            log_density[rows] = log_density[rows].scatter(1, column[rows], estimate)
             if advance is not None:
                 advance(len(rows))
         return log_density

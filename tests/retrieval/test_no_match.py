@@ -165,8 +165,7 @@ class TestRelevance:
         right = (of_image[result.index[:, :20]] == torch.arange(250)[:, None]).flatten()
         stated = result.relevance[:, :20].flatten()
         assert reliability(stated, right).ece < 0.05
-        found = float(result.relevance.sum(1).mean())
-        assert 2 < found < 4
+        assert 2 < float(result.relevance.sum(1).mean()) < 4
         assert float(result.relevance.max()) > 1.5 * float(result.prob.max())
         assert bool(((result.relevance >= 0) & (result.relevance <= 1)).all())
 
