@@ -363,12 +363,12 @@ def tuned_hubs(val: gf.EmbeddingPairs, bank: tuple[Tensor, Tensor]) -> tuple[flo
     """Scale and weight of the hub correction that find swapped captions of held-out pairs best."""
     draw, (image, text) = swapped(val, 0), val[range(len(val))]
 
-    def found(setting: tuple[float, float]) -> float:
+    def separation(setting: tuple[float, float]) -> float:
         (kept, _), (wrong, other) = draw["kept"], draw["random"]
         scores = [hub_corrected(image[i], text[t], bank, *setting) for i, t in ((kept, kept), (other, wrong))]
         return auroc(-torch.cat(scores), torch.arange(len(kept) + len(wrong)) < len(kept))
 
-    return max(((b, w) for b in (5.0, 10.0, 20.0, 40.0) for w in (0.0, 0.5, 0.75, 1.0)), key=found)
+    return max(((b, w) for b in (5.0, 10.0, 20.0, 40.0) for w in (0.0, 0.5, 0.75, 1.0)), key=separation)
 
 
 def swapped(pairs: gf.EmbeddingPairs, seed: int) -> dict[str, tuple[Tensor, Tensor]]:

@@ -354,9 +354,9 @@ def _one_side(
     draws for each."""
     x = _rows(field, rows, STREAMS[1 - given.generated[0]])
     seed = draw_seed(generator, x)
-    found = _partners(field, x, partners, given) if partners is not None else _drawn_partners(field, x, given, seed)
-    marginal = torch.stack(_marginals(field, x, found, given, settings, seed)).mean(0)
-    return _OneSide(marginal, given, field, given.pair(x, found.rows[0]), settings, found.distances)
+    chosen = _partners(field, x, partners, given) if partners is not None else _drawn_partners(field, x, given, seed)
+    marginal = torch.stack(_marginals(field, x, chosen, given, settings, seed)).mean(0)
+    return _OneSide(marginal, given, field, given.pair(x, chosen.rows[0]), settings, chosen.distances)
 
 
 def _drawn_partners(field: Field, rows: Tensor, given: Direction, seed: int | Tensor) -> _Partners:
