@@ -33,6 +33,7 @@ _HOMES = {
     "OpenClipEncoder": "encoders.open_clip",
     "PAPER_DENSITY": "likelihood.settings",
     "PosteriorHead": "head.model",
+    "Qrels": "data.qrels",
     "Reranked": "retrieval.rerank",
     "RetrievalEntropy": "retrieval.entropy",
     "RetrievalPosterior": "retrieval.entropy",

@@ -33,6 +33,7 @@ from geoflow_fast.jobs.queries import BLOCK_QUERIES
 from geoflow_fast.retrieval.gallery import BLOCK_ROWS
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.device import usable_device
+from geoflow_fast.training.blending import blending_rows
 from geoflow_fast.training.config import TrainConfig
 
 COMPUTE_SHARE, BANDWIDTH_SHARE = 0.60, 0.85
@@ -216,11 +217,20 @@ def training_seconds(
     the rate that `plan_scoring` counts with, which is measured if it is not given. Early stopping ends runs sooner."""
     validations = sum(config.validates(step) for step in range(config.steps + 1))
     rows = 3.0 * config.steps * config.batch_size  # a backward pass costs as much as two forward ones
-    rows += validations * config.val_batches * min(config.batch_size, math.ceil(config.val_fraction * pairs))
+    held_out = math.ceil(config.val_fraction * pairs)
+    rows += validations * config.val_batches * min(config.batch_size, held_out)
+    if config.blend and shape.anchored:
+        rows += blending_rows(held_out)
     operations = 2.0 * parameters(shape) * rows
     if with_head:
         operations += head_operations(pairs, shape.image_dim)
-    return operations / (TRAINING_SHARE * COMPUTE_SHARE * (_rates("cpu") if rates is None else rates).operations)
+    return operations / training_rate(rates)
+
+
+def training_rate(rates: DeviceRates | None = None) -> float:
+    """Operations per second that training small networks reaches here; the machine is measured unless `rates` are
+    given."""
+    return TRAINING_SHARE * COMPUTE_SHARE * (_rates("cpu") if rates is None else rates).operations
 
 
 def head_operations(pairs: int, dim: int) -> float:

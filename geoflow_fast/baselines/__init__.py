@@ -74,12 +74,13 @@ def train_preset(
     *,
     folder: Path | None,
     device: str,
+    resume: bool = True,
 ) -> TrainReport | None:
     """Fits a baseline on `pairs` and saves it to `out`, as `geoflow train --method` does.
 
     `size`: "paper", "small", "tiny" or "auto", for methods that have sizes. `overrides`: fields of the run to change.
-    `folder`: the folder of the pairs, from which BayesVLM takes its activations. Returns None for methods that are not
-    trained by gradient descent.
+    `folder`: the folder of the pairs, from which BayesVLM takes its activations. `resume`: as in `gf.train`. Returns
+    None for methods that are not trained by gradient descent.
     """
     kind = find(method)
     torch.manual_seed(overrides.get("seed", 0))
@@ -91,7 +92,8 @@ def train_preset(
     unknown = sorted(set(overrides) - {field.name for field in dataclasses.fields(default)})
     if unknown:
         raise ValueError(f"{method} has no setting {', '.join(unknown)}")
-    report = baseline.to(usable_device(device)).fit(pairs, val, dataclasses.replace(default, **overrides), out)
+    config = dataclasses.replace(default, **overrides)
+    report = baseline.to(usable_device(device)).fit(pairs, val, config, out, resume=resume)
     if report is None:
         baseline.save(out)
     return report

@@ -6,7 +6,6 @@ boosting, on the top cosine, margins, entropies at several temperatures, and wha
 
 from __future__ import annotations
 
-import importlib.util
 from abc import abstractmethod
 from collections.abc import Hashable, Mapping
 from typing import Any, ClassVar
@@ -25,6 +24,7 @@ from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.retrieval.freshness import marks
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.task import RetrievalTask
+from geoflow_fast.runtime import extras
 
 QUERIES, IMAGES = 2000, 2000
 """At most this many queries and images of the labelled pairs are learned from."""
@@ -44,7 +44,6 @@ FEATURES = (
     "cosine with the partners of these queries",
 )
 Floats = NDArray[np.float64]
-_NEEDS = "list_boosting needs scikit-learn: pip install 'geoflow_fast[baselines]'"
 
 
 class ResultListClassifier(Baseline):
@@ -169,7 +168,7 @@ class ListBoosting(ResultListClassifier):
     @classmethod
     def missing(cls) -> str | None:
         """Names scikit-learn if it is not installed."""
-        return None if importlib.util.find_spec("sklearn") else _NEEDS
+        return extras.missing("list_boosting", "scikit-learn", "sklearn", "baselines")
 
     def _resize_buffers(self, tensors: Mapping[str, Tensor]) -> None:
         super()._resize_buffers(tensors)

@@ -9,21 +9,26 @@ The modules of the commands import torch and the rest of the package inside thei
 from __future__ import annotations
 
 import contextlib
+import copy
 import difflib
 import functools
 import inspect
 import json
 import os
+import re
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar, get_args
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+
+from geoflow_fast.runtime import processors
 
 if TYPE_CHECKING:
     from geoflow_fast.distributed import World
@@ -31,14 +36,18 @@ if TYPE_CHECKING:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 130, 141, 143
+FLAG_OF_KEYWORD = {"n_samples": "samples", "n_steps": "steps", "n_probes": "probes", "pca_dim": "pca"}
+"""Flags that are not named after the keyword of the library that they set."""
 
 
 @dataclass
 class Session:
-    """The state of one run of the command: whether errors show a traceback, and whether SIGTERM has arrived."""
+    """The state of one run of the command: whether errors show a traceback, whether SIGTERM has arrived, and the flags
+    of the command that runs by the names of their parameters."""
 
     debug: bool = False
     terminated: bool = False
+    flags: dict[str, str] = field(default_factory=dict)
 
     def terminate(self, _number: int, _frame: FrameType | None) -> None:
         """Handles SIGTERM as Ctrl-C would be handled at that moment; only the exit code differs."""
@@ -50,8 +59,10 @@ class Session:
 
 
 def _note_debug(context: typer.Context, value: bool) -> bool:
-    if value:
-        context.find_root().ensure_object(Session).debug = True
+    """Notes the traceback that was asked for, and which command is about to run."""
+    session = context.find_root().ensure_object(Session)
+    session.debug |= value
+    session.flags = {str(p.name): p.opts[0] for p in context.command.params if p.param_type_name == "option"}
     return value
 
 
@@ -77,9 +88,6 @@ ModelFlag = Annotated[Path, typer.Option(help="Folder of a trained flow.")]
 ScorerFlag = Annotated[
     Path, typer.Option(help="Folder of a trained flow, of a posterior head or of a distilled scorer.")
 ]
-PairsFlag = Annotated[Path, typer.Option(help="Folder of paired embeddings (img_emb/, text_emb/).")]
-QueriesFlag = Annotated[Path, typer.Option(help=".npy file or folder of .npy shards, unit rows.")]
-GalleryFlag = Annotated[Path, typer.Option(help=".npy file or folder of .npy shards, unit rows; read block by block.")]
 OutFileFlag = Annotated[Path, typer.Option(help="Output Parquet file; the same command continues a stopped run.")]
 OutFolderFlag = Annotated[Path, typer.Option(help="Folder for results; the same command continues a stopped run.")]
 Conditional = Literal["t2i", "i2t"]
@@ -93,28 +101,68 @@ RankLayout = Literal["auto", "gallery", "queries"]
 SeedFlag = Annotated[int, typer.Option(help="Random seed.")]
 ProbeSeedFlag = Annotated[int, typer.Option(help="Seed of the probes.")]
 BlockFlag = Annotated[int, typer.Option(help="Queries per pass over the gallery.")]
-NormalizeFlag = Annotated[
-    bool, typer.Option("--normalize/--no-normalize", help="Scale rows to unit norm instead of rejecting them.")
-]
 OverwriteFlag = Annotated[bool, typer.Option("--overwrite/--no-overwrite", help="Replace the output of another job.")]
 DeviceFlag = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
 
 
-class Commands(typer.Typer):
-    """An app all of whose commands take `--config FILE` and `--debug`."""
+class _GroupedHelp:
+    """Help that fits 80 columns without cutting a name: the options stand below the headings of their groups."""
 
-    def command(self, name: str | None = None, **settings: Any) -> Callable[[Function], Function]:
-        """Registers a function as a command, as in typer, with the shared flags added."""
-        register = super().command(name, **settings)
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes the arguments and options."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):  # type: ignore[attr-defined]
+            heading = "Arguments" if parameter.param_type_name == "argument" else "Options"
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                groups.setdefault(getattr(parameter, "rich_help_panel", None) or heading, []).append(record)
+        for heading, records in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
+class _Command(_GroupedHelp, TyperCommand):
+    """A command with grouped help."""
+
+
+class _Group(_GroupedHelp, TyperGroup):
+    """A group of commands with grouped help."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes the options and the commands."""
+        super().format_options(ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Writes what each command does, in its whole first sentence."""
+        commands = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
+        with formatter.section("Commands"):
+            first = {name: (command.help or "").split("\n\n")[0] for name, command in commands.items() if command}
+            formatter.write_dl([(name, " ".join(words.split())) for name, words in first.items()])
+
+
+class Commands(typer.Typer):
+    """An app all of whose commands take `--config FILE` and `--debug`, and have grouped help."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(cls=_Group, rich_markup_mode=None, **settings)
+
+    def command(
+        self, name: str | None = None, *, groups: Mapping[str, str] | None = None, **settings: Any
+    ) -> Callable[[Function], Function]:
+        """Registers a function as a command, as in typer, with the shared flags added. `groups` has the headings of its
+        help, each with the names of parameters, separated by spaces."""
+        register = super().command(name, cls=_Command, **settings)
+        headings = {part: heading for heading, parts in (groups or {}).items() for part in parts.split()}
 
         def decorate(function: Function) -> Function:
-            register(_with_shared_flags(function))
+            register(_with_shared_flags(function, headings))
             return function
 
         return decorate
 
 
-def _with_shared_flags(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_shared_flags(function: Callable[..., Any], headings: Mapping[str, str]) -> Callable[..., Any]:
     @functools.wraps(function)
     def command(*, config: Path | None, debug: bool, **flags: Any) -> Any:  # noqa: ARG001, their callbacks act
         return function(**flags)
@@ -124,10 +172,20 @@ def _with_shared_flags(function: Callable[..., Any]) -> Callable[..., Any]:
         inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFlag),
         inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DebugFlag),
     ]
-    parameters = [*signature.parameters.values(), *shared]
+    parameters = [_under(headings.get(part.name), part) for part in (*signature.parameters.values(), *shared)]
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
+
+
+def _under(heading: str | None, parameter: inspect.Parameter) -> inspect.Parameter:
+    """The parameter of a command, whose help stands below this heading."""
+    if heading is None:
+        return parameter
+    kind, option = get_args(parameter.annotation)
+    option = copy.copy(option)  # commands share some
+    option.rich_help_panel = heading
+    return parameter.replace(annotation=Annotated[kind, option])
 
 
 def config_values(path: Path, context: typer.Context) -> dict[str, Any]:
@@ -199,6 +257,8 @@ def continued_later() -> Iterator[World]:
 
 def run(app: typer.Typer) -> NoReturn:
     """Runs the command line of this process and exits."""
+    if "torch" not in sys.modules:  # which reads the environment when it is loaded
+        processors.share_processors(os.environ)
     session = Session()
     signal.signal(signal.SIGTERM, session.terminate)
     try:
@@ -215,7 +275,7 @@ def run(app: typer.Typer) -> NoReturn:
     except (typer.TyperException, ValueError, TypeError, OSError) as error:
         if session.debug:
             traceback.print_exc()
-        typer.echo(f"geoflow: error: {one_line(error)}", err=True)
+        typer.echo(f"geoflow: error: {in_flags(one_line(error), session.flags, sys.argv)}", err=True)
         code = BAD_INPUT
     code = TERMINATED if session.terminated and code == INTERRUPTED else code
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -239,6 +299,33 @@ def one_line(error: Exception) -> str:
     elif isinstance(error, OSError) and error.strerror:
         words = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return " ".join(words.split())
+
+
+def in_flags(words: str, flags: Mapping[str, str], typed: Sequence[str]) -> str:
+    """A message of the library in the words of the command that called it: keywords become `flags`.
+
+    What is a keyword is told by its form, `name=value` or `name_with_underscores`, or by its place at the very
+    beginning, as in "steps must be ...". Words that the user has `typed`, such as paths, stay as they are.
+    """
+
+    def flag_of(name: str) -> str | None:
+        return flags.get(FLAG_OF_KEYWORD.get(name, name))
+
+    def setting(match: re.Match[str]) -> str:
+        name, value = match["name"], match["value"]
+        flag = flags.get("overwrite") if name == "resume" else flag_of(name)
+        if flag is None:
+            return match[0]
+        if name == "resume" or value == "True":
+            return flag
+        return flag.replace("--", "--no-", 1) if value == "False" else f"{flag} {value}".rstrip()
+
+    def name(match: re.Match[str]) -> str:
+        return match[0] if match[0] in typed else flag_of(match[0]) or match[0]
+
+    words = re.sub(r"\b(?P<name>[a-z_]+)=(?P<value>[\w.'+-]*[\w'])?", setting, words)
+    words = re.sub(r"^[a-z_]+(?= must | is | are | has | have )", name, words)
+    return re.sub(r"(?<![\w./'-])[a-z]+(?:_[a-z]+)+(?![\w./'=-])", name, words)
 
 
 def _close_stdout() -> None:

@@ -91,7 +91,8 @@ def embed(
     if as_json:
         print_json(dataclasses.asdict(summary))
         return
-    typer.echo(f"{summary.images} images and {summary.texts} texts, {summary.dim} wide, in {summary.shards} shards")
+    shards = f"{summary.shards} shard{'s' * (summary.shards != 1)}"
+    typer.echo(f"{summary.images} images and {summary.texts} texts, {summary.dim} wide, in {shards}")
     if summary.skipped_images or summary.skipped_captions:
         skipped = f"{summary.skipped_images} images and {summary.skipped_captions} captions"
         typer.echo(f"skipped {skipped}; {out / SKIPPED_FILE} says why")

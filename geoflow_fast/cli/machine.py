@@ -72,6 +72,7 @@ def machine_facts() -> dict[str, str]:
     import torch
 
     from geoflow_fast.ops import native
+    from geoflow_fast.runtime import processors
 
     problem = native.missing()
     cuda = native.missing_cuda()
@@ -87,7 +88,8 @@ def machine_facts() -> dict[str, str]:
         "triton": version_of("triton"),
         "compiled extension": problem or "built",
         "CPU features in use": problem or ", ".join(native.cpu_features()) or "baseline only",
-        "threads": str(torch.get_num_threads()),
+        "threads": f"{torch.get_num_threads()}, which wait for each other {processors.waiting()}",
+        **processors.state(),
         "CUDA": cuda,
     }
 

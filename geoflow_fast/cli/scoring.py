@@ -15,20 +15,32 @@ from geoflow_fast.cli.base import (
     Commands,
     DeviceFlag,
     DirectionFlag,
-    GalleryFlag,
     JsonFlag,
     ModelFlag,
-    NormalizeFlag,
     OutFileFlag,
     OverwriteFlag,
-    PairsFlag,
     ProbeSeedFlag,
-    QueriesFlag,
     RankLayout,
     ScorerFlag,
     continued_later,
     given,
     print_json,
+)
+from geoflow_fast.cli.embeddings import (
+    GalleryFlag,
+    IdsFlag,
+    ImageIndexFlag,
+    ImagesFlag,
+    NormalizeFlag,
+    PairIdsFlag,
+    PairsFlag,
+    QueriesFlag,
+    QueryIdsFlag,
+    SearchedImagesFlag,
+    SearchedTextsFlag,
+    TextsFlag,
+    naming,
+    searched,
 )
 
 if TYPE_CHECKING:
@@ -36,22 +48,31 @@ if TYPE_CHECKING:
 
 app = Commands()
 
+PAPER_DEFAULTS = (
+    "kappa 100 and guidance 3 are the paper's: probabilities may be far off, and only their order means something; "
+    "`geoflow train` fits them, or give --kappa and --guidance"
+)
+
 
 @app.command(
     epilog="Example: geoflow entropy --model runs/first --queries texts.npy --gallery img_emb/ --out scores.parquet"
 )
 def entropy(
     model: ScorerFlag,
-    queries: QueriesFlag,
-    gallery: GalleryFlag,
     out: OutFileFlag,
+    queries: QueriesFlag = None,
+    gallery: GalleryFlag = None,
+    images: SearchedImagesFlag = None,
+    texts: SearchedTextsFlag = None,
     direction: DirectionFlag = "t2i",
     fast: Annotated[
         bool, typer.Option("--fast/--no-fast", help="The cheapest settings that rank queries no worse.")
     ] = False,
     samples: Annotated[int | None, typer.Option(help="Samples per query. Default: 50; --fast: 40.")] = None,
-    kappa: Annotated[float | None, typer.Option(help="Concentration of the kernel. Default: 100.")] = None,
-    guidance: Annotated[float | None, typer.Option(help="Strength of guidance. Default: 3.")] = None,
+    kappa: Annotated[
+        float | None, typer.Option(help="Concentration of the kernel. Default: the model's, else 100.")
+    ] = None,
+    guidance: Annotated[float | None, typer.Option(help="Strength of guidance. Default: the model's, else 3.")] = None,
     steps: Annotated[int | None, typer.Option(help="Solver steps. Default: 50; --fast: 8.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the base noise. Default: 0.")] = None,
     posterior: Annotated[
@@ -76,6 +97,9 @@ def entropy(
         RankLayout,
         typer.Option(help="What the ranks started by torchrun divide among them: the gallery or the queries."),
     ] = "auto",
+    normalize: NormalizeFlag = False,
+    ids: IdsFlag = None,
+    query_ids: QueryIdsFlag = None,
     overwrite: OverwriteFlag = False,
     device: DeviceFlag = "auto",
     as_json: JsonFlag = False,
@@ -87,6 +111,7 @@ def entropy(
     from geoflow_fast.jobs import entropy as scoring
     from geoflow_fast.runtime import plots
 
+    queries, gallery = searched(queries, gallery, images, texts, direction)
     kind = scoring.model_kind(model)
     if kind != scoring.FLOW:
         refuse_flags(kind, fast=fast or None, samples=samples, guidance=guidance, steps=steps, seed=seed)
@@ -100,14 +125,25 @@ def entropy(
     if plot is not None:
         plots.pyplot()  # reports a missing matplotlib now rather than after hours of scoring
     chosen = given(n_samples=samples, kappa=kappa, guidance=guidance, n_steps=steps, seed=seed, top_k=top_k)
-    typical = None if reference is None else scoring.reference_queries(reference)
+    typical = None if reference is None else scoring.reference_queries(reference, normalize=normalize)
     chosen |= given(posterior=posterior, reference=typical)
     with continued_later() as world:
-        scorer = scoring.open_scorer(model, gallery, direction, fast=fast, device=device, world=world, **chosen)
+        chosen |= {"fast": fast, "device": device, "normalize": normalize}
+        scorer = scoring.open_scorer(model, gallery, direction, world=world, **chosen)
+        steered = kind == scoring.FLOW and (kappa is None or guidance is None)
+        fitted = scoring.stored_bandwidth(model, scorer.flow, direction) if steered else None
         if reference is not None and scorer.posterior != "bayes":
             raise ValueError("--reference is for --posterior bayes")
-        options = {"with_top": top_k is not None, "block": block, "overwrite": overwrite, "layout": layout}
-        summary = scoring.score_file(scorer, queries, out, **options)  # type: ignore[arg-type]
+        options: dict[str, Any] = {
+            "with_top": top_k is not None,
+            "block": block,
+            "overwrite": overwrite,
+            "layout": layout,
+        }
+        options |= {"normalize": normalize, "naming": naming(query_ids, ids)}
+        if steered and fitted is None and world.is_main:
+            options["when_checked"] = lambda: warn(f"{model} has no stored kappa and guidance, so {PAPER_DEFAULTS}")
+        summary = scoring.score_file(scorer, queries, out, **options)
     if not world.is_main:
         return
     if plot is not None:
@@ -117,7 +153,8 @@ def entropy(
         as_json,
         f"{summary.queries} queries over {summary.items} items",
         {"entropy H, nats": summary.entropy, "risk lower bound": summary.risk_lower_bound},
-        f"confident (an item with probability 1/2 or more): {summary.confident:.1%} of the queries",
+        *([] if fitted is None else [bandwidth_line(fitted, scorer.kappa, scorer.sampling.guidance)]),
+        f"an item with probability 1/2 or more: {summary.half_or_more:.1%} of the queries{half_right(fitted)}",
         f"if the posterior is right, best guesses are wrong for at least {summary.mean_risk_lower_bound:.1%} of the "
         "queries",
         f"Wrote {out}" + (f" and {plot}" if plot is not None else ""),
@@ -127,8 +164,11 @@ def entropy(
 @app.command(epilog="Example: geoflow density --model runs/first --pairs embeddings/ --out densities.parquet")
 def density(
     model: ModelFlag,
-    pairs: PairsFlag,
     out: OutFileFlag,
+    pairs: PairsFlag = None,
+    images: ImagesFlag = None,
+    texts: TextsFlag = None,
+    image_index: ImageIndexFlag = None,
     fast: Annotated[
         bool, typer.Option("--fast/--no-fast", help="Cheaper, with more noise and bias; for ranking.")
     ] = False,
@@ -142,6 +182,7 @@ def density(
     ] = None,
     seed: ProbeSeedFlag = 0,
     normalize: NormalizeFlag = False,
+    ids: PairIdsFlag = None,
     block: Annotated[int, typer.Option(help="Pairs per saved block.")] = 256,
     overwrite: OverwriteFlag = False,
     device: DeviceFlag = "auto",
@@ -149,9 +190,11 @@ def density(
 ) -> None:
     """Computes the log-densities and the epistemic score of pairs.
 
-    Columns, in nats: pair, joint, text_given_image, image_given_text, image, text, pmi, score.
+    Columns, in nats: pair, joint, text_given_image, image_given_text, image, text, pmi, score. If the model has
+    held-out pairs, p_value is the share of them that are as unlike the training data.
     """
-    from geoflow_fast.jobs.density import density_file
+    from geoflow_fast.data.pairs import open_pairs
+    from geoflow_fast.jobs.density import UNUSUAL, density_file
     from geoflow_fast.likelihood.settings import FAST_DENSITY, PAPER_DENSITY, DensitySettings
 
     if fast and paper:
@@ -160,18 +203,26 @@ def density(
     with continued_later() as world:
         summary = density_file(
             model,
-            pairs,
+            open_pairs(pairs, images, texts, image_index, normalize=normalize, world=world),
             out,
             dataclasses.replace(preset, **given(n_steps=steps, n_probes=probes, solver=solver)),
             seed=seed,
             device=device,
-            normalize=normalize,
             block=block,
             overwrite=overwrite,
             world=world,
+            ids=ids,
         )
-    if world.is_main:
-        print_summary(summary, as_json, f"{summary.pairs} pairs, nats", summary.quantiles, f"Wrote {out}")
+    if not world.is_main:
+        return
+    unusual = (
+        f"p-value of {UNUSUAL} or less: {summary.unusual or 0:.1%} of the pairs; {UNUSUAL:.0%} are expected of pairs "
+    )
+    unusual += f"like the model's {summary.held_out} held-out ones"
+    if not summary.held_out:
+        warn(f"{model} has no held-out pairs, so nats compare only within this file; `geoflow train` stores some")
+    lines = [unusual] if summary.held_out else []
+    print_summary(summary, as_json, f"{summary.pairs} pairs, nats", summary.quantiles, *lines, f"Wrote {out}")
 
 
 @app.command(
@@ -180,12 +231,17 @@ def density(
 )
 def rerank(
     model: ModelFlag,
-    queries: QueriesFlag,
-    gallery: GalleryFlag,
     out: OutFileFlag,
+    queries: QueriesFlag = None,
+    gallery: GalleryFlag = None,
+    images: SearchedImagesFlag = None,
+    texts: SearchedTextsFlag = None,
     calibration: Annotated[
         Path | None,
-        typer.Option(help="JSON file of the calibration. Default: rerank_t2i.json or rerank_i2t.json of the model."),
+        typer.Option(
+            help="JSON file of the calibration. Default: the model's, fitted to this gallery on the pairs that "
+            "training held out."
+        ),
     ] = None,
     held_out: Annotated[
         Path | None, typer.Option(help="Folder of held-out pairs to calibrate on first; the calibration is saved.")
@@ -208,6 +264,9 @@ def rerank(
     steps: Annotated[int, typer.Option(help="Solver steps per log-density.")] = 6,
     probes: Annotated[int, typer.Option(help="Probes per log-density.")] = 1,
     seed: ProbeSeedFlag = 0,
+    normalize: NormalizeFlag = False,
+    ids: IdsFlag = None,
+    query_ids: QueryIdsFlag = None,
     block: BlockFlag = 64,
     overwrite: Annotated[
         bool,
@@ -225,24 +284,30 @@ def rerank(
     from geoflow_fast.jobs import rerank as rerank_job
     from geoflow_fast.jobs.queries import open_queries
 
+    queries, gallery = searched(queries, gallery, images, texts, direction)
     chosen: dict[str, Any] = {"shortlist": shortlist, "n_steps": steps, "n_probes": probes, "seed": seed}
-    chosen |= {"head": head, "bank": bank, "budget": budget, "shortlist_by": shortlist_by}
+    chosen |= {"head": head, "bank": bank, "budget": budget, "shortlist_by": shortlist_by, "normalize": normalize}
     with continued_later() as world:
         reranker = rerank_job.open_reranker(model, gallery, direction, device=device, world=world, **chosen)
-        open_queries(queries, reranker.query_dim, world)  # reports bad queries before the calibration starts
-        rerank_job.settle_calibration(reranker, model, calibration, held_out, overwrite=overwrite)
-        summary = rerank_job.rerank_file(reranker, queries, out, block=block, overwrite=overwrite)
+        open_queries(
+            queries, reranker.query_dim, world, normalize=normalize
+        )  # reports bad queries before the calibration starts
+        origin = rerank_job.settle_calibration(reranker, model, calibration, held_out, overwrite=overwrite)
+        if world.is_main and reranker.calibration is None:
+            warn(f"uncalibrated: {reranker.plain_weights}; {origin}. --held-out pairs calibrate")
+        options: dict[str, Any] = {"normalize": normalize, "naming": naming(query_ids, ids)}
+        summary = rerank_job.rerank_file(reranker, queries, out, block=block, overwrite=overwrite, **options)
     if not world.is_main:
         return
-    uncalibrated = f"uncalibrated: {reranker.plain_weights}; --held-out pairs calibrate"
+    expected = f"expected share of right answers of plain search: {summary.expected_recall:.1%}"
     print_summary(
         summary,
         as_json,
         f"{summary.queries} queries over {summary.items} items",
         {"plain answer is right": summary.p_answer, "not in shortlist": summary.p_outside},
-        *([] if summary.calibrated else [uncalibrated]),
+        *([origin] if summary.calibrated else []),
         *(rung_line(rung) for rung in reranker.rungs),
-        f"expected share of right answers of plain search: {summary.expected_recall:.1%}",
+        *([expected] if summary.calibrated else []),
         f"re-ranking changes the answer of {summary.changed:.1%} of the queries",
         f"Wrote {out}",
     )
@@ -252,6 +317,27 @@ def refuse_flags(kind: str, **flags: Any) -> None:
     """Raises a ValueError that names a flag which was given although this kind of model has no such setting."""
     for name in given(**flags):
         raise ValueError(f"--{name} is a setting of flows, but --model holds a {kind}")
+
+
+def warn(words: str) -> None:
+    """Prints a warning to standard error."""
+    typer.echo(f"geoflow: warning: {words}", err=True)
+
+
+def bandwidth_line(fitted: dict[str, Any], kappa: float, guidance: float) -> str:
+    """Where kappa and guidance come from, in a line."""
+    values = {"kappa": kappa, "guidance": guidance}
+    stored = " and ".join(f"{name} {value:.3g}" for name, value in values.items() if fitted[name] == value)
+    queries = f"{fitted['queries']} held-out queries over {fitted['items']} items"
+    return f"{stored} as fitted at the end of training on {queries}"
+
+
+def half_right(fitted: dict[str, Any] | None) -> str:
+    """How often an item with probability 1/2 or more was right for held-out queries, to be added to a line."""
+    if fitted is None or not fitted["half"]:
+        return ""
+    such = round(fitted["half"] * fitted["queries"])
+    return f"; of {such} such held-out queries {round(such * fitted['half_right'])} were answered rightly"
 
 
 def rung_line(rung: Rung) -> str:

@@ -13,37 +13,42 @@ from geoflow_fast.cli.base import (
     Commands,
     DeviceFlag,
     JsonFlag,
-    NormalizeFlag,
     PresetFlag,
     SeedFlag,
     given,
     print_json,
 )
+from geoflow_fast.cli.embeddings import ImageIndexFlag, ImagesFlag, NormalizeFlag, PairsFlag, TextsFlag
 
 if TYPE_CHECKING:
     from geoflow_fast.data.pairs import EmbeddingPairs
     from geoflow_fast.head.model import PosteriorHead
+    from geoflow_fast.jobs.calibration import StoredCalibration
     from geoflow_fast.training.loop import TrainReport
 
 app = Commands()
 
-OF_THE_FLOW = ("preset", "method", "coupling", "conditional_coupling", "noise", "ot_scope", "centre", "pca")
+OF_THE_FLOW = ("preset", "method", "coupling", "conditional_coupling", "noise", "ot_scope", "blend", "centre", "pca")
 """Flags that mean nothing to a head."""
+GROUPS = {
+    "Data": "pairs images texts image_index val held_out calibrate normalize",
+    "What is trained": "out preset head points method overwrite",
+    "The run; the preset has the defaults": "steps batch_size lr warmup_steps seed accumulate ema_decay device "
+    "compile_network",
+    "Validation, checkpoints and logs; the preset has the defaults": "val_every patience checkpoint_every tensorboard",
+    "The flow; the preset has the defaults": "coupling conditional_coupling noise ot_scope centre pca blend",
+}
+"""The headings of the help, with the flags below them."""
 
 
-@app.command(epilog="Example: geoflow train --pairs embeddings/ --out runs/first")
+@app.command(groups=GROUPS, epilog="Example: geoflow train --pairs embeddings/ --out runs/first")
 def train(
     context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder of the run; the same command continues a stopped run.")],
-    pairs: Annotated[Path | None, typer.Option(help="Folder of paired embeddings (img_emb/, text_emb/).")] = None,
-    images: Annotated[
-        Path | None, typer.Option(help="Instead of --pairs: .npy file or folder of shards with one row per image.")
-    ] = None,
-    texts: Annotated[Path | None, typer.Option(help="With --images: the same for texts.")] = None,
-    image_index: Annotated[
-        Path | None,
-        typer.Option(help="With --images: .npy file with the image row of each text. Default: row k for text k."),
-    ] = None,
+    pairs: PairsFlag = None,
+    images: ImagesFlag = None,
+    texts: TextsFlag = None,
+    image_index: ImageIndexFlag = None,
     head: Annotated[
         bool | None,
         typer.Option(
@@ -59,11 +64,29 @@ def train(
             help="Folder of validation pairs. Default: 2 % of the images, for the head 10 % but at most 1000."
         ),
     ] = None,
+    held_out: Annotated[
+        str | None,
+        typer.Option(
+            help="Pairs for calibration that nothing is trained on: the share of the images to hold out, or a folder "
+            "of other pairs. Default: a tenth, from 100 to 1000 images."
+        ),
+    ] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate/--no-calibrate",
+            help="Hold pairs out and calibrate on them at the end; the other commands then use what is stored.",
+        ),
+    ] = True,
     method: Annotated[
         str, typer.Option(help="geoflow, or a baseline: probvlm, asymvlm_vmf, asymvlm_ps, grove, repvlm, bayesvlm, ...")
     ] = "geoflow",
     steps: Annotated[
-        int | None, typer.Option(help="Training steps, of the flow unless --head is given, as in the flags below.")
+        int | None,
+        typer.Option(
+            help="Training steps, of the flow unless --head is given, as in the flags below. Default: the preset's; "
+            "tiny 1,500, small 20,000, paper 120,000."
+        ),
     ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Pairs per step.")] = None,
     lr: Annotated[float | None, typer.Option(help="Peak learning rate.")] = None,
@@ -92,12 +115,22 @@ def train(
         typer.Option("--centre/--no-centre", help="Subtract the mean of each modality. Default: the preset's."),
     ] = None,
     pca: Annotated[int | None, typer.Option(help="Keep this many principal components of each modality.")] = None,
+    blend: Annotated[
+        bool | None,
+        typer.Option(
+            "--blend/--no-blend",
+            help="After training, weigh network and anchor by held-out retrieval. Default: the preset's.",
+        ),
+    ] = None,
     normalize: NormalizeFlag = False,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard/--no-tensorboard", help="Also write TensorBoard events.")
     ] = False,
     compile_network: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Compile the network with torch.compile.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite/--no-overwrite", help="Begin anew instead of continuing the run in OUT.")
     ] = False,
     device: DeviceFlag = "auto",
     as_json: JsonFlag = False,
@@ -107,12 +140,15 @@ def train(
     from geoflow_fast import baselines
     from geoflow_fast.data.pairs import EmbeddingPairs, open_pairs
     from geoflow_fast.distributed import joined
+    from geoflow_fast.head.config import HeadConfig
     from geoflow_fast.head.fitting import fit_head
     from geoflow_fast.head.model import HEAD_FOLDER
-    from geoflow_fast.training.flow_matching import train_from_preset
+    from geoflow_fast.jobs.calibration import hold_out
+    from geoflow_fast.runtime.device import usable_device
+    from geoflow_fast.training.flow_matching import preset_settings, train_from_preset
 
     _check_flags(context, head, method)
-    k = _points(points)
+    k, share = _points(points), _held_out(held_out, calibrate=calibrate)
     run_settings = given(
         steps=steps,
         batch_size=batch_size,
@@ -127,44 +163,100 @@ def train(
         tensorboard=tensorboard,
         compile=compile_network,
     )
-    couplings = given(coupling=coupling, conditional_coupling=conditional_coupling, noise=noise, ot_scope=ot_scope)
+    couplings = given(
+        coupling=coupling, conditional_coupling=conditional_coupling, noise=noise, ot_scope=ot_scope, blend=blend
+    )
     report: TrainReport | None = None
     trained: PosteriorHead | None = None
+    stored: StoredCalibration | None = None
     head_out = out if head else out / HEAD_FOLDER
     with joined() as world:
         data = open_pairs(pairs, images, texts, image_index, normalize=normalize, world=world)
-        held_out = None if val is None else EmbeddingPairs.open(val, normalize=normalize, world=world)
-        run = (data, out, preset, held_out, {**run_settings, **couplings})
+        validation = None if val is None else EmbeddingPairs.open(val, normalize=normalize, world=world)
+        if method == "geoflow":  # names bad settings before anything is written
+            if head:
+                HeadConfig(**run_settings)
+            else:
+                config = preset_settings(preset, data, {**run_settings, **couplings}, centre=centre, pca_dim=pca)[1]
+            usable_device(device)
+        if calibrate and method == "geoflow":
+            asked = EmbeddingPairs.open(share, normalize=normalize, world=world) if isinstance(share, Path) else share
+            tell = typer.echo if world.is_main and not as_json else lambda _: None
+            data = hold_out(data, out, asked, seed, anew=overwrite, announce=tell, world=world)
+        run = (data, out, preset, validation, {**run_settings, **couplings})
         if method != "geoflow":
             if world.size > 1:
                 raise ValueError(f"{method} is trained by one process; start it without torchrun")
-            report = baselines.train_preset(method, *run, folder=pairs, device=device)
+            report = baselines.train_preset(method, *run, folder=pairs, device=device, resume=not overwrite)
         elif not head:
             if world.is_main and not as_json:
                 flow_settings = {**run_settings, **couplings}
                 typer.echo(_announcement(data, preset, flow_settings, centre, pca, device, with_head=head is None))
-            report = train_from_preset(*run, centre=centre, pca_dim=pca, device=device, world=world)
+            options: dict[str, Any] = {"centre": centre, "pca_dim": pca, "device": device, "resume": not overwrite}
+            report = train_from_preset(*run, **options, world=world)
         if head or (head is None and report is not None and report.finished and method == "geoflow"):
             trained = fit_head(
                 data,
                 None,
-                held_out,
+                validation,
                 k,
                 seed,
                 head_out,
-                resume=True,
+                resume=not overwrite,
                 progress=None,
                 device=device,
                 world=world,
                 changes=run_settings if head else None,
             )
+        unfinished = (report is not None and not report.finished) or (
+            trained is not None and not trained.report["finished"]
+        )
+        if world.is_main and not unfinished and calibrate and method == "geoflow":
+            # A backward pass costs as much as two forward ones.
+            rows = 0.0 if report is None else 3.0 * report.steps * config.batch_size
+            stored = _calibrated(out, data, trained, rows, seed, device)
+        world.barrier()
     if world.is_main:
         if as_json:
             print_json(_as_json(out, report, trained, head_out))
         else:
-            _print_outcome(out, report, trained, head_out)
-    if (report is not None and not report.finished) or (trained is not None and not trained.report["finished"]):
+            _print_outcome(out, report, trained, head_out, stored)
+    if unfinished:
         raise typer.Exit(INTERRUPTED)
+
+
+def _held_out(words: str | None, *, calibrate: bool) -> float | Path | None:
+    """The share that `--held-out` asks for, or the folder that it names."""
+    if words is None:
+        return None
+    if not calibrate:
+        raise ValueError("--held-out is for the calibration that --no-calibrate leaves out")
+    try:
+        share = float(words)
+    except ValueError:
+        return Path(words)
+    if not 0 < share < 1:
+        raise ValueError(f"--held-out must be a share between 0 and 1, or a folder of pairs, got {words}")
+    return share
+
+
+def _calibrated(
+    out: Path, data: EmbeddingPairs, head: PosteriorHead | None, trained_rows: float, seed: int, device: str
+) -> StoredCalibration | None:
+    """Fits what the held-out pairs of a finished run decide; Ctrl-C leaves the rest to the next run. `trained_rows`: as
+    for `calibrate_model`, 0 without a flow."""
+    from geoflow_fast.flow.model import GeoFlow
+    from geoflow_fast.jobs.calibration import calibrate_model
+    from geoflow_fast.runtime.device import usable_device
+
+    where = usable_device(device)
+    flow = GeoFlow.from_pretrained(out).to(where) if trained_rows else None
+    head = None if head is None else head.to(where)
+    try:
+        return calibrate_model(out, data, flow, head, trained_rows=trained_rows, seed=seed)
+    except KeyboardInterrupt:
+        typer.echo("stopped while calibrating; run the same command to continue", err=True)
+        raise typer.Exit(INTERRUPTED) from None
 
 
 def _announcement(
@@ -227,11 +319,23 @@ def _as_json(out: Path, report: TrainReport | None, head: PosteriorHead | None, 
     return {**dataclasses.asdict(report), **own}
 
 
-def _print_outcome(out: Path, report: TrainReport | None, head: PosteriorHead | None, head_out: Path) -> None:
+def _print_outcome(
+    out: Path,
+    report: TrainReport | None,
+    head: PosteriorHead | None,
+    head_out: Path,
+    stored: StoredCalibration | None = None,
+) -> None:
     """Prints how training ended, how good what it made is, and where that is."""
+    from geoflow_fast.jobs.calibration import outcome
+
     if report is not None:
         best = f"best validation loss {report.best_val_loss:.6g} at step {report.best_step}"
-        typer.echo(f"{_state(report.steps, finished=report.finished)}; {best}")
+        if report.best_step < 0:
+            best = "no weights yet, because it was never validated"
+        elif report.best_step == 0:
+            best += ": training made it no better, so the untrained weights are kept"
+        typer.echo(f"{_state(report.steps, finished=report.finished)}; {best}{_shares(report.blend)}")
     if report is not None or head is None:
         typer.echo(f"Wrote {out}")
     if head is not None:
@@ -240,6 +344,16 @@ def _print_outcome(out: Path, report: TrainReport | None, head: PosteriorHead | 
         state = _state(known["steps"], finished=known["finished"])
         typer.echo(f"head {state}; {points} point{'s' * (points > 1)}; {likelihood}")
         typer.echo(f"Wrote {head_out}")
+    for line in [] if stored is None else outcome(stored):
+        typer.echo(line)
+
+
+def _shares(blend: dict[str, Any] | None) -> str:
+    """How much of the network counts beside the anchor, where held-out pairs have chosen that."""
+    chosen = {name: entry["share"] for name, entry in (blend or {}).items() if entry}
+    return (
+        "; share of the network " + ", ".join(f"{share:g} ({name})" for name, share in chosen.items()) if chosen else ""
+    )
 
 
 def _state(steps: int, *, finished: bool) -> str:

@@ -73,7 +73,7 @@ class EmbeddingPairs:
         """
         folder = checks.path(folder, "folder")
         if not folder.is_dir():
-            raise FileNotFoundError(f"{folder} is not a folder of embeddings")
+            raise FileNotFoundError(f"{folder} is {'not a folder of embeddings' if folder.exists() else 'missing'}")
         image, text = (open_shards(folder / name, name) for name in (IMAGE_FOLDER, TEXT_FOLDER))
         for part in (image, text):
             part.check(normalize=normalize, world=world)

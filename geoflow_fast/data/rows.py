@@ -18,7 +18,7 @@ from torch import Tensor
 
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import UNIT_TOLERANCE
-from geoflow_fast.runtime.files import contents_of
+from geoflow_fast.runtime.files import contents_of, need_file
 
 BLOCK_ROWS = 8192
 RANDOM_ROWS = 64
@@ -32,9 +32,12 @@ Index = NDArray[np.int64]
 
 
 class Rows:
-    """Rows of one or several 2-D arrays, read as one: `rows[index]` returns float32 [len(index), d]."""
+    """Rows of one or several 2-D arrays, read as one: `rows[index]` returns float32 [len(index), d].
 
-    def __init__(self, parts: Sequence[Array], name: str) -> None:
+    With `normalize`, `tensors` yields rows of unit norm too, instead of rows as stored.
+    """
+
+    def __init__(self, parts: Sequence[Array], name: str, *, normalize: bool = False) -> None:
         if not parts:
             raise ValueError(f"{name}: no arrays")
         for number, part in enumerate(parts):
@@ -44,7 +47,7 @@ class Rows:
                 )
             if part.shape[1] != parts[0].shape[1]:
                 raise ValueError(f"{name} part {number} has width {part.shape[1]}, but part 0 has {parts[0].shape[1]}")
-        self.name = name
+        self.name, self.normalize = name, normalize
         self.parts = list(parts)
         self.dim = int(parts[0].shape[1])
         self.starts = np.cumsum([0, *(len(part) for part in parts)])
@@ -93,13 +96,15 @@ class Rows:
                     if buffer is None:
                         buffer = torch.empty(min(rows, len(self)), self.dim, dtype=torch.float32, device="cpu")
                     block = buffer[: len(block)].copy_(block)
+                if self.normalize:
+                    block = torch.nn.functional.normalize(block)
                 yield start + low, block
                 _advise(part, mmap.MADV_DONTNEED)
 
     def check(self, *, normalize: bool, world: World = ALONE) -> None:
         """Raises a ValueError that names the first row which is not finite or, unless `normalize` is set, not of unit
         norm within 1e-3. Each rank of a `world` reads its share of the rows."""
-        for first, block in self.tensors(within=world.own(len(self))):
+        for first, block in Rows(self.parts, self.name).tensors(within=world.own(len(self))):
             norm = torch.linalg.vector_norm(block, dim=1).numpy()
             bad = ~(np.isfinite(norm) & (norm > 0)) if normalize else ~(np.abs(norm - 1) <= UNIT_TOLERANCE)
             # guard: rows on disk are finite and of unit norm
@@ -107,7 +112,7 @@ class Rows:
                 row = int(bad.argmax())
                 if not np.isfinite(norm[row]):
                     raise ValueError(f"{self.name} row {first + row} is not finite")
-                hint = "it has no direction" if norm[row] == 0 else "scale rows to unit norm (pairs: normalize=True)"
+                hint = "it has no direction" if norm[row] == 0 else "scale rows to unit norm, as normalize=True does"
                 raise ValueError(f"{self.name} row {first + row} has norm {norm[row]:.6g}, not 1; {hint}")
 
     def digest(self, world: World = ALONE) -> str:
@@ -141,15 +146,16 @@ def _advise(part: Array, advice: int) -> None:
         mapping.madvise(advice)
 
 
-def open_rows(path: Path, name: str) -> Rows:
+def open_rows(path: Path, name: str, *, normalize: bool = False) -> Rows:
     """Opens a `.npy` file, or all `.npy` files of a folder in the order of the numbers in their names, memory-mapped.
 
     Files whose names differ only in the number at their end are shards, counted from 0 or 1 without a gap.
     """
     if path.is_file():
-        return Rows([load_npy(path, mapped=True)], f"{name} {path}")
+        return Rows([load_npy(path, mapped=True)], f"{name} {path}", normalize=normalize)
     if not path.is_dir():
-        raise FileNotFoundError(f"{name} {path} is neither a .npy file nor a folder")
+        why = "neither a .npy file nor a folder" if path.exists() else "missing"
+        raise FileNotFoundError(f"{name} {path} is {why}")
     files = sorted(path.glob("*.npy"), key=lambda file: ([int(n) for n in re.findall(r"\d+", file.stem)], file.name))
     if not files:
         raise FileNotFoundError(f"{name} folder {path} holds no .npy file")
@@ -159,7 +165,7 @@ def open_rows(path: Path, name: str) -> Rows:
     for shards in series.values():
         if len(shards) > 1:
             in_shard_order(shards, from_one=True)
-    return Rows([load_npy(file, mapped=True) for file in files], f"{name} {path}")
+    return Rows([load_npy(file, mapped=True) for file in files], f"{name} {path}", normalize=normalize)
 
 
 def open_shards(folder: Path, name: str) -> Rows:
@@ -193,8 +199,7 @@ def in_shard_order(paths: Iterable[Path], *, from_one: bool = False) -> list[Pat
 
 def load_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:
     """Returns the array of a `.npy` file, never unpickling anything. A ValueError names a file that is cut short."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist or is not a file")
+    need_file(path)
     with open(path, "rb") as file:
         start = file.read(12)
     if start[:2] == b"PK":

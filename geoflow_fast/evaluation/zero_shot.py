@@ -7,7 +7,6 @@ training-free scores are always reported with both.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -199,8 +198,7 @@ def _terms(
     """Each term of the decomposition of (image, its prompt) as a score, [B]."""
     like, settings = next(flow.parameters()), settings or DensitySettings()
     parts: list[dict[str, Tensor]] = []
-    shown = sys.stderr.isatty() if progress is None else progress
-    with progress_bar(len(image), 0, "images", shown=shown) as advance:
+    with progress_bar(len(image), 0, "images", shown=progress) as advance:
         for first in range(0, len(image), BLOCK_IMAGES):
             rows = slice(first, first + BLOCK_IMAGES)
             pair = image[rows].to(like), text[rows].to(like)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +26,24 @@ class Anchor(nn.Module):
     Both are fitted in closed form before training. So a flow begins with what a linear map knows, which is much where
     image and text share a space, instead of having to learn it from pairs that may be few. `image_map` [d_T, d_I] and
     `text_map` [d_I, d_T] predict a stream from the other one; `gains` [POWERS, d] are the coefficients of the weights.
+    `shares` [2] say by which factor what the network returns for a stream counts beside the prediction; they are one
+    unless held-out pairs have chosen others (`training/blending.py`).
     """
 
     image_map: Tensor
     text_map: Tensor
+    shares: Tensor
 
     def __init__(self, dims: tuple[int, int]) -> None:
         super().__init__()
         for stream, name in enumerate(("image_map", "text_map")):
             self.register_buffer(name, torch.zeros(dims[1 - stream], dims[stream], dtype=torch.float32))
         self.gains = nn.ParameterList(torch.zeros(POWERS, d, dtype=torch.float32) for d in dims)
+        self.register_buffer("shares", torch.ones(2, dtype=torch.float32))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *arguments: Any) -> None:
+        with_shares(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def predict(self, given: Tensor, stream: int) -> Tensor:
         """What the rows `given` [B, d'] predict for the other stream, [B, d]."""
@@ -57,6 +66,7 @@ class Anchor(nn.Module):
         The maps are those of a ridge regression that shrinks towards a multiple of `start` [d_I, d_T], if there is one.
         Its strength is the one with which the halves of the pairs, told apart by `fold` [n], predict each other best.
         """
+        self.shares.fill_(1.0)
         for stream, target in enumerate((self.image_map, self.text_map)):
             given, generated = (streams[k].double().cpu() for k in (1 - stream, stream))
             towards = given.new_zeros(target.shape) if start is None else start.double().cpu()
@@ -81,6 +91,12 @@ class Anchor(nn.Module):
         ridge = GAIN_RIDGE * moment.trace().clamp(min=1e-12) * torch.eye(POWERS, dtype=moment.dtype, device="cpu")
         gains = torch.linalg.solve(moment + ridge, powers.T @ (prediction * velocity).sum(1))
         self.gains[stream].copy_(gains.unsqueeze(1).expand_as(self.gains[stream]))
+
+
+def with_shares(tensors: MutableMapping[str, Tensor], prefix: str = "anchor.") -> None:
+    """Adds the shares of the network, which are one, to the tensors of an anchor that was saved before it had any."""
+    if f"{prefix}image_map" in tensors:
+        tensors.setdefault(f"{prefix}shares", tensors[f"{prefix}image_map"].new_ones(2))
 
 
 def shrunken_map(given: Tensor, generated: Tensor, towards: Tensor, fold: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import os
 from dataclasses import dataclass
 from typing import Any
 
 from geoflow_fast.manifolds import MANIFOLDS, Manifold
-from geoflow_fast.runtime import checks
+from geoflow_fast.runtime import checks, processors
 
 SIZES = {
     "image_dim": (2, 1 << 20),
@@ -30,8 +29,8 @@ MANY_CORES = 8
 
 
 def many_cores(cores: int | None = None) -> bool:
-    """Whether `cores` are many; None stands for the cores of this machine."""
-    return ((os.cpu_count() or 1) if cores is None else checks.integer(cores, "cores", 1)) >= MANY_CORES
+    """Whether `cores` are many; None stands for those that this process may use."""
+    return (processors.granted() if cores is None else checks.integer(cores, "cores", 1)) >= MANY_CORES
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from geoflow_fast.directions import CONDITIONAL, STREAMS, Counts, Direction, row_directions, sort_rows
-from geoflow_fast.flow.anchor import Anchor
+from geoflow_fast.flow.anchor import Anchor, with_shares
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.fields import Streams, Velocity
 from geoflow_fast.flow.network import Block, Conditioning, Modulation, zero_linear
@@ -217,6 +217,7 @@ class GeoFlow(nn.Module):
         # On the meta device nothing is allocated until the tensors are known to fit, and no weights are drawn in vain.
         with contents_of(path), torch.device("meta"):
             flow = cls(GeoFlowConfig.from_json(info["config"]))
+        with_shares(tensors)
         check_tensors(path, tensors, flow.state_dict())
         flow.load_state_dict(tensors, assign=True)
         return flow.eval()
@@ -255,8 +256,8 @@ class GeoFlow(nn.Module):
         return self.decoders[0](image), self.decoders[1](text)
 
     def _anchored(self, outputs: Streams, image: Tensor, text: Tensor, t: float | Tensor, counts: Counts) -> Streams:
-        """Adds to the outputs of generated rows, in the conditional directions, what the given stream predicts. `t`:
-        one time, or those of the rows [B]."""
+        """Adds to the network's share of the generated rows, in the conditional directions, what the given stream
+        predicts. `t`: one time, or those of the rows [B]."""
         if self.anchor is None:
             return outputs
         n_i2t, n_joint, n_t2i = counts
@@ -265,11 +266,11 @@ class GeoFlow(nn.Module):
         if n_t2i:
             time = t if rows is None else rows[n_i2t + n_joint :]
             pull = self.anchor.predict(text[n_i2t + n_joint :], 0) * self.anchor.weight(time, 0)
-            for_image = torch.cat((for_image[:n_joint], for_image[n_joint:] + pull))
+            for_image = torch.cat((for_image[:n_joint], self.anchor.shares[0] * for_image[n_joint:] + pull))
         if n_i2t:
             time = t if rows is None else rows[:n_i2t]
             pull = self.anchor.predict(image[:n_i2t], 1) * self.anchor.weight(time, 1)
-            for_text = torch.cat((for_text[:n_i2t] + pull, for_text[n_i2t:]))
+            for_text = torch.cat((self.anchor.shares[1] * for_text[:n_i2t] + pull, for_text[n_i2t:]))
         return for_image, for_text
 
     def _tangent(self, image: Tensor, text: Tensor, outputs: Streams, counts: Counts) -> Streams:
@@ -292,7 +293,10 @@ def save_weights(folder: Path, config: GeoFlowConfig, weights: Mapping[str, Tens
 def flow_digest(flow: GeoFlow) -> str:
     """SHA-256 of configuration and weights, on which the results of a job depend. The weights alone would not do: the
     geometry, for one, leaves no trace in them."""
-    weights = hashing.digest(flow.state_dict().values())
+    tensors = dict(flow.state_dict())
+    if flow.anchor is not None and bool((flow.anchor.shares == 1).all()):
+        del tensors["anchor.shares"]  # digests of such flows are those from before there were shares
+    weights = hashing.digest(tensors.values())
     return hashing.fingerprint({"config": flow.config.to_json(), "weights": weights})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.model import WEIGHTS_FILE, GeoFlow
 from geoflow_fast.head import model as head
 from geoflow_fast.head import sampler
+from geoflow_fast.jobs.calibration import StoredCalibration
 from geoflow_fast.jobs.job import quantiles
-from geoflow_fast.jobs.queries import BLOCK_QUERIES, answer_queries, open_queries
+from geoflow_fast.jobs.queries import BLOCK_QUERIES, Naming, answer_queries, open_queries
 from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.runtime import checks, parquet, plots
@@ -33,6 +35,7 @@ TOP_COLUMNS = ("top_index", "top_prob")
 REFERENCE_QUERIES = 256
 ITEM_BYTES = 4
 """Bytes of one coordinate of an item in memory."""
+STEERED = ("kappa", "guidance")
 LAYOUTS = ("auto", "gallery", "queries")
 FLOW, HEAD, SAMPLER = "flow", head.KIND, sampler.KIND
 """What a folder can hold for a scorer."""
@@ -48,26 +51,42 @@ class ScoreSummary:
     """Quantiles of H in nats, by name ("5%", ...)."""
     risk_lower_bound: dict[str, float]
     """Quantiles of the bound on the risk."""
-    confident: float
+    half_or_more: float
     """Share of queries whose most probable item has probability 1/2 or more."""
     mean_risk_lower_bound: float
     """If the posteriors are right, no rule that picks one item per query errs less often than this."""
 
 
 def open_scorer(
-    model: Path, gallery: Path, direction: str, *, fast: bool, device: str, world: World = ALONE, **settings: Any
+    model: Path,
+    gallery: Path,
+    direction: str,
+    *,
+    fast: bool,
+    device: str,
+    world: World = ALONE,
+    normalize: bool = False,
+    **settings: Any,
 ) -> RetrievalEntropy:
     """Returns the scorer of a saved model and a gallery on disk. The model is a flow, for which `settings` change the
-    paper's or the fast settings, a head, or what was distilled from a flow."""
-    kind, items = model_kind(model), Gallery(gallery, world=world)
+    paper's or the fast settings, a head, or what was distilled from a flow. kappa and guidance are those that
+    `geoflow train` stored with a flow, unless they are given."""
+    kind, items = model_kind(model), Gallery(gallery, world=world, normalize=normalize)
     if kind == FLOW:
-        make = RetrievalEntropy.fast if fast else RetrievalEntropy
-        scorer = make(GeoFlow.from_pretrained(model), items, direction, **settings)
+        make, flow = RetrievalEntropy.fast if fast else RetrievalEntropy, GeoFlow.from_pretrained(model)
+        fitted = stored_bandwidth(model, flow, direction) or {}
+        scorer = make(flow, items, direction, **{**{name: fitted[name] for name in STEERED if fitted}, **settings})
     elif kind == HEAD:
         scorer = RetrievalEntropy(head.PosteriorHead.from_pretrained(model), items, direction, **settings)
     else:
         scorer = RetrievalEntropy.from_pretrained(model, items, direction=direction, **settings)
     return scorer.to(usable_device(device))
+
+
+def stored_bandwidth(model: Path, flow: GeoFlow, direction: str) -> dict[str, Any] | None:
+    """What `geoflow train` has stored about kappa and guidance with a flow; None if nothing, or for other weights."""
+    stored = StoredCalibration.read(model)
+    return None if stored is None else stored.bandwidth_of(flow, direction)
 
 
 def model_kind(folder: Path) -> str:
@@ -77,10 +96,10 @@ def model_kind(folder: Path) -> str:
     return kind if kind in (HEAD, SAMPLER) else FLOW
 
 
-def reference_queries(path: Path, count: int = REFERENCE_QUERIES) -> Tensor:
+def reference_queries(path: Path, count: int = REFERENCE_QUERIES, *, normalize: bool = False) -> Tensor:
     """Returns at most `count` rows of a file or folder of queries, evenly spaced: [R, d]."""
     rows = open_rows(path, "reference queries")
-    rows.check(normalize=False)
+    rows.check(normalize=normalize)
     if len(rows) == 0:
         raise ValueError(f"reference queries {path} are empty")
     return torch.from_numpy(rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(np.int64)])
@@ -96,20 +115,25 @@ def score_file(
     overwrite: bool = False,
     progress: bool | None = None,
     layout: str = "auto",
+    normalize: bool = False,
+    naming: Naming | None = None,
+    when_checked: Callable[[], object] = lambda: None,
 ) -> ScoreSummary:
     """Scores the rows of `queries` (a `.npy` file or a folder of shards) into the Parquet file `out`.
 
     Columns: `query` (row number), `entropy` (nats), `map_index`, `map_prob`, `risk_lower_bound`; `with_top` adds the
     lists `top_index` and `top_prob` of the scorer's `top_k` items. If the job is killed, the same call continues it:
     finished blocks of queries are kept beside `out`, which appears whole. All inputs are checked before anything is
-    written.
+    written; then `when_checked` is called. `normalize` scales queries to unit norm; `naming` has files of ids to write
+    instead of row numbers.
 
     `layout` says what the ranks of the gallery's world divide among them. With "gallery", each rank scores all queries
     against its share of the items, and the results are merged. With "queries", each rank scores blocks of queries
     against all items. "auto" divides the queries if the gallery fits into memory and every rank gets a block.
     """
     checks.integer(block, "block", 1)
-    rows = open_queries(queries, scorer.query_dim, scorer.gallery.world, scorer.source.NAME)
+    rows = open_queries(queries, scorer.query_dim, scorer.gallery.world, scorer.source.NAME, normalize=normalize)
+    when_checked()
     together = choose_layout(layout, scorer, math.ceil(len(rows) / block)) == "gallery"
     if together:
         scorer.divide_among_ranks()
@@ -131,6 +155,7 @@ def score_file(
         together=together,
         overwrite=overwrite,
         progress=progress,
+        naming=naming,
     )
     columns = parquet.read_columns(out, ["entropy", "map_prob", "risk_lower_bound"])
     return ScoreSummary(
@@ -138,7 +163,7 @@ def score_file(
         items=len(scorer.gallery),
         entropy=quantiles(columns["entropy"]),
         risk_lower_bound=quantiles(columns["risk_lower_bound"]),
-        confident=float((columns["map_prob"] >= 0.5).mean()),
+        half_or_more=float((columns["map_prob"] >= 0.5).mean()),
         mean_risk_lower_bound=float(columns["risk_lower_bound"].mean()),
     )
 
@@ -180,7 +205,8 @@ def draw_scores(scores: Path, summary: ScoreSummary, picture: Path) -> None:
     right.hist(columns["risk_lower_bound"], bins=bins, range=(0, 1), color="#3b6fb6")
     mean = summary.mean_risk_lower_bound
     right.axvline(mean, color="#e07b28", label=f"mean {mean:.3f}")
-    right.set(xlabel="lower bound on the risk of the best guess", title=f"confident: {summary.confident:.1%}")
+    share = f"an item of probability 1/2 or more: {summary.half_or_more:.1%}"
+    right.set(xlabel="lower bound on the risk of the best guess", title=share)
     for axes in (left, right):
         axes.legend(frameon=False)
         axes.yaxis.get_major_locator().set_params(integer=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -19,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from geoflow_fast.data.ids import Ids
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.runtime.files import LOCK_FILE, contents_of, locked, read_json, write_atomic, write_json
 from geoflow_fast.runtime.interrupt import stop_on_interrupt
@@ -38,17 +38,25 @@ class Job:
     """A computation whose result is the Parquet file `out` with `rows` rows, made `block_rows` at a time.
 
     `facts` are values that JSON can hold: settings, and digests of the inputs. If `numbered` is the name of a column,
-    that column comes first and holds the numbers of the rows.
+    that column comes first and holds the numbers of the rows, or the `ids` that they have.
     """
 
     def __init__(
-        self, out: Path, rows: int, block_rows: int, facts: Mapping[str, Any], numbered: str | None = None
+        self,
+        out: Path,
+        rows: int,
+        block_rows: int,
+        facts: Mapping[str, Any],
+        numbered: str | None = None,
+        ids: Ids | None = None,
     ) -> None:
         if rows < 1 or block_rows < 1:
             raise ValueError(f"rows={rows} and block_rows={block_rows} must be at least 1")
-        self.out, self.rows, self.block_rows, self.numbered = out, rows, block_rows, numbered
+        self.out, self.rows, self.block_rows, self.numbered, self.ids = out, rows, block_rows, numbered, ids
         # Facts are kept in the form in which JSON gives them back, to be compared with those of a file.
         whole = {**facts, "rows": rows, "block_rows": block_rows}
+        if ids is not None:
+            whole["ids"] = ids.digest()
         self.facts: dict[str, Any] = json.loads(json.dumps(whole, allow_nan=False))
         self.folder = out.with_name(f"{out.name}.blocks")
 
@@ -108,7 +116,7 @@ class Job:
                 missing = set(world.share([rows.start for rows, path in self._blocks() if not path.is_file()]))
                 if read_facts(self.folder / FACTS_FILE) != self.facts:
                     raise OSError(errno.ENOENT, f"rank {world.rank} does not see {self.folder}; all ranks need to")
-                shown = world.is_main and (sys.stderr.isatty() if progress is None else progress)
+                shown = progress if world.is_main else False
                 self._compute_blocks(compute, missing, unit, world, shown=shown, together=together or world.size == 1)
                 world.barrier()
                 if world.is_main:
@@ -132,7 +140,7 @@ class Job:
             yield rows, self.folder / f"{first:012d}.parquet"
 
     def _compute_blocks(
-        self, compute: Compute, starts: set[int], unit: str, world: World, *, shown: bool, together: bool
+        self, compute: Compute, starts: set[int], unit: str, world: World, *, shown: bool | None, together: bool
     ) -> None:
         """Computes and writes the blocks that begin at the rows `starts`."""
         missing = [(rows, path) for rows, path in self._blocks() if rows.start in starts]
@@ -147,7 +155,10 @@ class Job:
                 rows, path = missing[number]
                 columns = compute(rows, advance if together else lambda _: None)
                 if world.is_main or not together:
-                    arrays = {} if self.numbered is None else {self.numbered: np.arange(rows.start, rows.stop)}
+                    arrays: dict[str, NDArray[Any]] = {}
+                    if self.numbered is not None:
+                        numbers = np.arange(rows.start, rows.stop)
+                        arrays[self.numbered] = numbers if self.ids is None else self.ids.of(numbers)
                     for name, column in columns.items():
                         arrays[name] = column.cpu().numpy() if isinstance(column, Tensor) else column
                     write_columns(path, arrays, len(rows))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from geoflow_fast.data.ids import open_ids
 from geoflow_fast.data.rows import Rows, open_rows
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.model import flow_digest
@@ -19,19 +22,29 @@ from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.rerank import BayesReranker
 from geoflow_fast.runtime.progress import Advance
 
+ITEM_COLUMNS = {"map_index", "top_index", "index", "answer"}
+"""Columns that hold numbers of items."""
 BLOCK_QUERIES = 64
 """Queries per pass over the gallery. A kill loses at most the work on one block."""
 
 
-def open_queries(path: Path, dim: int, world: World = ALONE, model: str = "flow") -> Rows:
+@dataclass(frozen=True)
+class Naming:
+    """Files of the ids that results show instead of row numbers; without them they show numbers."""
+
+    queries: Path | None = None
+    items: Path | None = None
+
+
+def open_queries(path: Path, dim: int, world: World = ALONE, model: str = "flow", *, normalize: bool = False) -> Rows:
     """Opens a `.npy` file or a folder of shards, and checks that it holds unit rows of width `dim`, which is what a
-    `model` expects."""
+    `model` expects. With `normalize`, rows are scaled to unit norm."""
     rows = open_rows(path, "queries")
     if rows.dim != dim:
         raise ValueError(f"queries {path} have width {rows.dim}, but the {model} expects {dim}")
     if len(rows) == 0:
         raise ValueError(f"queries {path} are empty: there is nothing to score")
-    rows.check(normalize=False, world=world)
+    rows.check(normalize=normalize, world=world)
     return rows
 
 
@@ -55,22 +68,31 @@ def answer_queries(
     together: bool = False,
     overwrite: bool = False,
     progress: bool | None = None,
+    naming: Naming | None = None,
 ) -> None:
-    """Writes the Parquet file `out`, whose `columns` are attributes of what `answer(queries, advance=...)` returns.
+    """Writes the Parquet file `out`, whose `columns` are attributes of what `answer(queries, advance=...)` returns. The
+    ids of `naming` take the place of the numbers of queries and items.
 
     The job is identified by `facts`, the settings of `searcher` and digests of the model, the queries and the gallery.
     The ranks of the gallery's world share the blocks or, with `together`, compute each block together.
     """
-    world = searcher.gallery.world
+    world, naming = searcher.gallery.world, naming or Naming()
+    items = None if naming.items is None else open_ids(naming.items, len(searcher.gallery), "items")
+    names = None if naming.queries is None else open_ids(naming.queries, len(queries), "queries")
     inputs = {
         **model_digest(searcher),
         "queries": queries.digest(world),
         "gallery": searcher.gallery.digest(),
     }
+    if items is not None:
+        inputs["item_ids"] = items.digest()
 
-    def compute(rows: range, advance: Advance) -> Mapping[str, Tensor]:
+    def compute(rows: range, advance: Advance) -> Mapping[str, Tensor | NDArray[Any]]:
         answers = answer(torch.from_numpy(queries[np.arange(rows.start, rows.stop)]), advance=advance)
-        return {name: getattr(answers, name) for name in columns}
+        numbers: dict[str, Tensor] = {name: getattr(answers, name) for name in columns}
+        if items is None:
+            return numbers
+        return {name: items.of(x.cpu().numpy()) if name in ITEM_COLUMNS else x for name, x in numbers.items()}
 
-    job = Job(out, len(queries), block, {**facts, **searcher.settings, **inputs}, numbered="query")
+    job = Job(out, len(queries), block, {**facts, **searcher.settings, **inputs}, numbered="query", ids=names)
     job.run(compute, overwrite=overwrite, unit="queries", progress=progress, world=world, together=together)

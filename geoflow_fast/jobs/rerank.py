@@ -12,9 +12,10 @@ from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.model import WEIGHTS_FILE, GeoFlow
 from geoflow_fast.head.model import HEAD_FOLDER, PosteriorHead
+from geoflow_fast.jobs.calibration import StoredCalibration, made_elsewhere, settle_ladder
 from geoflow_fast.jobs.entropy import HEAD, model_kind, reference_queries
 from geoflow_fast.jobs.job import quantiles
-from geoflow_fast.jobs.queries import BLOCK_QUERIES, answer_queries, open_queries
+from geoflow_fast.jobs.queries import BLOCK_QUERIES, Naming, answer_queries, open_queries
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.hubs import MOST_ROWS
 from geoflow_fast.retrieval.rerank import BayesReranker
@@ -24,6 +25,8 @@ from geoflow_fast.runtime.device import usable_device
 FORMAT = 1
 """This number goes up when a release computes other results from the same settings, so that it does not continue the
 blocks of an older one."""
+MOST_QUERIES, MOST_QUERIES_OF_FLOW = 1000, 500
+"""Held-out queries of the model, at most, on which the ladder is fitted to a gallery, without a flow and with one."""
 COLUMNS = ("index", "prob", "answer", "p_answer", "p_outside", "entropy", "risk_lower_bound")
 
 
@@ -53,13 +56,14 @@ def open_reranker(
     head: Path | None = None,
     bank: Path | None = None,
     world: World = ALONE,
+    normalize: bool = False,
     **settings: Any,
 ) -> BayesReranker:
     """Returns the re-ranker of saved models and a gallery on disk, uncalibrated. `model` holds a flow, beside which a
     head may stand that `geoflow train` wrote, or a head. `head` names another one, `bank` a file of queries."""
     flow, own_head = open_models(model, head)
-    typical = None if bank is None else reference_queries(bank, MOST_ROWS)
-    items = Gallery(gallery, world=world)
+    typical = None if bank is None else reference_queries(bank, MOST_ROWS, normalize=normalize)
+    items = Gallery(gallery, world=world, normalize=normalize)
     reranker = BayesReranker(flow, items, direction, head=own_head, bank=typical, **settings)
     return reranker.to(usable_device(device))
 
@@ -77,18 +81,19 @@ def open_models(model: Path, head: Path | None) -> tuple[GeoFlow | None, Posteri
 
 def settle_calibration(
     reranker: BayesReranker, model: Path, kept: Path | None, held_out: Path | None, *, overwrite: bool = False
-) -> None:
-    """Gives the re-ranker the calibration in the file `kept` or, without `kept`, the one in the model's folder if there
-    is one.
+) -> str:
+    """Gives the re-ranker the calibration in the file `kept` or, without `kept`, the one that belongs to the model, and
+    returns where it comes from, or why there is none, in words.
 
     With a folder of `held_out` pairs, a calibration that does not exist yet is computed by the main rank and written to
     that file. One that was computed from other pairs is a FileExistsError, unless `overwrite` is set.
     """
     world, file = reranker.gallery.world, reranker.calibration_file(kept or model)
     if held_out is None:
-        if kept is not None or file.is_file():
+        if kept is not None:
             reranker.load_calibration(file)
-        return
+            return f"calibrated by {file}"
+        return _calibration_of_model(reranker, model)
     pairs = EmbeddingPairs.open(held_out, world=world)
     if world.share(overwrite or not file.is_file()):
         if world.is_main:
@@ -98,6 +103,25 @@ def settle_calibration(
         reranker.load_calibration(file)
     elif reranker.load_calibration(file).pairs != pairs.fingerprint():
         raise FileExistsError(f"{file} was computed from other pairs; move it, or ask to overwrite")
+    return f"calibrated on {held_out}"
+
+
+def _calibration_of_model(reranker: BayesReranker, model: Path) -> str:
+    """Uses the held-out pairs that `geoflow train` stored, unless the user has calibrated the model on other pairs."""
+    world, file, stored = reranker.gallery.world, reranker.calibration_file(model), StoredCalibration.read(model)
+    pairs = None if stored is None else stored.pairs(world)
+    if pairs is None or world.share(made_elsewhere(file, pairs)):
+        if not file.is_file():
+            return f"{model} holds no held-out pairs from training"
+        reranker.load_calibration(file)
+        return f"calibrated by {file}"
+    assert stored is not None
+    most = MOST_QUERIES if reranker.flow is None else MOST_QUERIES_OF_FLOW
+    entry = settle_ladder(stored, reranker, pairs, max_queries=most).ladder[str(reranker.direction)]
+    if "reason" in entry:
+        return f"its {stored.held_out} do not suffice: {entry['reason']}"
+    kept = f"; not kept, as {model} cannot be written to" if "not_kept" in entry else ""
+    return f"calibrated in this gallery on {stored.held_out} of {model}{kept}"
 
 
 def rerank_file(
@@ -108,13 +132,15 @@ def rerank_file(
     block: int = BLOCK_QUERIES,
     overwrite: bool = False,
     progress: bool | None = None,
+    normalize: bool = False,
+    naming: Naming | None = None,
 ) -> RerankSummary:
     """Re-ranks the shortlists of the rows of `queries` into the Parquet file `out`, as `score_file` scores them.
 
     Columns: `query`, the lists `index` and `prob` in order of probability, and `answer`, `p_answer`, `p_outside`,
     `entropy` (nats) and `risk_lower_bound`. The ranks of the gallery's world share the queries.
     """
-    rows = open_queries(queries, reranker.query_dim, reranker.gallery.world)
+    rows = open_queries(queries, reranker.query_dim, reranker.gallery.world, normalize=normalize)
     fitted = reranker.calibration
     facts = {
         "task": "rerank",
@@ -123,7 +149,16 @@ def rerank_file(
     }
     names = COLUMNS if reranker.budget is None else (*COLUMNS, "asked_flow")
     answer_queries(
-        reranker, rows, out, facts, reranker.rerank, names, block=block, overwrite=overwrite, progress=progress
+        reranker,
+        rows,
+        out,
+        facts,
+        reranker.rerank,
+        names,
+        block=block,
+        overwrite=overwrite,
+        progress=progress,
+        naming=naming,
     )
     columns = parquet.read_columns(out, ["index", "answer", "p_answer", "p_outside"])
     return RerankSummary(

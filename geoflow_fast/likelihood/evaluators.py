@@ -83,9 +83,13 @@ class NetworkEvaluator:
         outputs = self.network(t, rows)
         f, products = zip(*(outputs[key] for key in self.moving))
         if self.anchor is not None:
+            anchor, moving = self.anchor, [(*key, p) for key, p in zip(self.moving, self.predictions)]
             f = tuple(
-                y if prediction is None else y + prediction * self.anchor.weight(t, stream)
-                for y, prediction, (_, stream) in zip(f, self.predictions, self.moving)
+                y if p is None else anchor.shares[stream] * y + p * anchor.weight(t, stream)
+                for y, (_, stream, p) in zip(f, moving)
+            )
+            products = tuple(
+                y if p is None else anchor.shares[stream] * y for y, (_, stream, p) in zip(products, moving)
             )
         if probes is None:
             return f, f[0].new_empty(0), ()

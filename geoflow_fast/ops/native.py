@@ -5,8 +5,11 @@ Every function takes tensors that its operation has already validated in the use
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib
+import math
+import threading
 from collections.abc import Callable
 from enum import IntEnum
 from types import ModuleType
@@ -17,6 +20,7 @@ from torch import Tensor
 
 from geoflow_fast.noise import StructuredNoise
 from geoflow_fast.ops.dispatch import Backend
+from geoflow_fast.runtime import processors
 
 
 @functools.cache
@@ -63,6 +67,46 @@ def _built() -> ModuleType:
     if module is None:
         raise OSError(missing())
     return module
+
+
+def usable_threads() -> int:
+    """Threads of a compiled kernel: those of torch, but no more than control groups grant this process.
+
+    Once other processes are seen to want the processors too, threads no longer spin while they wait.
+    """
+    contention, limit = _machine()
+    if contention is not None and contention.noticed():
+        sleep_while_waiting()
+    return torch.get_num_threads() if limit is None else min(torch.get_num_threads(), limit)
+
+
+@functools.cache
+def _machine() -> tuple[processors.Contention | None, int | None]:
+    """What watches for other processes, unless the user has said how threads wait, and the limit of control groups."""
+    quota = processors.quota()
+    watched = processors.wait_policy() is None and hasattr(ctypes.CDLL(_built().__file__), "GOMP_parallel")
+    return processors.Contention() if watched else None, None if quota is None else math.ceil(quota)
+
+
+@functools.cache
+def sleep_while_waiting() -> None:
+    """Makes the threads of GNU's OpenMP, which torch and the extension share, sleep soon when they wait for each other.
+
+    The library reads its policy from the environment when it is loaded, but it also spins only for a moment as long as
+    it manages more threads than there are processors. So a few more are made here, which sleep from then on.
+    """
+    library = ctypes.CDLL(_built().__file__)  # finds the OpenMP that the extension is bound to
+    nothing = ctypes.cast(library.omp_get_thread_num, ctypes.c_void_p)  # what the threads do before they sleep
+    count = max(2, 2 + processors.affinity() - torch.get_num_threads())
+    made = threading.Event()
+
+    def keep_team() -> None:
+        library.GOMP_parallel(nothing, None, count, 0)
+        made.set()
+        threading.Event().wait()  # its threads would end with it
+
+    threading.Thread(target=keep_team, name="geoflow_fast: idle team", daemon=True).start()
+    made.wait()
 
 
 def cpu_features() -> list[str]:
@@ -126,7 +170,7 @@ def masked_interpolant(
             rows=rows,
             **addresses,
             tolerance=tolerance,
-            threads=torch.get_num_threads(),
+            threads=usable_threads(),
         )
     )
 
@@ -172,7 +216,7 @@ class TransportMatrix:
         self._matrix.kernel = kernel_eps is not None
         self._matrix.centre, self._matrix.eps = 0.0, kernel_eps or 1.0
         kept = [self._factor(*pair, weight) for pair, weight in zip((image, text), weights)]
-        low, high = _built().ot_build(self._matrix, *(factor for factor, _ in kept), arc, torch.get_num_threads())
+        low, high = _built().ot_build(self._matrix, *(factor for factor, _ in kept), arc, usable_threads())
         return low, high
 
     def _factor(self, noise: Tensor | StructuredNoise, data: Tensor, weight: float) -> tuple[Any, list[Tensor]]:
@@ -200,7 +244,7 @@ class TransportMatrix:
         if cost.shape != self._shape:
             raise ValueError(f"cost has shape {tuple(cost.shape)}, expected {self._shape}")
         self._matrix.kernel = False
-        low, high = _built().ot_import(self._matrix, address, offset, torch.get_num_threads())
+        low, high = _built().ot_import(self._matrix, address, offset, usable_threads())
         return low, high
 
     def enter_kernel(self, centre: float, eps: float) -> None:
@@ -208,21 +252,21 @@ class TransportMatrix:
         if self.in_kernel_domain:
             raise ValueError("the matrix is in the kernel domain already")
         self._matrix.centre, self._matrix.eps = centre, eps
-        _built().ot_change_domain(self._matrix, torch.get_num_threads())
+        _built().ot_change_domain(self._matrix, usable_threads())
         self._matrix.kernel = True
 
     def leave_kernel(self) -> None:
         """Back to scores, in place."""
         if not self.in_kernel_domain:
             raise ValueError("the matrix is not in the kernel domain")
-        _built().ot_change_domain(self._matrix, torch.get_num_threads())
+        _built().ot_change_domain(self._matrix, usable_threads())
         self._matrix.kernel = False
 
     def iterate(self, f: Tensor, g: Tensor, eps: float, tol: float, max_iter: int) -> tuple[int, int, float]:
         """Sinkhorn iterations, updating `f` and `g` in place: (outcome, iterations, column violation)."""
         self._check_potentials(f=f, g=g)
         outcome, iterations, error = _built().ot_iterate(
-            self._matrix, eps, tol, max_iter, f.data_ptr(), g.data_ptr(), torch.get_num_threads()
+            self._matrix, eps, tol, max_iter, f.data_ptr(), g.data_ptr(), usable_threads()
         )
         return outcome, iterations, error
 
@@ -232,7 +276,7 @@ class TransportMatrix:
         self._check_potentials(f=f, g=g)
         sums = torch.empty_like(g)
         fine = _built().ot_panel_pass(
-            self._matrix, eps, total_rows, f.data_ptr(), g.data_ptr(), sums.data_ptr(), torch.get_num_threads()
+            self._matrix, eps, total_rows, f.data_ptr(), g.data_ptr(), sums.data_ptr(), usable_threads()
         )
         return sums if fine else None
 
@@ -243,14 +287,14 @@ class TransportMatrix:
         drawn_at = 0 if uniform is None else _address(uniform, "uniform", torch.float64)
         if uniform is not None and uniform.numel() != self._shape[0]:
             raise ValueError(f"uniform has {uniform.numel()} entries for {self._shape[0]} rows")
-        threads = torch.get_num_threads()
+        threads = usable_threads()
         _built().ot_read_out(self._matrix, eps, 0, g.data_ptr(), drawn_at, index.data_ptr(), threads)
         return index
 
     def mean_score(self, f: Tensor, g: Tensor, eps: float) -> float:
         """sum_ij P_ij S_ij."""
         self._check_potentials(f=f, g=g)
-        threads = torch.get_num_threads()
+        threads = usable_threads()
         return float(_built().ot_read_out(self._matrix, eps, f.data_ptr(), g.data_ptr(), 0, 0, threads))
 
     def _check_potentials(self, **potentials: Tensor) -> None:
@@ -341,7 +385,7 @@ def _gallery_inputs(
         "items": items,
         "dim": dim,
         "kappa": kappa,
-        "threads": torch.get_num_threads(),
+        "threads": usable_threads(),
     }
 
 
@@ -533,7 +577,7 @@ class Kernel:
             (rows, width),
             (rows,),
         )
-        crossing: dict[str, Any] = {"shape": (rows, width, per_group, torch.get_num_threads())}
+        crossing: dict[str, Any] = {"shape": (rows, width, per_group, usable_threads())}
         if self.has_tangents:
             crossing["tangents"] = tangents
         for name, extent in self.arguments.items():
@@ -576,5 +620,5 @@ def keep_mask(like: Tensor, share: float) -> Tensor:
     """A mask of the shape of `like`: false with probability `share`, by one number of torch's global generator."""
     seed = int(torch.randint(2**32, (), device="cpu"))
     keep = torch.empty(like.shape, dtype=torch.bool, device="cpu")
-    _built().keep_mask(keep.numel(), share, seed, _address(keep, "keep", torch.bool), torch.get_num_threads())
+    _built().keep_mask(keep.numel(), share, seed, _address(keep, "keep", torch.bool), usable_threads())
     return keep

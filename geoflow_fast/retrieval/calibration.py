@@ -114,6 +114,11 @@ class Calibration:
         return {name: value for name, value in every.items() if value}
 
     @property
+    def cheap_features(self) -> list[str]:
+        """The features that have a weight, all but the flow's."""
+        return [name for name in self.by_feature if name != "flow"]
+
+    @property
     def identity(self) -> list[Any]:
         """Everything that probabilities depend on. Without further features it is what earlier releases wrote into the
         description of a job."""

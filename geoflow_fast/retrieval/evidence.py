@@ -36,6 +36,8 @@ class Evidence:
     """[Q, K] float64, by which the shortlists were chosen: the cosine, or the head's score."""
     valid: Tensor
     """[Q, K] bool, false where a shortlist is shorter than K."""
+    asked: Tensor | None = None
+    """[Q, K] bool, about which items the flow was asked; None if about all."""
     by_fold: tuple[Evidence, ...] = ()
     """The evidence that a fit without each of the folds sees, where the other folds may have chosen other features."""
 
@@ -55,20 +57,37 @@ class Evidence:
         not the one meant. Levels cancel within a shortlist, and they give the constant one meaning for all queries:
         log p(query | .), for one, is larger for all items if the query is a usual one.
         """
-        rank = self.nearness.masked_fill(~self.valid, math.inf).argsort(1).argsort(1)  # 0 for the least near
-        count = (self.valid.sum(1, keepdim=True) // 2).clamp(min=1)
-        far = rank < count
-        columns = [self.features[name] - self._level(name, far, count) for name in names]
+        columns = [self._column(name, level) for name, level in self.levels(names).items()]
         items = torch.stack((*columns, torch.zeros_like(self.nearness)), dim=-1)
         outside = items.new_tensor([*(0.0 for _ in names), 1.0]).expand(len(items), 1, len(names) + 1)
         return torch.cat((items.masked_fill(~self.valid.unsqueeze(-1), 0.0), outside), dim=1)
 
-    def _level(self, name: str, far: Tensor, count: Tensor) -> Tensor:
-        """The level [Q, 1] of a feature: the mean, or of a log-density the logarithm of the mean density."""
-        values = self.features[name]
-        if name == "flow":
-            return values.masked_fill(~far, -math.inf).logsumexp(1, keepdim=True) - count.double().log()
-        return values.masked_fill(~far, 0.0).sum(1, keepdim=True) / count
+    # unchecked: the re-ranker calls it with evidence of its own
+    def levels(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """The level [Q, 1] of each of these features: the mean over the less near half of the items, or of a
+        log-density the logarithm of the mean density, over the less near half of those that were asked about."""
+        half = {False: self._less_near_half(self.valid)}
+        half[True] = half[False] if self.asked is None else self._less_near_half(self.asked)
+        levels = {}
+        for name in names:
+            far, count = half[name == "flow"]
+            values = self.features[name]
+            if name == "flow":
+                levels[name] = values.masked_fill(~far, -math.inf).logsumexp(1, keepdim=True) - count.double().log()
+            else:
+                levels[name] = values.masked_fill(~far, 0.0).sum(1, keepdim=True) / count
+        return levels
+
+    def _less_near_half(self, among: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of the items `among` [Q, K] are in their less near half, [Q, K] bool, and how many, [Q, 1]."""
+        rank = self.nearness.masked_fill(~among, math.inf).argsort(1).argsort(1)  # 0 for the least near
+        count = (among.sum(1, keepdim=True) // 2).clamp(min=1)
+        return rank < count, count
+
+    def _column(self, name: str, level: Tensor) -> Tensor:
+        """A feature [Q, K] measured from its level; the flow's is zero for items that it was not asked about."""
+        values = self.features[name] - level
+        return values.masked_fill(~self.asked, 0.0) if name == "flow" and self.asked is not None else values
 
     def possible(self) -> Tensor:
         """[Q, K + 1] bool: which items are there; "outside", the last, always is."""
@@ -78,7 +97,8 @@ class Evidence:
     def rows(self, which: Tensor) -> Evidence:
         """The evidence of the queries that `which` selects."""
         features = {name: values[which] for name, values in self.features.items()}
-        return Evidence(features, self.nearness[which], self.valid[which])
+        asked = None if self.asked is None else self.asked[which]
+        return Evidence(features, self.nearness[which], self.valid[which], asked)
 
 
 @dataclass(frozen=True)

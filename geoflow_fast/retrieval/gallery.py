@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from geoflow_fast import ops
+from geoflow_fast import geometry, ops
 from geoflow_fast.data.rows import Array, Rows, open_rows
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import check_rows
@@ -48,7 +48,8 @@ class Gallery:
 
     `source`: a tensor or an array [N, d], a `.npy` file, or a folder of `.npy` shards, read in the order of the numbers
     in their names. A tensor stays on its device; files are memory-mapped and never loaded whole. Half precision is
-    converted as it is read. Rows that are not finite or not of unit norm raise a ValueError.
+    converted as it is read. Rows that are not finite or not of unit norm raise a ValueError; with `normalize` they are
+    scaled to unit norm as they are read, a tensor at once.
 
     A tensor may be overwritten: its rows are checked again before the next use, and so is the index. Of an array, about
     a hundred rows are checked whenever it is used, since nothing tells of writes to it: do not change one that a
@@ -70,6 +71,7 @@ class Gallery:
         world: World = ALONE,
         *,
         store: Store | None = None,
+        normalize: bool = False,
     ) -> None:
         self.world, self.is_divided = world, False
         self._digest: tuple[Hashable, str] | None = None
@@ -80,16 +82,19 @@ class Gallery:
             if source.dim() != 2 or not source.is_floating_point():
                 raise ValueError(f"gallery must be a floating-point [N, d], got {source.dtype} {tuple(source.shape)}")
             self.rows = source.detach()
+            if normalize:
+                check_rows(self.rows, "gallery", unit=False)
+                self.rows = geometry.normalize(self.rows)
         elif isinstance(source, np.ndarray):
-            self.rows = Rows([source], "gallery")
+            self.rows = Rows([source], "gallery", normalize=normalize)
         elif self.path is not None:
-            self.rows = open_rows(self.path, "gallery")
+            self.rows = open_rows(self.path, "gallery", normalize=normalize)
         else:
             raise TypeError(f"gallery must be a tensor, an array or a path, got {type(source).__name__}")
         if len(self) == 0:
             raise ValueError("the gallery is empty: there is nothing to retrieve")
         if isinstance(self.rows, Rows):
-            self.rows.check(normalize=False, world=world)
+            self.rows.check(normalize=normalize, world=world)
         else:
             check_rows(self.rows, "gallery")
             self._checked = marks([self.rows])
@@ -207,7 +212,7 @@ class Gallery:
             return
         if isinstance(self.rows, Rows):
             if not has_unit_rows(some):
-                self.rows.check(normalize=False)
+                self.rows.check(normalize=self.rows.normalize)
             return
         current = marks([self.rows])
         if current != self._checked or not has_unit_rows(some):

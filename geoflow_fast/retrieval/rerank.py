@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection
@@ -42,6 +41,7 @@ from geoflow_fast.retrieval.calibration import (
 )
 from geoflow_fast.retrieval.entropy import risk_lower_bound
 from geoflow_fast.retrieval.evidence import Evidence, Rung, cosines
+from geoflow_fast.retrieval.features import query_feature_names, query_features
 from geoflow_fast.retrieval.freshness import ModelDigest, flow_marks
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource, Store
 from geoflow_fast.retrieval.held_out import HeldOut
@@ -94,6 +94,9 @@ class Reranked:
     """Whether the weights were fitted on held-out pairs."""
     asked_flow: Tensor
     """[Q] bool, for which queries the flow was evidence."""
+    features: Tensor
+    """[Q, f] float64, what the evidence says about a query as a whole: how sure the answer is, how far ahead the most
+    probable item is, the level of each kind of evidence. The columns are `feature_names` of the re-ranker."""
 
 
 class BayesReranker(nn.Module):
@@ -225,6 +228,14 @@ class BayesReranker(nn.Module):
         kept; empty before `calibrate`."""
         return () if self.calibration is None else self.calibration.rungs
 
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """What the columns of `Reranked.features` are. They belong to the calibration: rungs of evidence that it does
+        not use have none."""
+        fitted = self.calibration or self._uncalibrated()
+        asked = ["flow"] if "flow" in fitted.by_feature else []
+        return query_feature_names([*fitted.cheap_features, *asked])
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BayesReranker:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.gallery = self.gallery.on(self.example.device)
@@ -304,10 +315,11 @@ class BayesReranker(nn.Module):
         if self.budget is not None and calibration.by_feature.get("flow") and calibration.cheap is None:
             raise ValueError("budget= needs a calibration of this release, which also has weights without the flow")
         index = self._search(queries, candidates)
-        needed = set(calibration.by_feature)
-        evidence = self._evidence(queries, index, needed - {"flow"}, None if "flow" in needed else advance)
+        needed = calibration.cheap_features
+        asks_flow = "flow" in calibration.by_feature
+        evidence = self._evidence(queries, index, needed, None if asks_flow else advance)
         asked = torch.zeros(len(queries), dtype=torch.bool, device=queries.device)
-        if "flow" in needed:
+        if asks_flow:
             asked = self._asks_flow(evidence, calibration)
             if advance is not None:
                 advance(int((~asked).sum()))
@@ -370,8 +382,7 @@ class BayesReranker(nn.Module):
         task = RetrievalTask.of(
             pairs, self.direction, max_queries=max_queries, seed=self.seed, all_items=False, any_widths=True
         )
-        shown = sys.stderr.isatty() if progress is None else progress
-        with progress_bar(len(task), 0, "held-out queries", shown=shown) as advance:
+        with progress_bar(len(task), 0, "held-out queries", shown=progress) as advance:
             known = HeldOut(self, task, self.bank if self.bank_is_given else None).evidence(advance)
         counts = (task.own >= 0).sum(1), task.query_image
         fitted = fit_calibration(
@@ -595,7 +606,8 @@ class BayesReranker(nn.Module):
         number, by_number = index.masked_fill(~evidence.valid, len(self.gallery)).sort(1)
         prob = every.gather(1, by_number).masked_fill(number == len(self.gallery), -1.0)
         order = by_number.gather(1, prob.sort(dim=1, descending=True, stable=True).indices)
-        entropy = torch.special.entr(every).sum(1)
+        features = query_features(evidence, every, best.squeeze(1))
+        entropy = features["entropy"]
         choices = index.shape[1] + (self.calibration is not None)
         return Reranked(
             index.gather(1, order),
@@ -607,6 +619,7 @@ class BayesReranker(nn.Module):
             risk_lower_bound(entropy, choices),
             self.calibration is not None,
             asked,
+            torch.stack([*features.values()], dim=1),
         )
 
 

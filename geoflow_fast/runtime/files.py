@@ -140,10 +140,15 @@ def contents_of(path: Path, verdict: str = "damaged or was not written by geoflo
         raise ValueError(f"{path} is {verdict}: {error!r}") from error
 
 
+def need_file(path: Path) -> None:
+    """Raises a FileNotFoundError unless `path` is a regular file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is {'not a file' if path.exists() else 'missing'}")
+
+
 def read_small(path: Path) -> bytes:
     """Returns the bytes of a regular file of at most `JSON_BYTES`; pipes and devices are refused."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist or is not a file")
+    need_file(path)
     try:
         with open(path, "rb") as file:
             data = file.read(JSON_BYTES + 1)

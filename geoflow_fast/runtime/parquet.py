@@ -1,4 +1,4 @@
-"""Columns of Parquet files, read within bounds on memory and written atomically.
+"""Columns of Parquet and CSV files, read within bounds on memory, and written to Parquet atomically.
 
 pyarrow takes a while to import, so each function imports it when it is called.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from geoflow_fast.runtime.files import contents_of, write_atomic
+from geoflow_fast.runtime.files import contents_of, need_file, write_atomic
 
 PARQUET_BYTES, PARQUET_FACTOR = 1 << 28, 1000
 """A Parquet file is not read if its columns would take more memory than `PARQUET_BYTES` and more than `PARQUET_FACTOR`
@@ -38,8 +38,7 @@ def read_columns(path: Path, names: list[str] | None = None) -> dict[str, NDArra
     """
     import pyarrow.parquet
 
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} does not exist or is not a file")
+    need_file(path)
     with contents_of(path, DAMAGED):
         metadata = pyarrow.parquet.read_metadata(path)
         columns = metadata.num_columns if names is None else len(names)
@@ -52,6 +51,23 @@ def read_columns(path: Path, names: list[str] | None = None) -> dict[str, NDArra
     return {name: table[name].to_numpy() for name in table.column_names}
 
 
+def csv_names(path: Path) -> list[str]:
+    """Returns the names of the columns of a CSV file, which its first line gives."""
+    import pyarrow.csv
+
+    with contents_of(path, "damaged or not CSV"), pyarrow.csv.open_csv(path) as reader:
+        return list(reader.schema.names)
+
+
+def read_csv(path: Path, names: list[str]) -> dict[str, NDArray[Any]]:
+    """Returns the named columns of a CSV file."""
+    import pyarrow.csv
+
+    with contents_of(path, "damaged or not CSV"):
+        table = pyarrow.csv.read_csv(path, convert_options=pyarrow.csv.ConvertOptions(include_columns=names))
+    return {name: table[name].to_numpy() for name in table.column_names}
+
+
 def write_columns(path: Path, columns: Columns, rows: int) -> None:
     """Writes columns of `rows` rows as a Parquet file, atomically."""
     import pyarrow.parquet
@@ -60,7 +76,8 @@ def write_columns(path: Path, columns: Columns, rows: int) -> None:
     for name, column in columns.items():
         if column.ndim not in (1, 2) or len(column) != rows:
             raise ValueError(f"column {name} has shape {column.shape} in a block of {rows} rows")
-        flat = pyarrow.array(column.reshape(-1))
+        # A block without a single string would otherwise be of another type than the rest.
+        flat = pyarrow.array(column.reshape(-1), pyarrow.string() if column.dtype == object else None)
         arrays[name] = flat if column.ndim == 1 else pyarrow.FixedSizeListArray.from_arrays(flat, column.shape[1])
     table = pyarrow.table(arrays)
     write_atomic(path, functools.partial(pyarrow.parquet.write_table, table))

@@ -128,6 +128,8 @@ class TrainConfig(RunConfig):
     validations in a row, not counting those before step `val_every`, whose loss is not lower than that of the last
     improvement by more than `min_improvement` and by more than `min_relative_improvement` of it. `prefetch`: prepare
     batches in a thread.
+    `blend`: after the last step, weigh the network of an anchored flow against its anchor, in each conditional
+    direction, by the held-out likelihood of retrieval (`training/blending.py`).
     `weight_decay`: of the optimizer. `compile`: trace the step with torch.compile. `checkpoint_every`, `log_every`:
     steps between checkpoints and between lines of `metrics.jsonl`. `tensorboard`: write TensorBoard events as well.
     """
@@ -142,6 +144,7 @@ class TrainConfig(RunConfig):
     ramp_share: float = 0.15
     p_joint: float = 0.40
     p_drop: float = 0.10
+    blend: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -151,6 +154,8 @@ class TrainConfig(RunConfig):
         checks.one_of(self.conditional_coupling, "conditional_coupling", CONDITIONAL_COUPLINGS)
         checks.one_of(self.noise, "noise", NOISES)
         checks.one_of(self.ot_scope, "ot_scope", OT_SCOPES)
+        if not isinstance(self.blend, bool):
+            raise TypeError(f"blend must be True or False, got {self.blend!r}")
 
     @classmethod
     def paper(cls) -> TrainConfig:
@@ -170,7 +175,8 @@ class TrainConfig(RunConfig):
         """Settings for `GeoFlowConfig.auto` with this number of pairs, from 4 on, and of cores (by default those of
         this machine): on few pairs a short run that is validated often."""
         if checks.integer(pairs, "pairs", 4) >= FEW_PAIRS:
-            return cls.small() if many_cores(cores) else dataclasses.replace(cls.tiny(), steps=3000, val_every=100)
+            small = cls.small() if many_cores(cores) else dataclasses.replace(cls.tiny(), steps=3000, val_every=100)
+            return dataclasses.replace(small, blend=True)
         share = min(0.2, max(0.1, AUTO_HELD_OUT / pairs))
         batch_size = min(256, pairs // 2)
         # A few held-out pairs are shown again with other noise and times.
@@ -186,6 +192,7 @@ class TrainConfig(RunConfig):
             patience=5,
             checkpoint_every=200,
             log_every=20,
+            blend=True,
         )
 
     @classmethod

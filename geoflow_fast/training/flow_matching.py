@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from geoflow_fast.flow.model import GeoFlow, save_weights
 from geoflow_fast.flow.preprocess import Preprocess
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.training.batches import Batch
+from geoflow_fast.training.blending import blend
 from geoflow_fast.training.config import TrainConfig
 from geoflow_fast.training.logging import share_of_time
 from geoflow_fast.training.loop import Run, TrainReport, complete
@@ -51,26 +53,43 @@ class FlowMatching(Objective[Batch]):
     def prepare(self) -> None:
         """Fits centring and principal components, then the anchor, on the pairs or on a seeded sample of a large
         set."""
-        order = np.random.default_rng(self.config.seed).permutation(len(self.pairs))
-        index = np.sort(order[:PREPROCESS_ROWS])
+        index = self._sample(PREPROCESS_ROWS)
         blocks = np.array_split(index, math.ceil(len(index) / BLOCK_ROWS))
         for stream, part in enumerate(self.flow.preprocess or ()):
             part.fit((self.pairs[rows][stream] for rows in blocks), centre=self.flow.config.centre)  # type: ignore[operator]
         if self.flow.anchor is not None:
-            self._fit_anchor(self.flow.anchor, np.sort(order[:ANCHOR_ROWS]))
+            self._fit_anchor(self.flow.anchor)
 
-    def _fit_anchor(self, anchor: Anchor, index: Index) -> None:
-        """Fits the anchor on the pairs `index`. Images and texts of one width are taken to share a space."""
-        flow, config = self.flow, self.flow.config
+    def _sample(self, rows: int) -> Index:
+        """At most so many of the pairs, in order."""
+        return np.sort(np.random.default_rng(self.config.seed).permutation(len(self.pairs))[:rows])
+
+    def _fit_anchor(self, anchor: Anchor) -> None:
+        """Fits an anchor on the pairs. Images and texts of one width are taken to share a space."""
+        flow, config, index = self.flow, self.flow.config, self._sample(ANCHOR_ROWS)
         like = flow.example
         image, text = (flow.stream_to_flow(x.to(like), k) for k, x in enumerate(self.pairs[index]))
         fold = torch.from_numpy(np.unique(self.pairs.group[index], return_inverse=True)[1] % 2 == 0)
-        start = torch.eye(*config.flow_dims, dtype=torch.float32, device="cpu")
-        if flow.preprocess is not None:
-            image_basis, text_basis = (cast(Preprocess, part).basis for part in flow.preprocess)
-            start = image_basis @ text_basis.T
-        alike = config.image_dim == config.text_dim
-        anchor.fit((image, text), fold, start if alike else None, flow.manifold, self.config.seed)
+        start = None
+        if config.image_dim == config.text_dim:
+            start = torch.eye(*config.flow_dims, dtype=torch.float32, device="cpu")
+            if flow.preprocess is not None:
+                image_basis, text_basis = (cast(Preprocess, part).basis for part in flow.preprocess)
+                start = image_basis @ text_basis.T
+        anchor.fit((image, text), fold, start, flow.manifold, self.config.seed)
+
+    def conclude(self) -> dict[str, Any] | None:
+        """Weighs the network against the anchor, if there is one and `config.blend` says so."""
+        if self.flow.anchor is None or not self.config.blend:
+            return None
+        outcome = None
+        if self.world.is_main:
+            untrained = copy.deepcopy(self.flow.anchor)
+            self._fit_anchor(untrained)
+            outcome = blend(self.flow, list(untrained.gains), self.pairs, self.val, self.config.seed)
+        for x in (self.flow.anchor.shares, *self.flow.anchor.gains):
+            self.world.broadcast(x.detach())
+        return cast(dict[str, Any], self.world.share(outcome))
 
     def training_batch(self, step: int) -> Batch:
         return self.batches.training(step)
@@ -158,6 +177,7 @@ def train_from_preset(
     centre: bool | None,
     pca_dim: int | None,
     device: str,
+    resume: bool = True,
     world: World = ALONE,
 ) -> TrainReport:
     """Trains a flow as `geoflow train` does: with the network and the run of a preset, some of whose settings
@@ -167,7 +187,7 @@ def train_from_preset(
         preset, pairs, overrides, centre=centre, pca_dim=pca_dim, cores=cores_of(chosen_device)
     )
     torch.manual_seed(config.seed)
-    return train(GeoFlow(shape).to(chosen_device), pairs, config, val, out, world=world)
+    return train(GeoFlow(shape).to(chosen_device), pairs, config, val, out, resume=resume, world=world)
 
 
 def cores_of(device: torch.device) -> int | None:

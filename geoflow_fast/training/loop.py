@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +27,14 @@ from geoflow_fast.runtime.interrupt import stop_on_interrupt
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 from geoflow_fast.training.batches import Prefetcher, generator_for
 from geoflow_fast.training.config import RunConfig
-from geoflow_fast.training.logging import METRICS_FILE, Metrics, ProgressLine, StepRate, share_of_time
+from geoflow_fast.training.logging import (
+    METRICS_FILE,
+    Metrics,
+    StepRate,
+    TrainingLine,
+    check_tensorboard,
+    share_of_time,
+)
 from geoflow_fast.training.objective import B, Objective
 from geoflow_fast.training.ranks import sum_gradients
 
@@ -49,7 +55,9 @@ class TrainReport:
 
     `steps`: number of steps taken so far. `finished`: whether the run reached its last step or stopped early, rather
     than being interrupted. `stopped_early`: whether it stopped early. `best_step`, `best_val_loss`: step and validation
-    loss of the weights that are kept. `seconds`: duration of this call. `out`: folder of the run, or None.
+    loss of the weights that are kept. `seconds`: duration of this call. `out`: folder of the run, or None. `blend`: if
+    `TrainConfig.blend` asks for it, at the end of the run and by direction of search, the share of the network that is
+    kept and the held-out negative log-likelihoods by which it was chosen.
     """
 
     steps: int
@@ -59,6 +67,7 @@ class TrainReport:
     best_val_loss: float
     seconds: float
     out: Path | None
+    blend: dict[str, Any] | None = None
 
 
 def make_optimizer(module: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
@@ -97,6 +106,7 @@ class Run(Generic[B]):
         self.improved_loss, self.stale = math.inf, 0
         self.rising = False
         self.finished = self.stopped_early = False
+        self.outcome: dict[str, Any] | None = None
 
     def optimise(self, batch: B) -> tuple[Tensor, float]:
         """Takes one step of the optimiser and returns (losses [B] of this rank's rows, gradient norm before
@@ -153,6 +163,17 @@ class Run(Generic[B]):
         self._tell_rise(loss)
         return {"val_loss": loss}
 
+    def conclude(self) -> None:
+        """Lets the objective finish the weights that are kept."""
+        last = {name: x.clone() for name, x in self.module.state_dict().items()}
+        self.module.load_state_dict(self.best)
+        self.module.eval()
+        self.outcome = self.objective.conclude()
+        if self.outcome is not None:
+            self.best = {name: x.clone() for name, x in self.module.state_dict().items()}
+            self.exported_step = -1
+        self.module.load_state_dict(last)
+
     def _tell_rise(self, loss: float) -> None:
         """Logs, once per rise, that validation has become worse than it was."""
         rises = loss > self.best_loss + self.config.min_relative_improvement * abs(self.best_loss)
@@ -201,6 +222,7 @@ class Run(Generic[B]):
             "config": dataclasses.asdict(self.config),
             "model": self.objective.facts,
             **self.fingerprints,
+            **({} if self.outcome is None else {"outcome": self.outcome}),
         }
         tensors = {f"model.{name}": x for name, x in self.module.state_dict().items()}
         tensors |= {f"best.{name}": x for name, x in self.best.items()}
@@ -236,11 +258,14 @@ class Run(Generic[B]):
         for key in ("step", "best_loss", "best_step", "stale", "finished", "stopped_early"):
             setattr(self, key, info[key])
         self.improved_loss = info["reference_loss"]
+        self.outcome = info.get("outcome")
 
     def _check_same_run(self, path: Path, info: dict[str, Any]) -> None:
         own = {"model": self.objective.facts, "config": dataclasses.asdict(self.config)}
+        # Settings that the release of the stored run did not have yet are as if they were not given.
+        usual = {entry.name: entry.default for entry in dataclasses.fields(self.config)}
         for part, mine in own.items():
-            stored = info[part]
+            stored = {**usual, **info[part]} if part == "config" else info[part]
             names = ({*mine} | {*stored}) - CHANGEABLE  # an anchor is named only where there is one
             differing = sorted(key for key in names if stored.get(key) != mine.get(key))
             # guard: a run is continued only with its own settings
@@ -264,6 +289,8 @@ def complete(
     began = time.perf_counter()
     folder = None if out is None else checks.path(out, "out")
     main = run.world.is_main
+    if run.config.tensorboard:
+        check_tensorboard(folder)
     if folder is not None and main:
         folder.mkdir(parents=True, exist_ok=True)
     with contextlib.nullcontext() if folder is None or not main else locked(folder):
@@ -271,7 +298,7 @@ def complete(
         if not run.finished:
             devices = [run.device] if run.device.type == "cuda" else []
             with torch.random.fork_rng(devices):
-                _take_steps(run, folder, shown=main and (sys.stderr.isatty() if progress is None else progress))
+                _take_steps(run, folder, shown=progress if main else False)
     run.module.load_state_dict(run.best or run.module.state_dict())
     run.module.eval()
     return TrainReport(
@@ -282,6 +309,7 @@ def complete(
         best_val_loss=run.best_loss,
         seconds=time.perf_counter() - began,
         out=folder,
+        blend=run.outcome,
     )
 
 
@@ -302,14 +330,14 @@ def _begin(run: Run[B], folder: Path | None, *, resume: bool) -> None:
         run.averaged.update_parameters(run.module)  # the first update copies
 
 
-def _take_steps(run: Run[B], folder: Path | None, *, shown: bool) -> None:
+def _take_steps(run: Run[B], folder: Path | None, *, shown: bool | None) -> None:
     """Takes steps until the run is finished or interrupted, or diverges."""
     config, world = run.config, run.world
     fresh = run.best_step < 0 and run.step == 0
     # A new run has no lines yet; those of one that was killed before its first checkpoint are written again.
     last_line = -1 if fresh else run.step
     metrics = Metrics(folder if world.is_main else None, last_line, tensorboard=config.tensorboard and world.is_main)
-    line = ProgressLine(config.steps, run.step) if shown else None
+    line = TrainingLine(config.steps, run.step, shown=shown)
     # NCCL calls of two threads may wait for each other on different ranks; gloo calls do not.
     prefetch = config.prefetch and (world.size == 1 or run.device.type == "cpu")
     prefetcher = Prefetcher(run.objective.training_batch, run.step, config.steps, run.device, enabled=prefetch)
@@ -319,15 +347,18 @@ def _take_steps(run: Run[B], folder: Path | None, *, shown: bool) -> None:
         with stop_on_interrupt("step") as stop:
             stopped = False
             if fresh:
-                metrics.write(0, run.validate())
+                untrained = run.validate()
+                metrics.write(0, untrained)
+                line.update(0, untrained)
             while not run.finished and not stopped:
                 values = _take_step(run, prefetcher, rate)
                 stopped = stop.asked if world.size == 1 else world.any(stop.asked)
                 if values:
                     metrics.write(run.step, values)
-                    if line is not None:
-                        line.update(run.step, values)
+                line.update(run.step, values)
                 run.finished = run.step >= config.steps or run.stopped_early
+                if run.finished:
+                    run.conclude()
                 if folder is not None and (run.finished or stopped or run.step % config.checkpoint_every == 0):
                     if world.is_main:
                         # guard: log lines reach the disk before the checkpoint
@@ -342,8 +373,7 @@ def _take_steps(run: Run[B], folder: Path | None, *, shown: bool) -> None:
     finally:
         prefetcher.close()
         metrics.close()
-        if line is not None:
-            line.close()
+        line.close()
 
 
 def _take_step(run: Run[B], prefetcher: Prefetcher[B], rate: StepRate) -> dict[str, float]:

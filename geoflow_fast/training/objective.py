@@ -59,7 +59,10 @@ class Objective(ABC, Generic[B]):
         world: World = ALONE,
     ) -> None:
         if len(pairs) < config.batch_size:
-            raise ValueError(f"{len(pairs)} training {self.ROWS} are too few for batch_size={config.batch_size}")
+            raise ValueError(
+                f"{len(pairs)} training {self.ROWS} are too few for batch_size={config.batch_size}; "
+                f"choose a batch_size of at most {len(pairs)}, or gather more"
+            )
         self.module, self.pairs, self.val, self.config, self.facts = module, pairs, val, config, facts
         self.world = world
 
@@ -82,6 +85,11 @@ class Objective(ABC, Generic[B]):
         """What is logged about a step besides the loss; the step took `seconds`. All ranks make this call at the same
         steps."""
         return {}
+
+    def conclude(self) -> dict[str, Any] | None:
+        """Does what comes after the last step to the weights that are kept, which the module has by then. Returns what
+        there is to report about it, in plain JSON values, or None if nothing was done. All ranks make this call."""
+        return None
 
     @abstractmethod
     def export(self, folder: Path, weights: Mapping[str, Tensor]) -> None:

@@ -265,8 +265,8 @@ class TestResultLists:
             baselines.load(tmp_path)
 
     def test_without_scikit_learn_the_error_says_what_to_install(self, monkeypatch):
-        monkeypatch.setattr(result_list.importlib.util, "find_spec", lambda _: None)
-        with pytest.raises(ValueError, match=r"scikit-learn: pip install 'geoflow_fast\[baselines\]'"):
+        monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+        with pytest.raises(ValueError, match=r"scikit-learn: pip install '\.\[baselines\]' in a checkout"):
             baselines.ListBoosting(DIM, DIM)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import signal
@@ -18,10 +19,11 @@ import torch
 import typer.main
 
 import geoflow_fast as gf
-from geoflow_fast.cli import app, main
+from geoflow_fast.cli import app, main, training
+from geoflow_fast.cli.base import in_flags
 from geoflow_fast.flow.sampling import FAST_SAMPLING
 from geoflow_fast.head import fitting
-from geoflow_fast.training.loop import Run
+from geoflow_fast.training.loop import Run, TrainReport
 
 COMMANDS = sorted(typer.main.get_command(app).commands)
 
@@ -110,6 +112,35 @@ print(time.process_time(), *sorted(heavy), file=sys.stderr)
     assert float(report) < 0.5  # seconds of processor time; the name of a heavy module is not a number
 
 
+@pytest.mark.parametrize("command", [[], *([command] for command in COMMANDS), ["evaluate", "recipe"]], ids=" ".join)
+def test_help_fits_eighty_columns_and_cuts_no_name(run, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run(*command, "--help")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out
+    assert "..." not in out.replace("[ARGS]...", "").replace(", ...", "").replace("FOLDERS...", "")
+    assert "<bool>" not in out  # flags take no value
+
+
+def test_help_of_train_is_grouped_and_names_defaults(run):
+    _, out, _ = run("train", "--help")
+    headings = [line for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert [heading.split(";")[0].rstrip(":") for heading in headings] == [*map(str, typer_headings()), "Options"]
+    words = " ".join(out.split())
+    presets = ", ".join(f"{name} {getattr(gf.TrainConfig, name)().steps:,}" for name in ("tiny", "small", "paper"))
+    assert f"Default: the preset's; {presets}." in words
+    command = typer.main.get_command(app).commands["train"]
+    grouped = {parameter.name for parameter in command.params if parameter.rich_help_panel is not None}
+    assert grouped == {name for names in training.GROUPS.values() for name in names.split()}
+
+
+def typer_headings() -> list[str]:
+    """The headings of the help of `train`, in the order of their first flags."""
+    parameters = typer.main.get_command(app).commands["train"].params
+    seen = dict.fromkeys(parameter.rich_help_panel for parameter in parameters)
+    return [heading.split(";")[0] for heading in seen if heading is not None]
+
+
 def test_help_names_the_settings_of_fast(run):
     _, out, _ = run("entropy", "--help")
     words = " ".join(re.sub("[│╭╮╰╯─]", " ", out).split())
@@ -152,7 +183,9 @@ def test_a_closed_pipe_is_not_an_error():
         (["train", "--out", "run", "--steps", "many"], "'--steps'"),
         (["train", "--out", "run"], "give --pairs, a folder of paired embeddings, or --images and --texts"),
         (["train", "--out", "run", "--pairs", "pairs", "--images", "images.npy"], "leave out --images"),
-        (["train", "--out", "run", "--pairs", "nowhere"], "nowhere is not a folder"),
+        (["train", "--out", "run", "--pairs", "nowhere"], "nowhere is missing"),
+        (["train", "--out", "run", "--pairs", "images.npy"], "images.npy is not a folder of embeddings"),
+        (["train", "--out", "run", "--images", "nowhere.npy", "--texts", "texts.npy"], "nowhere.npy is missing"),
         (["density", "--model", "nowhere", "--pairs", "pairs", "--out", "o.parquet"], "nowhere"),
     ],
 )
@@ -166,13 +199,88 @@ def test_errors_are_one_line(run, arguments, words):
     assert err.count("\n") == 1
 
 
+FLAGS = {"normalize": "--normalize", "overwrite": "--overwrite", "steps": "--steps", "samples": "--samples"}
+FLAGS |= {"batch_size": "--batch-size", "held_out": "--held-out", "pca": "--pca", "seed": "--seed"}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("scale rows to unit norm, as normalize=True does", "scale rows to unit norm, as --normalize does"),
+        ("leave out normalize=False", "leave out --no-normalize"),
+        ("use a new folder or resume=False", "use a new folder or --overwrite"),
+        ("40 are too few for batch_size=64; a batch_size of", "40 are too few for --batch-size 64; a --batch-size of"),
+        ("steps must be at least 1, got 0", "--steps must be at least 1, got 0"),
+        ("n_samples must be at least 1", "--samples must be at least 1"),
+        ("pca_dim=7 exceeds the width", "--pca 7 exceeds the width"),
+        ("the seed of 3 steps is used", "the seed of 3 steps is used"),
+        ("data/batch_size.npy is missing", "data/batch_size.npy is missing"),
+        ("held_out is missing", "held_out is missing"),  # the user has typed this path
+        ("layer_scale=0 must be positive", "layer_scale=0 must be positive"),  # there is no such flag
+    ],
+)
+def test_messages_name_flags(words, expected):
+    assert in_flags(words, FLAGS, ["geoflow", "--held-out", "held_out"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--pairs", "long", "--out", "new"], "not 1; scale rows to unit norm, as --normalize does"),
+        ([*TRAIN, "--steps", "3"], "(steps 2 -> 3); use a new folder or --overwrite"),
+        ([*TRAIN, "--batch-size", "100"], "are too few for --batch-size 100; choose a --batch-size of at most 63"),
+        ([*TRAIN, "--patience", "0"], "--patience must be at least 1, got 0"),
+    ],
+)
+def test_a_command_speaks_of_its_flags(run, desk, arguments, words):
+    assert run("train", *TRAIN, "--steps", "2")[0] == 0
+    gf.EmbeddingPairs.open(desk / "pairs").save(desk / "long")
+    np.save(desk / "long/img_emb/img_emb_0.npy", 2 * np.load(desk / "pairs/img_emb/img_emb_0.npy"))
+    code, _, err = run("train", *arguments)
+    assert code == 2
+    assert words in err
+
+
+def test_overwrite_begins_anew(run, desk):
+    assert run("train", *TRAIN, "--steps", 2)[0] == 0
+    code, out, err = run("train", *TRAIN, "--steps", 3, "--overwrite")
+    assert code == 0, err
+    assert "finished at step 3" in out
+    assert steps_of_run() == 3
+    head = ["train", *HEAD, "--points", 1, "--out", "head"]
+    assert run(*head)[0] == 0
+    assert run(*head, "--seed", 1)[0] == 2
+    assert run(*head, "--seed", 1, "--overwrite")[0] == 0
+    assert gf.PosteriorHead.from_pretrained(desk / "head").config.seed == 1
+    baseline = ["train", "--pairs", "pairs", "--out", "margin", "--method", "probvlm", "--batch-size", 16]
+    assert run(*baseline, "--preset", "tiny", "--steps", 2)[0] == 0
+    assert run(*baseline, "--preset", "tiny", "--steps", 3)[0] == 2
+    assert run(*baseline, "--preset", "tiny", "--steps", 3, "--overwrite")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("best_step", "words"),
+    [
+        (-1, "no weights yet"),
+        (0, "best validation loss 2.5 at step 0: training made it no better, so the untrained weights are kept"),
+        (7, "best validation loss 2.5 at step 7\n"),
+    ],
+)
+def test_the_outcome_of_training_in_words(capsys, best_step, words):
+    report = TrainReport(9, True, False, best_step, math.inf if best_step < 0 else 2.5, 1.0, Path("run"))
+    training._print_outcome(Path("run"), report, None, Path("run/head"))
+    out = capsys.readouterr().out
+    assert words in out
+    assert "inf" not in out
+
+
 @pytest.mark.parametrize("arguments", [["--debug", "train"], ["train", "--debug"]])
 @pytest.mark.usefixtures("desk")
 def test_debug_shows_where_an_error_came_from(run, arguments):
     code, _, err = run(*arguments, "--out", "run", "--pairs", "nowhere")
     assert code == 2
     assert err.startswith("Traceback")
-    assert err.splitlines()[-1] == "geoflow: error: nowhere is not a folder of embeddings"
+    assert err.splitlines()[-1] == "geoflow: error: nowhere is missing"
 
 
 def test_errors_of_the_system_name_the_file_without_a_number(run, desk):
@@ -216,6 +324,7 @@ def test_train_reports_for_machines(run):
 # Flows and heads
 
 
+TOO_FEW = "64 images are too few to hold some out for calibration; 180 are needed\n"
 HEAD = ["--pairs", "pairs", "--out", "run", "--head", "--steps", "6", "--batch-size", "16", "--val-every", "3"]
 
 
@@ -227,7 +336,7 @@ def test_a_head_is_trained_alone(run, desk):
     assert (head.config.points, head.config.steps, head.config.seed, head.config.lr) == (2, 6, 3, 0.01)
     assert head.config.dropout == fitting.FEW.dropout  # the rest follows from the number of pairs
     likelihood = f"{-known['nll_t2i']:.4g} (t2i) and {-known['nll_i2t']:.4g} (i2t) nats"
-    assert out == f"head finished at step 6; 2 points; held-out log-likelihood {likelihood}\nWrote run\n"
+    assert out == f"{TOO_FEW}head finished at step 6; 2 points; held-out log-likelihood {likelihood}\nWrote run\n"
     before = (desk / "run/model.safetensors").read_bytes()
     code, out, err = run("train", *HEAD, "--points", 2, "--seed", 3, "--lr", 0.01, "--json")
     assert code == 0, err
@@ -254,7 +363,8 @@ def test_a_flow_is_followed_by_its_head(run, desk, monkeypatch):
     small = [*TRAIN[:-1], "--steps", 2]
     code, out, err = run("train", *small, "--points", 1)
     assert code == 0, err
-    lines = out.splitlines()
+    assert out.startswith(TOO_FEW)
+    lines = out.splitlines()[1:]
     assert lines[0].startswith(
         "64 pairs of widths 6 and 6; 1.42 million parameters, preset tiny, at most 2 steps of 16;"
     )
@@ -414,7 +524,7 @@ def test_a_missing_config_file_is_an_error(run):
     assert run("train", *TRAIN, "--config", "none.toml") == (
         2,
         "",
-        "geoflow: error: none.toml does not exist or is not a file\n",
+        "geoflow: error: none.toml is missing\n",
     )
 
 

@@ -222,7 +222,7 @@ def test_shards_that_do_not_match(tmp_path):
 
 
 def test_bad_folders(tmp_path):
-    with pytest.raises(FileNotFoundError, match="not a folder"):
+    with pytest.raises(FileNotFoundError, match="nothing is missing"):
         gf.EmbeddingPairs.open(tmp_path / "nothing")
     folder = write_folder(tmp_path / "gap", unit(9, 3), unit(9, 3))
     shard = folder / "img_emb" / "img_emb_1.npy"

@@ -89,7 +89,10 @@ def test_the_file_holds_the_results_of_a_calibrated_reranker(world, monkeypatch,
 @pytest.mark.filterwarnings("ignore:BayesReranker is uncalibrated")
 def test_missing_calibration_is_reported(world, monkeypatch, capsys):
     assert geoflow_rerank(world, monkeypatch) == 0
-    assert "uncalibrated: alpha=1, beta=0" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "geoflow: warning: uncalibrated: alpha=1, beta=0" in said.err
+    assert "model holds no held-out pairs from training" in said.err
+    assert "expected share" not in said.out
     check_file(world, reranker_of(world))
 
 
@@ -98,9 +101,9 @@ def test_a_head_without_a_calibration_is_not_called_a_flow(world, monkeypatch, c
     head = gf.PosteriorHead(gf.HeadConfig(hidden=4, bank=0), DIM, DIM).eval()
     head.save_pretrained(world / "head_alone")
     assert geoflow_rerank(world, monkeypatch, model="head_alone") == 0
-    out = capsys.readouterr().out
-    assert "uncalibrated: head posterior with weight 1, nothing outside the shortlist; --held-out pairs" in out
-    assert "alpha" not in out
+    words = capsys.readouterr().err
+    assert "uncalibrated: head posterior with weight 1, nothing outside the shortlist; head_alone holds no" in words
+    assert "alpha" not in words
     check_file(world, gf.BayesReranker(None, world / "gallery", head=head, shortlist=K))
 
 

@@ -134,6 +134,14 @@ def student_folder() -> Path:
     return kept("student", lambda folder: student().save_pretrained(folder))
 
 
+def qrels_file() -> Path:
+    return kept("qrels.csv", lambda path: path.write_text("query,item,grade\n0,1,2\n0,2,1\n3,0,1\n"))
+
+
+def judgements(path: Any) -> float:
+    return float(gf.Qrels.open(path).relevant().grade.sum())
+
+
 def head_folder() -> Path:
     return kept("head", lambda folder: small_head().save_pretrained(folder))
 
@@ -387,6 +395,7 @@ FILES = [
         lambda folder: student().save_pretrained(folder),
         lambda: entries(folder=fresh_path()),
     ),
+    Target("Qrels.open", judgements, lambda: {"path": qrels_file()}),
     Target("EmbeddingPairs.open", opened, lambda: entries(folder=pairs_folder(), normalize=False)),
     Target(
         "EmbeddingPairs.open_files",

@@ -155,7 +155,7 @@ def test_fano_bound_holds_and_is_tight(n):
         ({"gallery": torch.full((5, 10), math.nan)}, "gallery row 0 is not finite"),
         ({"gallery": torch.ones(5, 10)}, "gallery row 0 has norm"),
         ({"gallery": np.ones((5, 10), np.float32)}, "gallery row 0 has norm"),
-        ({"gallery": "no/such/folder"}, "neither a .npy file nor a folder"),
+        ({"gallery": "no/such/folder"}, "no/such/folder is missing"),
         ({"kappa": -1.0}, "kappa"),
         ({"kappa": 1e38}, "kappa must be at most 100000"),
         ({"n_samples": 0}, "n_samples"),

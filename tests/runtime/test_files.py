@@ -100,7 +100,7 @@ def test_errors_of_the_system_and_our_own_pass_unchanged(error):
 
 def test_small_files_that_cannot_be_read(tmp_path):
     path = tmp_path / "a"
-    with pytest.raises(FileNotFoundError, match="does not exist or is not a file"):
+    with pytest.raises(FileNotFoundError, match="is missing"):
         read_json(path)
     path.write_text("[" * 100_000)
     with pytest.raises(ValueError, match="a is damaged or not a plan"):

@@ -1,0 +1,128 @@
+"""`geoflow train` holds pairs out, trains nothing on them, and calibrates at its end; the same command continues."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import geoflow_fast as gf
+from geoflow_fast.head import fitting
+from geoflow_fast.jobs import calibration
+from geoflow_fast.jobs.calibration import StoredCalibration
+from geoflow_fast.training import loop
+from tests.jobs.processes import run_geoflow
+
+IMAGES = 190
+
+
+@pytest.fixture
+def desk(tmp_path, monkeypatch) -> Path:
+    """The working folder with 190 images of two captions each; calibrations are cheap."""
+    monkeypatch.chdir(tmp_path)
+    make = torch.Generator().manual_seed(0)
+    image = gf.geometry.sample_uniform(IMAGES, 5, generator=make)
+    index = np.repeat(np.arange(IMAGES), 2)
+    text = gf.geometry.normalize(image[index] + 0.2 * torch.randn(2 * IMAGES, 5, generator=make))
+    gf.EmbeddingPairs.from_arrays(image, text, index).save("pairs", dtype=np.float32)
+    monkeypatch.setattr(calibration, "BANDWIDTH_QUERIES", (6, 6))
+    monkeypatch.setattr(calibration, "GUIDANCES", (0.0,))
+    monkeypatch.setattr(calibration, "LADDER_QUERIES", (65, 65))
+    return tmp_path
+
+
+def train(monkeypatch, *more: object, **options: object) -> int:
+    usual = {"pairs": "pairs", "out": "run", "steps": 2, "batch_size": 16, "device": "cpu"}
+    return run_geoflow(monkeypatch, "train", *more, **{**usual, **options})
+
+
+@pytest.mark.usefixtures("desk")
+def test_nothing_is_trained_on_held_out_pairs(monkeypatch, capsys):
+    """Neither the flow nor the head sees them, in training or in validation."""
+    monkeypatch.setattr(fitting, "FEW", fitting.dataclasses.replace(fitting.FEW, steps=2))
+    seen = []
+    complete = loop.complete
+
+    def note(run, *rest, **more):
+        seen.extend((run.objective.pairs, run.objective.val))
+        return complete(run, *rest, **more)
+
+    monkeypatch.setattr("geoflow_fast.training.flow_matching.complete", note)
+    monkeypatch.setattr("geoflow_fast.head.fitting.complete", note)
+    monkeypatch.setattr(calibration, "calibrate_model", lambda *_, **__: None)
+    assert train(monkeypatch, "--points=1", preset="tiny") == 0
+    out = capsys.readouterr().out
+    assert "63 held-out images with 126 texts of 190 for calibration, which nothing is trained on" in out
+    stored = StoredCalibration.read(Path("run"))
+    assert stored is not None
+    kept = stored.pairs()
+    held_out = kept[np.arange(len(kept))][0]
+    assert len(seen) == 4
+    for part in seen:
+        assert float((part[np.arange(len(part))][0] @ held_out.T).max()) < 1 - 1e-6
+
+
+@pytest.mark.usefixtures("desk")
+def test_a_head_alone_has_a_ladder_and_no_bandwidth(monkeypatch, capsys):
+    assert train(monkeypatch, "--head", "--points=1") == 0
+    assert "calibrated t2i: " in capsys.readouterr().out
+    stored = StoredCalibration.read(Path("run"))
+    assert stored is not None
+    assert stored.bandwidth == {}
+    assert set(stored.ladder) == {"t2i", "i2t"}
+
+
+@pytest.mark.usefixtures("desk")
+def test_ctrl_c_while_calibrating_is_continued(monkeypatch, capsys):
+    fit, calls = calibration.fit_bandwidth, []
+
+    def interrupted(*arguments, **settings):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return fit(*arguments, **settings)
+
+    monkeypatch.setattr(calibration, "fit_bandwidth", interrupted)
+    flags = ["--no-head", "--preset=tiny"]
+    assert train(monkeypatch, *flags) == 130
+    assert capsys.readouterr().err == "stopped while calibrating; run the same command to continue\n"
+    weights = Path("run/model.safetensors").read_bytes()
+    assert train(monkeypatch, *flags) == 0
+    out = capsys.readouterr().out
+    assert "calibrated t2i: kappa" in out
+    assert "in a gallery of 127 training items" in out
+    assert len(calls) == 3  # the direction that was done is not done again
+    assert Path("run/model.safetensors").read_bytes() == weights
+    assert train(monkeypatch, *flags) == 0
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--held-out=1.5"], "--held-out must be a share between 0 and 1"),
+        (["--held-out=0.3", "--no-calibrate"], "--no-calibrate leaves out"),
+        (["--held-out=nowhere"], "nowhere"),
+        (["--batch-size=0"], "--batch-size"),
+    ],
+)
+def test_bad_flags_are_named_before_anything_is_written(desk, monkeypatch, capsys, flags, words):
+    assert train(monkeypatch, "--no-head", *flags) == 2
+    assert words in capsys.readouterr().err
+    assert not (desk / "run").exists()
+
+
+@pytest.mark.usefixtures("desk")
+def test_shares_and_folders_are_held_out_and_none_with_no_calibrate(monkeypatch):
+    monkeypatch.setattr(calibration, "calibrate_model", lambda *_, **__: None)
+    flags = ["--no-head", "--preset=tiny"]
+    assert train(monkeypatch, *flags, "--held-out=0.35", out="share") == 0
+    assert train(monkeypatch, *flags, "--held-out=pairs", out="folder") == 0
+    assert train(monkeypatch, *flags, "--no-calibrate", out="none") == 0
+    held_out = [StoredCalibration.read(Path(name)) for name in ("share", "folder", "none")]
+    assert [None if x is None else x.held_out.images for x in held_out] == [66, 190, None]
+    # A run that began without held-out pairs goes on without them, whatever the default is.
+    assert train(monkeypatch, *flags, out="none") == 0
+    assert StoredCalibration.read(Path("none")) is None
