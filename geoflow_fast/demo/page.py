@@ -27,6 +27,7 @@ from geoflow_fast.runtime import pages
 REPORT = "report.html"
 CLIP_BEST = {"AUROC of wrong answers": "max", "AUROC of missing items": "max", "Recall@1": "max"}
 BEST = {"AUROC": "max", "AURC": "min", "AUSAC": "max", "accuracy at 50 %": "max", "Spearman with true entropy": "max"}
+BEST |= {"Spearman of bins": "min"}
 TIE = 0.01
 """Differences of AUROC below this are called a tie."""
 

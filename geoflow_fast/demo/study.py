@@ -14,6 +14,7 @@ from geoflow_fast.demo.clip_world import EXACT, LADDER, SOFTMAX, ClipSearch
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.evaluation.agreement import DensityAgreement, agreement, densities
 from geoflow_fast.evaluation.metrics import auroc, reliability, retrieval_calibration, selective_accuracy
+from geoflow_fast.evaluation.report import Unranked
 from geoflow_fast.evaluation.statistics import spearman
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.likelihood.density import epistemic
@@ -98,17 +99,16 @@ class DirectionOutcome:
         for method, score in self.uncertainty.items():
             calibration = retrieval_calibration(score, self.correct)
             selective = selective_accuracy(score, self.correct)
-            rows.append(
-                {
-                    "method": method,
-                    "AUROC": calibration.auroc,
-                    "AURC": calibration.aurc,
-                    "AUSAC": selective.ausac,
-                    "accuracy at 50 %": float(selective.accuracy[list(selective.coverage).index(0.5)]),
-                    "Spearman of bins": calibration.spearman,
-                    "Spearman with true entropy": spearman(score, self.true_entropy),
-                }
-            )
+            numbers = {
+                "AUROC": calibration.auroc,
+                "AURC": calibration.aurc,
+                "AUSAC": selective.ausac,
+                "accuracy at 50 %": float(selective.accuracy[list(selective.coverage).index(0.5)]),
+                "Spearman of bins": calibration.spearman,
+                "Spearman with true entropy": spearman(score, self.true_entropy),
+            }
+            rank = Unranked if method == TRUTH else float
+            rows.append({"method": method, **{name: rank(value) for name, value in numbers.items()}})
         return rows
 
 
