@@ -1,6 +1,6 @@
 """The ladder of evidence and references on the CLIP-like world, beside the exact posterior, into docs/benchmarks.md.
 
-`python -m benchmarks --study clip`: 10,000 pairs train, 1,000 calibrate and 1,000 judge; then searches in which the
+`python -m benchmarks --study clip`: 10,000 pairs train, 400 calibrate and 1,000 judge; then searches in which the
 items of some queries are missing. Gate: no reference is better than the ladder beyond chance, with Holm's correction.
 """
 
@@ -32,7 +32,9 @@ from geoflow_fast.retrieval.task import RetrievalTask, typical_queries
 from geoflow_fast.runtime.files import write_atomic
 from geoflow_fast.worlds import ClipWorld
 
-PAIRS, BANK = 10_000, 2000
+PAIRS, CALIBRATION, BANK = 10_000, 400, 2000
+POINTS, SHORTLIST = 4, 64
+"""Points of the head, which are not chosen by trials here, and items of a shortlist where some are missing."""
 QUERIES, ITEMS, MISSING = 1000, 1000, 0.3
 
 
@@ -41,10 +43,12 @@ def trained(world: ClipWorld) -> tuple[Study, gf.EmbeddingPairs]:
     folder = world_folder(PAIRS, world, "clip_world")
     train, val, test = (gf.EmbeddingPairs.open(folder / part) for part in ("train", "val", "test"))
     start = time.perf_counter()
-    head = gf.PosteriorHead.fit(train, seed=0, out=RESULTS / "clip_world" / "head")
+    head = gf.PosteriorHead.fit(train, k=POINTS, seed=0, out=RESULTS / "clip_world" / "head")
     own = TwoTowerAdapter(train.image_dim, train.text_dim).default_config()
     configs = {TwoTowerAdapter.method: dataclasses.replace(own, **FEW_PAIRS)}
-    return Study(val, train, configs=configs, head=head, head_seconds=time.perf_counter() - start), test
+    return Study(
+        val.subset(range(CALIBRATION)), train, configs=configs, head=head, head_seconds=time.perf_counter() - start
+    ), test
 
 
 def judged(world: ClipWorld, study: Study, test: gf.EmbeddingPairs) -> dict[str, list[dict[str, Any]]]:
@@ -61,8 +65,8 @@ def judged(world: ClipWorld, study: Study, test: gf.EmbeddingPairs) -> dict[str,
         leads += paired_leads(scored[0], scored[1:])
     leads = corrected([lead for lead in leads if lead.measure in MEASURES])
     tables = {str(direction): rows_of(results, leads, direction) for direction in CONDITIONAL[::-1]}
-    for direction, rows in tables.items():
-        report(f"clip_{direction}", rows, {"pairs": PAIRS})
+    for name, rows in tables.items():
+        report(f"clip_{name}", rows, {"pairs": PAIRS})
     for lead in leads:
         gate(
             f"{lead.direction}: {lead.over} is not better in {lead.measure}",
@@ -79,7 +83,7 @@ def missing_items(world: ClipWorld, study: Study) -> list[dict[str, Any]]:
         generator = torch.Generator().manual_seed(400)
         search = world.sample_search(QUERIES, ITEMS, direction, share=MISSING, generator=generator)
         bank = typical_queries(study.train, Direction.of(direction), BANK, study.seed)
-        ladder = BayesReranker(None, search.gallery, direction, head=study.head, bank=bank)
+        ladder = BayesReranker(None, search.gallery, direction, SHORTLIST, head=study.head, bank=bank)
         ladder.calibrate(study.val, progress=False)
         examined = examine_search(world, ladder, search, study.val, study.train)
         rows += [{"": DIRECTION_TITLES[direction], **row} for row in examined.rows()]

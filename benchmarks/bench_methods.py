@@ -344,9 +344,9 @@ Images search texts:
 
 ## Where the truth is known, with the statistics of CLIP
 
-The [CLIP-like world](method.md#the-clip-like-world): width 512, 10,000 pairs to learn from, 1,000 to calibrate on,
-1,000 queries, one seed. The ladder and strong references as on the [real sets](#real-photographs-and-captions), and the
-true posterior; no flow was trained. `python -m benchmarks --study clip` writes this section, and fails if any reference
+The [CLIP-like world](method.md#the-clip-like-world): width 512, 10,000 pairs to learn from, 400 to calibrate on,
+1,000 queries, one seed. The ladder, with a head of four points, and strong references as on the
+[real sets](#real-photographs-and-captions), and the true posterior; no flow was trained. `python -m benchmarks --study clip` writes this section, and fails if any reference
 is better than the ladder beyond chance.
 
 Texts search images:
@@ -359,8 +359,8 @@ Images search texts:
 <!-- bench: clip i2t -->
 <!-- bench: end -->
 
-The same with galleries of 1,000 items in which those of 30 % of 1,000 queries are missing. The ladder's score of a missing
-item is `p_outside`, the probability that the right item is not in the shortlist.
+The same with galleries of 1,000 items in which those of 30 % of 1,000 queries are missing. The ladder's score of a
+missing item is `p_outside`, the probability that the right item is not in the shortlist.
 
 <!-- bench: clip missing -->
 <!-- bench: end -->
