@@ -346,8 +346,8 @@ Images search texts:
 
 The [CLIP-like world](method.md#the-clip-like-world): width 512, 10,000 pairs to learn from, 400 to calibrate on,
 1,000 queries, one seed. The ladder, with a head of four points, and strong references as on the
-[real sets](#real-photographs-and-captions), and the true posterior; no flow was trained. `python -m benchmarks --study clip` writes this section, and fails if any reference
-is better than the ladder beyond chance.
+[real sets](#real-photographs-and-captions), and the true posterior; no flow was trained. `python -m benchmarks
+--study clip` writes this section, and fails if any reference is better than the ladder beyond chance.
 
 Texts search images:
 
