@@ -57,11 +57,13 @@ class Choice:
     """[Q], number of the image of each query."""
 
     @classmethod
-    def of(cls, pairs: EmbeddingPairs, val: EmbeddingPairs, direction: Direction, seed: int) -> Choice | None:
-        """The choice of queries of `val` among items of `val`, with `pairs` to tell hubs by; None if there are too
-        few."""
+    def of(
+        cls, pairs: EmbeddingPairs, val: EmbeddingPairs, direction: Direction, seed: int, most: int = QUERIES
+    ) -> Choice | None:
+        """The choice of at most so many queries of `val` among items of `val`, with `pairs` to tell hubs by; None if
+        there are too few."""
         rng = np.random.default_rng((seed, *b"blend"))
-        asking = np.sort(rng.permutation(len(val))[:QUERIES])
+        asking = np.sort(rng.permutation(len(val))[:most])
         queries, own = direction.queries(*val[asking]), direction.items(*val[asking])
         # Stored rows that several pairs share, such as the image of five captions, are one item.
         distinct = np.unique(direction.items(val.image_row, val.text_row), return_index=True)[1]
