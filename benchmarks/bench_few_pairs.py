@@ -155,7 +155,7 @@ def trained_row(data: FewPairs) -> dict[str, dict[str, Any]]:
         for share in (0.0, 0.5, 1.0):
             take_share(flow.anchor, stream, share, (gains[0][stream], gains[1][stream]))
             losses[share] = judge.losses(flow)
-        share, held_out = kept[str(direction)].get("share", 1.0), kept[str(direction)].get("nll")
+        share = kept[str(direction)].get("share", 1.0)
         adds = bootstrap_interval(np.mean, judge.plain - losses[share], groups=judge.choice.image)
         over = bootstrap_interval(np.mean, losses[0.0] - losses[share], groups=judge.choice.image)
         rows[str(direction)] = {
@@ -173,7 +173,6 @@ def trained_row(data: FewPairs) -> dict[str, dict[str, Any]]:
             "auto over untrained": over.value,
             "over, low": over.low,
             "over, high": over.high,
-            "held out, over untrained": held_out["0"] - held_out[f"{share:g}"] if held_out else 0.0,
             "step": report.best_step,
             "seconds": seconds,
         }
@@ -193,10 +192,6 @@ def run(seeds: int = 3) -> str:
         rows = few_pairs_rows(sets)
         if rows:
             parts.append(report(f"few_pairs_{name}", rows, {"queries": JUDGES, "candidates": CANDIDATES_OF_CHOICE}))
-            gate(
-                f"{name}: no share is worse on the held-out pairs than none",
-                all(row["held out, over untrained"] >= 0 for row in rows),
-            )
             gate(f"{name}: auto adds on average", statistics.mean(row["auto adds"] for row in rows) > 0)
     return "\n\n".join(parts)
 

@@ -186,7 +186,7 @@ def test_flows_without_an_anchor_have_nothing_to_weigh():
     assert preset_settings("auto", aligned_pairs(60))[1].blend
 
 
-def test_a_half_is_kept_unless_the_whole_is_clearly_better_or_nothing_is():
+def test_a_half_is_kept_unless_none_or_all_is_clearly_better():
     rows = np.arange(100)
     choice = blending.Choice(Direction.T2I, torch.zeros(100, 2), torch.zeros(100, 3, 2), np.zeros((100, 3, 0)), rows)
     noise = np.where(rows % 2, 1.0, -1.0)
@@ -198,7 +198,7 @@ def test_a_half_is_kept_unless_the_whole_is_clearly_better_or_nothing_is():
     assert kept(1.0, 0.9, 0.95) == 0.5
     assert kept(1.0, 0.9, 0.85) == 1.0
     assert kept(1.0, 0.9, 0.85, spread=1.0) == 0.5  # the standard error is 0.1
-    assert kept(0.8, 0.9, 0.85) == kept(0.8, 0.9, 0.95) == 0.0
+    assert kept(0.8, 0.9, 0.85) == kept(0.8, 0.9, 0.95, spread=1.0) == 0.0
 
 
 def test_queries_of_one_image_count_as_one_in_the_standard_error():
