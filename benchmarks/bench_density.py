@@ -25,7 +25,7 @@ from benchmarks.bench_network import Rows
 from benchmarks.common import RESULTS, gate, report
 from benchmarks.flows import row_flops
 from benchmarks.limits import Work
-from benchmarks.suite import PEER, Case, Contender, Scaling
+from benchmarks.suite import PAPER_NAME, PEER, Case, Contender, Scaling, renamed
 from benchmarks.suite import measure as measure_case
 from geoflow_fast.directions import DIRECTIONS
 from geoflow_fast.likelihood.probes import Probes
@@ -99,7 +99,7 @@ def within_noise(index: int) -> Callable[[Tensor, tuple[Tensor, Tensor]], bool]:
 CONTENDERS = (
     Contender("torch, autograd", lambda p: p.by(twins.autograd_log_density), PEER),
     Contender("torchdiffeq, autograd", lambda p: p.by(peers.torchdiffeq_log_density), PEER, needs="torchdiffeq"),
-    Contender("geoflow_fast, the paper's settings", Pairs.paper),
+    Contender(f"geoflow_fast, {PAPER_NAME}", Pairs.paper),
     Contender("geoflow_fast, default", lambda p: p.ours(), agrees=within_noise(1)),
     Contender("geoflow_fast, `FAST_DENSITY`", lambda p: p.ours(**gf.FAST_DENSITY), agrees=within_noise(1)),
 )
@@ -117,7 +117,7 @@ def cases(quick: bool) -> list[Case]:
             lambda: Pairs(Rows.draw(config, rows), steps),
             Pairs.truths,
             within_noise(0),
-            CONTENDERS,
+            renamed(CONTENDERS, PAPER_NAME, f"{steps} Euler steps") if quick else CONTENDERS,
             Work(flops=flops),
             rounds=1 if not quick else 3,
         )

@@ -24,7 +24,7 @@ from benchmarks import peers, twins
 from benchmarks.common import RESULTS, gate, report, time_together
 from benchmarks.flows import random_flow, row_flops
 from benchmarks.limits import Work
-from benchmarks.suite import PEER, Case, Contender, Scaling
+from benchmarks.suite import PAPER_NAME, PEER, Case, Contender, Scaling, renamed
 from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.worlds import ConceptWorld
@@ -99,7 +99,7 @@ CONTENDERS = (
         "flow_matching", lambda s: s.by(peers.flow_matching_samples), PEER, needs="flow_matching", agrees=within(0.1)
     ),
     Contender("torchdiffeq", lambda s: s.by(peers.torchdiffeq_samples), PEER, needs="torchdiffeq", agrees=within(0.1)),
-    Contender("geoflow_fast, the paper's settings", Scene.paper),
+    Contender(f"geoflow_fast, {PAPER_NAME}", Scene.paper),
     Contender("geoflow_fast, `RetrievalEntropy.fast`", Scene.fast, agrees=within(2e-3, index=1)),
 )
 
@@ -119,7 +119,7 @@ def cases(quick: bool) -> list[Case]:
             lambda: Scene.draw(config, queries, items, n_samples=draws, n_steps=steps),
             Scene.truths,
             within(2e-3),
-            CONTENDERS,
+            renamed(CONTENDERS, PAPER_NAME, f"{draws} samples x {steps} steps") if quick else CONTENDERS,
             Work(flops=flops, bytes=4 * items * config.image_dim),
             rounds=1 if not quick else 3,
         )

@@ -20,7 +20,7 @@ from benchmarks.bench_entropy import Scene, trained_flow
 from benchmarks.common import gate, report
 from benchmarks.flows import row_flops
 from benchmarks.limits import Work
-from benchmarks.suite import FOR_COMPARISON, PEER, Case, Contender
+from benchmarks.suite import FOR_COMPARISON, PAPER_NAME, PEER, Case, Contender, renamed
 from geoflow_fast.evaluation.metrics import auroc, reliability
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.likelihood.settings import DensitySettings
@@ -168,7 +168,7 @@ def is_entropy(result: Tensor, _: Tensor) -> bool:
 CONTENDERS = (
     Contender("torch, autograd", reranked_by_autograd, PEER),
     Contender("geoflow_fast", reranked),
-    Contender("`RetrievalEntropy`, the paper's settings", Scene.paper, FOR_COMPARISON, agrees=is_entropy),
+    Contender(f"`RetrievalEntropy`, {PAPER_NAME}", Scene.paper, FOR_COMPARISON, agrees=is_entropy),
     Contender("`RetrievalEntropy.fast`", Scene.fast, FOR_COMPARISON, agrees=is_entropy),
 )
 
@@ -187,7 +187,7 @@ def cases(quick: bool) -> list[Case]:
             lambda: Scene.draw(config, queries, items, **settings),
             reranked_by_autograd,
             lambda result, truth: torch.allclose(result.double(), truth.double(), rtol=0, atol=2e-2),
-            CONTENDERS,
+            renamed(CONTENDERS, PAPER_NAME, "20 samples x 10 steps") if quick else CONTENDERS,
             Work(flops=flops, bytes=4 * items * config.image_dim),
             rounds=2,
         )

@@ -196,9 +196,11 @@ def draw_roofline(results: Results, path: Path) -> bool:
         # An operation without products is counted by its exponentials, or by one operation per number moved.
         operations = work.flops or work.exps or work.bytes / 4
         x, colour, marker = operations / work.bytes, COLOURS[number % 7], MARKERS[(number + number // 7) % 7]
-        ours, peer = (operations / best(case, kind)["median"] / 1e9 for kind in (OURS, PEER))
-        axes.plot([x, x], [peer, ours], color=colour, linewidth=1, alpha=0.6)
-        axes.plot(x, peer, marker, color=colour, markerfacecolor="white", markersize=7)
+        ours = operations / best(case, OURS)["median"] / 1e9
+        if any(row["kind"] == PEER for row in case["rows"]):
+            peer = operations / best(case, PEER)["median"] / 1e9
+            axes.plot([x, x], [peer, ours], color=colour, linewidth=1, alpha=0.6)
+            axes.plot(x, peer, marker, color=colour, markerfacecolor="white", markersize=7)
         axes.plot(x, ours, marker, color=colour, markersize=8, label=plain_name(case["name"]))
     axes.set(xscale="log", yscale="log", xlabel="operations per byte that must be moved", ylabel="G operations/s")
     axes.grid(color="#e4e7eb", linewidth=0.8)

@@ -26,6 +26,7 @@ PREFIX = "bench_"
 OURS, PEER, FOR_COMPARISON = "ours", "peer", "beside"
 """A peer computes the same answer by other means. A contender for comparison computes something else; only its cost
 matters."""
+PAPER_NAME = "the paper's settings"
 LONG = 2.0
 """Seconds. The first call of a longer one counts as a round, since warming up hardly matters there."""
 SHORT = 0.05
@@ -50,6 +51,11 @@ class Contender:
     def present(self) -> bool:
         """Whether what it needs is installed."""
         return not self.needs or importlib.util.find_spec(self.needs) is not None
+
+
+def renamed(contenders: Sequence[Contender], old: str, new: str) -> tuple[Contender, ...]:
+    """The contenders with `old` replaced by `new` in their names, for sizes at which a name would be wrong."""
+    return tuple(dataclasses.replace(one, name=one.name.replace(old, new)) for one in contenders)
 
 
 @dataclass(frozen=True)
@@ -209,9 +215,9 @@ def case_rows(case: dict[str, Any], limits: dict[str, float]) -> list[dict[str, 
             "": row["contender"],
             "ms": 1e3 * row["median"],
             "±": f"{100 * row['spread']:.0f} %",
-            "speed-up over the best peer": ""
-            if row["kind"] == FOR_COMPARISON
-            else f"{min(peers) / row['median']:.2f}x",
+            "speed-up over the best peer": f"{min(peers) / row['median']:.2f}x"
+            if peers and row["kind"] != FOR_COMPARISON
+            else "",
             "peak MB": f"{row['memory'] / 1e6:,.0f}",
             f"share of the limit ({bound.bound_by(work)})": ""
             if row["kind"] == FOR_COMPARISON

@@ -2,8 +2,8 @@
 
     python examples/openclipart/run.py --out runs/openclipart
 
-Needs `pip install 'geoflow_fast[eval]'` and nothing that is not in this folder. Every command that runs is printed; a
-run that was stopped goes on with the same command.
+Needs `pip install '.[eval]'` in a checkout and nothing that is not in this folder. Every command that runs is printed;
+a run that was stopped goes on with the same command.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
         --pretrained laion2b_s34b_b79k --out runs/photos
     python examples/photos/run.py --embeddings embeddings/ --out runs/photos --no-flow
 
-Needs `pip install 'geoflow_fast[encoders,eval,baselines]'`. A run that was stopped goes on with the same command, and
-what is finished is not done again.
+Needs `pip install '.[encoders,eval,baselines]'` in a checkout. A run that was stopped goes on with the same command,
+and what is finished is not done again.
 """
 
 from __future__ import annotations

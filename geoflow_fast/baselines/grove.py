@@ -4,7 +4,6 @@ al., 2025)."""
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,7 +17,7 @@ from geoflow_fast.baselines.trained import PUBLISHED, PairObjective, TrainedBase
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import Direction
 from geoflow_fast.retrieval.gallery import Gallery
-from geoflow_fast.runtime import checks
+from geoflow_fast.runtime import checks, extras
 from geoflow_fast.training.batches import RowBatch
 from geoflow_fast.training.config import RunConfig
 from geoflow_fast.training.loop import Run, TrainReport, complete
@@ -29,7 +28,6 @@ NOISE_SHARE = 0.1
 """Share of the embeddings' variance that counts as noise at the start."""
 RIDGE = 1e-2
 """Ridge of the regression that guesses latents, as a share of the embeddings' variance."""
-_NEEDS = "grove needs the package gpytorch: pip install 'geoflow_fast[baselines]'"
 
 
 def gaussian_kl(mean: Tensor, variance: Tensor, other_mean: Tensor, other_variance: Tensor) -> Tensor:
@@ -200,7 +198,7 @@ class GroVE(TrainedBaseline):
     @classmethod
     def missing(cls) -> str | None:
         """Names GPyTorch if it is not installed."""
-        return None if importlib.util.find_spec("gpytorch") else _NEEDS
+        return extras.missing("grove", "gpytorch", "gpytorch", "baselines")
 
     # unchecked: fit and uncertainty call it with what they have checked
     def make_batch(self, image: Tensor, text: Tensor, index: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:  # noqa: ARG002

@@ -34,6 +34,7 @@ from geoflow_fast.encoders.protocol import (
 from geoflow_fast.encoders.sources import UNREADABLE
 from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.device import usable_device
+from geoflow_fast.runtime.extras import needs
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -396,9 +397,11 @@ def _open_clip() -> Any:
     try:
         import open_clip
     except ImportError as error:
-        raise ValueError(f"this encoder needs open_clip ({error}): pip install 'geoflow_fast[encoders]'") from error
+        raise ValueError(needs("this encoder", f"open_clip ({error})", "encoders")) from error
     except RuntimeError as error:  # a torchvision that was built for another torch
         raise ValueError(
-            f"open_clip cannot be imported beside torch {torch.__version__}: {short_error(error)}"
+            f"open_clip cannot be imported beside torch {torch.__version__}: {short_error(error)}; torchvision must be "
+            "of the same release and build as torch: pip uninstall torchvision, then install it from where torch came "
+            "from (for the CPU build of torch: with the same --index-url)"
         ) from error
     return open_clip

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from geoflow_fast.runtime import checks
+from geoflow_fast.runtime.extras import needs
 from geoflow_fast.runtime.files import contents_of
 from geoflow_fast.runtime.parquet import DAMAGED
 
@@ -427,6 +428,6 @@ def _pillow() -> Any:
     try:
         import PIL.Image
     except ImportError as error:
-        raise ValueError("reading images needs Pillow: pip install 'geoflow_fast[encoders]'") from error
+        raise ValueError(needs("reading images", "Pillow", "encoders")) from error
     PIL.Image.init()
     return PIL.Image

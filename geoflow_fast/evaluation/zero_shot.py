@@ -7,7 +7,6 @@ training-free scores are always reported with both.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -30,6 +29,7 @@ from geoflow_fast.retrieval.bandwidth import fit_cosine_scale
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.runtime.progress import progress_bar
+from geoflow_fast.runtime.summary import Summarised
 
 BLOCK_IMAGES = 256
 CLIP_SCALE = 100.0
@@ -80,8 +80,8 @@ def encode_prompts(encode: Callable[[list[str]], Tensor], classes: Sequence[str]
     return class_prompts([rows / rows.norm(dim=1, keepdim=True) for rows in embeddings])
 
 
-@dataclass(frozen=True)
-class Component:
+@dataclass(frozen=True, repr=False)
+class Component(Summarised):
     """A score of single images, and how well it finds wrong predictions."""
 
     name: str
@@ -104,8 +104,8 @@ class Component:
         return row
 
 
-@dataclass(frozen=True)
-class ZeroShot:
+@dataclass(frozen=True, repr=False)
+class ZeroShot(Summarised):
     """Predictions for B images, and the scores that say which of them to doubt."""
 
     prediction: Tensor
@@ -199,8 +199,7 @@ def _terms(
     """Each term of the decomposition of (image, its prompt) as a score, [B]."""
     like, settings = next(flow.parameters()), settings or DensitySettings()
     parts: list[dict[str, Tensor]] = []
-    shown = sys.stderr.isatty() if progress is None else progress
-    with progress_bar(len(image), 0, "images", shown=shown) as advance:
+    with progress_bar(len(image), 0, "images", shown=progress) as advance:
         for first in range(0, len(image), BLOCK_IMAGES):
             rows = slice(first, first + BLOCK_IMAGES)
             pair = image[rows].to(like), text[rows].to(like)

@@ -25,6 +25,7 @@ from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.model import GeoFlow, flow_digest
 from geoflow_fast.head.model import HEAD_FOLDER, PosteriorHead
+from geoflow_fast.jobs.split import stored_type
 from geoflow_fast.retrieval.bandwidth import fit_bandwidth
 from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.gallery import Gallery
@@ -189,8 +190,7 @@ def _write_held_out(held_out: EmbeddingPairs, out: Path, facts: HeldOutPairs) ->
     for left in (whole, begun):
         if left.exists():
             shutil.rmtree(left)
-    dtype = np.float16 if held_out.image.parts[0].dtype == held_out.text.parts[0].dtype == np.float16 else np.float32
-    held_out.save(begun, dtype=dtype)
+    held_out.save(begun, dtype=stored_type(held_out))
     begun.rename(whole)
     sync_folder(folder)
     StoredCalibration(out, facts).write()

@@ -15,7 +15,6 @@ import itertools
 import json
 import os
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,7 +107,7 @@ def embed_images(
     if source.has_captions:
         encoder.encode_texts(["a picture"])  # reports a tokenizer that cannot be loaded before any image is encoded
     job = _EmbedJob(source, encoder, folder, EmbedSettings(batch_size, workers, shard_rows, dtype, pre_projection))
-    return job.run(overwrite=overwrite, shown=sys.stderr.isatty() if progress is None else progress)
+    return job.run(overwrite=overwrite, shown=progress)
 
 
 def _projections(encoder: Encoder) -> dict[str, Tensor]:
@@ -141,7 +140,7 @@ class _EmbedJob:
         self.shards = [numbers[first : first + settings.shard_rows] for first in numbers[:: settings.shard_rows]]
         """The numbers of the images in each shard."""
 
-    def run(self, *, overwrite: bool, shown: bool) -> EmbedSummary:
+    def run(self, *, overwrite: bool, shown: bool | None) -> EmbedSummary:
         self._check(overwrite=overwrite)
         finished = self._finished()
         if finished is not None:
@@ -188,7 +187,7 @@ class _EmbedJob:
     def _part_file(self, number: int) -> Path:
         return self.folder / f"shard_{number}.part"
 
-    def _encode_shards(self, *, shown: bool) -> None:
+    def _encode_shards(self, *, shown: bool | None) -> None:
         unfinished: dict[int, Shard] = {}
         for number in range(len(self.shards)):
             if not self._done_file(number).is_file():

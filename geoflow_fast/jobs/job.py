@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -117,7 +116,7 @@ class Job:
                 missing = set(world.share([rows.start for rows, path in self._blocks() if not path.is_file()]))
                 if read_facts(self.folder / FACTS_FILE) != self.facts:
                     raise OSError(errno.ENOENT, f"rank {world.rank} does not see {self.folder}; all ranks need to")
-                shown = world.is_main and (sys.stderr.isatty() if progress is None else progress)
+                shown = progress if world.is_main else False
                 self._compute_blocks(compute, missing, unit, world, shown=shown, together=together or world.size == 1)
                 world.barrier()
                 if world.is_main:
@@ -141,7 +140,7 @@ class Job:
             yield rows, self.folder / f"{first:012d}.parquet"
 
     def _compute_blocks(
-        self, compute: Compute, starts: set[int], unit: str, world: World, *, shown: bool, together: bool
+        self, compute: Compute, starts: set[int], unit: str, world: World, *, shown: bool | None, together: bool
     ) -> None:
         """Computes and writes the blocks that begin at the rows `starts`."""
         missing = [(rows, path) for rows, path in self._blocks() if rows.start in starts]

@@ -4,7 +4,6 @@ queries."""
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,8 +124,7 @@ def distil(
     folder = None if out is None else checks.path(out, "out")
     rows, unseen = _split(scorer, queries, held_out, config)
     _check_memory(len(rows), source)
-    shown = sys.stderr.isatty() if progress is None else bool(progress)
-    with progress_bar(len(rows) + len(unseen), 0, "queries", shown=shown) as advance:
+    with progress_bar(len(rows) + len(unseen), 0, "queries", shown=progress) as advance:
         lessons = draw_lessons(source, rows, folder, resume=resume, advance=advance)
         expected = scorer(unseen, advance=advance).entropy
     sampler = _sampler_for(scorer, source, config)

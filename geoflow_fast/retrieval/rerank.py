@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection
@@ -53,6 +52,7 @@ from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows
 from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.progress import Advance, progress_bar
 from geoflow_fast.runtime.settings import deprecated_attribute, deprecated_keyword
+from geoflow_fast.runtime.summary import Summarised
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 
 PAIRS_AT_ONCE = 2048
@@ -70,8 +70,8 @@ Candidates = Tensor | NDArray[np.integer]
 SHORTLISTS = ("cosine", "head")
 
 
-@dataclass(frozen=True)
-class Reranked:
+@dataclass(frozen=True, repr=False)
+class Reranked(Summarised):
     """The posterior over the shortlists of Q queries, of K items each; detached tensors on the device of the models."""
 
     index: Tensor
@@ -383,8 +383,7 @@ class BayesReranker(nn.Module):
         task = RetrievalTask.of(
             pairs, self.direction, max_queries=max_queries, seed=self.seed, all_items=False, any_widths=True
         )
-        shown = sys.stderr.isatty() if progress is None else progress
-        with progress_bar(len(task), 0, "held-out queries", shown=shown) as advance:
+        with progress_bar(len(task), 0, "held-out queries", shown=progress) as advance:
             known = HeldOut(self, task, self.bank if self.bank_is_given else None).evidence(advance)
         counts = (task.own >= 0).sum(1), task.query_image
         fitted = fit_calibration(

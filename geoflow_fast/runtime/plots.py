@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from geoflow_fast.runtime.extras import needs
 from geoflow_fast.runtime.files import write_atomic
 
 
@@ -14,7 +15,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ValueError("pictures need matplotlib: pip install 'geoflow_fast[eval]'") from error
+        raise ValueError(needs("drawing", "matplotlib", "eval")) from error
     matplotlib.use("Agg")
     return importlib.import_module("matplotlib.pyplot")
 

@@ -9,9 +9,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from geoflow_fast.runtime import extras
 from geoflow_fast.runtime.files import truncate_jsonl
+from geoflow_fast.runtime.progress import ProgressLine
 
 METRICS_FILE, TENSORBOARD_FOLDER = "metrics.jsonl", "tensorboard"
+
+
+def check_tensorboard(folder: Path | None) -> None:
+    """Raises a ValueError if TensorBoard's events cannot be written to the folder of a run."""
+    if folder is None:
+        raise ValueError("tensorboard=True needs out=, the folder to write to")
+    if reason := extras.missing("tensorboard=True", "tensorboard", "tensorboard", "train"):
+        raise ValueError(reason)
 
 
 class Metrics:
@@ -24,13 +34,9 @@ class Metrics:
             # The steps after the checkpoint are taken again, and their lines written again.
             # guard: repeated steps are logged once
             truncate_jsonl(self.path, lambda line: line["step"] <= step)
-        if tensorboard:
-            if folder is None:
-                raise ValueError("tensorboard=True needs out=, the folder to write to")
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ValueError("tensorboard=True needs the tensorboard package: pip install tensorboard") from error
+        if tensorboard and folder is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
             self.board = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=step + 1)
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -62,37 +68,23 @@ class Metrics:
             self.board.close()
 
 
-class ProgressLine:
-    """A live line on the terminal: step, losses, rate, time left, and the coupling's share of the time of a step."""
+class TrainingLine:
+    """The progress of a run: steps, the latest losses, rate, time left, and the coupling's share of a step's time."""
 
-    def __init__(self, total: int, start: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[text]}"),
-            TimeRemainingColumn(),
-        )
-        self.bar = Progress(*columns, console=Console(stderr=True))
-        self.task = self.bar.add_task("training", total=total, completed=start, text="")
-        self.bar.start()
+    def __init__(self, total: int, start: int, *, shown: bool | None) -> None:
+        self.line = ProgressLine(total, start, "", shown=shown, label="training")
+        self.latest: dict[str, float] = {}
 
     def update(self, step: int, values: dict[str, float]) -> None:
-        """Shows the latest metrics."""
-        losses = " ".join(
-            f"{key.removeprefix('loss_')} {values[key]:.4g}" for key in sorted(values) if key.startswith("loss_")
-        )
-        val = f" val {values['val_loss']:.4g}" if "val_loss" in values else ""
-        rate = f" {values.get('steps_per_second', 0):.2f}/s"
-        share = f" OT {values['coupling_share']:.0%}" if "coupling_share" in values else ""
-        self.bar.update(self.task, completed=step, text=losses + val + rate + share)
+        """Shows the step and the latest of all metrics so far."""
+        self.latest |= values
+        shown = (("loss", "loss", "{:.4g}"), ("val", "val_loss", "{:.4g}"), ("OT", "coupling_share", "{:.0%}"))
+        words = [f"{name} {form.format(self.latest[key])}" for name, key, form in shown if key in self.latest]
+        self.line.update(step, " ".join(words))
 
     def close(self) -> None:
         """Leaves the terminal as it was."""
-        self.bar.stop()
+        self.line.close()
 
 
 def share_of_time(part: float, whole: float) -> float:

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,7 +27,14 @@ from geoflow_fast.runtime.interrupt import stop_on_interrupt
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 from geoflow_fast.training.batches import Prefetcher, generator_for
 from geoflow_fast.training.config import RunConfig
-from geoflow_fast.training.logging import METRICS_FILE, Metrics, ProgressLine, StepRate, share_of_time
+from geoflow_fast.training.logging import (
+    METRICS_FILE,
+    Metrics,
+    StepRate,
+    TrainingLine,
+    check_tensorboard,
+    share_of_time,
+)
 from geoflow_fast.training.objective import B, Objective
 from geoflow_fast.training.ranks import sum_gradients
 
@@ -283,6 +289,8 @@ def complete(
     began = time.perf_counter()
     folder = None if out is None else checks.path(out, "out")
     main = run.world.is_main
+    if run.config.tensorboard:
+        check_tensorboard(folder)
     if folder is not None and main:
         folder.mkdir(parents=True, exist_ok=True)
     with contextlib.nullcontext() if folder is None or not main else locked(folder):
@@ -290,7 +298,7 @@ def complete(
         if not run.finished:
             devices = [run.device] if run.device.type == "cuda" else []
             with torch.random.fork_rng(devices):
-                _take_steps(run, folder, shown=main and (sys.stderr.isatty() if progress is None else progress))
+                _take_steps(run, folder, shown=progress if main else False)
     run.module.load_state_dict(run.best or run.module.state_dict())
     run.module.eval()
     return TrainReport(
@@ -322,14 +330,14 @@ def _begin(run: Run[B], folder: Path | None, *, resume: bool) -> None:
         run.averaged.update_parameters(run.module)  # the first update copies
 
 
-def _take_steps(run: Run[B], folder: Path | None, *, shown: bool) -> None:
+def _take_steps(run: Run[B], folder: Path | None, *, shown: bool | None) -> None:
     """Takes steps until the run is finished or interrupted, or diverges."""
     config, world = run.config, run.world
     fresh = run.best_step < 0 and run.step == 0
     # A new run has no lines yet; those of one that was killed before its first checkpoint are written again.
     last_line = -1 if fresh else run.step
     metrics = Metrics(folder if world.is_main else None, last_line, tensorboard=config.tensorboard and world.is_main)
-    line = ProgressLine(config.steps, run.step) if shown else None
+    line = TrainingLine(config.steps, run.step, shown=shown)
     # NCCL calls of two threads may wait for each other on different ranks; gloo calls do not.
     prefetch = config.prefetch and (world.size == 1 or run.device.type == "cpu")
     prefetcher = Prefetcher(run.objective.training_batch, run.step, config.steps, run.device, enabled=prefetch)
@@ -339,14 +347,15 @@ def _take_steps(run: Run[B], folder: Path | None, *, shown: bool) -> None:
         with stop_on_interrupt("step") as stop:
             stopped = False
             if fresh:
-                metrics.write(0, run.validate())
+                untrained = run.validate()
+                metrics.write(0, untrained)
+                line.update(0, untrained)
             while not run.finished and not stopped:
                 values = _take_step(run, prefetcher, rate)
                 stopped = stop.asked if world.size == 1 else world.any(stop.asked)
                 if values:
                     metrics.write(run.step, values)
-                    if line is not None:
-                        line.update(run.step, values)
+                line.update(run.step, values)
                 run.finished = run.step >= config.steps or run.stopped_early
                 if run.finished:
                     run.conclude()
@@ -364,8 +373,7 @@ def _take_steps(run: Run[B], folder: Path | None, *, shown: bool) -> None:
     finally:
         prefetcher.close()
         metrics.close()
-        if line is not None:
-            line.close()
+        line.close()
 
 
 def _take_step(run: Run[B], prefetcher: Prefetcher[B], rate: StepRate) -> dict[str, float]:

@@ -18,7 +18,8 @@ from geoflow_fast import baselines
 from geoflow_fast.baselines import adapter, result_list
 from geoflow_fast.baselines.base import nearest
 from geoflow_fast.baselines.hub import fit_hub_weights
-from geoflow_fast.baselines.result_list import FEATURES, SCALES, fit_logistic, labelled_apart
+from geoflow_fast.baselines.result_list import FEATURES, SCALES, labelled_apart
+from geoflow_fast.decisions.logistic import fit_logistic
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.geometry import normalize
 from geoflow_fast.noise import sample_uniform
@@ -264,8 +265,8 @@ class TestResultLists:
             baselines.load(tmp_path)
 
     def test_without_scikit_learn_the_error_says_what_to_install(self, monkeypatch):
-        monkeypatch.setattr(result_list.importlib.util, "find_spec", lambda _: None)
-        with pytest.raises(ValueError, match=r"scikit-learn: pip install 'geoflow_fast\[baselines\]'"):
+        monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+        with pytest.raises(ValueError, match=r"scikit-learn: pip install '\.\[baselines\]' in a checkout"):
             baselines.ListBoosting(DIM, DIM)
 
 

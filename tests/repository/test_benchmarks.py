@@ -47,6 +47,40 @@ def test_a_case_is_gated_timed_and_tabled():
     assert rows[1]["share of the limit (memory)"] == f"{100 * limit:.0f} %"
 
 
+def test_a_case_without_any_peer_is_tabled_and_drawn(tmp_path):
+    ours = [contender for contender in a_case().contenders if contender.kind != PEER]
+    absent = [contender for contender in a_case().contenders if not contender.present]
+    measured = suite.measure(a_case(contenders=(*ours, *absent)))
+    limits = {"flops": 1.0, "bytes": 4e6, "exps": 1.0}
+    assert {row["speed-up over the best peer"] for row in suite.case_rows(measured, limits)} == {""}
+    results = {"sort": {"cases": [measured], "scalings": [], "tables": {}, "limits": limits}}
+    assert "Not installed: absent." in suite.text_of(results["sort"])
+    assert page.draw_peers(results, tmp_path / "peers.png")
+    assert page.draw_roofline(results, tmp_path / "roofline.png")
+
+
+@pytest.mark.slow
+def test_quick_runs_without_optional_packages(monkeypatch):
+    """Every suite has cases whose peers are in packages that `pip install .` does not bring."""
+    find = suite.importlib.util.find_spec
+    optional = {c.needs for case in suite.all_cases(quick=True) for c in case.contenders if c.needs}
+    assert {"ot", "faiss", "torchdiffeq"} <= optional
+    monkeypatch.setattr(suite.importlib.util, "find_spec", lambda name: None if name in optional else find(name))
+    without = [case for case in suite.all_cases(quick=True) if all(c.kind != PEER for c in case.present)]
+    assert without, "a case whose peers are all missing is what this test is about"
+    for case in without:
+        measured = suite.measure(dataclasses.replace(case, rounds=1))
+        assert suite.case_rows(measured, {"flops": 1.0, "bytes": 1.0, "exps": 1.0})
+
+
+def test_small_sizes_are_not_called_the_papers():
+    quick = [contender.name for case in suite.all_cases(quick=True) for contender in case.contenders]
+    assert [name for name in quick if "paper" in name] == []
+    assert sum("20 samples x 10 steps" in name for name in quick) == 2
+    full = [contender.name for case in suite.all_cases(quick=False) for contender in case.contenders]
+    assert sum(suite.PAPER_NAME in name for name in full) == 3
+
+
 def test_a_wrong_answer_has_no_time():
     wrong = (*a_case().contenders, Contender("wrong", lambda x: x))
     with pytest.raises(SystemExit, match="gate failed: sort, wrong"):

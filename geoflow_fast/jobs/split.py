@@ -1,0 +1,127 @@
+"""Parts of a set of pairs, by image, each as a folder of its own."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from geoflow_fast.data.ids import ID_COLUMN, Ids, open_ids
+from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.data.rows import Index
+from geoflow_fast.jobs.job import read_facts, refuse_other_job
+from geoflow_fast.runtime import parquet
+from geoflow_fast.runtime.files import locked, sync_folder, write_json
+
+FACTS_FILE = "split.json"
+TEXT_IDS, IMAGE_IDS = "text_ids.parquet", "image_ids.parquet"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class PartSummary:
+    """The size of one part."""
+
+    pairs: int
+    images: int
+    folder: str
+
+
+def parts_of(words: str) -> dict[str, float]:
+    """The shares that `train=0.8,ask=0.2` names, in their order; together they are at most 1."""
+    parts: dict[str, float] = {}
+    for entry in words.split(","):
+        name, sign, share = (word.strip() for word in entry.partition("="))
+        try:
+            number = float(share)
+        except ValueError:
+            number = math.nan
+        if not sign or not name or Path(name).name != name or name.startswith(".") or not 0 < number <= 1:
+            raise ValueError(f"parts must be NAME=SHARE with a comma between them, shares up to 1, got {entry!r}")
+        if name in parts:
+            raise ValueError(f"parts names {name} twice")
+        parts[name] = number
+    if sum(parts.values()) > 1 + 1e-9:
+        raise ValueError(f"parts are shares of the images, but theirs sum to {sum(parts.values()):g}")
+    return parts
+
+
+def rows_of_parts(pairs: EmbeddingPairs, parts: Mapping[str, float], seed: int) -> dict[str, Index]:
+    """The numbers of the pairs of each part, in their order: images are drawn by `seed`, with all their texts."""
+    images, member = np.unique(pairs.group, return_inverse=True)
+    order = np.random.default_rng(seed).permutation(len(images))
+    edges = np.round(np.cumsum([0.0, *parts.values()]) * len(images)).astype(int)
+    chosen = {}
+    for name, low, high in zip(parts, edges[:-1], edges[1:]):
+        if low == high:
+            raise ValueError(f"part {name} would be empty: {parts[name]:g} of {len(images)} images is less than one")
+        chosen[name] = np.flatnonzero(np.isin(member, order[low:high]))
+    return chosen
+
+
+def split_pairs(
+    pairs: EmbeddingPairs,
+    parts: Mapping[str, float],
+    out: Path,
+    *,
+    seed: int = 0,
+    ids: Path | None = None,
+    image_ids: Path | None = None,
+    overwrite: bool = False,
+) -> dict[str, PartSummary]:
+    """Writes each part into a folder of `out`, with files of the ids of its texts and images: those in the files `ids`
+    and `image_ids`, or the numbers of their rows. Parts appear whole; the same call continues after a kill."""
+    names = Ids(np.arange(len(pairs.text))) if ids is None else open_ids(ids, len(pairs.text), "texts")
+    images = Ids(np.arange(len(pairs.image))) if image_ids is None else open_ids(image_ids, len(pairs.image), "images")
+    chosen = rows_of_parts(pairs, parts, seed)
+    facts = {
+        "task": "split",
+        "format": FORMAT,
+        "parts": dict(parts),
+        "seed": seed,
+        "pairs": pairs.fingerprint(),
+        "ids": names.digest(),
+        "image_ids": images.digest(),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    with locked(out):
+        left = read_facts(out / FACTS_FILE)
+        if left != facts:
+            existing = [name for name in chosen if (out / name).exists()]
+            if left is not None and not overwrite:
+                refuse_other_job(out, left, facts)
+            if left is None and existing and not overwrite:
+                raise FileExistsError(f"{out / existing[0]} exists; choose another folder, or ask to overwrite")
+            for name in existing:
+                shutil.rmtree(out / name)
+            write_json(out / FACTS_FILE, facts)
+        for name, rows in chosen.items():
+            if not (out / name).exists():
+                _write_part(pairs.subset(rows), out / name, names, images)
+    return {
+        name: PartSummary(len(rows), len(np.unique(pairs.group[rows])), str(out / name))
+        for name, rows in chosen.items()
+    }
+
+
+def _write_part(part: EmbeddingPairs, folder: Path, names: Ids, images: Ids) -> None:
+    """Writes a part under a temporary name and renames it."""
+    begun = folder.with_name(f".{folder.name}.tmp")
+    if begun.exists():
+        shutil.rmtree(begun)
+    part.save(begun, dtype=stored_type(part))
+    text_ids, kept = names.of(part.text_row), images.of(np.unique(part.image_row))
+    parquet.write_columns(begun / TEXT_IDS, {ID_COLUMN: text_ids}, len(text_ids))
+    parquet.write_columns(begun / IMAGE_IDS, {ID_COLUMN: kept}, len(kept))
+    begun.rename(folder)
+    sync_folder(folder.parent)
+
+
+def stored_type(pairs: EmbeddingPairs) -> type[np.floating]:
+    """The type in which pairs are stored again: half precision if they are in it, else float32."""
+    stored = {part.dtype for rows in (pairs.image, pairs.text) for part in rows.parts}
+    return np.float16 if stored == {np.dtype(np.float16)} else np.float32

@@ -1,0 +1,67 @@
+"""What needs an optional package says so before it does anything else, and names a way to install it that exists."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from geoflow_fast.encoders import open_clip
+from tests.cli.test_cli import desk, run  # noqa: F401, fixtures
+
+SCORED = ["--model", "flow", "--queries", "texts.npy", "--gallery", "images.npy"]
+PAIRS = ["--pairs", "pairs", "--held-out", "pairs"]
+NEEDS = [
+    ("matplotlib", "eval", ["entropy", *SCORED, "--plot", "out/plot.png", "--out", "out/scores.parquet"]),
+    ("matplotlib", "eval", ["evaluate", *PAIRS, "--out", "out"]),
+    ("matplotlib", "eval", ["evaluate", "ablation", "kappa", *PAIRS, "--train", "pairs", "--out", "out"]),
+    ("matplotlib", "eval", ["demo", "--out", "out"]),
+    ("tensorboard", "train", ["train", "--pairs", "pairs", "--tensorboard", "--out", "out"]),
+    ("tensorboard", "train", ["train", "--pairs", "pairs", "--tensorboard", "--head", "--out", "out"]),
+    ("gpytorch", "baselines", ["train", "--pairs", "pairs", "--method", "grove", "--out", "out"]),
+    ("gpytorch", "baselines", ["evaluate", *PAIRS, "--train", "pairs", "--methods", "margin,grove", "--out", "out"]),
+    ("sklearn", "baselines", ["evaluate", *PAIRS, "--train", "pairs", "--methods", "list_boosting", "--out", "out"]),
+    ("open_clip", "encoders", ["embed", "--images", "photos", "--out", "out"]),
+    ("PIL", "encoders", ["embed", "--images", "photos", "--encoder", "colours", "--out", "out"]),
+]
+
+
+@pytest.mark.parametrize(("module", "extra", "arguments"), NEEDS, ids=[f"{m} {a[0]} {a[1]}" for m, _, a in NEEDS])
+def test_a_missing_package_is_named_before_any_work(run, desk, monkeypatch, module, extra, arguments):  # noqa: F811
+    (desk / "photos").mkdir()
+    Image.new("RGB", (4, 4)).save(desk / "photos/a.png")
+    (desk / "photos/a.txt").write_text("black")
+    for name in [name for name in sys.modules if name == module or name.startswith(f"{module}.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, module, None)
+    code, out, err = run(*arguments)
+    assert code == 2
+    assert f"pip install '.[{extra}]' in a checkout of geoflow_fast" in err
+    assert not (desk / "out").exists() or not any((desk / "out").iterdir())
+    assert out == "" or arguments[0] == "train"  # which first says what it is about to do
+
+
+def test_extras_that_messages_name_exist():
+    """A message that would send the reader to PyPI, where this package is not, has not come back."""
+    root = Path(__file__).parents[2]
+    sources = "\n".join(path.read_text() for path in (root / "geoflow_fast").rglob("*.py"))
+    assert "install 'geoflow_fast[" not in sources
+    named = set(re.findall(r"""(?:needs|missing)\((?:.*, )"(\w+)"\)""", sources))
+    assert named == {"eval", "encoders", "baselines", "train"}
+    declared = (root / "pyproject.toml").read_text()
+    assert [name for name in named if f"\n{name} = [" not in declared] == []
+
+
+def test_a_torchvision_without_operators_has_a_remedy(monkeypatch):
+    class Broken:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "open_clip":
+                raise RuntimeError("operator torchvision::nms does not exist")
+
+    monkeypatch.delitem(sys.modules, "open_clip", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    with pytest.raises(ValueError, match=r"torchvision::nms does not exist; torchvision must be of the same .* build"):
+        open_clip._open_clip()
