@@ -17,6 +17,7 @@ LAYERS = (
     ("demo",),
     ("evaluation",),
     ("baselines", "jobs", "encoders", "plan"),
+    ("decisions",),
     ("retrieval",),
     ("head",),
     ("training", "likelihood"),

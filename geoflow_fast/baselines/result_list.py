@@ -19,6 +19,7 @@ from geoflow_fast.baselines.base import Baseline, FitTask, nearest, resize_rows
 from geoflow_fast.baselines.hub import HubSoftmax
 from geoflow_fast.baselines.untrained import KNNDistance, MaxSoftmax
 from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.decisions.logistic import fit_logistic, logits, smoothed_share
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.retrieval.freshness import marks
 from geoflow_fast.retrieval.gallery import Gallery
@@ -42,8 +43,6 @@ FEATURES = (
     "distance to the nearest training queries",
     "cosine with the partners of these queries",
 )
-RESOLUTION = 1e-6
-"""A feature whose standard deviation is not above this share of its mean, or of one, is rounding noise of float32."""
 Floats = NDArray[np.float64]
 
 
@@ -144,7 +143,7 @@ class ListLogistic(ResultListClassifier):
 
     def _risk(self, features: Tensor, direction: Direction) -> Tensor:
         weights = self.weights[CONDITIONAL.index(direction)].cpu().double()
-        return torch.sigmoid(features @ weights[:-1] + weights[-1])
+        return torch.sigmoid(torch.from_numpy(logits(features.numpy(), weights.numpy())))
 
 
 class ListBoosting(ResultListClassifier):
@@ -186,7 +185,7 @@ class ListBoosting(ResultListClassifier):
     def _risk(self, features: Tensor, direction: Direction) -> Tensor:
         wrong = getattr(self, f"{direction}_wrong").cpu().numpy()
         if len(np.unique(wrong)) < 2 or not len(features):
-            return torch.full((len(features),), _smoothed_share(wrong), dtype=torch.float64, device="cpu")
+            return torch.full((len(features),), smoothed_share(wrong), dtype=torch.float64, device="cpu")
         learned = getattr(self, f"{direction}_features")
         current, known = marks((learned, getattr(self, f"{direction}_wrong"))), self._trees.get(direction)
         if known is None or known[0] != current:
@@ -204,47 +203,9 @@ def labelled_apart(pairs: EmbeddingPairs, val: EmbeddingPairs, seed: int) -> tup
     return pairs.split(share, seed)
 
 
-def fit_logistic(features: Floats, positive: NDArray[np.bool_]) -> Floats:
-    """Weights and, last, the constant [F + 1] of the logistic regression of `positive` [n] on features [n, F].
-
-    The loss is the sum of -log likelihoods and half the squared norm of the weights of standardised features, without
-    the constant. It is that of scikit-learn's `LogisticRegression` after a `StandardScaler`, but features that are
-    constant up to rounding have no weight: on other lists they could differ by far more than the noise learned from.
-    """
-    from scipy import optimize, special
-
-    if len(np.unique(positive)) < 2:
-        constant = special.logit(_smoothed_share(positive))
-        return np.append(np.zeros(features.shape[1]), constant)
-    mean, sd = features.mean(0), features.std(0)
-    varies = sd > RESOLUTION * np.maximum(np.abs(mean), 1.0)
-    sd = np.where(varies, sd, 1.0)
-    design = np.column_stack((np.where(varies, (features - mean) / sd, 0.0), np.ones(len(features))))
-    penalty, label = np.append(np.ones(len(mean)), 0.0), positive.astype(np.float64)
-
-    def loss(weights: Floats) -> tuple[float, Floats]:
-        logit = design @ weights
-        value = (np.logaddexp(0, logit) - label * logit).sum() + (penalty * weights**2).sum() / 2
-        return float(value), design.T @ (special.expit(logit) - label) + penalty * weights
-
-    def curvature(weights: Floats) -> Floats:
-        prob = special.expit(design @ weights)
-        return (design.T * (prob * (1 - prob))) @ design + np.diag(penalty)
-
-    start = np.zeros(design.shape[1])
-    solution = optimize.minimize(loss, start, jac=True, hess=curvature, method="trust-exact", options={"gtol": 1e-8})
-    weights = solution.x[:-1] / sd
-    return np.append(weights, solution.x[-1] - weights @ mean)
-
-
 def grown(features: Floats, positive: NDArray[np.bool_]) -> Any:
     """Boosted trees of scikit-learn that tell which rows of features [n, F] are `positive` [n]."""
     from sklearn.ensemble import HistGradientBoostingClassifier
 
     settings = {"max_iter": 100, "learning_rate": 0.05, "max_depth": 3, "l2_regularization": 1.0}
     return HistGradientBoostingClassifier(**settings, early_stopping=False, random_state=0).fit(features, positive)
-
-
-def _smoothed_share(positive: NDArray[np.bool_]) -> float:
-    """The share of `positive` [n], with half a case added on either side so that it is neither 0 nor 1."""
-    return float((positive.sum() + 0.5) / (len(positive) + 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from geoflow_fast.decisions.bounds import clopper_pearson_upper
 from geoflow_fast.evaluation.abstention import AbstentionThreshold, abstention_threshold
 from geoflow_fast.evaluation.metrics import (
     Reliability,
@@ -17,7 +18,6 @@ from geoflow_fast.evaluation.report import Report
 from geoflow_fast.evaluation.statistics import (
     Interval,
     bootstrap_interval,
-    clopper_pearson_upper,
     pearson,
     ranks,
     spearman,

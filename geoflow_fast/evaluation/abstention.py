@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from geoflow_fast.evaluation.statistics import (
+from geoflow_fast.decisions.bounds import (
     Bools,
     Floats,
-    Values,
+    binomial_evidence,
     check_open_interval,
     clopper_pearson_upper,
-    floats,
-    scored_answers,
+    leading_passes,
 )
+from geoflow_fast.evaluation.statistics import Values, floats, scored_answers
 from geoflow_fast.runtime import checks
 
 CANDIDATES = 40
@@ -91,8 +91,7 @@ def abstention_threshold(
         set_aside = np.isin(np.arange(len(score)), order[: max(1, round(share * len(score)))])
         thresholds = _promising(score[set_aside], right[set_aside], target_risk)
         score, right = score[~set_aside], right[~set_aside]
-    failed = _evidence(score, right, thresholds, target_risk) > 1 - confidence
-    passed = thresholds[: int(failed.argmax()) if failed.any() else len(failed)]
+    passed = thresholds[: leading_passes(_evidence(score, right, thresholds, target_risk), 1 - confidence)]
     best = float(passed.max()) if len(passed) else -math.inf
     accepted = score <= best
     wrong, given = int((~right[accepted]).sum()), int(accepted.sum())
@@ -110,9 +109,7 @@ def _promising(score: Floats, right: Bools, target_risk: float) -> Floats:
 def _evidence(score: Floats, right: Bools, thresholds: Floats, target_risk: float) -> Floats:
     """For each threshold, the probability of so few wrong answers among the accepted ones if the risk were
     `target_risk`."""
-    from scipy import stats
-
     order = np.argsort(score)
     accepted = np.searchsorted(score[order], thresholds, side="right")
     wrong = np.concatenate(([0], np.cumsum(~right[order])))[accepted]
-    return np.asarray(stats.binom.cdf(wrong, accepted, target_risk))
+    return binomial_evidence(wrong, accepted, target_risk)

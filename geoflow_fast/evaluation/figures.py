@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 
 from geoflow_fast import baselines
+from geoflow_fast.decisions.bounds import Bools, Floats, clopper_pearson_upper
 from geoflow_fast.directions import Direction
 from geoflow_fast.evaluation.abstention import AbstentionThreshold
 from geoflow_fast.evaluation.metrics import selective_accuracy
 from geoflow_fast.evaluation.results import Comparison, Result
-from geoflow_fast.evaluation.statistics import Bools, Floats, Values, clopper_pearson_upper, scored_answers
+from geoflow_fast.evaluation.statistics import Values, scored_answers
 from geoflow_fast.evaluation.zero_shot import ZeroShot
 from geoflow_fast.runtime import checks, plots
 

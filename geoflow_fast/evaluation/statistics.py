@@ -1,4 +1,4 @@
-"""Ranks, correlations, exact binomial bounds and bootstrap intervals.
+"""Ranks, correlations and bootstrap intervals.
 
 scipy does the mathematics. It is imported where it is used, because importing it takes as long as importing torch.
 """
@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from geoflow_fast.decisions.bounds import Bools as Bools
+from geoflow_fast.decisions.bounds import Floats as Floats
+from geoflow_fast.decisions.bounds import check_open_interval
 from geoflow_fast.runtime import checks
 
 Values = Tensor | NDArray[Any] | Sequence[Any]
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
 RowCounts = NDArray[np.int64]
 """[n], how often each row occurs: once, or as often as a resample has drawn it."""
 
@@ -63,16 +64,6 @@ def correlation(x: NDArray[Any], y: NDArray[Any]) -> Floats:
     with warnings.catch_warnings(), np.errstate(invalid="ignore", over="ignore"):
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)  # the NaN already tells the caller
         return np.clip(stats.pearsonr(x, y, axis=-1).statistic, -1, 1)
-
-
-def clopper_pearson_upper(count: int, n: int, confidence: float = 0.95) -> float:
-    """One-sided Clopper-Pearson upper bound of a probability, from `count` events in `n` trials; 1 if they are
-    equal."""
-    from scipy import stats
-
-    checks.integer(count, "count", 0, checks.integer(n, "n"))
-    check_open_interval(confidence, "confidence")
-    return 1.0 if count == n else float(stats.beta.ppf(confidence, count + 1, n - count))
 
 
 def bootstrap_interval(
@@ -136,12 +127,6 @@ def check_resamples(resamples: int) -> None:
     """Raises a ValueError unless `resamples` is 0, which asks for no intervals, or at least 2."""
     if checks.integer(resamples, "resamples", 0, MOST_RESAMPLES) == 1:
         raise ValueError("resamples must be 0 or at least 2, got 1")
-
-
-def check_open_interval(value: float, name: str) -> None:
-    """Raises a ValueError unless `value` is above 0 and below 1."""
-    if not 0 < value < 1:
-        raise ValueError(f"{name} must be between 0 and 1, got {value}")
 
 
 def scored_answers(values: Values, correct: Values, name: str = "uncertainty") -> tuple[Floats, Bools]:

@@ -1,5 +1,5 @@
 """Checks of the arguments of public calls. Each function returns the value in its plain form, or raises a TypeError or
-ValueError that names the argument.
+ValueError that names the argument. torch is imported by those that are about tensors, not with the module.
 """
 
 from __future__ import annotations
@@ -7,16 +7,19 @@ from __future__ import annotations
 import functools
 import math
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-LARGEST = torch.finfo(torch.float32).max
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+LARGEST = float(np.finfo(np.float32).max)
 """The largest number that float32 arithmetic can hold."""
 LARGEST_SEED = 2**63 - 1
 LARGEST_COUNT = 10**9
@@ -25,6 +28,9 @@ LARGEST_COUNT = 10**9
 
 def dense(x: object, name: str, *, is_floating: bool = False, has_values: bool = False) -> Tensor:
     """Returns `x` if it is a dense tensor, and, where asked for, one of floating-point numbers whose values exist."""
+    import torch
+    from torch import Tensor
+
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.layout != torch.strided:
@@ -72,6 +78,8 @@ def integer(x: object, name: str, least: int = 0, most: int = LARGEST_SEED) -> i
 
 def indices(x: object, name: str, count: int, least: int = 0) -> Tensor:
     """Returns `x` if it is a tensor of integers between `least` and `count` - 1."""
+    import torch
+
     tensor = dense(x, name)
     if tensor.dtype not in (torch.int64, torch.int32) or tensor.is_meta:
         raise TypeError(f"{name} must be integers (int64 or int32), got {tensor.dtype} on {tensor.device}")
@@ -82,11 +90,17 @@ def indices(x: object, name: str, count: int, least: int = 0) -> Tensor:
     return tensor
 
 
+def is_tensor(x: object) -> bool:
+    """Whether `x` is a tensor; if nobody has imported torch yet, nothing is."""
+    return "torch" in sys.modules and isinstance(x, sys.modules["torch"].Tensor)
+
+
 def array(x: object, name: str) -> NDArray[Any]:
     """Returns the values of a tensor, an array or a sequence as an array on the CPU, which shares memory if it can."""
-    if isinstance(x, Tensor):
-        x = dense(x, name, has_values=True).detach()
-        return (x.float() if x.dtype == torch.bfloat16 else x).cpu().numpy()  # numpy has no bfloat16
+    if is_tensor(x):
+        tensor = dense(x, name, has_values=True).detach()
+        half = str(tensor.dtype) == "torch.bfloat16"  # which numpy does not have
+        return np.asarray((tensor.float() if half else tensor).cpu().numpy())
     try:
         return np.asarray(x)
     except ValueError as error:  # rows of different lengths
@@ -99,6 +113,9 @@ def rows(x: object, name: str, width: int, like: Tensor, count: str = "B") -> Te
 
     Half precision rounds the norm of a row too: one that differs from 1 by no more than that is made 1 again.
     """
+    import torch
+    from torch import Tensor
+
     if isinstance(x, np.ndarray):
         if x.dtype.kind != "f":
             raise TypeError(f"{name} must be floating point, got {x.dtype}")
@@ -140,6 +157,8 @@ def one_of(x: object, name: str, choices: Sequence[str]) -> None:
 
 def device(x: object, name: str = "device") -> torch.device:
     """Returns `x` as a device of a kind that torch knows."""
+    import torch
+
     if not isinstance(x, (str, torch.device)):
         raise TypeError(f"{name} must be a device or its name, got {x!r}")
     try:

@@ -18,7 +18,8 @@ from geoflow_fast import baselines
 from geoflow_fast.baselines import adapter, result_list
 from geoflow_fast.baselines.base import nearest
 from geoflow_fast.baselines.hub import fit_hub_weights
-from geoflow_fast.baselines.result_list import FEATURES, SCALES, fit_logistic, labelled_apart
+from geoflow_fast.baselines.result_list import FEATURES, SCALES, labelled_apart
+from geoflow_fast.decisions.logistic import fit_logistic
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.geometry import normalize
 from geoflow_fast.noise import sample_uniform

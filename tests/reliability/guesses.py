@@ -46,6 +46,17 @@ from tests.reliability.targets import (
     unit,
 )
 
+
+def result_scores() -> torch.Tensor:
+    """Result lists of 12 queries, best hit first."""
+    return normal(12, 5).sort(1, descending=True).values
+
+
+def some_trust() -> gf.Trust:
+    """A fitted one."""
+    return gf.Trust().fit(result_scores(), normal(12, seed=3) > 0)
+
+
 EXAMPLES: dict[str, Callable[[], Any]] = {
     "x": lambda: unit(6, 5),
     "y": lambda: unit(6, 5, seed=1),
@@ -150,6 +161,13 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
     "PosteriorHead.fit": {"conf": lambda: small_head().config},
     "Gallery.take": {"index": lambda: torch.tensor([[1, 2], [0, 6]])},
     "EmbeddingPairs.subset": {"index": lambda: torch.arange(3)},
+    **{
+        name: {"scores": result_scores, "labels": lambda: normal(12, seed=3) > 0, "features": lambda: None}
+        for name in ("Trust.", "Rule.")
+    },
+    "Trust.p_no_match": {"no_match_share": lambda: 0.3},
+    "Trust.certify": {"precision": lambda: None, "encoder": lambda: "clip", "gallery_size": lambda: 9},
+    "Trust.save": {"path": fresh_path},
     "GalleryIndex.check": {"gallery": lambda: unit(9, 5)},
 }
 """Values for parameters whose names mean something else in one function, or in those under a name."""
@@ -175,7 +193,9 @@ INSTANCES: dict[str, Callable[[], Any]] = {
     "Report": report,
     "RetrievalEntropy": lambda: gf.RetrievalEntropy(small_flow(), unit(7, IMAGE), "t2i", n_samples=2, n_steps=2),
     "RetrievalSet": retrieval_set,
+    "Rule": lambda: some_trust().certify(result_scores(), normal(12, seed=3) > 0, 0.5),
     "TrainConfig": gf.TrainConfig.tiny,
+    "Trust": some_trust,
     "World": lambda: ALONE,
 }
 """Objects whose methods are called; one of another class is made from guessed arguments."""

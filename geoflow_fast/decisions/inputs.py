@@ -1,0 +1,157 @@
+"""Checks of what users give: lists of scores, labels, features and groups. Errors say what is wrong, and where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geoflow_fast.decisions.lists import Bools, Floats
+from geoflow_fast.decisions.tables import Array, Read, Table, read
+
+FEWEST = 10
+"""With fewer queries there is nothing to learn from; about a hundred make a useful fit."""
+
+
+@dataclass(frozen=True)
+class Lists:
+    """Result lists, best hit first."""
+
+    table: Read
+    scores: Floats
+    order: NDArray[np.int64] | None
+    """[n, k], the caller's columns in the order of `scores`; None if they were sorted."""
+
+    def restored(self, values: Array) -> Array:
+        """`values` [n, k] of the hits in the caller's order."""
+        if self.order is None:
+            return values
+        result = np.empty_like(values)
+        np.put_along_axis(result, self.order, values, axis=1)
+        return result
+
+
+def result_lists(table: Table, name: str, *, k: int | None = None, presorted: bool = True) -> Lists:
+    """Reads lists [n, k] of scores, best first, or sorts them unless they must be `presorted`."""
+    found = read(table, name)
+    scores = _numbers(found.values, name)
+    if scores.ndim != 2:
+        raise ValueError(
+            f"{name} must hold one list of scores per query, [n, k], got shape {scores.shape}. Expected 2D array, got "
+            f"{scores.ndim}D array instead. Reshape your data with reshape(1, -1) if it is one list"
+        )
+    width = scores.shape[1]
+    if k is not None and width != k:
+        raise ValueError(
+            f"{name} has lists of {width} hits, but this was fitted on lists of {k}: X has {width} features, but Trust "
+            f"is expecting {k} features as input. Ask the search for {k} hits"
+        )
+    if width < 2:
+        raise ValueError(
+            f"{name} must have at least two hits for each query, found {width} feature(s) (shape={scores.shape}) while "
+            "a minimum of 2 is required."
+        )
+    if k is not None and not len(scores):
+        raise ValueError(f"{name} holds no query: 0 sample(s) (shape={scores.shape}) while a minimum of 1 is required")
+    _finite(scores, name)
+    falls = np.diff(scores, axis=1) > 0
+    if not falls.any():
+        return Lists(found, scores, None)
+    if presorted:
+        row, column = (int(each[0]) for each in falls.nonzero())
+        raise ValueError(
+            f"{name} must have the best hit first, but in row {row} column {column + 1} has "
+            f"{scores[row, column + 1]:g} after {scores[row, column]:g}. Negate distances, or pass "
+            "Trust(presorted=False) to have lists sorted"
+        )
+    order = np.argsort(-scores, axis=1, kind="stable")
+    return Lists(found, np.take_along_axis(scores, order, axis=1), order)
+
+
+@dataclass(frozen=True)
+class Labels:
+    """What is known about the hits of each query."""
+
+    first: Bools
+    """[n], whether the first hit is right."""
+    relevant: Bools | None
+    """[n, k], which hits are relevant; None if only the first was judged."""
+    classes: Array
+    """The two values that labels [n] have, wrong first."""
+
+
+def labels_of(table: Table, lists: Lists, name: str = "labels", *, classes: Array | None = None) -> Labels:
+    """Reads labels [n], whether the first hit is right, or [n, k], the grade of each hit: above 0 is relevant."""
+    if table is None:
+        raise ValueError(f"{name} are missing: fitting requires y to be passed, but the target y is None")
+    values = read(table, name).values
+    n, k = lists.scores.shape
+    if len(values.shape) not in (1, 2) or len(values) != n or (values.ndim == 2 and values.shape[1] not in (1, k)):
+        raise ValueError(f"{name} must be [{n}] or [{n}, {k}] for these scores, got shape {values.shape}")
+    if values.ndim == 2 and values.shape[1] == k:
+        grades = _numbers(values, name)
+        _finite(grades, name)
+        relevant = grades > 0
+        if lists.order is not None:
+            relevant = np.take_along_axis(relevant, lists.order, axis=1)
+        return Labels(relevant[:, 0], relevant, np.array([False, True]))
+    values = values.reshape(n)
+    if values.dtype.kind in "fc":
+        _finite(_numbers(values, name), name)
+    if classes is None:
+        classes = np.unique(values)
+    if len(classes) > 2:
+        kind = "continuous" if values.dtype.kind == "f" and (values % 1).any() else "multiclass"
+        raise ValueError(
+            f"{name} [n] say whether the first hit is right but have {len(classes)} values. Only binary classification "
+            f"is supported. The type of the target is {kind}; give grades as [n, k], or labels > 0"
+        )
+    unknown = ~np.isin(values, classes)
+    if unknown.any():
+        row = int(unknown.argmax())
+        raise ValueError(f"{name} must be {classes[0]} or {classes[-1]}, but row {row} is {values[row]}")
+    return Labels(values == classes[-1], None, classes)
+
+
+def features_of(table: Table | None, n: int, count: int | None, name: str = "features") -> Floats:
+    """Reads the caller's features [n, f], or none: [n, 0]. `count` is how many there were in the fit."""
+    if table is None:
+        values = np.empty((n, 0))
+    else:
+        values = _numbers(read(table, name).values, name)
+        values = values[:, None] if values.ndim == 1 else values
+        if values.ndim != 2 or len(values) != n:
+            raise ValueError(f"{name} must be [{n}, f] for these scores, got shape {values.shape}")
+        _finite(values, name)
+    if count is not None and values.shape[1] != count:
+        raise ValueError(f"{name} has {values.shape[1]} columns, but {count} were fitted")
+    return values
+
+
+def groups_of(table: Table, n: int, name: str = "groups") -> NDArray[np.str_]:
+    """Reads the group [n] of each query, as text."""
+    values = read(table, name).values
+    if values.shape != (n,):
+        raise ValueError(f"{name} must name the group of each query, [{n}], got shape {values.shape}")
+    return np.array([str(value) for value in values.tolist()], dtype=np.str_)
+
+
+def _numbers(values: Array, name: str) -> Floats:
+    """The values as float64."""
+    if values.dtype.kind == "c":
+        raise ValueError(f"{name} is complex. Complex data not supported")
+    try:
+        return values.astype(np.float64)
+    except TypeError as error:
+        raise TypeError(f"{name} must hold numbers: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{name} must hold numbers: {error}") from error
+
+
+def _finite(values: Floats, name: str) -> None:
+    """Raises a ValueError that names the first row with a value that is not finite."""
+    bad = ~np.isfinite(values)
+    if bad.any():
+        where = tuple(int(axis[0]) for axis in bad.nonzero())
+        raise ValueError(f"{name} has {values[where]} in row {where[0]}: it must not contain NaN, infinity or gaps")

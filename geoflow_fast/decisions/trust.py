@@ -1,0 +1,382 @@
+"""How far to trust the result lists of any search: an estimator in the manner of scikit-learn, of numpy and scipy."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from geoflow_fast.decisions import inputs, lists, rules
+from geoflow_fast.decisions.bounds import check_open_interval
+from geoflow_fast.decisions.inputs import FEWEST, Labels, Lists
+from geoflow_fast.decisions.logistic import Bools, Floats, Rung
+from geoflow_fast.decisions.model import Judged, Model, Pilot, combined, fit_model, no_match_probability
+from geoflow_fast.decisions.rules import ANSWERS, EVERYBODY, ITEMS, Certificate, Outcomes, Rule
+from geoflow_fast.decisions.tables import Table
+from geoflow_fast.runtime import checks
+from geoflow_fast.runtime.files import contents_of, read_json, write_json
+
+ESTIMATE = "estimate"
+FORMAT = 1
+
+
+class Trust:
+    """Learns from judged result lists how probable it is that the first hit is right, that each hit is relevant, and
+    that no right item is there at all.
+
+    The scores may come from any search: similarities, best first, all lists of the same length k. About a hundred
+    judged queries are enough. What is learned is first Platt scaling of a softmax whose temperature is tuned; the
+    level and the shape of the list, and features of your own, are added where cross-fitting shows a gain, and `report`
+    tells which. Hits of equal score count as copies of one item, so that storing items several times changes nothing.
+
+    `seed` decides which queries are held out of which fit. Lists that are not sorted are an error, because they are
+    mostly distances or rows in the wrong order; with `presorted=False` they are sorted.
+    """
+
+    classes_: Any
+    n_features_in_: int
+
+    def __init__(self, seed: int = 0, *, presorted: bool = True) -> None:
+        self.seed = seed
+        self.presorted = presorted
+
+    def fit(self, scores: Table, labels: Table, features: Table | None = None) -> Trust:
+        """Learns from judged queries.
+
+        `scores` [n, k]: similarities, best first, as an array, a frame of pandas or polars, a tensor, a pyarrow table
+        or the path of a Parquet file, with a column for each hit or one column of lists. `labels`: [n], whether the
+        first hit is right, or [n, k], grades of the hits, of which those above 0 are relevant. `features` [n, f]: what
+        else is known about the query and does not change when its item is missing, such as a model's surprise about
+        it; they are then needed in all other calls, too.
+        """
+        seed = checks.integer(self.seed, "seed")
+        found = inputs.result_lists(scores, "scores", presorted=self.presorted)
+        n, k = found.scores.shape
+        if n < FEWEST:
+            raise ValueError(f"scores has {n} sample(s); at least {FEWEST} judged queries are needed, better about 100")
+        known = inputs.labels_of(labels, found)
+        numbers = inputs.features_of(features, n, None)
+        if known.first.all() or not known.first.any():
+            raise ValueError(
+                f"labels are of one class: the first hit is {'right' if known.first.all() else 'wrong'} for all {n} "
+                "queries. Queries of both kinds are needed"
+            )
+        twins = lists.taken_out(found.scores, _known_right(known, k))
+        judged = Judged(found.scores, twins, known.first, known.relevant, numbers)
+        self._model, self._pilot, self._report = fit_model(judged, seed)
+        self.classes_, self.n_features_in_ = known.classes, k
+        names = found.table.columns
+        if names is not None and all(isinstance(name, str) for name in names):
+            self.feature_names_in_ = np.array(names, dtype=object)
+        elif hasattr(self, "feature_names_in_"):
+            del self.feature_names_in_
+        return self
+
+    @property
+    def report(self) -> tuple[Rung, ...]:
+        """What each group of features gained on held-out queries, for both questions, and which were kept."""
+        self._fitted()
+        return self._report
+
+    def predict_proba(self, scores: Table, features: Table | None = None) -> Any:
+        """The probabilities [n, 2] that the first hit is wrong, and that it is right."""
+        from scipy import special
+
+        found, model, numbers = self._read(scores, features)
+        logit = model.right_logit(found.scores, numbers)
+        values = np.column_stack((special.expit(-logit), special.expit(logit)))
+        return found.table.back(values, [str(name) for name in self.classes_])
+
+    def predict(self, scores: Table, features: Table | None = None) -> Any:
+        """The more probable label [n] of the first hit."""
+        found, model, numbers = self._read(scores, features)
+        right = model.right_logit(found.scores, numbers) >= 0
+        return found.table.back(self.classes_[right.astype(int)], ["label"])
+
+    def decision_function(self, scores: Table, features: Table | None = None) -> Any:
+        """The log-odds [n] that the first hit is right."""
+        found, model, numbers = self._read(scores, features)
+        return found.table.back(model.right_logit(found.scores, numbers), ["log_odds"])
+
+    def score(self, scores: Table, labels: Table, features: Table | None = None) -> float:
+        """The share of queries whose label is predicted."""
+        found, model, numbers = self._read(scores, features)
+        known = inputs.labels_of(labels, found, classes=self.classes_)
+        return float(((model.right_logit(found.scores, numbers) >= 0) == known.first).mean())
+
+    def relevance(self, scores: Table, features: Table | None = None) -> Any:
+        """The probability [n, k] that each hit is relevant. A row need not sum to one: several hits may be relevant, or
+        none. Copies of an item have the same probability."""
+        found, model, numbers = self._read(scores, features)
+        values = model.relevance(found.scores, numbers)
+        return found.table.back(found.restored(values), found.table.columns)
+
+    def p_no_match(self, scores: Table, no_match_share: float = 0.5, features: Table | None = None) -> Any:
+        """The probability [n] that no right item is there, if that is so for `no_match_share` of all queries."""
+        check_open_interval(no_match_share, "no_match_share")
+        found, model, numbers = self._read(scores, features)
+        values = no_match_probability(model.no_match_logit(found.scores, numbers), no_match_share)
+        return found.table.back(values, ["p_no_match"])
+
+    def certify(
+        self,
+        scores: Table,
+        labels: Table,
+        max_error: float = 0.10,
+        confidence: float = 0.95,
+        no_match_share: float | str = 0.0,
+        *,
+        precision: float | None = None,
+        unlabelled: Table | None = None,
+        features: Table | None = None,
+        unlabelled_features: Table | None = None,
+        groups: Table | None = None,
+        encoder: str | None = None,
+        gallery_size: int | None = None,
+    ) -> Rule:
+        """A rule whose answers are wrong in at most a share `max_error`, with the stated `confidence`.
+
+        `scores` and `labels` are those of judged queries that `fit` has not seen, independent of each other. The
+        guarantee: with probability `confidence` over their draw, the share of wrong answers among those that the rule
+        gives to new queries of the same kind is at most `max_error`. `no_match_share` is the share of the traffic
+        whose right item is missing, beyond what the judged queries hold of this; for these every answer is wrong. It
+        is stood for by the judged queries with their right items taken out. "estimate" bounds the share from
+        `unlabelled` lists [m, k] of live queries, which must be a mixture of queries like the judged ones and of ones
+        without a match. If labels [n] do not say where else the right item is, the place is assumed that makes the rule
+        most willing to answer.
+
+        `precision=0.9` in place of `max_error` makes a rule for `rule.show`: hits are shown such that, on average over
+        the queries that are shown something, at least this share of the hits is relevant; labels must be [n, k].
+        `groups` [n] gives each group of queries its own threshold, each at the stated confidence taken alone.
+        `encoder` and `gallery_size` are kept with the rule, which then refuses other ones. The tests are exact binomial
+        ones, for precision the bounds of Hoeffding and Bentkus, in a fixed sequence of thresholds.
+        """
+        for name, value in (("max_error", max_error), ("confidence", confidence)):
+            check_open_interval(value, name)
+        if precision is not None:
+            check_open_interval(precision, "precision")
+            max_error = 1 - precision
+        found, model, numbers = self._read(scores, features)
+        known = inputs.labels_of(labels, found, classes=self.classes_)
+        if precision is not None and known.relevant is None:
+            raise ValueError("precision needs labels [n, k], the grade of each hit")
+        live = self._live(no_match_share, unlabelled, unlabelled_features)
+        share = 0.0 if isinstance(no_match_share, str) else checks.number(no_match_share, "no_match_share", 0, 0.99)
+        n = len(found.scores)
+        names = np.full(n, EVERYBODY) if groups is None else inputs.groups_of(groups, n)
+        certifier = _Certifier(model, self._pilot, float(max_error), float(confidence), share, live, self.seed)
+        certificates, bounds = {}, []
+        for name in sorted(set(names.tolist())):
+            rows = names == name
+            part = None if known.relevant is None else known.relevant[rows]
+            certificate, bound = certifier(
+                found.scores[rows], numbers[rows], known.first[rows], part, precision is not None
+            )
+            certificates[name] = certificate
+            bounds.append(bound)
+        return Rule(
+            model,
+            ANSWERS if precision is None else ITEMS,
+            float(max_error),
+            float(confidence),
+            max(bounds),
+            certifier.score_share,
+            certificates,
+            None if encoder is None else checks.words(encoder, "encoder"),
+            None if gallery_size is None else checks.integer(gallery_size, "gallery_size", 1),
+            bool(self.presorted),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Writes what was learned as a JSON file, whole or not at all."""
+        self._fitted()
+        if self.classes_.tolist() not in ([0, 1], [False, True]):
+            raise ValueError(f"only a fit on labels 0 and 1 can be saved, not on {self.classes_.tolist()}")
+        write_json(
+            checks.path(path, "path"),
+            {
+                "format": FORMAT,
+                "what": "geoflow_fast trust",
+                "seed": int(self.seed),
+                "presorted": bool(self.presorted),
+                "model": self._model.as_json(),
+                "pilot": {
+                    name: np.asarray(values).astype(float).tolist() for name, values in vars(self._pilot).items()
+                },
+                "report": [vars(rung) for rung in self._report],
+            },
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trust:
+        """Reads what `save` has written."""
+        file = checks.path(path, "path")
+        values = read_json(file, "a fitted Trust")
+        with contents_of(file, "damaged or not a fitted Trust"):
+            if values["format"] != FORMAT or values["what"] != "geoflow_fast trust":
+                raise ValueError(f"format {values['format']} of {values['what']!r}; this version reads {FORMAT}")
+            trust = cls(checks.integer(values["seed"], "seed"), presorted=bool(values["presorted"]))
+            trust._model = Model.from_json(values["model"])
+            trust._pilot = _restored_pilot(values["pilot"])
+            trust._report = tuple(Rung(**rung) for rung in values["report"])
+            trust.classes_, trust.n_features_in_ = np.array([False, True]), trust._model.k
+        return trust
+
+    def get_params(self, deep: bool = True) -> dict[str, Any]:  # noqa: ARG002
+        """The settings by name, as scikit-learn asks for them."""
+        return {name: getattr(self, name) for name in list(inspect.signature(type(self)).parameters)}
+
+    def set_params(self, **params: Any) -> Trust:
+        """Changes settings."""
+        for name, value in params.items():
+            if name not in self.get_params():
+                raise ValueError(f"Trust has no setting {name!r}; there are {', '.join(self.get_params())}")
+            setattr(self, name, value)
+        return self
+
+    def __repr__(self) -> str:
+        settings = ", ".join(f"{name}={value!r}" for name, value in self.get_params().items())
+        return f"Trust({settings})"
+
+    def __sklearn_tags__(self) -> Any:
+        """What scikit-learn wants to know about an estimator."""
+        from sklearn.utils import ClassifierTags, InputTags, Tags, TargetTags
+
+        return Tags(
+            estimator_type="classifier",
+            target_tags=TargetTags(required=True),
+            classifier_tags=ClassifierTags(multi_class=False, poor_score=True),
+            input_tags=InputTags(),
+        )
+
+    def _fitted(self) -> Model:
+        if not hasattr(self, "_model"):
+            error = getattr(sys.modules.get("sklearn.exceptions"), "NotFittedError", ValueError)
+            raise error("this Trust is not fitted yet: call fit with judged queries first")
+        return self._model
+
+    def _read(self, scores: Table, features: Table | None) -> tuple[Lists, Model, Floats]:
+        """Checked lists, the model and the caller's features."""
+        model = self._fitted()
+        found = inputs.result_lists(scores, "scores", k=model.k, presorted=self.presorted)
+        return found, model, inputs.features_of(features, len(found.scores), model.features)
+
+    def _live(self, share: float | str, unlabelled: Table | None, features: Table | None) -> Floats | None:
+        """The log-odds [m] of "no match" of live queries, if a share is to be estimated from them."""
+        if share != ESTIMATE:
+            if isinstance(share, str):
+                raise ValueError(f"no_match_share must be a number or {ESTIMATE!r}, got {share!r}")
+            if unlabelled is not None:
+                raise ValueError(f"unlabelled is used with no_match_share={ESTIMATE!r} only")
+            return None
+        if unlabelled is None:
+            raise ValueError(f"no_match_share={ESTIMATE!r} needs unlabelled=, the lists of live queries [m, k]")
+        model = self._fitted()
+        found = inputs.result_lists(unlabelled, "unlabelled", k=model.k, presorted=self.presorted)
+        numbers = inputs.features_of(features, len(found.scores), model.features, "unlabelled_features")
+        return model.no_match_logit(found.scores, numbers)
+
+
+def _known_right(known: Labels, k: int) -> Bools:
+    """[n, k], the hits that are known to be right."""
+    if known.relevant is not None:
+        return known.relevant
+    return known.first[:, None] & (np.arange(k) == 0)
+
+
+def _restored_pilot(values: dict[str, Any]) -> Pilot:
+    """The pilot that `Trust.save` has written."""
+    arrays = {name: np.asarray(values[name], dtype=np.float64) for name in Pilot.__dataclass_fields__}
+    if len({array.shape for array in arrays.values()}) != 1 or not all(
+        np.isfinite(array).all() for array in arrays.values()
+    ):
+        raise ValueError("the numbers of its queries are damaged")
+    return Pilot(arrays.pop("right") > 0, **arrays)
+
+
+class _Certifier:
+    """Certifies thresholds for groups of queries."""
+
+    def __init__(
+        self,
+        model: Model,
+        pilot: Pilot,
+        max_error: float,
+        confidence: float,
+        share: float,
+        live: Floats | None,
+        seed: int,
+    ) -> None:
+        self.model, self.pilot, self.live, self.seed = model, pilot, live, seed
+        self.max_error, self.confidence, self.share = max_error, confidence, share
+        self.score_share, self.cut = share, 0.0
+        if live is not None:
+            self.cut = rules.best_cut(pilot)
+            self.score_share = rules.share_estimate(pilot, live, self.cut)
+
+    def __call__(
+        self, scores: Floats, features: Floats, first: Bools, relevant: Bools | None, items: bool
+    ) -> tuple[Certificate, float]:
+        """The certificate of these queries, and the share of traffic without a match that it holds for."""
+        queries, twins = self._logits(scores, features, first, relevant)
+        shares, confidence = np.array([self.share]), self.confidence
+        if self.live is not None:
+            risk = 1 - self.confidence
+            bound = rules.share_bound(queries[1], twins[1].min(0), self.live, self.cut, rules.SHARE_RISK * risk)
+            shares, confidence = rules.shares_up_to(bound), 1 - (1 - rules.SHARE_RISK) * risk
+        if items:
+            assert relevant is not None
+            outcomes, thresholds = self._items(scores, features, relevant)
+        else:
+            thresholds, pilot = rules.pilot_outcomes(self.pilot, self.score_share)
+            start = rules.most_promising(pilot, self.score_share, len(scores), self.max_error)
+            thresholds = thresholds[start:]
+            score = combined(*queries, self.score_share)
+            twin = combined(*twins, self.score_share).max(0)
+            outcomes = rules.answer_outcomes(score, ~first, twin, thresholds)
+        unit = ITEMS if items else ANSWERS
+        certificate = rules.certified(
+            outcomes, thresholds, shares, self.max_error, confidence, unit=unit, seed=self.seed
+        )
+        return certificate, float(shares[-1])
+
+    def _logits(
+        self, scores: Floats, features: Floats, first: Bools, relevant: Bools | None
+    ) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
+        """Log-odds of "right" and of "no match" [n], and those of all possible twins [variants, n]."""
+
+        def both(lists_: Floats) -> tuple[Floats, Floats]:
+            return self.model.right_logit(lists_, features), self.model.no_match_logit(lists_, features)
+
+        variants = [both(twin) for twin in possible_twins(scores, first, relevant)]
+        return both(scores), (np.stack([each[0] for each in variants]), np.stack([each[1] for each in variants]))
+
+    def _items(self, scores: Floats, features: Floats, relevant: Bools) -> tuple[Outcomes, Floats]:
+        """Outcomes of showing hits. A part of the queries chooses the thresholds, the others are tested."""
+        shown = self.model.p_shown(scores, features, self.score_share)
+        twin = self.model.p_shown(lists.taken_out(scores, relevant), features, self.score_share)[:, 0]
+        order = np.random.default_rng(self.seed).permutation(len(scores))
+        aside = order[: max(1, round(rules.SET_ASIDE * len(scores)))]
+        tested = order[len(aside) :]
+        if not len(tested):
+            raise ValueError("one query cannot be divided: certify with more")
+        values = shown[aside].ravel()
+        thresholds = rules.spaced(values, values)  # a hit that is probably shown counts for more
+        pilot = rules.item_outcomes(shown[aside], relevant[aside], twin[aside], thresholds)
+        start = rules.most_promising(pilot, self.score_share, len(tested), self.max_error)
+        thresholds = thresholds[start:]
+        return rules.item_outcomes(shown[tested], relevant[tested], twin[tested], thresholds), thresholds
+
+
+def possible_twins(scores: Floats, first: Bools, relevant: Bools | None) -> list[Floats]:
+    """Lists with the right items taken out. If only the first hit was judged, and is wrong, the right item may be any
+    other one that is looked at, or none of them: there is a list for each of these cases."""
+    if relevant is not None:
+        return [lists.taken_out(scores, relevant)]
+    ranks = lists.distinct_ranks(scores)
+    places = [np.where(first, 0, place)[:, None] for place in range(1, lists.depth_of(scores.shape[1]))]
+    none = np.where(first, 0, -1)[:, None]
+    return [lists.taken_out(scores, ranks == place) for place in (none, *places)]

@@ -1,0 +1,283 @@
+"""Rules keep what they promise, answer nearly as much as the truth allows, and are saved and read again."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pandas
+import polars
+import pytest
+import torch
+from scipy import stats
+
+import geoflow_fast as gf
+from geoflow_fast.decisions import bounds, rules
+from geoflow_fast.decisions.model import combined
+from tests.decisions.helpers import copied, search
+
+MATCHED, MISSING = search(8000, seed=11), search(8000, match=0.0, seed=12)
+
+
+@pytest.fixture(scope="module")
+def trust() -> gf.Trust:
+    known = search(300)
+    return gf.Trust().fit(known.scores, known.relevant)
+
+
+@pytest.fixture(scope="module")
+def rule(trust) -> gf.Rule:
+    tested = search(2000, seed=1)
+    return trust.certify(tested.scores, tested.relevant)
+
+
+def traffic(share: float, count: int = 8000):
+    """Lists and outcomes of new traffic, a `share` of which has no right item."""
+    missing = np.arange(count) < share * count
+    scores = np.where(missing[:, None], MISSING.scores[:count], MATCHED.scores[:count])
+    return scores, MATCHED.first[:count] & ~missing
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5])
+@pytest.mark.parametrize("labels", ["first", "relevant"])
+def test_a_rule_holds_on_new_traffic_without_matches(trust, share, labels):
+    tested = search(2000, seed=1)
+    made = trust.certify(tested.scores, getattr(tested, labels), 0.1, no_match_share=share)
+    scores, right = traffic(share)
+    answered = made(scores)
+    assert answered.mean() > 0.15
+    assert 1 - right[answered].mean() <= 0.1
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5])
+def test_an_estimated_share_holds_and_is_near_the_true_one(trust, share):
+    tested = search(2000, seed=1)
+    scores, right = traffic(share)
+    live = np.random.default_rng(0).permutation(len(scores))[:4000]
+    made = trust.certify(tested.scores, tested.relevant, no_match_share="estimate", unlabelled=scores[live])
+    assert share <= made.no_match_share <= share + 0.15
+    answered = made(scores)
+    assert answered.mean() > 0.1
+    assert 1 - right[answered].mean() <= 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.5])
+@pytest.mark.parametrize("estimated", [False, True])
+def test_the_promise_is_broken_at_most_as_often_as_promised(trust, share, estimated):
+    """300 draws of 1,000 judged queries; the error of a rule is that on 40,000 others."""
+    model, pilot = trust._model, trust._pilot
+    pool = search(40_000, seed=20)
+    none, no = search(40_000, match=0.0, seed=21), np.empty((40_000, 0))
+    rng = np.random.default_rng(0)
+    broken, answered = 0, []
+    for _ in range(300):
+        rows = rng.integers(40_000, size=1000)
+        arguments = {"no_match_share": share}
+        if estimated:
+            absent = rng.random(3000) < share
+            some = rng.integers(40_000, size=3000)
+            live = np.where(absent[:, None], none.scores[some], pool.scores[some])
+            arguments = {"no_match_share": "estimate", "unlabelled": live}
+        made = trust.certify(pool.scores[rows], pool.relevant[rows], 0.1, **arguments)
+        given = [model.p_answer(each.scores, no, made.score_share) >= made.threshold for each in (pool, none)]
+        total = (1 - share) * given[0].mean() + share * given[1].mean()
+        wrong = (1 - share) * (given[0] & ~pool.first).mean() + share * given[1].mean()
+        broken += wrong > 0.1 * total
+        answered.append(total)
+    assert broken <= stats.binom.ppf(0.999, 300, 0.05)
+    thresholds = np.unique(combined(pilot.first, pilot.no_match, share))
+    best = 0.0
+    score = [model.p_answer(each.scores, no, share) for each in (pool, none)]
+    for threshold in thresholds:
+        given = [each >= threshold for each in score]
+        total = (1 - share) * given[0].mean() + share * given[1].mean()
+        wrong = (1 - share) * (given[0] & ~pool.first).mean() + share * given[1].mean()
+        best = max(best, total if wrong <= 0.1 * total else 0.0)
+    assert np.mean(answered) > 0.7 * best
+
+
+def test_copies_of_items_change_nothing(trust, rule):
+    """Storing every item five times answers the same queries, with lists as long as before."""
+    new = search(2000, seed=3)
+    np.testing.assert_array_equal(rule(copied(new, 5, 50).scores), rule(new.scores))
+    tested = copied(search(2000, seed=1), 5, 50)
+    again = trust.certify(tested.scores, tested.relevant, no_match_share=0.3)
+    plain = trust.certify(search(2000, seed=1).scores, search(2000, seed=1).relevant, no_match_share=0.3)
+    np.testing.assert_array_equal(again(new.scores), plain(new.scores))
+
+
+def test_the_precision_of_what_is_shown(trust):
+    tested, new = search(3000, seed=1), search(6000, seed=2)
+    made = trust.certify(tested.scores, tested.relevant, precision=0.8, no_match_share=0.2)
+    shown = made.show(new.scores)
+    assert shown.shape == (6000, 50)
+    some = shown.any(1)
+    np.testing.assert_array_equal(made(new.scores), some)
+    assert 0.2 < some.mean() < 0.95
+    wrong = (shown & ~new.relevant)[some].sum(1) / shown[some].sum(1)
+    none = made(MISSING.scores)
+    total = 0.8 * some.mean() + 0.2 * none.mean()
+    assert (0.8 * some.mean() * wrong.mean() + 0.2 * none.mean()) / total <= 0.2
+    with pytest.raises(ValueError, match=r"precision needs labels \[n, k\]"):
+        trust.certify(tested.scores, tested.first, precision=0.8)
+
+
+def test_each_group_has_its_own_threshold(trust):
+    easy, hard = search(1500, seed=1), search(1500, items=1000, seed=2)
+    scores, labels = (np.concatenate((getattr(easy, name), getattr(hard, name))) for name in ("scores", "relevant"))
+    groups = np.repeat(["photos", "maps"], 1500)
+    made = trust.certify(scores, labels, groups=groups)
+    assert set(made.certificates) == {"photos", "maps"}
+    assert made.certificates["maps"].threshold != made.certificates["photos"].threshold
+    single = trust.certify(hard.scores, hard.relevant)
+    assert single.certificates[""] == made.certificates["maps"]
+    np.testing.assert_array_equal(made(hard.scores, groups=groups[1500:]), single(hard.scores))
+    with pytest.raises(ValueError, match="groups has 'logos'"):
+        made(easy.scores[:1], groups=["logos"])
+    with pytest.raises(ValueError, match="needs groups="):
+        made(easy.scores)
+
+
+def test_a_rule_is_saved_and_read(rule, tmp_path):
+    rule.save(tmp_path / "rule.json")
+    loaded = gf.Rule.load(tmp_path / "rule.json")
+    assert loaded == rule
+    np.testing.assert_array_equal(loaded(MATCHED.scores), rule(MATCHED.scores))
+
+
+def test_a_rule_that_certified_nothing_says_so(trust, tmp_path):
+    tested = search(20, seed=1)
+    made = trust.certify(tested.scores, tested.relevant, 0.001)
+    assert not made.certified
+    assert not made(MATCHED.scores).any()
+    assert "nothing could be certified with 20 queries" in repr(made)
+    made.save(tmp_path / "rule.json")
+    assert not gf.Rule.load(tmp_path / "rule.json").certified
+
+
+def test_a_rule_says_what_it_does(rule):
+    words = repr(rule)
+    for part in (
+        "lists of 50 hits",
+        "at most 10% wrong among the answers",
+        "95% confidence",
+        "answers where",
+        "assumes",
+    ):
+        assert part in words
+    certificate = rule.certificates[""]
+    assert certificate.error <= certificate.error_bound <= rule.max_error
+    wrong = round(certificate.error * certificate.answered * 2000)
+    exact = gf.evaluation.clopper_pearson_upper(wrong, round(certificate.answered * 2000))
+    assert certificate.error_bound == pytest.approx(exact)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda v: v | {"format": 2}, "format 2"),
+        (lambda v: v | {"what": "song"}, "song"),
+        (lambda v: v | {"certificates": {}}, "no certificate"),
+        (lambda v: v | {"max_error": 7}, "max_error"),
+        (lambda v: v | {"unit": "tons"}, "unit must be one of"),
+        (lambda v: v | {"model": v["model"] | {"hits": [1, 2]}}, "out of range"),
+        (lambda v: v | {"model": v["model"] | {"unit": "__import__('os')"}}, "damaged or not a rule"),
+        (lambda _: [], "damaged or not a rule"),
+    ],
+)
+def test_damaged_files_are_named(rule, tmp_path, change, words):
+    rule.save(tmp_path / "rule.json")
+    values = change(json.loads((tmp_path / "rule.json").read_text()))
+    (tmp_path / "rule.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=words) as error:
+        gf.Rule.load(tmp_path / "rule.json")
+    assert "rule.json" in str(error.value)
+
+
+def test_other_lists_encoders_and_galleries_are_refused(trust):
+    tested, new = search(500, seed=1), MATCHED.scores[:3]
+    made = trust.certify(tested.scores, tested.relevant, encoder="ViT-B-32", gallery_size=400)
+    made(new), made(new, "ViT-B-32", 400)
+    with pytest.raises(ValueError, match="encoder 'ViT-B-32', not 'ViT-L-14'"):
+        made(new, encoder="ViT-L-14")
+    with pytest.raises(ValueError, match="gallery_size 400, not 500"):
+        made(new, gallery_size=500)
+    with pytest.raises(ValueError, match="lists of 10 hits, but this was fitted on lists of 50"):
+        made(new[:, :10])
+
+
+def test_answers_come_as_the_callers_kind_of_table(rule):
+    scores = MATCHED.scores[:6]
+    expected = rule(scores)
+    frame = pandas.DataFrame(scores, index=list("uvwxyz"))
+    assert rule(frame).to_dict() == dict(zip("uvwxyz", expected.tolist()))
+    assert rule.show(frame).index.tolist() == list("uvwxyz")
+    assert rule(polars.DataFrame(scores)).to_list() == expected.tolist()
+    assert rule(torch.from_numpy(scores)).dtype == torch.bool
+    assert rule.show(torch.from_numpy(scores))[:, 0].tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"no_match_share": "estimate"}, "needs unlabelled="),
+        ({"no_match_share": "guess"}, "must be a number or 'estimate'"),
+        ({"unlabelled": MATCHED.scores}, "used with no_match_share='estimate' only"),
+        ({"max_error": 0.0}, "max_error"),
+        ({"confidence": 1.0}, "confidence"),
+        ({"no_match_share": 1.0}, "no_match_share"),
+        ({"groups": [1, 2]}, r"group of each query, \[500\]"),
+        ({"gallery_size": 0}, "gallery_size"),
+    ],
+)
+def test_errors_of_certify(trust, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        trust.certify(MATCHED.scores[:500], MATCHED.relevant[:500], **arguments)
+
+
+class TestBounds:
+    def test_bounded_losses_pass_too_easily_at_most_as_often_as_promised(self):
+        """Losses of 0, 1/3, 2/3 and 1 whose mean is the tested one."""
+        rng = np.random.default_rng(0)
+        loss = rng.choice([0, 1 / 3, 2 / 3, 1.0], p=[0.85, 0.06, 0.03, 0.06], size=(20_000, 150))
+        evidence = bounds.bounded_evidence(loss.sum(1), np.full(20_000, 150), 0.1)
+        assert 0.002 < (evidence <= 0.05).mean() <= 0.05
+
+    def test_the_share_is_exceeded_at_most_as_often_as_promised(self):
+        """Log-odds are normal around 0, or around 1 for queries without a match."""
+        rng = np.random.default_rng(0)
+        found = []
+        for _ in range(400):
+            queries, twins, live = (rng.normal(mean, 1, 1000) for mean in (0, 1, 0))
+            live += rng.random(1000) < 0.3
+            found.append(rules.share_bound(queries, twins, live, 0.5, 0.1))
+        assert np.mean(np.array(found) < 0.3) <= 0.1
+        assert 0.3 < np.median(found) < 0.55
+
+    def test_outcomes_of_mixed_traffic_are_counted(self):
+        rng = np.random.default_rng(0)
+        score, wrong, twin, thresholds = rng.random(50), rng.random(50) < 0.4, rng.random(50), np.array([0.9, 0.5, 0.1])
+        outcomes = rules.answer_outcomes(score, wrong, twin, thresholds)
+        drawn, shares = rng.random(50), np.array([0.0, 0.35, 1.0])
+        given, loss = outcomes.counts(drawn, shares)
+        for row, share in enumerate(shares):
+            replaced = drawn < share
+            for column, threshold in enumerate(thresholds):
+                accepted = np.where(replaced, twin, score) >= threshold
+                assert given[row, column] == accepted.sum()
+                assert loss[row, column] == (accepted & (wrong | replaced)).sum()
+
+    def test_tests_stop_at_the_first_that_fails(self):
+        assert bounds.leading_passes(np.array([0.01, 0.04, 0.2, 0.01]), 0.05) == 2
+        assert bounds.leading_passes(np.array([0.2, 0.0]), 0.05) == 0
+        assert bounds.leading_passes(np.array([0.01]), 0.05) == 1
+
+    def test_an_upper_bound_is_what_the_test_does_not_reject(self):
+        assert rules.upper_bound(3, 50, 0.95, bounds.binomial_evidence) == pytest.approx(
+            bounds.clopper_pearson_upper(3, 50), abs=1e-9
+        )
+        assert rules.upper_bound(50, 50, 0.95, bounds.binomial_evidence) == 1
+        assert bounds.clopper_pearson_lower(0, 9) == 0
+        assert math.isclose(bounds.clopper_pearson_lower(7, 9, 0.9), stats.beta.ppf(0.1, 7, 3))
