@@ -230,8 +230,10 @@ def density(
     "ranked.parquet"
 )
 def rerank(
-    model: ModelFlag,
     out: OutFileFlag,
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a flow or a head. Default: none; cosines and hubs are the evidence.")
+    ] = None,
     queries: QueriesFlag = None,
     gallery: GalleryFlag = None,
     images: SearchedImagesFlag = None,
@@ -292,6 +294,8 @@ def rerank(
         open_queries(
             queries, reranker.query_dim, world, normalize=normalize
         )  # reports bad queries before the calibration starts
+        if model is None and calibration is None and held_out is not None:
+            calibration = out.with_name(f"{out.name}.calibration.json")
         origin = rerank_job.settle_calibration(reranker, model, calibration, held_out, overwrite=overwrite)
         if world.is_main and reranker.calibration is None:
             warn(f"uncalibrated: {reranker.plain_weights}; {origin}. --held-out pairs calibrate")

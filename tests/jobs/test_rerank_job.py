@@ -183,3 +183,17 @@ def test_the_faiss_example_runs(world):
     lines = result.stdout.splitlines()
     assert len(lines) == QUERIES
     assert lines[0].startswith("text 0: image ")
+
+
+def test_without_a_model_cosines_and_hubs_are_the_evidence(world, monkeypatch, capsys):
+    monkeypatch.chdir(world)
+    files = {"queries": "queries.npy", "gallery": "gallery", "out": "plain.parquet", "shortlist": K}
+    assert run_geoflow(monkeypatch, "rerank", **files) == 2
+    assert "without --model, give --held-out pairs" in capsys.readouterr().err
+    assert run_geoflow(monkeypatch, "rerank", held_out="pairs", **files) == 0
+    assert "evidence cosine" in capsys.readouterr().out
+    reranker = gf.BayesReranker(None, world / "gallery", shortlist=K)
+    reranker.calibrate(gf.EmbeddingPairs.open(world / "pairs"))
+    expected = reranker(torch.from_numpy(np.load(world / "queries.npy"))).p_answer
+    np.testing.assert_allclose(read_columns(world / "plain.parquet")["p_answer"], expected, atol=1e-5)
+    assert (world / "plain.parquet.calibration.json").is_file()
