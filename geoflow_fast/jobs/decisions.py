@@ -42,7 +42,7 @@ class ResultLists:
 
 
 def open_lists(path: Path, column: str | None = None) -> ResultLists:
-    """Reads result lists: a `.npy` file [n, k]; a Parquet file with a list of scores in each row, in the named `column`,
+    """Reads result lists: a `.npy` file [n, k]; a Parquet file with lists of scores, in the named `column`,
     in `scores` or in `prob`; or a Parquet or `.csv` file with a column of numbers for each hit. Columns `query` and
     `index` name the queries and the hits. Probabilities (`prob`) count by their logarithms."""
     columns = _table(path)

@@ -83,7 +83,7 @@ def test_the_file_holds_the_results_of_a_calibrated_reranker(world, monkeypatch,
     assert summary["expected_recall"] == pytest.approx(columns["p_answer"].mean())
     assert summary["changed"] == pytest.approx(np.mean(np.stack(columns["index"])[:, 0] != columns["answer"]))
     assert geoflow_rerank(world, monkeypatch, out="third.parquet", steps=3) == 2
-    assert "was made for another n_steps" in capsys.readouterr().err
+    assert "was made for another --steps" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:BayesReranker is uncalibrated")
@@ -143,7 +143,7 @@ def test_an_interrupt_keeps_blocks_and_the_same_command_continues(world, monkeyp
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"queries": "nowhere"}, "queries nowhere is neither"),
+        ({"queries": "nowhere"}, "queries nowhere is missing"),
         ({"queries": "wide.npy"}, "wide.npy have width 9, but the flow expects 8"),
         ({"queries": "long.npy"}, "long.npy row 0 has norm 2"),
         ({"gallery": "wide.npy"}, "gallery has width 9, but the flow expects 8"),
@@ -153,8 +153,8 @@ def test_an_interrupt_keeps_blocks_and_the_same_command_continues(world, monkeyp
         ({"held_out": "gallery"}, "img_emb"),
         ({"held_out": "few"}, "of 40 held-out queries have a right item"),
         ({"shortlist": 0}, "shortlist must be at least 1"),
-        ({"steps": 0}, "n_steps must be"),
-        ({"probes": 0}, "n_probes must be"),
+        ({"steps": 0}, "--steps must be"),
+        ({"probes": 0}, "--probes must be"),
         ({"device": "tpu"}, "device 'tpu' cannot be used here"),
     ],
 )
