@@ -5,7 +5,8 @@ shows what a density could find and why a learned one finds less. ImageNet in CL
 are beside the repository: selective accuracy by the paper's protocol, every image scored by a flow that was trained on
 others, and strangers, which are the images of 200 classes left out of training and inputs that are no photographs.
 Flickr8k in a small dual encoder: captions of which a tenth has been swapped. Differences are paired, with 95 %
-intervals over resampled classes or images. Gates are the claims of docs/likelihood.md.
+intervals over resampled classes or images. The tables and the recommendation of docs/likelihood.md are written from
+the results, and the gates are its claims.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from torch.nn.functional import normalize
 
 import geoflow_fast as gf
 from benchmarks.bench_entropy import trained_flow
-from benchmarks.common import SHARED, gate, report, shared_pairs
+from benchmarks.common import SHARED, gate, load, markdown, report, shared_pairs
+from benchmarks.page import ROOT, filled
 from geoflow_fast.baselines.repvlm import REPVLM
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.evaluation.metrics import auroc, auroc_leads, selective_accuracy
@@ -31,15 +33,31 @@ from geoflow_fast.evaluation.statistics import bootstrap_interval, pearson, rank
 from geoflow_fast.evaluation.zero_shot import tuned_scale
 from geoflow_fast.likelihood.density import chain_rule
 from geoflow_fast.retrieval.sources import HeadSource
+from geoflow_fast.runtime.files import write_atomic
 from geoflow_fast.worlds import ConceptWorld
 
+PAGE = ROOT / "docs" / "likelihood.md"
 FLICKR, IMAGENET = SHARED / "flickr8k", SHARED / "imagenet" / "vitb32.npz"
 FOLDS, STRANGE_CLASSES, VALIDATION, RESAMPLES = 2, 200, 0.1, 500
 COMPONENTS, STEPS, FAR = 64, 800, 400
+SEEDS = (0, 1)
+"""Draws of strangers of the concept world, and of captions that are swapped; both are judged together."""
 STRANGERS, NEIGHBOURHOOD, PARTNERS = 500, "kNN distance, k = 10", ("own", "nearest")
 FLOW = {"hidden": 128, "depth": 3, "layer_scale": 0.1, "dropout": 0.2, "centre": True, "pca_dim": COMPONENTS}
 OURS = ("flow", "head")
 """How the names of scores begin that are no references."""
+OWN, NEAREST, ALONE = (
+    f"flow, {words}" for words in ("with the pair's own partner", "partner: the nearest row's", "one side alone")
+)
+IMAGE, TEXT, PAPERS = "flow: -log p(image)", "flow: -log p(text)", "flow: -log p(image) - log p(text), the paper's"
+HUBS, SOFTMAX = "-cosine, hub-corrected", "max softmax"
+KINDS = {
+    "classes": "classes left out",
+    "gaussian": "Gaussian",
+    "shuffled": "shuffled",
+    "random": "random",
+    "prompts": "prompts",
+}
 Scores = dict[str, Tensor]
 
 
@@ -55,6 +73,20 @@ def fitted(pairs: gf.EmbeddingPairs, val: gf.EmbeddingPairs) -> gf.GeoFlow:
     config = dataclasses.replace(gf.TrainConfig.tiny(), **cast(Any, changes))
     gf.train(flow, pairs, config, val=val, progress=False)
     return flow.eval()
+
+
+def in_coordinates(flow: gf.GeoFlow, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """A pair in the flow's coordinates."""
+    return flow.stream_to_flow(pair[0], 0), flow.stream_to_flow(pair[1], 1)
+
+
+def fitted_repvlm(flow: gf.GeoFlow, pairs: gf.EmbeddingPairs, val: gf.EmbeddingPairs) -> REPVLM:
+    """REPVLM in the flow's coordinates, with as many steps."""
+    repvlm = REPVLM(COMPONENTS, COMPONENTS, size="tiny")
+    config = dataclasses.replace(repvlm.default_config(), steps=STEPS)
+    train, held = (gf.EmbeddingPairs.from_arrays(*in_coordinates(flow, x[range(len(x))])) for x in (pairs, val))
+    repvlm.fit(train, held, config)
+    return repvlm
 
 
 def with_neighbours(flow: gf.GeoFlow, image: Tensor, text: Tensor, pairs: gf.EmbeddingPairs) -> gf.Epistemic:
@@ -91,22 +123,25 @@ def concept_world() -> tuple[list[dict[str, Any]], dict[str, float]]:
     close the mutual information of known pairs is to the truth."""
     world, flow = ConceptWorld(), trained_flow(24)
     training = gf.EmbeddingPairs.from_arrays(*world.sample(60_000, generator=gen())[:2])
-    generator = gen(600)
     kinds = {"known": None, "near": world.near, "far": world.far}
-    pairs = {
-        kind: world.sample(STRANGERS, generator=generator, concepts=concepts)[:2] for kind, concepts in kinds.items()
-    }
     scores: dict[str, dict[str, Scores]] = {}
     pmi: dict[str, Scores] = {}
-    for kind, (image, text) in pairs.items():
+    for kind, concepts in kinds.items():
+        draws = [world.sample(STRANGERS, generator=gen(600 + seed), concepts=concepts)[:2] for seed in SEEDS]
+        image, text = (torch.cat(side) for side in zip(*draws))
         near = with_neighbours(flow, image, text, training)
         own = own_partners(near)
+        alone = (
+            gf.epistemic(flow, image=image, generator=gen()).score,
+            gf.epistemic(flow, text=text, generator=gen()).score,
+        )
         assert near.image_distances is not None
         assert near.text_distances is not None
         values = {
-            "truth": (-world.log_image(image), -world.log_text(text)),
-            "flow, partner: the pair's own": (-own.image, -own.text),
-            "flow, partner: of the nearest training row": (-near.image, -near.text),
+            "truth: -log p": (-world.log_image(image), -world.log_text(text)),
+            OWN: (-own.image, -own.text),
+            NEAREST: (-near.image, -near.text),
+            ALONE: alone,
             NEIGHBOURHOOD: (near.image_distances[:, -1], near.text_distances[:, -1]),
         }
         scores[kind] = {name: {"image": i, "text": t, "sum": i + t} for name, (i, t) in values.items()}
@@ -115,17 +150,19 @@ def concept_world() -> tuple[list[dict[str, Any]], dict[str, float]]:
     for kind in ("near", "far"):
         for side in ("image", "text", "sum"):
             both = {n: torch.cat([scores[k][n][side] for k in ("known", kind)]) for n in scores["known"]}
-            is_known = torch.arange(2 * STRANGERS) < STRANGERS
+            every = len(next(iter(both.values())))
+            is_known = torch.arange(every) < every // 2
             leads = auroc_leads(both, is_known, resamples=RESAMPLES)
             for row in rows:
-                row[f"{kind}, {side}"] = auroc(both[row["score"]], is_known)
+                row[f"{kind}, {side}"] = f"{auroc(both[row['score']], is_known):.3f}"
                 if side == "sum":
                     lead = leads[row["score"]].get(NEIGHBOURHOOD)
-                    row[f"{kind}, lead over kNN"] = f"{lead.low:+.3f} to {lead.high:+.3f}" if lead else ""
-    truth, own_row, near_row, neighbours = rows
-    gate("the truth finds far strangers", truth["far, sum"] > 0.99)
-    gate("nearest partners mend the score", near_row["far, sum"] > own_row["far, sum"] + 0.03)
-    gate("the mended score is about as good as neighbours", near_row["far, sum"] > neighbours["far, sum"] - 0.02)
+                    row[f"{kind}: lead over kNN"] = f"{lead.low:+.3f} to {lead.high:+.3f}" if lead else ""
+    far = {row["score"]: float(row["far, sum"]) for row in rows}
+    gate("the truth finds far strangers", far["truth: -log p"] > 0.99)
+    for name in (NEAREST, ALONE):
+        gate(f"{name} mends the score", far[name] > far[OWN] + 0.03)
+    gate("the mended score is about as good as neighbours", far[NEAREST] > far[NEIGHBOURHOOD] - 0.02)
     known = pmi["known"]
     return rows, {f"PMI, {n} partner: correlation with the truth": pearson(known[n], known["truth"]) for n in PARTNERS}
 
@@ -173,12 +210,7 @@ class Scorer:
         within = torch.from_numpy(ledoit_wolf((self.rows - means[label]).double().numpy())[0])
         self.whiten = torch.linalg.cholesky(torch.linalg.inv(within))
         self.means = (means.double() @ self.whiten)[count.squeeze(1) > 0]
-        # REPVLM in the flow's coordinates, with as many steps.
-        points = [self.flow.stream_to_flow(x, k) for k, x in enumerate(self.training[range(len(train))])]
-        held = [self.flow.stream_to_flow(x, k) for k, x in enumerate(val[range(len(held_out))])]
-        self.repvlm = REPVLM(COMPONENTS, COMPONENTS, size="tiny")
-        config = dataclasses.replace(self.repvlm.default_config(), steps=STEPS)
-        self.repvlm.fit(gf.EmbeddingPairs.from_arrays(*points), gf.EmbeddingPairs.from_arrays(*held), config)
+        self.repvlm = fitted_repvlm(self.flow, self.training, val)
 
     def predict(self, image: Tensor) -> Tensor:
         """The class of the nearest prompt."""
@@ -192,22 +224,22 @@ class Scorer:
         own = own_partners(near)
         assert near.image_distances is not None
         logits = self.scale * cosine.double()
-        points = [self.flow.stream_to_flow(x, k) for k, x in enumerate((image, text))]
         distance = torch.cdist(image.double() @ self.whiten, self.means).min(1).values
         return {
-            "flow: -log p(image)": -own.image,
-            "flow: -log p(text)": -own.text,
-            "flow: -log p(image) - log p(text), the paper's": own.score,
+            IMAGE: -own.image,
+            TEXT: -own.text,
+            PAPERS: own.score,
             "flow: -PMI": -own.pmi,
             "flow: -log p(image, text)": -own.joint,
             "flow: -log p(text, given the image)": -own.text_given_image,
+            "flow: -log p(image, given the text)": -own.image_given_text,
             "flow: -log p(image), nearest partner": -near.image,
-            "max softmax": 1 - logits.softmax(1).max(1).values,
+            SOFTMAX: 1 - logits.softmax(1).max(1).values,
             "energy": -logits.logsumexp(1),
             "kNN distance, k = 1": near.image_distances[:, 0],
             "kNN distance, k = 10": near.image_distances[:, -1],
             "Mahalanobis": distance,
-            "REPVLM": self.repvlm.pair_score(points[0], points[1]),
+            "REPVLM": self.repvlm.pair_score(*in_coordinates(self.flow, (image, text))),
         }
 
 
@@ -241,7 +273,7 @@ def zero_shot(data: ImageNet) -> list[dict[str, Any]]:
         kept = {f"{c:.0%}": f"{a:.3f}" for c, a in zip(curve.coverage, curve.accuracy)}
         rows.append({"score": name, **kept, "AUSAC": f"{curve.ausac:.3f}", "lead over the best reference": span})
     densities = [curve.ausac for name, curve in curves.items() if name.startswith(OURS)]
-    gate("the softmax finds errors better than densities", max(densities) < curves["max softmax"].ausac)
+    gate("the softmax finds errors better than densities", max(densities) < curves[SOFTMAX].ausac)
     return rows
 
 
@@ -272,7 +304,7 @@ def strangers(data: ImageNet) -> dict[str, list[dict[str, Any]]]:
         if kind == "classes":
             groups = torch.cat((data.label[test], data.label[strange])).numpy()
         tables[kind] = unseen_auroc(scores, scorer(normalize(unseen)), groups)
-        value = next(row["AUROC"] for row in tables[kind] if row["score"] == "flow: -log p(image)")
+        value = next(row["AUROC"] for row in tables[kind] if row["score"] == IMAGE)
         gate(f"the density finds strangers of another kind: {kind}", kind == "classes" or float(value) > 0.98)
         print(f"strangers: {kind} done", flush=True)
     return tables
@@ -287,55 +319,67 @@ def wrong_captions() -> dict[str, list[dict[str, Any]]]:
     train, dev = shared_pairs("flickr8k/train"), shared_pairs("flickr8k/dev")
     pairs, val = train.split(VALIDATION, seed=0)
     flow, head = fitted(pairs, val), gf.PosteriorHead.fit(train, seed=0)
+    repvlm = fitted_repvlm(flow, pairs, val)
+    print("captions: trained", flush=True)
     bank = pairs[range(0, len(pairs), 5)]
-    tuning = swapped(val)
-    grid = [(scale, weight) for scale in (5.0, 10.0, 20.0, 40.0) for weight in (0.0, 0.5, 0.75, 1.0)]
-
-    def tuned(setting: tuple[float, float]) -> float:
-        kept, wrong = (hub_corrected(*tuning[kind][:2], bank, *setting) for kind in ("kept", "random"))
-        return auroc(-torch.cat((kept, wrong)), torch.arange(len(kept) + len(wrong)) < len(kept))
-
-    setting = max(grid, key=tuned)
+    setting = tuned_hubs(val, bank)
+    rows = torch.cat(pairs[range(len(pairs))], 1)
+    mean, within = rows.double().mean(0), torch.from_numpy(ledoit_wolf(rows.double().numpy())[0])
+    whiten = torch.linalg.cholesky(torch.linalg.inv(within))
 
     def scores(image: Tensor, text: Tensor) -> Scores:
-        near = with_neighbours(flow, image, text, pairs)
-        own = own_partners(near)
+        terms, both = gf.epistemic(flow, image, text, generator=gen()), torch.cat((image, text), 1)
         return {
-            "flow: -PMI": -own.pmi,
-            "flow: -PMI, nearest partner": -near.pmi,
-            "flow: -log p(text, given the image)": -own.text_given_image,
-            "flow: -log p(image) - log p(text)": own.score,
+            "flow: -PMI": -terms.pmi,
+            "flow: -log p(text, given the image)": -terms.text_given_image,
+            "flow: -log p(image, text)": -terms.joint,
+            PAPERS: terms.score,
             "head: -PMI": -head_pmi(head, image, text, bank),
             "-cosine": -(image * text).sum(1),
-            "-cosine, hub-corrected": -hub_corrected(image, text, bank, *setting),
+            HUBS: -hub_corrected(image, text, bank, *setting),
+            "softmax over other captions and images": -hub_corrected(image, text, bank, setting[0], 1.0),
+            "kNN distance of the pair, k = 10": -(both @ rows.T).topk(10, 1).values[:, -1] / 2,
+            "Mahalanobis distance of the pair": ((both.double() - mean) @ whiten).norm(dim=1),
+            "REPVLM": repvlm.pair_score(*in_coordinates(flow, (image, text))),
         }
 
-    parts = swapped(dev)
-    every = {kind: scores(image, text) for kind, (image, text, _) in parts.items()}
+    right, own = scores(*dev[range(len(dev))]), dev.group
+    draws = [swapped(dev, seed) for seed in SEEDS]
+    kept = torch.cat([draw["kept"][0] for draw in draws])
     tables = {}
     for kind in ("random", "similar"):
-        groups = np.concatenate((parts["kept"][2], parts[kind][2]))
-        tables[kind] = unseen_auroc(every["kept"], every[kind], groups)
+        wrong, image = (torch.cat([draw[kind][k] for draw in draws]) for k in range(2))
+        image_rows, text_rows = dev.image[dev.image_row[image.numpy()]], dev.text[dev.text_row[wrong.numpy()]]
+        unseen = scores(torch.from_numpy(image_rows), torch.from_numpy(text_rows))
+        groups = np.concatenate((own[kept.numpy()], own[wrong.numpy()]))
+        tables[kind] = unseen_auroc({name: score[kept] for name, score in right.items()}, unseen, groups)
         values = {row["score"]: float(row["AUROC"]) for row in tables[kind]}
         gate(f"a head finds wrong captions better than cosines: {kind}", values["head: -PMI"] > values["-cosine"])
+        print(f"captions: {kind} done", flush=True)
     return tables
 
 
-def swapped(pairs: gf.EmbeddingPairs) -> dict[str, tuple[Tensor, Tensor, NDArray[Any]]]:
-    """Nine tenths of the pairs as they are; the others with another image at random, or the most similar one. The third
-    entry is the caption's own image."""
-    image, text = pairs[range(len(pairs))]
-    order = torch.randperm(len(pairs), generator=gen(4))
-    wrong, kept = order.tensor_split([len(pairs) // 10])
+def tuned_hubs(val: gf.EmbeddingPairs, bank: tuple[Tensor, Tensor]) -> tuple[float, float]:
+    """Scale and weight of the hub correction that find swapped captions of held-out pairs best."""
+    draw, (image, text) = swapped(val, 0), val[range(len(val))]
+
+    def separation(setting: tuple[float, float]) -> float:
+        (kept, _), (wrong, other) = draw["kept"], draw["random"]
+        scores = [hub_corrected(image[i], text[t], bank, *setting) for i, t in ((kept, kept), (other, wrong))]
+        return auroc(-torch.cat(scores), torch.arange(len(kept) + len(wrong)) < len(kept))
+
+    return max(((b, w) for b in (5.0, 10.0, 20.0, 40.0) for w in (0.0, 0.5, 0.75, 1.0)), key=separation)
+
+
+def swapped(pairs: gf.EmbeddingPairs, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Nine tenths of the pairs as they are; the others with another image at random, or the most similar one: numbers
+    of the pairs whose caption it is, and of those whose image it gets."""
+    image = pairs[range(len(pairs))][0]
+    wrong, kept = torch.randperm(len(pairs), generator=gen(4 + 10 * seed)).tensor_split([len(pairs) // 10])
     group = torch.from_numpy(pairs.group)
     others = torch.where(group[wrong, None] == group, -torch.inf, image[wrong] @ image.T)
-    chance = torch.rand(others.shape, generator=gen(5)).where(others.isfinite(), -torch.inf)
-    own = group[wrong].numpy()
-    return {
-        "kept": (image[kept], text[kept], group[kept].numpy()),
-        "random": (image[chance.argmax(1)], text[wrong], own),
-        "similar": (image[others.argmax(1)], text[wrong], own),
-    }
+    chance = torch.rand(others.shape, generator=gen(5 + 10 * seed)).where(others.isfinite(), -torch.inf)
+    return {"kept": (kept, kept), "random": (wrong, chance.argmax(1)), "similar": (wrong, others.argmax(1))}
 
 
 def hub_corrected(image: Tensor, text: Tensor, bank: tuple[Tensor, Tensor], scale: float, weight: float) -> Tensor:
@@ -359,21 +403,114 @@ def head_pmi(head: gf.PosteriorHead, image: Tensor, text: Tensor, bank: tuple[Te
     return torch.stack(both).mean(0)
 
 
+# The page
+
+
+def side_by_side(tables: dict[str, list[dict[str, Any]]], titles: dict[str, str]) -> list[dict[str, Any]]:
+    """One table of several with the same scores: AUROC, and the lead over the best reference in brackets."""
+    rows = [{"score": row["score"]} for row in next(iter(tables.values()))]
+    for kind, title in titles.items():
+        for row, other in zip(rows, tables[kind]):
+            row[title] = f"{other['AUROC']} ({other['lead over the best reference']})"
+    return rows
+
+
+RECOMMENDED = (
+    # question, table, column, what to use, the score that it stands for
+    (
+        "is this answer wrong?",
+        "zero_shot",
+        "AUSAC",
+        "the largest softmax probability, or a [calibrated](rerank.md) one",
+        SOFTMAX,
+    ),
+    (
+        "is it a new class among many similar ones?",
+        "strangers",
+        KINDS["classes"],
+        "the largest softmax probability over the known classes",
+        SOFTMAX,
+    ),
+    (
+        "has it the right mean and covariance, but the wrong shape?",
+        "strangers",
+        KINDS["gaussian"],
+        "-log p(image), `ep.image`",
+        IMAGE,
+    ),
+    (
+        "is it noise, or the output of a broken encoder?",
+        "strangers",
+        KINDS["shuffled"],
+        "the distance to training rows if they are at hand (`ep.image_distances`), else -log p(image)",
+        NEIGHBOURHOOD,
+    ),
+    ("is it of another modality?", "strangers", KINDS["prompts"], "the same", NEIGHBOURHOOD),
+    (
+        "the same, if both sides of a pair may be strange",
+        "concept_world",
+        "far, sum",
+        "the same distances, else each side alone or with `text_partners=train_pairs`",
+        NEIGHBOURHOOD,
+    ),
+    (
+        "does this caption belong to this image?",
+        "captions",
+        "at random",
+        "the score of a [head](head.md), or hub-corrected cosines",
+        "head: -PMI",
+    ),
+    ("the same, for a very similar image", "captions", "most similar", "the same", "head: -PMI"),
+)
+
+
+def recommendation(tables: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What to use for which question, with the numbers that say so. A gate fails if something else is better by more
+    than .01."""
+    rows = []
+    for question, table, column, use, score in RECOMMENDED:
+        values = {
+            row["score"]: float(str(row[column]).split()[0]) for row in tables[table] if "truth" not in row["score"]
+        }
+        best = max(values.values())
+        gate(f"{question} {score} is as good as any", values[score] > best - 0.01)
+        flow = max((name for name in values if name.startswith("flow")), key=values.__getitem__)
+        measured = f"{values[score]:.3f}; best of the flow {values[flow]:.3f} ({flow.partition(': ')[2] or flow})"
+        papers = values.get(PAPERS, values.get(OWN))
+        rows.append({"question": question, "use": use, "measured": measured, "the paper's score": f"{papers:.3f}"})
+    return rows
+
+
+def write_page() -> None:
+    """The tables that there are, into their blocks of docs/likelihood.md: `epistemic TABLE`."""
+
+    def table(key: str) -> str | None:
+        kind, *rest = key.split()
+        result = load(f"epistemic_{rest[0]}") if kind == "epistemic" else None
+        return None if result is None else markdown(result["rows"])
+
+    write_atomic(PAGE, filled(PAGE.read_text(), table).encode())
+
+
 def run() -> str:
-    """The study."""
+    """The study. Without the shared embeddings it has the concept world only."""
     rows, agreement = concept_world()
+    tables = {"concept_world": rows}
     parts = [report("epistemic_concept_world", rows, agreement), *(f"{n}: {v:.3f}" for n, v in agreement.items())]
-    if FLICKR.is_dir():
-        notes = {"data": "Flickr8k in a small dual encoder (not CLIP)"}
-        for kind, rows in wrong_captions().items():
-            parts.append(f"Swapped captions: {kind}\n\n{report(f'epistemic_captions_{kind}', rows, notes)}")
+    print("concept world done", flush=True)
+
+    def keep(name: str, rows: list[dict[str, Any]], data: str) -> None:
+        tables[name] = rows
+        parts.append(f"{name}\n\n{report(f'epistemic_{name}', rows, {'data': data})}")
+
+    if FLICKR.is_dir() and IMAGENET.is_file():
+        captions = side_by_side(wrong_captions(), {"random": "at random", "similar": "most similar"})
+        keep("captions", captions, "Flickr8k in a small dual encoder (not CLIP)")
+        data, words = ImageNet.load(), "CLIP ViT-B/32 on a sample of ImageNet training images"
+        keep("strangers", side_by_side(strangers(data), KINDS), words)
+        keep("zero_shot", zero_shot(data), words)
+        keep("recommendation", recommendation(tables), "all of these")
     else:
-        parts.append(f"Flickr8k is left out: {FLICKR} is not there.")
-    if not IMAGENET.is_file():
-        return "\n\n".join((*parts, f"ImageNet is left out: {IMAGENET} is not there."))
-    data = ImageNet.load()
-    notes = {"data": "CLIP ViT-B/32 on a sample of ImageNet training images"}
-    for kind, rows in strangers(data).items():
-        parts.append(f"Strangers: {kind}\n\n{report(f'epistemic_strangers_{kind}', rows, notes)}")
-    parts.append(report("epistemic_zero_shot", zero_shot(data), {**notes, "folds": FOLDS}))
+        parts.append(f"Flickr8k and ImageNet are left out: {FLICKR} or {IMAGENET} is not there.")
+    write_page()
     return "\n\n".join(parts)

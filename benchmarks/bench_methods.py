@@ -68,7 +68,7 @@ def compared(recipe: Recipe, out: Path) -> Comparison:
 class Truth(Method):
     """Not a method: the exact probability, under the distribution of a world, that plain search is wrong."""
 
-    name, title = TRUTH, "true posterior"
+    name, title, training = TRUTH, "true posterior", TRUTH
 
     def __init__(self, study: Study, world: PairWorld) -> None:
         super().__init__(study)

@@ -224,7 +224,13 @@ def training_seconds(
     operations = 2.0 * parameters(shape) * rows
     if with_head:
         operations += head_operations(pairs, shape.image_dim)
-    return operations / (TRAINING_SHARE * COMPUTE_SHARE * (_rates("cpu") if rates is None else rates).operations)
+    return operations / training_rate(rates)
+
+
+def training_rate(rates: DeviceRates | None = None) -> float:
+    """Operations per second that training small networks reaches here; the machine is measured unless `rates` are
+    given."""
+    return TRAINING_SHARE * COMPUTE_SHARE * (_rates("cpu") if rates is None else rates).operations
 
 
 def head_operations(pairs: int, dim: int) -> float:

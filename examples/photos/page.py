@@ -25,6 +25,8 @@ EXPLAINED = (
     "Spearman and R^2 are the paper's: they compare Recall@1 with the number of the bin, in ten bins of the "
     "uncertainty (-1 and 1 are ideal). They are noisy and do not reward sharpness, so decide by the others.",
 )
+SHOWN = ("nll", "auroc", "aurc", "recall", "ece", "spearman", "r2")
+"""The columns of the page, which fit its width; results.json has all."""
 STATED = ("ladder", "rerank", "max_softmax", "hub_softmax")
 """Methods whose stated probabilities are drawn; with all of them the curves would hide each other."""
 
@@ -35,14 +37,17 @@ def write_page(findings: Findings, out: Path, title: str) -> Path:
     page = Report(title, "Which answers of a search can be trusted, and what does each rung of evidence bring?")
     page.section("What was done", *_done(findings))
     page.section(
-        "Which to use", *(f"{DIRECTION_TITLES[d]}: {verdict(comparison.of(d))}" for d in comparison.directions)
+        "Which to use",
+        *(f"{DIRECTION_TITLES[d].capitalize()}: {verdict(comparison.of(d))}" for d in comparison.directions),
     )
     page.section("The numbers", *EXPLAINED)
     for direction in comparison.directions:
         one = comparison.of(direction)[0]
         sizes = f"{one.queries:,} queries, {one.items:,} items each"
-        caption = f"{DIRECTION_TITLES[direction]}: {sizes}, plain search has Recall@1 {one.plain_recall:.3f}."
-        page.table(comparison.table(direction), caption, comparison.best(direction))
+        caption = (
+            f"{DIRECTION_TITLES[direction].capitalize()}: {sizes}, plain search has Recall@1 {one.plain_recall:.3f}."
+        )
+        page.table(number_rows(comparison, direction), caption, comparison.best(direction))
     page.section(
         "Ahead or behind",
         "By how much the pipeline (cosine, hubs and head) is better than each other method (negative: worse), with "
@@ -78,12 +83,21 @@ def _done(findings: Findings) -> list[str]:
     models = "a head and a flow" if facts["flow"] else "a head"
     folds = f"{facts['folds']} folds" if facts["folds"] > 1 else "one split"
     sizes = f"{len(pairs):,} captions of {len(np.unique(pairs.group)):,} images"
+    learned, second, third = "from one part", "a second", "third"
+    if facts["learned_elsewhere"]:
+        learned, second, third = f"from {facts['learned_elsewhere']:,} pairs of other images", "one part", "other"
     done = (
-        f"{sizes}, divided by image into {folds}. In each, {models} learned from one part; the re-ranker and every "
-        "reference were tuned on a second, and the third judged them, as queries and as the items that are searched. "
-        "All folds are judged together."
+        f"{sizes}, divided by image into {folds}. In each, {models} learned {learned}; the re-ranker and every "
+        f"reference were tuned on {second}, and the {third} judged them, as queries and as the items that are "
+        "searched. All folds are judged together."
     )
     return [done, *(["--quick trained everything for a moment only: the numbers mean nothing."] * facts["quick"])]
+
+
+def number_rows(comparison: Comparison, direction: str) -> list[dict[str, object]]:
+    """One row per method."""
+    headings = ["method", *(COLUMNS[name][0] for name in SHOWN)]
+    return [{heading: row[heading] for heading in headings} for row in comparison.table(direction)]
 
 
 def lead_rows(findings: Findings) -> list[dict[str, object]]:
@@ -94,5 +108,5 @@ def lead_rows(findings: Findings) -> list[dict[str, object]]:
         row = rows.setdefault((lead.over, lead.measure), {"over": titles[lead.over], "in": COLUMNS[lead.measure][0]})
         where = DIRECTION_TITLES[lead.direction]
         row[where] = f"{lead.value:+.3f} ({lead.low:+.3f} to {lead.high:+.3f})"
-        row[f"p, {where}"] = lead.p_holm
+        row[f"p, {where}"] = "< 0.001" if lead.p_holm < 0.001 else lead.p_holm
     return list(rows.values())

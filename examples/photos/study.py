@@ -211,7 +211,7 @@ def run_study(
             print(f"fold {number + 1} of {len(folds)}: {sizes}", flush=True)
             folder = out / f"fold_{number}"
             folder.mkdir(exist_ok=True)
-            models = out / "models" if all(fold.train is other.train for other in folds) else folder
+            models = out / "models" if _one_training(folds) else folder
             for direction, judged in run_fold(fold, folder, models, settings, references).items():
                 by_direction.setdefault(direction, []).append(judged)
     results, leads = [], []
@@ -220,11 +220,17 @@ def run_study(
         results += judge(pooled, resamples=settings.resamples)
         leads += paired_leads(pooled[0], pooled[1:], resamples=settings.resamples, seed=settings.seed)
     facts = {"folds": len(folds), "seed": settings.seed, "flow": settings.flow, "quick": settings.quick}
+    facts["learned_elsewhere"] = len(folds[0].train) if _one_training(folds) else 0
     comparison = Comparison(results, facts)
     comparison.save(out)
     findings = Findings(photos, comparison, corrected(leads), by_direction)
     write_json(out / "leads.json", without_nan([dataclasses.asdict(lead) for lead in findings.leads]))
     return findings
+
+
+def _one_training(folds: Sequence[Fold]) -> bool:
+    """Whether all of several folds learn from the same pairs, those of other images."""
+    return len(folds) > 1 and all(fold.train is folds[0].train for fold in folds)
 
 
 def usable_references() -> list[str]:

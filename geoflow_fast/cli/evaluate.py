@@ -64,7 +64,10 @@ def evaluate(
     ] = None,
     methods: Annotated[
         str | None,
-        typer.Option(help="Comma-separated names: rerank, ladder, entropy, margin, ... Default: all that can be run."),
+        typer.Option(
+            help="Comma-separated names: rerank, ladder, entropy, margin, ...; or all. Default: those that need no "
+            "long training of their own."
+        ),
     ] = None,
     direction: Annotated[Conditional | None, typer.Option(help="Only this direction. Default: both.")] = None,
     max_queries: MaxQueriesFlag = None,

@@ -2,7 +2,7 @@
 
 A thousand new pairs of the concept world are searched in both directions. The page shows the flow's uncertainties
 beside those of the true posterior and those that need no training; temperatures and bandwidths are tuned on other,
-held-out pairs.
+held-out pairs. One chapter does the same for a search without a flow in a world as wide as CLIP.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import dataclasses
 from pathlib import Path
 
 from geoflow_fast.demo import figures
+from geoflow_fast.demo.clip_world import clip_pairs, examine_clip_world, learn_clip_head
 from geoflow_fast.demo.flows import PAIRS, concept_pairs, learn, learn_spheres, sphere_paths
 from geoflow_fast.demo.page import REPORT, summary, write_report
 from geoflow_fast.demo.study import Outcome, examine
@@ -19,7 +20,7 @@ from geoflow_fast.runtime import plots
 from geoflow_fast.runtime.files import write_json
 from geoflow_fast.runtime.progress import Announce
 from geoflow_fast.training.config import TrainConfig
-from geoflow_fast.worlds import ConceptWorld
+from geoflow_fast.worlds import ClipWorld, ConceptWorld
 
 __all__ = ["REPORT", "Outcome", "run", "summary"]
 
@@ -43,7 +44,14 @@ def run(out: Path, seed: int, steps: int | None, announce: Announce) -> Outcome 
     small = learn_spheres(out / "spheres", seed, steps)
     if small is None:
         return None
-    outcome = examine(world, flow, pairs, seed, config.steps, announce)
+    wide = ClipWorld()
+    captioned = clip_pairs(wide, seed)
+    announce(f"training a head on {len(captioned):,} pairs of a world as wide as CLIP")
+    head = learn_clip_head(out / "clip_world", captioned, seed, steps)
+    if head is None:
+        return None
+    clip = examine_clip_world(wide, head, captioned, seed)
+    outcome = dataclasses.replace(examine(world, flow, pairs, seed, config.steps, announce), clip=clip)
     announce("drawing")
     figures.draw_spheres(*sphere_paths(small, seed), out / figures.FILES["spheres"])
     figures.draw_all(outcome, world, out)

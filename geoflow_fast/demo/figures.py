@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from geoflow_fast.demo.clip_world import EXACT, LADDER, SOFTMAX
 from geoflow_fast.demo.flows import sphere_centres
 from geoflow_fast.demo.study import ENTROPY, IMAGE_DENSITY, RERANKER, SCORE, TRUTH, DirectionOutcome, Outcome
 from geoflow_fast.directions import Direction
@@ -23,6 +24,7 @@ FILES = {
     "certain": "certain_and_uncertain.png",
     "unseen": "unseen.png",
     "densities": "densities.png",
+    "clip": "clip_world.png",
 }
 """The files of the pictures, by the names that the page's template has for them."""
 
@@ -46,6 +48,7 @@ def draw_all(outcome: Outcome, world: ConceptWorld, out: Path) -> None:
     draw_densities(outcome, out / FILES["densities"])
     draw_unseen(outcome, out / FILES["unseen"])
     draw_certain(outcome, world, out / FILES["certain"])
+    draw_clip(outcome, out / FILES["clip"])
 
 
 def _panels(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Any, Any]:
@@ -170,6 +173,33 @@ def draw_certain(outcome: Outcome, world: ConceptWorld, picture: Path, shown: in
             axes.set_title(title, fontsize=10, loc="left")
     for axes in panels[-1]:
         axes.set(xlabel="probability that this image is meant", xlim=(0, 1.02))
+    plots.save_figure(figure, picture)
+
+
+def draw_clip(outcome: Outcome, picture: Path) -> None:
+    """Draws the ladder's probabilities against the exact ones in the world as wide as CLIP; below, the share of wrong
+    answers over the share answered, with queries whose item is missing."""
+    figure, panels = _panels(2, 2, 10, 8, sharey="row")
+    coverage = [k / 50 for k in range(5, 51)]
+    for column, search in enumerate(outcome.clip.values()):
+        axes = panels[0, column]
+        axes.plot([0, 1], [0, 1], color=GREY, linewidth=0.8, linestyle=":")
+        for right, colour, words in ((True, BLUE, "right"), (False, ORANGE, "wrong")):
+            shown = search.there & (search.correct == right)
+            points = (search.p_answer[method][shown].numpy() for method in (EXACT, LADDER))
+            axes.scatter(*points, s=12, alpha=0.5, color=colour, linewidths=0, label=words)
+        axes.set(title=DIRECTION_TITLES[search.direction], xlabel="exact probability that the answer is right")
+        axes.legend(frameon=False, fontsize=8.5, loc="upper left")
+        below = panels[1, column]
+        for method, colour, style in ((EXACT, GREY, "-"), (LADDER, ORANGE, "-"), (SOFTMAX, GREY, "--")):
+            curve = search.risk(method, coverage)
+            below.plot(curve.coverage, 1 - curve.accuracy, color=colour, linestyle=style, linewidth=2, label=method)
+        below.set(xlabel="share of the queries that are answered", ylim=(0, None))
+        for axis in (below.xaxis, below.yaxis):
+            axis.set_major_formatter(lambda x, _: f"{x:.0%}")
+    panels[0, 0].set_ylabel("stated probability: cosine, hubs and head")
+    panels[1, 0].set_ylabel("share of wrong answers")
+    panels[1, 1].legend(frameon=False, fontsize=8.5, loc="lower right")
     plots.save_figure(figure, picture)
 
 

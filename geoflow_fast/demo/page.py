@@ -8,7 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from geoflow_fast.demo import figures, flows, study
+from geoflow_fast.demo import clip_world, figures, flows, study
+from geoflow_fast.demo.clip_world import EXACT, LADDER, SOFTMAX
 from geoflow_fast.demo.study import (
     ENTROPY,
     IMAGE_DENSITY,
@@ -24,7 +25,9 @@ from geoflow_fast.evaluation.report import EmbeddedPicture, TableRows, write_pag
 from geoflow_fast.runtime import pages
 
 REPORT = "report.html"
+CLIP_BEST = {"AUROC of wrong answers": "max", "AUROC of missing items": "max", "Recall@1": "max"}
 BEST = {"AUROC": "max", "AURC": "min", "AUSAC": "max", "accuracy at 50 %": "max", "Spearman with true entropy": "max"}
+BEST |= {"Spearman of bins": "min"}
 TIE = 0.01
 """Differences of AUROC below this are called a tie."""
 
@@ -36,6 +39,7 @@ def write_report(outcome: Outcome, out: Path) -> Path:
     tables |= {
         "unseen": TableRows.of(unseen_rows(outcome), {"unseen group": "max", "unseen, in a known group": "max"}),
         "densities": TableRows.of(density_rows(outcome)),
+        **{f"clip_{name}": TableRows.of(part.rows(), CLIP_BEST) for name, part in outcome.clip.items()},
         "expected": TableRows.of(expectation_rows(outcome)),
     }
     values = {
@@ -47,6 +51,8 @@ def write_report(outcome: Outcome, out: Path) -> Path:
         "pairs": flows.PAIRS,
         "queries": study.QUERIES,
         "items": study.ITEMS,
+        "clip": clip_world,
+        "direction_titles": DIRECTION_TITLES,
     }
     return write_page(pages.render("demo.html.j2", **values), out / REPORT)
 
@@ -64,6 +70,7 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "calibration_error": {name: part.calibration_error for name, part in parts.items()},
         "unseen": unseen_rows(outcome),
         "densities": density_rows(outcome),
+        "clip_world": {str(direction): part.rows() for direction, part in outcome.clip.items()},
         "checks": [
             {"name": check.name, "value": check.value, "at_least": check.floor, "holds": check.holds}
             for check in outcome.checks()
@@ -95,6 +102,17 @@ def verdicts(outcome: Outcome) -> tuple[list[str], list[str]]:
         f"Unseen concepts that lie among known ones are noticed less well, with AUROC {near:.3f}. The true density of "
         f"the known world would reach {ideal:.3f}, so little is left to gain."
     )
+    for search in outcome.clip.values():
+        own, softmax, exact = (search.auroc_of(method) for method in (LADDER, SOFTMAX, EXACT))
+        where = f"In a world as wide as CLIP, {DIRECTION_TITLES[search.direction]}"
+        (good if own >= softmax + TIE else bad).append(
+            f"{where}: {LADDER} tell wrong answers from right ones with AUROC {own:.3f}, max softmax with "
+            f"{softmax:.3f} and the exact posterior with {exact:.3f}."
+        )
+        bad.append(
+            f"{where}: queries whose item is missing are noticed with AUROC {search.missing_auroc_of(LADDER):.3f}, and "
+            f"{search.missing_auroc_of(EXACT):.3f} is possible."
+        )
     missed = [check.name for check in outcome.checks() if not check.holds]
     if missed:
         bad.append(f"Expected, but missed: {'; '.join(missed)}. The table at the end has the numbers.")

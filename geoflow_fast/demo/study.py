@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -10,9 +10,11 @@ from torch import Tensor
 from geoflow_fast.baselines.base import Baseline
 from geoflow_fast.baselines.untrained import KNNDistance, Margin, MaxSoftmax, SoftmaxEntropy
 from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.demo.clip_world import EXACT, LADDER, SOFTMAX, ClipSearch
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.evaluation.agreement import DensityAgreement, agreement, densities
 from geoflow_fast.evaluation.metrics import auroc, reliability, retrieval_calibration, selective_accuracy
+from geoflow_fast.evaluation.report import Unranked
 from geoflow_fast.evaluation.statistics import spearman
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.likelihood.density import epistemic
@@ -97,17 +99,16 @@ class DirectionOutcome:
         for method, score in self.uncertainty.items():
             calibration = retrieval_calibration(score, self.correct)
             selective = selective_accuracy(score, self.correct)
-            rows.append(
-                {
-                    "method": method,
-                    "AUROC": calibration.auroc,
-                    "AURC": calibration.aurc,
-                    "AUSAC": selective.ausac,
-                    "accuracy at 50 %": float(selective.accuracy[list(selective.coverage).index(0.5)]),
-                    "Spearman of bins": calibration.spearman,
-                    "Spearman with true entropy": spearman(score, self.true_entropy),
-                }
-            )
+            numbers = {
+                "AUROC": calibration.auroc,
+                "AURC": calibration.aurc,
+                "AUSAC": selective.ausac,
+                "accuracy at 50 %": float(selective.accuracy[list(selective.coverage).index(0.5)]),
+                "Spearman of bins": calibration.spearman,
+                "Spearman with true entropy": spearman(score, self.true_entropy),
+            }
+            rank = Unranked if method == TRUTH else float
+            rows.append({"method": method, **{name: rank(value) for name, value in numbers.items()}})
         return rows
 
 
@@ -139,6 +140,8 @@ class Outcome:
     densities: dict[str, tuple[Tensor, Tensor]]
     """Learned and true log-densities."""
     agreement: dict[str, DensityAgreement]
+    clip: dict[Direction, ClipSearch] = field(default_factory=dict)
+    """The searches in the world as wide as CLIP."""
 
     def checks(self) -> list[Expectation]:
         """What is expected, and what was measured."""
@@ -160,7 +163,17 @@ class Outcome:
                 Expectation(f"log-density, {name}: correlation with the truth", self.agreement[name].correlation, least)
                 for name, least in LEAST_CORRELATION.items()
             ),
+            *self._clip_checks(),
         ]
+
+    def _clip_checks(self) -> list[Expectation]:
+        checks = []
+        for direction, search in self.clip.items():
+            own, softmax, exact = (search.auroc_of(method) for method in (LADDER, SOFTMAX, EXACT))
+            name = f"CLIP-like world, {direction}: AUROC of wrong answers"
+            checks.append(Expectation(f"{name}, above max softmax", own - softmax, 0.08))
+            checks.append(Expectation(f"{name}, above the exact posterior's", own - exact, -0.10))
+        return checks
 
 
 def examine(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from geoflow_fast import baselines
 from geoflow_fast.baselines.bayesvlm import NEEDS_ACTIVATIONS, Activations, BayesVLM, towers
+from geoflow_fast.baselines.trained import SizedBaseline
 from geoflow_fast.evaluation.methods import Method, Scores, Study, posterior_scores, right_per_query
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.task import RetrievalTask
@@ -44,6 +45,13 @@ class BaselineMethod(Method):
             "run": dataclasses.asdict(self._config()),
             "train": None if train is None or not self.kind.USES_TRAINING_PAIRS else train.fingerprint(),
         }
+
+    def operations(self, queries: int) -> float:  # noqa: ARG002, scoring costs little beside training
+        """Those of its training: a backward pass costs as much as two forward ones."""
+        if not isinstance(self.baseline, SizedBaseline):
+            return 0.0
+        config, weights = self._config(), sum(x.numel() for x in self.baseline.parameters())
+        return 6.0 * weights * config.steps * config.batch_size
 
     def _config(self) -> RunConfig:
         config = self.study.configs.get(self.name) or self.baseline.default_config()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from geoflow_fast import plan
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import CONDITIONAL
 from geoflow_fast.evaluation import registry
 from geoflow_fast.evaluation.methods import Method, Study
-from geoflow_fast.evaluation.metrics import BINS, auroc_leads, reliability, retrieval_calibration, selective_accuracy
-from geoflow_fast.evaluation.results import FORMAT, Comparison, Result
+from geoflow_fast.evaluation.metrics import (
+    BINS,
+    answered_share,
+    auroc_leads,
+    reliability,
+    retrieval_calibration,
+    selective_accuracy,
+)
+from geoflow_fast.evaluation.results import ERRORS, FORMAT, Comparison, Result
 from geoflow_fast.evaluation.retrieval import Answers, plain_search
 from geoflow_fast.evaluation.statistics import RESAMPLES, Floats, check_resamples
 from geoflow_fast.jobs.job import Job
@@ -30,6 +38,8 @@ from geoflow_fast.runtime.progress import Advance, Announce
 
 BLOCK_QUERIES = 256
 SCORES_FOLDER, RUNS_FOLDER = "scores", "runs"
+EVERY = "all"
+"""In place of names: every method, the dear ones too."""
 
 
 def compare(
@@ -43,37 +53,62 @@ def compare(
     resamples: int = RESAMPLES,
     folder: Path | None = None,
     announce: Announce = lambda _: None,
+    report: Callable[[Comparison], object] = lambda _: None,
 ) -> Comparison:
-    """Compares every method of `names` (by default all that the study allows) on the queries of `test`, in every
-    direction. Instead of a name, a method that already exists may be given, with a study of its own.
+    """Compares every method of `names` on the queries of `test`, in every direction. By default these are all that the
+    study allows and that need no long training; `names=("all",)` asks for those too. Instead of a name, a method that
+    already exists may be given, with a study of its own.
+
+    The cheapest methods come first. `report` is given what is known so far: once after those that cost next to nothing,
+    and then after every other method but the last.
 
     With a `folder`, the scores of single queries are kept in it as Parquet files, and those that are there are not
     computed again, so that a comparison that was stopped can continue. The images are resampled `resamples` times for
     the intervals; 0 asks for no intervals.
     """
     check_resamples(resamples)
-    chosen = [
-        name if isinstance(name, Method) else registry.create(name, study)
-        for name in (names or registry.default_methods(study))
-    ]
+    if names is None or list(names) == [EVERY]:
+        names = registry.default_methods(study, dear=names is not None)
+    chosen = [name if isinstance(name, Method) else registry.create(name, study) for name in names]
     tasks = [RetrievalTask.of(test, direction, max_queries=max_queries, seed=study.seed) for direction in directions]
     for task in tasks:
         check_bins(len(task), bins)
         for method in chosen:
             method.check(task)
-    results = []
-    for task in tasks:
-        answers = plain_search(task)
+    operations = [method.operations(sum(map(len, tasks))) for method in chosen]
+    for line in cost_lines(chosen, operations):
+        announce(line)
+    plain = [plain_search(task) for task in tasks]
+    for task, answers in zip(tasks, plain):
         sizes = f"{len(task)} queries over {len(task.items)} items"
         announce(f"{task.direction}: {sizes}, plain Recall@1 {answers.recall(1):.3f}")
-        scored = []
-        for method in chosen:
-            announce(f"{task.direction}: {method.title}")
-            scored.append(score_queries(method, task, answers, folder))
-        results += judge(scored, bins, resamples)
     train_pairs = None if study.train is None else len(study.train)
     facts = {"test_pairs": len(test), "val_pairs": len(study.val), "train_pairs": train_pairs, "seed": study.seed}
-    return Comparison(results, facts)
+    scored: dict[int, list[ScoredQueries]] = {}
+
+    def known() -> Comparison:
+        """The results of the methods that are done, direction by direction, in the order in which they were named."""
+        sides = [[scored[k][side] for k in sorted(scored)] for side in range(len(tasks))]
+        return Comparison([result for side in sides for result in judge(side, bins, resamples)], facts)
+
+    for k in sorted(range(len(chosen)), key=lambda k: operations[k]):
+        if scored and operations[k]:
+            report(known())
+        sides = []
+        for task, answers in zip(tasks, plain):
+            announce(f"{task.direction}: {chosen[k].title}")
+            sides.append(score_queries(chosen[k], task, answers, folder))
+        scored[k] = sides
+    return known()
+
+
+def cost_lines(methods: Sequence[Method], operations: Sequence[float]) -> list[str]:
+    """What each method costs, about, on this machine: those that cost next to nothing in one line."""
+    free = [method.name for method, count in zip(methods, operations) if not count]
+    lines = [f"no long training: {', '.join(free)}"] if free else []
+    rate = plan.training_rate() if any(operations) else 1.0
+    dear = ((method.name, count / rate) for method, count in zip(methods, operations) if count)
+    return lines + [f"{name}: about {plan.duration(seconds)} on this machine's processors" for name, seconds in dear]
 
 
 def check_bins(queries: int, bins: int = BINS) -> None:
@@ -224,6 +259,7 @@ def _result(scored: ScoredQueries, bins: int, resamples: int) -> Result:
         intervals={name: [x.low, x.high] for name, x in calibration.intervals.items() if name in numbers},
         stated=stated_bins,
         training=scored.training,
+        answered=[answered_share(uncertainty, first_right, error) for error in ERRORS],
         seeds=[scored.seed],
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any
 
 import torch
@@ -14,12 +15,15 @@ from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings
 from geoflow_fast.likelihood.density import chain_rule
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.likelihood.settings import DensitySettings
+from geoflow_fast.plan import EVALUATIONS
 from geoflow_fast.retrieval.bandwidth import fit_bandwidth
 from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.task import RetrievalTask, typical_queries
 
 REFERENCE_QUERIES = 256
+TUNING_QUERIES = 256
+"""Queries that tuning takes besides those that are scored, when costs are estimated."""
 
 
 class FlowMethod(Method):
@@ -44,6 +48,15 @@ class FlowMethod(Method):
         """The digest of the flow."""
         return {"flow": flow_digest(self.flow)}
 
+    def operations(self, queries: int) -> float:
+        """Those of the network, which is evaluated `evaluations` times for a query."""
+        return 2.0 * sum(x.numel() for x in self.flow.parameters()) * self.evaluations * (queries + TUNING_QUERIES)
+
+    @property
+    @abstractmethod
+    def evaluations(self) -> float:
+        """Evaluations of the network for one query; one with its derivative counts three times."""
+
     @property
     def device(self) -> torch.device:
         """The device of the flow."""
@@ -67,6 +80,11 @@ class FlowEntropy(FlowMethod):
         """The flow, the settings of the sampler, and what is set instead of tuned."""
         sampler = {name: self.sampling[name] for name in ("n_samples", "n_steps", "solver", "grid", "noise")}
         return {**super().facts(), **sampler, **self._given("posterior", "kappa", "guidance")}
+
+    @property
+    def evaluations(self) -> float:
+        """Those of its samples, with and without the condition."""
+        return 2.0 * self.sampling.n_samples * self.sampling.n_steps * EVALUATIONS[self.sampling.solver]
 
     def _given(self, *names: str) -> dict[str, Any]:
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
@@ -116,6 +134,11 @@ class FlowEpistemic(FlowMethod):
     def facts(self) -> dict[str, Any]:
         """The flow and the settings of the log-densities."""
         return {**super().facts(), **self.settings.facts()}
+
+    @property
+    def evaluations(self) -> float:
+        """Those of three log-densities."""
+        return 3.0 * len(DIRECTIONS) * self.settings.n_steps * EVALUATIONS[self.settings.solver]
 
     def _fit(self, task: RetrievalTask) -> None:
         """Does nothing, because there is nothing to tune."""

@@ -23,7 +23,7 @@ from geoflow_fast.evaluation.metrics import BINS
 from geoflow_fast.evaluation.report import Report
 from geoflow_fast.evaluation.results import RESULTS_JSON, Comparison, without_nan
 from geoflow_fast.evaluation.statistics import RESAMPLES
-from geoflow_fast.evaluation.verdict import verdict
+from geoflow_fast.evaluation.verdict import recommended, verdict
 from geoflow_fast.evaluation.zero_shot import CLIP_SCALE, ZeroShot, class_prompts, tuned_scale, zero_shot
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.jobs.rerank import open_models
@@ -34,6 +34,10 @@ from geoflow_fast.runtime.progress import Announce
 
 PAGE = "report.html"
 
+ABSTENTION_EXPLAINED = (
+    "share of the queries that can be answered if the least certain are turned away and at most this share of the "
+    "answers may be wrong, in hindsight; a threshold with a guarantee answers a little fewer (abstention_threshold)."
+)
 NUMBERS_EXPLAINED = (
     "AUROC is the probability that a query answered wrongly is less certain than one answered rightly. AURC is the "
     "share of wrong answers among the most certain, averaged over how many are kept (lower is better). AUSAC is the "
@@ -91,6 +95,12 @@ def evaluate_folders(
         configs=run_configs(val, settings.run),
         folder=out / RUNS_FOLDER,
     )
+
+    def write(known: Comparison) -> None:
+        known.save(out)
+        write_report({test.name: known}, out, f"Retrieval uncertainty on {test.name}")
+        announce(f"Wrote {out / PAGE} with {len(known.of(known.directions[0]))} methods")
+
     comparison = compare(
         study,
         test_pairs,
@@ -101,9 +111,9 @@ def evaluate_folders(
         resamples=settings.resamples,
         folder=out,
         announce=announce,
+        report=write,
     )
-    comparison.save(out)
-    write_report({test.name: comparison}, out, f"Retrieval uncertainty on {test.name}")
+    write(comparison)
     return comparison
 
 
@@ -123,7 +133,13 @@ def write_report(datasets: Mapping[str, Comparison], out: Path, title: str) -> P
     runs = max(result.runs for result in results)
     several = f" Numbers are means over {runs} seeds; shaded areas and bars show one standard deviation."
     page = Report(title, f"Which method knows when plain cosine search is wrong?{several if runs > 1 else ''}")
-    page.section("Which to use", *_verdicts(datasets))
+    page.section("Which to use", recommendation(datasets), *_verdicts(datasets))
+    for name, comparison in datasets.items():
+        for direction in comparison.directions:
+            rows = [result.abstention_row() for result in comparison.of(direction) if result.answered]
+            if rows:
+                best = dict.fromkeys(list(rows[0])[1:], "max")
+                page.table(rows, f"{name}, {figures.DIRECTION_TITLES[direction]}: {ABSTENTION_EXPLAINED}", best)
     page.section("The numbers", *NUMBERS_EXPLAINED)
     for name, comparison in datasets.items():
         for direction in comparison.directions:
@@ -150,6 +166,19 @@ def write_report(datasets: Mapping[str, Comparison], out: Path, title: str) -> P
         )
         page.figure(figures.draw_reliability(datasets, out / "reliability.png"), caption)
     return page.write(out / PAGE)
+
+
+def recommendation(datasets: Mapping[str, Comparison]) -> str:
+    """The method to use, in a sentence: one for all data sets and directions, or one for each."""
+    chosen = {
+        f"{name}, {figures.DIRECTION_TITLES[direction]}": recommended(comparison.of(direction))
+        for name, comparison in datasets.items()
+        for direction in comparison.directions
+    }
+    titles = {words: "none of these" if result is None else result.title for words, result in chosen.items()}
+    if len(set(titles.values())) == 1:
+        return f"Recommendation: use {next(iter(titles.values()))}."
+    return f"Recommendation: {'; '.join(f'for {words}, use {title}' for words, title in titles.items())}."
 
 
 def _verdicts(datasets: Mapping[str, Comparison]) -> list[str]:

@@ -11,9 +11,13 @@ from torch import Tensor
 from geoflow_fast.evaluation.methods import Method, Scores, Study
 from geoflow_fast.flow.model import GeoFlow, flow_digest
 from geoflow_fast.head.model import head_digest
+from geoflow_fast.plan import EVALUATIONS
 from geoflow_fast.retrieval.hubs import MOST_ROWS
-from geoflow_fast.retrieval.rerank import BayesReranker
+from geoflow_fast.retrieval.rerank import SHORTLIST, BayesReranker
 from geoflow_fast.retrieval.task import RetrievalTask, typical_queries
+
+RERANK_STEPS, CALIBRATION_QUERIES = 6, 1000
+"""The defaults of the re-ranker, for estimates of its cost."""
 
 
 class Ladder(Method):
@@ -90,6 +94,12 @@ class FlowReranker(Ladder):
         if study.flow is None:
             raise ValueError(f"{self.name} needs a trained flow")
         self.flow, self.training = study.flow, "flow"
+
+    def operations(self, queries: int) -> float:
+        """Those of one log-density, which takes three evaluations at a time, for every item of a shortlist."""
+        evaluations = 3.0 * EVALUATIONS["midpoint"] * RERANK_STEPS * SHORTLIST
+        weights = 0 if self.flow is None else sum(x.numel() for x in self.flow.parameters())
+        return 2.0 * weights * evaluations * (queries + min(len(self.study.val), CALIBRATION_QUERIES))
 
     def fit(self, task: RetrievalTask) -> None:
         """Calibrates the re-ranker, and counts the flow's training too."""

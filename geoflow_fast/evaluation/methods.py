@@ -105,6 +105,10 @@ class Method(ABC):
     def check(self, task: RetrievalTask) -> None:  # noqa: B027, most methods can serve any task
         """Raises a ValueError or OSError if the method cannot serve `task`. It is called before any computation."""
 
+    def operations(self, queries: int) -> float:  # noqa: ARG002, most methods cost next to nothing
+        """Roughly the floating-point operations of fitting it and scoring this many queries; 0 for next to none."""
+        return 0.0
+
     @abstractmethod
     def facts(self) -> dict[str, Any]:
         """Everything that its scores depend on besides the task, the held-out pairs and the seed."""

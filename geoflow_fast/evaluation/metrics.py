@@ -215,6 +215,17 @@ def selective_accuracy(
     return SelectiveAccuracy(shares, accuracy, _mean_height(shares, accuracy))
 
 
+def answered_share(uncertainty: Values, correct: Values, error: float) -> float:
+    """The largest share of the answers, the most certain ones, of which at most the share `error` is wrong; 0 if there
+    is none. Answers that tie are given together or not at all."""
+    score, right = scored_shares(uncertainty, correct)
+    hits, every = _SortedAnswers(score, right).by_tie(np.ones(len(score), np.int64))
+    given = np.cumsum(every)
+    # Sums of shares are rounded; a limit that is met exactly counts as met.
+    within = given - np.cumsum(hits) <= error * given + 1e-9
+    return float(given[within].max() / len(score)) if within.any() else 0.0
+
+
 def _mean_height(x: Floats, y: Floats) -> float:
     """Area under y over x by trapezoids, divided by the width of x; the mean of y if x has no width."""
     order = np.argsort(x, kind="stable")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from geoflow_fast import baselines
 from geoflow_fast.baselines.bayesvlm import BayesVLM
+from geoflow_fast.baselines.trained import SizedBaseline
 from geoflow_fast.evaluation.baseline_methods import ActivationsMethod, BaselineMethod
 from geoflow_fast.evaluation.flow_methods import BayesEntropy, FlowEntropy, FlowEpistemic, PaperEntropy
 from geoflow_fast.evaluation.ladder_methods import FlowReranker, Ladder
@@ -25,11 +26,13 @@ def all_methods() -> list[str]:
     return [*FLOW_METHODS, Ladder.name, *baselines.METHODS]
 
 
-def default_methods(study: Study) -> list[str]:
-    """All methods that can be made of what the study has, without `EXTRA` and baselines that need more than pairs. The
-    ladder is among them if there are enough held-out pairs to calibrate it on."""
+def default_methods(study: Study, *, dear: bool = False) -> list[str]:
+    """All methods that can be made of what the study has, without `EXTRA`, baselines that need more than pairs and,
+    unless `dear` ones are asked for, those whose training takes thousands of steps. The ladder is among them if there
+    are enough held-out pairs to calibrate it on."""
     flow = [name for name in FLOW_METHODS if name not in EXTRA] if study.flow is not None else []
     ready = {name: kind for name, kind in baselines.METHODS.items() if kind.missing() is None}
+    ready = {name: kind for name, kind in ready.items() if dear or not issubclass(kind, SizedBaseline)}
     fit = [name for name, kind in ready.items() if study.train is not None or not kind.NEEDS_TRAINING_PAIRS]
     ladder = [Ladder.name] if len(study.val) >= 2 * LEAST_QUERIES else []
     return [*flow, *ladder, *fit]

@@ -17,6 +17,10 @@ NO_VALUE = "–"
 BEST: dict[str, Callable[[list[float]], float]] = {"max": max, "min": min}
 
 
+class Unranked(float):
+    """A number that is shown but never marked as the best of its column, such as one of the truth itself."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """One cell of a table: its text and how it is shown."""
@@ -57,7 +61,7 @@ class TableRows:
         head = [Cell(name, number[name]) for name in columns]
         body = [
             [
-                Cell(shown(row.get(name)), number[name], name in marked and row.get(name) == marked[name])
+                Cell(shown(row.get(name)), number[name], name in marked and _is_best(row.get(name), marked[name]))
                 for name in columns
             ]
             for row in rows
@@ -163,5 +167,10 @@ def _is_number(value: object) -> bool:
 
 
 def _best_of(values: Sequence[object], which: str) -> float | None:
-    known = [float(value) for value in values if isinstance(value, numbers.Real) and value == value]
+    ranked = (value for value in values if isinstance(value, numbers.Real) and not isinstance(value, Unranked))
+    known = [float(value) for value in ranked if value == value]
     return BEST[which](known) if known else None
+
+
+def _is_best(value: object, best: float | None) -> bool:
+    return value == best and value is not None and not isinstance(value, Unranked)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from geoflow_fast.evaluation.report import Unranked
 from geoflow_fast.runtime import checks, parquet
 from geoflow_fast.runtime.files import read_json, write_json
 
@@ -19,6 +20,13 @@ FORMAT = 1
 """Version of the files. It is raised when the same settings begin to give other scores, so that a run does not continue
 with scores of an older release."""
 RESULTS_JSON, RESULTS_PARQUET = "results.json", "results.parquet"
+
+ERRORS = (0.05, 0.10, 0.20)
+"""Shares of wrong answers for which results say how many queries can be answered."""
+SIGNED = {"spearman", "r2", "r2_value"}
+"""Numbers that mean something only if recall falls with the uncertainty, that is, if Spearman is negative."""
+TRUTH = "truth"
+"""What `Result.training` says of a world's own distribution, which is shown beside methods but is none."""
 
 COLUMNS: dict[str, tuple[str, str | None]] = {
     "auroc": ("AUROC", "max"),
@@ -60,10 +68,13 @@ class Result:
     stated: dict[str, list[float]] | None = None
     """`confidence`, `accuracy` and `count` of the bins of a reliability diagram, if the method states probabilities."""
     training: str = ""
-    """What is trained for the method: "none", "baseline" or "flow"; empty in files of earlier releases."""
+    """What is trained for the method: "none", "baseline" or "flow", or "truth"; empty in files of earlier releases."""
     lead: dict[str, list[float]] = field(default_factory=dict)
     """[value, low, high] of the method's AUROC minus that of another method, by the other's name, with a paired
     bootstrap over images. Over several seeds it is the mean, the least low end and the greatest high end."""
+    answered: list[float] = field(default_factory=list)
+    """For each of `ERRORS`, the largest share of queries that can be answered with so few wrong answers, in hindsight;
+    empty in files of earlier releases."""
     seeds: list[int] = field(default_factory=lambda: [0])
     spread: dict[str, float] = field(default_factory=dict)
     bin_recall_spread: list[float] = field(default_factory=list)
@@ -74,12 +85,26 @@ class Result:
         """Number of seeds that the numbers are means over."""
         return len(self.seeds)
 
+    def ranks_in(self, name: str) -> bool:
+        """Whether its number may be called the best: not that of the truth, nor one that is worse than chance."""
+        if self.training == TRUTH:
+            return False
+        if name in SIGNED:
+            return self.numbers["spearman"] < 0
+        return name not in ("auroc", "aurc", "ausac") or self.numbers["auroc"] > 0.5
+
+    def abstention_row(self) -> dict[str, object]:
+        """The row of a table that says how many queries can be answered."""
+        rank = Unranked if self.training == TRUTH else float
+        cells = {f"at {error:.0%} error": rank(share) for error, share in zip(ERRORS, self.answered)}
+        return {"method": self.title, **cells}
+
     def row(self) -> dict[str, object]:
         """The row of a table, without the direction."""
         row: dict[str, object] = {"method": self.title}
         for name, (heading, _) in COLUMNS.items():
             value = self.numbers[name]
-            row[heading] = None if math.isnan(value) else value
+            row[heading] = None if math.isnan(value) else value if self.ranks_in(name) else Unranked(value)
             if name not in ("auroc", "aurc"):
                 continue
             if self.runs > 1:
@@ -174,6 +199,7 @@ def _mean_of(results: Sequence[Result]) -> Result:
         bin_recall_spread=recall.std(0, ddof=1).tolist(),
         accuracy=accuracy.mean(0).tolist(),
         accuracy_spread=accuracy.std(0, ddof=1).tolist(),
+        answered=np.mean([result.answered for result in results], axis=0).tolist(),
         stated=_pooled([result.stated for result in results]),
         intervals={},
         lead=_mean_leads([result.lead for result in results]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from geoflow_fast.evaluation.results import Result
+from geoflow_fast.evaluation.results import TRUTH, Result
 
 COST = {"none": 0, "baseline": 1, "flow": 2}
 """What has to be trained for a method, cheapest first; anything else is taken for a flow."""
@@ -18,18 +18,19 @@ def verdict(results: Sequence[Result]) -> str:
     These differ if the best method's lead over a cheaper one is within chance, that is, if the paired bootstrap
     interval of the lead reaches down to zero.
     """
-    known = [result for result in results if not math.isnan(_auroc(result))]
+    known = _contenders(results)
     if not known:
         return "There is no AUROC, because plain search is right for all queries or for none of them."
     best = max(known, key=_auroc)
     head = f"{best.title} has the best AUROC, {_auroc(best):.3f}"
+    if _auroc(best) <= 0.5:
+        return f"{head}, which is no better than chance: use none of these."
     if not best.lead and len(known) > 1:
         return f"{head}; no intervals were computed, so this may be chance."
-    cheaper = [result for result in known if _cost(result) < _cost(best)]
-    rivals = [result for result in cheaper if not best.lead[result.method][1] > 0]
-    chosen = min(rivals, key=lambda result: (_cost(result), -_auroc(result))) if rivals else best
+    cheaper, chosen = _cheaper(best, known), recommended(results)
+    assert chosen is not None  # since there is a best one
     why = ""
-    if rivals:
+    if chosen is not best:
         why = (
             f", but its lead over {chosen.title} ({_auroc(chosen):.3f}), which {CHEAPER[_cost(chosen)]}, is within "
             f"chance ({_shown_lead(best, chosen)})"
@@ -40,7 +41,29 @@ def verdict(results: Sequence[Result]) -> str:
             f", and leads every cheaper method beyond chance, the best of them, {second.title} "
             f"({_auroc(second):.3f}), by {_shown_lead(best, second)}"
         )
-    return f"{head}{why}{_flow_behind(best, known)}: use {chosen.title}."
+    behind = _flow_behind(best, known)
+    if not why and not behind and len(known) > 1:
+        second = max((result for result in known if result is not best), key=_auroc)
+        why = f", ahead of {second.title} ({_auroc(second):.3f}) by {_shown_lead(best, second)}"
+    return f"{head}{why}{behind}: use {chosen.title}."
+
+
+def recommended(results: Sequence[Result]) -> Result | None:
+    """The result of the method to use among those of one direction; None if none is better than chance."""
+    known = _contenders(results)
+    if not known or _auroc(best := max(known, key=_auroc)) <= 0.5:
+        return None
+    rivals = [result for result in _cheaper(best, known) if best.lead and not best.lead[result.method][1] > 0]
+    return min(rivals, key=lambda result: (_cost(result), -_auroc(result))) if rivals else best
+
+
+def _contenders(results: Sequence[Result]) -> list[Result]:
+    """The results that have an AUROC, without the truth, which is no method."""
+    return [result for result in results if result.training != TRUTH and not math.isnan(_auroc(result))]
+
+
+def _cheaper(best: Result, results: Sequence[Result]) -> list[Result]:
+    return [result for result in results if _cost(result) < _cost(best)]
 
 
 def _flow_behind(best: Result, results: Sequence[Result]) -> str:

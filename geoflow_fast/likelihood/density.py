@@ -21,6 +21,7 @@ from torch import Tensor
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import DIRECTIONS, STREAMS, Direction
 from geoflow_fast.flow.fields import Field, PlainField, Streams, as_flow
+from geoflow_fast.flow.sampling import SamplingSettings, sample
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.likelihood.neighbours import check_training_pairs, nearest_partners
 from geoflow_fast.likelihood.reverse_ode import density_estimates, draw_seed, in_flow, probe_dimensions
@@ -29,6 +30,8 @@ from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.settings import deprecated_keyword, settings_from
 
 TYPICALITIES = ("density", "absolute")
+DRAWN = SamplingSettings(n_samples=1, n_steps=10, guidance=0.0, solver="ab2")
+"""How a flow draws the partner of a side that is given alone."""
 Rows = Tensor | NDArray[np.floating[Any]]
 
 
@@ -77,7 +80,8 @@ def log_density(
 @dataclass(frozen=True)
 class Epistemic:
     """Log-densities of B pairs and the epistemic score, each float64 [B] in nats; joint = image + text + pmi. Distances
-    to training rows stand beside them if training pairs were given."""
+    to training rows stand beside them if training pairs were given. If only images or only texts were given, their
+    marginal and the score are known, and all other densities are NaN."""
 
     joint: Tensor
     """log p(image, text)."""
@@ -93,9 +97,9 @@ class Epistemic:
     """Pointwise mutual information, joint - image - text."""
     score: Tensor
     """Epistemic score (Eq. 7): -image - text, or the sum of their distances from the typical values if these were
-    given."""
+    given; of one side alone, that side's term."""
     stderr: Tensor | None = None
-    """Standard error of -image - text over the probes, if requested."""
+    """Standard error of -image - text, or of the term of one side alone, over the probes, if requested."""
     image_distances: Tensor | None = None
     """[B, k], one minus the cosines with the k nearest training images, nearest first, if training pairs were given as
     `text_partners`; k is 10, or the number of images if that is smaller."""
@@ -110,8 +114,8 @@ class Epistemic:
 
 def epistemic(
     field: Field,
-    image: Rows,
-    text: Rows,
+    image: Rows | None = None,
+    text: Rows | None = None,
     n_steps: int | None = None,
     n_probes: int | None = None,
     solver: str | None = None,
@@ -125,7 +129,8 @@ def epistemic(
     **deprecated: Any,
 ) -> Epistemic:
     """Epistemic score and log-densities of the pairs (`image` [B, d_I], `text` [B, d_T]), unit rows, and with partners
-    below, tensors or arrays in any floating-point type.
+    below, tensors or arrays in any floating-point type. Either may be left out: one side alone has a marginal and a
+    score, -log p(image) or -log p(text).
 
     The joint and both conditional ODEs are solved as one batch with the same probes; aligned probes follow the joint
     solve. `n_steps`, `n_probes`, `solver` and `settings` are those of `log_density`.
@@ -143,33 +148,45 @@ def epistemic(
     knows neither side of a pair: log p(image) is then computed with the text of the nearest training image instead of
     the pair's own, and the distances to the nearest training images are returned. The same holds for `image_partners`
     and log p(text). Rows that are among the training rows are their own nearest neighbours.
+
+    One side alone is paired with its partners only: those given, by default one that the flow draws for it.
     """
     if isinstance(generator, str):  # the divergence stood here in an earlier release
         deprecated, generator = {**deprecated, "divergence": generator}, None
-    _check_typical(deprecated_keyword(deprecated, "typicality", "epistemic", "typical=(image, text) alone"), typical)
+    typicality = deprecated_keyword(deprecated, "typicality", "epistemic", "typical=(image, text) alone")
+    _check_typical(typicality, typical, (image is not None, text is not None))
     keywords = {"n_steps": n_steps, "n_probes": n_probes, "solver": solver}
     settings = settings_from(DensitySettings(), settings, deprecated, "epistemic", **keywords)
     if return_stderr:
         _check_stderr(settings)
+    if image is None or text is None:
+        given, rows, partners, useless = (
+            (Direction.I2T, image, text_partners, image_partners)
+            if text is None
+            else (Direction.T2I, text, image_partners, text_partners)
+        )
+        if rows is None:
+            raise ValueError("image and text are both missing; give pairs, or one side alone")
+        if useless is not None:
+            own, missing = ("image", "text") if text is None else ("text", "image")
+            raise ValueError(f"{own}_partners are partners of a {missing}, and no {missing} is given")
+        alone = _one_side(field, rows, partners, given, settings, generator)
+        return alone.terms(typical, with_stderr=return_stderr)
     image, text = _pairs(field, image, text)
-    texts = _partners(field, (text, image), text_partners, "text_partners", Direction.I2T)
-    images = _partners(field, (image, text), image_partners, "image_partners", Direction.T2I)
+    texts = _partners(field, image, text_partners, Direction.I2T, text.shape[1])
+    images = _partners(field, text, image_partners, Direction.T2I, image.shape[1])
     seed = draw_seed(generator, image)
     estimates = density_estimates(field, image, text, DIRECTIONS, settings, seed)
     joint, i2t, t2i = estimates
 
-    def marginals(own: Tensor, partners: _Partners, given: Direction) -> Tensor:
+    def marginal(own: Tensor, partners: _Partners, given: Direction) -> Tensor:
         """The mean [K, B] of a marginal over partners; probes of the nearest ones are those of the pair's own."""
         nearest = partners.distances is not None
-        every = [] if nearest else [own]
-        for number, other in enumerate(partners.rows, 0 if nearest else 1):
-            pair = given.pair(given.queries(image, text), other)
-            both, conditional = density_estimates(field, *pair, (Direction.JOINT, given), settings, seed + number)
-            every.append(both - conditional)
-        return torch.stack(every).mean(0)
+        others = _marginals(field, given.queries(image, text), partners, given, settings, seed if nearest else seed + 1)
+        return torch.stack(others if nearest else [own, *others]).mean(0)
 
-    of_image = marginals(joint - i2t, texts, Direction.I2T)
-    of_text = marginals(joint - t2i, images, Direction.T2I)
+    of_image = marginal(joint - i2t, texts, Direction.I2T)
+    of_text = marginal(joint - t2i, images, Direction.T2I)
     stderr = _stderr(of_image + of_text, settings, field, (image, text)) if return_stderr else None
     terms = chain_rule(estimates, (of_image, of_text), typical, stderr)
     return dataclasses.replace(terms, image_distances=texts.distances, text_distances=images.distances)
@@ -265,31 +282,100 @@ class _Partners:
 
 
 def _partners(
-    field: Field, sides: Streams, partners: Rows | EmbeddingPairs | None, name: str, given: Direction
+    field: Field, rows: Tensor, partners: Rows | EmbeddingPairs | None, given: Direction, width: int | None = None
 ) -> _Partners:
-    """The partners, given as [M, d], [B, M, d] or training pairs, that stand in for the rows `sides[0]` [B, d] beside
-    the rows `sides[1]`, which are the queries of the direction `given`."""
-    own, kept = sides
+    """The partners, given as [M, d], [B, M, d] or training pairs, that stand beside the `rows` [B, d'], which are the
+    queries of the direction `given`; `width` is d if it is known."""
     if partners is None:
         return _Partners()
+    name = f"{STREAMS[given.generated[0]]}_partners"
     if isinstance(partners, EmbeddingPairs):
-        check_training_pairs(partners, sides, name, given)
-        return _Partners(*nearest_partners(partners, kept, given))
+        check_training_pairs(partners, (width, rows.shape[1]), name, given)
+        return _Partners(*nearest_partners(partners, rows, given))
     if not isinstance(partners, (Tensor, np.ndarray)):
         raise TypeError(f"{name} must be a tensor, an array or EmbeddingPairs, got {type(partners).__name__}")
-    rows, width = own.shape
     shape = tuple(partners.shape)
-    if shape[-1:] != (width,) or shape[-2:-1] in {(), (0,)} or shape[:-2] not in {(), (rows,)}:
-        raise ValueError(f"{name} must be [M, {width}] or [{rows}, M, {width}], got {shape}")
-    converted = checks.rows(partners.reshape(-1, width), name, width, own).reshape(shape)
+    width = width or shape[-1]
+    if shape[-1:] != (width,) or shape[-2:-1] in {(), (0,)} or shape[:-2] not in {(), (len(rows),)}:
+        raise ValueError(f"{name} must be [M, {width}] or [{len(rows)}, M, {width}], got {shape}")
+    converted = checks.rows(partners.reshape(-1, width), name, width, rows).reshape(shape)
     check_rows(converted, name)
     in_flow(as_flow(field), converted, name)
-    return _Partners(converted.expand(rows, -1, -1).unbind(1))
+    return _Partners(converted.expand(len(rows), -1, -1).unbind(1))
+
+
+def _marginals(
+    field: Field, rows: Tensor, partners: _Partners, given: Direction, settings: DensitySettings, seed: int | Tensor
+) -> list[Tensor]:
+    """Estimates [K, B] of log p(rows), rows of the stream that is given in the direction `given`, with each partner."""
+    every = []
+    for number, other in enumerate(partners.rows):
+        pair = given.pair(rows, other)
+        joint, conditional = density_estimates(field, *pair, (Direction.JOINT, given), settings, seed + number)
+        every.append(joint - conditional)
+    return every
+
+
+@dataclass(frozen=True)
+class _OneSide:
+    """Images or texts alone: estimates [K, B] of their log-marginal, and what the standard error depends on."""
+
+    marginal: Tensor
+    given: Direction
+    field: Field
+    pair: Streams
+    settings: DensitySettings
+    distances: Tensor | None
+
+    def terms(self, typical: tuple[float, float] | None, *, with_stderr: bool) -> Epistemic:
+        """The marginal and the score; what would need the other side is NaN."""
+        value = self.marginal.mean(0)
+        score = -value if typical is None else (-value - self.given.queries(*typical)).abs()
+        unknown = torch.full_like(value, math.nan)
+        image, text = self.given.pair(value, unknown)
+        stderr = None
+        if with_stderr:
+            stderr = _stderr(self.marginal, self.settings, self.field, self.pair, (Direction.JOINT, self.given))
+        image_distances, text_distances = self.given.pair(self.distances, None)
+        return Epistemic(
+            unknown, unknown, unknown, image, text, unknown, score, stderr, image_distances, text_distances
+        )
+
+
+def _one_side(
+    field: Field,
+    rows: Rows,
+    partners: Rows | EmbeddingPairs | None,
+    given: Direction,
+    settings: DensitySettings,
+    generator: torch.Generator | None,
+) -> _OneSide:
+    """The rows of the stream that is given in the direction `given`, with their partners or with one that the flow
+    draws for each."""
+    x = _rows(field, rows, STREAMS[1 - given.generated[0]])
+    seed = draw_seed(generator, x)
+    chosen = _partners(field, x, partners, given) if partners is not None else _drawn_partners(field, x, given, seed)
+    marginal = torch.stack(_marginals(field, x, chosen, given, settings, seed)).mean(0)
+    return _OneSide(marginal, given, field, given.pair(x, chosen.rows[0]), settings, chosen.distances)
+
+
+def _drawn_partners(field: Field, rows: Tensor, given: Direction, seed: int | Tensor) -> _Partners:
+    """One partner for each of the rows, drawn by the flow from its conditional distribution. A strange row is thus
+    paired with what the flow itself expects beside it."""
+    other = given.generated[0]
+    name, missing = STREAMS[1 - other], STREAMS[other]
+    if isinstance(as_flow(field), PlainField):
+        raise ValueError(
+            f"{name} alone needs {missing}_partners: a {type(field).__name__} does not know how wide a {missing} is"
+        )
+    generator = torch.Generator().manual_seed(int(seed))
+    image, text = given.pair(rows, None)
+    drawn = sample(field, image=image, text=text, generator=generator, settings=DRAWN)
+    return _Partners((given.items(*drawn).squeeze(1),))
 
 
 def _pairs(field: Field, image: Rows, text: Rows) -> Streams:
-    """The pairs as tensors with the dtype and device of the field. What a field that is no flow works in is not known:
-    tensors in single and double precision are left to it."""
+    """The pairs as tensors with the dtype and device of the field."""
     for name, x in zip(STREAMS, (image, text)):
         if not isinstance(x, np.ndarray):
             checks.with_values(x, name)
@@ -297,21 +383,32 @@ def _pairs(field: Field, image: Rows, text: Rows) -> Streams:
         raise ValueError(
             f"image and text must be [B, d] with equal B, got {tuple(image.shape)} and {tuple(text.shape)}"
         )
-    flow, pair = as_flow(field), []
-    for name, x in zip(STREAMS, (image, text)):
-        left_alone = isinstance(flow, PlainField) and x.dtype in (torch.float32, torch.float64)
-        like = x if isinstance(x, Tensor) and left_alone else flow.example
-        pair.append(checks.rows(x, name, x.shape[1], like))
-        check_rows(pair[-1], name)
-    return pair[0], pair[1]
+    return _rows(field, image, "image"), _rows(field, text, "text")
 
 
-def _check_typical(typicality: str | None, typical: tuple[float, float] | None) -> None:
+def _rows(field: Field, x: Rows, name: str) -> Tensor:
+    """One side as unit rows of a tensor with the dtype and device of the field. What a field that is no flow works in
+    is not known: tensors in single and double precision are left to it."""
+    if not isinstance(x, np.ndarray):
+        checks.with_values(x, name)
+    if len(x.shape) != 2:
+        raise ValueError(f"{name} must be [B, d], got {tuple(x.shape)}")
+    flow = as_flow(field)
+    left_alone = isinstance(flow, PlainField) and x.dtype in (torch.float32, torch.float64)
+    converted = checks.rows(x, name, x.shape[1], x if isinstance(x, Tensor) and left_alone else flow.example)
+    check_rows(converted, name)
+    return converted
+
+
+def _check_typical(typicality: str | None, typical: tuple[float, float] | None, has: tuple[bool, bool]) -> None:
+    """Raises a ValueError unless there is a finite typical value for each side that there `has` to be one for."""
     if typicality not in (None, *TYPICALITIES):
         raise ValueError(f"typicality must be one of {TYPICALITIES}, got {typicality!r}")
     if typicality is not None and (typicality == "absolute") != (typical is not None):
         raise ValueError("typicality='absolute' and typical=(image, text) go together: see Epistemic.typical")
-    if typical is not None and (len(typical) != 2 or not all(math.isfinite(value) for value in typical)):
+    if typical is None:
+        return
+    if len(typical) != 2 or not all(math.isfinite(value) for value, needed in zip(typical, has) if needed):
         raise ValueError(f"typical must be two finite numbers, for image and text, got {typical!r}")
 
 

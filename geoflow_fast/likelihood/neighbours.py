@@ -15,21 +15,20 @@ from geoflow_fast import ops
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import BLOCK_ROWS, Index, Rows
 from geoflow_fast.directions import Direction
-from geoflow_fast.flow.fields import Streams
 from geoflow_fast.ops.gallery_statistics import GalleryStatistics
 
 NEIGHBOURS = 10
 
 
-def check_training_pairs(training: EmbeddingPairs, sides: Streams, name: str, given: Direction) -> None:
-    """Raises a ValueError unless there are training pairs, with the widths of the `sides` that are generated and given
-    in the direction `given`."""
+def check_training_pairs(training: EmbeddingPairs, widths: tuple[int | None, int], name: str, given: Direction) -> None:
+    """Raises a ValueError unless there are training pairs, with the `widths` of the rows that are generated, if they
+    are known, and given in the direction `given`."""
     if not len(training):
         raise ValueError(f"{name} has no pairs")
     dims = training.image_dim, training.text_dim
-    for side, width in zip(sides, (given.items(*dims), given.queries(*dims))):
-        if side.shape[1] != width:
-            raise ValueError(f"{name} has pairs of widths {dims}, but they must match rows of width {side.shape[1]}")
+    for expected, width in zip(widths, (given.items(*dims), given.queries(*dims))):
+        if expected not in (None, width):
+            raise ValueError(f"{name} has pairs of widths {dims}, but they must match rows of width {expected}")
 
 
 # unchecked: `epistemic` calls it with what it has checked

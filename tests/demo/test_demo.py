@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from geoflow_fast import demo
 from geoflow_fast.cli.app import app
-from geoflow_fast.demo import figures, flows, study
+from geoflow_fast.demo import clip_world, figures, flows, study
 from geoflow_fast.worlds import ConceptWorld
 
 PICTURES = set(figures.FILES.values())
@@ -25,6 +25,8 @@ def small(monkeypatch):
     sizes |= {"TUNING_QUERIES": 8, "CALIBRATION_QUERIES": 150, "GUIDANCES": (0.0,), "RERANK_STEPS": 1}
     for name, size in sizes.items():
         monkeypatch.setattr(study, name, size)
+    for name, size in {"IMAGES": 120, "HELD_OUT": 60, "QUERIES": 50, "ITEMS": 60, "SHORTLIST": 16, "BANK": 50}.items():
+        monkeypatch.setattr(clip_world, name, size)
     for module in (flows, demo):
         monkeypatch.setattr(module, "PAIRS", 2000)
 
@@ -46,6 +48,11 @@ def test_a_short_run_writes_report_pictures_and_numbers(tmp_path, monkeypatch):
     assert f"{held.count(True)} of {len(held)} expectations hold" in result.output
     methods = [row["method"] for row in numbers["retrieval"]["t2i"]]
     assert {"kNN distance", "max softmax", "cosine margin", study.ENTROPY, study.RERANKER} <= set(methods)
+    for rows in numbers["clip_world"].values():
+        assert [row["method"] for row in rows] == [clip_world.SOFTMAX, clip_world.LADDER, clip_world.EXACT]
+        best = rows[-1]
+        # What is exact finds missing items better than what knows of none.
+        assert all(best["AUROC of missing items"] > row["AUROC of missing items"] for row in rows[:-1])
 
     # The same call again loads the trained flows and gives the same numbers.
     for draw in ("draw_all", "draw_spheres"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ import geoflow_fast as gf
 from geoflow_fast.evaluation import registry
 from geoflow_fast.evaluation.baseline_methods import BaselineMethod
 from geoflow_fast.evaluation.compare import compare
-from geoflow_fast.evaluation.methods import Study
+from geoflow_fast.evaluation.methods import Method, Study
+from geoflow_fast.evaluation.metrics import answered_share
 from geoflow_fast.evaluation.results import Comparison, aggregate
 from geoflow_fast.evaluation.retrieval import plain_search
 from geoflow_fast.retrieval.task import RetrievalTask
@@ -91,3 +93,72 @@ def test_a_method_that_cannot_be_made_stops_the_comparison_at_once(pairs, held_o
 def test_too_few_queries_for_the_bins_are_refused(pairs, held_out):
     with pytest.raises(ValueError, match="bins"):
         compare(Study(held_out), pairs, ("margin",), max_queries=5)
+
+
+class Slow(Method):
+    """A method that costs something and is stopped by the user while it is fitted."""
+
+    name, title = "slow", "slow"
+
+    def operations(self, queries: int) -> float:
+        return 1e9 * queries
+
+    def facts(self):
+        return {}
+
+    def _fit(self, task):  # noqa: ARG002
+        raise KeyboardInterrupt
+
+    def score(self, rows, answers):  # noqa: ARG002
+        raise AssertionError("it was stopped before")
+
+
+def test_a_stop_leaves_a_report_of_the_cheap_methods(pairs, held_out):
+    reports, lines = [], []
+    names = (Slow(Study(held_out)), "margin", "max_softmax")
+    with pytest.raises(KeyboardInterrupt):
+        compare(Study(held_out), pairs, names, resamples=9, announce=lines.append, report=reports.append)
+    (known,) = reports
+    assert [(r.method, r.direction) for r in known.results] == [
+        (method, direction) for direction in ("t2i", "i2t") for method in ("margin", "max_softmax")
+    ]
+    assert all(r.lead for r in known.results)
+    assert lines[0] == "no long training: margin, max_softmax"
+    assert re.fullmatch(r"slow: about \d+ (s|min) on this machine's processors", lines[1])
+    assert lines.index("t2i: slow") > lines.index("i2t: cosine margin")  # the cheapest come first
+
+
+def test_long_training_only_by_name_or_all(pairs, held_out, small_flow):
+    study = Study(held_out, pairs, small_flow)
+    usual, every = registry.default_methods(study), registry.default_methods(study, dear=True)
+    assert {"rerank", "ladder", "margin", "hub_softmax", "list_boosting", "knn"} <= set(usual)
+    trained = {"adapter", "probvlm", "asymvlm_vmf", "asymvlm_ps", "grove", "repvlm", "mc_dropout", "euclidean_flow"}
+    assert set(every) - set(usual) == trained
+    every.remove("grove")  # these pairs are too narrow for it
+    costs = {name: registry.create(name, study).operations(100) for name in every}
+    assert all(costs[name] > 0 for name in {*trained, "rerank", "entropy", "epistemic"} - {"grove"})
+    assert [name for name in usual if not costs[name]] == [
+        "ladder", "max_softmax", "margin", "softmax_entropy", "knn", "hub_softmax", "list_logistic", "list_boosting"
+    ]  # fmt: skip
+
+
+def test_all_asks_for_every_method(pairs, held_out, monkeypatch):
+    asked = []
+    monkeypatch.setattr(registry, "default_methods", lambda _, *, dear: asked.append(dear) or ["margin"])
+    compare(Study(held_out), pairs, ("all",), resamples=0)
+    compare(Study(held_out), pairs, resamples=0)
+    assert asked == [True, False]
+
+
+def test_how_many_can_be_answered():
+    uncertainty, right = [1.0, 2.0, 2.0, 3.0, 4.0], [1, 1, 0, 1, 0]
+    shares = {0.0: 0.2, 0.05: 0.2, 0.25: 0.8, 0.3: 0.8, 0.34: 0.8, 0.4: 1.0}
+    for error, share in shares.items():
+        assert answered_share(uncertainty, right, error) == pytest.approx(share), error
+    assert answered_share([0.0, 1.0], [0, 1], 0.1) == 0.0
+    rng = np.random.default_rng(0)
+    score, hits = rng.integers(0, 9, 200), rng.random(200) > 0.3
+    for error in (0.05, 0.2, 0.29, 0.35):
+        kept = [score <= level for level in np.unique(score)]
+        expected = max((k.mean() for k in kept if (~hits[k]).mean() <= error), default=0.0)
+        assert answered_share(score, hits, error) == pytest.approx(expected)

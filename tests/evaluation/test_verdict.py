@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 
 from geoflow_fast.evaluation.compare import compare
-from geoflow_fast.evaluation.job import write_report
+from geoflow_fast.evaluation.job import recommendation, write_report
 from geoflow_fast.evaluation.methods import Study
 from geoflow_fast.evaluation.metrics import auroc, auroc_leads
-from geoflow_fast.evaluation.results import Comparison, Result, aggregate
+from geoflow_fast.evaluation.report import TableRows
+from geoflow_fast.evaluation.results import COLUMNS, Comparison, Result, aggregate
 from geoflow_fast.evaluation.statistics import bootstrap_interval
-from geoflow_fast.evaluation.verdict import verdict
+from geoflow_fast.evaluation.verdict import recommended, verdict
 from tests.evaluation.helpers import drawn_answers
 
 TRAINING = {"rerank": "flow", "entropy": "flow", "adapter": "baseline", "hub": "none", "softmax": "none"}
@@ -111,3 +113,53 @@ def test_the_page_of_a_comparison_has_the_sentence(pairs, held_out, tmp_path):
     assert mean.lead["hub_softmax"] == pytest.approx(
         [np.mean([x[0] for x in both]), min(x[1] for x in both), max(x[2] for x in both)]
     )
+
+
+def test_the_truth_is_no_contender():
+    truth = dataclasses.replace(table(0.02, rerank=0.99)[0], method="truth", title="Truth", training="truth")
+    results = [*table(0.02, rerank=0.9, hub=0.8), truth]
+    assert verdict(results).startswith("Rerank has the best AUROC")
+    assert recommended(results).method == "rerank"
+    numbers = dict.fromkeys(COLUMNS, 0.9) | {"spearman": -1.0}
+    rows = [dataclasses.replace(r, numbers={**numbers, "auroc": r.numbers["auroc"]}).row() for r in results]
+    marked = TableRows.of(rows, {"AUROC": "max", "NLL, nats": "min"}).body
+    assert [[cell.text for cell in row if cell.best] for row in marked] == [["0.900", "0.900"], ["0.900"], []]
+
+
+@pytest.mark.parametrize(
+    ("auroc", "spearman", "best"),
+    [
+        (0.36, 0.9, {"Recall@1", "NLL, nats", "ECE"}),
+        (0.36, -0.9, {"Recall@1", "NLL, nats", "ECE", "Spearman", "R^2", "R^2, value"}),
+    ],
+)
+def test_what_is_worse_than_chance_is_never_best(auroc, spearman, best):
+    numbers = dict.fromkeys(COLUMNS, 0.5) | {"auroc": auroc, "spearman": spearman}
+    comparison = Comparison([dataclasses.replace(table(0.02, hub=auroc)[0], numbers=numbers)])
+    rows = TableRows.of(comparison.table("t2i"), comparison.best("t2i"))
+    assert {head.text for head, cell in zip(rows.head, rows.body[0]) if cell.best} == best
+    assert verdict(comparison.results).endswith("no better than chance: use none of these.")
+    assert recommendation({"photos": comparison}) == "Recommendation: use none of these."
+
+
+def test_the_page_opens_with_a_recommendation_and_an_abstention_table(pairs, held_out, tmp_path):
+    comparison = compare(Study(held_out), pairs, ("margin", "max_softmax"), resamples=20)
+    page = write_report({"photos": comparison}, tmp_path, "Title").read_text()
+    opening = page[page.index("Which to use</h2>") : page.index("The numbers</h2>")]
+    assert "Recommendation: " in opening
+    assert opening.count("<table>") == 2
+    for words in ("at 5% error", "at 10% error", "at 20% error", "95 % interval"):
+        assert words in opening
+    assert "NLL, nats" in page
+    assert "ECE" in page
+    for result in comparison.results:
+        assert result.answered == sorted(result.answered)
+
+
+def test_one_recommendation_for_all_or_one_for_each():
+    same, other = table(0.02, rerank=0.9, hub=0.8), table(0.02, rerank=0.7, hub=0.8)
+    sides = [dataclasses.replace(result, direction="i2t") for result in same]
+    assert recommendation({"a": Comparison([*same, *sides])}) == "Recommendation: use Rerank."
+    sides = [dataclasses.replace(result, direction="i2t") for result in other]
+    words = recommendation({"a": Comparison([*same, *sides])})
+    assert words == "Recommendation: for a, text to image, use Rerank; for a, image to text, use Hub."

@@ -64,7 +64,7 @@ def test_marginals_are_those_with_the_partner_of_the_nearest_training_row():
 @pytest.mark.parametrize(
     ("name", "side", "other"), [("text_partners", "image", "text"), ("image_partners", "text", "image")]
 )
-def test_one_side_alone(name, side, other):
+def test_training_pairs_for_one_of_two_sides(name, side, other):
     flow, training, (image, text) = random_flow(), training_pairs(50), random_pairs(4)
     one = gf.epistemic(flow, image, text, **{name: training}, **EXACT)
     two, own = gf.epistemic(flow, image, text, **both(training), **EXACT), gf.epistemic(flow, image, text, **EXACT)
