@@ -34,8 +34,8 @@ class Lists:
 
 def result_lists(table: Table, name: str, *, k: int | None = None, presorted: bool = True) -> Lists:
     """Reads lists [n, k] of scores, best first, or sorts them unless they must be `presorted`."""
-    found = read(table, name)
-    scores = _numbers(found.values, name)
+    stored = read(table, name)
+    scores = _numbers(stored.values, name)
     if scores.ndim != 2:
         raise ValueError(
             f"{name} must hold one list of scores per query, [n, k], got shape {scores.shape}. Expected 2D array, got "
@@ -49,7 +49,7 @@ def result_lists(table: Table, name: str, *, k: int | None = None, presorted: bo
         )
     if width < 2:
         raise ValueError(
-            f"{name} must have at least two hits for each query, found {width} feature(s) (shape={scores.shape}) while "
+            f"{name} must have at least two hits for each query, got {width} feature(s) (shape={scores.shape}) while "
             "a minimum of 2 is required."
         )
     if k is not None and not len(scores):
@@ -57,7 +57,7 @@ def result_lists(table: Table, name: str, *, k: int | None = None, presorted: bo
     _finite(scores, name)
     falls = np.diff(scores, axis=1) > 0
     if not falls.any():
-        return Lists(found, scores, None)
+        return Lists(stored, scores, None)
     if presorted:
         row, column = (int(each[0]) for each in falls.nonzero())
         raise ValueError(
@@ -66,7 +66,7 @@ def result_lists(table: Table, name: str, *, k: int | None = None, presorted: bo
             "Trust(presorted=False) to have lists sorted"
         )
     order = np.argsort(-scores, axis=1, kind="stable")
-    return Lists(found, np.take_along_axis(scores, order, axis=1), order)
+    return Lists(stored, np.take_along_axis(scores, order, axis=1), order)
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,11 @@ def distinct_ranks(scores: Floats) -> Ranks:
     return np.concatenate((np.zeros((len(scores), 1), np.int64), np.cumsum(new, axis=1)), axis=1)
 
 
+def begins(ranks: Ranks) -> Bools:
+    """[n, k], whether a hit is the first copy of a distinct item other than the first."""
+    return np.concatenate((np.zeros((len(ranks), 1), bool), ranks[:, 1:] > ranks[:, :-1]), axis=1)
+
+
 def first_distinct(scores: Floats, depth: int) -> Floats:
     """The scores [n, depth] of the first distinct items. A list of fewer repeats its last score: what it does not show
     is at most as near."""

@@ -17,7 +17,7 @@ RESOLUTION = 1e-6
 
 
 @dataclass(frozen=True)
-class Rung:
+class FeatureGain:
     """What a group of features brought to the answer to one question."""
 
     question: str

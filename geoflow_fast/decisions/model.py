@@ -14,8 +14,8 @@ from geoflow_fast.decisions import lists
 from geoflow_fast.decisions.logistic import (
     FOLDS,
     Bools,
+    FeatureGain,
     Floats,
-    Rung,
     fit_logistic,
     log_losses,
     logits,
@@ -56,8 +56,8 @@ class Model:
     right: Answer
     no_match: Answer
     hits: tuple[float, ...]
-    """Weights of the features of hits after the first, or only the slope of the softmax if no labels of them were
-    given."""
+    """Weights of the features of hits after the first. If no labels of them were given, one right item a query is
+    assumed, and what the first leaves is divided among the others by a softmax, whose inverse temperature this is."""
 
     def heads(self, scores: Floats) -> Floats:
         """The first distinct scores of lists [n, k]."""
@@ -81,13 +81,15 @@ class Model:
         from scipy import special
 
         first = self.right_logit(scores, features)
-        columns = hit_features(scores, self.heads(scores), first, self.right.temperature, self.unit)
+        ranks = lists.distinct_ranks(scores)
         if len(self.hits) == 1:
-            logit = first[:, None] + self.hits[0] * columns[..., 0]
+            slope = self.hits[0] / self.unit
+            rest = special.logsumexp(slope * self.heads(scores)[:, 1:], axis=1, keepdims=True)
+            others = special.expit(-first)[:, None] * np.exp(np.minimum(slope * scores - rest, 0.0))
         else:
-            logit = columns @ np.array(self.hits[:-1]) + self.hits[-1]
-        logit = np.where(lists.distinct_ranks(scores) == 0, first[:, None], logit)
-        return special.expit(np.minimum.accumulate(logit, axis=1))
+            columns = hit_features(scores, self.heads(scores), first, self.right.temperature, self.unit)
+            others = special.expit(columns @ np.array(self.hits[:-1]) + self.hits[-1])
+        return np.minimum.accumulate(np.where(ranks == 0, special.expit(first)[:, None], others), axis=1)
 
     def p_shown(self, scores: Floats, features: Floats, share: float) -> Floats:
         """The relevance [n, k] of each hit in traffic of which a `share` has no right item."""
@@ -183,7 +185,7 @@ class Judged:
     features: Floats
 
 
-def fit_model(judged: Judged, seed: int) -> tuple[Model, Pilot, tuple[Rung, ...]]:
+def fit_model(judged: Judged, seed: int) -> tuple[Model, Pilot, tuple[FeatureGain, ...]]:
     """Learns from judged queries. Groups of features are kept where they lower the cross-fitted loss."""
     n, k = judged.scores.shape
     heads = lists.first_distinct(judged.scores, lists.depth_of(k))
@@ -224,7 +226,7 @@ def _climb(
     unit: float,
     fold: NDArray[np.int64],
     query: NDArray[np.int64],
-) -> tuple[Answer, list[Rung], Floats]:
+) -> tuple[Answer, list[FeatureGain], Floats]:
     """Fits the answer to a question, group by group, on the `learned` rows. Also returns the log-odds of all rows
     under the fits without their folds."""
     order = [group for group in ORDER[question] if group != FEATURES or features.shape[1]]
@@ -273,28 +275,34 @@ def _rung(
     query: NDArray[np.int64],
     *,
     first: bool = False,
-) -> Rung:
+) -> FeatureGain:
     """What a group gains over what was kept `before` it."""
     label = positive[learned]
     gained = log_losses(before[learned], label) - log_losses(after[learned], label)
     gain, stderr = mean_and_error(gained, query[learned])
-    return Rung(question, group, gain, stderr, first or gain > stderr)
+    return FeatureGain(question, group, gain, stderr, first or gain > stderr)
 
 
 def _fit_hits(judged: Judged, model: Model) -> tuple[float, ...]:
     """The weights of hits after the first."""
     if judged.relevant is None:
-        return (1.0,)
+        return (_plain_temperature(judged, model),)
     first = model.right_logit(judged.scores, judged.features)
     heads = model.heads(judged.scores)
     columns = hit_features(judged.scores, heads, first, model.right.temperature, model.unit)
     ranks = lists.distinct_ranks(judged.scores)
-    later = ranks > 0
-    later[:, 1:] &= ranks[:, 1:] > ranks[:, :-1]  # one hit of each distinct item
+    later = lists.begins(ranks)  # one hit of each distinct item
     relevant = lists.all_copies(judged.scores, judged.relevant)
     if not relevant[later].any():
-        return (1.0,)
+        return (_plain_temperature(judged, model),)
     return tuple(fit_logistic(columns[later], relevant[later]).tolist())
+
+
+def _plain_temperature(judged: Judged, model: Model) -> float:
+    """The inverse temperature at which the softmax itself says best whether the first hit is right."""
+    heads = model.heads(judged.scores)
+    loss = [log_losses(lists.softmax_logit(heads, t / model.unit), judged.right).sum() for t in TEMPERATURES]
+    return float(TEMPERATURES[int(np.argmin(loss))])
 
 
 def _finite(value: Any) -> float:

@@ -106,8 +106,8 @@ class Rule:
         A ValueError is raised if lists have another length than those the rule was made from, and if `encoder` or
         `gallery_size` are given and differ from what the rule was made with.
         """
-        found, shown = self._shown(scores, encoder, gallery_size, features, groups)
-        return found.table.back(np.asarray(shown.any(1)), ["answer"])
+        results, shown = self._shown(scores, encoder, gallery_size, features, groups)
+        return results.table.back(np.asarray(shown.any(1)), ["answer"])
 
     def show(
         self,
@@ -119,8 +119,8 @@ class Rule:
         groups: Table | None = None,
     ) -> Any:
         """Which hits to show: bool [n, k], possibly none. Of a rule about answers it is the first hit alone."""
-        found, shown = self._shown(scores, encoder, gallery_size, features, groups)
-        return found.table.back(found.restored(shown), found.table.columns)
+        results, shown = self._shown(scores, encoder, gallery_size, features, groups)
+        return results.table.back(results.restored(shown), results.table.columns)
 
     def _shown(
         self, scores: Table, encoder: str | None, gallery_size: int | None, features: Table | None, groups: Table | None
@@ -131,15 +131,15 @@ class Rule:
         ):
             if own is not None and given is not None and own != given:
                 raise ValueError(f"this rule was made with {name} {own!r}, not {given!r}: certify one for it")
-        found = inputs.result_lists(scores, "scores", k=self.model.k, presorted=self.presorted)
-        n = len(found.scores)
+        results = inputs.result_lists(scores, "scores", k=self.model.k, presorted=self.presorted)
+        n = len(results.scores)
         numbers = inputs.features_of(features, n, self.model.features)
         threshold = self._thresholds(groups, n)[:, None]
         if self.unit == ITEMS:
-            return found, self.model.p_shown(found.scores, numbers, self.score_share) >= threshold
-        shown = np.zeros(found.scores.shape, bool)
-        shown[:, 0] = self.model.p_answer(found.scores, numbers, self.score_share) >= threshold[:, 0]
-        return found, shown
+            return results, self.model.p_shown(results.scores, numbers, self.score_share) >= threshold
+        shown = np.zeros(results.scores.shape, bool)
+        shown[:, 0] = self.model.p_answer(results.scores, numbers, self.score_share) >= threshold[:, 0]
+        return results, shown
 
     def _thresholds(self, groups: Table | None, n: int) -> Floats:
         if list(self.certificates) == [EVERYBODY]:
@@ -346,8 +346,10 @@ def upper_bound(loss: float, count: float, confidence: float, test: Callable[...
     def excess(mean: float) -> float:
         return float(test(np.array([loss]), np.array([count]), mean)[0]) - (1 - confidence)
 
-    low = loss / count
-    return float(optimize.brentq(excess, low, 1 - 1e-12)) if low < 1 - 1e-9 and excess(1 - 1e-12) < 0 else 1.0
+    low, high = loss / count, 1 - 1e-12
+    if low >= high or excess(high) >= 0:
+        return 1.0
+    return float(optimize.brentq(excess, low, high)) if excess(low) > 0 else low
 
 
 def best_cut(pilot: Pilot) -> float:
@@ -360,8 +362,8 @@ def best_cut(pilot: Pilot) -> float:
 def share_estimate(pilot: Pilot, live: Floats, cut: float) -> float:
     """The share of live queries without a match that explains how many of them, with log-odds `live` [m], are above
     the cut. It decides what probabilities are computed for, not what is guaranteed."""
-    queries, twins, found = (float((each >= cut).mean()) for each in (pilot.no_match, pilot.twin_no_match, live))
-    return float(np.clip((found - queries) / max(twins - queries, 1e-9), 0.0, 0.9))
+    queries, twins, above = (float((each >= cut).mean()) for each in (pilot.no_match, pilot.twin_no_match, live))
+    return float(np.clip((above - queries) / max(twins - queries, 1e-9), 0.0, 0.9))
 
 
 def share_bound(queries: Floats, twins: Floats, live: Floats, cut: float, risk: float) -> float:
@@ -372,8 +374,8 @@ def share_bound(queries: Floats, twins: Floats, live: Floats, cut: float, risk: 
     """
     confidence = 1 - risk / 3
     match, none = (clopper_pearson_lower(int((each >= cut).sum()), len(each), confidence) for each in (queries, twins))
-    found = clopper_pearson_upper(int((live >= cut).sum()), len(live), confidence)
-    return float(np.clip((found - match) / (none - match), 0.0, 1.0)) if none > match else 1.0
+    above = clopper_pearson_upper(int((live >= cut).sum()), len(live), confidence)
+    return float(np.clip((above - match) / (none - match), 0.0, 1.0)) if none > match else 1.0
 
 
 def shares_up_to(bound: float) -> Floats:

@@ -44,8 +44,8 @@ def read(table: Table, name: str) -> Read:
         return _of_parquet(checks.path(table, name))
     for library, reader in (("pandas", _of_pandas), ("polars", _of_polars), ("pyarrow", _of_pyarrow)):
         module = sys.modules.get(library)
-        if module is not None and (found := reader(table, module, name)) is not None:
-            return found
+        if module is not None and (stored := reader(table, module, name)) is not None:
+            return stored
     if checks.is_tensor(table):
         return _of_torch(table, name)
     if hasattr(table, "toarray"):  # a sparse matrix of scipy
@@ -122,9 +122,9 @@ def _of_parquet(path: Path) -> Read:
     columns = {
         title: column.tolist() if column.dtype == object else column for title, column in read_columns(path).items()
     }
-    found = _of_pyarrow(pyarrow.table(columns), pyarrow, str(path))
-    assert found is not None
-    return found
+    stored = _of_pyarrow(pyarrow.table(columns), pyarrow, str(path))
+    assert stored is not None
+    return stored
 
 
 def _stacked(column: Array, name: str) -> Array:

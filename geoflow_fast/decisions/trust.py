@@ -12,7 +12,7 @@ import numpy as np
 from geoflow_fast.decisions import inputs, lists, rules
 from geoflow_fast.decisions.bounds import check_open_interval
 from geoflow_fast.decisions.inputs import FEWEST, Labels, Lists
-from geoflow_fast.decisions.logistic import Bools, Floats, Rung
+from geoflow_fast.decisions.logistic import Bools, FeatureGain, Floats
 from geoflow_fast.decisions.model import Judged, Model, Pilot, combined, fit_model, no_match_probability
 from geoflow_fast.decisions.rules import ANSWERS, EVERYBODY, ITEMS, Certificate, Outcomes, Rule
 from geoflow_fast.decisions.tables import Table
@@ -53,22 +53,22 @@ class Trust:
         it; they are then needed in all other calls, too.
         """
         seed = checks.integer(self.seed, "seed")
-        found = inputs.result_lists(scores, "scores", presorted=self.presorted)
-        n, k = found.scores.shape
+        results = inputs.result_lists(scores, "scores", presorted=self.presorted)
+        n, k = results.scores.shape
         if n < FEWEST:
             raise ValueError(f"scores has {n} sample(s); at least {FEWEST} judged queries are needed, better about 100")
-        known = inputs.labels_of(labels, found)
+        known = inputs.labels_of(labels, results)
         numbers = inputs.features_of(features, n, None)
         if known.first.all() or not known.first.any():
             raise ValueError(
                 f"labels are of one class: the first hit is {'right' if known.first.all() else 'wrong'} for all {n} "
                 "queries. Queries of both kinds are needed"
             )
-        twins = lists.taken_out(found.scores, _known_right(known, k))
-        judged = Judged(found.scores, twins, known.first, known.relevant, numbers)
+        twins = lists.taken_out(results.scores, _known_right(known, k))
+        judged = Judged(results.scores, twins, known.first, known.relevant, numbers)
         self._model, self._pilot, self._report = fit_model(judged, seed)
         self.classes_, self.n_features_in_ = known.classes, k
-        names = found.table.columns
+        names = results.table.columns
         if names is not None and all(isinstance(name, str) for name in names):
             self.feature_names_in_ = np.array(names, dtype=object)
         elif hasattr(self, "feature_names_in_"):
@@ -76,7 +76,7 @@ class Trust:
         return self
 
     @property
-    def report(self) -> tuple[Rung, ...]:
+    def report(self) -> tuple[FeatureGain, ...]:
         """What each group of features gained on held-out queries, for both questions, and which were kept."""
         self._fitted()
         return self._report
@@ -85,41 +85,42 @@ class Trust:
         """The probabilities [n, 2] that the first hit is wrong, and that it is right."""
         from scipy import special
 
-        found, model, numbers = self._read(scores, features)
-        logit = model.right_logit(found.scores, numbers)
+        results, model, numbers = self._read(scores, features)
+        logit = model.right_logit(results.scores, numbers)
         values = np.column_stack((special.expit(-logit), special.expit(logit)))
-        return found.table.back(values, [str(name) for name in self.classes_])
+        return results.table.back(values, [str(name) for name in self.classes_])
 
     def predict(self, scores: Table, features: Table | None = None) -> Any:
         """The more probable label [n] of the first hit."""
-        found, model, numbers = self._read(scores, features)
-        right = model.right_logit(found.scores, numbers) >= 0
-        return found.table.back(self.classes_[right.astype(int)], ["label"])
+        results, model, numbers = self._read(scores, features)
+        right = model.right_logit(results.scores, numbers) >= 0
+        return results.table.back(self.classes_[right.astype(int)], ["label"])
 
     def decision_function(self, scores: Table, features: Table | None = None) -> Any:
         """The log-odds [n] that the first hit is right."""
-        found, model, numbers = self._read(scores, features)
-        return found.table.back(model.right_logit(found.scores, numbers), ["log_odds"])
+        results, model, numbers = self._read(scores, features)
+        return results.table.back(model.right_logit(results.scores, numbers), ["log_odds"])
 
     def score(self, scores: Table, labels: Table, features: Table | None = None) -> float:
         """The share of queries whose label is predicted."""
-        found, model, numbers = self._read(scores, features)
-        known = inputs.labels_of(labels, found, classes=self.classes_)
-        return float(((model.right_logit(found.scores, numbers) >= 0) == known.first).mean())
+        results, model, numbers = self._read(scores, features)
+        known = inputs.labels_of(labels, results, classes=self.classes_)
+        return float(((model.right_logit(results.scores, numbers) >= 0) == known.first).mean())
 
     def relevance(self, scores: Table, features: Table | None = None) -> Any:
         """The probability [n, k] that each hit is relevant. A row need not sum to one: several hits may be relevant, or
-        none. Copies of an item have the same probability."""
-        found, model, numbers = self._read(scores, features)
-        values = model.relevance(found.scores, numbers)
-        return found.table.back(found.restored(values), found.table.columns)
+        none. Copies of an item have the same probability. Without labels of all hits, one right item a query is
+        assumed, near the top of the list; the probabilities of hits after the first are then rather too large."""
+        results, model, numbers = self._read(scores, features)
+        values = model.relevance(results.scores, numbers)
+        return results.table.back(results.restored(values), results.table.columns)
 
     def p_no_match(self, scores: Table, no_match_share: float = 0.5, features: Table | None = None) -> Any:
         """The probability [n] that no right item is there, if that is so for `no_match_share` of all queries."""
         check_open_interval(no_match_share, "no_match_share")
-        found, model, numbers = self._read(scores, features)
-        values = no_match_probability(model.no_match_logit(found.scores, numbers), no_match_share)
-        return found.table.back(values, ["p_no_match"])
+        results, model, numbers = self._read(scores, features)
+        values = no_match_probability(model.no_match_logit(results.scores, numbers), no_match_share)
+        return results.table.back(values, ["p_no_match"])
 
     def certify(
         self,
@@ -159,13 +160,13 @@ class Trust:
         if precision is not None:
             check_open_interval(precision, "precision")
             max_error = 1 - precision
-        found, model, numbers = self._read(scores, features)
-        known = inputs.labels_of(labels, found, classes=self.classes_)
+        results, model, numbers = self._read(scores, features)
+        known = inputs.labels_of(labels, results, classes=self.classes_)
         if precision is not None and known.relevant is None:
             raise ValueError("precision needs labels [n, k], the grade of each hit")
         live = self._live(no_match_share, unlabelled, unlabelled_features)
         share = 0.0 if isinstance(no_match_share, str) else checks.number(no_match_share, "no_match_share", 0, 0.99)
-        n = len(found.scores)
+        n = len(results.scores)
         names = np.full(n, EVERYBODY) if groups is None else inputs.groups_of(groups, n)
         certifier = _Certifier(model, self._pilot, float(max_error), float(confidence), share, live, self.seed)
         certificates, bounds = {}, []
@@ -173,7 +174,7 @@ class Trust:
             rows = names == name
             part = None if known.relevant is None else known.relevant[rows]
             certificate, bound = certifier(
-                found.scores[rows], numbers[rows], known.first[rows], part, precision is not None
+                results.scores[rows], numbers[rows], known.first[rows], part, precision is not None
             )
             certificates[name] = certificate
             bounds.append(bound)
@@ -221,7 +222,7 @@ class Trust:
             trust = cls(checks.integer(values["seed"], "seed"), presorted=bool(values["presorted"]))
             trust._model = Model.from_json(values["model"])
             trust._pilot = _restored_pilot(values["pilot"])
-            trust._report = tuple(Rung(**rung) for rung in values["report"])
+            trust._report = tuple(FeatureGain(**rung) for rung in values["report"])
             trust.classes_, trust.n_features_in_ = np.array([False, True]), trust._model.k
         return trust
 
@@ -261,8 +262,8 @@ class Trust:
     def _read(self, scores: Table, features: Table | None) -> tuple[Lists, Model, Floats]:
         """Checked lists, the model and the caller's features."""
         model = self._fitted()
-        found = inputs.result_lists(scores, "scores", k=model.k, presorted=self.presorted)
-        return found, model, inputs.features_of(features, len(found.scores), model.features)
+        results = inputs.result_lists(scores, "scores", k=model.k, presorted=self.presorted)
+        return results, model, inputs.features_of(features, len(results.scores), model.features)
 
     def _live(self, share: float | str, unlabelled: Table | None, features: Table | None) -> Floats | None:
         """The log-odds [m] of "no match" of live queries, if a share is to be estimated from them."""
@@ -275,9 +276,9 @@ class Trust:
         if unlabelled is None:
             raise ValueError(f"no_match_share={ESTIMATE!r} needs unlabelled=, the lists of live queries [m, k]")
         model = self._fitted()
-        found = inputs.result_lists(unlabelled, "unlabelled", k=model.k, presorted=self.presorted)
-        numbers = inputs.features_of(features, len(found.scores), model.features, "unlabelled_features")
-        return model.no_match_logit(found.scores, numbers)
+        results = inputs.result_lists(unlabelled, "unlabelled", k=model.k, presorted=self.presorted)
+        numbers = inputs.features_of(features, len(results.scores), model.features, "unlabelled_features")
+        return model.no_match_logit(results.scores, numbers)
 
 
 def _known_right(known: Labels, k: int) -> Bools:
@@ -377,6 +378,6 @@ def possible_twins(scores: Floats, first: Bools, relevant: Bools | None) -> list
     if relevant is not None:
         return [lists.taken_out(scores, relevant)]
     ranks = lists.distinct_ranks(scores)
-    places = [np.where(first, 0, place)[:, None] for place in range(1, lists.depth_of(scores.shape[1]))]
+    later = [np.where(first, 0, rank)[:, None] for rank in range(1, lists.depth_of(scores.shape[1]))]
     none = np.where(first, 0, -1)[:, None]
-    return [lists.taken_out(scores, ranks == place) for place in (none, *places)]
+    return [lists.taken_out(scores, ranks == missing) for missing in (none, *later)]

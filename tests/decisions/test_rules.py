@@ -248,13 +248,13 @@ class TestBounds:
     def test_the_share_is_exceeded_at_most_as_often_as_promised(self):
         """Log-odds are normal around 0, or around 1 for queries without a match."""
         rng = np.random.default_rng(0)
-        found = []
+        estimated = []
         for _ in range(400):
             queries, twins, live = (rng.normal(mean, 1, 1000) for mean in (0, 1, 0))
             live += rng.random(1000) < 0.3
-            found.append(rules.share_bound(queries, twins, live, 0.5, 0.1))
-        assert np.mean(np.array(found) < 0.3) <= 0.1
-        assert 0.3 < np.median(found) < 0.55
+            estimated.append(rules.share_bound(queries, twins, live, 0.5, 0.1))
+        assert np.mean(np.array(estimated) < 0.3) <= 0.1
+        assert 0.3 < np.median(estimated) < 0.55
 
     def test_outcomes_of_mixed_traffic_are_counted(self):
         rng = np.random.default_rng(0)

@@ -107,12 +107,16 @@ def test_relevance_is_calibrated_for_every_hit_and_need_not_sum_to_one():
 def test_relevance_of_other_hits_without_labels_of_them():
     known = search(300)
     prob = gf.Trust().fit(known.scores, known.first).relevance(NEW.scores)
-    assert prob[:, 1:].mean() == pytest.approx(NEW.relevant[:, 1:].mean(), abs=0.01)
+    looked_at = slice(1, lists.depth_of(50))
+    assert (prob[:, : lists.depth_of(50)].sum(1) <= 1 + 1e-9).all()
+    assert NEW.relevant[:, looked_at].sum(1).mean() < prob[:, looked_at].sum(1).mean()  # some are further down
     assert (np.diff(prob, axis=1) <= 0).all()
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5])
-def test_missing_items_are_found_with_calibrated_probabilities(trust, share):
+def test_missing_items_are_found_with_calibrated_probabilities(share):
+    known = search(1500, seed=4)
+    trust = gf.Trust().fit(known.scores, known.relevant)
     mixed = search(6000, match=1 - share, seed=5)
     prob = trust.p_no_match(mixed.scores, share)
     exact = auroc(-mixed.evidence, ~mixed.missing)
