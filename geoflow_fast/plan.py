@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from geoflow_fast.directions import CONDITIONAL
-from geoflow_fast.flow.config import GeoFlowConfig
+from geoflow_fast.flow.config import MANY_CORES, GeoFlowConfig
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings
 from geoflow_fast.head.fitting import (
@@ -35,6 +35,7 @@ from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.training.blending import blending_rows
 from geoflow_fast.training.config import TrainConfig
+from geoflow_fast.training.flow_matching import preset_of_size
 
 COMPUTE_SHARE, BANDWIDTH_SHARE = 0.60, 0.85
 """Shares of a vendor's peak rates that are reached in practice."""
@@ -117,17 +118,20 @@ def plan_scoring(
     block: int = BLOCK_QUERIES,
     fast: bool = False,
     layout: str = "auto",
+    shape: GeoFlowConfig | None = None,
 ) -> Plan:
     """Estimates what `geoflow entropy` costs for `items` gallery items of width `dim` on `devices` devices.
 
-    `device`: "a100", "h100", "h200", "b200", or "cpu" for this machine, whose rates are measured briefly. The network
-    is the paper's. `block`: queries per pass. `fast`: the settings of `RetrievalEntropy.fast` instead of the paper's.
-    `layout`: whether the devices divide the "queries" or the "gallery" among them; "auto" chooses.
+    `device`: "a100", "h100", "h200", "b200", or "cpu" for this machine, whose rates are measured briefly. `shape`: the
+    network, by default the paper's. `block`: queries per pass. `fast`: the settings of `RetrievalEntropy.fast` instead
+    of the paper's. `layout`: whether the devices divide the "queries" or the "gallery" among them; "auto" chooses.
     """
     counts = {"items": items, "dim": dim, "queries": queries, "devices": devices, "block": block}
     for name, count in counts.items():
         checks.integer(count, name, least=1)
-    shape = GeoFlowConfig.paper(dim, dim)
+    if shape is not None and not isinstance(shape, GeoFlowConfig):
+        raise TypeError(f"shape must be a GeoFlowConfig, got {type(shape).__name__}")
+    shape = shape or GeoFlowConfig.paper(dim, dim)
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     rates = _rates(device)
@@ -210,6 +214,29 @@ def parameters(shape: GeoFlowConfig) -> int:
         return sum(p.numel() for p in GeoFlow(shape).parameters())
 
 
+@dataclass(frozen=True)
+class TrainingPlan:
+    """Estimated cost of training a flow and the head beside it."""
+
+    pairs: int
+    parameters: int
+    steps: int
+    """Steps of the whole run; early stopping ends it sooner."""
+    batch_size: int
+    total_hours: float
+
+
+def plan_training(pairs: int, dim: int, device: str, devices: int, *, preset: str = "auto") -> TrainingPlan:
+    """Estimates what `geoflow train` costs for this number of pairs of width `dim` on `devices` devices, which are
+    named as in `plan_scoring`. `preset`: "auto", "tiny", "small" or "paper"."""
+    for name, count, least in (("pairs", pairs, 4), ("dim", dim, 2), ("devices", devices, 1)):
+        checks.integer(count, name, least)
+    checks.one_of(preset, "preset", ("auto", "tiny", "small", "paper"))
+    shape, config = preset_of_size(preset, dim, dim, pairs, None if device == "cpu" else MANY_CORES)
+    seconds = training_seconds(shape, config, pairs=pairs, with_head=True, rates=_rates(device))
+    return TrainingPlan(pairs, parameters(shape), config.steps, config.batch_size, seconds / 3600 / devices)
+
+
 def training_seconds(
     shape: GeoFlowConfig, config: TrainConfig, *, pairs: int, with_head: bool = False, rates: DeviceRates | None = None
 ) -> float:
@@ -278,13 +305,21 @@ def _measure_bandwidth() -> float:
 
 
 def _seconds(run: Any) -> float:
-    start = time.perf_counter()
+    """Seconds for which this thread computes: what others take of a busy machine does not count."""
+    start = time.thread_time()
     run()
-    return time.perf_counter() - start
+    return max(time.thread_time() - start, 1e-9)
 
 
-def as_table(plan: Plan) -> dict[str, str]:
+def as_table(plan: Plan | TrainingPlan) -> dict[str, str]:
     """Returns the rows of a table that shows the plan."""
+    if isinstance(plan, TrainingPlan):
+        return {
+            "pairs": f"{plan.pairs:,}",
+            "parameters": f"{plan.parameters:,}",
+            "steps, at most": f"{plan.steps:,} of {plan.batch_size:,} pairs",
+            "estimate": f"at most {duration(3600 * plan.total_hours)}, with the head",
+        }
     hours = {f"  {name}, alone": f"{value:.3g} h" for name, value in plan.hours.items()}
     return {
         "layout": plan.layout,

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import geoflow_fast as gf
+from geoflow_fast import plan as planning
 from geoflow_fast.cli.app import main
 from geoflow_fast.jobs.entropy import preferred_layout
 from geoflow_fast.jobs.queries import BLOCK_QUERIES
-from geoflow_fast.plan import DEVICES, as_table, plan_scoring
+from geoflow_fast.plan import DEVICES, as_table, parameters, plan_scoring, plan_training
 
 
 def test_a_billion_items_by_hand():
@@ -99,3 +100,67 @@ def test_command_line(monkeypatch, capsys):
     shown, _, machine = capsys.readouterr().out.partition("{")
     assert as_table(expected)["estimate"] in shown
     assert json.loads("{" + machine)["total_hours"] == expected.total_hours
+
+
+@pytest.fixture
+def geoflow(monkeypatch, capsys):
+    """`geoflow plan --json` with more flags: what it prints, or the error."""
+
+    def call(*words: str) -> dict:
+        monkeypatch.setattr(sys, "argv", ["geoflow", "plan", *words, "--json"])
+        with pytest.raises(SystemExit) as end:
+            main()
+        out, err = capsys.readouterr()
+        return json.loads(out) if not end.value.code else {"error": err}
+
+    return call
+
+
+def test_the_network_of_a_model(geoflow, tmp_path):
+    shape = gf.GeoFlowConfig(12, 12, hidden=16, depth=1)
+    gf.GeoFlow(shape).save_pretrained(tmp_path)
+    given = geoflow("--model", str(tmp_path), "--gallery", "100", "--queries", "7", "--device", "a100")
+    own = plan_scoring(100, 12, 7, "a100", 1, shape=shape)
+    assert given["sampling_operations"] == own.sampling_operations
+    papers = plan_scoring(100, 12, 7, "a100", 1)
+    assert papers.sampling_operations / own.sampling_operations == pytest.approx(
+        parameters(gf.GeoFlowConfig.paper(12, 12)) / parameters(shape)
+    )
+
+
+def test_training_is_estimated(geoflow):
+    given = geoflow("--pairs", "5e5", "--dim", "512", "--preset", "small", "--device", "h100", "--gpus", "4")[
+        "training"
+    ]
+    config = gf.TrainConfig.small()
+    assert (given["steps"], given["batch_size"], given["pairs"]) == (config.steps, config.batch_size, 500_000)
+    one = plan_training(500_000, 512, "h100", 1, preset="small")
+    assert one.total_hours == pytest.approx(4 * given["total_hours"])
+    assert as_table(one)["parameters"] == f"{parameters(gf.GeoFlowConfig.small(512, 512)):,}"
+    assert plan_training(2000, 64, "a100", 1).steps == gf.TrainConfig.auto(2000, 8).steps
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--pairs", "1e4"], "give --dim, the width of the embeddings, or --model"),
+        (["--dim", "64"], "give --gallery and --queries, to estimate scoring, or --pairs"),
+        (["--dim", "64", "--gallery", "1e6"], "give --gallery and --queries"),
+        (["--dim", "64", "--pairs", "3"], "must be at least 4, got 3"),
+    ],
+)
+def test_what_an_estimate_needs(geoflow, words, error):
+    assert error in geoflow(*words)["error"]
+
+
+def test_a_busy_machine_is_measured_as_if_it_were_free(monkeypatch):
+    """A second in which others compute does not count."""
+    clock = {"wall": 0.0, "own": 0.0}
+    monkeypatch.setattr(planning.time, "perf_counter", lambda: clock["wall"])
+    monkeypatch.setattr(planning.time, "thread_time", lambda: clock["own"])
+
+    def run() -> None:
+        clock["wall"] += 5.0
+        clock["own"] += 0.5
+
+    assert planning._seconds(run) == 0.5

@@ -271,6 +271,7 @@ def _announcement(
 ) -> str:
     """What is about to be trained, in one line: pairs, parameters, preset and how long it will take at most."""
     from geoflow_fast import plan
+    from geoflow_fast.runtime import processors
     from geoflow_fast.runtime.device import usable_device
     from geoflow_fast.training.flow_matching import cores_of, preset_settings
 
@@ -282,7 +283,8 @@ def _announcement(
     if where.type != "cpu":
         return f"{size}; {network}, {run}"
     seconds = plan.training_seconds(shape, config, pairs=len(pairs), with_head=with_head)
-    return f"{size}; {network}, {run}; expected time at most {plan.duration(seconds)}{' with the head' * with_head}"
+    time = f"expected time at most {plan.duration(seconds)}{' with the head' * with_head}"
+    return f"{size}; {network}, {run}; {time}{f', {processors.BUSY}' if processors.is_busy() else ''}"
 
 
 def _check_flags(context: typer.Context, head: bool | None, method: str) -> None:

@@ -29,6 +29,7 @@ from geoflow_fast.evaluation.statistics import (
     scored_shares,
 )
 from geoflow_fast.runtime import checks
+from geoflow_fast.runtime.summary import Summarised
 
 COVERAGES = tuple(round(0.1 * k, 1) for k in range(10, 0, -1))
 """Coverages of the paper's selective accuracy: 100 % down to 10 %."""
@@ -38,8 +39,8 @@ NUMBERS = ("spearman", "r2", "r2_value", "auroc", "aurc", "accuracy")
 """Fields of `RetrievalCalibration` for which a bootstrap interval is computed."""
 
 
-@dataclass(frozen=True)
-class RetrievalCalibration:
+@dataclass(frozen=True, repr=False)
+class RetrievalCalibration(Summarised):
     """How well an uncertainty predicts errors of retrieval. Numbers that cannot be computed are NaN."""
 
     spearman: float
@@ -64,8 +65,8 @@ class RetrievalCalibration:
     """Bootstrap intervals by the name of a field above, if `resamples` was set."""
 
 
-@dataclass(frozen=True)
-class SelectiveAccuracy:
+@dataclass(frozen=True, repr=False)
+class SelectiveAccuracy(Summarised):
     """Accuracy among the most certain answers."""
 
     coverage: Floats
@@ -76,8 +77,8 @@ class SelectiveAccuracy:
     """Area under the curve of accuracy over coverage (trapezoidal rule), divided by the range of coverages."""
 
 
-@dataclass(frozen=True)
-class Reliability:
+@dataclass(frozen=True, repr=False)
+class Reliability(Summarised):
     """Stated probabilities compared with observed frequencies. Bins without an answer are NaN."""
 
     edges: Floats

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from geoflow_fast.evaluation.report import Unranked
 from geoflow_fast.runtime import checks, parquet
 from geoflow_fast.runtime.files import read_json, write_json
+from geoflow_fast.runtime.summary import Summarised
 
 FORMAT = 1
 """Version of the files. It is raised when the same settings begin to give other scores, so that a run does not continue
@@ -44,8 +45,8 @@ COLUMNS: dict[str, tuple[str, str | None]] = {
 """The numbers of a result: the heading of each in tables, and which value is best."""
 
 
-@dataclass(frozen=True)
-class Result:
+@dataclass(frozen=True, repr=False)
+class Result(Summarised):
     """One method in one direction. Over several seeds the numbers are means, with standard deviations in `spread`."""
 
     method: str
@@ -115,8 +116,8 @@ class Result:
         return row
 
 
-@dataclass(frozen=True)
-class Comparison:
+@dataclass(frozen=True, repr=False)
+class Comparison(Summarised):
     """Results of all methods in all directions."""
 
     results: list[Result]

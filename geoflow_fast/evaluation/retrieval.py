@@ -16,6 +16,7 @@ from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.runtime.progress import progress_bar
+from geoflow_fast.runtime.summary import Summarised
 
 BLOCK_QUERIES = 512
 MOST_CANDIDATES = 1 << 20
@@ -24,8 +25,8 @@ RetrievalSet = RetrievalTask
 """The public name of the task in this module."""
 
 
-@dataclass(frozen=True)
-class Answers:
+@dataclass(frozen=True, repr=False)
+class Answers(Summarised):
     """Results of plain search."""
 
     index: Tensor

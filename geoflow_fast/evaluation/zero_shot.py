@@ -29,6 +29,7 @@ from geoflow_fast.retrieval.bandwidth import fit_cosine_scale
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.runtime.progress import progress_bar
+from geoflow_fast.runtime.summary import Summarised
 
 BLOCK_IMAGES = 256
 CLIP_SCALE = 100.0
@@ -79,8 +80,8 @@ def encode_prompts(encode: Callable[[list[str]], Tensor], classes: Sequence[str]
     return class_prompts([rows / rows.norm(dim=1, keepdim=True) for rows in embeddings])
 
 
-@dataclass(frozen=True)
-class Component:
+@dataclass(frozen=True, repr=False)
+class Component(Summarised):
     """A score of single images, and how well it finds wrong predictions."""
 
     name: str
@@ -103,8 +104,8 @@ class Component:
         return row
 
 
-@dataclass(frozen=True)
-class ZeroShot:
+@dataclass(frozen=True, repr=False)
+class ZeroShot(Summarised):
     """Predictions for B images, and the scores that say which of them to doubt."""
 
     prediction: Tensor

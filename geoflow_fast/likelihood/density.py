@@ -28,6 +28,7 @@ from geoflow_fast.likelihood.reverse_ode import density_estimates, draw_seed, in
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.settings import deprecated_keyword, settings_from
+from geoflow_fast.runtime.summary import Summarised
 
 TYPICALITIES = ("density", "absolute")
 DRAWN = SamplingSettings(n_samples=1, n_steps=10, guidance=0.0, solver="ab2")
@@ -77,8 +78,8 @@ def log_density(
     return estimates.mean(0), _stderr(estimates, settings, field, (image, text), (direction,))
 
 
-@dataclass(frozen=True)
-class Epistemic:
+@dataclass(frozen=True, repr=False)
+class Epistemic(Summarised):
     """Log-densities of B pairs and the epistemic score, each float64 [B] in nats; joint = image + text + pmi. Distances
     to training rows stand beside them if training pairs were given. If only images or only texts were given, their
     marginal and the score are known, and all other densities are NaN."""

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from geoflow_fast.runtime.summary import Summarised
+
 Statistics = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """Per query, of its items' scores s: max s, sum e^(s - max), sum (s - max) e^(s - max), top scores, top indices."""
 
 
-@dataclass(frozen=True)
-class GalleryPosterior:
+@dataclass(frozen=True, repr=False)
+class GalleryPosterior(Summarised):
     """Posterior over the gallery of each of Q queries: the softmax of the scores s_j."""
 
     entropy: Tensor
@@ -35,8 +37,8 @@ class GalleryPosterior:
 
 
 # unchecked: galleries and the readers of their results call its methods with statistics of their own
-@dataclass(frozen=True)
-class GalleryStatistics:
+@dataclass(frozen=True, repr=False)
+class GalleryStatistics(Summarised):
     """Sums over the items seen so far from which the posterior follows; float64, so that many shards can be merged."""
 
     peak: Tensor

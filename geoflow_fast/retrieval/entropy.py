@@ -29,13 +29,14 @@ from geoflow_fast.retrieval.sources import DistilledSource, FlowSource, HeadSour
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.progress import Advance
 from geoflow_fast.runtime.settings import deprecated_attribute, deprecated_keyword, field_names, settings_from
+from geoflow_fast.runtime.summary import Summarised
 
 MARGINALS = ("scores", "density")
 PAPER_KAPPA = 100.0
 
 
-@dataclass(frozen=True)
-class RetrievalPosterior:
+@dataclass(frozen=True, repr=False)
+class RetrievalPosterior(Summarised):
     """The posterior over the gallery of each of Q queries; detached tensors on the device of the model."""
 
     entropy: Tensor

@@ -52,6 +52,7 @@ from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows
 from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.progress import Advance, progress_bar
 from geoflow_fast.runtime.settings import deprecated_attribute, deprecated_keyword
+from geoflow_fast.runtime.summary import Summarised
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 
 PAIRS_AT_ONCE = 2048
@@ -69,8 +70,8 @@ Candidates = Tensor | NDArray[np.integer]
 SHORTLISTS = ("cosine", "head")
 
 
-@dataclass(frozen=True)
-class Reranked:
+@dataclass(frozen=True, repr=False)
+class Reranked(Summarised):
     """The posterior over the shortlists of Q queries, of K items each; detached tensors on the device of the models."""
 
     index: Tensor

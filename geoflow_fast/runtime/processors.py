@@ -19,6 +19,7 @@ INTERRUPTIONS = 25.0
 """On a busy machine a thread is interrupted at least so often per second that it computes; otherwise a few times."""
 GLANCE_SECONDS = 0.2
 ROOT = Path("/")
+BUSY = "longer now, because the machine is busy (geoflow doctor)"
 
 
 def affinity() -> int:
@@ -119,6 +120,11 @@ class Contention:
         return time.monotonic(), used.ru_nivcsw, used.ru_utime + used.ru_stime
 
 
+def is_busy(root: Path = ROOT) -> bool:
+    """Whether more wanted to compute in the last minute than this process's processors can serve."""
+    return os.getloadavg()[0] > granted(root)
+
+
 def state(root: Path = ROOT) -> dict[str, str]:
     """What limits this process's use of the processors, in words, for `geoflow doctor`."""
     limit, count = quota(root), affinity()
@@ -126,7 +132,7 @@ def state(root: Path = ROOT) -> dict[str, str]:
     if limit is not None:
         words += f"; control groups grant the time of {limit:g}, and stopped this group {throttled(root):,} times"
     load = os.getloadavg()[0]
-    busy = f"busy: expect about {load / granted(root) + 1:.0f} times the usual time" if load > granted(root) else "free"
+    busy = f"busy: expect about {load / granted(root) + 1:.0f} times the usual time" if is_busy(root) else "free"
     facts = {"processors": words, "load": f"{load:.1f} in the last minute; {busy}"}
     stolen = _stolen(root)
     if stolen is not None:
