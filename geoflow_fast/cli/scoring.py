@@ -261,7 +261,7 @@ def rerank(
     shortlist_by: Annotated[str, typer.Option(help="What chooses the items: cosine or head.")] = "cosine",
     direction: DirectionFlag = "t2i",
     shortlist: Annotated[
-        int | None, typer.Option(help="Items to re-rank per query. Default: 32; without a flow 128 to 512.")
+        int | None, typer.Option(help="Items to re-rank per query. Default: 128 to 512; a flow sees 32 of them.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Solver steps per log-density.")] = 6,
     probes: Annotated[int, typer.Option(help="Probes per log-density.")] = 1,

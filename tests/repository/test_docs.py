@@ -74,6 +74,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         gf.EmbeddingPairs.from_arrays(image[rows], text[rows]).save(folder / name)
     np.save(folder / "texts.npy", text[:64].numpy())
     np.save(folder / "images.npy", image[:64].numpy())
+    (folder / "judged.csv").write_text("query,item,grade\n" + "".join(f"{k},{k},1\n" for k in range(64)))
     (folder / "img_emb").mkdir()
     np.save(folder / "img_emb/img_emb_0.npy", image[:64].numpy())
     (folder / "photos").mkdir()
@@ -163,6 +164,21 @@ def run_page(page: Path, names: dict[str, Any], *, smaller: bool = True) -> None
 @pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
 def test_page_runs_from_top_to_bottom(page, page_names):
     run_page(page, page_names)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_first_python_runs_twice_to_the_same_numbers(page, capsys, page_names):
+    """The data are related and seeded, and nothing is left behind that a second run would stumble over."""
+    code = next(code for language, code in blocks(ROOT / page) if language == "python")
+    for many, few in FEWER.items():
+        code = code.replace(many, few)
+    assert "manual_seed" in code
+    assert "sample_uniform" not in code
+    printed = []
+    for _ in range(2):
+        exec(compile(code, page, "exec"), dict(page_names))
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1] != ""
 
 
 @pytest.mark.slow

@@ -7,16 +7,18 @@ import json
 import logging
 import math
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import geoflow_fast as gf
+from benchmarks.common import SHARED, shared_pairs
 from geoflow_fast import plan
 from geoflow_fast.cli.app import main
 from geoflow_fast.flow.config import FEW_PAIRS, MANY_CORES
 from geoflow_fast.noise import sample_uniform
-from geoflow_fast.training.flow_matching import FlowMatching, preset_settings
+from geoflow_fast.training.flow_matching import FlowMatching, preset_settings, train_from_preset
 from geoflow_fast.training.loop import Run
 
 SHAPE = gf.GeoFlowConfig(6, 6, hidden=16, depth=1, heads=2, layer_scale=0.1)
@@ -181,3 +183,20 @@ def test_the_command_chooses_for_itself_and_says_what(tmp_path, capsys, monkeypa
     for words in ("50 pairs of widths 24 and 24", f"{flow.num_parameters() / 1e6:.2f} million", "preset auto", "10 s"):
         assert words in first
     assert "at most 8 steps" in first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["clip art", "Flickr8k"])
+def test_default_training_on_real_pairs_never_keeps_worse_weights_and_ends(source, tmp_path):
+    if source == "Flickr8k" and not (SHARED / "flickr8k").is_dir():
+        pytest.skip("the embeddings of Flickr8k are not beside the repository")
+    clip_art = Path(__file__).parents[2] / "examples/openclipart/data/flow"
+    pairs = shared_pairs("flickr8k/train") if source == "Flickr8k" else gf.EmbeddingPairs.open(clip_art)
+    report = train_from_preset(pairs, tmp_path, "auto", None, {}, centre=None, pca_dim=None, device="cpu")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    validated = {line["step"]: line["val_loss"] for line in lines if "val_loss" in line}
+    assert report.finished
+    assert report.best_val_loss == min(validated.values())
+    assert report.best_val_loss < validated[0]  # it learns something
+    assert max(validated) <= 1000  # and does not go on for hours
+    assert min(step for step in validated if step) <= 10  # validation begins early
