@@ -47,7 +47,9 @@ def write_page(findings: Findings, out: Path, title: str) -> Path:
         caption = (
             f"{DIRECTION_TITLES[direction].capitalize()}: {sizes}, plain search has Recall@1 {one.plain_recall:.3f}."
         )
-        page.table(number_rows(comparison, direction), caption, comparison.best(direction))
+        rows = number_rows(comparison, direction)
+        best = {heading: which for heading, which in comparison.best(direction).items() if heading in rows[0]}
+        page.table(rows, caption, best)
     page.section(
         "Ahead or behind",
         "By how much the pipeline (cosine, hubs and head) is better than each other method (negative: worse), with "

@@ -289,18 +289,37 @@ def test_the_epistemic_study_says_what_it_leaves_out(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_epistemic, "FLICKR", tmp_path / "flickr8k")
     monkeypatch.setattr(bench_epistemic, "IMAGENET", tmp_path / "vitb32.npz")
     monkeypatch.setattr(bench_epistemic, "concept_world", lambda: ([{"score": "truth"}], {"agreement": 1.0}))
-    words = bench_epistemic.run()
-    assert "Flickr8k is left out" in words
-    assert "ImageNet is left out" in words
+    page = tmp_path / "likelihood.md"
+    page.write_text("<!-- bench: epistemic concept_world -->\nold\n<!-- bench: end -->\n")
+    monkeypatch.setattr(bench_epistemic, "PAGE", page)
+    assert "Flickr8k and ImageNet are left out" in bench_epistemic.run()
+    assert "| truth |" in page.read_text()
+    assert "old" not in page.read_text()
+
+
+def test_what_is_recommended_must_be_the_best(monkeypatch):
+    monkeypatch.setattr(
+        bench_epistemic, "RECOMMENDED", [("wrong?", "zero_shot", "AUSAC", "the softmax", "max softmax")]
+    )
+    table = {"max softmax": "0.810", bench_epistemic.PAPERS: "0.560", "flow: -PMI": "0.815", "truth": "0.900"}
+    rows = [{"score": name, "AUSAC": value} for name, value in table.items()]
+    (row,) = bench_epistemic.recommendation({"zero_shot": rows})
+    assert row["measured"] == "0.810; best of the flow 0.815 (-PMI)"
+    assert row["the paper's score"] == "0.560"
+    rows[2]["AUSAC"] = "0.821"
+    with pytest.raises(SystemExit, match="wrong"):
+        bench_epistemic.recommendation({"zero_shot": rows})
 
 
 def test_swapped_captions_never_get_their_own_image():
     generator = torch.Generator().manual_seed(0)
     image, text = sample_uniform(30, 8, generator=generator), sample_uniform(150, 8, generator=generator)
-    parts = bench_epistemic.swapped(gf.EmbeddingPairs.from_arrays(image, text, np.repeat(np.arange(30), 5)))
+    group = np.repeat(np.arange(30), 5)
+    parts = bench_epistemic.swapped(gf.EmbeddingPairs.from_arrays(image, text, group), 0)
     for kind, rows in (("kept", 135), ("random", 15), ("similar", 15)):
-        images, _, own = parts[kind]
-        assert len(images) == len(own) == rows
-        assert (((images * image[own]).sum(1) > 0.9999) == (kind == "kept")).all()
+        captions, images = parts[kind]
+        assert len(captions) == len(images) == rows
+        assert ((group[captions] == group[images]) == (kind == "kept")).all()
     cosine = (image @ image.T).fill_diagonal_(-1)
-    torch.testing.assert_close(parts["similar"][0], image[cosine[parts["similar"][2]].argmax(1)])
+    captions, images = parts["similar"]
+    assert np.array_equal(group[images], cosine[group[captions]].argmax(1))

@@ -1,0 +1,113 @@
+"""The ladder of evidence and references on the CLIP-like world, beside the exact posterior, into docs/benchmarks.md.
+
+`python -m benchmarks --study clip`: 10,000 pairs train, 400 calibrate and 1,000 judge; then searches in which the
+items of some queries are missing. Gate: no reference is better than the ladder beyond chance, with Holm's correction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import torch
+
+import geoflow_fast as gf
+from benchmarks.bench_methods import Truth, world_folder
+from benchmarks.bench_real import FEW_PAIRS, MEASURES, PAGE, REFERENCES, SURE, rows_of
+from benchmarks.common import RESULTS, gate, load, markdown, report
+from benchmarks.page import filled
+from geoflow_fast.baselines.adapter import TwoTowerAdapter
+from geoflow_fast.demo.clip_world import examine_search
+from geoflow_fast.directions import CONDITIONAL, Direction
+from geoflow_fast.evaluation import registry
+from geoflow_fast.evaluation.compare import judge, score_queries
+from geoflow_fast.evaluation.figures import DIRECTION_TITLES
+from geoflow_fast.evaluation.ladder_methods import HubsOnly, Ladder
+from geoflow_fast.evaluation.leads import corrected, paired_leads
+from geoflow_fast.evaluation.methods import Study
+from geoflow_fast.evaluation.retrieval import plain_search
+from geoflow_fast.retrieval.rerank import BayesReranker
+from geoflow_fast.retrieval.task import RetrievalTask, typical_queries
+from geoflow_fast.runtime.files import write_atomic
+from geoflow_fast.worlds import ClipWorld
+
+PAIRS, CALIBRATION, BANK = 10_000, 400, 2000
+POINTS, SHORTLIST = 4, 64
+"""Points of the head, which are not chosen by trials here, and items of a shortlist where some are missing."""
+QUERIES, ITEMS, MISSING = 1000, 1000, 0.3
+
+
+def trained(world: ClipWorld) -> tuple[Study, gf.EmbeddingPairs]:
+    """A study with a head, which is kept, and the pairs to judge by."""
+    folder = world_folder(PAIRS, world, "clip_world")
+    train, val, test = (gf.EmbeddingPairs.open(folder / part) for part in ("train", "val", "test"))
+    start = time.perf_counter()
+    head = gf.PosteriorHead.fit(train, k=POINTS, seed=0, out=RESULTS / "clip_world" / "head")
+    own = TwoTowerAdapter(train.image_dim, train.text_dim).default_config()
+    configs = {TwoTowerAdapter.method: dataclasses.replace(own, **FEW_PAIRS)}
+    return Study(
+        val.subset(range(CALIBRATION)), train, configs=configs, head=head, head_seconds=time.perf_counter() - start
+    ), test
+
+
+def judged(world: ClipWorld, study: Study, test: gf.EmbeddingPairs) -> dict[str, list[dict[str, Any]]]:
+    """A table for each direction, the ladder first and the truth last."""
+    references = [registry.create(name, study) for name in REFERENCES]
+    methods = [Ladder(study), HubsOnly(study), *references, Truth(study, world)]
+    results, leads = [], []
+    for direction in CONDITIONAL[::-1]:
+        task = RetrievalTask.of(test, direction)
+        answers = plain_search(task)
+        scored = [score_queries(method, task, answers) for method in methods]
+        print(f"{direction} scored", flush=True)
+        results += judge(scored)
+        leads += paired_leads(scored[0], scored[1:])
+    leads = corrected([lead for lead in leads if lead.measure in MEASURES])
+    tables = {str(direction): rows_of(results, leads, direction) for direction in CONDITIONAL[::-1]}
+    for name, rows in tables.items():
+        report(f"clip_{name}", rows, {"pairs": PAIRS})
+    for lead in leads:
+        gate(
+            f"{lead.direction}: {lead.over} is not better in {lead.measure}",
+            lead.over == Truth.name or lead.value >= 0 or lead.p_holm > SURE,
+        )
+    return tables
+
+
+def missing_items(world: ClipWorld, study: Study) -> list[dict[str, Any]]:
+    """How well queries whose item is missing are noticed, by direction and method."""
+    assert study.train is not None
+    rows = []
+    for direction in CONDITIONAL[::-1]:
+        generator = torch.Generator().manual_seed(400)
+        search = world.sample_search(QUERIES, ITEMS, direction, share=MISSING, generator=generator)
+        bank = typical_queries(study.train, Direction.of(direction), BANK, study.seed)
+        ladder = BayesReranker(None, search.gallery, direction, SHORTLIST, head=study.head, bank=bank)
+        ladder.calibrate(study.val, progress=False)
+        examined = examine_search(world, ladder, search, study.val, study.train)
+        rows += [{"": DIRECTION_TITLES[direction], **row} for row in examined.rows()]
+    report("clip_missing", rows, {"share": MISSING})
+    return rows
+
+
+def write_page() -> None:
+    """The tables into their blocks of docs/benchmarks.md: `clip TABLE`."""
+
+    def table(key: str) -> str | None:
+        kind, *rest = key.split()
+        result = load(f"clip_{rest[0]}") if kind == "clip" else None
+        return None if result is None else markdown(result["rows"])
+
+    write_atomic(PAGE, filled(PAGE.read_text(), table).encode())
+
+
+def run() -> str:
+    """The study."""
+    world = ClipWorld()
+    study, test = trained(world)
+    print("head trained", flush=True)
+    tables = judged(world, study, test)
+    tables["missing"] = missing_items(world, study)
+    write_page()
+    return "\n\n".join(markdown(rows) for rows in tables.values())
