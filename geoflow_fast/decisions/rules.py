@@ -1,32 +1,24 @@
 """Rules with a guaranteed error: which queries to answer, and which hits to show.
 
-A rule is certified on judged queries that no fit has seen. Traffic without a right item is stood for by the twins of
-these queries, whose right items are taken out of their lists: replacing each query by its twin with the probability of
-such traffic makes a sample of the traffic, in which the number of wrong answers is binomial.
+`Trust.certify` makes them, by the tests of `certify.py`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from geoflow_fast.decisions import inputs
 from geoflow_fast.decisions.bounds import (
     Bools,
     Floats,
-    binomial_evidence,
-    bounded_evidence,
-    clopper_pearson_lower,
-    clopper_pearson_upper,
-    leading_passes,
 )
-from geoflow_fast.decisions.model import Model, Pilot, combined
+from geoflow_fast.decisions.model import Model
 from geoflow_fast.decisions.tables import Table
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.files import contents_of, read_json, write_json
@@ -35,14 +27,6 @@ FORMAT = 1
 ANSWERS, ITEMS = "answers", "items"
 EVERYBODY = ""
 """The name of the only group of a rule without groups."""
-CANDIDATES = 60
-"""Largest number of thresholds that are tested."""
-SHARE_STEP = 0.01
-"""Estimated shares of queries without a match are rounded up to a multiple of this."""
-SHARE_RISK = 0.2
-"""The part of the error probability that goes to the estimated share."""
-SET_ASIDE = 0.2
-"""Share of the queries that choose the candidates of a rule about items."""
 
 
 @dataclass(frozen=True)
@@ -253,144 +237,3 @@ def _text(value: Any) -> str | None:
 
 def _count(value: Any) -> int | None:
     return None if value is None else checks.integer(value, "gallery_size", 1)
-
-
-# ---- how a threshold is certified ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Outcomes:
-    """What happens to queries at each of T thresholds, from strict to loose."""
-
-    given: Bools
-    """[n, T], whether a query is answered or shown something."""
-    loss: Floats
-    """[n, T], 1 if that is wrong, or the share of wrong hits; 0 where nothing is given."""
-    twin_given: Bools
-    """[n, T], whether its twin without a right item is answered, which is always wrong."""
-
-    def rates(self, share: float) -> tuple[Floats, Floats]:
-        """The share of traffic that is answered, and the share answered wrongly, with a `share` without a match."""
-        twins = share * self.twin_given.mean(0)
-        return (1 - share) * self.given.mean(0) + twins, (1 - share) * self.loss.mean(0) + twins
-
-    def counts(self, drawn: Floats, shares: Floats) -> tuple[Floats, Floats]:
-        """Numbers [S, T] of answers and of wrong ones among them in samples of traffic, in which a query is replaced by
-        its twin if its `drawn` number is below the share."""
-        order = np.argsort(drawn)
-        replaced = np.searchsorted(drawn[order], shares, side="left")
-        given, loss, twins = (_sums(each[order]) for each in (self.given, self.loss, self.twin_given))
-        twin = twins[replaced]
-        return given[-1] - given[replaced] + twin, loss[-1] - loss[replaced] + twin
-
-
-def _sums(rows: NDArray[Any]) -> Floats:
-    """Sums [n + 1, T] of the first 0 to n rows."""
-    return np.concatenate((np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0, dtype=np.float64)))
-
-
-def answer_outcomes(score: Floats, wrong: Bools, twin: Floats, thresholds: Floats) -> Outcomes:
-    """Outcomes of answering where the score [n], or that of the twin, is at least a threshold."""
-    given = score[:, None] >= thresholds
-    return Outcomes(given, (given & wrong[:, None]).astype(np.float64), twin[:, None] >= thresholds)
-
-
-def item_outcomes(shown: Floats, relevant: Bools, twin: Floats, thresholds: Floats) -> Outcomes:
-    """Outcomes of showing the hits whose probability `shown` [n, k] is at least a threshold; `twin` [n] is the largest
-    probability in the list without the relevant hits."""
-    number = np.stack([(shown >= threshold).sum(1) for threshold in thresholds.tolist()], axis=1)
-    wrong = np.stack([((shown >= threshold) & ~relevant).sum(1) for threshold in thresholds.tolist()], axis=1)
-    return Outcomes(number > 0, wrong / np.maximum(number, 1), twin[:, None] >= thresholds)
-
-
-def spaced(values: Floats, weights: Floats) -> Floats:
-    """At most `CANDIDATES` of the values, descending, between which lie equal weights."""
-    order = np.argsort(-values, kind="stable")
-    reached = np.cumsum(weights[order]) / weights.sum()
-    position = np.searchsorted(reached, np.linspace(0, 1, CANDIDATES + 1)[1:] - 1e-9)
-    return np.unique(values[order][np.minimum(position, len(values) - 1)])[::-1]
-
-
-def most_promising(pilot: Outcomes, share: float, n: int, max_error: float) -> int:
-    """The threshold at which the pilot promises the strongest evidence from `n` tested queries: where to begin."""
-    given, wrong = pilot.rates(share)
-    m = len(pilot.given)
-    # One wrong answer in two is added, so that a few lucky answers of the pilot do not promise much.
-    risk = (m * wrong + 1) / (m * given + 2)
-    expected = np.round(n * given)
-    return int(binomial_evidence(np.floor(risk * expected), expected, max_error).argmin())
-
-
-def certified(
-    outcomes: Outcomes, thresholds: Floats, shares: Floats, max_error: float, confidence: float, *, unit: str, seed: int
-) -> Certificate:
-    """Tests thresholds in their order, for each of the `shares` of traffic without a match, and certifies the last up
-    to which all tests pass for all shares."""
-    drawn = np.random.default_rng(seed).random(len(outcomes.given))
-    given, loss = outcomes.counts(drawn, shares)
-    test = binomial_evidence if unit == ANSWERS else bounded_evidence
-    evidence = test(loss, given, max_error).max(0)
-    passed = leading_passes(evidence, 1 - confidence)
-    n = len(drawn)
-    if not passed:
-        return Certificate(math.inf, 0.0, math.nan, 1.0, n)
-    count, wrong = float(given[-1, passed - 1]), float(loss[-1, passed - 1])
-    bound = upper_bound(wrong, count, confidence, test)
-    return Certificate(float(thresholds[passed - 1]), count / n, wrong / count, bound, n)
-
-
-def upper_bound(loss: float, count: float, confidence: float, test: Callable[..., Floats]) -> float:
-    """The largest mean loss that a test at this confidence does not reject."""
-    from scipy import optimize
-
-    def excess(mean: float) -> float:
-        return float(test(np.array([loss]), np.array([count]), mean)[0]) - (1 - confidence)
-
-    low, high = loss / count, 1 - 1e-12
-    if low >= high or excess(high) >= 0:
-        return 1.0
-    return float(optimize.brentq(excess, low, high)) if excess(low) > 0 else low
-
-
-def best_cut(pilot: Pilot) -> float:
-    """The log-odds of "no match" above which twins are found most often in comparison with queries that have one."""
-    cuts = np.unique(np.concatenate((pilot.no_match, pilot.twin_no_match)))
-    queries, twins = ((values >= cuts[:, None]).mean(1) for values in (pilot.no_match, pilot.twin_no_match))
-    return float(cuts[int((twins - queries).argmax())])
-
-
-def share_estimate(pilot: Pilot, live: Floats, cut: float) -> float:
-    """The share of live queries without a match that explains how many of them, with log-odds `live` [m], are above
-    the cut. It decides what probabilities are computed for, not what is guaranteed."""
-    queries, twins, above = (float((each >= cut).mean()) for each in (pilot.no_match, pilot.twin_no_match, live))
-    return float(np.clip((above - queries) / max(twins - queries, 1e-9), 0.0, 0.9))
-
-
-def share_bound(queries: Floats, twins: Floats, live: Floats, cut: float, risk: float) -> float:
-    """An upper bound of the share of live queries without a match, false with probability `risk` at most.
-
-    Of queries with a match, of their twins, and of live queries, whose law is a mixture of the two, a share each is
-    above the cut; three exact binomial bounds of these shares give one of the mixture.
-    """
-    confidence = 1 - risk / 3
-    match, none = (clopper_pearson_lower(int((each >= cut).sum()), len(each), confidence) for each in (queries, twins))
-    above = clopper_pearson_upper(int((live >= cut).sum()), len(live), confidence)
-    return float(np.clip((above - match) / (none - match), 0.0, 1.0)) if none > match else 1.0
-
-
-def shares_up_to(bound: float) -> Floats:
-    """The shares, from 0 in small steps, that cover everything up to the bound.
-
-    The bound depends on the tested queries. Because each share is tested, also the first that is not below the true
-    one is, at the full level; at the last alone chance could make the test easier than there.
-    """
-    steps = math.ceil(bound / SHARE_STEP - 1e-9)
-    return np.minimum(np.arange(steps + 1) * SHARE_STEP, 1.0)
-
-
-def pilot_outcomes(pilot: Pilot, share: float) -> tuple[Floats, Outcomes]:
-    """Thresholds from the cross-fitted probabilities of the fitted queries, and what happens there."""
-    score = combined(pilot.first, pilot.no_match, share)
-    twin = combined(pilot.twin_first, pilot.twin_no_match, share)
-    thresholds = spaced(np.concatenate((score, twin)), np.repeat((1 - share, share), len(score)))
-    return thresholds, answer_outcomes(score, ~pilot.right, twin, thresholds)

@@ -9,12 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from geoflow_fast.decisions import inputs, lists, rules
+from geoflow_fast.decisions import inputs, lists
 from geoflow_fast.decisions.bounds import check_open_interval
+from geoflow_fast.decisions.certify import Certifier
 from geoflow_fast.decisions.inputs import FEWEST, Labels, Lists
 from geoflow_fast.decisions.logistic import Bools, FeatureGain, Floats
-from geoflow_fast.decisions.model import Judged, Model, Pilot, combined, fit_model, no_match_probability
-from geoflow_fast.decisions.rules import ANSWERS, EVERYBODY, ITEMS, Certificate, Outcomes, Rule
+from geoflow_fast.decisions.model import Judged, Model, Pilot, fit_model, no_match_probability
+from geoflow_fast.decisions.rules import ANSWERS, EVERYBODY, ITEMS, Rule
 from geoflow_fast.decisions.tables import Table
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.files import contents_of, read_json, write_json
@@ -168,19 +169,20 @@ class Trust:
         share = 0.0 if isinstance(no_match_share, str) else checks.number(no_match_share, "no_match_share", 0, 0.99)
         n = len(results.scores)
         names = np.full(n, EVERYBODY) if groups is None else inputs.groups_of(groups, n)
-        certifier = _Certifier(model, self._pilot, float(max_error), float(confidence), share, live, self.seed)
+        unit = ANSWERS if precision is None else ITEMS
+        certifier = Certifier(
+            model, self._pilot, unit, float(max_error), float(confidence), share=share, live=live, seed=self.seed
+        )
         certificates, bounds = {}, []
         for name in sorted(set(names.tolist())):
             rows = names == name
             part = None if known.relevant is None else known.relevant[rows]
-            certificate, bound = certifier(
-                results.scores[rows], numbers[rows], known.first[rows], part, precision is not None
-            )
+            certificate, bound = certifier(results.scores[rows], numbers[rows], known.first[rows], part)
             certificates[name] = certificate
             bounds.append(bound)
         return Rule(
             model,
-            ANSWERS if precision is None else ITEMS,
+            certifier.unit,
             float(max_error),
             float(confidence),
             max(bounds),
@@ -296,88 +298,3 @@ def _restored_pilot(values: dict[str, Any]) -> Pilot:
     ):
         raise ValueError("the numbers of its queries are damaged")
     return Pilot(arrays.pop("right") > 0, **arrays)
-
-
-class _Certifier:
-    """Certifies thresholds for groups of queries."""
-
-    def __init__(
-        self,
-        model: Model,
-        pilot: Pilot,
-        max_error: float,
-        confidence: float,
-        share: float,
-        live: Floats | None,
-        seed: int,
-    ) -> None:
-        self.model, self.pilot, self.live, self.seed = model, pilot, live, seed
-        self.max_error, self.confidence, self.share = max_error, confidence, share
-        self.score_share, self.cut = share, 0.0
-        if live is not None:
-            self.cut = rules.best_cut(pilot)
-            self.score_share = rules.share_estimate(pilot, live, self.cut)
-
-    def __call__(
-        self, scores: Floats, features: Floats, first: Bools, relevant: Bools | None, items: bool
-    ) -> tuple[Certificate, float]:
-        """The certificate of these queries, and the share of traffic without a match that it holds for."""
-        queries, twins = self._logits(scores, features, first, relevant)
-        shares, confidence = np.array([self.share]), self.confidence
-        if self.live is not None:
-            risk = 1 - self.confidence
-            bound = rules.share_bound(queries[1], twins[1].min(0), self.live, self.cut, rules.SHARE_RISK * risk)
-            shares, confidence = rules.shares_up_to(bound), 1 - (1 - rules.SHARE_RISK) * risk
-        if items:
-            assert relevant is not None
-            outcomes, thresholds = self._items(scores, features, relevant)
-        else:
-            thresholds, pilot = rules.pilot_outcomes(self.pilot, self.score_share)
-            start = rules.most_promising(pilot, self.score_share, len(scores), self.max_error)
-            thresholds = thresholds[start:]
-            score = combined(*queries, self.score_share)
-            twin = combined(*twins, self.score_share).max(0)
-            outcomes = rules.answer_outcomes(score, ~first, twin, thresholds)
-        unit = ITEMS if items else ANSWERS
-        certificate = rules.certified(
-            outcomes, thresholds, shares, self.max_error, confidence, unit=unit, seed=self.seed
-        )
-        return certificate, float(shares[-1])
-
-    def _logits(
-        self, scores: Floats, features: Floats, first: Bools, relevant: Bools | None
-    ) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
-        """Log-odds of "right" and of "no match" [n], and those of all possible twins [variants, n]."""
-
-        def both(lists_: Floats) -> tuple[Floats, Floats]:
-            return self.model.right_logit(lists_, features), self.model.no_match_logit(lists_, features)
-
-        variants = [both(twin) for twin in possible_twins(scores, first, relevant)]
-        return both(scores), (np.stack([each[0] for each in variants]), np.stack([each[1] for each in variants]))
-
-    def _items(self, scores: Floats, features: Floats, relevant: Bools) -> tuple[Outcomes, Floats]:
-        """Outcomes of showing hits. A part of the queries chooses the thresholds, the others are tested."""
-        shown = self.model.p_shown(scores, features, self.score_share)
-        twin = self.model.p_shown(lists.taken_out(scores, relevant), features, self.score_share)[:, 0]
-        order = np.random.default_rng(self.seed).permutation(len(scores))
-        aside = order[: max(1, round(rules.SET_ASIDE * len(scores)))]
-        tested = order[len(aside) :]
-        if not len(tested):
-            raise ValueError("one query cannot be divided: certify with more")
-        values = shown[aside].ravel()
-        thresholds = rules.spaced(values, values)  # a hit that is probably shown counts for more
-        pilot = rules.item_outcomes(shown[aside], relevant[aside], twin[aside], thresholds)
-        start = rules.most_promising(pilot, self.score_share, len(tested), self.max_error)
-        thresholds = thresholds[start:]
-        return rules.item_outcomes(shown[tested], relevant[tested], twin[tested], thresholds), thresholds
-
-
-def possible_twins(scores: Floats, first: Bools, relevant: Bools | None) -> list[Floats]:
-    """Lists with the right items taken out. If only the first hit was judged, and is wrong, the right item may be any
-    other one that is looked at, or none of them: there is a list for each of these cases."""
-    if relevant is not None:
-        return [lists.taken_out(scores, relevant)]
-    ranks = lists.distinct_ranks(scores)
-    later = [np.where(first, 0, rank)[:, None] for rank in range(1, lists.depth_of(scores.shape[1]))]
-    none = np.where(first, 0, -1)[:, None]
-    return [lists.taken_out(scores, ranks == missing) for missing in (none, *later)]

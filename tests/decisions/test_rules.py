@@ -13,7 +13,7 @@ import torch
 from scipy import stats
 
 import geoflow_fast as gf
-from geoflow_fast.decisions import bounds, rules
+from geoflow_fast.decisions import bounds, certify
 from geoflow_fast.decisions.model import combined
 from tests.decisions.helpers import copied, search
 
@@ -252,14 +252,15 @@ class TestBounds:
         for _ in range(400):
             queries, twins, live = (rng.normal(mean, 1, 1000) for mean in (0, 1, 0))
             live += rng.random(1000) < 0.3
-            estimated.append(rules.share_bound(queries, twins, live, 0.5, 0.1))
+            counts = (certify.above_cut(each, 0.5) for each in (queries, twins, live))
+            estimated.append(certify.share_bound(0.1, *counts))
         assert np.mean(np.array(estimated) < 0.3) <= 0.1
         assert 0.3 < np.median(estimated) < 0.55
 
     def test_outcomes_of_mixed_traffic_are_counted(self):
         rng = np.random.default_rng(0)
         score, wrong, twin, thresholds = rng.random(50), rng.random(50) < 0.4, rng.random(50), np.array([0.9, 0.5, 0.1])
-        outcomes = rules.answer_outcomes(score, wrong, twin, thresholds)
+        outcomes = certify.answer_outcomes(score, wrong, twin, thresholds)
         drawn, shares = rng.random(50), np.array([0.0, 0.35, 1.0])
         given, loss = outcomes.counts(drawn, shares)
         for row, share in enumerate(shares):
@@ -275,9 +276,9 @@ class TestBounds:
         assert bounds.leading_passes(np.array([0.01]), 0.05) == 1
 
     def test_an_upper_bound_is_what_the_test_does_not_reject(self):
-        assert rules.upper_bound(3, 50, 0.95, bounds.binomial_evidence) == pytest.approx(
+        assert certify.upper_bound(3, 50, 0.95, bounds.binomial_evidence) == pytest.approx(
             bounds.clopper_pearson_upper(3, 50), abs=1e-9
         )
-        assert rules.upper_bound(50, 50, 0.95, bounds.binomial_evidence) == 1
+        assert certify.upper_bound(50, 50, 0.95, bounds.binomial_evidence) == 1
         assert bounds.clopper_pearson_lower(0, 9) == 0
         assert math.isclose(bounds.clopper_pearson_lower(7, 9, 0.9), stats.beta.ppf(0.1, 7, 3))

@@ -1,0 +1,348 @@
+"""How far `gf.Trust` and its rules can be trusted: worlds with known truth, and Flickr8k in a small dual encoder.
+
+Every set has a population of result lists that were scored once. `Trust` is fitted on a few hundred of them. Certifying
+queries are drawn from the others again and again, with replacement, so that the population is the truth: the error of a
+rule, and the share that the best threshold would answer, are known. Queries without a match are other draws of the
+world; of Flickr8k they are the captions themselves with their image taken out of the gallery.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import geoflow_fast as gf
+from benchmarks.common import RESULTS, SHARED, gate, report, shared_pairs
+from geoflow_fast.decisions import lists
+from geoflow_fast.decisions.certify import Certifier
+from geoflow_fast.decisions.logistic import fit_logistic, log_losses, logits
+from geoflow_fast.decisions.model import TEMPERATURES, combined, typical_spread
+from geoflow_fast.decisions.rules import ANSWERS
+from geoflow_fast.directions import Direction
+from geoflow_fast.evaluation.metrics import auroc
+from geoflow_fast.worlds import ClipWorld, ConceptWorld, PairWorld
+
+Array = NDArray[Any]
+K, ITEMS, SEARCHES = 50, 1000, 8
+"""Hits in a list, items in a gallery, and searches of a world, half of whose queries have no match."""
+FITTED, CERTIFIED, LIVE, DRAWS = 500, 2000, 10_000, 1000
+SHARES, CONFIDENCE, HOLDS = (0.0, 0.3, 0.5), 0.95, 936
+LABELS, RESAMPLES = 100, 200
+HEADS = {"concept world": 40_000, "CLIP-like world": 20_000}
+"""Pairs that a head is trained on, with four points; the other settings follow from their number."""
+BANK = 3000
+
+
+@dataclass(frozen=True)
+class Population:
+    """Lists of queries with a match and without one, scored once."""
+
+    name: str
+    scores: Array
+    relevant: Array
+    features: Array | None
+    missing: Array
+    missing_features: Array | None
+    exact: float
+    """AUROC with which the exact posterior tells one from the other; NaN if it is not known."""
+    levels: tuple[float, ...]
+    """Largest errors to certify."""
+
+    captions: int = 1
+    """How many queries in a row belong to one image."""
+
+    def order(self, rng: np.random.Generator) -> Array:
+        """All rows, shuffled so that the captions of an image stay together."""
+        image = rng.permutation(len(self.scores) // self.captions)
+        return (image[:, None] * self.captions + np.arange(self.captions)).ravel()
+
+    def part(self, rows: Array) -> tuple[Array, Array, Array | None]:
+        """Scores, labels and features of some of the queries with a match."""
+        return self.scores[rows], self.relevant[rows], None if self.features is None else self.features[rows]
+
+
+# ---- populations ----------------------------------------------------------------------------------------------------
+
+
+def best_hits(scores: Tensor, own: Tensor) -> tuple[Array, Array]:
+    """The `K` best of scores [Q, N], and which of them is the item `own` [Q]."""
+    best = scores.topk(K, dim=1)
+    return best.values.double().numpy(), (best.indices == own[:, None]).numpy()
+
+
+def head_scores(head: gf.PosteriorHead, queries: Tensor, items: Tensor, direction: str) -> Tensor:
+    """The head's scores [Q, N]."""
+    bias = head.item_bias(items, Direction.of(direction))
+    blocks = [head.points(block, direction) for block in queries.split(250)]
+    scores = [(each.points @ items.T + each.log_weights.unsqueeze(2)).logsumexp(1) for each in blocks]
+    return torch.cat(scores) + bias
+
+
+def trained_head(name: str, world: PairWorld) -> gf.PosteriorHead:
+    """A head for a world; it is kept beside the results and not trained again."""
+    image, text, _ = world.sample(HEADS[name], generator=torch.Generator().manual_seed(100))
+    folder = RESULTS / f"trust_head_{name.replace(' ', '_')}"
+    return gf.PosteriorHead.fit(gf.EmbeddingPairs.from_arrays(image, text), out=folder, progress=False, k=4)
+
+
+def of_world(name: str, world: PairWorld, direction: str) -> list[Population]:
+    """Populations of a world, whose lists are those of the cosine, and those of a head with the head's mean score over
+    a bank of other items as a feature."""
+    generator, head = torch.Generator().manual_seed(1), trained_head(name, world)
+    asked = Direction.of(direction)
+    bank = asked.items(*world.sample(BANK, generator=torch.Generator().manual_seed(777))[:2])
+    hits: dict[str, list[tuple[Array, Array]]] = {"cosine": [], "head": []}
+    level, missing, exact = [], [], []
+    for _ in range(SEARCHES):
+        drawn = world.sample_search(ITEMS, ITEMS, direction, share=0.5, generator=generator)
+        hits["cosine"].append(best_hits(drawn.queries @ drawn.gallery.T, drawn.item))
+        hits["head"].append(best_hits(head_scores(head, drawn.queries, drawn.gallery, direction), drawn.item))
+        level.append(head_scores(head, drawn.queries, bank, direction).logsumexp(1).double().numpy())
+        missing.append((drawn.item < 0).numpy())
+        exact.append(world.missing_probability(drawn.queries, drawn.gallery, direction, 0.5).numpy())
+    none = np.concatenate(missing)
+    truth = auroc(np.concatenate(exact), ~none)
+    populations = []
+    for engine, parts in hits.items():
+        scores, relevant = (np.concatenate(each) for each in zip(*parts))
+        features = None if engine == "cosine" else np.concatenate(level)[:, None]
+        both = (None, None) if features is None else (features[~none], features[none])
+        title = f"{name} {direction}, {engine}"
+        populations.append(
+            Population(title, scores[~none], relevant[~none], both[0], scores[none], both[1], truth, levels_of(name))
+        )
+    return populations
+
+
+def levels_of(name: str) -> tuple[float, ...]:
+    """The errors to certify: a tenth, and where this is out of reach for the best threshold, one that is not."""
+    return (0.1,) if name == "concept world" else (0.1, 0.5)
+
+
+def flickr() -> Population:
+    """Captions of the development images search these, by cosines."""
+    pairs = shared_pairs("flickr8k/dev")
+    image, text, index = (torch.from_numpy(np.asarray(x)) for x in (pairs.image, pairs.text, pairs.image_index))
+    scores, relevant = best_hits(text.float() @ image.float().T, index)
+    none = lists.taken_out(scores, relevant)
+    gate("Flickr8k: captions stand together", bool((index == torch.arange(len(index)) // 5).all()))
+    return Population("Flickr8k t2i, cosine", scores, relevant, None, none, None, np.nan, levels_of("Flickr8k"), 5)
+
+
+# ---- what is certified ----------------------------------------------------------------------------------------------
+
+
+class Simulation:
+    """One population, one fit, and the log-odds of everything."""
+
+    def __init__(self, population: Population, seed: int = 0) -> None:
+        self.rng = np.random.default_rng(seed)
+        order = population.order(self.rng)
+        fitted, rest = order[:FITTED], order[FITTED:]
+        self.population = population
+        self.trust = gf.Trust().fit(*population.part(fitted))
+        self.scores, self.relevant, self.features = population.part(rest)
+        self.right = self.relevant[:, 0]
+        self.queries = self.log_odds(self.scores, self.features)
+        self.twins = self.log_odds(lists.taken_out(self.scores, self.relevant), self.features)
+        # Of Flickr8k the queries without a match are the twins, of the captions that were not fitted.
+        if np.isnan(population.exact):
+            self.none = self.twins
+        else:
+            self.none = self.log_odds(population.missing, population.missing_features)
+
+    def log_odds(self, scores: Array, features: Array | None) -> tuple[Array, Array]:
+        model, numbers = self.trust._model, np.empty((len(scores), 0)) if features is None else features
+        return model.right_logit(scores, numbers), model.no_match_logit(scores, numbers)
+
+    def certifier(self, max_error: float, share: float, live: Array | None) -> Certifier:
+        known = 0.0 if live is not None else share
+        return Certifier(
+            self.trust._model, self.trust._pilot, ANSWERS, max_error, CONFIDENCE, share=known, live=live, seed=0
+        )
+
+    def live(self, share: float) -> Array:
+        """Log-odds of "no match" of live traffic."""
+        none = self.rng.choice(self.none[1], LIVE)
+        return np.where(self.rng.random(LIVE) < share, none, self.rng.choice(self.queries[1], LIVE))
+
+    def outcome(self, threshold: Array, score_share: float, share: float) -> tuple[Array, Array]:
+        """The shares of all traffic that are answered, and answered wrongly, at each threshold: the truth."""
+        score, none = combined(*self.queries, score_share), combined(*self.none, score_share)
+        given = (1 - share) * tail(score, threshold) + share * tail(none, threshold)
+        wrong = (1 - share) * tail(score[~self.right], threshold) * (~self.right).mean()
+        return given, wrong + share * tail(none, threshold)
+
+    def best(self, max_error: float, share: float) -> float:
+        """What the best threshold answers whose true error is at most the largest allowed."""
+        thresholds = np.unique(np.concatenate([combined(*each, share) for each in (self.queries, self.none)]))
+        given, wrong = self.outcome(thresholds, share, share)
+        return float(given[wrong <= max_error * given].max(initial=0.0))
+
+    def check(self) -> None:
+        """The short cut through log-odds gives what the public call gives."""
+        rows = self.rng.integers(len(self.right), size=CERTIFIED)
+        features = None if self.features is None else self.features[rows]
+        rule = self.trust.certify(self.scores[rows], self.relevant[rows], 0.1, no_match_share=0.3, features=features)
+        certificate, _ = self.certifier(0.1, 0.3, None).answers(*self.drawn(rows))
+        gate(f"{self.population.name}: certify", rule.threshold == certificate.threshold)
+
+    def drawn(self, rows: Array) -> tuple[tuple[Array, Array], tuple[Array, Array], Array]:
+        queries, twins = (tuple(each[rows] for each in pair) for pair in (self.queries, self.twins))
+        return queries, (twins[0][None], twins[1][None]), self.right[rows]  # type: ignore[return-value]
+
+    def row(self, max_error: float, share: float, *, estimated: bool) -> dict[str, Any]:
+        """How often a certificate holds, and how much it answers in comparison with the best threshold."""
+        holds, answered, nothing, bounds = 0, [], 0, []
+        for _ in range(DRAWS):
+            certifier = self.certifier(max_error, share, self.live(share) if estimated else None)
+            rows = self.rng.integers(len(self.right), size=CERTIFIED)
+            certificate, bound = certifier.answers(*self.drawn(rows))
+            given, wrong = self.outcome(np.array([certificate.threshold]), certifier.score_share, share)
+            holds += bool(wrong[0] <= max_error * given[0])
+            answered.append(float(given[0]))
+            nothing += not np.isfinite(certificate.threshold)
+            bounds.append(bound)
+        best = self.best(max_error, share)
+        return {
+            "set": self.population.name,
+            "largest error": max_error,
+            "no match": share,
+            "share": "estimated" if estimated else "given",
+            "holds": holds,
+            "answered": float(np.mean(answered)),
+            "best threshold": best,
+            "ratio": float(np.mean(answered)) / best if best else float("nan"),
+            "nothing certified": nothing,
+            "mean bound of the share": float(np.mean(bounds)),
+        }
+
+
+def tail(values: Array, thresholds: Array) -> Array:
+    """The shares of the values that are at least each threshold."""
+    return 1 - np.searchsorted(np.sort(values), thresholds, side="left") / len(values)
+
+
+def certified_rows(populations: list[Population]) -> list[dict[str, Any]]:
+    rows = []
+    for population in populations:
+        simulation = Simulation(population)
+        simulation.check()
+        for max_error in population.levels:
+            for share in SHARES:
+                for estimated in (False, True):
+                    rows.append(simulation.row(max_error, share, estimated=estimated))
+                    print(rows[-1], flush=True)
+                    gate(f"{population.name}: the certificate holds", rows[-1]["holds"] >= HOLDS)
+    return rows
+
+
+# ---- missing items, copies, a hundred labels ------------------------------------------------------------------------
+
+
+def missing_row(population: Population) -> dict[str, Any]:
+    """How well missing items are told, in comparison with the exact posterior."""
+    order = population.order(np.random.default_rng(0))
+    trust = gf.Trust().fit(*population.part(order[:FITTED]))
+    scores, _, features = population.part(order[FITTED:])
+    prob = [
+        trust.p_no_match(each, 0.5, given)
+        for each, given in ((scores, features), (population.missing, population.missing_features))
+    ]
+    own = auroc(np.concatenate(prob), np.repeat([True, False], [len(each) for each in prob]))
+    kept = [gain.name for gain in trust.report if gain.kept and gain.question == "no match"]
+    return {
+        "set": population.name,
+        "AUROC": own,
+        "exact posterior": population.exact,
+        "share of the distance from .5": (own - 0.5) / (population.exact - 0.5),
+        "kept": ", ".join(kept),
+    }
+
+
+def copies_row(population: Population) -> dict[str, Any]:
+    """The share answered if every item is stored five times: the same rule, a new one, and one with longer lists."""
+    order = population.order(np.random.default_rng(0))
+    parts = [population.part(rows) for rows in (order[:FITTED], order[FITTED : FITTED + CERTIFIED], order)]
+    level = population.levels[-1]
+
+    def copied(values: Array | None, k: int) -> Array | None:
+        return None if values is None or values.shape[1] < K else values.repeat(5, 1)[:, :k]
+
+    def answered(transform: Callable[[Array], Array | None]) -> tuple[gf.Rule, float]:
+        (fit, labels, own), (tested, judged, more), (new, _, rest) = parts
+        trust = gf.Trust().fit(transform(fit), transform(labels), own)
+        rule = trust.certify(transform(tested), transform(judged), level, features=more)
+        return rule, float(rule(transform(new), features=rest).mean())
+
+    rule, plain = answered(lambda x: x)
+    return {
+        "set": population.name,
+        "largest error": level,
+        "answered": plain,
+        "same rule": float(rule(copied(parts[2][0], K), features=parts[2][2]).mean()),
+        "new rule, 50 hits": answered(lambda x: copied(x, K))[1],
+        "new rule, 250 hits": answered(lambda x: copied(x, 5 * K))[1],
+    }
+
+
+def labels_row(population: Population) -> dict[str, Any]:
+    """The mean AUROC of "the first hit is right" after a hundred labels, beside that of Platt scaling alone."""
+    rng = np.random.default_rng(0)
+    ours, platt, seconds = [], [], []
+    for _ in range(RESAMPLES):
+        order = population.order(rng)
+        scores, relevant, features = population.part(order[:LABELS])
+        new, truth, more = population.part(order[LABELS:])
+        if relevant[:, 0].all() or not relevant[:, 0].any():
+            continue
+        start = time.process_time()
+        trust = gf.Trust().fit(scores, relevant[:, 0], features)
+        seconds.append(time.process_time() - start)
+        ours.append(auroc(-trust.decision_function(new, more), truth[:, 0]))
+        platt.append(auroc(-max_softmax(scores, relevant[:, 0], new), truth[:, 0]))
+    return {
+        "set": population.name,
+        "Platt on max softmax": float(np.mean(platt)),
+        "Trust": float(np.mean(ours)),
+        "gain": float(np.mean(ours) - np.mean(platt)),
+        "seconds of a fit": float(np.median(seconds)),
+    }
+
+
+def max_softmax(scores: Array, right: Array, new: Array) -> Array:
+    """Log-odds of the first hit under a softmax of the whole list, at the temperature whose Platt scaling fits best."""
+    unit = typical_spread(scores)
+    columns = {t: lists.softmax_logit(scores, t / unit)[:, None] for t in TEMPERATURES.tolist()}
+    loss = {t: log_losses(logits(x, fit_logistic(x, right)), right).sum() for t, x in columns.items()}
+    return lists.softmax_logit(new, min(loss, key=lambda t: loss[t]) / unit)
+
+
+def run() -> str:
+    """The study."""
+    concepts, clip = ConceptWorld(), ClipWorld()
+    populations = [
+        *of_world("concept world", concepts, "t2i"),
+        *of_world("concept world", concepts, "i2t"),
+        *of_world("CLIP-like world", clip, "t2i"),
+    ]
+    worlds = list(populations)
+    if (SHARED / "flickr8k").is_dir():
+        populations.append(flickr())
+    notes = {"fitted": FITTED, "certified": CERTIFIED, "live": LIVE, "draws": DRAWS, "hits": K, "items": ITEMS}
+    tables = {
+        "trust_labels": [labels_row(each) for each in populations],
+        "trust_missing": [missing_row(each) for each in worlds],
+        "trust_copies": [copies_row(each) for each in populations],
+        "trust_certified": certified_rows(populations),
+    }
+    for row in tables["trust_labels"]:
+        gate(f"{row['set']}: a hundred labels do not hurt", row["gain"] >= -0.01)
+    return "\n\n".join(report(name, rows, notes) for name, rows in tables.items())

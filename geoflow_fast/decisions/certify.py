@@ -1,0 +1,283 @@
+"""How a rule is certified, on judged queries that no fit has seen.
+
+Traffic without a right item is stood for by the twins of these queries, whose right items are taken out of their lists:
+replacing each query by its twin with the probability of such traffic makes a sample of the traffic, in which the number
+of wrong answers is binomial.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geoflow_fast.decisions import lists
+from geoflow_fast.decisions.bounds import (
+    Bools,
+    Floats,
+    binomial_evidence,
+    bounded_evidence,
+    clopper_pearson_lower,
+    clopper_pearson_upper,
+    leading_passes,
+)
+from geoflow_fast.decisions.model import Model, Pilot, combined
+from geoflow_fast.decisions.rules import ANSWERS, Certificate
+
+CANDIDATES = 60
+"""Largest number of thresholds that are tested."""
+SHARE_STEP = 0.01
+"""Estimated shares of queries without a match are rounded up to a multiple of this."""
+SHARE_RISK = 0.2
+"""The part of the error probability that goes to the estimated share."""
+SET_ASIDE = 0.2
+"""Share of the queries that choose the candidates of a rule about items."""
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What happens to queries at each of T thresholds, from strict to loose."""
+
+    given: Bools
+    """[n, T], whether a query is answered or shown something."""
+    loss: Floats
+    """[n, T], 1 if that is wrong, or the share of wrong hits; 0 where nothing is given."""
+    twin_given: Bools
+    """[n, T], whether its twin without a right item is answered, which is always wrong."""
+
+    def rates(self, share: float) -> tuple[Floats, Floats]:
+        """The share of traffic that is answered, and the share answered wrongly, with a `share` without a match."""
+        twins = share * self.twin_given.mean(0)
+        return (1 - share) * self.given.mean(0) + twins, (1 - share) * self.loss.mean(0) + twins
+
+    def counts(self, drawn: Floats, shares: Floats) -> tuple[Floats, Floats]:
+        """Numbers [S, T] of answers and of wrong ones among them in samples of traffic, in which a query is replaced by
+        its twin if its `drawn` number is below the share."""
+        order = np.argsort(drawn)
+        replaced = np.searchsorted(drawn[order], shares, side="left")
+        given, loss, twins = (_sums(each[order]) for each in (self.given, self.loss, self.twin_given))
+        twin = twins[replaced]
+        return given[-1] - given[replaced] + twin, loss[-1] - loss[replaced] + twin
+
+
+def _sums(rows: NDArray[Any]) -> Floats:
+    """Sums [n + 1, T] of the first 0 to n rows."""
+    return np.concatenate((np.zeros((1, rows.shape[1])), np.cumsum(rows, axis=0, dtype=np.float64)))
+
+
+def answer_outcomes(score: Floats, wrong: Bools, twin: Floats, thresholds: Floats) -> Outcomes:
+    """Outcomes of answering where the score [n], or that of the twin, is at least a threshold."""
+    given = score[:, None] >= thresholds
+    return Outcomes(given, (given & wrong[:, None]).astype(np.float64), twin[:, None] >= thresholds)
+
+
+def item_outcomes(shown: Floats, relevant: Bools, twin: Floats, thresholds: Floats) -> Outcomes:
+    """Outcomes of showing the hits whose probability `shown` [n, k] is at least a threshold; `twin` [n] is the largest
+    probability in the list without the relevant hits."""
+    number = np.stack([(shown >= threshold).sum(1) for threshold in thresholds.tolist()], axis=1)
+    wrong = np.stack([((shown >= threshold) & ~relevant).sum(1) for threshold in thresholds.tolist()], axis=1)
+    return Outcomes(number > 0, wrong / np.maximum(number, 1), twin[:, None] >= thresholds)
+
+
+def spaced(values: Floats, weights: Floats) -> Floats:
+    """At most `CANDIDATES` of the values, descending, between which lie equal weights."""
+    order = np.argsort(-values, kind="stable")
+    reached = np.cumsum(weights[order]) / weights.sum()
+    position = np.searchsorted(reached, np.linspace(0, 1, CANDIDATES + 1)[1:] - 1e-9)
+    return np.unique(values[order][np.minimum(position, len(values) - 1)])[::-1]
+
+
+def most_promising(pilot: Outcomes, share: float, n: int, max_error: float) -> int:
+    """The threshold at which the pilot promises the strongest evidence from `n` tested queries: where to begin."""
+    given, wrong = pilot.rates(share)
+    m = len(pilot.given)
+    # One wrong answer in two is added, so that a few lucky answers of the pilot do not promise much.
+    risk = (m * wrong + 1) / (m * given + 2)
+    expected = np.round(n * given)
+    return int(binomial_evidence(np.floor(risk * expected), expected, max_error).argmin())
+
+
+def certified(
+    outcomes: Outcomes, thresholds: Floats, shares: Floats, max_error: float, confidence: float, *, unit: str, seed: int
+) -> Certificate:
+    """Tests thresholds in their order, for each of the `shares` of traffic without a match, and certifies the last up
+    to which all tests pass for all shares."""
+    drawn = np.random.default_rng(seed).random(len(outcomes.given))
+    given, loss = outcomes.counts(drawn, shares)
+    test = binomial_evidence if unit == ANSWERS else bounded_evidence
+    evidence = test(loss, given, max_error).max(0)
+    passed = leading_passes(evidence, 1 - confidence)
+    n = len(drawn)
+    if not passed:
+        return Certificate(math.inf, 0.0, math.nan, 1.0, n)
+    count, wrong = float(given[-1, passed - 1]), float(loss[-1, passed - 1])
+    bound = upper_bound(wrong, count, confidence, test)
+    return Certificate(float(thresholds[passed - 1]), count / n, wrong / count, bound, n)
+
+
+def upper_bound(loss: float, count: float, confidence: float, test: Callable[..., Floats]) -> float:
+    """The largest mean loss that a test at this confidence does not reject."""
+    from scipy import optimize
+
+    def excess(mean: float) -> float:
+        return float(test(np.array([loss]), np.array([count]), mean)[0]) - (1 - confidence)
+
+    low, high = loss / count, 1 - 1e-12
+    if low >= high or excess(high) >= 0:
+        return 1.0
+    return float(optimize.brentq(excess, low, high)) if excess(low) > 0 else low
+
+
+def best_cut(pilot: Pilot) -> float:
+    """The log-odds of "no match" above which twins are found most often in comparison with queries that have one."""
+    cuts = np.unique(np.concatenate((pilot.no_match, pilot.twin_no_match)))
+    queries, twins = ((values >= cuts[:, None]).mean(1) for values in (pilot.no_match, pilot.twin_no_match))
+    return float(cuts[int((twins - queries).argmax())])
+
+
+def share_estimate(pilot: Pilot, live: Floats, cut: float) -> float:
+    """The share of live queries without a match that explains how many of them, with log-odds `live` [m], are above
+    the cut. It decides what probabilities are computed for, not what is guaranteed."""
+    queries, twins, above = (float((each >= cut).mean()) for each in (pilot.no_match, pilot.twin_no_match, live))
+    return float(np.clip((above - queries) / max(twins - queries, 1e-9), 0.0, 0.9))
+
+
+def share_bound(risk: float, queries: tuple[int, int], twins: tuple[int, int], live: tuple[int, int]) -> float:
+    """An upper bound of the share of live queries without a match, false with probability `risk` at most.
+
+    Of queries with a match, of their twins, and of live queries, whose law is a mixture of the two, some are above a
+    cut, given as (how many, of how many). Three exact binomial bounds of these shares give one of the mixture.
+    """
+    confidence = 1 - risk / 3
+    match, none = (clopper_pearson_lower(*each, confidence) for each in (queries, twins))
+    above = clopper_pearson_upper(*live, confidence)
+    return float(np.clip((above - match) / (none - match), 0.0, 1.0)) if none > match else 1.0
+
+
+def above_cut(logit: Floats, cut: float, n: int | None = None) -> tuple[int, int]:
+    """How many log-odds are above the cut, of how many; or how many of `n` would be at the same rate."""
+    rate = float((logit >= cut).mean())
+    n = len(logit) if n is None else n
+    return round(rate * n), n
+
+
+def shares_up_to(bound: float) -> Floats:
+    """The shares, from 0 in small steps, that cover everything up to the bound.
+
+    The bound depends on the tested queries. Because each share is tested, also the first that is not below the true
+    one is, at the full level; at the last alone chance could make the test easier than there.
+    """
+    steps = math.ceil(bound / SHARE_STEP - 1e-9)
+    return np.minimum(np.arange(steps + 1) * SHARE_STEP, 1.0)
+
+
+def pilot_outcomes(pilot: Pilot, share: float) -> tuple[Floats, Outcomes]:
+    """Thresholds from the cross-fitted probabilities of the fitted queries, and what happens there."""
+    score = combined(pilot.first, pilot.no_match, share)
+    twin = combined(pilot.twin_first, pilot.twin_no_match, share)
+    thresholds = spaced(np.concatenate((score, twin)), np.repeat((1 - share, share), len(score)))
+    return thresholds, answer_outcomes(score, ~pilot.right, twin, thresholds)
+
+
+Logits = tuple[Floats, Floats]
+"""Log-odds that the first hit is right, and that the right item is missing."""
+
+
+class Certifier:
+    """Certifies thresholds of one rule, for one group of queries after the other."""
+
+    def __init__(
+        self,
+        model: Model,
+        pilot: Pilot,
+        unit: str,
+        max_error: float,
+        confidence: float,
+        *,
+        share: float = 0.0,
+        live: Floats | None = None,
+        seed: int = 0,
+    ) -> None:
+        """`share` is that of traffic without a match; `live` [m] are log-odds of "no match" to estimate it from."""
+        self.model, self.pilot, self.unit, self.live, self.seed = model, pilot, unit, live, seed
+        self.max_error, self.confidence, self.share = max_error, confidence, share
+        self.score_share, self.cut = share, 0.0
+        if live is not None:
+            self.cut = best_cut(pilot)
+            self.score_share = share_estimate(pilot, live, self.cut)
+
+    def __call__(
+        self, scores: Floats, features: Floats, first: Bools, relevant: Bools | None
+    ) -> tuple[Certificate, float]:
+        """The certificate of these queries, and the share of traffic without a match that it holds for."""
+
+        def both(some: Floats) -> Logits:
+            return self.model.right_logit(some, features), self.model.no_match_logit(some, features)
+
+        variants = [both(twin) for twin in possible_twins(scores, first, relevant)]
+        queries, twins = both(scores), (np.stack([v[0] for v in variants]), np.stack([v[1] for v in variants]))
+        if self.unit == ANSWERS:
+            return self.answers(queries, twins, first)
+        assert relevant is not None
+        return self._items(scores, features, relevant, self._shares(queries[1], twins[1]))
+
+    def answers(self, queries: Logits, twins: Logits, first: Bools) -> tuple[Certificate, float]:
+        """The same from log-odds: of the queries [n], and of the twins that each may have [variants, n]."""
+        shares = self._shares(queries[1], twins[1])
+        thresholds, pilot = pilot_outcomes(self.pilot, self.score_share)
+        thresholds = thresholds[self._start(pilot, len(first)) :]
+        score, twin = combined(*queries, self.score_share), combined(*twins, self.score_share).max(0)
+        return self._certified(answer_outcomes(score, ~first, twin, thresholds), thresholds, shares)
+
+    def _shares(self, queries: Floats, twins: Floats) -> Floats:
+        """The shares of traffic without a match for which thresholds are tested."""
+        if self.live is None:
+            return np.array([self.share])
+        counts = (above_cut(each, self.cut) for each in (queries, twins.min(0), self.live))
+        return shares_up_to(share_bound(SHARE_RISK * (1 - self.confidence), *counts))
+
+    def _start(self, pilot: Outcomes, n: int) -> int:
+        """Where to begin with `n` queries: at the threshold that is most promising for the share that the tests will
+        have to reckon with, as far as the pilot can tell."""
+        share = self.share
+        if self.live is not None:
+            queries, twins = (above_cut(each, self.cut, n) for each in (self.pilot.no_match, self.pilot.twin_no_match))
+            share = share_bound(SHARE_RISK * (1 - self.confidence), queries, twins, above_cut(self.live, self.cut))
+        return most_promising(pilot, share, n, self.max_error)
+
+    def _certified(self, outcomes: Outcomes, thresholds: Floats, shares: Floats) -> tuple[Certificate, float]:
+        risk = (1 - self.confidence) * (1 if self.live is None else 1 - SHARE_RISK)
+        certificate = certified(outcomes, thresholds, shares, self.max_error, 1 - risk, unit=self.unit, seed=self.seed)
+        return certificate, float(shares[-1])
+
+    def _items(self, scores: Floats, features: Floats, relevant: Bools, shares: Floats) -> tuple[Certificate, float]:
+        """The certificate of showing hits. A part of the queries chooses the thresholds, the others are tested."""
+        shown = self.model.p_shown(scores, features, self.score_share)
+        twin = self.model.p_shown(lists.taken_out(scores, relevant), features, self.score_share)[:, 0]
+        order = np.random.default_rng(self.seed).permutation(len(scores))
+        aside = order[: max(1, round(SET_ASIDE * len(scores)))]
+        tested = order[len(aside) :]
+        if not len(tested):
+            raise ValueError("one query cannot be divided: certify with more")
+        values = shown[aside].ravel()
+        thresholds = spaced(values, values)  # a hit that is probably relevant counts for more
+        pilot = item_outcomes(shown[aside], relevant[aside], twin[aside], thresholds)
+        thresholds = thresholds[self._start(pilot, len(tested)) :]
+        return self._certified(
+            item_outcomes(shown[tested], relevant[tested], twin[tested], thresholds), thresholds, shares
+        )
+
+
+def possible_twins(scores: Floats, first: Bools, relevant: Bools | None) -> list[Floats]:
+    """Lists with the right items taken out. If only the first hit was judged, and is wrong, the right item may be any
+    other one that is looked at, or none of them: there is a list for each of these cases."""
+    if relevant is not None:
+        return [lists.taken_out(scores, relevant)]
+    ranks = lists.distinct_ranks(scores)
+    later = [np.where(first, 0, rank)[:, None] for rank in range(1, lists.depth_of(scores.shape[1]))]
+    none = np.where(first, 0, -1)[:, None]
+    return [lists.taken_out(scores, ranks == missing) for missing in (none, *later)]
