@@ -74,7 +74,7 @@ def per_query(model: Model, flow: gf.GeoFlow) -> dict[str, float]:
     """Seconds per query of what does not depend on the gallery."""
     queries = sample_uniform(model.queries, model.config.text_dim)
     reranker = gf.BayesReranker(flow, sample_uniform(1000, model.config.image_dim))
-    shortlists = torch.arange(model.queries * reranker.shortlist).view(model.queries, -1) % 1000
+    shortlists = torch.arange(model.queries * reranker.flow_items).view(model.queries, -1) % 1000
     runs = {
         "fast": lambda: gf.sample(flow, text=queries, **FAST),
         "paper": lambda: gf.sample(flow, text=queries, **PAPER),

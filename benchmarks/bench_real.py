@@ -3,8 +3,9 @@
 `python -m benchmarks --study real`: Flickr8k in a small dual encoder (trained on the training images, calibrated on
 half of the development images and judged on the others, both ways round), and two sets of 500 photographs in CLIP (five
 folds: judged on one, half of the others trains and half calibrates). The pipeline is the ladder of evidence: cosine,
-hub correction and a head, each kept only if held-out pairs show that it helps. The flow is one more rung beside it.
-Gates: no reference is better than the pipeline beyond chance, with Holm's correction over the table of a set.
+hub correction, a head and a flow, each kept only if held-out pairs show that it helps. Gates: neither a reference nor
+the ladder without its flow or its head is better than the pipeline beyond chance, with Holm's correction over the table
+of a set; on Flickr8k the pipeline is ahead of tuned softmax by .05 AUROC.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ FEW_PAIRS = {"steps": 400, "warmup_steps": 20, "val_every": 20}
 MEASURES = ("nll", "auroc", "recall")
 SHOWN = ("nll", "auroc", "aurc", "recall", "ece", "spearman", "r2")
 SURE = 0.05
+LEAST_LEAD = {"flickr8k": 0.05}
+"""By set, how far the pipeline must be ahead of tuned softmax in AUROC, in both directions."""
 
 
 def studies(path: str) -> Iterator[tuple[Study, gf.EmbeddingPairs]]:
@@ -108,7 +111,7 @@ def trained(pairs: gf.EmbeddingPairs, out: Path, seed: int = 0) -> Study:
 def methods_of(study: Study) -> list[Method]:
     """The pipeline first."""
     references = [registry.create(name, study) for name in REFERENCES]
-    return [Ladder(study), HubsOnly(study), FlowReranker(study), *references]
+    return [FlowReranker(study), Ladder(study), HubsOnly(study), *references]
 
 
 def judged(path: str) -> tuple[list[Result], list[Lead]]:
@@ -162,20 +165,30 @@ def write_page() -> None:
     write_atomic(PAGE, filled(PAGE.read_text(), table).encode())
 
 
+def check(path: str, leads: Sequence[Lead]) -> None:
+    """The gates of a set."""
+    for lead in leads:
+        gate(
+            f"{path}, {lead.direction}: {lead.over} is not better in {lead.measure}",
+            lead.value >= 0 or lead.p_holm > SURE,
+        )
+        if path in LEAST_LEAD and (lead.over, lead.measure) == ("max_softmax", "auroc"):
+            words = f"{lead.value:.3f}, {lead.low:.3f} to {lead.high:.3f}"
+            gate(f"{path}, {lead.direction}: AUROC over tuned softmax ({words})", lead.value >= LEAST_LEAD[path])
+
+
 def run() -> str:
-    """The study."""
-    parts = []
+    """The study. Gates come after all sets, so that the tables also show what does not hold."""
+    parts, every = [], {}
     for path, data in SETS.items():
         if path != "concept_world" and not SHARED.is_dir():
             parts.append(f"{path} is left out: {SHARED} is absent")
             continue
-        results, leads = judged(path)
+        results, every[path] = judged(path)
         for direction in CONDITIONAL[::-1]:
-            parts.append(report(name_of(path, direction), rows_of(results, leads, direction), {"data": data}))
-        for lead in leads:
-            gate(
-                f"{path}, {lead.direction}: {lead.over} is not better in {lead.measure}",
-                lead.over == FlowReranker.name or lead.value >= 0 or lead.p_holm > SURE,
-            )
+            rows = rows_of(results, every[path], direction)
+            parts.append(report(name_of(path, direction), rows, {"data": data}))
     write_page()
+    for path, leads in every.items():
+        check(path, leads)
     return "\n\n".join(parts)

@@ -26,7 +26,7 @@ from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.worlds import ConceptWorld, PairWorld
 
-QUERIES, NEIGHBOURS, NOISE_QUERIES = 1000, 10, 50
+QUERIES, NEIGHBOURS, NOISE_QUERIES, SHORTLIST = 1000, 10, 50, 32
 TEMPERATURES = torch.logspace(0, 3, 61, base=10)
 
 
@@ -44,7 +44,7 @@ class RerankStudy:
 
     def reranked(self) -> dict[str, float]:
         """What the re-ranker claims and how it compares with the truth."""
-        reranker = gf.BayesReranker(self.flow, self.items, self.direction)
+        reranker = gf.BayesReranker(self.flow, self.items, self.direction, SHORTLIST)
         own = self.against_truth(reranker.rerank(self.queries))
         fitted = reranker.calibrate(self.pairs)
         post = reranker(self.queries)
@@ -153,9 +153,9 @@ def reranked_by_autograd(scene: Scene) -> Tensor:
             return tuple(scene.plain(image, text, times, torch.full((len(image),), code, dtype=torch.int8)))
 
     reranker = gf.BayesReranker(scene.flow, scene.gallery)
-    shortlist = (scene.queries @ scene.gallery.T).topk(reranker.shortlist).indices
+    shortlist = (scene.queries @ scene.gallery.T).topk(reranker.flow_items).indices
     items = scene.gallery[shortlist].flatten(0, 1)
-    queries = scene.queries.repeat_interleave(reranker.shortlist, 0)
+    queries = scene.queries.repeat_interleave(reranker.flow_items, 0)
     estimates = density_estimates(Field(), items, queries, (gf.Direction.I2T,), reranker.density, reranker.seed)[0, 0]
     return torch.special.entr(estimates.view(len(scene.queries), -1).softmax(1)).sum(1)
 

@@ -230,8 +230,10 @@ def density(
     "ranked.parquet"
 )
 def rerank(
-    model: ModelFlag,
     out: OutFileFlag,
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a flow or a head. Default: none; cosines and hubs are the evidence.")
+    ] = None,
     queries: QueriesFlag = None,
     gallery: GalleryFlag = None,
     images: SearchedImagesFlag = None,
@@ -259,7 +261,7 @@ def rerank(
     shortlist_by: Annotated[str, typer.Option(help="What chooses the items: cosine or head.")] = "cosine",
     direction: DirectionFlag = "t2i",
     shortlist: Annotated[
-        int | None, typer.Option(help="Items to re-rank per query. Default: 32; without a flow 128 to 512.")
+        int | None, typer.Option(help="Items to re-rank per query. Default: 128 to 512; a flow sees 32 of them.")
     ] = None,
     steps: Annotated[int, typer.Option(help="Solver steps per log-density.")] = 6,
     probes: Annotated[int, typer.Option(help="Probes per log-density.")] = 1,
@@ -292,6 +294,8 @@ def rerank(
         open_queries(
             queries, reranker.query_dim, world, normalize=normalize
         )  # reports bad queries before the calibration starts
+        if model is None and calibration is None and held_out is not None:
+            calibration = out.with_name(f"{out.name}.calibration.json")
         origin = rerank_job.settle_calibration(reranker, model, calibration, held_out, overwrite=overwrite)
         if world.is_main and reranker.calibration is None:
             warn(f"uncalibrated: {reranker.plain_weights}; {origin}. --held-out pairs calibrate")

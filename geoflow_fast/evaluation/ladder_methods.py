@@ -12,8 +12,9 @@ from geoflow_fast.evaluation.methods import Method, Scores, Study
 from geoflow_fast.flow.model import GeoFlow, flow_digest
 from geoflow_fast.head.model import head_digest
 from geoflow_fast.plan import EVALUATIONS
+from geoflow_fast.retrieval.copies import first_numbers
 from geoflow_fast.retrieval.hubs import MOST_ROWS
-from geoflow_fast.retrieval.rerank import SHORTLIST, BayesReranker
+from geoflow_fast.retrieval.rerank import FLOW_ITEMS, BayesReranker
 from geoflow_fast.retrieval.task import RetrievalTask, typical_queries
 
 RERANK_STEPS, CALIBRATION_QUERIES = 6, 1000
@@ -49,6 +50,9 @@ class Ladder(Method):
     def fit(self, task: RetrievalTask) -> None:
         """Calibrates the re-ranker. Its time to fit includes that of the models' training, where it is known."""
         self.task = task
+        number = torch.arange(len(task.items), device="cpu").unsqueeze(0)
+        self.first_copy = first_numbers(task.items.unsqueeze(0), number, number >= 0).squeeze(0)
+        self.copies = torch.bincount(self.first_copy, minlength=len(task.items))
         super().fit(task)
         self.fit_seconds += self.study.head_seconds
 
@@ -61,14 +65,19 @@ class Ladder(Method):
         self.reranker.calibrate(study.val, progress=study.progress)
 
     def score(self, rows: slice, answers: Tensor) -> Scores:  # noqa: ARG002, the re-ranker searches itself
-        """Scores queries by re-ranking. Items outside the shortlist share the probability of "outside" equally."""
+        """Scores queries by re-ranking. Items outside the shortlist share the probability of "outside" equally, and
+        copies that of their item."""
         reranked = self.reranker.rerank(self.task.queries[rows].to(self.device))
-        index, prob = reranked.index.cpu(), reranked.prob.double().cpu()
-        right = self.task.is_right(index, rows).double()
-        count = (self.task.own[rows] >= 0).sum(1)
-        items_outside = max(1, len(self.task.items) - index.shape[1])
+        index, own = reranked.index.cpu(), self.task.own[rows]
+        listed = torch.where(own >= 0, self.first_copy[own.clamp(min=0)], -1).unsqueeze(1)
+        right = ((index.unsqueeze(2) == listed) & (listed >= 0)).sum(2).double()
+        prob = reranked.prob.double().cpu() / self.copies[index.clamp(min=0)].clamp(min=1)
+        count = (own >= 0).sum(1)
+        items_outside = (len(self.task.items) - self.copies[index.clamp(min=0)].where(index >= 0, 0).sum(1)).clamp(
+            min=1
+        )
         log_outside = (reranked.p_outside.double().cpu() / items_outside).log()
-        log_inside = torch.where(right > 0, prob.log(), 0.0).sum(1)
+        log_inside = torch.where(right > 0, right * prob.log(), 0.0).sum(1)
         missed = count - right.sum(1)
         nll = -(log_inside + torch.where(missed > 0, missed * log_outside, 0.0)) / count
         p_answer = reranked.p_answer.double().cpu()
@@ -97,7 +106,7 @@ class FlowReranker(Ladder):
 
     def operations(self, queries: int) -> float:
         """Those of one log-density, which takes three evaluations at a time, for every item of a shortlist."""
-        evaluations = 3.0 * EVALUATIONS["midpoint"] * RERANK_STEPS * SHORTLIST
+        evaluations = 3.0 * EVALUATIONS["midpoint"] * RERANK_STEPS * FLOW_ITEMS
         weights = 0 if self.flow is None else sum(x.numel() for x in self.flow.parameters())
         return 2.0 * weights * evaluations * (queries + min(len(self.study.val), CALIBRATION_QUERIES))
 

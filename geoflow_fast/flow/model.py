@@ -293,8 +293,8 @@ def save_weights(folder: Path, config: GeoFlowConfig, weights: Mapping[str, Tens
 def flow_digest(flow: GeoFlow) -> str:
     """SHA-256 of configuration and weights, on which the results of a job depend. The weights alone would not do: the
     geometry, for one, leaves no trace in them."""
-    tensors = dict(flow.state_dict())
-    if flow.anchor is not None and bool((flow.anchor.shares == 1).all()):
+    tensors, shares = dict(flow.state_dict()), flow.state_dict().get("anchor.shares")
+    if shares is not None and bool((shares == 1).all()):
         del tensors["anchor.shares"]  # digests of such flows are those from before there were shares
     weights = hashing.digest(tensors.values())
     return hashing.fingerprint({"config": flow.config.to_json(), "weights": weights})

@@ -48,7 +48,7 @@ class RerankSummary:
 
 
 def open_reranker(
-    model: Path,
+    model: Path | None,
     gallery: Path,
     direction: str,
     *,
@@ -60,7 +60,8 @@ def open_reranker(
     **settings: Any,
 ) -> BayesReranker:
     """Returns the re-ranker of saved models and a gallery on disk, uncalibrated. `model` holds a flow, beside which a
-    head may stand that `geoflow train` wrote, or a head. `head` names another one, `bank` a file of queries."""
+    head may stand that `geoflow train` wrote, or a head. `head` names another one, `bank` a file of queries. Without
+    models the evidence is the cosine and its correction for hubs."""
     flow, own_head = open_models(model, head)
     typical = None if bank is None else reference_queries(bank, MOST_ROWS, normalize=normalize)
     items = Gallery(gallery, world=world, normalize=normalize)
@@ -68,8 +69,10 @@ def open_reranker(
     return reranker.to(usable_device(device))
 
 
-def open_models(model: Path, head: Path | None) -> tuple[GeoFlow | None, PosteriorHead | None]:
+def open_models(model: Path | None, head: Path | None) -> tuple[GeoFlow | None, PosteriorHead | None]:
     """The flow and the head that the folder of a model holds, or the head of the folder `head`."""
+    if model is None:
+        return None, None if head is None else PosteriorHead.from_pretrained(head)
     if model_kind(model) == HEAD:
         if head is not None:
             raise ValueError(f"{model} holds a head, so --head {head} would be a second one")
@@ -80,17 +83,20 @@ def open_models(model: Path, head: Path | None) -> tuple[GeoFlow | None, Posteri
 
 
 def settle_calibration(
-    reranker: BayesReranker, model: Path, kept: Path | None, held_out: Path | None, *, overwrite: bool = False
+    reranker: BayesReranker, model: Path | None, kept: Path | None, held_out: Path | None, *, overwrite: bool = False
 ) -> str:
     """Gives the re-ranker the calibration in the file `kept` or, without `kept`, the one that belongs to the model, and
-    returns where it comes from, or why there is none, in words.
+    returns where it comes from, or why there is none, in words. One of them is needed.
 
     With a folder of `held_out` pairs, a calibration that does not exist yet is computed by the main rank and written to
     that file. One that was computed from other pairs is a FileExistsError, unless `overwrite` is set.
     """
-    world, file = reranker.gallery.world, reranker.calibration_file(kept or model)
+    where = kept or model
+    if where is None:
+        raise ValueError("without --model, give --held-out pairs to calibrate on, or a --calibration")
+    world, file = reranker.gallery.world, reranker.calibration_file(where)
     if held_out is None:
-        if kept is not None:
+        if kept is not None or model is None:
             reranker.load_calibration(file)
             return f"calibrated by {file}"
         return _calibration_of_model(reranker, model)

@@ -2,18 +2,20 @@
 queries.
 
 The logit of an item is a weighted sum of the features that the ladder of evidence kept, each measured from its level in
-the shortlist, and that of "outside the shortlist" is a constant.
+the shortlist, and that of "outside the shortlist" is a constant. If the flow is asked about the most probable items
+only, there are two tiers: the fit without the flow ranks all items, and a second one, among the items asked about and
+all others together, moves probability between them. Its weights of no effect are those of the first.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,16 +27,23 @@ from geoflow_fast.retrieval.evidence import (
     Rung,
     climb,
     cross_fitted,
+    fit_logistic,
     fit_weights,
     folds_of,
     grouped_mean,
+    joined_tiers,
     kept_features,
+    most_probable,
+    of_others,
+    second_tier,
     with_best_hub,
 )
+from geoflow_fast.retrieval.features import query_feature_names, query_features
+from geoflow_fast.retrieval.no_match import NoMatch, fit_no_match
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.files import contents_of, read_json, write_json
 
-KIND, VERSION = "geoflow rerank calibration", 2
+KIND, VERSION = "geoflow rerank calibration", 3
 LEAST_QUERIES = 50
 """Nothing is fitted with fewer queries whose item reaches the shortlist."""
 CLOSEST = 1e-9
@@ -43,6 +52,8 @@ SURELY = 1e-3
 """How far a stated probability is kept from 0 and 1 when it is judged: a wrong answer called certain would otherwise
 decide alone."""
 GAP_LEVELS = 101
+JUDGED_ITEMS = 32
+"""Items of a shortlist, the most probable ones, on which the relevance of items is fitted."""
 TIE = 1e-6
 """Difference up to which two items are equally near."""
 
@@ -58,10 +69,15 @@ class CheapFit:
     """Quantiles, at evenly spaced levels from 0 to 1, of the difference between the two largest probabilities."""
 
     # unchecked: a reranker calls it with evidence of its own
-    def probabilities(self, evidence: Evidence) -> Tensor:
-        """Probabilities of the shortlisted items and, last, of "outside": float64 [Q, K + 1], rows sum to one."""
+    def logits(self, evidence: Evidence) -> Tensor:
+        """Logits of the shortlisted items and, last, of "outside": float64 [Q, K + 1]."""
         weights = {name: value for name, value in self.weights.items() if name != "outside"}
         return weighted(evidence, weights, self.weights["outside"])
+
+    # unchecked: a reranker calls it with evidence of its own
+    def probabilities(self, evidence: Evidence) -> Tensor:
+        """Probabilities of the shortlisted items and, last, of "outside": float64 [Q, K + 1], rows sum to one."""
+        return self.logits(evidence).softmax(1)
 
 
 @dataclass(frozen=True)
@@ -101,6 +117,14 @@ class Calibration:
     """The fit without the flow, if it is part of the other one."""
     bank: str = ""
     """Digest of the bank of queries that the hub correction was fitted with, if it is part of the evidence."""
+    rest: float | None = None
+    """Weight of the logit, without the flow, of all that the flow was not asked about; None if it is asked about whole
+    shortlists."""
+    relevance: tuple[float, float, float] | None = None
+    """Weights, in the logit that an item is right, of the logit of its probability and of its logarithm against
+    "outside", and a constant, where they are better than the probability times `right_per_query`."""
+    no_match: NoMatch | None = None
+    """What tells queries for which nothing in the gallery is right."""
 
     @property
     def weights(self) -> tuple[float, float, float]:
@@ -126,12 +150,26 @@ class Calibration:
         if self.others or self.platt is not None or self.cheap is not None:
             cheap = None if self.cheap is None else dataclasses.asdict(self.cheap)
             numbers += [self.others, self.hub_scale, self.platt, cheap, self.bank]
-        return numbers
+        return numbers if self.rest is None else [*numbers, self.rest]
 
     # unchecked: a reranker calls it with evidence of its own
     def probabilities(self, evidence: Evidence) -> Tensor:
-        """Probabilities of the shortlisted items and, last, of "outside": float64 [Q, K + 1], rows sum to one."""
-        return weighted(evidence, self.by_feature, self.outside)
+        """Probabilities of the shortlisted items and, last, of "outside": float64 [Q, K + 1], rows sum to one. Those of
+        two tiers need evidence that says which items the flow was asked about."""
+        logits = weighted(evidence, self.by_feature, self.outside)
+        if self.rest is None or self.cheap is None or evidence.asked is None:
+            return logits.softmax(1)
+        cheap = self.cheap.logits(evidence)
+        rest = self.rest * of_others(cheap, evidence.asked) + self.outside
+        return joined_tiers(logits[:, :-1], evidence.asked, rest, cheap).exp()
+
+    # unchecked: a reranker calls it with probabilities of its own
+    def item_relevance(self, prob: Tensor) -> Tensor:
+        """The probability [Q, K] that each item is right, given the probabilities `prob` [Q, K + 1] of choices."""
+        if self.relevance is None:
+            return (prob[:, :-1] * self.right_per_query).clamp(max=1.0)
+        *weights, constant = self.relevance
+        return torch.sigmoid(_item_logits(prob) @ prob.new_tensor(weights) + constant).where(prob[:, :-1] > 0, 0.0)
 
     def save(self, path: Path) -> None:
         """Writes the calibration to the JSON file `path`, atomically."""
@@ -146,11 +184,10 @@ class Calibration:
         if not isinstance(stored, dict) or stored.pop("kind", None) != KIND:
             raise ValueError(f"{path} is not a calibration")
         version = stored.pop("version", None)
-        if version not in (1, VERSION):
-            raise ValueError(f"{path} is not a calibration of version 1 or {VERSION}")
-        every = dataclasses.fields(cls)
-        added = {entry.name for entry in every if version == 1 and entry.name in FIELDS_OF_VERSION_2}
-        names = {entry.name for entry in every} - added
+        if version not in range(1, VERSION + 1):
+            raise ValueError(f"{path} is not a calibration of version 1 to {VERSION}")
+        added = {name for since, fields in ADDED_FIELDS.items() if version < since for name in fields}
+        names = {entry.name for entry in dataclasses.fields(cls)} - added
         if set(stored) != names:
             raise ValueError(f"{path} is damaged: its fields differ in {sorted(set(stored) ^ names)}")
         if not isinstance(made_for, dict):
@@ -159,7 +196,9 @@ class Calibration:
             facts = {**stored["made_for"]}
             calibration = cls(**_rebuilt(stored))
             numbers = [*calibration.weights, calibration.right_per_query, *calibration.others.values()]
-            numbers += [*(calibration.platt or ()), calibration.hub_scale]
+            numbers += [*(calibration.platt or ()), calibration.hub_scale, *(calibration.relevance or ())]
+            numbers += [] if calibration.rest is None else [calibration.rest]
+            numbers += [] if calibration.no_match is None else [*calibration.no_match.weights.values()]
             if calibration.cheap is not None:
                 cheap = calibration.cheap
                 numbers += [*cheap.weights.values(), *(cheap.platt or ()), *cheap.gaps]
@@ -170,7 +209,11 @@ class Calibration:
         return calibration
 
 
-FIELDS_OF_VERSION_2 = ("others", "hub_scale", "platt", "rungs", "cheap", "bank")
+ADDED_FIELDS = {
+    2: ("others", "hub_scale", "platt", "rungs", "cheap", "bank"),
+    3: ("rest", "relevance", "no_match"),
+}
+"""Fields that files of versions before these do not have."""
 
 
 def _rebuilt(stored: dict[str, Any]) -> dict[str, Any]:
@@ -192,7 +235,29 @@ def _rebuilt(stored: dict[str, Any]) -> dict[str, Any]:
             cheap = CheapFit({**cheap["weights"]}, _two_numbers(cheap["platt"]), tuple(cheap["gaps"]))
         platt = _two_numbers(stored["platt"])
         arguments |= {"others": {**stored["others"]}, "platt": platt, "rungs": rungs, "cheap": cheap}
+    if stored.get("relevance") is not None:
+        logit, against, constant = stored["relevance"]
+        arguments["relevance"] = logit, against, constant
+    if stored.get("no_match") is not None:
+        arguments["no_match"] = told = NoMatch(**stored["no_match"])
+        known_names = {*query_feature_names(FEATURES), "constant"}
+        if not {"constant"} <= set(told.weights) <= known_names:
+            raise ValueError(f"no_match has the features {sorted(told.weights)}")
     return arguments
+
+
+def stored_lengths(path: Path) -> tuple[int, int] | None:
+    """How long the shortlists are that a stored calibration was made for, and about how many of their items the flow is
+    asked; None if that cannot be read."""
+    stored = read_json(path, "a calibration")
+    made_for = stored.get("made_for") if isinstance(stored, dict) else None
+    if not isinstance(made_for, dict):
+        return None
+    length = made_for.get("shortlist")
+    asked = made_for.get("flow_items", length)
+    if not (isinstance(length, int) and isinstance(asked, int) and min(length, asked) > 0):
+        return None
+    return length, asked
 
 
 def _two_numbers(values: Sequence[float] | None) -> tuple[float, float] | None:
@@ -209,11 +274,11 @@ def changed_facts(made_for: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def weighted(evidence: Evidence, weights: Mapping[str, float], outside: float) -> Tensor:
-    """Probabilities [Q, K + 1] of the shortlisted items and, last, of "outside", with these weights of features."""
+    """Logits [Q, K + 1] of the shortlisted items and, last, of "outside", with these weights of features."""
     names = list(weights)
     inside = evidence.design(names)[:, :-1, : len(names)] @ evidence.nearness.new_tensor([*weights.values()])
     inside = inside.masked_fill(~evidence.valid, -math.inf)
-    return torch.cat((inside, inside.new_full((len(inside), 1), outside)), dim=1).softmax(1)
+    return torch.nn.functional.pad(inside, (0, 1), value=outside)
 
 
 def probability_right(prob: Tensor, right_per_query: float, platt: tuple[float, float] | None) -> Tensor:
@@ -245,6 +310,25 @@ class KnownQueries:
     """[Q], number of the query's image: queries of one image are left out of a fold's fit together."""
     fold: Tensor
     """[Q], from `folds_of`."""
+    absent: Tensor | None = None
+    """[Q, K] bool, the shortlist in a gallery without the query's own items."""
+    asked_without: Tensor | None = None
+    """[Q, K] bool, about which of these the flow was asked; None if about all."""
+
+    @property
+    def any_variant(self) -> Tensor:
+        """[Q, K] bool, the items of a shortlist with the own items or without them."""
+        return self.evidence.valid if self.absent is None else self.evidence.valid | self.absent
+
+    def with_flow(self, log_density: Tensor, asked: Tensor | None, asked_without: Tensor | None = None) -> KnownQueries:
+        """The same with the flow's evidence [Q, K] about the items that it was asked about, or about all."""
+
+        def added(evidence: Evidence) -> Evidence:
+            return dataclasses.replace(evidence, features={**evidence.features, "flow": log_density}, asked=asked)
+
+        evidence = added(self.evidence)
+        evidence = dataclasses.replace(evidence, by_fold=tuple(added(each) for each in self.evidence.by_fold))
+        return dataclasses.replace(self, evidence=evidence, asked_without=asked_without)
 
     @property
     def target(self) -> Tensor:
@@ -254,6 +338,16 @@ class KnownQueries:
         return torch.cat((share, 1 - share.sum(1, keepdim=True)), dim=1)
 
 
+class FlowAsked(NamedTuple):
+    """How the flow is asked while calibrating."""
+
+    items: int
+    """About how many items of a shortlist, the most probable ones without it; at least its length asks about all."""
+    log_densities: Callable[[Tensor], Tensor]
+    """log p(query | item) [Q, K] of the items that are asked about [Q, K], zero elsewhere."""
+
+
+# unchecked: calibrate calls it with evidence of its own
 def fit_calibration(
     evidence: Evidence,
     right: Tensor,
@@ -264,11 +358,14 @@ def fit_calibration(
     *,
     hubs: Mapping[float, Tensor] | None = None,
     costs: Mapping[str, float] | None = None,
+    absent: Tensor | None = None,
+    flow: FlowAsked | None = None,
 ) -> Calibration:
     """Chooses the rungs of evidence and fits their weights to queries whose right items are known.
 
-    The arguments are those of `KnownQueries`; `seed` assigns groups to folds. `hubs`: the feature "hub" [Q, K] for each
-    of the scales to choose from. `costs`: seconds a query by rung.
+    The first arguments are those of `KnownQueries`; `seed` assigns groups to folds. `hubs`: the feature "hub" [Q, K]
+    for each of the scales to choose from. `costs`: seconds a query by rung. `absent`: which items [Q, K] make the
+    shortlist of a gallery without the query's own items. `flow`: the last rung, unless the evidence has it already.
     """
     reached = int(right.any(1).sum())
     if reached < LEAST_QUERIES:
@@ -279,55 +376,165 @@ def fit_calibration(
     right_count, group = right_count.to(right.device), group.to(right.device)
     if bool((group == group[0]).all()):
         raise ValueError("all held-out queries are of one image; a calibration needs several")
-    known, hub_scale = KnownQueries(evidence, right, right_count, group, folds_of(group, seed)), 0.0
+    known = KnownQueries(evidence, right, right_count, group, folds_of(group, seed), absent)
+    hub_scale = 0.0
     if hubs:
         hub_scale, evidence = with_best_hub(evidence, hubs, known.target, known.fold)
         known = dataclasses.replace(known, evidence=evidence)
-    rungs = climb(evidence, known.target, group, known.fold, costs or {})
+    is_whole = flow is not None and flow.items >= int(evidence.valid.sum(1).max())
+    if flow is not None and is_whole:
+        known = known.with_flow(flow.log_densities(known.any_variant), None)
+    rungs = climb(known.evidence, known.target, group, known.fold, costs or {})
     names = kept_features(rungs)
-    weights, stderr, loss, prob = _fit(known, names)
+    fitted, cheap_fit = _fit(known, names), None
+    if flow is not None and not is_whole:
+        cheap_fit = fitted
+        asked = most_probable(fitted.logits[:, :-1], evidence.valid, flow.items)
+        known = known.with_flow(*_ask(known, fitted, asked, flow))
+        second = _fit_second(known, names, fitted)
+        gain, stderr = grouped_mean(fitted.loss - second.loss, group)
+        rungs.append(Rung("flow", gain, stderr, (costs or {}).get("flow", 0.0), gain > stderr))
+        if gain > stderr:
+            names, fitted = [*names, "flow"], second
+    elif "flow" in names and len(names) > 1:
+        cheap_fit = _fit(known, [name for name in names if name != "flow"])
     per_query = float(right_count.double().mean())
-    cheap = _fit_without_flow(known, names, per_query) if "flow" in names and len(names) > 1 else None
-    return Calibration(
+    weights, stderrs = fitted.weights, fitted.stderr
+    calibration = Calibration(
         alpha=weights.get("flow", 0.0),
         beta=weights.get("cosine", 0.0),
         outside=weights["outside"],
-        stderr=(stderr.get("flow", 0.0), stderr.get("cosine", 0.0), stderr["outside"]),
-        nll=float(loss.mean()),
-        nll_stderr=float(loss.std() / math.sqrt(len(loss))),
+        stderr=(stderrs.get("flow", 0.0), stderrs.get("cosine", 0.0), stderrs["outside"]),
+        nll=float(fitted.loss.mean()),
+        nll_stderr=float(fitted.loss.std() / math.sqrt(len(fitted.loss))),
         queries=len(right),
         reached=reached,
         right_per_query=per_query,
         made_for=made_for,
         others={name: weights[name] for name in names if name not in ("flow", "cosine")},
         hub_scale=hub_scale if "hub" in names else 0.0,
-        platt=fit_platt(known, prob, per_query),
+        platt=fit_platt(known, fitted.prob, per_query),
         rungs=tuple(rungs),
-        cheap=cheap,
+        cheap=_as_cheap(known, cheap_fit, per_query) if "flow" in names and cheap_fit is not None else None,
+        rest=weights.get("rest"),
+        relevance=_fit_relevance(known, fitted.prob, per_query),
     )
+    return dataclasses.replace(calibration, no_match=_fit_no_match(known, calibration))
 
 
-def _fit(known: KnownQueries, names: Sequence[str]) -> tuple[dict[str, float], dict[str, float], Tensor, Tensor]:
-    """Weights and their standard errors, a jackknife over folds, by feature; and each query's loss [Q] and
-    probabilities [Q, K + 1] under a fit without its fold."""
+class Fit(NamedTuple):
+    """Weights of features, and what they say about the queries that they were fitted to."""
+
+    weights: dict[str, float]
+    """By feature, and "outside"."""
+    stderr: dict[str, float]
+    """Standard errors, a jackknife over folds."""
+    loss: Tensor
+    """[Q], under a fit without the query's fold."""
+    logits: Tensor
+    """[Q, K + 1], under that fit."""
+
+    @property
+    def prob(self) -> Tensor:
+        """[Q, K + 1], probabilities of the choices under that fit."""
+        return self.logits.softmax(1)
+
+
+def _fit(known: KnownQueries, names: Sequence[str]) -> Fit:
+    """The fit of these features to whole shortlists."""
     evidence, every = known.evidence, [*names, "outside"]
     design, answers = evidence.design(names), (evidence.possible(), known.target)
     weights = fit_weights(design, *answers)
     crossed = cross_fitted(evidence.designs(names), *answers, known.fold)
     # Weights beside hub corrections of different scales do not compare.
     by_fold = cross_fitted(repeat(design), *answers, known.fold).weights if evidence.by_fold else crossed.weights
+    return Fit(dict(zip(every, weights.tolist())), _jackknife(every, by_fold), crossed.loss, crossed.logits)
+
+
+def _jackknife(names: Sequence[str], by_fold: Tensor) -> dict[str, float]:
+    """Standard errors of weights, from fits [folds, F] that each leave out one fold."""
     deviation = by_fold - by_fold.mean(0)
     stderr = (deviation.square().sum(0) * (len(by_fold) - 1) / len(by_fold)).sqrt()
-    return dict(zip(every, weights.tolist())), dict(zip(every, stderr.tolist())), crossed.loss, crossed.prob
+    return dict(zip(names, stderr.tolist()))
 
 
-def _fit_without_flow(known: KnownQueries, names: Sequence[str], per_query: float) -> CheapFit:
-    """The fit of what remains where the flow is not asked."""
-    weights, _, _, prob = _fit(known, [name for name in names if name != "flow"])
-    levels = torch.linspace(0, 1, GAP_LEVELS, dtype=torch.float64, device=prob.device)
-    return CheapFit(
-        weights, fit_platt(known, prob, per_query), tuple(torch.quantile(close_call(prob), levels).tolist())
-    )
+def _ask(known: KnownQueries, cheap: Fit, asked: Tensor, flow: FlowAsked) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The flow's log-densities of the items `asked` about and of those to ask about in galleries without the queries'
+    own items; the two sets of items [Q, K]."""
+    if known.absent is None:
+        return flow.log_densities(asked), asked, None
+    without = dataclasses.replace(known.evidence, valid=known.absent)
+    fitted = CheapFit(cheap.weights, None, ())
+    asked_without = most_probable(fitted.logits(without)[:, :-1], known.absent, flow.items)
+    return flow.log_densities(asked | asked_without), asked, asked_without
+
+
+def _fit_second(known: KnownQueries, names: Sequence[str], cheap: Fit) -> Fit:
+    """The fit of these features and the flow among the items that it was asked about and all others together."""
+    evidence, every = known.evidence, [*names, "flow", "rest", "outside"]
+    assert evidence.asked is not None
+    rest = of_others(cheap.logits, evidence.asked)
+    folds = evidence.by_fold or (evidence,) * (int(known.fold.max()) + 1)
+    design, possible, column = second_tier(evidence, every[:-2], rest)
+    right = known.target.gather(1, column) * possible[:, :-1]
+    target = torch.cat((right, 1 - right.sum(1, keepdim=True)), dim=1)
+    designs = repeat(design) if not evidence.by_fold else [second_tier(each, every[:-2], rest)[0] for each in folds]
+    crossed = cross_fitted(designs, possible, target, known.fold)
+    weights = fit_weights(design, possible, target)
+    inside = torch.full_like(evidence.nearness, -math.inf).scatter(1, column, crossed.logits[:, :-1])
+    log_prob = joined_tiers(inside, evidence.asked, crossed.logits[:, -1], cheap.logits)
+    loss = -(log_prob.masked_fill(known.target == 0, 0.0) * known.target).sum(1)
+    return Fit(dict(zip(every, weights.tolist())), _jackknife(every, crossed.weights), loss, log_prob)
+
+
+def _as_cheap(known: KnownQueries, cheap: Fit, per_query: float) -> CheapFit:
+    """What is used where the flow is not asked."""
+    levels = torch.linspace(0, 1, GAP_LEVELS, dtype=torch.float64, device=cheap.logits.device)
+    gaps = tuple(torch.quantile(close_call(cheap.prob), levels).tolist())
+    return CheapFit(cheap.weights, fit_platt(known, cheap.prob, per_query), gaps)
+
+
+def _fit_no_match(known: KnownQueries, calibration: Calibration) -> NoMatch | None:
+    """What tells searches with the own items from those without, by what the evidence says in both."""
+    if known.absent is None:
+        return None
+    sides = []
+    names = [*calibration.cheap_features, *(["flow"] if calibration.alpha else [])]
+    for valid, asked in ((known.evidence.valid, known.evidence.asked), (known.absent, known.asked_without)):
+        features = {name: known.evidence.features[name] for name in names}
+        evidence = Evidence(features, known.evidence.nearness, valid, asked)
+        nearest = evidence.nearness.masked_fill(~valid, -math.inf).argmax(1)
+        sides.append(query_features(evidence, calibration.probabilities(evidence), nearest))
+    present, absent = sides
+    return fit_no_match(present, absent, known.group, known.fold)
+
+
+def _item_logits(prob: Tensor) -> Tensor:
+    """For each item the logit of its probability, and the logarithm of it against "outside": [Q, K, 2], given the
+    probabilities `prob` [Q, K + 1] of choices."""
+    inside, outside = prob[:, :-1].clamp(CLOSEST, 1 - CLOSEST), prob[:, -1:].clamp(min=CLOSEST)
+    return torch.stack((torch.logit(inside), (inside / outside).log()), dim=2)
+
+
+def _fit_relevance(known: KnownQueries, prob: Tensor, per_query: float) -> tuple[float, float, float] | None:
+    """Weights of the relevance of items, fitted to whether the most probable ones are right, given probabilities that
+    were fitted without each query. None unless they lower the cross-fitted loss by more than the standard error."""
+    best = prob[:, :-1].topk(min(JUDGED_ITEMS, prob.shape[1] - 1), dim=1).indices
+    there = known.evidence.valid.gather(1, best)
+    query = torch.arange(len(best), device=best.device).unsqueeze(1).expand_as(best)[there]
+    features = _item_logits(prob).take_along_dim(best.unsqueeze(2), dim=1)[there]
+    is_right = known.right.gather(1, best)[there].double()
+    stated = prob.gather(1, best)[there] * per_query
+    weights, loss = fit_logistic(features, is_right, known.fold[query])
+    gain, stderr = grouped_mean(_binary_loss(stated, is_right) - loss, known.group[query])
+    logit, against, constant = weights.tolist()
+    return (logit, against, constant) if gain > stderr and logit + against > 0 else None
+
+
+def _binary_loss(stated: Tensor, is_right: Tensor) -> Tensor:
+    """-log of the probability of what is right, if its probability is `stated`."""
+    stated = stated.clamp(SURELY, 1 - SURELY)
+    return -(is_right * stated.log() + (1 - is_right) * (1 - stated).log())
 
 
 def close_call(prob: Tensor) -> Tensor:
@@ -346,13 +553,8 @@ def fit_platt(known: KnownQueries, prob: Tensor, per_query: float) -> tuple[floa
     tied = torch.isclose(nearness, nearness.amax(1, keepdim=True), rtol=TIE, atol=TIE).double()
     tied /= tied.sum(1, keepdim=True)
     is_right, meant = (known.right * tied).sum(1), (prob[:, :-1] * tied).sum(1)
-    logit = torch.stack((torch.logit(meant.clamp(CLOSEST, 1 - CLOSEST)), torch.ones_like(meant)), dim=1)
-    design = torch.stack((logit, torch.zeros_like(logit)), dim=1)  # the choices are "right" and "wrong"
-    target = torch.stack((is_right, 1 - is_right), dim=1)
-    data = design, torch.ones_like(target, dtype=torch.bool), target
-    stated = probability_right(meant, per_query, None).clamp(SURELY, 1 - SURELY)
-    plain = -(is_right * stated.log() + (1 - is_right) * (1 - stated).log())
-    crossed = cross_fitted(repeat(design), *data[1:], known.fold)
-    gain, stderr = grouped_mean(plain - crossed.loss, known.group)
-    slope, shift = fit_weights(*data).tolist()
+    plain = _binary_loss(probability_right(meant, per_query, None), is_right)
+    weights, loss = fit_logistic(torch.logit(meant.clamp(CLOSEST, 1 - CLOSEST)).unsqueeze(1), is_right, known.fold)
+    gain, stderr = grouped_mean(plain - loss, known.group)
+    slope, shift = weights.tolist()
     return (slope, shift) if gain > stderr and slope > 0 else None

@@ -116,6 +116,47 @@ class Rung:
     kept: bool
 
 
+# unchecked: the re-ranker calls it with evidence of its own
+def most_probable(logits: Tensor, valid: Tensor, count: int) -> Tensor:
+    """The `count` items of each query with the largest logits [Q, K], of those that are valid: [Q, K] bool."""
+    best = logits.masked_fill(~valid, -math.inf).topk(min(count, logits.shape[1]), dim=1).indices
+    return torch.zeros_like(valid).scatter_(1, best, True) & valid
+
+
+# unchecked: fit_calibration calls it with evidence that it has checked
+def second_tier(evidence: Evidence, names: Sequence[str], rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Among the items that the flow was asked about and, last, all other choices together: the design [Q, A + 1, F + 2]
+    of the features `names`, which choices are possible [Q, A + 1], and the columns [Q, A] of the items.
+
+    The last two weights are those of `rest` [Q], the logit of all other choices without the flow, and a constant.
+    """
+    assert evidence.asked is not None
+    most = int(evidence.asked.sum(1).max())
+    column = evidence.asked.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
+    items = evidence.design(names)[:, :-1].take_along_dim(column.unsqueeze(2), dim=1)
+    items = torch.cat((items, torch.zeros_like(items[..., :1])), dim=2)
+    others = torch.zeros_like(items[:, :1])
+    others[:, 0, -2], others[:, 0, -1] = rest, 1.0
+    possible = torch.nn.functional.pad(evidence.asked.gather(1, column), (0, 1), value=True)
+    return torch.cat((items, others), dim=1), possible, column
+
+
+# unchecked: the re-ranker calls it with evidence of its own
+def joined_tiers(inside: Tensor, asked: Tensor, rest: Tensor, cheap: Tensor) -> Tensor:
+    """Log-probabilities [Q, K + 1] of all choices: the logits `inside` [Q, K] of the items that were `asked` [Q, K]
+    about and the logit `rest` [Q] of all other choices, which share its probability as their `cheap` logits [Q, K + 1]
+    say."""
+    others = cheap.masked_fill(torch.nn.functional.pad(asked, (0, 1)), -math.inf).log_softmax(1)
+    every = torch.nn.functional.pad(inside.masked_fill(~asked, -math.inf), (0, 1), value=-math.inf)
+    return torch.maximum(every, others + rest.unsqueeze(1)).log_softmax(1)
+
+
+def of_others(cheap: Tensor, asked: Tensor) -> Tensor:
+    """The logit [Q] of all choices together, given their logits `cheap` [Q, K + 1], but for the items `asked` [Q, K]
+    about."""
+    return cheap.masked_fill(torch.nn.functional.pad(asked, (0, 1)), -math.inf).logsumexp(1)
+
+
 # unchecked: fit_calibration calls it with evidence that it has checked
 def climb(evidence: Evidence, target: Tensor, group: Tensor, fold: Tensor, costs: Mapping[str, float]) -> list[Rung]:
     """Tries the rungs that the evidence has, cheapest first, and keeps those whose gain exceeds its standard error.
@@ -186,23 +227,23 @@ class CrossFit(NamedTuple):
     """[folds, F]."""
     loss: Tensor
     """[Q], under the fit without the query's fold."""
-    prob: Tensor
-    """[Q, C], probabilities of the choices under that fit."""
+    logits: Tensor
+    """[Q, C], logits of the choices under that fit, minus infinity where one is not possible."""
 
 
 def cross_fitted(designs: Iterable[Tensor], possible: Tensor, target: Tensor, fold: Tensor) -> CrossFit:
     """Leaves out one fold after the other. The arguments are those of `fit_weights`, but with a design for each of the
     folds that is left out, and the `fold` [Q] of each query."""
-    weights, prob = [], torch.empty_like(target)
+    weights, logits = [], torch.empty_like(target)
     loss = torch.empty(len(target), dtype=torch.float64, device=target.device)
     for number, design in zip(range(int(fold.max()) + 1), designs):
         left_out = fold == number
         fitted = fit_weights(design[~left_out], possible[~left_out], target[~left_out])
         data = design[left_out], possible[left_out]
         loss[left_out] = losses(*data, target[left_out], fitted)
-        prob[left_out] = _logits(*data, fitted).softmax(1)
+        logits[left_out] = _logits(*data, fitted)
         weights.append(fitted)
-    return CrossFit(torch.stack(weights), loss, prob)
+    return CrossFit(torch.stack(weights), loss, logits)
 
 
 def fit_weights(design: Tensor, possible: Tensor, target: Tensor, *, max_steps: int = 100) -> Tensor:
@@ -234,6 +275,18 @@ def fit_weights(design: Tensor, possible: Tensor, target: Tensor, *, max_steps: 
             size /= 2
         weights, loss = weights - size * step, after
     raise ValueError(f"the calibration did not converge in {max_steps} steps; are densities or cosines extreme?")
+
+
+def fit_logistic(features: Tensor, target: Tensor, fold: Tensor) -> tuple[Tensor, Tensor]:
+    """Logistic regression of `target` [n], between 0 and 1, on `features` [n, F]: the weights [F + 1], the constant
+    last, and the loss [n] of each row under a fit without its `fold` [n]."""
+    centre = features.mean(0)
+    one = torch.cat((features - centre, torch.ones_like(features[:, :1])), dim=1)
+    design = torch.stack((one, torch.zeros_like(one)), dim=1)  # the choices are "yes" and "no"
+    answers = torch.ones(len(one), 2, dtype=torch.bool, device=one.device), torch.stack((target, 1 - target), dim=1)
+    weights = fit_weights(design, *answers)
+    weights[-1] -= weights[:-1] @ centre
+    return weights, cross_fitted(itertools.repeat(design), *answers, fold).loss
 
 
 def losses(design: Tensor, possible: Tensor, target: Tensor, weights: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ def query_feature_names(evidence: Sequence[str]) -> tuple[str, ...]:
 # unchecked: the re-ranker calls it with evidence and probabilities of its own
 def query_features(evidence: Evidence, prob: Tensor, answer: Tensor) -> dict[str, Tensor]:
     """Numbers [Q] by name, finite float64, given the probabilities `prob` [Q, K + 1] of the items and, last, of
-    "outside", and the place `answer` [Q] of plain search's answer.
+    "outside", and the position `answer` [Q] of plain search's answer.
 
     "answer" is the logit of the answer's probability; "inside" that of all items together, and "best" that of the most
     probable one against "outside"; "margin" is the lead of the most probable item over the next, in nats; "entropy" is
@@ -38,9 +38,9 @@ def query_features(evidence: Evidence, prob: Tensor, answer: Tensor) -> dict[str
     logit, inside = (torch.logit(x.clamp(LEAST, 1 - LEAST)) for x in (of_answer, 1 - prob[:, -1]))
     entropy = torch.special.entr(prob).sum(1)
     numbers = dict(zip(OF_LISTS, (logit, inside, first - log_prob[:, -1], first - second, entropy)))
-    place = ranked.indices[:, :1].clamp(max=prob.shape[1] - 2)
+    top = ranked.indices[:, :1].clamp(max=prob.shape[1] - 2)
     design = evidence.design([*evidence.features])
     for number, (name, level) in enumerate(evidence.levels([*evidence.features]).items()):
-        numbers[name] = design[:, :-1, number].gather(1, place).squeeze(1)
+        numbers[name] = design[:, :-1, number].gather(1, top).squeeze(1)
         numbers[f"{name} level"] = level.squeeze(1)
     return numbers

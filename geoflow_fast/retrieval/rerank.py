@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.data.qrels import Qrels
 from geoflow_fast.data.rows import Array
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow
@@ -34,17 +35,20 @@ from geoflow_fast.retrieval.calibration import (
     UNCALIBRATED_COSINE,
     UNCALIBRATED_HEAD,
     Calibration,
+    FlowAsked,
     changed_facts,
     close_call,
     fit_calibration,
     probability_right,
+    stored_lengths,
 )
+from geoflow_fast.retrieval.copies import first_numbers
 from geoflow_fast.retrieval.entropy import risk_lower_bound
-from geoflow_fast.retrieval.evidence import Evidence, Rung, cosines
+from geoflow_fast.retrieval.evidence import Evidence, Rung, cosines, most_probable
 from geoflow_fast.retrieval.features import query_feature_names, query_features
 from geoflow_fast.retrieval.freshness import ModelDigest, flow_marks
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource, Store
-from geoflow_fast.retrieval.held_out import HeldOut
+from geoflow_fast.retrieval.held_out import HeldOut, KnownItems
 from geoflow_fast.retrieval.hubs import MOST_ROWS, Hubs
 from geoflow_fast.retrieval.marginals import FORMAT, Remembered
 from geoflow_fast.retrieval.sources import HeadSource
@@ -57,10 +61,12 @@ from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 
 PAIRS_AT_ONCE = 2048
 """(query, item) pairs whose embeddings are gathered at a time."""
-SHORTLIST, CHEAP_SHORTLIST, WHOLE_SHORTLIST = 32, 128, 512
-"""Items of a shortlist with a flow, for which each is a reverse solve; without one, in a large gallery and in one of at
-most `SMALL_GALLERY` items: the right item is among more of them more often."""
+SHORTLIST, WHOLE_SHORTLIST, FLOW_ITEMS = 128, 512, 32
+"""Items of a shortlist in a large gallery and in one of at most `SMALL_GALLERY` items, and about how many of them the
+flow is asked, for which each is a reverse solve."""
 SMALL_GALLERY = 20_000
+MORE_HITS, LEAST_DISTINCT = 3, 0.9
+"""How often twice as many hits are fetched where less than this share of a shortlist would be different items."""
 BANK_KIND = "bank of queries"
 HUB_FEATURES = {"hub", "head_hub"}
 
@@ -76,9 +82,10 @@ class Reranked(Summarised):
 
     index: Tensor
     """[Q, K] int64, numbers of gallery rows, most probable first and equally probable ones by their number; -1 where a
-    shortlist has fewer than K items."""
+    shortlist has fewer than K items. Copies of an item are left out: it stands for all of them."""
     prob: Tensor
-    """[Q, K], the probability that each item is the one meant; a row sums to one together with `p_outside`."""
+    """[Q, K], the probability that each item, or a copy of it, is the one meant; a row sums to one together with
+    `p_outside` and `p_no_match`."""
     answer: Tensor
     """[Q] int64, the item with the largest cosine, which plain search returns; with shortlists of a head the item with
     its largest score. Of tied ones it is that with the lowest number, in whatever order candidates come."""
@@ -86,7 +93,7 @@ class Reranked(Summarised):
     """[Q], the probability that `answer` is right: its `prob` times the mean number of right items of a query, after
     the Platt scaling that held-out queries asked for."""
     p_outside: Tensor
-    """[Q], the probability that the right item is not in the shortlist; 0 if uncalibrated."""
+    """[Q], the probability that the right item is in the gallery, but not in the shortlist; 0 if uncalibrated."""
     entropy: Tensor
     """[Q], entropy in nats over the items and "outside"."""
     risk_lower_bound: Tensor
@@ -98,6 +105,12 @@ class Reranked(Summarised):
     features: Tensor
     """[Q, f] float64, what the evidence says about a query as a whole: how sure the answer is, how far ahead the most
     probable item is, the level of each kind of evidence. The columns are `feature_names` of the re-ranker."""
+    relevance: Tensor
+    """[Q, K], the probability that each item is right. Where several are, as the captions of an image, it may be large
+    for each of them, while `prob` divides one among them."""
+    p_no_match: Tensor
+    """[Q], the probability that nothing in the gallery is right, at the `no_match_share` of the call; 0 if that is 0.
+    The other probabilities are smaller by as much."""
 
 
 class BayesReranker(nn.Module):
@@ -106,8 +119,9 @@ class BayesReranker(nn.Module):
     `direction="t2i"`: queries are texts and the gallery holds images; "i2t": the other way round. A shortlist contains
     the `shortlist` items with the largest cosine or, with `shortlist_by="head"`, with the
     largest score of the `head`; they are found by a search of the gallery or of its store, or passed in
-    (`reranker(queries, candidates)`). By default there are 32 with a flow and without one 128, or 512 in a gallery of
-    up to 20,000 items.
+    (`reranker(queries, candidates)`). Items whose embeddings are the same up to rounding count as one, that with the
+    lowest number. By default there are 128 items, or 512 in a gallery of up to 20,000, and the flow is asked about the
+    32 that are most probable without it; `shortlist=(K, A)` asks it about A of K, and `shortlist=K` about all.
 
     `flow`, `head`: the models, each of which may be None. log p(query | item) is estimated under the flow in `n_steps`
     steps of `solver` with `n_probes` probes. All pairs share the probes, which depend on `seed` alone: results do not
@@ -129,7 +143,7 @@ class BayesReranker(nn.Module):
         flow: GeoFlow | None,
         gallery: GallerySource | Gallery,
         direction: str = "t2i",
-        shortlist: int | None = None,
+        shortlist: int | tuple[int, int] | None = None,
         n_steps: int = 6,
         solver: str = "midpoint",
         n_probes: int = 1,
@@ -147,8 +161,7 @@ class BayesReranker(nn.Module):
             raise TypeError(f"BayesReranker() got an unexpected keyword argument {next(iter(deprecated))!r}")
         self.direction = Direction.of(direction, conditional=True)
         self.seed = checks.integer(seed, "seed")
-        if shortlist is not None:
-            checks.integer(shortlist, "shortlist", 1)
+        lengths = _checked_lengths(shortlist)
         checks.one_of(shortlist_by, "shortlist_by", SHORTLISTS)
         if shortlist_by == "head" and head is None:
             raise ValueError('shortlist_by="head" needs head=')
@@ -168,10 +181,8 @@ class BayesReranker(nn.Module):
         self.flow, self.head, self.budget, self.shortlist_by = flow, head, budget, shortlist_by
         self.register_buffer("anchor", torch.empty(0, dtype=torch.float32, device="cpu"), persistent=False)
         self.query_dim = self._checked_widths()
-        if shortlist is None:
-            cheap = WHOLE_SHORTLIST if len(self.gallery) <= SMALL_GALLERY else CHEAP_SHORTLIST
-            shortlist = cheap if flow is None else SHORTLIST
-        self.shortlist = min(int(shortlist), len(self.gallery))
+        self.lengths_are_given = lengths is not None
+        self._use_lengths(lengths or self._default_lengths)
         self.density = DensitySettings(n_steps, n_probes, solver, shared=True)
         self.source = None if head is None else HeadSource(head, self.direction)
         self.bank: Tensor | None = None
@@ -203,6 +214,13 @@ class BayesReranker(nn.Module):
                 item_dim = self.direction.items(*own)
                 raise ValueError(f"gallery has width {self.gallery.dim}, but the {name} expects {item_dim}")
         return self.direction.queries(*expected)
+
+    @property
+    def _default_lengths(self) -> tuple[int, int]:
+        return (WHOLE_SHORTLIST if len(self.gallery) <= SMALL_GALLERY else SHORTLIST), FLOW_ITEMS
+
+    def _use_lengths(self, lengths: tuple[int, int]) -> None:
+        self.shortlist, self.flow_items = (min(length, len(self.gallery)) for length in lengths)
 
     def _checked_bank(self, bank: Tensor | Array) -> Tensor:
         rows = checks.rows(bank, "bank", self.query_dim, self.example, "R")
@@ -266,6 +284,8 @@ class BayesReranker(nn.Module):
         """Everything a posterior depends on besides models, gallery, calibration and query."""
         density = self.density.facts()
         facts = {"direction": str(self.direction), "shortlist": self.shortlist, **density, "seed": self.seed}
+        if self.flow is not None and self.flow_items < self.shortlist:
+            facts["flow_items"] = self.flow_items
         if self.shortlist_by != "cosine":
             facts["shortlist_by"] = self.shortlist_by
         return facts if self.budget is None else {**facts, "budget": self.budget}
@@ -282,25 +302,35 @@ class BayesReranker(nn.Module):
 
     if TYPE_CHECKING:  # a module's call has no types of its own
 
-        def __call__(self, queries: Tensor | Array, candidates: Candidates | None = None) -> Reranked: ...
+        def __call__(
+            self, queries: Tensor | Array, candidates: Candidates | None = None, *, no_match_share: float = 0.0
+        ) -> Reranked: ...
 
-    def forward(self, queries: Tensor | Array, candidates: Candidates | None = None) -> Reranked:
+    def forward(
+        self, queries: Tensor | Array, candidates: Candidates | None = None, *, no_match_share: float = 0.0
+    ) -> Reranked:
         """Posterior of each of the `queries` [Q, d], unit rows, over its shortlist or over `candidates` [Q, K]: numbers
         of gallery rows, padded with -1. Queries are a tensor or an array in any floating-point type.
 
         K may be any number from 1 on. A calibration is right for the K = `shortlist` items with the largest cosines.
         For other candidates its weights are used too: `p_outside` falls as K grows, but nothing was fitted for that
         length, so calibrate with a `shortlist` of it where the probabilities must be right. A single candidate is
-        compared with nothing: its probability is the same for all queries.
+        compared with nothing: its probability is the same for all queries. `no_match_share`: the share of queries for
+        which nothing in the gallery is right, from 0 to 1, which `p_no_match` begins with.
         """
-        reranked = self.rerank(queries, candidates)
+        reranked = self.rerank(queries, candidates, no_match_share=no_match_share)
         if not reranked.calibrated:
             warnings.warn(f"BayesReranker is uncalibrated: {self.plain_weights}", stacklevel=4)
         return reranked
 
     @torch.no_grad()
     def rerank(
-        self, queries: Tensor | Array, candidates: Candidates | None = None, advance: Advance | None = None
+        self,
+        queries: Tensor | Array,
+        candidates: Candidates | None = None,
+        advance: Advance | None = None,
+        *,
+        no_match_share: float = 0.0,
     ) -> Reranked:
         """Same as `forward` without its warning, and calls `advance(n)` whenever n more queries are done."""
         queries = checks.rows(queries, "queries", self.query_dim, self.example, "Q")
@@ -313,19 +343,22 @@ class BayesReranker(nn.Module):
             )
         calibration = self.calibration or self._uncalibrated()
         self._check_bank(calibration)
+        if checks.number(no_match_share, "no_match_share", 0, 1) and calibration.no_match is None:
+            raise ValueError("no_match_share= needs a calibration of this release: calibrate first")
         if self.budget is not None and calibration.by_feature.get("flow") and calibration.cheap is None:
             raise ValueError("budget= needs a calibration of this release, which also has weights without the flow")
-        index = self._search(queries, candidates)
-        needed = calibration.cheap_features
         asks_flow = "flow" in calibration.by_feature
-        evidence = self._evidence(queries, index, needed, None if asks_flow else advance)
+        # Without a calibration nothing says which of many items to ask the flow about.
+        length = self.flow_items if asks_flow and calibration.cheap is None else self.shortlist
+        index = self._shortlists(queries, length) if candidates is None else self._pooled(queries, candidates)
+        evidence = self._evidence(queries, index, calibration.cheap_features, None if asks_flow else advance)
         asked = torch.zeros(len(queries), dtype=torch.bool, device=queries.device)
         if asks_flow:
             asked = self._asks_flow(evidence, calibration)
             if advance is not None:
                 advance(int((~asked).sum()))
             evidence = self._with_flow(queries, index, evidence, asked, advance)
-        return self._read_out(index, evidence, asked, calibration, queries.dtype)
+        return self._read_out(index, evidence, asked, calibration, queries.dtype, no_match_share)
 
     def _check_bank(self, calibration: Calibration) -> None:
         """Raises a ValueError if the calibration corrects for hubs by another bank than the re-ranker has."""
@@ -363,17 +396,65 @@ class BayesReranker(nn.Module):
         return closest & (gap <= limit)
 
     @torch.no_grad()
-    def calibrate(self, pairs: EmbeddingPairs, *, max_queries: int = 1000, progress: bool | None = None) -> Calibration:
+    def calibrate(
+        self,
+        pairs: EmbeddingPairs | Qrels,
+        *,
+        queries: Tensor | Array | None = None,
+        least_grade: float = 1.0,
+        max_queries: int = 1000,
+        progress: bool | None = None,
+    ) -> Calibration:
         """Fits the weights on held-out `pairs`, stores them in `self.calibration` and returns them.
 
         At most `max_queries` queries, drawn by the seed, are searched in the gallery with their own items added, so
-        that the gallery has its real size; an own item that is already in the gallery counts once, and further copies
-        of it are wrong items. All texts of an image count as right for it. If fewer than 50 queries have a right item
+        that the gallery has its real size; copies of an own item are right as well. All texts of an image count as
+        right for it. Judgements (`gf.Qrels`) of `queries` [Q, d] serve as well as pairs: gallery rows of at least the
+        grade `least_grade` are right, and queries without any are left out. If fewer than 50 queries have a right item
         in their shortlist, a ValueError is raised. `progress`: show a progress bar; by default on a terminal.
         """
-        if not isinstance(pairs, EmbeddingPairs):
-            raise TypeError(f"pairs must be EmbeddingPairs, got {type(pairs).__name__}")
         checks.integer(max_queries, "max_queries", 1)
+        if isinstance(pairs, Qrels):
+            known, source = self._judged(pairs, queries, least_grade, max_queries), ""
+        else:
+            if queries is not None:
+                raise ValueError("queries= belongs to judgements; pairs have queries of their own")
+            known, source = self._paired(pairs, max_queries), pairs.fingerprint()
+        if not self.lengths_are_given:
+            self._use_lengths(self._default_lengths)
+        with progress_bar(len(known), 0, "held-out queries", shown=progress) as advance:
+            fitted, bank = self._fitted(known, advance)
+        self._use_bank(bank)
+        digest = self._bank_digest if HUB_FEATURES & set(fitted.by_feature) else ""
+        self.calibration = fitted = dataclasses.replace(fitted, pairs=source, bank=digest)
+        return fitted
+
+    def _fitted(self, known: KnownItems, advance: Advance) -> tuple[Calibration, Tensor]:
+        """The calibration on these queries, and the bank of queries that it corrects for hubs by."""
+        held_out = HeldOut(self, known, self.bank if self.bank_is_given else None)
+        seen = held_out.evidence((lambda _: None) if self.flow is not None else advance)
+
+        def log_densities(asked: Tensor) -> Tensor:
+            return held_out.log_densities(seen.number, asked, advance)
+
+        fitted = fit_calibration(
+            seen.evidence,
+            seen.right,
+            seen.right_count,
+            known.group,
+            self.made_for,
+            self.seed,
+            hubs=seen.hubs,
+            costs=held_out.costs,
+            absent=seen.absent,
+            flow=None if self.flow is None else FlowAsked(self.flow_items, log_densities),
+        )
+        return fitted, seen.bank
+
+    def _paired(self, pairs: EmbeddingPairs, max_queries: int) -> KnownItems:
+        """The queries of held-out pairs and their own items."""
+        if not isinstance(pairs, EmbeddingPairs):
+            raise TypeError(f"pairs must be EmbeddingPairs or Qrels, got {type(pairs).__name__}")
         expected = self.direction.pair(self.query_dim, self.gallery.dim)
         if (pairs.image_dim, pairs.text_dim) != expected:
             widths = f"{pairs.image_dim} and {pairs.text_dim}"
@@ -383,16 +464,34 @@ class BayesReranker(nn.Module):
         task = RetrievalTask.of(
             pairs, self.direction, max_queries=max_queries, seed=self.seed, all_items=False, any_widths=True
         )
-        with progress_bar(len(task), 0, "held-out queries", shown=progress) as advance:
-            known = HeldOut(self, task, self.bank if self.bank_is_given else None).evidence(advance)
-        counts = (task.own >= 0).sum(1), task.query_image
-        fitted = fit_calibration(
-            known.evidence, known.right, *counts, self.made_for, self.seed, hubs=known.hubs, costs=known.costs
+        return KnownItems.of_task(task)
+
+    def _judged(self, qrels: Qrels, queries: object, least_grade: float, max_queries: int) -> KnownItems:
+        """Queries with the gallery rows that were judged right for them. Those that share their best item are held out
+        together."""
+        if queries is None:
+            raise ValueError("judgements need queries=, the embeddings of the queries that they number")
+        rows = checks.rows(queries, "queries", self.query_dim, self.example, "Q")
+        check_rows(rows, "queries")
+        kept = qrels.relevant(least_grade)
+        for name, numbers, count in (("query", kept.query, len(rows)), ("item", kept.item, len(self.gallery))):
+            if len(numbers) and int(numbers.max()) >= count:
+                raise ValueError(f"the judgements name {name} {int(numbers.max())}, but there are {count} rows")
+        if not len(kept):
+            raise ValueError(f"no judgement has at least the grade {least_grade:g}")
+        asking, first = np.unique(kept.query, return_index=True)
+        chosen = drawn_rows(len(asking), max_queries, self.seed)
+        counts = np.diff(np.append(first, len(kept)))[chosen]
+        column = first[chosen, None] + np.arange(counts.max())
+        right = np.where(np.arange(counts.max()) < counts[:, None], kept.item[column.clip(max=len(kept) - 1)], -1)
+        items = np.unique(right[right >= 0])
+        own = np.where(right < 0, -1, np.searchsorted(items, right))
+        return KnownItems(
+            rows[torch.from_numpy(asking[chosen]).to(rows.device)],
+            self.gallery.take(torch.from_numpy(items), rows.dtype),
+            torch.from_numpy(own),
+            torch.from_numpy(right[:, 0]),
         )
-        self._use_bank(known.bank)
-        bank = self._bank_digest if HUB_FEATURES & set(fitted.by_feature) else ""
-        self.calibration = fitted = dataclasses.replace(fitted, pairs=pairs.fingerprint(), bank=bank)
-        return fitted
 
     def save_calibration(self, path: str | Path) -> Path:
         """Writes the calibration to a JSON file, or into a folder such as the flow's, and returns the file's path."""
@@ -407,9 +506,16 @@ class BayesReranker(nn.Module):
 
     def load_calibration(self, path: str | Path) -> Calibration:
         """Loads and uses a calibration of `save_calibration`, with the bank of queries that it was made with. It must
-        be for the same models, direction, shortlist and solver; otherwise a ValueError is raised."""
-        file = self.calibration_file(path)
-        calibration = Calibration.load(file, self.made_for)
+        be for the same models, direction and solver, and for the same shortlist, unless that was left to the
+        re-ranker, which then takes the calibration's; otherwise a ValueError is raised."""
+        file, lengths = self.calibration_file(path), (self.shortlist, self.flow_items)
+        if not self.lengths_are_given and (stored := stored_lengths(file)) is not None:
+            self._use_lengths(stored)
+        try:
+            calibration = Calibration.load(file, self.made_for)
+        except (ValueError, OSError):
+            self._use_lengths(lengths)
+            raise
         if calibration.bank and calibration.bank != self._bank_digest:
             if self.bank_is_given:
                 raise ValueError(f"{file} was made for another bank; calibrate again, or leave out bank=")
@@ -427,15 +533,42 @@ class BayesReranker(nn.Module):
         path = checks.path(path, "path")
         return path / f"rerank_{self.direction}.json" if path.is_dir() else path
 
-    def _search(self, queries: Tensor, candidates: Candidates | None) -> Tensor:
-        """Numbers [Q, K] of the gallery rows in each query's shortlist, -1 where there are fewer."""
-        if candidates is None and self.shortlist_by == "head":
-            return self._search_by_head(queries)
-        if candidates is None and self.store is None:
-            return self.gallery.statistics(queries.unsqueeze(1), 1.0, self.shortlist).top_index
-        if candidates is None:
-            assert self.store is not None
-            candidates = self.store.search(queries.float().cpu().numpy(), self.shortlist)[1]
+    def _shortlists(self, queries: Tensor, length: int) -> Tensor:
+        """Numbers [Q, K] of the gallery rows in each query's shortlist, `length` different items, -1 where there are
+        fewer. Where copies took the room of others, more hits are fetched, a few times."""
+        index, hits = self._without_copies(self._hits(queries, length)), length
+        for _ in range(MORE_HITS):
+            few = ((index >= 0).sum(1) < LEAST_DISTINCT * length).nonzero().squeeze(1)
+            hits = min(2 * hits, len(self.gallery))
+            if not len(few) or hits <= length:
+                break
+            more = self._without_copies(self._hits(queries[few], hits))
+            order = (more < 0).byte().argsort(dim=1, stable=True)[:, :length]
+            index[few] = more.gather(1, order)
+        return index
+
+    def _without_copies(self, index: Tensor) -> Tensor:
+        """The numbers [Q, K], with -1 instead of those of copies of an item with a lower number."""
+        parts = [index[:0]]
+        for rows in index.split(max(1, 4 * PAIRS_AT_ONCE // index.shape[1])):
+            valid = rows >= 0
+            items = self.gallery.take(rows.clamp(min=0), self.example.dtype)
+            parts.append(rows.masked_fill(valid & (first_numbers(items, rows, valid) != rows), -1))
+        return torch.cat(parts)
+
+    def _hits(self, queries: Tensor, count: int) -> Tensor:
+        """Numbers [Q, K] of the `count` gallery rows that a search finds, -1 where there are fewer."""
+        if self.shortlist_by == "head":
+            return self._hits_of_head(queries, count)
+        if self.store is None:
+            return self.gallery.statistics(queries.unsqueeze(1), 1.0, count).top_index
+        return self._checked_candidates(queries, self.store.search(queries.float().cpu().numpy(), count)[1])
+
+    def _pooled(self, queries: Tensor, candidates: Candidates) -> Tensor:
+        """The candidates [Q, K], with -1 instead of copies."""
+        return self._without_copies(self._checked_candidates(queries, candidates))
+
+    def _checked_candidates(self, queries: Tensor, candidates: Candidates) -> Tensor:
         index = torch.as_tensor(candidates, device=queries.device)
         is_integer = not (index.is_floating_point() or index.is_complex() or index.dtype == torch.bool)
         if not is_integer or index.dim() != 2 or len(index) != len(queries) or index.shape[1] == 0:
@@ -454,7 +587,7 @@ class BayesReranker(nn.Module):
                 raise ValueError(f"candidates of query {int(bad.any(1).nonzero()[0])} {what}")
         return index
 
-    def _search_by_head(self, queries: Tensor) -> Tensor:
+    def _hits_of_head(self, queries: Tensor, count: int) -> Tensor:
         """The items with the largest scores of the head, from one pass over the gallery or from a search of the store
         for each point of a query."""
         assert self.source is not None
@@ -463,13 +596,13 @@ class BayesReranker(nn.Module):
             return self.gallery.statistics(
                 drawn.samples,
                 drawn.kappa,
-                self.shortlist,
+                count,
                 -marginals,
                 sample_bias=drawn.bias,
                 precision=drawn.precision,
             ).top_index
         points = torch.nn.functional.normalize(drawn.samples, dim=-1).flatten(0, 1)
-        rows = self.store.search(points.float().cpu().numpy(), self.shortlist)[1]
+        rows = self.store.search(points.float().cpu().numpy(), count)[1]
         hits = torch.as_tensor(rows, device=queries.device)
         index = hits.reshape(len(queries), -1).sort(1).values
         again = torch.nn.functional.pad(index[:, 1:] == index[:, :-1], (1, 0))
@@ -477,7 +610,7 @@ class BayesReranker(nn.Module):
         number = index.clamp(min=0)
         drawn_points = self.source.head.points(queries, self.direction)
         score = self.source.scores(drawn_points, self.gallery.take(number, queries.dtype)) - marginals[number]
-        best = score.masked_fill(index < 0, -math.inf).topk(self.shortlist, dim=1).indices
+        best = score.masked_fill(index < 0, -math.inf).topk(min(count, index.shape[1]), dim=1).indices
         return index.gather(1, best)
 
     def head_marginals(self) -> Tensor:
@@ -566,14 +699,43 @@ class BayesReranker(nn.Module):
     def _with_flow(
         self, queries: Tensor, index: Tensor, evidence: Evidence, asked: Tensor, advance: Advance | None
     ) -> Evidence:
-        """The evidence with log p(query | item) for the queries that are `asked` [Q], and zeros for the others."""
-        log_density = torch.zeros_like(evidence.nearness)
-        for rows in asked.nonzero().squeeze(1).split(max(1, PAIRS_AT_ONCE // index.shape[1])):
-            items = self.gallery.take(index[rows].clamp(min=0), queries.dtype)
-            log_density[rows] = self.log_densities(queries[rows], items, index[rows], evidence.valid[rows])
+        """The evidence with log p(query | item) for the queries that are `asked` [Q], and zeros for the others: of all
+        items or, in two tiers, of the most probable ones without the flow."""
+        calibration, items = self.calibration, evidence.valid
+        has_tiers = calibration is not None and calibration.rest is not None
+        if calibration is not None and calibration.cheap is not None and has_tiers:
+            items = most_probable(calibration.cheap.logits(evidence)[:, :-1], evidence.valid, self.flow_items)
+        items = items & asked.unsqueeze(1)
+
+        def take(number: Tensor) -> Tensor:
+            return self.gallery.take(number.clamp(min=0), queries.dtype)
+
+        log_density = self.asked_densities(queries, index, items, take, advance)
+        features = {**evidence.features, "flow": log_density}
+        return dataclasses.replace(evidence, features=features, asked=items if has_tiers else None)
+
+    # unchecked: rerank and calibrate call it with what they have checked
+    def asked_densities(
+        self,
+        queries: Tensor,
+        number: Tensor,
+        asked: Tensor,
+        take: Callable[[Tensor], Tensor],
+        advance: Advance | None,
+    ) -> Tensor:
+        """log p(query | item) [Q, K] of the items with these numbers [Q, K] that are `asked` [Q, K] about, zero for
+        others. `take` gives the items [..., d] with numbers [...]."""
+        log_density = torch.zeros(number.shape, dtype=torch.float64, device=queries.device)
+        most = max(1, int(asked.sum(1).max())) if len(asked) else 1
+        column = asked.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
+        for rows in asked.any(1).nonzero().squeeze(1).split(max(1, PAIRS_AT_ONCE // most)):
+            chosen = number[rows].gather(1, column[rows])
+            there = asked[rows].gather(1, column[rows])
+            estimate = self.log_densities(queries[rows], take(chosen), chosen, there)
+            log_density[rows] = log_density[rows].scatter(1, column[rows], estimate)
             if advance is not None:
                 advance(len(rows))
-        return dataclasses.replace(evidence, features={**evidence.features, "flow": log_density})
+        return log_density
 
     # unchecked: rerank and calibrate call it with what they have checked
     def log_densities(self, queries: Tensor, items: Tensor, number: Tensor, valid: Tensor) -> Tensor:
@@ -590,38 +752,66 @@ class BayesReranker(nn.Module):
         return log_density
 
     def _read_out(
-        self, index: Tensor, evidence: Evidence, asked: Tensor, calibration: Calibration, dtype: torch.dtype
+        self,
+        index: Tensor,
+        evidence: Evidence,
+        asked: Tensor,
+        calibration: Calibration,
+        dtype: torch.dtype,
+        no_match_share: float,
     ) -> Reranked:
         every = calibration.probabilities(evidence)  # "outside" is last
         cheap = calibration.cheap
         # Items that tie are in the order of their numbers; those that are missing come after all others.
         nearness = evidence.nearness.masked_fill(~evidence.valid, -math.inf)
         tied = nearness == nearness.amax(1, keepdim=True)
-        best = index.masked_fill(~tied, len(self.gallery)).argmin(1, keepdim=True)
+        best = index.masked_fill(~(tied & evidence.valid), len(self.gallery)).argmin(1, keepdim=True)
         if cheap is not None and not bool(asked.all()):
             every = torch.where(asked.unsqueeze(1), every, cheap.probabilities(evidence))
         meant, per_query = every.gather(1, best).squeeze(1), calibration.right_per_query
         p_answer = probability_right(meant, per_query, calibration.platt)
         if cheap is not None:
             p_answer = torch.where(asked, p_answer, probability_right(meant, per_query, cheap.platt))
+        features = query_features(evidence, every, best.squeeze(1))
+        relevance, p_no_match = calibration.item_relevance(every), torch.zeros_like(meant)
+        if no_match_share and calibration.no_match is not None:
+            p_no_match = calibration.no_match.probability(features, no_match_share)
+        matches = (1 - p_no_match).unsqueeze(1)
         number, by_number = index.masked_fill(~evidence.valid, len(self.gallery)).sort(1)
         prob = every.gather(1, by_number).masked_fill(number == len(self.gallery), -1.0)
         order = by_number.gather(1, prob.sort(dim=1, descending=True, stable=True).indices)
-        features = query_features(evidence, every, best.squeeze(1))
-        entropy = features["entropy"]
-        choices = index.shape[1] + (self.calibration is not None)
+        every = every * matches
+        entropy = torch.special.entr(every).sum(1) + torch.special.entr(p_no_match)
+        choices = index.shape[1] + (self.calibration is not None) + (no_match_share > 0)
         return Reranked(
             index.gather(1, order),
             every.gather(1, order).to(dtype),
             index.gather(1, best).squeeze(1),
-            p_answer.to(dtype),
+            (p_answer * (1 - p_no_match)).to(dtype),
             every[:, -1].to(dtype),
             entropy.to(dtype),
             risk_lower_bound(entropy, choices),
             self.calibration is not None,
             asked,
             torch.stack([*features.values()], dim=1),
+            (relevance * matches).gather(1, order).to(dtype),
+            p_no_match.to(dtype),
         )
+
+
+def _checked_lengths(shortlist: object) -> tuple[int, int] | None:
+    """How many items shortlists have, and about how many of them the flow is asked: all if there is one number."""
+    if shortlist is None:
+        return None
+    if not isinstance(shortlist, tuple):
+        length = checks.integer(shortlist, "shortlist", 1)
+        return length, length
+    if len(shortlist) != 2:
+        raise ValueError(f"shortlist must be a number of items, or that and how many the flow sees, got {shortlist}")
+    length, asked = (checks.integer(each, "shortlist", 1) for each in shortlist)
+    if asked > length:
+        raise ValueError(f"shortlist asks the flow about {asked} of {length} items")
+    return length, asked
 
 
 def bank_file(calibration: Path) -> Path:

@@ -260,20 +260,19 @@ class TestHubs:
         """Queries that share items, some of them in other folds, and own items that are in the gallery already."""
         image, text = hub_world(70, 3)
         pairs = gf.EmbeddingPairs.from_arrays(image[:35], text, np.arange(70) % 35)
-        task = RetrievalTask.of(pairs, "t2i")
+        task = held_out.KnownItems.of_task(RetrievalTask.of(pairs, "t2i"))
         reranker = gf.BayesReranker(None, image, head=head, shortlist=20)
         for bank in (None, unit(9, 4)):
             known = held_out.HeldOut(reranker, task, bank)
             rows = torch.arange(70).flip(0)[::2]
-            index = reranker._search(known.queries[rows], None)
+            index = reranker._shortlists(known.queries[rows], 20)
             items = reranker.gallery.take(index, torch.float32)
-            near, _ = held_out.Shortlist(items, torch.ones(35, 20).double(), index >= 0, index).with_own(
-                known._own(rows, known.queries[rows])
-            )
+            shortlist = held_out.Shortlist(items, torch.ones(35, 20).double(), index >= 0, index)
+            near = shortlist.with_own(known._own(rows, known.queries[rows])).near
             shared = known._hub_features(rows, near)
             assert set(shared) == {"hub", "head_hub"}
             for query in range(35):
-                left_out = known._left_out(rows[query].expand(20), near.items[query])
+                left_out = known._left_out(rows[query].expand(21), near.items[query])
                 plain = known.hubs.of_items(near.items[query], left_out, SCALES)
                 for name, values in plain.items():
                     torch.testing.assert_close(shared[name][..., query, :], values, atol=1e-4, rtol=0)
