@@ -120,7 +120,7 @@ def test_queries_choose_among_their_own_item_and_those_of_other_images(direction
     assert choice.items.shape == (120, blending.CANDIDATES, 6)
     assert bool(right[:, 0].all())
     assert not bool(right[:, 1:].any())
-    assert all(len(set(row)) == len(row) for row in found.tolist())
+    assert all(len(set(row)) == len(row) for row in listed.tolist())
 
 
 def test_a_network_that_does_harm_gets_no_share_and_the_first_gains_come_back():
