@@ -166,21 +166,23 @@ def write_report(datasets: Mapping[str, Comparison], out: Path, title: str) -> P
                 f"{one.plain_recall:.3f}."
             )
             page.table(comparison.table(direction), caption, comparison.best(direction))
+    stacked = len(datasets) == 1  # readable on a phone too
     page.section("Telling wrong answers from right ones")
     bars = "one standard deviation over seeds" if runs > 1 else "95 % bootstrap intervals over images"
-    page.figure(figures.draw_auroc(datasets, out / "auroc.png"), f"AUROC, best on top; bars are {bars}.")
+    caption = f"AUROC, best on top; bars are {bars}."
+    page.figure(figures.draw_auroc(datasets, out / "auroc.png", stacked=stacked), caption)
     page.section("Recall by uncertainty")
     caption = "Recall@1 of plain search in bins of equally many queries; a good score falls from left to right."
-    page.figure(figures.draw_calibration(datasets, out / "calibration.png"), caption)
+    page.figure(figures.draw_calibration(datasets, out / "calibration.png", stacked=stacked), caption)
     page.section("Turning queries away")
     caption = "Accuracy on the remaining queries when the least certain are turned away."
-    page.figure(figures.draw_selective(datasets, out / "selective.png"), caption)
+    page.figure(figures.draw_selective(datasets, out / "selective.png", stacked=stacked), caption)
     if any(result.stated is not None for result in results):
         page.section("Can the probabilities be believed?")
         caption = (
             "Stated probability that plain search is right against the share that was: on the diagonal they agree."
         )
-        page.figure(figures.draw_reliability(datasets, out / "reliability.png"), caption)
+        page.figure(figures.draw_reliability(datasets, out / "reliability.png", stacked=stacked), caption)
     return page.write(out / PAGE)
 
 
