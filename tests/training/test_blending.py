@@ -114,13 +114,13 @@ def test_queries_choose_among_their_own_item_and_those_of_other_images(direction
     choice = blending.Choice.of(aligned_pairs(50), val, Direction.of(direction), seed=0)
     queries, own = (rows, captions) if direction == "i2t" else (captions, rows)
     asked = torch.cdist(choice.queries, queries).argmin(1)
-    candidate = torch.cdist(choice.items, own).argmin(2)
+    listed = torch.cdist(choice.items, own).argmin(2)
     image_of = (lambda x: x // 3, lambda x: x) if direction == "t2i" else (lambda x: x, lambda x: x // 3)
-    right = image_of[0](asked).unsqueeze(1) == image_of[1](candidate)
+    right = image_of[0](asked).unsqueeze(1) == image_of[1](listed)
     assert choice.items.shape == (120, blending.CANDIDATES, 6)
     assert bool(right[:, 0].all())
     assert not bool(right[:, 1:].any())
-    assert all(len(set(row)) == len(row) for row in candidate.tolist())
+    assert all(len(set(row)) == len(row) for row in listed.tolist())
 
 
 def test_a_network_that_does_harm_gets_no_share_and_the_first_gains_come_back():
