@@ -27,13 +27,15 @@ from geoflow_fast.decisions.model import TEMPERATURES, combined, typical_spread
 from geoflow_fast.decisions.rules import ANSWERS
 from geoflow_fast.directions import Direction
 from geoflow_fast.evaluation.metrics import auroc
+from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.worlds import ClipWorld, ConceptWorld, PairWorld
 
 Array = NDArray[Any]
-K, ITEMS, SEARCHES = 50, 1000, 8
+K, ITEMS, SEARCHES = 50, 1000, 6
 """Hits in a list, items in a gallery, and searches of a world, half of whose queries have no match."""
 FITTED, CERTIFIED, LIVE, DRAWS = 500, 2000, 10_000, 1000
-SHARES, CONFIDENCE, HOLDS = (0.0, 0.3, 0.5), 0.95, 936
+FEW_DRAWS = 20
+SHARES, CONFIDENCE, HOLDS = (0.0, 0.3, 0.5), 0.95, 0.936
 LABELS, RESAMPLES = 100, 200
 HEADS = {"concept world": 40_000, "CLIP-like world": 20_000}
 """Pairs that a head is trained on, with four points; the other settings follow from their number."""
@@ -122,15 +124,15 @@ def of_world(name: str, world: PairWorld, direction: str) -> list[Population]:
 
 
 def levels_of(name: str) -> tuple[float, ...]:
-    """The errors to certify: a tenth, and where this is out of reach for the best threshold, one that is not."""
-    return (0.1,) if name == "concept world" else (0.1, 0.5)
+    """The errors to certify: a tenth, and where few queries can be answered so well, one at which some can."""
+    return {"concept world": (0.1,), "CLIP-like world": (0.1, 0.5), "Flickr8k": (0.1, 0.6)}[name]
 
 
 def flickr() -> Population:
     """Captions of the development images search these, by cosines."""
-    pairs = shared_pairs("flickr8k/dev")
-    image, text, index = (torch.from_numpy(np.asarray(x)) for x in (pairs.image, pairs.text, pairs.image_index))
-    scores, relevant = best_hits(text.float() @ image.float().T, index)
+    task = RetrievalTask.of(shared_pairs("flickr8k/dev"), "t2i")
+    index = task.own[:, 0]
+    scores, relevant = best_hits(task.queries @ task.items.T, index)
     none = lists.taken_out(scores, relevant)
     gate("Flickr8k: captions stand together", bool((index == torch.arange(len(index)) // 5).all()))
     return Population("Flickr8k t2i, cosine", scores, relevant, None, none, None, np.nan, levels_of("Flickr8k"), 5)
@@ -201,7 +203,11 @@ class Simulation:
     def row(self, max_error: float, share: float, *, estimated: bool) -> dict[str, Any]:
         """How often a certificate holds, and how much it answers in comparison with the best threshold."""
         holds, answered, nothing, bounds = 0, [], 0, []
-        for _ in range(DRAWS):
+        best = self.best(max_error, share)
+        # So few answers would not be enough for a certificate if all of them were right.
+        out_of_reach = best * CERTIFIED < np.log(1 - CONFIDENCE) / np.log(1 - max_error)
+        draws = FEW_DRAWS if out_of_reach else DRAWS
+        for _ in range(draws):
             certifier = self.certifier(max_error, share, self.live(share) if estimated else None)
             rows = self.rng.integers(len(self.right), size=CERTIFIED)
             certificate, bound = certifier.answers(*self.drawn(rows))
@@ -210,12 +216,12 @@ class Simulation:
             answered.append(float(given[0]))
             nothing += not np.isfinite(certificate.threshold)
             bounds.append(bound)
-        best = self.best(max_error, share)
         return {
             "set": self.population.name,
             "largest error": max_error,
             "no match": share,
             "share": "estimated" if estimated else "given",
+            "draws": draws,
             "holds": holds,
             "answered": float(np.mean(answered)),
             "best threshold": best,
@@ -240,7 +246,7 @@ def certified_rows(populations: list[Population]) -> list[dict[str, Any]]:
                 for estimated in (False, True):
                     rows.append(simulation.row(max_error, share, estimated=estimated))
                     print(rows[-1], flush=True)
-                    gate(f"{population.name}: the certificate holds", rows[-1]["holds"] >= HOLDS)
+                    gate(f"{population.name}: certificates hold", rows[-1]["holds"] >= HOLDS * rows[-1]["draws"])
     return rows
 
 
@@ -330,7 +336,6 @@ def run() -> str:
     concepts, clip = ConceptWorld(), ClipWorld()
     populations = [
         *of_world("concept world", concepts, "t2i"),
-        *of_world("concept world", concepts, "i2t"),
         *of_world("CLIP-like world", clip, "t2i"),
     ]
     worlds = list(populations)
@@ -338,10 +343,10 @@ def run() -> str:
         populations.append(flickr())
     notes = {"fitted": FITTED, "certified": CERTIFIED, "live": LIVE, "draws": DRAWS, "hits": K, "items": ITEMS}
     tables = {
-        "trust_labels": [labels_row(each) for each in populations],
+        "trust_certified": certified_rows(populations),
+        "trust_labels": [labels_row(each) for each in populations if each.features is None],
         "trust_missing": [missing_row(each) for each in worlds],
         "trust_copies": [copies_row(each) for each in populations],
-        "trust_certified": certified_rows(populations),
     }
     for row in tables["trust_labels"]:
         gate(f"{row['set']}: a hundred labels do not hurt", row["gain"] >= -0.01)

@@ -318,7 +318,7 @@ def in_flags(words: str, flags: Mapping[str, str], typed: Sequence[str]) -> str:
             return match[0]
         if name == "resume" or value == "True":
             return flag
-        return flag.replace("--", "--no-", 1) if value == "False" else f"{flag} {value}".rstrip()
+        return flag.replace("--", "--no-", 1) if value == "False" else f"{flag} {value or ''}".rstrip()
 
     def name(match: re.Match[str]) -> str:
         return match[0] if match[0] in typed else flag_of(match[0]) or match[0]

@@ -27,6 +27,7 @@ from geoflow_fast.cli.base import (
     given,
     print_json,
 )
+from geoflow_fast.cli.embeddings import ImageIndexFlag, ImagesFlag, NormalizeFlag, TextsFlag
 
 SeedsFlag = Annotated[int, typer.Option(help="Number of seeds to train and score with.", min=1, max=1000)]
 StepsFlag = Annotated[int | None, typer.Option(help="Training steps of the flow.")]
@@ -49,8 +50,13 @@ app = Commands(
 def evaluate(
     context: typer.Context,
     pairs: Annotated[Path | None, typer.Option(help="Folder of test pairs (img_emb/, text_emb/).")] = None,
+    images: ImagesFlag = None,
+    texts: TextsFlag = None,
+    image_index: ImageIndexFlag = None,
+    normalize: NormalizeFlag = False,
     held_out: Annotated[
-        Path | None, typer.Option(help="Folder of held-out pairs that every method is tuned on.")
+        Path | None,
+        typer.Option(help="Folder of held-out pairs that every method is tuned on. Default: the model's."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for results; the same command continues a stopped run.")
@@ -89,9 +95,10 @@ def evaluate(
     """
     if context.invoked_subcommand is not None:
         return
-    if pairs is None or held_out is None or out is None:
-        missing = {"--pairs": pairs, "--held-out": held_out, "--out": out}
+    if out is None or (pairs is None and images is None):
+        missing = {"--pairs": pairs or images, "--out": out}
         raise ValueError(f"evaluate needs {', '.join(name for name, value in missing.items() if value is None)}")
+    from geoflow_fast.data.pairs import open_pairs
     from geoflow_fast.evaluation import job
     from geoflow_fast.evaluation.results import RESULTS_JSON
     from geoflow_fast.evaluation.verdict import verdict
@@ -105,11 +112,12 @@ def evaluate(
     with continued_later():
         study = job.evaluate_folders(
             model,
-            pairs,
+            open_pairs(pairs, images, texts, image_index, normalize=normalize),
             held_out,
             train,
             out,
             job.EvaluationSettings(**choices),
+            normalize=normalize,
             announce=lambda line: typer.echo(line, err=True),
         )
     if as_json:

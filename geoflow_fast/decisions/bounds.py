@@ -30,9 +30,9 @@ def clopper_pearson_lower(count: int, n: int, confidence: float = 0.95) -> float
 
 def binomial_evidence(wrong: NDArray[Any], answered: NDArray[Any], risk: float) -> Floats:
     """The probability of so few `wrong` among so many `answered` if each were wrong with probability `risk`."""
-    from scipy import stats
+    from scipy import special
 
-    return np.asarray(stats.binom.cdf(wrong, answered, risk))
+    return np.asarray(special.bdtr(np.round(wrong), np.asarray(answered).astype(np.int64), risk))
 
 
 def bounded_evidence(loss: NDArray[Any], count: NDArray[Any], mean: float) -> Floats:

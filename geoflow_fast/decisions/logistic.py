@@ -59,7 +59,7 @@ def fit_logistic(features: Floats, positive: Bools) -> Floats:
         hessian = (design.T * (prob * (1 - prob))) @ design + np.diag(penalty)
         step = np.linalg.solve(hessian, gradient)
         decrease, size = float(gradient @ step), 1.0
-        if decrease < 1e-14 * max(1.0, value):
+        if decrease < 1e-12 * max(1.0, value):
             break
         while (after := loss(weights - size * step)) > value - 1e-4 * size * decrease and size > 1e-9:
             size /= 2

@@ -26,7 +26,7 @@ RIGHT, NO_MATCH = "right", "no match"
 SOFTMAX, LEVEL, SHAPE, FEATURES = "softmax", "level", "shape", "features"
 ORDER = {RIGHT: (SOFTMAX, LEVEL, SHAPE, FEATURES), NO_MATCH: (LEVEL, SOFTMAX, SHAPE, FEATURES)}
 """Groups of features in the order in which they are tried. The first is kept in any case."""
-TEMPERATURES = np.geomspace(0.25, 32.0, 15)
+TEMPERATURES = np.geomspace(0.25, 32.0, 8)
 """Inverse temperatures that are tried, for scores measured in units of a typical list's spread."""
 
 

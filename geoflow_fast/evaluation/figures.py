@@ -96,7 +96,7 @@ def draw_calibration(datasets: Mapping[str, Comparison], path: Path, *, stacked:
     return _grid(datasets, path, fill, "bin of uncertainty, low to high", "Recall@1 in the bin", stacked=stacked)
 
 
-def draw_selective(datasets: Mapping[str, Comparison], path: Path) -> Path:
+def draw_selective(datasets: Mapping[str, Comparison], path: Path, *, stacked: bool = False) -> Path:
     """Draws the accuracy of plain search after the least certain queries have been turned away."""
 
     def fill(axes: Any, results: Sequence[Result]) -> None:
@@ -104,7 +104,7 @@ def draw_selective(datasets: Mapping[str, Comparison], path: Path) -> Path:
             series = Series(result.accuracy, result.accuracy_spread)
             _line(axes, 1 - np.array(result.coverage), series, result.title, style_of(result.method))
 
-    return _grid(datasets, path, fill, "share of queries turned away", "accuracy on the rest")
+    return _grid(datasets, path, fill, "share of queries turned away", "accuracy on the rest", stacked=stacked)
 
 
 def draw_risk(datasets: Mapping[str, Comparison], path: Path, *, stacked: bool = False) -> Path:
@@ -119,7 +119,7 @@ def draw_risk(datasets: Mapping[str, Comparison], path: Path, *, stacked: bool =
     return _grid(datasets, path, fill, "share of queries answered", "share of answers that are wrong", stacked=stacked)
 
 
-def draw_auroc(datasets: Mapping[str, Comparison], path: Path) -> Path:
+def draw_auroc(datasets: Mapping[str, Comparison], path: Path, *, stacked: bool = False) -> Path:
     """Draws the AUROC of "plain search is wrong", best on top, with its bootstrap interval or one standard deviation
     over seeds."""
 
@@ -135,7 +135,8 @@ def draw_auroc(datasets: Mapping[str, Comparison], path: Path) -> Path:
         axes.axvline(0.5, color=GREY, linewidth=0.8, linestyle=":")
 
     height = 0.9 + 0.3 * max(len(run.of(direction)) for run in datasets.values() for direction in run.directions)
-    return _grid(datasets, path, fill, 'AUROC of "plain search is wrong"', "", legend=False, height=height, share=False)
+    layout: dict[str, Any] = {"legend": False, "height": height, "share": False, "stacked": stacked}
+    return _grid(datasets, path, fill, 'AUROC of "plain search is wrong"', "", **layout)
 
 
 def draw_reliability(datasets: Mapping[str, Comparison], path: Path, *, stacked: bool = False) -> Path:

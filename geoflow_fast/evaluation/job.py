@@ -26,6 +26,7 @@ from geoflow_fast.evaluation.statistics import RESAMPLES
 from geoflow_fast.evaluation.verdict import recommended, verdict
 from geoflow_fast.evaluation.zero_shot import CLIP_SCALE, ZeroShot, class_prompts, tuned_scale, zero_shot
 from geoflow_fast.flow.model import GeoFlow
+from geoflow_fast.jobs.calibration import StoredCalibration
 from geoflow_fast.jobs.rerank import open_models
 from geoflow_fast.runtime import plots
 from geoflow_fast.runtime.device import usable_device
@@ -68,16 +69,18 @@ class EvaluationSettings:
 
 def evaluate_folders(
     model: Path | None,
-    test: Path,
-    held_out: Path,
+    test: Path | EmbeddingPairs,
+    held_out: Path | None,
     train: Path | None,
     out: Path,
     settings: EvaluationSettings | None = None,
     *,
+    normalize: bool = False,
     announce: Announce = lambda _: None,
 ) -> Comparison:
-    """Compares methods on the pairs of the folder `test` and writes results, figures and a page into `out`. `model`
-    holds a flow, with the head that `geoflow train` wrote beside it, or a head.
+    """Compares methods on the pairs `test`, or on those of a folder, and writes results, figures and a page into `out`.
+    `model` holds a flow, with the head that `geoflow train` wrote beside it, or a head. Without a folder `held_out` the
+    methods are tuned on the pairs that training held out. `normalize` scales the rows of folders to unit norm.
 
     If it is stopped, the same call continues it, because finished scores are kept in `out`.
     """
@@ -85,10 +88,12 @@ def evaluate_folders(
     plots.pyplot()  # fails at once if matplotlib is missing, not after the work
     flow, head = (None, None) if model is None else open_models(model, None)
     device = usable_device(settings.device)
-    test_pairs, val = EmbeddingPairs.open(test), EmbeddingPairs.open(held_out)
+    test_pairs = EmbeddingPairs.open(test, normalize=normalize) if isinstance(test, Path) else test
+    title = "your pairs" if test_pairs.folder is None else test_pairs.folder.name
+    val = held_out_pairs(model, held_out, normalize=normalize)
     study = Study(
         val=val,
-        train=None if train is None else EmbeddingPairs.open(train),
+        train=None if train is None else EmbeddingPairs.open(train, normalize=normalize),
         flow=None if flow is None else flow.to(device),
         head=None if head is None else head.to(device),
         seed=settings.seed,
@@ -98,7 +103,7 @@ def evaluate_folders(
 
     def write(known: Comparison) -> None:
         known.save(out)
-        write_report({test.name: known}, out, f"Retrieval uncertainty on {test.name}")
+        write_report({title: known}, out, f"Retrieval uncertainty on {title}")
         announce(f"Wrote {out / PAGE} with {len(known.of(known.directions[0]))} methods")
 
     comparison = compare(
@@ -115,6 +120,17 @@ def evaluate_folders(
     )
     write(comparison)
     return comparison
+
+
+def held_out_pairs(model: Path | None, folder: Path | None, *, normalize: bool) -> EmbeddingPairs:
+    """The pairs of a folder or, without one, those that training held out and stored with the model."""
+    if folder is not None:
+        return EmbeddingPairs.open(folder, normalize=normalize)
+    stored = None if model is None else StoredCalibration.read(model)
+    if stored is None:
+        without = "without --model" if model is None else f"{model} holds none from training"
+        raise ValueError(f"--held-out pairs are needed to tune methods on, since {without}")
+    return stored.pairs()
 
 
 def run_configs(pairs: EmbeddingPairs, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,21 +166,23 @@ def write_report(datasets: Mapping[str, Comparison], out: Path, title: str) -> P
                 f"{one.plain_recall:.3f}."
             )
             page.table(comparison.table(direction), caption, comparison.best(direction))
+    stacked = len(datasets) == 1  # readable on a phone too
     page.section("Telling wrong answers from right ones")
     bars = "one standard deviation over seeds" if runs > 1 else "95 % bootstrap intervals over images"
-    page.figure(figures.draw_auroc(datasets, out / "auroc.png"), f"AUROC, best on top; bars are {bars}.")
+    caption = f"AUROC, best on top; bars are {bars}."
+    page.figure(figures.draw_auroc(datasets, out / "auroc.png", stacked=stacked), caption)
     page.section("Recall by uncertainty")
     caption = "Recall@1 of plain search in bins of equally many queries; a good score falls from left to right."
-    page.figure(figures.draw_calibration(datasets, out / "calibration.png"), caption)
+    page.figure(figures.draw_calibration(datasets, out / "calibration.png", stacked=stacked), caption)
     page.section("Turning queries away")
     caption = "Accuracy on the remaining queries when the least certain are turned away."
-    page.figure(figures.draw_selective(datasets, out / "selective.png"), caption)
+    page.figure(figures.draw_selective(datasets, out / "selective.png", stacked=stacked), caption)
     if any(result.stated is not None for result in results):
         page.section("Can the probabilities be believed?")
         caption = (
             "Stated probability that plain search is right against the share that was: on the diagonal they agree."
         )
-        page.figure(figures.draw_reliability(datasets, out / "reliability.png"), caption)
+        page.figure(figures.draw_reliability(datasets, out / "reliability.png", stacked=stacked), caption)
     return page.write(out / PAGE)
 
 

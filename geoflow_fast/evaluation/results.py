@@ -97,7 +97,7 @@ class Result(Summarised):
     def abstention_row(self) -> dict[str, object]:
         """The row of a table that says how many queries can be answered."""
         rank = Unranked if self.training == TRUTH else float
-        cells = {f"at {error:.0%} error": rank(share) for error, share in zip(ERRORS, self.answered)}
+        cells = {f"at {100 * error:.0f} % error": rank(share) for error, share in zip(ERRORS, self.answered)}
         return {"method": self.title, **cells}
 
     def row(self) -> dict[str, object]:

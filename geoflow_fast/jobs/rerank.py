@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from geoflow_fast.data.ids import open_ids
 from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.data.qrels import Qrels
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.model import WEIGHTS_FILE, GeoFlow
 from geoflow_fast.head.model import HEAD_FOLDER, PosteriorHead
 from geoflow_fast.jobs.calibration import StoredCalibration, made_elsewhere, settle_ladder
+from geoflow_fast.jobs.decisions import table_of
 from geoflow_fast.jobs.entropy import HEAD, model_kind, reference_queries
 from geoflow_fast.jobs.job import quantiles
 from geoflow_fast.jobs.queries import BLOCK_QUERIES, Naming, answer_queries, open_queries
@@ -25,8 +29,8 @@ from geoflow_fast.runtime.device import usable_device
 FORMAT = 1
 """This number goes up when a release computes other results from the same settings, so that it does not continue the
 blocks of an older one."""
-MOST_QUERIES, MOST_QUERIES_OF_FLOW = 1000, 500
-"""Held-out queries of the model, at most, on which the ladder is fitted to a gallery, without a flow and with one."""
+MOST_QUERIES = 500
+"""Held-out queries of the model, at most, on which the ladder is fitted to a gallery."""
 COLUMNS = ("index", "prob", "answer", "p_answer", "p_outside", "entropy", "risk_lower_bound")
 
 
@@ -48,7 +52,7 @@ class RerankSummary:
 
 
 def open_reranker(
-    model: Path,
+    model: Path | None,
     gallery: Path,
     direction: str,
     *,
@@ -60,7 +64,8 @@ def open_reranker(
     **settings: Any,
 ) -> BayesReranker:
     """Returns the re-ranker of saved models and a gallery on disk, uncalibrated. `model` holds a flow, beside which a
-    head may stand that `geoflow train` wrote, or a head. `head` names another one, `bank` a file of queries."""
+    head may stand that `geoflow train` wrote, or a head. `head` names another one, `bank` a file of queries. Without
+    models the evidence is the cosine and its correction for hubs."""
     flow, own_head = open_models(model, head)
     typical = None if bank is None else reference_queries(bank, MOST_ROWS, normalize=normalize)
     items = Gallery(gallery, world=world, normalize=normalize)
@@ -68,8 +73,10 @@ def open_reranker(
     return reranker.to(usable_device(device))
 
 
-def open_models(model: Path, head: Path | None) -> tuple[GeoFlow | None, PosteriorHead | None]:
+def open_models(model: Path | None, head: Path | None) -> tuple[GeoFlow | None, PosteriorHead | None]:
     """The flow and the head that the folder of a model holds, or the head of the folder `head`."""
+    if model is None:
+        return None, None if head is None else PosteriorHead.from_pretrained(head)
     if model_kind(model) == HEAD:
         if head is not None:
             raise ValueError(f"{model} holds a head, so --head {head} would be a second one")
@@ -80,17 +87,20 @@ def open_models(model: Path, head: Path | None) -> tuple[GeoFlow | None, Posteri
 
 
 def settle_calibration(
-    reranker: BayesReranker, model: Path, kept: Path | None, held_out: Path | None, *, overwrite: bool = False
+    reranker: BayesReranker, model: Path | None, kept: Path | None, held_out: Path | None, *, overwrite: bool = False
 ) -> str:
     """Gives the re-ranker the calibration in the file `kept` or, without `kept`, the one that belongs to the model, and
-    returns where it comes from, or why there is none, in words.
+    returns where it comes from, or why there is none, in words. One of them is needed.
 
     With a folder of `held_out` pairs, a calibration that does not exist yet is computed by the main rank and written to
     that file. One that was computed from other pairs is a FileExistsError, unless `overwrite` is set.
     """
-    world, file = reranker.gallery.world, reranker.calibration_file(kept or model)
+    where = kept or model
+    if where is None:
+        raise ValueError("without --model, give --held-out pairs to calibrate on, or a --calibration")
+    world, file = reranker.gallery.world, reranker.calibration_file(where)
     if held_out is None:
-        if kept is not None:
+        if kept is not None or model is None:
             reranker.load_calibration(file)
             return f"calibrated by {file}"
         return _calibration_of_model(reranker, model)
@@ -106,6 +116,46 @@ def settle_calibration(
     return f"calibrated on {held_out}"
 
 
+def calibrate_on_judgements(
+    reranker: BayesReranker,
+    file: Path,
+    qrels: Path,
+    queries: Path,
+    *,
+    normalize: bool,
+    naming: Naming,
+    overwrite: bool,
+) -> str:
+    """Calibrates on a file of judgements of the gallery's rows for the rows of `queries`, saves that, and returns where
+    it comes from in words. The ids of `naming`, if given, are those of the gallery and of these queries."""
+    world, file = reranker.gallery.world, reranker.calibration_file(file)
+    rows = open_queries(queries, reranker.query_dim, world, normalize=normalize)
+    known = open_judgements(qrels, naming, len(rows), len(reranker.gallery))
+    if not overwrite and file.is_file():
+        raise FileExistsError(f"{file} exists; move it, name another --calibration, or ask to overwrite")
+    if world.is_main:
+        reranker.calibrate(known, queries=torch.from_numpy(rows[np.arange(len(rows))]))
+        reranker.save_calibration(file)
+    world.barrier()
+    reranker.load_calibration(file)
+    return f"calibrated in this gallery on the judgements of {qrels}, kept in {file}"
+
+
+def open_judgements(path: Path, naming: Naming, queries: int, items: int) -> Qrels:
+    """The judgements of a file, by row numbers; ids that it holds are looked up in the files of `naming`."""
+    if naming.queries is None and naming.items is None:
+        return Qrels.open(path)
+    columns = table_of(path)
+    if missing := [name for name in ("query", "item") if name not in columns]:
+        raise ValueError(f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(columns)}")
+    query, item = columns["query"], columns["item"]
+    if naming.queries is not None:
+        query = open_ids(naming.queries, queries, "queries").rows(query, str(path))
+    if naming.items is not None:
+        item = open_ids(naming.items, items, "items").rows(item, str(path))
+    return Qrels(query, item, columns.get("grade", np.ones(len(query))))
+
+
 def _calibration_of_model(reranker: BayesReranker, model: Path) -> str:
     """Uses the held-out pairs that `geoflow train` stored, unless the user has calibrated the model on other pairs."""
     world, file, stored = reranker.gallery.world, reranker.calibration_file(model), StoredCalibration.read(model)
@@ -116,8 +166,7 @@ def _calibration_of_model(reranker: BayesReranker, model: Path) -> str:
         reranker.load_calibration(file)
         return f"calibrated by {file}"
     assert stored is not None
-    most = MOST_QUERIES if reranker.flow is None else MOST_QUERIES_OF_FLOW
-    entry = settle_ladder(stored, reranker, pairs, max_queries=most).ladder[str(reranker.direction)]
+    entry = settle_ladder(stored, reranker, pairs, max_queries=MOST_QUERIES).ladder[str(reranker.direction)]
     if "reason" in entry:
         return f"its {stored.held_out} do not suffice: {entry['reason']}"
     kept = f"; not kept, as {model} cannot be written to" if "not_kept" in entry else ""

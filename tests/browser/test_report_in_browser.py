@@ -32,14 +32,18 @@ QUIET = [
 # The page forbids scripts, so a copy without that policy is measured.
 MEASURE = """<script>window.addEventListener("load", () => {
   const images = [...document.images].map(
-    i => ({natural: i.naturalWidth, complete: i.complete, ...box(i), alt: i.alt}));
+    i => ({natural: i.naturalWidth, complete: i.complete, ...box(i), alt: i.alt,
+      frame: box(i.parentElement), scrolls: getComputedStyle(i.parentElement).overflowX == "auto"}));
   function box(e) { const r = e.getBoundingClientRect(); return {x: r.x, y: r.y, width: r.width, height: r.height}; }
   const captions = [...document.querySelectorAll("caption, figcaption")].map(box);
+  const lines = [...document.querySelectorAll("tbody td")].map(e => e.getClientRects().length && e.offsetHeight
+    <= 1.9 * parseFloat(getComputedStyle(e).lineHeight) + 2 * parseFloat(getComputedStyle(e).paddingTop)
+    || e.parentElement.firstElementChild.offsetHeight >= e.offsetHeight);
   const page = {width: document.documentElement.clientWidth, scroll: document.documentElement.scrollWidth,
     height: document.documentElement.scrollHeight};
   const requests = performance.getEntriesByType("resource").map(e => e.name).filter(n => !n.startsWith("data:"));
   const out = document.createElement("pre"); out.id = "measured";
-  out.textContent = JSON.stringify({images, captions, page, requests}); document.body.append(out);
+  out.textContent = JSON.stringify({images, captions, page, requests, lines}); document.body.append(out);
 });</script></body>"""
 
 
@@ -59,7 +63,7 @@ def browse(profile: Path, *arguments: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
 
 
-@pytest.mark.parametrize("width", [1280, 600])
+@pytest.mark.parametrize("width", [1280, 600, 500])  # the narrowest window that the browser opens: a phone
 def test_every_figure_is_visible(report, tmp_path, width):
     copy = tmp_path / "measured.html"
     open_page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", report.read_text(encoding="utf-8"))
@@ -74,11 +78,15 @@ def test_every_figure_is_visible(report, tmp_path, width):
         assert image["width"] > 200, image
         assert image["height"] > 100, image
         assert image["x"] >= 0, image
-        assert image["x"] + image["width"] <= page["width"], image
+        # On a phone, panels side by side keep a readable size and scroll inside their own frame.
+        inside = image["frame"] if image["scrolls"] and width <= 500 else image
+        assert inside["x"] + inside["width"] <= page["width"], image
+        assert width > 500 or image["width"] >= min(450, image["natural"]), image
         assert image["y"] + image["height"] <= page["height"], image
         assert len(image["alt"]) > 20, image
     for caption in measured["captions"]:  # a wide table scrolls, but its caption wraps
         assert caption["x"] + caption["width"] <= page["width"], caption
+    assert all(measured["lines"])  # no cell wraps but the name of its row
     assert page["scroll"] <= page["width"]  # nothing sticks out sideways
     assert measured["requests"] == []
 

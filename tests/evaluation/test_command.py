@@ -13,6 +13,7 @@ from geoflow_fast.cli.app import app
 from geoflow_fast.evaluation import job, registry
 from geoflow_fast.evaluation.methods import Method, Study
 from geoflow_fast.head.model import head_digest
+from geoflow_fast.jobs.calibration import hold_out
 from tests.evaluation.helpers import DIM, is_picture, labelled_images
 from tests.head.test_model import random_head
 
@@ -48,6 +49,23 @@ def test_retrieval_writes_results_figures_and_a_page(folders):
     assert page.count("data:image/png") == 4
     assert "cosine margin" in page
     assert evaluate(*given, "--methods", "max_softmax,margin", "--direction", "t2i")[0] == 0
+
+
+def test_two_files_of_any_norm_and_the_pairs_that_training_held_out(folders, pairs, held_out):
+    image, text = (3 * x.numpy() for x in pairs[np.arange(len(pairs))])
+    np.save(folders / "images.npy", image)
+    np.save(folders / "texts.npy", text)
+    files = ("--images", folders / "images.npy", "--texts", folders / "texts.npy", "--normalize", "--resamples", 9)
+    options = (*files, "--model", folders / "model", "--methods", "max_softmax", "--direction", "t2i", "--json")
+    with pytest.raises(ValueError, match="model holds none from training"):
+        evaluate(*options, "--out", folders / "a")
+    hold_out(held_out, folders / "model", held_out, 0, announce=lambda _: None)
+    assert evaluate(*options, "--out", folders / "a")[0] == 0
+    assert evaluate(*options, "--held-out", folders / "val", "--out", folders / "b")[0] == 0
+    results = [json.loads((folders / name / "results.json").read_text())["results"] for name in "ab"]
+    assert results[0][0]["queries"] == len(pairs)
+    for name in ("auroc", "aurc", "nll", "ece"):
+        assert results[0][0]["numbers"][name] == pytest.approx(results[1][0]["numbers"][name], rel=1e-3)
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -91,7 +109,7 @@ def test_zero_shot_writes_its_components(folders):
 def test_bad_flags_are_named_before_anything_is_written(folders):
     out = folders / "report"
     given = ("--pairs", folders / "test", "--held-out", folders / "val", "--out", out)
-    with pytest.raises(ValueError, match="needs --held-out, --out"):
+    with pytest.raises(ValueError, match="needs --out"):
         evaluate("--pairs", folders / "test")
     with pytest.raises(ValueError, match="must be one of"):
         evaluate(*given, "--methods", "no such")

@@ -148,7 +148,7 @@ def test_the_page_opens_with_a_recommendation_and_an_abstention_table(pairs, hel
     opening = page[page.index("Which to use</h2>") : page.index("The numbers</h2>")]
     assert "Recommendation: " in opening
     assert opening.count("<table>") == 2
-    for words in ("at 5% error", "at 10% error", "at 20% error", "95 % interval"):
+    for words in ("at 5 % error", "at 10 % error", "at 20 % error", "95 % interval"):
         assert words in opening
     assert "NLL, nats" in page
     assert "ECE" in page

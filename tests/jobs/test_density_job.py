@@ -122,9 +122,9 @@ def test_summary_as_json(world, monkeypatch, capsys):
     [
         (("--fast", "--paper"), {}, "exclude each other"),
         ((), {"solver": "magic"}, "solver must be one of"),
-        ((), {"steps": 0}, "n_steps must be"),
-        ((), {"probes": 0}, "n_probes must be"),
-        ((), {"pairs": "nowhere"}, "is not a folder"),
+        ((), {"steps": 0}, "--steps must be"),
+        ((), {"probes": 0}, "--probes must be"),
+        ((), {"pairs": "nowhere"}, "nowhere is missing"),
         ((), {"model": "nowhere"}, "nowhere"),
         ((), {"out": "pairs"}, "is a folder"),
     ],

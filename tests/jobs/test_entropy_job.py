@@ -158,7 +158,7 @@ def test_bayes_posterior_of_other_models_from_the_command_line(world, other_mode
     np.save(world / "typical.npy", noise.sample_uniform(20, 7).numpy())
     typical, queries = (torch.from_numpy(np.load(world / f"{name}.npy")) for name in ("typical", "queries"))
     assert geoflow_entropy(world, monkeypatch, "--posterior=bayes", model="sampler") == 2
-    assert "marginals need reference=" in capsys.readouterr().err
+    assert "marginals need --reference" in capsys.readouterr().err
     assert geoflow_entropy(world, monkeypatch, "--reference=typical.npy", model="sampler") == 2
     assert "--reference is for --posterior bayes" in capsys.readouterr().err
     for name, more in (("sampler", ["--posterior=bayes"]), ("head", [])):
@@ -304,11 +304,11 @@ def spoil(world: Path, what: str) -> None:
         ("unnormalised", {}, "queries.npy row 7 has norm 1.5"),
         ("no queries", {}, "queries.npy are empty"),
         ("", {"kappa": -1}, "kappa must be finite and not negative"),
-        ("", {"samples": 0}, "n_samples must be at least 1"),
-        ("", {"steps": 0}, "n_steps must be"),
+        ("", {"samples": 0}, "--samples must be at least 1"),
+        ("", {"steps": 0}, "--steps must be"),
         ("", {"block": 0}, "block must be at least 1"),
         ("", {"model": "nowhere"}, "nowhere/model.safetensors does not exist"),
-        ("", {"queries": "nowhere"}, "queries nowhere is neither"),
+        ("", {"queries": "nowhere"}, "queries nowhere is missing"),
         ("", {"reference": "queries.npy"}, "--reference is for --posterior bayes"),
         ("", {"posterior": "bayes"}, "--posterior bayes needs --reference"),
         ("", {"device": "tpu"}, "device 'tpu' cannot be used here"),

@@ -83,7 +83,7 @@ def test_the_file_holds_the_results_of_a_calibrated_reranker(world, monkeypatch,
     assert summary["expected_recall"] == pytest.approx(columns["p_answer"].mean())
     assert summary["changed"] == pytest.approx(np.mean(np.stack(columns["index"])[:, 0] != columns["answer"]))
     assert geoflow_rerank(world, monkeypatch, out="third.parquet", steps=3) == 2
-    assert "was made for another n_steps" in capsys.readouterr().err
+    assert "was made for another --steps" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings("ignore:BayesReranker is uncalibrated")
@@ -143,7 +143,7 @@ def test_an_interrupt_keeps_blocks_and_the_same_command_continues(world, monkeyp
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"queries": "nowhere"}, "queries nowhere is neither"),
+        ({"queries": "nowhere"}, "queries nowhere is missing"),
         ({"queries": "wide.npy"}, "wide.npy have width 9, but the flow expects 8"),
         ({"queries": "long.npy"}, "long.npy row 0 has norm 2"),
         ({"gallery": "wide.npy"}, "gallery has width 9, but the flow expects 8"),
@@ -153,8 +153,8 @@ def test_an_interrupt_keeps_blocks_and_the_same_command_continues(world, monkeyp
         ({"held_out": "gallery"}, "img_emb"),
         ({"held_out": "few"}, "of 40 held-out queries have a right item"),
         ({"shortlist": 0}, "shortlist must be at least 1"),
-        ({"steps": 0}, "n_steps must be"),
-        ({"probes": 0}, "n_probes must be"),
+        ({"steps": 0}, "--steps must be"),
+        ({"probes": 0}, "--probes must be"),
         ({"device": "tpu"}, "device 'tpu' cannot be used here"),
     ],
 )
@@ -183,3 +183,41 @@ def test_the_faiss_example_runs(world):
     lines = result.stdout.splitlines()
     assert len(lines) == QUERIES
     assert lines[0].startswith("text 0: image ")
+
+
+def test_without_a_model_cosines_and_hubs_are_the_evidence(world, monkeypatch, capsys):
+    monkeypatch.chdir(world)
+    files = {"queries": "queries.npy", "gallery": "gallery", "out": "plain.parquet", "shortlist": K}
+    assert run_geoflow(monkeypatch, "rerank", **files) == 2
+    assert "without --model, give --held-out pairs" in capsys.readouterr().err
+    assert run_geoflow(monkeypatch, "rerank", held_out="pairs", **files) == 0
+    assert "evidence cosine" in capsys.readouterr().out
+    reranker = gf.BayesReranker(None, world / "gallery", shortlist=K)
+    reranker.calibrate(gf.EmbeddingPairs.open(world / "pairs"))
+    expected = reranker(torch.from_numpy(np.load(world / "queries.npy"))).p_answer
+    np.testing.assert_allclose(read_columns(world / "plain.parquet")["p_answer"], expected, atol=1e-5)
+    assert (world / "plain.parquet.calibration.json").is_file()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_judgements_calibrate_by_row_numbers_or_ids(world, monkeypatch, capsys, named):
+    import pyarrow
+    import pyarrow.parquet
+
+    items = np.concatenate([np.load(file) for file in sorted((world / "gallery").glob("*.npy"))]).astype(np.float32)
+    queries = noisy(torch.from_numpy(items / np.linalg.norm(items, axis=1, keepdims=True)))
+    np.save(world / "judged.npy", queries.numpy())
+    rows = np.arange(ITEMS)
+    (world / "ids.txt").write_text("".join(f"item {k}\n" for k in rows))
+    names = [f"item {k}" for k in rows] if named else rows
+    pyarrow.parquet.write_table(pyarrow.table({"query": rows, "item": names}), world / "qrels.parquet")
+    ids = {"ids": "ids.txt"} if named else {}
+    options = {"qrels": "qrels.parquet", "judged": "judged.npy", "calibration": "q.json", **ids}
+    assert geoflow_rerank(world, monkeypatch, **options) == 0
+    assert "on the judgements of qrels.parquet" in capsys.readouterr().out
+    reranker = reranker_of(world)
+    reranker.calibrate(gf.Qrels(rows, rows, np.ones(ITEMS)), queries=queries)
+    expected = reranker(torch.from_numpy(np.load(world / "queries.npy"))).p_answer
+    np.testing.assert_allclose(read_columns(world / "ranked.parquet")["p_answer"], expected, atol=1e-5)
+    assert geoflow_rerank(world, monkeypatch, qrels="qrels.parquet", out="b.parquet") == 2
+    assert "--qrels and --judged go together" in capsys.readouterr().err

@@ -1,0 +1,245 @@
+"""`geoflow trust` and `geoflow threshold`: what result lists of any search are worth, and which queries to answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from geoflow_fast.cli.base import Commands, DirectionFlag, JsonFlag, SeedFlag, print_json
+from geoflow_fast.cli.embeddings import ImageIndexFlag, ImagesFlag, NormalizeFlag, TextsFlag
+
+if TYPE_CHECKING:
+    from geoflow_fast.decisions.rules import Rule
+    from geoflow_fast.decisions.trust import Trust
+    from geoflow_fast.jobs.decisions import ResultLists
+
+app = Commands()
+
+ScoresFlag = Annotated[
+    Path,
+    typer.Option(
+        help="Result lists, best hit first: .npy [n, k], the .parquet of `geoflow rerank`, or .parquet or .csv with a "
+        "list of scores in each row or a column for each hit."
+    ),
+]
+ColumnFlag = Annotated[str | None, typer.Option(help="Column of the lists of scores. Default: scores, or prob.")]
+LabelsFlag = Annotated[
+    Path | None,
+    typer.Option(help="What is right: .npy, .parquet or .csv, [n] for the first hit or [n, k] grades of all hits."),
+]
+JudgedPairsFlag = Annotated[
+    Path | None, typer.Option(help="Instead of --labels: folder of the pairs whose rows were asked and searched.")
+]
+QrelsFlag = Annotated[
+    Path | None,
+    typer.Option(help="Instead of --labels: .parquet or .csv of judgements with columns query, item, grade."),
+]
+ColumnsOut = Annotated[Path | None, typer.Option(help="Parquet file of results, a row for each query.")]
+EncoderFlag = Annotated[str | None, typer.Option(help="Name of the encoder, kept with the rule and checked by it.")]
+GallerySizeFlag = Annotated[int | None, typer.Option(help="Number of items searched, kept and checked likewise.")]
+GROUPS = {
+    "Result lists": "scores column",
+    "What is right": "labels pairs images texts image_index qrels direction normalize",
+}
+FIT_SHARE = 0.5
+"""Share of the judged queries that a threshold without --trust fits one on."""
+NOTHING = (
+    "NOTHING COULD BE CERTIFIED: the rule answers no query. Judge more queries, accept a larger --max-error, or use a "
+    "better score"
+)
+
+
+@app.command(
+    groups=GROUPS,
+    epilog="Example: geoflow trust --scores scores.npy --labels labels.npy --trust trust.json --out believed.parquet",
+)
+def trust(
+    scores: ScoresFlag,
+    fitted: Annotated[
+        Path,
+        typer.Option("--trust", help="JSON file of what was learned: written if there are labels, otherwise read."),
+    ],
+    out: ColumnsOut = None,
+    column: ColumnFlag = None,
+    labels: LabelsFlag = None,
+    pairs: JudgedPairsFlag = None,
+    images: ImagesFlag = None,
+    texts: TextsFlag = None,
+    image_index: ImageIndexFlag = None,
+    qrels: QrelsFlag = None,
+    direction: DirectionFlag = "t2i",
+    normalize: NormalizeFlag = False,
+    no_match_share: Annotated[
+        float, typer.Option(help="Share of queries without a right item, for the column p_no_match.")
+    ] = 0.5,
+    seed: SeedFlag = 0,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite/--no-overwrite", help="Replace what was learned before.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Learns from about a hundred judged result lists of any search how far to trust it, or applies that to new lists.
+
+    Columns of OUT: query, p_right (the first hit is right), p_no_match, and the list relevance.
+    """
+    from geoflow_fast.decisions.trust import Trust
+    from geoflow_fast.jobs import decisions
+
+    lists = decisions.open_lists(scores, column)
+    known = _known(lists, labels, (pairs, images, texts, image_index, normalize), qrels, direction)
+    if known is None:
+        judge = Trust.load(fitted)
+        if out is None:
+            raise ValueError("without labels there is nothing to learn: give --labels, --pairs or --qrels, or --out")
+    else:
+        _refuse_existing(fitted, overwrite=overwrite)
+        judge = Trust(seed).fit(lists.scores, known)
+        fitted.parent.mkdir(parents=True, exist_ok=True)
+        judge.save(fitted)
+    written = None if out is None else decisions.write_probabilities(judge, lists, out, no_match_share)
+    if as_json:
+        mean = None if written is None else float(written["p_right"].mean())
+        print_json({"queries": len(lists.query), "mean_p_right": mean, "evidence": [vars(x) for x in judge.report]})
+        return
+    for rung in judge.report if known is not None else ():
+        typer.echo(
+            f"{rung.question}, {rung.name}: {rung.gain:+.3f} +- {rung.stderr:.3f} nats a query, "
+            f"{'kept' if rung.kept else 'left out'}"
+        )
+    if written is not None:
+        typer.echo(f"expected share of right first hits: {written['p_right'].mean():.1%} of {len(lists.query)} queries")
+    typer.echo(f"Wrote {' and '.join(str(x) for x in (fitted if known is not None else None, out) if x is not None)}")
+
+
+@app.command(
+    groups=GROUPS,
+    epilog="Example: geoflow threshold --scores scores.npy --labels labels.npy --rule rule.json --max-error 0.1",
+)
+def threshold(
+    scores: ScoresFlag,
+    rule: Annotated[Path, typer.Option(help="JSON file of the rule: written if there are labels, otherwise applied.")],
+    out: ColumnsOut = None,
+    fitted: Annotated[
+        Path | None,
+        typer.Option(
+            "--trust", help="What `geoflow trust` has learned from other queries. Default: half of these fit it."
+        ),
+    ] = None,
+    max_error: Annotated[float, typer.Option(help="Largest share of wrong answers among those given.")] = 0.1,
+    confidence: Annotated[float, typer.Option(help="Probability with which that is guaranteed.")] = 0.95,
+    precision: Annotated[
+        float | None, typer.Option(help="Instead of --max-error: least share of relevant items among those shown.")
+    ] = None,
+    no_match_share: Annotated[
+        str, typer.Option(help="Share of the traffic without a right item, beyond the judged queries', or estimate.")
+    ] = "0",
+    unlabelled: Annotated[
+        Path | None, typer.Option(help="For --no-match-share estimate: result lists of live queries, as --scores.")
+    ] = None,
+    encoder: EncoderFlag = None,
+    gallery_size: GallerySizeFlag = None,
+    column: ColumnFlag = None,
+    labels: LabelsFlag = None,
+    pairs: JudgedPairsFlag = None,
+    images: ImagesFlag = None,
+    texts: TextsFlag = None,
+    image_index: ImageIndexFlag = None,
+    qrels: QrelsFlag = None,
+    direction: DirectionFlag = "t2i",
+    normalize: NormalizeFlag = False,
+    seed: SeedFlag = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite/--no-overwrite", help="Replace a rule that exists.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Certifies a rule whose answers are wrong in at most a given share, from judged result lists, or applies it.
+
+    The status is 0 if nothing could be certified, too, which it says. Columns of OUT: query, answer and, with
+    --precision, the list show.
+    """
+    from geoflow_fast.decisions.rules import Rule
+    from geoflow_fast.jobs import decisions
+
+    lists = decisions.open_lists(scores, column)
+    known = _known(lists, labels, (pairs, images, texts, image_index, normalize), qrels, direction)
+    made_with = {"encoder": encoder, "gallery_size": gallery_size}
+    if known is None:
+        if out is None:
+            raise ValueError(
+                "without labels a rule is applied: give --out, or --labels, --pairs or --qrels to make one"
+            )
+        made = Rule.load(rule)
+    else:
+        _refuse_existing(rule, overwrite=overwrite)
+        judge, lists, known = _judge(lists, known, fitted, seed)
+        settings: dict[str, Any] = {"precision": precision, "confidence": confidence, **made_with}
+        settings["no_match_share"] = _share(no_match_share)
+        if unlabelled is not None:
+            settings["unlabelled"] = decisions.open_lists(unlabelled, column).scores
+        made = judge.certify(lists.scores, known, max_error, **settings)
+        rule.parent.mkdir(parents=True, exist_ok=True)
+        made.save(rule)
+    answered = None if out is None else decisions.write_answers(made, lists, out, **made_with)
+    _print_rule(made, answered, rule if known is not None else None, out, as_json=as_json)
+
+
+def _known(
+    lists: ResultLists, labels: Path | None, pairs: tuple[Any, ...], qrels: Path | None, direction: str
+) -> Any | None:
+    """What is known about the hits, from the one source that is given; None without any."""
+    from geoflow_fast.data.pairs import open_pairs
+    from geoflow_fast.jobs import decisions
+
+    folder, images, texts, image_index, normalize = pairs
+    by_pairs = any(path is not None for path in (folder, images, texts))
+    if sum((labels is not None, by_pairs, qrels is not None)) > 1:
+        raise ValueError("give one of --labels, --pairs (or --images and --texts) and --qrels")
+    if labels is not None:
+        return decisions.open_labels(labels, lists)
+    if qrels is not None:
+        return decisions.labels_from_qrels(lists, qrels)
+    if not by_pairs:
+        return None
+    opened = open_pairs(folder, images, texts, image_index, normalize=normalize)
+    return decisions.labels_from_pairs(lists, opened, direction)
+
+
+def _judge(lists: ResultLists, known: Any, fitted: Path | None, seed: int) -> tuple[Trust, ResultLists, Any]:
+    """The Trust to certify with, and the judged lists that it has not seen."""
+    import numpy as np
+
+    from geoflow_fast.decisions.trust import Trust
+
+    if fitted is not None:
+        return Trust.load(fitted), lists, known
+    order = np.random.default_rng(seed).permutation(len(known))
+    seen, fresh = np.split(order, [round(FIT_SHARE * len(known))])
+    return Trust(seed).fit(lists.scores[seen], known[seen]), lists.rows(np.sort(fresh)), known[np.sort(fresh)]
+
+
+def _share(words: str) -> float | str:
+    try:
+        return float(words)
+    except ValueError:
+        return words
+
+
+def _refuse_existing(path: Path, *, overwrite: bool) -> None:
+    if path.exists() and not overwrite:
+        raise FileExistsError(f"{path} exists; move it, or ask to overwrite")
+
+
+def _print_rule(made: Rule, answered: float | None, rule: Path | None, out: Path | None, *, as_json: bool) -> None:
+    """Prints a rule in words and what it answers; loudly, if it answers nothing."""
+    if as_json:
+        facts = {"certified": made.certified, "max_error": made.max_error, "confidence": made.confidence}
+        groups = {name: vars(each) for name, each in made.certificates.items()}
+        print_json({**facts, "no_match_share": made.no_match_share, "certificates": groups, "answered": answered})
+    else:
+        typer.echo(repr(made))
+        if answered is not None:
+            typer.echo(f"answers {answered:.1%} of these queries")
+        typer.echo(f"Wrote {' and '.join(str(path) for path in (rule, out) if path is not None)}")
+    if not made.certified:
+        typer.echo(f"geoflow: warning: {NOTHING}", err=True)

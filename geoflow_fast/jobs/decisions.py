@@ -1,0 +1,186 @@
+"""Files for decisions about result lists: scores, what is known about the hits, probabilities, and which to answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.data.rows import load_npy
+from geoflow_fast.decisions.rules import ITEMS, Rule
+from geoflow_fast.decisions.trust import Trust
+from geoflow_fast.runtime import parquet
+
+SMALLEST = 1e-12
+"""Probabilities below this count as this, before their logarithm is taken."""
+QUERY, HITS, PROBABILITIES = "query", "index", "prob"
+"""Columns of the files that `geoflow rerank` writes."""
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class ResultLists:
+    """Result lists of n queries, k hits each, best first."""
+
+    path: Path
+    scores: Array
+    """[n, k]."""
+    query: Array
+    """[n], the ids of the queries, or the numbers of their rows."""
+    hits: Array | None
+    """[n, k], the ids of the hits, or the numbers of their rows; None if the file does not name them."""
+
+    def rows(self, chosen: Array) -> ResultLists:
+        """The lists of some of the queries."""
+        hits = None if self.hits is None else self.hits[chosen]
+        return ResultLists(self.path, self.scores[chosen], self.query[chosen], hits)
+
+
+def open_lists(path: Path, column: str | None = None) -> ResultLists:
+    """Reads result lists: a `.npy` file [n, k]; a Parquet file with lists of scores, in the named `column`,
+    in `scores` or in `prob`; or a Parquet or `.csv` file with a column of numbers for each hit. Columns `query` and
+    `index` name the queries and the hits. Probabilities (`prob`) count by their logarithms."""
+    columns = table_of(path)
+    query = columns.pop(QUERY, None)
+    hits = columns.pop(HITS, None)
+    listed = next((name for name in (column, "scores", PROBABILITIES) if name is not None and name in columns), None)
+    if column is not None and listed != column:
+        raise ValueError(f"{path} has no column {column!r}; it has {', '.join(columns)}")
+    scores = _matrix(columns[listed], path, listed) if listed is not None else _joined(columns, path)
+    if listed == PROBABILITIES:
+        scores = np.log(np.maximum(scores, SMALLEST))
+    names = np.arange(len(scores)) if query is None else query
+    return ResultLists(path, scores, names, None if hits is None else _matrix(hits, path, HITS))
+
+
+def open_labels(path: Path, lists: ResultLists) -> Array:
+    """Reads what is known about the hits: [n], whether the first is right, or [n, k], the grade of each. The file is as
+    for scores, with a column `labels` or columns of numbers."""
+    columns = table_of(path)
+    columns.pop(QUERY, None)
+    values = columns.get("labels")
+    known = _joined(columns, path) if values is None else values
+    known = _matrix(known, path, "labels") if known.dtype == object else known
+    known = known[:, 0] if known.ndim == 2 and known.shape[1] == 1 else known
+    if len(known) != len(lists.scores):
+        raise ValueError(f"{path} has {len(known)} rows, but {lists.path} has {len(lists.scores)} queries")
+    return known
+
+
+def labels_from_pairs(lists: ResultLists, pairs: EmbeddingPairs, direction: str) -> Array:
+    """Which hits belong to the image of their query, bool [n, k], where queries and hits are numbers of rows of the
+    pairs' texts and images, and the `direction` says which are which."""
+    hits = _needed(lists)
+    for name, values in ((QUERY, lists.query), (HITS, hits)):
+        if values.dtype.kind not in "iu":
+            raise ValueError(f"{lists.path}: {name} holds ids, but pairs know rows by number; give --qrels with ids")
+    of_image = np.full(len(pairs.image), -1)
+    of_image[pairs.image_row] = pairs.group
+    of_text = np.full(len(pairs.text), -1)
+    of_text[pairs.text_row] = pairs.group
+    asked, items = (of_text, of_image) if direction == "t2i" else (of_image, of_text)
+    for name, values, count in ((QUERY, lists.query, len(asked)), (HITS, hits, len(items))):
+        if values.size and (values.max() >= count or (name == QUERY and values.min() < 0)):
+            raise ValueError(f"{lists.path}: {name} {values.max()} is not one of the {count} rows of the pairs")
+    own = asked[lists.query][:, None]
+    return (items[np.maximum(hits, 0)] == own) & (hits >= 0) & (own >= 0)
+
+
+def labels_from_qrels(lists: ResultLists, path: Path) -> Array:
+    """The grades [n, k] that a Parquet or CSV file of judgements (`query`, `item`, `grade`) gives the hits; 0 where it
+    gives none."""
+    columns, hits = table_of(path), _needed(lists)
+    missing = [name for name in (QUERY, "item") if name not in columns]
+    if missing:
+        raise ValueError(f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(columns)}")
+    grade = np.asarray(columns.get("grade", np.ones(len(columns[QUERY]))), np.float64)
+    queries, query_code = _coded(columns[QUERY], lists.query)
+    items, item_code = _coded(columns["item"], hits.reshape(-1))
+    span = max(items.max(initial=0), item_code.max(initial=0)) + 1
+    judged = queries * span + items
+    wanted = query_code[:, None] * span + item_code.reshape(hits.shape)
+    order = np.argsort(judged, kind="stable")
+    if not len(order):
+        raise ValueError(f"{path} holds no judgements")
+    position = np.searchsorted(judged[order], wanted).clip(max=len(order) - 1)
+    known = judged[order][position] == wanted
+    return np.where(known, grade[order][position], 0.0)
+
+
+def _coded(judged: Array, wanted: Array) -> tuple[Array, Array]:
+    """Numbers for the ids of both arrays, equal for equal ids. Ids of different types are compared as text."""
+    if (judged.dtype.kind in "iu") != (wanted.dtype.kind in "iu"):
+        judged, wanted = judged.astype(str), wanted.astype(str)
+    both = np.concatenate((judged, wanted))
+    code = np.unique(both.astype(str) if both.dtype == object else both, return_inverse=True)[1]
+    return code[: len(judged)], code[len(judged) :]
+
+
+def _needed(lists: ResultLists) -> Array:
+    if lists.hits is None:
+        raise ValueError(f"{lists.path} does not name its hits in a column {HITS!r}; give --labels for them")
+    return lists.hits
+
+
+def table_of(path: Path) -> dict[str, Array]:
+    """The columns of a Parquet or CSV file, or the array of a `.npy` file as columns of numbers."""
+    if path.suffix == ".npy":
+        array = load_npy(path)
+        if array.ndim not in (1, 2):
+            raise ValueError(f"{path} must be [n] or [n, k], got {array.shape}")
+        return {str(number): column for number, column in enumerate(np.atleast_2d(array.T))}
+    if path.suffix.lower() == ".csv":
+        return parquet.read_csv(path, parquet.csv_names(path))
+    return parquet.read_columns(path)
+
+
+def _matrix(column: Array, path: Path, name: str | None) -> Array:
+    """A column of lists as an array [n, k]."""
+    if column.dtype != object or not len(column) or isinstance(column[0], str):
+        return column
+    lengths = {len(row) for row in column}
+    if len(lengths) != 1:
+        raise ValueError(
+            f"{path}: lists of {name} have {min(lengths)} to {max(lengths)} entries; all must have as many"
+        )
+    return np.stack([np.asarray(row) for row in column])
+
+
+def _joined(columns: dict[str, Array], path: Path) -> Array:
+    """Columns of numbers side by side, [n, k]."""
+    numbers = [column for column in columns.values() if column.dtype.kind in "iufb"]
+    if not numbers:
+        raise ValueError(f"{path} has no column of numbers")
+    return np.column_stack(numbers)
+
+
+def write_probabilities(trust: Trust, lists: ResultLists, out: Path, share: float) -> dict[str, Array]:
+    """Writes what is believed about each list: `query`, `p_right` (of the first hit), `p_no_match` for a `share` of
+    queries without a right item, and the list `relevance` of all hits. Returns the columns."""
+    columns = {
+        QUERY: lists.query,
+        **({} if lists.hits is None else {"hit": lists.hits[:, 0]}),
+        "p_right": trust.predict_proba(lists.scores)[:, 1],
+        "p_no_match": trust.p_no_match(lists.scores, share),
+        "relevance": trust.relevance(lists.scores),
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_columns(out, columns, len(lists.query))
+    return columns
+
+
+def write_answers(rule: Rule, lists: ResultLists, out: Path, **made_with: Any) -> float:
+    """Writes which queries the rule answers: `query`, `answer` and, for a rule about items, the list `show`. Returns
+    the share that is answered."""
+    answered = rule(lists.scores, **made_with)
+    columns = {QUERY: lists.query, **({} if lists.hits is None else {"hit": lists.hits[:, 0]}), "answer": answered}
+    if rule.unit == ITEMS:
+        columns["show"] = rule.show(lists.scores, **made_with)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_columns(out, columns, len(lists.query))
+    return float(answered.mean())
