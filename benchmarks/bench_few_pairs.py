@@ -1,9 +1,11 @@
 """What a flow learns from few real pairs, and which settings help it to.
 
-Photographs: where the shared embeddings are beside the repository, flows are trained on 50 and on 500 pairs of CLIP
-(width 512) and on 10,455 of Flickr8k in a small dual encoder (width 256). Texts search images that no flow has seen.
-Half of the held-out pairs calibrate a re-ranker, the others judge it: what the flow adds to cosine and hub correction,
-and how well the flow alone tells wrong first answers from right ones. Gates are the claims of docs/training.md.
+Photographs and a world: flows are trained with the preset `auto`, where the shared embeddings are beside the
+repository, on 300 pairs of CLIP (COCO and Unsplash, width 512) and on 300 to 10,455 of Flickr8k in a small dual encoder
+(width 256), and everywhere on 300 to 20,000 pairs of the CLIP-like world (width 512). Queries that no flow has seen, up
+to 700 in each direction, choose among 16 items, their own one and the nearest others. The flow is judged by how much
+likelier it makes the right ones beside cosine and hub correction, with weights fitted to other queries: before
+training, with half of the network, with all of it, and with the share that `auto` kept.
 
 Digits: 1,797 scans of 8 x 8 pixels come with scikit-learn; the upper half plays the image, the lower half the text,
 both scaled to unit norm. Pixels are not negative, so all rows lie in one corner of the sphere, as embeddings of one
@@ -16,25 +18,32 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from sklearn.datasets import load_digits
 from torch import Tensor
 
 import geoflow_fast as gf
-from benchmarks.bench_head import losses
 from benchmarks.common import SHARED, gate, report, shared_pairs
-from geoflow_fast.evaluation.metrics import auroc
+from geoflow_fast.directions import Direction
 from geoflow_fast.evaluation.statistics import bootstrap_interval
-from geoflow_fast.retrieval.task import RetrievalTask
+from geoflow_fast.flow.config import FEW_PAIRS
+from geoflow_fast.retrieval.hubs import SCALES, log_means
+from geoflow_fast.retrieval.task import drawn_rows
+from geoflow_fast.training.blending import CANDIDATES as CANDIDATES_OF_CHOICE
+from geoflow_fast.training.blending import Choice, blend, take_share
 from geoflow_fast.training.flow_matching import FlowMatching, preset_settings
-from geoflow_fast.training.loop import Run
+from geoflow_fast.training.loop import Run, complete
 
 TRAINING_PAIRS = (300, 1200)
 CANDIDATES, QUERIES = 32, 128
+FLICKR_PAIRS, WORLD_PAIRS = (300, 1000, 10_455), (300, 2000, 20_000)
+JUDGES, BANK = 700, 2000
 SETTINGS: dict[str, dict[str, object]] = {
     "as they are": {},
     "centred": {"centre": True},
@@ -72,121 +81,118 @@ def trained(upper: Tensor, lower: Tensor, seed: int, changes: dict[str, object])
 
 
 @dataclass(frozen=True)
-class Photographs:
-    """Pairs to train on, pairs to calibrate a re-ranker on, and pairs to judge it by, all of different images."""
+class FewPairs:
+    """Pairs to train on and pairs to judge by, of different images."""
 
     name: str
+    seed: int
     train: gf.EmbeddingPairs
-    held_out: gf.EmbeddingPairs
     test: gf.EmbeddingPairs
 
 
-@dataclass(frozen=True)
-class Setting:
-    """How a flow differs from the one that the preset `auto` trains."""
-
-    name: str
-    network: dict[str, Any] = dataclasses.field(default_factory=dict)
-    run: dict[str, Any] = dataclasses.field(default_factory=dict)
-    trained: bool = True
-
-
-BARE = {"anchored": False, "centre": False}
-PHOTOGRAPH_SETTINGS = (
-    Setting("without anchor and centring", BARE),
-    Setting("without anchor, 32 components", {"anchored": False, "pca_dim": 32}),
-    Setting("anchor, not trained", trained=False),
-    Setting("auto"),
-)
-SHORTLIST, JUDGES = 16, 500
+def photographs(seeds: int) -> Iterator[FewPairs]:
+    """The shared sets that are there: 300 of 500 pairs of CLIP, and parts of Flickr8k."""
+    for seed in range(seeds):
+        for name in ("coco", "unsplash"):
+            if (SHARED / "photos" / f"{name}500.npz").is_file():
+                train, test = shared_pairs(f"photos/{name}500").split(0.4, seed)
+                yield FewPairs(f"{name.capitalize()}, CLIP, 300 (512)", seed, train, test)
+        if (SHARED / "flickr8k").is_dir():
+            whole, test = shared_pairs("flickr8k/train"), shared_pairs("flickr8k/dev")
+            for count in FLICKR_PAIRS:
+                first = min(seed * count, len(whole) - count)
+                train = whole.subset(np.arange(first, first + count))
+                yield FewPairs(f"Flickr8k, {count:,} (256)", seed, train, test)
 
 
-def photographs() -> list[Photographs]:
-    """The sets that are there."""
-    sets = []
-    files = [SHARED / "photos" / f"{name}500.npz" for name in ("coco", "unsplash")]
-    if all(file.is_file() for file in files):
-        parts = [np.load(file, allow_pickle=False) for file in files]
-        rows = [np.concatenate([part[name] for part in parts]).astype(np.float32) for name in ("image_emb", "text_emb")]
-        pairs = gf.EmbeddingPairs.from_arrays(*rows, normalize=True)
-        train, rest = pairs.split(0.5, 0)
-        for few in (train.subset(np.arange(50)), train):
-            sets.append(Photographs(f"CLIP, {len(few)} pairs", few, *rest.split(0.5, 1)))
-    if (SHARED / "flickr8k").is_dir():
-        train = shared_pairs("flickr8k/train")
-        sets.append(Photographs(f"Flickr8k, {len(train):,} pairs", train, *shared_pairs("flickr8k/dev").split(0.5, 0)))
-    return sets
+def clip_world(seeds: int) -> Iterator[FewPairs]:
+    """Pairs of the world of CLIP-like statistics."""
+    world = gf.worlds.ClipWorld()
+    for seed in range(seeds):
+        generator = torch.Generator().manual_seed(seed)
+        test = gf.EmbeddingPairs.from_arrays(*world.sample(1000, generator=generator)[:2])
+        for count in WORLD_PAIRS:
+            if count < FEW_PAIRS or not seed:  # a long run
+                train = gf.EmbeddingPairs.from_arrays(*world.sample(count, generator=generator)[:2])
+                yield FewPairs(f"CLIP-like world, {count:,} (512)", seed, train, test)
 
 
 class Judge:
-    """A re-ranker of cosines and hub correction, to which a flow may add."""
+    """What a flow adds to cosine and hub correction when held-out queries choose among 16 items."""
 
-    def __init__(self, data: Photographs) -> None:
-        self.data = data
-        self.task = RetrievalTask.of(data.test, "t2i", max_queries=JUDGES)
-        # The cosine's first answer, which every uncertainty is about.
-        self.right = self.task.is_right((self.task.queries @ self.task.items.T).argmax(1))
-        self.plain = self.answers(None)
+    def __init__(self, data: FewPairs, direction: Direction) -> None:
+        choice = Choice.of(data.train, data.test, direction, data.seed, JUDGES)
+        assert choice is not None
+        bank = direction.queries(*data.train[drawn_rows(len(data.train), BANK, data.seed)])
+        cosine = torch.einsum("qd,qkd->qk", choice.queries, choice.items).double()
+        numbers = log_means(bank @ choice.items.flatten(0, 1).T, None, SCALES).view(-1, *cosine.shape)
+        plain = [dataclasses.replace(choice, plain=torch.stack((cosine, hub), 2).numpy()) for hub in numbers]
+        self.choice = min(plain, key=lambda each: float(each.losses().mean()))  # the best scale of the correction
+        self.plain = self.choice.losses()
 
-    def answers(self, flow: gf.GeoFlow | None) -> gf.Reranked:
-        reranker = gf.BayesReranker(flow, self.task.items, "t2i", shortlist=SHORTLIST)
-        reranker.calibrate(self.data.held_out, max_queries=JUDGES, progress=False)
-        return reranker(self.task.queries)
-
-    def row(self, flow: gf.GeoFlow) -> dict[str, Any]:
-        """What the flow is worth alone, and what it adds."""
-        alone = gf.BayesReranker(flow, self.task.items, "t2i", shortlist=SHORTLIST).rerank(self.task.queries)
-        both, own = self.answers(flow), self.task.own[:, 0]
-        gain = bootstrap_interval(np.mean, losses(self.plain, own) - losses(both, own), groups=self.task.query_image)
-        return {
-            "AUROC, flow alone": auroc(1 - alone.p_answer, self.right),
-            "AUROC, hub correction": auroc(1 - self.plain.p_answer, self.right),
-            "AUROC, both": auroc(1 - both.p_answer, self.right),
-            "NLL, hub correction": float(losses(self.plain, own).mean()),
-            "flow adds, nats": gain.value,
-            "low": gain.low,
-            "high": gain.high,
-        }
+    def losses(self, flow: gf.GeoFlow) -> NDArray[np.float64]:
+        """-log probability of the right items [Q] with the flow."""
+        return self.choice.losses(self.choice.likelihoods(flow, 1))
 
 
-def photograph_row(data: Photographs, judge: Judge, setting: Setting) -> dict[str, Any]:
-    """Trains a flow with a setting and judges it."""
-    shape, config = preset_settings("auto", data.train, setting.run, cores=2)
+def trained_row(data: FewPairs) -> dict[str, dict[str, Any]]:
+    """Trains as the preset `auto` does and judges, for both directions of search, the shares that it may keep."""
+    shape, config = preset_settings("auto", data.train, {"seed": data.seed, "blend": False}, cores=2)
     train, val = data.train.split(config.val_fraction, config.seed)
-    torch.manual_seed(0)
-    flow = gf.GeoFlow(dataclasses.replace(shape, **setting.network))
-    run = Run(FlowMatching(flow, train, val, config))
-    run.objective.prepare()
-    before = run.validate()["val_loss"]
-    start, best, step = time.perf_counter(), before, 0
-    if setting.trained:
-        done = gf.train(flow, train, config, val, progress=False)
-        best, step = done.best_val_loss, done.best_step
-    facts = {"pairs": data.name, "flow": setting.name, "loss, untrained": before, "loss, kept": best, "of step": step}
-    row = {**facts, "seconds": time.perf_counter() - start, **judge.row(flow.eval())}
-    print(row, flush=True)
-    return row
-
-
-def photograph_rows() -> list[dict[str, Any]]:
-    """Every setting on every set."""
-    rows = []
-    for data in photographs():
-        judge = Judge(data)
-        rows += [photograph_row(data, judge, setting) for setting in PHOTOGRAPH_SETTINGS]
-    for row in rows:
-        gate(
-            f"{row['pairs']}, {row['flow']}: training keeps nothing worse", row["loss, kept"] <= row["loss, untrained"]
-        )
+    torch.manual_seed(data.seed)
+    flow = gf.GeoFlow(shape)
+    objective = FlowMatching(flow, train, val, config)
+    start = time.perf_counter()
+    report = complete(Run(objective), progress=False)
+    assert flow.anchor is not None
+    gains = objective.first_gains(), [gain.detach().clone() for gain in flow.anchor.gains]
+    kept = blend(flow, gains[0], train, val, config.seed)
+    seconds = time.perf_counter() - start
+    rows = {}
+    for direction in (Direction.T2I, Direction.I2T):
+        judge, stream = Judge(data, direction), direction.reverse.generated[0]
+        losses = {}
+        for share in (0.0, 0.5, 1.0):
+            take_share(flow.anchor, stream, share, (gains[0][stream], gains[1][stream]))
+            losses[share] = judge.losses(flow)
+        share = kept[str(direction)].get("share", 1.0)
+        adds = bootstrap_interval(np.mean, judge.plain - losses[share], groups=judge.choice.image)
+        over = bootstrap_interval(np.mean, losses[0.0] - losses[share], groups=judge.choice.image)
+        rows[str(direction)] = {
+            "pairs (width)": data.name,
+            "seed": data.seed,
+            "search": str(direction),
+            "NLL, hub correction": float(judge.plain.mean()),
+            "untrained adds": float((judge.plain - losses[0.0]).mean()),
+            "half adds": float((judge.plain - losses[0.5]).mean()),
+            "trained adds": float((judge.plain - losses[1.0]).mean()),
+            "kept share": share,
+            "auto adds": adds.value,
+            "low": adds.low,
+            "high": adds.high,
+            "auto over untrained": over.value,
+            "over, low": over.low,
+            "over, high": over.high,
+            "step": report.best_step,
+            "seconds": seconds,
+        }
+        print(rows[str(direction)], flush=True)
     return rows
+
+
+def few_pairs_rows(sets: Iterable[FewPairs]) -> list[dict[str, Any]]:
+    """Both directions of every set."""
+    return [row for data in sets for row in trained_row(data).values()]
 
 
 def run(seeds: int = 3) -> str:
     """The study."""
     parts = [digits(seeds)]
-    if photographs():
-        facts = {"queries": JUDGES, "shortlist": SHORTLIST, "data": "CLIP ViT-B/16; Flickr8k in a small dual encoder"}
-        parts.append(report("few_pairs_photographs", photograph_rows(), facts))
+    for name, sets in (("photographs", photographs(2)), ("world", clip_world(2))):
+        rows = few_pairs_rows(sets)
+        if rows:
+            parts.append(report(f"few_pairs_{name}", rows, {"queries": JUDGES, "candidates": CANDIDATES_OF_CHOICE}))
+            gate(f"{name}: auto adds on average", statistics.mean(row["auto adds"] for row in rows) > 0)
     return "\n\n".join(parts)
 
 

@@ -248,6 +248,18 @@ def rerank(
     held_out: Annotated[
         Path | None, typer.Option(help="Folder of held-out pairs to calibrate on first; the calibration is saved.")
     ] = None,
+    qrels: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead of --held-out: .parquet or .csv of judgements (query, item, grade) to calibrate on."
+        ),
+    ] = None,
+    judged: Annotated[
+        Path | None, typer.Option(help="With --qrels: the judged queries, .npy file or folder of .npy shards.")
+    ] = None,
+    judged_ids: Annotated[
+        Path | None, typer.Option(help="With --qrels: the ids by which it names the queries. Default: row numbers.")
+    ] = None,
     head: Annotated[
         Path | None, typer.Option(help="Folder of a head. Default: the folder head of the model, if there is one.")
     ] = None,
@@ -287,6 +299,10 @@ def rerank(
     from geoflow_fast.jobs.queries import open_queries
 
     queries, gallery = searched(queries, gallery, images, texts, direction)
+    if (qrels is None) != (judged is None):
+        raise ValueError("--qrels and --judged go together: the judgements, and the queries that they name")
+    if qrels is not None and held_out is not None:
+        raise ValueError("give --held-out pairs or --qrels, not both")
     chosen: dict[str, Any] = {"shortlist": shortlist, "n_steps": steps, "n_probes": probes, "seed": seed}
     chosen |= {"head": head, "bank": bank, "budget": budget, "shortlist_by": shortlist_by, "normalize": normalize}
     with continued_later() as world:
@@ -294,9 +310,16 @@ def rerank(
         open_queries(
             queries, reranker.query_dim, world, normalize=normalize
         )  # reports bad queries before the calibration starts
-        if model is None and calibration is None and held_out is not None:
+        if model is None and calibration is None and (held_out is not None or qrels is not None):
             calibration = out.with_name(f"{out.name}.calibration.json")
-        origin = rerank_job.settle_calibration(reranker, model, calibration, held_out, overwrite=overwrite)
+        if qrels is not None and judged is not None:
+            kept = calibration or model
+            assert kept is not None
+            names = naming(judged_ids, ids)
+            rewrite = {"normalize": normalize, "overwrite": overwrite}
+            origin = rerank_job.calibrate_on_judgements(reranker, kept, qrels, judged, naming=names, **rewrite)
+        else:
+            origin = rerank_job.settle_calibration(reranker, model, calibration, held_out, overwrite=overwrite)
         if world.is_main and reranker.calibration is None:
             warn(f"uncalibrated: {reranker.plain_weights}; {origin}. --held-out pairs calibrate")
         options: dict[str, Any] = {"normalize": normalize, "naming": naming(query_ids, ids)}

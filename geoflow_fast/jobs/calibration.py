@@ -231,7 +231,7 @@ def calibrate_model(
         reranker = reranker.to(reranker.example.device)
         is_done = stored.ladder.get(str(direction), {}).get("models") == _models(reranker)
         if not is_done and not made_elsewhere(reranker.calibration_file(out), held_out):
-            queries = MOST_IMAGES if flow is None else affordable(trained_rows, LADDER_ROWS, LADDER_QUERIES)
+            queries = affordable(trained_rows, LADDER_ROWS, LADDER_QUERIES)
             stored = settle_ladder(stored, reranker, held_out, max_queries=queries)
     return stored
 

@@ -45,7 +45,7 @@ def open_lists(path: Path, column: str | None = None) -> ResultLists:
     """Reads result lists: a `.npy` file [n, k]; a Parquet file with lists of scores, in the named `column`,
     in `scores` or in `prob`; or a Parquet or `.csv` file with a column of numbers for each hit. Columns `query` and
     `index` name the queries and the hits. Probabilities (`prob`) count by their logarithms."""
-    columns = _table(path)
+    columns = table_of(path)
     query = columns.pop(QUERY, None)
     hits = columns.pop(HITS, None)
     listed = next((name for name in (column, "scores", PROBABILITIES) if name is not None and name in columns), None)
@@ -61,7 +61,7 @@ def open_lists(path: Path, column: str | None = None) -> ResultLists:
 def open_labels(path: Path, lists: ResultLists) -> Array:
     """Reads what is known about the hits: [n], whether the first is right, or [n, k], the grade of each. The file is as
     for scores, with a column `labels` or columns of numbers."""
-    columns = _table(path)
+    columns = table_of(path)
     columns.pop(QUERY, None)
     values = columns.get("labels")
     known = _joined(columns, path) if values is None else values
@@ -94,7 +94,7 @@ def labels_from_pairs(lists: ResultLists, pairs: EmbeddingPairs, direction: str)
 def labels_from_qrels(lists: ResultLists, path: Path) -> Array:
     """The grades [n, k] that a Parquet or CSV file of judgements (`query`, `item`, `grade`) gives the hits; 0 where it
     gives none."""
-    columns, hits = _table(path), _needed(lists)
+    columns, hits = table_of(path), _needed(lists)
     missing = [name for name in (QUERY, "item") if name not in columns]
     if missing:
         raise ValueError(f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(columns)}")
@@ -127,7 +127,7 @@ def _needed(lists: ResultLists) -> Array:
     return lists.hits
 
 
-def _table(path: Path) -> dict[str, Array]:
+def table_of(path: Path) -> dict[str, Array]:
     """The columns of a Parquet or CSV file, or the array of a `.npy` file as columns of numbers."""
     if path.suffix == ".npy":
         array = load_npy(path)

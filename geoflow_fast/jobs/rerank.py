@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from geoflow_fast.data.ids import open_ids
 from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.data.qrels import Qrels
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.model import WEIGHTS_FILE, GeoFlow
 from geoflow_fast.head.model import HEAD_FOLDER, PosteriorHead
 from geoflow_fast.jobs.calibration import StoredCalibration, made_elsewhere, settle_ladder
+from geoflow_fast.jobs.decisions import table_of
 from geoflow_fast.jobs.entropy import HEAD, model_kind, reference_queries
 from geoflow_fast.jobs.job import quantiles
 from geoflow_fast.jobs.queries import BLOCK_QUERIES, Naming, answer_queries, open_queries
@@ -25,8 +29,8 @@ from geoflow_fast.runtime.device import usable_device
 FORMAT = 1
 """This number goes up when a release computes other results from the same settings, so that it does not continue the
 blocks of an older one."""
-MOST_QUERIES, MOST_QUERIES_OF_FLOW = 1000, 500
-"""Held-out queries of the model, at most, on which the ladder is fitted to a gallery, without a flow and with one."""
+MOST_QUERIES = 500
+"""Held-out queries of the model, at most, on which the ladder is fitted to a gallery."""
 COLUMNS = ("index", "prob", "answer", "p_answer", "p_outside", "entropy", "risk_lower_bound")
 
 
@@ -112,6 +116,46 @@ def settle_calibration(
     return f"calibrated on {held_out}"
 
 
+def calibrate_on_judgements(
+    reranker: BayesReranker,
+    file: Path,
+    qrels: Path,
+    queries: Path,
+    *,
+    normalize: bool,
+    naming: Naming,
+    overwrite: bool,
+) -> str:
+    """Calibrates on a file of judgements of the gallery's rows for the rows of `queries`, saves that, and returns where
+    it comes from in words. The ids of `naming`, if given, are those of the gallery and of these queries."""
+    world, file = reranker.gallery.world, reranker.calibration_file(file)
+    rows = open_queries(queries, reranker.query_dim, world, normalize=normalize)
+    known = open_judgements(qrels, naming, len(rows), len(reranker.gallery))
+    if not overwrite and file.is_file():
+        raise FileExistsError(f"{file} exists; move it, name another --calibration, or ask to overwrite")
+    if world.is_main:
+        reranker.calibrate(known, queries=torch.from_numpy(rows[np.arange(len(rows))]))
+        reranker.save_calibration(file)
+    world.barrier()
+    reranker.load_calibration(file)
+    return f"calibrated in this gallery on the judgements of {qrels}, kept in {file}"
+
+
+def open_judgements(path: Path, naming: Naming, queries: int, items: int) -> Qrels:
+    """The judgements of a file, by row numbers; ids that it holds are looked up in the files of `naming`."""
+    if naming.queries is None and naming.items is None:
+        return Qrels.open(path)
+    columns = table_of(path)
+    if missing := [name for name in ("query", "item") if name not in columns]:
+        raise ValueError(f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(columns)}")
+    query, item = columns["query"], columns["item"]
+    if naming.queries is not None:
+        query = open_ids(naming.queries, queries, "queries").rows(query, str(path))
+    if naming.items is not None:
+        item = open_ids(naming.items, items, "items").rows(item, str(path))
+    return Qrels(query, item, columns.get("grade", np.ones(len(query))))
+
+
 def _calibration_of_model(reranker: BayesReranker, model: Path) -> str:
     """Uses the held-out pairs that `geoflow train` stored, unless the user has calibrated the model on other pairs."""
     world, file, stored = reranker.gallery.world, reranker.calibration_file(model), StoredCalibration.read(model)
@@ -122,8 +166,7 @@ def _calibration_of_model(reranker: BayesReranker, model: Path) -> str:
         reranker.load_calibration(file)
         return f"calibrated by {file}"
     assert stored is not None
-    most = MOST_QUERIES if reranker.flow is None else MOST_QUERIES_OF_FLOW
-    entry = settle_ladder(stored, reranker, pairs, max_queries=most).ladder[str(reranker.direction)]
+    entry = settle_ladder(stored, reranker, pairs, max_queries=MOST_QUERIES).ladder[str(reranker.direction)]
     if "reason" in entry:
         return f"its {stored.held_out} do not suffice: {entry['reason']}"
     kept = f"; not kept, as {model} cannot be written to" if "not_kept" in entry else ""

@@ -4,8 +4,8 @@ A lower flow-matching loss need not make a better re-ranker: on few pairs the ne
 before it learns which belong together, and that blurs what the anchor knows. So after the last step held-out queries
 decide. Each has its own item and the nearest others to choose from, and log p(query | item) joins cosine and hub
 correction in a logistic choice whose weights are fitted to the other queries. The share of the network under which the
-right items are likeliest is kept, for each stream by itself: a half, unless the untrained flow (0) or the trained one
-(1) is better by more than the standard error of the difference.
+right items are likeliest is kept, for each stream by itself: a half, which was best on most sets of pairs, unless none
+or all of it is better by more than the standard error of the difference.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.likelihood.settings import DensitySettings
 
-USUAL_SHARE, OTHER_SHARES = 0.5, (0.0, 1.0)
+NONE, HALF, WHOLE = 0.0, 0.5, 1.0
+"""Shares of the network to choose among."""
 QUERIES, CANDIDATES, BANK_ROWS = 400, 16, 1000
 """Held-out queries of a direction, items that each of them chooses among, and training queries that tell hubs."""
 LEAST_QUERIES = 20
@@ -57,11 +58,13 @@ class Choice:
     """[Q], number of the image of each query."""
 
     @classmethod
-    def of(cls, pairs: EmbeddingPairs, val: EmbeddingPairs, direction: Direction, seed: int) -> Choice | None:
-        """The choice of queries of `val` among items of `val`, with `pairs` to tell hubs by; None if there are too
-        few."""
+    def of(
+        cls, pairs: EmbeddingPairs, val: EmbeddingPairs, direction: Direction, seed: int, most: int = QUERIES
+    ) -> Choice | None:
+        """The choice of at most so many queries of `val` among items of `val`, with `pairs` to tell hubs by; None if
+        there are too few."""
         rng = np.random.default_rng((seed, *b"blend"))
-        asking = np.sort(rng.permutation(len(val))[:QUERIES])
+        asking = np.sort(rng.permutation(len(val))[:most])
         queries, own = direction.queries(*val[asking]), direction.items(*val[asking])
         # Stored rows that several pairs share, such as the image of five captions, are one item.
         distinct = np.unique(direction.items(val.image_row, val.text_row), return_index=True)[1]
@@ -145,7 +148,7 @@ def _losses(x: Array, weights: Array) -> tuple[Array, Array]:
 
 def blending_rows(held_out: int) -> int:
     """Rows that go through the network, derivatives included, if so many pairs are held out."""
-    solves = len(CONDITIONAL) * (1 + len(OTHER_SHARES)) * min(QUERIES, held_out) * CANDIDATES
+    solves = len(CONDITIONAL) * len((NONE, HALF, WHOLE)) * min(QUERIES, held_out) * CANDIDATES
     return 3 * DENSITY.n_steps * solves  # a midpoint step is two evaluations, one of them with a tangent
 
 
@@ -155,8 +158,9 @@ def blend(
     """Gives the network of an anchored flow, in each conditional direction, the share that held-out retrieval asks for,
     between the flow before training, whose anchor had `first_gains`, and the trained one.
 
-    Returns by direction of search the share that is kept and the negative log-likelihoods, in nats a query, without a
-    flow ("plain") and for each share; the entry is empty, and the share one, where too few pairs are held out.
+    Returns by direction of search the share that is kept, the negative log-likelihoods, in nats a query, without a flow
+    ("plain") and for each share, and the standard errors of the differences from a half; the entry is empty, and the
+    share one, where too few pairs are held out.
     """
     assert flow.anchor is not None
     trained_gains = [gain.detach().clone() for gain in flow.anchor.gains]
@@ -169,21 +173,25 @@ def blend(
         stream = direction.reverse.generated[0]
         gains = first_gains[stream], trained_gains[stream]
         losses = {}
-        for share in (USUAL_SHARE, *OTHER_SHARES):
+        for share in (NONE, HALF, WHOLE):
             take_share(flow.anchor, stream, share, gains)
             losses[share] = choice.losses(choice.likelihoods(flow, seed))
         best = preferred_share(choice, losses)
         take_share(flow.anchor, stream, best, gains)
-        by_share = {f"{share:g}": float(losses[share].mean()) for share in sorted(losses)}
-        outcome[str(direction)] = {"share": best, "nll": {"plain": float(choice.losses().mean()), **by_share}}
+        by_share = {f"{share:g}": float(loss.mean()) for share, loss in losses.items()}
+        outcome[str(direction)] = {
+            "share": best,
+            "nll": {"plain": float(choice.losses().mean()), **by_share},
+            "stderr": {f"{share:g}": choice.stderr(losses[HALF] - losses[share]) for share in (NONE, WHOLE)},
+        }
     return outcome
 
 
 def preferred_share(choice: Choice, losses: Mapping[float, Array]) -> float:
-    """The usual share, unless the best of the others gains more than the standard error of what it gains."""
-    best = min(OTHER_SHARES, key=lambda share: float(losses[share].mean()))
-    gains = losses[USUAL_SHARE] - losses[best]
-    return best if gains.mean() > choice.stderr(gains) else USUAL_SHARE
+    """A half, unless the better one of none and all gains more than the standard error of what it gains."""
+    best = min((NONE, WHOLE), key=lambda share: float(losses[share].mean()))
+    gains = losses[HALF] - losses[best]
+    return best if gains.mean() > choice.stderr(gains) else HALF
 
 
 @torch.no_grad()

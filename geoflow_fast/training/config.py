@@ -20,7 +20,7 @@ EARLY_VALIDATIONS = 4
 """Validations between the start of a run and step `val_every`, at steps that double: few pairs are soon learned by
 heart."""
 
-AUTO_HELD_OUT, AUTO_VALIDATION_ROWS = 100, 512
+AUTO_HELD_OUT, AUTO_VALIDATION_ROWS = 400, 512
 """Pairs that the preset `auto` would like to hold out, and rows that it validates."""
 
 

@@ -84,12 +84,17 @@ class FlowMatching(Objective[Batch]):
             return None
         outcome = None
         if self.world.is_main:
-            untrained = copy.deepcopy(self.flow.anchor)
-            self._fit_anchor(untrained)
-            outcome = blend(self.flow, list(untrained.gains), self.pairs, self.val, self.config.seed)
+            outcome = blend(self.flow, self.first_gains(), self.pairs, self.val, self.config.seed)
         for x in (self.flow.anchor.shares, *self.flow.anchor.gains):
             self.world.broadcast(x.detach())
         return cast(dict[str, Any], self.world.share(outcome))
+
+    def first_gains(self) -> list[Tensor]:
+        """The gains of the anchor before the first step, which do not depend on what came after it."""
+        untrained = copy.deepcopy(self.flow.anchor)
+        assert untrained is not None
+        self._fit_anchor(untrained)
+        return [gain.detach() for gain in untrained.gains]
 
     def training_batch(self, step: int) -> Batch:
         return self.batches.training(step)

@@ -197,3 +197,27 @@ def test_without_a_model_cosines_and_hubs_are_the_evidence(world, monkeypatch, c
     expected = reranker(torch.from_numpy(np.load(world / "queries.npy"))).p_answer
     np.testing.assert_allclose(read_columns(world / "plain.parquet")["p_answer"], expected, atol=1e-5)
     assert (world / "plain.parquet.calibration.json").is_file()
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_judgements_calibrate_by_row_numbers_or_ids(world, monkeypatch, capsys, named):
+    import pyarrow
+    import pyarrow.parquet
+
+    items = np.concatenate([np.load(file) for file in sorted((world / "gallery").glob("*.npy"))]).astype(np.float32)
+    queries = noisy(torch.from_numpy(items / np.linalg.norm(items, axis=1, keepdims=True)))
+    np.save(world / "judged.npy", queries.numpy())
+    rows = np.arange(ITEMS)
+    (world / "ids.txt").write_text("".join(f"item {k}\n" for k in rows))
+    names = [f"item {k}" for k in rows] if named else rows
+    pyarrow.parquet.write_table(pyarrow.table({"query": rows, "item": names}), world / "qrels.parquet")
+    ids = {"ids": "ids.txt"} if named else {}
+    options = {"qrels": "qrels.parquet", "judged": "judged.npy", "calibration": "q.json", **ids}
+    assert geoflow_rerank(world, monkeypatch, **options) == 0
+    assert "on the judgements of qrels.parquet" in capsys.readouterr().out
+    reranker = reranker_of(world)
+    reranker.calibrate(gf.Qrels(rows, rows, np.ones(ITEMS)), queries=queries)
+    expected = reranker(torch.from_numpy(np.load(world / "queries.npy"))).p_answer
+    np.testing.assert_allclose(read_columns(world / "ranked.parquet")["p_answer"], expected, atol=1e-5)
+    assert geoflow_rerank(world, monkeypatch, qrels="qrels.parquet", out="b.parquet") == 2
+    assert "--qrels and --judged go together" in capsys.readouterr().err

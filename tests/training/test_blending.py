@@ -114,13 +114,13 @@ def test_queries_choose_among_their_own_item_and_those_of_other_images(direction
     choice = blending.Choice.of(aligned_pairs(50), val, Direction.of(direction), seed=0)
     queries, own = (rows, captions) if direction == "i2t" else (captions, rows)
     asked = torch.cdist(choice.queries, queries).argmin(1)
-    found = torch.cdist(choice.items, own).argmin(2)
+    listed = torch.cdist(choice.items, own).argmin(2)
     image_of = (lambda x: x // 3, lambda x: x) if direction == "t2i" else (lambda x: x, lambda x: x // 3)
-    right = image_of[0](asked).unsqueeze(1) == image_of[1](found)
+    right = image_of[0](asked).unsqueeze(1) == image_of[1](listed)
     assert choice.items.shape == (120, blending.CANDIDATES, 6)
     assert bool(right[:, 0].all())
     assert not bool(right[:, 1:].any())
-    assert all(len(set(row)) == len(row) for row in found.tolist())
+    assert all(len(set(row)) == len(row) for row in listed.tolist())
 
 
 def test_a_network_that_does_harm_gets_no_share_and_the_first_gains_come_back():
@@ -140,7 +140,7 @@ def test_a_network_that_does_harm_gets_no_share_and_the_first_gains_come_back():
         assert entry["nll"]["0"] < min(entry["nll"]["0.5"], entry["nll"]["1"])
 
 
-def test_where_the_network_makes_no_difference_its_usual_share_is_kept():
+def test_where_the_network_makes_no_difference_a_half_is_kept():
     flow = some_flow()
     with torch.no_grad():
         for _, linear in flow.decoders:
@@ -148,7 +148,7 @@ def test_where_the_network_makes_no_difference_its_usual_share_is_kept():
             linear.bias.zero_()
     gains = [gain.detach().clone() for gain in flow.anchor.gains]
     outcome = blending.blend(flow, gains, aligned_pairs(50), aligned_pairs(60, seed=1), seed=0)
-    assert {entry["share"] for entry in outcome.values()} == {blending.USUAL_SHARE}
+    assert {entry["share"] for entry in outcome.values()} == {blending.HALF}
 
 
 def test_a_finished_run_reports_the_shares_and_keeps_them(tmp_path):
@@ -184,3 +184,28 @@ def test_flows_without_an_anchor_have_nothing_to_weigh():
         dataclasses.replace(CONFIG, blend=1)
     assert not gf.TrainConfig.paper().blend
     assert preset_settings("auto", aligned_pairs(60))[1].blend
+
+
+def test_a_half_is_kept_unless_none_or_all_is_clearly_better():
+    rows = np.arange(100)
+    choice = blending.Choice(Direction.T2I, torch.zeros(100, 2), torch.zeros(100, 3, 2), np.zeros((100, 3, 0)), rows)
+    noise = np.where(rows % 2, 1.0, -1.0)
+
+    def kept(none: float, half: float, whole: float, spread: float = 0.0) -> float:
+        losses = {0.0: np.full(100, none), 0.5: np.full(100, half), 1.0: whole + spread * noise}
+        return blending.preferred_share(choice, losses)
+
+    assert kept(1.0, 0.9, 0.95) == 0.5
+    assert kept(1.0, 0.9, 0.85) == 1.0
+    assert kept(1.0, 0.9, 0.85, spread=1.0) == 0.5  # the standard error is 0.1
+    assert kept(0.8, 0.9, 0.85) == kept(0.8, 0.9, 0.95, spread=1.0) == 0.0
+
+
+def test_queries_of_one_image_count_as_one_in_the_standard_error():
+    values = np.random.default_rng(0).normal(size=50)
+    alone = blending.Choice(
+        Direction.T2I, torch.zeros(50, 2), torch.zeros(50, 3, 2), np.zeros((50, 3, 0)), np.arange(50)
+    )
+    four = dataclasses.replace(alone, image=np.repeat(np.arange(50), 4))
+    assert alone.stderr(values) == pytest.approx(values.std() / np.sqrt(50))
+    assert four.stderr(np.repeat(values, 4)) == pytest.approx(alone.stderr(values))

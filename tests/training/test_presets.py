@@ -172,7 +172,15 @@ def test_the_automatic_preset_learns_from_fifty_pairs():
 
 def test_the_command_chooses_for_itself_and_says_what(tmp_path, capsys, monkeypatch):
     related_pairs(50).save(tmp_path / "pairs")
-    arguments = ["train", "--pairs", str(tmp_path / "pairs"), "--out", str(tmp_path / "run"), "--no-head"]
+    arguments = [
+        "train",
+        "--pairs",
+        str(tmp_path / "pairs"),
+        "--out",
+        str(tmp_path / "run"),
+        "--no-head",
+        "--no-calibrate",
+    ]
     monkeypatch.setattr(sys, "argv", ["geoflow", *arguments, "--steps", "8", "--patience", "3"])
     with pytest.raises(SystemExit) as end:
         main()
