@@ -39,7 +39,7 @@ SHARES, CONFIDENCE, HOLDS = (0.0, 0.3, 0.5), 0.95, 0.936
 LABELS, RESAMPLES = 100, 200
 HEADS = {"concept world": 40_000, "CLIP-like world": 20_000}
 """Pairs that a head is trained on, with four points; the other settings follow from their number."""
-BANK = 3000
+BANK, BANK_QUERIES = 3000, 1000
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,15 @@ def best_hits(scores: Tensor, own: Tensor) -> tuple[Array, Array]:
 
 
 def head_scores(head: gf.PosteriorHead, queries: Tensor, items: Tensor, direction: str) -> Tensor:
-    """The head's scores [Q, N]."""
+    """The head's scores [Q, N], from which the logarithm of the items' mean over its bank of queries is subtracted, as
+    far as the head asks for it."""
+    bank = head.bank(direction)[:BANK_QUERIES]
+    hub = raw_scores(head, bank, items, direction).logsumexp(0) - np.log(len(bank))
+    return raw_scores(head, queries, items, direction) - head.hub_weight_of(direction) * hub
+
+
+def raw_scores(head: gf.PosteriorHead, queries: Tensor, items: Tensor, direction: str) -> Tensor:
+    """Scores [Q, N] before that."""
     bias = head.item_bias(items, Direction.of(direction))
     blocks = [head.points(block, direction) for block in queries.split(250)]
     scores = [(each.points @ items.T + each.log_weights.unsqueeze(2)).logsumexp(1) for each in blocks]
@@ -264,13 +272,15 @@ def missing_row(population: Population) -> dict[str, Any]:
     ]
     own = auroc(np.concatenate(prob), np.repeat([True, False], [len(each) for each in prob]))
     kept = [gain.name for gain in trust.report if gain.kept and gain.question == "no match"]
-    return {
+    row = {
         "set": population.name,
         "AUROC": own,
         "exact posterior": population.exact,
         "share of the distance from .5": (own - 0.5) / (population.exact - 0.5),
         "kept": ", ".join(kept),
     }
+    print(row, flush=True)
+    return row
 
 
 def copies_row(population: Population) -> dict[str, Any]:
@@ -343,10 +353,10 @@ def run() -> str:
         populations.append(flickr())
     notes = {"fitted": FITTED, "certified": CERTIFIED, "live": LIVE, "draws": DRAWS, "hits": K, "items": ITEMS}
     tables = {
-        "trust_certified": certified_rows(populations),
-        "trust_labels": [labels_row(each) for each in populations if each.features is None],
         "trust_missing": [missing_row(each) for each in worlds],
+        "trust_certified": certified_rows(populations),
         "trust_copies": [copies_row(each) for each in populations],
+        "trust_labels": [labels_row(each) for each in populations if each.features is None],
     }
     for row in tables["trust_labels"]:
         gate(f"{row['set']}: a hundred labels do not hurt", row["gain"] >= -0.01)

@@ -32,6 +32,8 @@ SHARE_STEP = 0.02
 """Estimated shares of queries without a match are rounded up to a multiple of this."""
 SHARE_RISK = 0.2
 """The part of the error probability that goes to the estimated share."""
+STATED = 10
+"""As many answers of the fitted queries does the error count for that the probabilities state."""
 SET_ASIDE = 0.2
 """Share of the queries that choose the candidates of a rule about items."""
 
@@ -82,14 +84,25 @@ def spaced(values: Floats, weights: Floats) -> Floats:
     return np.unique(values[order][np.minimum(position, len(values) - 1)])[::-1]
 
 
-def most_promising(pilot: Outcomes, share: float, n: int, max_error: float) -> int:
-    """The threshold at which the pilot promises the strongest evidence from `n` tested queries: where to begin."""
+def most_promising(pilot: Outcomes, stated: Floats, share: float, n: int, max_error: float) -> int:
+    """The threshold at which the pilot promises the strongest evidence from `n` tested queries: where to begin.
+
+    `stated` [T] is the error that the probabilities themselves state. It counts as much as some answers of the pilot,
+    so that a few lucky ones do not promise much.
+    """
     given, wrong = pilot.rates(share)
     m = len(pilot.given)
-    # One wrong answer in two is added, so that a few lucky answers of the pilot do not promise much.
-    risk = (m * wrong + 1) / (m * given + 2)
+    risk = (m * wrong + STATED * stated) / (m * given + STATED)
     expected = np.round(n * given)
     return int(binomial_evidence(np.floor(risk * expected), expected, max_error).argmin())
+
+
+def stated_error(prob: Floats, weights: Floats, thresholds: Floats) -> Floats:
+    """The mean of 1 - prob over the probabilities that are at least each threshold."""
+    order = np.argsort(-prob, kind="stable")
+    count = np.searchsorted(-prob[order], -thresholds, side="right")
+    sums = [np.concatenate(([0.0], np.cumsum(each[order])))[count] for each in (weights * (1 - prob), weights)]
+    return np.asarray(sums[0] / np.maximum(sums[1], np.finfo(np.float64).tiny))
 
 
 def certified(
@@ -166,12 +179,15 @@ def shares_up_to(bound: float) -> Floats:
     return np.minimum(np.arange(steps + 1) * SHARE_STEP, 1.0)
 
 
-def pilot_outcomes(pilot: Pilot, share: float) -> tuple[Floats, Outcomes]:
-    """Thresholds from the cross-fitted probabilities of the fitted queries, and what happens there."""
+def pilot_outcomes(pilot: Pilot, share: float) -> tuple[Floats, Outcomes, Floats]:
+    """Thresholds from the cross-fitted probabilities of the fitted queries, what happens there, and which errors the
+    probabilities state."""
     score = combined(pilot.first, pilot.no_match, share)
     twin = combined(pilot.twin_first, pilot.twin_no_match, share)
-    thresholds = spaced(np.concatenate((score, twin)), np.repeat((1 - share, share), len(score)))
-    return thresholds, answer_outcomes(score, ~pilot.right, twin, thresholds)
+    both, weights = np.concatenate((score, twin)), np.repeat((1 - share, share), len(score))
+    thresholds = spaced(both, weights)
+    outcomes = answer_outcomes(score, ~pilot.right, twin, thresholds)
+    return thresholds, outcomes, stated_error(both, weights, thresholds)
 
 
 Logits = tuple[Floats, Floats]
@@ -219,8 +235,8 @@ class Certifier:
     def answers(self, queries: Logits, twins: Logits, first: Bools) -> tuple[Certificate, float]:
         """The same from log-odds: of the queries [n], and of the twins that each may have [variants, n]."""
         shares = self._shares(queries[1], twins[1])
-        thresholds, pilot = pilot_outcomes(self.pilot, self.score_share)
-        thresholds = thresholds[self._start(pilot, len(first)) :]
+        thresholds, pilot, stated = pilot_outcomes(self.pilot, self.score_share)
+        thresholds = thresholds[self._start(pilot, stated, len(first)) :]
         score, twin = combined(*queries, self.score_share), combined(*twins, self.score_share).max(0)
         return self._certified(answer_outcomes(score, ~first, twin, thresholds), thresholds, shares)
 
@@ -231,14 +247,14 @@ class Certifier:
         counts = (above_cut(each, self.cut) for each in (queries, twins.min(0), self.live))
         return shares_up_to(share_bound(SHARE_RISK * (1 - self.confidence), *counts))
 
-    def _start(self, pilot: Outcomes, n: int) -> int:
+    def _start(self, pilot: Outcomes, stated: Floats, n: int) -> int:
         """Where to begin with `n` queries: at the threshold that is most promising for the share that the tests will
         have to reckon with, as far as the pilot can tell."""
         share = self.share
         if self.live is not None:
             queries, twins = (above_cut(each, self.cut, n) for each in (self.pilot.no_match, self.pilot.twin_no_match))
             share = share_bound(SHARE_RISK * (1 - self.confidence), queries, twins, above_cut(self.live, self.cut))
-        return most_promising(pilot, share, n, self.max_error)
+        return most_promising(pilot, stated, share, n, self.max_error)
 
     def _certified(self, outcomes: Outcomes, thresholds: Floats, shares: Floats) -> tuple[Certificate, float]:
         risk = (1 - self.confidence) * (1 if self.live is None else 1 - SHARE_RISK)
@@ -257,7 +273,8 @@ class Certifier:
         values = shown[aside].ravel()
         thresholds = spaced(values, values)  # a hit that is probably relevant counts for more
         pilot = item_outcomes(shown[aside], relevant[aside], twin[aside], thresholds)
-        thresholds = thresholds[self._start(pilot, len(tested)) :]
+        stated = stated_error(values, np.ones(len(values)), thresholds)
+        thresholds = thresholds[self._start(pilot, stated, len(tested)) :]
         return self._certified(
             item_outcomes(shown[tested], relevant[tested], twin[tested], thresholds), thresholds, shares
         )
