@@ -16,8 +16,8 @@ from geoflow_fast.evaluation.ladder_methods import HubsOnly
 from geoflow_fast.evaluation.methods import Method, Scores, Study, posterior_scores
 from geoflow_fast.evaluation.retrieval import plain_search
 from geoflow_fast.geometry import normalize
-from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval import rerank
+from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.task import RetrievalTask
 from tests.evaluation.helpers import DIM
 
