@@ -31,7 +31,7 @@ app = Commands()
 OF_THE_FLOW = ("preset", "method", "coupling", "conditional_coupling", "noise", "ot_scope", "blend", "centre", "pca")
 """Flags that mean nothing to a head."""
 GROUPS = {
-    "Data": "pairs images texts image_index val held_out calibrate normalize",
+    "Data": "pairs images texts image_index val held_out calibrate ids normalize",
     "What is trained": "out preset head points method overwrite",
     "The run; the preset has the defaults": "steps batch_size lr warmup_steps seed accumulate ema_decay device "
     "compile_network",
@@ -122,6 +122,10 @@ def train(
             help="After training, weigh network and anchor by held-out retrieval. Default: the preset's.",
         ),
     ] = None,
+    ids: Annotated[
+        Path | None,
+        typer.Option(help="Ids of the texts, written beside those that are held out: .npy, .txt or .parquet[:COLUMN]."),
+    ] = None,
     normalize: NormalizeFlag = False,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard/--no-tensorboard", help="Also write TensorBoard events.")
@@ -182,7 +186,7 @@ def train(
         if calibrate and method == "geoflow":
             asked = EmbeddingPairs.open(share, normalize=normalize, world=world) if isinstance(share, Path) else share
             tell = typer.echo if world.is_main and not as_json else lambda _: None
-            data = hold_out(data, out, asked, seed, anew=overwrite, announce=tell, world=world)
+            data = hold_out(data, out, asked, seed, anew=overwrite, ids=ids, announce=tell, world=world)
         run = (data, out, preset, validation, {**run_settings, **couplings})
         if method != "geoflow":
             if world.size > 1:

@@ -20,19 +20,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from geoflow_fast.data.ids import Ids, open_ids
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.model import GeoFlow, flow_digest
 from geoflow_fast.head.model import HEAD_FOLDER, PosteriorHead
-from geoflow_fast.jobs.split import stored_type
+from geoflow_fast.jobs.split import write_part
 from geoflow_fast.retrieval.bandwidth import fit_bandwidth
 from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.rerank import BayesReranker
 from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows
 from geoflow_fast.runtime import hashing
-from geoflow_fast.runtime.files import contents_of, read_json, sync_folder, write_json
+from geoflow_fast.runtime.files import contents_of, read_json, write_json
 from geoflow_fast.runtime.progress import Announce
 from geoflow_fast.training.loop import CHECKPOINT_FILE
 
@@ -139,14 +140,17 @@ def hold_out(
     seed: int,
     *,
     anew: bool = False,
+    ids: Path | None = None,
     announce: Announce,
     world: World = ALONE,
 ) -> EmbeddingPairs:
     """Writes the held-out pairs of a run into its folder and returns the others, on which to train.
 
     `asked`: the share of the images to hold out, or pairs of other images; None for the usual share. A run that began
-    without held-out pairs goes on without them, unless it begins `anew`.
+    without held-out pairs goes on without them, unless it begins `anew`. Beside the held-out pairs are the `ids` of
+    their texts, or the numbers of their rows.
     """
+    names = Ids(np.arange(len(pairs.text))) if ids is None else open_ids(ids, len(pairs.text), "texts")
     stored = world.share(StoredCalibration.read(out) if world.is_main and not anew else None)
     if stored is None and asked is None and not anew and world.share(_has_begun(out)):
         announce(f"{out} was begun without held-out pairs for calibration, and goes on without them")
@@ -154,6 +158,7 @@ def hold_out(
     images = len(np.unique(pairs.group))
     if isinstance(asked, EmbeddingPairs):
         rest, held_out, of_images = pairs, asked, 0
+        names = Ids(np.arange(len(asked.text)))
     else:
         count = images_to_hold_out(images) if asked is None else round(asked * images)
         count = stored.held_out.images if stored is not None and asked is None else count
@@ -170,7 +175,7 @@ def hold_out(
             f"({facts}); use a new folder, or the flags and files with which the run began"
         )
     if world.is_main and stored is None:
-        _write_held_out(held_out, out, facts)
+        _write_held_out(held_out, out, facts, names)
     world.barrier()
     of = f" of {images:,}" if of_images else ""
     announce(
@@ -183,16 +188,14 @@ def _has_begun(out: Path) -> bool:
     return any((folder / CHECKPOINT_FILE).is_file() for folder in (out, out / HEAD_FOLDER))
 
 
-def _write_held_out(held_out: EmbeddingPairs, out: Path, facts: HeldOutPairs) -> None:
+def _write_held_out(held_out: EmbeddingPairs, out: Path, facts: HeldOutPairs, names: Ids) -> None:
     """Writes the pairs under a temporary name and renames them; the settings, which come last, make them count."""
     folder = out / CALIBRATION_FOLDER
-    whole, begun = folder / HELD_OUT_FOLDER, folder / f".{HELD_OUT_FOLDER}.tmp"
-    for left in (whole, begun):
-        if left.exists():
-            shutil.rmtree(left)
-    held_out.save(begun, dtype=stored_type(held_out))
-    begun.rename(whole)
-    sync_folder(folder)
+    whole = folder / HELD_OUT_FOLDER
+    if whole.exists():
+        shutil.rmtree(whole)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_part(held_out, whole, names, Ids(np.arange(len(held_out.image))))
     StoredCalibration(out, facts).write()
 
 

@@ -101,15 +101,15 @@ def split_pairs(
             write_json(out / FACTS_FILE, facts)
         for name, rows in chosen.items():
             if not (out / name).exists():
-                _write_part(pairs.subset(rows), out / name, names, images)
+                write_part(pairs.subset(rows), out / name, names, images)
     return {
         name: PartSummary(len(rows), len(np.unique(pairs.group[rows])), str(out / name))
         for name, rows in chosen.items()
     }
 
 
-def _write_part(part: EmbeddingPairs, folder: Path, names: Ids, images: Ids) -> None:
-    """Writes a part under a temporary name and renames it."""
+def write_part(part: EmbeddingPairs, folder: Path, names: Ids, images: Ids) -> None:
+    """Writes a part and the ids of its texts and images under a temporary name, and renames it."""
     begun = folder.with_name(f".{folder.name}.tmp")
     if begun.exists():
         shutil.rmtree(begun)

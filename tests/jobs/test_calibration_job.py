@@ -106,13 +106,20 @@ def test_held_out_images_are_kept_with_the_model_and_out_of_training(tmp_path):
     shared = (rest[np.arange(len(rest))][0] @ kept[np.arange(len(kept))][0].T).max()
     assert shared < 1 - 1e-6  # no image is on both sides
     assert said[0].startswith("66 held-out images with 132 texts of 200 for calibration, which nothing is trained on")
+    rows = read_columns(tmp_path / "calibration/held_out/text_ids.parquet")["id"]
+    np.testing.assert_allclose(kept[np.arange(len(kept))][1], pairs[rows][1], atol=1e-6)
     again = hold_out(pairs, tmp_path, None, 5, announce=said.append)
     assert again.fingerprint() == rest.fingerprint()
     with pytest.raises(ValueError, match="holds other pairs"):
         hold_out(pairs, tmp_path, 0.4, 5, announce=said.append)
     with pytest.raises(ValueError, match="holds other pairs"):
         hold_out(pairs, tmp_path, None, 6, announce=said.append)
-    assert len(hold_out(pairs, tmp_path, 0.4, 5, anew=True, announce=said.append)) == 240
+    names = [f"text {k}" for k in range(400)]
+    (tmp_path / "ids.txt").write_text("\n".join(names))
+    rest = hold_out(pairs, tmp_path, 0.4, 5, anew=True, ids=tmp_path / "ids.txt", announce=said.append)
+    assert len(rest) == 240
+    kept_names = read_columns(tmp_path / "calibration/held_out/text_ids.parquet")["id"].tolist()
+    assert sorted(kept_names) == sorted(set(names) - {names[row] for row in rest.text_row})
 
 
 def test_pairs_of_a_folder_of_their_own_are_held_out(tmp_path, pairs):

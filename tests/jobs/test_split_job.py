@@ -56,7 +56,7 @@ def test_parts_are_disjoint_by_image_and_keep_ids(monkeypatch, capsys):
 
 @pytest.mark.usefixtures("desk")
 def test_a_killed_split_is_continued_and_another_one_refused(monkeypatch, capsys):
-    write, parts = split._write_part, []
+    write, parts = split.write_part, []
 
     def killed(*arguments: object) -> None:
         parts.append(arguments[1])
@@ -65,7 +65,7 @@ def test_a_killed_split_is_continued_and_another_one_refused(monkeypatch, capsys
         write(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(split, "_write_part", killed)
+        patch.setattr(split, "write_part", killed)
         assert run_geoflow(patch, "split", **FILES) == 130
         assert run_geoflow(patch, "split", **FILES) == 0
     assert [part.name for part in parts] == ["train", "held_out", "held_out", "ask"]
