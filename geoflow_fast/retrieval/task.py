@@ -147,8 +147,8 @@ class RetrievalTask:
         else:
             number = torch.arange(len(self), device="cpu")[rows].reshape(shape)
             key = number * len(self.items) + index
-            place = torch.searchsorted(self._judged_keys, key).clamp(max=len(self._judged_keys) - 1)
-            right = self._judged_keys[place] == key
+            nearest = torch.searchsorted(self._judged_keys, key).clamp(max=len(self._judged_keys) - 1)
+            right = self._judged_keys[nearest] == key
         return right & (index >= 0)
 
     @functools.cached_property
@@ -223,9 +223,9 @@ def judged_items(qrels: Qrels, queries: int, items: int, least_grade: float) -> 
     if not len(kept):
         raise ValueError(f"no judgement has at least the grade {least_grade:g}")
     asking, first, counts = np.unique(kept.query, return_index=True, return_counts=True)
-    place = np.arange(counts.max())
-    listed = kept.item[(first[:, None] + place).clip(max=len(kept) - 1)]
-    return asking, np.where(place < counts[:, None], listed, -1)
+    column = np.arange(counts.max())
+    listed = kept.item[(first[:, None] + column).clip(max=len(kept) - 1)]
+    return asking, np.where(column < counts[:, None], listed, -1)
 
 
 def typical_queries(pairs: EmbeddingPairs, direction: Direction, count: int, seed: int) -> Tensor:

@@ -50,8 +50,8 @@ def test_judgements_that_say_what_pairs_say_give_the_same_numbers(pairs, held_ou
     """The texts of an image all are right for it; a query that nothing was judged right for changes nothing."""
     study, names = Study(held_out), ("max_softmax", "margin", "ladder")
     paired = RetrievalTask.of(pairs, direction)
-    query, place = np.nonzero(paired.own.numpy() >= 0)
-    qrels = gf.Qrels(query + 1, paired.own.numpy()[query, place], np.ones(len(query)))
+    query, column = np.nonzero(paired.own.numpy() >= 0)
+    qrels = gf.Qrels(query + 1, paired.own.numpy()[query, column], np.ones(len(query)))
     queries = np.concatenate((paired.queries[:1].numpy(), paired.queries.numpy()))
     task = RetrievalTask.from_qrels(queries, paired.items, qrels, direction)
     judged = compare(study, task, names, resamples=0, folder=tmp_path)
