@@ -16,6 +16,7 @@ from geoflow_fast.evaluation.ladder_methods import HubsOnly
 from geoflow_fast.evaluation.methods import Method, Scores, Study, posterior_scores
 from geoflow_fast.evaluation.retrieval import plain_search
 from geoflow_fast.geometry import normalize
+from geoflow_fast.retrieval import rerank
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.task import RetrievalTask
 from tests.evaluation.helpers import DIM
@@ -76,7 +77,11 @@ class TestFlowMethods:
         fitted = gf.fit_bandwidth(small_flow, held_out, direction, n_samples=4, n_steps=2)
         assert (method.scorer.kappa, method.scorer.sampling.guidance) == (fitted.kappa, fitted.guidance)
 
-    def test_rerankers_likelihood_sums_to_one_over_the_gallery(self, small_flow, pairs, held_out, direction):
+    def test_rerankers_likelihood_sums_to_one_over_the_gallery(
+        self, small_flow, pairs, held_out, direction, monkeypatch
+    ):
+        monkeypatch.setattr(rerank, "WHOLE_SHORTLIST", 32)
+        monkeypatch.setattr(rerank, "FLOW_ITEMS", 8)
         task = RetrievalTask.of(pairs, direction)
         method, scores = self.scores("rerank", Study(held_out, flow=small_flow), task)
         post = method.reranker(task.queries)
