@@ -1,4 +1,4 @@
-"""Exact bounds of probabilities, and tests in a fixed sequence. scipy is imported where it is used."""
+"""Exact bounds of probabilities, and tests one after the other. scipy is imported where it is used."""
 
 from __future__ import annotations
 
@@ -23,11 +23,6 @@ def clopper_pearson_upper(count: int, n: int, confidence: float = 0.95) -> float
     return 1.0 if count == n else float(stats.beta.ppf(confidence, count + 1, n - count))
 
 
-def clopper_pearson_lower(count: int, n: int, confidence: float = 0.95) -> float:
-    """The lower bound that belongs to `clopper_pearson_upper`; 0 if there was no event."""
-    return 1 - clopper_pearson_upper(n - count, n, confidence)
-
-
 def binomial_evidence(wrong: NDArray[Any], answered: NDArray[Any], risk: float) -> Floats:
     """The probability of so few `wrong` among so many `answered` if each were wrong with probability `risk`."""
     from scipy import special
@@ -47,11 +42,22 @@ def bounded_evidence(loss: NDArray[Any], count: NDArray[Any], mean: float) -> Fl
     return np.minimum(1.0, np.minimum(hoeffding, bentkus))
 
 
-def leading_passes(evidence: Floats, level: float) -> int:
-    """How many tests pass before the first that fails. With each at the full level, in an order that does not depend
-    on the data, a false one passes with probability `level` at most: the first false one would have to."""
-    failed = evidence > level
-    return int(failed.argmax()) if failed.any() else len(failed)
+def last_passed(evidence: Floats, levels: Floats) -> int:
+    """How many tests there are up to the last one that passes, 0 if none does.
+
+    Tests stand in an order, and have levels, that do not depend on the data. One that passes hands its level on to the
+    next, which has it besides its own; with one that fails, its level is lost. This is the fallback procedure: a false
+    test passes with a probability of at most the sum of the levels. With the whole level at the first test it is that
+    of a fixed sequence.
+    """
+    last, carried = 0, 0.0
+    for number, (probability, level) in enumerate(zip(evidence.tolist(), levels.tolist()), start=1):
+        carried += level
+        if probability <= carried and carried > 0:
+            last = number
+        else:
+            carried = 0.0
+    return last
 
 
 def check_open_interval(value: float, name: str) -> None:

@@ -19,9 +19,7 @@ from geoflow_fast.decisions.bounds import (
     Floats,
     binomial_evidence,
     bounded_evidence,
-    clopper_pearson_lower,
-    clopper_pearson_upper,
-    leading_passes,
+    last_passed,
 )
 from geoflow_fast.decisions.model import Model, Pilot, combined
 from geoflow_fast.decisions.rules import ANSWERS, Certificate
@@ -32,8 +30,11 @@ SHARE_STEP = 0.02
 """Estimated shares of queries without a match are rounded up to a multiple of this."""
 SHARE_RISK = 0.2
 """The part of the error probability that goes to the estimated share."""
-STATED = 10
-"""As many answers of the fitted queries does the error count for that the probabilities state."""
+STATED = 30
+"""The error that the probabilities state counts as much as this many answers of the fitted queries."""
+STARTS, BEST_START = 8, 0.5
+"""Thresholds at which tests begin besides the most promising one, and the part of the error probability that is kept
+for the latter; the former divide the rest."""
 SET_ASIDE = 0.2
 """Share of the queries that choose the candidates of a rule about items."""
 
@@ -77,10 +78,11 @@ def item_outcomes(shown: Floats, relevant: Bools, twin: Floats, thresholds: Floa
 
 
 def spaced(values: Floats, weights: Floats) -> Floats:
-    """At most `CANDIDATES` of the values, descending, between which lie equal weights."""
+    """At most `CANDIDATES` of the values, descending; the share of the weights above them grows quadratically, since
+    strict thresholds are close to each other in what they answer."""
     order = np.argsort(-values, kind="stable")
     reached = np.cumsum(weights[order]) / weights.sum()
-    position = np.searchsorted(reached, np.linspace(0, 1, CANDIDATES + 1)[1:] - 1e-9)
+    position = np.searchsorted(reached, np.linspace(0, 1, CANDIDATES + 1)[1:] ** 2 - 1e-9)
     return np.unique(values[order][np.minimum(position, len(values) - 1)])[::-1]
 
 
@@ -97,6 +99,16 @@ def most_promising(pilot: Outcomes, stated: Floats, share: float, n: int, max_er
     return int(binomial_evidence(np.floor(risk * expected), expected, max_error).argmin())
 
 
+def starting_levels(best: int, count: int) -> Floats:
+    """The parts [count] of the error probability that belong to each threshold: much to the most promising one, `best`,
+    and some to others around it, which count if the pilot was wrong about where to begin."""
+    levels = np.zeros(count)
+    starts = np.unique(np.round(np.linspace(0, min(2 * best, count - 1), STARTS)).astype(int))
+    levels[starts] = (1 - BEST_START) / len(starts)
+    levels[best] += BEST_START
+    return levels
+
+
 def stated_error(prob: Floats, weights: Floats, thresholds: Floats) -> Floats:
     """The mean of 1 - prob over the probabilities that are at least each threshold."""
     order = np.argsort(-prob, kind="stable")
@@ -106,15 +118,23 @@ def stated_error(prob: Floats, weights: Floats, thresholds: Floats) -> Floats:
 
 
 def certified(
-    outcomes: Outcomes, thresholds: Floats, shares: Floats, max_error: float, confidence: float, *, unit: str, seed: int
+    outcomes: Outcomes,
+    thresholds: Floats,
+    levels: Floats,
+    shares: Floats,
+    max_error: float,
+    confidence: float,
+    *,
+    unit: str,
+    seed: int,
 ) -> Certificate:
-    """Tests thresholds in their order, for each of the `shares` of traffic without a match, and certifies the last up
-    to which all tests pass for all shares."""
+    """Tests thresholds in their order, with these parts of the error probability, for each of the `shares` of traffic
+    without a match, and certifies the loosest that passes for all shares."""
     drawn = np.random.default_rng(seed).random(len(outcomes.given))
     given, loss = outcomes.counts(drawn, shares)
     test = binomial_evidence if unit == ANSWERS else bounded_evidence
     evidence = test(loss, given, max_error).max(0)
-    passed = leading_passes(evidence, 1 - confidence)
+    passed = last_passed(evidence, (1 - confidence) * levels)
     n = len(drawn)
     if not passed:
         return Certificate(math.inf, 0.0, math.nan, 1.0, n)
@@ -136,37 +156,37 @@ def upper_bound(loss: float, count: float, confidence: float, test: Callable[...
     return float(optimize.brentq(excess, low, high)) if excess(low) > 0 else low
 
 
-def best_cut(pilot: Pilot) -> float:
-    """The log-odds of "no match" above which twins are found most often in comparison with queries that have one."""
-    cuts = np.unique(np.concatenate((pilot.no_match, pilot.twin_no_match)))
-    queries, twins = (np.searchsorted(np.sort(each), cuts) for each in (pilot.no_match, pilot.twin_no_match))
-    return float(cuts[int((queries - twins).argmax())])  # equally many of both, so counts below will do
+def share_estimate(pilot: Pilot, live: Floats) -> float:
+    """The share of live queries without a match that explains their mean signal. It decides what probabilities are
+    computed for, not what is guaranteed."""
+    queries, twins, found = (float(signal(each).mean()) for each in (pilot.no_match, pilot.twin_no_match, live))
+    return float(np.clip((found - queries) / max(twins - queries, 1e-9), 0.0, 0.9))
 
 
-def share_estimate(pilot: Pilot, live: Floats, cut: float) -> float:
-    """The share of live queries without a match that explains how many of them, with log-odds `live` [m], are above
-    the cut. It decides what probabilities are computed for, not what is guaranteed."""
-    queries, twins, above = (float((each >= cut).mean()) for each in (pilot.no_match, pilot.twin_no_match, live))
-    return float(np.clip((above - queries) / max(twins - queries, 1e-9), 0.0, 0.9))
+def signal(no_match_logit: Floats) -> Floats:
+    """The probability of a missing item if half of the queries had none: a number between 0 and 1 that is large where
+    the item is missing."""
+    from scipy import special
+
+    return np.asarray(special.expit(no_match_logit))
 
 
-def share_bound(risk: float, queries: tuple[int, int], twins: tuple[int, int], live: tuple[int, int]) -> float:
-    """An upper bound of the share of live queries without a match, false with probability `risk` at most.
+def share_bound(risk: float, queries: Floats, twins: Floats, live: Floats, n: int | None = None) -> float:
+    """An upper bound of the share of live queries without a match, false with probability `risk` in large samples.
 
-    Of queries with a match, of their twins, and of live queries, whose law is a mixture of the two, some are above a
-    cut, given as (how many, of how many). Three exact binomial bounds of these shares give one of the mixture.
+    The signals `live` [m] are a mixture of those of queries with a match, like `queries`, and of such without one, like
+    their `twins` [n each]. A share is excluded if it would make the mean of the live ones larger than they are, by more
+    than the standard error of the difference allows. `n`: how many judged queries to reckon with, if not these.
     """
-    confidence = 1 - risk / 3
-    match, none = (clopper_pearson_lower(*each, confidence) for each in (queries, twins))
-    above = clopper_pearson_upper(*live, confidence)
-    return float(np.clip((above - match) / (none - match), 0.0, 1.0)) if none > match else 1.0
+    from scipy import stats
 
-
-def above_cut(logit: Floats, cut: float, n: int | None = None) -> tuple[int, int]:
-    """How many log-odds are above the cut, of how many; or how many of `n` would be at the same rate."""
-    rate = float((logit >= cut).mean())
-    n = len(logit) if n is None else n
-    return round(rate * n), n
+    shares = np.arange(0.0, 1.0 + SHARE_STEP / 2, SHARE_STEP)
+    expected = queries + shares[:, None] * (twins - queries)
+    variance = live.var() / len(live) + expected.var(1) / (n or len(queries))
+    possible = expected.mean(1) - live.mean() <= stats.norm.isf(risk) * np.sqrt(variance)
+    if twins.mean() <= queries.mean() or possible[-1]:
+        return 1.0
+    return float(shares[possible.nonzero()[0].max(initial=0) + 1])  # the first that is excluded
 
 
 def shares_up_to(bound: float) -> Floats:
@@ -212,10 +232,7 @@ class Certifier:
         """`share` is that of traffic without a match; `live` [m] are log-odds of "no match" to estimate it from."""
         self.model, self.pilot, self.unit, self.live, self.seed = model, pilot, unit, live, seed
         self.max_error, self.confidence, self.share = max_error, confidence, share
-        self.score_share, self.cut = share, 0.0
-        if live is not None:
-            self.cut = best_cut(pilot)
-            self.score_share = share_estimate(pilot, live, self.cut)
+        self.score_share = share if live is None else share_estimate(pilot, live)
 
     def __call__(
         self, scores: Floats, features: Floats, first: Bools, relevant: Bools | None
@@ -236,29 +253,33 @@ class Certifier:
         """The same from log-odds: of the queries [n], and of the twins that each may have [variants, n]."""
         shares = self._shares(queries[1], twins[1])
         thresholds, pilot, stated = pilot_outcomes(self.pilot, self.score_share)
-        thresholds = thresholds[self._start(pilot, stated, len(first)) :]
+        levels = self._levels(pilot, stated, len(first))
         score, twin = combined(*queries, self.score_share), combined(*twins, self.score_share).max(0)
-        return self._certified(answer_outcomes(score, ~first, twin, thresholds), thresholds, shares)
+        return self._certified(answer_outcomes(score, ~first, twin, thresholds), thresholds, levels, shares)
 
     def _shares(self, queries: Floats, twins: Floats) -> Floats:
         """The shares of traffic without a match for which thresholds are tested."""
         if self.live is None:
             return np.array([self.share])
-        counts = (above_cut(each, self.cut) for each in (queries, twins.min(0), self.live))
-        return shares_up_to(share_bound(SHARE_RISK * (1 - self.confidence), *counts))
+        signals = (signal(each) for each in (queries, twins.min(0), self.live))
+        return shares_up_to(share_bound(SHARE_RISK * (1 - self.confidence), *signals))
 
-    def _start(self, pilot: Outcomes, stated: Floats, n: int) -> int:
-        """Where to begin with `n` queries: at the threshold that is most promising for the share that the tests will
-        have to reckon with, as far as the pilot can tell."""
+    def _levels(self, pilot: Outcomes, stated: Floats, n: int) -> Floats:
+        """Where to begin with `n` queries: mostly at the threshold that is most promising for the share that the tests
+        will have to reckon with, as far as the pilot can tell."""
         share = self.share
         if self.live is not None:
-            queries, twins = (above_cut(each, self.cut, n) for each in (self.pilot.no_match, self.pilot.twin_no_match))
-            share = share_bound(SHARE_RISK * (1 - self.confidence), queries, twins, above_cut(self.live, self.cut))
-        return most_promising(pilot, stated, share, n, self.max_error)
+            signals = (signal(each) for each in (self.pilot.no_match, self.pilot.twin_no_match, self.live))
+            share = share_bound(SHARE_RISK * (1 - self.confidence), *signals, n)
+        return starting_levels(most_promising(pilot, stated, share, n, self.max_error), len(stated))
 
-    def _certified(self, outcomes: Outcomes, thresholds: Floats, shares: Floats) -> tuple[Certificate, float]:
-        risk = (1 - self.confidence) * (1 if self.live is None else 1 - SHARE_RISK)
-        certificate = certified(outcomes, thresholds, shares, self.max_error, 1 - risk, unit=self.unit, seed=self.seed)
+    def _certified(
+        self, outcomes: Outcomes, thresholds: Floats, levels: Floats, shares: Floats
+    ) -> tuple[Certificate, float]:
+        confidence = 1 - (1 - self.confidence) * (1 if self.live is None else 1 - SHARE_RISK)
+        certificate = certified(
+            outcomes, thresholds, levels, shares, self.max_error, confidence, unit=self.unit, seed=self.seed
+        )
         return certificate, float(shares[-1])
 
     def _items(self, scores: Floats, features: Floats, relevant: Bools, shares: Floats) -> tuple[Certificate, float]:
@@ -274,10 +295,9 @@ class Certifier:
         thresholds = spaced(values, values)  # a hit that is probably relevant counts for more
         pilot = item_outcomes(shown[aside], relevant[aside], twin[aside], thresholds)
         stated = stated_error(values, np.ones(len(values)), thresholds)
-        thresholds = thresholds[self._start(pilot, stated, len(tested)) :]
-        return self._certified(
-            item_outcomes(shown[tested], relevant[tested], twin[tested], thresholds), thresholds, shares
-        )
+        levels = self._levels(pilot, stated, len(tested))
+        outcomes = item_outcomes(shown[tested], relevant[tested], twin[tested], thresholds)
+        return self._certified(outcomes, thresholds, levels, shares)
 
 
 def possible_twins(scores: Floats, first: Bools, relevant: Bools | None) -> list[Floats]:

@@ -154,7 +154,7 @@ class Trust:
         the queries that are shown something, at least this share of the hits is relevant; labels must be [n, k].
         `groups` [n] gives each group of queries its own threshold, each at the stated confidence taken alone.
         `encoder` and `gallery_size` are kept with the rule, which then refuses other ones. The tests are exact binomial
-        ones, for precision the bounds of Hoeffding and Bentkus, in a fixed sequence of thresholds.
+        ones, for precision the bounds of Hoeffding and Bentkus, in a fixed order of thresholds.
         """
         for name, value in (("max_error", max_error), ("confidence", confidence)):
             check_open_interval(value, name)

@@ -14,7 +14,7 @@ from geoflow_fast.decisions.bounds import (
     binomial_evidence,
     check_open_interval,
     clopper_pearson_upper,
-    leading_passes,
+    last_passed,
 )
 from geoflow_fast.evaluation.statistics import Values, floats, scored_answers
 from geoflow_fast.runtime import checks
@@ -91,7 +91,8 @@ def abstention_threshold(
         set_aside = np.isin(np.arange(len(score)), order[: max(1, round(share * len(score)))])
         thresholds = _promising(score[set_aside], right[set_aside], target_risk)
         score, right = score[~set_aside], right[~set_aside]
-    passed = thresholds[: leading_passes(_evidence(score, right, thresholds, target_risk), 1 - confidence)]
+    levels = np.where(np.arange(len(thresholds)) == 0, 1 - confidence, 0.0)
+    passed = thresholds[: last_passed(_evidence(score, right, thresholds, target_risk), levels)]
     best = float(passed.max()) if len(passed) else -math.inf
     accepted = score <= best
     wrong, given = int((~right[accepted]).sum()), int(accepted.sum())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import numpy as np
 import pandas
@@ -252,8 +251,7 @@ class TestBounds:
         for _ in range(400):
             queries, twins, live = (rng.normal(mean, 1, 1000) for mean in (0, 1, 0))
             live += rng.random(1000) < 0.3
-            counts = (certify.above_cut(each, 0.5) for each in (queries, twins, live))
-            estimated.append(certify.share_bound(0.1, *counts))
+            estimated.append(certify.share_bound(0.1, *map(certify.signal, (queries, twins, live))))
         assert np.mean(np.array(estimated) < 0.3) <= 0.1
         assert 0.3 < np.median(estimated) < 0.55
 
@@ -270,15 +268,30 @@ class TestBounds:
                 assert given[row, column] == accepted.sum()
                 assert loss[row, column] == (accepted & (wrong | replaced)).sum()
 
-    def test_tests_stop_at_the_first_that_fails(self):
-        assert bounds.leading_passes(np.array([0.01, 0.04, 0.2, 0.01]), 0.05) == 2
-        assert bounds.leading_passes(np.array([0.2, 0.0]), 0.05) == 0
-        assert bounds.leading_passes(np.array([0.01]), 0.05) == 1
+    def test_a_fixed_sequence_stops_at_the_first_test_that_fails(self):
+        for evidence, passed in ([0.01, 0.04, 0.2, 0.01], 2), ([0.2, 0.0], 0), ([0.01], 1), ([], 0):
+            levels = 0.05 * (np.arange(len(evidence)) == 0)
+            assert bounds.last_passed(np.array(evidence), levels) == passed
+
+    def test_a_test_that_passes_hands_its_level_on(self):
+        levels = np.array([0.02, 0.0, 0.03, 0.0])
+        assert bounds.last_passed(np.array([0.01, 0.02, 0.05, 0.05]), levels) == 4
+        assert bounds.last_passed(np.array([0.01, 0.03, 0.04, 0.01]), levels) == 1  # the second loses the level
+        assert bounds.last_passed(np.array([0.5, 0.01, 0.03, 0.03]), levels) == 4  # the third has one of its own
+        assert bounds.last_passed(np.zeros(2), np.zeros(2)) == 0
+
+    def test_false_tests_pass_at_most_as_often_as_promised(self):
+        """Tests that are all false, dependent as those of nested sets are."""
+        rng = np.random.default_rng(0)
+        levels = 0.1 * certify.starting_levels(12, 30)
+        assert levels.sum() == pytest.approx(0.1)
+        wrong = (rng.random((4000, 600)) < 0.1).cumsum(1)[:, 19::20]
+        evidence = bounds.binomial_evidence(wrong, np.arange(20, 601, 20), 0.1)
+        passed = np.mean([bounds.last_passed(row, levels) > 0 for row in evidence])
+        assert 0.01 < passed <= 0.1
 
     def test_an_upper_bound_is_what_the_test_does_not_reject(self):
         assert certify.upper_bound(3, 50, 0.95, bounds.binomial_evidence) == pytest.approx(
             bounds.clopper_pearson_upper(3, 50), abs=1e-9
         )
         assert certify.upper_bound(50, 50, 0.95, bounds.binomial_evidence) == 1
-        assert bounds.clopper_pearson_lower(0, 9) == 0
-        assert math.isclose(bounds.clopper_pearson_lower(7, 9, 0.9), stats.beta.ppf(0.1, 7, 3))

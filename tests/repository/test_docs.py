@@ -45,6 +45,8 @@ SMALLER = {
 }
 
 
+NEW_SESSIONS = ("abstention.md",)
+"""Pages that a reader may follow over several days: every block of Python reads what it needs from files."""
 # What makes documented Python small.
 FEWER = {
     'fit(pairs, out="runs/head")': 'fit(pairs, gf.HeadConfig(steps=4, hidden=16), k="auto", out="runs/head")',
@@ -146,6 +148,8 @@ def run_page(page: Path, names: dict[str, Any], *, smaller: bool = True) -> None
         if language == "python":
             for many, few in FEWER.items() if smaller else ():
                 code = code.replace(many, few)
+            if page.name in NEW_SESSIONS:
+                names.clear()
             exec(compile(code, f"{page.name}, block {number}", "exec"), names)
         elif language == "toml":
             first = code.splitlines()[0]  # the name under which a command further down reads the file
