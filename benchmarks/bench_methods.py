@@ -246,11 +246,12 @@ guarantee ([abstention](abstention.md)).
 
 The pipeline is the [ladder of evidence](rerank.md#the-ladder-of-evidence): cosine, hub correction and a
 [head](head.md), each kept only if held-out pairs show that it helps; "hubs only" leaves the head out, and "GeoFlow
-re-ranker" adds a flow of the preset `auto` for shortlists of 32. The last columns say what the pipeline gains over
-each method, positive where it is better, with paired 95 % intervals over images. `python -m benchmarks --study real`
-writes the tables and fails if any reference is better than the pipeline beyond chance in NLL, AUROC or Recall@1, with
-Holm's correction over a set. Rows without NLL state no probabilities of items. NLL is over the whole gallery, in
-nats; the Spearman and R^2 columns are the paper's, over ten bins of the uncertainty.
+re-ranker" adds a flow of the preset `auto`. Shortlists have 512 items (128 in galleries of more than 20,000), and the
+flow is asked about the 32 most probable ones. The last columns say what the pipeline gains over each method, positive
+where it is better, with paired 95 % intervals over images. `python -m benchmarks --study real` writes the tables and
+fails if any reference is better than the pipeline beyond chance in NLL, AUROC or Recall@1, with Holm's correction over
+a set. Rows without NLL state no probabilities of items. NLL is over the whole gallery, in nats; the Spearman and R^2
+columns are the paper's, over ten bins of the uncertainty.
 
 ### Flickr8k in a small dual encoder (not CLIP)
 
@@ -302,8 +303,7 @@ Images search texts:
 - The head adds to it on Flickr8k (NLL .060 to .095 and .058 to .089 nats, AUROC .006 to .019 and -.002 to .023, texts
   and images searching) and on the 500 photographs with descriptions (NLL .028 to .093 and .038 to .121), and nothing on
   COCO, where calibration seldom keeps it.
-- The flow adds nothing measurable to the head, with AUROC within .003 either way and within chance. Its shortlists have
-  32 items, so what lies outside has one probability for all, and its NLL over whole galleries is higher.
+- The flow adds nothing measurable to the head, with AUROC within .003 either way and within chance.
 - The logistic regression and the boosting on result lists learned from galleries of 200 items and were judged in
   galleries of 100 on the small sets, and their probabilities did not survive that. On Flickr8k both are of one size.
 - Flickr8k's encoder was fitted on photographs of the same kind, and its development images chose some of the encoder's

@@ -24,7 +24,8 @@ def _about(
     version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
     debug: base.DebugFlag = False,  # noqa: ARG001, its callback acts
 ) -> None:
-    """Uncertainty for frozen vision-language embeddings, from one flow on the product of two spheres."""
+    """Which answers of an image-text search to trust: from the scores of any search and a few judged queries or,
+    better, from models trained on pairs of embeddings."""
     if version:
         typer.echo(f"geoflow_fast {geoflow_fast.__version__}")
     elif context.invoked_subcommand is None:

@@ -27,7 +27,7 @@ GalleryFlag = Annotated[
 ]
 SearchedImagesFlag = Annotated[
     Path | None,
-    typer.Option(help="With --texts, instead of --queries and --gallery: which is which, --direction says."),
+    typer.Option(help="With --texts, instead of --queries and --gallery; --direction says which side searches."),
 ]
 SearchedTextsFlag = Annotated[Path | None, typer.Option(help="With --images: .npy file or folder of .npy shards.")]
 NormalizeFlag = Annotated[

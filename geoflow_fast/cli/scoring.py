@@ -226,8 +226,7 @@ def density(
 
 
 @app.command(
-    epilog="Example: geoflow rerank --model runs/first --queries texts.npy --gallery img_emb/ --held-out val/ --out "
-    "ranked.parquet"
+    epilog="Example: geoflow rerank --model runs/first --queries texts.npy --gallery img_emb/ --out ranked.parquet"
 )
 def rerank(
     out: OutFileFlag,
@@ -273,7 +272,11 @@ def rerank(
     shortlist_by: Annotated[str, typer.Option(help="What chooses the items: cosine or head.")] = "cosine",
     direction: DirectionFlag = "t2i",
     shortlist: Annotated[
-        int | None, typer.Option(help="Items to re-rank per query. Default: 128 to 512; a flow sees 32 of them.")
+        int | None,
+        typer.Option(
+            help="Items to re-rank per query. Default: 128, or 512 in galleries of up to 20,000; a flow sees 32 of "
+            "them."
+        ),
     ] = None,
     steps: Annotated[int, typer.Option(help="Solver steps per log-density.")] = 6,
     probes: Annotated[int, typer.Option(help="Probes per log-density.")] = 1,
@@ -321,7 +324,7 @@ def rerank(
         else:
             origin = rerank_job.settle_calibration(reranker, model, calibration, held_out, overwrite=overwrite)
         if world.is_main and reranker.calibration is None:
-            warn(f"uncalibrated: {reranker.plain_weights}; {origin}. --held-out pairs calibrate")
+            warn(f"uncalibrated: {reranker.plain_weights}; {origin}. Give --held-out pairs to calibrate on")
         options: dict[str, Any] = {"normalize": normalize, "naming": naming(query_ids, ids)}
         summary = rerank_job.rerank_file(reranker, queries, out, block=block, overwrite=overwrite, **options)
     if not world.is_main:

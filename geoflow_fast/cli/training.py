@@ -61,7 +61,8 @@ def train(
     val: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of validation pairs. Default: 2 % of the images, for the head 10 % but at most 1000."
+            help="Folder of validation pairs. Default: 10 to 20 % of the images with preset auto and fewer than 20,000 "
+            "pairs, otherwise 2 %; for the head 10 % but at most 1000."
         ),
     ] = None,
     held_out: Annotated[
@@ -85,7 +86,7 @@ def train(
         int | None,
         typer.Option(
             help="Training steps, of the flow unless --head is given, as in the flags below. Default: the preset's; "
-            "tiny 1,500, small 20,000, paper 120,000."
+            "auto 400, or from 20,000 pairs on 3,000 to 20,000 by the machine; tiny 1,500, small 20,000, paper 120,000."
         ),
     ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Pairs per step.")] = None,

@@ -320,7 +320,10 @@ class BayesReranker(nn.Module):
         """
         reranked = self.rerank(queries, candidates, no_match_share=no_match_share)
         if not reranked.calibrated:
-            warnings.warn(f"BayesReranker is uncalibrated: {self.plain_weights}", stacklevel=4)
+            warnings.warn(
+                f"BayesReranker is uncalibrated: {self.plain_weights}. Call calibrate with held-out pairs first",
+                stacklevel=4,
+            )
         return reranked
 
     @torch.no_grad()
@@ -373,10 +376,10 @@ class BayesReranker(nn.Module):
 
     @property
     def plain_weights(self) -> str:
-        """What probabilities are made of without a calibration, in words."""
-        (name,) = self._uncalibrated().by_feature
-        weights = "alpha=1, beta=0" if name == "flow" else f"{name.replace('_', ' ')} with weight 1"
-        return f"{weights}, nothing outside the shortlist"
+        """What probabilities are worth without a calibration, in words."""
+        own = "a softmax of cosines" if self.head is None else "the head's own"
+        own = own if self.flow is None else "the flow's own"
+        return f"probabilities are {own} and may be far off, and none is left for items outside the shortlist"
 
     def _asks_flow(self, evidence: Evidence, calibration: Calibration) -> Tensor:
         """For which queries the flow is asked: all or, within a budget, those with the closest calls between the two

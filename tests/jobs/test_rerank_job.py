@@ -90,7 +90,7 @@ def test_the_file_holds_the_results_of_a_calibrated_reranker(world, monkeypatch,
 def test_missing_calibration_is_reported(world, monkeypatch, capsys):
     assert geoflow_rerank(world, monkeypatch) == 0
     said = capsys.readouterr()
-    assert "geoflow: warning: uncalibrated: alpha=1, beta=0" in said.err
+    assert "geoflow: warning: uncalibrated: probabilities are the flow's own and may be far off" in said.err
     assert "model holds no held-out pairs from training" in said.err
     assert "expected share" not in said.out
     check_file(world, reranker_of(world))
@@ -102,8 +102,9 @@ def test_a_head_without_a_calibration_is_not_called_a_flow(world, monkeypatch, c
     head.save_pretrained(world / "head_alone")
     assert geoflow_rerank(world, monkeypatch, model="head_alone") == 0
     words = capsys.readouterr().err
-    assert "uncalibrated: head posterior with weight 1, nothing outside the shortlist; head_alone holds no" in words
-    assert "alpha" not in words
+    assert "uncalibrated: probabilities are the head's own and may be far off" in words
+    assert "outside the shortlist; head_alone holds no" in words
+    assert "flow" not in words
     check_file(world, gf.BayesReranker(None, world / "gallery", head=head, shortlist=K))
 
 

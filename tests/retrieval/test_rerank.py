@@ -93,7 +93,7 @@ def test_posterior_is_the_true_one_on_the_shortlist(oracle, direction):
     pairs = oracle.pairs(ITEMS, 0)
     asks, searched = direction.queries(*pairs), direction.items(*pairs)
     reranker = make(oracle, searched, direction, n_steps=10, solver="rk4")
-    with pytest.warns(UserWarning, match="uncalibrated: alpha=1, beta=0"):
+    with pytest.warns(UserWarning, match="uncalibrated: probabilities are the flow's own"):
         result = reranker(asks[:QUERIES])
     shortlist = (asks[:QUERIES] @ searched.T).topk(K).indices
     pair = direction.pair(asks[:QUERIES, None].expand(-1, K, -1), searched[shortlist])
