@@ -261,16 +261,16 @@ class Certifier:
         """The shares of traffic without a match for which thresholds are tested."""
         if self.live is None:
             return np.array([self.share])
-        signals = (signal(each) for each in (queries, twins.min(0), self.live))
-        return shares_up_to(share_bound(SHARE_RISK * (1 - self.confidence), *signals))
+        risk = SHARE_RISK * (1 - self.confidence)
+        return shares_up_to(share_bound(risk, signal(queries), signal(twins.min(0)), signal(self.live)))
 
     def _levels(self, pilot: Outcomes, stated: Floats, n: int) -> Floats:
         """Where to begin with `n` queries: mostly at the threshold that is most promising for the share that the tests
         will have to reckon with, as far as the pilot can tell."""
         share = self.share
         if self.live is not None:
-            signals = (signal(each) for each in (self.pilot.no_match, self.pilot.twin_no_match, self.live))
-            share = share_bound(SHARE_RISK * (1 - self.confidence), *signals, n)
+            queries, twins = signal(self.pilot.no_match), signal(self.pilot.twin_no_match)
+            share = share_bound(SHARE_RISK * (1 - self.confidence), queries, twins, signal(self.live), n)
         return starting_levels(most_promising(pilot, stated, share, n, self.max_error), len(stated))
 
     def _certified(
