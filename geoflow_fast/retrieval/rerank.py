@@ -52,7 +52,7 @@ from geoflow_fast.retrieval.held_out import HeldOut, KnownItems
 from geoflow_fast.retrieval.hubs import MOST_ROWS, Hubs
 from geoflow_fast.retrieval.marginals import FORMAT, Remembered
 from geoflow_fast.retrieval.sources import HeadSource
-from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows
+from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows, judged_items
 from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.progress import Advance, progress_bar
 from geoflow_fast.runtime.settings import deprecated_attribute, deprecated_keyword
@@ -474,17 +474,9 @@ class BayesReranker(nn.Module):
             raise ValueError("judgements need queries=, the embeddings of the queries that they number")
         rows = checks.rows(queries, "queries", self.query_dim, self.example, "Q")
         check_rows(rows, "queries")
-        kept = qrels.relevant(least_grade)
-        for name, numbers, count in (("query", kept.query, len(rows)), ("item", kept.item, len(self.gallery))):
-            if len(numbers) and int(numbers.max()) >= count:
-                raise ValueError(f"the judgements name {name} {int(numbers.max())}, but there are {count} rows")
-        if not len(kept):
-            raise ValueError(f"no judgement has at least the grade {least_grade:g}")
-        asking, first = np.unique(kept.query, return_index=True)
+        asking, right = judged_items(qrels, len(rows), len(self.gallery), least_grade)
         chosen = drawn_rows(len(asking), max_queries, self.seed)
-        counts = np.diff(np.append(first, len(kept)))[chosen]
-        column = first[chosen, None] + np.arange(counts.max())
-        right = np.where(np.arange(counts.max()) < counts[:, None], kept.item[column.clip(max=len(kept) - 1)], -1)
+        right = right[chosen]
         items = np.unique(right[right >= 0])
         own = np.where(right < 0, -1, np.searchsorted(items, right))
         return KnownItems(

@@ -153,6 +153,10 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
     "RetrievalEntropy.": {"queries": lambda: unit(3, TEXT)},
     "PosteriorHead.": {"queries": lambda: unit(3, TEXT)},
     "evaluation.retrieval.RetrievalSet.": {"index": lambda: torch.tensor([0, 2, 5]), "rows": lambda: slice(3)},
+    "evaluation.retrieval.RetrievalSet.from_qrels": {
+        "items": lambda: unit(7, IMAGE, seed=1),
+        "qrels": lambda: gf.Qrels([0, 2, 2], [6, 0, 5], [1.0, 1.0, 2.0]),
+    },
     "evaluation.retrieval.plain_search": {"task": retrieval_set},
     "baselines.GroVE": {"latent": lambda: 2},
     "baselines.find": {"name": lambda: "probvlm"},
@@ -211,6 +215,11 @@ EXTRA: dict[str, dict[str, Sequence[Any]]] = {
     "evaluation.retrieval.RetrievalSet.of": {
         "pairs": [some_pairs(), square_pairs(ROWS).subset(torch.arange(0))],
         "max_queries": [10**30],
+    },
+    "evaluation.retrieval.RetrievalSet.from_qrels": {
+        "queries": [unit(2, IMAGE), unit(3, TEXT)],
+        "items": [unit(6, IMAGE), unit(7, TEXT)],
+        "qrels": [gf.Qrels([], [], []), gf.Qrels([0], [0], [0.0])],
     },
     "evaluation.retrieval.plain_search": {"top_k": [10**9], "device": ["meta", "cuda:99"]},
     "evaluation.retrieval.Answers.recall": {"k": [4]},
