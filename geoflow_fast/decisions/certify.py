@@ -262,18 +262,16 @@ class Certifier:
         """The shares of traffic without a match for which thresholds are tested."""
         if self.live is None:
             return np.array([self.share])
-        return shares_up_to(self._share_bound(queries, twins.min(0), self.live))
-
-    def _share_bound(self, queries: Floats, twins: Floats, live: Floats, n: int | None = None) -> float:
-        """`share_bound` from log-odds of "no match"."""
-        return share_bound(SHARE_RISK * (1 - self.confidence), signal(queries), signal(twins), signal(live), n)
+        risk = SHARE_RISK * (1 - self.confidence)
+        return shares_up_to(share_bound(risk, signal(queries), signal(twins.min(0)), signal(self.live)))
 
     def _levels(self, pilot: Outcomes, stated: Floats, n: int) -> Floats:
         """Where to begin with `n` queries: mostly at the threshold that is most promising for the share that the tests
         will have to reckon with, as far as the pilot can tell."""
         share = self.share
         if self.live is not None:
-            share = self._share_bound(self.pilot.no_match, self.pilot.twin_no_match, self.live, n)
+            queries, twins = signal(self.pilot.no_match), signal(self.pilot.twin_no_match)
+            share = share_bound(SHARE_RISK * (1 - self.confidence), queries, twins, signal(self.live), n)
         return starting_levels(most_promising(pilot, stated, share, n, self.max_error), len(stated))
 
     def _certified(
