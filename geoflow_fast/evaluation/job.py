@@ -91,6 +91,8 @@ def evaluate_folders(
     test_pairs = EmbeddingPairs.open(test, normalize=normalize) if isinstance(test, Path) else test
     title = "your pairs" if test_pairs.folder is None else test_pairs.folder.name
     val = held_out_pairs(model, held_out, normalize=normalize)
+    if val.fingerprint() == test_pairs.fingerprint():
+        raise ValueError(f"methods would be tuned on {title} and tested on it; give other pairs, or --held-out ones")
     study = Study(
         val=val,
         train=None if train is None else EmbeddingPairs.open(train, normalize=normalize),
