@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -27,7 +27,20 @@ from geoflow_fast.cli.base import (
     given,
     print_json,
 )
-from geoflow_fast.cli.embeddings import ImageIndexFlag, ImagesFlag, NormalizeFlag, TextsFlag
+from geoflow_fast.cli.embeddings import (
+    GalleryFlag,
+    ImageIndexFlag,
+    ImagesFlag,
+    NormalizeFlag,
+    QueriesFlag,
+    QueryIdsFlag,
+    TextsFlag,
+    naming,
+)
+
+if TYPE_CHECKING:
+    from geoflow_fast.evaluation.job import JudgedFiles
+    from geoflow_fast.jobs.queries import Naming
 
 SeedsFlag = Annotated[int, typer.Option(help="Number of seeds to train and score with.", min=1, max=1000)]
 StepsFlag = Annotated[int | None, typer.Option(help="Training steps of the flow.")]
@@ -53,6 +66,23 @@ def evaluate(
     images: ImagesFlag = None,
     texts: TextsFlag = None,
     image_index: ImageIndexFlag = None,
+    queries: QueriesFlag = None,
+    gallery: GalleryFlag = None,
+    qrels: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead of test pairs: .parquet or .csv of judgements (query, item, grade) of --queries and "
+            "--gallery, searched in --direction."
+        ),
+    ] = None,
+    ids: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --qrels: the ids by which it names the gallery's rows: .npy, .txt with one on each line, "
+            ".parquet or .parquet:COLUMN. Default: row numbers."
+        ),
+    ] = None,
+    query_ids: QueryIdsFlag = None,
     normalize: NormalizeFlag = False,
     held_out: Annotated[
         Path | None,
@@ -75,7 +105,9 @@ def evaluate(
             "long training of their own."
         ),
     ] = None,
-    direction: Annotated[Conditional | None, typer.Option(help="Only this direction. Default: both.")] = None,
+    direction: Annotated[
+        Conditional | None, typer.Option(help="Only this direction. Default: both; --qrels needs one.")
+    ] = None,
     max_queries: MaxQueriesFlag = None,
     bins: BinsFlag = 10,
     resamples: ResamplesFlag = 1000,
@@ -95,9 +127,12 @@ def evaluate(
     """
     if context.invoked_subcommand is not None:
         return
-    if out is None or (pairs is None and images is None):
-        missing = {"--pairs": pairs or images, "--out": out}
-        raise ValueError(f"evaluate needs {', '.join(name for name, value in missing.items() if value is None)}")
+    judged = given(queries=queries, gallery=gallery, qrels=qrels, ids=ids, query_ids=query_ids)
+    if out is None or not (pairs or images or judged):
+        missing = {"--pairs or --qrels": pairs or images or judged, "--out": out}
+        raise ValueError(f"evaluate needs {', '.join(name for name, value in missing.items() if not value)}")
+    if judged and (pairs or images or texts or image_index):
+        raise ValueError("give test pairs, or --queries, --gallery and --qrels, not both")
     from geoflow_fast.data.pairs import open_pairs
     from geoflow_fast.evaluation import job
     from geoflow_fast.evaluation.results import RESULTS_JSON
@@ -112,7 +147,9 @@ def evaluate(
     with continued_later():
         study = job.evaluate_folders(
             model,
-            open_pairs(pairs, images, texts, image_index, normalize=normalize),
+            _judged_files(queries, gallery, qrels, naming(query_ids, ids))
+            if judged
+            else open_pairs(pairs, images, texts, image_index, normalize=normalize),
             held_out,
             train,
             out,
@@ -266,6 +303,15 @@ def _run_recipe(chosen: Any, base: Path, out: Path, device: str) -> None:
     with continued_later():
         page = run_recipe(chosen, base, out, device=device, announce=lambda words: typer.echo(words, err=True))
     typer.echo(f"Wrote {page}")
+
+
+def _judged_files(queries: Path | None, gallery: Path | None, qrels: Path | None, names: Naming) -> JudgedFiles:
+    """The files of judgements, which all have to be given."""
+    from geoflow_fast.evaluation.job import JudgedFiles
+
+    if queries is None or gallery is None or qrels is None:
+        raise ValueError("--queries, --gallery and --qrels go together: rows, and judgements of them")
+    return JudgedFiles(queries, gallery, qrels, names)
 
 
 def names_of(text: str) -> list[str]:

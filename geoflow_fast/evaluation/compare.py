@@ -44,10 +44,10 @@ EVERY = "all"
 
 def compare(
     study: Study,
-    test: EmbeddingPairs,
+    test: EmbeddingPairs | RetrievalTask,
     names: Sequence[str | Method] | None = None,
     *,
-    directions: Sequence[str] = CONDITIONAL[::-1],
+    directions: Sequence[str] | None = None,
     max_queries: int | None = None,
     bins: int = BINS,
     resamples: int = RESAMPLES,
@@ -57,7 +57,8 @@ def compare(
 ) -> Comparison:
     """Compares every method of `names` on the queries of `test`, in every direction. By default these are all that the
     study allows and that need no long training; `names=("all",)` asks for those too. Instead of a name, a method that
-    already exists may be given, with a study of its own.
+    already exists may be given, with a study of its own. Instead of pairs, `test` may be a task, such as that of
+    judgements (`RetrievalTask.from_qrels`), which has a direction and queries of its own.
 
     The cheapest methods come first. `report` is given what is known so far: once after those that cost next to nothing,
     and then after every other method but the last.
@@ -70,9 +71,13 @@ def compare(
     if names is None or list(names) == [EVERY]:
         names = registry.default_methods(study, dear=names is not None)
     chosen = [name if isinstance(name, Method) else registry.create(name, study) for name in names]
-    tasks = [RetrievalTask.of(test, direction, max_queries=max_queries, seed=study.seed) for direction in directions]
+    tasks = tasks_of(test, directions, max_queries, study.seed)
     for task in tasks:
         check_bins(len(task), bins)
+        if task.queries.shape[1] != study.val.image_dim:
+            raise ValueError(
+                f"test has rows of width {task.queries.shape[1]}, but the held-out pairs have {study.val.image_dim}"
+            )
         for method in chosen:
             method.check(task)
     operations = [method.operations(sum(map(len, tasks))) for method in chosen]
@@ -83,7 +88,8 @@ def compare(
         sizes = f"{len(task)} queries over {len(task.items)} items"
         announce(f"{task.direction}: {sizes}, plain Recall@1 {answers.recall(1):.3f}")
     train_pairs = None if study.train is None else len(study.train)
-    facts = {"test_pairs": len(test), "val_pairs": len(study.val), "train_pairs": train_pairs, "seed": study.seed}
+    size = {"test_queries" if isinstance(test, RetrievalTask) else "test_pairs": len(test)}
+    facts = {**size, "val_pairs": len(study.val), "train_pairs": train_pairs, "seed": study.seed}
     scored: dict[int, list[ScoredQueries]] = {}
 
     def known() -> Comparison:
@@ -100,6 +106,18 @@ def compare(
             sides.append(score_queries(chosen[k], task, answers, folder))
         scored[k] = sides
     return known()
+
+
+def tasks_of(
+    test: EmbeddingPairs | RetrievalTask, directions: Sequence[str] | None, max_queries: int | None, seed: int
+) -> list[RetrievalTask]:
+    """The task itself, or those of pairs in these directions, by default both."""
+    if not isinstance(test, RetrievalTask):
+        chosen = CONDITIONAL[::-1] if directions is None else directions
+        return [RetrievalTask.of(test, direction, max_queries=max_queries, seed=seed) for direction in chosen]
+    if directions is not None or max_queries is not None:
+        raise ValueError("directions and max_queries belong to pairs; a task has a direction and queries of its own")
+    return [test]
 
 
 def cost_lines(methods: Sequence[Method], operations: Sequence[float]) -> list[str]:
@@ -186,7 +204,6 @@ def _scores(method: Method, task: RetrievalTask, answers: Tensor, folder: Path |
         seconds = (time.perf_counter() - begin) / len(index)
         advance(len(index))
         return {
-            "query": np.arange(index.start, index.stop),
             **{part.name: getattr(scores, part.name).numpy() for part in dataclasses.fields(scores)},
             "score_seconds": np.full(len(index), seconds),
             "fit_seconds": np.full(len(index), method.fit_seconds),
@@ -198,7 +215,7 @@ def _scores(method: Method, task: RetrievalTask, answers: Tensor, folder: Path |
         parts = [compute(range(k, min(k + BLOCK_QUERIES, len(task))), lambda _: None) for k in blocks]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     out = folder / SCORES_FOLDER / f"{method.name}_{task.direction}.parquet"
-    job = Job(out, len(task), BLOCK_QUERIES, _facts(method, task))
+    job = Job(out, len(task), BLOCK_QUERIES, _facts(method, task), numbered="query", ids=task.query_ids)
     job.check()
     if not job.finished():
         method.fit(task)
@@ -208,6 +225,7 @@ def _scores(method: Method, task: RetrievalTask, answers: Tensor, folder: Path |
 
 def _facts(method: Method, task: RetrievalTask) -> dict[str, Any]:
     """What stored scores are recognised by: everything that they depend on."""
+    known = [task.query_image, task.item_image] if task.judged is None else [task.judged]
     return {
         "task": "evaluate",
         "format": FORMAT,
@@ -215,7 +233,7 @@ def _facts(method: Method, task: RetrievalTask) -> dict[str, Any]:
         "direction": str(task.direction),
         "seed": method.study.seed,
         "val": method.study.val.fingerprint(),
-        "test": hashing.digest([task.queries, task.items, task.query_image, task.item_image]),
+        "test": hashing.digest([task.queries, task.items, *known]),
         **method.facts(),
     }
 

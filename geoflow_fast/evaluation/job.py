@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast import baselines
+from geoflow_fast.data.ids import Ids, open_ids
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import load_npy, open_rows
 from geoflow_fast.directions import CONDITIONAL
@@ -27,7 +28,9 @@ from geoflow_fast.evaluation.verdict import recommended, verdict
 from geoflow_fast.evaluation.zero_shot import CLIP_SCALE, ZeroShot, class_prompts, tuned_scale, zero_shot
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.jobs.calibration import StoredCalibration
-from geoflow_fast.jobs.rerank import open_models
+from geoflow_fast.jobs.queries import Naming
+from geoflow_fast.jobs.rerank import open_judgements, open_models
+from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.runtime import plots
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.runtime.files import write_json
@@ -67,9 +70,46 @@ class EvaluationSettings:
     """Fields of `RunConfig` that replace those of baselines that train by gradient, such as `steps`."""
 
 
+@dataclass(frozen=True)
+class JudgedFiles:
+    """Files to evaluate on instead of pairs: rows of queries and of a gallery, and judgements of them."""
+
+    queries: Path
+    gallery: Path
+    qrels: Path
+    """Parquet or CSV file with columns `query`, `item` and, unless all judged items are right, `grade`."""
+    naming: Naming = dataclasses.field(default_factory=Naming)
+    """Files of the ids that the judgements hold instead of row numbers."""
+
+    def task(self, settings: EvaluationSettings, *, normalize: bool, announce: Announce) -> RetrievalTask:
+        """The task of these files; `announce` is told how many queries have no right item and are left out."""
+        if len(settings.directions) != 1:
+            raise ValueError("judgements are of one direction: --direction says which, t2i or i2t")
+        queries, gallery = open_rows(self.queries, "queries"), open_rows(self.gallery, "gallery")
+        if queries.dim != gallery.dim:
+            raise ValueError(f"{queries.name} has width {queries.dim}, but {gallery.name} has {gallery.dim}")
+        qrels = open_judgements(self.qrels, self.naming, len(queries), len(gallery))
+        for rows in (queries, gallery):
+            rows.check(normalize=normalize)
+        task = RetrievalTask.from_qrels(
+            queries[np.arange(len(queries))],
+            gallery[np.arange(len(gallery))],
+            qrels,
+            settings.directions[0],
+            max_queries=settings.max_queries,
+            seed=settings.seed,
+        )
+        if unknown := len(queries) - len(np.unique(qrels.relevant().query)):
+            announce(f"left out: {unknown} of {len(queries)} queries, for which no item is judged right")
+        if self.naming.queries is None:
+            return task
+        ids = open_ids(self.naming.queries, len(queries), "queries")
+        return dataclasses.replace(task, query_ids=Ids(ids.of(task.query_row)))
+
+
 def evaluate_folders(
     model: Path | None,
-    test: Path | EmbeddingPairs,
+    test: Path | EmbeddingPairs | JudgedFiles,
     held_out: Path | None,
     train: Path | None,
     out: Path,
@@ -78,9 +118,10 @@ def evaluate_folders(
     normalize: bool = False,
     announce: Announce = lambda _: None,
 ) -> Comparison:
-    """Compares methods on the pairs `test`, or on those of a folder, and writes results, figures and a page into `out`.
-    `model` holds a flow, with the head that `geoflow train` wrote beside it, or a head. Without a folder `held_out` the
-    methods are tuned on the pairs that training held out. `normalize` scales the rows of folders to unit norm.
+    """Compares methods on the pairs `test`, on those of a folder, or on judgements, and writes results, figures and a
+    page into `out`. `model` holds a flow, with the head that `geoflow train` wrote beside it, or a head. Without a
+    folder `held_out` the methods are tuned on the pairs that training held out. `normalize` scales the rows of files to
+    unit norm.
 
     If it is stopped, the same call continues it, because finished scores are kept in `out`.
     """
@@ -88,8 +129,14 @@ def evaluate_folders(
     plots.pyplot()  # fails at once if matplotlib is missing, not after the work
     flow, head = (None, None) if model is None else open_models(model, None)
     device = usable_device(settings.device)
-    test_pairs = EmbeddingPairs.open(test, normalize=normalize) if isinstance(test, Path) else test
-    title = "your pairs" if test_pairs.folder is None else test_pairs.folder.name
+    tested: EmbeddingPairs | RetrievalTask
+    asked: dict[str, Any] = {}
+    if isinstance(test, JudgedFiles):
+        tested, title = test.task(settings, normalize=normalize, announce=announce), test.qrels.stem
+    else:
+        tested = EmbeddingPairs.open(test, normalize=normalize) if isinstance(test, Path) else test
+        title = "your pairs" if tested.folder is None else tested.folder.name
+        asked = {"directions": settings.directions, "max_queries": settings.max_queries}
     val = held_out_pairs(model, held_out, normalize=normalize)
     if val.fingerprint() == test_pairs.fingerprint():
         raise ValueError(f"methods would be tuned on {title} and tested on it; give other pairs, or --held-out ones")
@@ -110,10 +157,9 @@ def evaluate_folders(
 
     comparison = compare(
         study,
-        test_pairs,
+        tested,
         settings.names,
-        directions=settings.directions,
-        max_queries=settings.max_queries,
+        **asked,
         bins=settings.bins,
         resamples=settings.resamples,
         folder=out,

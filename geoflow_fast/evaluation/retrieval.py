@@ -79,8 +79,7 @@ def plain_search(
         width, rows = min(2 * width, len(task.items)), open_ended.nonzero().squeeze(1)
         for part in rows.split(max(1, MOST_CANDIDATES // width)):
             cosines, items = (x.cpu() for x in nearest(task.queries[part].to(device), gallery, width))
-            right = task.item_image[items] == task.query_image[part].unsqueeze(1)
-            hit[part] = hit_probability(cosines, right, top_k)
+            hit[part] = hit_probability(cosines, task.is_right(items, part), top_k)
             open_ended[part] = cosines[:, -1] == cosines[:, top_k - 1]
     index, cosine = index[:, :top_k], cosine[:, :top_k]
     return Answers(index, cosine, task.is_right(index), hit)

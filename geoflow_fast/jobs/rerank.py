@@ -25,6 +25,7 @@ from geoflow_fast.retrieval.hubs import MOST_ROWS
 from geoflow_fast.retrieval.rerank import BayesReranker
 from geoflow_fast.runtime import parquet
 from geoflow_fast.runtime.device import usable_device
+from geoflow_fast.runtime.files import contents_of
 
 FORMAT = 1
 """This number goes up when a release computes other results from the same settings, so that it does not continue the
@@ -150,17 +151,19 @@ def calibrate_on_judgements(
 
 def open_judgements(path: Path, naming: Naming, queries: int, items: int) -> Qrels:
     """The judgements of a file, by row numbers; ids that it holds are looked up in the files of `naming`."""
-    if naming.queries is None and naming.items is None:
-        return Qrels.open(path)
     columns = table_of(path)
     if missing := [name for name in ("query", "item") if name not in columns]:
         raise ValueError(f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(columns)}")
-    query, item = columns["query"], columns["item"]
-    if naming.queries is not None:
-        query = open_ids(naming.queries, queries, "queries").rows(query, str(path))
-    if naming.items is not None:
-        item = open_ids(naming.items, items, "items").rows(item, str(path))
-    return Qrels(query, item, columns.get("grade", np.ones(len(query))))
+    for name, ids, count, what in (
+        ("query", naming.queries, queries, "queries"),
+        ("item", naming.items, items, "items"),
+    ):
+        if ids is not None:
+            columns[name] = open_ids(ids, count, what).rows(columns[name], str(path))
+        elif columns[name].dtype.kind not in "iu" and len(columns[name]):
+            raise ValueError(f"{path} names {what} by ids such as {columns[name][0]!r}: give the file of their ids")
+    with contents_of(path, "no file of judgements"):
+        return Qrels(columns["query"], columns["item"], columns.get("grade", np.ones(len(columns["query"]))))
 
 
 def _calibration_of_model(reranker: BayesReranker, model: Path) -> str:

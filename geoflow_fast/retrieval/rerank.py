@@ -52,7 +52,7 @@ from geoflow_fast.retrieval.held_out import HeldOut, KnownItems
 from geoflow_fast.retrieval.hubs import MOST_ROWS, Hubs
 from geoflow_fast.retrieval.marginals import FORMAT, Remembered
 from geoflow_fast.retrieval.sources import HeadSource
-from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows
+from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows, judged_items
 from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.progress import Advance, progress_bar
 from geoflow_fast.runtime.settings import deprecated_attribute, deprecated_keyword
@@ -104,7 +104,8 @@ class Reranked(Summarised):
     """[Q] bool, for which queries the flow was evidence."""
     features: Tensor
     """[Q, f] float64, what the evidence says about a query as a whole: how sure the answer is, how far ahead the most
-    probable item is, the level of each kind of evidence. The columns are `feature_names` of the re-ranker."""
+    probable item is, the level of each kind of evidence. The columns are `feature_names` of the re-ranker; those of the
+    flow are 0 for queries about which it was not asked."""
     relevance: Tensor
     """[Q, K], the probability that each item is right. Where several are, as the captions of an image, it may be large
     for each of them, while `prob` divides one among them."""
@@ -473,17 +474,9 @@ class BayesReranker(nn.Module):
             raise ValueError("judgements need queries=, the embeddings of the queries that they number")
         rows = checks.rows(queries, "queries", self.query_dim, self.example, "Q")
         check_rows(rows, "queries")
-        kept = qrels.relevant(least_grade)
-        for name, numbers, count in (("query", kept.query, len(rows)), ("item", kept.item, len(self.gallery))):
-            if len(numbers) and int(numbers.max()) >= count:
-                raise ValueError(f"the judgements name {name} {int(numbers.max())}, but there are {count} rows")
-        if not len(kept):
-            raise ValueError(f"no judgement has at least the grade {least_grade:g}")
-        asking, first = np.unique(kept.query, return_index=True)
+        asking, right = judged_items(qrels, len(rows), len(self.gallery), least_grade)
         chosen = drawn_rows(len(asking), max_queries, self.seed)
-        counts = np.diff(np.append(first, len(kept)))[chosen]
-        column = first[chosen, None] + np.arange(counts.max())
-        right = np.where(np.arange(counts.max()) < counts[:, None], kept.item[column.clip(max=len(kept) - 1)], -1)
+        right = right[chosen]
         items = np.unique(right[right >= 0])
         own = np.where(right < 0, -1, np.searchsorted(items, right))
         return KnownItems(
@@ -776,6 +769,8 @@ class BayesReranker(nn.Module):
         relevance, p_no_match = calibration.item_relevance(every), torch.zeros_like(meant)
         if no_match_share and calibration.no_match is not None:
             p_no_match = calibration.no_match.probability(features, no_match_share)
+            if cheap is not None and cheap.no_match is not None:
+                p_no_match = torch.where(asked, p_no_match, cheap.no_match.probability(features, no_match_share))
         matches = (1 - p_no_match).unsqueeze(1)
         number, by_number = index.masked_fill(~evidence.valid, len(self.gallery)).sort(1)
         prob = every.gather(1, by_number).masked_fill(number == len(self.gallery), -1.0)

@@ -10,18 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from geoflow_fast.data.ids import Ids
 from geoflow_fast.data.pairs import EmbeddingPairs
-from geoflow_fast.data.rows import Index
+from geoflow_fast.data.qrels import Qrels
+from geoflow_fast.data.rows import Array, Index, Rows
 from geoflow_fast.directions import Direction
 from geoflow_fast.runtime import checks
 
 
 @dataclass(frozen=True)
 class RetrievalTask:
-    """A retrieval task: queries, and a gallery of items. `of` builds it from pairs.
+    """A retrieval task: queries, and a gallery of items. `of` builds it from pairs, and `from_qrels` from judgements.
 
-    An item is right for a query when both are of one image: image-to-text search is right when it returns any of the
-    image's own texts.
+    An item of pairs is right for a query when both are of one image: image-to-text search is right when it returns any
+    of the image's own texts.
     """
 
     direction: Direction
@@ -40,6 +42,10 @@ class RetrievalTask:
     """[N], row of each item in the stored embeddings."""
     folder: Path | None = None
     """Folder that the pairs were opened from, or None."""
+    judged: Tensor | None = None
+    """[Q, m] int64, the items that judgements call right for each query, padded with -1; None for pairs."""
+    query_ids: Ids | None = None
+    """[Q], what files of results call the queries; None for their numbers in this task."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "direction", Direction.of(self.direction, conditional=True))
@@ -89,34 +95,91 @@ class RetrievalTask:
             pairs.folder,
         )
 
+    @classmethod
+    def from_qrels(
+        cls,
+        queries: Tensor | Array,
+        items: Tensor | Array,
+        qrels: Qrels,
+        direction: str,
+        *,
+        least_grade: float = 1.0,
+        max_queries: int | None = None,
+        seed: int = 0,
+    ) -> RetrievalTask:
+        """The task in which the unit rows `queries` [Q, d] search `items` [N, d], and judgements of at least the grade
+        `least_grade` say what is right. Queries without a right item are left out; of the others at most `max_queries`
+        are drawn by `seed`. Those that share their best item count as queries of one image, that is, as dependent."""
+        direction = Direction.of(direction, conditional=True)
+        if not isinstance(qrels, Qrels):
+            raise TypeError(f"qrels must be Qrels, got {type(qrels).__name__}")
+        if max_queries is not None:
+            checks.integer(max_queries, "max_queries", 1)
+        asked, searched = (Rows([checks.array(x, name)], name) for x, name in ((queries, "queries"), (items, "items")))
+        if asked.dim != searched.dim:
+            raise ValueError(f"plain search needs one width, got queries of {asked.dim} and items of {searched.dim}")
+        query_row, right = judged_items(qrels, len(asked), len(searched), least_grade)
+        for rows in (asked, searched):
+            rows.check(normalize=False)
+        chosen = drawn_rows(len(query_row), len(query_row) if max_queries is None else max_queries, seed)
+        query_row, right, item_row = query_row[chosen], right[chosen], np.arange(len(searched))
+        return cls(
+            direction,
+            torch.from_numpy(asked[query_row]),
+            torch.from_numpy(searched[item_row]),
+            torch.from_numpy(right[:, 0].copy()),
+            torch.from_numpy(item_row),
+            query_row,
+            item_row,
+            judged=torch.from_numpy(right),
+            query_ids=Ids(query_row),
+        )
+
     def __len__(self) -> int:
         return len(self.queries)
 
-    def is_right(self, index: Tensor, rows: slice = slice(None)) -> Tensor:
+    def is_right(self, index: Tensor, rows: slice | Tensor = slice(None)) -> Tensor:
         """Whether the items `index` [Q, ...] are right for the queries `rows`: bool [Q, ...]. -1 stands for no item."""
         self._check_index(index, rows, least=-1)
-        image = self.query_image[rows].reshape(-1, *[1] * (index.dim() - 1))
-        return (self.item_image[index.cpu().clamp(min=0)] == image) & (index.cpu() >= 0)
+        index, shape = index.cpu(), (-1, *[1] * (index.dim() - 1))
+        if self.judged is None:
+            right = self.item_image[index.clamp(min=0)] == self.query_image[rows].reshape(shape)
+        else:
+            number = torch.arange(len(self), device="cpu")[rows].reshape(shape)
+            key = number * len(self.items) + index
+            nearest = torch.searchsorted(self._judged_keys, key).clamp(max=len(self._judged_keys) - 1)
+            right = self._judged_keys[nearest] == key
+        return right & (index >= 0)
+
+    @functools.cached_property
+    def _judged_keys(self) -> Tensor:
+        """query * N + item of all right items, ascending."""
+        key = torch.arange(len(self), device="cpu").unsqueeze(1) * len(self.items) + self.own
+        return key[self.own >= 0].sort().values
 
     @functools.cached_property
     def own(self) -> Tensor:
         """The right items of each query, int64 [Q, m], padded with -1."""
+        if self.judged is not None:
+            return self.judged
         order = torch.argsort(self.item_image, stable=True)
         ranked = self.item_image[order].contiguous()
         first, last = (torch.searchsorted(ranked, self.query_image, right=right) for right in (False, True))
         position = torch.arange(int((last - first).max()), device="cpu") + first.unsqueeze(1)
         return torch.where(position < last.unsqueeze(1), order[position.clamp(max=len(order) - 1)], -1)
 
-    def pairs_with(self, index: Tensor, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+    def pairs_with(self, index: Tensor, rows: slice | Tensor = slice(None)) -> tuple[Tensor, Tensor]:
         """Embeddings (image, text) of the queries `rows`, each paired with its item in `index` [Q]."""
         self._check_index(index, rows)
         if index.dim() != 1:
             raise ValueError(f"index must be one item per query, [Q], got shape {tuple(index.shape)}")
         return self.direction.pair(self.queries[rows], self.items[index])
 
-    def _check_index(self, index: Tensor, rows: slice, least: int = 0) -> None:
-        if not isinstance(rows, slice):
-            raise TypeError(f"rows must be a slice of the queries, got {rows!r}")
+    def _check_index(self, index: Tensor, rows: slice | Tensor, least: int = 0) -> None:
+        if isinstance(rows, Tensor):
+            checks.indices(rows, "rows", len(self))
+        elif not isinstance(rows, slice):
+            raise TypeError(f"rows must be a slice of the queries or their numbers, got {rows!r}")
         checks.indices(index, "index", len(self.items), least)
         count = len(self.query_image[rows])
         if not index.dim() or len(index) != count:
@@ -148,6 +211,21 @@ def pair_task(
         item_row,
         pairs.folder,
     )
+
+
+def judged_items(qrels: Qrels, queries: int, items: int, least_grade: float) -> tuple[Index, Index]:
+    """The queries for which an item has at least the grade `least_grade`, ascending [Q], and these items [Q, m], best
+    grades first, padded with -1."""
+    kept = qrels.relevant(least_grade)
+    for name, numbers, count in (("query", kept.query, queries), ("item", kept.item, items)):
+        if len(numbers) and int(numbers.max()) >= count:
+            raise ValueError(f"the judgements name {name} {int(numbers.max())}, but there are {count} rows")
+    if not len(kept):
+        raise ValueError(f"no judgement has at least the grade {least_grade:g}")
+    asking, first, counts = np.unique(kept.query, return_index=True, return_counts=True)
+    column = np.arange(counts.max())
+    listed = kept.item[(first[:, None] + column).clip(max=len(kept) - 1)]
+    return asking, np.where(column < counts[:, None], listed, -1)
 
 
 def typical_queries(pairs: EmbeddingPairs, direction: Direction, count: int, seed: int) -> Tensor:

@@ -45,6 +45,44 @@ def test_numbers_are_those_of_the_metrics(pairs, held_out):
     assert low <= result.numbers["auroc"] <= high
 
 
+@pytest.mark.parametrize("direction", ["t2i", "i2t"])
+def test_judgements_that_say_what_pairs_say_give_the_same_numbers(pairs, held_out, direction, tmp_path):
+    """The texts of an image all are right for it; a query that nothing was judged right for changes nothing."""
+    study, names = Study(held_out), ("max_softmax", "margin", "ladder")
+    paired = RetrievalTask.of(pairs, direction)
+    query, column = np.nonzero(paired.own.numpy() >= 0)
+    qrels = gf.Qrels(query + 1, paired.own.numpy()[query, column], np.ones(len(query)))
+    queries = np.concatenate((paired.queries[:1].numpy(), paired.queries.numpy()))
+    task = RetrievalTask.from_qrels(queries, paired.items, qrels, direction)
+    judged = compare(study, task, names, resamples=0, folder=tmp_path)
+    for result, expected in zip(
+        judged.results, compare(study, pairs, names, directions=[direction], resamples=0).results
+    ):
+        assert (result.method, result.direction) == (expected.method, direction)
+        assert (result.queries, result.items) == (expected.queries, expected.items)
+        for name in ("auroc", "aurc", "recall", "nll", "ece"):
+            assert result.numbers[name] == pytest.approx(expected.numbers[name], rel=1e-4, nan_ok=True)
+    scores = parquet.read_columns(tmp_path / f"scores/ladder_{direction}.parquet")
+    assert scores["query"].tolist() == list(range(1, len(task) + 1))
+
+
+def test_items_that_tie_are_right_for_the_queries_that_judgements_name():
+    """Four items are one point and nearest to all queries; each query has another number of right ones among them."""
+    items = np.concatenate((np.repeat(np.eye(1, 8), 4, 0), -np.eye(2, 8))).astype(np.float32)
+    query, item = np.nonzero(np.tri(4, 6))
+    task = RetrievalTask.from_qrels(items[:4], items, gf.Qrels(query, item, np.ones(len(query))), "t2i")
+    assert plain_search(task).first_right.tolist() == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_a_task_has_a_direction_and_a_width_of_its_own(pairs, held_out):
+    task = RetrievalTask.of(pairs, "t2i")
+    with pytest.raises(ValueError, match="belong to pairs"):
+        compare(Study(held_out), task, ("margin",), max_queries=20)
+    narrow = gf.EmbeddingPairs.from_arrays(np.eye(20, 5) + 0.1, np.eye(20, 5) + 0.1, normalize=True)
+    with pytest.raises(ValueError, match="width 5, but the held-out pairs have 8"):
+        compare(Study(held_out), narrow, ("margin",))
+
+
 def test_results_come_back_from_disk(pairs, held_out, tmp_path):
     comparison = compare(Study(held_out), pairs, ("margin", "softmax_entropy"), resamples=10)
     comparison.save(tmp_path)

@@ -52,6 +52,11 @@ def result_scores() -> torch.Tensor:
     return normal(12, 5).sort(1, descending=True).values
 
 
+def tested_scores() -> torch.Tensor:
+    """Those of 12 other queries."""
+    return normal(12, 5, seed=4).sort(1, descending=True).values
+
+
 def some_trust() -> gf.Trust:
     """A fitted one."""
     return gf.Trust().fit(result_scores(), normal(12, seed=3) > 0)
@@ -153,6 +158,10 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
     "RetrievalEntropy.": {"queries": lambda: unit(3, TEXT)},
     "PosteriorHead.": {"queries": lambda: unit(3, TEXT)},
     "evaluation.retrieval.RetrievalSet.": {"index": lambda: torch.tensor([0, 2, 5]), "rows": lambda: slice(3)},
+    "evaluation.retrieval.RetrievalSet.from_qrels": {
+        "items": lambda: unit(7, IMAGE, seed=1),
+        "qrels": lambda: gf.Qrels([0, 2, 2], [6, 0, 5], [1.0, 1.0, 2.0]),
+    },
     "evaluation.retrieval.plain_search": {"task": retrieval_set},
     "baselines.GroVE": {"latent": lambda: 2},
     "baselines.find": {"name": lambda: "probvlm"},
@@ -166,7 +175,12 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
         for name in ("Trust.", "Rule.")
     },
     "Trust.p_no_match": {"no_match_share": lambda: 0.3},
-    "Trust.certify": {"precision": lambda: None, "encoder": lambda: "clip", "gallery_size": lambda: 9},
+    "Trust.certify": {
+        "scores": tested_scores,
+        "precision": lambda: None,
+        "encoder": lambda: "clip",
+        "gallery_size": lambda: 9,
+    },
     "Trust.save": {"path": fresh_path},
     "GalleryIndex.check": {"gallery": lambda: unit(9, 5)},
 }
@@ -193,7 +207,7 @@ INSTANCES: dict[str, Callable[[], Any]] = {
     "Report": report,
     "RetrievalEntropy": lambda: gf.RetrievalEntropy(small_flow(), unit(7, IMAGE), "t2i", n_samples=2, n_steps=2),
     "RetrievalSet": retrieval_set,
-    "Rule": lambda: some_trust().certify(result_scores(), normal(12, seed=3) > 0, 0.5),
+    "Rule": lambda: some_trust().certify(tested_scores(), normal(12, seed=3) > 0, 0.5),
     "TrainConfig": gf.TrainConfig.tiny,
     "Trust": some_trust,
     "World": lambda: ALONE,
@@ -211,6 +225,11 @@ EXTRA: dict[str, dict[str, Sequence[Any]]] = {
     "evaluation.retrieval.RetrievalSet.of": {
         "pairs": [some_pairs(), square_pairs(ROWS).subset(torch.arange(0))],
         "max_queries": [10**30],
+    },
+    "evaluation.retrieval.RetrievalSet.from_qrels": {
+        "queries": [unit(2, IMAGE), unit(3, TEXT)],
+        "items": [unit(6, IMAGE), unit(7, TEXT)],
+        "qrels": [gf.Qrels([], [], []), gf.Qrels([0], [0], [0.0])],
     },
     "evaluation.retrieval.plain_search": {"top_k": [10**9], "device": ["meta", "cuda:99"]},
     "evaluation.retrieval.Answers.recall": {"k": [4]},
