@@ -46,11 +46,11 @@ class Ids:
         ranked = known[order]
         again = ranked[1:] == ranked[:-1]
         if again.any():
-            raise ValueError(f"{name}: two rows have the id {ranked[1:][again][0]!r}, so it names neither")
+            raise ValueError(f"{name}: two rows have the id {ranked[1:][again].tolist()[0]!r}, so it names neither")
         position = np.searchsorted(ranked, wanted).clip(max=len(ranked) - 1)
         unknown = ranked[position] != wanted
         if unknown.any():
-            raise ValueError(f"{name}: no row has the id {wanted[unknown][0]!r}")
+            raise ValueError(f"{name}: no row has the id {wanted[unknown].tolist()[0]!r}")
         return order[position].astype(np.int64)
 
     def digest(self) -> str:

@@ -205,7 +205,7 @@ def test_ids_and_judgements_of_different_types_are_compared_as_text():
     assert texts.rows(np.array([10, 7]), "qrels").tolist() == [1, 0]
     assert numbers.rows(np.array(["10", "7"], dtype=object), "qrels").tolist() == [1, 0]
     for ids in (texts, numbers):
-        with pytest.raises(ValueError, match="qrels: no row has the id '?8'?"):
+        with pytest.raises(ValueError, match=r"qrels: no row has the id '?8'?"):
             ids.rows(np.array([7, 8]), "qrels")
     with pytest.raises(ValueError, match=r"no row has the id '7\.5'"):
         numbers.rows(np.array([7.5]), "qrels")
