@@ -104,10 +104,10 @@ def tested_queries(image: Array, fit_share: float, seed: int) -> tuple[Array, Ar
     number = np.unique(image, return_inverse=True)[1].reshape(-1)
     count = int(number.max(initial=-1)) + 1
     order = rng.permutation(count)
-    place = np.empty(count, np.int64)
-    place[order] = np.arange(count)
-    rows = np.lexsort((rng.random(len(image)), place[number]))
-    fitted = place[number][rows] < round(fit_share * count)
+    position = np.empty(count, np.int64)
+    position[order] = np.arange(count)
+    rows = np.lexsort((rng.random(len(image)), position[number]))
+    fitted = position[number][rows] < round(fit_share * count)
     rest = rows[~fitted]
     first = np.unique(number[rest], return_index=True)[1]
     return rows[fitted], np.sort(rest[first])
