@@ -81,7 +81,8 @@ def spaced(values: Floats, weights: Floats) -> Floats:
     """At most `CANDIDATES` of the values, descending; the share of the weights above them grows quadratically, since
     strict thresholds are close to each other in what they answer."""
     order = np.argsort(-values, kind="stable")
-    reached = np.cumsum(weights[order]) / weights.sum()
+    counted = weights[order] if weights.any() else np.ones(len(values))
+    reached = np.cumsum(counted) / counted.sum()
     position = np.searchsorted(reached, np.linspace(0, 1, CANDIDATES + 1)[1:] ** 2 - 1e-9)
     return np.unique(values[order][np.minimum(position, len(values) - 1)])[::-1]
 
@@ -159,8 +160,8 @@ def upper_bound(loss: float, count: float, confidence: float, test: Callable[...
 def share_estimate(pilot: Pilot, live: Floats) -> float:
     """The share of live queries without a match that explains their mean signal. It decides what probabilities are
     computed for, not what is guaranteed."""
-    queries, twins, found = (float(signal(each).mean()) for each in (pilot.no_match, pilot.twin_no_match, live))
-    return float(np.clip((found - queries) / max(twins - queries, 1e-9), 0.0, 0.9))
+    queries, twins, mixture = (float(signal(each).mean()) for each in (pilot.no_match, pilot.twin_no_match, live))
+    return float(np.clip((mixture - queries) / max(twins - queries, 1e-9), 0.0, 0.9))
 
 
 def signal(no_match_logit: Floats) -> Floats:
@@ -261,16 +262,16 @@ class Certifier:
         """The shares of traffic without a match for which thresholds are tested."""
         if self.live is None:
             return np.array([self.share])
-        signals = (signal(each) for each in (queries, twins.min(0), self.live))
-        return shares_up_to(share_bound(SHARE_RISK * (1 - self.confidence), *signals))
+        risk = SHARE_RISK * (1 - self.confidence)
+        return shares_up_to(share_bound(risk, signal(queries), signal(twins.min(0)), signal(self.live)))
 
     def _levels(self, pilot: Outcomes, stated: Floats, n: int) -> Floats:
         """Where to begin with `n` queries: mostly at the threshold that is most promising for the share that the tests
         will have to reckon with, as far as the pilot can tell."""
         share = self.share
         if self.live is not None:
-            signals = (signal(each) for each in (self.pilot.no_match, self.pilot.twin_no_match, self.live))
-            share = share_bound(SHARE_RISK * (1 - self.confidence), *signals, n)
+            queries, twins = signal(self.pilot.no_match), signal(self.pilot.twin_no_match)
+            share = share_bound(SHARE_RISK * (1 - self.confidence), queries, twins, signal(self.live), n)
         return starting_levels(most_promising(pilot, stated, share, n, self.max_error), len(stated))
 
     def _certified(
@@ -289,8 +290,6 @@ class Certifier:
         order = np.random.default_rng(self.seed).permutation(len(scores))
         aside = order[: max(1, round(SET_ASIDE * len(scores)))]
         tested = order[len(aside) :]
-        if not len(tested):
-            raise ValueError("one query cannot be divided: certify with more")
         values = shown[aside].ravel()
         thresholds = spaced(values, values)  # a hit that is probably relevant counts for more
         pilot = item_outcomes(shown[aside], relevant[aside], twin[aside], thresholds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,11 +56,11 @@ def result_lists(table: Table, name: str, *, k: int | None = None, presorted: bo
     if k is not None and not len(scores):
         raise ValueError(f"{name} holds no query: 0 sample(s) (shape={scores.shape}) while a minimum of 1 is required")
     _finite(scores, name)
-    falls = np.diff(scores, axis=1) > 0
-    if not falls.any():
+    rises = np.diff(scores, axis=1) > 0
+    if not rises.any():
         return Lists(stored, scores, None)
     if presorted:
-        row, column = (int(each[0]) for each in falls.nonzero())
+        row, column = (int(each[0]) for each in rises.nonzero())
         raise ValueError(
             f"{name} must have the best hit first, but in row {row} column {column + 1} has "
             f"{scores[row, column + 1]:g} after {scores[row, column]:g}. Negate distances, or pass "
@@ -67,6 +68,12 @@ def result_lists(table: Table, name: str, *, k: int | None = None, presorted: bo
         )
     order = np.argsort(-scores, axis=1, kind="stable")
     return Lists(stored, np.take_along_axis(scores, order, axis=1), order)
+
+
+def row_digests(scores: Floats) -> list[str]:
+    """A digest of each list of scores [n, k], equal for equal lists."""
+    rows = np.ascontiguousarray(scores + 0.0, dtype="<f8")  # -0 becomes 0
+    return [hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest() for row in rows]
 
 
 @dataclass(frozen=True)
@@ -99,6 +106,8 @@ def labels_of(table: Table, lists: Lists, name: str = "labels", *, classes: Arra
     values = values.reshape(n)
     if values.dtype.kind in "fc":
         _finite(_numbers(values, name), name)
+    elif values.dtype == object:
+        _of_one_kind(values, name)
     if classes is None:
         classes = np.unique(values)
     if len(classes) > 2:
@@ -134,7 +143,21 @@ def groups_of(table: Table, n: int, name: str = "groups") -> NDArray[np.str_]:
     values = read(table, name).values
     if values.shape != (n,):
         raise ValueError(f"{name} must name the group of each query, [{n}], got shape {values.shape}")
-    return np.array([str(value) for value in values.tolist()], dtype=np.str_)
+    names = np.array([str(value) for value in values.tolist()], dtype=np.str_)
+    if (names == "").any():
+        raise ValueError(f"{name} has an empty name in row {int((names == '').argmax())}: every group needs a name")
+    return names
+
+
+def _of_one_kind(values: Array, name: str) -> None:
+    """Raises a ValueError that names the first of the objects [n] that is no label, or none of the first one's kind."""
+    for row, value in enumerate(values.tolist()):
+        if not isinstance(value, (str, int, float, np.generic)) or value != value:
+            raise ValueError(f"{name} has {value} in row {row}: every query needs a label")
+        if isinstance(value, str) != isinstance(values[0], str):
+            raise ValueError(
+                f"{name} has {value!r} in row {row} but {values[0]!r} in row 0: labels must be of one kind"
+            )
 
 
 def _numbers(values: Array, name: str) -> Floats:

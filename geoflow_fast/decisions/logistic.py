@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -76,15 +75,6 @@ def logits(features: Floats, weights: Floats) -> Floats:
 def log_losses(logit: Floats, positive: Bools) -> Floats:
     """-log probability [n] of what happened."""
     return np.logaddexp(0, np.where(positive, -logit, logit))
-
-
-def cross_fitted(features: Sequence[Floats], positive: Bools, fold: NDArray[np.int64]) -> Floats:
-    """The log-odds [n] of each row under the fit without its fold; `features` has one design for each fold."""
-    logit = np.empty(len(positive))
-    for number, design in enumerate(features):
-        out = fold == number
-        logit[out] = logits(design[out], fit_logistic(design[~out], positive[~out]))
-    return logit
 
 
 def mean_and_error(values: Floats, query: NDArray[np.int64]) -> tuple[float, float]:

@@ -68,6 +68,7 @@ class Trust:
         twins = lists.taken_out(results.scores, _known_right(known, k))
         judged = Judged(results.scores, twins, known.first, known.relevant, numbers)
         self._model, self._pilot, self._report = fit_model(judged, seed)
+        self._seen = frozenset(inputs.row_digests(results.scores))
         self.classes_, self.n_features_in_ = known.classes, k
         names = results.table.columns
         if names is not None and all(isinstance(name, str) for name in names):
@@ -141,27 +142,35 @@ class Trust:
     ) -> Rule:
         """A rule whose answers are wrong in at most a share `max_error`, with the stated `confidence`.
 
-        `scores` and `labels` are those of judged queries that `fit` has not seen, independent of each other. The
-        guarantee: with probability `confidence` over their draw, the share of wrong answers among those that the rule
-        gives to new queries of the same kind is at most `max_error`. `no_match_share` is the share of the traffic
-        whose right item is missing, beyond what the judged queries hold of this; for these every answer is wrong. It
-        is stood for by the judged queries with their right items taken out. "estimate" bounds the share from
-        `unlabelled` lists [m, k] of live queries, which must be a mixture of queries like the judged ones and of ones
-        without a match. If labels [n] do not say where else the right item is, the place is assumed that makes the rule
-        most willing to answer.
+        `scores` and `labels` are those of judged queries that `fit` has not seen, independent of each other; it is an
+        error if most of them were fitted. The guarantee: with probability `confidence` over their draw, the share of
+        wrong answers among those that the rule gives to new queries of the same kind is at most `max_error`.
+        `no_match_share` is the share of the traffic whose right item is missing, beyond what the judged queries hold of
+        this; for these every answer is wrong. It is stood for by the judged queries with their right items taken out.
+        "estimate" bounds the share from `unlabelled` lists [m, k] of live queries, which must be a mixture of queries
+        like the judged ones and of ones without a match. If labels [n] do not say where else the right item is, the
+        place is assumed that makes the rule most willing to answer.
 
         `precision=0.9` in place of `max_error` makes a rule for `rule.show`: hits are shown such that, on average over
         the queries that are shown something, at least this share of the hits is relevant; labels must be [n, k].
-        `groups` [n] gives each group of queries its own threshold, each at the stated confidence taken alone.
-        `encoder` and `gallery_size` are kept with the rule, which then refuses other ones. The tests are exact binomial
-        ones, for precision the bounds of Hoeffding and Bentkus, in a fixed order of thresholds.
+        `groups` [n] gives each group of queries its own threshold, each at the stated confidence taken alone. A given
+        `no_match_share` then has to hold within each group, not only in all traffic; shares that are to be estimated
+        need a call for each group, with the live lists of that group. `encoder` and `gallery_size` are kept with the
+        rule, which then refuses other ones. The tests are exact binomial ones, for precision the bounds of Hoeffding
+        and Bentkus, in a fixed order of thresholds.
         """
         for name, value in (("max_error", max_error), ("confidence", confidence)):
             check_open_interval(value, name)
         if precision is not None:
             check_open_interval(precision, "precision")
             max_error = 1 - precision
+        if groups is not None and no_match_share == ESTIMATE:
+            raise ValueError(
+                f"groups may differ in their shares without a match, and no_match_share={ESTIMATE!r} bounds only that "
+                "of all unlabelled lists: certify each group by its own call, with the live lists of that group"
+            )
         results, model, numbers = self._read(scores, features)
+        self._refuse_fitted(results.scores)
         known = inputs.labels_of(labels, results, classes=self.classes_)
         if precision is not None and known.relevant is None:
             raise ValueError("precision needs labels [n, k], the grade of each hit")
@@ -173,19 +182,19 @@ class Trust:
         certifier = Certifier(
             model, self._pilot, unit, float(max_error), float(confidence), share=share, live=live, seed=self.seed
         )
-        certificates, bounds = {}, []
+        certificates, shares = {}, []
         for name in sorted(set(names.tolist())):
             rows = names == name
             part = None if known.relevant is None else known.relevant[rows]
-            certificate, bound = certifier(results.scores[rows], numbers[rows], known.first[rows], part)
+            certificate, covered = certifier(results.scores[rows], numbers[rows], known.first[rows], part)
             certificates[name] = certificate
-            bounds.append(bound)
+            shares.append(covered)
         return Rule(
             model,
             certifier.unit,
             float(max_error),
             float(confidence),
-            max(bounds),
+            max(shares),
             certifier.score_share,
             certificates,
             None if encoder is None else checks.words(encoder, "encoder"),
@@ -210,6 +219,7 @@ class Trust:
                     name: np.asarray(values).astype(float).tolist() for name, values in vars(self._pilot).items()
                 },
                 "report": [vars(rung) for rung in self._report],
+                "seen": sorted(self._seen),
             },
         )
 
@@ -225,6 +235,7 @@ class Trust:
             trust._model = Model.from_json(values["model"])
             trust._pilot = _restored_pilot(values["pilot"])
             trust._report = tuple(FeatureGain(**rung) for rung in values["report"])
+            trust._seen = frozenset(str(digest) for digest in values.get("seen", []))  # older files have none
             trust.classes_, trust.n_features_in_ = np.array([False, True]), trust._model.k
         return trust
 
@@ -266,6 +277,17 @@ class Trust:
         model = self._fitted()
         results = inputs.result_lists(scores, "scores", k=model.k, presorted=self.presorted)
         return results, model, inputs.features_of(features, len(results.scores), model.features)
+
+    def _refuse_fitted(self, scores: Floats) -> None:
+        """Raises a ValueError if more than half of the lists were fitted. A few may be equal by chance, and lists of
+        ties alone do not count."""
+        digests = inputs.row_digests(scores[scores[:, 0] > scores[:, -1]])
+        fitted = sum(digest in self._seen for digest in digests)
+        if fitted > len(scores) / 2:
+            raise ValueError(
+                f"scores has {fitted} of {len(scores)} rows that were fitted, which makes rules too bold: certify with "
+                "judged queries that fit has not seen"
+            )
 
     def _live(self, share: float | str, unlabelled: Table | None, features: Table | None) -> Floats | None:
         """The log-odds [m] of "no match" of live queries, if a share is to be estimated from them."""

@@ -17,8 +17,8 @@ from geoflow_fast.retrieval.hubs import MOST_ROWS
 from geoflow_fast.retrieval.rerank import FLOW_ITEMS, BayesReranker
 from geoflow_fast.retrieval.task import RetrievalTask, typical_queries
 
-RERANK_STEPS, CALIBRATION_QUERIES = 6, 1000
-"""The defaults of the re-ranker, for estimates of its cost."""
+RERANK_STEPS = 6
+"""The default of the re-ranker, for estimates of its cost."""
 
 
 class Ladder(Method):
@@ -26,6 +26,7 @@ class Ladder(Method):
     study has one, a head, as far as held-out pairs show that each of them helps."""
 
     name, title = "ladder", "GeoFlow ladder without flow"
+    calibration_queries = 1000
 
     def __init__(self, study: Study) -> None:
         super().__init__(study)
@@ -62,7 +63,7 @@ class Ladder(Method):
         self.reranker = BayesReranker(self.flow, items, task.direction, seed=study.seed, head=study.head, bank=bank).to(
             self.device
         )
-        self.reranker.calibrate(study.val, progress=study.progress)
+        self.reranker.calibrate(study.val, max_queries=self.calibration_queries, progress=study.progress)
 
     def score(self, rows: slice, answers: Tensor) -> Scores:  # noqa: ARG002, the re-ranker searches itself
         """Scores queries by re-ranking. Items outside the shortlist share the probability of "outside" equally, and
@@ -97,6 +98,7 @@ class FlowReranker(Ladder):
     """The re-ranker with a flow, and with a head if the study has one."""
 
     name, title, training = "rerank", "GeoFlow re-ranker", "flow"
+    calibration_queries = 400  # each takes a reverse solve for some 32 items
 
     def __init__(self, study: Study) -> None:
         super().__init__(study)
@@ -108,7 +110,7 @@ class FlowReranker(Ladder):
         """Those of one log-density, which takes three evaluations at a time, for every item of a shortlist."""
         evaluations = 3.0 * EVALUATIONS["midpoint"] * RERANK_STEPS * FLOW_ITEMS
         weights = 0 if self.flow is None else sum(x.numel() for x in self.flow.parameters())
-        return 2.0 * weights * evaluations * (queries + min(len(self.study.val), CALIBRATION_QUERIES))
+        return 2.0 * weights * evaluations * (queries + min(len(self.study.val), self.calibration_queries))
 
     def fit(self, task: RetrievalTask) -> None:
         """Calibrates the re-ranker, and counts the flow's training too."""

@@ -67,6 +67,8 @@ class CheapFit:
     platt: tuple[float, float] | None
     gaps: tuple[float, ...]
     """Quantiles, at evenly spaced levels from 0 to 1, of the difference between the two largest probabilities."""
+    no_match: NoMatch | None = None
+    """What tells queries for which nothing in the gallery is right."""
 
     # unchecked: a reranker calls it with evidence of its own
     def logits(self, evidence: Evidence) -> Tensor:
@@ -148,7 +150,9 @@ class Calibration:
         description of a job."""
         numbers: list[Any] = [*self.weights, self.right_per_query]
         if self.others or self.platt is not None or self.cheap is not None:
-            cheap = None if self.cheap is None else dataclasses.asdict(self.cheap)
+            cheap = None if self.cheap is None else dataclasses.asdict(dataclasses.replace(self.cheap, no_match=None))
+            if cheap is not None:
+                del cheap["no_match"]  # which is no setting of a job
             numbers += [self.others, self.hub_scale, self.platt, cheap, self.bank]
         return numbers if self.rest is None else [*numbers, self.rest]
 
@@ -202,6 +206,7 @@ class Calibration:
             if calibration.cheap is not None:
                 cheap = calibration.cheap
                 numbers += [*cheap.weights.values(), *(cheap.platt or ()), *cheap.gaps]
+                numbers += [] if cheap.no_match is None else [*cheap.no_match.weights.values()]
         if not all(isinstance(x, (int, float)) and math.isfinite(x) for x in numbers):
             raise ValueError(f"{path} is damaged: its weights are {numbers}")
         if changed := changed_facts(facts, made_for):
@@ -232,18 +237,25 @@ def _rebuilt(stored: dict[str, Any]) -> dict[str, Any]:
         if cheap is not None:
             if not set(cheap["weights"]) <= {*FEATURES, "outside"} or len(cheap["gaps"]) < 2:
                 raise ValueError("the fit without the flow is not one")
-            cheap = CheapFit({**cheap["weights"]}, _two_numbers(cheap["platt"]), tuple(cheap["gaps"]))
+            told = _rebuilt_no_match(cheap.get("no_match"))
+            cheap = CheapFit({**cheap["weights"]}, _two_numbers(cheap["platt"]), tuple(cheap["gaps"]), told)
         platt = _two_numbers(stored["platt"])
         arguments |= {"others": {**stored["others"]}, "platt": platt, "rungs": rungs, "cheap": cheap}
     if stored.get("relevance") is not None:
         logit, against, constant = stored["relevance"]
         arguments["relevance"] = logit, against, constant
-    if stored.get("no_match") is not None:
-        arguments["no_match"] = told = NoMatch(**stored["no_match"])
-        known_names = {*query_feature_names(FEATURES), "constant"}
-        if not {"constant"} <= set(told.weights) <= known_names:
-            raise ValueError(f"no_match has the features {sorted(told.weights)}")
+    arguments |= {"no_match": _rebuilt_no_match(stored["no_match"])} if "no_match" in stored else {}
     return arguments
+
+
+def _rebuilt_no_match(stored: dict[str, Any] | None) -> NoMatch | None:
+    """The weights of "nothing is right" from what JSON holds; None if there are none."""
+    if stored is None:
+        return None
+    told = NoMatch(**stored)
+    if not {"constant"} <= set(told.weights) <= {*query_feature_names(FEATURES), "constant"}:
+        raise ValueError(f"no_match has the features {sorted(told.weights)}")
+    return told
 
 
 def stored_lengths(path: Path) -> tuple[int, int] | None:
@@ -419,7 +431,12 @@ def fit_calibration(
         rest=weights.get("rest"),
         relevance=_fit_relevance(known, fitted.prob, per_query),
     )
-    return dataclasses.replace(calibration, no_match=_fit_no_match(known, calibration))
+    cheap_names, cheap = calibration.cheap_features, calibration.cheap
+    if cheap is not None:
+        cheap = dataclasses.replace(cheap, no_match=_fit_no_match(known, cheap_names, cheap.probabilities))
+    all_names = [*cheap_names, *(["flow"] if calibration.alpha else [])]
+    no_match = _fit_no_match(known, all_names, calibration.probabilities)
+    return dataclasses.replace(calibration, cheap=cheap, no_match=no_match)
 
 
 class Fit(NamedTuple):
@@ -494,17 +511,19 @@ def _as_cheap(known: KnownQueries, cheap: Fit, per_query: float) -> CheapFit:
     return CheapFit(cheap.weights, fit_platt(known, cheap.prob, per_query), gaps)
 
 
-def _fit_no_match(known: KnownQueries, calibration: Calibration) -> NoMatch | None:
-    """What tells searches with the own items from those without, by what the evidence says in both."""
+def _fit_no_match(
+    known: KnownQueries, names: Sequence[str], probabilities: Callable[[Evidence], Tensor]
+) -> NoMatch | None:
+    """What tells searches with the own items from those without, by what these features of the evidence, and the
+    probabilities made of them, say in both."""
     if known.absent is None:
         return None
     sides = []
-    names = [*calibration.cheap_features, *(["flow"] if calibration.alpha else [])]
     for valid, asked in ((known.evidence.valid, known.evidence.asked), (known.absent, known.asked_without)):
         features = {name: known.evidence.features[name] for name in names}
         evidence = Evidence(features, known.evidence.nearness, valid, asked)
         nearest = evidence.nearness.masked_fill(~valid, -math.inf).argmax(1)
-        sides.append(query_features(evidence, calibration.probabilities(evidence), nearest))
+        sides.append(query_features(evidence, probabilities(evidence), nearest))
     present, absent = sides
     return fit_no_match(present, absent, known.group, known.fold)
 

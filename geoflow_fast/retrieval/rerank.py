@@ -104,7 +104,8 @@ class Reranked(Summarised):
     """[Q] bool, for which queries the flow was evidence."""
     features: Tensor
     """[Q, f] float64, what the evidence says about a query as a whole: how sure the answer is, how far ahead the most
-    probable item is, the level of each kind of evidence. The columns are `feature_names` of the re-ranker."""
+    probable item is, the level of each kind of evidence. The columns are `feature_names` of the re-ranker; those of the
+    flow are 0 for queries about which it was not asked."""
     relevance: Tensor
     """[Q, K], the probability that each item is right. Where several are, as the captions of an image, it may be large
     for each of them, while `prob` divides one among them."""
@@ -771,6 +772,8 @@ class BayesReranker(nn.Module):
         relevance, p_no_match = calibration.item_relevance(every), torch.zeros_like(meant)
         if no_match_share and calibration.no_match is not None:
             p_no_match = calibration.no_match.probability(features, no_match_share)
+            if cheap is not None and cheap.no_match is not None:
+                p_no_match = torch.where(asked, p_no_match, cheap.no_match.probability(features, no_match_share))
         matches = (1 - p_no_match).unsqueeze(1)
         number, by_number = index.masked_fill(~evidence.valid, len(self.gallery)).sort(1)
         prob = every.gather(1, by_number).masked_fill(number == len(self.gallery), -1.0)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import resource
 import time
 from collections.abc import Iterator, MutableMapping
 from pathlib import Path
@@ -116,13 +115,20 @@ class Contention:
     @staticmethod
     def _now() -> tuple[float, int, float]:
         """The time, and the interruptions and seconds of computation of this process so far."""
+        import resource  # which Windows does not have, nor GNU's OpenMP there, for which alone this is asked
+
         used = resource.getrusage(resource.RUSAGE_SELF)
         return time.monotonic(), used.ru_nivcsw, used.ru_utime + used.ru_stime
 
 
+def load() -> float:
+    """How many processes wanted to compute in the last minute, on average; 0 where the system does not tell."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
 def is_busy(root: Path = ROOT) -> bool:
     """Whether more wanted to compute in the last minute than this process's processors can serve."""
-    return os.getloadavg()[0] > granted(root)
+    return load() > granted(root)
 
 
 def state(root: Path = ROOT) -> dict[str, str]:
@@ -131,9 +137,8 @@ def state(root: Path = ROOT) -> dict[str, str]:
     words = f"{count} of {os.cpu_count()}"
     if limit is not None:
         words += f"; control groups grant the time of {limit:g}, and stopped this group {throttled(root):,} times"
-    load = os.getloadavg()[0]
-    busy = f"busy: expect about {load / granted(root) + 1:.0f} times the usual time" if is_busy(root) else "free"
-    facts = {"processors": words, "load": f"{load:.1f} in the last minute; {busy}"}
+    busy = f"busy: expect about {load() / granted(root) + 1:.0f} times the usual time" if is_busy(root) else "free"
+    facts = {"processors": words, "load": f"{load():.1f} in the last minute; {busy}"}
     stolen = _stolen(root)
     if stolen is not None:
         facts["taken by other machines"] = f"{stolen:.0%} of the processors' time (steal)"

@@ -139,6 +139,35 @@ def test_each_group_has_its_own_threshold(trust):
         made(easy.scores)
 
 
+def test_a_group_of_one_query_has_no_certificate(trust):
+    tested = search(600, seed=1)
+    groups = np.where(np.arange(600) == 7, "lonely", "others")
+    made = trust.certify(tested.scores, tested.relevant, precision=0.7, groups=groups)
+    assert made.certificates["lonely"].threshold == np.inf
+    assert np.isfinite(made.certificates["others"].threshold)
+    assert not made(tested.scores[:9], groups=["lonely"] * 9).any()
+
+
+def test_queries_that_were_fitted_are_refused(trust):
+    known, tested = search(300), search(300, seed=1)
+    with pytest.raises(ValueError, match="300 of 300 rows that were fitted"):
+        trust.certify(known.scores[::-1], known.relevant[::-1])
+    mixed = np.arange(300) < 151
+    scores, labels = (
+        np.where(mixed[:, None], getattr(known, name), getattr(tested, name)) for name in ("scores", "relevant")
+    )
+    with pytest.raises(ValueError, match="151 of 300 rows that were fitted"):
+        trust.certify(scores, labels)
+    trust.certify(scores[2:], labels[2:], 0.5)  # half of them may be equal by chance
+
+
+def test_lists_of_ties_are_equal_by_chance():
+    known, tested = search(60, k=5), search(60, k=5, seed=1)
+    for each in (known, tested):
+        each.scores[:40] = 0.5
+    assert gf.Trust().fit(known.scores, known.first).certify(tested.scores, tested.first, 0.9).certified
+
+
 def test_a_rule_is_saved_and_read(rule, tmp_path):
     rule.save(tmp_path / "rule.json")
     loaded = gf.Rule.load(tmp_path / "rule.json")
@@ -228,6 +257,11 @@ def test_answers_come_as_the_callers_kind_of_table(rule):
         ({"confidence": 1.0}, "confidence"),
         ({"no_match_share": 1.0}, "no_match_share"),
         ({"groups": [1, 2]}, r"group of each query, \[500\]"),
+        ({"groups": [""] * 500}, "empty name in row 0"),
+        (
+            {"groups": ["a", "b"] * 250, "no_match_share": "estimate", "unlabelled": MATCHED.scores},
+            "certify each group by its own call",
+        ),
         ({"gallery_size": 0}, "gallery_size"),
     ],
 )
@@ -267,6 +301,10 @@ class TestBounds:
                 accepted = np.where(replaced, twin, score) >= threshold
                 assert given[row, column] == accepted.sum()
                 assert loss[row, column] == (accepted & (wrong | replaced)).sum()
+
+    def test_values_without_any_weight_are_spaced_evenly(self):
+        values = np.array([0.2, 0.1, 0.3])
+        assert certify.spaced(values, np.zeros(3)).tolist() == certify.spaced(values, np.ones(3)).tolist()
 
     def test_a_fixed_sequence_stops_at_the_first_test_that_fails(self):
         for evidence, passed in ([0.01, 0.04, 0.2, 0.01], 2), ([0.2, 0.0], 0), ([0.01], 1), ([], 0):

@@ -254,6 +254,30 @@ def test_what_was_learned_is_saved(trust, tmp_path):
         gf.Trust.load(tmp_path / "other.json")
 
 
+def test_files_without_digests_of_the_fitted_queries_are_read(trust, tmp_path):
+    trust.save(tmp_path / "trust.json")
+    known = search(400)
+    with pytest.raises(ValueError, match="400 of 400 rows that were fitted"):
+        gf.Trust.load(tmp_path / "trust.json").certify(known.scores, known.relevant)
+    values = json.loads((tmp_path / "trust.json").read_text())
+    del values["seen"]
+    (tmp_path / "trust.json").write_text(json.dumps(values))
+    assert gf.Trust.load(tmp_path / "trust.json").certify(known.scores, known.relevant).certified
+
+
+@pytest.mark.parametrize(
+    ("labels", "words"),
+    [
+        ([None] + [True, False] * 29 + [True], "labels has None in row 0"),
+        ([1, 0] * 29 + [1, float("nan")], "labels has nan in row 59"),
+        ([1, 0] * 29 + ["yes", 1], "labels has 'yes' in row 58 but 1 in row 0"),
+    ],
+)
+def test_objects_that_are_no_labels_are_named(labels, words):
+    with pytest.raises(ValueError, match=words):
+        gf.Trust().fit(NEW.scores[:60], np.array(labels, dtype=object))
+
+
 def test_scikit_learn_accepts_the_estimator():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it does not inherit from BaseEstimator, which would import scikit-learn
@@ -272,7 +296,7 @@ rng = np.random.default_rng(0)
 scores = np.sort(rng.normal(size=(60, 10)))[:, ::-1]
 labels = rng.random(60) < 0.5
 trust = gf.Trust().fit(scores, labels)
-trust.p_no_match(scores), trust.relevance(scores), trust.certify(scores, labels)(scores)
+trust.p_no_match(scores), trust.relevance(scores), trust.certify(scores + 1, labels)(scores)
 print(sorted({"torch", "pandas", "polars", "sklearn", "pyarrow"} & set(sys.modules)))
 """
     output = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout

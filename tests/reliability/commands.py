@@ -30,6 +30,7 @@ class Command:
 
 SMALL_STUDY = {"preset": "tiny", "steps": "1", "batch-size": "8", "max-queries": "12", "device": "cpu"}
 PARTS = {"train": "split/train", "held-out": "split/val", "pairs": "split/test", "out": "study"}
+LISTS = {"scores": "scores.npy", "labels": "first_right.npy", "seed": "0"}
 SEARCH = {"model": "model", "queries": "queries.npy", "gallery": "gallery.npy", "out": "out.parquet"}
 
 COMMANDS: dict[str, Command] = {
@@ -92,6 +93,20 @@ COMMANDS: dict[str, Command] = {
     ),
     "rerank": Command(
         {**SEARCH, "calibration": "calibration.json", "shortlist": "4", "steps": "1", "probes": "1", "seed": "0"}
+    ),
+    "split": Command({"pairs": "pairs", "out": "parts", "parts": "train=0.5,ask=0.5", "seed": "0"}),
+    "trust": Command({**LISTS, "trust": "trust.json", "out": "out.parquet", "no-match-share": "0.3"}),
+    "threshold": Command(
+        {
+            **LISTS,
+            "rule": "rule.json",
+            "out": "out.parquet",
+            "max-error": "0.3",
+            "confidence": "0.9",
+            "no-match-share": "0.2",
+            "encoder": "some",
+            "gallery-size": "8",
+        }
     ),
     "plan": Command({"gallery": "1e6", "dim": "64", "queries": "1e3", "device": "h100", "gpus": "2", "block": "64"}),
     "evaluate": Command(
@@ -157,6 +172,10 @@ def make_world(folder: Path) -> None:
     np.save(folder / "gallery.npy", unit(8, IMAGE).numpy())
     np.save(folder / "labels.npy", np.arange(8) % 3)
     np.save(folder / "prompts.npy", unit(3, IMAGE, seed=2).numpy())
+    rng = np.random.default_rng(0)
+    scores = -np.sort(-rng.random((60, 5)), axis=1)
+    np.save(folder / "scores.npy", scores)
+    np.save(folder / "first_right.npy", rng.random(60) < scores[:, 0] - scores[:, 1] + 0.3)
     gf.EmbeddingPairs.from_arrays(unit(12, IMAGE), unit(12, IMAGE)).save(folder / "pairs")
     for seed, (name, rows) in enumerate({"train": 40, "val": 60, "test": 12}.items()):
         pairs = gf.EmbeddingPairs.from_arrays(unit(rows, IMAGE, seed=seed), unit(rows, IMAGE, seed=seed + 9))

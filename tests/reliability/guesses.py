@@ -52,6 +52,11 @@ def result_scores() -> torch.Tensor:
     return normal(12, 5).sort(1, descending=True).values
 
 
+def tested_scores() -> torch.Tensor:
+    """Those of 12 other queries."""
+    return normal(12, 5, seed=4).sort(1, descending=True).values
+
+
 def some_trust() -> gf.Trust:
     """A fitted one."""
     return gf.Trust().fit(result_scores(), normal(12, seed=3) > 0)
@@ -170,7 +175,12 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
         for name in ("Trust.", "Rule.")
     },
     "Trust.p_no_match": {"no_match_share": lambda: 0.3},
-    "Trust.certify": {"precision": lambda: None, "encoder": lambda: "clip", "gallery_size": lambda: 9},
+    "Trust.certify": {
+        "scores": tested_scores,
+        "precision": lambda: None,
+        "encoder": lambda: "clip",
+        "gallery_size": lambda: 9,
+    },
     "Trust.save": {"path": fresh_path},
     "GalleryIndex.check": {"gallery": lambda: unit(9, 5)},
 }
@@ -197,7 +207,7 @@ INSTANCES: dict[str, Callable[[], Any]] = {
     "Report": report,
     "RetrievalEntropy": lambda: gf.RetrievalEntropy(small_flow(), unit(7, IMAGE), "t2i", n_samples=2, n_steps=2),
     "RetrievalSet": retrieval_set,
-    "Rule": lambda: some_trust().certify(result_scores(), normal(12, seed=3) > 0, 0.5),
+    "Rule": lambda: some_trust().certify(tested_scores(), normal(12, seed=3) > 0, 0.5),
     "TrainConfig": gf.TrainConfig.tiny,
     "Trust": some_trust,
     "World": lambda: ALONE,

@@ -12,6 +12,7 @@ from torch import Tensor
 import geoflow_fast as gf
 from geoflow_fast.retrieval.calibration import FlowAsked, fit_calibration
 from geoflow_fast.retrieval.evidence import Evidence, joined_tiers, most_probable, of_others
+from geoflow_fast.retrieval.no_match import NoMatch
 from tests.retrieval.test_evidence import drawn_choice
 from tests.retrieval.test_rerank import ITEMS, Oracle, held_out
 
@@ -154,6 +155,16 @@ class TestReranker:
         torch.testing.assert_close(some.prob[~asked], plain.prob[~asked])
         torch.testing.assert_close(some.p_answer[~asked], plain.p_answer[~asked])
         assert not torch.allclose(some.prob[asked], plain.prob[asked], atol=1e-3)
+
+    def test_a_missing_item_is_told_without_the_flow_where_it_is_not_asked(self, oracle, fitted):
+        text, calibration = oracle.pairs(ITEMS, 0)[1][:40], fitted.calibration
+        # Weights that are wrong by far wherever the flow's level is not known.
+        told = NoMatch({"flow level": 1.0, "constant": 50.0}, 0.6)
+        fitted.calibration, fitted.budget = dataclasses.replace(calibration, no_match=told), 0.25
+        some = fitted(text, no_match_share=0.3)
+        fitted.calibration, fitted.budget = calibration, None
+        assert 0 < int(some.asked_flow.sum()) <= 10
+        assert float(some.p_no_match[~some.asked_flow].max()) < 0.9  # none of these items is missing
 
     @pytest.mark.parametrize("count", [1, 5, 16, 20])
     def test_any_number_of_candidates(self, oracle, fitted, count):

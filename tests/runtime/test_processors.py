@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -128,7 +129,7 @@ def test_contention_is_noticed_by_interruptions(monkeypatch):
     now = {"time": 0.0, "interruptions": 0, "computed": 0.0}
     monkeypatch.setattr(processors.time, "monotonic", lambda: now["time"])
     usage = lambda _: SimpleNamespace(ru_nivcsw=now["interruptions"], ru_utime=now["computed"], ru_stime=0.0)  # noqa: E731
-    monkeypatch.setattr(processors.resource, "getrusage", usage)
+    monkeypatch.setattr(resource, "getrusage", usage)
     contention = processors.Contention()
     now.update(time=0.9, interruptions=1000, computed=0.5)
     assert not contention.noticed()  # not yet time to look
