@@ -84,11 +84,13 @@ def trust(
 
     Columns of OUT: query, p_right (the first hit is right), p_no_match, and the list relevance.
     """
+    from geoflow_fast.decisions.bounds import check_open_interval
     from geoflow_fast.decisions.trust import Trust
     from geoflow_fast.jobs import decisions
 
+    check_open_interval(no_match_share, "no_match_share")
     lists = decisions.open_lists(scores, column)
-    known = _known(lists, labels, (pairs, images, texts, image_index, normalize), qrels, direction)
+    known, _ = _known(lists, labels, (pairs, images, texts, image_index, normalize), qrels, direction)
     if known is None:
         judge = Trust.load(fitted)
         if out is None:
@@ -155,14 +157,16 @@ def threshold(
 ) -> None:
     """Certifies a rule whose answers are wrong in at most a given share, from judged result lists, or applies it.
 
-    The status is 0 if nothing could be certified, too, which it says. Columns of OUT: query, answer and, with
-    --precision, the list show.
+    If nothing can be certified, a warning says so, and the exit status is still 0. With pairs, queries of one image are
+    either all fitted or all tested, and one of them is tested. Columns of OUT, which has a row for each of the lists:
+    query, answer and, with --precision, the list show.
     """
     from geoflow_fast.decisions.rules import Rule
     from geoflow_fast.jobs import decisions
 
     lists = decisions.open_lists(scores, column)
-    known = _known(lists, labels, (pairs, images, texts, image_index, normalize), qrels, direction)
+    known, image = _known(lists, labels, (pairs, images, texts, image_index, normalize), qrels, direction)
+    left_out = 0
     made_with = {"encoder": encoder, "gallery_size": gallery_size}
     if known is None:
         if out is None:
@@ -172,22 +176,26 @@ def threshold(
         made = Rule.load(rule)
     else:
         _refuse_existing(rule, overwrite=overwrite)
-        judge, lists, known = _judge(lists, known, fitted, seed)
+        judge, rows, left_out = _judge(lists, known, image, fitted, seed)
         settings: dict[str, Any] = {"precision": precision, "confidence": confidence, **made_with}
         settings["no_match_share"] = _share(no_match_share)
         if unlabelled is not None:
             settings["unlabelled"] = decisions.open_lists(unlabelled, column).scores
-        made = judge.certify(lists.scores, known, max_error, **settings)
+        made = judge.certify(lists.scores[rows], known[rows], max_error, **settings)
         rule.parent.mkdir(parents=True, exist_ok=True)
         made.save(rule)
     answered = None if out is None else decisions.write_answers(made, lists, out, **made_with)
-    _print_rule(made, answered, rule if known is not None else None, out, as_json=as_json)
+    written = [path for path in (rule if known is not None else None, out) if path is not None]
+    _print_rule(made, answered, left_out, written, as_json=as_json)
 
 
 def _known(
     lists: ResultLists, labels: Path | None, pairs: tuple[Any, ...], qrels: Path | None, direction: str
-) -> Any | None:
-    """What is known about the hits, from the one source that is given; None without any."""
+) -> tuple[Any | None, Any]:
+    """What is known about the hits, from the one source that is given; None without any. Also returns the image [n] of
+    each query, all different if there are no pairs."""
+    import numpy as np
+
     from geoflow_fast.data.pairs import open_pairs
     from geoflow_fast.jobs import decisions
 
@@ -195,27 +203,25 @@ def _known(
     by_pairs = any(path is not None for path in (folder, images, texts))
     if sum((labels is not None, by_pairs, qrels is not None)) > 1:
         raise ValueError("give one of --labels, --pairs (or --images and --texts) and --qrels")
+    each = np.arange(len(lists.scores))
     if labels is not None:
-        return decisions.open_labels(labels, lists)
+        return decisions.open_labels(labels, lists), each
     if qrels is not None:
-        return decisions.labels_from_qrels(lists, qrels)
+        return decisions.labels_from_qrels(lists, qrels), each
     if not by_pairs:
-        return None
+        return None, each
     opened = open_pairs(folder, images, texts, image_index, normalize=normalize)
     return decisions.labels_from_pairs(lists, opened, direction)
 
 
-def _judge(lists: ResultLists, known: Any, fitted: Path | None, seed: int) -> tuple[Trust, ResultLists, Any]:
-    """The Trust to certify with, and the judged lists that it has not seen."""
-    import numpy as np
-
+def _judge(lists: ResultLists, known: Any, image: Any, fitted: Path | None, seed: int) -> tuple[Trust, Any, int]:
+    """The Trust to certify with, the rows of judged lists to do it on, and how many are used for neither."""
     from geoflow_fast.decisions.trust import Trust
+    from geoflow_fast.jobs.decisions import tested_queries
 
-    if fitted is not None:
-        return Trust.load(fitted), lists, known
-    order = np.random.default_rng(seed).permutation(len(known))
-    seen, fresh = np.split(order, [round(FIT_SHARE * len(known))])
-    return Trust(seed).fit(lists.scores[seen], known[seen]), lists.rows(np.sort(fresh)), known[np.sort(fresh)]
+    seen, tested = tested_queries(image, FIT_SHARE if fitted is None else 0.0, seed)
+    judge = Trust(seed).fit(lists.scores[seen], known[seen]) if fitted is None else Trust.load(fitted)
+    return judge, tested, len(known) - len(seen) - len(tested)
 
 
 def _share(words: str) -> float | str:
@@ -230,16 +236,22 @@ def _refuse_existing(path: Path, *, overwrite: bool) -> None:
         raise FileExistsError(f"{path} exists; move it, or ask to overwrite")
 
 
-def _print_rule(made: Rule, answered: float | None, rule: Path | None, out: Path | None, *, as_json: bool) -> None:
-    """Prints a rule in words and what it answers; loudly, if it answers nothing."""
+def _print_rule(made: Rule, answered: float | None, left_out: int, written: list[Path], *, as_json: bool) -> None:
+    """Prints a rule in words, how many queries were left out of its test, and what it answers; loudly, if it answers
+    nothing."""
     if as_json:
         facts = {"certified": made.certified, "max_error": made.max_error, "confidence": made.confidence}
-        groups = {name: vars(each) for name, each in made.certificates.items()}
-        print_json({**facts, "no_match_share": made.no_match_share, "certificates": groups, "answered": answered})
+        groups = {name: each.as_json() for name, each in made.certificates.items()}
+        tested = {"no_match_share": made.no_match_share, "left_out": left_out, "certificates": groups}
+        print_json({**facts, **tested, "answered": answered})
     else:
         typer.echo(repr(made))
+        if left_out:
+            typer.echo(
+                f"left out {left_out} queries: of each tested image one query is used, so that they are independent"
+            )
         if answered is not None:
             typer.echo(f"answers {answered:.1%} of these queries")
-        typer.echo(f"Wrote {' and '.join(str(path) for path in (rule, out) if path is not None)}")
+        typer.echo(f"Wrote {' and '.join(str(path) for path in written)}")
     if not made.certified:
         typer.echo(f"geoflow: warning: {NOTHING}", err=True)

@@ -44,6 +44,7 @@ from geoflow_fast.cli.embeddings import (
 )
 
 if TYPE_CHECKING:
+    from geoflow_fast.retrieval.entropy import RetrievalEntropy
     from geoflow_fast.retrieval.evidence import Rung
 
 app = Commands()
@@ -154,7 +155,7 @@ def entropy(
         f"{summary.queries} queries over {summary.items} items",
         {"entropy H, nats": summary.entropy, "risk lower bound": summary.risk_lower_bound},
         *([] if fitted is None else [bandwidth_line(fitted, scorer.kappa, scorer.sampling.guidance)]),
-        f"an item with probability 1/2 or more: {summary.half_or_more:.1%} of the queries{half_right(fitted)}",
+        f"an item with probability 1/2 or more: {summary.half_or_more:.1%} of the queries{half_right(fitted, scorer)}",
         f"if the posterior is right, best guesses are wrong for at least {summary.mean_risk_lower_bound:.1%} of the "
         "queries",
         f"Wrote {out}" + (f" and {plot}" if plot is not None else ""),
@@ -301,6 +302,8 @@ def rerank(
     queries, gallery = searched(queries, gallery, images, texts, direction)
     if (qrels is None) != (judged is None):
         raise ValueError("--qrels and --judged go together: the judgements, and the queries that they name")
+    if judged_ids is not None and qrels is None:
+        raise ValueError("--judged-ids are the ids by which --qrels names queries; give both")
     if qrels is not None and held_out is not None:
         raise ValueError("give --held-out pairs or --qrels, not both")
     chosen: dict[str, Any] = {"shortlist": shortlist, "n_steps": steps, "n_probes": probes, "seed": seed}
@@ -310,16 +313,16 @@ def rerank(
         open_queries(
             queries, reranker.query_dim, world, normalize=normalize
         )  # reports bad queries before the calibration starts
+        rewrite = {"normalize": normalize, "overwrite": overwrite}
         if model is None and calibration is None and (held_out is not None or qrels is not None):
             calibration = out.with_name(f"{out.name}.calibration.json")
         if qrels is not None and judged is not None:
             kept = calibration or model
             assert kept is not None
             names = naming(judged_ids, ids)
-            rewrite = {"normalize": normalize, "overwrite": overwrite}
             origin = rerank_job.calibrate_on_judgements(reranker, kept, qrels, judged, naming=names, **rewrite)
         else:
-            origin = rerank_job.settle_calibration(reranker, model, calibration, held_out, overwrite=overwrite)
+            origin = rerank_job.settle_calibration(reranker, model, calibration, held_out, **rewrite)
         if world.is_main and reranker.calibration is None:
             warn(f"uncalibrated: {reranker.plain_weights}; {origin}. --held-out pairs calibrate")
         options: dict[str, Any] = {"normalize": normalize, "naming": naming(query_ids, ids)}
@@ -359,9 +362,12 @@ def bandwidth_line(fitted: dict[str, Any], kappa: float, guidance: float) -> str
     return f"{stored} as fitted at the end of training on {queries}"
 
 
-def half_right(fitted: dict[str, Any] | None) -> str:
-    """How often an item with probability 1/2 or more was right for held-out queries, to be added to a line."""
+def half_right(fitted: dict[str, Any] | None, scorer: RetrievalEntropy) -> str:
+    """How often an item with probability 1/2 or more was right for held-out queries, to be added to a line: nothing if
+    kappa or guidance are not those of the held-out queries."""
     if fitted is None or not fitted["half"]:
+        return ""
+    if (fitted["kappa"], fitted["guidance"]) != (scorer.kappa, scorer.sampling.guidance):
         return ""
     such = round(fitted["half"] * fitted["queries"])
     return f"; of {such} such held-out queries {round(such * fitted['half_right'])} were answered rightly"

@@ -147,12 +147,15 @@ def train(
     from geoflow_fast.head.config import HeadConfig
     from geoflow_fast.head.fitting import fit_head
     from geoflow_fast.head.model import HEAD_FOLDER
-    from geoflow_fast.jobs.calibration import hold_out
+    from geoflow_fast.jobs.calibration import forget_calibration, hold_out
     from geoflow_fast.runtime.device import usable_device
     from geoflow_fast.training.flow_matching import preset_settings, train_from_preset
 
     _check_flags(context, head, method)
     k, share = _points(points), _held_out(held_out, calibrate=calibrate)
+    if ids is not None and (isinstance(share, Path) or not calibrate):
+        why = "those come from a folder of their own" if calibrate else "--no-calibrate holds none out"
+        raise ValueError(f"--ids are written beside pairs that are held out of the training pairs, but {why}")
     run_settings = given(
         steps=steps,
         batch_size=batch_size,
@@ -187,10 +190,12 @@ def train(
             asked = EmbeddingPairs.open(share, normalize=normalize, world=world) if isinstance(share, Path) else share
             tell = typer.echo if world.is_main and not as_json else lambda _: None
             data = hold_out(data, out, asked, seed, anew=overwrite, ids=ids, announce=tell, world=world)
+        elif method != "geoflow" and baselines.find(method) and world.size > 1:
+            raise ValueError(f"{method} is trained by one process; start it without torchrun")
+        elif overwrite and world.is_main:
+            forget_calibration(out)
         run = (data, out, preset, validation, {**run_settings, **couplings})
         if method != "geoflow":
-            if world.size > 1:
-                raise ValueError(f"{method} is trained by one process; start it without torchrun")
             report = baselines.train_preset(method, *run, folder=pairs, device=device, resume=not overwrite)
         elif not head:
             if world.is_main and not as_json:

@@ -38,19 +38,19 @@ class Ids:
         return ids
 
     def rows(self, ids: NDArray[Any], name: str) -> Index:
-        """The numbers of the rows that have these `ids` [m]; a ValueError names one that no row has, or several."""
-        order = np.argsort(self.values, kind="stable")
-        ranked = self.values[order]
+        """The numbers of the rows that have these `ids` [m]; a ValueError names one that no row has, or several.
+        Numbers and strings are compared as text."""
+        as_text = self.is_text or ids.dtype.kind not in "iu"
+        known, wanted = (x.astype(str).astype(object) if as_text else x for x in (self.values, ids))
+        order = np.argsort(known, kind="stable")
+        ranked = known[order]
         again = ranked[1:] == ranked[:-1]
         if again.any():
-            raise ValueError(f"{name}: two rows have the id {ranked[1:][again][0]!r}, so it names neither")
-        wanted = ids.astype(object) if self.is_text else ids
-        if not self.is_text and ids.dtype.kind not in "iu":
-            raise ValueError(f"{name}: the ids of rows are numbers, but {ids[:1].tolist()} are not")
+            raise ValueError(f"{name}: two rows have the id {ranked[1:][again].tolist()[0]!r}, so it names neither")
         position = np.searchsorted(ranked, wanted).clip(max=len(ranked) - 1)
         unknown = ranked[position] != wanted
         if unknown.any():
-            raise ValueError(f"{name}: no row has the id {wanted[unknown][0]!r}")
+            raise ValueError(f"{name}: no row has the id {wanted[unknown].tolist()[0]!r}")
         return order[position].astype(np.int64)
 
     def digest(self) -> str:

@@ -44,6 +44,10 @@ class Certificate:
     tested: int
     """Number of queries that were tested."""
 
+    def as_json(self) -> dict[str, float | int | None]:
+        """The certificate as plain values, with None for those that JSON has no number for."""
+        return {name: None if not math.isfinite(value) else value for name, value in vars(self).items()}
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -140,7 +144,7 @@ class Rule:
 
     def save(self, path: str | Path) -> None:
         """Writes the rule as a JSON file, whole or not at all."""
-        plain = {name: _plain(each) for name, each in self.certificates.items()}
+        plain = {name: each.as_json() for name, each in self.certificates.items()}
         write_json(
             checks.path(path, "path"),
             {
@@ -216,10 +220,6 @@ def _in_words(each: Certificate, unit: str) -> str:
         f"{verb} where the probability is at least {each.threshold:.3f}: {each.answered:.1%} of the queries, "
         f"{each.error:.1%} wrong in the test (bound {each.error_bound:.1%})"
     )
-
-
-def _plain(each: Certificate) -> dict[str, float | int | None]:
-    return {name: None if not math.isfinite(value) else value for name, value in vars(each).items()}
 
 
 def _restored(values: Mapping[str, Any]) -> Certificate:

@@ -138,6 +138,8 @@ def evaluate_folders(
         title = "your pairs" if tested.folder is None else tested.folder.name
         asked = {"directions": settings.directions, "max_queries": settings.max_queries}
     val = held_out_pairs(model, held_out, normalize=normalize)
+    if isinstance(tested, EmbeddingPairs) and val.fingerprint() == tested.fingerprint():
+        raise ValueError(f"methods would be tuned on {title} and tested on it; give other pairs, or --held-out ones")
     study = Study(
         val=val,
         train=None if train is None else EmbeddingPairs.open(train, normalize=normalize),

@@ -12,7 +12,7 @@ import errno
 import hashlib
 import math
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.rerank import BayesReranker
 from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows
 from geoflow_fast.runtime import hashing
-from geoflow_fast.runtime.files import contents_of, read_json, write_json
+from geoflow_fast.runtime.files import contents_of, locked, read_json, write_json
 from geoflow_fast.runtime.progress import Announce
 from geoflow_fast.training.loop import CHECKPOINT_FILE
 
@@ -53,6 +53,7 @@ LADDER_QUERIES, BANDWIDTH_QUERIES = (150, 500), (48, 256)
 """The fewest and the most queries for each direction."""
 GALLERY_ITEMS = 20_000
 """Training items, at most, that serve as the gallery at the end of training."""
+IMAGE_BLOCK = 65_536
 READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -152,11 +153,13 @@ def hold_out(
     """
     names = Ids(np.arange(len(pairs.text))) if ids is None else open_ids(ids, len(pairs.text), "texts")
     stored = world.share(StoredCalibration.read(out) if world.is_main and not anew else None)
-    if stored is None and asked is None and not anew and world.share(_has_begun(out)):
+    went_without = stored is None and not anew and world.share(_has_begun(out))
+    if went_without and asked is None:
         announce(f"{out} was begun without held-out pairs for calibration, and goes on without them")
         return pairs
     images = len(np.unique(pairs.group))
     if isinstance(asked, EmbeddingPairs):
+        _refuse_shared_images(pairs, asked)
         rest, held_out, of_images = pairs, asked, 0
         names = Ids(np.arange(len(asked.text)))
     else:
@@ -165,7 +168,14 @@ def hold_out(
         if count == 0:
             least = math.ceil(FEWEST_IMAGES / LARGEST_SHARE)
             announce(f"{images} images are too few to hold some out for calibration; {least} are needed")
+            if anew and world.is_main:
+                forget_calibration(out)
             return pairs
+        if went_without:
+            raise ValueError(
+                f"{out} was begun without held-out pairs, so it was trained on those that a share would hold out; "
+                "leave out --held-out, name a folder of other pairs, or begin anew with --overwrite"
+            )
         rest, held_out = pairs.split(count / images, seed)
         of_images = images
     facts = HeldOutPairs(len(held_out), len(np.unique(held_out.group)), of_images, seed, held_out.fingerprint())
@@ -175,6 +185,8 @@ def hold_out(
             f"({facts}); use a new folder, or the flags and files with which the run began"
         )
     if world.is_main and stored is None:
+        if anew:
+            forget_calibration(out)
         _write_held_out(held_out, out, facts, names)
     world.barrier()
     of = f" of {images:,}" if of_images else ""
@@ -186,6 +198,39 @@ def hold_out(
 
 def _has_begun(out: Path) -> bool:
     return any((folder / CHECKPOINT_FILE).is_file() for folder in (out, out / HEAD_FOLDER))
+
+
+def _refuse_shared_images(train: EmbeddingPairs, held_out: EmbeddingPairs) -> None:
+    """Raises a ValueError if an image of the held-out pairs is one of those trained on."""
+    known = {image for block in _image_blocks(held_out) for image in block}
+    shared = {image for block in _image_blocks(train) for image in block if image in known}
+    if shared:
+        raise ValueError(
+            f"{len(shared):,} of the {len(known):,} held-out images are training images, too; hold out pairs of other "
+            "images, as `geoflow split` does"
+        )
+
+
+def _image_blocks(pairs: EmbeddingPairs) -> Iterator[list[bytes]]:
+    """The embeddings of all images, in half precision, which is how folders often store them."""
+    rows = np.unique(pairs.image_row)
+    for first in range(0, len(rows), IMAGE_BLOCK):
+        block = pairs.image[rows[first : first + IMAGE_BLOCK]].astype(np.float16)
+        yield [row.tobytes() for row in block]
+
+
+def forget_calibration(out: Path) -> None:
+    """Removes what is stored beside the model of an earlier run in the folder `out`: its held-out pairs, on which the
+    next run may train, and all that was fitted to them. The settings go first, since they make the rest count."""
+    if not out.is_dir():
+        return
+    with locked(out):
+        folder = out / CALIBRATION_FOLDER
+        (folder / SETTINGS_FILE).unlink(missing_ok=True)
+        for file in [*out.glob("rerank_*.json"), *out.glob("rerank_*.bank.safetensors")]:
+            file.unlink()
+        if folder.exists():
+            shutil.rmtree(folder)
 
 
 def _write_held_out(held_out: EmbeddingPairs, out: Path, facts: HeldOutPairs, names: Ids) -> None:
@@ -284,6 +329,12 @@ def made_elsewhere(file: Path, held_out: EmbeddingPairs) -> bool:
     return not isinstance(known, dict) or known.get("pairs") != held_out.fingerprint()
 
 
+def made_in_training(file: Path) -> bool:
+    """Whether a file of the ladder's weights in the folder of a model was fitted on what its training held out."""
+    stored = StoredCalibration.read(file.parent)
+    return stored is not None and file.is_file() and not made_elsewhere(file, stored.pairs())
+
+
 def settle_ladder(
     stored: StoredCalibration, reranker: BayesReranker, held_out: EmbeddingPairs, *, max_queries: int
 ) -> StoredCalibration:
@@ -295,37 +346,49 @@ def settle_ladder(
     world, file = reranker.gallery.world, reranker.calibration_file(stored.folder)
     wanted = _ladder_facts(reranker, max_queries)
     entry = stored.ladder.get(str(reranker.direction), {})
-    if world.share(entry.get("for") == wanted and _file_digest(file) == entry.get("file")):
+    is_known = entry.get("for") == wanted
+    if world.share(is_known and "reason" in entry):
+        return stored
+    if world.share(is_known and "file" in entry and _file_digest(file) == entry["file"]):
         reranker.load_calibration(file)
         return stored
     entry = {"for": wanted, "models": _models(reranker), "items": len(reranker.gallery)}
     if world.is_main:
-        entry |= _fit_ladder(reranker, held_out, file, max_queries, alone=world.size == 1)
-        stored = stored.with_ladder(reranker.direction, entry)
-        if "not_kept" not in entry:
-            stored.write()
+        entry |= _fit_ladder(reranker, held_out, max_queries)
+        entry |= _kept(stored, reranker, entry, file)
     entry = world.share(entry)
     if world.size > 1 and "file" in entry:
         reranker.load_calibration(file)
     return stored.with_ladder(reranker.direction, entry)
 
 
-def _fit_ladder(
-    reranker: BayesReranker, held_out: EmbeddingPairs, file: Path, max_queries: int, *, alone: bool
-) -> dict[str, Any]:
-    """Calibrates the re-ranker and saves the weights: their entry of the stored calibration."""
+def _fit_ladder(reranker: BayesReranker, held_out: EmbeddingPairs, max_queries: int) -> dict[str, Any]:
+    """Calibrates the re-ranker: what its entry of the stored calibration says about that."""
     try:
         fitted = reranker.calibrate(held_out, max_queries=max_queries)
     except ValueError as error:
         return {"reason": str(error)}
-    entry: dict[str, Any] = {"evidence": list(fitted.by_feature), "queries": fitted.queries}
+    return {"evidence": list(fitted.by_feature), "queries": fitted.queries}
+
+
+def _kept(stored: StoredCalibration, reranker: BayesReranker, entry: dict[str, Any], file: Path) -> dict[str, Any]:
+    """Saves the weights, if there are any, and their entry: the digest of their file, or why nothing could be kept.
+
+    Meanwhile other processes wait that save theirs; entries that they have written since `stored` was read are kept.
+    """
+    is_fitted, more = "reason" not in entry, {}
     try:
-        reranker.save_calibration(file)
+        with locked(stored.folder / CALIBRATION_FOLDER, wait=True):
+            if is_fitted:
+                reranker.save_calibration(file)
+                more = {"file": _file_digest(file)}
+            latest = StoredCalibration.read(stored.folder) or stored
+            latest.with_ladder(reranker.direction, {**entry, **more}).write()
     except OSError as error:
-        if not alone or error.errno not in READ_ONLY:
+        if error.errno not in READ_ONLY or (is_fitted and reranker.gallery.world.size > 1):
             raise
-        return {**entry, "not_kept": str(error.strerror)}
-    return {**entry, "file": _file_digest(file)}
+        return {"not_kept": str(error.strerror)}
+    return more
 
 
 def _ladder_facts(reranker: BayesReranker, max_queries: int) -> str:

@@ -19,6 +19,8 @@ SMALLEST = 1e-12
 """Probabilities below this count as this, before their logarithm is taken."""
 QUERY, HITS, PROBABILITIES = "query", "index", "prob"
 """Columns of the files that `geoflow rerank` writes."""
+ROW_NAMES = ("id", "ids", "row", "item", QUERY, HITS)
+"""Columns of these names, and of names that end in `_id`, name rows: they are neither scores nor labels."""
 
 Array = NDArray[Any]
 
@@ -35,16 +37,12 @@ class ResultLists:
     hits: Array | None
     """[n, k], the ids of the hits, or the numbers of their rows; None if the file does not name them."""
 
-    def rows(self, chosen: Array) -> ResultLists:
-        """The lists of some of the queries."""
-        hits = None if self.hits is None else self.hits[chosen]
-        return ResultLists(self.path, self.scores[chosen], self.query[chosen], hits)
-
 
 def open_lists(path: Path, column: str | None = None) -> ResultLists:
     """Reads result lists: a `.npy` file [n, k]; a Parquet file with lists of scores, in the named `column`,
     in `scores` or in `prob`; or a Parquet or `.csv` file with a column of numbers for each hit. Columns `query` and
-    `index` name the queries and the hits. Probabilities (`prob`) count by their logarithms."""
+    `index` name the queries and the hits; other columns of ids are left alone. Probabilities (`prob`) count by their
+    logarithms."""
     columns = table_of(path)
     query = columns.pop(QUERY, None)
     hits = columns.pop(HITS, None)
@@ -60,21 +58,27 @@ def open_lists(path: Path, column: str | None = None) -> ResultLists:
 
 def open_labels(path: Path, lists: ResultLists) -> Array:
     """Reads what is known about the hits: [n], whether the first is right, or [n, k], the grade of each. The file is as
-    for scores, with a column `labels` or columns of numbers."""
+    for scores, with a column `labels` or one or k columns of numbers."""
     columns = table_of(path)
-    columns.pop(QUERY, None)
     values = columns.get("labels")
     known = _joined(columns, path) if values is None else values
     known = _matrix(known, path, "labels") if known.dtype == object else known
+    k = lists.scores.shape[-1]
+    if known.ndim == 2 and known.shape[1] not in (1, k):
+        raise ValueError(
+            f"{path} has {known.shape[1]} labels in each row, but one is needed, of the first hit, or {k}, one of each "
+            "hit: leave other columns of numbers out, or name the one that counts `labels`"
+        )
     known = known[:, 0] if known.ndim == 2 and known.shape[1] == 1 else known
     if len(known) != len(lists.scores):
         raise ValueError(f"{path} has {len(known)} rows, but {lists.path} has {len(lists.scores)} queries")
     return known
 
 
-def labels_from_pairs(lists: ResultLists, pairs: EmbeddingPairs, direction: str) -> Array:
-    """Which hits belong to the image of their query, bool [n, k], where queries and hits are numbers of rows of the
-    pairs' texts and images, and the `direction` says which are which."""
+def labels_from_pairs(lists: ResultLists, pairs: EmbeddingPairs, direction: str) -> tuple[Array, Array]:
+    """Which hits belong to the image of their query, bool [n, k], and the number [n] of that image. Queries and hits
+    are numbers of rows of the pairs' texts and images, and the `direction` says which are which. A query without a pair
+    is an image of its own, with a negative number."""
     hits = _needed(lists)
     for name, values in ((QUERY, lists.query), (HITS, hits)):
         if values.dtype.kind not in "iu":
@@ -85,10 +89,28 @@ def labels_from_pairs(lists: ResultLists, pairs: EmbeddingPairs, direction: str)
     of_text[pairs.text_row] = pairs.group
     asked, items = (of_text, of_image) if direction == "t2i" else (of_image, of_text)
     for name, values, count in ((QUERY, lists.query, len(asked)), (HITS, hits, len(items))):
-        if values.size and (values.max() >= count or (name == QUERY and values.min() < 0)):
-            raise ValueError(f"{lists.path}: {name} {values.max()} is not one of the {count} rows of the pairs")
-    own = asked[lists.query][:, None]
-    return (items[np.maximum(hits, 0)] == own) & (hits >= 0) & (own >= 0)
+        wrong = (values >= count) | ((values < 0) & (name == QUERY))  # hits may be missing, which -1 says
+        if wrong.any():
+            raise ValueError(f"{lists.path}: {name} {values[wrong][0]} is not one of the {count} rows of the pairs")
+    own = asked[lists.query]
+    right = (items[np.maximum(hits, 0)] == own[:, None]) & (hits >= 0) & (own >= 0)[:, None]
+    return right, np.where(own >= 0, own, -1 - np.arange(len(own)))
+
+
+def tested_queries(image: Array, fit_share: float, seed: int) -> tuple[Array, Array]:
+    """Rows to fit on, which are all queries of a share of the images, and rows to test: one query of each other image,
+    because those of one image are not independent. `image` [n] numbers the image of each query."""
+    rng = np.random.default_rng(seed)
+    number = np.unique(image, return_inverse=True)[1].reshape(-1)
+    count = int(number.max(initial=-1)) + 1
+    order = rng.permutation(count)
+    position = np.empty(count, np.int64)
+    position[order] = np.arange(count)
+    rows = np.lexsort((rng.random(len(image)), position[number]))
+    fitted = position[number][rows] < round(fit_share * count)
+    rest = rows[~fitted]
+    first = np.unique(number[rest], return_index=True)[1]
+    return rows[fitted], np.sort(rest[first])
 
 
 def labels_from_qrels(lists: ResultLists, path: Path) -> Array:
@@ -152,11 +174,15 @@ def _matrix(column: Array, path: Path, name: str | None) -> Array:
 
 
 def _joined(columns: dict[str, Array], path: Path) -> Array:
-    """Columns of numbers side by side, [n, k]."""
-    numbers = [column for column in columns.values() if column.dtype.kind in "iufb"]
+    """Columns of numbers side by side, [n, k], without those that name rows."""
+    numbers = [column for name, column in columns.items() if column.dtype.kind in "iufb" and not _names_rows(name)]
     if not numbers:
         raise ValueError(f"{path} has no column of numbers")
     return np.column_stack(numbers)
+
+
+def _names_rows(column: str) -> bool:
+    return column.lower() in ROW_NAMES or column.lower().endswith("_id")
 
 
 def write_probabilities(trust: Trust, lists: ResultLists, out: Path, share: float) -> dict[str, Array]:

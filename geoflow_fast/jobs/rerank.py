@@ -15,7 +15,7 @@ from geoflow_fast.data.qrels import Qrels
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.model import WEIGHTS_FILE, GeoFlow
 from geoflow_fast.head.model import HEAD_FOLDER, PosteriorHead
-from geoflow_fast.jobs.calibration import StoredCalibration, made_elsewhere, settle_ladder
+from geoflow_fast.jobs.calibration import StoredCalibration, made_elsewhere, made_in_training, settle_ladder
 from geoflow_fast.jobs.decisions import table_of
 from geoflow_fast.jobs.entropy import HEAD, model_kind, reference_queries
 from geoflow_fast.jobs.job import quantiles
@@ -88,13 +88,20 @@ def open_models(model: Path | None, head: Path | None) -> tuple[GeoFlow | None, 
 
 
 def settle_calibration(
-    reranker: BayesReranker, model: Path | None, kept: Path | None, held_out: Path | None, *, overwrite: bool = False
+    reranker: BayesReranker,
+    model: Path | None,
+    kept: Path | None,
+    held_out: Path | None,
+    *,
+    normalize: bool = False,
+    overwrite: bool = False,
 ) -> str:
     """Gives the re-ranker the calibration in the file `kept` or, without `kept`, the one that belongs to the model, and
     returns where it comes from, or why there is none, in words. One of them is needed.
 
     With a folder of `held_out` pairs, a calibration that does not exist yet is computed by the main rank and written to
-    that file. One that was computed from other pairs is a FileExistsError, unless `overwrite` is set.
+    that file; `normalize` scales them to unit norm. One that was computed from other pairs is a FileExistsError, unless
+    `overwrite` is set or it was fitted on what training held out, which can be done again.
     """
     where = kept or model
     if where is None:
@@ -105,8 +112,8 @@ def settle_calibration(
             reranker.load_calibration(file)
             return f"calibrated by {file}"
         return _calibration_of_model(reranker, model)
-    pairs = EmbeddingPairs.open(held_out, world=world)
-    if world.share(overwrite or not file.is_file()):
+    pairs = EmbeddingPairs.open(held_out, normalize=normalize, world=world)
+    if world.share(overwrite or not file.is_file() or (made_elsewhere(file, pairs) and made_in_training(file))):
         if world.is_main:
             reranker.calibrate(pairs)
             reranker.save_calibration(file)
@@ -132,7 +139,7 @@ def calibrate_on_judgements(
     world, file = reranker.gallery.world, reranker.calibration_file(file)
     rows = open_queries(queries, reranker.query_dim, world, normalize=normalize)
     known = open_judgements(qrels, naming, len(rows), len(reranker.gallery))
-    if not overwrite and file.is_file():
+    if world.share(not overwrite and file.is_file() and not made_in_training(file)):
         raise FileExistsError(f"{file} exists; move it, name another --calibration, or ask to overwrite")
     if world.is_main:
         reranker.calibrate(known, queries=torch.from_numpy(rows[np.arange(len(rows))]))

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +41,7 @@ def parts_of(words: str) -> dict[str, float]:
             number = float(share)
         except ValueError:
             number = math.nan
-        if not sign or not name or Path(name).name != name or name.startswith(".") or not 0 < number <= 1:
+        if not sign or not _is_plain(name) or not 0 < number <= 1:
             raise ValueError(f"parts must be NAME=SHARE with a comma between them, shares up to 1, got {entry!r}")
         if name in parts:
             raise ValueError(f"parts names {name} twice")
@@ -91,7 +92,7 @@ def split_pairs(
     with locked(out):
         left = read_facts(out / FACTS_FILE)
         if left != facts:
-            existing = [name for name in chosen if (out / name).exists()]
+            existing = [name for name in [*chosen, *_other_parts(left, chosen)] if (out / name).exists()]
             if left is not None and not overwrite:
                 refuse_other_job(out, left, facts)
             if left is None and existing and not overwrite:
@@ -106,6 +107,18 @@ def split_pairs(
         name: PartSummary(len(rows), len(np.unique(pairs.group[rows])), str(out / name))
         for name, rows in chosen.items()
     }
+
+
+def _other_parts(left: Mapping[str, Any] | None, chosen: Mapping[str, Index]) -> list[str]:
+    """The parts of an earlier split that are not among the `chosen` ones; its images may now be in any of these."""
+    parts = None if left is None else left.get("parts")
+    known = parts if isinstance(parts, dict) else {}
+    return [name for name in known if _is_plain(name) and name not in chosen]
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a part may have this name, which is that of its folder."""
+    return bool(name) and Path(name).name == name and not name.startswith(".")
 
 
 def write_part(part: EmbeddingPairs, folder: Path, names: Ids, images: Ids) -> None:

@@ -105,6 +105,9 @@ def test_ctrl_c_while_calibrating_is_continued(monkeypatch, capsys):
         (["--held-out=1.5"], "--held-out must be a share between 0 and 1"),
         (["--held-out=0.3", "--no-calibrate"], "--no-calibrate leaves out"),
         (["--held-out=nowhere"], "nowhere"),
+        (["--held-out=pairs"], "190 of the 190 held-out images are training images"),
+        (["--held-out=pairs", "--ids=ids.txt"], "--ids are written beside pairs that are held out"),
+        (["--no-calibrate", "--ids=ids.txt"], "--no-calibrate holds none out"),
         (["--batch-size=0"], "--batch-size"),
     ],
 )
@@ -119,10 +122,27 @@ def test_shares_and_folders_are_held_out_and_none_with_no_calibrate(monkeypatch)
     monkeypatch.setattr(calibration, "calibrate_model", lambda *_, **__: None)
     flags = ["--no-head", "--preset=tiny"]
     assert train(monkeypatch, *flags, "--held-out=0.35", out="share") == 0
-    assert train(monkeypatch, *flags, "--held-out=pairs", out="folder") == 0
+    make = torch.Generator().manual_seed(1)
+    other = gf.geometry.sample_uniform(70, 5, generator=make)
+    gf.EmbeddingPairs.from_arrays(other, other).save("others")
+    assert train(monkeypatch, *flags, "--held-out=others", out="folder") == 0
     assert train(monkeypatch, *flags, "--no-calibrate", out="none") == 0
     held_out = [StoredCalibration.read(Path(name)) for name in ("share", "folder", "none")]
-    assert [None if x is None else x.held_out.images for x in held_out] == [66, 190, None]
+    assert [None if x is None else x.held_out.images for x in held_out] == [66, 70, None]
     # A run that began without held-out pairs goes on without them, whatever the default is.
     assert train(monkeypatch, *flags, out="none") == 0
     assert StoredCalibration.read(Path("none")) is None
+
+
+@pytest.mark.usefixtures("desk")
+@pytest.mark.parametrize("flags", [["--no-head", "--preset=tiny", "--no-calibrate"], ["--method=probvlm"]])
+def test_overwrite_forgets_the_earlier_calibration(monkeypatch, flags):
+    """The next run trains on what the earlier one held out."""
+    calibration.hold_out(gf.EmbeddingPairs.open("pairs"), Path("run"), None, 0, announce=lambda _: None)
+    for name in ("rerank_t2i.json", "rerank_i2t.0123.bank.safetensors"):
+        Path("run", name).touch()
+    assert train(monkeypatch, *flags) == 0
+    assert StoredCalibration.read(Path("run")) is not None
+    assert train(monkeypatch, *flags, "--overwrite") == 0
+    assert not Path("run/calibration").exists()
+    assert not list(Path("run").glob("rerank_*"))

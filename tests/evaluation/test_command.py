@@ -61,7 +61,11 @@ def test_two_files_of_any_norm_and_the_pairs_that_training_held_out(folders, pai
     options = (*files, "--model", folders / "model", "--methods", "max_softmax", "--direction", "t2i", "--json")
     with pytest.raises(ValueError, match="model holds none from training"):
         evaluate(*options, "--out", folders / "a")
-    hold_out(held_out, folders / "model", held_out, 0, announce=lambda _: None)
+    hold_out(pairs, folders / "model", held_out, 0, announce=lambda _: None)
+    same = ("--pairs", folders / "model/calibration/held_out", "--model", folders / "model", "--out", folders / "c")
+    with pytest.raises(ValueError, match="methods would be tuned on held_out and tested on it"):
+        evaluate(*same)
+    assert not (folders / "c").exists()
     assert evaluate(*options, "--out", folders / "a")[0] == 0
     assert evaluate(*options, "--held-out", folders / "val", "--out", folders / "b")[0] == 0
     results = [json.loads((folders / name / "results.json").read_text())["results"] for name in "ab"]

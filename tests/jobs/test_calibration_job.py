@@ -136,6 +136,58 @@ def test_a_run_that_began_without_held_out_pairs_goes_on_without(tmp_path, pairs
     assert StoredCalibration.read(tmp_path) is None
 
 
+def test_a_share_is_not_held_out_of_a_run_that_has_trained_on_it(tmp_path, pairs):
+    (tmp_path / "last.safetensors").touch()
+    with pytest.raises(ValueError, match=r"begun without held-out pairs.*--overwrite"):
+        hold_out(pairs, tmp_path, 0.3, 0, announce=lambda _: None)
+    assert not (tmp_path / "calibration").exists()
+    # A share of less than one image holds nothing out, so that the command which began such a run continues it.
+    assert hold_out(pairs, tmp_path, 0.001, 0, announce=lambda _: None) is pairs
+    others = gf.EmbeddingPairs.from_arrays(images(70, 8), images(70, 9))
+    assert hold_out(pairs, tmp_path, others, 0, announce=lambda _: None) is pairs
+    assert stored(tmp_path).held_out.images == 70
+
+
+@pytest.mark.parametrize("kind", ["all", "part", "half precision", "other texts"])
+def test_training_images_are_not_held_out(tmp_path, pairs, kind):
+    own = pairs if kind == "all" else pairs.subset(range(5, 75))
+    if kind == "half precision":
+        own.save(tmp_path / "own", dtype=np.float16)
+        own = gf.EmbeddingPairs.open(tmp_path / "own")
+    elif kind == "other texts":
+        mixed = torch.cat([own[range(1)][0], images(69, 8)])
+        own = gf.EmbeddingPairs.from_arrays(mixed, images(70, 9))
+    shared = {"all": "260 of the 260", "other texts": "1 of the 70"}.get(kind, r"\d+ of the 70")
+    with pytest.raises(ValueError, match=f"{shared} held-out images are training images"):
+        hold_out(pairs, tmp_path / "run", own, 0, announce=lambda _: None)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_kill_while_pairs_are_replaced_leaves_nothing_that_counts(model, pairs, monkeypatch):
+    def kill(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration, "write_part", kill)
+        with pytest.raises(KeyboardInterrupt):
+            hold_out(pairs, model, 0.4, 0, anew=True, announce=lambda _: None)
+    assert StoredCalibration.read(model) is None
+    with monkeypatch.context() as patch:
+        hold_out(pairs, model, 0.4, 0, announce=lambda _: None)
+        patch.setattr(shutil, "rmtree", kill)
+        with pytest.raises(KeyboardInterrupt):
+            hold_out(pairs, model, 0.3, 0, anew=True, announce=lambda _: None)
+    assert StoredCalibration.read(model) is None
+
+
+def test_a_new_run_with_too_few_images_forgets_the_earlier_calibration(model, pairs):
+    (model / "rerank_t2i.bank.safetensors").touch()
+    few = pairs.subset(range(100))
+    assert hold_out(few, model, None, 0, anew=True, announce=lambda _: None) is few
+    assert not (model / "calibration").exists()
+    assert not list(model.glob("rerank_*"))
+
+
 @pytest.mark.parametrize("moment", ["save", "rename"])
 def test_a_kill_while_pairs_are_written_leaves_nothing_that_counts(tmp_path, pairs, monkeypatch, moment):
     def kill(*_: object, **__: object) -> None:
@@ -223,8 +275,6 @@ def test_too_few_reached_queries_are_a_reason_and_no_error(model, pairs):
     lost = gf.EmbeddingPairs.from_arrays(images(70, 8), -images(70, 8))
     flow = gf.GeoFlow.from_pretrained(model)
     hold_out(pairs, model, lost, 0, anew=True, announce=lambda _: None)
-    for name in ("rerank_t2i.json", "rerank_i2t.json"):
-        (model / name).unlink()
     known = calibrate_model(model, pairs, flow, None, trained_rows=ROWS, seed=0)
     assert known is not None
     assert "held-out queries have a right item in their shortlist" in known.ladder["t2i"]["reason"]
@@ -273,6 +323,11 @@ def test_entropy_uses_what_is_stored_and_says_so(model, monkeypatch, capsys):
     np.testing.assert_allclose(read_columns(Path("entropy.parquet"))["entropy"], expected, atol=1e-5)
     assert geoflow(monkeypatch, "entropy", "--fast", kappa=7, guidance=2, out="own.parquet") == 0
     assert "as fitted" not in capsys.readouterr().out
+    for own in ({"kappa": 7}, {"guidance": 2}):
+        assert geoflow(monkeypatch, "entropy", "--fast", "--overwrite", **own) == 0
+        said = capsys.readouterr().out
+        assert "as fitted" in said
+        assert "such held-out queries" not in said
 
 
 def test_without_a_calibration_there_is_one_warning_and_no_confidence(model, monkeypatch, capsys):
@@ -305,6 +360,65 @@ def test_rerank_calibrates_in_the_gallery_it_is_given(model, monkeypatch, capsys
     np.save("gallery.npy", images(50, 2).numpy())
     assert geoflow(monkeypatch, "rerank", "--steps=2", out="third.parquet") == 0
     assert calls == [1]
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_too_few_held_out_queries_are_no_obstacle_to_a_second_run(model, pairs, monkeypatch, capsys, read_only):
+    lost = gf.EmbeddingPairs.from_arrays(images(70, 8), -images(70, 8))
+    hold_out(pairs, model, lost, 0, anew=True, announce=lambda _: None)
+    calls, fit = [], calibration._fit_ladder
+    monkeypatch.setattr(calibration, "_fit_ladder", lambda *a, **k: calls.append(1) or fit(*a, **k))
+    if read_only:
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.EROFS, "could not write")
+
+        monkeypatch.setattr(StoredCalibration, "write", refuse)
+    for out in ("one.parquet", "two.parquet"):
+        assert geoflow(monkeypatch, "rerank", "--steps=2", "--shortlist=5", out=out) == 0
+        assert "70 held-out images do not suffice" in capsys.readouterr().err
+    assert len(calls) == 1 + read_only
+
+
+def test_entries_of_other_processes_are_kept(model, monkeypatch):
+    """Another process that re-ranks the other way writes its entry while this one computes."""
+    fit = calibration._fit_ladder
+
+    def meanwhile(*arguments: object, **settings: object) -> object:
+        stored(model).with_ladder(gf.Direction.I2T, {"reason": "another process"}).write()
+        return fit(*arguments, **settings)
+
+    monkeypatch.setattr(calibration, "_fit_ladder", meanwhile)
+    assert geoflow(monkeypatch, "rerank", "--steps=2") == 0
+    assert stored(model).ladder["i2t"] == {"reason": "another process"}
+    assert stored(model).ladder["t2i"]["items"] == 40
+
+
+@pytest.mark.parametrize("kind", ["pairs", "judgements"])
+def test_what_training_fitted_may_be_replaced_and_what_the_user_fitted_not(model, monkeypatch, capsys, kind):
+    image = images(80, 11)
+    for name in ("own", "others"):
+        gf.EmbeddingPairs.from_arrays(image, noisy(image, 12 + len(name))).save(name)
+    np.save("gallery.npy", image.numpy())
+    np.save("judged.npy", noisy(image, 12).numpy())
+    Path("qrels.csv").write_text("query,item,grade\n" + "".join(f"{k},{k},1\n" for k in range(80)))
+    own = {"held_out": "own"} if kind == "pairs" else {"qrels": "qrels.csv", "judged": "judged.npy"}
+    before = (model / "rerank_t2i.json").read_bytes()
+    assert geoflow(monkeypatch, "rerank", "--steps=2", **own) == 0
+    assert (model / "rerank_t2i.json").read_bytes() != before
+    other = {"held_out": "others"} if kind == "pairs" else own
+    assert geoflow(monkeypatch, "rerank", "--steps=2", out="again.parquet", **other) == 2
+    assert "ask to overwrite" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("model")
+def test_held_out_pairs_of_any_norm(monkeypatch, capsys):
+    image = images(80, 11)
+    for folder, rows in (("img_emb", image), ("text_emb", noisy(image, 12))):
+        Path("raw", folder).mkdir(parents=True)
+        np.save(f"raw/{folder}/{folder}_0.npy", 3 * rows.numpy())
+    assert geoflow(monkeypatch, "rerank", "--steps=2", "--normalize", held_out="raw") == 0
+    assert "calibrated on raw" in capsys.readouterr().out
 
 
 def test_a_copied_model_works_elsewhere(model, monkeypatch, capsys):

@@ -88,6 +88,95 @@ def test_without_a_trust_half_of_the_queries_fit_one(monkeypatch, capsys):
     facts = json.loads(capsys.readouterr().out)
     assert facts["certified"]
     assert facts["certificates"][""]["tested"] == 200
+    assert facts["left_out"] == 0
+
+
+@pytest.mark.usefixtures("desk")
+def test_without_a_trust_the_rule_is_applied_to_all_lists(monkeypatch):
+    known = {"scores": "check.npy", "labels": "check_labels.npy", "max_error": 0.3}
+    assert threshold(monkeypatch, **known, out="decided.parquet") == 0
+    columns = read_columns(Path("decided.parquet"))
+    assert columns["query"].tolist() == list(range(400))
+    assert columns["answer"].tolist() == gf.Rule.load("rule.json")(np.load("check.npy")).tolist()
+
+
+@pytest.mark.usefixtures("desk")
+def test_queries_that_were_fitted_are_not_tested(monkeypatch, capsys):
+    known = {"scores": "judged.npy", "labels": "judged_labels.npy", "trust": "t.json"}
+    assert run_geoflow(monkeypatch, "trust", **known) == 0
+    assert threshold(monkeypatch, **known) == 2
+    assert "200 of 200 rows that were fitted" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("desk")
+def test_a_bad_share_is_refused_before_anything_is_written(monkeypatch, capsys):
+    flags = {"scores": "judged.npy", "labels": "judged_labels.npy", "trust": "t.json", "out": "o.parquet"}
+    assert run_geoflow(monkeypatch, "trust", **flags, no_match_share=0) == 2
+    assert "--no-match-share" in capsys.readouterr().err
+    assert not Path("t.json").exists()
+
+
+def captioned(images: int, captions: int) -> None:
+    """Writes pairs whose images have several captions, and the file of a search for each of them, right for some."""
+    rng = np.random.default_rng(0)
+    scores, right = lists(images * captions, 5)
+    own = np.repeat(np.arange(images), captions)
+    rows = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (rng.normal(size=(n, 4)) for n in (images, len(own)))]
+    gf.EmbeddingPairs.from_arrays(*rows, own).save("pairs")
+    hits = (own[:, None] + 1 + np.arange(K)) % images
+    hits[right, 0] = own[right]
+    columns = {"query": np.arange(len(own)), "index": hits.tolist(), "scores": scores.tolist()}
+    pyarrow.parquet.write_table(pyarrow.table(columns), "ranked.parquet")
+
+
+@pytest.mark.parametrize(("trusted", "tested", "left_out"), [(False, 50, 100), (True, 100, 200)])
+@pytest.mark.usefixtures("desk")
+def test_one_caption_of_an_image_is_tested(monkeypatch, capsys, trusted, tested, left_out):
+    captioned(100, 3)
+    flags = {"scores": "ranked.parquet", "pairs": "pairs", "max_error": 0.4}
+    if trusted:
+        assert run_geoflow(monkeypatch, "trust", scores="judged.npy", labels="judged_labels.npy", trust="t.json") == 0
+        flags["trust"] = "t.json"
+        capsys.readouterr()
+    assert threshold(monkeypatch, "--json", **flags) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert (facts["certificates"][""]["tested"], facts["left_out"]) == (tested, left_out)
+    assert threshold(monkeypatch, "--overwrite", **flags) == 0
+    assert f"left out {left_out} queries" in capsys.readouterr().out
+
+
+def test_images_are_either_fitted_or_tested():
+    image = np.random.default_rng(0).integers(-4, 30, size=101)
+    fitted, tested = decisions.tested_queries(image, 0.5, seed=1)
+    images = len(set(image.tolist()))
+    assert len(tested) == len(set(image[tested].tolist())) == images - round(images / 2)
+    assert not set(image[fitted].tolist()) & set(image[tested].tolist())
+    assert len(fitted) == np.isin(image, image[fitted]).sum()
+
+
+def test_rows_outside_the_pairs_are_named():
+    rows = np.eye(4)
+    scores, hits = np.zeros((4, 2)), np.zeros((4, 2), int)
+    pairs = gf.EmbeddingPairs.from_arrays(rows, rows)
+    for query, wrong in ([0, -3, 1, 2], -3), ([0, 1, 9, 7], 9):
+        asked = decisions.ResultLists(Path("x.parquet"), scores, np.array(query), hits)
+        with pytest.raises(ValueError, match=rf"query {wrong} is not one of the 4 rows"):
+            decisions.labels_from_pairs(asked, pairs, "t2i")
+
+
+@pytest.mark.usefixtures("desk")
+def test_columns_of_ids_are_neither_scores_nor_labels():
+    scores, right = np.load("judged.npy"), np.load("judged_labels.npy")
+    ids = {"id": np.arange(200), "Image_ID": np.arange(200)}
+    hits = {f"hit {k}": scores[:, k] for k in range(K)}
+    pyarrow.csv.write_csv(pyarrow.table({**ids, **hits}), "s.csv")
+    pyarrow.csv.write_csv(pyarrow.table({**ids, "right": right.astype(int)}), "l.csv")
+    read = decisions.open_lists(Path("s.csv"))
+    np.testing.assert_allclose(read.scores, scores)
+    assert decisions.open_labels(Path("l.csv"), read).tolist() == right.tolist()
+    pyarrow.csv.write_csv(pyarrow.table({"year": ids["id"], "right": right.astype(int)}), "l.csv")
+    with pytest.raises(ValueError, match=r"l\.csv has 2 labels in each row, but one is needed, .* or 5"):
+        decisions.open_labels(Path("l.csv"), read)
 
 
 @pytest.mark.usefixtures("desk")
@@ -96,6 +185,9 @@ def test_nothing_certified_is_said_loudly_and_no_error(monkeypatch, capsys):
     assert threshold(monkeypatch, scores="check.npy", labels="wrong.npy", max_error=0.01) == 0
     said = capsys.readouterr()
     assert "geoflow: warning: NOTHING COULD BE CERTIFIED" in said.err
+    assert threshold(monkeypatch, "--json", "--overwrite", scores="check.npy", labels="wrong.npy", max_error=0.01) == 0
+    facts = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)  # Infinity and NaN are no JSON
+    assert facts["certificates"][""]["threshold"] is None
     assert threshold(monkeypatch, scores="new.npy", out="decided.parquet") == 0
     assert not read_columns(Path("decided.parquet"))["answer"].any()
 
@@ -150,12 +242,15 @@ def test_pairs_and_judgements_label_the_hits_of_rerank(tmp_path, monkeypatch, di
     gf.EmbeddingPairs.from_arrays(*rows, index).save("pairs")
     pairs = gf.EmbeddingPairs.open("pairs")
     hits = ranked(direction, pairs)
-    known = decisions.labels_from_pairs(decisions.open_lists(Path("ranked.parquet")), pairs, direction)
+    known, image = decisions.labels_from_pairs(decisions.open_lists(Path("ranked.parquet")), pairs, direction)
     texts = pairs.image_row  # the image of each text
     expected = [
         [(texts[q] == item if direction == "t2i" else texts[item] == q) for item in row] for q, row in enumerate(hits)
     ]
     assert known.tolist() == expected
+    numbers = dict(zip(texts if direction == "t2i" else np.arange(12), image))
+    assert image.tolist() == [numbers[each] for each in (texts if direction == "t2i" else np.arange(12))]
+    assert len(set(image.tolist())) == 12
     # The same as judgements, with ids of different types and grades.
     judged = [(q, item) for q, row in enumerate(hits.tolist()) for item, right in zip(row, expected[q]) if right]
     table = {"query": [str(q) for q, _ in judged], "item": [i for _, i in judged], "grade": [2] * len(judged)}

@@ -14,6 +14,7 @@ import torch
 import geoflow_fast as gf
 from geoflow_fast import geometry as g
 from geoflow_fast import noise
+from geoflow_fast.data.ids import Ids
 from geoflow_fast.jobs import rerank
 from geoflow_fast.runtime.parquet import read_columns
 from tests.jobs.processes import run_geoflow
@@ -199,6 +200,17 @@ def test_without_a_model_cosines_and_hubs_are_the_evidence(world, monkeypatch, c
     assert (world / "plain.parquet.calibration.json").is_file()
 
 
+def test_ids_and_judgements_of_different_types_are_compared_as_text():
+    texts, numbers = Ids(np.array(["7", "10", "a"], dtype=object)), Ids(np.array([7, 10]))
+    assert texts.rows(np.array([10, 7]), "qrels").tolist() == [1, 0]
+    assert numbers.rows(np.array(["10", "7"], dtype=object), "qrels").tolist() == [1, 0]
+    for ids in (texts, numbers):
+        with pytest.raises(ValueError, match=r"qrels: no row has the id '?8'?"):
+            ids.rows(np.array([7, 8]), "qrels")
+    with pytest.raises(ValueError, match=r"no row has the id '7\.5'"):
+        numbers.rows(np.array([7.5]), "qrels")
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_judgements_calibrate_by_row_numbers_or_ids(world, monkeypatch, capsys, named):
     import pyarrow
@@ -221,3 +233,5 @@ def test_judgements_calibrate_by_row_numbers_or_ids(world, monkeypatch, capsys, 
     np.testing.assert_allclose(read_columns(world / "ranked.parquet")["p_answer"], expected, atol=1e-5)
     assert geoflow_rerank(world, monkeypatch, qrels="qrels.parquet", out="b.parquet") == 2
     assert "--qrels and --judged go together" in capsys.readouterr().err
+    assert geoflow_rerank(world, monkeypatch, judged_ids="ids.txt", out="b.parquet") == 2
+    assert "--judged-ids are the ids by which --qrels names queries" in capsys.readouterr().err

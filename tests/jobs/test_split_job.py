@@ -76,6 +76,18 @@ def test_a_killed_split_is_continued_and_another_one_refused(monkeypatch, capsys
 
 
 @pytest.mark.usefixtures("desk")
+def test_overwrite_removes_every_part_of_the_earlier_split(monkeypatch):
+    assert run_geoflow(monkeypatch, "split", parts="a=0.5,b=0.3", **FILES) == 0
+    Path("parts/mine").mkdir()
+    Path("outside").mkdir()
+    record = json.loads(Path("parts/split.json").read_text())
+    Path("parts/split.json").write_text(json.dumps({**record, "parts": {**record["parts"], "../outside": 0.1}}))
+    assert run_geoflow(monkeypatch, "split", "--overwrite", parts="a=0.9", **FILES) == 0
+    assert sorted(path.name for path in Path("parts").iterdir() if path.is_dir()) == ["a", "mine"]
+    assert Path("outside").is_dir()
+
+
+@pytest.mark.usefixtures("desk")
 def test_equal_seeds_give_equal_parts_and_ids_are_rows_by_default(monkeypatch):
     for out in ("one", "two"):
         assert run_geoflow(monkeypatch, "split", **{**FILES, "out": out}) == 0
