@@ -23,6 +23,7 @@ from geoflow_fast.cli import app, main, training
 from geoflow_fast.cli.base import in_flags
 from geoflow_fast.flow.sampling import FAST_SAMPLING
 from geoflow_fast.head import fitting
+from geoflow_fast.runtime import processors
 from geoflow_fast.training.loop import Run, TrainReport
 
 COMMANDS = sorted(typer.main.get_command(app).commands)
@@ -360,6 +361,7 @@ def test_the_number_of_points_is_chosen(run, desk):
 
 def test_a_flow_is_followed_by_its_head(run, desk, monkeypatch):
     monkeypatch.setattr(fitting, "FEW", dataclasses.replace(fitting.FEW, steps=4))
+    monkeypatch.setattr(processors, "is_busy", lambda: False)  # or the announcement would say it
     small = [*TRAIN[:-1], "--steps", 2]
     code, out, err = run("train", *small, "--points", 1)
     assert code == 0, err
