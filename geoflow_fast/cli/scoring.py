@@ -159,6 +159,7 @@ def entropy(
         f"if the posterior is right, best guesses are wrong for at least {summary.mean_risk_lower_bound:.1%} of the "
         "queries",
         f"Wrote {out}" + (f" and {plot}" if plot is not None else ""),
+        earlier={"confident": summary.half_or_more},
     )
 
 
@@ -379,10 +380,18 @@ def rung_line(rung: Rung) -> str:
     return f"evidence {rung.name}: {rung.gain:+.3f} +- {rung.stderr:.3f} nats a query, {rung.cost * 1e3:.2f} ms, {kept}"
 
 
-def print_summary(summary: Any, as_json: bool, title: str, quantiles: dict[str, dict[str, float]], *lines: str) -> None:
-    """Prints what a job has computed: as JSON, or as a table of quantiles and the lines below it."""
+def print_summary(
+    summary: Any,
+    as_json: bool,
+    title: str,
+    quantiles: dict[str, dict[str, float]],
+    *lines: str,
+    earlier: dict[str, float] | None = None,
+) -> None:
+    """Prints what a job has computed: as JSON, with values under their `earlier` names, too, or as a table of quantiles
+    and the lines below it."""
     if as_json:
-        print_json(dataclasses.asdict(summary))
+        print_json({**dataclasses.asdict(summary), **(earlier or {})})
         return
     table = Table("", *next(iter(quantiles.values())), title=title)
     for name, values in quantiles.items():

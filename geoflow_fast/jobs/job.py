@@ -202,6 +202,11 @@ def read_facts(path: Path) -> dict[str, Any] | None:
 def refuse_other_job(folder: Path, left: Mapping[str, Any], wanted: Mapping[str, Any]) -> NoReturn:
     """Raises a ValueError that says in which facts the job that left its work in `folder` differs from this one."""
     changed = sorted(key for key in {*left, *wanted} if left.get(key) != wanted.get(key))
+    if changed == ["format"]:
+        raise ValueError(
+            f"{folder} holds blocks of another release, which computes other results; finish the job with that one, "
+            "choose another output, or ask to overwrite"
+        )
     raise ValueError(
         f"{folder} holds blocks of another job, which differs in {', '.join(changed)}; "
         "finish that one, choose another output, or ask to overwrite"

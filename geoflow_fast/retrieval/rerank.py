@@ -8,6 +8,7 @@ p(query | item j), one reverse solve per shortlisted item in the other condition
 from __future__ import annotations
 
 import dataclasses
+import glob
 import math
 import warnings
 from collections import defaultdict
@@ -68,6 +69,7 @@ SMALL_GALLERY = 20_000
 MORE_HITS, LEAST_DISTINCT = 3, 0.9
 """How often twice as many hits are fetched where less than this share of a shortlist would be different items."""
 BANK_KIND = "bank of queries"
+BANK_SUFFIX, BANK_DIGITS = ".bank.safetensors", 16
 HUB_FEATURES = {"hub", "head_hub"}
 
 Candidates = Tensor | NDArray[np.integer]
@@ -493,9 +495,15 @@ class BayesReranker(nn.Module):
             raise ValueError("there is no calibration to save: call calibrate first")
         file = self.calibration_file(path)
         self._check_bank(self.calibration)
+        bank = bank_file(file, self.calibration.bank)
         if self.calibration.bank and self.bank is not None:
-            save_tensors(bank_file(file), {"bank": self.bank.float()}, kind=BANK_KIND, info={})
+            save_tensors(bank, {"bank": self.bank.float()}, kind=BANK_KIND, info={})
         self.calibration.save(file)
+        # After a kill before this line, each calibration still has its own bank.
+        for earlier in file.parent.glob(f"{glob.escape(file.stem)}.*{BANK_SUFFIX}"):
+            if earlier != bank and len(earlier.name) == len(bank.name):
+                earlier.unlink(missing_ok=True)
+        file.with_suffix(BANK_SUFFIX).unlink(missing_ok=True)
         return file
 
     def load_calibration(self, path: str | Path) -> Calibration:
@@ -513,11 +521,13 @@ class BayesReranker(nn.Module):
         if calibration.bank and calibration.bank != self._bank_digest:
             if self.bank_is_given:
                 raise ValueError(f"{file} was made for another bank; calibrate again, or leave out bank=")
-            tensors, _ = load_tensors(bank_file(file), kind=BANK_KIND)
+            own, earlier = bank_file(file, calibration.bank), file.with_suffix(BANK_SUFFIX)
+            source = earlier if earlier.is_file() and not own.is_file() else own
+            tensors, _ = load_tensors(source, kind=BANK_KIND)
             bank = tensors.get("bank")
             if bank is None or hashing.digest([bank]) != calibration.bank:
-                raise ValueError(f"{bank_file(file)} does not hold the bank of queries that {file} was made with")
-            check_rows(bank, str(bank_file(file)))
+                raise ValueError(f"{source} does not hold the bank of queries that {file} was made with")
+            check_rows(bank, str(source))
             self._use_bank(bank.to(self.example))
         self.calibration = calibration
         return calibration
@@ -810,6 +820,8 @@ def _checked_lengths(shortlist: object) -> tuple[int, int] | None:
     return length, asked
 
 
-def bank_file(calibration: Path) -> Path:
-    """The file beside a calibration that holds the bank of queries it was made with."""
-    return calibration.with_suffix(".bank.safetensors")
+def bank_file(calibration: Path, digest: str) -> Path:
+    """The file beside a calibration that holds the bank of queries it was made with. A bank has a name of its own, so
+    that the next one does not take its place before the next calibration is there."""
+    name = "".join(filter(str.isalnum, digest))[:BANK_DIGITS]
+    return calibration.with_suffix(f".{name}{BANK_SUFFIX}")

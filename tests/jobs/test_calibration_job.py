@@ -321,6 +321,9 @@ def test_entropy_uses_what_is_stored_and_says_so(model, monkeypatch, capsys):
     scorer = gf.RetrievalEntropy.fast(flow, Path("gallery.npy"), kappa=fitted["kappa"], guidance=fitted["guidance"])
     expected = scorer(torch.from_numpy(np.load("queries.npy"))).entropy
     np.testing.assert_allclose(read_columns(Path("entropy.parquet"))["entropy"], expected, atol=1e-5)
+    assert geoflow(monkeypatch, "entropy", "--fast", "--json") == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["confident"] == summary["half_or_more"]
     assert geoflow(monkeypatch, "entropy", "--fast", kappa=7, guidance=2, out="own.parquet") == 0
     assert "as fitted" not in capsys.readouterr().out
     for own in ({"kappa": 7}, {"guidance": 2}):

@@ -1,5 +1,5 @@
 """Jobs that the previous release left half finished are continued: their blocks and shards are kept, and the results
-agree with those that the previous release itself came to."""
+agree with those that the previous release itself came to. Where it computed other results, they are refused."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def density(folder: Path, out: Path) -> None:
     density_file(folder / "model", folder / "pairs", out, settings, seed=1, device="cpu", block=64, progress=False)
 
 
-def rerank(folder: Path, out: Path) -> None:
+def rerank(folder: Path, out: Path, *, overwrite: bool = False) -> None:
     reranker = open_reranker(folder / "model", folder / "gallery.npy", "t2i", device="cpu", shortlist=12, n_steps=2)
     settle_calibration(reranker, folder / "model", None, None)
-    rerank_file(reranker, folder / "queries.npy", out, block=8, progress=False)
+    rerank_file(reranker, folder / "queries.npy", out, block=8, overwrite=overwrite, progress=False)
 
 
 @pytest.fixture
@@ -73,18 +73,32 @@ def computed(monkeypatch) -> list[int]:
     return first_rows
 
 
-@pytest.mark.parametrize(
-    ("job", "left"), [(entropy, [8, 16]), (bayes, [8, 16]), (density, [64, 128]), (rerank, [8, 16])]
-)
-def test_half_finished_jobs_of_the_previous_release_are_continued(folder, computed, job, left):
-    out = folder / f"{job.__name__}.parquet"
-    job(folder, out)
-    assert computed == left
-    columns, expected = read_columns(out), EXPECTED[job.__name__]
+def check_columns(out: Path, name: str) -> None:
+    columns, expected = read_columns(out), EXPECTED[name]
     assert list(columns) == list(expected)
     for name, column in expected.items():
         values = np.stack(columns[name]) if columns[name].dtype == object else columns[name]
         np.testing.assert_allclose(values, column, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_half_finished_shortlists_of_the_previous_release_are_refused(folder, computed):
+    """Copies of an item now count as one, so that blocks of both releases would not fit together. This gallery has no
+    copies, so the results agree."""
+    out = folder / "rerank.parquet"
+    with pytest.raises(ValueError, match=r"blocks of another release.*ask to overwrite"):
+        rerank(folder, out)
+    assert computed == []
+    rerank(folder, out, overwrite=True)
+    assert computed == [0, 8, 16]
+    check_columns(out, "rerank")
+
+
+@pytest.mark.parametrize(("job", "left"), [(entropy, [8, 16]), (bayes, [8, 16]), (density, [64, 128])])
+def test_half_finished_jobs_of_the_previous_release_are_continued(folder, computed, job, left):
+    out = folder / f"{job.__name__}.parquet"
+    job(folder, out)
+    assert computed == left
+    check_columns(out, job.__name__)
     assert not out.with_name(f"{out.name}.blocks").exists()
     # The bayes job finds its marginals in the file that the previous release kept.
     assert len(list((folder / "gallery.npy.geoflow_index").glob("*.safetensors"))) == 1

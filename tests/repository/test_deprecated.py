@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import geoflow_fast as gf
+from geoflow_fast.jobs.entropy import ScoreSummary
 
 
 @pytest.fixture
@@ -59,6 +60,12 @@ def test_suggest_steps_takes_settings_but_no_number_of_steps(square_flow, rows):
     assert gf.suggest_steps(square_flow, rows, rows, tolerance=50.0, **gf.FAST_DENSITY) >= 2
     with pytest.raises(TypeError, match="unexpected keyword argument 'n_steps'"):
         gf.suggest_steps(square_flow, rows, rows, n_steps=4)
+
+
+def test_a_summary_of_scores_has_its_earlier_name():
+    summary = ScoreSummary(3, 5, {}, {}, half_or_more=0.25, mean_risk_lower_bound=0.1)
+    with pytest.warns(DeprecationWarning, match="use half_or_more"):
+        assert summary.confident == 0.25
 
 
 def test_a_retrieval_task_takes_the_name_of_a_direction(rows):

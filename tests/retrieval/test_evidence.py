@@ -322,12 +322,34 @@ class TestHubs:
             assert torch.equal(getattr(other(text), name), getattr(reranker(text), name)), name
         with pytest.raises(ValueError, match="another bank"):
             gf.BayesReranker(None, image, bank=text).load_calibration(path)
+        (bank,) = tmp_path.glob("weights.*.bank.safetensors")
+        bank.rename(tmp_path / "weights.bank.safetensors")  # the name that earlier releases gave it
+        assert gf.BayesReranker(None, image).load_calibration(path) == reranker.calibration
         (tmp_path / "weights.bank.safetensors").unlink()
         with pytest.raises(FileNotFoundError, match="bank"):
             gf.BayesReranker(None, image).load_calibration(path)
         other._use_bank(text)
         with pytest.raises(ValueError, match="another bank"):
             other(text)
+
+    def test_a_kill_between_bank_and_weights_leaves_the_earlier_calibration_whole(self, tmp_path, monkeypatch):
+        image, _ = hub_world(300, 7)
+        reranker, other = gf.BayesReranker(None, image), gf.BayesReranker(None, image)
+        earlier = reranker.calibrate(hub_pairs(300, 8))
+        path = reranker.save_calibration(tmp_path / "weights.json")
+        later = other.calibrate(hub_pairs(300, 9))
+
+        def kill(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(later), "save", kill)
+            with pytest.raises(KeyboardInterrupt):
+                other.save_calibration(path)
+        assert gf.BayesReranker(None, image).load_calibration(path) == earlier
+        other.save_calibration(path)
+        assert gf.BayesReranker(None, image).load_calibration(path) == later
+        assert len(list(tmp_path.glob("*.bank.safetensors"))) == 1
 
     def test_held_out_items_that_are_in_the_gallery_do_not_look_like_hubs(self):
         """The world has no hubs: other queries' own items must not seem to be any because their queries are the
