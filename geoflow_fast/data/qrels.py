@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ class Qrels:
     item: Index
     """[m] int64, numbers of rows of the gallery."""
     grade: NDArray[np.float64]
-    """[m] float64, the larger the more relevant; 0 says that an item is not."""
+    """[m] float64, the larger the more relevant; an item is relevant if its grade is above 0."""
 
     def __post_init__(self) -> None:
         columns = {name: checks.array(getattr(self, name), name) for name in TABLE}
@@ -50,30 +51,37 @@ class Qrels:
         again = (np.diff(self.query[order]) == 0) & (np.diff(self.item[order]) == 0)
         if again.any():
             row = int(order[1:][again].min())
-            raise ValueError(f"row {row} judges query {self.query[row]} and item {self.item[row]} a second time")
+            first = int(((self.query == self.query[row]) & (self.item == self.item[row])).argmax())
+            raise ValueError(f"row {row} judges the query and the item of row {first} a second time")
 
     @classmethod
     def open(cls, path: str | Path) -> Qrels:
         """Reads a Parquet file, or a CSV file whose name ends in `.csv`, with the columns `query` and `item` and,
         unless all judged pairs are relevant, `grade`. Other columns are left alone."""
         path = checks.path(path, "path")
-        need_file(path)
-        is_csv = path.suffix.lower() == ".csv"
-        names = parquet.csv_names(path) if is_csv else parquet.column_names(path)
-        if missing := [name for name in TABLE[:2] if name not in names]:
-            raise ValueError(f"{path} has no column {' and no column '.join(missing)}; its columns are {names}")
-        wanted = [name for name in TABLE if name in names]
-        columns = parquet.read_csv(path, wanted) if is_csv else parquet.read_columns(path, wanted)
-        grade = columns.get("grade", np.ones(len(columns["query"])))
+        columns = judged_columns(path)
         with contents_of(path, "no file of judgements"):
-            return cls(columns["query"], columns["item"], grade)
+            return cls(**columns)
 
     def __len__(self) -> int:
         return len(self.query)
 
-    def relevant(self, least: float = 1.0) -> Qrels:
-        """The judgements of at least the grade `least`, sorted by query and, within a query, best grades first."""
-        checks.number(least, "least")
+    def relevant(self, least: float | None = None) -> Qrels:
+        """The judgements whose grade is above 0 or, if `least` is given, at least that, sorted by query and, within a
+        query, best grades first."""
+        enough = self.grade > 0 if least is None else self.grade >= checks.number(least, "least")
         order = np.lexsort((-self.grade, self.query))
-        kept = order[self.grade[order] >= least]
+        kept = order[enough[order]]
         return Qrels(self.query[kept], self.item[kept], self.grade[kept])
+
+
+def judged_columns(path: Path) -> dict[str, NDArray[Any]]:
+    """The columns `query`, `item` and `grade` of a Parquet or CSV file of judgements; the first two may hold ids."""
+    need_file(path)
+    is_csv = path.suffix.lower() == ".csv"
+    names = parquet.csv_names(path) if is_csv else parquet.column_names(path)
+    if missing := [name for name in TABLE[:2] if name not in names]:
+        raise ValueError(f"{path} has no column {' and no column '.join(missing)}; its columns are {names}")
+    wanted = [name for name in TABLE if name in names]
+    columns = parquet.read_csv(path, wanted) if is_csv else parquet.read_columns(path, wanted)
+    return {"grade": np.ones(len(columns["query"])), **columns}

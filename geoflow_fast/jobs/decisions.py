@@ -10,10 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geoflow_fast.data.pairs import EmbeddingPairs
+from geoflow_fast.data.qrels import Qrels, judged_columns
 from geoflow_fast.data.rows import load_npy
 from geoflow_fast.decisions.rules import ITEMS, Rule
 from geoflow_fast.decisions.trust import Trust
 from geoflow_fast.runtime import parquet
+from geoflow_fast.runtime.files import contents_of
 
 SMALLEST = 1e-12
 """Probabilities below this count as this, before their logarithm is taken."""
@@ -116,13 +118,11 @@ def tested_queries(image: Array, fit_share: float, seed: int) -> tuple[Array, Ar
 def labels_from_qrels(lists: ResultLists, path: Path) -> Array:
     """The grades [n, k] that a Parquet or CSV file of judgements (`query`, `item`, `grade`) gives the hits; 0 where it
     gives none."""
-    columns, hits = table_of(path), _needed(lists)
-    missing = [name for name in (QUERY, "item") if name not in columns]
-    if missing:
-        raise ValueError(f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(columns)}")
-    grade = np.asarray(columns.get("grade", np.ones(len(columns[QUERY]))), np.float64)
+    hits, columns = _needed(lists), judged_columns(path)
     queries, query_code = _coded(columns[QUERY], lists.query)
     items, item_code = _coded(columns["item"], hits.reshape(-1))
+    with contents_of(path, "no file of judgements"):
+        grade = Qrels(queries, items, columns["grade"]).grade
     span = max(items.max(initial=0), item_code.max(initial=0)) + 1
     judged = queries * span + items
     wanted = query_code[:, None] * span + item_code.reshape(hits.shape)

@@ -11,12 +11,11 @@ import torch
 
 from geoflow_fast.data.ids import open_ids
 from geoflow_fast.data.pairs import EmbeddingPairs
-from geoflow_fast.data.qrels import Qrels
+from geoflow_fast.data.qrels import Qrels, judged_columns
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.model import WEIGHTS_FILE, GeoFlow
 from geoflow_fast.head.model import HEAD_FOLDER, PosteriorHead
 from geoflow_fast.jobs.calibration import StoredCalibration, made_elsewhere, made_in_training, settle_ladder
-from geoflow_fast.jobs.decisions import table_of
 from geoflow_fast.jobs.entropy import HEAD, model_kind, reference_queries
 from geoflow_fast.jobs.job import quantiles
 from geoflow_fast.jobs.queries import BLOCK_QUERIES, Naming, answer_queries, open_queries
@@ -151,9 +150,7 @@ def calibrate_on_judgements(
 
 def open_judgements(path: Path, naming: Naming, queries: int, items: int) -> Qrels:
     """The judgements of a file, by row numbers; ids that it holds are looked up in the files of `naming`."""
-    columns = table_of(path)
-    if missing := [name for name in ("query", "item") if name not in columns]:
-        raise ValueError(f"{path} has no column {' and no column '.join(missing)}; it has {', '.join(columns)}")
+    columns = judged_columns(path)
     for name, ids, count, what in (
         ("query", naming.queries, queries, "queries"),
         ("item", naming.items, items, "items"),
@@ -163,7 +160,7 @@ def open_judgements(path: Path, naming: Naming, queries: int, items: int) -> Qre
         elif columns[name].dtype.kind not in "iu" and len(columns[name]):
             raise ValueError(f"{path} names {what} by ids such as {columns[name][0]!r}: give the file of their ids")
     with contents_of(path, "no file of judgements"):
-        return Qrels(columns["query"], columns["item"], columns.get("grade", np.ones(len(columns["query"]))))
+        return Qrels(**columns)
 
 
 def _calibration_of_model(reranker: BayesReranker, model: Path) -> str:

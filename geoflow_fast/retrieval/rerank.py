@@ -407,7 +407,7 @@ class BayesReranker(nn.Module):
         pairs: EmbeddingPairs | Qrels,
         *,
         queries: Tensor | Array | None = None,
-        least_grade: float = 1.0,
+        least_grade: float | None = None,
         max_queries: int = 1000,
         progress: bool | None = None,
     ) -> Calibration:
@@ -415,9 +415,10 @@ class BayesReranker(nn.Module):
 
         At most `max_queries` queries, drawn by the seed, are searched in the gallery with their own items added, so
         that the gallery has its real size; copies of an own item are right as well. All texts of an image count as
-        right for it. Judgements (`gf.Qrels`) of `queries` [Q, d] serve as well as pairs: gallery rows of at least the
-        grade `least_grade` are right, and queries without any are left out. If fewer than 50 queries have a right item
-        in their shortlist, a ValueError is raised. `progress`: show a progress bar; by default on a terminal.
+        right for it. Judgements (`gf.Qrels`) of `queries` [Q, d] serve as well as pairs: gallery rows whose grade
+        is above 0, or at least `least_grade`, are right, and queries without any are left out. If fewer than 50 queries
+        have a right item in their shortlist, a ValueError is raised. `progress`: show a progress bar; by default on a
+        terminal.
         """
         checks.integer(max_queries, "max_queries", 1)
         if isinstance(pairs, Qrels):
@@ -472,7 +473,7 @@ class BayesReranker(nn.Module):
         )
         return KnownItems.of_task(task)
 
-    def _judged(self, qrels: Qrels, queries: object, least_grade: float, max_queries: int) -> KnownItems:
+    def _judged(self, qrels: Qrels, queries: object, least_grade: float | None, max_queries: int) -> KnownItems:
         """Queries with the gallery rows that were judged right for them. Those that share their best item are held out
         together."""
         if queries is None:

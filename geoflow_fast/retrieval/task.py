@@ -103,13 +103,14 @@ class RetrievalTask:
         qrels: Qrels,
         direction: str,
         *,
-        least_grade: float = 1.0,
+        least_grade: float | None = None,
         max_queries: int | None = None,
         seed: int = 0,
     ) -> RetrievalTask:
-        """The task in which the unit rows `queries` [Q, d] search `items` [N, d], and judgements of at least the grade
-        `least_grade` say what is right. Queries without a right item are left out; of the others at most `max_queries`
-        are drawn by `seed`. Those that share their best item count as queries of one image, that is, as dependent."""
+        """The task in which the unit rows `queries` [Q, d] search `items` [N, d], and judgements say what is right:
+        items whose grade is above 0 or, if it is given, at least `least_grade`. Queries without a right item are left
+        out; of the others at most `max_queries` are drawn by `seed`. Those that share their best item count as queries
+        of one image, that is, as dependent."""
         direction = Direction.of(direction, conditional=True)
         if not isinstance(qrels, Qrels):
             raise TypeError(f"qrels must be Qrels, got {type(qrels).__name__}")
@@ -213,15 +214,16 @@ def pair_task(
     )
 
 
-def judged_items(qrels: Qrels, queries: int, items: int, least_grade: float) -> tuple[Index, Index]:
-    """The queries for which an item has at least the grade `least_grade`, ascending [Q], and these items [Q, m], best
-    grades first, padded with -1."""
+def judged_items(qrels: Qrels, queries: int, items: int, least_grade: float | None) -> tuple[Index, Index]:
+    """The queries for which an item has a grade above 0, or at least `least_grade`, ascending [Q], and these items
+    [Q, m], best grades first, padded with -1."""
     kept = qrels.relevant(least_grade)
     for name, numbers, count in (("query", kept.query, queries), ("item", kept.item, items)):
         if len(numbers) and int(numbers.max()) >= count:
             raise ValueError(f"the judgements name {name} {int(numbers.max())}, but there are {count} rows")
     if not len(kept):
-        raise ValueError(f"no judgement has at least the grade {least_grade:g}")
+        wanted = "a grade above 0" if least_grade is None else f"at least the grade {least_grade:g}"
+        raise ValueError(f"no judgement has {wanted}")
     asking, first, counts = np.unique(kept.query, return_index=True, return_counts=True)
     column = np.arange(counts.max())
     listed = kept.item[(first[:, None] + column).clip(max=len(kept) - 1)]

@@ -43,6 +43,7 @@ def test_relevant_ones_are_sorted():
     assert same(kept, gf.Qrels([0, 3, 3, 3], [2, 1, 7, 4], [2.0, 3.0, 1.0, 1.0]))
     assert len(kept.relevant(3)) == 1
     assert len(gf.Qrels(QUERY, ITEM, GRADE).relevant(0)) == 5
+    assert gf.Qrels([0, 0, 1], [1, 2, 1], [0.5, 0.0, -1.0]).relevant().item.tolist() == [1]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_relevant_ones_are_sorted():
         ({"item": [1, 2]}, r"item must be one number for each row, \(5,\), got shape \(2,\)"),
         ({"query": [0, 1, -1, 2, 3]}, "query of row 2 is -1"),
         ({"grade": [0, 1, 2, 3, np.nan]}, "grade of row 4 is nan"),
-        ({"item": [7, 2, 7, 2, 4]}, "row 2 judges query 3 and item 7 a second time"),
+        ({"item": [7, 2, 7, 2, 4]}, "row 2 judges the query and the item of row 0 a second time"),
     ],
 )
 def test_wrong_rows_are_named(changes, words):

@@ -144,7 +144,7 @@ def test_queries_without_a_right_item_are_counted(judged, pairs):
         ({"qrels": "nowhere.parquet"}, "nowhere.parquet"),
         ({"qrels": "rows.parquet", "ids": "texts.txt"}, "120 ids, but there are 40 items"),
         ({"qrels": "other.parquet", "ids": "images.txt", "query-ids": "texts.txt"}, "no row has the id 'image 99'"),
-        ({"qrels": "none.parquet"}, "no judgement has at least the grade 1"),
+        ({"qrels": "none.parquet"}, "no judgement has a grade above 0"),
         ({"gallery": "narrow.npy"}, "texts.npy has width 8, but gallery .*narrow.npy has 5"),
         ({"queries": "narrow.npy", "gallery": "narrow.npy", "qrels": "few.parquet"}, "width 5, but the held-out"),
         ({"gallery": "none.npy"}, "none.npy is missing"),

@@ -261,6 +261,16 @@ def test_pairs_and_judgements_label_the_hits_of_rerank(tmp_path, monkeypatch, di
         assert grades.tolist() == (2.0 * np.array(expected)).tolist()
 
 
+def test_a_pair_that_is_judged_twice_is_named(tmp_path):
+    file = tmp_path / "qrels.csv"
+    asked = decisions.ResultLists(Path("x"), np.zeros((1, 2)), np.array(["q"]), np.array([["a", "b"]]))
+    file.write_text("query,item,grade\nq,a,1\nq,b,0.5\nq,a,0\n")
+    with pytest.raises(ValueError, match=r"qrels\.csv .* row 2 judges the query and the item of row 0 a second time"):
+        decisions.labels_from_qrels(asked, file)
+    file.write_text("query,item,grade\nq,b,0.5\n")
+    assert decisions.labels_from_qrels(asked, file).tolist() == [[0, 0.5]]
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -175,6 +175,8 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
         for name in ("Trust.", "Rule.")
     },
     "Trust.p_no_match": {"no_match_share": lambda: 0.3},
+    "Qrels.relevant": {"least": lambda: 1.0},
+    "BayesReranker.calibrate": {"least_grade": lambda: 1.0},
     "Trust.certify": {
         "scores": tested_scores,
         "precision": lambda: None,

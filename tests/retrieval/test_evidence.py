@@ -333,22 +333,25 @@ class TestHubs:
             other(text)
 
     def test_a_kill_between_bank_and_weights_leaves_the_earlier_calibration_whole(self, tmp_path, monkeypatch):
-        image, _ = hub_world(300, 7)
-        reranker, other = gf.BayesReranker(None, image), gf.BayesReranker(None, image)
-        earlier = reranker.calibrate(hub_pairs(300, 8))
-        path = reranker.save_calibration(tmp_path / "weights.json")
-        later = other.calibrate(hub_pairs(300, 9))
+        image, text = hub_world(60, 7)
+        banks = unit(30, 8), text
+        made = [gf.BayesReranker(None, image, bank=bank) for bank in banks]
+        for reranker in made:
+            reranker.calibration = dataclasses.replace(
+                reranker._uncalibrated(), outside=0.0, bank=reranker._bank_digest, made_for=reranker.made_for
+            )
+        path = made[0].save_calibration(tmp_path / "weights.json")
 
         def kill(*_: object) -> None:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(type(later), "save", kill)
+            patch.setattr(type(made[0].calibration), "save", kill)
             with pytest.raises(KeyboardInterrupt):
-                other.save_calibration(path)
-        assert gf.BayesReranker(None, image).load_calibration(path) == earlier
-        other.save_calibration(path)
-        assert gf.BayesReranker(None, image).load_calibration(path) == later
+                made[1].save_calibration(path)
+        assert gf.BayesReranker(None, image).load_calibration(path).bank == made[0].calibration.bank
+        made[1].save_calibration(path)
+        assert gf.BayesReranker(None, image).load_calibration(path).bank == made[1].calibration.bank
         assert len(list(tmp_path.glob("*.bank.safetensors"))) == 1
 
     def test_held_out_items_that_are_in_the_gallery_do_not_look_like_hubs(self):

@@ -193,7 +193,7 @@ class TestRelevance:
             (([0], [0], [1.0]), {}, "judgements need queries="),
             (([9], [0], [1.0]), {"queries": "some"}, "name query 9, but there are 5 rows"),
             (([0], [750], [1.0]), {"queries": "some"}, "name item 750, but there are 750 rows"),
-            (([0], [0], [0.5]), {"queries": "some"}, "no judgement has at least the grade 1"),
+            (([0], [0], [0.0]), {"queries": "some"}, "no judgement has a grade above 0"),
             (([0], [0], [1.0]), {"queries": "some"}, "only . of 1 held-out queries"),
         ],
     )
