@@ -86,7 +86,7 @@ def train(
         int | None,
         typer.Option(
             help="Training steps, of the flow unless --head is given, as in the flags below. Default: the preset's; "
-            "auto 400, or from 20,000 pairs on 3,000 to 20,000 by the machine; tiny 1,500, small 20,000, paper 120,000."
+            "auto 400, or from 20,000 pairs on 3,000 or 20,000 by the machine; tiny 1,500, small 20,000, paper 120,000."
         ),
     ] = None,
     batch_size: Annotated[int | None, typer.Option(help="Pairs per step.")] = None,

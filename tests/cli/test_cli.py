@@ -129,7 +129,9 @@ def test_help_of_train_is_grouped_and_names_defaults(run):
     assert [heading.split(";")[0].rstrip(":") for heading in headings] == [*map(str, typer_headings()), "Options"]
     words = " ".join(out.split())
     presets = ", ".join(f"{name} {getattr(gf.TrainConfig, name)().steps:,}" for name in ("tiny", "small", "paper"))
-    assert f"Default: the preset's; {presets}." in words
+    few, slow, fast = (gf.TrainConfig.auto(n, cores=k).steps for n, k in ((2000, 1), (20_000, 1), (20_000, 64)))
+    auto = f"auto {few}, or from 20,000 pairs on {slow:,} or {fast:,} by the machine"
+    assert f"Default: the preset's; {auto}; {presets}." in words
     command = typer.main.get_command(app).commands["train"]
     grouped = {parameter.name for parameter in command.params if parameter.rich_help_panel is not None}
     assert grouped == {name for names in training.GROUPS.values() for name in names.split()}
