@@ -6,7 +6,9 @@ A new public function needs no entry here: its arguments are guessed from the ta
 from __future__ import annotations
 
 import inspect
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,6 +62,18 @@ def tested_scores() -> torch.Tensor:
 def some_trust() -> gf.Trust:
     """A fitted one."""
     return gf.Trust().fit(result_scores(), normal(12, seed=3) > 0)
+
+
+def some_rule() -> gf.Rule:
+    """A rule, whether it could be certified or not."""
+    return some_trust().certify(tested_scores(), normal(12, seed=3) > 0, 0.5)
+
+
+def saved(made: gf.Trust | gf.Rule) -> Path:
+    """The file of one of these."""
+    path = Path(tempfile.mkdtemp()) / "saved.json"
+    made.save(path)
+    return path
 
 
 EXAMPLES: dict[str, Callable[[], Any]] = {
@@ -184,6 +198,8 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
         "gallery_size": lambda: 9,
     },
     "Trust.save": {"path": fresh_path},
+    "Trust.load": {"path": lambda: saved(some_trust())},
+    "Rule.load": {"path": lambda: saved(some_rule())},
     "GalleryIndex.check": {"gallery": lambda: unit(9, 5)},
 }
 """Values for parameters whose names mean something else in one function, or in those under a name."""
@@ -209,7 +225,7 @@ INSTANCES: dict[str, Callable[[], Any]] = {
     "Report": report,
     "RetrievalEntropy": lambda: gf.RetrievalEntropy(small_flow(), unit(7, IMAGE), "t2i", n_samples=2, n_steps=2),
     "RetrievalSet": retrieval_set,
-    "Rule": lambda: some_trust().certify(tested_scores(), normal(12, seed=3) > 0, 0.5),
+    "Rule": some_rule,
     "TrainConfig": gf.TrainConfig.tiny,
     "Trust": some_trust,
     "World": lambda: ALONE,

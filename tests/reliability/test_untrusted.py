@@ -297,6 +297,11 @@ def test_json_that_is_none(tmp_path, contents):
         *({"others": {"x": 1.0}}, {"others": 3}, {"others": {"hub": "1"}}, {"platt": [1.0]}, {"platt": 2.0}),
         *({"rungs": [{"name": "x"}]}, {"rungs": 1}, {"cheap": {"weights": {}}}, {"cheap": 1}, {"bank": 3}),
         *({"hub_scale": "a"}, {"cheap": {"weights": {"outside": None}, "platt": None, "gaps": [0.0, 1.0]}}),
+        *({"rest": "1"}, {"relevance": [1.0]}, {"relevance": ["a", 1.0, 2.0]}, {"no_match": 1}),
+        *(
+            {"no_match": {"weights": {"x": 1.0}, "loss": 0.5}},
+            {"no_match": {"weights": {"constant": "1"}, "loss": 0.5}},
+        ),
     ],
     ids=str,
 )
@@ -305,6 +310,7 @@ def test_a_calibration_of_the_wrong_types(tmp_path, change):
     good = {"alpha": 1.0, "beta": 0.0, "outside": 0.0, "stderr": [0.1, 0.1, 0.1], "nll": 1.0, "nll_stderr": 0.1}
     good |= {"queries": 60, "reached": 55, "right_per_query": 1.0, "made_for": {}, "pairs": ""}
     good |= {"others": {}, "hub_scale": 0.0, "platt": None, "rungs": [], "cheap": None, "bank": ""}
+    good |= {"rest": None, "relevance": None, "no_match": None}
     path.write_text(json.dumps({"kind": KIND, "version": VERSION, **good}))
     assert gf.Calibration.load(path, {}).alpha == 1.0
     path.write_text(json.dumps({"kind": KIND, "version": VERSION, **good, **change}))
