@@ -501,13 +501,13 @@ class TestBayesVLM:
             half = torch.from_numpy(source.image.parts[0])[: count // 2]
             parts[name] = half, torch.from_numpy(source.text.parts[0])
             write_activations(tmp_path / name, baselines.Activations.from_arrays(*parts[name], source.projections))
-        words = ["evaluate", "--pairs", tmp_path / "test", "--held-out", tmp_path / "test", "--out", tmp_path / "out"]
+        words = ["evaluate", "--pairs", tmp_path / "test", "--held-out", tmp_path / "train", "--out", tmp_path / "out"]
         words += ["--train", tmp_path / "train", "--methods", "bayesvlm,margin", "--resamples", "0"]
         result = CliRunner().invoke(app, [str(word) for word in words])
         assert result.exit_code == 0, f"{result.output}\n{result.exception!r}"
         method = baselines.BayesVLM(5, 5).set_activations(tmp_path / "train")
-        train, test = (gf.EmbeddingPairs.open(tmp_path / name) for name in ("train", "test"))
-        method.fit(train, test)
+        train = gf.EmbeddingPairs.open(tmp_path / "train")
+        method.fit(train, train)
         for direction, queries, items in (("t2i", *parts["test"][::-1]), ("i2t", *parts["test"])):
             path = tmp_path / "out" / "scores" / f"bayesvlm_{direction}.parquet"
             scores = torch.tensor(parquet.read_columns(path)["uncertainty"])

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+import geoflow_fast as gf
 from geoflow_fast.encoders import open_clip
 from tests.cli.test_cli import desk, run  # noqa: F401, fixtures
 
 SCORED = ["--model", "flow", "--queries", "texts.npy", "--gallery", "images.npy"]
-PAIRS = ["--pairs", "pairs", "--held-out", "pairs"]
+PAIRS = ["--pairs", "pairs", "--held-out", "held_out"]
 NEEDS = [
     ("matplotlib", "eval", ["entropy", *SCORED, "--plot", "out/plot.png", "--out", "out/scores.parquet"]),
     ("matplotlib", "eval", ["evaluate", *PAIRS, "--out", "out"]),
@@ -34,6 +35,7 @@ def test_a_missing_package_is_named_before_any_work(run, desk, monkeypatch, modu
     (desk / "photos").mkdir()
     Image.new("RGB", (4, 4)).save(desk / "photos/a.png")
     (desk / "photos/a.txt").write_text("black")
+    gf.EmbeddingPairs.open(desk / "pairs").subset(range(40)).save(desk / "held_out")
     for name in [name for name in sys.modules if name == module or name.startswith(f"{module}.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, module, None)
