@@ -67,7 +67,7 @@ class HeldOutPairs:
     """All images that there were; 0 if the held-out pairs came from a folder of their own."""
     seed: int
     fingerprint: str
-    """Of the pairs as they were found, to be compared when a run is continued."""
+    """The fingerprint of the pairs as they were read, which is compared when a run is continued."""
 
     def __str__(self) -> str:
         texts = "" if self.pairs == self.images else f" with {self.pairs:,} texts"
