@@ -148,8 +148,8 @@ class Trust:
         `no_match_share` is the share of the traffic whose right item is missing, beyond what the judged queries hold of
         this; for these every answer is wrong. It is stood for by the judged queries with their right items taken out.
         "estimate" bounds the share from `unlabelled` lists [m, k] of live queries, which must be a mixture of queries
-        like the judged ones and of ones without a match. If labels [n] do not say where else the right item is, the
-        place is assumed that makes the rule most willing to answer.
+        like the judged ones and of ones without a match; that bound is exact only for many queries. If labels [n] do
+        not say where else the right item is, the place is assumed that makes the rule most willing to answer.
 
         `precision=0.9` in place of `max_error` makes a rule for `rule.show`: hits are shown such that, on average over
         the queries that are shown something, at least this share of the hits is relevant; labels must be [n, k].
