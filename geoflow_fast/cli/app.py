@@ -17,7 +17,8 @@ app.add_typer(evaluate.app, name="evaluate")
 
 @app.callback(
     invoke_without_command=True,
-    epilog="Exit status: 0 done, 2 bad input, 130 interrupted, 143 terminated. --config reads flags from a TOML file.",
+    epilog="Exit status: 0 done, 2 bad input, 3 a guarantee no longer holds (watch), 130 interrupted, 143 terminated. "
+    "--config reads flags from a TOML file.",
 )
 def _about(
     context: typer.Context,

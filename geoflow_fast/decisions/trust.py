@@ -141,6 +141,7 @@ class Trust:
         encoder: str | None = None,
         gallery_size: int | None = None,
         hits: Table | None = None,
+        rows: Table | None = None,
     ) -> Rule:
         """A rule whose answers are wrong in at most a share `max_error`, with the stated `confidence`.
 
@@ -159,7 +160,8 @@ class Trust:
         `no_match_share` then has to hold within each group, not only in all traffic; shares that are to be estimated
         need a call for each group, with the live lists of that group. `encoder` and `gallery_size` are kept with the
         rule, which then refuses other ones. The rule keeps the lists, too, and the ids of the `hits` [n, k] if given,
-        so that `gf.watch` can tell when live queries are no longer like these. The tests are exact binomial ones, for
+        so that `gf.watch` can tell when live queries are no longer like these; `rows` [n] are the numbers of the
+        queries in a larger file of judged ones. The tests are exact binomial ones, for
         precision the bounds of Hoeffding and Bentkus, in a fixed order of thresholds.
         """
         for name, value in (("max_error", max_error), ("confidence", confidence)):
@@ -187,9 +189,9 @@ class Trust:
         )
         certificates, shares = {}, []
         for name in sorted(set(names.tolist())):
-            rows = names == name
-            part = None if known.relevant is None else known.relevant[rows]
-            certificate, covered = certifier(results.scores[rows], numbers[rows], known.first[rows], part)
+            own = names == name
+            part = None if known.relevant is None else known.relevant[own]
+            certificate, covered = certifier(results.scores[own], numbers[own], known.first[own], part)
             certificates[name] = certificate
             shares.append(covered)
         return Rule(
@@ -210,6 +212,7 @@ class Trust:
                 known.first,
                 known.relevant,
                 share=certifier.score_share,
+                row=None if rows is None else inputs.rows_of(rows, n),
                 hits=None if hits is None else inputs.hits_of(hits, results),
             ),
         )

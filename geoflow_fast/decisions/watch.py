@@ -31,8 +31,9 @@ PARTS = {MISSING: 2.0, SCORES: 1.0, HITS: 1.0, EMBEDDINGS: 1.0}
 """What is compared, and in which proportion the probability of a false alarm is divided."""
 FURTHEST = 4.0
 """Standardised scores further out count as this, before they are squared."""
-FEWEST = 50
-"""A threshold is not carried over to live queries if fewer calibration queries stand for them."""
+FEWEST, COVERED = 50, 0.5
+"""A threshold is not carried over to live queries if fewer calibration queries, or queries for a smaller share of the
+live ones, stand for them."""
 TO_LABEL = 50
 MOST_HITS = 20
 """Hits of each list whose items are compared."""
@@ -44,6 +45,8 @@ class Overlap:
 
     effective: float
     """Effective number of calibration queries: as many equally weighted ones would be worth as much."""
+    covered: float
+    """The share of the live queries that they stand for; where it is small, the others are unlike all judged ones."""
     kept: int
     """Queries that were kept, each with a probability proportional to its weight: a sample of live-like queries."""
     certificate: Certificate | None
@@ -55,7 +58,10 @@ class Overlap:
         if self.effective == 0:
             return "thresholds are carried over for rules about answers only"
         if self.certificate is None:
-            return f"not enough overlap: the judged queries count as {self.effective:.0f} like the live ones"
+            return (
+                f"not enough overlap: the judged queries stand for {self.covered:.0%} of the live ones and count as "
+                f"{self.effective:.0f}"
+            )
         if not math.isfinite(self.certificate.threshold):
             return f"no threshold can be certified from the {self.kept} judged queries that look live"
         return (
@@ -239,10 +245,10 @@ def watch(
         looks.append(watcher.look(number, log, max(0, end - window), end, alarmed=known))
         if not known and looks[-1].p_value <= false_alarms:
             alarm = looks[-1]
-    return watcher.health(looks, alarm, log, _changed(rule, encoder, gallery_size))
+    return watcher.health(looks, alarm, log, changed_search(rule, encoder, gallery_size))
 
 
-def _changed(rule: Rule, encoder: str | None, gallery_size: int | None) -> str | None:
+def changed_search(rule: Rule, encoder: str | None, gallery_size: int | None) -> str | None:
     """In what the search is known to differ from the one that the rule was made for."""
     for name, own, given in (("encoder", rule.encoder, encoder), ("gallery size", rule.gallery_size, gallery_size)):
         if own is not None and given is not None and own != given:
@@ -402,7 +408,7 @@ class Watcher:
         weights. Among the queries that are kept, errors are binomial, and an exact test can be done."""
         rule, reference = self.rule, self.reference
         if rule.unit != ANSWERS:
-            return Overlap(0.0, 0, None)
+            return Overlap(0.0, 0.0, 0, None)
         sure = share - 2 * share_error > rule.no_match_share
         allowed = min(1.0, share + 2 * share_error) if sure else rule.no_match_share
         missing = rng.random(len(reference)) < allowed
@@ -414,10 +420,11 @@ class Watcher:
         weight = self._weights(pool, part, rng)
         effective = float(weight.sum() ** 2 / (weight**2).sum())
         kept = rng.random(len(weight)) * weight.max() < weight
-        if min(effective, float(kept.sum())) < FEWEST:
-            return Overlap(effective, int(kept.sum()), None)
+        covered = min(1.0, float(weight.mean()))
+        if min(effective, float(kept.sum())) < FEWEST or covered < COVERED:
+            return Overlap(effective, covered, int(kept.sum()), None)
         p = self._p_answer(pool.heads, pool.features)
-        return Overlap(effective, int(kept.sum()), _certified(rule, p, pool.right, kept))
+        return Overlap(effective, covered, int(kept.sum()), _certified(rule, p, pool.right, kept))
 
     def _weights(self, pool: Reference, part: Log, rng: np.random.Generator) -> Floats:
         """How much more frequent each query of the pool is in the log, by classifiers that have not seen it."""
@@ -443,10 +450,10 @@ def _certified(rule: Rule, p: Floats, right: Bools, kept: Bools) -> Certificate:
 
 
 def _likely(scores: Floats, live: Bools) -> Floats:
-    """Odds [n] of being live, by a logistic regression on out-of-fold scores [n, views], in units of their mean."""
+    """How much more frequent [n] queries are in the log than among the judged ones, by a logistic regression on scores
+    out of fold [n, views]."""
     logit = logits(scores, fit_logistic(scores, live))
-    odds = np.exp(logit - logit[~live].max())
-    return np.asarray(odds / odds[~live].mean())
+    return np.asarray(np.exp(np.clip(logit, -50, 50)) * float((~live).sum()) / float(live.sum()))
 
 
 def _odds(drifts: Sequence[Drift], judged: int) -> Floats:
