@@ -14,6 +14,7 @@ from geoflow_fast.cli.embeddings import ImageIndexFlag, ImagesFlag, NormalizeFla
 if TYPE_CHECKING:
     from geoflow_fast.decisions.rules import Rule
     from geoflow_fast.decisions.trust import Trust
+    from geoflow_fast.decisions.watch import Health
     from geoflow_fast.jobs.decisions import ResultLists
 
 app = Commands()
@@ -93,7 +94,7 @@ def trust(
 
     check_open_interval(no_match_share, "no_match_share")
     lists = decisions.open_lists(scores, column)
-    known, _ = _known(lists, labels, (pairs, images, texts, image_index, normalize), qrels, direction)
+    known, _ = known_hits(lists, labels, (pairs, images, texts, image_index, normalize), qrels, direction)
     if known is None:
         judge = Trust.load(fitted)
         if out is None:
@@ -168,7 +169,7 @@ def threshold(
     from geoflow_fast.jobs import decisions
 
     lists = decisions.open_lists(scores, column)
-    known, image = _known(lists, labels, (pairs, images, texts, image_index, normalize), qrels, direction)
+    known, image = known_hits(lists, labels, (pairs, images, texts, image_index, normalize), qrels, direction)
     left_out = 0
     made_with = {"encoder": encoder, "gallery_size": gallery_size}
     if known is None:
@@ -198,6 +199,7 @@ def threshold(
     groups={
         "What is compared": "column embeddings judged_embeddings encoder gallery_size",
         "Looks": "window every false_alarms seed overwrite",
+        "Page": "page captions",
     },
     epilog="Example: geoflow watch --rule rule.json --queries log.parquet --out health.parquet || mail -s drift me",
 )
@@ -223,6 +225,12 @@ def watch(
     false_alarms: Annotated[
         float, typer.Option(help="Probability of an alarm, ever, if nothing changes; p-values are corrected for it.")
     ] = 0.05,
+    page: Annotated[
+        Path | None, typer.Option(help="HTML page of the latest queries, those first that are unlike the judged ones.")
+    ] = None,
+    captions: Annotated[
+        Path | None, typer.Option(help="For --page: words of the log's queries, .txt, .parquet or .parquet:COLUMN.")
+    ] = None,
     seed: SeedFlag = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite/--no-overwrite", help="Begin with the first look.")] = False,
     as_json: JsonFlag = False,
@@ -239,6 +247,8 @@ def watch(
         column, embeddings, judged_embeddings, encoder, gallery_size, window, every, false_alarms, seed
     )
     watched = watch_file(rule, queries, out, settings, overwrite=overwrite)
+    if page is not None and watched.health is not None:
+        _write_changed(queries, rule, watched.health, captions, page)
     if as_json:
         print_json(watched.facts())
     else:
@@ -258,7 +268,16 @@ def watch(
         raise typer.Exit(NO_LONGER_HOLDS)
 
 
-def _known(
+def _write_changed(log: Path, rule: Path, health: Health, captions: Path | None, page: Path) -> None:
+    """Writes the page of the queries of the last look."""
+    from geoflow_fast.explore import sources
+    from geoflow_fast.explore.page import write_page
+
+    words = sources.described([] if captions is None else [captions], "text")
+    write_page(sources.changed_queries(sources.Run.open(log, rule), health, words, sources.Described()), page)
+
+
+def known_hits(
     lists: ResultLists, labels: Path | None, pairs: tuple[Any, ...], qrels: Path | None, direction: str
 ) -> tuple[Any | None, Any]:
     """What is known about the hits, from the one source that is given; None without any. Also returns the image [n] of

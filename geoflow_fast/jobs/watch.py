@@ -106,7 +106,7 @@ def watch_file(rule: Path, log: Path, out: Path, settings: WatchSettings, *, ove
         seed=settings.seed,
     )
     rows = [_row(look, health, since, made_by, lists) for look in health.looks]
-    columns = {name: np.array([row[name] for row in rows], _kind(rows[0][name])) for name in rows[0]}
+    columns: dict[str, Array] = {name: np.array([row[name] for row in rows], _kind(rows[0][name])) for name in rows[0]}
     table = {name: np.concatenate((table[name], new)) if before else new for name, new in columns.items()}
     watched = Watched(lists, health, table, len(lists.scores) - health.last.end, changed)
     _write(out, watched)
