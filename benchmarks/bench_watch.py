@@ -137,9 +137,12 @@ def first_alarm(rule: gf.Rule, judged: Found, log: Found, views: str, seed: int)
     watcher = Watcher(rule, rule.reference, embeddings, FALSE_ALARMS, None, seed)
     for number in range(1, n // EVERY + 1):
         end = number * EVERY
-        look = watcher.look(number, own, max(0, end - WINDOW), end)
-        if look.p_value <= FALSE_ALARMS:
-            return end, min(look.drifts, key=lambda each: each.corrected).view
+        rng = np.random.default_rng((seed, number))
+        strongest = min(
+            watcher.drifts(number, own.part(max(0, end - WINDOW), end), rng), key=lambda each: each.corrected
+        )
+        if strongest.corrected <= FALSE_ALARMS:
+            return end, strongest.view
     return None, ""
 
 

@@ -18,9 +18,8 @@ RIDGE = 0.1
 WIDEST = 64
 """Wider rows are replaced by this many of their principal components."""
 ENOUGH = 8
-"""Drawing permutations ends when so many have reached the observed AUROC: the p-value is then far from small."""
-SURE = 3
-"""At most so many permutations are drawn that this many would reach an AUROC at the edge of an alarm."""
+"""Drawing permutations ends when so many have reached the observed AUROC, and at the latest when this many would reach
+an AUROC at the edge of an alarm."""
 SPENDING, HEAD_START = 1.5, 4
 """The k-th look may raise a false alarm with a probability proportional to (k + HEAD_START) ** -SPENDING."""
 BATCH = 256
@@ -69,30 +68,40 @@ def drift_between(
     part: float,
     false_alarms: float,
     rng: np.random.Generator,
+    enough: int = ENOUGH,
 ) -> Drift:
     """Tests whether `live` rows [n] differ from the others. `part` of the probability of a false alarm belongs to this
     test; the p-value is corrected by it."""
+
+    def auroc_of(labels: Floats) -> Floats:
+        if isinstance(classifier, GivenScore):
+            return classifier.auroc(labels)
+        return _auroc(classifier(labels), labels, folds)
+
     labels = live.astype(np.float64)
-    score = classifier(labels[None])
-    observed = float(_auroc(score, labels[None], folds)[0])
-    most = int(np.ceil(SURE / (false_alarms * part)))
-    p_value = _permutation_p_value(classifier, labels, observed, folds, most, rng)
-    return Drift(view, observed, p_value, min(1.0, p_value / part), score[0])
+    observed = float(auroc_of(labels[None])[0])
+    most = int(np.ceil(enough / (false_alarms * part)))
+    p_value = _permutation_p_value(auroc_of, labels, observed, enough, most, rng)
+    return Drift(view, observed, p_value, min(1.0, p_value / part), classifier(labels[None])[0])
 
 
 def _permutation_p_value(
-    classifier: OutOfFold, labels: Floats, observed: float, folds: Folds, most: int, rng: np.random.Generator
+    auroc_of: Callable[[Floats], Floats],
+    labels: Floats,
+    observed: float,
+    enough: int,
+    most: int,
+    rng: np.random.Generator,
 ) -> float:
-    """The p-value of Besag and Clifford: permutations are drawn until `ENOUGH` of them have reached the observed AUROC,
+    """The p-value of Besag and Clifford: permutations are drawn until `enough` of them have reached the observed AUROC,
     or `most` are drawn. It is exact: at most p with probability at most p."""
     drawn = reached = 0
     size = 4 * ENOUGH
     while drawn < most:
         size = min(2 * size, BATCH, most - drawn)
-        permuted = rng.permuted(np.tile(labels, (size, 1)), axis=1)
-        above = np.flatnonzero(_auroc(classifier(permuted), permuted, folds) >= observed - 1e-12)
-        if reached + len(above) >= ENOUGH:
-            return ENOUGH / (drawn + int(above[ENOUGH - reached - 1]) + 1)
+        above = np.flatnonzero(auroc_of(rng.permuted(np.tile(labels, (size, 1)), axis=1)) >= observed - 1e-12)
+        if reached + len(above) >= enough:
+            return enough / (drawn + int(above[enough - reached - 1]) + 1)
         reached, drawn = reached + len(above), drawn + size
     return (reached + 1) / (drawn + 1)
 
@@ -130,13 +139,22 @@ def linear_classifier(columns: Floats, folds: Folds) -> OutOfFold:
     return out_of_fold
 
 
-def given_score(score: Floats) -> OutOfFold:
-    """A score [n] that was learned elsewhere, so that no label is needed for it."""
+class GivenScore:
+    """A score [n] that was learned elsewhere, so that all rows can be compared with each other."""
 
-    def out_of_fold(labels: Floats) -> Floats:
-        return np.tile(score, (len(labels), 1))
+    def __init__(self, score: Floats) -> None:
+        from scipy import stats
 
-    return out_of_fold
+        self.score, self.ranks = score, stats.rankdata(score)
+
+    def __call__(self, labels: Floats) -> Floats:
+        return np.tile(self.score, (len(labels), 1))
+
+    def auroc(self, labels: Floats) -> Floats:
+        """The AUROC [B] for labels [B, n]; a tie counts half."""
+        positive = labels.sum(1)
+        won = labels @ self.ranks - positive * (positive + 1) / 2
+        return np.asarray(won / np.maximum(positive * (labels.shape[1] - positive), 1))
 
 
 def estimator_classifier(estimator: Any, columns: Floats, folds: Folds) -> OutOfFold:

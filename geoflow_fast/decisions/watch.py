@@ -27,7 +27,7 @@ from geoflow_fast.runtime import checks
 
 WINDOW, EVERY, FALSE_ALARMS = 500, 100, 0.05
 MISSING, SCORES, HITS, EMBEDDINGS = "missing items", "scores", "hits", "embeddings"
-PARTS = {MISSING: 2.0, SCORES: 1.0, HITS: 1.0, EMBEDDINGS: 1.0}
+PARTS = {MISSING: 3.0, SCORES: 1.0, HITS: 1.0, EMBEDDINGS: 1.0}
 """What is compared, and in which proportion the probability of a false alarm is divided."""
 FURTHEST = 4.0
 """Standardised scores further out count as this, before they are squared."""
@@ -303,7 +303,7 @@ class Watcher:
     def look(self, number: int, log: Log, start: int, end: int, *, alarmed: bool = False) -> Look:
         """The `number`-th look, at the rows from `start` to `end`; after an alarm it is the first for itself."""
         part, rng = log.part(start, end), np.random.default_rng((self.seed, number))
-        drifts = self._drifts(1 if alarmed else number, part, rng)
+        drifts = self.drifts(number, part, rng, alarmed=alarmed)
         p = self._p_answer(part.heads, part.features)
         answered = p >= part.threshold
         expected, stderr = self._expected(p)
@@ -347,12 +347,16 @@ class Watcher:
         lowest = min(each.threshold for each in self.rule.certificates.values())
         return _mean(1 - self.p_judged[self.p_judged >= lowest])
 
-    def _drifts(self, number: int, part: Log, rng: np.random.Generator) -> tuple[Drift, ...]:
+    def drifts(self, number: int, part: Log, rng: np.random.Generator, *, alarmed: bool = False) -> tuple[Drift, ...]:
+        """What the classifiers of the `number`-th look say; after an alarm a look is the first for itself, and fewer
+        permutations will do."""
         live = np.arange(len(self.reference) + len(part.heads)) >= len(self.reference)
         folds = drift.folds_of(len(live), rng)
         views = self._views(part, folds)
-        own = drift.spending(number) / sum(PARTS[name] for name in views)
+        own = drift.spending(1 if alarmed else number) / sum(PARTS[name] for name in views)
         settings: dict[str, Any] = {"false_alarms": self.false_alarms, "rng": rng}
+        if alarmed:
+            settings["enough"] = 1
         return tuple(
             drift.drift_between(name, classify, live, folds, part=own * PARTS[name], **settings)
             for name, classify in views.items()
@@ -366,8 +370,8 @@ class Watcher:
 
         heads = np.concatenate((self.reference.heads, part.heads))
         features = np.concatenate((self.reference.features, part.features))
-        views = {
-            MISSING: drift.given_score(self._signals(heads, features)),
+        views: dict[str, drift.OutOfFold] = {
+            MISSING: drift.GivenScore(self._signals(heads, features)),
             SCORES: classifier_of(self._columns(heads, features)),
         }
         if self.reference.hits is not None and part.hits is not None:

@@ -149,7 +149,7 @@ def cards(explored: Explored) -> list[dict[str, str]]:
         {
             "name": "first hits expected to be right",
             "value": f"{p.mean():.0%}" if n else "–",
-            "note": f"mean probability, +- {error:.1%}" if n else "no query",
+            "note": f"mean probability, ± {error:.1%}" if n else "no query",
         },
     ]
     if explored.right is not None and n:

@@ -149,7 +149,7 @@ def test_many_ties_raise_no_alarm():
     for classify in (
         drift.linear_classifier(np.ones((600, 4)), folds),
         drift.item_classifier(np.zeros((600, 3), np.int64), folds),
-        drift.given_score(np.ones(600)),
+        drift.GivenScore(np.ones(600)),
     ):
         found = drift.drift_between("x", classify, live, folds, part=0.05, false_alarms=0.05, rng=rng)
         assert found.p_value > 0.01

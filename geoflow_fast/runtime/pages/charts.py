@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 WIDTH, HEIGHT = 640.0, 260.0
-LEFT, RIGHT, TOP, BOTTOM = 46.0, 12.0, 12.0, 40.0
+LEFT, RIGHT, TOP, BOTTOM = 46.0, 12.0, 12.0, 46.0
 POINTS = 200
 """Points of a curve, at most."""
 

@@ -34,7 +34,7 @@
       bold(percent(risk, 1)), " of the answers are expected to be wrong"];
     if (D.right && count) {
       const spread = Math.sqrt(judgedWrong[count] * (count - judgedWrong[count]) / count) / count;
-      parts.push(", ", bold(percent(judgedWrong[count] / count, 1)), ` were (+- ${percent(1.96 * spread, 1)})`);
+      parts.push(", ", bold(percent(judgedWrong[count] / count, 1)), ` were (± ${percent(1.96 * spread, 1)})`);
     }
     parts.push(".");
     const rule = D.certified;
