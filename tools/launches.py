@@ -477,8 +477,8 @@ def reranking(n_queries: int) -> Count:
 
     def make() -> Callable[[Tensor], object]:
         reranker = gf.BayesReranker(paper_flow(), fake_rows(ITEMS, 1024), direction="t2i", shortlist=32, n_steps=6)
-        found = torch.arange(n_queries * 32, device="cpu").view(n_queries, 32)
-        return lambda queries: reranker(queries, candidates=found)
+        candidates = torch.arange(n_queries * 32, device="cpu").view(n_queries, 32)
+        return lambda queries: reranker(queries, candidates=candidates)
 
     return _call(n_queries, make)
 
