@@ -20,6 +20,7 @@ from torch import Tensor
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.decisions.rules import EVERYBODY, Rule
 from geoflow_fast.decisions.trust import Trust
+from geoflow_fast.directions import Direction
 from geoflow_fast.explore import sources
 from geoflow_fast.explore.page import Explored, Items, write_page
 from geoflow_fast.head.model import PosteriorHead
@@ -52,15 +53,34 @@ class Story:
     """How many queries after the change the alarm came; None if it did not."""
     rungs: list[dict[str, object]]
 
+    def summary(self) -> dict[str, object]:
+        """The numbers of the story in a form that can be written as JSON."""
+        own = self.rule.certificates[EVERYBODY]
+        return {
+            "max_error": self.rule.max_error,
+            **own.as_json(),
+            "verdict": self.watched.verdict,
+            "noticed_after": self.noticed,
+            "rungs": self.rungs,
+        }
+
     @property
-    def tiles(self) -> list[tuple[str, str, str]]:
+    def tiles(self) -> list[dict[str, str]]:
         """The story as a score card."""
         own = self.rule.certificates[EVERYBODY]
         when = "not noticed" if self.noticed is None else f"after {self.noticed} queries"
+        missing = f"{MISSING:.0%} of them then ask for something that is missing"
+        wrong = f"{own.error:.0%} wrong in the test" if self.rule.certified else "nothing could be certified"
         return [
-            ("guaranteed error", f"at most {MAX_ERROR:.0%}", f"at {self.rule.confidence:.0%} confidence"),
-            ("answered at this error", f"{own.answered:.0%}", f"{own.error:.0%} wrong in the test"),
-            ("a change of the queries is noticed", when, f"{MISSING:.0%} then ask for something that is missing"),
+            {
+                "name": "guaranteed error of a live search",
+                "value": f"at most {self.rule.max_error:.0%}",
+                "note": f"at {self.rule.confidence:.0%} confidence",
+                "tone": "good" if self.rule.certified else "bad",
+                "id": "",
+            },
+            {"name": "answered at this error", "value": f"{own.answered:.0%}", "note": wrong, "tone": "", "id": ""},
+            {"name": "a change of the queries is noticed", "value": when, "note": missing, "tone": "", "id": ""},
         ]
 
 
@@ -70,8 +90,8 @@ def tell(world: ClipWorld, head: PosteriorHead, pairs: EmbeddingPairs, seed: int
     there = world.sample_captioned(ITEMS, CAPTIONS, generator=generator)
     missing = world.sample_captioned(CHANGED, 1, generator=generator)
     image, text, _ = world.sample(HELD_OUT, generator=generator)
-    bank = typical_queries(pairs, "t2i", BANK, seed)
-    ladder = BayesReranker(None, there.image, "t2i", SHORTLIST, seed=seed, head=head, bank=bank)
+    bank = typical_queries(pairs, Direction.T2I, BANK, seed)
+    ladder = BayesReranker(None, there.image, Direction.T2I, SHORTLIST, seed=seed, head=head, bank=bank)
     ladder.calibrate(EmbeddingPairs.from_arrays(image, text), progress=False)
     order = torch.randperm(len(there.text), generator=generator, device="cpu")[: FITTED + CERTIFIED + QUIET + CHANGED]
     gone = torch.zeros(len(order), dtype=torch.bool, device="cpu")
@@ -152,8 +172,8 @@ def _write_page(
     scenes = [int(there.scene[int(each)]) for each in page.items.ids]
     items = Items(page.items.ids, page.items.captions, [_picture(world, scene) for scene in scenes])
     lead = (
-        f"{len(words):,} live captions search {ITEMS} images of a made-up world. The pictures stand for scenes: a group "
-        f"has a colour, a concept a pattern. From query {QUIET} on, {MISSING:.0%} of the captions ask for images that "
+        f"{len(words):,} live captions search {ITEMS} images of a made-up world. Pictures stand for scenes: groups "
+        f"have a colour, concepts a pattern. From query {QUIET} on, {MISSING:.0%} of the captions ask for images that "
         "are not there."
     )
     state = sources.Run.open(folder).verdict
