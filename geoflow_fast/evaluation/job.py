@@ -270,8 +270,10 @@ def _show_comparison(page: Report, where: str, results: Sequence[Result]) -> Non
         charts.risk_coverage(curves),
         f"{where}: the share of wrong answers of plain search if only the most certain queries are answered.",
     )
-    missing = [math.nan, math.nan]
-    rows = [(each.title, each.numbers["auroc"], *each.intervals.get("auroc", missing)) for each in ranked]
+    rows = []
+    for each in ranked:
+        low, high = each.intervals.get("auroc", [math.nan, math.nan])
+        rows.append((each.title, each.numbers["auroc"], low, high))
     page.intervals(
         charts.whiskers(rows, None if chosen is None else chosen.title),
         f"{where}: AUROC, the probability that a wrong answer is less certain than a right one.",

@@ -159,6 +159,9 @@ def cards(explored: Explored) -> list[dict[str, str]]:
     rule = explored.certified
     if rule is None:
         tiles.append({"name": "guarantee", "value": "none", "note": "give a rule of `geoflow threshold`"})
+    elif explored.verdict is not None and not explored.verdict[1]:
+        lost = f"at most {rule.max_error:.0%} was certified, for queries unlike these"
+        tiles.append({"name": "guaranteed error", "value": "no longer", "note": lost, "tone": "bad"})
     elif math.isfinite(rule.threshold):
         tiles.append(
             {
@@ -220,6 +223,7 @@ def data(explored: Explored) -> dict[str, Any]:
             for each in explored.marked
             if len(each.rows)
         ],
+        "holds": explored.verdict is None or explored.verdict[1],
         "certified": None
         if explored.certified is None or not math.isfinite(explored.certified.threshold)
         else vars(explored.certified),

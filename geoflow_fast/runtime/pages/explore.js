@@ -38,7 +38,8 @@
     }
     parts.push(".");
     const rule = D.certified;
-    if (rule) parts.push(value >= rule.threshold - 5e-4
+    if (rule && !D.holds) parts.push(` ${percent(rule.max_error)} were certified at ${rule.threshold.toFixed(3)}, but these queries are no longer like those.`);
+    else if (rule) parts.push(value >= rule.threshold - 5e-4
       ? ` At least as strict as the certified rule: at most ${percent(rule.max_error)} wrong, guaranteed.`
       : " Looser than the certified rule: no guarantee.");
     $("outcome").replaceChildren(...parts);
