@@ -25,7 +25,7 @@ MOST_HITS = 16_384
 ROUNDING = 1e-3
 """By how much a cosine may exceed 1 and a list may rise: what half precision does to either."""
 NEAR_ENOUGH = 0.25
-"""By how much norms may differ from 1, and scores from the cosines of their vectors: compression does that to either."""
+"""By how much norms may differ from 1, and scores from the cosines of their vectors, as those of compressed ones do."""
 CHECKED_HITS = 8
 """Hits of the first answer whose vectors are fetched to see whether scores are what the metric says."""
 Id = Hashable
@@ -188,7 +188,7 @@ class CheckedStore(ABC):
         if off[middle] > NEAR_ENOUGH:
             raise ValueError(
                 f"{self.name} gives the id {ids[middle]!r} the cosine {hits.scores[0, middle]:.3f} by its scores, but "
-                f"{cosines[middle]:.3f} by its vector: its metric is not {self.metric.name}, or it searches too coarsely"
+                f"{cosines[middle]:.3f} by its vector: its metric is not {self.metric.name}, or it searches coarsely"
             )
         self._is_checked = True
 

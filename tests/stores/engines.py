@@ -159,7 +159,7 @@ def running_postgres() -> Iterator[str]:
     folder = Path(tempfile.mkdtemp(prefix="geoflow_postgres_"))
     shutil.chown(folder, user)
     as_user: dict[str, Any] = {"user": user} if os.geteuid() == 0 else {}
-    data, log = folder / "data", open(folder / "log", "wb")
+    data, log = folder / "data", (folder / "log").open("wb")
     setup = [programs / "initdb", "-D", data, "--username=tester", "--auth=trust", "--no-sync", "--encoding=UTF8"]
     subprocess.run(setup, check=True, stdout=log, stderr=log, cwd=folder, **as_user)
     with socket.socket() as probe:

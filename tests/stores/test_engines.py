@@ -113,14 +113,14 @@ def test_queries_of_another_width_are_refused(engines, engine):
         store.search(unit_rows(2, DIM + 1), 3)
 
 
-def test_metrics_without_cosines_are_refused(engines):
+def test_metrics_without_cosines_are_refused():
     import faiss
 
     with pytest.raises(ValueError, match="no cosine follows"):
         stores.FaissStore(faiss.IndexFlat(DIM, faiss.METRIC_L1))
 
 
-def test_qdrant_collections_without_cosines(engines):
+def test_qdrant_collections_without_cosines():
     require("qdrant")
     from qdrant_client import QdrantClient, models
 
@@ -132,7 +132,7 @@ def test_qdrant_collections_without_cosines(engines):
     plain = models.VectorParams(size=DIM, distance=models.Distance.COSINE)
     late = models.VectorParams(size=DIM, distance=models.Distance.COSINE, multivector_config=several)
     client.create_collection("named", vectors_config={"image": plain, "words": late})
-    with pytest.raises(ValueError, match="using=None names no vectors of .* image, words"):
+    with pytest.raises(ValueError, match=r"using=None names no vectors of .* image, words"):
         stores.QdrantStore(client, "named")
     with pytest.raises(ValueError, match="several vectors for each point"):
         stores.QdrantStore(client, "named", using="words")
@@ -146,7 +146,7 @@ def test_qdrant_collections_without_cosines(engines):
         stores.QdrantStore(client, "absent")
 
 
-def test_faiss_indexes_that_compress_take_rows_and_ids(engines):
+def test_faiss_indexes_that_compress_take_rows_and_ids():
     import faiss
 
     rows, names = unit_rows(600, DIM), [uuid.UUID(int=number) for number in range(600)]
@@ -211,7 +211,7 @@ def test_milvus_collections_without_cosines(tmp_path):
     client.create_collection("named", schema=schema, index_params=indexes)
     rows = unit_rows(9, DIM)
     client.insert("named", [{"name": f"n{k}", "image": row, "words": row} for k, row in enumerate(rows.tolist())])
-    with pytest.raises(ValueError, match="field=None names no float vectors of .* image, words"):
+    with pytest.raises(ValueError, match=r"field=None names no float vectors of .* image, words"):
         stores.MilvusStore(client, "named")
     with pytest.raises(ValueError, match="no index of 'words'"):
         stores.MilvusStore(client, "named", field="words")
@@ -227,7 +227,9 @@ def test_milvus_collections_without_cosines(tmp_path):
 def test_pgvector_takes_its_metric_from_the_index(engines):
     store = engines.open("pgvector", "cosine", unit_rows(50, DIM))
     for operators, metric in (("vector_l2_ops", "Euclidean distance"), ("vector_ip_ops", "negative inner product")):
-        store.connection.execute(f"DROP INDEX IF EXISTS near; CREATE INDEX near ON items1 USING hnsw (embedding {operators})")
+        store.connection.execute(
+            f"DROP INDEX IF EXISTS near; CREATE INDEX near ON items1 USING hnsw (embedding {operators})"
+        )
         assert stores.PgvectorStore(store.connection, "items1").metric.name == metric
     store.connection.execute("DROP INDEX near; CREATE INDEX near ON items1 USING hnsw (embedding vector_l1_ops)")
     with pytest.raises(ValueError, match="'items1' of PostgreSQL has the metric 'L1'"):
@@ -238,7 +240,9 @@ def test_pgvector_takes_its_metric_from_the_index(engines):
         stores.PgvectorStore(store.connection, "items1", "kind")
     with pytest.raises(stores.StoreError, match="failed to describe itself"):
         stores.PgvectorStore(store.connection, 'absent"; DROP TABLE items1; --')
-    assert stores.PgvectorStore(store.connection, "public.items1", metric="cosine").search(unit_rows(1, DIM), 3).ids.all()
+    assert (
+        stores.PgvectorStore(store.connection, "public.items1", metric="cosine").search(unit_rows(1, DIM), 3).ids.all()
+    )
 
 
 def test_pgvector_uses_the_index_and_half_precision(engines):
