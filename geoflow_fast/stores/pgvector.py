@@ -24,13 +24,16 @@ GROUP BY t.typname, a.atttypmod
 """
 """The type of a column, its width, and what it is indexed for."""
 SEARCH = """
-SELECT q.number, hit.key, hit.distance
-FROM unnest(%s::text[]) WITH ORDINALITY AS q(vector, number)
+WITH asked AS MATERIALIZED (
+    SELECT words::{type} AS vector, number FROM unnest(%s::text[]) WITH ORDINALITY AS given(words, number)
+)
+SELECT asked.number, hit.key, hit.distance
+FROM asked
 CROSS JOIN LATERAL (
-    SELECT {key} AS key, {column} {operator} q.vector::{type} AS distance FROM {table} {where}
-    ORDER BY {column} {operator} q.vector::{type} LIMIT %s
+    SELECT {key} AS key, {column} {operator} asked.vector AS distance FROM {table} {where}
+    ORDER BY {column} {operator} asked.vector LIMIT %s
 ) AS hit
-ORDER BY q.number, hit.distance
+ORDER BY asked.number, hit.distance
 """
 FETCH = "SELECT {key}, {column}::real[] FROM {table} WHERE {key} = ANY(%s)"
 

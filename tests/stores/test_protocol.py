@@ -245,9 +245,7 @@ def test_scores_become_cosines_by_each_metric():
             assert metric.to_cosine(np.array([raw[metric.name]]))[0] == pytest.approx(cosine, abs=1e-12)
             assert metric.needs_unit_rows == ("cosine" not in metric.name)
     for name in ("hamming", None, 3):
-        with pytest.raises(
-            ValueError, match=r"x has the metric .* must be one of cosine, ip, l2"
-        ):
+        with pytest.raises(ValueError, match=r"x has the metric .* must be one of cosine, ip, l2"):
             metric_of("custom", name, "x")
 
 
