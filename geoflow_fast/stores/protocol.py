@@ -37,6 +37,7 @@ class StoreError(OSError):
     """A store failed to answer."""
 
 
+# unchecked: stores make it of answers that they have checked
 class Hits(NamedTuple):
     """The result lists of Q queries, k hits each."""
 
