@@ -223,13 +223,12 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
         "vectors": lambda: unit(3, IMAGE),
         "k": lambda: 4,
         "dim": lambda: IMAGE,
-        "pairs": lambda: square_pairs(60),
     },
-    "stores.FaissStore": {"index": flat_index, "ids": lambda: list(range(3))},
+    "stores.FaissStore": {"index": flat_index, "ids": lambda: list(range(60))},
     "stores.FaissStore.": {"ids": lambda: [3, 1, 1]},
     "stores.CustomStore": {"search": lambda: found_nothing, "fetch": lambda: None},
     "stores.CustomStore.": {"ids": list},
-    "stores.StoreReranker": {"store": some_store, "shortlist": lambda: 60},
+    "stores.StoreReranker": {"store": some_store, "shortlist": lambda: 60, "pairs": lambda: square_pairs(60)},
     "GalleryIndex.check": {"gallery": lambda: unit(9, 5)},
 }
 """Values for parameters whose names mean something else in one function, or in those under a name."""
