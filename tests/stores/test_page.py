@@ -17,7 +17,7 @@ PAGE = (ROOT / "docs/stores.md").read_text()
 PROGRAMS = sorted((ROOT / "examples/stores").glob("*.py"))
 SECTIONS = {"faiss": "FAISS", "lancedb": "LanceDB", "qdrant": "Qdrant", "chroma": "Chroma", "milvus": "Milvus"}
 SECTIONS |= {"pgvector": "pgvector"}
-AFTERWARDS = ("Better evidence: the vectors of the hits", "A store of your own")
+AFTERWARDS = ("More evidence: the vectors of the hits", "A store of your own")
 
 
 def blocks(section: str) -> list[str]:
