@@ -16,9 +16,9 @@ from torch import Tensor
 
 from geoflow_fast.directions import STREAMS, Direction
 from geoflow_fast.flow.fields import FlowField, Streams
+from geoflow_fast.flow.forward_mode import ForwardMode, SolveInput
 from geoflow_fast.flow.solvers import Points
 from geoflow_fast.geometry import capturing
-from geoflow_fast.likelihood.forward_mode import ForwardMode, SolveInput
 from geoflow_fast.likelihood.settings import DensitySettings
 
 TANGENT_TOLERANCE = 1e-3
@@ -62,7 +62,7 @@ class NetworkEvaluator:
         for points, direction in zip(self.start, directions):
             given = direction.given
             if given is not None:
-                points[given] = network.flow.encoders[given](pair[given]) if encoded is None else encoded
+                points[given] = network.encode(pair[given], given) if encoded is None else encoded
         # The prediction of a given stream never changes, and no tangent moves it.
         self.anchor = network.flow.anchor
         self.predictions: list[Tensor | None] = [
