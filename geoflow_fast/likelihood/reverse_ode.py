@@ -120,7 +120,7 @@ class _ReverseSolve:
         # Aligned probes of a stream learn from the first solve that moves it.
         self.leader = {stream: k for k, (_, stream) in reversed(list(enumerate(self.moving)))}
         rows = torch.arange(first_row, first_row + len(pair[0]), device=pair[0].device)
-        self.probes = Probes(seed, torch.zeros_like(rows[:1]) if settings.shared else rows, settings, self.manifold)
+        self.probes = Probes(seed, torch.zeros_like(rows[:1]) if settings.shared else rows, settings, manifold, pair[0])
         self.draws = 0
         names = [f"{directions[solve].value}: {STREAMS[stream]}" for solve, stream in self.moving]
         self.state_monitor = FiniteMonitor(names, first_row)
@@ -151,15 +151,26 @@ class _ReverseSolve:
         if weight == 0:
             return self.evaluator(points, t)[0]
         probes = self._draw_probes(points)
-        velocities, divergence, products = self.evaluator(points, t, probes)
+        velocities, products = self.evaluator(points, t, probes)
+        if self.probes.fused is None or not self.evaluator.curved:
+            self._read_probes(points, velocities, probes, products, weight)
+        else:
+            for k, (solve, stream) in enumerate(self.moving):
+                read = points[k], velocities[k], probes[k], products[k], self.integral.select(0, solve), weight
+                self.probes.read(stream, *read, leads=self.leader[stream] == k)
+        step = self.draws // (4 if self.settings.solver == "rk4" else 1)
+        self.divergence_monitor.check(tuple(self.integral.transpose(1, 2)), step, t, self.settings.solver)
+        self.draws += 1
+        return velocities
+
+    def _read_probes(self, points: Points, f: Points, probes: Points, products: Points, weight: float) -> None:
+        """Adds the divergences of all solves to the integral, and lets aligned probes learn."""
+        curvatures = [self.manifold.curvature(x, y) if self.evaluator.curved else 0.0 for x, y in zip(points, f)]
+        divergence = divergences(self.moving, probes, products, curvatures, self.settings.exact)
         self.integral.add_(divergence, alpha=weight)
         if self.settings.probe_kind == "aligned" and not self.settings.exact:
             for stream, k in self.leader.items():
                 self.probes.learn(stream, points[k], probes[k], products[k])
-        step = self.draws // (4 if self.settings.solver == "rk4" else 1)
-        self.divergence_monitor.check(tuple(divergence.transpose(1, 2)), step, t, self.settings.solver)
-        self.draws += 1
-        return velocities
 
     def _draw_probes(self, points: Points) -> Points:
         """Probes [K, B, d] at the points of each stream that moves."""
@@ -180,6 +191,22 @@ def _encode_distinct(network: ForwardMode, x: Tensor, direction: Direction, numb
     kept, position = number.to(x.device).unique(return_inverse=True)
     row = torch.empty_like(kept).scatter_(0, position, torch.arange(len(x), device=x.device))
     return network.encode(x[row], cast(int, direction.given)), position
+
+
+def divergences(
+    moving: Sequence[tuple[int, int]],
+    probes: Sequence[Tensor],
+    products: Sequence[Tensor],
+    curvatures: Sequence[Tensor | float],
+    exact: bool,
+) -> Tensor:
+    """Sums of e^T J e and curvature over the streams of each solve, [solves, K, B] float64: one estimate per probe e,
+    or the sum over all of them, which are a basis, if `exact`."""
+    by_solve: dict[int, list[Tensor]] = {}
+    for (solve, _), e, product, curvature in zip(moving, probes, products, curvatures):
+        trace = (product.double() * e.double()).sum(-1)
+        by_solve.setdefault(solve, []).append((trace.sum(0, keepdim=True) if exact else trace) + curvature)
+    return torch.stack([torch.stack(of_streams).sum(0) for of_streams in by_solve.values()])
 
 
 def in_flow(flow: FlowField, x: Tensor, name: str) -> Tensor:
