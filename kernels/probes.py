@@ -12,6 +12,7 @@ in float64: two multiplications and additions a number.
 from __future__ import annotations
 
 import math
+import struct
 
 import torch
 import triton
@@ -167,7 +168,7 @@ def probe_traces(
     x, f, e, product = (part.contiguous() for part in (x, f, e, product))
     learned = torch.empty((count if learns else 0, width), dtype=x.dtype, device=x.device)
     # A number goes to a kernel as float32: the rest of it goes beside it.
-    near = float(torch.tensor(weight, dtype=torch.float32, device="cpu"))
+    near = struct.unpack("f", struct.pack("f", weight))[0]
     launch(
         probe_traces_kernel, (triton.cdiv(count, tile.rows),), x, f, e, product, x if seen is None else seen, learned,
         integral, count, width, len(e), near, weight - near, float(curvature), SPHERE=freedom < width, LEARNS=learns,

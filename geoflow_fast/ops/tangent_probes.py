@@ -83,7 +83,8 @@ def tangent_probes_reference(
     freedom: int,
 ) -> Tensor:
     """Probes [K, B, d] of draw `number` at the points `x` [B, d] with the numbers `rows` [B], tangent there if
-    `freedom` is less than d: random `signs`, or scaled to the norm sqrt(freedom) and aligned with the direction `seen`."""
+    `freedom` is less than d: random `signs`, or scaled to the norm sqrt(freedom) and aligned with the direction `seen`.
+    """
     normals = hashed_normals(rows, seed, number, stream, probes, x.shape[1]).to(x.dtype)
     if signs:
         normals = torch.where(normals < 0, -1.0, 1.0).to(x.dtype)
