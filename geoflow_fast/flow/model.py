@@ -25,6 +25,7 @@ from geoflow_fast.flow.precision import HALVES
 from geoflow_fast.flow.preprocess import Preprocess
 from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.files import contents_of, write_json
+from geoflow_fast.runtime.graphs import Graphs
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
@@ -55,6 +56,7 @@ class GeoFlow(nn.Module):
             nn.Sequential(nn.LayerNorm(hidden, dtype=torch.float32), zero_linear(hidden, d)) for d in dims
         )
         self.anchor = Anchor(dims) if config.anchored else None
+        self.graphs = Graphs()
         widths = zip((config.image_dim, config.text_dim), dims)
         self.preprocess = nn.ModuleList(Preprocess(*pair) for pair in widths) if config.preprocesses else None
 
@@ -139,7 +141,7 @@ class GeoFlow(nn.Module):
         gradients are wanted, matrix products have the `precision`, which "auto" chooses for so many `rows` in all.
         Hooks on blocks fire, in the flow's own precision.
         """
-        if not (torch.is_grad_enabled() or self._has_hooks()):
+        if not (torch.is_grad_enabled() or self.has_hooks()):
             network = ForwardMode(self, (direction,), list(dict.fromkeys(times)), precision, rows)
             return PreparedVelocity(network, direction, tangent=tangent)
         like = self.conditioning.frequencies
@@ -154,7 +156,7 @@ class GeoFlow(nn.Module):
 
         return velocity
 
-    def _has_hooks(self) -> bool:
+    def has_hooks(self) -> bool:
         """Whether somebody watches the blocks."""
         return any(block._forward_hooks or block._forward_pre_hooks for block in self.blocks)
 

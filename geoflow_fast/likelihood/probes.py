@@ -32,13 +32,19 @@ class Probes:
     orthogonal to "steps", a probe is orthogonal to those of earlier draws, in frames of up to `FRAME` draws: along a
     path the Jacobian changes slowly, so that a new direction sees what the others have not. If orthogonal to "probes",
     the K probes of a draw are orthogonal to each other. For exact divergences the probes are all tangent directions,
-    whose forms add up to the trace. `seed` is an integer, or a 0-d tensor on the device. `like`: some of the points.
+    whose forms add up to the trace. `seed` is an integer, or a 0-d tensor on the device. `like`: some of the points, if
+    kernels may draw and read the probes.
     """
 
     FRAME = 32
 
     def __init__(
-        self, seed: int | Tensor, rows: Tensor, settings: DensitySettings, manifold: Manifold, like: Tensor
+        self,
+        seed: int | Tensor,
+        rows: Tensor,
+        settings: DensitySettings,
+        manifold: Manifold,
+        like: Tensor | None = None,
     ) -> None:
         self.seed, self.rows, self.settings, self.manifold = seed, rows, settings, manifold
         self.fused = self._fused_passes(like)
@@ -99,12 +105,18 @@ class Probes:
             self.seed = torch.full((), self.seed, dtype=torch.int64, device=device)
         return self.seed
 
-    def _fused_passes(self, like: Tensor) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    def _fused_passes(self, like: Tensor | None) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
         """The kernels that draw and read probes of these settings in one pass each, if there are any for tensors like
         this one."""
         settings = self.settings
         plain = settings.exact or settings.shared or settings.orthogonal_to != "none" or not settings.redraw
-        if plain or not like.is_cuda or like.dtype != torch.float32 or triton_kernels.missing() is not None:
+        if (
+            plain
+            or like is None
+            or not like.is_cuda
+            or like.dtype != torch.float32
+            or triton_kernels.missing() is not None
+        ):
             return None
         draw, read = (dispatch.choose(name, like, "auto", (like,)) for name in ("tangent_probes", "probe_traces"))
         return draw, read
