@@ -16,7 +16,7 @@ LAYERS = (
     ("cli", "__main__"),
     ("demo",),
     ("evaluation",),
-    ("baselines", "jobs", "encoders", "plan"),
+    ("baselines", "jobs", "encoders", "plan", "stores"),
     ("decisions",),
     ("retrieval",),
     ("head",),

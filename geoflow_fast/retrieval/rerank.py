@@ -7,6 +7,7 @@ p(query | item j), one reverse solve per shortlisted item in the other condition
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import glob
 import math
@@ -239,6 +240,18 @@ class BayesReranker(nn.Module):
             return next(self.flow.parameters())
         return self.anchor if self.head is None else self.head.example
 
+    def with_gallery(self, gallery: GallerySource | Gallery) -> BayesReranker:
+        """The same re-ranker over other items of the same kind: models, bank, lengths of shortlists and calibration are
+        shared, none of which is about single items."""
+        other = Gallery.of(gallery)
+        if other.dim != self.gallery.dim:
+            raise ValueError(f"gallery has width {other.dim}, but that of the re-ranker has {self.gallery.dim}")
+        twin = copy.copy(self)
+        twin.gallery = other.on(self.example.device)
+        twin._head_marginals, twin._learned = Remembered(), Remembered()
+        twin.hubs = None if self.bank is None else Hubs(self.bank, self.source)
+        return twin
+
     @property
     def store(self) -> Store | None:
         """What searches the gallery, if something else does."""
@@ -366,7 +379,7 @@ class BayesReranker(nn.Module):
         asks_flow = "flow" in calibration.by_feature
         # Without a calibration nothing says which of many items to ask the flow about.
         length = self.flow_items if asks_flow and calibration.cheap is None else self.shortlist
-        index = self._shortlists(queries, length) if candidates is None else self._pooled(queries, candidates)
+        index = self._shortlists(queries, length) if candidates is None else self.pooled(queries, candidates)
         evidence = self._evidence(queries, index, calibration.cheap_features, None if asks_flow else advance)
         asked = torch.zeros(len(queries), dtype=torch.bool, device=queries.device)
         if asks_flow:
@@ -581,7 +594,8 @@ class BayesReranker(nn.Module):
             return self.gallery.statistics(queries.unsqueeze(1), 1.0, count).top_index
         return self._checked_candidates(queries, self.store.search(queries.float().cpu().numpy(), count)[1])
 
-    def _pooled(self, queries: Tensor, candidates: Candidates) -> Tensor:
+    # unchecked: re-rankers call it with hits of a search
+    def pooled(self, queries: Tensor, candidates: Candidates) -> Tensor:
         """The candidates [Q, K], with -1 instead of copies."""
         return self._without_copies(self._checked_candidates(queries, candidates))
 
