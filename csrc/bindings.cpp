@@ -76,13 +76,6 @@ std::string cuda_status() {
 #endif
 }
 
-std::vector<std::string> cpu_features() {
-    if (!geoflow::has_avx2_fma()) return {};
-    std::vector<std::string> names = {"avx2", "fma", "f16c"};
-    if (geoflow::has_avx512_bf16()) names.push_back("avx512_bf16");
-    return names;
-}
-
 struct StreamAddresses {
     Address noise, data, point, velocity;
     std::int64_t width;
@@ -385,7 +378,12 @@ void bind_solver(py::module_& m) {
 PYBIND11_MODULE(_C, m) {
     m.doc() = "Compiled kernels of geoflow_fast; use geoflow_fast.ops, which checks what it passes here.";
     m.def("cuda_status", &cuda_status);
-    m.def("cpu_features", &cpu_features);
+    m.def("isa", &geoflow::isa_name);
+    m.def("supported_isas", &geoflow::supported_isas);
+    m.def("isa_problem", &geoflow::isa_problem);
+    m.def("has_bfloat16", &geoflow::has_avx512_bf16);
+    m.def("has_int8", &geoflow::has_avx512_vnni);
+    m.def("caches", [] { return std::array<std::int64_t, 3>{geoflow::caches().first, geoflow::caches().second, geoflow::caches().shared}; });
     bind_network(m);
     bind_solver(m);
     bind_interpolant(m);

@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+#include "cpu/cpu_features.h"
+
 namespace geoflow {
 
 // Scores s_qj = log mean_m exp(kappa <g_j, x_qm> + sample_bias_qm) + bias_j of the items j, which are rows of a gallery.
@@ -35,8 +37,7 @@ struct GalleryKernels {
 };
 
 // The kernels for this processor.
-const GalleryKernels& gallery_kernels();
-const GalleryKernels& gallery_kernels_avx2();  // to be run only where has_avx2_fma()
+GEOFLOW_DECLARE_KERNELS(GalleryKernels, gallery_kernels)
 
 // Its posterior from products in bfloat16, with the best items of each query, somewhat more than top_k, scored in single precision.
 bool gallery_posterior_bfloat16(const GalleryParams& params, const GalleryStatistics& result);

@@ -75,8 +75,8 @@ struct Stretch {
     Value max, sum;
 };
 
-GEOFLOW_INLINE int8x first_lanes(std::int64_t count) {
-    return int8x{0, 1, 2, 3, 4, 5, 6, 7} < static_cast<std::int32_t>(count);
+GEOFLOW_INLINE ints first_lanes(std::int64_t count) {
+    return lane_numbers() < static_cast<std::int32_t>(count);
 }
 
 // `count` samples of one query side by side. A whole vector must be readable at any of the x.
@@ -86,8 +86,8 @@ inline void reduce_stretch(const float* x, std::int64_t count, float scale, Stre
         return;
     }
     const std::int64_t whole = count / kLanes * kLanes;
-    const int8x rest = first_lanes(count - whole);
-    float8 high = broadcast(x[0]), last = high;
+    const ints rest = first_lanes(count - whole);
+    floats high = broadcast(x[0]), last = high;
     for (std::int64_t k = 0; k < whole; k += kLanes) high = max(high, load(x + k));
     if (whole < count) {
         last = select(rest, load(x + whole), last);
@@ -95,9 +95,9 @@ inline void reduce_stretch(const float* x, std::int64_t count, float scale, Stre
     }
     const float top = largest(high);
     // exponential() clamps its argument and would hide a NaN, so a multiple by zero of each x is added.
-    float8 total = broadcast(0.0f);
+    floats total = broadcast(0.0f);
     for (std::int64_t k = 0; k < whole; k += kLanes) {
-        const float8 v = load(x + k);
+        const floats v = load(x + k);
         total += exponential((v - top) * scale) + v * 0.0f;
     }
     if (whole < count) total += select(rest, exponential((last - top) * scale) + last * 0.0f, broadcast(0.0f));
@@ -105,11 +105,11 @@ inline void reduce_stretch(const float* x, std::int64_t count, float scale, Stre
 }
 
 // `count` columns, each a sample in one of eight interleaved queries.
-inline void reduce_stretch(const float* x, std::int64_t count, float scale, Stretch<float8>& result) {
-    float8 top = load(x), total = broadcast(0.0f);
+inline void reduce_stretch(const float* x, std::int64_t count, float scale, Stretch<floats>& result) {
+    floats top = load(x), total = broadcast(0.0f);
     for (std::int64_t k = kLanes; k < count; k += kLanes) top = max(top, load(x + k));
     for (std::int64_t k = 0; k < count; k += kLanes) {
-        const float8 v = load(x + k);
+        const floats v = load(x + k);
         total += exponential((v - top) * scale) + v * 0.0f;
     }
     result = {top, total};
@@ -120,8 +120,8 @@ inline void absorb_stretch(Stretch<float>& a, const Stretch<float>& b, float sca
     a = {top, a.sum * std::exp(scale * (a.max - top)) + b.sum * std::exp(scale * (b.max - top))};
 }
 
-inline void absorb_stretch(Stretch<float8>& a, const Stretch<float8>& b, float scale) {
-    const float8 top = max(a.max, b.max);
+inline void absorb_stretch(Stretch<floats>& a, const Stretch<floats>& b, float scale) {
+    const floats top = max(a.max, b.max);
     a = {top, a.sum * exponential(scale * (a.max - top)) + b.sum * exponential(scale * (b.max - top))};
 }
 
@@ -211,14 +211,14 @@ class PanelScorer {
                 sink(first_query + columns_.grouped() / params_.draws + query, item, tile.rows, score);
             });
         };
-        return Products::tiles(RowList{rows, pick, items, params_.dim}, columns_.samples(), columns_.count(), params_.threads,
+        return Products::tiles(RowList<float>{rows, pick, items, params_.dim}, columns_.samples(), columns_.count(), params_.threads,
                                params_.keep_going, epilogue);
     }
 
   private:
     // Of a panel's items, the stretches of the group or query that the tiles so far have left unfinished.
     struct Running {
-        Stretch<float8> group[kPanelRows];
+        Stretch<floats> group[kPanelRows];
         Stretch<float> query[kPanelRows];
     };
 
@@ -260,8 +260,8 @@ class PanelScorer {
         }
     }
 
-    GEOFLOW_INLINE float8 score_of(float8 max, float8 sum, float8 bias) const {
-        const float8 mean = sum * (1.0f / static_cast<float>(params_.draws));
+    GEOFLOW_INLINE floats score_of(floats max, floats sum, floats bias) const {
+        const floats mean = sum * (1.0f / static_cast<float>(params_.draws));
         return max * scale_ + bias + logarithm(mean) + mean * 0.0f;  // logarithm() would hide a NaN
     }
 
@@ -279,10 +279,10 @@ class PanelScorer {
             store(score + r, score_of(load(top + r), load(total + r), load(bias + r)));
     }
 
-    void score_items(const Stretch<float8>* stretch, std::int64_t rows, std::int64_t first_item,
+    void score_items(const Stretch<floats>* stretch, std::int64_t rows, std::int64_t first_item,
                      float (&score)[kLanes][kPanelRows]) const {
         for (std::int64_t r = 0; r < rows; ++r) {
-            const float8 s = score_of(stretch[r].max, stretch[r].sum, broadcast(item_bias(first_item + r)));
+            const floats s = score_of(stretch[r].max, stretch[r].sum, broadcast(item_bias(first_item + r)));
             for (int lane = 0; lane < kLanes; ++lane) score[lane][r] = s[lane];
         }
         for (int lane = 0; lane < kLanes; ++lane) std::fill(score[lane] + rows, score[lane] + kPanelRows, score[lane][0]);
@@ -297,13 +297,13 @@ class PanelScorer {
 
 // Statistics of one panel's scores, and its best items offered to `top`.
 inline PanelStatistics close_panel(const float (&score)[kPanelRows], std::int64_t rows, std::int64_t first_item, TopItems& top) {
-    float8 high = load(score);
+    floats high = load(score);
     for (std::int64_t r = kLanes; r < rows; r += kLanes) high = max(high, load(score + r));
     const float peak = largest(high);
-    float8 weight = broadcast(0.0f), moment = weight;
+    floats weight = broadcast(0.0f), moment = weight;
     for (std::int64_t r = 0; r < rows; r += kLanes) {
-        const float8 below = load(score + r) - peak;
-        const float8 mass = select(first_lanes(rows - r), exponential(below) + below * 0.0f, broadcast(0.0f));
+        const floats below = load(score + r) - peak;
+        const floats mass = select(first_lanes(rows - r), exponential(below) + below * 0.0f, broadcast(0.0f));
         weight += mass;
         moment += mass * below;
     }
@@ -315,7 +315,7 @@ inline PanelStatistics close_panel(const float (&score)[kPanelRows], std::int64_
 
 inline float inner_product(const float* a, const float* b, std::int64_t dim) {
     constexpr int kChains = 4;  // sums side by side, since each waits for its last addition
-    float8 part[kChains] = {};
+    floats part[kChains] = {};
     std::int64_t k = 0;
     for (; k + kChains * kLanes <= dim; k += kChains * kLanes)
 #pragma GCC unroll 4
@@ -460,5 +460,7 @@ template <class Products>
 bool stream_posterior(const GalleryParams& params, const GalleryStatistics& result) {
     return GallerySolver<Products>(params, result).run();
 }
+
+const geoflow::GalleryKernels kGalleryKernels = {stream_posterior<SingleProducts>, store_scores};
 
 }  // namespace

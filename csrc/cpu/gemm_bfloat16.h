@@ -27,7 +27,7 @@ constexpr std::int64_t kDepthPairs = 144;
 class PairLayout {
   public:
     // The largest coordinates are those of some rows of the list, evenly spaced.
-    explicit PairLayout(const RowList& rows)
+    explicit PairLayout(const RowList<float>& rows)
         : depth_(rows.depth),
           whole_((rows.depth + 1) / 2),
           largest_(least(rows.depth, round_up(rows.depth, kPerLarge * kWide) / kPerLarge)) {
@@ -147,7 +147,7 @@ inline void multiply_pairs(const std::int32_t* a, std::int64_t lda, std::int64_t
 
 // As row_tiles in gemm_rows.h, from rounded factors.
 template <class Poll, class Epilogue>
-bool bfloat16_tiles(const RowList& a, const float* b, std::int64_t columns, int threads, const Poll& poll, const Epilogue& epilogue) {
+bool bfloat16_tiles(const RowList<float>& a, const float* b, std::int64_t columns, int threads, const Poll& poll, const Epilogue& epilogue) {
     const PairLayout layout(a);
     const std::int64_t pairs = layout.pairs(), lda = round_up(layout.room(), kWide), padded = round_up(columns, kWide);
     const std::int64_t strips = (padded + kPairStrip - 1) / kPairStrip, panels = (a.count + kPanelRows - 1) / kPanelRows;

@@ -9,6 +9,7 @@
 #pragma once
 #include <cstdint>
 
+#include "cpu/cpu_features.h"
 #include "sinkhorn.h"
 
 namespace geoflow {
@@ -89,7 +90,6 @@ struct CpuSolver {
 };
 
 // The solver for this processor.
-const CpuSolver& cpu_solver();
-const CpuSolver& cpu_solver_avx2();  // to be run only where has_avx2_fma()
+GEOFLOW_DECLARE_KERNELS(CpuSolver, cpu_solver)
 
 }  // namespace geoflow

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import importlib
 import math
+import os
 import threading
 from collections.abc import Callable
 from enum import IntEnum
@@ -21,17 +22,26 @@ from torch import Tensor
 from geoflow_fast.noise import StructuredNoise
 from geoflow_fast.ops.dispatch import Backend
 from geoflow_fast.runtime import processors
+from geoflow_fast.runtime.warn import warn_user
 
 
 @functools.cache
 def extension() -> ModuleType | None:
-    """The compiled extension; None when it was never built. One that is there but does not load is an error."""
+    """The compiled extension; None when it was never built. One that is there but does not load is an error, and so is
+    a name in GEOFLOW_ISA of instructions that the processor does not have."""
     try:
-        return importlib.import_module("geoflow_fast._C")
+        module = importlib.import_module("geoflow_fast._C")
     except ModuleNotFoundError as error:
         if error.name != "geoflow_fast._C":
             raise
         return None
+    problem = module.isa_problem()
+    if problem:
+        raise ValueError(problem)
+    for name, instead in (("GEOFLOW_AVX2", "baseline"), ("GEOFLOW_AVX512BF16", "avx512vnni")):
+        if os.environ.get(name, "").startswith("0"):
+            warn_user(f"{name}=0 is deprecated; use GEOFLOW_ISA={instead}", DeprecationWarning)
+    return module
 
 
 @functools.cache
@@ -109,16 +119,28 @@ def sleep_while_waiting() -> None:
     made.wait()
 
 
-def cpu_features() -> list[str]:
-    """Instruction sets the compiled CPU code will use on this machine, beyond the baseline."""
-    return list(_built().cpu_features())
+def isa() -> str:
+    """Name of the instruction set whose kernels run: the best that the processor has, or the one that GEOFLOW_ISA
+    names."""
+    return str(_built().isa())
+
+
+def supported_isas() -> list[str]:
+    """Names that GEOFLOW_ISA may have on this processor, the best last."""
+    return list(_built().supported_isas())
+
+
+def caches() -> tuple[int, int, int]:
+    """Bytes of the data caches by which kernels cut their tiles: two of a core, and what cores share."""
+    first, second, shared = _built().caches()
+    return first, second, shared
 
 
 def missing_bfloat16() -> str | None:
     """Why the compiled code cannot multiply in bfloat16; None if it can."""
     if extension() is None:
         return missing()
-    return None if "avx512_bf16" in cpu_features() else "this processor has no bfloat16 unit (AVX512-BF16)"
+    return None if _built().has_bfloat16() else f"{isa()} has no bfloat16 unit (AVX512-BF16)"
 
 
 def _address(x: Tensor, name: str, dtype: torch.dtype, *, device: str = "cpu", whole: bool = True) -> int:
