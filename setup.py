@@ -1,4 +1,4 @@
-"""Builds `geoflow_fast._C`: C++ for every CPU, with AVX2 and AVX-512 variants chosen at run time, CUDA if nvcc is there.
+"""Builds `geoflow_fast._C`: C++ for every CPU, AVX2 and AVX-512 variants chosen at run time, CUDA if nvcc is there.
 
 The extension takes raw pointers and includes no torch header, so neither torch nor a GPU is needed to build it.
 `GEOFLOW_CUDA=0` builds without CUDA even where nvcc exists; `GEOFLOW_CUDA=1` makes a missing nvcc an error.

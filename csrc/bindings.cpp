@@ -13,6 +13,7 @@
 #include "gallery.h"
 #include "interpolant.h"
 #include "network.h"
+#include "search.h"
 #include "solver.h"
 #if defined(GEOFLOW_WITH_CUDA)
 #include "cuda/runtime.h"
@@ -196,25 +197,26 @@ struct GalleryInputs {
     Address samples, sample_bias, gallery, pick, bias;
     std::int64_t queries, draws, items, dim;
     float kappa;
-    int threads;
+    int threads, storage;
     bool bfloat16;
 
     geoflow::GalleryParams params() const {
-        return {at<const float>(samples), at<const float>(sample_bias), at<const float>(gallery), at<const std::int64_t>(pick),
-                at<const float>(bias), queries, draws, items, dim, kappa, threads, keep_going, bfloat16};
+        return {at<const float>(samples), at<const float>(sample_bias), at<const void>(gallery), at<const std::int64_t>(pick),
+                at<const float>(bias), queries, draws, items, dim, kappa, threads, keep_going, static_cast<geoflow::Storage>(storage),
+                bfloat16};
     }
 };
 
 void bind_gallery(py::module_& m) {
     py::class_<GalleryInputs>(m, "GalleryInputs")
         .def(py::init([](Address samples, Address sample_bias, Address gallery, Address pick, Address bias, std::int64_t queries,
-                         std::int64_t draws, std::int64_t items, std::int64_t dim, float kappa, int threads, bool bfloat16) {
+                         std::int64_t draws, std::int64_t items, std::int64_t dim, float kappa, int threads, int storage, bool bfloat16) {
                  if (bfloat16 && !geoflow::has_avx512_bf16()) throw py::value_error("this processor has no bfloat16 unit");
                  return GalleryInputs{samples, sample_bias, gallery, pick,  bias,    queries,
-                                      draws,   items,       dim,     kappa, threads, bfloat16};
+                                      draws,   items,       dim,     kappa, threads, storage, bfloat16};
              }),
              py::kw_only(), "samples"_a, "sample_bias"_a, "gallery"_a, "pick"_a, "bias"_a, "queries"_a, "draws"_a, "items"_a, "dim"_a,
-             "kappa"_a, "threads"_a, "bfloat16"_a);
+             "kappa"_a, "threads"_a, "storage"_a, "bfloat16"_a);
     m.def(
         "gallery_posterior",
         [](const GalleryInputs& inputs, std::int64_t top_k, Address peak, Address weight, Address moment, Address top_score,
@@ -234,6 +236,66 @@ void bind_gallery(py::module_& m) {
             without_gil([&] { return geoflow::gallery_scores(inputs.params(), at<float>(scores)); });
         },
         "inputs"_a, py::kw_only(), "scores"_a);
+}
+
+// Queries [count, dim] and the rows of a gallery [items, dim].
+struct SearchInputs {
+    Address queries, gallery;
+    int storage;
+    std::int64_t count, items, dim, top_k;
+    int threads;
+
+    geoflow::SearchParams params() const {
+        return {at<const float>(queries), at<const void>(gallery), static_cast<geoflow::Storage>(storage), count, items, dim, top_k, threads,
+                keep_going};
+    }
+};
+
+// Codes of the gallery's rows, and where the number of items that were scored goes.
+struct CodeInputs {
+    Address code, scale, error, kept;
+    float largest_norm;
+    std::int64_t most_kept;
+
+    geoflow::RowCodes rows() const { return {at<std::uint8_t>(code), at<float>(scale), at<float>(error)}; }
+    geoflow::CodeParams params() const {
+        if (!geoflow::has_avx512_vnni()) throw py::value_error("this processor has no int8 unit");
+        return {rows(), largest_norm, most_kept, at<std::int64_t>(kept)};
+    }
+};
+
+void bind_search(py::module_& m) {
+    py::class_<SearchInputs>(m, "SearchInputs")
+        .def(py::init([](Address queries, Address gallery, int storage, std::int64_t count, std::int64_t items, std::int64_t dim,
+                         std::int64_t top_k, int threads) {
+                 return SearchInputs{queries, gallery, storage, count, items, dim, top_k, threads};
+             }),
+             py::kw_only(), "queries"_a, "gallery"_a, "storage"_a, "count"_a, "items"_a, "dim"_a, "top_k"_a, "threads"_a);
+    py::class_<CodeInputs>(m, "CodeInputs")
+        .def(py::init([](Address code, Address scale, Address error, Address kept, float largest_norm, std::int64_t most_kept) {
+                 return CodeInputs{code, scale, error, kept, largest_norm, most_kept};
+             }),
+             py::kw_only(), "code"_a, "scale"_a, "error"_a, "kept"_a, "largest_norm"_a, "most_kept"_a);
+    m.def("code_stride", &geoflow::code_stride);
+    m.def("gallery_search", [](const SearchInputs& inputs, Address score, Address index) {
+        const geoflow::SearchResult result{at<float>(score), at<std::int64_t>(index)};
+        without_gil([&] { return geoflow::search_kernels().search(inputs.params(), result); });
+    }, "inputs"_a, py::kw_only(), "score"_a, "index"_a);
+    m.def("encode_rows", [](const SearchInputs& inputs, const CodeInputs& codes) {
+        py::gil_scoped_release release;
+        return geoflow::search_kernels().encode(inputs.params(), codes.rows());
+    });
+#if defined(__x86_64__)
+    m.def("search_codes", [](const SearchInputs& inputs, const CodeInputs& codes, Address score, Address index) {
+        const geoflow::SearchResult result{at<float>(score), at<std::int64_t>(index)};
+        const geoflow::CodeParams params = codes.params();
+        without_gil([&] { return geoflow::search_codes(inputs.params(), params, result); });
+    }, "inputs"_a, "codes"_a, py::kw_only(), "score"_a, "index"_a);
+    m.def("bound_codes", [](const SearchInputs& inputs, const CodeInputs& codes, Address bound) {
+        const geoflow::CodeParams params = codes.params();
+        without_gil([&] { return geoflow::bound_codes(inputs.params(), params, at<float>(bound)); });
+    }, "inputs"_a, "codes"_a, py::kw_only(), "bound"_a);
+#endif
 }
 
 #if defined(GEOFLOW_WITH_CUDA)
@@ -389,6 +451,7 @@ PYBIND11_MODULE(_C, m) {
     bind_interpolant(m);
     bind_transport(m);
     bind_gallery(m);
+    bind_search(m);
 #if defined(GEOFLOW_WITH_CUDA)
     bind_cuda_transport(m);
 #endif

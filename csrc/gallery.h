@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "cpu/cpu_features.h"
+#include "rows.h"
 
 namespace geoflow {
 
@@ -10,13 +11,14 @@ namespace geoflow {
 struct GalleryParams {
     const float* samples;      // [queries, draws, dim], of any norm
     const float* sample_bias;  // [queries, draws] or null; -inf leaves a sample out, but not all of a query
-    const float* gallery;      // [*, dim]
+    const void* gallery;       // [*, dim]
     const std::int64_t* pick;  // [items], the rows that are the items, ascending; or null: the first ones
     const float* bias;         // [items] or null
     std::int64_t queries, draws, items, dim;
     float kappa;
     int threads;
     bool (*keep_going)();      // asked now and then by the calling thread; false ends the call
+    Storage storage;           // of the gallery's rows
     bool bfloat16;             // inner products of rounded factors, but for the best items: only where has_avx512_bf16()
 };
 

@@ -9,7 +9,15 @@
 #include "gallery.h"
 #include "interpolant.h"
 #include "network.h"
+#include "search.h"
 #include "solver.h"
+
+// A program may link the baseline alone.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(GEOFLOW_BASELINE_ONLY)
+#define GEOFLOW_HAS_TARGETS 1
+#else
+#define GEOFLOW_HAS_TARGETS 0
+#endif
 
 namespace geoflow {
 namespace {
@@ -25,7 +33,7 @@ const char* name_of(Isa isa) {
 }
 
 Isa best_isa() {
-#if defined(__x86_64__) && defined(__GNUC__)
+#if GEOFLOW_HAS_TARGETS
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
     const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                         __builtin_cpu_supports("avx512dq");
@@ -67,10 +75,12 @@ const Choice& choice() {
     return made;
 }
 
+#if GEOFLOW_HAS_TARGETS
 template <class Table>
 const Table& choose(const Table& (&baseline)(), const Table& (&avx2)(), const Table& (&avx512)()) {
     return isa() >= Isa::avx512 ? avx512() : isa() >= Isa::avx2 ? avx2() : baseline();
 }
+#endif
 
 #if defined(__linux__) && defined(_SC_LEVEL1_DCACHE_SIZE)
 std::int64_t cache_bytes(int name, std::int64_t otherwise) {
@@ -104,7 +114,7 @@ const Caches& caches() {
     return found;
 }
 
-#if defined(__x86_64__) && defined(__GNUC__)
+#if GEOFLOW_HAS_TARGETS
 #define GEOFLOW_CHOOSE(Table, family) \
     const Table& family() { return choose(family##_baseline, family##_avx2, family##_avx512); }
 #else
@@ -115,6 +125,7 @@ const Caches& caches() {
 GEOFLOW_CHOOSE(GalleryKernels, gallery_kernels)
 GEOFLOW_CHOOSE(InterpolantKernels, interpolant_kernels)
 GEOFLOW_CHOOSE(NetworkKernels, network_kernels)
+GEOFLOW_CHOOSE(SearchKernels, search_kernels)
 GEOFLOW_CHOOSE(SolverKernels, solver_kernels)
 GEOFLOW_CHOOSE(CpuSolver, cpu_solver)
 
@@ -129,7 +140,7 @@ std::int64_t masked_interpolant(const InterpolantParams<double>& params) {
 }
 
 bool gallery_posterior(const GalleryParams& params, const GalleryStatistics& result) {
-#if defined(__x86_64__) && defined(__GNUC__)
+#if GEOFLOW_HAS_TARGETS
     if (params.bfloat16) return gallery_posterior_bfloat16(params, result);
 #endif
     return gallery_kernels().posterior(params, result);

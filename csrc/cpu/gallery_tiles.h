@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "cpu/gemm_rows.h"
+#include "cpu/top_items.h"
 #include "gallery.h"
 
 namespace {
@@ -30,42 +31,6 @@ constexpr float kLowest = -1e30f;  // stands for a bias of -inf: differences of 
 
 struct PanelStatistics {
     float peak, weight, moment;
-};
-
-struct Candidate {
-    float score;
-    std::int64_t index;
-};
-
-inline bool better(const Candidate& a, const Candidate& b) {
-    return a.score > b.score || (a.score == b.score && a.index < b.index);
-}
-
-// The best `capacity` candidates seen so far, the worst of them at the front.
-class TopItems {
-  public:
-    explicit TopItems(std::int64_t capacity) : capacity_(capacity) {}
-
-    // Indices offered later must be larger: an equal score then never replaces an earlier one.
-    void offer(float score, std::int64_t index) {
-        if (full()) {
-            if (!(score > candidates_.front().score)) return;
-            std::pop_heap(candidates_.begin(), candidates_.end(), better);
-            candidates_.back() = {score, index};
-        } else {
-            candidates_.push_back({score, index});
-        }
-        std::push_heap(candidates_.begin(), candidates_.end(), better);
-    }
-
-    // Scores at or below this one are not wanted.
-    float threshold() const { return full() ? candidates_.front().score : -std::numeric_limits<float>::infinity(); }
-    const std::vector<Candidate>& candidates() const { return candidates_; }
-
-  private:
-    bool full() const { return static_cast<std::int64_t>(candidates_.size()) == capacity_; }
-    std::int64_t capacity_;
-    std::vector<Candidate> candidates_;
 };
 
 // max and sum of exp(scale (x - max)) over a stretch of samples, of one query or of eight in lanes. The sum is NaN when an x is not
@@ -177,7 +142,7 @@ struct SingleProducts {
 };
 
 // Scores of items for blocks of queries, a panel of items at a time.
-template <class Products>
+template <class Products, class Element>
 class PanelScorer {
   public:
     explicit PanelScorer(const GalleryParams& params)
@@ -194,7 +159,7 @@ class PanelScorer {
     template <class Sink>
     bool run(std::int64_t first_item, std::int64_t items, std::int64_t first_query, std::int64_t queries, const Sink& sink) {
         const std::int64_t* const pick = params_.pick ? params_.pick + first_item : nullptr;
-        const float* const rows = pick ? params_.gallery : params_.gallery + first_item * params_.dim;
+        const Element* const rows = static_cast<const Element*>(params_.gallery) + (pick ? 0 : first_item * params_.dim);
         columns_.arrange(first_query, queries);
         const auto epilogue = [&](const Tile<1>& tile) {
             const std::int64_t item = first_item + tile.row;
@@ -211,7 +176,7 @@ class PanelScorer {
                 sink(first_query + columns_.grouped() / params_.draws + query, item, tile.rows, score);
             });
         };
-        return Products::tiles(RowList<float>{rows, pick, items, params_.dim}, columns_.samples(), columns_.count(), params_.threads,
+        return Products::tiles(RowList<Element>{rows, pick, items, params_.dim}, columns_.samples(), columns_.count(), params_.threads,
                                params_.keep_going, epilogue);
     }
 
@@ -313,7 +278,8 @@ inline PanelStatistics close_panel(const float (&score)[kPanelRows], std::int64_
     return {peak, sum(weight), sum(moment)};
 }
 
-inline float inner_product(const float* a, const float* b, std::int64_t dim) {
+template <class Element>
+float inner_product(const Element* a, const float* b, std::int64_t dim) {
     constexpr int kChains = 4;  // sums side by side, since each waits for its last addition
     floats part[kChains] = {};
     std::int64_t k = 0;
@@ -322,13 +288,14 @@ inline float inner_product(const float* a, const float* b, std::int64_t dim) {
         for (int c = 0; c < kChains; ++c) part[c] += load(a + k + c * kLanes) * load(b + k + c * kLanes);
     for (; k + kLanes <= dim; k += kLanes) part[0] += load(a + k) * load(b + k);
     float rest = 0;
-    for (; k < dim; ++k) rest += a[k] * b[k];
+    for (; k < dim; ++k) rest += widen(a[k]) * b[k];
     return sum((part[0] + part[1]) + (part[2] + part[3])) + rest;
 }
 
 // The score of one item in single precision, its sum over the draws in double.
-inline float exact_score(const GalleryParams& params, std::int64_t query, std::int64_t item) {
-    const float* const row = params.gallery + (params.pick ? params.pick[item] : item) * params.dim;
+template <class Element>
+float exact_score(const GalleryParams& params, std::int64_t query, std::int64_t item) {
+    const Element* const row = static_cast<const Element*>(params.gallery) + (params.pick ? params.pick[item] : item) * params.dim;
     double top = -std::numeric_limits<double>::infinity(), total = 0;
     for (std::int64_t m = query * params.draws; m < (query + 1) * params.draws; ++m) {
         const double bias = params.sample_bias ? std::max(params.sample_bias[m], kLowest) : 0.0;
@@ -343,7 +310,7 @@ inline float exact_score(const GalleryParams& params, std::int64_t query, std::i
 
 // Streams the items once. Products that are not exact serve for all items but the best ones of each query: a few more of these than
 // are asked for are kept, and in the end scored again in single precision, also within the sums.
-template <class Products>
+template <class Products, class Element>
 class GallerySolver {
   public:
     GallerySolver(const GalleryParams& params, const GalleryStatistics& result)
@@ -396,11 +363,9 @@ class GallerySolver {
     }
 
     void read_out_top(std::int64_t query) {
-        std::vector<Candidate> all;
-        for (const std::vector<TopItems>& mine : top_)
-            all.insert(all.end(), mine[query].candidates().begin(), mine[query].candidates().end());
-        std::sort(all.begin(), all.end(), better);
-        if (static_cast<std::int64_t>(all.size()) > kept_) all.resize(kept_);
+        std::vector<const TopItems*> parts;
+        for (const std::vector<TopItems>& mine : top_) parts.push_back(&mine[query]);
+        std::vector<Candidate> all = best_of(parts, kept_);
         if constexpr (!Products::kExact) correct(query, all);
         for (std::int64_t k = 0; k < result_.top_k; ++k) {
             const bool there = k < static_cast<std::int64_t>(all.size());
@@ -416,7 +381,7 @@ class GallerySolver {
         const double noise = kSumRounding * weight;
         add(all, peak, -1.0, weight, moment);
         if (weight < noise) weight = moment = 0;  // nothing but these items
-        for (Candidate& item : all) item.score = exact_score(params_, query, item.index);
+        for (Candidate& item : all) item.score = exact_score<Element>(params_, query, item.index);
         if (!std::all_of(all.begin(), all.end(), [](const Candidate& item) { return std::isfinite(item.score); })) {
             weight = std::nan("");
             return;
@@ -439,15 +404,16 @@ class GallerySolver {
 
     const GalleryParams& params_;
     const GalleryStatistics& result_;
-    PanelScorer<Products> scorer_;
+    PanelScorer<Products, Element> scorer_;
     const std::int64_t kept_;                  // items of a query
     std::vector<std::vector<TopItems>> top_;   // per thread: [queries]
     std::vector<PanelStatistics> statistics_;  // [panels of the slice, queries of the block]
 };
 
 // Scores [queries, items] themselves.
-inline bool store_scores(const GalleryParams& params, float* scores) {
-    PanelScorer<SingleProducts> scorer(params);
+template <class Element>
+bool store_scores(const GalleryParams& params, float* scores) {
+    PanelScorer<SingleProducts, Element> scorer(params);
     const auto keep = [&](std::int64_t query, std::int64_t item, std::int64_t rows, const float(&score)[kPanelRows]) {
         std::copy(score, score + rows, scores + query * params.items + item);
     };
@@ -458,9 +424,14 @@ inline bool store_scores(const GalleryParams& params, float* scores) {
 
 template <class Products>
 bool stream_posterior(const GalleryParams& params, const GalleryStatistics& result) {
-    return GallerySolver<Products>(params, result).run();
+    return by_storage(params.storage, [&](auto element) { return GallerySolver<Products, decltype(element)>(params, result).run(); });
 }
 
-const geoflow::GalleryKernels kGalleryKernels = {stream_posterior<SingleProducts>, store_scores};
+const geoflow::GalleryKernels kGalleryKernels = {
+    stream_posterior<SingleProducts>,
+    [](const GalleryParams& params, float* scores) {
+        return by_storage(params.storage, [&](auto element) { return store_scores<decltype(element)>(params, scores); });
+    },
+};
 
 }  // namespace

@@ -34,9 +34,9 @@ constexpr std::int64_t kPanelRows = 96;
 constexpr std::int64_t kTileColumns = 256;
 constexpr std::int64_t kColumnBlock = 2048;  // at most
 
-inline std::int64_t round_up(std::int64_t x, std::int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
-inline std::int64_t least(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
-inline std::int64_t most(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
+constexpr std::int64_t round_up(std::int64_t x, std::int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
+constexpr std::int64_t least(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+constexpr std::int64_t most(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
 
 // Coordinates at a time, such that a strip of B takes half of L1. The sums do not depend on it.
 inline std::int64_t depth_block() {

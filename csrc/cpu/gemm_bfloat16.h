@@ -27,7 +27,8 @@ constexpr std::int64_t kDepthPairs = 144;
 class PairLayout {
   public:
     // The largest coordinates are those of some rows of the list, evenly spaced.
-    explicit PairLayout(const RowList<float>& rows)
+    template <class Element>
+    explicit PairLayout(const RowList<Element>& rows)
         : depth_(rows.depth),
           whole_((rows.depth + 1) / 2),
           largest_(least(rows.depth, round_up(rows.depth, kPerLarge * kWide) / kPerLarge)) {
@@ -39,8 +40,8 @@ class PairLayout {
         for (std::int64_t k = 0; k < depth_; ++k) all[k] = {0.0f, static_cast<std::int32_t>(k)};
         const std::int64_t looks = least(kLooks, rows.count);
         for (std::int64_t i = 0; i < looks; ++i) {
-            const float* const row = rows.row(i * rows.count / looks);
-            for (std::int64_t k = 0; k < depth_; ++k) all[k].square += row[k] * row[k];
+            const Element* const row = rows.row(i * rows.count / looks);
+            for (std::int64_t k = 0; k < depth_; ++k) all[k].square += widen(row[k]) * widen(row[k]);
         }
         for (Coordinate& x : all) x.square = x.square >= 0 ? x.square : 0.0f;  // a NaN has no place in an order
         const auto larger = [](const Coordinate& a, const Coordinate& b) {
@@ -145,9 +146,20 @@ inline void multiply_pairs(const std::int32_t* a, std::int64_t lda, std::int64_t
     }
 }
 
+// A row itself, or its copy in floats.
+inline const float* as_floats(const float* row, std::int64_t, float*) { return row; }
+
+template <class Element>
+const float* as_floats(const Element* row, std::int64_t depth, float* to) {
+    std::int64_t k = 0;
+    for (; k + kLanes <= depth; k += kLanes) store(to + k, load(row + k));
+    for (; k < depth; ++k) to[k] = widen(row[k]);
+    return to;
+}
+
 // As row_tiles in gemm_rows.h, from rounded factors.
-template <class Poll, class Epilogue>
-bool bfloat16_tiles(const RowList<float>& a, const float* b, std::int64_t columns, int threads, const Poll& poll, const Epilogue& epilogue) {
+template <class Element, class Poll, class Epilogue>
+bool bfloat16_tiles(const RowList<Element>& a, const float* b, std::int64_t columns, int threads, const Poll& poll, const Epilogue& epilogue) {
     const PairLayout layout(a);
     const std::int64_t pairs = layout.pairs(), lda = round_up(layout.room(), kWide), padded = round_up(columns, kWide);
     const std::int64_t strips = (padded + kPairStrip - 1) / kPairStrip, panels = (a.count + kPanelRows - 1) / kPanelRows;
@@ -161,6 +173,7 @@ bool bfloat16_tiles(const RowList<float>& a, const float* b, std::int64_t column
     {
         float* const values = private_scratch.get() + thread_number() * (tile_size + panel_size);
         std::int32_t* const rows = reinterpret_cast<std::int32_t*>(values + tile_size);
+        std::vector<float> wide(std::is_same<Element, float>::value ? 0 : a.depth);
 #pragma omp for schedule(static)
         for (std::int64_t s = 0; s < strips; ++s) {
             const std::int64_t first = s * kPairStrip, width = least(kPairStrip, padded - first);
@@ -172,7 +185,7 @@ bool bfloat16_tiles(const RowList<float>& a, const float* b, std::int64_t column
             if (!__atomic_load_n(&go_on, __ATOMIC_RELAXED)) continue;
             const std::int64_t row = panel * kPanelRows, count = least(kPanelRows, a.count - row);
             const std::int64_t multiplied = round_up(count, kPairRows);
-            for (std::int64_t r = 0; r < multiplied; ++r) layout.round(a.row(row + r), true, rows + r * lda);
+            for (std::int64_t r = 0; r < multiplied; ++r) layout.round(as_floats(a.row(row + r), a.depth, wide.data()), true, rows + r * lda);
             for (std::int64_t col = 0; col < columns; col += ld) {
                 multiply_pairs(rows, lda, multiplied, packed_b + col * pairs, least(ld, padded - col), pairs, values, ld);
                 epilogue(Tile<1>{row, count, col, least(ld, columns - col), ld, {values}});

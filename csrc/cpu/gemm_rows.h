@@ -2,7 +2,8 @@
 //
 // Packing a row of A costs about as much as multiplying it by a dozen columns. Here a micro-kernel broadcasts from its rows
 // directly; their cache lines are asked for one group of rows ahead, since no hardware prefetcher follows that many short runs.
-// Rows in half precision become floats a block of depth at a time, in a buffer that stays in cache.
+// Rows in half precision become floats a block of depth at a time, in a buffer that stays in cache. Kernels with 16 lanes take so many
+// rows at once that those of 1024 floats, which share a set of L1, would push each other out: there all rows go through the buffer.
 //   B is packed once, in strips of two vectors of columns, the last one of one to three vectors; up to eight columns are one strip of 8
 //   a tile is kPanelRows rows by up to kTileStrips strips; per block of depth a strip of B stays in L1, the rows pass from L2
 //   micro-kernels of one, two or three vectors have kAccumulators accumulators each: 12 x 8, 6 x 16, 4 x 24 with eight lanes
@@ -16,6 +17,8 @@ namespace {
 
 constexpr std::int64_t kTileStrips = kTileColumns / kStripColumns;
 constexpr std::int64_t kFewColumns = 8;
+constexpr std::int64_t kBufferDepth = 256;               // at most, of rows that are copied
+constexpr std::int64_t kBufferStride = kBufferDepth + 16;  // not a power of two, for the sets of L1
 typedef float few_floats __attribute__((vector_size(4 * kFewColumns)));
 
 // Rows of a matrix [*, depth]: all of them in order, or those that `pick` lists.
@@ -52,9 +55,9 @@ GEOFLOW_INLINE Vector load_vector(const float* from) {
     return x;
 }
 
-// c[Rows][Vectors] (leading dimension ldc) = or += depth coordinates of `rows` times b[depth][Vectors]
-template <class Vector, int Rows, int Vectors, bool Accumulate>
-GEOFLOW_INLINE void row_kernel(const float* const (&rows)[Rows], const float* __restrict b, std::int64_t depth, float* __restrict c,
+// c[Rows][Vectors] (leading dimension ldc) = or += depth coordinates of the rows rows[0], rows[1], ... times b[depth][Vectors]
+template <class Vector, int Rows, int Vectors, bool Accumulate, class RowPointers>
+GEOFLOW_INLINE void row_kernel(const RowPointers& rows, const float* __restrict b, std::int64_t depth, float* __restrict c,
                                std::int64_t ldc) {
     constexpr std::int64_t kWidth = sizeof(Vector) / sizeof(float);
     Vector acc[Rows][Vectors];
@@ -79,45 +82,63 @@ GEOFLOW_INLINE void row_kernel(const float* const (&rows)[Rows], const float* __
         for (int v = 0; v < Vectors; ++v) std::memcpy(c + r * ldc + v * kWidth, &acc[r][v], sizeof(Vector));
 }
 
-// Coordinates [k, k + depth) of rows [first, end) as floats: where they lie, or converted once for all strips.
+// Coordinates [k, k + depth) of rows [first, end) as floats: where they lie, or copied once for all strips.
 template <class Element>
 class PanelRows {
   public:
+    static constexpr bool kCopied = !std::is_same<Element, float>::value || kLanes == 16;
+    // Floats that the buffer has.
+    static constexpr std::int64_t kRoom = kCopied ? kPanelRows * kBufferStride : 0;
+
+    // Pointers to the rows from i on.
+    struct Copies {
+        const float* base;
+        GEOFLOW_INLINE const float* operator[](int r) const { return base + r * kBufferStride; }
+    };
+    template <int Rows>
+    struct Originals {
+        const float* rows[Rows];
+        GEOFLOW_INLINE const float* operator[](int r) const { return rows[r]; }
+    };
+    template <int Rows>
+    auto rows(std::int64_t i) const {
+        if constexpr (kCopied) {
+            return Copies{buffer_ + (i - first_) * kBufferStride};
+        } else {
+            Originals<Rows> found;
+            for (int r = 0; r < Rows; ++r) found.rows[r] = a_.row(i + r) + k_;
+            return found;
+        }
+    }
+
     PanelRows(const RowList<Element>& a, std::int64_t first, std::int64_t end, std::int64_t k, std::int64_t depth, float* buffer)
-        : a_(a), first_(first), last_(end - 1), k_(k), depth_(depth), buffer_(buffer) {
-        if constexpr (kConverted)
+        : a_(a), first_(first), k_(k), depth_(depth), buffer_(buffer) {
+        if constexpr (kCopied)
             for (std::int64_t i = first; i < end; ++i) {
-                prefetch(a.row(i + 1) + k);
                 const Element* const from = a.row(i) + k;
-                float* const to = buffer + (i - first) * depth;
+                float* const to = buffer + (i - first) * kBufferStride;
                 std::int64_t c = 0;
                 for (; c + kLanes <= depth; c += kLanes) store(to + c, load(from + c));
                 for (; c < depth; ++c) to[c] = widen(from[c]);
             }
     }
 
-    const float* row(std::int64_t i) const {
-        if constexpr (kConverted)
-            return buffer_ + (least(i, last_) - first_) * depth_;
-        else
-            return a_.row(i) + k_;
-    }
-
-    // Asks for the row's cache lines, if it has not been read yet.
-    void fetch(std::int64_t i) const {
-        if constexpr (!kConverted) prefetch(a_.row(i) + k_);
+    // While `count` rows from i on are multiplied, asks for the cache lines of what comes next: of copies the next block of depth, or
+    // the first one of the next panel; else the next rows.
+    void fetch(std::int64_t i, std::int64_t count) const {
+        const bool is_last = k_ + depth_ >= a_.depth;
+        const std::int64_t ahead = !kCopied ? count : is_last ? kPanelRows : 0, k = !kCopied ? k_ : is_last ? 0 : k_ + depth_;
+        constexpr std::int64_t line = 64 / sizeof(Element);
+        for (std::int64_t r = i + ahead; r < i + ahead + count; ++r) {
+            const Element* const row = a_.row(r) + k;
+            for (std::int64_t c = 0; c < depth_; c += line) __builtin_prefetch(row + c, 0, 2);
+        }
     }
 
   private:
-    static constexpr bool kConverted = !std::is_same<Element, float>::value;
-
-    void prefetch(const Element* row) const {
-        constexpr std::int64_t line = 64 / sizeof(Element);
-        for (std::int64_t c = 0; c < depth_; c += line) __builtin_prefetch(row + c, 0, 2);
-    }
 
     const RowList<Element>& a_;
-    const std::int64_t first_, last_, k_, depth_;
+    const std::int64_t first_, k_, depth_;
     float* const buffer_;
 };
 
@@ -126,10 +147,8 @@ template <class Vector, int Rows, int Vectors, class Panel>
 void multiply_strip(const Panel& panel, std::int64_t first, std::int64_t end, std::int64_t k, std::int64_t depth, const float* b,
                     bool fetch, float* c, std::int64_t ldc) {
     for (std::int64_t i = first; i < end; i += Rows, c += Rows * ldc) {
-        const float* rows[Rows];
-        for (int r = 0; r < Rows; ++r) rows[r] = panel.row(i + r);
-        if (fetch)
-            for (int r = 0; r < Rows; ++r) panel.fetch(i + Rows + r);
+        const auto rows = panel.template rows<Rows>(i);
+        if (fetch) panel.fetch(i, Rows);
         if (k == 0)
             row_kernel<Vector, Rows, Vectors, false>(rows, b, depth, c, ldc);
         else
@@ -138,11 +157,11 @@ void multiply_strip(const Panel& panel, std::int64_t first, std::int64_t end, st
 }
 
 // c = rows [first, end) times strips [from, to). It has room for the rows rounded up to a multiple of kAccumulators; `buffer` has room
-// for kPanelRows rows of a block of depth.
+// for a panel of rows.
 template <class Element>
 void multiply_rows(const RowList<Element>& a, std::int64_t first, std::int64_t end, const float* packed_b, const StripList& b,
                    std::int64_t from, std::int64_t to, float* buffer, float* c, std::int64_t ldc) {
-    const std::int64_t block = depth_block();
+    const std::int64_t block = b.strips == 1 ? kBufferDepth : least(depth_block(), kBufferDepth);
     for (std::int64_t k = 0; k < a.depth; k += block) {
         const std::int64_t step = least(block, a.depth - k);
         const PanelRows<Element> panel(a, first, end, k, step, buffer);
@@ -184,7 +203,7 @@ bool row_tiles(const RowList<Element>& a, const float* b, std::int64_t columns, 
     const std::int64_t panels = (a.count + kPanelRows - 1) / kPanelRows;
     const std::int64_t ld = least(strips.columns(), kTileColumns + kLanes);
     const std::int64_t tile_size = round_up(kPanelRows * ld + kLanes, 1024);
-    const std::int64_t buffer_size = std::is_same<Element, float>::value ? 0 : kPanelRows * round_up(depth_block(), 16);
+    const std::int64_t buffer_size = PanelRows<Element>::kRoom;
     const Scratch packed_b(strips.columns() * a.depth);
     const Scratch private_scratch((tile_size + buffer_size) * threads);
     bool go_on = true;

@@ -9,6 +9,8 @@
 #include <immintrin.h>
 #endif
 
+#include "rows.h"
+
 #define GEOFLOW_INLINE inline __attribute__((always_inline))
 
 namespace {
@@ -58,10 +60,12 @@ GEOFLOW_INLINE void store_streaming(float* to, floats x) {
 }
 
 GEOFLOW_INLINE floats select(ints mask, floats yes, floats no) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(__AVX512F__)
+    return mask ? yes : no;
+#elif defined(__AVX2__)
     return (floats)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)mask);
 #else
-    return mask ? yes : no;
+    return (floats)(((ints)yes & mask) | ((ints)no & ~mask));
 #endif
 }
 
@@ -226,6 +230,16 @@ GEOFLOW_INLINE float widen(BFloat16 x) {
 GEOFLOW_INLINE void store(Half* to, floats x) {
     const halves h = to_half(x);
     std::memcpy(to, &h, sizeof h);
+}
+
+// Calls run(element) with an element of the type in which rows are stored.
+template <class Run>
+auto by_storage(geoflow::Storage storage, const Run& run) {
+    switch (storage) {
+        case geoflow::Storage::half: return run(Half{});
+        case geoflow::Storage::bfloat16: return run(BFloat16{});
+        default: return run(float{});
+    }
 }
 
 }  // namespace
