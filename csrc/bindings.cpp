@@ -156,12 +156,27 @@ void bind_transport(py::module_& m) {
              }),
              py::kw_only(), "noise"_a, "data"_a, "signs"_a, "scale"_a, "dim"_a, "order"_a, "weight"_a);
     m.attr("OT_LEADING") = geoflow::kLeading;
-    m.def("ot_build", [](const OtMatrix& matrix, const geoflow::Factor& image, const geoflow::Factor& text, bool arc, int threads) {
+    m.def("ot_build", [](const OtMatrix& matrix, const geoflow::Factor& image, const geoflow::Factor& text, bool arc, bool bfloat16,
+                         int threads) {
         geoflow::Range range{};
         const geoflow::Cost cost = arc ? geoflow::Cost::arc : geoflow::Cost::chord;
-        without_gil([&] { return geoflow::cpu_solver().build(matrix, image, text, cost, threads, keep_going, &range); });
+        auto build = geoflow::cpu_solver().build;
+#if defined(__x86_64__)
+        if (bfloat16 && !geoflow::has_avx512_bf16()) throw py::value_error("this processor has no bfloat16 unit");
+        if (bfloat16) build = geoflow::build_bfloat16;
+#endif
+        without_gil([&] { return build(matrix, image, text, cost, threads, keep_going, &range); });
         return std::array<float, 2>{range.low, range.high};
-    }, "matrix"_a, "image"_a, "text"_a, "arc"_a, "threads"_a);
+    }, "matrix"_a, "image"_a, "text"_a, "arc"_a, "bfloat16"_a, "threads"_a);
+#if defined(__x86_64__)
+    m.def("ot_resolve", [](const OtMatrix& matrix, const geoflow::Factor& image, const geoflow::Factor& text, bool arc, double eps, Address g,
+                           double margin, Address index, int threads) {
+        if (!geoflow::has_avx512_bf16()) throw py::value_error("this processor has no bfloat16 unit");
+        py::gil_scoped_release release;
+        const geoflow::Cost cost = arc ? geoflow::Cost::arc : geoflow::Cost::chord;
+        geoflow::resolve_near_ties(matrix, image, text, cost, eps, at<const double>(g), margin, at<std::int64_t>(index), threads);
+    }, "matrix"_a, "image"_a, "text"_a, "arc"_a, "eps"_a, "g"_a, "margin"_a, "index"_a, "threads"_a);
+#endif
     m.def("ot_import", [](const OtMatrix& matrix, Address cost, float offset, int threads) {
         py::gil_scoped_release release;
         const geoflow::Range range = geoflow::cpu_solver().import_cost(matrix, at<const float>(cost), offset, threads);

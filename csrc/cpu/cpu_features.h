@@ -4,6 +4,7 @@
 // instruction set and GEOFLOW_TARGET as its name; the tables have internal linkage, so that no file links to another's functions.
 // <family>_kernels() in dispatch.cpp returns the one to use.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -39,5 +40,10 @@ struct Caches {
     std::int64_t first, second, shared;
 };
 const Caches& caches();
+
+// Memory of a multiple of 4096 bytes, aligned to that. What is given back is kept for later calls, up to a limit, so that calls one
+// after the other neither allocate nor touch fresh pages.
+void* take_scratch(std::size_t bytes);
+void give_scratch(void* memory, std::size_t bytes);
 
 }  // namespace geoflow

@@ -1,5 +1,7 @@
 // The choice of an instruction set, and of the tables of kernels that are compiled for it.
 #include <cstdlib>
+#include <mutex>
+#include <new>
 #if defined(__linux__)
 #include <unistd.h>
 #endif
@@ -89,7 +91,58 @@ std::int64_t cache_bytes(int name, std::int64_t otherwise) {
 }
 #endif
 
+struct Block {
+    void* memory;
+    std::size_t bytes;
+};
+
+// Blocks that wait for their next use.
+struct Pool {
+    static constexpr std::size_t kMostBytes = 64 << 20;
+    std::mutex mutex;
+    std::vector<Block> blocks;
+    std::size_t bytes = 0;
+};
+
+Pool& pool() {
+    static Pool* const made = new Pool;  // never destroyed: threads may give memory back while the process ends
+    return *made;
+}
+
 }  // namespace
+
+void* take_scratch(std::size_t bytes) {
+    {
+        const std::lock_guard<std::mutex> lock(pool().mutex);
+        std::vector<Block>& blocks = pool().blocks;
+        for (std::size_t k = 0; k < blocks.size(); ++k) {
+            if (blocks[k].bytes != bytes) continue;
+            void* const memory = blocks[k].memory;
+            blocks.erase(blocks.begin() + static_cast<std::ptrdiff_t>(k));
+            pool().bytes -= bytes;
+            return memory;
+        }
+    }
+    void* const memory = std::aligned_alloc(1 << 12, bytes);
+    if (!memory) throw std::bad_alloc();
+    return memory;
+}
+
+void give_scratch(void* memory, std::size_t bytes) {
+    std::vector<Block> released;
+    {
+        const std::lock_guard<std::mutex> lock(pool().mutex);
+        std::vector<Block>& blocks = pool().blocks;
+        blocks.push_back({memory, bytes});
+        pool().bytes += bytes;
+        while (pool().bytes > Pool::kMostBytes) {  // the oldest goes first
+            released.push_back(blocks.front());
+            pool().bytes -= blocks.front().bytes;
+            blocks.erase(blocks.begin());
+        }
+    }
+    for (const Block& block : released) std::free(block.memory);
+}
 
 Isa isa() { return choice().isa; }
 std::string isa_name() { return name_of(isa()); }

@@ -278,20 +278,6 @@ inline PanelStatistics close_panel(const float (&score)[kPanelRows], std::int64_
     return {peak, sum(weight), sum(moment)};
 }
 
-template <class Element>
-float inner_product(const Element* a, const float* b, std::int64_t dim) {
-    constexpr int kChains = 4;  // sums side by side, since each waits for its last addition
-    floats part[kChains] = {};
-    std::int64_t k = 0;
-    for (; k + kChains * kLanes <= dim; k += kChains * kLanes)
-#pragma GCC unroll 4
-        for (int c = 0; c < kChains; ++c) part[c] += load(a + k + c * kLanes) * load(b + k + c * kLanes);
-    for (; k + kLanes <= dim; k += kLanes) part[0] += load(a + k) * load(b + k);
-    float rest = 0;
-    for (; k < dim; ++k) rest += widen(a[k]) * b[k];
-    return sum((part[0] + part[1]) + (part[2] + part[3])) + rest;
-}
-
 // The score of one item in single precision, its sum over the draws in double.
 template <class Element>
 float exact_score(const GalleryParams& params, std::int64_t query, std::int64_t item) {

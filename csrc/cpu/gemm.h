@@ -85,23 +85,36 @@ inline void touch_pages(void* begin, std::size_t bytes, int threads) {
     for (std::int64_t offset = 0; offset < static_cast<std::int64_t>(bytes); offset += page) *(volatile char*)(at + offset) = 0;
 }
 
-// Scratch floats, aligned to a cache line.
+// Scratch floats, aligned to a page.
 class Scratch {
   public:
-    explicit Scratch(std::int64_t count) {
-        const std::size_t bytes = static_cast<std::size_t>(round_up(count * std::int64_t{sizeof(float)}, 1 << 12));
-        data_ = static_cast<float*>(std::aligned_alloc(1 << 12, bytes ? bytes : 1 << 12));
-        if (!data_) throw std::bad_alloc();
-        prefer_large_pages(data_, bytes);
+    explicit Scratch(std::int64_t count) : bytes_(static_cast<std::size_t>(round_up(most(count, 1) * std::int64_t{sizeof(float)}, 1 << 12))) {
+        data_ = static_cast<float*>(geoflow::take_scratch(bytes_));
+        prefer_large_pages(data_, bytes_);
     }
-    ~Scratch() { std::free(data_); }
+    ~Scratch() { geoflow::give_scratch(data_, bytes_); }
     Scratch(const Scratch&) = delete;
     Scratch& operator=(const Scratch&) = delete;
     float* get() const { return data_; }
 
   private:
+    const std::size_t bytes_;
     float* data_;
 };
+
+template <class Element>
+float inner_product(const Element* a, const float* b, std::int64_t dim) {
+    constexpr int kChains = 4;  // sums side by side, since each waits for its last addition
+    floats part[kChains] = {};
+    std::int64_t k = 0;
+    for (; k + kChains * kLanes <= dim; k += kChains * kLanes)
+#pragma GCC unroll 4
+        for (int c = 0; c < kChains; ++c) part[c] += load(a + k + c * kLanes) * load(b + k + c * kLanes);
+    for (; k + kLanes <= dim; k += kLanes) part[0] += load(a + k) * load(b + k);
+    float rest = 0;
+    for (; k < dim; ++k) rest += widen(a[k]) * b[k];
+    return sum((part[0] + part[1]) + (part[2] + part[3])) + rest;
+}
 
 struct Product {
     const float* a;      // [m, depth]

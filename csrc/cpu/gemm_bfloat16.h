@@ -195,6 +195,71 @@ bool bfloat16_tiles(const RowList<Element>& a, const float* b, std::int64_t colu
     return go_on;
 }
 
+// As product_tiles in gemm.h, from rounded factors.
+template <int Products, class Poll, class Epilogue>
+bool bfloat16_product_tiles(const Product (&products)[Products], std::int64_t m, std::int64_t n, int threads, const Poll& poll,
+                            const Epilogue& epilogue) {
+    std::vector<PairLayout> layouts;
+    std::int64_t pairs = 0, lda = 0;  // of all products
+    for (const Product& p : products) {
+        layouts.emplace_back(RowList<float>{p.a, nullptr, m, p.depth});
+        pairs += layouts.back().pairs(), lda += round_up(layouts.back().room(), kWide);
+    }
+    const std::int64_t panels = (m + kPanelRows - 1) / kPanelRows, block = round_up(least(column_block(pairs), n), kWide);
+    const std::int64_t ld = least(block, kTileColumns), tile_size = round_up(kPanelRows * ld + kWide, 1024);
+    const std::int64_t per_thread = Products * tile_size + round_up(kPanelRows * lda, 1024);
+    const Scratch packed(block * pairs), private_scratch(per_thread * threads);
+    std::int32_t* const packed_b = reinterpret_cast<std::int32_t*>(packed.get());
+    bool go_on = true;
+
+#pragma omp parallel num_threads(threads)
+    {
+        float* const values = private_scratch.get() + thread_number() * per_thread;
+        std::int32_t* const rows = reinterpret_cast<std::int32_t*>(values + Products * tile_size);
+        for (std::int64_t col = 0; col < n; col += block) {
+            const std::int64_t cols = least(block, n - col), padded = round_up(cols, kWide);
+#pragma omp for schedule(static)
+            for (std::int64_t first = 0; first < padded; first += kPairStrip) {
+                std::int32_t* to = packed_b;
+                for (int p = 0; p < Products; ++p) {
+                    const std::int64_t width = least(kPairStrip, padded - first), depth = products[p].depth;
+                    pack_pairs(layouts[p], products[p].b + (col + first) * depth, least(width, cols - first), depth, width,
+                               to + first * layouts[p].pairs());
+                    to += block * layouts[p].pairs();
+                }
+            }
+#pragma omp for schedule(monotonic : dynamic, 1)
+            for (std::int64_t panel = 0; panel < panels; ++panel) {
+                if (thread_number() == 0 && !poll()) __atomic_store_n(&go_on, false, __ATOMIC_RELAXED);
+                if (!__atomic_load_n(&go_on, __ATOMIC_RELAXED)) continue;
+                const std::int64_t row = panel * kPanelRows, count = least(kPanelRows, m - row);
+                const std::int64_t multiplied = round_up(count, kPairRows);
+                std::int32_t* a = rows;
+                for (int p = 0; p < Products; ++p) {
+                    const std::int64_t stride = round_up(layouts[p].room(), kWide);
+                    for (std::int64_t r = 0; r < multiplied; ++r)
+                        layouts[p].round(products[p].a + least(row + r, m - 1) * products[p].depth, true, a + r * stride);
+                    a += kPanelRows * stride;
+                }
+                for (std::int64_t first = 0; first < cols; first += ld) {
+                    Tile<Products> tile{row, count, col + first, least(ld, cols - first), ld, {}};
+                    a = rows;
+                    const std::int32_t* b = packed_b;
+                    for (int p = 0; p < Products; ++p) {
+                        const std::int64_t stride = round_up(layouts[p].room(), kWide), of_product = layouts[p].pairs();
+                        tile.value[p] = values + p * tile_size;
+                        multiply_pairs(a, stride, multiplied, b + first * of_product, least(ld, padded - first), of_product, tile.value[p], ld);
+                        a += kPanelRows * stride;
+                        b += block * of_product;
+                    }
+                    epilogue(tile);
+                }
+            }
+        }
+    }
+    return go_on;
+}
+
 }  // namespace
 
 #endif  // __AVX512BF16__

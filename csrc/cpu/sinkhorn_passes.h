@@ -96,7 +96,15 @@ GEOFLOW_INLINE void finish_row(const ScoreRule& rule, const float* image, const 
     }
 }
 
-template <Cost kind, bool kernel, class Element>
+// Dense products in single precision. A class of products in less has the same member.
+struct DenseProducts {
+    template <class... Arguments>
+    static bool tiles(const Arguments&... arguments) {
+        return product_tiles(arguments...);
+    }
+};
+
+template <class Dense, Cost kind, bool kernel, class Element>
 bool build(const OtMatrix& matrix, const Factor& image, const Factor& text, int most_threads, Poll poll, Range* range) {
     const int threads = useful_threads(matrix, most_threads);
     Element* const out = static_cast<Element*>(matrix.data);
@@ -129,21 +137,21 @@ bool build(const OtMatrix& matrix, const Factor& image, const Factor& text, int 
         done = hadamard_tiles(products, matrix.rows, matrix.cols, threads, poll, finish);
     } else {
         const Product products[2] = {{image.noise, image.data, image.dim}, {text.noise, text.data, text.dim}};
-        done = product_tiles(products, matrix.rows, matrix.cols, threads, poll, finish);
+        done = Dense::tiles(products, matrix.rows, matrix.cols, threads, poll, finish);
     }
     *range = merge(seen, threads);
     return done;
 }
 
-template <class Element>
+template <class Dense, class Element>
 bool build_elements(const OtMatrix& matrix, const Factor& image, const Factor& text, Cost cost, int threads, Poll poll,
                     Range* range) {
     const bool kernel = matrix.domain == Domain::kernel;
     if (cost == Cost::arc)
-        return kernel ? build<Cost::arc, true, Element>(matrix, image, text, threads, poll, range)
-                      : build<Cost::arc, false, Element>(matrix, image, text, threads, poll, range);
-    return kernel ? build<Cost::chord, true, Element>(matrix, image, text, threads, poll, range)
-                  : build<Cost::chord, false, Element>(matrix, image, text, threads, poll, range);
+        return kernel ? build<Dense, Cost::arc, true, Element>(matrix, image, text, threads, poll, range)
+                      : build<Dense, Cost::arc, false, Element>(matrix, image, text, threads, poll, range);
+    return kernel ? build<Dense, Cost::chord, true, Element>(matrix, image, text, threads, poll, range)
+                  : build<Dense, Cost::chord, false, Element>(matrix, image, text, threads, poll, range);
 }
 
 template <class Element>
@@ -547,8 +555,8 @@ double read_out_elements(const OtMatrix& matrix, double eps, const double* f, co
 
 const geoflow::CpuSolver kCpuSolver = {
     [](const OtMatrix& m, const Factor& image, const Factor& text, Cost cost, int threads, Poll poll, Range* range) {
-        return m.half ? build_elements<Half>(m, image, text, cost, threads, poll, range)
-                      : build_elements<float>(m, image, text, cost, threads, poll, range);
+        return m.half ? build_elements<DenseProducts, Half>(m, image, text, cost, threads, poll, range)
+                      : build_elements<DenseProducts, float>(m, image, text, cost, threads, poll, range);
     },
     [](const OtMatrix& m, const float* cost, float offset, int threads) {
         return m.half ? import_elements<Half>(m, cost, offset, threads) : import_elements<float>(m, cost, offset, threads);

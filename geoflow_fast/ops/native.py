@@ -241,16 +241,40 @@ class TransportMatrix:
         weights: tuple[float, float],
         arc: bool,
         kernel_eps: float | None,
+        *,
+        bfloat16: bool = False,
     ) -> tuple[float, float]:
         """Fills the matrix from (noise, data) of both spheres and returns the extremes of S.
 
-        With `kernel_eps` it goes straight to the kernel domain, which the caller must know to be in range.
+        With `kernel_eps` it goes straight to the kernel domain, which the caller must know to be in range. With
+        `bfloat16`, inner products are those of rounded rows, and `resolve` mends the assignment.
         """
         self._matrix.kernel = kernel_eps is not None
         self._matrix.centre, self._matrix.eps = 0.0, kernel_eps or 1.0
         kept = [self._factor(*pair, weight) for pair, weight in zip((image, text), weights)]
-        low, high = _built().ot_build(self._matrix, *(factor for factor, _ in kept), arc, usable_threads())
+        factors = (factor for factor, _ in kept)
+        low, high = _built().ot_build(self._matrix, *factors, arc=arc, bfloat16=bfloat16, threads=usable_threads())
         return low, high
+
+    def resolve(
+        self,
+        image: tuple[Tensor, Tensor],
+        text: tuple[Tensor, Tensor],
+        weights: tuple[float, float],
+        arc: bool,
+        g: Tensor,
+        eps: float,
+        margin: float,
+    ) -> Tensor:
+        """Column of each row, int64 [rows], where the plan is largest, of a matrix from rounded rows: what is within
+        `margin` of the best score of its row is computed again."""
+        kept = [self._factor(*pair, weight) for pair, weight in zip((image, text), weights)]
+        index = torch.empty(self._shape[0], dtype=torch.int64, device="cpu")
+        addresses = {"g": _address(g, "g", torch.float64), "index": index.data_ptr()}
+        factors = (factor for factor, _ in kept)
+        threads = usable_threads()
+        _built().ot_resolve(self._matrix, *factors, arc=arc, eps=eps, margin=margin, threads=threads, **addresses)
+        return index
 
     def _factor(self, noise: Tensor | StructuredNoise, data: Tensor, weight: float) -> tuple[Any, list[Tensor]]:
         """The native factor, and the tensors that must outlive it."""
