@@ -362,10 +362,14 @@ class Panel(native.TransportMatrix):
         weights: tuple[float, float],
         arc: bool,
         kernel_eps: float | None,
+        *,
+        bfloat16: bool = False,
     ) -> tuple[float, float]:
         """`TransportMatrix.build`; the extremes of S are those of all rows."""
         self._matrix.kernel = kernel_eps is not None
-        low, high = super().build(image, text, weights, arc, kernel_eps) if self._shape[0] else (math.inf, -math.inf)
+        low, high = math.inf, -math.inf
+        if self._shape[0]:
+            low, high = super().build(image, text, weights, arc, kernel_eps, bfloat16=bfloat16)
         extremes = torch.tensor([-low, high], dtype=torch.float64, device="cpu")
         self._world.all_reduce(extremes, "max")
         return -float(extremes[0]), float(extremes[1])
@@ -426,8 +430,8 @@ def load_scores(
     offset = (math.pi / 2 if problem.cost == "arc" else 2.0) * sum(problem.weights)
     if kernel_eps is not None and not offset / kernel_eps <= _KERNEL_REACH[matrix.storage]:
         kernel_eps = None
-    options = {"bfloat16": True} if rounded else {}  # a panel of ranks has no such choice
-    return offset, *matrix.build(image, text, problem.weights, problem.cost == "arc", kernel_eps, **options)
+    arc = problem.cost == "arc"
+    return offset, *matrix.build(image, text, problem.weights, arc, kernel_eps, bfloat16=rounded)
 
 
 # ---- compiled, CUDA -----------------------------------------------------------------------------------------------
