@@ -134,7 +134,7 @@ def first_alarm(rule: gf.Rule, judged: Found, log: Found, views: str, seed: int)
     )
     embeddings = judged.embeddings[FITTED:] if "embeddings" in views else None
     assert rule.reference is not None
-    watcher = Watcher(rule, rule.reference, embeddings, FALSE_ALARMS, None, seed)
+    watcher = Watcher(rule, rule.reference, embeddings, FALSE_ALARMS, seed=seed)
     for number in range(1, n // EVERY + 1):
         end = number * EVERY
         rng = np.random.default_rng((seed, number))
@@ -159,7 +159,7 @@ def rows_of(
         judged = drawn.pop("judged")
         trust = gf.Trust().fit(judged.scores[:FITTED], judged.relevant[:FITTED])
         tested = judged.part(slice(FITTED, None))
-        rule = trust.certify(tested.scores, tested.relevant, error, hits=tested.hits)
+        rule = trust.certify(tested.scores, tested.relevant, error).with_hits(tested.hits)
         for change, log in drawn.items():
             for title, views in VIEWS.items():
                 if run < (quiet if change == "no change" and views else runs if change != "no change" else 0):

@@ -127,7 +127,7 @@ def _live(
     scores = np.log(np.maximum(found.prob.double().numpy(), SMALLEST))
     trust = Trust().fit(scores[:FITTED], right[:FITTED])
     hits = found.index.numpy()
-    rule = trust.certify(scores[FITTED:judged], right[FITTED:judged], MAX_ERROR, hits=hits[FITTED:judged])
+    rule = trust.certify(scores[FITTED:judged], right[FITTED:judged], MAX_ERROR).with_hits(hits[FITTED:judged])
     rule.save(folder / "rule.json")
     log = {
         "query": np.array([f"live-{row}" for row in range(len(asked) - judged)], dtype=object),
