@@ -91,7 +91,7 @@ class Found:
 Scores = Callable[[Tensor, Tensor], Tensor]
 
 
-def found(scores: Scores, captions: Captions, images: Tensor, number: Tensor | None = None) -> Found:
+def result_lists(scores: Scores, captions: Captions, images: Tensor, number: Tensor | None = None) -> Found:
     """The best hits among these images, named by `number`."""
     best = scores(captions.text, images).topk(K, dim=1)
     hits = best.indices if number is None else number[best.indices]
@@ -109,17 +109,17 @@ def mixed(one: Found, other: Found, share: float, rng: np.random.Generator) -> F
 
 def logs(scores: Scores, places: Places, rng: np.random.Generator) -> Iterator[tuple[str, Found]]:
     """What is judged, a log without a change, and changed ones, by name."""
-    known = found(scores, places.known, places.images)
+    known = result_lists(scores, places.known, places.images)
     yield "judged", known.part(slice(FITTED + CERTIFIED))
     live = known.part(slice(FITTED + CERTIFIED, FITTED + CERTIFIED + LONG))
     yield "no change", live
     soon = live.part(slice(SOON))
-    yield "30 % no match", mixed(soon, found(scores, places.none, places.images), MISSING, rng)
-    far = found(scores, places.far, places.images).part(slice(SOON))
+    yield "30 % no match", mixed(soon, result_lists(scores, places.none, places.images), MISSING, rng)
+    far = result_lists(scores, places.far, places.images).part(slice(SOON))
     yield "half from a held-out group", mixed(soon, far, FROM_GROUP, rng)
     rows = slice(FITTED + CERTIFIED, FITTED + CERTIFIED + SOON)
     asked = Captions(places.known.text[rows], places.known.item[rows])
-    yield "a fifth of the gallery replaced", found(scores, asked, places.replaced, places.new_number)
+    yield "a fifth of the gallery replaced", result_lists(scores, asked, places.replaced, places.new_number)
 
 
 def first_alarm(rule: gf.Rule, judged: Found, log: Found, views: str, seed: int) -> tuple[int | None, str]:

@@ -271,7 +271,7 @@ def _write_changed(log: Path, rule: Path, health: Health, captions: Path | None,
     from geoflow_fast.explore.page import write_page
 
     words = sources.described([] if captions is None else [captions], "text")
-    write_page(sources.changed_queries(sources.Run.open(log, rule), health, words, sources.Described()), page)
+    write_page(sources.changed_queries(sources.RunFiles.open(log, rule), health, words, sources.Described()), page)
 
 
 def known_hits(

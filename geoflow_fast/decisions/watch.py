@@ -142,8 +142,8 @@ class Health:
 
 def because(rule: Rule, look: Look, false_alarms: float) -> str:
     """Why a look is an alarm, and what is expected of the answers now."""
-    found = [each for each in look.drifts if each.corrected <= false_alarms]
-    parts = ", ".join(f"{each.view} (AUROC {each.auroc:.2f}, p {each.corrected:.1g})" for each in found)
+    noticed = [each for each in look.drifts if each.corrected <= false_alarms]
+    parts = ", ".join(f"{each.view} (AUROC {each.auroc:.2f}, p {each.corrected:.1g})" for each in noticed)
     words = f"queries {look.start:,} to {look.end:,} differ from the judged ones in {parts}"
     if look.no_match_share - 2 * look.no_match_stderr > rule.no_match_share:
         words += (

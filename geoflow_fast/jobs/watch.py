@@ -47,7 +47,7 @@ class Watched:
 
     lists: ResultLists
     health: Health | None
-    """What this call has found; None if no look was due."""
+    """What this call has noticed; None if no look was due."""
     table: dict[str, Array]
     """All looks so far, a row each."""
     waiting: int
@@ -158,7 +158,7 @@ def _row(look: Look, health: Health, since: str, made_by: str, lists: ResultList
     alarmed = health.alarm is not None and health.alarm.number <= look.number
     verdict = since or (health.verdict if alarmed else _verdict_of(look, health))
     certificate = look.overlap.certificate
-    found = {each.view: each for each in look.drifts}
+    drifts = {each.view: each for each in look.drifts}
     return {
         "look": look.number,
         "start": look.start,
@@ -167,7 +167,7 @@ def _row(look: Look, health: Health, since: str, made_by: str, lists: ResultList
         VERDICT: verdict,
         ALARM: since or (health.verdict if alarmed else ""),
         "p_value": look.p_value,
-        **{f"{view}_{name}".replace(" ", "_"): x for view in PARTS for name, x in _drift(found.get(view)).items()},
+        **{f"{view}_{name}".replace(" ", "_"): x for view in PARTS for name, x in _drift(drifts.get(view)).items()},
         "expected": look.expected,
         "stderr": look.stderr,
         "answered": look.answered,
@@ -194,9 +194,9 @@ def _nothing() -> tuple[Array, Array, Array]:
     return np.empty(0), np.empty(0), np.empty(0, np.int64)
 
 
-def _drift(found: Drift | None) -> dict[str, float]:
+def _drift(drifts: Drift | None) -> dict[str, float]:
     names = ("auroc", "p_value", "corrected")
-    return {name: math.nan if found is None else getattr(found, name) for name in names}
+    return {name: math.nan if drifts is None else getattr(drifts, name) for name in names}
 
 
 def _kind(value: Any) -> type:

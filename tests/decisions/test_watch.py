@@ -138,10 +138,10 @@ def test_p_values_are_uniform_or_larger():
         columns = rng.normal(size=(120, 3))
         folds = drift.folds_of(120, rng)
         live = np.arange(120) >= 70
-        found = drift.drift_between(
+        drifted = drift.drift_between(
             "x", drift.linear_classifier(columns, folds), live, folds, part=0.5, false_alarms=0.05, rng=rng
         )
-        values.append(found.p_value)
+        values.append(drifted.p_value)
     for level in (0.05, 0.2, 0.5):
         assert stats.binom.sf(np.sum(np.array(values) <= level) - 1, 300, level) > 1e-3
 
@@ -155,8 +155,8 @@ def test_many_ties_raise_no_alarm():
         drift.item_classifier(np.zeros((600, 3), np.int64), folds),
         drift.GivenScore(np.ones(600)),
     ):
-        found = drift.drift_between("x", classify, live, folds, part=0.05, false_alarms=0.05, rng=rng)
-        assert found.p_value > 0.01
+        drifted = drift.drift_between("x", classify, live, folds, part=0.05, false_alarms=0.05, rng=rng)
+        assert drifted.p_value > 0.01
 
 
 def test_the_parts_of_all_looks_sum_to_one():

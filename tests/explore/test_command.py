@@ -81,5 +81,5 @@ def test_watch_shows_the_queries_that_changed(desk):
     assert not page["holds"]
     worth = next(each for each in page["marked"] if each["name"] == "worth judging")
     label = parquet.read_columns(desk / "health.label.parquet")
-    assert [page["ids"][place] for place in worth["rows"]] == label["query"].tolist()
+    assert [page["ids"][position] for position in worth["rows"]] == label["query"].tolist()
     assert "no longer holds" in (desk / "changed.html").read_text()
