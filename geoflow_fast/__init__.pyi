@@ -12,6 +12,8 @@ from geoflow_fast.data.pairs import EmbeddingPairs as EmbeddingPairs
 from geoflow_fast.data.qrels import Qrels as Qrels
 from geoflow_fast.decisions.rules import Rule as Rule
 from geoflow_fast.decisions.trust import Trust as Trust
+from geoflow_fast.decisions.watch import Health as Health
+from geoflow_fast.decisions.watch import watch as watch
 from geoflow_fast.directions import Direction as Direction
 from geoflow_fast.encoders.colours import ColourEncoder as ColourEncoder
 from geoflow_fast.encoders.open_clip import OpenClipEncoder as OpenClipEncoder

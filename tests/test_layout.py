@@ -15,7 +15,7 @@ PACKAGE = Path(geoflow_fast.__file__).parent
 LAYERS = (
     ("cli", "__main__"),
     ("demo",),
-    ("evaluation",),
+    ("evaluation", "explore"),
     ("baselines", "jobs", "encoders", "plan", "stores"),
     ("decisions",),
     ("retrieval",),

@@ -13,7 +13,7 @@ import glob
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,6 +115,9 @@ class Reranked(Summarised):
     p_no_match: Tensor
     """[Q], the probability that nothing in the gallery is right, at the `no_match_share` of the call; 0 if that is 0.
     The other probabilities are smaller by as much."""
+    evidence: Tensor
+    """[Q, K, e], what each kind of evidence adds to the logit of an item, in nats, measured from the less near half of
+    the shortlist. The kinds are `evidence_names` of the re-ranker."""
 
 
 class BayesReranker(nn.Module):
@@ -262,6 +265,11 @@ class BayesReranker(nn.Module):
         """What each rung of evidence brought on the held-out pairs of the calibration, what it costs, and whether it is
         kept; empty before `calibrate`."""
         return () if self.calibration is None else self.calibration.rungs
+
+    @property
+    def evidence_names(self) -> tuple[str, ...]:
+        """The kinds of evidence that have a weight: "cosine", "hub", "head", "head_hub" and "flow"."""
+        return tuple((self.calibration or self._uncalibrated()).by_feature)
 
     @property
     def feature_names(self) -> tuple[str, ...]:
@@ -805,6 +813,7 @@ class BayesReranker(nn.Module):
         order = by_number.gather(1, prob.sort(dim=1, descending=True, stable=True).indices)
         every = every * matches
         entropy = torch.special.entr(every).sum(1) + torch.special.entr(p_no_match)
+        kinds = len(calibration.by_feature)
         choices = index.shape[1] + (self.calibration is not None) + (no_match_share > 0)
         return Reranked(
             index.gather(1, order),
@@ -819,7 +828,24 @@ class BayesReranker(nn.Module):
             torch.stack([*features.values()], dim=1),
             (relevance * matches).gather(1, order).to(dtype),
             p_no_match.to(dtype),
+            self._parts(evidence, asked, calibration).gather(1, order.unsqueeze(2).expand(-1, -1, kinds)).to(dtype),
         )
+
+    def _parts(self, evidence: Evidence, asked: Tensor, calibration: Calibration) -> Tensor:
+        """What each kind of evidence adds to the logits of the items [Q, K, e]."""
+
+        def parts(weights: Mapping[str, float]) -> Tensor:
+            known = [name for name in names if name in evidence.features]
+            design = evidence.design(known)[:, :-1, : len(known)]
+            columns = dict(zip(known, design.unbind(2)))
+            zero = torch.zeros_like(evidence.nearness)
+            return torch.stack([columns.get(name, zero) * weights.get(name, 0.0) for name in names], dim=2)
+
+        names, cheap = list(calibration.by_feature), calibration.cheap
+        every = parts(calibration.by_feature)
+        if cheap is None or bool(asked.all()):
+            return every
+        return torch.where(asked[:, None, None], every, parts(cheap.weights))
 
 
 def _checked_lengths(shortlist: object) -> tuple[int, int] | None:
