@@ -31,7 +31,7 @@ from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.worlds import ClipWorld, ConceptWorld, PairWorld
 
 Array = NDArray[Any]
-K, ITEMS, SEARCHES = 50, 1000, 6
+K, ITEMS, SEARCHES = 50, 1000, 12
 """Hits in a list, items in a gallery, and searches of a world, half of whose queries have no match."""
 FITTED, CERTIFIED, LIVE, DRAWS = 500, 2000, 10_000, 1000
 FEW_DRAWS = 20
@@ -39,7 +39,10 @@ SHARES, CONFIDENCE, HOLDS = (0.0, 0.3, 0.5), 0.95, 0.936
 LABELS, RESAMPLES = 100, 200
 HEADS = {"concept world": 40_000, "CLIP-like world": 20_000}
 """Pairs that a head is trained on, with four points; the other settings follow from their number."""
-BANK, BANK_QUERIES = 3000, 1000
+BANK, BANK_QUERIES = 16_384, 512
+"""Training items and queries by which the level of a query's scores, and that of an item's, are known."""
+WARMTHS = (0.5, 1.0)
+"""Factors of the scores in the logarithms of their means over the bank of items, which are features."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +82,16 @@ def best_hits(scores: Tensor, own: Tensor) -> tuple[Array, Array]:
     return best.values.double().numpy(), (best.indices == own[:, None]).numpy()
 
 
-def head_scores(head: gf.PosteriorHead, queries: Tensor, items: Tensor, direction: str) -> Tensor:
-    """The head's scores [Q, N], from which the logarithm of the items' mean over its bank of queries is subtracted, as
-    far as the head asks for it."""
+def head_scores(head: gf.PosteriorHead, queries: Tensor, items: Tensor, hub: Tensor, direction: str) -> Tensor:
+    """The head's scores [Q, N], from which the items' `hub_numbers` are subtracted."""
+    return raw_scores(head, queries, items, direction) - hub
+
+
+def hub_numbers(head: gf.PosteriorHead, items: Tensor, direction: str) -> Tensor:
+    """The logarithm of the items' mean over the head's bank of queries [N], as far as the head asks for it."""
     bank = head.bank(direction)[:BANK_QUERIES]
     hub = raw_scores(head, bank, items, direction).logsumexp(0) - np.log(len(bank))
-    return raw_scores(head, queries, items, direction) - head.hub_weight_of(direction) * hub
+    return head.hub_weight_of(direction) * hub
 
 
 def raw_scores(head: gf.PosteriorHead, queries: Tensor, items: Tensor, direction: str) -> Tensor:
@@ -95,35 +102,67 @@ def raw_scores(head: gf.PosteriorHead, queries: Tensor, items: Tensor, direction
     return torch.cat(scores) + bias
 
 
-def trained_head(name: str, world: PairWorld) -> gf.PosteriorHead:
+def trained_head(name: str, image: Tensor, text: Tensor) -> gf.PosteriorHead:
     """A head for a world; it is kept beside the results and not trained again."""
-    image, text, _ = world.sample(HEADS[name], generator=torch.Generator().manual_seed(100))
     folder = RESULTS / f"trust_head_{name.replace(' ', '_')}"
     return gf.PosteriorHead.fit(gf.EmbeddingPairs.from_arrays(image, text), out=folder, progress=False, k=4)
 
 
+def levels(head: gf.PosteriorHead, queries: Tensor, bank: Tensor, hub: Tensor, direction: str) -> Array:
+    """The logarithms of the means of exp(score), at several factors of the score, over a bank of items: [Q, 2]."""
+    scores = [head_scores(head, part, bank, hub, direction) for part in queries.split(250)]
+    means = [torch.stack([(factor * each).logsumexp(1) for factor in WARMTHS], dim=1) for each in scores]
+    return (torch.cat(means) - np.log(len(bank))).double().numpy()
+
+
+def searches(name: str, world: PairWorld, direction: str) -> dict[str, Array]:
+    """Searches of a world, half of whose queries have no match, as arrays by name; kept beside the results."""
+    file = RESULTS / f"trust_{name}_{direction}.npz".replace(" ", "_")
+    if not file.is_file():
+        image, text, _ = world.sample(HEADS[name], generator=torch.Generator().manual_seed(100))
+        head, asked = trained_head(name, image, text), Direction.of(direction)
+        bank, generator = asked.items(image, text)[:BANK], torch.Generator().manual_seed(1)
+        hub = hub_numbers(head, bank, direction)
+        parts = [search_once(world, head, (bank, hub), direction, generator) for _ in range(SEARCHES)]
+        RESULTS.mkdir(exist_ok=True)
+        np.savez(file, **{key: np.concatenate([part[key] for part in parts]) for key in parts[0]})
+    with np.load(file) as stored:
+        return dict(stored)
+
+
+def search_once(
+    world: PairWorld,
+    head: gf.PosteriorHead,
+    bank: tuple[Tensor, Tensor],
+    direction: str,
+    generator: torch.Generator,
+) -> dict[str, Array]:
+    """One search: lists of the cosine and of the head, levels of queries, which have no match, and the truth."""
+    drawn = world.sample_search(ITEMS, ITEMS, direction, share=0.5, generator=generator)
+    cosine = best_hits(drawn.queries @ drawn.gallery.T, drawn.item)
+    hub = hub_numbers(head, drawn.gallery, direction)
+    by_head = best_hits(head_scores(head, drawn.queries, drawn.gallery, hub, direction), drawn.item)
+    return {
+        "cosine": cosine[0],
+        "cosine_right": cosine[1],
+        "head": by_head[0],
+        "head_right": by_head[1],
+        "level": levels(head, drawn.queries, *bank, direction),
+        "missing": (drawn.item < 0).numpy(),
+        "exact": world.missing_probability(drawn.queries, drawn.gallery, direction, 0.5).numpy(),
+    }
+
+
 def of_world(name: str, world: PairWorld, direction: str) -> list[Population]:
-    """Populations of a world, whose lists are those of the cosine, and those of a head with the head's mean score over
-    a bank of other items as a feature."""
-    generator, head = torch.Generator().manual_seed(1), trained_head(name, world)
-    asked = Direction.of(direction)
-    bank = asked.items(*world.sample(BANK, generator=torch.Generator().manual_seed(777))[:2])
-    hits: dict[str, list[tuple[Array, Array]]] = {"cosine": [], "head": []}
-    level, missing, exact = [], [], []
-    for _ in range(SEARCHES):
-        drawn = world.sample_search(ITEMS, ITEMS, direction, share=0.5, generator=generator)
-        hits["cosine"].append(best_hits(drawn.queries @ drawn.gallery.T, drawn.item))
-        hits["head"].append(best_hits(head_scores(head, drawn.queries, drawn.gallery, direction), drawn.item))
-        level.append(head_scores(head, drawn.queries, bank, direction).logsumexp(1).double().numpy())
-        missing.append((drawn.item < 0).numpy())
-        exact.append(world.missing_probability(drawn.queries, drawn.gallery, direction, 0.5).numpy())
-    none = np.concatenate(missing)
-    truth = auroc(np.concatenate(exact), ~none)
+    """Populations of a world, whose lists are those of the cosine, and those of a head with the levels of its scores
+    over a bank of training items as features."""
+    found = searches(name, world, direction)
+    none = found["missing"]
+    truth = auroc(found["exact"], ~none)
     populations = []
-    for engine, parts in hits.items():
-        scores, relevant = (np.concatenate(each) for each in zip(*parts))
-        features = None if engine == "cosine" else np.concatenate(level)[:, None]
-        both = (None, None) if features is None else (features[~none], features[none])
+    for engine in ("cosine", "head"):
+        scores, relevant = found[engine], found[f"{engine}_right"]
+        both = (found["level"][~none], found["level"][none]) if engine == "head" else (None, None)
         title = f"{name} {direction}, {engine}"
         populations.append(
             Population(title, scores[~none], relevant[~none], both[0], scores[none], both[1], truth, levels_of(name))

@@ -133,6 +133,7 @@ class TestCopies:
         items = reranker.gallery.rows
         twin = gf.BayesReranker(None, torch.cat((items, items[:50])), "i2t")
         twin._use_bank(reranker.bank)
+        twin.item_bank = reranker.item_bank
         twin.calibration = dataclasses.replace(reranker.calibration, made_for={})
         numbers = torch.arange(50).repeat(9, 1)
         plain = reranker(queries[:9], numbers)
