@@ -21,22 +21,23 @@ from torch import Tensor
 import geoflow_fast as gf
 from benchmarks.common import RESULTS, SHARED, gate, report, shared_pairs
 from geoflow_fast.decisions import lists
-from geoflow_fast.decisions.certify import Certifier
+from geoflow_fast.decisions.certify import Certifier, Share
 from geoflow_fast.decisions.logistic import fit_logistic, log_losses, logits
 from geoflow_fast.decisions.model import TEMPERATURES, combined, typical_spread
 from geoflow_fast.decisions.rules import ANSWERS
-from geoflow_fast.directions import Direction
+from geoflow_fast.decisions.rules import ITEMS as ITEMS_SHOWN
+from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.evaluation.metrics import auroc
 from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.worlds import ClipWorld, ConceptWorld, PairWorld
 
 Array = NDArray[Any]
-K, ITEMS, SEARCHES = 50, 1000, 12
+K, ITEMS, SEARCHES = 50, 1000, 8
 """Hits in a list, items in a gallery, and searches of a world, half of whose queries have no match."""
 FITTED, CERTIFIED, LIVE, DRAWS = 500, 2000, 10_000, 1000
 FEW_DRAWS = 20
 SHARES, CONFIDENCE, HOLDS = (0.0, 0.3, 0.5), 0.95, 0.936
-LABELS, RESAMPLES = 100, 200
+LABELS, RESAMPLES, PRECISION = 100, 200, 0.5
 HEADS = {"concept world": 40_000, "CLIP-like world": 20_000}
 """Pairs that a head is trained on, with four points; the other settings follow from their number."""
 BANK, BANK_QUERIES = 16_384, 512
@@ -283,6 +284,64 @@ def tail(values: Array, thresholds: Array) -> Array:
     return 1 - np.searchsorted(np.sort(values), thresholds, side="left") / len(values)
 
 
+class Display(Simulation):
+    """The same for rules about the hits shown: the error is the mean share of wrong hits among them."""
+
+    def row_of(self, precision: float, share: float) -> dict[str, Any]:
+        """How often the promised precision holds, and how many queries are shown something."""
+        model, empty = self.trust._model, np.empty((len(self.scores), 0))
+        some = empty if self.features is None else self.features
+        shown = model.p_shown(self.scores, some, share)
+        twin = model.p_shown(lists.taken_out(self.scores, self.relevant), some, share)[:, 0]
+        missing = self.population.missing
+        more = np.empty((len(missing), 0)) if self.features is None else self.population.missing_features
+        assert more is not None
+        none = model.p_shown(missing, more, share)[:, 0]
+        certifier = Certifier(model, self.trust._pilot, ITEMS_SHOWN, 1 - precision, CONFIDENCE, share=share, seed=0)
+        holds, given = 0, []
+        for _ in range(DRAWS):
+            rows = self.rng.integers(len(shown), size=CERTIFIED)
+            certificate, _ = certifier.items(shown[rows], self.relevant[rows], twin[rows], Share.known(share))
+            accepted = shown >= certificate.threshold
+            count, some_shown = accepted.sum(1), accepted.any(1)
+            wrong = (accepted & ~self.relevant).sum(1)[some_shown] / count[some_shown]
+            absent = share * float((none >= certificate.threshold).mean())
+            total = (1 - share) * float(some_shown.mean()) + absent
+            loss = (1 - share) * float(wrong.sum()) / len(shown) + absent
+            holds += loss <= (1 - precision) * total
+            given.append(total)
+        facts = {"set": self.population.name, "precision": precision, "no match": share, "draws": DRAWS}
+        return {**facts, "holds": int(holds), "shown something": float(np.mean(given))}
+
+
+class OneGroup(Simulation):
+    """The queries of one group alone: those whose list begins low, or those whose list begins high."""
+
+    def __init__(self, population: Population, *, high: bool) -> None:
+        super().__init__(population)
+        middle = np.median(self.scores[:, 0])
+        own = (self.scores[:, 0] >= middle) == high
+        self.queries, self.twins = (tuple(x[own] for x in pair) for pair in (self.queries, self.twins))  # type: ignore
+        self.right = self.right[own]
+        absent = (population.missing[:, 0] >= middle) == high
+        self.none = tuple(x[absent] for x in self.none)  # type: ignore
+
+
+def other_rules(population: Population) -> list[dict[str, Any]]:
+    """Rules about the hits shown, and rules per group."""
+    display = Display(population)
+    rows = [display.row_of(PRECISION, share) for share in SHARES[:2]]
+    for high in (False, True):
+        group = OneGroup(population, high=high)
+        for share in SHARES[:2]:
+            row = group.row(population.levels[-1], share, estimated=False)
+            rows.append({**row, "set": f"{population.name}, group of lists that begin {'high' if high else 'low'}"})
+    for row in rows:
+        print(row, flush=True)
+        gate(f"{row['set']}: certificates hold", row["holds"] >= HOLDS * row["draws"])
+    return rows
+
+
 def certified_rows(populations: list[Population]) -> list[dict[str, Any]]:
     rows = []
     for population in populations:
@@ -311,15 +370,33 @@ def missing_row(population: Population) -> dict[str, Any]:
     ]
     own = auroc(np.concatenate(prob), np.repeat([True, False], [len(each) for each in prob]))
     kept = [gain.name for gain in trust.report if gain.kept and gain.question == "no match"]
+    most = limit_of(population)
     row = {
         "set": population.name,
         "AUROC": own,
+        "trees on all lists": most,
         "exact posterior": population.exact,
         "share of the distance from .5": (own - 0.5) / (population.exact - 0.5),
+        "share of trees": (most - 0.5) / (population.exact - 0.5),
         "kept": ", ".join(kept),
     }
     print(row, flush=True)
     return row
+
+
+def limit_of(population: Population) -> float:
+    """The AUROC that much more data, and no assumption about the form of the answer, get out of the same lists and
+    features: boosted trees, fitted to one half of the population with labels of all of it, and judged on the other."""
+    from sklearn.ensemble import HistGradientBoostingClassifier
+
+    lists_of = [(population.scores, population.features), (population.missing, population.missing_features)]
+    columns = [np.column_stack([x for x in (scores[:, ::3], more) if x is not None]) for scores, more in lists_of]
+    x, absent = np.concatenate(columns), np.repeat([False, True], [len(each) for each in columns])
+    half, prob = np.random.default_rng(0).random(len(x)) < 0.5, np.empty(len(x))
+    for out in (half, ~half):
+        trees = HistGradientBoostingClassifier(max_depth=4, learning_rate=0.06, max_iter=100, random_state=0)
+        prob[out] = trees.fit(x[~out], absent[~out]).predict_proba(x[out])[:, 1]
+    return float(auroc(prob, ~absent))
 
 
 def copies_row(population: Population) -> dict[str, Any]:
@@ -384,8 +461,10 @@ def run() -> str:
     """The study."""
     concepts, clip = ConceptWorld(), ClipWorld()
     populations = [
-        *of_world("concept world", concepts, "t2i"),
-        *of_world("CLIP-like world", clip, "t2i"),
+        population
+        for name, world in (("concept world", concepts), ("CLIP-like world", clip))
+        for direction in CONDITIONAL
+        for population in of_world(name, world, direction)
     ]
     worlds = list(populations)
     if (SHARED / "flickr8k").is_dir():
@@ -394,6 +473,7 @@ def run() -> str:
     tables = {
         "trust_missing": [missing_row(each) for each in worlds],
         "trust_certified": certified_rows(populations),
+        "trust_other_rules": [row for each in worlds[:2] for row in other_rules(each)],
         "trust_copies": [copies_row(each) for each in populations],
         "trust_labels": [labels_row(each) for each in populations if each.features is None],
     }

@@ -34,7 +34,7 @@ LEAST_SHARE = 0.1
 """The signal of a missing item is that for a share of at least this, and at most one less this."""
 STATED = 30
 """The error that the probabilities state counts as much as this many answers of the fitted queries."""
-STARTS, BEST_START = 8, 0.5
+STARTS, BEST_START = 8, 0.7
 """Thresholds at which tests begin besides the most promising one, and the part of the error probability that is kept
 for the latter; the former divide the rest."""
 SET_ASIDE = 0.2
@@ -268,7 +268,9 @@ class Certifier:
         if self.unit == ANSWERS:
             return self.answers(queries, twins, first)
         assert relevant is not None
-        return self._items(scores, features, relevant, self._share(queries[1], twins[1].min(0)))
+        shown = self.model.p_shown(scores, features, self.score_share)
+        twin = self.model.p_shown(lists.taken_out(scores, relevant), features, self.score_share)[:, 0]
+        return self.items(shown, relevant, twin, self._share(queries[1], twins[1].min(0)))
 
     def answers(self, queries: Logits, twins: Logits, first: Bools) -> tuple[Certificate, float]:
         """The same from log-odds: of the queries [n], and of the twins that each may have [variants, n]."""
@@ -299,12 +301,11 @@ class Certifier:
         )
         return certificate, share.bound(self.confidence)
 
-    def _items(self, scores: Floats, features: Floats, relevant: Bools, share: Share) -> tuple[Certificate, float]:
-        """The certificate of showing hits. A part of the queries chooses the thresholds, the others are tested."""
-        shown = self.model.p_shown(scores, features, self.score_share)
-        twin = self.model.p_shown(lists.taken_out(scores, relevant), features, self.score_share)[:, 0]
-        order = np.random.default_rng(self.seed).permutation(len(scores))
-        aside = order[: max(1, round(SET_ASIDE * len(scores)))]
+    def items(self, shown: Floats, relevant: Bools, twin: Floats, share: Share) -> tuple[Certificate, float]:
+        """The certificate of showing hits, from the probabilities [n, k] that each is relevant, and the largest of them
+        [n] without the relevant hits. A part of the queries chooses the thresholds, the others are tested."""
+        order = np.random.default_rng(self.seed).permutation(len(shown))
+        aside = order[: max(1, round(SET_ASIDE * len(shown)))]
         tested = order[len(aside) :]
         values = shown[aside].ravel()
         thresholds = spaced(values, values)  # a hit that is probably relevant counts for more

@@ -43,8 +43,8 @@ def query_features(
     "answer" is the logit of the answer's probability; "inside" that of all items together, and "best" that of the most
     probable one against "outside"; "margin" is the lead of the most probable item over the next, in nats; "entropy" is
     that of all choices. With a bank of items, "mass" is the logarithm of the sum of exp(score) over the shortlist, and
-    "bank" that of the mean over the bank. Each feature of the evidence gives its value for the most probable item, from its level, and
-    its level.
+    "bank" that of the mean over the bank. Each feature of the evidence gives its value for the most probable item,
+    from its level, and its level.
     """
     log_prob = prob.clamp(min=LEAST).log()
     ranked = torch.nn.functional.pad(log_prob[:, :-1], (0, 1), value=math.log(LEAST)).topk(2, 1)

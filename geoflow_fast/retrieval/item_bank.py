@@ -1,9 +1,9 @@
 """Items that are in no gallery, by which the level of a query's scores is known.
 
 Weights that are fitted to choices within a shortlist know how much more probable one item is than another, but not how
-probable any of them is: adding a constant to all scores of a query changes no choice. Over items that were drawn without
-the query, the mean of exp(score) is one if scores are pointwise mutual information. So its logarithm over a bank of such
-items is the constant, and what the gallery has above it tells whether the right item is there.
+probable any of them is: adding a constant to all scores of a query changes no choice. Over items that were drawn
+without the query, the mean of exp(score) is one if scores are pointwise mutual information. So its logarithm over a
+bank of such items is the constant, and what the gallery has above it tells whether the right item is there.
 """
 
 from __future__ import annotations
