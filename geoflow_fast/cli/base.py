@@ -148,31 +148,45 @@ class Commands(typer.Typer):
         super().__init__(cls=_Group, rich_markup_mode=None, **settings)
 
     def command(
-        self, name: str | None = None, *, groups: Mapping[str, str] | None = None, **settings: Any
+        self,
+        name: str | None = None,
+        *,
+        groups: Mapping[str, str] | None = None,
+        reads: Mapping[str, Callable[..., Any]] | None = None,
+        **settings: Any,
     ) -> Callable[[Function], Function]:
         """Registers a function as a command, as in typer, with the shared flags added. `groups` has the headings of its
-        help, each with the names of parameters, separated by spaces."""
+        help, each with the names of parameters, separated by spaces. `reads` has a function for each parameter that
+        is made from flags which several commands share: they are the parameters of that function, and stand last."""
         register = super().command(name, cls=_Command, **settings)
         headings = {part: heading for heading, parts in (groups or {}).items() for part in parts.split()}
 
         def decorate(function: Function) -> Function:
-            register(_with_shared_flags(function, headings))
+            register(_with_shared_flags(function, headings, reads or {}))
             return function
 
         return decorate
 
 
-def _with_shared_flags(function: Callable[..., Any], headings: Mapping[str, str]) -> Callable[..., Any]:
+def _with_shared_flags(
+    function: Callable[..., Any], headings: Mapping[str, str], reads: Mapping[str, Callable[..., Any]]
+) -> Callable[..., Any]:
+    signature = inspect.signature(function, eval_str=True)
+    readers = {name: inspect.signature(reader, eval_str=True).parameters for name, reader in reads.items()}
+
     @functools.wraps(function)
     def command(*, config: Path | None, debug: bool, **flags: Any) -> Any:  # noqa: ARG001, their callbacks act
-        return function(**flags)
+        made = {name: reads[name](**{flag: flags.pop(flag) for flag in parts}) for name, parts in readers.items()}
+        return function(**flags, **made)
 
-    signature = inspect.signature(function, eval_str=True)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    own = [part.replace(kind=keyword) for part in signature.parameters.values() if part.name not in reads]
+    read = [part.replace(kind=keyword) for parts in readers.values() for part in parts.values()]
     shared = [
-        inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFlag),
-        inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DebugFlag),
+        inspect.Parameter("config", keyword, default=None, annotation=ConfigFlag),
+        inspect.Parameter("debug", keyword, default=False, annotation=DebugFlag),
     ]
-    parameters = [_under(headings.get(part.name), part) for part in (*signature.parameters.values(), *shared)]
+    parameters = [_under(headings.get(part.name), part) for part in (*own, *read, *shared)]
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
@@ -338,6 +352,12 @@ def _close_stdout() -> None:
 def given(**values: Any) -> dict[str, Any]:
     """The values of the flags that were given, that is, those that are not None."""
     return {name: value for name, value in values.items() if value is not None}
+
+
+def chosen_flags(context: typer.Context) -> list[str]:
+    """The names of the parameters that the command line or a config file gives."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
 
 
 def print_json(value: dict[str, Any]) -> None:

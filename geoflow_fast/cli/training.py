@@ -15,6 +15,7 @@ from geoflow_fast.cli.base import (
     JsonFlag,
     PresetFlag,
     SeedFlag,
+    chosen_flags,
     given,
     print_json,
 )
@@ -299,8 +300,7 @@ def _announcement(
 
 def _check_flags(context: typer.Context, head: bool | None, method: str) -> None:
     """Raises a ValueError for a flag that means nothing to what is trained."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    chosen = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
+    chosen = chosen_flags(context)
     for name in OF_THE_FLOW if head else ():
         if name in chosen:
             raise ValueError(f"--{name.replace('_', '-')} is a setting of the flow; leave it out with --head")
