@@ -21,6 +21,7 @@ _HOMES = {
     "DensitySettings": "likelihood.settings",
     "EmbedSummary": "jobs.embed",
     "EmbeddingPairs": "data.pairs",
+    "Embeddings": "data.embeddings",
     "Encoder": "encoders.protocol",
     "Epistemic": "likelihood.density",
     "FAST_DENSITY": "likelihood.settings",

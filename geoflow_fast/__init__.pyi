@@ -7,6 +7,7 @@ from geoflow_fast import geometry as geometry
 from geoflow_fast import ops as ops
 from geoflow_fast import plan as plan
 from geoflow_fast import worlds as worlds
+from geoflow_fast.data.embeddings import Embeddings as Embeddings
 from geoflow_fast.data.pairs import EmbeddingPairs as EmbeddingPairs
 from geoflow_fast.data.qrels import Qrels as Qrels
 from geoflow_fast.decisions.rules import Rule as Rule

@@ -10,6 +10,7 @@ import difflib
 import functools
 import logging
 import pickle
+import threading
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,7 +105,7 @@ class OpenClipEncoder:
         path = None if checkpoint is None else checks.path(checkpoint, "checkpoint")
         if path is not None and not path.is_file():
             raise FileNotFoundError(f"checkpoint {checkpoint} does not exist")
-        with _quiet(), torch.device("cpu"):
+        with _quiet(open_clip), torch.device("cpu"):
             if model.startswith((LOCAL, HUB)):
                 network = _create_from_folder(open_clip, model, pretrained, path)
             else:
@@ -371,7 +372,7 @@ class _Tokenizer:
         if config.get("text_cfg", {}).get("tokenizer_kwargs", {}).get("trust_remote_code"):
             raise ValueError(f"the tokenizer of {self.model} would execute code that comes with it, which is refused")
         try:
-            with _quiet():
+            with _quiet(open_clip):
                 return open_clip.get_tokenizer(self.model)
         except ImportError as error:
             raise ValueError(f"the tokenizer of {self.model} needs a package: {short_error(error)}") from error
@@ -382,15 +383,33 @@ class _Tokenizer:
             ) from error
 
 
+class _LastResort(logging.Handler):
+    """Does what the root logger does without a handler. While it has this one, open_clip does not install its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Passes what is at least a warning to the handler that Python keeps for loggers without one."""
+        if logging.lastResort is not None and record.levelno >= logging.lastResort.level:
+            logging.lastResort.handle(record)
+
+
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences the log of open_clip, which reports what is in order, or what an error here reports."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
+def _quiet(open_clip: Any) -> Iterator[None]:
+    """Leaves out what open_clip writes to the root logger in this thread: it reports what is in order, or what an error
+    here reports. Levels, handlers and the messages of others stay as they are."""
+    folder, thread = str(Path(open_clip.__file__).parent), threading.get_ident()
+
+    def keep(record: logging.LogRecord) -> bool:
+        return record.thread != thread or not record.pathname.startswith(folder)
+
+    root, stand_in = logging.getLogger(), _LastResort()
+    if not root.handlers:
+        root.addHandler(stand_in)
+    root.addFilter(keep)
     try:
         yield
     finally:
-        logging.disable(before)
+        root.removeFilter(keep)
+        root.removeHandler(stand_in)
 
 
 def _open_clip() -> Any:

@@ -15,6 +15,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from geoflow_fast.data.fingerprint import Origin
 from geoflow_fast.directions import CONDITIONAL, STREAMS, Counts, Direction, row_directions, sort_rows
 from geoflow_fast.flow.anchor import Anchor, with_shares
 from geoflow_fast.flow.config import GeoFlowConfig
@@ -32,14 +33,14 @@ class GeoFlow(nn.Module):
     """The network: a velocity field on the product of the image and the text sphere. See `velocity`.
 
     `manifold` is the space of each stream, and `flow_dims` are the widths (image, text) of points in the flow's
-    coordinates.
+    coordinates. `origin` tells of the encoder, the pairs and the settings that it was trained with.
     """
 
     def __init__(self, config: GeoFlowConfig) -> None:
         super().__init__()
         if not isinstance(config, GeoFlowConfig):
             raise TypeError(f"config must be a GeoFlowConfig, got {type(config).__name__}")
-        self.config = config
+        self.config, self.origin = config, Origin()
         self.manifold, self.flow_dims = config.manifold, config.flow_dims
         hidden, dims = config.hidden, config.flow_dims
         self.encoders = nn.ModuleList(
@@ -202,7 +203,7 @@ class GeoFlow(nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes `config.json` and `model.safetensors` to `folder`. The latter is replaced atomically and is all that
         `from_pretrained` needs."""
-        save_weights(checks.path(folder, "folder"), self.config, self.state_dict())
+        save_weights(checks.path(folder, "folder"), self.config, self.state_dict(), self.origin)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, *, device: torch.device | str = "cpu") -> GeoFlow:
@@ -217,6 +218,7 @@ class GeoFlow(nn.Module):
         # On the meta device nothing is allocated until the tensors are known to fit, and no weights are drawn in vain.
         with contents_of(path), torch.device("meta"):
             flow = cls(GeoFlowConfig.from_json(info["config"]))
+            flow.origin = Origin.read(info.get("origin"))
         with_shares(tensors)
         check_tensors(path, tensors, flow.state_dict())
         flow.load_state_dict(tensors, assign=True)
@@ -284,9 +286,10 @@ class GeoFlow(nn.Module):
         return v_image, v_text
 
 
-def save_weights(folder: Path, config: GeoFlowConfig, weights: Mapping[str, Tensor]) -> None:
-    """Writes a network's weights and configuration as `GeoFlow.from_pretrained` reads them."""
-    save_tensors(folder / WEIGHTS_FILE, weights, kind="model", info={"config": config.to_json()})
+def save_weights(folder: Path, config: GeoFlowConfig, weights: Mapping[str, Tensor], origin: Origin) -> None:
+    """Writes a network's weights, configuration and origin as `GeoFlow.from_pretrained` reads them."""
+    info = {"config": config.to_json(), "origin": origin.to_json()}
+    save_tensors(folder / WEIGHTS_FILE, weights, kind="model", info=info)
     write_json(folder / CONFIG_FILE, config.to_json())
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from geoflow_fast.data.fingerprint import Origin
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.distributed import ALONE, World
@@ -97,7 +98,8 @@ class PosteriorHead(nn.Module):
 
     `fit` trains one on pairs. `gf.RetrievalEntropy(head, gallery, direction)` reads the posterior over a gallery from
     it, and `gf.BayesReranker(..., head=head)` uses it as evidence; `head(queries, direction)` gives the points behind
-    both. `config` has the settings of the network and of its run, and `report` says how `fit` chose them.
+    both. `config` has the settings of the network and of its run, `report` says how `fit` chose them, and `origin`
+    tells of the encoder and the pairs.
 
     Beside its networks a head keeps a bank of training queries: an item that is near to everything has a high score for
     all of them, and `scale` and `hub_weight` say how far scores are corrected for that.
@@ -116,6 +118,7 @@ class PosteriorHead(nn.Module):
             checks.integer(width, name, 1, LARGEST_WIDTH)
         self.config, self.image_dim, self.text_dim = config, image_dim, text_dim
         self.report: dict[str, Any] = {}
+        self.origin = Origin()
         widths = image_dim, text_dim
         self.towers = nn.ModuleDict({str(d): Tower(d.queries(*widths), d.items(*widths), config) for d in CONDITIONAL})
         self.biases = nn.ModuleDict(
@@ -232,7 +235,7 @@ class PosteriorHead(nn.Module):
         # On the meta device nothing is allocated until the tensors are known to fit.
         with contents_of(path), torch.device("meta"):
             head = cls(HeadConfig.from_json(info["config"]), info["image_dim"], info["text_dim"])
-            head.report = dict(info["report"])
+            head.report, head.origin = dict(info["report"]), Origin.read(info.get("origin"))
         check_tensors(path, tensors, head.state_dict())
         head.load_state_dict(tensors, assign=True)
         warn_if_unfinished(path.parent, head.report, "the head", "PosteriorHead.fit or geoflow train")
@@ -254,7 +257,7 @@ def _bias_network(width: int, hidden: int) -> nn.Module:
 # unchecked: save_pretrained and the training run call it with what they have checked
 def save_head(folder: Path, head: PosteriorHead, weights: Mapping[str, Tensor]) -> None:
     """Writes these weights of `head`, with its configuration, as `PosteriorHead.from_pretrained` reads them."""
-    info = {**head.facts(), "report": head.report}
+    info = {**head.facts(), "report": head.report, "origin": head.origin.to_json()}
     save_tensors(folder / WEIGHTS_FILE, weights, kind=KIND, info=info)
     write_json(folder / CONFIG_FILE, {"kind": KIND, **info})
 

@@ -30,8 +30,8 @@ FACTS_KEY = b"geoflow_job"
 """The key under which the schema metadata of a finished file holds the facts of its job."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
-Compute = Callable[[range, Advance], Mapping[str, "Tensor | NDArray[Any]"]]
-"""Returns the columns of a block of rows, and moves the progress bar meanwhile."""
+Compute = Callable[[range, Advance], Mapping[str, Any]]
+"""Returns the columns of a block of rows, which are tensors or arrays, and moves the progress bar meanwhile."""
 
 
 class Job:
@@ -155,10 +155,10 @@ class Job:
                 rows, path = missing[number]
                 columns = compute(rows, advance if together else lambda _: None)
                 if world.is_main or not together:
-                    arrays: dict[str, NDArray[Any]] = {}
+                    arrays: dict[str, Any] = {}
                     if self.numbered is not None:
                         numbers = np.arange(rows.start, rows.stop)
-                        arrays[self.numbered] = numbers if self.ids is None else self.ids.of(numbers)
+                        arrays[self.numbered] = numbers if self.ids is None else self.ids.column(numbers)
                     for name, column in columns.items():
                         arrays[name] = column.cpu().numpy() if isinstance(column, Tensor) else column
                     write_columns(path, arrays, len(rows))
