@@ -3,7 +3,7 @@
 The extension takes raw pointers and includes no torch header, so neither torch nor a GPU is needed to build it.
 `GEOFLOW_CUDA=0` builds without CUDA even where nvcc exists; `GEOFLOW_CUDA=1` makes a missing nvcc an error.
 `GEOFLOW_OPENMP=0` builds kernels of one thread; `GEOFLOW_OPENMP=1` makes a missing OpenMP an error.
-On Windows nothing is compiled: the kernels are written in the vector types of gcc and clang, and operations run in torch.
+On Windows nothing is compiled, as the kernels are written in the vector types of gcc and clang: torch does the work.
 `GEOFLOW_SANITIZE=1` builds with AddressSanitizer and UndefinedBehaviorSanitizer: `make test-sanitize`.
 """
 

@@ -78,12 +78,12 @@ class Ids:
         import pyarrow
 
         ids = self.of(rows).reshape(-1)
-        if self.is_uuid:
-            stored = [None if value is None else value.bytes for value in ids]
-            flat = pyarrow.ExtensionArray.from_storage(pyarrow.uuid(), pyarrow.array(stored, pyarrow.binary(16)))
+        if self.is_integer:
+            flat = pyarrow.array(ids, pyarrow.from_numpy_dtype(self.values.dtype))
+        elif self.is_uuid and all(value is None for value in ids):
+            flat = pyarrow.nulls(len(ids), pyarrow.uuid())
         else:
-            kind = pyarrow.from_numpy_dtype(self.values.dtype) if self.is_integer else pyarrow.string()
-            flat = pyarrow.array(ids, kind, from_pandas=False)
+            flat = parquet.of_objects(ids)
         return flat if rows.ndim == 1 else pyarrow.FixedSizeListArray.from_arrays(flat, rows.shape[1])
 
     def rows(self, ids: NDArray[Any], name: str) -> Index:

@@ -75,7 +75,7 @@ def as_array(column: Any) -> NDArray[Any]:
     kind = column.type
     is_list = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind)
     inner = kind.value_type if is_list else kind
-    holds_uuids = isinstance(inner, pyarrow.ExtensionType) or pyarrow.types.is_fixed_size_binary(inner)
+    holds_uuids = isinstance(inner, pyarrow.BaseExtensionType) or str(inner).startswith(("binary", "fixed_size_binary"))
     if not holds_uuids and not pyarrow.types.is_dictionary(kind):
         return np.asarray(column.to_numpy())
     values = [
@@ -110,6 +110,20 @@ def read_csv(path: Path, names: list[str]) -> dict[str, NDArray[Any]]:
     return {name: table[name].to_numpy() for name in table.column_names}
 
 
+def of_objects(values: NDArray[Any]) -> Any:
+    """UUIDs, integers or strings, some of which may be None, as an array of Arrow. Without a single value its type is
+    that of strings, which a block of a file shares with the rest."""
+    import pyarrow
+
+    first = next((value for value in values if value is not None), "")
+    if isinstance(first, uuid.UUID):
+        stored = pyarrow.array([None if value is None else value.bytes for value in values], pyarrow.binary(16))
+        return pyarrow.ExtensionArray.from_storage(pyarrow.uuid(), stored)
+    if isinstance(first, int):
+        return pyarrow.array(values)
+    return pyarrow.array(values, pyarrow.string())
+
+
 def write_columns(path: Path, columns: Columns, rows: int, metadata: Mapping[bytes, bytes] | None = None) -> None:
     """Writes columns of `rows` rows as a Parquet file, atomically. `metadata` is what it says about itself."""
     import pyarrow.parquet
@@ -121,8 +135,7 @@ def write_columns(path: Path, columns: Columns, rows: int, metadata: Mapping[byt
             continue
         if column.ndim not in (1, 2) or len(column) != rows:
             raise ValueError(f"column {name} has shape {column.shape} in a block of {rows} rows")
-        # A block without a single string would otherwise be of another type than the rest.
-        flat = pyarrow.array(column.reshape(-1), pyarrow.string() if column.dtype == object else None)
+        flat = of_objects(column.reshape(-1)) if column.dtype == object else pyarrow.array(column.reshape(-1))
         arrays[name] = flat if column.ndim == 1 else pyarrow.FixedSizeListArray.from_arrays(flat, column.shape[1])
     table = pyarrow.table(arrays, metadata=metadata)
     write_atomic(path, functools.partial(pyarrow.parquet.write_table, table))

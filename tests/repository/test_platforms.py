@@ -32,7 +32,7 @@ import torch, numpy, scipy.stats, pyarrow.parquet, typer.testing, filelock, rich
 import importlib.metadata, ctypes, subprocess, multiprocessing.connection, hypothesis
 for name in %r:
     sys.modules[name] = None
-for name in ("sched_getaffinity", "getloadavg", "O_NOFOLLOW", "O_CLOEXEC", "sysconf", "sysconf_names", "fork", "getuid"):
+for name in ("sched_getaffinity", "getloadavg", "O_NOFOLLOW", "O_CLOEXEC", "sysconf", "fork", "getuid"):
     if hasattr(os, name):
         delattr(os, name)
 for name in [name for name in dir(mmap) if name.startswith("MADV_")]:
