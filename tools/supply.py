@@ -29,7 +29,7 @@ DEV, CUDA, TOOLS = LOCKS / "dev.lock", LOCKS / "cuda.lock", LOCKS / "tools.lock"
 LICENCES = ROOT / "docs" / "licences.md"
 PYTHON = "3.11"
 """The oldest for which the pinned versions are made."""
-EXTRAS = ("gpu", "ot", "encoders", "data", "hub", "eval", "baselines", "train", "bench", "docs", "test")
+EXTRAS = ("gpu", "ot", "encoders", "data", "hub", "stores", "eval", "baselines", "train", "bench", "docs", "test")
 OWN = "geoflow-fast"
 
 ELSEWHERE = {
