@@ -139,7 +139,7 @@ def _rows_of(table: Any, column: str | None, id_column: str | None, name: str, *
     chosen = tables.embedding_column({field.name: field.type for field in table.schema}, column, name)
     rows = Rows(tables.matrices_of(table, chosen, name), name, normalize=normalize)
     rows.ids = tables.ids_of(table, id_column, name)
-    rows.encoder = Fingerprint.read(tables.encoder_of(table))
+    rows.encoder = Fingerprint.read(tables.encoder_of(table, chosen))
     return rows
 
 

@@ -142,9 +142,10 @@ class EmbeddingPairs:
         folder = checks.path(folder, "folder")
         if tables.is_table(folder) and folder.exists() and not (folder / IMAGE_FOLDER).is_dir():
             table = tables.open_table(folder)
-            columns = _side_columns(table.column_names, (None, None), SIDES, str(folder))
+            sides = _checked_sides(tables.sides_of(table) or SIDES)
+            columns = _side_columns(table.column_names, (None, None), sides, str(folder))
             rows = [rows_of_table(table, column, None, str(folder)) for column in columns]
-            return cls._of_table(table, rows[0], rows[1], None, SIDES, str(folder), normalize=normalize)
+            return cls._of_table(table, rows[0], rows[1], None, sides, str(folder), normalize=normalize)
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is {'not a folder of embeddings' if folder.exists() else 'missing'}")
         image, text = (open_shards(folder / name, name) for name in (IMAGE_FOLDER, TEXT_FOLDER))

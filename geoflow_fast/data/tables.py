@@ -22,8 +22,8 @@ from geoflow_fast.runtime.files import contents_of, need_file, read_json
 
 ARROW_SUFFIXES = (".arrow", ".feather", ".ipc")
 SUFFIXES = (".parquet", *ARROW_SUFFIXES)
-ENCODER_KEY = b"geoflow_encoder"
-"""Under this key the schema of a table names the encoder of its embeddings."""
+ENCODERS_KEY, SIDES_KEY = b"geoflow_encoders", b"geoflow_sides"
+"""Under these keys the schema of a table has the encoders of its columns of embeddings, and the names of its sides."""
 DATASET_FILE, SPLITS_FILE = "state.json", "dataset_dict.json"
 """What `datasets` writes beside the Arrow files of a dataset, and of a set of splits."""
 
@@ -210,8 +210,14 @@ def ids_of(table: Any, column: str | None, name: str) -> Ids | None:
     return Ids.given(parquet.as_array(values), len(values), f"{name}: column {column!r}")
 
 
-def encoder_of(table: Any) -> dict[str, Any] | None:
-    """What a table says about the encoder that made its embeddings, if it does."""
-    words = (table.schema.metadata or {}).get(ENCODER_KEY)
-    known = json.loads(words) if words else None
-    return known if isinstance(known, dict) else None
+def encoder_of(table: Any, column: str) -> Any:
+    """What a table says about the encoder of one of its columns; None if it says nothing."""
+    words = (table.schema.metadata or {}).get(ENCODERS_KEY)
+    known = json.loads(words) if words else {}
+    return known.get(column) if isinstance(known, dict) else None
+
+
+def sides_of(table: Any) -> list[str] | None:
+    """The names of the two sides of a table of pairs, if it has some."""
+    words = (table.schema.metadata or {}).get(SIDES_KEY)
+    return None if words is None else [str(name) for name in json.loads(words)]

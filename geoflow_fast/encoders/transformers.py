@@ -60,7 +60,7 @@ class TransformersEncoder:
         self._weights = weights_digest(model)
         self.model: Any = model.eval().to(self.device)
         self._preprocess = json.loads(image_processor.to_json_string())
-        config = self.model.config
+        config: Any = self.model.config
         self._is_siglip = str(config.model_type).startswith("siglip")
         self.dim = int(getattr(config, "projection_dim", 0) or config.text_config.hidden_size)
         if self._is_siglip:

@@ -38,7 +38,8 @@ class Job:
     """A computation whose result is the Parquet file `out` with `rows` rows, made `block_rows` at a time.
 
     `facts` are values that JSON can hold: settings, and digests of the inputs. If `numbered` is the name of a column,
-    that column comes first and holds the numbers of the rows, or the `ids` that they have.
+    that column comes first and holds the numbers of the rows, or the `ids` that they have. `about` is what the file
+    says about itself beside its facts.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Job:
         facts: Mapping[str, Any],
         numbered: str | None = None,
         ids: Ids | None = None,
+        about: Mapping[bytes, bytes] | None = None,
     ) -> None:
         if rows < 1 or block_rows < 1:
             raise ValueError(f"rows={rows} and block_rows={block_rows} must be at least 1")
@@ -59,6 +61,7 @@ class Job:
             whole["ids"] = ids.digest()
         self.facts: dict[str, Any] = json.loads(json.dumps(whole, allow_nan=False))
         self.folder = out.with_name(f"{out.name}.blocks")
+        self.about = dict(about or {})
 
     def check(self, *, overwrite: bool = False) -> None:
         """Raises an error if something that is not part of this job is in the way, as `run` does before it computes."""
@@ -179,7 +182,7 @@ class Job:
                 if table.num_rows != len(rows):
                     raise ValueError(f"{path} holds {table.num_rows} rows, not {len(rows)}; remove it and run again")
                 if writer is None:
-                    schema = table.schema.with_metadata({FACTS_KEY: json.dumps(self.facts).encode()})
+                    schema = table.schema.with_metadata({**self.about, FACTS_KEY: json.dumps(self.facts).encode()})
                     writer = closed.enter_context(pyarrow.parquet.ParquetWriter(file, schema))
                 writer.write_table(table.replace_schema_metadata(writer.schema.metadata))
 
