@@ -92,7 +92,7 @@ def openmp_flags() -> tuple[list[str], list[str]]:
         return [], []
     # torch's own copy comes first: a process that loads two copies of the library is stopped by the second.
     places = ["@loader_path/../torch/lib", f"{folder}/lib"]
-    link = [f"-L{folder}/lib", "-lomp", *(f"-Wl,-rpath,{place}" for place in places)]
+    link = [f"-L{folder}/lib", "-lomp", *(f"-Wl,-rpath,{at}" for at in places)]
     return ["-Xpreprocessor", "-fopenmp", f"-I{folder}/include"], link
 
 

@@ -106,13 +106,13 @@ def open_rows(path: Path, name: str, *, normalize: bool = False) -> Rows:
     Files whose names differ only in the number at their end are shards, counted from 0 or 1 without a gap. Ids come
     from the column `id` of a table, or from the files of ids in a folder of pairs.
     """
-    place, column = tables.located(path)
-    if tables.is_table(place) and (place.exists() or column is not None or not path.exists()):
-        if not place.exists():
+    source, column = tables.located(path)
+    if tables.is_table(source) and (source.exists() or column is not None or not path.exists()):
+        if not source.exists():
             raise FileNotFoundError(f"{name} {path} is missing")
-        wanted = tables.embedding_column(tables.columns_of(place), column, f"{name} {place}")
-        kept = [wanted, *({ID_COLUMN} & set(tables.columns_of(place)))]
-        return _rows_of(tables.open_table(place, kept), wanted, None, f"{name} {path}", normalize=normalize)
+        wanted = tables.embedding_column(tables.columns_of(source), column, f"{name} {source}")
+        kept = [wanted, *({ID_COLUMN} & set(tables.columns_of(source)))]
+        return _rows_of(tables.open_table(source, kept), wanted, None, f"{name} {path}", normalize=normalize)
     if path.is_file():
         return Rows([load_npy(path, mapped=True)], f"{name} {path}", normalize=normalize)
     if not path.is_dir():

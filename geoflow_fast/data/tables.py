@@ -149,8 +149,8 @@ def embedding_column(types: dict[str, Any], wanted: str | None, name: str) -> st
             raise ValueError(f"{name}: column {wanted!r} holds {types[wanted]}, not lists of floating-point numbers")
         return wanted
     if len(known) != 1:
-        found = f"several columns of embeddings, {', '.join(known)}" if known else "no column of lists of numbers"
-        raise ValueError(f"{name} has {found}; name one of {', '.join(types)}, as in file.parquet:COLUMN")
+        held = f"several columns of embeddings, {', '.join(known)}" if known else "no column of lists of numbers"
+        raise ValueError(f"{name} has {held}; name one of {', '.join(types)}, as in file.parquet:COLUMN")
     return known[0]
 
 

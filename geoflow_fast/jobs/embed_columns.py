@@ -132,15 +132,15 @@ def _embed(
         about[tables.SIDES_KEY] = json.dumps(sides).encode()
 
     def compute(rows: range, advance: Advance) -> Mapping[str, NDArray[Any]]:
-        found = {}
+        rows_of = {}
         for name, (items, encode) in columns.items():
             parts = [
                 _unit(_encode(encode, list(items[low : min(low + batch_size, rows.stop)])), name, low)
                 for low in range(rows.start, rows.stop, batch_size)
             ]
-            found[name] = np.concatenate(parts).astype(dtype)
+            rows_of[name] = np.concatenate(parts).astype(dtype)
         advance(len(rows))
-        return found
+        return rows_of
 
     # Blocks hold whole batches, whose sums depend on their size in the last bits.
     block = max(1, BLOCK_ROWS // batch_size) * batch_size

@@ -124,6 +124,8 @@ def _is_plain(name: str) -> bool:
 
 def with_ids(pairs: EmbeddingPairs, ids: Path | None, image_ids: Path | None = None) -> EmbeddingPairs:
     """The same pairs, with the ids of their texts and images that these files hold; the others stay."""
+    if ids is None and image_ids is None:
+        return pairs
     named = pairs.subset(np.arange(len(pairs)))
     for file, side, what in ((ids, "text", "texts"), (image_ids, "image", "images")):
         if file is not None:

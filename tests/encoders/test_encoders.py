@@ -326,5 +326,5 @@ def test_encoders_by_name():
     assert isinstance(open_encoder("colours"), ColourEncoder)
     with pytest.raises(ValueError, match="--checkpoint is for --encoder open_clip"):
         open_encoder("colours", checkpoint=Path("x"))
-    with pytest.raises(ValueError, match="encoder must be open_clip or colours"):
+    with pytest.raises(ValueError, match="encoder must be open_clip, transformers, sentence-transformers, colours"):
         open_encoder("nope")
