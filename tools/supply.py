@@ -47,16 +47,21 @@ ALLOWED = {
     "CC0-1.0",
     "CNRI-Python",
     "ISC",
+    "LGPL-3.0-only",
     "MIT",
     "MIT-CMU",
     "MPL-2.0",
     "PSF-2.0",
     "Zlib",
 }
-"""Licences that a package of the environment may have; MPL-2.0 asks only that changes of its own files are shared."""
+"""Licences that a package of the environment may have; MPL-2.0 and, of packages that are only imported, LGPL-3.0 ask
+only that changes of their own files are shared."""
 WORDS = {
     "3-Clause BSD License": "BSD-3-Clause",
+    "Apache 2": "Apache-2.0",
     "Apache 2.0": "Apache-2.0",
+    "Apache License, Version 2.0": "Apache-2.0",
+    "Apache License Version 2.0": "Apache-2.0",
     "Apache 2.0 License": "Apache-2.0",
     "Apache Software License": "Apache-2.0",
     "BSD": "BSD-3-Clause",
