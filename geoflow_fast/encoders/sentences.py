@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 BATCH = 64
 
 
+# unchecked: its checks are those of OpenClipEncoder; tests/encoders/test_hugging_face.py tries bad input
 class SentenceEncoder:
     """A `SentenceTransformer`, which embeds texts. `load` creates one by name or from a folder.
 
@@ -67,6 +68,8 @@ class SentenceEncoder:
         """Loads a folder that `SentenceTransformer.save` wrote, which works without a network connection, or a model of
         the Hugging Face hub by its name, downloaded once; `revision` names a branch, tag or commit of it."""
         checks.words(model, "model")
+        if revision is not None:
+            checks.words(revision, "revision")
         library = _sentence_transformers()
         try:
             with torch.device("cpu"):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
+# unchecked: its checks are those of OpenClipEncoder; tests/encoders/test_hugging_face.py tries bad input
 class TransformersEncoder:
     """A model of `transformers` with its image processor and tokenizer. `load` creates one by name or from a folder.
 
@@ -78,6 +79,8 @@ class TransformersEncoder:
         """Loads a folder that `save_pretrained` wrote, which works without a network connection, or a model of the
         Hugging Face hub by its name, downloaded once; `revision` names a branch, tag or commit of it."""
         checks.words(model, "model")
+        if revision is not None:
+            checks.words(revision, "revision")
         library = _transformers()
         options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
         try:

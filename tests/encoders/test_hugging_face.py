@@ -96,6 +96,24 @@ def test_a_model_that_is_not_there_is_named(tmp_path):
             load(str(tmp_path / "empty"))
 
 
+@pytest.mark.parametrize("kind", ["clip", "siglip", "sentences"])
+def test_bad_input_is_a_clear_error(models, kind):
+    load = gf.SentenceEncoder.load if kind == "sentences" else gf.TransformersEncoder.load
+    encoder = load(str(models / kind), device="cpu")
+    for texts in ("one text", [3], [None], [b"x"], 7, None, {"a"}):
+        with pytest.raises((TypeError, ValueError)):
+            encoder.encode_texts(texts)
+    for images in ([None], ["no such.png"], [torch.zeros(2, 2)], [torch.zeros(3, 32, 32, dtype=torch.int64)], "x"):
+        with pytest.raises((TypeError, ValueError, OSError)):
+            encoder.encode_images(images)
+    assert torch.isfinite(encoder.encode_texts(["", "\ud800", "a" * 10_000])).all()
+    for wrong in ({"device": "nowhere"}, {"precision": "float8"}, {"revision": 7}):
+        with pytest.raises((TypeError, ValueError, OSError)):
+            load(str(models / kind), **wrong)
+    with pytest.raises(TypeError):
+        type(encoder)(torch.nn.Linear(2, 2), *([None, None] if kind != "sentences" else []))
+
+
 def test_flags_of_another_kind_are_refused():
     for kind, flag, value in (
         ("colours", "model", "x"),
