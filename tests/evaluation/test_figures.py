@@ -69,14 +69,13 @@ class TestAbstentionFigure:
         assert wrong[-1] == pytest.approx(1 - right.mean())
         assert coverage[-1] == 1
 
-    @pytest.mark.parametrize("count", [2, 7, 129])
     def test_it_draws_into_axes_of_the_caller(self, tmp_path, monkeypatch):
         import matplotlib
         from matplotlib.figure import Figure
 
         monkeypatch.setitem(matplotlib.rcParams, "backend", "svg")  # whatever the user has chosen
         score, right = np.linspace(0, 1, 60), np.arange(60) % 7 > 0
-        act = abstention_threshold(score, right, target_risk=0.5)
+        act = gf.evaluation.abstention_threshold(score, right, target_risk=0.5)
         axes = Figure().subplots(1, 2)
         assert figures.draw_abstention(act, score, right, axes=axes, label="doubt") is None
         assert axes[0].get_xlabel() == "doubt of a query"
@@ -88,6 +87,7 @@ class TestAbstentionFigure:
                 figures.draw_abstention(act, score, right, **wrong)
         assert not (tmp_path / "b.png").exists()
 
+    @pytest.mark.parametrize("count", [2, 7, 129])
     def test_the_figure_tells_that_nothing_is_certified(self, count, drawn, tmp_path):
         act = gf.evaluation.abstention_threshold(np.zeros(count), np.zeros(count), target_risk=0.1)
         assert is_picture(figures.draw_abstention(act, np.zeros(count), np.zeros(count), str(tmp_path / "a.png")))
