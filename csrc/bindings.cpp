@@ -83,6 +83,15 @@ std::vector<std::string> cpu_features() {
     return names;
 }
 
+// The OpenMP standard that the kernels were built for, such as 201511; 0 for kernels of one thread.
+int openmp() {
+#if defined(_OPENMP)
+    return _OPENMP;
+#else
+    return 0;
+#endif
+}
+
 struct StreamAddresses {
     Address noise, data, point, velocity;
     std::int64_t width;
@@ -386,6 +395,7 @@ PYBIND11_MODULE(_C, m) {
     m.doc() = "Compiled kernels of geoflow_fast; use geoflow_fast.ops, which checks what it passes here.";
     m.def("cuda_status", &cuda_status);
     m.def("cpu_features", &cpu_features);
+    m.def("openmp", &openmp);
     bind_network(m);
     bind_solver(m);
     bind_interpolant(m);

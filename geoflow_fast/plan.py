@@ -8,7 +8,6 @@ rates of `cpu` are measured on this machine.
 from __future__ import annotations
 
 import math
-import os
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +30,7 @@ from geoflow_fast.head.fitting import (
 from geoflow_fast.jobs.entropy import ITEM_BYTES, LAYOUTS, preferred_layout
 from geoflow_fast.jobs.queries import BLOCK_QUERIES
 from geoflow_fast.retrieval.gallery import BLOCK_ROWS
-from geoflow_fast.runtime import checks
+from geoflow_fast.runtime import checks, processors
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.training.blending import blending_rows
 from geoflow_fast.training.config import TrainConfig
@@ -285,7 +284,7 @@ def _rates(name: str) -> DeviceRates:
     if name != "cpu":
         raise ValueError(f"device must be one of {', '.join((*DEVICES, 'cpu'))}, got {name!r}")
     usable_device("cpu")
-    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    memory = float(processors.physical_memory())
     operations, bandwidth = _measure_operations(), _measure_bandwidth()
     # The measured rates are divided by the shares that are applied to peaks. Memory of the process needs no link.
     peak = bandwidth / BANDWIDTH_SHARE

@@ -29,7 +29,7 @@ DEV, CUDA, TOOLS = LOCKS / "dev.lock", LOCKS / "cuda.lock", LOCKS / "tools.lock"
 LICENCES = ROOT / "docs" / "licences.md"
 PYTHON = "3.11"
 """The oldest for which the pinned versions are made."""
-EXTRAS = ("ot", "encoders", "eval", "baselines", "train", "bench", "docs", "test")
+EXTRAS = ("gpu", "ot", "encoders", "data", "hub", "stores", "eval", "baselines", "train", "bench", "docs", "test")
 OWN = "geoflow-fast"
 
 ELSEWHERE = {
@@ -47,16 +47,21 @@ ALLOWED = {
     "CC0-1.0",
     "CNRI-Python",
     "ISC",
+    "LGPL-3.0-only",
     "MIT",
     "MIT-CMU",
     "MPL-2.0",
     "PSF-2.0",
     "Zlib",
 }
-"""Licences that a package of the environment may have; MPL-2.0 asks only that changes of its own files are shared."""
+"""Licences that a package of the environment may have; MPL-2.0 and, of packages that are only imported, LGPL-3.0 ask
+only that changes of their own files are shared."""
 WORDS = {
     "3-Clause BSD License": "BSD-3-Clause",
+    "Apache 2": "Apache-2.0",
     "Apache 2.0": "Apache-2.0",
+    "Apache License, Version 2.0": "Apache-2.0",
+    "Apache License Version 2.0": "Apache-2.0",
     "Apache 2.0 License": "Apache-2.0",
     "Apache Software License": "Apache-2.0",
     "BSD": "BSD-3-Clause",
@@ -186,9 +191,9 @@ def licences_page() -> str:
             "",
             "What the development environment consists of on Linux, in the versions of `.ci/dev.lock`, as the packages",
             "state it. `make licences` writes this page; a licence beyond those that `tools/supply.py`",
-            "allows fails `make audit`. The library itself needs torch, triton, numpy, safetensors, typer, rich, and",
-            "what these ask for. PyPI's torch for Linux also asks for CUDA libraries (`.ci/cuda.lock`), which have",
-            "NVIDIA's own licence.",
+            "allows fails `make audit`. The library itself needs torch, numpy, scipy, safetensors, filelock, pyarrow,",
+            "jinja2, typer, rich, and what these ask for. PyPI's torch for Linux also asks for CUDA libraries",
+            "(`.ci/cuda.lock`), which have NVIDIA's own licence.",
             "",
             "| Package | Version | Licence |",
             "|---|---|---|",

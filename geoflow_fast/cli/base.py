@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+COMMAND_ERROR: Any = next(kind for kind in reversed(typer.BadParameter.__mro__) if hasattr(kind, "format_message"))
+"""The base of typer's errors about the command line, which is click's own up to typer 0.25."""
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 130, 141, 143
 FLAG_OF_KEYWORD = {"n_samples": "samples", "n_steps": "steps", "n_probes": "probes", "pca_dim": "pca"}
 """Flags that are not named after the keyword of the library that they set."""
@@ -286,7 +288,7 @@ def run(app: typer.Typer) -> NoReturn:
         code = BROKEN_PIPE
     except KeyboardInterrupt:
         code = INTERRUPTED
-    except (typer.TyperException, ValueError, TypeError, OSError) as error:
+    except (COMMAND_ERROR, ValueError, TypeError, OSError) as error:
         if session.debug:
             traceback.print_exc()
         typer.echo(f"geoflow: error: {in_flags(one_line(error), session.flags, sys.argv)}", err=True)
@@ -307,9 +309,9 @@ def run(app: typer.Typer) -> NoReturn:
 def one_line(error: Exception) -> str:
     """The message of an error on one line, without the number that the system gives it."""
     words = str(error)
-    if isinstance(error, typer.TyperException):
+    if isinstance(error, COMMAND_ERROR):
         context = getattr(error, "ctx", None)
-        words = error.format_message() + (f" See {context.command_path} --help." if context is not None else "")
+        words = str(error.format_message()) + (f" See {context.command_path} --help." if context is not None else "")
     elif isinstance(error, OSError) and error.strerror:
         words = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return " ".join(words.split())

@@ -258,13 +258,16 @@ def _calibrated(
     for `calibrate_model`, 0 without a flow."""
     from geoflow_fast.flow.model import GeoFlow
     from geoflow_fast.jobs.calibration import calibrate_model
+    from geoflow_fast.jobs.hub import write_card
     from geoflow_fast.runtime.device import usable_device
 
     where = usable_device(device)
     flow = GeoFlow.from_pretrained(out).to(where) if trained_rows else None
     head = None if head is None else head.to(where)
     try:
-        return calibrate_model(out, data, flow, head, trained_rows=trained_rows, seed=seed)
+        stored = calibrate_model(out, data, flow, head, trained_rows=trained_rows, seed=seed)
+        write_card(out)
+        return stored
     except KeyboardInterrupt:
         typer.echo("stopped while calibrating; run the same command to continue", err=True)
         raise typer.Exit(INTERRUPTED) from None

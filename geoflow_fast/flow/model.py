@@ -8,20 +8,23 @@ that share both share their modulation: all rows of a solver step, and in traini
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from geoflow_fast.data.cards import model_card
+from geoflow_fast.data.fingerprint import Origin
 from geoflow_fast.directions import CONDITIONAL, STREAMS, Counts, Direction, row_directions, sort_rows
 from geoflow_fast.flow.anchor import Anchor, with_shares
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.fields import Streams, Velocity
 from geoflow_fast.flow.network import Block, Conditioning, Modulation, zero_linear
 from geoflow_fast.flow.preprocess import Preprocess
-from geoflow_fast.runtime import checks, hashing
+from geoflow_fast.runtime import checks, hashing, hub
 from geoflow_fast.runtime.files import contents_of, write_json
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 
@@ -32,14 +35,14 @@ class GeoFlow(nn.Module):
     """The network: a velocity field on the product of the image and the text sphere. See `velocity`.
 
     `manifold` is the space of each stream, and `flow_dims` are the widths (image, text) of points in the flow's
-    coordinates.
+    coordinates. `origin` tells of the encoder, the pairs and the settings that it was trained with.
     """
 
     def __init__(self, config: GeoFlowConfig) -> None:
         super().__init__()
         if not isinstance(config, GeoFlowConfig):
             raise TypeError(f"config must be a GeoFlowConfig, got {type(config).__name__}")
-        self.config = config
+        self.config, self.origin = config, Origin()
         self.manifold, self.flow_dims = config.manifold, config.flow_dims
         hidden, dims = config.hidden, config.flow_dims
         self.encoders = nn.ModuleList(
@@ -199,24 +202,65 @@ class GeoFlow(nn.Module):
         """`from_flow` for one stream, 0 (image) or 1 (text)."""
         return x if self.preprocess is None else cast(Preprocess, self.preprocess[stream]).restore(x)
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Writes `config.json` and `model.safetensors` to `folder`. The latter is replaced atomically and is all that
-        `from_pretrained` needs."""
-        save_weights(checks.path(folder, "folder"), self.config, self.state_dict())
+    def save_pretrained(self, folder: str | Path, *, push_to_hub: bool = False, repo_id: str | None = None) -> None:
+        """Writes `config.json`, `model.safetensors` and the model card `README.md` to `folder`. The second is replaced
+        atomically and is all that `from_pretrained` needs; a card that somebody has edited is left alone. With
+        `push_to_hub` the folder's files are also uploaded, to the repository `repo_id`."""
+        path = checks.path(folder, "folder")
+        save_weights(path, self.config, self.state_dict(), self.origin)
+        hub.write_card(path, self.card())
+        if push_to_hub:
+            self.push_to_hub(repo_id or path.name)
+
+    def card(self) -> str:
+        """The text of the model card: encoder, pairs, settings and limits, as far as they are known."""
+        what = f"A velocity field between {' and '.join(self.origin.sides)} embeddings: {self.summary()}."
+        widths = self.config.image_dim, self.config.text_dim
+        return model_card("GeoFlow", what, widths, self.origin, self.config.to_json())
+
+    # unchecked: it speaks with the hub, for which tests/jobs/test_hub.py has a stand-in
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str = "Upload a GeoFlow",
+        private: bool | None = None,
+        token: str | None = None,
+        branch: str | None = None,
+    ) -> str:
+        """Uploads the flow with its model card to the repository `repo_id` ("user/name") of the Hugging Face hub, which
+        is created if need be, and returns the address of the commit. `gf.push_to_hub` uploads the folder of a run, with
+        head and calibration. It needs the extra `hub`."""
+        return push_model(self, repo_id, commit_message=commit_message, private=private, token=token, branch=branch)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, *, device: torch.device | str = "cpu") -> GeoFlow:
-        """Loads a flow that `save_pretrained` wrote, with the stored dtype and in eval mode.
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        device: torch.device | str = "cpu",
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
+    ) -> GeoFlow:
+        """Loads a flow that `save_pretrained` wrote, with the stored dtype and in eval mode: from a folder, or from a
+        repository "user/name" of the Hugging Face hub, at a `revision` (branch, tag or commit).
 
-        A damaged file, or one that does not match its configuration, raises a ValueError.
+        Repositories are downloaded once into the hub's cache, or into `cache_dir`; `local_files_only` does not ask the
+        network, and neither does HF_HUB_OFFLINE=1. A damaged file, or one that does not match its configuration, raises
+        a ValueError.
         """
-        path = checks.path(folder, "folder") / WEIGHTS_FILE
+        options = hub.HubOptions(revision, cache_dir, token, local_files_only, force_download)
+        path = hub.local_folder(folder, "folder", (WEIGHTS_FILE, CONFIG_FILE), options) / WEIGHTS_FILE
         tensors, info = load_tensors(path, kind="model", device=device)
         if "config" not in info:
             raise ValueError(f"{path} holds no configuration")
         # On the meta device nothing is allocated until the tensors are known to fit, and no weights are drawn in vain.
         with contents_of(path), torch.device("meta"):
             flow = cls(GeoFlowConfig.from_json(info["config"]))
+            flow.origin = Origin.read(info.get("origin"))
         with_shares(tensors)
         check_tensors(path, tensors, flow.state_dict())
         flow.load_state_dict(tensors, assign=True)
@@ -284,10 +328,19 @@ class GeoFlow(nn.Module):
         return v_image, v_text
 
 
-def save_weights(folder: Path, config: GeoFlowConfig, weights: Mapping[str, Tensor]) -> None:
-    """Writes a network's weights and configuration as `GeoFlow.from_pretrained` reads them."""
-    save_tensors(folder / WEIGHTS_FILE, weights, kind="model", info={"config": config.to_json()})
+def save_weights(folder: Path, config: GeoFlowConfig, weights: Mapping[str, Tensor], origin: Origin) -> None:
+    """Writes a network's weights, configuration and origin as `GeoFlow.from_pretrained` reads them."""
+    info = {"config": config.to_json(), "origin": origin.to_json()}
+    save_tensors(folder / WEIGHTS_FILE, weights, kind="model", info=info)
     write_json(folder / CONFIG_FILE, config.to_json())
+
+
+def push_model(model: Any, repo_id: str, **options: Any) -> str:
+    """Saves a model to a folder of its own and uploads that; returns the address of the commit."""
+    with tempfile.TemporaryDirectory() as name:
+        model.save_pretrained(name)
+        settings = {name.removeprefix("commit_"): value for name, value in options.items()}
+        return hub.push_folder(Path(name), repo_id, **settings)
 
 
 def flow_digest(flow: GeoFlow) -> str:

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import importlib
 import math
+import sys
 import threading
 from collections.abc import Callable
 from enum import IntEnum
@@ -37,9 +38,18 @@ def extension() -> ModuleType | None:
 @functools.cache
 def missing() -> str | None:
     """Why the compiled CPU code cannot be used; None if it can."""
-    if extension() is None:
-        return "the compiled extension is not built; reinstall geoflow_fast with a C++17 compiler at hand"
-    return None
+    if extension() is not None:
+        return None
+    if sys.platform == "win32":
+        return "the compiled extension is not built on Windows, where operations run in torch"
+    return "the compiled extension is not built; reinstall geoflow_fast with a C++17 compiler at hand"
+
+
+def one_thread_only() -> str | None:
+    """Why the compiled CPU code runs on one thread; None if it does not."""
+    # A build of an earlier release cannot tell, and had OpenMP everywhere but on a Mac.
+    version = getattr(_built(), "openmp", lambda: int(sys.platform != "darwin"))()
+    return None if version else "built without OpenMP, so compiled operations run on one thread; reinstall with libomp"
 
 
 def missing_cuda() -> str | None:

@@ -23,6 +23,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from geoflow_fast.data.embeddings import Embeddings, named_rows
+from geoflow_fast.data.fingerprint import Fingerprint, refuse_other_encoder
+from geoflow_fast.data.frames import Framed
+from geoflow_fast.data.ids import Ids
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.qrels import Qrels
 from geoflow_fast.data.rows import Array
@@ -60,7 +64,6 @@ from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows, judged_items
 from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.progress import Advance, progress_bar
 from geoflow_fast.runtime.settings import deprecated_attribute, deprecated_keyword
-from geoflow_fast.runtime.summary import Summarised
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 
 PAIRS_AT_ONCE = 2048
@@ -82,8 +85,15 @@ SHORTLISTS = ("cosine", "head")
 
 
 @dataclass(frozen=True, repr=False)
-class Reranked(Summarised):
-    """The posterior over the shortlists of Q queries, of K items each; detached tensors on the device of the models."""
+class Reranked(Framed):
+    """The posterior over the shortlists of Q queries, of K items each; detached tensors on the device of the models.
+    `to_pandas`, `to_polars` and `to_arrow` make frames of it."""
+
+    COLUMNS = (
+        *("index", "prob", "relevance", "answer", "p_answer", "p_outside", "p_no_match"),
+        *("entropy", "risk_lower_bound"),
+    )
+    ITEM_COLUMNS = ("index", "answer")
 
     index: Tensor
     """[Q, K] int64, numbers of gallery rows, most probable first and equally probable ones by their number; -1 where a
@@ -120,6 +130,10 @@ class Reranked(Summarised):
     evidence: Tensor
     """[Q, K, e], what each kind of evidence adds to the logit of an item, in nats, measured from the less near half of
     the shortlist. The kinds are `evidence_names` of the re-ranker."""
+    query_ids: Ids | None = None
+    """The ids of the queries, where they have some."""
+    item_ids: Ids | None = None
+    """The ids of the gallery's rows, where they have some."""
 
 
 class BayesReranker(nn.Module):
@@ -190,6 +204,7 @@ class BayesReranker(nn.Module):
         self.flow, self.head, self.budget, self.shortlist_by = flow, head, budget, shortlist_by
         self.register_buffer("anchor", torch.empty(0, dtype=torch.float32, device="cpu"), persistent=False)
         self.query_dim = self._checked_widths()
+        refuse_other_encoder({**self._made_for(self.direction.items), "the gallery": self.gallery.encoder})
         self.lengths_are_given = lengths is not None
         self._use_lengths(lengths or self._default_lengths)
         self.density = DensitySettings(n_steps, n_probes, solver, shared=True)
@@ -224,6 +239,11 @@ class BayesReranker(nn.Module):
                 item_dim = self.direction.items(*own)
                 raise ValueError(f"gallery has width {self.gallery.dim}, but the {name} expects {item_dim}")
         return self.direction.queries(*expected)
+
+    def _made_for(self, side: Callable[..., Any]) -> dict[str, Fingerprint | None]:
+        """The encoders for which the models were trained, on one side."""
+        models: dict[str, Any] = {"the flow": self.flow, "the head": self.head}
+        return {name: side(*model.origin.encoders) for name, model in models.items() if hasattr(model, "origin")}
 
     @property
     def _default_lengths(self) -> tuple[int, int]:
@@ -332,14 +352,19 @@ class BayesReranker(nn.Module):
     if TYPE_CHECKING:  # a module's call has no types of its own
 
         def __call__(
-            self, queries: Tensor | Array, candidates: Candidates | None = None, *, no_match_share: float = 0.0
+            self,
+            queries: Tensor | Array | Embeddings,
+            candidates: Candidates | None = None,
+            *,
+            no_match_share: float = 0.0,
         ) -> Reranked: ...
 
     def forward(
-        self, queries: Tensor | Array, candidates: Candidates | None = None, *, no_match_share: float = 0.0
+        self, queries: Tensor | Array | Embeddings, candidates: Candidates | None = None, *, no_match_share: float = 0.0
     ) -> Reranked:
         """Posterior of each of the `queries` [Q, d], unit rows, over its shortlist or over `candidates` [Q, K]: numbers
-        of gallery rows, padded with -1. Queries are a tensor or an array in any floating-point type.
+        of gallery rows, padded with -1. Queries are a tensor or an array in any floating-point type, or
+        `gf.Embeddings`, whose ids the result then has.
 
         K may be any number from 1 on. A calibration is right for the K = `shortlist` items with the largest cosines.
         For other candidates its weights are used too: `p_outside` falls as K grows, but nothing was fitted for that
@@ -358,13 +383,14 @@ class BayesReranker(nn.Module):
     @torch.no_grad()
     def rerank(
         self,
-        queries: Tensor | Array,
+        queries: Tensor | Array | Embeddings,
         candidates: Candidates | None = None,
         advance: Advance | None = None,
         *,
         no_match_share: float = 0.0,
     ) -> Reranked:
         """Same as `forward` without its warning, and calls `advance(n)` whenever n more queries are done."""
+        queries, query_ids = named_rows(queries, self._made_for(self.direction.queries))
         queries = checks.rows(queries, "queries", self.query_dim, self.example, "Q")
         check_rows(queries, "queries")
         made_for = {} if self.calibration is None else self.calibration.made_for
@@ -391,7 +417,8 @@ class BayesReranker(nn.Module):
                 advance(int((~asked).sum()))
             evidence = self._with_flow(queries, index, evidence, asked, advance)
         bank = self._bank_level(queries, calibration)
-        return self._read_out(index, evidence, asked, calibration, bank, queries.dtype, no_match_share)
+        reranked = self._read_out(index, evidence, asked, calibration, bank, queries.dtype, no_match_share)
+        return dataclasses.replace(reranked, query_ids=query_ids, item_ids=self.gallery.ids)
 
     def _bank_level(self, queries: Tensor, calibration: Calibration) -> BankLevel | None:
         """How high the queries' scores are for a bank of items, if the calibration asks for it."""

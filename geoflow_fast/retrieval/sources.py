@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from geoflow_fast.data.fingerprint import Origin
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow, flow_digest
 from geoflow_fast.flow.sampling import SamplingSettings, StartingPoints, sample_conditional
@@ -57,6 +58,11 @@ class Source(ABC):
     def example(self) -> Tensor:
         """Some tensor with the dtype and the device of the model."""
         return next(self.model.parameters())
+
+    @property
+    def origin(self) -> Origin:
+        """What the model remembers of its training."""
+        return getattr(self.model, "origin", None) or Origin()
 
     @property
     @abstractmethod

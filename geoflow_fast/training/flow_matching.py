@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from geoflow_fast.data.fingerprint import refuse_other_encoder
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import BLOCK_ROWS, Index
 from geoflow_fast.directions import ROW_ORDER
@@ -128,7 +129,7 @@ class FlowMatching(Objective[Batch]):
 
     def export(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Writes what `GeoFlow.from_pretrained` reads."""
-        save_weights(folder, self.flow.config, weights)
+        save_weights(folder, self.flow.config, weights, self.flow.origin)
 
 
 def train(
@@ -160,6 +161,7 @@ def train(
     if val is None:
         pairs, val = pairs.split(config.val_fraction, config.seed)
     _check_pairs(flow, val, "val")
+    flow.origin = pairs.origin(dataclasses.asdict(config))
     return complete(Run(FlowMatching(flow, pairs, val, config, world)), out, resume=resume, progress=progress)
 
 
@@ -170,6 +172,8 @@ def _check_pairs(flow: GeoFlow, pairs: EmbeddingPairs, name: str) -> None:
         raise ValueError(f"{name} have widths {widths} (image, text), but the flow is made for {own}")
     if len(pairs) == 0:
         raise ValueError(f"{name} hold no pairs")
+    for known, encoder in zip(flow.origin.encoders, pairs.encoders):
+        refuse_other_encoder({"the flow": known, name: encoder})
 
 
 def train_from_preset(
