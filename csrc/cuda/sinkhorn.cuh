@@ -162,18 +162,28 @@ __device__ __forceinline__ const Entry* row_of(const SinkhornProblem& p, int row
     return static_cast<const Entry*>(p.matrix) + row * p.stride;
 }
 
-// Four matrix entries as memory holds them.
+// Four matrix entries as memory holds them, in words that are loaded together.
 template <typename Entry>
-struct alignas(4 * sizeof(Entry)) FourEntries {
-    Entry at[4];
+struct FourEntries;
+
+template <>
+struct FourEntries<float> {
+    float4 words;
 };
 
-__device__ __forceinline__ Four unpack(const FourEntries<float>& packed) {
-    return {{packed.at[0], packed.at[1], packed.at[2], packed.at[3]}};
+template <>
+struct FourEntries<Half> {
+    uint2 words;
+};
+
+__device__ __forceinline__ Four unpack(FourEntries<float> packed) {
+    return {{packed.words.x, packed.words.y, packed.words.z, packed.words.w}};
 }
 
-__device__ __forceinline__ Four unpack(const FourEntries<Half>& packed) {
-    return {{to_float(packed.at[0]), to_float(packed.at[1]), to_float(packed.at[2]), to_float(packed.at[3])}};
+__device__ __forceinline__ Four unpack(FourEntries<Half> packed) {
+    const auto lower = [](std::uint32_t word) { return to_float(Half{static_cast<std::uint16_t>(word)}); };
+    const auto upper = [](std::uint32_t word) { return to_float(Half{static_cast<std::uint16_t>(word >> 16)}); };
+    return {{lower(packed.words.x), upper(packed.words.x), lower(packed.words.y), upper(packed.words.y)}};
 }
 
 // Four matrix entries from `col` < cols on, zeros past the end.
