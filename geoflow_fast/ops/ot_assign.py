@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from geoflow_fast.distributed import World
 from geoflow_fast.ops import dispatch, native
 from geoflow_fast.ops.sinkhorn import transport_cost, unpack
 from geoflow_fast.ops.transport import (
+    HALF_SPAN,
     NAMES,
     Factors,
     Noise,
@@ -60,7 +62,8 @@ def ot_assign(
     `assignment`: "argmax" (the paper: the largest entry of each row of the entropic plan), "sample" (a draw from each
     row, with `generator`) or "exact" (linear assignment without entropy, which uses every data row once).
     `cost`: "arc" (the paper: sum of the two arc lengths), "chord" or a matrix [B, B]; with a matrix the points only
-    determine the batch size. `eps`, `tol`, `max_iter`, `storage` and `backend` are those of `sinkhorn`.
+    determine the batch size. On GPUs, points are rounded to float16 before their inner products are taken. `eps`,
+    `tol`, `max_iter`, `storage` and `backend` are those of `sinkhorn`.
     """
     weights = deprecated_keyword(deprecated, "weights", "ot_assign", "cost=transport_cost(..., weights=...)")
     if deprecated:
@@ -159,8 +162,14 @@ def couple(
         return torch.arange(problem.shape[0], device=image1.device)
     if coupling == "c2ot":
         return _c2ot(problem, direction.generated[0], target_ratio, backend)
-    settings = make_settings(eps, tol, max_iter, "float32")
+    settings = make_settings(eps, tol, max_iter, coupling_storage(problem, eps))
     return _assign(problem, settings, "argmax" if coupling == "paper" else coupling, generator, backend)
+
+
+def coupling_storage(problem: Problem, eps: float) -> str:
+    """How a training batch keeps its cost matrix: in float16 on GPUs, which wait for memory, where eps allows it."""
+    widest = math.pi * sum(problem.weights)
+    return "float16" if problem.anchor.device.type == "cuda" and widest <= HALF_SPAN * eps else "float32"
 
 
 def _make_square_problem(factors: Factors, cost: Tensor | str, weights: tuple[float, float]) -> Problem:
@@ -267,7 +276,7 @@ _operation = dispatch.operation(
     "ot_assign",
     ot_assign_operation,
     cpu=native.backend(functools.partial(_solve_and_assign, solve_cpu), dtypes=None),
-    cuda=native.cuda_backend(functools.partial(_solve_and_assign, solve_cuda)),
+    cuda=native.cuda_backend(functools.partial(_solve_and_assign, functools.partial(solve_cuda, half_points=True))),
     differentiable=False,
     fake=lambda first, text1, image0, text0, rows, *_: first.new_empty(rows, dtype=torch.int64),  # noqa: ARG005
 )

@@ -218,14 +218,12 @@ class RetrievalEntropy(nn.Module):
 
     @property
     def precision(self) -> str:
-        """In which a head's points are multiplied by the items: "auto", "float32" or "bfloat16", as
-        `ops.gallery_posterior` explains. It can be set; samples of flows are multiplied in float32."""
-        return self.source.precision if isinstance(self.source, HeadSource) else "float32"
+        """In which points are multiplied by the items: "auto", "float32" or "bfloat16", as `ops.gallery_posterior`
+        explains. It can be set; at first it is "auto" for heads and "float32" for samples of flows."""
+        return self.source.precision
 
     @precision.setter
     def precision(self, precision: str) -> None:
-        if not isinstance(self.source, HeadSource):
-            raise TypeError(f"precision is a setting of heads; the points of a {self.source.NAME} need float32")
         self.source.precision = check_precision(precision)
 
     @property
@@ -283,6 +281,7 @@ class RetrievalEntropy(nn.Module):
         """Everything a score depends on besides the model, the gallery and the query."""
         return {
             **self.source.settings,
+            **({} if self.precision == "float32" else {"precision": self.precision}),
             "posterior": self.posterior,
             "marginal": self.marginal if self.posterior == "bayes" else None,
             "prune": "never" if self.gallery.index is None else self.gallery.prune,

@@ -49,6 +49,8 @@ class Source(ABC):
     """What the model is called in a scorer and in messages."""
     HAS_REFERENCE: ClassVar[bool] = False
     """True if the model itself has typical queries, from which the items' marginals can be computed."""
+    precision: str = "float32"
+    """In which points are multiplied by the items."""
 
     def __init__(self, model: nn.Module, direction: Direction, widths: tuple[int, int]) -> None:
         self.model, self.direction = model, direction
@@ -140,7 +142,7 @@ class FlowSource(Source):
         start = self.start.to(self.example)
         queries = queries.to(start.generated)
         samples = sample_conditional(self.flow, queries, self.direction, start, self.sampling, advance)
-        return ScoringPoints(samples, self.kappa)
+        return ScoringPoints(samples, self.kappa, precision=self.precision)
 
     def digest(self) -> str:
         return flow_digest(self.flow)
@@ -183,7 +185,8 @@ class DistilledSource(Source):
 
     def draw(self, queries: Tensor, advance: Advance | None = None) -> ScoringPoints:
         check_rows(queries, "queries")
-        return ScoringPoints(self.sampler.draw(queries.to(self.example), advance), self.kappa)
+        samples = self.sampler.draw(queries.to(self.example), advance)
+        return ScoringPoints(samples, self.kappa, precision=self.precision)
 
     def digest(self) -> str:
         return sampler_digest(self.sampler)

@@ -1,6 +1,6 @@
 """For a machine with a GPU: parity with float64, memory checking, graphs, streams, and bandwidth against the estimates.
 
-`make test-gpu` runs this; without a CUDA device everything is skipped. `-s` shows the measured bandwidths.
+`make test-gpu` runs this, and fails without a CUDA device. `-s` shows the measured bandwidths.
 """
 
 from __future__ import annotations
