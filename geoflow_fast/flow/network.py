@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from geoflow_fast import ops
 from geoflow_fast.directions import DIRECTIONS, Counts
 from geoflow_fast.flow.config import GeoFlowConfig
+from geoflow_fast.flow.modulation import DirectRows
 from geoflow_fast.ops.adaln import adaln_rows
 from geoflow_fast.ops.gate_residual import gate_residual_rows
 from geoflow_fast.ops.swiglu import swiglu_rows
@@ -97,16 +99,22 @@ class Block(nn.Module):
         self.forward_scale = nn.Parameter(torch.full((2, 1, config.hidden), config.layer_scale, dtype=torch.float32))
 
     def forward(
-        self, h: Tensor, modulation: Sequence[Tensor], dropout: float = 0.0, counts: Counts | None = None
+        self,
+        h: Tensor,
+        modulation: Sequence[Tensor],
+        dropout: float = 0.0,
+        counts: Counts | None = None,
+        *,
+        training: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Returns the states [2, B, H] after both halves, given those before, h [2, B, H], and the block's four shifts
         and scales, each [2, 1 or B, H].
 
         The last block of a network is given `counts`, the rows of each direction in a sorted batch. It then computes
         and returns, as does a hook on it see, only the rows in which a stream is generated: image [B - n_i2t, H] and
-        text [B - n_t2i, H].
+        text [B - n_t2i, H]. A step of `training` has products of its own, which can be differentiated once.
         """
-        h = self.cross_gate(h, modulation[0], modulation[1], dropout)
+        h = self.cross_gate(h, modulation[0], modulation[1], dropout, training=training)
         if counts is None:
             return self.feed_forward(h, modulation[2], modulation[3], dropout)
         outputs = []
@@ -115,16 +123,34 @@ class Block(nn.Module):
             outputs.append(self.feed_forward(h[stream, rows], shift, scale, dropout, stream))
         return outputs[0], outputs[1]
 
-    def cross_gate(self, h: Tensor, shift: Tensor, scale: Tensor, dropout: float) -> Tensor:
+    def cross_gate(
+        self, h: Tensor, shift: Tensor, scale: Tensor, dropout: float, *, training: bool = False
+    ) -> Tensor:
         """First half of the block on h [2, B, H]. Both streams read the states before either is updated."""
-        heads, width = self.cross_weight.shape[1:3]
         rows, shifts, scales = h.flatten(0, 1), shift.flatten(0, 1), scale.flatten(0, 1)
-        x = adaln_rows(rows, shifts, scales, NORM_EPS, "auto").view(*h.shape[:2], heads, width).transpose(1, 2)
-        gate, value = torch.matmul(x, self.cross_weight).chunk(2, dim=-1)  # each [2, heads, B, width]
-        gate, value = (y.transpose(1, 2).reshape(rows.shape) for y in (gate, value.flip(0)))
+        x = adaln_rows(rows, shifts, scales, NORM_EPS, "auto")
+        gate, value = self.gate_and_value(x.view(h.shape), training=training)
         keep = ops.keep_mask(rows.shape, dropout, h.device) if dropout else None
         gated: Tensor = gate_residual_rows(rows, gate, value, self.cross_scale.flatten(0, 1), keep, dropout, "auto")
         return gated.view(h.shape)
+
+    def gate_and_value(self, x: Tensor, *, training: bool = False) -> tuple[Tensor, Tensor]:
+        """The gate of each stream and the value that the other stream sends it, [2 B, H] each, from x [2, B, H].
+
+        In `training`, products read and write heads where they stand. Else these are plain operations, which can also
+        be differentiated in forward mode and compiled.
+        """
+        if training:
+            parts: tuple[Tensor, ...] = (x, self.cross_weight)
+            if torch.is_autocast_enabled(x.device.type):
+                parts = tuple(y.to(torch.get_autocast_dtype(x.device.type)) for y in parts)
+            gate, value = CrossProducts.apply(*parts)  # type: ignore[no-untyped-call]
+            return gate, value
+        heads, width = self.cross_weight.shape[1:3]
+        by_head = x.view(*x.shape[:2], heads, width).transpose(1, 2)
+        gate, value = torch.matmul(by_head, self.cross_weight).chunk(2, dim=-1)  # each [2, heads, B, width]
+        gate, value = (y.transpose(1, 2).reshape(-1, heads * width) for y in (gate, value.flip(0)))
+        return gate, value
 
     def feed_forward(
         self, h: Tensor, shift: Tensor, scale: Tensor, dropout: float, stream: int | None = None
@@ -140,6 +166,42 @@ class Block(nn.Module):
         keep = ops.keep_mask(rows.shape, dropout, h.device) if dropout else None
         fed: Tensor = gate_residual_rows(rows, None, update, weight, keep, dropout, "auto")
         return fed.view(h.shape)
+
+
+class CrossProducts(torch.autograd.Function):
+    """Gates and values [2 B, H] of a cross-gate, from x [2, B, H] and its weights [2, heads, width, 2 width]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, weight)
+        gate, value = torch.empty_like(x), torch.empty_like(x)
+        heads, width = weight.shape[1:3]
+        for stream in range(2):
+            by_head = _by_head(x[stream], heads)
+            torch.bmm(by_head, weight[stream, ..., :width], out=_by_head(gate[stream], heads))
+            torch.bmm(by_head, weight[stream, ..., width:], out=_by_head(value[1 - stream], heads))
+        return gate.flatten(0, 1), value.flatten(0, 1)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, d_gate: Tensor, d_value: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        d_x, d_weight = torch.empty_like(x), torch.empty_like(weight)
+        heads, width = weight.shape[1:3]
+        d_gate, d_value = d_gate.view(x.shape), d_value.view(x.shape)
+        for stream in range(2):
+            by_head, target = _by_head(x[stream], heads).mT, _by_head(d_x[stream], heads)
+            to_gate, to_value = _by_head(d_gate[stream], heads), _by_head(d_value[1 - stream], heads)
+            torch.bmm(to_gate, weight[stream, ..., :width].mT, out=target)
+            target.baddbmm_(to_value, weight[stream, ..., width:].mT)
+            torch.bmm(by_head, to_gate, out=d_weight[stream, ..., :width])
+            torch.bmm(by_head, to_value, out=d_weight[stream, ..., width:])
+        return d_x, d_weight
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """Rows [B, H] as [heads, B, width], without a copy."""
+    return x.unflatten(1, (heads, -1)).transpose(0, 1)
 
 
 class Modulation(nn.Module):
@@ -158,66 +220,21 @@ class Modulation(nn.Module):
         """[2, S, H] -> [4 depth, 2, S, H]."""
         return torch.matmul(c, self.weight) + self.bias
 
-    def rows(self, image_c: Tensor, text_c: Tensor, counts: Counts) -> tuple[Tensor, ...]:
-        """4 depth tensors [2, B, H] for the rows of a sorted batch; `RowModulation` describes the arguments.
+    def rows(self, image_c: Tensor, text_c: Tensor, counts: Counts, *, training: bool) -> tuple[Tensor, ...]:
+        """4 depth tensors [2, B, H] for the rows of a sorted batch; `DirectRows` describes the arguments.
 
-        Training mode avoids copies of the conditioning. Eval mode is made of plain operations, which can also be
-        differentiated in forward mode and compiled.
+        A step of `training` has two products. Else these are plain operations, which can also be differentiated in
+        forward mode and compiled.
         """
-        if not self.training or torch.compiler.is_compiling():
+        if not training:
             n_i2t, _, n_t2i = counts
-            image_rows = torch.cat((image_c[:1].expand(n_i2t, -1), image_c[1:]))
-            text_rows = torch.cat((text_c[1:], text_c[:1].expand(n_t2i, -1)))
+            image_rows = torch.cat((image_c[:1].expand(max(n_i2t - 1, 0), -1), image_c))
+            text_rows = torch.cat((text_c, text_c[-1:].expand(max(n_t2i - 1, 0), -1)))
             c = torch.stack((image_rows, text_rows))
             return tuple(torch.baddbmm(bias, c, weight) for weight, bias in zip(self.weight, self.bias))
         parts: tuple[Tensor, ...] = (image_c, text_c, self.weight, self.bias)
         device = image_c.device.type
         if torch.is_autocast_enabled(device):
             parts = tuple(x.to(torch.get_autocast_dtype(device)) for x in parts)
-        rows: tuple[Tensor, ...] = RowModulation.apply(*parts, counts)  # type: ignore[no-untyped-call]
+        rows: tuple[Tensor, ...] = DirectRows.apply(*parts, counts)  # type: ignore[no-untyped-call]
         return rows
-
-
-class RowModulation(torch.autograd.Function):
-    """Shifts and scales of rows that each have a time of their own, without copies of the conditioning.
-
-    `image_c` [1 + M_I, H]: row 0 serves the first B - M_I rows of the batch, those in which the image is given and
-    which are therefore alike; each other row serves one. `text_c` [1 + M_T, H]: row 0 serves the last B - M_T rows.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, image_c: Tensor, text_c: Tensor, weight: Tensor, bias: Tensor, counts: Counts
-    ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(image_c, text_c, weight)
-        ctx.counts = counts
-        outputs = []
-        for part_weight, part_bias in zip(weight, bias):
-            out = image_c.new_empty(2, sum(counts), image_c.shape[1])
-            for stream, (c, own, given) in enumerate(_row_ranges(image_c, text_c, counts)):
-                torch.addmm(part_bias[stream], c[1:], part_weight[stream], out=out[stream, own])
-                out[stream, given] = torch.addmm(part_bias[stream], c[:1], part_weight[stream])
-            outputs.append(out)
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        image_c, text_c, weight = ctx.saved_tensors
-        d_weight = torch.empty_like(weight)
-        d_bias = weight.new_empty(len(weight), 2, 1, weight.shape[-1])
-        d_c = (torch.zeros_like(image_c), torch.zeros_like(text_c))
-        for part, grad in enumerate(grads):
-            for stream, (c, own, given) in enumerate(_row_ranges(image_c, text_c, ctx.counts)):
-                g, shared = grad[stream, own], grad[stream, given].sum(0, keepdim=True)
-                torch.mm(c[1:].T, g, out=d_weight[part, stream]).addmm_(c[:1].T, shared)
-                torch.add(g.sum(0, keepdim=True), shared, out=d_bias[part, stream])
-                d_c[stream][1:].addmm_(g, weight[part, stream].T)
-                d_c[stream][:1].addmm_(shared, weight[part, stream].T)
-        return d_c[0], d_c[1], d_weight, d_bias, None
-
-
-def _row_ranges(image_c: Tensor, text_c: Tensor, counts: Counts) -> tuple[tuple[Tensor, slice, slice], ...]:
-    """Returns for each stream its conditioning, the rows in which it is generated and those in which it is given."""
-    n_i2t, n_joint, n_t2i = counts
-    end = n_i2t + n_joint
-    return (image_c, slice(n_i2t, None), slice(0, n_i2t)), (text_c, slice(0, end), slice(end, end + n_t2i))
