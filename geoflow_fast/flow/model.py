@@ -20,7 +20,7 @@ from geoflow_fast.flow.anchor import Anchor, with_shares
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.fields import Streams, Velocity
 from geoflow_fast.flow.modulation import InterpolatedRows, TimePoints
-from geoflow_fast.flow.network import Block, Conditioning, Modulation, zero_linear
+from geoflow_fast.flow.network import Block, Conditioning, Modulation, wide, zero_linear
 from geoflow_fast.flow.preprocess import Preprocess
 from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.files import contents_of, write_json
@@ -167,10 +167,12 @@ class GeoFlow(nn.Module):
         """4 depth shifts and scales [2, B, H] of rows sorted by direction, with times `t` [B]."""
         if training and TimePoints.worthwhile(t, self.config.hidden):
             points = TimePoints(t, counts)
-            c = torch.stack([self.conditioning(points.t, codes, stream) for stream, codes in enumerate(points.codes)])
-            if points.resolve(c):
-                rows: tuple[Tensor, ...] = InterpolatedRows.apply(self.modulation(c), points)  # type: ignore[no-untyped-call]
-                return rows
+            with torch.autocast("cpu", enabled=False):  # rounding to bfloat16 would be all that the check sees
+                c = torch.stack([self.conditioning(points.t, code, k) for k, code in enumerate(points.codes)])
+                if points.resolve(c):
+                    at_points = self.modulation(c)
+                    rows: tuple[Tensor, ...] = InterpolatedRows.apply(at_points, points)  # type: ignore[no-untyped-call]
+                    return rows
         # The rows in which a stream is given are at time zero; one row of its conditioning serves all of them.
         n_i2t, n_joint, n_t2i = counts
         codes, end = row_directions(counts, t.device).long(), n_i2t + n_joint
@@ -266,7 +268,7 @@ class GeoFlow(nn.Module):
         """Decoder outputs of generated rows. `modulation`: 4 depth shifts and scales, each [2, 1 or B, H]. `dropping`:
         whether there is dropout. `training`: as in `Block`."""
         dropout = self.config.dropout if dropping else 0.0
-        h = torch.stack([encoder(x) for encoder, x in zip(self.encoders, (image, text))])
+        h = wide(torch.stack([encoder(x) for encoder, x in zip(self.encoders, (image, text))]))
         *blocks, last = self.blocks
         for number, block in enumerate(blocks):
             h = block(h, modulation[4 * number : 4 * number + 4], dropout, training=training)

@@ -145,7 +145,7 @@ class Block(nn.Module):
             if torch.is_autocast_enabled(x.device.type):
                 parts = tuple(y.to(torch.get_autocast_dtype(x.device.type)) for y in parts)
             gate, value = CrossProducts.apply(*parts)  # type: ignore[no-untyped-call]
-            return gate, value
+            return wide(gate), wide(value)
         heads, width = self.cross_weight.shape[1:3]
         by_head = x.view(*x.shape[:2], heads, width).transpose(1, 2)
         gate, value = torch.matmul(by_head, self.cross_weight).chunk(2, dim=-1)  # each [2, heads, B, width]
@@ -160,12 +160,18 @@ class Block(nn.Module):
         if rows.shape[0] == 0 and not dropout and not torch.is_grad_enabled():
             return h  # where gradients are wanted, the parameters get theirs, which are zero
         x = self.expand(adaln_rows(rows, shifts, scales, NORM_EPS, "auto").view(h.shape), stream)
-        inner = swiglu_rows(x.flatten(0, -2), None, "auto").view(*h.shape[:-1], x.shape[-1] // 2)
-        update = self.contract(inner, stream).flatten(0, -2)
+        inner = swiglu_rows(wide(x.flatten(0, -2)), None, "auto").view(*h.shape[:-1], x.shape[-1] // 2)
+        update = wide(self.contract(inner, stream).flatten(0, -2))
         weight = self.forward_scale.flatten(0, 1) if stream is None else self.forward_scale.unbind()[stream]
         keep = ops.keep_mask(rows.shape, dropout, h.device) if dropout else None
         fed: Tensor = gate_residual_rows(rows, None, update, weight, keep, dropout, "auto")
         return fed.view(h.shape)
+
+
+def wide(x: Tensor) -> Tensor:
+    """What a product of bfloat16 numbers returns, for an operation on its elements: the compiled ones for CPUs work in
+    float32, those for GPUs in any dtype."""
+    return x.float() if x.dtype == torch.bfloat16 and x.device.type == "cpu" else x
 
 
 class CrossProducts(torch.autograd.Function):
