@@ -1,7 +1,8 @@
 """Builds `geoflow_fast._C`: C++ for every CPU, AVX2 and AVX512-BF16 variants chosen at run time, CUDA if nvcc is there.
 
 The extension takes raw pointers and includes no torch header, so neither torch nor a GPU is needed to build it.
-`GEOFLOW_CUDA=0` builds without CUDA even where nvcc exists; `GEOFLOW_CUDA=1` makes a missing nvcc an error.
+`GEOFLOW_CUDA=0` builds without CUDA even where nvcc exists; `GEOFLOW_CUDA=1` makes a missing nvcc, or one that is too
+old, an error. Otherwise the build goes without CUDA there, and `gf.backends()` says why.
 `GEOFLOW_SANITIZE=1` builds with AddressSanitizer and UndefinedBehaviorSanitizer: `make test-sanitize`.
 """
 
@@ -9,7 +10,9 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,26 +22,43 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
 X86_64 = platform.machine().lower() in {"x86_64", "amd64"}
-# Real code for the three data-centre generations, and PTX of the newest so that later GPUs can compile it on load.
+# Real code for the generations of data-centre and of desktop GPUs, and PTX of the newest for GPUs to come.
+CUDA_GENERATIONS = (80, 86, 89, 90, 100, 120)
 CUDA_ARCHITECTURES = [
-    "-gencode=arch=compute_80,code=sm_80",
-    "-gencode=arch=compute_90,code=sm_90",
-    "-gencode=arch=compute_100,code=sm_100",
-    "-gencode=arch=compute_100,code=compute_100",
+    *(f"-gencode=arch=compute_{number},code=sm_{number}" for number in CUDA_GENERATIONS),
+    f"-gencode=arch=compute_{CUDA_GENERATIONS[-1]},code=compute_{CUDA_GENERATIONS[-1]}",
 ]
+OLDEST_NVCC = (12, 8)  # the first that knows all of them
 
 
-def find_nvcc() -> str | None:
-    """Path of nvcc, or None for a CPU-only build."""
+def find_nvcc() -> tuple[str | None, str]:
+    """Path of nvcc, or None for a CPU-only build and the reason for it."""
     wish = os.environ.get("GEOFLOW_CUDA", "auto")
     if wish not in {"auto", "0", "1"}:
         raise SystemExit(f"GEOFLOW_CUDA must be 0, 1 or unset, not {wish!r}")
     if wish == "0":
-        return None
+        return None, "it was built with GEOFLOW_CUDA=0"
     nvcc = shutil.which("nvcc")
-    if nvcc is None and wish == "1":
-        raise SystemExit("GEOFLOW_CUDA=1, but nvcc is not on PATH")
-    return nvcc
+    reason = "nvcc is not on PATH" if nvcc is None else refusal(nvcc)
+    if reason is None:
+        return nvcc, ""
+    if wish == "1":
+        raise SystemExit(f"GEOFLOW_CUDA=1, but {reason}")
+    if nvcc is not None:
+        sys.stderr.write(f"geoflow_fast: building without CUDA: {reason}\n")
+    return None, reason
+
+
+def refusal(nvcc: str) -> str | None:
+    """Why this nvcc cannot build the CUDA part, if it cannot. One that does not run at all is an error."""
+    answer = subprocess.run([nvcc, "--version"], capture_output=True, text=True)
+    release = re.search(r"release (\d+)\.(\d+)", answer.stdout)
+    if answer.returncode != 0 or release is None:
+        raise SystemExit(f"{nvcc} --version failed; GEOFLOW_CUDA=0 builds without it:\n{answer.stdout}{answer.stderr}")
+    version = int(release[1]), int(release[2])
+    if version >= OLDEST_NVCC:
+        return None
+    return f"nvcc {release[1]}.{release[2]} on PATH is older than {OLDEST_NVCC[0]}.{OLDEST_NVCC[1]}"
 
 
 def isa_flags(source: str) -> list[str]:
@@ -88,7 +108,7 @@ class BuildExtension(build_ext):
         super().build_extensions()
 
 
-NVCC = find_nvcc()
+NVCC, WITHOUT_CUDA = find_nvcc()
 NVCC_FLAGS = [
     "-std=c++17",
     "-O3",
@@ -113,7 +133,7 @@ extension = Pybind11Extension(
     depends=sources("csrc/**/*.h", "csrc/**/*.cuh"),
     include_dirs=["csrc"],
     cxx_std=17,
-    define_macros=[("GEOFLOW_WITH_CUDA", "1")] if NVCC else [],
+    define_macros=[("GEOFLOW_WITH_CUDA", "1") if NVCC else ("GEOFLOW_WITHOUT_CUDA", f'"{WITHOUT_CUDA}"')],
     extra_compile_args=["-O3", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi", *omp_compile, *sanitizer_flags()],
     extra_link_args=[*omp_link, *sanitizer_flags()],
 )

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from geoflow_fast.geometry import EPS
-from geoflow_fast.kernels.launch import by_rows, launch, row_tile
+from geoflow_fast.kernels.launch import by_rows, launch, row_kernel, row_tile
 
 PI = tl.constexpr(3.141592653589793)
 
@@ -131,7 +131,7 @@ def _stream(
     return bad
 
 
-@triton.jit
+@row_kernel
 def masked_interpolant_kernel(
     image0,
     text0,
@@ -284,7 +284,7 @@ def _launch_step(
     )
 
 
-@triton.jit
+@row_kernel
 def tangent_step_kernel(
     x,
     v,
@@ -323,7 +323,7 @@ def tangent_step(x: Tensor, v: Tensor, h: float, v_free: Tensor | None, guidance
     return out
 
 
-@triton.jit
+@row_kernel
 def tangent_stage_kernel(
     x,
     at,
@@ -378,7 +378,7 @@ def tangent_stage(
     return out, new_total
 
 
-@triton.jit
+@row_kernel
 def tangent_ab2_kernel(
     x,
     v,

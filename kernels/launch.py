@@ -10,8 +10,11 @@ import torch
 import triton
 from torch import Tensor
 
-MAX_WIDTH = 4096
-"""Widest row that one program holds in registers."""
+from geoflow_fast.ops.triton_kernels import WIDEST_ROW
+
+row_kernel = triton.jit(do_not_specialize=["rows", "group_size", "tiles", "tangents"])
+"""Declares a kernel that is compiled once for any number of rows, groups and tangents: a solver's last batch, or a
+batch whose rows have other directions, must not wait for a compiler."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,8 @@ class Tile:
 
 def row_tile(width: int) -> Tile:
     """The tile of kernels that reduce over a row: whole rows, 16 elements a thread and at least 4 warps."""
-    if width > MAX_WIDTH:
-        raise ValueError(
-            f"Triton kernels take rows of at most {MAX_WIDTH} entries, got {width}; use backend='reference'"
-        )
+    if width > WIDEST_ROW:
+        raise ValueError(f"one program holds rows of at most {WIDEST_ROW} entries, got {width}")
     columns = max(16, triton.next_power_of_2(width))
     return Tile(max(1, 2048 // columns), columns, max(4, columns // 512))
 

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from geoflow_fast.kernels.launch import Tile, by_rows, element_tile, launch, row_tile
+from geoflow_fast.kernels.launch import Tile, by_rows, element_tile, launch, row_kernel, row_tile
 
 Pair = tuple[Tensor, Tensor]
 
@@ -79,7 +79,7 @@ def _normalise(x, valid, width, eps):
     return centred * rstd[:, None], rstd
 
 
-@triton.jit
+@row_kernel
 def adaln_kernel(
     x, shift, scale, y, group_size, tiles, width, x_stride, eps, PER_ROW: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -94,7 +94,7 @@ def adaln_kernel(
     tl.store(y + row[:, None] * width + column[None, :], out, mask=valid)
 
 
-@triton.jit
+@row_kernel
 def adaln_backward_kernel(
     grad, x, scale, dx, d_shift, d_scale, group_size, tiles, width, grad_stride, x_stride, eps, PER_ROW: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -118,7 +118,7 @@ def adaln_backward_kernel(
         tl.store(d_scale + partial, tl.sum(dy * unit, axis=0), mask=column < width)
 
 
-@triton.jit
+@row_kernel
 def adaln_jvp_kernel(
     x, dx, shift, scale, y, dy, group_size, tiles, width, tangents, x_stride, dx_row_stride, dx_stride, dy_stride, eps,
     PER_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -209,7 +209,7 @@ def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
 
 
-@triton.jit
+@row_kernel
 def gate_residual_kernel(
     residual, gate, value, layer_scale, keep, out, group_size, tiles, width, residual_stride, gate_stride, value_stride,
     kept_factor, HAS_GATE: tl.constexpr, HAS_KEEP: tl.constexpr, PER_ROW: tl.constexpr, ROWS: tl.constexpr,
@@ -230,7 +230,7 @@ def gate_residual_kernel(
     tl.store(out + row[:, None] * width + column[None, :], before + scale * branch, mask=valid)
 
 
-@triton.jit
+@row_kernel
 def gate_residual_backward_kernel(
     grad, gate, value, layer_scale, keep, d_gate, d_value, d_layer_scale, group_size, tiles, width, grad_stride,
     gate_stride, value_stride, kept_factor, HAS_GATE: tl.constexpr, HAS_KEEP: tl.constexpr, PER_ROW: tl.constexpr,
@@ -260,7 +260,7 @@ def gate_residual_backward_kernel(
         tl.store(d_layer_scale + partial, tl.sum(dy * branch, axis=0), mask=column < width)
 
 
-@triton.jit
+@row_kernel
 def gate_residual_jvp_kernel(
     residual, d_residual, gate, d_gate, value, d_value, layer_scale, out, d_out, group_size, tiles, width, tangents,
     tangent_stride, HAS_GATE: tl.constexpr, PER_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -366,7 +366,7 @@ def gate_residual_jvp(
     return y, dy
 
 
-@triton.jit
+@row_kernel
 def swiglu_kernel(gate, value, out, rows, width, in_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -377,7 +377,7 @@ def swiglu_kernel(gate, value, out, rows, width, in_stride, ROWS: tl.constexpr, 
     tl.store(out + row[:, None] * width + column[None, :], x * _sigmoid(x) * y, mask=valid)
 
 
-@triton.jit
+@row_kernel
 def swiglu_backward_kernel(
     grad, gate, value, d_gate, d_value, rows, width, grad_stride, in_stride, out_stride, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -396,7 +396,7 @@ def swiglu_backward_kernel(
     tl.store(d_value + to, dy * silu, mask=valid)
 
 
-@triton.jit
+@row_kernel
 def swiglu_jvp_kernel(
     gate, value, d_gate, d_value, out, d_out, rows, width, tangents, in_stride, d_in_stride, d_out_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -488,7 +488,7 @@ def _tangent_error(velocity, target, point, row, counted, width, COLUMNS: tl.con
     return error - tl.sum(error * x, axis=1)[:, None] * x
 
 
-@triton.jit
+@row_kernel
 def flow_loss_kernel(
     v_image, v_text, target_image, target_text, image, text, direction, loss, rows, image_width, text_width,
     ROWS: tl.constexpr, IMAGE_COLUMNS: tl.constexpr, TEXT_COLUMNS: tl.constexpr,
@@ -509,7 +509,7 @@ def _store_gradient(to, error, weight, row, inside, width, COLUMNS: tl.constexpr
     tl.store(to + row[:, None] * width + column[None, :], weight[:, None] * error, mask=valid)
 
 
-@triton.jit
+@row_kernel
 def flow_loss_backward_kernel(
     grad, v_image, v_text, target_image, target_text, image, text, direction, d_image, d_text, rows, image_width,
     text_width, ROWS: tl.constexpr, IMAGE_COLUMNS: tl.constexpr, TEXT_COLUMNS: tl.constexpr,

@@ -115,6 +115,12 @@ def source(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:
     return ASTSource(launch.kernel, signature, constexprs, attributes), options
 
 
+def compiler_key(launch: Launch) -> str:
+    """What decides whether a launch needs a compilation of its own."""
+    code, options = source(launch)
+    return repr((code.signature, code.constants, code.attrs, options))
+
+
 def compile_nvidia(launch: Launch, capability: int) -> Compiled:
     """Machine code for one NVIDIA architecture, disassembled."""
     code, options = source(launch)
@@ -248,6 +254,14 @@ def _network(
         getattr(network, kernel)(*arguments[kernel])
 
     return call
+
+
+def call_with_rows(name: str, rows: int, width: int) -> Callable[[], object]:
+    """A call of a row kernel by name."""
+    sphere = {"tangent_step": _step, "tangent_stage": _stage, "tangent_ab2": _ab2}
+    if name == "masked_interpolant":
+        return _interpolant(rows, width, width)
+    return sphere[name](rows, width) if name in sphere else _network(name, rows, width)
 
 
 NETWORK = {

@@ -79,8 +79,9 @@ class ForwardMode:
             ]
         self._buffers: dict[str, Tensor] = {}
         # Backends of the tangent passes, which take rows: points [B, W], tangents [K, B, W], shifts and scales [1, W].
+        rows = like.new_empty(0, flow.config.hidden)
         self._adaln, self._gate_residual, self._swiglu = (
-            dispatch.choose(f"{name}_jvp", like) for name in ("adaln", "gate_residual", "swiglu")
+            dispatch.choose(f"{name}_jvp", like, inputs=(rows,)) for name in ("adaln", "gate_residual", "swiglu")
         )
 
     def rows_at_once(self, rows: int, settings: DensitySettings) -> int:

@@ -20,7 +20,7 @@ from geoflow_fast.ops.arguments import (
     working_dtype,
 )
 from geoflow_fast.ops.native import Extent
-from geoflow_fast.ops.triton_kernels import fused_operation
+from geoflow_fast.ops.triton_kernels import WIDEST_ROW, fused_operation
 
 EPS = 1e-6
 
@@ -62,7 +62,8 @@ def adaln_jvp(
     if out is None:
         y, dy = _jvp(*inputs, str(backend))
     else:
-        y, dy = dispatch.choose("adaln_jvp", x, backend)(*inputs, out=output_rows(out, x.shape, dx.shape, x))
+        run = dispatch.choose("adaln_jvp", x, backend, inputs)
+        y, dy = run(*inputs, out=output_rows(out, x.shape, dx.shape, x))
     return y.view(x.shape), dy.view(dx.shape)
 
 
@@ -223,7 +224,14 @@ class _Derivatives(dispatch.Derivatives):
 
 
 adaln_rows = fused_operation(
-    "network", "adaln", adaln_reference, _cpu, derivatives=_Derivatives, forward_mode=adaln_elementary, rowwise=True
+    "network",
+    "adaln",
+    adaln_reference,
+    _cpu,
+    widest=WIDEST_ROW,
+    derivatives=_Derivatives,
+    forward_mode=adaln_elementary,
+    rowwise=True,
 )
 """`adaln` of rows as the reference takes them, unchecked; the last argument is the name of a backend."""
 _backward = fused_operation(
@@ -231,8 +239,9 @@ _backward = fused_operation(
     "adaln_backward",
     adaln_backward_reference,
     _cpu_backward,
+    widest=WIDEST_ROW,
     forward_mode=adaln_backward_elementary,
     rowwise=True,
     part_of="adaln",
 )
-_jvp = fused_operation("network", "adaln_jvp", adaln_jvp_reference, _cpu_jvp, part_of="adaln")
+_jvp = fused_operation("network", "adaln_jvp", adaln_jvp_reference, _cpu_jvp, widest=WIDEST_ROW, part_of="adaln")

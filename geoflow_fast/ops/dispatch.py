@@ -9,7 +9,7 @@ the automatic choice passes over backends that are unavailable, never over one t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+
+from geoflow_fast.runtime.warn import warn_user
 
 AUTO_ORDER = {"cpu": ("cpu", "reference"), "cuda": ("cuda", "triton", "reference")}
 BACKENDS = ("reference", "cpu", "cuda", "triton")
@@ -32,13 +34,14 @@ class BackendUnavailable(ValueError):
 
 @dataclass(frozen=True)
 class Backend:
-    """One backend of one operation: its function, the device types and dtypes it serves (None: any), and a function
-    that says why it is missing, if it is."""
+    """One backend of one operation: its function, the device types and dtypes it serves (None: any), a function that
+    says why it is missing, if it is, and the width of the widest rows it takes."""
 
     function: Callable[..., Any]
     devices: tuple[str, ...] | Callable[[], tuple[str, ...]] = EVERYWHERE
     missing: Callable[[], str | None] | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
+    widest: int | None = None
 
 
 _OPERATIONS: dict[str, dict[str, Backend]] = {}
@@ -51,22 +54,32 @@ def register(name: str, **backends: Backend | None) -> None:
     _OPERATIONS[name] = {backend: entry for backend, entry in backends.items() if entry is not None}
 
 
-def choose(name: str, tensor: Tensor, backend: str = "auto") -> Callable[..., Any]:
-    """The function that serves the operation `name` for tensors like this one. A BackendUnavailable says why there is
-    none."""
+def choose(name: str, tensor: Tensor, backend: str = "auto", inputs: Sequence[Any] = ()) -> Callable[..., Any]:
+    """The function that serves the operation `name` for tensors like this one, and for the rows of `inputs`, where a
+    backend cannot take rows of any width. A BackendUnavailable says why there is none.
+
+    Where plain torch serves CUDA tensors because a faster backend is missing, one warning says what to do about it.
+    """
     table = _OPERATIONS[name]
     candidates = AUTO_ORDER.get(tensor.device.type, ("reference",)) if backend == "auto" else (backend,)
     refusals = []
+    remedies = []
     for candidate in candidates:
         entry = table.get(candidate)
         if entry is not None:
             reason = None if entry.missing is None else entry.missing()
+            if reason is not None:
+                remedies.append(reason)
             devices = entry.devices if isinstance(entry.devices, tuple) else entry.devices()
             if reason is None and tensor.device.type not in devices:
                 reason = f"serves {' and '.join(devices)} tensors, and these are on {tensor.device.type}"
             if reason is None and entry.dtypes is not None and tensor.dtype not in entry.dtypes:
                 reason = f"works in {', '.join(map(str, entry.dtypes))}, and these are {tensor.dtype}"
+            if reason is None and entry.widest is not None and (width := _widest_row(inputs)) > entry.widest:
+                reason = f"takes rows of at most {entry.widest} entries, and these have {width}"
             if reason is None:
+                if remedies and candidate == "reference" and tensor.device.type == "cuda":
+                    _warn_of_plain_torch(name, remedies[0])
                 return entry.function
         elif candidate in BACKENDS:
             reason = f"{name} has no {candidate} implementation"
@@ -74,6 +87,22 @@ def choose(name: str, tensor: Tensor, backend: str = "auto") -> Callable[..., An
             reason = f"no such backend; the backends are {', '.join(BACKENDS)}"
         refusals.append(f"{name}: backend {candidate!r}: {reason}")
     raise BackendUnavailable("; ".join(refusals))
+
+
+def _widest_row(inputs: Sequence[Any]) -> int:
+    return max((x.shape[-1] for x in inputs if isinstance(x, Tensor) and x.dim() > 1), default=0)
+
+
+_WARNED: set[tuple[str, str]] = set()
+
+
+def _warn_of_plain_torch(name: str, remedy: str) -> None:
+    """Warns once in a process that an operation on CUDA tensors goes without its kernels."""
+    if (name, remedy) not in _WARNED:
+        _WARNED.add((name, remedy))
+        warn_user(
+            f"{name} of CUDA tensors runs in plain torch, many times slower than its kernels: {remedy}", RuntimeWarning
+        )
 
 
 def operation(
@@ -111,7 +140,7 @@ def operation(
     shapes = fake or reference
 
     def run(*inputs: Any) -> Any:
-        backend = choose(name, inputs[0], inputs[-1])
+        backend = choose(name, inputs[0], inputs[-1], inputs)
         return (plain if rowwise and inputs[0].shape[0] == 0 else backend)(*inputs[:-1])
 
     def below_autograd(*inputs: Any) -> Any:
@@ -135,7 +164,7 @@ def operation(
             return derivatives.apply(*inputs)
 
     def infer_shapes(*inputs: Any) -> Any:
-        return _contiguous(_without_values(choose(name, inputs[0], inputs[-1]), shapes)(*inputs[:-1]))
+        return _contiguous(_without_values(choose(name, inputs[0], inputs[-1], inputs), shapes)(*inputs[:-1]))
 
     if derivatives is not None:
         derivatives.forward = staticmethod(below_autograd)  # type: ignore[method-assign]

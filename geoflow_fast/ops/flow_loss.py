@@ -12,7 +12,7 @@ from geoflow_fast.geometry import capturing, tangent_part
 from geoflow_fast.ops import dispatch, native
 from geoflow_fast.ops.arguments import Pair, check_floating, check_shape, working_dtype
 from geoflow_fast.ops.native import Extent
-from geoflow_fast.ops.triton_kernels import fused_operation
+from geoflow_fast.ops.triton_kernels import WIDEST_ROW, fused_operation
 from geoflow_fast.runtime import checks
 
 GIVEN = (Direction.I2T.code, Direction.T2I.code)
@@ -197,7 +197,21 @@ class _Derivatives(dispatch.Derivatives):
         return *_backward(grad, *ctx.saved_tensors, ctx.backend), None, None, None, None, None, None
 
 
-_forward = fused_operation("network", "flow_loss", flow_loss_reference, _cpu, derivatives=_Derivatives, rowwise=True)
+_forward = fused_operation(
+    "network",
+    "flow_loss",
+    flow_loss_reference,
+    _cpu,
+    widest=WIDEST_ROW,
+    derivatives=_Derivatives,
+    rowwise=True,
+)
 _backward = fused_operation(
-    "network", "flow_loss_backward", flow_loss_backward_reference, _cpu_backward, rowwise=True, part_of="flow_loss"
+    "network",
+    "flow_loss_backward",
+    flow_loss_backward_reference,
+    _cpu_backward,
+    widest=WIDEST_ROW,
+    rowwise=True,
+    part_of="flow_loss",
 )

@@ -54,7 +54,7 @@ def masked_interpolant(
     if wants_gradient:
         raise ValueError("out= cannot be combined with inputs that require a gradient")
     _check_out(inputs, out)
-    dispatch.choose("masked_interpolant", image0, backend)(*inputs, times, direction, drop, out=out)
+    dispatch.choose("masked_interpolant", image0, backend, inputs)(*inputs, times, direction, drop, out=out)
     return out
 
 
@@ -188,7 +188,7 @@ def _fused(kernel: Callable[..., int]) -> Callable[..., FourStreams]:
     return run
 
 
-_triton = triton_kernels.backend("geodesic", "masked_interpolant", (torch.float32,))
+_triton = triton_kernels.backend("geodesic", "masked_interpolant", (torch.float32,), triton_kernels.WIDEST_ROW)
 _forward = dispatch.operation(
     "masked_interpolant",
     masked_interpolant_reference,

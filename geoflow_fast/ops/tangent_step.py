@@ -13,7 +13,7 @@ from geoflow_fast.geometry import carry_along, eps, follow, tangent_part
 from geoflow_fast.ops import native
 from geoflow_fast.ops.arguments import Pair, check_floating, check_shape
 from geoflow_fast.ops.native import Extent
-from geoflow_fast.ops.triton_kernels import fused_operation
+from geoflow_fast.ops.triton_kernels import WIDEST_ROW, fused_operation
 from geoflow_fast.runtime import checks
 
 RETRACTIONS = ("exp", "renormalise")
@@ -168,7 +168,13 @@ def _cpu_ab2(
 # ---- declarations --------------------------------------------------------------------------------------------------
 
 tangent_step_rows = fused_operation(
-    "geodesic", "tangent_step", tangent_step_reference, _cpu, dtypes=(torch.float32,), rowwise=True
+    "geodesic",
+    "tangent_step",
+    tangent_step_reference,
+    _cpu,
+    dtypes=(torch.float32,),
+    widest=WIDEST_ROW,
+    rowwise=True,
 )
 """`tangent_step` as the reference takes it, unchecked; the last argument is the name of a backend."""
 tangent_stage_rows = fused_operation(
@@ -177,6 +183,7 @@ tangent_stage_rows = fused_operation(
     tangent_stage_reference,
     _cpu_stage,
     dtypes=(torch.float32,),
+    widest=WIDEST_ROW,
     rowwise=True,
     part_of="tangent_step",
 )
@@ -186,6 +193,7 @@ tangent_ab2_rows = fused_operation(
     tangent_ab2_reference,
     _cpu_ab2,
     dtypes=(torch.float32,),
+    widest=WIDEST_ROW,
     rowwise=True,
     part_of="tangent_step",
 )

@@ -14,6 +14,8 @@ from geoflow_fast.ops import dispatch, native
 from geoflow_fast.ops.dispatch import Backend
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+WIDEST_ROW = 4096
+"""Entries of the widest row that one program holds in registers; plain torch serves wider ones."""
 
 
 def interpreted() -> bool:
@@ -40,14 +42,14 @@ def missing() -> str | None:
     return None
 
 
-def backend(module: str, function: str, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Backend:
+def backend(module: str, function: str, dtypes: tuple[torch.dtype, ...] = DTYPES, widest: int | None = None) -> Backend:
     """The backend "triton" of an operation: `function` of `geoflow_fast.kernels.<module>`, imported when it is first
     called."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return getattr(importlib.import_module(f"geoflow_fast.kernels.{module}"), function)(*args, **kwargs)
 
-    return Backend(call, devices, missing, dtypes)
+    return Backend(call, devices, missing, dtypes, widest)
 
 
 def fused_operation(
@@ -56,9 +58,10 @@ def fused_operation(
     reference: Callable[..., Any],
     cpu: Callable[..., Any],
     dtypes: tuple[torch.dtype, ...] = DTYPES,
+    widest: int | None = None,
     **declared: Any,
 ) -> torch._ops.OpOverload[..., Any]:
-    """An operation with the C++ backend `cpu` and the Triton backend of its own name; `declared` is the rest of what
-    `dispatch.operation` takes."""
-    triton = backend(module, name, dtypes)
+    """An operation with the C++ backend `cpu` and the Triton backend of its own name, which takes rows up to `widest`;
+    `declared` is the rest of what `dispatch.operation` takes."""
+    triton = backend(module, name, dtypes, widest)
     return dispatch.operation(name, reference, cpu=native.backend(cpu), triton=triton, **declared)

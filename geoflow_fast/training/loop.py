@@ -92,8 +92,8 @@ class Run(Generic[B]):
         if config.ema_decay is not None:
             with torch.device("cpu"):  # a counter besides the copy of the weights
                 self.averaged = AveragedModel(self.module, multi_avg_fn=get_ema_multi_avg_fn(config.ema_decay))
-        # CPUs without matrix units for bfloat16 are slower with it.
-        automatic = self.device.type == "cuda" and torch.cuda.is_bf16_supported()
+        # Processors without matrix units for bfloat16, GPUs that emulate it among them, are slower with it.
+        automatic = self.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         self.bfloat16 = automatic if config.precision == "auto" else config.precision == "bfloat16"
         self.losses = torch.compile(objective.losses, dynamic=True) if config.compile else objective.losses
         self.dropout_purpose = "dropout" if self.world.is_main else f"dropout of rank {self.world.rank}"

@@ -63,6 +63,14 @@ def test_the_table_covers_every_kernel():
     assert written == {launch.name for case in TABLE for launch in case.launches()}
 
 
+@pytest.mark.parametrize("name", [*aot.NETWORK, "tangent_step", "tangent_stage", "tangent_ab2", "masked_interpolant"])
+def test_row_kernels_are_compiled_once_for_any_number_of_rows(name):
+    """One, odd, and multiples of 16: what the compiler is given is the same, but for one row in a group of its own."""
+    calls = [aot.call_with_rows(name, rows, width=96) for rows in (2, 15, 16, 17, 160, 8192)]
+    launches = [launch for call in calls for launch in aot.Case(name, call).launches()]
+    assert len({aot.compiler_key(launch) for launch in launches}) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", aot.NVIDIA)
 @pytest.mark.parametrize("name", EVERY)

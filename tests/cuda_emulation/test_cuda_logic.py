@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import subprocess
+import sys
+import warnings
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -12,10 +17,12 @@ import geoflow_fast as gf
 from geoflow_fast import ops
 from geoflow_fast.likelihood import density, reverse_ode
 from geoflow_fast.ops import dispatch, triton_kernels
+from geoflow_fast.training import loop
 
 pytest.importorskip("triton", reason="the CUDA path needs triton")
 from geoflow_fast.kernels import gallery, network
-from geoflow_fast.kernels.launch import MAX_WIDTH, element_tile, row_tile
+from geoflow_fast.kernels.launch import element_tile, row_tile
+from geoflow_fast.ops.triton_kernels import WIDEST_ROW
 from tools import aot
 
 
@@ -24,7 +31,7 @@ class KernelsOfFakeTensors(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.namespace == "geoflow":
-            return dispatch.choose(func.name().split("::")[1], args[0], args[-1])(*args[:-1])
+            return dispatch.choose(func.name().split("::")[1], args[0], args[-1], args)(*args[:-1])
         return func(*args, **(kwargs or {}))
 
 
@@ -190,6 +197,15 @@ def test_backward_kernels_are_given_partial_sums_per_tile(launches):
     assert d_scale.shape == (8, 512)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_tests_of_a_gpu_do_not_pass_without_one():
+    """`make test-gpu` with a torch that was built for CPUs has tested nothing, and must say so."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu/test_density_gpu.py"]
+    outcome = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    assert outcome.returncode != 0
+    assert "the tests of a GPU cannot run: torch" in outcome.stderr
+
+
 def test_without_a_device_triton_says_so():
     with mock.patch.object(torch.cuda, "is_available", return_value=False):
         assert "no CUDA device" in (triton_kernels.missing() or "")
@@ -197,7 +213,7 @@ def test_without_a_device_triton_says_so():
             ops.swiglu(torch.ones(2, 2), torch.ones(2, 2), backend="triton")
 
 
-@pytest.mark.parametrize("width", [1, 7, 129, 1023, 1024, 1408, MAX_WIDTH])
+@pytest.mark.parametrize("width", [1, 7, 129, 1023, 1024, 1408, WIDEST_ROW])
 def test_tiles_cover_their_rows(width):
     tile = row_tile(width)
     assert tile.columns >= width
@@ -207,6 +223,62 @@ def test_tiles_cover_their_rows(width):
     assert small.rows * small.columns == 2048
 
 
-def test_rows_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=str(MAX_WIDTH)):
-        row_tile(MAX_WIDTH + 1)
+def test_a_tile_refuses_rows_that_do_not_fit():
+    with pytest.raises(ValueError, match=str(WIDEST_ROW)):
+        row_tile(WIDEST_ROW + 1)
+
+
+WIDE = WIDEST_ROW + 904
+WIDE_CALLS = {
+    "adaln": lambda **b: ops.adaln(cuda(3, WIDE), cuda(WIDE), cuda(WIDE), **b),
+    "adaln_jvp": lambda **b: ops.adaln_jvp(cuda(3, WIDE), cuda(2, 3, WIDE), cuda(WIDE), cuda(WIDE), **b)[0],
+    "tangent_step": lambda **b: ops.tangent_step(cuda(3, WIDE), cuda(3, WIDE), 0.1, **b),
+    "flow_loss": lambda **b: ops.flow_loss(
+        *(cuda(3, width) for width in (8, WIDE) * 3), cuda(3, dtype=torch.int8), **b
+    )[1],
+}
+
+
+@pytest.mark.parametrize("name", WIDE_CALLS)
+def test_rows_wider_than_a_program_are_served_by_plain_torch(launches, name):
+    """Of two streams, either may be the wide one."""
+    result = WIDE_CALLS[name]()
+    assert (result.shape[0], result.device.type) == (3, "cuda")
+    assert not launches
+    with pytest.raises(dispatch.BackendUnavailable, match=f"at most {WIDEST_ROW} entries, and these have {WIDE}"):
+        WIDE_CALLS[name](backend="triton")
+
+
+@pytest.mark.usefixtures("launches")
+def test_the_interpolant_of_wide_rows_is_left_to_plain_torch():
+    streams = [cuda(3, width) for width in (8, WIDE) * 2]
+    table = dispatch._OPERATIONS["masked_interpolant"]
+    assert dispatch.choose("masked_interpolant", streams[0], inputs=streams) is table["reference"].function
+    assert dispatch.choose("masked_interpolant", streams[0], inputs=streams[::2]) is table["triton"].function
+
+
+def test_plain_torch_for_cuda_tensors_warns_once_and_names_the_remedy(launches, monkeypatch):
+    """A build without CUDA code, or a driver that is too old, must not cost a training run its speed in silence."""
+    reasons = iter(["no CUDA code here; reinstall with nvcc", "no CUDA code here; reinstall with nvcc", None])
+    entry = dispatch._OPERATIONS["ot_assign"]["cuda"]
+    broken = dataclasses.replace(entry, missing=lambda: next(reasons))
+    monkeypatch.setitem(dispatch._OPERATIONS["ot_assign"], "cuda", broken)
+    monkeypatch.setattr(dispatch, "_WARNED", set())
+    points = cuda(4, 8)
+    with pytest.warns(RuntimeWarning, match="ot_assign .* plain torch.*reinstall with nvcc"):
+        assert dispatch.choose("ot_assign", points) is dispatch._OPERATIONS["ot_assign"]["reference"].function
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dispatch.choose("ot_assign", points)
+        assert dispatch.choose("ot_assign", points) is entry.function
+    assert not launches
+
+
+@pytest.mark.usefixtures("launches")
+def test_automatic_precision_asks_for_bfloat16_units_not_for_emulation(monkeypatch):
+    """GPUs before Ampere emulate bfloat16, slower than float32."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    nothing = mock.Mock(fingerprint=lambda: "")
+    module = torch.nn.ParameterList([torch.nn.Parameter(cuda(2, 2))])
+    objective = mock.Mock(module=module, config=gf.TrainConfig(ema_decay=None), pairs=nothing, val=nothing)
+    assert loop.Run(objective).bfloat16 is False

@@ -38,7 +38,7 @@ def cuda_status(target: Path) -> str:
 def test_build_without_cuda_says_so_at_run_time(tmp_path):
     result = build(tmp_path, GEOFLOW_CUDA="0")
     assert result.returncode == 0, result.stderr
-    assert "no CUDA code" in cuda_status(tmp_path)
+    assert "no CUDA code, since it was built with GEOFLOW_CUDA=0" in cuda_status(tmp_path)
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def test_build_without_nvcc_is_cpu_only(tmp_path):
             (shims / tool).symlink_to(path)
     result = build(tmp_path / "out", PATH=os.pathsep.join([str(shims), *folders]))
     assert result.returncode == 0, result.stderr
-    assert "no CUDA code" in cuda_status(tmp_path / "out")
+    assert "no CUDA code, since nvcc is not on PATH" in cuda_status(tmp_path / "out")
 
 
 def test_insisting_on_cuda_without_nvcc_is_an_error(tmp_path):
@@ -75,6 +75,34 @@ def test_a_failing_nvcc_fails_the_build(tmp_path):
     result = build(tmp_path / "out", PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}", CXX="true", CC="true")
     assert result.returncode != 0
     assert "nvcc: broken" in result.stderr
+
+
+def with_nvcc_of(folder: Path, release: str) -> str:
+    """A search path whose nvcc says that it is of this release, and cannot compile."""
+    fake = folder / "nvcc"
+    fake.write_text(
+        f"#!/bin/sh\n[ \"$1\" = --version ] && echo 'Cuda compilation tools, release {release}' && exit 0\n"
+        "echo 'nvcc fatal: Unsupported gpu architecture' >&2\nexit 1\n"
+    )
+    fake.chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+def test_an_old_nvcc_gives_a_build_without_cuda_that_says_why(tmp_path):
+    """`pip install` must not fail where some old toolkit is on PATH. No compiler runs here: all of them are `true`."""
+    path = with_nvcc_of(tmp_path, "12.4")
+    result = build(tmp_path / "out", PATH=path, CXX="true", CC="true")
+    assert result.returncode == 0, result.stderr
+    assert "building without CUDA: nvcc 12.4 on PATH is older than 12.8" in result.stderr
+    insisting = build(tmp_path / "out", PATH=path, CXX="true", CC="true", GEOFLOW_CUDA="1")
+    assert insisting.returncode != 0
+    assert "GEOFLOW_CUDA=1, but nvcc 12.4 on PATH is older than 12.8" in insisting.stderr
+
+
+def test_a_new_enough_nvcc_is_used(tmp_path):
+    result = build(tmp_path / "out", PATH=with_nvcc_of(tmp_path, "12.8"), CXX="true", CC="true")
+    assert result.returncode != 0
+    assert "Unsupported gpu architecture" in result.stderr
 
 
 def test_no_intrinsics_outside_their_guard():
