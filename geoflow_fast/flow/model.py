@@ -174,7 +174,7 @@ class GeoFlow(nn.Module):
                     rows: tuple[Tensor, ...] = InterpolatedRows.apply(at_points, points)  # type: ignore[no-untyped-call]
                     return rows
         # The rows in which a stream is given are at time zero; one row of its conditioning serves all of them.
-        n_i2t, n_joint, n_t2i = counts
+        n_i2t, n_joint, _ = counts
         codes, end = row_directions(counts, t.device).long(), n_i2t + n_joint
         first, last = max(n_i2t - 1, 0), min(end + 1, len(t))
         image_t = torch.cat((t.new_zeros(n_i2t - first), t[n_i2t:]))

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from geoflow_fast.directions import CONDITIONAL, Counts, Direction
 
 POINTS = 64
-"""Chebyshev points in [0, 1], which resolve about twenty oscillations."""
+"""Chebyshev points in [0, 1], which resolve about eight oscillations."""
 TAIL, RESOLVED = 16, 1e-6
 """A conditioning is resolved if its last TAIL Chebyshev coefficients are below RESOLVED of its largest entry, which is
 the size of float32 rounding: the coefficients of a smooth function fall geometrically, so what is left out is less."""
@@ -29,8 +29,8 @@ WORTH_ROWS, WORTH_WIDTH = 4 * POINTS, 3 * POINTS
 
 @functools.cache
 def chebyshev() -> tuple[Tensor, Tensor]:
-    """Chebyshev points in [0, 1], float32 [POINTS], and the matrix [POINTS, POINTS], float64, that turns values at these
-    points into the coefficients of Chebyshev polynomials."""
+    """Chebyshev points in [0, 1], float32 [POINTS], and the matrix [POINTS, POINTS], float64, that turns values at
+    these points into the coefficients of Chebyshev polynomials."""
     number = torch.arange(POINTS, dtype=torch.float64, device="cpu")
     angle = math.pi * (number + 0.5) / POINTS
     transform = torch.cos(number.unsqueeze(1) * angle) * (2 / POINTS)
@@ -114,7 +114,7 @@ class InterpolatedRows(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d_points = grads[0].new_zeros(ctx.shape)
         for d_known, grad in zip(d_points, grads):
@@ -150,7 +150,7 @@ class DirectRows(torch.autograd.Function):
         return out.unbind()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         image_c, text_c, weight = ctx.saved_tensors
         grad, d_weight = torch.stack(grads), torch.empty_like(weight)
@@ -165,8 +165,8 @@ class DirectRows(torch.autograd.Function):
 
 
 class _Rows(NamedTuple):
-    """Rows of a stream in a sorted batch: those with a conditioning of their own, of which `shared`, if it is not empty,
-    is the one that the rows `alike` take over."""
+    """Rows of a stream in a sorted batch: those with a conditioning of their own, of which `shared`, if it is not
+    empty, is the one that the rows `alike` take over."""
 
     mapped: slice
     shared: slice
@@ -174,7 +174,7 @@ class _Rows(NamedTuple):
 
 
 def _row_ranges(counts: Counts) -> tuple[_Rows, _Rows]:
-    n_i2t, n_joint, n_t2i = counts
+    n_i2t, n_joint, _ = counts
     end, rows = n_i2t + n_joint, sum(counts)
     first, last = max(n_i2t - 1, 0), min(end + 1, rows)
     image = _Rows(slice(first, rows), slice(first, n_i2t), slice(0, first))

@@ -123,9 +123,7 @@ class Block(nn.Module):
             outputs.append(self.feed_forward(h[stream, rows], shift, scale, dropout, stream))
         return outputs[0], outputs[1]
 
-    def cross_gate(
-        self, h: Tensor, shift: Tensor, scale: Tensor, dropout: float, *, training: bool = False
-    ) -> Tensor:
+    def cross_gate(self, h: Tensor, shift: Tensor, scale: Tensor, dropout: float, *, training: bool = False) -> Tensor:
         """First half of the block on h [2, B, H]. Both streams read the states before either is updated."""
         rows, shifts, scales = h.flatten(0, 1), shift.flatten(0, 1), scale.flatten(0, 1)
         x = adaln_rows(rows, shifts, scales, NORM_EPS, "auto")
@@ -189,7 +187,7 @@ class CrossProducts(torch.autograd.Function):
         return gate.flatten(0, 1), value.flatten(0, 1)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, d_gate: Tensor, d_value: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         d_x, d_weight = torch.empty_like(x), torch.empty_like(weight)

@@ -24,13 +24,15 @@ from geoflow_fast.ops.transport import (
     make_settings,
     warn_unconverged,
 )
-from geoflow_fast.ops.transport_solvers import ReferenceSolve, Solve, solve_cpu, solve_cuda
+from geoflow_fast.ops.transport_solvers import CudaSolve, ReferenceSolve, Solve, solve_cpu, solve_cuda
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.settings import deprecated_keyword
 
 ASSIGNMENTS = ("argmax", "sample", "exact")
 COUPLINGS = ("paper", "sample", "exact", "independent")
 CONDITIONAL_COUPLINGS = ("paper", "independent", "c2ot")
+
+TOLERANCE, MOST_ITERATIONS = 1e-3, 1000
 
 # The bisection of c2ot looks at this many rows of the batch; its ratio is then known to about a tenth of itself.
 _PILOT_ROWS = 512
@@ -124,6 +126,30 @@ def ot_assign_panel(
     if world.is_main and not solve.converged:
         warn_unconverged(solve.iterations, solve.error, settings)
     return solve.assign(uniform)
+
+
+# unchecked: training calls it with rows that it has made itself
+def assign_late(
+    noise: tuple[Tensor, Tensor], data: tuple[Tensor, Tensor], eps: float, uniform: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """`ot_assign` on a GPU that nothing waits for: the data row for each noise row, int64 [B], and the solver's status
+    on the device for `warn_if_unsolved`. Where float32 does not do, the solve ends in float64 after all, which waits,
+    and there is no status."""
+    settings = make_settings(eps, TOLERANCE, MOST_ITERATIONS, "float32")
+    shape = len(noise[0]), len(data[0])
+    problem = Problem("arc", None, noise, data, (1.0, 1.0), shape, data[0])
+    solve = solve_cuda(problem, settings)
+    if not isinstance(solve, CudaSolve):
+        return solve.assign(uniform), None
+    return solve.assign(uniform), solve.status
+
+
+# unchecked: called with what `assign_late` returned, once it has arrived
+def warn_if_unsolved(status: Tensor, eps: float) -> None:
+    """Warns if the plan at `eps` was not solved; `status` is on the host."""
+    iterations, converged, violation = native.CudaTransport.read_status(status)
+    if not converged:
+        warn_unconverged(iterations, violation, make_settings(eps, TOLERANCE, MOST_ITERATIONS, "float32"))
 
 
 def couple(

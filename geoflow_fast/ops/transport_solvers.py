@@ -442,6 +442,11 @@ class CudaSolve:
         """A bound of the plan's error; waits for the GPU."""
         return self._outcome[2]
 
+    @property
+    def status(self) -> Tensor:
+        """What the solver says about its end, on the device: `native.CudaTransport.read_status` explains it."""
+        return self._transport.status_on_device
+
     def in_float64(self, problem: Problem) -> WideSolve:
         """Ends the solve for the costs as `transport_cost` gives them."""
         cost = self._transport.costs() if problem.matrix is None else problem.matrix

@@ -17,6 +17,7 @@ from geoflow_fast.kernels import gallery, geodesic, network
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.ops import triton_kernels
 from geoflow_fast.ops.adaln import adaln_backward_reference, adaln_jvp_reference, adaln_reference
+from geoflow_fast.ops.counter_noise import counter_noise_reference
 from geoflow_fast.ops.flow_loss import flow_loss_backward_reference, flow_loss_reference
 from geoflow_fast.ops.gallery_posterior import gallery_posterior_reference
 from geoflow_fast.ops.gate_residual import (
@@ -27,6 +28,7 @@ from geoflow_fast.ops.gate_residual import (
 from geoflow_fast.ops.masked_interpolant import masked_interpolant_reference
 from geoflow_fast.ops.swiglu import swiglu_backward_reference, swiglu_jvp_reference, swiglu_reference
 from geoflow_fast.ops.tangent_step import tangent_ab2_reference, tangent_stage_reference, tangent_step_reference
+from geoflow_fast.ops.unit_rows import unit_rows_reference
 
 KERNELS = SimpleNamespace(geodesic=geodesic, gallery=gallery, network=network)
 EPS = 1e-6
@@ -45,6 +47,25 @@ def assert_close(actual, expected, dtype=torch.float32, scale=1.0):
 def rows_with_gaps(rows, width, dtype):
     """[rows, width] in a wider buffer, so that rows are apart in memory."""
     return torch.randn(rows, width + 3)[:, :width].to(dtype)
+
+
+# ---- rows of training batches ----
+
+
+@pytest.mark.parametrize("width", [2, 7, 129, 1023])
+@pytest.mark.parametrize("unit", [True, False])
+def test_counter_noise_is_that_of_the_reference(width, unit):
+    numbers = torch.tensor([0, 1, 5, 2**32 - 1, 77])
+    for seed, step, stream in ((1, 1, 0), (2**63 - 25, 2**31 + 5, 1), (-(2**63), 16, 1)):
+        noise = geodesic.counter_noise(numbers, width, seed, step, stream, unit)
+        assert_close(noise, counter_noise_reference(numbers, width, seed, step, stream, unit))
+
+
+@pytest.mark.parametrize("width", [2, 7, 129, 1023])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_unit_rows_are_those_of_the_reference(width, dtype):
+    table, index = 3 * rows_with_gaps(9, width, dtype), torch.tensor([8, 0, 0, 3, 5])
+    assert_close(geodesic.unit_rows(table, index), unit_rows_reference(table.double(), index))
 
 
 # ---- sphere ----
