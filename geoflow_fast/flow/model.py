@@ -20,7 +20,7 @@ from geoflow_fast.flow.anchor import Anchor, with_shares
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.fields import Streams, Velocity
 from geoflow_fast.flow.modulation import InterpolatedRows, TimePoints
-from geoflow_fast.flow.network import Block, Conditioning, Modulation, wide, zero_linear
+from geoflow_fast.flow.network import Block, Conditioning, Modulation, decode, encode, wide, zero_linear
 from geoflow_fast.flow.preprocess import Preprocess
 from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.files import contents_of, write_json
@@ -168,7 +168,7 @@ class GeoFlow(nn.Module):
         if training and TimePoints.worthwhile(t, self.config.hidden):
             points = TimePoints(t, counts)
             with torch.autocast("cpu", enabled=False):  # rounding to bfloat16 would be all that the check sees
-                c = torch.stack([self.conditioning(points.t, code, k) for k, code in enumerate(points.codes)])
+                c = torch.stack(self.conditioning.both((points.t, points.t), points.codes))
                 if points.resolve(c):
                     at_points = self.modulation(c)
                     rows: tuple[Tensor, ...] = InterpolatedRows.apply(at_points, points)  # type: ignore[no-untyped-call]
@@ -179,7 +179,7 @@ class GeoFlow(nn.Module):
         first, last = max(n_i2t - 1, 0), min(end + 1, len(t))
         image_t = torch.cat((t.new_zeros(n_i2t - first), t[n_i2t:]))
         text_t = torch.cat((t[:end], t.new_zeros(last - end)))
-        image_c, text_c = self.conditioning(image_t, codes[first:], 0), self.conditioning(text_t, codes[:last], 1)
+        image_c, text_c = self.conditioning.both((image_t, text_t), (codes[first:], codes[:last]))
         return self.modulation.rows(image_c, text_c, counts, training=training)
 
     def to_flow(self, image: Tensor | None = None, text: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
@@ -268,12 +268,12 @@ class GeoFlow(nn.Module):
         """Decoder outputs of generated rows. `modulation`: 4 depth shifts and scales, each [2, 1 or B, H]. `dropping`:
         whether there is dropout. `training`: as in `Block`."""
         dropout = self.config.dropout if dropping else 0.0
-        h = wide(torch.stack([encoder(x) for encoder, x in zip(self.encoders, (image, text))]))
+        h = wide(torch.stack([encode(encoder, x) for encoder, x in zip(self.encoders, (image, text))]))
         *blocks, last = self.blocks
         for number, block in enumerate(blocks):
             h = block(h, modulation[4 * number : 4 * number + 4], dropout, training=training)
         image, text = last(h, modulation[-4:], dropout, counts, training=training)
-        return self.decoders[0](image), self.decoders[1](text)
+        return decode(self.decoders[0], image), decode(self.decoders[1], text)
 
     def _anchored(self, outputs: Streams, image: Tensor, text: Tensor, t: float | Tensor, counts: Counts) -> Streams:
         """Adds to the network's share of the generated rows, in the conditional directions, what the given stream

@@ -74,7 +74,7 @@ class TimePoints:
         points, weights = chebyshev()[0], interpolation_weights(t)
         self.t = torch.cat((t.new_zeros(1), points.repeat(len(shared) + 1)))
         ranges = {Direction.I2T: slice(0, n_i2t), Direction.JOINT: slice(n_i2t, end), Direction.T2I: slice(end, len(t))}
-        self.codes, self.segments = [], []
+        codes_of, self.segments = [], []
         for given in CONDITIONAL:
             directions = (*shared, given.reverse)
             codes = torch.tensor([given.code, *(x.code for x in directions for _ in range(POINTS))], device="cpu")
@@ -82,8 +82,9 @@ class TimePoints:
             for number, direction in enumerate(directions):
                 rows = ranges[direction]
                 segments.append(Segment(rows, slice(1 + POINTS * number, 1 + POINTS * (number + 1)), weights[rows]))
-            self.codes.append(codes)
+            codes_of.append(codes)
             self.segments.append([part for part in segments if part.rows.start < part.rows.stop])
+        self.codes = codes_of[0], codes_of[1]
 
     @staticmethod
     def worthwhile(t: Tensor, width: int) -> bool:

@@ -28,6 +28,7 @@ from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.training.batches import LANES, NOISE_SCHEMES, Batch
 from geoflow_fast.training.blending import blend
 from geoflow_fast.training.config import TrainConfig
+from geoflow_fast.training.half import HalfTwin
 from geoflow_fast.training.logging import share_of_time
 from geoflow_fast.training.loop import Run, TrainReport, complete
 from geoflow_fast.training.objective import Objective
@@ -109,7 +110,8 @@ class FlowMatching(Objective[Batch]):
     def losses(self, batch: Batch) -> Tensor:
         """Loss of each row [B]: squared tangent error, summed over the generated streams (paper, Eq. 1)."""
         n_i2t, _, n_t2i = batch.counts
-        image, text = self.flow.generated(batch.image, batch.text, batch.t, batch.counts)
+        flow = self.flow if self.twin is None else cast(GeoFlow, self.twin.module)
+        image, text = flow.generated(batch.image, batch.text, batch.t, batch.counts)
         # Given rows have no output; zeros take their place, and the loss does not count them.
         outputs = functional.pad(image, (0, 0, n_i2t, 0)), functional.pad(text, (0, 0, 0, n_t2i))
         target, points = (batch.v_image, batch.v_text), (batch.image, batch.text)
@@ -120,6 +122,10 @@ class FlowMatching(Objective[Batch]):
         if self.batches.device.type != "cpu":
             return super().gains_from_bfloat16()
         return self.flow.config.hidden >= WIDE_ENOUGH and native.missing_bfloat16() is None
+
+    def half_twin(self) -> HalfTwin | None:
+        # Autocast starts a GPU for every conversion. A compiler does without them, and a CPU hardly notices.
+        return HalfTwin(self.flow) if self.batches.device.type == "cuda" and not self.config.compile else None
 
     def choices(self) -> dict[str, str]:
         return {"noise": self.batches.scheme}

@@ -28,6 +28,7 @@ from geoflow_fast.runtime.late import LateValues
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 from geoflow_fast.training.batches import Prefetcher, generator_for
 from geoflow_fast.training.config import RunConfig
+from geoflow_fast.training.half import HalfTwin
 from geoflow_fast.training.logging import (
     METRICS_FILE,
     Metrics,
@@ -98,6 +99,7 @@ class Run(Generic[B]):
         precision = automatic if config.precision == "auto" else config.precision
         self.choices = {"precision": precision, **objective.choices()}
         self.names_choices = True
+        self._made_twin: tuple[HalfTwin | None] | None = None
         # Loss and gradient norm of steps that a GPU may not have finished yet.
         self.outcomes: LateValues[int] = LateValues(self.device)
         self.losses = torch.compile(objective.losses, dynamic=True) if config.compile else objective.losses
@@ -122,14 +124,17 @@ class Run(Generic[B]):
         """Takes one step of the optimiser and returns (losses [B] of this rank's rows, gradient norm before clipping,
         0-d). Nothing waits for a GPU: `settle` looks at what it has finished."""
         self.module.train()
+        twin = self._twin()
         torch.manual_seed(generator_for(self.config.seed, self.dropout_purpose, self.step).initial_seed())
         rows = len(batch) if self.world.size == 1 else self.config.batch_size
         self.optimizer.zero_grad()
         piece_losses = []
         for piece in batch.pieces(self.config.accumulate):
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
-                losses = self.losses(piece)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16 and twin is None):
+                losses = self._losses(piece, twin)
             (losses.sum() / rows).backward()
+            if twin is not None:
+                twin.hand_over_gradients()
             piece_losses.append(losses.detach())
         losses = torch.cat(piece_losses)
         total = losses.sum()
@@ -150,6 +155,26 @@ class Run(Generic[B]):
             self.averaged.update_parameters(self.module)
         self.step += 1
         return losses, norm
+
+    def _twin(self) -> HalfTwin | None:
+        """The twin that a step in bfloat16 goes through, with the present weights; None if there is none."""
+        if not self.bfloat16:
+            return None
+        if self._made_twin is None:
+            self._made_twin = (self.objective.half_twin(),)
+        (twin,) = self._made_twin
+        if twin is not None:
+            twin.module.train()
+            twin.refresh()
+        return twin
+
+    def _losses(self, piece: Any, twin: HalfTwin | None) -> Tensor:
+        """The losses of a piece, by way of the twin if there is one; validation uses the weights themselves."""
+        self.objective.twin = twin
+        try:
+            return self.losses(piece)
+        finally:
+            self.objective.twin = None
 
     def settle(self, spared: int | None = 0) -> None:
         """Raises `TrainingDiverged` if the loss of a step was not finite. All steps but the last `spared` are waited

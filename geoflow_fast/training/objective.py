@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.training.config import RunConfig
+from geoflow_fast.training.half import HalfTwin
 
 
 class TrainingRows(Protocol):
@@ -66,6 +67,7 @@ class Objective(ABC, Generic[B]):
             )
         self.module, self.pairs, self.val, self.config, self.facts = module, pairs, val, config, facts
         self.world = world
+        self.twin: HalfTwin | None = None
 
     def prepare(self) -> None:
         """Does what comes before the first step of a new run, for instance fits statistics of the data."""
@@ -87,6 +89,11 @@ class Objective(ABC, Generic[B]):
         emulate them, are slower."""
         device = next(self.module.parameters()).device
         return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+    def half_twin(self) -> HalfTwin | None:
+        """A twin of the module for steps in bfloat16, which `losses` uses while it is `self.twin`; None where autocast
+        does the same."""
+        return None
 
     def choices(self) -> dict[str, str]:
         """What was chosen for this machine and changes the weights of a step. A run keeps to it on other machines."""
