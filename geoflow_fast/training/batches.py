@@ -236,6 +236,7 @@ class BatchMaker:
         self.curriculum = config.curriculum
         self.order = ShuffledBatches(len(pairs), config.batch_size, config.seed)
         self.lane_count = max(1, config.batch_size // LANE_ROWS)
+        self.step = 0
         self.validation_rows = slice(None)
         self.take_rows(np.arange(config.batch_size))
 
@@ -249,7 +250,7 @@ class BatchMaker:
     def training(self, step: int) -> Batch:
         """The batch of a training step: shuffled pairs, coupled noise, and the directions and times of the
         curriculum."""
-        config = self.config
+        config, self.step = self.config, step
         generator = generator_for(config.seed, "batch", step)
         p_joint = self.curriculum.joint_probability(step)
         plan = draw_batch_plan(config.batch_size, p_joint, config.p_drop, generator)

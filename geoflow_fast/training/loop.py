@@ -398,9 +398,8 @@ def _take_steps(run: Run[B], folder: Path | None, *, shown: bool | None) -> None
     last_line = -1 if fresh else run.step
     metrics = Metrics(folder if world.is_main else None, last_line, tensorboard=config.tensorboard and world.is_main)
     line = TrainingLine(config.steps, run.step, shown=shown)
-    # NCCL calls of two threads may wait for each other on different ranks; gloo calls do not.
-    prefetch = config.prefetch and (world.size == 1 or run.device.type == "cpu")
-    prefetcher = Prefetcher(run.objective.training_batch, run.step, config.steps, run.device, enabled=prefetch)
+    make = run.objective.training_batch
+    prefetcher = Prefetcher(make, run.step, config.steps, run.device, enabled=config.prefetch)
     rate = StepRate(run.step)
     saved = run.step if folder is not None and run.step else None
     try:
