@@ -260,7 +260,7 @@ def test_ranks_solve_the_plan_of_one_process(size, count, eps, drawn):
     assert [target for index, _ in results for target in index] == expected
 
 
-@pytest.mark.parametrize(("count", "eps", "drawn"), [(33, 0.05, False), (129, 0.05, True), (3, 1e-3, False)])
+@pytest.mark.parametrize(("count", "eps", "drawn"), [(33, 0.05, False), (129, 0.05, True), (3, 1e-2, False)])
 def test_ranks_solve_the_plan_in_plain_torch_as_on_gpus(count, eps, drawn):
     """Four ranks, one of which may have no row: one sum of the columns per iteration is all that they send."""
     expected, _ = ranks.assign_panel(ALONE, count, eps, drawn, 1, "reference")
