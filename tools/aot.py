@@ -187,6 +187,27 @@ def _interpolant(rows: int, image: int, text: int, drop: bool = True) -> Callabl
     return call
 
 
+def _noise(rows: int, width: int, unit: bool = True) -> Callable[[], object]:
+    return lambda: geodesic.counter_noise(_cuda(rows, dtype=torch.int64), width, 2**62 + 1, 7, 1, unit)
+
+
+def _unit_rows(rows: int, width: int, dtype: torch.dtype) -> Callable[[], object]:
+    return lambda: geodesic.unit_rows(_cuda(2 * rows, width, dtype=dtype), _cuda(rows, dtype=torch.int64))
+
+
+def _cross_residual(
+    rows: int, width: int, dtype: torch.dtype = torch.bfloat16, keep: bool = True, *, backward: bool = False
+) -> Callable[[], object]:
+    """The end of a cross-gate with four heads, and its gradients."""
+
+    def call() -> None:
+        kept = _cuda(rows, width, dtype=torch.int8).view(torch.bool) if keep else None
+        function = network.cross_residual_backward if backward else network.cross_residual
+        function(_cuda(rows, width), _cuda(rows, 2 * width, dtype=dtype), _cuda(2, width), kept, 0.05, 4)
+
+    return call
+
+
 def _step(rows: int, width: int, guided: bool = True, renormalise: bool = False) -> Callable[[], object]:
     return lambda: geodesic.tangent_step(
         _cuda(rows, width), _cuda(rows, width), 0.02, _cuda(rows, width) if guided else None, 3.0, renormalise
@@ -338,6 +359,10 @@ def table_cases() -> list[Case]:
     half, single = torch.bfloat16, torch.float32
     cases = [
         Case("masked_interpolant 8192 x (1024 + 1024)", _interpolant(8192, 1024, 1024), 268.0),
+        Case("counter_noise 8192 x 1024", _noise(8192, 1024), 33.6),
+        Case("unit_rows fp16 8192 x 1024", _unit_rows(8192, 1024, torch.float16), 50.3),
+        Case("cross_residual 16384 x 512", _cross_residual(16384, 512), 109.0),
+        Case("cross_residual_backward 16384 x 512", _cross_residual(16384, 512, backward=True), 109.0),
         Case("tangent_step with guidance 40000 x 1024", _step(40000, 1024), 655.0),
         Case("tangent_stage with guidance 40000 x 1024", _stage(40000, 1024), 1147.0),
         Case("tangent_ab2 with guidance 40000 x 1024", _ab2(40000, 1024), 983.0),
@@ -383,6 +408,12 @@ def configuration_cases() -> list[Case]:
             cases.append(Case(f"{name} {TYPES[dtype]} scores", call, capabilities=where))
     for width in (24, 1408, 4096):
         cases.append(Case(f"masked_interpolant d={width}", _interpolant(64, width, width, drop=width == 24)))
+        cases.append(Case(f"counter_noise d={width}", _noise(64, width, unit=width != 24)))
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            cases.append(Case(f"unit_rows {TYPES[dtype]} d={width}", _unit_rows(64, width, dtype)))
+            for backward in (False, True):
+                call = _cross_residual(64, width, dtype, keep=width == 24, backward=backward)
+                cases.append(Case(f"cross_residual {TYPES[dtype]} H={width} backward={backward}", call))
         for guided, renormalise in ((True, True), (False, False)):
             call = _step(64, width, guided, renormalise)
             cases.append(Case(f"tangent_step d={width} guided={guided} renormalise={renormalise}", call))

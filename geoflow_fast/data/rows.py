@@ -65,7 +65,19 @@ class Rows:
 
     def __getitem__(self, index: Index) -> NDArray[np.float32]:
         """Returns the rows `index` [B] in the order asked for, scaled to unit norm."""
-        out = np.empty((len(index), self.dim), np.float32)
+        out = self.stored(index, np.float32)
+        out /= np.linalg.norm(out, axis=1, keepdims=True)
+        return out
+
+    @property
+    def is_half(self) -> bool:
+        """Whether float16 holds all rows as they are stored."""
+        return all(part.dtype == np.float16 for part in self.parts)
+
+    # unchecked: called with indices that pairs have checked
+    def stored(self, index: Index, dtype: type[np.floating]) -> NDArray[Any]:
+        """Returns the rows `index` [B] in the order asked for, as they are stored, in `dtype`."""
+        out = np.empty((len(index), self.dim), dtype)
         # Rows are read in ascending order, so that access to a mapped file is sequential.
         order = np.argsort(index, kind="stable")
         ranked = index[order]
@@ -78,7 +90,6 @@ class Rows:
                 out[order[begin:end]] = part[ranked[begin:end] - start]
                 if mapped:
                     _advise(part, "MADV_DONTNEED")
-        out /= np.linalg.norm(out, axis=1, keepdims=True)
         return out
 
     def tensors(

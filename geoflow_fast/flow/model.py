@@ -18,12 +18,22 @@ from torch import Tensor, nn
 
 from geoflow_fast.data.cards import model_card
 from geoflow_fast.data.fingerprint import Origin
-from geoflow_fast.directions import CONDITIONAL, STREAMS, Counts, Direction, row_directions, sort_rows
+from geoflow_fast.directions import STREAMS, Counts, Direction, row_directions, sort_rows
 from geoflow_fast.flow.anchor import Anchor, with_shares
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.fields import Streams, Velocity
 from geoflow_fast.flow.forward_mode import ForwardMode, PreparedVelocity
-from geoflow_fast.flow.network import Block, Conditioning, Modulation, shared_modulations, zero_linear
+from geoflow_fast.flow.modulation import InterpolatedRows, TimePoints
+from geoflow_fast.flow.network import (
+    Block,
+    Conditioning,
+    Modulation,
+    decode,
+    encode,
+    shared_modulations,
+    wide,
+    zero_linear,
+)
 from geoflow_fast.flow.precision import HALVES
 from geoflow_fast.flow.preprocess import Preprocess
 from geoflow_fast.runtime import checks, hashing, hub
@@ -180,18 +190,30 @@ class GeoFlow(nn.Module):
         Rows are sorted i2t, joint, t2i, with `counts` rows of each. Only the rows in which a stream is generated are
         returned: image rows after the i2t ones, text rows before the t2i ones.
         """
-        codes = row_directions(counts, t.device).long()
-        n_i2t, n_joint, _ = counts
-        generated = (slice(n_i2t, None), slice(0, n_i2t + n_joint))
-        # Row 0 is the conditioning of a given stream, which is at time zero in all its rows.
-        c = [
-            self.conditioning(
-                torch.cat((t.new_zeros(1), t[rows])), torch.cat((codes.new_tensor([given.code]), codes[rows])), stream
-            )
-            for stream, (rows, given) in enumerate(zip(generated, CONDITIONAL))
-        ]
-        outputs = self._network(image, text, self.modulation.rows(c[0], c[1], counts), counts, self.training)
+        # A compiler makes its own products.
+        training = self.training and not torch.compiler.is_compiling()
+        modulation = self._row_modulation(t, counts, training=training)
+        outputs = self._network(image, text, modulation, counts, self.training, training=training)
         return self._anchored(outputs, image, text, t, counts)
+
+    def _row_modulation(self, t: Tensor, counts: Counts, *, training: bool) -> tuple[Tensor, ...]:
+        """4 depth shifts and scales [2, B, H] of rows sorted by direction, with times `t` [B]."""
+        if training and TimePoints.worthwhile(t, self.config.hidden):
+            points = TimePoints(t, counts)
+            with torch.autocast("cpu", enabled=False):  # rounding to bfloat16 would be all that the check sees
+                c = torch.stack(self.conditioning.both((points.t, points.t), points.codes))
+                if points.resolve(c):
+                    at_points = self.modulation(c)
+                    rows: tuple[Tensor, ...] = InterpolatedRows.apply(at_points, points)  # type: ignore[no-untyped-call]
+                    return rows
+        # The rows in which a stream is given are at time zero; one row of its conditioning serves all of them.
+        n_i2t, n_joint, _ = counts
+        codes, end = row_directions(counts, t.device).long(), n_i2t + n_joint
+        first, last = max(n_i2t - 1, 0), min(end + 1, len(t))
+        image_t = torch.cat((t.new_zeros(n_i2t - first), t[n_i2t:]))
+        text_t = torch.cat((t[:end], t.new_zeros(last - end)))
+        image_c, text_c = self.conditioning.both((image_t, text_t), (codes[first:], codes[:last]))
+        return self.modulation.rows(image_c, text_c, counts, training=training)
 
     def to_flow(self, image: Tensor | None = None, text: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Maps embeddings [B, d] to the flow's coordinates: unchanged, or centred and reduced as `config` says."""
@@ -308,17 +330,24 @@ class GeoFlow(nn.Module):
             raise ValueError(f"{name} is {x.dtype} on {x.device}, but the flow is {own.dtype} on {own.device}")
 
     def _network(
-        self, image: Tensor, text: Tensor, modulation: Sequence[Tensor], counts: Counts, dropping: bool = False
+        self,
+        image: Tensor,
+        text: Tensor,
+        modulation: Sequence[Tensor],
+        counts: Counts,
+        dropping: bool = False,
+        *,
+        training: bool = False,
     ) -> Streams:
         """Decoder outputs of generated rows. `modulation`: 4 depth shifts and scales, each [2, 1 or B, H]. `dropping`:
-        whether there is dropout."""
+        whether there is dropout. `training`: as in `Block`."""
         dropout = self.config.dropout if dropping else 0.0
-        h = torch.stack([encoder(x) for encoder, x in zip(self.encoders, (image, text))])
+        h = wide(torch.stack([encode(encoder, x) for encoder, x in zip(self.encoders, (image, text))]))
         *blocks, last = self.blocks
         for number, block in enumerate(blocks):
-            h = block(h, modulation[4 * number : 4 * number + 4], dropout)
-        image, text = last(h, modulation[-4:], dropout, counts)
-        return self.decoders[0](image), self.decoders[1](text)
+            h = block(h, modulation[4 * number : 4 * number + 4], dropout, training=training)
+        image, text = last(h, modulation[-4:], dropout, counts, training=training)
+        return decode(self.decoders[0], image), decode(self.decoders[1], text)
 
     def _anchored(self, outputs: Streams, image: Tensor, text: Tensor, t: float | Tensor, counts: Counts) -> Streams:
         """Adds to the network's share of the generated rows, in the conditional directions, what the given stream

@@ -664,7 +664,16 @@ class CudaTransport:
 
     def status(self) -> tuple[int, bool, float]:
         """Iterations done, whether they converged, and the column violation seen last; waits for the solve."""
-        status = self._status.cpu()
+        return self.read_status(self._status.cpu())
+
+    @property
+    def status_on_device(self) -> Tensor:
+        """What `read_status` takes, once it has been copied to the host; int32 [3]."""
+        return self._status
+
+    @staticmethod
+    def read_status(status: Tensor) -> tuple[int, bool, float]:
+        """Iterations done, whether they converged, and the column violation seen last."""
         return int(status[0]), bool(status[1]), float(status[2:].view(torch.float32))
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

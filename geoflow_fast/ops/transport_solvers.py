@@ -243,6 +243,18 @@ class WideSolve:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=self._g.device)
 
 
+def solve_panel(problem: Problem, settings: SinkhornSettings, world: World) -> WideSolve:
+    """Solves for this rank's rows of a square problem between points, in plain torch on any device, together with the
+    other ranks."""
+    cost, highest = problem.dense(), (math.pi if problem.cost == "arc" else 4.0) * sum(problem.weights)
+    span = Span(0.0, highest, False)
+    span.check(settings)
+    g = torch.zeros(problem.shape[1], dtype=torch.float64, device=cost.device)
+    # Far below the range of the cost, potentials come down from larger values of eps.
+    start = settings.eps if highest <= _FAST_SPAN * settings.eps else highest / 10
+    return WideSolve(cost, span, settings, g, start, 0, world)
+
+
 # ---- compiled, CPU ------------------------------------------------------------------------------------------------
 
 
@@ -476,6 +488,11 @@ class CudaSolve:
     def error(self) -> float:
         """A bound of the plan's error; waits for the GPU."""
         return self._outcome[2]
+
+    @property
+    def status(self) -> Tensor:
+        """What the solver says about its end, on the device: `native.CudaTransport.read_status` explains it."""
+        return self._transport.status_on_device
 
     def in_float64(self, problem: Problem) -> WideSolve:
         """Ends the solve for the costs as `transport_cost` gives them."""

@@ -54,8 +54,8 @@ class Gallery:
     shards, read in the order of the numbers in their names. A tensor stays on its device; `.npy` and Arrow files are
     memory-mapped and never loaded whole, Parquet is unpacked into memory. `ids` name the rows: strings, integers or
     UUIDs, by default those that a table or `gf.Embeddings` brings; results then name items by them. Half precision is
-    read as it is stored on CPUs, and converted elsewhere. Rows that are not finite or not of unit norm raise a ValueError; with `normalize` they are
-    scaled to unit norm as they are read, a tensor at once.
+    read as it is stored on CPUs, and converted elsewhere. Rows that are not finite or not of unit norm raise a
+    ValueError; with `normalize` they are scaled to unit norm as they are read, a tensor at once.
 
     A tensor may be overwritten: its rows are checked again before the next use, and so is the index. Of an array, about
     a hundred rows are checked whenever it is used, since nothing tells of writes to it: do not change one that a

@@ -108,3 +108,23 @@ def test_a_likelihood_evaluation_is_at_most_180_kernels_and_never_waits(precisio
 def test_a_solve_waits_once_at_its_end():
     """Beside the check of what comes in, a solve of any length asks once whether all states were finite."""
     assert dict(launches.likelihood(2).synchronisations) == {"item": 2}  # of states and of divergences
+
+
+def test_a_training_step_waits_for_nothing_and_starts_at_most_450_kernels():
+    """The paper's run: noise, gathering, coupling, network, loss, optimiser. 1,060 kernels and 8 waits before."""
+    step = launches.training(3) - launches.training(2)
+    assert not step.synchronisations
+    assert step.kernels.total() <= 450
+    assert step.of("counter_noise") == step.of("unit_rows") == 2
+    assert step.of("sinkhorn_kernel") == 1
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_pairs_are_kept_on_the_device_or_sent_without_a_wait(monkeypatch, resident):
+    if not resident:
+        monkeypatch.setattr("geoflow_fast.training.device_rows.RESIDENT_SHARE", 0.0)
+    step = launches.training(2, batch_size=64) - launches.training(1, batch_size=64)
+    assert not step.synchronisations
+    assert step.of("unit_rows") == 2
+    # Times, directions and row numbers alone, or the rows too.
+    assert (step.copied > 64 * 1024 * 4) != resident

@@ -17,6 +17,8 @@ from geoflow_fast.kernels import gallery, geodesic, network
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.ops import triton_kernels
 from geoflow_fast.ops.adaln import adaln_backward_reference, adaln_jvp_reference, adaln_reference
+from geoflow_fast.ops.counter_noise import counter_noise_reference
+from geoflow_fast.ops.cross_residual import cross_residual_backward_reference, cross_residual_reference
 from geoflow_fast.ops.flow_loss import flow_loss_backward_reference, flow_loss_reference
 from geoflow_fast.ops.gallery_posterior import gallery_posterior_reference, gallery_scores_reference
 from geoflow_fast.ops.gate_residual import (
@@ -27,6 +29,7 @@ from geoflow_fast.ops.gate_residual import (
 from geoflow_fast.ops.masked_interpolant import masked_interpolant_reference
 from geoflow_fast.ops.swiglu import swiglu_backward_reference, swiglu_jvp_reference, swiglu_reference
 from geoflow_fast.ops.tangent_step import tangent_ab2_reference, tangent_stage_reference, tangent_step_reference
+from geoflow_fast.ops.unit_rows import unit_rows_reference
 
 KERNELS = SimpleNamespace(geodesic=geodesic, gallery=gallery, network=network)
 EPS = 1e-6
@@ -45,6 +48,50 @@ def assert_close(actual, expected, dtype=torch.float32, scale=1.0):
 def rows_with_gaps(rows, width, dtype):
     """[rows, width] in a wider buffer, so that rows are apart in memory."""
     return torch.randn(rows, width + 3)[:, :width].to(dtype)
+
+
+# ---- rows of training batches ----
+
+
+@pytest.mark.parametrize("width", [2, 7, 129, 1023])
+@pytest.mark.parametrize("unit", [True, False])
+def test_counter_noise_is_that_of_the_reference(width, unit):
+    numbers = torch.tensor([0, 1, 5, 2**32 - 1, 77])
+    for seed, step, stream in ((1, 1, 0), (2**63 - 25, 2**31 + 5, 1), (-(2**63), 16, 1)):
+        noise = geodesic.counter_noise(numbers, width, seed, step, stream, unit)
+        assert_close(noise, counter_noise_reference(numbers, width, seed, step, stream, unit))
+
+
+@pytest.mark.parametrize("width", [2, 7, 129, 1023])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_unit_rows_are_those_of_the_reference(width, dtype):
+    table, index = 3 * rows_with_gaps(9, width, dtype), torch.tensor([8, 0, 0, 3, 5])
+    assert_close(geodesic.unit_rows(table, index), unit_rows_reference(table.double(), index))
+
+
+def test_adaln_in_bfloat16_is_that_of_float32_rounded():
+    x, shift, scale = (torch.randn(7, 129) for _ in range(3))
+    half = network.adaln_half(x, shift, scale, EPS)
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(half, network.adaln(x, shift, scale, EPS).bfloat16())
+
+
+@pytest.mark.parametrize(("rows", "heads", "head_width"), [(1, 1, 2), (7, 3, 5), (33, 2, 64), (17, 4, 48)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dropped", [False, True])
+def test_cross_residual_is_that_of_the_reference(rows, heads, head_width, dtype, dropped):
+    torch.manual_seed(0)
+    width = heads * head_width
+    residual, grad = rows_with_gaps(2 * rows, width, torch.float32), rows_with_gaps(2 * rows, width, torch.float32)
+    products, scale = torch.randn(2 * rows, 2 * width).to(dtype), torch.randn(2, width)
+    keep = torch.rand(2 * rows, width) < 0.7 if dropped else None
+    y = network.cross_residual(residual, products, scale, keep, 0.3, heads)
+    exact = residual.double(), products.double(), scale.double(), keep, 0.3, heads
+    assert_close(y, cross_residual_reference(*exact))
+    d_products, d_scale = network.cross_residual_backward(grad, products, scale, keep, 0.3, heads)
+    expected = cross_residual_backward_reference(grad.double(), *exact[1:])
+    assert_close(d_products, expected[0], dtype)
+    assert_close(d_scale, expected[1], scale=rows)
 
 
 # ---- sphere ----
