@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from geoflow_fast.kernels.geodesic import PI, _cos_sinc
-from geoflow_fast.kernels.launch import launch, row_tile
+from geoflow_fast.kernels.launch import Tile, launch, row_tile
 from geoflow_fast.ops.tangent_probes import CLEAR, FIRST, GOLDEN, MEMORY, SECOND
 
 _GOLDEN, _FIRST, _SECOND = tl.constexpr(GOLDEN), tl.constexpr(FIRST), tl.constexpr(SECOND)
@@ -141,13 +141,19 @@ def probe_traces_kernel(
         tl.store(learned + here, total, mask=valid)
 
 
+def _tile(width: int) -> Tile:
+    """Whole rows with 8 elements a thread, half of what other kernels have: hashes take two registers each."""
+    tile = row_tile(width)
+    return Tile(tile.rows // 2, tile.columns, tile.warps) if tile.rows > 1 else Tile(1, tile.columns, 2 * tile.warps)
+
+
 def tangent_probes(
     x: Tensor, rows: Tensor, seed: Tensor, number: int, stream: int, probes: int, signs: bool, seen: Tensor | None,
     freedom: int,
 ) -> Tensor:  # fmt: skip
     """See `tangent_probes_reference`."""
     count, width = x.shape
-    tile = row_tile(width)
+    tile = _tile(width)
     x = x.contiguous()
     e = torch.empty((probes, count, width), dtype=x.dtype, device=x.device)
     launch(
@@ -164,7 +170,7 @@ def probe_traces(
 ) -> Tensor:  # fmt: skip
     """See `probe_traces_reference`."""
     count, width = x.shape
-    tile = row_tile(width)
+    tile = _tile(width)
     x, f, e, product = (part.contiguous() for part in (x, f, e, product))
     learned = torch.empty((count if learns else 0, width), dtype=x.dtype, device=x.device)
     # A number goes to a kernel as float32: the rest of it goes beside it.

@@ -34,7 +34,7 @@ from geoflow_fast.flow.network import (
     wide,
     zero_linear,
 )
-from geoflow_fast.flow.precision import HALVES
+from geoflow_fast.flow.precision import HALVES, product_dtype
 from geoflow_fast.flow.preprocess import Preprocess
 from geoflow_fast.runtime import checks, hashing, hub
 from geoflow_fast.runtime.files import contents_of, write_json
@@ -154,7 +154,10 @@ class GeoFlow(nn.Module):
         gradients are wanted, matrix products have the `precision`, which "auto" chooses for so many `rows` in all.
         Hooks on blocks fire, in the flow's own precision.
         """
-        if not (torch.is_grad_enabled() or self.has_hooks()):
+        weight = next(self.parameters())
+        # On processors, float32 samples keep the rounding of earlier releases, for which stored calibrations hold.
+        plain = not weight.is_cuda and product_dtype(precision, weight, rows) == weight.dtype not in HALVES
+        if not (plain or torch.is_grad_enabled() or self.has_hooks()):
             network = ForwardMode(self, (direction,), list(dict.fromkeys(times)), precision, rows)
             return PreparedVelocity(network, direction, tangent=tangent)
         like = self.conditioning.frequencies

@@ -374,10 +374,14 @@ class Panel(native.TransportMatrix):
         weights: tuple[float, float],
         arc: bool,
         kernel_eps: float | None,
+        *,
+        bfloat16: bool = False,
     ) -> tuple[float, float]:
         """`TransportMatrix.build`; the extremes of S are those of all rows."""
         self._matrix.kernel = kernel_eps is not None
-        low, high = super().build(image, text, weights, arc, kernel_eps) if self._shape[0] else (math.inf, -math.inf)
+        low, high = math.inf, -math.inf
+        if self._shape[0]:
+            low, high = super().build(image, text, weights, arc, kernel_eps, bfloat16=bfloat16)
         extremes = torch.tensor([-low, high], dtype=torch.float64, device="cpu")
         self._world.all_reduce(extremes, "max")
         return -float(extremes[0]), float(extremes[1])
