@@ -161,13 +161,13 @@ def search_once(
 def of_world(name: str, world: PairWorld, direction: str) -> list[Population]:
     """Populations of a world, whose lists are those of the cosine, and those of a head with the levels of its scores
     over a bank of training items as features."""
-    found = searches(name, world, direction)
-    none = found["missing"]
-    truth = auroc(found["exact"], ~none)
+    lists_of = searches(name, world, direction)
+    none = lists_of["missing"]
+    truth = auroc(lists_of["exact"], ~none)
     populations = []
     for engine in ("cosine", "head"):
-        scores, relevant = found[engine], found[f"{engine}_right"]
-        both = (found["level"][~none], found["level"][none]) if engine == "head" else (None, None)
+        scores, relevant, level = lists_of[engine], lists_of[f"{engine}_right"], lists_of["level"]
+        both = (level[~none], level[none]) if engine == "head" else (None, None)
         title = f"{name} {direction}, {engine}"
         populations.append(
             Population(title, scores[~none], relevant[~none], both[0], scores[none], both[1], truth, levels_of(name))
@@ -337,15 +337,18 @@ class Display(Simulation):
 
 
 class OneGroup(Simulation):
-    """The queries of one group alone: those whose list begins low, or those whose list begins high."""
+    """The queries of one group alone: those whose scores over the bank are low, or those whose are high. The group is a
+    property of the query: its list would change if the right item were missing."""
 
     def __init__(self, population: Population, *, high: bool) -> None:
         super().__init__(population)
-        middle = np.median(self.scores[:, 0])
-        own = (self.scores[:, 0] >= middle) == high
+        assert self.features is not None
+        assert population.missing_features is not None
+        middle = np.median(self.features[:, 0])
+        own = (self.features[:, 0] >= middle) == high
         self.queries, self.twins = (tuple(x[own] for x in pair) for pair in (self.queries, self.twins))  # type: ignore
         self.right = self.right[own]
-        absent = (population.missing[:, 0] >= middle) == high
+        absent = (population.missing_features[:, 0] >= middle) == high
         self.none = tuple(x[absent] for x in self.none)  # type: ignore
 
 
@@ -353,11 +356,11 @@ def other_rules(population: Population) -> list[dict[str, Any]]:
     """Rules about the hits shown, and rules per group."""
     display = Display(population)
     rows = [display.row_of(PRECISION, share) for share in SHARES[:2]]
-    for high in (False, True):
+    for high in (False, True) if population.features is not None else ():
         group = OneGroup(population, high=high)
         for share in SHARES[:2]:
             row = group.row(population.levels[-1], share, estimated=False)
-            rows.append({**row, "set": f"{population.name}, group of lists that begin {'high' if high else 'low'}"})
+            rows.append({**row, "set": f"{population.name}, group of {'high' if high else 'low'} levels"})
     for row in rows:
         print(row, flush=True)
         gate(f"{row['set']}: certificates hold", row["holds"] >= HOLDS * row["draws"])

@@ -285,7 +285,8 @@ class Certifier:
         with `n` of them."""
         if self.live is None:
             return Share.known(self.share)
-        return Share.estimated(*(signal(each, self.score_share) for each in (queries, twins, self.live)), n)
+        of_query, of_twin, of_live = (signal(each, self.score_share) for each in (queries, twins, self.live))
+        return Share.estimated(of_query, of_twin, of_live, n)
 
     def _levels(self, pilot: Outcomes, stated: Floats, n: int) -> Floats:
         """Where to begin with `n` queries: mostly at the threshold that is most promising for the share that the tests

@@ -50,11 +50,9 @@ class ItemBank:
                 scores = scores + weights["cosine"] * (queries[rows] @ self.items.T).double()
             if "head" in weights and source is not None:
                 scores = scores + weights["head"] * source.all_scores(queries[rows], self.items).double()
-            count = len(self.items)
-            if left_out is not None:
-                scores = scores.masked_fill(left_out[rows], -math.inf)
-                count = (~left_out[rows]).sum(1).clamp(min=1)
-            parts.append(scores.logsumexp(1) - torch.as_tensor(count, dtype=scores.dtype, device=scores.device).log())
+            counted = torch.ones_like(scores, dtype=torch.bool) if left_out is None else ~left_out[rows]
+            total = scores.masked_fill(~counted, -math.inf).logsumexp(1)
+            parts.append(total - counted.sum(1).clamp(min=1).double().log())
         return torch.cat([numbers[:0], *parts])
 
     def _numbers(self, weights: Mapping[str, float], hub_scale: float) -> Tensor:

@@ -598,8 +598,8 @@ class BayesReranker(nn.Module):
         be for the same models, direction and solver, and for the same shortlist, unless that was left to the
         re-ranker, which then takes the calibration's; otherwise a ValueError is raised."""
         file, lengths = self.calibration_file(path), (self.shortlist, self.flow_items)
-        if not self.lengths_are_given and (stored := stored_lengths(file)) is not None:
-            self._use_lengths(stored)
+        if not self.lengths_are_given and (own := stored_lengths(file)) is not None:
+            self._use_lengths(own)
         try:
             calibration = Calibration.load(file, self.made_for)
         except (ValueError, OSError):
