@@ -464,8 +464,8 @@ def _triton(
     if precision == "float32":
         return _triton_lists(samples, rows, kappa, top_k, item_bias, sample_bias)
     kept = min(len(rows), top_k + max(top_k, _SPARE))
-    narrow = (x.to(torch.bfloat16) for x in _rounded_rows(samples, rows))
-    rough = _triton_lists(*narrow, kappa, kept, item_bias, sample_bias)
+    narrow, narrow_rows = (x.to(torch.bfloat16) for x in _rounded_rows(samples, rows))
+    rough = _triton_lists(narrow, narrow_rows, kappa, kept, item_bias, sample_bias)
     scores = _scores_of_listed(samples, rows, kappa, rough[4], item_bias, sample_bias)
     return _with_exact_top(rough, scores.double(), top_k)
 
