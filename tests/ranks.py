@@ -331,7 +331,10 @@ def through_host(world: World) -> dict[str, Any]:
         return any(x is own for own in given) and not staged.append(str(x.dtype))
 
     given = [torch.full((2,), float(world.rank)), torch.tensor([world.rank + 5]), torch.full((1, 3), float(world.rank))]
-    with mock.patch.object(twin, "_goes_through_host", on_device), mock.patch.object(torch.Tensor, "cpu", lambda x: x.clone()):
+    with (
+        mock.patch.object(twin, "_goes_through_host", on_device),
+        mock.patch.object(torch.Tensor, "cpu", lambda x: x.clone()),
+    ):
         summed = twin.all_reduce(given[0])
         sent = twin.broadcast(given[1])
         rows = twin.gather_rows(given[2], [1] * world.size)

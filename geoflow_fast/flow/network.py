@@ -59,7 +59,7 @@ def _product(weight: Tensor, x: Tensor) -> Tensor:
 
 
 def _affine(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
-    return torch.addmm(bias, x, weight)
+    return torch.addmm(bias, x.to(weight.dtype), weight)
 
 
 def zero_linear(inputs: int, outputs: int) -> nn.Linear:

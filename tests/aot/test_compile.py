@@ -43,7 +43,7 @@ def check_gates(launch: aot.Launch, capability: int) -> aot.Compiled:
 def test_paper_sizes_pass_the_gates(name, capability):
     for launch in QUICK[name].launches():
         built = check_gates(launch, capability)
-        if launch.name not in (DOT, "gallery_merge_kernel"):
+        if launch.name not in (DOT, "gallery_merge_kernel", "counter_noise_kernel"):
             assert built.count(r"ld\.global\S*\.v4\.") >= 2, "loads are narrower than 128 bits"
             assert built.count(r"st\.global\S*\.v4\.") >= 1 or launch.name == "flow_loss_kernel"
 
