@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from geoflow_fast import ops
-from geoflow_fast.directions import DIRECTIONS, Counts
+from geoflow_fast.directions import DIRECTIONS, Counts, Direction
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.modulation import DirectRows
 from geoflow_fast.ops.adaln import adaln_half_rows, adaln_rows
@@ -74,7 +74,7 @@ def encode(encoder: nn.Module, x: Tensor) -> Tensor:
     """What an encoder, a linear map and a norm, makes of points [B, d]. Each takes its own dtype."""
     linear, norm = cast(tuple[nn.Linear, nn.LayerNorm], encoder)
     if linear.weight.dtype == norm.weight.dtype:
-        return cast(Tensor, encoder(x))
+        return cast(Tensor, encoder(x.to(linear.weight.dtype)))
     return cast(Tensor, norm(linear(x.to(linear.weight.dtype)).to(norm.weight.dtype)))
 
 
@@ -82,7 +82,7 @@ def decode(decoder: nn.Module, h: Tensor) -> Tensor:
     """What a decoder, a norm and a linear map, makes of states [B, H]. Each takes its own dtype."""
     norm, linear = cast(tuple[nn.LayerNorm, nn.Linear], decoder)
     if linear.weight.dtype == norm.weight.dtype:
-        return cast(Tensor, decoder(h))
+        return cast(Tensor, decoder(h.to(norm.weight.dtype)))
     return cast(Tensor, linear(norm(h).to(linear.weight.dtype)))
 
 
@@ -122,8 +122,8 @@ class Block(nn.Module):
     The rate of dropout on the branches is an argument of each call, so that what a call computes does not depend on the
     mode of the module, which other threads may share.
 
-    Every velocity runs its blocks through `__call__`, so hooks on a block fire. Densities by forward-mode derivatives
-    (`likelihood/forward_mode.py`) have layers of their own and run no hooks.
+    Every velocity runs its blocks through `__call__`, so hooks on a block fire; solvers do so too if there are hooks.
+    Without any, and for densities by forward-mode derivatives, `flow/forward_mode.py` has layers of its own.
     """
 
     def __init__(self, config: GeoFlowConfig) -> None:
@@ -369,3 +369,11 @@ class Modulation(nn.Module):
             parts = tuple(x.to(torch.get_autocast_dtype(device)) for x in parts)
         rows: tuple[Tensor, ...] = DirectRows.apply(*parts, counts)  # type: ignore[no-untyped-call]
         return rows
+
+
+def shared_modulations(conditioning: Conditioning, modulation: Modulation, t: Tensor, direction: Direction) -> Tensor:
+    """AdaLN shifts and scales of every half-block at the times `t` [S], shared by all rows: [S, 4 depth, 2, 1, H]."""
+    codes = torch.full(t.shape, direction.code, device=t.device)
+    times = (torch.zeros_like(t) if stream == direction.given else t for stream in range(2))
+    c = torch.stack([conditioning(time, codes, stream) for stream, time in enumerate(times)])
+    return modulation(c).unsqueeze(3).movedim(2, 0)
