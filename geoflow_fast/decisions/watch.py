@@ -29,6 +29,8 @@ WINDOW, EVERY, FALSE_ALARMS = 500, 100, 0.05
 MISSING, SCORES, HITS, EMBEDDINGS = "missing items", "scores", "hits", "embeddings"
 PARTS = {MISSING: 3.0, SCORES: 1.0, HITS: 1.0, EMBEDDINGS: 1.0}
 """What is compared, and in which proportion the probability of a false alarm is divided."""
+EVEN_SHARE = 0.5
+"""Signals of missing items are probabilities at even odds."""
 FURTHEST = 4.0
 """Standardised scores further out count as this, before they are squared."""
 FEWEST, COVERED = 50, 0.5
@@ -392,7 +394,7 @@ class Watcher:
         return np.column_stack((scaled, scaled**2))
 
     def _signals(self, heads: Floats, features: Floats) -> Floats:
-        return certify.signal(self.rule.model.no_match.logit(heads, features, self.rule.model.unit), EVEN)
+        return certify.signal(self.rule.model.no_match.logit(heads, features, self.rule.model.unit), EVEN_SHARE)
 
     def _no_match(self, part: Log) -> tuple[float, float]:
         """The share of live queries whose item is missing that explains their mean signal, and its standard error."""

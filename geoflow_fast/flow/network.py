@@ -59,7 +59,7 @@ def _product(weight: Tensor, x: Tensor) -> Tensor:
 
 
 def _affine(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
-    return torch.addmm(bias, x, weight)
+    return torch.addmm(bias, x.to(weight.dtype), weight)
 
 
 def zero_linear(inputs: int, outputs: int) -> nn.Linear:
@@ -74,7 +74,7 @@ def encode(encoder: nn.Module, x: Tensor) -> Tensor:
     """What an encoder, a linear map and a norm, makes of points [B, d]. Each takes its own dtype."""
     linear, norm = cast(tuple[nn.Linear, nn.LayerNorm], encoder)
     if linear.weight.dtype == norm.weight.dtype:
-        return cast(Tensor, encoder(x))
+        return cast(Tensor, encoder(x.to(linear.weight.dtype)))
     return cast(Tensor, norm(linear(x.to(linear.weight.dtype)).to(norm.weight.dtype)))
 
 
@@ -82,7 +82,7 @@ def decode(decoder: nn.Module, h: Tensor) -> Tensor:
     """What a decoder, a norm and a linear map, makes of states [B, H]. Each takes its own dtype."""
     norm, linear = cast(tuple[nn.LayerNorm, nn.Linear], decoder)
     if linear.weight.dtype == norm.weight.dtype:
-        return cast(Tensor, decoder(h))
+        return cast(Tensor, decoder(h.to(norm.weight.dtype)))
     return cast(Tensor, linear(norm(h).to(linear.weight.dtype)))
 
 

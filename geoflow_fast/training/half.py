@@ -10,7 +10,7 @@ from torch import nn
 
 from geoflow_fast.flow.network import Block, Modulation, StreamLinear
 
-PRODUCTS = (nn.Linear, nn.Embedding, StreamLinear, Modulation)
+PRODUCTS = (nn.Linear, StreamLinear, Modulation)
 """Modules all of whose parameters are factors or summands of products."""
 
 

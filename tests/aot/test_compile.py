@@ -53,7 +53,7 @@ PAIRS = [(name, capability) for name, case in QUICK.items() for capability in ca
 def test_paper_sizes_pass_the_gates(name, capability):
     for launch in QUICK[name].launches():
         built = check_gates(launch, capability)
-        if launch.name not in (DOT, "gallery_merge_kernel", "gallery_split_kernel"):
+        if launch.name not in (DOT, "gallery_merge_kernel", "gallery_split_kernel", "counter_noise_kernel"):
             assert built.count(r"ld\.global\S*\.v4\.") >= 2, "loads are narrower than 128 bits"
             assert built.count(r"st\.global\S*\.v4\.") >= 1 or launch.name == "flow_loss_kernel"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import subprocess
 import sys
 import warnings
@@ -19,6 +20,7 @@ from geoflow_fast.likelihood import density
 from geoflow_fast.ops import dispatch, triton_kernels
 from geoflow_fast.retrieval.marginals import log_mean_scores
 from geoflow_fast.training import loop
+from geoflow_fast.training.objective import Objective
 
 pytest.importorskip("triton", reason="the CUDA path needs triton")
 from geoflow_fast.kernels import gallery, network
@@ -338,4 +340,6 @@ def test_automatic_precision_asks_for_bfloat16_units_not_for_emulation(monkeypat
     nothing = mock.Mock(fingerprint=lambda: "")
     module = torch.nn.ParameterList([torch.nn.Parameter(cuda(2, 2))])
     objective = mock.Mock(module=module, config=gf.TrainConfig(ema_decay=None), pairs=nothing, val=nothing)
+    objective.choices = dict
+    objective.gains_from_bfloat16 = functools.partial(Objective.gains_from_bfloat16, objective)
     assert loop.Run(objective).bfloat16 is False

@@ -9,7 +9,7 @@ from torch import nn
 pytest.importorskip("triton", reason="the CUDA path needs triton")
 from geoflow_fast import ops
 from tools import launches
-from tools.launches import counted, fake_rows, list_launches, on_gpu
+from tools.launches import counted, fake_rows, list_launches, on_gpu, training
 
 
 def test_kernels_bytes_and_operations_of_a_product_and_a_sum():
@@ -89,6 +89,26 @@ def test_launches_over_lists():
     assert list_launches([[large, small]]) == 2
 
 
+def test_a_training_step_waits_for_nothing_and_starts_at_most_450_kernels():
+    """The paper's run: noise, gathering, coupling, network, loss, optimiser. 1,060 kernels and 8 waits before."""
+    step = training(3) - training(2)
+    assert not step.synchronisations
+    assert step.kernels.total() <= 450
+    assert step.of("counter_noise") == step.of("unit_rows") == 2
+    assert step.of("sinkhorn_kernel") == 1
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_pairs_are_kept_on_the_device_or_sent_without_a_wait(monkeypatch, resident):
+    if not resident:
+        monkeypatch.setattr("geoflow_fast.training.device_rows.RESIDENT_SHARE", 0.0)
+    step = training(2, batch_size=64) - training(1, batch_size=64)
+    assert not step.synchronisations
+    assert step.of("unit_rows") == 2
+    # Times, directions and row numbers alone, or the rows too.
+    assert (step.copied > 64 * 1024 * 4) != resident
+
+
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_a_guided_velocity_is_at_most_70_kernels_and_never_waits(precision):
     count = launches.sampling(4, precision) - launches.sampling(3, precision)
@@ -108,23 +128,3 @@ def test_a_likelihood_evaluation_is_at_most_180_kernels_and_never_waits(precisio
 def test_a_solve_waits_once_at_its_end():
     """Beside the check of what comes in, a solve of any length asks once whether all states were finite."""
     assert dict(launches.likelihood(2).synchronisations) == {"item": 2}  # of states and of divergences
-
-
-def test_a_training_step_waits_for_nothing_and_starts_at_most_450_kernels():
-    """The paper's run: noise, gathering, coupling, network, loss, optimiser. 1,060 kernels and 8 waits before."""
-    step = launches.training(3) - launches.training(2)
-    assert not step.synchronisations
-    assert step.kernels.total() <= 450
-    assert step.of("counter_noise") == step.of("unit_rows") == 2
-    assert step.of("sinkhorn_kernel") == 1
-
-
-@pytest.mark.parametrize("resident", [True, False])
-def test_pairs_are_kept_on_the_device_or_sent_without_a_wait(monkeypatch, resident):
-    if not resident:
-        monkeypatch.setattr("geoflow_fast.training.device_rows.RESIDENT_SHARE", 0.0)
-    step = launches.training(2, batch_size=64) - launches.training(1, batch_size=64)
-    assert not step.synchronisations
-    assert step.of("unit_rows") == 2
-    # Times, directions and row numbers alone, or the rows too.
-    assert (step.copied > 64 * 1024 * 4) != resident
