@@ -60,8 +60,8 @@ def searches() -> Table:
     for width, items in SIZES:
         with scratch() as folder:
             rows += searches_of(width, items, folder, ratios)
-    means = {f"geometric mean, {name}": math.exp(np.log(found).mean()) for name, found in ratios.items() if found}
-    return Table("faiss", rows, {**means, **{f"least, {name}": min(found) for name, found in ratios.items() if found}})
+    means = {f"geometric mean, {name}": math.exp(np.log(times).mean()) for name, times in ratios.items() if times}
+    return Table("faiss", rows, {**means, **{f"least, {name}": min(times) for name, times in ratios.items() if times}})
 
 
 def searches_of(width: int, items: int, folder: Path, ratios: dict[str, list[float]]) -> list[dict[str, Any]]:
@@ -91,10 +91,10 @@ def searches_of(width: int, items: int, folder: Path, ratios: dict[str, list[flo
         seconds = time_together(runs, rounds=5)
         peer = min((value for name, value in seconds.items() if name.startswith("FAISS")), default=math.nan)
         row: dict[str, Any] = {"queries": count, "items": f"{items:,}", "d": width, "FAISS, ms": 1e3 * peer}
-        for name, found in ratios.items():
+        for name, times in ratios.items():
             row[f"{name}, ms"] = 1e3 * seconds[name] if name in seconds else math.nan
             if name in seconds and not math.isnan(peer):
-                found.append(peer / seconds[name])
+                times.append(peer / seconds[name])
         row |= {f"{name}, x": peer / seconds.get(name, math.nan) for name in ratios}
         rows.append(row)
     return rows

@@ -165,7 +165,8 @@ def gallery_statistics(
 def _reads_stored(samples: Tensor, gallery: Tensor, backend: str) -> bool:
     """Whether compiled code reads these rows of the gallery as they are stored."""
     dtypes = samples.dtype in native.STORAGES and gallery.dtype in native.STORAGES
-    return dtypes and samples.device.type == "cpu" and backend in ("auto", "cpu") and native.missing() is None
+    served = dtypes and samples.device.type == "cpu" and backend in ("auto", "cpu") and not capturing(samples)
+    return served and native.missing() is None
 
 
 # unchecked: it is a check itself

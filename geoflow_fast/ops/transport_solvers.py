@@ -442,8 +442,8 @@ def load_scores(
     offset = (math.pi / 2 if problem.cost == "arc" else 2.0) * sum(problem.weights)
     if kernel_eps is not None and not offset / kernel_eps <= _KERNEL_REACH[matrix.storage]:
         kernel_eps = None
-    options = {"bfloat16": True} if rounded else {}  # a panel of ranks has no such choice
-    return offset, *matrix.build(image, text, problem.weights, problem.cost == "arc", kernel_eps, **options)
+    arc = problem.cost == "arc"
+    return offset, *matrix.build(image, text, problem.weights, arc, kernel_eps, bfloat16=rounded)
 
 
 # ---- compiled, CUDA -----------------------------------------------------------------------------------------------

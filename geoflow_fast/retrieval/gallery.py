@@ -305,13 +305,13 @@ class Gallery:
         number = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
         for first, items, part in self._scored_blocks(queries, None, index):
             codes = None if part is None else part.codes
-            found = ops.gallery_search(queries, items, min(count, len(items)), codes=codes)
+            hits = ops.gallery_search(queries, items, min(count, len(items)), codes=codes)
             if number.shape[1] == 0:
-                score, number = found[0], found[1] + first
+                score, number = hits[0], hits[1] + first
                 continue
             # Blocks come in order, so that a stable sort keeps equal scores by number.
-            score, order = torch.cat((score, found[0]), 1).sort(dim=1, descending=True, stable=True)
-            number = torch.cat((number, found[1] + first), 1).gather(1, order)[:, :count]
+            score, order = torch.cat((score, hits[0]), 1).sort(dim=1, descending=True, stable=True)
+            number = torch.cat((number, hits[1] + first), 1).gather(1, order)[:, :count]
             score = score[:, :count]
         return score, number
 

@@ -75,8 +75,8 @@ def test_strided_and_other_dtypes():
     torch.manual_seed(3)
     gallery, x = unit_rows(200, 20), unit_rows(8, 20)
     wanted = gf.ops.gallery_search(x[::2].contiguous(), gallery[::3].contiguous(), 4)
-    found = gf.ops.gallery_search(x[::2], gallery[::3], 4)
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted))
+    ours = gf.ops.gallery_search(x[::2], gallery[::3], 4)
+    assert all(torch.equal(a, b) for a, b in zip(ours, wanted))
     wide = gf.ops.gallery_search(x.double(), gallery.double(), 4)
     assert wide[0].dtype == torch.float64
     assert torch.equal(wide[1], gf.ops.gallery_search(x, gallery, 4)[1])
@@ -127,8 +127,8 @@ def test_codes_change_nothing(dtype, queries, items, width, huge, top_k):
     gallery[items // 2 : items // 2 + 40] = gallery[7]  # ties
     x[0] = gallery[7].float()
     codes = gf.ops.RowCodes.encode(gallery)
-    found, wanted = gf.ops.gallery_search(x, gallery, top_k, codes=codes), gf.ops.gallery_search(x, gallery, top_k)
-    assert all(torch.equal(a, b) for a, b in zip(found, wanted))
+    ours, wanted = gf.ops.gallery_search(x, gallery, top_k, codes=codes), gf.ops.gallery_search(x, gallery, top_k)
+    assert all(torch.equal(a, b) for a, b in zip(ours, wanted))
 
 
 @needs_int8
@@ -153,9 +153,9 @@ def test_codes_are_used_and_exclude_most(monkeypatch):
 ])  # fmt: skip
 def test_bounds_that_exclude_nothing_change_nothing(gallery):
     x = gf.geometry.normalize(torch.ones(3, 64))
-    found = gf.ops.gallery_search(x, gallery, 20, codes=gf.ops.RowCodes.encode(gallery))
-    assert found[1].tolist() == [list(range(20))] * 3 or torch.equal(found[1], gf.ops.gallery_search(x, gallery, 20)[1])
-    assert torch.equal(found[0], gf.ops.gallery_search(x, gallery, 20)[0])
+    ours = gf.ops.gallery_search(x, gallery, 20, codes=gf.ops.RowCodes.encode(gallery))
+    assert ours[1].tolist() == [list(range(20))] * 3 or torch.equal(ours[1], gf.ops.gallery_search(x, gallery, 20)[1])
+    assert torch.equal(ours[0], gf.ops.gallery_search(x, gallery, 20)[0])
 
 
 @needs_int8
@@ -219,9 +219,9 @@ def test_the_posterior_of_an_indexed_gallery_on_disk(tmp_path, dtype, prune):
     samples = gf.geometry.normalize(torch.from_numpy(rows[:2]).float().unsqueeze(1) + 0.05 * torch.randn(2, 40, 64))
     wanted = gallery.statistics(samples, 60.0, 5).posterior(torch.float64)
     pruned = indexed.statistics(samples, 60.0, 5, use_index=True)
-    found = pruned.posterior(torch.float64)
-    assert torch.equal(found.top_index, wanted.top_index)
-    assert ((found.entropy - wanted.entropy).abs() <= found.entropy_bound + 1e-5).all()
+    ours = pruned.posterior(torch.float64)
+    assert torch.equal(ours.top_index, wanted.top_index)
+    assert ((ours.entropy - wanted.entropy).abs() <= ours.entropy_bound + 1e-5).all()
     if prune == "always":
         assert (pruned.left > 12_000).all()  # of both shards
 

@@ -66,7 +66,7 @@ def test_ot_assign_uses_it(monkeypatch):
     seen = []
     original = native.TransportMatrix.resolve
     monkeypatch.setattr(native.TransportMatrix, "resolve", lambda *a, **k: seen.append(1) or original(*a, **k))
-    found = gf.ops.ot_assign(*factors, eps=0.2)
+    index = gf.ops.ot_assign(*factors, eps=0.2)
     assert seen
     exact = solve_cpu(make_problem("arc", factors), make_settings(0.2, 1e-3, 1000, "float32")).assign(None)
-    assert float((found == exact).double().mean()) >= 0.999
+    assert float((index == exact).double().mean()) >= 0.999

@@ -86,14 +86,14 @@ def test_the_switches_of_earlier_releases_still_work():
 
 
 def test_targets_agree(tmp_path):
-    found = {}
+    by_isa = {}
     for isa in native.supported_isas():
         result = run(isa, "-c", CALLS, str(tmp_path / isa))
         assert result.returncode == 0, result.stderr
-        found[isa] = torch.load(tmp_path / isa, weights_only=True)
-        assert found[isa].pop("isa") == isa
-    best = found[native.supported_isas()[-1]]
-    for isa, results in found.items():
+        by_isa[isa] = torch.load(tmp_path / isa, weights_only=True)
+        assert by_isa[isa].pop("isa") == isa
+    best = by_isa[native.supported_isas()[-1]]
+    for isa, results in by_isa.items():
         for name, value in results.items():
             allowed = TOLERANCE * (10 if name[:2] in ("f ", "g ") else 1)
             assert torch.allclose(value.double(), best[name].double(), rtol=1e-6, atol=allowed), (isa, name)

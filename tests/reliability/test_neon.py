@@ -45,12 +45,12 @@ def compile_driver(compiler: str, program: Path) -> Path:
 
 
 def results(*command: str) -> dict[str, list[np.ndarray]]:
-    found: dict[str, list[np.ndarray]] = {}
+    by_call: dict[str, list[np.ndarray]] = {}
     text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     for line in text.splitlines():
         name, *numbers = line.split()
-        found.setdefault(name, []).append(np.array(numbers) if name == "isa" else np.array(numbers, np.float64))
-    return found
+        by_call.setdefault(name, []).append(np.array(numbers) if name == "isa" else np.array(numbers, np.float64))
+    return by_call
 
 
 def test_neon_agrees(tmp_path):
