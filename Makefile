@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 NATIVE := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
-EXTRAS := gpu,ot,encoders,data,hub,stores,eval,baselines,train,bench,docs,test
+EXTRAS := gpu,ot,encoders,data,hub,eval,baselines,train,bench,docs,test
 PYTEST := $(BIN)/python -m pytest
 
 # How long `make soak` runs.
@@ -13,7 +13,7 @@ LOCKED ?= 1
 TOOLS := build/tools
 WITH_TOOLS := PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(BIN)/python -m tools.supply
 
-.PHONY: setup demo test test-first-half test-second-half test-slow test-gpu test-wheel test-browser test-sanitize soak reliability bench bench-quick bench-compare docs lint lock licences audit wheel clean
+.PHONY: setup demo test test-first-half test-second-half test-slow test-gpu test-stores test-wheel test-browser test-sanitize soak reliability bench bench-quick bench-compare docs lint lock licences audit wheel clean
 
 setup: .venv/.installed
 
@@ -88,6 +88,16 @@ reliability: setup
 
 test-gpu: setup
 	$(PYTEST) -m gpu tests/gpu
+
+# All vector stores against their real engines; that of pgvector needs PostgreSQL, which the test starts, and its extension.
+test-stores: setup .venv/.stores
+	$(PYTEST) tests/stores
+
+# The engines ask for many packages, none of which the rest needs; versions that are here already stay.
+.venv/.stores: .venv/.installed
+	$(BIN)/python -m pip freeze --exclude-editable > build/installed.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --constraint build/installed.txt --editable ".[stores]" --no-build-isolation
+	touch $@
 
 # Installs the wheel into an environment of its own, without Triton, and runs the README's first page from another folder,
 # where the source tree cannot shadow it.

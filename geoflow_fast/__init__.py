@@ -8,7 +8,7 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_MODULES = ("baselines", "distributed", "evaluation", "geometry", "ops", "plan", "worlds")
+_MODULES = ("baselines", "distributed", "evaluation", "geometry", "ops", "plan", "stores", "worlds")
 _HOMES = {
     "BackendUnavailable": "ops.dispatch",
     "Bandwidth": "retrieval.bandwidth",
@@ -30,6 +30,7 @@ _HOMES = {
     "GalleryIndex": "retrieval.index",
     "GeoFlow": "flow.model",
     "GeoFlowConfig": "flow.config",
+    "Health": "decisions.watch",
     "HeadConfig": "head.config",
     "OpenClipEncoder": "encoders.open_clip",
     "PAPER_DENSITY": "likelihood.settings",
@@ -58,6 +59,7 @@ _HOMES = {
     "sample": "flow.sampling",
     "suggest_steps": "likelihood.density",
     "train": "training.flow_matching",
+    "watch": "decisions.watch",
 }
 """The module in which each public name is defined."""
 

@@ -1,4 +1,5 @@
-"""`geoflow trust` and `geoflow threshold`: what result lists of any search are worth, and which queries to answer."""
+"""`geoflow trust`, `threshold` and `watch`: what result lists of any search are worth, which queries to answer, and
+whether that still holds."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from geoflow_fast.cli.embeddings import ImageIndexFlag, ImagesFlag, NormalizeFla
 if TYPE_CHECKING:
     from geoflow_fast.decisions.rules import Rule
     from geoflow_fast.decisions.trust import Trust
+    from geoflow_fast.decisions.watch import Health
     from geoflow_fast.jobs.decisions import ResultLists
 
 app = Commands()
@@ -45,6 +47,8 @@ GROUPS = {
 }
 FIT_SHARE = 0.5
 """Share of the judged queries that a threshold without --trust fits one on."""
+NO_LONGER_HOLDS = 3
+"""Exit status of `geoflow watch` if a guarantee no longer holds."""
 NOTHING = (
     "NOTHING COULD BE CERTIFIED: the rule answers no query. Judge more queries, accept a larger --max-error, or use a "
     "better score"
@@ -90,7 +94,7 @@ def trust(
 
     check_open_interval(no_match_share, "no_match_share")
     lists = decisions.open_lists(scores, column)
-    known, _ = _known(lists, labels, (pairs, images, texts, image_index, normalize), qrels, direction)
+    known, _ = known_hits(lists, labels, (pairs, images, texts, image_index, normalize), qrels, direction)
     if known is None:
         judge = Trust.load(fitted)
         if out is None:
@@ -165,7 +169,7 @@ def threshold(
     from geoflow_fast.jobs import decisions
 
     lists = decisions.open_lists(scores, column)
-    known, image = _known(lists, labels, (pairs, images, texts, image_index, normalize), qrels, direction)
+    known, image = known_hits(lists, labels, (pairs, images, texts, image_index, normalize), qrels, direction)
     left_out = 0
     made_with = {"encoder": encoder, "gallery_size": gallery_size}
     if known is None:
@@ -181,7 +185,9 @@ def threshold(
         settings["no_match_share"] = _share(no_match_share)
         if unlabelled is not None:
             settings["unlabelled"] = decisions.open_lists(unlabelled, column).scores
-        made = judge.certify(lists.scores[rows], known[rows], max_error, **settings)
+        if lists.hits is not None:
+            settings["hits"] = lists.hits[rows]
+        made = judge.certify(lists.scores[rows], known[rows], max_error, rows=rows, **settings)
         rule.parent.mkdir(parents=True, exist_ok=True)
         made.save(rule)
     answered = None if out is None else decisions.write_answers(made, lists, out, **made_with)
@@ -189,7 +195,89 @@ def threshold(
     _print_rule(made, answered, left_out, written, as_json=as_json)
 
 
-def _known(
+@app.command(
+    groups={
+        "What is compared": "column embeddings judged_embeddings encoder gallery_size",
+        "Looks": "window every false_alarms seed overwrite",
+        "Page": "page captions",
+    },
+    epilog="Example: geoflow watch --rule rule.json --queries log.parquet --out health.parquet || mail -s drift me",
+)
+def watch(
+    rule: Annotated[Path, typer.Option(help="JSON file of a rule that `geoflow threshold` has certified.")],
+    queries: Annotated[
+        Path, typer.Option(help="The log: result lists of live queries in the order in which they came, as --scores.")
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Parquet file with a row for each look; the next call adds to it. Beside it: JSON.")
+    ],
+    column: ColumnFlag = None,
+    embeddings: Annotated[
+        Path | None, typer.Option(help=".npy file or folder of shards: the embeddings of the log's queries.")
+    ] = None,
+    judged_embeddings: Annotated[
+        Path | None, typer.Option(help="The same for the judged queries that the rule was made from, all of them.")
+    ] = None,
+    encoder: Annotated[str | None, typer.Option(help="The encoder that the search uses now.")] = None,
+    gallery_size: Annotated[int | None, typer.Option(help="The number of items that it searches now.")] = None,
+    window: Annotated[int, typer.Option(help="How many of the latest queries a look compares.")] = 500,
+    every: Annotated[int, typer.Option(help="How many new queries there are between looks.")] = 100,
+    false_alarms: Annotated[
+        float, typer.Option(help="Probability of an alarm, ever, if nothing changes; p-values are corrected for it.")
+    ] = 0.05,
+    page: Annotated[
+        Path | None, typer.Option(help="HTML page of the latest queries, those first that are unlike the judged ones.")
+    ] = None,
+    captions: Annotated[
+        Path | None, typer.Option(help="For --page: words of the log's queries, .txt, .parquet or .parquet:COLUMN.")
+    ] = None,
+    seed: SeedFlag = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite/--no-overwrite", help="Begin with the first look.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Tells, without labels, whether the guarantee of a rule still holds for a log of queries that grows.
+
+    Exit status: 0 if it holds, 3 if not, so that cron can tell. OUT has a row for each look; OUT's name with .json has
+    the last one, and with .label.parquet the 50 queries that are most worth judging. Run it again when the log has
+    grown.
+    """
+    from geoflow_fast.jobs.watch import WatchSettings, labels_file, watch_file
+
+    settings = WatchSettings(
+        column, embeddings, judged_embeddings, encoder, gallery_size, window, every, false_alarms, seed
+    )
+    watched = watch_file(rule, queries, out, settings, overwrite=overwrite)
+    if page is not None and watched.health is not None:
+        _write_changed(queries, rule, watched.health, captions, page)
+    if as_json:
+        print_json(watched.facts())
+    else:
+        for look in watched.health.looks if watched.health is not None else ():
+            typer.echo(
+                f"look {look.number}, queries {look.start:,} to {look.end:,}: {look.expected:.1%} +- {look.stderr:.1%} "
+                f"of the first hits are expected to be right, p {look.p_value:.2g} for no change"
+            )
+        typer.echo(watched.verdict)
+        if watched.health is None:
+            typer.echo(f"{watched.waiting} queries wait for the next look; there is one after every {every}")
+        else:
+            if not watched.holds:
+                typer.echo(f"What to do: {watched.health.last.overlap.words}; judge the queries of {labels_file(out)}")
+            typer.echo(f"Wrote {out}")
+    if not watched.holds:
+        raise typer.Exit(NO_LONGER_HOLDS)
+
+
+def _write_changed(log: Path, rule: Path, health: Health, captions: Path | None, page: Path) -> None:
+    """Writes the page of the queries of the last look."""
+    from geoflow_fast.explore import sources
+    from geoflow_fast.explore.page import write_page
+
+    words = sources.described([] if captions is None else [captions], "text")
+    write_page(sources.changed_queries(sources.Run.open(log, rule), health, words, sources.Described()), page)
+
+
+def known_hits(
     lists: ResultLists, labels: Path | None, pairs: tuple[Any, ...], qrels: Path | None, direction: str
 ) -> tuple[Any | None, Any]:
     """What is known about the hits, from the one source that is given; None without any. Also returns the image [n] of
