@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 NATIVE := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
-EXTRAS := gpu,ot,encoders,data,hub,stores,eval,baselines,train,bench,docs,test
+EXTRAS := gpu,ot,encoders,data,hub,eval,baselines,train,bench,docs,test
 PYTEST := $(BIN)/python -m pytest
 
 # How long `make soak` runs.

@@ -29,7 +29,7 @@ DEV, CUDA, TOOLS = LOCKS / "dev.lock", LOCKS / "cuda.lock", LOCKS / "tools.lock"
 LICENCES = ROOT / "docs" / "licences.md"
 PYTHON = "3.11"
 """The oldest for which the pinned versions are made."""
-EXTRAS = ("gpu", "ot", "encoders", "data", "hub", "stores", "eval", "baselines", "train", "bench", "docs", "test")
+EXTRAS = ("gpu", "ot", "encoders", "data", "hub", "eval", "baselines", "train", "bench", "docs", "test")
 OWN = "geoflow-fast"
 
 ELSEWHERE = {
@@ -47,21 +47,16 @@ ALLOWED = {
     "CC0-1.0",
     "CNRI-Python",
     "ISC",
-    "LGPL-3.0-only",
     "MIT",
     "MIT-CMU",
     "MPL-2.0",
     "PSF-2.0",
     "Zlib",
 }
-"""Licences that a package of the environment may have; MPL-2.0 and, of packages that are only imported, LGPL-3.0 ask
-only that changes of their own files are shared."""
+"""Licences that a package of the environment may have; MPL-2.0 asks only that changes of its own files are shared."""
 WORDS = {
     "3-Clause BSD License": "BSD-3-Clause",
-    "Apache 2": "Apache-2.0",
     "Apache 2.0": "Apache-2.0",
-    "Apache License, Version 2.0": "Apache-2.0",
-    "Apache License Version 2.0": "Apache-2.0",
     "Apache 2.0 License": "Apache-2.0",
     "Apache Software License": "Apache-2.0",
     "BSD": "BSD-3-Clause",

@@ -382,9 +382,11 @@ class GeoFlow(nn.Module):
         return v_image, v_text
 
 
-def save_weights(folder: Path, config: GeoFlowConfig, weights: Mapping[str, Tensor], origin: Origin) -> None:
+def save_weights(
+    folder: Path, config: GeoFlowConfig, weights: Mapping[str, Tensor], origin: Origin | None = None
+) -> None:
     """Writes a network's weights, configuration and origin as `GeoFlow.from_pretrained` reads them."""
-    info = {"config": config.to_json(), "origin": origin.to_json()}
+    info = {"config": config.to_json(), "origin": (origin or Origin()).to_json()}
     save_tensors(folder / WEIGHTS_FILE, weights, kind="model", info=info)
     write_json(folder / CONFIG_FILE, config.to_json())
 

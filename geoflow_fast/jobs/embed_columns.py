@@ -114,6 +114,8 @@ def _embed(
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     path = checks.path(out, "out")
+    if not path.name:
+        raise IsADirectoryError(f"out {path} is a folder; the output is a Parquet file")
     counts = [len(check_sequence(items, "texts" if sides is None else name)) for name, (items, _) in columns.items()]
     count = counts[0]
     if len(set(counts)) > 1:

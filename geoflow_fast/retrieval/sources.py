@@ -49,13 +49,12 @@ class Source(ABC):
     """What the model is called in a scorer and in messages."""
     HAS_REFERENCE: ClassVar[bool] = False
     """True if the model itself has typical queries, from which the items' marginals can be computed."""
-    precision: str = "float32"
-    """In which points are multiplied by the items."""
 
     def __init__(self, model: nn.Module, direction: Direction, widths: tuple[int, int]) -> None:
         self.model, self.direction = model, direction
         self.query_dim, self.item_dim = direction.queries(*widths), direction.items(*widths)
         self.precision = "auto"
+        """In which points are multiplied by the items."""
 
     @property
     def example(self) -> Tensor:

@@ -18,6 +18,8 @@ from packaging.requirements import Requirement
 
 from geoflow_fast.runtime.files import read_toml
 
+pytest.importorskip("pybind11.setup_helpers")  # before a test changes the platform by which it is set up
+
 ROOT = Path(__file__).parents[2]
 
 
