@@ -13,7 +13,7 @@ LOCKED ?= 1
 TOOLS := build/tools
 WITH_TOOLS := PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(BIN)/python -m tools.supply
 
-.PHONY: setup demo test test-first-half test-second-half test-slow test-gpu test-wheel test-browser test-sanitize soak reliability bench bench-quick bench-compare docs lint lock licences audit wheel clean
+.PHONY: setup demo test test-first-half test-second-half test-slow test-gpu test-stores test-wheel test-browser test-sanitize soak reliability bench bench-quick bench-compare docs lint lock licences audit wheel clean
 
 setup: .venv/.installed
 
@@ -88,6 +88,17 @@ reliability: setup
 
 test-gpu: setup
 	$(PYTEST) -m gpu tests/gpu
+
+# All vector stores against their real engines; that of pgvector needs PostgreSQL, which the test starts, and its extension.
+test-stores: setup .venv/.stores
+	$(PYTEST) tests/stores
+
+# The engines ask for many packages, none of which the rest needs. What is installed already stays as it is.
+.venv/.stores: .venv/.installed
+	mkdir -p build
+	$(BIN)/python -m pip freeze --exclude-editable > build/installed.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --constraint build/installed.txt "geoflow_fast[stores]"
+	touch $@
 
 # Installs the wheel into an environment of its own and runs from another folder, where the source tree cannot shadow it.
 test-wheel: wheel

@@ -146,7 +146,7 @@ setup(
         "geoflow_fast.kernels",
     ],
     package_dir={"geoflow_fast": "geoflow_fast", "geoflow_fast.kernels": "kernels"},
-    package_data={"geoflow_fast": ["py.typed", "*.pyi"], "geoflow_fast.runtime.pages": ["*.j2", "*.css"]},
+    package_data={"geoflow_fast": ["py.typed", "*.pyi"], "geoflow_fast.runtime.pages": ["*.j2", "*.css", "*.js"]},
     ext_modules=[extension],
     cmdclass={"build_ext": BuildExtension},
 )

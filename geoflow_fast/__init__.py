@@ -8,7 +8,7 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_MODULES = ("baselines", "distributed", "evaluation", "geometry", "ops", "plan", "worlds")
+_MODULES = ("baselines", "distributed", "evaluation", "geometry", "ops", "plan", "stores", "worlds")
 _HOMES = {
     "BackendUnavailable": "ops.dispatch",
     "Bandwidth": "retrieval.bandwidth",
@@ -29,6 +29,7 @@ _HOMES = {
     "GalleryIndex": "retrieval.index",
     "GeoFlow": "flow.model",
     "GeoFlowConfig": "flow.config",
+    "Health": "decisions.watch",
     "HeadConfig": "head.config",
     "OpenClipEncoder": "encoders.open_clip",
     "PAPER_DENSITY": "likelihood.settings",
@@ -52,6 +53,7 @@ _HOMES = {
     "sample": "flow.sampling",
     "suggest_steps": "likelihood.density",
     "train": "training.flow_matching",
+    "watch": "decisions.watch",
 }
 """The module in which each public name is defined."""
 

@@ -6,11 +6,14 @@ from geoflow_fast import evaluation as evaluation
 from geoflow_fast import geometry as geometry
 from geoflow_fast import ops as ops
 from geoflow_fast import plan as plan
+from geoflow_fast import stores as stores
 from geoflow_fast import worlds as worlds
 from geoflow_fast.data.pairs import EmbeddingPairs as EmbeddingPairs
 from geoflow_fast.data.qrels import Qrels as Qrels
 from geoflow_fast.decisions.rules import Rule as Rule
 from geoflow_fast.decisions.trust import Trust as Trust
+from geoflow_fast.decisions.watch import Health as Health
+from geoflow_fast.decisions.watch import watch as watch
 from geoflow_fast.directions import Direction as Direction
 from geoflow_fast.encoders.colours import ColourEncoder as ColourEncoder
 from geoflow_fast.encoders.open_clip import OpenClipEncoder as OpenClipEncoder

@@ -15,8 +15,8 @@ PACKAGE = Path(geoflow_fast.__file__).parent
 LAYERS = (
     ("cli", "__main__"),
     ("demo",),
-    ("evaluation",),
-    ("baselines", "jobs", "encoders", "plan"),
+    ("evaluation", "explore"),
+    ("baselines", "jobs", "encoders", "plan", "stores"),
     ("decisions",),
     ("retrieval",),
     ("head",),

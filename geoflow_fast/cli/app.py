@@ -7,17 +7,18 @@ from typing import Annotated
 import typer
 
 import geoflow_fast
-from geoflow_fast.cli import base, decisions, demo, embed, evaluate, machine, scoring, split, training
+from geoflow_fast.cli import base, decisions, demo, embed, evaluate, explore, machine, scoring, split, training
 
 app = base.Commands(pretty_exceptions_enable=False)
-for group in (machine, demo, embed, split, training, scoring, decisions):
+for group in (machine, demo, embed, split, training, scoring, decisions, explore):
     app.add_typer(group.app)
 app.add_typer(evaluate.app, name="evaluate")
 
 
 @app.callback(
     invoke_without_command=True,
-    epilog="Exit status: 0 done, 2 bad input, 130 interrupted, 143 terminated. --config reads flags from a TOML file.",
+    epilog="Exit status: 0 done, 2 bad input, 3 a guarantee no longer holds (watch), 130 interrupted, 143 terminated. "
+    "--config reads flags from a TOML file.",
 )
 def _about(
     context: typer.Context,

@@ -1,7 +1,7 @@
 """What all commands of `geoflow` share: flags, config files, errors in one line, signals and exit codes.
 
-Exit codes: 0 done; 2 bad input, file or flag; 130 interrupted (Ctrl-C); 141 nobody reads the output any more; 143
-terminated (SIGTERM); 1 with a traceback: a fault of the program.
+Exit codes: 0 done; 2 bad input, file or flag; 3 a guarantee no longer holds (`watch`); 130 interrupted (Ctrl-C); 141
+nobody reads the output any more; 143 terminated (SIGTERM); 1 with a traceback: a fault of the program.
 
 The modules of the commands import torch and the rest of the package inside their functions, so that help is fast.
 """

@@ -1,4 +1,5 @@
-"""`geoflow trust` and `geoflow threshold`: what result lists of any search are worth, and which queries to answer."""
+"""`geoflow trust`, `threshold` and `watch`: what result lists of any search are worth, which queries to answer, and
+whether that still holds."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from geoflow_fast.cli.embeddings import ImageIndexFlag, ImagesFlag, NormalizeFla
 if TYPE_CHECKING:
     from geoflow_fast.decisions.rules import Rule
     from geoflow_fast.decisions.trust import Trust
+    from geoflow_fast.decisions.watch import Health
     from geoflow_fast.jobs.decisions import ResultLists
 
 app = Commands()
@@ -52,6 +54,8 @@ OF_THE_RULE = ("max_error", "confidence", "precision", "no_match_share", "unlabe
 """Parameters that say how a rule is made, and nothing about how it is applied."""
 FIT_SHARE = 0.5
 """Share of the judged queries that a threshold without --trust fits one on."""
+NO_LONGER_HOLDS = 3
+"""Exit status of `geoflow watch` if a guarantee no longer holds."""
 NOTHING = (
     "NOTHING COULD BE CERTIFIED: the rule answers no query. Judge more queries, accept a larger --max-error, or use a "
     "better score"
@@ -83,23 +87,10 @@ def judged_lists(
     normalize: NormalizeFlag = False,
 ) -> JudgedLists:
     """Reads result lists and what is known about their hits, from the one source that is given."""
-    import numpy as np
-
-    from geoflow_fast.data.pairs import open_pairs
     from geoflow_fast.jobs import decisions
 
     lists = decisions.open_lists(scores, column)
-    by_pairs = any(path is not None for path in (pairs, images, texts))
-    if sum((labels is not None, by_pairs, qrels is not None)) > 1:
-        raise ValueError("give one of --labels, --pairs (or --images and --texts) and --qrels")
-    known, image = None, np.arange(len(lists.scores))
-    if labels is not None:
-        known = decisions.open_labels(labels, lists)
-    elif qrels is not None:
-        known = decisions.labels_from_qrels(lists, qrels)
-    elif by_pairs:
-        opened = open_pairs(pairs, images, texts, image_index, normalize=normalize)
-        known, image = decisions.labels_from_pairs(lists, opened, direction)
+    known, image = known_hits(lists, labels, (pairs, images, texts, image_index, normalize), qrels, direction)
     return JudgedLists(lists, known, image, column)
 
 
@@ -217,7 +208,9 @@ def threshold(
         settings["no_match_share"] = _share(no_match_share)
         if unlabelled is not None:
             settings["unlabelled"] = decisions.open_lists(unlabelled, judged.column).scores
-        made = judge.certify(lists.scores[rows], known[rows], max_error, **settings)
+        if lists.hits is not None:
+            settings["hits"] = lists.hits[rows]
+        made = judge.certify(lists.scores[rows], known[rows], max_error, rows=rows, **settings)
         rule.parent.mkdir(parents=True, exist_ok=True)
         made.save(rule)
     answered = None if out is None else decisions.write_answers(made, lists, out, **made_with)
@@ -230,6 +223,113 @@ def _refuse(context: typer.Context, names: Collection[str], why: str) -> None:
     for parameter in context.command.params:
         if parameter.name in names and parameter.name in chosen_flags(context):
             raise ValueError(f"{parameter.opts[0]} {why}: leave it out, or give --labels, --pairs or --qrels")
+
+
+@app.command(
+    groups={
+        "What is compared": "column embeddings judged_embeddings encoder gallery_size",
+        "Looks": "window every false_alarms seed overwrite",
+        "Page": "page captions",
+    },
+    epilog="Example: geoflow watch --rule rule.json --queries log.parquet --out health.parquet || mail -s drift me",
+)
+def watch(
+    rule: Annotated[Path, typer.Option(help="JSON file of a rule that `geoflow threshold` has certified.")],
+    queries: Annotated[
+        Path, typer.Option(help="The log: result lists of live queries in the order in which they came, as --scores.")
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Parquet file with a row for each look; the next call adds to it. Beside it: JSON.")
+    ],
+    column: ColumnFlag = None,
+    embeddings: Annotated[
+        Path | None, typer.Option(help=".npy file or folder of shards: the embeddings of the log's queries.")
+    ] = None,
+    judged_embeddings: Annotated[
+        Path | None, typer.Option(help="The same for the judged queries that the rule was made from, all of them.")
+    ] = None,
+    encoder: Annotated[str | None, typer.Option(help="The encoder that the search uses now.")] = None,
+    gallery_size: Annotated[int | None, typer.Option(help="The number of items that it searches now.")] = None,
+    window: Annotated[int, typer.Option(help="How many of the latest queries a look compares.")] = 500,
+    every: Annotated[int, typer.Option(help="How many new queries there are between looks.")] = 100,
+    false_alarms: Annotated[
+        float, typer.Option(help="Probability of an alarm, ever, if nothing changes; p-values are corrected for it.")
+    ] = 0.05,
+    page: Annotated[
+        Path | None, typer.Option(help="HTML page of the latest queries, those first that are unlike the judged ones.")
+    ] = None,
+    captions: Annotated[
+        Path | None, typer.Option(help="For --page: words of the log's queries, .txt, .parquet or .parquet:COLUMN.")
+    ] = None,
+    seed: SeedFlag = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite/--no-overwrite", help="Begin with the first look.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Tells, without labels, whether the guarantee of a rule still holds for a log of queries that grows.
+
+    Exit status: 0 if it holds, 3 if not, so that cron can tell. OUT has a row for each look; OUT's name with .json has
+    the last one, and with .label.parquet the 50 queries that are most worth judging. Run it again when the log has
+    grown.
+    """
+    from geoflow_fast.jobs.watch import WatchSettings, labels_file, watch_file
+
+    settings = WatchSettings(
+        column, embeddings, judged_embeddings, encoder, gallery_size, window, every, false_alarms, seed
+    )
+    watched = watch_file(rule, queries, out, settings, overwrite=overwrite)
+    if page is not None and watched.health is not None:
+        _write_changed(queries, rule, watched.health, captions, page)
+    if as_json:
+        print_json(watched.facts())
+    else:
+        for look in watched.health.looks if watched.health is not None else ():
+            typer.echo(
+                f"look {look.number}, queries {look.start:,} to {look.end:,}: {look.expected:.1%} +- {look.stderr:.1%} "
+                f"of the first hits are expected to be right, p {look.p_value:.2g} for no change"
+            )
+        typer.echo(watched.verdict)
+        if watched.health is None:
+            typer.echo(f"{watched.waiting} queries wait for the next look; there is one after every {every}")
+        else:
+            if not watched.holds:
+                typer.echo(f"What to do: {watched.health.last.overlap.words}; judge the queries of {labels_file(out)}")
+            typer.echo(f"Wrote {out}")
+    if not watched.holds:
+        raise typer.Exit(NO_LONGER_HOLDS)
+
+
+def _write_changed(log: Path, rule: Path, health: Health, captions: Path | None, page: Path) -> None:
+    """Writes the page of the queries of the last look."""
+    from geoflow_fast.explore import sources
+    from geoflow_fast.explore.page import write_page
+
+    words = sources.described([] if captions is None else [captions], "text")
+    write_page(sources.changed_queries(sources.Run.open(log, rule), health, words, sources.Described()), page)
+
+
+def known_hits(
+    lists: ResultLists, labels: Path | None, pairs: tuple[Any, ...], qrels: Path | None, direction: str
+) -> tuple[Any | None, Any]:
+    """What is known about the hits, from the one source that is given; None without any. Also returns the image [n] of
+    each query, all different if there are no pairs."""
+    import numpy as np
+
+    from geoflow_fast.data.pairs import open_pairs
+    from geoflow_fast.jobs import decisions
+
+    folder, images, texts, image_index, normalize = pairs
+    by_pairs = any(path is not None for path in (folder, images, texts))
+    if sum((labels is not None, by_pairs, qrels is not None)) > 1:
+        raise ValueError("give one of --labels, --pairs (or --images and --texts) and --qrels")
+    each = np.arange(len(lists.scores))
+    if labels is not None:
+        return decisions.open_labels(labels, lists), each
+    if qrels is not None:
+        return decisions.labels_from_qrels(lists, qrels), each
+    if not by_pairs:
+        return None, each
+    opened = open_pairs(folder, images, texts, image_index, normalize=normalize)
+    return decisions.labels_from_pairs(lists, opened, direction)
 
 
 def _judge(lists: ResultLists, known: Any, image: Any, fitted: Path | None, seed: int) -> tuple[Trust, Any, int]:

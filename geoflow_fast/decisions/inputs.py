@@ -149,6 +149,23 @@ def groups_of(table: Table, n: int, name: str = "groups") -> NDArray[np.str_]:
     return names
 
 
+def hits_of(table: Table, lists: Lists, name: str = "hits") -> Array:
+    """Reads the ids [n, k] of the hits, numbers or text, in the order of the scores."""
+    values = read(table, name).values
+    if values.shape != lists.scores.shape:
+        raise ValueError(f"{name} must be {list(lists.scores.shape)} as the scores are, got shape {values.shape}")
+    values = values.astype(np.int64) if values.dtype.kind in "iu" else values.astype(object)
+    return values if lists.order is None else np.take_along_axis(values, lists.order, axis=1)
+
+
+def rows_of(table: Table, n: int, name: str = "rows") -> NDArray[np.int64]:
+    """Reads the numbers [n] of rows."""
+    values = read(table, name).values
+    if values.shape != (n,) or values.dtype.kind not in "iu" or (values < 0).any():
+        raise ValueError(f"{name} must be numbers of rows, [{n}], got {values.dtype} {values.shape}")
+    return values.astype(np.int64)
+
+
 def _of_one_kind(values: Array, name: str) -> None:
     """Raises a ValueError that names the first of the objects [n] that is no label, or none of the first one's kind."""
     for row, value in enumerate(values.tolist()):

@@ -74,7 +74,12 @@ class Model:
     def p_answer(self, scores: Floats, features: Floats, share: float) -> Floats:
         """The probability [n] that there is a right item and the first hit is one, if a `share` of the traffic has
         none."""
-        return combined(self.right_logit(scores, features), self.no_match_logit(scores, features), share)
+        return self.p_answer_of(self.heads(scores), features, share)
+
+    def p_answer_of(self, heads: Floats, features: Floats, share: float) -> Floats:
+        """The same for the first distinct scores `heads` [n, L] of lists."""
+        right, missing = (answer.logit(heads, features, self.unit) for answer in (self.right, self.no_match))
+        return combined(right, missing, share)
 
     def relevance(self, scores: Floats, features: Floats) -> Floats:
         """The probability [n, k] that each hit is relevant: equal for copies, and never larger for a lower score."""

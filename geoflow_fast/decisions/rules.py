@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from geoflow_fast.decisions.model import Model
 from geoflow_fast.decisions.tables import Table
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.files import contents_of, read_json, write_json
+
+if TYPE_CHECKING:
+    from geoflow_fast.decisions.reference import Reference
 
 FORMAT = 1
 ANSWERS, ITEMS = "answers", "items"
@@ -67,6 +70,8 @@ class Rule:
     encoder: str | None = None
     gallery_size: int | None = None
     presorted: bool = True
+    reference: Reference | None = field(default=None, compare=False)
+    """The queries that it was certified on; rules of older releases have none."""
 
     @property
     def certified(self) -> bool:
@@ -122,14 +127,15 @@ class Rule:
         results = inputs.result_lists(scores, "scores", k=self.model.k, presorted=self.presorted)
         n = len(results.scores)
         numbers = inputs.features_of(features, n, self.model.features)
-        threshold = self._thresholds(groups, n)[:, None]
+        threshold = self.thresholds(groups, n)[:, None]
         if self.unit == ITEMS:
             return results, self.model.p_shown(results.scores, numbers, self.score_share) >= threshold
         shown = np.zeros(results.scores.shape, bool)
         shown[:, 0] = self.model.p_answer(results.scores, numbers, self.score_share) >= threshold[:, 0]
         return results, shown
 
-    def _thresholds(self, groups: Table | None, n: int) -> Floats:
+    def thresholds(self, groups: Table | None, n: int) -> Floats:
+        """The threshold [n] of each query, which depends on its group if the rule has groups."""
         if list(self.certificates) == [EVERYBODY]:
             if groups is not None:
                 raise ValueError("this rule was certified without groups: call it without them")
@@ -160,12 +166,15 @@ class Rule:
                 "presorted": self.presorted,
                 "certificates": plain,
                 "model": self.model.as_json(),
+                "reference": None if self.reference is None else self.reference.as_json(),
             },
         )
 
     @classmethod
     def load(cls, path: str | Path) -> Rule:
         """Reads a rule that `save` has written."""
+        from geoflow_fast.decisions.reference import Reference
+
         file = checks.path(path, "path")
         values = read_json(file, "a rule")
         with contents_of(file, "damaged or not a rule"):
@@ -174,14 +183,16 @@ class Rule:
                     f"format {values['format']} of {values['what']!r}; this version reads rules of {FORMAT}"
                 )
             checks.one_of(values["unit"], "unit", (ANSWERS, ITEMS))
+            model, kept = Model.from_json(values["model"]), values.get("reference")
             rule = cls(
-                Model.from_json(values["model"]),
+                model,
                 values["unit"],
                 **{name: checks.number(values[name], name, 0, 1) for name in _SHARES},
                 certificates={str(name): _restored(each) for name, each in values["certificates"].items()},
                 encoder=_text(values["encoder"]),
                 gallery_size=_count(values["gallery_size"]),
                 presorted=bool(values["presorted"]),
+                reference=None if kept is None else Reference.from_json(kept, model),
             )
             if not rule.certificates:
                 raise ValueError("it has no certificate")

@@ -2,7 +2,8 @@
 
 A thousand new pairs of the concept world are searched in both directions. The page shows the flow's uncertainties
 beside those of the true posterior and those that need no training; temperatures and bandwidths are tuned on other,
-held-out pairs. One chapter does the same for a search without a flow in a world as wide as CLIP.
+held-out pairs. One chapter does the same for a search without a flow in a world as wide as CLIP, and the last one lets
+that search go live: a certified rule, a log that changes, and a page to explore it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from geoflow_fast.demo import figures
 from geoflow_fast.demo.clip_world import clip_pairs, examine_clip_world, learn_clip_head
 from geoflow_fast.demo.flows import PAIRS, concept_pairs, learn, learn_spheres, sphere_paths
 from geoflow_fast.demo.page import REPORT, summary, write_report
+from geoflow_fast.demo.story import PAGE, tell
 from geoflow_fast.demo.study import Outcome, examine
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.runtime import plots
@@ -22,11 +24,11 @@ from geoflow_fast.runtime.progress import Announce
 from geoflow_fast.training.config import TrainConfig
 from geoflow_fast.worlds import ClipWorld, ConceptWorld
 
-__all__ = ["REPORT", "Outcome", "run", "summary"]
+__all__ = ["PAGE", "REPORT", "Outcome", "run", "summary"]
 
 
 def run(out: Path, seed: int, steps: int | None, announce: Announce) -> Outcome | None:
-    """Runs the whole demo and writes `report.html`, its figures and `summary.json` into the folder `out`.
+    """Runs the whole demo and writes `report.html`, its figures, `explore.html` and `summary.json` into a folder `out`.
 
     Returns None if training was interrupted; the same call then continues it. `announce` is told what is being done.
     """
@@ -52,6 +54,8 @@ def run(out: Path, seed: int, steps: int | None, announce: Announce) -> Outcome 
         return None
     clip = examine_clip_world(wide, head, captioned, seed)
     outcome = dataclasses.replace(examine(world, flow, pairs, seed, config.steps, announce), clip=clip)
+    announce("certifying a rule, letting the search go live, and watching its log")
+    outcome = dataclasses.replace(outcome, story=tell(wide, head, captioned, seed, out))
     announce("drawing")
     figures.draw_spheres(*sphere_paths(small, seed), out / figures.FILES["spheres"])
     figures.draw_all(outcome, world, out)

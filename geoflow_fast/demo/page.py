@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from geoflow_fast.demo import clip_world, figures, flows, study
+from geoflow_fast.demo import clip_world, figures, flows, story, study
 from geoflow_fast.demo.clip_world import EXACT, LADDER, SOFTMAX
 from geoflow_fast.demo.study import (
     ENTROPY,
@@ -20,9 +20,11 @@ from geoflow_fast.demo.study import (
     DirectionOutcome,
     Outcome,
 )
+from geoflow_fast.directions import Direction
 from geoflow_fast.evaluation.figures import DIRECTION_TITLES
 from geoflow_fast.evaluation.report import EmbeddedPicture, TableRows, write_page
 from geoflow_fast.runtime import pages
+from geoflow_fast.runtime.pages import charts
 
 REPORT = "report.html"
 CLIP_BEST = {"AUROC of wrong answers": "max", "AUROC of missing items": "max", "Recall@1": "max"}
@@ -44,6 +46,9 @@ def write_report(outcome: Outcome, out: Path) -> Path:
     }
     values = {
         "outcome": outcome,
+        "cards": score_card(outcome),
+        "chart": risk_chart(outcome),
+        "explore": story.PAGE,
         "strengths": strengths,
         "weaknesses": weaknesses,
         "tables": tables,
@@ -71,11 +76,36 @@ def summary(outcome: Outcome) -> dict[str, Any]:
         "unseen": unseen_rows(outcome),
         "densities": density_rows(outcome),
         "clip_world": {str(direction): part.rows() for direction, part in outcome.clip.items()},
+        "story": None if outcome.story is None else outcome.story.summary(),
         "checks": [
             {"name": check.name, "value": check.value, "at_least": check.floor, "holds": check.holds}
             for check in outcome.checks()
         ],
     }
+
+
+def score_card(outcome: Outcome) -> list[dict[str, str]]:
+    """The tiles at the top of the page."""
+    held = sum(check.holds for check in outcome.checks())
+    tiles = [] if outcome.story is None else outcome.story.tiles
+    for search in list(outcome.clip.values())[:1]:
+        note = f"max softmax: {search.auroc_of(SOFTMAX):.3f}, the exact posterior: {search.auroc_of(EXACT):.3f}"
+        name = "wrong answers told from right ones, AUROC"
+        tiles.append({"name": name, "value": f"{search.auroc_of(LADDER):.3f}", "note": note, "tone": "", "id": ""})
+    of_all = f"of {len(outcome.checks())}; the table at the end has them"
+    return [*tiles, {"name": "expectations that hold", "value": f"{held}", "note": of_all, "tone": "", "id": ""}]
+
+
+def risk_chart(outcome: Outcome) -> charts.RiskCoverage | None:
+    """The error over the share answered, of the search in the world as wide as CLIP that ends the demo."""
+    coverage = [k / 50 for k in range(5, 51)]
+    search = outcome.clip.get(Direction.T2I)
+    if search is None:
+        return None
+    risks = {name: search.risk(name, coverage) for name in (LADDER, SOFTMAX, EXACT)}
+    return charts.risk_coverage(
+        {name: (risk.coverage.tolist(), (1 - risk.accuracy).tolist()) for name, risk in risks.items()}
+    )
 
 
 def verdicts(outcome: Outcome) -> tuple[list[str], list[str]]:

@@ -11,6 +11,7 @@ from geoflow_fast.baselines.base import Baseline
 from geoflow_fast.baselines.untrained import KNNDistance, Margin, MaxSoftmax, SoftmaxEntropy
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.demo.clip_world import EXACT, LADDER, SOFTMAX, ClipSearch
+from geoflow_fast.demo.story import Story
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.evaluation.agreement import DensityAgreement, agreement, densities
 from geoflow_fast.evaluation.metrics import auroc, reliability, retrieval_calibration, selective_accuracy
@@ -142,6 +143,8 @@ class Outcome:
     agreement: dict[str, DensityAgreement]
     clip: dict[Direction, ClipSearch] = field(default_factory=dict)
     """The searches in the world as wide as CLIP."""
+    story: Story | None = None
+    """What happened when the latter went live."""
 
     def checks(self) -> list[Expectation]:
         """What is expected, and what was measured."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from geoflow_fast.runtime import checks, pages
 from geoflow_fast.runtime.files import read_small, write_atomic
+from geoflow_fast.runtime.pages import charts
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 NO_VALUE = "–"
@@ -129,6 +131,32 @@ class Report:
         self._content.append(
             {"kind": "figure", "picture": EmbeddedPicture.read(png_path), "caption": caption, "alt": alt}
         )
+
+    def answer(self, words: str) -> None:
+        """Adds the sentence that the page is about, which stands out."""
+        self._content.append({"kind": "answer", "words": checks.words(words, "words")})
+
+    def cards(self, tiles: Sequence[tuple[str, str, str]]) -> None:
+        """Adds a row of tiles, each with a name, a value and a word about it."""
+        shown_tiles = [
+            {"name": name, "value": value, "note": note, "tone": "", "id": ""} for name, value, note in tiles
+        ]
+        self._content.append({"kind": "cards", "tiles": shown_tiles})
+
+    def risk(self, chart: charts.RiskCoverage, caption: str) -> None:
+        """Adds a picture of the error over the share that is answered."""
+        self._content.append({"kind": "risk", "chart": chart, "caption": checks.words(caption, "caption")})
+
+    def intervals(self, chart: charts.Whiskers, caption: str) -> None:
+        """Adds values with their intervals."""
+        self._content.append({"kind": "intervals", "chart": chart, "caption": checks.words(caption, "caption")})
+
+    @contextlib.contextmanager
+    def folded(self, summary: str) -> Iterator[None]:
+        """What is added inside is folded until a reader opens it."""
+        self._content.append({"kind": "fold", "words": checks.words(summary, "summary")})
+        yield
+        self._content.append({"kind": "unfold"})
 
     def render(self) -> str:
         """The HTML of the page so far. Its content security policy forbids loading anything from elsewhere."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from geoflow_fast.data.ids import open_ids
 from geoflow_fast.data.pairs import EmbeddingPairs
@@ -25,12 +27,15 @@ from geoflow_fast.retrieval.rerank import BayesReranker
 from geoflow_fast.runtime import parquet
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.runtime.files import contents_of
+from geoflow_fast.runtime.progress import Advance
 
-FORMAT = 2
+FORMAT = 3
 """This number goes up when a release computes other results from the same settings, so that it does not continue the
 blocks of an older one."""
 MOST_QUERIES = 500
 """Held-out queries of the model, at most, on which the ladder is fitted to a gallery."""
+EVIDENCE, EXPLAINED = "evidence_", 10
+"""The beginning of the names of columns of evidence, and how many hits have it."""
 COLUMNS = ("index", "prob", "answer", "p_answer", "p_outside", "entropy", "risk_lower_bound")
 
 
@@ -194,7 +199,8 @@ def rerank_file(
     """Re-ranks the shortlists of the rows of `queries` into the Parquet file `out`, as `score_file` scores them.
 
     Columns: `query`, the lists `index` and `prob` in order of probability, and `answer`, `p_answer`, `p_outside`,
-    `entropy` (nats) and `risk_lower_bound`. The ranks of the gallery's world share the queries.
+    `entropy` (nats) and `risk_lower_bound`; and, for the first hits, the lists `evidence_cosine` and so on, what each
+    kind of evidence added to their logits. The ranks of the gallery's world share the queries.
     """
     rows = open_queries(queries, reranker.query_dim, reranker.gallery.world, normalize=normalize)
     fitted = reranker.calibration
@@ -204,13 +210,20 @@ def rerank_file(
         "calibration": None if fitted is None else fitted.identity,
     }
     names = COLUMNS if reranker.budget is None else (*COLUMNS, "asked_flow")
+    kinds = [f"{EVIDENCE}{name}" for name in reranker.evidence_names]
+
+    def answer(block: Tensor, advance: Advance) -> SimpleNamespace:
+        found = reranker.rerank(block, advance=advance)
+        told = found.evidence[:, :EXPLAINED].unbind(2)
+        return SimpleNamespace(**{name: getattr(found, name) for name in names}, **dict(zip(kinds, told)))
+
     answer_queries(
         reranker,
         rows,
         out,
         facts,
-        reranker.rerank,
-        names,
+        answer,
+        (*names, *kinds),
         block=block,
         overwrite=overwrite,
         progress=progress,

@@ -7,12 +7,13 @@ p(query | item j), one reverse solve per shortlisted item in the other condition
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import glob
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,6 +117,9 @@ class Reranked(Summarised):
     p_no_match: Tensor
     """[Q], the probability that nothing in the gallery is right, at the `no_match_share` of the call; 0 if that is 0.
     The other probabilities are smaller by as much."""
+    evidence: Tensor
+    """[Q, K, e], what each kind of evidence adds to the logit of an item, in nats, measured from the less near half of
+    the shortlist. The kinds are `evidence_names` of the re-ranker."""
 
 
 class BayesReranker(nn.Module):
@@ -242,6 +246,18 @@ class BayesReranker(nn.Module):
             return next(self.flow.parameters())
         return self.anchor if self.head is None else self.head.example
 
+    def with_gallery(self, gallery: GallerySource | Gallery) -> BayesReranker:
+        """The same re-ranker over other items of the same kind: models, bank, lengths of shortlists and calibration are
+        shared, none of which is about single items."""
+        other = Gallery.of(gallery)
+        if other.dim != self.gallery.dim:
+            raise ValueError(f"gallery has width {other.dim}, but that of the re-ranker has {self.gallery.dim}")
+        twin = copy.copy(self)
+        twin.gallery = other.on(self.example.device)
+        twin._head_marginals, twin._learned = Remembered(), Remembered()
+        twin.hubs = None if self.bank is None else Hubs(self.bank, self.source)
+        return twin
+
     @property
     def store(self) -> Store | None:
         """What searches the gallery, if something else does."""
@@ -252,6 +268,11 @@ class BayesReranker(nn.Module):
         """What each rung of evidence brought on the held-out pairs of the calibration, what it costs, and whether it is
         kept; empty before `calibrate`."""
         return () if self.calibration is None else self.calibration.rungs
+
+    @property
+    def evidence_names(self) -> tuple[str, ...]:
+        """The kinds of evidence that have a weight: "cosine", "hub", "head", "head_hub" and "flow"."""
+        return tuple((self.calibration or self._uncalibrated()).by_feature)
 
     @property
     def feature_names(self) -> tuple[str, ...]:
@@ -297,6 +318,16 @@ class BayesReranker(nn.Module):
         if self.shortlist_by != "cosine":
             facts["shortlist_by"] = self.shortlist_by
         return facts if self.budget is None else {**facts, "budget": self.budget}
+
+    @property
+    def precision(self) -> str:
+        """Precision of the flow's matrix products, as in `DensitySettings`; it is set before `calibrate`, whose result
+        holds for one precision."""
+        return self.density.precision
+
+    @precision.setter
+    def precision(self, value: str) -> None:
+        self.density = dataclasses.replace(self.density, precision=value)
 
     @property
     def made_for(self) -> dict[str, Any]:
@@ -361,7 +392,7 @@ class BayesReranker(nn.Module):
         asks_flow = "flow" in calibration.by_feature
         # Without a calibration nothing says which of many items to ask the flow about.
         length = self.flow_items if asks_flow and calibration.cheap is None else self.shortlist
-        index = self._shortlists(queries, length) if candidates is None else self._pooled(queries, candidates)
+        index = self._shortlists(queries, length) if candidates is None else self.pooled(queries, candidates)
         evidence = self._evidence(queries, index, calibration.cheap_features, None if asks_flow else advance)
         asked = torch.zeros(len(queries), dtype=torch.bool, device=queries.device)
         if asks_flow:
@@ -595,7 +626,8 @@ class BayesReranker(nn.Module):
             return self.gallery.statistics(queries.unsqueeze(1), 1.0, count).top_index
         return self._checked_candidates(queries, self.store.search(queries.float().cpu().numpy(), count)[1])
 
-    def _pooled(self, queries: Tensor, candidates: Candidates) -> Tensor:
+    # unchecked: re-rankers call it with hits of a search
+    def pooled(self, queries: Tensor, candidates: Candidates) -> Tensor:
         """The candidates [Q, K], with -1 instead of copies."""
         return self._without_copies(self._checked_candidates(queries, candidates))
 
@@ -816,6 +848,7 @@ class BayesReranker(nn.Module):
         order = by_number.gather(1, prob.sort(dim=1, descending=True, stable=True).indices)
         every = every * matches
         entropy = torch.special.entr(every).sum(1) + torch.special.entr(p_no_match)
+        kinds = len(calibration.by_feature)
         choices = index.shape[1] + (self.calibration is not None) + (no_match_share > 0)
         return Reranked(
             index.gather(1, order),
@@ -830,7 +863,24 @@ class BayesReranker(nn.Module):
             torch.stack([*features.values()], dim=1),
             (relevance * matches).gather(1, order).to(dtype),
             p_no_match.to(dtype),
+            self._parts(evidence, asked, calibration).gather(1, order.unsqueeze(2).expand(-1, -1, kinds)).to(dtype),
         )
+
+    def _parts(self, evidence: Evidence, asked: Tensor, calibration: Calibration) -> Tensor:
+        """What each kind of evidence adds to the logits of the items [Q, K, e]."""
+
+        def parts(weights: Mapping[str, float]) -> Tensor:
+            known = [name for name in names if name in evidence.features]
+            design = evidence.design(known)[:, :-1, : len(known)]
+            columns = dict(zip(known, design.unbind(2)))
+            zero = torch.zeros_like(evidence.nearness)
+            return torch.stack([columns.get(name, zero) * weights.get(name, 0.0) for name in names], dim=2)
+
+        names, cheap = list(calibration.by_feature), calibration.cheap
+        every = parts(calibration.by_feature)
+        if cheap is None or bool(asked.all()):
+            return every
+        return torch.where(asked[:, None, None], every, parts(cheap.weights))
 
 
 def _checked_lengths(shortlist: object) -> tuple[int, int] | None:

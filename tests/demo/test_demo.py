@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from geoflow_fast import demo
 from geoflow_fast.cli.app import app
-from geoflow_fast.demo import clip_world, figures, flows, study
+from geoflow_fast.demo import clip_world, figures, flows, story, study
 from geoflow_fast.worlds import ConceptWorld
 
 PICTURES = set(figures.FILES.values())
@@ -27,6 +27,9 @@ def small(monkeypatch):
         monkeypatch.setattr(study, name, size)
     for name, size in {"IMAGES": 120, "HELD_OUT": 60, "QUERIES": 50, "ITEMS": 60, "SHORTLIST": 16, "BANK": 50}.items():
         monkeypatch.setattr(clip_world, name, size)
+    sizes = {"ITEMS": 60, "CAPTIONS": 10, "HELD_OUT": 60, "BANK": 50, "SHORTLIST": 16, "FITTED": 150}
+    for name, size in {**sizes, "CERTIFIED": 150, "QUIET": 100, "CHANGED": 100}.items():
+        monkeypatch.setattr(story, name, size)
     for module in (flows, demo):
         monkeypatch.setattr(module, "PAIRS", 2000)
 

@@ -59,8 +59,11 @@ def reranker_of(world: Path) -> gf.BayesReranker:
 
 def check_file(world: Path, reranker: gf.BayesReranker) -> None:
     columns = read_columns(world / "ranked.parquet")
-    assert list(columns) == ["query", *rerank.COLUMNS]
+    kinds = [f"{rerank.EVIDENCE}{name}" for name in reranker.evidence_names]
+    assert list(columns) == ["query", *rerank.COLUMNS, *kinds]
     post = reranker(torch.from_numpy(np.load(world / "queries.npy")))
+    for name, part in zip(kinds, post.evidence[:, : rerank.EXPLAINED].unbind(2)):
+        np.testing.assert_allclose(np.stack(columns[name]), part.numpy(), atol=1e-5)
     assert np.array_equal(columns["query"], np.arange(QUERIES))
     assert np.array_equal(np.stack(columns["index"]), post.index.numpy())
     assert np.array_equal(columns["answer"], post.answer.numpy())

@@ -69,6 +69,25 @@ def some_rule() -> gf.Rule:
     return some_trust().certify(tested_scores(), normal(12, seed=3) > 0, 0.5)
 
 
+def flat_index() -> Any:
+    """A FAISS index over unit rows."""
+    import faiss
+
+    index = faiss.IndexFlatIP(IMAGE)
+    index.add(unit(60, IMAGE).numpy())
+    return index
+
+
+def some_store() -> gf.stores.FaissStore:
+    """A store with these rows."""
+    return gf.stores.FaissStore(flat_index())
+
+
+def found_nothing(vectors: Any, k: int) -> tuple[Any, Any]:  # noqa: ARG001
+    """A search of an empty store."""
+    return [[] for _ in vectors], [[] for _ in vectors]
+
+
 def saved(made: gf.Trust | gf.Rule) -> Path:
     """The file of one of these."""
     path = Path(tempfile.mkdtemp()) / "saved.json"
@@ -200,6 +219,16 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
     "Trust.save": {"path": fresh_path},
     "Trust.load": {"path": lambda: saved(some_trust())},
     "Rule.load": {"path": lambda: saved(some_rule())},
+    "stores.": {
+        "vectors": lambda: unit(3, IMAGE),
+        "k": lambda: 4,
+        "dim": lambda: IMAGE,
+    },
+    "stores.FaissStore": {"index": flat_index, "ids": lambda: list(range(60))},
+    "stores.FaissStore.": {"ids": lambda: [3, 1, 1]},
+    "stores.CustomStore": {"search": lambda: found_nothing, "fetch": lambda: None},
+    "stores.CustomStore.": {"ids": list},
+    "stores.StoreReranker": {"store": some_store, "shortlist": lambda: 60, "pairs": lambda: square_pairs(60)},
     "GalleryIndex.check": {"gallery": lambda: unit(9, 5)},
 }
 """Values for parameters whose names mean something else in one function, or in those under a name."""
@@ -217,6 +246,7 @@ INSTANCES: dict[str, Callable[[], Any]] = {
     "EmbeddingPairs": some_pairs,
     "Gallery": lambda: gf.Gallery(unit(7, 5)),
     "GalleryIndex": lambda: gf.GalleryIndex.build(unit(9, 5), 3),
+    "FaissStore": some_store,
     "GeoFlow": small_flow,
     "OpenClipEncoder": tiny_encoder,
     "PairField": lambda: TURNED,

@@ -30,6 +30,8 @@ from tests.reliability.surface import public
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RUN_ELSEWHERE = ("stores.md",)
+"""Pages whose blocks need what is not installed here: tests/stores/test_page.py runs them."""
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
 SHELL = ("", "sh", "bash", "console")
 # What makes a documented command small; the last of two equal flags wins.
@@ -168,7 +170,7 @@ def run_page(page: Path, names: dict[str, Any], *, smaller: bool = True) -> None
             assert language == "text", f"{page.name}, block {number}: what is {language}?"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in RUN_ELSEWHERE], ids=lambda page: page.stem)
 def test_page_runs_from_top_to_bottom(page, page_names):
     run_page(page, page_names)
 
@@ -215,7 +217,7 @@ def test_start_page_keeps_its_promise_in_an_empty_folder(tmp_path, monkeypatch):
     assert shares["head"] > 1.5 * shares["cosine"] > 0.2
 
 
-PUBLIC = (gf, gf.ops, gf.evaluation, gf.baselines, gf.distributed)
+PUBLIC = (gf, gf.ops, gf.evaluation, gf.baselines, gf.distributed, gf.stores)
 
 
 def public_names() -> list[str]:

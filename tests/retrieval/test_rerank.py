@@ -519,3 +519,15 @@ class TestEqualItems:
         few = make(oracle, image.repeat(9, 1))._shortlists(queries, K)
         assert bool(((few >= 0).sum(1) >= 8 * K // 9).all())
         assert torch.equal(few[:, :10], once[:, :10])
+
+
+def test_evidence_explains_the_probabilities():
+    """Within a shortlist, probabilities differ by what the kinds of evidence add up to."""
+    image, text, _ = gf.worlds.ConceptWorld().sample(900, generator=torch.Generator().manual_seed(0))
+    search = gf.BayesReranker(None, image[:200], direction="t2i", shortlist=20, bank=text[200:500])
+    search.calibrate(gf.EmbeddingPairs.from_arrays(image[500:], text[500:]), progress=False)
+    found = search(text[:50])
+    assert found.evidence.shape == (50, 20, len(search.evidence_names))
+    logit = found.evidence.double().sum(2)
+    expected = found.prob.double().log()
+    torch.testing.assert_close(logit - logit[:, :1], expected - expected[:, :1], atol=1e-4, rtol=1e-4)

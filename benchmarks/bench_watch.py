@@ -1,0 +1,210 @@
+"""How soon `gf.watch` notices a change, and how often it raises a false alarm, in worlds with known truth.
+
+Every run draws a gallery, captions of its items, of missing items and of items of a held-out group, fits and certifies
+a rule, and looks at a log after every 100 queries. Captions search images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+import geoflow_fast as gf
+from benchmarks.bench_trust import head_scores
+from benchmarks.common import RESULTS, gate, report
+from geoflow_fast.decisions.watch import EVERY, WINDOW, Log, Watcher
+from geoflow_fast.spherical import sample_bump
+from geoflow_fast.worlds import ClipWorld, ConceptWorld
+
+Array = NDArray[Any]
+K, ITEMS, FAR_ITEMS, REPLACED = 50, 1000, 150, 0.2
+FITTED, CERTIFIED, SOON, LONG, RUNS = 500, 2000, 500, 5000, 100
+MISSING, FROM_GROUP, FALSE_ALARMS = 0.3, 0.5, 0.05
+DETECTED = 95
+"""Changes that have to be noticed within `SOON` queries, of `RUNS`."""
+HEAD_PAIRS = 20_000
+
+
+@dataclass(frozen=True)
+class Captions:
+    """Captions that search a gallery of images. Item -1 is missing from it."""
+
+    text: Tensor
+    item: Tensor
+
+
+class Places:
+    """A gallery with captions: `known` ones, those of a held-out group, and those of missing items. A part of the items
+    is replaced in a second gallery."""
+
+    def __init__(self, world: ConceptWorld | ClipWorld, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        known, self.known = self._drawn(world, ITEMS, (FITTED + CERTIFIED + LONG) // ITEMS + 1)
+        far, self.far = self._drawn(world, FAR_ITEMS, SOON // FAR_ITEMS + 1, world.far)
+        self.far = Captions(self.far.text, self.far.item + ITEMS)
+        self.images = torch.cat((known, far))
+        none = self._drawn(world, SOON, 1)[1]
+        self.none = Captions(none.text, torch.full_like(none.item, -1))
+        new = world.sample(ITEMS, generator=self.generator)[0]
+        gone = torch.randperm(ITEMS, generator=self.generator)[: round(REPLACED * ITEMS)]
+        self.replaced = self.images.clone()
+        self.replaced[gone] = new[: len(gone)]
+        self.new_number = torch.arange(len(self.images))
+        self.new_number[gone] = len(self.images) + torch.arange(len(gone))
+        """The id of each row after the change: replaced items have new ones."""
+
+    def _drawn(
+        self, world: ConceptWorld | ClipWorld, items: int, each: int, concepts: Tensor | None = None
+    ) -> tuple[Tensor, Captions]:
+        """Images, and `each` captions of every one of them, in random order."""
+        if isinstance(world, ClipWorld):
+            drawn = world.sample_captioned(items, each, generator=self.generator, concepts=concepts)
+            image, text, item = drawn.image, drawn.text, drawn.text_image_index
+        else:
+            image, _, concept = world.sample(items, generator=self.generator, concepts=concepts)
+            item = torch.arange(items).repeat_interleave(each)
+            centre = image[item].double() @ world.rotation.T
+            text = sample_bump(centre, world.text_c[world.level[concept[item]]], self.generator).float()
+        order = torch.randperm(len(text), generator=self.generator)
+        return image, Captions(text[order], item[order])
+
+
+@dataclass(frozen=True)
+class Found:
+    """Result lists of captions."""
+
+    scores: Array
+    hits: Array
+    relevant: Array
+    embeddings: Array
+
+    def part(self, rows: slice | Array) -> Found:
+        return Found(*(each[rows] for each in vars(self).values()))
+
+
+Scores = Callable[[Tensor, Tensor], Tensor]
+
+
+def found(scores: Scores, captions: Captions, images: Tensor, number: Tensor | None = None) -> Found:
+    """The best hits among these images, named by `number`."""
+    best = scores(captions.text, images).topk(K, dim=1)
+    hits = best.indices if number is None else number[best.indices]
+    values = best.values.double().numpy()
+    relevant = (hits == captions.item[:, None]).numpy()
+    return Found(values, hits.numpy(), relevant, captions.text.double().numpy())
+
+
+def mixed(one: Found, other: Found, share: float, rng: np.random.Generator) -> Found:
+    """The lists of `one`, of which a share is replaced by those of `other`."""
+    chosen = rng.random(len(one.scores)) < share
+    pairs = zip(vars(one).values(), vars(other).values())
+    return Found(*(np.where(chosen[:, None], b[: len(a)], a) for a, b in pairs))
+
+
+def logs(scores: Scores, places: Places, rng: np.random.Generator) -> Iterator[tuple[str, Found]]:
+    """What is judged, a log without a change, and changed ones, by name."""
+    known = found(scores, places.known, places.images)
+    yield "judged", known.part(slice(FITTED + CERTIFIED))
+    live = known.part(slice(FITTED + CERTIFIED, FITTED + CERTIFIED + LONG))
+    yield "no change", live
+    soon = live.part(slice(SOON))
+    yield "30 % no match", mixed(soon, found(scores, places.none, places.images), MISSING, rng)
+    far = found(scores, places.far, places.images).part(slice(SOON))
+    yield "half from a held-out group", mixed(soon, far, FROM_GROUP, rng)
+    rows = slice(FITTED + CERTIFIED, FITTED + CERTIFIED + SOON)
+    asked = Captions(places.known.text[rows], places.known.item[rows])
+    yield "a fifth of the gallery replaced", found(scores, asked, places.replaced, places.new_number)
+
+
+def first_alarm(rule: gf.Rule, judged: Found, log: Found, views: str, seed: int) -> tuple[int | None, str]:
+    """The number of queries after which an alarm is raised, None if it is not, and by what."""
+    model, n = rule.model, len(log.scores)
+    own = Log(
+        model.heads(log.scores),
+        np.empty((n, 0)),
+        rule.thresholds(None, n),
+        log.hits if "hits" in views else None,
+        log.embeddings if "embeddings" in views else None,
+    )
+    embeddings = judged.embeddings[FITTED:] if "embeddings" in views else None
+    assert rule.reference is not None
+    watcher = Watcher(rule, rule.reference, embeddings, FALSE_ALARMS, None, seed)
+    for number in range(1, n // EVERY + 1):
+        end = number * EVERY
+        rng = np.random.default_rng((seed, number))
+        strongest = min(
+            watcher.drifts(number, own.part(max(0, end - WINDOW), end), rng), key=lambda each: each.corrected
+        )
+        if strongest.corrected <= FALSE_ALARMS:
+            return end, strongest.view
+    return None, ""
+
+
+VIEWS = {"scores, hits, embeddings": "hits embeddings", "scores alone": ""}
+
+
+def rows_of(
+    name: str, world: ConceptWorld | ClipWorld, scores: Scores, error: float, *, runs: int, quiet: int
+) -> list[dict[str, Any]]:
+    """How many of `runs` changed logs, and of `quiet` logs without a change, raise an alarm."""
+    alarms: dict[tuple[str, str], list[tuple[int | None, str]]] = {}
+    for run in range(max(runs, quiet)):
+        drawn = dict(logs(scores, Places(world, 1000 + run), np.random.default_rng(run)))
+        judged = drawn.pop("judged")
+        trust = gf.Trust().fit(judged.scores[:FITTED], judged.relevant[:FITTED])
+        tested = judged.part(slice(FITTED, None))
+        rule = trust.certify(tested.scores, tested.relevant, error, hits=tested.hits)
+        for change, log in drawn.items():
+            for title, views in VIEWS.items():
+                if run < (quiet if change == "no change" and views else runs if change != "no change" else 0):
+                    alarms.setdefault((change, title), []).append(first_alarm(rule, judged, log, views, run))
+        print(name, run, {key: sum(end is not None for end, _ in ends) for key, ends in alarms.items()}, flush=True)
+    rows = []
+    for (change, title), ends in alarms.items():
+        seen = [end for end, _ in ends if end is not None]
+        rows.append(
+            {
+                "world": name,
+                "change": change,
+                "looked at": title,
+                "runs": len(ends),
+                "queries of a log": LONG if change == "no change" else SOON,
+                "alarms": len(seen),
+                "median queries until the alarm": float(np.median(seen)) if seen else float("nan"),
+                "by": ", ".join(sorted({view for _, view in ends if view})),
+            }
+        )
+    return rows
+
+
+def trained_head(name: str, world: ConceptWorld | ClipWorld) -> gf.PosteriorHead:
+    """A head for a world; it is kept beside the results and not trained again."""
+    image, text, _ = world.sample(HEAD_PAIRS, generator=torch.Generator().manual_seed(100))
+    folder = RESULTS / f"watch_head_{name.replace(' ', '_')}"
+    return gf.PosteriorHead.fit(gf.EmbeddingPairs.from_arrays(image, text), out=folder, progress=False, k=1)
+
+
+def run(runs: int = RUNS) -> str:
+    """The study."""
+    concepts, clip = ConceptWorld(), ClipWorld()
+    head = trained_head("concept world", concepts)
+    clip_head = trained_head("CLIP-like world", clip)
+
+    def by(one: gf.PosteriorHead) -> Scores:
+        return lambda text, image: head_scores(one, text, image, "t2i")
+
+    rows = rows_of("concept world, head", concepts, by(head), 0.1, runs=runs, quiet=runs)
+    rows += rows_of("concept world, cosine", concepts, lambda text, image: text @ image.T, 0.1, runs=runs, quiet=0)
+    rows += rows_of("CLIP-like world, head", clip, by(clip_head), 0.3, runs=runs, quiet=0)
+    words = report("watch", rows, {"certified": CERTIFIED, "window": WINDOW, "every": EVERY})
+    for row in rows:
+        if row["world"] == "concept world, head" and row["looked at"] != "scores alone":
+            quiet, alarms = row["change"] == "no change", row["alarms"] * RUNS / runs
+            gate(f"{row['world']}, {row['change']}", alarms <= FALSE_ALARMS * RUNS if quiet else alarms >= DETECTED)
+    return words

@@ -1,0 +1,14 @@
+# Which answers of a FAISS index to trust: python examples/stores/search_faiss.py
+import faiss
+
+import geoflow_fast as gf
+
+task = gf.worlds.ConceptWorld().sample_search(3000, 3000, "t2i")  # yours: queries, and which item is right for some
+index = faiss.IndexFlatIP(24)
+index.add(task.gallery.numpy())
+hits = gf.stores.FaissStore(index).search(task.queries, 50)  # cosines and ids
+labels = hits.labels(task.item.tolist())
+trust = gf.Trust().fit(hits.scores[:200], labels[:200])
+rule = trust.certify(hits.scores[200:2980], labels[200:2980], max_error=0.10, no_match_share=0.1)
+for key, sure, p in zip(hits.ids[2980:, 0], rule(hits.scores[2980:]), trust.p_no_match(hits.scores[2980:], 0.1)):
+    print(key if sure else "nothing here", f"(the probability that nothing is right is {p:.2f})")

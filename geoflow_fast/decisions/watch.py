@@ -1,0 +1,479 @@
+"""Does the guarantee of a rule still hold for a log of queries that grows? No label is needed.
+
+At every look the latest queries are compared with those that the rule was certified on. A guarantee is about queries
+like these: once the log differs from them beyond chance, it is gone, and the rest of the report says what to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geoflow_fast.decisions import certify, drift, inputs
+from geoflow_fast.decisions.bounds import Bools, Floats, check_open_interval
+from geoflow_fast.decisions.drift import Drift
+from geoflow_fast.decisions.lists import shape_of
+from geoflow_fast.decisions.logistic import fit_logistic, logits
+from geoflow_fast.decisions.reference import Reference
+from geoflow_fast.decisions.rules import ANSWERS, Certificate, Rule
+from geoflow_fast.decisions.tables import Table, read
+from geoflow_fast.runtime import checks
+
+WINDOW, EVERY, FALSE_ALARMS = 500, 100, 0.05
+MISSING, SCORES, HITS, EMBEDDINGS = "missing items", "scores", "hits", "embeddings"
+PARTS = {MISSING: 3.0, SCORES: 1.0, HITS: 1.0, EMBEDDINGS: 1.0}
+"""What is compared, and in which proportion the probability of a false alarm is divided."""
+FURTHEST = 4.0
+"""Standardised scores further out count as this, before they are squared."""
+FEWEST, COVERED = 50, 0.5
+"""A threshold is not carried over to live queries if fewer calibration queries, or queries for a smaller share of the
+live ones, stand for them."""
+TO_LABEL = 50
+MOST_HITS = 20
+"""Hits of each list whose items are compared."""
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The threshold for queries like the live ones, from calibration queries that count by how live they look."""
+
+    effective: float
+    """Effective number of calibration queries: as many equally weighted ones would be worth as much."""
+    covered: float
+    """The share of the live queries that they stand for; where it is small, the others are unlike all judged ones."""
+    kept: int
+    """Queries that were kept, each with a probability proportional to its weight: a sample of live-like queries."""
+    certificate: Certificate | None
+    """What could be certified on these; None if they are too few."""
+
+    @property
+    def words(self) -> str:
+        """In a sentence."""
+        if self.effective == 0:
+            return "thresholds are carried over for rules about answers only"
+        if self.certificate is None:
+            return (
+                f"not enough overlap: the judged queries stand for {self.covered:.0%} of the live ones and count as "
+                f"{self.effective:.0f}"
+            )
+        if not math.isfinite(self.certificate.threshold):
+            return f"no threshold can be certified from the {self.kept} judged queries that look live"
+        return (
+            f"for queries like the live ones, answer from {self.certificate.threshold:.3f} on: "
+            f"{self.certificate.answered:.1%} of them"
+        )
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one look at the log found."""
+
+    number: int
+    """From 1."""
+    start: int
+    end: int
+    """The rows of the log that were looked at, the last one not included."""
+    expected: float
+    """Expected share of right first hits: the mean probability."""
+    stderr: float
+    """Its standard error: of the queries, and of the probabilities on the judged ones."""
+    answered: float
+    """Share of the queries that the rule answers."""
+    expected_error: float
+    """Expected share of wrong answers among these; NaN if there are none."""
+    judged_error: float
+    """The same for the calibration queries, by the same probabilities."""
+    no_match_share: float
+    """Estimated share of live queries whose right item is missing, beyond what the judged ones hold of this."""
+    no_match_stderr: float
+    drifts: tuple[Drift, ...]
+    """One for each view."""
+    overlap: Overlap
+
+    @property
+    def p_value(self) -> float:
+        """The smallest corrected p-value."""
+        return min((each.corrected for each in self.drifts), default=1.0)
+
+
+@dataclass(frozen=True)
+class Health:
+    """The state of a rule after the last look at a log."""
+
+    rule: Rule
+    looks: tuple[Look, ...]
+    """The looks of this call."""
+    alarm: Look | None
+    """The first look that found a difference beyond chance, in this call."""
+    false_alarms: float
+    changed: str | None
+    """Why the rule does not apply at all, for instance because of another encoder."""
+    p_right: Floats
+    """[w], the probability that the first hit is right, for the queries of the last look."""
+    odds: Floats
+    """[w], how much more frequent such queries are in the log than among the judged ones, by the classifier."""
+    to_label: NDArray[np.int64]
+    """Rows of the log that are most worth judging, best first."""
+
+    @property
+    def last(self) -> Look:
+        """The last look."""
+        return self.looks[-1]
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing speaks against the guarantee."""
+        return self.alarm is None and self.changed is None
+
+    @property
+    def verdict(self) -> str:
+        """In a sentence or two."""
+        if self.changed is not None:
+            return f"The guarantee no longer holds because {self.changed}."
+        if self.alarm is None:
+            return (
+                f"The guarantee holds as far as can be told without labels: {self.last.end:,} queries do not differ "
+                f"from the judged ones beyond chance (p {self.last.p_value:.2g} over all looks)."
+            )
+        return f"The guarantee no longer holds because {because(self.rule, self.alarm, self.false_alarms)}."
+
+
+def because(rule: Rule, look: Look, false_alarms: float) -> str:
+    """Why a look is an alarm, and what is expected of the answers now."""
+    found = [each for each in look.drifts if each.corrected <= false_alarms]
+    parts = ", ".join(f"{each.view} (AUROC {each.auroc:.2f}, p {each.corrected:.1g})" for each in found)
+    words = f"queries {look.start:,} to {look.end:,} differ from the judged ones in {parts}"
+    if look.no_match_share - 2 * look.no_match_stderr > rule.no_match_share:
+        words += (
+            f"; {look.no_match_share:.0%} +- {look.no_match_stderr:.0%} seem to have no right item, and the rule "
+            f"reckons with {rule.no_match_share:.0%}"
+        )
+    if not math.isnan(look.expected_error):
+        words += (
+            f"; {look.expected_error:.1%} of the answers are expected to be wrong "
+            f"({look.judged_error:.1%} before, allowed {rule.max_error:.1%})"
+        )
+    return words
+
+
+@dataclass(frozen=True)
+class Log:
+    """Live queries, in the order in which they came."""
+
+    heads: Floats
+    features: Floats
+    threshold: Floats
+    """[n], that of each query's group."""
+    hits: NDArray[Any] | None
+    embeddings: Floats | None
+
+    def part(self, start: int, end: int) -> Log:
+        """Some rows."""
+        rows = slice(start, end)
+        return Log(
+            *(None if each is None else each[rows] for each in vars(self).values())  # type: ignore[arg-type]
+        )
+
+
+def watch(
+    rule: Rule,
+    scores: Table,
+    *,
+    features: Table | None = None,
+    groups: Table | None = None,
+    hits: Table | None = None,
+    embeddings: Table | None = None,
+    judged_embeddings: Table | None = None,
+    encoder: str | None = None,
+    gallery_size: int | None = None,
+    window: int = WINDOW,
+    every: int = EVERY,
+    false_alarms: float = FALSE_ALARMS,
+    looks_before: int = 0,
+    alarmed: bool = False,
+    classifier: Any | None = None,
+    seed: int = 0,
+) -> Health:
+    """Looks at a log of queries, whose result lists `scores` [n, k] stand in the order in which they came, after every
+    `every` queries, and compares the last `window` with those that the rule was certified on.
+
+    Classifiers try to tell live queries from judged ones: by the probability that their right item is missing, which
+    the rule's model has learned; by their scores; by the items that they found, if both the rule and the log know the
+    ids of their `hits` [n, k]; and by their `embeddings` [n, d], if `judged_embeddings` [m, d] are given for the rows
+    that were certified on. Each has an AUROC out of fold and an exact permutation p-value. The p-values are corrected
+    for all views and all looks, however long the log grows, such that a log without any change raises an alarm with a
+    probability of at most `false_alarms`.
+
+    `looks_before`: how many looks an earlier call has done; this one begins after them. `alarmed`: whether one of them
+    was an alarm; looks after an alarm only show how the difference goes on. `classifier`: an estimator of scikit-learn
+    with `predict_proba` in place of the linear one, for scores and embeddings; it is fitted some thousand times where
+    there is a change.
+    """
+    reference = rule.reference
+    if reference is None:
+        raise ValueError("rule does not hold the queries it was certified on: certify it again with this version")
+    check_open_interval(false_alarms, "false_alarms")
+    checks.integer(every, "every", 1)
+    checks.integer(window, "window", every)
+    checks.integer(looks_before, "looks_before", 0)
+    lists = inputs.result_lists(scores, "scores", k=rule.model.k, presorted=rule.presorted)
+    n = len(lists.scores)
+    judged, live_rows = _embeddings(judged_embeddings, embeddings, reference, n)
+    log = Log(
+        rule.model.heads(lists.scores),
+        inputs.features_of(features, n, rule.model.features),
+        rule.thresholds(groups, n),
+        None if hits is None else inputs.hits_of(hits, lists),
+        live_rows,
+    )
+    watcher = Watcher(rule, reference, judged, false_alarms, classifier, seed)
+    numbers = range(looks_before + 1, n // every + 1)
+    if not numbers:
+        raise ValueError(
+            f"scores has {n} queries, and the next look comes after {every * (looks_before + 1)}: nothing to look at"
+        )
+    looks, alarm = [], None
+    for number in numbers:
+        end = number * every
+        known = alarmed or alarm is not None
+        looks.append(watcher.look(number, log, max(0, end - window), end, alarmed=known))
+        if not known and looks[-1].p_value <= false_alarms:
+            alarm = looks[-1]
+    return watcher.health(looks, alarm, log, changed_search(rule, encoder, gallery_size))
+
+
+def changed_search(rule: Rule, encoder: str | None, gallery_size: int | None) -> str | None:
+    """In what the search is known to differ from the one that the rule was made for."""
+    for name, own, given in (("encoder", rule.encoder, encoder), ("gallery size", rule.gallery_size, gallery_size)):
+        if own is not None and given is not None and own != given:
+            return f"the {name} is {given} and not {own}"
+    return None
+
+
+def _embeddings(
+    judged: Table | None, live: Table | None, reference: Reference, n: int
+) -> tuple[Floats | None, Floats | None]:
+    """The embeddings of the certified queries and of the log, both or none."""
+    if (judged is None) != (live is None):
+        raise ValueError("embeddings and judged_embeddings go together: give both or none")
+    if judged is None:
+        return None, None
+    rows = []
+    for name, table in (("judged_embeddings", judged), ("embeddings", live)):
+        values = read(table, name).values
+        if values.ndim != 2 or values.dtype.kind not in "fiu":
+            raise ValueError(f"{name} must be numbers [n, d], got {values.dtype} {values.shape}")
+        rows.append(values)
+    last = int(reference.row.max(initial=-1))
+    if last >= len(rows[0]):
+        raise ValueError(f"judged_embeddings has {len(rows[0])} rows, but the rule was certified on row {last}")
+    if len(rows[1]) != n or rows[0].shape[1] != rows[1].shape[1]:
+        raise ValueError(f"embeddings must be [{n}, {rows[0].shape[1]}], got {rows[1].shape}")
+    chosen = rows[0][reference.row].astype(np.float64), rows[1].astype(np.float64)
+    for name, values in zip(("judged_embeddings", "embeddings"), chosen):
+        if not np.isfinite(values).all():
+            raise ValueError(
+                f"{name} has a number that is not finite in row {int((~np.isfinite(values)).argmax(0)[0])}"
+            )
+    return chosen
+
+
+class Watcher:
+    """Compares parts of a log with the queries of a certificate."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        reference: Reference,
+        embeddings: Floats | None,
+        false_alarms: float,
+        classifier: Any | None,
+        seed: int,
+    ) -> None:
+        self.rule, self.reference, self.embeddings = rule, reference, embeddings
+        self.false_alarms, self.classifier, self.seed = false_alarms, classifier, seed
+        self.p_judged = self._p_answer(reference.heads, reference.features)
+
+    def look(self, number: int, log: Log, start: int, end: int, *, alarmed: bool = False) -> Look:
+        """The `number`-th look, at the rows from `start` to `end`; after an alarm it is the first for itself."""
+        part, rng = log.part(start, end), np.random.default_rng((self.seed, number))
+        drifts = self.drifts(number, part, rng, alarmed=alarmed)
+        p = self._p_answer(part.heads, part.features)
+        answered = p >= part.threshold
+        expected, stderr = self._expected(p)
+        share, share_error = self._no_match(part)
+        return Look(
+            number,
+            start,
+            end,
+            expected,
+            stderr,
+            float(answered.mean()),
+            _mean(1 - p[answered]),
+            self._judged_error(),
+            share,
+            share_error,
+            drifts,
+            self._overlap(part, share, share_error, rng),
+        )
+
+    def health(self, looks: Sequence[Look], alarm: Look | None, log: Log, changed: str | None) -> Health:
+        """The state after these looks, with the queries of the last one that are most worth judging: such as are
+        frequent in the log and rare among the judged ones, and of which it is not known whether they are right."""
+        last = looks[-1]
+        part = log.part(last.start, last.end)
+        p = self._p_answer(part.heads, part.features)
+        odds = _odds(last.drifts, len(self.reference))[len(self.reference) :]
+        order = np.argsort(-odds * np.sqrt(p * (1 - p)), kind="stable")
+        _, first = np.unique(part.heads[order], axis=0, return_index=True)  # the same query is judged once
+        to_label = last.start + order[np.sort(first)][:TO_LABEL]
+        return Health(self.rule, tuple(looks), alarm, self.false_alarms, changed, p, odds, to_label)
+
+    def _p_answer(self, heads: Floats, features: Floats) -> Floats:
+        return self.rule.model.p_answer_of(heads, features, self.rule.score_share)
+
+    def _expected(self, p: Floats) -> tuple[float, float]:
+        off = self.reference.right - self.p_judged
+        return float(p.mean()), math.sqrt(float(p.var()) / len(p) + float(off.var()) / len(off))
+
+    def _judged_error(self) -> float:
+        """Expected share of wrong answers among the judged queries, at the loosest threshold if there are several."""
+        lowest = min(each.threshold for each in self.rule.certificates.values())
+        return _mean(1 - self.p_judged[self.p_judged >= lowest])
+
+    def drifts(self, number: int, part: Log, rng: np.random.Generator, *, alarmed: bool = False) -> tuple[Drift, ...]:
+        """What the classifiers of the `number`-th look say; after an alarm a look is the first for itself, and fewer
+        permutations will do."""
+        live = np.arange(len(self.reference) + len(part.heads)) >= len(self.reference)
+        folds = drift.folds_of(len(live), rng)
+        views = self._views(part, folds)
+        own = drift.spending(1 if alarmed else number) / sum(PARTS[name] for name in views)
+        settings: dict[str, Any] = {"false_alarms": self.false_alarms, "rng": rng}
+        if alarmed:
+            settings["enough"] = 1
+        return tuple(
+            drift.drift_between(name, classify, live, folds, part=own * PARTS[name], **settings)
+            for name, classify in views.items()
+        )
+
+    def _views(self, part: Log, folds: drift.Folds) -> dict[str, drift.OutOfFold]:
+        def classifier_of(columns: Floats) -> drift.OutOfFold:
+            if self.classifier is None:
+                return drift.linear_classifier(columns, folds)
+            return drift.estimator_classifier(self.classifier, columns, folds)
+
+        heads = np.concatenate((self.reference.heads, part.heads))
+        features = np.concatenate((self.reference.features, part.features))
+        views: dict[str, drift.OutOfFold] = {
+            MISSING: drift.GivenScore(self._signals(heads, features)),
+            SCORES: classifier_of(self._columns(heads, features)),
+        }
+        if self.reference.hits is not None and part.hits is not None:
+            items = np.concatenate((self.reference.hits[:, :MOST_HITS], part.hits[:, :MOST_HITS]))
+            views[HITS] = drift.item_classifier(_numbered(items), folds)
+        if self.embeddings is not None and part.embeddings is not None:
+            views[EMBEDDINGS] = classifier_of(np.concatenate((self.embeddings, part.embeddings)))
+        return views
+
+    def _columns(self, heads: Floats, features: Floats) -> Floats:
+        """What the scores say about a query: the log-odds of the rule's model, the level and the shape of the list, the
+        caller's features, and all of these squared."""
+        model = self.rule.model
+        odds = [answer.logit(heads, features, model.unit) for answer in (model.right, model.no_match)]
+        plain = np.column_stack((*odds, heads[:, 0] / model.unit, shape_of(heads, model.unit), features))
+        sd = plain.std(0)
+        scaled = np.clip((plain - plain.mean(0)) / np.where(sd > 0, sd, 1.0), -FURTHEST, FURTHEST)
+        return np.column_stack((scaled, scaled**2))
+
+    def _signals(self, heads: Floats, features: Floats) -> Floats:
+        return certify.signal(self.rule.model.no_match.logit(heads, features, self.rule.model.unit))
+
+    def _no_match(self, part: Log) -> tuple[float, float]:
+        """The share of live queries whose item is missing that explains their mean signal, and its standard error."""
+        queries = self._signals(self.reference.heads, self.reference.features)
+        twins = self._signals(self.reference.twins, self.reference.features)
+        live = self._signals(part.heads, part.features)
+        apart = float(twins.mean() - queries.mean())
+        if apart <= 1e-6:
+            return 0.0, 1.0
+        share = float(np.clip((live.mean() - queries.mean()) / apart, 0.0, 1.0))
+        off = queries + share * (twins - queries)
+        return share, math.sqrt(float(live.var()) / len(live) + float(off.var()) / len(off)) / apart
+
+    def _overlap(self, part: Log, share: float, share_error: float, rng: np.random.Generator) -> Overlap:
+        """The threshold for queries like the live ones. Judged queries, some of them without their right items if the
+        log seems to hold more of this than the rule reckons with, are kept with probabilities proportional to their
+        weights. Among the queries that are kept, errors are binomial, and an exact test can be done."""
+        rule, reference = self.rule, self.reference
+        if rule.unit != ANSWERS:
+            return Overlap(0.0, 0.0, 0, None)
+        sure = share - 2 * share_error > rule.no_match_share
+        allowed = min(1.0, share + 2 * share_error) if sure else rule.no_match_share
+        missing = rng.random(len(reference)) < allowed
+        pool = dataclasses.replace(
+            reference,
+            heads=np.where(missing[:, None], reference.twins, reference.heads),
+            right=reference.right & ~missing,
+        )
+        weight = self._weights(pool, part, rng)
+        effective = float(weight.sum() ** 2 / (weight**2).sum())
+        kept = rng.random(len(weight)) * weight.max() < weight
+        covered = min(1.0, float(weight.mean()))
+        if min(effective, float(kept.sum())) < FEWEST or covered < COVERED:
+            return Overlap(effective, covered, int(kept.sum()), None)
+        p = self._p_answer(pool.heads, pool.features)
+        return Overlap(effective, covered, int(kept.sum()), _certified(rule, p, pool.right, kept))
+
+    def _weights(self, pool: Reference, part: Log, rng: np.random.Generator) -> Floats:
+        """How much more frequent each query of the pool is in the log, by classifiers that have not seen it."""
+        n = len(pool)
+        folds = drift.folds_of(n + len(part.heads), rng)
+        views = Watcher(self.rule, pool, self.embeddings, self.false_alarms, None, self.seed)._views(part, folds)
+        labels = (np.arange(n + len(part.heads)) >= n).astype(np.float64)[None]
+        scores = [classify(labels)[0] for name, classify in views.items() if name in (SCORES, EMBEDDINGS)]
+        return _likely(np.column_stack(scores), labels[0] > 0)[:n]
+
+
+def _certified(rule: Rule, p: Floats, right: Bools, kept: Bools) -> Certificate:
+    """Certifies a threshold on the kept queries. Thresholds, and where the tests begin, depend on the probabilities of
+    the other queries alone."""
+    others = p[~kept] if (~kept).any() else p
+    thresholds = certify.spaced(others, np.ones(len(others)))
+    stated = certify.stated_error(others, np.ones(len(others)), thresholds)
+    levels = certify.starting_levels(int((stated <= rule.max_error / 2).sum().clip(1) - 1), len(thresholds))
+    outcomes = certify.answer_outcomes(p[kept], ~right[kept], np.zeros(int(kept.sum())), thresholds)
+    return certify.certified(
+        outcomes, thresholds, levels, np.zeros(1), rule.max_error, rule.confidence, unit=ANSWERS, seed=0
+    )
+
+
+def _likely(scores: Floats, live: Bools) -> Floats:
+    """How much more frequent [n] queries are in the log than among the judged ones, by a logistic regression on scores
+    out of fold [n, views]."""
+    logit = logits(scores, fit_logistic(scores, live))
+    return np.asarray(np.exp(np.clip(logit, -50, 50)) * float((~live).sum()) / float(live.sum()))
+
+
+def _odds(drifts: Sequence[Drift], judged: int) -> Floats:
+    scores = np.column_stack([each.score for each in drifts])
+    return _likely(scores, np.arange(len(scores)) >= judged)
+
+
+def _numbered(items: NDArray[Any]) -> NDArray[np.int64]:
+    """Numbers for the ids [n, k] of items; -1 where there is none."""
+    if items.dtype.kind in "iu":
+        return items.astype(np.int64)
+    there = np.array([[item is not None and item != -1 for item in row] for row in items])
+    numbers = np.full(items.shape, -1, np.int64)
+    numbers[there] = np.unique(items[there].astype(str), return_inverse=True)[1]
+    return numbers
+
+
+def _mean(values: Floats) -> float:
+    return float(values.mean()) if len(values) else math.nan

@@ -1,0 +1,226 @@
+"""Looks at a log of queries that grows: each call does the looks that are due and adds them to a Parquet file."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from geoflow_fast.data.rows import open_rows
+from geoflow_fast.decisions.drift import Drift
+from geoflow_fast.decisions.rules import Rule
+from geoflow_fast.decisions.watch import EVERY, FALSE_ALARMS, PARTS, WINDOW, Health, Look, changed_search, watch
+from geoflow_fast.jobs.decisions import QUERY, ResultLists, open_lists
+from geoflow_fast.runtime import hashing, parquet
+from geoflow_fast.runtime.files import contents_of, write_json
+
+FORMAT = 1
+MADE_BY, LOG, VERDICT, ALARM, HOLDS = "made_by", "log", "verdict", "alarm", "holds"
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class WatchSettings:
+    """How a log is looked at."""
+
+    column: str | None = None
+    """Column of the lists of scores."""
+    embeddings: Path | None = None
+    """Those of the log's queries."""
+    judged_embeddings: Path | None = None
+    """Those of the judged queries, in the rows of the file that the rule was made from."""
+    encoder: str | None = None
+    gallery_size: int | None = None
+    window: int = WINDOW
+    every: int = EVERY
+    false_alarms: float = FALSE_ALARMS
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Watched:
+    """The state after a call."""
+
+    lists: ResultLists
+    health: Health | None
+    """What this call has found; None if no look was due."""
+    table: dict[str, Array]
+    """All looks so far, a row each."""
+    waiting: int
+    """Queries after the last look."""
+
+    changed: str | None
+    """In what the search is known to differ from the one that the rule was made for."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing speaks against the guarantee."""
+        return self.changed is None and (not self.table or bool(self.table[HOLDS][-1]))
+
+    @property
+    def verdict(self) -> str:
+        """The last verdict, in words."""
+        if self.changed is not None:
+            return f"The guarantee no longer holds because {self.changed}."
+        return str(self.table[VERDICT][-1]) if self.table else "There was no look yet."
+
+    def facts(self) -> dict[str, Any]:
+        """The last look and the verdict, as they are written as JSON."""
+        last = {name: _plain(column[-1]) for name, column in self.table.items() if name not in (MADE_BY, LOG)}
+        last |= {HOLDS: self.holds, VERDICT: self.verdict}
+        looks = len(self.table.get(VERDICT, ()))
+        label = [] if self.health is None else [_plain(self.lists.query[row]) for row in self.health.to_label]
+        return {**last, "looks": looks, "waiting": self.waiting, "worth_labelling": label}
+
+
+def watch_file(rule: Path, log: Path, out: Path, settings: WatchSettings, *, overwrite: bool = False) -> Watched:
+    """Does the looks that are due at the log, a file of result lists as `geoflow threshold` reads them, and writes
+    `out` with a row for each look, and beside it the state as JSON and the queries that are most worth judging."""
+    own, lists = Rule.load(rule), open_lists(log, settings.column)
+    made_by = _made_by(rule, settings)
+    table = {} if overwrite or not out.exists() else _earlier(out, made_by, lists)
+    before = len(table.get(VERDICT, ()))
+    waiting = len(lists.scores) - before * settings.every
+    changed = changed_search(own, settings.encoder, settings.gallery_size)
+    if waiting < settings.every:
+        return Watched(lists, None, table, waiting, changed)
+    since = str(table[ALARM][-1]) if before else ""
+    health = watch(
+        own,
+        lists.scores,
+        hits=lists.hits,
+        embeddings=_rows(settings.embeddings, "embeddings"),
+        judged_embeddings=_rows(settings.judged_embeddings, "judged_embeddings"),
+        encoder=settings.encoder,
+        gallery_size=settings.gallery_size,
+        window=settings.window,
+        every=settings.every,
+        false_alarms=settings.false_alarms,
+        looks_before=before,
+        alarmed=bool(since),
+        seed=settings.seed,
+    )
+    rows = [_row(look, health, since, made_by, lists) for look in health.looks]
+    columns: dict[str, Array] = {name: np.array([row[name] for row in rows], _kind(rows[0][name])) for name in rows[0]}
+    table = {name: np.concatenate((table[name], new)) if before else new for name, new in columns.items()}
+    watched = Watched(lists, health, table, len(lists.scores) - health.last.end, changed)
+    _write(out, watched)
+    return watched
+
+
+def labels_file(out: Path) -> Path:
+    """The file of the queries that are most worth judging, beside `out`."""
+    return out.with_name(f"{out.stem}.label.parquet")
+
+
+def state_file(out: Path) -> Path:
+    """The file of the state, beside `out`."""
+    return out.with_suffix(".json")
+
+
+def _made_by(rule: Path, settings: WatchSettings) -> str:
+    """What looks depend on besides the log: with anything else they would not be looks of one series."""
+    compared = {name: getattr(settings, name) is not None for name in ("embeddings", "judged_embeddings")}
+    numbers = {name: getattr(settings, name) for name in ("window", "every", "false_alarms", "seed")}
+    file = np.frombuffer(rule.read_bytes(), np.uint8)
+    return hashing.fingerprint({"format": FORMAT, "rule": hashing.digest([file]), **compared, **numbers})
+
+
+def _earlier(out: Path, made_by: str, lists: ResultLists) -> dict[str, Array]:
+    """The looks of earlier calls."""
+    table = parquet.read_columns(out)
+    with contents_of(out, "no file of looks"):
+        last = int(table["end"][-1])
+        if table[MADE_BY][-1] != made_by:
+            raise ValueError(
+                "its looks were made with another rule or other settings: name another --out, or overwrite"
+            )
+        if last > len(lists.scores) or table[LOG][-1] != _log_digest(lists, last):
+            raise ValueError(f"the first {last} queries of {lists.path} have changed since: a log may only grow")
+    return table
+
+
+def _log_digest(lists: ResultLists, end: int) -> str:
+    return hashing.digest([np.asarray(lists.scores[:end], np.float64)])
+
+
+def _rows(path: Path | None, name: str) -> Array | None:
+    if path is None:
+        return None
+    rows = open_rows(path, name)
+    return rows[np.arange(len(rows))]
+
+
+def _row(look: Look, health: Health, since: str, made_by: str, lists: ResultLists) -> dict[str, Any]:
+    """One look as a row of the table."""
+    alarmed = health.alarm is not None and health.alarm.number <= look.number
+    verdict = since or (health.verdict if alarmed or health.changed else _verdict_of(look, health))
+    certificate = look.overlap.certificate
+    found = {each.view: each for each in look.drifts}
+    return {
+        "look": look.number,
+        "start": look.start,
+        "end": look.end,
+        HOLDS: not (since or alarmed or health.changed),
+        VERDICT: verdict,
+        ALARM: since or (health.verdict if alarmed else ""),
+        "p_value": look.p_value,
+        **{f"{view}_{name}".replace(" ", "_"): x for view in PARTS for name, x in _drift(found.get(view)).items()},
+        "expected": look.expected,
+        "stderr": look.stderr,
+        "answered": look.answered,
+        "expected_error": look.expected_error,
+        "judged_error": look.judged_error,
+        "no_match_share": look.no_match_share,
+        "no_match_stderr": look.no_match_stderr,
+        "effective": look.overlap.effective,
+        "covered": look.overlap.covered,
+        "new_threshold": math.nan if certificate is None else certificate.threshold,
+        "new_answered": math.nan if certificate is None else certificate.answered,
+        "overlap": look.overlap.words,
+        MADE_BY: made_by,
+        LOG: _log_digest(lists, look.end),
+    }
+
+
+def _verdict_of(look: Look, health: Health) -> str:
+    """The verdict after an earlier look of this call."""
+    return Health(health.rule, (look,), None, health.false_alarms, None, *_nothing()).verdict
+
+
+def _nothing() -> tuple[Array, Array, Array]:
+    return np.empty(0), np.empty(0), np.empty(0, np.int64)
+
+
+def _drift(found: Drift | None) -> dict[str, float]:
+    names = ("auroc", "p_value", "corrected")
+    return {name: math.nan if found is None else getattr(found, name) for name in names}
+
+
+def _kind(value: Any) -> type:
+    return object if isinstance(value, str) else type(value)
+
+
+def _plain(value: Any) -> Any:
+    """A value that JSON can hold."""
+    plain = value.item() if hasattr(value, "item") else value
+    return None if isinstance(plain, float) and not math.isfinite(plain) else plain
+
+
+def _write(out: Path, watched: Watched) -> None:
+    health, lists = watched.health, watched.lists
+    assert health is not None
+    rows = health.to_label
+    near = rows - health.last.start
+    label = {QUERY: lists.query[rows], "row": rows, "p_right": health.p_right[near], "odds": health.odds[near]}
+    if lists.hits is not None:
+        label["hit"] = lists.hits[rows, 0]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_columns(labels_file(out), label, len(rows))
+    write_json(state_file(out), watched.facts())
+    parquet.write_columns(out, watched.table, len(watched.table[VERDICT]))
