@@ -392,7 +392,7 @@ class Watcher:
         return np.column_stack((scaled, scaled**2))
 
     def _signals(self, heads: Floats, features: Floats) -> Floats:
-        return certify.signal(self.rule.model.no_match.logit(heads, features, self.rule.model.unit))
+        return certify.signal(self.rule.model.no_match.logit(heads, features, self.rule.model.unit), 0.5)
 
     def _no_match(self, part: Log) -> tuple[float, float]:
         """The share of live queries whose item is missing that explains their mean signal, and its standard error."""
@@ -449,7 +449,7 @@ def _certified(rule: Rule, p: Floats, right: Bools, kept: Bools) -> Certificate:
     levels = certify.starting_levels(int((stated <= rule.max_error / 2).sum().clip(1) - 1), len(thresholds))
     outcomes = certify.answer_outcomes(p[kept], ~right[kept], np.zeros(int(kept.sum())), thresholds)
     return certify.certified(
-        outcomes, thresholds, levels, np.zeros(1), rule.max_error, rule.confidence, unit=ANSWERS, seed=0
+        outcomes, thresholds, levels, certify.Share.known(0.0), rule.max_error, rule.confidence, unit=ANSWERS, seed=0
     )
 
 
