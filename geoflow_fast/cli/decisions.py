@@ -218,6 +218,13 @@ def threshold(
     _print_rule(made, answered, left_out, written, as_json=as_json)
 
 
+def _refuse(context: typer.Context, names: Collection[str], why: str) -> None:
+    """Raises a ValueError if a flag of one of these names is given, which would have no effect."""
+    for parameter in context.command.params:
+        if parameter.name in names and parameter.name in chosen_flags(context):
+            raise ValueError(f"{parameter.opts[0]} {why}: leave it out, or give --labels, --pairs or --qrels")
+
+
 @app.command(
     groups={
         "What is compared": "column embeddings judged_embeddings encoder gallery_size",
@@ -323,13 +330,6 @@ def known_hits(
         return None, each
     opened = open_pairs(folder, images, texts, image_index, normalize=normalize)
     return decisions.labels_from_pairs(lists, opened, direction)
-
-
-def _refuse(context: typer.Context, names: Collection[str], why: str) -> None:
-    """Raises a ValueError if a flag of one of these names is given, which would have no effect."""
-    for parameter in context.command.params:
-        if parameter.name in names and parameter.name in chosen_flags(context):
-            raise ValueError(f"{parameter.opts[0]} {why}: leave it out, or give --labels, --pairs or --qrels")
 
 
 def _judge(lists: ResultLists, known: Any, image: Any, fitted: Path | None, seed: int) -> tuple[Trust, Any, int]:
