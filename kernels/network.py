@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from geoflow_fast.kernels.launch import Tile, by_rows, element_tile, launch, row_kernel, row_tile
+from geoflow_fast.ops.segments import Segment
 
 Pair = tuple[Tensor, Tensor]
 
@@ -570,3 +571,187 @@ def flow_loss_backward(
         **tile.options,
     )  # fmt: skip
     return d_image, d_text
+
+
+# ---- rows of several solves in one launch ----------------------------------------------------------------------------
+#
+# A network that is evaluated with tangents has its rows in segments: the points of one solve in one stream, and one
+# tangent of all of them after the other. A table on the device has a line for each segment, so that one launch serves
+# all solves and both streams. Row numbers count rows of the flattened matrices; the source is what a kernel reads, the
+# other is the same solve in the other stream, and the target is what it writes.
+
+PAIRS, TANGENTS, POINT, TANGENT, OTHER_POINT, OTHER_TANGENT, TO_POINT, TO_TANGENT, GROUP, STREAM = map(
+    tl.constexpr, range(len(Segment._fields))
+)
+LINE = tl.constexpr(len(Segment._fields))
+
+
+@triton.jit
+def _segment(table, tiles, ROWS: tl.constexpr):
+    """The line of this program's segment, the numbers of its rows within it, and which of them exist."""
+    program = tl.program_id(0)
+    line = table + (program // tiles) * LINE
+    local = ((program % tiles) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    return line, local, local < tl.load(line + PAIRS)
+
+
+@triton.jit
+def _elements(line, column_of_table, local, pitch, column):
+    """Offsets of a tile whose first row the table names."""
+    first = tl.load(line + column_of_table).to(tl.int64)
+    return (first + local)[:, None] * pitch + column[None, :]
+
+
+@triton.jit
+def _normalise_tangent(tangent, unit, rstd, factor, width):
+    """What `_normalise` and a factor make of a tangent."""
+    mean = tl.sum(tangent, axis=1) / width
+    along = tl.sum(tangent * unit, axis=1) / width
+    return rstd[:, None] * (tangent - mean[:, None] - unit * along[:, None]) * factor
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def segment_adaln_kernel(
+    x, bias, shift, scale, y, table, tiles, width, eps, GROUP_COLUMN: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    line, local, inside = _segment(table, tiles, ROWS)
+    column = tl.arange(0, COLUMNS)
+    present = column < width
+    valid = inside[:, None] & present[None, :]
+    parameter = tl.load(line + GROUP_COLUMN).to(tl.int64) * width + column
+    value = tl.load(x + _elements(line, POINT, local, width, column), mask=valid, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        own = tl.load(line + STREAM).to(tl.int64) * width + column
+        value += tl.where(valid, tl.load(bias + own, mask=present, other=0.0).to(tl.float32)[None, :], 0.0)
+    unit, rstd = _normalise(value, valid, width, eps)
+    factor = 1.0 + tl.load(scale + parameter, mask=present, other=0.0).to(tl.float32)[None, :]
+    out = unit * factor + tl.load(shift + parameter, mask=present, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + _elements(line, TO_POINT, local, width, column), out, mask=valid)
+    pairs = tl.load(line + PAIRS).to(tl.int64)
+    at = _elements(line, TANGENT, local, width, column)
+    to = _elements(line, TO_TANGENT, local, width, column)
+    for _ in range(tl.load(line + TANGENTS)):
+        tangent = tl.load(x + at, mask=valid, other=0.0).to(tl.float32)
+        tl.store(y + to, _normalise_tangent(tangent, unit, rstd, factor, width), mask=valid)
+        at += pairs * width
+        to += pairs * width
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def segment_gate_adaln_kernel(
+    h, branch, layer_scale, shift, scale, out, y, table, tiles, width, pitch, head_width, eps,
+    GROUP_COLUMN: tl.constexpr, HAS_GATE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    line, local, inside = _segment(table, tiles, ROWS)
+    column = tl.arange(0, COLUMNS)
+    present = column < width
+    valid = inside[:, None] & present[None, :]
+    parameter = tl.load(line + GROUP_COLUMN).to(tl.int64) * width + column
+    own = tl.load(line + STREAM).to(tl.int64) * width + column
+    at = _elements(line, POINT, local, width, column)
+    to = _elements(line, TO_POINT, local, width, column)
+    along_value = tl.load(layer_scale + own, mask=present, other=0.0).to(tl.float32)[None, :]
+    gate_column = column
+    value_at = _elements(line, POINT, local, pitch, column)
+    if HAS_GATE:
+        # Each head has its gates first and then the values that it sends to the other stream.
+        gate_column = (column // head_width) * (2 * head_width) + column % head_width
+        value_at = _elements(line, OTHER_POINT, local, pitch, gate_column + head_width)
+    content = tl.load(branch + value_at, mask=valid, other=0.0).to(tl.float32)
+    along_gate = along_value
+    if HAS_GATE:
+        gate_at = _elements(line, POINT, local, pitch, gate_column)
+        open_by = _sigmoid(tl.load(branch + gate_at, mask=valid, other=0.0).to(tl.float32))
+        along_value = along_value * open_by
+        along_gate = along_value * (1.0 - open_by) * content
+    value = tl.load(h + at, mask=valid, other=0.0).to(tl.float32) + along_value * content
+    tl.store(out + to, value, mask=valid)
+    unit, rstd = _normalise(value, valid, width, eps)
+    factor = 1.0 + tl.load(scale + parameter, mask=present, other=0.0).to(tl.float32)[None, :]
+    normed = unit * factor + tl.load(shift + parameter, mask=present, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + to, normed, mask=valid)
+    pairs = tl.load(line + PAIRS).to(tl.int64)
+    at = _elements(line, TANGENT, local, width, column)
+    to = _elements(line, TO_TANGENT, local, width, column)
+    gate_at = _elements(line, TANGENT, local, pitch, gate_column)
+    value_at = gate_at
+    if HAS_GATE:
+        value_at = _elements(line, OTHER_TANGENT, local, pitch, gate_column + head_width)
+    for _ in range(tl.load(line + TANGENTS)):
+        tangent = tl.load(h + at, mask=valid, other=0.0).to(tl.float32)
+        tangent += along_value * tl.load(branch + value_at, mask=valid, other=0.0).to(tl.float32)
+        if HAS_GATE:
+            tangent += along_gate * tl.load(branch + gate_at, mask=valid, other=0.0).to(tl.float32)
+        tl.store(out + to, tangent, mask=valid)
+        tl.store(y + to, _normalise_tangent(tangent, unit, rstd, factor, width), mask=valid)
+        at += pairs * width
+        to += pairs * width
+        gate_at += pairs * pitch
+        value_at += pairs * pitch
+
+
+@triton.jit(do_not_specialize=["tiles"])
+def segment_swiglu_kernel(wide, inner, table, tiles, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    line, local, inside = _segment(table, tiles, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    valid = inside[:, None] & (column < width)[None, :]
+    at = _elements(line, POINT, local, 2 * width, column)
+    to = _elements(line, TO_POINT, local, width, column)
+    x = tl.load(wide + at, mask=valid, other=0.0).to(tl.float32)
+    y = tl.load(wide + at + width, mask=valid, other=0.0).to(tl.float32)
+    sigmoid = _sigmoid(x)
+    silu = x * sigmoid
+    slope = y * (sigmoid + silu * (1.0 - sigmoid))
+    tl.store(inner + to, silu * y, mask=valid)
+    pairs = tl.load(line + PAIRS).to(tl.int64)
+    at = _elements(line, TANGENT, local, 2 * width, column)
+    to = _elements(line, TO_TANGENT, local, width, column)
+    for _ in range(tl.load(line + TANGENTS)):
+        tangent = slope * tl.load(wide + at, mask=valid, other=0.0).to(tl.float32)
+        tangent += silu * tl.load(wide + at + width, mask=valid, other=0.0).to(tl.float32)
+        tl.store(inner + to, tangent, mask=valid)
+        at += 2 * pairs * width
+        to += pairs * width
+
+
+def segment_adaln(
+    x: Tensor, bias: Tensor | None, shift: Tensor, scale: Tensor, y: Tensor, table: Tensor, pairs: int, eps: float,
+    by_stream: bool,
+) -> None:  # fmt: skip
+    """See `segments.adaln_segments`."""
+    width = y.shape[-1]
+    tile = row_tile(width)
+    tiles = triton.cdiv(pairs, tile.rows)
+    launch(
+        segment_adaln_kernel, (len(table) * tiles,), x, x if bias is None else bias, shift, scale, y, table, tiles,
+        width, eps, GROUP_COLUMN=(STREAM if by_stream else GROUP).value, HAS_BIAS=bias is not None, ROWS=tile.rows,
+        COLUMNS=tile.columns, **tile.options,
+    )  # fmt: skip
+
+
+def segment_gate_adaln(
+    h: Tensor, branch: Tensor, heads: int, layer_scale: Tensor, shift: Tensor, scale: Tensor, out: Tensor,
+    y: Tensor, table: Tensor, pairs: int, eps: float, by_stream: bool,
+) -> None:  # fmt: skip
+    """See `segments.gate_adaln_segments`."""
+    width = h.shape[-1]
+    tile = row_tile(width)
+    tiles = triton.cdiv(pairs, tile.rows)
+    launch(
+        segment_gate_adaln_kernel, (len(table) * tiles,), h, branch, layer_scale, shift, scale,
+        out, y, table, tiles, width, branch.shape[-1], width // max(heads, 1), eps,
+        GROUP_COLUMN=(STREAM if by_stream else GROUP).value, HAS_GATE=heads > 0, ROWS=tile.rows,
+        COLUMNS=tile.columns, **tile.options,
+    )  # fmt: skip
+
+
+def segment_swiglu(wide: Tensor, inner: Tensor, table: Tensor, pairs: int) -> None:
+    """See `segments.swiglu_segments`."""
+    width = inner.shape[-1]
+    tile = element_tile(width)
+    tiles = triton.cdiv(pairs, tile.rows)
+    launch(
+        segment_swiglu_kernel, (len(table) * tiles, triton.cdiv(width, tile.columns)), wide, inner, table, tiles, width,
+        ROWS=tile.rows, COLUMNS=tile.columns, **tile.options,
+    )  # fmt: skip

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from geoflow_fast.kernels import gallery, geodesic, network
+from geoflow_fast.kernels import gallery, geodesic, network, probes
 from geoflow_fast.ops import dispatch
 
 NVIDIA = (80, 90, 100)
@@ -41,6 +41,7 @@ TYPES = {
     torch.int8: "i8",
     torch.int32: "i32",
     torch.int64: "i64",
+    torch.float64: "fp64",
 }
 TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
 
@@ -68,7 +69,7 @@ def recorded() -> Iterator[list[Launch]]:
         launches.append(Launch(kernel, grid, arguments, meta))
 
     with ExitStack() as stack:
-        for module in (geodesic, gallery, network):
+        for module in (geodesic, gallery, network, probes):
             stack.enter_context(mock.patch.object(module, "launch", record))
         stack.enter_context(mock.patch.object(gallery, "processor_count", return_value=132))
         # Without this, operations would answer for tensors without values by the shapes of their references.
@@ -264,6 +265,46 @@ def call_with_rows(name: str, rows: int, width: int) -> Callable[[], object]:
     return sphere[name](rows, width) if name in sphere else _network(name, rows, width)
 
 
+def _segments(
+    kernel: str, pairs: int, width: int, dtype: torch.dtype = torch.float32, gated: bool = True
+) -> Callable[[], object]:
+    """A call that serves both streams of three solves with one tangent a stream each, 7 rows a pair and stream."""
+
+    def call() -> None:
+        rows, table = 14 * pairs, _cuda(6, 10, dtype=torch.int32)
+        h, y, parameter = _cuda(rows, width), _cuda(rows, width, dtype=dtype), _cuda(6, width)
+        if kernel == "segment_adaln":
+            network.segment_adaln(h, parameter, parameter, parameter, y, table, pairs, 1e-5, False)
+        elif kernel == "segment_swiglu":
+            network.segment_swiglu(_cuda(rows, 2 * width, dtype=dtype), y, table, pairs)
+        else:
+            branch, heads = _cuda(rows, 2 * width if gated else width, dtype=dtype), 4 if gated else 0
+            network.segment_gate_adaln(
+                h, branch, heads, parameter, parameter, parameter, h, y, table, pairs, 1e-5, False
+            )
+
+    return call
+
+
+def _probes(kernel: str, rows: int, width: int, seen: bool = True) -> Callable[[], object]:
+    def call() -> None:
+        x, before = _cuda(rows, width), _cuda(rows, width) if seen else None
+        if kernel == "tangent_probes":
+            numbers, seed = _cuda(rows, dtype=torch.int64), _cuda(dtype=torch.int64)
+            probes.tangent_probes(x, numbers, seed, 3, 1, 2, not seen, before, width - 1)
+        else:
+            e, sums = _cuda(2, rows, width), _cuda(2, rows, dtype=torch.float64)
+            probes.probe_traces(x, x, e, e, sums, 0.1, 1.0 - width, width - 1, seen, before)
+
+    return call
+
+
+SEGMENTS = {"segment_adaln": (512, 2), "segment_gate_adaln": (512, 5), "segment_swiglu": (1408, 3)}
+"""Of each function: columns of the paper's network, and [R, H] arrays read and written."""
+PROBES = {"tangent_probes": 4, "probe_traces": 8}
+"""Of each function: [B, d] arrays read and written with two probes."""
+
+
 NETWORK = {
     # function: (columns of the paper's network, [R, H] arrays read and written in float32)
     "adaln": (512, 4),
@@ -302,6 +343,12 @@ def table_cases() -> list[Case]:
         groups = rows if name.startswith("adaln") and not name.endswith("jvp") else 1
         call = _network(name, rows, width, groups=groups)
         cases.append(Case(f"{name} {rows} x {width}", call, megabytes=arrays * rows * width * 4 / 1e6))
+    for name, (width, arrays) in SEGMENTS.items():
+        megabytes = arrays * 14 * 1024 * width * 4 / 1e6
+        cases.append(Case(f"{name} 14 x 1024 x {width}", _segments(name, 1024, width), megabytes=megabytes))
+    for name, arrays in PROBES.items():
+        megabytes = arrays * 8192 * 1024 * 4 / 1e6
+        cases.append(Case(f"{name} 2 x 8192 x 1024", _probes(name, 8192, 1024), megabytes=megabytes))
     return cases
 
 
@@ -326,6 +373,14 @@ def configuration_cases() -> list[Case]:
         for name in NETWORK:
             for dtype in (torch.float32, torch.float16, torch.bfloat16):
                 cases.append(Case(f"{name} {TYPES[dtype]} H={width}", _network(name, 64, width, dtype)))
+    for width in (24, 1408, 4096):
+        for seen in (False, True):
+            cases += [Case(f"{name} d={width} seen={seen}", _probes(name, 64, width, seen)) for name in PROBES]
+        for name in SEGMENTS:
+            for dtype in (torch.float32, torch.float16, torch.bfloat16):
+                for gated in (True, False):
+                    label = f"{name} {TYPES[dtype]} H={width} gated={gated}"
+                    cases.append(Case(label, _segments(name, 8, width, dtype, gated)))
     for name in ("adaln", "gate_residual"):
         for kernel in (name, f"{name}_backward", f"{name}_jvp"):
             for groups in (1, 4, 64):

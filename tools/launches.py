@@ -46,7 +46,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import geoflow_fast as gf
 from geoflow_fast.directions import DIRECTIONS, Direction
-from geoflow_fast.kernels import gallery, geodesic, network
+from geoflow_fast.kernels import gallery, geodesic, network, probes
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.ops import dispatch, native, triton_kernels
 from geoflow_fast.retrieval.sources import FlowSource
@@ -367,7 +367,9 @@ def counted(*, capability: tuple[int, int] = (9, 0)) -> Iterator[Count]:
     properties = SimpleNamespace(
         multi_processor_count=132, total_memory=80 * 10**9, major=capability[0], minor=capability[1], name="fake"
     )
-    patches: list[Any] = [mock.patch.object(module, "launch", mode.launch) for module in (geodesic, gallery, network)]
+    patches: list[Any] = [
+        mock.patch.object(module, "launch", mode.launch) for module in (geodesic, gallery, network, probes)
+    ]
     patches += [
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch.cuda, "is_bf16_supported", return_value=True),

@@ -47,7 +47,7 @@ class Anchor(nn.Module):
 
     def predict(self, given: Tensor, stream: int) -> Tensor:
         """What the rows `given` [B, d'] predict for the other stream, [B, d]."""
-        return given @ (self.text_map if stream else self.image_map)
+        return given @ (self.text_map if stream else self.image_map).to(given.dtype)
 
     def weight(self, t: float | Tensor, stream: int) -> Tensor:
         """Weights of a prediction at time `t`: [d], or [B, d] for a tensor [B, 1] of times."""

@@ -52,9 +52,18 @@ class FlowField(Field, Protocol):
     def network(self) -> GeoFlow | None:
         """The network, if the field is one whose derivatives can be computed layer by layer."""
 
-    def velocity_at(self, times: Sequence[float], direction: Direction, *, tangent: bool = True) -> Velocity:
+    def velocity_at(
+        self,
+        times: Sequence[float],
+        direction: Direction,
+        *,
+        tangent: bool = True,
+        precision: str = "float32",
+        rows: int | None = None,
+    ) -> Velocity:
         """Returns the velocity, without dropout, as a function that may be called at these times. Unless `tangent`, it
-        may return the generated streams before their tangent projection, and leave the given one out."""
+        may return the generated streams before their tangent projection, and leave the given one out. `precision`: that
+        of a network's matrix products, for so many `rows` in all."""
 
     def stream_to_flow(self, x: Tensor, stream: int) -> Tensor:
         """Maps embeddings [B, d] of one stream to the flow's coordinates; returns `x` itself if they are the same."""
@@ -97,6 +106,8 @@ class PlainField:
         direction: Direction,
         *,
         tangent: bool = True,  # noqa: ARG002
+        precision: str = "float32",  # noqa: ARG002
+        rows: int | None = None,  # noqa: ARG002
     ) -> Velocity:
         return lambda image, text, t: self.velocity(image, text, t, direction)
 

@@ -22,10 +22,13 @@ from geoflow_fast.directions import CONDITIONAL, STREAMS, Counts, Direction, row
 from geoflow_fast.flow.anchor import Anchor, with_shares
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.fields import Streams, Velocity
-from geoflow_fast.flow.network import Block, Conditioning, Modulation, zero_linear
+from geoflow_fast.flow.forward_mode import ForwardMode, PreparedVelocity
+from geoflow_fast.flow.network import Block, Conditioning, Modulation, shared_modulations, zero_linear
+from geoflow_fast.flow.precision import HALVES, product_dtype
 from geoflow_fast.flow.preprocess import Preprocess
 from geoflow_fast.runtime import checks, hashing, hub
 from geoflow_fast.runtime.files import contents_of, write_json
+from geoflow_fast.runtime.graphs import Graphs
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
@@ -56,6 +59,7 @@ class GeoFlow(nn.Module):
             nn.Sequential(nn.LayerNorm(hidden, dtype=torch.float32), zero_linear(hidden, d)) for d in dims
         )
         self.anchor = Anchor(dims) if config.anchored else None
+        self.graphs = Graphs()
         widths = zip((config.image_dim, config.text_dim), dims)
         self.preprocess = nn.ModuleList(Preprocess(*pair) for pair in widths) if config.preprocesses else None
 
@@ -78,8 +82,10 @@ class GeoFlow(nn.Module):
 
     @property
     def example(self) -> Tensor:
-        """Some tensor with the dtype and the device of the flow."""
-        return next(self.parameters())
+        """Some tensor with the device of the flow and the dtype of its points: that of the weights, or float32 if these
+        have 16 bits, in which nothing can move on a sphere."""
+        weight = next(self.parameters())
+        return weight if weight.dtype not in HALVES else weight.new_empty(0, dtype=torch.float32)
 
     @property
     def network(self) -> GeoFlow:
@@ -96,6 +102,7 @@ class GeoFlow(nn.Module):
         is on.
         """
         self.check_points(image, text)
+        image, text = (x.to(next(self.parameters()).dtype) for x in (image, text))
         rows = image.shape[0]
         time = torch.as_tensor(t, dtype=image.dtype, device=image.device)
         if time.shape not in ((), (rows,)):
@@ -103,7 +110,7 @@ class GeoFlow(nn.Module):
         if isinstance(direction, Tensor):
             order, counts = sort_rows(direction, rows)
             image, text, time = image[order], text[order], time.expand(rows)[order]
-            v_image, v_text = self._tangent(image, text, self.generated(image, text, time, counts), counts)
+            v_image, v_text = self.make_tangent(image, text, self.generated(image, text, time, counts), counts)
             undo = order.argsort()
             return v_image[undo], v_text[undo]
         direction = Direction.of(direction)
@@ -114,19 +121,35 @@ class GeoFlow(nn.Module):
             outputs = self._anchored(outputs, image, text, time, counts)
         else:
             outputs = self.generated(image, text, time, counts)
-        return self._tangent(image, text, outputs, counts)
+        return self.make_tangent(image, text, outputs, counts)
 
     def forward(self, image: Tensor, text: Tensor, t: float | Tensor, direction: str | Tensor) -> Streams:
         """Returns `velocity`, so that `flow(image, text, t, direction)` works and hooks on the flow fire."""
         return self.velocity(image, text, t, direction)
 
     # unchecked: velocity and the solvers call it with what they have checked
-    def velocity_at(self, times: Sequence[float], direction: Direction, *, tangent: bool = True) -> Velocity:
+    def velocity_at(
+        self,
+        times: Sequence[float],
+        direction: Direction,
+        *,
+        tangent: bool = True,
+        precision: str = "float32",
+        rows: int | None = None,
+    ) -> Velocity:
         """Returns velocity(image, text, t) for one direction and any of these times, without dropout in either mode.
 
         The shifts and scales of all times are computed at once. Points are not checked. Unless `tangent`, the generated
-        streams are as the network computes them, for steps that project them, and a given stream has no rows.
+        streams are as the network computes them, for steps that project them, and a given stream has no rows. Where no
+        gradients are wanted, matrix products have the `precision`, which "auto" chooses for so many `rows` in all.
+        Hooks on blocks fire, in the flow's own precision.
         """
+        weight = next(self.parameters())
+        # On processors, float32 samples keep the rounding of earlier releases, for which stored calibrations hold.
+        plain = not weight.is_cuda and product_dtype(precision, weight, rows) == weight.dtype not in HALVES
+        if not (plain or torch.is_grad_enabled() or self.has_hooks()):
+            network = ForwardMode(self, (direction,), list(dict.fromkeys(times)), precision, rows)
+            return PreparedVelocity(network, direction, tangent=tangent)
         like = self.conditioning.frequencies
         moments = torch.tensor(times, dtype=like.dtype, device=like.device)
         modulation = dict(zip(times, self.modulations(moments, direction)))
@@ -135,9 +158,13 @@ class GeoFlow(nn.Module):
             counts = direction.counts(len(image))
             outputs = self._network(image, text, modulation[t].unbind(), counts)
             outputs = self._anchored(outputs, image, text, t, counts)
-            return self._tangent(image, text, outputs, counts) if tangent else outputs
+            return self.make_tangent(image, text, outputs, counts) if tangent else outputs
 
         return velocity
+
+    def has_hooks(self) -> bool:
+        """Whether somebody watches the blocks."""
+        return any(block._forward_hooks or block._forward_pre_hooks for block in self.blocks)
 
     def without_dropout(self) -> contextlib.AbstractContextManager[None]:
         """A context that changes nothing, as `velocity_at` has no dropout anyway: threads may share a flow."""
@@ -147,10 +174,7 @@ class GeoFlow(nn.Module):
     def modulations(self, t: Tensor, direction: Direction) -> Tensor:
         """AdaLN shifts and scales of every half-block at the times `t` [S], shared by all rows: [S, 4 depth, 2, 1, H].
         A solver can compute those of all its steps in one call."""
-        codes = torch.full(t.shape, direction.code, device=t.device)
-        times = (torch.zeros_like(t) if stream == direction.given else t for stream in range(2))
-        c = torch.stack([self.conditioning(time, codes, stream) for stream, time in enumerate(times)])
-        return self.modulation(c).unsqueeze(3).movedim(2, 0)
+        return shared_modulations(self.conditioning, self.modulation, t, direction)
 
     # unchecked: velocity and the solvers call it with what they have checked
     def generated(self, image: Tensor, text: Tensor, t: Tensor, counts: Counts) -> Streams:
@@ -283,7 +307,7 @@ class GeoFlow(nn.Module):
         if checks.dense(x, name).dim() != 2 or x.shape[1] != dim:
             raise ValueError(f"{name} must be [B, {dim}], got {tuple(x.shape)}")
         own = self.example
-        if x.dtype != own.dtype or x.device != own.device:
+        if x.dtype not in (own.dtype, next(self.parameters()).dtype) or x.device != own.device:
             raise ValueError(f"{name} is {x.dtype} on {x.device}, but the flow is {own.dtype} on {own.device}")
 
     def _network(
@@ -317,7 +341,8 @@ class GeoFlow(nn.Module):
             for_text = torch.cat((self.anchor.shares[1] * for_text[:n_i2t] + pull, for_text[n_i2t:]))
         return for_image, for_text
 
-    def _tangent(self, image: Tensor, text: Tensor, outputs: Streams, counts: Counts) -> Streams:
+    # unchecked: velocity and the solvers call it with what they have checked
+    def make_tangent(self, image: Tensor, text: Tensor, outputs: Streams, counts: Counts) -> Streams:
         """Makes the outputs of generated rows tangent, and puts zeros into the given rows."""
         n_i2t, _, n_t2i = counts
         n_text = len(text) - n_t2i

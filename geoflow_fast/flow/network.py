@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from geoflow_fast import ops
-from geoflow_fast.directions import DIRECTIONS, Counts
+from geoflow_fast.directions import DIRECTIONS, Counts, Direction
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.ops.adaln import adaln_rows
 from geoflow_fast.ops.gate_residual import gate_residual_rows
@@ -78,8 +78,8 @@ class Block(nn.Module):
     The rate of dropout on the branches is an argument of each call, so that what a call computes does not depend on the
     mode of the module, which other threads may share.
 
-    Every velocity runs its blocks through `__call__`, so hooks on a block fire. Densities by forward-mode derivatives
-    (`likelihood/forward_mode.py`) have layers of their own and run no hooks.
+    Every velocity runs its blocks through `__call__`, so hooks on a block fire; solvers do so too if there are hooks.
+    Without any, and for densities by forward-mode derivatives, `flow/forward_mode.py` has layers of its own.
     """
 
     def __init__(self, config: GeoFlowConfig) -> None:
@@ -176,6 +176,14 @@ class Modulation(nn.Module):
             parts = tuple(x.to(torch.get_autocast_dtype(device)) for x in parts)
         rows: tuple[Tensor, ...] = RowModulation.apply(*parts, counts)  # type: ignore[no-untyped-call]
         return rows
+
+
+def shared_modulations(conditioning: Conditioning, modulation: Modulation, t: Tensor, direction: Direction) -> Tensor:
+    """AdaLN shifts and scales of every half-block at the times `t` [S], shared by all rows: [S, 4 depth, 2, 1, H]."""
+    codes = torch.full(t.shape, direction.code, device=t.device)
+    times = (torch.zeros_like(t) if stream == direction.given else t for stream in range(2))
+    c = torch.stack([conditioning(time, codes, stream) for stream, time in enumerate(times)])
+    return modulation(c).unsqueeze(3).movedim(2, 0)
 
 
 class RowModulation(torch.autograd.Function):

@@ -52,8 +52,8 @@ class Preprocess(nn.Module):
         self.radius.copy_(values[-kept:].sum().clamp(min=0).sqrt())
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.normalize((x - self.mean) @ self.basis.T, dim=-1)
+        return functional.normalize((x - self.mean) @ self.basis.T.to(x.dtype), dim=-1)
 
     def restore(self, y: Tensor) -> Tensor:
         """Unit embedding [..., d] whose preprocessed form is close to `y` [..., k]."""
-        return functional.normalize(self.mean + self.radius * (y @ self.basis), dim=-1)
+        return functional.normalize(self.mean + self.radius * (y @ self.basis.to(y.dtype)), dim=-1)

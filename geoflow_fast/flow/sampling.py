@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,17 +12,21 @@ from torch import Tensor
 
 from geoflow_fast.directions import IMAGE, STREAMS, TEXT, Direction
 from geoflow_fast.flow.fields import Field, FlowField, Streams, Velocity, as_flow
+from geoflow_fast.flow.precision import check_precision
 from geoflow_fast.flow.solvers import GRIDS, SOLVERS, Points, Rate, evaluation_times, integrate, time_grid
-from geoflow_fast.geometry import check_rows
+from geoflow_fast.geometry import capturing, check_rows
 from geoflow_fast.manifolds import SPHERE, Guided, Manifold
 from geoflow_fast.noise import NOISE_KINDS
 from geoflow_fast.runtime import checks
+from geoflow_fast.runtime.device import spare_memory
+from geoflow_fast.runtime.graphs import versions
 from geoflow_fast.runtime.progress import Advance
 from geoflow_fast.runtime.settings import Settings, settings_from
 
 ROWS_AT_ONCE = 512
 """Network rows that go through the solver together: enough to keep matrix products at the processor's peak, few enough
 for activations to stay in the cache and in memory that the allocator hands out again. Does not change results."""
+GPU_ROWS_AT_ONCE = 32_768
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,10 @@ class SamplingSettings(Settings):
 
     `n_samples` samples for each condition; `n_steps` steps of `solver` on the time grid `grid`; `guidance`; and the
     kind of `noise` they start from. `sample` describes them. The defaults are the paper's.
+
+    `precision` of a network's matrix products: "float32"; "tf32" on GPUs that have it; "bfloat16", about twice as fast
+    on processors and GPUs with units for it; or "auto", which is bfloat16 where that is faster, else float32. All the
+    rest is float32.
     """
 
     KEYWORDS = ("n_samples", "n_steps", "guidance")
@@ -39,6 +49,7 @@ class SamplingSettings(Settings):
     solver: str = "euler"
     grid: str = "uniform"
     noise: str = "iid"
+    precision: str = "float32"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "n_samples", checks.integer(self.n_samples, "n_samples", least=1))
@@ -47,6 +58,7 @@ class SamplingSettings(Settings):
         for name, known in (("solver", SOLVERS), ("grid", GRIDS), ("noise", NOISE_KINDS)):
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+        check_precision(self.precision)
 
 
 FAST_SAMPLING = SamplingSettings(n_samples=40, n_steps=8, solver="ab2", grid="late", noise="antithetic")
@@ -95,7 +107,9 @@ def sample(
         raise ValueError(f"{STREAMS[stream]} must be [Q, d], got {tuple(given.shape)}")
     field.check_embeddings(given, stream)
     start = StartingPoints.draw(settings, field.flow_dims, direction, generator, field.manifold)
-    generated = sample_conditional(field, given, direction, start.to(given), settings)
+    # Rows of 16 bits are for networks of 16 bits, whose points are float32 all the same.
+    points = given if field.network is None else given.to(field.example.dtype)
+    generated = sample_conditional(field, points, direction, start.to(points), settings)
     return direction.pair(given, generated)
 
 
@@ -144,22 +158,71 @@ def sample_conditional(
     check_rows(given, STREAMS[1 - stream])
     if len(given) == 0:
         return start.generated.new_empty(0, draws, flow.stream_from_flow(start.generated, stream).shape[1])
-    at_once = max(1, ROWS_AT_ONCE // (draws if settings.guidance == 0 else 2 * draws))
-    times, manifold = time_grid(settings.n_steps, kind=settings.grid), flow.manifold
+    copies = 1 if settings.guidance == 0 else 2
+    at_once = max(1, rows_at_once(flow, given) // (copies * draws))
+    times = time_grid(settings.n_steps, kind=settings.grid)
+    moments = evaluation_times(times, settings.solver)
+    rows = len(given) * draws * len(moments) * copies
+
+    def prepare() -> Callable[..., Tensor]:
+        """A solve for queries and starting points, with a network of its own."""
+        velocity = flow.velocity_at(moments, direction, tangent=False, precision=settings.precision, rows=rows)
+
+        def free_at_start(begin: StartingPoints) -> Tensor | None:
+            """The unguided velocity at t=0, where all queries are at the same points: the same for all."""
+            if settings.guidance == 0:
+                return None
+            return velocity(*direction.pair(begin.condition, begin.generated), 0.0)[stream]
+
+        shared = None if start.generated.is_cuda else free_at_start(start)
+
+        def solve(queries: Tensor, *noise: Tensor) -> Tensor:
+            begin = StartingPoints(*noise)
+            free = free_at_start(begin) if shared is None else shared
+            rate = guided_rate(velocity, direction, begin, free, queries, settings.guidance)
+            points = (begin.generated.repeat(len(queries), 1),)
+            (end,) = integrate(rate, points, times, solver=settings.solver, manifold=flow.manifold)
+            return flow.stream_from_flow(end, stream).unflatten(0, (len(queries), draws))
+
+        return solve
+
     parts = []
     with flow.without_dropout():
-        velocity = flow.velocity_at(evaluation_times(times, settings.solver), direction, tangent=False)
-        # At t=0 all queries are at the same points, where the unguided velocity is therefore the same for all.
-        at_start = direction.pair(start.condition, start.generated)
-        free_at_start = velocity(*at_start, 0.0)[stream] if settings.guidance > 0 else None
+        run = _replayed(flow, (direction, settings), prepare)
         for queries in flow.stream_to_flow(given, 1 - stream).split(at_once):
-            rate = guided_rate(velocity, direction, start, free_at_start, queries, settings.guidance)
-            points = (start.generated.repeat(len(queries), 1),)
-            (end,) = integrate(rate, points, times, solver=settings.solver, manifold=manifold)
-            parts.append(flow.stream_from_flow(end, stream).unflatten(0, (len(queries), draws)))
+            parts.append(run(queries, start.generated, start.condition))
             if advance is not None:
                 advance(len(queries))
     return torch.cat(parts)
+
+
+def _replayed(flow: FlowField, kind: Hashable, prepare: Callable[[], Callable[..., Tensor]]) -> Callable[..., Tensor]:
+    """The solve that `prepare` returns, made when it is first called; a network on a GPU replays solves of one kind."""
+    network = flow.network
+    prepared = functools.cache(prepare)
+    if network is None or not network.example.is_cuda:
+        return lambda *inputs: prepared()(*inputs)
+
+    def run(*inputs: Tensor) -> Tensor:
+        key = kind, tuple(x.shape for x in inputs), versions(network.state_dict().values())
+        reason = "somebody watches the blocks with hooks" if network.has_hooks() else None
+        samples = network.graphs.run(key, reason, prepare, *inputs)
+        if network.graphs.reason is None and not capturing(samples) and not bool(torch.isfinite(samples).all()):
+            prepare()(*inputs)  # which names the row and the step
+        return samples
+
+    return run
+
+
+def rows_at_once(flow: FlowField, like: Tensor) -> int:
+    """Network rows that go through the solver together. On a GPU, as many as half of its spare memory has room for, up
+    to 32,768, from where on its products are no faster."""
+    network = flow.network
+    if network is None or not like.is_cuda:
+        return ROWS_AT_ONCE
+    config = network.config
+    numbers = 2 * (8 * config.hidden + 3 * config.inner) + 8 * sum(config.flow_dims)
+    return max(ROWS_AT_ONCE, min(GPU_ROWS_AT_ONCE, spare_memory(like.device) // (2 * 4 * numbers)))
 
 
 def guided_rate(
@@ -199,10 +262,14 @@ def _sample_joint(flow: FlowField, settings: SamplingSettings, generator: torch.
     start = tuple(manifold.base_sample(n, d, kind, generator).to(flow.example) for d in flow.flow_dims)
     times = time_grid(settings.n_steps, kind=settings.grid)
 
-    def rate(point: Points, t: float, weight: float) -> list[Guided]:  # noqa: ARG001
-        velocity = flow.velocity_at([t], Direction.JOINT, tangent=False)
-        return [Guided(v) for v in velocity(point[0], point[1], t)]
-
     with flow.without_dropout():
+        moments = evaluation_times(times, settings.solver)
+        velocity = flow.velocity_at(
+            moments, Direction.JOINT, tangent=False, precision=settings.precision, rows=n * len(moments)
+        )
+
+        def rate(point: Points, t: float, weight: float) -> list[Guided]:  # noqa: ARG001
+            return [Guided(v) for v in velocity(point[0], point[1], t)]
+
         image, text = integrate(rate, start, times, solver=settings.solver, manifold=manifold)
     return flow.stream_from_flow(image, IMAGE), flow.stream_from_flow(text, TEXT)

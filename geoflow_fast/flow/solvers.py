@@ -60,17 +60,29 @@ class FiniteMonitor:
     def check(self, point: Points, step: int, t: float, solver: str) -> None:
         """Checks the state after `step`, at time `t`."""
         for stream, x in enumerate(point):
-            self._postponed.append((stream, torch.isfinite(x).all(dim=-1), f"in step {step} (t={t:.4g}) of {solver}"))
+            # The norm of a row is finite where the row is, but for numbers whose squares are too large.
+            norm = torch.linalg.vector_norm(x, dim=-1) if x.is_cuda else torch.isfinite(x).all(dim=-1)
+            self._postponed.append((stream, norm, f"in step {step} (t={t:.4g}) of {solver}"))
         if not point[0].is_cuda:
             self.close()
 
     def close(self) -> None:
-        """Makes the checks that were postponed to the end of the solve."""
-        for stream, finite, where in self._postponed:
-            if not capturing(finite) and not bool(finite.all()):
+        """Makes the checks that were postponed to the end of the solve; the host waits once for all of them."""
+        postponed, self._postponed = self._postponed, []
+        if not postponed or capturing(postponed[0][1]):
+            return
+        together = postponed[0][1] if len(postponed) == 1 else torch.cat([x for _, x, _ in postponed])
+        if bool(_finite(together).all()):
+            return
+        for stream, x, where in postponed:
+            finite = _finite(x)
+            if not bool(finite.all()):
                 row = self.first_row + int((~finite).nonzero()[0])
                 raise ValueError(f"{self.names[stream]} row {row} became non-finite {where}")
-        self._postponed.clear()
+
+
+def _finite(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.bool else torch.isfinite(x)
 
 
 def integrate(

@@ -16,24 +16,26 @@ from torch import Tensor
 
 from geoflow_fast.directions import STREAMS, Direction
 from geoflow_fast.flow.fields import FlowField, Streams
+from geoflow_fast.flow.forward_mode import ForwardMode, SolveInput
 from geoflow_fast.flow.solvers import Points
 from geoflow_fast.geometry import capturing
-from geoflow_fast.likelihood.forward_mode import ForwardMode, SolveInput
 from geoflow_fast.likelihood.settings import DensitySettings
 
 TANGENT_TOLERANCE = 1e-3
 """Share of a field's velocity that may point off the sphere."""
 
 
-Evaluation = tuple[Points, Tensor, Points]
-"""Velocities [B, d] of the streams that move, whose tangent parts are to be followed; divergences [solves, K, B],
-float64, one estimate per probe; and what the Jacobian made of the probes, [K, B, d] for each stream that moves: the
-Jacobian of the network in forward mode, that of any other field transposed. The last are good until the next
-evaluation. Without probes the last two are empty."""
+Evaluation = tuple[Points, Points]
+"""Velocities [B, d] of the streams that move, whose tangent parts are to be followed, and what the Jacobian made of the
+probes, [K, B, d] for each stream that moves: the Jacobian of the network in forward mode, that of any other field
+transposed. The last are good until the next evaluation; without probes there are none."""
 
 
 class Evaluator(Protocol):
-    """Evaluates the velocities of all solves at once and, if there are probes, their divergences."""
+    """Evaluates the velocities of all solves at once and, if there are probes, what the Jacobian makes of them."""
+
+    curved: bool
+    """Whether the velocities are not yet tangent, so that the curvature of the sphere belongs to the divergence."""
 
     def __call__(self, points: Points, t: float, probes: Points | None = None) -> Evaluation:
         """`points` [B, d] and `probes` [K, B, d] of the streams that move."""
@@ -55,14 +57,14 @@ class NetworkEvaluator:
         encoded: Tensor | None = None,
     ) -> None:
         self.network, self.directions, self.settings = network, directions, settings
-        self.manifold = network.flow.manifold
+        self.curved = True
         self.moving = [(solve, stream) for solve, direction in enumerate(directions) for stream in direction.generated]
         self.still = [x.new_empty(0, *x.shape) for x in pair]  # no tangents
         self.start = [list(pair) for _ in directions]
         for points, direction in zip(self.start, directions):
             given = direction.given
             if given is not None:
-                points[given] = network.flow.encoders[given](pair[given]) if encoded is None else encoded
+                points[given] = network.encode(pair[given], given) if encoded is None else encoded
         # The prediction of a given stream never changes, and no tangent moves it.
         self.anchor = network.flow.anchor
         self.predictions: list[Tensor | None] = [
@@ -91,10 +93,7 @@ class NetworkEvaluator:
             products = tuple(
                 y if p is None else anchor.shares[stream] * y for y, (_, stream, p) in zip(products, moving)
             )
-        if probes is None:
-            return f, f[0].new_empty(0), ()
-        curvatures = [self.manifold.curvature(x, y) for x, y in zip(points, f)]
-        return f, _divergences(self.moving, probes, products, curvatures, self.settings.exact), products
+        return f, products if probes is not None else ()
 
 
 class FieldEvaluator:
@@ -114,6 +113,7 @@ class FieldEvaluator:
     ) -> None:
         self.field, self.directions, self.pair, self.settings = field, directions, pair, settings
         self.manifold, self.first_row = field.manifold, first_row
+        self.curved = False
         self.moving = [(solve, stream) for solve, direction in enumerate(directions) for stream in direction.generated]
 
     def __call__(self, points: Points, t: float, probes: Points | None = None) -> Evaluation:
@@ -132,11 +132,7 @@ class FieldEvaluator:
                 velocity = self._velocity(leaves, t, direction)
                 products += self._products([leaves[s] for s in direction.generated], velocity, probes[own], direction)
             velocities += [v.detach() for v in velocity]
-        if probes is None:
-            return tuple(velocities), velocities[0].new_empty(0), ()
-        curvatures = [0.0 for _ in products]  # the field is its own tangent part
-        divergences = _divergences(self.moving, probes, products, curvatures, self.settings.exact)
-        return tuple(velocities), divergences, tuple(products)
+        return tuple(velocities), tuple(products)
 
     def _velocity(self, pair: Sequence[Tensor], t: float, direction: Direction) -> list[Tensor]:
         """The field's velocities in the streams that are generated. A ValueError names the first row of one that leaves
@@ -181,19 +177,3 @@ class FieldEvaluator:
                 for k, product in zip(group, zip(*pulled)):
                     products[k] = torch.stack(product)
         return products
-
-
-def _divergences(
-    moving: Sequence[tuple[int, int]],
-    probes: Sequence[Tensor],
-    products: Sequence[Tensor],
-    curvatures: Sequence[Tensor | float],
-    exact: bool,
-) -> Tensor:
-    """Sums of e^T J e and curvature over the streams of each solve, [solves, K, B] float64: one estimate per probe e,
-    or the sum over all of them, which are a basis, if `exact`."""
-    by_solve: dict[int, list[Tensor]] = {}
-    for (solve, _), e, product, curvature in zip(moving, probes, products, curvatures):
-        trace = (product.double() * e.double()).sum(-1)
-        by_solve.setdefault(solve, []).append((trace.sum(0, keepdim=True) if exact else trace) + curvature)
-    return torch.stack([torch.stack(of_streams).sum(0) for of_streams in by_solve.values()])

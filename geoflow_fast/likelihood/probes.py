@@ -9,7 +9,8 @@ computed from a hash of seed, row, draw and stream, so they do not depend on bat
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +19,8 @@ from torch.nn import functional
 from geoflow_fast.geometry import inner
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.manifolds import Manifold
-
-# Constants of splitmix64, whose outputs pass the usual test batteries, as signed 64-bit integers: these wrap as
-# unsigned ones do.
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
-_LOW = 2**32 - 1
+from geoflow_fast.ops import dispatch, triton_kernels
+from geoflow_fast.ops.tangent_probes import align, hashed_normals, leading_part, learned_direction
 
 
 class Probes:
@@ -35,17 +32,22 @@ class Probes:
     orthogonal to "steps", a probe is orthogonal to those of earlier draws, in frames of up to `FRAME` draws: along a
     path the Jacobian changes slowly, so that a new direction sees what the others have not. If orthogonal to "probes",
     the K probes of a draw are orthogonal to each other. For exact divergences the probes are all tangent directions,
-    whose forms add up to the trace. `seed` is an integer, or a 0-d tensor on the device.
+    whose forms add up to the trace. `seed` is an integer, or a 0-d tensor on the device. `like`: some of the points, if
+    kernels may draw and read the probes.
     """
 
     FRAME = 32
-    MEMORY = 0.8
-    """What the direction of aligned probes keeps of itself from draw to draw."""
-    CLEAR = 1e-3
-    """Length that a unit direction must have left in the tangent space to be followed there."""
 
-    def __init__(self, seed: int | Tensor, rows: Tensor, settings: DensitySettings, manifold: Manifold) -> None:
+    def __init__(
+        self,
+        seed: int | Tensor,
+        rows: Tensor,
+        settings: DensitySettings,
+        manifold: Manifold,
+        like: Tensor | None = None,
+    ) -> None:
         self.seed, self.rows, self.settings, self.manifold = seed, rows, settings, manifold
+        self.fused = self._fused_passes(like)
         self._drawn: dict[int, tuple[int, Tensor]] = {}  # by stream: the last draw's number and directions
         self._frames: dict[int, list[Tensor]] = {0: [], 1: []}
         self._seen: dict[int, Tensor] = {}
@@ -54,6 +56,11 @@ class Probes:
     def draw(self, number: int, stream: int, x: Tensor) -> Tensor:
         """Probes [K, B, d] of draw `number` at the points `x` [B, d] of a stream, tangent there. Draws must be asked
         for in order, but the last one may be asked for again, at other points."""
+        if self.fused is not None:
+            draws = self.rows, self._seed_on(x.device), number, stream, self.settings.n_probes
+            signs, freedom = self.settings.probe_kind == "rademacher", self.manifold.freedom(x.shape[1])
+            e: Tensor = self.fused[0](x, *draws, signs, self._seen.get(stream), freedom)
+            return e
         if self.settings.exact:
             basis = torch.eye(x.shape[1], dtype=x.dtype, device=x.device).unsqueeze(1)
             return self.manifold.project(x, basis.expand(-1, len(x), -1))
@@ -66,11 +73,53 @@ class Probes:
         plain = functional.normalize(e, dim=-1) * math.sqrt(freedom)
         if stream not in self._leads:
             return plain
-        lead = self.manifold.project(x, self._leads[stream])
-        length = torch.linalg.vector_norm(lead, dim=-1, keepdim=True)
-        lead = lead / length.clamp_min(self.CLEAR)
-        rest = functional.normalize(e - inner(lead, e) * lead, dim=-1) * math.sqrt(freedom - 1)
-        return torch.where(length > self.CLEAR, lead + rest, plain)
+        return align(e, plain, self.manifold.project(x, self._leads[stream]), freedom)
+
+    def read(
+        self,
+        stream: int,
+        x: Tensor,
+        f: Tensor,
+        e: Tensor,
+        product: Tensor,
+        integral: Tensor,
+        weight: float,
+        *,
+        leads: bool,
+    ) -> None:
+        """Adds the weighted divergences that the probes give to `integral` [K, B] and, where it `leads`, learns from
+        them, in one pass. For probes that are `fused`."""
+        assert self.fused is not None
+        freedom = self.manifold.freedom(x.shape[1])
+        curvature = -float(freedom) if self.manifold.unit_norm else 0.0
+        learns = leads and self.settings.probe_kind == "aligned"
+        learned = self.fused[1](
+            x, f, e, product, integral, weight, curvature, freedom, learns, self._seen.get(stream) if learns else None
+        )
+        if learns:
+            self._seen[stream] = learned
+
+    def _seed_on(self, device: torch.device) -> Tensor:
+        """The seed as a tensor, for kernels."""
+        if not isinstance(self.seed, Tensor):
+            self.seed = torch.full((), self.seed, dtype=torch.int64, device=device)
+        return self.seed
+
+    def _fused_passes(self, like: Tensor | None) -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+        """The kernels that draw and read probes of these settings in one pass each, if there are any for tensors like
+        this one."""
+        settings = self.settings
+        plain = settings.exact or settings.shared or settings.orthogonal_to != "none" or not settings.redraw
+        if (
+            plain
+            or like is None
+            or not like.is_cuda
+            or like.dtype != torch.float32
+            or triton_kernels.missing() is not None
+        ):
+            return None
+        draw, read = (dispatch.choose(name, like, "auto", (like,)) for name in ("tangent_probes", "probe_traces"))
+        return draw, read
 
     def learn(self, stream: int, x: Tensor, e: Tensor, product: Tensor) -> None:
         """Takes into account, for later draws of aligned probes, what the Jacobian J made of the probes `e` [K, B, d]
@@ -80,18 +129,14 @@ class Probes:
         largest eigenvalues. This is a step of power iteration, averaged over probes and draws, whose signs are
         arbitrary.
         """
-        product = self.manifold.project(x, product)
-        r = product - inner(e, product) / inner(e, e) * e
-        before = self._seen.get(stream)
-        along = functional.normalize(r.select(0, 0) if before is None else before, dim=-1)
-        new = (r * inner(functional.normalize(r, dim=-1), along)).mean(0)
-        self._seen[stream] = new if before is None else torch.add(new, before, alpha=self.MEMORY)
+        self._seen[stream] = learned_direction(e, self.manifold.project(x, product), self._seen.get(stream))
 
     def _directions(self, number: int, stream: int, like: Tensor) -> Tensor:
         """Directions [K, B, d] of a draw before they are projected at a point; all solves share them."""
         if stream in self._drawn and self._drawn[stream][0] == number:
             return self._drawn[stream][1]
-        e = self._normals(number, stream, like.shape[1]).to(like.dtype)
+        normals = hashed_normals(self.rows, self.seed, number, stream, self.settings.n_probes, like.shape[1])
+        e = normals.to(like.dtype)
         if self.settings.probe_kind == "rademacher":
             e = torch.where(e < 0, -1.0, 1.0).to(like.dtype)
         if self.settings.orthogonal_to == "steps":
@@ -101,28 +146,9 @@ class Probes:
             (e,) = _orthogonalise([e], frame)
             frame.append(functional.normalize(e, dim=-1))
         if stream in self._seen:  # with the sign that the probe has along it, so that every solve uses the same one
-            lead = functional.normalize(self._seen[stream], dim=-1)
-            self._leads[stream] = lead * inner(lead, e).sign()
+            self._leads[stream] = leading_part(self._seen[stream], e)
         self._drawn[stream] = number, e
         return e
-
-    def _normals(self, number: int, stream: int, d: int) -> Tensor:
-        """Standard normals [K, B, d], float32, by Box-Muller from hashes of seed, row, draw, stream and coordinate."""
-        lanes = torch.arange(self.settings.n_probes, device=self.rows.device) * 2 + stream + (number << 32)
-        keys = _mix(_mix(self.rows * _GOLDEN + self.seed) + lanes.unsqueeze(1) * _GOLDEN)
-        half = torch.arange(1, (d + 1) // 2 + 1, device=self.rows.device)
-        bits = _mix(keys.unsqueeze(-1) + half * _GOLDEN)
-        uniform = (((bits >> 32) & _LOW).float() + 0.5) * 2.0**-32
-        radius = torch.sqrt(-2 * torch.log(uniform))
-        turn = (bits & _LOW).float() * (2 * math.pi * 2.0**-32)
-        return torch.cat((radius * turn.cos(), radius * turn.sin()), dim=-1).narrow(-1, 0, d)
-
-
-def _mix(z: Tensor) -> Tensor:
-    """Finaliser of splitmix64 on int64; the masks turn arithmetic shifts into logical ones."""
-    z = (z ^ ((z >> 30) & (2**34 - 1))) * _FIRST
-    z = (z ^ ((z >> 27) & (2**37 - 1))) * _SECOND
-    return z ^ ((z >> 31) & (2**33 - 1))
 
 
 def _orthogonalise(vectors: list[Tensor], frame: Sequence[Tensor]) -> list[Tensor]:

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from geoflow_fast.directions import STREAMS, Direction
 from geoflow_fast.flow.fields import Field, FlowField, Streams, as_flow
+from geoflow_fast.flow.forward_mode import ForwardMode
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.solvers import FiniteMonitor, Points, evaluation_times, integrate, time_grid
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.likelihood.evaluators import Evaluator, FieldEvaluator, NetworkEvaluator
-from geoflow_fast.likelihood.forward_mode import ForwardMode
 from geoflow_fast.likelihood.probes import Probes
-from geoflow_fast.likelihood.settings import DensitySettings
+from geoflow_fast.likelihood.settings import MEMORY, DensitySettings
 from geoflow_fast.manifolds import Manifold
 
 
@@ -61,11 +61,12 @@ def density_estimates(
         if flow.network is not None:
             flow.network.check_points(image, text)
             times = evaluation_times(time_grid(settings.n_steps, kind=settings.grid, reverse=True), settings.solver)
-            network = ForwardMode(flow.network, directions, sorted(set(times)))
-            rows = network.rows_at_once(len(image), settings)
+            solved = len(image) * len(times) * len(directions) * (1 + settings.n_probes)
+            network = ForwardMode(flow.network, directions, sorted(set(times)), settings.precision, solved)
+            rows = rows_at_once(flow.network, directions, len(image), settings)
             if given_number is not None:
                 given = directions[0].queries(image, text)
-                encoded = _encode_distinct(flow.network, given, directions[0], given_number)
+                encoded = _encode_distinct(network, given, directions[0], given_number)
         estimates = []
         for number, pair in enumerate(zip(image.split(rows), text.split(rows))):
             # guard: noise depends on the row and not on the chunk
@@ -78,6 +79,24 @@ def density_estimates(
                 evaluator = NetworkEvaluator(network, directions, pair, settings, known)
             estimates.append(_ReverseSolve(evaluator, flow.manifold, directions, pair, settings, seed, first).run())
     return torch.cat(estimates, dim=-1)
+
+
+def rows_at_once(flow: GeoFlow, directions: Sequence[Direction], rows: int, settings: DensitySettings) -> int:
+    """Number of rows in chunks of equal size whose buffers and probes fit into the memory of the settings."""
+    config, like = flow.config, flow.example
+    dims = config.flow_dims
+    tangents = dims if settings.exact else (settings.n_probes, settings.n_probes)
+    kept = min(Probes.FRAME, settings.n_steps) if settings.orthogonal_to == "steps" else 2
+    numbers = kept * settings.n_probes * sum(dims)  # in the probes and buffers of one row
+    for direction in directions:
+        own = [tangents[stream] for stream in direction.generated]
+        count = max(own) if settings.paired_tangents else sum(own)
+        numbers += (1 + count) * (14 * config.hidden + 6 * config.inner)
+        numbers += sum((1 + tangents[s]) * (2 * dims[s] + config.hidden) for s in direction.generated)
+    memory = settings.memory or MEMORY.get(like.device.type, MEMORY["cpu"])
+    most = max(1, memory // (numbers * like.element_size()))
+    chunks = max(1, -(-rows // most))
+    return max(1, -(-rows // chunks))
 
 
 class _ReverseSolve:
@@ -101,7 +120,7 @@ class _ReverseSolve:
         # Aligned probes of a stream learn from the first solve that moves it.
         self.leader = {stream: k for k, (_, stream) in reversed(list(enumerate(self.moving)))}
         rows = torch.arange(first_row, first_row + len(pair[0]), device=pair[0].device)
-        self.probes = Probes(seed, torch.zeros_like(rows[:1]) if settings.shared else rows, settings, self.manifold)
+        self.probes = Probes(seed, torch.zeros_like(rows[:1]) if settings.shared else rows, settings, manifold, pair[0])
         self.draws = 0
         names = [f"{directions[solve].value}: {STREAMS[stream]}" for solve, stream in self.moving]
         self.state_monitor = FiniteMonitor(names, first_row)
@@ -132,15 +151,26 @@ class _ReverseSolve:
         if weight == 0:
             return self.evaluator(points, t)[0]
         probes = self._draw_probes(points)
-        velocities, divergence, products = self.evaluator(points, t, probes)
+        velocities, products = self.evaluator(points, t, probes)
+        if self.probes.fused is None or not self.evaluator.curved:
+            self._read_probes(points, velocities, probes, products, weight)
+        else:
+            for k, (solve, stream) in enumerate(self.moving):
+                read = points[k], velocities[k], probes[k], products[k], self.integral.select(0, solve), weight
+                self.probes.read(stream, *read, leads=self.leader[stream] == k)
+        step = self.draws // (4 if self.settings.solver == "rk4" else 1)
+        self.divergence_monitor.check(tuple(self.integral.transpose(1, 2)), step, t, self.settings.solver)
+        self.draws += 1
+        return velocities
+
+    def _read_probes(self, points: Points, f: Points, probes: Points, products: Points, weight: float) -> None:
+        """Adds the divergences of all solves to the integral, and lets aligned probes learn."""
+        curvatures = [self.manifold.curvature(x, y) if self.evaluator.curved else 0.0 for x, y in zip(points, f)]
+        divergence = divergences(self.moving, probes, products, curvatures, self.settings.exact)
         self.integral.add_(divergence, alpha=weight)
         if self.settings.probe_kind == "aligned" and not self.settings.exact:
             for stream, k in self.leader.items():
                 self.probes.learn(stream, points[k], probes[k], products[k])
-        step = self.draws // (4 if self.settings.solver == "rk4" else 1)
-        self.divergence_monitor.check(tuple(divergence.transpose(1, 2)), step, t, self.settings.solver)
-        self.draws += 1
-        return velocities
 
     def _draw_probes(self, points: Points) -> Points:
         """Probes [K, B, d] at the points of each stream that moves."""
@@ -155,12 +185,28 @@ class _ReverseSolve:
         return tuple(drawn)
 
 
-def _encode_distinct(flow: GeoFlow, x: Tensor, direction: Direction, number: Tensor) -> tuple[Tensor, Tensor]:
+def _encode_distinct(network: ForwardMode, x: Tensor, direction: Direction, number: Tensor) -> tuple[Tensor, Tensor]:
     """Encodings [U, H] of the distinct points among the given ones `x` [B, d], which `number` [B] tells apart, and the
     position of each row's encoding among them [B]."""
     kept, position = number.to(x.device).unique(return_inverse=True)
     row = torch.empty_like(kept).scatter_(0, position, torch.arange(len(x), device=x.device))
-    return flow.encoders[cast(int, direction.given)](x[row]), position
+    return network.encode(x[row], cast(int, direction.given)), position
+
+
+def divergences(
+    moving: Sequence[tuple[int, int]],
+    probes: Sequence[Tensor],
+    products: Sequence[Tensor],
+    curvatures: Sequence[Tensor | float],
+    exact: bool,
+) -> Tensor:
+    """Sums of e^T J e and curvature over the streams of each solve, [solves, K, B] float64: one estimate per probe e,
+    or the sum over all of them, which are a basis, if `exact`."""
+    by_solve: dict[int, list[Tensor]] = {}
+    for (solve, _), e, product, curvature in zip(moving, probes, products, curvatures):
+        trace = (product.double() * e.double()).sum(-1)
+        by_solve.setdefault(solve, []).append((trace.sum(0, keepdim=True) if exact else trace) + curvature)
+    return torch.stack([torch.stack(of_streams).sum(0) for of_streams in by_solve.values()])
 
 
 def in_flow(flow: FlowField, x: Tensor, name: str) -> Tensor:

@@ -335,6 +335,16 @@ class BayesReranker(nn.Module):
         return facts if self.budget is None else {**facts, "budget": self.budget}
 
     @property
+    def precision(self) -> str:
+        """Precision of the flow's matrix products, as in `DensitySettings`; it is set before `calibrate`, whose result
+        holds for one precision."""
+        return self.density.precision
+
+    @precision.setter
+    def precision(self, value: str) -> None:
+        self.density = dataclasses.replace(self.density, precision=value)
+
+    @property
     def made_for(self) -> dict[str, Any]:
         """Facts of models, direction, shortlist and solver that a calibration is valid for; any seed and budget will
         do."""

@@ -112,6 +112,10 @@ class FlowSource(Source):
         self.start = StartingPoints.draw(sampling, config.flow_dims, direction, generator, config.manifold)
 
     @property
+    def example(self) -> Tensor:
+        return self.flow.example
+
+    @property
     def settings(self) -> dict[str, Any]:
         return {
             "direction": str(self.direction),
@@ -128,6 +132,8 @@ class FlowSource(Source):
             "solver": self.sampling.solver,
             "grid": self.sampling.grid,
             "guidance": self.sampling.guidance,
+            # Files of float32 are those of releases that knew nothing else.
+            **({} if self.sampling.precision == "float32" else {"precision": self.sampling.precision}),
         }
 
     def draw(self, queries: Tensor, advance: Advance | None = None) -> ScoringPoints:

@@ -18,6 +18,13 @@ def usable_device(name: str) -> torch.device:
 
 
 # unchecked: called with the device of a tensor
+def spare_memory(device: torch.device) -> int:
+    """Bytes of a GPU's memory that nobody uses, with what torch holds in reserve for this process."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+# unchecked: called with the device of a tensor
 def clock(device: torch.device) -> float:
     """Seconds, as `time.perf_counter` counts them, once everything that was started on the device is done."""
     if device.type == "cuda":

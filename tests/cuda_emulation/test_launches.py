@@ -8,6 +8,7 @@ from torch import nn
 
 pytest.importorskip("triton", reason="the CUDA path needs triton")
 from geoflow_fast import ops
+from tools import launches
 from tools.launches import counted, fake_rows, list_launches, on_gpu
 
 
@@ -86,3 +87,24 @@ def test_launches_over_lists():
     assert list_launches([[small] * 65] * 2) == 2
     assert list_launches([[large]]) == 1
     assert list_launches([[large, small]]) == 2
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_guided_velocity_is_at_most_70_kernels_and_never_waits(precision):
+    count = launches.sampling(4, precision) - launches.sampling(3, precision)
+    assert count.kernels.total() <= 70
+    assert not count.synchronisations
+    assert count.flops[precision] > 0.99 * sum(count.flops.values())  # but for the shifts and scales of a time
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_a_likelihood_evaluation_is_at_most_180_kernels_and_never_waits(precision):
+    count = launches.likelihood(4, precision) - launches.likelihood(3, precision)
+    assert count.kernels.total() <= 180
+    assert not count.synchronisations
+    assert count.flops[precision] > 0.99 * sum(count.flops.values())  # but for the shifts and scales of a time
+
+
+def test_a_solve_waits_once_at_its_end():
+    """Beside the check of what comes in, a solve of any length asks once whether all states were finite."""
+    assert dict(launches.likelihood(2).synchronisations) == {"item": 2}  # of states and of divergences

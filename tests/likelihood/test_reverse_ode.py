@@ -9,7 +9,7 @@ import torch
 
 import geoflow_fast as gf
 from geoflow_fast.directions import Direction
-from geoflow_fast.likelihood.forward_mode import ForwardMode
+from geoflow_fast.flow.forward_mode import ForwardMode
 from geoflow_fast.likelihood.reverse_ode import _ReverseSolve, density_estimates
 from tests.likelihood.helpers import oracles, random_flow, random_pairs, seeded
 

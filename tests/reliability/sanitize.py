@@ -25,7 +25,7 @@ SUITE = (
     "ops/test_network_cpu.py",
     "ops/test_network_ops.py",
     "ops/test_tangent_step.py",
-    "likelihood/test_forward_mode.py",
+    "flow/test_forward_mode.py",
     "flow/test_sampling.py",
     "ops/test_ot.py",
 )

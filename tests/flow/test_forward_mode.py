@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import geoflow_fast as gf
 from geoflow_fast.directions import DIRECTIONS, Direction
-from geoflow_fast.likelihood.forward_mode import ForwardMode, SolveInput
+from geoflow_fast.flow.forward_mode import ForwardMode, SolveInput
 from geoflow_fast.noise import sample_uniform
 
 TIME = 0.7

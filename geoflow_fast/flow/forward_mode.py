@@ -1,0 +1,375 @@
+"""The network without a tape, alone or with its derivative in forward mode: points and tangents pass every layer
+together.
+
+A layer y = f(x) takes a tangent dx to dy = (grad f)(x) dx, for which the ops have kernels. Several solves, each of one
+direction, share one pass: a solve of B pairs with K tangents has (1 + K) B rows in every activation, first the points
+and then one tangent after the other. So each layer is one matrix product over the rows of all solves and both streams,
+and the tangents of a point share what depends on the point alone. What no output needs is not computed: the encoding
+of a given stream, which never moves, its last feed-forward and its decoder, and those of tangents that move the other
+stream only. Samples are drawn with the same pass, without tangents.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from geoflow_fast.directions import Direction
+from geoflow_fast.flow.network import NORM_EPS, Block, shared_modulations
+from geoflow_fast.flow.precision import HALVES, product_dtype, tf32_products
+from geoflow_fast.ops.segments import (
+    Branch,
+    Segment,
+    Segments,
+    adaln_segments,
+    gate_adaln_segments,
+    swiglu_segments,
+)
+
+if TYPE_CHECKING:
+    from geoflow_fast.flow.model import GeoFlow
+
+Dual = tuple[Tensor, Tensor]
+"""Points [B, W] and their tangents [K, B, W]."""
+
+LAYOUTS_KEPT = 4
+
+
+class SolveInput:
+    """The rows of one direction: by stream, points [B, d] and tangents [K, B, d].
+
+    A given stream has its encoding [B, H] as points and no tangents, [0, B, d]. If `paired`, tangent k moves both
+    streams at once. Otherwise a tangent moves one stream and leaves the other alone; those of the image come first.
+    """
+
+    def __init__(
+        self, direction: Direction, points: Sequence[Tensor], tangents: Sequence[Tensor], paired: bool = False
+    ) -> None:
+        self.direction, self.points, self.tangents, self.paired = direction, points, tangents, paired
+        image, text = map(len, tangents)
+        first = 0 if paired else image
+        self.own = (0, image), (first, text)
+        """The first of the solve's tangents that move each stream, and are read from it, and their number."""
+        self.size = max(image, text) if paired else image + text, len(points[0])
+        """Number of tangents and of pairs."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the rows of the solves stand. In "whole" matrices [2 R, W] each stream has all rows of all solves; in "own"
+    matrices [R_I + R_T, W] it has those of the solves that generate it, with the tangents that move it."""
+
+    rows: int
+    """R."""
+    own_rows: tuple[int, int]
+    """R_I and R_T."""
+    encoded: Segments
+    """From own to whole."""
+    whole: Segments
+    leaving: Segments
+    """From whole to own."""
+    own: Segments
+    state: Tensor
+    """[2 R, H], the states before the first block. Tangents that move the other stream are zero in it and stay so."""
+
+
+class ForwardMode:
+    """The network of `flow` for the given `directions` and `times`, all of whose shifts and scales are computed here.
+
+    `precision` names the type of matrix products, `product_rows` says for how many rows in all the weights would be
+    converted (see `precision.product_dtype`). Activations are kept in buffers that every call uses again, so the
+    tangents it returns are good until the next call.
+    """
+
+    def __init__(
+        self,
+        flow: GeoFlow,
+        directions: Sequence[Direction],
+        times: Sequence[float],
+        precision: str = "float32",
+        product_rows: int | None = None,
+    ) -> None:
+        self.flow = flow
+        like = next(flow.parameters())
+        self.device = like.device
+        self.products = product_dtype(precision, like, product_rows)
+        self.tf32 = precision == "tf32" and like.is_cuda
+        self.work = torch.float32 if like.dtype in HALVES else like.dtype
+        """The type of states, and of all that is not a product."""
+        # What enters and leaves a product has its type on GPUs, whose row kernels read and write any.
+        self.rows = self.products if like.is_cuda else self.work
+        self.number_of = {direction: number for number, direction in enumerate(dict.fromkeys(directions))}
+        self.time_number = {t: number for number, t in enumerate(times)}
+        self.modulations = self._all_modulations(list(self.number_of), times)
+        self.blocks = cast(list[Block], list(flow.blocks))
+        self.weights = [
+            [self._product_weight(w) for w in (block.cross_weight, block.expand.weight, block.contract.weight)]
+            for block in self.blocks
+        ]
+        # Per half-block, the weight of its branch by stream, [2, H].
+        self.scales = [[self._as_rows(x) for x in (block.cross_scale, block.forward_scale)] for block in self.blocks]
+        encoders, decoders = ([cast(Iterable[Any], part) for part in parts] for parts in (flow.encoders, flow.decoders))
+        self.encoders = [self._product_weight(linear.weight.T) for linear, _ in encoders]
+        self.decoders = [self._product_weight(linear.weight.T) for _, linear in decoders]
+        self.encoder_bias = torch.stack([linear.bias for linear, _ in encoders]).to(self.work)
+        self.decoder_bias = [linear.bias.to(self.work) for _, linear in decoders]
+        self.encoder_norm = self._norm([norm for _, norm in encoders])
+        self.decoder_norm = self._norm([norm for norm, _ in decoders])
+        self._layouts: dict[Any, Layout] = {}
+        self._buffers: dict[str, Tensor] = {}
+
+    def _all_modulations(self, directions: Sequence[Direction], times: Sequence[float]) -> Tensor:
+        """Shifts and scales [times, 4 depth, 2 D, H] of D directions, stream by stream."""
+        conditioning, modulation = self.flow.conditioning, self.flow.modulation
+        if conditioning.frequencies.dtype in HALVES:  # which could not tell times from each other
+            conditioning, modulation = copy.deepcopy(conditioning).float(), copy.deepcopy(modulation).float()
+        # One fill per time: copying a list to a device would wait for it, which a graph cannot capture.
+        moments = torch.stack([torch.full((), t, dtype=self.work, device=self.device) for t in times])
+        tables = [shared_modulations(conditioning, modulation, moments, d).squeeze(3) for d in directions]
+        return torch.stack(tables, dim=3).flatten(2, 3).to(self.work)
+
+    def _product_weight(self, weight: Tensor) -> Tensor:
+        return weight.detach() if weight.dtype == self.products else weight.detach().to(self.products)
+
+    def _as_rows(self, scale: Tensor) -> Tensor:
+        return scale.detach().flatten(0, 1).to(self.work)
+
+    def _norm(self, norms: Sequence[Any]) -> tuple[Tensor, Tensor, float]:
+        """Shift and scale [2, H] and eps of two LayerNorms."""
+        shift, scale = (torch.stack([getattr(norm, name) for norm in norms]) for name in ("bias", "weight"))
+        return shift.to(self.work), scale.to(self.work) - 1, norms[0].eps
+
+    def encode(self, given: Tensor, stream: int) -> Tensor:
+        """The encoding [B, H] of the points [B, d] of a stream that does not move."""
+        linear, _ = cast(Iterable[Any], self.flow.encoders[stream])
+        rows = torch.nn.functional.linear(given.to(linear.weight.dtype), linear.weight, linear.bias).to(self.work)
+        shift, scale, eps = self.encoder_norm
+        return torch.nn.functional.layer_norm(rows, rows.shape[-1:], scale[stream] + 1, shift[stream], eps)
+
+    def __call__(self, t: float, solves: Sequence[SolveInput]) -> dict[tuple[int, int], Dual]:
+        """Network outputs before the tangent projection, [B, d], and along the tangents that move the stream,
+        [K, B, d], by number of the solve and stream, for the streams that are generated. Either all solves have pairs,
+        or none has."""
+        if not any(pairs for _, pairs in (solve.size for solve in solves)):  # the kernels take at least one row
+            streams = [(number, stream) for number, solve in enumerate(solves) for stream in solve.direction.generated]
+            return {(n, stream): (solves[n].points[stream], solves[n].tangents[stream]) for n, stream in streams}
+        with torch.autocast(self.device.type, enabled=False), tf32_products(self.tf32):
+            return self._evaluate(self.modulations[self.time_number[t]], solves)
+
+    def _evaluate(self, modulation: Tensor, solves: Sequence[SolveInput]) -> dict[tuple[int, int], Dual]:
+        """`modulation` [4 depth, 2 D, H]."""
+        layout = self._layout(solves)
+        hidden, depth = self.flow.config.hidden, len(self.blocks)
+        self._encode(layout, solves)
+        h, normed = layout.state, self._buffer("normed", 2 * layout.rows, hidden, self.rows)
+        adaln_segments(h, None, modulation[0], modulation[1], normed, layout.whole, NORM_EPS)
+        for number in range(depth):
+            last = number == depth - 1
+            cross_scale, forward_scale = self.scales[number]
+            shift, scale = modulation[4 * number + 2], modulation[4 * number + 3]
+            branch, heads = self._cross_products(normed, self.weights[number][0], layout)
+            after, rows = (layout.leaving, sum(layout.own_rows)) if last else (layout.whole, 2 * layout.rows)
+            crossed, normed = (
+                self._buffer("crossed", rows, hidden, self.work),
+                self._buffer("normed own" if last else "normed", rows, hidden, self.rows),
+            )
+            gate_adaln_segments(h, branch, cross_scale, shift, scale, crossed, normed, after, NORM_EPS, heads=heads)
+            update = self._feed_forward(normed, self.weights[number], layout, own=last)
+            h = self._buffer("state", rows, hidden, self.work)
+            if last:
+                norm = self.decoder_norm
+                gate_adaln_segments(
+                    crossed, update, forward_scale, norm[0], norm[1], h, normed, layout.own, norm[2], True
+                )
+            else:
+                shift, scale = modulation[4 * number + 4], modulation[4 * number + 5]
+                gate_adaln_segments(crossed, update, forward_scale, shift, scale, h, normed, layout.whole, NORM_EPS)
+        return self._decode(normed, layout, solves)
+
+    def _encode(self, layout: Layout, solves: Sequence[SolveInput]) -> None:
+        """Writes the encodings of both streams to the layout's state."""
+        hidden = self.flow.config.hidden
+        encoded = self._buffer("encoded", sum(layout.own_rows), hidden, self.rows)
+        for stream, target in enumerate(encoded.split(layout.own_rows)):
+            weight, parts = self.encoders[stream], []
+            for number, solve in enumerate(solves):
+                if stream in solve.direction.generated:
+                    parts += [solve.points[stream], solve.tangents[stream].flatten(0, 1)]
+                else:
+                    line = layout.whole.lines[stream * len(solves) + number]
+                    layout.state.narrow(0, line.point, line.pairs).copy_(solve.points[stream])
+            if parts:
+                x = self._buffer(f"points {stream}", len(target), len(weight), self.rows)
+                torch.cat(parts, out=x)
+                self._multiply(x, weight, target)
+        shift, scale, eps = self.encoder_norm
+        adaln_segments(encoded, self.encoder_bias, shift, scale, layout.state, layout.encoded, eps, True)
+
+    def _cross_products(self, normed: Tensor, weight: Tensor, layout: Layout) -> tuple[Branch, int]:
+        """Gates and values of both streams, and the number of heads if they are packed."""
+        _, heads, width, _ = weight.shape
+        rows, hidden = layout.rows, normed.shape[1]
+        streams = normed.view(2, rows, heads, width).transpose(1, 2)  # [2, heads, R, width]
+        if normed.is_cuda:
+            packed = self._buffer("packed", 2 * rows, 2 * hidden, self.rows)
+            targets = packed.view(2, rows, heads, 2 * width).transpose(1, 2)
+            for x, w, target in zip(streams, weight, targets):
+                torch.bmm(x, w, out=target)
+            return packed, heads
+        gate, value = (self._buffer(name, 2 * rows, hidden, self.products) for name in ("gate", "value"))
+        gates = gate.view(2, rows, heads, width).transpose(1, 2)
+        x = self._converted(normed).view(2, rows, heads, width).transpose(1, 2)
+        for stream in range(2):
+            # What a stream sends is written beside the gates that it meets.
+            target = value.view(2, rows, heads, width)[1 - stream].transpose(0, 1)
+            for head in range(heads):
+                to_gate, to_value = weight[stream, head].chunk(2, dim=1)
+                torch.mm(x[stream, head], to_gate, out=gates[stream, head])
+                torch.mm(x[stream, head], to_value, out=target[head])
+        return (self._restored(gate, "gates"), self._restored(value, "values")), 0
+
+    def _feed_forward(self, normed: Tensor, weights: Sequence[Tensor], layout: Layout, *, own: bool) -> Tensor:
+        """What the feed-forward of a block adds, before its weight."""
+        _, expand, contract = weights
+        inner_width, segments = contract.shape[1], layout.own if own else layout.whole
+        counts = layout.own_rows if own else (layout.rows, layout.rows)
+        wide = self._buffer("wide", len(normed), 2 * inner_width, self.rows)
+        inner = self._buffer("inner", len(normed), inner_width, self.rows)
+        self._multiply_streams(normed, expand, wide, counts)
+        swiglu_segments(wide, inner, segments)
+        update = self._buffer("update", len(normed), normed.shape[1], self.rows)
+        self._multiply_streams(inner, contract, update, counts)
+        return update
+
+    def _decode(self, normed: Tensor, layout: Layout, solves: Sequence[SolveInput]) -> dict[tuple[int, int], Dual]:
+        """Outputs of the solves that generate a stream. The points have memory of their own, the tangents are views of
+        a buffer."""
+        outputs: dict[tuple[int, int], Dual] = {}
+        lines = iter(layout.own.lines)
+        for stream, rows in enumerate(normed.split(layout.own_rows)):
+            if not len(rows):
+                continue
+            weight = self.decoders[stream]
+            decoded = self._buffer(f"output {stream}", len(rows), weight.shape[1], self.rows)
+            self._multiply(rows, weight, decoded)
+            before = stream * layout.own_rows[0]
+            for number, solve in enumerate(solves):
+                if stream in solve.direction.generated:
+                    line = next(lines)
+                    line = line._replace(point=line.point - before, tangent=line.tangent - before)
+                    points, tangents = line.rows(decoded)
+                    outputs[number, stream] = points + self.decoder_bias[stream], tangents
+        return outputs
+
+    # ---- products ----
+
+    def _multiply_streams(self, x: Tensor, weight: Tensor, out: Tensor, counts: tuple[int, int]) -> None:
+        """Products of the rows of each stream, of which there are `counts`, with its own weights."""
+        if counts[0] == counts[1]:
+            self._multiply(x.view(2, counts[0], -1), weight, out.view(2, counts[0], -1))
+            return
+        for rows, w, target in zip(x.split(counts), weight, out.split(counts)):
+            if len(rows):
+                self._multiply(rows, w, target)
+
+    def _multiply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """x @ weight, [.., R, in] and [.., in, out], in the type of products."""
+        multiply = torch.bmm if x.dim() == 3 else torch.mm
+        if out.dtype == self.products:
+            multiply(x, weight, out=out)
+            return
+        half = self._buffer("product", out.numel(), 1, self.products).view(out.shape)
+        multiply(self._converted(x), weight, out=half)
+        out.copy_(half)
+
+    def _converted(self, x: Tensor) -> Tensor:
+        """`x` in the type of products."""
+        if x.dtype == self.products:
+            return x
+        return self._buffer("factor", x.numel(), 1, self.products).view(x.shape).copy_(x)
+
+    def _restored(self, x: Tensor, name: str) -> Tensor:
+        """A product in the type of rows."""
+        return x if x.dtype == self.rows else self._buffer(name, x.shape[0], x.shape[1], self.rows).copy_(x)
+
+    # ---- memory ----
+
+    def _buffer(self, name: str, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """Rows [rows, width] in the buffer `name`, which grows when it must."""
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < rows * width:
+            buffer = self._buffers[name] = torch.empty(rows * width, dtype=dtype, device=self.device)
+        return buffer.narrow(0, 0, rows * width).view(rows, width)
+
+    def _layout(self, solves: Sequence[SolveInput]) -> Layout:
+        key = tuple((solve.direction, solve.paired, solve.size, solve.own) for solve in solves)
+        layout = self._layouts.get(key)
+        if layout is None:
+            while len(self._layouts) >= LAYOUTS_KEPT:
+                del self._layouts[next(iter(self._layouts))]
+            layout = self._layouts[key] = self._new_layout(solves)
+        return layout
+
+    def _new_layout(self, solves: Sequence[SolveInput]) -> Layout:
+        sizes = [solve.size for solve in solves]
+        starts = [sum((1 + k) * pairs for k, pairs in sizes[:number]) for number in range(len(sizes) + 1)]
+        rows, directions = starts[-1], len(self.number_of)
+        whole, encoded, leaving, own, own_rows = [], [], [], [], [0, 0]
+        for stream in range(2):
+            for solve, start, (count, pairs) in zip(solves, starts, sizes):
+                point, other = stream * rows + start, (1 - stream) * rows + start
+                group = stream * directions + self.number_of[solve.direction]
+                at = (point, point + pairs)
+                whole.append(Segment(pairs, count, *at, other, other + pairs, *at, group, stream))
+                if stream in solve.direction.generated:
+                    first, moving = solve.own[stream]
+                    mine = (sum(own_rows), sum(own_rows) + pairs)
+                    moved = (point, point + (1 + first) * pairs)
+                    beside = (other, other + (1 + first) * pairs)
+                    encoded.append(Segment(pairs, moving, *mine, *mine, *moved, group, stream))
+                    leaving.append(Segment(pairs, moving, *moved, *beside, *mine, group, stream))
+                    own.append(Segment(pairs, moving, *mine, *mine, *mine, group, stream))
+                    own_rows[stream] += (1 + moving) * pairs
+        state = torch.zeros(2 * rows, self.flow.config.hidden, dtype=self.work, device=self.device)
+        tables = [Segments.of(lines, self.device) for lines in (encoded, whole, leaving, own)]
+        return Layout(rows, (own_rows[0], own_rows[1]), tables[0], tables[1], tables[2], tables[3], state)
+
+
+class PreparedVelocity:
+    """The velocity of a flow in one direction at times that are known, without gradients and dropout.
+
+    What a given stream contributes is kept for as long as the same tensor is given. Unless `tangent`, the generated
+    streams are as the network returns them, and a given stream has no rows.
+    """
+
+    def __init__(self, network: ForwardMode, direction: Direction, *, tangent: bool) -> None:
+        self.network, self.direction, self.tangent = network, direction, tangent
+        self._given: Tensor | None = None
+        self._encoding = self._prediction = torch.empty(0, dtype=network.work, device=network.device)
+
+    def __call__(self, image: Tensor, text: Tensor, t: float) -> tuple[Tensor, Tensor]:
+        flow, direction, network = self.network.flow, self.direction, self.network
+        points, given = [image, text], direction.given
+        none = [x.new_empty(0, *x.shape) for x in points]
+        if given is not None:
+            if points[given] is not self._given:
+                self._take_given(points[given], given)
+            points[given] = self._encoding
+        outputs = network(t, [SolveInput(direction, points, none)])
+        v = [outputs[0, stream][0] if stream in direction.generated else none[stream][:, 0] for stream in range(2)]
+        if flow.anchor is not None and given is not None:
+            stream = direction.generated[0]
+            v[stream] = flow.anchor.shares[stream] * v[stream] + self._prediction * flow.anchor.weight(t, stream)
+        if not self.tangent:
+            return v[0], v[1]
+        return flow.make_tangent(image, text, (v[0], v[1]), direction.counts(len(image)))
+
+    def _take_given(self, points: Tensor, stream: int) -> None:
+        self._given, self._encoding = points, self.network.encode(points, stream)
+        if self.network.flow.anchor is not None:
+            self._prediction = self.network.flow.anchor.predict(points, 1 - stream)
