@@ -143,16 +143,6 @@ class BuildExtension(build_ext):
             for extension in self.extensions:
                 find_libomp_by_rpath(Path(self.get_ext_fullpath(extension.name)))
 
-
-def find_libomp_by_rpath(built: Path) -> None:
-    """Makes an extension look for libomp in its list of places instead of the one place where it was built."""
-    needed = subprocess.run(["otool", "-L", str(built)], check=True, capture_output=True, text=True).stdout
-    for line in needed.splitlines():
-        name = line.split()[0] if line.split() else ""
-        if name.endswith("/libomp.dylib") and not name.startswith("@rpath/"):
-            subprocess.run(["install_name_tool", "-change", name, "@rpath/libomp.dylib", str(built)], check=True)
-            subprocess.run(["codesign", "--force", "--sign", "-", str(built)], check=True)  # the change voids it
-
     def build_extension(self, ext: Extension) -> None:
         for name, target in targets().items():
             ext.extra_objects += self.compiler.compile(
@@ -164,6 +154,16 @@ def find_libomp_by_rpath(built: Path) -> None:
                 depends=ext.depends,
             )
         super().build_extension(ext)
+
+
+def find_libomp_by_rpath(built: Path) -> None:
+    """Makes an extension look for libomp in its list of places instead of the one place where it was built."""
+    needed = subprocess.run(["otool", "-L", str(built)], check=True, capture_output=True, text=True).stdout
+    for line in needed.splitlines():
+        name = line.split()[0] if line.split() else ""
+        if name.endswith("/libomp.dylib") and not name.startswith("@rpath/"):
+            subprocess.run(["install_name_tool", "-change", name, "@rpath/libomp.dylib", str(built)], check=True)
+            subprocess.run(["codesign", "--force", "--sign", "-", str(built)], check=True)  # the change voids it
 
 
 NVCC, WITHOUT_CUDA = find_nvcc()
