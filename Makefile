@@ -88,6 +88,7 @@ reliability: setup
 
 test-gpu: setup
 	$(PYTEST) -m gpu tests/gpu
+	$(BIN)/python -m tools.gpu_report
 
 # All vector stores against their real engines; that of pgvector needs PostgreSQL, which the test starts, and its extension.
 test-stores: setup .venv/.stores

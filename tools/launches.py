@@ -46,9 +46,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import geoflow_fast as gf
 from geoflow_fast.directions import DIRECTIONS, Direction
+from geoflow_fast.flow import costs
 from geoflow_fast.kernels import gallery, geodesic, network, probes
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.ops import dispatch, native, triton_kernels
+from geoflow_fast.plan import DEVICES
 from geoflow_fast.retrieval.sources import FlowSource
 from geoflow_fast.training import loop
 from geoflow_fast.training.batches import Prefetcher
@@ -122,7 +124,7 @@ class Count:
 def moved(values: Any) -> float:
     """Bytes of the elements that these tensors have in memory: those of expanded dimensions are read once."""
     total = 0.0
-    for x in tree_leaves(values):
+    for x in {id(x): x for x in tree_leaves(values)}.values():
         if isinstance(x, Tensor):
             total += x.element_size() * math.prod(n for n, step in zip(x.shape, x.stride()) if step or n == 0)
     return total
@@ -230,7 +232,8 @@ class Counting(TorchDispatchMode):
         elif name in ("addmm", "baddbmm") and args[0].dim() > 1 and kwargs.get("out") is not args[0]:
             number = 2  # the bias is copied to every row of the result first
         self.count.kernels[f"torch:{name}"] += number
-        self.count.bytes += moved((args, kwargs)) + moved(out)
+        read = {key: value for key, value in kwargs.items() if key != "out"}
+        self.count.bytes += moved((args, read)) + moved(out)
         factors = {"mm": args[:2], "bmm": args[:2], "addmm": args[1:3], "baddbmm": args[1:3]}.get(name.rstrip("_"))
         if factors is not None:
             a, b = factors
@@ -537,13 +540,46 @@ def table(counts: dict[str, Count]) -> str:
     return "\n".join(lines)
 
 
+BEFORE = {"one guided velocity": (143, 1), "one likelihood evaluation": (809, 7), "one training step": (1421, 22)}
+"""Kernels and synchronisations that this tool counted in the release before."""
+BEGIN, END = "<!-- table: python -m tools.launches --docs docs/gpu.md -->", "<!-- end of launches -->"
+
+
+def documented() -> str:
+    """Markdown: the paths that have a formula in `flow/costs.py`, before and after, with estimated times."""
+    shape = gf.GeoFlowConfig.paper()
+    lines = [
+        "| path | kernels before | after | synchronisations before | after | GB, float32 / bfloat16 | GFLOP | "
+        "A100, estimated | H100, estimated |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, count_of, work_of in (
+        ("one guided velocity", sampling, costs.velocity_work(shape, 2 * QUERIES * SAMPLES, "bfloat16")),
+        ("one likelihood evaluation", likelihood, costs.likelihood_work(shape, PAIRS, "bfloat16")),
+    ):
+        plain, half = (count_of(4, precision) - count_of(3, precision) for precision in ("float32", "bfloat16"))
+        times = (costs.seconds(work_of, DEVICES[gpu].products, "bfloat16") for gpu in ("a100", "h100"))
+        cells = [
+            name, str(BEFORE[name][0]), str(plain.kernels.total()), str(BEFORE[name][1]),
+            str(plain.synchronisations.total()), f"{plain.bytes / 1e9:.2f} / {half.bytes / 1e9:.2f}",
+            f"{plain.flops.total() / 1e9:.0f}", *(f"{1e3 * t:.2f} ms" for t in times),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("paths", nargs="*", help=f"which paths to count; by default all of {', '.join(PATHS)}")
     parser.add_argument("--list", action="store_true", help="also name the kernels")
     parser.add_argument("--json", type=Path, help="a file for the counts")
+    parser.add_argument("--docs", type=Path, help="a page whose table is to be written anew")
     chosen = parser.parse_args()
+    if chosen.docs:
+        before, rest = chosen.docs.read_text().split(BEGIN)
+        chosen.docs.write_text(f"{before}{BEGIN}\n{documented()}\n{END}{rest.split(END)[1]}")
+        return
     counts = {name: run() for name, run in PATHS.items() if not chosen.paths or any(p in name for p in chosen.paths)}
     print(table(counts))
     if chosen.list:
