@@ -48,12 +48,11 @@ class Source(ABC):
     """What the model is called in a scorer and in messages."""
     HAS_REFERENCE: ClassVar[bool] = False
     """True if the model itself has typical queries, from which the items' marginals can be computed."""
-    precision: str = "float32"
-    """In which points are multiplied by the items."""
 
     def __init__(self, model: nn.Module, direction: Direction, widths: tuple[int, int]) -> None:
         self.model, self.direction = model, direction
         self.query_dim, self.item_dim = direction.queries(*widths), direction.items(*widths)
+        self.precision = "auto"
 
     @property
     def example(self) -> Tensor:
@@ -136,7 +135,7 @@ class FlowSource(Source):
         start = self.start.to(self.example)
         queries = queries.to(start.generated)
         samples = sample_conditional(self.flow, queries, self.direction, start, self.sampling, advance)
-        return ScoringPoints(samples, self.kappa, precision=self.precision)
+        return ScoringPoints(samples, self.kappa, None, self.precision)
 
     def digest(self) -> str:
         return flow_digest(self.flow)
@@ -179,8 +178,7 @@ class DistilledSource(Source):
 
     def draw(self, queries: Tensor, advance: Advance | None = None) -> ScoringPoints:
         check_rows(queries, "queries")
-        samples = self.sampler.draw(queries.to(self.example), advance)
-        return ScoringPoints(samples, self.kappa, precision=self.precision)
+        return ScoringPoints(self.sampler.draw(queries.to(self.example), advance), self.kappa, None, self.precision)
 
     def digest(self) -> str:
         return sampler_digest(self.sampler)
@@ -203,7 +201,7 @@ class HeadSource(Source):
 
     def __init__(self, head: PosteriorHead, direction: Direction) -> None:
         super().__init__(head, direction, (head.image_dim, head.text_dim))
-        self.head, self.precision = head, "auto"
+        self.head = head
 
     @property
     def settings(self) -> dict[str, Any]:
