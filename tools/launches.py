@@ -280,7 +280,8 @@ class Counting(TorchDispatchMode):
         self.count.bytes += moved(arguments)
         if name.__name__ == "gallery_tile_kernel":
             samples, items = arguments[:2]
-            self.count.flops[str(samples.dtype).split(".")[1]] += 2 * samples.numel() * len(items)
+            products = 3 / 2 if meta["PARTS"] == 2 else 1  # three of each pair of parts, whose rows hold both
+            self.count.flops[str(samples.dtype).split(".")[1]] += int(2 * products * samples.numel() * len(items))
 
 
 def _types(device: Any) -> set[str]:
@@ -301,13 +302,20 @@ def _is_view(func: Any) -> bool:
 class CompiledCuda:
     """Stands in for the extension's class of a transport problem: counts its launches."""
 
-    def __init__(self, count: Count, rows: int, cols: int) -> None:
+    def __init__(self, count: Count, rows: int, cols: int, half: bool = False) -> None:
         self.count, self.rows, self.cols = count, rows, cols
+        self.entry_bytes = 2.0 if half else 4.0
 
-    def build(self, *, image_dim: int, text_dim: int, precise: bool = False, **others: Any) -> float:  # noqa: ARG002
-        self._launched("score_kernel", 4.0 * (self.rows + self.cols) * (image_dim + text_dim))
-        products = 2.0 * self.rows * self.cols * (image_dim + text_dim)
-        self.count.flops["tf32"] += int(products * (3 if precise else 1))
+    def build(self, *, image_dim: int, text_dim: int, half: bool, **others: Any) -> float:  # noqa: ARG002
+        points = (2.0 if half else 4.0) * (self.rows + self.cols)
+        products = 2.0 * self.rows * self.cols
+        if half:
+            self._launched("score_kernel", points * (image_dim + text_dim))
+            self.count.flops["float16"] += int(products * (image_dim + text_dim))
+            return 0.0
+        for width in (image_dim, text_dim):  # a launch each, of three products
+            self._launched("score_kernel", points * width)
+            self.count.flops["tf32"] += int(3 * products * width)
         return 0.0
 
     def solve(self, *arguments: Any) -> None:  # noqa: ARG002
@@ -328,7 +336,7 @@ class CompiledCuda:
     def _launched(self, name: str, others: float = 0.0) -> None:
         """A launch that goes over the matrix once."""
         self.count.kernels[f"cuda:{name}"] += 1
-        self.count.bytes += 4.0 * self.rows * self.cols + others
+        self.count.bytes += self.entry_bytes * self.rows * self.cols + others
 
 
 class HostStream:
@@ -366,7 +374,7 @@ def counted(*, capability: tuple[int, int] = (9, 0)) -> Iterator[Count]:
     count = Count()
     fake, stream = FakeTensorMode(), HostStream(count)
     mode = Counting(count, fake)
-    compiled = SimpleNamespace(CudaTransport=lambda rows, cols, *_: CompiledCuda(count, rows, cols))
+    compiled = SimpleNamespace(CudaTransport=lambda rows, cols, *rest: CompiledCuda(count, rows, cols, rest[-1]))
     properties = SimpleNamespace(
         multi_processor_count=132, total_memory=80 * 10**9, major=capability[0], minor=capability[1], name="fake"
     )

@@ -281,7 +281,6 @@ class RetrievalEntropy(nn.Module):
         """Everything a score depends on besides the model, the gallery and the query."""
         return {
             **self.source.settings,
-            **({} if self.precision == "float32" else {"precision": self.precision}),
             "posterior": self.posterior,
             "marginal": self.marginal if self.posterior == "bayes" else None,
             "prune": "never" if self.gallery.index is None else self.gallery.prune,
