@@ -93,10 +93,11 @@ test-gpu: setup
 test-stores: setup .venv/.stores
 	$(PYTEST) tests/stores
 
-# The engines ask for many packages, none of which the rest needs; versions that are here already stay.
+# The engines ask for many packages, none of which the rest needs. What is installed already stays as it is.
 .venv/.stores: .venv/.installed
+	mkdir -p build
 	$(BIN)/python -m pip freeze --exclude-editable > build/installed.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --constraint build/installed.txt --editable ".[stores]" --no-build-isolation
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --constraint build/installed.txt "geoflow_fast[stores]"
 	touch $@
 
 # Installs the wheel into an environment of its own and runs from another folder, where the source tree cannot shadow it.

@@ -1,4 +1,4 @@
-"""Builds `geoflow_fast._C`: C++ for every CPU, AVX2 and AVX512-BF16 variants chosen at run time, CUDA if nvcc is there.
+"""Builds `geoflow_fast._C`: C++ for every CPU, AVX2 and AVX-512 variants chosen at run time, CUDA if nvcc is there.
 
 The extension takes raw pointers and includes no torch header, so neither torch nor a GPU is needed to build it.
 `GEOFLOW_CUDA=0` builds without CUDA even where nvcc exists; `GEOFLOW_CUDA=1` makes a missing nvcc, or one that is too
@@ -8,6 +8,7 @@ old, an error. Otherwise the build goes without CUDA there, and `gf.backends()` 
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -17,7 +18,7 @@ import sys
 from pathlib import Path
 
 from pybind11.setup_helpers import Pybind11Extension
-from setuptools import setup
+from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
@@ -61,13 +62,11 @@ def refusal(nvcc: str) -> str | None:
     return f"nvcc {release[1]}.{release[2]} on PATH is older than {OLDEST_NVCC[0]}.{OLDEST_NVCC[1]}"
 
 
-def isa_flags(source: str) -> list[str]:
-    """Flags for the instruction set that the end of a file's name tells, on x86-64; see csrc/cpu/cpu_features.h."""
-    avx2 = ["-mavx2", "-mfma", "-mf16c"]
-    avx512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"]
-    if not X86_64:
-        return []
-    return {"avx2": avx2, "avx512bf16": avx2 + avx512}.get(Path(source).stem.rpartition("_")[2], [])
+def targets() -> dict[str, dict[str, list[str]]]:
+    """The instruction sets that kernels are compiled for, each with its flags and the sources of csrc/cpu that it has;
+    see csrc/cpu/cpu_features.h. Other machines than x86-64 have the baseline alone."""
+    table: dict[str, dict[str, list[str]]] = json.loads((ROOT / "csrc" / "cpu" / "targets.json").read_text())
+    return table if X86_64 else {"baseline": table["baseline"]}
 
 
 def openmp_flags() -> tuple[list[str], list[str]]:
@@ -88,7 +87,7 @@ def sanitizer_flags() -> list[str]:
 
 
 class BuildExtension(build_ext):
-    """Compiles `*_avx2.cpp` and `*_avx512bf16.cpp` with the flags of their instruction set and `*.cu` with nvcc."""
+    """Compiles the kernels of csrc/cpu once for every target, and `*.cu` with nvcc."""
 
     def build_extensions(self) -> None:
         self.compiler.src_extensions.append(".cu")
@@ -98,7 +97,7 @@ class BuildExtension(build_ext):
             if src.endswith(".cu"):
                 self.spawn([NVCC, *pp_opts, "-c", src, "-o", obj, *NVCC_FLAGS])
                 return
-            compile_host(obj, src, ext, cc_args, [*post, *isa_flags(src)], pp_opts)
+            compile_host(obj, src, ext, cc_args, post, pp_opts)
 
         self.compiler._compile = compile_any
         if NVCC is not None:
@@ -106,6 +105,18 @@ class BuildExtension(build_ext):
             self.compiler.compiler_cxx = [NVCC]  # setuptools links C++ with this one and compiles with compiler_so_cxx
             self.compiler.linker_so = self.compiler.linker_so_cxx = [NVCC, "-shared", "--cudart=static"]
         super().build_extensions()
+
+    def build_extension(self, ext: Extension) -> None:
+        for name, target in targets().items():
+            ext.extra_objects += self.compiler.compile(
+                [f"csrc/cpu/{source}.cpp" for source in target["sources"]],
+                output_dir=os.path.join(self.build_temp, name),
+                macros=[("GEOFLOW_TARGET", name)],
+                include_dirs=ext.include_dirs,
+                extra_postargs=[*ext.extra_compile_args, *target["flags"]],
+                depends=ext.depends,
+            )
+        super().build_extension(ext)
 
 
 NVCC, WITHOUT_CUDA = find_nvcc()
@@ -129,8 +140,8 @@ def sources(*patterns: str) -> list[str]:
 
 extension = Pybind11Extension(
     "geoflow_fast._C",
-    sources("csrc/*.cpp", "csrc/cpu/*.cpp", *(["csrc/cuda/*.cu"] if NVCC else [])),
-    depends=sources("csrc/**/*.h", "csrc/**/*.cuh"),
+    sources("csrc/bindings.cpp", "csrc/cpu/dispatch.cpp", *(["csrc/cuda/*.cu"] if NVCC else [])),
+    depends=sources("csrc/**/*.h", "csrc/**/*.cuh", "csrc/cpu/*.cpp", "csrc/cpu/targets.json"),
     include_dirs=["csrc"],
     cxx_std=17,
     define_macros=[("GEOFLOW_WITH_CUDA", "1") if NVCC else ("GEOFLOW_WITHOUT_CUDA", f'"{WITHOUT_CUDA}"')],

@@ -97,6 +97,11 @@ POSTERIOR = (
     Contender("torch, chunked, in place", lambda q: twins.chunked_entropy_in_place(q.samples, q.gallery, KAPPA), PEER),
     Contender("geoflow_fast", lambda q: posterior(q.samples, q.gallery).entropy),
     Contender(
+        'geoflow_fast, `precision="auto"`',
+        lambda q: posterior(q.samples, q.gallery, precision="auto").entropy,
+        agrees=lambda result, truth: float((result.double() - truth).abs().max()) < ROUNDING_LIMIT,
+    ),
+    Contender(
         "FAISS exact search of the queries",
         FAISS.run,
         FOR_COMPARISON,
@@ -107,7 +112,7 @@ POSTERIOR = (
 SEARCH = (
     FAISS,
     Contender("torch, chunked top-k", lambda q: twins.chunked_search(q.first, q.gallery, 10), PEER),
-    Contender("geoflow_fast", lambda q: gf.Gallery(q.gallery).statistics(q.first.unsqueeze(1), 1.0, 10).top_index),
+    Contender("geoflow_fast", lambda q: gf.ops.gallery_search(q.first, q.gallery, 10)[1]),
 )
 
 

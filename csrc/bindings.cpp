@@ -13,6 +13,7 @@
 #include "gallery.h"
 #include "interpolant.h"
 #include "network.h"
+#include "search.h"
 #include "solver.h"
 #if defined(GEOFLOW_WITH_CUDA)
 #include "cuda/runtime.h"
@@ -74,13 +75,6 @@ std::string cuda_status() {
 #else
     return "this build has no CUDA code, since " GEOFLOW_WITHOUT_CUDA "; reinstall with nvcc 12.8 or newer on PATH";
 #endif
-}
-
-std::vector<std::string> cpu_features() {
-    if (!geoflow::has_avx2_fma()) return {};
-    std::vector<std::string> names = {"avx2", "fma", "f16c"};
-    if (geoflow::has_avx512_bf16()) names.push_back("avx512_bf16");
-    return names;
 }
 
 struct StreamAddresses {
@@ -162,12 +156,27 @@ void bind_transport(py::module_& m) {
              }),
              py::kw_only(), "noise"_a, "data"_a, "signs"_a, "scale"_a, "dim"_a, "order"_a, "weight"_a);
     m.attr("OT_LEADING") = geoflow::kLeading;
-    m.def("ot_build", [](const OtMatrix& matrix, const geoflow::Factor& image, const geoflow::Factor& text, bool arc, int threads) {
+    m.def("ot_build", [](const OtMatrix& matrix, const geoflow::Factor& image, const geoflow::Factor& text, bool arc, bool bfloat16,
+                         int threads) {
         geoflow::Range range{};
         const geoflow::Cost cost = arc ? geoflow::Cost::arc : geoflow::Cost::chord;
-        without_gil([&] { return geoflow::cpu_solver().build(matrix, image, text, cost, threads, keep_going, &range); });
+        auto build = geoflow::cpu_solver().build;
+#if defined(__x86_64__)
+        if (bfloat16 && !geoflow::has_avx512_bf16()) throw py::value_error("this processor has no bfloat16 unit");
+        if (bfloat16) build = geoflow::build_bfloat16;
+#endif
+        without_gil([&] { return build(matrix, image, text, cost, threads, keep_going, &range); });
         return std::array<float, 2>{range.low, range.high};
-    }, "matrix"_a, "image"_a, "text"_a, "arc"_a, "threads"_a);
+    }, "matrix"_a, "image"_a, "text"_a, "arc"_a, "bfloat16"_a, "threads"_a);
+#if defined(__x86_64__)
+    m.def("ot_resolve", [](const OtMatrix& matrix, const geoflow::Factor& image, const geoflow::Factor& text, bool arc, double eps, Address g,
+                           double margin, Address index, int threads) {
+        if (!geoflow::has_avx512_bf16()) throw py::value_error("this processor has no bfloat16 unit");
+        py::gil_scoped_release release;
+        const geoflow::Cost cost = arc ? geoflow::Cost::arc : geoflow::Cost::chord;
+        geoflow::resolve_near_ties(matrix, image, text, cost, eps, at<const double>(g), margin, at<std::int64_t>(index), threads);
+    }, "matrix"_a, "image"_a, "text"_a, "arc"_a, "eps"_a, "g"_a, "margin"_a, "index"_a, "threads"_a);
+#endif
     m.def("ot_import", [](const OtMatrix& matrix, Address cost, float offset, int threads) {
         py::gil_scoped_release release;
         const geoflow::Range range = geoflow::cpu_solver().import_cost(matrix, at<const float>(cost), offset, threads);
@@ -203,25 +212,26 @@ struct GalleryInputs {
     Address samples, sample_bias, gallery, pick, bias;
     std::int64_t queries, draws, items, dim;
     float kappa;
-    int threads;
+    int threads, storage;
     bool bfloat16;
 
     geoflow::GalleryParams params() const {
-        return {at<const float>(samples), at<const float>(sample_bias), at<const float>(gallery), at<const std::int64_t>(pick),
-                at<const float>(bias), queries, draws, items, dim, kappa, threads, keep_going, bfloat16};
+        return {at<const float>(samples), at<const float>(sample_bias), at<const void>(gallery), at<const std::int64_t>(pick),
+                at<const float>(bias), queries, draws, items, dim, kappa, threads, keep_going, static_cast<geoflow::Storage>(storage),
+                bfloat16};
     }
 };
 
 void bind_gallery(py::module_& m) {
     py::class_<GalleryInputs>(m, "GalleryInputs")
         .def(py::init([](Address samples, Address sample_bias, Address gallery, Address pick, Address bias, std::int64_t queries,
-                         std::int64_t draws, std::int64_t items, std::int64_t dim, float kappa, int threads, bool bfloat16) {
+                         std::int64_t draws, std::int64_t items, std::int64_t dim, float kappa, int threads, int storage, bool bfloat16) {
                  if (bfloat16 && !geoflow::has_avx512_bf16()) throw py::value_error("this processor has no bfloat16 unit");
                  return GalleryInputs{samples, sample_bias, gallery, pick,  bias,    queries,
-                                      draws,   items,       dim,     kappa, threads, bfloat16};
+                                      draws,   items,       dim,     kappa, threads, storage, bfloat16};
              }),
              py::kw_only(), "samples"_a, "sample_bias"_a, "gallery"_a, "pick"_a, "bias"_a, "queries"_a, "draws"_a, "items"_a, "dim"_a,
-             "kappa"_a, "threads"_a, "bfloat16"_a);
+             "kappa"_a, "threads"_a, "storage"_a, "bfloat16"_a);
     m.def(
         "gallery_posterior",
         [](const GalleryInputs& inputs, std::int64_t top_k, Address peak, Address weight, Address moment, Address top_score,
@@ -241,6 +251,66 @@ void bind_gallery(py::module_& m) {
             without_gil([&] { return geoflow::gallery_scores(inputs.params(), at<float>(scores)); });
         },
         "inputs"_a, py::kw_only(), "scores"_a);
+}
+
+// Queries [count, dim] and the rows of a gallery [items, dim].
+struct SearchInputs {
+    Address queries, gallery;
+    int storage;
+    std::int64_t count, items, dim, top_k;
+    int threads;
+
+    geoflow::SearchParams params() const {
+        return {at<const float>(queries), at<const void>(gallery), static_cast<geoflow::Storage>(storage), count, items, dim, top_k, threads,
+                keep_going};
+    }
+};
+
+// Codes of the gallery's rows, and where the number of items that were scored goes.
+struct CodeInputs {
+    Address code, scale, error, kept;
+    float largest_norm;
+    std::int64_t most_kept;
+
+    geoflow::RowCodes rows() const { return {at<std::uint8_t>(code), at<float>(scale), at<float>(error)}; }
+    geoflow::CodeParams params() const {
+        if (!geoflow::has_avx512_vnni()) throw py::value_error("this processor has no int8 unit");
+        return {rows(), largest_norm, most_kept, at<std::int64_t>(kept)};
+    }
+};
+
+void bind_search(py::module_& m) {
+    py::class_<SearchInputs>(m, "SearchInputs")
+        .def(py::init([](Address queries, Address gallery, int storage, std::int64_t count, std::int64_t items, std::int64_t dim,
+                         std::int64_t top_k, int threads) {
+                 return SearchInputs{queries, gallery, storage, count, items, dim, top_k, threads};
+             }),
+             py::kw_only(), "queries"_a, "gallery"_a, "storage"_a, "count"_a, "items"_a, "dim"_a, "top_k"_a, "threads"_a);
+    py::class_<CodeInputs>(m, "CodeInputs")
+        .def(py::init([](Address code, Address scale, Address error, Address kept, float largest_norm, std::int64_t most_kept) {
+                 return CodeInputs{code, scale, error, kept, largest_norm, most_kept};
+             }),
+             py::kw_only(), "code"_a, "scale"_a, "error"_a, "kept"_a, "largest_norm"_a, "most_kept"_a);
+    m.def("code_stride", &geoflow::code_stride);
+    m.def("gallery_search", [](const SearchInputs& inputs, Address score, Address index) {
+        const geoflow::SearchResult result{at<float>(score), at<std::int64_t>(index)};
+        without_gil([&] { return geoflow::search_kernels().search(inputs.params(), result); });
+    }, "inputs"_a, py::kw_only(), "score"_a, "index"_a);
+    m.def("encode_rows", [](const SearchInputs& inputs, const CodeInputs& codes) {
+        py::gil_scoped_release release;
+        return geoflow::search_kernels().encode(inputs.params(), codes.rows());
+    });
+#if defined(__x86_64__)
+    m.def("search_codes", [](const SearchInputs& inputs, const CodeInputs& codes, Address score, Address index) {
+        const geoflow::SearchResult result{at<float>(score), at<std::int64_t>(index)};
+        const geoflow::CodeParams params = codes.params();
+        without_gil([&] { return geoflow::search_codes(inputs.params(), params, result); });
+    }, "inputs"_a, "codes"_a, py::kw_only(), "score"_a, "index"_a);
+    m.def("bound_codes", [](const SearchInputs& inputs, const CodeInputs& codes, Address bound) {
+        const geoflow::CodeParams params = codes.params();
+        without_gil([&] { return geoflow::bound_codes(inputs.params(), params, at<float>(bound)); });
+    }, "inputs"_a, "codes"_a, py::kw_only(), "bound"_a);
+#endif
 }
 
 #if defined(GEOFLOW_WITH_CUDA)
@@ -385,12 +455,18 @@ void bind_solver(py::module_& m) {
 PYBIND11_MODULE(_C, m) {
     m.doc() = "Compiled kernels of geoflow_fast; use geoflow_fast.ops, which checks what it passes here.";
     m.def("cuda_status", &cuda_status);
-    m.def("cpu_features", &cpu_features);
+    m.def("isa", &geoflow::isa_name);
+    m.def("supported_isas", &geoflow::supported_isas);
+    m.def("isa_problem", &geoflow::isa_problem);
+    m.def("has_bfloat16", &geoflow::has_avx512_bf16);
+    m.def("has_int8", &geoflow::has_avx512_vnni);
+    m.def("caches", [] { return std::array<std::int64_t, 3>{geoflow::caches().first, geoflow::caches().second, geoflow::caches().shared}; });
     bind_network(m);
     bind_solver(m);
     bind_interpolant(m);
     bind_transport(m);
     bind_gallery(m);
+    bind_search(m);
 #if defined(GEOFLOW_WITH_CUDA)
     bind_cuda_transport(m);
 #endif

@@ -2,19 +2,23 @@
 #pragma once
 #include <cstdint>
 
+#include "cpu/cpu_features.h"
+#include "rows.h"
+
 namespace geoflow {
 
 // Scores s_qj = log mean_m exp(kappa <g_j, x_qm> + sample_bias_qm) + bias_j of the items j, which are rows of a gallery.
 struct GalleryParams {
     const float* samples;      // [queries, draws, dim], of any norm
     const float* sample_bias;  // [queries, draws] or null; -inf leaves a sample out, but not all of a query
-    const float* gallery;      // [*, dim]
+    const void* gallery;       // [*, dim]
     const std::int64_t* pick;  // [items], the rows that are the items, ascending; or null: the first ones
     const float* bias;         // [items] or null
     std::int64_t queries, draws, items, dim;
     float kappa;
     int threads;
     bool (*keep_going)();      // asked now and then by the calling thread; false ends the call
+    Storage storage;           // of the gallery's rows
     bool bfloat16;             // inner products of rounded factors, but for the best items: only where has_avx512_bf16()
 };
 
@@ -35,8 +39,7 @@ struct GalleryKernels {
 };
 
 // The kernels for this processor.
-const GalleryKernels& gallery_kernels();
-const GalleryKernels& gallery_kernels_avx2();  // to be run only where has_avx2_fma()
+GEOFLOW_DECLARE_KERNELS(GalleryKernels, gallery_kernels)
 
 // Its posterior from products in bfloat16, with the best items of each query, somewhat more than top_k, scored in single precision.
 bool gallery_posterior_bfloat16(const GalleryParams& params, const GalleryStatistics& result);

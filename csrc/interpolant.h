@@ -2,6 +2,8 @@
 #pragma once
 #include <cstdint>
 
+#include "cpu/cpu_features.h"
+
 namespace geoflow {
 
 enum Direction : std::int8_t { kJoint = 0, kImageToText = 1, kTextToImage = 2 };
@@ -35,8 +37,7 @@ struct InterpolantKernels {
 };
 
 // The kernels for this processor.
-const InterpolantKernels& interpolant_kernels();
-const InterpolantKernels& interpolant_kernels_avx2();  // to be run only where has_avx2_fma()
+GEOFLOW_DECLARE_KERNELS(InterpolantKernels, interpolant_kernels)
 
 // Returns the first row that is not on the sphere (its outputs are unspecified), or -1.
 template <typename T>

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+#include "cpu/cpu_features.h"
 #include "rows.h"
 
 namespace geoflow {
@@ -43,7 +44,6 @@ struct NetworkKernels {
 };
 
 // The kernels for this processor.
-const NetworkKernels& network_kernels();
-const NetworkKernels& network_kernels_avx2();  // to be run only where has_avx2_fma()
+GEOFLOW_DECLARE_KERNELS(NetworkKernels, network_kernels)
 
 }  // namespace geoflow

@@ -1,8 +1,11 @@
-// Matrices of float32 rows, as the row kernels of the network and of the solvers take them.
+// Matrices of rows: those of float32 that the kernels of the network and of the solvers take, and galleries as they are stored.
 #pragma once
 #include <cstdint>
 
 namespace geoflow {
+
+// How the rows of a gallery are stored: float, IEEE half or bfloat16.
+enum class Storage : std::int32_t { single = 0, half = 1, bfloat16 = 2 };
 
 // Rows of a tensor [R, H] with unit stride along H; `data` may be null where a part is optional.
 struct RowsView {

@@ -1,5 +1,6 @@
 // The steps of the solvers on unit rows, float32: guidance, tangent projection and the move in one pass.
 #pragma once
+#include "cpu/cpu_features.h"
 #include "rows.h"
 
 namespace geoflow {
@@ -20,7 +21,6 @@ struct SolverKernels {
 };
 
 // The kernels for this processor.
-const SolverKernels& solver_kernels();
-const SolverKernels& solver_kernels_avx2();  // to be run only where has_avx2_fma()
+GEOFLOW_DECLARE_KERNELS(SolverKernels, solver_kernels)
 
 }  // namespace geoflow

@@ -1,47 +1,49 @@
 // What the processor at hand can do, asked once at run time, and which variant of a table of kernels it gets.
 //
-// Each family of kernels is a table of functions that is compiled twice from one header: in <family>.cpp for any processor, and in
-// <family>_avx2.cpp with AVX2, FMA and F16C on x86-64. The table has internal linkage, so that neither file links to the other's
-// functions; <family>_kernels() returns the one to use. The gallery posterior has a variant with bfloat16 products beside these, in
-// gallery_avx512bf16.cpp, which is run where it is asked for.
+// Each family of kernels is a table of functions. Its source is compiled once for every target of targets.json, with the flags of that
+// instruction set and GEOFLOW_TARGET as its name; the tables have internal linkage, so that no file links to another's functions.
+// <family>_kernels() in dispatch.cpp returns the one to use.
 #pragma once
-#include <cstdlib>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#define GEOFLOW_JOIN_NAMES(a, b) a##_##b
+#define GEOFLOW_JOIN(a, b) GEOFLOW_JOIN_NAMES(a, b)
+// The function of a family that a source compiled for a target defines: gallery_kernels_avx2 for GEOFLOW_KERNELS(gallery_kernels).
+#define GEOFLOW_KERNELS(family) GEOFLOW_JOIN(family, GEOFLOW_TARGET)
+#define GEOFLOW_DECLARE_KERNELS(Table, family) \
+    const Table& family();                     \
+    const Table& family##_baseline();          \
+    const Table& family##_avx2();              \
+    const Table& family##_avx512();
 
 namespace geoflow {
 
-// True when the AVX2, FMA and F16C variants of the hot loops may run. GEOFLOW_AVX2=0 in the environment forbids them, so that
-// the baseline variants can be tested and compared on any machine.
-inline bool has_avx2_fma() {
-#if defined(__x86_64__) && defined(__GNUC__)
-    static const bool usable = [] {
-        const char* wish = std::getenv("GEOFLOW_AVX2");
-        if (wish != nullptr && wish[0] == '0') return false;
-        return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    }();
-    return usable;
-#else
-    return false;
-#endif
-}
+// Each has what those before it have. On 64-bit ARM the baseline is NEON.
+enum class Isa : int { baseline, avx2, avx512, avx512vnni, avx512bf16 };
 
-// True when products in bfloat16 may run. GEOFLOW_AVX512BF16=0 forbids them, and so does GEOFLOW_AVX2=0.
-inline bool has_avx512_bf16() {
-#if defined(__x86_64__) && defined(__GNUC__)
-    static const bool usable = [] {
-        const char* wish = std::getenv("GEOFLOW_AVX512BF16");
-        if (!has_avx2_fma() || (wish != nullptr && wish[0] == '0')) return false;
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
-    }();
-    return usable;
-#else
-    return false;
-#endif
-}
+// The one whose kernels run: the best that the processor has, or the one that GEOFLOW_ISA names.
+Isa isa();
+// Names of those that this processor can run, the best last, and of the one that runs.
+std::vector<std::string> supported_isas();
+std::string isa_name();
+// Why GEOFLOW_ISA cannot be obeyed; empty if it can.
+std::string isa_problem();
 
-template <class Table>
-const Table& fastest(const Table& baseline, const Table& avx2) {
-    return has_avx2_fma() ? avx2 : baseline;
-}
+inline bool has_avx512_vnni() { return isa() >= Isa::avx512vnni; }
+inline bool has_avx512_bf16() { return isa() >= Isa::avx512bf16; }
+
+// Bytes of the data caches: those of a core, and what cores share.
+struct Caches {
+    std::int64_t first, second, shared;
+};
+const Caches& caches();
+
+// Memory of a multiple of 4096 bytes, aligned to that. What is given back is kept for later calls, up to a limit, so that calls one
+// after the other neither allocate nor touch fresh pages.
+void* take_scratch(std::size_t bytes);
+void give_scratch(void* memory, std::size_t bytes);
 
 }  // namespace geoflow

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "cpu/gemm_rows.h"
+#include "cpu/top_items.h"
 #include "gallery.h"
 
 namespace {
@@ -32,42 +33,6 @@ struct PanelStatistics {
     float peak, weight, moment;
 };
 
-struct Candidate {
-    float score;
-    std::int64_t index;
-};
-
-inline bool better(const Candidate& a, const Candidate& b) {
-    return a.score > b.score || (a.score == b.score && a.index < b.index);
-}
-
-// The best `capacity` candidates seen so far, the worst of them at the front.
-class TopItems {
-  public:
-    explicit TopItems(std::int64_t capacity) : capacity_(capacity) {}
-
-    // Indices offered later must be larger: an equal score then never replaces an earlier one.
-    void offer(float score, std::int64_t index) {
-        if (full()) {
-            if (!(score > candidates_.front().score)) return;
-            std::pop_heap(candidates_.begin(), candidates_.end(), better);
-            candidates_.back() = {score, index};
-        } else {
-            candidates_.push_back({score, index});
-        }
-        std::push_heap(candidates_.begin(), candidates_.end(), better);
-    }
-
-    // Scores at or below this one are not wanted.
-    float threshold() const { return full() ? candidates_.front().score : -std::numeric_limits<float>::infinity(); }
-    const std::vector<Candidate>& candidates() const { return candidates_; }
-
-  private:
-    bool full() const { return static_cast<std::int64_t>(candidates_.size()) == capacity_; }
-    std::int64_t capacity_;
-    std::vector<Candidate> candidates_;
-};
-
 // max and sum of exp(scale (x - max)) over a stretch of samples, of one query or of eight in lanes. The sum is NaN when an x is not
 // finite.
 template <class Value>
@@ -75,8 +40,8 @@ struct Stretch {
     Value max, sum;
 };
 
-GEOFLOW_INLINE int8x first_lanes(std::int64_t count) {
-    return int8x{0, 1, 2, 3, 4, 5, 6, 7} < static_cast<std::int32_t>(count);
+GEOFLOW_INLINE ints first_lanes(std::int64_t count) {
+    return lane_numbers() < static_cast<std::int32_t>(count);
 }
 
 // `count` samples of one query side by side. A whole vector must be readable at any of the x.
@@ -86,8 +51,8 @@ inline void reduce_stretch(const float* x, std::int64_t count, float scale, Stre
         return;
     }
     const std::int64_t whole = count / kLanes * kLanes;
-    const int8x rest = first_lanes(count - whole);
-    float8 high = broadcast(x[0]), last = high;
+    const ints rest = first_lanes(count - whole);
+    floats high = broadcast(x[0]), last = high;
     for (std::int64_t k = 0; k < whole; k += kLanes) high = max(high, load(x + k));
     if (whole < count) {
         last = select(rest, load(x + whole), last);
@@ -95,9 +60,9 @@ inline void reduce_stretch(const float* x, std::int64_t count, float scale, Stre
     }
     const float top = largest(high);
     // exponential() clamps its argument and would hide a NaN, so a multiple by zero of each x is added.
-    float8 total = broadcast(0.0f);
+    floats total = broadcast(0.0f);
     for (std::int64_t k = 0; k < whole; k += kLanes) {
-        const float8 v = load(x + k);
+        const floats v = load(x + k);
         total += exponential((v - top) * scale) + v * 0.0f;
     }
     if (whole < count) total += select(rest, exponential((last - top) * scale) + last * 0.0f, broadcast(0.0f));
@@ -105,11 +70,11 @@ inline void reduce_stretch(const float* x, std::int64_t count, float scale, Stre
 }
 
 // `count` columns, each a sample in one of eight interleaved queries.
-inline void reduce_stretch(const float* x, std::int64_t count, float scale, Stretch<float8>& result) {
-    float8 top = load(x), total = broadcast(0.0f);
+inline void reduce_stretch(const float* x, std::int64_t count, float scale, Stretch<floats>& result) {
+    floats top = load(x), total = broadcast(0.0f);
     for (std::int64_t k = kLanes; k < count; k += kLanes) top = max(top, load(x + k));
     for (std::int64_t k = 0; k < count; k += kLanes) {
-        const float8 v = load(x + k);
+        const floats v = load(x + k);
         total += exponential((v - top) * scale) + v * 0.0f;
     }
     result = {top, total};
@@ -120,8 +85,8 @@ inline void absorb_stretch(Stretch<float>& a, const Stretch<float>& b, float sca
     a = {top, a.sum * std::exp(scale * (a.max - top)) + b.sum * std::exp(scale * (b.max - top))};
 }
 
-inline void absorb_stretch(Stretch<float8>& a, const Stretch<float8>& b, float scale) {
-    const float8 top = max(a.max, b.max);
+inline void absorb_stretch(Stretch<floats>& a, const Stretch<floats>& b, float scale) {
+    const floats top = max(a.max, b.max);
     a = {top, a.sum * exponential(scale * (a.max - top)) + b.sum * exponential(scale * (b.max - top))};
 }
 
@@ -177,7 +142,7 @@ struct SingleProducts {
 };
 
 // Scores of items for blocks of queries, a panel of items at a time.
-template <class Products>
+template <class Products, class Element>
 class PanelScorer {
   public:
     explicit PanelScorer(const GalleryParams& params)
@@ -194,7 +159,7 @@ class PanelScorer {
     template <class Sink>
     bool run(std::int64_t first_item, std::int64_t items, std::int64_t first_query, std::int64_t queries, const Sink& sink) {
         const std::int64_t* const pick = params_.pick ? params_.pick + first_item : nullptr;
-        const float* const rows = pick ? params_.gallery : params_.gallery + first_item * params_.dim;
+        const Element* const rows = static_cast<const Element*>(params_.gallery) + (pick ? 0 : first_item * params_.dim);
         columns_.arrange(first_query, queries);
         const auto epilogue = [&](const Tile<1>& tile) {
             const std::int64_t item = first_item + tile.row;
@@ -211,14 +176,14 @@ class PanelScorer {
                 sink(first_query + columns_.grouped() / params_.draws + query, item, tile.rows, score);
             });
         };
-        return Products::tiles(RowList{rows, pick, items, params_.dim}, columns_.samples(), columns_.count(), params_.threads,
+        return Products::tiles(RowList<Element>{rows, pick, items, params_.dim}, columns_.samples(), columns_.count(), params_.threads,
                                params_.keep_going, epilogue);
     }
 
   private:
     // Of a panel's items, the stretches of the group or query that the tiles so far have left unfinished.
     struct Running {
-        Stretch<float8> group[kPanelRows];
+        Stretch<floats> group[kPanelRows];
         Stretch<float> query[kPanelRows];
     };
 
@@ -260,8 +225,8 @@ class PanelScorer {
         }
     }
 
-    GEOFLOW_INLINE float8 score_of(float8 max, float8 sum, float8 bias) const {
-        const float8 mean = sum * (1.0f / static_cast<float>(params_.draws));
+    GEOFLOW_INLINE floats score_of(floats max, floats sum, floats bias) const {
+        const floats mean = sum * (1.0f / static_cast<float>(params_.draws));
         return max * scale_ + bias + logarithm(mean) + mean * 0.0f;  // logarithm() would hide a NaN
     }
 
@@ -279,10 +244,10 @@ class PanelScorer {
             store(score + r, score_of(load(top + r), load(total + r), load(bias + r)));
     }
 
-    void score_items(const Stretch<float8>* stretch, std::int64_t rows, std::int64_t first_item,
+    void score_items(const Stretch<floats>* stretch, std::int64_t rows, std::int64_t first_item,
                      float (&score)[kLanes][kPanelRows]) const {
         for (std::int64_t r = 0; r < rows; ++r) {
-            const float8 s = score_of(stretch[r].max, stretch[r].sum, broadcast(item_bias(first_item + r)));
+            const floats s = score_of(stretch[r].max, stretch[r].sum, broadcast(item_bias(first_item + r)));
             for (int lane = 0; lane < kLanes; ++lane) score[lane][r] = s[lane];
         }
         for (int lane = 0; lane < kLanes; ++lane) std::fill(score[lane] + rows, score[lane] + kPanelRows, score[lane][0]);
@@ -297,13 +262,13 @@ class PanelScorer {
 
 // Statistics of one panel's scores, and its best items offered to `top`.
 inline PanelStatistics close_panel(const float (&score)[kPanelRows], std::int64_t rows, std::int64_t first_item, TopItems& top) {
-    float8 high = load(score);
+    floats high = load(score);
     for (std::int64_t r = kLanes; r < rows; r += kLanes) high = max(high, load(score + r));
     const float peak = largest(high);
-    float8 weight = broadcast(0.0f), moment = weight;
+    floats weight = broadcast(0.0f), moment = weight;
     for (std::int64_t r = 0; r < rows; r += kLanes) {
-        const float8 below = load(score + r) - peak;
-        const float8 mass = select(first_lanes(rows - r), exponential(below) + below * 0.0f, broadcast(0.0f));
+        const floats below = load(score + r) - peak;
+        const floats mass = select(first_lanes(rows - r), exponential(below) + below * 0.0f, broadcast(0.0f));
         weight += mass;
         moment += mass * below;
     }
@@ -313,22 +278,10 @@ inline PanelStatistics close_panel(const float (&score)[kPanelRows], std::int64_
     return {peak, sum(weight), sum(moment)};
 }
 
-inline float inner_product(const float* a, const float* b, std::int64_t dim) {
-    constexpr int kChains = 4;  // sums side by side, since each waits for its last addition
-    float8 part[kChains] = {};
-    std::int64_t k = 0;
-    for (; k + kChains * kLanes <= dim; k += kChains * kLanes)
-#pragma GCC unroll 4
-        for (int c = 0; c < kChains; ++c) part[c] += load(a + k + c * kLanes) * load(b + k + c * kLanes);
-    for (; k + kLanes <= dim; k += kLanes) part[0] += load(a + k) * load(b + k);
-    float rest = 0;
-    for (; k < dim; ++k) rest += a[k] * b[k];
-    return sum((part[0] + part[1]) + (part[2] + part[3])) + rest;
-}
-
 // The score of one item in single precision, its sum over the draws in double.
-inline float exact_score(const GalleryParams& params, std::int64_t query, std::int64_t item) {
-    const float* const row = params.gallery + (params.pick ? params.pick[item] : item) * params.dim;
+template <class Element>
+float exact_score(const GalleryParams& params, std::int64_t query, std::int64_t item) {
+    const Element* const row = static_cast<const Element*>(params.gallery) + (params.pick ? params.pick[item] : item) * params.dim;
     double top = -std::numeric_limits<double>::infinity(), total = 0;
     for (std::int64_t m = query * params.draws; m < (query + 1) * params.draws; ++m) {
         const double bias = params.sample_bias ? std::max(params.sample_bias[m], kLowest) : 0.0;
@@ -343,7 +296,7 @@ inline float exact_score(const GalleryParams& params, std::int64_t query, std::i
 
 // Streams the items once. Products that are not exact serve for all items but the best ones of each query: a few more of these than
 // are asked for are kept, and in the end scored again in single precision, also within the sums.
-template <class Products>
+template <class Products, class Element>
 class GallerySolver {
   public:
     GallerySolver(const GalleryParams& params, const GalleryStatistics& result)
@@ -396,11 +349,9 @@ class GallerySolver {
     }
 
     void read_out_top(std::int64_t query) {
-        std::vector<Candidate> all;
-        for (const std::vector<TopItems>& mine : top_)
-            all.insert(all.end(), mine[query].candidates().begin(), mine[query].candidates().end());
-        std::sort(all.begin(), all.end(), better);
-        if (static_cast<std::int64_t>(all.size()) > kept_) all.resize(kept_);
+        std::vector<const TopItems*> parts;
+        for (const std::vector<TopItems>& mine : top_) parts.push_back(&mine[query]);
+        std::vector<Candidate> all = best_of(parts, kept_);
         if constexpr (!Products::kExact) correct(query, all);
         for (std::int64_t k = 0; k < result_.top_k; ++k) {
             const bool there = k < static_cast<std::int64_t>(all.size());
@@ -416,7 +367,7 @@ class GallerySolver {
         const double noise = kSumRounding * weight;
         add(all, peak, -1.0, weight, moment);
         if (weight < noise) weight = moment = 0;  // nothing but these items
-        for (Candidate& item : all) item.score = exact_score(params_, query, item.index);
+        for (Candidate& item : all) item.score = exact_score<Element>(params_, query, item.index);
         if (!std::all_of(all.begin(), all.end(), [](const Candidate& item) { return std::isfinite(item.score); })) {
             weight = std::nan("");
             return;
@@ -439,15 +390,16 @@ class GallerySolver {
 
     const GalleryParams& params_;
     const GalleryStatistics& result_;
-    PanelScorer<Products> scorer_;
+    PanelScorer<Products, Element> scorer_;
     const std::int64_t kept_;                  // items of a query
     std::vector<std::vector<TopItems>> top_;   // per thread: [queries]
     std::vector<PanelStatistics> statistics_;  // [panels of the slice, queries of the block]
 };
 
 // Scores [queries, items] themselves.
-inline bool store_scores(const GalleryParams& params, float* scores) {
-    PanelScorer<SingleProducts> scorer(params);
+template <class Element>
+bool store_scores(const GalleryParams& params, float* scores) {
+    PanelScorer<SingleProducts, Element> scorer(params);
     const auto keep = [&](std::int64_t query, std::int64_t item, std::int64_t rows, const float(&score)[kPanelRows]) {
         std::copy(score, score + rows, scores + query * params.items + item);
     };
@@ -458,7 +410,14 @@ inline bool store_scores(const GalleryParams& params, float* scores) {
 
 template <class Products>
 bool stream_posterior(const GalleryParams& params, const GalleryStatistics& result) {
-    return GallerySolver<Products>(params, result).run();
+    return by_storage(params.storage, [&](auto element) { return GallerySolver<Products, decltype(element)>(params, result).run(); });
 }
+
+const geoflow::GalleryKernels kGalleryKernels = {
+    stream_posterior<SingleProducts>,
+    [](const GalleryParams& params, float* scores) {
+        return by_storage(params.storage, [&](auto element) { return store_scores<decltype(element)>(params, scores); });
+    },
+};
 
 }  // namespace

@@ -27,7 +27,8 @@ constexpr std::int64_t kDepthPairs = 144;
 class PairLayout {
   public:
     // The largest coordinates are those of some rows of the list, evenly spaced.
-    explicit PairLayout(const RowList& rows)
+    template <class Element>
+    explicit PairLayout(const RowList<Element>& rows)
         : depth_(rows.depth),
           whole_((rows.depth + 1) / 2),
           largest_(least(rows.depth, round_up(rows.depth, kPerLarge * kWide) / kPerLarge)) {
@@ -39,8 +40,8 @@ class PairLayout {
         for (std::int64_t k = 0; k < depth_; ++k) all[k] = {0.0f, static_cast<std::int32_t>(k)};
         const std::int64_t looks = least(kLooks, rows.count);
         for (std::int64_t i = 0; i < looks; ++i) {
-            const float* const row = rows.row(i * rows.count / looks);
-            for (std::int64_t k = 0; k < depth_; ++k) all[k].square += row[k] * row[k];
+            const Element* const row = rows.row(i * rows.count / looks);
+            for (std::int64_t k = 0; k < depth_; ++k) all[k].square += widen(row[k]) * widen(row[k]);
         }
         for (Coordinate& x : all) x.square = x.square >= 0 ? x.square : 0.0f;  // a NaN has no place in an order
         const auto larger = [](const Coordinate& a, const Coordinate& b) {
@@ -145,9 +146,20 @@ inline void multiply_pairs(const std::int32_t* a, std::int64_t lda, std::int64_t
     }
 }
 
+// A row itself, or its copy in floats.
+inline const float* as_floats(const float* row, std::int64_t, float*) { return row; }
+
+template <class Element>
+const float* as_floats(const Element* row, std::int64_t depth, float* to) {
+    std::int64_t k = 0;
+    for (; k + kLanes <= depth; k += kLanes) store(to + k, load(row + k));
+    for (; k < depth; ++k) to[k] = widen(row[k]);
+    return to;
+}
+
 // As row_tiles in gemm_rows.h, from rounded factors.
-template <class Poll, class Epilogue>
-bool bfloat16_tiles(const RowList& a, const float* b, std::int64_t columns, int threads, const Poll& poll, const Epilogue& epilogue) {
+template <class Element, class Poll, class Epilogue>
+bool bfloat16_tiles(const RowList<Element>& a, const float* b, std::int64_t columns, int threads, const Poll& poll, const Epilogue& epilogue) {
     const PairLayout layout(a);
     const std::int64_t pairs = layout.pairs(), lda = round_up(layout.room(), kWide), padded = round_up(columns, kWide);
     const std::int64_t strips = (padded + kPairStrip - 1) / kPairStrip, panels = (a.count + kPanelRows - 1) / kPanelRows;
@@ -161,6 +173,7 @@ bool bfloat16_tiles(const RowList& a, const float* b, std::int64_t columns, int 
     {
         float* const values = private_scratch.get() + thread_number() * (tile_size + panel_size);
         std::int32_t* const rows = reinterpret_cast<std::int32_t*>(values + tile_size);
+        std::vector<float> wide(std::is_same<Element, float>::value ? 0 : a.depth);
 #pragma omp for schedule(static)
         for (std::int64_t s = 0; s < strips; ++s) {
             const std::int64_t first = s * kPairStrip, width = least(kPairStrip, padded - first);
@@ -172,10 +185,75 @@ bool bfloat16_tiles(const RowList& a, const float* b, std::int64_t columns, int 
             if (!__atomic_load_n(&go_on, __ATOMIC_RELAXED)) continue;
             const std::int64_t row = panel * kPanelRows, count = least(kPanelRows, a.count - row);
             const std::int64_t multiplied = round_up(count, kPairRows);
-            for (std::int64_t r = 0; r < multiplied; ++r) layout.round(a.row(row + r), true, rows + r * lda);
+            for (std::int64_t r = 0; r < multiplied; ++r) layout.round(as_floats(a.row(row + r), a.depth, wide.data()), true, rows + r * lda);
             for (std::int64_t col = 0; col < columns; col += ld) {
                 multiply_pairs(rows, lda, multiplied, packed_b + col * pairs, least(ld, padded - col), pairs, values, ld);
                 epilogue(Tile<1>{row, count, col, least(ld, columns - col), ld, {values}});
+            }
+        }
+    }
+    return go_on;
+}
+
+// As product_tiles in gemm.h, from rounded factors.
+template <int Products, class Poll, class Epilogue>
+bool bfloat16_product_tiles(const Product (&products)[Products], std::int64_t m, std::int64_t n, int threads, const Poll& poll,
+                            const Epilogue& epilogue) {
+    std::vector<PairLayout> layouts;
+    std::int64_t pairs = 0, lda = 0;  // of all products
+    for (const Product& p : products) {
+        layouts.emplace_back(RowList<float>{p.a, nullptr, m, p.depth});
+        pairs += layouts.back().pairs(), lda += round_up(layouts.back().room(), kWide);
+    }
+    const std::int64_t panels = (m + kPanelRows - 1) / kPanelRows, block = round_up(least(column_block(pairs), n), kWide);
+    const std::int64_t ld = least(block, kTileColumns), tile_size = round_up(kPanelRows * ld + kWide, 1024);
+    const std::int64_t per_thread = Products * tile_size + round_up(kPanelRows * lda, 1024);
+    const Scratch packed(block * pairs), private_scratch(per_thread * threads);
+    std::int32_t* const packed_b = reinterpret_cast<std::int32_t*>(packed.get());
+    bool go_on = true;
+
+#pragma omp parallel num_threads(threads)
+    {
+        float* const values = private_scratch.get() + thread_number() * per_thread;
+        std::int32_t* const rows = reinterpret_cast<std::int32_t*>(values + Products * tile_size);
+        for (std::int64_t col = 0; col < n; col += block) {
+            const std::int64_t cols = least(block, n - col), padded = round_up(cols, kWide);
+#pragma omp for schedule(static)
+            for (std::int64_t first = 0; first < padded; first += kPairStrip) {
+                std::int32_t* to = packed_b;
+                for (int p = 0; p < Products; ++p) {
+                    const std::int64_t width = least(kPairStrip, padded - first), depth = products[p].depth;
+                    pack_pairs(layouts[p], products[p].b + (col + first) * depth, least(width, cols - first), depth, width,
+                               to + first * layouts[p].pairs());
+                    to += block * layouts[p].pairs();
+                }
+            }
+#pragma omp for schedule(monotonic : dynamic, 1)
+            for (std::int64_t panel = 0; panel < panels; ++panel) {
+                if (thread_number() == 0 && !poll()) __atomic_store_n(&go_on, false, __ATOMIC_RELAXED);
+                if (!__atomic_load_n(&go_on, __ATOMIC_RELAXED)) continue;
+                const std::int64_t row = panel * kPanelRows, count = least(kPanelRows, m - row);
+                const std::int64_t multiplied = round_up(count, kPairRows);
+                std::int32_t* a = rows;
+                for (int p = 0; p < Products; ++p) {
+                    const std::int64_t stride = round_up(layouts[p].room(), kWide);
+                    for (std::int64_t r = 0; r < multiplied; ++r)
+                        layouts[p].round(products[p].a + least(row + r, m - 1) * products[p].depth, true, a + r * stride);
+                    a += kPanelRows * stride;
+                }
+                for (std::int64_t first = 0; first < cols; first += ld) {
+                    Tile<Products> tile{row, count, col + first, least(ld, cols - first), ld, {}};
+                    a = rows;
+                    const std::int32_t* b = packed_b;
+                    for (int p = 0; p < Products; ++p) {
+                        const std::int64_t stride = round_up(layouts[p].room(), kWide), of_product = layouts[p].pairs();
+                        tile.value[p] = values + p * tile_size;
+                        multiply_pairs(a, stride, multiplied, b + first * of_product, least(ld, padded - first), of_product, tile.value[p], ld);
+                        a += kPanelRows * stride;
+                        b += block * of_product;
+                    }
+                    epilogue(tile);
+                }
             }
         }
     }

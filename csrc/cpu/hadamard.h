@@ -24,7 +24,7 @@ template <int R, bool Signed>
 GEOFLOW_INLINE void butterflies(const float* x, float* y, std::int64_t h, const float* signs) {
     for (std::int64_t i = 0; i < h; ++i) {
         for (std::int64_t lane = 0; lane < kGroup; lane += kLanes) {
-            float8 v[R];
+            floats v[R];
 #pragma GCC unroll 16
             for (int k = 0; k < R; ++k) {
                 v[k] = load(x + (i + k * h) * kGroup + lane);
@@ -35,7 +35,7 @@ GEOFLOW_INLINE void butterflies(const float* x, float* y, std::int64_t h, const 
 #pragma GCC unroll 16
                 for (int k = 0; k < R; ++k)
                     if (!(k & half)) {
-                        const float8 a = v[k], b = v[k + half];
+                        const floats a = v[k], b = v[k + half];
                         v[k] = a + b;
                         v[k + half] = a - b;
                     }

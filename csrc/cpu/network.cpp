@@ -1,9 +1,8 @@
-// The network's row kernels for any processor, and the choice of the variant.
-#include "cpu/cpu_features.h"
+// The row kernels of the network, compiled once for every target.
 #include "cpu/network_rows.h"
 
 namespace geoflow {
 
-const NetworkKernels& network_kernels() { return fastest(kNetworkKernels, network_kernels_avx2()); }
+const NetworkKernels& GEOFLOW_KERNELS(network_kernels)() { return kNetworkKernels; }
 
 }  // namespace geoflow

@@ -1,9 +1,8 @@
-// The CPU transport solver for any processor, and the choice of the variant.
-#include "cpu/cpu_features.h"
+// The transport solver, compiled once for every target.
 #include "cpu/sinkhorn_passes.h"
 
 namespace geoflow {
 
-const CpuSolver& cpu_solver() { return fastest(kCpuSolver, cpu_solver_avx2()); }
+const CpuSolver& GEOFLOW_KERNELS(cpu_solver)() { return kCpuSolver; }
 
 }  // namespace geoflow

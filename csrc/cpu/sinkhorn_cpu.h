@@ -9,6 +9,7 @@
 #pragma once
 #include <cstdint>
 
+#include "cpu/cpu_features.h"
 #include "sinkhorn.h"
 
 namespace geoflow {
@@ -89,7 +90,12 @@ struct CpuSolver {
 };
 
 // The solver for this processor.
-const CpuSolver& cpu_solver();
-const CpuSolver& cpu_solver_avx2();  // to be run only where has_avx2_fma()
+GEOFLOW_DECLARE_KERNELS(CpuSolver, cpu_solver)
+
+// Only where has_avx512_bf16(): `build` from inner products of rows rounded to bfloat16, for dense noise; and index[i] = argmax_j P_ij
+// of such a matrix, in which entries of S within `margin` of a row's best are computed again in single precision.
+bool build_bfloat16(const OtMatrix& matrix, const Factor& image, const Factor& text, Cost cost, int threads, Poll poll, Range* range);
+void resolve_near_ties(const OtMatrix& matrix, const Factor& image, const Factor& text, Cost cost, double eps, const double* g,
+                       double margin, std::int64_t* index, int threads);
 
 }  // namespace geoflow

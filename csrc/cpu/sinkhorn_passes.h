@@ -43,9 +43,9 @@ std::int64_t block_rows(std::int64_t rows) { return round_up((rows + kBlocks - 1
 
 // Extremes of the scores one thread has seen; padded to a cache line of its own.
 struct alignas(64) Extremes {
-    float8 low, high;
+    floats low, high;
     void clear() { low = broadcast(-kLowest), high = broadcast(kLowest); }
-    GEOFLOW_INLINE void add(float8 x) { low = min(low, x), high = max(high, x); }
+    GEOFLOW_INLINE void add(floats x) { low = min(low, x), high = max(high, x); }
 };
 
 Range merge(const Extremes* seen, int threads) {
@@ -59,7 +59,7 @@ Range merge(const Extremes* seen, int threads) {
 }
 
 template <bool streaming>
-GEOFLOW_INLINE void store_entry(float* to, float8 x) {
+GEOFLOW_INLINE void store_entry(float* to, floats x) {
     if (streaming)
         store_streaming(to, x);
     else
@@ -67,7 +67,7 @@ GEOFLOW_INLINE void store_entry(float* to, float8 x) {
 }
 
 template <bool streaming>
-GEOFLOW_INLINE void store_entry(std::uint16_t* to, float8 x) {
+GEOFLOW_INLINE void store_entry(std::uint16_t* to, floats x) {
     store(to, x);
 }
 
@@ -76,7 +76,7 @@ struct ScoreRule {
 };
 
 template <Cost kind>
-GEOFLOW_INLINE float8 score(const ScoreRule& rule, float8 image, float8 text) {
+GEOFLOW_INLINE floats score(const ScoreRule& rule, floats image, floats text) {
     if (kind == Cost::arc) return rule.image_weight * arcsine(image) + rule.text_weight * arcsine(text);
     return 2.0f * (rule.image_weight * image + rule.text_weight * text);
 }
@@ -86,7 +86,7 @@ template <Cost kind, bool kernel, bool streaming, class Element>
 GEOFLOW_INLINE void finish_row(const ScoreRule& rule, const float* image, const float* text, std::int64_t cols, Element* to,
                                Extremes& seen) {
     for (std::int64_t j = 0; j < round_up(cols, geoflow::kLeading); j += kLanes) {
-        const float8 s = score<kind>(rule, load(image + j), load(text + j));
+        const floats s = score<kind>(rule, load(image + j), load(text + j));
         if (j + kLanes <= cols) {
             seen.add(s);
         } else {
@@ -96,7 +96,15 @@ GEOFLOW_INLINE void finish_row(const ScoreRule& rule, const float* image, const 
     }
 }
 
-template <Cost kind, bool kernel, class Element>
+// Dense products in single precision. A class of products in less has the same member.
+struct DenseProducts {
+    template <class... Arguments>
+    static bool tiles(const Arguments&... arguments) {
+        return product_tiles(arguments...);
+    }
+};
+
+template <class Dense, Cost kind, bool kernel, class Element>
 bool build(const OtMatrix& matrix, const Factor& image, const Factor& text, int most_threads, Poll poll, Range* range) {
     const int threads = useful_threads(matrix, most_threads);
     Element* const out = static_cast<Element*>(matrix.data);
@@ -129,21 +137,21 @@ bool build(const OtMatrix& matrix, const Factor& image, const Factor& text, int 
         done = hadamard_tiles(products, matrix.rows, matrix.cols, threads, poll, finish);
     } else {
         const Product products[2] = {{image.noise, image.data, image.dim}, {text.noise, text.data, text.dim}};
-        done = product_tiles(products, matrix.rows, matrix.cols, kPanelRows, threads, poll, finish);
+        done = Dense::tiles(products, matrix.rows, matrix.cols, threads, poll, finish);
     }
     *range = merge(seen, threads);
     return done;
 }
 
-template <class Element>
+template <class Dense, class Element>
 bool build_elements(const OtMatrix& matrix, const Factor& image, const Factor& text, Cost cost, int threads, Poll poll,
                     Range* range) {
     const bool kernel = matrix.domain == Domain::kernel;
     if (cost == Cost::arc)
-        return kernel ? build<Cost::arc, true, Element>(matrix, image, text, threads, poll, range)
-                      : build<Cost::arc, false, Element>(matrix, image, text, threads, poll, range);
-    return kernel ? build<Cost::chord, true, Element>(matrix, image, text, threads, poll, range)
-                  : build<Cost::chord, false, Element>(matrix, image, text, threads, poll, range);
+        return kernel ? build<Dense, Cost::arc, true, Element>(matrix, image, text, threads, poll, range)
+                      : build<Dense, Cost::arc, false, Element>(matrix, image, text, threads, poll, range);
+    return kernel ? build<Dense, Cost::chord, true, Element>(matrix, image, text, threads, poll, range)
+                  : build<Dense, Cost::chord, false, Element>(matrix, image, text, threads, poll, range);
 }
 
 template <class Element>
@@ -156,7 +164,7 @@ Range import_elements(const OtMatrix& matrix, const float* cost, float offset, i
 #pragma omp parallel for num_threads(useful_threads(matrix, threads)) schedule(static) reduction(min : low) reduction(max : high) reduction(&& : finite)
     for (std::int64_t i = 0; i < matrix.rows; ++i) {
         for (std::int64_t first = 0; first < ld; first += kLanes) {
-            float8 s = broadcast(0.0f);
+            floats s = broadcast(0.0f);
             for (std::int64_t lane = 0; lane < kLanes && first + lane < cols; ++lane) {
                 const float value = offset - cost[i * cols + first + lane];
                 s[lane] = value;
@@ -184,13 +192,13 @@ void map_entries(const OtMatrix& matrix, int threads, const Map& map) {
 template <class Element>
 void enter_kernel_elements(const OtMatrix& matrix, int threads) {
     const float centre = static_cast<float>(matrix.centre), inverse_eps = static_cast<float>(1 / matrix.eps);
-    map_entries<Element>(matrix, threads, [=](float8 s) { return exponential((s - centre) * inverse_eps); });
+    map_entries<Element>(matrix, threads, [=](floats s) { return exponential((s - centre) * inverse_eps); });
 }
 
 template <class Element>
 void leave_kernel_elements(const OtMatrix& matrix, int threads) {
     const float centre = static_cast<float>(matrix.centre), eps = static_cast<float>(matrix.eps);
-    map_entries<Element>(matrix, threads, [=](float8 k) { return centre + eps * logarithm(k); });
+    map_entries<Element>(matrix, threads, [=](floats k) { return centre + eps * logarithm(k); });
 }
 
 // ---- iterations ---------------------------------------------------------------------------------------------------------------
@@ -216,34 +224,41 @@ ColumnWeights column_weights(const OtMatrix& matrix, double eps, const double* g
     return {value, middle};
 }
 
+// Vectors that make up kLeading columns. Each has a sum of its own, since an addition waits for the last one.
+constexpr int kChains = static_cast<int>(geoflow::kLeading / kLanes);
+
+GEOFLOW_INLINE floats total_of(const floats (&chain)[kChains]) { return kChains == 1 ? chain[0] : chain[0] + chain[kChains - 1]; }
+
 // Row sums of K v for `Rows` rows at once: each vector of v is loaded once for all of them.
 template <int Rows, class Element>
 GEOFLOW_INLINE void row_dots(const Element* k, std::int64_t ld, const float* v, float* dots) {
-    float8 acc[Rows][2];
-    for (int r = 0; r < Rows; ++r) acc[r][0] = acc[r][1] = broadcast(0.0f);
-    for (std::int64_t j = 0; j < ld; j += 2 * kLanes) {
-        const float8 v0 = load(v + j), v1 = load(v + j + kLanes);
+    floats acc[Rows][kChains];
+    for (int r = 0; r < Rows; ++r)
+        for (int c = 0; c < kChains; ++c) acc[r][c] = broadcast(0.0f);
+    for (std::int64_t j = 0; j < ld; j += geoflow::kLeading) {
+        floats weight[kChains];
+#pragma GCC unroll 2
+        for (int c = 0; c < kChains; ++c) weight[c] = load(v + j + c * kLanes);
 #pragma GCC unroll 4
-        for (int r = 0; r < Rows; ++r) {
-            acc[r][0] += load(k + r * ld + j) * v0;
-            acc[r][1] += load(k + r * ld + j + kLanes) * v1;
-        }
+        for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 2
+            for (int c = 0; c < kChains; ++c) acc[r][c] += load(k + r * ld + j + c * kLanes) * weight[c];
     }
-    for (int r = 0; r < Rows; ++r) dots[r] = sum(acc[r][0] + acc[r][1]);
+    for (int r = 0; r < Rows; ++r) dots[r] = sum(total_of(acc[r]));
 }
 
 // One read of `Rows` rows of K: their sums, u = a / sum, and u K added to the column sums while the rows are still in cache.
 template <int Rows, class Element>
 GEOFLOW_INLINE bool kernel_rows(const Element* k, std::int64_t ld, const float* v, float a, float* dots, float* columns) {
     row_dots<Rows>(k, ld, v, dots);
-    float8 u[Rows];
+    floats u[Rows];
     bool fine = true;
     for (int r = 0; r < Rows; ++r) {
         fine = fine && dots[r] >= kLeastSum && dots[r] <= kMostSum;
         u[r] = broadcast(a / dots[r]);
     }
     for (std::int64_t j = 0; j < ld; j += kLanes) {
-        float8 total = load(columns + j);
+        floats total = load(columns + j);
 #pragma GCC unroll 4
         for (int r = 0; r < Rows; ++r) total += u[r] * load(k + r * ld + j);
         store(columns + j, total);
@@ -255,20 +270,22 @@ GEOFLOW_INLINE bool kernel_rows(const Element* k, std::int64_t ld, const float* 
 template <class Element>
 GEOFLOW_INLINE double score_row(const Element* s, std::int64_t ld, const float* g, float inverse_eps, float a, float* row,
                                 float* columns) {
-    float8 best = broadcast(kLowest);
+    floats best = broadcast(kLowest);
     for (std::int64_t j = 0; j < ld; j += kLanes) best = max(best, load(s + j) + load(g + j));
     const float top = largest(best);
-    float8 acc[2] = {broadcast(0.0f), broadcast(0.0f)};
-    for (std::int64_t j = 0; j < ld; j += 2 * kLanes) {
-        const float8 e0 = exponential((load(s + j) + load(g + j) - top) * inverse_eps);
-        const float8 e1 = exponential((load(s + j + kLanes) + load(g + j + kLanes) - top) * inverse_eps);
-        acc[0] += e0;
-        acc[1] += e1;
-        store(row + j, e0);
-        store(row + j + kLanes, e1);
+    floats acc[kChains];
+    for (int c = 0; c < kChains; ++c) acc[c] = broadcast(0.0f);
+    for (std::int64_t first = 0; first < ld; first += geoflow::kLeading) {
+#pragma GCC unroll 2
+        for (int c = 0; c < kChains; ++c) {
+            const std::int64_t j = first + c * kLanes;
+            const floats e = exponential((load(s + j) + load(g + j) - top) * inverse_eps);
+            acc[c] += e;
+            store(row + j, e);
+        }
     }
-    const float total = sum(acc[0] + acc[1]);
-    const float8 u = broadcast(a / total);
+    const float total = sum(total_of(acc));
+    const floats u = broadcast(a / total);
     for (std::int64_t j = 0; j < ld; j += kLanes) store(columns + j, load(columns + j) + u * load(row + j));
     return double(top) + std::log(double(total)) / double(inverse_eps);
 }
@@ -408,10 +425,10 @@ class Passes {
             float* const total = top + ld_;
             for (std::int64_t j = 0; j < ld_; ++j) top[j] = kLowest, total[j] = 0.0f;
             for (std::int64_t i = block * step_; i < least((block + 1) * step_, m_.rows); ++i) {
-                const float8 fi = broadcast(static_cast<float>(f[i] - shift));
+                const floats fi = broadcast(static_cast<float>(f[i] - shift));
                 for (std::int64_t j = 0; j < ld_; j += kLanes) {
-                    const float8 z = load(row(i) + j) + fi, old = load(top + j), best = max(old, z);
-                    const float8 kept = load(total + j) * exponential((old - best) * inverse_eps);
+                    const floats z = load(row(i) + j) + fi, old = load(top + j), best = max(old, z);
+                    const floats kept = load(total + j) * exponential((old - best) * inverse_eps);
                     store(total + j, kept + exponential((z - best) * inverse_eps));
                     store(top + j, best);
                 }
@@ -448,8 +465,8 @@ struct RowWeights {
     const float* column;
     float top, inverse_eps;
     bool kernel;
-    GEOFLOW_INLINE float8 operator()(std::int64_t j) const {
-        const float8 x = load(matrix + j), c = load(column + j);
+    GEOFLOW_INLINE floats operator()(std::int64_t j) const {
+        const floats x = load(matrix + j), c = load(column + j);
         return kernel ? x * c : exponential((x + c - top) * inverse_eps);
     }
 };
@@ -457,11 +474,11 @@ struct RowWeights {
 // Column of the largest K v or S + g; the lowest of equals.
 template <class Element>
 std::int64_t best_column(const Element* x, const float* c, std::int64_t ld, bool kernel, float* top) {
-    float8 best = broadcast(kLowest);
-    int8x where{}, at = {0, 1, 2, 3, 4, 5, 6, 7};
+    floats best = broadcast(kLowest);
+    ints where{}, at = lane_numbers();
     for (std::int64_t j = 0; j < ld; j += kLanes) {
-        const float8 value = kernel ? load(x + j) * load(c + j) : load(x + j) + load(c + j);
-        const int8x better = value > best;
+        const floats value = kernel ? load(x + j) * load(c + j) : load(x + j) + load(c + j);
+        const ints better = value > best;
         best = select(better, value, best);
         where = (at & better) | (where & ~better);
         at += static_cast<std::int32_t>(kLanes);
@@ -480,7 +497,7 @@ std::int64_t draw_column(const Weights& weights, std::int64_t cols, std::int64_t
     double before = 0;
     std::int64_t last = 0;
     for (std::int64_t j = 0; j < ld; j += kLanes) {
-        const float8 w = weights(j);
+        const floats w = weights(j);
         for (std::int64_t lane = 0; lane < kLanes && j + lane < cols; ++lane) {
             if (w[lane] > 0) last = j + lane;
             before += double(w[lane]);
@@ -497,12 +514,12 @@ struct RowTotals {
 
 template <class Element>
 GEOFLOW_INLINE RowTotals row_totals(const RowWeights<Element>& weights, std::int64_t ld, float centre, float eps, bool want_score) {
-    float8 total = broadcast(0.0f), score = broadcast(0.0f);
+    floats total = broadcast(0.0f), score = broadcast(0.0f);
     for (std::int64_t j = 0; j < ld; j += kLanes) {
-        const float8 w = weights(j);
+        const floats w = weights(j);
         total += w;
         if (!want_score) continue;
-        const float8 entry = load(weights.matrix + j);
+        const floats entry = load(weights.matrix + j);
         score += w * (weights.kernel ? centre + eps * logarithm(entry) : entry);
     }
     return {double(sum(total)), double(sum(score))};
@@ -536,12 +553,10 @@ double read_out_elements(const OtMatrix& matrix, double eps, const double* f, co
 
 // ---- the table ----------------------------------------------------------------------------------------------------------------
 
-using Half = std::uint16_t;
-
 const geoflow::CpuSolver kCpuSolver = {
     [](const OtMatrix& m, const Factor& image, const Factor& text, Cost cost, int threads, Poll poll, Range* range) {
-        return m.half ? build_elements<Half>(m, image, text, cost, threads, poll, range)
-                      : build_elements<float>(m, image, text, cost, threads, poll, range);
+        return m.half ? build_elements<DenseProducts, Half>(m, image, text, cost, threads, poll, range)
+                      : build_elements<DenseProducts, float>(m, image, text, cost, threads, poll, range);
     },
     [](const OtMatrix& m, const float* cost, float offset, int threads) {
         return m.half ? import_elements<Half>(m, cost, offset, threads) : import_elements<float>(m, cost, offset, threads);

@@ -1,9 +1,8 @@
-// The steps of the solvers for any processor, and the choice of the variant.
-#include "cpu/cpu_features.h"
+// The steps of the solvers, compiled once for every target.
 #include "cpu/solver_rows.h"
 
 namespace geoflow {
 
-const SolverKernels& solver_kernels() { return fastest(kSolverKernels, solver_kernels_avx2()); }
+const SolverKernels& GEOFLOW_KERNELS(solver_kernels)() { return kSolverKernels; }
 
 }  // namespace geoflow

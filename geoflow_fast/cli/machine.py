@@ -107,7 +107,8 @@ def machine_facts() -> dict[str, str]:
         "torch": torch.__version__,
         "triton": version_of("triton"),
         "compiled extension": problem or "built",
-        "CPU features in use": problem or ", ".join(native.cpu_features()) or "baseline only",
+        "CPU features in use": problem
+        or f"{native.isa()} (this processor can run {', '.join(native.supported_isas())})",
         "threads": f"{torch.get_num_threads()}, which wait for each other {processors.waiting()}",
         **processors.state(),
         "CUDA": cuda,

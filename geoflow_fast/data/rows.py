@@ -84,28 +84,37 @@ class Rows:
                     _advise(part, mmap.MADV_DONTNEED)
         return out
 
-    def tensors(self, rows: int = BLOCK_ROWS, within: range | None = None) -> Iterator[tuple[int, Tensor]]:
+    def tensors(
+        self,
+        rows: int | None = BLOCK_ROWS,
+        within: range | None = None,
+        kept: tuple[torch.dtype, ...] = (torch.float32,),
+    ) -> Iterator[tuple[int, Tensor]]:
         """Yields the rows as stored, or those of the range `within`, in blocks of at most `rows`: (number of the first
-        row, float32 tensor). Blocks must not be written to, and each is valid until the next one is asked for.
+        row, float32 tensor). Blocks must not be written to, and each is valid until the next one is asked for. Without
+        `rows`, parts that share the file's memory come whole.
 
-        float32 rows share the file's memory. Rows of other types are converted into one buffer: fresh memory for every
-        block would cost ten times as much as the conversion.
+        Rows of a dtype that is `kept` share the file's memory. Rows of other types are converted into one buffer: fresh
+        memory for every block would cost ten times as much as the conversion.
         """
         within = range(len(self)) if within is None else within
         buffer: Tensor | None = None
         for part, start in zip(self.parts, self.starts.tolist()):
             end = min(within.stop - start, len(part))
             known_to_torch = part.dtype.isnative and part.dtype.itemsize <= np.dtype(np.float64).itemsize
-            for low in range(max(within.start - start, 0), end, rows):
+            shared = part.flags.c_contiguous and part.dtype.isnative and not self.normalize
+            shared = shared and f"torch.{part.dtype.name}" in map(str, kept)
+            step = max(1, end) if rows is None and shared else rows or BLOCK_ROWS
+            for low in range(max(within.start - start, 0), end, step):
                 stored = np.ascontiguousarray(
-                    part[low : min(low + rows, end)], dtype=None if known_to_torch else np.float32
+                    part[low : min(low + step, end)], dtype=None if known_to_torch else np.float32
                 )
                 with warnings.catch_warnings():  # torch warns about memory that is mapped for reading only
                     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
                     block = torch.from_numpy(stored)
-                if block.dtype != torch.float32:
+                if block.dtype != torch.float32 and (block.dtype not in kept or self.normalize):
                     if buffer is None:
-                        buffer = torch.empty(min(rows, len(self)), self.dim, dtype=torch.float32, device="cpu")
+                        buffer = torch.empty(min(step, len(self)), self.dim, dtype=torch.float32, device="cpu")
                     block = buffer[: len(block)].copy_(block)
                 if self.normalize:
                     block = torch.nn.functional.normalize(block)

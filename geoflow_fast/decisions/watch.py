@@ -215,6 +215,8 @@ def watch(
     with `predict_proba` in place of the linear one, for scores and embeddings; it is fitted some thousand times where
     there is a change.
     """
+    if not isinstance(rule, Rule):
+        raise TypeError(f"rule must be a Rule, got {type(rule).__name__}")
     reference = rule.reference
     if reference is None:
         raise ValueError("rule does not hold the queries it was certified on: certify it again with this version")
@@ -222,6 +224,11 @@ def watch(
     checks.integer(every, "every", 1)
     checks.integer(window, "window", every)
     checks.integer(looks_before, "looks_before", 0)
+    checks.integer(seed, "seed")
+    if not isinstance(alarmed, bool):
+        raise TypeError(f"alarmed must be true or false, got {alarmed!r}")
+    if classifier is not None and not hasattr(classifier, "predict_proba"):
+        raise TypeError(f"classifier must have predict_proba, got {type(classifier).__name__}")
     lists = inputs.result_lists(scores, "scores", k=rule.model.k, presorted=rule.presorted)
     n = len(lists.scores)
     judged, live_rows = _embeddings(judged_embeddings, embeddings, reference, n)

@@ -145,12 +145,17 @@ class Report:
 
     def risk(self, chart: charts.RiskCoverage, caption: str) -> None:
         """Adds a picture of the error over the share that is answered."""
+        if not isinstance(chart, charts.RiskCoverage):
+            raise TypeError(f"chart must be a RiskCoverage, got {type(chart).__name__}")
         self._content.append({"kind": "risk", "chart": chart, "caption": checks.words(caption, "caption")})
 
     def intervals(self, chart: charts.Whiskers, caption: str) -> None:
         """Adds values with their intervals."""
+        if not isinstance(chart, charts.Whiskers):
+            raise TypeError(f"chart must be Whiskers, got {type(chart).__name__}")
         self._content.append({"kind": "intervals", "chart": chart, "caption": checks.words(caption, "caption")})
 
+    # unchecked: its arguments are checked when the block is entered
     @contextlib.contextmanager
     def folded(self, summary: str) -> Iterator[None]:
         """What is added inside is folded until a reader opens it."""

@@ -81,6 +81,8 @@ class Watched:
 def watch_file(rule: Path, log: Path, out: Path, settings: WatchSettings, *, overwrite: bool = False) -> Watched:
     """Does the looks that are due at the log, a file of result lists as `geoflow threshold` reads them, and writes
     `out` with a row for each look, and beside it the state as JSON and the queries that are most worth judging."""
+    if out.suffix != ".parquet":
+        raise ValueError(f"out must be a .parquet file, got {out}")
     own, lists = Rule.load(rule), open_lists(log, settings.column)
     made_by = _made_by(rule, settings)
     table = {} if overwrite or not out.exists() else _earlier(out, made_by, lists)

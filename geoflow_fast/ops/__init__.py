@@ -4,6 +4,7 @@ from geoflow_fast.ops.adaln import adaln, adaln_jvp
 from geoflow_fast.ops.counter_noise import counter_noise
 from geoflow_fast.ops.flow_loss import flow_loss
 from geoflow_fast.ops.gallery_posterior import PRUNE, gallery_posterior, gallery_statistics
+from geoflow_fast.ops.gallery_search import RowCodes, gallery_search
 from geoflow_fast.ops.gallery_statistics import GalleryPosterior, GalleryStatistics
 from geoflow_fast.ops.gate_residual import gate_residual, gate_residual_jvp
 from geoflow_fast.ops.keep_mask import keep_mask
@@ -18,6 +19,7 @@ __all__ = [
     "PRUNE",
     "GalleryPosterior",
     "GalleryStatistics",
+    "RowCodes",
     "SinkhornResult",
     "adaln",
     "adaln_jvp",
@@ -25,6 +27,7 @@ __all__ = [
     "couple",
     "flow_loss",
     "gallery_posterior",
+    "gallery_search",
     "gallery_statistics",
     "gate_residual",
     "gate_residual_jvp",

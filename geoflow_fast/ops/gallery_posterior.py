@@ -42,8 +42,9 @@ def gallery_posterior(
     """Posterior over the gallery, the softmax of scores s_j = log mean_m exp(kappa <g_j, x_m> + a_m) + b_j, for each
     query.
 
-    `samples` x [Q, M, d] and `gallery` g [N, d] are rows of one floating-point dtype; `kappa` is from 0 to 1e5, where
-    float32 ceases to resolve the scores of unit rows. Half precision is computed in float32. `top_k`: how many of the
+    `samples` x [Q, M, d] and `gallery` g [N, d] are rows of one floating-point dtype, or the gallery is in half
+    precision and the samples in float32; `kappa` is from 0 to 1e5, where float32 ceases to resolve the scores of unit
+    rows. Half precision is computed in float32, on CPUs without a copy of the gallery. `top_k`: how many of the
     most probable items to return. `item_bias` b [N] is added to the scores; minus the items' log-marginals gives the
     Bayes posterior. The gallery is streamed, and the scores [Q, M, N] are never stored.
 
@@ -90,10 +91,12 @@ def gallery_statistics(
     prune: str = "auto",
     precision: str = "float32",
     first_index: int = 0,
+    elsewhere: Tensor | None = None,
 ) -> GalleryStatistics:
     """`gallery_posterior` of one shard in a form that can be merged with that of others (`GalleryStatistics.merge`).
 
-    `first_index`: number of the shard's first item within the whole gallery. The other arguments are those of
+    `first_index`: number of the shard's first item within the whole gallery. `elsewhere` [Q], the `log_z` of statistics
+    of other shards, lets pruning leave out items that do not matter beside those. The other arguments are those of
     `gallery_posterior`, with `gallery` and `item_bias` of the shard.
     """
     _check(samples, gallery, kappa, top_k, item_bias, index, prune)
@@ -106,10 +109,15 @@ def gallery_statistics(
             'precision="bfloat16" goes without pruning, whose bounds are those of float32; leave out index='
         )
     samples, gallery = samples.detach(), gallery.detach()
-    if index is not None or precision != "float32":  # the bounds of pruning and of rounding are made for full precision
+    if _reads_stored(samples, gallery, str(backend)):
+        samples = samples.to(torch.float32)
+    elif index is not None or precision != "float32" or samples.dtype != gallery.dtype:
+        # The bounds of pruning and of rounding are made for full precision.
         samples, gallery = samples.to(working_dtype(samples)), gallery.to(working_dtype(samples))
     item_bias = None if item_bias is None else item_bias.detach()
-    points = WeightedSamples(samples, None if sample_bias is None else sample_bias.detach())
+    if elsewhere is not None and elsewhere.shape != samples.shape[:1]:
+        raise ValueError(f"elsewhere must be [{len(samples)}], got {tuple(elsewhere.shape)}")
+    points = WeightedSamples(samples, None if sample_bias is None else sample_bias.detach(), elsewhere)
 
     def reduce(
         some: WeightedSamples, pick: Tensor | None, precision: str = "float32", numbers: Tensor | None = None
@@ -151,6 +159,13 @@ def gallery_statistics(
         pruner = Pruner(gallery, index, kappa, top_k, item_bias, score, best, reduce)
         statistics = pruner.statistics(points, always=prune == "always")
     return dataclasses.replace(statistics, top_index=statistics.top_index + first_index)
+
+
+def _reads_stored(samples: Tensor, gallery: Tensor, backend: str) -> bool:
+    """Whether compiled code reads these rows of the gallery as they are stored."""
+    dtypes = samples.dtype in native.STORAGES and gallery.dtype in native.STORAGES
+    served = dtypes and samples.device.type == "cpu" and backend in ("auto", "cpu") and not capturing(samples)
+    return served and native.missing() is None
 
 
 # unchecked: it is a check itself
@@ -204,7 +219,7 @@ def _check(
         raise ValueError(
             f"samples must be [Q, M, d] and gallery [N, d], got {tuple(samples.shape)} and {tuple(gallery.shape)}"
         )
-    if samples.dtype != gallery.dtype:
+    if samples.dtype != gallery.dtype and not (samples.dtype == torch.float32 and gallery.dtype in native.STORAGES):
         raise TypeError(f"gallery is {gallery.dtype}, but samples are {samples.dtype}")
     if samples.shape[1] == 0 or gallery.shape[0] == 0 or gallery.shape[1] == 0:
         raise ValueError(
@@ -335,6 +350,7 @@ def gallery_posterior_reference(
     gallery = gallery if pick is None else gallery[pick]
     if precision == "float32":
         return _streamed(samples, gallery, kappa, top_k, item_bias, sample_bias)
+    gallery = gallery.to(working_dtype(samples))
     kept = min(len(gallery), top_k + max(top_k, _SPARE))
     rough = _streamed(*_rounded_rows(samples, gallery), kappa, kept, item_bias, sample_bias)
     exact = [

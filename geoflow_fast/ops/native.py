@@ -9,6 +9,7 @@ import ctypes
 import functools
 import importlib
 import math
+import os
 import threading
 from collections.abc import Callable
 from enum import IntEnum
@@ -21,17 +22,26 @@ from torch import Tensor
 from geoflow_fast.noise import StructuredNoise
 from geoflow_fast.ops.dispatch import Backend
 from geoflow_fast.runtime import processors
+from geoflow_fast.runtime.warn import warn_user
 
 
 @functools.cache
 def extension() -> ModuleType | None:
-    """The compiled extension; None when it was never built. One that is there but does not load is an error."""
+    """The compiled extension; None when it was never built. One that is there but does not load is an error, and so is
+    a name in GEOFLOW_ISA of instructions that the processor does not have."""
     try:
-        return importlib.import_module("geoflow_fast._C")
+        module = importlib.import_module("geoflow_fast._C")
     except ModuleNotFoundError as error:
         if error.name != "geoflow_fast._C":
             raise
         return None
+    problem = module.isa_problem()
+    if problem:
+        raise ValueError(problem)
+    for name, instead in (("GEOFLOW_AVX2", "baseline"), ("GEOFLOW_AVX512BF16", "avx512vnni")):
+        if os.environ.get(name, "").startswith("0"):
+            warn_user(f"{name}=0 is deprecated; use GEOFLOW_ISA={instead}", DeprecationWarning)
+    return module
 
 
 @functools.cache
@@ -109,16 +119,39 @@ def sleep_while_waiting() -> None:
     made.wait()
 
 
-def cpu_features() -> list[str]:
-    """Instruction sets the compiled CPU code will use on this machine, beyond the baseline."""
-    return list(_built().cpu_features())
+def isa() -> str:
+    """Name of the instruction set whose kernels run: the best that the processor has, or the one that GEOFLOW_ISA
+    names."""
+    return str(_built().isa())
+
+
+def supported_isas() -> list[str]:
+    """Names that GEOFLOW_ISA may have on this processor, the best last."""
+    return list(_built().supported_isas())
+
+
+def caches() -> tuple[int, int, int]:
+    """Bytes of the data caches by which kernels cut their tiles: two of a core, and what cores share."""
+    first, second, shared = _built().caches()
+    return first, second, shared
 
 
 def missing_bfloat16() -> str | None:
     """Why the compiled code cannot multiply in bfloat16; None if it can."""
     if extension() is None:
         return missing()
-    return None if "avx512_bf16" in cpu_features() else "this processor has no bfloat16 unit (AVX512-BF16)"
+    return None if _built().has_bfloat16() else f"the kernels for {isa()} have no bfloat16 unit (AVX512-BF16)"
+
+
+def missing_int8() -> str | None:
+    """Why the compiled code cannot multiply in int8; None if it can."""
+    if extension() is None:
+        return missing()
+    return None if _built().has_int8() else f"the kernels for {isa()} have no int8 unit (AVX512-VNNI)"
+
+
+STORAGES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""The dtypes in which compiled code reads the rows of a gallery, as `Storage` of csrc/rows.h numbers them."""
 
 
 def _address(x: Tensor, name: str, dtype: torch.dtype, *, device: str = "cpu", whole: bool = True) -> int:
@@ -208,16 +241,40 @@ class TransportMatrix:
         weights: tuple[float, float],
         arc: bool,
         kernel_eps: float | None,
+        *,
+        bfloat16: bool = False,
     ) -> tuple[float, float]:
         """Fills the matrix from (noise, data) of both spheres and returns the extremes of S.
 
-        With `kernel_eps` it goes straight to the kernel domain, which the caller must know to be in range.
+        With `kernel_eps` it goes straight to the kernel domain, which the caller must know to be in range. With
+        `bfloat16`, inner products are those of rounded rows, and `resolve` mends the assignment.
         """
         self._matrix.kernel = kernel_eps is not None
         self._matrix.centre, self._matrix.eps = 0.0, kernel_eps or 1.0
         kept = [self._factor(*pair, weight) for pair, weight in zip((image, text), weights)]
-        low, high = _built().ot_build(self._matrix, *(factor for factor, _ in kept), arc, usable_threads())
+        factors = (factor for factor, _ in kept)
+        low, high = _built().ot_build(self._matrix, *factors, arc=arc, bfloat16=bfloat16, threads=usable_threads())
         return low, high
+
+    def resolve(
+        self,
+        image: tuple[Tensor, Tensor],
+        text: tuple[Tensor, Tensor],
+        weights: tuple[float, float],
+        arc: bool,
+        g: Tensor,
+        eps: float,
+        margin: float,
+    ) -> Tensor:
+        """Column of each row, int64 [rows], where the plan is largest, of a matrix from rounded rows: what is within
+        `margin` of the best score of its row is computed again."""
+        kept = [self._factor(*pair, weight) for pair, weight in zip((image, text), weights)]
+        index = torch.empty(self._shape[0], dtype=torch.int64, device="cpu")
+        addresses = {"g": _address(g, "g", torch.float64), "index": index.data_ptr()}
+        factors = (factor for factor, _ in kept)
+        threads = usable_threads()
+        _built().ot_resolve(self._matrix, *factors, arc=arc, eps=eps, margin=margin, threads=threads, **addresses)
+        return index
 
     def _factor(self, noise: Tensor | StructuredNoise, data: Tensor, weight: float) -> tuple[Any, list[Tensor]]:
         """The native factor, and the tensors that must outlive it."""
@@ -359,7 +416,9 @@ def _gallery_inputs(
     """The arguments of the binding's `GalleryInputs`, after a check of the tensors."""
     queries, draws, dim = samples.shape
     addresses = {"samples": _address(samples, "samples", torch.float32), "sample_bias": 0, "pick": 0, "bias": 0}
-    addresses["gallery"] = _address(gallery, "gallery", torch.float32)
+    if gallery.dtype not in STORAGES:
+        raise TypeError(f"gallery is {gallery.dtype}, expected one of {list(STORAGES)}")
+    addresses["gallery"] = _address(gallery, "gallery", gallery.dtype)
     if gallery.dim() != 2 or gallery.shape[1] != dim:
         raise ValueError(f"gallery has shape {tuple(gallery.shape)}, expected [N, {dim}]")
     items = len(gallery)
@@ -386,7 +445,104 @@ def _gallery_inputs(
         "dim": dim,
         "kappa": kappa,
         "threads": usable_threads(),
+        "storage": STORAGES[gallery.dtype],
     }
+
+
+def gallery_search(queries: Tensor, gallery: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """(scores float32, indices) [Q, top_k] of the rows of `gallery` [N, d] with the largest inner products."""
+    score, index = _search_results(len(queries), top_k)
+    if len(queries):
+        inputs = _search_inputs(queries, gallery, top_k)
+        _built().gallery_search(inputs, score=score.data_ptr(), index=index.data_ptr())
+    return score, index
+
+
+def code_stride(dim: int) -> int:
+    """Bytes of the codes of a row."""
+    return int(_built().code_stride(dim))
+
+
+def encode_rows(gallery: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
+    """Codes [N, code_stride(d)], scales [N] and errors [N] of rotated rows [N, d], and their largest norm."""
+    items, dim = gallery.shape
+    code = torch.empty(items, code_stride(dim), dtype=torch.uint8, device="cpu")
+    scale, error = (torch.empty(items, dtype=torch.float32, device="cpu") for _ in range(2))
+    inputs = _search_inputs(torch.empty(0, dim, dtype=torch.float32, device="cpu"), gallery, 1)
+    largest = _built().encode_rows(inputs, _code_inputs(code, scale, error, 0.0, items, dim))
+    return code, scale, error, float(largest)
+
+
+def search_codes(
+    queries: Tensor, gallery: Tensor, code: Tensor, scale: Tensor, error: Tensor, largest_norm: float, top_k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `gallery_search` by the codes of the rows; and how many items of each query were scored [Q], or -1 for queries
+    whose bounds excluded too little, of which nothing was found."""
+    score, index = _search_results(len(queries), top_k)
+    kept = torch.empty(len(queries), dtype=torch.int64, device="cpu")
+    codes = _code_inputs(code, scale, error, largest_norm, len(gallery), gallery.shape[1], kept)
+    inputs = _search_inputs(queries, gallery, top_k)
+    _built().search_codes(inputs, codes, score=score.data_ptr(), index=index.data_ptr())
+    return score, index, kept
+
+
+def bound_codes(queries: Tensor, code: Tensor, scale: Tensor, error: Tensor, largest_norm: float) -> Tensor:
+    """Upper bounds [Q, N] of the inner products of `queries` [Q, d] with the N rows whose codes these are."""
+    bound = torch.empty(len(queries), len(code), dtype=torch.float32, device="cpu")
+    codes = _code_inputs(code, scale, error, largest_norm, len(code), queries.shape[1])
+    inputs = _built().SearchInputs(
+        queries=_address(queries, "queries", torch.float32),
+        gallery=0,
+        storage=0,
+        count=len(queries),
+        items=len(code),
+        dim=queries.shape[1],
+        top_k=1,
+        threads=usable_threads(),
+    )
+    _built().bound_codes(inputs, codes, bound=bound.data_ptr())
+    return bound
+
+
+def _search_results(queries: int, top_k: int) -> tuple[Tensor, Tensor]:
+    score = torch.empty(queries, top_k, dtype=torch.float32, device="cpu")
+    return score, torch.empty(queries, top_k, dtype=torch.int64, device="cpu")
+
+
+def _search_inputs(queries: Tensor, gallery: Tensor, top_k: int) -> Any:
+    """The binding's `SearchInputs`, after a check of the tensors."""
+    if gallery.dtype not in STORAGES:
+        raise TypeError(f"gallery is {gallery.dtype}, expected one of {list(STORAGES)}")
+    if gallery.dim() != 2 or queries.dim() != 2 or queries.shape[1] != gallery.shape[1]:
+        raise ValueError(f"queries {tuple(queries.shape)} and gallery {tuple(gallery.shape)} do not fit")
+    if not 1 <= top_k <= len(gallery):
+        raise ValueError(f"top_k={top_k} of {len(gallery)} items")
+    return _built().SearchInputs(
+        queries=_address(queries, "queries", torch.float32),
+        gallery=_address(gallery, "gallery", gallery.dtype),
+        storage=STORAGES[gallery.dtype],
+        count=len(queries),
+        items=len(gallery),
+        dim=gallery.shape[1],
+        top_k=top_k,
+        threads=usable_threads(),
+    )
+
+
+def _code_inputs(
+    code: Tensor, scale: Tensor, error: Tensor, largest_norm: float, items: int, dim: int, kept: Tensor | None = None
+) -> Any:
+    """The binding's `CodeInputs`, after a check of the tensors."""
+    if code.shape != (items, code_stride(dim)) or scale.shape != (items,) or error.shape != (items,):
+        raise ValueError(f"codes {tuple(code.shape)} are not those of {items} rows of width {dim}")
+    return _built().CodeInputs(
+        code=_address(code, "code", torch.uint8),
+        scale=_address(scale, "scale", torch.float32),
+        error=_address(error, "error", torch.float32),
+        kept=0 if kept is None else kept.data_ptr(),
+        largest_norm=largest_norm,
+        most_kept=items // 16 + 1024,
+    )
 
 
 # The device type whose memory the compiled CUDA code reads; the emulation of the GPU under tests/ runs it on the CPU.

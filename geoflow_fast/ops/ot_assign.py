@@ -296,7 +296,7 @@ def _solve_and_assign(solver: Callable[[Problem, SinkhornSettings], Solve], *arg
 _operation = dispatch.operation(
     "ot_assign",
     ot_assign_operation,
-    cpu=native.backend(functools.partial(_solve_and_assign, solve_cpu), dtypes=None),
+    cpu=native.backend(functools.partial(_solve_and_assign, functools.partial(solve_cpu, rounded=True)), dtypes=None),
     cuda=native.cuda_backend(functools.partial(_solve_and_assign, solve_cuda)),
     differentiable=False,
     fake=lambda first, text1, image0, text0, rows, *_: first.new_empty(rows, dtype=torch.int64),  # noqa: ARG005

@@ -16,6 +16,9 @@ principal directions, which makes |g'| small, but any P is right, and so is any 
 together they have less than LEFT_MASS of the posterior. The sum of exp(u) over them, against Z of the items scored, is
 what `mass_bound` and `entropy_bound` of the result are made of.
 
+**Bytes.** With few queries the pass over the gallery that gives <g, a> is bound by memory. Where the processor has an
+int8 unit and the index the rows' codes, an upper bound from a quarter of the bytes takes its place.
+
 **Rounding.** u is raised by what float arithmetic can have taken from it or added to s: with unit roundoff h, norms
 |g| <= G and |x| <= X, inner products of length n are off by at most n h G X, those of the deviations (|e| <= 2 X) by
 2 n h G X, and log-mean-exps of M terms by (20 kappa G X + M + 16 + 4 |bias| + 4 |w|) h each. `_slack` adds these up.
@@ -31,6 +34,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from geoflow_fast.ops import native
+from geoflow_fast.ops.gallery_search import RowCodes
 from geoflow_fast.ops.gallery_statistics import GalleryStatistics
 
 LEFT_MASS = 1e-6
@@ -54,6 +59,10 @@ LARGEST_BOUND_COST = 0.32
 """Price of a bound in units of a score above which prune="auto" does not try."""
 
 
+LARGEST_PASS_COST = 0.1
+"""Price of the exact inner products with the means, in units of a score, above which bounds from bytes serve."""
+
+
 QUERY_GROUP = 32
 """Queries whose bounds are computed in one pass over the gallery."""
 
@@ -72,6 +81,14 @@ class PrefixRows:
     """[N, r] on the gallery's device: the projected item, then the norm of what the projection leaves."""
     largest_norm: float
     """The largest norm of a row of the gallery."""
+    codes: RowCodes | None = dataclasses.field(default=None, kw_only=True)
+    """The rows in bytes, for bounds of plain inner products."""
+
+    # unchecked: a gallery calls it with the numbers of rows of its own
+    def part(self, first: int, count: int) -> PrefixRows:
+        """The index of `count` rows from `first` on."""
+        some = slice(first, first + count)
+        return dataclasses.replace(self, rows=self.rows[some], codes=None if self.codes is None else self.codes[some])
 
     # unchecked: gallery_posterior calls it with a gallery that it has checked
     def check(self, gallery: Tensor) -> None:
@@ -107,12 +124,15 @@ class WeightedSamples:
     """[Q, M, d]."""
     bias: Tensor | None = None
     """[Q, M]."""
+    elsewhere: Tensor | None = None
+    """[Q] float64, log of the partition function over items of other shards, if some have been scored."""
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, some: slice | Tensor) -> WeightedSamples:
-        return WeightedSamples(self.samples[some], None if self.bias is None else self.bias[some])
+        others = (None if x is None else x[some] for x in (self.bias, self.elsewhere))
+        return WeightedSamples(self.samples[some], *others)
 
 
 Score = Callable[[WeightedSamples, Tensor, float, "Tensor | None"], Tensor]
@@ -193,22 +213,23 @@ class Pruner:
         return _Queries(points, mean.to(samples.dtype), WeightedSamples(spread, points.bias), looks.to(samples.dtype))
 
     def _floor(self, queries: _Queries) -> Tensor:
-        """[Q] float64: log Z_seeds + log(LEFT_MASS / N)."""
+        """[Q] float64: log Z_seeds + log(LEFT_MASS / N); to Z_seeds belongs what other shards are known to have."""
         seeds = self.best(queries.looks, self.prefix.rows.to(queries.looks), min(SEEDS, len(self.gallery)))
         seeds = seeds.sort(dim=1).values
-        log_z = [self.reduce(queries.points[q : q + 1], seeds[q]).log_z for q in range(len(seeds))]
-        return torch.cat(log_z) + math.log(LEFT_MASS / len(self.gallery))
+        log_z = torch.cat([self.reduce(queries.points[q : q + 1], seeds[q]).log_z for q in range(len(seeds))])
+        if queries.points.elsewhere is not None:
+            log_z = torch.logaddexp(log_z, queries.points.elsewhere)
+        return log_z + math.log(LEFT_MASS / len(self.gallery))
 
     def _pays(self, queries: _Queries, floor: Tensor, price: float) -> Tensor:
         """[Q] bool: whether bounds of that price and the items that remain cost clearly less than all, by a pilot."""
         some = torch.arange(0, len(self.gallery), len(self.gallery) // PILOT_ITEMS, device=floor.device)
-        bias = None if self.item_bias is None else self.item_bias[some]
-        bounds = self._upper_bounds(queries, self.gallery[some], self.prefix.rows[some], bias)
+        bounds = self._upper_bounds(queries, some)
         share = (bounds >= floor.unsqueeze(1)).double().mean(dim=1)
         return price + 1.2 * share < 0.8
 
     def _prune(self, queries: _Queries, floor: Tensor) -> GalleryStatistics:
-        bounds = self._upper_bounds(queries, self.gallery, self.prefix.rows, self.item_bias)
+        bounds = self._upper_bounds(queries, slice(None))
         fewest = min(max(self.top_k, SEEDS), bounds.shape[1])
         parts = []
         for query, (bound, threshold) in enumerate(zip(bounds, floor.tolist())):
@@ -224,11 +245,22 @@ class Pruner:
             parts.append(dataclasses.replace(part, log_left=log_left, left=left))
         return GalleryStatistics.of_queries(parts)
 
-    def _upper_bounds(self, queries: _Queries, gallery: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """u of the module's text, [Q, N], for gallery rows [N, d], their prefix rows [N, r] and bias [N]."""
-        bounds = self.score(queries.spread, rows.to(queries.mean), self.kappa, None)
-        bounds += self.score(WeightedSamples(queries.mean), gallery, self.kappa, bias)
+    def _upper_bounds(self, queries: _Queries, some: Tensor | slice) -> Tensor:
+        """u of the module's text, [Q, n], for n rows of the gallery."""
+        bias = None if self.item_bias is None else self.item_bias[some]
+        bounds = self.score(queries.spread, self.prefix.rows[some].to(queries.mean), self.kappa, None)
+        codes = self._codes(queries.points.samples)
+        if codes is None:
+            bounds += self.score(WeightedSamples(queries.mean), self.gallery[some], self.kappa, bias)
+        else:
+            bounds.add_(codes[some].upper_bounds(queries.mean.squeeze(1)), alpha=self.kappa)
+            bounds = bounds if bias is None else bounds.add_(bias)
         return bounds.add_(self._slack(queries.points, bias))
+
+    def _codes(self, samples: Tensor) -> RowCodes | None:
+        """The rows in bytes, where bounds from them cost clearly less than exact inner products with the means."""
+        served = samples.device.type == "cpu" and samples.dtype == torch.float32 and native.missing_int8() is None
+        return self.prefix.codes if served and self._pass_cost(samples) > LARGEST_PASS_COST else None
 
     def _slack(self, points: WeightedSamples, bias: Tensor | None) -> float:
         samples = points.samples
@@ -242,7 +274,15 @@ class Pruner:
         return roundoff * (length * size + 4 * draws + 64 + 8 * largest_bias)
 
     def _bound_cost(self, samples: Tensor) -> float:
-        """Price of a bound in units of a score: r / d of the products, the exponentials, and a pass over the gallery,
-        which is bound by memory when few queries share it."""
-        queries, draws, width = samples.shape
-        return self.prefix.rows.shape[1] / width + 0.07 + max(26 / min(queries, QUERY_GROUP), 1.9) / draws
+        """Price of a bound in units of a score: r / d of the products, the exponentials, and a pass over the gallery or
+        the bytes of its rows."""
+        whole = self._pass_cost(samples)
+        return (
+            self.prefix.rows.shape[1] / samples.shape[2] + 0.07 + (whole if self._codes(samples) is None else whole / 4)
+        )
+
+    @staticmethod
+    def _pass_cost(samples: Tensor) -> float:
+        """Price of the exact inner products with the means: bound by memory when few queries share the pass."""
+        queries, draws, _ = samples.shape
+        return max(26 / min(queries, QUERY_GROUP), 1.9) / draws

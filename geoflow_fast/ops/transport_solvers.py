@@ -28,6 +28,12 @@ _LEAST_WIDE_SUM = 1e-280
 _ROWS_AT_ONCE = 256
 # Largest range of the cost over eps at which the CUDA backend starts from zero potentials.
 _FAST_SPAN = 160.0
+# Rows in bfloat16: from which sizes on they pay, how much of eps their rounding may be, and how many times its size two
+# scores must differ for their order to be trusted.
+_LEAST_ROUNDED_WIDTH = 128
+_LEAST_ROUNDED_ENTRIES = 1 << 20
+_ROUNDING_SHARE = 0.01
+_ROUNDING_SPREAD = 6.0
 # Entries of the matrix that are in float64 at a time: 2 MB, which stay in the cache.
 _WIDE_ENTRIES = 1 << 18
 
@@ -252,24 +258,48 @@ def solve_panel(problem: Problem, settings: SinkhornSettings, world: World) -> W
 # ---- compiled, CPU ------------------------------------------------------------------------------------------------
 
 
-def solve_cpu(problem: Problem, settings: SinkhornSettings, world: World | None = None) -> Solve:
+def solve_cpu(
+    problem: Problem, settings: SinkhornSettings, world: World | None = None, *, rounded: bool = False
+) -> Solve:
     """Solves in compiled float32, and ends in float64 where that is needed. With a `world`, the problem's rows are
-    this rank's rows of a square problem."""
-    solve = CpuSolve(problem, settings, world)
+    this rank's rows of a square problem. `rounded` allows inner products of rows in bfloat16, where they pay and change
+    potentials by less than 1e-3; the largest entries of the plan's rows are those of float32 nevertheless."""
+    solve = CpuSolve(problem, settings, world, rounded and world is None and _may_be_rounded(problem, settings))
     return solve if solve.stage.is_last else solve.in_float64(problem)
+
+
+def _rounding_of(problem: Problem) -> float:
+    """The root mean square, and somewhat more, of what rounding rows to bfloat16 does to a cost: a product of two
+    coordinates is off by .6 2^-8, those of a row are independent, and d^(-1/2) is the share of each."""
+    _, data = problem.clouds()
+    slope = 1.0 if problem.cost == "arc" else 2.0
+    return 2.0**-8 * slope * sum(weight / math.sqrt(x.shape[1]) for weight, x in zip(problem.weights, data))
+
+
+def _may_be_rounded(problem: Problem, settings: SinkhornSettings) -> bool:
+    """Whether rows in bfloat16 pay: on a processor with such a unit, for large dense problems whose plan hardly
+    changes."""
+    if problem.matrix is not None or native.missing_bfloat16() is not None:
+        return False
+    noise, data = problem.clouds()
+    dense = all(isinstance(x, Tensor) for x in noise) and all(x.dtype == torch.float32 for x in data)
+    wide = min(x.shape[1] for x in data) >= _LEAST_ROUNDED_WIDTH
+    large = problem.shape[0] * problem.shape[1] >= _LEAST_ROUNDED_ENTRIES
+    return dense and wide and large and _rounding_of(problem) <= _ROUNDING_SHARE * settings.eps
 
 
 class CpuSolve:
     """One problem on its way through the compiled solver: build, choose the domain, iterate, read."""
 
-    def __init__(self, problem: Problem, settings: SinkhornSettings, world: World | None):
+    def __init__(self, problem: Problem, settings: SinkhornSettings, world: World | None, rounded: bool):
         self._settings, self._world = settings, world
+        self._mended = problem if rounded else None
         rows, cols = problem.shape
         kind = native.TransportMatrix if world is None else functools.partial(Panel, world=world)
         self._matrix = kind(rows, cols, settings.storage)
         self._f = torch.zeros(rows, dtype=torch.float64, device="cpu")
         self._g = torch.zeros(cols, dtype=torch.float64, device="cpu")
-        self._offset, low, high = load_scores(self._matrix, problem, settings.eps)
+        self._offset, low, high = load_scores(self._matrix, problem, settings.eps, rounded=rounded)
         is_centred = problem.matrix is not None or settings.storage == torch.float16
         self._span = Span(self._offset - high, self._offset - low, is_centred)
         self._span.check(settings)
@@ -305,7 +335,7 @@ class CpuSolve:
         """Ends the solve for the costs as `transport_cost` gives them."""
         cost = problem.matrix
         if cost is None:
-            if self._matrix.in_kernel_domain:
+            if self._matrix.in_kernel_domain or self._mended is not None:
                 load_scores(self._matrix, problem, None)
             cost = self._offset - self._matrix.scores()
         world = self._world or ALONE
@@ -318,7 +348,12 @@ class CpuSolve:
 
     def assign(self, uniform: Tensor | None) -> Tensor:
         """Target of each row."""
-        return self._matrix.assign(self._f, self._g, self._settings.eps, uniform)
+        if self._mended is None or uniform is not None:
+            return self._matrix.assign(self._f, self._g, self._settings.eps, uniform)
+        problem, (noise, data) = self._mended, self._mended.clouds()
+        pairs = [(as_dense(n, d.dtype).float().contiguous(), d.float().contiguous()) for n, d in zip(noise, data)]
+        arc, margin = problem.cost == "arc", _ROUNDING_SPREAD * _rounding_of(problem)
+        return self._matrix.resolve(pairs[0], pairs[1], problem.weights, arc, self._g, self._settings.eps, margin)
 
 
 class Panel(native.TransportMatrix):
@@ -339,10 +374,14 @@ class Panel(native.TransportMatrix):
         weights: tuple[float, float],
         arc: bool,
         kernel_eps: float | None,
+        *,
+        bfloat16: bool = False,
     ) -> tuple[float, float]:
         """`TransportMatrix.build`; the extremes of S are those of all rows."""
         self._matrix.kernel = kernel_eps is not None
-        low, high = super().build(image, text, weights, arc, kernel_eps) if self._shape[0] else (math.inf, -math.inf)
+        low, high = math.inf, -math.inf
+        if self._shape[0]:
+            low, high = super().build(image, text, weights, arc, kernel_eps, bfloat16=bfloat16)
         extremes = torch.tensor([-low, high], dtype=torch.float64, device="cpu")
         self._world.all_reduce(extremes, "max")
         return -float(extremes[0]), float(extremes[1])
@@ -382,11 +421,12 @@ class Panel(native.TransportMatrix):
 
 
 def load_scores(
-    matrix: native.TransportMatrix, problem: Problem, kernel_eps: float | None
+    matrix: native.TransportMatrix, problem: Problem, kernel_eps: float | None, *, rounded: bool = False
 ) -> tuple[float, float, float]:
     """Fills the matrix with S = offset - C: (offset, lowest S, highest S).
 
-    With `kernel_eps`, and if no cost of this kind can leave the range, exponentials are written at once.
+    With `kernel_eps`, and if no cost of this kind can leave the range, exponentials are written at once. `rounded`:
+    from rows in bfloat16.
     """
     if problem.matrix is not None:
         low, high = (float(x) for x in torch.aminmax(problem.matrix))
@@ -402,7 +442,8 @@ def load_scores(
     offset = (math.pi / 2 if problem.cost == "arc" else 2.0) * sum(problem.weights)
     if kernel_eps is not None and not offset / kernel_eps <= _KERNEL_REACH[matrix.storage]:
         kernel_eps = None
-    return offset, *matrix.build(image, text, problem.weights, problem.cost == "arc", kernel_eps)
+    arc = problem.cost == "arc"
+    return offset, *matrix.build(image, text, problem.weights, arc, kernel_eps, bfloat16=rounded)
 
 
 # ---- compiled, CUDA -----------------------------------------------------------------------------------------------

@@ -86,9 +86,9 @@ class RetrievalEntropy(nn.Module):
 
     With a `PosteriorHead`, one call of its network gives the Bayes posterior of "which item is it", in calibrated nats.
     Typical `reference` queries replace the bank of queries that the head keeps to correct for items that are near to
-    everything; a head that corrects for none refuses them. Where the processor multiplies in bfloat16, all but the best
-    items are scored in it, if that costs less than .01 nats; the attribute `precision` can be set to "float32". The
-    settings that follow are those of a flow.
+    everything; a head that corrects for none refuses them. The settings that follow are those of a flow. Where the
+    processor multiplies in bfloat16, all but the best items are scored in it, if that costs less than .01 nats; the
+    attribute `precision` can be set to "float32".
 
     For each query, `n_samples` embeddings of the other modality are drawn from the conditional flow in `n_steps` steps
     with `guidance`; `settings` has these and the rest of what `sample` can be told, and a keyword that is given
@@ -205,14 +205,12 @@ class RetrievalEntropy(nn.Module):
 
     @property
     def precision(self) -> str:
-        """In which a head's points are multiplied by the items: "auto", "float32" or "bfloat16", as
-        `ops.gallery_posterior` explains. It can be set; samples of flows are multiplied in float32."""
-        return self.source.precision if isinstance(self.source, HeadSource) else "float32"
+        """In which points are multiplied by the items: "auto", "float32" or "bfloat16", as `ops.gallery_posterior`
+        explains. It can be set."""
+        return self.source.precision
 
     @precision.setter
     def precision(self, precision: str) -> None:
-        if not isinstance(self.source, HeadSource):
-            raise TypeError(f"precision is a setting of heads; the points of a {self.source.NAME} need float32")
         self.source.precision = check_precision(precision)
 
     @property

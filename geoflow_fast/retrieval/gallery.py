@@ -19,6 +19,7 @@ from geoflow_fast import geometry, ops
 from geoflow_fast.data.rows import Array, Rows, open_rows
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import check_rows
+from geoflow_fast.ops import native
 from geoflow_fast.ops.gallery_posterior import check_precision, check_sample_bias
 from geoflow_fast.ops.gallery_statistics import GalleryStatistics
 from geoflow_fast.ops.pruning import PrefixRows
@@ -48,15 +49,16 @@ class Gallery:
 
     `source`: a tensor or an array [N, d], a `.npy` file, or a folder of `.npy` shards, read in the order of the numbers
     in their names. A tensor stays on its device; files are memory-mapped and never loaded whole. Half precision is
-    converted as it is read. Rows that are not finite or not of unit norm raise a ValueError; with `normalize` they are
-    scaled to unit norm as they are read, a tensor at once.
+    read as it is stored on CPUs, and converted elsewhere. Rows that are not finite or not of unit norm raise a
+    ValueError; with `normalize` they are scaled to unit norm as they are read, a tensor at once.
 
     A tensor may be overwritten: its rows are checked again before the next use, and so is the index. Of an array, about
     a hundred rows are checked whenever it is used, since nothing tells of writes to it: do not change one that a
     gallery was made from, nor the files of a gallery that is open.
 
-    With the `index` of a gallery made from a tensor (`gf.GalleryIndex`), retrieval entropy on a CPU skips items that
-    provably do not matter: "auto", where a pilot run finds that it pays; "always"; or "never", as `prune` says.
+    With the gallery's `index` (`gf.GalleryIndex`), retrieval entropy on a CPU skips items that provably do not matter:
+    "auto", where a pilot run finds that it pays; "always"; or "never", as `prune` says. `search` then scores only what
+    bounds from integers do not exclude, on processors with AVX512-VNNI, unless `prune` is "never".
 
     A `store` is a FAISS index over the same rows, or anything with its `search`; shortlists are then found by it.
 
@@ -114,8 +116,6 @@ class Gallery:
                 raise ValueError('prune="always" needs the index= of the gallery; see gf.GalleryIndex.build')
         elif not isinstance(index, PrefixRows):
             raise TypeError(f"index must be a GalleryIndex, got {type(index).__name__}")
-        elif not self.in_memory:
-            raise ValueError("index= needs a gallery in memory: pass it as a tensor")
         else:
             index.check_digest(self)
         self.index, self.prune = index, prune
@@ -251,13 +251,59 @@ class Gallery:
         block as read-only, and do not keep it beyond the next one.
         """
         device = device if isinstance(device, torch.device) else checks.device(device)
+        for first, block in self._stored(within, BLOCK_ROWS, (torch.float32,)):
+            yield first, block.to(device, dtype)
+
+    def _stored(
+        self, within: range | None, rows: int | None, kept: tuple[torch.dtype, ...]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """As `blocks`, where the rows are: in their own dtype if it is one of `kept` or they are a tensor, and in whole
+        parts where these share the memory of files, unless `rows` says how many to take."""
         within = range(len(self)) if within is None else within
         self._check_again()
         if isinstance(self.rows, Rows):
-            for first, block in self.rows.tensors(BLOCK_ROWS, within):
-                yield first, block.to(device, dtype)
+            yield from self.rows.tensors(rows, within, kept)
         elif within:
-            yield within.start, self.rows[within.start : within.stop].to(device, dtype)
+            yield within.start, self.rows[within.start : within.stop]
+
+    def _scored_blocks(
+        self, queries: Tensor, within: range | None, index: PrefixRows | None
+    ) -> Iterator[tuple[int, Tensor, PrefixRows | None]]:
+        """(number of the first row, rows, their part of the index) as kernels for `queries` or samples take them:
+        half precision as it is stored where compiled code reads it, in blocks, or whole if there is an index."""
+        compiled = queries.device.type == "cpu" and queries.dtype == torch.float32 and native.missing() is None
+        kept = tuple(native.STORAGES) if compiled else (torch.float32,)
+        for first, block in self._stored(within, BLOCK_ROWS if index is None else None, kept):
+            whole = first == 0 and len(block) == len(self)
+            part = index if index is None or whole else index.part(first, len(block))
+            yield first, block if compiled and block.dtype in kept else block.to(queries.device, queries.dtype), part
+
+    @torch.no_grad()
+    def search(self, queries: Tensor | Array, count: int = 10) -> tuple[Tensor, Tensor]:
+        """The `count` items, or all if there are fewer, of the largest inner product with each of the `queries` [Q, d]:
+        (scores, numbers of rows), each [Q, count], the largest first, equal ones by number. The search is exact."""
+        is_tensor = isinstance(queries, Tensor)
+        dtype = torch.float64 if is_tensor and queries.dtype == torch.float64 else torch.float32
+        example = torch.empty(0, dtype=dtype, device=queries.device if is_tensor else "cpu")
+        queries = checks.rows(queries, "queries", self.dim, example, "Q")
+        count = min(checks.integer(count, "count", 1), len(self))
+        if self.is_divided and self.world.size > 1:
+            merged = self.statistics(queries.unsqueeze(1), 1.0, count)
+            return merged.top_score.to(queries.dtype), merged.top_index
+        index = None if self.prune == "never" or queries.device.type != "cpu" else self.index
+        score = queries.new_empty(len(queries), 0)
+        number = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
+        for first, items, part in self._scored_blocks(queries, None, index):
+            codes = None if part is None else part.codes
+            hits = ops.gallery_search(queries, items, min(count, len(items)), codes=codes)
+            if number.shape[1] == 0:
+                score, number = hits[0], hits[1] + first
+                continue
+            # Blocks come in order, so that a stable sort keeps equal scores by number.
+            score, order = torch.cat((score, hits[0]), 1).sort(dim=1, descending=True, stable=True)
+            number = torch.cat((number, hits[1] + first), 1).gather(1, order)[:, :count]
+            score = score[:, :count]
+        return score, number
 
     def take(self, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The rows with the given numbers: [..., d] for an integer tensor `index` [...], on the device of `index`."""
@@ -293,7 +339,7 @@ class Gallery:
         prune = "auto" if index is None else self.prune
         running: GalleryStatistics | None = None
         rows = self.world.own(len(self)) if divided else None  # no rows for some ranks, if there are fewer items
-        for first, items in self.blocks(samples.device, samples.dtype, rows):
+        for first, items, part_index in self._scored_blocks(samples, rows, index):
             bias = None if item_bias is None else item_bias[first : first + len(items)]
             part = ops.gallery_statistics(
                 samples,
@@ -303,9 +349,10 @@ class Gallery:
                 item_bias=bias,
                 sample_bias=sample_bias,
                 first_index=first,
-                index=index,
+                index=part_index,
                 prune=prune,
                 precision=precision,
+                elsewhere=None if running is None else running.log_z,
             )
             running = part if running is None else running.merge(part)
         if divided:

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from geoflow_fast.ops import native
+from geoflow_fast.ops.gallery_search import RowCodes
 from geoflow_fast.ops.pruning import PrefixRows, reduce_rows
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.runtime import checks
@@ -21,10 +23,12 @@ SAMPLE_ROWS = 32_768
 
 @dataclass(frozen=True)
 class GalleryIndex(PrefixRows):
-    """An index for pruning: each item as its leading principal coordinates and the norm of the rest, `width` numbers.
+    """An index of a gallery in memory or on disk: each item as its leading principal coordinates and the norm of the
+    rest, `width` numbers, for pruning; and rotated to bytes, a quarter of float32 rows, for bounds of its cosines.
 
     Building it takes about as long as scoring a few queries. `save` and `load` use one safetensors file, which contains
-    the gallery's digest: `load` refuses an index of another gallery.
+    the gallery's digest: `load` refuses an index of another gallery. Indices of earlier releases have no bytes; they
+    are loaded, and search goes without.
     """
 
     digest: str
@@ -39,29 +43,40 @@ class GalleryIndex(PrefixRows):
             raise ValueError(f"width must be between 2 and the gallery's {gallery.dim}, got {width}")
         projection = _principal_directions(gallery, width - 1)
         rows = torch.empty(len(gallery), width, device="cpu", dtype=torch.float32)
-        largest = 0.0
+        largest, codes = 0.0, []
         for first, block in gallery.blocks("cpu", torch.float32):
             for start in range(0, len(block), SAMPLE_ROWS):
-                part = reduce_rows(block[start : start + SAMPLE_ROWS].double(), projection)
+                some = block[start : start + SAMPLE_ROWS]
+                part = reduce_rows(some.double(), projection)
                 rows[first + start : first + start + len(part)] = _round_norm_up(part)
                 largest = max(largest, float(torch.linalg.vector_norm(part, dim=1).max()))
-        return cls(projection, rows, largest, gallery.digest())
+                if native.missing() is None:
+                    codes.append(RowCodes.encode(some))
+        return cls(projection, rows, largest, gallery.digest(), codes=RowCodes.join(codes) if codes else None)
 
     def save(self, path: str | Path) -> None:
         """Writes the index to the file `path`, atomically."""
         info = {"digest": self.digest, "largest_norm": self.largest_norm}
-        save_tensors(
-            checks.path(path, "path"), {"projection": self.projection, "rows": self.rows}, kind=KIND, info=info
-        )
+        tensors = {"projection": self.projection, "rows": self.rows}
+        if self.codes is not None:
+            info["largest_coded_norm"] = self.codes.largest_norm
+            tensors |= {"code": self.codes.code, "code_scale": self.codes.scale, "code_error": self.codes.error}
+        save_tensors(checks.path(path, "path"), tensors, kind=KIND, info=info)
 
     @classmethod
     def load(cls, path: str | Path, gallery: Gallery | Tensor) -> GalleryIndex:
-        """Reads the index of `gallery` from a file. A damaged file or another gallery's index raises a ValueError."""
+        """Reads the index of `gallery` from a file, which stays mapped if the gallery is on disk. A damaged file or
+        another gallery's index raises a ValueError."""
         gallery = Gallery.of(gallery)
         path = checks.path(path, "path")
-        tensors, info = load_tensors(path, kind=KIND)
+        tensors, info = load_tensors(path, kind=KIND, mapped=not gallery.in_memory)
         with contents_of(path):
-            index = cls(tensors["projection"], tensors["rows"], float(info["largest_norm"]), info["digest"])
+            codes = None
+            if "code" in tensors:
+                arrays = tensors["code"], tensors["code_scale"], tensors["code_error"]
+                codes = RowCodes(*arrays, float(info["largest_coded_norm"]))
+            norm = float(info["largest_norm"])
+            index = cls(tensors["projection"], tensors["rows"], norm, info["digest"], codes=codes)
         index.check_digest(gallery)
         return index
 

@@ -599,7 +599,7 @@ class BayesReranker(nn.Module):
         if self.shortlist_by == "head":
             return self._hits_of_head(queries, count)
         if self.store is None:
-            return self.gallery.statistics(queries.unsqueeze(1), 1.0, count).top_index
+            return self.gallery.search(queries, count)[1]
         return self._checked_candidates(queries, self.store.search(queries.float().cpu().numpy(), count)[1])
 
     # unchecked: re-rankers call it with hits of a search

@@ -52,6 +52,7 @@ class Source(ABC):
     def __init__(self, model: nn.Module, direction: Direction, widths: tuple[int, int]) -> None:
         self.model, self.direction = model, direction
         self.query_dim, self.item_dim = direction.queries(*widths), direction.items(*widths)
+        self.precision = "auto"
 
     @property
     def example(self) -> Tensor:
@@ -134,7 +135,7 @@ class FlowSource(Source):
         start = self.start.to(self.example)
         queries = queries.to(start.generated)
         samples = sample_conditional(self.flow, queries, self.direction, start, self.sampling, advance)
-        return ScoringPoints(samples, self.kappa)
+        return ScoringPoints(samples, self.kappa, None, self.precision)
 
     def digest(self) -> str:
         return flow_digest(self.flow)
@@ -177,7 +178,7 @@ class DistilledSource(Source):
 
     def draw(self, queries: Tensor, advance: Advance | None = None) -> ScoringPoints:
         check_rows(queries, "queries")
-        return ScoringPoints(self.sampler.draw(queries.to(self.example), advance), self.kappa)
+        return ScoringPoints(self.sampler.draw(queries.to(self.example), advance), self.kappa, None, self.precision)
 
     def digest(self) -> str:
         return sampler_digest(self.sampler)
@@ -200,7 +201,7 @@ class HeadSource(Source):
 
     def __init__(self, head: PosteriorHead, direction: Direction) -> None:
         super().__init__(head, direction, (head.image_dim, head.text_dim))
-        self.head, self.precision = head, "auto"
+        self.head = head
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -74,10 +74,10 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], *, kind: str, info: 
 
 
 def load_tensors(
-    path: Path, *, kind: str, device: torch.device | str = "cpu"
+    path: Path, *, kind: str, device: torch.device | str = "cpu", mapped: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Reads what `save_tensors` wrote: (tensors, info). A file that is damaged, of another version or of another kind
-    is a ValueError that names it."""
+    is a ValueError that names it. If `mapped`, the tensors are views of the file, which must not be written to."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist")
     with (
@@ -93,8 +93,9 @@ def load_tensors(
         if metadata.get("kind") != kind:
             raise ValueError(f"{path} holds a {metadata.get('kind')!r}, but a {kind!r} was expected")
         _check_digest(path, metadata.get("sha256", ""))
-        # safetensors returns views of the mapped file, which the next checkpoint replaces, so they are copied.
-        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118, not a dict
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
+        if not mapped:  # safetensors returns views of the mapped file, which may be large
+            tensors = {name: tensor.clone() for name, tensor in tensors.items()}
         return tensors, {**json.loads(metadata["info"])}
 
 

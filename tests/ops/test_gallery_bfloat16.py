@@ -279,7 +279,7 @@ def test_auto_is_full_precision_elsewhere(monkeypatch):
     double = samples.double(), gallery.double(), bias.double()
     exact = scored(*double, "auto", precision="float32")
     assert equal(scored(*double, "auto", precision="auto"), exact)
-    monkeypatch.setattr(native, "cpu_features", lambda: ["avx2"])
+    monkeypatch.setattr(native, "missing_bfloat16", lambda: "no bfloat16 unit")
     single = scored(samples, gallery, bias, "auto", precision="float32")
     assert equal(scored(samples, gallery, bias, "auto", precision="auto"), single)
 
@@ -306,13 +306,16 @@ def test_auto_can_be_traced():
 
 def test_a_processor_without_the_unit_says_so():
     code = (
-        "import torch; from geoflow_fast import ops; from geoflow_fast.ops import native; print(native.cpu_features());"
+        "import torch; from geoflow_fast import ops; from geoflow_fast.ops import native; print(native.isa());"
         "ops.gallery_posterior(torch.ones(1, 1, 2), torch.ones(3, 2), 1.0, precision='bfloat16')"
     )
-    environment = {**os.environ, "GEOFLOW_AVX512BF16": "0"}
+    environment = {**os.environ, "GEOFLOW_ISA": native.supported_isas()[0]}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert "avx512" not in result.stdout
-    assert 'precision="bfloat16": this processor has no bfloat16 unit (AVX512-BF16)' in result.stderr
+    assert (
+        f'precision="bfloat16": the kernels for {native.supported_isas()[0]} have no bfloat16 unit (AVX512-BF16)'
+        in result.stderr
+    )
 
 
 def test_errors_name_the_argument():

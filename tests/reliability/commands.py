@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 import geoflow_fast as gf
+from geoflow_fast.runtime import parquet
 from tests.reliability.file_targets import pictures
 from tests.reliability.targets import IMAGE, square_flow, unit
 
@@ -108,6 +109,32 @@ COMMANDS: dict[str, Command] = {
             "gallery-size": "8",
         }
     ),
+    "watch": Command(
+        {
+            "rule": "certified.json",
+            "queries": "log.parquet",
+            "out": "health.parquet",
+            "window": "40",
+            "every": "20",
+            "false-alarms": "0.01",
+            "page": "changed.html",
+            "captions": "captions.txt",
+            "seed": "0",
+        },
+        keeps=True,
+    ),
+    "explore": Command(
+        {
+            "rule": "certified.json",
+            "queries": "captions.txt",
+            "gallery": "gallery.npy",
+            "images": "pictures",
+            "hits": "3",
+            "title": "some",
+            "out": "page.html",
+        },
+        ("log.parquet",),
+    ),
     "plan": Command({"gallery": "1e6", "dim": "64", "queries": "1e3", "device": "h100", "gpus": "2", "block": "64"}),
     "evaluate": Command(
         {
@@ -176,6 +203,12 @@ def make_world(folder: Path) -> None:
     scores = -np.sort(-rng.random((60, 5)), axis=1)
     np.save(folder / "scores.npy", scores)
     np.save(folder / "first_right.npy", rng.random(60) < scores[:, 0] - scores[:, 1] + 0.3)
+    right = np.load(folder / "first_right.npy")
+    certified = gf.Trust().fit(scores[:30], right[:30]).certify(scores[30:], right[30:], 0.6)
+    certified.save(folder / "certified.json")
+    log = {"index": rng.integers(8, size=(40, 5)), "scores": -np.sort(-rng.random((40, 5)), axis=1)}
+    parquet.write_columns(folder / "log.parquet", log, 40)
+    (folder / "captions.txt").write_text("".join(f"caption {row}\n" for row in range(40)))
     gf.EmbeddingPairs.from_arrays(unit(12, IMAGE), unit(12, IMAGE)).save(folder / "pairs")
     for seed, (name, rows) in enumerate({"train": 40, "val": 60, "test": 12}.items()):
         pairs = gf.EmbeddingPairs.from_arrays(unit(rows, IMAGE, seed=seed), unit(rows, IMAGE, seed=seed + 9))

@@ -16,6 +16,7 @@ import torch
 import geoflow_fast as gf
 from geoflow_fast.distributed import ALONE
 from geoflow_fast.evaluation.retrieval import plain_search
+from geoflow_fast.runtime.pages import charts
 from tests.reliability.file_targets import (
     BASELINES,
     ENCODERS,
@@ -216,6 +217,19 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
         "encoder": lambda: "clip",
         "gallery_size": lambda: 9,
     },
+    "watch": {
+        "rule": some_rule,
+        "scores": result_scores,
+        "features": lambda: None,
+        "every": lambda: 6,
+        "window": lambda: 12,
+    },
+    "evaluation.Report.": {
+        "tiles": lambda: [("queries", "12", "judged")],
+        "summary": lambda: "more",
+    },
+    "evaluation.Report.risk": {"chart": lambda: charts.risk_coverage({"error": ([0.5, 1.0], [0.1, 0.2])})},
+    "evaluation.Report.intervals": {"chart": lambda: charts.whiskers([("margin", 0.8, 0.7, 0.9)])},
     "Trust.save": {"path": fresh_path},
     "Trust.load": {"path": lambda: saved(some_trust())},
     "Rule.load": {"path": lambda: saved(some_rule())},
@@ -262,7 +276,7 @@ INSTANCES: dict[str, Callable[[], Any]] = {
 }
 """Objects whose methods are called; one of another class is made from guessed arguments."""
 SPREADING = ("geometry.", "ops.", "distributed.World.", "evaluation.", "GeoFlow.", "Gallery.statistics")
-SPREADING += ("worlds.BumpField.velocity", "worlds.PairField.velocity")
+SPREADING += ("worlds.BumpField.velocity", "worlds.PairField.velocity", "watch")
 """Functions that turn a NaN into a NaN, as arithmetic does, or give one where a measure is not defined."""
 STRICT = ("geometry.check_rows", "geometry.normalize", "geometry.log_area", "ops.ot_assign", "ops.couple")
 STRICT += ("ops.transport_cost", "ops.gallery_posterior", "ops.keep_mask", "evaluation.AbstentionThreshold.")

@@ -15,6 +15,7 @@
 #include "gallery.h"
 #include "interpolant.h"
 #include "network.h"
+#include "search.h"
 #include "solver.h"
 
 namespace {
@@ -65,7 +66,7 @@ void check_gallery(std::int64_t queries, std::int64_t draws, std::int64_t items,
     const std::int64_t used = picked ? static_cast<std::int64_t>(pick.size()) : items;
     const auto bias = normal<float>(used), sample_bias = normal<float>(queries * draws);
     geoflow::GalleryParams params{samples.data(), picked ? sample_bias.data() : nullptr, gallery.data(),
-                                  picked ? pick.data() : nullptr, bias.data(), queries, draws, used, dim, 20.0f, 1, always, false};
+                                  picked ? pick.data() : nullptr, bias.data(), queries, draws, used, dim, 20.0f, 1, always, geoflow::Storage::single, false};
     const auto posterior = [&](int threads) {
         params.threads = threads;
         const std::int64_t top_k = used < 5 ? used : 5;
@@ -87,6 +88,40 @@ void check_gallery(std::int64_t queries, std::int64_t draws, std::int64_t items,
         append(bytes, scores);
         return bytes;
     });
+}
+
+void check_search(std::int64_t queries, std::int64_t items, std::int64_t dim) {
+    using namespace geoflow;
+    const auto x = unit_rows<float>(queries, dim), gallery = unit_rows<float>(items, dim);
+    const std::int64_t top_k = items < 5 ? items : 5, stride = code_stride(dim);
+    SearchParams params{x.data(), gallery.data(), Storage::single, queries, items, dim, top_k, 1, always};
+    std::vector<std::uint8_t> code(items * stride);
+    std::vector<float> scale(items), error(items);
+    float largest = 0;
+    compare("encode", [&](int threads) {
+        params.threads = threads;
+        largest = search_kernels().encode(params, {code.data(), scale.data(), error.data()});
+        std::string bytes = std::to_string(largest);
+        append(bytes, code), append(bytes, scale), append(bytes, error);
+        return bytes;
+    });
+    const auto search = [&](bool coded) {
+        return [&, coded](int threads) {
+            params.threads = threads;
+            std::vector<float> score(queries * top_k);
+            std::vector<std::int64_t> index(queries * top_k), kept(queries);
+            const SearchResult result{score.data(), index.data()};
+            if (coded)
+                search_codes(params, {{code.data(), scale.data(), error.data()}, largest, items, kept.data()}, result);
+            else
+                search_kernels().search(params, result);
+            std::string bytes;
+            append(bytes, score), append(bytes, index);
+            return bytes;
+        };
+    };
+    compare("gallery_search", search(false));
+    if (has_avx512_vnni()) compare("search_codes", search(true));
 }
 
 template <typename T>
@@ -260,6 +295,8 @@ int main(int count, char** arguments) {
         for (bool picked : {false, true}) check_gallery(3, 5, items, 19, picked);
     check_gallery(40, 130, 300, 33, false);  // several column blocks
     check_gallery(19, 4, 300, 33, true);     // interleaved queries and others
+    for (std::int64_t items : {1, 7, 129, 2023})
+        for (std::int64_t queries : {1, 5, 40}) check_search(queries, items, 70);
     for (std::int64_t rows : {1, 7, 129, 513}) {
         check_interpolant<float>(rows, 24, 17);
         check_interpolant<double>(rows, 24, 17);

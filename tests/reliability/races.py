@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -13,26 +14,31 @@ STATUS = 66
 """With which the sanitizer ends a program that has a race."""
 
 
-def isa_flags(source: Path) -> list[str]:
-    """The flags that setup.py compiles a source of csrc/cpu with on x86-64, by the end of its name."""
-    avx2 = ["-mavx2", "-mfma", "-mf16c"]
-    avx512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"]
-    return {"avx2": avx2, "avx512bf16": avx2 + avx512}.get(source.stem.rpartition("_")[2], [])
+def units() -> list[tuple[str, Path, list[str]]]:
+    """The objects of csrc/cpu on x86-64 as setup.py compiles them: (name, source, flags of its target)."""
+    table = json.loads((ROOT / "csrc" / "cpu" / "targets.json").read_text())
+    kernels = [
+        (f"{source}_{name}", ROOT / "csrc" / "cpu" / f"{source}.cpp", [*target["flags"], f"-DGEOFLOW_TARGET={name}"])
+        for name, target in table.items()
+        for source in target["sources"]
+    ]
+    return [*kernels, ("dispatch", ROOT / "csrc" / "cpu" / "dispatch.cpp", [])]
 
 
 def compile_driver(folder: Path) -> Path:
     """The program, compiled into `folder`; the sources of csrc/cpu see OpenMP, the link replaces its runtime."""
     flags = ["-std=c++17", "-O1", "-g", "-fsanitize=thread", "-Wno-psabi", f"-I{ROOT / 'csrc'}"]
-    sources = [*sorted((ROOT / "csrc" / "cpu").glob("*.cpp")), HERE / "race_driver.cpp", HERE / "openmp_on_threads.cpp"]
+    own = [(name, HERE / f"{name}.cpp", []) for name in ("race_driver", "openmp_on_threads")]
 
-    def compile_one(source: Path) -> Path:
-        openmp = [] if source.stem == "openmp_on_threads" else ["-fopenmp"]
-        made = folder / f"{source.stem}.o"
-        subprocess.run(["g++", *flags, *isa_flags(source), *openmp, "-c", str(source), "-o", str(made)], check=True)
+    def compile_one(unit: tuple[str, Path, list[str]]) -> Path:
+        name, source, extra = unit
+        openmp = [] if name == "openmp_on_threads" else ["-fopenmp"]
+        made = folder / f"{name}.o"
+        subprocess.run(["g++", *flags, *extra, *openmp, "-c", str(source), "-o", str(made)], check=True)
         return made
 
     with ThreadPoolExecutor(2) as pool:
-        objects = [str(made) for made in pool.map(compile_one, sources)]
+        objects = [str(made) for made in pool.map(compile_one, [*units(), *own])]
     program = folder / "race_driver"
     subprocess.run(["g++", "-fsanitize=thread", *objects, "-o", str(program)], check=True)
     return program

@@ -1,7 +1,7 @@
 """The native test-suite on an extension built with AddressSanitizer and UndefinedBehaviorSanitizer.
 
 `python -m tests.reliability.sanitize` builds it into build/sanitize, sees that the sanitizer catches an overflow made
-on purpose, and runs the tests twice: with the AVX2 and AVX512-BF16 variants of the kernels and with the baseline ones.
+on purpose, and runs the tests once for every instruction set that the processor has.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from geoflow_fast.ops import native
 from tests.reliability.figures import record
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +22,7 @@ SUITE = (
     "ops/test_masked_interpolant.py",
     "ops/test_gallery_posterior.py",
     "ops/test_gallery_bfloat16.py",
+    "ops/test_gallery_search.py",
     "retrieval/test_index.py",
     "ops/test_network_cpu.py",
     "ops/test_network_ops.py",
@@ -69,14 +71,14 @@ def sees_an_overflow() -> bool:
     return result.returncode == 66 and "heap-buffer-overflow" in result.stderr
 
 
-def run_suite(avx2: bool) -> int:
+def run_suite(isa: str) -> int:
     """Runs the tests and returns how many passed; exits if one fails or the sanitizer ends the run."""
     options = ["-q", "-p", "no:cacheprovider", "-o", f"pythonpath={LIBRARY} .", "-m", "not slow and not gpu"]
     # The sanitizer keeps freed memory for a while, so the one test that weighs a process cannot hold under it.
     options += ["--deselect", str(ROOT / "tests" / "ops" / "test_ot.py::test_memory_is_one_matrix")]
     files = [str(ROOT / "tests" / name) for name in SUITE]
     command = [sys.executable, "-m", "pytest", *options, *files]
-    environment = surroundings(GEOFLOW_AVX2="1" if avx2 else "0")
+    environment = surroundings(GEOFLOW_ISA=isa)
     result = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     print(result.stdout, end="")
     passed = re.search(r"(\d+) passed", result.stdout)
@@ -89,10 +91,8 @@ def main() -> None:
     build()
     if not sees_an_overflow():
         raise SystemExit("the sanitizer does not see an overflow made on purpose: a run with it would prove nothing")
-    tests = {"avx2": run_suite(True), "baseline": run_suite(False)}
-    record(
-        "address_and_undefined_sanitizers", tests_with_avx2=tests["avx2"], tests_baseline=tests["baseline"], reports=0
-    )
+    tests = {f"tests_{isa}": run_suite(isa) for isa in native.supported_isas()}
+    record("address_and_undefined_sanitizers", **tests, reports=0)
 
 
 if __name__ == "__main__":

@@ -112,9 +112,9 @@ def test_no_intrinsics_outside_their_guard():
         guards: list[bool] = []
         for number, line in enumerate(path.read_text().splitlines(), start=1):
             if re.match(r"\s*#\s*if", line):
-                guards.append(bool(re.search(r"__AVX2__|__x86_64__|__F16C__|__AVX512BF16__", line)) and "!" not in line)
+                guards.append(bool(re.search(r"__AVX2__|__AVX512|__x86_64__|__F16C__", line)) and "!" not in line)
             elif re.match(r"\s*#\s*(else|elif)", line):
-                guards[-1] = bool(re.search(r"__AVX2__|__x86_64__|__F16C__|__AVX512BF16__", line))
+                guards[-1] = bool(re.search(r"__AVX2__|__AVX512|__x86_64__|__F16C__", line))
             elif re.match(r"\s*#\s*endif", line):
                 guards.pop()
             elif re.search(r"\b_mm(256|512)?_|immintrin|\b__m(128|256|512)", line) and not any(guards):
@@ -138,7 +138,9 @@ def test_source_distribution_has_what_a_build_needs(tmp_path):
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     wanted = {
-        p.relative_to(ROOT).as_posix() for p in (ROOT / "csrc").rglob("*") if p.suffix in {".h", ".cuh", ".cpp", ".cu"}
+        p.relative_to(ROOT).as_posix()
+        for p in (ROOT / "csrc").rglob("*")
+        if p.suffix in {".h", ".cuh", ".cpp", ".cu", ".json"}
     }
     wanted |= {p.relative_to(ROOT).as_posix() for p in (ROOT / "kernels").glob("*.py")}
     assert wanted <= names

@@ -1,10 +1,10 @@
 // The gallery posterior from products in bfloat16, for processors with AVX512-BF16.
+#if defined(__AVX512BF16__)
 #include "cpu/gemm_bfloat16.h"
 #include "cpu/gallery_tiles.h"
 
 namespace {
 
-#if defined(__AVX512BF16__)
 struct RoundedProducts {
     static constexpr bool kExact = false;
 
@@ -13,9 +13,6 @@ struct RoundedProducts {
         return bfloat16_tiles(arguments...);
     }
 };
-#else
-using RoundedProducts = SingleProducts;  // no processor of this kind has the unit, so that this is never run
-#endif
 
 }  // namespace
 
@@ -26,3 +23,5 @@ bool gallery_posterior_bfloat16(const GalleryParams& params, const GalleryStatis
 }
 
 }  // namespace geoflow
+
+#endif  // __AVX512BF16__

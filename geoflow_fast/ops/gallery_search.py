@@ -1,0 +1,139 @@
+"""Exact search: the items of a gallery with the largest inner products, with or without bounds from rows in bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from geoflow_fast.geometry import capturing
+from geoflow_fast.ops import dispatch, native
+from geoflow_fast.ops.arguments import check_floating, working_dtype
+from geoflow_fast.runtime import checks
+
+_TILE_ITEMS = 16_384
+FEWEST_ITEMS = 4096
+"""Galleries below this are searched without codes: rotating the queries would take what the bounds save."""
+
+
+# unchecked: galleries and their indices call its methods with rows of their own
+@dataclass(frozen=True)
+class RowCodes:
+    """Rows of a gallery after a fixed orthogonal rotation, in bytes, a quarter of their size in float32.
+
+    With R the rotation, g a row and c its code less 128, |R g - scale c| <= error. The rotation spreads coordinates far
+    larger than the others, as those of CLIP are, so that one scale serves all of a row.
+    """
+
+    code: Tensor
+    """[N, width rounded up to 64] uint8."""
+    scale: Tensor
+    """[N] float32."""
+    error: Tensor
+    """[N] float32, with what rounding did to the rotation."""
+    largest_norm: float
+    """The largest norm of a row."""
+
+    @staticmethod
+    def encode(gallery: Tensor) -> RowCodes:
+        """The codes of rows [N, d] in float32, float16 or bfloat16 on the CPU."""
+        return RowCodes(*native.encode_rows(gallery.detach().contiguous()))
+
+    @staticmethod
+    def join(parts: list[RowCodes]) -> RowCodes:
+        """The codes of all rows of the parts, in order."""
+        code, scale, error = (torch.cat([getattr(part, name) for part in parts]) for name in ("code", "scale", "error"))
+        return RowCodes(code, scale, error, max(part.largest_norm for part in parts))
+
+    def __len__(self) -> int:
+        return len(self.code)
+
+    def __getitem__(self, some: slice | Tensor) -> RowCodes:
+        return RowCodes(self.code[some], self.scale[some], self.error[some], self.largest_norm)
+
+    def check(self, gallery: Tensor) -> None:
+        """Refuses the codes of a gallery of another size."""
+        width = native.code_stride(gallery.shape[1])
+        if self.code.shape != (len(gallery), width):
+            raise ValueError(f"codes are {tuple(self.code.shape)}, but the gallery's would be {(len(gallery), width)}")
+
+    def upper_bounds(self, queries: Tensor) -> Tensor:
+        """Upper bounds [Q, N] of the inner products with `queries` [Q, d], where `missing_int8` gives no reason."""
+        return native.bound_codes(queries, self.code, self.scale, self.error, self.largest_norm)
+
+
+def gallery_search(
+    queries: Tensor, gallery: Tensor, top_k: int = 10, backend: str = "auto", *, codes: RowCodes | None = None
+) -> tuple[Tensor, Tensor]:
+    """The `top_k` items of the largest inner product with each query: (scores, indices), each [Q, top_k], the largest
+    first, equal ones by index.
+
+    `queries` [Q, d] and `gallery` [N, d] are floating-point rows; a gallery on the CPU in float16 or bfloat16 is read
+    as it is stored, and inner products are in float32. With the gallery's `codes` (`RowCodes.encode`), processors that
+    have AVX512-VNNI bound every score by integers and score in float32 only what the bounds do not exclude: the result
+    is the same to the last bit. Other processors ignore the codes.
+    """
+    check_floating(queries=queries, gallery=gallery)
+    if queries.dim() != 2 or gallery.dim() != 2 or queries.shape[1] != gallery.shape[1] or gallery.numel() == 0:
+        raise ValueError(
+            f"queries must be [Q, d] and gallery [N, d] with N, d > 0, got {tuple(queries.shape)} and "
+            f"{tuple(gallery.shape)}"
+        )
+    checks.integer(top_k, "top_k", 1, len(gallery))
+    if codes is not None:
+        codes.check(gallery)
+    queries, gallery = queries.detach().to(working_dtype(queries)), gallery.detach()
+    if not capturing(queries):
+        bad = ~torch.isfinite(queries).all(dim=1)
+        if bool(bad.any()):
+            raise ValueError(f"queries row {int(bad.nonzero()[0])} is not finite")
+    if codes is not None and len(queries) and _bounds_pay(queries, gallery, str(backend)):
+        return _by_codes(queries, gallery, top_k, codes)
+    score, index = _search(queries, gallery, top_k, str(backend))
+    return score, index
+
+
+def _bounds_pay(queries: Tensor, gallery: Tensor, backend: str) -> bool:
+    served = queries.device.type == "cpu" and queries.dtype == torch.float32 and backend in ("auto", "cpu")
+    served = served and gallery.dtype in native.STORAGES and len(gallery) >= FEWEST_ITEMS
+    return served and native.missing_int8() is None
+
+
+def _by_codes(queries: Tensor, gallery: Tensor, top_k: int, codes: RowCodes) -> tuple[Tensor, Tensor]:
+    """The search by bounds; queries whose bounds exclude too little are searched without them."""
+    arrays = (codes.code, codes.scale, codes.error, codes.largest_norm)
+    gallery = gallery.contiguous()
+    score, index, kept = native.search_codes(queries.contiguous(), gallery, *arrays, top_k)
+    left = (kept < 0).nonzero()[:, 0]
+    if len(left):
+        score[left], index[left] = _search(queries[left], gallery, top_k, "cpu")
+    return score, index
+
+
+def gallery_search_reference(queries: Tensor, gallery: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The items with the largest inner products, a tile of items at a time."""
+    best = queries.new_empty(len(queries), 0), torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
+    for first in range(0, len(gallery), _TILE_ITEMS):
+        scores = queries @ gallery[first : first + _TILE_ITEMS].to(queries.dtype).T
+        numbers = torch.arange(first, first + scores.shape[1], device=queries.device).expand_as(scores)
+        # A stable sort, not topk: equal scores, as of items that occur twice, must be kept in the order of indices.
+        scores, order = torch.cat((best[0], scores), 1).sort(dim=1, descending=True, stable=True)
+        best = scores[:, :top_k], torch.cat((best[1], numbers), 1).gather(1, order[:, :top_k])
+    return best
+
+
+def _cpu(queries: Tensor, gallery: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    if gallery.dtype not in native.STORAGES:
+        gallery = gallery.to(torch.float32)
+    return native.gallery_search(queries.contiguous(), gallery.contiguous(), top_k)
+
+
+def _shapes(queries: Tensor, gallery: Tensor, top_k: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    score = queries.new_empty(len(queries), top_k)
+    return score, torch.empty_like(score, dtype=torch.int64)
+
+
+_search = dispatch.operation(
+    "gallery_search", gallery_search_reference, cpu=native.backend(_cpu), fake=_shapes, differentiable=False
+)

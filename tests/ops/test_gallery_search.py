@@ -1,0 +1,236 @@
+"""Exact search: against float64, in every storage, with ties; by codes the same to the last bit."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import geoflow_fast as gf
+from geoflow_fast.ops import native
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+needs_int8 = pytest.mark.skipif(native.missing_int8() is not None, reason=str(native.missing_int8()))
+
+
+def unit_rows(*shape: int, huge: int = 0) -> Tensor:
+    """Unit rows, of which `huge` coordinates are far larger than the others, as those of CLIP are."""
+    rows = torch.randn(*shape)
+    rows[..., :huge] *= 4 * math.sqrt(shape[-1])
+    return gf.geometry.normalize(rows)
+
+
+def exact(queries: Tensor, gallery: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    scores = queries.double() @ gallery.double().T
+    values, index = scores.sort(dim=1, descending=True, stable=True)
+    return values[:, :top_k], index[:, :top_k]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("queries", "items", "width", "top_k"), [
+    (1, 1, 1, 1),
+    (2, 7, 3, 7),
+    (3, 129, 16, 5),
+    (7, 1023, 129, 10),
+    (64, 700, 100, 33),
+    (1, 5000, 64, 512),
+    (5, 300, 1024, 3),
+])  # fmt: skip
+def test_finds_what_float64_finds(dtype, queries, items, width, top_k):
+    torch.manual_seed(0)
+    gallery, x = unit_rows(items, width).to(dtype), unit_rows(queries, width)
+    score, index = gf.ops.gallery_search(x, gallery, top_k)
+    wanted, _ = exact(x, gallery, top_k)
+    assert score.shape == index.shape == (queries, top_k)
+    assert torch.allclose(score.double(), wanted, rtol=0, atol=1e-6)
+    of_index = (x.double() @ gallery.double().T).gather(1, index)
+    assert torch.allclose(of_index, wanted, rtol=0, atol=1e-6)
+    assert all(len(set(row)) == top_k for row in index.tolist())
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_equal_scores_go_by_index(backend):
+    torch.manual_seed(1)
+    one = unit_rows(1, 33)
+    gallery = torch.cat((unit_rows(40, 33), one.expand(600, -1), unit_rows(40, 33), one.expand(5, -1)))
+    index = gf.ops.gallery_search(one, gallery, 603, backend)[1]
+    assert index.tolist() == [[*range(40, 640), 680, 681, 682]]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_query_has_one_result_beside_any_others(threads, monkeypatch):
+    monkeypatch.setattr(native, "usable_threads", lambda: threads)
+    torch.manual_seed(2)
+    gallery, x = unit_rows(3000, 100), unit_rows(21, 100)
+    together = gf.ops.gallery_search(x, gallery, 20)
+    for first, count in ((0, 1), (3, 2), (4, 7), (17, 4)):
+        alone = gf.ops.gallery_search(x[first : first + count], gallery, 20)
+        assert all(torch.equal(a, b[first : first + count]) for a, b in zip(alone, together))
+
+
+def test_strided_and_other_dtypes():
+    torch.manual_seed(3)
+    gallery, x = unit_rows(200, 20), unit_rows(8, 20)
+    wanted = gf.ops.gallery_search(x[::2].contiguous(), gallery[::3].contiguous(), 4)
+    ours = gf.ops.gallery_search(x[::2], gallery[::3], 4)
+    assert all(torch.equal(a, b) for a, b in zip(ours, wanted))
+    wide = gf.ops.gallery_search(x.double(), gallery.double(), 4)
+    assert wide[0].dtype == torch.float64
+    assert torch.equal(wide[1], gf.ops.gallery_search(x, gallery, 4)[1])
+    assert gf.ops.gallery_search(x[:0], gallery, 4)[1].shape == (0, 4)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"queries": torch.zeros(2, 3)}, "queries must be"),
+    ({"queries": torch.full((2, 8), math.nan)}, "queries row 0 is not finite"),
+    ({"gallery": torch.zeros(0, 8)}, "N, d > 0"),
+    ({"top_k": 0}, "top_k"),
+    ({"top_k": 41}, "top_k"),
+    ({"backend": "cuda"}, "backend"),
+])  # fmt: skip
+def test_errors(change, message):
+    arguments = {"queries": unit_rows(2, 8), "gallery": unit_rows(40, 8), "top_k": 3} | change
+    with pytest.raises(ValueError, match=message):
+        gf.ops.gallery_search(**arguments)
+
+
+# ---- codes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [1, 5, 64, 100, 512, 768])
+@pytest.mark.parametrize("huge", [0, 3])
+def test_the_error_of_a_code_is_what_it_says(width, huge):
+    torch.manual_seed(4)
+    gallery = unit_rows(50, width, huge=min(huge, width))
+    codes = gf.ops.RowCodes.encode(gallery)
+    assert codes.code.shape == (50, -(-width // 64) * 64)
+    assert (codes.code[:, width:] == 128).all()
+    # The rotation leaves inner products as they are, so those of the coded rows are off by what the errors allow.
+    coded = codes.scale[:, None].double() * (codes.code[:, :width].double() - 128)
+    gap = (coded @ coded.T - gallery.double() @ gallery.double().T).abs()
+    error = codes.error.double()
+    assert (gap <= error[:, None] * 1.2 + error[None, :] * 1.2).all()
+    if width >= 512:
+        assert float(codes.error.max()) < 0.011  # .04 for rows with huge coordinates that are not rotated
+
+
+@needs_int8
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("queries", [1, 2, 3, 4, 5, 6, 7, 16, 33, 64])
+@pytest.mark.parametrize(("items", "width", "huge", "top_k"), [(5000, 96, 0, 10), (4500, 130, 3, 100)])
+def test_codes_change_nothing(dtype, queries, items, width, huge, top_k):
+    torch.manual_seed(5)
+    gallery, x = unit_rows(items, width, huge=huge).to(dtype), unit_rows(queries, width, huge=huge)
+    gallery[items // 2 : items // 2 + 40] = gallery[7]  # ties
+    x[0] = gallery[7].float()
+    codes = gf.ops.RowCodes.encode(gallery)
+    ours, wanted = gf.ops.gallery_search(x, gallery, top_k, codes=codes), gf.ops.gallery_search(x, gallery, top_k)
+    assert all(torch.equal(a, b) for a, b in zip(ours, wanted))
+
+
+@needs_int8
+def test_codes_are_used_and_exclude_most(monkeypatch):
+    torch.manual_seed(6)
+    gallery, x = unit_rows(20_000, 256, huge=2), unit_rows(20, 256, huge=2)
+    codes = gf.ops.RowCodes.encode(gallery)
+    seen = []
+    original = native.search_codes
+    monkeypatch.setattr(native, "search_codes", lambda *inputs: seen.append(original(*inputs)) or seen[-1])
+    gf.ops.gallery_search(x, gallery, 10, codes=codes)
+    kept = seen[0][2]
+    assert (kept >= 10).all()
+    assert float(kept.double().mean()) < 1000
+
+
+@needs_int8
+@pytest.mark.parametrize("gallery", [
+    torch.eye(64)[torch.zeros(5000, dtype=torch.int64)],
+    torch.eye(64)[torch.arange(5000) % 64],
+    torch.zeros(5000, 64),
+])  # fmt: skip
+def test_bounds_that_exclude_nothing_change_nothing(gallery):
+    x = gf.geometry.normalize(torch.ones(3, 64))
+    ours = gf.ops.gallery_search(x, gallery, 20, codes=gf.ops.RowCodes.encode(gallery))
+    assert ours[1].tolist() == [list(range(20))] * 3 or torch.equal(ours[1], gf.ops.gallery_search(x, gallery, 20)[1])
+    assert torch.equal(ours[0], gf.ops.gallery_search(x, gallery, 20)[0])
+
+
+@needs_int8
+@pytest.mark.parametrize("queries", [1, 3, 5, 40])
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_upper_bounds_hold_and_are_narrow(queries, scale):
+    torch.manual_seed(7)
+    gallery, x = unit_rows(700, 512, huge=3), scale * unit_rows(queries, 512, huge=3)
+    bound = gf.ops.RowCodes.encode(gallery).upper_bounds(x).double()
+    gap = bound - x.double() @ gallery.double().T
+    assert float(gap.min()) >= 0
+    assert float(gap.max()) < 0.05 * scale
+
+
+def test_codes_of_another_gallery_are_refused():
+    gallery = unit_rows(5000, 70)
+    with pytest.raises(ValueError, match="codes are"):
+        gf.ops.gallery_search(unit_rows(1, 70), gallery, 3, codes=gf.ops.RowCodes.encode(gallery[:-1]))
+
+
+# ---- galleries -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.float64])
+@pytest.mark.parametrize("kind", ["tensor", "array", "file", "shards"])
+@pytest.mark.parametrize("indexed", [False, True])
+def test_gallery_search(tmp_path, dtype, kind, indexed):
+    torch.manual_seed(8)
+    rows, x = unit_rows(9000, 96, huge=2).numpy().astype(dtype), unit_rows(5, 96, huge=2)
+    rows[8000:8010] = rows[3]
+    source = torch.from_numpy(rows) if kind == "tensor" else rows
+    if kind == "file":
+        np.save(tmp_path / "gallery.npy", rows)
+        source = tmp_path / "gallery.npy"
+    elif kind == "shards":
+        for number, part in enumerate(np.array_split(rows, 2)):
+            np.save(tmp_path / f"part_{number}.npy", part)
+        source = tmp_path
+    gallery = gf.Gallery(source)
+    if indexed:
+        index = gf.GalleryIndex.build(gallery)
+        index.save(tmp_path / "index" / "index.safetensors")
+        gallery = gallery.with_index(gf.GalleryIndex.load(tmp_path / "index" / "index.safetensors", gallery))
+    score, number = gallery.search(x, 20)
+    wanted = gf.ops.gallery_search(x, torch.from_numpy(rows).to(torch.float32), 20)
+    assert torch.equal(number, wanted[1])
+    assert torch.allclose(score, wanted[0], rtol=0, atol=1e-6)
+    assert gallery.search(x.numpy(), 10**6)[1].shape == (5, 9000)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("prune", ["auto", "always"])
+def test_the_posterior_of_an_indexed_gallery_on_disk(tmp_path, dtype, prune):
+    torch.manual_seed(9)
+    falling = torch.arange(1, 65).rsqrt()  # principal variances as those of encoders, which an index needs
+    rows = gf.geometry.normalize(torch.randn(20_000, 64) * falling).numpy().astype(dtype)
+    for number, part in enumerate(np.array_split(rows, 2)):
+        np.save(tmp_path / f"part_{number}.npy", part)
+    gallery = gf.Gallery(tmp_path)
+    indexed = gallery.with_index(gf.GalleryIndex.build(gallery), prune)
+    samples = gf.geometry.normalize(torch.from_numpy(rows[:2]).float().unsqueeze(1) + 0.05 * torch.randn(2, 40, 64))
+    wanted = gallery.statistics(samples, 60.0, 5).posterior(torch.float64)
+    pruned = indexed.statistics(samples, 60.0, 5, use_index=True)
+    ours = pruned.posterior(torch.float64)
+    assert torch.equal(ours.top_index, wanted.top_index)
+    assert ((ours.entropy - wanted.entropy).abs() <= ours.entropy_bound + 1e-5).all()
+    if prune == "always":
+        assert (pruned.left > 12_000).all()  # of both shards
+
+
+def test_an_index_without_codes_is_loaded(tmp_path):
+    gallery = gf.Gallery(unit_rows(5000, 32))
+    built = gf.GalleryIndex.build(gallery)
+    gf.GalleryIndex(built.projection, built.rows, built.largest_norm, built.digest).save(tmp_path / "index")
+    index = gf.GalleryIndex.load(tmp_path / "index", gallery)
+    assert index.codes is None
+    x = unit_rows(2, 32)
+    assert torch.equal(gallery.with_index(index).search(x)[1], gallery.search(x)[1])

@@ -1,0 +1,113 @@
+"""Every instruction set that the processor has: each passes the same tests, and all agree with each other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from geoflow_fast.ops import native
+
+TESTS = Path(__file__).parent
+OTHERS = [name for name in native.supported_isas() if name != native.isa()]
+QUICK = {
+    "baseline": ("test_masked_interpolant.py", "test_gallery_posterior.py", "test_network_cpu.py"),
+    "avx2": ("test_gallery_posterior.py", "test_gallery_search.py"),
+    "avx512": ("test_gallery_search.py",),
+}
+MODULES = (
+    "test_gallery_posterior.py",
+    "test_gallery_search.py",
+    "test_gallery_bfloat16.py",
+    "test_masked_interpolant.py",
+    "test_network_cpu.py",
+    "test_tangent_step.py",
+    "test_ot.py",
+)
+CALLS = """
+import sys
+import torch
+import geoflow_fast as gf
+from geoflow_fast.ops import native
+torch.manual_seed(0)
+torch.set_num_threads(1)
+def rows(*shape):
+    return gf.geometry.normalize(torch.randn(*shape))
+results = {"isa": native.isa()}
+samples, gallery = rows(21, 5, 129), rows(1023, 129)
+for name, stored in (("", gallery), (" float16", gallery.half()), (" bfloat16", gallery.bfloat16())):
+    post = gf.ops.gallery_posterior(samples, stored, 50.0, precision="float32")
+    results |= {"entropy" + name: post.entropy, "log_z" + name: post.log_z}
+    results["search" + name] = gf.ops.gallery_search(samples[:, 0], stored, 10)[0]
+clouds = [rows(300, width) for width in (65, 33, 65, 33)]
+t, direction = torch.rand(300), (torch.arange(300) % 3).to(torch.int8)
+for name, x in zip(("image_t", "text_t", "v_image", "v_text"), gf.ops.masked_interpolant(*clouds, t, direction)):
+    results[name] = x
+for storage in ("float32", "float16"):
+    solved = gf.ops.sinkhorn("arc", factors=clouds, eps=0.05, tol=1e-5, storage=storage)
+    results |= {"f " + storage: solved.f, "g " + storage: solved.g}
+x, v = rows(129, 37), torch.randn(129, 37)
+results["tangent_step"] = gf.ops.tangent_step(x, v, 0.1)
+wide, scale = torch.randn(129, 37), torch.randn(1, 37)
+results["adaln"], results["swiglu"] = gf.ops.adaln(wide, scale, scale), gf.ops.swiglu(wide, wide)
+torch.save(results, sys.argv[1])
+"""
+TOLERANCE = 2e-5
+"""Between targets, of results of order 1 to 10: the roundings of float32 sums in another order. Potentials have ten
+times this, since they are known to a marginal error of 1e-5 alone."""
+
+
+def run(isa: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "GEOFLOW_ISA": isa}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)
+
+
+@pytest.mark.parametrize("isa", ["nonsense", "AVX2"] if "avx2" in OTHERS else ["nonsense"])
+def test_an_unknown_name_is_an_error(isa):
+    result = run(isa, "-c", "from geoflow_fast.ops import native; native.isa()")
+    assert result.returncode != 0
+    assert (
+        f"ValueError: GEOFLOW_ISA={isa}: this processor can run {', '.join(native.supported_isas())}" in result.stderr
+    )
+
+
+@pytest.mark.skipif("avx2" not in native.supported_isas(), reason="a processor without AVX2")
+def test_the_switches_of_earlier_releases_still_work():
+    code = "from geoflow_fast.ops import native; print(native.isa())"
+    environment = {name: value for name, value in os.environ.items() if name != "GEOFLOW_ISA"} | {"GEOFLOW_AVX2": "0"}
+    command = [sys.executable, "-W", "default", "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.stdout.strip() == "baseline"
+    assert "GEOFLOW_AVX2=0 is deprecated; use GEOFLOW_ISA=baseline" in result.stderr
+
+
+def test_targets_agree(tmp_path):
+    by_isa = {}
+    for isa in native.supported_isas():
+        result = run(isa, "-c", CALLS, str(tmp_path / isa))
+        assert result.returncode == 0, result.stderr
+        by_isa[isa] = torch.load(tmp_path / isa, weights_only=True)
+        assert by_isa[isa].pop("isa") == isa
+    best = by_isa[native.supported_isas()[-1]]
+    for isa, results in by_isa.items():
+        for name, value in results.items():
+            allowed = TOLERANCE * (10 if name[:2] in ("f ", "g ") else 1)
+            assert torch.allclose(value.double(), best[name].double(), rtol=1e-6, atol=allowed), (isa, name)
+
+
+@pytest.mark.parametrize(
+    ("isa", "module"),
+    [
+        pytest.param(isa, module, marks=() if module in QUICK.get(isa, ()) else pytest.mark.slow)
+        for isa in OTHERS
+        for module in MODULES
+    ],
+)
+def test_every_target_passes_the_same_tests(isa, module):
+    result = run(isa, "-m", "pytest", "-q", "-m", "not slow and not gpu", str(TESTS / module))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert " passed" in result.stdout

@@ -1,0 +1,139 @@
+// Kernels of csrc/cpu on fixed inputs: prints "<call> <number> <number> ..." so that builds for two processors can be compared.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <vector>
+
+#include "cpu/sinkhorn_cpu.h"
+#include "gallery.h"
+#include "interpolant.h"
+#include "network.h"
+#include "search.h"
+#include "solver.h"
+
+namespace {
+
+using namespace geoflow;
+
+bool always() { return true; }
+
+std::uint64_t state = 1;
+
+// Between -1 and 1, the same on every machine.
+float number() {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return static_cast<float>(static_cast<std::int32_t>(state >> 40)) / 8388608.0f - 1.0f;
+}
+
+std::vector<float> numbers(std::int64_t count) {
+    std::vector<float> values(count);
+    for (float& value : values) value = number();
+    return values;
+}
+
+std::vector<float> unit_rows(std::int64_t rows, std::int64_t width) {
+    std::vector<float> values = numbers(rows * width);
+    for (std::int64_t r = 0; r < rows; ++r) {
+        double square = 0;
+        for (std::int64_t k = 0; k < width; ++k) square += double(values[r * width + k]) * values[r * width + k];
+        for (std::int64_t k = 0; k < width; ++k) values[r * width + k] = static_cast<float>(values[r * width + k] / std::sqrt(square));
+    }
+    return values;
+}
+
+template <class T>
+void print(const char* call, const std::vector<T>& values) {
+    std::printf("%s", call);
+    for (T value : values) std::printf(" %.9g", static_cast<double>(value));
+    std::printf("\n");
+}
+
+// The upper halves of the bits of floats are bfloat16.
+std::vector<std::uint16_t> cut(const std::vector<float>& values) {
+    std::vector<std::uint16_t> halves;
+    for (float value : values) {
+        std::uint32_t bits;
+        std::memcpy(&bits, &value, sizeof bits);
+        halves.push_back(static_cast<std::uint16_t>(bits >> 16));
+    }
+    return halves;
+}
+
+void galleries() {
+    constexpr std::int64_t queries = 19, draws = 5, items = 301, dim = 83, top_k = 4;
+    const auto samples = unit_rows(queries * draws, dim), gallery = unit_rows(items, dim);
+    const auto halves = cut(gallery);
+    for (const Storage storage : {Storage::single, Storage::bfloat16}) {
+        const void* const rows = storage == Storage::single ? static_cast<const void*>(gallery.data()) : halves.data();
+        const GalleryParams params{samples.data(), nullptr, rows, nullptr, nullptr, queries, draws, items, dim, 20.0f, 2, always, storage, false};
+        std::vector<double> peak(queries), weight(queries), moment(queries), score(queries * top_k);
+        std::vector<std::int64_t> index(queries * top_k);
+        gallery_posterior(params, {top_k, peak.data(), weight.data(), moment.data(), score.data(), index.data()});
+        print("peak", peak), print("weight", weight), print("moment", moment), print("top", score), print("items", index);
+        std::vector<float> found(queries * top_k);
+        const SearchParams search{samples.data(), rows, storage, queries, items, dim, top_k, 2, always};
+        search_kernels().search(search, {found.data(), index.data()});
+        print("search", found), print("found", index);
+    }
+}
+
+void transport() {
+    constexpr std::int64_t rows = 90, cols = 77, dim = 24;
+    const auto noise = unit_rows(rows, dim), data = unit_rows(cols, dim);
+    const Factor factor{noise.data(), data.data(), dim, 1.0f, nullptr, nullptr, 0};
+    for (const bool half : {false, true}) {
+        OtMatrix matrix{nullptr, rows, cols, half, Domain::score, 0.0, 1.0};
+        std::vector<char> room(rows * matrix.ld() * 4 + 64);
+        matrix.data = reinterpret_cast<void*>((reinterpret_cast<std::uintptr_t>(room.data()) + 63) / 64 * 64);
+        Range range{};
+        std::vector<double> f(rows), g(cols);
+        std::vector<std::int64_t> index(rows);
+        cpu_solver().build(matrix, factor, factor, Cost::arc, 2, always, &range);
+        cpu_solver().iterate(matrix, 0.1, 1e-6, 50, f.data(), g.data(), 2, always);
+        cpu_solver().read_out(matrix, 0.1, f.data(), g.data(), nullptr, index.data(), 2);
+        print(half ? "f_half" : "f", f), print(half ? "g_half" : "g", g);
+    }
+}
+
+void rows_of_networks() {
+    constexpr std::int64_t rows = 13, width = 37;
+    auto x = unit_rows(rows, width), v = numbers(rows * width), y = numbers(rows * width), shift = numbers(width), scale = numbers(width);
+    const RowShape shape{rows, width, rows, 2}, single{rows, width, 1, 2};
+    const auto view = [&](std::vector<float>& of) { return RowsView{of.data(), width}; };
+    network_kernels().adaln(shape, 1e-5f, view(v), view(shift), view(scale), view(y));
+    print("adaln", y);
+    network_kernels().swiglu(shape, view(v), view(x), view(y));
+    print("swiglu", y);
+    solver_kernels().tangent_step(single, 0.1, 0.0, false, view(x), view(v), {nullptr, 0}, view(y));
+    print("tangent_step", y);
+}
+
+void interpolant() {
+    constexpr std::int64_t rows = 11, width = 29;
+    const auto noise = unit_rows(rows, width), data = unit_rows(rows, width);
+    std::vector<float> t(rows), point(rows * width), velocity(rows * width), other_point(rows * width), other_velocity(rows * width);
+    std::vector<std::int8_t> direction(rows);
+    for (std::int64_t r = 0; r < rows; ++r) t[r] = static_cast<float>(r) / rows, direction[r] = static_cast<std::int8_t>(r % 3);
+    InterpolantParams<float> params{};
+    params.stream[0] = {noise.data(), data.data(), point.data(), velocity.data(), width, kImageToText};
+    params.stream[1] = {noise.data(), data.data(), other_point.data(), other_velocity.data(), width, kTextToImage};
+    params.t = t.data();
+    params.direction = direction.data();
+    params.rows = rows;
+    params.tolerance = 1e-3;
+    params.threads = 2;
+    masked_interpolant(params);
+    print("point", point), print("velocity", velocity);
+}
+
+}  // namespace
+
+int main() {
+    std::printf("isa %s\n", isa_name().c_str());
+    galleries();
+    transport();
+    rows_of_networks();
+    interpolant();
+    return 0;
+}
