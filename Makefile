@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 NATIVE := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
-EXTRAS := ot,encoders,eval,baselines,train,bench,docs,test
+EXTRAS := gpu,ot,encoders,data,hub,eval,baselines,train,bench,docs,test
 PYTEST := $(BIN)/python -m pytest
 
 # How long `make soak` runs.
@@ -88,6 +88,7 @@ reliability: setup
 
 test-gpu: setup
 	$(PYTEST) -m gpu tests/gpu
+	$(BIN)/python -m tools.gpu_report
 
 # All vector stores against their real engines; that of pgvector needs PostgreSQL, which the test starts, and its extension.
 test-stores: setup .venv/.stores
@@ -100,13 +101,14 @@ test-stores: setup .venv/.stores
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --constraint build/installed.txt "geoflow_fast[stores]"
 	touch $@
 
-# Installs the wheel into an environment of its own and runs from another folder, where the source tree cannot shadow it.
+# Installs the wheel into an environment of its own, without Triton, and runs the README's first page from another folder,
+# where the source tree cannot shadow it.
 test-wheel: wheel
 	rm -rf build/wheel-env
 	$(PYTHON) -m venv build/wheel-env
 	build/wheel-env/bin/python -m pip install --quiet --constraint constraints.txt torch
 	build/wheel-env/bin/python -m pip install --quiet --constraint constraints.txt dist/geoflow_fast-*.whl
-	cd build/wheel-env && bin/python ../../tests/wheel_smoke.py && bin/geoflow doctor
+	cd build/wheel-env && bin/python ../../tests/wheel_smoke.py ../../README.md
 
 # Opens the demo's report in headless Chromium; a short demo makes one if `make demo` has not.
 test-browser: setup

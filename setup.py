@@ -3,6 +3,8 @@
 The extension takes raw pointers and includes no torch header, so neither torch nor a GPU is needed to build it.
 `GEOFLOW_CUDA=0` builds without CUDA even where nvcc exists; `GEOFLOW_CUDA=1` makes a missing nvcc, or one that is too
 old, an error. Otherwise the build goes without CUDA there, and `gf.backends()` says why.
+`GEOFLOW_OPENMP=0` builds kernels of one thread; `GEOFLOW_OPENMP=1` makes a missing OpenMP an error.
+On Windows nothing is compiled, as the kernels are written in the vector types of gcc and clang: torch does the work.
 `GEOFLOW_SANITIZE=1` builds with AddressSanitizer and UndefinedBehaviorSanitizer: `make test-sanitize`.
 """
 
@@ -70,8 +72,40 @@ def targets() -> dict[str, dict[str, list[str]]]:
 
 
 def openmp_flags() -> tuple[list[str], list[str]]:
-    """Compile and link flags for OpenMP. Apple's clang has none of its own: there the loops run on one thread."""
-    return ([], []) if sys.platform == "darwin" else (["-fopenmp"], ["-fopenmp"])
+    """Compile and link flags for OpenMP; empty, with a warning, where there is none: loops then run on one thread."""
+    wish = os.environ.get("GEOFLOW_OPENMP", "auto")
+    if wish not in {"auto", "0", "1"}:
+        raise SystemExit(f"GEOFLOW_OPENMP must be 0, 1 or unset, not {wish!r}")
+    if wish == "0":
+        return [], []
+    if sys.platform != "darwin":
+        return ["-fopenmp"], ["-fopenmp"]
+    folder = find_libomp()
+    if folder is None:
+        problem = (
+            "libomp was not found, which Apple's clang needs for OpenMP: brew install libomp, or set LIBOMP_PREFIX"
+        )
+        if wish == "1":
+            raise SystemExit(f"GEOFLOW_OPENMP=1, but {problem}")
+        print(f"warning: {problem}. The kernels are built for one thread.", file=sys.stderr)
+        return [], []
+    # torch's own copy comes first: a process that loads two copies of the library is stopped by the second.
+    places = ["@loader_path/../torch/lib", f"{folder}/lib"]
+    link = [f"-L{folder}/lib", "-lomp", *(f"-Wl,-rpath,{at}" for at in places)]
+    return ["-Xpreprocessor", "-fopenmp", f"-I{folder}/include"], link
+
+
+def find_libomp() -> Path | None:
+    """The folder of LLVM's OpenMP on a Mac: that of LIBOMP_PREFIX, of conda or of Homebrew."""
+    prefixes = [os.environ.get("LIBOMP_PREFIX"), os.environ.get("CONDA_PREFIX")]
+    if shutil.which("brew"):
+        asked = subprocess.run(["brew", "--prefix", "libomp"], capture_output=True, text=True)
+        prefixes.append(asked.stdout.strip())
+    for prefix in filter(None, prefixes):
+        folder = Path(prefix)
+        if (folder / "include/omp.h").is_file() and (folder / "lib/libomp.dylib").exists():
+            return folder
+    return None
 
 
 def sanitizer_flags() -> list[str]:
@@ -105,6 +139,9 @@ class BuildExtension(build_ext):
             self.compiler.compiler_cxx = [NVCC]  # setuptools links C++ with this one and compiles with compiler_so_cxx
             self.compiler.linker_so = self.compiler.linker_so_cxx = [NVCC, "-shared", "--cudart=static"]
         super().build_extensions()
+        if sys.platform == "darwin" and "-lomp" in omp_link:
+            for extension in self.extensions:
+                find_libomp_by_rpath(Path(self.get_ext_fullpath(extension.name)))
 
     def build_extension(self, ext: Extension) -> None:
         for name, target in targets().items():
@@ -117,6 +154,16 @@ class BuildExtension(build_ext):
                 depends=ext.depends,
             )
         super().build_extension(ext)
+
+
+def find_libomp_by_rpath(built: Path) -> None:
+    """Makes an extension look for libomp in its list of places instead of the one place where it was built."""
+    needed = subprocess.run(["otool", "-L", str(built)], check=True, capture_output=True, text=True).stdout
+    for line in needed.splitlines():
+        name = line.split()[0] if line.split() else ""
+        if name.endswith("/libomp.dylib") and not name.startswith("@rpath/"):
+            subprocess.run(["install_name_tool", "-change", name, "@rpath/libomp.dylib", str(built)], check=True)
+            subprocess.run(["codesign", "--force", "--sign", "-", str(built)], check=True)  # the change voids it
 
 
 NVCC, WITHOUT_CUDA = find_nvcc()
@@ -158,6 +205,6 @@ setup(
     ],
     package_dir={"geoflow_fast": "geoflow_fast", "geoflow_fast.kernels": "kernels"},
     package_data={"geoflow_fast": ["py.typed", "*.pyi"], "geoflow_fast.runtime.pages": ["*.j2", "*.css", "*.js"]},
-    ext_modules=[extension],
+    ext_modules=[] if sys.platform == "win32" else [extension],
     cmdclass={"build_ext": BuildExtension},
 )

@@ -22,10 +22,10 @@ from benchmarks import peers
 from benchmarks.bench_entropy import PAPER
 from benchmarks.bench_gallery import FAISS, spectral_rows
 from benchmarks.common import cell, gate, scratch, seconds_of
-from benchmarks.flows import random_flow, row_flops
+from benchmarks.flows import random_flow
 from benchmarks.suite import Table
 from geoflow_fast import plan
-from geoflow_fast.directions import DIRECTIONS
+from geoflow_fast.flow import costs
 from geoflow_fast.flow.sampling import FAST_SAMPLING as FAST
 from geoflow_fast.noise import sample_uniform
 
@@ -187,18 +187,18 @@ def estimates(config: gf.GeoFlowConfig) -> Table:
 
 def estimate(config: gf.GeoFlowConfig, items: int, device: str) -> dict[str, float]:
     """By method. Searching is bound by bringing the items to the device once per block of queries."""
-    operations = plan.COMPUTE_SHARE * plan.DEVICES[device].operations
     fast, paper = (
         plan.plan_scoring(items, config.image_dim, THOUSAND, device, 1, fast=fast).hours for fast in (True, False)
     )
-    flops = {direction: row_flops(config, direction) for direction in DIRECTIONS}
-    # Every point carries a tangent, of a joint solve two; midpoint takes two evaluations a step.
-    rerank = THOUSAND * 32 * 12 * 2 * flops["i2t"]
-    density = THOUSAND * 20 * (3 * flops["joint"] + 2 * flops["i2t"] + 2 * flops["t2i"])
+    rates = plan.DEVICES[device].products
+    # Midpoint takes two evaluations a step. A re-ranked item has a point and a tangent in one solve, a pair 7 rows.
+    pairs = costs.likelihood_work(config, THOUSAND)
+    density = 20 * costs.seconds(pairs, rates, "float32")
+    rerank = 12 * 2 / 7 * 32 * costs.seconds(pairs, rates, "float32")
     return {
         "plain search": 3600 * fast["link"],
-        "plain search and `BayesReranker`": 3600 * fast["link"] + rerank / operations,
+        "plain search and `BayesReranker`": 3600 * fast["link"] + rerank,
         "`RetrievalEntropy.fast`": 3600 * max(fast["sampling"] + fast["scoring"], fast["link"]),
         "`RetrievalEntropy`, the paper's settings": 3600 * max(paper["sampling"] + paper["scoring"], paper["link"]),
-        "epistemic score of 1,000 pairs": density / operations,
+        "epistemic score of 1,000 pairs": density,
     }

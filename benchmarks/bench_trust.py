@@ -21,25 +21,33 @@ from torch import Tensor
 import geoflow_fast as gf
 from benchmarks.common import RESULTS, SHARED, gate, report, shared_pairs
 from geoflow_fast.decisions import lists
-from geoflow_fast.decisions.certify import Certifier
+from geoflow_fast.decisions.bounds import binomial_evidence
+from geoflow_fast.decisions.certify import Certifier, Share, answer_outcomes, pilot_outcomes
 from geoflow_fast.decisions.logistic import fit_logistic, log_losses, logits
 from geoflow_fast.decisions.model import TEMPERATURES, combined, typical_spread
 from geoflow_fast.decisions.rules import ANSWERS
-from geoflow_fast.directions import Direction
+from geoflow_fast.decisions.rules import ITEMS as ITEMS_SHOWN
+from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.evaluation.metrics import auroc
 from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.worlds import ClipWorld, ConceptWorld, PairWorld
 
 Array = NDArray[Any]
-K, ITEMS, SEARCHES = 50, 1000, 6
+K, ITEMS, SEARCHES = 50, 1000, 8
 """Hits in a list, items in a gallery, and searches of a world, half of whose queries have no match."""
 FITTED, CERTIFIED, LIVE, DRAWS = 500, 2000, 10_000, 1000
 FEW_DRAWS = 20
+ANSWERED, MORE = 0.7, 4
+"""Share of what the best threshold answers that rules aim at; where it is missed, so many times more queries are
+judged."""
 SHARES, CONFIDENCE, HOLDS = (0.0, 0.3, 0.5), 0.95, 0.936
-LABELS, RESAMPLES = 100, 200
+LABELS, RESAMPLES, PRECISION = 100, 200, 0.5
 HEADS = {"concept world": 40_000, "CLIP-like world": 20_000}
 """Pairs that a head is trained on, with four points; the other settings follow from their number."""
-BANK, BANK_QUERIES = 3000, 1000
+BANK, BANK_QUERIES = 16_384, 512
+"""Training items and queries by which the level of a query's scores, and that of an item's, are known."""
+WARMTHS = (0.5, 1.0)
+"""Factors of the scores in the logarithms of their means over the bank of items, which are features."""
 
 
 @dataclass(frozen=True)
@@ -79,12 +87,16 @@ def best_hits(scores: Tensor, own: Tensor) -> tuple[Array, Array]:
     return best.values.double().numpy(), (best.indices == own[:, None]).numpy()
 
 
-def head_scores(head: gf.PosteriorHead, queries: Tensor, items: Tensor, direction: str) -> Tensor:
-    """The head's scores [Q, N], from which the logarithm of the items' mean over its bank of queries is subtracted, as
-    far as the head asks for it."""
+def head_scores(head: gf.PosteriorHead, queries: Tensor, items: Tensor, hub: Tensor, direction: str) -> Tensor:
+    """The head's scores [Q, N], from which the items' `hub_numbers` are subtracted."""
+    return raw_scores(head, queries, items, direction) - hub
+
+
+def hub_numbers(head: gf.PosteriorHead, items: Tensor, direction: str) -> Tensor:
+    """The logarithm of the items' mean over the head's bank of queries [N], as far as the head asks for it."""
     bank = head.bank(direction)[:BANK_QUERIES]
     hub = raw_scores(head, bank, items, direction).logsumexp(0) - np.log(len(bank))
-    return raw_scores(head, queries, items, direction) - head.hub_weight_of(direction) * hub
+    return head.hub_weight_of(direction) * hub
 
 
 def raw_scores(head: gf.PosteriorHead, queries: Tensor, items: Tensor, direction: str) -> Tensor:
@@ -95,35 +107,67 @@ def raw_scores(head: gf.PosteriorHead, queries: Tensor, items: Tensor, direction
     return torch.cat(scores) + bias
 
 
-def trained_head(name: str, world: PairWorld) -> gf.PosteriorHead:
+def trained_head(name: str, image: Tensor, text: Tensor) -> gf.PosteriorHead:
     """A head for a world; it is kept beside the results and not trained again."""
-    image, text, _ = world.sample(HEADS[name], generator=torch.Generator().manual_seed(100))
     folder = RESULTS / f"trust_head_{name.replace(' ', '_')}"
     return gf.PosteriorHead.fit(gf.EmbeddingPairs.from_arrays(image, text), out=folder, progress=False, k=4)
 
 
+def levels(head: gf.PosteriorHead, queries: Tensor, bank: Tensor, hub: Tensor, direction: str) -> Array:
+    """The logarithms of the means of exp(score), at several factors of the score, over a bank of items: [Q, 2]."""
+    scores = [head_scores(head, part, bank, hub, direction) for part in queries.split(250)]
+    means = [torch.stack([(factor * each).logsumexp(1) for factor in WARMTHS], dim=1) for each in scores]
+    return (torch.cat(means) - np.log(len(bank))).double().numpy()
+
+
+def searches(name: str, world: PairWorld, direction: str) -> dict[str, Array]:
+    """Searches of a world, half of whose queries have no match, as arrays by name; kept beside the results."""
+    file = RESULTS / f"trust_{name}_{direction}.npz".replace(" ", "_")
+    if not file.is_file():
+        image, text, _ = world.sample(HEADS[name], generator=torch.Generator().manual_seed(100))
+        head, asked = trained_head(name, image, text), Direction.of(direction)
+        bank, generator = asked.items(image, text)[:BANK], torch.Generator().manual_seed(1)
+        hub = hub_numbers(head, bank, direction)
+        parts = [search_once(world, head, (bank, hub), direction, generator) for _ in range(SEARCHES)]
+        RESULTS.mkdir(exist_ok=True)
+        np.savez(file, **{key: np.concatenate([part[key] for part in parts]) for key in parts[0]})
+    with np.load(file) as stored:
+        return dict(stored)
+
+
+def search_once(
+    world: PairWorld,
+    head: gf.PosteriorHead,
+    bank: tuple[Tensor, Tensor],
+    direction: str,
+    generator: torch.Generator,
+) -> dict[str, Array]:
+    """One search: lists of the cosine and of the head, levels of queries, which have no match, and the truth."""
+    drawn = world.sample_search(ITEMS, ITEMS, direction, share=0.5, generator=generator)
+    cosine = best_hits(drawn.queries @ drawn.gallery.T, drawn.item)
+    hub = hub_numbers(head, drawn.gallery, direction)
+    by_head = best_hits(head_scores(head, drawn.queries, drawn.gallery, hub, direction), drawn.item)
+    return {
+        "cosine": cosine[0],
+        "cosine_right": cosine[1],
+        "head": by_head[0],
+        "head_right": by_head[1],
+        "level": levels(head, drawn.queries, *bank, direction),
+        "missing": (drawn.item < 0).numpy(),
+        "exact": world.missing_probability(drawn.queries, drawn.gallery, direction, 0.5).numpy(),
+    }
+
+
 def of_world(name: str, world: PairWorld, direction: str) -> list[Population]:
-    """Populations of a world, whose lists are those of the cosine, and those of a head with the head's mean score over
-    a bank of other items as a feature."""
-    generator, head = torch.Generator().manual_seed(1), trained_head(name, world)
-    asked = Direction.of(direction)
-    bank = asked.items(*world.sample(BANK, generator=torch.Generator().manual_seed(777))[:2])
-    hits: dict[str, list[tuple[Array, Array]]] = {"cosine": [], "head": []}
-    level, missing, exact = [], [], []
-    for _ in range(SEARCHES):
-        drawn = world.sample_search(ITEMS, ITEMS, direction, share=0.5, generator=generator)
-        hits["cosine"].append(best_hits(drawn.queries @ drawn.gallery.T, drawn.item))
-        hits["head"].append(best_hits(head_scores(head, drawn.queries, drawn.gallery, direction), drawn.item))
-        level.append(head_scores(head, drawn.queries, bank, direction).logsumexp(1).double().numpy())
-        missing.append((drawn.item < 0).numpy())
-        exact.append(world.missing_probability(drawn.queries, drawn.gallery, direction, 0.5).numpy())
-    none = np.concatenate(missing)
-    truth = auroc(np.concatenate(exact), ~none)
+    """Populations of a world, whose lists are those of the cosine, and those of a head with the levels of its scores
+    over a bank of training items as features."""
+    lists_of = searches(name, world, direction)
+    none = lists_of["missing"]
+    truth = auroc(lists_of["exact"], ~none)
     populations = []
-    for engine, parts in hits.items():
-        scores, relevant = (np.concatenate(each) for each in zip(*parts))
-        features = None if engine == "cosine" else np.concatenate(level)[:, None]
-        both = (None, None) if features is None else (features[~none], features[none])
+    for engine in ("cosine", "head"):
+        scores, relevant, level = lists_of[engine], lists_of[f"{engine}_right"], lists_of["level"]
+        both = (level[~none], level[none]) if engine == "head" else (None, None)
         title = f"{name} {direction}, {engine}"
         populations.append(
             Population(title, scores[~none], relevant[~none], both[0], scores[none], both[1], truth, levels_of(name))
@@ -208,16 +252,32 @@ class Simulation:
         queries, twins = (tuple(each[rows] for each in pair) for pair in (self.queries, self.twins))
         return queries, (twins[0][None], twins[1][None]), self.right[rows]  # type: ignore[return-value]
 
-    def row(self, max_error: float, share: float, *, estimated: bool) -> dict[str, Any]:
+    def ceiling(self, max_error: float, share: float, tested: int) -> float:
+        """What would be answered on average at the loosest threshold whose own bound, taken alone, is low enough. That
+        is no valid certificate, because many bounds are looked at, and more than any of them can answer."""
+        spaced = pilot_outcomes(self.trust._pilot, share)[0]
+        thresholds = np.unique(np.concatenate((spaced, np.quantile(spaced, np.linspace(0, 1, 200)))))[::-1]
+        score, twin = combined(*self.queries, share), combined(*self.twins, share)
+        given, _ = self.outcome(thresholds, share, share)
+        answered = []
+        for _ in range(RESAMPLES):
+            rows = self.rng.integers(len(self.right), size=tested)
+            outcomes = answer_outcomes(score[rows], ~self.right[rows], twin[rows], thresholds)
+            count, wrong = outcomes.counts(self.rng.random(tested), np.array([share]))
+            low = np.flatnonzero(binomial_evidence(wrong, count, max_error)[0] <= 1 - CONFIDENCE)
+            answered.append(float(given[low[-1]]) if len(low) else 0.0)
+        return float(np.mean(answered))
+
+    def row(self, max_error: float, share: float, *, estimated: bool, tested: int = CERTIFIED) -> dict[str, Any]:
         """How often a certificate holds, and how much it answers in comparison with the best threshold."""
         holds, answered, nothing, bounds = 0, [], 0, []
         best = self.best(max_error, share)
         # So few answers would not be enough for a certificate if all of them were right.
-        out_of_reach = best * CERTIFIED < np.log(1 - CONFIDENCE) / np.log(1 - max_error)
+        out_of_reach = best * tested < np.log(1 - CONFIDENCE) / np.log(1 - max_error)
         draws = FEW_DRAWS if out_of_reach else DRAWS
         for _ in range(draws):
             certifier = self.certifier(max_error, share, self.live(share) if estimated else None)
-            rows = self.rng.integers(len(self.right), size=CERTIFIED)
+            rows = self.rng.integers(len(self.right), size=tested)
             certificate, bound = certifier.answers(*self.drawn(rows))
             given, wrong = self.outcome(np.array([certificate.threshold]), certifier.score_share, share)
             holds += bool(wrong[0] <= max_error * given[0])
@@ -229,11 +289,13 @@ class Simulation:
             "largest error": max_error,
             "no match": share,
             "share": "estimated" if estimated else "given",
+            "tested": tested,
             "draws": draws,
             "holds": holds,
             "answered": float(np.mean(answered)),
             "best threshold": best,
             "ratio": float(np.mean(answered)) / best if best else float("nan"),
+            "ceiling": float("nan") if estimated or out_of_reach else self.ceiling(max_error, share, tested) / best,
             "nothing certified": nothing,
             "mean bound of the share": float(np.mean(bounds)),
         }
@@ -244,6 +306,67 @@ def tail(values: Array, thresholds: Array) -> Array:
     return 1 - np.searchsorted(np.sort(values), thresholds, side="left") / len(values)
 
 
+class Display(Simulation):
+    """The same for rules about the hits shown: the error is the mean share of wrong hits among them."""
+
+    def row_of(self, precision: float, share: float) -> dict[str, Any]:
+        """How often the promised precision holds, and how many queries are shown something."""
+        model, empty = self.trust._model, np.empty((len(self.scores), 0))
+        some = empty if self.features is None else self.features
+        shown = model.p_shown(self.scores, some, share)
+        twin = model.p_shown(lists.taken_out(self.scores, self.relevant), some, share)[:, 0]
+        missing = self.population.missing
+        more = np.empty((len(missing), 0)) if self.features is None else self.population.missing_features
+        assert more is not None
+        none = model.p_shown(missing, more, share)[:, 0]
+        certifier = Certifier(model, self.trust._pilot, ITEMS_SHOWN, 1 - precision, CONFIDENCE, share=share, seed=0)
+        holds, given = 0, []
+        for _ in range(DRAWS):
+            rows = self.rng.integers(len(shown), size=CERTIFIED)
+            certificate, _ = certifier.items(shown[rows], self.relevant[rows], twin[rows], Share.known(share))
+            accepted = shown >= certificate.threshold
+            count, some_shown = accepted.sum(1), accepted.any(1)
+            wrong = (accepted & ~self.relevant).sum(1)[some_shown] / count[some_shown]
+            absent = share * float((none >= certificate.threshold).mean())
+            total = (1 - share) * float(some_shown.mean()) + absent
+            loss = (1 - share) * float(wrong.sum()) / len(shown) + absent
+            holds += loss <= (1 - precision) * total
+            given.append(total)
+        facts = {"set": self.population.name, "precision": precision, "no match": share, "draws": DRAWS}
+        return {**facts, "holds": int(holds), "shown something": float(np.mean(given))}
+
+
+class OneGroup(Simulation):
+    """The queries of one group alone: those whose scores over the bank are low, or those whose are high. The group is a
+    property of the query: its list would change if the right item were missing."""
+
+    def __init__(self, population: Population, *, high: bool) -> None:
+        super().__init__(population)
+        assert self.features is not None
+        assert population.missing_features is not None
+        middle = np.median(self.features[:, 0])
+        own = (self.features[:, 0] >= middle) == high
+        self.queries, self.twins = (tuple(x[own] for x in pair) for pair in (self.queries, self.twins))  # type: ignore
+        self.right = self.right[own]
+        absent = (population.missing_features[:, 0] >= middle) == high
+        self.none = tuple(x[absent] for x in self.none)  # type: ignore
+
+
+def other_rules(population: Population) -> list[dict[str, Any]]:
+    """Rules about the hits shown, and rules per group."""
+    display = Display(population)
+    rows = [display.row_of(PRECISION, share) for share in SHARES[:2]]
+    for high in (False, True) if population.features is not None else ():
+        group = OneGroup(population, high=high)
+        for share in SHARES[:2]:
+            row = group.row(population.levels[-1], share, estimated=False)
+            rows.append({**row, "set": f"{population.name}, group of {'high' if high else 'low'} levels"})
+    for row in rows:
+        print(row, flush=True)
+        gate(f"{row['set']}: certificates hold", row["holds"] >= HOLDS * row["draws"])
+    return rows
+
+
 def certified_rows(populations: list[Population]) -> list[dict[str, Any]]:
     rows = []
     for population in populations:
@@ -252,9 +375,18 @@ def certified_rows(populations: list[Population]) -> list[dict[str, Any]]:
         for max_error in population.levels:
             for share in SHARES:
                 for estimated in (False, True):
-                    rows.append(simulation.row(max_error, share, estimated=estimated))
-                    print(rows[-1], flush=True)
-                    gate(f"{population.name}: certificates hold", rows[-1]["holds"] >= HOLDS * rows[-1]["draws"])
+                    rows += rows_of(simulation, max_error, share, estimated=estimated)
+    return rows
+
+
+def rows_of(simulation: Simulation, max_error: float, share: float, *, estimated: bool) -> list[dict[str, Any]]:
+    """The row of one case and, where too little is answered, that with more judged queries."""
+    rows = [simulation.row(max_error, share, estimated=estimated)]
+    if rows[0]["draws"] == DRAWS and rows[0]["ratio"] < ANSWERED:
+        rows.append(simulation.row(max_error, share, estimated=estimated, tested=MORE * CERTIFIED))
+    for row in rows:
+        print(row, flush=True)
+        gate(f"{row['set']}: certificates hold", row["holds"] >= HOLDS * row["draws"])
     return rows
 
 
@@ -272,15 +404,33 @@ def missing_row(population: Population) -> dict[str, Any]:
     ]
     own = auroc(np.concatenate(prob), np.repeat([True, False], [len(each) for each in prob]))
     kept = [gain.name for gain in trust.report if gain.kept and gain.question == "no match"]
+    most = limit_of(population)
     row = {
         "set": population.name,
         "AUROC": own,
+        "trees on all lists": most,
         "exact posterior": population.exact,
         "share of the distance from .5": (own - 0.5) / (population.exact - 0.5),
+        "share of trees": (most - 0.5) / (population.exact - 0.5),
         "kept": ", ".join(kept),
     }
     print(row, flush=True)
     return row
+
+
+def limit_of(population: Population) -> float:
+    """The AUROC that much more data, and no assumption about the form of the answer, get out of the same lists and
+    features: boosted trees, fitted to one half of the population with labels of all of it, and judged on the other."""
+    from sklearn.ensemble import HistGradientBoostingClassifier
+
+    lists_of = [(population.scores, population.features), (population.missing, population.missing_features)]
+    columns = [np.column_stack([x for x in (scores[:, ::3], more) if x is not None]) for scores, more in lists_of]
+    x, absent = np.concatenate(columns), np.repeat([False, True], [len(each) for each in columns])
+    half, prob = np.random.default_rng(0).random(len(x)) < 0.5, np.empty(len(x))
+    for out in (half, ~half):
+        trees = HistGradientBoostingClassifier(max_depth=4, learning_rate=0.06, max_iter=100, random_state=0)
+        prob[out] = trees.fit(x[~out], absent[~out]).predict_proba(x[out])[:, 1]
+    return float(auroc(prob, ~absent))
 
 
 def copies_row(population: Population) -> dict[str, Any]:
@@ -345,8 +495,10 @@ def run() -> str:
     """The study."""
     concepts, clip = ConceptWorld(), ClipWorld()
     populations = [
-        *of_world("concept world", concepts, "t2i"),
-        *of_world("CLIP-like world", clip, "t2i"),
+        population
+        for name, world in (("concept world", concepts), ("CLIP-like world", clip))
+        for direction in CONDITIONAL
+        for population in of_world(name, world, direction)
     ]
     worlds = list(populations)
     if (SHARED / "flickr8k").is_dir():
@@ -355,6 +507,7 @@ def run() -> str:
     tables = {
         "trust_missing": [missing_row(each) for each in worlds],
         "trust_certified": certified_rows(populations),
+        "trust_other_rules": [row for each in worlds[:2] for row in other_rules(each)],
         "trust_copies": [copies_row(each) for each in populations],
         "trust_labels": [labels_row(each) for each in populations if each.features is None],
     }

@@ -18,15 +18,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "csrc" / "cuda" / "sinkhorn.cu"
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
+ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 # What a launch adds to the static shared memory: kScoreSharedBytes and kSinkhornSharedBytes, as a test checks.
 DYNAMIC_SHARED = {
-    "score_kernel<1>": 98304,
-    "score_kernel<3>": 98304,
-    "sinkhorn_kernel<1>": 32768,
-    "sinkhorn_kernel<2>": 65536,
-    "sinkhorn_kernel<4>": 131072,
+    "score_kernel<Half, Half>": 98304,
+    "score_kernel<Half, float>": 98304,
+    "score_kernel<float, float>": 98304,
+    "sinkhorn_kernel<1, float>": 24576,
+    "sinkhorn_kernel<2, float>": 49152,
+    "sinkhorn_kernel<4, float>": 98304,
+    "sinkhorn_kernel<1, Half>": 16384,
+    "sinkhorn_kernel<2, Half>": 32768,
+    "sinkhorn_kernel<4, Half>": 65536,
 }
 
 
@@ -108,13 +112,17 @@ def _report(block: str, bodies: dict[str, str]) -> CompiledKernel:
     )
 
 
+# Template arguments in a mangled name: a number, float, Half, and Half once more.
+ARGUMENT = r"Li(\d+)E|(f)|NS0_4HalfE|S2_"
+
+
 def _readable(symbol: str) -> str:
-    """`score_kernel<3>` for a mangled name."""
-    match = re.search(r"\d+([a-z_]+_kernel)(?:I((?:Li\d+E)+)E)?", symbol)
+    """`sinkhorn_kernel<4, Half>` for a mangled name."""
+    match = re.search(rf"\d+([a-z_]+_kernel)I((?:{ARGUMENT})+)E", symbol)
     if match is None:
         raise OSError(f"unexpected kernel name {symbol}")
-    arguments = re.findall(r"Li(\d+)E", match.group(2) or "")
-    return match.group(1) + (f"<{', '.join(arguments)}>" if arguments else "")
+    found = re.finditer(ARGUMENT, match[2])
+    return f"{match[1]}<{', '.join(one[1] or ('float' if one[2] else 'Half') for one in found)}>"
 
 
 # ---- the table of docs/gpu.md -------------------------------------------------------------------------------------
@@ -127,28 +135,43 @@ class Device:
     name: str
     bandwidth: float  # bytes/s of memory
     cache: float  # bytes/s of L2
-    tensor: float  # TF32 FLOP/s through mma.sync
+    tensor: float  # float16 FLOP/s through mma.sync; half as many in TF32
 
     def seconds(self, memory: float = 0.0, cache: float = 0.0, flops: float = 0.0, extra: float = 0.0) -> float:
         """The slowest of the three at 85 % of the bandwidth and 60 % of the tensor peak, plus what nothing overlaps."""
         return max(memory / (0.85 * self.bandwidth), cache / self.cache, flops / (0.6 * self.tensor)) + extra
 
 
-# mma.sync reaches about 62 % of the H100's 494 TFLOP/s, which wgmma alone can use in full.
-DEVICES = (Device("A100-40", 1.555e12, 4.0e12, 156e12), Device("H100", 3.35e12, 5.5e12, 0.62 * 494e12))
+# mma.sync reaches about 62 % of the H100's 989 TFLOP/s, which wgmma alone can use in full. The RTX 4090 stands for GPUs
+# with 99 KB of shared memory: 165 TFLOP/s with float32 sums.
+DEVICES = (
+    Device("A100-40", 1.555e12, 4.0e12, 312e12),
+    Device("H100", 3.35e12, 5.5e12, 0.62 * 989e12),
+    Device("RTX 4090", 1.008e12, 4.0e12, 165e12),
+)
 MATRIX = 4.0 * 8192**2
 SCORE_FLOPS = 2.0 * 8192**2 * 2048
-SCORE_CACHE = (8192 / 128) ** 2 * 256 * 2048 * 4.0  # a tile reads 128 rows and 128 columns of both factors
+SCORE_CACHE = (8192 / 128) ** 2 * 256 * 2048 * 2.0  # a tile reads 128 rows and 128 columns of both factors in float16
 BARRIERS = 6e-6  # two barriers of the grid and the column update
+SCORE_HALF = {"memory": MATRIX / 2, "cache": SCORE_CACHE, "flops": SCORE_FLOPS}
+# Three products in TF32, each half as fast as one in float16; between its two launches S is written and read.
+SCORE_FLOAT = {"memory": 3 * MATRIX, "cache": 2 * SCORE_CACHE, "flops": 6 * SCORE_FLOPS}
 ROWS: list[tuple[str, str, dict[str, float]]] = [
-    ("scores, TF32, 8192 x 8192, d = 1024 + 1024", "score_kernel<1>", {"cache": SCORE_CACHE, "flops": SCORE_FLOPS}),
-    ("scores, float32 accuracy", "score_kernel<3>", {"cache": SCORE_CACHE, "flops": 3 * SCORE_FLOPS}),
-    ("one iteration, B = 2048", "sinkhorn_kernel<1>", {"memory": MATRIX / 16, "extra": BARRIERS}),
-    ("one iteration, B = 4096", "sinkhorn_kernel<2>", {"memory": MATRIX / 4, "extra": BARRIERS}),
-    ("one iteration, B = 8192", "sinkhorn_kernel<4>", {"memory": MATRIX, "extra": BARRIERS}),
-    ("one iteration, B = 16384", "sinkhorn_wide_kernel", {"memory": 8 * MATRIX, "extra": BARRIERS}),
-    ("argmax, potentials, cost, B = 8192", "sinkhorn_result_kernel", {"memory": MATRIX}),
-    ("draws, B = 8192", "sinkhorn_sample_kernel", {"memory": MATRIX / 2}),
+    ("scores of float16 points, 8192 x 8192, d = 1024 + 1024", "score_kernel<Half, Half>", SCORE_HALF),
+    ("the same to a float32 matrix", "score_kernel<Half, float>", SCORE_HALF | {"memory": MATRIX}),
+    ("scores of float32 points", "score_kernel<float, float>", SCORE_FLOAT),
+    ("one iteration, B = 2048", "sinkhorn_kernel<1, Half>", {"memory": MATRIX / 32, "extra": BARRIERS}),
+    ("one iteration, B = 4096", "sinkhorn_kernel<2, Half>", {"memory": MATRIX / 8, "extra": BARRIERS}),
+    ("one iteration, B = 8192", "sinkhorn_kernel<4, Half>", {"memory": MATRIX / 2, "extra": BARRIERS}),
+    ("one iteration, B = 16384", "sinkhorn_wide_kernel<Half>", {"memory": 4 * MATRIX, "extra": BARRIERS}),
+    ("one iteration, B = 2048, float32", "sinkhorn_kernel<1, float>", {"memory": MATRIX / 16, "extra": BARRIERS}),
+    ("one iteration, B = 4096, float32", "sinkhorn_kernel<2, float>", {"memory": MATRIX / 4, "extra": BARRIERS}),
+    ("one iteration, B = 8192, float32", "sinkhorn_kernel<4, float>", {"memory": MATRIX, "extra": BARRIERS}),
+    ("one iteration, B = 16384, float32", "sinkhorn_wide_kernel<float>", {"memory": 8 * MATRIX, "extra": BARRIERS}),
+    ("argmax, potentials, cost, B = 8192", "sinkhorn_result_kernel<Half>", {"memory": MATRIX / 2}),
+    ("the same, float32", "sinkhorn_result_kernel<float>", {"memory": MATRIX}),
+    ("draws, B = 8192", "sinkhorn_sample_kernel<Half>", {"memory": MATRIX / 4}),
+    ("the same, float32", "sinkhorn_sample_kernel<float>", {"memory": MATRIX / 2}),
 ]
 
 
@@ -156,8 +179,9 @@ def table() -> str:
     """Registers, local memory, shared memory and estimated times of every kernel, as Markdown."""
     with tempfile.TemporaryDirectory() as folder:
         built = compile_all(Path(folder))
-    titles = ["work", "kernel", "registers sm_80 / 90 / 100", "stack", "spills", "shared KB"]
-    lines = [[*titles, *(f"{device.name}, estimated" for device in DEVICES)], ["---"] * 8]
+    numbers = " / ".join(name.removeprefix("sm_") for name in ARCHITECTURES)
+    titles = ["work", "kernel", f"registers sm_{numbers}", "stack", "spills", "shared KB"]
+    lines = [[*titles, *(f"{device.name}, estimated" for device in DEVICES)], ["---"] * (len(titles) + len(DEVICES))]
     for work, name, load in ROWS:
         kernels = [built[architecture][name] for architecture in ARCHITECTURES]
         lines.append(

@@ -130,11 +130,10 @@ def draw_peers(results: Results, path: Path) -> bool:
     cases = [case for suite in results.values() for case in suite["cases"]]
     if not cases:
         return False
-    plt = plots.pyplot()
     columns = 2
     lines = -(-len(cases) // columns)
     counts = [max(len(case["rows"]) for case in cases[k * columns : (k + 1) * columns]) for k in range(lines)]
-    figure, panels = plt.subplots(
+    figure, panels = plots.subplots(
         lines,
         columns,
         figsize=(12.5, sum(0.75 + 0.27 * count for count in counts)),
@@ -184,9 +183,8 @@ def draw_roofline(results: Results, path: Path) -> bool:
     shown = [(case, work) for case, work in shown if work.bytes]
     if not shown:
         return False
-    plt = plots.pyplot()
     limits = Limits(*(max(s["limits"][name] for s in results.values()) for name in ("flops", "bytes", "exps")))
-    figure, axes = plt.subplots(figsize=(9.2, 5.4))
+    figure, axes = plots.subplots(figsize=(9.2, 5.4))
     roof = np.logspace(-1.2, 4.2, 200)
     axes.plot(roof, np.minimum(limits.flops, roof * limits.bytes) / 1e9, color=LIMIT_COLOUR, linewidth=1.8)
     top, slope = limits.flops / 1e9, limits.bytes / 1e9
@@ -215,10 +213,9 @@ def draw_scalings(results: Results, path: Path) -> bool:
     scalings = [scaling for suite in results.values() for scaling in suite["scalings"]]
     if not scalings:
         return False
-    plt = plots.pyplot()
     columns = 5
     lines = -(-len(scalings) // columns)
-    figure, panels = plt.subplots(lines, columns, figsize=(13.5, 2.6 * lines), squeeze=False)
+    figure, panels = plots.subplots(lines, columns, figsize=(13.5, 2.6 * lines), squeeze=False)
     for axes, fit in zip(panels.flat, scalings):
         sizes, values = np.array(fit["sizes"], dtype=float), 1e3 * np.array(fit["seconds"])
         middle = np.exp(np.log(values).mean() - fit["exponent"] * np.log(sizes).mean())
@@ -247,8 +244,7 @@ def draw_costs(results: Results, path: Path) -> bool:
     tables = [table for table in results.get("cost", {}).get("tables", {}).values() if "passes" in table["notes"]]
     if not tables:
         return False
-    plt = plots.pyplot()
-    figure, panels = plt.subplots(1, len(tables), figsize=(6.0 * len(tables), 4.4), squeeze=False, sharey=True)
+    figure, panels = plots.subplots(1, len(tables), figsize=(6.0 * len(tables), 4.4), squeeze=False, sharey=True)
     for axes, table in zip(panels[0], tables):
         for number, row in enumerate(table["rows"]):
             title, *cells = row.values()

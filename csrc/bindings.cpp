@@ -77,6 +77,15 @@ std::string cuda_status() {
 #endif
 }
 
+// The OpenMP standard that the kernels were built for, such as 201511; 0 for kernels of one thread.
+int openmp() {
+#if defined(_OPENMP)
+    return _OPENMP;
+#else
+    return 0;
+#endif
+}
+
 struct StreamAddresses {
     Address noise, data, point, velocity;
     std::int64_t width;
@@ -326,11 +335,11 @@ void bind_cuda_transport(py::module_& m) {
     using Self = CudaTransport;
     const auto release = py::call_guard<py::gil_scoped_release>();
     py::class_<Self>(m, "CudaTransport")
-        .def(py::init([](std::int64_t rows, std::int64_t cols, Address matrix, std::int64_t stride) {
+        .def(py::init([](std::int64_t rows, std::int64_t cols, Address matrix, std::int64_t stride, bool half) {
             Self self{};
             self.params.rows = rows;
             self.params.cols = cols;
-            self.matrix = {at<float>(matrix), stride, 0.0f};
+            self.matrix = {at<void>(matrix), stride, 0.0f, half};
             return self;
         }))
         .def("use_given_costs",
@@ -348,7 +357,7 @@ void bind_cuda_transport(py::module_& m) {
         .def(
             "build",  // returns the offset
             [](Self& self, Address image0, Address text0, Address image1, Address text1, std::int64_t image_dim, std::int64_t text_dim,
-               float image_weight, float text_weight, bool arc, bool precise, int device, Address stream) {
+               float image_weight, float text_weight, bool arc, bool half, int device, Address stream) {
                 self.params.cost = arc ? geoflow::Cost::arc : geoflow::Cost::chord;
                 self.params.image_dim = image_dim;
                 self.params.text_dim = text_dim;
@@ -356,12 +365,12 @@ void bind_cuda_transport(py::module_& m) {
                 self.params.text_weight = text_weight;
                 self.matrix.offset = geoflow::cost_offset(self.params);
                 geoflow::sinkhorn_cuda_scores(
-                    self.params, {at<const float>(image0), at<const float>(text0), at<const float>(image1), at<const float>(text1)},
-                    self.matrix, precise, {device, stream});
+                    self.params, {at<const void>(image0), at<const void>(text0), at<const void>(image1), at<const void>(text1), half},
+                    self.matrix, {device, stream});
                 return self.matrix.offset;
             },
             release, py::kw_only(), "image0"_a, "text0"_a, "image1"_a, "text1"_a, "image_dim"_a, "text_dim"_a, "image_weight"_a,
-            "text_weight"_a, "arc"_a, "precise"_a, "device"_a, "stream"_a)
+            "text_weight"_a, "arc"_a, "half"_a, "device"_a, "stream"_a)
         .def(
             "workspace_bytes",
             [](const Self& self, int device) { return geoflow::sinkhorn_cuda_workspace(self.params, self.matrix, device); }, release)
@@ -455,6 +464,7 @@ void bind_solver(py::module_& m) {
 PYBIND11_MODULE(_C, m) {
     m.doc() = "Compiled kernels of geoflow_fast; use geoflow_fast.ops, which checks what it passes here.";
     m.def("cuda_status", &cuda_status);
+    m.def("openmp", &openmp);
     m.def("isa", &geoflow::isa_name);
     m.def("supported_isas", &geoflow::supported_isas);
     m.def("isa_problem", &geoflow::isa_problem);

@@ -8,6 +8,7 @@ from geoflow_fast import ops as ops
 from geoflow_fast import plan as plan
 from geoflow_fast import stores as stores
 from geoflow_fast import worlds as worlds
+from geoflow_fast.data.embeddings import Embeddings as Embeddings
 from geoflow_fast.data.pairs import EmbeddingPairs as EmbeddingPairs
 from geoflow_fast.data.qrels import Qrels as Qrels
 from geoflow_fast.decisions.rules import Rule as Rule
@@ -18,6 +19,8 @@ from geoflow_fast.directions import Direction as Direction
 from geoflow_fast.encoders.colours import ColourEncoder as ColourEncoder
 from geoflow_fast.encoders.open_clip import OpenClipEncoder as OpenClipEncoder
 from geoflow_fast.encoders.protocol import Encoder as Encoder
+from geoflow_fast.encoders.sentences import SentenceEncoder as SentenceEncoder
+from geoflow_fast.encoders.transformers import TransformersEncoder as TransformersEncoder
 from geoflow_fast.flow.config import GeoFlowConfig as GeoFlowConfig
 from geoflow_fast.flow.model import GeoFlow as GeoFlow
 from geoflow_fast.flow.sampling import FAST_SAMPLING as FAST_SAMPLING
@@ -29,6 +32,9 @@ from geoflow_fast.head.model import PosteriorHead as PosteriorHead
 from geoflow_fast.head.sampler import DistilAgreement as DistilAgreement
 from geoflow_fast.jobs.embed import EmbedSummary as EmbedSummary
 from geoflow_fast.jobs.embed import embed_images as embed_images
+from geoflow_fast.jobs.embed_columns import embed_sides as embed_sides
+from geoflow_fast.jobs.embed_columns import embed_texts as embed_texts
+from geoflow_fast.jobs.hub import push_to_hub as push_to_hub
 from geoflow_fast.likelihood.density import Epistemic as Epistemic
 from geoflow_fast.likelihood.density import epistemic as epistemic
 from geoflow_fast.likelihood.density import log_density as log_density

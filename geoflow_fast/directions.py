@@ -94,8 +94,9 @@ ROW_CODES = tuple(direction.code for direction in ROW_ORDER)
 
 def row_directions(counts: Counts, device: torch.device | str = "cpu") -> Tensor:
     """Direction codes, int8 [B], of the rows of a sorted batch."""
-    codes = torch.tensor(ROW_CODES, dtype=torch.int8, device=device)
-    return torch.repeat_interleave(codes, torch.tensor(counts, device=device), output_size=sum(counts))
+    # Nothing is copied to the device, which would have to be waited for.
+    parts = [torch.full((rows,), code, dtype=torch.int8, device=device) for rows, code in zip(counts, ROW_CODES)]
+    return torch.cat(parts)
 
 
 def sort_rows(codes: Tensor, rows: int) -> tuple[Tensor, Counts]:

@@ -57,12 +57,18 @@ class World:
     """
 
     def __init__(
-        self, rank: int = 0, size: int = 1, store: Store | None = None, group: dist.ProcessGroup | None = None
+        self,
+        rank: int = 0,
+        size: int = 1,
+        store: Store | None = None,
+        group: dist.ProcessGroup | None = None,
+        *,
+        through_host: bool = False,
     ) -> None:
         self.size = checks.integer(size, "size", 1)
         self.rank = checks.integer(rank, "rank", 0, size - 1)
         self.traffic = 0
-        self._store, self._group = store, group
+        self._store, self._group, self._through_host = store, group, through_host
         self._series = 0
 
     @property
@@ -88,6 +94,8 @@ class World:
         """Replaces `x` by its "sum", "max" or "min" over the ranks and returns it; all ranks get identical bits."""
         checks.one_of(checks.words(operation, "operation"), "operation", OPERATIONS)
         checks.dense(x, "x")
+        if self._goes_through_host(x):
+            return x.copy_(self.all_reduce(x.cpu(), operation))
         if self.size > 1:
             self._call(lambda: dist.all_reduce(x, getattr(dist.ReduceOp, operation.upper()), group=self._group), x, x)
         return x
@@ -114,6 +122,8 @@ class World:
     def broadcast(self, x: Tensor) -> Tensor:
         """Replaces `x` by the tensor of the main rank and returns it."""
         checks.dense(x, "x")
+        if self._goes_through_host(x):
+            return x.copy_(self.broadcast(x.cpu()))
         if self.size > 1:
             self._call(lambda: dist.broadcast(x, group=self._group, group_src=0), x)
         return x
@@ -129,6 +139,8 @@ class World:
             raise ValueError(f"x has {len(x)} rows, but counts[{self.rank}], this rank's, is {counts[self.rank]}")
         if self.size == 1:
             return x
+        if self._goes_through_host(x):
+            return self.gather_rows(x.cpu(), counts).to(x.device)
         padded = x.new_zeros(max(counts), *x.shape[1:])
         padded[: len(x)] = x
         gathered = x.new_empty(self.size, max(counts), *x.shape[1:])
@@ -141,6 +153,8 @@ class World:
         _check_rows(x)
         if self.size == 1:
             return x.unsqueeze(0)
+        if self._goes_through_host(x):
+            return self.swap_rows(x.cpu()).to(x.device)
         sent = [len(share) for share in self.shares(len(x))]
         own = sent[self.rank]
         received = x.new_empty(self.size * own, *x.shape[1:])
@@ -179,10 +193,17 @@ class World:
         return amount if self._store is None else self._store.add(f"sums/{self._series}/{name}", amount)
 
     def twin(self) -> World:
-        """The same ranks with connections of their own, for calls from another thread."""
+        """The same ranks with connections of their own, for calls from another thread.
+
+        Tensors of a GPU go through the host: two threads that use NCCL may wait for each other on different ranks.
+        """
         if self.size == 1:
             return World()
-        return World(self.rank, self.size, None, dist.new_group(timeout=_seconds(WAIT_SECONDS)))
+        group = dist.new_group(timeout=_seconds(WAIT_SECONDS), backend="gloo")
+        return World(self.rank, self.size, None, group, through_host=True)
+
+    def _goes_through_host(self, x: Tensor) -> bool:
+        return self._through_host and x.device.type != "cpu"
 
     def _call(self, run: Callable[[], object], *tensors: Tensor) -> None:
         """Makes a call that sends or receives `tensors`, and turns a lost connection into `RankLost`."""

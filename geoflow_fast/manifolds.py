@@ -105,10 +105,18 @@ class Manifold(ABC):
 
     @abstractmethod
     def interpolant(
-        self, noise: tuple[Tensor, Tensor], data: tuple[Tensor, Tensor], t: Tensor, codes: Tensor, drop: Tensor
+        self,
+        noise: tuple[Tensor, Tensor],
+        data: tuple[Tensor, Tensor],
+        t: Tensor,
+        codes: Tensor,
+        drop: Tensor,
+        *,
+        check: bool = True,
     ) -> Interpolant:
         """Points and velocities at times `t` [B] between noise and data (image, text), for rows of the directions
-        `codes` [B]. A given stream stays at its data, or at its noise where `drop` [B] is true."""
+        `codes` [B]. A given stream stays at its data, or at its noise where `drop` [B] is true. `check=False` is for
+        values that are known to be right."""
 
     @abstractmethod
     def velocity_losses(
@@ -169,9 +177,16 @@ class Sphere(Manifold):
         return torch.full((len(x),), -geometry.log_area(x.shape[1]), dtype=torch.float64, device=x.device)
 
     def interpolant(
-        self, noise: tuple[Tensor, Tensor], data: tuple[Tensor, Tensor], t: Tensor, codes: Tensor, drop: Tensor
+        self,
+        noise: tuple[Tensor, Tensor],
+        data: tuple[Tensor, Tensor],
+        t: Tensor,
+        codes: Tensor,
+        drop: Tensor,
+        *,
+        check: bool = True,
     ) -> Interpolant:
-        return ops.masked_interpolant(*noise, *data, t, codes, drop=drop)
+        return ops.masked_interpolant(*noise, *data, t, codes, drop=drop, check=check)
 
     def velocity_losses(
         self,
@@ -240,7 +255,14 @@ class Euclidean(Manifold):
         return -0.5 * x.double().square().sum(1) - x.shape[1] / 2 * math.log(2 * math.pi)
 
     def interpolant(
-        self, noise: tuple[Tensor, Tensor], data: tuple[Tensor, Tensor], t: Tensor, codes: Tensor, drop: Tensor
+        self,
+        noise: tuple[Tensor, Tensor],
+        data: tuple[Tensor, Tensor],
+        t: Tensor,
+        codes: Tensor,
+        drop: Tensor,
+        *,
+        check: bool = True,  # noqa: ARG002
     ) -> Interpolant:
         points, velocities = [], []
         for start, end, given_in in zip(noise, data, (Direction.I2T, Direction.T2I)):

@@ -8,7 +8,6 @@ rates of `cpu` are measured on this machine.
 from __future__ import annotations
 
 import math
-import os
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +16,17 @@ import torch
 
 from geoflow_fast.directions import CONDITIONAL
 from geoflow_fast.flow.config import MANY_CORES, GeoFlowConfig
+from geoflow_fast.flow.costs import (
+    BANDWIDTH_SHARE,
+    COMPUTE_SHARE,
+    ELEMENT_BYTES,
+    SCORING_PRODUCTS,
+    ProductRates,
+    seconds,
+    velocity_work,
+)
 from geoflow_fast.flow.model import GeoFlow
-from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings
+from geoflow_fast.flow.sampling import FAST_SAMPLING, GPU_ROWS_AT_ONCE, SamplingSettings
 from geoflow_fast.head.fitting import (
     FEW,
     FEW_PAIRS,
@@ -31,14 +39,12 @@ from geoflow_fast.head.fitting import (
 from geoflow_fast.jobs.entropy import ITEM_BYTES, LAYOUTS, preferred_layout
 from geoflow_fast.jobs.queries import BLOCK_QUERIES
 from geoflow_fast.retrieval.gallery import BLOCK_ROWS
-from geoflow_fast.runtime import checks
+from geoflow_fast.runtime import checks, processors
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.training.blending import blending_rows
 from geoflow_fast.training.config import TrainConfig
 from geoflow_fast.training.flow_matching import preset_of_size
 
-COMPUTE_SHARE, BANDWIDTH_SHARE = 0.60, 0.85
-"""Shares of a vendor's peak rates that are reached in practice."""
 TRAINING_SHARE = 1 / 3
 """Training small networks reaches this share of the rate of large products, with everything that it does besides."""
 EVALUATIONS = {"euler": 1, "ab2": 1, "midpoint": 2, "rk4": 4}
@@ -52,6 +58,8 @@ class DeviceRates:
     """Rates of one device and of its share of the machine it is in: operations and bytes per second."""
 
     operations: float
+    """In bfloat16; on this machine in float32."""
+    float32: float
     bandwidth: float
     memory: float
     """Bytes of the device's memory."""
@@ -63,12 +71,23 @@ class DeviceRates:
     """Bytes of the memory of the whole machine, whose `devices` share the pages that they read."""
     devices: int
 
+    @property
+    def products(self) -> ProductRates:
+        """What `costs` counts with."""
+        return ProductRates(self.operations, self.float32, self.bandwidth)
+
+    @property
+    def scoring(self) -> float:
+        """Operations per second of scoring float32 samples against a gallery."""
+        tensor_cores = self.operations > self.float32
+        return self.products.products("tf32") / SCORING_PRODUCTS if tensor_cores else self.float32
+
 
 DEVICES = {
-    "a100": DeviceRates(312e12, 2.04e12, 80e9, 25e9, 25e9, 1e9, 1e12, 8),
-    "h100": DeviceRates(989e12, 3.35e12, 80e9, 50e9, 50e9, 2e9, 2e12, 8),
-    "h200": DeviceRates(989e12, 4.80e12, 141e9, 50e9, 50e9, 2e9, 2e12, 8),
-    "b200": DeviceRates(2250e12, 8.00e12, 180e9, 50e9, 50e9, 2e9, 2e12, 8),
+    "a100": DeviceRates(312e12, 19.5e12, 2.04e12, 80e9, 25e9, 25e9, 1e9, 1e12, 8),
+    "h100": DeviceRates(989e12, 67e12, 3.35e12, 80e9, 50e9, 50e9, 2e9, 2e12, 8),
+    "h200": DeviceRates(989e12, 67e12, 4.80e12, 141e9, 50e9, 50e9, 2e9, 2e12, 8),
+    "b200": DeviceRates(2250e12, 80e12, 8.00e12, 180e9, 50e9, 50e9, 2e9, 2e12, 8),
 }
 
 
@@ -119,12 +138,14 @@ def plan_scoring(
     fast: bool = False,
     layout: str = "auto",
     shape: GeoFlowConfig | None = None,
+    precision: str = "float32",
 ) -> Plan:
     """Estimates what `geoflow entropy` costs for `items` gallery items of width `dim` on `devices` devices.
 
     `device`: "a100", "h100", "h200", "b200", or "cpu" for this machine, whose rates are measured briefly. `shape`: the
     network, by default the paper's. `block`: queries per pass. `fast`: the settings of `RetrievalEntropy.fast` instead
     of the paper's. `layout`: whether the devices divide the "queries" or the "gallery" among them; "auto" chooses.
+    `precision` of the flow's matrix products on a GPU: "float32", "tf32" or "bfloat16", as in `SamplingSettings`.
     """
     counts = {"items": items, "dim": dim, "queries": queries, "devices": devices, "block": block}
     for name, count in counts.items():
@@ -137,7 +158,6 @@ def plan_scoring(
     rates = _rates(device)
     settings = FAST_SAMPLING if fast else SamplingSettings()
     rows = settings.n_samples * queries
-    evaluations = settings.n_steps * EVALUATIONS[settings.solver] * 2  # with and without the condition
     gallery_bytes = float(items) * dim * ITEM_BYTES
     blocks = math.ceil(queries / block)
     if layout == "auto":
@@ -152,9 +172,18 @@ def plan_scoring(
     storage_bytes = 2 * gallery_bytes + (machines * per_machine if per_machine <= rates.machine_memory else link_bytes)
     statistics = (5 + 2 * TOP_K) * 8
     per_query = (settings.n_samples * dim * ITEM_BYTES + 4 * statistics) if divided and devices > 1 else 0
-    sampling = 2.0 * parameters(shape) * rows * evaluations
+    if precision not in ELEMENT_BYTES:
+        raise ValueError(f"precision must be one of {', '.join(ELEMENT_BYTES)}, got {precision!r}")
+    copies = 2  # with and without the condition
+    batch = min(copies * rows, GPU_ROWS_AT_ONCE)
+    velocity = velocity_work(shape, batch, precision)
+    velocities = settings.n_steps * EVALUATIONS[settings.solver] * copies * rows / batch
+    sampling = velocity.operations * velocities
     scoring = 2.0 * rows * items * dim
-    hours = _hours(rates, devices, sampling, scoring, passes, link_bytes, storage_bytes, per_query * queries)
+    sampling_seconds = velocities * seconds(velocity, rates.products, precision) / devices
+    if device == "cpu":
+        sampling_seconds = sampling / (COMPUTE_SHARE * rates.operations * devices)
+    hours = _hours(rates, devices, sampling_seconds, scoring, passes, link_bytes, storage_bytes, per_query * queries)
     slowest = max(hours, key=lambda name: hours[name])
     operations_per_coordinate = scoring / queries / items / dim  # of an item, for one query
     return Plan(
@@ -174,7 +203,7 @@ def plan_scoring(
         total_hours=max(hours["sampling"] + hours["scoring"], hours["link"], hours["storage"]) + hours["network"],
         bound_by=slowest,
         advised_block=math.ceil(
-            COMPUTE_SHARE * rates.operations * ITEM_BYTES / (BANDWIDTH_SHARE * rates.link * operations_per_coordinate)
+            COMPUTE_SHARE * rates.scoring * ITEM_BYTES / (BANDWIDTH_SHARE * rates.link * operations_per_coordinate)
         ),
     )
 
@@ -182,7 +211,7 @@ def plan_scoring(
 def _hours(
     rates: DeviceRates,
     devices: int,
-    sampling: float,
+    sampling_seconds: float,
     scoring: float,
     passes: int,
     link_bytes: float,
@@ -190,16 +219,16 @@ def _hours(
     network_bytes_per_device: float,
 ) -> dict[str, float]:
     """Returns the hours that each part takes alone. Scoring reads each item from the device's memory once per pass."""
-    operations = COMPUTE_SHARE * rates.operations * devices
+    operations = COMPUTE_SHARE * rates.scoring * devices
     memory_seconds = link_bytes / (BANDWIDTH_SHARE * rates.bandwidth * devices)
-    seconds = {
-        "sampling": sampling / operations,
+    parts = {
+        "sampling": sampling_seconds,
         "scoring": max(scoring / operations, memory_seconds),
         "link": link_bytes / (BANDWIDTH_SHARE * rates.link * devices),
         "storage": storage_bytes / (rates.storage * devices),
         "network": network_bytes_per_device / (BANDWIDTH_SHARE * rates.network),
     }
-    return {name: value / 3600 for name, value in seconds.items()} if passes else dict.fromkeys(seconds, 0.0)
+    return {name: value / 3600 for name, value in parts.items()} if passes else dict.fromkeys(parts, 0.0)
 
 
 def _device_memory(shape: GeoFlowConfig, samples: int, dim: int, shared_by: int) -> float:
@@ -233,8 +262,8 @@ def plan_training(pairs: int, dim: int, device: str, devices: int, *, preset: st
         checks.integer(count, name, least)
     checks.one_of(preset, "preset", ("auto", "tiny", "small", "paper"))
     shape, config = preset_of_size(preset, dim, dim, pairs, None if device == "cpu" else MANY_CORES)
-    seconds = training_seconds(shape, config, pairs=pairs, with_head=True, rates=_rates(device))
-    return TrainingPlan(pairs, parameters(shape), config.steps, config.batch_size, seconds / 3600 / devices)
+    taken = training_seconds(shape, config, pairs=pairs, with_head=True, rates=_rates(device))
+    return TrainingPlan(pairs, parameters(shape), config.steps, config.batch_size, taken / 3600 / devices)
 
 
 def training_seconds(
@@ -285,11 +314,12 @@ def _rates(name: str) -> DeviceRates:
     if name != "cpu":
         raise ValueError(f"device must be one of {', '.join((*DEVICES, 'cpu'))}, got {name!r}")
     usable_device("cpu")
-    memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    memory = float(processors.physical_memory())
     operations, bandwidth = _measure_operations(), _measure_bandwidth()
     # The measured rates are divided by the shares that are applied to peaks. Memory of the process needs no link.
     peak = bandwidth / BANDWIDTH_SHARE
-    return DeviceRates(operations / COMPUTE_SHARE, peak, memory, peak, 1.25e9, 1e9, memory, 1)
+    operations /= COMPUTE_SHARE
+    return DeviceRates(operations, operations, peak, memory, peak, 1.25e9, 1e9, memory, 1)
 
 
 def _measure_operations() -> float:

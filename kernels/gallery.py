@@ -3,17 +3,23 @@
 Work: 2 Q M N d FLOP in the inner products, Q M N exponentials, and one read of the gallery per block of queries from
 memory (further reads hit the L2 cache). [Q, M, N] and [Q, N] never exist. 25,000 queries x 50 samples x 5,000 items at
 d=1024: 12.8 TFLOP. At 60 % of the tensor peak and 89 % packing: bfloat16 76 ms on A100 and 24 ms on H100; float32,
-which takes three TF32 products for each of its own, 460 ms and 145 ms.
+which takes three bfloat16 products for each of its own, 229 ms and 72 ms.
+
+A float32 row x becomes two bfloat16 rows, high = x rounded and low = the rest rounded. One product along 3 d
+coordinates, high low + low high + high high, gives the inner product but for 2^-17 of each factor: at d=1024 and unit
+rows about 2e-7, as much as float32 sums lose. Beyond kappa=1e4 that would show, and products are in TF32, three each.
 
 A program holds QUERIES queries and walks its share of the gallery, ITEMS at a time. For each tile it takes the draws of
 its queries CHUNK at a time: the samples of several queries are packed into one matrix product [ITEMS, CHUNK * QUERIES],
 whose reduction over draws stays inside a thread. An online maximum per (item, query) keeps every kappa exact. Over the
-tiles it keeps, per query, max s, sum e^(s - max), sum (s - max) e^(s - max) and the best TOP items; a second kernel
-merges the shares exactly. Scores are in base 2 inside, in nats outside.
+tiles it keeps, per query, max s, sum e^(s - max), sum (s - max) e^(s - max) and the best TOP items, which are looked at
+only in tiles that hold a better one; a second kernel merges the shares exactly. Scores are in base 2 inside, in nats
+outside; a caller who wants them all has them written out.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,29 +28,36 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from geoflow_fast.kernels.launch import launch
+from geoflow_fast.kernels.launch import element_tile, launch, row_kernel
 
 LOWEST = tl.constexpr(-1e30)  # below every score, and finite: its differences and products stay numbers
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-FEW_QUERIES = 4
 MAX_TOP_K = 64
+"""Longest list that the kernel keeps; longer ones are read from the scores."""
+MAX_LISTED = 4096
+"""Entries of all shares' lists of a query, which one program merges."""
+EXACT_KAPPA = 1e4
+"""Above this kappa, two bfloat16 parts are too few for float32 rows."""
 NO_KAPPA = 1e-20
 """Below this kappa, inner products change no score of samples that have biases."""
 
 
 @dataclass(frozen=True)
 class GalleryConfig:
-    """A member of the tuning space: tile sizes, warps and pipeline stages, and the calls it is meant for."""
+    """A member of the tuning space: tile sizes, warps and pipeline stages, and the number of queries it is meant for.
+    `exact`: for float32 rows as they are, in three TF32 products. `hopper`: only where a warp group multiplies from
+    shared memory (sm_90); elsewhere the registers of so large a tile spill."""
 
-    half: bool
-    few: bool
+    most: float
     queries: int
     chunk: int
     items: int
     depth: int
     warps: int
     stages: int
+    exact: bool = False
+    hopper: bool = False
 
     def triton(self) -> triton.Config:
         sizes = {"QUERIES": self.queries, "CHUNK": self.chunk, "ITEMS": self.items, "DEPTH": self.depth}
@@ -52,24 +65,27 @@ class GalleryConfig:
 
 
 CONFIGS = {
-    "half-wide": GalleryConfig(half=True, few=False, queries=16, chunk=8, items=128, depth=32, warps=8, stages=4),
-    "half-slim": GalleryConfig(half=True, few=False, queries=16, chunk=8, items=64, depth=32, warps=4, stages=4),
-    "half-few": GalleryConfig(half=True, few=True, queries=2, chunk=32, items=128, depth=32, warps=8, stages=4),
-    "float-wide": GalleryConfig(half=False, few=False, queries=16, chunk=8, items=64, depth=16, warps=8, stages=3),
-    "float-slim": GalleryConfig(half=False, few=False, queries=16, chunk=4, items=64, depth=16, warps=4, stages=3),
-    "float-few": GalleryConfig(half=False, few=True, queries=2, chunk=32, items=128, depth=16, warps=8, stages=3),
+    "few": GalleryConfig(most=4, queries=2, chunk=32, items=128, depth=32, warps=8, stages=4),
+    "some": GalleryConfig(most=16, queries=8, chunk=16, items=128, depth=32, warps=8, stages=4),
+    "slim": GalleryConfig(most=math.inf, queries=16, chunk=8, items=128, depth=64, warps=8, stages=3),
+    "wide": GalleryConfig(most=math.inf, queries=16, chunk=16, items=128, depth=64, warps=8, stages=3, hopper=True),
+    "exact-few": GalleryConfig(most=4, queries=2, chunk=32, items=128, depth=16, warps=8, stages=3, exact=True),
+    "exact": GalleryConfig(most=math.inf, queries=16, chunk=4, items=64, depth=16, warps=4, stages=3, exact=True),
 }
-"""The whole tuning space by name."""
+"""The whole tuning space by name. A tile of "wide" is 128 items by 256 samples, of "slim" 128 by 128."""
 
 
-def eligible(dtype: torch.dtype, queries: int) -> list[str]:
-    """Names of the configurations meant for this dtype and number of queries."""
-    half, few = dtype != torch.float32, queries <= FEW_QUERIES
-    return [name for name, config in CONFIGS.items() if config.half == half and config.few == few]
+def eligible(exact: bool, queries: int, hopper: bool) -> list[str]:
+    """Names of the configurations meant for these products, number of queries and GPU, the usual choice first."""
+    fitting = {name: c for name, c in CONFIGS.items() if c.exact == exact and (hopper or not c.hopper)}
+    least = min(config.most for config in fitting.values() if queries <= config.most)
+    return [name for name, config in fitting.items() if config.most == least]
 
 
 def _prune(_configs: list[triton.Config], arguments: dict[str, Any], **_: Any) -> list[triton.Config]:
-    return [CONFIGS[name].triton() for name in eligible(arguments["samples"].dtype, arguments["n_queries"])]
+    samples = arguments["samples"]
+    names = eligible(samples.dtype == torch.float32, arguments["n_queries"], is_hopper(samples.device))
+    return [CONFIGS[name].triton() for name in names]
 
 
 @triton.autotune(
@@ -88,6 +104,7 @@ def gallery_tile_kernel(
     moment_out,
     top_score_out,
     top_index_out,
+    score_out,
     n_queries,
     n_samples,
     n_items,
@@ -96,6 +113,8 @@ def gallery_tile_kernel(
     items_per_share,
     TOP: tl.constexpr,
     SLOTS: tl.constexpr,
+    PARTS: tl.constexpr,
+    WRITE_SCORES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_SAMPLE_BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -112,9 +131,13 @@ def gallery_tile_kernel(
     slot = tl.arange(0, SLOTS)
     first = tl.program_id(1) * items_per_share
     last = tl.minimum(first + items_per_share, n_items)
-    x_base = samples + tl.program_id(0).to(tl.int64) * QUERIES * n_samples * width
+    stride = PARTS * width
+    # With two parts, a sample's row is (low, high) and an item's (high, low): the last third is high times high.
+    turn = 2 * width
+    span = width if PARTS == 1 else 3 * width
+    x_base = samples + tl.program_id(0).to(tl.int64) * QUERIES * n_samples * stride
     a_base = sample_bias + tl.program_id(0).to(tl.int64) * QUERIES * n_samples
-    g_base = gallery + first.to(tl.int64) * width
+    g_base = gallery + first.to(tl.int64) * stride
 
     peak = tl.full([QUERIES], LOWEST, tl.float32)
     weight = tl.zeros([QUERIES], tl.float32)
@@ -130,25 +153,34 @@ def gallery_tile_kernel(
         for draw in range(0, n_samples, CHUNK):
             sample = draw + row // QUERIES
             live = (query < n_queries) & (sample < n_samples)
-            x_at = x_base + ((row % QUERIES) * n_samples + sample)[None, :] * width + depth[:, None]
-            g_at = g_base + item[:, None] * width + depth[None, :]
+            x_at = x_base + ((row % QUERIES) * n_samples + sample)[None, :] * stride + depth[:, None]
+            g_at = g_base + item[:, None] * stride + depth[None, :]
             product = tl.zeros([ITEMS, ROWS], tl.float32)
             if HAS_SAMPLE_BIAS:  # before the product: after it, there is no register left to hold them
                 a = tl.load(a_base + (row % QUERIES) * n_samples + sample, mask=live, other=0.0)
                 product += a[None, :]
-            for k in range(0, width, DEPTH):
-                x = tl.load(x_at + k, mask=live[None, :] & (k + depth < width)[:, None], other=0.0)
-                g = tl.load(g_at + k, mask=(here < last)[:, None] & (k + depth < width)[None, :], other=0.0)
+            for k in range(0, span, DEPTH):
+                if PARTS == 1:
+                    x = tl.load(x_at + k, mask=live[None, :] & (k + depth < width)[:, None], other=0.0)
+                    g = tl.load(g_at + k, mask=(here < last)[:, None] & (k + depth < width)[None, :], other=0.0)
+                else:  # whole steps: rows were padded when they were split
+                    x = tl.load(x_at + tl.where(k < turn, k, k - width), mask=live[None, :], other=0.0)
+                    g = tl.load(g_at + tl.where(k < turn, k, k - turn), mask=(here < last)[:, None], other=0.0)
                 product = tl.dot(g, x, product, input_precision=PRECISION)
             logit = tl.where((sample < n_samples)[None, :], product * scale, float("-inf"))
             logit = tl.reshape(logit, [ITEMS, CHUNK, QUERIES])
             above = tl.maximum(best, tl.max(logit, axis=1))
             total = total * tl.exp2(best - above) + tl.sum(tl.exp2(logit - above[:, None, :]), axis=1)
             best = above
-        g_base += ITEMS * width
+        g_base += ITEMS * stride
         score = tl.trans(best + tl.log2(total / n_samples))  # [QUERIES, ITEMS]
         if HAS_BIAS:
             score += tl.load(bias + here, mask=here < last, other=0.0)[None, :] * LOG2_E
+        if WRITE_SCORES:
+            number = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+            score_at = number.to(tl.int64)[:, None] * n_items + here[None, :]
+            written = (number < n_queries)[:, None] & (here < last)[None, :]
+            tl.store(score_out + score_at, score * LN_2, mask=written)
         score = tl.where((here < last)[None, :], score, float("-inf"))
 
         peak_now = tl.maximum(peak, tl.max(score, axis=1))
@@ -159,7 +191,9 @@ def gallery_tile_kernel(
         weight = shrink * weight + tl.sum(mass, axis=1)
         peak = peak_now
 
-        for _ in range(TOP):
+        # Most tiles hold nothing better for any query; no query takes more than its better ones.
+        better = tl.sum((score > tl.min(top_score, axis=1)[:, None]).to(tl.int32), axis=1)
+        for _ in range(tl.minimum(tl.max(better, axis=0), TOP)):
             candidate, column = tl.max(score, axis=1, return_indices=True)
             score = tl.where(item[None, :] == column[:, None], float("-inf"), score)
             low = tl.min(top_score, axis=1)
@@ -227,15 +261,73 @@ def gallery_merge_kernel(
         scores = tl.where(indices == index, float("-inf"), scores)
 
 
-def share_count(queries: int, items: int, tile_queries: int, processors: int) -> int:
-    """Into how many shares the gallery is cut: enough programs to fill the device twice, and 1024 items each."""
-    blocks = triton.cdiv(queries, tile_queries)
-    return max(1, min(triton.cdiv(2 * processors, blocks), triton.cdiv(items, 1024), 128))
+@row_kernel
+def gallery_split_kernel(
+    x, out, rows, width, padded, LOW_FIRST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Rows [rows, width] in float32 as their two bfloat16 parts [rows, 2, padded], with zeros past the end."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None]
+    value = tl.load(x + row[:, None] * width + column[None, :], mask=inside & (column < width)[None, :], other=0.0)
+    high = value.to(tl.bfloat16)
+    low = (value - high.to(tl.float32)).to(tl.bfloat16)
+    at = out + row[:, None] * 2 * padded + column[None, :]
+    written = inside & (column < padded)[None, :]
+    tl.store(at, low if LOW_FIRST else high, mask=written)
+    tl.store(at + padded, high if LOW_FIRST else low, mask=written)
+
+
+def split_rows(x: Tensor, depth: int, low_first: bool) -> Tensor:
+    """The two bfloat16 parts of float32 rows [..., d]: [..., 2, d up to a multiple of `depth`]."""
+    *lead, width = x.shape
+    padded = triton.cdiv(width, depth) * depth
+    rows = x.reshape(-1, width).contiguous()
+    out = torch.empty((len(rows), 2, padded), dtype=torch.bfloat16, device=x.device)
+    tile = element_tile(padded)
+    grid = triton.cdiv(len(rows), tile.rows), triton.cdiv(padded, tile.columns)
+    sizes = {"ROWS": tile.rows, "COLUMNS": tile.columns}
+    launch(
+        gallery_split_kernel, grid, rows, out, len(rows), width, padded, LOW_FIRST=low_first, **sizes, **tile.options
+    )
+    return out.view(*lead, 2, padded)
+
+
+def share_count(queries: int, items: int, config: GalleryConfig, top_k: int, processors: int) -> int:
+    """Into how many shares the gallery is cut: enough programs to fill the device twice, each with a tile of its own,
+    but no more lists than one program merges."""
+    blocks = triton.cdiv(queries, config.queries)
+    wanted = min(triton.cdiv(2 * processors, blocks), triton.cdiv(items, config.items))
+    return max(1, min(wanted, MAX_LISTED // top_k))
 
 
 def processor_count(device: torch.device) -> int:
     """Multiprocessors of a CUDA device; 1 elsewhere, where nothing runs side by side."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether this is an NVIDIA GPU of compute capability 9.0."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == 9
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Samples and items as the tile kernel takes them: in two parts, or as they are, with rows of whole 16 bytes."""
+
+    samples: Tensor
+    gallery: Tensor
+    width: int
+    parts: int
+
+    @staticmethod
+    def of(samples: Tensor, gallery: Tensor, depth: int, exact: bool) -> _Rows:
+        if samples.dtype == torch.float32 and not exact:
+            split = split_rows(samples, depth, True), split_rows(gallery, depth, False)
+            return _Rows(*split, split[0].shape[-1], 2)
+        ragged = -samples.shape[2] % 16  # the usual widths need no copy
+        samples, gallery = (torch.nn.functional.pad(x, (0, ragged)) if ragged else x for x in (samples, gallery))
+        return _Rows(samples.contiguous(), gallery.contiguous(), samples.shape[2], 1)
 
 
 def gallery_statistics(
@@ -246,30 +338,31 @@ def gallery_statistics(
     item_bias: Tensor | None,
     sample_bias: Tensor | None,
     *,
+    scores: Tensor | None = None,
     config: str | None = None,
     shares: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Statistics of `reference.gallery_statistics`, for float32, float16 or bfloat16 with float32 accumulation.
 
     The kernel takes `sample_bias` divided by kappa and adds it to the inner products, which it multiplies by kappa.
-    `config` names a member of `CONFIGS` in place of measured tuning; `shares` overrides how the gallery is cut.
+    `scores` [Q, N] in float32, if given, is filled. `config` names a member of `CONFIGS`; without it the choice is
+    measured once, or the same always where `torch.use_deterministic_algorithms` asks for it, since the shape of tiles
+    decides in which order sums are rounded. `shares` overrides how the gallery is cut.
     """
-    if top_k > MAX_TOP_K:
-        raise ValueError(f"the Triton kernel keeps at most top_k={MAX_TOP_K}, got {top_k}; use backend='reference'")
     if sample_bias is not None:
         if kappa < NO_KAPPA:
             samples, kappa = torch.zeros_like(samples), 1.0
         sample_bias = (sample_bias.float() / kappa).contiguous()
-    # Rows are padded with zeros to whole 16-byte loads; the usual widths need no copy.
-    ragged = -samples.shape[2] % 16
-    samples, gallery = (torch.nn.functional.pad(x, (0, ragged)) if ragged else x for x in (samples, gallery))
-    samples, gallery = samples.contiguous(), gallery.contiguous()
-    queries, draws, width = samples.shape
+    queries, draws, _ = samples.shape
     items, device = gallery.shape[0], samples.device
-    names = eligible(samples.dtype, queries) if config is None else [config]
+    exact = samples.dtype == torch.float32 and (kappa > EXACT_KAPPA if config is None else CONFIGS[config].exact)
+    names = eligible(exact, queries, is_hopper(device)) if config is None else [config]
+    if torch.are_deterministic_algorithms_enabled():
+        names = names[:1]
     sizes = CONFIGS[names[0]]
+    rows = _Rows.of(samples, gallery, sizes.depth, exact)
     if shares is None:
-        shares = share_count(queries, items, sizes.queries, processor_count(device))
+        shares = share_count(queries, items, sizes, top_k, processor_count(device))
     per_share = triton.cdiv(triton.cdiv(items, shares), sizes.items) * sizes.items
     shares = triton.cdiv(items, per_share)
 
@@ -283,26 +376,29 @@ def gallery_statistics(
     meta: dict[str, Any] = {
         "TOP": top_k,
         "SLOTS": max(2, triton.next_power_of_2(top_k)),
+        "PARTS": rows.parts,
+        "WRITE_SCORES": scores is not None,
         "HAS_BIAS": item_bias is not None,
         "HAS_SAMPLE_BIAS": sample_bias is not None,
-        "PRECISION": "ieee" if torch.version.hip or samples.dtype != torch.float32 else "tf32x3",
+        "PRECISION": "tf32x3" if exact and not torch.version.hip else "ieee",
     }
     kernel: Any = gallery_tile_kernel
-    if config is not None or len(names) == 1:
+    if len(names) == 1:
         kernel, chosen = gallery_tile_kernel.fn, sizes.triton()
         meta |= {**chosen.kwargs, "num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
     launch(
         kernel,
         (triton.cdiv(queries, sizes.queries), shares),
-        samples,
-        gallery,
-        samples if item_bias is None else item_bias.float().contiguous(),
-        samples if sample_bias is None else sample_bias,
+        rows.samples,
+        rows.gallery,
+        partial[0] if item_bias is None else item_bias.float().contiguous(),
+        partial[0] if sample_bias is None else sample_bias,
         *partial,
+        partial[0] if scores is None else scores,
         queries,
         draws,
         items,
-        width,
+        rows.width,
         kappa * LOG2_E.value,
         per_share,
         **meta,
@@ -321,3 +417,12 @@ def gallery_statistics(
     )
     peak, weight, moment, top_score, top_index = merged
     return peak, weight, moment, top_score, top_index
+
+
+def gallery_scores(
+    samples: Tensor, gallery: Tensor, kappa: float, item_bias: Tensor | None, sample_bias: Tensor | None
+) -> Tensor:
+    """See `gallery_scores_reference`; [Q, N] in float32."""
+    scores = torch.empty((len(samples), len(gallery)), dtype=torch.float32, device=samples.device)
+    gallery_statistics(samples, gallery, kappa, 1, item_bias, sample_bias, scores=scores)
+    return scores

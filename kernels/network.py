@@ -151,13 +151,18 @@ def _new_outputs(like: Tensor, rows: int, width: int, tangents: int) -> Pair:
     return y, dy
 
 
-def adaln(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """See `adaln_reference`."""
+def adaln_half(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """See `adaln_half_reference`."""
+    return adaln(x, shift, scale, eps, torch.bfloat16)
+
+
+def adaln(x: Tensor, shift: Tensor, scale: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+    """See `adaln_reference`; the result is of `dtype`, by default that of `x`."""
     rows, width = x.shape
     x, shift, scale = by_rows(x), shift.contiguous(), scale.contiguous()
     tile = row_tile(width)
     groups = Groups.of(rows, scale.shape[0], tile)
-    y = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    y = torch.empty((rows, width), dtype=dtype or x.dtype, device=x.device)
     launch(
         adaln_kernel, (groups.count * groups.tiles,), x, shift, scale, y, groups.size, groups.tiles, width, x.stride(0),
         eps, PER_ROW=groups.per_row, ROWS=tile.rows, COLUMNS=tile.columns, **tile.options,
@@ -475,6 +480,92 @@ def swiglu_jvp(
         ROWS=tile.rows, COLUMNS=tile.columns, **tile.options,
     )  # fmt: skip
     return y, dy
+
+
+@triton.jit
+def _head_columns(row, column, half, width, head_width):
+    """Where a row's gates stand in the products of a cross-gate, and the values that the other stream sends it."""
+    gate_column = (column // head_width) * (2 * head_width) + column % head_width
+    other = tl.where(row < half, row + half, row - half)
+    value_column = gate_column + head_width
+    return row[:, None] * (2 * width) + gate_column[None, :], other[:, None] * (2 * width) + value_column[None, :]
+
+
+@row_kernel
+def cross_residual_kernel(
+    residual, products, layer_scale, keep, out, group_size, tiles, width, head_width, residual_stride, kept_factor,
+    HAS_KEEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row, inside, group = _tile_rows(group_size, tiles, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    valid = inside[:, None] & (column < width)[None, :]
+    gate_at, value_at = _head_columns(row, column, group_size, width, head_width)
+    branch = tl.load(products + value_at, mask=valid, other=0.0).to(tl.float32)
+    branch *= _sigmoid(tl.load(products + gate_at, mask=valid, other=0.0).to(tl.float32))
+    at = row[:, None] * width + column[None, :]
+    if HAS_KEEP:
+        branch = tl.where(tl.load(keep + at, mask=valid, other=0) != 0, branch * kept_factor, 0.0)
+    before = tl.load(residual + row[:, None] * residual_stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
+    scale = tl.load(layer_scale + group * width + column, mask=column < width, other=0.0).to(tl.float32)
+    tl.store(out + at, before + scale[None, :] * branch, mask=valid)
+
+
+@row_kernel
+def cross_residual_backward_kernel(
+    grad, products, layer_scale, keep, d_products, d_layer_scale, group_size, tiles, width, head_width, grad_stride,
+    kept_factor, HAS_KEEP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row, inside, group = _tile_rows(group_size, tiles, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    valid = inside[:, None] & (column < width)[None, :]
+    gate_at, value_at = _head_columns(row, column, group_size, width, head_width)
+    dy = tl.load(grad + row[:, None] * grad_stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
+    if HAS_KEEP:
+        at = row[:, None] * width + column[None, :]
+        dy = tl.where(tl.load(keep + at, mask=valid, other=0) != 0, dy * kept_factor, 0.0)
+    content = tl.load(products + value_at, mask=valid, other=0.0).to(tl.float32)
+    open_by = _sigmoid(tl.load(products + gate_at, mask=valid, other=0.0).to(tl.float32))
+    scale = tl.load(layer_scale + group * width + column, mask=column < width, other=0.0).to(tl.float32)
+    scaled = dy * scale[None, :] * open_by
+    tl.store(d_products + gate_at, scaled * content * (1.0 - open_by), mask=valid)
+    tl.store(d_products + value_at, scaled, mask=valid)
+    partial = tl.program_id(0).to(tl.int64) * width + column
+    tl.store(d_layer_scale + partial, tl.sum(dy * content * open_by, axis=0), mask=column < width)
+
+
+def cross_residual(
+    residual: Tensor, products: Tensor, layer_scale: Tensor, keep: Tensor | None, dropout: float, heads: int
+) -> Tensor:
+    """See `cross_residual_reference`."""
+    rows, width = residual.shape
+    residual, products, layer_scale = by_rows(residual), products.contiguous(), layer_scale.contiguous()
+    tile = element_tile(width)
+    tiles = triton.cdiv(rows // 2, tile.rows)
+    out = torch.empty((rows, width), dtype=residual.dtype, device=residual.device)
+    launch(
+        cross_residual_kernel, (2 * tiles, triton.cdiv(width, tile.columns)), residual, products, layer_scale,
+        _mask_bytes(keep, products), out, rows // 2, tiles, width, width // heads, residual.stride(0),
+        1 / (1 - dropout), HAS_KEEP=keep is not None, ROWS=tile.rows, COLUMNS=tile.columns, **tile.options,
+    )  # fmt: skip
+    return out
+
+
+def cross_residual_backward(
+    grad: Tensor, products: Tensor, layer_scale: Tensor, keep: Tensor | None, dropout: float, heads: int
+) -> tuple[Tensor, Tensor]:
+    """See `cross_residual_backward_reference`."""
+    rows, width = grad.shape
+    grad, products, layer_scale = by_rows(grad), products.contiguous(), layer_scale.contiguous()
+    tile = element_tile(width)
+    tiles = triton.cdiv(rows // 2, tile.rows)
+    d_products = torch.empty(products.shape, dtype=products.dtype, device=products.device)
+    partial = torch.empty((2, tiles, width), dtype=torch.float32, device=products.device)
+    launch(
+        cross_residual_backward_kernel, (2 * tiles, triton.cdiv(width, tile.columns)), grad, products, layer_scale,
+        _mask_bytes(keep, products), d_products, partial, rows // 2, tiles, width, width // heads, grad.stride(0),
+        1 / (1 - dropout), HAS_KEEP=keep is not None, ROWS=tile.rows, COLUMNS=tile.columns, **tile.options,
+    )  # fmt: skip
+    return d_products, partial.sum(1).to(layer_scale.dtype)
 
 
 @triton.jit

@@ -229,13 +229,15 @@ def check_rows(world: World, rows: np.ndarray) -> str | None:
     return None
 
 
-def assign_panel(world: World, count: int, eps: float, drawn: bool, seed: int = 0) -> tuple[list[int], int]:
+def assign_panel(
+    world: World, count: int, eps: float, drawn: bool, seed: int = 0, backend: str = "auto"
+) -> tuple[list[int], int]:
     """Returns the targets of this rank's rows of a batch of `count` pairs, and how many bytes were sent."""
     noise, data, uniform = transport_problem(count, seed)
     own = world.own(count)
     mine = [x[own.start : own.stop] for x in (*noise, uniform)]
     before = world.traffic
-    index = ops.ot_assign_panel(*mine[:2], *data, world, eps=eps, uniform=mine[2] if drawn else None)
+    index = ops.ot_assign_panel(*mine[:2], *data, world, eps=eps, uniform=mine[2] if drawn else None, backend=backend)
     return index.tolist(), world.traffic - before
 
 
@@ -317,3 +319,29 @@ def small_flow(seed: int = 0) -> gf.GeoFlow:
 def small_pairs() -> gf.EmbeddingPairs:
     generator = torch.Generator().manual_seed(3)
     return gf.EmbeddingPairs.from_arrays(*(sample_uniform(300, d, generator=generator) for d in (6, 5)))
+
+
+def through_host(world: World) -> dict[str, Any]:
+    """Makes the calls of a twin as it makes them for tensors of a GPU, which go through the host."""
+    twin = world.twin()
+    staged: list[str] = []
+
+    def on_device(x: torch.Tensor) -> bool:
+        # What was copied to the host is a new tensor; the caller's own stands for one on a device.
+        return any(x is own for own in given) and not staged.append(str(x.dtype))
+
+    given = [torch.full((2,), float(world.rank)), torch.tensor([world.rank + 5]), torch.full((1, 3), float(world.rank))]
+    with (
+        mock.patch.object(twin, "_goes_through_host", on_device),
+        mock.patch.object(torch.Tensor, "cpu", lambda x: x.clone()),
+    ):
+        summed = twin.all_reduce(given[0])
+        sent = twin.broadcast(given[1])
+        rows = twin.gather_rows(given[2], [1] * world.size)
+    return {
+        "sum": summed.tolist(),
+        "in place": summed is given[0],
+        "broadcast": sent.tolist(),
+        "rows": rows.tolist(),
+        "staged": len(staged),
+    }

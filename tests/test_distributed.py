@@ -260,6 +260,24 @@ def test_ranks_solve_the_plan_of_one_process(size, count, eps, drawn):
     assert [target for index, _ in results for target in index] == expected
 
 
+@pytest.mark.parametrize(("count", "eps", "drawn"), [(33, 0.05, False), (129, 0.05, True), (3, 1e-2, False)])
+def test_ranks_solve_the_plan_in_plain_torch_as_on_gpus(count, eps, drawn):
+    """Four ranks, one of which may have no row: one sum of the columns per iteration is all that they send."""
+    expected, _ = ranks.assign_panel(ALONE, count, eps, drawn, 1, "reference")
+    if not drawn:
+        noise, data, _ = ranks.transport_problem(count, 1)
+        assert expected == gf.ops.ot_assign(*noise, *data, eps=eps, backend="reference").tolist()
+    results = run_ranks(4, ranks.assign_panel, count, eps, drawn, 1, "reference")
+    assert [target for index, _ in results for target in index] == expected
+    assert all(traffic % (2 * 8 * count) == 0 for _, traffic in results)
+
+
+def test_a_twin_sends_what_is_on_a_gpu_through_the_host():
+    for rank, result in enumerate(run_ranks(2, ranks.through_host)):
+        expected = {"sum": [1.0, 1.0], "in place": True, "broadcast": [5], "rows": [[0.0] * 3, [1.0] * 3], "staged": 3}
+        assert result == expected, rank
+
+
 @pytest.mark.parametrize("eps", [1e-5, 1e-3, 1e-2])
 def test_ranks_solve_plans_that_leave_the_kernel_domain(eps):
     """With a small eps the solver uses scores instead of exponentials, starts from larger values of eps, meets columns

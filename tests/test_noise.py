@@ -8,8 +8,10 @@ import pytest
 import torch
 from scipy import stats
 
+import geoflow_fast as gf
 from geoflow_fast import geometry
 from geoflow_fast.noise import NOISE_KINDS, StructuredNoise, base_noise, hadamard, hadamard_transform, sample_uniform
+from geoflow_fast.ops.counter_noise import philox
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -83,3 +85,59 @@ def test_names_that_moved_here_are_still_in_geometry():
     assert geometry.DIRECTIONS == ("joint", "i2t", "t2i")
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         geometry.nothing  # noqa: B018
+
+
+# ---- noise by counters ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("counter", "seed", "words"),
+    [
+        (0, 0, ("6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8")),
+        (2**32 - 1, 2**64 - 1, ("408f276d", "41c83b0e", "a20bc7c6", "6d5451fd")),
+    ],
+)
+def test_philox_has_its_published_values(counter, seed, words):
+    drawn = philox(tuple(torch.tensor([counter]) for _ in range(4)), seed)
+    assert tuple(f"{int(word):08x}" for word in drawn) == words
+
+
+def test_noise_by_counters_is_normal_and_each_row_is_its_own():
+    """Moments within four standard errors, and no row depends on the others that are drawn with it."""
+    rows, width = 4000, 33
+    noise = gf.ops.counter_noise(torch.arange(rows), width, 7, 3, 0, unit=False).double()
+    count = noise.numel()
+    for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert abs(float((noise**power).mean()) - moment) < 4 * (variance / count) ** 0.5
+    covariance = noise.T @ noise / rows - torch.eye(width)
+    assert float(covariance.fill_diagonal_(0).abs().max()) < 5 / rows**0.5
+    some = torch.tensor([17, 3999, 17])
+    torch.testing.assert_close(gf.ops.counter_noise(some, width, 7, 3, 0, unit=False).double(), noise[some])
+    for other in ((8, 3, 0), (7, 4, 0), (7, 3, 1)):
+        drawn = gf.ops.counter_noise(torch.arange(rows), width, *other, unit=False).double()
+        assert abs(float((drawn * noise).mean())) < 4 / count**0.5
+    unit = gf.ops.counter_noise(torch.arange(rows), width, 7, 3, 0).double()
+    torch.testing.assert_close(unit, noise / noise.norm(dim=1, keepdim=True), atol=1e-6, rtol=0)
+
+
+def test_unit_rows_are_gathered_and_scaled():
+    table = torch.randn(9, 5).half()
+    rows = gf.ops.unit_rows(table, torch.tensor([8, 0, 8]))
+    expected = torch.nn.functional.normalize(table[[8, 0, 8]].double())
+    assert rows.dtype == torch.float32
+    torch.testing.assert_close(rows.double(), expected, atol=1e-6, rtol=0)
+    assert gf.ops.unit_rows(table, torch.tensor([], dtype=torch.int64)).shape == (0, 5)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: gf.ops.counter_noise(torch.zeros(3), 4, 0, 0, 0), "numbers must be int64"),
+        (lambda: gf.ops.counter_noise(torch.arange(3), 4, -1, 0, 0), "seed"),
+        (lambda: gf.ops.unit_rows(torch.zeros(3), torch.arange(3)), "table"),
+        (lambda: gf.ops.unit_rows(torch.zeros(3, 2), torch.zeros(3)), "index must be int64"),
+    ],
+)
+def test_bad_arguments_of_rows_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

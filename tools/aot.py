@@ -30,10 +30,11 @@ from triton.compiler import ASTSource
 from geoflow_fast.kernels import gallery, geodesic, network, probes
 from geoflow_fast.ops import dispatch
 
-NVIDIA = (80, 90, 100)
+NVIDIA = (80, 86, 89, 90, 100, 120)
 AMD = "gfx942"
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-TENSOR_CORE = {80: "mma.sync", 90: "wgmma", 100: "tcgen05.mma"}
+# Of a block: desktop and workstation GPUs (3090, 4090, 5090, A10, L4, L40S) have 99 KB.
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024} | dict.fromkeys((86, 89, 120), 99 * 1024)
+TENSOR_CORE = {90: "wgmma", 100: "tcgen05.mma"} | dict.fromkeys((80, 86, 89, 120), "mma.sync")
 TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -72,6 +73,7 @@ def recorded() -> Iterator[list[Launch]]:
         for module in (geodesic, gallery, network, probes):
             stack.enter_context(mock.patch.object(module, "launch", record))
         stack.enter_context(mock.patch.object(gallery, "processor_count", return_value=132))
+        stack.enter_context(mock.patch.object(gallery, "is_hopper", return_value=True))
         # Without this, operations would answer for tensors without values by the shapes of their references.
         stack.enter_context(mock.patch.object(dispatch, "_without_values", lambda backend, _: backend))
         stack.enter_context(FakeTensorMode())
@@ -156,6 +158,7 @@ class Case:
     megabytes: float = 0.0
     teraflop: float = 0.0
     tensor_peak: str = "bf16"
+    capabilities: tuple[int, ...] = NVIDIA
 
     def launches(self) -> list[Launch]:
         with recorded() as launches:
@@ -184,6 +187,27 @@ def _interpolant(rows: int, image: int, text: int, drop: bool = True) -> Callabl
     return call
 
 
+def _noise(rows: int, width: int, unit: bool = True) -> Callable[[], object]:
+    return lambda: geodesic.counter_noise(_cuda(rows, dtype=torch.int64), width, 2**62 + 1, 7, 1, unit)
+
+
+def _unit_rows(rows: int, width: int, dtype: torch.dtype) -> Callable[[], object]:
+    return lambda: geodesic.unit_rows(_cuda(2 * rows, width, dtype=dtype), _cuda(rows, dtype=torch.int64))
+
+
+def _cross_residual(
+    rows: int, width: int, dtype: torch.dtype = torch.bfloat16, keep: bool = True, *, backward: bool = False
+) -> Callable[[], object]:
+    """The end of a cross-gate with four heads, and its gradients."""
+
+    def call() -> None:
+        kept = _cuda(rows, width, dtype=torch.int8).view(torch.bool) if keep else None
+        function = network.cross_residual_backward if backward else network.cross_residual
+        function(_cuda(rows, width), _cuda(rows, 2 * width, dtype=dtype), _cuda(2, width), kept, 0.05, 4)
+
+    return call
+
+
 def _step(rows: int, width: int, guided: bool = True, renormalise: bool = False) -> Callable[[], object]:
     return lambda: geodesic.tangent_step(
         _cuda(rows, width), _cuda(rows, width), 0.02, _cuda(rows, width) if guided else None, 3.0, renormalise
@@ -207,7 +231,15 @@ def _ab2(rows: int, width: int, guided: bool = True, carried: bool = True) -> Ca
 
 
 def _gallery(
-    config: str, dtype: torch.dtype, queries: int, draws: int, items: int, width: int, bias: bool = False, top: int = 10
+    config: str,
+    dtype: torch.dtype,
+    queries: int,
+    draws: int,
+    items: int,
+    width: int,
+    bias: bool = False,
+    top: int = 10,
+    scores: bool = False,
 ) -> Callable[[], object]:
     return lambda: gallery.gallery_statistics(
         _cuda(queries, draws, width, dtype=dtype),
@@ -216,6 +248,7 @@ def _gallery(
         top,
         _cuda(items) if bias else None,
         _cuda(queries, draws) if bias else None,
+        scores=_cuda(queries, items) if scores else None,
         config=config,
     )
 
@@ -323,20 +356,27 @@ NETWORK = {
 
 def table_cases() -> list[Case]:
     """One call per kernel at the paper's sizes: batch 8192 and two streams, d=1024, 50 samples a query."""
-    half = torch.bfloat16
+    half, single = torch.bfloat16, torch.float32
     cases = [
         Case("masked_interpolant 8192 x (1024 + 1024)", _interpolant(8192, 1024, 1024), 268.0),
+        Case("counter_noise 8192 x 1024", _noise(8192, 1024), 33.6),
+        Case("unit_rows fp16 8192 x 1024", _unit_rows(8192, 1024, torch.float16), 50.3),
+        Case("cross_residual 16384 x 512", _cross_residual(16384, 512), 109.0),
+        Case("cross_residual_backward 16384 x 512", _cross_residual(16384, 512, backward=True), 109.0),
         Case("tangent_step with guidance 40000 x 1024", _step(40000, 1024), 655.0),
         Case("tangent_stage with guidance 40000 x 1024", _stage(40000, 1024), 1147.0),
         Case("tangent_ab2 with guidance 40000 x 1024", _ab2(40000, 1024), 983.0),
-        Case("gallery bf16 25000 x 50 x 5000", _gallery("half-wide", half, 25000, 50, 5000, 1024), teraflop=14.3),
+        Case("gallery bf16 25000 x 50 x 5000", _gallery("slim", half, 25000, 50, 5000, 1024), teraflop=14.3),
+        Case("the same, wide tiles", _gallery("wide", half, 25000, 50, 5000, 1024), teraflop=16.4, capabilities=(90,)),
+        Case("gallery fp32 25000 x 50 x 5000", _gallery("slim", single, 25000, 50, 5000, 1024), teraflop=43.0),
+        Case("gallery bf16 16 x 50 x 1000000", _gallery("some", half, 16, 50, 1_000_000, 1024), 2048.0, 2.1),
+        Case("gallery bf16 4 x 50 x 1000000", _gallery("few", half, 4, 50, 1_000_000, 1024), 2048.0, 0.52),
         Case(
-            "gallery fp32 25000 x 50 x 5000",
-            _gallery("float-wide", torch.float32, 25000, 50, 5000, 1024),
-            teraflop=43.0,
+            "gallery fp32, kappa above 1e4, 25000 x 50 x 5000",
+            _gallery("exact", single, 25000, 50, 5000, 1024),
+            teraflop=39.9,
             tensor_peak="tf32",
         ),
-        Case("gallery bf16 4 x 50 x 1000000", _gallery("half-few", half, 4, 50, 1_000_000, 1024), 2048.0, 0.52),
     ]
     for name, (width, arrays) in NETWORK.items():
         rows = 8192 if name.startswith("flow_loss") else 16384
@@ -356,15 +396,24 @@ def configuration_cases() -> list[Case]:
     """Every configuration that a call can choose: dtypes, flags, groups, and widths from narrow to the widest."""
     cases = []
     for name, config in gallery.CONFIGS.items():
-        for dtype in (torch.float16, torch.bfloat16) if config.half else (torch.float32,):
+        where = (90,) if config.hopper else NVIDIA
+        for dtype in (torch.float32,) if config.exact else (torch.float16, torch.bfloat16, torch.float32):
+            queries = 2 if config.most <= 4 else 64
             for width, bias in ((1024, False), (144, True)):
-                queries = 2 if config.few else 64
                 call = _gallery(name, dtype, queries, 50, 5000, width, bias)
-                cases.append(Case(f"{name} {TYPES[dtype]} d={width} bias={bias}", call))
+                cases.append(Case(f"{name} {TYPES[dtype]} d={width} bias={bias}", call, capabilities=where))
             call = _gallery(name, dtype, 1, 1, 77, 7, top=gallery.MAX_TOP_K)
-            cases.append(Case(f"{name} {TYPES[dtype]} one sample, top 64", call))
+            cases.append(Case(f"{name} {TYPES[dtype]} one sample, top 64", call, capabilities=where))
+            call = _gallery(name, dtype, queries, 50, 5000, 1024, top=1, scores=True)
+            cases.append(Case(f"{name} {TYPES[dtype]} scores", call, capabilities=where))
     for width in (24, 1408, 4096):
         cases.append(Case(f"masked_interpolant d={width}", _interpolant(64, width, width, drop=width == 24)))
+        cases.append(Case(f"counter_noise d={width}", _noise(64, width, unit=width != 24)))
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            cases.append(Case(f"unit_rows {TYPES[dtype]} d={width}", _unit_rows(64, width, dtype)))
+            for backward in (False, True):
+                call = _cross_residual(64, width, dtype, keep=width == 24, backward=backward)
+                cases.append(Case(f"cross_residual {TYPES[dtype]} H={width} backward={backward}", call))
         for guided, renormalise in ((True, True), (False, False)):
             call = _step(64, width, guided, renormalise)
             cases.append(Case(f"tangent_step d={width} guided={guided} renormalise={renormalise}", call))
@@ -390,8 +439,12 @@ def configuration_cases() -> list[Case]:
     return cases
 
 
-BANDWIDTH = {"A100-40": 1.555e12, "H100": 3.35e12}
-TENSOR_PEAK = {"A100-40": {"bf16": 312e12, "tf32": 156e12}, "H100": {"bf16": 989e12, "tf32": 494e12}}
+BANDWIDTH = {"A100-40": 1.555e12, "H100": 3.35e12, "RTX 4090": 1.008e12}
+TENSOR_PEAK = {
+    "A100-40": {"bf16": 312e12, "tf32": 156e12},
+    "H100": {"bf16": 989e12, "tf32": 494e12},
+    "RTX 4090": {"bf16": 165e12, "tf32": 82.6e12},
+}
 
 
 def estimate_ms(case: Case, device: str) -> float:
@@ -403,17 +456,17 @@ def estimate_ms(case: Case, device: str) -> float:
 
 def table() -> str:
     """Markdown: registers, stack, spills and shared memory per architecture, and estimated times."""
-    lines = [
-        "| call | kernel | registers sm_80 / 90 / 100 | stack | spills | shared KB sm_80 / 90 / 100 | "
-        "A100-40, estimated | H100, estimated |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    numbers = " / ".join(map(str, NVIDIA))
+    titles = ["call", "kernel", f"registers sm_{numbers}", "stack", "spills", f"shared KB sm_{numbers}"]
+    titles += [f"{device}, estimated" for device in BANDWIDTH]
+    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
     for case in table_cases():
         for number, launch in enumerate(case.launches()):
-            built = [compile_nvidia(launch, capability) for capability in NVIDIA]
-            registers = " / ".join(str(b.registers) for b in built)
-            shared = " / ".join(f"{b.shared / 1024:.1f}" for b in built)
+            compiled = {c: compile_nvidia(launch, c) for c in case.capabilities}
+            registers = " / ".join(str(compiled[c].registers) if c in compiled else "-" for c in NVIDIA)
+            shared = " / ".join(f"{compiled[c].shared / 1024:.1f}" if c in compiled else "-" for c in NVIDIA)
             times = [f"{estimate_ms(case, d):.2f} ms" if number == 0 else "" for d in BANDWIDTH]
+            built = compiled.values()
             cells = [
                 case.name if number == 0 else "", f"`{launch.name}`", registers, str(max(b.stack for b in built)),
                 str(max(b.spills for b in built)), shared, *times,

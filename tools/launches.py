@@ -46,9 +46,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 import geoflow_fast as gf
 from geoflow_fast.directions import DIRECTIONS, Direction
+from geoflow_fast.flow import costs
 from geoflow_fast.kernels import gallery, geodesic, network, probes
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.ops import dispatch, native, triton_kernels
+from geoflow_fast.plan import DEVICES
 from geoflow_fast.retrieval.sources import FlowSource
 from geoflow_fast.training import loop
 from geoflow_fast.training.batches import Prefetcher
@@ -122,7 +124,7 @@ class Count:
 def moved(values: Any) -> float:
     """Bytes of the elements that these tensors have in memory: those of expanded dimensions are read once."""
     total = 0.0
-    for x in tree_leaves(values):
+    for x in {id(x): x for x in tree_leaves(values)}.values():
         if isinstance(x, Tensor):
             total += x.element_size() * math.prod(n for n, step in zip(x.shape, x.stride()) if step or n == 0)
     return total
@@ -230,7 +232,8 @@ class Counting(TorchDispatchMode):
         elif name in ("addmm", "baddbmm") and args[0].dim() > 1 and kwargs.get("out") is not args[0]:
             number = 2  # the bias is copied to every row of the result first
         self.count.kernels[f"torch:{name}"] += number
-        self.count.bytes += moved((args, kwargs)) + moved(out)
+        read = {key: value for key, value in kwargs.items() if key != "out"}
+        self.count.bytes += moved((args, read)) + moved(out)
         factors = {"mm": args[:2], "bmm": args[:2], "addmm": args[1:3], "baddbmm": args[1:3]}.get(name.rstrip("_"))
         if factors is not None:
             a, b = factors
@@ -277,7 +280,8 @@ class Counting(TorchDispatchMode):
         self.count.bytes += moved(arguments)
         if name.__name__ == "gallery_tile_kernel":
             samples, items = arguments[:2]
-            self.count.flops[str(samples.dtype).split(".")[1]] += 2 * samples.numel() * len(items)
+            products = 3 / 2 if meta["PARTS"] == 2 else 1  # three of each pair of parts, whose rows hold both
+            self.count.flops[str(samples.dtype).split(".")[1]] += int(2 * products * samples.numel() * len(items))
 
 
 def _types(device: Any) -> set[str]:
@@ -298,13 +302,20 @@ def _is_view(func: Any) -> bool:
 class CompiledCuda:
     """Stands in for the extension's class of a transport problem: counts its launches."""
 
-    def __init__(self, count: Count, rows: int, cols: int) -> None:
+    def __init__(self, count: Count, rows: int, cols: int, half: bool = False) -> None:
         self.count, self.rows, self.cols = count, rows, cols
+        self.entry_bytes = 2.0 if half else 4.0
 
-    def build(self, *, image_dim: int, text_dim: int, precise: bool = False, **others: Any) -> float:  # noqa: ARG002
-        self._launched("score_kernel", 4.0 * (self.rows + self.cols) * (image_dim + text_dim))
-        products = 2.0 * self.rows * self.cols * (image_dim + text_dim)
-        self.count.flops["tf32"] += int(products * (3 if precise else 1))
+    def build(self, *, image_dim: int, text_dim: int, half: bool, **others: Any) -> float:  # noqa: ARG002
+        points = (2.0 if half else 4.0) * (self.rows + self.cols)
+        products = 2.0 * self.rows * self.cols
+        if half:
+            self._launched("score_kernel", points * (image_dim + text_dim))
+            self.count.flops["float16"] += int(products * (image_dim + text_dim))
+            return 0.0
+        for width in (image_dim, text_dim):  # a launch each, of three products
+            self._launched("score_kernel", points * width)
+            self.count.flops["tf32"] += int(3 * products * width)
         return 0.0
 
     def solve(self, *arguments: Any) -> None:  # noqa: ARG002
@@ -325,7 +336,7 @@ class CompiledCuda:
     def _launched(self, name: str, others: float = 0.0) -> None:
         """A launch that goes over the matrix once."""
         self.count.kernels[f"cuda:{name}"] += 1
-        self.count.bytes += 4.0 * self.rows * self.cols + others
+        self.count.bytes += self.entry_bytes * self.rows * self.cols + others
 
 
 class HostStream:
@@ -363,7 +374,7 @@ def counted(*, capability: tuple[int, int] = (9, 0)) -> Iterator[Count]:
     count = Count()
     fake, stream = FakeTensorMode(), HostStream(count)
     mode = Counting(count, fake)
-    compiled = SimpleNamespace(CudaTransport=lambda rows, cols, *_: CompiledCuda(count, rows, cols))
+    compiled = SimpleNamespace(CudaTransport=lambda rows, cols, *rest: CompiledCuda(count, rows, cols, rest[-1]))
     properties = SimpleNamespace(
         multi_processor_count=132, total_memory=80 * 10**9, major=capability[0], minor=capability[1], name="fake"
     )
@@ -537,13 +548,46 @@ def table(counts: dict[str, Count]) -> str:
     return "\n".join(lines)
 
 
+BEFORE = {"one guided velocity": (143, 1), "one likelihood evaluation": (809, 7), "one training step": (1421, 22)}
+"""Kernels and synchronisations that this tool counted in the release before."""
+BEGIN, END = "<!-- table: python -m tools.launches --docs docs/gpu.md -->", "<!-- end of launches -->"
+
+
+def documented() -> str:
+    """Markdown: the paths that have a formula in `flow/costs.py`, before and after, with estimated times."""
+    shape = gf.GeoFlowConfig.paper()
+    lines = [
+        "| path | kernels before | after | synchronisations before | after | GB, float32 / bfloat16 | GFLOP | "
+        "A100, estimated | H100, estimated |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, count_of, work_of in (
+        ("one guided velocity", sampling, costs.velocity_work(shape, 2 * QUERIES * SAMPLES, "bfloat16")),
+        ("one likelihood evaluation", likelihood, costs.likelihood_work(shape, PAIRS, "bfloat16")),
+    ):
+        plain, half = (count_of(4, precision) - count_of(3, precision) for precision in ("float32", "bfloat16"))
+        times = (costs.seconds(work_of, DEVICES[gpu].products, "bfloat16") for gpu in ("a100", "h100"))
+        cells = [
+            name, str(BEFORE[name][0]), str(plain.kernels.total()), str(BEFORE[name][1]),
+            str(plain.synchronisations.total()), f"{plain.bytes / 1e9:.2f} / {half.bytes / 1e9:.2f}",
+            f"{plain.flops.total() / 1e9:.0f}", *(f"{1e3 * t:.2f} ms" for t in times),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("paths", nargs="*", help=f"which paths to count; by default all of {', '.join(PATHS)}")
     parser.add_argument("--list", action="store_true", help="also name the kernels")
     parser.add_argument("--json", type=Path, help="a file for the counts")
+    parser.add_argument("--docs", type=Path, help="a page whose table is to be written anew")
     chosen = parser.parse_args()
+    if chosen.docs:
+        before, rest = chosen.docs.read_text().split(BEGIN)
+        chosen.docs.write_text(f"{before}{BEGIN}\n{documented()}\n{END}{rest.split(END)[1]}")
+        return
     counts = {name: run() for name, run in PATHS.items() if not chosen.paths or any(p in name for p in chosen.paths)}
     print(table(counts))
     if chosen.list:

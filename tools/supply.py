@@ -29,7 +29,7 @@ DEV, CUDA, TOOLS = LOCKS / "dev.lock", LOCKS / "cuda.lock", LOCKS / "tools.lock"
 LICENCES = ROOT / "docs" / "licences.md"
 PYTHON = "3.11"
 """The oldest for which the pinned versions are made."""
-EXTRAS = ("ot", "encoders", "eval", "baselines", "train", "bench", "docs", "test")
+EXTRAS = ("gpu", "ot", "encoders", "data", "hub", "eval", "baselines", "train", "bench", "docs", "test")
 OWN = "geoflow-fast"
 
 ELSEWHERE = {
@@ -186,9 +186,9 @@ def licences_page() -> str:
             "",
             "What the development environment consists of on Linux, in the versions of `.ci/dev.lock`, as the packages",
             "state it. `make licences` writes this page; a licence beyond those that `tools/supply.py`",
-            "allows fails `make audit`. The library itself needs torch, triton, numpy, safetensors, typer, rich, and",
-            "what these ask for. PyPI's torch for Linux also asks for CUDA libraries (`.ci/cuda.lock`), which have",
-            "NVIDIA's own licence.",
+            "allows fails `make audit`. The library itself needs torch, numpy, scipy, safetensors, filelock, pyarrow,",
+            "jinja2, typer, rich, and what these ask for. PyPI's torch for Linux also asks for CUDA libraries",
+            "(`.ci/cuda.lock`), which have NVIDIA's own licence.",
             "",
             "| Package | Version | Licence |",
             "|---|---|---|",

@@ -36,10 +36,33 @@ __device__ __forceinline__ float fast_reciprocal(float x) {
     return y;
 }
 
-// Starts copying 16 bytes from global to shared memory: the first `valid` from `source`, zeros after them.
+// A float16 as its bits: memory holds it, arithmetic is in float32.
+struct Half {
+    std::uint16_t bits;
+};
+
+__device__ __forceinline__ float to_float(Half x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+
+__device__ __forceinline__ Half to_half(float x) {
+    Half y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+
+// Starts copying 8 or 16 bytes from global to shared memory: the first `valid` from `source`, zeros after them.
+template <int kBytes>
 __device__ __forceinline__ void copy_async(void* shared, const void* source, int valid) {
     const auto target = static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid) : "memory");
+    if constexpr (kBytes == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(valid) : "memory");
+    } else {
+        static_assert(kBytes == 8);
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(target), "l"(source), "r"(valid) : "memory");
+    }
 }
 
 // Closes the calling thread's current group of copies.
@@ -58,6 +81,15 @@ __device__ __forceinline__ void copy_wait() {
 //   of sum: (group, 2 member), (group, 2 member + 1), (group + 8, 2 member), (group + 8, 2 member + 1).
 __device__ __forceinline__ void mma_tf32(float (&sum)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// One warp: sum (16 x 8) += a (16 x 16) b (16 x 8), float16 inputs in pairs of neighbours along the sum, float32 sums.
+// A thread holds, with the pairs numbered from 0 to 7 where mma_tf32 numbers coordinates, the same places as there.
+__device__ __forceinline__ void mma_half(float (&sum)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));

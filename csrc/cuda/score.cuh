@@ -1,23 +1,26 @@
 // Centred scores of all pairs on tensor cores: S_ij = sum over two factors of weight * asin<x_i, y_j> (arc lengths) or
 // of weight * 2 <x_i, y_j> (squared chords). See sinkhorn.h for the costs and the centring.
 //
-// One block of 256 threads makes a 128 x 128 tile. Both factors are one sequence of 32-wide steps through a ring of
-// three stages in shared memory, filled by 16-byte cp.async; at the end of a factor its dot products leave the
-// accumulators through the arc sine and join the running score in registers, so that S is written once and never read.
+// One block makes a 128 x 128 tile. Both factors are one sequence of steps of 128 bytes a row through a
+// ring of three stages in shared memory, filled by 16-byte cp.async; at the end of a factor its dot products leave the
+// accumulators through the arc sine. Of float16 points the first factor's scores wait in registers for the second's, so
+// that S is written once and never read; of float32 points a second launch adds the second factor's.
 //
-// A stage holds, per operand, two groups of 16 coordinates as [group][128 rows][16]: a warp's 128-bit fragment loads
-// then cover 512 consecutive bytes (no bank conflict, no padding). A thread's four consecutive coordinates serve two
-// mma steps of 8: the sum over coordinates does not mind the order as long as both operands use the same one.
+// A stage holds, per operand, two groups of 64 bytes as [group][128 rows][64]: a warp's 128-bit fragment loads then
+// cover 512 consecutive bytes (no bank conflict, no padding). A thread's 16 bytes serve two mma steps: the sum over
+// coordinates does not mind the order as long as both operands use the same one.
 //
-// kPasses = 1: inputs rounded to TF32, error of a dot product of unit rows about 1e-5 at d = 1024. kPasses = 3: each
-// input split into two TF32 parts, three products, float32 accuracy. One pass is enough for the coupling of unrelated
-// points (of 2048 rows at d = 1024 the argmax of none moves at eps = 0.05, of one at 0.005); nearly equal points need
-// three: an angle of 0 comes out as 0.005 with one.
+// Points in float16: one product. The error of a dot product of unrelated unit rows is about 1e-5 at d = 1024, which
+// the coupling does not feel: of 2048 rows the argmax of none moves at eps = 0.05, of one at 0.005. Points in float32:
+// each is split into two TF32 parts, whose three products are added up outside of the tensor cores. These truncate when
+// they accumulate, always towards zero: 1024 coordinates added inside come out up to 1.6e-5 below 1, which is an angle
+// of 0.006 between equal points, no better than with a single product. Added outside, sums are rounded as in float32
+// anywhere, and equal points are up to 8e-4 apart.
 //
-// Work at 8192 x 8192, d = 1024 + 1024: 275 GFLOP per pass; 8.6 GB of tiles from L2 (268 MB of S written, about 0.6 GB
-// from memory thanks to the grouping of tiles by eight rows). At 60 % of the TF32 peak of mma.sync (A100 156 TFLOP/s;
-// H100 takes about 62 % of its 495 through mma.sync) and 4 / 5.5 TB/s of L2: one pass 2.9 ms on A100, 1.6 ms on H100;
-// three passes 8.8 ms and 4.5 ms.
+// Work at 8192 x 8192, d = 1024 + 1024: 275 GFLOP per product; 8.6 GB of float32 tiles from L2, half as much of float16
+// (268 or 134 MB of S written, about 0.6 GB from memory thanks to the grouping of tiles by eight rows). At 60 % of the
+// peak of mma.sync (A100 312 TFLOP/s in float16 and half of it in TF32; H100 takes about 62 % of its 989 and 495 through
+// mma.sync) and 4 / 5.5 TB/s of L2: float16 1.5 ms on A100, 0.8 ms on H100; float32 8.8 ms and 4.5 ms.
 #pragma once
 
 #include <cstdint>
@@ -26,28 +29,34 @@
 
 namespace geoflow::cuda {
 
-constexpr int kScoreTile = 128;  // rows and columns of a block's tile
-constexpr int kScoreDepth = 32;  // coordinates per stage
+constexpr int kScoreTile = 128;       // rows and columns of a block's tile
+constexpr int kScoreGroupBytes = 64;  // of a row in one group of a stage, which has two
 constexpr int kScoreStages = 3;
-constexpr int kScoreThreads = 256;  // eight warps as 2 x 4, each 64 x 32 of the tile
-constexpr int kScoreGroup = 8;      // tile rows that share the columns they read while these are in L2
-constexpr int kOperandFloats = kScoreTile * kScoreDepth;
-constexpr int kScoreSharedBytes = kScoreStages * 2 * kOperandFloats * static_cast<int>(sizeof(float));
+constexpr int kScoreThreads = 256;    // eight warps as 2 x 4, each 64 x 32 of the tile
+constexpr int kScoreGroup = 8;        // tile rows that share the columns they read while these are in L2
+constexpr int kOperandBytes = kScoreTile * 2 * kScoreGroupBytes;
+constexpr int kScoreSharedBytes = kScoreStages * 2 * kOperandBytes;
+template <typename Point>
+constexpr int kScoreDepth = 2 * kScoreGroupBytes / static_cast<int>(sizeof(Point));  // coordinates per stage
+// Both factors in one launch; the parts of float32 take the registers in which the first one's scores would wait.
+template <typename Point>
+constexpr bool kScoresBoth = sizeof(Point) == 2;
 
 struct ScoreFactor {
-    const float* x;  // [rows, dim], 16-byte aligned
-    const float* y;  // [cols, dim], 16-byte aligned
-    int dim;         // a multiple of 4
+    const void* x;  // [rows, dim], 16-byte aligned
+    const void* y;  // [cols, dim], 16-byte aligned
+    int dim;        // rows are multiples of 16 bytes
     float weight;
 };
 
 struct ScoreProblem {
     ScoreFactor factor[2];
-    float* score;  // [rows, stride], stride a multiple of 4, 16-byte aligned; the padding is written too
+    void* score;  // [rows, stride], stride a multiple of 4, 16-byte aligned; the padding is written too
     int rows;
     int cols;
     std::int64_t stride;
     bool arc;  // else chord
+    bool add;  // to what `score` holds; for kernels that take one factor at a time
 };
 
 // asin on [-1, 1] within 2e-7; values outside by rounding are clamped.
@@ -75,94 +84,129 @@ __device__ __forceinline__ void tile_of_block(int index, int tile_rows, int tile
     tile_col = inside / height;
 }
 
-// Starts the copy of coordinates [start, start + 32) of rows [first, first + 128) of `points` into one operand of a
-// stage: four threads a row, each four coordinates of either group. Nothing is read outside the cloud, where zeros take
-// its place.
-__device__ __forceinline__ void fetch_operand(float* stage, const float* points, int first, int count, int dim,
+// Starts the copy of coordinates [start, start + kScoreDepth) of rows [first, first + 128) of `points` into one operand
+// of a stage: four threads a row, each 16 bytes of either group. Nothing is read outside the cloud, where zeros take its
+// place.
+template <typename Point>
+__device__ __forceinline__ void fetch_operand(char* stage, const void* points, int first, int count, int dim,
                                               int start) {
-    const int row = threadIdx.x / 4, column = threadIdx.x % 4 * 4;
-    const float* source = points + static_cast<std::int64_t>(first + row) * dim + start + column;
+    constexpr int kSixteen = 16 / static_cast<int>(sizeof(Point)), kGroup = 4 * kSixteen;  // coordinates
+    const int row = threadIdx.x / 4, part = threadIdx.x % 4;
+    const Point* source =
+        static_cast<const Point*>(points) + static_cast<std::int64_t>(first + row) * dim + start + part * kSixteen;
 #pragma unroll
     for (int skip = 0; skip < kScoreTile; skip += kScoreThreads / 4) {
 #pragma unroll
-        for (int group = 0; group < kScoreDepth / 16; ++group) {
-            const bool inside = first + row + skip < count && start + column + 16 * group < dim;
-            copy_async(stage + (group * kScoreTile + row + skip) * 16 + column, source + skip * dim + 16 * group,
-                       inside ? 16 : 0);
+        for (int group = 0; group < 2; ++group) {
+            const bool inside = first + row + skip < count && start + part * kSixteen + kGroup * group < dim;
+            copy_async<16>(stage + (group * kScoreTile + row + skip) * kScoreGroupBytes + 16 * part,
+                           source + skip * dim + kGroup * group, inside ? 16 : 0);
         }
     }
 }
 
+// A thread's 16 bytes of a row: four float32, or four pairs of float16.
+struct alignas(16) Words {
+    std::uint32_t at[4];
+};
+
 constexpr std::uint32_t kTf32Bits = 0xffffe000u;  // sign, exponent and the 10 bits of fraction that TF32 keeps
 
-// The two TF32 parts of a float32: what the first cuts off is the second, but for two more bits.
-__device__ __forceinline__ void split_tf32(float x, std::uint32_t& high, std::uint32_t& low) {
-    high = __float_as_uint(x) & kTf32Bits;
-    low = __float_as_uint(x - __uint_as_float(high)) & kTf32Bits;
+__device__ __forceinline__ std::uint32_t round_tf32(std::uint32_t x) { return (x + 0x1000u) & kTf32Bits; }
+
+// The two TF32 parts of a float32, both rounded: cut off, the products of equal points would all be too small.
+__device__ __forceinline__ void split_tf32(std::uint32_t x, std::uint32_t& high, std::uint32_t& low) {
+    high = round_tf32(x);
+    low = round_tf32(__float_as_uint(__uint_as_float(x) - __uint_as_float(high)));
 }
 
-__device__ __forceinline__ std::uint32_t round_tf32(float x) { return (__float_as_uint(x) + 0x1000u) & kTf32Bits; }
-
-// sum += x y over 8 coordinates, to TF32 or to float32 accuracy.
-template <int kPasses>
-__device__ __forceinline__ void multiply(float (&sum)[4], const float (&x)[4], const float (&y)[2]) {
-    std::uint32_t x_high[4], y_high[2];
-    if constexpr (kPasses == 1) {
-        for (int k = 0; k < 4; ++k) x_high[k] = round_tf32(x[k]);
-        for (int k = 0; k < 2; ++k) y_high[k] = round_tf32(y[k]);
-    } else {
-        std::uint32_t x_low[4], y_low[2];
-        for (int k = 0; k < 4; ++k) split_tf32(x[k], x_high[k], x_low[k]);
-        for (int k = 0; k < 2; ++k) split_tf32(y[k], y_high[k], y_low[k]);
-        mma_tf32(sum, x_low, y_high);
-        mma_tf32(sum, x_high, y_low);
-    }
-    mma_tf32(sum, x_high, y_high);
+// sum += x y over half of the threads' words: float16 products.
+__device__ __forceinline__ void multiply(float (&sum)[4], const std::uint32_t (&x)[4], const std::uint32_t (&y)[2], Half) {
+    mma_half(sum, x, y);
 }
 
-// Adds one stage to the warp's 64 x 32 dot products.
-template <int kPasses>
-__device__ __forceinline__ void multiply_stage(float (&dot)[4][4][4], const float* x_stage, const float* y_stage) {
+// sum += x y to float32 accuracy.
+__device__ __forceinline__ void multiply(float (&sum)[4], const std::uint32_t (&x)[4], const std::uint32_t (&y)[2],
+                                         float) {
+    std::uint32_t x_high[4], y_high[2], x_low[4], y_low[2];
+    for (int k = 0; k < 4; ++k) split_tf32(x[k], x_high[k], x_low[k]);
+    for (int k = 0; k < 2; ++k) split_tf32(y[k], y_high[k], y_low[k]);
+    float part[4] = {};
+    mma_tf32(part, x_low, y_high);
+    mma_tf32(part, x_high, y_low);
+    mma_tf32(part, x_high, y_high);
+    for (int k = 0; k < 4; ++k) sum[k] += part[k];
+}
+
+// Adds one stage to the warp's dot products.
+template <typename Point>
+__device__ __forceinline__ void multiply_stage(float (&dot)[4][4][4], const char* x_stage, const char* y_stage) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int x_row = warp / 4 * 64 + lane / 4, y_row = warp % 4 * 32 + lane / 4;
-#pragma unroll
-    for (int group = 0; group < kScoreDepth / 16; ++group) {
-        const float4* x = reinterpret_cast<const float4*>(x_stage + group * 16 * kScoreTile) + lane % 4;
-        const float4* y = reinterpret_cast<const float4*>(y_stage + group * 16 * kScoreTile) + lane % 4;
-        float4 columns[4];
+    constexpr int kAtOnce = kScoresBoth<Point> ? 2 : 1;  // groups; two of float32 would not fit the registers
+#pragma unroll kAtOnce
+    for (int group = 0; group < 2; ++group) {
+        const int skip = group * kScoreTile * kScoreGroupBytes;
+        const Words* x = reinterpret_cast<const Words*>(x_stage + skip) + lane % 4;
+        const Words* y = reinterpret_cast<const Words*>(y_stage + skip) + lane % 4;
+        Words columns[4];
 #pragma unroll
         for (int n = 0; n < 4; ++n) columns[n] = y[(y_row + 8 * n) * 4];
 #pragma unroll
         for (int m = 0; m < 4; ++m) {
-            const float4 upper = x[(x_row + 16 * m) * 4], lower = x[(x_row + 16 * m + 8) * 4];
-            const float first[4] = {upper.x, lower.x, upper.y, lower.y},
-                        second[4] = {upper.z, lower.z, upper.w, lower.w};
+            const Words upper = x[(x_row + 16 * m) * 4], lower = x[(x_row + 16 * m + 8) * 4];
+            const std::uint32_t first[4] = {upper.at[0], lower.at[0], upper.at[1], lower.at[1]},
+                                second[4] = {upper.at[2], lower.at[2], upper.at[3], lower.at[3]};
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
-                multiply<kPasses>(dot[m][n], first, {columns[n].x, columns[n].y});
-                multiply<kPasses>(dot[m][n], second, {columns[n].z, columns[n].w});
+                multiply(dot[m][n], first, {columns[n].at[0], columns[n].at[1]}, Point{});
+                multiply(dot[m][n], second, {columns[n].at[2], columns[n].at[3]}, Point{});
             }
         }
     }
 }
 
-template <int kPasses>
+__device__ __forceinline__ float score_of(float dot, float weight, bool arc) {
+    return weight * (arc ? arc_sine(dot) : 2.0f * dot);
+}
+
+template <typename Entry>
+__device__ __forceinline__ void load_two(float* total, const Entry* source) {
+    if constexpr (sizeof(Entry) == 4) {
+        const float2 two = *reinterpret_cast<const float2*>(source);
+        total[0] = two.x;
+        total[1] = two.y;
+    }
+}
+
+__device__ __forceinline__ void store_two(float* target, const float* total) {
+    *reinterpret_cast<float2*>(target) = {total[0], total[1]};
+}
+
+__device__ __forceinline__ void store_two(Half* target, const float* total) {
+    const std::uint32_t low = to_half(total[0]).bits, high = to_half(total[1]).bits;
+    *reinterpret_cast<std::uint32_t*>(target) = low | high << 16;
+}
+
+// Point: how the clouds are given; Entry: how S is stored.
+template <typename Point, typename Entry>
 __global__ void __launch_bounds__(kScoreThreads, 1) score_kernel(ScoreProblem p) {
-    GEOFLOW_DYNAMIC_SHARED(float, ring);  // [stage][x, y][kOperandFloats]
+    GEOFLOW_DYNAMIC_SHARED(char, ring);  // [stage][x, y][kOperandBytes]
+    constexpr int kDepth = kScoreDepth<Point>;
     int tile_row, tile_col;
     tile_of_block(blockIdx.x, (p.rows + kScoreTile - 1) / kScoreTile, (p.cols + kScoreTile - 1) / kScoreTile, tile_row,
                   tile_col);
     const int first_row = tile_row * kScoreTile, first_col = tile_col * kScoreTile;
-    const int steps0 = (p.factor[0].dim + kScoreDepth - 1) / kScoreDepth;
-    const int steps = steps0 + (p.factor[1].dim + kScoreDepth - 1) / kScoreDepth;
+    const int steps0 = (p.factor[0].dim + kDepth - 1) / kDepth;
+    const int steps = steps0 + (p.factor[1].dim + kDepth - 1) / kDepth;
 
     const auto fetch = [&](int step) {
         if (step < steps) {
             const ScoreFactor factor = step < steps0 ? p.factor[0] : p.factor[1];
-            const int start = (step >= steps0 ? step - steps0 : step) * kScoreDepth;
-            float* stage = ring + step % kScoreStages * 2 * kOperandFloats;
-            fetch_operand(stage, factor.x, first_row, p.rows, factor.dim, start);
-            fetch_operand(stage + kOperandFloats, factor.y, first_col, p.cols, factor.dim, start);
+            const int start = (step >= steps0 ? step - steps0 : step) * kDepth;
+            char* stage = ring + step % kScoreStages * 2 * kOperandBytes;
+            fetch_operand<Point>(stage, factor.x, first_row, p.rows, factor.dim, start);
+            fetch_operand<Point>(stage + kOperandBytes, factor.y, first_col, p.cols, factor.dim, start);
         }
         copy_commit();  // an empty group keeps the count right at the end
     };
@@ -173,19 +217,19 @@ __global__ void __launch_bounds__(kScoreThreads, 1) score_kernel(ScoreProblem p)
         copy_wait<kScoreStages - 2>();
         __syncthreads();  // this stage has arrived for all, and all are done with the one fetched next
         fetch(step + kScoreStages - 1);
-        const float* stage = ring + step % kScoreStages * 2 * kOperandFloats;
-        multiply_stage<kPasses>(dot, stage, stage + kOperandFloats);
-        if (step + 1 == steps0 || step + 1 == steps) {
-            const float weight = step < steps0 ? p.factor[0].weight : p.factor[1].weight;
+        const char* stage = ring + step % kScoreStages * 2 * kOperandBytes;
+        multiply_stage<Point>(dot, stage, stage + kOperandBytes);
+        if (kScoresBoth<Point> && step + 1 == steps0) {
 #pragma unroll
             for (int k = 0; k < 64; ++k) {
                 float& value = dot[k / 16][k / 4 % 4][k % 4];
-                score[k / 16][k / 4 % 4][k % 4] += weight * (p.arc ? arc_sine(value) : 2.0f * value);
+                score[k / 16][k / 4 % 4][k % 4] = score_of(value, p.factor[0].weight, p.arc);
                 value = 0.0f;
             }
         }
     }
 
+    const float weight = kScoresBoth<Point> ? p.factor[1].weight : p.factor[0].weight;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
@@ -194,9 +238,15 @@ __global__ void __launch_bounds__(kScoreThreads, 1) score_kernel(ScoreProblem p)
             const int row = first_row + warp / 4 * 64 + 16 * m + lane / 4;
             const int col = first_col + warp % 4 * 32 + 8 * n + lane % 4 * 2;
             if (col >= p.stride) continue;
-            float* target = p.score + row * p.stride + col;
-            if (row < p.rows) *reinterpret_cast<float2*>(target) = {score[m][n][0], score[m][n][1]};
-            if (row + 8 < p.rows) *reinterpret_cast<float2*>(target + 8 * p.stride) = {score[m][n][2], score[m][n][3]};
+            Entry* target = static_cast<Entry*>(p.score) + row * p.stride + col;
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float* total = score[m][n] + 2 * half;
+                if (row + 8 * half >= p.rows) continue;
+                if (!kScoresBoth<Point> && p.add) load_two(total, target + 8 * half * p.stride);
+                for (int k = 0; k < 2; ++k) total[k] += score_of(dot[m][n][2 * half + k], weight, p.arc);
+                store_two(target + 8 * half * p.stride, total);
+            }
         }
     }
 }

@@ -21,10 +21,27 @@ void check(cudaError_t error, const char* what) {
     if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-cudaStream_t enter(CudaTarget target) {
-    check(cudaSetDevice(target.device), "cudaSetDevice");
-    return reinterpret_cast<cudaStream_t>(target.stream);
-}
+// Makes a device the current one for as long as it lives: what its caller launches next must not go elsewhere.
+class OnDevice {
+  public:
+    explicit OnDevice(int device) {
+        check(cudaGetDevice(&previous_), "cudaGetDevice");
+        if (previous_ == device) return;
+        check(cudaSetDevice(device), "cudaSetDevice");
+        moved_ = true;
+    }
+    ~OnDevice() {
+        if (moved_) cudaSetDevice(previous_);
+    }
+    OnDevice(const OnDevice&) = delete;
+    OnDevice& operator=(const OnDevice&) = delete;
+
+  private:
+    int previous_ = 0;
+    bool moved_ = false;
+};
+
+cudaStream_t stream_of(CudaTarget target) { return reinterpret_cast<cudaStream_t>(target.stream); }
 
 struct Shape {
     std::int64_t blocks;
@@ -49,11 +66,13 @@ void launch(const char* what, const Shape& shape, cudaStream_t stream, void (*ke
     check(cudaLaunchKernelEx(&config, kernel, arguments...), what);
 }
 
-int multiprocessors(int device) {
-    int count = 0;
-    check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "multiprocessor count");
-    return count;
+int attribute(cudaDeviceAttr name, int device) {
+    int value = 0;
+    check(cudaDeviceGetAttribute(&value, name, device), "device attribute");
+    return value;
 }
+
+int multiprocessors(int device) { return attribute(cudaDevAttrMultiProcessorCount, device); }
 
 bool aligned(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0; }
 
@@ -74,19 +93,27 @@ struct SolvePlan {
     int blocks;
 };
 
-SolvePlan kernel_for(std::int64_t cols) {
-    switch (sinkhorn_vectors(cols)) {
-        case 1: return {sinkhorn_kernel<1>, kSinkhornSharedBytes<1>, 0};
-        case 2: return {sinkhorn_kernel<2>, kSinkhornSharedBytes<2>, 0};
-        case 4: return {sinkhorn_kernel<4>, kSinkhornSharedBytes<4>, 0};
-        default: return {sinkhorn_wide_kernel, 0, 0};
-    }
+template <int kVectors, typename Entry>
+bool serves(std::int64_t cols, int shared_limit) {
+    return cols <= 4 * kThreads * kVectors &&
+           kSinkhornSharedBytes<kVectors, Entry> + kSinkhornStaticBytes <= shared_limit;
+}
+
+// The kernel that holds a row in registers, if there is one for so many columns and the device has the shared memory.
+template <typename Entry>
+SolvePlan kernel_for(std::int64_t cols, int shared_limit) {
+    if (serves<1, Entry>(cols, shared_limit)) return {sinkhorn_kernel<1, Entry>, kSinkhornSharedBytes<1, Entry>, 0};
+    if (serves<2, Entry>(cols, shared_limit)) return {sinkhorn_kernel<2, Entry>, kSinkhornSharedBytes<2, Entry>, 0};
+    if (serves<4, Entry>(cols, shared_limit)) return {sinkhorn_kernel<4, Entry>, kSinkhornSharedBytes<4, Entry>, 0};
+    return {sinkhorn_wide_kernel<Entry>, 0, 0};
 }
 
 // As many blocks as the device holds at once, which a grid-wide barrier needs, but no block without a row.
 SolvePlan plan_solve(const SinkhornParams& params, const CudaMatrix& matrix, int device) {
     check_matrix(params, matrix);
-    SolvePlan plan = kernel_for(params.cols);
+    const int shared_limit = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    SolvePlan plan =
+        matrix.half ? kernel_for<Half>(params.cols, shared_limit) : kernel_for<float>(params.cols, shared_limit);
     check(cudaFuncSetAttribute(plan.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, plan.shared_bytes),
           "sinkhorn: shared memory");
     int per_multiprocessor = 0;
@@ -135,9 +162,10 @@ std::int64_t result_blocks(std::int64_t rows, int rows_per_warp, int device) {
 }  // namespace
 
 void sinkhorn_cuda_scores(const SinkhornParams& params, const CudaClouds& clouds, const CudaMatrix& scores,
-                          bool precise, CudaTarget target) {
+                          CudaTarget target) {
     check_matrix(params, scores);
     if (params.cost == Cost::given) throw std::invalid_argument("given costs need no scores");
+    if (scores.half && !clouds.half) throw std::invalid_argument("a float16 matrix is made of float16 points");
     const auto width = [](std::int64_t dim) { return static_cast<int>(dim); };
     const ScoreProblem problem = {{{clouds.image0, clouds.image1, width(params.image_dim), params.image_weight},
                                    {clouds.text0, clouds.text1, width(params.text_dim), params.text_weight}},
@@ -145,30 +173,45 @@ void sinkhorn_cuda_scores(const SinkhornParams& params, const CudaClouds& clouds
                                   static_cast<int>(params.rows),
                                   static_cast<int>(params.cols),
                                   scores.stride,
-                                  params.cost == Cost::arc};
+                                  params.cost == Cost::arc,
+                                  false};
     for (const ScoreFactor& factor : problem.factor) {
-        if (factor.dim % 4 != 0 || !aligned(factor.x) || !aligned(factor.y)) {
-            throw std::invalid_argument("clouds must be 16-byte aligned and their widths multiples of 4");
+        if (factor.dim % (clouds.half ? 8 : 4) != 0 || !aligned(factor.x) || !aligned(factor.y)) {
+            throw std::invalid_argument("the rows of clouds must be 16-byte aligned");
         }
     }
-    const auto kernel = precise ? score_kernel<3> : score_kernel<1>;
+    const auto kernel = scores.half    ? score_kernel<Half, Half>
+                        : clouds.half ? score_kernel<Half, float>
+                                      : score_kernel<float, float>;
     const std::int64_t tiles =
         ((params.rows + kScoreTile - 1) / kScoreTile) * ((params.cols + kScoreTile - 1) / kScoreTile);
-    const cudaStream_t stream = enter(target);
+    const OnDevice current(target.device);
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kScoreSharedBytes),
           "scores: shared memory");
-    launch("scores", {tiles, kScoreThreads, kScoreSharedBytes, false}, stream, kernel, problem);
+    const Shape shape = {tiles, kScoreThreads, kScoreSharedBytes, false};
+    if (clouds.half) {
+        launch("scores", shape, stream_of(target), kernel, problem);
+        return;
+    }
+    for (int k = 0; k < 2; ++k) {
+        ScoreProblem one = problem;
+        one.factor[0] = problem.factor[k];
+        one.factor[1].dim = 0;
+        one.add = k == 1;
+        launch("scores", shape, stream_of(target), kernel, one);
+    }
 }
 
 std::int64_t sinkhorn_cuda_workspace(const SinkhornParams& params, const CudaMatrix& matrix, int device) {
-    enter({device, 0});
+    const OnDevice current(device);
     return carve(nullptr, params, plan_solve(params, matrix, device).blocks).bytes;
 }
 
 void sinkhorn_cuda_solve(const SinkhornParams& params, const CudaMatrix& matrix, int halvings, void* workspace,
                          SinkhornStatus* status, CudaTarget target) {
     if (halvings < 0 || halvings > 60) throw std::invalid_argument("halvings must be between 0 and 60");
-    const cudaStream_t stream = enter(target);
+    const OnDevice current(target.device);
+    const cudaStream_t stream = stream_of(target);
     const SolvePlan plan = plan_solve(params, matrix, target.device);
     SinkhornWorkspace arrays = carve(workspace, params, plan.blocks).arrays;
     arrays.status = status;
@@ -181,20 +224,22 @@ void sinkhorn_cuda_solve(const SinkhornParams& params, const CudaMatrix& matrix,
 
 void sinkhorn_cuda_result(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace,
                           const CudaOutputs& outputs, CudaTarget target) {
-    const cudaStream_t stream = enter(target);
+    const OnDevice current(target.device);
     const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride, matrix.offset);
     const SinkhornResult result = {outputs.index,    outputs.f,  outputs.g,    outputs.row_mass,
                                    outputs.row_cost, params.eps, matrix.offset};
-    launch("sinkhorn result", {result_blocks(params.rows, kResultRows, target.device), kResultThreads, 0, false}, stream,
-           sinkhorn_result_kernel, problem, solved_arrays(workspace, params), result);
+    const auto kernel = matrix.half ? sinkhorn_result_kernel<Half> : sinkhorn_result_kernel<float>;
+    launch("sinkhorn result", {result_blocks(params.rows, kResultRows, target.device), kResultThreads, 0, false},
+           stream_of(target), kernel, problem, solved_arrays(workspace, params), result);
 }
 
 void sinkhorn_cuda_sample(const SinkhornParams& params, const CudaMatrix& matrix, void* workspace,
                           const float* row_mass, const double* uniform, std::int64_t* index, CudaTarget target) {
-    const cudaStream_t stream = enter(target);
+    const OnDevice current(target.device);
     const SinkhornProblem problem = sinkhorn_problem(params, matrix.data, matrix.stride, matrix.offset);
-    launch("sinkhorn sample", {result_blocks(params.rows, 1, target.device), kResultThreads, 0, false}, stream,
-           sinkhorn_sample_kernel, problem, solved_arrays(workspace, params), row_mass, uniform, index);
+    const auto kernel = matrix.half ? sinkhorn_sample_kernel<Half> : sinkhorn_sample_kernel<float>;
+    launch("sinkhorn sample", {result_blocks(params.rows, 1, target.device), kResultThreads, 0, false},
+           stream_of(target), kernel, problem, solved_arrays(workspace, params), row_mass, uniform, index);
 }
 
 }  // namespace geoflow

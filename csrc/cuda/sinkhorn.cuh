@@ -2,16 +2,19 @@
 // the iteration.
 //
 // sinkhorn_kernel (up to 8192 columns): a cooperative grid of one block of 512 threads per place on the GPU. A thread
-// owns the same 4 kVectors columns throughout. Rows come through a three-deep ring in shared memory, each thread
-// fetching just what it will read itself, so the ring needs no barrier; the fetching runs on across iterations. Of a
-// row in registers, the block-wide maximum and sum give f_i, and the same exponentials, divided by the sum, join the
-// thread's column sums. The blocks' column sums then meet in memory (grid barrier), are added in a fixed order, g is
-// updated, and the L1 error decides on the device whether to go on (grid barrier).
-//   Per iteration at B = 8192: 268 MB read, 0.7 GFLOP, 67 M exponentials (one per entry). At 85 % of the bandwidth and
-//   about 6 us for two barriers and the column update: 0.21 ms on A100-40, 0.10 ms on H100.
+// owns the same 4 kVectors columns throughout. Rows come through a ring of two in shared memory, each thread fetching
+// just what it will read itself, so the ring needs no barrier; a place is filled again as soon as its row is in
+// registers, and the fetching runs on across iterations. Of a row in registers, the block-wide maximum and sum give
+// f_i, and the same exponentials, divided by the sum, join the thread's column sums. The blocks' column sums then meet
+// in memory (grid barrier), are added in a fixed order, g is updated, and the L1 error decides on the device whether to
+// go on (grid barrier). With 98 KB for 8192 columns it fits the 99 KB that a block may have on desktop GPUs.
+//   Per iteration at B = 8192: 268 MB read, or 134 MB in float16, 0.7 GFLOP, 67 M exponentials (one per entry). At 85 %
+//   of the bandwidth and about 6 us for two barriers and the column update: 0.21 ms on A100-40, 0.10 ms on H100; in
+//   float16 half of that.
 //
 // sinkhorn_wide_kernel (more columns): a row no longer fits the registers of a block, so an iteration reads the matrix
-// twice, once for the rows and once for the columns: at B = 16384, 2.1 GB: 1.6 ms on A100-40, 0.76 ms on H100.
+// twice, once for the rows and once for the columns: at B = 16384, 2.1 GB: 1.6 ms on A100-40, 0.76 ms on H100. It also
+// serves devices whose blocks may have less shared memory than the other needs.
 //
 // sinkhorn_result_kernel: argmax, both potentials and each row's transport cost in one more read: 0.20 and 0.09 ms.
 //
@@ -33,15 +36,17 @@ namespace geoflow::cuda {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-constexpr int kStages = 3;
-template <int kVectors>
-constexpr int kSinkhornSharedBytes = (kStages + 1) * kVectors * kThreads * 16;
+constexpr int kStages = 2;
+template <int kVectors, typename Entry>
+constexpr int kSinkhornSharedBytes = kVectors * kThreads * 4 * (kStages * static_cast<int>(sizeof(Entry)) + 4);
+constexpr int kSinkhornStaticBytes = (3 * kWarps + kThreads) * 4;  // what the solvers declare beside
 constexpr float kRebase = 8.0f;       // |delta| beyond this moves into the reference
 constexpr float kUnderflow = 1e-30f;  // column sums below may have lost terms that a float32 cannot hold
 constexpr unsigned kAllLanes = 0xffffffffu;
 
+// Kernels are templates over the matrix's Entry: float, or Half, which halves what an iteration reads.
 struct SinkhornProblem {
-    const float* matrix;  // [rows, stride], 16-byte aligned: scores S, or costs C = centre - S
+    const void* matrix;   // [rows, stride], 16-byte aligned: scores S, or costs C = centre - S
     std::int64_t stride;  // a multiple of 4; what lies beyond cols may be anything
     int rows;
     int cols;
@@ -78,7 +83,7 @@ struct SinkhornResult {
 };
 
 // The kernels' view of a problem; `offset` as in C = offset - S. Host code.
-inline SinkhornProblem sinkhorn_problem(const SinkhornParams& params, const float* matrix, std::int64_t stride,
+inline SinkhornProblem sinkhorn_problem(const SinkhornParams& params, const void* matrix, std::int64_t stride,
                                         float offset, int halvings = 0) {
     const bool given = params.cost == Cost::given;
     const float scale = 1.44269504f / params.eps;
@@ -152,9 +157,39 @@ __device__ __forceinline__ Four load_fresh(const float* source) {
     return {{four.x, four.y, four.z, four.w}};
 }
 
+template <typename Entry>
+__device__ __forceinline__ const Entry* row_of(const SinkhornProblem& p, int row) {
+    return static_cast<const Entry*>(p.matrix) + row * p.stride;
+}
+
+// Four matrix entries as memory holds them, in words that are loaded together.
+template <typename Entry>
+struct FourEntries;
+
+template <>
+struct FourEntries<float> {
+    float4 words;
+};
+
+template <>
+struct FourEntries<Half> {
+    uint2 words;
+};
+
+__device__ __forceinline__ Four unpack(FourEntries<float> packed) {
+    return {{packed.words.x, packed.words.y, packed.words.z, packed.words.w}};
+}
+
+__device__ __forceinline__ Four unpack(FourEntries<Half> packed) {
+    const auto lower = [](std::uint32_t word) { return to_float(Half{static_cast<std::uint16_t>(word)}); };
+    const auto upper = [](std::uint32_t word) { return to_float(Half{static_cast<std::uint16_t>(word >> 16)}); };
+    return {{lower(packed.words.x), upper(packed.words.x), lower(packed.words.y), upper(packed.words.y)}};
+}
+
 // Four matrix entries from `col` < cols on, zeros past the end.
-__device__ __forceinline__ Four load_values(const float* row, int col, int cols) {
-    Four value = *reinterpret_cast<const Four*>(row + col);
+template <typename Entry>
+__device__ __forceinline__ Four load_values(const Entry* row, int col, int cols) {
+    Four value = unpack(*reinterpret_cast<const FourEntries<Entry>*>(row + col));
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
         if (col + c >= cols) value.at[c] = 0.0f;
@@ -293,14 +328,15 @@ __device__ __forceinline__ bool finish_iteration(Progress& now, const SinkhornPr
 }
 
 // Starts the copy of the calling thread's columns of one row into its own places of a ring stage.
-template <int kVectors>
-__device__ __forceinline__ void fetch_row(Four* stage, const SinkhornProblem& p, int row) {
-    const float* source = p.matrix + row * p.stride + 4 * threadIdx.x;
+template <int kVectors, typename Entry>
+__device__ __forceinline__ void fetch_row(FourEntries<Entry>* stage, const SinkhornProblem& p, int row) {
+    constexpr int kBytes = sizeof(Entry);
+    const Entry* source = row_of<Entry>(p, row) + 4 * threadIdx.x;
     const int left = p.cols - 4 * static_cast<int>(threadIdx.x);
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
         const int skip = 4 * kThreads * v;
-        copy_async(&stage[v * kThreads], source + skip, 4 * min(max(left - skip, 0), 4));
+        copy_async<4 * kBytes>(&stage[v * kThreads], source + skip, kBytes * min(max(left - skip, 0), 4));
     }
     copy_commit();
 }
@@ -313,16 +349,18 @@ struct OwnColumns {
     Four top[kVectors];  // largest exponent below the row's largest, before delta
 };
 
-// One row, from the ring: f_i to memory, the row-normalised plan into the column sums.
-template <int kVectors>
-__device__ __forceinline__ void absorb_row(OwnColumns<kVectors>& own, const Four* delta, const Four* value,
-                                           float centre, float scale, const SinkhornWorkspace& w, int row,
-                                           float* max_scratch, float* sum_scratch) {
+// One row, from the ring: f_i to memory, the row-normalised plan into the column sums. `refill` is called once the row
+// has left its place in the ring.
+template <int kVectors, typename Entry, typename Refill>
+__device__ __forceinline__ void absorb_row(OwnColumns<kVectors>& own, const Four* delta,
+                                           const FourEntries<Entry>* value, const Refill& refill, float centre,
+                                           float scale, const SinkhornWorkspace& w, int row, float* max_scratch,
+                                           float* sum_scratch) {
     Four weight[kVectors];
     float largest = minus_infinity();
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
-        const Four entry = value[v * kThreads];
+        const Four entry = unpack(value[v * kThreads]);
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
             weight[v].at[c] = fmaf(scale, entry.at[c] - centre, own.reference[v].at[c]);
@@ -330,6 +368,7 @@ __device__ __forceinline__ void absorb_row(OwnColumns<kVectors>& own, const Four
         }
     }
     largest = block_max(largest, max_scratch);
+    refill();
     float total = 0.0f;
 #pragma unroll
     for (int v = 0; v < kVectors; ++v) {
@@ -356,26 +395,26 @@ __device__ __forceinline__ void absorb_row(OwnColumns<kVectors>& own, const Four
 }
 
 // kVectors: 1, 2, 4 for up to 2048, 4096, 8192 columns. Needs gridDim.x <= rows.
-template <int kVectors>
+template <int kVectors, typename Entry>
 __global__ void __launch_bounds__(kThreads, kVectors == 1 ? 2 : 1)
     sinkhorn_kernel(SinkhornProblem p, SinkhornWorkspace w) {
-    GEOFLOW_DYNAMIC_SHARED(Four, ring);  // [kStages][kVectors * kThreads], then delta [kVectors * kThreads]
+    GEOFLOW_DYNAMIC_SHARED(Four, deltas);  // [kVectors * kThreads], then the ring [kStages][kVectors * kThreads]
     GEOFLOW_SHARED(float, max_scratch, kWarps);
     GEOFLOW_SHARED(float, sum_scratch, kWarps);
     GEOFLOW_SHARED(float, error_scratch, kWarps);
     GEOFLOW_SHARED(float, update_scratch, kThreads);
     constexpr int kStageSize = kVectors * kThreads;
-    Four* const mine = ring + threadIdx.x;
-    Four* const delta = mine + kStages * kStageSize;
+    Four* const delta = deltas + threadIdx.x;
+    auto* const mine = reinterpret_cast<FourEntries<Entry>*>(deltas + kStageSize) + threadIdx.x;
     const int first = 4 * static_cast<int>(threadIdx.x);  // four columns from here, and every 4 kThreads further on
 
     int fetch = blockIdx.x;  // the row to fetch next
     const auto fetch_next = [&](int stage) {
-        fetch_row<kVectors>(mine + stage * kStageSize, p, fetch);
+        fetch_row<kVectors, Entry>(mine + stage * kStageSize, p, fetch);
         fetch += gridDim.x;
         if (fetch >= p.rows) fetch = blockIdx.x;  // on to the next iteration: the matrix stays the same
     };
-    for (int stage = 0; stage < kStages - 1; ++stage) fetch_next(stage);
+    for (int stage = 0; stage < kStages; ++stage) fetch_next(stage);
     int stage = 0;
     Progress now(p);
     do {
@@ -390,9 +429,10 @@ __global__ void __launch_bounds__(kThreads, kVectors == 1 ? 2 : 1)
         }
 #pragma unroll 1
         for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
-            copy_wait<kStages - 2>();
-            fetch_next((stage + kStages - 1) % kStages);  // into the stage that the previous row has left
-            absorb_row(own, delta, mine + stage * kStageSize, p.centre, now.scale, w, row, max_scratch, sum_scratch);
+            copy_wait<kStages - 1>();
+            absorb_row(
+                own, delta, mine + stage * kStageSize, [&] { fetch_next(stage); }, p.centre, now.scale, w, row,
+                max_scratch, sum_scratch);
             stage = (stage + 1) % kStages;
         }
 #pragma unroll
@@ -408,6 +448,7 @@ constexpr int kWideRows = 4;  // rows a block takes through the columns together
 
 // Row sums of the block's rows [first, first + kWideRows) in its own numbering; past the end the last row is done
 // again.
+template <typename Entry>
 __device__ __forceinline__ void wide_rows(const Progress& now, const SinkhornProblem& p, const SinkhornWorkspace& w,
                                           int first, int mine, float* max_scratch, float* sum_scratch) {
     int row[kWideRows];
@@ -423,7 +464,7 @@ __device__ __forceinline__ void wide_rows(const Progress& now, const SinkhornPro
         load_columns(reference, delta, w.reference + col, w.delta + col, p.cols - col, now.growth);
 #pragma unroll
         for (int k = 0; k < kWideRows; ++k) {
-            Four exponent = load_values(p.matrix + row[k] * p.stride, col, p.cols);
+            Four exponent = load_values(row_of<Entry>(p, row[k]), col, p.cols);
             float above = largest[k];
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
@@ -448,6 +489,7 @@ __device__ __forceinline__ void wide_rows(const Progress& now, const SinkhornPro
 }
 
 // Column sums over the block's rows, whose row sums are known.
+template <typename Entry>
 __device__ __forceinline__ void wide_columns(const Progress& now, const SinkhornProblem& p,
                                              const SinkhornWorkspace& w) {
     for (int col = 4 * threadIdx.x; col < p.cols; col += 4 * kThreads) {
@@ -455,7 +497,7 @@ __device__ __forceinline__ void wide_columns(const Progress& now, const Sinkhorn
         load_columns(reference, delta, w.reference + col, w.delta + col, p.cols - col, now.growth);
 #pragma unroll 4
         for (int row = blockIdx.x; row < p.rows; row += gridDim.x) {
-            const Four value = load_values(p.matrix + row * p.stride, col, p.cols);
+            const Four value = load_values(row_of<Entry>(p, row), col, p.cols);
             const float row_max = w.row_max[row], row_log = w.row_log[row];
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
@@ -468,7 +510,8 @@ __device__ __forceinline__ void wide_columns(const Progress& now, const Sinkhorn
     }
 }
 
-static __global__ void __launch_bounds__(kThreads) sinkhorn_wide_kernel(SinkhornProblem p, SinkhornWorkspace w) {
+template <typename Entry>
+__global__ void __launch_bounds__(kThreads) sinkhorn_wide_kernel(SinkhornProblem p, SinkhornWorkspace w) {
     GEOFLOW_SHARED(float, max_scratch, kWarps);
     GEOFLOW_SHARED(float, sum_scratch, kWarps);
     GEOFLOW_SHARED(float, error_scratch, kWarps);
@@ -478,9 +521,9 @@ static __global__ void __launch_bounds__(kThreads) sinkhorn_wide_kernel(Sinkhorn
     Progress now(p);
     do {
         for (int first = 0; first < mine; first += kWideRows)
-            wide_rows(now, p, w, first, mine, max_scratch, sum_scratch);
+            wide_rows<Entry>(now, p, w, first, mine, max_scratch, sum_scratch);
         __syncthreads();  // the row sums are written by one thread and read by all
-        wide_columns(now, p, w);
+        wide_columns<Entry>(now, p, w);
     } while (!finish_iteration(now, p, w, update_scratch, error_scratch));
 }
 
@@ -496,7 +539,8 @@ __device__ __forceinline__ void keep_better(float& best, int& index, float expon
 }
 
 // One warp per kResultRows rows; the same threads also write out g. Any grid.
-static __global__ void __launch_bounds__(kResultThreads)
+template <typename Entry>
+__global__ void __launch_bounds__(kResultThreads)
     sinkhorn_result_kernel(SinkhornProblem p, SinkhornWorkspace w, SinkhornResult out) {
     const int lane = threadIdx.x % 32;
     const int thread = blockIdx.x * kResultThreads + threadIdx.x, threads = gridDim.x * kResultThreads;
@@ -523,7 +567,7 @@ static __global__ void __launch_bounds__(kResultThreads)
             load_columns(reference, delta, w.reference + col, w.delta + col, p.cols - col);
 #pragma unroll
             for (int k = 0; k < kResultRows; ++k) {
-                const Four value = load_values(p.matrix + min(first + k, p.rows - 1) * p.stride, col, p.cols);
+                const Four value = load_values(row_of<Entry>(p, min(first + k, p.rows - 1)), col, p.cols);
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
                     const float score = value.at[c] - p.centre;
@@ -558,7 +602,8 @@ static __global__ void __launch_bounds__(kResultThreads)
 // Draws a column for each row: the first whose cumulative share of the row's mass exceeds uniform[row] in [0, 1). One
 // warp per row, 128 columns a step until the draw is found: on average half a read of the matrix, 0.10 ms on A100-40,
 // 0.05 ms on H100 at B = 8192.
-static __global__ void __launch_bounds__(kResultThreads)
+template <typename Entry>
+__global__ void __launch_bounds__(kResultThreads)
     sinkhorn_sample_kernel(SinkhornProblem p, SinkhornWorkspace w, const float* row_mass, const double* uniform,
                            std::int64_t* index) {
     const int lane = threadIdx.x % 32;
@@ -575,7 +620,7 @@ static __global__ void __launch_bounds__(kResultThreads)
             if (col < p.cols) {
                 Four reference, delta;
                 load_columns(reference, delta, w.reference + col, w.delta + col, p.cols - col);
-                const Four value = load_values(p.matrix + row * p.stride, col, p.cols);
+                const Four value = load_values(row_of<Entry>(p, row), col, p.cols);
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
                     const float exponent =

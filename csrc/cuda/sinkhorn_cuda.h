@@ -1,6 +1,7 @@
 // Host entry points of the CUDA transport solver; no CUDA header needed here. All work goes to the given stream of the
-// given device, in memory that the caller provides, and nothing waits: every call may be captured in a CUDA graph. A
-// failed launch throws std::runtime_error, impossible arguments std::invalid_argument.
+// given device, in memory that the caller provides, and nothing waits: every call may be captured in a CUDA graph. The
+// calling thread's current device is the same afterwards. A failed launch throws std::runtime_error, impossible
+// arguments std::invalid_argument.
 #pragma once
 
 #include <cstdint>
@@ -15,19 +16,21 @@ struct CudaTarget {
     std::uintptr_t stream;  // a cudaStream_t
 };
 
-// The matrix a solve reads: scores made by `sinkhorn_cuda_scores`, or with Cost::given the caller's costs, float32.
+// The matrix a solve reads: scores made by `sinkhorn_cuda_scores`, or with Cost::given the caller's costs.
 struct CudaMatrix {
-    float* data;          // [rows, stride], 16-byte aligned
+    void* data;           // [rows, stride], 16-byte aligned, float32 or float16
     std::int64_t stride;  // >= cols, a multiple of 4; what lies beyond cols may be anything
     float offset;  // C = offset - S; with Cost::given the middle of the costs, so that differences keep their bits
+    bool half;     // entries are float16
 };
 
-// 16-byte aligned, widths multiples of 4: zero coordinates change no dot product.
+// 16-byte aligned rows, float32 or float16: zero coordinates change no dot product.
 struct CudaClouds {
-    const float* image0;  // [rows, image_dim]
-    const float* text0;   // [rows, text_dim]
-    const float* image1;  // [cols, image_dim]
-    const float* text1;   // [cols, text_dim]
+    const void* image0;  // [rows, image_dim]
+    const void* text0;   // [rows, text_dim]
+    const void* image1;  // [cols, image_dim]
+    const void* text1;   // [cols, text_dim]
+    bool half;           // points are float16
 };
 
 struct CudaOutputs {
@@ -38,9 +41,9 @@ struct CudaOutputs {
     float* row_cost;      // [rows] transport cost, times rows
 };
 
-// S = offset - C for all pairs. `precise`: float32 accuracy, else TF32.
+// S = offset - C for all pairs, to the accuracy of the points' type; a float16 matrix is made of float16 points.
 void sinkhorn_cuda_scores(const SinkhornParams& params, const CudaClouds& clouds, const CudaMatrix& scores,
-                          bool precise, CudaTarget target);
+                          CudaTarget target);
 
 // Bytes of workspace that a solve needs on this device; 16-byte aligned.
 std::int64_t sinkhorn_cuda_workspace(const SinkhornParams& params, const CudaMatrix& matrix, int device);

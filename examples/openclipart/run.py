@@ -230,7 +230,7 @@ def print_table(direction: str, summary: dict[str, Any]) -> None:
 
 def draw_curves(results: dict[str, Results], path: Path) -> None:
     """Accuracy over coverage, and stated against observed probabilities."""
-    figure, axes = plots.pyplot().subplots(2, 2, figsize=(10, 8), layout="constrained")
+    figure, axes = plots.subplots(2, 2, figsize=(10, 8), layout="constrained")
     for (direction, result), (left, right) in zip(results.items(), axes):
         for name, runs in result.scores.items():
             curves = [selective_accuracy(values, result.correct) for values in runs]
@@ -266,7 +266,7 @@ def draw_gallery(result: Results, model: Path, path: Path, rows: int = 5, items:
     last = {image: int(query) for query in order for image in [int(result.task.query_image[query])]}
     unsure = list(dict.fromkeys(result.task.query_image[order[::-1]].tolist()))
     blocks = {"most certain": [first[i] for i in fresh[:rows]], "least certain": [last[i] for i in unsure[:rows]]}
-    figure = plots.pyplot().figure(figsize=(12, 1.15 * rows + 0.5), layout="constrained")
+    figure = plots.new_figure(figsize=(12, 1.15 * rows + 0.5), layout="constrained")
     for part, (title, queries) in zip(figure.subfigures(1, 2), blocks.items()):
         part.suptitle(f"{title} captions")
         axes = part.subplots(rows, items + 1, width_ratios=[2.2] + [1] * items)

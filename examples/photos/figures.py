@@ -27,7 +27,7 @@ SIDE = 160
 
 def draw_rungs(findings: Findings, path: Path) -> Path:
     """What each rung of evidence brought on the queries that calibrate: a dot per fold, a bar for the mean."""
-    figure, panels = plots.pyplot().subplots(1, 2, figsize=(6, 3.4), layout="constrained", sharey=True)
+    figure, panels = plots.subplots(1, 2, figsize=(6, 3.4), layout="constrained", sharey=True)
     for axes, (direction, folds) in zip(panels, findings.folds.items()):
         ladders = [fold.rungs for fold in folds]
         # The first rung is the search itself; what it brings over nothing would dwarf the others.
@@ -98,7 +98,7 @@ def _asked(pipeline: Ladder, query: int) -> tuple[list[int], list[float], float,
 def _draw_pictures(findings: Findings, ends: Sequence[Sequence[tuple[Judged, int]]], path: Path) -> Path:
     lines = [(title, *row) for title, rows in zip(("most certain", "least certain"), ends) for row in rows]
     # Narrow, so that it can be read on a phone: the caption stands above its pictures.
-    figure = plots.pyplot().figure(figsize=(6, 2.05 * len(lines)), layout="constrained")
+    figure = plots.new_figure(figsize=(6, 2.05 * len(lines)), layout="constrained")
     for part, (title, judged, query) in zip(figure.subfigures(len(lines), 1), lines):
         index, prob, among, own = _asked(judged.pipeline, query)
         words = _words(findings, judged, query, f"{title}, as if among {among:.1f} images")
@@ -118,7 +118,7 @@ def _draw_pictures(findings: Findings, ends: Sequence[Sequence[tuple[Judged, int
 
 
 def _draw_words(findings: Findings, ends: Sequence[Sequence[tuple[Judged, int]]], path: Path) -> Path:
-    figure, axes = plots.pyplot().subplots(figsize=(6, 0.5 * 2 * (SHOWN + 1)), layout="constrained")
+    figure, axes = plots.subplots(figsize=(6, 0.5 * 2 * (SHOWN + 1)), layout="constrained")
     axes.axis("off")
     height = 1.0
     step = 1 / (2 * (SHOWN + 1))

@@ -85,7 +85,7 @@ def claim(out: Path, facts: dict[str, Any]) -> None:
 
 def run(given: argparse.Namespace) -> Findings:
     """Everything from the arguments to the page."""
-    plots.pyplot()  # says at once if matplotlib is missing
+    plots.need_matplotlib()  # says at once if matplotlib is missing
     references = usable_references()
     given.out.mkdir(parents=True, exist_ok=True)
     photos = open_photos(given)

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.baselines.base import Baseline, FitTask
+from geoflow_fast.data.embeddings import open_rows
 from geoflow_fast.data.pairs import EmbeddingPairs
-from geoflow_fast.data.rows import Rows, open_rows
+from geoflow_fast.data.rows import Rows
 from geoflow_fast.directions import STREAMS, Direction
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource

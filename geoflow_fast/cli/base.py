@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+COMMAND_ERROR: Any = next(kind for kind in reversed(typer.BadParameter.__mro__) if hasattr(kind, "format_message"))
+"""The base of typer's errors about the command line, which is click's own up to typer 0.25."""
 BAD_INPUT, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 130, 141, 143
 FLAG_OF_KEYWORD = {"n_samples": "samples", "n_steps": "steps", "n_probes": "probes", "pca_dim": "pca"}
 """Flags that are not named after the keyword of the library that they set."""
@@ -148,31 +150,45 @@ class Commands(typer.Typer):
         super().__init__(cls=_Group, rich_markup_mode=None, **settings)
 
     def command(
-        self, name: str | None = None, *, groups: Mapping[str, str] | None = None, **settings: Any
+        self,
+        name: str | None = None,
+        *,
+        groups: Mapping[str, str] | None = None,
+        reads: Mapping[str, Callable[..., Any]] | None = None,
+        **settings: Any,
     ) -> Callable[[Function], Function]:
         """Registers a function as a command, as in typer, with the shared flags added. `groups` has the headings of its
-        help, each with the names of parameters, separated by spaces."""
+        help, each with the names of parameters, separated by spaces. `reads` has a function for each parameter that
+        is made from flags which several commands share: they are the parameters of that function, and stand last."""
         register = super().command(name, cls=_Command, **settings)
         headings = {part: heading for heading, parts in (groups or {}).items() for part in parts.split()}
 
         def decorate(function: Function) -> Function:
-            register(_with_shared_flags(function, headings))
+            register(_with_shared_flags(function, headings, reads or {}))
             return function
 
         return decorate
 
 
-def _with_shared_flags(function: Callable[..., Any], headings: Mapping[str, str]) -> Callable[..., Any]:
+def _with_shared_flags(
+    function: Callable[..., Any], headings: Mapping[str, str], reads: Mapping[str, Callable[..., Any]]
+) -> Callable[..., Any]:
+    signature = inspect.signature(function, eval_str=True)
+    readers = {name: inspect.signature(reader, eval_str=True).parameters for name, reader in reads.items()}
+
     @functools.wraps(function)
     def command(*, config: Path | None, debug: bool, **flags: Any) -> Any:  # noqa: ARG001, their callbacks act
-        return function(**flags)
+        made = {name: reads[name](**{flag: flags.pop(flag) for flag in parts}) for name, parts in readers.items()}
+        return function(**flags, **made)
 
-    signature = inspect.signature(function, eval_str=True)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    own = [part.replace(kind=keyword) for part in signature.parameters.values() if part.name not in reads]
+    read = [part.replace(kind=keyword) for parts in readers.values() for part in parts.values()]
     shared = [
-        inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigFlag),
-        inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=DebugFlag),
+        inspect.Parameter("config", keyword, default=None, annotation=ConfigFlag),
+        inspect.Parameter("debug", keyword, default=False, annotation=DebugFlag),
     ]
-    parameters = [_under(headings.get(part.name), part) for part in (*signature.parameters.values(), *shared)]
+    parameters = [_under(headings.get(part.name), part) for part in (*own, *read, *shared)]
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
@@ -272,7 +288,7 @@ def run(app: typer.Typer) -> NoReturn:
         code = BROKEN_PIPE
     except KeyboardInterrupt:
         code = INTERRUPTED
-    except (typer.TyperException, ValueError, TypeError, OSError) as error:
+    except (COMMAND_ERROR, ValueError, TypeError, OSError) as error:
         if session.debug:
             traceback.print_exc()
         typer.echo(f"geoflow: error: {in_flags(one_line(error), session.flags, sys.argv)}", err=True)
@@ -293,9 +309,9 @@ def run(app: typer.Typer) -> NoReturn:
 def one_line(error: Exception) -> str:
     """The message of an error on one line, without the number that the system gives it."""
     words = str(error)
-    if isinstance(error, typer.TyperException):
+    if isinstance(error, COMMAND_ERROR):
         context = getattr(error, "ctx", None)
-        words = error.format_message() + (f" See {context.command_path} --help." if context is not None else "")
+        words = str(error.format_message()) + (f" See {context.command_path} --help." if context is not None else "")
     elif isinstance(error, OSError) and error.strerror:
         words = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return " ".join(words.split())
@@ -338,6 +354,12 @@ def _close_stdout() -> None:
 def given(**values: Any) -> dict[str, Any]:
     """The values of the flags that were given, that is, those that are not None."""
     return {name: value for name, value in values.items() if value is not None}
+
+
+def chosen_flags(context: typer.Context) -> list[str]:
+    """The names of the parameters that the command line or a config file gives."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
 
 
 def print_json(value: dict[str, Any]) -> None:

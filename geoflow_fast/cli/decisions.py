@@ -3,12 +3,14 @@ whether that still holds."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from geoflow_fast.cli.base import Commands, DirectionFlag, JsonFlag, SeedFlag, print_json
+from geoflow_fast.cli.base import Commands, DirectionFlag, JsonFlag, SeedFlag, chosen_flags, print_json
 from geoflow_fast.cli.embeddings import ImageIndexFlag, ImagesFlag, NormalizeFlag, TextsFlag
 
 if TYPE_CHECKING:
@@ -41,10 +43,15 @@ QrelsFlag = Annotated[
 ColumnsOut = Annotated[Path | None, typer.Option(help="Parquet file of results, a row for each query.")]
 EncoderFlag = Annotated[str | None, typer.Option(help="Name of the encoder, kept with the rule and checked by it.")]
 GallerySizeFlag = Annotated[int | None, typer.Option(help="Number of items searched, kept and checked likewise.")]
+OverwriteFlag = Annotated[
+    bool, typer.Option("--overwrite/--no-overwrite", help="Replace a file that was made from labels before.")
+]
 GROUPS = {
     "Result lists": "scores column",
     "What is right": "labels pairs images texts image_index qrels direction normalize",
 }
+OF_THE_RULE = ("max_error", "confidence", "precision", "no_match_share", "unlabelled", "fitted", "seed")
+"""Parameters that say how a rule is made, and nothing about how it is applied."""
 FIT_SHARE = 0.5
 """Share of the judged queries that a threshold without --trust fits one on."""
 NO_LONGER_HOLDS = 3
@@ -55,17 +62,20 @@ NOTHING = (
 )
 
 
-@app.command(
-    groups=GROUPS,
-    epilog="Example: geoflow trust --scores scores.npy --labels labels.npy --trust trust.json --out believed.parquet",
-)
-def trust(
+@dataclass(frozen=True)
+class JudgedLists:
+    """Result lists, and what is known about them."""
+
+    lists: ResultLists
+    known: Any | None
+    """What is known about the hits, [n] or [n, k]; None if they are not judged."""
+    image: Any
+    """[n], the image of each query, all different if there are no pairs."""
+    column: str | None
+
+
+def judged_lists(
     scores: ScoresFlag,
-    fitted: Annotated[
-        Path,
-        typer.Option("--trust", help="JSON file of what was learned: written if there are labels, otherwise read."),
-    ],
-    out: ColumnsOut = None,
     column: ColumnFlag = None,
     labels: LabelsFlag = None,
     pairs: JudgedPairsFlag = None,
@@ -75,13 +85,33 @@ def trust(
     qrels: QrelsFlag = None,
     direction: DirectionFlag = "t2i",
     normalize: NormalizeFlag = False,
+) -> JudgedLists:
+    """Reads result lists and what is known about their hits, from the one source that is given."""
+    from geoflow_fast.jobs import decisions
+
+    lists = decisions.open_lists(scores, column)
+    known, image = known_hits(lists, labels, (pairs, images, texts, image_index, normalize), qrels, direction)
+    return JudgedLists(lists, known, image, column)
+
+
+@app.command(
+    groups=GROUPS,
+    reads={"judged": judged_lists},
+    epilog="Example: geoflow trust --scores scores.npy --labels labels.npy --trust trust.json --out believed.parquet",
+)
+def trust(
+    context: typer.Context,
+    judged: JudgedLists,
+    fitted: Annotated[
+        Path,
+        typer.Option("--trust", help="JSON file of what was learned: written if there are labels, otherwise read."),
+    ],
+    out: ColumnsOut = None,
     no_match_share: Annotated[
         float, typer.Option(help="Share of queries without a right item, for the column p_no_match.")
     ] = 0.5,
     seed: SeedFlag = 0,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite/--no-overwrite", help="Replace what was learned before.")
-    ] = False,
+    overwrite: OverwriteFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Learns from about a hundred judged result lists of any search how far to trust it, or applies that to new lists.
@@ -93,9 +123,9 @@ def trust(
     from geoflow_fast.jobs import decisions
 
     check_open_interval(no_match_share, "no_match_share")
-    lists = decisions.open_lists(scores, column)
-    known, _ = known_hits(lists, labels, (pairs, images, texts, image_index, normalize), qrels, direction)
+    lists, known = judged.lists, judged.known
     if known is None:
+        _refuse(context, ("seed",), f"says how to learn, and without labels {fitted} is only applied")
         judge = Trust.load(fitted)
         if out is None:
             raise ValueError("without labels there is nothing to learn: give --labels, --pairs or --qrels, or --out")
@@ -121,10 +151,12 @@ def trust(
 
 @app.command(
     groups=GROUPS,
+    reads={"judged": judged_lists},
     epilog="Example: geoflow threshold --scores scores.npy --labels labels.npy --rule rule.json --max-error 0.1",
 )
 def threshold(
-    scores: ScoresFlag,
+    context: typer.Context,
+    judged: JudgedLists,
     rule: Annotated[Path, typer.Option(help="JSON file of the rule: written if there are labels, otherwise applied.")],
     out: ColumnsOut = None,
     fitted: Annotated[
@@ -146,17 +178,8 @@ def threshold(
     ] = None,
     encoder: EncoderFlag = None,
     gallery_size: GallerySizeFlag = None,
-    column: ColumnFlag = None,
-    labels: LabelsFlag = None,
-    pairs: JudgedPairsFlag = None,
-    images: ImagesFlag = None,
-    texts: TextsFlag = None,
-    image_index: ImageIndexFlag = None,
-    qrels: QrelsFlag = None,
-    direction: DirectionFlag = "t2i",
-    normalize: NormalizeFlag = False,
     seed: SeedFlag = 0,
-    overwrite: Annotated[bool, typer.Option("--overwrite/--no-overwrite", help="Replace a rule that exists.")] = False,
+    overwrite: OverwriteFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Certifies a rule whose answers are wrong in at most a given share, from judged result lists, or applies it.
@@ -168,8 +191,7 @@ def threshold(
     from geoflow_fast.decisions.rules import Rule
     from geoflow_fast.jobs import decisions
 
-    lists = decisions.open_lists(scores, column)
-    known, image = known_hits(lists, labels, (pairs, images, texts, image_index, normalize), qrels, direction)
+    lists, known = judged.lists, judged.known
     left_out = 0
     made_with = {"encoder": encoder, "gallery_size": gallery_size}
     if known is None:
@@ -177,14 +199,15 @@ def threshold(
             raise ValueError(
                 "without labels a rule is applied: give --out, or --labels, --pairs or --qrels to make one"
             )
+        _refuse(context, OF_THE_RULE, f"says how to make a rule, and without labels {rule} is applied as it is")
         made = Rule.load(rule)
     else:
         _refuse_existing(rule, overwrite=overwrite)
-        judge, rows, left_out = _judge(lists, known, image, fitted, seed)
+        judge, rows, left_out = _judge(lists, known, judged.image, fitted, seed)
         settings: dict[str, Any] = {"precision": precision, "confidence": confidence, **made_with}
         settings["no_match_share"] = _share(no_match_share)
         if unlabelled is not None:
-            settings["unlabelled"] = decisions.open_lists(unlabelled, column).scores
+            settings["unlabelled"] = decisions.open_lists(unlabelled, judged.column).scores
         made = judge.certify(lists.scores[rows], known[rows], max_error, **settings)
         if lists.hits is not None:
             made = made.with_hits(lists.hits[rows], rows)
@@ -193,6 +216,13 @@ def threshold(
     answered = None if out is None else decisions.write_answers(made, lists, out, **made_with)
     written = [path for path in (rule if known is not None else None, out) if path is not None]
     _print_rule(made, answered, left_out, written, as_json=as_json)
+
+
+def _refuse(context: typer.Context, names: Collection[str], why: str) -> None:
+    """Raises a ValueError if a flag of one of these names is given, which would have no effect."""
+    for parameter in context.command.params:
+        if parameter.name in names and parameter.name in chosen_flags(context):
+            raise ValueError(f"{parameter.opts[0]} {why}: leave it out, or give --labels, --pairs or --qrels")
 
 
 @app.command(

@@ -106,7 +106,7 @@ def machine_facts() -> dict[str, str]:
         "platform": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "triton": version_of("triton"),
-        "compiled extension": problem or "built",
+        "compiled extension": problem or native.one_thread_only() or "built",
         "CPU features in use": problem
         or f"{native.isa()} (this processor can run {', '.join(native.supported_isas())})",
         "threads": f"{torch.get_num_threads()}, which wait for each other {processors.waiting()}",

@@ -124,7 +124,7 @@ def entropy(
             "their own items"
         )
     if plot is not None:
-        plots.pyplot()  # reports a missing matplotlib now rather than after hours of scoring
+        plots.need_matplotlib()  # reports a missing matplotlib now rather than after hours of scoring
     chosen = given(n_samples=samples, kappa=kappa, guidance=guidance, n_steps=steps, seed=seed, top_k=top_k)
     typical = None if reference is None else scoring.reference_queries(reference, normalize=normalize)
     chosen |= given(posterior=posterior, reference=typical)

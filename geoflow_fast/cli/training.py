@@ -15,6 +15,7 @@ from geoflow_fast.cli.base import (
     JsonFlag,
     PresetFlag,
     SeedFlag,
+    chosen_flags,
     given,
     print_json,
 )
@@ -257,13 +258,16 @@ def _calibrated(
     for `calibrate_model`, 0 without a flow."""
     from geoflow_fast.flow.model import GeoFlow
     from geoflow_fast.jobs.calibration import calibrate_model
+    from geoflow_fast.jobs.hub import write_card
     from geoflow_fast.runtime.device import usable_device
 
     where = usable_device(device)
     flow = GeoFlow.from_pretrained(out).to(where) if trained_rows else None
     head = None if head is None else head.to(where)
     try:
-        return calibrate_model(out, data, flow, head, trained_rows=trained_rows, seed=seed)
+        stored = calibrate_model(out, data, flow, head, trained_rows=trained_rows, seed=seed)
+        write_card(out)
+        return stored
     except KeyboardInterrupt:
         typer.echo("stopped while calibrating; run the same command to continue", err=True)
         raise typer.Exit(INTERRUPTED) from None
@@ -299,8 +303,7 @@ def _announcement(
 
 def _check_flags(context: typer.Context, head: bool | None, method: str) -> None:
     """Raises a ValueError for a flag that means nothing to what is trained."""
-    sources = {name: context.get_parameter_source(name) for name in context.params}
-    chosen = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
+    chosen = chosen_flags(context)
     for name in OF_THE_FLOW if head else ():
         if name in chosen:
             raise ValueError(f"--{name.replace('_', '-')} is a setting of the flow; leave it out with --head")

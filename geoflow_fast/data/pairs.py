@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,24 +21,42 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from geoflow_fast.data.rows import BLOCK_ROWS, Array, Index, Rows, load_npy, open_rows, open_shards
+from geoflow_fast.data import tables
+from geoflow_fast.data.embeddings import (
+    IMAGE_FOLDER,
+    IMAGE_IDS,
+    TEXT_FOLDER,
+    TEXT_IDS,
+    open_rows,
+    rows_of_table,
+)
+from geoflow_fast.data.fingerprint import Fingerprint, Origin, embedded_by
+from geoflow_fast.data.ids import Ids, stored_ids
+from geoflow_fast.data.rows import BLOCK_ROWS, Array, Index, Rows, load_npy, open_shards
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.runtime import checks, parquet
-from geoflow_fast.runtime.files import write_atomic, write_npy
+from geoflow_fast.runtime.files import contents_of, read_json, write_atomic, write_json, write_npy
 
-IMAGE_FOLDER, TEXT_FOLDER, METADATA_FOLDER = "img_emb", "text_emb", "metadata"
-INDEX_FILE, GROUP_FILE = "image_index.npy", "image_group.npy"
+METADATA_FOLDER = "metadata"
+INDEX_FILE, GROUP_FILE, ABOUT_FILE = "image_index.npy", "image_group.npy", "pairs.json"
+SIDES = ("image", "text")
+"""What the two sides of pairs are called unless they have other names."""
+COLUMN_ENDINGS = ("_embedding", "_emb", "_vector", "")
+"""Columns of tables of pairs are called after the sides, with one of these endings."""
 
 
 class EmbeddingPairs:
     """Paired image and text embeddings; an image may have several texts, each of which makes a pair.
 
-    Create it with `from_arrays`, `open` or `open_files`. `len(pairs)` is the number of pairs, and `pairs[index]`
-    returns (image [B, d_I], text [B, d_T]) as float32 unit rows, for integers [B] or a boolean mask over all pairs.
-    `folder` is the folder that `open` read; it is None for other pairs.
+    Create it with `from_arrays`, `from_table`, `open` or `open_files`. `len(pairs)` is the number of pairs, and
+    `pairs[index]` returns (image [B, d_I], text [B, d_T]) as float32 unit rows, for integers [B] or a boolean mask over
+    all pairs. `folder` is the folder that `open` read; it is None for other pairs. `ids` and `image_ids` name texts and
+    images, where they are named. The sides may be of any kind: `sides` has their names, which are "image" and "text"
+    unless `geoflow embed` or `from_table` was told others.
     """
 
     folder: Path | None = None
+    sides: tuple[str, str] = SIDES
 
     def __init__(self, image: Rows, text: Rows, image_row: Index, text_row: Index, group: Index) -> None:
         self.image, self.text = image, text
@@ -51,27 +69,83 @@ class EmbeddingPairs:
         text: Array | Tensor,
         image_index: Index | Tensor | Sequence[int] | None = None,
         *,
+        ids: Any = None,
+        image_ids: Any = None,
         normalize: bool = False,
     ) -> EmbeddingPairs:
         """Pairs from arrays `image` [N, d_I] and `text` [M, d_T].
 
-        Text row k belongs to image row `image_index[k]`, or to image row k without an `image_index`. Rows must be
-        finite and, unless `normalize` is set, of unit norm within 1e-3; otherwise a ValueError names the first bad row.
+        Text row k belongs to image row `image_index[k]`, or to image row k without an `image_index`. `ids` and
+        `image_ids` name the rows of `text` and `image`: strings, integers or UUIDs. Rows must be finite and, unless
+        `normalize` is set, of unit norm within 1e-3; otherwise a ValueError names the first bad row.
         """
         rows = [Rows([checks.array(x, name)], name) for x, name in ((image, "image"), (text, "text"))]
-        for part in rows:
+        for part, names, what in zip(rows, (image_ids, ids), ("image_ids", "ids")):
             part.check(normalize=normalize)
+            part.ids = None if names is None else Ids.given(names, len(part), what)
         index = None if image_index is None else checks.array(image_index, "image_index")
         return cls._pair(rows[0], rows[1], index, index, "image_index")
 
     @classmethod
-    def open(cls, folder: str | Path, *, normalize: bool = False, world: World = ALONE) -> EmbeddingPairs:
-        """Pairs from a folder in clip-retrieval's layout (`img_emb/*.npy`, `text_emb/*.npy`), memory-mapped.
+    def from_table(
+        cls,
+        table: Any,
+        image: str | None = None,
+        text: str | None = None,
+        *,
+        id_column: str | None = None,
+        image_id_column: str | None = None,
+        sides: tuple[str, str] = SIDES,
+        normalize: bool = False,
+    ) -> EmbeddingPairs:
+        """Pairs from a table of Arrow, a `datasets.Dataset`, or a frame of pandas or polars, one in each row.
 
-        `image_index.npy`, if present, gives the image row of each text. All rows are checked as in `from_arrays`, in
-        one pass over the files that the ranks of a `world` share.
+        `image`, `text`: the columns of embeddings, lists of floating-point numbers; by default those that are called
+        after the `sides`, such as `image_embedding` or `image`. `id_column`: that of the texts, by default `id`. Rows
+        with equal ids in `image_id_column` are pairs of one image.
+        """
+        known = tables.table_of(table, "table")
+        sides = _checked_sides(sides)
+        columns = _side_columns(known.column_names, (image, text), sides, "table")
+        rows = [rows_of_table(known, column, id_column, "table") for column in columns]
+        return cls._of_table(known, rows[0], rows[1], image_id_column, sides, "table", normalize=normalize)
+
+    @classmethod
+    def _of_table(
+        cls,
+        table: Any,
+        image: Rows,
+        text: Rows,
+        image_ids: str | None,
+        sides: tuple[str, str],
+        name: str,
+        *,
+        normalize: bool,
+    ) -> EmbeddingPairs:
+        for part in (image, text):
+            part.check(normalize=normalize)
+        shown = None if image_ids is None else tables.ids_of(table, image_ids, name)
+        group = None if shown is None else np.unique(shown.values.astype(str), return_inverse=True)[1]
+        image.ids = image.ids if shown is None else shown
+        pairs = cls._pair(image, text, None, group, name)
+        pairs.sides = sides
+        return pairs
+
+    @classmethod
+    def open(cls, folder: str | Path, *, normalize: bool = False, world: World = ALONE) -> EmbeddingPairs:
+        """Pairs from a folder in clip-retrieval's layout (`img_emb/*.npy`, `text_emb/*.npy`), memory-mapped; or from a
+        Parquet or Arrow file, a folder of these, or a dataset that `save_to_disk` wrote, as in `from_table`.
+
+        `image_index.npy`, if present, gives the image row of each text, and `text_ids.parquet` and `image_ids.parquet`
+        the ids. All rows are checked as in `from_arrays`, in one pass over the files that the ranks of a `world` share.
         """
         folder = checks.path(folder, "folder")
+        if tables.is_table(folder) and folder.exists() and not (folder / IMAGE_FOLDER).is_dir():
+            table = tables.open_table(folder)
+            sides = _checked_sides(tables.sides_of(table) or SIDES)
+            columns = _side_columns(table.column_names, (None, None), sides, str(folder))
+            rows = [rows_of_table(table, column, None, str(folder)) for column in columns]
+            return cls._of_table(table, rows[0], rows[1], None, sides, str(folder), normalize=normalize)
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is {'not a folder of embeddings' if folder.exists() else 'missing'}")
         image, text = (open_shards(folder / name, name) for name in (IMAGE_FOLDER, TEXT_FOLDER))
@@ -93,6 +167,9 @@ class EmbeddingPairs:
             group = index if index is not None else _metadata_groups(folder / METADATA_FOLDER)
         pairs = cls._pair(image, text, index, group, str(folder / INDEX_FILE))
         pairs.folder = folder
+        image.ids, text.ids = (stored_ids(folder / file, len(x)) for file, x in ((IMAGE_IDS, image), (TEXT_IDS, text)))
+        pairs.sides, known = _about(folder)
+        image.encoder, text.encoder = (x or embedded_by(folder, side) for x, side in zip(known, SIDES))
         return pairs
 
     @classmethod
@@ -105,7 +182,8 @@ class EmbeddingPairs:
         normalize: bool = False,
         world: World = ALONE,
     ) -> EmbeddingPairs:
-        """Pairs from two `.npy` files or folders of `.npy` shards, memory-mapped and checked as in `open`.
+        """Pairs from two `.npy` files or folders of `.npy` shards, memory-mapped and checked as in `open`, or from
+        columns of Parquet or Arrow files (`pairs.parquet:image_embedding`).
 
         `image_index`: a `.npy` file with the image row of each text, as in `from_arrays`.
         """
@@ -140,7 +218,29 @@ class EmbeddingPairs:
         return len(self.text_row)
 
     def __repr__(self) -> str:
-        return f"EmbeddingPairs({len(self)} pairs, image width {self.image_dim}, text width {self.text_dim})"
+        first, second = self.sides
+        return f"EmbeddingPairs({len(self)} pairs, {first} width {self.image_dim}, {second} width {self.text_dim})"
+
+    @property
+    def ids(self) -> NDArray[Any] | None:
+        """The ids of the pairs, [len(pairs)], which are those of their texts; None if they have none."""
+        return None if self.text.ids is None else self.text.ids.of(self.text_row)
+
+    @property
+    def image_ids(self) -> NDArray[Any] | None:
+        """The ids of the images of the pairs, [len(pairs)]; None if they have none."""
+        return None if self.image.ids is None else self.image.ids.of(self.image_row)
+
+    # unchecked: training calls it
+    def origin(self, settings: Mapping[str, Any]) -> Origin:
+        """What a model that is trained on these pairs with these `settings` remembers."""
+        about = {"pairs": len(self), "images": len(np.unique(self.group)), "fingerprint": self.fingerprint()}
+        return Origin(self.encoders, self.sides, about, settings)
+
+    @property
+    def encoders(self) -> tuple[Fingerprint | None, Fingerprint | None]:
+        """The encoders of images and texts, where they are known."""
+        return self.image.encoder, self.text.encoder
 
     @property
     def image_dim(self) -> int:
@@ -160,7 +260,7 @@ class EmbeddingPairs:
         """Returns the pairs that `index` selects (integers, or a mask). Embeddings are shared, not copied."""
         where = _as_index(index, len(self))
         pairs = EmbeddingPairs(self.image, self.text, self.image_row[where], self.text_row[where], self.group[where])
-        pairs.folder = self.folder
+        pairs.folder, pairs.sides = self.folder, self.sides
         return pairs
 
     def split(self, fraction: float, seed: int) -> tuple[EmbeddingPairs, EmbeddingPairs]:
@@ -190,9 +290,11 @@ class EmbeddingPairs:
     def save(
         self, folder: str | Path, *, rows_per_shard: int = 1_000_000, dtype: type[np.floating] = np.float16
     ) -> None:
-        """Writes the pairs to a folder that `open` reads, in shards of `rows_per_shard` rows stored as `dtype`.
+        """Writes the pairs to a folder that `open` reads, with their ids, in shards of `rows_per_shard` rows.
 
-        A folder that already holds embeddings raises a FileExistsError.
+        Rows are stored as `dtype`: float16 unless another is named, which rounds every number to about three digits and
+        halves the size; `dtype=np.float32` keeps them as they are. A folder that already holds embeddings raises a
+        FileExistsError.
         """
         folder = checks.path(folder, "folder")
         checks.integer(rows_per_shard, "rows_per_shard", 1)
@@ -206,6 +308,44 @@ class EmbeddingPairs:
         group = np.unique(self.group, return_inverse=True)[1]
         if not np.array_equal(group, index):
             write_npy(folder / GROUP_FILE, group.astype(np.int64))
+        for file, rows, chosen in ((IMAGE_IDS, self.image, images), (TEXT_IDS, self.text, self.text_row)):
+            if rows.ids is not None:
+                rows.ids.save(folder / file, chosen, are_given=True)
+        if self.sides != SIDES or any(self.encoders):
+            encoders = [None if encoder is None else encoder.to_json() for encoder in self.encoders]
+            write_json(folder / ABOUT_FILE, {"sides": list(self.sides), "encoders": encoders})
+
+
+def _checked_sides(sides: Sequence[str]) -> tuple[str, str]:
+    """The names of the two sides, which are different words."""
+    if len(sides) != 2 or not all(isinstance(name, str) and name.strip() for name in sides) or sides[0] == sides[1]:
+        raise ValueError(f"sides must be two different names, such as audio and text, got {sides!r}")
+    return sides[0], sides[1]
+
+
+def _side_columns(
+    names: Sequence[str], chosen: tuple[str | None, str | None], sides: tuple[str, str], what: str
+) -> list[str]:
+    """The columns of a table of pairs that hold the two sides."""
+    columns = []
+    for side, wanted in zip(sides, chosen):
+        possible = [f"{side}{ending}" for ending in COLUMN_ENDINGS] if wanted is None else [wanted]
+        known = next((name for name in possible if name in names), None)
+        if known is None:
+            raise ValueError(f"{what} has no column {' or '.join(possible)}; its columns are {', '.join(names)}")
+        columns.append(known)
+    return columns
+
+
+def _about(folder: Path) -> tuple[tuple[str, str], tuple[Fingerprint | None, Fingerprint | None]]:
+    """The names of the sides of stored pairs, and their encoders."""
+    file = folder / ABOUT_FILE
+    if not file.is_file():
+        return SIDES, (None, None)
+    about = read_json(file, "the description of pairs")
+    with contents_of(file):
+        first, second = (Fingerprint.read(entry) for entry in about["encoders"])
+        return _checked_sides(about["sides"]), (first, second)
 
 
 def open_pairs(

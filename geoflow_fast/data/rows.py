@@ -9,7 +9,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,6 +19,10 @@ from torch import Tensor
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import UNIT_TOLERANCE
 from geoflow_fast.runtime.files import contents_of, need_file
+
+if TYPE_CHECKING:
+    from geoflow_fast.data.fingerprint import Fingerprint
+    from geoflow_fast.data.ids import Ids
 
 BLOCK_ROWS = 8192
 RANDOM_ROWS = 64
@@ -34,8 +38,12 @@ Index = NDArray[np.int64]
 class Rows:
     """Rows of one or several 2-D arrays, read as one: `rows[index]` returns float32 [len(index), d].
 
-    With `normalize`, `tensors` yields rows of unit norm too, instead of rows as stored.
+    With `normalize`, `tensors` yields rows of unit norm too, instead of rows as stored. `ids` are what the rows are
+    called, and `encoder` is the one that made them, where these are known.
     """
+
+    ids: Ids | None = None
+    encoder: Fingerprint | None = None
 
     def __init__(self, parts: Sequence[Array], name: str, *, normalize: bool = False) -> None:
         if not parts:
@@ -57,7 +65,19 @@ class Rows:
 
     def __getitem__(self, index: Index) -> NDArray[np.float32]:
         """Returns the rows `index` [B] in the order asked for, scaled to unit norm."""
-        out = np.empty((len(index), self.dim), np.float32)
+        out = self.stored(index, np.float32)
+        out /= np.linalg.norm(out, axis=1, keepdims=True)
+        return out
+
+    @property
+    def is_half(self) -> bool:
+        """Whether float16 holds all rows as they are stored."""
+        return all(part.dtype == np.float16 for part in self.parts)
+
+    # unchecked: called with indices that pairs have checked
+    def stored(self, index: Index, dtype: type[np.floating]) -> NDArray[Any]:
+        """Returns the rows `index` [B] in the order asked for, as they are stored, in `dtype`."""
+        out = np.empty((len(index), self.dim), dtype)
         # Rows are read in ascending order, so that access to a mapped file is sequential.
         order = np.argsort(index, kind="stable")
         ranked = index[order]
@@ -69,8 +89,7 @@ class Rows:
                 end = min(begin + chunk, high)
                 out[order[begin:end]] = part[ranked[begin:end] - start]
                 if mapped:
-                    _advise(part, mmap.MADV_DONTNEED)
-        out /= np.linalg.norm(out, axis=1, keepdims=True)
+                    _advise(part, "MADV_DONTNEED")
         return out
 
     def tensors(
@@ -108,7 +127,7 @@ class Rows:
                 if self.normalize:
                     block = torch.nn.functional.normalize(block)
                 yield start + low, block
-                _advise(part, mmap.MADV_DONTNEED)
+                _advise(part, "MADV_DONTNEED")
 
     def check(self, *, normalize: bool, world: World = ALONE) -> None:
         """Raises a ValueError that names the first row which is not finite or, unless `normalize` is set, not of unit
@@ -135,7 +154,7 @@ class Rows:
         own = bytearray()
         for number, low in blocks[shares[world.rank].start : shares[world.rank].stop]:
             own += hashlib.sha256(np.ascontiguousarray(self.parts[number][low : low + BLOCK_ROWS]).data).digest()
-            _advise(self.parts[number], mmap.MADV_DONTNEED)
+            _advise(self.parts[number], "MADV_DONTNEED")
         digests = torch.tensor(own, dtype=torch.uint8, device="cpu").view(-1, hashlib.sha256().digest_size)
         whole = hashlib.sha256(json.dumps(shapes).encode())
         whole.update(world.gather_rows(digests, [len(share) for share in shares]).numpy().tobytes())
@@ -144,37 +163,15 @@ class Rows:
     def expect_random_reads(self) -> None:
         """Tells the kernel not to read ahead in mapped parts: shuffled rows have no use for their neighbours."""
         for part in self.parts:
-            _advise(part, mmap.MADV_RANDOM)
+            _advise(part, "MADV_RANDOM")
 
 
-def _advise(part: Array, advice: int) -> None:
-    """Passes advice about a mapped array to the kernel. The pages of a copy-on-write mapping (mode "c") hold their
-    owner's edits and must not be released, so it gets none."""
+def _advise(part: Array, advice: str) -> None:
+    """Passes advice about a mapped array to the kernel, where that takes any. The pages of a copy-on-write mapping
+    (mode "c") hold their owner's edits and must not be released, so it gets none."""
     mapping = getattr(part, "_mmap", None)
-    if mapping is not None and getattr(part, "mode", None) in ("r", "r+"):
-        mapping.madvise(advice)
-
-
-def open_rows(path: Path, name: str, *, normalize: bool = False) -> Rows:
-    """Opens a `.npy` file, or all `.npy` files of a folder in the order of the numbers in their names, memory-mapped.
-
-    Files whose names differ only in the number at their end are shards, counted from 0 or 1 without a gap.
-    """
-    if path.is_file():
-        return Rows([load_npy(path, mapped=True)], f"{name} {path}", normalize=normalize)
-    if not path.is_dir():
-        why = "neither a .npy file nor a folder" if path.exists() else "missing"
-        raise FileNotFoundError(f"{name} {path} is {why}")
-    files = sorted(path.glob("*.npy"), key=lambda file: ([int(n) for n in re.findall(r"\d+", file.stem)], file.name))
-    if not files:
-        raise FileNotFoundError(f"{name} folder {path} holds no .npy file")
-    series: dict[str, list[Path]] = {}
-    for file in files:
-        series.setdefault(re.sub(r"\d+$", "#", file.stem), []).append(file)
-    for shards in series.values():
-        if len(shards) > 1:
-            in_shard_order(shards, from_one=True)
-    return Rows([load_npy(file, mapped=True) for file in files], f"{name} {path}", normalize=normalize)
+    if mapping is not None and getattr(part, "mode", None) in ("r", "r+") and hasattr(mmap, advice):
+        mapping.madvise(getattr(mmap, advice))
 
 
 def open_shards(folder: Path, name: str) -> Rows:
@@ -201,7 +198,7 @@ def in_shard_order(paths: Iterable[Path], *, from_one: bool = False) -> list[Pat
     for expected, number in enumerate(sorted(shards), first):
         # guard: no shard is missing between others
         if number != expected:
-            missing = re.sub(r"\d+(?=\.npy$)", str(expected), shards[number].name)
+            missing = re.sub(r"\d+(?=\.\w+$)", str(expected), shards[number].name)
             raise FileNotFoundError(f"{shards[number].with_name(missing)} is missing between other shards")
     return [shards[number] for number in sorted(shards)]
 

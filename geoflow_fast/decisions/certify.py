@@ -21,18 +21,20 @@ from geoflow_fast.decisions.bounds import (
     bounded_evidence,
     last_passed,
 )
-from geoflow_fast.decisions.model import Model, Pilot, combined
+from geoflow_fast.decisions.model import Model, Pilot, combined, no_match_probability
 from geoflow_fast.decisions.rules import ANSWERS, Certificate
 
 CANDIDATES = 60
 """Largest number of thresholds that are tested."""
-SHARE_STEP = 0.02
-"""Estimated shares of queries without a match are rounded up to a multiple of this."""
-SHARE_RISK = 0.2
-"""The part of the error probability that goes to the estimated share."""
+SHARE_STEP = 0.01
+"""Distance of the shares of queries without a match by which an unknown one is represented."""
+NEGLIGIBLE = 1e-6
+"""Probability below which a share need not be reckoned with."""
+LEAST_SHARE = 0.1
+"""The signal of a missing item is that for a share of at least this, and at most one less this."""
 STATED = 30
 """The error that the probabilities state counts as much as this many answers of the fitted queries."""
-STARTS, BEST_START = 8, 0.5
+STARTS, BEST_START = 8, 0.7
 """Thresholds at which tests begin besides the most promising one, and the part of the error probability that is kept
 for the latter; the former divide the rest."""
 SET_ASIDE = 0.2
@@ -122,24 +124,24 @@ def certified(
     outcomes: Outcomes,
     thresholds: Floats,
     levels: Floats,
-    shares: Floats,
+    share: Share,
     max_error: float,
     confidence: float,
     *,
     unit: str,
     seed: int,
 ) -> Certificate:
-    """Tests thresholds in their order, with these parts of the error probability, for each of the `shares` of traffic
-    without a match, and certifies the loosest that passes for all shares."""
+    """Tests thresholds in their order, with these parts of the error probability, for a share of traffic without a
+    match, and certifies the loosest that passes. The evidence is the mean of that for the shares it may be."""
     drawn = np.random.default_rng(seed).random(len(outcomes.given))
-    given, loss = outcomes.counts(drawn, shares)
+    given, loss = outcomes.counts(drawn, share.values)
     test = binomial_evidence if unit == ANSWERS else bounded_evidence
-    evidence = test(loss, given, max_error).max(0)
-    passed = last_passed(evidence, (1 - confidence) * levels)
+    passed = last_passed(share.prob @ test(loss, given, max_error), (1 - confidence) * levels)
     n = len(drawn)
     if not passed:
         return Certificate(math.inf, 0.0, math.nan, 1.0, n)
-    count, wrong = float(given[-1, passed - 1]), float(loss[-1, passed - 1])
+    at = share.position(confidence)
+    count, wrong = float(given[at, passed - 1]), float(loss[at, passed - 1])
     bound = upper_bound(wrong, count, confidence, test)
     return Certificate(float(thresholds[passed - 1]), count / n, wrong / count, bound, n)
 
@@ -157,47 +159,65 @@ def upper_bound(loss: float, count: float, confidence: float, test: Callable[...
     return float(optimize.brentq(excess, low, high)) if excess(low) > 0 else low
 
 
-def share_estimate(pilot: Pilot, live: Floats) -> float:
+@dataclass(frozen=True)
+class Share:
+    """The share of traffic without a match: one value that is known, or several with the probabilities of each."""
+
+    values: Floats
+    """[S], ascending."""
+    prob: Floats
+    """[S]."""
+
+    @classmethod
+    def known(cls, value: float) -> Share:
+        """A share that is given."""
+        return cls(np.array([value]), np.ones(1))
+
+    @classmethod
+    def estimated(cls, queries: Floats, twins: Floats, live: Floats, n: int | None = None) -> Share:
+        """The share of live queries without a match, by its confidence distribution in large samples.
+
+        The signals `live` [m] are a mixture of those of queries with a match, like `queries`, and of such without one,
+        like their `twins` [n each]. The probability that the share is at most s is the confidence at which it would be
+        excluded to be larger: because that would make the mean of the live signals larger than it is, measured by the
+        standard error of the difference. `n`: how many judged queries to reckon with, if not these.
+        """
+        from scipy import special
+
+        values = np.arange(0.0, 1.0 + SHARE_STEP / 2, SHARE_STEP)
+        expected = queries.mean() + values * (twins.mean() - queries.mean())
+        # Variances of q + s (t - q) over the judged queries, for all shares s.
+        (of_query, mixed), (_, of_change) = np.cov(queries, twins - queries, bias=True)
+        judged = of_query + 2 * values * mixed + values**2 * of_change
+        error = np.sqrt(live.var() / len(live) + judged / (n or len(queries)))
+        at_most = special.ndtr((expected - live.mean()) / np.maximum(error, np.finfo(np.float64).tiny))
+        if twins.mean() <= queries.mean():  # they tell nothing about the share
+            at_most = np.zeros(len(values))
+        at_most[-1] = 1.0
+        prob = np.diff(np.maximum.accumulate(at_most), prepend=0.0)
+        possible = prob > NEGLIGIBLE
+        return cls(values[possible], prob[possible] / prob[possible].sum())
+
+    def position(self, confidence: float) -> int:
+        """Which of the values is an upper bound at this confidence."""
+        return int(np.searchsorted(np.cumsum(self.prob), confidence - 1e-12))
+
+    def bound(self, confidence: float) -> float:
+        """The upper bound at this confidence."""
+        return float(self.values[self.position(confidence)])
+
+
+def likely_share(pilot: Pilot, live: Floats) -> float:
     """The share of live queries without a match that explains their mean signal. It decides what probabilities are
     computed for, not what is guaranteed."""
-    queries, twins, mixture = (float(signal(each).mean()) for each in (pilot.no_match, pilot.twin_no_match, live))
+    queries, twins, mixture = (float(signal(x, 0.5).mean()) for x in (pilot.no_match, pilot.twin_no_match, live))
     return float(np.clip((mixture - queries) / max(twins - queries, 1e-9), 0.0, 0.9))
 
 
-def signal(no_match_logit: Floats) -> Floats:
-    """The probability of a missing item if half of the queries had none: a number between 0 and 1 that is large where
-    the item is missing."""
-    from scipy import special
-
-    return np.asarray(special.expit(no_match_logit))
-
-
-def share_bound(risk: float, queries: Floats, twins: Floats, live: Floats, n: int | None = None) -> float:
-    """An upper bound of the share of live queries without a match, false with probability `risk` in large samples.
-
-    The signals `live` [m] are a mixture of those of queries with a match, like `queries`, and of such without one, like
-    their `twins` [n each]. A share is excluded if it would make the mean of the live ones larger than they are, by more
-    than the standard error of the difference allows. `n`: how many judged queries to reckon with, if not these.
-    """
-    from scipy import stats
-
-    shares = np.arange(0.0, 1.0 + SHARE_STEP / 2, SHARE_STEP)
-    expected = queries + shares[:, None] * (twins - queries)
-    variance = live.var() / len(live) + expected.var(1) / (n or len(queries))
-    possible = expected.mean(1) - live.mean() <= stats.norm.isf(risk) * np.sqrt(variance)
-    if twins.mean() <= queries.mean() or possible[-1]:
-        return 1.0
-    return float(shares[possible.nonzero()[0].max(initial=0) + 1])  # the first that is excluded
-
-
-def shares_up_to(bound: float) -> Floats:
-    """The shares, from 0 in small steps, that cover everything up to the bound.
-
-    The bound depends on the tested queries. Because each share is tested, also the first that is not below the true
-    one is, at the full level; at the last alone chance could make the test easier than there.
-    """
-    steps = math.ceil(bound / SHARE_STEP - 1e-9)
-    return np.minimum(np.arange(steps + 1) * SHARE_STEP, 1.0)
+def signal(no_match_logit: Floats, share: float) -> Floats:
+    """The probability of a missing item if a `share` of the queries had none: the number between 0 and 1 whose mean
+    tells most about shares near this one."""
+    return no_match_probability(no_match_logit, min(max(share, LEAST_SHARE), 1 - LEAST_SHARE))
 
 
 def pilot_outcomes(pilot: Pilot, share: float) -> tuple[Floats, Outcomes, Floats]:
@@ -233,7 +253,7 @@ class Certifier:
         """`share` is that of traffic without a match; `live` [m] are log-odds of "no match" to estimate it from."""
         self.model, self.pilot, self.unit, self.live, self.seed = model, pilot, unit, live, seed
         self.max_error, self.confidence, self.share = max_error, confidence, share
-        self.score_share = share if live is None else share_estimate(pilot, live)
+        self.score_share = share if live is None else likely_share(pilot, live)
 
     def __call__(
         self, scores: Floats, features: Floats, first: Bools, relevant: Bools | None
@@ -248,47 +268,45 @@ class Certifier:
         if self.unit == ANSWERS:
             return self.answers(queries, twins, first)
         assert relevant is not None
-        return self._items(scores, features, relevant, self._shares(queries[1], twins[1]))
+        shown = self.model.p_shown(scores, features, self.score_share)
+        twin = self.model.p_shown(lists.taken_out(scores, relevant), features, self.score_share)[:, 0]
+        return self.items(shown, relevant, twin, self._share(queries[1], twins[1].min(0)))
 
     def answers(self, queries: Logits, twins: Logits, first: Bools) -> tuple[Certificate, float]:
         """The same from log-odds: of the queries [n], and of the twins that each may have [variants, n]."""
-        shares = self._shares(queries[1], twins[1])
+        share = self._share(queries[1], twins[1].min(0))
         thresholds, pilot, stated = pilot_outcomes(self.pilot, self.score_share)
         levels = self._levels(pilot, stated, len(first))
         score, twin = combined(*queries, self.score_share), combined(*twins, self.score_share).max(0)
-        return self._certified(answer_outcomes(score, ~first, twin, thresholds), thresholds, levels, shares)
+        return self._certified(answer_outcomes(score, ~first, twin, thresholds), thresholds, levels, share)
 
-    def _shares(self, queries: Floats, twins: Floats) -> Floats:
-        """The shares of traffic without a match for which thresholds are tested."""
+    def _share(self, queries: Floats, twins: Floats, n: int | None = None) -> Share:
+        """The share of traffic without a match, from log-odds of "no match" of queries and twins [n each], reckoned
+        with `n` of them."""
         if self.live is None:
-            return np.array([self.share])
-        risk = SHARE_RISK * (1 - self.confidence)
-        return shares_up_to(share_bound(risk, signal(queries), signal(twins.min(0)), signal(self.live)))
+            return Share.known(self.share)
+        of_query, of_twin, of_live = (signal(each, self.score_share) for each in (queries, twins, self.live))
+        return Share.estimated(of_query, of_twin, of_live, n)
 
     def _levels(self, pilot: Outcomes, stated: Floats, n: int) -> Floats:
         """Where to begin with `n` queries: mostly at the threshold that is most promising for the share that the tests
         will have to reckon with, as far as the pilot can tell."""
-        share = self.share
-        if self.live is not None:
-            queries, twins = signal(self.pilot.no_match), signal(self.pilot.twin_no_match)
-            share = share_bound(SHARE_RISK * (1 - self.confidence), queries, twins, signal(self.live), n)
+        share = self._share(self.pilot.no_match, self.pilot.twin_no_match, n).bound(self.confidence)
         return starting_levels(most_promising(pilot, stated, share, n, self.max_error), len(stated))
 
     def _certified(
-        self, outcomes: Outcomes, thresholds: Floats, levels: Floats, shares: Floats
+        self, outcomes: Outcomes, thresholds: Floats, levels: Floats, share: Share
     ) -> tuple[Certificate, float]:
-        confidence = 1 - (1 - self.confidence) * (1 if self.live is None else 1 - SHARE_RISK)
         certificate = certified(
-            outcomes, thresholds, levels, shares, self.max_error, confidence, unit=self.unit, seed=self.seed
+            outcomes, thresholds, levels, share, self.max_error, self.confidence, unit=self.unit, seed=self.seed
         )
-        return certificate, float(shares[-1])
+        return certificate, share.bound(self.confidence)
 
-    def _items(self, scores: Floats, features: Floats, relevant: Bools, shares: Floats) -> tuple[Certificate, float]:
-        """The certificate of showing hits. A part of the queries chooses the thresholds, the others are tested."""
-        shown = self.model.p_shown(scores, features, self.score_share)
-        twin = self.model.p_shown(lists.taken_out(scores, relevant), features, self.score_share)[:, 0]
-        order = np.random.default_rng(self.seed).permutation(len(scores))
-        aside = order[: max(1, round(SET_ASIDE * len(scores)))]
+    def items(self, shown: Floats, relevant: Bools, twin: Floats, share: Share) -> tuple[Certificate, float]:
+        """The certificate of showing hits, from the probabilities [n, k] that each is relevant, and the largest of them
+        [n] without the relevant hits. A part of the queries chooses the thresholds, the others are tested."""
+        order = np.random.default_rng(self.seed).permutation(len(shown))
+        aside = order[: max(1, round(SET_ASIDE * len(shown)))]
         tested = order[len(aside) :]
         values = shown[aside].ravel()
         thresholds = spaced(values, values)  # a hit that is probably relevant counts for more
@@ -296,7 +314,7 @@ class Certifier:
         stated = stated_error(values, np.ones(len(values)), thresholds)
         levels = self._levels(pilot, stated, len(tested))
         outcomes = item_outcomes(shown[tested], relevant[tested], twin[tested], thresholds)
-        return self._certified(outcomes, thresholds, levels, shares)
+        return self._certified(outcomes, thresholds, levels, share)
 
 
 def possible_twins(scores: Floats, first: Bools, relevant: Bools | None) -> list[Floats]:

@@ -29,6 +29,8 @@ WINDOW, EVERY, FALSE_ALARMS = 500, 100, 0.05
 MISSING, SCORES, HITS, EMBEDDINGS = "missing items", "scores", "hits", "embeddings"
 PARTS = {MISSING: 3.0, SCORES: 1.0, HITS: 1.0, EMBEDDINGS: 1.0}
 """What is compared, and in which proportion the probability of a false alarm is divided."""
+EVEN_SHARE = 0.5
+"""Signals of missing items are probabilities at even odds."""
 FURTHEST = 4.0
 """Standardised scores further out count as this, before they are squared."""
 FEWEST, COVERED = 50, 0.5
@@ -386,7 +388,7 @@ class Watcher:
         return np.column_stack((scaled, scaled**2))
 
     def _signals(self, heads: Floats, features: Floats) -> Floats:
-        return certify.signal(self.rule.model.no_match.logit(heads, features, self.rule.model.unit))
+        return certify.signal(self.rule.model.no_match.logit(heads, features, self.rule.model.unit), EVEN_SHARE)
 
     def _no_match(self, part: Log) -> tuple[float, float]:
         """The share of live queries whose item is missing that explains their mean signal, and its standard error."""
@@ -443,7 +445,7 @@ def _certified(rule: Rule, p: Floats, right: Bools, kept: Bools) -> Certificate:
     levels = certify.starting_levels(int((stated <= rule.max_error / 2).sum().clip(1) - 1), len(thresholds))
     outcomes = certify.answer_outcomes(p[kept], ~right[kept], np.zeros(int(kept.sum())), thresholds)
     return certify.certified(
-        outcomes, thresholds, levels, np.zeros(1), rule.max_error, rule.confidence, unit=ANSWERS, seed=0
+        outcomes, thresholds, levels, certify.Share.known(0.0), rule.max_error, rule.confidence, unit=ANSWERS, seed=0
     )
 
 

@@ -32,7 +32,7 @@ def run(out: Path, seed: int, steps: int | None, announce: Announce) -> Outcome 
 
     Returns None if training was interrupted; the same call then continues it. `announce` is told what is being done.
     """
-    plots.pyplot()  # fails at once if matplotlib is missing, not after minutes of training
+    plots.need_matplotlib()  # fails at once if matplotlib is missing, not after minutes of training
     out.mkdir(parents=True, exist_ok=True)
     world = ConceptWorld()
     pairs = concept_pairs(world, seed)

@@ -130,7 +130,7 @@ def examine_search(
     recall = {name: float((item == search.item)[there].double().mean()) for name, item in first.items()}
     missing = {
         SOFTMAX: 1 - p_answer[SOFTMAX],
-        LADDER: reranked.p_outside.double(),
+        LADDER: ladder(queries, no_match_share=MISSING).p_no_match.double(),
         EXACT: world.missing_probability(queries, gallery, direction, MISSING),
     }
     return ClipSearch(direction, there, answer == search.item, p_answer, missing, recall)

@@ -52,7 +52,7 @@ def draw_all(outcome: Outcome, world: ConceptWorld, out: Path) -> None:
 
 
 def _panels(rows: int, columns: int, width: float, height: float, **options: Any) -> tuple[Any, Any]:
-    figure, panels = plots.pyplot().subplots(
+    figure, panels = plots.subplots(
         rows, columns, figsize=(width, height), layout="constrained", squeeze=False, **options
     )
     for axes in panels.flat:
@@ -220,7 +220,7 @@ def draw_spheres(image: Tensor, text: Tensor, picture: Path) -> None:
     centres = sphere_centres().float()
     ends = (image[-1] @ centres.T).argmax(1)
     colours = [GROUPS[k] for k in ends.tolist()]
-    figure = plots.pyplot().figure(figsize=(3.0 * len(TIMES), 6.3))
+    figure = plots.new_figure(figsize=(3.0 * len(TIMES), 6.3))
     for row, paths in enumerate((image, text)):
         for column, time in enumerate(TIMES):
             axes = figure.add_subplot(2, len(TIMES), row * len(TIMES) + column + 1, projection="3d")

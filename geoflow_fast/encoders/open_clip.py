@@ -10,6 +10,7 @@ import difflib
 import functools
 import logging
 import pickle
+import threading
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,17 +23,19 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from geoflow_fast.encoders.protocol import (
-    PRECISIONS,
     ImageLike,
     check_picture,
     check_sequence,
+    chosen_precision,
     clean_texts,
+    mixed_precision,
     short_error,
     stack_images,
     unit_rows,
+    weights_digest,
 )
 from geoflow_fast.encoders.sources import UNREADABLE
-from geoflow_fast.runtime import checks, hashing
+from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.runtime.extras import needs
 
@@ -40,8 +43,13 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-PAPER_WEIGHTS = {"ViT-H-14": "laion2b_s32b_b79k", "ViT-L-16-SigLIP-384": "webli"}
-"""The paper's encoders, with the weights that are used if the user names none."""
+DEFAULT_MODEL = "ViT-B-32"
+USUAL_WEIGHTS = {
+    DEFAULT_MODEL: "laion2b_s34b_b79k",
+    "ViT-H-14": "laion2b_s32b_b79k",
+    "ViT-L-16-SigLIP-384": "webli",
+}
+"""The weights that are used if the user names none: of a small model, and of the paper's two encoders."""
 PREPROCESSING = ("mean", "std", "interpolation", "resize_mode")
 LOCAL, HUB = "local-dir:", "hf-hub:"
 
@@ -63,15 +71,10 @@ class OpenClipEncoder:
         device: str | torch.device = "auto",
         precision: str = "auto",
     ) -> None:
-        if precision not in ("auto", *PRECISIONS):
-            raise ValueError(f"precision must be auto, {', '.join(PRECISIONS)}, got {precision!r}")
         self.device = usable_device(str(device))
-        if precision == "auto":
-            precision = "float16" if self.device.type == "cuda" else "float32"
-        self.precision, self.name = precision, name
+        self.precision, self.name = chosen_precision(self.device, precision), name
         self.preprocess, self.tokenizer = preprocess, tokenizer
-        state = model.state_dict()
-        self._weights = hashing.fingerprint({"names": list(state), "values": hashing.digest(state.values())})
+        self._weights = weights_digest(model)
         self.model: Any = model.eval().to(self.device)
         image_tower, text_tower = self.model.visual, getattr(model, "text", model)
         self._projection = {
@@ -86,7 +89,7 @@ class OpenClipEncoder:
     @classmethod
     def load(
         cls,
-        model: str = "ViT-H-14",
+        model: str = DEFAULT_MODEL,
         pretrained: str | None = None,
         checkpoint: str | Path | None = None,
         *,
@@ -104,7 +107,7 @@ class OpenClipEncoder:
         path = None if checkpoint is None else checks.path(checkpoint, "checkpoint")
         if path is not None and not path.is_file():
             raise FileNotFoundError(f"checkpoint {checkpoint} does not exist")
-        with _quiet(), torch.device("cpu"):
+        with _quiet(open_clip), torch.device("cpu"):
             if model.startswith((LOCAL, HUB)):
                 network = _create_from_folder(open_clip, model, pretrained, path)
             else:
@@ -188,8 +191,7 @@ class OpenClipEncoder:
     @contextlib.contextmanager
     def _tower(self, name: str) -> Iterator[None]:
         """Runs the network in its precision, and the tower `name` without its last projection."""
-        low, projection = self.precision != "float32", self._projection[name]
-        mixed = torch.autocast(self.device.type, PRECISIONS[self.precision] if low else None, enabled=low)
+        mixed, projection = mixed_precision(self.device, self.precision), self._projection[name]
         with mixed, projection.left_out() if projection else contextlib.nullcontext():
             yield
 
@@ -282,7 +284,7 @@ def _settings_of_weights(
 ) -> Mapping[str, Any]:
     """Returns what open_clip knows about a tag: where its file is, and how images are prepared for it."""
     known = open_clip.list_pretrained_tags_by_model(model)
-    pretrained = pretrained or PAPER_WEIGHTS.get(model)
+    pretrained = pretrained or USUAL_WEIGHTS.get(model)
     listed = f"it has {', '.join(known)}" if known else "it has none: give a file by --checkpoint"
     if pretrained is not None:
         tag: Mapping[str, Any] = open_clip.get_pretrained_cfg(model, pretrained)
@@ -371,7 +373,7 @@ class _Tokenizer:
         if config.get("text_cfg", {}).get("tokenizer_kwargs", {}).get("trust_remote_code"):
             raise ValueError(f"the tokenizer of {self.model} would execute code that comes with it, which is refused")
         try:
-            with _quiet():
+            with _quiet(open_clip):
                 return open_clip.get_tokenizer(self.model)
         except ImportError as error:
             raise ValueError(f"the tokenizer of {self.model} needs a package: {short_error(error)}") from error
@@ -382,15 +384,33 @@ class _Tokenizer:
             ) from error
 
 
+class _LastResort(logging.Handler):
+    """Does what the root logger does without a handler. While it has this one, open_clip does not install its own."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Passes what is at least a warning to the handler that Python keeps for loggers without one."""
+        if logging.lastResort is not None and record.levelno >= logging.lastResort.level:
+            logging.lastResort.handle(record)
+
+
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences the log of open_clip, which reports what is in order, or what an error here reports."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
+def _quiet(open_clip: Any) -> Iterator[None]:
+    """Leaves out what open_clip writes to the root logger in this thread: it reports what is in order, or what an error
+    here reports. Levels, handlers and the messages of others stay as they are."""
+    folder, thread = str(Path(open_clip.__file__).parent), threading.get_ident()
+
+    def keep(record: logging.LogRecord) -> bool:
+        return record.thread != thread or not record.pathname.startswith(folder)
+
+    root, stand_in = logging.getLogger(), _LastResort()
+    if not root.handlers:
+        root.addHandler(stand_in)
+    root.addFilter(keep)
     try:
         yield
     finally:
-        logging.disable(before)
+        root.removeFilter(keep)
+        root.removeHandler(stand_in)
 
 
 def _open_clip() -> Any:

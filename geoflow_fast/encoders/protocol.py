@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Union, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from geoflow_fast.encoders.sources import read_image, reason_of
-from geoflow_fast.runtime import checks
+from geoflow_fast.runtime import checks, hashing
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -104,6 +104,27 @@ def clean_texts(texts: Any) -> list[str]:
     """Returns the texts with every character that UTF-8 cannot hold replaced."""
     known = [checks.words(text, f"text {row}") for row, text in enumerate(check_sequence(texts, "texts"))]
     return [text.encode("utf-8", "replace").decode() for text in known]
+
+
+def chosen_precision(device: torch.device, precision: str) -> str:
+    """The precision that is meant: with "auto" float16 on a GPU and float32 elsewhere."""
+    if precision not in ("auto", *PRECISIONS):
+        raise ValueError(f"precision must be auto, {', '.join(PRECISIONS)}, got {precision!r}")
+    if precision == "auto":
+        return "float16" if device.type == "cuda" else "float32"
+    return precision
+
+
+def mixed_precision(device: torch.device, precision: str) -> torch.autocast:
+    """A context in which a network computes in this precision."""
+    low = precision != "float32"
+    return torch.autocast(device.type, PRECISIONS[precision] if low else None, enabled=low)
+
+
+def weights_digest(model: nn.Module) -> str:
+    """A digest of the names and values of a network's weights."""
+    state = model.state_dict()
+    return hashing.fingerprint({"names": list(state), "values": hashing.digest(state.values())})
 
 
 def unit_rows(x: Tensor) -> Tensor:

@@ -5,8 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from geoflow_fast.encoders.colours import ColourEncoder
-from geoflow_fast.encoders.open_clip import OpenClipEncoder
+from geoflow_fast.encoders.open_clip import DEFAULT_MODEL, OpenClipEncoder
 from geoflow_fast.encoders.protocol import Encoder
+from geoflow_fast.encoders.sentences import SentenceEncoder
+from geoflow_fast.encoders.transformers import TransformersEncoder
+
+TRANSFORMERS_MODEL = "openai/clip-vit-base-patch32"
+SENTENCE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
+DOWNLOADS = {
+    "open_clip": (DEFAULT_MODEL, "605 MB"),
+    "transformers": (TRANSFORMERS_MODEL, "605 MB"),
+    "sentence-transformers": (SENTENCE_MODEL, "91 MB"),
+}
+"""The default model of each kind of encoder, with the size of its weights."""
 
 
 def open_encoder(
@@ -15,17 +26,33 @@ def open_encoder(
     model: str | None = None,
     pretrained: str | None = None,
     checkpoint: Path | None = None,
+    revision: str | None = None,
+    prompt: str = "",
     device: str = "auto",
     precision: str = "auto",
 ) -> Encoder:
-    """Returns the encoder that `geoflow embed --encoder` names: open_clip or colours."""
-    if kind == "open_clip":
-        model = model or "ViT-H-14"
-        return OpenClipEncoder.load(model, pretrained, checkpoint, device=device, precision=precision)
-    if kind != "colours":
-        raise ValueError(f"encoder must be open_clip or colours, got {kind!r}")
-    given = {"--model": model, "--pretrained": pretrained, "--checkpoint": checkpoint}
+    """Returns the encoder that `geoflow embed --encoder` names: open_clip, transformers, sentence-transformers or
+    colours."""
+    given = {"--model": model, "--pretrained": pretrained, "--checkpoint": checkpoint, "--revision": revision}
+    given["--prompt"] = prompt or None
+    taken = {
+        "open_clip": {"--model", "--pretrained", "--checkpoint"},
+        "transformers": {"--model", "--revision"},
+        "sentence-transformers": {"--model", "--revision", "--prompt"},
+        "colours": set(),
+    }
+    if kind not in taken:
+        raise ValueError(f"encoder must be {', '.join(taken)}, got {kind!r}")
     for flag, value in given.items():
-        if value is not None:
-            raise ValueError(f"{flag} is for --encoder open_clip; colours has no weights")
+        if value is not None and flag not in taken[kind]:
+            fitting = [other for other, flags in taken.items() if flag in flags]
+            raise ValueError(f"{flag} is for --encoder {' or '.join(fitting)}, not for {kind}")
+    if kind == "open_clip":
+        chosen = model or DEFAULT_MODEL
+        return OpenClipEncoder.load(chosen, pretrained, checkpoint, device=device, precision=precision)
+    if kind == "transformers":
+        return TransformersEncoder.load(model or TRANSFORMERS_MODEL, revision, device=device, precision=precision)
+    if kind == "sentence-transformers":
+        name = model or SENTENCE_MODEL
+        return SentenceEncoder.load(name, revision, prompt=prompt, device=device, precision=precision)
     return ColourEncoder()

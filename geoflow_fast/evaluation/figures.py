@@ -164,8 +164,7 @@ def draw_reliability(datasets: Mapping[str, Comparison], path: Path, *, stacked:
 
 def draw_components(datasets: Mapping[str, ZeroShot], path: Path) -> Path:
     """Draws the selective accuracy of zero-shot classification by each component, training-free ones dashed."""
-    plt = plots.pyplot()
-    figure, panels = plt.subplots(1, len(datasets), figsize=(4.4 * len(datasets) + 2.6, 3.9), squeeze=False)
+    figure, panels = plots.subplots(1, len(datasets), figsize=(4.4 * len(datasets) + 2.6, 3.9), squeeze=False)
     for axes, (name, outcome) in zip(panels[0], datasets.items()):
         for part in outcome.components:
             style = style_of(part.name)
@@ -190,8 +189,7 @@ def draw_ablation(
 ) -> Path:
     """Draws a number over a setting: a panel per entry (a direction, a data set), a line per series. The shaded area is
     one standard deviation over runs."""
-    plt = plots.pyplot()
-    figure, grid = plt.subplots(1, len(panels), figsize=(4.2 * len(panels) + 2.2, 3.8), squeeze=False, sharey=True)
+    figure, grid = plots.subplots(1, len(panels), figsize=(4.2 * len(panels) + 2.2, 3.8), squeeze=False, sharey=True)
     for number, (axes, (title, lines)) in enumerate(zip(grid[0], panels.items())):
         for line, (name, series) in enumerate(lines.items()):
             style = style_of(name)
@@ -212,12 +210,14 @@ def draw_abstention(
     act: AbstentionThreshold,
     uncertainty: Values,
     correct: Values,
-    path: str | Path,
+    path: str | Path | None = None,
     *,
     new: tuple[Values, Values] | None = None,
     label: str = "uncertainty",
-) -> Path:
-    """Plots the threshold `act` with the answers it was computed from, and the error rate it gives; returns `path`.
+    axes: Sequence[Any] | None = None,
+) -> Path | None:
+    """Plots the threshold `act` with the answers it was computed from, and the error rate it gives, into the PNG file
+    `path`, which is returned, or into two `axes` of matplotlib, left and right, whose figure is the caller's.
 
     Left: histogram of right and wrong answers by uncertainty; `label` is the name on the axis. Right: share of wrong
     answers among the most certain ones over the share that is answered; the band extends up to the Clopper-Pearson
@@ -226,19 +226,24 @@ def draw_abstention(
     """
     if not isinstance(act, AbstentionThreshold):
         raise TypeError(f"act must be an AbstentionThreshold, got {type(act).__name__}")
-    path, label = checks.path(path, "path"), checks.words(label, "label")
+    if (path is None) == (axes is None):
+        raise TypeError("draw_abstention needs a path, or two axes to draw into, and not both")
+    path, label = None if path is None else checks.path(path, "path"), checks.words(label, "label")
+    if axes is not None and (len(own := list(axes)) != 2 or not all(hasattr(each, "hist") for each in own)):
+        raise TypeError("axes must be two Axes of matplotlib, as subplots(1, 2) makes them")
     score, right = _drawable(uncertainty, correct, "uncertainty")
     if new is not None and not (isinstance(new, (tuple, list)) and len(new) == 2):
         raise TypeError(f"new must be a pair (uncertainty, correct), got {type(new).__name__}")
     later = None if new is None else _drawable(*new, "uncertainty of new")
-    figure, (left, over) = plots.pyplot().subplots(1, 2, figsize=(11, 4.3))
+    figure, (left, over) = plots.subplots(1, 2, figsize=(11, 4.3)) if axes is None else (None, axes)
     _draw_parted(left, act, score, right)
     _draw_risk(over, act, score, right, later)
     _finish(left, "right and wrong answers\n", f"{label} of a query", "queries")
     _finish(over, "error rate against coverage\n", "share of queries answered", "share of answers that are wrong")
     left.xaxis.label.set_parse_math(False)  # a dollar sign in the label stays a dollar sign
-    figure.set_layout_engine("constrained", w_pad=0.12)
-    plots.save_figure(figure, path)
+    if figure is not None and path is not None:
+        figure.set_layout_engine("constrained", w_pad=0.12)
+        plots.save_figure(figure, path)
     return path
 
 
@@ -313,13 +318,12 @@ def _grid(
 ) -> Path:
     """Draws a panel for every direction (rows) and data set (columns); a single data set has one row unless it is
     `stacked`."""
-    plt = plots.pyplot()
     names = list(datasets)
     directions = list(dict.fromkeys(direction for run in datasets.values() for direction in run.directions))
     rows, columns = (1, len(directions)) if len(names) == 1 and not stacked else (len(directions), len(names))
     width = 4.6 * columns + (2.6 if legend and not stacked else 0.0) + (0.0 if share else 1.6)
     below = 0.9 if legend and stacked else 0.0
-    figure, panels = plt.subplots(rows, columns, figsize=(width, height * rows + 0.5 + below), squeeze=False)
+    figure, panels = plots.subplots(rows, columns, figsize=(width, height * rows + 0.5 + below), squeeze=False)
     for axes, (direction, name) in zip(panels.flat, itertools.product(directions, names)):
         results = datasets[name].of(direction)
         if results:

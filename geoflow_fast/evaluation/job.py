@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from geoflow_fast import baselines
-from geoflow_fast.data.ids import Ids, open_ids
+from geoflow_fast.data.embeddings import open_rows
+from geoflow_fast.data.ids import Ids
 from geoflow_fast.data.pairs import EmbeddingPairs
-from geoflow_fast.data.rows import load_npy, open_rows
+from geoflow_fast.data.rows import load_npy
 from geoflow_fast.directions import CONDITIONAL
 from geoflow_fast.evaluation import figures
 from geoflow_fast.evaluation.compare import RUNS_FOLDER, compare
@@ -90,7 +91,7 @@ class JudgedFiles:
         queries, gallery = open_rows(self.queries, "queries"), open_rows(self.gallery, "gallery")
         if queries.dim != gallery.dim:
             raise ValueError(f"{queries.name} has width {queries.dim}, but {gallery.name} has {gallery.dim}")
-        qrels = open_judgements(self.qrels, self.naming, len(queries), len(gallery))
+        qrels = open_judgements(self.qrels, self.naming, queries, gallery)
         for rows in (queries, gallery):
             rows.check(normalize=normalize)
         task = RetrievalTask.from_qrels(
@@ -103,10 +104,8 @@ class JudgedFiles:
         )
         if unknown := len(queries) - len(np.unique(qrels.relevant().query)):
             announce(f"left out: {unknown} of {len(queries)} queries, for which no item is judged right")
-        if self.naming.queries is None:
-            return task
-        ids = open_ids(self.naming.queries, len(queries), "queries")
-        return dataclasses.replace(task, query_ids=Ids(ids.of(task.query_row)))
+        ids = self.naming.of_queries(queries)
+        return task if ids is None else dataclasses.replace(task, query_ids=Ids(ids.of(task.query_row)))
 
 
 def evaluate_folders(
@@ -128,7 +127,7 @@ def evaluate_folders(
     If it is stopped, the same call continues it, because finished scores are kept in `out`.
     """
     settings = settings or EvaluationSettings()
-    plots.pyplot()  # fails at once if matplotlib is missing, not after the work
+    plots.need_matplotlib()  # fails at once if matplotlib is missing, not after the work
     flow, head = (None, None) if model is None else open_models(model, None)
     device = usable_device(settings.device)
     tested: EmbeddingPairs | RetrievalTask
@@ -326,7 +325,7 @@ def zero_shot_folders(
     `labels` is a `.npy` file of integers, and `prompts` one of [C, d], or of [C, P, d] with P templates. `held_out` has
     images and labels on which the temperature of the training-free scores is tuned; without them it is CLIP's.
     """
-    plots.pyplot()  # fails at once if matplotlib is missing, not after the work
+    plots.need_matplotlib()  # fails at once if matplotlib is missing, not after the work
     flow = GeoFlow.from_pretrained(model).to(usable_device(device))
     rows, label = labelled(images, labels)
     classes = prompts_of(prompts)

@@ -181,7 +181,7 @@ def run_recipe(
 
     Paths of the recipe are below `base`. If it is stopped, the same call continues it.
     """
-    plots.pyplot()  # fails at once if matplotlib is missing, not after the work
+    plots.need_matplotlib()  # fails at once if matplotlib is missing, not after the work
     missing = [path for part in recipe.data for path in part.paths(base) if not path.exists()]
     if missing:
         raise FileNotFoundError(f"{missing[0]} does not exist; the recipe's folders are looked for in {base}")

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geoflow_fast.data.pairs import IMAGE_FOLDER, METADATA_FOLDER, TEXT_FOLDER
-from geoflow_fast.data.rows import Rows, load_npy, open_rows
+from geoflow_fast.data.embeddings import IMAGE_FOLDER, TEXT_FOLDER, open_rows
+from geoflow_fast.data.pairs import METADATA_FOLDER
+from geoflow_fast.data.rows import Rows, load_npy
 from geoflow_fast.decisions.rules import EVERYBODY, Rule
 from geoflow_fast.decisions.watch import Health
 from geoflow_fast.explore.page import Certified, Explored, Items, Marked

@@ -8,22 +8,35 @@ that share both share their modulation: all rows of a solver step, and in traini
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from geoflow_fast.directions import CONDITIONAL, STREAMS, Counts, Direction, row_directions, sort_rows
+from geoflow_fast.data.cards import model_card
+from geoflow_fast.data.fingerprint import Origin
+from geoflow_fast.directions import STREAMS, Counts, Direction, row_directions, sort_rows
 from geoflow_fast.flow.anchor import Anchor, with_shares
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.fields import Streams, Velocity
 from geoflow_fast.flow.forward_mode import ForwardMode, PreparedVelocity
-from geoflow_fast.flow.network import Block, Conditioning, Modulation, shared_modulations, zero_linear
+from geoflow_fast.flow.modulation import InterpolatedRows, TimePoints
+from geoflow_fast.flow.network import (
+    Block,
+    Conditioning,
+    Modulation,
+    decode,
+    encode,
+    shared_modulations,
+    wide,
+    zero_linear,
+)
 from geoflow_fast.flow.precision import HALVES, product_dtype
 from geoflow_fast.flow.preprocess import Preprocess
-from geoflow_fast.runtime import checks, hashing
+from geoflow_fast.runtime import checks, hashing, hub
 from geoflow_fast.runtime.files import contents_of, write_json
 from geoflow_fast.runtime.graphs import Graphs
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
@@ -35,14 +48,14 @@ class GeoFlow(nn.Module):
     """The network: a velocity field on the product of the image and the text sphere. See `velocity`.
 
     `manifold` is the space of each stream, and `flow_dims` are the widths (image, text) of points in the flow's
-    coordinates.
+    coordinates. `origin` tells of the encoder, the pairs and the settings that it was trained with.
     """
 
     def __init__(self, config: GeoFlowConfig) -> None:
         super().__init__()
         if not isinstance(config, GeoFlowConfig):
             raise TypeError(f"config must be a GeoFlowConfig, got {type(config).__name__}")
-        self.config = config
+        self.config, self.origin = config, Origin()
         self.manifold, self.flow_dims = config.manifold, config.flow_dims
         hidden, dims = config.hidden, config.flow_dims
         self.encoders = nn.ModuleList(
@@ -180,18 +193,30 @@ class GeoFlow(nn.Module):
         Rows are sorted i2t, joint, t2i, with `counts` rows of each. Only the rows in which a stream is generated are
         returned: image rows after the i2t ones, text rows before the t2i ones.
         """
-        codes = row_directions(counts, t.device).long()
-        n_i2t, n_joint, _ = counts
-        generated = (slice(n_i2t, None), slice(0, n_i2t + n_joint))
-        # Row 0 is the conditioning of a given stream, which is at time zero in all its rows.
-        c = [
-            self.conditioning(
-                torch.cat((t.new_zeros(1), t[rows])), torch.cat((codes.new_tensor([given.code]), codes[rows])), stream
-            )
-            for stream, (rows, given) in enumerate(zip(generated, CONDITIONAL))
-        ]
-        outputs = self._network(image, text, self.modulation.rows(c[0], c[1], counts), counts, self.training)
+        # A compiler makes its own products.
+        training = self.training and not torch.compiler.is_compiling()
+        modulation = self._row_modulation(t, counts, training=training)
+        outputs = self._network(image, text, modulation, counts, self.training, training=training)
         return self._anchored(outputs, image, text, t, counts)
+
+    def _row_modulation(self, t: Tensor, counts: Counts, *, training: bool) -> tuple[Tensor, ...]:
+        """4 depth shifts and scales [2, B, H] of rows sorted by direction, with times `t` [B]."""
+        if training and TimePoints.worthwhile(t, self.config.hidden):
+            points = TimePoints(t, counts)
+            with torch.autocast("cpu", enabled=False):  # rounding to bfloat16 would be all that the check sees
+                c = torch.stack(self.conditioning.both((points.t, points.t), points.codes))
+                if points.resolve(c):
+                    at_points = self.modulation(c)
+                    rows: tuple[Tensor, ...] = InterpolatedRows.apply(at_points, points)  # type: ignore[no-untyped-call]
+                    return rows
+        # The rows in which a stream is given are at time zero; one row of its conditioning serves all of them.
+        n_i2t, n_joint, _ = counts
+        codes, end = row_directions(counts, t.device).long(), n_i2t + n_joint
+        first, last = max(n_i2t - 1, 0), min(end + 1, len(t))
+        image_t = torch.cat((t.new_zeros(n_i2t - first), t[n_i2t:]))
+        text_t = torch.cat((t[:end], t.new_zeros(last - end)))
+        image_c, text_c = self.conditioning.both((image_t, text_t), (codes[first:], codes[:last]))
+        return self.modulation.rows(image_c, text_c, counts, training=training)
 
     def to_flow(self, image: Tensor | None = None, text: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """Maps embeddings [B, d] to the flow's coordinates: unchanged, or centred and reduced as `config` says."""
@@ -223,24 +248,65 @@ class GeoFlow(nn.Module):
         """`from_flow` for one stream, 0 (image) or 1 (text)."""
         return x if self.preprocess is None else cast(Preprocess, self.preprocess[stream]).restore(x)
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Writes `config.json` and `model.safetensors` to `folder`. The latter is replaced atomically and is all that
-        `from_pretrained` needs."""
-        save_weights(checks.path(folder, "folder"), self.config, self.state_dict())
+    def save_pretrained(self, folder: str | Path, *, push_to_hub: bool = False, repo_id: str | None = None) -> None:
+        """Writes `config.json`, `model.safetensors` and the model card `README.md` to `folder`. The second is replaced
+        atomically and is all that `from_pretrained` needs; a card that somebody has edited is left alone. With
+        `push_to_hub` the folder's files are also uploaded, to the repository `repo_id`."""
+        path = checks.path(folder, "folder")
+        save_weights(path, self.config, self.state_dict(), self.origin)
+        hub.write_card(path, self.card())
+        if push_to_hub:
+            self.push_to_hub(repo_id or path.name)
+
+    def card(self) -> str:
+        """The text of the model card: encoder, pairs, settings and limits, as far as they are known."""
+        what = f"A velocity field between {' and '.join(self.origin.sides)} embeddings: {self.summary()}."
+        widths = self.config.image_dim, self.config.text_dim
+        return model_card("GeoFlow", what, widths, self.origin, self.config.to_json())
+
+    # unchecked: it speaks with the hub, for which tests/jobs/test_hub.py has a stand-in
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str = "Upload a GeoFlow",
+        private: bool | None = None,
+        token: str | None = None,
+        branch: str | None = None,
+    ) -> str:
+        """Uploads the flow with its model card to the repository `repo_id` ("user/name") of the Hugging Face hub, which
+        is created if need be, and returns the address of the commit. `gf.push_to_hub` uploads the folder of a run, with
+        head and calibration. It needs the extra `hub`."""
+        return push_model(self, repo_id, commit_message=commit_message, private=private, token=token, branch=branch)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, *, device: torch.device | str = "cpu") -> GeoFlow:
-        """Loads a flow that `save_pretrained` wrote, with the stored dtype and in eval mode.
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        device: torch.device | str = "cpu",
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
+    ) -> GeoFlow:
+        """Loads a flow that `save_pretrained` wrote, with the stored dtype and in eval mode: from a folder, or from a
+        repository "user/name" of the Hugging Face hub, at a `revision` (branch, tag or commit).
 
-        A damaged file, or one that does not match its configuration, raises a ValueError.
+        Repositories are downloaded once into the hub's cache, or into `cache_dir`; `local_files_only` does not ask the
+        network, and neither does HF_HUB_OFFLINE=1. A damaged file, or one that does not match its configuration, raises
+        a ValueError.
         """
-        path = checks.path(folder, "folder") / WEIGHTS_FILE
+        options = hub.HubOptions(revision, cache_dir, token, local_files_only, force_download)
+        path = hub.local_folder(folder, "folder", (WEIGHTS_FILE, CONFIG_FILE), options) / WEIGHTS_FILE
         tensors, info = load_tensors(path, kind="model", device=device)
         if "config" not in info:
             raise ValueError(f"{path} holds no configuration")
         # On the meta device nothing is allocated until the tensors are known to fit, and no weights are drawn in vain.
         with contents_of(path), torch.device("meta"):
             flow = cls(GeoFlowConfig.from_json(info["config"]))
+            flow.origin = Origin.read(info.get("origin"))
         with_shares(tensors)
         check_tensors(path, tensors, flow.state_dict())
         flow.load_state_dict(tensors, assign=True)
@@ -267,17 +333,24 @@ class GeoFlow(nn.Module):
             raise ValueError(f"{name} is {x.dtype} on {x.device}, but the flow is {own.dtype} on {own.device}")
 
     def _network(
-        self, image: Tensor, text: Tensor, modulation: Sequence[Tensor], counts: Counts, dropping: bool = False
+        self,
+        image: Tensor,
+        text: Tensor,
+        modulation: Sequence[Tensor],
+        counts: Counts,
+        dropping: bool = False,
+        *,
+        training: bool = False,
     ) -> Streams:
         """Decoder outputs of generated rows. `modulation`: 4 depth shifts and scales, each [2, 1 or B, H]. `dropping`:
-        whether there is dropout."""
+        whether there is dropout. `training`: as in `Block`."""
         dropout = self.config.dropout if dropping else 0.0
-        h = torch.stack([encoder(x) for encoder, x in zip(self.encoders, (image, text))])
+        h = wide(torch.stack([encode(encoder, x) for encoder, x in zip(self.encoders, (image, text))]))
         *blocks, last = self.blocks
         for number, block in enumerate(blocks):
-            h = block(h, modulation[4 * number : 4 * number + 4], dropout)
-        image, text = last(h, modulation[-4:], dropout, counts)
-        return self.decoders[0](image), self.decoders[1](text)
+            h = block(h, modulation[4 * number : 4 * number + 4], dropout, training=training)
+        image, text = last(h, modulation[-4:], dropout, counts, training=training)
+        return decode(self.decoders[0], image), decode(self.decoders[1], text)
 
     def _anchored(self, outputs: Streams, image: Tensor, text: Tensor, t: float | Tensor, counts: Counts) -> Streams:
         """Adds to the network's share of the generated rows, in the conditional directions, what the given stream
@@ -309,10 +382,21 @@ class GeoFlow(nn.Module):
         return v_image, v_text
 
 
-def save_weights(folder: Path, config: GeoFlowConfig, weights: Mapping[str, Tensor]) -> None:
-    """Writes a network's weights and configuration as `GeoFlow.from_pretrained` reads them."""
-    save_tensors(folder / WEIGHTS_FILE, weights, kind="model", info={"config": config.to_json()})
+def save_weights(
+    folder: Path, config: GeoFlowConfig, weights: Mapping[str, Tensor], origin: Origin | None = None
+) -> None:
+    """Writes a network's weights, configuration and origin as `GeoFlow.from_pretrained` reads them."""
+    info = {"config": config.to_json(), "origin": (origin or Origin()).to_json()}
+    save_tensors(folder / WEIGHTS_FILE, weights, kind="model", info=info)
     write_json(folder / CONFIG_FILE, config.to_json())
+
+
+def push_model(model: Any, repo_id: str, **options: Any) -> str:
+    """Saves a model to a folder of its own and uploads that; returns the address of the commit."""
+    with tempfile.TemporaryDirectory() as name:
+        model.save_pretrained(name)
+        settings = {name.removeprefix("commit_"): value for name, value in options.items()}
+        return hub.push_folder(Path(name), repo_id, **settings)
 
 
 def flow_digest(flow: GeoFlow) -> str:

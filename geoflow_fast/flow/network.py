@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from geoflow_fast import ops
 from geoflow_fast.directions import DIRECTIONS, Counts, Direction
 from geoflow_fast.flow.config import GeoFlowConfig
-from geoflow_fast.ops.adaln import adaln_rows
+from geoflow_fast.flow.modulation import DirectRows
+from geoflow_fast.ops.adaln import adaln_half_rows, adaln_rows
+from geoflow_fast.ops.cross_residual import cross_residual_rows
 from geoflow_fast.ops.gate_residual import gate_residual_rows
 from geoflow_fast.ops.swiglu import swiglu_rows
 
@@ -38,10 +42,24 @@ class StreamLinear(nn.Module):
     def forward(self, x: Tensor, stream: int | None = None) -> Tensor:
         """Maps both streams, or one `stream` alone: [B, in] -> [B, out]."""
         if stream is None:
+            x = x.to(self.weight.dtype)
             return torch.bmm(x, self.weight) if self.bias is None else torch.baddbmm(self.bias, x, self.weight)
-        # The gradient of unbind is written once; that of indexing would be added into zeros.
-        weight = self.weight.unbind()[stream]
-        return x @ weight if self.bias is None else torch.addmm(self.bias.unbind()[stream], x, weight)
+        return self.streams()[stream](x)
+
+    def streams(self) -> tuple[Callable[[Tensor], Tensor], ...]:
+        """The maps of the two streams, each [B, in] -> [B, out]. Taken apart once, their gradients are joined once."""
+        if self.bias is None:
+            return tuple(partial(_product, weight) for weight in self.weight.unbind())
+        parts = zip(self.weight.unbind(), self.bias.unbind())
+        return tuple(partial(_affine, weight, bias) for weight, bias in parts)
+
+
+def _product(weight: Tensor, x: Tensor) -> Tensor:
+    return x.to(weight.dtype) @ weight
+
+
+def _affine(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
+    return torch.addmm(bias, x.to(weight.dtype), weight)
 
 
 def zero_linear(inputs: int, outputs: int) -> nn.Linear:
@@ -50,6 +68,22 @@ def zero_linear(inputs: int, outputs: int) -> nn.Linear:
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
     return layer
+
+
+def encode(encoder: nn.Module, x: Tensor) -> Tensor:
+    """What an encoder, a linear map and a norm, makes of points [B, d]. Each takes its own dtype."""
+    linear, norm = cast(tuple[nn.Linear, nn.LayerNorm], encoder)
+    if linear.weight.dtype == norm.weight.dtype:
+        return cast(Tensor, encoder(x.to(linear.weight.dtype)))
+    return cast(Tensor, norm(linear(x.to(linear.weight.dtype)).to(norm.weight.dtype)))
+
+
+def decode(decoder: nn.Module, h: Tensor) -> Tensor:
+    """What a decoder, a norm and a linear map, makes of states [B, H]. Each takes its own dtype."""
+    norm, linear = cast(tuple[nn.LayerNorm, nn.Linear], decoder)
+    if linear.weight.dtype == norm.weight.dtype:
+        return cast(Tensor, decoder(h.to(norm.weight.dtype)))
+    return cast(Tensor, linear(norm(h).to(linear.weight.dtype)))
 
 
 class Conditioning(nn.Module):
@@ -67,9 +101,19 @@ class Conditioning(nn.Module):
 
     def forward(self, t: Tensor, direction: Tensor, stream: int) -> Tensor:
         """Conditioning of one stream for times [M] and direction codes [M]: [M, H]."""
+        return self.second(functional.silu(self.first(self._features(t, direction), stream)), stream)
+
+    def both(self, times: tuple[Tensor, Tensor], codes: tuple[Tensor, Tensor]) -> list[Tensor]:
+        """Conditioning of both streams, [M, H] each, for times and direction codes of each."""
+        features = self._features(torch.cat(times), torch.cat(codes)).split([len(t) for t in times])
+        streams = zip(features, self.first.streams(), self.second.streams())
+        return [second(functional.silu(first(x))) for x, first, second in streams]
+
+    def _features(self, t: Tensor, direction: Tensor) -> Tensor:
+        """What both streams know about times [M] and directions [M]: [M, H]."""
         phase = 2 * math.pi * t.to(self.frequencies.dtype).unsqueeze(-1) * self.frequencies
-        x = self.time(torch.cat((phase.sin(), phase.cos()), dim=-1)) + self.direction(direction)
-        return self.second(functional.silu(self.first(x, stream)), stream)
+        waves = torch.cat((phase.sin(), phase.cos()), dim=-1)
+        return self.time(waves.to(self.time.weight.dtype)) + self.direction(direction)
 
 
 class Block(nn.Module):
@@ -97,49 +141,198 @@ class Block(nn.Module):
         self.forward_scale = nn.Parameter(torch.full((2, 1, config.hidden), config.layer_scale, dtype=torch.float32))
 
     def forward(
-        self, h: Tensor, modulation: Sequence[Tensor], dropout: float = 0.0, counts: Counts | None = None
+        self,
+        h: Tensor,
+        modulation: Sequence[Tensor],
+        dropout: float = 0.0,
+        counts: Counts | None = None,
+        *,
+        training: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Returns the states [2, B, H] after both halves, given those before, h [2, B, H], and the block's four shifts
         and scales, each [2, 1 or B, H].
 
         The last block of a network is given `counts`, the rows of each direction in a sorted batch. It then computes
         and returns, as does a hook on it see, only the rows in which a stream is generated: image [B - n_i2t, H] and
-        text [B - n_t2i, H].
+        text [B - n_t2i, H]. A step of `training` has products of its own, which can be differentiated once.
         """
-        h = self.cross_gate(h, modulation[0], modulation[1], dropout)
+        h = self.cross_gate(h, modulation[0], modulation[1], dropout, training=training)
         if counts is None:
             return self.feed_forward(h, modulation[2], modulation[3], dropout)
-        outputs = []
-        for stream, rows in enumerate((slice(counts[0], None), slice(0, h.shape[1] - counts[2]))):
-            shift, scale = (x[stream] if x.shape[1] == 1 else x[stream, rows] for x in modulation[2:])
-            outputs.append(self.feed_forward(h[stream, rows], shift, scale, dropout, stream))
-        return outputs[0], outputs[1]
+        states, shifts, scales = (generated_rows(x, counts, training=training) for x in (h, *modulation[2:]))
+        maps = zip(self.expand.streams(), self.contract.streams(), self.forward_scale.unbind())
+        image, text = (
+            self._feed(own, shift, scale, dropout, *parts, self.expand.weight.dtype)
+            for own, shift, scale, parts in zip(states, shifts, scales, maps)
+        )
+        return image, text
 
-    def cross_gate(self, h: Tensor, shift: Tensor, scale: Tensor, dropout: float) -> Tensor:
+    def cross_gate(self, h: Tensor, shift: Tensor, scale: Tensor, dropout: float, *, training: bool = False) -> Tensor:
         """First half of the block on h [2, B, H]. Both streams read the states before either is updated."""
-        heads, width = self.cross_weight.shape[1:3]
         rows, shifts, scales = h.flatten(0, 1), shift.flatten(0, 1), scale.flatten(0, 1)
-        x = adaln_rows(rows, shifts, scales, NORM_EPS, "auto").view(*h.shape[:2], heads, width).transpose(1, 2)
-        gate, value = torch.matmul(x, self.cross_weight).chunk(2, dim=-1)  # each [2, heads, B, width]
-        gate, value = (y.transpose(1, 2).reshape(rows.shape) for y in (gate, value.flip(0)))
+        x = normalised(rows, shifts, scales, self.cross_weight.dtype).view(h.shape)
         keep = ops.keep_mask(rows.shape, dropout, h.device) if dropout else None
+        if training and h.is_cuda:
+            parts = in_product_dtype(x, self.cross_weight)
+            products = HeadProducts.apply(*parts).flatten(0, 1)  # type: ignore[no-untyped-call]
+            scale, heads = self.cross_scale.flatten(0, 1), self.cross_weight.shape[1]
+            return cross_residual_rows(rows, products, scale, keep, dropout, heads, "auto").view(h.shape)
+        gate, value = self.gate_and_value(x, training=training)
         gated: Tensor = gate_residual_rows(rows, gate, value, self.cross_scale.flatten(0, 1), keep, dropout, "auto")
         return gated.view(h.shape)
 
-    def feed_forward(
-        self, h: Tensor, shift: Tensor, scale: Tensor, dropout: float, stream: int | None = None
+    def gate_and_value(self, x: Tensor, *, training: bool = False) -> tuple[Tensor, Tensor]:
+        """The gate of each stream and the value that the other stream sends it, [2 B, H] each, from x [2, B, H].
+
+        In `training`, products read and write heads where they stand. Else these are plain operations, which can also
+        be differentiated in forward mode and compiled.
+        """
+        if training:
+            gate, value = CrossProducts.apply(*in_product_dtype(x, self.cross_weight))  # type: ignore[no-untyped-call]
+            return wide(gate), wide(value)
+        heads, width = self.cross_weight.shape[1:3]
+        by_head = x.view(*x.shape[:2], heads, width).transpose(1, 2)
+        gate, value = torch.matmul(by_head, self.cross_weight).chunk(2, dim=-1)  # each [2, heads, B, width]
+        gate, value = (y.transpose(1, 2).reshape(-1, heads * width) for y in (gate, value.flip(0)))
+        return gate, value
+
+    def feed_forward(self, h: Tensor, shift: Tensor, scale: Tensor, dropout: float) -> Tensor:
+        """Second half of the block on h [2, B, H]."""
+        weight, dtype = self.forward_scale.flatten(0, 1), self.expand.weight.dtype
+        return self._feed(h, shift, scale, dropout, self.expand, self.contract, weight, dtype)
+
+    @staticmethod
+    def _feed(
+        h: Tensor,
+        shift: Tensor,
+        scale: Tensor,
+        dropout: float,
+        expand: Callable[[Tensor], Tensor],
+        contract: Callable[[Tensor], Tensor],
+        weight: Tensor,
+        dtype: torch.dtype,
     ) -> Tensor:
-        """Second half of the block on h [2, B, H], or on h [B, H] of one `stream`."""
+        """Second half of a block on h [2, B, H] of both streams, or [B, H] of one, by its maps, whose weights are of
+        `dtype`, and LayerScale."""
         rows, shifts, scales = (x.flatten(0, -2) for x in (h, shift, scale))
         if rows.shape[0] == 0 and not dropout and not torch.is_grad_enabled():
             return h  # where gradients are wanted, the parameters get theirs, which are zero
-        x = self.expand(adaln_rows(rows, shifts, scales, NORM_EPS, "auto").view(h.shape), stream)
-        inner = swiglu_rows(x.flatten(0, -2), None, "auto").view(*h.shape[:-1], x.shape[-1] // 2)
-        update = self.contract(inner, stream).flatten(0, -2)
-        weight = self.forward_scale.flatten(0, 1) if stream is None else self.forward_scale.unbind()[stream]
+        x = expand(normalised(rows, shifts, scales, dtype).view(h.shape))
+        inner = swiglu_rows(wide(x.flatten(0, -2)), None, "auto").view(*h.shape[:-1], x.shape[-1] // 2)
+        update = wide(contract(inner).flatten(0, -2))
         keep = ops.keep_mask(rows.shape, dropout, h.device) if dropout else None
         fed: Tensor = gate_residual_rows(rows, None, update, weight, keep, dropout, "auto")
         return fed.view(h.shape)
+
+
+def generated_rows(x: Tensor, counts: Counts, *, training: bool) -> tuple[Tensor, Tensor]:
+    """The rows of x [2, B, H] in which a stream is generated, image [B - n_i2t, H] and text [B - n_t2i, H]; or, of
+    [2, 1, H], the row that serves all."""
+    if x.shape[1] == 1 and sum(counts) != 1:
+        image, text = x.unbind()
+        return image, text
+    if training:
+        image, text = GeneratedRows.apply(x, counts)  # type: ignore[no-untyped-call]
+        return image, text
+    return x[0, counts[0] :], x[1, : x.shape[1] - counts[2]]
+
+
+class GeneratedRows(torch.autograd.Function):
+    """`generated_rows`, whose gradients are written into one tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: Counts) -> tuple[Tensor, Tensor]:
+        ctx.counts = counts
+        return x[0, counts[0] :], x[1, : x.shape[1] - counts[2]]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, image: Tensor, text: Tensor) -> tuple[Tensor, None]:
+        grad = image.new_zeros(2, sum(ctx.counts), image.shape[1])
+        grad[0, ctx.counts[0] :], grad[1, : len(text)] = image, text
+        return grad, None
+
+
+def normalised(rows: Tensor, shifts: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Adaptive LayerNorm of rows [R, H]. For weights of bfloat16 a GPU writes it in their `dtype` at once."""
+    if rows.is_cuda and rows.dtype == torch.float32 and dtype == torch.bfloat16:
+        half: Tensor = adaln_half_rows(rows, shifts, scales, NORM_EPS, "auto")
+        return half
+    y: Tensor = adaln_rows(rows, shifts, scales, NORM_EPS, "auto")
+    return y
+
+
+def in_product_dtype(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Both factors of a product in the dtype of the weights or, under autocast, in that of autocast."""
+    device = x.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    return x.to(dtype), weight.to(dtype)
+
+
+def wide(x: Tensor) -> Tensor:
+    """What a product of bfloat16 numbers returns, for an operation on its elements: the compiled ones for CPUs work in
+    float32, those for GPUs in any dtype."""
+    return x.float() if x.dtype == torch.bfloat16 and x.device.type == "cpu" else x
+
+
+class CrossProducts(torch.autograd.Function):
+    """Gates and values [2 B, H] of a cross-gate, from x [2, B, H] and its weights [2, heads, width, 2 width]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, weight)
+        gate, value = torch.empty_like(x), torch.empty_like(x)
+        heads, width = weight.shape[1:3]
+        for stream in range(2):
+            by_head = _by_head(x[stream], heads)
+            torch.bmm(by_head, weight[stream, ..., :width], out=_by_head(gate[stream], heads))
+            torch.bmm(by_head, weight[stream, ..., width:], out=_by_head(value[1 - stream], heads))
+        return gate.flatten(0, 1), value.flatten(0, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_gate: Tensor, d_value: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        d_x, d_weight = torch.empty_like(x), torch.empty_like(weight)
+        heads, width = weight.shape[1:3]
+        d_gate, d_value = d_gate.view(x.shape), d_value.view(x.shape)
+        for stream in range(2):
+            by_head, target = _by_head(x[stream], heads).mT, _by_head(d_x[stream], heads)
+            to_gate, to_value = _by_head(d_gate[stream], heads), _by_head(d_value[1 - stream], heads)
+            torch.bmm(to_gate, weight[stream, ..., :width].mT, out=target)
+            target.baddbmm_(to_value, weight[stream, ..., width:].mT)
+            torch.bmm(by_head, to_gate, out=d_weight[stream, ..., :width])
+            torch.bmm(by_head, to_value, out=d_weight[stream, ..., width:])
+        return d_x, d_weight
+
+
+class HeadProducts(torch.autograd.Function):
+    """The products [2, B, 2 H] of all heads of x [2, B, H] with weights [2, heads, width, 2 width]: one batched product
+    per stream, whose result `cross_residual_rows` reads where it stands."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        products = x.new_empty(*x.shape[:2], 2 * x.shape[2])
+        for stream, own in enumerate(weight):
+            torch.bmm(_by_head(x[stream], len(own)), own, out=_by_head(products[stream], len(own)))
+        return products
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        d_x, d_weight = torch.empty_like(x), torch.empty_like(weight)
+        for stream, own in enumerate(weight):
+            by_head = _by_head(grad[stream], len(own))
+            torch.bmm(by_head, own.mT, out=_by_head(d_x[stream], len(own)))
+            torch.bmm(_by_head(x[stream], len(own)).mT, by_head, out=d_weight[stream])
+        return d_x, d_weight
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """Rows [B, H] as [heads, B, width], without a copy."""
+    return x.unflatten(1, (heads, -1)).transpose(0, 1)
 
 
 class Modulation(nn.Module):
@@ -158,23 +351,23 @@ class Modulation(nn.Module):
         """[2, S, H] -> [4 depth, 2, S, H]."""
         return torch.matmul(c, self.weight) + self.bias
 
-    def rows(self, image_c: Tensor, text_c: Tensor, counts: Counts) -> tuple[Tensor, ...]:
-        """4 depth tensors [2, B, H] for the rows of a sorted batch; `RowModulation` describes the arguments.
+    def rows(self, image_c: Tensor, text_c: Tensor, counts: Counts, *, training: bool) -> tuple[Tensor, ...]:
+        """4 depth tensors [2, B, H] for the rows of a sorted batch; `DirectRows` describes the arguments.
 
-        Training mode avoids copies of the conditioning. Eval mode is made of plain operations, which can also be
-        differentiated in forward mode and compiled.
+        A step of `training` has two products. Else these are plain operations, which can also be differentiated in
+        forward mode and compiled.
         """
-        if not self.training or torch.compiler.is_compiling():
+        if not training:
             n_i2t, _, n_t2i = counts
-            image_rows = torch.cat((image_c[:1].expand(n_i2t, -1), image_c[1:]))
-            text_rows = torch.cat((text_c[1:], text_c[:1].expand(n_t2i, -1)))
+            image_rows = torch.cat((image_c[:1].expand(max(n_i2t - 1, 0), -1), image_c))
+            text_rows = torch.cat((text_c, text_c[-1:].expand(max(n_t2i - 1, 0), -1)))
             c = torch.stack((image_rows, text_rows))
             return tuple(torch.baddbmm(bias, c, weight) for weight, bias in zip(self.weight, self.bias))
         parts: tuple[Tensor, ...] = (image_c, text_c, self.weight, self.bias)
         device = image_c.device.type
         if torch.is_autocast_enabled(device):
             parts = tuple(x.to(torch.get_autocast_dtype(device)) for x in parts)
-        rows: tuple[Tensor, ...] = RowModulation.apply(*parts, counts)  # type: ignore[no-untyped-call]
+        rows: tuple[Tensor, ...] = DirectRows.apply(*parts, counts)  # type: ignore[no-untyped-call]
         return rows
 
 
@@ -184,48 +377,3 @@ def shared_modulations(conditioning: Conditioning, modulation: Modulation, t: Te
     times = (torch.zeros_like(t) if stream == direction.given else t for stream in range(2))
     c = torch.stack([conditioning(time, codes, stream) for stream, time in enumerate(times)])
     return modulation(c).unsqueeze(3).movedim(2, 0)
-
-
-class RowModulation(torch.autograd.Function):
-    """Shifts and scales of rows that each have a time of their own, without copies of the conditioning.
-
-    `image_c` [1 + M_I, H]: row 0 serves the first B - M_I rows of the batch, those in which the image is given and
-    which are therefore alike; each other row serves one. `text_c` [1 + M_T, H]: row 0 serves the last B - M_T rows.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, image_c: Tensor, text_c: Tensor, weight: Tensor, bias: Tensor, counts: Counts
-    ) -> tuple[Tensor, ...]:
-        ctx.save_for_backward(image_c, text_c, weight)
-        ctx.counts = counts
-        outputs = []
-        for part_weight, part_bias in zip(weight, bias):
-            out = image_c.new_empty(2, sum(counts), image_c.shape[1])
-            for stream, (c, own, given) in enumerate(_row_ranges(image_c, text_c, counts)):
-                torch.addmm(part_bias[stream], c[1:], part_weight[stream], out=out[stream, own])
-                out[stream, given] = torch.addmm(part_bias[stream], c[:1], part_weight[stream])
-            outputs.append(out)
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        image_c, text_c, weight = ctx.saved_tensors
-        d_weight = torch.empty_like(weight)
-        d_bias = weight.new_empty(len(weight), 2, 1, weight.shape[-1])
-        d_c = (torch.zeros_like(image_c), torch.zeros_like(text_c))
-        for part, grad in enumerate(grads):
-            for stream, (c, own, given) in enumerate(_row_ranges(image_c, text_c, ctx.counts)):
-                g, shared = grad[stream, own], grad[stream, given].sum(0, keepdim=True)
-                torch.mm(c[1:].T, g, out=d_weight[part, stream]).addmm_(c[:1].T, shared)
-                torch.add(g.sum(0, keepdim=True), shared, out=d_bias[part, stream])
-                d_c[stream][1:].addmm_(g, weight[part, stream].T)
-                d_c[stream][:1].addmm_(shared, weight[part, stream].T)
-        return d_c[0], d_c[1], d_weight, d_bias, None
-
-
-def _row_ranges(image_c: Tensor, text_c: Tensor, counts: Counts) -> tuple[tuple[Tensor, slice, slice], ...]:
-    """Returns for each stream its conditioning, the rows in which it is generated and those in which it is given."""
-    n_i2t, n_joint, n_t2i = counts
-    end = n_i2t + n_joint
-    return (image_c, slice(n_i2t, None), slice(0, n_i2t)), (text_c, slice(0, end), slice(end, end + n_t2i))

@@ -320,6 +320,7 @@ class Fitting:
         with torch.random.fork_rng([]), torch.device("cpu"):
             torch.manual_seed(config.seed)
             head = PosteriorHead(config, self.pairs.image_dim, self.pairs.text_dim)
+            head.origin = self.pairs.origin(config.to_json())
         head.report = {"points": config.points, "dropout": config.dropout, "finished": False}  # while it is trained
         objective = HeadObjective(head.to(self.device), self.pairs, self.val, config, self.world)
         report = complete(Run(objective), folder, resume=self.resume, progress=self.progress)

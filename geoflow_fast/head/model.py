@@ -18,13 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from geoflow_fast.data.cards import model_card
+from geoflow_fast.data.fingerprint import Origin
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.distributed import ALONE, World
-from geoflow_fast.flow.model import CONFIG_FILE, WEIGHTS_FILE, check_tensors
+from geoflow_fast.flow.model import CONFIG_FILE, WEIGHTS_FILE, check_tensors, push_model
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.head.config import LARGEST_WIDTH, HeadConfig
-from geoflow_fast.runtime import checks, hashing
+from geoflow_fast.runtime import checks, hashing, hub
 from geoflow_fast.runtime.files import contents_of, write_json
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 from geoflow_fast.runtime.warn import warn_user
@@ -97,7 +99,8 @@ class PosteriorHead(nn.Module):
 
     `fit` trains one on pairs. `gf.RetrievalEntropy(head, gallery, direction)` reads the posterior over a gallery from
     it, and `gf.BayesReranker(..., head=head)` uses it as evidence; `head(queries, direction)` gives the points behind
-    both. `config` has the settings of the network and of its run, and `report` says how `fit` chose them.
+    both. `config` has the settings of the network and of its run, `report` says how `fit` chose them, and `origin`
+    tells of the encoder and the pairs.
 
     Beside its networks a head keeps a bank of training queries: an item that is near to everything has a high score for
     all of them, and `scale` and `hub_weight` say how far scores are corrected for that.
@@ -116,6 +119,7 @@ class PosteriorHead(nn.Module):
             checks.integer(width, name, 1, LARGEST_WIDTH)
         self.config, self.image_dim, self.text_dim = config, image_dim, text_dim
         self.report: dict[str, Any] = {}
+        self.origin = Origin()
         widths = image_dim, text_dim
         self.towers = nn.ModuleDict({str(d): Tower(d.queries(*widths), d.items(*widths), config) for d in CONDITIONAL})
         self.biases = nn.ModuleDict(
@@ -218,21 +222,62 @@ class PosteriorHead(nn.Module):
         """The training queries [R, d] that the head keeps for this direction."""
         return Direction.of(direction, conditional=True).queries(self.bank_image, self.bank_text)
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Writes `config.json` and `model.safetensors` to `folder`. The latter is replaced atomically and is all that
-        `from_pretrained` needs."""
-        save_head(checks.path(folder, "folder"), self, self.state_dict())
+    def save_pretrained(self, folder: str | Path, *, push_to_hub: bool = False, repo_id: str | None = None) -> None:
+        """Writes `config.json`, `model.safetensors` and the model card `README.md` to `folder`. The second is replaced
+        atomically and is all that `from_pretrained` needs; a card that somebody has edited is left alone. With
+        `push_to_hub` the folder's files are also uploaded, to the repository `repo_id`."""
+        path = checks.path(folder, "folder")
+        save_head(path, self, self.state_dict())
+        hub.write_card(path, self.card())
+        if push_to_hub:
+            self.push_to_hub(repo_id or path.name)
+
+    def card(self) -> str:
+        """The text of the model card: encoder, pairs, settings, held-out likelihood and limits, as far as they are
+        known."""
+        what = (
+            f"A posterior head for searches between {' and '.join(self.origin.sides)} embeddings: {self.extra_repr()}."
+        )
+        figures = {name: value for name, value in self.report.items() if isinstance(value, (int, float))}
+        widths = self.image_dim, self.text_dim
+        return model_card("PosteriorHead", what, widths, self.origin, self.config.to_json(), figures)
+
+    # unchecked: it speaks with the hub, for which tests/jobs/test_hub.py has a stand-in
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str = "Upload a PosteriorHead",
+        private: bool | None = None,
+        token: str | None = None,
+        branch: str | None = None,
+    ) -> str:
+        """Uploads the head with its model card to the repository `repo_id` ("user/name") of the Hugging Face hub, as
+        `GeoFlow.push_to_hub` does. A head contains some of its training queries: those of its bank."""
+        return push_model(self, repo_id, commit_message=commit_message, private=private, token=token, branch=branch)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, *, device: torch.device | str = "cpu") -> PosteriorHead:
-        """Loads a head that `save_pretrained` wrote, in eval mode. A damaged file, or one that does not match its
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        *,
+        device: torch.device | str = "cpu",
+        revision: str | None = None,
+        cache_dir: str | Path | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+        force_download: bool = False,
+    ) -> PosteriorHead:
+        """Loads a head that `save_pretrained` wrote, in eval mode, from a folder or, as `GeoFlow.from_pretrained` does,
+        from a repository "user/name" of the Hugging Face hub. A damaged file, or one that does not match its
         configuration, raises a ValueError; a head whose training was killed or interrupted comes with a warning."""
-        path = checks.path(folder, "folder") / WEIGHTS_FILE
+        options = hub.HubOptions(revision, cache_dir, token, local_files_only, force_download)
+        path = hub.local_folder(folder, "folder", (WEIGHTS_FILE, CONFIG_FILE), options) / WEIGHTS_FILE
         tensors, info = load_tensors(path, kind=KIND, device=device)
         # On the meta device nothing is allocated until the tensors are known to fit.
         with contents_of(path), torch.device("meta"):
             head = cls(HeadConfig.from_json(info["config"]), info["image_dim"], info["text_dim"])
-            head.report = dict(info["report"])
+            head.report, head.origin = dict(info["report"]), Origin.read(info.get("origin"))
         check_tensors(path, tensors, head.state_dict())
         head.load_state_dict(tensors, assign=True)
         warn_if_unfinished(path.parent, head.report, "the head", "PosteriorHead.fit or geoflow train")
@@ -254,7 +299,7 @@ def _bias_network(width: int, hidden: int) -> nn.Module:
 # unchecked: save_pretrained and the training run call it with what they have checked
 def save_head(folder: Path, head: PosteriorHead, weights: Mapping[str, Tensor]) -> None:
     """Writes these weights of `head`, with its configuration, as `PosteriorHead.from_pretrained` reads them."""
-    info = {**head.facts(), "report": head.report}
+    info = {**head.facts(), "report": head.report, "origin": head.origin.to_json()}
     save_tensors(folder / WEIGHTS_FILE, weights, kind=KIND, info=info)
     write_json(folder / CONFIG_FILE, {"kind": KIND, **info})
 

@@ -20,13 +20,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from geoflow_fast.data.ids import Ids, open_ids
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.model import GeoFlow, flow_digest
 from geoflow_fast.head.model import HEAD_FOLDER, PosteriorHead
-from geoflow_fast.jobs.split import write_part
+from geoflow_fast.jobs.split import with_ids, write_part
 from geoflow_fast.retrieval.bandwidth import fit_bandwidth
 from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.gallery import Gallery
@@ -149,9 +148,9 @@ def hold_out(
 
     `asked`: the share of the images to hold out, or pairs of other images; None for the usual share. A run that began
     without held-out pairs goes on without them, unless it begins `anew`. Beside the held-out pairs are the `ids` of
-    their texts, or the numbers of their rows.
+    their texts, those that the pairs come with, or the numbers of their rows.
     """
-    names = Ids(np.arange(len(pairs.text))) if ids is None else open_ids(ids, len(pairs.text), "texts")
+    pairs = with_ids(pairs, ids)
     stored = world.share(StoredCalibration.read(out) if world.is_main and not anew else None)
     went_without = stored is None and not anew and world.share(_has_begun(out))
     if went_without and asked is None:
@@ -161,7 +160,6 @@ def hold_out(
     if isinstance(asked, EmbeddingPairs):
         _refuse_shared_images(pairs, asked)
         rest, held_out, of_images = pairs, asked, 0
-        names = Ids(np.arange(len(asked.text)))
     else:
         count = images_to_hold_out(images) if asked is None else round(asked * images)
         count = stored.held_out.images if stored is not None and asked is None else count
@@ -187,7 +185,7 @@ def hold_out(
     if world.is_main and stored is None:
         if anew:
             forget_calibration(out)
-        _write_held_out(held_out, out, facts, names)
+        _write_held_out(held_out, out, facts)
     world.barrier()
     of = f" of {images:,}" if of_images else ""
     announce(
@@ -233,14 +231,14 @@ def forget_calibration(out: Path) -> None:
             shutil.rmtree(folder)
 
 
-def _write_held_out(held_out: EmbeddingPairs, out: Path, facts: HeldOutPairs, names: Ids) -> None:
+def _write_held_out(held_out: EmbeddingPairs, out: Path, facts: HeldOutPairs) -> None:
     """Writes the pairs under a temporary name and renames them; the settings, which come last, make them count."""
     folder = out / CALIBRATION_FOLDER
     whole = folder / HELD_OUT_FOLDER
     if whole.exists():
         shutil.rmtree(whole)
     folder.mkdir(parents=True, exist_ok=True)
-    write_part(held_out, whole, names, Ids(np.arange(len(held_out.image))))
+    write_part(held_out, whole)
     StoredCalibration(out, facts).write()
 
 

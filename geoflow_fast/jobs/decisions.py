@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.qrels import Qrels, judged_columns
-from geoflow_fast.data.rows import load_npy
+from geoflow_fast.data.rows import Rows, load_npy
 from geoflow_fast.decisions.rules import ITEMS, Rule
 from geoflow_fast.decisions.trust import Trust
 from geoflow_fast.runtime import parquet
@@ -79,24 +79,34 @@ def open_labels(path: Path, lists: ResultLists) -> Array:
 
 def labels_from_pairs(lists: ResultLists, pairs: EmbeddingPairs, direction: str) -> tuple[Array, Array]:
     """Which hits belong to the image of their query, bool [n, k], and the number [n] of that image. Queries and hits
-    are numbers of rows of the pairs' texts and images, and the `direction` says which are which. A query without a pair
-    is an image of its own, with a negative number."""
-    hits = _needed(lists)
-    for name, values in ((QUERY, lists.query), (HITS, hits)):
-        if values.dtype.kind not in "iu":
-            raise ValueError(f"{lists.path}: {name} holds ids, but pairs know rows by number; give --qrels with ids")
+    are the ids of the pairs' texts and images or, if these have none, numbers of their rows, and the `direction` says
+    which are which. A query without a pair is an image of its own, with a negative number."""
+    asking, offered = (pairs.text, pairs.image) if direction == "t2i" else (pairs.image, pairs.text)
+    query, hits = _row_numbers(lists, QUERY, lists.query, asking), _row_numbers(lists, HITS, _needed(lists), offered)
     of_image = np.full(len(pairs.image), -1)
     of_image[pairs.image_row] = pairs.group
     of_text = np.full(len(pairs.text), -1)
     of_text[pairs.text_row] = pairs.group
     asked, items = (of_text, of_image) if direction == "t2i" else (of_image, of_text)
-    for name, values, count in ((QUERY, lists.query, len(asked)), (HITS, hits, len(items))):
+    for name, values, count in ((QUERY, query, len(asked)), (HITS, hits, len(items))):
         wrong = (values >= count) | ((values < 0) & (name == QUERY))  # hits may be missing, which -1 says
         if wrong.any():
             raise ValueError(f"{lists.path}: {name} {values[wrong][0]} is not one of the {count} rows of the pairs")
-    own = asked[lists.query]
+    own = asked[query]
     right = (items[np.maximum(hits, 0)] == own[:, None]) & (hits >= 0) & (own >= 0)[:, None]
     return right, np.where(own >= 0, own, -1 - np.arange(len(own)))
+
+
+def _row_numbers(lists: ResultLists, name: str, values: Array, rows: Rows) -> Array:
+    """The numbers of the rows that a column names, by ids if the rows have some; -1 for hits that are missing."""
+    if rows.ids is not None:
+        known = np.array([value is not None for value in values.reshape(-1)]).reshape(values.shape)
+        numbers = np.full(values.shape, -1)
+        numbers[known] = rows.ids.rows(values[known], str(lists.path))
+        return numbers
+    if values.dtype.kind not in "iu":
+        raise ValueError(f"{lists.path}: {name} holds ids, but pairs know rows by number; give --qrels with ids")
+    return values
 
 
 def tested_queries(image: Array, fit_share: float, seed: int) -> tuple[Array, Array]:

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from geoflow_fast.data.ids import open_ids
+from geoflow_fast.data.fingerprint import refuse_other_encoder
+from geoflow_fast.data.ids import Ids, open_ids
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import DIRECTIONS
 from geoflow_fast.distributed import ALONE, World
@@ -110,6 +111,8 @@ def density_file(
         raise ValueError(
             f"{where} holds widths {opened.image_dim} and {opened.text_dim}, but the flow expects {widths}"
         )
+    for trained_on, encoder in zip(flow.origin.encoders, opened.encoders):
+        refuse_other_encoder({"the flow": trained_on, str(where): encoder})
     if len(opened) == 0:
         raise ValueError(f"{where} is empty: there is nothing to score")
     facts = {
@@ -140,7 +143,8 @@ def density_file(
         advance(len(rows))
         return columns
 
-    names = None if ids is None else open_ids(ids, len(opened), "pairs")
+    own = None if opened.ids is None else Ids(opened.ids)
+    names = own if ids is None else open_ids(ids, len(opened), "pairs")
     job = Job(out, len(opened), block, facts, numbered="pair", ids=names)
     job.run(compute, overwrite=overwrite, unit="pairs", progress=progress, world=world)
     densities = parquet.read_columns(out, list(COLUMNS))

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from geoflow_fast.data.pairs import IMAGE_FOLDER, INDEX_FILE, METADATA_FOLDER, TEXT_FOLDER
+from geoflow_fast.data.embeddings import IMAGE_FOLDER, TEXT_FOLDER
+from geoflow_fast.data.pairs import INDEX_FILE, METADATA_FOLDER
 from geoflow_fast.encoders.protocol import Encoder, ProjectingEncoder
 from geoflow_fast.encoders.sources import ImageSource, Skipped, open_images, printable
 from geoflow_fast.jobs.job import FACTS_FILE, read_facts, refuse_other_job

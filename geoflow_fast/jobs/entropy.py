@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geoflow_fast.data.rows import open_rows
+from geoflow_fast.data.embeddings import open_rows
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.model import WEIGHTS_FILE, GeoFlow
 from geoflow_fast.head import model as head
@@ -23,7 +22,7 @@ from geoflow_fast.jobs.job import quantiles
 from geoflow_fast.jobs.queries import BLOCK_QUERIES, Naming, answer_queries, open_queries
 from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.gallery import Gallery
-from geoflow_fast.runtime import checks, parquet, plots
+from geoflow_fast.runtime import checks, parquet, plots, processors
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.runtime.tensors import kind_of
 from geoflow_fast.runtime.warn import warn_user
@@ -186,7 +185,7 @@ def choose_layout(layout: str, scorer: RetrievalEntropy, blocks: int) -> str:
     world = scorer.gallery.world
     if world.size == 1 or scorer.gallery.index is not None:
         return "queries" if layout == "auto" else layout
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = processors.physical_memory()
     size = len(scorer.gallery) * scorer.gallery.dim * ITEM_BYTES
     chosen: str = world.share(preferred_layout(size, memory, blocks, world.size))
     return chosen if layout == "auto" else layout
@@ -201,7 +200,7 @@ def preferred_layout(gallery_bytes: float, machine_memory: float, blocks: int, r
 def draw_scores(scores: Path, summary: ScoreSummary, picture: Path) -> None:
     """Draws histograms of the entropy and of the bound on the risk as a PNG file."""
     columns = parquet.read_columns(scores, ["entropy", "risk_lower_bound"])
-    figure, (left, right) = plots.pyplot().subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, (left, right) = plots.subplots(1, 2, figsize=(10, 4), layout="constrained")
     bins = min(50, 5 + math.isqrt(summary.queries))
     left.hist(columns["entropy"], bins=bins, color="#3b6fb6")
     left.axvline(summary.entropy["50%"], color="#e07b28", label=f"median {summary.entropy['50%']:.2f}")

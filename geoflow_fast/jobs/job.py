@@ -30,15 +30,16 @@ FACTS_KEY = b"geoflow_job"
 """The key under which the schema metadata of a finished file holds the facts of its job."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
-Compute = Callable[[range, Advance], Mapping[str, "Tensor | NDArray[Any]"]]
-"""Returns the columns of a block of rows, and moves the progress bar meanwhile."""
+Compute = Callable[[range, Advance], Mapping[str, Any]]
+"""Returns the columns of a block of rows, which are tensors or arrays, and moves the progress bar meanwhile."""
 
 
 class Job:
     """A computation whose result is the Parquet file `out` with `rows` rows, made `block_rows` at a time.
 
     `facts` are values that JSON can hold: settings, and digests of the inputs. If `numbered` is the name of a column,
-    that column comes first and holds the numbers of the rows, or the `ids` that they have.
+    that column comes first and holds the numbers of the rows, or the `ids` that they have. `about` is what the file
+    says about itself beside its facts.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Job:
         facts: Mapping[str, Any],
         numbered: str | None = None,
         ids: Ids | None = None,
+        about: Mapping[bytes, bytes] | None = None,
     ) -> None:
         if rows < 1 or block_rows < 1:
             raise ValueError(f"rows={rows} and block_rows={block_rows} must be at least 1")
@@ -59,6 +61,7 @@ class Job:
             whole["ids"] = ids.digest()
         self.facts: dict[str, Any] = json.loads(json.dumps(whole, allow_nan=False))
         self.folder = out.with_name(f"{out.name}.blocks")
+        self.about = dict(about or {})
 
     def check(self, *, overwrite: bool = False) -> None:
         """Raises an error if something that is not part of this job is in the way, as `run` does before it computes."""
@@ -155,10 +158,10 @@ class Job:
                 rows, path = missing[number]
                 columns = compute(rows, advance if together else lambda _: None)
                 if world.is_main or not together:
-                    arrays: dict[str, NDArray[Any]] = {}
+                    arrays: dict[str, Any] = {}
                     if self.numbered is not None:
                         numbers = np.arange(rows.start, rows.stop)
-                        arrays[self.numbered] = numbers if self.ids is None else self.ids.of(numbers)
+                        arrays[self.numbered] = numbers if self.ids is None else self.ids.column(numbers)
                     for name, column in columns.items():
                         arrays[name] = column.cpu().numpy() if isinstance(column, Tensor) else column
                     write_columns(path, arrays, len(rows))
@@ -179,7 +182,7 @@ class Job:
                 if table.num_rows != len(rows):
                     raise ValueError(f"{path} holds {table.num_rows} rows, not {len(rows)}; remove it and run again")
                 if writer is None:
-                    schema = table.schema.with_metadata({FACTS_KEY: json.dumps(self.facts).encode()})
+                    schema = table.schema.with_metadata({**self.about, FACTS_KEY: json.dumps(self.facts).encode()})
                     writer = closed.enter_context(pyarrow.parquet.ParquetWriter(file, schema))
                 writer.write_table(table.replace_schema_metadata(writer.schema.metadata))
 

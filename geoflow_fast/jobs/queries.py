@@ -9,16 +9,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from geoflow_fast.data.ids import open_ids
-from geoflow_fast.data.rows import Rows, open_rows
+from geoflow_fast.data.embeddings import open_rows
+from geoflow_fast.data.ids import Ids, open_ids
+from geoflow_fast.data.rows import Rows
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.model import flow_digest
 from geoflow_fast.head.model import head_digest
 from geoflow_fast.jobs.job import Job
 from geoflow_fast.retrieval.entropy import RetrievalEntropy
+from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.rerank import BayesReranker
 from geoflow_fast.runtime.progress import Advance
 
@@ -30,10 +31,19 @@ BLOCK_QUERIES = 64
 
 @dataclass(frozen=True)
 class Naming:
-    """Files of the ids that results show instead of row numbers; without them they show numbers."""
+    """Files of the ids that results show instead of row numbers. Without them they show the ids that rows come with, or
+    numbers."""
 
     queries: Path | None = None
     items: Path | None = None
+
+    def of_queries(self, rows: Rows) -> Ids | None:
+        """The ids of the queries."""
+        return rows.ids if self.queries is None else open_ids(self.queries, len(rows), "queries")
+
+    def of_items(self, items: Gallery | Rows) -> Ids | None:
+        """The ids of the items."""
+        return items.ids if self.items is None else open_ids(self.items, len(items), "items")
 
 
 def open_queries(path: Path, dim: int, world: World = ALONE, model: str = "flow", *, normalize: bool = False) -> Rows:
@@ -77,8 +87,7 @@ def answer_queries(
     The ranks of the gallery's world share the blocks or, with `together`, compute each block together.
     """
     world, naming = searcher.gallery.world, naming or Naming()
-    items = None if naming.items is None else open_ids(naming.items, len(searcher.gallery), "items")
-    names = None if naming.queries is None else open_ids(naming.queries, len(queries), "queries")
+    items, names = naming.of_items(searcher.gallery), naming.of_queries(queries)
     inputs = {
         **model_digest(searcher),
         "queries": queries.digest(world),
@@ -87,12 +96,12 @@ def answer_queries(
     if items is not None:
         inputs["item_ids"] = items.digest()
 
-    def compute(rows: range, advance: Advance) -> Mapping[str, Tensor | NDArray[Any]]:
+    def compute(rows: range, advance: Advance) -> Mapping[str, Any]:
         answers = answer(torch.from_numpy(queries[np.arange(rows.start, rows.stop)]), advance=advance)
         numbers: dict[str, Tensor] = {name: getattr(answers, name) for name in columns}
         if items is None:
             return numbers
-        return {name: items.of(x.cpu().numpy()) if name in ITEM_COLUMNS else x for name, x in numbers.items()}
+        return {name: items.column(x.cpu().numpy()) if name in ITEM_COLUMNS else x for name, x in numbers.items()}
 
     job = Job(out, len(queries), block, {**facts, **searcher.settings, **inputs}, numbered="query", ids=names)
     job.run(compute, overwrite=overwrite, unit="queries", progress=progress, world=world, together=together)

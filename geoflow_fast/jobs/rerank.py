@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from geoflow_fast.data.ids import open_ids
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.qrels import Qrels, judged_columns
+from geoflow_fast.data.rows import Rows
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.model import WEIGHTS_FILE, GeoFlow
 from geoflow_fast.head.model import HEAD_FOLDER, PosteriorHead
@@ -142,7 +142,7 @@ def calibrate_on_judgements(
     it comes from in words. The ids of `naming`, if given, are those of the gallery and of these queries."""
     world, file = reranker.gallery.world, reranker.calibration_file(file)
     rows = open_queries(queries, reranker.query_dim, world, normalize=normalize)
-    known = open_judgements(qrels, naming, len(rows), len(reranker.gallery))
+    known = open_judgements(qrels, naming, rows, reranker.gallery)
     if world.share(not overwrite and file.is_file() and not made_in_training(file)):
         raise FileExistsError(f"{file} exists; move it, name another --calibration, or ask to overwrite")
     if world.is_main:
@@ -153,15 +153,16 @@ def calibrate_on_judgements(
     return f"calibrated in this gallery on the judgements of {qrels}, kept in {file}"
 
 
-def open_judgements(path: Path, naming: Naming, queries: int, items: int) -> Qrels:
-    """The judgements of a file, by row numbers; ids that it holds are looked up in the files of `naming`."""
+def open_judgements(path: Path, naming: Naming, queries: Rows, items: Rows | Gallery) -> Qrels:
+    """The judgements of a file, by row numbers; ids that it holds are looked up in the files of `naming`, or among
+    those that the rows come with."""
     columns = judged_columns(path)
-    for name, ids, count, what in (
-        ("query", naming.queries, queries, "queries"),
-        ("item", naming.items, items, "items"),
+    for name, ids, what in (
+        ("query", naming.of_queries(queries), "queries"),
+        ("item", naming.of_items(items), "items"),
     ):
         if ids is not None:
-            columns[name] = open_ids(ids, count, what).rows(columns[name], str(path))
+            columns[name] = ids.rows(columns[name], str(path))
         elif columns[name].dtype.kind not in "iu" and len(columns[name]):
             raise ValueError(f"{path} names {what} by ids such as {columns[name][0]!r}: give the file of their ids")
     with contents_of(path, "no file of judgements"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import shutil
 from collections.abc import Mapping
@@ -11,15 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from geoflow_fast.data.ids import ID_COLUMN, Ids, open_ids
+from geoflow_fast.data.embeddings import IMAGE_IDS, TEXT_IDS
+from geoflow_fast.data.ids import open_ids, row_numbers
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import Index
 from geoflow_fast.jobs.job import read_facts, refuse_other_job
-from geoflow_fast.runtime import parquet
 from geoflow_fast.runtime.files import locked, sync_folder, write_json
 
 FACTS_FILE = "split.json"
-TEXT_IDS, IMAGE_IDS = "text_ids.parquet", "image_ids.parquet"
 FORMAT = 1
 
 
@@ -75,9 +75,10 @@ def split_pairs(
     overwrite: bool = False,
 ) -> dict[str, PartSummary]:
     """Writes each part into a folder of `out`, with files of the ids of its texts and images: those in the files `ids`
-    and `image_ids`, or the numbers of their rows. Parts appear whole; the same call continues after a kill."""
-    names = Ids(np.arange(len(pairs.text))) if ids is None else open_ids(ids, len(pairs.text), "texts")
-    images = Ids(np.arange(len(pairs.image))) if image_ids is None else open_ids(image_ids, len(pairs.image), "images")
+    and `image_ids`, those that the pairs come with, or the numbers of their rows. Parts appear whole; the same call
+    continues after a kill."""
+    pairs = with_ids(pairs, ids, image_ids)
+    names, images = (rows.ids or row_numbers(len(rows)) for rows in (pairs.text, pairs.image))
     chosen = rows_of_parts(pairs, parts, seed)
     facts = {
         "task": "split",
@@ -102,7 +103,7 @@ def split_pairs(
             write_json(out / FACTS_FILE, facts)
         for name, rows in chosen.items():
             if not (out / name).exists():
-                write_part(pairs.subset(rows), out / name, names, images)
+                write_part(pairs.subset(rows), out / name)
     return {
         name: PartSummary(len(rows), len(np.unique(pairs.group[rows])), str(out / name))
         for name, rows in chosen.items()
@@ -121,15 +122,29 @@ def _is_plain(name: str) -> bool:
     return bool(name) and Path(name).name == name and not name.startswith(".")
 
 
-def write_part(part: EmbeddingPairs, folder: Path, names: Ids, images: Ids) -> None:
-    """Writes a part and the ids of its texts and images under a temporary name, and renames it."""
+def with_ids(pairs: EmbeddingPairs, ids: Path | None, image_ids: Path | None = None) -> EmbeddingPairs:
+    """The same pairs, with the ids of their texts and images that these files hold; the others stay."""
+    if ids is None and image_ids is None:
+        return pairs
+    named = pairs.subset(np.arange(len(pairs)))
+    for file, side, what in ((ids, "text", "texts"), (image_ids, "image", "images")):
+        if file is not None:
+            rows = copy.copy(getattr(pairs, side))
+            rows.ids = open_ids(file, len(rows), what)
+            setattr(named, side, rows)
+    return named
+
+
+def write_part(part: EmbeddingPairs, folder: Path) -> None:
+    """Writes a part and the ids of its texts and images, or the numbers of their rows, under a temporary name, and
+    renames it."""
     begun = folder.with_name(f".{folder.name}.tmp")
     if begun.exists():
         shutil.rmtree(begun)
     part.save(begun, dtype=stored_type(part))
-    text_ids, kept = names.of(part.text_row), images.of(np.unique(part.image_row))
-    parquet.write_columns(begun / TEXT_IDS, {ID_COLUMN: text_ids}, len(text_ids))
-    parquet.write_columns(begun / IMAGE_IDS, {ID_COLUMN: kept}, len(kept))
+    for file, rows, kept in ((TEXT_IDS, part.text, part.text_row), (IMAGE_IDS, part.image, np.unique(part.image_row))):
+        if rows.ids is None:
+            row_numbers(len(rows)).save(begun / file, kept, are_given=False)
     begun.rename(folder)
     sync_folder(folder.parent)
 

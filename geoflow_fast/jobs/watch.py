@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geoflow_fast.data.rows import open_rows
+from geoflow_fast.data.embeddings import open_rows
 from geoflow_fast.decisions.drift import Drift
 from geoflow_fast.decisions.rules import Rule
 from geoflow_fast.decisions.watch import EVERY, FALSE_ALARMS, PARTS, WINDOW, Health, Look, changed_search, watch

@@ -18,6 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from geoflow_fast.data.embeddings import Embeddings, named_rows
+from geoflow_fast.data.frames import Framed
+from geoflow_fast.data.ids import Ids
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import DIRECTIONS, STREAMS, Direction
 from geoflow_fast.flow.fields import Field, PlainField, Streams, as_flow
@@ -28,7 +31,6 @@ from geoflow_fast.likelihood.reverse_ode import density_estimates, draw_seed, in
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.settings import deprecated_keyword, settings_from
-from geoflow_fast.runtime.summary import Summarised
 
 TYPICALITIES = ("density", "absolute")
 DRAWN = SamplingSettings(n_samples=1, n_steps=10, guidance=0.0, solver="ab2")
@@ -79,11 +81,14 @@ def log_density(
 
 
 @dataclass(frozen=True, repr=False)
-class Epistemic(Summarised):
+class Epistemic(Framed):
     """Log-densities of B pairs and the epistemic score, each float64 [B] in nats; joint = image + text + pmi. Distances
     to training rows stand beside them if training pairs were given. If only images or only texts were given, their
-    marginal and the score are known, and all other densities are NaN."""
+    marginal and the score are known, and all other densities are NaN. `to_pandas`, `to_polars` and `to_arrow` make
+    frames of it."""
 
+    NUMBERED = "pair"
+    COLUMNS = ("joint", "text_given_image", "image_given_text", "image", "text", "pmi", "score", "stderr")
     joint: Tensor
     """log p(image, text)."""
     text_given_image: Tensor
@@ -106,6 +111,8 @@ class Epistemic(Summarised):
     `text_partners`; k is 10, or the number of images if that is smaller."""
     text_distances: Tensor | None = None
     """The same for the texts, if training pairs were given as `image_partners`."""
+    query_ids: Ids | None = None
+    """The ids of the pairs, which are those of the texts, or of images alone, where they have some."""
 
     def typical(self) -> tuple[float, float]:
         """Means of -log p(image) and of -log p(text). Those of training pairs are the argument `typical` of
@@ -115,8 +122,8 @@ class Epistemic(Summarised):
 
 def epistemic(
     field: Field,
-    image: Rows | None = None,
-    text: Rows | None = None,
+    image: Rows | Embeddings | None = None,
+    text: Rows | Embeddings | None = None,
     n_steps: int | None = None,
     n_probes: int | None = None,
     solver: str | None = None,
@@ -130,8 +137,8 @@ def epistemic(
     **deprecated: Any,
 ) -> Epistemic:
     """Epistemic score and log-densities of the pairs (`image` [B, d_I], `text` [B, d_T]), unit rows, and with partners
-    below, tensors or arrays in any floating-point type. Either may be left out: one side alone has a marginal and a
-    score, -log p(image) or -log p(text).
+    below, tensors or arrays in any floating-point type, or `gf.Embeddings`, whose ids the result has. Either may be
+    left out: one side alone has a marginal and a score, -log p(image) or -log p(text).
 
     The joint and both conditional ODEs are solved as one batch with the same probes; aligned probes follow the joint
     solve. `n_steps`, `n_probes`, `solver` and `settings` are those of `log_density`.
@@ -160,20 +167,25 @@ def epistemic(
     settings = settings_from(DensitySettings(), settings, deprecated, "epistemic", **keywords)
     if return_stderr:
         _check_stderr(settings)
-    if image is None or text is None:
+    encoders = getattr(getattr(field, "origin", None), "encoders", (None, None))
+    own_image: Any
+    own_text: Any
+    own_image, image_ids = named_rows(image, {"the flow": encoders[0]})
+    own_text, ids = named_rows(text, {"the flow": encoders[1]})
+    if own_image is None or own_text is None:
         given, rows, partners, useless = (
-            (Direction.I2T, image, text_partners, image_partners)
-            if text is None
-            else (Direction.T2I, text, image_partners, text_partners)
+            (Direction.I2T, own_image, text_partners, image_partners)
+            if own_text is None
+            else (Direction.T2I, own_text, image_partners, text_partners)
         )
         if rows is None:
             raise ValueError("image and text are both missing; give pairs, or one side alone")
         if useless is not None:
-            own, missing = ("image", "text") if text is None else ("text", "image")
+            own, missing = ("image", "text") if own_text is None else ("text", "image")
             raise ValueError(f"{own}_partners are partners of a {missing}, and no {missing} is given")
         alone = _one_side(field, rows, partners, given, settings, generator)
-        return alone.terms(typical, with_stderr=return_stderr)
-    image, text = _pairs(field, image, text)
+        return dataclasses.replace(alone.terms(typical, with_stderr=return_stderr), query_ids=ids or image_ids)
+    image, text = _pairs(field, own_image, own_text)
     texts = _partners(field, image, text_partners, Direction.I2T, text.shape[1])
     images = _partners(field, text, image_partners, Direction.T2I, image.shape[1])
     seed = draw_seed(generator, image)
@@ -190,7 +202,8 @@ def epistemic(
     of_text = marginal(joint - t2i, images, Direction.T2I)
     stderr = _stderr(of_image + of_text, settings, field, (image, text)) if return_stderr else None
     terms = chain_rule(estimates, (of_image, of_text), typical, stderr)
-    return dataclasses.replace(terms, image_distances=texts.distances, text_distances=images.distances)
+    named = dataclasses.replace(terms, query_ids=ids or image_ids)
+    return dataclasses.replace(named, image_distances=texts.distances, text_distances=images.distances)
 
 
 def chain_rule(

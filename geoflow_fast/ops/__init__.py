@@ -1,6 +1,7 @@
 """Fused operations: each checks its input once, picks a backend and owns its autograd."""
 
 from geoflow_fast.ops.adaln import adaln, adaln_jvp
+from geoflow_fast.ops.counter_noise import counter_noise
 from geoflow_fast.ops.flow_loss import flow_loss
 from geoflow_fast.ops.gallery_posterior import PRUNE, gallery_posterior, gallery_statistics
 from geoflow_fast.ops.gallery_search import RowCodes, gallery_search
@@ -12,6 +13,7 @@ from geoflow_fast.ops.ot_assign import couple, ot_assign, ot_assign_panel
 from geoflow_fast.ops.sinkhorn import SinkhornResult, sinkhorn, transport_cost
 from geoflow_fast.ops.swiglu import swiglu, swiglu_jvp
 from geoflow_fast.ops.tangent_step import tangent_step
+from geoflow_fast.ops.unit_rows import unit_rows
 
 __all__ = [
     "PRUNE",
@@ -21,6 +23,7 @@ __all__ = [
     "SinkhornResult",
     "adaln",
     "adaln_jvp",
+    "counter_noise",
     "couple",
     "flow_loss",
     "gallery_posterior",
@@ -37,4 +40,5 @@ __all__ = [
     "swiglu_jvp",
     "tangent_step",
     "transport_cost",
+    "unit_rows",
 ]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from geoflow_fast.ops import dispatch, native
+from geoflow_fast.ops import dispatch, native, triton_kernels
 from geoflow_fast.ops.arguments import (
     Pair,
     beside_groups,
@@ -87,6 +87,11 @@ def adaln_reference(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tens
     work = working_dtype(x)
     unit, scale = beside_groups(scale, torch.nn.functional.layer_norm(x.to(work), x.shape[-1:], eps=eps))
     return torch.addcmul(unit, unit, scale.to(work)).add(shift.unsqueeze(1).to(work)).reshape(x.shape).to(x.dtype)
+
+
+def adaln_half_reference(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
+    """`adaln_reference` of float32 rows in bfloat16, for a product of such numbers."""
+    return adaln_reference(x, shift, scale, eps).bfloat16()
 
 
 def adaln_backward_reference(grad: Tensor, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -244,4 +249,13 @@ _backward = fused_operation(
     rowwise=True,
     part_of="adaln",
 )
+adaln_half_rows = dispatch.operation(
+    "adaln_half",
+    adaln_half_reference,
+    triton=triton_kernels.backend("network", "adaln_half"),
+    derivatives=type("_HalfDerivatives", (_Derivatives,), {}),
+    rowwise=True,
+    part_of="adaln",
+)
+"""`adaln_rows` with a result in bfloat16."""
 _jvp = fused_operation("network", "adaln_jvp", adaln_jvp_reference, _cpu_jvp, widest=WIDEST_ROW, part_of="adaln")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -57,11 +58,11 @@ def gallery_posterior(
     ("never"). `entropy_bound` and `mass_bound` of the result bound the effect.
 
     With `precision="bfloat16"`, factors of inner products are rounded to bfloat16, of the largest coordinates in two
-    parts, which takes half the time on processors with AVX512-BF16. About twice as many items as `top_k` are then
-    scored in float32, so that only the many others have rounding errors: kappa |x| / (500 sqrt(d)) nats is what their
-    scores are off by, roughly, if items are unit rows. "auto" is bfloat16 for the queries for which this is less than
-    .01, where the processor has such a unit and nothing is pruned; float32 otherwise. The plain torch backend rounds in
-    the same way.
+    parts, which takes half the time on processors with AVX512-BF16 and a third on GPUs. About twice as many items as
+    `top_k` are then scored in float32, so that only the many others have rounding errors: kappa |x| / (500 sqrt(d))
+    nats is what their scores are off by, roughly, if items are unit rows. "auto" is bfloat16 for the queries for which
+    this is less than .01, where the processor has such a unit and nothing is pruned; float32 otherwise. The plain torch
+    backend rounds in the same way.
     """
     statistics = gallery_statistics(
         samples,
@@ -149,7 +150,7 @@ def gallery_statistics(
         assert index is not None
 
         def score(some: WeightedSamples, rows: Tensor, kappa: float, bias: Tensor | None) -> Tensor:
-            scores: Tensor = _scores(some.samples, rows, kappa, bias, some.bias, str(backend))
+            scores: Tensor = gallery_scores(some.samples, rows, kappa, bias, some.bias, str(backend))
             return scores
 
         def best(some: Tensor, rows: Tensor, k: int) -> Tensor:
@@ -271,9 +272,10 @@ def _may_be_rounded(samples: Tensor, kappa: float, backend: str) -> Tensor | Non
     at most e^2 Var(log p) / 18: about half of e, if log p varies by 2 nats. Half of 2^-8 kappa |x| d^(-1/2) leaves room
     for rows that are less even: below this limit, no entropy over embeddings of CLIP changed by more than .006.
     """
-    width = samples.shape[2]
-    served = samples.device.type == "cpu" and samples.dtype == torch.float32 and backend in ("auto", "cpu")
-    if not served or width < _LEAST_WIDTH or capturing(samples) or native.missing_bfloat16() is not None:
+    width, on_gpu = samples.shape[2], samples.device.type == "cuda"
+    own, missing = ("triton", triton_kernels.missing) if on_gpu else ("cpu", native.missing_bfloat16)
+    served = samples.dtype == torch.float32 and backend in ("auto", own)
+    if not served or width < _LEAST_WIDTH or capturing(samples) or missing() is not None:
         return None
     error: Tensor = 2.0**-9 * kappa * samples.norm(dim=2).amax(dim=1) / math.sqrt(width)
     return error < ROUNDING_LIMIT
@@ -288,12 +290,13 @@ def _rounded_rows(samples: Tensor, gallery: Tensor) -> tuple[Tensor, Tensor]:
     what rounding took away is added, times the other's rounded value."""
     items, width = gallery.shape
     looks = min(items, _LOOKS)
-    some = gallery[torch.arange(looks, device=gallery.device) * items // looks]
+    some = gallery.index_select(0, torch.arange(looks, device=gallery.device) * items // looks)
     kept = min(width, -(-width // (_PER_LARGE * _LANES)) * _LANES)
-    largest = some.square().sum(0).sort(descending=True, stable=True).indices[:kept]
+    largest = some.square().sum(0).sort(descending=True, stable=True).indices.narrow(0, 0, kept)
     x, g = _rounded(samples), _rounded(gallery)
-    rest_x, rest_g = _rounded(samples - x)[..., largest], _rounded(gallery - g)[:, largest]
-    return torch.cat((x, x[..., largest], rest_x), -1), torch.cat((g, rest_g, g[:, largest]), -1)
+    rest_x, rest_g = (_rounded(rest).index_select(-1, largest) for rest in (samples - x, gallery - g))
+    x_large, g_large = (rounded.index_select(-1, largest) for rounded in (x, g))
+    return torch.cat((x, x_large, rest_x), -1), torch.cat((g, rest_g, g_large), -1)
 
 
 def _with_exact_top(rough: Statistics, scores: Tensor, top_k: int) -> Statistics:
@@ -444,6 +447,8 @@ def _single(bias: Tensor | None) -> Tensor | None:
 
 
 _triton_kernel = triton_kernels.backend("gallery", "gallery_statistics")
+_LONGEST_LIST = 64  # that the kernel keeps: MAX_TOP_K of kernels/gallery.py
+_SCORES_AT_ONCE = 1 << 26  # numbers that are in memory where scores have to be: 256 MB
 
 
 def _triton(
@@ -456,12 +461,76 @@ def _triton(
     sample_bias: Tensor | None,
     precision: str,
 ) -> Statistics:
-    if precision == "bfloat16":
-        raise dispatch.BackendUnavailable('precision="bfloat16" is for CPUs; on this device use "float32", or "auto"')
     rows = gallery if pick is None else gallery[pick]
-    *sums, index = _triton_kernel.function(samples, rows, kappa, top_k, item_bias, sample_bias)
-    peak, weight, moment, score = (x.double() for x in sums)
-    return peak, weight, moment, score, index.long()
+    if precision == "float32":
+        return _triton_lists(samples, rows, kappa, top_k, item_bias, sample_bias)
+    kept = min(len(rows), top_k + max(top_k, _SPARE))
+    narrow, narrow_rows = (x.to(torch.bfloat16) for x in _rounded_rows(samples, rows))
+    rough = _triton_lists(narrow, narrow_rows, kappa, kept, item_bias, sample_bias)
+    scores = _scores_of_listed(samples, rows, kappa, rough[4], item_bias, sample_bias)
+    return _with_exact_top(rough, scores.double(), top_k)
+
+
+def _triton_lists(
+    samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias: Tensor | None, sample_bias: Tensor | None
+) -> Statistics:
+    """The kernel's statistics; lists longer than it keeps are read from the scores of some queries at a time."""
+    if top_k <= _LONGEST_LIST:
+        *sums, index = _triton_kernel.function(samples, gallery, kappa, top_k, item_bias, sample_bias)
+        peak, weight, moment, score = (x.double() for x in sums)
+        return peak, weight, moment, score, index.long()
+    parts = []
+    for some, bias in _some_at_a_time(samples, sample_bias, len(gallery)):
+        scores = torch.empty((len(some), len(gallery)), dtype=torch.float32, device=samples.device)
+        sums = _triton_kernel.function(some, gallery, kappa, 1, item_bias, bias, scores=scores)[:3]
+        parts.append((*(x.double() for x in sums), *_best_of(scores, top_k)))
+    peak, weight, moment, score, index = (torch.cat(part) for part in zip(*parts))
+    return peak, weight, moment, score, index
+
+
+def _best_of(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The largest scores [Q, k] of float32 [Q, N] in descending order, and their columns; of equal ones the first."""
+    bits = (scores + 0.0).view(torch.int32)  # of the two zeros, one is left
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # integers in the order of the floats
+    last = scores.shape[1] - 1
+    keys = (ordered << 32) | (last - torch.arange(scores.shape[1], device=scores.device))
+    index = last - (keys.topk(top_k, dim=1).values & 0xFFFFFFFF)
+    return scores.gather(1, index).double(), index
+
+
+def _scores_of_listed(
+    samples: Tensor,
+    gallery: Tensor,
+    kappa: float,
+    listed: Tensor,
+    item_bias: Tensor | None,
+    sample_bias: Tensor | None,
+) -> Tensor:
+    """The scores [Q, k] of the items that `listed` [Q, k] names for each query, in float32."""
+    parts = []
+    blocks = _some_at_a_time(samples, sample_bias, listed.shape[1] * gallery.shape[1])
+    for (some, bias), numbers in zip(blocks, listed.split(_at_once(listed.shape[1] * gallery.shape[1]))):
+        items = torch.nn.functional.embedding(numbers, gallery)
+        logits = kappa * torch.einsum("qmd,qkd->qkm", some, items)
+        if bias is not None:
+            logits = logits + bias.unsqueeze(1).to(logits)
+        parts.append(logits.logsumexp(2) - math.log(samples.shape[1]))
+    scores = torch.cat(parts)
+    return scores if item_bias is None else scores + item_bias.to(scores)[listed]
+
+
+def _at_once(numbers: int) -> int:
+    """How many queries, each of which takes so many numbers, are in memory together."""
+    return max(1, _SCORES_AT_ONCE // numbers)
+
+
+def _some_at_a_time(
+    samples: Tensor, sample_bias: Tensor | None, numbers: int
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """The samples of as many queries as are in memory together, and their biases."""
+    blocks = samples.split(_at_once(numbers))
+    biases = [None] * len(blocks) if sample_bias is None else sample_bias.split(_at_once(numbers))
+    return zip(blocks, biases)
 
 
 _statistics = dispatch.operation(
@@ -472,6 +541,14 @@ _statistics = dispatch.operation(
     fake=lambda samples, gallery, kappa, top_k, *_: _no_statistics(samples, top_k),  # noqa: ARG005
     differentiable=False,
 )
-_scores = dispatch.operation(
-    "gallery_scores", gallery_scores_reference, cpu=native.backend(_cpu_scores), differentiable=False
+gallery_scores = dispatch.operation(
+    "gallery_scores",
+    gallery_scores_reference,
+    cpu=native.backend(_cpu_scores),
+    triton=triton_kernels.backend("gallery", "gallery_scores"),
+    fake=lambda samples, gallery, *_: torch.empty(
+        (len(samples), len(gallery)), dtype=working_dtype(samples), device=samples.device
+    ),
+    differentiable=False,
 )
+"""Scores [Q, N] as `gallery_scores_reference` takes them, unchecked; the last argument is the name of a backend."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ def masked_interpolant(
     drop: Tensor | None = None,
     backend: str = "auto",
     out: FourStreams | None = None,
+    check: bool = True,
 ) -> FourStreams:
     """Inputs and targets of masked flow matching: (image_t, text_t, v_image, v_text).
 
@@ -38,11 +40,12 @@ def masked_interpolant(
     cos((1-t) omega) z_0]; a given stream is its data point with zero velocity. `drop`, bool [B], marks rows under
     guidance dropout, whose given stream is replaced by its noise; joint rows ignore it.
 
-    `out`: four tensors to write the results to, which saves allocations in a loop. Differentiable in the four points
-    through the reference backend, which is used whenever a gradient is required.
+    `check=False` is for values that are known to be right: it leaves out the checks of rows, times and directions, for
+    which a GPU has to be waited for. `out`: four tensors to write the results to, which saves allocations in a loop.
+    Differentiable in the four points through the reference backend, which is used whenever a gradient is required.
     """
     inputs = (image0, text0, image1, text1)
-    _check(inputs, t, direction, drop)
+    _check(inputs, t, direction, drop, values=check)
     wants_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, t))
     if wants_gradient:
         if backend not in ("auto", "reference"):
@@ -50,17 +53,17 @@ def masked_interpolant(
         backend = "reference"
     times = t.to(image0.dtype)
     if out is None:
-        streams: FourStreams = _forward(*inputs, times, direction, drop, str(backend))
+        streams: FourStreams = _forward(*inputs, times, direction, drop, check, str(backend))
         return streams
     if wants_gradient:
         raise ValueError("out= cannot be combined with inputs that require a gradient")
     _check_out(inputs, out)
-    dispatch.choose("masked_interpolant", image0, backend, inputs)(*inputs, times, direction, drop, out=out)
+    dispatch.choose("masked_interpolant", image0, backend, inputs)(*inputs, times, direction, drop, check, out=out)
     return out
 
 
-def _check(inputs: FourStreams, t: Tensor, direction: Tensor, drop: Tensor | None) -> None:
-    """Shapes, dtypes, devices and ranges; the rows themselves are checked while they are read."""
+def _check(inputs: FourStreams, t: Tensor, direction: Tensor, drop: Tensor | None, *, values: bool) -> None:
+    """Shapes, dtypes, devices and, with `values`, ranges; the rows themselves are checked while they are read."""
     names = ("image0", "text0", "image1", "text1")
     first = inputs[0]
     for name, x in zip((*names, "t", "direction"), (*inputs, t, direction)):
@@ -77,9 +80,9 @@ def _check(inputs: FourStreams, t: Tensor, direction: Tensor, drop: Tensor | Non
         raise ValueError(f"t must be a floating-point tensor of shape [{rows}], got {t.dtype} {tuple(t.shape)}")
     if direction.dtype != torch.int8 or direction.shape != (rows,):
         raise ValueError(f"direction must be int8 of shape [{rows}], got {direction.dtype} {tuple(direction.shape)}")
-    if not (capturing(direction) or direction.is_meta):
+    if values and not (capturing(direction) or direction.is_meta):
         check_codes(direction)
-    if not capturing(t) and bool((outside := ~((t >= 0) & (t <= 1))).any()):
+    if values and not capturing(t) and bool((outside := ~((t >= 0) & (t <= 1))).any()):
         row = int(outside.nonzero()[0])
         raise ValueError(f"t row {row} is {float(t[row]):.6g}, outside [0, 1]")
     if drop is None:
@@ -122,6 +125,27 @@ def masked_interpolant_reference(
     it is its data point, or its noise where `drop` [B] is set, at zero velocity.
     """
     _check_shown_rows(image0, text0, image1, text1, direction, drop)
+    return _both_streams(image0, text0, image1, text1, t, direction, drop)
+
+
+def masked_interpolant_operation(
+    image0: Tensor,
+    text0: Tensor,
+    image1: Tensor,
+    text1: Tensor,
+    t: Tensor,
+    direction: Tensor,
+    drop: Tensor | None,
+    check: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`masked_interpolant_reference`; unless `check`, rows are not looked at."""
+    inputs = image0, text0, image1, text1, t, direction, drop
+    return masked_interpolant_reference(*inputs) if check else _both_streams(*inputs)
+
+
+def _both_streams(
+    image0: Tensor, text0: Tensor, image1: Tensor, text1: Tensor, t: Tensor, direction: Tensor, drop: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     image_t, v_image = _stream(image0, image1, t, direction == Direction.I2T.code, drop)
     text_t, v_text = _stream(text0, text1, t, direction == Direction.T2I.code, drop)
     return image_t, text_t, v_image, v_text
@@ -166,6 +190,7 @@ def _fused(kernel: Callable[..., int]) -> Callable[..., FourStreams]:
         t: Tensor,
         direction: Tensor,
         drop: Tensor | None,
+        check: bool,
         *,
         out: FourStreams | None = None,
     ) -> FourStreams:
@@ -180,6 +205,7 @@ def _fused(kernel: Callable[..., int]) -> Callable[..., FourStreams]:
             (image_t, text_t),
             (v_image, v_text),
             UNIT_TOLERANCE,
+            check,
         )
         if bad_row >= 0:
             _check_shown_rows(image0, text0, image1, text1, direction, drop)
@@ -189,11 +215,17 @@ def _fused(kernel: Callable[..., int]) -> Callable[..., FourStreams]:
     return run
 
 
+def _compiled(*arguments: Any) -> int:
+    """The compiled kernel checks rows while it reads them, at no cost; `check` only says whether that counts."""
+    bad_row = native.masked_interpolant(*arguments[:-1])
+    return bad_row if arguments[-1] else -1
+
+
 _triton = triton_kernels.backend("geodesic", "masked_interpolant", (torch.float32,), triton_kernels.WIDEST_ROW)
 _forward = dispatch.operation(
     "masked_interpolant",
-    masked_interpolant_reference,
-    cpu=native.backend(_fused(native.masked_interpolant), dtypes=None),
+    masked_interpolant_operation,
+    cpu=native.backend(_fused(_compiled), dtypes=None),
     triton=dataclasses.replace(_triton, function=_fused(_triton.function)),
     fake=lambda image0, text0, *_: tuple(torch.empty_like(x) for x in (image0, text0, image0, text0)),
     rowwise=True,

@@ -10,6 +10,7 @@ import functools
 import importlib
 import math
 import os
+import sys
 import threading
 from collections.abc import Callable
 from enum import IntEnum
@@ -47,9 +48,18 @@ def extension() -> ModuleType | None:
 @functools.cache
 def missing() -> str | None:
     """Why the compiled CPU code cannot be used; None if it can."""
-    if extension() is None:
-        return "the compiled extension is not built; reinstall geoflow_fast with a C++17 compiler at hand"
-    return None
+    if extension() is not None:
+        return None
+    if sys.platform == "win32":
+        return "the compiled extension is not built on Windows, where operations run in torch"
+    return "the compiled extension is not built; reinstall geoflow_fast with a C++17 compiler at hand"
+
+
+def one_thread_only() -> str | None:
+    """Why the compiled CPU code runs on one thread; None if it does not."""
+    # A build of an earlier release cannot tell, and had OpenMP everywhere but on a Mac.
+    version = getattr(_built(), "openmp", lambda: int(sys.platform != "darwin"))()
+    return None if version else "built without OpenMP, so compiled operations run on one thread; reinstall with libomp"
 
 
 def missing_cuda() -> str | None:
@@ -562,23 +572,26 @@ def _stream(device: torch.device) -> dict[str, int]:
     return {"device": stream.device_index, "stream": stream.cuda_stream}
 
 
-def _sixteen_byte_rows(x: Tensor) -> Tensor:
-    """`x` itself, or a copy with zeros appended, so that each row starts at a multiple of 16 bytes."""
-    columns = x.shape[1] % 4
-    if columns:
-        return torch.nn.functional.pad(x, (0, 4 - columns))
+def _aligned_rows(x: Tensor, columns: int) -> Tensor:
+    """`x` itself, or a copy with zeros appended, so that rows have a multiple of `columns` and begin at 16 bytes."""
+    missing = -x.shape[1] % columns
+    if missing:
+        return torch.nn.functional.pad(x, (0, missing))
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 class CudaTransport:
     """A transport problem in GPU memory and the kernels that solve it; csrc/cuda/sinkhorn_cuda.h explains them.
 
-    Every method but `status` and `spread` only enqueues work on the current stream, in memory allocated here, and may
+    Every method but `status` only enqueues work on the current stream, in memory allocated here, and may
     be captured in a CUDA graph. The order is: `build` or `load`, `solve`, then any of `status`, `read` and `sample`.
+    `storage` is the dtype of the matrix: float16 is half as much to read in every iteration.
     """
 
-    def __init__(self, rows: int, cols: int, device: torch.device):
-        self._shape, self._device = (rows, cols), device
+    def __init__(self, rows: int, cols: int, device: torch.device, storage: torch.dtype = torch.float32):
+        if storage not in (torch.float32, torch.float16):
+            raise TypeError(f"storage must be float32 or float16, not {storage}")
+        self._shape, self._device, self._storage = (rows, cols), device, storage
         self._matrix = torch.empty(0, dtype=torch.float32, device=device)
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device)
         self._status = torch.empty(3, dtype=torch.int32, device=device)
@@ -591,18 +604,21 @@ class CudaTransport:
         text: tuple[Tensor, Tensor],
         weights: tuple[float, float],
         arc: bool,
-        precise: bool,
     ) -> None:
-        """Scores S = offset - C from (noise, data) of both spheres, to float32 or TF32 accuracy."""
+        """Scores S = offset - C from (noise, data) of both spheres, float32 or float16 as a whole, to the accuracy of
+        their type."""
         rows, cols = self._shape
+        points = image[0].dtype
+        if points not in (torch.float32, torch.float16) or (points, self._storage) == (torch.float32, torch.float16):
+            raise TypeError(f"a matrix in {self._storage} cannot be made of points in {points}")
         for stream, (noise, data) in (("image", image), ("text", text)):
             width = data.shape[1]
             if noise.shape != (rows, width) or data.shape != (cols, width):
                 raise ValueError(f"{stream}: {tuple(noise.shape)} and {tuple(data.shape)} do not fit {self._shape}")
-            self._own(torch.float32, noise=noise, data=data)
-        self._matrix = torch.empty(rows, -(-cols // 4) * 4, dtype=torch.float32, device=self._device)
-        self._native = _built().CudaTransport(rows, cols, self._matrix.data_ptr(), self._matrix.shape[1])
-        padded = [_sixteen_byte_rows(x) for x in (image[0], text[0], image[1], text[1])]
+            self._own(points, noise=noise, data=data)
+        self._take(torch.empty(rows, -(-cols // 4) * 4, dtype=self._storage, device=self._device))
+        columns = 16 // points.itemsize
+        padded = [_aligned_rows(x, columns) for x in (image[0], text[0], image[1], text[1])]
         names = ("image0", "text0", "image1", "text1")
         self._offset = self._native.build(
             **{name: cloud.data_ptr() for name, cloud in zip(names, padded)},
@@ -611,31 +627,32 @@ class CudaTransport:
             image_weight=weights[0],
             text_weight=weights[1],
             arc=arc,
-            precise=precise,
+            half=points == torch.float16,
             **_stream(self._device),
         )
 
     def load(self, cost: Tensor, middle: float) -> None:
-        """Takes a cost matrix [rows, cols]; `middle` is subtracted from the entries when they are read.
+        """Takes a cost matrix [rows, cols] in the dtype of the storage; `middle` is subtracted from the entries when
+        they are read.
 
-        Copied only where rows do not start at multiples of 16 bytes.
+        Copied only where rows do not start at multiples of 4 entries.
         """
-        self._own(torch.float32, cost=cost)
+        self._own(self._storage, cost=cost)
         if cost.shape != self._shape:
             raise ValueError(f"cost has shape {tuple(cost.shape)}, expected {self._shape}")
-        self._matrix, self._offset = _sixteen_byte_rows(cost), None
-        self._native = _built().CudaTransport(*self._shape, self._matrix.data_ptr(), self._matrix.shape[1])
+        self._take(_aligned_rows(cost, 4))
         self._native.use_given_costs(middle)
 
-    def costs(self) -> Tensor:
-        """C, [rows, cols]: what was loaded, or computed from the scores."""
-        entries = self._matrix[:, : self._shape[1]]
-        return entries if self._offset is None else self._offset - entries
+    def _take(self, matrix: Tensor) -> None:
+        """Makes `matrix`, whose rows are padded, that of the problem."""
+        self._matrix, self._offset = matrix, None
+        half = self._storage == torch.float16
+        self._native = _built().CudaTransport(*self._shape, matrix.data_ptr(), matrix.shape[1], half)
 
-    def spread(self) -> float:
-        """Largest minus smallest entry; waits for the matrix."""
-        low, high = torch.aminmax(self._matrix[:, : self._shape[1]])
-        return float(high) - float(low)
+    def costs(self) -> Tensor:
+        """C, [rows, cols] in float32: what was loaded, or computed from the scores."""
+        entries = self._matrix[:, : self._shape[1]].float()
+        return entries if self._offset is None else self._offset - entries
 
     def solve(self, eps: float, tol: float, max_iter: int, halvings: int = 0) -> None:
         """All iterations, in one launch that ends itself; the first ones at larger eps, down from eps 2^halvings."""
@@ -647,7 +664,16 @@ class CudaTransport:
 
     def status(self) -> tuple[int, bool, float]:
         """Iterations done, whether they converged, and the column violation seen last; waits for the solve."""
-        status = self._status.cpu()
+        return self.read_status(self._status.cpu())
+
+    @property
+    def status_on_device(self) -> Tensor:
+        """What `read_status` takes, once it has been copied to the host; int32 [3]."""
+        return self._status
+
+    @staticmethod
+    def read_status(status: Tensor) -> tuple[int, bool, float]:
+        """Iterations done, whether they converged, and the column violation seen last."""
         return int(status[0]), bool(status[1]), float(status[2:].view(torch.float32))
 
     def read(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from geoflow_fast.distributed import World
 from geoflow_fast.ops import dispatch, native
 from geoflow_fast.ops.sinkhorn import transport_cost, unpack
 from geoflow_fast.ops.transport import (
+    HALF_SPAN,
     NAMES,
     Factors,
     Noise,
@@ -24,13 +26,15 @@ from geoflow_fast.ops.transport import (
     make_settings,
     warn_unconverged,
 )
-from geoflow_fast.ops.transport_solvers import ReferenceSolve, Solve, solve_cpu, solve_cuda
+from geoflow_fast.ops.transport_solvers import CudaSolve, ReferenceSolve, Solve, solve_cpu, solve_cuda, solve_panel
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.settings import deprecated_keyword
 
 ASSIGNMENTS = ("argmax", "sample", "exact")
 COUPLINGS = ("paper", "sample", "exact", "independent")
 CONDITIONAL_COUPLINGS = ("paper", "independent", "c2ot")
+
+TOLERANCE, MOST_ITERATIONS = 1e-3, 1000
 
 # The bisection of c2ot looks at this many rows of the batch; its ratio is then known to about a tenth of itself.
 _PILOT_ROWS = 512
@@ -60,7 +64,8 @@ def ot_assign(
     `assignment`: "argmax" (the paper: the largest entry of each row of the entropic plan), "sample" (a draw from each
     row, with `generator`) or "exact" (linear assignment without entropy, which uses every data row once).
     `cost`: "arc" (the paper: sum of the two arc lengths), "chord" or a matrix [B, B]; with a matrix the points only
-    determine the batch size. `eps`, `tol`, `max_iter`, `storage` and `backend` are those of `sinkhorn`.
+    determine the batch size. On GPUs, points are rounded to float16 before their inner products are taken. `eps`,
+    `tol`, `max_iter`, `storage` and `backend` are those of `sinkhorn`.
     """
     weights = deprecated_keyword(deprecated, "weights", "ot_assign", "cost=transport_cost(..., weights=...)")
     if deprecated:
@@ -101,13 +106,15 @@ def ot_assign_panel(
     tol: float = 1e-3,
     max_iter: int = 1000,
     uniform: Tensor | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """`ot_assign` for a batch whose noise is divided among ranks: the data row for each of this rank's rows, int64 [n].
 
     `image0` [n, d_I] and `text0` [n, d_T] are this rank's noise, with any number of rows; `image1` and `text1` are all
     B data pairs, as many as the ranks have noise rows in total. All ranks must call together. With `uniform` [n] in
-    [0, 1) the data row is drawn from the plan; without it, it is the largest entry. For CPU tensors; needs the compiled
-    extension.
+    [0, 1) the data row is drawn from the plan; without it, it is the largest entry. Each iteration adds up the column
+    sums of all ranks in one call. `backend`: "cpu" (compiled, in float32 as far as that goes) or "reference" (plain
+    torch in float64, on any device); by default the first that can serve.
     """
     for name, x in zip(NAMES, (image0, text0, image1, text1)):
         if checks.with_values(x, name).dim() != 2:
@@ -119,11 +126,37 @@ def ot_assign_panel(
     else:
         problem = Problem("arc", None, (image0, text0), (image1, text1), (1.0, 1.0), (0, len(image1)), image1)
     settings = make_settings(eps, tol, max_iter, "float32")
-    dispatch.choose("ot_assign", image1, "cpu")  # raises if it is not built or cannot serve
-    solve = solve_cpu(problem, settings, world)
+    if backend == "auto":
+        backend = "cpu" if image1.device.type == "cpu" and native.missing() is None else "reference"
+    dispatch.choose("ot_assign", image1, backend)  # raises if it is not built or cannot serve
+    solve = solve_cpu(problem, settings, world) if backend == "cpu" else solve_panel(problem, settings, world)
     if world.is_main and not solve.converged:
         warn_unconverged(solve.iterations, solve.error, settings)
     return solve.assign(uniform)
+
+
+# unchecked: training calls it with rows that it has made itself
+def assign_late(
+    noise: tuple[Tensor, Tensor], data: tuple[Tensor, Tensor], eps: float, uniform: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """`ot_assign` on a GPU that nothing waits for: the data row for each noise row, int64 [B], and the solver's status
+    on the device for `warn_if_unsolved`. Where float32 does not do, the solve ends in float64 after all, which waits,
+    and there is no status."""
+    settings = make_settings(eps, TOLERANCE, MOST_ITERATIONS, "float32")
+    shape = len(noise[0]), len(data[0])
+    problem = Problem("arc", None, noise, data, (1.0, 1.0), shape, data[0])
+    solve = solve_cuda(problem, settings)
+    if not isinstance(solve, CudaSolve):
+        return solve.assign(uniform), None
+    return solve.assign(uniform), solve.status
+
+
+# unchecked: called with what `assign_late` returned, once it has arrived
+def warn_if_unsolved(status: Tensor, eps: float) -> None:
+    """Warns if the plan at `eps` was not solved; `status` is on the host."""
+    iterations, converged, violation = native.CudaTransport.read_status(status)
+    if not converged:
+        warn_unconverged(iterations, violation, make_settings(eps, TOLERANCE, MOST_ITERATIONS, "float32"))
 
 
 def couple(
@@ -159,8 +192,14 @@ def couple(
         return torch.arange(problem.shape[0], device=image1.device)
     if coupling == "c2ot":
         return _c2ot(problem, direction.generated[0], target_ratio, backend)
-    settings = make_settings(eps, tol, max_iter, "float32")
+    settings = make_settings(eps, tol, max_iter, coupling_storage(problem, eps))
     return _assign(problem, settings, "argmax" if coupling == "paper" else coupling, generator, backend)
+
+
+def coupling_storage(problem: Problem, eps: float) -> str:
+    """How a training batch keeps its cost matrix: in float16 on GPUs, which wait for memory, where eps allows it."""
+    widest = math.pi * sum(problem.weights)
+    return "float16" if problem.anchor.device.type == "cuda" and widest <= HALF_SPAN * eps else "float32"
 
 
 def _make_square_problem(factors: Factors, cost: Tensor | str, weights: tuple[float, float]) -> Problem:
@@ -267,7 +306,7 @@ _operation = dispatch.operation(
     "ot_assign",
     ot_assign_operation,
     cpu=native.backend(functools.partial(_solve_and_assign, functools.partial(solve_cpu, rounded=True)), dtypes=None),
-    cuda=native.cuda_backend(functools.partial(_solve_and_assign, solve_cuda)),
+    cuda=native.cuda_backend(functools.partial(_solve_and_assign, functools.partial(solve_cuda, half_points=True))),
     differentiable=False,
     fake=lambda first, text1, image0, text0, rows, *_: first.new_empty(rows, dtype=torch.int64),  # noqa: ARG005
 )

@@ -77,8 +77,8 @@ def sinkhorn(
     for the default `tol`), float64 iterations follow, in plain torch. Where float64 cannot hold it either (below about
     5e-13 of the largest cost), a ValueError names the smallest eps that works.
 
-    `storage="float16"` halves the matrix of the CPU backend by rounding its costs: the result describes the plan of the
-    rounded costs. The sum of |P - exact P| is then below 1e-4 (4 + s), where s = (max C - min C) / eps: 2e-3 at s = 16
+    `storage="float16"` halves the matrix by rounding its costs: the result describes the plan of the rounded costs.
+    The sum of |P - exact P| is then below 1e-4 (4 + s), where s = (max C - min C) / eps: 2e-3 at s = 16
     and 1.6e-2 at s = 160. A larger s is refused.
     """
     problem = make_problem(cost, factors, weights)

@@ -23,6 +23,9 @@ COSTS = ("arc", "chord")
 STORAGES = {"float32": torch.float32, "float16": torch.float16}
 LARGEST_EPS = 1e30
 """Far above any cost: larger ones would overflow where eps is multiplied."""
+HALF_SPAN = 160.0
+"""Largest (max C - min C) / eps of a matrix in float16, whose costs are rounded by up to a 4096th of their span: here
+about a hundredth of the mass is misplaced."""
 NAMES = ("image0", "text0", "image1", "text1")
 
 # The marginal error that any solve is meant to reach, whatever its tol: beyond it there is no plan to speak of.
@@ -31,9 +34,6 @@ _PASSABLE = 1e-3
 _COARSE = 0.1
 # Roundings of a plan's entry and of its sums that do not grow with the costs.
 _ROUNDINGS = 16
-# Largest (max C - min C) / eps of a matrix in float16, whose costs are rounded by up to a 4096th of their span: here
-# about a hundredth of the mass is misplaced.
-_HALF_SPAN = 160.0
 
 
 @dataclass(frozen=True)
@@ -150,8 +150,14 @@ class Span:
                 f"eps={settings.eps:g} is too small for costs between {self.low:g} and {self.high:g}: float64 holds "
                 f"their plan for eps of at least {_rounded_up(least)}"
             )
-        least = (self.high - self.low) / _HALF_SPAN
-        if settings.storage == torch.float16 and settings.eps < least:
+        if settings.storage != torch.float16:
+            return
+        if not self.high - self.low <= 2 * float(torch.finfo(torch.float16).max):
+            raise ValueError(
+                f"storage='float16' cannot hold costs between {self.low:g} and {self.high:g}: use 'float32'"
+            )
+        least = (self.high - self.low) / HALF_SPAN
+        if settings.eps < least:
             raise ValueError(
                 f"eps={settings.eps:g} is too small for storage='float16' and costs between {self.low:g} and "
                 f"{self.high:g}: use 'float32', or an eps of at least {_rounded_up(least)}"

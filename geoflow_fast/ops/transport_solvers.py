@@ -243,6 +243,18 @@ class WideSolve:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=self._g.device)
 
 
+def solve_panel(problem: Problem, settings: SinkhornSettings, world: World) -> WideSolve:
+    """Solves for this rank's rows of a square problem between points, in plain torch on any device, together with the
+    other ranks."""
+    cost, highest = problem.dense(), (math.pi if problem.cost == "arc" else 4.0) * sum(problem.weights)
+    span = Span(0.0, highest, False)
+    span.check(settings)
+    g = torch.zeros(problem.shape[1], dtype=torch.float64, device=cost.device)
+    # Far below the range of the cost, potentials come down from larger values of eps.
+    start = settings.eps if highest <= _FAST_SPAN * settings.eps else highest / 10
+    return WideSolve(cost, span, settings, g, start, 0, world)
+
+
 # ---- compiled, CPU ------------------------------------------------------------------------------------------------
 
 
@@ -437,20 +449,18 @@ def load_scores(
 # ---- compiled, CUDA -----------------------------------------------------------------------------------------------
 
 
-def solve_cuda(problem: Problem, settings: SinkhornSettings) -> Solve:
-    """Solves in float32 on the GPU, and ends in float64 where that is needed."""
-    solve = CudaSolve(problem, settings)
+def solve_cuda(problem: Problem, settings: SinkhornSettings, *, half_points: bool = False) -> Solve:
+    """Solves in float32 on the GPU, and ends in float64 where that is needed. `half_points` as in `cuda_matrix`."""
+    solve = CudaSolve(problem, settings, half_points)
     return solve if solve.stage.is_last else solve.in_float64(problem)
 
 
 class CudaSolve:
     """One problem on its way through the GPU solver; nothing waits for the GPU before the result is asked for."""
 
-    def __init__(self, problem: Problem, settings: SinkhornSettings):
-        if settings.storage != torch.float32:
-            raise ValueError("storage='float16' is for the cpu backend; the cuda backend keeps the matrix in float32")
+    def __init__(self, problem: Problem, settings: SinkhornSettings, half_points: bool):
         self._settings = settings
-        self._transport, self._shift, self._span = cuda_matrix(problem)
+        self._transport, self._shift, self._span = cuda_matrix(problem, settings.storage, half_points)
         self.stage = self._span.stage(settings)
         if problem.matrix is None and not (self.stage.is_last and self._span.high <= _FAST_SPAN * settings.eps):
             self._span = span_of(self._transport.costs(), is_centred=False)  # closer than what any points could cost
@@ -483,6 +493,11 @@ class CudaSolve:
         """A bound of the plan's error; waits for the GPU."""
         return self._outcome[2]
 
+    @property
+    def status(self) -> Tensor:
+        """What the solver says about its end, on the device: `native.CudaTransport.read_status` explains it."""
+        return self._transport.status_on_device
+
     def in_float64(self, problem: Problem) -> WideSolve:
         """Ends the solve for the costs as `transport_cost` gives them."""
         cost = self._transport.costs() if problem.matrix is None else problem.matrix
@@ -501,24 +516,28 @@ class CudaSolve:
         return self._transport.read()[0] if uniform is None else self._transport.sample(uniform)
 
 
-def cuda_matrix(problem: Problem) -> tuple[native.CudaTransport, float, Span]:
+def cuda_matrix(
+    problem: Problem, storage: torch.dtype = torch.float32, half_points: bool = False
+) -> tuple[native.CudaTransport, float, Span]:
     """The matrix on the device, what to add to its costs to get the problem's, and the range of these.
 
-    Dot products have float32 accuracy, or TF32 where `torch.set_float32_matmul_precision` allows it for torch's own.
-    The range is that of a given matrix, or what points of this kind can cost at most.
+    Dot products are those of float32 points, or of the points rounded to float16: with `half_points`, for a matrix in
+    float16, and where `torch.set_float32_matmul_precision` allows TF32 for torch's own, which is as accurate. The range
+    is that of a given matrix, or what points of this kind can cost at most.
     """
-    transport = native.CudaTransport(*problem.shape, problem.anchor.device)
+    transport = native.CudaTransport(*problem.shape, problem.anchor.device, storage)
     if problem.matrix is not None:
         span = span_of(problem.matrix, is_centred=True)
         middle = (span.low + span.high) / 2
-        if problem.matrix.dtype == torch.float32:
+        if problem.matrix.dtype == storage:
             transport.load(problem.matrix.contiguous(), middle)
             return transport, 0.0, span
-        # Centred before it is rounded to float32: a large common offset would cost the small differences.
-        transport.load((problem.matrix - middle).float(), 0.0)
+        # Centred before it is rounded: a large common offset would cost the small differences.
+        transport.load((problem.matrix - middle).to(storage), 0.0)
         return transport, middle, span
     noise, data = problem.clouds()
-    image, text = ((as_dense(n, d.dtype).float().contiguous(), d.float().contiguous()) for n, d in zip(noise, data))
-    precise = torch.get_float32_matmul_precision() == "highest"
-    transport.build(image, text, problem.weights, problem.cost == "arc", precise)
+    half = half_points or storage == torch.float16 or torch.get_float32_matmul_precision() != "highest"
+    dtype = torch.float16 if half else torch.float32
+    image, text = ((as_dense(n, d.dtype).to(dtype).contiguous(), d.to(dtype).contiguous()) for n, d in zip(noise, data))
+    transport.build(image, text, problem.weights, problem.cost == "arc")
     return transport, 0.0, Span(0.0, (math.pi if problem.cost == "arc" else 4.0) * sum(problem.weights), False)

@@ -12,6 +12,7 @@ import torch
 
 from geoflow_fast.ops import dispatch, native
 from geoflow_fast.ops.dispatch import Backend
+from geoflow_fast.runtime.extras import needs
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WIDEST_ROW = 4096
@@ -36,7 +37,7 @@ def _installed() -> bool:
 def missing() -> str | None:
     """Why Triton kernels cannot run here; None if they can."""
     if not _installed():
-        return "triton is not installed; pip install triton"
+        return needs("this backend", "triton, which is not installed", "gpu")
     if not interpreted() and not torch.cuda.is_available():
         return "no CUDA device; TRITON_INTERPRET=1 runs the kernels slowly on CPU tensors"
     return None

@@ -38,12 +38,12 @@ from geoflow_fast.retrieval.evidence import (
     second_tier,
     with_best_hub,
 )
-from geoflow_fast.retrieval.features import query_feature_names, query_features
+from geoflow_fast.retrieval.features import OF_BANK, BankLevel, query_feature_names, query_features
 from geoflow_fast.retrieval.no_match import NoMatch, fit_no_match
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.files import contents_of, read_json, write_json
 
-KIND, VERSION = "geoflow rerank calibration", 3
+KIND, VERSION = "geoflow rerank calibration", 4
 LEAST_QUERIES = 50
 """Nothing is fitted with fewer queries whose item reaches the shortlist."""
 CLOSEST = 1e-9
@@ -127,6 +127,14 @@ class Calibration:
     "outside", and a constant, where they are better than the probability times `right_per_query`."""
     no_match: NoMatch | None = None
     """What tells queries for which nothing in the gallery is right."""
+    items: str = ""
+    """Digest of the bank of items by which the level of a query's scores is known, if it is one of the features."""
+
+    @property
+    def score_weights(self) -> dict[str, float]:
+        """The weights of the fit without the flow, by feature."""
+        fitted = self.by_feature if self.cheap is None else self.cheap.weights
+        return {name: value for name, value in fitted.items() if name not in ("flow", "outside")}
 
     @property
     def weights(self) -> tuple[float, float, float]:
@@ -217,6 +225,7 @@ class Calibration:
 ADDED_FIELDS = {
     2: ("others", "hub_scale", "platt", "rungs", "cheap", "bank"),
     3: ("rest", "relevance", "no_match"),
+    4: ("items",),
 }
 """Fields that files of versions before these do not have."""
 
@@ -225,8 +234,8 @@ def _rebuilt(stored: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a calibration from what JSON holds."""
     arguments = {**stored, "stderr": tuple(map(float, stored["stderr"]))}
     if "platt" in stored:
-        if not isinstance(stored["bank"], str):
-            raise TypeError("bank must be a digest")
+        if not all(isinstance(stored.get(name, ""), str) for name in ("bank", "items")):
+            raise TypeError("bank and items must be digests")
         known = set(FEATURES) - {"flow", "cosine"}
         if not set(stored["others"]) <= known:
             raise ValueError(f"others has unknown features {sorted(set(stored['others']) - known)}")
@@ -253,7 +262,7 @@ def _rebuilt_no_match(stored: dict[str, Any] | None) -> NoMatch | None:
     if stored is None:
         return None
     told = NoMatch(**stored)
-    if not {"constant"} <= set(told.weights) <= {*query_feature_names(FEATURES), "constant"}:
+    if not {"constant"} <= set(told.weights) <= {*query_feature_names(FEATURES, with_bank=True), "constant"}:
         raise ValueError(f"no_match has the features {sorted(told.weights)}")
     return told
 
@@ -372,12 +381,15 @@ def fit_calibration(
     costs: Mapping[str, float] | None = None,
     absent: Tensor | None = None,
     flow: FlowAsked | None = None,
+    level: Callable[[Mapping[str, float], float], Tensor] | None = None,
 ) -> Calibration:
     """Chooses the rungs of evidence and fits their weights to queries whose right items are known.
 
     The first arguments are those of `KnownQueries`; `seed` assigns groups to folds. `hubs`: the feature "hub" [Q, K]
     for each of the scales to choose from. `costs`: seconds a query by rung. `absent`: which items [Q, K] make the
     shortlist of a gallery without the query's own items. `flow`: the last rung, unless the evidence has it already.
+    `level`: the level [Q] of the queries' scores over a bank of items, given the weights of the evidence and the scale
+    of the hub correction.
     """
     reached = int(right.any(1).sum())
     if reached < LEAST_QUERIES:
@@ -431,12 +443,19 @@ def fit_calibration(
         rest=weights.get("rest"),
         relevance=_fit_relevance(known, fitted.prob, per_query),
     )
-    cheap_names, cheap = calibration.cheap_features, calibration.cheap
+    cheap_names, cheap, scores = calibration.cheap_features, calibration.cheap, calibration.score_weights
+    bank = BankLevel(scores, level(scores, calibration.hub_scale)) if level is not None and scores else None
     if cheap is not None:
-        cheap = dataclasses.replace(cheap, no_match=_fit_no_match(known, cheap_names, cheap.probabilities))
+        cheap = dataclasses.replace(cheap, no_match=_fit_no_match(known, cheap_names, cheap.probabilities, bank))
     all_names = [*cheap_names, *(["flow"] if calibration.alpha else [])]
-    no_match = _fit_no_match(known, all_names, calibration.probabilities)
+    no_match = _fit_no_match(known, all_names, calibration.probabilities, bank)
     return dataclasses.replace(calibration, cheap=cheap, no_match=no_match)
+
+
+def uses_bank(calibration: Calibration) -> bool:
+    """Whether queries without a right item are told by the level of their scores over a bank of items."""
+    fits = (calibration.no_match, calibration.cheap and calibration.cheap.no_match)
+    return any(fit is not None and not set(OF_BANK).isdisjoint(fit.weights) for fit in fits)
 
 
 class Fit(NamedTuple):
@@ -512,7 +531,10 @@ def _as_cheap(known: KnownQueries, cheap: Fit, per_query: float) -> CheapFit:
 
 
 def _fit_no_match(
-    known: KnownQueries, names: Sequence[str], probabilities: Callable[[Evidence], Tensor]
+    known: KnownQueries,
+    names: Sequence[str],
+    probabilities: Callable[[Evidence], Tensor],
+    bank: BankLevel | None,
 ) -> NoMatch | None:
     """What tells searches with the own items from those without, by what these features of the evidence, and the
     probabilities made of them, say in both."""
@@ -523,7 +545,7 @@ def _fit_no_match(
         features = {name: known.evidence.features[name] for name in names}
         evidence = Evidence(features, known.evidence.nearness, valid, asked)
         nearest = evidence.nearness.masked_fill(~valid, -math.inf).argmax(1)
-        sides.append(query_features(evidence, probabilities(evidence), nearest))
+        sides.append(query_features(evidence, probabilities(evidence), nearest, bank))
     present, absent = sides
     return fit_no_match(present, absent, known.group, known.fold)
 

@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from geoflow_fast.data.embeddings import Embeddings, named_rows
+from geoflow_fast.data.fingerprint import refuse_other_encoder
+from geoflow_fast.data.frames import Framed
+from geoflow_fast.data.ids import Ids
 from geoflow_fast.data.rows import Array
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow
@@ -29,15 +33,18 @@ from geoflow_fast.retrieval.sources import DistilledSource, FlowSource, HeadSour
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.progress import Advance
 from geoflow_fast.runtime.settings import deprecated_attribute, deprecated_keyword, field_names, settings_from
-from geoflow_fast.runtime.summary import Summarised
 
 MARGINALS = ("scores", "density")
 PAPER_KAPPA = 100.0
 
 
 @dataclass(frozen=True, repr=False)
-class RetrievalPosterior(Summarised):
-    """The posterior over the gallery of each of Q queries; detached tensors on the device of the model."""
+class RetrievalPosterior(Framed):
+    """The posterior over the gallery of each of Q queries; detached tensors on the device of the model. `to_pandas`,
+    `to_polars` and `to_arrow` make frames of it."""
+
+    COLUMNS = ("entropy", "map_index", "map_prob", "risk_lower_bound", "top_index", "top_prob")
+    ITEM_COLUMNS = ("map_index", "top_index")
 
     entropy: Tensor
     """[Q], retrieval entropy in nats: 0 if one item has all the probability, log N if all N items are equally
@@ -54,6 +61,10 @@ class RetrievalPosterior(Summarised):
     """[Q, k], their probabilities."""
     entropy_bound: Tensor
     """[Q] float64, how much pruning can have changed `entropy` at most; 0 for queries scored against all items."""
+    query_ids: Ids | None = None
+    """The ids of the queries, where they have some."""
+    item_ids: Ids | None = None
+    """The ids of the gallery's rows, where they have some."""
 
 
 def risk_lower_bound(entropy: Tensor, n_items: int) -> Tensor:
@@ -175,6 +186,8 @@ class RetrievalEntropy(nn.Module):
             raise ValueError(
                 f"gallery has width {self.gallery.dim}, but the {self.source.NAME} expects {self.source.item_dim}"
             )
+        made_for = self.direction.items(*self.source.origin.encoders)
+        refuse_other_encoder({f"the {self.source.NAME}": made_for, "the gallery": self.gallery.encoder})
         self._remembered = marginals.Remembered()
         self._set_reference("density" if marginal == "density" else reference)
 
@@ -303,12 +316,17 @@ class RetrievalEntropy(nn.Module):
 
     if TYPE_CHECKING:  # a module's call has no types of its own
 
-        def __call__(self, queries: Tensor | Array, advance: Advance | None = None) -> RetrievalPosterior: ...
+        def __call__(
+            self, queries: Tensor | Array | Embeddings, advance: Advance | None = None
+        ) -> RetrievalPosterior: ...
 
     @torch.no_grad()
-    def forward(self, queries: Tensor | Array, advance: Advance | None = None) -> RetrievalPosterior:
+    def forward(self, queries: Tensor | Array | Embeddings, advance: Advance | None = None) -> RetrievalPosterior:
         """Posterior over the gallery for each of the `queries` [Q, d], unit rows: a tensor or an array in any
-        floating-point type. `advance(n)`, if given, is called whenever the samples of n more queries are drawn."""
+        floating-point type, or `gf.Embeddings`, whose ids the result then has. `advance(n)`, if given, is called
+        whenever the samples of n more queries are drawn."""
+        made_for = self.direction.queries(*self.source.origin.encoders)
+        queries, query_ids = named_rows(queries, {f"the {self.source.NAME}": made_for})
         queries = checks.rows(queries, "queries", self.query_dim, self.source.example, "Q")
         drawn = (self._draw_among_ranks if self.gallery.is_divided else self.source.draw)(queries, advance)
         samples = drawn.samples
@@ -327,6 +345,8 @@ class RetrievalEntropy(nn.Module):
             post.top_index,
             top_prob,
             post.entropy_bound,
+            query_ids,
+            self.gallery.ids,
         )
 
     score = forward

@@ -16,7 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from geoflow_fast import geometry, ops
-from geoflow_fast.data.rows import Array, Rows, open_rows
+from geoflow_fast.data.embeddings import Embeddings, open_rows
+from geoflow_fast.data.fingerprint import Fingerprint
+from geoflow_fast.data.ids import Ids
+from geoflow_fast.data.rows import Array, Rows
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.ops import native
@@ -34,7 +37,7 @@ SOME_ROWS = 64
 """At least this many rows tell whether a gallery in memory has changed, unless it has fewer."""
 INDEX_FOLDER = "geoflow_index"
 
-GallerySource = Tensor | Array | str | Path
+GallerySource = Tensor | Array | Embeddings | str | Path
 
 
 class Store(Protocol):
@@ -47,8 +50,10 @@ class Store(Protocol):
 class Gallery:
     """The items to retrieve from: N unit rows of width `dim`, held in memory or read from files block by block.
 
-    `source`: a tensor or an array [N, d], a `.npy` file, or a folder of `.npy` shards, read in the order of the numbers
-    in their names. A tensor stays on its device; files are memory-mapped and never loaded whole. Half precision is
+    `source`: a tensor or an array [N, d], `gf.Embeddings`, a `.npy` file, a Parquet or Arrow file, or a folder of such
+    shards, read in the order of the numbers in their names. A tensor stays on its device; `.npy` and Arrow files are
+    memory-mapped and never loaded whole, Parquet is unpacked into memory. `ids` name the rows: strings, integers or
+    UUIDs, by default those that a table or `gf.Embeddings` brings; results then name items by them. Half precision is
     read as it is stored on CPUs, and converted elsewhere. Rows that are not finite or not of unit norm raise a
     ValueError; with `normalize` they are scaled to unit norm as they are read, a tensor at once.
 
@@ -74,6 +79,7 @@ class Gallery:
         *,
         store: Store | None = None,
         normalize: bool = False,
+        ids: Any = None,
     ) -> None:
         self.world, self.is_divided = world, False
         self._digest: tuple[Hashable, str] | None = None
@@ -89,14 +95,18 @@ class Gallery:
                 self.rows = geometry.normalize(self.rows)
         elif isinstance(source, np.ndarray):
             self.rows = Rows([source], "gallery", normalize=normalize)
+        elif isinstance(source, Embeddings):
+            self.rows = source.rows
         elif self.path is not None:
             self.rows = open_rows(self.path, "gallery", normalize=normalize)
         else:
-            raise TypeError(f"gallery must be a tensor, an array or a path, got {type(source).__name__}")
+            raise TypeError(f"gallery must be a tensor, an array, Embeddings or a path, got {type(source).__name__}")
         if len(self) == 0:
             raise ValueError("the gallery is empty: there is nothing to retrieve")
+        self.ids: Ids | None = getattr(self.rows, "ids", None) if ids is None else Ids.given(ids, len(self), "ids")
+        self.encoder: Fingerprint | None = getattr(self.rows, "encoder", None)
         if isinstance(self.rows, Rows):
-            self.rows.check(normalize=normalize, world=world)
+            self.rows.check(normalize=normalize or self.rows.normalize, world=world)
         else:
             check_rows(self.rows, "gallery")
             self._checked = marks([self.rows])

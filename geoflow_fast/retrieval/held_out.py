@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,6 +19,7 @@ from torch import Tensor
 from geoflow_fast.retrieval.copies import SAME_ITEM, are_copies
 from geoflow_fast.retrieval.evidence import Evidence, cosines, folds_of
 from geoflow_fast.retrieval.hubs import MOST_ROWS, SCALES, Hubs
+from geoflow_fast.retrieval.item_bank import ItemBank
 from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows
 from geoflow_fast.runtime.device import clock
 from geoflow_fast.runtime.progress import Advance
@@ -174,6 +175,14 @@ class HeldOut:
                 scores = reranker.source.scores(points, near.items)
                 features["head"] = scores + reranker.source.learned_about(near.items)
         return features | self._hub_features(rows, near)
+
+    # unchecked: calibrate calls it with a bank of its own
+    def level(self, bank: ItemBank, weights: Mapping[str, float], hub_scale: float) -> Tensor:
+        """The level [Q] of the queries' scores over a bank of items that begins with the known ones: the own items of a
+        query do not count for it."""
+        left_out = torch.zeros(len(self.queries), len(bank.items) + 1, dtype=torch.bool, device=self.queries.device)
+        left_out.scatter_(1, self.own.masked_fill(self.own < 0, len(bank.items)), True)
+        return bank.level(self.queries, weights, hub_scale, left_out[:, :-1])
 
     # unchecked: fit_calibration calls it with items of the evidence
     def log_densities(self, number: Tensor, asked: Tensor, advance: Advance) -> Tensor:

@@ -14,14 +14,14 @@ from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.sampling import SamplingSettings, StartingPoints, sample_conditional
 from geoflow_fast.likelihood.density import log_density
-from geoflow_fast.ops.gallery_posterior import gallery_scores_reference
+from geoflow_fast.ops.gallery_posterior import gallery_scores
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.runtime import hashing
 from geoflow_fast.runtime.files import contents_of, locked
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 
-TILE_ROWS, TILE_ITEMS = 1024, 2048
-"""Samples and items whose products are in memory at a time."""
+TILE_ROWS, TILE_ITEMS = {"cpu": 1024, "cuda": 1 << 16}, {"cpu": 2048, "cuda": 1 << 15}
+"""Samples and items whose scores are in memory at a time."""
 DENSITY_ROWS, DENSITY_STEPS = 1024, 10
 FORMAT = 1
 """Version of the numbers, part of the facts. It is raised whenever the same facts give different marginals, so that
@@ -35,12 +35,14 @@ def log_mean_scores(samples: Tensor, gallery: Gallery, kappa: float, bias: Tenso
     kernel as the posterior's.
     """
     parts = []
+    on = "cuda" if samples.is_cuda else "cpu"
     for _, items in gallery.blocks(samples.device, samples.dtype):
-        for tile in items.split(TILE_ITEMS):
+        for tile in items.split(TILE_ITEMS[on]):
             total = torch.full((len(tile),), -math.inf, dtype=torch.float64, device=samples.device)
-            for rows in torch.arange(len(samples), device="cpu").split(max(1, TILE_ROWS // samples.shape[1])):
-                weights = None if bias is None else bias[rows]
-                scores = gallery_scores_reference(samples[rows], tile, kappa, None, weights)
+            at_once = max(1, TILE_ROWS[on] // samples.shape[1])
+            weights = [None] * len(samples) if bias is None else bias.split(at_once)
+            for some, weight in zip(samples.split(at_once), weights):
+                scores: Tensor = gallery_scores(some, tile, kappa, None, weight, "auto")
                 total = torch.logaddexp(total, scores.double().logsumexp(0))
             parts.append(total - math.log(len(samples)))
     return torch.cat(parts).float()

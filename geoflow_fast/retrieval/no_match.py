@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.retrieval.evidence import fit_logistic, grouped_mean
-from geoflow_fast.retrieval.features import OF_LISTS
+from geoflow_fast.retrieval.features import OF_BANK, OF_LISTS
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,17 @@ class NoMatch:
 def fit_no_match(present: Mapping[str, Tensor], absent: Mapping[str, Tensor], group: Tensor, fold: Tensor) -> NoMatch:
     """Fits the weights to features [Q] by name of searches with the own items, `present`, and without, `absent`.
 
-    First the probability of all items together is the only feature, then all that shortlists have, then those of each
-    kind of evidence, too: more features are used only where they lower the cross-fitted loss by more than the standard
-    error of that.
+    First the probability of all items together is the only feature, then all that shortlists have, then the level of
+    the scores over a bank of items, then those of each kind of evidence, too: more features are used only where they
+    lower the cross-fitted loss by more than the standard error of that.
     """
     count = len(group)
     is_absent = torch.arange(2 * count, device=group.device) >= count
     groups, folds = group.repeat(2), fold.repeat(2)
     best: NoMatch | None = None
     loss = torch.full((2 * count,), math.log(2.0), dtype=torch.float64, device=group.device)
-    for names in (["inside"], [*OF_LISTS], [*present]):
+    of_bank = [name for name in OF_BANK if name in present]
+    for names in (["inside"], [*OF_LISTS], [*OF_LISTS, *of_bank], [*present]):
         both = torch.cat([torch.stack([side[name] for name in names], dim=1) for side in (present, absent)])
         weights, after = fit_logistic(both, is_absent.double(), folds)
         gain, stderr = grouped_mean(loss - after, groups)

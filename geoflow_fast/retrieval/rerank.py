@@ -23,6 +23,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from geoflow_fast.data.embeddings import Embeddings, named_rows
+from geoflow_fast.data.fingerprint import Fingerprint, refuse_other_encoder
+from geoflow_fast.data.frames import Framed
+from geoflow_fast.data.ids import Ids
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.qrels import Qrels
 from geoflow_fast.data.rows import Array
@@ -43,22 +47,23 @@ from geoflow_fast.retrieval.calibration import (
     fit_calibration,
     probability_right,
     stored_lengths,
+    uses_bank,
 )
 from geoflow_fast.retrieval.copies import first_numbers
 from geoflow_fast.retrieval.entropy import risk_lower_bound
 from geoflow_fast.retrieval.evidence import Evidence, Rung, cosines, most_probable
-from geoflow_fast.retrieval.features import query_feature_names, query_features
+from geoflow_fast.retrieval.features import BankLevel, query_feature_names, query_features
 from geoflow_fast.retrieval.freshness import ModelDigest, flow_marks
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource, Store
 from geoflow_fast.retrieval.held_out import HeldOut, KnownItems
 from geoflow_fast.retrieval.hubs import MOST_ROWS, Hubs
+from geoflow_fast.retrieval.item_bank import ItemBank
 from geoflow_fast.retrieval.marginals import FORMAT, Remembered
 from geoflow_fast.retrieval.sources import HeadSource
 from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows, judged_items
 from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.progress import Advance, progress_bar
 from geoflow_fast.runtime.settings import deprecated_attribute, deprecated_keyword
-from geoflow_fast.runtime.summary import Summarised
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 
 PAIRS_AT_ONCE = 2048
@@ -80,8 +85,15 @@ SHORTLISTS = ("cosine", "head")
 
 
 @dataclass(frozen=True, repr=False)
-class Reranked(Summarised):
-    """The posterior over the shortlists of Q queries, of K items each; detached tensors on the device of the models."""
+class Reranked(Framed):
+    """The posterior over the shortlists of Q queries, of K items each; detached tensors on the device of the models.
+    `to_pandas`, `to_polars` and `to_arrow` make frames of it."""
+
+    COLUMNS = (
+        *("index", "prob", "relevance", "answer", "p_answer", "p_outside", "p_no_match"),
+        *("entropy", "risk_lower_bound"),
+    )
+    ITEM_COLUMNS = ("index", "answer")
 
     index: Tensor
     """[Q, K] int64, numbers of gallery rows, most probable first and equally probable ones by their number; -1 where a
@@ -118,6 +130,10 @@ class Reranked(Summarised):
     evidence: Tensor
     """[Q, K, e], what each kind of evidence adds to the logit of an item, in nats, measured from the less near half of
     the shortlist. The kinds are `evidence_names` of the re-ranker."""
+    query_ids: Ids | None = None
+    """The ids of the queries, where they have some."""
+    item_ids: Ids | None = None
+    """The ids of the gallery's rows, where they have some."""
 
 
 class BayesReranker(nn.Module):
@@ -188,12 +204,14 @@ class BayesReranker(nn.Module):
         self.flow, self.head, self.budget, self.shortlist_by = flow, head, budget, shortlist_by
         self.register_buffer("anchor", torch.empty(0, dtype=torch.float32, device="cpu"), persistent=False)
         self.query_dim = self._checked_widths()
+        refuse_other_encoder({**self._made_for(self.direction.items), "the gallery": self.gallery.encoder})
         self.lengths_are_given = lengths is not None
         self._use_lengths(lengths or self._default_lengths)
         self.density = DensitySettings(n_steps, n_probes, solver, shared=True)
         self.source = None if head is None else HeadSource(head, self.direction)
         self.bank: Tensor | None = None
         self.hubs: Hubs | None = None
+        self.item_bank: ItemBank | None = None
         self._bank_digest, self.bank_is_given = "", bank is not None
         if bank is not None:
             self._use_bank(self._checked_bank(bank))
@@ -221,6 +239,11 @@ class BayesReranker(nn.Module):
                 item_dim = self.direction.items(*own)
                 raise ValueError(f"gallery has width {self.gallery.dim}, but the {name} expects {item_dim}")
         return self.direction.queries(*expected)
+
+    def _made_for(self, side: Callable[..., Any]) -> dict[str, Fingerprint | None]:
+        """The encoders for which the models were trained, on one side."""
+        models: dict[str, Any] = {"the flow": self.flow, "the head": self.head}
+        return {name: side(*model.origin.encoders) for name, model in models.items() if hasattr(model, "origin")}
 
     @property
     def _default_lengths(self) -> tuple[int, int]:
@@ -277,13 +300,15 @@ class BayesReranker(nn.Module):
         not use have none."""
         fitted = self.calibration or self._uncalibrated()
         asked = ["flow"] if "flow" in fitted.by_feature else []
-        return query_feature_names([*fitted.cheap_features, *asked])
+        return query_feature_names([*fitted.cheap_features, *asked], with_bank=bool(fitted.items))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> BayesReranker:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.gallery = self.gallery.on(self.example.device)
         if self.bank is not None:
             self._use_bank(self.bank.to(self.example))
+        if self.item_bank is not None:
+            self.item_bank = ItemBank(self.item_bank.items.to(self.example), self.source, self.hubs)
         return self
 
     def _use_bank(self, bank: Tensor) -> None:
@@ -337,14 +362,19 @@ class BayesReranker(nn.Module):
     if TYPE_CHECKING:  # a module's call has no types of its own
 
         def __call__(
-            self, queries: Tensor | Array, candidates: Candidates | None = None, *, no_match_share: float = 0.0
+            self,
+            queries: Tensor | Array | Embeddings,
+            candidates: Candidates | None = None,
+            *,
+            no_match_share: float = 0.0,
         ) -> Reranked: ...
 
     def forward(
-        self, queries: Tensor | Array, candidates: Candidates | None = None, *, no_match_share: float = 0.0
+        self, queries: Tensor | Array | Embeddings, candidates: Candidates | None = None, *, no_match_share: float = 0.0
     ) -> Reranked:
         """Posterior of each of the `queries` [Q, d], unit rows, over its shortlist or over `candidates` [Q, K]: numbers
-        of gallery rows, padded with -1. Queries are a tensor or an array in any floating-point type.
+        of gallery rows, padded with -1. Queries are a tensor or an array in any floating-point type, or
+        `gf.Embeddings`, whose ids the result then has.
 
         K may be any number from 1 on. A calibration is right for the K = `shortlist` items with the largest cosines.
         For other candidates its weights are used too: `p_outside` falls as K grows, but nothing was fitted for that
@@ -363,13 +393,14 @@ class BayesReranker(nn.Module):
     @torch.no_grad()
     def rerank(
         self,
-        queries: Tensor | Array,
+        queries: Tensor | Array | Embeddings,
         candidates: Candidates | None = None,
         advance: Advance | None = None,
         *,
         no_match_share: float = 0.0,
     ) -> Reranked:
         """Same as `forward` without its warning, and calls `advance(n)` whenever n more queries are done."""
+        queries, query_ids = named_rows(queries, self._made_for(self.direction.queries))
         queries = checks.rows(queries, "queries", self.query_dim, self.example, "Q")
         check_rows(queries, "queries")
         made_for = {} if self.calibration is None else self.calibration.made_for
@@ -395,7 +426,18 @@ class BayesReranker(nn.Module):
             if advance is not None:
                 advance(int((~asked).sum()))
             evidence = self._with_flow(queries, index, evidence, asked, advance)
-        return self._read_out(index, evidence, asked, calibration, queries.dtype, no_match_share)
+        bank = self._bank_level(queries, calibration)
+        reranked = self._read_out(index, evidence, asked, calibration, bank, queries.dtype, no_match_share)
+        return dataclasses.replace(reranked, query_ids=query_ids, item_ids=self.gallery.ids)
+
+    def _bank_level(self, queries: Tensor, calibration: Calibration) -> BankLevel | None:
+        """How high the queries' scores are for a bank of items, if the calibration asks for it."""
+        if not calibration.items:
+            return None
+        if self.item_bank is None or self.item_bank.digest != calibration.items:
+            raise ValueError("the calibration was made with another bank of items: load it again, or calibrate again")
+        weights = calibration.score_weights
+        return BankLevel(weights, self.item_bank.level(queries, weights, calibration.hub_scale))
 
     def _check_bank(self, calibration: Calibration) -> None:
         """Raises a ValueError if the calibration corrects for hubs by another bank than the re-ranker has."""
@@ -461,16 +503,22 @@ class BayesReranker(nn.Module):
         if not self.lengths_are_given:
             self._use_lengths(self._default_lengths)
         with progress_bar(len(known), 0, "held-out queries", shown=progress) as advance:
-            fitted, bank = self._fitted(known, advance)
+            fitted, bank, item_bank = self._fitted(known, advance)
         self._use_bank(bank)
         digest = self._bank_digest if HUB_FEATURES & set(fitted.by_feature) else ""
-        self.calibration = fitted = dataclasses.replace(fitted, pairs=source, bank=digest)
+        self.item_bank = item_bank if uses_bank(fitted) else None
+        items = "" if self.item_bank is None else self.item_bank.digest
+        self.calibration = fitted = dataclasses.replace(fitted, pairs=source, bank=digest, items=items)
         return fitted
 
-    def _fitted(self, known: KnownItems, advance: Advance) -> tuple[Calibration, Tensor]:
-        """The calibration on these queries, and the bank of queries that it corrects for hubs by."""
+    def _fitted(self, known: KnownItems, advance: Advance) -> tuple[Calibration, Tensor, ItemBank]:
+        """The calibration on these queries, the bank of queries that it corrects for hubs by, and the bank of items by
+        which the level of a query's scores is known: those of the queries, and those that a head keeps."""
         held_out = HeldOut(self, known, self.bank if self.bank_is_given else None)
         seen = held_out.evidence((lambda _: None) if self.flow is not None else advance)
+
+        kept = () if self.head is None else (self.head.bank(self.direction.reverse).to(held_out.queries),)
+        item_bank = ItemBank(torch.cat((held_out.known_items, *kept)), self.source, Hubs(seen.bank, self.source))
 
         def log_densities(asked: Tensor) -> Tensor:
             return held_out.log_densities(seen.number, asked, advance)
@@ -486,8 +534,9 @@ class BayesReranker(nn.Module):
             costs=held_out.costs,
             absent=seen.absent,
             flow=None if self.flow is None else FlowAsked(self.flow_items, log_densities),
+            level=lambda weights, hub_scale: held_out.level(item_bank, weights, hub_scale),
         )
-        return fitted, seen.bank
+        return fitted, seen.bank, item_bank
 
     def _paired(self, pairs: EmbeddingPairs, max_queries: int) -> KnownItems:
         """The queries of held-out pairs and their own items."""
@@ -529,9 +578,13 @@ class BayesReranker(nn.Module):
             raise ValueError("there is no calibration to save: call calibrate first")
         file = self.calibration_file(path)
         self._check_bank(self.calibration)
-        bank = bank_file(file, self.calibration.bank)
+        bank, tensors = bank_file(file, self.calibration.bank or self.calibration.items), {}
         if self.calibration.bank and self.bank is not None:
-            save_tensors(bank, {"bank": self.bank.float()}, kind=BANK_KIND, info={})
+            tensors["bank"] = self.bank.float()
+        if self.calibration.items and self.item_bank is not None:
+            tensors["items"] = self.item_bank.items.float()
+        if tensors:
+            save_tensors(bank, tensors, kind=BANK_KIND, info={})
         self.calibration.save(file)
         # After a kill before this line, each calibration still has its own bank.
         for earlier in file.parent.glob(f"{glob.escape(file.stem)}.*{BANK_SUFFIX}"):
@@ -545,24 +598,22 @@ class BayesReranker(nn.Module):
         be for the same models, direction and solver, and for the same shortlist, unless that was left to the
         re-ranker, which then takes the calibration's; otherwise a ValueError is raised."""
         file, lengths = self.calibration_file(path), (self.shortlist, self.flow_items)
-        if not self.lengths_are_given and (stored := stored_lengths(file)) is not None:
-            self._use_lengths(stored)
+        if not self.lengths_are_given and (own := stored_lengths(file)) is not None:
+            self._use_lengths(own)
         try:
             calibration = Calibration.load(file, self.made_for)
         except (ValueError, OSError):
             self._use_lengths(lengths)
             raise
-        if calibration.bank and calibration.bank != self._bank_digest:
-            if self.bank_is_given:
-                raise ValueError(f"{file} was made for another bank; calibrate again, or leave out bank=")
-            own, earlier = bank_file(file, calibration.bank), file.with_suffix(BANK_SUFFIX)
-            source = earlier if earlier.is_file() and not own.is_file() else own
-            tensors, _ = load_tensors(source, kind=BANK_KIND)
-            bank = tensors.get("bank")
-            if bank is None or hashing.digest([bank]) != calibration.bank:
-                raise ValueError(f"{source} does not hold the bank of queries that {file} was made with")
-            check_rows(bank, str(source))
-            self._use_bank(bank.to(self.example))
+        other = bool(calibration.bank) and calibration.bank != self._bank_digest
+        if other and self.bank_is_given:
+            raise ValueError(f"{file} was made for another bank; calibrate again, or leave out bank=")
+        stored = _stored_banks(file, calibration) if other or calibration.items else {}
+        if other:
+            self._use_bank(stored["bank"].to(self.example))
+        self.item_bank = None
+        if calibration.items:
+            self.item_bank = ItemBank(stored["items"].to(self.example), self.source, self.hubs)
         self.calibration = calibration
         return calibration
 
@@ -796,6 +847,7 @@ class BayesReranker(nn.Module):
         evidence: Evidence,
         asked: Tensor,
         calibration: Calibration,
+        bank: BankLevel | None,
         dtype: torch.dtype,
         no_match_share: float,
     ) -> Reranked:
@@ -811,7 +863,7 @@ class BayesReranker(nn.Module):
         p_answer = probability_right(meant, per_query, calibration.platt)
         if cheap is not None:
             p_answer = torch.where(asked, p_answer, probability_right(meant, per_query, cheap.platt))
-        features = query_features(evidence, every, best.squeeze(1))
+        features = query_features(evidence, every, best.squeeze(1), bank)
         relevance, p_no_match = calibration.item_relevance(every), torch.zeros_like(meant)
         if no_match_share and calibration.no_match is not None:
             p_no_match = calibration.no_match.probability(features, no_match_share)
@@ -871,6 +923,20 @@ def _checked_lengths(shortlist: object) -> tuple[int, int] | None:
     if asked > length:
         raise ValueError(f"shortlist asks the flow about {asked} of {length} items")
     return length, asked
+
+
+def _stored_banks(file: Path, calibration: Calibration) -> dict[str, Tensor]:
+    """The banks of queries and of items that a calibration was stored with. A ValueError says which is another."""
+    own, earlier = bank_file(file, calibration.bank or calibration.items), file.with_suffix(BANK_SUFFIX)
+    source = earlier if earlier.is_file() and not own.is_file() else own
+    tensors, _ = load_tensors(source, kind=BANK_KIND)
+    for name, digest, words in (("bank", calibration.bank, "queries"), ("items", calibration.items, "items")):
+        rows = tensors.get(name)
+        if digest and (rows is None or hashing.digest([rows]) != digest):
+            raise ValueError(f"{source} does not hold the bank of {words} that {file} was made with")
+        if rows is not None:
+            check_rows(rows, str(source))
+    return tensors
 
 
 def bank_file(calibration: Path, digest: str) -> Path:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from geoflow_fast.data.fingerprint import Origin
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow, flow_digest
 from geoflow_fast.flow.sampling import SamplingSettings, StartingPoints, sample_conditional
@@ -53,11 +54,17 @@ class Source(ABC):
         self.model, self.direction = model, direction
         self.query_dim, self.item_dim = direction.queries(*widths), direction.items(*widths)
         self.precision = "auto"
+        """In which points are multiplied by the items."""
 
     @property
     def example(self) -> Tensor:
         """Some tensor with the dtype and the device of the model."""
         return next(self.model.parameters())
+
+    @property
+    def origin(self) -> Origin:
+        """What the model remembers of its training."""
+        return getattr(self.model, "origin", None) or Origin()
 
     @property
     @abstractmethod
@@ -135,7 +142,7 @@ class FlowSource(Source):
         start = self.start.to(self.example)
         queries = queries.to(start.generated)
         samples = sample_conditional(self.flow, queries, self.direction, start, self.sampling, advance)
-        return ScoringPoints(samples, self.kappa, None, self.precision)
+        return ScoringPoints(samples, self.kappa, precision=self.precision)
 
     def digest(self) -> str:
         return flow_digest(self.flow)
@@ -178,7 +185,8 @@ class DistilledSource(Source):
 
     def draw(self, queries: Tensor, advance: Advance | None = None) -> ScoringPoints:
         check_rows(queries, "queries")
-        return ScoringPoints(self.sampler.draw(queries.to(self.example), advance), self.kappa, None, self.precision)
+        samples = self.sampler.draw(queries.to(self.example), advance)
+        return ScoringPoints(samples, self.kappa, precision=self.precision)
 
     def digest(self) -> str:
         return sampler_digest(self.sampler)

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import importlib.util
+import json
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+PACKAGE = "geoflow_fast"
 
 
 def missing(purpose: str, package: str, module: str, extra: str) -> str | None:
@@ -11,6 +18,18 @@ def missing(purpose: str, package: str, module: str, extra: str) -> str | None:
 
 
 def needs(purpose: str, package: str, extra: str) -> str:
-    """Says that `purpose` needs a `package`, which comes with an `extra` of this one. That is not on PyPI, so the extra
-    is installed from a checkout."""
-    return f"{purpose} needs {package}: pip install '.[{extra}]' in a checkout of geoflow_fast"
+    """Says that `purpose` needs a `package`, which comes with an `extra` of this one, and how pip installs that."""
+    return f"{purpose} needs {package}: pip install '{installed_from()}[{extra}]'"
+
+
+@functools.cache
+def installed_from() -> str:
+    """What pip installs this package from: the checkout or the wheel that it came from, if that is still there, and
+    otherwise its name."""
+    try:
+        record = importlib.metadata.distribution(PACKAGE).read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        return PACKAGE
+    parts = urlsplit(json.loads(record)["url"] if record else "")
+    local = Path(unquote(parts.path))
+    return str(local) if parts.scheme == "file" and local.exists() else PACKAGE

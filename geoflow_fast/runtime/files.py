@@ -28,6 +28,9 @@ overwrites what a killed writer left behind."""
 JSON_BYTES = 1 << 24
 """Size of the largest JSON or TOML file that is read; those of geoflow_fast take kilobytes."""
 
+_OPEN_FLAGS = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_CLOEXEC", "O_BINARY"))
+"""Each system has some of these."""
+
 _CONTENT_ERRORS = (
     *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, EOFError, SyntaxError),
     *(MemoryError, TokenError, SafetensorError),
@@ -47,7 +50,7 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], object]) -> N
         # guard: a temporary file is always new
         temporary.unlink(missing_ok=True)
         # The file is always created here, so a link that someone put under this name is not followed.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS
         with os.fdopen(os.open(temporary, flags, 0o666), "wb") as file:
             if callable(content):
                 content(file)
@@ -69,7 +72,10 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], object]) -> N
 
 
 def sync_folder(folder: Path) -> None:
-    """Makes renames in a folder durable: the name of a file is stored in its folder, not in the file."""
+    """Makes renames in a folder durable: the name of a file is stored in its folder, not in the file. Windows, which
+    has no such call, stores them with the file."""
+    if os.name == "nt":
+        return
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Pictures in files, drawn by matplotlib without a display."""
+"""Pictures in files, drawn by matplotlib without a display, its pyplot or a change of the backend that it is set to."""
 
 from __future__ import annotations
 
@@ -10,20 +10,26 @@ from geoflow_fast.runtime.extras import needs
 from geoflow_fast.runtime.files import write_atomic
 
 
-def pyplot() -> Any:
-    """Returns matplotlib's pyplot module, set up to draw to files only."""
+def need_matplotlib() -> Any:
+    """The module of figures; a ValueError says how to install matplotlib if it is missing."""
     try:
-        import matplotlib
+        return importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise ValueError(needs("drawing", "matplotlib", "eval")) from error
-    matplotlib.use("Agg")
-    return importlib.import_module("matplotlib.pyplot")
+
+
+def new_figure(**settings: Any) -> Any:
+    """An empty figure, made with these keywords of `matplotlib.figure.Figure`."""
+    return need_matplotlib().Figure(**settings)
+
+
+def subplots(rows: int = 1, columns: int = 1, *, figsize: Any, layout: str | None = None, **panels: Any) -> Any:
+    """A figure and its axes, as pyplot's `subplots` returns them."""
+    figure = new_figure(figsize=figsize, layout=layout)
+    return figure, figure.subplots(rows, columns, **panels)
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Writes the figure as a PNG file, atomically, and closes the figure even if that fails."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, lambda file: figure.savefig(file, dpi=140, format="png"))
-    finally:
-        pyplot().close(figure)
+    """Writes the figure as a PNG file, atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, lambda file: figure.savefig(file, dpi=140, format="png"))

@@ -26,6 +26,18 @@ def affinity() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def physical_memory() -> int:
+    """Bytes of memory that the machine has."""
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    import ctypes
+
+    status = (ctypes.c_uint64 * 8)()  # MEMORYSTATUSEX of Windows: its size and the load, then the whole memory
+    ctypes.c_uint32.from_buffer(status).value = ctypes.sizeof(status)
+    ctypes.windll.kernel32.GlobalMemoryStatusEx(status)  # type: ignore[attr-defined,unused-ignore]
+    return int(status[1])
+
+
 def quota(root: Path = ROOT) -> float | None:
     """Processors whose time control groups grant this process, such as 1.5; None without a limit. `root` is where the
     file systems proc and sys are looked for."""

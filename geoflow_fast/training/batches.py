@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic
+from typing import Any, Generic
 
 import numpy as np
 import torch
@@ -24,12 +25,22 @@ from geoflow_fast.flow.fields import Streams
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.manifolds import manifold_of
 from geoflow_fast.noise import StructuredNoise
+from geoflow_fast.ops import native
+from geoflow_fast.ops.ot_assign import assign_late, warn_if_unsolved
+from geoflow_fast.runtime.late import LateValues
 from geoflow_fast.training.config import TrainConfig
+from geoflow_fast.training.device_rows import DeviceRows, send
 from geoflow_fast.training.objective import B
 
 LANE_ROWS = 8
 """Rows of a batch per lane. Row i is in lane i modulo the number of lanes, and the noise of each lane comes from a seed
 of its own. So the noise of a row does not depend on which other rows the same process makes."""
+
+LANES, COUNTERS = NOISE_SCHEMES = ("lanes", "counters")
+"""How the noise of a step is drawn: by generators of lanes on the CPU, or as a function of row numbers on any device.
+A checkpoint names the scheme of its run, which stays the same on whatever device the run is continued."""
+PLANS = ("paper", "sample")
+"""Couplings that are read from a transport plan."""
 
 Noise = Tensor | StructuredNoise
 
@@ -100,21 +111,25 @@ class Prefetcher(Generic[B]):
     """Makes the batch of the next step in a background thread while the current one is being used.
 
     Compiled operations release the interpreter lock, so the coupling is solved beside the network's work. On a GPU the
-    work goes to a stream of its own, which the training stream waits for.
+    work goes to a stream of its own, which the training stream waits for; the host waits for neither.
     """
 
     def __init__(self, make: Callable[[int], B], first: int, last: int, device: torch.device, *, enabled: bool) -> None:
         self.last = last
-        self.make = make if device.type != "cuda" else _on_own_stream(make, device)
+        self.own = OwnStream(make, device) if device.type == "cuda" else None
+        self.make = make if self.own is None else self.own.make
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="geoflow-batches") if enabled else None
         self.waiting: Future[B] | None = self.pool.submit(self.make, first) if self.pool and first < last else None
 
     def get(self, step: int) -> B:
         """The batch of `step`, which must follow the step of the previous call."""
         if self.pool is None or self.waiting is None:
-            return self.make(step)
-        batch = self.waiting.result()
-        self.waiting = self.pool.submit(self.make, step + 1) if step + 1 < self.last else None
+            batch = self.make(step)
+        else:
+            batch = self.waiting.result()
+            self.waiting = self.pool.submit(self.make, step + 1) if step + 1 < self.last else None
+        if self.own is not None:
+            self.own.hand_over(batch)
         return batch
 
     def close(self) -> None:
@@ -123,17 +138,36 @@ class Prefetcher(Generic[B]):
             self.pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _on_own_stream(make: Callable[[int], B], device: torch.device) -> Callable[[int], B]:
-    """Makes batches on a GPU stream of their own, and returns each when it is complete."""
-    stream = torch.cuda.Stream(device)
+class OwnStream(Generic[B]):
+    """Makes batches on a GPU stream of their own."""
 
-    def make_and_wait(step: int) -> B:
-        with torch.cuda.stream(stream):
-            batch = make(step)
-            stream.synchronize()
+    def __init__(self, make: Callable[[int], B], device: torch.device) -> None:
+        self.stream, self.device = torch.cuda.Stream(device), device
+        self._make = make
+        # Pairs that were copied to the GPU, for one, are there by then.
+        self.stream.wait_stream(torch.cuda.current_stream(device))
+        self._made: deque[Any] = deque()
+
+    def make(self, step: int) -> B:
+        """Starts to make the batch of a step."""
+        with torch.cuda.stream(self.stream):
+            batch = self._make(step)
+            self._made.append(self.stream.record_event())
         return batch
 
-    return make_and_wait
+    def hand_over(self, batch: B) -> None:
+        """Makes the current stream wait for the batch that was made first, and keeps its memory from being used again
+        before that stream is done with it."""
+        user = torch.cuda.current_stream(self.device)
+        user.wait_event(self._made.popleft())
+        for x in tensors_of(batch):
+            x.record_stream(user)
+
+
+def tensors_of(batch: object) -> list[Tensor]:
+    """The tensors among the fields of a batch."""
+    fields = itertools.chain.from_iterable(x if isinstance(x, tuple) else (x,) for x in vars(batch).values())
+    return [x for x in fields if isinstance(x, Tensor)]
 
 
 @dataclass(frozen=True)
@@ -191,14 +225,18 @@ class BatchMaker:
 
     def __init__(self, flow: GeoFlow, pairs: EmbeddingPairs, config: TrainConfig) -> None:
         self.manifold = manifold_of(flow)
+        self.device = next(flow.parameters()).device
+        self.scheme = COUNTERS if self.device.type == "cuda" else LANES
         if config.noise == "structured" and not self.manifold.unit_norm:
             raise ValueError('noise="structured" lies on the sphere; the Euclidean twin needs noise="iid"')
         self.flow, self.pairs, self.config = flow, pairs, config
-        self.device = next(flow.parameters()).device
+        self.rows = DeviceRows(pairs, self.device) if self.device.type == "cuda" else None
+        self.solved: LateValues[float] = LateValues(self.device)
         self.widths = flow.config.flow_dims
         self.curriculum = config.curriculum
         self.order = ShuffledBatches(len(pairs), config.batch_size, config.seed)
         self.lane_count = max(1, config.batch_size // LANE_ROWS)
+        self.step = 0
         self.validation_rows = slice(None)
         self.take_rows(np.arange(config.batch_size))
 
@@ -206,23 +244,30 @@ class BatchMaker:
         """Makes only the rows `own`, ascending, of training batches from now on."""
         lane = own % self.lane_count
         self.own = own
+        self.numbers = torch.from_numpy(own).to(self.device)
         self.lanes = {k: torch.from_numpy(np.flatnonzero(lane == k)) for k in np.unique(lane).tolist()}
 
     def training(self, step: int) -> Batch:
         """The batch of a training step: shuffled pairs, coupled noise, and the directions and times of the
         curriculum."""
-        config = self.config
+        config, self.step = self.config, step
         generator = generator_for(config.seed, "batch", step)
         p_joint = self.curriculum.joint_probability(step)
         plan = draw_batch_plan(config.batch_size, p_joint, config.p_drop, generator)
-        data = self._load(self.pairs, self.order[step][self.own])
-        noise = self._lane_noise(step) if config.noise == "iid" else (data[0].clone(), data[1].clone())
+        index, own = self.order[step][self.own], plan
+        if len(self.own) < config.batch_size:
+            own = plan.select(self.own)
+        if self.rows is None:
+            data = self._load(self.pairs, index)
+        else:
+            sent = send((*self.rows.numbers(index), own.t, own.direction, own.drop), self.device)
+            data = self._in_flow(self.rows.gather(sent[:2], index))
+            own = BatchPlan(sent[3], own.counts, sent[2], sent[4])
+        noise = self._noise(step) if config.noise == "iid" else (data[0].clone(), data[1].clone())
         seconds = 0.0
         for rows, direction, rule in coupling_groups(plan.counts, config):
             seconds += self.couple_group(noise, data, rows, direction, rule, generator)
-        if len(self.own) < config.batch_size:
-            plan = plan.select(self.own)
-        return self._interpolate(noise, data, plan, seconds)
+        return self._interpolate(noise, data, own, seconds, check=self.rows is None)
 
     def couple_group(
         self, noise: Streams, data: Streams, rows: slice, direction: Direction, rule: str, generator: torch.Generator
@@ -253,7 +298,27 @@ class BatchMaker:
         if not self.manifold.unit_norm:
             noise = self.unit_noise(noise)
         eps = self.config.sinkhorn_eps
+        if (
+            rule in PLANS
+            and self.device.type == "cuda"
+            and isinstance(noise[0], Tensor)
+            and native.missing_cuda() is None
+        ):
+            return self._couple_late((noise[0], dense(noise[1])), data, rule, generator)
         return ops.couple(*noise, *data, coupling=rule, direction=direction, eps=eps, generator=generator)
+
+    def _couple_late(self, noise: Streams, data: Streams, rule: str, generator: torch.Generator) -> Tensor:
+        """`couple` by a plan on a GPU that nothing waits for: whether it was solved is looked at later."""
+        for eps, known in self.solved.arrived():
+            warn_if_unsolved(known, eps)
+        uniform = None
+        if rule == "sample":
+            drawn = torch.rand(len(data[0]), generator=generator, dtype=torch.float64, device="cpu")
+            (uniform,) = send([drawn], self.device)
+        target, status = assign_late(noise, data, self.config.sinkhorn_eps, uniform)
+        if status is not None:
+            self.solved.put(self.config.sinkhorn_eps, status)
+        return target
 
     def unit_noise(self, noise: tuple[Noise, Noise]) -> Streams:
         """Noise as plain tensors scaled to unit norm. The data of the Euclidean twin have unit norm, so what tells
@@ -279,8 +344,23 @@ class BatchMaker:
 
     def _load(self, pairs: EmbeddingPairs, index: Index) -> Streams:
         """The pairs `index` [B] on the device, in the flow's coordinates."""
-        on_device = (x.to(self.device, non_blocking=True) for x in pairs[index])
-        image, text = (self.flow.stream_to_flow(x, stream) for stream, x in enumerate(on_device))
+        image, text = (x.to(self.device, non_blocking=True) for x in pairs[index])
+        return self._in_flow((image, text))
+
+    def _in_flow(self, embeddings: Streams) -> Streams:
+        image, text = (self.flow.stream_to_flow(x, stream) for stream, x in enumerate(embeddings))
+        return image, text
+
+    def _noise(self, step: int) -> Streams:
+        """Points of the base distribution for the rows made here, by the scheme of the run."""
+        if self.scheme == LANES:
+            return self._lane_noise(step)
+        entropy = (self.config.seed, *b"noise")
+        seed = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
+        unit = self.manifold.unit_norm
+        image, text = (
+            ops.counter_noise(self.numbers, d, seed, step, stream, unit=unit) for stream, d in enumerate(self.widths)
+        )
         return image, text
 
     def _lane_noise(self, step: int) -> Streams:
@@ -305,9 +385,11 @@ class BatchMaker:
         image, text = (dataclasses.replace(x, signs=x.signs.to(self.device, non_blocking=True)) for x in (image, text))
         return image, text
 
-    def _interpolate(self, noise: Streams, data: Streams, plan: BatchPlan, seconds: float = 0.0) -> Batch:
+    def _interpolate(
+        self, noise: Streams, data: Streams, plan: BatchPlan, seconds: float = 0.0, *, check: bool = True
+    ) -> Batch:
         t, codes, drop = (x.to(self.device) for x in (plan.t, plan.direction, plan.drop))
-        points = self.manifold.interpolant(noise, data, t, codes, drop)
+        points = self.manifold.interpolant(noise, data, t, codes, drop, check=check)
         return Batch(*points, t, codes, plan.counts, seconds)
 
 

@@ -122,12 +122,12 @@ class TrainConfig(RunConfig):
     the run is not longer than that), then a cosine to zero. `optimizer`: "adamw", "adam", or "sgd" with momentum 0.9.
     `clip`: largest norm of the gradient. `accumulate`: number of pieces in which a batch goes through the network.
     `ema_decay`: average the weights with this decay, and validate and keep the average. `precision`: "float32",
-    "bfloat16" (autocast), or "auto" for bfloat16 where the device gains from it. Before the first step, a few times
-    until step `val_every`, and then every `val_every` steps `val_batches` batches are validated, and the best weights
-    are kept; `val_fraction` of the images is held out if no validation pairs are given. Training stops after `patience`
-    validations in a row, not counting those before step `val_every`, whose loss is not lower than that of the last
-    improvement by more than `min_improvement` and by more than `min_relative_improvement` of it. `prefetch`: prepare
-    batches in a thread.
+    "bfloat16" for the products of a step, or "auto" for bfloat16 where the device and the network gain from it. Before
+    the first step, a few times until step `val_every`, and then every `val_every` steps `val_batches` batches are
+    validated, and the best weights are kept; `val_fraction` of the images is held out if no validation pairs are given.
+    Training stops after `patience` validations in a row, not counting those before step `val_every`, whose loss is not
+    lower than that of the last improvement by more than `min_improvement` and by more than `min_relative_improvement`
+    of it. `prefetch`: prepare batches in a thread.
     `blend`: after the last step, weigh the network of an anchored flow against its anchor, in each conditional
     direction, by the held-out likelihood of retrieval (`training/blending.py`).
     `weight_decay`: of the optimizer. `compile`: trace the step with torch.compile. `checkpoint_every`, `log_every`:

@@ -24,9 +24,11 @@ from geoflow_fast.flow.model import CONFIG_FILE, WEIGHTS_FILE
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.files import contents_of, locked
 from geoflow_fast.runtime.interrupt import stop_on_interrupt
+from geoflow_fast.runtime.late import LateValues
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 from geoflow_fast.training.batches import Prefetcher, generator_for
 from geoflow_fast.training.config import RunConfig
+from geoflow_fast.training.half import HalfTwin
 from geoflow_fast.training.logging import (
     METRICS_FILE,
     Metrics,
@@ -40,6 +42,7 @@ from geoflow_fast.training.ranks import sum_gradients
 
 LOGGER = logging.getLogger(__name__)
 MOMENTUM = 0.9
+CLIP_EPS = 1e-6
 CHECKPOINT_FILE = "last.safetensors"
 CHANGEABLE = {"checkpoint_every", "log_every", "tensorboard", "prefetch", "patience"}
 """Settings that may differ when a run is continued, because they do not change the weights of a step."""
@@ -92,9 +95,13 @@ class Run(Generic[B]):
         if config.ema_decay is not None:
             with torch.device("cpu"):  # a counter besides the copy of the weights
                 self.averaged = AveragedModel(self.module, multi_avg_fn=get_ema_multi_avg_fn(config.ema_decay))
-        # Processors without matrix units for bfloat16, GPUs that emulate it among them, are slower with it.
-        automatic = self.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        self.bfloat16 = automatic if config.precision == "auto" else config.precision == "bfloat16"
+        automatic = "bfloat16" if objective.gains_from_bfloat16() else "float32"
+        precision = automatic if config.precision == "auto" else config.precision
+        self.choices = {"precision": precision, **objective.choices()}
+        self.names_choices = True
+        self._made_twin: tuple[HalfTwin | None] | None = None
+        # Loss and gradient norm of steps that a GPU may not have finished yet.
+        self.outcomes: LateValues[int] = LateValues(self.device)
         self.losses = torch.compile(objective.losses, dynamic=True) if config.compile else objective.losses
         self.dropout_purpose = "dropout" if self.world.is_main else f"dropout of rank {self.world.rank}"
         self.fingerprints = {"data": objective.pairs.fingerprint(), "val": objective.val.fingerprint()}
@@ -108,27 +115,39 @@ class Run(Generic[B]):
         self.finished = self.stopped_early = False
         self.outcome: dict[str, Any] | None = None
 
-    def optimise(self, batch: B) -> tuple[Tensor, float]:
-        """Takes one step of the optimiser and returns (losses [B] of this rank's rows, gradient norm before
-        clipping)."""
+    @property
+    def bfloat16(self) -> bool:
+        """Whether products are those of bfloat16 numbers."""
+        return self.choices["precision"] == "bfloat16"
+
+    def optimise(self, batch: B) -> tuple[Tensor, Tensor]:
+        """Takes one step of the optimiser and returns (losses [B] of this rank's rows, gradient norm before clipping,
+        0-d). Nothing waits for a GPU: `settle` looks at what it has finished."""
         self.module.train()
+        twin = self._twin()
         torch.manual_seed(generator_for(self.config.seed, self.dropout_purpose, self.step).initial_seed())
         rows = len(batch) if self.world.size == 1 else self.config.batch_size
         self.optimizer.zero_grad()
         piece_losses = []
         for piece in batch.pieces(self.config.accumulate):
-            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16):
-                losses = self.losses(piece)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bfloat16 and twin is None):
+                losses = self._losses(piece, twin)
             (losses.sum() / rows).backward()
+            if twin is not None:
+                twin.hand_over_gradients()
             piece_losses.append(losses.detach())
         losses = torch.cat(piece_losses)
         total = losses.sum()
         if self.world.size > 1:
             sum_gradients(self.module, total, self.world)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.config.clip))
-        # guard: a loss that is not finite stops a run
-        if not (math.isfinite(norm) and math.isfinite(float(total))):
-            raise TrainingDiverged(f"the loss is not finite at step {self.step} (gradient norm {norm})")
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
+        self.outcomes.put(self.step, torch.stack((norm, total)))
+        # Ranks must agree on when they look: one step late, all of them.
+        self.settle(None if self.world.size == 1 else 1)
+        # The optimiser divides gradients by a scale, and leaves the weights alone where the loss is not finite.
+        scaled: Any = self.optimizer
+        scaled.grad_scale = ((norm + CLIP_EPS) / self.config.clip).clamp(min=1.0)
+        scaled.found_inf = (norm + total).isfinite().logical_not().float() if self.device.type == "cuda" else None
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate(self.step)
         self.optimizer.step()
@@ -137,9 +156,39 @@ class Run(Generic[B]):
         self.step += 1
         return losses, norm
 
+    def _twin(self) -> HalfTwin | None:
+        """The twin that a step in bfloat16 goes through, with the present weights; None if there is none."""
+        if not self.bfloat16:
+            return None
+        if self._made_twin is None:
+            self._made_twin = (self.objective.half_twin(),)
+        (twin,) = self._made_twin
+        if twin is not None:
+            twin.module.train()
+            twin.refresh()
+        return twin
+
+    def _losses(self, piece: Any, twin: HalfTwin | None) -> Tensor:
+        """The losses of a piece, by way of the twin if there is one; validation uses the weights themselves."""
+        self.objective.twin = twin
+        try:
+            return self.losses(piece)
+        finally:
+            self.objective.twin = None
+
+    def settle(self, spared: int | None = 0) -> None:
+        """Raises `TrainingDiverged` if the loss of a step was not finite. All steps but the last `spared` are waited
+        for; with None, only what the device has finished is looked at."""
+        for step, outcome in self.outcomes.arrived(spared):
+            norm, total = outcome.tolist()
+            # guard: a loss that is not finite stops a run
+            if not (math.isfinite(norm) and math.isfinite(total)):
+                raise TrainingDiverged(f"the loss is not finite at step {step} (gradient norm {norm})")
+
     def validate(self) -> dict[str, float]:
         """The validation loss of the weights to keep (their average if there is one). Updates the best weights and the
         state of early stopping."""
+        self.settle()
         with self._averaged_weights(), torch.no_grad():
             self.module.eval()
             losses = [
@@ -223,6 +272,7 @@ class Run(Generic[B]):
             "model": self.objective.facts,
             **self.fingerprints,
             **({} if self.outcome is None else {"outcome": self.outcome}),
+            **({"choices": self.choices} if self.names_choices else {}),
         }
         tensors = {f"model.{name}": x for name, x in self.module.state_dict().items()}
         tensors |= {f"best.{name}": x for name, x in self.best.items()}
@@ -259,6 +309,16 @@ class Run(Generic[B]):
             setattr(self, key, info[key])
         self.improved_loss = info["reference_loss"]
         self.outcome = info.get("outcome")
+        self._keep_to(info.get("choices"))
+
+    def _keep_to(self, choices: dict[str, str] | None) -> None:
+        """Goes on with what the run has chosen; earlier releases named nothing, and had one way of each."""
+        self.names_choices = choices is not None
+        if choices is None:
+            earlier = "bfloat16" if self.device.type == "cuda" and self.bfloat16 else "float32"
+            choices = {"precision": earlier if self.config.precision == "auto" else self.config.precision}
+        self.choices = choices
+        self.objective.adopt(choices)
 
     def _check_same_run(self, path: Path, info: dict[str, Any]) -> None:
         own = {"model": self.objective.facts, "config": dataclasses.asdict(self.config)}
@@ -338,9 +398,8 @@ def _take_steps(run: Run[B], folder: Path | None, *, shown: bool | None) -> None
     last_line = -1 if fresh else run.step
     metrics = Metrics(folder if world.is_main else None, last_line, tensorboard=config.tensorboard and world.is_main)
     line = TrainingLine(config.steps, run.step, shown=shown)
-    # NCCL calls of two threads may wait for each other on different ranks; gloo calls do not.
-    prefetch = config.prefetch and (world.size == 1 or run.device.type == "cpu")
-    prefetcher = Prefetcher(run.objective.training_batch, run.step, config.steps, run.device, enabled=prefetch)
+    make = run.objective.training_batch
+    prefetcher = Prefetcher(make, run.step, config.steps, run.device, enabled=config.prefetch)
     rate = StepRate(run.step)
     saved = run.step if folder is not None and run.step else None
     try:
@@ -360,6 +419,7 @@ def _take_steps(run: Run[B], folder: Path | None, *, shown: bool | None) -> None
                 if run.finished:
                     run.conclude()
                 if folder is not None and (run.finished or stopped or run.step % config.checkpoint_every == 0):
+                    run.settle()
                     if world.is_main:
                         # guard: log lines reach the disk before the checkpoint
                         metrics.sync()
@@ -387,9 +447,10 @@ def _take_step(run: Run[B], prefetcher: Prefetcher[B], rate: StepRate) -> dict[s
     values: dict[str, float] = {}
     last = run.step == config.steps
     if run.step % config.log_every == 0 or last:
+        run.settle()
         values = {
             "loss": float(losses.mean()) if run.world.size == 1 else run.world.mean(losses),
-            "gradient_norm": norm,
+            "gradient_norm": float(norm),
             "lr": run.optimizer.param_groups[0]["lr"],
             "steps_per_second": rate(run.step),
             "batch_wait_share": share_of_time(waited, seconds),

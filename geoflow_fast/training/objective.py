@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.training.config import RunConfig
+from geoflow_fast.training.half import HalfTwin
 
 
 class TrainingRows(Protocol):
@@ -65,6 +67,7 @@ class Objective(ABC, Generic[B]):
             )
         self.module, self.pairs, self.val, self.config, self.facts = module, pairs, val, config, facts
         self.world = world
+        self.twin: HalfTwin | None = None
 
     def prepare(self) -> None:
         """Does what comes before the first step of a new run, for instance fits statistics of the data."""
@@ -80,6 +83,24 @@ class Objective(ABC, Generic[B]):
     @abstractmethod
     def losses(self, batch: B) -> Tensor:
         """The loss of each row [B]; a step descends their mean."""
+
+    def gains_from_bfloat16(self) -> bool:
+        """Whether products of bfloat16 numbers make a step faster. Processors without units for them, and GPUs that
+        emulate them, are slower."""
+        device = next(self.module.parameters()).device
+        return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+    def half_twin(self) -> HalfTwin | None:
+        """A twin of the module for steps in bfloat16, which `losses` uses while it is `self.twin`; None where autocast
+        does the same."""
+        return None
+
+    def choices(self) -> dict[str, str]:
+        """What was chosen for this machine and changes the weights of a step. A run keeps to it on other machines."""
+        return {}
+
+    def adopt(self, choices: Mapping[str, str]) -> None:
+        """Keeps to the choices of a run that is continued; those of earlier releases are not named."""
 
     def metrics(self, batch: B, losses: Tensor, step: int, seconds: float) -> dict[str, float]:  # noqa: ARG002
         """What is logged about a step besides the loss; the step took `seconds`. All ranks make this call at the same

@@ -16,12 +16,9 @@ from geoflow_fast.directions import Direction
 from geoflow_fast.distributed import World
 from geoflow_fast.flow.fields import Streams
 from geoflow_fast.flow.model import GeoFlow
-from geoflow_fast.ops import native
-from geoflow_fast.training.batches import LANE_ROWS, BatchMaker
+from geoflow_fast.training.batches import LANE_ROWS, PLANS, BatchMaker
 from geoflow_fast.training.config import TrainConfig
-
-PANEL_RULES = ("paper", "sample")
-"""Couplings whose plan the ranks solve together, each rank its own rows. Every other plan is solved by all ranks."""
+from geoflow_fast.training.device_rows import send
 
 
 def batch_maker(flow: GeoFlow, pairs: EmbeddingPairs, config: TrainConfig, world: World) -> BatchMaker:
@@ -69,14 +66,21 @@ class RankBatchMaker(BatchMaker):
             generator = torch.Generator().manual_seed(generator.initial_seed() + 1 + self.world.rank)
             source, target = own, self.couple(drawn, own, direction, rule, generator)
         else:
-            source = group.gather(own[0]), group.gather(own[1])
-            if rule in PANEL_RULES and self.device.type == "cpu" and native.missing() is None:
+            source = self._data_of(group, rows, own)
+            if rule in PLANS:  # the ranks solve it together, each its own rows; every other plan is solved by all
                 target = self._couple_panel(drawn, source, group, rule, generator)
             else:
                 whole = group.gather(drawn[0]), group.gather(drawn[1])
                 target = self.couple(whole, source, direction, rule, generator)[group.numbers]
         data[0][mine], data[1][mine] = source[0][target], source[1][target]
         return time.perf_counter() - start
+
+    def _data_of(self, group: RankGroup, rows: slice, own: Streams) -> Streams:
+        """The data of a whole group. Where every rank has all pairs on its GPU, nothing is sent."""
+        if self.rows is None or self.rows.tables is None:
+            return group.gather(own[0]), group.gather(own[1])
+        index = self.order[self.step][rows]
+        return self._in_flow(self.rows.gather(send(self.rows.numbers(index), self.device), index))
 
     def _couple_panel(
         self, noise: Streams, data: Streams, group: RankGroup, rule: str, generator: torch.Generator
@@ -85,6 +89,7 @@ class RankBatchMaker(BatchMaker):
         uniform = None
         if rule == "sample":
             uniform = torch.rand(group.count, generator=generator, dtype=torch.float64, device="cpu")[group.numbers]
+            uniform = uniform.to(self.device)
         return ops.ot_assign_panel(
             *self.unit_noise(noise), *data, self.world, eps=self.config.sinkhorn_eps, uniform=uniform
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,10 @@ from PIL import Image
 
 import geoflow_fast as gf
 from geoflow_fast.encoders import open_clip
+from geoflow_fast.runtime import extras
 from tests.cli.test_cli import desk, run  # noqa: F401, fixtures
 
+ROOT = Path(__file__).parents[2]
 SCORED = ["--model", "flow", "--queries", "texts.npy", "--gallery", "images.npy"]
 PAIRS = ["--pairs", "pairs", "--held-out", "held_out"]
 NEEDS = [
@@ -41,20 +45,36 @@ def test_a_missing_package_is_named_before_any_work(run, desk, monkeypatch, modu
     monkeypatch.setitem(sys.modules, module, None)
     code, out, err = run(*arguments)
     assert code == 2
-    assert f"pip install '.[{extra}]' in a checkout of geoflow_fast" in err
+    assert f"pip install '{ROOT}[{extra}]'" in err  # which pip takes as it is
     assert not (desk / "out").exists() or not any((desk / "out").iterdir())
     assert out == "" or arguments[0] == "train"  # which first says what it is about to do
 
 
 def test_extras_that_messages_name_exist():
-    """A message that would send the reader to PyPI, where this package is not, has not come back."""
-    root = Path(__file__).parents[2]
-    sources = "\n".join(path.read_text() for path in (root / "geoflow_fast").rglob("*.py"))
-    assert "install 'geoflow_fast[" not in sources
+    sources = "\n".join(path.read_text() for path in (ROOT / "geoflow_fast").rglob("*.py"))
     named = set(re.findall(r"""(?:needs|missing)\((?:.*, )"(\w+)"\)""", sources))
-    assert named == {"eval", "encoders", "baselines", "train"}
-    declared = (root / "pyproject.toml").read_text()
+    assert named >= {"eval", "encoders", "baselines", "train", "gpu"}
+    declared = (ROOT / "pyproject.toml").read_text()
     assert [name for name in named if f"\n{name} = [" not in declared] == []
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"url": "file:///nowhere/any%20more/x.whl", "archive_info": {}}, "geoflow_fast"),
+        ({"url": "https://host.example/geoflow_fast-0.1.0.whl", "archive_info": {}}, "geoflow_fast"),
+        (None, "geoflow_fast"),
+        ({"url": "file://{folder}", "dir_info": {"editable": True}}, "{folder}"),
+        ({"url": "file://{folder}/a%20wheel.whl", "archive_info": {}}, "{folder}/a wheel.whl"),
+    ],
+    ids=["wheel is gone", "from a server", "from an index", "checkout", "wheel with a blank"],
+)
+def test_the_command_installs_from_where_the_package_came_from(record, expected, tmp_path, monkeypatch):
+    (tmp_path / "a wheel.whl").touch()
+    text = None if record is None else json.dumps(record).replace("{folder}", str(tmp_path))
+    installed = types.SimpleNamespace(read_text=lambda _: text)
+    monkeypatch.setattr(extras.importlib.metadata, "distribution", lambda _: installed)
+    assert extras.installed_from.__wrapped__() == expected.replace("{folder}", str(tmp_path))
 
 
 def test_a_torchvision_without_operators_has_a_remedy(monkeypatch):

@@ -121,8 +121,25 @@ def main() -> None:
     assert not torch.equal(coarse, cost)
     torch.testing.assert_close(coarse, cost, atol=2e-3, rtol=0)
 
+    torch.set_float32_matmul_precision("highest")
+    for settings in ({}, {"cost": torch.rand(40, 40)}, {"cost": 1000 + torch.rand(40, 40).double()}):
+        assigned = gf.ops.ot_assign(*batch, eps=0.2, storage="float16", backend="cuda", **settings)
+        truth = gf.ops.ot_assign(*(x.double() for x in batch), eps=0.2, backend="reference", **settings)
+        assert (assigned == truth).double().mean() >= 0.95
+        cost, factors = (settings["cost"], None) if settings else ("arc", batch)
+        solution = gf.ops.sinkhorn(cost, factors, eps=0.2, storage="float16", backend="cuda")
+        exact = gf.ops.sinkhorn(
+            cost, None if factors is None else tuple(x.double() for x in factors), eps=0.2, backend="reference"
+        )
+        assert solution.converged
+        shift = (solution.g - exact.g).mean()
+        torch.testing.assert_close(solution.g - shift, exact.g, atol=2e-3, rtol=0)
+        assert abs(solution.transport_cost - exact.transport_cost) <= 1e-3 * abs(exact.transport_cost)
     with pytest.raises(ValueError, match="float16"):
-        gf.ops.ot_assign(*batch, storage="float16", backend="cuda")
+        gf.ops.ot_assign(*batch, eps=0.01, storage="float16", backend="cuda")
+
+    dot_products = gf.ops.transport_cost(*(equal := clouds(6, 6, (1024, 1024)))[:2], *equal[:2], backend="cuda")
+    assert float(dot_products.diagonal().max()) < 2e-3  # two arc lengths of 0, in float32
 
 
 main()

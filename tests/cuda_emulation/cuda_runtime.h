@@ -6,11 +6,16 @@
 #include <cstddef>
 #include <cstring>
 #include <map>
+#include <vector>
 
 #include "emulation.h"
 
 enum cudaError_t { cudaSuccess, cudaErrorInsufficientDriver, cudaErrorInvalidValue };
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrComputeCapabilityMajor };
+enum cudaDeviceAttr {
+    cudaDevAttrMultiProcessorCount,
+    cudaDevAttrComputeCapabilityMajor,
+    cudaDevAttrMaxSharedMemoryPerBlockOptin
+};
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 enum cudaLaunchAttributeID { cudaLaunchAttributeCooperative };
 using cudaStream_t = struct EmulatedStream*;
@@ -38,9 +43,12 @@ struct cudaLaunchConfig_t {
 namespace emulated_runtime {
 
 constexpr int kMultiprocessors = 3;
-constexpr int kLargestShared = 163 << 10;  // of a block on sm_80, the smallest of the three
+constexpr int kDevices = 2;
 constexpr int kSharedWithoutAsking = 48 << 10;
 
+inline int current_device = 0;
+inline std::vector<int> launched_on;  // the devices of all launches
+inline const void* last_cooperative = nullptr;
 inline std::map<const void*, int> shared_limit;
 
 template <typename Kernel>
@@ -54,20 +62,38 @@ int allowed_shared(Kernel* kernel) {
 inline const char* cudaGetErrorString(cudaError_t) { return "invalid value"; }
 
 inline cudaError_t cudaGetDeviceCount(int* count) {
-    *count = 1;
+    *count = emulated_runtime::kDevices;
     return cudaSuccess;
 }
 
-inline cudaError_t cudaSetDevice(int device) { return device == 0 ? cudaSuccess : cudaErrorInvalidValue; }
+inline cudaError_t cudaSetDevice(int device) {
+    if (device < 0 || device >= emulated_runtime::kDevices) return cudaErrorInvalidValue;
+    emulated_runtime::current_device = device;
+    return cudaSuccess;
+}
+
+inline cudaError_t cudaGetDevice(int* device) {
+    *device = emulated_runtime::current_device;
+    return cudaSuccess;
+}
+
+inline cudaError_t cudaDriverGetVersion(int* version) {
+    *version = 13000;
+    return cudaSuccess;
+}
+
+inline cudaError_t cudaRuntimeGetVersion(int* version) { return cudaDriverGetVersion(version); }
 
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-    *value = attribute == cudaDevAttrMultiProcessorCount ? emulated_runtime::kMultiprocessors : 8;
+    *value = attribute == cudaDevAttrMultiProcessorCount      ? emulated_runtime::kMultiprocessors
+             : attribute == cudaDevAttrComputeCapabilityMajor ? 8
+                                                              : static_cast<int>(emulation::largest_shared);
     return cudaSuccess;
 }
 
 template <typename Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
-    if (bytes > emulated_runtime::kLargestShared) return cudaErrorInvalidValue;
+    if (bytes > static_cast<int>(emulation::largest_shared)) return cudaErrorInvalidValue;
     emulated_runtime::shared_limit[reinterpret_cast<const void*>(kernel)] = bytes;
     return cudaSuccess;
 }
@@ -93,6 +119,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
         (cooperative && blocks > emulated_runtime::kMultiprocessors)) {
         return cudaErrorInvalidValue;
     }
+    emulated_runtime::launched_on.push_back(emulated_runtime::current_device);
+    if (cooperative) emulated_runtime::last_cooperative = reinterpret_cast<const void*>(kernel);
     const emulation::Launch launch = {blocks, static_cast<int>(config->blockDim.x), config->dynamicSmemBytes,
                                       cooperative};
     emulation::run(launch, [&] { kernel(arguments...); });

@@ -1,6 +1,6 @@
 // Runs the shipped solver, result and sampling kernels in the emulation, one after the other.
 // Arguments: schedule seed wide blocks rows cols stride cost eps tol max_iter halvings offset.
-// In: matrix [rows, stride], uniform [rows] float64. Out: status (two int32, a float32), f [rows], g [cols] float64,
+// In: matrix [rows, stride], float16 if compiled with HALF_ENTRIES, uniform [rows] float64. Out: status (two int32, a float32), f [rows], g [cols] float64,
 // row_mass [rows], row_cost [rows] float32, argmax [rows], draw [rows] int64.
 #include "cuda/sinkhorn.cuh"
 #include "driver.h"
@@ -10,12 +10,18 @@ using namespace geoflow::cuda;
 
 namespace {
 
+#if defined(HALF_ENTRIES)
+using Entry = Half;
+#else
+using Entry = float;
+#endif
+
 void solve(int vectors, int blocks, const SinkhornProblem& p, const SinkhornWorkspace& w) {
     const auto launch = [&](std::size_t bytes) { return emulation::Launch{blocks, kThreads, bytes, true}; };
-    if (vectors == 1) emulation::run(launch(kSinkhornSharedBytes<1>), [&] { sinkhorn_kernel<1>(p, w); });
-    if (vectors == 2) emulation::run(launch(kSinkhornSharedBytes<2>), [&] { sinkhorn_kernel<2>(p, w); });
-    if (vectors == 4) emulation::run(launch(kSinkhornSharedBytes<4>), [&] { sinkhorn_kernel<4>(p, w); });
-    if (vectors == 0) emulation::run(launch(0), [&] { sinkhorn_wide_kernel(p, w); });
+    if (vectors == 1) emulation::run(launch(kSinkhornSharedBytes<1, Entry>), [&] { sinkhorn_kernel<1, Entry>(p, w); });
+    if (vectors == 2) emulation::run(launch(kSinkhornSharedBytes<2, Entry>), [&] { sinkhorn_kernel<2, Entry>(p, w); });
+    if (vectors == 4) emulation::run(launch(kSinkhornSharedBytes<4, Entry>), [&] { sinkhorn_kernel<4, Entry>(p, w); });
+    if (vectors == 0) emulation::run(launch(0), [&] { sinkhorn_wide_kernel<Entry>(p, w); });
 }
 
 }  // namespace
@@ -33,7 +39,8 @@ int main(int argument_count, char** argument_values) {
     const int blocks = integer("blocks");
     const float offset = static_cast<float>(number("offset"));
     const auto size = [](std::int64_t n) { return static_cast<std::size_t>(n); };
-    Array<float> matrix(size(params.rows * stride)), reference(size(padded)), delta(size(padded)),
+    Array<Entry> matrix(size(params.rows * stride));
+    Array<float> reference(size(padded)), delta(size(padded)),
         row_max(size(params.rows)), row_log(size(params.rows)), partial_sum(size(blocks * padded)),
         partial_max(size(blocks * padded)), group_error(size((params.cols + 31) / 32));
     Array<geoflow::SinkhornStatus> status(1);
@@ -52,8 +59,9 @@ int main(int argument_count, char** argument_values) {
     const int vectors = integer("wide") != 0 ? 0 : sinkhorn_vectors(params.cols);
     solve(vectors, blocks, problem, workspace);
     const emulation::Launch last = {blocks, kResultThreads, 0, false};
-    emulation::run(last, [&] { sinkhorn_result_kernel(problem, workspace, result); });
-    emulation::run(last, [&] { sinkhorn_sample_kernel(problem, workspace, row_mass.data, uniform.data, draw.data); });
+    emulation::run(last, [&] { sinkhorn_result_kernel<Entry>(problem, workspace, result); });
+    emulation::run(
+        last, [&] { sinkhorn_sample_kernel<Entry>(problem, workspace, row_mass.data, uniform.data, draw.data); });
     status.write();
     f.write();
     g.write();

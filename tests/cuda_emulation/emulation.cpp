@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -48,6 +49,7 @@ struct Block {
     const void* site[kMaxArrays];
     void* array[kMaxArrays];
     void* dynamic = nullptr;
+    std::size_t shared = 0;  // bytes
 };
 
 struct Warp {
@@ -250,26 +252,73 @@ UNSEEN void* allocate_shared(std::size_t bytes) {
     return arena + start;
 }
 
-UNSEEN float tf32(std::uint32_t bits) {
-    require((bits & 0x1fffu) == 0, "an input of the multiplication is not a TF32 number");
+UNSEEN float bits_to_float(std::uint32_t bits) {
     float x;
     std::memcpy(&x, &bits, sizeof x);
     return x;
 }
 
+UNSEEN float tf32(std::uint32_t bits) {
+    require((bits & 0x1fffu) == 0, "an input of the multiplication is not a TF32 number");
+    return bits_to_float(bits);
+}
+
+// 2^exponent, and the exponent of a number that is not zero.
+UNSEEN double power_of_two(int exponent) {
+    const std::uint64_t bits = static_cast<std::uint64_t>(exponent + 1023) << 52;
+    double x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+UNSEEN int exponent_of(double x) {
+    std::uint64_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return static_cast<int>(bits >> 52 & 0x7ff) - 1023;
+}
+
+// sum + products in a tensor core: all terms are cut off at the last bit that a float32 of the largest term has, added,
+// and cut off again. Newer cores keep a bit or two more.
+UNSEEN float add_truncated(float sum, const double* products, int count) {
+    int largest = sum == 0.0f ? -200 : exponent_of(sum);
+    for (int k = 0; k < count; ++k) {
+        if (products[k] != 0.0 && exponent_of(products[k]) > largest) largest = exponent_of(products[k]);
+    }
+    if (!(largest > -126 && largest < 128)) return sum;  // nothing, or no number at all
+    const double unit = power_of_two(23 - largest);
+    std::int64_t total = static_cast<std::int64_t>(sum * unit);
+    for (int k = 0; k < count; ++k) total += static_cast<std::int64_t>(products[k] * unit);
+    std::int64_t kept = total < 0 ? -total : total, bit = 1;
+    while (kept / bit >= std::int64_t{1} << 24) bit *= 2;
+    kept = kept / bit * bit;
+    return static_cast<float>(static_cast<double>(total < 0 ? -kept : kept) / unit);
+}
+
 UNSEEN void multiply_warp(Fiber* lanes) {
-    float a[16][8], b[8][8];
+    const bool half = lanes[0].fragments.half;
+    const int words = half ? 2 : 1;  // numbers in a register
+    double a[16][16], b[8][16];      // rows of the one, columns of the other
+    const auto place = [half](double* target, std::uint32_t bits) {
+        target[0] = half ? half_to_float(static_cast<std::uint16_t>(bits)) : tf32(bits);
+        if (half) target[1] = half_to_float(static_cast<std::uint16_t>(bits >> 16));
+    };
     for (int lane = 0; lane < 32; ++lane) {
         const int group = lane / 4, member = lane % 4;
         const Fragments& f = lanes[lane].fragments;
-        for (int k = 0; k < 4; ++k) a[group + k % 2 * 8][member + k / 2 * 4] = tf32(f.a[k]);
-        for (int k = 0; k < 2; ++k) b[member + k * 4][group] = tf32(f.b[k]);
+        require(f.half == half, "lanes of a warp multiply numbers of different types");
+        for (int k = 0; k < 4; ++k) place(a[group + k % 2 * 8] + (member + k / 2 * 4) * words, f.a[k]);
+        for (int k = 0; k < 2; ++k) place(b[group] + (member + k * 4) * words, f.b[k]);
     }
+    const int together = 4 * words;  // products that sm_80 adds at a time
     for (int lane = 0; lane < 32; ++lane) {
         for (int k = 0; k < 4; ++k) {
             const int row = lane / 4 + k / 2 * 8, col = lane % 4 * 2 + k % 2;
             float sum = lanes[lane].fragments.sum[k];
-            for (int i = 0; i < 8; ++i) sum += a[row][i] * b[i][col];
+            for (int first = 0; first < 8 * words; first += together) {
+                double products[8];
+                for (int i = 0; i < together; ++i) products[i] = a[row][first + i] * b[col][first + i];
+                sum = add_truncated(sum, products, together);
+            }
             lanes[lane].fragments.sum[k] = sum;
         }
     }
@@ -395,10 +444,40 @@ UNSEEN void set_up(const Launch& launch, int block_count) {
     arena_used = 0;
     grid_waiting = 0;
     dynamic_bytes = launch.dynamic_bytes;
-    for (Block& block : blocks) block.dynamic = dynamic_bytes > 0 ? allocate_shared(dynamic_bytes) : nullptr;
+    for (Block& block : blocks) {
+        block.shared = dynamic_bytes;
+        require(block.shared <= largest_shared, "a block has more shared memory than the device");
+        block.dynamic = dynamic_bytes > 0 ? allocate_shared(dynamic_bytes) : nullptr;
+    }
 }
 
 }  // namespace
+
+UNSEEN float half_to_float(std::uint16_t bits) {
+    const std::uint32_t sign = static_cast<std::uint32_t>(bits & 0x8000u) << 16, rest = bits & 0x7fffu;
+    if (rest >= 0x7c00u) return bits_to_float(sign | 0x7f800000u | (rest & 0x3ffu) << 13);
+    // The exponent moves by 112; multiplying by a power of two makes denormal numbers normal ones, too.
+    const float size = bits_to_float(rest << 13) * static_cast<float>(power_of_two(112));
+    return sign != 0 ? -size : size;
+}
+
+UNSEEN std::uint16_t float_to_half(float x) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    const auto sign = static_cast<std::uint16_t>(bits >> 16 & 0x8000u);
+    const float size = bits_to_float(bits & 0x7fffffffu);
+    if (!(size == size)) return sign | 0x7e00u;
+    if (size >= 65520.0f) return sign | 0x7c00u;
+    if (size == 0.0f) return sign;
+    // The place of the last bit that is kept: ten below the first, but no further down than 2^-24.
+    const int last = std::max(exponent_of(size) - 10, -24);
+    const double exact = size * power_of_two(-last);
+    auto kept = static_cast<std::uint32_t>(exact);
+    const double left = exact - kept;
+    if (left > 0.5 || (left == 0.5 && kept % 2 == 1)) ++kept;
+    // Normal numbers carry their first bit into the exponent, which starts at 1 for last = -24.
+    return static_cast<std::uint16_t>(sign + static_cast<std::uint32_t>(last + 24) * 1024u + kept);
+}
 
 void require(bool condition, const char* message) {
     if (condition) return;
@@ -462,6 +541,8 @@ UNSEEN void* shared_array(const void* site, std::size_t bytes) {
         if (block.site[k] == site) return block.array[k];
     }
     require(block.arrays < kMaxArrays, "too many shared arrays");
+    block.shared += bytes;
+    require(block.shared <= largest_shared, "a block has more shared memory than the device");
     block.site[block.arrays] = site;
     return block.array[block.arrays++] = allocate_shared(bytes);
 }

@@ -5,8 +5,9 @@
 // What it finds: wrong indices and masks (results; AddressSanitizer on exact allocations, shared arrays each with red
 // zones), reads of shared memory that nobody wrote (it starts as NaN), barriers that not all threads reach,
 // asynchronous copies used before they were waited for (they arrive as late as allowed), results that depend on the
-// order of threads (schedules), missing barriers (ThreadSanitizer: fibers know only barriers as order). What it does
-// not: weak memory order, bank conflicts, the last bits of approximate instructions.
+// order of threads (schedules), missing barriers (ThreadSanitizer: fibers know only barriers as order), blocks with more
+// shared memory than the smallest device has, and what truncation in tensor cores does to sums. What it does not: weak
+// memory order, bank conflicts, the last bits of approximate instructions.
 #pragma once
 
 #include <cstddef>
@@ -37,6 +38,8 @@ struct Launch {
 };
 
 void use_schedule(Schedule schedule, std::uint64_t seed);
+// Of a block, static and dynamic together; at first that of sm_86, sm_89 and sm_120, the least there is from sm_80 on.
+inline std::size_t largest_shared = 99 << 10;
 void run(const Launch& launch, const std::function<void()>& kernel);
 // Prints the message and ends the process with status 3.
 void require(bool condition, const char* message);
@@ -70,12 +73,17 @@ void copy_later(const Copy& copy);
 void copy_commit();
 void copy_wait(int pending);
 
-// Fragments of mma.sync.m16n8k8 with TF32 inputs, as one lane holds them.
+// Fragments of mma.sync as one lane holds them: m16n8k8 with TF32 inputs, or m16n8k16 with pairs of float16.
 struct Fragments {
     float* sum;              // [4]
     const std::uint32_t* a;  // [4]
     const std::uint32_t* b;  // [2]
+    bool half;
 };
+// Sums as tensor cores do: a few products at a time, and towards zero.
 void warp_multiply(const Fragments& fragments);
+
+float half_to_float(std::uint16_t bits);
+std::uint16_t float_to_half(float x);  // to the nearest, of two the even one
 
 }  // namespace emulation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import subprocess
 import sys
 import warnings
@@ -17,7 +18,9 @@ import geoflow_fast as gf
 from geoflow_fast import ops
 from geoflow_fast.likelihood import density
 from geoflow_fast.ops import dispatch, triton_kernels
+from geoflow_fast.retrieval.marginals import log_mean_scores
 from geoflow_fast.training import loop
+from geoflow_fast.training.objective import Objective
 
 pytest.importorskip("triton", reason="the CUDA path needs triton")
 from geoflow_fast.kernels import gallery, network
@@ -132,41 +135,97 @@ def test_sphere_operations(launches):
 
 
 @pytest.mark.parametrize(
-    ("queries", "items", "dtype"), [(1, 100_000, torch.bfloat16), (64, 5000, torch.float32), (5000, 300, torch.float16)]
+    ("queries", "items", "dtype"),
+    [
+        (1, 100_000, torch.bfloat16),
+        (1, 5000, torch.float32),
+        (9, 5000, torch.bfloat16),
+        (64, 5000, torch.float32),
+        (5000, 300, torch.float16),
+    ],
 )
 def test_gallery_fills_the_device_and_covers_the_gallery(launches, queries, items, dtype):
+    """Small blocks of queries, too: as many programs as there are processors, or one for every tile of items."""
     post = ops.gallery_posterior(cuda(queries, 50, 128, dtype=dtype), cuda(items, 128, dtype=dtype), 100.0)
     assert post.entropy.shape == (queries,)
     assert (post.top_index.shape, post.top_index.dtype) == ((queries, 10), torch.int64)
-    tile, merge = launches
+    split = [launch for launch in launches if launch.name == "gallery_split_kernel"]
+    assert len(split) == (2 if dtype == torch.float32 else 0)
+    tile, merge = launches[-2:]
+    assert tile.meta["PARTS"] == (2 if dtype == torch.float32 else 1)
+    assert tile.arguments[0].dtype == (torch.bfloat16 if dtype == torch.float32 else dtype)
     blocks, shares = tile.grid
-    config = gallery.CONFIGS[gallery.eligible(dtype, queries)[0]]
-    assert config.half == (dtype != torch.float32)
-    assert config.few == (queries <= gallery.FEW_QUERIES)
+    config = gallery.CONFIGS[gallery.eligible(False, queries, True)[0]]
+    assert queries <= config.most
     assert blocks * config.queries >= queries > (blocks - 1) * config.queries
     per_share = tile.arguments[-1]
     assert shares * per_share >= items > (shares - 1) * per_share
-    assert blocks * shares >= 132 or per_share <= 2048
+    assert blocks * shares >= 132 or per_share <= config.items
     assert merge.grid == (queries,)
 
 
-@pytest.mark.parametrize("queries", [1, 64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tuning_never_changes_the_number_of_queries_in_a_tile(queries, dtype):
-    """The grid is fixed before the configuration is chosen."""
-    assert len({gallery.CONFIGS[name].queries for name in gallery.eligible(dtype, queries)}) == 1
+def test_extreme_kappas_of_float32_rows_are_multiplied_as_they_are(launches):
+    ops.gallery_posterior(cuda(64, 5, 128), cuda(500, 128), 3e4)
+    assert names(launches) == ["gallery_tile_kernel", "gallery_merge_kernel"]
+    assert launches[0].arguments[0].dtype == torch.float32
+    assert launches[0].meta["PRECISION"] == "tf32x3"
+
+
+@pytest.mark.parametrize("queries", [1, 9, 64])
+@pytest.mark.parametrize("exact", [False, True])
+def test_tuning_never_changes_the_number_of_queries_in_a_tile(queries, exact):
+    """The grid is fixed before the configuration is chosen, and so is how rows are padded."""
+    chosen = [gallery.CONFIGS[name] for name in gallery.eligible(exact, queries, True)]
+    assert len({(config.queries, config.items, config.depth) for config in chosen}) == 1
+
+
+def test_under_deterministic_algorithms_tiles_are_not_chosen_by_timing(launches):
+    """Two processes must not round in different orders because their clocks differ."""
+    inputs = cuda(64, 50, 128, dtype=torch.bfloat16), cuda(5000, 128, dtype=torch.bfloat16), 10.0, 5, None, None
+    assert len(gallery.eligible(False, 64, True)) > 1
+    gallery.gallery_statistics(*inputs)
+    assert launches[0].kernel is gallery.gallery_tile_kernel  # measures
+    torch.use_deterministic_algorithms(True)
+    try:
+        gallery.gallery_statistics(*inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert launches[2].kernel is gallery.gallery_tile_kernel.fn
+    assert launches[2].meta["CHUNK"] == gallery.CONFIGS["slim"].chunk
 
 
 def test_gallery_pads_ragged_widths(launches):
+    ops.gallery_posterior(cuda(2, 3, 33, dtype=torch.float16), cuda(9, 33, dtype=torch.float16), 1.0)
+    assert launches[0].arguments[-3] == 48
     ops.gallery_posterior(cuda(2, 3, 33), cuda(9, 33), 1.0)
-    width = launches[0].arguments[-3]
-    assert width == 48
+    assert launches[-2].arguments[-3] % gallery.CONFIGS["few"].depth == 0
 
 
-def test_gallery_refuses_long_lists(launches):
-    with pytest.raises(ValueError, match="top_k=64"):
-        ops.gallery_posterior(cuda(2, 3, 16), cuda(999, 16), 1.0, top_k=200)
-    assert not launches
+def test_gallery_serves_lists_longer_than_the_kernel_keeps(launches):
+    assert sys.modules["geoflow_fast.ops.gallery_posterior"]._LONGEST_LIST == gallery.MAX_TOP_K
+    post = ops.gallery_posterior(cuda(2, 3, 16), cuda(999, 16), 1.0, top_k=200)
+    assert post.top_index.shape == (2, 200)
+    assert launches[-2].meta["WRITE_SCORES"]
+    assert launches[-2].arguments[9].shape == (2, 999)
+
+
+def test_gallery_multiplies_in_bfloat16_where_it_is_asked_to(launches, monkeypatch):
+    """The interpreter's tests see what becomes of the best items, which fake tensors cannot be."""
+    module = sys.modules["geoflow_fast.ops.gallery_posterior"]
+    shortened = lambda rough, _, k: (*rough[:3], *(x.narrow(1, 0, k) for x in rough[3:]))  # noqa: E731
+    monkeypatch.setattr(module, "_with_exact_top", shortened)
+    post = ops.gallery_posterior(cuda(2, 3, 256), cuda(999, 256), 1.0, precision="bfloat16")
+    assert post.top_index.shape == (2, 10)
+    assert names(launches) == ["gallery_tile_kernel", "gallery_merge_kernel"]
+    assert launches[0].arguments[0].dtype == torch.bfloat16
+
+
+def test_item_marginals_are_computed_by_the_kernels(launches):
+    """From the scores of a whole tile of items, not by plain torch."""
+    parts = mock.Mock(blocks=lambda *_: [(0, cuda(700, 16))])
+    marginals = log_mean_scores(cuda(5, 3, 16), parts, 10.0)
+    assert marginals.shape == (700,)
+    assert launches[-2].meta["WRITE_SCORES"]
 
 
 def test_double_precision_is_left_to_plain_torch(launches):
@@ -281,4 +340,6 @@ def test_automatic_precision_asks_for_bfloat16_units_not_for_emulation(monkeypat
     nothing = mock.Mock(fingerprint=lambda: "")
     module = torch.nn.ParameterList([torch.nn.Parameter(cuda(2, 2))])
     objective = mock.Mock(module=module, config=gf.TrainConfig(ema_decay=None), pairs=nothing, val=nothing)
+    objective.choices = dict
+    objective.gains_from_bfloat16 = functools.partial(Objective.gains_from_bfloat16, objective)
     assert loop.Run(objective).bfloat16 is False

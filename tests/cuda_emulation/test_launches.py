@@ -9,7 +9,7 @@ from torch import nn
 pytest.importorskip("triton", reason="the CUDA path needs triton")
 from geoflow_fast import ops
 from tools import launches
-from tools.launches import counted, fake_rows, list_launches, on_gpu
+from tools.launches import counted, fake_rows, list_launches, on_gpu, training
 
 
 def test_kernels_bytes_and_operations_of_a_product_and_a_sum():
@@ -87,6 +87,26 @@ def test_launches_over_lists():
     assert list_launches([[small] * 65] * 2) == 2
     assert list_launches([[large]]) == 1
     assert list_launches([[large, small]]) == 2
+
+
+def test_a_training_step_waits_for_nothing_and_starts_at_most_450_kernels():
+    """The paper's run: noise, gathering, coupling, network, loss, optimiser. 1,060 kernels and 8 waits before."""
+    step = training(3) - training(2)
+    assert not step.synchronisations
+    assert step.kernels.total() <= 450
+    assert step.of("counter_noise") == step.of("unit_rows") == 2
+    assert step.of("sinkhorn_kernel") == 1
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_pairs_are_kept_on_the_device_or_sent_without_a_wait(monkeypatch, resident):
+    if not resident:
+        monkeypatch.setattr("geoflow_fast.training.device_rows.RESIDENT_SHARE", 0.0)
+    step = training(2, batch_size=64) - training(1, batch_size=64)
+    assert not step.synchronisations
+    assert step.of("unit_rows") == 2
+    # Times, directions and row numbers alone, or the rows too.
+    assert (step.copied > 64 * 1024 * 4) != resident
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

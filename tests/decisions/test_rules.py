@@ -278,16 +278,36 @@ class TestBounds:
         evidence = bounds.bounded_evidence(loss.sum(1), np.full(20_000, 150), 0.1)
         assert 0.002 < (evidence <= 0.05).mean() <= 0.05
 
-    def test_the_share_is_exceeded_at_most_as_often_as_promised(self):
+    @pytest.mark.parametrize("share", [0.0, 0.3])
+    def test_the_share_is_exceeded_at_most_as_often_as_promised(self, share):
         """Log-odds are normal around 0, or around 1 for queries without a match."""
         rng = np.random.default_rng(0)
         estimated = []
         for _ in range(400):
             queries, twins, live = (rng.normal(mean, 1, 1000) for mean in (0, 1, 0))
-            live += rng.random(1000) < 0.3
-            estimated.append(certify.share_bound(0.1, *map(certify.signal, (queries, twins, live))))
-        assert np.mean(np.array(estimated) < 0.3) <= 0.1
-        assert 0.3 < np.median(estimated) < 0.55
+            live += rng.random(1000) < share
+            signals = (certify.signal(each, share) for each in (queries, twins, live))
+            estimated.append(certify.Share.estimated(*signals).bound(0.9))
+        assert np.mean(np.array(estimated) < share) <= 0.13
+        assert share < np.median(estimated) < share + 0.15
+
+    def test_the_probabilities_of_shares_are_those_of_the_normal_approximation(self):
+        rng = np.random.default_rng(1)
+        queries, live = rng.random(500), rng.random(300) + 0.4
+        twins = queries + 0.5 + 0.3 * rng.random(500)
+        share = certify.Share.estimated(queries, twins, live)
+        assert share.prob.sum() == pytest.approx(1)
+        for value in (0.5, 0.6, 0.7):
+            mixed = queries + value * (twins - queries)
+            error = np.sqrt(live.var() / 300 + mixed.var() / 500)
+            expected = stats.norm.cdf((mixed.mean() - live.mean()) / error)
+            assert share.prob[share.values <= value + 1e-9].sum() == pytest.approx(expected, abs=1e-4)
+        assert share.bound(0.95) == share.values[share.position(0.95)]
+
+    def test_signals_that_tell_nothing_leave_every_share_possible(self):
+        same = np.random.default_rng(0).random(100)
+        assert certify.Share.estimated(same, same, same).bound(0.5) == 1.0
+        assert certify.Share.known(0.2).bound(0.95) == 0.2
 
     def test_outcomes_of_mixed_traffic_are_counted(self):
         rng = np.random.default_rng(0)

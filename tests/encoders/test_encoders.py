@@ -281,9 +281,9 @@ def test_the_tag_of_a_checkpoint_decides_how_images_are_prepared(by_name, monkey
 def test_the_papers_encoders_are_known():
     import open_clip
 
-    from geoflow_fast.encoders.open_clip import PAPER_WEIGHTS, _settings_of_weights
+    from geoflow_fast.encoders.open_clip import USUAL_WEIGHTS, _settings_of_weights
 
-    for model, tag in PAPER_WEIGHTS.items():
+    for model, tag in USUAL_WEIGHTS.items():
         assert _settings_of_weights(open_clip, model, None, None) == open_clip.get_pretrained_cfg(model, tag)
     assert _settings_of_weights(open_clip, "ViT-L-16-SigLIP-384", None, None)["mean"] == (0.5, 0.5, 0.5)
 
@@ -326,5 +326,5 @@ def test_encoders_by_name():
     assert isinstance(open_encoder("colours"), ColourEncoder)
     with pytest.raises(ValueError, match="--checkpoint is for --encoder open_clip"):
         open_encoder("colours", checkpoint=Path("x"))
-    with pytest.raises(ValueError, match="encoder must be open_clip or colours"):
+    with pytest.raises(ValueError, match="encoder must be open_clip, transformers, sentence-transformers, colours"):
         open_encoder("nope")

@@ -69,6 +69,24 @@ class TestAbstentionFigure:
         assert wrong[-1] == pytest.approx(1 - right.mean())
         assert coverage[-1] == 1
 
+    def test_it_draws_into_axes_of_the_caller(self, tmp_path, monkeypatch):
+        import matplotlib
+        from matplotlib.figure import Figure
+
+        monkeypatch.setitem(matplotlib.rcParams, "backend", "svg")  # whatever the user has chosen
+        score, right = np.linspace(0, 1, 60), np.arange(60) % 7 > 0
+        act = gf.evaluation.abstention_threshold(score, right, target_risk=0.5)
+        axes = Figure().subplots(1, 2)
+        assert figures.draw_abstention(act, score, right, axes=axes, label="doubt") is None
+        assert axes[0].get_xlabel() == "doubt of a query"
+        assert axes[1].lines
+        assert is_picture(figures.draw_abstention(act, score, right, tmp_path / "a.png"))
+        assert matplotlib.rcParams["backend"] == "svg"
+        for wrong in ({}, {"axes": axes[:1]}, {"axes": axes, "path": tmp_path / "b.png"}, {"axes": [1, 2]}):
+            with pytest.raises(TypeError, match="axes"):
+                figures.draw_abstention(act, score, right, **wrong)
+        assert not (tmp_path / "b.png").exists()
+
     @pytest.mark.parametrize("count", [2, 7, 129])
     def test_the_figure_tells_that_nothing_is_certified(self, count, drawn, tmp_path):
         act = gf.evaluation.abstention_threshold(np.zeros(count), np.zeros(count), target_risk=0.1)

@@ -218,7 +218,7 @@ def test_number_of_parameters_and_summary():
 def test_a_saved_flow_is_loaded_unchanged(tmp_path):
     flow = randomised(dtype=torch.float32)
     flow.save_pretrained(tmp_path / "model")
-    assert sorted(p.name for p in (tmp_path / "model").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "model").iterdir()) == ["README.md", "config.json", "model.safetensors"]
     loaded = gf.GeoFlow.from_pretrained(tmp_path / "model")
     assert not loaded.training
     assert loaded.config == SMALL

@@ -204,7 +204,11 @@ def test_a_head_survives_its_file(tmp_path, dtype, change):
     head = random_head(dataclasses.replace(CONFIG, **change), 6, 4).to(dtype)
     head.save_pretrained(tmp_path / "head")
     loaded = gf.PosteriorHead.from_pretrained(tmp_path / "head")
-    assert sorted(path.name for path in (tmp_path / "head").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "head").iterdir()) == [
+        "README.md",
+        "config.json",
+        "model.safetensors",
+    ]
     assert same(head, loaded)
     assert (loaded.config, loaded.report, loaded.training) == (head.config, head.report, False)
     assert loaded.example.dtype == dtype

@@ -512,7 +512,7 @@ def test_ids_take_the_place_of_row_numbers(monkeypatch, kind):
         ("short.npy", "short.npy holds 3 ids, but there are 40 items"),
         ("nowhere.txt", "nowhere.txt does not exist"),
         ("nowhere.parquet:x", "nowhere.parquet:x is no file of ids"),
-        ("floats.npy", "must hold integers or strings"),
+        ("floats.npy", "must hold integers, strings or UUIDs"),
     ],
 )
 @pytest.mark.usefixtures("model")

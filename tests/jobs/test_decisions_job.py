@@ -108,6 +108,24 @@ def test_queries_that_were_fitted_are_not_tested(monkeypatch, capsys):
     assert "200 of 200 rows that were fitted" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [{"max_error": 0.2}, {"confidence": 0.9}, {"precision": 0.5}, {"no_match_share": 0.1}, {"trust": "t.json"}],
+    ids=lambda flags: next(iter(flags)),
+)
+@pytest.mark.usefixtures("desk")
+def test_flags_of_a_rule_are_refused_where_it_is_only_applied(monkeypatch, capsys, flags):
+    known = {"scores": "check.npy", "labels": "check_labels.npy", "max_error": 0.4}
+    assert threshold(monkeypatch, **known) == 0
+    assert threshold(monkeypatch, scores="new.npy", out="decided.parquet", **flags) == 2
+    name = next(iter(flags)).replace("_", "-")
+    assert f"--{name} says how to make a rule" in capsys.readouterr().err
+    assert not Path("decided.parquet").exists()
+    Path("settings.toml").write_text("max-error = 0.2\n")
+    assert threshold(monkeypatch, scores="new.npy", out="decided.parquet", config="settings.toml") == 2
+    assert threshold(monkeypatch, "--overwrite", scores="new.npy", out="decided.parquet") == 0
+
+
 @pytest.mark.usefixtures("desk")
 def test_a_bad_share_is_refused_before_anything_is_written(monkeypatch, capsys):
     flags = {"scores": "judged.npy", "labels": "judged_labels.npy", "trust": "t.json", "out": "o.parquet"}

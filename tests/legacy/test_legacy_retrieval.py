@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import geoflow_fast as gf
-from geoflow_fast.data.rows import open_rows
+from geoflow_fast.data.embeddings import open_rows
 from geoflow_fast.retrieval import marginals
 
 FILES = Path(__file__).parent / "files"

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib import pyplot
 from PIL import Image
 from torch import Tensor
 
 import geoflow_fast as gf
 from geoflow_fast import baselines, evaluation
 from geoflow_fast.evaluation.figures import draw_abstention
-from geoflow_fast.runtime import plots
 from geoflow_fast.training.config import RunConfig
 from tests.encoders import tiny_clip
 from tests.reliability.hostile import Target, files_of, fresh_path
@@ -334,14 +334,14 @@ def picture_file() -> Path:
 
 def drawn(path: Any, **given: Any) -> Path:
     """A whole picture, or nothing: no file, no part of one, and no open figure."""
-    before, figures = files_of(Path()), plots.pyplot().get_fignums()
+    before, figures = files_of(Path()), pyplot.get_fignums()
     try:
         picture_path = draw_abstention(path=path, **given)
     except (ValueError, TypeError, OSError):
         assert files_of(Path()) == before, "a refused picture left a file"
         raise
     finally:
-        assert plots.pyplot().get_fignums() == figures, "a figure stayed open"
+        assert pyplot.get_fignums() == figures, "a figure stayed open"
     with Image.open(picture_path) as picture:
         picture.load()
         assert picture.format == "PNG"

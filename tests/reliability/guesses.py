@@ -96,6 +96,28 @@ def saved(made: gf.Trust | gf.Rule) -> Path:
     return path
 
 
+def some_table() -> Any:
+    """Six pairs of embeddings in a table, with ids."""
+    import pyarrow
+
+    image, text = (unit(6, 5, seed=seed).tolist() for seed in (0, 1))
+    return pyarrow.table({"id": list("abcdef"), "image": image, "text": text})
+
+
+def table_file() -> Path:
+    """One side of them in a Parquet file."""
+    import pyarrow.parquet
+
+    path = Path(tempfile.mkdtemp()) / "table.parquet"
+    pyarrow.parquet.write_table(some_table().drop_columns("text"), path)
+    return path
+
+
+def some_epistemic() -> gf.Epistemic:
+    """Densities of three pairs."""
+    return gf.epistemic(small_flow(), unit(3, IMAGE), unit(3, TEXT, seed=1), n_steps=1)
+
+
 EXAMPLES: dict[str, Callable[[], Any]] = {
     "x": lambda: unit(6, 5),
     "y": lambda: unit(6, 5, seed=1),
@@ -245,6 +267,29 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
     "stores.CustomStore.": {"ids": list},
     "stores.StoreReranker": {"store": some_store, "shortlist": lambda: 60, "pairs": lambda: square_pairs(60)},
     "GalleryIndex.check": {"gallery": lambda: unit(9, 5)},
+    "EmbeddingPairs.from_table": {
+        "table": some_table,
+        "image": lambda: "image",
+        "text": lambda: "text",
+        "id_column": lambda: "id",
+        "image_id_column": lambda: "id",
+        "sides": lambda: ("sound", "words"),
+    },
+    "Embeddings.from_table": {"table": some_table, "column": lambda: "text", "id_column": lambda: "id"},
+    "Embeddings.from_arrays": {"rows": lambda: unit(3, 5), "ids": lambda: ["a", "b", "c"]},
+    "Embeddings.open": {"path": table_file, "ids": lambda: list(range(6))},
+    "embed_texts": {
+        "texts": lambda: ["red", "blue"],
+        "encoder": gf.ColourEncoder,
+        "ids": lambda: [1, 2],
+        "dtype": lambda: "float32",
+    },
+    "embed_sides": {
+        "sides": lambda: {name: (["red", "blue"], gf.ColourEncoder()) for name in ("question", "answer")},
+        "ids": lambda: [1, 2],
+        "dtype": lambda: "float32",
+    },
+    **{name: {"ids": lambda: ["a", "b", "c"]} for name in ("Reranked.", "RetrievalPosterior.", "Epistemic.")},
 }
 """Values for parameters whose names mean something else in one function, or in those under a name."""
 INSTANCES: dict[str, Callable[[], Any]] = {
@@ -259,6 +304,9 @@ INSTANCES: dict[str, Callable[[], Any]] = {
     "ColourEncoder": gf.ColourEncoder,
     "ConceptWorld": concept_world,
     "EmbeddingPairs": some_pairs,
+    "Epistemic": some_epistemic,
+    "Reranked": lambda: reranker().rerank(unit(3, IMAGE)),
+    "RetrievalPosterior": lambda: INSTANCES["RetrievalEntropy"]()(unit(3, TEXT)),
     "Gallery": lambda: gf.Gallery(unit(7, 5)),
     "GalleryIndex": lambda: gf.GalleryIndex.build(unit(9, 5), 3),
     "FaissStore": some_store,

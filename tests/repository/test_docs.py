@@ -81,6 +81,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.save(folder / "images.npy", image[:64].numpy())
     np.save(folder / "new_texts.npy", text[300:364].numpy())
     np.save(folder / "new_images.npy", image[300:364].numpy())
+    (folder / "queries.csv").write_text("id,text\n" + "".join(f"q{k},red {k}\n" for k in range(9)))
+    (folder / "questions.csv").write_text("question,answer\n" + "".join(f"red {k},blue {k}\n" for k in range(9)))
     (folder / "judged.csv").write_text("query,item,grade\n" + "".join(f"{k},{k},1\n" for k in range(64)))
     (folder / "img_emb").mkdir()
     np.save(folder / "img_emb/img_emb_0.npy", image[:64].numpy())

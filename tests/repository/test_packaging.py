@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
+import setuptools
+from packaging.requirements import Requirement
+
+from geoflow_fast.runtime.files import read_toml
+
+pytest.importorskip("pybind11.setup_helpers")  # before a test changes the platform by which it is set up
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,6 +128,76 @@ def test_no_intrinsics_outside_their_guard():
             elif re.search(r"\b_mm(256|512)?_|immintrin|\b__m(128|256|512)", line) and not any(guards):
                 unguarded.append(f"{path.relative_to(ROOT)}:{number}: {line.strip()}")
     assert not unguarded
+
+
+def project() -> dict[str, Any]:
+    """What pyproject.toml says."""
+    return read_toml(ROOT / "pyproject.toml")
+
+
+def test_the_core_is_light():
+    """Triton and everything else that only some commands need is in extras."""
+    about = project()["project"]
+    core = {Requirement(words).name for words in about["dependencies"]}
+    light = {"torch", "numpy", "scipy", "safetensors", "filelock", "typer", "rich", "pyarrow", "jinja2", "tomli"}
+    assert core == light
+    extras = about["optional-dependencies"]
+    with_triton = {name for name, needs in extras.items() if any(Requirement(x).name == "triton" for x in needs)}
+    assert with_triton == {"gpu", "test"}
+
+
+def test_python_versions_are_declared_as_they_are_built():
+    about = project()
+    minor = [f"3.{k}" for k in range(10, 15)]
+    declared = [words.split(" :: ")[-1] for words in about["project"]["classifiers"] if ":: Python :: 3." in words]
+    assert declared == minor
+    assert about["project"]["requires-python"] == ">=3.10"
+    build = about["tool"]["cibuildwheel"]
+    assert build["build"].split() == [f"cp{version.replace('.', '')}-*" for version in minor]
+    assert (build["linux"]["archs"], build["macos"]["archs"]) == (["x86_64", "aarch64"], ["x86_64", "arm64"])
+    assert about["project"]["urls"]
+
+
+def setup_arguments(monkeypatch, platform: str) -> dict[str, Any]:
+    """What setup.py asks setuptools for on a platform."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: asked.update(arguments))
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setenv("GEOFLOW_CUDA", "0")
+    monkeypatch.chdir(ROOT)
+    runpy.run_path(str(ROOT / "setup.py"))
+    return asked
+
+
+def test_a_mac_builds_with_openmp_where_libomp_is(monkeypatch, tmp_path, capfd):
+    monkeypatch.setenv("PATH", str(tmp_path))  # without Homebrew
+    monkeypatch.delenv("CONDA_PREFIX", raising=False)
+    monkeypatch.setenv("LIBOMP_PREFIX", str(tmp_path))
+    (alone,) = setup_arguments(monkeypatch, "darwin")["ext_modules"]
+    assert not any("omp" in flag for flag in (*alone.extra_compile_args, *alone.extra_link_args))
+    assert "built for one thread" in capfd.readouterr().err
+    monkeypatch.setenv("GEOFLOW_OPENMP", "1")
+    with pytest.raises(SystemExit, match="brew install libomp"):
+        setup_arguments(monkeypatch, "darwin")
+    for name in ("include/omp.h", "lib/libomp.dylib"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (threaded,) = setup_arguments(monkeypatch, "darwin")["ext_modules"]
+    assert ["-Xpreprocessor", "-fopenmp", f"-I{tmp_path}/include"] == threaded.extra_compile_args[-3:]
+    rpaths = [flag for flag in threaded.extra_link_args if "rpath" in flag]
+    assert rpaths[0] == "-Wl,-rpath,@loader_path/../torch/lib"  # the one that torch has loaded
+    assert "-lomp" in threaded.extra_link_args
+
+
+def test_nothing_is_compiled_on_windows(monkeypatch):
+    assert setup_arguments(monkeypatch, "win32")["ext_modules"] == []
+
+
+def test_the_build_tells_whether_it_has_threads():
+    from geoflow_fast.ops import native
+
+    assert native.extension().openmp() >= 201307
+    assert native.one_thread_only() is None
 
 
 def test_wheel_holds_the_package_and_nothing_else(tmp_path):

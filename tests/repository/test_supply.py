@@ -22,7 +22,8 @@ def required() -> list[Requirement]:
     """What the project asks for, with all extras of the development environment."""
     needs = [Requirement(words) for words in metadata.requires("geoflow_fast") or []]
     wanted = [{"extra": extra} for extra in ("", *supply.EXTRAS)]
-    return [need for need in needs if need.marker is None or any(map(need.marker.evaluate, wanted))]
+    others = [need for need in needs if canonicalize_name(need.name) != supply.OWN]  # extras that name other extras
+    return [need for need in others if need.marker is None or any(map(need.marker.evaluate, wanted))]
 
 
 @pytest.mark.parametrize("path", [supply.DEV, supply.CUDA, supply.TOOLS], ids=lambda path: path.name)

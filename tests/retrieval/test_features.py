@@ -9,7 +9,7 @@ import torch
 import geoflow_fast as gf
 from geoflow_fast.evaluation.metrics import auroc
 from geoflow_fast.retrieval.evidence import Evidence
-from geoflow_fast.retrieval.features import OF_LISTS, query_feature_names, query_features
+from geoflow_fast.retrieval.features import OF_BANK, OF_LISTS, BankLevel, query_feature_names, query_features
 from tests.retrieval.test_evidence import hub_pairs, hub_world
 
 
@@ -32,6 +32,17 @@ def test_numbers_are_those_of_the_formulas():
         assert numbers[name].numpy() == pytest.approx(values, rel=1e-6), name
 
 
+def test_a_bank_of_items_adds_the_mass_of_the_shortlist_and_the_level():
+    cosine = torch.tensor([[0.9, 0.5, 0.1]], dtype=torch.float64)
+    prob = torch.tensor([[0.6, 0.2, 0.0, 0.2]], dtype=torch.float64)
+    evidence = Evidence({"cosine": cosine}, cosine, torch.tensor([[True, True, False]]))
+    bank = BankLevel({"cosine": 10.0}, torch.tensor([1.5], dtype=torch.float64))
+    numbers = query_features(evidence, prob, torch.tensor([0]), bank)
+    assert tuple(numbers) == query_feature_names(["cosine"], with_bank=True)
+    assert float(numbers["mass"]) == pytest.approx(np.log(np.exp(9) + np.exp(5)))
+    assert float(numbers["bank"]) == 1.5
+
+
 @pytest.mark.parametrize("items", [1, 2, 300])
 @pytest.mark.filterwarnings("ignore:BayesReranker is uncalibrated")
 def test_every_query_has_finite_features(items):
@@ -48,7 +59,8 @@ def test_features_tell_right_answers_from_wrong_ones():
     reranker = gf.BayesReranker(None, image)
     reranker.calibrate(hub_pairs(400, 8))
     result = reranker(text)
-    assert reranker.feature_names == (*OF_LISTS, "cosine", "cosine level", "hub", "hub level")
+    of_bank = OF_BANK if reranker.calibration.items else ()
+    assert reranker.feature_names == (*OF_LISTS, *of_bank, "cosine", "cosine level", "hub", "hub level")
     wrong = result.answer != torch.arange(400)
     for name in ("answer", "margin"):
         column = result.features[:, reranker.feature_names.index(name)]

@@ -14,6 +14,8 @@ from torch import Tensor
 import geoflow_fast as gf
 from geoflow_fast.evaluation.metrics import auroc, reliability
 from geoflow_fast.retrieval.evidence import fit_logistic
+from geoflow_fast.retrieval.hubs import Hubs
+from geoflow_fast.retrieval.item_bank import ItemBank
 from geoflow_fast.retrieval.no_match import NoMatch, fit_no_match
 from geoflow_fast.worlds import ConceptWorld
 from tests.retrieval.test_evidence import hub_pairs, hub_world
@@ -111,6 +113,55 @@ class TestNoMatch:
         assert torch.equal(one, two)
 
 
+class TestItemBank:
+    def test_the_level_is_the_logarithm_of_the_mean(self):
+        generator = torch.Generator().manual_seed(0)
+        queries, items, typical = (
+            torch.nn.functional.normalize(torch.randn(n, 5, generator=generator)) for n in (7, 129, 20)
+        )
+        bank = ItemBank(items, None, Hubs(typical, None))
+        weights, scale = {"cosine": 9.0, "hub": -0.5}, 20.0
+        hub = (scale * items @ typical.T).double().logsumexp(1) - math.log(20)
+        scores = 9.0 * (queries @ items.T).double() - 0.5 * hub
+        expected = scores.logsumexp(1) - math.log(129)
+        torch.testing.assert_close(bank.level(queries, weights, scale), expected, atol=1e-4, rtol=1e-5)
+        left_out = torch.zeros(7, 129, dtype=torch.bool)
+        left_out[:, 5:] = True
+        expected = scores[:, :5].logsumexp(1) - math.log(5)
+        torch.testing.assert_close(bank.level(queries, weights, scale, left_out), expected, atol=1e-4, rtol=1e-5)
+        assert bank.level(queries[:0], weights, scale).shape == (0,)
+
+    def test_the_level_of_exact_scores_is_zero(self, world):
+        """The mean of exp(PMI) over independent items is one for every query, and what a gallery has above it tells
+        whether the item is there as well as the exact posterior does, up to the noise of the bank."""
+        drawn = world.sample_search(200, 200, "i2t", share=0.5, generator=torch.Generator().manual_seed(8))
+        items = world.sample(4000, generator=torch.Generator().manual_seed(9))[1]
+        level = world.gallery_pmi(drawn.queries, items, "i2t").exp().mean(1)
+        assert float(level.mean()) == pytest.approx(1, abs=0.25)
+
+    def test_items_of_the_held_out_pairs_are_the_bank(self, searched, tmp_path):
+        reranker, queries, _ = searched
+        assert reranker.calibration.items == reranker.item_bank.digest
+        assert len(reranker.item_bank.items) == 250
+        assert {"mass", "bank"} <= set(reranker.feature_names)
+        column = reranker(queries[:9]).features[:, reranker.feature_names.index("bank")]
+        fitted = reranker.calibration
+        level = reranker.item_bank.level(queries[:9], fitted.score_weights, fitted.hub_scale)
+        torch.testing.assert_close(column, level)
+        path = reranker.save_calibration(tmp_path / "ladder.json")
+        next(tmp_path.glob("*.bank.safetensors")).unlink()
+        with pytest.raises((OSError, ValueError), match="bank"):
+            gf.BayesReranker(None, reranker.gallery, "i2t").load_calibration(path)
+
+    def test_another_bank_is_refused(self, searched):
+        reranker, queries, _ = searched
+        other = gf.BayesReranker(None, reranker.gallery, "i2t")
+        other._use_bank(reranker.bank)
+        other.calibration = reranker.calibration
+        with pytest.raises(ValueError, match="another bank of items"):
+            other(queries[:2])
+
+
 class TestCopies:
     @pytest.mark.parametrize("direction", ["t2i", "i2t"])
     def test_storing_every_item_five_times_changes_no_decision(self, world, direction):
@@ -133,6 +184,7 @@ class TestCopies:
         items = reranker.gallery.rows
         twin = gf.BayesReranker(None, torch.cat((items, items[:50])), "i2t")
         twin._use_bank(reranker.bank)
+        twin.item_bank = reranker.item_bank
         twin.calibration = dataclasses.replace(reranker.calibration, made_for={})
         numbers = torch.arange(50).repeat(9, 1)
         plain = reranker(queries[:9], numbers)

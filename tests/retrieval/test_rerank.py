@@ -389,7 +389,7 @@ class TestStoredCalibration:
         [
             ({"alpha": "1"}, "its weights are"),
             ({"kind": "other"}, "is not a calibration"),
-            ({"version": 4}, "of version 1 to 3"),
+            ({"version": 5}, "of version 1 to 4"),
             ({"more": 0}, r"fields differ in \['more'\]"),
             (None, "is damaged"),
         ],

@@ -132,6 +132,7 @@ class TestReranker:
         calibration = fitted.calibration
         cheap = gf.BayesReranker(None, fitted.gallery, shortlist=ITEMS)
         weights = {name: value for name, value in calibration.cheap.weights.items() if name != "outside"}
+        cheap.item_bank = fitted.item_bank
         cheap.calibration = dataclasses.replace(
             calibration,
             alpha=0.0,

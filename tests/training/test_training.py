@@ -239,7 +239,7 @@ def test_one_step_equals_a_plain_reimplementation():
 
     losses, measured = run.optimise(maker.training(step))
     assert float(losses.mean()) == pytest.approx(loss.item(), rel=1e-5)
-    assert measured == pytest.approx(float(norm), rel=1e-4)
+    assert float(measured) == pytest.approx(float(norm), rel=1e-4)
     for (name, a), b in zip(flow.named_parameters(), twin.parameters()):
         # The first step of Adam depends on the sign of the gradient, which is random for gradients of rounding size.
         assert float(((a - b).abs() > 1e-5).float().mean()) < 0.02, name
@@ -255,7 +255,7 @@ def test_accumulation_gives_the_same_step():
         run.step = 20
         results.append(run.optimise(make(config, flow, pairs).training(20)))
     torch.testing.assert_close(results[0][0], results[1][0])
-    assert results[0][1] == pytest.approx(results[1][1], rel=1e-4)
+    assert float(results[0][1]) == pytest.approx(float(results[1][1]), rel=1e-4)
 
 
 def test_there_may_be_more_pieces_than_validation_rows():

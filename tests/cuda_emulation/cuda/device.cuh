@@ -36,6 +36,9 @@ inline constexpr EmulatedIndex<&emulation::Position::blocks> gridDim{};
 struct alignas(8) float2 {
     float x, y;
 };
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
 struct alignas(16) float4 {
     float x, y, z, w;
 };
@@ -97,12 +100,21 @@ inline float fast_exp2(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
 inline float fast_log2(float x) { return std::log2(x); }
 inline float fast_reciprocal(float x) { return 1.0f / x; }
 
-inline void copy_async(void* shared, const void* source, int valid) {
-    emulation::require(reinterpret_cast<std::uintptr_t>(shared) % 16 == 0, "asynchronous copy to a misaligned address");
-    emulation::require(valid == 0 || reinterpret_cast<std::uintptr_t>(source) % 16 == 0,
+struct Half {
+    std::uint16_t bits;
+};
+inline float to_float(Half x) { return emulation::half_to_float(x.bits); }
+inline Half to_half(float x) { return {emulation::float_to_half(x)}; }
+
+template <int kBytes>
+void copy_async(void* shared, const void* source, int valid) {
+    static_assert(kBytes == 8 || kBytes == 16);
+    emulation::require(reinterpret_cast<std::uintptr_t>(shared) % kBytes == 0,
+                       "asynchronous copy to a misaligned address");
+    emulation::require(valid == 0 || reinterpret_cast<std::uintptr_t>(source) % kBytes == 0,
                        "asynchronous copy from a misaligned address");
-    emulation::require(valid >= 0 && valid <= 16, "asynchronous copy of too many bytes");
-    emulation::copy_later({shared, source, 16, valid});
+    emulation::require(valid >= 0 && valid <= kBytes, "asynchronous copy of too many bytes");
+    emulation::copy_later({shared, source, kBytes, valid});
 }
 
 inline void copy_commit() { emulation::copy_commit(); }
@@ -113,7 +125,11 @@ void copy_wait() {
 }
 
 inline void mma_tf32(float (&sum)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
-    emulation::warp_multiply({sum, a, b});
+    emulation::warp_multiply({sum, a, b, false});
+}
+
+inline void mma_half(float (&sum)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
+    emulation::warp_multiply({sum, a, b, true});
 }
 
 }  // namespace geoflow::cuda

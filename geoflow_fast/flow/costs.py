@@ -1,0 +1,92 @@
+"""What the GPU path costs: kernels, bytes and operations of one evaluation of a network, and the seconds they take.
+
+`geoflow plan`, the tables of the documentation and the tests share these numbers. The counts are formulas of what
+`python -m tools.launches` counts on the code itself; a test compares both. The rates are vendors' peaks times the
+shares that kernels of this kind usually reach. Nothing here was measured on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from geoflow_fast.flow.config import GeoFlowConfig
+from geoflow_fast.runtime import checks
+
+COMPUTE_SHARE, BANDWIDTH_SHARE = 0.60, 0.85
+"""Shares of a vendor's peak rates that are reached in practice."""
+REPLAYED_SECONDS, STARTED_SECONDS = 2e-6, 20e-6
+"""What a kernel costs besides its work: as part of a CUDA graph, and when Python starts it."""
+ELEMENT_BYTES = {"float32": 4, "tf32": 4, "bfloat16": 2}
+SCORING_PRODUCTS = 3
+"""A product of float32 rows with a gallery is made of so many TF32 ones."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is asked of a GPU."""
+
+    kernels: float
+    bytes: float
+    operations: float
+
+    def __mul__(self, times: float) -> Work:
+        return Work(times * self.kernels, times * self.bytes, times * self.operations)
+
+
+@dataclass(frozen=True)
+class ProductRates:
+    """Peak operations per second of dense matrix products, and bytes per second of the memory."""
+
+    bfloat16: float
+    float32: float
+    """Without tensor cores, which round the factors."""
+    bandwidth: float
+
+    def products(self, precision: str) -> float:
+        """The peak rate in one precision; TF32 has half that of bfloat16."""
+        checks.one_of(precision, "precision", tuple(ELEMENT_BYTES))
+        return {"bfloat16": self.bfloat16, "tf32": self.bfloat16 / 2, "float32": self.float32}[precision]
+
+
+# unchecked: plans and tables call it with what they have checked
+def seconds(work: Work, rates: ProductRates, precision: str, *, replayed: bool = True) -> float:
+    """Seconds of the work: products or memory, whichever takes longer, and what each kernel costs besides."""
+    computing = work.operations / (COMPUTE_SHARE * rates.products(precision))
+    moving = work.bytes / (BANDWIDTH_SHARE * rates.bandwidth)
+    return max(computing, moving) + work.kernels * (REPLAYED_SECONDS if replayed else STARTED_SECONDS)
+
+
+# unchecked: plans and tables call it with what they have checked
+def velocity_work(shape: GeoFlowConfig, rows: float, precision: str = "float32") -> Work:
+    """One velocity of `rows` rows in a conditional direction, with guidance and the step that follows it."""
+    d = shape.flow_dims[0]
+    products = 2 * shape.depth * _block(shape) - 3 * shape.hidden * shape.inner + 2 * d * shape.hidden
+    traffic = _traffic(shape, 2 * rows, precision) + 4 * 10 * rows * d
+    return Work(7 * shape.depth + 11, traffic + _weight_bytes(shape, precision), 2.0 * products * rows)
+
+
+# unchecked: plans and tables call it with what they have checked
+def likelihood_work(shape: GeoFlowConfig, pairs: float, precision: str = "float32") -> Work:
+    """One evaluation of the three densities of `pairs` pairs with one probe each, which is 7 rows a pair and stream."""
+    d = sum(shape.flow_dims) / 2
+    last = 8 * (3 * shape.hidden * shape.inner + 2 * d * shape.hidden)  # 4 rows a pair and stream that is generated
+    products = 14 * (shape.depth * _block(shape) - 3 * shape.hidden * shape.inner) + last
+    traffic = _traffic(shape, 14 * pairs, precision) + 4 * 60 * pairs * d
+    return Work(7 * shape.depth + 34, traffic + _weight_bytes(shape, precision), 2.0 * products * pairs)
+
+
+def _block(shape: GeoFlowConfig) -> float:
+    """Multiplications of one row in one stream of a block: cross-gate and feed-forward."""
+    return 2 * shape.hidden**2 / shape.heads + 3 * shape.hidden * shape.inner
+
+
+def _weight_bytes(shape: GeoFlowConfig, precision: str) -> float:
+    numbers = 2 * shape.depth * _block(shape) + 2 * sum(shape.flow_dims) * shape.hidden
+    return ELEMENT_BYTES[precision] * numbers
+
+
+def _traffic(shape: GeoFlowConfig, rows: float, precision: str) -> float:
+    """Bytes of the activations of all blocks for so many rows, both streams counted: states are float32, what enters
+    and leaves a product has its type."""
+    size = ELEMENT_BYTES[precision]
+    return shape.depth * rows * (10 * size * shape.hidden + 16 * shape.hidden + 6 * size * shape.inner)

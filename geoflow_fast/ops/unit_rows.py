@@ -1,0 +1,36 @@
+"""Rows gathered from a table of embeddings as it is stored, in float32 and of unit norm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from geoflow_fast.ops import dispatch, triton_kernels
+from geoflow_fast.ops.triton_kernels import WIDEST_ROW
+from geoflow_fast.runtime import checks
+
+
+def unit_rows(table: Tensor, index: Tensor, *, backend: str = "auto") -> Tensor:
+    """The rows `index` (int64 [B], not checked) of `table` [N, d], floating point, scaled to unit norm: float32
+    [B, d]."""
+    if checks.floating(table, "table").dim() != 2 or checks.dense(index, "index").dim() != 1:
+        raise ValueError(f"need table [N, d] and index [B], got {tuple(table.shape)} and {tuple(index.shape)}")
+    if index.dtype != torch.int64 or index.device != table.device:
+        raise ValueError(f"index must be int64 on {table.device}, got {index.dtype} on {index.device}")
+    rows: Tensor = _gather(table, index, str(backend))
+    return rows
+
+
+def unit_rows_reference(table: Tensor, index: Tensor) -> Tensor:
+    """Gathers, converts and scales."""
+    rows = table[index].float()
+    return rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+
+
+_gather = dispatch.operation(
+    "unit_rows",
+    unit_rows_reference,
+    triton=triton_kernels.backend("geodesic", "unit_rows", widest=WIDEST_ROW),
+    differentiable=False,
+    fake=lambda table, index: table.new_empty(len(index), table.shape[1], dtype=torch.float32),
+)

@@ -1,0 +1,156 @@
+"""Models with the conventions of the Hugging Face hub: folders, a stand-in server, its cache, offline, model cards."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import geoflow_fast as gf
+from geoflow_fast.data.fingerprint import Fingerprint
+from geoflow_fast.runtime import hub as hub_module
+from tests.jobs import hub_server
+
+ENCODER = Fingerprint.of({"encoder": "open_clip", "model": "ViT-B-32", "weights": "abc"})
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub on loopback, and an empty cache."""
+    with hub_server.running() as server:
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True, raising=False)
+        yield server
+
+
+def small_head() -> gf.PosteriorHead:
+    rows = gf.geometry.sample_uniform(60, 6)
+    pairs = gf.EmbeddingPairs.from_arrays(rows, rows)
+    pairs.image.encoder = pairs.text.encoder = ENCODER
+    return gf.PosteriorHead.fit(pairs, gf.HeadConfig(steps=2, hidden=8, points=2, bank=8), progress=False)
+
+
+def small_flow() -> gf.GeoFlow:
+    return gf.GeoFlow(gf.GeoFlowConfig(6, 6, hidden=16, depth=1)).eval()
+
+
+def assert_same(one: torch.nn.Module, other: torch.nn.Module) -> None:
+    states = one.state_dict(), other.state_dict()
+    assert list(states[0]) == list(states[1])
+    for name in states[0]:
+        assert torch.equal(states[0][name], states[1][name]), name
+    assert one.origin == other.origin
+
+
+@pytest.mark.parametrize("make", [small_flow, small_head])
+def test_round_trip_through_a_folder_and_the_hub(make, hub, tmp_path):
+    model = make()
+    kind = type(model)
+    model.save_pretrained(tmp_path / "folder")
+    assert_same(model, kind.from_pretrained(tmp_path / "folder"))
+    address = model.push_to_hub("user/name", commit_message="First", token="hf_x")
+    assert address.startswith(f"{hub.url}/user/name/commit/")
+    assert set(hub.commit("user/name", "main")[1]) == {"config.json", "model.safetensors", "README.md"}
+    assert_same(model, kind.from_pretrained("user/name"))
+    # A second version on the same branch: a revision names the first.
+    first = hub.commit("user/name", "main")[0]
+    changed = make()
+    with torch.no_grad():
+        next(changed.parameters()).add_(1)
+    changed.push_to_hub("user/name", token="hf_x")
+    assert_same(model, kind.from_pretrained("user/name", revision=first))
+    assert_same(changed, kind.from_pretrained("user/name"))
+    # A branch of its own.
+    model.push_to_hub("user/name", branch="trial", token="hf_x")
+    assert_same(model, kind.from_pretrained("user/name", revision="trial"))
+    assert_same(changed, kind.from_pretrained("user/name", revision="main"))
+
+
+def test_the_cache_serves_without_a_network(hub, tmp_path):
+    flow = small_flow()
+    flow.push_to_hub("user/name", token="hf_x")
+    with pytest.raises(OSError, match="user/name is no folder on this machine, and could not be read from the hub"):
+        gf.GeoFlow.from_pretrained("user/name", local_files_only=True)
+    gf.GeoFlow.from_pretrained("user/name")
+    hub.requests.clear()
+    assert_same(flow, gf.GeoFlow.from_pretrained("user/name", local_files_only=True))
+    assert hub.requests == []
+    gf.GeoFlow.from_pretrained("user/name", cache_dir=tmp_path / "other")
+    assert any(request.startswith("GET /user/name/resolve/") for request in hub.requests)
+
+
+@pytest.mark.usefixtures("hub")
+def test_what_is_not_there_is_named(tmp_path):
+    with pytest.raises(OSError, match=r"nobody/nothing is no folder .* could not be read from the hub"):
+        gf.GeoFlow.from_pretrained("nobody/nothing")
+    small_flow().push_to_hub("user/name", token="hf_x")
+    with pytest.raises(OSError, match="at revision v9"):
+        gf.GeoFlow.from_pretrained("user/name", revision="v9")
+    with pytest.raises(OSError, match=r"model\.safetensors"):
+        gf.GeoFlow.from_pretrained(tmp_path / "no/such/folder")
+    small_flow().save_pretrained(tmp_path / "here")
+    with pytest.raises(ValueError, match="revision= is for models of the hub"):
+        gf.GeoFlow.from_pretrained(tmp_path / "here", revision="main")
+    with pytest.raises(ValueError, match="repo_id must be user/name"):
+        small_flow().push_to_hub("just a name")
+
+
+def test_a_folder_comes_before_a_repository(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flow = small_flow()
+    flow.save_pretrained("user/name")
+    assert_same(flow, gf.GeoFlow.from_pretrained("user/name"))
+    assert hub.requests == []
+
+
+def test_without_the_package_a_folder_works_and_a_name_says_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    flow = small_flow()
+    flow.save_pretrained(tmp_path / "folder")
+    assert_same(flow, gf.GeoFlow.from_pretrained(tmp_path / "folder"))
+    with pytest.raises(FileNotFoundError, match=r"huggingface_hub: pip install '.*\[hub\]'"):
+        gf.GeoFlow.from_pretrained("user/name")
+    with pytest.raises(ValueError, match=r"push_to_hub needs huggingface_hub: pip install '.*\[hub\]'"):
+        flow.push_to_hub("user/name")
+
+
+def test_the_card_names_encoder_pairs_settings_and_limits(tmp_path):
+    head = small_head()
+    head.save_pretrained(tmp_path)
+    card = (tmp_path / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: geoflow_fast\ntags:\n")
+    for words in ("open_clip ViT-B-32", "| pairs | 54 |", "| points | 2 |", "## Limits", "## Held-out figures", "nll"):
+        assert words in card, words
+    (tmp_path / "README.md").write_text("# mine\n")
+    head.save_pretrained(tmp_path)
+    assert (tmp_path / "README.md").read_text() == "# mine\n"
+    untrained = gf.GeoFlow(gf.GeoFlowConfig(6, 6, hidden=16, depth=1)).card()
+    assert "not known: the embeddings came without a record of their encoder" in untrained
+
+
+def test_a_run_is_pushed_without_its_state_and_held_out_pairs(hub, tmp_path):
+    run = tmp_path / "run"
+    small_flow().save_pretrained(run)
+    small_head().save_pretrained(run / "head")
+    for name in ("last.safetensors", "metrics.jsonl", "head/last.safetensors", "calibration/held_out/x.npy", ".lock"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_bytes(b"x")
+    gf.push_to_hub(run, "user/run", token="hf_x")
+    pushed = set(hub.commit("user/run", "main")[1])
+    own = {"config.json", "model.safetensors", "README.md"}
+    assert pushed == own | {f"head/{name}" for name in own}
+    gf.push_to_hub(run, "user/run", held_out=True, token="hf_x")
+    assert "calibration/held_out/x.npy" in hub.commit("user/run", "main")[1]
+    with pytest.raises(FileNotFoundError, match=r"holds no model\.safetensors"):
+        gf.push_to_hub(tmp_path, "user/run")
+
+
+def test_repository_names_are_told_from_paths():
+    for name in ("user/name", "a.b/c-d_e"):
+        assert hub_module.REPOSITORY.fullmatch(name)
+    for name in ("name", "a/b/c", "/a/b", "a b/c", "../x", str(Path("runs/first/head"))):
+        assert not hub_module.REPOSITORY.fullmatch(name) or name.startswith(".")

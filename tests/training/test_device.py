@@ -1,0 +1,293 @@
+"""What a GPU run does otherwise than one on a CPU, as far as it can be seen without a GPU: streams, late reading, noise
+by counters, weights in bfloat16."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import geoflow_fast as gf
+from geoflow_fast.flow.network import Block, HeadProducts
+from geoflow_fast.ops.cross_residual import cross_residual_rows
+from geoflow_fast.runtime.late import LateValues
+from geoflow_fast.runtime.tensors import load_tensors
+from geoflow_fast.training import loop
+from geoflow_fast.training.batches import COUNTERS, LANES, BatchMaker, OwnStream, tensors_of
+from geoflow_fast.training.device_rows import DeviceRows, send
+from geoflow_fast.training.flow_matching import FlowMatching
+from geoflow_fast.training.half import HalfTwin
+from geoflow_fast.training.loop import TrainingDiverged
+from tests.training.test_training import CONFIG, SHAPE, make, new_flow, new_run, same_weights, some_pairs
+
+
+class Stream:
+    """A stream that notes what is asked of it."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, object]] = []
+
+    def record_event(self) -> object:
+        event = object()
+        self.calls.append(("record", event))
+        return event
+
+    def wait_event(self, event: object) -> None:
+        self.calls.append(("wait", event))
+
+    def wait_stream(self, stream: object) -> None:
+        self.calls.append(("wait", stream))
+
+    def synchronize(self) -> None:
+        raise AssertionError("the host must not wait")
+
+
+def test_memory_of_prefetched_batches_is_kept_for_the_stream_that_reads_it(monkeypatch):
+    own, training = Stream(), Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: own)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: training)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: torch.no_grad())
+    recorded: list[tuple[int, object]] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, stream: recorded.append((x.data_ptr(), stream)))
+    maker = make(CONFIG)
+    made = OwnStream(maker.training, torch.device("cuda"))
+    first, second = made.make(0), made.make(1)
+    made.hand_over(first)
+    assert training.calls == [("wait", own.calls[1][1])]  # the event of the first batch, not of the second
+    assert own.calls[0] == ("wait", training)
+    assert {address for address, _ in recorded} == {x.data_ptr() for x in tensors_of(first)}
+    assert len(tensors_of(first)) == 6
+    assert all(stream is training for _, stream in recorded)
+    made.hand_over(second)
+    assert training.calls[1] == ("wait", own.calls[2][1])
+
+
+class Event:
+    def __init__(self) -> None:
+        self.done = False
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.done = True
+
+
+def test_late_values_are_waited_for_only_when_asked(monkeypatch):
+    events: list[Event] = []
+
+    def record() -> Event:
+        events.append(Event())
+        return events[-1]
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(record_event=record))
+    late: LateValues[int] = LateValues(torch.device("cuda"))
+    for number in range(4):
+        late.put(number, torch.tensor([float(number)]))
+    assert list(late.arrived()) == []
+    events[0].done = events[2].done = True
+    assert [note for note, _ in late.arrived()] == [0]  # in order: 2 comes after 1
+    assert [(note, float(x)) for note, x in late.arrived(spared=1)] == [(1, 1.0), (2, 2.0)]
+    assert not events[3].done
+    assert [note for note, _ in late.arrived(spared=0)] == [3]
+
+
+def test_a_loss_that_is_read_late_leaves_the_weights_alone_and_names_its_step(monkeypatch):
+    """As on a GPU: the optimiser itself skips the step, and the host hears of it later."""
+    run = new_run(CONFIG)
+    pending: list[tuple[int, torch.Tensor]] = []
+    monkeypatch.setattr(run.outcomes, "put", lambda *entry: pending.append(entry))
+    monkeypatch.setattr(run.outcomes, "arrived", lambda spared=None: list(pending) if spared == 0 else [])
+    run.device = torch.device("cuda")  # nothing is there
+    monkeypatch.setattr(run, "_twin", lambda: None)
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: torch.enable_grad())
+    good, bad = run.objective.training_batch(0), run.objective.training_batch(1)
+    run.optimise(good)
+    before = {name: x.clone() for name, x in run.module.state_dict().items()}
+    moments = [x.clone() for state in run.optimizer.state.values() for x in state.values()]
+    run.optimise(dataclasses.replace(bad, v_image=bad.v_image * math.nan))
+    assert all(torch.equal(x, before[name]) for name, x in run.module.state_dict().items())
+    after = [x for state in run.optimizer.state.values() for x in state.values()]
+    assert all(torch.equal(x, y) for x, y in zip(after, moments))
+    with pytest.raises(TrainingDiverged, match="not finite at step 1"):
+        run.settle()
+
+
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_rows_on_a_device_are_those_of_the_pairs(monkeypatch, tmp_path, resident, dtype):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    rng = np.random.default_rng(0)
+    unit = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (rng.normal(size=(30, 6)), rng.normal(size=(50, 5)))]
+    index = rng.integers(0, 30, 50)
+    gf.EmbeddingPairs.from_arrays(unit[0].astype(dtype), unit[1].astype(dtype), index).save(tmp_path, dtype=dtype)
+    pairs = gf.EmbeddingPairs.open(tmp_path)
+    rows = DeviceRows(pairs, torch.device("cpu"), resident=resident)
+    chosen = np.array([49, 0, 7, 7, 23])
+    sent = send(rows.numbers(chosen), torch.device("cpu"))
+    for ours, expected in zip(rows.gather(sent, chosen), pairs[chosen]):
+        torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
+
+
+def test_what_is_sent_arrives_as_it_was(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    parts = [torch.arange(7), torch.rand(7), torch.arange(7, dtype=torch.int8), torch.rand(7) < 0.5]
+    for ours, expected in zip(send(parts, torch.device("cpu")), parts):
+        assert ours.dtype == expected.dtype
+        assert torch.equal(ours, expected)
+    assert [x.shape for x in send([torch.rand(3, 2), torch.rand(0)], torch.device("cpu"))] == [(3, 2), (0,)]
+
+
+# ---- noise by counters ---------------------------------------------------------------------------------------------
+
+
+def by_counters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New runs draw their noise as those on a GPU do."""
+    start = BatchMaker.__init__
+
+    def init(self: BatchMaker, *arguments: object) -> None:
+        start(self, *arguments)
+        self.scheme = COUNTERS
+
+    monkeypatch.setattr(BatchMaker, "__init__", init)
+
+
+def test_a_run_keeps_its_noise_when_it_is_continued_elsewhere(monkeypatch, tmp_path):
+    """A run of a GPU is continued on a CPU with the bits of an uninterrupted one; its checkpoint names the scheme."""
+    pairs, short = some_pairs(), dataclasses.replace(CONFIG, steps=12, checkpoint_every=4)
+    with monkeypatch.context() as patch:
+        by_counters(patch)
+        whole, part = new_flow(), new_flow()
+        gf.train(whole, pairs, short, out=tmp_path / "whole")
+        stopping = iter([False] * 4 + [True])
+        patch.setattr(loop, "stop_on_interrupt", lambda _: _Stop(stopping))
+        assert not gf.train(part, pairs, short, out=tmp_path / "part").finished
+    info = load_tensors(tmp_path / "part" / "last.safetensors", kind="training state")[1]
+    assert info["choices"] == {"precision": "float32", "noise": COUNTERS}
+    assert gf.train(part, pairs, short, out=tmp_path / "part").finished
+    assert same_weights(whole, part)
+    other = new_flow()
+    gf.train(other, pairs, short, out=tmp_path / "other")
+    assert not same_weights(whole, other)
+    info = load_tensors(tmp_path / "other" / "last.safetensors", kind="training state")[1]
+    assert info["choices"]["noise"] == LANES
+
+
+class _Stop:
+    """Asks a run to stop once the answers say so."""
+
+    def __init__(self, answers) -> None:
+        self.answers = answers
+
+    def __enter__(self) -> _Stop:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    @property
+    def asked(self) -> bool:
+        return next(self.answers)
+
+
+def test_an_unknown_scheme_of_noise_is_refused():
+    objective = FlowMatching(new_flow(), some_pairs(), some_pairs(), CONFIG)
+    with pytest.raises(ValueError, match="noise scheme of the run must be one of"):
+        objective.adopt({"noise": "dice"})
+
+
+def test_rows_of_ranks_have_the_noise_of_one_process():
+    maker = make(CONFIG)
+    maker.scheme = COUNTERS
+    whole = maker._noise(5)
+    maker.take_rows(np.array([3, 4, 11]))
+    for part, every in zip(maker._noise(5), whole):
+        assert torch.equal(part, every[[3, 4, 11]])
+    assert not torch.equal(maker._noise(6)[1], part)
+
+
+# ---- bfloat16 ------------------------------------------------------------------------------------------------------
+
+
+def test_the_precision_of_a_run_is_chosen_once_and_kept(monkeypatch, tmp_path):
+    """A run that began in float32, as those of earlier releases, goes on in float32."""
+    pairs, flow = some_pairs(), new_flow()
+    config = dataclasses.replace(CONFIG, steps=10, checkpoint_every=5)
+    monkeypatch.setattr(FlowMatching, "gains_from_bfloat16", lambda _: False)
+    gf.train(flow, pairs, config, out=tmp_path)
+    monkeypatch.setattr(FlowMatching, "gains_from_bfloat16", lambda _: True)
+    run = new_run(config, flow, pairs)
+    assert run.bfloat16
+    run._keep_to(load_tensors(tmp_path / "last.safetensors", kind="training state")[1]["choices"])
+    assert not run.bfloat16
+    assert run.names_choices
+    earlier = new_run(config, flow, pairs)
+    earlier._keep_to(None)
+    assert not earlier.bfloat16
+    assert not earlier.names_choices
+
+
+@pytest.mark.parametrize(("hidden", "unit", "gains"), [(256, None, True), (128, None, False), (256, "none", False)])
+def test_bfloat16_is_chosen_where_it_pays(monkeypatch, hidden, unit, gains):
+    monkeypatch.setattr("geoflow_fast.ops.native.missing_bfloat16", lambda: unit)
+    flow = gf.GeoFlow(dataclasses.replace(SHAPE, hidden=hidden))
+    assert FlowMatching(flow, some_pairs(), some_pairs(), CONFIG).gains_from_bfloat16() == gains
+
+
+def test_gradients_of_the_twin_are_those_of_float32_but_for_rounding():
+    """The twin has the weights of products in bfloat16, and shares the rest; pieces add up in float32."""
+    flow = new_flow(dataclasses.replace(SHAPE, dropout=0.0))
+    with torch.no_grad():
+        for parameter in flow.parameters():
+            parameter.normal_(0, 0.2)
+    run = new_run(dataclasses.replace(CONFIG, accumulate=2), flow)
+    batch = run.objective.training_batch(20)
+    results = []
+    for autocast in (False, True):
+        for piece in batch.pieces(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                losses = run.objective.losses(piece)
+            losses.mean().backward()
+        results.append({name: parameter.grad for name, parameter in flow.named_parameters()})
+        flow.zero_grad()
+    exact, rounded = results
+    twin = HalfTwin(flow.train())
+    twin.refresh()
+    run.objective.twin = twin
+    for piece in batch.pieces(2):
+        run.objective.losses(piece).mean().backward()
+        twin.hand_over_gradients()
+    halves = dict(twin.module.named_parameters())
+    assert halves["blocks.0.cross_weight"].dtype == torch.bfloat16
+    assert halves["blocks.0.cross_scale"] is flow.blocks[0].cross_scale
+    assert all(p.grad is None for p in halves.values() if p.dtype == torch.bfloat16)
+    assert all(parameter.grad.dtype == torch.float32 for parameter in flow.parameters())
+
+    def error(gradients: dict[str, torch.Tensor]) -> float:
+        return float(torch.stack([(x - exact[name]).norm() for name, x in gradients.items()]).norm())
+
+    assert 0 < error({name: x.grad for name, x in flow.named_parameters()}) < 1.5 * error(rounded)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 129])
+def test_products_of_all_heads_are_those_of_plain_operations(rows):
+    torch.manual_seed(0)
+    block = Block(dataclasses.replace(SHAPE, hidden=24, heads=3))
+    with torch.no_grad():
+        block.cross_weight.normal_()
+        block.cross_scale.normal_()
+    x, residual = (torch.randn(2, rows, 24, requires_grad=True) for _ in range(2))
+    keep, along = torch.rand(2 * rows, 24) < 0.8, torch.randn(2 * rows, 24)
+    wanted = (x, residual, block.cross_weight, block.cross_scale)
+    gate, value = block.gate_and_value(x)
+    scale = block.cross_scale.flatten(0, 1)
+    plain = gf.ops.gate_residual(residual.flatten(0, 1), gate, value, scale, keep=keep, dropout=0.2)
+    products = HeadProducts.apply(x, block.cross_weight).flatten(0, 1)
+    ours = cross_residual_rows(residual.flatten(0, 1), products, scale, keep, 0.2, 3, "auto")
+    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
+    gradients = [torch.autograd.grad((y * along).sum(), wanted) for y in (ours, plain)]
+    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-5)
