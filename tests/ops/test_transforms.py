@@ -14,7 +14,7 @@ from torch.nn import functional
 import geoflow_fast as gf
 from geoflow_fast import ops
 from geoflow_fast.noise import StructuredNoise
-from geoflow_fast.ops import native
+from geoflow_fast.ops import cross_residual, native
 from geoflow_fast.ops.adaln import adaln_rows
 from geoflow_fast.ops.gate_residual import gate_residual_rows
 from geoflow_fast.ops.swiglu import swiglu_rows
@@ -53,6 +53,7 @@ def inputs_of(name: str) -> tuple[object, ...]:
     given = (z.abs() @ w.T, None, None, None, ROWS, "given", 1.0, 1.0)
     return {
         "adaln": (x, group, group + 1, 1e-5),
+        "adaln_half": (x, group, group + 1, 1e-5),
         "adaln_backward": (y, x, group, 1e-5),
         "adaln_jvp": (x, dx, group, group + 1, 1e-5),
         "swiglu": (x, y),
@@ -61,13 +62,18 @@ def inputs_of(name: str) -> tuple[object, ...]:
         "gate_residual": (x, y, z, group, keep, 0.5),
         "gate_residual_backward": (x, y, z, group, keep, 0.5),
         "gate_residual_jvp": (x, dx, y, dx + 1, z, dx - 1, group),
+        "cross_residual": (x, torch.randn(ROWS, 2 * WIDTH), group, keep, 0.5, 2),
+        "cross_residual_backward": (x, torch.randn(ROWS, 2 * WIDTH), group, keep, 0.5, 2),
+        "counter_noise": (torch.arange(ROWS), WIDTH, 1, 2, 0, True),
+        "unit_rows": (3 * x, torch.arange(ROWS).flip(0)),
         "flow_loss": (x, y, z, w, y.clone(), z.clone(), direction),
         "flow_loss_backward": (times, x, y, z, w, y.clone(), z.clone(), direction),
         "keep_mask": (keep, 0.3),
-        "masked_interpolant": (x, y, z, w, times, direction, keep[:, 0].contiguous()),
+        "masked_interpolant": (x, y, z, w, times, direction, keep[:, 0].contiguous(), True),
         "tangent_step": (x, y, 0.3, z, 2.0, False),
         "tangent_stage": (x, y, z, 0.3, w, 2.0, x + y, 0.1),
         "tangent_ab2": (x, y, 0.3, z, 2.0, w, 0.5),
+        "gallery_search": (x, gallery, 4),
         "gallery_posterior": (samples, gallery, 5.0, 4, bias, None, sample_bias, "float32"),
         "gallery_scores": (samples, gallery, 5.0, bias, sample_bias),
         "transport_cost": (x, y, z, w, ROWS, "arc", 1.0, 1.0),
@@ -76,6 +82,8 @@ def inputs_of(name: str) -> tuple[object, ...]:
     }[name]
 
 
+# Operations that no public name imports are registered by their modules.
+assert cross_residual.cross_residual_rows
 OPERATIONS = sorted(
     name.split("::")[1].split(".")[0] for name in torch._C._dispatch_get_all_op_names() if "geoflow::" in name
 )
@@ -95,7 +103,7 @@ def test_registrations_are_right(name, backend):
     arguments = (*inputs_of(name), backend)
     operator = getattr(torch.ops.geoflow, name).default
     torch.library.opcheck(operator, arguments)
-    if name in (*DIFFERENTIABLE, *STEPS, "masked_interpolant"):
+    if name in (*DIFFERENTIABLE, *STEPS, "cross_residual", "masked_interpolant"):
         torch.library.opcheck(operator, tuple(leaves(arguments)))
     if name == "flow_loss":
         torch.library.opcheck(operator, (*leaves(arguments[:2]), *arguments[2:]))
@@ -321,7 +329,7 @@ def test_torch_func_agrees_with_autograd(calls):
 
 
 def test_every_listed_operation_is_registered():
-    passes = {name for name in OPERATIONS if name.endswith(("_backward", "_jvp"))} | {*STEPS[1:]}
+    passes = {name for name in OPERATIONS if name.endswith(("_backward", "_jvp", "_half"))} | {*STEPS[1:]}
     assert set(OPERATIONS) - passes == set(gf.backends())
 
 
