@@ -17,6 +17,7 @@ from geoflow_fast.baselines.trained import HIDDEN, PUBLISHED, PairObjective, Tra
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import Index
 from geoflow_fast.directions import CONDITIONAL, Direction
+from geoflow_fast.ops.pruning import PrefixRows
 from geoflow_fast.retrieval.bandwidth import fit_cosine_scale
 from geoflow_fast.retrieval.freshness import marks
 from geoflow_fast.retrieval.gallery import Gallery
@@ -67,6 +68,12 @@ class MappedGallery(Gallery):
         for first, block in super().blocks(device, torch.float32, within):
             for number, tile in enumerate(block.split(TILE_ITEMS)):
                 yield first + number * TILE_ITEMS, self.tower(tile).to(dtype)
+
+    def _scored_blocks(
+        self, queries: Tensor, within: range | None, index: PrefixRows | None
+    ) -> Iterator[tuple[int, Tensor, PrefixRows | None]]:
+        for first, rows in self.blocks(queries.device, queries.dtype, within):
+            yield first, rows, index
 
     def take(self, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The mapped rows with the given numbers."""

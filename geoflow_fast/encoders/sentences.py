@@ -73,7 +73,7 @@ class SentenceEncoder:
         library = _sentence_transformers()
         try:
             with torch.device("cpu"):
-                # guard: the weights of an encoder hold no code
+                # Files of this format hold no code.
                 network = library.SentenceTransformer(
                     model,
                     device="cpu",

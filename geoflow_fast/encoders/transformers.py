@@ -85,7 +85,7 @@ class TransformersEncoder:
         options: dict[str, Any] = {"revision": revision or "main", "trust_remote_code": False}
         try:
             with torch.device("cpu"):
-                # guard: the weights of an encoder hold no code
+                # Files of this format hold no code.
                 network = library.AutoModel.from_pretrained(model, use_safetensors=True, dtype=torch.float32, **options)
             processor = library.AutoImageProcessor.from_pretrained(model, use_fast=False, **options)
             tokenizer = library.AutoTokenizer.from_pretrained(model, **options)

@@ -33,15 +33,19 @@ def training_flow() -> gf.GeoFlow:
     return flow
 
 
+def tensors_of(post: gf.RetrievalPosterior) -> tuple[Tensor, ...]:
+    return tuple(x for x in vars(post).values() if isinstance(x, Tensor))
+
+
 def scored(flow: gf.GeoFlow) -> Callable[[], tuple[Tensor, ...]]:
     scorer = gf.RetrievalEntropy.fast(flow, unit(200, 0), kappa=20.0)
-    return lambda: tuple(vars(scorer(unit(6, 1))).values())
+    return lambda: tensors_of(scorer(unit(6, 1)))
 
 
 def scored_by_bayes(flow: gf.GeoFlow) -> Callable[[], tuple[Tensor, ...]]:
     """The marginals are computed by whichever thread comes first."""
     scorer = gf.RetrievalEntropy.fast(flow, unit(200, 0), kappa=20.0, posterior="bayes", reference=unit(9, 2))
-    return lambda: tuple(vars(scorer(unit(6, 1))).values())
+    return lambda: tensors_of(scorer(unit(6, 1)))
 
 
 def reranked(flow: gf.GeoFlow) -> Callable[[], tuple[Tensor, ...]]:

@@ -310,7 +310,7 @@ def test_a_calibration_of_the_wrong_types(tmp_path, change):
     good = {"alpha": 1.0, "beta": 0.0, "outside": 0.0, "stderr": [0.1, 0.1, 0.1], "nll": 1.0, "nll_stderr": 0.1}
     good |= {"queries": 60, "reached": 55, "right_per_query": 1.0, "made_for": {}, "pairs": ""}
     good |= {"others": {}, "hub_scale": 0.0, "platt": None, "rungs": [], "cheap": None, "bank": ""}
-    good |= {"rest": None, "relevance": None, "no_match": None}
+    good |= {"rest": None, "relevance": None, "no_match": None, "items": ""}
     path.write_text(json.dumps({"kind": KIND, "version": VERSION, **good}))
     assert gf.Calibration.load(path, {}).alpha == 1.0
     path.write_text(json.dumps({"kind": KIND, "version": VERSION, **good, **change}))
