@@ -91,7 +91,7 @@ class Found:
 Scores = Callable[[Tensor, Tensor], Tensor]
 
 
-def found(scores: Scores, captions: Captions, images: Tensor, number: Tensor | None = None) -> Found:
+def result_lists(scores: Scores, captions: Captions, images: Tensor, number: Tensor | None = None) -> Found:
     """The best hits among these images, named by `number`."""
     best = scores(captions.text, images).topk(K, dim=1)
     hits = best.indices if number is None else number[best.indices]
@@ -109,17 +109,17 @@ def mixed(one: Found, other: Found, share: float, rng: np.random.Generator) -> F
 
 def logs(scores: Scores, places: Places, rng: np.random.Generator) -> Iterator[tuple[str, Found]]:
     """What is judged, a log without a change, and changed ones, by name."""
-    known = found(scores, places.known, places.images)
+    known = result_lists(scores, places.known, places.images)
     yield "judged", known.part(slice(FITTED + CERTIFIED))
     live = known.part(slice(FITTED + CERTIFIED, FITTED + CERTIFIED + LONG))
     yield "no change", live
     soon = live.part(slice(SOON))
-    yield "30 % no match", mixed(soon, found(scores, places.none, places.images), MISSING, rng)
-    far = found(scores, places.far, places.images).part(slice(SOON))
+    yield "30 % no match", mixed(soon, result_lists(scores, places.none, places.images), MISSING, rng)
+    far = result_lists(scores, places.far, places.images).part(slice(SOON))
     yield "half from a held-out group", mixed(soon, far, FROM_GROUP, rng)
     rows = slice(FITTED + CERTIFIED, FITTED + CERTIFIED + SOON)
     asked = Captions(places.known.text[rows], places.known.item[rows])
-    yield "a fifth of the gallery replaced", found(scores, asked, places.replaced, places.new_number)
+    yield "a fifth of the gallery replaced", result_lists(scores, asked, places.replaced, places.new_number)
 
 
 def first_alarm(rule: gf.Rule, judged: Found, log: Found, views: str, seed: int) -> tuple[int | None, str]:
@@ -134,7 +134,7 @@ def first_alarm(rule: gf.Rule, judged: Found, log: Found, views: str, seed: int)
     )
     embeddings = judged.embeddings[FITTED:] if "embeddings" in views else None
     assert rule.reference is not None
-    watcher = Watcher(rule, rule.reference, embeddings, FALSE_ALARMS, None, seed)
+    watcher = Watcher(rule, rule.reference, embeddings, FALSE_ALARMS, seed=seed)
     for number in range(1, n // EVERY + 1):
         end = number * EVERY
         rng = np.random.default_rng((seed, number))
@@ -159,7 +159,7 @@ def rows_of(
         judged = drawn.pop("judged")
         trust = gf.Trust().fit(judged.scores[:FITTED], judged.relevant[:FITTED])
         tested = judged.part(slice(FITTED, None))
-        rule = trust.certify(tested.scores, tested.relevant, error, hits=tested.hits)
+        rule = trust.certify(tested.scores, tested.relevant, error).with_hits(tested.hits)
         for change, log in drawn.items():
             for title, views in VIEWS.items():
                 if run < (quiet if change == "no change" and views else runs if change != "no change" else 0):

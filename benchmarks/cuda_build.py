@@ -121,8 +121,8 @@ def _readable(symbol: str) -> str:
     match = re.search(rf"\d+([a-z_]+_kernel)I((?:{ARGUMENT})+)E", symbol)
     if match is None:
         raise OSError(f"unexpected kernel name {symbol}")
-    found = re.finditer(ARGUMENT, match[2])
-    return f"{match[1]}<{', '.join(one[1] or ('float' if one[2] else 'Half') for one in found)}>"
+    arguments = re.finditer(ARGUMENT, match[2])
+    return f"{match[1]}<{', '.join(one[1] or ('float' if one[2] else 'Half') for one in arguments)}>"
 
 
 # ---- the table of docs/gpu.md -------------------------------------------------------------------------------------

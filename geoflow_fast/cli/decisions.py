@@ -208,9 +208,9 @@ def threshold(
         settings["no_match_share"] = _share(no_match_share)
         if unlabelled is not None:
             settings["unlabelled"] = decisions.open_lists(unlabelled, judged.column).scores
+        made = judge.certify(lists.scores[rows], known[rows], max_error, **settings)
         if lists.hits is not None:
-            settings["hits"] = lists.hits[rows]
-        made = judge.certify(lists.scores[rows], known[rows], max_error, rows=rows, **settings)
+            made = made.with_hits(lists.hits[rows], rows)
         rule.parent.mkdir(parents=True, exist_ok=True)
         made.save(rule)
     answered = None if out is None else decisions.write_answers(made, lists, out, **made_with)
@@ -228,7 +228,7 @@ def _refuse(context: typer.Context, names: Collection[str], why: str) -> None:
 @app.command(
     groups={
         "What is compared": "column embeddings judged_embeddings encoder gallery_size",
-        "Looks": "window every false_alarms seed overwrite",
+        "Looks": "window every false_alarms overwrite",
         "Page": "page captions",
     },
     epilog="Example: geoflow watch --rule rule.json --queries log.parquet --out health.parquet || mail -s drift me",
@@ -261,7 +261,6 @@ def watch(
     captions: Annotated[
         Path | None, typer.Option(help="For --page: words of the log's queries, .txt, .parquet or .parquet:COLUMN.")
     ] = None,
-    seed: SeedFlag = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite/--no-overwrite", help="Begin with the first look.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -273,9 +272,7 @@ def watch(
     """
     from geoflow_fast.jobs.watch import WatchSettings, labels_file, watch_file
 
-    settings = WatchSettings(
-        column, embeddings, judged_embeddings, encoder, gallery_size, window, every, false_alarms, seed
-    )
+    settings = WatchSettings(column, embeddings, judged_embeddings, encoder, gallery_size, window, every, false_alarms)
     watched = watch_file(rule, queries, out, settings, overwrite=overwrite)
     if page is not None and watched.health is not None:
         _write_changed(queries, rule, watched.health, captions, page)
@@ -304,7 +301,7 @@ def _write_changed(log: Path, rule: Path, health: Health, captions: Path | None,
     from geoflow_fast.explore.page import write_page
 
     words = sources.described([] if captions is None else [captions], "text")
-    write_page(sources.changed_queries(sources.Run.open(log, rule), health, words, sources.Described()), page)
+    write_page(sources.changed_queries(sources.RunFiles.open(log, rule), health, words, sources.Described()), page)
 
 
 def known_hits(

@@ -65,13 +65,13 @@ def explore(
     from geoflow_fast.explore import sources
     from geoflow_fast.explore.page import write_page
 
-    opened = sources.Run.open(run, rule)
+    opened = sources.RunFiles.open(run, rule)
     known, _ = known_hits(opened.lists, labels, (pairs, pair_images, texts, image_index, normalize), qrels, direction)
-    asked, found = ("text", "image") if direction == "t2i" else ("image", "text")
+    asked, searched = ("text", "image") if direction == "t2i" else ("image", "text")
     page = sources.explored(
         opened,
         sources.described(queries or [], asked),
-        sources.described(gallery or [], found),
+        sources.described(gallery or [], searched),
         images=images,
         labels=known,
         hits=hits,

@@ -182,14 +182,14 @@ def item_classifier(items: NDArray[Any], folds: Folds) -> OutOfFold:
     there = items >= 0
     row = np.repeat(np.arange(n), k).reshape(n, k)[there]
     number = np.unique(items[there], return_inverse=True)[1].reshape(-1)
-    found = sparse.csr_matrix((np.ones(len(row)), (row, number)))
-    found.resize(n, int(number.max(initial=-1)) + 1)
-    found.data[:] = 1.0  # an item that is there twice counts once
-    weighted = sparse.csr_matrix(found @ sparse.diags(1 / np.maximum(np.asarray(found.sum(0)).ravel(), 1)))
+    listed = sparse.csr_matrix((np.ones(len(row)), (row, number)))
+    listed.resize(n, int(number.max(initial=-1)) + 1)
+    listed.data[:] = 1.0  # an item that is there twice counts once
+    weighted = sparse.csr_matrix(listed @ sparse.diags(1 / np.maximum(np.asarray(listed.sum(0)).ravel(), 1)))
     parts = []
     for rows in folds:
         seen = np.setdiff1d(np.arange(n), rows)
-        parts.append((rows, seen, found[rows], sparse.csr_matrix(weighted[seen].T)))
+        parts.append((rows, seen, listed[rows], sparse.csr_matrix(weighted[seen].T)))
 
     def out_of_fold(labels: Floats) -> Floats:
         score = np.empty(labels.shape)

@@ -149,13 +149,12 @@ def groups_of(table: Table, n: int, name: str = "groups") -> NDArray[np.str_]:
     return names
 
 
-def hits_of(table: Table, lists: Lists, name: str = "hits") -> Array:
-    """Reads the ids [n, k] of the hits, numbers or text, in the order of the scores."""
+def hits_of(table: Table, n: int, k: int, name: str = "hits") -> Array:
+    """Reads the ids [n, k] of the hits of lists, numbers or text."""
     values = read(table, name).values
-    if values.shape != lists.scores.shape:
-        raise ValueError(f"{name} must be {list(lists.scores.shape)} as the scores are, got shape {values.shape}")
-    values = values.astype(np.int64) if values.dtype.kind in "iu" else values.astype(object)
-    return values if lists.order is None else np.take_along_axis(values, lists.order, axis=1)
+    if values.shape != (n, k):
+        raise ValueError(f"{name} must be [{n}, {k}] as the scores are, got shape {values.shape}")
+    return values.astype(np.int64) if values.dtype.kind in "iu" else values.astype(object)
 
 
 def rows_of(table: Table, n: int, name: str = "rows") -> NDArray[np.int64]:

@@ -72,15 +72,12 @@ def reference_of(
     relevant: Bools | None,
     *,
     share: float,
-    row: NDArray[np.int64] | None = None,
-    hits: NDArray[Any] | None = None,
 ) -> Reference:
     """Keeps what is needed of judged lists [n, k]; the rule's probabilities are computed for the `share`."""
     variants = [model.heads(twin) for twin in possible_twins(scores, first, relevant)]
     boldest = np.stack([model.p_answer_of(heads, features, share) for heads in variants]).argmax(0)
     twins = np.stack(variants)[boldest, np.arange(len(scores))]
-    rows = np.arange(len(scores)) if row is None else row
-    return Reference(model.heads(scores), twins, features, first, rows, hits)
+    return Reference(model.heads(scores), twins, features, first, np.arange(len(scores)))
 
 
 def _rounded(values: Floats) -> list[list[float]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +148,17 @@ class Rule:
         if unknown:
             raise ValueError(f"groups has {unknown[0]!r}, but there are only {', '.join(self.certificates)}")
         return np.array([self.certificates[name].threshold for name in names.tolist()])
+
+    def with_hits(self, hits: Table, rows: Table | None = None) -> Rule:
+        """The rule with the ids of the hits [n, k] of the queries that it was certified on, so that `gf.watch` can
+        compare the items that come up. `rows` [n] are the numbers of these queries in a larger file of judged ones, to
+        which `judged_embeddings` belong."""
+        if self.reference is None:
+            raise ValueError("this rule does not hold the queries it was certified on: certify it again")
+        n = len(self.reference)
+        named = inputs.hits_of(hits, n, self.model.k)
+        row = self.reference.row if rows is None else inputs.rows_of(rows, n)
+        return replace(self, reference=replace(self.reference, hits=named, row=row))
 
     def save(self, path: str | Path) -> None:
         """Writes the rule as a JSON file, whole or not at all."""

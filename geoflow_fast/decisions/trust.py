@@ -140,8 +140,6 @@ class Trust:
         groups: Table | None = None,
         encoder: str | None = None,
         gallery_size: int | None = None,
-        hits: Table | None = None,
-        rows: Table | None = None,
     ) -> Rule:
         """A rule whose answers are wrong in at most a share `max_error`, with the stated `confidence`.
 
@@ -159,9 +157,8 @@ class Trust:
         `groups` [n] gives each group of queries its own threshold, each at the stated confidence taken alone. A given
         `no_match_share` then has to hold within each group, not only in all traffic; shares that are to be estimated
         need a call for each group, with the live lists of that group. `encoder` and `gallery_size` are kept with the
-        rule, which then refuses other ones. The rule keeps the lists, too, and the ids of the `hits` [n, k] if given,
-        so that `gf.watch` can tell when live queries are no longer like these; `rows` [n] are the numbers of the
-        queries in a larger file of judged ones. The tests are exact binomial ones, for
+        rule, which then refuses other ones. The rule keeps the lists, too, so that `gf.watch` can tell when live
+        queries are no longer like these; `rule.with_hits` adds what they found. The tests are exact binomial ones, for
         precision the bounds of Hoeffding and Bentkus, in a fixed order of thresholds.
         """
         for name, value in (("max_error", max_error), ("confidence", confidence)):
@@ -205,16 +202,7 @@ class Trust:
             None if encoder is None else checks.words(encoder, "encoder"),
             None if gallery_size is None else checks.integer(gallery_size, "gallery_size", 1),
             bool(self.presorted),
-            reference_of(
-                model,
-                results.scores,
-                numbers,
-                known.first,
-                known.relevant,
-                share=certifier.score_share,
-                row=None if rows is None else inputs.rows_of(rows, n),
-                hits=None if hits is None else inputs.hits_of(hits, results),
-            ),
+            reference_of(model, results.scores, numbers, known.first, known.relevant, share=certifier.score_share),
         )
 
     def save(self, path: str | Path) -> None:

@@ -114,8 +114,6 @@ class Health:
     alarm: Look | None
     """The first look that found a difference beyond chance, in this call."""
     false_alarms: float
-    changed: str | None
-    """Why the rule does not apply at all, for instance because of another encoder."""
     p_right: Floats
     """[w], the probability that the first hit is right, for the queries of the last look."""
     odds: Floats
@@ -131,13 +129,11 @@ class Health:
     @property
     def holds(self) -> bool:
         """Whether nothing speaks against the guarantee."""
-        return self.alarm is None and self.changed is None
+        return self.alarm is None
 
     @property
     def verdict(self) -> str:
         """In a sentence or two."""
-        if self.changed is not None:
-            return f"The guarantee no longer holds because {self.changed}."
         if self.alarm is None:
             return (
                 f"The guarantee holds as far as can be told without labels: {self.last.end:,} queries do not differ "
@@ -148,8 +144,8 @@ class Health:
 
 def because(rule: Rule, look: Look, false_alarms: float) -> str:
     """Why a look is an alarm, and what is expected of the answers now."""
-    found = [each for each in look.drifts if each.corrected <= false_alarms]
-    parts = ", ".join(f"{each.view} (AUROC {each.auroc:.2f}, p {each.corrected:.1g})" for each in found)
+    noticed = [each for each in look.drifts if each.corrected <= false_alarms]
+    parts = ", ".join(f"{each.view} (AUROC {each.auroc:.2f}, p {each.corrected:.1g})" for each in noticed)
     words = f"queries {look.start:,} to {look.end:,} differ from the judged ones in {parts}"
     if look.no_match_share - 2 * look.no_match_stderr > rule.no_match_share:
         words += (
@@ -192,15 +188,11 @@ def watch(
     hits: Table | None = None,
     embeddings: Table | None = None,
     judged_embeddings: Table | None = None,
-    encoder: str | None = None,
-    gallery_size: int | None = None,
     window: int = WINDOW,
     every: int = EVERY,
     false_alarms: float = FALSE_ALARMS,
     looks_before: int = 0,
-    alarmed: bool = False,
     classifier: Any | None = None,
-    seed: int = 0,
 ) -> Health:
     """Looks at a log of queries, whose result lists `scores` [n, k] stand in the order in which they came, after every
     `every` queries, and compares the last `window` with those that the rule was certified on.
@@ -212,10 +204,9 @@ def watch(
     for all views and all looks, however long the log grows, such that a log without any change raises an alarm with a
     probability of at most `false_alarms`.
 
-    `looks_before`: how many looks an earlier call has done; this one begins after them. `alarmed`: whether one of them
-    was an alarm; looks after an alarm only show how the difference goes on. `classifier`: an estimator of scikit-learn
-    with `predict_proba` in place of the linear one, for scores and embeddings; it is fitted some thousand times where
-    there is a change.
+    `looks_before`: how many looks an earlier call has done; this one begins after them. `classifier`: an estimator of
+    scikit-learn with `predict_proba` in place of the linear one, for scores and embeddings; it is fitted some thousand
+    times where there is a change.
     """
     if not isinstance(rule, Rule):
         raise TypeError(f"rule must be a Rule, got {type(rule).__name__}")
@@ -226,9 +217,6 @@ def watch(
     checks.integer(every, "every", 1)
     checks.integer(window, "window", every)
     checks.integer(looks_before, "looks_before", 0)
-    checks.integer(seed, "seed")
-    if not isinstance(alarmed, bool):
-        raise TypeError(f"alarmed must be true or false, got {alarmed!r}")
     if classifier is not None and not hasattr(classifier, "predict_proba"):
         raise TypeError(f"classifier must have predict_proba, got {type(classifier).__name__}")
     lists = inputs.result_lists(scores, "scores", k=rule.model.k, presorted=rule.presorted)
@@ -238,10 +226,10 @@ def watch(
         rule.model.heads(lists.scores),
         inputs.features_of(features, n, rule.model.features),
         rule.thresholds(groups, n),
-        None if hits is None else inputs.hits_of(hits, lists),
+        None if hits is None else inputs.hits_of(hits, n, rule.model.k),
         live_rows,
     )
-    watcher = Watcher(rule, reference, judged, false_alarms, classifier, seed)
+    watcher = Watcher(rule, reference, judged, false_alarms, classifier)
     numbers = range(looks_before + 1, n // every + 1)
     if not numbers:
         raise ValueError(
@@ -250,11 +238,10 @@ def watch(
     looks, alarm = [], None
     for number in numbers:
         end = number * every
-        known = alarmed or alarm is not None
-        looks.append(watcher.look(number, log, max(0, end - window), end, alarmed=known))
-        if not known and looks[-1].p_value <= false_alarms:
+        looks.append(watcher.look(number, log, max(0, end - window), end, alarmed=alarm is not None))
+        if alarm is None and looks[-1].p_value <= false_alarms:
             alarm = looks[-1]
-    return watcher.health(looks, alarm, log, changed_search(rule, encoder, gallery_size))
+    return watcher.health(looks, alarm, log)
 
 
 def changed_search(rule: Rule, encoder: str | None, gallery_size: int | None) -> str | None:
@@ -302,8 +289,8 @@ class Watcher:
         reference: Reference,
         embeddings: Floats | None,
         false_alarms: float,
-        classifier: Any | None,
-        seed: int,
+        classifier: Any | None = None,
+        seed: int = 0,
     ) -> None:
         self.rule, self.reference, self.embeddings = rule, reference, embeddings
         self.false_alarms, self.classifier, self.seed = false_alarms, classifier, seed
@@ -332,7 +319,7 @@ class Watcher:
             self._overlap(part, share, share_error, rng),
         )
 
-    def health(self, looks: Sequence[Look], alarm: Look | None, log: Log, changed: str | None) -> Health:
+    def health(self, looks: Sequence[Look], alarm: Look | None, log: Log) -> Health:
         """The state after these looks, with the queries of the last one that are most worth judging: such as are
         frequent in the log and rare among the judged ones, and of which it is not known whether they are right."""
         last = looks[-1]
@@ -342,7 +329,7 @@ class Watcher:
         order = np.argsort(-odds * np.sqrt(p * (1 - p)), kind="stable")
         _, first = np.unique(part.heads[order], axis=0, return_index=True)  # the same query is judged once
         to_label = last.start + order[np.sort(first)][:TO_LABEL]
-        return Health(self.rule, tuple(looks), alarm, self.false_alarms, changed, p, odds, to_label)
+        return Health(self.rule, tuple(looks), alarm, self.false_alarms, p, odds, to_label)
 
     def _p_answer(self, heads: Floats, features: Floats) -> Floats:
         return self.rule.model.p_answer_of(heads, features, self.rule.score_share)

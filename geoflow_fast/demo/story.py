@@ -100,10 +100,10 @@ def tell(world: ClipWorld, head: PosteriorHead, pairs: EmbeddingPairs, seed: int
     order = torch.randperm(len(there.text), generator=generator, device="cpu")[: FITTED + CERTIFIED + QUIET + CHANGED]
     gone = torch.zeros(len(order), dtype=torch.bool, device="cpu")
     gone[-CHANGED:] = torch.rand(CHANGED, generator=generator, dtype=torch.float64, device="cpu") < MISSING
-    place = torch.arange(len(order), device="cpu") - (len(order) - CHANGED)
-    asked = torch.where(gone.unsqueeze(1), missing.text[place.clamp(min=0)], there.text[order])
+    number = torch.arange(len(order), device="cpu") - (len(order) - CHANGED)
+    asked = torch.where(gone.unsqueeze(1), missing.text[number.clamp(min=0)], there.text[order])
     words = [
-        _caption(world, missing, int(place[row])) if gone[row] else _caption(world, there, int(order[row]))
+        _caption(world, missing, int(number[row])) if gone[row] else _caption(world, there, int(order[row]))
         for row in range(len(order))
     ]
     item = there.text_image_index[order].masked_fill(gone, -1)
@@ -121,23 +121,23 @@ def _live(
 ) -> Story:
     folder = out / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    found = ladder(asked)
+    reranked = ladder(asked)
     judged = FITTED + CERTIFIED
-    right = (found.index == item[:, None]).numpy()
-    scores = np.log(np.maximum(found.prob.double().numpy(), SMALLEST))
+    right = (reranked.index == item[:, None]).numpy()
+    scores = np.log(np.maximum(reranked.prob.double().numpy(), SMALLEST))
     trust = Trust().fit(scores[:FITTED], right[:FITTED])
-    hits = found.index.numpy()
-    rule = trust.certify(scores[FITTED:judged], right[FITTED:judged], MAX_ERROR, hits=hits[FITTED:judged])
+    hits = reranked.index.numpy()
+    rule = trust.certify(scores[FITTED:judged], right[FITTED:judged], MAX_ERROR).with_hits(hits[FITTED:judged])
     rule.save(folder / "rule.json")
     log = {
         "query": np.array([f"live-{row}" for row in range(len(asked) - judged)], dtype=object),
         "index": hits[judged:],
-        "prob": found.prob[judged:].numpy(),
-        "p_outside": found.p_outside[judged:].numpy(),
-        "entropy": found.entropy[judged:].numpy(),
+        "prob": reranked.prob[judged:].numpy(),
+        "p_outside": reranked.p_outside[judged:].numpy(),
+        "entropy": reranked.entropy[judged:].numpy(),
         **{
             f"{EVIDENCE}{name}": part[judged:, :EXPLAINED].numpy()
-            for name, part in zip(ladder.evidence_names, found.evidence.unbind(2))
+            for name, part in zip(ladder.evidence_names, reranked.evidence.unbind(2))
         },
     }
     parquet.write_columns(folder / "log.parquet", log, len(asked) - judged)
@@ -169,7 +169,7 @@ def _write_page(
 ) -> None:
     (folder / "queries.txt").write_text("\n".join(words), "utf-8")
     (folder / "gallery.txt").write_text("\n".join(_name(world, int(scene)) for scene in there.scene), "utf-8")
-    run = sources.Run.open(folder / "log.parquet", folder / "rule.json")
+    run = sources.RunFiles.open(folder / "log.parquet", folder / "rule.json")
     queries = sources.Described(words)
     gallery = sources.described([folder / "gallery.txt"], "image")
     page = sources.explored(run, queries, gallery, labels=right, title="A search of the CLIP-like world, live")
@@ -180,7 +180,7 @@ def _write_page(
         f"have a colour, concepts a pattern. From query {QUIET} on, {MISSING:.0%} of the captions ask for images that "
         "are not there."
     )
-    state = sources.Run.open(folder).verdict
+    state = sources.RunFiles.open(folder).verdict
     write_page(Explored(**{**vars(page), "items": items, "lead": lead, "ladder": rungs, "verdict": state}), path)
 
 

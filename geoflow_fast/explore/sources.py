@@ -91,7 +91,7 @@ def _words(path: Path) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunFiles:
     """The files that the commands wrote into a folder, or a single one."""
 
     lists: ResultLists
@@ -102,7 +102,7 @@ class Run:
     verdict: tuple[str, bool] | None = None
 
     @classmethod
-    def open(cls, path: Path, rule: Path | None = None) -> Run:
+    def open(cls, path: Path, rule: Path | None = None) -> RunFiles:
         """Reads a Parquet file of lists, or a folder with such a file and whatever else is there."""
         files = [path] if path.is_file() else sorted(path.glob("*.parquet"))
         if not path.exists():
@@ -116,8 +116,8 @@ class Run:
                 f"{path} has no lists: no Parquet file with the columns index and prob, or index and scores"
             )
         if len(ranked or plain) > 1:
-            found = ", ".join(file.name for file in ranked or plain)
-            raise ValueError(f"{path} has several files of lists ({found}): name one of them instead of the folder")
+            several = ", ".join(file.name for file in ranked or plain)
+            raise ValueError(f"{path} has several files of lists ({several}): name one of them instead of the folder")
         folder = path if path.is_dir() else path.parent
         density = next((file for file, columns in names.items() if {"pair", "pmi"} <= columns), None)
         return cls(
@@ -143,7 +143,7 @@ def _verdict(folder: Path) -> tuple[str, bool] | None:
 
 
 def explored(
-    run: Run,
+    run: RunFiles,
     queries: Described,
     gallery: Described,
     *,
@@ -190,7 +190,7 @@ def explored(
     return _with_marks(page, run, queries, gallery, rows, np.array(row), first)
 
 
-def _probabilities(run: Run) -> tuple[Array, Array]:
+def _probabilities(run: RunFiles) -> tuple[Array, Array]:
     """The probabilities [n, k] of the hits, and of "the first hit is right" [n]: those of the rule if there is one."""
     lists, rule = run.lists, run.rule
     if rule is not None:
@@ -208,9 +208,9 @@ def _probabilities(run: Run) -> tuple[Array, Array]:
     return prob, prob[:, 0]
 
 
-def _row_of(query: Any, place: int) -> int:
-    """The row of a query in the files of captions and embeddings: its number, or its place in the file of lists."""
-    return int(query) if isinstance(query, (int, np.integer)) else place
+def _row_of(query: Any, position: int) -> int:
+    """The row of a query in the files of captions and embeddings: its number, or its position in the file of lists."""
+    return int(query) if isinstance(query, (int, np.integer)) else position
 
 
 def _numbered(hits: Array) -> tuple[Array, list[int], list[str]]:
@@ -261,14 +261,14 @@ def _certified(rule: Rule | None) -> Certified | None:
     return Certified(own.threshold, rule.max_error, rule.confidence, own.answered, rule.no_match_share)
 
 
-def changed_queries(run: Run, health: Health, queries: Described, gallery: Described) -> Explored:
+def changed_queries(run: RunFiles, health: Health, queries: Described, gallery: Described) -> Explored:
     """A page of the queries of the last look at a log, those first that look least like the judged ones."""
     last = health.last
     order = np.argsort(-health.odds, kind="stable")
-    place = np.empty(len(order), np.int64)
-    place[order] = np.arange(len(order))
+    position = np.empty(len(order), np.int64)
+    position[order] = np.arange(len(order))
     why = "much more frequent in the log than among the judged queries, and not yet sure: judge these first"
-    marks = [Marked("worth judging", why, place[health.to_label - last.start].tolist())]
+    marks = [Marked("worth judging", why, position[health.to_label - last.start].tolist())]
     page = explored(run, queries, gallery, title="What has changed", only=last.start + order, first=marks)
     facts = {**page.facts, "times as frequent as among judged queries": health.odds[order]}
     return Explored(**{**vars(page), "facts": facts, "verdict": (health.verdict, health.holds)})
@@ -279,7 +279,7 @@ def changed_queries(run: Run, health: Health, queries: Described, gallery: Descr
 
 def _with_marks(
     page: Explored,
-    run: Run,
+    run: RunFiles,
     queries: Described,
     gallery: Described,
     items: list[int],

@@ -53,7 +53,7 @@ def is_resolved(values: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Segment:
+class RowRange:
     """Rows of a stream whose shifts and scales are `weights` [rows, points] times those at some of the points; without
     weights there is one point, which serves all rows."""
 
@@ -78,10 +78,10 @@ class TimePoints:
         for given in CONDITIONAL:
             directions = (*shared, given.reverse)
             codes = torch.tensor([given.code, *(x.code for x in directions for _ in range(POINTS))], device="cpu")
-            segments = [Segment(ranges[given], slice(0, 1))]
+            segments = [RowRange(ranges[given], slice(0, 1))]
             for number, direction in enumerate(directions):
                 rows = ranges[direction]
-                segments.append(Segment(rows, slice(1 + POINTS * number, 1 + POINTS * (number + 1)), weights[rows]))
+                segments.append(RowRange(rows, slice(1 + POINTS * number, 1 + POINTS * (number + 1)), weights[rows]))
             codes_of.append(codes)
             self.segments.append([part for part in segments if part.rows.start < part.rows.stop])
         self.codes = codes_of[0], codes_of[1]

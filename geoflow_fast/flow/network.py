@@ -191,7 +191,7 @@ class Block(nn.Module):
             gate, value = CrossProducts.apply(*in_product_dtype(x, self.cross_weight))  # type: ignore[no-untyped-call]
             return wide(gate), wide(value)
         heads, width = self.cross_weight.shape[1:3]
-        by_head = x.view(*x.shape[:2], heads, width).transpose(1, 2)
+        by_head = x.view(*x.shape[:2], heads, width).transpose(1, 2).to(self.cross_weight.dtype)
         gate, value = torch.matmul(by_head, self.cross_weight).chunk(2, dim=-1)  # each [2, heads, B, width]
         gate, value = (y.transpose(1, 2).reshape(-1, heads * width) for y in (gate, value.flip(0)))
         return gate, value

@@ -214,9 +214,9 @@ def rerank_file(
     kinds = [f"{EVIDENCE}{name}" for name in reranker.evidence_names]
 
     def answer(block: Tensor, advance: Advance) -> SimpleNamespace:
-        found = reranker.rerank(block, advance=advance)
-        told = found.evidence[:, :EXPLAINED].unbind(2)
-        return SimpleNamespace(**{name: getattr(found, name) for name in names}, **dict(zip(kinds, told)))
+        reranked = reranker.rerank(block, advance=advance)
+        told = reranked.evidence[:, :EXPLAINED].unbind(2)
+        return SimpleNamespace(**{name: getattr(reranked, name) for name in names}, **dict(zip(kinds, told)))
 
     answer_queries(
         reranker,

@@ -39,7 +39,6 @@ class WatchSettings:
     window: int = WINDOW
     every: int = EVERY
     false_alarms: float = FALSE_ALARMS
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Watched:
 
     lists: ResultLists
     health: Health | None
-    """What this call has found; None if no look was due."""
+    """What this call has noticed; None if no look was due."""
     table: dict[str, Array]
     """All looks so far, a row each."""
     waiting: int
@@ -98,14 +97,10 @@ def watch_file(rule: Path, log: Path, out: Path, settings: WatchSettings, *, ove
         hits=lists.hits,
         embeddings=_rows(settings.embeddings, "embeddings"),
         judged_embeddings=_rows(settings.judged_embeddings, "judged_embeddings"),
-        encoder=settings.encoder,
-        gallery_size=settings.gallery_size,
         window=settings.window,
         every=settings.every,
         false_alarms=settings.false_alarms,
         looks_before=before,
-        alarmed=bool(since),
-        seed=settings.seed,
     )
     rows = [_row(look, health, since, made_by, lists) for look in health.looks]
     columns: dict[str, Array] = {name: np.array([row[name] for row in rows], _kind(rows[0][name])) for name in rows[0]}
@@ -128,7 +123,7 @@ def state_file(out: Path) -> Path:
 def _made_by(rule: Path, settings: WatchSettings) -> str:
     """What looks depend on besides the log: with anything else they would not be looks of one series."""
     compared = {name: getattr(settings, name) is not None for name in ("embeddings", "judged_embeddings")}
-    numbers = {name: getattr(settings, name) for name in ("window", "every", "false_alarms", "seed")}
+    numbers = {name: getattr(settings, name) for name in ("window", "every", "false_alarms")}
     file = np.frombuffer(rule.read_bytes(), np.uint8)
     return hashing.fingerprint({"format": FORMAT, "rule": hashing.digest([file]), **compared, **numbers})
 
@@ -161,18 +156,18 @@ def _rows(path: Path | None, name: str) -> Array | None:
 def _row(look: Look, health: Health, since: str, made_by: str, lists: ResultLists) -> dict[str, Any]:
     """One look as a row of the table."""
     alarmed = health.alarm is not None and health.alarm.number <= look.number
-    verdict = since or (health.verdict if alarmed or health.changed else _verdict_of(look, health))
+    verdict = since or (health.verdict if alarmed else _verdict_of(look, health))
     certificate = look.overlap.certificate
-    found = {each.view: each for each in look.drifts}
+    drifts = {each.view: each for each in look.drifts}
     return {
         "look": look.number,
         "start": look.start,
         "end": look.end,
-        HOLDS: not (since or alarmed or health.changed),
+        HOLDS: not (since or alarmed),
         VERDICT: verdict,
         ALARM: since or (health.verdict if alarmed else ""),
         "p_value": look.p_value,
-        **{f"{view}_{name}".replace(" ", "_"): x for view in PARTS for name, x in _drift(found.get(view)).items()},
+        **{f"{view}_{name}".replace(" ", "_"): x for view in PARTS for name, x in _drift(drifts.get(view)).items()},
         "expected": look.expected,
         "stderr": look.stderr,
         "answered": look.answered,
@@ -192,16 +187,16 @@ def _row(look: Look, health: Health, since: str, made_by: str, lists: ResultList
 
 def _verdict_of(look: Look, health: Health) -> str:
     """The verdict after an earlier look of this call."""
-    return Health(health.rule, (look,), None, health.false_alarms, None, *_nothing()).verdict
+    return Health(health.rule, (look,), None, health.false_alarms, *_nothing()).verdict
 
 
 def _nothing() -> tuple[Array, Array, Array]:
     return np.empty(0), np.empty(0), np.empty(0, np.int64)
 
 
-def _drift(found: Drift | None) -> dict[str, float]:
+def _drift(drifts: Drift | None) -> dict[str, float]:
     names = ("auroc", "p_value", "corrected")
-    return {name: math.nan if found is None else getattr(found, name) for name in names}
+    return {name: math.nan if drifts is None else getattr(drifts, name) for name in names}
 
 
 def _kind(value: Any) -> type:

@@ -26,10 +26,9 @@ def needs(purpose: str, package: str, extra: str) -> str:
 def installed_from() -> str:
     """What pip installs this package from: the checkout or the wheel that it came from, if that is still there, and
     otherwise its name."""
-    try:
-        record = importlib.metadata.distribution(PACKAGE).read_text("direct_url.json")
-    except importlib.metadata.PackageNotFoundError:
-        return PACKAGE
+    # A build in a checkout leaves a second record of the package there, which does not tell.
+    records = (known.read_text("direct_url.json") for known in importlib.metadata.distributions(name=PACKAGE))
+    record = next(filter(None, records), None)
     parts = urlsplit(json.loads(record)["url"] if record else "")
     local = Path(unquote(parts.path))
     return str(local) if parts.scheme == "file" and local.exists() else PACKAGE

@@ -85,7 +85,7 @@ def browser(profile: Path) -> Iterator[Session]:
     with subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, text=True) as driver:
         try:
             assert driver.stdout is not None
-            port = next(found[1] for line in driver.stdout if (found := re.search(r"successfully on port (\d+)", line)))
+            port = next(match[1] for line in driver.stdout if (match := re.search(r"successfully on port (\d+)", line)))
             address = f"http://127.0.0.1:{port}"
             options = {"binary": BROWSER, "args": [*QUIET, f"--user-data-dir={profile}"]}
             wanted = {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options}}}

@@ -72,8 +72,8 @@ def test_extras_that_messages_name_exist():
 def test_the_command_installs_from_where_the_package_came_from(record, expected, tmp_path, monkeypatch):
     (tmp_path / "a wheel.whl").touch()
     text = None if record is None else json.dumps(record).replace("{folder}", str(tmp_path))
-    installed = types.SimpleNamespace(read_text=lambda _: text)
-    monkeypatch.setattr(extras.importlib.metadata, "distribution", lambda _: installed)
+    known = [types.SimpleNamespace(read_text=lambda _, own=own: own) for own in (None, text)]  # one is a build's
+    monkeypatch.setattr(extras.importlib.metadata, "distributions", lambda name: known)  # noqa: ARG005
     assert extras.installed_from.__wrapped__() == expected.replace("{folder}", str(tmp_path))
 
 

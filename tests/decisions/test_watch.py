@@ -27,7 +27,7 @@ def rule():
     fitted, tested = search(400, K, seed=1), search(800, K, seed=2)
     trust = gf.Trust().fit(fitted.scores, fitted.relevant)
     hits = np.random.default_rng(0).integers(300, size=tested.scores.shape)
-    return trust.certify(tested.scores, tested.relevant, 0.2, hits=hits, encoder="small")
+    return trust.certify(tested.scores, tested.relevant, 0.2, encoder="small").with_hits(hits)
 
 
 def hits_of(n, low=0, high=300, seed=1):
@@ -120,10 +120,14 @@ def test_a_reweighted_threshold_keeps_its_promise():
     assert 1 - right[answered].mean() <= 0.2 + 3 * math.sqrt(0.2 * 0.8 / answered.sum())
 
 
-def test_another_encoder_ends_the_guarantee(rule):
-    health = gf.watch(rule, search(100, K, seed=3).scores, encoder="large")
-    assert not health.holds
-    assert "the encoder is large and not small" in health.verdict
+def test_another_encoder_ends_the_guarantee(rule, tmp_path):
+    rule.save(tmp_path / "rule.json")
+    parquet.write_columns(tmp_path / "log.parquet", {"scores": search(10, K, seed=3).scores}, 10)
+    files = (tmp_path / "rule.json", tmp_path / "log.parquet", tmp_path / "health.parquet")
+    watched = watch_file(*files, WatchSettings(encoder="large"))
+    assert not watched.holds
+    assert "the encoder is large and not small" in watched.verdict
+    assert watch_file(*files, WatchSettings(encoder="small")).holds
 
 
 def test_p_values_are_uniform_or_larger():
@@ -134,10 +138,10 @@ def test_p_values_are_uniform_or_larger():
         columns = rng.normal(size=(120, 3))
         folds = drift.folds_of(120, rng)
         live = np.arange(120) >= 70
-        found = drift.drift_between(
+        drifted = drift.drift_between(
             "x", drift.linear_classifier(columns, folds), live, folds, part=0.5, false_alarms=0.05, rng=rng
         )
-        values.append(found.p_value)
+        values.append(drifted.p_value)
     for level in (0.05, 0.2, 0.5):
         assert stats.binom.sf(np.sum(np.array(values) <= level) - 1, 300, level) > 1e-3
 
@@ -151,8 +155,8 @@ def test_many_ties_raise_no_alarm():
         drift.item_classifier(np.zeros((600, 3), np.int64), folds),
         drift.GivenScore(np.ones(600)),
     ):
-        found = drift.drift_between("x", classify, live, folds, part=0.05, false_alarms=0.05, rng=rng)
-        assert found.p_value > 0.01
+        drifted = drift.drift_between("x", classify, live, folds, part=0.05, false_alarms=0.05, rng=rng)
+        assert drifted.p_value > 0.01
 
 
 def test_the_parts_of_all_looks_sum_to_one():

@@ -30,7 +30,7 @@ def desk(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     hits = np.stack([rng.permutation(40)[:K] for _ in range(800)])
     trust = gf.Trust().fit(judged.scores[:300], judged.relevant[:300])
-    trust.certify(judged.scores[300:], judged.relevant[300:], 0.3, hits=hits[300:600]).save("rule.json")
+    trust.certify(judged.scores[300:], judged.relevant[300:], 0.3).with_hits(hits[300:600]).save("rule.json")
     ids = np.array([f"q{row}" for row in range(200)], dtype=object)
     parquet.write_columns(tmp_path / "log.parquet", {"query": ids, "index": hits[600:], "scores": live.scores}, 200)
     parquet.write_columns(tmp_path / "labels.parquet", {"labels": live.relevant}, 200)
@@ -81,5 +81,5 @@ def test_watch_shows_the_queries_that_changed(desk):
     assert not page["holds"]
     worth = next(each for each in page["marked"] if each["name"] == "worth judging")
     label = parquet.read_columns(desk / "health.label.parquet")
-    assert [page["ids"][place] for place in worth["rows"]] == label["query"].tolist()
+    assert [page["ids"][position] for position in worth["rows"]] == label["query"].tolist()
     assert "no longer holds" in (desk / "changed.html").read_text()

@@ -175,7 +175,7 @@ def run_folder(tmp_path):
 
 def test_a_run_is_put_together(run_folder):
     folder, relevant = run_folder
-    run = sources.Run.open(folder)
+    run = sources.RunFiles.open(folder)
     rows = np.random.default_rng(0).normal(size=(60, 8)).astype(np.float32)
     rows[1] = rows[0]
     rows /= np.linalg.norm(rows, axis=1, keepdims=True)
@@ -211,14 +211,14 @@ def test_what_is_missing_is_said(run_folder, tmp_path):
     folder, _ = run_folder
     (folder / "empty").mkdir()
     with pytest.raises(ValueError, match="has no lists"):
-        sources.Run.open(folder / "empty")
+        sources.RunFiles.open(folder / "empty")
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        sources.Run.open(folder / "nowhere")
+        sources.RunFiles.open(folder / "nowhere")
     with pytest.raises(FileNotFoundError, match=r"captions\.txt"):
         sources.described([tmp_path / "captions.txt"], "text")
     parquet.write_columns(folder / "again.parquet", parquet_columns(folder), 300)
     with pytest.raises(ValueError, match="several files of lists"):
-        sources.Run.open(folder)
+        sources.RunFiles.open(folder)
 
 
 def parquet_columns(folder):

@@ -22,6 +22,7 @@ from geoflow_fast.jobs.job import Job
 from geoflow_fast.jobs.rerank import open_reranker, rerank_file, settle_calibration
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.runtime.parquet import read_columns
+from tests.legacy.recorded import as_recorded
 
 FILES = Path(__file__).parent / "files"
 EXPECTED = json.loads((FILES / "expected.json").read_text())["columns"]
@@ -75,12 +76,13 @@ def computed(monkeypatch) -> list[int]:
 
 def check_columns(out: Path, name: str) -> None:
     columns, expected = read_columns(out), EXPECTED[name]
-    assert list(columns) == list(expected)
+    assert [name for name in columns if not name.startswith("evidence_")] == list(expected)  # those are new
     for name, column in expected.items():
         values = np.stack(columns[name]) if columns[name].dtype == object else columns[name]
         np.testing.assert_allclose(values, column, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
+@as_recorded
 def test_half_finished_shortlists_of_the_previous_release_are_refused(folder, computed):
     """Copies of an item now count as one, so that blocks of both releases would not fit together. This gallery has no
     copies, so the results agree."""

@@ -14,6 +14,7 @@ import torch
 import geoflow_fast as gf
 from geoflow_fast.data.embeddings import open_rows
 from geoflow_fast.retrieval import marginals
+from tests.legacy.recorded import as_recorded
 
 FILES = Path(__file__).parent / "files"
 COLUMNS = json.loads((FILES / "expected.json").read_text())["columns"]
@@ -78,6 +79,7 @@ def test_stored_marginals_are_used(flow, queries, gallery, monkeypatch):
     assert scorer.marginal_settings == job["marginals"]
 
 
+@as_recorded
 def test_calibration_is_loaded(flow, queries, gallery):
     reranker = gf.BayesReranker(flow, gallery, direction="t2i", shortlist=12, n_steps=2)
     calibration = reranker.load_calibration(FILES / "model")

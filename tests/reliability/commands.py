@@ -119,7 +119,6 @@ COMMANDS: dict[str, Command] = {
             "false-alarms": "0.01",
             "page": "changed.html",
             "captions": "captions.txt",
-            "seed": "0",
         },
         keeps=True,
     ),

@@ -252,6 +252,7 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
     },
     "evaluation.Report.risk": {"chart": lambda: charts.risk_coverage({"error": ([0.5, 1.0], [0.1, 0.2])})},
     "evaluation.Report.intervals": {"chart": lambda: charts.whiskers([("margin", 0.8, 0.7, 0.9)])},
+    "Rule.with_hits": {"hits": lambda: torch.arange(60).view(12, 5), "rows": lambda: torch.arange(12)},
     "Trust.save": {"path": fresh_path},
     "Trust.load": {"path": lambda: saved(some_trust())},
     "Rule.load": {"path": lambda: saved(some_rule())},

@@ -16,6 +16,7 @@ from benchmarks.bench_rerank import RerankStudy
 from geoflow_fast import noise
 from geoflow_fast.demo.flows import concept_pairs, learn
 from geoflow_fast.directions import Direction
+from geoflow_fast.flow.forward_mode import ForwardMode
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.retrieval import rerank
 from geoflow_fast.retrieval.calibration import LEAST_QUERIES, UNCALIBRATED
@@ -159,16 +160,15 @@ def test_an_item_of_several_shortlists_is_encoded_once(direction, monkeypatch):
             parameter.add_(0.2 * torch.randn_like(parameter))
     asks = noise.sample_uniform(9, DIM)
     reranker = make(wide, noise.sample_uniform(20, DIM), direction)
-    encoder, encoded = wide.encoders[Direction(direction).generated[0]], []
-    plain = encoder.forward
+    encoded, plain = [], ForwardMode.encode
 
-    def counting(x: Tensor) -> Tensor:
-        encoded.append(len(x))
-        return plain(x)
+    def counting(network: ForwardMode, given: Tensor, stream: int) -> Tensor:
+        encoded.append((len(given), stream))
+        return plain(network, given, stream)
 
-    monkeypatch.setattr(encoder, "forward", counting)
+    monkeypatch.setattr(ForwardMode, "encode", counting)
     result = reranker(asks)
-    assert encoded == [len(result.index.unique())]
+    assert encoded == [(len(result.index.unique()), Direction(direction).generated[0])]
     monkeypatch.setattr("geoflow_fast.retrieval.rerank.density_estimates", without_numbers)
     torch.testing.assert_close(reranker(asks).prob, result.prob, atol=1e-5, rtol=1e-4)
 
@@ -526,8 +526,8 @@ def test_evidence_explains_the_probabilities():
     image, text, _ = gf.worlds.ConceptWorld().sample(900, generator=torch.Generator().manual_seed(0))
     search = gf.BayesReranker(None, image[:200], direction="t2i", shortlist=20, bank=text[200:500])
     search.calibrate(gf.EmbeddingPairs.from_arrays(image[500:], text[500:]), progress=False)
-    found = search(text[:50])
-    assert found.evidence.shape == (50, 20, len(search.evidence_names))
-    logit = found.evidence.double().sum(2)
-    expected = found.prob.double().log()
+    answers = search(text[:50])
+    assert answers.evidence.shape == (50, 20, len(search.evidence_names))
+    logit = answers.evidence.double().sum(2)
+    expected = answers.prob.double().log()
     torch.testing.assert_close(logit - logit[:, :1], expected - expected[:, :1], atol=1e-4, rtol=1e-4)
