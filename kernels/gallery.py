@@ -67,12 +67,15 @@ class GalleryConfig:
 CONFIGS = {
     "few": GalleryConfig(most=4, queries=2, chunk=32, items=128, depth=32, warps=8, stages=4),
     "some": GalleryConfig(most=16, queries=8, chunk=16, items=128, depth=32, warps=8, stages=4),
-    "slim": GalleryConfig(most=math.inf, queries=16, chunk=8, items=128, depth=64, warps=8, stages=3),
+    "slim": GalleryConfig(most=math.inf, queries=16, chunk=8, items=128, depth=32, warps=8, stages=4),
     "wide": GalleryConfig(most=math.inf, queries=16, chunk=16, items=128, depth=64, warps=8, stages=3, hopper=True),
     "exact-few": GalleryConfig(most=4, queries=2, chunk=32, items=128, depth=16, warps=8, stages=3, exact=True),
-    "exact": GalleryConfig(most=math.inf, queries=16, chunk=4, items=64, depth=16, warps=4, stages=3, exact=True),
+    "exact": GalleryConfig(most=math.inf, queries=16, chunk=8, items=64, depth=16, warps=8, stages=3, exact=True),
 }
 """The whole tuning space by name. A tile of "wide" is 128 items by 256 samples, of "slim" 128 by 128."""
+
+
+DEEPEST = max(config.depth for config in CONFIGS.values())
 
 
 def eligible(exact: bool, queries: int, hopper: bool) -> list[str]:
@@ -278,10 +281,10 @@ def gallery_split_kernel(
     tl.store(at + padded, high if LOW_FIRST else low, mask=written)
 
 
-def split_rows(x: Tensor, depth: int, low_first: bool) -> Tensor:
-    """The two bfloat16 parts of float32 rows [..., d]: [..., 2, d up to a multiple of `depth`]."""
+def split_rows(x: Tensor, low_first: bool) -> Tensor:
+    """The two bfloat16 parts of float32 rows [..., d]: [..., 2, d up to a multiple of the deepest tile]."""
     *lead, width = x.shape
-    padded = triton.cdiv(width, depth) * depth
+    padded = triton.cdiv(width, DEEPEST) * DEEPEST
     rows = x.reshape(-1, width).contiguous()
     out = torch.empty((len(rows), 2, padded), dtype=torch.bfloat16, device=x.device)
     tile = element_tile(padded)
@@ -321,9 +324,9 @@ class _Rows:
     parts: int
 
     @staticmethod
-    def of(samples: Tensor, gallery: Tensor, depth: int, exact: bool) -> _Rows:
+    def of(samples: Tensor, gallery: Tensor, exact: bool) -> _Rows:
         if samples.dtype == torch.float32 and not exact:
-            split = split_rows(samples, depth, True), split_rows(gallery, depth, False)
+            split = split_rows(samples, True), split_rows(gallery, False)
             return _Rows(*split, split[0].shape[-1], 2)
         ragged = -samples.shape[2] % 16  # the usual widths need no copy
         samples, gallery = (torch.nn.functional.pad(x, (0, ragged)) if ragged else x for x in (samples, gallery))
@@ -360,7 +363,7 @@ def gallery_statistics(
     if torch.are_deterministic_algorithms_enabled():
         names = names[:1]
     sizes = CONFIGS[names[0]]
-    rows = _Rows.of(samples, gallery, sizes.depth, exact)
+    rows = _Rows.of(samples, gallery, exact)
     if shares is None:
         shares = share_count(queries, items, sizes, top_k, processor_count(device))
     per_share = triton.cdiv(triton.cdiv(items, shares), sizes.items) * sizes.items

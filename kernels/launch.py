@@ -28,8 +28,12 @@ class Tile:
     @property
     def options(self) -> dict[str, int]:
         """Launch options. With more than 4 warps ptxas would rather spill than use the registers that are there."""
-        budget = {"maxnreg": 128} if self.warps > 4 and torch.version.hip is None else {}
-        return {"num_warps": self.warps, **budget}
+        return self.roomy if self.warps > 4 else {"num_warps": self.warps}
+
+    @property
+    def roomy(self) -> dict[str, int]:
+        """The options of a kernel for which ptxas would do so with fewer warps, too."""
+        return {"num_warps": self.warps, **({"maxnreg": 128} if torch.version.hip is None else {})}
 
 
 def row_tile(width: int) -> Tile:

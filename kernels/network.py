@@ -331,7 +331,7 @@ def gate_residual_backward(
         gate_residual_backward_kernel, (groups.count * groups.tiles, triton.cdiv(width, tile.columns)), grad, logits,
         value, layer_scale, _mask_bytes(keep, value), d_gate, d_value, d_layer_scale, groups.size, groups.tiles, width,
         grad.stride(0), logits.stride(0), value.stride(0), 1 / (1 - dropout), HAS_GATE=gate is not None,
-        HAS_KEEP=keep is not None, PER_ROW=groups.per_row, ROWS=tile.rows, COLUMNS=tile.columns, **tile.options,
+        HAS_KEEP=keep is not None, PER_ROW=groups.per_row, ROWS=tile.rows, COLUMNS=tile.columns, **tile.roomy,
     )  # fmt: skip
     total = d_layer_scale if groups.per_row else d_layer_scale.sum(1)
     return value.new_empty(0) if gate is None else d_gate, d_value, total.to(layer_scale.dtype)

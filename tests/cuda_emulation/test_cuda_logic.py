@@ -174,9 +174,10 @@ def test_extreme_kappas_of_float32_rows_are_multiplied_as_they_are(launches):
 @pytest.mark.parametrize("queries", [1, 9, 64])
 @pytest.mark.parametrize("exact", [False, True])
 def test_tuning_never_changes_the_number_of_queries_in_a_tile(queries, exact):
-    """The grid is fixed before the configuration is chosen, and so is how rows are padded."""
+    """The grid and the shares are fixed before the configuration is chosen."""
     chosen = [gallery.CONFIGS[name] for name in gallery.eligible(exact, queries, True)]
-    assert len({(config.queries, config.items, config.depth) for config in chosen}) == 1
+    assert len({(config.queries, config.items) for config in chosen}) == 1
+    assert all(gallery.DEEPEST % config.depth == 0 for config in gallery.CONFIGS.values())
 
 
 def test_under_deterministic_algorithms_tiles_are_not_chosen_by_timing(launches):
@@ -198,7 +199,7 @@ def test_gallery_pads_ragged_widths(launches):
     ops.gallery_posterior(cuda(2, 3, 33, dtype=torch.float16), cuda(9, 33, dtype=torch.float16), 1.0)
     assert launches[0].arguments[-3] == 48
     ops.gallery_posterior(cuda(2, 3, 33), cuda(9, 33), 1.0)
-    assert launches[-2].arguments[-3] % gallery.CONFIGS["few"].depth == 0
+    assert launches[-2].arguments[-3] == gallery.DEEPEST
 
 
 def test_gallery_serves_lists_longer_than_the_kernel_keeps(launches):

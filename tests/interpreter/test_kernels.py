@@ -719,11 +719,16 @@ FAULTS = {
         check_adaln,
     ),
     "adaln: tangents reuse the first": ("network", "from_at += dx_stride", "from_at += 0 * dx_stride", check_adaln),
-    "gate: dropout not rescaled": ("network", "branch * kept_factor, 0.0", "branch, 0.0", check_gate_residual),
+    "gate: dropout not rescaled": (
+        "network",
+        "tl.where(kept != 0, branch * kept_factor, 0.0)",
+        "tl.where(kept != 0, branch, 0.0)",
+        check_gate_residual,
+    ),
     "gate: slope of the sigmoid": (
         "network",
-        "scaled * content * (1.0 - open_by)",
-        "scaled * content",
+        "tl.store(d_gate + at, scaled * content * (1.0 - open_by)",
+        "tl.store(d_gate + at, scaled * content",
         check_gate_residual,
     ),
     "swiglu: slope of silu": (
