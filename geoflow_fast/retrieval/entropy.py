@@ -219,7 +219,7 @@ class RetrievalEntropy(nn.Module):
     @property
     def precision(self) -> str:
         """In which points are multiplied by the items: "auto", "float32" or "bfloat16", as `ops.gallery_posterior`
-        explains. It can be set."""
+        explains. It can be set; at first it is "auto" for heads and "float32" for samples of flows."""
         return self.source.precision
 
     @precision.setter

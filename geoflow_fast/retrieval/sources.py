@@ -53,7 +53,7 @@ class Source(ABC):
     def __init__(self, model: nn.Module, direction: Direction, widths: tuple[int, int]) -> None:
         self.model, self.direction = model, direction
         self.query_dim, self.item_dim = direction.queries(*widths), direction.items(*widths)
-        self.precision = "auto"
+        self.precision = "float32"
         """In which points are multiplied by the items."""
 
     @property
@@ -209,7 +209,7 @@ class HeadSource(Source):
 
     def __init__(self, head: PosteriorHead, direction: Direction) -> None:
         super().__init__(head, direction, (head.image_dim, head.text_dim))
-        self.head = head
+        self.head, self.precision = head, "auto"
 
     @property
     def settings(self) -> dict[str, Any]:

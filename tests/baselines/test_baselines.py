@@ -330,7 +330,7 @@ class TestGroVE:
 
     def test_an_error_names_the_missing_package(self, monkeypatch):
         monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-        with pytest.raises(ValueError, match=r"gpytorch: pip install '\.\[baselines\]' in a checkout"):
+        with pytest.raises(ValueError, match=r"gpytorch: pip install '.*\[baselines\]'"):
             made("grove")
 
 
