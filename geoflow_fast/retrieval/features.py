@@ -54,8 +54,8 @@ def query_features(
     entropy = torch.special.entr(prob).sum(1)
     numbers = dict(zip(OF_LISTS, (logit, inside, first - log_prob[:, -1], first - second, entropy)))
     if bank is not None:
-        scores = sum(weight * evidence.features[name] for name, weight in bank.weights.items())
-        mass = torch.as_tensor(scores).masked_fill(~evidence.valid, -math.inf).logsumexp(1)
+        scored = (weight * evidence.features[name] for name, weight in bank.weights.items())
+        mass = sum(scored, torch.zeros_like(prob[:, :-1])).masked_fill(~evidence.valid, -math.inf).logsumexp(1)
         numbers |= zip(OF_BANK, (mass.clamp(min=math.log(LEAST)), bank.level))
     top = ranked.indices[:, :1].clamp(max=prob.shape[1] - 2)
     design = evidence.design([*evidence.features])

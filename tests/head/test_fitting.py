@@ -370,7 +370,7 @@ def test_a_finished_run_returns_at_once(tmp_path, stop_at):
 
 def test_what_is_in_the_folder_of_a_run(tmp_path):
     head = gf.PosteriorHead.fit(some_pairs(), CONFIG, k=2, out=tmp_path / "one")
-    own = {".lock", "config.json", "last.safetensors", "metrics.jsonl", "model.safetensors"}
+    own = {".lock", "README.md", "config.json", "last.safetensors", "metrics.jsonl", "model.safetensors"}
     assert {path.name for path in (tmp_path / "one").iterdir()} == own
     loaded = gf.PosteriorHead.from_pretrained(tmp_path / "one")
     assert same(head, loaded)

@@ -95,8 +95,8 @@ def test_bad_fits(flow):
 
 
 def test_bayes_posterior_follows_the_definition(flow, monkeypatch):
-    monkeypatch.setattr(marginals, "TILE_ITEMS", 13)
-    monkeypatch.setattr(marginals, "TILE_ROWS", 20)
+    monkeypatch.setitem(marginals.TILE_ITEMS, "cpu", 13)
+    monkeypatch.setitem(marginals.TILE_ROWS, "cpu", 20)
     queries, reference, items = noise.sample_uniform(5, 7), noise.sample_uniform(23, 7), noise.sample_uniform(60, 10)
     scorer = RetrievalEntropy(
         flow, items, n_samples=6, n_steps=3, kappa=20.0, posterior="bayes", reference=reference, top_k=60

@@ -477,6 +477,7 @@ class TestBudget:
         cheap = gf.BayesReranker(None, reranker.gallery, shortlist=reranker.shortlist)
         cheap.calibration = dataclasses.replace(reranker.calibration, alpha=0.0, cheap=None, made_for={})
         cheap._use_bank(reranker.bank)
+        cheap.item_bank = reranker.item_bank
         plain = cheap(text)
         gap = plain.prob[:, 0] - plain.prob[:, 1]
         closest = gap.argsort(stable=True).argsort(stable=True) < 60

@@ -141,7 +141,7 @@ def test_the_automatic_settings_fit_the_pairs(pairs, cores):
 
 def test_ten_thousand_pairs_are_estimated_at_less_than_ten_minutes_with_their_head():
     """Two cores that multiply large matrices at 140 billion operations a second together."""
-    rates = plan.DeviceRates(140e9 / plan.COMPUTE_SHARE, 1e10, 8e9, 1e10, 1e9, 1e9, 8e9, 1)
+    rates = plan.DeviceRates(140e9 / plan.COMPUTE_SHARE, 140e9 / plan.COMPUTE_SHARE, 1e10, 8e9, 1e10, 1e9, 1e9, 8e9, 1)
     for width in (256, 512):
         shape, config = gf.GeoFlowConfig.auto(width, width, 10_000, 2), gf.TrainConfig.auto(10_000, 2)
         alone, both = (
@@ -152,7 +152,7 @@ def test_ten_thousand_pairs_are_estimated_at_less_than_ten_minutes_with_their_he
 
 def test_the_estimate_counts_steps_and_validations():
     one = 1 / (plan.COMPUTE_SHARE * plan.TRAINING_SHARE)  # an operation a second
-    rates = plan.DeviceRates(one, 1, 1, 1, 1, 1, 1, 1)
+    rates = plan.DeviceRates(one, one, 1, 1, 1, 1, 1, 1, 1)
     config = gf.TrainConfig(steps=10, batch_size=8, val_every=10, val_batches=2, val_fraction=0.1)
     validations = 5  # after 0, 1, 2, 5 and 10 steps
     rows = 3 * 10 * 8 + validations * 2 * 4
