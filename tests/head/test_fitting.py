@@ -377,7 +377,8 @@ def test_what_is_in_the_folder_of_a_run(tmp_path):
     assert loaded.report == head.report
     assert not loaded.training
     gf.PosteriorHead.fit(some_pairs(), CONFIG, k="auto", out=tmp_path / "auto")
-    assert {path.name for path in (tmp_path / "auto").iterdir()} == {"config.json", "model.safetensors", "trials"}
+    own_of_auto = {"config.json", "model.safetensors", "trials"}
+    assert {path.name for path in (tmp_path / "auto").iterdir()} == {"README.md", *own_of_auto}
     trials = tmp_path / "auto/trials"
     assert {path.name for path in trials.iterdir()} == {f"points_{k}_dropout_{CONFIG.dropout}" for k in (1, 4, 8)}
     for folder in trials.iterdir():

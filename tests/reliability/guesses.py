@@ -257,6 +257,11 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
     "Trust.save": {"path": fresh_path},
     "Trust.load": {"path": lambda: saved(some_trust())},
     "Rule.load": {"path": lambda: saved(some_rule())},
+    "GeoFlowConfig.auto": {"pairs": lambda: 100},
+    "TrainConfig.auto": {"pairs": lambda: 100},
+    "plan.plan_training": {"pairs": lambda: 100},
+    "ops.counter_noise": {"numbers": lambda: torch.arange(ROWS, device="cpu"), "width": lambda: IMAGE},
+    "ops.unit_rows": {"table": lambda: unit(ROWS, IMAGE), "index": lambda: torch.arange(ROWS, device="cpu")},
     "stores.": {
         "vectors": lambda: unit(3, IMAGE),
         "k": lambda: 4,
