@@ -162,8 +162,8 @@ def parts_of(licence: str) -> list[str]:
 
 
 def packages() -> dict[str, metadata.Distribution]:
-    """What is installed, by name."""
-    return {canonicalize_name(package.name): package for package in metadata.distributions()}
+    """What is installed, by name: of several copies that which Python imports, the first on its path."""
+    return {canonicalize_name(package.name): package for package in reversed([*metadata.distributions()])}
 
 
 def licences() -> dict[str, tuple[str, str]]:
