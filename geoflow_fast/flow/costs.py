@@ -39,7 +39,7 @@ class ProductRates:
 
     bfloat16: float
     float32: float
-    """Without tensor cores, which round the factors."""
+    """The rate without tensor cores, which round the factors."""
     bandwidth: float
 
     def products(self, precision: str) -> float:
