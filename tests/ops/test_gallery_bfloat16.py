@@ -349,13 +349,13 @@ def test_scorers_of_heads_choose_and_can_be_told():
         scorer.precision = "half"
 
 
-def test_scorers_of_flows_choose_and_can_be_told():
+def test_scorers_of_flows_take_float32_and_can_be_told():
     flow = gf.GeoFlow(gf.GeoFlowConfig(image_dim=8, text_dim=6, hidden=16, depth=1))
     scorer = gf.RetrievalEntropy(flow, rows(20, 8), "t2i", n_samples=2, n_steps=1)
-    assert scorer.precision == "auto"
+    assert scorer.precision == "float32"
     queries = rows(3, 6)
-    by_choice = scorer(queries).entropy
-    scorer.precision = "float32"
-    assert torch.equal(scorer(queries).entropy, by_choice)  # rows of 8 coordinates gain nothing by bfloat16
+    in_float32 = scorer(queries).entropy
+    scorer.precision = "auto"
+    assert torch.equal(scorer(queries).entropy, in_float32)  # rows of 8 coordinates gain nothing by bfloat16
     with pytest.raises(ValueError, match="precision must be one of"):
         scorer.precision = "half"
