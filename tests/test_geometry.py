@@ -136,6 +136,39 @@ def test_antipodal_rows_follow_one_deterministic_great_circle(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [2, 3, 4, 16, 129])
+def test_the_way_from_a_point_that_leans_on_all_axes_alike_to_its_antipode(d, dtype):
+    """No coordinate is near zero, so that the axis of departure is far from tangent before it is made orthogonal."""
+    signs = torch.where(torch.arange(d) % 3 == 1, -1.0, 1.0).to(dtype)
+    a = (signs / math.sqrt(d)).unsqueeze(0)
+    direction = g.orthogonal_direction(a)
+    assert abs(float(direction.norm()) - 1) < tolerance(dtype)
+    assert abs(float((direction * a).sum())) < tolerance(dtype)
+    t = torch.linspace(0, 1, 7, dtype=dtype)
+    point, velocity = g.interpolate(a, -a, t.unsqueeze(-1))
+    assert torch.allclose(point.norm(dim=-1), torch.ones(7, 1, dtype=dtype), atol=tolerance(dtype))
+    assert torch.allclose(velocity.norm(dim=-1), torch.full((7, 1), math.pi, dtype=dtype), atol=4 * tolerance(dtype))
+    assert float((point * velocity).sum(-1).abs().max()) < 4 * tolerance(dtype)
+    assert torch.allclose((point * a).sum(-1), torch.cos(math.pi * t).unsqueeze(-1), atol=4 * tolerance(dtype))
+
+
+@pytest.mark.parametrize("scale", [1 - 9e-4, 1 + 9e-4])
+@pytest.mark.parametrize("theta", [1.0, 2.0, 3.0, math.pi - 1e-3, math.pi])
+@pytest.mark.parametrize("d", [2, 3, 64])
+def test_the_departure_is_tangent_at_points_whose_norm_is_not_quite_one(scale, theta, d):
+    """Rows within the tolerance of one are let through, so nothing may assume that their norm is one."""
+    a, b = pair_at_angle(theta, d, torch.float64)
+    a = scale * a
+    if theta == math.pi:
+        b = -a
+    departure = g.log_map(a, b)
+    assert float((a * departure).sum(-1).abs().max()) < 1e-10
+    assert torch.allclose(departure.norm(dim=-1), g.angle(a, b), rtol=2e-3)
+    middle = g.geodesic(a, b, 0.5)
+    assert torch.allclose(middle.norm(dim=-1), torch.ones(3, dtype=torch.float64), atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("theta", EDGE_ANGLES)
 @pytest.mark.parametrize(
     "function",

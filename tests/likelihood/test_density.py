@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -16,6 +17,7 @@ from geoflow_fast.noise import sample_uniform
 from geoflow_fast.spherical import sample_bump
 from geoflow_fast.worlds import PairField
 from tests.likelihood.helpers import oracles, random_flow, random_pairs, seeded
+from tests.reliability.figures import record
 
 
 @pytest.mark.parametrize("d", [3, 16, 128, 1024])
@@ -92,6 +94,72 @@ def test_a_trained_flow_integrates_to_one():
     lp = gf.log_density(flow, given, grid, "i2t", n_steps=12, divergence="exact")
     assert float((lp - lp.mean()).abs().max()) > 0.5  # the flow has learned something
     assert float(lp.exp().mean() * 4 * math.pi) == pytest.approx(1, abs=0.01)
+
+
+def circle(points: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Points [n, 2] on the circle and their weights [n], which integrate smooth functions to rounding."""
+    turn = 2 * math.pi * torch.arange(points, dtype=torch.float64) / points
+    return torch.stack((turn.cos(), turn.sin()), 1), torch.full((points,), 2 * math.pi / points, dtype=torch.float64)
+
+
+def globe(rings: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Points [n, 3] on S^2 and their weights: Gauss's rule in height, even angles on each ring."""
+    height, weight = (torch.from_numpy(x) for x in np.polynomial.legendre.leggauss(rings))
+    around, share = circle(2 * rings)
+    ring = (1 - height**2).sqrt().view(-1, 1, 1) * around
+    grid = torch.cat((ring, height.view(-1, 1, 1).expand(-1, len(around), 1)), 2)
+    return grid.flatten(0, 1), (weight.unsqueeze(1) * share).flatten()
+
+
+@pytest.fixture(scope="module")
+def globe_flow() -> gf.GeoFlow:
+    """A flow on S^2 x S^1, trained until its density has hills and valleys."""
+    torch.manual_seed(0)
+    image = sample_bump(sample_uniform(1, 3).expand(4000, -1), 0.9)
+    text = torch.nn.functional.normalize(image[:, :2] + 0.4 * torch.randn(4000, 2), dim=1)
+    flow = gf.GeoFlow(gf.GeoFlowConfig(3, 2, hidden=32, depth=2, layer_scale=0.1))
+    config = gf.TrainConfig(steps=120, batch_size=256, lr=5e-3, warmup_steps=5, val_every=120)
+    gf.train(flow, gf.EmbeddingPairs.from_arrays(image, text), config)
+    return flow.double()
+
+
+def joint_mass(flow: gf.GeoFlow, rings: int, turns: int, **settings) -> float:
+    """The integral of the joint density over S^2 x S^1."""
+    (x, wx), (y, wy) = globe(rings), circle(turns)
+    image, text = x.repeat_interleave(len(y), 0), y.repeat(len(x), 1)
+    lp = gf.log_density(flow, image, text, "joint", settings=gf.DensitySettings(divergence="exact", **settings))
+    return float((lp.exp() * torch.outer(wx, wy).flatten()).sum())
+
+
+def test_the_joint_density_on_a_globe_and_a_circle_integrates_to_one(globe_flow):
+    """A rule that is exact for smooth functions leaves the error of the solver, which falls with its order."""
+    coarse, fine = (joint_mass(globe_flow, 8, 16, n_steps=steps, solver="midpoint") for steps in (4, 8))
+    assert abs(fine - 1) < 0.01
+    assert abs(fine - 1) < 0.6 * abs(coarse - 1)
+    (x, wx), (y, wy) = globe(12), circle(32)
+    for direction, grid, weight in (("t2i", x, wx), ("i2t", y, wy)):
+        given = y[:1] if direction == "t2i" else x[40:41]
+        pair = (grid, given.expand(len(grid), -1)) if direction == "t2i" else (given.expand(len(grid), -1), grid)
+        lp = gf.log_density(globe_flow, *pair, direction, n_steps=12, solver="rk4", divergence="exact")
+        assert float(lp.max() - lp.min()) > 1  # the flow has learned something
+        assert float((lp.exp() * weight).sum()) == pytest.approx(1, abs=2e-3)
+
+
+@pytest.mark.slow
+def test_the_integral_of_the_joint_density_is_refined_until_it_is_one(globe_flow):
+    grids = {
+        f"{rings} rings, {turns} turns": joint_mass(globe_flow, rings, turns, n_steps=16, solver="rk4")
+        for rings, turns in ((4, 8), (8, 16), (16, 32), (24, 48))
+    }
+    steps = {n: joint_mass(globe_flow, 16, 32, n_steps=n, solver="midpoint") for n in (2, 4, 8, 16)}
+    assert abs([*grids.values()][-1] - 1) < 1e-4
+    errors = [abs(value - 1) for value in steps.values()]
+    assert all(after < 0.5 * before for before, after in itertools.pairwise(errors))
+    record(
+        "integral_of_the_joint_density",
+        **{f"rk4, {name.replace(' ', '_')}": f"{value:.6f}" for name, value in grids.items()},
+        **{f"midpoint_{n}_steps": f"{value:.6f}" for n, value in steps.items()},
+    )
 
 
 def test_rotating_points_and_network_alike_changes_nothing():
