@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import mpmath
 import pytest
 import torch
 from hypothesis import given, settings
@@ -150,6 +151,24 @@ def test_the_way_from_a_point_that_leans_on_all_axes_alike_to_its_antipode(d, dt
     assert torch.allclose(velocity.norm(dim=-1), torch.full((7, 1), math.pi, dtype=dtype), atol=4 * tolerance(dtype))
     assert float((point * velocity).sum(-1).abs().max()) < 4 * tolerance(dtype)
     assert torch.allclose((point * a).sum(-1), torch.cos(math.pi * t).unsqueeze(-1), atol=4 * tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [2, 3, 7])
+def test_the_way_from_an_axis_to_its_antipode(d, dtype):
+    """An axis has no part that is orthogonal to itself: another one must be chosen."""
+    a = torch.cat((torch.eye(d, dtype=dtype), -torch.eye(d, dtype=dtype)))
+    direction = g.orthogonal_direction(a)
+    torch.testing.assert_close(direction.norm(dim=1), torch.ones(2 * d, dtype=dtype))
+    assert float((direction * a).sum(1).abs().max()) == 0
+    torch.testing.assert_close(g.geodesic(a, -a, 0.5), direction, atol=tolerance(dtype), rtol=0)
+
+
+@pytest.mark.parametrize("x", [1e-9, 1e-3, 0.009, 0.0099, 0.0101, 0.1, 0.5, 1.0, 3.1])
+def test_cosine_and_sinc_are_exact_on_both_sides_of_their_series(x):
+    cos, sinc = g._cos_sinc(torch.tensor([x], dtype=torch.float64).square())
+    assert float(cos) == pytest.approx(float(mpmath.cos(x)), rel=4e-16, abs=4e-16)
+    assert float(sinc) == pytest.approx(float(mpmath.sin(x) / x), rel=8e-16)
 
 
 @pytest.mark.parametrize("scale", [1 - 9e-4, 1 + 9e-4])

@@ -36,7 +36,7 @@ PATH_FILE = BUILD / "presets_path.json"
 
 CORE: dict[str, tuple[str, ...]] = {
     "geoflow_fast/geometry.py": ("test_geometry.py", "test_manifolds.py", "test_spherical.py"),
-    "geoflow_fast/noise.py": ("test_noise.py", "ops/test_ot.py"),
+    "geoflow_fast/noise.py": ("test_noise.py",),
     "geoflow_fast/manifolds.py": ("test_manifolds.py", "flow/test_solvers.py", "flow/test_sampling.py"),
     "geoflow_fast/spherical.py": ("test_spherical.py", "baselines/test_baselines.py"),
     "geoflow_fast/flow/solvers.py": ("flow/test_solvers.py", "flow/test_sampling.py", "likelihood/test_reverse_ode.py"),
@@ -126,6 +126,24 @@ CORE: dict[str, tuple[str, ...]] = {
     "kernels/probes.py": ("interpreter/test_kernels.py -k probe",),
 }
 """The numeric core, and the tests that must notice a fault in each of its files."""
+
+
+LONG = (
+    "ops/test_ot.py::test_memory_is_one_matrix",
+    "ops/test_ot.py::test_agrees_with_pot_in_float64",
+    "ops/test_ot.py::test_interrupt_stops_a_long_solve",
+    "ops/test_ot.py::test_default_tolerance_assigns_as_the_converged_plan",
+    "ops/test_ot.py::test_threads_do_not_change_a_bit",
+    "retrieval/test_calibration.py::test_weights_are_recovered_within_their_standard_errors",
+    "retrieval/test_evidence.py::TestHead::test_the_ladder_takes_the_head_where_it_helps",
+    "retrieval/test_evidence.py::TestHubs::test_held_out_items_that_are_in_the_gallery_do_not_look_like_hubs",
+    "retrieval/test_evidence.py::TestChoiceOfScale::test_noise_that_was_chosen_shows_no_gain",
+    "retrieval/test_no_match.py::TestRelevance::test_judgements_serve_as_well_as_pairs",
+    "retrieval/test_no_match.py::TestCopies::test_storing_every_item_five_times_changes_no_decision",
+    "retrieval/test_tiers.py::TestFit::test_noise_is_kept_as_rarely_as_chance_allows",
+    "likelihood/test_density.py::test_dopri5_agrees",
+)
+"""Tests that take seconds; only a mutant that survives the others meets them, with `--again`."""
 
 
 def language(file: str) -> str:
@@ -457,33 +475,47 @@ def keep(name: str, outcome: Outcome) -> None:
 
 
 def run(again: bool = False) -> None:
-    """Runs the mutants that have no result yet or, `again`, survived, after the tests have passed on the source as it
-    is."""
+    """Runs the mutants that have no result yet or, `again` and with long tests, survived. In the end the
+    tests must pass on the source as it is, without which their failures would say nothing."""
     from geoflow_fast.runtime.progress import progress_bar
 
-    mutants, known = drawn(), results()
+    mutants, known = sorted(drawn(), key=lambda m: m.name[::-1]), results()
     waiting = [m for m in mutants if m.name not in known or (again and known[m.name].status == SURVIVED)]
     waiting = [m for m in waiting if m.name not in EQUIVALENT]
-    runner = Runner()
-    passed = BUILD / "passed.json"
-    fine = set(json.loads(passed.read_text())) if passed.exists() else set()
-    with progress_bar(len(mutants), len(mutants) - len(waiting), "mutants") as advance:
+    left_out = () if again else tuple(f"--deselect=tests/{test}" for test in LONG)
+    runner, passed = Runner(), Passed(BUILD / "passed.json")
+    with progress_bar(len(mutants), len(mutants) - len(waiting), "mutants", shown=None) as advance:
         for mutant in waiting:
-            for tests in {tuple(mutant.tests)}:
-                state = hashlib.sha256(
-                    repr((tests, [Path(t).read_text() for t in tests if t.endswith(".py")])).encode()
-                )
-                if (key := state.hexdigest()) not in fine:
-                    plain = runner.run(None, tests)
-                    if plain.noticed:
-                        raise SystemExit(f"{' '.join(tests)} does not pass as it is: {plain}")
-                    fine.add(key)
-                    passed.write_text(json.dumps(sorted(fine)))
-            outcome = runner.run(mutant.change, mutant.tests)
+            tests = [*left_out, *mutant.tests]
+            outcome = runner.run(mutant.change, tests)
             keep(mutant.name, outcome)
             place = f"{mutant.change.file}:{mutant.change.line}"
             print(f"{mutant.name} {outcome.status:9} {outcome.seconds:6.1f} s  {place}  {mutant.shown}", flush=True)
             advance(1)
+    for mutant in mutants:
+        passed.make_sure(runner, [*left_out, *mutant.tests])
+
+
+class Passed:
+    """Which files of tests have passed on the source as it is, kept in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.known: set[str] = set(json.loads(path.read_text())) if path.exists() else set()
+
+    def make_sure(self, runner: Runner, arguments: Sequence[str]) -> None:
+        """Runs those files that have not, or that have changed since."""
+        options = [word for word in arguments if word.startswith("--deselect")]
+        selected = [word for word in arguments if not word.startswith(("--", "tests/"))]
+        for file in (word for word in arguments if word.startswith("tests/")):
+            state = hashlib.sha256(repr((file, selected, (ROOT / file).read_text())).encode()).hexdigest()
+            if state in self.known:
+                continue
+            plain = runner.run(None, [*options, file, *selected])
+            if plain.noticed:
+                raise SystemExit(f"{file} does not pass as it is: {plain}")
+            self.known.add(state)
+            self.path.write_text(json.dumps(sorted(self.known)))
 
 
 def summary() -> tuple[dict[str, dict[str, int]], list[Mutant]]:
