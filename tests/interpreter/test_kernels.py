@@ -362,6 +362,20 @@ def test_gallery_keeps_equal_items_in_order():
     assert (score == score[0, 0]).all()
 
 
+@pytest.mark.parametrize("low_first", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(1, 3), (7, 129), (3, 1023), (2, 9001)])
+def test_rows_are_split_into_two_parts_of_bfloat16(rows, width, low_first):
+    """Rows wider than a tile too; what is past the end is zero."""
+    x = torch.randn(rows, width)
+    parts = gallery.split_rows(x, low_first)
+    high = x.to(torch.bfloat16)
+    low = (x - high.float()).to(torch.bfloat16)
+    expected = (low, high) if low_first else (high, low)
+    for part, values in zip(parts.unbind(1), expected):
+        assert torch.equal(part[:, :width], values)
+        assert not part[:, width:].any()
+
+
 def check_ties(kernels):
     """Better items come later and push some of several tied ones out of the list: the last of them must go."""
     level = torch.tensor([0.1, 0.5, 0.5, 0.5, 0.2, 0.5, 0.7, 0.5, 0.7, 0.9]).repeat_interleave(13)
