@@ -722,9 +722,8 @@ class BayesReranker(nn.Module):
                 precision=drawn.precision,
             ).top_index
         points = torch.nn.functional.normalize(drawn.samples, dim=-1).flatten(0, 1)
-        rows = self.store.search(points.float().cpu().numpy(), count)[1]
-        hits = torch.as_tensor(rows, device=queries.device)
-        index = hits.reshape(len(queries), -1).sort(1).values
+        hits = self._checked_rows(self.store.search(points.float().cpu().numpy(), count)[1], len(queries), len(points))
+        index = hits.to(queries.device).reshape(len(queries), -1).sort(1).values
         again = torch.nn.functional.pad(index[:, 1:] == index[:, :-1], (1, 0))
         index = index.masked_fill(again, -1)
         number = index.clamp(min=0)
@@ -732,6 +731,20 @@ class BayesReranker(nn.Module):
         score = self.source.scores(drawn_points, self.gallery.take(number, queries.dtype)) - marginals[number]
         best = score.masked_fill(index < 0, -math.inf).topk(min(count, index.shape[1]), dim=1).indices
         return index.gather(1, best)
+
+    def _checked_rows(self, rows: object, queries: int, points: int) -> Tensor:
+        """The rows [points, K] of the gallery that a store has found for the points of some queries; -1 is no row."""
+        numbers = np.asarray(rows)
+        if numbers.dtype.kind not in "iu" or numbers.ndim != 2 or len(numbers) != points:
+            shape = f"{numbers.dtype} {list(numbers.shape)}"
+            raise ValueError(f"the store must give row numbers, whole numbers [{points}, K], got {shape}")
+        wrong = (numbers < -1) | (numbers >= len(self.gallery))
+        if wrong.any():
+            point, hit = np.argwhere(wrong)[0]
+            query = int(point) * queries // points
+            found = f"row {numbers[point, hit]} of a gallery of {len(self.gallery)}"
+            raise ValueError(f"the store gave query {query} {found}")
+        return torch.from_numpy(numbers.astype(np.int64))
 
     def head_marginals(self) -> Tensor:
         """What is subtracted from the head's scores of all items when shortlists are chosen by them: [N]."""

@@ -11,11 +11,12 @@ import torch
 import torchdiffeq
 
 import geoflow_fast as gf
+from geoflow_fast.demo.flows import concept_pairs, learn
 from geoflow_fast.directions import DIRECTIONS
 from geoflow_fast.geometry import log_area, normalize
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.spherical import sample_bump
-from geoflow_fast.worlds import PairField
+from geoflow_fast.worlds import ConceptWorld, PairField
 from tests.likelihood.helpers import oracles, random_flow, random_pairs, seeded
 from tests.reliability.figures import record
 
@@ -404,3 +405,55 @@ def test_a_row_that_vanishes_in_the_components_is_an_error():
         gf.log_density(flow, image, text)
     with pytest.raises(ValueError, match="image_partners in the flow's coordinates row 1 is all zeros"):
         gf.epistemic(flow, image[:2], text[:2], image_partners=image[1:])
+
+
+@pytest.fixture(scope="module")
+def concept_flow(tmp_path_factory) -> gf.GeoFlow:
+    pairs = concept_pairs(ConceptWorld(), seed=0)
+    flow = learn(tmp_path_factory.mktemp("flow"), gf.GeoFlowConfig.tiny(), pairs, gf.TrainConfig.tiny())
+    assert flow is not None
+    return flow
+
+
+def marginals_by_partner(flow: gf.GeoFlow, image: torch.Tensor, text: torch.Tensor, **settings) -> torch.Tensor:
+    """log p(image) [images, partners] as the joint minus the conditional, with every one of the partners [partners, d]
+    or [images, partners, d]."""
+    partners = text.expand(len(image), *text.shape[-2:])
+    pairs = image.unsqueeze(1).expand(-1, partners.shape[1], -1).flatten(0, 1), partners.flatten(0, 1)
+    chosen = gf.DensitySettings(divergence="exact", **settings)
+    joint, conditional = (gf.log_density(flow, *pairs, direction, settings=chosen) for direction in ("joint", "i2t"))
+    return (joint - conditional).view(len(image), -1)
+
+
+def test_the_marginal_of_an_oracle_does_not_depend_on_the_partner():
+    """The chain rule: where joint and conditional fit each other, nothing is left of the partner but the solver's
+    error."""
+    image, text, fields = oracles(8, rows=6)
+    for field in fields:
+        marginal = marginals_by_partner(field, image, text, n_steps=12, solver="rk4")
+        assert float(marginal.std(1).max()) < 1e-4
+
+
+@pytest.mark.slow
+def test_how_far_the_marginal_of_a_trained_flow_depends_on_the_partner(concept_flow):
+    """Joint and conditional are learned side by side, so that the chain rule holds as well as the flow has learned."""
+    world = ConceptWorld()
+    image, text, concept = world.sample(12 * 48, generator=seeded(5))
+    own = text.view(48, 12, -1)[:, :1]
+    same = torch.stack([text[(concept == concept[12 * k]).nonzero()[:, 0][:12]] for k in range(48)])
+    image = image.view(48, 12, -1)[:, 0]
+    own_kind = marginals_by_partner(concept_flow, image, same, n_steps=16, solver="rk4")
+    steps = marginals_by_partner(concept_flow, image, same, n_steps=32, solver="rk4")
+    any_kind = marginals_by_partner(concept_flow, image, own[:12, 0], n_steps=16, solver="rk4")
+    truth = world.log_image(image)
+    spread = float(own_kind.std(1).mean())
+    figures = {
+        "spread_over_texts_of_the_same_concept": round(spread, 3),
+        "spread_over_any_texts": round(float(any_kind.std(1).mean()), 3),
+        "spread_over_images": round(float(own_kind.mean(1).std()), 3),
+        "error_of_the_mean_over_partners": round(float((own_kind.mean(1) - truth).std()), 3),
+        "effect_of_twice_the_steps": round(float((steps - own_kind).abs().max()), 5),
+    }
+    record("chain_rule_of_a_trained_flow", **figures)
+    assert figures["effect_of_twice_the_steps"] < 0.05 * spread, figures  # it is not the solver
+    assert spread < 0.5 * figures["spread_over_images"], figures

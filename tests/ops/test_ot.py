@@ -755,5 +755,7 @@ def test_the_rows_of_a_rank_are_iterated_as_a_whole_problem_is(far):
         outcome, _, error = matrix.iterate(f, g, eps, 1e-5, 5000)
         assert (outcome, error <= 1e-5) == (matrix.CONVERGED, True)
         found.append((f, g))
+    nothing = Panel(0, 20, torch.float32, ALONE)  # a rank without rows takes part with sums of zero
+    assert torch.equal(nothing._column_sums(found[0][0][:0], found[0][1], eps), torch.zeros(20, dtype=torch.float64))
     for whole, of_rank in zip(*found):
         torch.testing.assert_close(of_rank - of_rank.mean(), whole - whole.mean(), atol=1e-4, rtol=0)

@@ -462,6 +462,44 @@ class TestHead:
         scorer = gf.RetrievalEntropy(head, image[300:])
         assert torch.equal(result.answer, scorer(pairs[np.arange(300, 500)][1]).map_index)
 
+    def test_items_of_the_gallery_are_as_near_as_the_same_items_elsewhere(self, head):
+        """Numbers that are kept for the gallery's rows, the first one included, are those computed for the items."""
+        items, queries = unit(30, 6), unit(4, 7)
+        reranker = gf.BayesReranker(None, items, head=head, shortlist_by="head", shortlist=30)
+        index = torch.arange(30).repeat(4, 1)
+        known, new = (reranker.nearness(queries, items.expand(4, -1, -1), which) for which in (index, None))
+        torch.testing.assert_close(known, new)
+        assert float(known.std()) > 0.1
+
+    @pytest.mark.parametrize(
+        ("spoil", "words"),
+        [
+            (lambda rows: np.where(rows == rows[0, 0], 500, rows), "query 0 .*row 500 of a gallery of 50"),
+            (lambda rows: np.where(rows == rows[-1, 0], -2, rows), "row -2 of a gallery of 50"),
+            (lambda rows: rows.astype(float), "whole numbers"),
+            (lambda rows: rows * np.nan, "whole numbers"),
+            (lambda rows: rows[:-1], "whole numbers"),
+            (lambda rows: rows.ravel(), "whole numbers"),
+            (lambda _: None, "whole numbers"),
+        ],
+    )
+    def test_a_store_that_answers_nonsense_for_the_points_of_a_head(self, head, spoil, words):
+        rows = unit(50, 6)
+
+        class Spoiled:
+            ntotal, d = 50, DIM
+
+            def search(self, x: np.ndarray, k: int) -> tuple[np.ndarray, object]:
+                cosine = x @ rows.numpy().T
+                order = np.argsort(-cosine, axis=1)[:, :k]
+                return np.take_along_axis(cosine, order, 1), spoil(order)
+
+        reranker = gf.BayesReranker(
+            None, gf.Gallery(rows, store=Spoiled()), head=head, shortlist_by="head", shortlist=10
+        )
+        with pytest.raises(ValueError, match=words):
+            reranker.rerank(unit(4, 7))
+
     def test_shortlists_of_a_store_are_those_of_a_whole_pass(self, head):
         items, queries = unit(200, 3), unit(9, 4)
 
