@@ -364,7 +364,7 @@ def test_gallery_keeps_equal_items_in_order():
 
 @pytest.mark.parametrize("low_first", [False, True])
 @pytest.mark.parametrize(("rows", "width"), [(1, 3), (7, 129), (3, 1023), (2, 9001)])
-def test_rows_are_split_into_two_parts_of_bfloat16(rows, width, low_first):
+def test_gallery_rows_are_split_into_two_parts_of_bfloat16(rows, width, low_first):
     """Rows wider than a tile too; what is past the end is zero."""
     x = torch.randn(rows, width)
     parts = gallery.split_rows(x, low_first)
@@ -390,7 +390,7 @@ def check_ties(kernels):
             assert index.tolist() == [order[:top_k]]
 
 
-def test_of_tied_items_the_last_leaves_the_list():
+def test_gallery_lists_lose_the_last_of_tied_items():
     check_ties(KERNELS)
 
 

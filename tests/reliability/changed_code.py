@@ -2,11 +2,14 @@
 
 `Runner` forks a process for each change. It has imported torch and pytest, but nothing of the package, so that a child
 begins at once and imports the package with the changed file in place of its own. A change of csrc/cpu is compiled into
-an extension of its own.
+an extension of its own. `Collected` is faster for changes within Python functions: it has imported the package and
+collected all tests once, and a child gives the function its changed code and runs tests at once.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib.util
 import json
 import os
@@ -16,10 +19,12 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 from tests.reliability.races import ROOT, units
@@ -188,6 +193,115 @@ def _wait(child: int, seconds: float) -> int | None:
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A change within a function of Python, by its qualified name; the files of tests to run, and those tests of them
+    that come last."""
+
+    name: str
+    change: Change
+    function: str
+    files: tuple[str, ...]
+    last: tuple[str, ...] = ()
+
+
+class Collected:
+    """A pytest plugin that runs the tests of every job in a child of its own, after all tests have been collected.
+
+    `tell(job, outcome)` is called after each. A test that fails must pass with the source as it is, in a child too.
+    """
+
+    def __init__(self, jobs: Sequence[Job], tell: Callable[[Job, Outcome], None]) -> None:
+        self.jobs, self.tell = jobs, tell
+        self.sound: set[str] = set()
+
+    def run(self) -> None:
+        """Collects the tests of all jobs, then runs one job after the other."""
+        import pytest
+
+        os.environ["OMP_NUM_THREADS"] = "1"
+        os.chdir(ROOT)
+        (BUILD / "run").mkdir(parents=True, exist_ok=True)
+        files = sorted({file for job in self.jobs for file in job.files})
+        if int(pytest.main([*PYTEST, *files], plugins=[self, FirstFailure(BUILD / "run" / "failed")])) != 0:
+            raise SystemExit("the tests could not be collected")
+
+    def pytest_runtestloop(self, session: Any) -> bool:
+        """Called by pytest when it would run the tests."""
+        for job in self.jobs:
+            chosen = [item for item in session.items if item.nodeid.startswith(job.files)]
+            chosen.sort(key=lambda item: bool(job.last) and item.nodeid.startswith(job.last))
+            outcome = self._in_child(session, chosen, job)
+            if outcome.test and outcome.test not in self.sound:
+                failed = [item for item in session.items if item.nodeid == outcome.test]
+                if self._in_child(session, failed, None).noticed:
+                    raise SystemExit(f"{outcome.test} does not pass as it is")
+                self.sound.add(outcome.test)
+            self.tell(job, outcome)
+        return True
+
+    def _in_child(self, session: Any, items: list[Any], job: Job | None) -> Outcome:
+        begin, failed = time.monotonic(), BUILD / "run" / "failed"
+        failed.unlink(missing_ok=True)
+        child = os.fork()
+        if child == 0:
+            self._be_child(session, items, job)
+        status = _wait(child, HANGS_AFTER)
+        words = {None: HANGS, 0: SURVIVED, 1: CAUGHT}.get(status, CRASHES)
+        test = failed.read_text() if failed.exists() else ""
+        return Outcome(words, test, round(time.monotonic() - begin, 2))
+
+    def _be_child(self, session: Any, items: list[Any], job: Job | None) -> None:
+        code = 3
+        try:
+            os.setsid()
+            out = os.open(BUILD / "run" / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for stream in (1, 2):
+                os.dup2(out, stream)
+            from _pytest.main import pytest_runtestloop as run_tests
+
+            if job is not None:
+                give_changed_code(job.change, job.function)
+            assert items, "there are no tests"
+            session.items[:] = items
+            with contextlib.suppress(session.Failed, session.Interrupted):
+                run_tests(session)
+            code = 1 if session.testsfailed else 0
+        except BaseException:
+            traceback.print_exc()
+            raise
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+
+
+def give_changed_code(change: Change, function: str) -> None:
+    """Gives the functions of this qualified name that hold the changed line their changed code."""
+
+    def codes(code: CodeType) -> Iterator[CodeType]:
+        yield code
+        for constant in code.co_consts:
+            if isinstance(constant, CodeType):
+                yield from codes(constant)
+
+    def holds(code: CodeType) -> bool:
+        lines = [line for _, _, line in code.co_lines() if line is not None]
+        return code.co_qualname == function and code.co_firstlineno <= change.line <= max(lines, default=0) + 1
+
+    path = str(ROOT / change.file)
+    new = [code for code in codes(compile(change.source, path, "exec")) if holds(code)]
+    old = [
+        each
+        for each in gc.get_objects()
+        if isinstance(each, FunctionType) and each.__code__.co_filename == path and holds(each.__code__)
+    ]
+    assert len(new) == 1, f"{function} of {change.file} is there {len(new)} times"
+    assert old, f"{function} of {change.file} was not imported"
+    for each in old:
+        each.__code__ = new[0]
 
 
 class NativeBuild:

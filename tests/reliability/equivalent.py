@@ -21,5 +21,6 @@ EQUIVALENT: dict[str, str] = {
     "0134eaf2f9": "at the limit both branches give the limit",
     "004cd51832": "it keeps a division by zero away from rows of zeros, which are refused",
     "019bd7ea7e": "it fills lanes past the end of a row, which are never stored",
+    "00254554f1": "it decides how many items are scored at a time, and results do not depend on that",
     "02ca1d24fb": "the projection is zero only where there is no direction yet, and then it multiplies zero",
 }

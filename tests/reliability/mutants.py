@@ -3,7 +3,7 @@
 `python -m tests.reliability.mutants` draws them by a fixed seed, runs each in a process of its own with the tests of
 `CORE`, writes what became of it to build/reliability/mutants.jsonl, and continues there after an interruption. A mutant
 is drawn by a hash of what it replaces, so that a change elsewhere in the source leaves the others as they are.
-`--write` puts score and survivors into docs/reliability.md; `--again` runs the survivors once more.
+`--again` runs the survivors once more; `--write` only puts score and survivors into docs/reliability.md.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from tests.reliability.changed_code import BUILD, REFUSED, SURVIVED, Change, Outcome, Runner
+from tests.reliability.changed_code import BUILD, REFUSED, SURVIVED, Change, Collected, Job, Outcome, Runner
 from tests.reliability.equivalent import EQUIVALENT
 from tests.reliability.figures import PAGE, RECORDS, ROOT, record, replaced
 
@@ -41,7 +40,11 @@ CORE: dict[str, tuple[str, ...]] = {
     "geoflow_fast/spherical.py": ("test_spherical.py", "baselines/test_baselines.py"),
     "geoflow_fast/flow/solvers.py": ("flow/test_solvers.py", "flow/test_sampling.py", "likelihood/test_reverse_ode.py"),
     "geoflow_fast/flow/sampling.py": ("flow/test_sampling.py", "retrieval/test_entropy.py"),
-    "geoflow_fast/flow/forward_mode.py": ("flow/test_forward_mode.py", "likelihood/test_evaluators.py"),
+    "geoflow_fast/flow/forward_mode.py": (
+        "flow/test_forward_mode.py",
+        "likelihood/test_evaluators.py",
+        "flow/test_sampling.py",
+    ),
     "geoflow_fast/flow/curriculum.py": ("flow/test_curriculum.py", "training/test_training.py"),
     "geoflow_fast/flow/anchor.py": ("flow/test_anchor.py", "training/test_presets.py"),
     "geoflow_fast/flow/modulation.py": ("flow/test_modulation.py", "flow/test_model.py", "flow/test_forward_mode.py"),
@@ -54,7 +57,7 @@ CORE: dict[str, tuple[str, ...]] = {
         "likelihood/test_density.py",
         "likelihood/test_evaluators.py",
     ),
-    "geoflow_fast/likelihood/evaluators.py": ("likelihood/test_evaluators.py", "likelihood/test_density.py"),
+    "geoflow_fast/likelihood/evaluators.py": ("likelihood/test_evaluators.py", "flow/test_anchor.py"),
     "geoflow_fast/likelihood/density.py": ("likelihood/test_density.py", "likelihood/test_one_side.py"),
     "geoflow_fast/likelihood/neighbours.py": ("likelihood/test_neighbours.py",),
     "geoflow_fast/ops/gallery_statistics.py": (
@@ -66,7 +69,7 @@ CORE: dict[str, tuple[str, ...]] = {
     "geoflow_fast/ops/gallery_search.py": ("ops/test_gallery_search.py",),
     "geoflow_fast/ops/masked_interpolant.py": ("ops/test_masked_interpolant.py",),
     "geoflow_fast/ops/tangent_step.py": ("ops/test_tangent_step.py", "flow/test_sampling.py"),
-    "geoflow_fast/ops/tangent_probes.py": ("likelihood/test_probes.py", "interpreter/test_kernels.py -k probe"),
+    "geoflow_fast/ops/tangent_probes.py": ("likelihood/test_probes.py",),
     "geoflow_fast/ops/pruning.py": ("retrieval/test_index.py", "ops/test_gallery_search.py"),
     "geoflow_fast/ops/transport.py": ("ops/test_ot.py",),
     "geoflow_fast/ops/transport_solvers.py": ("ops/test_ot.py", "ops/test_ot_bfloat16.py"),
@@ -150,7 +153,7 @@ LONG = (
     "likelihood/test_density.py::test_dopri5_agrees",
     "likelihood/test_density.py::test_another_partner_does_not_change_the_noise_of_the_others",
 )
-"""Tests that take seconds; only a mutant that survives the others meets them, with `--again`."""
+"""Tests that take seconds, which only a mutant that survives the others meets."""
 
 
 def language(file: str) -> str:
@@ -175,9 +178,20 @@ class Mutant:
         return f"{before} -> {after or '(nothing)'}"
 
     @property
-    def tests(self) -> list[str]:
-        """The arguments of pytest by which its tests are run."""
-        words: list[str] = []
+    def long_tests(self) -> list[str]:
+        """Those of its tests that take seconds, and that only a mutant which survives the others meets."""
+        return [f"tests/{test}" for test in LONG if test.partition("::")[0] in CORE[self.change.file]]
+
+    @property
+    def job(self) -> Job:
+        """What is run of a mutant of Python: the quick tests, then the long ones."""
+        files = tuple(f"tests/{file}" for file in CORE[self.change.file])
+        return Job(self.name, self.change, self.where, files, tuple(self.long_tests))
+
+    @property
+    def quick_tests(self) -> list[str]:
+        """The arguments of pytest by which its other tests are run."""
+        words = [f"--deselect={test}" for test in self.long_tests]
         for entry in CORE[self.change.file]:
             file, *options = entry.split(" -k ")
             words += [f"tests/{file}", *(["-k", " or ".join(options)] if options else [])]
@@ -482,48 +496,33 @@ def keep(name: str, outcome: Outcome) -> None:
 
 
 def run(again: bool = False) -> None:
-    """Runs the mutants that have no result yet or, `again` and with long tests, survived. In the end the
-    tests must pass on the source as it is, without which their failures would say nothing."""
+    """Runs the mutants that have no result yet or, `again`, survived; those of Python first, all in one session."""
     from geoflow_fast.runtime.progress import progress_bar
 
-    mutants, known = sorted(drawn(), key=lambda m: m.name[::-1]), results()
+    mutants, known = drawn(), results()
     waiting = [m for m in mutants if m.name not in known or (again and known[m.name].status == SURVIVED)]
     waiting = [m for m in waiting if m.name not in EQUIVALENT]
-    left_out = () if again else tuple(f"--deselect=tests/{test}" for test in LONG)
-    runner, passed = Runner(), Passed(BUILD / "passed.json")
+    by_name = {mutant.name: mutant for mutant in waiting}
     with progress_bar(len(mutants), len(mutants) - len(waiting), "mutants", shown=None) as advance:
-        for mutant in waiting:
-            tests = [*left_out, *mutant.tests]
-            outcome = runner.run(mutant.change, tests)
-            keep(mutant.name, outcome)
+
+        def tell(name: str, outcome: Outcome) -> None:
+            keep(name, outcome)
+            mutant = by_name[name]
             place = f"{mutant.change.file}:{mutant.change.line}"
-            print(f"{mutant.name} {outcome.status:9} {outcome.seconds:6.1f} s  {place}  {mutant.shown}", flush=True)
+            print(f"{name} {outcome.status:9} {outcome.seconds:6.1f} s  {place}  {mutant.shown}", flush=True)
             advance(1)
-    for mutant in mutants:
-        passed.make_sure(runner, [*left_out, *mutant.tests])
 
-
-class Passed:
-    """Which files of tests have passed on the source as it is, kept in a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.known: set[str] = set(json.loads(path.read_text())) if path.exists() else set()
-
-    def make_sure(self, runner: Runner, arguments: Sequence[str]) -> None:
-        """Runs those files that have not, or that have changed since."""
-        options = [word for word in arguments if word.startswith("--deselect")]
-        selected = [word for word in arguments if not word.startswith(("--", "tests/"))]
-        for file in (word for word in arguments if word.startswith("tests/")):
-            source = (ROOT / file.partition("::")[0]).read_text()
-            state = hashlib.sha256(repr((file, selected, source)).encode()).hexdigest()
-            if state in self.known:
-                continue
-            plain = runner.run(None, [*options, file, *selected])
-            if plain.noticed:
-                raise SystemExit(f"{file} does not pass as it is: {plain}")
-            self.known.add(state)
-            self.path.write_text(json.dumps(sorted(self.known)))
+        others = [mutant for mutant in waiting if language(mutant.change.file) != "Python"]
+        runner = Runner() if others else None
+        for mutant in others:
+            assert runner is not None
+            outcome = runner.run(mutant.change, mutant.quick_tests)
+            if not outcome.noticed and mutant.long_tests:
+                outcome = runner.run(mutant.change, mutant.long_tests)
+            tell(mutant.name, outcome)
+        jobs = [mutant.job for mutant in waiting if mutant not in others]
+        if jobs:
+            Collected(jobs, lambda job, outcome: tell(job.name, outcome)).run()
 
 
 def summary() -> tuple[dict[str, dict[str, int]], list[Mutant]]:
@@ -581,13 +580,14 @@ def main() -> None:
         for mutant in drawn():
             print(mutant.name, f"{mutant.change.file}:{mutant.change.line}", mutant.where, mutant.kind, mutant.shown)
         return
+    if options.write:
+        PAGE.write_text(replaced(PAGE.read_text(), BEGIN, END, table()))
+        return
     run(options.again)
     counts, survivors = summary()
     path = [mutant.name for mutant in survivors if on_presets_path(mutant)]
     total = {key: sum(row[key] for row in counts.values()) for key in ("drawn", "noticed", "equivalent", "survived")}
     record("random_mutants", **total, score=round(score(counts), 3), surviving_on_the_path_of_presets=len(path))
-    if options.write:
-        PAGE.write_text(replaced(PAGE.read_text(), BEGIN, END, table()))
     print(table())
 
 
