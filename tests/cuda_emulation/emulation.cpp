@@ -32,7 +32,12 @@
 namespace emulation {
 namespace {
 
+// Code for sanitizers is compiled without optimisation and keeps every register of a translated kernel in memory.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr std::size_t kStackBytes = 256 << 10;
+#else
 constexpr std::size_t kStackBytes = 64 << 10;
+#endif
 constexpr std::size_t kArenaBytes = 64 << 20;
 constexpr std::size_t kRedZone = 64;
 constexpr int kMaxArrays = 16, kMaxCopies = 128;

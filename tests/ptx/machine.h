@@ -169,13 +169,33 @@ inline auto load(Address address, int line) {
     }
 }
 
+// Whether memory holds what is to be stored. ThreadSanitizer does not see these reads.
+#if defined(__SANITIZE_THREAD__)
+template <typename T>
+__attribute__((no_sanitize_thread, noinline)) bool holds(const T* target, T value) {
+    return *reinterpret_cast<const Bits<sizeof(T)>*>(target) == std::bit_cast<Bits<sizeof(T)>>(value);
+}
+#else
+template <typename T>
+constexpr bool holds(const T*, T) {
+    return false;
+}
+#endif
+
+// Triton lets all threads that have a copy of a value store it, so what another has stored already is not stored again:
+// ThreadSanitizer would call it a race, which nobody can lose.
+template <typename T>
+inline void store_one(T* target, T value) {
+    if (!holds(target, value)) *target = value;
+}
+
 template <typename T, int kCount, typename Address, typename Values>
 inline void store(Address address, const Values& values, int line) {
     T* target = place<T>(address, kCount, line);
     if constexpr (kCount == 1) {
-        *target = values;
+        store_one<T>(target, values);
     } else {
-        for (int k = 0; k < kCount; ++k) target[k] = values[k];
+        for (int k = 0; k < kCount; ++k) store_one<T>(target + k, values[k]);
     }
 }
 

@@ -26,15 +26,16 @@ from triton.backends.compiler import GPUTarget
 
 from geoflow_fast.kernels import gallery, geodesic, network, probes
 from geoflow_fast.kernels import launch as launching
+from geoflow_fast.ops import triton_kernels
 from tests.cuda_emulation.workshop import BUILDS, EMULATION, ENVIRONMENT, SCHEDULES, without_address_randomisation
-from tests.ptx.parser import Kernel, Module, parse
+from tests.ptx.parser import Instruction, Kernel, Module, parse
 from tests.ptx.translate import executed, translate
 from tools import aot
 
 HERE = Path(__file__).parent
 CAPABILITY = 80
 # Translated kernels are long and run briefly: more optimisation would take longer than it saves.
-LEVELS = BUILDS | {"plain": ["-O1"]}
+LEVELS = {"plain": ["-O1"]} | {name: ["-O0", *BUILDS[name][2:]] for name in ("address", "thread")}
 FLAGS = ("-std=c++20", "-w", "-ffp-contract=off", "-fno-strict-aliasing", f"-I{EMULATION}", f"-I{HERE}")
 
 
@@ -146,6 +147,11 @@ class Memory:
                 self._bytes(x).copy_(held.as_strided(*self._within(number, x)))
             at += end - begin
 
+    def digest(self) -> int:
+        """A number for what all tensors hold."""
+        parts = (self._bytes(x).contiguous().numpy().tobytes() for x in self.tensors if x.numel())
+        return functools.reduce(lambda sum_so_far, part: zlib.crc32(part, sum_so_far), parts, 0)
+
     def _of(self, number: int) -> list[Tensor]:
         return [x for x in self.tensors if x.numel() and self.place(x)[0] == number]
 
@@ -163,9 +169,9 @@ class Machine:
     build: str = "plain"
     schedule: str = "greedy"
     together: bool = False  # all blocks alive at once: races between them show
-    edit: Callable[[str], str] = staticmethod(lambda text: text)  # noqa: RUF009
-    coverage: dict[str, dict[str, list[Any]]] | None = None  # kernel: PTX: the instructions that ran
-    launches: int = 0
+    edit: Callable[[str], str] = str
+    coverage: dict[str, dict[str, set[Instruction]]] | None = None  # kernel: PTX: the instructions that ran
+    outputs: list[int] = field(default_factory=list)  # a number for what each launch left in memory
 
     @contextmanager
     def serving(self) -> Iterator[Machine]:
@@ -175,6 +181,8 @@ class Machine:
                 stack.enter_context(mock.patch.object(module, "launch", self.launch))
             stack.enter_context(mock.patch.object(gallery, "processor_count", return_value=132))
             stack.enter_context(mock.patch.object(gallery, "is_hopper", return_value=False))
+            # Operations offer CPU tensors to Triton where they would be interpreted, and so here.
+            stack.enter_context(mock.patch.object(triton_kernels, "interpreted", return_value=True))
             yield self
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **meta: Any) -> None:
@@ -194,7 +202,7 @@ class Machine:
         }  # fmt: skip
         output = self._start(code, arguments, _described(code.kernel, given, memory))
         memory.restore(output)
-        self.launches += 1
+        self.outputs.append(memory.digest())
 
     def _start(self, code: Code, arguments: dict[str, int], given: bytes) -> bytes:
         program = self.builder.program(translate(code.module), self.build)
@@ -211,7 +219,7 @@ class Machine:
             raise KernelError(f"{code.kernel.name}: status {outcome.returncode}\n{outcome.stderr.decode()}")
         if self.coverage is not None:
             flags = report.read_text().split()[-1]
-            self.coverage.setdefault(code.kernel.name, {}).setdefault(code.text, []).extend(executed(code.kernel, flags))
+            self.coverage.setdefault(code.kernel.name, {}).setdefault(code.text, set()).update(executed(code.kernel, flags))
         return outcome.stdout
 
 

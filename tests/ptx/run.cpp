@@ -38,6 +38,7 @@ struct Memory {
 
 int main(int argument_count, char** argument_values) {
     read_arguments(argument_count, argument_values);
+    emulation::largest_shared = 163 << 10;  // sm_80, which the kernels were compiled for
     Array<u8> parameters(read_number());
     parameters.read();
     std::vector<Memory*> memory;
