@@ -61,6 +61,7 @@ test-first-half:
 	$(PYTEST) -m "not slow and not gpu" $(FIRST_HALF)
 	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" tests/interpreter
 	$(PYTEST) -m "not slow" tests/aot
+	$(PYTEST) -m "not slow" tests/ptx
 
 test-second-half:
 	$(PYTEST) -m "not slow and not gpu" tests $(addprefix --ignore=,$(FIRST_HALF))
@@ -71,6 +72,7 @@ test-slow: setup
 	$(PYTEST) --foreign dtype -m "not slow and not gpu" tests --ignore=tests/cuda_emulation
 	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/interpreter
 	$(PYTEST) -m slow tests/aot
+	$(PYTEST) -m slow tests/ptx
 
 # The compiled code with AddressSanitizer and UndefinedBehaviorSanitizer, then its threads with ThreadSanitizer.
 test-sanitize: setup

@@ -540,7 +540,8 @@ UNSEEN void run(const Launch& launch, const std::function<void()>& kernel) {
         for (int k = 0; k < together * launch.threads; ++k) {
             Fiber& fiber = fibers[static_cast<std::size_t>(k)];
             fiber.position = {static_cast<unsigned>(k % launch.threads),
-                              static_cast<unsigned>(first + k / launch.threads), static_cast<unsigned>(launch.blocks)};
+                              static_cast<unsigned>(first + k / launch.threads), static_cast<unsigned>(launch.blocks),
+                              static_cast<unsigned>(launch.threads)};
             fiber.block = &blocks[static_cast<std::size_t>(k / launch.threads)];
             fiber.warp = &warps[static_cast<std::size_t>(k / 32)];
             fiber.first_of_warp = k / 32 * 32;

@@ -21,6 +21,7 @@ struct Position {
     unsigned thread;  // in its block
     unsigned block;
     unsigned blocks;
+    unsigned threads;  // of a block
 };
 
 enum class Schedule {

@@ -33,6 +33,9 @@ ENVIRONMENT = {
 Array = NDArray[Any]
 
 
+HeaderEdit = tuple[str, str, str]  # a kernel header, a piece of its text, and what takes its place
+
+
 class Workshop:
     """Compiles the emulated programs, each at most once, and runs them."""
 
@@ -41,41 +44,52 @@ class Workshop:
         assert compiler is not None, "the emulation needs g++, as the package's own build does"
         self._compiler, self._folder = compiler, folder
         self.program = functools.cache(self._program)
+        self.sources = functools.cache(self._sources)
 
-    def _program(self, name: str, build: str, edit: tuple[str, str, str] | None, types: tuple[str, ...]) -> Path:
-        """`edit` = (header, old, new) replaces one piece of a kernel header's text in a copy of csrc; `types` define
-        those of the kernels' templates."""
-        csrc = ROOT / "csrc"
-        target = self._folder / f"{name}-{build}-{zlib.crc32(repr((edit, types)).encode()):08x}"
-        if edit is not None:
-            header, old, new = edit
-            csrc = target.with_suffix(".csrc")
-            shutil.copytree(ROOT / "csrc", csrc)
-            text = (csrc / "cuda" / header).read_text()
-            assert text.count(old) == 1, f"{header} must contain exactly once: {old}"
-            (csrc / "cuda" / header).write_text(text.replace(old, new))
-        common = [self._compiler, "-std=c++17", "-Wno-unknown-pragmas", *BUILDS[build], f"-I{EMULATION}", f"-I{csrc}"]
-        common += types
+    def _sources(self, edit: HeaderEdit | None) -> Path:
+        """The folder csrc, or a copy of it with one piece replaced."""
+        if edit is None:
+            return ROOT / "csrc"
+        header, old, new = edit
+        csrc = self._folder / f"{zlib.crc32(repr(edit).encode()):08x}.csrc"
+        shutil.copytree(ROOT / "csrc", csrc)
+        text = (csrc / "cuda" / header).read_text()
+        assert text.count(old) == 1, f"{header} must contain exactly once: {old}"
+        (csrc / "cuda" / header).write_text(text.replace(old, new))
+        return csrc
+
+    def _program(
+        self, name: str, build: str, edit: HeaderEdit | None, types: tuple[str, ...], kernels: tuple[Path, ...]
+    ) -> Path:
+        """`types` define those of the kernels' templates; objects in `kernels` take the place of kernels."""
+        target = self._folder / f"{name}-{build}-{zlib.crc32(repr((edit, types, kernels)).encode()):08x}"
+        folders = (f"-I{EMULATION}", f"-I{self.sources(edit)}")
+        common = [self._compiler, "-std=c++17", "-Wno-unknown-pragmas", *BUILDS[build], *folders, *types]
         machinery = self._folder / f"emulation-{build}.o"
         if not machinery.exists():
             subprocess.run([*common, "-c", str(EMULATION / "emulation.cpp"), "-o", str(machinery)], check=True)
-        subprocess.run([*common, str(EMULATION / f"{name}.cpp"), str(machinery), "-o", str(target)], check=True)
+        parts = [str(EMULATION / f"{name}.cpp"), *map(str, kernels), str(machinery)]
+        subprocess.run([*common, *parts, "-o", str(target)], check=True)
         return target
 
     def start(
-        self, name: str, build: str, edit: tuple[str, str, str] | None, arrays: list[Array], **arguments: float
+        self, name: str, build: str, edit: Any, arrays: list[Array], **arguments: float
     ) -> subprocess.CompletedProcess[bytes]:
-        launcher = without_address_randomisation() if build == "thread" else []
         types = ("-DHALF_POINTS", "-DHALF_ENTRIES")
         wanted = tuple(flag for flag in types if arguments.pop(flag, False))
-        program = str(self.program(name, build, edit, wanted))
+        program = self._choose(name, build, edit, wanted, arguments)
+        launcher = without_address_randomisation() if build == "thread" else []
         return subprocess.run(
-            [*launcher, program, *(f"{key}={value!r}" for key, value in arguments.items())],
+            [*launcher, str(program), *(f"{key}={value!r}" for key, value in arguments.items())],
             input=b"".join(np.ascontiguousarray(x).tobytes() for x in arrays),
             capture_output=True,
             env=os.environ | ENVIRONMENT,
             timeout=600,
         )
+
+    def _choose(self, name: str, build: str, edit: Any, types: tuple[str, ...], _arguments: dict[str, float]) -> Path:
+        """The program for a call."""
+        return self.program(name, build, edit, types, ())
 
 
 @functools.cache

@@ -38,3 +38,21 @@ ROW_KERNELS: dict[str, Check] = {
     "tangent_probes": lambda rows, width: segments.test_probes(rows, max(width, 2), 2, "aligned"),
     "probe_traces": lambda rows, width: segments.test_traces(rows, max(width, 2), 2, True, True, torch.float32),
 }
+
+# The float32 rows of all but the exact one are split into bfloat16 parts.
+GALLERY: dict[str, Callable[[], object]] = {
+    "few, bfloat16": lambda: kernels.check_gallery(kernels.KERNELS, "few", dtype=HALF),
+    "few, biased": lambda: kernels.check_gallery(kernels.KERNELS, "few", bias=True),
+    "some": lambda: kernels.check_gallery(kernels.KERNELS, "some"),
+    "slim": lambda: kernels.check_gallery(kernels.KERNELS, "slim"),
+    "slim, float16": lambda: kernels.check_gallery(kernels.KERNELS, "slim", dtype=torch.float16),
+    "exact": lambda: kernels.check_gallery(kernels.KERNELS, "exact"),
+    "exact, kappa of 1e5": lambda: kernels.check_gallery(kernels.KERNELS, "exact", kappa=1e5, items=70, bias=True),
+    "one of everything": lambda: kernels.check_gallery(kernels.KERNELS, "slim", 1, 1, 1, 2, 12.0, 1, 1),
+    "129 items, 7 wide": lambda: kernels.check_gallery(kernels.KERNELS, "few", 2, 8, 129, 7, 12.0, 5, 3),
+    "1023 items, 129 wide": lambda: kernels.check_gallery(
+        kernels.KERNELS, "few", 2, 7, 1023, 129, 20.0, 5, 2, dtype=HALF
+    ),
+    "scores alone": lambda: kernels.test_item_marginals_in_the_kernels(),
+    "equal items": lambda: kernels.test_gallery_keeps_equal_items_in_order(),
+}

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import cuda_build
+from tests.ptx.cuda import CompiledWorkshop
 from tests.ptx.machine import Builder, Machine
 
 
 @pytest.fixture(scope="session")
 def builder(tmp_path_factory: pytest.TempPathFactory) -> Builder:
     return Builder(tmp_path_factory.mktemp("ptx"))
+
+
+@pytest.fixture(scope="session")
+def workshop(tmp_path_factory: pytest.TempPathFactory, builder: Builder) -> CompiledWorkshop:
+    if cuda_build.nvcc() is None:
+        pytest.skip("nvcc is not on PATH")
+    return CompiledWorkshop(tmp_path_factory.mktemp("transport"), builder)
 
 
 @pytest.fixture(autouse=True)
@@ -37,5 +45,3 @@ def outputs(builder: Builder) -> Callable[..., list[int]]:
         return machine.outputs
 
     return run
-
-

@@ -80,27 +80,27 @@ inline Register bits(T value) {
 // ---- where a thread is ----
 
 struct Grid {
-    u32 x = 1, y = 1, z = 1;
+    u32 y = 1, z = 1;
 };
 inline Grid grid;  // of the launch; emulated blocks are numbered along x first
-inline u32 threads_of_block = 0;
-inline u64 grid_workspace = 0;  // what cooperative launches find through %envreg
+// Cooperative launches find a word for the barrier of the grid behind the first one here.
+alignas(16) inline u32 grid_workspace[4];
 
 inline u32 tid_x() { return emulation::here().thread; }
-inline u32 ntid_x() { return threads_of_block; }
+inline u32 ntid_x() { return emulation::here().threads; }
 inline u32 laneid() { return emulation::here().thread % 32; }
-inline u32 ctaid_x() { return emulation::here().block % grid.x; }
-inline u32 ctaid_y() { return emulation::here().block / grid.x % grid.y; }
-inline u32 ctaid_z() { return emulation::here().block / grid.x / grid.y; }
-inline u32 nctaid_x() { return grid.x; }
+inline u32 nctaid_x() { return emulation::here().blocks / (grid.y * grid.z); }
 inline u32 nctaid_y() { return grid.y; }
 inline u32 nctaid_z() { return grid.z; }
+inline u32 ctaid_x() { return emulation::here().block % nctaid_x(); }
+inline u32 ctaid_y() { return emulation::here().block / nctaid_x() % grid.y; }
+inline u32 ctaid_z() { return emulation::here().block / nctaid_x() / grid.y; }
 constexpr u32 tid_y() { return 0; }
 constexpr u32 tid_z() { return 0; }
 constexpr u32 ntid_y() { return 1; }
 constexpr u32 ntid_z() { return 1; }
-inline u32 envreg1() { return static_cast<u32>(grid_workspace >> 32); }
-inline u32 envreg2() { return static_cast<u32>(grid_workspace); }
+inline u32 envreg1() { return static_cast<u32>(reinterpret_cast<u64>(grid_workspace) >> 32); }
+inline u32 envreg2() { return static_cast<u32>(reinterpret_cast<u64>(grid_workspace)); }
 
 // ---- memory ----
 
@@ -352,10 +352,12 @@ inline s32 signed_bit_field(s32 a, u32 start, u32 count) {
     return static_cast<s32>(negative && count < 32 ? field | ~0u << count : field);
 }
 
-inline u32 insert_bit_field(u32 field, u32 into, u32 start, u32 count) {
+template <typename T>
+inline T insert_bit_field(T field, T into, u32 start, u32 count) {
+    constexpr u32 kWidth = 8 * sizeof(T);
     start %= 256, count %= 256;
-    if (start >= 32) return into;
-    const u32 mask = (count < 32 ? (1u << count) - 1 : ~0u) << start;
+    if (start >= kWidth) return into;
+    const T mask = (count < kWidth ? (T{1} << count) - 1 : ~T{0}) << start;
     return (into & ~mask) | (field << start & mask);
 }
 
@@ -416,6 +418,12 @@ inline f32 approximate(f64 exact, f32 operand, f64 error) {
     const f64 rough = exact * (mixed >> 31 ? 1 + error : 1 - error);
     // What the exact result is bound by, the rough one is, too: a power of two is hit, and nothing turns infinite.
     return static_cast<f32>(std::fabs(rough) > std::numeric_limits<f32>::max() ? exact : rough);
+}
+
+// The upper half of the reciprocal of the upper half.
+inline f64 rough_reciprocal(f64 x) {
+    constexpr u64 kUpper = 0xffffffff00000000ull;
+    return as<f64>(bits<u64>(1 / as<f64>(bits<u64>(x) & kUpper)) & kUpper);
 }
 
 // Within 2^-22 between 0.5 and 2, relatively elsewhere.

@@ -1,8 +1,8 @@
 """A GPU for Triton kernels: launches are compiled for sm_80, their PTX is translated to C++ and run on the CPU.
 
 Inside `Machine.serving()` the wrappers of `geoflow_fast.kernels` launch here. What a kernel is given is what Triton's
-launcher would give it: the same specialisation on ones, on multiples of 16 and on aligned pointers. It runs in a process
-of its own on copies of the tensors, which come back when it has ended without a complaint.
+launcher would give it: the same specialisation on ones, on multiples of 16 and on aligned pointers. It runs in a
+process of its own on copies of the tensors, which come back when it has ended without a complaint.
 """
 
 from __future__ import annotations
@@ -124,7 +124,8 @@ class Memory:
         """A tensor's elements as bytes [..., element size], sharing memory."""
         return x.unsqueeze(-1).view(torch.uint8)
 
-    def _within(self, number: int, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    def _within(self, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+        """Size, strides and offset of a tensor's bytes in its region."""
         size = x.element_size()
         return (*x.shape, size), (*(size * s for s in x.stride()), 1), self.place(x)[1]
 
@@ -133,7 +134,7 @@ class Memory:
         for number, (begin, end) in enumerate(self.regions):
             owned, held = (torch.zeros(end - begin, dtype=torch.uint8) for _ in range(2))
             for x in self._of(number):
-                view = self._within(number, x)
+                view = self._within(x)
                 owned.as_strided(*view).fill_(1)
                 held.as_strided(*view).copy_(self._bytes(x))
             yield struct.pack("<QQ", end - begin, begin % 16) + owned.numpy().tobytes() + held.numpy().tobytes()
@@ -144,7 +145,7 @@ class Memory:
         for number, (begin, end) in enumerate(self.regions):
             held = torch.frombuffer(bytearray(output[at : at + end - begin]), dtype=torch.uint8)
             for x in self._of(number):
-                self._bytes(x).copy_(held.as_strided(*self._within(number, x)))
+                self._bytes(x).copy_(held.as_strided(*self._within(x)))
             at += end - begin
 
     def digest(self) -> int:
@@ -219,7 +220,9 @@ class Machine:
             raise KernelError(f"{code.kernel.name}: status {outcome.returncode}\n{outcome.stderr.decode()}")
         if self.coverage is not None:
             flags = report.read_text().split()[-1]
-            self.coverage.setdefault(code.kernel.name, {}).setdefault(code.text, set()).update(executed(code.kernel, flags))
+            self.coverage.setdefault(code.kernel.name, {}).setdefault(code.text, set()).update(
+                executed(code.kernel, flags)
+            )
         return outcome.stdout
 
 

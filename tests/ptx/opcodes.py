@@ -57,7 +57,7 @@ ROWS: list[tuple[str, str, str, str, str, str]] = [
     ("integer", "shr.T", "s16 s32 s64", "T", "T u32", "a >> std::min<u32>(b, 8 * sizeof(T) - 1)"),
     ("integer", "bfe.u32", "u32", "T", "T u32 u32", "bit_field(a, b, c)"),
     ("integer", "bfe.s32", "s32", "T", "T u32 u32", "signed_bit_field(a, b, c)"),
-    ("integer", "bfi.b32", "b32", "T", "T T u32 u32", "insert_bit_field(a, b, c, d)"),
+    ("integer", "bfi.T", "b32 b64", "T", "T T u32 u32", "insert_bit_field(a, b, c, d)"),
     ("integer", "prmt.b32", "b32", "T", "T T u32", "permute_bytes(a, b, c)"),
     ("integer", "popc.T", "b32 b64", "u32", "T", "__builtin_popcountll(a)"),
     ("integer", "clz.b32", "b32", "u32", "T", "a == 0 ? 32 : __builtin_clz(a)"),
@@ -102,6 +102,7 @@ ROWS: list[tuple[str, str, str, str, str, str]] = [
     ("approximate", "ex2.approx.f32", "f32", "T", "T", "approximate(std::exp2(f64(a)), a, 2e-7)"),
     ("approximate", "lg2.approx.f32", "f32", "T", "T", "approximate_log2(a)"),
     ("approximate", "rcp.approx.f32", "f32", "T", "T", "approximate(1 / f64(a), a, 6e-8)"),
+    ("approximate", "rcp.approx.ftz.f64", "f64", "T", "T", "rough_reciprocal(a)"),
     ("approximate", "rsqrt.approx.f32", "f32", "T", "T", "approximate(1 / std::sqrt(f64(a)), a, 1.3e-7)"),
     ("approximate", "sqrt.approx.f32", "f32", "T", "T", "approximate(std::sqrt(f64(a)), a, 1.2e-7)"),
     ("approximate", "div.full.f32 div.approx.f32", "f32", "T", "T T", "approximate(f64(a) / b, a + b, 1.2e-7)"),
@@ -113,7 +114,7 @@ ROWS: list[tuple[str, str, str, str, str, str]] = [
     *(("convert", f"cvt.rn.{to}.T", INTEGERS, to, "T", "a") for to in ("f32", "f64")),
     ("convert", "cvt.f64.f32", "f32", "f64", "T", "a"),
     ("convert", "cvt.rn.f32.f64", "f64", "f32", "T", "a"),
-    *(("convert", f"cvt.rzi.{to}.T", "f32 f64", to, "T", f"to_integer<{to}>(a)") for to in ("s32", "u32", "s64", "u64")),
+    *(("convert", f"cvt.rzi.{to}.T", "f32 f64", to, "T", f"to_integer<{to}>(a)") for to in INTEGERS.split()[2:]),
     *(
         ("convert", f"cvt.{mode}.T.T", "f32 f64", "T", "T", f"std::{function}(a)")
         for mode, function in (("rmi", "floor"), ("rpi", "ceil"), ("rzi", "trunc"), ("rni", "nearbyint"))
@@ -123,7 +124,10 @@ ROWS: list[tuple[str, str, str, str, str, str]] = [
     ("convert", "cvt.rn.Tx2.f32", "f16 bf16", "b32", "f32 f32", "u32(narrow<T>(a).bits) << 16 | narrow<T>(b).bits"),
     ("convert", "cvt.rna.tf32.f32", "f32", "b32", "b32", "round_to_tf32(a)"),
     *(
-        ("shuffle", f"shfl.sync.{mode}.b32", "b32", "T pred", "T u32 u32 u32", f"shuffle<Shuffle::{mode}>(a, b, c, d, LINE)")
+        (
+            "shuffle", f"shfl.sync.{mode}.b32", "b32", "T pred", "T u32 u32 u32",
+            f"shuffle<Shuffle::{mode}>(a, b, c, d, LINE)",
+        )
         for mode in ("up", "down", "bfly", "idx")
     ),
     *(
@@ -155,8 +159,8 @@ ROWS: list[tuple[str, str, str, str, str, str]] = [
     ),
     *(
         (
-            "tensor", f"mma.sync.aligned.{shape}.row.col.f32.{number}.{number}.f32", "f32", "T[4]", "b32[4] b32[2] T[4]",
-            f"multiply(emulation::Number::{name}, a, b, c, LINE)",
+            "tensor", f"mma.sync.aligned.{shape}.row.col.f32.{number}.{number}.f32", "f32", "T[4]",
+            "b32[4] b32[2] T[4]", f"multiply(emulation::Number::{name}, a, b, c, LINE)",
         )
         for shape, number, name in (
             ("m16n8k8", "tf32", "tf32"), ("m16n8k16", "f16", "float16"), ("m16n8k16", "bf16", "bfloat16"),

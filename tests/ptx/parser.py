@@ -187,7 +187,7 @@ class _Parser:
             ".version": lambda: (self._next(), self._next()), ".target": self._target, ".address_size": self._next,
             ".file": self._file, ".extern": lambda: None, ".visible": lambda: None, ".weak": lambda: None,
             ".entry": self._entry, ".shared": self._shared, ".global": lambda: self._until(";"),
-            ".section": lambda: (self._next(), self._expect("{"), self._until("}")),
+            ".section": lambda: self._until("}"),
         }  # fmt: skip
         while self._at < len(self._tokens):
             token = self._next()

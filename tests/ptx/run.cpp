@@ -7,7 +7,6 @@
 #include "machine.h"
 
 namespace ptx {
-extern const char* const kernel_name;
 extern const unsigned kernel_threads;
 void kernel_entry(const u8* parameters);
 }  // namespace ptx
@@ -55,10 +54,8 @@ int main(int argument_count, char** argument_values) {
         const u64 address = ptx::regions[region].begin + offset;
         std::memcpy(parameters.data + place, &address, sizeof address);
     }
-    ptx::grid = {static_cast<unsigned>(integer("grid_x")), static_cast<unsigned>(integer("grid_y")),
-                 static_cast<unsigned>(integer("grid_z"))};
-    ptx::threads_of_block = ptx::kernel_threads;
-    const int blocks = static_cast<int>(ptx::grid.x * ptx::grid.y * ptx::grid.z);
+    ptx::grid = {static_cast<unsigned>(integer("grid_y")), static_cast<unsigned>(integer("grid_z"))};
+    const int blocks = integer("grid_x") * integer("grid_y") * integer("grid_z");
     const emulation::Launch launch = {blocks, static_cast<int>(ptx::kernel_threads),
                                       static_cast<std::size_t>(integer("shared")), integer("together") != 0};
     const u8* const given = parameters.data;

@@ -41,9 +41,7 @@ def test_many_rows(outputs: Outputs, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "build", "schedule"),
     [
-        pytest.param(
-            name, build, schedule, marks=() if (name, build) == ("unit_rows", "address") else pytest.mark.slow
-        )
+        pytest.param(name, build, schedule, marks=() if (name, build) == ("unit_rows", "address") else pytest.mark.slow)
         for name in ROW_KERNELS
         for build, schedule in (("address", "reversed"), ("thread", "forward"))
     ],

@@ -26,7 +26,7 @@ from tests.ptx.parser import (
     Symbol,
 )
 
-LEAVE = ("ret", "exit")
+LEAVE = ("ret", "exit", "trap")
 BRANCH = ("bra", "bra.uni")
 
 
@@ -34,7 +34,7 @@ def kind_of(opcode: str) -> str | None:
     """The column of the coverage table for an opcode, or None if it is unknown."""
     if opcode in LEAVE + BRANCH:
         return "branch"
-    rule = rule_for(opcode.replace("mov.b64.pack", "pack.b64"))
+    rule = rule_for(opcode)
     return rule.kind if rule else None
 
 
@@ -86,7 +86,6 @@ def _leaders(kernel: Kernel) -> set[int]:
 def _entry(kernel: Kernel) -> str:
     """What run.cpp starts."""
     return f"""
-extern const char* const kernel_name = "{kernel.name}";
 extern const unsigned kernel_threads = {kernel.threads};
 void kernel_entry(const u8* parameters) {{ kernel_0(parameters); }}
 """
@@ -111,9 +110,7 @@ def _host_symbol(kernel: Kernel, number: int) -> str:
 {"".join(types)}
 extern "C" void {kernel.name}({", ".join(arguments)}) {{
     alignas(16) unsigned char parameters[{at}];
-{"".join(copies)}    ptx::threads_of_block = {kernel.threads};
-    ptx::grid = {{emulation::here().blocks, 1, 1}};
-    ptx::kernel_{number}(parameters);
+{"".join(copies)}    ptx::kernel_{number}(parameters);
 }}
 """
 
@@ -198,6 +195,8 @@ class _Writer:
             number += 1
 
     def _jump(self, instruction: Instruction, labels: dict[str, str]) -> str:
+        if instruction.opcode == "trap":
+            return f'fail({instruction.line}, "trap");'
         if instruction.opcode in LEAVE:
             return "return;"
         if instruction.opcode not in BRANCH:

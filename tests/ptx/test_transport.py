@@ -1,0 +1,45 @@
+"""The compiled PTX of the CUDA kernels, in place of their source in the programs of tests/cuda_emulation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.cuda_emulation import test_cuda_emulation as source
+from tests.cuda_emulation.test_cuda_emulation import SCORES, SMALL, SMALL_HALF, SMALL_SOLVE_SHORT, SOLVES
+from tests.cuda_emulation.workshop import SCHEDULES
+from tests.ptx.cuda import CompiledWorkshop
+
+SOON = [SOLVES[0], SMALL_SOLVE_SHORT, SMALL_HALF, SCORES[4]]
+
+
+def soon(cases: list[Any]) -> list[Any]:
+    return [pytest.param(case, id=str(case), marks=() if case in SOON else pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize("case", soon([*SOLVES, *SCORES]))
+def test_float64_agrees(workshop: CompiledWorkshop, case: Any) -> None:
+    outcome = case.run(workshop)
+    assert outcome.returncode == 0, outcome.stderr.decode()
+    case.check(outcome.stdout)
+
+
+@pytest.mark.parametrize("case", soon(SMALL))
+def test_every_schedule_gives_the_same_bits(workshop: CompiledWorkshop, case: Any) -> None:
+    source.test_every_schedule_gives_the_same_bits(workshop, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("build", ["address", "thread"])
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_clean_under_sanitizers(workshop: CompiledWorkshop, case: Any, build: str, schedule: str) -> None:
+    outcome = case.run(workshop, build, schedule)
+    assert outcome.returncode == 0, outcome.stderr.decode()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", source.FAULTS, ids=lambda fault: fault.what)
+def test_fault_in_the_source_is_caught_in_its_ptx(workshop: CompiledWorkshop, fault: source.Fault) -> None:
+    source.test_injected_fault_is_caught(workshop, fault)
