@@ -566,6 +566,8 @@ UNSEEN const Position& here() { return current->position; }
 
 UNSEEN void* dynamic_shared() { return current->block->dynamic; }
 
+UNSEEN std::size_t dynamic_shared_bytes() { return dynamic_bytes; }
+
 UNSEEN char* shared_window() { return arena; }
 
 UNSEEN void* shared_array(const void* site, std::size_t bytes) {

@@ -49,6 +49,7 @@ void require(bool condition, const char* message);
 const Position& here();
 void* shared_array(const void* site, std::size_t bytes);
 void* dynamic_shared();
+std::size_t dynamic_shared_bytes();
 // Where the shared memory of all blocks lies: below 2^32 bytes, so that offsets serve as shared addresses.
 char* shared_window();
 void block_barrier();

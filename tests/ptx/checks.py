@@ -12,8 +12,8 @@ from tests.interpreter import test_segments as segments
 HALF = torch.bfloat16
 Check = Callable[[int, int], object]
 
-# Of `rows` rows of `width` entries, as far as a kernel leaves the choice. A norm of one entry is its rounding error over
-# the root of eps: what `div.full` may be off, times a thousand.
+# Of `rows` rows of `width` entries, as far as a kernel leaves the choice. A norm of one entry is the rounding error of
+# its mean over the root of eps: what `div.full` may be off, times a thousand.
 ROW_KERNELS: dict[str, Check] = {
     "tangent_step": lambda rows, width: kernels.check_tangent_step(kernels.KERNELS, rows, max(width, 2)),
     "tangent_stage": lambda rows, width: kernels.check_tangent_stage(kernels.KERNELS, rows, max(width, 2)),

@@ -59,6 +59,10 @@ class CompiledWorkshop(Workshop):
         objects = tuple(self.kernel(each, build, edit) for each in kernels_of(name, types, arguments))
         return self.program(name, build, headers, types, objects)
 
+    def names(self) -> list[str]:
+        """All kernels."""
+        return list(self._texts(None))
+
     def text(self, kernel: str, edit: Any = None) -> str:
         """The PTX of a kernel, of edited headers or edited itself."""
         if not isinstance(edit, PtxEdit):

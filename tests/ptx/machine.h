@@ -433,7 +433,21 @@ inline f32 approximate_log2(f32 x) {
     return approximate(exact, x, 1.6e-7);
 }
 
-// ---- which instructions ran ----
+// ---- which instructions ran, and what kernels were given ----
+
+// Of the first thread of a launch: adds its kernel, threads, blocks, dynamic shared memory and parameters to the file
+// that GEOFLOW_PTX_PARAMETERS names.
+inline void note_launch(const char* kernel, const u8* parameters, int bytes) {
+    const emulation::Position& here = emulation::here();
+    const char* path = here.thread == 0 && here.block == 0 ? std::getenv("GEOFLOW_PTX_PARAMETERS") : nullptr;
+    if (path == nullptr) return;
+    if (std::FILE* file = std::fopen(path, "a")) {
+        std::fprintf(file, "%s %u %u %zu ", kernel, here.threads, here.blocks, emulation::dynamic_shared_bytes());
+        for (int k = 0; k < bytes; ++k) std::fprintf(file, "%02x", parameters[k]);
+        std::fputc('\n', file);
+        std::fclose(file);
+    }
+}
 
 struct Coverage {
     Coverage(const char* kernel_name, u8* executed_flags, int flag_count)

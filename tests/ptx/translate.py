@@ -110,7 +110,8 @@ def _host_symbol(kernel: Kernel, number: int) -> str:
 {"".join(types)}
 extern "C" void {kernel.name}({", ".join(arguments)}) {{
     alignas(16) unsigned char parameters[{at}];
-{"".join(copies)}    ptx::kernel_{number}(parameters);
+{"".join(copies)}    ptx::note_launch("{kernel.name}", parameters, {at});
+    ptx::kernel_{number}(parameters);
 }}
 """
 
