@@ -312,7 +312,6 @@ ASKED = ["--queries", "texts.npy", "--gallery", "images.npy"]
 SCORED = {
     "entropy": (["entropy", *ASKED, "--fast", "--steps", 2], "entropy"),
     "density": (["density", "--pairs", "pairs", "--steps", 2], "joint"),
-    "rerank": (["rerank", *ASKED, "--held-out", "pairs", "--steps", 2], "entropy"),
 }
 
 
@@ -328,16 +327,25 @@ def test_products_have_the_precision_that_is_asked_for(run, desk, monkeypatch, c
     flow.save_pretrained(desk / "flow")
     values = {}
     for precision in ("float32", "bfloat16", "auto"):
-        own = ["--calibration", f"{precision}.json"] if command == "rerank" else []
-        out = [*own, "--out", f"{precision}.parquet", "--precision", precision]
+        out = ["--out", f"{precision}.parquet", "--precision", precision]
         code, _, err = run(*arguments, "--model", "flow", *out)
         assert code == 0, err
         values[precision] = pyarrow.parquet.read_table(desk / f"{precision}.parquet")[column].to_numpy()
     assert np.array_equal(values["auto"], values["bfloat16"])
     assert 0 < np.abs(values["bfloat16"] - values["float32"]).max() < 0.3
-    code, _, err = run(*arguments, "--model", "flow", *own, "--out", "float32.parquet", "--precision", "bfloat16")
+    code, _, err = run(*arguments, "--model", "flow", "--out", "float32.parquet", "--precision", "bfloat16")
     assert code == 2
     assert "not the result of this job" in err
+
+
+@pytest.mark.usefixtures("desk")
+def test_a_calibration_holds_for_one_precision(run):
+    command = ["rerank", *ASKED, "--model", "flow", "--steps", 2, "--calibration", "c.json"]
+    assert run(*command, "--held-out", "pairs", "--out", "exact.parquet")[0] == 0
+    code, _, err = run(*command, "--out", "half.parquet", "--precision", "bfloat16")
+    assert code == 2
+    assert "precision" in err
+    assert run(*command, "--out", "again.parquet")[0] == 0
 
 
 @pytest.mark.usefixtures("desk")
