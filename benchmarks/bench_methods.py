@@ -369,7 +369,7 @@ which their probabilities did not survive. Four points were chosen over one by t
 training pairs; trials with eight points were not finished.
 
 The same with galleries of 1,000 items in which those of 30 % of 1,000 queries are missing. The ladder's score of a
-missing item is `p_outside`, the probability that the right item is not in the shortlist.
+missing item is `p_no_match`, the probability that no item of the gallery is right.
 
 <!-- bench: clip missing -->
 <!-- bench: end -->
