@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from tests.cuda_emulation import test_cuda_emulation as source
-from tests.cuda_emulation.test_cuda_emulation import SCORES, SMALL, SMALL_HALF, SMALL_SOLVE_SHORT, SOLVES
+from tests.cuda_emulation.test_cuda_emulation import SCORES, SMALL, SMALL_SOLVE_SHORT, SOLVES
 from tests.cuda_emulation.workshop import SCHEDULES
 from tests.ptx.cuda import CompiledWorkshop
 
-SOON = [SOLVES[0], SMALL_SOLVE_SHORT, SMALL_HALF, SCORES[4]]
+SOON = [SOLVES[0], SMALL_SOLVE_SHORT, SCORES[4]]
 
 
 def soon(cases: list[Any]) -> list[Any]:
