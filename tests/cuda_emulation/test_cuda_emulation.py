@@ -10,7 +10,7 @@ import platform
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -601,12 +601,13 @@ def test_injected_fault_is_caught(workshop: Workshop, fault: Fault) -> None:
 # ---- from the public operations down ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the objects of csrc/cpu are listed for x86-64")
-def test_operations_through_the_emulated_device(tmp_path: Path) -> None:
-    """The whole way of backend="cuda", from the user's call to the kernels; see cuda_emulation/check_ops.py."""
+ON_X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the objects of csrc/cpu are listed for x86-64")
+
+
+def check_operations(folder: Path, kernels: Sequence[Path] = ()) -> None:
+    """Runs check_ops.py on an extension for the emulated device, with objects in the place of kernels."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    extension = tmp_path / f"_C{suffix}"
+    extension = folder / f"_C{suffix}"
     compiler = [
         *("g++", "-std=c++17", "-O1", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-unknown-pragmas"),
         *("-DGEOFLOW_WITH_CUDA=1", f"-I{EMULATION}", f"-I{ROOT / 'csrc'}"),
@@ -615,9 +616,16 @@ def test_operations_through_the_emulated_device(tmp_path: Path) -> None:
     rest = [EMULATION / "emulation.cpp", *(ROOT / "csrc").glob("*.cpp"), *(ROOT / "csrc" / "cuda").glob("*.cu")]
     objects = []
     for name, source, flags in [*units(), *((f"{path.stem}-{path.suffix[1:]}", path, []) for path in rest)]:
-        objects.append(str(tmp_path / f"{name}.o"))
+        objects.append(str(folder / f"{name}.o"))
         subprocess.run([*compiler, *flags, "-x", "c++", "-c", str(source), "-o", objects[-1]], check=True)
-    subprocess.run(["g++", "-shared", "-fopenmp", *objects, "-o", str(extension)], check=True)
+    subprocess.run(["g++", "-shared", "-fopenmp", *objects, *map(str, kernels), "-o", str(extension)], check=True)
     script = [sys.executable, str(EMULATION / "check_ops.py"), str(extension)]
     outcome = subprocess.run(script, capture_output=True, text=True, timeout=900)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+
+
+@pytest.mark.slow
+@ON_X86
+def test_operations_through_the_emulated_device(tmp_path: Path) -> None:
+    """The whole way of backend="cuda", from the user's call to the kernels; see cuda_emulation/check_ops.py."""
+    check_operations(tmp_path)

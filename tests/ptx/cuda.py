@@ -56,7 +56,8 @@ class CompiledWorkshop(Workshop):
 
     def _choose(self, name: str, build: str, edit: Any, types: tuple[str, ...], arguments: dict[str, float]) -> Path:
         headers = None if isinstance(edit, PtxEdit) else edit
-        objects = tuple(self.kernel(each, build, edit) for each in kernels_of(name, types, arguments))
+        wanted = self.names() if name == "emulate_launchers" else kernels_of(name, types, arguments)
+        objects = tuple(self.kernel(each, build, edit) for each in wanted)
         return self.program(name, build, headers, types, objects)
 
     def names(self) -> list[str]:

@@ -36,7 +36,7 @@ HERE = Path(__file__).parent
 CAPABILITY = 80
 # Translated kernels are long and run briefly: more optimisation would take longer than it saves.
 LEVELS = {"plain": ["-O1"]} | {name: ["-O0", *BUILDS[name][2:]] for name in ("address", "thread")}
-FLAGS = ("-std=c++20", "-w", "-ffp-contract=off", "-fno-strict-aliasing", f"-I{EMULATION}", f"-I{HERE}")
+FLAGS = ("-std=c++20", "-w", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", f"-I{EMULATION}", f"-I{HERE}")
 
 
 class KernelError(AssertionError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +38,19 @@ def test_every_schedule_gives_the_same_bits(workshop: CompiledWorkshop, case: An
 def test_clean_under_sanitizers(workshop: CompiledWorkshop, case: Any, build: str, schedule: str) -> None:
     outcome = case.run(workshop, build, schedule)
     assert outcome.returncode == 0, outcome.stderr.decode()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["greedy", "reversed"])
+def test_launchers(workshop: CompiledWorkshop, schedule: str) -> None:
+    source.test_launchers_ask_the_device_and_leave_the_current_one_alone(workshop, schedule)
+
+
+@pytest.mark.slow
+@source.ON_X86
+def test_operations_down_to_the_ptx(workshop: CompiledWorkshop, tmp_path: Path) -> None:
+    """The whole way of backend="cuda", from the user's call through bindings and launchers to every compiled kernel."""
+    source.check_operations(tmp_path, [workshop.kernel(name, "plain") for name in workshop.names()])
 
 
 @pytest.mark.slow
