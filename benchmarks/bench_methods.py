@@ -247,11 +247,10 @@ guarantee ([abstention](abstention.md)).
 The pipeline is the [ladder of evidence](rerank.md#the-ladder-of-evidence): cosine, hub correction, a [head](head.md)
 and a flow of the preset `auto`, each kept only if held-out pairs show that it helps. Shortlists have 512 items (128 in
 galleries of more than 20,000), and the flow is asked about the 32 most probable ones. "Without flow" and "hubs only"
-leave rungs out. The pipeline is the first row. In the table of the concept world, which is older, that is the ladder
-without flow: a flow then had shortlists of 32, and all other items shared one probability. The last columns say what
-the pipeline gains over each method, positive where it is better, with paired 95 % intervals over images. `python -m benchmarks --study real` writes
-the tables and fails if any reference is better than the pipeline beyond chance in NLL, AUROC or Recall@1, with Holm's
-correction over a set. Rows without NLL state no probabilities of items. NLL is over the whole gallery, in nats; the
+leave rungs out. The pipeline is the first row. The last columns say what the pipeline gains over each method, positive
+where it is better, with paired 95 % intervals over images. `python -m benchmarks --study real` writes the tables and
+fails if any reference is better than the pipeline beyond chance in NLL, AUROC or Recall@1, with Holm's correction over
+a set. Rows without NLL state no probabilities of items. NLL is over the whole gallery, in nats; the
 Spearman and R^2 columns are the paper's, over ten bins of the uncertainty.
 
 ### Flickr8k in a small dual encoder (not CLIP)
