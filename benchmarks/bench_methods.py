@@ -331,7 +331,7 @@ this flaw, and R^2 over the uncertainty itself ("R^2, value") has little of it: 
 ### The ladder and strong references on the concept world
 
 The same methods as on the [real sets](#real-photographs-and-captions), on the pairs of the tables above, one seed,
-with what the ladder without a flow gains over each (`python -m benchmarks --study real`).
+with what the whole ladder gains over each (`python -m benchmarks --study real`).
 
 Texts search images:
 
