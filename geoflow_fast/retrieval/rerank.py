@@ -529,15 +529,15 @@ class BayesReranker(nn.Module):
     def _common_encoders(self, pairs: EmbeddingPairs) -> dict[str, Fingerprint]:
         """The encoders of queries and items, where they are known. A ValueError says that the held-out pairs come from
         another one than the models or the gallery."""
-        found = {}
+        encoders = {}
         for side, of in (("queries", self.direction.queries), ("items", self.direction.items)):
             known = {**self._made_for(of), "the set of held-out pairs": of(*pairs.encoders)}
             if side == "items":
                 known["the gallery"] = self.gallery.encoder
             refuse_other_encoder(known)
             if told := [each for each in known.values() if each is not None]:
-                found[side] = told[0]
-        return found
+                encoders[side] = told[0]
+        return encoders
 
     def _fitted(self, known: KnownItems, advance: Advance) -> tuple[Calibration, Tensor, ItemBank]:
         """The calibration on these queries, the bank of queries that it corrects for hubs by, and the bank of items by
@@ -742,8 +742,8 @@ class BayesReranker(nn.Module):
         if wrong.any():
             point, hit = np.argwhere(wrong)[0]
             query = int(point) * queries // points
-            found = f"row {numbers[point, hit]} of a gallery of {len(self.gallery)}"
-            raise ValueError(f"the store gave query {query} {found}")
+            unknown = f"row {numbers[point, hit]} of a gallery of {len(self.gallery)}"
+            raise ValueError(f"the store gave query {query} {unknown}")
         return torch.from_numpy(numbers.astype(np.int64))
 
     def head_marginals(self) -> Tensor:

@@ -408,13 +408,13 @@ def test_hooks_on_every_block_fire_and_may_change_its_output(path):
 def test_gradients_of_the_rows_that_are_generated(counts):
     """The rows that training takes, and their gradients written into one tensor, are those of plain slices."""
     x = torch.randn(2, sum(counts), 3, dtype=torch.float64)
-    found = []
+    results = []
     for training in (True, False):
         leaf = x.clone().requires_grad_()
         rows = generated_rows(leaf, counts, training=training)
         weights = [torch.arange(1.0, part.numel() + 1, dtype=x.dtype).view_as(part) for part in rows]
         sum((part * weight).sum() for part, weight in zip(rows, weights)).backward()
-        found.append((*rows, leaf.grad))
-    assert len(found[0][0]) == counts[1] + counts[2]
-    assert len(found[0][1]) == counts[0] + counts[1]
-    assert all(torch.equal(mine, plain) for mine, plain in zip(*found))
+        results.append((*rows, leaf.grad))
+    assert len(results[0][0]) == counts[1] + counts[2]
+    assert len(results[0][1]) == counts[0] + counts[1]
+    assert all(torch.equal(mine, plain) for mine, plain in zip(*results))

@@ -211,3 +211,9 @@ def test_a_calibration_of_another_encoder_is_refused(tmp_path):
         strange(rows[:3])
     with pytest.raises(ValueError, match="the gallery has embeddings of b two"):
         strange.calibrate(pairs, progress=False)
+    pairs.text.encoder = other  # a tower of its own for each side
+    apart = gf.BayesReranker(None, embedded(80, ours), shortlist=10)
+    apart.calibrate(pairs, progress=False)
+    assert apart(embedded(3, other)).calibrated
+    with pytest.raises(ValueError, match="the set of queries has embeddings of a one"):
+        apart(embedded(3, ours))

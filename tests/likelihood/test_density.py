@@ -12,8 +12,10 @@ import torchdiffeq
 
 import geoflow_fast as gf
 from geoflow_fast.demo.flows import concept_pairs, learn
-from geoflow_fast.directions import DIRECTIONS
+from geoflow_fast.directions import DIRECTIONS, Direction
 from geoflow_fast.geometry import log_area, normalize
+from geoflow_fast.likelihood.density import epistemic_stderr
+from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.spherical import sample_bump
 from geoflow_fast.worlds import ConceptWorld, PairField
@@ -405,6 +407,15 @@ def test_a_row_that_vanishes_in_the_components_is_an_error():
         gf.log_density(flow, image, text)
     with pytest.raises(ValueError, match="image_partners in the flow's coordinates row 1 is all zeros"):
         gf.epistemic(flow, image[:2], text[:2], image_partners=image[1:])
+
+
+def test_the_standard_error_of_the_score_is_that_of_its_estimates():
+    flow, (image, text) = random_flow(), random_pairs(7)
+    settings = gf.DensitySettings(n_steps=2, n_probes=5, probe="gaussian", orthogonal="none")
+    estimates = density_estimates(flow, image, text, [Direction.of(each) for each in DIRECTIONS], settings, 3)
+    score = estimates[1] + estimates[2] - 2 * estimates[0]
+    expected = score.std(0) / math.sqrt(5)
+    torch.testing.assert_close(epistemic_stderr(estimates, settings, flow, image, text), expected)
 
 
 @pytest.fixture(scope="module")

@@ -80,16 +80,27 @@ def test_of_tied_items_the_last_leaves_the_list(backend, top_k, threads, monkeyp
     query, items, order = tied_items()
     assert gf.ops.gallery_search(query, items, top_k, backend)[1].tolist() == [order[:top_k]]
     for precision in ("float32", "auto"):
-        found = gf.ops.gallery_posterior(
+        posterior = gf.ops.gallery_posterior(
             query.unsqueeze(1), items, 5.0, top_k=top_k, backend=backend, precision=precision
         )
-        assert found.top_index.tolist() == [order[:top_k]]
+        assert posterior.top_index.tolist() == [order[:top_k]]
     assert gf.Gallery(items).search(query, top_k)[1].tolist() == [order[:top_k]]
     halves = [
         gf.Gallery(items[part]).statistics(query.unsqueeze(1), 5.0, top_k) for part in (slice(60), slice(60, None))
     ]
     later = dataclasses.replace(halves[1], top_index=halves[1].top_index + 60)
     assert later.merge(halves[0]).top_index.tolist() == [order[:top_k]]
+
+
+def test_codes_serve_float32_alone():
+    """Queries in float64 are searched in float64, with codes or without."""
+    gallery, queries = unit_rows(6000, 33).double(), unit_rows(5, 33).double()
+    codes = gf.ops.RowCodes.encode(gallery.float())
+    scores, index = gf.ops.gallery_search(queries, gallery, 7, codes=codes)
+    wanted = exact(queries, gallery, 7)
+    assert scores.dtype == torch.float64
+    assert torch.equal(index, wanted[1])
+    assert torch.allclose(scores, wanted[0], rtol=0, atol=1e-14)
 
 
 def test_of_tied_items_the_last_leaves_a_list_by_codes():
@@ -99,8 +110,8 @@ def test_of_tied_items_the_last_leaves_a_list_by_codes():
     gallery = torch.cat((far[:4000], items, far[4000:]))
     codes = gf.ops.RowCodes.encode(gallery)
     for top_k in (1, 3, 7, 16):
-        found = gf.ops.gallery_search(query, gallery, top_k, codes=codes)[1]
-        assert found.tolist() == [[4000 + k for k in order[:top_k]]]
+        posterior = gf.ops.gallery_search(query, gallery, top_k, codes=codes)[1]
+        assert posterior.tolist() == [[4000 + k for k in order[:top_k]]]
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -748,14 +748,14 @@ def test_the_rows_of_a_rank_are_iterated_as_a_whole_problem_is(far):
     cost = torch.rand(20, 20, dtype=torch.float64)
     cost[:, 3] += far
     problem, eps = make_problem(cost, None, (1.0, 1.0)), 0.05
-    found = []
+    solved = []
     for matrix in (native.TransportMatrix(20, 20, torch.float32), Panel(20, 20, torch.float32, ALONE)):
         load_scores(matrix, problem, eps)
         f, g = (torch.zeros(20, dtype=torch.float64) for _ in range(2))
         outcome, _, error = matrix.iterate(f, g, eps, 1e-5, 5000)
         assert (outcome, error <= 1e-5) == (matrix.CONVERGED, True)
-        found.append((f, g))
+        solved.append((f, g))
     nothing = Panel(0, 20, torch.float32, ALONE)  # a rank without rows takes part with sums of zero
-    assert torch.equal(nothing._column_sums(found[0][0][:0], found[0][1], eps), torch.zeros(20, dtype=torch.float64))
-    for whole, of_rank in zip(*found):
+    assert torch.equal(nothing._column_sums(solved[0][0][:0], solved[0][1], eps), torch.zeros(20, dtype=torch.float64))
+    for whole, of_rank in zip(*solved):
         torch.testing.assert_close(of_rank - of_rank.mean(), whole - whole.mean(), atol=1e-4, rtol=0)

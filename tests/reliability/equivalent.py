@@ -22,5 +22,6 @@ EQUIVALENT: dict[str, str] = {
     "004cd51832": "it keeps a division by zero away from rows of zeros, which are refused",
     "019bd7ea7e": "it fills lanes past the end of a row, which are never stored",
     "00254554f1": "it decides how many items are scored at a time, and results do not depend on that",
+    "02f8e41b18": "any number that is not below the last column orders the columns and is subtracted again",
     "02ca1d24fb": "the projection is zero only where there is no direction yet, and then it multiplies zero",
 }

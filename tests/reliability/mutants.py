@@ -88,6 +88,7 @@ CORE: dict[str, tuple[str, ...]] = {
     "geoflow_fast/retrieval/rerank.py": (
         "retrieval/test_rerank.py",
         "retrieval/test_tiers.py",
+        "retrieval/test_evidence.py::TestHead",
         "jobs/test_ids.py::test_a_calibration_of_another_encoder_is_refused",
     ),
     "geoflow_fast/retrieval/entropy.py": ("retrieval/test_entropy.py", "retrieval/test_head_entropy.py"),
@@ -404,14 +405,14 @@ def native_changes(file: str) -> Iterator[tuple[Change, str, str]]:
     at, where = 0, ""
     for line in (ROOT / file).read_text().splitlines(keepends=True):
         code = line.split("//")[0]
-        if found := re.match(
+        if header := re.match(
             r"(?:inline |static |void |bool |double |float |template|std::|[A-Z]\w+ )[^=;]*?(\w+)\(", line
         ):
-            where = found[1]
+            where = header[1]
         elif not NOT_CODE.match(line) and "pragma" not in line and line[:1].isspace():
             for piece, other in PIECES.items():
-                for found in re.finditer(re.escape(piece), code):
-                    yield Change(file, at + found.start(), piece, other), where, "piece"
+                for match in re.finditer(re.escape(piece), code):
+                    yield Change(file, at + match.start(), piece, other), where, "piece"
         at += len(line)
 
 
@@ -422,14 +423,14 @@ def native_changes(file: str) -> Iterator[tuple[Change, str, str]]:
 def candidates(file: str) -> list[Mutant]:
     """All mutants of a file."""
     changes = (native_changes if language(file) == "C++" else python_changes)(file)
-    source, seen, found = (ROOT / file).read_text(), {}, []
+    source, seen, mutants = (ROOT / file).read_text(), {}, []
     for change, where, kind in changes:
         line = source.splitlines()[change.line - 1].strip()
         key = (file, where, kind, line, change.before, change.after)
         seen[key] = number = seen.get(key, -1) + 1
         digest = hashlib.sha256(repr((SEED, *key, number)).encode()).hexdigest()
-        found.append(Mutant(change, where, kind, digest[:10]))
-    return found
+        mutants.append(Mutant(change, where, kind, digest[:10]))
+    return mutants
 
 
 def drawn() -> list[Mutant]:
@@ -441,8 +442,8 @@ def drawn() -> list[Mutant]:
         lines: set[tuple[str, int]] = set()
         different = []
         for mutant in every:
-            if (place := (mutant.change.file, mutant.change.line)) not in lines:
-                lines.add(place)
+            if (spot := (mutant.change.file, mutant.change.line)) not in lines:
+                lines.add(spot)
                 different.append(mutant)
         first = {mutant.change.file: mutant for mutant in reversed(different)}
         rest = [mutant for mutant in different if first[mutant.change.file] is not mutant]
@@ -508,8 +509,8 @@ def run(again: bool = False) -> None:
         def tell(name: str, outcome: Outcome) -> None:
             keep(name, outcome)
             mutant = by_name[name]
-            place = f"{mutant.change.file}:{mutant.change.line}"
-            print(f"{name} {outcome.status:9} {outcome.seconds:6.1f} s  {place}  {mutant.shown}", flush=True)
+            where = f"{mutant.change.file}:{mutant.change.line}"
+            print(f"{name} {outcome.status:9} {outcome.seconds:6.1f} s  {where}  {mutant.shown}", flush=True)
             advance(1)
 
         others = [mutant for mutant in waiting if language(mutant.change.file) != "Python"]

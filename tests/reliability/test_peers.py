@@ -217,13 +217,13 @@ class TestMetrics:
         for seed in range(20):
             score, right = self.answers(n, 0, seed)
             prob = 1 / (1 + np.exp(score))
-            found = metrics.reliability(prob, right)
-            assert found.brier == pytest.approx(sk.brier_score_loss(right, prob), abs=1e-12)
+            ours = metrics.reliability(prob, right)
+            assert ours.brier == pytest.approx(sk.brier_score_loss(right, prob), abs=1e-12)
             share, mean = calibration_curve(right, prob, n_bins=10)
-            there = found.count > 0
-            np.testing.assert_allclose(found.accuracy[there], share, atol=1e-12)
-            np.testing.assert_allclose(found.confidence[there], mean, atol=1e-12)
-            assert found.ece == pytest.approx(float((found.count[there] * np.abs(share - mean)).sum() / n), abs=1e-12)
+            there = ours.count > 0
+            np.testing.assert_allclose(ours.accuracy[there], share, atol=1e-12)
+            np.testing.assert_allclose(ours.confidence[there], mean, atol=1e-12)
+            assert ours.ece == pytest.approx(float((ours.count[there] * np.abs(share - mean)).sum() / n), abs=1e-12)
 
     @pytest.mark.parametrize("n", [2, 7, 129, 1023])
     def test_the_area_under_risk_and_coverage_is_a_mean_of_error_rates(self, sk, n):
@@ -270,8 +270,8 @@ class TestRecall:
         worst = exact.sort(1, descending=True).values[:, k - 1 : k]
         assert bool((exact.gather(1, ids) >= worst - 2e-6).all())  # recall 1, ties counted as equal
         strictly = exact > worst + 2e-6
-        found = torch.zeros_like(strictly).scatter_(1, ids, True)
-        assert bool((found | ~strictly).all())
+        listed = torch.zeros_like(strictly).scatter_(1, ids, True)
+        assert bool((listed | ~strictly).all())
         known = np.array([[i in row for i in theirs_row] for row, theirs_row in zip(ids.numpy(), their_ids)])
         if copies == 1:
             assert known.mean() > 0.999
