@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pandas
 import polars
 import pytest
 import torch
-from scipy import stats
+from scipy import special, stats
 
 import geoflow_fast as gf
 from geoflow_fast.decisions import bounds, certify
-from geoflow_fast.decisions.model import combined
+from geoflow_fast.decisions.bounds import bounded_evidence
+from geoflow_fast.decisions.model import combined, hit_features
 from tests.decisions.helpers import copied, search
 
 MATCHED, MISSING = search(8000, seed=11), search(8000, match=0.0, seed=12)
@@ -357,3 +359,58 @@ class TestBounds:
             bounds.clopper_pearson_upper(3, 50), abs=1e-9
         )
         assert certify.upper_bound(50, 50, 0.95, bounds.binomial_evidence) == 1
+
+
+def test_a_rule_about_answers_shows_first_hits_alone(rule):
+    shown = rule.show(MATCHED.scores)
+    assert not shown[:, 1:].any()
+    np.testing.assert_array_equal(shown[:, 0], rule(MATCHED.scores))
+    assert 0 < shown[:, 0].mean() < 1
+
+
+@pytest.mark.parametrize(("loss", "count", "mean"), [(0.5, 100, 0.1), (3.4, 60, 0.3), (0.0, 20, 0.2), (7.0, 20, 0.3)])
+def test_bounded_losses_have_the_smaller_of_two_bounds(loss, count, mean):
+    rate = min(loss / count, mean)
+    parts = [p * np.log(p / q) for p, q in ((rate, mean), (1 - rate, 1 - mean)) if p > 0]
+    bentkus = np.e * stats.binom(count, mean).cdf(np.ceil(loss))
+    expected = min(1.0, np.exp(-count * sum(parts)), bentkus)
+    ours = bounded_evidence(np.array([loss]), np.array([count]), mean)
+    assert float(ours[0]) == pytest.approx(expected, rel=1e-9)
+
+
+def test_candidates_are_as_many_as_there_may_be_and_denser_where_few_are_answered():
+    values = np.random.default_rng(0).random(100_000)
+    thresholds = certify.spaced(values, np.ones(len(values)))
+    assert len(thresholds) == certify.CANDIDATES
+    answered = (values[:, None] >= thresholds).mean(0)
+    np.testing.assert_allclose(answered, (np.arange(1, certify.CANDIDATES + 1) / certify.CANDIDATES) ** 2, atol=1e-3)
+
+
+def test_the_share_that_explains_the_signals_of_live_queries():
+    logit = np.log(0.2 / 0.8), np.log(0.8 / 0.2)
+    pilot = SimpleNamespace(no_match=np.full(9, logit[0]), twin_no_match=np.full(9, logit[1]))
+    for share in (0.0, 0.25, 0.5):
+        live = np.repeat(logit, (int(100 * (1 - share)), int(100 * share)))
+        assert certify.likely_share(pilot, live) == pytest.approx(share, abs=1e-9)
+
+
+def test_tests_begin_where_whole_errors_leave_most_evidence():
+    """Two thresholds promise 1.9 errors among 30 answers and 2.1 among 36: as whole numbers one and two."""
+    given = np.zeros((100, 2), bool)
+    given[:30, 0], given[:36, 1] = True, True
+    pilot = SimpleNamespace(given=given, rates=lambda _: (np.array([0.30, 0.36]), np.array([0.019, 0.021])))
+    stated = np.array([0.019 / 0.30, 0.021 / 0.36])
+    best = certify.most_promising(pilot, stated, 0.0, 100, 0.2)
+    evidence = [stats.binom(n, 0.2).cdf(wrong) for n, wrong in ((30, 1), (36, 2))]
+    assert best == int(np.argmin(evidence))
+
+
+def test_features_of_hits_are_differences_of_their_log_odds():
+    """Under the softmax of the list at the temperature of the fit, in a list of distinct scores."""
+    scores = np.sort(np.random.default_rng(0).normal(size=(20, 6)))[:, ::-1]
+    temperature, unit = 1.7, 0.6
+    columns = hit_features(scores, scores, np.arange(20.0), temperature, unit)
+    prob = special.softmax(temperature * scores / unit, axis=1)
+    np.testing.assert_allclose(columns[:, :, 0], special.logit(prob) - special.logit(prob[:, :1]), atol=1e-6)
+    np.testing.assert_allclose(columns[:, :, 1], np.repeat(np.arange(20.0)[:, None], 6, axis=1))
+    np.testing.assert_allclose(columns[:, :, 3], scores / unit)

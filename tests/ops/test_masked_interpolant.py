@@ -65,7 +65,9 @@ def test_what_is_not_shown_is_not_read(backend):
         assert torch.equal(value, expected)
 
 
-@pytest.mark.parametrize("angle", [0.0, 1e-8, 1e-4, 1.0, 2.99, 3.01, 3.13, math.pi - 1e-4, math.pi - 1e-7, math.pi])
+@pytest.mark.parametrize(
+    "angle", [0.0, 1e-8, 1e-4, 0.0099, 1.0, 2.99, 3.01, 3.13, math.pi - 1e-4, math.pi - 1e-7, math.pi]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_every_angle_gives_unit_tangent_finite_rows(backend, angle, dtype):
     rows, d = 24, 40

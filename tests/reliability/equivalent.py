@@ -23,5 +23,7 @@ EQUIVALENT: dict[str, str] = {
     "019bd7ea7e": "it fills lanes past the end of a row, which are never stored",
     "00254554f1": "it decides how many items are scored at a time, and results do not depend on that",
     "02f8e41b18": "any number that is not below the last column orders the columns and is subtracted again",
+    "0e3f909773": "a constant that all items of a query share cancels in its posterior",
+    "010f45cc62": "all keys are moved by the same number, and only their equality counts",
     "02ca1d24fb": "the projection is zero only where there is no direction yet, and then it multiplies zero",
 }

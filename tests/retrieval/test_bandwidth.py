@@ -15,6 +15,7 @@ import geoflow_fast as gf
 from geoflow_fast import geometry as g
 from geoflow_fast import noise
 from geoflow_fast.retrieval import marginals
+from geoflow_fast.retrieval.bandwidth import refined
 from geoflow_fast.retrieval.entropy import RetrievalEntropy
 
 
@@ -192,3 +193,10 @@ def test_bad_references(flow):
         RetrievalEntropy(flow, gallery, posterior="bayes", marginal="guess")
     with pytest.raises(ValueError, match="posterior must be"):
         RetrievalEntropy(flow, gallery, posterior="prior")
+
+
+@pytest.mark.parametrize("vertex", [14.0, 20.0, 33.0])
+def test_the_refined_bandwidth_is_the_minimum_of_a_parabola(vertex):
+    kappas = [5.0, 10.0, 20.0, 40.0, 80.0]
+    loss = torch.tensor([3 * (math.log(kappa) - math.log(vertex)) ** 2 + 1 for kappa in kappas], dtype=torch.float64)
+    assert refined(kappas, loss, int(loss.argmin())) == pytest.approx(vertex)

@@ -209,3 +209,20 @@ def test_queries_of_one_image_count_as_one_in_the_standard_error():
     four = dataclasses.replace(alone, image=np.repeat(np.arange(50), 4))
     assert alone.stderr(values) == pytest.approx(values.std() / np.sqrt(50))
     assert four.stderr(np.repeat(values, 4)) == pytest.approx(alone.stderr(values))
+
+
+def test_the_scale_of_features_is_that_of_one_entry():
+    """Features that stand for themselves many times over are as large as before: the prior sees the same weights."""
+    features = np.random.default_rng(0).normal(size=(40, 5, 2))
+    fold = np.arange(40) % 4
+    scaled = []
+
+    def kept(x):
+        scaled.append(np.sqrt(np.square(x).mean((0, 1))))
+        return np.zeros(x.shape[2])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blending, "fitted_weights", kept)
+        losses = blending.crossed_losses(features, fold)
+    np.testing.assert_allclose(losses, np.log(5))
+    np.testing.assert_allclose(np.array(scaled), 1.0, atol=0.3)
