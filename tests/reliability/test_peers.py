@@ -37,7 +37,7 @@ def points(rows: int, d: int, seed: int = 0) -> Tensor:
 class TestManifoldLaws:
     """The laws by which geoopt tests its manifolds, for its sphere and for our geometry."""
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def sphere(self):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -98,9 +98,8 @@ class TestManifoldLaws:
     def test_geodesics_are_geoopts(self, sphere, d):
         x, y = points(5, d, 1), points(5, d, 2)
         for t in (0.0, 0.3, 1.0):
-            torch.testing.assert_close(g.geodesic(x, y, t), sphere.geodesic(t, x, y), atol=1e-6, rtol=0)
-        unit = g.log_map(x, y) / g.angle(x, y).unsqueeze(1)
-        torch.testing.assert_close(sphere.geodesic_unit(g.angle(x, y).unsqueeze(1), x, unit), y, atol=1e-6, rtol=0)
+            theirs = sphere.expmap(x, t * sphere.logmap(x, y))
+            torch.testing.assert_close(g.geodesic(x, y, t), theirs, atol=1e-6, rtol=0)
 
     @pytest.mark.parametrize("d", [3, 64])
     def test_a_gradient_step_descends_as_geoopts_does(self, sphere, d):
@@ -116,7 +115,7 @@ class TestManifoldLaws:
 class TestBregmanCases:
     """The cases of POT's tests of Bregman projections, for uniform marginals."""
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def ot(self):
         return pytest.importorskip("ot", reason="POT is not installed")
 
@@ -192,7 +191,7 @@ class TestBregmanCases:
 class TestMetrics:
     """Our metrics of uncertainty against those of scikit-learn, with and without ties."""
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def sk(self):
         return pytest.importorskip("sklearn.metrics", reason="scikit-learn is not installed")
 
@@ -225,9 +224,9 @@ class TestMetrics:
             np.testing.assert_allclose(ours.confidence[there], mean, atol=1e-12)
             assert ours.ece == pytest.approx(float((ours.count[there] * np.abs(share - mean)).sum() / n), abs=1e-12)
 
-    @pytest.mark.parametrize("n", [2, 7, 129, 1023])
+    @pytest.mark.parametrize("n", [2, 7, 129])
     def test_the_area_under_risk_and_coverage_is_a_mean_of_error_rates(self, sk, n):
-        for seed in range(20):
+        for seed in range(5):
             score, right = self.answers(n, 0, seed)
             order = np.argsort(score)
             rates = [1 - sk.accuracy_score(right[order[:k]], np.ones(k, bool)) for k in range(1, n + 1)]
@@ -248,7 +247,7 @@ class TestMetrics:
 class TestRecall:
     """Exact search against FAISS. Of items that tie each library may keep others, so that scores are compared."""
 
-    @pytest.fixture(scope="class")
+    @pytest.fixture
     def faiss(self):
         return pytest.importorskip("faiss", reason="FAISS is not installed")
 
