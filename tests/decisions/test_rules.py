@@ -361,11 +361,20 @@ class TestBounds:
         assert certify.upper_bound(50, 50, 0.95, bounds.binomial_evidence) == 1
 
 
-def test_a_rule_about_answers_shows_first_hits_alone(rule):
+def test_what_a_rule_shows_is_what_its_probabilities_reach(trust, rule):
+    """First hits alone if it is about answers, any number of hits if it is about items."""
+    nothing = np.zeros((len(MATCHED.scores), 0))
     shown = rule.show(MATCHED.scores)
     assert not shown[:, 1:].any()
-    np.testing.assert_array_equal(shown[:, 0], rule(MATCHED.scores))
-    assert 0 < shown[:, 0].mean() < 1
+    reached = rule.model.p_answer(MATCHED.scores, nothing, rule.score_share) >= rule.threshold
+    np.testing.assert_array_equal(shown[:, 0], reached)
+    np.testing.assert_array_equal(rule(MATCHED.scores), reached)
+    tested = search(500, seed=1)
+    about_items = trust.certify(tested.scores, tested.relevant, precision=0.5)
+    several = about_items.show(MATCHED.scores)
+    reached = about_items.model.p_shown(MATCHED.scores, nothing, about_items.score_share) >= about_items.threshold
+    np.testing.assert_array_equal(several, reached)
+    assert several[:, 1:].any()
 
 
 @pytest.mark.parametrize(("loss", "count", "mean"), [(0.5, 100, 0.1), (3.4, 60, 0.3), (0.0, 20, 0.2), (7.0, 20, 0.3)])
@@ -395,14 +404,13 @@ def test_the_share_that_explains_the_signals_of_live_queries():
 
 
 def test_tests_begin_where_whole_errors_leave_most_evidence():
-    """Two thresholds promise 1.9 errors among 30 answers and 2.1 among 36: as whole numbers one and two."""
+    """Two thresholds promise 1.9 errors among 30 answers and 2.01 among 38: as whole numbers one and two."""
     given = np.zeros((100, 2), bool)
-    given[:30, 0], given[:36, 1] = True, True
-    pilot = SimpleNamespace(given=given, rates=lambda _: (np.array([0.30, 0.36]), np.array([0.019, 0.021])))
-    stated = np.array([0.019 / 0.30, 0.021 / 0.36])
-    best = certify.most_promising(pilot, stated, 0.0, 100, 0.2)
-    evidence = [stats.binom(n, 0.2).cdf(wrong) for n, wrong in ((30, 1), (36, 2))]
-    assert best == int(np.argmin(evidence))
+    pilot = SimpleNamespace(given=given, rates=lambda _: (np.array([0.30, 0.38]), np.array([0.019, 0.0201])))
+    stated = np.array([0.019 / 0.30, 0.0201 / 0.38])
+    evidence = [stats.binom(n, 0.2).cdf(wrong) for n, wrong in ((30, 1), (38, 2))]
+    assert evidence[0] < evidence[1]
+    assert certify.most_promising(pilot, stated, 0.0, 100, 0.2) == 0
 
 
 def test_features_of_hits_are_differences_of_their_log_odds():

@@ -759,3 +759,13 @@ def test_the_rows_of_a_rank_are_iterated_as_a_whole_problem_is(far):
     assert torch.equal(nothing._column_sums(solved[0][0][:0], solved[0][1], eps), torch.zeros(20, dtype=torch.float64))
     for whole, of_rank in zip(*solved):
         torch.testing.assert_close(of_rank - of_rank.mean(), whole - whole.mean(), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("cell", [(0, 0), (0, 16), (3, 7), (8, 20)])
+def test_a_cost_that_is_not_finite_is_refused_wherever_it_stands(backend, value, cell):
+    """Neither the entries after it nor those before it hide it."""
+    cost = torch.rand(9, 21)
+    cost[cell] = value
+    with pytest.raises(ValueError, match="finite"):
+        gf.ops.sinkhorn(cost, backend=backend)
