@@ -25,5 +25,7 @@ EQUIVALENT: dict[str, str] = {
     "02f8e41b18": "any number that is not below the last column orders the columns and is subtracted again",
     "0e3f909773": "a constant that all items of a query share cancels in its posterior",
     "010f45cc62": "all keys are moved by the same number, and only their equality counts",
+    "01e28281ce": "it decides which cache lines are asked for ahead of time",
+    "0130d355fd": "costs that are not finite were refused before, and an infinite one makes the range infinite too",
     "02ca1d24fb": "the projection is zero only where there is no direction yet, and then it multiplies zero",
 }

@@ -125,7 +125,10 @@ CORE: dict[str, tuple[str, ...]] = {
     "csrc/cpu/gemm_rows.h": ("ops/test_gallery_posterior.py", "ops/test_ot.py"),
     "kernels/gallery.py": ("interpreter/test_kernels.py -k gallery",),
     "kernels/geodesic.py": ("interpreter/test_kernels.py -k interpolant -k tangent",),
-    "kernels/network.py": ("interpreter/test_kernels.py -k adaln -k gate -k swiglu -k loss -k cross",),
+    "kernels/network.py": (
+        "interpreter/test_kernels.py -k adaln -k gate -k swiglu -k loss -k cross -k segments",
+        "interpreter/test_segments.py",
+    ),
     "kernels/probes.py": ("interpreter/test_kernels.py -k probe",),
 }
 """The numeric core, and the tests that must notice a fault in each of its files."""
