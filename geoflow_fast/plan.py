@@ -26,7 +26,7 @@ from geoflow_fast.flow.costs import (
     velocity_work,
 )
 from geoflow_fast.flow.model import GeoFlow
-from geoflow_fast.flow.sampling import FAST_SAMPLING, GPU_ROWS_AT_ONCE, SamplingSettings
+from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings
 from geoflow_fast.head.fitting import (
     FEW,
     FEW_PAIRS,
@@ -40,7 +40,7 @@ from geoflow_fast.jobs.entropy import ITEM_BYTES, LAYOUTS, preferred_layout
 from geoflow_fast.jobs.queries import BLOCK_QUERIES
 from geoflow_fast.retrieval.gallery import BLOCK_ROWS
 from geoflow_fast.runtime import checks, processors
-from geoflow_fast.runtime.device import usable_device
+from geoflow_fast.runtime.device import GPU_ROWS_AT_ONCE, usable_device
 from geoflow_fast.training.blending import blending_rows
 from geoflow_fast.training.config import TrainConfig
 from geoflow_fast.training.flow_matching import preset_of_size

@@ -23,6 +23,7 @@ import argparse
 import copy
 import ctypes
 import dataclasses
+import importlib
 import json
 import math
 import sys
@@ -31,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -45,9 +46,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import geoflow_fast as gf
+from geoflow_fast import kernels
 from geoflow_fast.directions import DIRECTIONS, Direction
 from geoflow_fast.flow import costs
-from geoflow_fast.kernels import gallery, geodesic, network, probes
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.ops import dispatch, native, triton_kernels
 from geoflow_fast.plan import DEVICES
@@ -83,6 +84,10 @@ class Count:
     """What was counted, by the names of kernels and of the operations that wait."""
 
     kernels: Counter[str] = field(default_factory=Counter)
+    started: float = 0.0
+    """What the host has to start: kernels one by one, or all those of a graph at once."""
+    replays: int = 0
+    """Graphs that were replayed."""
     synchronisations: Counter[str] = field(default_factory=Counter)
     bytes: float = 0.0
     """Bytes read and written by kernels, each argument counted once per kernel."""
@@ -99,11 +104,30 @@ class Count:
 
         return Count(
             less(self.kernels, other.kernels),
+            self.started - other.started,
+            self.replays - other.replays,
             less(self.synchronisations, other.synchronisations),
             self.bytes - other.bytes,
             less(self.flops, other.flops),
             self.copied - other.copied,
         )
+
+    def launch(self, kernel: str, number: int = 1) -> None:
+        """Counts kernels that the host starts."""
+        self.kernels[kernel] += number
+        self.started += number
+
+    def become(self, other: Count) -> None:
+        """Takes over what another has counted."""
+        vars(self).update(vars(copy.deepcopy(other)))
+
+    def replay(self, graph: Count) -> None:
+        """Counts the kernels of a graph, which the host starts at once."""
+        self.kernels += graph.kernels
+        self.flops += graph.flops
+        self.bytes += graph.bytes
+        self.started += 1
+        self.replays += 1
 
     def of(self, name: str) -> int:
         """How many kernels have this in their name."""
@@ -112,6 +136,8 @@ class Count:
     def to_json(self) -> dict[str, Any]:
         return {
             "kernels": self.kernels.total(),
+            "started": self.started,
+            "replays": self.replays,
             "triton": self.of("triton:"),
             "cuda": self.of("cuda:"),
             "synchronisations": self.synchronisations.total(),
@@ -154,6 +180,29 @@ class Counting(TorchDispatchMode):
         self.count, self.fake = count, fake
         self.pinned: set[int] = set()
         self.in_backward = False
+        self.capturing = False
+
+    def refuse_in_graphs(self, what: str) -> None:
+        """What a GPU refuses, or would do once and never again, while a graph is captured."""
+        if self.capturing:
+            raise RuntimeError(f"a graph that is being captured cannot contain this: {what}")
+
+    def synchronised(self, what: str) -> None:
+        """The host waits for the device."""
+        self.refuse_in_graphs(what)
+        self.count.synchronisations[what] += 1
+
+    @contextmanager
+    def capture(self, graph: FakeGraph, **_: Any) -> Iterator[None]:
+        """Takes the place of `torch.cuda.graph`: what is started inside is not done, but belongs to the graph."""
+        before = copy.deepcopy(self.count)
+        self.capturing = True
+        try:
+            yield
+        finally:
+            self.capturing = False
+            graph.recorded = self.count - before
+            self.count.become(before)
 
     def run_backward(self, *arguments: Any, **options: Any) -> Any:
         """Takes the place of autograd's call of its engine."""
@@ -194,7 +243,7 @@ class Counting(TorchDispatchMode):
             return self._transfer(func, args, kwargs)
         fakes_args, fake_kwargs = tree_map_only(Tensor, self._as_fake, (args, kwargs))
         if name in WAITING:
-            self.count.synchronisations[name] += 1
+            self.synchronised(name)
         out = self._result(func, fakes_args, fake_kwargs)
         if name in FREE or _is_view(func):
             return out
@@ -214,7 +263,7 @@ class Counting(TorchDispatchMode):
             x = args[0].flatten()
             return torch.empty_like(x), x.new_empty(x.shape, dtype=torch.int64), x.new_empty(0, dtype=torch.int64)
         if func is aten.index.Tensor and any(x is not None and x.dtype == torch.bool for x in args[1]):
-            self.count.synchronisations["index by a mask"] += 1
+            self.synchronised("index by a mask")
             chosen: list[Tensor | None] = []
             for x in args[1]:
                 masked = x is not None and x.dtype == torch.bool
@@ -231,7 +280,7 @@ class Counting(TorchDispatchMode):
                 number += math.ceil(len(lists[0]) / TENSORS_OF_DEPTH[1])
         elif name in ("addmm", "baddbmm") and args[0].dim() > 1 and kwargs.get("out") is not args[0]:
             number = 2  # the bias is copied to every row of the result first
-        self.count.kernels[f"torch:{name}"] += number
+        self.count.launch(f"torch:{name}", number)
         read = {key: value for key, value in kwargs.items() if key != "out"}
         self.count.bytes += moved((args, read)) + moved(out)
         factors = {"mm": args[:2], "bmm": args[:2], "addmm": args[1:3], "baddbmm": args[1:3]}.get(name.rstrip("_"))
@@ -244,10 +293,11 @@ class Counting(TorchDispatchMode):
 
     def _wait(self, x: Tensor) -> float | int | bool:
         """The value of one element, for which the host would wait."""
-        self.count.synchronisations["item"] += 1
+        self.synchronised("item")
         return getattr(x, "answer", 1.0 if x.is_floating_point() else 0)
 
     def _pin(self, x: Tensor) -> Tensor:
+        self.refuse_in_graphs("memory of the host")
         with unset_fake_temporarily():
             copy = x.clone()
         self.pinned.add(copy.untyped_storage()._cdata)
@@ -258,10 +308,11 @@ class Counting(TorchDispatchMode):
         torch sees to itself where the host receives."""
         source, to = (args[0], None) if func.overloadpacket is aten._to_copy else (args[1], args[0])
         to_device = source.device.type != DEVICE
+        self.refuse_in_graphs("a copy between host and device")
         self.count.copied += moved(source)
         asked = kwargs.get("non_blocking", len(args) > 2 and args[2])
         if not asked or (to_device and source.untyped_storage()._cdata not in self.pinned):
-            self.count.synchronisations["copy to the device" if to_device else "copy to the host"] += 1
+            self.synchronised("copy to the device" if to_device else "copy to the host")
         if to is not None:
             return to
         dtype = kwargs.get("dtype") or source.dtype
@@ -276,7 +327,7 @@ class Counting(TorchDispatchMode):
         name = getattr(kernel, "fn", kernel)
         while hasattr(name, "fn"):
             name = name.fn
-        self.count.kernels[f"triton:{name.__name__}"] += 1
+        self.count.launch(f"triton:{name.__name__}")
         self.count.bytes += moved(arguments)
         if name.__name__ == "gallery_tile_kernel":
             samples, items = arguments[:2]
@@ -335,7 +386,7 @@ class CompiledCuda:
 
     def _launched(self, name: str, others: float = 0.0) -> None:
         """A launch that goes over the matrix once."""
-        self.count.kernels[f"cuda:{name}"] += 1
+        self.count.launch(f"cuda:{name}")
         self.count.bytes += self.entry_bytes * self.rows * self.cols + others
 
 
@@ -344,14 +395,24 @@ class HostStream:
 
     device_index = cuda_stream = 0
 
-    def __init__(self, count: Count) -> None:
-        self.count = count
+    def __init__(self, mode: Counting) -> None:
+        self.mode = mode
 
     def synchronize(self, *_: Any) -> None:
-        self.count.synchronisations["stream"] += 1
+        self.mode.synchronised("stream")
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None  # waiting for other streams, which the host does not
+
+
+class FakeGraph:
+    """Stands in for `torch.cuda.CUDAGraph`."""
+
+    def __init__(self, count: Count) -> None:
+        self.count, self.recorded = count, Count()
+
+    def replay(self) -> None:
+        self.count.replay(self.recorded)
 
 
 @contextmanager
@@ -372,22 +433,31 @@ def device_guards() -> Iterator[None]:
 def counted(*, capability: tuple[int, int] = (9, 0)) -> Iterator[Count]:
     """Inside, "cuda" is a device of fake tensors, and what it is asked to do is counted."""
     count = Count()
-    fake, stream = FakeTensorMode(), HostStream(count)
+    fake = FakeTensorMode()
     mode = Counting(count, fake)
+    stream = HostStream(mode)
+
+    def memory(*_: Any) -> tuple[int, int]:
+        mode.refuse_in_graphs("a question for the free memory")
+        return 70 * 10**9, 80 * 10**9
+
     compiled = SimpleNamespace(CudaTransport=lambda rows, cols, *rest: CompiledCuda(count, rows, cols, rest[-1]))
     properties = SimpleNamespace(
         multi_processor_count=132, total_memory=80 * 10**9, major=capability[0], minor=capability[1], name="fake"
     )
     patches: list[Any] = [
-        mock.patch.object(module, "launch", mode.launch) for module in (geodesic, gallery, network, probes)
+        mock.patch.object(module, "launch", mode.launch) for module in kernel_modules()
     ]
     patches += [
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch.cuda, "is_bf16_supported", return_value=True),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: mode.capturing),
+        mock.patch.object(torch.cuda, "graph", mode.capture),
+        mock.patch.object(torch.cuda, "CUDAGraph", lambda: FakeGraph(count)),
+        mock.patch.object(torch.cuda, "device", return_value=nullcontext()),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
-        mock.patch.object(torch.cuda, "mem_get_info", return_value=(70 * 10**9, 80 * 10**9)),
+        mock.patch.object(torch.cuda, "mem_get_info", memory),
         mock.patch.object(torch.cuda, "current_stream", return_value=stream),
         mock.patch.object(torch.cuda, "Stream", return_value=stream),
         mock.patch.object(torch.cuda, "stream", return_value=nullcontext()),
@@ -414,6 +484,13 @@ def counted(*, capability: tuple[int, int] = (9, 0)) -> Iterator[Count]:
             stack.enter_context(patch)
         stack.enter_context(mode)
         yield count
+
+
+def kernel_modules() -> list[ModuleType]:
+    """The modules that launch Triton kernels. Earlier releases have fewer."""
+    folder = Path(kernels.__file__ or "").parent
+    found = [importlib.import_module(f"{kernels.__name__}.{file.stem}") for file in sorted(folder.glob("*.py"))]
+    return [module for module in found if hasattr(module, "launch") and not module.__name__.endswith(".launch")]
 
 
 def on_gpu(module: nn.Module) -> nn.Module:
