@@ -127,7 +127,9 @@ def graphs_state() -> str:
     reason = graphs.unsuitable(torch.empty(1, device="cuda"))
     if reason is not None:
         return f"not used: {reason}"
-    return "samples and densities are replayed from the second call of a kind on, training steps if directions are fixed"
+    return (
+        "samples and densities are replayed from the second call of a kind on, training steps if directions are fixed"
+    )
 
 
 def version_of(package: str) -> str:

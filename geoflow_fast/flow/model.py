@@ -174,7 +174,7 @@ class GeoFlow(nn.Module):
 
     # unchecked: samplers and densities call it
     def replayed(self, kind: Hashable, prepare: Callable[[], S], precision: str, rows: int) -> Replayed[S]:
-        """The solve that `prepare` returns, made when it is first called. On a GPU, calls of one `kind` are captured and
+        """The solve that `prepare` returns, made when it is first called. On a GPU those of one `kind` are captured and
         replayed (`runtime/graphs.py`), with one graph for each shape of their inputs. A kind names all that a solve
         depends on besides the flow, its inputs, and the products of `precision` that `rows` rows in all have here."""
         products = product_dtype(precision, next(self.parameters()), rows)

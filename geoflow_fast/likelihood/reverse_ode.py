@@ -74,9 +74,7 @@ class _NetworkSolver:
         self, network: GeoFlow, directions: tuple[Direction, ...], settings: DensitySettings, rows: int
     ) -> None:
         self.network, self.directions, self.settings = network, directions, settings
-        self.times = evaluation_times(
-            time_grid(settings.n_steps, kind=settings.grid, reverse=True), settings.solver
-        )
+        self.times = evaluation_times(time_grid(settings.n_steps, kind=settings.grid, reverse=True), settings.solver)
         self.network_rows = rows * len(self.times) * len(directions) * (1 + settings.n_probes)
         most = pairs_at_once(network, directions, settings)
         # Chunks of a CPU are of equal size; those of a GPU have the size of all other large calls.
@@ -113,7 +111,9 @@ class _NetworkSolve:
     def __init__(self, network: ForwardMode, directions: Sequence[Direction], settings: DensitySettings) -> None:
         self.network, self.directions, self.settings = network, directions, settings
 
-    def __call__(self, image: Tensor, text: Tensor, rows: Tensor, seed: Tensor, encoded: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, image: Tensor, text: Tensor, rows: Tensor, seed: Tensor, encoded: Tensor | None = None
+    ) -> Tensor:
         """Estimates [directions, K, B] of the pairs with these numbers; `encoded` [B, H] is the given stream, if it is
         already known."""
         pair, manifold = (image, text), self.network.flow.manifold

@@ -825,7 +825,9 @@ class BayesReranker(nn.Module):
         at_once = PAIRS_AT_ONCE
         if queries.is_cuda and self.flow is not None:
             at_once = pairs_at_once(self.flow, (self.direction.reverse,), self.density)
-        for rows in asked.any(1).nonzero().squeeze(1).split(max(1, at_once // most)):
+        every = torch.arange(len(queries), device=queries.device)
+        rows_asked = every if self.budget is None else asked.any(1).nonzero().squeeze(1)
+        for rows in rows_asked.split(max(1, at_once // most)):
             chosen = number[rows].gather(1, column[rows])
             there = asked[rows].gather(1, column[rows])
             estimate = self.log_densities(queries[rows], take(chosen), chosen, there)

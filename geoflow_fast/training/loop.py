@@ -74,17 +74,19 @@ class TrainReport:
     blend: dict[str, Any] | None = None
 
 
-def make_optimizer(
-    module: nn.Module, config: RunConfig, learning_rate: Tensor | None = None
-) -> torch.optim.Optimizer:
+def make_optimizer(module: nn.Module, config: RunConfig, rate: Tensor | None = None) -> torch.optim.Optimizer:
     """The optimiser that `config` names, over all parameters. One whose steps are captured reads its learning rate from
-    a tensor."""
-    options: dict[str, Any] = {"weight_decay": config.weight_decay, "fused": True}
-    options["lr"] = config.lr if learning_rate is None else learning_rate
+    the tensor `rate`."""
+    options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
+    optimizer: torch.optim.Optimizer
     if config.optimizer == "sgd":
-        return torch.optim.SGD(module.parameters(), momentum=MOMENTUM, **options)
-    options["capturable"] = learning_rate is not None
-    return {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[config.optimizer](module.parameters(), **options)
+        optimizer = torch.optim.SGD(module.parameters(), momentum=MOMENTUM, **options)
+    else:
+        chosen = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[config.optimizer]
+        optimizer = chosen(module.parameters(), capturable=rate is not None, **options)
+    for group in optimizer.param_groups if rate is not None else ():
+        group["lr"] = rate
+    return optimizer
 
 
 class Run(Generic[B]):
