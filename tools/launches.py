@@ -748,6 +748,8 @@ def main() -> None:
         count_release(COMMIT, EARLIER)
         return
     if chosen.docs:
+        from tools.tables import replace_between  # which is not there where another release is counted
+
         replace_between(chosen.docs, BEGIN, END, documented())
         return
     paths = {**PATHS, **NEW_PATHS} if hasattr(gf.TrainConfig, "fixed_directions") else PATHS
@@ -767,16 +769,6 @@ def main() -> None:
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Writes values with a line for each."""
     path.write_text(json.dumps(values, indent=1) + "\n")
-
-
-# unchecked: tools call it with pages of the documentation
-def replace_between(page: Path, begin: str, end: str, text: str) -> None:
-    """Replaces what stands between two lines of a page."""
-    whole = page.read_text()
-    if whole.count(begin) != 1 or whole.count(end) != 1:
-        raise ValueError(f"{page} must hold the two lines {begin!r} and {end!r} once each")
-    before, rest = whole.split(begin)
-    page.write_text(f"{before}{begin}\n{text}\n{end}{rest.split(end)[1]}")
 
 
 if __name__ == "__main__":
