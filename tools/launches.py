@@ -704,7 +704,8 @@ def estimated_ms(numbers: Mapping[str, Any], gpu: str) -> float:
     rates, flops = DEVICES[gpu].products, numbers["flops"]
     # Products of any type take the time of so many in float32.
     peak = rates.products("float32")
-    operations = sum(n * peak / rates.products("bfloat16" if t == "float16" else t) for t, n in flops.items())
+    same = {"float16": "bfloat16", "float64": "float32"}  # the few in float64 are not worth a rate
+    operations = sum(n * peak / rates.products(same.get(kind, kind)) for kind, n in flops.items())
     one_by_one = numbers["started"] - numbers["replays"]
     work = costs.Work(numbers["kernels"] - one_by_one, numbers["bytes"], operations)
     return 1e3 * (costs.seconds(work, rates, "float32") + one_by_one * costs.STARTED_SECONDS)
