@@ -270,6 +270,11 @@ def test_the_head_of_a_gpu_takes_all_queries_at_once():
     assert len(_tiles(points, items)) == 2  # 8 * 9000 products a query, 2 million at once
 
 
+def test_few_points_of_a_head_are_not_worth_rounding_the_gallery_for():
+    """Rounding takes ten passes over the gallery: for 64 queries, three products are faster than one."""
+    assert launches.head(64).bytes < 4 * 4 * 1024 * launches.ITEMS
+
+
 # ---- before ------------------------------------------------------------------------------------------------------
 
 
