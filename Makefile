@@ -53,7 +53,7 @@ demo: setup
 
 # Two halves side by side, since most tests keep one core busy. Threads that wait must not keep the other half's core.
 # Triton's interpreter and its compiler each need a process of their own.
-FIRST_HALF := $(addprefix tests/,baselines cli cuda_emulation data demo encoders evaluation flow jobs)
+FIRST_HALF := $(addprefix tests/,baselines cli cuda_emulation data demo encoders evaluation flow head jobs likelihood training)
 test: setup
 	OMP_WAIT_POLICY=passive $(MAKE) --no-print-directory --jobs=2 --output-sync=line test-first-half test-second-half
 
@@ -61,6 +61,7 @@ test-first-half:
 	$(PYTEST) -m "not slow and not gpu" $(FIRST_HALF)
 	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" tests/interpreter
 	$(PYTEST) -m "not slow" tests/aot
+	$(PYTEST) -m "not slow" tests/ptx
 
 test-second-half:
 	$(PYTEST) -m "not slow and not gpu" tests $(addprefix --ignore=,$(FIRST_HALF))
@@ -71,6 +72,7 @@ test-slow: setup
 	$(PYTEST) --foreign dtype -m "not slow and not gpu" tests --ignore=tests/cuda_emulation
 	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/interpreter
 	$(PYTEST) -m slow tests/aot
+	$(PYTEST) -m slow tests/ptx
 
 # The compiled code with AddressSanitizer and UndefinedBehaviorSanitizer, then its threads with ThreadSanitizer.
 test-sanitize: setup

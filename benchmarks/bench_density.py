@@ -25,7 +25,7 @@ from benchmarks.bench_network import Rows
 from benchmarks.common import RESULTS, gate, report
 from benchmarks.flows import row_flops
 from benchmarks.limits import Work
-from benchmarks.suite import PAPER_NAME, PEER, Case, Contender, Scaling, renamed
+from benchmarks.suite import PAPER_NAME, PEER, Case, Contender, Scaling, in_bfloat16, renamed
 from benchmarks.suite import measure as measure_case
 from geoflow_fast.directions import DIRECTIONS
 from geoflow_fast.likelihood.probes import Probes
@@ -39,6 +39,7 @@ NARROW = 24
 WIDTHS = (NARROW, 128)
 EULER = {"n_steps": 50, "solver": "euler"}
 INDEPENDENT = {"probe": "gaussian", "orthogonal": "none"}
+HALF = gf.DensitySettings(precision="bfloat16")
 RANKING = dataclasses.replace(gf.FAST_DENSITY, n_probes=3)
 
 
@@ -101,6 +102,9 @@ CONTENDERS = (
     Contender("torchdiffeq, autograd", lambda p: p.by(peers.torchdiffeq_log_density), PEER, needs="torchdiffeq"),
     Contender(f"geoflow_fast, {PAPER_NAME}", Pairs.paper),
     Contender("geoflow_fast, default", lambda p: p.ours(), agrees=within_noise(1)),
+    *in_bfloat16(
+        Contender("geoflow_fast, default, bfloat16", lambda p: p.ours(**HALF), agrees=within_noise(1)),
+    ),
     Contender("geoflow_fast, `FAST_DENSITY`", lambda p: p.ours(**gf.FAST_DENSITY), agrees=within_noise(1)),
 )
 

@@ -24,7 +24,7 @@ from benchmarks import peers, twins
 from benchmarks.common import RESULTS, gate, report, time_together
 from benchmarks.flows import random_flow, row_flops
 from benchmarks.limits import Work
-from benchmarks.suite import PAPER_NAME, PEER, Case, Contender, Scaling, renamed
+from benchmarks.suite import PAPER_NAME, PEER, Case, Contender, Scaling, in_bfloat16, renamed
 from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.worlds import ConceptWorld
@@ -65,8 +65,9 @@ class Scene:
         rows = sample_uniform(queries, config.text_dim), sample_uniform(items, config.image_dim)
         return cls(flow, plain, *rows, dataclasses.replace(PAPER, **settings))
 
-    def paper(self) -> Tensor:
-        return gf.RetrievalEntropy(self.flow, self.gallery, **self.settings)(self.queries).entropy
+    def paper(self, precision: str = "float32") -> Tensor:
+        settings = dataclasses.replace(self.settings, precision=precision)
+        return gf.RetrievalEntropy(self.flow, self.gallery, settings=settings)(self.queries).entropy
 
     def fast(self) -> Tensor:
         return gf.RetrievalEntropy.fast(self.flow, self.gallery)(self.queries).entropy
@@ -100,6 +101,9 @@ CONTENDERS = (
     ),
     Contender("torchdiffeq", lambda s: s.by(peers.torchdiffeq_samples), PEER, needs="torchdiffeq", agrees=within(0.1)),
     Contender(f"geoflow_fast, {PAPER_NAME}", Scene.paper),
+    *in_bfloat16(
+        Contender(f"geoflow_fast, {PAPER_NAME}, bfloat16", lambda s: s.paper("bfloat16"), agrees=within(0.05))
+    ),
     Contender("geoflow_fast, `RetrievalEntropy.fast`", Scene.fast, agrees=within(2e-3, index=1)),
 )
 

@@ -6,6 +6,7 @@ interpolant and loss from their formulas, torch's own AdamW. Gate: from the same
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import subprocess
@@ -25,7 +26,7 @@ from benchmarks import twins
 from benchmarks.common import gate, scratch, seconds_of
 from benchmarks.flows import random_flow, row_flops
 from benchmarks.limits import Work
-from benchmarks.suite import PEER, Case, Contender, Table
+from benchmarks.suite import PEER, Case, Contender, Table, in_bfloat16
 from geoflow_fast.data.pairs import IMAGE_FOLDER, TEXT_FOLDER
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.training.batches import Batch, BatchMaker
@@ -50,6 +51,8 @@ class TwoNetworks:
     """A run of the flow, and its twin from the same weights, on the same pairs."""
 
     run: Run[Batch]
+    half: Run[Batch]
+    """The same in bfloat16."""
     batches: BatchMaker
     plain: twins.PlainFlow
     optimizer: torch.optim.Optimizer
@@ -58,12 +61,14 @@ class TwoNetworks:
     def start(cls, network: gf.GeoFlowConfig, batch_size: int) -> TwoNetworks:
         flow = random_flow(network).requires_grad_(True).train()
         pairs = random_pairs(2 * batch_size, network.image_dim)
-        config = late_config(batch_size=batch_size)
+        config = late_config(batch_size=batch_size, precision="float32")
         plain = twins.PlainFlow(flow)
         gate_same_loss(flow, plain, pairs)
         optimizer = torch.optim.AdamW(plain.parameters(), config.lr, weight_decay=config.weight_decay)
         objective = FlowMatching(flow, pairs, pairs, config)
-        return cls(Run(objective), objective.batches, plain, optimizer)
+        twin = copy.deepcopy(flow)
+        half = FlowMatching(twin, pairs, pairs, dataclasses.replace(config, precision="bfloat16"))
+        return cls(Run(objective), Run(half), objective.batches, plain, optimizer)
 
     def plain_step(self) -> float:
         config, pairs = self.run.config, self.batches.pairs
@@ -81,6 +86,9 @@ class TwoNetworks:
 
     def fused_step(self) -> float:
         return float(self.run.optimise(self.batches.training(self.run.step))[0].mean())
+
+    def half_step(self) -> float:
+        return float(self.half.optimise(self.batches.training(self.half.step))[0].mean())
 
 
 def gate_same_loss(flow: gf.GeoFlow, plain: twins.PlainFlow, pairs: gf.EmbeddingPairs, rows: int = 96) -> None:
@@ -103,6 +111,7 @@ def gate_same_loss(flow: gf.GeoFlow, plain: twins.PlainFlow, pairs: gf.Embedding
 CONTENDERS = (
     Contender("torch", TwoNetworks.plain_step, PEER),
     Contender("geoflow_fast", TwoNetworks.fused_step),
+    *in_bfloat16(Contender("geoflow_fast, bfloat16", TwoNetworks.half_step)),
 )
 
 

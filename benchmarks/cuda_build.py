@@ -106,7 +106,7 @@ def _report(block: str, bodies: dict[str, str]) -> CompiledKernel:
     if symbol is None:
         raise OSError(f"cannot read ptxas' report: {block[:200]}")
     return CompiledKernel(
-        _readable(symbol.group(1)),
+        readable_name(symbol.group(1)),
         number(r"Used (\d+) registers"),
         number(r"(\d+) bytes stack frame"),
         number(r"(\d+) bytes spill stores") + number(r"(\d+) bytes spill loads"),
@@ -119,7 +119,7 @@ def _report(block: str, bodies: dict[str, str]) -> CompiledKernel:
 ARGUMENT = r"Li(\d+)E|(f)|NS0_4HalfE|S2_"
 
 
-def _readable(symbol: str) -> str:
+def readable_name(symbol: str) -> str:
     """`sinkhorn_kernel<4, Half>` for a mangled name."""
     match = re.search(rf"\d+([a-z_]+_kernel)I((?:{ARGUMENT})+)E", symbol)
     if match is None:

@@ -58,9 +58,10 @@ class Limits:
         return max(parts, key=lambda name: parts[name])
 
 
-def gemm_peak(size: int = 4096, inner: int = 1024, rounds: int = 5) -> float:
-    """Floating-point operations per second of torch's own float32 matrix product."""
-    a, b, out = torch.randn(size, inner), torch.randn(inner, size), torch.empty(size, size)
+def gemm_peak(size: int = 4096, inner: int = 1024, rounds: int = 5, dtype: torch.dtype = torch.float32) -> float:
+    """Floating-point operations per second of torch's own matrix product."""
+    shapes = (size, inner), (inner, size), (size, size)
+    a, b, out = (torch.randn(shape).to(dtype) for shape in shapes)
     return 2 * size * size * inner / min(seconds_of(lambda: torch.mm(a, b, out=out)) for _ in range(rounds))
 
 

@@ -21,6 +21,7 @@ import torch
 import benchmarks
 from benchmarks.common import cell, exponent, gate, machine, markdown, spread, time_turns, watched
 from benchmarks.limits import Limits, Work
+from geoflow_fast.ops import native
 
 PREFIX = "bench_"
 OURS, PEER, FOR_COMPARISON = "ours", "peer", "beside"
@@ -51,6 +52,11 @@ class Contender:
     def present(self) -> bool:
         """Whether what it needs is installed."""
         return not self.needs or importlib.util.find_spec(self.needs) is not None
+
+
+def in_bfloat16(*contenders: Contender) -> tuple[Contender, ...]:
+    """The contenders where the processor multiplies in bfloat16, else none."""
+    return contenders if native.missing_bfloat16() is None else ()
 
 
 def renamed(contenders: Sequence[Contender], old: str, new: str) -> tuple[Contender, ...]:

@@ -7,6 +7,7 @@ rates of `cpu` are measured on this machine.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from dataclasses import dataclass
@@ -315,11 +316,17 @@ def _rates(name: str) -> DeviceRates:
         raise ValueError(f"device must be one of {', '.join((*DEVICES, 'cpu'))}, got {name!r}")
     usable_device("cpu")
     memory = float(processors.physical_memory())
-    operations, bandwidth = _measure_operations(), _measure_bandwidth()
+    operations, bandwidth = _measured_rates(torch.get_num_threads())
     # The measured rates are divided by the shares that are applied to peaks. Memory of the process needs no link.
     peak = bandwidth / BANDWIDTH_SHARE
     operations /= COMPUTE_SHARE
     return DeviceRates(operations, operations, peak, memory, peak, 1.25e9, 1e9, memory, 1)
+
+
+@functools.cache
+def _measured_rates(_threads: int) -> tuple[float, float]:
+    """Operations and bytes per second with so many threads, measured once, so that plans of a process agree."""
+    return _measure_operations(), _measure_bandwidth()
 
 
 def _measure_operations() -> float:

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.backends.nvidia
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -110,7 +110,8 @@ def source(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:
             signature[name], constexprs[name] = "constexpr", value
         elif isinstance(value, Tensor):
             signature[name] = f"*{TYPES[value.dtype]}"
-            attributes[(position,)] = [["tt.divisibility", 16]]  # allocations are aligned
+            if isinstance(value, FakeTensor) or value.data_ptr() % 16 == 0:  # allocations are aligned
+                attributes[(position,)] = [["tt.divisibility", 16]]
         elif isinstance(value, int):
             signature[name] = "i32" if abs(value) < 2**31 else "i64"
             if value % 16 == 0 and name not in general:

@@ -105,6 +105,10 @@ ProbeSeedFlag = Annotated[int, typer.Option(help="Seed of the probes.")]
 BlockFlag = Annotated[int, typer.Option(help="Queries per pass over the gallery.")]
 OverwriteFlag = Annotated[bool, typer.Option("--overwrite/--no-overwrite", help="Replace the output of another job.")]
 DeviceFlag = Annotated[str, typer.Option(help="cpu, cuda or auto.")]
+PrecisionFlag = Annotated[
+    Literal["float32", "tf32", "bfloat16", "auto"],
+    typer.Option(help="Of a flow's matrix products. auto: bfloat16 where that is faster, else float32."),
+]
 
 
 class _GroupedHelp:

@@ -19,6 +19,7 @@ from geoflow_fast.cli.base import (
     ModelFlag,
     OutFileFlag,
     OverwriteFlag,
+    PrecisionFlag,
     ProbeSeedFlag,
     RankLayout,
     ScorerFlag,
@@ -103,6 +104,7 @@ def entropy(
     query_ids: QueryIdsFlag = None,
     overwrite: OverwriteFlag = False,
     device: DeviceFlag = "auto",
+    precision: PrecisionFlag = "float32",
     as_json: JsonFlag = False,
 ) -> None:
     """Computes the retrieval entropy of queries: how ambiguous each of them is over a gallery.
@@ -116,6 +118,7 @@ def entropy(
     kind = scoring.model_kind(model)
     if kind != scoring.FLOW:
         refuse_flags(kind, fast=fast or None, samples=samples, guidance=guidance, steps=steps, seed=seed)
+        refuse_flags(kind, precision=None if precision == "float32" else precision)
     if kind == scoring.HEAD:
         refuse_flags(kind, kappa=kappa, posterior=posterior)
     elif reference is None and posterior == "bayes" and kind == scoring.FLOW:
@@ -129,7 +132,7 @@ def entropy(
     typical = None if reference is None else scoring.reference_queries(reference, normalize=normalize)
     chosen |= given(posterior=posterior, reference=typical)
     with continued_later() as world:
-        chosen |= {"fast": fast, "device": device, "normalize": normalize}
+        chosen |= {"fast": fast, "device": device, "precision": precision, "normalize": normalize}
         scorer = scoring.open_scorer(model, gallery, direction, world=world, **chosen)
         steered = kind == scoring.FLOW and (kappa is None or guidance is None)
         fitted = scoring.stored_bandwidth(model, scorer.flow, direction) if steered else None
@@ -188,6 +191,7 @@ def density(
     block: Annotated[int, typer.Option(help="Pairs per saved block.")] = 256,
     overwrite: OverwriteFlag = False,
     device: DeviceFlag = "auto",
+    precision: PrecisionFlag = "float32",
     as_json: JsonFlag = False,
 ) -> None:
     """Computes the log-densities and the epistemic score of pairs.
@@ -196,18 +200,22 @@ def density(
     held-out pairs, p_value is the share of them that are as unlike the training data.
     """
     from geoflow_fast.data.pairs import open_pairs
+    from geoflow_fast.flow.precision import settled_precision
     from geoflow_fast.jobs.density import UNUSUAL, density_file
     from geoflow_fast.likelihood.settings import FAST_DENSITY, PAPER_DENSITY, DensitySettings
+    from geoflow_fast.runtime.device import usable_device
 
     if fast and paper:
         raise ValueError("--fast and --paper exclude each other")
     preset = FAST_DENSITY if fast else PAPER_DENSITY if paper else DensitySettings()
+    chosen: dict[str, Any] = {"precision": settled_precision(precision, usable_device(device))}
+    chosen |= given(n_steps=steps, n_probes=probes, solver=solver)
     with continued_later() as world:
         summary = density_file(
             model,
             open_pairs(pairs, images, texts, image_index, normalize=normalize, world=world),
             out,
-            dataclasses.replace(preset, **given(n_steps=steps, n_probes=probes, solver=solver)),
+            dataclasses.replace(preset, **chosen),
             seed=seed,
             device=device,
             block=block,
@@ -294,6 +302,7 @@ def rerank(
         ),
     ] = False,
     device: DeviceFlag = "auto",
+    precision: PrecisionFlag = "float32",
     as_json: JsonFlag = False,
 ) -> None:
     """Re-ranks the items nearest to each query and gives the probability that each of them is the right one.
@@ -312,6 +321,7 @@ def rerank(
         raise ValueError("give --held-out pairs or --qrels, not both")
     chosen: dict[str, Any] = {"shortlist": shortlist, "n_steps": steps, "n_probes": probes, "seed": seed}
     chosen |= {"head": head, "bank": bank, "budget": budget, "shortlist_by": shortlist_by, "normalize": normalize}
+    chosen["precision"] = precision
     with continued_later() as world:
         reranker = rerank_job.open_reranker(model, gallery, direction, device=device, world=world, **chosen)
         open_queries(

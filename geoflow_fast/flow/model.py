@@ -8,10 +8,9 @@ that share both share their modulation: all rows of a solver step, and in traini
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +43,7 @@ from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
 
 
-class GeoFlow(nn.Module):
+class GeoFlow(hub.Pretrained, nn.Module):
     """The network: a velocity field on the product of the image and the text sphere. See `velocity`.
 
     `manifold` is the space of each stream, and `flow_dims` are the widths (image, text) of points in the flow's
@@ -257,36 +256,15 @@ class GeoFlow(nn.Module):
         """`from_flow` for one stream, 0 (image) or 1 (text)."""
         return x if self.preprocess is None else cast(Preprocess, self.preprocess[stream]).restore(x)
 
-    def save_pretrained(self, folder: str | Path, *, push_to_hub: bool = False, repo_id: str | None = None) -> None:
-        """Writes `config.json`, `model.safetensors` and the model card `README.md` to `folder`. The second is replaced
-        atomically and is all that `from_pretrained` needs; a card that somebody has edited is left alone. With
-        `push_to_hub` the folder's files are also uploaded, to the repository `repo_id`."""
-        path = checks.path(folder, "folder")
-        save_weights(path, self.config, self.state_dict(), self.origin)
-        hub.write_card(path, self.card())
-        if push_to_hub:
-            self.push_to_hub(repo_id or path.name)
-
     def card(self) -> str:
         """The text of the model card: encoder, pairs, settings and limits, as far as they are known."""
         what = f"A velocity field between {' and '.join(self.origin.sides)} embeddings: {self.summary()}."
         widths = self.config.image_dim, self.config.text_dim
         return model_card("GeoFlow", what, widths, self.origin, self.config.to_json())
 
-    # unchecked: it speaks with the hub, for which tests/jobs/test_hub.py has a stand-in
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        commit_message: str = "Upload a GeoFlow",
-        private: bool | None = None,
-        token: str | None = None,
-        branch: str | None = None,
-    ) -> str:
-        """Uploads the flow with its model card to the repository `repo_id` ("user/name") of the Hugging Face hub, which
-        is created if need be, and returns the address of the commit. `gf.push_to_hub` uploads the folder of a run, with
-        head and calibration. It needs the extra `hub`."""
-        return push_model(self, repo_id, commit_message=commit_message, private=private, token=token, branch=branch)
+    def write_files(self, folder: Path) -> None:
+        """Writes `config.json` and `model.safetensors`."""
+        save_weights(folder, self.config, self.state_dict(), self.origin)
 
     @classmethod
     def from_pretrained(
@@ -398,14 +376,6 @@ def save_weights(
     info = {"config": config.to_json(), "origin": (origin or Origin()).to_json()}
     save_tensors(folder / WEIGHTS_FILE, weights, kind="model", info=info)
     write_json(folder / CONFIG_FILE, config.to_json())
-
-
-def push_model(model: Any, repo_id: str, **options: Any) -> str:
-    """Saves a model to a folder of its own and uploads that; returns the address of the commit."""
-    with tempfile.TemporaryDirectory() as name:
-        model.save_pretrained(name)
-        settings = {name.removeprefix("commit_"): value for name, value in options.items()}
-        return hub.push_folder(Path(name), repo_id, **settings)
 
 
 def flow_digest(flow: GeoFlow) -> str:

@@ -53,6 +53,14 @@ def product_dtype(precision: str, like: Tensor, rows: int | None = None) -> torc
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 
+def settled_precision(precision: str, device: torch.device) -> str:
+    """What a job writes down and keeps to on every machine that continues it: what "auto" stands for on this device, or
+    `precision` itself."""
+    if check_precision(precision) != "auto":
+        return precision
+    return "bfloat16" if bfloat16_pays(device) else "float32"
+
+
 # unchecked: called with the device of a tensor
 def bfloat16_pays(device: torch.device) -> bool:
     """Whether products of float32 rows are faster in bfloat16 here, conversions included."""

@@ -23,7 +23,7 @@ from geoflow_fast.data.fingerprint import Origin
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.distributed import ALONE, World
-from geoflow_fast.flow.model import CONFIG_FILE, WEIGHTS_FILE, check_tensors, push_model
+from geoflow_fast.flow.model import CONFIG_FILE, WEIGHTS_FILE, check_tensors
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.head.config import LARGEST_WIDTH, HeadConfig
 from geoflow_fast.runtime import checks, hashing, hub
@@ -94,7 +94,7 @@ class Tower(nn.Module):
         return HeadPoints(centre * log_concentration.exp().unsqueeze(2), log_weights.log_softmax(1))
 
 
-class PosteriorHead(nn.Module):
+class PosteriorHead(hub.Pretrained, nn.Module):
     """Estimates log p(item | query) - log p(item) for texts that search images and for images that search texts.
 
     `fit` trains one on pairs. `gf.RetrievalEntropy(head, gallery, direction)` reads the posterior over a gallery from
@@ -222,16 +222,6 @@ class PosteriorHead(nn.Module):
         """The training queries [R, d] that the head keeps for this direction."""
         return Direction.of(direction, conditional=True).queries(self.bank_image, self.bank_text)
 
-    def save_pretrained(self, folder: str | Path, *, push_to_hub: bool = False, repo_id: str | None = None) -> None:
-        """Writes `config.json`, `model.safetensors` and the model card `README.md` to `folder`. The second is replaced
-        atomically and is all that `from_pretrained` needs; a card that somebody has edited is left alone. With
-        `push_to_hub` the folder's files are also uploaded, to the repository `repo_id`."""
-        path = checks.path(folder, "folder")
-        save_head(path, self, self.state_dict())
-        hub.write_card(path, self.card())
-        if push_to_hub:
-            self.push_to_hub(repo_id or path.name)
-
     def card(self) -> str:
         """The text of the model card: encoder, pairs, settings, held-out likelihood and limits, as far as they are
         known."""
@@ -242,19 +232,9 @@ class PosteriorHead(nn.Module):
         widths = self.image_dim, self.text_dim
         return model_card("PosteriorHead", what, widths, self.origin, self.config.to_json(), figures)
 
-    # unchecked: it speaks with the hub, for which tests/jobs/test_hub.py has a stand-in
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        commit_message: str = "Upload a PosteriorHead",
-        private: bool | None = None,
-        token: str | None = None,
-        branch: str | None = None,
-    ) -> str:
-        """Uploads the head with its model card to the repository `repo_id` ("user/name") of the Hugging Face hub, as
-        `GeoFlow.push_to_hub` does. A head contains some of its training queries: those of its bank."""
-        return push_model(self, repo_id, commit_message=commit_message, private=private, token=token, branch=branch)
+    def write_files(self, folder: Path) -> None:
+        """Writes `config.json` and `model.safetensors`."""
+        save_head(folder, self, self.state_dict())
 
     @classmethod
     def from_pretrained(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from torch import Tensor
 from geoflow_fast.data.embeddings import open_rows
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.model import WEIGHTS_FILE, GeoFlow
+from geoflow_fast.flow.precision import settled_precision
+from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings
 from geoflow_fast.head import model as head
 from geoflow_fast.head import sampler
 from geoflow_fast.jobs.calibration import StoredCalibration
@@ -70,23 +73,27 @@ def open_scorer(
     *,
     fast: bool,
     device: str,
+    precision: str = "float32",
     world: World = ALONE,
     normalize: bool = False,
     **settings: Any,
 ) -> RetrievalEntropy:
     """Returns the scorer of a saved model and a gallery on disk. The model is a flow, for which `settings` change the
     paper's or the fast settings, a head, or what was distilled from a flow. kappa and guidance are those that
-    `geoflow train` stored with a flow, unless they are given."""
-    kind, items = model_kind(model), Gallery(gallery, world=world, normalize=normalize)
+    `geoflow train` stored with a flow, unless they are given. `precision` is that of a flow's products."""
+    kind, items, where = model_kind(model), Gallery(gallery, world=world, normalize=normalize), usable_device(device)
     if kind == FLOW:
-        make, flow = RetrievalEntropy.fast if fast else RetrievalEntropy, GeoFlow.from_pretrained(model)
+        flow = GeoFlow.from_pretrained(model)
+        preset = FAST_SAMPLING if fast else SamplingSettings()
+        sampling = dataclasses.replace(preset, precision=settled_precision(precision, where))
         fitted = stored_bandwidth(model, flow, direction) or {}
-        scorer = make(flow, items, direction, **{**{name: fitted[name] for name in STEERED if fitted}, **settings})
+        stored = {name: fitted[name] for name in STEERED if fitted}
+        scorer = RetrievalEntropy(flow, items, direction, **{"settings": sampling, **stored, **settings})
     elif kind == HEAD:
         scorer = RetrievalEntropy(head.PosteriorHead.from_pretrained(model), items, direction, **settings)
     else:
         scorer = RetrievalEntropy.from_pretrained(model, items, direction=direction, **settings)
-    return scorer.to(usable_device(device))
+    return scorer.to(where)
 
 
 def stored_bandwidth(model: Path, flow: GeoFlow, direction: str) -> dict[str, Any] | None:

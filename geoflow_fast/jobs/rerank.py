@@ -16,6 +16,7 @@ from geoflow_fast.data.qrels import Qrels, judged_columns
 from geoflow_fast.data.rows import Rows
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.model import WEIGHTS_FILE, GeoFlow
+from geoflow_fast.flow.precision import settled_precision
 from geoflow_fast.head.model import HEAD_FOLDER, PosteriorHead
 from geoflow_fast.jobs.calibration import StoredCalibration, made_elsewhere, made_in_training, settle_ladder
 from geoflow_fast.jobs.entropy import HEAD, model_kind, reference_queries
@@ -62,6 +63,7 @@ def open_reranker(
     direction: str,
     *,
     device: str,
+    precision: str = "float32",
     head: Path | None = None,
     bank: Path | None = None,
     world: World = ALONE,
@@ -70,12 +72,16 @@ def open_reranker(
 ) -> BayesReranker:
     """Returns the re-ranker of saved models and a gallery on disk, uncalibrated. `model` holds a flow, beside which a
     head may stand that `geoflow train` wrote, or a head. `head` names another one, `bank` a file of queries. Without
-    models the evidence is the cosine and its correction for hubs."""
+    models the evidence is the cosine and its correction for hubs. `precision` is that of the flow's products."""
     flow, own_head = open_models(model, head)
+    if flow is None and precision != "float32":
+        raise ValueError(f"precision {precision} is a setting of flows, and there is none to re-rank by")
     typical = None if bank is None else reference_queries(bank, MOST_ROWS, normalize=normalize)
     items = Gallery(gallery, world=world, normalize=normalize)
     reranker = BayesReranker(flow, items, direction, head=own_head, bank=typical, **settings)
-    return reranker.to(usable_device(device))
+    where = usable_device(device)
+    reranker.precision = settled_precision(precision, where)
+    return reranker.to(where)
 
 
 def open_models(model: Path | None, head: Path | None) -> tuple[GeoFlow | None, PosteriorHead | None]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,47 @@ class HubOptions:
     token: str | bool | None = None
     local_files_only: bool = False
     force_download: bool = False
+
+
+class Pretrained(ABC):
+    """What models have in common that are saved to a folder and uploaded to the hub."""
+
+    @abstractmethod
+    def write_files(self, folder: Path) -> None:
+        """Writes all that is needed to load the model again."""
+
+    @abstractmethod
+    def card(self) -> str:
+        """The text of the model card."""
+
+    def save_pretrained(self, folder: str | Path, *, push_to_hub: bool = False, repo_id: str | None = None) -> None:
+        """Writes `config.json`, `model.safetensors` and the model card `README.md` to `folder`. The second is replaced
+        atomically and is all that `from_pretrained` needs; a card that somebody has edited is left alone. With
+        `push_to_hub` the folder's files are also uploaded, to the repository `repo_id`."""
+        path = checks.path(folder, "folder")
+        self.write_files(path)
+        write_card(path, self.card())
+        if push_to_hub:
+            self.push_to_hub(repo_id or path.name)
+
+    # unchecked: it speaks with the hub, for which tests/jobs/test_hub.py has a stand-in
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        private: bool | None = None,
+        token: str | None = None,
+        branch: str | None = None,
+    ) -> str:
+        """Uploads the model with its card to the repository `repo_id` ("user/name") of the Hugging Face hub, which is
+        created if need be, and returns the address of the commit. `gf.push_to_hub` uploads the folder of a run, with
+        flow, head and calibration. A head contains some of its training queries: those of its bank. It needs the extra
+        `hub`."""
+        message = commit_message or f"Upload a {type(self).__name__}"
+        with tempfile.TemporaryDirectory() as name:
+            self.save_pretrained(name)
+            return push_folder(Path(name), repo_id, message=message, private=private, token=token, branch=branch)
 
 
 def local_folder(name: str | Path, what: str, files: tuple[str, ...], options: HubOptions) -> Path:
@@ -61,7 +104,7 @@ def local_folder(name: str | Path, what: str, files: tuple[str, ...], options: H
                 endpoint=os.environ.get("HF_ENDPOINT"),
             )
         )
-    except Exception as error:
+    except _errors() as error:
         words = " ".join(str(error).split())[:300]
         where = f" at revision {options.revision}" if options.revision else ""
         raise OSError(
@@ -100,7 +143,7 @@ def push_folder(
             revision=branch,
             ignore_patterns=list(ignore) or None,
         )
-    except Exception as error:
+    except _errors() as error:
         words = " ".join(str(error).split())[:300]
         raise OSError(f"{repository} could not be written on the hub: {type(error).__name__}: {words}") from error
     return str(getattr(made, "commit_url", made))

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 import typer.main
@@ -305,6 +306,56 @@ def test_two_commands_turn_two_files_into_entropies(run, desk):
     assert code == 0, err
     assert "64 queries over 64 items" in out
     assert (desk / "scores.parquet").is_file()
+
+
+ASKED = ["--queries", "texts.npy", "--gallery", "images.npy"]
+SCORED = {
+    "entropy": (["entropy", *ASKED, "--fast", "--steps", 2], "entropy"),
+    "density": (["density", "--pairs", "pairs", "--steps", 2], "joint"),
+}
+
+
+@pytest.mark.parametrize("command", SCORED)
+def test_products_have_the_precision_that_is_asked_for(run, desk, monkeypatch, command):
+    """A flow of small weights, so that bfloat16 shows and changes little; the jobs know each other apart."""
+    arguments, column = SCORED[command]
+    monkeypatch.setattr("geoflow_fast.flow.precision.bfloat16_pays", lambda _: True)
+    flow = gf.GeoFlow(gf.GeoFlowConfig(6, 6, hidden=8, depth=1))
+    with torch.no_grad():
+        for weight in flow.parameters():
+            weight.normal_(std=0.2, generator=torch.Generator().manual_seed(0))
+    flow.save_pretrained(desk / "flow")
+    values = {}
+    for precision in ("float32", "bfloat16", "auto"):
+        out = ["--out", f"{precision}.parquet", "--precision", precision]
+        code, _, err = run(*arguments, "--model", "flow", *out)
+        assert code == 0, err
+        values[precision] = pyarrow.parquet.read_table(desk / f"{precision}.parquet")[column].to_numpy()
+    assert np.array_equal(values["auto"], values["bfloat16"])
+    assert 0 < np.abs(values["bfloat16"] - values["float32"]).max() < 0.3
+    code, _, err = run(*arguments, "--model", "flow", "--out", "float32.parquet", "--precision", "bfloat16")
+    assert code == 2
+    assert "not the result of this job" in err
+
+
+@pytest.mark.usefixtures("desk")
+def test_a_calibration_holds_for_one_precision(run):
+    command = ["rerank", *ASKED, "--model", "flow", "--steps", 2, "--calibration", "c.json"]
+    assert run(*command, "--held-out", "pairs", "--out", "exact.parquet")[0] == 0
+    code, _, err = run(*command, "--out", "half.parquet", "--precision", "bfloat16")
+    assert code == 2
+    assert "precision" in err
+    assert run(*command, "--out", "again.parquet")[0] == 0
+
+
+@pytest.mark.usefixtures("desk")
+def test_heads_have_no_precision_of_a_flow(run):
+    assert run("train", *HEAD, "--points", 1, "--out", "head")[0] == 0
+    for command in ("entropy", "rerank"):
+        code, _, err = run(command, *ASKED, "--model", "head", "--out", "o.parquet", "--precision", "bfloat16")
+        assert code == 2
+        assert "precision" in err
+        assert "of flows" in err
 
 
 def test_files_and_folder_of_the_same_pairs_train_alike(run, desk):

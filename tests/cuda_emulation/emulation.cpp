@@ -32,13 +32,18 @@
 namespace emulation {
 namespace {
 
+// Code for sanitizers is compiled without optimisation and keeps every register of a translated kernel in memory.
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+constexpr std::size_t kStackBytes = 256 << 10;
+#else
 constexpr std::size_t kStackBytes = 64 << 10;
+#endif
 constexpr std::size_t kArenaBytes = 64 << 20;
 constexpr std::size_t kRedZone = 64;
 constexpr int kMaxArrays = 16, kMaxCopies = 128;
+constexpr int kMostWaitingRounds = 100000;  // in which nobody did anything but look at memory
 
-enum class State : int { ready, at_warp, at_block, at_grid, finished };
-enum class WarpWork : int { none, exchange, multiply };
+enum class State : int { ready, at_warp, at_block, at_grid, finished, passing };
 
 struct Block {
     int waiting = 0, finished = 0;
@@ -69,10 +74,9 @@ struct Fiber {
     Warp* warp = nullptr;
     int first_of_warp = 0;
     State state = State::ready;
-    WarpWork work = WarpWork::none;
-    std::uint64_t value = 0, received = 0;
-    int source = 0;
-    Fragments fragments{};
+    Meeting finish = nullptr;
+    void* brought = nullptr;
+    int site = 0;
     Waiting* copies =
         nullptr;  // [kMaxCopies], allocated with the fiber: kept apart so that fibers stay small and in cache
     int copy_count = 0, open_group = 0;
@@ -284,7 +288,8 @@ UNSEEN float add_truncated(float sum, const double* products, int count) {
     for (int k = 0; k < count; ++k) {
         if (products[k] != 0.0 && exponent_of(products[k]) > largest) largest = exponent_of(products[k]);
     }
-    if (!(largest > -126 && largest < 128)) return sum;  // nothing, or no number at all
+    if (largest <= -126) return sum;                           // nothing to add
+    if (largest >= 128) return bits_to_float(0x7fc00000u);  // one is no number, or none that a float32 holds
     const double unit = power_of_two(23 - largest);
     std::int64_t total = static_cast<std::int64_t>(sum * unit);
     for (int k = 0; k < count; ++k) total += static_cast<std::int64_t>(products[k] * unit);
@@ -294,18 +299,29 @@ UNSEEN float add_truncated(float sum, const double* products, int count) {
     return static_cast<float>(static_cast<double>(total < 0 ? -kept : kept) / unit);
 }
 
-UNSEEN void multiply_warp(Fiber* lanes) {
-    const bool half = lanes[0].fragments.half;
-    const int words = half ? 2 : 1;  // numbers in a register
-    double a[16][16], b[8][16];      // rows of the one, columns of the other
-    const auto place = [half](double* target, std::uint32_t bits) {
-        target[0] = half ? half_to_float(static_cast<std::uint16_t>(bits)) : tf32(bits);
-        if (half) target[1] = half_to_float(static_cast<std::uint16_t>(bits >> 16));
-    };
+// The numbers of a register: one, or two of 16 bits.
+UNSEEN void unpack(Number number, std::uint32_t bits, double* target) {
+    if (number == Number::tf32) {
+        target[0] = tf32(bits);
+    } else if (number == Number::float16) {
+        target[0] = half_to_float(static_cast<std::uint16_t>(bits));
+        target[1] = half_to_float(static_cast<std::uint16_t>(bits >> 16));
+    } else {
+        target[0] = bits_to_float(bits << 16);
+        target[1] = bits_to_float(bits & 0xffff0000u);
+    }
+}
+
+UNSEEN void multiply_warp(void* const* brought) {
+    const auto lanes = [brought](int lane) -> const Fragments& { return *static_cast<const Fragments*>(brought[lane]); };
+    const Number number = lanes(0).number;
+    const int words = number == Number::tf32 ? 1 : 2;  // numbers in a register
+    double a[16][16], b[8][16];                        // rows of the one, columns of the other
+    const auto place = [number](double* target, std::uint32_t bits) { unpack(number, bits, target); };
     for (int lane = 0; lane < 32; ++lane) {
         const int group = lane / 4, member = lane % 4;
-        const Fragments& f = lanes[lane].fragments;
-        require(f.half == half, "lanes of a warp multiply numbers of different types");
+        const Fragments& f = lanes(lane);
+        require(f.number == number, "lanes of a warp multiply numbers of different types");
         for (int k = 0; k < 4; ++k) place(a[group + k % 2 * 8] + (member + k / 2 * 4) * words, f.a[k]);
         for (int k = 0; k < 2; ++k) place(b[group] + (member + k * 4) * words, f.b[k]);
     }
@@ -313,26 +329,37 @@ UNSEEN void multiply_warp(Fiber* lanes) {
     for (int lane = 0; lane < 32; ++lane) {
         for (int k = 0; k < 4; ++k) {
             const int row = lane / 4 + k / 2 * 8, col = lane % 4 * 2 + k % 2;
-            float sum = lanes[lane].fragments.sum[k];
+            float sum = lanes(lane).sum[k];
             for (int first = 0; first < 8 * words; first += together) {
                 double products[8];
                 for (int i = 0; i < together; ++i) products[i] = a[row][first + i] * b[col][first + i];
                 sum = add_truncated(sum, products, together);
             }
-            lanes[lane].fragments.sum[k] = sum;
+            lanes(lane).sum[k] = sum;
         }
     }
 }
 
-UNSEEN void finish_warp(Fiber* lanes) {
-    const WarpWork work = lanes[0].work;
-    for (int lane = 0; lane < 32; ++lane)
-        require(lanes[lane].work == work, "lanes of a warp meet in different instructions");
-    if (work == WarpWork::exchange) {
-        for (int lane = 0; lane < 32; ++lane) lanes[lane].received = lanes[lanes[lane].source].value;
-    } else {
-        multiply_warp(lanes);
+struct Offer {
+    std::uint64_t value, received;
+    int source;
+};
+
+UNSEEN void exchange_offers(void* const* lanes) {
+    for (int lane = 0; lane < 32; ++lane) {
+        Offer& mine = *static_cast<Offer*>(lanes[lane]);
+        mine.received = static_cast<const Offer*>(lanes[mine.source])->value;
     }
+}
+
+UNSEEN void finish_warp(Fiber* lanes) {
+    void* brought[32];
+    for (int lane = 0; lane < 32; ++lane) {
+        require(lanes[lane].finish == lanes[0].finish && lanes[lane].site == lanes[0].site,
+                "lanes of a warp meet in different instructions");
+        brought[lane] = lanes[lane].brought;
+    }
+    lanes[0].finish(brought);
     for (int lane = 0; lane < 32; ++lane) lanes[lane].state = State::ready;
 }
 
@@ -367,11 +394,12 @@ UNSEEN void account(Fiber& fiber, int threads) {
 }
 
 UNSEEN void deadlock() {
-    int count[5] = {};
+    int count[6] = {};
     for (const Fiber& fiber : fibers) ++count[static_cast<int>(fiber.state)];
     std::fprintf(stderr,
-                 "deadlock: %d threads wait in a warp, %d at a block's barrier, %d at the grid's, %d have returned\n",
-                 count[1], count[2], count[3], count[4]);
+                 "deadlock: %d threads wait in a warp, %d at a block's barrier, %d at the grid's, %d have returned, %d wait "
+                 "for a change in memory\n",
+                 count[1], count[2], count[3], count[4], count[5]);
     std::exit(3);
 }
 
@@ -380,23 +408,25 @@ UNSEEN void schedule(int threads) {
     const int count = static_cast<int>(fibers.size());
     std::vector<int> order(count);
     for (int k = 0; k < count; ++k) order[k] = schedule_kind == Schedule::reversed ? count - 1 - k : k;
-    int finished = 0;
+    int finished = 0, waiting_rounds = 0;
     while (finished < count) {
         if (schedule_kind == Schedule::shuffled) {
             for (int k = count - 1; k > 0; --k)
                 std::swap(order[k], order[random_bits() % static_cast<std::uint64_t>(k + 1)]);
         }
-        bool moved = false;
+        bool moved = false, passed = false;
         for (int k = 0; k < count; ++k) {
             Fiber& fiber = fibers[order[k]];
-            if (fiber.state != State::ready) continue;
-            moved = true;
+            if (fiber.state != State::ready && fiber.state != State::passing) continue;
+            fiber.state = State::ready;
             to_fiber(fiber);
+            (fiber.state == State::passing ? passed : moved) = true;
             if (fiber.state == State::finished) ++finished;
             account(fiber, threads);
             if (schedule_kind == Schedule::greedy && k % 32 == 31 && fibers[k - 31].state == State::ready) k -= 32;
         }
-        if (!moved) deadlock();
+        waiting_rounds = moved ? 0 : waiting_rounds + 1;
+        if (!moved && (!passed || waiting_rounds > kMostWaitingRounds)) deadlock();
     }
 }
 
@@ -510,7 +540,8 @@ UNSEEN void run(const Launch& launch, const std::function<void()>& kernel) {
         for (int k = 0; k < together * launch.threads; ++k) {
             Fiber& fiber = fibers[static_cast<std::size_t>(k)];
             fiber.position = {static_cast<unsigned>(k % launch.threads),
-                              static_cast<unsigned>(first + k / launch.threads), static_cast<unsigned>(launch.blocks)};
+                              static_cast<unsigned>(first + k / launch.threads), static_cast<unsigned>(launch.blocks),
+                              static_cast<unsigned>(launch.threads)};
             fiber.block = &blocks[static_cast<std::size_t>(k / launch.threads)];
             fiber.warp = &warps[static_cast<std::size_t>(k / 32)];
             fiber.first_of_warp = k / 32 * 32;
@@ -534,6 +565,10 @@ UNSEEN void run(const Launch& launch, const std::function<void()>& kernel) {
 UNSEEN const Position& here() { return current->position; }
 
 UNSEEN void* dynamic_shared() { return current->block->dynamic; }
+
+UNSEEN std::size_t dynamic_shared_bytes() { return dynamic_bytes; }
+
+UNSEEN char* shared_window() { return arena; }
 
 UNSEEN void* shared_array(const void* site, std::size_t bytes) {
     Block& block = *current->block;
@@ -563,21 +598,29 @@ void grid_barrier() {
     synchronise(false, order);
 }
 
-UNSEEN std::uint64_t exchange_bits(std::uint64_t value, int source) {
-    Fiber& self = *current;
-    self.value = value;
-    self.source = source;
-    self.work = WarpWork::exchange;
-    self.state = State::at_warp;
+void pass() {
+    mark(State::passing);
     to_scheduler();
-    return self.received;
 }
 
-UNSEEN void warp_multiply(const Fragments& fragments) {
-    current->fragments = fragments;
-    current->work = WarpWork::multiply;
-    current->state = State::at_warp;
+UNSEEN void meet(Meeting finish, void* mine, int site) {
+    Fiber& self = *current;
+    self.finish = finish;
+    self.brought = mine;
+    self.site = site;
+    self.state = State::at_warp;
     to_scheduler();
+}
+
+UNSEEN std::uint64_t exchange_bits(std::uint64_t value, int source, int site) {
+    Offer offer = {value, 0, source};
+    meet(exchange_offers, &offer, site);
+    return offer.received;
+}
+
+UNSEEN void warp_multiply(const Fragments& fragments, int site) {
+    Fragments mine = fragments;
+    meet(multiply_warp, &mine, site);
 }
 
 void copy_later(const Copy& copy) {

@@ -21,6 +21,7 @@ struct Position {
     unsigned thread;  // in its block
     unsigned block;
     unsigned blocks;
+    unsigned threads;  // of a block
 };
 
 enum class Schedule {
@@ -48,9 +49,18 @@ void require(bool condition, const char* message);
 const Position& here();
 void* shared_array(const void* site, std::size_t bytes);
 void* dynamic_shared();
+std::size_t dynamic_shared_bytes();
+// Where the shared memory of all blocks lies: below 2^32 bytes, so that offsets serve as shared addresses.
+char* shared_window();
 void block_barrier();
 void grid_barrier();
-std::uint64_t exchange_bits(std::uint64_t value, int source);
+// Lets all others go on first, as a thread must that waits for a change in memory.
+void pass();
+// The lanes of a warp meet at the instruction `site`: `finish` is called once, with what each of the 32 brought.
+using Meeting = void (*)(void* const* lanes);
+void meet(Meeting finish, void* mine, int site = 0);
+// What lane `source` offers.
+std::uint64_t exchange_bits(std::uint64_t value, int source, int site = 0);
 
 // All lanes of the warp offer `value`; the result is what lane `source` offered.
 template <typename T>
@@ -73,15 +83,16 @@ void copy_later(const Copy& copy);
 void copy_commit();
 void copy_wait(int pending);
 
-// Fragments of mma.sync as one lane holds them: m16n8k8 with TF32 inputs, or m16n8k16 with pairs of float16.
+// Fragments of mma.sync as one lane holds them: m16n8k8 with TF32 inputs, or m16n8k16 with pairs of 16-bit numbers.
+enum class Number { tf32, float16, bfloat16 };
 struct Fragments {
     float* sum;              // [4]
     const std::uint32_t* a;  // [4]
     const std::uint32_t* b;  // [2]
-    bool half;
+    Number number;
 };
 // Sums as tensor cores do: a few products at a time, and towards zero.
-void warp_multiply(const Fragments& fragments);
+void warp_multiply(const Fragments& fragments, int site = 0);
 
 float half_to_float(std::uint16_t bits);
 std::uint16_t float_to_half(float x);  // to the nearest, of two the even one

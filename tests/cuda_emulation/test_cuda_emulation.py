@@ -6,15 +6,11 @@ UndefinedBehaviorSanitizer and ThreadSanitizer; and faults put into them on purp
 
 from __future__ import annotations
 
-import functools
-import os
 import platform
-import shutil
 import subprocess
 import sys
 import sysconfig
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,83 +18,12 @@ from typing import Any
 import numpy as np
 import pybind11
 import pytest
-from numpy.typing import NDArray
 
 from benchmarks.cuda_build import DYNAMIC_SHARED
+from tests.cuda_emulation.workshop import EMULATION, ROOT, SANITIZER_STATUS, SCHEDULES, Array, Workshop
 from tests.reliability.races import units
 
-ROOT = Path(__file__).parents[2]
-EMULATION = ROOT / "tests" / "cuda_emulation"
-SCHEDULES = {"forward": 0, "reversed": 1, "shuffled": 2, "greedy": 3}
 GIVEN, ARC = 0, 1  # geoflow::Cost
-BUILDS = {
-    "plain": ["-O2"],
-    "portable": ["-O1", "-DEMULATION_PORTABLE"],
-    "address": ["-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
-    "thread": ["-O1", "-g", "-fsanitize=thread"],
-}
-# A race, or a bad access, ends the program at once with this status; the emulation's own complaints end it with 3.
-SANITIZER_STATUS = 66
-ENVIRONMENT = {
-    "TSAN_OPTIONS": f"halt_on_error=1:exitcode={SANITIZER_STATUS}",
-    "ASAN_OPTIONS": f"detect_leaks=0:exitcode={SANITIZER_STATUS}",
-    "UBSAN_OPTIONS": f"exitcode={SANITIZER_STATUS}",
-}
-
-Array = NDArray[Any]
-
-
-class Workshop:
-    """Compiles the emulated programs, each at most once, and runs them."""
-
-    def __init__(self, folder: Path):
-        compiler = shutil.which("g++")
-        assert compiler is not None, "the emulation needs g++, as the package's own build does"
-        self._compiler, self._folder = compiler, folder
-        self.program = functools.cache(self._program)
-
-    def _program(self, name: str, build: str, edit: tuple[str, str, str] | None, types: tuple[str, ...]) -> Path:
-        """`edit` = (header, old, new) replaces one piece of a kernel header's text in a copy of csrc; `types` define
-        those of the kernels' templates."""
-        csrc = ROOT / "csrc"
-        target = self._folder / f"{name}-{build}-{zlib.crc32(repr((edit, types)).encode()):08x}"
-        if edit is not None:
-            header, old, new = edit
-            csrc = target.with_suffix(".csrc")
-            shutil.copytree(ROOT / "csrc", csrc)
-            text = (csrc / "cuda" / header).read_text()
-            assert text.count(old) == 1, f"{header} must contain exactly once: {old}"
-            (csrc / "cuda" / header).write_text(text.replace(old, new))
-        common = [self._compiler, "-std=c++17", "-Wno-unknown-pragmas", *BUILDS[build], f"-I{EMULATION}", f"-I{csrc}"]
-        common += types
-        machinery = self._folder / f"emulation-{build}.o"
-        if not machinery.exists():
-            subprocess.run([*common, "-c", str(EMULATION / "emulation.cpp"), "-o", str(machinery)], check=True)
-        subprocess.run([*common, str(EMULATION / f"{name}.cpp"), str(machinery), "-o", str(target)], check=True)
-        return target
-
-    def start(
-        self, name: str, build: str, edit: tuple[str, str, str] | None, arrays: list[Array], **arguments: float
-    ) -> subprocess.CompletedProcess[bytes]:
-        launcher = _without_address_randomisation() if build == "thread" else []
-        types = ("-DHALF_POINTS", "-DHALF_ENTRIES")
-        wanted = tuple(flag for flag in types if arguments.pop(flag, False))
-        program = str(self.program(name, build, edit, wanted))
-        return subprocess.run(
-            [*launcher, program, *(f"{key}={value!r}" for key, value in arguments.items())],
-            input=b"".join(np.ascontiguousarray(x).tobytes() for x in arrays),
-            capture_output=True,
-            env=os.environ | ENVIRONMENT,
-            timeout=600,
-        )
-
-
-@functools.cache
-def _without_address_randomisation() -> list[str]:
-    """A command prefix, where it is allowed: older ThreadSanitizers fail on kernels that randomise more bits."""
-    setarch = shutil.which("setarch")
-    allowed = setarch is not None and subprocess.run([setarch, "-R", "true"], capture_output=True).returncode == 0
-    return [setarch, "-R"] if setarch is not None and allowed else []
 
 
 @pytest.fixture(scope="session")
@@ -676,12 +601,13 @@ def test_injected_fault_is_caught(workshop: Workshop, fault: Fault) -> None:
 # ---- from the public operations down ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the objects of csrc/cpu are listed for x86-64")
-def test_operations_through_the_emulated_device(tmp_path: Path) -> None:
-    """The whole way of backend="cuda", from the user's call to the kernels; see cuda_emulation/check_ops.py."""
+ON_X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the objects of csrc/cpu are listed for x86-64")
+
+
+def check_operations(folder: Path, kernels: Sequence[Path] = ()) -> None:
+    """Runs check_ops.py on an extension for the emulated device, with objects in the place of kernels."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    extension = tmp_path / f"_C{suffix}"
+    extension = folder / f"_C{suffix}"
     compiler = [
         *("g++", "-std=c++17", "-O1", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-Wno-unknown-pragmas"),
         *("-DGEOFLOW_WITH_CUDA=1", f"-I{EMULATION}", f"-I{ROOT / 'csrc'}"),
@@ -690,9 +616,16 @@ def test_operations_through_the_emulated_device(tmp_path: Path) -> None:
     rest = [EMULATION / "emulation.cpp", *(ROOT / "csrc").glob("*.cpp"), *(ROOT / "csrc" / "cuda").glob("*.cu")]
     objects = []
     for name, source, flags in [*units(), *((f"{path.stem}-{path.suffix[1:]}", path, []) for path in rest)]:
-        objects.append(str(tmp_path / f"{name}.o"))
+        objects.append(str(folder / f"{name}.o"))
         subprocess.run([*compiler, *flags, "-x", "c++", "-c", str(source), "-o", objects[-1]], check=True)
-    subprocess.run(["g++", "-shared", "-fopenmp", *objects, "-o", str(extension)], check=True)
+    subprocess.run(["g++", "-shared", "-fopenmp", *objects, *map(str, kernels), "-o", str(extension)], check=True)
     script = [sys.executable, str(EMULATION / "check_ops.py"), str(extension)]
     outcome = subprocess.run(script, capture_output=True, text=True, timeout=900)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+
+
+@pytest.mark.slow
+@ON_X86
+def test_operations_through_the_emulated_device(tmp_path: Path) -> None:
+    """The whole way of backend="cuda", from the user's call to the kernels; see cuda_emulation/check_ops.py."""
+    check_operations(tmp_path)

@@ -8,7 +8,8 @@
 
 #include "emulation.h"
 
-#define __global__
+// A function of its own under its own name, so that the linker can put compiled PTX in its place (tests/ptx).
+#define __global__ __attribute__((noipa))
 #define __device__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
@@ -125,11 +126,11 @@ void copy_wait() {
 }
 
 inline void mma_tf32(float (&sum)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
-    emulation::warp_multiply({sum, a, b, false});
+    emulation::warp_multiply({sum, a, b, emulation::Number::tf32});
 }
 
 inline void mma_half(float (&sum)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
-    emulation::warp_multiply({sum, a, b, true});
+    emulation::warp_multiply({sum, a, b, emulation::Number::float16});
 }
 
 }  // namespace geoflow::cuda

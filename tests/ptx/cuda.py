@@ -1,0 +1,85 @@
+"""What nvcc makes of the CUDA kernels, run by the programs of tests/cuda_emulation in place of the kernels' source."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import cuda_build
+from tests.cuda_emulation.workshop import Workshop
+from tests.ptx.machine import CAPABILITY, Builder
+from tests.ptx.parser import Module, parse
+from tests.ptx.translate import translate
+
+ENTRY = re.compile(r"^(?:\.visible )?\.entry (\w+)\(.*?^\}$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class PtxEdit:
+    """A change of one kernel's PTX."""
+
+    kernel: str
+    apply: Callable[[str], str]
+
+
+def compile_cuda(csrc: Path) -> dict[str, str]:
+    """The PTX of each kernel by its readable name, with lines numbered as in the whole."""
+    compiler = cuda_build.nvcc()
+    if compiler is None:
+        raise OSError("nvcc is not on PATH")
+    source, flags = csrc / "cuda" / "sinkhorn.cu", ["-std=c++17", "-O3", f"-I{csrc}", f"-arch=sm_{CAPABILITY}"]
+    command = [compiler, *flags, "-ptx", str(source), "-o", "/dev/stdout"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    def blank(match: re.Match[str]) -> str:
+        return "\n" * match.group().count("\n")
+
+    def alone(name: str) -> str:
+        return ENTRY.sub(lambda match: match.group() if match[1] == name else blank(match), text)
+
+    return {cuda_build.readable_name(match[1]): alone(match[1]) for match in ENTRY.finditer(text)}
+
+
+class CompiledWorkshop(Workshop):
+    """The same programs with the same arguments, linked with the kernels' PTX."""
+
+    def __init__(self, folder: Path, builder: Builder):
+        super().__init__(folder)
+        self._builder = builder
+        self._texts = functools.cache(lambda edit: compile_cuda(self.sources(edit)))
+        self._parsed: Callable[[str], Module] = functools.cache(parse)
+
+    def _choose(self, name: str, build: str, edit: Any, types: tuple[str, ...], arguments: dict[str, float]) -> Path:
+        headers = None if isinstance(edit, PtxEdit) else edit
+        wanted = self.names() if name == "emulate_launchers" else kernels_of(name, types, arguments)
+        objects = tuple(self.kernel(each, build, edit) for each in wanted)
+        return self.program(name, build, headers, types, objects)
+
+    def names(self) -> list[str]:
+        """All kernels."""
+        return list(self._texts(None))
+
+    def text(self, kernel: str, edit: Any = None) -> str:
+        """The PTX of a kernel, of edited headers or edited itself."""
+        if not isinstance(edit, PtxEdit):
+            return self._texts(edit)[kernel]
+        text = self._texts(None)[kernel]
+        return edit.apply(text) if edit.kernel == kernel else text
+
+    def kernel(self, kernel: str, build: str, edit: Any = None) -> Path:
+        return self._builder.object(translate(self._parsed(self.text(kernel, edit)), hosted=True), build)
+
+
+def kernels_of(program: str, types: tuple[str, ...], arguments: dict[str, float]) -> list[str]:
+    """The kernels that a program of tests/cuda_emulation will launch."""
+    entry = "Half" if "-DHALF_ENTRIES" in types else "float"
+    if program == "emulate_score":
+        return [f"score_kernel<{'Half' if '-DHALF_POINTS' in types else 'float'}, {entry}>"]
+    narrow = [vectors for vectors in (1, 2, 4) if arguments["cols"] <= 2048 * vectors and not arguments["wide"]]
+    solver = f"sinkhorn_kernel<{narrow[0]}, {entry}>" if narrow else f"sinkhorn_wide_kernel<{entry}>"
+    return [solver, f"sinkhorn_result_kernel<{entry}>", f"sinkhorn_sample_kernel<{entry}>"]

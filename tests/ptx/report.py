@@ -1,0 +1,235 @@
+"""What has been shown of each kernel's PTX, as a table.
+
+    python -m tests.ptx.report docs/gpu.md        writes the table between the markers in that file
+
+Every kernel is run at small sizes, which counts the instructions of each kind that ran, and is given to SentryWard, a
+static verifier of PTX (`pip install sentryward`; its command must be on PATH), as it is and without each barrier.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.cuda_emulation.test_cuda_emulation import ARC, SCORES, SolveCase
+from tests.ptx.checks import GALLERY, ROW_KERNELS
+from tests.ptx.cuda import CompiledWorkshop
+from tests.ptx.machine import Builder, Code, Machine
+from tests.ptx.parser import Instruction, Kernel
+from tests.ptx.translate import executed, kind_of
+from tools import aot
+
+BEGIN, END = "<!-- table: python -m tests.ptx.report docs/gpu.md -->", "<!-- end of ptx table -->"
+# Columns of the table, and the kinds of instructions that each counts.
+COLUMNS = {
+    "integer": ("integer", "select", "convert"),
+    "float": ("float", "approximate"),
+    "branch": ("branch",),
+    "global": ("ld global", "st global", "ld parameter"),
+    "shared": ("ld shared", "st shared"),
+    "shuffle": ("shuffle",),
+    "barrier": ("barrier",),
+    "copy": ("copy",),
+    "atomic": ("atomic",),
+    "tensor": ("tensor",),
+}
+BARRIER = re.compile(r"\b(?:bar|barrier)\.sync[ \t]+0;")
+DECIDED = {"race_free": "proved", "potential_race": "flagged", "not_wellsynced": "flagged"}
+
+
+@dataclass
+class Seen:
+    """One kernel as compiled: a launch of it, and the instructions that ran in any."""
+
+    name: str
+    code: Code
+    grid: tuple[int, ...]
+    scalars: list[dict[str, Any]]  # of parameters, as SentryWard reads them
+    ran: set[Instruction] = field(default_factory=set)
+
+    @property
+    def kernel(self) -> Kernel:
+        return self.code.kernel
+
+
+# ---- running ----
+
+
+class Recorder(Machine):
+    """Notes every launch before it runs it."""
+
+    seen: dict[str, Seen]
+
+    def run(self, code: Code, launch: aot.Launch) -> None:
+        source, _ = aot.source(launch)
+        values = dict(zip(launch.kernel.arg_names, launch.arguments)) | launch.meta
+        given = [values[name] for name, kind in source.signature.items() if kind != "constexpr"]
+        types = [parameter.type for parameter in code.kernel.parameters]
+        scalars = [
+            {"parameter": place, "type": kind, "value": value % 2 ** int(kind[1:])}
+            for place, (value, kind) in enumerate(zip(given, types))
+            if isinstance(value, int)
+        ]
+        one = self.seen.setdefault(code.text, Seen(code.kernel.name, code, launch.grid, scalars))
+        super().run(code, launch)
+        assert self.coverage is not None
+        one.ran |= self.coverage[code.kernel.name][code.text]
+
+
+def triton_kernels(folder: Path) -> list[Seen]:
+    recorder = Recorder(Builder(folder), coverage={})
+    recorder.seen = {}
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(0)
+    with recorder.serving():
+        for rows_check in ROW_KERNELS.values():
+            rows_check(5, 129)
+        for gallery_check in GALLERY.values():
+            gallery_check()
+    return list(recorder.seen.values())
+
+
+def cuda_kernels(folder: Path) -> list[Seen]:
+    """Each instantiation that ships, with the arguments that a program of tests/cuda_emulation gave it."""
+    workshop, found = CompiledWorkshop(folder, Builder(folder / "kernels")), {}
+    solves = [
+        SolveCase(7, cols, max_iter=3, wide=cols > 8192, shift=1.5, kind=ARC, half=half)
+        for half in (False, True)
+        for cols in (515, 2101, 4101, 8300)
+    ]
+    os.environ["GEOFLOW_PTX_COVERAGE"] = report = str(folder / "ran")
+    os.environ["GEOFLOW_PTX_PARAMETERS"] = given = str(folder / "given")
+    for case in (*solves, SCORES[1], SCORES[4], SCORES[5]):
+        outcome = case.run(workshop)
+        assert outcome.returncode == 0, outcome.stderr.decode()
+    names = {workshop.text(name): name for name in workshop.names()}
+    launches = dict(line.split(" ", 1) for line in Path(given).read_text().splitlines())
+    for text, name in names.items():
+        code = Code(text, 0)
+        threads, blocks, shared, bytes_given = launches[code.kernel.name].split()
+        code = Code(text, int(shared))
+        scalars = _scalars(code.kernel, bytes.fromhex(bytes_given))
+        found[code.kernel.name] = Seen(name, code, (int(blocks), 1, 1), scalars)
+        assert int(threads) == code.kernel.threads
+    for line in Path(report).read_text().splitlines():
+        symbol, flags = line.split()
+        found[symbol].ran |= set(executed(found[symbol].kernel, flags))
+    return list(found.values())
+
+
+def _scalars(kernel: Kernel, given: bytes) -> list[dict[str, Any]]:
+    """The fields of structures that a kernel reads and that are no pointers, whose values are far above 2^32."""
+    starts, at = {}, 0
+    for place, parameter in enumerate(kernel.parameters):
+        at = -(-at // parameter.align) * parameter.align
+        starts[parameter.name] = (place, at)
+        at += parameter.bytes
+    found = {}
+    for instruction in kernel.instructions():
+        match = re.fullmatch(r"ld\.param(?:\.v(\d))?\.([a-z])(\d+)", instruction.opcode)
+        if match is None:
+            continue
+        address, size = instruction.operands[1], int(match[3]) // 8
+        for k in range(int(match[1] or 1)):
+            place, start = starts[address.base.name]
+            offset = address.offset + k * size
+            value = int.from_bytes(given[start + offset : start + offset + size], "little")
+            if value < 2**32:
+                kind = f"u{8 * size}"
+                found[place, offset] = {"parameter": place, "offset": offset, "type": kind, "value": value}
+    return list(found.values())
+
+
+# ---- SentryWard ----
+
+
+def verdict(one: Seen, text: str, folder: Path, seconds: int) -> str:
+    """Its result for a kernel's text."""
+    ptx, settings = folder / "kernel.ptx", folder / "input.json"
+    ptx.write_text(text)
+    launch = {
+        "grid_dim": [*one.grid, 1, 1][:3],
+        "block_dim": [one.kernel.threads, 1, 1],
+        "dynamic_shared_bytes": one.code.shared,
+    }
+    settings.write_text(json.dumps({"schema": "spverify.kernel-input/v1", "launch": launch, "arguments": one.scalars}))
+    command = ["sentryward", str(ptx), "--input", str(settings), "--timeout", str(seconds)]
+    answer = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return str(answer["result"])
+
+
+def judged(one: Seen, folder: Path, seconds: int = 60) -> tuple[str, str]:
+    """Proved, flagged or undecided, and of how many barriers the deletion was noticed."""
+    result = verdict(one, one.code.text, folder, seconds)
+    if DECIDED.get(result) != "proved":
+        return DECIDED.get(result, f"undecided ({result.replace('_', ' ')})"), "-"
+    barriers = list(BARRIER.finditer(one.code.text))
+    deleted = (one.code.text[: each.start()] + one.code.text[each.end() :] for each in barriers)
+    noticed = sum(verdict(one, text, folder, seconds) != "race_free" for text in deleted)
+    return "proved", f"{noticed} of {len(barriers)}"
+
+
+# ---- the table ----
+
+
+def counts(instructions: Iterable[Instruction]) -> Counter[str]:
+    return Counter(str(kind_of(instruction.opcode)) for instruction in instructions)
+
+
+def line(name: str, group: list[Seen], folder: Path) -> str:
+    """Of a kernel: its compiled forms, instructions that ran of those there are, and the verdict on the last form."""
+    there, ran = Counter[str](), Counter[str]()
+    for one in group:
+        there += counts(one.kernel.instructions())
+        ran += counts(one.ran)
+    cells = [f"`{name}`", str(len(group))]
+    for kinds in COLUMNS.values():
+        total = sum(there[kind] for kind in kinds)
+        cells.append(f"{sum(ran[kind] for kind in kinds)}/{total}" if total else "")
+    results = [judged(one, folder) for one in group]
+    verdicts = Counter(result for result, _ in results)
+    cells.append(", ".join(f"{count} {result}" if len(results) > 1 else result for result, count in verdicts.items()))
+    proofs = [note.split(" of ") for _, note in results if note != "-"]
+    noticed, all_barriers = (sum(int(pair[k]) for pair in proofs) for k in (0, 1))
+    cells.append(f"{noticed} of {all_barriers}" if proofs and all_barriers else "")
+    return f"| {' | '.join(cells)} |"
+
+
+def table() -> str:
+    titles = ["kernel", "forms", *COLUMNS, "SentryWard", "deleted barriers noticed"]
+    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        groups: dict[str, list[Seen]] = {}
+        for one in (*triton_kernels(folder / "triton"), *cuda_kernels(folder)):
+            groups.setdefault(one.name, []).append(one)
+        lines += (line(each, group, folder) for each, group in groups.items())
+    return "\n".join(lines)
+
+
+def main(path: str) -> None:
+    """Replaces what stands between the markers in the file at `path` by a fresh table."""
+    if shutil.which("sentryward") is None:
+        raise OSError("the command sentryward is not on PATH")
+    text = Path(path).read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"{path} must hold the two lines {BEGIN!r} and {END!r} once each")
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    Path(path).write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,202 @@
+"""Faults put into compiled PTX, and into Triton sources that are compiled anew, must be caught."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cuda_emulation.test_cuda_emulation import SMALL_SCORE_ROUGH, SMALL_SOLVE_SHORT
+from tests.interpreter import test_kernels
+from tests.ptx.checks import GALLERY, ROW_KERNELS
+from tests.ptx.cuda import CompiledWorkshop, PtxEdit
+from tests.ptx.machine import Builder, Machine, compile_triton
+from tests.ptx.parser import PtxError, parse
+from tests.ptx.translate import translate
+from tools import aot
+
+Edit = Callable[[str], str]
+ALL = ("forward", "reversed", "shuffled", "greedy")
+
+
+def replaced(pattern: str, by: str, which: int = 0) -> Edit:
+    """Replaces one match of many."""
+
+    def edit(text: str) -> str:
+        match = list(re.finditer(pattern, text))[which]
+        return text[: match.start()] + match.expand(by) + text[match.end() :]
+
+    return edit
+
+
+BARRIER, GRID_BARRIER = r"\bbar\.sync[ \t]+0;", r"\bbarrier\.sync[ \t]+0;"
+WAIT = r"cp\.async\.wait_group[ \t]+\d+;"
+FRAGMENT = r"(mma\.sync\S+ \{[^}]*\}, \{ ?)(%r\d+), (%r\d+), "
+TAIL, LONG_TAIL = r"setp\.lt\.s32", "setp.le.s32"
+
+
+@dataclass(frozen=True)
+class Fault:
+    what: str
+    kernel: str
+    check: Callable[[], object]
+    edit: Edit
+    build: str = "plain"
+    schedules: tuple[str, ...] = ALL  # each must see it
+    soon: bool = False
+
+
+def rows(name: str) -> Callable[[], object]:
+    return lambda: ROW_KERNELS[name](7, 129)
+
+
+FAULTS = [
+    # The first eight comparisons are of rows, of which there are seven; the last is of the columns above 127.
+    Fault("a tail one too long", "tangent_step_kernel", rows("tangent_step"), replaced(TAIL, LONG_TAIL, -1)),
+    Fault("rows one too many", "tangent_step_kernel", rows("tangent_step"), replaced(TAIL, LONG_TAIL, 7)),
+    Fault(
+        "a load under the opposite predicate", "unit_rows_kernel", rows("unit_rows"),
+        replaced(r"@(%p\d+) ld\.global", r"@!\1 ld.global"), soon=True,
+    ),
+    Fault(
+        "a store under the opposite predicate", "adaln_kernel", rows("adaln"),
+        replaced(r"@(%p\d+) st\.global", r"@!\1 st.global"),
+    ),
+    Fault(
+        "a sum over half of a warp", "tangent_step_kernel", rows("tangent_step"),
+        replaced(r"(shfl\.sync\.bfly\.b32[^,]*,[^,]*), 16,", r"\1, 8,"),
+    ),
+    Fault(
+        "lanes that do not all shuffle", "tangent_step_kernel", rows("tangent_step"),
+        replaced(r"\tshfl\.sync\.bfly", "\t@%p2 shfl.sync.bfly"),
+    ),
+    Fault(
+        "a dropped barrier, as a race", "adaln_kernel", rows("adaln"), replaced(BARRIER, ""), "thread", ("forward",),
+    ),
+    Fault(
+        "a dropped barrier, in the result", "adaln_kernel", rows("adaln"), replaced(BARRIER, ""), schedules=("greedy",),
+    ),
+    Fault(
+        "an atomic on the wrong row", "masked_interpolant_kernel", rows("bad rows"),
+        replaced(r"atom\.global\.gpu\.acq_rel\.min", "atom.global.gpu.acq_rel.max"),
+    ),
+    Fault(
+        "a swapped fragment", "gallery_tile_kernel", GALLERY["few, bfloat16"], replaced(FRAGMENT, r"\1\3, \2, "),
+        soon=True,
+    ),
+    Fault(
+        "copies not waited for", "gallery_tile_kernel", GALLERY["few, bfloat16"], replaced(WAIT, "", 1),
+        schedules=("forward", "greedy"),
+    ),
+    Fault(
+        "a dropped barrier after the copies", "gallery_tile_kernel", GALLERY["few, bfloat16"],
+        replaced(rf"({WAIT}\s+){BARRIER}", r"\1", 1), "thread", ("forward",),
+    ),
+    Fault(
+        "a copy of fewer bytes", "gallery_tile_kernel", GALLERY["few, bfloat16"],
+        replaced(r"(cp\.async\.cg\S+ [^,]*,[^,]*,) 0x10,", r"\1 0x8,"),
+    ),
+]  # fmt: skip
+
+
+def caught(builder: Builder, fault: Fault, schedule: str) -> bool:
+    """Whether the check, or the machine itself, sees the fault."""
+
+    def edit(text: str) -> str:
+        return fault.edit(text) if f".entry {fault.kernel}(" in text else text
+
+    torch.manual_seed(0)
+    try:
+        with Machine(builder, fault.build, schedule, edit=edit).serving():
+            fault.check()
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(each, id=each.what, marks=() if each.soon else pytest.mark.slow) for each in FAULTS]
+)
+def test_fault_in_triton_ptx_is_caught(builder: Builder, fault: Fault) -> None:
+    for schedule in fault.schedules:
+        assert caught(builder, fault, schedule), f"went unnoticed under {schedule}"
+
+
+def test_wrong_claim_of_divisibility_is_caught(builder: Builder) -> None:
+    """Code compiled for rows of 1024 entries reads 16 bytes at a time, which rows of 1023 do not begin at."""
+    launches = {}
+    for width in (1024, 1023):
+        x, index = torch.randn(3, width), torch.tensor([2, 0])
+        machine = Machine(builder)
+        machine.run = lambda code, launch, width=width: launches.__setitem__(width, (code, launch))  # type: ignore[method-assign]
+        with machine.serving():
+            test_kernels.geodesic.unit_rows(x, index)
+    wide, (_, narrow) = launches[1024][0], launches[1023]
+    with pytest.raises(AssertionError, match="not aligned"):
+        Machine(builder).run(wide, narrow)
+
+
+def test_unknown_opcode_is_an_error_that_names_the_line() -> None:
+    text = compile_triton(aot.Case("", aot.call_with_rows("tangent_step", 3, 16)).launches()[0]).text
+    line = next(number for number, part in enumerate(text.splitlines(), 1) if "shfl.sync.bfly.b32" in part)
+    with pytest.raises(PtxError, match=rf"line {line}: unknown opcode shfl\.sync\.bfly\.b64"):
+        translate(parse(text.replace("shfl.sync.bfly.b32", "shfl.sync.bfly.b64", 1)))
+    with pytest.raises(PtxError, match="line 5: unknown directive"):
+        parse(text.replace(".version", ".versions"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", test_kernels.FAULTS)
+def test_fault_in_triton_source_is_caught_in_its_ptx(builder: Builder, fault: str, tmp_path: Path) -> None:
+    name, before, after, check = test_kernels.FAULTS[fault]
+    torch.manual_seed(0)
+    with Machine(builder).serving():
+        faulty = test_kernels.with_fault(getattr(test_kernels.KERNELS, name), before, after, tmp_path)
+        with pytest.raises(AssertionError):
+            check(SimpleNamespace(**{**vars(test_kernels.KERNELS), name: faulty}))
+
+
+SOLVER, SCORES = "sinkhorn_kernel<1, float>", "score_kernel<Half, Half>"
+ARRIVE, LOOK = (
+    r"atom\.add\.release\.gpu\.u32 (%r\d+),\[(%rd\d+)\],(%r\d+);",
+    r"ld\.acquire\.gpu\.u32 (%r\d+),\[(%rd\d+)\];",
+)
+
+
+def in_solver(edit: Edit, build: str = "plain", *schedules: str) -> tuple[Any, ...]:
+    return SMALL_SOLVE_SHORT, PtxEdit(SOLVER, edit), build, schedules or ALL
+
+
+def in_scores(edit: Edit, build: str = "plain", *schedules: str) -> tuple[Any, ...]:
+    return SMALL_SCORE_ROUGH, PtxEdit(SCORES, edit), build, schedules or ALL
+
+
+CUDA_FAULTS = {
+    "a swapped fragment": in_scores(replaced(FRAGMENT, r"\1\3, \2, ")),
+    "copies not waited for": in_scores(replaced(WAIT, "", -1), "plain", "forward"),
+    "a dropped barrier of a stage": in_scores(replaced(BARRIER, "", -1), "thread", "forward"),
+    "rows not waited for": in_solver(replaced(WAIT, ""), "plain", "forward", "greedy"),
+    "a dropped barrier of a block": in_solver(replaced(BARRIER, ""), "thread", "forward"),
+    "nobody waits at the barrier of the grid": in_solver(replaced(LOOK, r"mov.u32 \1, -1;"), "thread"),
+    "a barrier of the grid that not all reach": in_solver(replaced(ARRIVE, r"ld.acquire.gpu.u32 \1,[\2];")),
+    "a barrier of the grid that releases nothing": in_solver(
+        lambda text: text.replace("atom.add.release.gpu", "atom.add.relaxed.gpu"), "thread", "forward"
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", CUDA_FAULTS)
+def test_fault_in_cuda_ptx_is_caught(workshop: CompiledWorkshop, fault: str) -> None:
+    case, edit, build, schedules = CUDA_FAULTS[fault]
+    for schedule in schedules:
+        outcome = case.run(workshop, build, schedule, edit)
+        if outcome.returncode == 0:
+            with pytest.raises(AssertionError):
+                case.check(outcome.stdout)

@@ -1,0 +1,27 @@
+"""The compiled PTX of the gallery kernels, with tensor cores that truncate when they accumulate, against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.cuda_emulation.workshop import SCHEDULES
+from tests.ptx.checks import GALLERY
+
+Outputs = Callable[..., list[int]]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "few, bfloat16" else pytest.mark.slow) for name in GALLERY]
+)
+def test_float64_agrees_and_every_schedule_gives_the_same_bits(outputs: Outputs, name: str) -> None:
+    results = {each: outputs(GALLERY[name], schedule=each) for each in SCHEDULES}
+    assert len(set(map(tuple, results.values()))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["few, bfloat16", "exact", "slim", "scores alone"])
+@pytest.mark.parametrize(("build", "schedule"), [("address", "reversed"), ("thread", "forward")])
+def test_clean_under_sanitizers(outputs: Outputs, name: str, build: str, schedule: str) -> None:
+    outputs(GALLERY[name], build=build, schedule=schedule)

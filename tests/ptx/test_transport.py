@@ -1,0 +1,59 @@
+"""The compiled PTX of the CUDA kernels, in place of their source in the programs of tests/cuda_emulation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cuda_emulation import test_cuda_emulation as source
+from tests.cuda_emulation.test_cuda_emulation import SCORES, SMALL, SMALL_SOLVE_SHORT, SOLVES
+from tests.cuda_emulation.workshop import SCHEDULES
+from tests.ptx.cuda import CompiledWorkshop
+
+SOON = [SOLVES[0], SMALL_SOLVE_SHORT, SCORES[4]]
+
+
+def soon(cases: list[Any]) -> list[Any]:
+    return [pytest.param(case, id=str(case), marks=() if case in SOON else pytest.mark.slow) for case in cases]
+
+
+@pytest.mark.parametrize("case", soon([*SOLVES, *SCORES]))
+def test_float64_agrees(workshop: CompiledWorkshop, case: Any) -> None:
+    outcome = case.run(workshop)
+    assert outcome.returncode == 0, outcome.stderr.decode()
+    case.check(outcome.stdout)
+
+
+@pytest.mark.parametrize("case", soon(SMALL))
+def test_every_schedule_gives_the_same_bits(workshop: CompiledWorkshop, case: Any) -> None:
+    source.test_every_schedule_gives_the_same_bits(workshop, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("build", ["address", "thread"])
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_clean_under_sanitizers(workshop: CompiledWorkshop, case: Any, build: str, schedule: str) -> None:
+    outcome = case.run(workshop, build, schedule)
+    assert outcome.returncode == 0, outcome.stderr.decode()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["greedy", "reversed"])
+def test_launchers(workshop: CompiledWorkshop, schedule: str) -> None:
+    source.test_launchers_ask_the_device_and_leave_the_current_one_alone(workshop, schedule)
+
+
+@pytest.mark.slow
+@source.ON_X86
+def test_operations_down_to_the_ptx(workshop: CompiledWorkshop, tmp_path: Path) -> None:
+    """The whole way of backend="cuda", from the user's call through bindings and launchers to every compiled kernel."""
+    source.check_operations(tmp_path, [workshop.kernel(name, "plain") for name in workshop.names()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", source.FAULTS, ids=lambda fault: fault.what)
+def test_fault_in_the_source_is_caught_in_its_ptx(workshop: CompiledWorkshop, fault: source.Fault) -> None:
+    source.test_injected_fault_is_caught(workshop, fault)
