@@ -516,8 +516,8 @@ def counted(*, capability: tuple[int, int] = (9, 0)) -> Iterator[Count]:
 def kernel_modules() -> list[ModuleType]:
     """The modules that launch Triton kernels. Earlier releases have fewer."""
     folder = Path(kernels.__file__ or "").parent
-    found = [importlib.import_module(f"{kernels.__name__}.{file.stem}") for file in sorted(folder.glob("*.py"))]
-    return [module for module in found if hasattr(module, "launch") and not module.__name__.endswith(".launch")]
+    modules = [importlib.import_module(f"{kernels.__name__}.{file.stem}") for file in sorted(folder.glob("*.py"))]
+    return [module for module in modules if hasattr(module, "launch") and not module.__name__.endswith(".launch")]
 
 
 def on_gpu(module: nn.Module) -> nn.Module:

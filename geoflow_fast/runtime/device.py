@@ -36,10 +36,8 @@ def rows_at_once(device: torch.device, row_bytes: float, on_cpu: int) -> int:
     have the same shapes, and a graph serves all of them, while the memory in use changes a little."""
     if device.type != "cuda":
         return on_cpu
-    room = int(WORKING_SHARE * spare_memory(device) / row_bytes)
-    if room >= GPU_ROWS_AT_ONCE:
-        return GPU_ROWS_AT_ONCE
-    return 1 << max(0, room.bit_length() - 1)
+    fitting = int(WORKING_SHARE * spare_memory(device) / row_bytes)
+    return GPU_ROWS_AT_ONCE if fitting >= GPU_ROWS_AT_ONCE else 1 << max(0, fitting.bit_length() - 1)
 
 
 # unchecked: called with the device of a tensor
