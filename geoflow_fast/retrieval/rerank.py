@@ -37,6 +37,7 @@ from geoflow_fast.head.model import PosteriorHead
 from geoflow_fast.likelihood.reverse_ode import density_estimates, pairs_at_once
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.retrieval.calibration import (
+    ENCODERS,
     UNCALIBRATED,
     UNCALIBRATED_COSINE,
     UNCALIBRATED_HEAD,
@@ -248,6 +249,12 @@ class BayesReranker(nn.Module):
         models: dict[str, Any] = {"the flow": self.flow, "the head": self.head}
         return {name: side(*model.origin.encoders) for name, model in models.items() if hasattr(model, "origin")}
 
+    def _calibrated_for(self, calibration: Calibration | None = None) -> tuple[Fingerprint | None, Fingerprint | None]:
+        """The encoders of queries and items that the calibration was made with, where they are known."""
+        facts = calibration or self.calibration
+        known = {} if facts is None else facts.made_for.get(ENCODERS, {})
+        return Fingerprint.read(known.get("queries")), Fingerprint.read(known.get("items"))
+
     @property
     def _default_lengths(self) -> tuple[int, int]:
         return (WHOLE_SHORTLIST if len(self.gallery) <= SMALL_GALLERY else SHORTLIST), FLOW_ITEMS
@@ -403,7 +410,10 @@ class BayesReranker(nn.Module):
         no_match_share: float = 0.0,
     ) -> Reranked:
         """Same as `forward` without its warning, and calls `advance(n)` whenever n more queries are done."""
-        queries, query_ids = named_rows(queries, self._made_for(self.direction.queries))
+        encoders = self._calibrated_for()
+        refuse_other_encoder({"the calibration": encoders[1], "the gallery": self.gallery.encoder})
+        known = {**self._made_for(self.direction.queries), "the calibration": encoders[0]}
+        queries, query_ids = named_rows(queries, known)
         queries = checks.rows(queries, "queries", self.query_dim, self.example, "Q")
         check_rows(queries, "queries")
         made_for = {} if self.calibration is None else self.calibration.made_for
@@ -499,10 +509,12 @@ class BayesReranker(nn.Module):
         checks.integer(max_queries, "max_queries", 1)
         if isinstance(pairs, Qrels):
             known, source = self._judged(pairs, queries, least_grade, max_queries), ""
+            encoders = {"items": self.gallery.encoder} if self.gallery.encoder is not None else {}
         else:
             if queries is not None:
                 raise ValueError("queries= belongs to judgements; pairs have queries of their own")
             known, source = self._paired(pairs, max_queries), pairs.fingerprint()
+            encoders = self._common_encoders(pairs)
         if not self.lengths_are_given:
             self._use_lengths(self._default_lengths)
         with progress_bar(len(known), 0, "held-out queries", shown=progress) as advance:
@@ -511,8 +523,24 @@ class BayesReranker(nn.Module):
         digest = self._bank_digest if HUB_FEATURES & set(fitted.by_feature) else ""
         self.item_bank = item_bank if uses_bank(fitted) else None
         items = "" if self.item_bank is None else self.item_bank.digest
-        self.calibration = fitted = dataclasses.replace(fitted, pairs=source, bank=digest, items=items)
+        facts = {ENCODERS: {side: each.to_json() for side, each in encoders.items()}} if encoders else {}
+        self.calibration = fitted = dataclasses.replace(
+            fitted, pairs=source, bank=digest, items=items, made_for={**fitted.made_for, **facts}
+        )
         return fitted
+
+    def _common_encoders(self, pairs: EmbeddingPairs) -> dict[str, Fingerprint]:
+        """The encoders of queries and items, where they are known. A ValueError says that the held-out pairs come from
+        another one than the models or the gallery."""
+        encoders = {}
+        for side, of in (("queries", self.direction.queries), ("items", self.direction.items)):
+            known = {**self._made_for(of), "the set of held-out pairs": of(*pairs.encoders)}
+            if side == "items":
+                known["the gallery"] = self.gallery.encoder
+            refuse_other_encoder(known)
+            if told := [each for each in known.values() if each is not None]:
+                encoders[side] = told[0]
+        return encoders
 
     def _fitted(self, known: KnownItems, advance: Advance) -> tuple[Calibration, Tensor, ItemBank]:
         """The calibration on these queries, the bank of queries that it corrects for hubs by, and the bank of items by
@@ -605,6 +633,8 @@ class BayesReranker(nn.Module):
             self._use_lengths(own)
         try:
             calibration = Calibration.load(file, self.made_for)
+            made_for = self._calibrated_for(calibration)[1]
+            refuse_other_encoder({"the calibration": made_for, "the gallery": self.gallery.encoder})
         except (ValueError, OSError):
             self._use_lengths(lengths)
             raise
@@ -695,9 +725,8 @@ class BayesReranker(nn.Module):
                 precision=drawn.precision,
             ).top_index
         points = torch.nn.functional.normalize(drawn.samples, dim=-1).flatten(0, 1)
-        rows = self.store.search(points.float().cpu().numpy(), count)[1]
-        hits = torch.as_tensor(rows, device=queries.device)
-        index = hits.reshape(len(queries), -1).sort(1).values
+        hits = self._checked_rows(self.store.search(points.float().cpu().numpy(), count)[1], len(queries), len(points))
+        index = hits.to(queries.device).reshape(len(queries), -1).sort(1).values
         again = torch.nn.functional.pad(index[:, 1:] == index[:, :-1], (1, 0))
         index = index.masked_fill(again, -1)
         number = index.clamp(min=0)
@@ -705,6 +734,20 @@ class BayesReranker(nn.Module):
         score = self.source.scores(drawn_points, self.gallery.take(number, queries.dtype)) - marginals[number]
         best = score.masked_fill(index < 0, -math.inf).topk(min(count, index.shape[1]), dim=1).indices
         return index.gather(1, best)
+
+    def _checked_rows(self, rows: object, queries: int, points: int) -> Tensor:
+        """The rows [points, K] of the gallery that a store has found for the points of some queries; -1 is no row."""
+        numbers = np.asarray(rows)
+        if numbers.dtype.kind not in "iu" or numbers.ndim != 2 or len(numbers) != points:
+            shape = f"{numbers.dtype} {list(numbers.shape)}"
+            raise ValueError(f"the store must give row numbers, whole numbers [{points}, K], got {shape}")
+        wrong = (numbers < -1) | (numbers >= len(self.gallery))
+        if wrong.any():
+            point, hit = np.argwhere(wrong)[0]
+            query = int(point) * queries // points
+            unknown = f"row {numbers[point, hit]} of a gallery of {len(self.gallery)}"
+            raise ValueError(f"the store gave query {query} {unknown}")
+        return torch.from_numpy(numbers.astype(np.int64))
 
     def head_marginals(self) -> Tensor:
         """What is subtracted from the head's scores of all items when shortlists are chosen by them: [N]."""

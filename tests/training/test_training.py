@@ -298,6 +298,26 @@ def test_the_learning_rate_follows_its_schedule_and_validation_is_the_same_every
     assert run.validate() == run.validate()
 
 
+@pytest.mark.parametrize("noise", ["iid", "structured"])
+def test_validation_shows_every_direction_pairs_from_everywhere(noise):
+    """Rows are sorted by direction, and pairs in files often by kind. A direction must not get one kind alone."""
+    rows = 200
+    image, text = (sample_uniform(rows, d, generator=torch.Generator().manual_seed(d)) for d in (6, 5))
+    pairs = gf.EmbeddingPairs.from_arrays(image, text)
+    maker = make(dataclasses.replace(CONFIG, batch_size=rows, noise=noise), pairs=pairs)
+    batch = maker.validation(pairs, 0)
+    i2t, joint, _ = batch.counts
+    shown = {"i2t": batch.image[:i2t] @ image.T, "t2i": batch.text[i2t + joint :] @ text.T}  # the given stream is shown
+    for direction, cosine in shown.items():
+        best, number = cosine.max(1)
+        torch.testing.assert_close(best, torch.ones_like(best))
+        assert len(set(number.tolist())) == len(number) > 30, direction
+        share = float((number < rows // 2).double().mean())
+        assert abs(share - 0.5) < 4 * 0.5 / len(number) ** 0.5, direction
+    again = maker.validation(pairs, 0)
+    assert torch.equal(again.image, batch.image)
+
+
 def test_a_flow_learns_eight_pairs_by_heart():
     shape = dataclasses.replace(SHAPE, hidden=64, dropout=0.0)
     config = gf.TrainConfig(steps=300, batch_size=8, lr=5e-3, warmup_steps=10, p_drop=0.0, val_every=300, log_every=300)
