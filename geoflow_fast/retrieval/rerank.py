@@ -34,7 +34,7 @@ from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.head.model import PosteriorHead
-from geoflow_fast.likelihood.reverse_ode import density_estimates
+from geoflow_fast.likelihood.reverse_ode import density_estimates, pairs_at_once
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.retrieval.calibration import (
     ENCODERS,
@@ -63,12 +63,15 @@ from geoflow_fast.retrieval.marginals import FORMAT, Remembered
 from geoflow_fast.retrieval.sources import HeadSource
 from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows, judged_items
 from geoflow_fast.runtime import checks, hashing
+from geoflow_fast.runtime.device import rows_at_once
 from geoflow_fast.runtime.progress import Advance, progress_bar
 from geoflow_fast.runtime.settings import deprecated_attribute, deprecated_keyword
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 
 PAIRS_AT_ONCE = 2048
-"""(query, item) pairs whose embeddings are gathered at a time."""
+"""(query, item) pairs whose embeddings are gathered at a time on a CPU."""
+EMBEDDINGS = 4
+"""Copies of a pair's embeddings that are in memory at a time, where a GPU gathers as many pairs as fit."""
 SHORTLIST, WHOLE_SHORTLIST, FLOW_ITEMS = 128, 512, 32
 """Items of a shortlist in a large gallery and in one of at most `SMALL_GALLERY` items, and about how many of them the
 flow is asked, for which each is a reverse solve."""
@@ -669,7 +672,7 @@ class BayesReranker(nn.Module):
     def _without_copies(self, index: Tensor) -> Tensor:
         """The numbers [Q, K], with -1 instead of those of copies of an item with a lower number."""
         parts = [index[:0]]
-        for rows in index.split(max(1, 4 * PAIRS_AT_ONCE // index.shape[1])):
+        for rows in index.split(max(1, self._pairs_at_once(4 * PAIRS_AT_ONCE) // index.shape[1])):
             valid = rows >= 0
             items = self.gallery.take(rows.clamp(min=0), self.example.dtype)
             parts.append(rows.masked_fill(valid & (first_numbers(items, rows, valid) != rows), -1))
@@ -790,7 +793,8 @@ class BayesReranker(nn.Module):
         numbers, source = self._item_numbers(needed), self.source
         asks_head = source is not None and not {"head", "head_posterior"}.isdisjoint(needed)
         points = source.head.points(queries, self.direction) if source is not None and asks_head else None
-        for rows in torch.arange(len(queries), device="cpu").split(max(1, PAIRS_AT_ONCE // index.shape[1])):
+        at_once = max(1, self._pairs_at_once(PAIRS_AT_ONCE) // index.shape[1])
+        for rows in torch.arange(len(queries), device="cpu").split(at_once):
             number = index[rows].clamp(min=0)
             items = self.gallery.take(number, queries.dtype)
             nearness = self.nearness(queries[rows], items, number)
@@ -861,7 +865,12 @@ class BayesReranker(nn.Module):
         log_density = torch.zeros(number.shape, dtype=torch.float64, device=queries.device)
         most = max(1, int(asked.sum(1).max())) if len(asked) else 1
         column = asked.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
-        for rows in asked.any(1).nonzero().squeeze(1).split(max(1, PAIRS_AT_ONCE // most)):
+        at_once = PAIRS_AT_ONCE
+        if queries.is_cuda and self.flow is not None:
+            at_once = pairs_at_once(self.flow, (self.direction.reverse,), self.density)
+        every = torch.arange(len(queries), device=queries.device)
+        rows_asked = every if self.budget is None else asked.any(1).nonzero().squeeze(1)
+        for rows in rows_asked.split(max(1, at_once // most)):
             chosen = number[rows].gather(1, column[rows])
             there = asked[rows].gather(1, column[rows])
             estimate = self.log_densities(queries[rows], take(chosen), chosen, there)
@@ -875,14 +884,25 @@ class BayesReranker(nn.Module):
         """log p(query | item) [Q, K] of items [Q, K, d], zero where they are not `valid` [Q, K]. All are estimated at
         once; an item that several queries share, as equal `number` [Q, K] tell, is encoded once."""
         assert self.flow is not None
-        image, text = self.direction.pair(queries.unsqueeze(1).expand(-1, items.shape[1], -1)[valid], items[valid])
+        every = queries.unsqueeze(1).expand(-1, items.shape[1], -1)
         directions = (self.direction.reverse,)
+        if queries.is_cuda:
+            # Which items are valid, and how many, only the GPU knows: it takes all of them, and solves have one shape.
+            image, text = self.direction.pair(every.flatten(0, 1), items.flatten(0, 1))
+            estimates = density_estimates(self.flow, image, text, directions, self.density, self.seed)
+            return estimates[0].mean(0).view(valid.shape).masked_fill(~valid, 0.0)
+        image, text = self.direction.pair(every[valid], items[valid])
         estimates = density_estimates(
             self.flow, image, text, directions, self.density, self.seed, given_number=number[valid]
         )
         log_density = torch.zeros(valid.shape, dtype=torch.float64, device=queries.device)
         log_density[valid] = estimates[0].mean(0)
         return log_density
+
+    def _pairs_at_once(self, on_cpu: int) -> int:
+        """Pairs whose embeddings are gathered at a time."""
+        row_bytes = EMBEDDINGS * (self.query_dim + self.gallery.dim) * self.example.element_size()
+        return rows_at_once(self.example.device, row_bytes, on_cpu)
 
     def _read_out(
         self,

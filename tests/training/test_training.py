@@ -106,8 +106,8 @@ def test_the_network_never_sees_the_answer(monkeypatch, conditional):
     )
     draw = batches.draw_batch_plan
 
-    def draw_at_time_zero(*arguments):
-        drawn = draw(*arguments)
+    def draw_at_time_zero(*arguments, **options):
+        drawn = draw(*arguments, **options)
         return dataclasses.replace(drawn, t=torch.zeros_like(drawn.t))
 
     monkeypatch.setattr(batches, "draw_batch_plan", draw_at_time_zero)
