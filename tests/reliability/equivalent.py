@@ -6,8 +6,6 @@ EQUIVALENT: dict[str, str] = {
     "00bdd5c650": "an item that one query alone has counts for no other fold, so that its weight is never used",
     "0455ab565b": "between pi/3 and pi/2 both forms of the departure hold and differ by rounding alone",
     "075170ae81": "any negative number says that no row is bad",
-    "027d3b5068": "the step projects the velocity once more, which changes nothing",
-    "02ba8f99a9": "it decides how many rows are computed at once, and results do not depend on that",
     "052dc66212": "the seed of the other marginal must differ from that of the first, and any other number does",
     "0219aa6046": "it differs only if one number is exactly twice another, and then by one stage of a warm start",
     "01b79e47dc": "it decides after how many iterations float64 takes over, which ends with the same plan",
@@ -27,5 +25,6 @@ EQUIVALENT: dict[str, str] = {
     "010f45cc62": "all keys are moved by the same number, and only their equality counts",
     "01e28281ce": "it decides which cache lines are asked for ahead of time",
     "0130d355fd": "costs that are not finite were refused before, and an infinite one makes the range infinite too",
+    "239663b2a3": "it decides how many rows are computed at once, and results do not depend on that",
     "02ca1d24fb": "the projection is zero only where there is no direction yet, and then it multiplies zero",
 }

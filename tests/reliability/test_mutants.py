@@ -39,9 +39,7 @@ def test_mutants_are_drawn_from_the_whole_core():
             compile(mutant.change.source, mutant.change.file, "exec")
 
 
-def test_every_mutant_that_counts_as_equivalent_is_drawn_and_has_a_reason():
-    names = {mutant.name for mutant in mutants.drawn()}
-    assert set(EQUIVALENT) <= names
+def test_every_mutant_that_counts_as_equivalent_has_a_reason():
     assert all(len(reason.split()) > 3 for reason in EQUIVALENT.values())
 
 
@@ -66,5 +64,6 @@ def test_random_mutants_are_noticed():
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     counts, survivors = mutants.summary()
     assert not sum(row["waiting"] for row in counts.values())
+    assert set(EQUIVALENT) <= {mutant.name for mutant in mutants.drawn()}  # none is about code that is gone
     assert mutants.score(counts) >= mutants.LEAST_SCORE
     assert not [mutant.shown for mutant in survivors if mutants.on_presets_path(mutant)]
