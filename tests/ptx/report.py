@@ -171,14 +171,15 @@ def verdict(one: Seen, text: str, folder: Path, seconds: int) -> str:
 
 
 def judged(one: Seen, folder: Path, seconds: int = 60) -> tuple[str, str]:
-    """Proved, flagged or undecided, and of how many barriers the deletion was noticed."""
+    """Proved, flagged or undecided; and of how many barriers the deletion was noticed, of up to four spread evenly."""
     result = verdict(one, one.code.text, folder, seconds)
     if DECIDED.get(result) != "proved":
-        return DECIDED.get(result, f"undecided ({result.replace('_', ' ')})"), "-"
+        return DECIDED.get(result, f"undecided ({result.replace('_', ' ')})"), ""
     barriers = list(BARRIER.finditer(one.code.text))
-    deleted = (one.code.text[: each.start()] + one.code.text[each.end() :] for each in barriers)
+    tried = barriers[:: -(-len(barriers) // 4) or 1]
+    deleted = (one.code.text[: each.start()] + one.code.text[each.end() :] for each in tried)
     noticed = sum(verdict(one, text, folder, seconds) != "race_free" for text in deleted)
-    return "proved", f"{noticed} of {len(barriers)}"
+    return "proved", f"{noticed} of {len(tried)}" if tried else ""
 
 
 # ---- the table ----
@@ -189,7 +190,7 @@ def counts(instructions: Iterable[Instruction]) -> Counter[str]:
 
 
 def line(name: str, group: list[Seen], folder: Path) -> str:
-    """Of a kernel: its compiled forms, instructions that ran of those there are, and the verdict on the last form."""
+    """Of a kernel: its compiled forms, instructions that ran of those there are, and the verdict on the first form."""
     there, ran = Counter[str](), Counter[str]()
     for one in group:
         there += counts(one.kernel.instructions())
@@ -198,13 +199,9 @@ def line(name: str, group: list[Seen], folder: Path) -> str:
     for kinds in COLUMNS.values():
         total = sum(there[kind] for kind in kinds)
         cells.append(f"{sum(ran[kind] for kind in kinds)}/{total}" if total else "")
-    results = [judged(one, folder) for one in group]
-    verdicts = Counter(result for result, _ in results)
-    cells.append(", ".join(f"{count} {result}" if len(results) > 1 else result for result, count in verdicts.items()))
-    proofs = [note.split(" of ") for _, note in results if note != "-"]
-    noticed, all_barriers = (sum(int(pair[k]) for pair in proofs) for k in (0, 1))
-    cells.append(f"{noticed} of {all_barriers}" if proofs and all_barriers else "")
-    return f"| {' | '.join(cells)} |"
+    text = f"| {' | '.join([*cells, *judged(group[0], folder)])} |"
+    print(text, flush=True)
+    return text
 
 
 def table() -> str:
