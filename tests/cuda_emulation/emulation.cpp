@@ -288,8 +288,12 @@ UNSEEN float add_truncated(float sum, const double* products, int count) {
     for (int k = 0; k < count; ++k) {
         if (products[k] != 0.0 && exponent_of(products[k]) > largest) largest = exponent_of(products[k]);
     }
-    if (largest <= -126) return sum;                           // nothing to add
-    if (largest >= 128) return bits_to_float(0x7fc00000u);  // one is no number, or none that a float32 holds
+    if (largest <= -126) return sum;  // nothing to add
+    if (largest >= 128) {             // not all are numbers: the sum is none either, or infinite
+        double total = sum;
+        for (int k = 0; k < count; ++k) total += products[k];
+        return static_cast<float>(total);
+    }
     const double unit = power_of_two(23 - largest);
     std::int64_t total = static_cast<std::int64_t>(sum * unit);
     for (int k = 0; k < count; ++k) total += static_cast<std::int64_t>(products[k] * unit);
