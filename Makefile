@@ -53,7 +53,7 @@ demo: setup
 
 # Two halves side by side, since most tests keep one core busy. Threads that wait must not keep the other half's core.
 # Triton's interpreter and its compiler each need a process of their own.
-FIRST_HALF := $(addprefix tests/,baselines cli cuda_emulation data demo encoders evaluation flow jobs)
+FIRST_HALF := $(addprefix tests/,baselines cli cuda_emulation data demo encoders evaluation flow head jobs likelihood training)
 test: setup
 	OMP_WAIT_POLICY=passive $(MAKE) --no-print-directory --jobs=2 --output-sync=line test-first-half test-second-half
 

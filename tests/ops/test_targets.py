@@ -15,10 +15,10 @@ from geoflow_fast.ops import native
 TESTS = Path(__file__).parent
 OTHERS = [name for name in native.supported_isas() if name != native.isa()]
 QUICK = {
-    "baseline": ("test_masked_interpolant.py", "test_gallery_posterior.py", "test_network_cpu.py"),
-    "avx2": ("test_gallery_posterior.py", "test_gallery_search.py"),
-    "avx512": ("test_gallery_search.py",),
+    "baseline": ("test_masked_interpolant.py",),
+    "avx2": ("test_gallery_search.py",),
 }
+"""Modules of tests that `make test` repeats; `make test-slow` repeats all."""
 MODULES = (
     "test_gallery_posterior.py",
     "test_gallery_search.py",
