@@ -307,6 +307,8 @@ UNSEEN float add_truncated(float sum, const double* products, int count) {
 UNSEEN void unpack(Number number, std::uint32_t bits, double* target) {
     if (number == Number::tf32) {
         target[0] = tf32(bits);
+    } else if (number == Number::cut_tf32) {
+        target[0] = tf32(bits & ~0x1fffu);
     } else if (number == Number::float16) {
         target[0] = half_to_float(static_cast<std::uint16_t>(bits));
         target[1] = half_to_float(static_cast<std::uint16_t>(bits >> 16));
@@ -319,7 +321,7 @@ UNSEEN void unpack(Number number, std::uint32_t bits, double* target) {
 UNSEEN void multiply_warp(void* const* brought) {
     const auto lanes = [brought](int lane) -> const Fragments& { return *static_cast<const Fragments*>(brought[lane]); };
     const Number number = lanes(0).number;
-    const int words = number == Number::tf32 ? 1 : 2;  // numbers in a register
+    const int words = number < Number::float16 ? 1 : 2;  // numbers in a register
     double a[16][16], b[8][16];                        // rows of the one, columns of the other
     const auto place = [number](double* target, std::uint32_t bits) { unpack(number, bits, target); };
     for (int lane = 0; lane < 32; ++lane) {
