@@ -66,6 +66,13 @@ def compile_triton(launch: aot.Launch) -> Code:
     return Code(built.asm["ptx"], built.metadata.shared)
 
 
+def run_time_arguments(launch: aot.Launch) -> list[Any]:
+    """Those that the kernel is not compiled for, in the order of its parameters."""
+    source, _ = aot.source(launch)
+    values = dict(zip(launch.kernel.arg_names, launch.arguments)) | launch.meta
+    return [values[name] for name, kind in source.signature.items() if kind != "constexpr"]
+
+
 class Builder:
     """Compiles C++ for the emulation, the same text at most once."""
 
@@ -192,9 +199,7 @@ class Machine:
         self.run(Code(self.edit(code.text), code.shared), recorded)
 
     def run(self, code: Code, launch: aot.Launch) -> None:
-        source, _ = aot.source(launch)
-        values = dict(zip(launch.kernel.arg_names, launch.arguments)) | launch.meta
-        given = [values[name] for name, kind in source.signature.items() if kind != "constexpr"]
+        given = run_time_arguments(launch)
         memory = Memory([x for x in given if isinstance(x, Tensor)])
         x, y, z = (*launch.grid, 1, 1)[:3]
         arguments = {

@@ -26,7 +26,7 @@ import torch
 from tests.cuda_emulation.test_cuda_emulation import ARC, SCORES, SolveCase
 from tests.ptx.checks import GALLERY, ROW_KERNELS
 from tests.ptx.cuda import CompiledWorkshop
-from tests.ptx.machine import Builder, Code, Machine
+from tests.ptx.machine import Builder, Code, Machine, run_time_arguments
 from tests.ptx.parser import Instruction, Kernel
 from tests.ptx.translate import executed, kind_of
 from tools import aot
@@ -73,13 +73,9 @@ class Recorder(Machine):
     seen: dict[str, Seen]
 
     def run(self, code: Code, launch: aot.Launch) -> None:
-        source, _ = aot.source(launch)
-        values = dict(zip(launch.kernel.arg_names, launch.arguments)) | launch.meta
-        given = [values[name] for name, kind in source.signature.items() if kind != "constexpr"]
-        types = [parameter.type for parameter in code.kernel.parameters]
         scalars = [
-            {"parameter": place, "type": kind, "value": value % 2 ** int(kind[1:])}
-            for place, (value, kind) in enumerate(zip(given, types))
+            {"parameter": place, "type": parameter.type, "value": value % 2 ** int(parameter.type[1:])}
+            for place, (value, parameter) in enumerate(zip(run_time_arguments(launch), code.kernel.parameters))
             if isinstance(value, int)
         ]
         one = self.seen.setdefault(code.text, Seen(code.kernel.name, code, launch.grid, scalars))
