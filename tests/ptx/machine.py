@@ -234,17 +234,18 @@ class Machine:
 def _described(kernel: Kernel, given: list[Any], memory: Memory) -> bytes:
     """Parameters, memory and pointers, as run.cpp reads them."""
     formats = {"u64": "<q", "u32": "<i", "f32": "<f", "s32": "<i", "s64": "<q", "b64": "<q", "b32": "<i"}
-    parameters, pointers = bytearray(), []
+    offsets, pointers = kernel.parameter_offsets(), []
+    parameters = bytearray(offsets[""])
     # After the kernel's own come two for scratch memory and profiling, which are null.
     for parameter, value in zip(kernel.parameters, [*given, 0, 0], strict=True):
-        parameters.extend(bytes(-len(parameters) % parameter.align))
+        at = offsets[parameter.name]
         if isinstance(value, Tensor):
             if value.numel():
-                pointers.append((len(parameters), *memory.place(value)))
-            value = 0
+                pointers.append((at, *memory.place(value)))
+            continue
         if formats[parameter.type] != "<f" and not isinstance(value, int):
             raise TypeError(f"{kernel.name}: {parameter.name} is an integer, the launch gives {value!r}")
-        parameters.extend(struct.pack(formats[parameter.type], value))
+        struct.pack_into(formats[parameter.type], parameters, at, value)
     parts = [struct.pack("<Q", len(parameters)), bytes(parameters), struct.pack("<Q", len(memory.regions))]
     parts += memory.contents()
     parts.append(struct.pack("<Q", len(pointers)))

@@ -27,7 +27,7 @@ from tests.cuda_emulation.test_cuda_emulation import ARC, SCORES, SolveCase
 from tests.ptx.checks import GALLERY, ROW_KERNELS
 from tests.ptx.cuda import CompiledWorkshop
 from tests.ptx.machine import Builder, Code, Machine, run_time_arguments
-from tests.ptx.parser import Instruction, Kernel
+from tests.ptx.parser import Address, Instruction, Kernel, Symbol
 from tests.ptx.translate import executed, kind_of
 from tools import aot
 
@@ -127,24 +127,21 @@ def cuda_kernels(folder: Path) -> list[Seen]:
 
 def _scalars(kernel: Kernel, given: bytes) -> list[dict[str, Any]]:
     """The fields of structures that a kernel reads and that are no pointers, whose values are far above 2^32."""
-    starts, at = {}, 0
-    for place, parameter in enumerate(kernel.parameters):
-        at = -(-at // parameter.align) * parameter.align
-        starts[parameter.name] = (place, at)
-        at += parameter.bytes
+    offsets, places = kernel.parameter_offsets(), [parameter.name for parameter in kernel.parameters]
     found = {}
     for instruction in kernel.instructions():
-        match = re.fullmatch(r"ld\.param(?:\.v(\d))?\.([a-z])(\d+)", instruction.opcode)
-        if match is None:
+        match = re.fullmatch(r"ld\.param(?:\.v(\d))?\.[a-z](\d+)", instruction.opcode)
+        address = instruction.operands[-1] if instruction.operands else None
+        if match is None or not isinstance(address, Address) or not isinstance(address.base, Symbol):
             continue
-        address, size = instruction.operands[1], int(match[3]) // 8
+        name, size = address.base.name, int(match[2]) // 8
         for k in range(int(match[1] or 1)):
-            place, start = starts[address.base.name]
             offset = address.offset + k * size
-            value = int.from_bytes(given[start + offset : start + offset + size], "little")
+            at = offsets[name] + offset
+            value = int.from_bytes(given[at : at + size], "little")
             if value < 2**32:
-                kind = f"u{8 * size}"
-                found[place, offset] = {"parameter": place, "offset": offset, "type": kind, "value": value}
+                place = places.index(name)
+                found[place, offset] = {"parameter": place, "offset": offset, "type": f"u{8 * size}", "value": value}
     return list(found.values())
 
 
