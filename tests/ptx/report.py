@@ -1,9 +1,10 @@
-"""What has been shown of each kernel's PTX, as a table.
+"""What has been shown of each kernel's PTX, as two tables.
 
-    python -m tests.ptx.report docs/gpu.md        writes the table between the markers in that file
+    python -m tests.ptx.report docs/gpu.md        writes the tables between their markers in that file
 
 Every kernel is run at small sizes, which counts the instructions of each kind that ran, and is given to SentryWard, a
-static verifier of PTX (`pip install sentryward`; its command must be on PATH), as it is and without each barrier.
+static verifier of PTX (`pip install sentryward`; its command must be on PATH), as it is and without some of its
+barriers. `coverage` or `verdicts` after the path writes that table alone.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ from tests.ptx.parser import Address, Instruction, Kernel, Symbol
 from tests.ptx.translate import executed, kind_of
 from tools import aot
 
-BEGIN, END = "<!-- table: python -m tests.ptx.report docs/gpu.md -->", "<!-- end of ptx table -->"
+MARKERS = {
+    name: (f"<!-- table: python -m tests.ptx.report docs/gpu.md {name} -->", f"<!-- end of ptx {name} -->")
+    for name in ("coverage", "verdicts")
+}
 # Columns of the table, and the kinds of instructions that each counts.
 COLUMNS = {
     "integer": ("integer", "select", "convert"),
@@ -91,7 +95,7 @@ def triton_kernels(folder: Path) -> list[Seen]:
     torch.manual_seed(0)
     with recorder.serving():
         for rows_check in ROW_KERNELS.values():
-            rows_check(5, 129)
+            rows_check(9, 129)
         for gallery_check in GALLERY.values():
             gallery_check()
     return list(recorder.seen.values())
@@ -182,44 +186,62 @@ def counts(instructions: Iterable[Instruction]) -> Counter[str]:
     return Counter(str(kind_of(instruction.opcode)) for instruction in instructions)
 
 
-def line(name: str, group: list[Seen], folder: Path) -> str:
-    """Of a kernel: its compiled forms, instructions that ran of those there are, and the verdict on the first form."""
+def coverage_line(name: str, group: list[Seen], _folder: Path) -> list[str]:
+    """Of a kernel: its compiled forms, and the instructions that ran of those there are."""
     there, ran = Counter[str](), Counter[str]()
     for one in group:
         there += counts(one.kernel.instructions())
         ran += counts(one.ran)
-    cells = [f"`{name}`", str(len(group))]
+    cells = [f"`{name}`", str(len(group)), f"{100 * ran.total() / there.total():.0f} %"]
     for kinds in COLUMNS.values():
         total = sum(there[kind] for kind in kinds)
         cells.append(f"{sum(ran[kind] for kind in kinds)}/{total}" if total else "")
-    text = f"| {' | '.join([*cells, *judged(group[0], folder)])} |"
-    print(text, flush=True)
-    return text
+    return cells
 
 
-def table() -> str:
-    titles = ["kernel", "forms", *COLUMNS, "SentryWard", "deleted barriers noticed"]
-    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+def verdict_line(name: str, group: list[Seen], folder: Path) -> list[str]:
+    """Of a kernel: the verdict on its first form."""
+    return [f"`{name}`", *judged(group[0], folder)]
+
+
+TABLES = {
+    "coverage": (["kernel", "forms", "executed", *COLUMNS], coverage_line),
+    "verdicts": (["kernel", "SentryWard", "deleted barriers noticed"], verdict_line),
+}
+
+
+def tables(names: Iterable[str]) -> dict[str, str]:
+    """Markdown, by name."""
+    made = {}
+    with tempfile.TemporaryDirectory() as path:
+        folder = Path(path)
         groups: dict[str, list[Seen]] = {}
         for one in (*triton_kernels(folder / "triton"), *cuda_kernels(folder)):
             groups.setdefault(one.name, []).append(one)
-        lines += (line(each, group, folder) for each, group in groups.items())
-    return "\n".join(lines)
+        for name in names:
+            titles, cells = TABLES[name]
+            rows = (cells(kernel, group, folder) for kernel, group in groups.items())
+            lines = [f"| {' | '.join(row)} |" for row in (titles, *rows)]
+            made[name] = "\n".join([lines[0], "|" + "---|" * len(titles), *lines[1:]])
+    return made
 
 
-def main(path: str) -> None:
-    """Replaces what stands between the markers in the file at `path` by a fresh table."""
-    if shutil.which("sentryward") is None:
+def main(path: str, *names: str) -> None:
+    """Replaces what stands between the markers in the file at `path` by fresh tables."""
+    wanted = names or tuple(MARKERS)
+    if "verdicts" in wanted and shutil.which("sentryward") is None:
         raise OSError("the command sentryward is not on PATH")
     text = Path(path).read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"{path} must hold the two lines {BEGIN!r} and {END!r} once each")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    Path(path).write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
+    for marker in (marker for name in wanted for marker in MARKERS[name]):
+        if text.count(marker) != 1:
+            raise ValueError(f"{path} must hold the line {marker!r} once")
+    for name, table in tables(wanted).items():
+        begin, end = MARKERS[name]
+        before, rest = text.split(begin)
+        _, after = rest.split(end)
+        text = f"{before}{begin}\n{table}\n{end}{after}"
+    Path(path).write_text(text)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
