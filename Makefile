@@ -66,7 +66,7 @@ test-first-half:
 test-second-half:
 	$(PYTEST) -m "not slow and not gpu" tests $(addprefix --ignore=,$(FIRST_HALF))
 
-test-slow: setup
+test-slow: setup .venv/.peers
 	$(PYTEST) -m "slow and not gpu" tests
 	$(PYTEST) --foreign device -m "not slow and not gpu" tests --ignore=tests/cuda_emulation
 	$(PYTEST) --foreign dtype -m "not slow and not gpu" tests --ignore=tests/cuda_emulation
@@ -87,6 +87,8 @@ soak: setup
 reliability: setup
 	$(BIN)/python -m tests.reliability.figures
 	$(BIN)/python -m tests.reliability.mutations
+	$(BIN)/python -m tests.reliability.planted
+	$(BIN)/python -m tests.reliability.mutants --write
 
 test-gpu: setup
 	$(PYTEST) -m gpu tests/gpu
@@ -131,7 +133,7 @@ bench-compare: setup
 # Rows of libraries that are missing are left out. torchcfm asks for far more than the part that is timed.
 .venv/.peers: .venv/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt geomloss flow_matching flash-sinkhorn
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchcfm
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchcfm geoopt
 	touch $@
 
 # A warning, such as a dead link, is an error.

@@ -16,6 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from geoflow_fast.flow import costs
+from tools.tables import replace_between
+
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "csrc" / "cuda" / "sinkhorn.cu"
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -138,8 +141,10 @@ class Device:
     tensor: float  # float16 FLOP/s through mma.sync; half as many in TF32
 
     def seconds(self, memory: float = 0.0, cache: float = 0.0, flops: float = 0.0, extra: float = 0.0) -> float:
-        """The slowest of the three at 85 % of the bandwidth and 60 % of the tensor peak, plus what nothing overlaps."""
-        return max(memory / (0.85 * self.bandwidth), cache / self.cache, flops / (0.6 * self.tensor)) + extra
+        """The slowest of the three at the shares that all estimates count on, plus what nothing overlaps."""
+        work = costs.Work(0, memory, flops)
+        rates = costs.ProductRates(self.tensor, self.tensor, self.bandwidth)
+        return max(costs.seconds(work, rates, "bfloat16"), cache / self.cache) + extra
 
 
 # mma.sync reaches about 62 % of the H100's 989 TFLOP/s, which wgmma alone can use in full. The RTX 4090 stands for GPUs
@@ -200,9 +205,8 @@ def table() -> str:
 
 def write_table(page: Path) -> None:
     """Replaces what stands between this table's marks."""
-    begin, end = "<!-- table: python -m benchmarks.cuda_build docs/gpu.md -->\n", "\n<!-- end of cuda table -->"
-    before, rest = page.read_text().split(begin)
-    page.write_text(before + begin + table() + end + rest.split(end)[1])
+    marks = "<!-- table: python -m benchmarks.cuda_build docs/gpu.md -->", "<!-- end of cuda table -->"
+    replace_between(page, *marks, table())
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def orthogonal_direction(a: Tensor) -> Tensor:
 
 def _orthogonal_direction(a: Tensor) -> Tensor:
     axis = torch.nn.functional.one_hot(a.detach().abs().argmin(dim=-1), a.shape[-1]).to(a.dtype)
-    tangent = tangent_part(a, axis)
+    tangent = axis - inner(a, axis) / inner(a, a) * a  # rows within the tolerance of unit norm are let through
     return tangent / torch.linalg.vector_norm(tangent, dim=-1, keepdim=True)
 
 

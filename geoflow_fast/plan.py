@@ -27,7 +27,7 @@ from geoflow_fast.flow.costs import (
     velocity_work,
 )
 from geoflow_fast.flow.model import GeoFlow
-from geoflow_fast.flow.sampling import FAST_SAMPLING, GPU_ROWS_AT_ONCE, SamplingSettings
+from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings
 from geoflow_fast.head.fitting import (
     FEW,
     FEW_PAIRS,
@@ -41,7 +41,7 @@ from geoflow_fast.jobs.entropy import ITEM_BYTES, LAYOUTS, preferred_layout
 from geoflow_fast.jobs.queries import BLOCK_QUERIES
 from geoflow_fast.retrieval.gallery import BLOCK_ROWS
 from geoflow_fast.runtime import checks, processors
-from geoflow_fast.runtime.device import usable_device
+from geoflow_fast.runtime.device import GPU_ROWS_AT_ONCE, usable_device
 from geoflow_fast.training.blending import blending_rows
 from geoflow_fast.training.config import TrainConfig
 from geoflow_fast.training.flow_matching import preset_of_size
@@ -79,9 +79,9 @@ class DeviceRates:
 
     @property
     def scoring(self) -> float:
-        """Operations per second of scoring float32 samples against a gallery."""
+        """Operations per second of scoring float32 samples against a gallery, which is done in bfloat16 products."""
         tensor_cores = self.operations > self.float32
-        return self.products.products("tf32") / SCORING_PRODUCTS if tensor_cores else self.float32
+        return self.operations / SCORING_PRODUCTS["float32"] if tensor_cores else self.float32
 
 
 DEVICES = {

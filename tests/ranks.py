@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +31,7 @@ from geoflow_fast.noise import sample_uniform
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.runtime import parquet
 from geoflow_fast.training.loop import Run
-from geoflow_fast.training.ranks import batch_maker
+from geoflow_fast.training.ranks import RankBatchMaker, batch_maker
 
 # The server imports what the ranks use once; each rank is a fork of it.
 _context = multiprocessing.get_context("forkserver")
@@ -281,6 +282,20 @@ def train_small(world: World, out: Path | None, changes: dict[str, Any], fatal: 
     report = gf.train(flow, small_pairs(), config, out=out, progress=False, world=world)
     weights = torch.cat([p.detach().flatten() for p in flow.parameters()]).numpy()
     return {"weights": weights, "best": report.best_val_loss, "steps": report.steps, "finished": report.finished}
+
+
+def prefetching(world: World, out: Path, prefetch: bool) -> dict:
+    """Runs `train_small` and notes, beside its results, which threads couple rows, and over whose connections."""
+    seen: set[tuple[bool, bool]] = set()
+    couple = RankBatchMaker.couple_group
+
+    def noted(maker: RankBatchMaker, *arguments: Any) -> float:
+        in_background = threading.current_thread().name.startswith("geoflow-batches")
+        seen.add((in_background, maker.world._group is not world._group))
+        return couple(maker, *arguments)
+
+    with mock.patch.object(RankBatchMaker, "couple_group", noted):
+        return {**train_small(world, out, {"steps": 12, "prefetch": prefetch}), "seen": seen}
 
 
 def train_slowly(world: World, out: Path, changes: dict[str, Any], slow: int) -> dict:

@@ -331,6 +331,16 @@ def test_ranks_train_like_one_process(tmp_path, size):
     np.testing.assert_allclose(many[0]["weights"], one["weights"], atol=1e-4)
 
 
+def test_ranks_prefetch_over_connections_of_their_own(tmp_path):
+    """While the ranks add up gradients, their threads couple the next batch: the calls must not meet."""
+    ahead = run_ranks(2, ranks.prefetching, tmp_path / "ahead", True)
+    plain = run_ranks(2, ranks.prefetching, tmp_path / "plain", False)
+    assert {entry for rank in ahead for entry in rank["seen"]} == {(True, True)}
+    assert {entry for rank in plain for entry in rank["seen"]} == {(False, True)}
+    for rank, other in zip(ahead, plain):
+        assert np.array_equal(rank["weights"], other["weights"])
+
+
 def test_local_plans_need_no_communication(tmp_path):
     """Each rank couples its own rows; the network still learns from the rows of all ranks."""
     many = run_ranks(2, ranks.train_small, tmp_path, {"ot_scope": "local", "steps": 10})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import mpmath
 import pytest
 import torch
 from hypothesis import given, settings
@@ -133,6 +134,57 @@ def test_antipodal_rows_follow_one_deterministic_great_circle(dtype):
     assert torch.equal(half, g.geodesic(a, -a, 0.5))
     assert (half * a).sum(-1).abs().max() < tolerance(dtype)
     assert torch.allclose(half.norm(dim=-1), torch.ones(5, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [2, 3, 4, 16, 129])
+def test_the_way_from_a_point_that_leans_on_all_axes_alike_to_its_antipode(d, dtype):
+    """No coordinate is near zero, so that the axis of departure is far from tangent before it is made orthogonal."""
+    signs = torch.where(torch.arange(d) % 3 == 1, -1.0, 1.0).to(dtype)
+    a = (signs / math.sqrt(d)).unsqueeze(0)
+    direction = g.orthogonal_direction(a)
+    assert abs(float(direction.norm()) - 1) < tolerance(dtype)
+    assert abs(float((direction * a).sum())) < tolerance(dtype)
+    t = torch.linspace(0, 1, 7, dtype=dtype)
+    point, velocity = g.interpolate(a, -a, t.unsqueeze(-1))
+    assert torch.allclose(point.norm(dim=-1), torch.ones(7, 1, dtype=dtype), atol=tolerance(dtype))
+    assert torch.allclose(velocity.norm(dim=-1), torch.full((7, 1), math.pi, dtype=dtype), atol=4 * tolerance(dtype))
+    assert float((point * velocity).sum(-1).abs().max()) < 4 * tolerance(dtype)
+    assert torch.allclose((point * a).sum(-1), torch.cos(math.pi * t).unsqueeze(-1), atol=4 * tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("d", [2, 3, 7])
+def test_the_way_from_an_axis_to_its_antipode(d, dtype):
+    """An axis has no part that is orthogonal to itself: another one must be chosen."""
+    a = torch.cat((torch.eye(d, dtype=dtype), -torch.eye(d, dtype=dtype)))
+    direction = g.orthogonal_direction(a)
+    torch.testing.assert_close(direction.norm(dim=1), torch.ones(2 * d, dtype=dtype))
+    assert float((direction * a).sum(1).abs().max()) == 0
+    torch.testing.assert_close(g.geodesic(a, -a, 0.5), direction, atol=tolerance(dtype), rtol=0)
+
+
+@pytest.mark.parametrize("x", [1e-9, 1e-3, 0.009, 0.0099, 0.0101, 0.1, 0.5, 1.0, 3.1])
+def test_cosine_and_sinc_are_exact_on_both_sides_of_their_series(x):
+    cos, sinc = g._cos_sinc(torch.tensor([x], dtype=torch.float64).square())
+    assert float(cos) == pytest.approx(float(mpmath.cos(x)), rel=0, abs=4e-16)
+    assert float(sinc) == pytest.approx(float(mpmath.sin(x) / x), rel=0, abs=8e-16)
+
+
+@pytest.mark.parametrize("scale", [1 - 9e-4, 1 + 9e-4])
+@pytest.mark.parametrize("theta", [1.0, 2.0, 3.0, math.pi - 1e-3, math.pi])
+@pytest.mark.parametrize("d", [2, 3, 64])
+def test_the_departure_is_tangent_at_points_whose_norm_is_not_quite_one(scale, theta, d):
+    """Rows within the tolerance of one are let through, so nothing may assume that their norm is one."""
+    a, b = pair_at_angle(theta, d, torch.float64)
+    a = scale * a
+    if theta == math.pi:
+        b = -a
+    departure = g.log_map(a, b)
+    assert float((a * departure).sum(-1).abs().max()) < 1e-10
+    assert torch.allclose(departure.norm(dim=-1), g.angle(a, b), rtol=2e-3)
+    middle = g.geodesic(a, b, 0.5)
+    assert torch.allclose(middle.norm(dim=-1), torch.ones(3, dtype=torch.float64), atol=2e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -26,8 +26,8 @@ def test_a_billion_items_by_hand():
     assert plan.layout == "gallery"
     assert plan.passes == 15_625
     assert plan.link_bytes == 15_625 * 4.096e12
-    # A float32 product is made of three in TF32, which have half the rate of bfloat16.
-    assert plan.hours["scoring"] == pytest.approx(6 * 1.024e20 / (0.6 * 989e12 * 64) / 3600)
+    # A float32 product is made of three in bfloat16.
+    assert plan.hours["scoring"] == pytest.approx(3 * 1.024e20 / (0.6 * 989e12 * 64) / 3600)
     assert plan.hours["link"] == pytest.approx(15_625 * 4.096e12 / (0.85 * 50e9 * 64) / 3600)
     assert plan.bound_by == "link"
     assert plan.total_hours == pytest.approx(plan.hours["link"] + plan.hours["network"])
@@ -58,6 +58,22 @@ def test_the_costs_are_those_that_are_counted(path, precision):
     assert count.kernels.total() == work.kernels
     assert count.flops[precision] == pytest.approx(work.operations, rel=0.02)
     assert count.bytes == pytest.approx(work.bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("kappa", [100.0, 2e4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_costs_of_scoring_are_those_that_are_counted(dtype, kappa):
+    """Operations by the units that compute them, and kernels, of the launches that the code makes."""
+    launches = pytest.importorskip("tools.launches")
+    with launches.counted() as count:
+        samples, items = launches.fake_rows(16, 50, 1024, dtype=dtype), launches.fake_rows(5000, 1024, dtype=dtype)
+        gf.kernels.gallery.gallery_statistics(samples, items, kappa, 10, None, None)
+    kind = "bfloat16" if dtype == torch.bfloat16 else "tf32" if kappa > 1e4 else "float32"
+    work = costs.scoring_work(16, 50, 5000, 1024, kind)
+    unit = "tf32" if kind == "tf32" else "bfloat16"
+    assert count.flops == {unit: pytest.approx(work.operations)}
+    assert count.kernels.total() == work.kernels
+    assert count.bytes == pytest.approx(work.bytes, rel=0.35)  # and what it writes
 
 
 def test_small_batches_wait_for_the_host():

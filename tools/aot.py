@@ -27,8 +27,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from geoflow_fast.flow import costs
 from geoflow_fast.kernels import gallery, geodesic, network, probes
 from geoflow_fast.ops import dispatch
+from tools.tables import replace_between
 
 NVIDIA = (80, 86, 89, 90, 100, 120)
 AMD = "gfx942"
@@ -158,8 +160,9 @@ class Case:
     call: Callable[[], object]
     megabytes: float = 0.0
     teraflop: float = 0.0
-    tensor_peak: str = "bf16"
+    precision: str = "bfloat16"
     capabilities: tuple[int, ...] = NVIDIA
+    """Architectures for which it is compiled; elsewhere it does not exist, and has no estimate."""
 
     def launches(self) -> list[Launch]:
         with recorded() as launches:
@@ -355,6 +358,22 @@ NETWORK = {
 }
 
 
+def _gallery_case(name: str, config: str, dtype: torch.dtype, queries: int, items: int) -> Case:
+    """50 samples a query, padded to whole chunks, and d = 1024."""
+    sizes = gallery.CONFIGS[config]
+    precision = "tf32" if sizes.exact else "float32" if dtype == torch.float32 else "bfloat16"
+    padded = -(-50 // sizes.chunk) * sizes.chunk
+    work = costs.scoring_work(queries, padded, items, 1024, precision)
+    return Case(
+        name,
+        _gallery(config, dtype, queries, 50, items, 1024),
+        work.bytes / 1e6,
+        work.operations / 1e12,
+        "tf32" if sizes.exact else "bfloat16",
+        (90,) if sizes.hopper else NVIDIA,
+    )
+
+
 def table_cases() -> list[Case]:
     """One call per kernel at the paper's sizes: batch 8192 and two streams, d=1024, 50 samples a query."""
     half, single = torch.bfloat16, torch.float32
@@ -367,17 +386,12 @@ def table_cases() -> list[Case]:
         Case("tangent_step with guidance 40000 x 1024", _step(40000, 1024), 655.0),
         Case("tangent_stage with guidance 40000 x 1024", _stage(40000, 1024), 1147.0),
         Case("tangent_ab2 with guidance 40000 x 1024", _ab2(40000, 1024), 983.0),
-        Case("gallery bf16 25000 x 50 x 5000", _gallery("slim", half, 25000, 50, 5000, 1024), teraflop=14.3),
-        Case("the same, wide tiles", _gallery("wide", half, 25000, 50, 5000, 1024), teraflop=16.4, capabilities=(90,)),
-        Case("gallery fp32 25000 x 50 x 5000", _gallery("slim", single, 25000, 50, 5000, 1024), teraflop=43.0),
-        Case("gallery bf16 16 x 50 x 1000000", _gallery("some", half, 16, 50, 1_000_000, 1024), 2048.0, 2.1),
-        Case("gallery bf16 4 x 50 x 1000000", _gallery("few", half, 4, 50, 1_000_000, 1024), 2048.0, 0.52),
-        Case(
-            "gallery fp32, kappa above 1e4, 25000 x 50 x 5000",
-            _gallery("exact", single, 25000, 50, 5000, 1024),
-            teraflop=43.0,
-            tensor_peak="tf32",
-        ),
+        _gallery_case("gallery bf16 25000 x 50 x 5000", "slim", half, 25000, 5000),
+        _gallery_case("the same, wide tiles", "wide", half, 25000, 5000),
+        _gallery_case("gallery fp32 25000 x 50 x 5000", "slim", single, 25000, 5000),
+        _gallery_case("gallery bf16 16 x 50 x 1000000", "some", half, 16, 1_000_000),
+        _gallery_case("gallery bf16 4 x 50 x 1000000", "few", half, 4, 1_000_000),
+        _gallery_case("gallery fp32, kappa above 1e4, 25000 x 50 x 5000", "exact", single, 25000, 5000),
     ]
     for name, (width, arrays) in NETWORK.items():
         rows = 8192 if name.startswith("flow_loss") else 16384
@@ -440,33 +454,35 @@ def configuration_cases() -> list[Case]:
     return cases
 
 
-BANDWIDTH = {"A100-40": 1.555e12, "H100": 3.35e12, "RTX 4090": 1.008e12}
-TENSOR_PEAK = {
-    "A100-40": {"bf16": 312e12, "tf32": 156e12},
-    "H100": {"bf16": 989e12, "tf32": 494e12},
-    "RTX 4090": {"bf16": 165e12, "tf32": 82.6e12},
+CARDS = {
+    "A100-40": (80, costs.ProductRates(312e12, 19.5e12, 1.555e12)),
+    "H100": (90, costs.ProductRates(989e12, 67e12, 3.35e12)),
+    "RTX 4090": (89, costs.ProductRates(165e12, 82.6e12, 1.008e12)),
 }
+"""Architecture and vendor's peaks of the cards of the table."""
 
 
-def estimate_ms(case: Case, device: str) -> float:
-    """Time at 85 % of the bandwidth or 60 % of the tensor peak, whichever is longer."""
-    moving = case.megabytes * 1e6 / (0.85 * BANDWIDTH[device])
-    computing = case.teraflop * 1e12 / (0.6 * TENSOR_PEAK[device][case.tensor_peak])
-    return 1e3 * max(moving, computing)
+def estimated(case: Case, card: str) -> str:
+    """Estimated time of the kernels of a call alone, without what it takes to start them."""
+    capability, rates = CARDS[card]
+    if capability not in case.capabilities:
+        return "-"
+    work = costs.Work(0, 1e6 * case.megabytes, 1e12 * case.teraflop)
+    return f"{1e3 * costs.seconds(work, rates, case.precision):.2f} ms"
 
 
 def table() -> str:
     """Markdown: registers, stack, spills and shared memory per architecture, and estimated times."""
     numbers = " / ".join(map(str, NVIDIA))
     titles = ["call", "kernel", f"registers sm_{numbers}", "stack", "spills", f"shared KB sm_{numbers}"]
-    titles += [f"{device}, estimated" for device in BANDWIDTH]
+    titles += [f"{card}, estimated" for card in CARDS]
     lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
     for case in table_cases():
         for number, launch in enumerate(case.launches()):
             compiled = {c: compile_nvidia(launch, c) for c in case.capabilities}
             registers = " / ".join(str(compiled[c].registers) if c in compiled else "-" for c in NVIDIA)
             shared = " / ".join(f"{compiled[c].shared / 1024:.1f}" if c in compiled else "-" for c in NVIDIA)
-            times = [f"{estimate_ms(case, d):.2f} ms" if number == 0 else "" for d in BANDWIDTH]
+            times = [estimated(case, card) if number == 0 else "" for card in CARDS]
             built = compiled.values()
             cells = [
                 case.name if number == 0 else "", f"`{launch.name}`", registers, str(max(b.stack for b in built)),
@@ -481,12 +497,7 @@ BEGIN, END = "<!-- table: python -m tools.aot docs/gpu.md -->", "<!-- end of tab
 
 def main(path: str) -> None:
     """Replaces what stands between the markers in the file at `path` by a fresh table."""
-    text = Path(path).read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"{path} must hold the two lines {BEGIN!r} and {END!r} once each")
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    Path(path).write_text(f"{before}{BEGIN}\n{table()}\n{END}{after}")
+    replace_between(Path(path), BEGIN, END, table())
 
 
 if __name__ == "__main__":

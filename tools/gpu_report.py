@@ -2,17 +2,22 @@
 
     python -m tools.gpu_report         runs the tests of the GPU, with compute-sanitizer if it is installed, then times
 
-`make test-gpu` runs it. Estimates are those of `geoflow_fast.flow.costs` for the most similar GPU that it knows.
+`make test-gpu` runs it. Estimates are those of `geoflow_fast.flow.costs` for the most similar GPU that it knows. What
+fails has a line in the table that says so, and the exit status is 1 then.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
 import geoflow_fast as gf
 from geoflow_fast.directions import DIRECTIONS, Direction
@@ -24,6 +29,31 @@ from geoflow_fast.plan import DEVICES
 
 TESTS = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu"]
 STEPS = 8
+FAILED = "failed: "
+
+
+@dataclass(frozen=True)
+class Row:
+    """A call with its time and the estimate in milliseconds; neither is known where it failed."""
+
+    what: str
+    took: float | None
+    expected: float
+    note: str
+
+
+def missing() -> str | None:
+    """What the tests of a GPU lack here, if anything."""
+    if not torch.backends.cuda.is_built():
+        return (
+            f"torch {torch.__version__} is a build without CUDA; install one with CUDA into .venv, "
+            "by the command that pytorch.org gives for your driver"
+        )
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no CUDA device; see `nvidia-smi` and `geoflow doctor`"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; pip install triton"
+    return None
 
 
 def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
@@ -41,48 +71,94 @@ def milliseconds(run: Callable[[], object], repeats: int = 10) -> float:
     return sorted(times)[repeats // 2]
 
 
+def timed(what: str, run: Callable[[], object], expected: float, note: Callable[[float], str]) -> Row:
+    """A line of the table: `expected` milliseconds, and what `note` says about those it took."""
+    try:
+        took = milliseconds(run)
+    except RuntimeError as error:  # of CUDA and Triton, and their lack of memory
+        return Row(what, None, expected, f"{FAILED}{str(error).splitlines()[0]}")
+    return Row(what, took, expected, note(took))
+
+
 def known_gpu(name: str) -> str:
     """The GPU of `plan.DEVICES` with which this one is compared."""
     return next((key for key in DEVICES if key in name.lower()), "a100")
 
 
-def timings() -> list[tuple[str, float, float, str]]:
-    """(what, milliseconds, estimated milliseconds, note) of paths and of the memory."""
+def on_device(module: nn.Module) -> nn.Module:
+    """The module on the GPU."""
+    return module.to("cuda")
+
+
+def timings() -> Iterator[Row]:
+    """Lines for the memory, for whole paths and for single kernels."""
     rates = DEVICES[known_gpu(torch.cuda.get_device_name())].products
-    shape = gf.GeoFlowConfig.paper()
-    flow = gf.GeoFlow(shape).eval().to("cuda")
-    rows: list[tuple[str, float, float, str]] = []
+    yield _copy(rates)
+    yield from _paths(rates)
+    yield from _kernels(rates)
+
+
+def _copy(rates: costs.ProductRates) -> Row:
     x = torch.empty(2**28, device="cuda", dtype=torch.float32)
     copied = 2.0 * x.nbytes
-    took = milliseconds(x.clone)
-    rows.append(("copy of 1 GB", took, 1e3 * copied / rates.bandwidth, f"{copied / took / 1e6:,.0f} GB/s"))
-    del x
+    return timed("copy of 1 GB", x.clone, 1e3 * copied / rates.bandwidth, lambda ms: f"{copied / ms / 1e6:,.0f} GB/s")
+
+
+def _paths(rates: costs.ProductRates) -> Iterator[Row]:
+    """Samples and densities of the paper's network."""
+    shape = gf.GeoFlowConfig.paper()
+    flow: Any = on_device(gf.GeoFlow(shape).eval())
+
+    def how(_: float) -> str:
+        return "replayed" if flow.graphs.reason is None else str(flow.graphs.reason)
+
     for precision in ("float32", "tf32", "bfloat16"):
         for queries in (5, 320):
             settings = gf.SamplingSettings(50, STEPS, precision=precision)
             given = sample_uniform(queries, 1024).to("cuda")
             start = StartingPoints.draw(settings, shape.flow_dims, Direction.T2I, None).to(given)
-            took = milliseconds(lambda g=given, b=start, s=settings: sample_conditional(flow, g, Direction.T2I, b, s))
             work = costs.velocity_work(shape, 100 * queries, precision) * STEPS
-            expected, note = 1e3 * costs.seconds(work, rates, precision), flow.graphs.reason or "replayed"
-            rows.append((f"{STEPS} guided velocities, {queries} x 50, {precision}", took, expected, note))
+            yield timed(
+                f"{STEPS} guided velocities, {queries} x 50, {precision}",
+                lambda g=given, b=start, s=settings: sample_conditional(flow, g, Direction.T2I, b, s),  # type: ignore[misc]
+                1e3 * costs.seconds(work, rates, precision),
+                how,
+            )
         pair = [sample_uniform(512, 1024).to("cuda") for _ in range(2)]
         density = gf.DensitySettings(n_steps=STEPS, solver="euler", precision=precision)
-        took = milliseconds(lambda p=pair, s=density: density_estimates(flow, *p, DIRECTIONS, s, 0))
         work = costs.likelihood_work(shape, 512, precision) * STEPS
-        expected = 1e3 * costs.seconds(work, rates, precision, replayed=False)
-        rows.append((f"{STEPS} likelihood evaluations, 512 pairs, {precision}", took, expected, "started one by one"))
-    return rows
+        yield timed(
+            f"{STEPS} likelihood evaluations, 512 pairs, {precision}",
+            lambda p=pair, s=density: density_estimates(flow, *p, DIRECTIONS, s, 0),  # type: ignore[misc]
+            1e3 * costs.seconds(work, rates, precision),
+            how,
+        )
 
 
-def table(tests: dict[str, str], rows: list[tuple[str, float, float, str]]) -> str:
+def _kernels(rates: costs.ProductRates) -> Iterator[Row]:
+    """Calls of single kernels at the paper's sizes, those of docs/gpu.md."""
+    from tools import aot  # which imports Triton
+
+    for case in aot.table_cases():
+        work = costs.Work(1, 1e6 * case.megabytes, 1e12 * case.teraflop)
+        expected = 1e3 * costs.seconds(work, rates, case.precision)
+        moved, computed = case.megabytes, case.teraflop
+        yield timed(case.name, case.call, expected, lambda ms, m=moved, t=computed: _rate(ms, m, t))  # type: ignore[misc]
+
+
+def _rate(ms: float, megabytes: float, teraflop: float) -> str:
+    return f"{1e3 * teraflop / ms:,.0f} TFLOP/s" if teraflop else f"{megabytes / ms:,.0f} GB/s"
+
+
+def table(tests: dict[str, str], rows: list[Row]) -> str:
     """Markdown for an issue."""
     name = torch.cuda.get_device_name()
     facts = {"GPU": name, "torch": torch.__version__, "compared with": known_gpu(name).upper(), **tests}
     lines = ["| fact | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts.items()), ""]
     lines += ["| call | ms | estimated ms | ratio | note |", "|---|---|---|---|---|"]
-    for what, took, expected, note in rows:
-        lines.append(f"| {what} | {took:.2f} | {expected:.2f} | {took / expected:.2f} | {note} |")
+    for row in rows:
+        took, ratio = ("-", "-") if row.took is None else (f"{row.took:.2f}", f"{row.took / row.expected:.2f}")
+        lines.append(f"| {row.what} | {took} | {row.expected:.2f} | {ratio} | {row.note} |")
     return "\n".join(lines)
 
 
@@ -94,17 +170,19 @@ def outcome(command: list[str]) -> str:
 
 
 def main() -> None:
-    """The command; it fails where there is no GPU, or if a test fails."""
-    if not torch.cuda.is_available():
-        sys.exit("no CUDA device: torch.cuda.is_available() is false")
+    """The command; it fails where there is no GPU, or if a test or a call fails."""
+    reason = missing()
+    if reason is not None:
+        sys.exit(f"there is nothing to report about a GPU: {reason}")
     tests = {"parity": outcome(TESTS)}
     sanitizer = shutil.which("compute-sanitizer")
     tests["compute-sanitizer"] = (
         outcome([sanitizer, "--error-exitcode", "1", *TESTS, "-k", "parity"]) if sanitizer else "not installed"
     )
+    rows = list(timings())
     print("Please paste this into an issue:\n")
-    print(table(tests, timings()))
-    if "(exit status 0)" not in tests["parity"]:
+    print(table(tests, rows))
+    if "(exit status 0)" not in tests["parity"] or any(row.note.startswith(FAILED) for row in rows):
         sys.exit(1)
 
 

@@ -3,10 +3,14 @@
     python -m tools.launches                 prints a table of the main paths
     python -m tools.launches --list PATH     also names the kernels of one path
     python -m tools.launches --json FILE     writes the counts to a file
+    python -m tools.launches --before        counts an earlier release anew, with this very tool
+    python -m tools.launches --docs PAGE     writes the table of the documentation, before and now
 
 No GPU is needed: tensors on "cuda" are fake ones without values, tensors on the CPU are real, and the library's own
 code runs on them as it would on a card. Torch operations are counted as they reach the dispatcher, Triton launches and
-the calls of the compiled CUDA code where they are made. `counted` does this for any function:
+the calls of the compiled CUDA code where they are made. While a CUDA graph is captured, whatever a GPU would refuse
+raises an error here too; a replay counts the kernels of its graph, which the host starts at once. `counted` does this
+for any function:
 
     with counted() as count:
         flow = on_gpu(gf.GeoFlow(gf.GeoFlowConfig.paper()))
@@ -23,15 +27,19 @@ import argparse
 import copy
 import ctypes
 import dataclasses
+import functools
+import importlib
 import json
 import math
+import subprocess
 import sys
+import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -45,9 +53,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import geoflow_fast as gf
+from geoflow_fast import kernels
 from geoflow_fast.directions import DIRECTIONS, Direction
-from geoflow_fast.flow import costs
-from geoflow_fast.kernels import gallery, geodesic, network, probes
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.ops import dispatch, native, triton_kernels
 from geoflow_fast.plan import DEVICES
@@ -83,6 +90,10 @@ class Count:
     """What was counted, by the names of kernels and of the operations that wait."""
 
     kernels: Counter[str] = field(default_factory=Counter)
+    started: float = 0.0
+    """What the host has to start: kernels one by one, or all those of a graph at once."""
+    replays: int = 0
+    """Graphs that were replayed."""
     synchronisations: Counter[str] = field(default_factory=Counter)
     bytes: float = 0.0
     """Bytes read and written by kernels, each argument counted once per kernel."""
@@ -99,11 +110,30 @@ class Count:
 
         return Count(
             less(self.kernels, other.kernels),
+            self.started - other.started,
+            self.replays - other.replays,
             less(self.synchronisations, other.synchronisations),
             self.bytes - other.bytes,
             less(self.flops, other.flops),
             self.copied - other.copied,
         )
+
+    def launch(self, kernel: str, number: int = 1) -> None:
+        """Counts kernels that the host starts."""
+        self.kernels[kernel] += number
+        self.started += number
+
+    def become(self, other: Count) -> None:
+        """Takes over what another has counted."""
+        vars(self).update(vars(copy.deepcopy(other)))
+
+    def replay(self, graph: Count) -> None:
+        """Counts the kernels of a graph, which the host starts at once."""
+        self.kernels += graph.kernels
+        self.flops += graph.flops
+        self.bytes += graph.bytes
+        self.started += 1
+        self.replays += 1
 
     def of(self, name: str) -> int:
         """How many kernels have this in their name."""
@@ -112,6 +142,8 @@ class Count:
     def to_json(self) -> dict[str, Any]:
         return {
             "kernels": self.kernels.total(),
+            "started": self.started,
+            "replays": self.replays,
             "triton": self.of("triton:"),
             "cuda": self.of("cuda:"),
             "synchronisations": self.synchronisations.total(),
@@ -154,6 +186,33 @@ class Counting(TorchDispatchMode):
         self.count, self.fake = count, fake
         self.pinned: set[int] = set()
         self.in_backward = False
+        self.capturing = False
+
+    def refuse_in_graphs(self, what: str) -> None:
+        """What a GPU refuses, or would do once and never again, while a graph is captured."""
+        if self.capturing:
+            raise RuntimeError(f"a graph that is being captured cannot contain this: {what}")
+
+    def synchronised(self, what: str) -> None:
+        """The host waits for the device."""
+        self.refuse_in_graphs(what)
+        self.count.synchronisations[what] += 1
+
+    def is_capturing(self) -> bool:
+        """Whether a graph is being captured."""
+        return self.capturing
+
+    @contextmanager
+    def capture(self, graph: FakeGraph, **_: Any) -> Iterator[None]:
+        """Takes the place of `torch.cuda.graph`: what is started inside is not done, but belongs to the graph."""
+        before = copy.deepcopy(self.count)
+        self.capturing = True
+        try:
+            yield
+        finally:
+            self.capturing = False
+            graph.recorded = self.count - before
+            self.count.become(before)
 
     def run_backward(self, *arguments: Any, **options: Any) -> Any:
         """Takes the place of autograd's call of its engine."""
@@ -186,7 +245,9 @@ class Counting(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func.namespace == "geoflow":
             with self:  # what a backend does besides its kernels counts too
-                backend = dispatch.choose(name, args[0], args[-1])
+                # Where there are no rows, plain torch serves.
+                empty = args[0].dim() > 1 and len(args[0]) == 0
+                backend = dispatch.choose(name, args[0], "reference" if empty else args[-1])
                 return backend(*args[:-1])
         if name == "_local_scalar_dense":
             return self._wait(args[0])
@@ -194,7 +255,7 @@ class Counting(TorchDispatchMode):
             return self._transfer(func, args, kwargs)
         fakes_args, fake_kwargs = tree_map_only(Tensor, self._as_fake, (args, kwargs))
         if name in WAITING:
-            self.count.synchronisations[name] += 1
+            self.synchronised(name)
         out = self._result(func, fakes_args, fake_kwargs)
         if name in FREE or _is_view(func):
             return out
@@ -203,18 +264,24 @@ class Counting(TorchDispatchMode):
             out.answer = name == "all"
         elif name == "full":
             out.answer = args[1]
+        elif name == "sum" and args[0].dtype == torch.bool:  # of masks that select everything
+            out.answer = args[0].numel() // max(1, out.numel())
+        elif name == "max" and isinstance(out, Tensor) and hasattr(args[0], "answer"):
+            out.answer = args[0].answer
         return out
 
     def _result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What torch says that the operation returns; where sizes depend on values, something of a possible size:
         masks select everything."""
+        if not func._schema.returns:  # lists are written to, for which torch need not know shapes
+            return None
         if func is aten.nonzero.default:
-            return args[0].new_empty(1, args[0].dim(), dtype=torch.int64)
+            return args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
         if func is aten._unique2.default:
             x = args[0].flatten()
             return torch.empty_like(x), x.new_empty(x.shape, dtype=torch.int64), x.new_empty(0, dtype=torch.int64)
         if func is aten.index.Tensor and any(x is not None and x.dtype == torch.bool for x in args[1]):
-            self.count.synchronisations["index by a mask"] += 1
+            self.synchronised("index by a mask")
             chosen: list[Tensor | None] = []
             for x in args[1]:
                 masked = x is not None and x.dtype == torch.bool
@@ -231,7 +298,7 @@ class Counting(TorchDispatchMode):
                 number += math.ceil(len(lists[0]) / TENSORS_OF_DEPTH[1])
         elif name in ("addmm", "baddbmm") and args[0].dim() > 1 and kwargs.get("out") is not args[0]:
             number = 2  # the bias is copied to every row of the result first
-        self.count.kernels[f"torch:{name}"] += number
+        self.count.launch(f"torch:{name}", number)
         read = {key: value for key, value in kwargs.items() if key != "out"}
         self.count.bytes += moved((args, read)) + moved(out)
         factors = {"mm": args[:2], "bmm": args[:2], "addmm": args[1:3], "baddbmm": args[1:3]}.get(name.rstrip("_"))
@@ -244,10 +311,11 @@ class Counting(TorchDispatchMode):
 
     def _wait(self, x: Tensor) -> float | int | bool:
         """The value of one element, for which the host would wait."""
-        self.count.synchronisations["item"] += 1
+        self.synchronised("item")
         return getattr(x, "answer", 1.0 if x.is_floating_point() else 0)
 
     def _pin(self, x: Tensor) -> Tensor:
+        self.refuse_in_graphs("memory of the host")
         with unset_fake_temporarily():
             copy = x.clone()
         self.pinned.add(copy.untyped_storage()._cdata)
@@ -258,10 +326,11 @@ class Counting(TorchDispatchMode):
         torch sees to itself where the host receives."""
         source, to = (args[0], None) if func.overloadpacket is aten._to_copy else (args[1], args[0])
         to_device = source.device.type != DEVICE
+        self.refuse_in_graphs("a copy between host and device")
         self.count.copied += moved(source)
         asked = kwargs.get("non_blocking", len(args) > 2 and args[2])
         if not asked or (to_device and source.untyped_storage()._cdata not in self.pinned):
-            self.count.synchronisations["copy to the device" if to_device else "copy to the host"] += 1
+            self.synchronised("copy to the device" if to_device else "copy to the host")
         if to is not None:
             return to
         dtype = kwargs.get("dtype") or source.dtype
@@ -276,12 +345,14 @@ class Counting(TorchDispatchMode):
         name = getattr(kernel, "fn", kernel)
         while hasattr(name, "fn"):
             name = name.fn
-        self.count.kernels[f"triton:{name.__name__}"] += 1
+        self.count.launch(f"triton:{name.__name__}")
         self.count.bytes += moved(arguments)
         if name.__name__ == "gallery_tile_kernel":
             samples, items = arguments[:2]
-            products = 3 / 2 if meta["PARTS"] == 2 else 1  # three of each pair of parts, whose rows hold both
-            self.count.flops[str(samples.dtype).split(".")[1]] += int(2 * products * samples.numel() * len(items))
+            # Three of each pair of parts, whose rows hold both; or three in TF32.
+            products = 3 / 2 if meta.get("PARTS") == 2 else 3 if samples.dtype == torch.float32 else 1
+            kind = "tf32" if samples.dtype == torch.float32 else str(samples.dtype).split(".")[1]
+            self.count.flops[kind] += int(2 * products * samples.numel() * len(items))
 
 
 def _types(device: Any) -> set[str]:
@@ -306,12 +377,18 @@ class CompiledCuda:
         self.count, self.rows, self.cols = count, rows, cols
         self.entry_bytes = 2.0 if half else 4.0
 
-    def build(self, *, image_dim: int, text_dim: int, half: bool, **others: Any) -> float:  # noqa: ARG002
+    def build(
+        self, *, image_dim: int, text_dim: int, half: bool = False, precise: bool | None = None, **_: Any
+    ) -> float:
         points = (2.0 if half else 4.0) * (self.rows + self.cols)
         products = 2.0 * self.rows * self.cols
         if half:
             self._launched("score_kernel", points * (image_dim + text_dim))
             self.count.flops["float16"] += int(products * (image_dim + text_dim))
+            return 0.0
+        if precise is not None:  # an earlier release: one launch of three products, or of one
+            self._launched("score_kernel", points * (image_dim + text_dim))
+            self.count.flops["tf32"] += int((3 if precise else 1) * products * (image_dim + text_dim))
             return 0.0
         for width in (image_dim, text_dim):  # a launch each, of three products
             self._launched("score_kernel", points * width)
@@ -335,7 +412,7 @@ class CompiledCuda:
 
     def _launched(self, name: str, others: float = 0.0) -> None:
         """A launch that goes over the matrix once."""
-        self.count.kernels[f"cuda:{name}"] += 1
+        self.count.launch(f"cuda:{name}")
         self.count.bytes += self.entry_bytes * self.rows * self.cols + others
 
 
@@ -344,14 +421,24 @@ class HostStream:
 
     device_index = cuda_stream = 0
 
-    def __init__(self, count: Count) -> None:
-        self.count = count
+    def __init__(self, mode: Counting) -> None:
+        self.mode = mode
 
     def synchronize(self, *_: Any) -> None:
-        self.count.synchronisations["stream"] += 1
+        self.mode.synchronised("stream")
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None  # waiting for other streams, which the host does not
+
+
+class FakeGraph:
+    """Stands in for `torch.cuda.CUDAGraph`."""
+
+    def __init__(self, count: Count) -> None:
+        self.count, self.recorded = count, Count()
+
+    def replay(self) -> None:
+        self.count.replay(self.recorded)
 
 
 @contextmanager
@@ -372,22 +459,32 @@ def device_guards() -> Iterator[None]:
 def counted(*, capability: tuple[int, int] = (9, 0)) -> Iterator[Count]:
     """Inside, "cuda" is a device of fake tensors, and what it is asked to do is counted."""
     count = Count()
-    fake, stream = FakeTensorMode(), HostStream(count)
+    fake = FakeTensorMode()
     mode = Counting(count, fake)
-    compiled = SimpleNamespace(CudaTransport=lambda rows, cols, *rest: CompiledCuda(count, rows, cols, rest[-1]))
+    stream = HostStream(mode)
+
+    def memory(*_: Any) -> tuple[int, int]:
+        mode.refuse_in_graphs("a question for the free memory")
+        return 70 * 10**9, 80 * 10**9
+
+    def transport(rows: int, cols: int, *rest: Any) -> CompiledCuda:
+        return CompiledCuda(count, rows, cols, rest[-1] is True)
+
+    compiled = SimpleNamespace(CudaTransport=transport)
     properties = SimpleNamespace(
         multi_processor_count=132, total_memory=80 * 10**9, major=capability[0], minor=capability[1], name="fake"
     )
-    patches: list[Any] = [
-        mock.patch.object(module, "launch", mode.launch) for module in (geodesic, gallery, network, probes)
-    ]
+    patches: list[Any] = [mock.patch.object(module, "launch", mode.launch) for module in kernel_modules()]
     patches += [
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch.cuda, "is_bf16_supported", return_value=True),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", mode.is_capturing),
+        mock.patch.object(torch.cuda, "graph", mode.capture),
+        mock.patch.object(torch.cuda, "CUDAGraph", functools.partial(FakeGraph, count)),
+        mock.patch.object(torch.cuda, "device", return_value=nullcontext()),
         mock.patch.object(torch.cuda, "get_device_properties", return_value=properties),
         mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
-        mock.patch.object(torch.cuda, "mem_get_info", return_value=(70 * 10**9, 80 * 10**9)),
+        mock.patch.object(torch.cuda, "mem_get_info", memory),
         mock.patch.object(torch.cuda, "current_stream", return_value=stream),
         mock.patch.object(torch.cuda, "Stream", return_value=stream),
         mock.patch.object(torch.cuda, "stream", return_value=nullcontext()),
@@ -414,6 +511,13 @@ def counted(*, capability: tuple[int, int] = (9, 0)) -> Iterator[Count]:
             stack.enter_context(patch)
         stack.enter_context(mode)
         yield count
+
+
+def kernel_modules() -> list[ModuleType]:
+    """The modules that launch Triton kernels. Earlier releases have fewer."""
+    folder = Path(kernels.__file__ or "").parent
+    modules = [importlib.import_module(f"{kernels.__name__}.{file.stem}") for file in sorted(folder.glob("*.py"))]
+    return [module for module in modules if hasattr(module, "launch") and not module.__name__.endswith(".launch")]
 
 
 def on_gpu(module: nn.Module) -> nn.Module:
@@ -443,41 +547,49 @@ def paper_flow(dtype: torch.dtype = torch.float32) -> gf.GeoFlow:
 QUERIES, SAMPLES, PAIRS, ITEMS, BATCH = 5, 50, 128, 100_000, 8192
 
 
-def sampling(n_steps: int, precision: str | None = None) -> Count:
-    """A sampling call of so many steps, each of which evaluates one guided velocity."""
+def sampling(n_steps: int, precision: str | None = None, *, calls: int = 1) -> Count:
+    """The last of so many sampling calls of `n_steps` steps, each of which evaluates one guided velocity."""
     with counted() as count:
         settings = gf.SamplingSettings(n_samples=SAMPLES, n_steps=n_steps, **_precision(precision))
         source = FlowSource(paper_flow(), Direction.T2I, settings, 100.0, 0)
-        source.draw(fake_rows(QUERIES, 1024))
-    return count
+        return _last(count, calls, lambda: source.draw(fake_rows(QUERIES, 1024)))
 
 
-def likelihood(n_steps: int, precision: str | None = None) -> Count:
-    """The three densities of pairs in so many Euler steps, each of which evaluates velocities and divergences."""
+def likelihood(n_steps: int, precision: str | None = None, *, calls: int = 1, **options: Any) -> Count:
+    """The last of so many calls for the three densities of pairs in `n_steps` Euler steps, each of which evaluates
+    velocities and divergences."""
     with counted() as count:
-        settings = gf.DensitySettings(n_steps=n_steps, solver="euler", **_precision(precision))
-        pair = fake_rows(PAIRS, 1024), fake_rows(PAIRS, 1024)
-        density_estimates(paper_flow(), *pair, DIRECTIONS, settings, fake_rows(dtype=torch.int64))
-    return count
+        settings = gf.DensitySettings(**{"n_steps": n_steps, "solver": "euler", **_precision(precision), **options})
+        flow, pair, seed = paper_flow(), (fake_rows(PAIRS, 1024), fake_rows(PAIRS, 1024)), fake_rows(dtype=torch.int64)
+        return _last(count, calls, lambda: density_estimates(flow, *pair, DIRECTIONS, settings, seed))
 
 
 def _precision(name: str | None) -> dict[str, Any]:
     return {} if name is None else {"precision": name}
 
 
-def training(steps: int, batch_size: int = BATCH) -> Count:
-    """A run of so many training steps, as the loop takes them when nothing is logged."""
+def _last(count: Count, calls: int, call: Callable[[], object]) -> Count:
+    """What the last of so many calls adds to the count."""
+    for _ in range(calls - 1):
+        call()
+    before = copy.deepcopy(count)
+    call()
+    return count - before
+
+
+def training(steps: int, batch_size: int = BATCH, **changes: Any) -> Count:
+    """The last of so many training steps of the paper's run, with these settings changed, as the loop takes them when
+    nothing is logged."""
     rows = np.full((batch_size, 1024), 1 / 32, dtype=np.float32)
     pairs = gf.EmbeddingPairs.from_arrays(rows, rows)
-    config = dataclasses.replace(gf.TrainConfig.paper(), batch_size=batch_size, log_every=10**6, val_every=10**6)
+    never = {"log_every": 10**6, "val_every": 10**6}
+    config = dataclasses.replace(gf.TrainConfig.paper(), batch_size=batch_size, **never, **changes)
     with counted() as count:
         flow = paper_flow().train()
         run = loop.Run(FlowMatching(flow, pairs, pairs, config))
         batches = Prefetcher(run.objective.training_batch, 0, config.steps, run.device, enabled=False)
         rate = StepRate(0)
-        for _ in range(steps):
-            loop._take_step(run, batches, rate)
-    return count
+        return _last(count, steps, lambda: loop._take_step(run, batches, rate))
 
 
 def entropy(n_queries: int) -> Count:
@@ -508,72 +620,120 @@ def head(n_queries: int) -> Count:
 
 
 def _call(n_queries: int, make: Callable[[], Callable[[Tensor], object]]) -> Count:
-    """What a second call of a scorer asks for: the first one prepares what all calls share."""
+    """What the third call of a scorer asks for: the first prepares what all calls share, the second captures."""
     with counted() as count:
         scorer = make()
-        scorer(fake_rows(n_queries, 1024))
-        before = copy.deepcopy(count)
-        scorer(fake_rows(n_queries, 1024))
-    return count - before
+        return _last(count, CALLS, lambda: scorer(fake_rows(n_queries, 1024)))
 
 
+CALLS = 3
+"""From so many calls on, a model replays what it does."""
 PATHS: dict[str, Callable[[], Count]] = {
     "one guided velocity": lambda: sampling(4) - sampling(3),
     "one likelihood evaluation": lambda: likelihood(4) - likelihood(3),
-    "one training step": lambda: training(3) - training(2),
-    "one sampling call of 3 steps": lambda: sampling(3),
-    "one likelihood call of 3 steps": lambda: likelihood(3),
+    "one training step": lambda: training(CALLS),
+    "sampling, 5 queries, 8 steps": lambda: sampling(8, calls=CALLS),
+    "likelihood, 128 pairs, 8 steps": lambda: likelihood(8, calls=CALLS),
     "entropies of 5 queries": lambda: entropy(QUERIES),
     "5 re-ranked queries": lambda: reranking(QUERIES),
     "head posteriors of 64 queries": lambda: head(64),
 }
+"""What every release does."""
+NEW_PATHS: dict[str, Callable[[], Count]] = {
+    "one training step, fixed directions": lambda: training(CALLS, fixed_directions=True)
+}
+"""What only this one does."""
 
 
 def table(counts: dict[str, Count]) -> str:
     """Markdown: what each path asks of the device."""
     lines = [
-        "| path | kernels | of these Triton and CUDA | synchronisations | GB moved | GFLOP |",
-        "|---|---|---|---|---|---|",
+        "| path | kernels | of these Triton and CUDA | started by the host | synchronisations | GB moved | GFLOP |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name, count in counts.items():
         cells = (
             name,
             f"{count.kernels.total():,}",
             f"{count.of('triton:') + count.of('cuda:'):,}",
+            f"{count.started:,.0f}",
             str(count.synchronisations.total()),
             f"{count.bytes / 1e9:.3g}",
-            f"{sum(count.flops.values()) / 1e9:,.0f}",
+            f"{count.flops.total() / 1e9:,.0f}",
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-BEFORE = {"one guided velocity": (143, 1), "one likelihood evaluation": (809, 7), "one training step": (1421, 22)}
-"""Kernels and synchronisations that this tool counted in the release before."""
-BEGIN, END = "<!-- table: python -m tools.launches --docs docs/gpu.md -->", "<!-- end of launches -->"
+EARLIER, COMMIT = Path(__file__).with_name("launches_before.json"), "52e828d"
+"""What this tool counted in an earlier release, and the commit of that."""
+RUNNER = """
+import importlib.util, runpy, sys
+from pathlib import Path
+release, tool = map(Path, sys.argv[1:3])
+sys.path.insert(0, str(release))
+import geoflow_fast
+place = release / "kernels"
+spec = importlib.util.spec_from_file_location(
+    "geoflow_fast.kernels", place / "__init__.py", submodule_search_locations=[str(place)]
+)
+sys.modules[spec.name] = geoflow_fast.kernels = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(geoflow_fast.kernels)
+sys.argv = [str(tool), "--json", sys.argv[3]]
+runpy.run_path(str(tool), run_name="__main__")
+"""
+"""Runs this tool on the package of another release, with the kernels of that one."""
+
+
+def count_release(commit: str, out: Path) -> None:
+    """Counts all paths in the release of a commit, with this very tool, and writes them to `out`."""
+    root = Path(__file__).resolve().parents[1]
+    with tempfile.TemporaryDirectory() as name:
+        packed = subprocess.run(["git", "-C", root, "archive", commit], check=True, capture_output=True).stdout
+        subprocess.run(["tar", "-x", "-C", name], check=True, input=packed)
+        counts = Path(name, "counts.json")
+        arguments = [name, str(Path(__file__).resolve()), str(counts)]
+        subprocess.run([sys.executable, "-c", RUNNER, *arguments], check=True, cwd=name)
+        write_json(out, {"commit": commit, "counts": json.loads(counts.read_text())})
+
+
+def estimated_ms(numbers: Mapping[str, Any], gpu: str) -> float:
+    """Milliseconds of what was counted, by the rates of `geoflow_fast.flow.costs`."""
+    from geoflow_fast.flow import costs  # which earlier releases do not have
+
+    rates, flops = DEVICES[gpu].products, numbers["flops"]
+    # Products of any type take the time of so many in float32.
+    peak = rates.products("float32")
+    same = {"float16": "bfloat16", "float64": "float32"}  # the few in float64 are not worth a rate
+    operations = sum(n * peak / rates.products(same.get(kind, kind)) for kind, n in flops.items())
+    one_by_one = numbers["started"] - numbers["replays"]
+    work = costs.Work(numbers["kernels"] - one_by_one, numbers["bytes"], operations)
+    return 1e3 * (costs.seconds(work, rates, "float32") + one_by_one * costs.STARTED_SECONDS)
 
 
 def documented() -> str:
-    """Markdown: the paths that have a formula in `flow/costs.py`, before and after, with estimated times."""
-    shape = gf.GeoFlowConfig.paper()
-    lines = [
-        "| path | kernels before | after | synchronisations before | after | GB, float32 / bfloat16 | GFLOP | "
-        "A100, estimated | H100, estimated |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, count_of, work_of in (
-        ("one guided velocity", sampling, costs.velocity_work(shape, 2 * QUERIES * SAMPLES, "bfloat16")),
-        ("one likelihood evaluation", likelihood, costs.likelihood_work(shape, PAIRS, "bfloat16")),
-    ):
-        plain, half = (count_of(4, precision) - count_of(3, precision) for precision in ("float32", "bfloat16"))
-        times = (costs.seconds(work_of, DEVICES[gpu].products, "bfloat16") for gpu in ("a100", "h100"))
-        cells = [
-            name, str(BEFORE[name][0]), str(plain.kernels.total()), str(BEFORE[name][1]),
-            str(plain.synchronisations.total()), f"{plain.bytes / 1e9:.2f} / {half.bytes / 1e9:.2f}",
-            f"{plain.flops.total() / 1e9:.0f}", *(f"{1e3 * t:.2f} ms" for t in times),
-        ]  # fmt: skip
+    """Markdown: all paths, before and now, with estimated times."""
+    before = json.loads(EARLIER.read_text())["counts"]
+    titles = ["path", "kernels", "started by the host", "waits", "GB", "GFLOP", "A100, estimated ms", "H100"]
+    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
+    for name, run in {**PATHS, **NEW_PATHS}.items():
+        both = [before[name]] if name in before else []
+        both.append(run().to_json())
+        columns = [
+            [f"{x['kernels']:,}" for x in both],
+            [f"{x['started']:,.0f}" for x in both],
+            [f"{x['synchronisations']}" for x in both],
+            [f"{x['bytes'] / 1e9:.2f}" for x in both],
+            [f"{sum(x['flops'].values()) / 1e9:,.0f}" for x in both],
+            *([f"{estimated_ms(x, gpu):.2f}" for x in both] for gpu in ("a100", "h100")),
+        ]
+        # One number where nothing came before.
+        cells = [name, *(" -> ".join(column) for column in columns)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+BEGIN, END = "<!-- table: python -m tools.launches --docs docs/gpu.md -->", "<!-- end of launches -->"
 
 
 def main() -> None:
@@ -583,12 +743,18 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="also name the kernels")
     parser.add_argument("--json", type=Path, help="a file for the counts")
     parser.add_argument("--docs", type=Path, help="a page whose table is to be written anew")
+    parser.add_argument("--before", action="store_true", help=f"count the release of {COMMIT} anew")
     chosen = parser.parse_args()
-    if chosen.docs:
-        before, rest = chosen.docs.read_text().split(BEGIN)
-        chosen.docs.write_text(f"{before}{BEGIN}\n{documented()}\n{END}{rest.split(END)[1]}")
+    if chosen.before:
+        count_release(COMMIT, EARLIER)
         return
-    counts = {name: run() for name, run in PATHS.items() if not chosen.paths or any(p in name for p in chosen.paths)}
+    if chosen.docs:
+        from tools.tables import replace_between  # which is not there where another release is counted
+
+        replace_between(chosen.docs, BEGIN, END, documented())
+        return
+    paths = {**PATHS, **NEW_PATHS} if hasattr(gf.TrainConfig, "fixed_directions") else PATHS
+    counts = {name: run() for name, run in paths.items() if not chosen.paths or any(p in name for p in chosen.paths)}
     print(table(counts))
     if chosen.list:
         for name, count in counts.items():
@@ -598,7 +764,12 @@ def main() -> None:
             for where, number in count.synchronisations.most_common():
                 print(f"  {number:5}  waits: {where}")
     if chosen.json:
-        chosen.json.write_text(json.dumps({name: count.to_json() for name, count in counts.items()}, indent=1) + "\n")
+        write_json(chosen.json, {name: count.to_json() for name, count in counts.items()})
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Writes values with a line for each."""
+    path.write_text(json.dumps(values, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -112,7 +112,24 @@ def machine_facts() -> dict[str, str]:
         "threads": f"{torch.get_num_threads()}, which wait for each other {processors.waiting()}",
         **processors.state(),
         "CUDA": cuda,
+        "CUDA graphs": graphs_state(),
     }
+
+
+def graphs_state() -> str:
+    """Whether solves and training steps are captured and replayed here, or why not."""
+    import torch
+
+    from geoflow_fast.runtime import graphs
+
+    if not torch.cuda.is_available():
+        return "not used: torch has no GPU"
+    reason = graphs.unsuitable(torch.empty(1, device="cuda"))
+    if reason is not None:
+        return f"not used: {reason}"
+    return (
+        "samples and densities are replayed from the second call of a kind on, training steps if directions are fixed"
+    )
 
 
 def version_of(package: str) -> str:

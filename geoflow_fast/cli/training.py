@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 app = Commands()
 
-OF_THE_FLOW = ("preset", "method", "coupling", "conditional_coupling", "noise", "ot_scope", "blend", "centre", "pca")
+OF_THE_FLOW = (
+    *("preset", "method", "coupling", "conditional_coupling", "noise", "ot_scope", "blend", "centre", "pca"),
+    "fixed_directions",
+)
 """Flags that mean nothing to a head."""
 GROUPS = {
     "Data": "pairs images texts image_index val held_out calibrate ids normalize",
@@ -37,7 +40,8 @@ GROUPS = {
     "The run; the preset has the defaults": "steps batch_size lr warmup_steps seed accumulate ema_decay device "
     "compile_network",
     "Validation, checkpoints and logs; the preset has the defaults": "val_every patience checkpoint_every tensorboard",
-    "The flow; the preset has the defaults": "coupling conditional_coupling noise ot_scope centre pca blend",
+    "The flow; the preset has the defaults": "coupling conditional_coupling noise ot_scope centre pca blend "
+    "fixed_directions",
 }
 """The headings of the help, with the flags below them."""
 
@@ -124,6 +128,13 @@ def train(
             help="After training, weigh network and anchor by held-out retrieval. Default: the preset's.",
         ),
     ] = None,
+    fixed_directions: Annotated[
+        bool | None,
+        typer.Option(
+            "--fixed-directions/--no-fixed-directions",
+            help="Give all batches as many rows of each direction, so that a GPU replays steps. Default: the preset's.",
+        ),
+    ] = None,
     ids: Annotated[
         Path | None,
         typer.Option(help="Ids of the texts, written beside those that are held out: .npy, .txt or .parquet[:COLUMN]."),
@@ -173,7 +184,12 @@ def train(
         compile=compile_network,
     )
     couplings = given(
-        coupling=coupling, conditional_coupling=conditional_coupling, noise=noise, ot_scope=ot_scope, blend=blend
+        coupling=coupling,
+        conditional_coupling=conditional_coupling,
+        noise=noise,
+        ot_scope=ot_scope,
+        blend=blend,
+        fixed_directions=fixed_directions,
     )
     report: TrainReport | None = None
     trained: PosteriorHead | None = None

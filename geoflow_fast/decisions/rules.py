@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -97,7 +98,8 @@ class Rule:
         """Which queries to answer: bool [n], as the kind of table that `scores` [n, k] are.
 
         A ValueError is raised if lists have another length than those the rule was made from, and if `encoder` or
-        `gallery_size` are given and differ from what the rule was made with.
+        `gallery_size` are given and differ from what the rule was made with. A rule that knows its encoder warns if it
+        is not told that of the lists.
         """
         results, shown = self._shown(scores, encoder, gallery_size, features, groups)
         return results.table.back(np.asarray(shown.any(1)), ["answer"])
@@ -124,6 +126,12 @@ class Rule:
         ):
             if own is not None and given is not None and own != given:
                 raise ValueError(f"this rule was made with {name} {own!r}, not {given!r}: certify one for it")
+        if self.encoder is not None and encoder is None:
+            warnings.warn(
+                f"this rule was made with encoder {self.encoder!r} and is not told which one made these lists: pass "
+                "encoder=",
+                stacklevel=3,
+            )
         results = inputs.result_lists(scores, "scores", k=self.model.k, presorted=self.presorted)
         n = len(results.scores)
         numbers = inputs.features_of(features, n, self.model.features)

@@ -203,8 +203,9 @@ def open_images(path: str | Path, *, path_column: str = "path", caption_column: 
     return source
 
 
-def decode_image(data: bytes) -> Image:
-    """Returns the image, or the first one of an animation, in RGB. Bad bytes raise one of `UNREADABLE`."""
+def decode_image(data: bytes, draft: tuple[int, int] | None = None) -> Image:
+    """Returns the image, or the first one of an animation, in RGB. Bad bytes raise one of `UNREADABLE`. `draft`: a size
+    from which on a smaller image will do, which some formats decode faster."""
     image_module = _pillow()
     formats = [name for name in FORMATS if name in image_module.OPEN]
     try:
@@ -217,6 +218,8 @@ def decode_image(data: bytes) -> Image:
                 raise ValueError(f"has {width} x {height} pixels: one side is over {MAX_ASPECT} times the other")
             if width * height * DECODING_BYTES_PER_PIXEL.get(image.format, 8) > MAX_DECODING_BYTES:
                 raise ValueError(f"has {width} x {height} pixels, too many to decode {image.format} in a gigabyte")
+            if draft is not None:
+                image.draft("RGB", draft)
             image.load()
             return image if image.mode == "RGB" else image.convert("RGB")
     except image_module.DecompressionBombError as error:
@@ -225,14 +228,15 @@ def decode_image(data: bytes) -> Image:
         raise ValueError("is not an image of a known format" if data else "is empty") from error
 
 
-def read_image(path: Path) -> Image:
-    """Returns the image of a regular file: an OSError if it cannot be read, a ValueError if it is not an image."""
+def read_image(path: Path, draft: tuple[int, int] | None = None) -> Image:
+    """Returns the image of a regular file: an OSError if it cannot be read, a ValueError if it is not an image. `draft`
+    is that of `decode_image`."""
     try:
         data = _Piece(path).read(MAX_IMAGE_BYTES)
     except OSError as error:
         raise OSError(error.errno, f"image {path}: {reason_of(error)}") from error
     try:
-        return decode_image(data)
+        return decode_image(data, draft)
     except UNREADABLE as error:
         raise ValueError(f"image {path}: {reason_of(error)}") from error
 

@@ -6,11 +6,12 @@ import base64
 import io
 from pathlib import Path
 
+from geoflow_fast.encoders.sources import read_image
 from geoflow_fast.runtime import extras
 
 SIDE, QUALITY = 96, 60
-LARGEST_FILE, LARGEST_PIXELS = 1 << 26, 1 << 27
-"""Larger files and pictures are left out: a thumbnail is not worth the memory."""
+LARGEST_FILE = 1 << 26
+"""Larger files are left out: a thumbnail is not worth the memory."""
 SUFFIXES = ("", ".jpg", ".jpeg", ".png", ".webp")
 """What may be missing at the end of a name."""
 
@@ -49,16 +50,10 @@ class Thumbnails:
         raise FileNotFoundError(f"{name} is not a file in the folder")
 
     def _embedded(self, file: Path) -> str:
-        from PIL import Image
-
         size = file.stat().st_size
         if size > LARGEST_FILE:
             raise ValueError(f"{file.name} has {size} bytes")
-        with Image.open(file) as picture:
-            if picture.width * picture.height > LARGEST_PIXELS:
-                raise ValueError(f"{file.name} has {picture.width} x {picture.height} pixels")
-            picture.draft("RGB", (2 * SIDE, 2 * SIDE))
-            small = picture.convert("RGB")
+        small = read_image(file, (2 * SIDE, 2 * SIDE))
         small.thumbnail((SIDE, SIDE))
         return data_uri(small)
 

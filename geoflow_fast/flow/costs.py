@@ -17,8 +17,9 @@ COMPUTE_SHARE, BANDWIDTH_SHARE = 0.60, 0.85
 REPLAYED_SECONDS, STARTED_SECONDS = 2e-6, 20e-6
 """What a kernel costs besides its work: as part of a CUDA graph, and when Python starts it."""
 ELEMENT_BYTES = {"float32": 4, "tf32": 4, "bfloat16": 2}
-SCORING_PRODUCTS = 3
-"""A product of float32 rows with a gallery is made of so many TF32 ones."""
+SCORING_PRODUCTS = {"float32": 3, "tf32": 3, "bfloat16": 1}
+"""Of how many products one product of rows with a gallery is made: float32 rows are split into two bfloat16 parts each,
+three of whose four products count; above kappa = 1e4 they are multiplied three times in TF32."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,17 @@ def likelihood_work(shape: GeoFlowConfig, pairs: float, precision: str = "float3
     products = 14 * (shape.depth * _block(shape) - 3 * shape.hidden * shape.inner) + last
     traffic = _traffic(shape, 14 * pairs, precision) + 4 * 60 * pairs * d
     return Work(7 * shape.depth + 34, traffic + _weight_bytes(shape, precision), 2.0 * products * pairs)
+
+
+# unchecked: plans and tables call it with what they have checked
+def scoring_work(queries: float, samples: float, items: float, dim: int, precision: str = "float32") -> Work:
+    """A pass over a gallery: the rows are split, if they are float32, then multiplied, and lists are merged. The
+    operations are those of bfloat16 products, or of TF32 ones if `precision` says so."""
+    operations = 2.0 * SCORING_PRODUCTS[precision] * queries * samples * items * dim
+    size = ELEMENT_BYTES[precision] * dim
+    # Items are read once, split into as many bytes, and read again.
+    passes = 3 if precision == "float32" else 1
+    return Work(4 if precision == "float32" else 2, passes * size * (items + queries * samples), operations)
 
 
 def _block(shape: GeoFlowConfig) -> float:

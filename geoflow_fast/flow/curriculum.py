@@ -14,6 +14,9 @@ from torch import Tensor
 from geoflow_fast.data.rows import Index
 from geoflow_fast.directions import ROW_CODES, Counts, row_directions
 
+RAMP_LEVELS = 16
+"""Shares of joint rows above zero that a run has if the directions of its batches are fixed."""
+
 
 @dataclass(frozen=True)
 class Curriculum:
@@ -36,6 +39,12 @@ class Curriculum:
             return 0.0
         return self.p_joint * min(1.0, (step - start) / ramp) if ramp > 0 else self.p_joint
 
+    def joint_share(self, step: int) -> float:
+        """The share of joint rows where every batch has the same number of them: `joint_probability`, whose ramp rises
+        in a few steps, so that a run has few kinds of batches."""
+        levels = RAMP_LEVELS / self.p_joint if self.p_joint else 0.0
+        return round(levels * self.joint_probability(step)) / levels if levels else 0.0
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -54,12 +63,18 @@ class BatchPlan:
         return BatchPlan(codes, (i2t, joint, t2i), self.t[rows], self.drop[rows])
 
 
-def draw_batch_plan(rows: int, p_joint: float, p_drop: float, generator: torch.Generator) -> BatchPlan:
+def draw_batch_plan(
+    rows: int, p_joint: float, p_drop: float, generator: torch.Generator, *, fixed: bool = False
+) -> BatchPlan:
     """Draws for each row a direction (joint with probability `p_joint`, else i2t or t2i evenly), a uniform time and
-    guidance dropout, which a conditional row has with probability `p_drop`."""
+    guidance dropout, which a conditional row has with probability `p_drop`. If `fixed`, directions are not drawn: each
+    has its share of the rows, rounded."""
     u = torch.rand(rows, generator=generator, dtype=torch.float64, device="cpu")
     n_joint = int((u < p_joint).sum())
     n_i2t = int((u >= p_joint + (1 - p_joint) / 2).sum())
+    if fixed:
+        n_joint = round(p_joint * rows)
+        n_i2t = (rows - n_joint) // 2
     counts = (n_i2t, n_joint, rows - n_i2t - n_joint)
     t = torch.rand(rows, generator=generator, dtype=torch.float32, device="cpu")
     drop = torch.rand(rows, generator=generator, dtype=torch.float32, device="cpu") < p_drop

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from geoflow_fast.directions import Direction
 from geoflow_fast.manifolds import Manifold, manifold_of
+from geoflow_fast.runtime.graphs import Solve
 
 if TYPE_CHECKING:
     from geoflow_fast.flow.model import GeoFlow
@@ -65,6 +66,11 @@ class FlowField(Field, Protocol):
         may return the generated streams before their tangent projection, and leave the given one out. `precision`: that
         of a network's matrix products, for so many `rows` in all."""
 
+    def replayed(self, kind: Hashable, prepare: Callable[[], Solve], precision: str, rows: int) -> Solve:
+        """The solve that `prepare` returns, made when it is first called. A network on a GPU replays those of one
+        `kind`, which names all that they depend on besides the network, the products of `precision` that `rows` rows in
+        all have there, and their inputs."""
+
     def stream_to_flow(self, x: Tensor, stream: int) -> Tensor:
         """Maps embeddings [B, d] of one stream to the flow's coordinates; returns `x` itself if they are the same."""
 
@@ -110,6 +116,9 @@ class PlainField:
         rows: int | None = None,  # noqa: ARG002
     ) -> Velocity:
         return lambda image, text, t: self.velocity(image, text, t, direction)
+
+    def replayed(self, kind: Hashable, prepare: Callable[[], Solve], precision: str, rows: int) -> Solve:  # noqa: ARG002
+        return prepare()
 
     def stream_to_flow(self, x: Tensor, stream: int) -> Tensor:  # noqa: ARG002
         return x

@@ -8,7 +8,7 @@ that share both share their modulation: all rows of a solver step, and in traini
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
@@ -37,7 +37,7 @@ from geoflow_fast.flow.precision import HALVES, product_dtype
 from geoflow_fast.flow.preprocess import Preprocess
 from geoflow_fast.runtime import checks, hashing, hub
 from geoflow_fast.runtime.files import contents_of, write_json
-from geoflow_fast.runtime.graphs import Graphs
+from geoflow_fast.runtime.graphs import Graphs, Replayed, S
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 
 CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
@@ -170,6 +170,15 @@ class GeoFlow(hub.Pretrained, nn.Module):
             return self.make_tangent(image, text, outputs, counts) if tangent else outputs
 
         return velocity
+
+    # unchecked: samplers and densities call it
+    def replayed(self, kind: Hashable, prepare: Callable[[], S], precision: str, rows: int) -> Replayed[S]:
+        """The solve that `prepare` returns, made when it is first called. On a GPU those of one `kind` are captured and
+        replayed (`runtime/graphs.py`), with one graph for each shape of their inputs. A kind names all that a solve
+        depends on besides the flow, its inputs, and the products of `precision` that `rows` rows in all have here."""
+        products = product_dtype(precision, next(self.parameters()), rows)
+        reason = "somebody watches the blocks with hooks" if self.has_hooks() else None
+        return Replayed(self.graphs, (kind, products), prepare, lambda: self.state_dict().values(), reason)
 
     def has_hooks(self) -> bool:
         """Whether somebody watches the blocks."""

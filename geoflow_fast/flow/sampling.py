@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,19 +12,18 @@ from geoflow_fast.directions import IMAGE, STREAMS, TEXT, Direction
 from geoflow_fast.flow.fields import Field, FlowField, Streams, Velocity, as_flow
 from geoflow_fast.flow.precision import check_precision
 from geoflow_fast.flow.solvers import GRIDS, SOLVERS, Points, Rate, evaluation_times, integrate, time_grid
-from geoflow_fast.geometry import capturing, check_rows
+from geoflow_fast.geometry import check_rows
 from geoflow_fast.manifolds import SPHERE, Guided, Manifold
 from geoflow_fast.noise import NOISE_KINDS
 from geoflow_fast.runtime import checks
-from geoflow_fast.runtime.device import spare_memory
-from geoflow_fast.runtime.graphs import versions
+from geoflow_fast.runtime.device import rows_at_once
+from geoflow_fast.runtime.graphs import Solve
 from geoflow_fast.runtime.progress import Advance
 from geoflow_fast.runtime.settings import Settings, settings_from
 
 ROWS_AT_ONCE = 512
 """Network rows that go through the solver together: enough to keep matrix products at the processor's peak, few enough
 for activations to stay in the cache and in memory that the allocator hands out again. Does not change results."""
-GPU_ROWS_AT_ONCE = 32_768
 
 
 @dataclass(frozen=True)
@@ -159,12 +156,12 @@ def sample_conditional(
     if len(given) == 0:
         return start.generated.new_empty(0, draws, flow.stream_from_flow(start.generated, stream).shape[1])
     copies = 1 if settings.guidance == 0 else 2
-    at_once = max(1, rows_at_once(flow, given) // (copies * draws))
+    at_once = max(1, network_rows_at_once(flow, given, ROWS_AT_ONCE) // (copies * draws))
     times = time_grid(settings.n_steps, kind=settings.grid)
     moments = evaluation_times(times, settings.solver)
     rows = len(given) * draws * len(moments) * copies
 
-    def prepare() -> Callable[..., Tensor]:
+    def prepare() -> Solve:
         """A solve for queries and starting points, with a network of its own."""
         velocity = flow.velocity_at(moments, direction, tangent=False, precision=settings.precision, rows=rows)
 
@@ -188,7 +185,7 @@ def sample_conditional(
 
     parts = []
     with flow.without_dropout():
-        run = _replayed(flow, (direction, settings), prepare)
+        run = flow.replayed((direction, settings), prepare, settings.precision, rows)
         for queries in flow.stream_to_flow(given, 1 - stream).split(at_once):
             parts.append(run(queries, start.generated, start.condition))
             if advance is not None:
@@ -196,33 +193,14 @@ def sample_conditional(
     return torch.cat(parts)
 
 
-def _replayed(flow: FlowField, kind: Hashable, prepare: Callable[[], Callable[..., Tensor]]) -> Callable[..., Tensor]:
-    """The solve that `prepare` returns, made when it is first called; a network on a GPU replays solves of one kind."""
+def network_rows_at_once(flow: FlowField, like: Tensor, on_cpu: int) -> int:
+    """Network rows that go through the solver together."""
     network = flow.network
-    prepared = functools.cache(prepare)
-    if network is None or not network.example.is_cuda:
-        return lambda *inputs: prepared()(*inputs)
-
-    def run(*inputs: Tensor) -> Tensor:
-        key = kind, tuple(x.shape for x in inputs), versions(network.state_dict().values())
-        reason = "somebody watches the blocks with hooks" if network.has_hooks() else None
-        samples = network.graphs.run(key, reason, prepare, *inputs)
-        if network.graphs.reason is None and not capturing(samples) and not bool(torch.isfinite(samples).all()):
-            prepare()(*inputs)  # which names the row and the step
-        return samples
-
-    return run
-
-
-def rows_at_once(flow: FlowField, like: Tensor) -> int:
-    """Network rows that go through the solver together. On a GPU, as many as half of its spare memory has room for, up
-    to 32,768, from where on its products are no faster."""
-    network = flow.network
-    if network is None or not like.is_cuda:
-        return ROWS_AT_ONCE
+    if network is None:
+        return on_cpu
     config = network.config
     numbers = 2 * (8 * config.hidden + 3 * config.inner) + 8 * sum(config.flow_dims)
-    return max(ROWS_AT_ONCE, min(GPU_ROWS_AT_ONCE, spare_memory(like.device) // (2 * 4 * numbers)))
+    return rows_at_once(like.device, 4 * numbers, on_cpu)
 
 
 def guided_rate(
@@ -261,15 +239,23 @@ def _sample_joint(flow: FlowField, settings: SamplingSettings, generator: torch.
     manifold, n, kind = flow.manifold, settings.n_samples, settings.noise
     start = tuple(manifold.base_sample(n, d, kind, generator).to(flow.example) for d in flow.flow_dims)
     times = time_grid(settings.n_steps, kind=settings.grid)
+    moments = evaluation_times(times, settings.solver)
+    rows = n * len(moments)
 
-    with flow.without_dropout():
-        moments = evaluation_times(times, settings.solver)
-        velocity = flow.velocity_at(
-            moments, Direction.JOINT, tangent=False, precision=settings.precision, rows=n * len(moments)
-        )
+    def prepare() -> Solve:
+        velocity = flow.velocity_at(moments, Direction.JOINT, tangent=False, precision=settings.precision, rows=rows)
 
         def rate(point: Points, t: float, weight: float) -> list[Guided]:  # noqa: ARG001
             return [Guided(v) for v in velocity(point[0], point[1], t)]
 
-        image, text = integrate(rate, start, times, solver=settings.solver, manifold=manifold)
+        def solve(*start: Tensor) -> Tensor:
+            return torch.cat(integrate(rate, start, times, solver=settings.solver, manifold=manifold), dim=1)
+
+        return solve
+
+    with flow.without_dropout():
+        run = flow.replayed((Direction.JOINT, settings), prepare, settings.precision, rows)
+        at_once = network_rows_at_once(flow, start[0], n)
+        ends = torch.cat([run(*points) for points in zip(*(x.split(at_once) for x in start))])
+    image, text = ends.split(flow.flow_dims, dim=1)
     return flow.stream_from_flow(image, IMAGE), flow.stream_from_flow(text, TEXT)

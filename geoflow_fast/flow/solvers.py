@@ -53,12 +53,14 @@ class FiniteMonitor:
     `first_row`) and the step. On a GPU the checks wait for the end of the solve, so that no step has to synchronise,
     and under graph capture there are none."""
 
-    def __init__(self, names: Sequence[str], first_row: int = 0) -> None:
+    def __init__(self, names: Sequence[str], first_row: int | Tensor = 0) -> None:
         self.names, self.first_row = names, first_row
         self._postponed: list[tuple[int, Tensor, str]] = []
 
     def check(self, point: Points, step: int, t: float, solver: str) -> None:
         """Checks the state after `step`, at time `t`."""
+        if capturing(point[0]):
+            return
         for stream, x in enumerate(point):
             # The norm of a row is finite where the row is, but for numbers whose squares are too large.
             norm = torch.linalg.vector_norm(x, dim=-1) if x.is_cuda else torch.isfinite(x).all(dim=-1)
@@ -69,7 +71,7 @@ class FiniteMonitor:
     def close(self) -> None:
         """Makes the checks that were postponed to the end of the solve; the host waits once for all of them."""
         postponed, self._postponed = self._postponed, []
-        if not postponed or capturing(postponed[0][1]):
+        if not postponed:
             return
         together = postponed[0][1] if len(postponed) == 1 else torch.cat([x for _, x, _ in postponed])
         if bool(_finite(together).all()):
@@ -77,7 +79,7 @@ class FiniteMonitor:
         for stream, x, where in postponed:
             finite = _finite(x)
             if not bool(finite.all()):
-                row = self.first_row + int((~finite).nonzero()[0])
+                row = int(self.first_row) + int((~finite).nonzero()[0])
                 raise ValueError(f"{self.names[stream]} row {row} became non-finite {where}")
 
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from geoflow_fast.runtime.device import rows_at_once
+
 TILE = 1 << 21
-"""Products of points and items that are in memory at a time."""
+"""Products of points and items that are in a processor's memory at a time."""
 NOWHERE = -1e30
 """Score of an item that does not count. It is finite, so that gradients are too."""
 
@@ -50,8 +52,9 @@ def point_scores(points: Tensor, log_weights: Tensor, items: Tensor) -> Tensor:
 
 
 def _tiles(points: Tensor, items: Tensor) -> list[slice]:
-    """Rows of queries whose products with all items fit into a tile."""
-    step = max(1, TILE // (points.shape[1] * max(1, len(items))))
+    """Rows of queries whose products with all items fit into a tile, or into a share of a GPU's memory."""
+    products = points.shape[1] * max(1, len(items))
+    step = rows_at_once(points.device, 2 * points.element_size() * products, max(1, TILE // products))
     return [slice(low, low + step) for low in range(0, len(points), step)]
 
 

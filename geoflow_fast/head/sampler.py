@@ -21,6 +21,7 @@ from geoflow_fast.head.config import LARGEST_WIDTH, DistilConfig
 from geoflow_fast.head.model import warn_if_unfinished
 from geoflow_fast.ops.gallery_posterior import check_kappa
 from geoflow_fast.runtime import checks, hashing
+from geoflow_fast.runtime.device import rows_at_once
 from geoflow_fast.runtime.files import contents_of, write_json
 from geoflow_fast.runtime.progress import Advance
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
@@ -35,7 +36,7 @@ TRUNK_WIDTH = 4
 INPUT_SCALE = 0.5
 """Size of the coordinates that the first layer sees. Smaller ones make a smoother function, larger ones overfit."""
 ROWS_AT_ONCE = 1024
-"""Samples that go through the network together, few enough for activations to stay in the cache."""
+"""Samples that go through the network together on a CPU, few enough for activations to stay in the cache."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,9 @@ class DistilledSampler(nn.Module):
     def draw(self, queries: Tensor, advance: Advance | None = None) -> Tensor:
         """`forward` in blocks, without a graph. `advance(n)` is called when the samples of n more queries are there."""
         parts = [queries.new_empty(0, self.n_samples, self.item_dim)]
-        for block in queries.split(max(1, ROWS_AT_ONCE // self.n_samples)):
+        row_bytes = queries.element_size() * (3 * self.config.hidden + 4 * self.item_dim)
+        at_once = rows_at_once(queries.device, row_bytes, ROWS_AT_ONCE)
+        for block in queries.split(max(1, at_once // self.n_samples)):
             parts.append(self(block))
             if advance is not None:
                 advance(len(block))

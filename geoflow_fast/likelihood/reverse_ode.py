@@ -18,11 +18,12 @@ from geoflow_fast.flow.fields import Field, FlowField, Streams, as_flow
 from geoflow_fast.flow.forward_mode import ForwardMode
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.solvers import FiniteMonitor, Points, evaluation_times, integrate, time_grid
-from geoflow_fast.geometry import check_rows
+from geoflow_fast.geometry import capturing, check_rows
 from geoflow_fast.likelihood.evaluators import Evaluator, FieldEvaluator, NetworkEvaluator
 from geoflow_fast.likelihood.probes import Probes
-from geoflow_fast.likelihood.settings import MEMORY, DensitySettings
+from geoflow_fast.likelihood.settings import CPU_MEMORY, DensitySettings
 from geoflow_fast.manifolds import Manifold
+from geoflow_fast.runtime.device import rows_at_once
 
 
 def draw_seed(generator: torch.Generator | None, like: Tensor) -> int | Tensor:
@@ -57,52 +58,95 @@ def density_estimates(
         if settings.n_probes > least:
             raise ValueError(f"n_probes={settings.n_probes} orthogonal probes do not fit into {least} dimensions")
     with flow.without_dropout(), torch.no_grad():
-        network, rows, encoded = None, max(1, len(image)), None
         if flow.network is not None:
             flow.network.check_points(image, text)
-            times = evaluation_times(time_grid(settings.n_steps, kind=settings.grid, reverse=True), settings.solver)
-            solved = len(image) * len(times) * len(directions) * (1 + settings.n_probes)
-            network = ForwardMode(flow.network, directions, sorted(set(times)), settings.precision, solved)
-            rows = rows_at_once(flow.network, directions, len(image), settings)
-            if given_number is not None:
-                given = directions[0].queries(image, text)
-                encoded = _encode_distinct(network, given, directions[0], given_number)
-        estimates = []
-        for number, pair in enumerate(zip(image.split(rows), text.split(rows))):
-            # guard: noise depends on the row and not on the chunk
-            first = first_row + number * rows
-            evaluator: Evaluator
-            if network is None:
-                evaluator = FieldEvaluator(flow, directions, pair, settings, first)
-            else:
-                known = None if encoded is None else encoded[0][encoded[1][number * rows :][:rows]]
-                evaluator = NetworkEvaluator(network, directions, pair, settings, known)
-            estimates.append(_ReverseSolve(evaluator, flow.manifold, directions, pair, settings, seed, first).run())
-    return torch.cat(estimates, dim=-1)
+            solver = _NetworkSolver(flow.network, tuple(directions), settings, len(image))
+            return solver.estimates((image, text), seed, first_row, given_number)
+        evaluator = FieldEvaluator(flow, directions, (image, text), settings, first_row)
+        rows = torch.arange(first_row, first_row + len(image), device=image.device)
+        return _ReverseSolve(evaluator, flow.manifold, directions, (image, text), settings, seed, rows).run()
 
 
-def rows_at_once(flow: GeoFlow, directions: Sequence[Direction], rows: int, settings: DensitySettings) -> int:
-    """Number of rows in chunks of equal size whose buffers and probes fit into the memory of the settings."""
+class _NetworkSolver:
+    """Solves `rows` pairs in all with a network, in chunks. On a GPU, chunks of one size are replayed."""
+
+    def __init__(
+        self, network: GeoFlow, directions: tuple[Direction, ...], settings: DensitySettings, rows: int
+    ) -> None:
+        self.network, self.directions, self.settings = network, directions, settings
+        self.times = evaluation_times(time_grid(settings.n_steps, kind=settings.grid, reverse=True), settings.solver)
+        self.network_rows = rows * len(self.times) * len(directions) * (1 + settings.n_probes)
+        most = pairs_at_once(network, directions, settings)
+        # Chunks of a CPU are of equal size; those of a GPU have the size of all other large calls.
+        chunks = max(1, -(-rows // most))
+        self.at_once = most if network.example.is_cuda else max(1, -(-rows // chunks))
+        # Settings that differ in memory alone are of one kind.
+        kind = directions, tuple(settings.facts().items())
+        self.run = network.replayed(kind, self._prepare, settings.precision, self.network_rows)
+
+    def estimates(self, pair: Streams, seed: int | Tensor, first_row: int, given_number: Tensor | None) -> Tensor:
+        """[directions, K, B] of the pairs, numbered from `first_row`."""
+        image, text = pair
+        # guard: noise depends on the row and not on the chunk
+        rows = torch.arange(first_row, first_row + len(image), device=image.device)
+        if not isinstance(seed, Tensor):
+            seed = torch.full((), seed, dtype=torch.int64, device=image.device)
+        parts: list[tuple[Tensor, ...]] = [x.split(self.at_once) for x in (image, text, rows)]
+        # To learn which points are distinct, the host would have to wait for a GPU, which encodes all of them sooner.
+        if given_number is not None and not image.is_cuda:
+            given = self.directions[0].queries(image, text)
+            network, direction = self.run.prepared.network, self.directions[0]
+            parts.append(_encode_distinct(network, given, direction, given_number, self.at_once))
+        return torch.cat([self.run(*chunk[:3], seed, *chunk[3:]) for chunk in zip(*parts)], dim=-1)
+
+    def _prepare(self) -> _NetworkSolve:
+        times, settings = sorted(set(self.times)), self.settings
+        network = ForwardMode(self.network, self.directions, times, settings.precision, self.network_rows)
+        return _NetworkSolve(network, self.directions, settings)
+
+
+class _NetworkSolve:
+    """Solves pairs, with the buffers of one network in forward mode."""
+
+    def __init__(self, network: ForwardMode, directions: Sequence[Direction], settings: DensitySettings) -> None:
+        self.network, self.directions, self.settings = network, directions, settings
+
+    def __call__(
+        self, image: Tensor, text: Tensor, rows: Tensor, seed: Tensor, encoded: Tensor | None = None
+    ) -> Tensor:
+        """Estimates [directions, K, B] of the pairs with these numbers; `encoded` [B, H] is the given stream, if it is
+        already known."""
+        pair, manifold = (image, text), self.network.flow.manifold
+        evaluator = NetworkEvaluator(self.network, self.directions, pair, self.settings, encoded)
+        return _ReverseSolve(evaluator, manifold, self.directions, pair, self.settings, seed, rows).run()
+
+
+# unchecked: re-rankers call it with settings of their own
+def pairs_at_once(flow: GeoFlow, directions: Sequence[Direction], settings: DensitySettings) -> int:
+    """The most pairs whose buffers and probes fit into the memory of the settings; on a GPU, by default, as many as its
+    memory allows and its products gain from (`runtime.device.rows_at_once`)."""
     config, like = flow.config, flow.example
     dims = config.flow_dims
     tangents = dims if settings.exact else (settings.n_probes, settings.n_probes)
     kept = min(Probes.FRAME, settings.n_steps) if settings.orthogonal_to == "steps" else 2
-    numbers = kept * settings.n_probes * sum(dims)  # in the probes and buffers of one row
+    numbers = kept * settings.n_probes * sum(dims)  # in the probes and buffers of one pair
+    rows = 0  # of one pair in the network
     for direction in directions:
         own = [tangents[stream] for stream in direction.generated]
         count = max(own) if settings.paired_tangents else sum(own)
+        rows += 1 + count
         numbers += (1 + count) * (14 * config.hidden + 6 * config.inner)
         numbers += sum((1 + tangents[s]) * (2 * dims[s] + config.hidden) for s in direction.generated)
-    memory = settings.memory or MEMORY.get(like.device.type, MEMORY["cpu"])
-    most = max(1, memory // (numbers * like.element_size()))
-    chunks = max(1, -(-rows // most))
-    return max(1, -(-rows // chunks))
+    size = numbers * like.element_size()
+    if settings.memory is None and like.is_cuda:
+        return max(1, rows_at_once(like.device, size / rows, 1) // rows)
+    return max(1, (settings.memory or CPU_MEMORY) // size)
 
 
 class _ReverseSolve:
     """Follows the pairs in all directions from t = 1 to t = 0 and integrates their divergences on the way.
 
-    The pairs are numbered from `first_row`, on which their probes depend.
+    `rows` [B] are the numbers of the pairs, on which their probes depend.
     """
 
     def __init__(
@@ -113,18 +157,17 @@ class _ReverseSolve:
         pair: Streams,
         settings: DensitySettings,
         seed: int | Tensor,
-        first_row: int,
+        rows: Tensor,
     ) -> None:
         self.evaluator, self.pair, self.settings, self.manifold = evaluator, pair, settings, manifold
         self.moving = [(solve, stream) for solve, direction in enumerate(directions) for stream in direction.generated]
         # Aligned probes of a stream learn from the first solve that moves it.
         self.leader = {stream: k for k, (_, stream) in reversed(list(enumerate(self.moving)))}
-        rows = torch.arange(first_row, first_row + len(pair[0]), device=pair[0].device)
         self.probes = Probes(seed, torch.zeros_like(rows[:1]) if settings.shared else rows, settings, manifold, pair[0])
         self.draws = 0
         names = [f"{directions[solve].value}: {STREAMS[stream]}" for solve, stream in self.moving]
-        self.state_monitor = FiniteMonitor(names, first_row)
-        self.divergence_monitor = FiniteMonitor([f"{name.value}: divergence" for name in directions], first_row)
+        self.state_monitor = FiniteMonitor(names, rows[:1])
+        self.divergence_monitor = FiniteMonitor([f"{name.value}: divergence" for name in directions], rows[:1])
         count = 1 if settings.exact else settings.n_probes
         self.integral = torch.zeros(len(directions), count, len(rows), dtype=torch.float64, device=rows.device)
 
@@ -143,6 +186,8 @@ class _ReverseSolve:
         self.divergence_monitor.close()
         for (solve, _), x in zip(self.moving, end):
             self.integral.select(0, solve).add_(self.manifold.log_base(x))
+            if capturing(x):  # nothing checks the states: one that is not finite must show in the result
+                self.integral.select(0, solve).add_(0 * torch.linalg.vector_norm(x, dim=-1))
         return self.integral
 
     def _rate(self, points: Points, t: float, weight: float) -> Points:
@@ -185,12 +230,15 @@ class _ReverseSolve:
         return tuple(drawn)
 
 
-def _encode_distinct(network: ForwardMode, x: Tensor, direction: Direction, number: Tensor) -> tuple[Tensor, Tensor]:
-    """Encodings [U, H] of the distinct points among the given ones `x` [B, d], which `number` [B] tells apart, and the
-    position of each row's encoding among them [B]."""
+def _encode_distinct(
+    network: ForwardMode, x: Tensor, direction: Direction, number: Tensor, at_once: int
+) -> tuple[Tensor, ...]:
+    """Encodings [B, H] of the given points `x` [B, d], in chunks; those that have the same `number` [B] are encoded
+    once."""
     kept, position = number.to(x.device).unique(return_inverse=True)
     row = torch.empty_like(kept).scatter_(0, position, torch.arange(len(x), device=x.device))
-    return network.encode(x[row], cast(int, direction.given)), position
+    encoded = network.encode(x[row], cast(int, direction.given))
+    return tuple(encoded[some] for some in position.split(at_once))
 
 
 def divergences(

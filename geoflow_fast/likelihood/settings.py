@@ -15,8 +15,8 @@ PROBES = ("aligned", "gaussian", "rademacher")
 ORTHOGONAL = ("steps", "probes", "none")
 TANGENTS = ("separate", "combined", "alternating")
 
-MEMORY = {"cpu": 64 * 2**20, "cuda": 2**30}
-"""Default memory for the activations of a network, in bytes. On a CPU they should stay in its last-level cache."""
+CPU_MEMORY = 64 * 2**20
+"""Default memory for the activations of a network on a CPU, in bytes: they should stay in its last-level cache."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class DensitySettings(Settings):
     on processors and GPUs with units for it; or "auto", which is bfloat16 where that is faster, else float32. All the
     rest is float32, and traces are summed in float64.
 
-    `memory`: bytes for the activations of a network, which limits how many rows it evaluates at a time. This does not
-    change the result beyond rounding.
+    `memory`: bytes for the activations of a network, which limits how many rows it evaluates at a time; by default 64
+    MiB on a CPU and half of what is free on a GPU, or 32,768 rows. This does not change the result beyond rounding.
     """
 
     KEYWORDS: ClassVar[tuple[str, ...]] = ("n_steps", "n_probes", "solver")

@@ -256,6 +256,9 @@ def _check_finite(sums: Tensor, numbers: Tensor | None) -> None:
 ROUNDING_LIMIT = 0.01
 """Nats that `precision="auto"` may cost."""
 _LEAST_WIDTH = 128  # of narrower rows, the second parts of coordinates take what rounding saves
+_GPU_SAMPLES = 4096
+"""From so many samples on a GPU gains more by one product instead of three than it loses by rounding the gallery, which
+takes it some ten passes over the rows."""
 _SPARE = 16
 _PER_LARGE, _LANES, _LOOKS = 32, 16, 512  # as in csrc/cpu/gemm_bfloat16.h
 
@@ -276,6 +279,8 @@ def _may_be_rounded(samples: Tensor, kappa: float, backend: str) -> Tensor | Non
     own, missing = ("triton", triton_kernels.missing) if on_gpu else ("cpu", native.missing_bfloat16)
     served = samples.dtype == torch.float32 and backend in ("auto", own)
     if not served or width < _LEAST_WIDTH or capturing(samples) or missing() is not None:
+        return None
+    if on_gpu and samples.shape[0] * samples.shape[1] < _GPU_SAMPLES:
         return None
     error: Tensor = 2.0**-9 * kappa * samples.norm(dim=2).amax(dim=1) / math.sqrt(width)
     return error < ROUNDING_LIMIT

@@ -43,6 +43,8 @@ from geoflow_fast.retrieval.no_match import NoMatch, fit_no_match
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.files import contents_of, read_json, write_json
 
+ENCODERS = "encoders"
+"""The fact that holds the encoders of "queries" and "items", as far as they are known."""
 KIND, VERSION = "geoflow rerank calibration", 4
 LEAST_QUERIES = 50
 """Nothing is fitted with fewer queries whose item reaches the shortlist."""
@@ -290,8 +292,8 @@ def _two_numbers(values: Sequence[float] | None) -> tuple[float, float] | None:
 
 
 def changed_facts(made_for: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Names of the facts in which two descriptions of a re-ranker differ."""
-    return sorted(key for key in {*made_for, *now} if made_for.get(key) != now.get(key))
+    """Names of the facts in which two descriptions of a re-ranker differ, but for encoders, which need not be known."""
+    return sorted(key for key in {*made_for, *now} - {ENCODERS} if made_for.get(key) != now.get(key))
 
 
 def weighted(evidence: Evidence, weights: Mapping[str, float], outside: float) -> Tensor:

@@ -21,7 +21,7 @@ from geoflow_fast.retrieval.evidence import Evidence, cosines, folds_of
 from geoflow_fast.retrieval.hubs import MOST_ROWS, SCALES, Hubs
 from geoflow_fast.retrieval.item_bank import ItemBank
 from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows
-from geoflow_fast.runtime.device import clock
+from geoflow_fast.runtime.device import clock, rows_at_once
 from geoflow_fast.runtime.progress import Advance
 
 if TYPE_CHECKING:
@@ -143,7 +143,8 @@ class HeldOut:
         index = self.reranker._shortlists(self.queries, self.reranker.shortlist)
         parts: defaultdict[str, list[Tensor]] = defaultdict(list)
         order = torch.argsort(self.fold, stable=True)  # items have one hub correction for all queries of a fold
-        for rows in order.split(QUERIES_AT_ONCE):
+        row_bytes = 3 * index.shape[1] * self.known_items.shape[1] * self.queries.element_size()
+        for rows in order.split(rows_at_once(order.device, row_bytes, QUERIES_AT_ONCE)):
             for name, values in self._features(rows, index[rows]).items():
                 parts[name].append(values)
             advance(len(rows))

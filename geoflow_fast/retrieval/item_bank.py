@@ -18,9 +18,12 @@ from torch import Tensor
 from geoflow_fast.retrieval.hubs import Hubs
 from geoflow_fast.retrieval.sources import HeadSource
 from geoflow_fast.runtime import hashing
+from geoflow_fast.runtime.device import rows_at_once
 
 CELLS_AT_ONCE = 1 << 21
-"""Scores of pairs (query, item) that are in memory at a time."""
+"""Scores of pairs (query, item) that are in a processor's memory at a time."""
+CELL_BYTES = 32
+"""What a GPU needs for each of them."""
 
 
 class ItemBank:
@@ -44,7 +47,9 @@ class ItemBank:
         evidence. `left_out` [Q, B] says which items do not count for which query."""
         numbers = self._numbers(weights, hub_scale)
         source, parts = self.source, []
-        for rows in torch.arange(len(queries), device="cpu").split(max(1, CELLS_AT_ONCE // len(self.items))):
+        on_cpu = max(1, CELLS_AT_ONCE // len(self.items))
+        at_once = rows_at_once(queries.device, CELL_BYTES * len(self.items), on_cpu)
+        for rows in torch.arange(len(queries), device="cpu").split(at_once):
             scores = numbers.expand(len(rows), -1)
             if "cosine" in weights:
                 scores = scores + weights["cosine"] * (queries[rows] @ self.items.T).double()

@@ -34,9 +34,10 @@ from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.head.model import PosteriorHead
-from geoflow_fast.likelihood.reverse_ode import density_estimates
+from geoflow_fast.likelihood.reverse_ode import density_estimates, pairs_at_once
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.retrieval.calibration import (
+    ENCODERS,
     UNCALIBRATED,
     UNCALIBRATED_COSINE,
     UNCALIBRATED_HEAD,
@@ -62,12 +63,15 @@ from geoflow_fast.retrieval.marginals import FORMAT, Remembered
 from geoflow_fast.retrieval.sources import HeadSource
 from geoflow_fast.retrieval.task import RetrievalTask, drawn_rows, judged_items
 from geoflow_fast.runtime import checks, hashing
+from geoflow_fast.runtime.device import rows_at_once
 from geoflow_fast.runtime.progress import Advance, progress_bar
 from geoflow_fast.runtime.settings import deprecated_attribute, deprecated_keyword
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 
 PAIRS_AT_ONCE = 2048
-"""(query, item) pairs whose embeddings are gathered at a time."""
+"""(query, item) pairs whose embeddings are gathered at a time on a CPU."""
+EMBEDDINGS = 4
+"""Copies of a pair's embeddings that are in memory at a time, where a GPU gathers as many pairs as fit."""
 SHORTLIST, WHOLE_SHORTLIST, FLOW_ITEMS = 128, 512, 32
 """Items of a shortlist in a large gallery and in one of at most `SMALL_GALLERY` items, and about how many of them the
 flow is asked, for which each is a reverse solve."""
@@ -245,6 +249,12 @@ class BayesReranker(nn.Module):
         models: dict[str, Any] = {"the flow": self.flow, "the head": self.head}
         return {name: side(*model.origin.encoders) for name, model in models.items() if hasattr(model, "origin")}
 
+    def _calibrated_for(self, calibration: Calibration | None = None) -> tuple[Fingerprint | None, Fingerprint | None]:
+        """The encoders of queries and items that the calibration was made with, where they are known."""
+        facts = calibration or self.calibration
+        known = {} if facts is None else facts.made_for.get(ENCODERS, {})
+        return Fingerprint.read(known.get("queries")), Fingerprint.read(known.get("items"))
+
     @property
     def _default_lengths(self) -> tuple[int, int]:
         return (WHOLE_SHORTLIST if len(self.gallery) <= SMALL_GALLERY else SHORTLIST), FLOW_ITEMS
@@ -400,7 +410,10 @@ class BayesReranker(nn.Module):
         no_match_share: float = 0.0,
     ) -> Reranked:
         """Same as `forward` without its warning, and calls `advance(n)` whenever n more queries are done."""
-        queries, query_ids = named_rows(queries, self._made_for(self.direction.queries))
+        encoders = self._calibrated_for()
+        refuse_other_encoder({"the calibration": encoders[1], "the gallery": self.gallery.encoder})
+        known = {**self._made_for(self.direction.queries), "the calibration": encoders[0]}
+        queries, query_ids = named_rows(queries, known)
         queries = checks.rows(queries, "queries", self.query_dim, self.example, "Q")
         check_rows(queries, "queries")
         made_for = {} if self.calibration is None else self.calibration.made_for
@@ -496,10 +509,12 @@ class BayesReranker(nn.Module):
         checks.integer(max_queries, "max_queries", 1)
         if isinstance(pairs, Qrels):
             known, source = self._judged(pairs, queries, least_grade, max_queries), ""
+            encoders = {"items": self.gallery.encoder} if self.gallery.encoder is not None else {}
         else:
             if queries is not None:
                 raise ValueError("queries= belongs to judgements; pairs have queries of their own")
             known, source = self._paired(pairs, max_queries), pairs.fingerprint()
+            encoders = self._common_encoders(pairs)
         if not self.lengths_are_given:
             self._use_lengths(self._default_lengths)
         with progress_bar(len(known), 0, "held-out queries", shown=progress) as advance:
@@ -508,8 +523,24 @@ class BayesReranker(nn.Module):
         digest = self._bank_digest if HUB_FEATURES & set(fitted.by_feature) else ""
         self.item_bank = item_bank if uses_bank(fitted) else None
         items = "" if self.item_bank is None else self.item_bank.digest
-        self.calibration = fitted = dataclasses.replace(fitted, pairs=source, bank=digest, items=items)
+        facts = {ENCODERS: {side: each.to_json() for side, each in encoders.items()}} if encoders else {}
+        self.calibration = fitted = dataclasses.replace(
+            fitted, pairs=source, bank=digest, items=items, made_for={**fitted.made_for, **facts}
+        )
         return fitted
+
+    def _common_encoders(self, pairs: EmbeddingPairs) -> dict[str, Fingerprint]:
+        """The encoders of queries and items, where they are known. A ValueError says that the held-out pairs come from
+        another one than the models or the gallery."""
+        encoders = {}
+        for side, of in (("queries", self.direction.queries), ("items", self.direction.items)):
+            known = {**self._made_for(of), "the set of held-out pairs": of(*pairs.encoders)}
+            if side == "items":
+                known["the gallery"] = self.gallery.encoder
+            refuse_other_encoder(known)
+            if told := [each for each in known.values() if each is not None]:
+                encoders[side] = told[0]
+        return encoders
 
     def _fitted(self, known: KnownItems, advance: Advance) -> tuple[Calibration, Tensor, ItemBank]:
         """The calibration on these queries, the bank of queries that it corrects for hubs by, and the bank of items by
@@ -602,6 +633,8 @@ class BayesReranker(nn.Module):
             self._use_lengths(own)
         try:
             calibration = Calibration.load(file, self.made_for)
+            made_for = self._calibrated_for(calibration)[1]
+            refuse_other_encoder({"the calibration": made_for, "the gallery": self.gallery.encoder})
         except (ValueError, OSError):
             self._use_lengths(lengths)
             raise
@@ -639,7 +672,7 @@ class BayesReranker(nn.Module):
     def _without_copies(self, index: Tensor) -> Tensor:
         """The numbers [Q, K], with -1 instead of those of copies of an item with a lower number."""
         parts = [index[:0]]
-        for rows in index.split(max(1, 4 * PAIRS_AT_ONCE // index.shape[1])):
+        for rows in index.split(max(1, self._pairs_at_once(4 * PAIRS_AT_ONCE) // index.shape[1])):
             valid = rows >= 0
             items = self.gallery.take(rows.clamp(min=0), self.example.dtype)
             parts.append(rows.masked_fill(valid & (first_numbers(items, rows, valid) != rows), -1))
@@ -692,9 +725,8 @@ class BayesReranker(nn.Module):
                 precision=drawn.precision,
             ).top_index
         points = torch.nn.functional.normalize(drawn.samples, dim=-1).flatten(0, 1)
-        rows = self.store.search(points.float().cpu().numpy(), count)[1]
-        hits = torch.as_tensor(rows, device=queries.device)
-        index = hits.reshape(len(queries), -1).sort(1).values
+        hits = self._checked_rows(self.store.search(points.float().cpu().numpy(), count)[1], len(queries), len(points))
+        index = hits.to(queries.device).reshape(len(queries), -1).sort(1).values
         again = torch.nn.functional.pad(index[:, 1:] == index[:, :-1], (1, 0))
         index = index.masked_fill(again, -1)
         number = index.clamp(min=0)
@@ -702,6 +734,20 @@ class BayesReranker(nn.Module):
         score = self.source.scores(drawn_points, self.gallery.take(number, queries.dtype)) - marginals[number]
         best = score.masked_fill(index < 0, -math.inf).topk(min(count, index.shape[1]), dim=1).indices
         return index.gather(1, best)
+
+    def _checked_rows(self, rows: object, queries: int, points: int) -> Tensor:
+        """The rows [points, K] of the gallery that a store has found for the points of some queries; -1 is no row."""
+        numbers = np.asarray(rows)
+        if numbers.dtype.kind not in "iu" or numbers.ndim != 2 or len(numbers) != points:
+            shape = f"{numbers.dtype} {list(numbers.shape)}"
+            raise ValueError(f"the store must give row numbers, whole numbers [{points}, K], got {shape}")
+        wrong = (numbers < -1) | (numbers >= len(self.gallery))
+        if wrong.any():
+            point, hit = np.argwhere(wrong)[0]
+            query = int(point) * queries // points
+            unknown = f"row {numbers[point, hit]} of a gallery of {len(self.gallery)}"
+            raise ValueError(f"the store gave query {query} {unknown}")
+        return torch.from_numpy(numbers.astype(np.int64))
 
     def head_marginals(self) -> Tensor:
         """What is subtracted from the head's scores of all items when shortlists are chosen by them: [N]."""
@@ -747,7 +793,8 @@ class BayesReranker(nn.Module):
         numbers, source = self._item_numbers(needed), self.source
         asks_head = source is not None and not {"head", "head_posterior"}.isdisjoint(needed)
         points = source.head.points(queries, self.direction) if source is not None and asks_head else None
-        for rows in torch.arange(len(queries), device="cpu").split(max(1, PAIRS_AT_ONCE // index.shape[1])):
+        at_once = max(1, self._pairs_at_once(PAIRS_AT_ONCE) // index.shape[1])
+        for rows in torch.arange(len(queries), device="cpu").split(at_once):
             number = index[rows].clamp(min=0)
             items = self.gallery.take(number, queries.dtype)
             nearness = self.nearness(queries[rows], items, number)
@@ -818,7 +865,12 @@ class BayesReranker(nn.Module):
         log_density = torch.zeros(number.shape, dtype=torch.float64, device=queries.device)
         most = max(1, int(asked.sum(1).max())) if len(asked) else 1
         column = asked.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
-        for rows in asked.any(1).nonzero().squeeze(1).split(max(1, PAIRS_AT_ONCE // most)):
+        at_once = PAIRS_AT_ONCE
+        if queries.is_cuda and self.flow is not None:
+            at_once = pairs_at_once(self.flow, (self.direction.reverse,), self.density)
+        every = torch.arange(len(queries), device=queries.device)
+        rows_asked = every if self.budget is None else asked.any(1).nonzero().squeeze(1)
+        for rows in rows_asked.split(max(1, at_once // most)):
             chosen = number[rows].gather(1, column[rows])
             there = asked[rows].gather(1, column[rows])
             estimate = self.log_densities(queries[rows], take(chosen), chosen, there)
@@ -832,14 +884,25 @@ class BayesReranker(nn.Module):
         """log p(query | item) [Q, K] of items [Q, K, d], zero where they are not `valid` [Q, K]. All are estimated at
         once; an item that several queries share, as equal `number` [Q, K] tell, is encoded once."""
         assert self.flow is not None
-        image, text = self.direction.pair(queries.unsqueeze(1).expand(-1, items.shape[1], -1)[valid], items[valid])
+        every = queries.unsqueeze(1).expand(-1, items.shape[1], -1)
         directions = (self.direction.reverse,)
+        if queries.is_cuda:
+            # Which items are valid, and how many, only the GPU knows: it takes all of them, and solves have one shape.
+            image, text = self.direction.pair(every.flatten(0, 1), items.flatten(0, 1))
+            estimates = density_estimates(self.flow, image, text, directions, self.density, self.seed)
+            return estimates[0].mean(0).view(valid.shape).masked_fill(~valid, 0.0)
+        image, text = self.direction.pair(every[valid], items[valid])
         estimates = density_estimates(
             self.flow, image, text, directions, self.density, self.seed, given_number=number[valid]
         )
         log_density = torch.zeros(valid.shape, dtype=torch.float64, device=queries.device)
         log_density[valid] = estimates[0].mean(0)
         return log_density
+
+    def _pairs_at_once(self, on_cpu: int) -> int:
+        """Pairs whose embeddings are gathered at a time."""
+        row_bytes = EMBEDDINGS * (self.query_dim + self.gallery.dim) * self.example.element_size()
+        return rows_at_once(self.example.device, row_bytes, on_cpu)
 
     def _read_out(
         self,

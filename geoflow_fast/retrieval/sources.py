@@ -139,7 +139,7 @@ class FlowSource(Source):
         }
 
     def draw(self, queries: Tensor, advance: Advance | None = None) -> ScoringPoints:
-        start = self.start.to(self.example)
+        self.start = start = self.start.to(self.example)  # copied to a GPU once
         queries = queries.to(start.generated)
         samples = sample_conditional(self.flow, queries, self.direction, start, self.sampling, advance)
         return ScoringPoints(samples, self.kappa, precision=self.precision)

@@ -1,10 +1,15 @@
-"""The device that a command or a call runs on: its choice, and its clock."""
+"""The device that a command or a call runs on: its choice, its clock, and how much it works on at a time."""
 
 from __future__ import annotations
 
 import time
 
 import torch
+
+GPU_ROWS_AT_ONCE = 32_768
+"""Rows from which on the matrix products of a GPU are no faster."""
+WORKING_SHARE = 0.5
+"""Share of a GPU's spare memory that the rows of one call may take."""
 
 
 def usable_device(name: str) -> torch.device:
@@ -22,6 +27,17 @@ def spare_memory(device: torch.device) -> int:
     """Bytes of a GPU's memory that nobody uses, with what torch holds in reserve for this process."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+# unchecked: called with the device of a tensor
+def rows_at_once(device: torch.device, row_bytes: float, on_cpu: int) -> int:
+    """Rows of `row_bytes` each that are worked on together: `on_cpu` on a processor, whose caches they should fit into.
+    On a GPU, up to 32,768, as many as half of its spare memory has room for; a power of two below that, so that calls
+    have the same shapes, and a graph serves all of them, while the memory in use changes a little."""
+    if device.type != "cuda":
+        return on_cpu
+    fitting = int(WORKING_SHARE * spare_memory(device) / row_bytes)
+    return GPU_ROWS_AT_ONCE if fitting >= GPU_ROWS_AT_ONCE else 1 << max(0, fitting.bit_length() - 1)
 
 
 # unchecked: called with the device of a tensor

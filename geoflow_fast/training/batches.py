@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic
@@ -170,6 +171,21 @@ def tensors_of(batch: object) -> list[Tensor]:
     return [x for x in fields if isinstance(x, Tensor)]
 
 
+def with_tensors(batch: B, tensors: Sequence[Tensor]) -> B:
+    """The batch with other tensors in place of those of `tensors_of`."""
+    others = iter(tensors)
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(replaced(x) for x in value)
+        return next(others) if isinstance(value, Tensor) else value
+
+    twin = copy.copy(batch)
+    for name, value in vars(batch).items():
+        object.__setattr__(twin, name, replaced(value))  # batches are frozen
+    return twin
+
+
 @dataclass(frozen=True)
 class Batch:
     """Input and target of the network, rows sorted by direction: points [B, d] and velocities [B, d] of both streams,
@@ -252,8 +268,9 @@ class BatchMaker:
         curriculum."""
         config, self.step = self.config, step
         generator = generator_for(config.seed, "batch", step)
-        p_joint = self.curriculum.joint_probability(step)
-        plan = draw_batch_plan(config.batch_size, p_joint, config.p_drop, generator)
+        plan = draw_batch_plan(
+            config.batch_size, self.joint_share(step), config.p_drop, generator, fixed=config.fixed_directions
+        )
         index, own = self.order[step][self.own], plan
         if len(self.own) < config.batch_size:
             own = plan.select(self.own)
@@ -268,6 +285,11 @@ class BatchMaker:
         for rows, direction, rule in coupling_groups(plan.counts, config):
             seconds += self.couple_group(noise, data, rows, direction, rule, generator)
         return self._interpolate(noise, data, own, seconds, check=self.rows is None)
+
+    def joint_share(self, step: int) -> float:
+        """The share of joint rows in the batch of a step: the expected one, or the one that it has."""
+        curriculum = self.curriculum
+        return curriculum.joint_share(step) if self.config.fixed_directions else curriculum.joint_probability(step)
 
     def couple_group(
         self, noise: Streams, data: Streams, rows: slice, direction: Direction, rule: str, generator: torch.Generator

@@ -116,7 +116,8 @@ class TrainConfig(RunConfig):
 
     Curriculum: the first `conditional_share` of the steps are conditional only; over the next `ramp_share` the
     probability of a joint row rises linearly to `p_joint`. `p_drop`: probability that a conditional row has its
-    condition replaced by noise.
+    condition replaced by noise. `fixed_directions`: give every batch the expected number of rows of each direction
+    instead of drawing it, so that a GPU can capture a step as a CUDA graph and replay it.
 
     Run: `steps`, `batch_size` and `seed`. `lr`: peak learning rate, reached after `warmup_steps` (a tenth of the run if
     the run is not longer than that), then a cosine to zero. `optimizer`: "adamw", "adam", or "sgd" with momentum 0.9.
@@ -145,6 +146,7 @@ class TrainConfig(RunConfig):
     p_joint: float = 0.40
     p_drop: float = 0.10
     blend: bool = False
+    fixed_directions: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -154,8 +156,9 @@ class TrainConfig(RunConfig):
         checks.one_of(self.conditional_coupling, "conditional_coupling", CONDITIONAL_COUPLINGS)
         checks.one_of(self.noise, "noise", NOISES)
         checks.one_of(self.ot_scope, "ot_scope", OT_SCOPES)
-        if not isinstance(self.blend, bool):
-            raise TypeError(f"blend must be True or False, got {self.blend!r}")
+        for name in ("blend", "fixed_directions"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
 
     @classmethod
     def paper(cls) -> TrainConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -128,6 +128,14 @@ class FlowMatching(Objective[Batch]):
         # Autocast starts a GPU for every conversion. A compiler does without them, and a CPU hardly notices.
         return HalfTwin(self.flow) if self.batches.device.type == "cuda" and not self.config.compile else None
 
+    def why_not_captured(self) -> str | None:
+        if self.config.fixed_directions:
+            return None
+        return "the number of rows of each direction is drawn anew in every step; fixed_directions=True fixes it"
+
+    def kind(self, batch: Batch) -> Hashable:
+        return batch.counts
+
     def choices(self) -> dict[str, str]:
         return {"noise": self.batches.scheme}
 
@@ -146,7 +154,7 @@ class FlowMatching(Objective[Batch]):
             self.world.all_reduce(sums)
         return {
             **{name: total / rows for name, (total, rows) in zip(LOSS_NAMES, sums.tolist()) if rows},
-            "p_joint": self.batches.curriculum.joint_probability(step),
+            "p_joint": self.batches.joint_share(step),
             "coupling_seconds": batch.coupling_seconds,
             "coupling_share": share_of_time(batch.coupling_seconds, seconds),
         }

@@ -23,10 +23,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from geoflow_fast.flow.model import CONFIG_FILE, WEIGHTS_FILE
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.files import contents_of, locked
+from geoflow_fast.runtime.graphs import Graphs, unsuitable
 from geoflow_fast.runtime.interrupt import stop_on_interrupt
 from geoflow_fast.runtime.late import LateValues
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
-from geoflow_fast.training.batches import Prefetcher, generator_for
+from geoflow_fast.training.batches import Prefetcher, generator_for, tensors_of, with_tensors
 from geoflow_fast.training.config import RunConfig
 from geoflow_fast.training.half import HalfTwin
 from geoflow_fast.training.logging import (
@@ -73,12 +74,19 @@ class TrainReport:
     blend: dict[str, Any] | None = None
 
 
-def make_optimizer(module: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
-    """The optimiser that `config` names, over all parameters."""
+def make_optimizer(module: nn.Module, config: RunConfig, rate: Tensor | None = None) -> torch.optim.Optimizer:
+    """The optimiser that `config` names, over all parameters. One whose steps are captured reads its learning rate from
+    the tensor `rate`."""
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay, "fused": True}
+    optimizer: torch.optim.Optimizer
     if config.optimizer == "sgd":
-        return torch.optim.SGD(module.parameters(), momentum=MOMENTUM, **options)
-    return {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[config.optimizer](module.parameters(), **options)
+        optimizer = torch.optim.SGD(module.parameters(), momentum=MOMENTUM, **options)
+    else:
+        chosen = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[config.optimizer]
+        optimizer = chosen(module.parameters(), capturable=rate is not None, **options)
+    for group in optimizer.param_groups if rate is not None else ():
+        group["lr"] = rate
+    return optimizer
 
 
 class Run(Generic[B]):
@@ -90,7 +98,13 @@ class Run(Generic[B]):
         self.config = config = objective.config
         self.world = objective.world
         self.device = next(self.module.parameters()).device
-        self.optimizer = make_optimizer(self.module, config)
+        self.why_not_captured = self._why_not_captured()
+        # Each kind of batches follows the one before, and none comes again.
+        self.graphs = Graphs(kept=1)
+        self.learning_rate: Tensor | None = None
+        if self.why_not_captured is None:
+            self.learning_rate = torch.full((), config.lr, dtype=torch.float32, device=self.device)
+        self.optimizer = make_optimizer(self.module, config, self.learning_rate)
         self.averaged: AveragedModel | None = None
         if config.ema_decay is not None:
             with torch.device("cpu"):  # a counter besides the copy of the weights
@@ -124,8 +138,53 @@ class Run(Generic[B]):
         """Takes one step of the optimiser and returns (losses [B] of this rank's rows, gradient norm before clipping,
         0-d). Nothing waits for a GPU: `settle` looks at what it has finished."""
         self.module.train()
-        twin = self._twin()
         torch.manual_seed(generator_for(self.config.seed, self.dropout_purpose, self.step).initial_seed())
+        self._set_learning_rate(self.config.learning_rate(self.step))
+        outcome = self._replayed(batch)
+        if outcome is None:
+            losses, norm, total = self._gradients(batch)
+            self._look_at(norm, total)
+            self._descend(norm, total)
+        else:  # the step is taken, unless the loss is not finite
+            losses, norm, total = outcome
+            self._look_at(norm, total)
+        self.step += 1
+        return losses, norm
+
+    def _why_not_captured(self) -> str | None:
+        """Why a GPU does not replay the steps of this run; None if it does, from the second of each kind on."""
+        if self.world.size > 1:
+            return "ranks add up their gradients in the middle of a step"
+        if self.config.compile:
+            return "torch.compile traces the step"
+        return self.objective.why_not_captured() or unsuitable(next(self.module.parameters()))
+
+    def _set_learning_rate(self, rate: float) -> None:
+        if self.learning_rate is not None:
+            self.learning_rate.fill_(rate)
+            return
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
+    def _replayed(self, batch: B) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Takes a step by replaying the one before of its kind; None if there is a reason not to."""
+        if self.why_not_captured is not None:
+            self.graphs.reason = self.why_not_captured
+            return None
+
+        def step(*tensors: Tensor) -> Tensor:
+            losses, norm, total = self._gradients(with_tensors(batch, tensors))
+            self._descend(norm, total)
+            return torch.cat((losses, norm.view(1), total.view(1)))
+
+        tensors = tensors_of(batch)
+        kind = self.objective.kind(batch), tuple(x.shape for x in tensors)
+        outcome = self.graphs.replay(kind, lambda: step, *tensors, repeatable=False)
+        return None if outcome is None else (outcome[:-2], outcome[-2], outcome[-1])
+
+    def _gradients(self, batch: B) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses [B], the norm of the gradient and the sum of the losses; parameters have their gradients then."""
+        twin = self._twin()
         rows = len(batch) if self.world.size == 1 else self.config.batch_size
         self.optimizer.zero_grad()
         piece_losses = []
@@ -141,20 +200,23 @@ class Run(Generic[B]):
         if self.world.size > 1:
             sum_gradients(self.module, total, self.world)
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.module.parameters() if p.grad is not None])
+        return losses, norm, total
+
+    def _look_at(self, norm: Tensor, total: Tensor) -> None:
+        """Sends the outcome of a step to the host, and looks at what has arrived there."""
         self.outcomes.put(self.step, torch.stack((norm, total)))
         # Ranks must agree on when they look: one step late, all of them.
         self.settle(None if self.world.size == 1 else 1)
+
+    def _descend(self, norm: Tensor, total: Tensor) -> None:
+        """Takes the optimiser's step, and averages the weights."""
         # The optimiser divides gradients by a scale, and leaves the weights alone where the loss is not finite.
         scaled: Any = self.optimizer
         scaled.grad_scale = ((norm + CLIP_EPS) / self.config.clip).clamp(min=1.0)
         scaled.found_inf = (norm + total).isfinite().logical_not().float() if self.device.type == "cuda" else None
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate(self.step)
         self.optimizer.step()
         if self.averaged is not None:
             self.averaged.update_parameters(self.module)
-        self.step += 1
-        return losses, norm
 
     def _twin(self) -> HalfTwin | None:
         """The twin that a step in bfloat16 goes through, with the present weights; None if there is none."""
@@ -393,6 +455,8 @@ def _begin(run: Run[B], folder: Path | None, *, resume: bool) -> None:
 def _take_steps(run: Run[B], folder: Path | None, *, shown: bool | None) -> None:
     """Takes steps until the run is finished or interrupted, or diverges."""
     config, world = run.config, run.world
+    if run.why_not_captured is not None and run.device.type == "cuda":
+        LOGGER.info("steps are started kernel by kernel, and not replayed: %s", run.why_not_captured)
     fresh = run.best_step < 0 and run.step == 0
     # A new run has no lines yet; those of one that was killed before its first checkpoint are written again.
     last_line = -1 if fresh else run.step
@@ -451,7 +515,7 @@ def _take_step(run: Run[B], prefetcher: Prefetcher[B], rate: StepRate) -> dict[s
         values = {
             "loss": float(losses.mean()) if run.world.size == 1 else run.world.mean(losses),
             "gradient_norm": float(norm),
-            "lr": run.optimizer.param_groups[0]["lr"],
+            "lr": config.learning_rate(run.step - 1),
             "steps_per_second": rate(run.step),
             "batch_wait_share": share_of_time(waited, seconds),
             **run.objective.metrics(batch, losses, run.step - 1, seconds),

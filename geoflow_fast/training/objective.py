@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -93,6 +93,15 @@ class Objective(ABC, Generic[B]):
     def half_twin(self) -> HalfTwin | None:
         """A twin of the module for steps in bfloat16, which `losses` uses while it is `self.twin`; None where autocast
         does the same."""
+        return None
+
+    def why_not_captured(self) -> str | None:
+        """Why a GPU cannot capture a step and replay it; None if steps do the same work on tensors of the same shapes,
+        but for what `kind` names."""
+        return "its batches do not have the same shapes in all steps"
+
+    def kind(self, batch: B) -> Hashable:  # noqa: ARG002
+        """What the work of a step depends on besides the shapes of the batch's tensors."""
         return None
 
     def choices(self) -> dict[str, str]:

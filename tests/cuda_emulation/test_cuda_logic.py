@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import geoflow_fast as gf
 from geoflow_fast import ops
+from geoflow_fast.distributed import ALONE
 from geoflow_fast.likelihood import density
 from geoflow_fast.ops import dispatch, triton_kernels
 from geoflow_fast.retrieval.marginals import log_mean_scores
@@ -340,7 +341,7 @@ def test_automatic_precision_asks_for_bfloat16_units_not_for_emulation(monkeypat
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     nothing = mock.Mock(fingerprint=lambda: "")
     module = torch.nn.ParameterList([torch.nn.Parameter(cuda(2, 2))])
-    objective = mock.Mock(module=module, config=gf.TrainConfig(ema_decay=None), pairs=nothing, val=nothing)
+    objective = mock.Mock(module=module, config=gf.TrainConfig(ema_decay=None), pairs=nothing, val=nothing, world=ALONE)
     objective.choices = dict
     objective.gains_from_bfloat16 = functools.partial(Objective.gains_from_bfloat16, objective)
     assert loop.Run(objective).bfloat16 is False

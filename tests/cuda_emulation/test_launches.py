@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from pathlib import Path
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
+import geoflow_fast as gf
+
 pytest.importorskip("triton", reason="the CUDA path needs triton")
 from geoflow_fast import ops
+from geoflow_fast.directions import DIRECTIONS
+from geoflow_fast.flow.sampling import network_rows_at_once
+from geoflow_fast.head.loss import _tiles, point_scores
+from geoflow_fast.likelihood.reverse_ode import density_estimates, pairs_at_once
+from geoflow_fast.runtime.device import rows_at_once
+from geoflow_fast.runtime.graphs import Graphs
 from tools import launches
 from tools.launches import counted, fake_rows, list_launches, on_gpu, training
 
@@ -91,9 +104,10 @@ def test_launches_over_lists():
 
 def test_a_training_step_waits_for_nothing_and_starts_at_most_450_kernels():
     """The paper's run: noise, gathering, coupling, network, loss, optimiser. 1,060 kernels and 8 waits before."""
-    step = training(3) - training(2)
+    step = training(3)
     assert not step.synchronisations
     assert step.kernels.total() <= 450
+    assert not step.replays
     assert step.of("counter_noise") == step.of("unit_rows") == 2
     assert step.of("sinkhorn_kernel") == 1
 
@@ -102,7 +116,7 @@ def test_a_training_step_waits_for_nothing_and_starts_at_most_450_kernels():
 def test_pairs_are_kept_on_the_device_or_sent_without_a_wait(monkeypatch, resident):
     if not resident:
         monkeypatch.setattr("geoflow_fast.training.device_rows.RESIDENT_SHARE", 0.0)
-    step = training(2, batch_size=64) - training(1, batch_size=64)
+    step = training(2, batch_size=64)
     assert not step.synchronisations
     assert step.of("unit_rows") == 2
     # Times, directions and row numbers alone, or the rows too.
@@ -128,3 +142,156 @@ def test_a_likelihood_evaluation_is_at_most_180_kernels_and_never_waits(precisio
 def test_a_solve_waits_once_at_its_end():
     """Beside the check of what comes in, a solve of any length asks once whether all states were finite."""
     assert dict(launches.likelihood(2).synchronisations) == {"item": 2}  # of states and of divergences
+
+
+# ---- graphs: while one is captured, waits, copies from or to the host and questions for free memory raise here ---
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_sampling_is_one_replay(precision):
+    eager, replayed = launches.sampling(3, precision), launches.sampling(3, precision, calls=launches.CALLS)
+    assert replayed.replays == 1
+    assert replayed.started <= 20
+    # The host checks what comes in, and whether all that comes out is finite.
+    assert set(replayed.synchronisations) == {"item"}
+    assert 3 * 65 < replayed.kernels.total() <= eager.kernels.total()  # modulations and weights are not computed again
+    assert replayed.flops[precision] > 0.95 * eager.flops[precision]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"solver": "midpoint"},
+        {"solver": "rk4", "n_probes": 2, "probe": "gaussian"},
+        {"probe": "rademacher", "tangents": "combined"},
+        {"solver": "ab2", "shared": True},
+        {"precision": "bfloat16", "tangents": "alternating"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())) or "default",
+)
+def test_densities_are_one_replay(options):
+    replayed = launches.likelihood(3, calls=launches.CALLS, **options)
+    assert replayed.replays == 1
+    assert replayed.started <= 20
+    assert dict(replayed.synchronisations) == {"item": 1}  # whether all is finite
+
+
+def test_a_step_with_fixed_directions_is_one_replay():
+    """Network, gradients, optimiser and learning rate are in the graph; the batch is made on a stream of its own."""
+    drawn, fixed = training(2), training(3, fixed_directions=True)
+    assert fixed.replays == 1
+    assert not fixed.synchronisations
+    assert fixed.started <= 40
+    assert fixed.kernels.total() <= 450
+    assert fixed.flops.total() == pytest.approx(drawn.flops.total(), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"optimizer": "sgd"}, {"accumulate": 2}, {"precision": "float32"}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_other_steps_are_one_replay_too(changes):
+    step = training(3, batch_size=64, fixed_directions=True, **changes)
+    assert step.replays == 1
+    assert not step.synchronisations
+
+
+def test_what_a_graph_cannot_contain_is_refused():
+    reasons = []
+    for bad in (
+        lambda x: x * float(x.sum()),
+        lambda x: x[x > 0],
+        lambda x: x + torch.ones(4).to(x.device, non_blocking=True),
+        lambda x: x * torch.cuda.mem_get_info()[0],
+        lambda x: torch.cuda.synchronize() or x,
+    ):
+        with counted() as count:
+            kept = Graphs()
+            for _ in range(3):
+                kept.replay("kind", lambda bad=bad: bad, fake_rows(4), repeatable=False)
+            assert not count.replays
+        reasons.append(kept.reason)
+    assert all("cannot contain" in reason for reason in reasons)
+    assert len(set(reasons)) == len(reasons)
+
+
+# ---- batches follow the memory of the GPU ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("free", "rows"), [(70e9, 32_768), (2e9, 4096), (2e5, 1)])
+def test_rows_at_once_follow_the_free_memory(free, rows):
+    with counted(), mock.patch.object(torch.cuda, "mem_get_info", return_value=(int(free), int(80e9))):
+        device = fake_rows(1).device
+        assert rows_at_once(device, 132_000.0, 512) == rows
+        assert rows_at_once(torch.device("cpu"), 132_000.0, 512) == 512
+
+
+def test_calls_are_cut_by_the_memory_of_the_gpu():
+    """16,000 to 32,000 rows of the network at once, where there is room for them."""
+    with counted():
+        flow = launches.paper_flow()
+        settings = gf.DensitySettings(n_steps=6)
+        assert pairs_at_once(flow, DIRECTIONS, settings) == 32_768 // 7
+        assert pairs_at_once(flow, DIRECTIONS[1:2], dataclasses.replace(settings, shared=True)) == 32_768 // 2
+        assert pairs_at_once(flow, DIRECTIONS, dataclasses.replace(settings, memory=2**30)) < 4000
+        assert network_rows_at_once(flow, fake_rows(1), 512) == 32_768
+    cpu = gf.GeoFlow(gf.GeoFlowConfig.tiny(8, 8))
+    assert pairs_at_once(cpu, DIRECTIONS, settings) == pairs_at_once(
+        cpu, DIRECTIONS, dataclasses.replace(settings, memory=64 * 2**20)
+    )
+    assert network_rows_at_once(cpu, torch.empty(1), 512) == 512
+
+
+def test_a_large_call_for_densities_replays_its_chunks():
+    """Chunks of one size are one graph, within a single call."""
+    settings = gf.DensitySettings(n_steps=1, solver="euler")
+    with counted() as count:
+        pair = fake_rows(4 * 4681 + 7, 1024), fake_rows(4 * 4681 + 7, 1024)
+        density_estimates(launches.paper_flow(), *pair, DIRECTIONS, settings, fake_rows(dtype=torch.int64))
+    assert count.replays == 3
+
+
+def test_re_ranking_waits_for_no_shapes():
+    """Candidates that are not there are solved, too: a GPU need not tell how many there are, and shapes stay."""
+    count = launches.reranking(launches.QUERIES)
+    assert count.replays == 1
+    assert not {"nonzero", "index by a mask", "_unique2"} & set(count.synchronisations)
+    assert sum(count.flops.values()) > 100e9  # all 160 pairs
+
+
+def test_the_head_of_a_gpu_takes_all_queries_at_once():
+    with counted() as count:
+        points, items = fake_rows(2048, 8, 64), fake_rows(4096, 64)
+        point_scores(points, fake_rows(2048, 8), items)
+    assert count.kernels["torch:logsumexp"] == 1
+    points, items = torch.randn(40, 8, 6), torch.randn(9000, 6)
+    assert len(_tiles(points, items)) == 2  # 8 * 9000 products a query, 2 million at once
+
+
+def test_few_points_of_a_head_are_not_worth_rounding_the_gallery_for():
+    """Rounding takes ten passes over the gallery: for 64 queries, three products are faster than one."""
+    assert launches.head(64).bytes < 4 * 4 * 1024 * launches.ITEMS
+
+
+# ---- before ------------------------------------------------------------------------------------------------------
+
+
+def test_the_counts_of_the_release_before_are_of_this_tool():
+    """`python -m tools.launches --before` writes them; the paths must be those that are counted now."""
+    stored = json.loads(launches.EARLIER.read_text())
+    assert stored["commit"] == launches.COMMIT
+    assert set(stored["counts"]) == set(launches.PATHS)
+    assert set(stored["counts"]["one training step"]) == set(launches.Count().to_json())
+    assert stored["counts"]["one guided velocity"]["kernels"] >= 130
+    assert stored["counts"]["one likelihood evaluation"]["kernels"] >= 690
+
+
+def test_the_documented_numbers_are_those_of_the_code():
+    """The rows of docs/gpu.md that say how often a GPU is asked."""
+    page = Path(__file__).parents[2].joinpath("docs", "gpu.md").read_text()
+    for name in ("one guided velocity", "one likelihood evaluation"):
+        row = next(line for line in page.splitlines() if line.startswith(f"| {name} |"))
+        kernels = row.split("|")[2].split("->")[1].strip()
+        assert int(kernels.replace(",", "")) == launches.PATHS[name]().kernels.total()

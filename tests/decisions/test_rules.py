@@ -227,7 +227,11 @@ def test_damaged_files_are_named(rule, tmp_path, change, words):
 def test_other_lists_encoders_and_galleries_are_refused(trust):
     tested, new = search(500, seed=1), MATCHED.scores[:3]
     made = trust.certify(tested.scores, tested.relevant, encoder="ViT-B-32", gallery_size=400)
-    made(new), made(new, "ViT-B-32", 400)
+    assert made(new, "ViT-B-32", 400).shape == (3,)
+    with pytest.warns(UserWarning, match="made with encoder 'ViT-B-32' and is not told which one made these lists"):
+        made(new)
+    with pytest.warns(UserWarning, match="is not told"):
+        made.show(new, gallery_size=400)
     with pytest.raises(ValueError, match="encoder 'ViT-B-32', not 'ViT-L-14'"):
         made(new, encoder="ViT-L-14")
     with pytest.raises(ValueError, match="gallery_size 400, not 500"):

@@ -261,3 +261,18 @@ def test_the_exit_status_tells_cron(rule, tmp_path):
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 3, done.stderr
     assert json.loads(done.stdout)["verdict"].startswith("The guarantee no longer holds because queries 0 to 100")
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, 1 / 1001), (10, 0.1), (1, 1.0), (300, 4 / 1001)])
+def test_permutations_are_counted_with_the_observed_one(every, expected):
+    """Every so many permutations reach the observed value: the p-value counts the observed one as one of them."""
+    drawn = 0
+
+    def auroc_of(labels):
+        nonlocal drawn
+        numbers = np.arange(drawn + 1, drawn + len(labels) + 1)
+        drawn += len(labels)
+        return (numbers % every == 0 if every else np.zeros(len(labels))).astype(float)
+
+    p = drift._permutation_p_value(auroc_of, np.arange(6) % 2.0, 1.0, 20, 1000, np.random.default_rng(0))
+    assert p == pytest.approx(expected)

@@ -134,3 +134,19 @@ def test_scores_are_recognised_by_their_settings(held_out, small_flow):
     assert facts["entropy"] == fast
     assert facts["entropy_bayes"] == {**digest, **fast, "posterior": "bayes"}
     assert facts["entropy_paper"] == {**digest, **paper}
+
+
+def test_the_probability_of_an_answer_is_at_most_one():
+    """It is the probability of the one meant times the number of right items, five captions for one."""
+    items = torch.eye(4, 6)
+    samples = torch.stack((items[0], torch.nn.functional.normalize(items.sum(0), dim=0))).unsqueeze(1)
+    own, answers = torch.tensor([[0, 1], [2, -1]]), torch.tensor([0, 3])
+    scores = posterior_scores(samples, gf.Gallery(items), 4.0, own, answers, 5.0)
+    first = math.exp(4) / (math.exp(4) + 3)
+    assert scores.p_answer.tolist() == pytest.approx([1.0, 1.0])
+    assert posterior_scores(samples, gf.Gallery(items), 4.0, own, answers, 1.0).p_answer.tolist() == pytest.approx(
+        [first, 0.25]
+    )
+    # The padding of the second query's own items is no item.
+    expected = [-(math.log(first) + math.log((1 - first) / 3)) / 2, math.log(4)]
+    assert scores.nll.tolist() == pytest.approx(expected)

@@ -6,14 +6,17 @@ import base64
 import hashlib
 import html
 import json
+import os
 import re
+import struct
+import zlib
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 
 from geoflow_fast.explore import sources
-from geoflow_fast.explore.page import Explored, Items, data, render, script_data, write_page
+from geoflow_fast.explore.page import Explored, Items, Marked, data, render, script_data, write_page
 from geoflow_fast.explore.thumbnails import Thumbnails
 from geoflow_fast.runtime import parquet
 from geoflow_fast.runtime.pages import charts
@@ -50,6 +53,30 @@ def test_nothing_in_the_data_is_markup():
     stored = json.loads(tags.scripts[0])
     assert stored["captions"][:4] == [SCRIPT, LONG, ARABIC, END]
     assert stored["items"][3] == "<i>photo</i> 3"
+
+
+@pytest.mark.parametrize("hostile", [SCRIPT, END, "'\"><svg/onload=alert(1)>", "{{ 7 * 7 }}", "<!-- <script>"])
+def test_words_in_every_place_of_a_page_are_words(hostile):
+    page = vars(sample_page(12))
+    everywhere = {
+        "title": hostile,
+        "lead": hostile,
+        "ids": [hostile] * 12,
+        "captions": [hostile] * 12,
+        "items": Items([hostile] * 120),
+        "evidence": {hostile: page["evidence"]["cosine"]},
+        "facts": {hostile: page["facts"]["entropy"]},
+        "marked": [Marked(hostile, hostile, [0, 1])],
+        "verdict": (hostile, False),
+        "ladder": [{"name": hostile, "gain": hostile, "kept": hostile}],
+    }
+    plain, spoiled = Tags(render(sample_page(12))), Tags(render(Explored(**{**page, **everywhere})))
+    kinds = {tag for tag, _ in plain.tags}
+    assert {tag for tag, _ in spoiled.tags} <= kinds
+    assert [tag for tag, _ in spoiled.tags].count("script") == 2
+    assert not [name for _, attributes in spoiled.tags for name in attributes if name.startswith("on")]
+    stored = json.loads(spoiled.scripts[0])
+    assert stored["captions"] == [hostile] * 12
 
 
 def test_nothing_is_loaded_and_only_the_own_script_runs():
@@ -120,6 +147,17 @@ def photos(tmp_path):
     picture.save(tmp_path / "secret.png")
     (folder / "link.png").symlink_to(tmp_path / "secret.png")
     (folder / "broken.jpg").write_bytes(b"no picture")
+    (tmp_path / "photos2").mkdir()
+    picture.save(tmp_path / "photos2/near.png")
+    (folder / "linked").symlink_to(tmp_path)
+    whole = (folder / "deep/two.png").read_bytes()
+    (folder / "half.png").write_bytes(whole[: len(whole) // 2])
+    size = struct.pack(">II", 60_000, 60_000)  # a small file that says that it unpacks to billions of pixels
+    header = b"IHDR" + size + whole[24:29]
+    check = struct.pack(">I", zlib.crc32(header))
+    (folder / "bomb.png").write_bytes(whole[:12] + header + check + whole[33:])
+    (folder / "page.svg").write_text("<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>")
+    os.mkfifo(folder / "pipe")
     return folder
 
 
@@ -133,16 +171,27 @@ def test_thumbnails_are_small_and_found_by_name(photos):
 
 
 @pytest.mark.guard("thumbnails are read from their folder alone")
-@pytest.mark.parametrize("name", ["../secret.png", "deep/../../secret.png", "link.png", "../photos/../secret"])
+@pytest.mark.parametrize(
+    "name",
+    ["../secret.png", "deep/../../secret.png", "link.png", "../photos/../secret", "../photos2/near", "linked/secret"],
+)
 def test_thumbnails_do_not_leave_their_folder(photos, name):
     thumbnails = Thumbnails(photos)
     assert thumbnails(name) == ""
     assert "leads out of the folder" in thumbnails.skipped[name]
 
 
-@pytest.mark.parametrize("name", ["", "broken.jpg", "missing.jpg", "deep", "a\0b", "/etc/passwd"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("", "broken.jpg", "missing.jpg", "deep", "a\0b", "/etc/passwd", "bomb.png", "pipe", "page.svg", "half.png"),
+        *("..\\secret.png", "%2e%2e/secret.png", "~/secret.png", "x" * 300, "\ud800"),
+    ],
+)
 def test_what_is_no_picture_has_no_thumbnail(photos, name):
-    assert Thumbnails(photos)(name) == ""
+    thumbnails = Thumbnails(photos)
+    assert thumbnails(name) == ""
+    assert thumbnails.skipped[name]
 
 
 def test_a_missing_folder_is_named(tmp_path):

@@ -208,3 +208,20 @@ def test_flows_without_an_anchor_are_described_as_before():
     assert gf.GeoFlowConfig.from_json(SHAPE.to_json()) == SHAPE
     with pytest.raises(TypeError, match="anchored must be True or False"):
         dataclasses.replace(SHAPE, anchored=1)
+
+
+def test_halves_of_one_pair_predict_each_other_too():
+    """Only where all pairs are in one half there is nothing to choose the strength by."""
+    given, generated = (noise_rows(6, seed) for seed in (1, 2))
+    towards = torch.eye(4, dtype=torch.float64)
+    for fold in ([True] + [False] * 5, [False] * 5 + [True]):
+        _, predicted = shrunken_map(given, generated, towards, torch.tensor(fold))
+        whole, _ = shrunken_map(given, generated, towards, torch.ones(6, dtype=torch.bool))
+        assert not torch.allclose(predicted, given @ whole)
+    for fold in (torch.ones(6, dtype=torch.bool), torch.zeros(6, dtype=torch.bool)):
+        weight, predicted = shrunken_map(given, generated, towards, fold)
+        torch.testing.assert_close(predicted, given @ weight)
+
+
+def noise_rows(rows: int, seed: int) -> torch.Tensor:
+    return torch.randn(rows, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from geoflow_fast.directions import ROW_ORDER, Direction
-from geoflow_fast.flow.curriculum import Curriculum, draw_batch_plan
+from geoflow_fast.flow.curriculum import RAMP_LEVELS, Curriculum, draw_batch_plan
 
 
 def test_joint_probability_follows_the_paper():
@@ -37,3 +37,32 @@ def test_rows_are_sorted_and_counted(rows, p_joint):
     assert plan.direction.tolist() == expected
     if p_joint in (0.0, 1.0):
         assert plan.counts[1] == rows * p_joint
+
+
+@pytest.mark.parametrize("rows", [1, 7, 129, 8192])
+@pytest.mark.parametrize("p_joint", [0.0, 0.175, 0.4, 1.0])
+def test_fixed_directions_have_their_share_of_every_batch(rows, p_joint):
+    plans = [draw_batch_plan(rows, p_joint, 0.1, torch.Generator().manual_seed(seed), fixed=True) for seed in range(3)]
+    (counts,) = {plan.counts for plan in plans}
+    i2t, joint, t2i = counts
+    assert joint == round(p_joint * rows)
+    assert 0 <= t2i - i2t <= 1
+    assert sum(counts) == rows
+    drawn = draw_batch_plan(rows, p_joint, 0.1, torch.Generator().manual_seed(0))
+    assert torch.equal(plans[0].t, drawn.t)  # times are drawn as they would be otherwise
+    assert not plans[0].drop[i2t : i2t + joint].any()
+    expected = [direction.code for direction, count in zip(ROW_ORDER, counts) for _ in range(count)]
+    assert plans[0].direction.tolist() == expected
+
+
+def test_the_ramp_of_fixed_directions_has_few_levels():
+    curriculum = Curriculum(steps=1000)
+    shares = [curriculum.joint_share(step) for step in range(1000)]
+    assert len(set(shares)) == RAMP_LEVELS + 1
+    assert shares == sorted(shares)
+    assert shares[0] == 0
+    assert shares[-1] == pytest.approx(0.4)
+    differences = [share - curriculum.joint_probability(step) for step, share in enumerate(shares)]
+    assert max(map(abs, differences)) <= 0.4 / RAMP_LEVELS / 2 + 1e-9
+    assert sum(differences) == pytest.approx(0, abs=0.1)
+    assert Curriculum(steps=10, p_joint=0.0).joint_share(9) == 0

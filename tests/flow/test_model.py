@@ -12,6 +12,7 @@ from torch import Tensor
 import geoflow_fast as gf
 from geoflow_fast.directions import DIRECTIONS
 from geoflow_fast.flow.model import save_weights
+from geoflow_fast.flow.network import generated_rows
 from geoflow_fast.flow.preprocess import Preprocess
 from geoflow_fast.manifolds import MANIFOLDS
 from geoflow_fast.noise import sample_uniform
@@ -401,3 +402,19 @@ def test_hooks_on_every_block_fire_and_may_change_its_output(path):
     assert [output.shape for output in seen[-1][1]] == [(generated, 32)] * 2
     flow.blocks[0].register_forward_hook(lambda *call: call[-1] + 1)
     assert not torch.equal(runs[path]()[0], plain[0])
+
+
+@pytest.mark.parametrize("counts", [(2, 3, 4), (0, 5, 0), (3, 0, 2), (4, 0, 0), (0, 0, 1), (0, 1, 0)])
+def test_gradients_of_the_rows_that_are_generated(counts):
+    """The rows that training takes, and their gradients written into one tensor, are those of plain slices."""
+    x = torch.randn(2, sum(counts), 3, dtype=torch.float64)
+    results = []
+    for training in (True, False):
+        leaf = x.clone().requires_grad_()
+        rows = generated_rows(leaf, counts, training=training)
+        weights = [torch.arange(1.0, part.numel() + 1, dtype=x.dtype).view_as(part) for part in rows]
+        sum((part * weight).sum() for part, weight in zip(rows, weights)).backward()
+        results.append((*rows, leaf.grad))
+    assert len(results[0][0]) == counts[1] + counts[2]
+    assert len(results[0][1]) == counts[0] + counts[1]
+    assert all(torch.equal(mine, plain) for mine, plain in zip(*results))

@@ -57,6 +57,38 @@ def test_weights_integrate_along_the_path(solver, kind):
     assert errors[0] / errors[1] > 2 ** (ORDER[solver] - 0.4)
 
 
+UNEVEN = torch.tensor([0.0, 0.31, 0.33, 0.5, 0.92, 1.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("grid", [UNEVEN, *(time_grid(7, kind=kind) for kind in GRIDS)], ids=["uneven", *GRIDS])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_ab2_is_exact_for_a_speed_that_is_linear_in_time(grid, reverse):
+    """Only the first step, which is Euler's, has an error, and it is known. Weights for equal steps would converge with
+    the same order on smooth grids, so that the order does not tell them from the right ones."""
+    grid = grid.flip(0) if reverse else grid
+    turn = torch.zeros(3, 3, dtype=torch.float64)
+    turn[1, 0], turn[0, 1] = 1.0, -1.0
+    summed = []
+
+    def rate(point, t, weight):
+        speed = 0.7 - 1.9 * t
+        summed.append(weight * speed)
+        return point[0] @ turn.T * speed, torch.full_like(point[1], speed)
+
+    def antiderivative(t):
+        return 0.7 * t - 1.9 * t**2 / 2
+
+    first_step = float(grid[1] - grid[0])
+    expected = float(antiderivative(grid[-1]) - antiderivative(grid[0])) + 1.9 * first_step**2 / 2
+    circle = torch.eye(3, dtype=torch.float64)[:1]
+    (around, _) = integrate(rate, (circle, circle), grid, solver="ab2")
+    assert sum(summed) == pytest.approx(expected, abs=1e-12)
+    angle = math.atan2(float(around[0, 1]), float(around[0, 0]))
+    assert angle == pytest.approx(expected, abs=1e-12)
+    (_, straight) = integrate(rate, (circle, circle), grid, solver="ab2", manifold=EUCLIDEAN)
+    torch.testing.assert_close(straight, circle + expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_evaluation_times_are_known_in_advance(solver):
     grid, asked = time_grid(7, kind="late"), set()

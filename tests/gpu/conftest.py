@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
-import torch
+
+from tools.gpu_report import missing
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -13,17 +12,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     reason = missing()
     if config.getoption("markexpr") == "gpu" and reason is not None and items:
         raise pytest.UsageError(f"the tests of a GPU cannot run: {reason}")
-
-
-def missing() -> str | None:
-    """What the tests of a GPU lack here, if anything."""
-    if not torch.backends.cuda.is_built():
-        return (
-            f"torch {torch.__version__} is a build without CUDA; install one with CUDA into .venv, "
-            "by the command that pytorch.org gives for your driver"
-        )
-    if not torch.cuda.is_available():
-        return f"torch {torch.__version__} finds no CUDA device; see `nvidia-smi` and `geoflow doctor`"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed; pip install triton"
-    return None

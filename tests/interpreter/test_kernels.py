@@ -362,6 +362,58 @@ def test_gallery_keeps_equal_items_in_order():
     assert (score == score[0, 0]).all()
 
 
+@pytest.mark.parametrize("low_first", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(1, 3), (7, 129), (3, 1023), (2, 9001)])
+def test_gallery_rows_are_split_into_two_parts_of_bfloat16(rows, width, low_first):
+    """Rows wider than a tile too; what is past the end is zero."""
+    x = torch.randn(rows, width)
+    parts = gallery.split_rows(x, low_first)
+    high = x.to(torch.bfloat16)
+    low = (x - high.float()).to(torch.bfloat16)
+    expected = (low, high) if low_first else (high, low)
+    for part, values in zip(parts.unbind(1), expected):
+        assert torch.equal(part[:, :width], values)
+        assert not part[:, width:].any()
+
+
+def check_ties(kernels):
+    """Better items come later and push some of several tied ones out of the list: the last of them must go."""
+    level = torch.tensor([0.1, 0.5, 0.5, 0.5, 0.2, 0.5, 0.7, 0.5, 0.7, 0.9]).repeat_interleave(13)
+    rows = torch.zeros(len(level), 16)
+    rows[:, 0], rows[:, 1] = level, (1 - level**2).sqrt()
+    order = sorted(range(len(level)), key=lambda k: (-float(level[k]), k))
+    for top_k in (1, 5, 16, 30):
+        for shares in (1, 3):
+            *_, index = kernels.gallery.gallery_statistics(
+                torch.eye(1, 16).view(1, 1, 16), rows, 5.0, top_k, None, None, config="few", shares=shares
+            )
+            assert index.tolist() == [order[:top_k]]
+
+
+def test_gallery_lists_lose_the_last_of_tied_items():
+    check_ties(KERNELS)
+
+
+def check_rows_of_norm_nearly_one(kernels):
+    """Rows that lean on all axes alike, of norms within the tolerance, and their antipodes."""
+    for width in (2, 3, 16):
+        for scale in (1.0, 1 - 9e-4, 1 + 9e-4):
+            start = scale * torch.where(torch.arange(width) % 2 == 1, -1.0, 1.0) / math.sqrt(width)
+            noise = start.expand(5, -1).contiguous()
+            t, out = torch.linspace(0, 1, 5), [torch.empty(5, width) for _ in range(4)]
+            bad = kernels.geodesic.masked_interpolant(
+                (noise, noise), (-noise, -noise), t, torch.zeros(5, dtype=torch.int8), None, out[:2], out[2:], 1e-3
+            )
+            assert bad == -1
+            along = out[0] @ start / start.norm()
+            assert_close(along, scale * torch.cos(math.pi * t))
+            assert_close(out[2] @ start / start.norm(), -scale * math.pi * torch.sin(math.pi * t))
+
+
+def test_interpolant_of_rows_of_norm_nearly_one():
+    check_rows_of_norm_nearly_one(KERNELS)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("config", gallery.CONFIGS)
 @pytest.mark.parametrize(
@@ -644,6 +696,24 @@ FAULTS = {
         "listed = entry < n_shares * TOP",
         "listed = entry < n_shares * TOP - TOP",
         lambda kernels: check_gallery(kernels, top_k=6),
+    ),
+    "gallery: the first of tied items leaves the list": (
+        "gallery",
+        "going = tl.max(tl.where(top_score == low[:, None], top_index, -2147483648), axis=1)",
+        "going = tl.min(tl.where(top_score == low[:, None], top_index, 2147483647), axis=1)",
+        check_ties,
+    ),
+    "interpolant: the axis at the antipode half orthogonal": (
+        "geodesic",
+        "tl.where(on_axis, 1.0, 0.0) - (along * inverse)[:, None] * a",
+        "tl.where(on_axis, 1.0, 0.0) - 0.5 * (along * inverse)[:, None] * a",
+        check_rows_of_norm_nearly_one,
+    ),
+    "interpolant: norms taken for one": (
+        "geodesic",
+        "inverse = 1.0 / tl.maximum(aa, 1e-30)",
+        "inverse = 1.0",
+        check_rows_of_norm_nearly_one,
     ),
     "interpolant: streams swapped in the mask": (
         "geodesic",

@@ -174,3 +174,46 @@ def test_a_model_of_another_encoder_is_refused_with_both_names(tmp_path):
         gf.train(flow, strange, gf.TrainConfig(steps=1, batch_size=8))
     with pytest.raises(ValueError, match="but the flow was made for those of a one"):
         gf.epistemic(flow, image=items, n_steps=1)
+
+
+def test_a_calibration_of_another_encoder_is_refused(tmp_path):
+    """Without a flow and a head nothing but the encoder tells one re-ranker from another."""
+    from geoflow_fast.data.fingerprint import Fingerprint
+
+    ours, other = Fingerprint.of({"encoder": "a", "model": "one"}), Fingerprint.of({"encoder": "b", "model": "two"})
+    rows = gf.geometry.sample_uniform(120, 6)
+
+    def embedded(count: int, encoder: Fingerprint | None) -> gf.Embeddings:
+        items = gf.Embeddings.from_arrays(rows[:count])
+        items.rows.encoder = encoder
+        return items
+
+    pairs = gf.EmbeddingPairs.from_arrays(rows, rows)
+    pairs.image.encoder = pairs.text.encoder = ours
+    reranker = gf.BayesReranker(None, embedded(80, ours), shortlist=10)
+    reranker.calibrate(pairs, progress=False)
+    file = reranker.save_calibration(tmp_path)
+    for known in (ours, None):
+        again = gf.BayesReranker(None, embedded(90, known), shortlist=10)
+        again.load_calibration(file)
+        assert again(embedded(3, known)).calibrated
+    with pytest.raises(ValueError, match=r"the set of queries has embeddings of b two .* the calibration was made for"):
+        again(embedded(3, other))
+    message = r"the gallery has embeddings of b two \(\w+\), but the calibration was made for those of a one"
+    strange = gf.BayesReranker(None, embedded(90, other), shortlist=10)
+    with pytest.raises(ValueError, match=message):
+        strange.load_calibration(file)
+    assert strange.calibration is None
+    with pytest.raises(ValueError, match=message):
+        again.with_gallery(embedded(90, other))(rows[:3])
+    strange.calibration = again.calibration
+    with pytest.raises(ValueError, match=message):
+        strange(rows[:3])
+    with pytest.raises(ValueError, match="the gallery has embeddings of b two"):
+        strange.calibrate(pairs, progress=False)
+    pairs.text.encoder = other  # a tower of its own for each side
+    apart = gf.BayesReranker(None, embedded(80, ours), shortlist=10)
+    apart.calibrate(pairs, progress=False)
+    assert apart(embedded(3, other)).calibrated
+    with pytest.raises(ValueError, match="the set of queries has embeddings of a one"):
+        apart(embedded(3, ours))

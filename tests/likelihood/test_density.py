@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -10,12 +11,16 @@ import torch
 import torchdiffeq
 
 import geoflow_fast as gf
-from geoflow_fast.directions import DIRECTIONS
+from geoflow_fast.demo.flows import concept_pairs, learn
+from geoflow_fast.directions import DIRECTIONS, Direction
 from geoflow_fast.geometry import log_area, normalize
+from geoflow_fast.likelihood.density import epistemic_stderr
+from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.spherical import sample_bump
-from geoflow_fast.worlds import PairField
+from geoflow_fast.worlds import ConceptWorld, PairField
 from tests.likelihood.helpers import oracles, random_flow, random_pairs, seeded
+from tests.reliability.figures import record
 
 
 @pytest.mark.parametrize("d", [3, 16, 128, 1024])
@@ -92,6 +97,72 @@ def test_a_trained_flow_integrates_to_one():
     lp = gf.log_density(flow, given, grid, "i2t", n_steps=12, divergence="exact")
     assert float((lp - lp.mean()).abs().max()) > 0.5  # the flow has learned something
     assert float(lp.exp().mean() * 4 * math.pi) == pytest.approx(1, abs=0.01)
+
+
+def circle(points: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Points [n, 2] on the circle and their weights [n], which integrate smooth functions to rounding."""
+    turn = 2 * math.pi * torch.arange(points, dtype=torch.float64) / points
+    return torch.stack((turn.cos(), turn.sin()), 1), torch.full((points,), 2 * math.pi / points, dtype=torch.float64)
+
+
+def globe(rings: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Points [n, 3] on S^2 and their weights: Gauss's rule in height, even angles on each ring."""
+    height, weight = (torch.from_numpy(x) for x in np.polynomial.legendre.leggauss(rings))
+    around, share = circle(2 * rings)
+    ring = (1 - height**2).sqrt().view(-1, 1, 1) * around
+    grid = torch.cat((ring, height.view(-1, 1, 1).expand(-1, len(around), 1)), 2)
+    return grid.flatten(0, 1), (weight.unsqueeze(1) * share).flatten()
+
+
+@pytest.fixture(scope="module")
+def globe_flow() -> gf.GeoFlow:
+    """A flow on S^2 x S^1, trained until its density has hills and valleys."""
+    torch.manual_seed(0)
+    image = sample_bump(sample_uniform(1, 3).expand(4000, -1), 0.9)
+    text = torch.nn.functional.normalize(image[:, :2] + 0.4 * torch.randn(4000, 2), dim=1)
+    flow = gf.GeoFlow(gf.GeoFlowConfig(3, 2, hidden=32, depth=2, layer_scale=0.1))
+    config = gf.TrainConfig(steps=120, batch_size=256, lr=5e-3, warmup_steps=5, val_every=120)
+    gf.train(flow, gf.EmbeddingPairs.from_arrays(image, text), config)
+    return flow.double()
+
+
+def joint_mass(flow: gf.GeoFlow, rings: int, turns: int, **settings) -> float:
+    """The integral of the joint density over S^2 x S^1."""
+    (x, wx), (y, wy) = globe(rings), circle(turns)
+    image, text = x.repeat_interleave(len(y), 0), y.repeat(len(x), 1)
+    lp = gf.log_density(flow, image, text, "joint", settings=gf.DensitySettings(divergence="exact", **settings))
+    return float((lp.exp() * torch.outer(wx, wy).flatten()).sum())
+
+
+def test_the_joint_density_on_a_globe_and_a_circle_integrates_to_one(globe_flow):
+    """A rule that is exact for smooth functions leaves the error of the solver, which falls with its order."""
+    coarse, fine = (joint_mass(globe_flow, 8, 16, n_steps=steps, solver="midpoint") for steps in (4, 8))
+    assert abs(fine - 1) < 0.01
+    assert abs(fine - 1) < 0.6 * abs(coarse - 1)
+    (x, wx), (y, wy) = globe(12), circle(32)
+    for direction, grid, weight in (("t2i", x, wx), ("i2t", y, wy)):
+        given = y[:1] if direction == "t2i" else x[40:41]
+        pair = (grid, given.expand(len(grid), -1)) if direction == "t2i" else (given.expand(len(grid), -1), grid)
+        lp = gf.log_density(globe_flow, *pair, direction, n_steps=12, solver="rk4", divergence="exact")
+        assert float(lp.max() - lp.min()) > 1  # the flow has learned something
+        assert float((lp.exp() * weight).sum()) == pytest.approx(1, abs=2e-3)
+
+
+@pytest.mark.slow
+def test_the_integral_of_the_joint_density_is_refined_until_it_is_one(globe_flow):
+    grids = {
+        f"{rings} rings, {turns} turns": joint_mass(globe_flow, rings, turns, n_steps=16, solver="rk4")
+        for rings, turns in ((4, 8), (8, 16), (16, 32), (24, 48))
+    }
+    steps = {n: joint_mass(globe_flow, 16, 32, n_steps=n, solver="midpoint") for n in (2, 4, 8, 16)}
+    assert abs([*grids.values()][-1] - 1) < 1e-4
+    errors = [abs(value - 1) for value in steps.values()]
+    assert all(after < 0.5 * before for before, after in itertools.pairwise(errors))
+    record(
+        "integral_of_the_joint_density",
+        **{f"rk4, {name.replace(' ', '_')}": f"{value:.6f}" for name, value in grids.items()},
+        **{f"midpoint_{n}_steps": f"{value:.6f}" for n, value in steps.items()},
+    )
 
 
 def test_rotating_points_and_network_alike_changes_nothing():
@@ -336,3 +407,64 @@ def test_a_row_that_vanishes_in_the_components_is_an_error():
         gf.log_density(flow, image, text)
     with pytest.raises(ValueError, match="image_partners in the flow's coordinates row 1 is all zeros"):
         gf.epistemic(flow, image[:2], text[:2], image_partners=image[1:])
+
+
+def test_the_standard_error_of_the_score_is_that_of_its_estimates():
+    flow, (image, text) = random_flow(), random_pairs(7)
+    settings = gf.DensitySettings(n_steps=2, n_probes=5, probe="gaussian", orthogonal="none")
+    estimates = density_estimates(flow, image, text, [Direction.of(each) for each in DIRECTIONS], settings, 3)
+    score = estimates[1] + estimates[2] - 2 * estimates[0]
+    expected = score.std(0) / math.sqrt(5)
+    torch.testing.assert_close(epistemic_stderr(estimates, settings, flow, image, text), expected)
+
+
+@pytest.fixture(scope="module")
+def concept_flow(tmp_path_factory) -> gf.GeoFlow:
+    pairs = concept_pairs(ConceptWorld(), seed=0)
+    flow = learn(tmp_path_factory.mktemp("flow"), gf.GeoFlowConfig.tiny(), pairs, gf.TrainConfig.tiny())
+    assert flow is not None
+    return flow
+
+
+def marginals_by_partner(flow: gf.GeoFlow, image: torch.Tensor, text: torch.Tensor, **settings) -> torch.Tensor:
+    """log p(image) [images, partners] as the joint minus the conditional, with every one of the partners [partners, d]
+    or [images, partners, d]."""
+    partners = text.expand(len(image), *text.shape[-2:])
+    pairs = image.unsqueeze(1).expand(-1, partners.shape[1], -1).flatten(0, 1), partners.flatten(0, 1)
+    chosen = gf.DensitySettings(divergence="exact", **settings)
+    joint, conditional = (gf.log_density(flow, *pairs, direction, settings=chosen) for direction in ("joint", "i2t"))
+    return (joint - conditional).view(len(image), -1)
+
+
+def test_the_marginal_of_an_oracle_does_not_depend_on_the_partner():
+    """The chain rule: where joint and conditional fit each other, nothing is left of the partner but the solver's
+    error."""
+    image, text, fields = oracles(8, rows=6)
+    for field in fields:
+        marginal = marginals_by_partner(field, image, text, n_steps=12, solver="rk4")
+        assert float(marginal.std(1).max()) < 1e-4
+
+
+@pytest.mark.slow
+def test_how_far_the_marginal_of_a_trained_flow_depends_on_the_partner(concept_flow):
+    """Joint and conditional are learned side by side, so that the chain rule holds as well as the flow has learned."""
+    world = ConceptWorld()
+    image, text, concept = world.sample(12 * 48, generator=seeded(5))
+    own = text.view(48, 12, -1)[:, :1]
+    same = torch.stack([text[(concept == concept[12 * k]).nonzero()[:, 0][:12]] for k in range(48)])
+    image = image.view(48, 12, -1)[:, 0]
+    own_kind = marginals_by_partner(concept_flow, image, same, n_steps=16, solver="rk4")
+    steps = marginals_by_partner(concept_flow, image, same, n_steps=32, solver="rk4")
+    any_kind = marginals_by_partner(concept_flow, image, own[:12, 0], n_steps=16, solver="rk4")
+    truth = world.log_image(image)
+    spread = float(own_kind.std(1).mean())
+    figures = {
+        "spread_over_texts_of_the_same_concept": round(spread, 3),
+        "spread_over_any_texts": round(float(any_kind.std(1).mean()), 3),
+        "spread_over_images": round(float(own_kind.mean(1).std()), 3),
+        "error_of_the_mean_over_partners": round(float((own_kind.mean(1) - truth).std()), 3),
+        "effect_of_twice_the_steps": round(float((steps - own_kind).abs().max()), 5),
+    }
+    record("chain_rule_of_a_trained_flow", **figures)
+    assert figures["effect_of_twice_the_steps"] < 0.05 * spread, figures  # it is not the solver
+    assert spread < 0.5 * figures["spread_over_images"], figures

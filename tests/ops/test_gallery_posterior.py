@@ -308,3 +308,16 @@ def test_statistics_of_different_queries_do_not_merge():
     samples, gallery = world(4, 6, 50, 10)
     with pytest.raises(ValueError, match="cannot merge"):
         ops.gallery_statistics(samples, gallery, 1.0).merge(ops.gallery_statistics(samples[:2], gallery, 1.0))
+
+
+@pytest.mark.parametrize("items", [3, 8])
+def test_packed_statistics_are_unpacked_as_they_were(items):
+    """Lists that are shorter than those of other ranks are filled up at their ends, with items that nobody wants."""
+    samples, gallery = world(4, 5, items, 6)
+    whole = ops.gallery_statistics(samples, gallery, 7.0, top_k=8)
+    again = ops.GalleryStatistics.unpack(whole.pack(8), 8)
+    assert torch.equal(again.top_index[:, :items], whole.top_index)
+    assert torch.equal(again.top_score[:, :items], whole.top_score)
+    assert bool((again.top_score[:, items:] == -math.inf).all())
+    for name in ("peak", "weight", "moment", "log_left", "left"):
+        assert torch.equal(getattr(again, name), getattr(whole, name)), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -58,6 +59,59 @@ def test_equal_scores_go_by_index(backend):
     gallery = torch.cat((unit_rows(40, 33), one.expand(600, -1), unit_rows(40, 33), one.expand(5, -1)))
     index = gf.ops.gallery_search(one, gallery, 603, backend)[1]
     assert index.tolist() == [[*range(40, 640), 680, 681, 682]]
+
+
+def tied_items(d: int = 33) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """A query, items that come in ties of growing nearness, and the order of the best. Each better item pushes one of
+    several tied ones out of a full list."""
+    torch.manual_seed(4)
+    query, away = torch.eye(2, d)
+    level = torch.tensor([0.1, 0.1, 0.5, 0.5, 0.5, 0.2, 0.5, 0.7, 0.5, 0.7, 0.9, 0.1, 0.9, 0.5, 0.7, 0.7])
+    level = level.repeat_interleave(torch.tensor([9, 40, 3, 2, 5, 7, 1, 1, 4, 2, 1, 50, 1, 3, 1, 2]))
+    items = level.unsqueeze(1) * query + (1 - level.unsqueeze(1) ** 2).sqrt() * away
+    return query.unsqueeze(0), items, sorted(range(len(level)), key=lambda k: (-float(level[k]), k))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("top_k", [1, 2, 3, 5, 7, 11, 16, 40])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_of_tied_items_the_last_leaves_the_list(backend, top_k, threads, monkeypatch):
+    monkeypatch.setattr(native, "usable_threads", lambda: threads)
+    query, items, order = tied_items()
+    assert gf.ops.gallery_search(query, items, top_k, backend)[1].tolist() == [order[:top_k]]
+    for precision in ("float32", "auto"):
+        posterior = gf.ops.gallery_posterior(
+            query.unsqueeze(1), items, 5.0, top_k=top_k, backend=backend, precision=precision
+        )
+        assert posterior.top_index.tolist() == [order[:top_k]]
+    assert gf.Gallery(items).search(query, top_k)[1].tolist() == [order[:top_k]]
+    halves = [
+        gf.Gallery(items[part]).statistics(query.unsqueeze(1), 5.0, top_k) for part in (slice(60), slice(60, None))
+    ]
+    later = dataclasses.replace(halves[1], top_index=halves[1].top_index + 60)
+    assert later.merge(halves[0]).top_index.tolist() == [order[:top_k]]
+
+
+def test_codes_serve_float32_alone():
+    """Queries in float64 are searched in float64, with codes or without."""
+    gallery, queries = unit_rows(6000, 33).double(), unit_rows(5, 33).double()
+    codes = gf.ops.RowCodes.encode(gallery.float())
+    scores, index = gf.ops.gallery_search(queries, gallery, 7, codes=codes)
+    wanted = exact(queries, gallery, 7)
+    assert scores.dtype == torch.float64
+    assert torch.equal(index, wanted[1])
+    assert torch.allclose(scores, wanted[0], rtol=0, atol=1e-14)
+
+
+def test_of_tied_items_the_last_leaves_a_list_by_codes():
+    """Codes serve galleries of some size; the ties stand among many worse items."""
+    query, items, order = tied_items()
+    far = torch.nn.functional.normalize(torch.randn(6000, items.shape[1]) - 4 * query, dim=1)
+    gallery = torch.cat((far[:4000], items, far[4000:]))
+    codes = gf.ops.RowCodes.encode(gallery)
+    for top_k in (1, 3, 7, 16):
+        posterior = gf.ops.gallery_search(query, gallery, top_k, codes=codes)[1]
+        assert posterior.tolist() == [[4000 + k for k in order[:top_k]]]
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -83,6 +83,33 @@ def test_every_angle_gives_unit_tangent_finite_rows(backend, angle, dtype):
     assert torch.allclose(image, g.geodesic(a, b, t), atol=16 * tol)
 
 
+@pytest.mark.parametrize("d", [2, 3, 16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1.0, 1 - 9e-4, 1 + 9e-4])
+@pytest.mark.parametrize("angle", [1.0, 2.0, 3.1, math.pi])
+def test_rows_of_norm_nearly_one_that_lean_on_all_axes_alike(backend, d, dtype, scale, angle):
+    """Norms within the tolerance are let through, and the axis of departure at the antipode is far from tangent."""
+    signs = torch.where(torch.arange(d) % 2 == 1, -1.0, 1.0).double()
+    a = signs / math.sqrt(d)
+    u = g.orthogonal_direction(a)
+    b = -a if angle == math.pi else math.cos(angle) * a + math.sin(angle) * u
+    rows = 9
+    a, b = (x.to(dtype).expand(rows, -1) for x in (scale * a, b if angle != math.pi else scale * b))
+    t, direction = torch.linspace(0, 1, rows, dtype=dtype), torch.zeros(rows, dtype=torch.int8)
+    image, _, v_image, _ = gf.ops.masked_interpolant(a, a, b, b, t, direction, backend=backend)
+    tol = 200 * torch.finfo(dtype).eps
+    point, velocity = (x.double() for x in (image, v_image))
+    unit = a[0].double() / a[0].double().norm()
+    start, slope = point @ unit, velocity @ unit
+    w = float(g.angle(a[:1].double(), b[:1].double()))
+    time = t.double() * w
+    # The path turns by w in the plane of a and of a tangent that is orthogonal to a, whatever the norm of a.
+    torch.testing.assert_close(start, scale * torch.cos(time), rtol=0, atol=tol)
+    torch.testing.assert_close(slope, -scale * w * torch.sin(time), rtol=0, atol=4 * tol)
+    away = point - start.unsqueeze(1) * unit
+    assert torch.allclose(away.norm(dim=1), torch.sin(time), atol=2e-3)
+
+
 def test_strided_and_expanded_input(backend):
     batch = make(14, 20, 10)
     expected = gf.ops.masked_interpolant(**batch, backend=backend)

@@ -18,9 +18,12 @@ from scipy import stats
 from scipy.optimize import linear_sum_assignment
 
 import geoflow_fast as gf
+from geoflow_fast.distributed import ALONE
 from geoflow_fast.noise import StructuredNoise, sample_uniform
 from geoflow_fast.ops import native, transport_solvers
 from geoflow_fast.ops.ot_assign import condition_weight
+from geoflow_fast.ops.transport import make_problem
+from geoflow_fast.ops.transport_solvers import Panel, load_scores
 
 ot = pytest.importorskip("ot")
 
@@ -737,3 +740,22 @@ def test_potentials_of_a_given_matrix_belong_to_that_matrix(eps, dtype):
     plan = torch.exp((solution.f.unsqueeze(1) + solution.g.unsqueeze(0) - cost.double()) / eps)
     assert solution.converged
     assert float((plan.sum(1) - 1 / 64).abs().sum()) < 2e-3
+
+
+@pytest.mark.parametrize("far", [0.0, 5.0])
+def test_the_rows_of_a_rank_are_iterated_as_a_whole_problem_is(far):
+    """A column that is far from every row gets no mass that a float can hold at first, and is solved by logarithms."""
+    cost = torch.rand(20, 20, dtype=torch.float64)
+    cost[:, 3] += far
+    problem, eps = make_problem(cost, None, (1.0, 1.0)), 0.05
+    solved = []
+    for matrix in (native.TransportMatrix(20, 20, torch.float32), Panel(20, 20, torch.float32, ALONE)):
+        load_scores(matrix, problem, eps)
+        f, g = (torch.zeros(20, dtype=torch.float64) for _ in range(2))
+        outcome, _, error = matrix.iterate(f, g, eps, 1e-5, 5000)
+        assert (outcome, error <= 1e-5) == (matrix.CONVERGED, True)
+        solved.append((f, g))
+    nothing = Panel(0, 20, torch.float32, ALONE)  # a rank without rows takes part with sums of zero
+    assert torch.equal(nothing._column_sums(solved[0][0][:0], solved[0][1], eps), torch.zeros(20, dtype=torch.float64))
+    for whole, of_rank in zip(*solved):
+        torch.testing.assert_close(of_rank - of_rank.mean(), whole - whole.mean(), atol=1e-4, rtol=0)

@@ -23,19 +23,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from PIL import Image
 
 import geoflow_fast as gf
 from geoflow_fast.encoders.colours import ColourEncoder
+from geoflow_fast.explore.page import write_page
 from geoflow_fast.jobs.density import density_file
 from geoflow_fast.jobs.embed import embed_images
 from geoflow_fast.jobs.entropy import score_file
 from geoflow_fast.jobs.job import Job
+from geoflow_fast.jobs.watch import WatchSettings, watch_file
 from geoflow_fast.likelihood.settings import DensitySettings
+from geoflow_fast.retrieval import held_out
+from geoflow_fast.runtime import parquet
 from geoflow_fast.runtime.files import LOCK_FILE
 from geoflow_fast.training.logging import METRICS_FILE
 from geoflow_fast.training.loop import Run
+from tests.explore.helpers import sample_page
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 6
@@ -83,11 +89,41 @@ def embed(world: Path, out: Path) -> None:
     )
 
 
+def head(world: Path, out: Path) -> None:
+    """Trains a head for twenty steps, with a checkpoint for every second one."""
+    config = gf.HeadConfig(
+        steps=20, batch_size=16, val_every=5, checkpoint_every=2, points=2, hidden=8, bank=16, warmup_steps=2
+    )
+    gf.PosteriorHead.fit(gf.EmbeddingPairs.open(world / "pairs"), config, out=out / "head", progress=False)
+
+
+def decide(world: Path, out: Path) -> None:
+    """Calibrates a ladder, fits a trust, certifies a rule, looks at a log that grows, and writes the page of it."""
+    pairs = gf.EmbeddingPairs.open(world / "pairs")
+    held_out.clock = lambda _: 0.0  # a calibration remembers what its evidence cost
+    reranker = gf.BayesReranker(None, torch.from_numpy(pairs.image[np.arange(96)]), shortlist=60)
+    reranker.calibrate(pairs, progress=False)
+    reranker.save_calibration(out / "rerank.json")
+    generator = np.random.default_rng(0)
+    scores = -np.sort(-generator.normal(size=(500, 5)), axis=1)
+    right = scores[:, 0] - scores[:, 1] > generator.random(500)
+    trust = gf.Trust().fit(scores[:100], right[:100])
+    trust.save(out / "trust.json")
+    rule = trust.certify(scores[100:300], right[100:300], max_error=0.3)
+    rule.save(out / "rule.json")
+    for end in (400, 500):
+        parquet.write_columns(out / "log.parquet", {"scores": scores[300:end]}, end - 300)
+        watch_file(out / "rule.json", out / "log.parquet", out / "health.parquet", WatchSettings(), overwrite=True)
+    write_page(sample_page(40), out / "page.html")
+
+
 TASKS: dict[str, Callable[[Path, Path], None]] = {
     "training": train,
     "scoring": score,
     "density": density,
     "embed": embed,
+    "head": head,
+    "decisions": decide,
 }
 
 

@@ -52,12 +52,13 @@ def updated(page: str, records: dict[str, dict[str, Figure]]) -> str:
 
 def between(page: str, begin: str, end: str) -> str:
     """What stands between two marks."""
-    return page.split(f"{begin}\n")[1].split(f"\n{end}")[0]
+    return page.split(f"{begin}\n")[1].split(end)[0].removesuffix("\n")
 
 
 def replaced(page: str, begin: str, end: str, body: str) -> str:
     """The page with `body` between two marks."""
-    return page.replace(f"{begin}\n{between(page, begin, end)}\n{end}", f"{begin}\n{body}\n{end}")
+    before, _, rest = page.partition(f"{begin}\n")
+    return f"{before}{begin}\n{body}\n{end}{rest.partition(end)[2]}"
 
 
 if __name__ == "__main__":

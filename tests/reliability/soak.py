@@ -1,8 +1,9 @@
-"""Trains and scores repeatedly in one process, in which memory and open files must not grow.
+"""Trains, scores and decides repeatedly in one process, in which memory and open files must not grow.
 
-`python -m tests.reliability.soak --minutes 30`. Each round trains a small flow into a folder, scores a file of queries
-against a gallery on disk and computes densities, as a long-lived service or notebook would. The slope of the resident
-memory is that of a least-squares line through the samples after the warm-up, the first fifth of the time.
+`python -m tests.reliability.soak --minutes 30`. Each round trains a small flow and a head into folders, scores a file
+of queries against a gallery on disk, computes densities, re-ranks with the ladder and over a store, fits a trust,
+certifies a rule, looks at a log, and writes the page of it, as a long-lived service or notebook would. The slope of the
+resident memory is that of a least-squares line through the samples after the warm-up, the first fifth of the time.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ import numpy as np
 import torch
 
 import geoflow_fast as gf
+from geoflow_fast.explore.page import write_page
 from geoflow_fast.jobs.density import density_file
 from geoflow_fast.jobs.entropy import score_file
 from geoflow_fast.likelihood.settings import DensitySettings
+from geoflow_fast.stores import CustomStore, StoreReranker
+from tests.explore.helpers import sample_page
 from tests.reliability.figures import record
+from tests.stores.test_protocol import Fake
 
 WARM_UP = 0.2
 MOST_MEGABYTES_PER_MINUTE = 1.0
@@ -45,6 +50,7 @@ def one_round(folder: Path, number: int) -> None:
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(number)
     image, text, queries = (gf.geometry.sample_uniform(n, WIDTH, generator=generator) for n in (600, 600, 200))
+    text = gf.geometry.normalize(image + 0.7 * text)
     gf.EmbeddingPairs.from_arrays(image, text).save(folder / "pairs")
     np.save(folder / "queries.npy", queries.numpy())
     np.save(folder / "gallery.npy", image.numpy())
@@ -54,6 +60,32 @@ def one_round(folder: Path, number: int) -> None:
     scorer = gf.RetrievalEntropy(flow, gf.Gallery(folder / "gallery.npy"), "t2i", n_samples=8, n_steps=4)
     score_file(scorer, folder / "queries.npy", folder / "scores.parquet", block=50)
     density_file(folder / "run", folder / "pairs", folder / "density.parquet", DensitySettings(n_steps=2), block=300)
+    decide(folder, number)
+
+
+def decide(folder: Path, number: int) -> None:
+    """Re-ranks with a head, over a gallery and over a store, and makes, applies and watches a rule."""
+    pairs = gf.EmbeddingPairs.open(folder / "pairs")
+    config = gf.HeadConfig(steps=20, batch_size=64, val_every=10, points=2, hidden=16, bank=32, seed=number)
+    head = gf.PosteriorHead.fit(pairs, config, out=folder / "head", progress=False)
+    gallery = np.load(folder / "gallery.npy")
+    queries = torch.from_numpy(np.load(folder / "queries.npy"))
+    gf.RetrievalEntropy(head, gf.Gallery(folder / "gallery.npy"))(queries)
+    reranker = gf.BayesReranker(None, gallery, head=head, shortlist=200)
+    reranker.calibrate(pairs, max_queries=200, progress=False)
+    reranker.save_calibration(folder)
+    reranked = reranker(queries, no_match_share=0.1)
+    store = StoreReranker(CustomStore(Fake(rows=gallery).search, Fake(rows=gallery).fetch, WIDTH), shortlist=(50, 50))
+    store.calibrate(pairs, max_queries=100, progress=False)
+    store(queries[:20])
+    scores = -np.sort(-np.random.default_rng(number).normal(size=(400, 10)), axis=1)
+    right = scores[:, 0] - scores[:, 1] > 0.3 * np.random.default_rng(number + 1).random(400)
+    trust = gf.Trust().fit(scores[:100], right[:100])
+    trust.certify(scores[100:300], right[100:300], max_error=0.4).save(folder / "rule.json")
+    rule = gf.Rule.load(folder / "rule.json")
+    rule(scores[300:])
+    gf.watch(rule, scores[300:])
+    write_page(sample_page(len(reranked.prob)), folder / "page.html")
 
 
 def soak(minutes: float, folder: Path) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Threads that share one flow: everybody gets the numbers of a single thread, and the flow keeps its mode."""
+"""Threads that share one model: everybody gets the numbers of a single thread, and a flow keeps its mode."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import geoflow_fast as gf
-from geoflow_fast import geometry
+from geoflow_fast import geometry, stores
+from tests.decisions.helpers import search
+from tests.stores.test_protocol import Fake
 
 THREADS, ROUNDS, DIM = 8, 4, 12
 
@@ -74,10 +77,16 @@ def densities(flow: gf.GeoFlow) -> Callable[[], tuple[Tensor, ...]]:
 
 @pytest.mark.parametrize("make", [scored, scored_by_bayes, reranked, densities], ids=lambda make: make.__name__)
 def test_threads_get_the_numbers_of_one_thread(training_flow, make):
-    torch.set_num_threads(1)  # these threads are the only ones
     modes = [module.training for module in training_flow.modules()]
     expected = make(training_flow)()
-    call, start = make(training_flow), threading.Barrier(THREADS)
+    assert_same_in_threads(make(training_flow), expected)
+    assert [module.training for module in training_flow.modules()] == modes
+
+
+def assert_same_in_threads(call: Callable[[], tuple[Tensor, ...]], expected: tuple[Tensor, ...]) -> None:
+    """Calls it in eight threads that start together, several times each."""
+    torch.set_num_threads(1)  # these threads are the only ones
+    start = threading.Barrier(THREADS)
 
     def work(_: int) -> list[tuple[Tensor, ...]]:
         start.wait()
@@ -85,6 +94,64 @@ def test_threads_get_the_numbers_of_one_thread(training_flow, make):
 
     with ThreadPoolExecutor(THREADS) as pool:
         results = [result for results in pool.map(work, range(THREADS)) for result in results]
-    assert [module.training for module in training_flow.modules()] == modes
     for result in results:
         assert all(torch.equal(x, y) for x, y in zip(result, expected, strict=True))
+
+
+def pairs_of(rows: int, seed: int) -> gf.EmbeddingPairs:
+    image = unit(rows, seed)
+    return gf.EmbeddingPairs.from_arrays(image, geometry.normalize(image + 0.4 * unit(rows, seed + 1)))
+
+
+def new_head() -> gf.PosteriorHead:
+    torch.manual_seed(2)
+    head = gf.PosteriorHead(gf.HeadConfig(points=3, hidden=16, bank=16), DIM, DIM).train()
+    head.bank_image.copy_(unit(16, 5))
+    head.bank_text.copy_(unit(16, 6))
+    return head
+
+
+def entropy_of_a_head() -> Callable[[], tuple[Tensor, ...]]:
+    """The items' numbers are computed by whichever thread comes first."""
+    scorer = gf.RetrievalEntropy(new_head(), unit(200, 0))
+    return lambda: tensors_of(scorer(unit(6, 1)))
+
+
+def ladder_of_a_head() -> Callable[[], tuple[Tensor, ...]]:
+    reranker = gf.BayesReranker(None, unit(150, 0), shortlist=20, head=new_head())
+    reranker.calibrate(pairs_of(120, 3), progress=False)
+    twin = reranker.with_gallery(unit(150, 0))  # which remembers nothing yet
+    return lambda: tensors_of(twin(unit(6, 1), no_match_share=0.2))
+
+
+def store_of_a_ladder() -> Callable[[], tuple[Tensor, ...]]:
+    rows = unit(150, 0).numpy()
+    store = stores.CustomStore(Fake(rows=rows).search, Fake(rows=rows).fetch, DIM)
+    reranker = stores.StoreReranker(store, shortlist=(20, 20))
+    reranker.calibrate(pairs_of(120, 3), progress=False)
+
+    def call() -> tuple[Tensor, ...]:
+        hits = reranker(unit(6, 1).numpy())
+        return tuple(torch.from_numpy(getattr(hits, name)) for name in ("prob", "p_answer", "p_no_match", "entropy"))
+
+    return call
+
+
+def trust_and_rule() -> Callable[[], tuple[Tensor, ...]]:
+    fitted, tested, new = (search(200, 10, seed=seed) for seed in range(3))
+    trust = gf.Trust().fit(fitted.scores, fitted.relevant)
+    rule = trust.certify(tested.scores, tested.relevant, max_error=0.3)
+
+    def call() -> tuple[Tensor, ...]:
+        health = gf.watch(rule, new.scores)
+        answers = (trust.predict_proba(new.scores), trust.relevance(new.scores), rule(new.scores), health.p_right)
+        return tuple(torch.from_numpy(np.ascontiguousarray(answer)) for answer in answers)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "make", [entropy_of_a_head, ladder_of_a_head, store_of_a_ladder, trust_and_rule], ids=lambda make: make.__name__
+)
+def test_heads_ladders_stores_and_rules_in_threads(make):
+    assert_same_in_threads(make(), make()())

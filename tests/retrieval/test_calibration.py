@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from geoflow_fast.retrieval.calibration import fit_calibration
+from geoflow_fast.retrieval.calibration import UNCALIBRATED, fit_calibration, probability_right
 from geoflow_fast.retrieval.evidence import Evidence, fit_weights
 
 TRUTH = (0.7, 9.0, 1.5)
@@ -85,6 +86,43 @@ def test_a_constant_per_query_does_not_matter():
         evidence.features["flow"] + 1000 * torch.randn(500, 1), evidence.features["cosine"], evidence.valid
     )
     assert fitted(shifted, right).weights == pytest.approx(fitted(evidence, right).weights, rel=1e-6)
+
+
+@pytest.mark.parametrize("platt", [None, (2.0, 3.0)])
+def test_no_probability_exceeds_one_where_several_items_are_right(platt):
+    """The probability of the one meant is multiplied by how many are right, five captions for one."""
+    prob = torch.tensor([0.0, 0.04, 0.2, 0.7, 1.0], dtype=torch.float64)
+    right = probability_right(prob, 5.0, platt)
+    assert bool(((right >= 0) & (right <= 1)).all())
+    assert bool((right.diff() >= 0).all())
+    if platt is None:
+        assert right.tolist() == pytest.approx([0.0, 0.2, 1.0, 1.0, 1.0])
+    choices = torch.tensor([[0.7, 0.2, 0.1], [0.02, 0.0, 0.98]], dtype=torch.float64)
+    several = dataclasses.replace(UNCALIBRATED, right_per_query=5.0)
+    torch.testing.assert_close(
+        several.item_relevance(choices), torch.tensor([[1.0, 1.0], [0.1, 0.0]], dtype=torch.float64)
+    )
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 7, 10])
+@pytest.mark.parametrize("missing", [0, 1])
+def test_levels_are_those_of_the_less_near_half(length, missing):
+    """Of an odd number of items the one in the middle is in neither half; a single item is its own level."""
+    generator = torch.Generator().manual_seed(length)
+    nearness = torch.randperm(length + missing, generator=generator).double().unsqueeze(0)
+    features = {name: torch.randn(1, length + missing, generator=generator).double() for name in NAMES}
+    valid = nearness != nearness.min() if missing else torch.ones_like(nearness, dtype=torch.bool)
+    evidence = Evidence(features, nearness, valid)
+    order = nearness[0].argsort()[missing:]  # the least near first, without the missing one
+    far = order[: max(1, length // 2)]
+    levels = evidence.levels(NAMES)
+    torch.testing.assert_close(levels["cosine"][0, 0], features["cosine"][0, far].mean())
+    torch.testing.assert_close(levels["flow"][0, 0], features["flow"][0, far].exp().mean().log())
+    asked = torch.zeros_like(valid)
+    asked[0, order[-3:]] = True  # the flow was asked about the nearest three, of which one is its half
+    tiers = dataclasses.replace(evidence, asked=asked).levels(NAMES)
+    torch.testing.assert_close(tiers["cosine"], levels["cosine"])
+    torch.testing.assert_close(tiers["flow"][0, 0], features["flow"][0, order[-3:][0]])
 
 
 def test_separable_data_have_finite_weights():

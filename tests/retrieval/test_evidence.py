@@ -18,6 +18,7 @@ from geoflow_fast.retrieval import held_out
 from geoflow_fast.retrieval.calibration import UNCALIBRATED_HEAD, close_call, fit_calibration, probability_right
 from geoflow_fast.retrieval.evidence import Evidence, climb, folds_of, grouped_mean, with_best_hub
 from geoflow_fast.retrieval.hubs import SCALES, Hubs, log_mean, log_means
+from geoflow_fast.retrieval.item_bank import ItemBank
 from geoflow_fast.retrieval.sources import HeadSource
 from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.runtime.device import clock
@@ -27,6 +28,10 @@ DIM, K = 8, 10
 
 def unit(rows: int, seed: int, width: int = DIM) -> Tensor:
     return noise.sample_uniform(rows, width, generator=torch.Generator().manual_seed(seed))
+
+
+def unit_sum(*parts: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(torch.stack(parts).sum(0), dim=1)
 
 
 def hub_world(count: int, seed: int, push: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -366,6 +371,62 @@ class TestHubs:
         assert hub.gain < 2 * hub.stderr
 
 
+class TestOwnItems:
+    """Queries have different numbers of own items, and the shorter rows are padded."""
+
+    @pytest.fixture
+    def known(self) -> held_out.KnownItems:
+        own = torch.tensor([[k, -1] if k % 3 else [k, k + 1] for k in range(60)])
+        own[59] = torch.tensor([59, -1])
+        items = unit(60, 2)
+        return held_out.KnownItems(unit_sum(items, 0.5 * unit(60, 1)), items, own, torch.arange(60))
+
+    def padded(self, known: held_out.KnownItems) -> held_out.KnownItems:
+        """The same with two more columns, which hold nothing."""
+        return dataclasses.replace(known, own=torch.nn.functional.pad(known.own, (0, 2), value=-1))
+
+    def test_padding_is_no_item(self, head, known):
+        reranker = gf.BayesReranker(None, unit(90, 3), shortlist=7, head=head)
+        plain, padded = (
+            held_out.HeldOut(reranker, each, None).evidence(lambda _: None) for each in (known, self.padded(known))
+        )
+        assert torch.equal(plain.right_count, (known.own >= 0).sum(1))
+        assert torch.equal(padded.right_count, plain.right_count)
+        assert bool((plain.evidence.valid.sum(1) == 7).all())
+        assert int(plain.right.sum()) > 50
+        for name in ("right", "absent", "number"):
+            wide, narrow = getattr(padded, name), getattr(plain, name)
+            assert torch.equal(wide[:, : narrow.shape[1]], narrow), name
+        assert not padded.right[:, -2:].any()
+        assert not padded.evidence.valid[:, -2:].any()
+        for name, values in plain.evidence.features.items():
+            wide = padded.evidence.features[name][:, : values.shape[1]]
+            valid = plain.evidence.valid
+            torch.testing.assert_close(wide[valid], values[valid], msg=name)
+        for scale, values in plain.hubs.items():
+            wide = padded.hubs[scale][:, : values.shape[1]]
+            torch.testing.assert_close(wide[plain.evidence.valid], values[plain.evidence.valid])
+
+    def test_padding_leaves_out_no_item_of_the_bank(self, known):
+        """The own items of a query do not count in its level over a bank of items; item 0 is not everyone's own."""
+        reranker = gf.BayesReranker(None, unit(90, 3), shortlist=7)
+        bank = ItemBank(known.items, None, None)
+        levels = held_out.HeldOut(reranker, known, None).level(bank, {"cosine": 5.0}, 1.0)
+        cosine = known.queries.double() @ known.items.double().T
+        for query, own in enumerate(known.own.tolist()):
+            others = [k for k in range(60) if k not in own]
+            expected = (5.0 * cosine[query, others]).exp().mean().log()
+            assert float(levels[query]) == pytest.approx(float(expected), abs=1e-5)
+
+    def test_queries_of_which_item_zero_is_not_right_count_in_its_hub_correction(self, known):
+        reranker = gf.BayesReranker(None, unit(90, 3), shortlist=7)
+        held = held_out.HeldOut(reranker, self.padded(known), None)
+        assert int(held._is_right.sum()) == int((known.own >= 0).sum())
+        assert held._is_right[:, 0].nonzero().squeeze(1).tolist() == [
+            row for row, query in enumerate(held.bank_rows.tolist()) if query == 0
+        ]
+
+
 class TestHead:
     def test_uncalibrated_probabilities_are_the_heads_own(self, head):
         items, queries = unit(40, 1), unit(6, 2)
@@ -400,6 +461,44 @@ class TestHead:
         result = reranker(pairs[np.arange(300, 500)][1])
         scorer = gf.RetrievalEntropy(head, image[300:])
         assert torch.equal(result.answer, scorer(pairs[np.arange(300, 500)][1]).map_index)
+
+    def test_items_of_the_gallery_are_as_near_as_the_same_items_elsewhere(self, head):
+        """Numbers that are kept for the gallery's rows, the first one included, are those computed for the items."""
+        items, queries = unit(30, 6), unit(4, 7)
+        reranker = gf.BayesReranker(None, items, head=head, shortlist_by="head", shortlist=30)
+        index = torch.arange(30).repeat(4, 1)
+        known, new = (reranker.nearness(queries, items.expand(4, -1, -1), which) for which in (index, None))
+        torch.testing.assert_close(known, new)
+        assert float(known.std()) > 0.1
+
+    @pytest.mark.parametrize(
+        ("spoil", "words"),
+        [
+            (lambda rows: np.where(rows == rows[0, 0], 500, rows), "query 0 .*row 500 of a gallery of 50"),
+            (lambda rows: np.where(rows == rows[-1, 0], -2, rows), "row -2 of a gallery of 50"),
+            (lambda rows: rows.astype(float), "whole numbers"),
+            (lambda rows: rows * np.nan, "whole numbers"),
+            (lambda rows: rows[:-1], "whole numbers"),
+            (lambda rows: rows.ravel(), "whole numbers"),
+            (lambda _: None, "whole numbers"),
+        ],
+    )
+    def test_a_store_that_answers_nonsense_for_the_points_of_a_head(self, head, spoil, words):
+        rows = unit(50, 6)
+
+        class Spoiled:
+            ntotal, d = 50, DIM
+
+            def search(self, x: np.ndarray, k: int) -> tuple[np.ndarray, object]:
+                cosine = x @ rows.numpy().T
+                order = np.argsort(-cosine, axis=1)[:, :k]
+                return np.take_along_axis(cosine, order, 1), spoil(order)
+
+        reranker = gf.BayesReranker(
+            None, gf.Gallery(rows, store=Spoiled()), head=head, shortlist_by="head", shortlist=10
+        )
+        with pytest.raises(ValueError, match=words):
+            reranker.rerank(unit(4, 7))
 
     def test_shortlists_of_a_store_are_those_of_a_whole_pass(self, head):
         items, queries = unit(200, 3), unit(9, 4)

@@ -106,8 +106,8 @@ def test_the_network_never_sees_the_answer(monkeypatch, conditional):
     )
     draw = batches.draw_batch_plan
 
-    def draw_at_time_zero(*arguments):
-        drawn = draw(*arguments)
+    def draw_at_time_zero(*arguments, **options):
+        drawn = draw(*arguments, **options)
         return dataclasses.replace(drawn, t=torch.zeros_like(drawn.t))
 
     monkeypatch.setattr(batches, "draw_batch_plan", draw_at_time_zero)
@@ -296,6 +296,26 @@ def test_the_learning_rate_follows_its_schedule_and_validation_is_the_same_every
     assert rates[-1] < 0.001 * config.lr
     run = new_run(config, val=some_pairs(9))
     assert run.validate() == run.validate()
+
+
+@pytest.mark.parametrize("noise", ["iid", "structured"])
+def test_validation_shows_every_direction_pairs_from_everywhere(noise):
+    """Rows are sorted by direction, and pairs in files often by kind. A direction must not get one kind alone."""
+    rows = 200
+    image, text = (sample_uniform(rows, d, generator=torch.Generator().manual_seed(d)) for d in (6, 5))
+    pairs = gf.EmbeddingPairs.from_arrays(image, text)
+    maker = make(dataclasses.replace(CONFIG, batch_size=rows, noise=noise), pairs=pairs)
+    batch = maker.validation(pairs, 0)
+    i2t, joint, _ = batch.counts
+    shown = {"i2t": batch.image[:i2t] @ image.T, "t2i": batch.text[i2t + joint :] @ text.T}  # the given stream is shown
+    for direction, cosine in shown.items():
+        best, number = cosine.max(1)
+        torch.testing.assert_close(best, torch.ones_like(best))
+        assert len(set(number.tolist())) == len(number) > 30, direction
+        share = float((number < rows // 2).double().mean())
+        assert abs(share - 0.5) < 4 * 0.5 / len(number) ** 0.5, direction
+    again = maker.validation(pairs, 0)
+    assert torch.equal(again.image, batch.image)
 
 
 def test_a_flow_learns_eight_pairs_by_heart():
