@@ -275,6 +275,11 @@ def test_few_points_of_a_head_are_not_worth_rounding_the_gallery_for():
     assert launches.head(64).bytes < 4 * 4 * 1024 * launches.ITEMS
 
 
+@pytest.mark.parametrize(("run", "most"), [(lambda: launches.entropy(5), 200), (lambda: launches.head(64), 250)])
+def test_posteriors_start_few_kernels_besides_the_solve(run, most):
+    assert run().started <= most
+
+
 # ---- before ------------------------------------------------------------------------------------------------------
 
 
