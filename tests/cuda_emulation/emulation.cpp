@@ -288,8 +288,12 @@ UNSEEN float add_truncated(float sum, const double* products, int count) {
     for (int k = 0; k < count; ++k) {
         if (products[k] != 0.0 && exponent_of(products[k]) > largest) largest = exponent_of(products[k]);
     }
-    if (largest <= -126) return sum;                           // nothing to add
-    if (largest >= 128) return bits_to_float(0x7fc00000u);  // one is no number, or none that a float32 holds
+    if (largest <= -126) return sum;  // nothing to add
+    if (largest >= 128) {             // not all are numbers: the sum is none either, or infinite
+        double total = sum;
+        for (int k = 0; k < count; ++k) total += products[k];
+        return static_cast<float>(total);
+    }
     const double unit = power_of_two(23 - largest);
     std::int64_t total = static_cast<std::int64_t>(sum * unit);
     for (int k = 0; k < count; ++k) total += static_cast<std::int64_t>(products[k] * unit);
@@ -303,6 +307,8 @@ UNSEEN float add_truncated(float sum, const double* products, int count) {
 UNSEEN void unpack(Number number, std::uint32_t bits, double* target) {
     if (number == Number::tf32) {
         target[0] = tf32(bits);
+    } else if (number == Number::cut_tf32) {
+        target[0] = tf32(bits & ~0x1fffu);
     } else if (number == Number::float16) {
         target[0] = half_to_float(static_cast<std::uint16_t>(bits));
         target[1] = half_to_float(static_cast<std::uint16_t>(bits >> 16));
@@ -315,7 +321,7 @@ UNSEEN void unpack(Number number, std::uint32_t bits, double* target) {
 UNSEEN void multiply_warp(void* const* brought) {
     const auto lanes = [brought](int lane) -> const Fragments& { return *static_cast<const Fragments*>(brought[lane]); };
     const Number number = lanes(0).number;
-    const int words = number == Number::tf32 ? 1 : 2;  // numbers in a register
+    const int words = number < Number::float16 ? 1 : 2;  // numbers in a register
     double a[16][16], b[8][16];                        // rows of the one, columns of the other
     const auto place = [number](double* target, std::uint32_t bits) { unpack(number, bits, target); };
     for (int lane = 0; lane < 32; ++lane) {

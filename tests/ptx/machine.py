@@ -66,6 +66,13 @@ def compile_triton(launch: aot.Launch) -> Code:
     return Code(built.asm["ptx"], built.metadata.shared)
 
 
+def run_time_arguments(launch: aot.Launch) -> list[Any]:
+    """Those that the kernel is not compiled for, in the order of its parameters."""
+    source, _ = aot.source(launch)
+    values = dict(zip(launch.kernel.arg_names, launch.arguments)) | launch.meta
+    return [values[name] for name, kind in source.signature.items() if kind != "constexpr"]
+
+
 class Builder:
     """Compiles C++ for the emulation, the same text at most once."""
 
@@ -192,9 +199,7 @@ class Machine:
         self.run(Code(self.edit(code.text), code.shared), recorded)
 
     def run(self, code: Code, launch: aot.Launch) -> None:
-        source, _ = aot.source(launch)
-        values = dict(zip(launch.kernel.arg_names, launch.arguments)) | launch.meta
-        given = [values[name] for name, kind in source.signature.items() if kind != "constexpr"]
+        given = run_time_arguments(launch)
         memory = Memory([x for x in given if isinstance(x, Tensor)])
         x, y, z = (*launch.grid, 1, 1)[:3]
         arguments = {
@@ -229,17 +234,18 @@ class Machine:
 def _described(kernel: Kernel, given: list[Any], memory: Memory) -> bytes:
     """Parameters, memory and pointers, as run.cpp reads them."""
     formats = {"u64": "<q", "u32": "<i", "f32": "<f", "s32": "<i", "s64": "<q", "b64": "<q", "b32": "<i"}
-    parameters, pointers = bytearray(), []
+    offsets, pointers = kernel.parameter_offsets(), []
+    parameters = bytearray(offsets[""])
     # After the kernel's own come two for scratch memory and profiling, which are null.
     for parameter, value in zip(kernel.parameters, [*given, 0, 0], strict=True):
-        parameters.extend(bytes(-len(parameters) % parameter.align))
+        at = offsets[parameter.name]
         if isinstance(value, Tensor):
             if value.numel():
-                pointers.append((len(parameters), *memory.place(value)))
-            value = 0
+                pointers.append((at, *memory.place(value)))
+            continue
         if formats[parameter.type] != "<f" and not isinstance(value, int):
             raise TypeError(f"{kernel.name}: {parameter.name} is an integer, the launch gives {value!r}")
-        parameters.extend(struct.pack(formats[parameter.type], value))
+        struct.pack_into(formats[parameter.type], parameters, at, value)
     parts = [struct.pack("<Q", len(parameters)), bytes(parameters), struct.pack("<Q", len(memory.regions))]
     parts += memory.contents()
     parts.append(struct.pack("<Q", len(pointers)))

@@ -163,7 +163,7 @@ ROWS: list[tuple[str, str, str, str, str, str]] = [
             "b32[4] b32[2] T[4]", f"multiply(emulation::Number::{name}, a, b, c, LINE)",
         )
         for shape, number, name in (
-            ("m16n8k8", "tf32", "tf32"), ("m16n8k16", "f16", "float16"), ("m16n8k16", "bf16", "bfloat16"),
+            ("m16n8k8", "tf32", "cut_tf32"), ("m16n8k16", "f16", "float16"), ("m16n8k16", "bf16", "bfloat16"),
         )
     ),
 ]  # fmt: skip

@@ -88,6 +88,15 @@ class Kernel:
     registers: dict[str, str] = field(default_factory=dict)  # name: type
     body: list[Instruction | Label] = field(default_factory=list)
 
+    def parameter_offsets(self) -> dict[str, int]:
+        """Where each lies in the parameter space; under "" the size of that."""
+        offsets, at = {}, 0
+        for parameter in self.parameters:
+            at = -(-at // parameter.align) * parameter.align
+            offsets[parameter.name] = at
+            at += parameter.bytes
+        return offsets | {"": at}
+
     def instructions(self) -> Iterator[Instruction]:
         return (part for part in self.body if isinstance(part, Instruction))
 

@@ -24,4 +24,4 @@ def test_float64_agrees_and_every_schedule_gives_the_same_bits(outputs: Outputs,
 @pytest.mark.parametrize("name", ["few, bfloat16", "exact", "slim", "scores alone"])
 @pytest.mark.parametrize(("build", "schedule"), [("address", "reversed"), ("thread", "forward")])
 def test_clean_under_sanitizers(outputs: Outputs, name: str, build: str, schedule: str) -> None:
-    outputs(GALLERY[name], build=build, schedule=schedule)
+    outputs(GALLERY[name], build=build, schedule=schedule, together=True)

@@ -94,7 +94,7 @@ void kernel_entry(const u8* parameters) {{ kernel_0(parameters); }}
 def _host_symbol(kernel: Kernel, number: int) -> str:
     """Structures of more than 16 bytes go to C++ functions through memory, whatever is in them."""
     types, arguments, copies = [], [], []
-    at = 0
+    offsets = kernel.parameter_offsets()
     for place, parameter in enumerate(kernel.parameters):
         kind = f"ptx::{parameter.type}"
         if parameter.type == "b8":
@@ -102,15 +102,14 @@ def _host_symbol(kernel: Kernel, number: int) -> str:
                 raise PtxError(0, f"{kernel.name}: a structure of at most 16 bytes as argument")
             kind = f"P{number}_{place}"
             types.append(f"struct alignas({parameter.align}) {kind} {{ unsigned char bytes[{parameter.bytes}]; }};\n")
-        at = -(-at // parameter.align) * parameter.align
         arguments.append(f"{kind} p{place}")
+        at = offsets[parameter.name]
         copies.append(f"    std::memcpy(parameters + {at}, &p{place}, {parameter.bytes});\n")
-        at += parameter.bytes
     return f"""
 {"".join(types)}
 extern "C" void {kernel.name}({", ".join(arguments)}) {{
-    alignas(16) unsigned char parameters[{at}];
-{"".join(copies)}    ptx::note_launch("{kernel.name}", parameters, {at});
+    alignas(16) unsigned char parameters[{offsets[""]}];
+{"".join(copies)}    ptx::note_launch("{kernel.name}", parameters, {offsets[""]});
     ptx::kernel_{number}(parameters);
 }}
 """
@@ -128,7 +127,7 @@ class _Writer:
         used = self._registers_in_use()
         names = list(self.kernel.registers)
         self._variables = {name: f"r{names.index(name)}" for name in used}
-        self._offsets = self._parameter_offsets()
+        self._offsets = self.kernel.parameter_offsets()
         count = sum(1 for _ in self.kernel.instructions())
         lines = [f"u8 executed_{self.number}[{count}];\n"]
         lines.append(f'const Coverage coverage_{self.number}("{self.kernel.name}", executed_{self.number}, {count});\n')
@@ -153,14 +152,6 @@ class _Writer:
                     if isinstance(part, Register):
                         found[part.name] = None
         return list(found)
-
-    def _parameter_offsets(self) -> dict[str, int]:
-        offsets, at = {}, 0
-        for parameter in self.kernel.parameters:
-            at = -(-at // parameter.align) * parameter.align
-            offsets[parameter.name] = at
-            at += parameter.bytes
-        return offsets
 
     def _shared_symbols(self) -> Iterator[str]:
         """Each array in use, with a place of its own, so that AddressSanitizer sees its ends."""
