@@ -121,7 +121,7 @@ class Memory:
             else:
                 self.regions.append((begin, end))
 
-    def place(self, x: Tensor) -> tuple[int, int]:
+    def block_and_offset(self, x: Tensor) -> tuple[int, int]:
         """The number of a tensor's region, and its offset there."""
         at = x.data_ptr()
         number = next(k for k, (begin, end) in enumerate(self.regions) if begin <= at < end)
@@ -134,7 +134,7 @@ class Memory:
     def _within(self, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...], int]:
         """Size, strides and offset of a tensor's bytes in its region."""
         size = x.element_size()
-        return (*x.shape, size), (*(size * s for s in x.stride()), 1), self.place(x)[1]
+        return (*x.shape, size), (*(size * s for s in x.stride()), 1), self.block_and_offset(x)[1]
 
     def contents(self) -> Iterator[bytes]:
         """Of each region its size, its alignment, the bytes that belong to elements, and what they hold."""
@@ -161,7 +161,7 @@ class Memory:
         return functools.reduce(lambda sum_so_far, part: zlib.crc32(part, sum_so_far), parts, 0)
 
     def _of(self, number: int) -> list[Tensor]:
-        return [x for x in self.tensors if x.numel() and self.place(x)[0] == number]
+        return [x for x in self.tensors if x.numel() and self.block_and_offset(x)[0] == number]
 
 
 def _span(x: Tensor) -> tuple[int, int]:
@@ -241,7 +241,7 @@ def _described(kernel: Kernel, given: list[Any], memory: Memory) -> bytes:
         at = offsets[parameter.name]
         if isinstance(value, Tensor):
             if value.numel():
-                pointers.append((at, *memory.place(value)))
+                pointers.append((at, *memory.block_and_offset(value)))
             continue
         if formats[parameter.type] != "<f" and not isinstance(value, int):
             raise TypeError(f"{kernel.name}: {parameter.name} is an integer, the launch gives {value!r}")

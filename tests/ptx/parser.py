@@ -131,17 +131,17 @@ class Token:
 
 
 def tokens(text: str) -> list[Token]:
-    found, at, line = [], 0, 1
+    tokens, at, line = [], 0, 1
     while at < len(text):
         match = TOKEN.match(text, at)
         if match is None:
             raise PtxError(line, f"unexpected character {text[at]!r}")
         kind = str(match.lastgroup)
         if kind != "skip":
-            found.append(Token(kind, match.group(), line))
+            tokens.append(Token(kind, match.group(), line))
         line += match.group().count("\n")
         at = match.end()
-    return found
+    return tokens
 
 
 def parse(text: str) -> Module:
@@ -151,8 +151,8 @@ def parse(text: str) -> Module:
 class _Parser:
     """Recursive descent over the tokens; one method for each part of the grammar."""
 
-    def __init__(self, found: list[Token]):
-        self._tokens, self._at = found, 0
+    def __init__(self, tokens: list[Token]):
+        self._tokens, self._at = tokens, 0
         self._module = Module("", [], {})
         self._kernel = Kernel("", ())
         self._scopes: list[dict[str, str]] = []  # names of registers as written: as they are known to the kernel
@@ -168,9 +168,9 @@ class _Parser:
         return self._tokens[self._at - 1]
 
     def _accept(self, text: str) -> bool:
-        found = self._now.text == text
-        self._at += found
-        return found
+        matches = self._now.text == text
+        self._at += matches
+        return matches
 
     def _expect(self, text: str) -> None:
         if not self._accept(text):

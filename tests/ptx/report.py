@@ -78,8 +78,8 @@ class Recorder(Machine):
 
     def run(self, code: Code, launch: aot.Launch) -> None:
         scalars = [
-            {"parameter": place, "type": parameter.type, "value": value % 2 ** int(parameter.type[1:])}
-            for place, (value, parameter) in enumerate(zip(run_time_arguments(launch), code.kernel.parameters))
+            {"parameter": number, "type": parameter.type, "value": value % 2 ** int(parameter.type[1:])}
+            for number, (value, parameter) in enumerate(zip(run_time_arguments(launch), code.kernel.parameters))
             if isinstance(value, int)
         ]
         one = self.seen.setdefault(code.text, Seen(code.kernel.name, code, launch.grid, scalars))
@@ -103,7 +103,7 @@ def triton_kernels(folder: Path) -> list[Seen]:
 
 def cuda_kernels(folder: Path) -> list[Seen]:
     """Each instantiation that ships, with the arguments that a program of tests/cuda_emulation gave it."""
-    workshop, found = CompiledWorkshop(folder, Builder(folder / "kernels")), {}
+    workshop, seen = CompiledWorkshop(folder, Builder(folder / "kernels")), {}
     solves = [
         SolveCase(7, cols, max_iter=3, wide=cols > 8192, shift=1.5, kind=ARC, half=half)
         for half in (False, True)
@@ -123,18 +123,18 @@ def cuda_kernels(folder: Path) -> list[Seen]:
         threads, blocks, shared, bytes_given = launches[code.kernel.name].split()
         code = Code(text, int(shared))
         scalars = _scalars(code.kernel, bytes.fromhex(bytes_given))
-        found[code.kernel.name] = Seen(name, code, (int(blocks), 1, 1), scalars)
+        seen[code.kernel.name] = Seen(name, code, (int(blocks), 1, 1), scalars)
         assert int(threads) == code.kernel.threads
     for line in Path(report).read_text().splitlines():
         symbol, flags = line.split()
-        found[symbol].ran |= set(executed(found[symbol].kernel, flags))
-    return list(found.values())
+        seen[symbol].ran |= set(executed(seen[symbol].kernel, flags))
+    return list(seen.values())
 
 
 def _scalars(kernel: Kernel, given: bytes) -> list[dict[str, Any]]:
     """The fields of structures that a kernel reads and that are no pointers, whose values are far above 2^32."""
     offsets, places = kernel.parameter_offsets(), [parameter.name for parameter in kernel.parameters]
-    found = {}
+    scalars = {}
     for instruction in kernel.instructions():
         match = re.fullmatch(r"ld\.param(?:\.v(\d))?\.[a-z](\d+)", instruction.opcode)
         address = instruction.operands[-1] if instruction.operands else None
@@ -146,9 +146,14 @@ def _scalars(kernel: Kernel, given: bytes) -> list[dict[str, Any]]:
             at = offsets[name] + offset
             value = int.from_bytes(given[at : at + size], "little")
             if value < 2**32:
-                place = places.index(name)
-                found[place, offset] = {"parameter": place, "offset": offset, "type": f"u{8 * size}", "value": value}
-    return list(found.values())
+                number = places.index(name)
+                scalars[number, offset] = {
+                    "parameter": number,
+                    "offset": offset,
+                    "type": f"u{8 * size}",
+                    "value": value,
+                }
+    return list(scalars.values())
 
 
 # ---- SentryWard ----

@@ -29,6 +29,6 @@ def test_the_page_holds_every_kernel() -> None:
 @pytest.mark.skipif(shutil.which("sentryward") is None, reason="the command sentryward is not on PATH")
 def test_the_verifier_proves_a_kernel_and_misses_a_barrier(tmp_path: Path) -> None:
     (launch,) = aot.Case("", aot.call_with_rows("tangent_step", 3, 129)).launches()
-    sizes = [{"parameter": place, "type": "u32", "value": 3 if place == 4 else 129} for place in range(4, 9)]
+    sizes = [{"parameter": number, "type": "u32", "value": 3 if number == 4 else 129} for number in range(4, 9)]
     kernel = report.Seen("tangent_step_kernel", compile_triton(launch), launch.grid, sizes)
     assert report.judged(kernel, tmp_path) == ("proved", "4 of 4")

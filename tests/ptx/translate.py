@@ -95,16 +95,16 @@ def _host_symbol(kernel: Kernel, number: int) -> str:
     """Structures of more than 16 bytes go to C++ functions through memory, whatever is in them."""
     types, arguments, copies = [], [], []
     offsets = kernel.parameter_offsets()
-    for place, parameter in enumerate(kernel.parameters):
+    for order, parameter in enumerate(kernel.parameters):
         kind = f"ptx::{parameter.type}"
         if parameter.type == "b8":
             if parameter.bytes <= 16:
                 raise PtxError(0, f"{kernel.name}: a structure of at most 16 bytes as argument")
-            kind = f"P{number}_{place}"
+            kind = f"P{number}_{order}"
             types.append(f"struct alignas({parameter.align}) {kind} {{ unsigned char bytes[{parameter.bytes}]; }};\n")
-        arguments.append(f"{kind} p{place}")
+        arguments.append(f"{kind} p{order}")
         at = offsets[parameter.name]
-        copies.append(f"    std::memcpy(parameters + {at}, &p{place}, {parameter.bytes});\n")
+        copies.append(f"    std::memcpy(parameters + {at}, &p{order}, {parameter.bytes});\n")
     return f"""
 {"".join(types)}
 extern "C" void {kernel.name}({", ".join(arguments)}) {{
@@ -145,32 +145,32 @@ class _Writer:
     # ---- what the kernel declares ----
 
     def _registers_in_use(self) -> list[str]:
-        found: dict[str, None] = {}
+        names: dict[str, None] = {}
         for instruction in self.kernel.instructions():
             for operand in (instruction.guard, instruction.second, *instruction.operands):
                 for part in _flat(operand):
                     if isinstance(part, Register):
-                        found[part.name] = None
-        return list(found)
+                        names[part.name] = None
+        return list(names)
 
     def _shared_symbols(self) -> Iterator[str]:
         """Each array in use, with a place of its own, so that AddressSanitizer sees its ends."""
         self._symbols: dict[str, str] = {}
         parts = (part for i in self.kernel.instructions() for operand in i.operands for part in _flat(operand))
         names = dict.fromkeys(part.name for part in parts if isinstance(part, Symbol))
-        for place, name in enumerate(name for name in names if name in self.module.shared):
-            array, self._symbols[name] = self.module.shared[name], f"array{place}"
+        for order, name in enumerate(name for name in names if name in self.module.shared):
+            array, self._symbols[name] = self.module.shared[name], f"array{order}"
             memory = "emulation::dynamic_shared()"
             if array.bytes:
-                yield f"static const char site{place} = 0;"
-                memory = f"emulation::shared_array(&site{place}, {array.bytes})"
-            yield f"const u32 array{place} = shared_address({memory});"
+                yield f"static const char site{order} = 0;"
+                memory = f"emulation::shared_array(&site{order}, {array.bytes})"
+            yield f"const u32 array{order} = shared_address({memory});"
 
     # ---- statements ----
 
     def _statements(self) -> Iterator[str]:
         leads, number = _leaders(self.kernel), 0
-        labels = {part.name: f"L{place}" for place, part in enumerate(self.kernel.body) if isinstance(part, Label)}
+        labels = {part.name: f"L{order}" for order, part in enumerate(self.kernel.body) if isinstance(part, Label)}
         targets = {i.operands[0] for i in self.kernel.instructions() if i.opcode in BRANCH}
         for part in self.kernel.body:
             if isinstance(part, Label):
