@@ -74,10 +74,13 @@ def test_a_rule_is_certified_on_other_queries_and_applied(monkeypatch, capsys):
     said = capsys.readouterr()
     assert repr(expected) in said.out
     assert "warning" not in said.err
-    assert threshold(monkeypatch, scores="new.npy", out="decided.parquet") == 0
+    assert threshold(monkeypatch, scores="new.npy", out="decided.parquet", encoder="clip") == 0
     columns, new = read_columns(Path("decided.parquet")), np.load("new.npy")
-    assert columns["answer"].tolist() == expected(new).tolist()
-    assert f"answers {expected(new).mean():.1%} of these queries" in capsys.readouterr().out
+    answered = expected(new, encoder="clip")
+    assert columns["answer"].tolist() == answered.tolist()
+    assert f"answers {answered.mean():.1%} of these queries" in capsys.readouterr().out
+    with pytest.warns(UserWarning, match="not told which one made these lists"):
+        assert threshold(monkeypatch, scores="new.npy", out="decided.parquet") == 0
     assert threshold(monkeypatch, scores="new.npy", out="decided.parquet", encoder="siglip") == 2
     assert "made with" in capsys.readouterr().err
 
