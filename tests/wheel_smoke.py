@@ -26,6 +26,8 @@ FEWER = {"steps=200": "steps=20", "max_queries=200": "max_queries=100", "text[:5
 FEWER |= {"torch.arange(500)": "torch.arange(60)"}
 """What makes the page's Python small."""
 SMALLER = {"train": ["--steps", "20"]}
+ALONE = ("doctor",)
+"""Commands that need no argument; of others that the words of the page name, the help is shown."""
 EXTRAS = ("triton", "matplotlib", "open_clip", "transformers", "datasets", "pandas", "huggingface_hub", "gpytorch")
 
 
@@ -66,7 +68,8 @@ def run_first_page(readme: Path) -> list[str]:
                 ran.append(" ".join(words[:2]))
     for command in re.findall(r"`(geoflow [a-z]+)`", readme.read_text().split("## ")[0]):
         if command not in ran:
-            run([str(Path(sys.executable).with_name("geoflow")), command.split()[1]])
+            name = command.split()[1]
+            run([str(Path(sys.executable).with_name("geoflow")), name, *([] if name in ALONE else ["--help"])])
             ran.append(command)
     return ran
 

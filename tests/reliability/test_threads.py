@@ -19,6 +19,12 @@ from tests.stores.test_protocol import Fake
 THREADS, ROUNDS, DIM = 8, 4, 12
 
 
+@pytest.fixture(autouse=True)
+def single() -> None:
+    """The threads of a test are the only ones, also while it computes what they are to agree with."""
+    torch.set_num_threads(1)
+
+
 def unit(rows: int, seed: int) -> Tensor:
     return geometry.normalize(torch.randn(rows, DIM, generator=torch.Generator().manual_seed(seed)))
 
@@ -85,7 +91,6 @@ def test_threads_get_the_numbers_of_one_thread(training_flow, make):
 
 def assert_same_in_threads(call: Callable[[], tuple[Tensor, ...]], expected: tuple[Tensor, ...]) -> None:
     """Calls it in eight threads that start together, several times each."""
-    torch.set_num_threads(1)  # these threads are the only ones
     start = threading.Barrier(THREADS)
 
     def work(_: int) -> list[tuple[Tensor, ...]]:
