@@ -51,11 +51,11 @@ endif
 demo: setup
 	$(BIN)/geoflow demo --out demo_output
 
-# Two halves side by side, since most tests keep one core busy. Threads that wait must not keep the other half's core.
+# Two halves side by side, each with one core: the threads of tiny operations would wait for each other. Tests of threads ask for theirs.
 # Triton's interpreter and its compiler each need a process of their own.
 FIRST_HALF := $(addprefix tests/,baselines cli cuda_emulation data demo encoders evaluation flow head jobs likelihood training)
 test: setup
-	OMP_WAIT_POLICY=passive $(MAKE) --no-print-directory --jobs=2 --output-sync=line test-first-half test-second-half
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(MAKE) --no-print-directory --jobs=2 --output-sync=line test-first-half test-second-half
 
 test-first-half:
 	$(PYTEST) -m "not slow and not gpu" $(FIRST_HALF)
