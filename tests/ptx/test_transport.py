@@ -23,7 +23,9 @@ def soon(cases: list[Any]) -> list[Any]:
 def test_float64_agrees(workshop: CompiledWorkshop, case: Any) -> None:
     outcome = case.run(workshop)
     assert outcome.returncode == 0, outcome.stderr.decode()
-    case.check(outcome.stdout)
+    # Two exponentials and two logarithms make a column's mass, each off by up to 2.3e-7 here: the marginal error of a
+    # plan without any is up to 1e-6 of that, and rounding as much again.
+    case.check(outcome.stdout, **({"floor": 2e-6} if isinstance(case, source.SolveCase) else {}))
 
 
 @pytest.mark.parametrize("case", soon(SMALL))
