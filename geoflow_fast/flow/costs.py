@@ -18,8 +18,8 @@ REPLAYED_SECONDS, STARTED_SECONDS = 2e-6, 20e-6
 """What a kernel costs besides its work: as part of a CUDA graph, and when Python starts it."""
 ELEMENT_BYTES = {"float32": 4, "tf32": 4, "bfloat16": 2}
 SCORING_PRODUCTS = {"float32": 3, "tf32": 3, "bfloat16": 1}
-"""Of how many products one product of rows with a gallery is made: float32 rows are split into two bfloat16 parts each,
-three of whose four products count; above kappa = 1e4 they are multiplied three times in TF32."""
+"""A product of rows with a gallery takes so many: float32 rows are split into two bfloat16 parts each, three of whose
+four products count; above kappa = 1e4 they are multiplied three times in TF32."""
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,8 @@ PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "--no-header", "-m", "not slow a
 HANGS_AFTER = 150.0
 """Seconds after which a run of tests counts as hanging. Those of one module take a small part of that."""
 CAUGHT, SURVIVED, HANGS, CRASHES, REFUSED = "caught", "survived", "hangs", "crashes", "does not compile"
+BROKEN_OFF = 3
+"""Status of a child that could not finish its tests."""
 NATIVE = "geoflow_fast._C"
 KERNELS = "kernels/"
 
@@ -254,7 +256,7 @@ class Collected:
         return Outcome(words, test, round(time.monotonic() - begin, 2))
 
     def _be_child(self, session: Any, items: list[Any], job: Job | None) -> None:
-        code = 3
+        code = BROKEN_OFF
         try:
             os.setsid()
             out = os.open(BUILD / "run" / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -269,10 +271,9 @@ class Collected:
             with contextlib.suppress(session.Failed, session.Interrupted):
                 run_tests(session)
             code = 1 if session.testsfailed else 0
-        except BaseException:
-            traceback.print_exc()
-            raise
         finally:
+            if code == BROKEN_OFF:
+                traceback.print_exc()  # the process ends here, before Python would print it
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
