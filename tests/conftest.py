@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import geoflow_fast as gf
+from geoflow_fast.demo.flows import concept_pairs, learn
+from geoflow_fast.worlds import ConceptWorld
 from tests.foreign_defaults import KINDS, foreign_defaults
 from tests.with_torchvision import import_torchvision
 
@@ -45,6 +47,15 @@ def flow() -> gf.GeoFlow:
         for parameter in flow.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter))
     return flow.eval()
+
+
+@pytest.fixture(scope="session")
+def concept_flow(tmp_path_factory: pytest.TempPathFactory) -> gf.GeoFlow:
+    """A flow of the concept world, trained for a few minutes when a slow test first asks for it."""
+    pairs = concept_pairs(ConceptWorld(), seed=0)
+    flow = learn(tmp_path_factory.mktemp("flow"), gf.GeoFlowConfig.tiny(), pairs, gf.TrainConfig.tiny())
+    assert flow is not None
+    return flow
 
 
 def available_backends(op: str) -> list[str]:

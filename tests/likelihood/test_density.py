@@ -11,7 +11,6 @@ import torch
 import torchdiffeq
 
 import geoflow_fast as gf
-from geoflow_fast.demo.flows import concept_pairs, learn
 from geoflow_fast.directions import DIRECTIONS, Direction
 from geoflow_fast.geometry import log_area, normalize
 from geoflow_fast.likelihood.density import epistemic_stderr
@@ -416,14 +415,6 @@ def test_the_standard_error_of_the_score_is_that_of_its_estimates():
     score = estimates[1] + estimates[2] - 2 * estimates[0]
     expected = score.std(0) / math.sqrt(5)
     torch.testing.assert_close(epistemic_stderr(estimates, settings, flow, image, text), expected)
-
-
-@pytest.fixture(scope="module")
-def concept_flow(tmp_path_factory) -> gf.GeoFlow:
-    pairs = concept_pairs(ConceptWorld(), seed=0)
-    flow = learn(tmp_path_factory.mktemp("flow"), gf.GeoFlowConfig.tiny(), pairs, gf.TrainConfig.tiny())
-    assert flow is not None
-    return flow
 
 
 def marginals_by_partner(flow: gf.GeoFlow, image: torch.Tensor, text: torch.Tensor, **settings) -> torch.Tensor:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import geoflow_fast as gf
 from benchmarks.bench_rerank import RerankStudy
 from geoflow_fast import noise
-from geoflow_fast.demo.flows import concept_pairs, learn
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow.forward_mode import ForwardMode
 from geoflow_fast.likelihood.reverse_ode import density_estimates
@@ -22,7 +21,7 @@ from geoflow_fast.retrieval import rerank
 from geoflow_fast.retrieval.calibration import LEAST_QUERIES, UNCALIBRATED
 from geoflow_fast.retrieval.held_out import Shortlist
 from geoflow_fast.spherical import sample_bump
-from geoflow_fast.worlds import ConceptWorld, PairField
+from geoflow_fast.worlds import PairField
 
 DIM, ITEMS, QUERIES, K = 6, 300, 40, 12
 
@@ -440,14 +439,6 @@ def test_bad_queries(reranker):
         reranker(torch.eye(5)[:2])
     with pytest.raises(ValueError, match="queries row 1 has norm 2"):
         reranker(torch.eye(6)[:3] * torch.tensor([[1.0], [2.0], [1.0]]))
-
-
-@pytest.fixture(scope="module")
-def concept_flow(tmp_path_factory) -> gf.GeoFlow:
-    pairs = concept_pairs(ConceptWorld(), seed=0)
-    flow = learn(tmp_path_factory.mktemp("flow"), gf.GeoFlowConfig.tiny(), pairs, gf.TrainConfig.tiny())
-    assert flow is not None
-    return flow
 
 
 @pytest.mark.slow
