@@ -117,13 +117,13 @@ def passes(model: Model, mapped: np.ndarray) -> Passes:
     samples = sample_uniform(SCORED * FAST["n_samples"], width).view(SCORED, FAST["n_samples"], width)
     for items in (n for n in GALLERIES if n <= model.most_items):
         gallery = gf.Gallery(mapped[:items])
-        searched = lambda g=gallery: g.statistics(queries.unsqueeze(1), 1.0, TOP_K)  # noqa: E731
+        searched = lambda g=gallery: g.search(queries, TOP_K)[1]  # noqa: E731
         measured.search[items] = best_of_two(searched) / SEARCHED
         scored = best_of_two(lambda g=gallery: g.statistics(samples, KAPPA, TOP_K))
         measured.score[items] = scored / samples[..., 0].numel()
         if FAISS.present and items <= model.most_items_faiss:
             index = peers.faiss_index(torch.from_numpy(np.asarray(mapped[:items], dtype=np.float32)))
-            gate_as_near(mapped, queries, searched().top_index, peers.faiss_search(index, queries, TOP_K))
+            gate_as_near(mapped, queries, searched(), peers.faiss_search(index, queries, TOP_K))
             measured.faiss[items] = best_of_two(lambda i=index: peers.faiss_search(i, queries, TOP_K)) / SEARCHED
     return measured
 

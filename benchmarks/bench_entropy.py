@@ -25,7 +25,7 @@ from benchmarks.common import RESULTS, gate, report, time_together
 from benchmarks.flows import random_flow, row_flops
 from benchmarks.limits import Work
 from benchmarks.suite import PAPER_NAME, PEER, Case, Contender, Scaling, in_bfloat16, renamed
-from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings
+from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings, StartingPoints
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.worlds import ConceptWorld
 
@@ -75,8 +75,11 @@ class Scene:
     def by(self, sampler: Callable[..., Tensor]) -> Tensor:
         """From the same noise, with another solver."""
         scorer = gf.RetrievalEntropy(self.flow, self.gallery, **self.settings)
-        start = scorer.start_generated, scorer.start_condition
-        samples = sampler(self.plain, self.queries, *start, self.settings.n_steps, scorer.sampling.guidance)
+        start = StartingPoints.draw(
+            self.settings, self.flow.config.flow_dims, scorer.direction, torch.Generator().manual_seed(scorer.seed)
+        )
+        points = start.generated, start.condition
+        samples = sampler(self.plain, self.queries, *points, self.settings.n_steps, self.settings.guidance)
         return twins.dense_entropy(samples, self.gallery, scorer.kappa)
 
     def truths(self) -> tuple[Tensor, Tensor]:

@@ -227,7 +227,7 @@ def heads(gallery: Tensor) -> Table:
     """Posteriors of mixtures of K weighted points per query, beside a plain search with the queries."""
     queries, top_k, gated = gallery[:64].contiguous(), 32, 4
     items = gf.Gallery(gallery)
-    runs: dict[str, Callable[[], Any]] = {"search": lambda: items.statistics(queries.unsqueeze(1), 1.0, top_k)}
+    runs: dict[str, Callable[[], Any]] = {"search": lambda: items.search(queries, top_k)}
     if FAISS.present:
         index = peers.faiss_index(gallery)
         runs["FAISS"] = lambda: peers.faiss_search(index, queries, top_k)

@@ -82,7 +82,7 @@ def tables() -> Iterator[Table]:
     for scored in (reranker, longer):
         gate(f"shortlists of {scored.shortlist} scored by a head", same_as_float64(scored, queries[:4]))
     runs: dict[str, Any] = {
-        "search, top 32": lambda: gallery.statistics(queries.unsqueeze(1), 1.0, 32),
+        "search, top 32": lambda: gallery.search(queries, 32),
         "search, shortlists scored by a head of 4 points": lambda: reranker.rerank(queries),
         f"the same with shortlists of {longer.shortlist}, the default": lambda: longer.rerank(queries),
     }

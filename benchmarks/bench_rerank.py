@@ -12,6 +12,8 @@ the claims of docs/rerank.md.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,7 +22,7 @@ from benchmarks.bench_entropy import Scene, trained_flow
 from benchmarks.common import gate, report
 from benchmarks.flows import row_flops
 from benchmarks.limits import Work
-from benchmarks.suite import FOR_COMPARISON, PAPER_NAME, PEER, Case, Contender, renamed
+from benchmarks.suite import FOR_COMPARISON, PAPER_NAME, PEER, Case, Contender, in_bfloat16, renamed
 from geoflow_fast.evaluation.metrics import auroc, reliability
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.likelihood.settings import DensitySettings
@@ -137,9 +139,11 @@ class RerankStudy:
         }
 
 
-def reranked(scene: Scene) -> Tensor:
+def reranked(scene: Scene, precision: str = "float32") -> Tensor:
     """Entropies [Q] of the posterior over each shortlist."""
-    return gf.BayesReranker(scene.flow, scene.gallery).rerank(scene.queries).entropy
+    reranker = gf.BayesReranker(scene.flow, scene.gallery)
+    reranker.precision = precision
+    return reranker.rerank(scene.queries).entropy
 
 
 def reranked_by_autograd(scene: Scene) -> Tensor:
@@ -160,6 +164,11 @@ def reranked_by_autograd(scene: Scene) -> Tensor:
     return torch.special.entr(estimates.view(len(scene.queries), -1).softmax(1)).sum(1)
 
 
+def within(nats: float) -> Callable[[Tensor, Tensor], bool]:
+    """Whether entropies agree within some nats."""
+    return lambda result, truth: torch.allclose(result.double(), truth.double(), rtol=0, atol=nats)
+
+
 def is_entropy(result: Tensor, _: Tensor) -> bool:
     """Finite and not negative; `bench_entropy` has the real gate."""
     return bool((result.isfinite() & (result >= 0)).all())
@@ -168,6 +177,7 @@ def is_entropy(result: Tensor, _: Tensor) -> bool:
 CONTENDERS = (
     Contender("torch, autograd", reranked_by_autograd, PEER),
     Contender("geoflow_fast", reranked),
+    *in_bfloat16(Contender("geoflow_fast, bfloat16", lambda s: reranked(s, "bfloat16"), agrees=within(0.1))),
     Contender(f"`RetrievalEntropy`, {PAPER_NAME}", Scene.paper, FOR_COMPARISON, agrees=is_entropy),
     Contender("`RetrievalEntropy.fast`", Scene.fast, FOR_COMPARISON, agrees=is_entropy),
 )
@@ -186,7 +196,7 @@ def cases(quick: bool) -> list[Case]:
             f"Re-ranking, {queries} queries, shortlists of 32, N = {items:,}, d = {config.image_dim}",
             lambda: Scene.draw(config, queries, items, **settings),
             reranked_by_autograd,
-            lambda result, truth: torch.allclose(result.double(), truth.double(), rtol=0, atol=2e-2),
+            within(2e-2),
             renamed(CONTENDERS, PAPER_NAME, "20 samples x 10 steps") if quick else CONTENDERS,
             Work(flops=flops, bytes=4 * items * config.image_dim),
             rounds=2,
