@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import geoflow_fast as gf
 from geoflow_fast.directions import DIRECTIONS, Direction
-from geoflow_fast.flow.forward_mode import ForwardMode, SolveInput
+from geoflow_fast.flow.forward_mode import ForwardMode, PreparedVelocity, SolveInput
+from geoflow_fast.geometry import project_tangent
 from geoflow_fast.noise import sample_uniform
 
 TIME = 0.7
@@ -143,3 +144,27 @@ def test_what_no_output_needs_is_not_computed():
         with FlopCounterMode(display=False) as counter:
             network(TIME, [solve])
         assert counter.get_total_flops() == 2 * rows * expected[solve.direction, solve.paired]
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("tangent", [True, False])
+@pytest.mark.parametrize("anchored", [True, False])
+@torch.no_grad()
+def test_a_prepared_velocity_is_the_velocity(direction, rows, tangent, anchored):
+    """GPUs sample with it, and processors in another precision. Unless tangent, a given stream has no rows."""
+    flow = random_flow(torch.float64, anchored=anchored)
+    if anchored:
+        flow.anchor.image_map.normal_()
+        flow.anchor.text_map.normal_()
+        flow.anchor.shares.copy_(torch.tensor([0.3, 0.6]))
+    points, _ = random_input(flow, rows)
+    prepared = PreparedVelocity(ForwardMode(flow, (direction,), [0.2, TIME]), direction, tangent=tangent)
+    expected = flow.velocity(*points, TIME, direction)
+    for stream, (v, truth, x) in enumerate(zip(prepared(*points, TIME), expected, points)):
+        if tangent:
+            torch.testing.assert_close(v, truth)
+        elif stream in direction.generated:
+            torch.testing.assert_close(project_tangent(x, v), truth)
+        else:
+            assert v.shape == (0, x.shape[1])

@@ -22,8 +22,8 @@ from geoflow_fast.distributed import ALONE
 from geoflow_fast.noise import StructuredNoise, sample_uniform
 from geoflow_fast.ops import native, transport_solvers
 from geoflow_fast.ops.ot_assign import condition_weight
-from geoflow_fast.ops.transport import make_problem
-from geoflow_fast.ops.transport_solvers import Panel, load_scores
+from geoflow_fast.ops.transport import Span, make_problem, make_settings
+from geoflow_fast.ops.transport_solvers import Panel, WideSolve, load_scores
 
 ot = pytest.importorskip("ot")
 
@@ -769,3 +769,58 @@ def test_a_cost_that_is_not_finite_is_refused_wherever_it_stands(backend, value,
     cost[cell] = value
     with pytest.raises(ValueError, match="finite"):
         gf.ops.sinkhorn(cost, backend=backend)
+
+
+@pytest.mark.parametrize("before", [0, 7])
+def test_iterations_in_float64_are_counted(before):
+    """Where all costs are equal the first one finds the plan."""
+    settings = make_settings(0.1, 1e-9, 50, "float32")
+    solve = WideSolve(torch.full((3, 4), 0.5), Span(0.5, 0.5, False), settings, torch.zeros(4), 0.1, before)
+    assert (solve.converged, solve.iterations) == (True, before + 1)
+
+
+def on_the_circle(*degrees: float) -> torch.Tensor:
+    """Points whose norm exceeds one by as much as rounding may."""
+    angle = torch.tensor(degrees, dtype=torch.float64).deg2rad()
+    return (1 + 1e-9) * torch.stack((angle.cos(), angle.sin()), 1)
+
+
+@pytest.mark.parametrize(
+    ("noise", "condition", "weight"),
+    [
+        ((180, 90), (0, 90), 1.0),  # noise 0 is the antipode of its own data
+        ((90, 135), (0, 90), 1.0),  # noise 0 is the data of row 1
+        ((90, 135), (0, 180), 0.5),  # antipodal conditions
+        ((90, 135), (0, 0), 2.0**20),  # a repeated condition: no weight is enough
+    ],
+)
+def test_c2ot_weights_of_points_whose_products_exceed_one(noise, condition, weight):
+    """Of four pairs the two (i, i) always count, and (0, 1) up to the weight."""
+    found = condition_weight(on_the_circle(*noise), on_the_circle(0, 90), on_the_circle(*condition), 0.5)
+    assert found == pytest.approx(weight, rel=1e-6)
+
+
+@compiled
+def test_a_signal_stops_the_build_of_structured_costs_half_way():
+    """The matrix is NaN at first (`_poison`), and its last columns stay so."""
+    rows, width = 6000, 512
+    image, text = ((StructuredNoise.draw(rows, width), sample_uniform(rows, width)) for _ in range(2))
+    matrix = native.TransportMatrix(rows, rows, torch.float32)
+    torch.set_num_threads(1)
+
+    def build() -> None:
+        matrix.build(image, text, (1.0, 1.0), True, None)
+        time.sleep(1)
+
+    def stop(*_: object) -> None:
+        raise InterruptedError("stopped")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.03)  # writing 144 MB takes longer than that
+        with pytest.raises(InterruptedError):
+            build()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert bool(matrix.scores()[:, -1].isnan().any())

@@ -12,12 +12,16 @@ from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
 import geoflow_fast as gf
+from geoflow_fast.directions import Direction
 from geoflow_fast.evaluation.metrics import auroc, reliability
+from geoflow_fast.noise import sample_uniform
 from geoflow_fast.retrieval.evidence import fit_logistic
 from geoflow_fast.retrieval.hubs import Hubs
 from geoflow_fast.retrieval.item_bank import ItemBank
 from geoflow_fast.retrieval.no_match import NoMatch, fit_no_match
+from geoflow_fast.retrieval.sources import HeadSource
 from geoflow_fast.worlds import ConceptWorld
+from tests.head.test_model import random_head
 from tests.retrieval.test_evidence import hub_pairs, hub_world
 
 ITEMS, QUERIES, SHARE = 300, 300, 0.4
@@ -160,6 +164,17 @@ class TestItemBank:
         other.calibration = reranker.calibration
         with pytest.raises(ValueError, match="another bank of items"):
             other(queries[:2])
+
+    @torch.no_grad()
+    def test_what_a_head_has_learned_about_items_counts_by_its_weight(self):
+        head = random_head()
+        head.biases["t2i"][-1].weight.normal_()
+        source, queries, items = HeadSource(head, Direction.T2I), sample_uniform(7, 6), sample_uniform(40, 6)
+        learned = head.item_bias(items, Direction.T2I).double()
+        assert float(learned.std()) > 1e-3
+        scores = 3.0 * (source.all_scores(queries, items).double() + learned)
+        level = ItemBank(items, source, None).level(queries, {"head": 3.0}, 0.0)
+        torch.testing.assert_close(level, scores.logsumexp(1) - math.log(40))
 
 
 class TestCopies:
