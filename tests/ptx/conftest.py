@@ -34,14 +34,14 @@ def _poison() -> Iterator[None]:
 
 
 @pytest.fixture
-def outputs(builder: Builder) -> Callable[..., list[int]]:
-    """Runs a check with all its launches on a machine; returns numbers for what they left in memory."""
+def served(builder: Builder) -> Callable[..., Machine]:
+    """Runs a check with all its launches on a machine."""
 
-    def run(check: Callable[[], object], **settings: Any) -> list[int]:
+    def run(check: Callable[[], object], **settings: Any) -> Machine:
         torch.manual_seed(0)
         with Machine(builder, **settings).serving() as machine:
             check()
         assert machine.outputs, "nothing was launched"
-        return machine.outputs
+        return machine
 
     return run

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks import cuda_build
-from tests.cuda_emulation.workshop import Workshop
+from tests.cuda_emulation.workshop import Array, Workshop
 from tests.ptx.machine import CAPABILITY, Builder
 from tests.ptx.parser import Module, parse
 from tests.ptx.translate import translate
 
 ENTRY = re.compile(r"^(?:\.visible )?\.entry (\w+)\(.*?^\}$", re.MULTILINE | re.DOTALL)
+# Those of emulate_launchers.cpp, which compares the addresses of more.
+BY_LAUNCHERS = [
+    *("score_kernel<float, float>", "score_kernel<Half, Half>"),
+    *(f"sinkhorn_kernel<{which}>" for which in ("1, float", "2, float", "4, float", "4, Half")),
+    "sinkhorn_wide_kernel<Half>",
+    *(f"sinkhorn_{name}_kernel<{entry}>" for name in ("result", "sample") for entry in ("float", "Half")),
+]
 
 
 @dataclass(frozen=True)
@@ -53,11 +63,24 @@ class CompiledWorkshop(Workshop):
         self._builder = builder
         self._texts = functools.cache(lambda edit: compile_cuda(self.sources(edit)))
         self._parsed: Callable[[str], Module] = functools.cache(parse)
+        self.launched: dict[str, Launched] = {}  # the last launch of each kernel
+
+    def start(
+        self, name: str, build: str, edit: Any, arrays: list[Array], **arguments: float
+    ) -> subprocess.CompletedProcess[bytes]:
+        """A program that has ended well has run the PTX of all its kernels, and not what g++ makes of their source."""
+        types = tuple(flag for flag in ("-DHALF_POINTS", "-DHALF_ENTRIES") if arguments.get(flag))
+        expected = set(kernels_of(name, types, arguments))
+        with launches_noted(self._folder / "launches") as launched:
+            outcome = super().start(name, build, edit, arrays, **arguments)
+        self.launched |= launched
+        if outcome.returncode == 0 and launched.keys() != expected:
+            raise RuntimeError(f"{name} ran the PTX of {sorted(launched)} instead of {sorted(expected)}")
+        return outcome
 
     def _choose(self, name: str, build: str, edit: Any, types: tuple[str, ...], arguments: dict[str, float]) -> Path:
         headers = None if isinstance(edit, PtxEdit) else edit
-        wanted = self.names() if name == "emulate_launchers" else kernels_of(name, types, arguments)
-        objects = tuple(self.kernel(each, build, edit) for each in wanted)
+        objects = tuple(self.kernel(each, build, edit) for each in kernels_of(name, types, arguments))
         return self.program(name, build, headers, types, objects)
 
     def names(self) -> list[str]:
@@ -75,11 +98,36 @@ class CompiledWorkshop(Workshop):
         return self._builder.object(translate(self._parsed(self.text(kernel, edit)), hosted=True), build)
 
 
+@dataclass(frozen=True)
+class Launched:
+    """What machine.h notes of a launch."""
+
+    threads: int
+    blocks: int
+    shared: int
+    parameters: bytes
+
+
+@contextmanager
+def launches_noted(path: Path) -> Iterator[dict[str, Launched]]:
+    """Afterwards the dictionary holds the last launch of each kernel whose PTX ran in processes started inside."""
+    launched: dict[str, Launched] = {}
+    path.write_text("")
+    with mock.patch.dict(os.environ, {"GEOFLOW_PTX_PARAMETERS": str(path)}):
+        yield launched
+    for line in path.read_text().splitlines():
+        symbol, threads, blocks, shared, parameters = line.split()
+        name = cuda_build.readable_name(symbol)
+        launched[name] = Launched(int(threads), int(blocks), int(shared), bytes.fromhex(parameters))
+
+
 def kernels_of(program: str, types: tuple[str, ...], arguments: dict[str, float]) -> list[str]:
     """The kernels that a program of tests/cuda_emulation will launch."""
     entry = "Half" if "-DHALF_ENTRIES" in types else "float"
     if program == "emulate_score":
         return [f"score_kernel<{'Half' if '-DHALF_POINTS' in types else 'float'}, {entry}>"]
+    if program == "emulate_launchers":
+        return BY_LAUNCHERS
     narrow = [vectors for vectors in (1, 2, 4) if arguments["cols"] <= 2048 * vectors and not arguments["wide"]]
     solver = f"sinkhorn_kernel<{narrow[0]}, {entry}>" if narrow else f"sinkhorn_wide_kernel<{entry}>"
     return [solver, f"sinkhorn_result_kernel<{entry}>", f"sinkhorn_sample_kernel<{entry}>"]

@@ -27,20 +27,38 @@ from triton.backends.compiler import GPUTarget
 from geoflow_fast.kernels import gallery, geodesic, network, probes
 from geoflow_fast.kernels import launch as launching
 from geoflow_fast.ops import triton_kernels
-from tests.cuda_emulation.workshop import BUILDS, EMULATION, ENVIRONMENT, SCHEDULES, without_address_randomisation
+from tests.cuda_emulation.workshop import (
+    BUILDS,
+    EMULATION,
+    ENVIRONMENT,
+    SANITIZER_STATUS,
+    SCHEDULES,
+    without_address_randomisation,
+)
 from tests.ptx.parser import Instruction, Kernel, Module, parse
 from tests.ptx.translate import executed, translate
 from tools import aot
 
 HERE = Path(__file__).parent
 CAPABILITY = 80
+COMPLAINT_STATUS = 3  # of machine.h and of the emulation
 # Translated kernels are long and run briefly: more optimisation would take longer than it saves.
 LEVELS = {"plain": ["-O1"]} | {name: ["-O0", *BUILDS[name][2:]] for name in ("address", "thread")}
 FLAGS = ("-std=c++20", "-w", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", f"-I{EMULATION}", f"-I{HERE}")
 
 
 class KernelError(AssertionError):
-    """A kernel did what no GPU would let pass, or what a sanitizer objects to."""
+    """A kernel did what no GPU would let pass, or what a sanitizer objects to; or it crashed."""
+
+    def __init__(self, kernel: str, status: int, report: str):
+        super().__init__(f"{kernel}: status {status}\n{report}")
+        self._status, self._report = status, report
+
+    def explains(self, build: str) -> bool:
+        """Whether it ended as a program of this build ends that has found something: a crash is no finding."""
+        if build == "thread":
+            return self._status == SANITIZER_STATUS and "data race" in self._report
+        return self._status == COMPLAINT_STATUS
 
 
 @dataclass(frozen=True)
@@ -180,6 +198,7 @@ class Machine:
     edit: Callable[[str], str] = str
     coverage: dict[str, dict[str, set[Instruction]]] | None = None  # kernel: PTX: the instructions that ran
     outputs: list[int] = field(default_factory=list)  # a number for what each launch left in memory
+    texts: set[str] = field(default_factory=set)  # the PTX of all launches
 
     @contextmanager
     def serving(self) -> Iterator[Machine]:
@@ -209,6 +228,7 @@ class Machine:
         output = self._start(code, arguments, _described(code.kernel, given, memory))
         memory.restore(output)
         self.outputs.append(memory.digest())
+        self.texts.add(code.text)
 
     def _start(self, code: Code, arguments: dict[str, int], given: bytes) -> bytes:
         program = self.builder.program(translate(code.module), self.build)
@@ -222,7 +242,7 @@ class Machine:
             timeout=600,
         )
         if outcome.returncode != 0:
-            raise KernelError(f"{code.kernel.name}: status {outcome.returncode}\n{outcome.stderr.decode()}")
+            raise KernelError(code.kernel.name, outcome.returncode, outcome.stderr.decode())
         if self.coverage is not None:
             flags = report.read_text().split()[-1]
             self.coverage.setdefault(code.kernel.name, {}).setdefault(code.text, set()).update(

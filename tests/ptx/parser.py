@@ -120,7 +120,8 @@ TOKEN = re.compile(
 )
 BYTES = {"b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "b32": 4, "u32": 4, "s32": 4, "f32": 4}
 BYTES |= {"b64": 8, "u64": 8, "s64": 8, "f64": 8, "pred": 1}
-SPECIAL = re.compile(r"%(tid|ntid|ctaid|nctaid)\.[xyz]|%(laneid|warpid|envreg\d+|clock|clock64)")
+# Those that machine.h knows.
+SPECIAL = re.compile(r"%(tid|ntid|ctaid|nctaid)\.[xyz]|%(laneid|envreg1|envreg2)")
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,13 @@ class _Parser:
             raise PtxError(token.line, f"expected a number, found {token.text!r}")
         return int(token.text.rstrip("U"), 0)
 
+    def _type(self) -> str:
+        token = self._next()
+        kind = token.text.removeprefix(".")
+        if kind not in BYTES:
+            raise PtxError(token.line, f"unknown type {token.text}")
+        return kind
+
     def _until(self, end: str) -> list[Token]:
         """The tokens before the next `end`, which is taken, too."""
         first = self._at
@@ -218,7 +226,7 @@ class _Parser:
     def _array(self) -> tuple[str, int, int]:
         """`.align 16 .b8 name[bytes]`: name, bytes and alignment."""
         align = self._integer() if self._accept(".align") else 1
-        size = BYTES[self._next().text.removeprefix(".")]
+        size = BYTES[self._type()]
         name, count = self._next().text, 1
         while self._accept("["):
             count *= 0 if self._now.text == "]" else self._integer()
@@ -250,7 +258,7 @@ class _Parser:
     def _parameter(self) -> Parameter:
         self._expect(".param")
         align = self._integer() if self._accept(".align") else 0
-        kind = self._next().text.removeprefix(".")
+        kind = self._type()
         if self._accept(".ptr"):  # what follows is about the memory that it points to
             while self._now.text.startswith((".global", ".align")):
                 if self._next().text == ".align":
@@ -302,7 +310,7 @@ class _Parser:
                 self._next()
 
     def _declare_registers(self) -> None:
-        kind = self._next().text.removeprefix(".")
+        kind = self._type()
         while True:
             name = self._next().text
             names = [name]

@@ -3,12 +3,13 @@
     python -m tests.ptx.report docs/gpu.md        writes the tables between their markers in that file
 
 Every kernel is run at small sizes, which counts the instructions of each kind that ran, and is given to SentryWard, a
-static verifier of PTX (`pip install sentryward`; its command must be on PATH), as it is and without some of its
-barriers. `coverage` or `verdicts` after the path writes that table alone.
+static verifier of PTX (`make .venv/.sentryward` installs it), as it is and without some of its barriers. `coverage` or
+`verdicts` after the path writes that table alone.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -17,15 +18,24 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.cuda_emulation.test_cuda_emulation import ARC, SCORES, SolveCase
-from tests.ptx.checks import GALLERY, ROW_KERNELS
+from tests.cuda_emulation.test_cuda_emulation import SCORES
+from tests.ptx.checks import (
+    EVERY_KERNEL,
+    GALLERY,
+    MORE_SCORES,
+    ROW_KERNELS,
+    STEPS,
+    WIDTHS_IN_STEPS,
+    Check,
+    contiguous_rows,
+)
 from tests.ptx.cuda import CompiledWorkshop
 from tests.ptx.machine import Builder, Code, Machine, run_time_arguments
 from tests.ptx.parser import Address, Instruction, Kernel, Symbol
@@ -50,6 +60,7 @@ COLUMNS = {
     "tensor": ("tensor",),
 }
 BARRIER = re.compile(r"\b(?:bar|barrier)\.sync[ \t]+0;")
+SECONDS = 60  # for a verdict
 DECIDED = {"race_free": "proved", "potential_race": "flagged", "not_wellsynced": "flagged"}
 
 
@@ -88,43 +99,44 @@ class Recorder(Machine):
         one.ran |= self.coverage[code.kernel.name][code.text]
 
 
-def triton_kernels(folder: Path) -> list[Seen]:
-    recorder = Recorder(Builder(folder), coverage={})
+def recorded(builder: Builder, checks: Iterable[Callable[[], object]]) -> list[Seen]:
+    """The forms of all kernels that the checks launch, in that order."""
+    recorder = Recorder(builder, coverage={})
     recorder.seen = {}
     torch.use_deterministic_algorithms(True)
-    torch.manual_seed(0)
     with recorder.serving():
-        for rows_check in ROW_KERNELS.values():
-            rows_check(9, 129)
-        for gallery_check in GALLERY.values():
-            gallery_check()
+        for check in checks:
+            torch.manual_seed(0)
+            check()
     return list(recorder.seen.values())
+
+
+def triton_kernels(builder: Builder) -> list[Seen]:
+    """Ragged rows with gaps, the gallery, and contiguous rows of multiples of 16."""
+
+    def contiguous(check: Check, width: int) -> None:
+        with contiguous_rows():
+            check(9, width)
+
+    ragged = (functools.partial(check, 9, width) for width in (129, 1023) for check in ROW_KERNELS.values())
+    whole = (functools.partial(contiguous, each, width) for width in WIDTHS_IN_STEPS for each in ROW_KERNELS.values())
+    return recorded(builder, [*ragged, *GALLERY.values(), *whole])
 
 
 def cuda_kernels(folder: Path) -> list[Seen]:
     """Each instantiation that ships, with the arguments that a program of tests/cuda_emulation gave it."""
     workshop, seen = CompiledWorkshop(folder, Builder(folder / "kernels")), {}
-    solves = [
-        SolveCase(7, cols, max_iter=3, wide=cols > 8192, shift=1.5, kind=ARC, half=half)
-        for half in (False, True)
-        for cols in (515, 2101, 4101, 8300)
-    ]
     os.environ["GEOFLOW_PTX_COVERAGE"] = report = str(folder / "ran")
-    os.environ["GEOFLOW_PTX_PARAMETERS"] = given = str(folder / "given")
-    # Smaller eps step by step, and all scores: arcs and chords of either type, in full tiles and ragged ones.
-    steps = [replace(case, eps=0.005, halvings=2, max_iter=24) for case in solves if case.cols == 515]
-    for case in (*solves, *steps, *SCORES):
+    # Plans in one step and from larger eps downwards, and all scores: arcs and chords, in full tiles and ragged ones.
+    for case in (*EVERY_KERNEL, *STEPS, *SCORES, *MORE_SCORES):
         outcome = case.run(workshop)
         assert outcome.returncode == 0, outcome.stderr.decode()
-    names = {workshop.text(name): name for name in workshop.names()}
-    launches = dict(line.split(" ", 1) for line in Path(given).read_text().splitlines())
-    for text, name in names.items():
-        code = Code(text, 0)
-        threads, blocks, shared, bytes_given = launches[code.kernel.name].split()
-        code = Code(text, int(shared))
-        scalars = _scalars(code.kernel, bytes.fromhex(bytes_given))
-        seen[code.kernel.name] = Seen(name, code, (int(blocks), 1, 1), scalars)
-        assert int(threads) == code.kernel.threads
+    for name in workshop.names():
+        launched, text = workshop.launched[name], workshop.text(name)
+        code = Code(text, launched.shared)
+        assert launched.threads == code.kernel.threads
+        scalars = _scalars(code.kernel, launched.parameters)
+        seen[code.kernel.name] = Seen(name, code, (launched.blocks, 1, 1), scalars)
     for line in Path(report).read_text().splitlines():
         symbol, flags = line.split()
         seen[symbol].ran |= set(executed(seen[symbol].kernel, flags))
@@ -159,8 +171,16 @@ def _scalars(kernel: Kernel, given: bytes) -> list[dict[str, Any]]:
 # ---- SentryWard ----
 
 
+def verifier() -> str | None:
+    """Its command, beside the running Python or on PATH."""
+    return shutil.which("sentryward", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+
+
 def verdict(one: Seen, text: str, folder: Path, seconds: int) -> str:
     """Its result for a kernel's text."""
+    command = verifier()
+    if command is None:
+        raise OSError("the command sentryward is missing: `make .venv/.sentryward` installs it")
     ptx, settings = folder / "kernel.ptx", folder / "input.json"
     ptx.write_text(text)
     launch = {
@@ -169,21 +189,21 @@ def verdict(one: Seen, text: str, folder: Path, seconds: int) -> str:
         "dynamic_shared_bytes": one.code.shared,
     }
     settings.write_text(json.dumps({"schema": "spverify.kernel-input/v1", "launch": launch, "arguments": one.scalars}))
-    command = ["sentryward", str(ptx), "--input", str(settings), "--timeout", str(seconds)]
+    arguments = [command, str(ptx), "--input", str(settings), "--timeout", str(seconds)]
     # Its status is not 0 where it comes to no result, and the answer says why.
-    return str(json.loads(subprocess.run(command, capture_output=True, text=True).stdout)["result"])
+    return str(json.loads(subprocess.run(arguments, capture_output=True, text=True).stdout)["result"])
 
 
-def judged(one: Seen, folder: Path, seconds: int = 60, deletions: int = 4) -> tuple[str, str]:
-    """Proved, flagged or undecided; and of how many barriers the deletion was noticed, spread over the kernel."""
+def judged(one: Seen, folder: Path, seconds: int = SECONDS, deletions: int = 4) -> tuple[str, str]:
+    """Proved, flagged or undecided; and of how many barriers the deletion was flagged, spread over the kernel."""
     result = verdict(one, one.code.text, folder, seconds)
     if DECIDED.get(result) != "proved":
         return DECIDED.get(result, f"undecided ({result.replace('_', ' ')})"), ""
     barriers = list(BARRIER.finditer(one.code.text))
     tried = barriers[:: -(-len(barriers) // deletions) or 1]
     deleted = (one.code.text[: each.start()] + one.code.text[each.end() :] for each in tried)
-    noticed = sum(verdict(one, text, folder, seconds) != "race_free" for text in deleted)
-    return "proved", f"{noticed} of {len(tried)}" if tried else ""
+    flagged = sum(DECIDED.get(verdict(one, text, folder, seconds)) == "flagged" for text in deleted)
+    return "proved", f"{flagged} of {len(tried)}" if tried else ""
 
 
 # ---- the table ----
@@ -213,7 +233,7 @@ def verdict_line(name: str, group: list[Seen], folder: Path) -> list[str]:
 
 TABLES = {
     "coverage": (["kernel", "forms", "executed", *COLUMNS], coverage_line),
-    "verdicts": (["kernel", "SentryWard", "deleted barriers noticed"], verdict_line),
+    "verdicts": (["kernel", "SentryWard", "deleted barriers flagged"], verdict_line),
 }
 
 
@@ -223,7 +243,7 @@ def tables(names: Iterable[str]) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         groups: dict[str, list[Seen]] = {}
-        for one in (*triton_kernels(folder / "triton"), *cuda_kernels(folder)):
+        for one in (*triton_kernels(Builder(folder / "triton")), *cuda_kernels(folder)):
             groups.setdefault(one.name, []).append(one)
         for name in names:
             titles, cells = TABLES[name]
@@ -236,8 +256,6 @@ def tables(names: Iterable[str]) -> dict[str, str]:
 def main(path: str, *names: str) -> None:
     """Replaces what stands between the markers in the file at `path` by fresh tables."""
     wanted = names or tuple(MARKERS)
-    if "verdicts" in wanted and shutil.which("sentryward") is None:
-        raise OSError("the command sentryward is not on PATH")
     text = Path(path).read_text()
     for marker in (marker for name in wanted for marker in MARKERS[name]):
         if text.count(marker) != 1:

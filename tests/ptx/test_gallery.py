@@ -8,20 +8,21 @@ import pytest
 
 from tests.cuda_emulation.workshop import SCHEDULES
 from tests.ptx.checks import GALLERY
+from tests.ptx.machine import Machine
 
-Outputs = Callable[..., list[int]]
+Served = Callable[..., Machine]
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "few, bfloat16" else pytest.mark.slow) for name in GALLERY]
 )
-def test_float64_agrees_and_every_schedule_gives_the_same_bits(outputs: Outputs, name: str) -> None:
-    results = {each: outputs(GALLERY[name], schedule=each) for each in SCHEDULES}
+def test_float64_agrees_and_every_schedule_gives_the_same_bits(served: Served, name: str) -> None:
+    results = {each: served(GALLERY[name], schedule=each).outputs for each in SCHEDULES}
     assert len(set(map(tuple, results.values()))) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["few, bfloat16", "exact", "slim", "scores alone"])
+@pytest.mark.parametrize("name", GALLERY)
 @pytest.mark.parametrize(("build", "schedule"), [("address", "reversed"), ("thread", "forward")])
-def test_clean_under_sanitizers(outputs: Outputs, name: str, build: str, schedule: str) -> None:
-    outputs(GALLERY[name], build=build, schedule=schedule, together=True)
+def test_clean_under_sanitizers(served: Served, name: str, build: str, schedule: str) -> None:
+    served(GALLERY[name], build=build, schedule=schedule, together=True)

@@ -5,16 +5,21 @@ Run in a process of its own, without Triton's interpreter: `pytest tests/ptx`, w
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 
 from tests.cuda_emulation.workshop import SCHEDULES
-from tests.ptx.checks import ROW_KERNELS
+from tests.ptx.checks import ROW_KERNELS, WIDTHS_IN_STEPS, contiguous_rows
+from tests.ptx.machine import Machine
 
-Outputs = Callable[..., list[int]]
+Served = Callable[..., Machine]
 SOON = ("tangent_step", "cross_residual")
 SIZES = [(1, 1), (7, 129), (129, 7), (5, 1023)]
+SIXTEEN_BYTES = re.compile(r"(?:ld|st)\.global\S*\.(?:v4\.\w32|v2\.\w64)\b")
+SIZED = [name for name in ROW_KERNELS if name != "bad rows"]  # which has a size of its own
 
 
 @pytest.mark.parametrize(
@@ -26,26 +31,43 @@ SIZES = [(1, 1), (7, 129), (129, 7), (5, 1023)]
     ],
 )
 def test_float64_agrees_and_every_schedule_gives_the_same_bits(
-    outputs: Outputs, name: str, rows: int, width: int
+    served: Served, name: str, rows: int, width: int
 ) -> None:
-    results = {each: outputs(lambda: ROW_KERNELS[name](rows, width), schedule=each) for each in SCHEDULES}
+    results = {each: served(lambda: ROW_KERNELS[name](rows, width), schedule=each).outputs for each in SCHEDULES}
     assert len(set(map(tuple, results.values()))) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tangent_step", "swiglu", "adaln", "masked_interpolant", "segment_adaln"])
-def test_many_rows(outputs: Outputs, name: str) -> None:
-    outputs(lambda: ROW_KERNELS[name](1023, 33), schedule="shuffled")
+@pytest.mark.parametrize("width", WIDTHS_IN_STEPS)
+@pytest.mark.parametrize("name", SIZED)
+def test_rows_of_multiples_of_16_are_taken_16_bytes_at_a_time(served: Served, name: str, width: int) -> None:
+    """What is compiled for the paper's network, against float64 and in every schedule."""
+    with contiguous_rows():
+        machines = [served(lambda: ROW_KERNELS[name](5, width), schedule=each) for each in SCHEDULES]
+    assert len({tuple(machine.outputs) for machine in machines}) == 1
+    for text in machines[0].texts:
+        assert SIXTEEN_BYTES.search(text), re.findall(r"\.entry (\w+)", text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SIZED)
+def test_many_rows(served: Served, name: str) -> None:
+    served(lambda: ROW_KERNELS[name](1023, 33), schedule="shuffled")
 
 
 @pytest.mark.parametrize(
-    ("name", "build", "schedule"),
+    ("name", "width", "build", "schedule"),
     [
-        pytest.param(name, build, schedule, marks=() if (name, build) == ("unit_rows", "address") else pytest.mark.slow)
+        pytest.param(
+            name, width, build, schedule,
+            marks=() if (name, width, build) == ("unit_rows", 129, "address") else pytest.mark.slow,
+        )
         for name in ROW_KERNELS
+        for width in (129, *WIDTHS_IN_STEPS[:1])
         for build, schedule in (("address", "reversed"), ("thread", "forward"))
     ],
-)
-def test_clean_under_sanitizers(outputs: Outputs, name: str, build: str, schedule: str) -> None:
+)  # fmt: skip
+def test_clean_under_sanitizers(served: Served, name: str, width: int, build: str, schedule: str) -> None:
     """All blocks at once, so that ThreadSanitizer sees races between them, too."""
-    outputs(lambda: ROW_KERNELS[name](5, 129), build=build, schedule=schedule, together=True)
+    with contiguous_rows() if width in WIDTHS_IN_STEPS else nullcontext():
+        served(lambda: ROW_KERNELS[name](5, width), build=build, schedule=schedule, together=True)

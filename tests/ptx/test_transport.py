@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.cuda_emulation import test_cuda_emulation as source
-from tests.cuda_emulation.test_cuda_emulation import SCORES, SMALL, SMALL_SOLVE_SHORT, SOLVES
+from tests.cuda_emulation.test_cuda_emulation import SCORES, SMALL_SOLVE_SHORT, SOLVES
+from tests.cuda_emulation.test_cuda_static import KERNELS
 from tests.cuda_emulation.workshop import SCHEDULES
-from tests.ptx.cuda import CompiledWorkshop
+from tests.ptx.checks import EVERY_KERNEL, MORE_SCORES, MORE_SOLVES
+from tests.ptx.cuda import CompiledWorkshop, kernels_of, launches_noted
 
 SOON = [SOLVES[0], SMALL_SOLVE_SHORT, SCORES[4]]
+# Of those of tests/cuda_emulation: costs whose exponents differ by thousands, with the error that they are allowed.
+RANGES = source.test_solver_stays_finite_and_right_at_any_range.pytestmark[0].args[1]  # type: ignore[attr-defined]
 
 
 def soon(cases: list[Any]) -> list[Any]:
     return [pytest.param(case, id=str(case), marks=() if case in SOON else pytest.mark.slow) for case in cases]
 
 
-@pytest.mark.parametrize("case", soon([*SOLVES, *SCORES]))
+def test_sanitizers_and_schedules_see_every_kernel() -> None:
+    kernels: set[str] = set()
+
+    def note(name: str, _build: str, _edit: Any, _arrays: Any, **arguments: float) -> None:
+        types = tuple(flag for flag in arguments if flag.startswith("-D") and arguments[flag])
+        kernels.update(kernels_of(name, types, arguments))
+
+    for case in EVERY_KERNEL:
+        case.run(SimpleNamespace(start=note))
+    assert kernels == set(KERNELS)
+
+
+@pytest.mark.parametrize("case", soon([*SOLVES, *MORE_SOLVES, *SCORES, *MORE_SCORES]))
 def test_float64_agrees(workshop: CompiledWorkshop, case: Any) -> None:
     outcome = case.run(workshop)
     assert outcome.returncode == 0, outcome.stderr.decode()
@@ -28,7 +45,28 @@ def test_float64_agrees(workshop: CompiledWorkshop, case: Any) -> None:
     case.check(outcome.stdout, **({"floor": 2e-6} if isinstance(case, source.SolveCase) else {}))
 
 
-@pytest.mark.parametrize("case", soon(SMALL))
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "within"), RANGES, ids=str)
+def test_solver_stays_finite_and_right_at_any_range(workshop: CompiledWorkshop, case: Any, within: float) -> None:
+    source.test_solver_stays_finite_and_right_at_any_range(workshop, case, within)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "test",
+    [
+        source.test_scores_cross_the_groups_of_tiles,
+        source.test_tensor_cores_truncate_and_scores_of_float32_points_do_not,
+        source.test_float32_converges_where_exponents_are_thousands,
+        source.test_ties_go_to_the_first_column,
+    ],
+    ids=lambda test: test.__name__.removeprefix("test_"),
+)
+def test_of_the_source_holds_for_its_ptx(workshop: CompiledWorkshop, test: Any) -> None:
+    test(workshop)
+
+
+@pytest.mark.parametrize("case", soon(EVERY_KERNEL))
 def test_every_schedule_gives_the_same_bits(workshop: CompiledWorkshop, case: Any) -> None:
     source.test_every_schedule_gives_the_same_bits(workshop, case)
 
@@ -36,7 +74,7 @@ def test_every_schedule_gives_the_same_bits(workshop: CompiledWorkshop, case: An
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("build", ["address", "thread"])
-@pytest.mark.parametrize("case", SMALL, ids=str)
+@pytest.mark.parametrize("case", EVERY_KERNEL, ids=str)
 def test_clean_under_sanitizers(workshop: CompiledWorkshop, case: Any, build: str, schedule: str) -> None:
     outcome = case.run(workshop, build, schedule)
     assert outcome.returncode == 0, outcome.stderr.decode()
@@ -52,7 +90,9 @@ def test_launchers(workshop: CompiledWorkshop, schedule: str) -> None:
 @source.ON_X86
 def test_operations_down_to_the_ptx(workshop: CompiledWorkshop, tmp_path: Path) -> None:
     """The whole way of backend="cuda", from the user's call through bindings and launchers to every compiled kernel."""
-    source.check_operations(tmp_path, [workshop.kernel(name, "plain") for name in workshop.names()])
+    with launches_noted(tmp_path / "launches") as launched:
+        source.check_operations(tmp_path, [workshop.kernel(name, "plain") for name in workshop.names()])
+    assert launched.keys() == set(KERNELS)
 
 
 @pytest.mark.slow

@@ -224,10 +224,8 @@ class _Writer:
             second = f" {self._variables[instruction.second.name]} = v.inside;" if instruction.second else ""
             return f"const auto v = {code}; {self._assign(target, kind, 'v.value', instruction)}{second}"
         if kind.endswith("]"):
-            if not isinstance(target, Group):
-                raise PtxError(instruction.line, f"{instruction.opcode} must write to a group of registers")
-            kind_of_each = kind[: kind.index("[")]
-            writes = (self._assign(item, kind_of_each, f"v[{k}]", instruction) for k, item in enumerate(target.items))
+            each, items = _each(kind, target, instruction)
+            writes = (self._assign(item, each, f"v[{k}]", instruction) for k, item in enumerate(items))
             return f"const {_cpp(kind)} v = {code}; {' '.join(writes)}"
         return self._assign(target, kind, code, instruction)
 
@@ -242,9 +240,11 @@ class _Writer:
     # ---- operands ----
 
     def _read(self, operand: Operand, kind: str, instruction: Instruction) -> str:
+        if kind.endswith("]"):
+            each, items = _each(kind, operand, instruction)
+            return f"{{{', '.join(self._read(item, each, instruction) for item in items)}}}"
         if isinstance(operand, Group):
-            each = kind[: kind.index("[")] if kind.endswith("]") else kind
-            return f"{{{', '.join(self._read(item, each, instruction) for item in operand.items)}}}"
+            raise PtxError(instruction.line, f"{instruction.opcode} takes one register, not {len(operand.items)}")
         if isinstance(operand, Address):
             return self._address(operand, kind, instruction)
         if isinstance(operand, Register):
@@ -268,6 +268,15 @@ class _Writer:
         if symbol.name not in self._symbols:
             raise PtxError(instruction.line, f"unknown name {symbol.name}")
         return self._symbols[symbol.name]
+
+
+def _each(kind: str, operand: Operand, instruction: Instruction) -> tuple[str, tuple[Operand, ...]]:
+    """The type and the registers of a group such as b32[4]; a group of one may stand without its braces."""
+    each, count = kind.rstrip("]").split("[")
+    items = operand.items if isinstance(operand, Group) else (operand,)
+    if len(items) != int(count):
+        raise PtxError(instruction.line, f"{instruction.opcode} with a group of {len(items)} registers, not {count}")
+    return each, items
 
 
 def _packed(opcode: str, operands: tuple[Operand, ...]) -> str:
