@@ -154,7 +154,7 @@ def check_given_noise(kernels):
 
 
 def check_tangent_step(kernels, rows=33, width=129):
-    x = sample_uniform(rows, width + 2)[:, :width]  # rows apart in memory
+    x = rows_with_gaps(rows, width, torch.float32)
     x /= x.norm(dim=1, keepdim=True)
     v, free = rows_with_gaps(rows, width, torch.float32), rows_with_gaps(rows, width, torch.float32)
     for h, guidance, unconditional, renormalise in (
