@@ -66,7 +66,7 @@ test-first-half:
 test-second-half:
 	$(PYTEST) -m "not slow and not gpu" tests $(addprefix --ignore=,$(FIRST_HALF))
 
-test-slow: setup .venv/.peers
+test-slow: setup .venv/.peers .venv/.sentryward
 	$(PYTEST) -m "slow and not gpu" tests
 	$(PYTEST) --foreign device -m "not slow and not gpu" tests --ignore=tests/cuda_emulation
 	$(PYTEST) --foreign dtype -m "not slow and not gpu" tests --ignore=tests/cuda_emulation
@@ -134,6 +134,11 @@ bench-compare: setup
 .venv/.peers: .venv/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt geomloss flow_matching flash-sinkhorn
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchcfm geoopt
+	touch $@
+
+# A static verifier of PTX, which tests/ptx runs as a command; it asks for no other package.
+.venv/.sentryward: .venv/.installed
+	$(BIN)/python -m pip install --quiet --no-deps sentryward==0.1.1
 	touch $@
 
 # A warning, such as a dead link, is an error.
