@@ -409,12 +409,14 @@ void bind_network(py::module_& m) {
     const auto release = py::call_guard<py::gil_scoped_release>();
     m.def("adaln", run.adaln, release, "shape"_a, "eps"_a, "x"_a, "shift"_a, "scale"_a, "y"_a);
     m.def("adaln_backward", run.adaln_backward, release, "shape"_a, "eps"_a, "grad"_a, "x"_a, "scale"_a, "d_x"_a, "d_scale"_a);
-    m.def("adaln_jvp", run.adaln_jvp, release, "shape"_a, "eps"_a, "tangents"_a, "x"_a, "d_x"_a, "shift"_a, "scale"_a, "y"_a, "d_y"_a);
+    m.def("adaln_jvp", run.adaln_jvp, release, "shape"_a, "eps"_a, "tangents"_a, "x"_a, "d_x"_a, "shift"_a, "scale"_a, "y"_a, "d_y"_a,
+          "half"_a);
     m.def("swiglu", run.swiglu, release, "shape"_a, "gate"_a, "value"_a, "y"_a);
     m.def("swiglu_backward", run.swiglu_backward, release, "shape"_a, "grad"_a, "gate"_a, "value"_a, "d_gate"_a, "d_value"_a);
-    m.def("swiglu_jvp", run.swiglu_jvp, release, "shape"_a, "tangents"_a, "gate"_a, "d_gate"_a, "value"_a, "d_value"_a, "y"_a, "d_y"_a);
+    m.def("swiglu_jvp", run.swiglu_jvp, release, "shape"_a, "tangents"_a, "gate"_a, "d_gate"_a, "value"_a, "d_value"_a, "y"_a, "d_y"_a,
+          "half"_a);
     m.def("gate_residual_jvp", run.gate_residual_jvp, release, "shape"_a, "tangents"_a, "residual"_a, "d_residual"_a, "gate"_a,
-          "d_gate"_a, "value"_a, "d_value"_a, "layer_scale"_a, "y"_a, "d_y"_a);
+          "d_gate"_a, "value"_a, "d_value"_a, "layer_scale"_a, "y"_a, "d_y"_a, "half"_a);
     m.def(
         "gate_residual",
         [run](RowShape shape, float factor, RowsView residual, RowsView gate, RowsView value, RowsView layer_scale, Address keep,

@@ -16,14 +16,16 @@ struct NetworkKernels {
     void (*adaln)(RowShape, float eps, RowsView x, RowsView shift, RowsView scale, RowsView y);
     // d_x, and per row d_scale; d_shift is grad itself.
     void (*adaln_backward)(RowShape, float eps, RowsView grad, RowsView x, RowsView scale, RowsView d_x, RowsView d_scale);
-    // y, and its derivatives d_y along the tangents d_x, both [tangents * R, H].
+    // y, and its derivatives d_y along the tangents d_x, both [tangents * R, H]. In the passes with tangents, what enters
+    // or leaves a product may be stored as bfloat16, as `half` says: here y and d_y.
     void (*adaln_jvp)(RowShape, float eps, std::int64_t tangents, RowsView x, RowsView d_x, RowsView shift, RowsView scale,
-                      RowsView y, RowsView d_y);
+                      RowsView y, RowsView d_y, bool half);
     // y = silu(gate) value
     void (*swiglu)(RowShape, RowsView gate, RowsView value, RowsView y);
     void (*swiglu_backward)(RowShape, RowsView grad, RowsView gate, RowsView value, RowsView d_gate, RowsView d_value);
+    // half: all of them.
     void (*swiglu_jvp)(RowShape, std::int64_t tangents, RowsView gate, RowsView d_gate, RowsView value, RowsView d_value,
-                       RowsView y, RowsView d_y);
+                       RowsView y, RowsView d_y, bool half);
     // y = residual + layer_scale sigmoid(gate) value keep factor; gate and keep may be null.
     void (*gate_residual)(RowShape, float factor, RowsView residual, RowsView gate, RowsView value, RowsView layer_scale,
                           const std::uint8_t* keep, RowsView y);
@@ -31,9 +33,10 @@ struct NetworkKernels {
     void (*gate_residual_backward)(RowShape, float factor, RowsView grad, RowsView gate, RowsView value,
                                    RowsView layer_scale, const std::uint8_t* keep, RowsView d_gate, RowsView d_value,
                                    RowsView partial);
+    // half: gate, value and their tangents.
     void (*gate_residual_jvp)(RowShape, std::int64_t tangents, RowsView residual, RowsView d_residual, RowsView gate,
                               RowsView d_gate, RowsView value, RowsView d_value, RowsView layer_scale, RowsView y,
-                              RowsView d_y);
+                              RowsView d_y, bool half);
     // Per row in which the stream is generated: loss [R, 1] += |e|^2, e the part of v - target tangent at x.
     void (*flow_loss)(RowShape, const std::uint8_t* generated, RowsView v, RowsView target, RowsView x, RowsView loss);
     // d_v = 2 grad e; zero in the other rows, which are not read. grad is [R, 1].

@@ -9,11 +9,35 @@
 #include <cstring>
 
 #include "network.h"
+#include "simd.h"
 
 namespace {
 
 using geoflow::RowShape;
 using geoflow::RowsView;
+
+// Rows that enter or leave a product may be stored as bfloat16: T is float or BFloat16.
+template <class T>
+T* stored_row(RowsView view, std::int64_t index) {
+    return reinterpret_cast<T*>(view.data) + index * view.stride;
+}
+
+template <class T>
+T narrowed(float x);
+
+template <>
+inline float narrowed<float>(float x) {
+    return x;
+}
+
+// To the nearest, of two equally near ones the even.
+template <>
+inline BFloat16 narrowed<BFloat16>(float x) {
+    std::uint32_t bits;
+    std::memcpy(&bits, &x, sizeof(bits));
+    const std::uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return {static_cast<std::uint16_t>(x != x ? 0x7fc0u : rounded)};
+}
 
 // e^x to about 2 units in the last place, for any x: 2^n times a polynomial in the remainder |r| <= log(2)/2.
 inline float exponential(float x) {
@@ -54,10 +78,12 @@ Moments moments(const float* __restrict x, std::int64_t width, float eps) {
     return {mean, 1.0f / std::sqrt(squares / width + eps)};
 }
 
-void adaln_row(const float* __restrict x, const float* __restrict shift, const float* __restrict scale,
-               float* __restrict y, Moments m, std::int64_t width) {
+template <class T>
+void adaln_row(const float* __restrict x, const float* __restrict shift, const float* __restrict scale, T* __restrict y,
+               Moments m, std::int64_t width) {
 #pragma omp simd
-    for (std::int64_t k = 0; k < width; ++k) y[k] = (x[k] - m.mean) * m.rstd * (1 + scale[k]) + shift[k];
+    for (std::int64_t k = 0; k < width; ++k)
+        y[k] = narrowed<T>((x[k] - m.mean) * m.rstd * (1 + scale[k]) + shift[k]);
 }
 
 void adaln(RowShape shape, float eps, RowsView x, RowsView shift, RowsView scale, RowsView y) {
@@ -99,8 +125,9 @@ void adaln_backward(RowShape shape, float eps, RowsView grad, RowsView x, RowsVi
     }
 }
 
+template <class T>
 void adaln_tangent_row(const float* __restrict x, const float* __restrict d_x, const float* __restrict scale,
-                       float* __restrict d_y, Moments m, std::int64_t width) {
+                       T* __restrict d_y, Moments m, std::int64_t width) {
     float sum = 0, along = 0;
 #pragma omp simd reduction(+ : sum, along)
     for (std::int64_t k = 0; k < width; ++k) {
@@ -112,32 +139,42 @@ void adaln_tangent_row(const float* __restrict x, const float* __restrict d_x, c
 #pragma omp simd
     for (std::int64_t k = 0; k < width; ++k) {
         const float unit = (x[k] - m.mean) * m.rstd;
-        d_y[k] = m.rstd * (d_x[k] - sum - unit * along) * (1 + scale[k]);
+        d_y[k] = narrowed<T>(m.rstd * (d_x[k] - sum - unit * along) * (1 + scale[k]));
     }
 }
 
-void adaln_jvp(RowShape shape, float eps, std::int64_t tangents, RowsView x, RowsView d_x, RowsView shift, RowsView scale,
-               RowsView y, RowsView d_y) {
+template <class T>
+void adaln_jvp_of(RowShape shape, float eps, std::int64_t tangents, RowsView x, RowsView d_x, RowsView shift,
+                  RowsView scale, RowsView y, RowsView d_y) {
 #pragma omp parallel for num_threads(shape.threads) schedule(static)
     for (std::int64_t r = 0; r < shape.rows; ++r) {
         const std::int64_t group = r / shape.rows_per_group;
         const Moments m = moments(row(x, r), shape.width, eps);
-        adaln_row(row(x, r), row(shift, group), row(scale, group), row(y, r), m, shape.width);
+        adaln_row(row(x, r), row(shift, group), row(scale, group), stored_row<T>(y, r), m, shape.width);
         for (std::int64_t t = 0; t < tangents; ++t) {
             const std::int64_t at = t * shape.rows + r;
-            adaln_tangent_row(row(x, r), row(d_x, at), row(scale, group), row(d_y, at), m, shape.width);
+            adaln_tangent_row(row(x, r), row(d_x, at), row(scale, group), stored_row<T>(d_y, at), m, shape.width);
         }
     }
 }
 
-void swiglu_row(const float* __restrict gate, const float* __restrict value, float* __restrict y, std::int64_t width) {
+void adaln_jvp(RowShape shape, float eps, std::int64_t tangents, RowsView x, RowsView d_x, RowsView shift, RowsView scale,
+               RowsView y, RowsView d_y, bool half) {
+    (half ? adaln_jvp_of<BFloat16> : adaln_jvp_of<float>)(shape, eps, tangents, x, d_x, shift, scale, y, d_y);
+}
+
+template <class T>
+void swiglu_row(const T* __restrict gate, const T* __restrict value, T* __restrict y, std::int64_t width) {
 #pragma omp simd
-    for (std::int64_t k = 0; k < width; ++k) y[k] = gate[k] * sigmoid(gate[k]) * value[k];
+    for (std::int64_t k = 0; k < width; ++k) {
+        const float g = widen(gate[k]);
+        y[k] = narrowed<T>(g * sigmoid(g) * widen(value[k]));
+    }
 }
 
 void swiglu(RowShape shape, RowsView gate, RowsView value, RowsView y) {
 #pragma omp parallel for num_threads(shape.threads) schedule(static)
-    for (std::int64_t r = 0; r < shape.rows; ++r) swiglu_row(row(gate, r), row(value, r), row(y, r), shape.width);
+    for (std::int64_t r = 0; r < shape.rows; ++r) swiglu_row<float>(row(gate, r), row(value, r), row(y, r), shape.width);
 }
 
 void swiglu_backward_row(const float* __restrict grad, const float* __restrict gate, const float* __restrict value,
@@ -156,35 +193,44 @@ void swiglu_backward(RowShape shape, RowsView grad, RowsView gate, RowsView valu
         swiglu_backward_row(row(grad, r), row(gate, r), row(value, r), row(d_gate, r), row(d_value, r), shape.width);
 }
 
-void swiglu_tangent_row(const float* __restrict gate, const float* __restrict d_gate, const float* __restrict value,
-                        const float* __restrict d_value, float* __restrict d_y, std::int64_t width) {
+template <class T>
+void swiglu_tangent_row(const T* __restrict gate, const T* __restrict d_gate, const T* __restrict value,
+                        const T* __restrict d_value, T* __restrict d_y, std::int64_t width) {
 #pragma omp simd
     for (std::int64_t k = 0; k < width; ++k) {
-        const float s = sigmoid(gate[k]), silu = gate[k] * s;
-        d_y[k] = (s + silu * (1 - s)) * value[k] * d_gate[k] + silu * d_value[k];
+        const float g = widen(gate[k]), s = sigmoid(g), silu = g * s;
+        d_y[k] = narrowed<T>((s + silu * (1 - s)) * widen(value[k]) * widen(d_gate[k]) + silu * widen(d_value[k]));
     }
 }
 
-void swiglu_jvp(RowShape shape, std::int64_t tangents, RowsView gate, RowsView d_gate, RowsView value, RowsView d_value,
-                RowsView y, RowsView d_y) {
+template <class T>
+void swiglu_jvp_of(RowShape shape, std::int64_t tangents, RowsView gate, RowsView d_gate, RowsView value, RowsView d_value,
+                   RowsView y, RowsView d_y) {
 #pragma omp parallel for num_threads(shape.threads) schedule(static)
     for (std::int64_t r = 0; r < shape.rows; ++r) {
-        swiglu_row(row(gate, r), row(value, r), row(y, r), shape.width);
+        const T *own_gate = stored_row<T>(gate, r), *own_value = stored_row<T>(value, r);
+        swiglu_row(own_gate, own_value, stored_row<T>(y, r), shape.width);
         for (std::int64_t t = 0; t < tangents; ++t) {
             const std::int64_t at = t * shape.rows + r;
-            swiglu_tangent_row(row(gate, r), row(d_gate, at), row(value, r), row(d_value, at), row(d_y, at), shape.width);
+            swiglu_tangent_row<T>(own_gate, stored_row<T>(d_gate, at), own_value, stored_row<T>(d_value, at),
+                                  stored_row<T>(d_y, at), shape.width);
         }
     }
 }
 
-template <bool kGate, bool kKeep>
-void gate_residual_row(const float* __restrict residual, const float* __restrict gate, const float* __restrict value,
+void swiglu_jvp(RowShape shape, std::int64_t tangents, RowsView gate, RowsView d_gate, RowsView value, RowsView d_value,
+                RowsView y, RowsView d_y, bool half) {
+    (half ? swiglu_jvp_of<BFloat16> : swiglu_jvp_of<float>)(shape, tangents, gate, d_gate, value, d_value, y, d_y);
+}
+
+template <bool kGate, bool kKeep, class T>
+void gate_residual_row(const float* __restrict residual, const T* __restrict gate, const T* __restrict value,
                        const float* __restrict layer_scale, const std::uint8_t* __restrict keep, float factor,
                        float* __restrict y, std::int64_t width) {
 #pragma omp simd
     for (std::int64_t k = 0; k < width; ++k) {
-        float branch = value[k] * layer_scale[k];
-        if (kGate) branch *= sigmoid(gate[k]);
+        float branch = widen(value[k]) * layer_scale[k];
+        if (kGate) branch *= sigmoid(widen(gate[k]));
         if (kKeep) branch *= factor * static_cast<float>(keep[k]);
         y[k] = residual[k] + branch;
     }
@@ -195,9 +241,9 @@ void gate_residual_of(RowShape shape, float factor, RowsView residual, RowsView 
                       RowsView layer_scale, const std::uint8_t* keep, RowsView y) {
 #pragma omp parallel for num_threads(shape.threads) schedule(static)
     for (std::int64_t r = 0; r < shape.rows; ++r)
-        gate_residual_row<kGate, kKeep>(row(residual, r), kGate ? row(gate, r) : nullptr, row(value, r),
-                                        row(layer_scale, r / shape.rows_per_group),
-                                        kKeep ? keep + r * shape.width : nullptr, factor, row(y, r), shape.width);
+        gate_residual_row<kGate, kKeep, float>(row(residual, r), kGate ? row(gate, r) : nullptr, row(value, r),
+                                               row(layer_scale, r / shape.rows_per_group),
+                                               kKeep ? keep + r * shape.width : nullptr, factor, row(y, r), shape.width);
 }
 
 void gate_residual(RowShape shape, float factor, RowsView residual, RowsView gate, RowsView value, RowsView layer_scale,
@@ -251,43 +297,44 @@ void gate_residual_backward(RowShape shape, float factor, RowsView grad, RowsVie
     run(shape, factor, grad, gate, value, layer_scale, keep, d_gate, d_value, partial);
 }
 
-template <bool kGate>
-void gate_residual_tangent_row(const float* __restrict d_residual, const float* __restrict gate,
-                               const float* __restrict d_gate, const float* __restrict value,
-                               const float* __restrict d_value, const float* __restrict layer_scale,
-                               float* __restrict d_y, std::int64_t width) {
+template <bool kGate, class T>
+void gate_residual_tangent_row(const float* __restrict d_residual, const T* __restrict gate, const T* __restrict d_gate,
+                               const T* __restrict value, const T* __restrict d_value,
+                               const float* __restrict layer_scale, float* __restrict d_y, std::int64_t width) {
 #pragma omp simd
     for (std::int64_t k = 0; k < width; ++k) {
-        float branch = d_value[k];
+        float branch = widen(d_value[k]);
         if (kGate) {
-            const float s = sigmoid(gate[k]);
-            branch = s * (branch + (1 - s) * value[k] * d_gate[k]);
+            const float s = sigmoid(widen(gate[k]));
+            branch = s * (branch + (1 - s) * widen(value[k]) * widen(d_gate[k]));
         }
         d_y[k] = d_residual[k] + layer_scale[k] * branch;
     }
 }
 
-template <bool kGate>
+template <bool kGate, class T>
 void gate_residual_jvp_of(RowShape shape, std::int64_t tangents, RowsView residual, RowsView d_residual, RowsView gate,
                           RowsView d_gate, RowsView value, RowsView d_value, RowsView layer_scale, RowsView y,
                           RowsView d_y) {
 #pragma omp parallel for num_threads(shape.threads) schedule(static)
     for (std::int64_t r = 0; r < shape.rows; ++r) {
         const float* scale = row(layer_scale, r / shape.rows_per_group);
-        const float* own_gate = kGate ? row(gate, r) : nullptr;
-        gate_residual_row<kGate, false>(row(residual, r), own_gate, row(value, r), scale, nullptr, 1.0f, row(y, r),
-                                        shape.width);
+        const T *own_gate = kGate ? stored_row<T>(gate, r) : nullptr, *own_value = stored_row<T>(value, r);
+        gate_residual_row<kGate, false, T>(row(residual, r), own_gate, own_value, scale, nullptr, 1.0f, row(y, r),
+                                           shape.width);
         for (std::int64_t t = 0; t < tangents; ++t) {
             const std::int64_t at = t * shape.rows + r;
-            gate_residual_tangent_row<kGate>(row(d_residual, at), own_gate, kGate ? row(d_gate, at) : nullptr,
-                                             row(value, r), row(d_value, at), scale, row(d_y, at), shape.width);
+            gate_residual_tangent_row<kGate, T>(row(d_residual, at), own_gate, kGate ? stored_row<T>(d_gate, at) : nullptr,
+                                                own_value, stored_row<T>(d_value, at), scale, row(d_y, at), shape.width);
         }
     }
 }
 
 void gate_residual_jvp(RowShape shape, std::int64_t tangents, RowsView residual, RowsView d_residual, RowsView gate,
-                       RowsView d_gate, RowsView value, RowsView d_value, RowsView layer_scale, RowsView y, RowsView d_y) {
-    const auto run = gate.data ? gate_residual_jvp_of<true> : gate_residual_jvp_of<false>;
+                       RowsView d_gate, RowsView value, RowsView d_value, RowsView layer_scale, RowsView y, RowsView d_y,
+                       bool half) {
+    const auto run = gate.data ? (half ? gate_residual_jvp_of<true, BFloat16> : gate_residual_jvp_of<true, float>)
+                               : (half ? gate_residual_jvp_of<false, BFloat16> : gate_residual_jvp_of<false, float>);
     run(shape, tangents, residual, d_residual, gate, d_gate, value, d_value, layer_scale, y, d_y);
 }
 

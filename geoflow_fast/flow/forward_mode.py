@@ -81,7 +81,7 @@ class Layout:
 class ForwardMode:
     """The network of `flow` for the given `directions` and `times`, all of whose shifts and scales are computed here.
 
-    `precision` names the type of matrix products, `product_rows` says for how many rows in all the weights would be
+    `precision` names the type of matrix products and of what enters and leaves them, `product_rows` says for how many rows in all the weights would be
     converted (see `precision.product_dtype`). Activations are kept in buffers that every call uses again, so the
     tangents it returns are good until the next call.
     """
@@ -101,8 +101,6 @@ class ForwardMode:
         self.tf32 = precision == "tf32" and like.is_cuda
         self.work = torch.float32 if like.dtype in HALVES else like.dtype
         """The type of states, and of all that is not a product."""
-        # What enters and leaves a product has its type on GPUs, whose row kernels read and write any.
-        self.rows = self.products if like.is_cuda else self.work
         self.number_of = {direction: number for number, direction in enumerate(dict.fromkeys(directions))}
         self.time_number = {t: number for number, t in enumerate(times)}
         self.modulations = self._all_modulations(list(self.number_of), times)
@@ -166,7 +164,7 @@ class ForwardMode:
         layout = self._layout(solves)
         hidden, depth = self.flow.config.hidden, len(self.blocks)
         self._encode(layout, solves)
-        h, normed = layout.state, self._buffer("normed", 2 * layout.rows, hidden, self.rows)
+        h, normed = layout.state, self._buffer("normed", 2 * layout.rows, hidden, self.products)
         adaln_segments(h, None, modulation[0], modulation[1], normed, layout.whole, NORM_EPS)
         for number in range(depth):
             last = number == depth - 1
@@ -176,7 +174,7 @@ class ForwardMode:
             after, rows = (layout.leaving, sum(layout.own_rows)) if last else (layout.whole, 2 * layout.rows)
             crossed, normed = (
                 self._buffer("crossed", rows, hidden, self.work),
-                self._buffer("normed own" if last else "normed", rows, hidden, self.rows),
+                self._buffer("normed own" if last else "normed", rows, hidden, self.products),
             )
             gate_adaln_segments(h, branch, cross_scale, shift, scale, crossed, normed, after, NORM_EPS, heads=heads)
             update = self._feed_forward(normed, self.weights[number], layout, own=last)
@@ -194,7 +192,7 @@ class ForwardMode:
     def _encode(self, layout: Layout, solves: Sequence[SolveInput]) -> None:
         """Writes the encodings of both streams to the layout's state."""
         hidden = self.flow.config.hidden
-        encoded = self._buffer("encoded", sum(layout.own_rows), hidden, self.rows)
+        encoded = self._buffer("encoded", sum(layout.own_rows), hidden, self.products)
         for stream, target in enumerate(encoded.split(layout.own_rows)):
             weight, parts = self.encoders[stream], []
             for number, solve in enumerate(solves):
@@ -204,7 +202,7 @@ class ForwardMode:
                     line = layout.whole.lines[stream * len(solves) + number]
                     layout.state.narrow(0, line.point, line.pairs).copy_(solve.points[stream])
             if parts:
-                x = self._buffer(f"points {stream}", len(target), len(weight), self.rows)
+                x = self._buffer(f"points {stream}", len(target), len(weight), self.products)
                 torch.cat(parts, out=x)
                 self._multiply(x, weight, target)
         shift, scale, eps = self.encoder_norm
@@ -216,33 +214,32 @@ class ForwardMode:
         rows, hidden = layout.rows, normed.shape[1]
         streams = normed.view(2, rows, heads, width).transpose(1, 2)  # [2, heads, R, width]
         if normed.is_cuda:
-            packed = self._buffer("packed", 2 * rows, 2 * hidden, self.rows)
+            packed = self._buffer("packed", 2 * rows, 2 * hidden, self.products)
             targets = packed.view(2, rows, heads, 2 * width).transpose(1, 2)
             for x, w, target in zip(streams, weight, targets):
                 torch.bmm(x, w, out=target)
             return packed, heads
         gate, value = (self._buffer(name, 2 * rows, hidden, self.products) for name in ("gate", "value"))
         gates = gate.view(2, rows, heads, width).transpose(1, 2)
-        x = self._converted(normed).view(2, rows, heads, width).transpose(1, 2)
         for stream in range(2):
             # What a stream sends is written beside the gates that it meets.
             target = value.view(2, rows, heads, width)[1 - stream].transpose(0, 1)
             for head in range(heads):
                 to_gate, to_value = weight[stream, head].chunk(2, dim=1)
-                torch.mm(x[stream, head], to_gate, out=gates[stream, head])
-                torch.mm(x[stream, head], to_value, out=target[head])
-        return (self._restored(gate, "gates"), self._restored(value, "values")), 0
+                torch.mm(streams[stream, head], to_gate, out=gates[stream, head])
+                torch.mm(streams[stream, head], to_value, out=target[head])
+        return (gate, value), 0
 
     def _feed_forward(self, normed: Tensor, weights: Sequence[Tensor], layout: Layout, *, own: bool) -> Tensor:
         """What the feed-forward of a block adds, before its weight."""
         _, expand, contract = weights
         inner_width, segments = contract.shape[1], layout.own if own else layout.whole
         counts = layout.own_rows if own else (layout.rows, layout.rows)
-        wide = self._buffer("wide", len(normed), 2 * inner_width, self.rows)
-        inner = self._buffer("inner", len(normed), inner_width, self.rows)
+        wide = self._buffer("wide", len(normed), 2 * inner_width, self.products)
+        inner = self._buffer("inner", len(normed), inner_width, self.products)
         self._multiply_streams(normed, expand, wide, counts)
         swiglu_segments(wide, inner, segments)
-        update = self._buffer("update", len(normed), normed.shape[1], self.rows)
+        update = self._buffer("update", len(normed), normed.shape[1], self.products)
         self._multiply_streams(inner, contract, update, counts)
         return update
 
@@ -255,7 +252,7 @@ class ForwardMode:
             if not len(rows):
                 continue
             weight = self.decoders[stream]
-            decoded = self._buffer(f"output {stream}", len(rows), weight.shape[1], self.rows)
+            decoded = self._buffer(f"output {stream}", len(rows), weight.shape[1], self.products)
             self._multiply(rows, weight, decoded)
             before = stream * layout.own_rows[0]
             for number, solve in enumerate(solves):
@@ -277,25 +274,11 @@ class ForwardMode:
             if len(rows):
                 self._multiply(rows, w, target)
 
-    def _multiply(self, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        """x @ weight, [.., R, in] and [.., in, out], in the type of products."""
+    @staticmethod
+    def _multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
+        """x @ weight, [.., R, in] and [.., in, out]."""
         multiply = torch.bmm if x.dim() == 3 else torch.mm
-        if out.dtype == self.products:
-            multiply(x, weight, out=out)
-            return
-        half = self._buffer("product", out.numel(), 1, self.products).view(out.shape)
-        multiply(self._converted(x), weight, out=half)
-        out.copy_(half)
-
-    def _converted(self, x: Tensor) -> Tensor:
-        """`x` in the type of products."""
-        if x.dtype == self.products:
-            return x
-        return self._buffer("factor", x.numel(), 1, self.products).view(x.shape).copy_(x)
-
-    def _restored(self, x: Tensor, name: str) -> Tensor:
-        """A product in the type of rows."""
-        return x if x.dtype == self.rows else self._buffer(name, x.shape[0], x.shape[1], self.rows).copy_(x)
+        multiply(x, weight, out=out)
 
     # ---- memory ----
 

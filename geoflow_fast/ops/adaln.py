@@ -164,6 +164,7 @@ _BACKWARD_KERNEL = native.Kernel(
 )
 _JVP_KERNEL = native.Kernel(
     "adaln_jvp",
+    half=("y", "d_y"),
     eps=None,
     x=Extent.ROWS,
     d_x=Extent.TANGENTS,

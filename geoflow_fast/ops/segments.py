@@ -137,7 +137,7 @@ class _OneByOne:
         eps: float,
         by_stream: bool,
     ) -> None:
-        adaln = dispatch.choose("adaln_jvp", x, self.backend)
+        adaln = dispatch.choose("adaln_jvp", shift, self.backend)  # which has the type of states, whatever `x` has
         for line in segments.lines:
             points, tangents = line.rows(x)
             if bias is not None:
@@ -207,7 +207,7 @@ for _name in ("adaln", "gate_adaln", "swiglu"):
     dispatch.register(
         f"{_name}_segments",
         reference=Backend(getattr(_PLAIN, _name)),
-        cpu=native.backend(getattr(_COMPILED, _name)),
+        cpu=native.backend(getattr(_COMPILED, _name), (torch.float32, torch.bfloat16)),
         triton=_triton(f"segment_{_name}"),
     )
     dispatch._PASSES.add(f"{_name}_segments")

@@ -143,6 +143,7 @@ _BACKWARD_KERNEL = native.Kernel(
 )
 _JVP_KERNEL = native.Kernel(
     "swiglu_jvp",
+    half=("gate", "d_gate", "value", "d_value", "y", "d_y"),
     gate=Extent.ROWS,
     d_gate=Extent.TANGENTS,
     value=Extent.ROWS,
@@ -182,16 +183,17 @@ def _cpu_jvp(
     first, second = gate.chunk(2, dim=-1) if value is None else (gate, value)
     d_first, d_second = d_gate.flatten(0, 1).chunk(2, dim=-1) if d_value is None else (d_gate, d_value)
     tangents, (rows, width) = len(d_gate), first.shape
-    y, dy = out or (native.empty_rows(rows, width), native.empty_rows(tangents, rows, width))
+    kind = {"dtype": gate.dtype}
+    y, dy = out or (native.empty_rows(rows, width, **kind), native.empty_rows(tangents, rows, width, **kind))
     _JVP_KERNEL.run(
         rows,
         width,
         1,
         tangents,
-        gate=native.float_rows(first),
-        d_gate=native.float_rows(d_first),
-        value=native.float_rows(second),
-        d_value=native.float_rows(d_second),
+        gate=native.stored_rows(first),
+        d_gate=native.stored_rows(d_first),
+        value=native.stored_rows(second),
+        d_value=native.stored_rows(d_second),
         y=y,
         d_y=dy.view(-1, width),
     )
@@ -219,4 +221,10 @@ swiglu_rows = fused_operation("network", "swiglu", swiglu_reference, _cpu, deriv
 _backward = fused_operation(
     "network", "swiglu_backward", swiglu_backward_reference, _cpu_backward, rowwise=True, part_of="swiglu"
 )
-_jvp = fused_operation("network", "swiglu_jvp", swiglu_jvp_reference, _cpu_jvp, part_of="swiglu")
+_jvp = fused_operation(
+    "network",
+    "swiglu_jvp",
+    swiglu_jvp_reference,
+    native.backend(_cpu_jvp, (torch.float32, torch.bfloat16)),
+    part_of="swiglu",
+)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from geoflow_fast import ops
+from geoflow_fast.ops import dispatch
 
 SIZES = [(1, 1), (7, 7), (129, 512), (130, 1023)]
 sizes = pytest.mark.parametrize(("rows", "width"), SIZES)
@@ -105,6 +106,61 @@ def test_tangents(rows, width):
         fast, true = function(*arguments, backend="cpu"), function(*double(*arguments), backend="reference")
         for a, b in zip(fast, true):
             torch.testing.assert_close(a.double(), b, rtol=2e-5, atol=2e-5 * float(b.abs().max()))
+
+
+def half_rows(*shape: int) -> torch.Tensor:
+    """Rows in bfloat16 that are apart in memory."""
+    return torch.randn(*shape[:-1], shape[-1] + 3).bfloat16()[..., : shape[-1]]
+
+
+def assert_rounded(half: torch.Tensor, exact: torch.Tensor) -> None:
+    """`half` is `exact` rounded to bfloat16: off by half of its last bit, and by what float32 loses before."""
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.double(), exact, rtol=2**-8 + 1e-5, atol=1e-5)
+
+
+@sizes
+@pytest.mark.parametrize("tangents", [0, 2])
+def test_rows_of_products_may_be_bfloat16(rows, width, tangents):
+    """What enters and leaves a product, in the passes with tangents, against float64 on the same numbers."""
+    x, dx = strided(rows, width), torch.randn(tangents, rows, width)
+    shift, scale = strided(1, width), strided(1, width)
+    y, dy = torch.empty(rows, width).bfloat16(), torch.empty(tangents, rows, width).bfloat16()
+    dispatch.choose("adaln_jvp", x, "cpu")(x, dx, shift, scale, 1e-5, out=(y, dy))
+    truth = ops.adaln_jvp(*(part.double() for part in (x, dx, shift, scale)), eps=1e-5, backend="reference")
+    assert_rounded(y, truth[0])
+    assert_rounded(dy, truth[1])
+
+    wide, along = half_rows(rows, 2 * width), half_rows(tangents, rows, 2 * width)
+    results = ops.swiglu_jvp(wide, along, backend="cpu")
+    for half, exact in zip(results, ops.swiglu_jvp(wide.double(), along.double(), backend="reference")):
+        assert_rounded(half, exact)
+
+    branch = [half_rows(*shape, rows, width) for shape in ((), (tangents,), (), (tangents,))]
+    for gated in (True, False):
+        parts = branch if gated else [None, None, *branch[2:]]
+        out = torch.empty(rows, width), torch.empty(tangents, rows, width)
+        dispatch.choose("gate_residual_jvp", x, "cpu")(x, dx, *parts, scale, out=out)
+        exact = ops.gate_residual_jvp(
+            x.double(),
+            dx.double(),
+            *(None if p is None else p.double() for p in parts),
+            scale.double(),
+            backend="reference",
+        )
+        for single, true in zip(out, exact):
+            torch.testing.assert_close(single.double(), true, rtol=2e-5, atol=2e-5)
+
+
+def test_bfloat16_rows_keep_what_is_not_a_number():
+    wide = torch.tensor([[9.0, torch.nan, 3e38, 1.0]] * 2).bfloat16()
+    y, _ = ops.swiglu_jvp(wide, wide.new_empty(0, 2, 4), backend="cpu")
+    assert y[:, 0].isinf().all()
+    assert y[:, 1].isnan().all()
+    with pytest.raises(TypeError, match=r"bfloat16|float32"):
+        native_kernel = dispatch.choose("gate_residual_jvp", torch.ones(2, 2), "cpu")
+        mixed = torch.ones(2, 2).bfloat16(), torch.ones(0, 2, 2), torch.ones(2, 2), torch.ones(0, 2, 2)
+        native_kernel(torch.ones(2, 2), torch.ones(0, 2, 2), *mixed, torch.ones(1, 2))
 
 
 def test_extreme_gates_saturate():

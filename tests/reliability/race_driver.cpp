@@ -223,11 +223,11 @@ void check_network(std::int64_t rows, std::int64_t width, std::int64_t groups) {
     check("adaln", 1, [&](RowShape s, V a, V, V) { run.adaln(s, 1e-5f, view(x), view(shift), view(scale), a); });
     check("adaln_backward", 1, [&](RowShape s, V a, V b, V) { run.adaln_backward(s, 1e-5f, view(y), view(x), view(scale), a, b); });
     check("adaln_jvp", 1, [&](RowShape s, V a, V b, V) {
-        run.adaln_jvp(s, 1e-5f, tangents, view(x), view(dx), view(shift), view(scale), a, b);
+        run.adaln_jvp(s, 1e-5f, tangents, view(x), view(dx), view(shift), view(scale), a, b, false);
     });
     check("swiglu", 1, [&](RowShape s, V a, V, V) { run.swiglu(s, view(x), view(y), a); });
     check("swiglu_backward", 1, [&](RowShape s, V a, V b, V) { run.swiglu_backward(s, view(z), view(x), view(y), a, b); });
-    check("swiglu_jvp", 1, [&](RowShape s, V a, V b, V) { run.swiglu_jvp(s, tangents, view(x), view(dx), view(y), view(dy), a, b); });
+    check("swiglu_jvp", 1, [&](RowShape s, V a, V b, V) { run.swiglu_jvp(s, tangents, view(x), view(dx), view(y), view(dy), a, b, false); });
     check("gate_residual", 1, [&](RowShape s, V a, V, V) {
         run.gate_residual(s, 1.25f, view(x), view(y), view(z), view(scale), mask.data(), a);
     });
@@ -235,7 +235,7 @@ void check_network(std::int64_t rows, std::int64_t width, std::int64_t groups) {
         run.gate_residual_backward(s, 1.25f, view(x), view(y), view(z), view(scale), mask.data(), a, b, c);
     });
     check("gate_residual_jvp", 1, [&](RowShape s, V a, V b, V) {
-        run.gate_residual_jvp(s, tangents, view(x), view(dx), view(y), view(dy), view(z), view(dz), view(scale), a, b);
+        run.gate_residual_jvp(s, tangents, view(x), view(dx), view(y), view(dy), view(z), view(dz), view(scale), a, b, false);
     });
     check("flow_loss", 1, [&](RowShape s, V a, V, V) { run.flow_loss(s, mask.data(), view(x), view(y), view(z), {a.data, 1}); });
     check("flow_loss_backward", 1, [&](RowShape s, V a, V, V) {
