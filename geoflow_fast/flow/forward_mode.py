@@ -81,9 +81,9 @@ class Layout:
 class ForwardMode:
     """The network of `flow` for the given `directions` and `times`, all of whose shifts and scales are computed here.
 
-    `precision` names the type of matrix products and of what enters and leaves them, `product_rows` says for how many rows in all the weights would be
-    converted (see `precision.product_dtype`). Activations are kept in buffers that every call uses again, so the
-    tangents it returns are good until the next call.
+    `precision` names the type of matrix products and of what enters and leaves them, `product_rows` says for how many
+    rows in all the weights would be converted (see `precision.product_dtype`). Activations are kept in buffers that
+    every call uses again, so the tangents it returns are good until the next call.
     """
 
     def __init__(

@@ -752,7 +752,8 @@ class Kernel:
         self, rows: int, width: int, per_group: int = 1, tangents: int = 0, /, **values: Tensor | float | None
     ) -> None:
         """Runs the kernel on rows in groups of `per_group`. Tensors are matrices on the CPU with unit stride along
-        their rows, float32 but for those in `half`, or bool masks; outputs are among them. Every one is checked before its address crosses."""
+        their rows, float32 but for those in `half`, or bool masks; outputs are among them. Every one is checked before
+        its address crosses."""
         if rows < 1 or width < 1 or per_group < 1 or rows % per_group or values.keys() != self.arguments.keys():
             raise ValueError(f"{self.name} cannot run on {rows} x {width} in groups of {per_group} with {set(values)}")
         groups = rows // per_group

@@ -57,13 +57,13 @@ def fused_operation(
     module: str,
     name: str,
     reference: Callable[..., Any],
-    cpu: Callable[..., Any] | dispatch.Backend,
+    cpu: Callable[..., Any] | Backend,
     dtypes: tuple[torch.dtype, ...] = DTYPES,
     widest: int | None = None,
     **declared: Any,
 ) -> torch._ops.OpOverload[..., Any]:
-    """An operation with the C++ backend `cpu`, which takes float32 unless it says what it takes, and the Triton backend of its own name, which takes rows up to `widest`;
-    `declared` is the rest of what `dispatch.operation` takes."""
+    """An operation with the C++ backend `cpu`, which takes float32 unless it says what it takes, and the Triton backend
+    of its own name, which takes rows up to `widest`; `declared` is the rest of what `dispatch.operation` takes."""
     triton = backend(module, name, dtypes, widest)
-    compiled = cpu if isinstance(cpu, dispatch.Backend) else native.backend(cpu)
+    compiled = cpu if isinstance(cpu, Backend) else native.backend(cpu)
     return dispatch.operation(name, reference, cpu=compiled, triton=triton, **declared)
