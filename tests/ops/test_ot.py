@@ -824,3 +824,9 @@ def test_a_signal_stops_the_build_of_structured_costs_half_way():
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert bool(matrix.scores()[:, -1].isnan().any())
+
+
+def test_c2ot_needs_no_weight_where_the_share_is_met_without_one():
+    """Each noise lies at its own data, so that of four pairs the two (i, i) count, which is the half asked for."""
+    points = on_the_circle(0, 90)
+    assert condition_weight(points, points, points, 0.5) == 0.0
