@@ -116,11 +116,6 @@ EQUIVALENT: dict[str, Equivalent] = {
         "for (std::int64_t r = i + ahead; r < i + ahead + count; ++r) {",
         "it decides which cache lines are asked for ahead of time",
     ),
-    "0130d355fd": Equivalent(
-        "csrc/cpu/sinkhorn_passes.h",
-        "finite = finite && value >= kLowest && value <= -kLowest;",
-        "costs that are not finite were refused before, and an infinite one makes the range infinite too",
-    ),
     "239663b2a3": Equivalent(
         "geoflow_fast/flow/sampling.py",
         "numbers = 2 * (8 * config.hidden + 3 * config.inner) + 8 * sum(config.flow_dims)",

@@ -4,8 +4,8 @@
 `CORE`, writes what became of it to build/reliability/mutants.jsonl, and continues there after an interruption. A mutant
 is drawn by a hash of what it replaces, so that a change elsewhere in the source leaves the others as they are. A result
 holds for the tests that it was found with: where these have changed since, the mutant is run again. `--part 1/2` and
-`--part 2/2` share the work between two processes. `--again` runs the survivors once more; `--write` only puts score and
-survivors into docs/reliability.md, as soon as no mutant waits for its result.
+`--part 2/2` share the work between two processes. `--again` runs once more what survived or hung; `--write` only puts
+score and survivors into docs/reliability.md, as soon as no mutant waits for its result.
 """
 
 from __future__ import annotations
@@ -664,10 +664,11 @@ class Run:
 
 
 def run(part: Part, *, again: bool = False, equivalent: bool = False) -> None:
-    """Runs the mutants of a part that have no result yet or, `again`, survived, and on request those that count as
-    equivalent; a SystemExit names those of which the tests told nothing."""
+    """Runs the mutants of a part that have no result yet or, `again`, survived or hung, and on request those that count
+    as equivalent; a SystemExit names those of which the tests told nothing."""
     known = results()
-    waiting = [m for m in part.of_mutants(drawn()) if m.name not in known or (again and not known[m.name].noticed)]
+    doubtful = {name for name, outcome in known.items() if again and outcome.status in (SURVIVED, HANGS)}
+    waiting = [m for m in part.of_mutants(drawn()) if m.name not in known or m.name in doubtful]
     waiting = [m for m in waiting if equivalent or m.name not in EQUIVALENT]
     task = Run(waiting, part)
     task()
@@ -759,7 +760,7 @@ def write() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--again", action="store_true", help="run those that survived once more")
+    parser.add_argument("--again", action="store_true", help="run those that survived or hung once more")
     parser.add_argument("--equivalent", action="store_true", help="also run those that count as equivalent")
     parser.add_argument("--part", type=Part.parse, default=Part(), help="run one of several parts, such as 1/2")
     parser.add_argument("--list", action="store_true", help="only show which are drawn")
