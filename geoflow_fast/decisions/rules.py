@@ -120,11 +120,11 @@ class Rule:
     def _shown(
         self, scores: Table, encoder: str | None, gallery_size: int | None, features: Table | None, groups: Table | None
     ) -> tuple[inputs.Lists, Bools]:
-        check_encoder("this rule", self.encoder, encoder, stacklevel=4)
         if self.gallery_size is not None and gallery_size is not None and self.gallery_size != gallery_size:
             raise ValueError(
                 f"this rule was made with gallery_size {self.gallery_size!r}, not {gallery_size!r}: certify one for it"
             )
+        check_encoder("this rule", self.encoder, encoder, stacklevel=4)
         results = inputs.result_lists(scores, "scores", k=self.model.k, presorted=self.presorted)
         n = len(results.scores)
         numbers = inputs.features_of(features, n, self.model.features)

@@ -460,7 +460,7 @@ def test_lists_of_probabilities_stay_such(tmp_path):
     assert loaded.log_prob
     rules = [each.certify(*tested, 0.3, no_match_share=0.2) for each in (trust, loaded)]
     np.testing.assert_array_equal(rules[0].reference.twins, rules[1].reference.twins)
+    spoiled = tested[0].copy()
+    spoiled[7] += 0.5
     with pytest.raises(ValueError, match="row 7 sum to"):
-        spoiled = tested[0].copy()
-        spoiled[7] += 0.5
         trust.certify(spoiled, tested[1])
