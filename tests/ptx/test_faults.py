@@ -203,9 +203,10 @@ def test_wrong_claim_of_divisibility_in_triton_source_is_caught(builder: Builder
     """The interpreter does not read such claims, so this is no fault of tests/interpreter."""
     before = TILE.format(width="width", stride="x_stride")
     after = TILE.format(width="tl.multiple_of(width, 16)", stride="tl.multiple_of(x_stride, 16)")
-    faulty = test_kernels.with_fault(test_kernels.geodesic, before, after, tmp_path)
-    with Machine(builder).serving(), pytest.raises(KernelError, match="not aligned"):
-        test_kernels.check_tangent_step(SimpleNamespace(geodesic=faulty), 7, 129)
+    with Machine(builder).serving():
+        faulty = test_kernels.with_fault(test_kernels.geodesic, before, after, tmp_path)
+        with pytest.raises(KernelError, match="not aligned"):
+            test_kernels.check_tangent_step(SimpleNamespace(geodesic=faulty), 7, 129)
 
 
 SOLVER, SCORES = "sinkhorn_kernel<1, float>", "score_kernel<Half, Half>"
