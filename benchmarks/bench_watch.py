@@ -6,8 +6,12 @@ a rule, and looks at a log after every 100 queries. Captions search images.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import geoflow_fast as gf
-from benchmarks.bench_trust import head_scores
+from benchmarks.bench_trust import head_scores, hub_numbers
 from benchmarks.common import RESULTS, gate, load, report, save
+from geoflow_fast import decisions
 from geoflow_fast.decisions.watch import EVERY, WINDOW, Log, Watcher
+from geoflow_fast.runtime import hashing
 from geoflow_fast.runtime.progress import progress_bar
 from geoflow_fast.spherical import sample_bump
 from geoflow_fast.worlds import ClipWorld, ConceptWorld
@@ -27,8 +33,8 @@ Array = NDArray[Any]
 K, ITEMS, FAR_ITEMS, REPLACED = 50, 1000, 150, 0.2
 FITTED, CERTIFIED, SOON, LONG, RUNS, FEW = 500, 2000, 500, 5000, 100, 40
 MISSING, FROM_GROUP, FALSE_ALARMS = 0.3, 0.5, 0.05
-DETECTED = 95
-"""Changes that have to be noticed within `SOON` queries, of `RUNS`."""
+DETECTED = 0.95
+"""The share of changes that have to be noticed within `SOON` queries."""
 HEAD_PAIRS = 20_000
 FIRST_SEED = 50_000
 """Of the first run; the settings of `gf.watch` were chosen on seeds below 10,000."""
@@ -151,80 +157,119 @@ def first_alarm(rule: gf.Rule, judged: Found, log: Found, views: str, seed: int)
 
 
 VIEWS = {"scores, hits, embeddings": "hits embeddings", "scores alone": ""}
-Alarms = dict[str, list[tuple[int | None, str]]]
-"""By change and by what was looked at: of each run, the queries until the alarm, or None, and what raised it."""
+Alarms = dict[str, tuple[int | None, str]]
+"""Of one run, by change and by what was looked at: the queries until the alarm, or None, and what raised it."""
 
 
-def alarms_of(world: ConceptWorld | ClipWorld, scores: Scores, error: float, run: int, *, quiet: bool) -> Alarms:
-    """The alarms of one run; `quiet` asks for the long log without a change, too."""
-    drawn = dict(logs(scores, Places(world, FIRST_SEED + run), np.random.default_rng(FIRST_SEED + run)))
-    judged = drawn.pop("judged")
-    trust = gf.Trust().fit(judged.scores[:FITTED], judged.relevant[:FITTED])
-    tested = judged.part(slice(FITTED, None))
-    rule = trust.certify(tested.scores, tested.relevant, error).with_hits(tested.hits)
-    return {
-        f"{change}; {title}": [first_alarm(rule, judged, log, views, run)]
-        for change, log in drawn.items()
-        for title, views in VIEWS.items()
-        if change != UNCHANGED or (quiet and views)
-    }
+@dataclass(frozen=True)
+class Searched:
+    """A world, how it is searched, and the error that its rules certify."""
+
+    name: str
+    world: str
+    by_head: bool
+    error: float
+    runs: int
+    long_logs: bool = False
+    """Whether long logs without a change are looked at, too."""
+
+    def alarms(self, run: int) -> Alarms:
+        """One run; everything in it is drawn anew."""
+        world, scores = WORLDS[self.world](), self.scores()
+        drawn = dict(logs(scores, Places(world, FIRST_SEED + run), np.random.default_rng(FIRST_SEED + run)))
+        judged = drawn.pop("judged")
+        trust = gf.Trust().fit(judged.scores[:FITTED], judged.relevant[:FITTED])
+        tested = judged.part(slice(FITTED, None))
+        rule = trust.certify(tested.scores, tested.relevant, self.error).with_hits(tested.hits)
+        return {
+            f"{change}; {title}": first_alarm(rule, judged, log, views, run)
+            for change, log in drawn.items()
+            for title, views in VIEWS.items()
+            if change != UNCHANGED or (self.long_logs and views)
+        }
+
+    def scores(self) -> Scores:
+        """Scores of images for captions."""
+        if not self.by_head:
+            return lambda text, image: text @ image.T
+        head = trained_head(self.world)
+        return lambda text, image: head_scores(head, text, image, hub_numbers(head, image, "t2i"), "t2i")
 
 
-def rows_of(
-    name: str, world: ConceptWorld | ClipWorld, scores: Scores, error: float, *, runs: int, quiet: bool
-) -> list[dict[str, Any]]:
-    """How many of `runs` logs of each kind raise an alarm. Finished runs are kept beside the results; a study that was
-    interrupted goes on after them."""
-    file = f"watch_runs_{name.replace(' ', '_').replace(',', '')}"
-    kept = load(file) or {"runs": 0, "alarms": {}}
-    alarms: Alarms = kept["alarms"]
-    with progress_bar(runs, kept["runs"], "runs", shown=None) as advance:
-        for run in range(kept["runs"], runs):
-            for key, ends in alarms_of(world, scores, error, run, quiet=quiet).items():
-                alarms.setdefault(key, []).extend(ends)
-            save(file, {"runs": run + 1, "alarms": alarms})
-            advance(1)
-    rows = []
-    for key, ends in alarms.items():
-        change, title = key.split("; ")
-        seen = [end for end, _ in ends if end is not None]
-        rows.append(
-            {
-                "world": name,
-                "change": change,
-                "looked at": title,
-                "runs": len(ends),
-                "queries of a log": LONG if change == UNCHANGED else SOON,
-                "alarms": len(seen),
-                "median queries until the alarm": float(np.median(seen)) if seen else float("nan"),
-                "by": ", ".join(sorted({view for _, view in ends if view})),
-            }
-        )
-    return rows
-
-
-def trained_head(name: str, world: ConceptWorld | ClipWorld) -> gf.PosteriorHead:
+def trained_head(world: str) -> gf.PosteriorHead:
     """A head for a world; it is kept beside the results and not trained again."""
-    image, text, _ = world.sample(HEAD_PAIRS, generator=torch.Generator().manual_seed(100))
-    folder = RESULTS / f"watch_head_{name.replace(' ', '_')}"
+    image, text, _ = WORLDS[world]().sample(HEAD_PAIRS, generator=torch.Generator().manual_seed(100))
+    folder = RESULTS / f"watch_head_{world.replace(' ', '_')}"
     return gf.PosteriorHead.fit(gf.EmbeddingPairs.from_arrays(image, text), out=folder, progress=False, k=1)
 
 
-def run(runs: int = RUNS, few: int = FEW) -> str:
-    """The study: `runs` of the world that is gated, `few` of the others."""
-    concepts, clip = ConceptWorld(), ClipWorld()
-    head = trained_head("concept world", concepts)
-    clip_head = trained_head("CLIP-like world", clip)
+def made_by() -> str:
+    """A digest of the code that the runs depend on most: those of other code do not count."""
+    sources = [*sorted(Path(decisions.__file__).parent.glob("*.py")), Path(__file__)]
+    return hashing.fingerprint({source.name: source.read_text() for source in sources})[:12]
 
-    def by(one: gf.PosteriorHead) -> Scores:
-        return lambda text, image: head_scores(one, text, image, "t2i")
 
-    rows = rows_of("concept world, head", concepts, by(head), 0.1, runs=runs, quiet=True)
-    rows += rows_of("concept world, cosine", concepts, lambda text, image: text @ image.T, 0.1, runs=few, quiet=False)
-    rows += rows_of("CLIP-like world, head", clip, by(clip_head), 0.3, runs=few, quiet=False)
+def one_run(searched: Searched, run: int) -> None:
+    """A run in a process of its own, whose result is kept."""
+    torch.set_num_threads(1)
+    save(kept_as(searched, run), {"alarms": searched.alarms(run)})
+
+
+def kept_as(searched: Searched, run: int) -> str:
+    """The name of a run's result: a study that was interrupted goes on after those that are there."""
+    return f"watch_{made_by()}_{searched.name.replace(' ', '_').replace(',', '')}_{run}"
+
+
+def rows_of(searched: Searched) -> list[dict[str, Any]]:
+    """How many logs of each kind raise an alarm."""
+    if searched.by_head:
+        trained_head(searched.world)  # before processes would each train one
+    missing = [run for run in range(searched.runs) if load(kept_as(searched, run)) is None]
+    done = searched.runs - len(missing)
+    processes = ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn"))
+    with processes, progress_bar(searched.runs, done, "runs", shown=None) as advance:
+        for finished in as_completed([processes.submit(one_run, searched, run) for run in missing]):
+            finished.result()
+            advance(1)
+    results = [load(kept_as(searched, run)) for run in range(searched.runs)]
+    alarms = [result["alarms"] for result in results if result is not None]
+    return [row_of(searched.name, key, [run[key] for run in alarms]) for key in alarms[0]]
+
+
+def row_of(name: str, key: str, ends: list[tuple[int | None, str]]) -> dict[str, Any]:
+    """A line of the table."""
+    change, title = key.split("; ")
+    seen = [end for end, _ in ends if end is not None]
+    return {
+        "world": name,
+        "change": change,
+        "looked at": title,
+        "runs": len(ends),
+        "queries of a log": LONG if change == UNCHANGED else SOON,
+        "alarms": len(seen),
+        "median queries until the alarm": float(np.median(seen)) if seen else float("nan"),
+        "by": ", ".join(sorted({view for _, view in ends if view})),
+    }
+
+
+WORLDS: dict[str, Callable[[], ConceptWorld | ClipWorld]] = {
+    "concept world": ConceptWorld,
+    "CLIP-like world": ClipWorld,
+}
+GATED = Searched("concept world, head", "concept world", True, 0.1, RUNS, long_logs=True)
+OTHERS = (
+    Searched("concept world, cosine", "concept world", False, 0.1, FEW),
+    Searched("CLIP-like world, head", "CLIP-like world", True, 0.3, FEW),
+)
+
+
+def run(gated: Searched = GATED, others: Sequence[Searched] = OTHERS) -> str:
+    """The study. Its gates are those of one world, of which there are most runs."""
+    rows = [row for searched in (gated, *others) for row in rows_of(searched)]
     words = report("watch", rows, {"certified": CERTIFIED, "window": WINDOW, "every": EVERY})
     for row in rows:
-        if row["world"] == "concept world, head" and row["looked at"] != "scores alone":
-            quiet, alarms = row["change"] == UNCHANGED, row["alarms"] * RUNS / runs
-            gate(f"{row['world']}, {row['change']}", alarms <= FALSE_ALARMS * RUNS if quiet else alarms >= DETECTED)
+        if row["world"] == gated.name and row["looked at"] != "scores alone":
+            share = row["alarms"] / row["runs"]
+            right = share <= FALSE_ALARMS if row["change"] == UNCHANGED else share >= DETECTED
+            gate(f"{row['world']}, {row['change']}", right)
     return words

@@ -494,6 +494,9 @@ def counted(*, capability: tuple[int, int] = (9, 0)) -> Iterator[Count]:
         mock.patch.object(native, "missing_cuda", return_value=None),
         mock.patch.object(native, "_built", return_value=compiled),
         mock.patch.object(FakeTensor, "data_ptr", return_value=0),
+        # Copies of tensors belong together with the others.
+        mock.patch.object(FakeTensorMode, "__deepcopy__", lambda mode, _: mode, create=True),
+        mock.patch.object(nn.Module, "float", in_float32),
         # torch leaves lists of tensors of unknown classes to its loops.
         *(
             mock.patch.object(module, "_foreach_supported_types", [Tensor, nn.Parameter, FakeTensor])
@@ -529,6 +532,18 @@ def on_gpu(module: nn.Module) -> nn.Module:
         for name, buffer in part._buffers.items():
             if buffer is not None:
                 part._buffers[name] = fake_rows(*buffer.shape, dtype=buffer.dtype)
+    return module
+
+
+def in_float32(module: nn.Module) -> nn.Module:
+    """Takes the place of `nn.Module.float`, which exchanges the memory of tensors; fake ones have none."""
+    for part in module.modules():
+        for name, x in part._parameters.items():
+            if x is not None:
+                part._parameters[name] = nn.Parameter(x.detach().float(), x.requires_grad)
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_floating_point():
+                part._buffers[name] = buffer.float()
     return module
 
 
@@ -713,24 +728,27 @@ def estimated_ms(numbers: Mapping[str, Any], gpu: str) -> float:
 
 def documented() -> str:
     """Markdown: all paths, before and now, with estimated times."""
-    before = json.loads(EARLIER.read_text())["counts"]
     titles = ["path", "kernels", "started by the host", "waits", "GB", "GFLOP", "A100, estimated ms", "H100"]
     lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
-    for name, run in {**PATHS, **NEW_PATHS}.items():
-        both = [before[name]] if name in before else []
-        both.append(run().to_json())
-        columns = [
-            [f"{x['kernels']:,}" for x in both],
-            [f"{x['started']:,.0f}" for x in both],
-            [f"{x['synchronisations']}" for x in both],
-            [f"{x['bytes'] / 1e9:.2f}" for x in both],
-            [f"{sum(x['flops'].values()) / 1e9:,.0f}" for x in both],
-            *([f"{estimated_ms(x, gpu):.2f}" for x in both] for gpu in ("a100", "h100")),
-        ]
-        # One number where nothing came before.
-        cells = [name, *(" -> ".join(column) for column in columns)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join(lines + [documented_row(name, run()) for name, run in {**PATHS, **NEW_PATHS}.items()])
+
+
+def documented_row(name: str, count: Count) -> str:
+    """The line of a path in that table: as it was before, and as it has been counted now."""
+    before = json.loads(EARLIER.read_text())["counts"]
+    both = [before[name]] if name in before else []
+    both.append(count.to_json())
+    columns = [
+        [f"{x['kernels']:,}" for x in both],
+        [f"{x['started']:,.0f}" for x in both],
+        [f"{x['synchronisations']}" for x in both],
+        [f"{x['bytes'] / 1e9:.2f}" for x in both],
+        [f"{sum(x['flops'].values()) / 1e9:,.0f}" for x in both],
+        *([f"{estimated_ms(x, gpu):.2f}" for x in both] for gpu in ("a100", "h100")),
+    ]
+    # One number where nothing came before.
+    cells = [name, *(" -> ".join(column) for column in columns)]
+    return f"| {' | '.join(cells)} |"
 
 
 BEGIN, END = "<!-- table: python -m tools.launches --docs docs/gpu.md -->", "<!-- end of launches -->"

@@ -5,8 +5,8 @@
 // and there the rounding hurts: of the largest ones, about 1 in 32, what rounding took away from either factor follows as one pair
 // more, (rest of a, a) and (b, rest of b). This leaves the error that rows with equally large coordinates would have.
 //   B is rounded and packed once, in strips of 32 columns, the last one 16 wide if that is enough: at most 15 columns of padding
-//   a panel of kPanelRows rows of A is rounded once by the thread that multiplies it, and stays in L2 for all tiles
-//   per step of depth, at most kDepthPairs, a strip of B stays in L1 and the rows pass from L2
+//   a panel of rows of A is rounded once by the thread that multiplies it, and stays in L2 for all tiles
+//   per step of depth, at most depth_pairs(), a strip of B stays in L1 and the rows pass from L2
 //   12 x 32 or 24 x 16 micro-kernel: 24 accumulators of the 32 registers
 // Every entry is summed in an order that depends on the depth alone: results do not depend on threads or on neighbours.
 #pragma once
@@ -21,7 +21,18 @@ namespace {
 constexpr std::int64_t kWide = 16;  // lanes of a 512-bit vector
 constexpr std::int64_t kPairStrip = 2 * kWide;
 constexpr std::int64_t kPairRows = 24;  // a multiple of the rows of every micro-kernel
-constexpr std::int64_t kDepthPairs = 144;
+
+// Pairs at a time, such that a strip of B takes nine sixteenths of L1: rows of 512 coordinates then go in two steps through one of 32 KB.
+// The sums do not depend on it.
+inline std::int64_t depth_pairs() {
+    return most(32, geoflow::caches().first / 16 * 9 / (kPairStrip * std::int64_t{sizeof(std::int32_t)}));
+}
+
+// Rows at a time, such that what is rounded of A, `lda` pairs of each row, stays in L2.
+inline std::int64_t pair_panel_rows(std::int64_t lda) {
+    const std::int64_t fit = geoflow::caches().second / 8 * 7 / (lda * std::int64_t{sizeof(std::int32_t)}) / kPairRows * kPairRows;
+    return least(kPanelRows, most(kPairRows, fit));
+}
 
 // How a row becomes pairs: all coordinates in order, then the largest ones once more.
 class PairLayout {
@@ -130,7 +141,7 @@ GEOFLOW_INLINE void pair_kernel(const std::int32_t* __restrict a, std::int64_t l
 // c [rows, a multiple of kPairRows; columns, a multiple of 16] = rows a times the strips b, all of `pairs` pairs
 inline void multiply_pairs(const std::int32_t* a, std::int64_t lda, std::int64_t rows, const std::int32_t* b, std::int64_t columns,
                            std::int64_t pairs, float* c, std::int64_t ldc) {
-    const std::int64_t steps = (pairs + kDepthPairs - 1) / kDepthPairs;
+    const std::int64_t most_pairs = depth_pairs(), steps = (pairs + most_pairs - 1) / most_pairs;
     for (std::int64_t s = 0; s < steps; ++s) {
         const std::int64_t p = s * pairs / steps, depth = (s + 1) * pairs / steps - p;
         for (std::int64_t first = 0; first < columns; first += kPairStrip) {
@@ -205,9 +216,10 @@ bool bfloat16_product_tiles(const Product (&products)[Products], std::int64_t m,
         layouts.emplace_back(RowList<float>{p.a, nullptr, m, p.depth});
         pairs += layouts.back().pairs(), lda += round_up(layouts.back().room(), kWide);
     }
-    const std::int64_t panels = (m + kPanelRows - 1) / kPanelRows, block = round_up(least(column_block(pairs), n), kWide);
-    const std::int64_t ld = least(block, kTileColumns), tile_size = round_up(kPanelRows * ld + kWide, 1024);
-    const std::int64_t per_thread = Products * tile_size + round_up(kPanelRows * lda, 1024);
+    const std::int64_t panel_height = pair_panel_rows(lda), panels = (m + panel_height - 1) / panel_height;
+    const std::int64_t block = round_up(least(column_block(pairs), n), kWide), ld = least(block, kTileColumns);
+    const std::int64_t tile_size = round_up(panel_height * ld + kWide, 1024);
+    const std::int64_t per_thread = Products * tile_size + round_up(panel_height * lda, 1024);
     const Scratch packed(block * pairs), private_scratch(per_thread * threads);
     std::int32_t* const packed_b = reinterpret_cast<std::int32_t*>(packed.get());
     bool go_on = true;
@@ -232,14 +244,14 @@ bool bfloat16_product_tiles(const Product (&products)[Products], std::int64_t m,
             for (std::int64_t panel = 0; panel < panels; ++panel) {
                 if (thread_number() == 0 && !poll()) __atomic_store_n(&go_on, false, __ATOMIC_RELAXED);
                 if (!__atomic_load_n(&go_on, __ATOMIC_RELAXED)) continue;
-                const std::int64_t row = panel * kPanelRows, count = least(kPanelRows, m - row);
+                const std::int64_t row = panel * panel_height, count = least(panel_height, m - row);
                 const std::int64_t multiplied = round_up(count, kPairRows);
                 std::int32_t* a = rows;
                 for (int p = 0; p < Products; ++p) {
                     const std::int64_t stride = round_up(layouts[p].room(), kWide);
                     for (std::int64_t r = 0; r < multiplied; ++r)
                         layouts[p].round(products[p].a + least(row + r, m - 1) * products[p].depth, true, a + r * stride);
-                    a += kPanelRows * stride;
+                    a += panel_height * stride;
                 }
                 for (std::int64_t first = 0; first < cols; first += ld) {
                     Tile<Products> tile{row, count, col + first, least(ld, cols - first), ld, {}};
@@ -249,7 +261,7 @@ bool bfloat16_product_tiles(const Product (&products)[Products], std::int64_t m,
                         const std::int64_t stride = round_up(layouts[p].room(), kWide), of_product = layouts[p].pairs();
                         tile.value[p] = values + p * tile_size;
                         multiply_pairs(a, stride, multiplied, b + first * of_product, least(ld, padded - first), of_product, tile.value[p], ld);
-                        a += kPanelRows * stride;
+                        a += panel_height * stride;
                         b += block * of_product;
                     }
                     epilogue(tile);

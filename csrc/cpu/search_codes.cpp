@@ -20,7 +20,13 @@ namespace {
 using geoflow::CodeParams;
 
 constexpr int kFewColumns = 6;
-constexpr std::int64_t kCodePanel = 96;  // rows, a multiple of those of every micro-kernel
+constexpr std::int64_t kCodePanel = 96;  // rows at most, a multiple of those of every micro-kernel
+
+// Rows of a panel: a quarter of L2. The results do not depend on it.
+inline std::int64_t code_panel(std::int64_t stride) {
+    constexpr std::int64_t rows = 24;  // of the tallest micro-kernel
+    return least(kCodePanel, most(rows, geoflow::caches().second / 4 / stride / rows * rows));
+}
 
 // A query in bytes: one or two parts, of which the second is in units of a 254th of the first's.
 struct CodedQuery {
@@ -174,32 +180,36 @@ template <class Sink>
 bool code_pass(const SearchParams& p, const CodeParams& codes, Sink& sink) {
     const CodedQueries coded(p, codes);
     const bool few = coded.columns <= kFewColumns;
-    const std::int64_t stride = coded.stride, panels = (p.items + kCodePanel - 1) / kCodePanel;
+    const std::int64_t stride = coded.stride, panel_rows = code_panel(stride), panels = (p.items + panel_rows - 1) / panel_rows;
     const std::int64_t padded = round_up(coded.columns, 16);
-    std::vector<std::int32_t> packed(few ? 0 : padded * stride / 4);
+    const Scratch packed_room(few ? 0 : padded * stride / 4);
+    std::int32_t* const packed = reinterpret_cast<std::int32_t*>(packed_room.get());
     std::vector<float> unit(padded, 0.0f), norm(padded, 0.0f), common(padded, 0.0f);
     std::vector<std::int32_t> shift(padded, 0);
     for (std::int64_t first = 0; !few && first < padded; first += 32)
-        pack_columns(coded, first, least(32, padded - first), packed.data() + first * stride / 4);
+        pack_columns(coded, first, least(32, padded - first), packed + first * stride / 4);
     for (std::int64_t q = 0; q < p.queries_count; ++q) {
         const CodedQuery& query = coded.queries[q];
         unit[q] = query.unit[0], norm[q] = query.norm, common[q] = query.common, shift[q] = query.shift[0];
     }
+    // Of each thread: the products of a panel, and the last panel with rows that the gallery does not have.
+    const std::int64_t dots = kCodePanel * 32, per_thread = round_up(dots + (few ? 0 : panel_rows * stride / 4), 1024);
+    const Scratch private_scratch(per_thread * p.threads);
     bool go_on = true;
 #pragma omp parallel num_threads(p.threads)
     {
-        std::vector<std::int32_t> dot(kCodePanel * 32);
-        std::vector<std::uint8_t> last(kCodePanel * stride);
+        std::int32_t* const dot = reinterpret_cast<std::int32_t*>(private_scratch.get() + thread_number() * per_thread);
+        std::uint8_t* const last = reinterpret_cast<std::uint8_t*>(dot + dots);
 #pragma omp for schedule(monotonic : dynamic, 8)
         for (std::int64_t panel = 0; panel < panels; ++panel) {
             if (thread_number() == 0 && !p.keep_going()) __atomic_store_n(&go_on, false, __ATOMIC_RELAXED);
             if (!__atomic_load_n(&go_on, __ATOMIC_RELAXED)) continue;
-            const std::int64_t first = panel * kCodePanel, count = least(kCodePanel, p.items - first);
+            const std::int64_t first = panel * panel_rows, count = least(panel_rows, p.items - first);
             const std::uint8_t* rows = codes.rows.code + first * stride;
             const float *scale = codes.rows.scale + first, *error = codes.rows.error + first;
             if (few) {
                 const auto run = [&](auto columns) {
-                    dot_panel<decltype(columns)::value>(rows, count, p.items - first, coded.bytes.data(), stride, dot.data());
+                    dot_panel<decltype(columns)::value>(rows, count, p.items - first, coded.bytes.data(), stride, dot);
                 };
                 switch (coded.columns) {
                     case 2: run(std::integral_constant<int, 2>{}); break;
@@ -214,7 +224,7 @@ bool code_pass(const SearchParams& p, const CodeParams& codes, Sink& sink) {
                         const __mmask16 lanes = static_cast<__mmask16>((1u << some) - 1);
                         __m512 middle = _mm512_setzero_ps();
                         for (std::int64_t part = 0; part < coded.parts; ++part) {
-                            const __m512i raw = _mm512_loadu_si512(dot.data() + (q * coded.parts + part) * kCodePanel + i);
+                            const __m512i raw = _mm512_loadu_si512(dot + (q * coded.parts + part) * kCodePanel + i);
                             const __m512 value = as_floats(_mm512_sub_epi32(raw, _mm512_set1_epi32(query.shift[part])));
                             middle = _mm512_fmadd_ps(value, _mm512_set1_ps(query.unit[part]), middle);
                         }
@@ -226,20 +236,20 @@ bool code_pass(const SearchParams& p, const CodeParams& codes, Sink& sink) {
                 }
                 continue;
             }
-            if (count < kCodePanel) {  // what is multiplied past the last row must exist
-                std::copy(rows, rows + count * stride, last.begin());
-                rows = last.data();
+            if (count < panel_rows) {  // what is multiplied past the last row must exist
+                std::copy(rows, rows + count * stride, last);
+                rows = last;
             }
             for (std::int64_t q = 0; q < padded; q += 32) {
                 const std::int64_t width = least(32, padded - q), height = width == 32 ? 12 : 24;
-                const std::int32_t* const strip = packed.data() + q * stride / 4;
-                for (std::int64_t r = 0; r < kCodePanel; r += height) {
-                    const std::int64_t next = first + kCodePanel + r;
+                const std::int32_t* const strip = packed + q * stride / 4;
+                for (std::int64_t r = 0; r < panel_rows; r += height) {
+                    const std::int64_t next = first + panel_rows + r;
                     if (q == 0) fetch_rows(codes.rows.code + next * stride, height, p.items - next, stride);
                     if (width == 32)
-                        dot_strip<12, 2>(rows + r * stride, stride, strip, dot.data() + r * 32, 32);
+                        dot_strip<12, 2>(rows + r * stride, stride, strip, dot + r * 32, 32);
                     else
-                        dot_strip<24, 1>(rows + r * stride, stride, strip, dot.data() + r * 32, 32);
+                        dot_strip<24, 1>(rows + r * stride, stride, strip, dot + r * 32, 32);
                 }
                 for (std::int64_t c = q; c < q + width && c < p.queries_count; c += 16) {
                     const __m512i off = _mm512_loadu_si512(shift.data() + c);
@@ -247,7 +257,7 @@ bool code_pass(const SearchParams& p, const CodeParams& codes, Sink& sink) {
                     const __m512 commons = _mm512_loadu_ps(common.data() + c);
                     const std::int64_t some = least(16, p.queries_count - c);
                     for (std::int64_t r = 0; r < count; ++r) {
-                        const __m512 value = as_floats(_mm512_sub_epi32(_mm512_loadu_si512(dot.data() + r * 32 + c - q), off));
+                        const __m512 value = as_floats(_mm512_sub_epi32(_mm512_loadu_si512(dot + r * 32 + c - q), off));
                         const __m512 middle = _mm512_mul_ps(_mm512_mul_ps(value, units), _mm512_set1_ps(scale[r]));
                         sink.across(c, some, first + r, middle, _mm512_fmadd_ps(norms, _mm512_set1_ps(error[r]), commons));
                     }

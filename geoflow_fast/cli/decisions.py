@@ -16,8 +16,8 @@ from geoflow_fast.cli.embeddings import ImageIndexFlag, ImagesFlag, NormalizeFla
 if TYPE_CHECKING:
     from geoflow_fast.decisions.rules import Rule
     from geoflow_fast.decisions.trust import Trust
-    from geoflow_fast.decisions.watch import Health
     from geoflow_fast.jobs.decisions import ResultLists
+    from geoflow_fast.jobs.watch import Watched
 
 app = Commands()
 
@@ -41,7 +41,9 @@ QrelsFlag = Annotated[
     typer.Option(help="Instead of --labels: .parquet or .csv of judgements with columns query, item, grade."),
 ]
 ColumnsOut = Annotated[Path | None, typer.Option(help="Parquet file of results, a row for each query.")]
-EncoderFlag = Annotated[str | None, typer.Option(help="Name of the encoder, kept with the rule and checked by it.")]
+EncoderFlag = Annotated[
+    str | None, typer.Option(help="Name of the encoder that made the lists, kept with what is learned and checked.")
+]
 GallerySizeFlag = Annotated[int | None, typer.Option(help="Number of items searched, kept and checked likewise.")]
 OverwriteFlag = Annotated[
     bool, typer.Option("--overwrite/--no-overwrite", help="Replace a file that was made from labels before.")
@@ -110,6 +112,7 @@ def trust(
     no_match_share: Annotated[
         float, typer.Option(help="Share of queries without a right item, for the column p_no_match.")
     ] = 0.5,
+    encoder: EncoderFlag = None,
     seed: SeedFlag = 0,
     overwrite: OverwriteFlag = False,
     as_json: JsonFlag = False,
@@ -126,15 +129,15 @@ def trust(
     lists, known = judged.lists, judged.known
     if known is None:
         _refuse(context, ("seed",), f"says how to learn, and without labels {fitted} is only applied")
-        judge = Trust.load(fitted)
+        judge = decisions.open_trust(fitted, lists)
         if out is None:
             raise ValueError("without labels there is nothing to learn: give --labels, --pairs or --qrels, or --out")
     else:
         _refuse_existing(fitted, overwrite=overwrite)
-        judge = Trust(seed).fit(lists.scores, known)
+        judge = Trust(seed, log_prob=lists.log_prob).fit(lists.scores, known, encoder=encoder)
         fitted.parent.mkdir(parents=True, exist_ok=True)
         judge.save(fitted)
-    written = None if out is None else decisions.write_probabilities(judge, lists, out, no_match_share)
+    written = None if out is None else decisions.write_probabilities(judge, lists, out, no_match_share, encoder)
     if as_json:
         mean = None if written is None else float(written["p_right"].mean())
         print_json({"queries": len(lists.query), "mean_p_right": mean, "evidence": [vars(x) for x in judge.report]})
@@ -193,7 +196,7 @@ def threshold(
 
     lists, known = judged.lists, judged.known
     left_out = 0
-    made_with = {"encoder": encoder, "gallery_size": gallery_size}
+    made_with: dict[str, Any] = {"encoder": encoder, "gallery_size": gallery_size}
     if known is None:
         if out is None:
             raise ValueError(
@@ -203,14 +206,16 @@ def threshold(
         made = Rule.load(rule)
     else:
         _refuse_existing(rule, overwrite=overwrite)
-        judge, rows, left_out = _judge(lists, known, judged.image, fitted, seed)
+        judge, rows, left_out = _judge(judged, fitted, seed, encoder)
         settings: dict[str, Any] = {"precision": precision, "confidence": confidence, **made_with}
         settings["no_match_share"] = _share(no_match_share)
         if unlabelled is not None:
             settings["unlabelled"] = decisions.open_lists(unlabelled, judged.column).scores
         made = judge.certify(lists.scores[rows], known[rows], max_error, **settings)
+        made = made.with_rows(rows)
         if lists.hits is not None:
-            made = made.with_hits(lists.hits[rows], rows)
+            made = made.with_hits(lists.hits[rows])
+        made_with["encoder"] = made.encoder
         rule.parent.mkdir(parents=True, exist_ok=True)
         made.save(rule)
     answered = None if out is None else decisions.write_answers(made, lists, out, **made_with)
@@ -274,10 +279,11 @@ def watch(
 
     settings = WatchSettings(column, embeddings, judged_embeddings, encoder, gallery_size, window, every, false_alarms)
     watched = watch_file(rule, queries, out, settings, overwrite=overwrite)
-    if page is not None and watched.health is not None:
-        _write_changed(queries, rule, watched.health, captions, page)
+    written = page if watched.health is not None else None
+    if written is not None:
+        _write_changed(queries, rule, watched, captions, written)
     if as_json:
-        print_json(watched.facts())
+        print_json({**watched.facts(), "page": None if written is None else str(written)})
     else:
         for look in watched.health.looks if watched.health is not None else ():
             typer.echo(
@@ -287,21 +293,25 @@ def watch(
         typer.echo(watched.verdict)
         if watched.health is None:
             typer.echo(f"{watched.waiting} queries wait for the next look; there is one after every {every}")
+            if page is not None:
+                typer.echo(f"Wrote no {page}, which shows the queries of a look: none was due")
         else:
             if not watched.holds:
                 typer.echo(f"What to do: {watched.health.last.overlap.words}; judge the queries of {labels_file(out)}")
-            typer.echo(f"Wrote {out}")
+            typer.echo(f"Wrote {out}{'' if written is None else f' and {written}'}")
     if not watched.holds:
         raise typer.Exit(NO_LONGER_HOLDS)
 
 
-def _write_changed(log: Path, rule: Path, health: Health, captions: Path | None, page: Path) -> None:
+def _write_changed(log: Path, rule: Path, watched: Watched, captions: Path | None, page: Path) -> None:
     """Writes the page of the queries of the last look."""
     from geoflow_fast.explore import sources
     from geoflow_fast.explore.page import write_page
 
+    assert watched.health is not None
     words = sources.described([] if captions is None else [captions], "text")
-    write_page(sources.changed_queries(sources.RunFiles.open(log, rule), health, words, sources.Described()), page)
+    run, verdict = sources.RunFiles.open(log, rule), (watched.verdict, watched.holds)
+    write_page(sources.changed_queries(run, watched.health, words, sources.Described(), verdict), page)
 
 
 def known_hits(
@@ -329,13 +339,18 @@ def known_hits(
     return decisions.labels_from_pairs(lists, opened, direction)
 
 
-def _judge(lists: ResultLists, known: Any, image: Any, fitted: Path | None, seed: int) -> tuple[Trust, Any, int]:
+def _judge(judged: JudgedLists, fitted: Path | None, seed: int, encoder: str | None) -> tuple[Trust, Any, int]:
     """The Trust to certify with, the rows of judged lists to do it on, and how many are used for neither."""
     from geoflow_fast.decisions.trust import Trust
-    from geoflow_fast.jobs.decisions import tested_queries
+    from geoflow_fast.jobs.decisions import open_trust, tested_queries
 
-    seen, tested = tested_queries(image, FIT_SHARE if fitted is None else 0.0, seed)
-    judge = Trust(seed).fit(lists.scores[seen], known[seen]) if fitted is None else Trust.load(fitted)
+    known, scores = judged.known, judged.lists.scores
+    assert known is not None
+    seen, tested = tested_queries(judged.image, FIT_SHARE if fitted is None else 0.0, seed)
+    if fitted is None:
+        judge = Trust(seed, log_prob=judged.lists.log_prob).fit(scores[seen], known[seen], encoder=encoder)
+    else:
+        judge = open_trust(fitted, judged.lists)
     return judge, tested, len(known) - len(seen) - len(tested)
 
 

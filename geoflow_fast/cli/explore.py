@@ -20,7 +20,7 @@ DESCRIPTION = (
 
 @app.command(
     groups={
-        "What is shown": "queries gallery images hits title",
+        "What is shown": "queries gallery images encoder hits title",
         "What is right": "labels pairs pair_images texts image_index qrels direction normalize",
     },
     epilog="Example: geoflow explore ranked.parquet --queries captions.txt --gallery names.txt --images photos/ --out "
@@ -42,6 +42,9 @@ def explore(
     ] = None,
     rule: Annotated[
         Path | None, typer.Option(help="Rule of `geoflow threshold`. Default: rule.json of the run.")
+    ] = None,
+    encoder: Annotated[
+        str | None, typer.Option(help="The encoder that made the lists; a rule of another one is refused.")
     ] = None,
     hits: Annotated[int, typer.Option(help="Hits of each query that are shown.", min=1, max=100)] = 8,
     title: Annotated[str, typer.Option(help="Title of the page.")] = "What the search found",
@@ -76,6 +79,7 @@ def explore(
         labels=known,
         hits=hits,
         title=title,
+        encoder=encoder,
     )
     write_page(page, out)
     facts = {"queries": len(page.ids), "items": len(page.items.ids), "bytes": out.stat().st_size}

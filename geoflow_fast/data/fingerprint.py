@@ -5,12 +5,13 @@ Two encoders of equal width give rows that mean nothing to each other's models, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from geoflow_fast.runtime import hashing
+from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.files import contents_of, read_json
 
 RESULT_FILE = "embed.json"
@@ -18,6 +19,8 @@ RESULT_FILE = "embed.json"
 FACTS = ("encoder", "version", "weights", "preprocess", "prompt")
 """Facts of an encoder that decide what its embeddings mean. Its name may be that of a folder, and half precision only
 rounds."""
+NAME_ONLY = "named"
+"""In place of the digest of an encoder of which nothing but the name is known."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,13 @@ class Fingerprint:
         return cls(name, hashing.fingerprint({key: facts[key] for key in FACTS if key in facts}))
 
     @classmethod
+    def named(cls, encoder: Fingerprint | str | None) -> Fingerprint | None:
+        """The encoder that is given, of which only a name may be known; None if it is None."""
+        if encoder is None or isinstance(encoder, cls):
+            return encoder
+        return cls(checks.words(encoder, "encoder"), NAME_ONLY)
+
+    @classmethod
     def read(cls, value: Any) -> Fingerprint | None:
         """The fingerprint that a file holds; None if it holds none."""
         return cls(str(value["name"]), str(value["digest"])) if value else None
@@ -48,8 +58,14 @@ class Fingerprint:
         """Name and digest as values for JSON."""
         return asdict(self)
 
+    def is_same(self, other: Fingerprint) -> bool:
+        """Whether both are one encoder, by their names where nothing else is known of one of them."""
+        if NAME_ONLY in (self.digest, other.digest):
+            return self.name == other.name
+        return self.digest == other.digest
+
     def __str__(self) -> str:
-        return f"{self.name} ({self.digest[:12]})"
+        return self.name if self.digest == NAME_ONLY else f"{self.name} ({self.digest[:12]})"
 
 
 @dataclass(frozen=True)
@@ -99,9 +115,8 @@ def refuse_other_encoder(known: Mapping[str, Fingerprint | None]) -> None:
     """Raises a ValueError if two of these come from different encoders, with the names of both. `known`: what is
     compared, such as "the flow" and "the gallery", with the encoder where it is known."""
     told = [(what, encoder) for what, encoder in known.items() if encoder is not None]
-    for what, encoder in told[1:]:
-        first, other = told[0]
-        if encoder.digest != other.digest:
+    for (first, other), (what, encoder) in itertools.combinations(told, 2):
+        if not encoder.is_same(other):
             raise ValueError(
                 f"{what} has embeddings of {encoder}, but {first} was made for those of {other}; embed both with one "
                 "encoder"

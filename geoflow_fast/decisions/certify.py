@@ -263,13 +263,13 @@ class Certifier:
         def both(some: Floats) -> Logits:
             return self.model.right_logit(some, features), self.model.no_match_logit(some, features)
 
-        variants = [both(twin) for twin in possible_twins(scores, first, relevant)]
+        variants = [both(twin) for twin in possible_twins(self.model, scores, first, relevant)]
         queries, twins = both(scores), (np.stack([v[0] for v in variants]), np.stack([v[1] for v in variants]))
         if self.unit == ANSWERS:
             return self.answers(queries, twins, first)
         assert relevant is not None
         shown = self.model.p_shown(scores, features, self.score_share)
-        twin = self.model.p_shown(lists.taken_out(scores, relevant), features, self.score_share)[:, 0]
+        twin = self.model.p_shown(self.model.without(scores, relevant), features, self.score_share)[:, 0]
         return self.items(shown, relevant, twin, self._share(queries[1], twins[1].min(0)))
 
     def answers(self, queries: Logits, twins: Logits, first: Bools) -> tuple[Certificate, float]:
@@ -317,12 +317,12 @@ class Certifier:
         return self._certified(outcomes, thresholds, levels, share)
 
 
-def possible_twins(scores: Floats, first: Bools, relevant: Bools | None) -> list[Floats]:
+def possible_twins(model: Model, scores: Floats, first: Bools, relevant: Bools | None) -> list[Floats]:
     """Lists with the right items taken out. If only the first hit was judged, and is wrong, the right item may be any
     other one that is looked at, or none of them: there is a list for each of these cases."""
     if relevant is not None:
-        return [lists.taken_out(scores, relevant)]
+        return [model.without(scores, relevant)]
     ranks = lists.distinct_ranks(scores)
     later = [np.where(first, 0, rank)[:, None] for rank in range(1, lists.depth_of(scores.shape[1]))]
     none = np.where(first, 0, -1)[:, None]
-    return [lists.taken_out(scores, ranks == missing) for missing in (none, *later)]
+    return [model.without(scores, ranks == missing) for missing in (none, *later)]

@@ -16,6 +16,11 @@ TIE = 1e-6
 SHORTEST, LONGEST, COPIES = 5, 20, 5
 """At least and at most so many distinct items are looked at, and a list may hold each of them so many times."""
 SHAPE = 3
+ROUNDING, MOST_ROUNDING = 1e-6, 2e-3
+"""What the probabilities of a list lack of one is rounding if it is no more than this, and their sum may exceed one by
+the latter, since half precision rounds so much."""
+DIGITS = 7
+"""Significant digits of scores that are kept, so that lists can be compared with stored ones."""
 
 
 def depth_of(k: int) -> int:
@@ -51,14 +56,46 @@ def all_copies(scores: Floats, chosen: Bools) -> Bools:
     return (np.bincount(item.ravel(), chosen.ravel(), minlength=n * k) > 0)[item]
 
 
-def taken_out(scores: Floats, chosen: Bools) -> Floats:
-    """The lists [n, k] without the `chosen` hits and their copies. What follows moves up; the last score fills up."""
+def taken_out(scores: Floats, chosen: Bools, *, log_prob: bool = False) -> Floats:
+    """The lists [n, k] without the `chosen` hits and their copies. What follows moves up; the last score fills up.
+
+    With `log_prob`, scores are logarithms of probabilities that sum to one over a gallery: what the chosen hits had is
+    divided among all others, as if they had never been there."""
     out = all_copies(scores, chosen)
     order = np.argsort(out, axis=1, kind="stable")
     moved = np.take_along_axis(scores, order, axis=1)
     left = scores.shape[1] - out.sum(1, keepdims=True)
     last = np.where(left > 0, np.take_along_axis(moved, np.maximum(left - 1, 0), axis=1), scores[:, -1:])
-    return np.where(np.arange(scores.shape[1]) < left, moved, last)
+    lists = np.where(np.arange(scores.shape[1]) < left, moved, last)
+    return np.minimum(lists - _log_mass(scores, out)[:, None], 0.0) if log_prob else lists
+
+
+def _log_mass(log_prob: Floats, out: Bools) -> Floats:
+    """The logarithm [n] of the probability of all items that are not `out` [n, k], those beyond the list included."""
+    prob = np.exp(log_prob)
+    beyond = 1 - prob.sum(1)
+    mass = np.where(out, 0.0, prob).sum(1) + np.where(beyond > ROUNDING, beyond, 0.0)
+    return np.where(out.any(1) & (mass > 0), np.log(np.where(mass > 0, mass, 1.0)), 0.0)
+
+
+def prob_sums(log_prob: Floats) -> Floats:
+    """What the probabilities of each list [n, k] sum to; more than one if a score is no logarithm of a probability."""
+    return np.asarray(np.exp(np.minimum(log_prob, 1.0)).sum(1))
+
+
+def look_like_log_prob(scores: Floats) -> bool:
+    """Whether lists [n, k] are probably logarithms of probabilities: those of each sum to at most one, and mostly to
+    about that."""
+    sums = prob_sums(scores)
+    return bool(len(sums)) and bool((sums <= 1 + MOST_ROUNDING).all()) and float(np.median(sums)) >= 0.5
+
+
+def rounded(values: Floats) -> Floats:
+    """The values with `DIGITS` significant digits."""
+    size = np.abs(values)
+    digits = DIGITS - 1 - np.floor(np.log10(np.clip(size, 1e-280, 1e280)))
+    up, down = 10.0 ** np.maximum(digits, 0), 10.0 ** np.maximum(-digits, 0)
+    return np.asarray(np.round(values * up / down) / up * down)
 
 
 def softmax_logit(heads: Floats, inverse_temperature: float) -> Floats:

@@ -58,10 +58,16 @@ class Model:
     hits: tuple[float, ...]
     """Weights of the features of hits after the first. If no labels of them were given, one right item a query is
     assumed, and what the first leaves is divided among the others by a softmax, whose inverse temperature this is."""
+    log_prob: bool = False
+    """Whether scores are logarithms of probabilities over a gallery, see `lists.taken_out`."""
 
     def heads(self, scores: Floats) -> Floats:
         """The first distinct scores of lists [n, k]."""
         return lists.first_distinct(scores, lists.depth_of(self.k))
+
+    def without(self, scores: Floats, chosen: Bools) -> Floats:
+        """What the search would return [n, k] if the `chosen` items of its lists were missing from the gallery."""
+        return lists.taken_out(scores, chosen, log_prob=self.log_prob)
 
     def right_logit(self, scores: Floats, features: Floats) -> Floats:
         """Log-odds [n] that the first hit is right."""
@@ -116,7 +122,8 @@ class Model:
                 raise ValueError(f"{name} has unknown groups of features: {', '.join(groups)}")
             answers[name] = Answer(_finite(part["temperature"]), groups, _all_finite(part["weights"]))
         k, features = int(values["k"]), int(values["features"])
-        model = cls(k, _finite(values["unit"]), features, hits=_all_finite(values["hits"]), **answers)
+        told = bool(values.get("log_prob", False))  # older files do not say
+        model = cls(k, _finite(values["unit"]), features, hits=_all_finite(values["hits"]), log_prob=told, **answers)
         if k < 2 or features < 0 or model.unit <= 0 or len(model.hits) not in (1, HIT_FEATURES + 1):
             raise ValueError("the model's numbers are out of range")
         for answer in answers.values():

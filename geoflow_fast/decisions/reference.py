@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,16 +14,13 @@ from geoflow_fast.decisions.bounds import Bools, Floats
 from geoflow_fast.decisions.certify import possible_twins
 from geoflow_fast.decisions.model import Model
 
-DIGITS = 7
-"""Significant digits that are kept of scores."""
-
 
 @dataclass(frozen=True)
 class Reference:
     """The n queries of a certificate."""
 
     heads: Floats
-    """[n, L], the first distinct scores of each list."""
+    """[n, L], the first distinct scores of each list, rounded as `lists.rounded` does."""
     twins: Floats
     """[n, L], the same if the right item were missing; where that is not known, the case in which the rule would be
     most willing to answer."""
@@ -39,9 +36,20 @@ class Reference:
     def __len__(self) -> int:
         return len(self.right)
 
+    def with_missing(self, missing: Bools) -> Reference:
+        """The reference if the right items of the queries that are `missing` [n] were not there: their lists are those
+        of their twins. Of the hits only a first one is known to be right and goes."""
+        gone = (missing & self.right)[:, None]
+        hits = self.hits
+        if hits is not None:
+            none = np.full((len(self), 1), None if hits.dtype == object else -1, hits.dtype)
+            hits = np.where(gone, np.concatenate((hits[:, 1:], none), axis=1), hits)
+        heads = np.where(missing[:, None], self.twins, self.heads)
+        return replace(self, heads=heads, right=self.right & ~missing, hits=hits)
+
     def as_json(self) -> dict[str, Any]:
         """The reference as plain values."""
-        numbers = {name: _rounded(getattr(self, name)) for name in ("heads", "twins", "features")}
+        numbers = {name: getattr(self, name).tolist() for name in ("heads", "twins", "features")}
         hits = None if self.hits is None else self.hits.tolist()
         return {**numbers, "right": self.right.astype(int).tolist(), "row": self.row.tolist(), "hits": hits}
 
@@ -74,14 +82,11 @@ def reference_of(
     share: float,
 ) -> Reference:
     """Keeps what is needed of judged lists [n, k]; the rule's probabilities are computed for the `share`."""
-    variants = [model.heads(twin) for twin in possible_twins(scores, first, relevant)]
+    variants = [model.heads(twin) for twin in possible_twins(model, scores, first, relevant)]
     boldest = np.stack([model.p_answer_of(heads, features, share) for heads in variants]).argmax(0)
     twins = np.stack(variants)[boldest, np.arange(len(scores))]
-    return Reference(model.heads(scores), twins, features, first, np.arange(len(scores)))
-
-
-def _rounded(values: Floats) -> list[list[float]]:
-    return [[float(f"{value:.{DIGITS}g}") for value in row] for row in values.tolist()]
+    heads = lists.rounded(model.heads(scores))
+    return Reference(heads, lists.rounded(twins), lists.rounded(features), first, np.arange(len(scores)))
 
 
 def _is_text(hits: Any) -> bool:

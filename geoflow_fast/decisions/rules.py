@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from geoflow_fast.decisions.bounds import (
     Bools,
     Floats,
 )
+from geoflow_fast.decisions.encoders import check_encoder
 from geoflow_fast.decisions.model import Model
 from geoflow_fast.decisions.tables import Table
 from geoflow_fast.runtime import checks
@@ -98,8 +98,8 @@ class Rule:
         """Which queries to answer: bool [n], as the kind of table that `scores` [n, k] are.
 
         A ValueError is raised if lists have another length than those the rule was made from, and if `encoder` or
-        `gallery_size` are given and differ from what the rule was made with. A rule that knows its encoder warns if it
-        is not told that of the lists.
+        `gallery_size` are given and differ from what the rule was made with. If only the rule or only the call names an
+        encoder, a warning says so.
         """
         results, shown = self._shown(scores, encoder, gallery_size, features, groups)
         return results.table.back(np.asarray(shown.any(1)), ["answer"])
@@ -120,18 +120,11 @@ class Rule:
     def _shown(
         self, scores: Table, encoder: str | None, gallery_size: int | None, features: Table | None, groups: Table | None
     ) -> tuple[inputs.Lists, Bools]:
-        for name, own, given in (
-            ("encoder", self.encoder, encoder),
-            ("gallery_size", self.gallery_size, gallery_size),
-        ):
-            if own is not None and given is not None and own != given:
-                raise ValueError(f"this rule was made with {name} {own!r}, not {given!r}: certify one for it")
-        if self.encoder is not None and encoder is None:
-            warnings.warn(
-                f"this rule was made with encoder {self.encoder!r} and is not told which one made these lists: pass "
-                "encoder=",
-                stacklevel=3,
+        if self.gallery_size is not None and gallery_size is not None and self.gallery_size != gallery_size:
+            raise ValueError(
+                f"this rule was made with gallery_size {self.gallery_size!r}, not {gallery_size!r}: certify one for it"
             )
+        check_encoder("this rule", self.encoder, encoder, stacklevel=4)
         results = inputs.result_lists(scores, "scores", k=self.model.k, presorted=self.presorted)
         n = len(results.scores)
         numbers = inputs.features_of(features, n, self.model.features)
@@ -159,14 +152,23 @@ class Rule:
 
     def with_hits(self, hits: Table, rows: Table | None = None) -> Rule:
         """The rule with the ids of the hits [n, k] of the queries that it was certified on, so that `gf.watch` can
-        compare the items that come up. `rows` [n] are the numbers of these queries in a larger file of judged ones, to
-        which `judged_embeddings` belong."""
+        compare the items that come up. `rows` [n] are those of `with_rows`."""
+        if rows is not None:
+            return self.with_rows(rows).with_hits(hits)
+        reference = self._kept()
+        named = inputs.hits_of(hits, len(reference), self.model.k)
+        return replace(self, reference=replace(reference, hits=named))
+
+    def with_rows(self, rows: Table) -> Rule:
+        """The rule with the numbers [n] of the queries that it was certified on in a larger file of judged ones, to
+        which the `judged_embeddings` of `gf.watch` belong."""
+        reference = self._kept()
+        return replace(self, reference=replace(reference, row=inputs.rows_of(rows, len(reference))))
+
+    def _kept(self) -> Reference:
         if self.reference is None:
             raise ValueError("this rule does not hold the queries it was certified on: certify it again")
-        n = len(self.reference)
-        named = inputs.hits_of(hits, n, self.model.k)
-        row = self.reference.row if rows is None else inputs.rows_of(rows, n)
-        return replace(self, reference=replace(self.reference, hits=named, row=row))
+        return self.reference
 
     def save(self, path: str | Path) -> None:
         """Writes the rule as a JSON file, whole or not at all."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 from geoflow_fast.decisions import inputs, lists
 from geoflow_fast.decisions.bounds import check_open_interval
 from geoflow_fast.decisions.certify import Certifier
+from geoflow_fast.decisions.encoders import check_encoder
 from geoflow_fast.decisions.inputs import FEWEST, Labels, Lists
 from geoflow_fast.decisions.logistic import Bools, FeatureGain, Floats
 from geoflow_fast.decisions.model import Judged, Model, Pilot, fit_model, no_match_probability
@@ -35,24 +38,30 @@ class Trust:
     tells which. Hits of equal score count as copies of one item, so that storing items several times changes nothing.
 
     `seed` decides which queries are held out of which fit. Lists that are not sorted are an error, because they are
-    mostly distances or rows in the wrong order; with `presorted=False` they are sorted.
+    mostly distances or rows in the wrong order; with `presorted=False` they are sorted. `log_prob=True` says that
+    scores are logarithms of probabilities over the gallery, as of `gf.BayesReranker`: an item that is missing then
+    leaves its probability to the others, which similarities do not.
     """
 
     classes_: Any
     n_features_in_: int
+    encoder_: str | None = None
+    """The encoder whose lists were fitted, if `fit` was told."""
 
-    def __init__(self, seed: int = 0, *, presorted: bool = True) -> None:
+    def __init__(self, seed: int = 0, *, presorted: bool = True, log_prob: bool = False) -> None:
         self.seed = seed
         self.presorted = presorted
+        self.log_prob = log_prob
 
-    def fit(self, scores: Table, labels: Table, features: Table | None = None) -> Trust:
+    def fit(self, scores: Table, labels: Table, features: Table | None = None, *, encoder: str | None = None) -> Trust:
         """Learns from judged queries.
 
         `scores` [n, k]: similarities, best first, as an array, a frame of pandas or polars, a tensor, a pyarrow table
         or the path of a Parquet file, with a column for each hit or one column of lists. `labels`: [n], whether the
         first hit is right, or [n, k], grades of the hits, of which those above 0 are relevant. `features` [n, f]: what
         else is known about the query and does not change when its item is missing, such as a model's surprise about
-        it; they are then needed in all other calls, too.
+        it; they are then needed in all other calls, too. `encoder` names the encoder that made the lists: other calls
+        then refuse lists of another one, and warn if they are not told which it is.
         """
         seed = checks.integer(self.seed, "seed")
         results = inputs.result_lists(scores, "scores", presorted=self.presorted)
@@ -66,11 +75,15 @@ class Trust:
                 f"labels are of one class: the first hit is {'right' if known.first.all() else 'wrong'} for all {n} "
                 "queries. Queries of both kinds are needed"
             )
-        twins = lists.taken_out(results.scores, _known_right(known, k))
+        self._check_kind(results.scores)
+        log_prob = bool(self.log_prob)
+        twins = lists.taken_out(results.scores, _known_right(known, k), log_prob=log_prob)
         judged = Judged(results.scores, twins, known.first, known.relevant, numbers)
-        self._model, self._pilot, self._report = fit_model(judged, seed)
+        model, self._pilot, self._report = fit_model(judged, seed)
+        self._model = dataclasses.replace(model, log_prob=log_prob)
         self._seen = frozenset(inputs.row_digests(results.scores))
         self.classes_, self.n_features_in_ = known.classes, k
+        self.encoder_ = None if encoder is None else checks.words(encoder, "encoder")
         names = results.table.columns
         if names is not None and all(isinstance(name, str) for name in names):
             self.feature_names_in_ = np.array(names, dtype=object)
@@ -84,44 +97,53 @@ class Trust:
         self._fitted()
         return self._report
 
-    def predict_proba(self, scores: Table, features: Table | None = None) -> Any:
+    def predict_proba(self, scores: Table, features: Table | None = None, *, encoder: str | None = None) -> Any:
         """The probabilities [n, 2] that the first hit is wrong, and that it is right."""
         from scipy import special
 
-        results, model, numbers = self._read(scores, features)
+        results, model, numbers = self._read(scores, features, encoder)
         logit = model.right_logit(results.scores, numbers)
         values = np.column_stack((special.expit(-logit), special.expit(logit)))
         return results.table.back(values, [str(name) for name in self.classes_])
 
-    def predict(self, scores: Table, features: Table | None = None) -> Any:
+    def predict(self, scores: Table, features: Table | None = None, *, encoder: str | None = None) -> Any:
         """The more probable label [n] of the first hit."""
-        results, model, numbers = self._read(scores, features)
+        results, model, numbers = self._read(scores, features, encoder)
         right = model.right_logit(results.scores, numbers) >= 0
         return results.table.back(self.classes_[right.astype(int)], ["label"])
 
-    def decision_function(self, scores: Table, features: Table | None = None) -> Any:
+    def decision_function(self, scores: Table, features: Table | None = None, *, encoder: str | None = None) -> Any:
         """The log-odds [n] that the first hit is right."""
-        results, model, numbers = self._read(scores, features)
+        results, model, numbers = self._read(scores, features, encoder)
         return results.table.back(model.right_logit(results.scores, numbers), ["log_odds"])
 
-    def score(self, scores: Table, labels: Table, features: Table | None = None) -> float:
+    def score(
+        self, scores: Table, labels: Table, features: Table | None = None, *, encoder: str | None = None
+    ) -> float:
         """The share of queries whose label is predicted."""
-        results, model, numbers = self._read(scores, features)
+        results, model, numbers = self._read(scores, features, encoder)
         known = inputs.labels_of(labels, results, classes=self.classes_)
         return float(((model.right_logit(results.scores, numbers) >= 0) == known.first).mean())
 
-    def relevance(self, scores: Table, features: Table | None = None) -> Any:
+    def relevance(self, scores: Table, features: Table | None = None, *, encoder: str | None = None) -> Any:
         """The probability [n, k] that each hit is relevant. A row need not sum to one: several hits may be relevant, or
         none. Copies of an item have the same probability. Without labels of all hits, one right item a query is
         assumed, near the top of the list; the probabilities of hits after the first are then rather too large."""
-        results, model, numbers = self._read(scores, features)
+        results, model, numbers = self._read(scores, features, encoder)
         values = model.relevance(results.scores, numbers)
         return results.table.back(results.restored(values), results.table.columns)
 
-    def p_no_match(self, scores: Table, no_match_share: float = 0.5, features: Table | None = None) -> Any:
+    def p_no_match(
+        self,
+        scores: Table,
+        no_match_share: float = 0.5,
+        features: Table | None = None,
+        *,
+        encoder: str | None = None,
+    ) -> Any:
         """The probability [n] that no right item is there, if that is so for `no_match_share` of all queries."""
         check_open_interval(no_match_share, "no_match_share")
-        results, model, numbers = self._read(scores, features)
+        results, model, numbers = self._read(scores, features, encoder)
         values = no_match_probability(model.no_match_logit(results.scores, numbers), no_match_share)
         return results.table.back(values, ["p_no_match"])
 
@@ -156,10 +178,10 @@ class Trust:
         the queries that are shown something, at least this share of the hits is relevant; labels must be [n, k].
         `groups` [n] gives each group of queries its own threshold, each at the stated confidence taken alone. A given
         `no_match_share` then has to hold within each group, not only in all traffic; shares that are to be estimated
-        need a call for each group, with the live lists of that group. `encoder` and `gallery_size` are kept with the
-        rule, which then refuses other ones. The rule keeps the lists, too, so that `gf.watch` can tell when live
-        queries are no longer like these; `rule.with_hits` adds what they found. The tests are exact binomial ones, for
-        precision the bounds of Hoeffding and Bentkus, in a fixed order of thresholds.
+        need a call for each group, with the live lists of that group. `encoder`, by default that of the fit, and
+        `gallery_size` are kept with the rule, which then refuses other ones. The rule keeps the lists, too, so that
+        `gf.watch` can tell when live queries are no longer like these; `rule.with_hits` adds what they found. The tests
+        are exact binomial ones, for precision the bounds of Hoeffding and Bentkus, in a fixed order of thresholds.
         """
         for name, value in (("max_error", max_error), ("confidence", confidence)):
             check_open_interval(value, name)
@@ -171,8 +193,11 @@ class Trust:
                 f"groups may differ in their shares without a match, and no_match_share={ESTIMATE!r} bounds only that "
                 "of all unlabelled lists: certify each group by its own call, with the live lists of that group"
             )
-        results, model, numbers = self._read(scores, features)
+        # What is guaranteed comes from these lists: a fit that was not told its encoder does no harm.
+        results, model, numbers = self._read(scores, features, None if self.encoder_ is None else encoder)
         self._refuse_fitted(results.scores)
+        if model.log_prob:
+            self._check_kind(results.scores)
         known = inputs.labels_of(labels, results, classes=self.classes_)
         if precision is not None and known.relevant is None:
             raise ValueError("precision needs labels [n, k], the grade of each hit")
@@ -199,7 +224,7 @@ class Trust:
             max(shares),
             certifier.score_share,
             certificates,
-            None if encoder is None else checks.words(encoder, "encoder"),
+            self.encoder_ if encoder is None else checks.words(encoder, "encoder"),
             None if gallery_size is None else checks.integer(gallery_size, "gallery_size", 1),
             bool(self.presorted),
             reference_of(model, results.scores, numbers, known.first, known.relevant, share=certifier.score_share),
@@ -217,6 +242,7 @@ class Trust:
                 "what": "geoflow_fast trust",
                 "seed": int(self.seed),
                 "presorted": bool(self.presorted),
+                "encoder": self.encoder_,
                 "model": self._model.as_json(),
                 "pilot": {
                     name: np.asarray(values).astype(float).tolist() for name, values in vars(self._pilot).items()
@@ -234,12 +260,17 @@ class Trust:
         with contents_of(file, "damaged or not a fitted Trust"):
             if values["format"] != FORMAT or values["what"] != "geoflow_fast trust":
                 raise ValueError(f"format {values['format']} of {values['what']!r}; this version reads {FORMAT}")
-            trust = cls(checks.integer(values["seed"], "seed"), presorted=bool(values["presorted"]))
-            trust._model = Model.from_json(values["model"])
+            model = Model.from_json(values["model"])
+            settings = {"presorted": bool(values["presorted"]), "log_prob": model.log_prob}
+            trust = cls(checks.integer(values["seed"], "seed"), **settings)
+            trust._model = model
             trust._pilot = _restored_pilot(values["pilot"])
             trust._report = tuple(FeatureGain(**rung) for rung in values["report"])
-            trust._seen = frozenset(str(digest) for digest in values.get("seen", []))  # older files have none
+            # Files of earlier versions hold neither what was seen nor an encoder.
+            trust._seen = frozenset(str(digest) for digest in values.get("seen", []))
             trust.classes_, trust.n_features_in_ = np.array([False, True]), trust._model.k
+            named = values.get("encoder")
+            trust.encoder_ = None if named is None else checks.words(named, "encoder")
         return trust
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:  # noqa: ARG002
@@ -275,11 +306,29 @@ class Trust:
             raise error("this Trust is not fitted yet: call fit with judged queries first")
         return self._model
 
-    def _read(self, scores: Table, features: Table | None) -> tuple[Lists, Model, Floats]:
+    def _read(self, scores: Table, features: Table | None, encoder: str | None) -> tuple[Lists, Model, Floats]:
         """Checked lists, the model and the caller's features."""
         model = self._fitted()
+        check_encoder("this Trust", self.encoder_, encoder, "fit one for it", stacklevel=4)
         results = inputs.result_lists(scores, "scores", k=model.k, presorted=self.presorted)
         return results, model, inputs.features_of(features, len(results.scores), model.features)
+
+    def _check_kind(self, scores: Floats) -> None:
+        """Raises a ValueError if lists that should hold logarithms of probabilities cannot, and warns if lists that
+        should not seem to: a missing item changes them in another way."""
+        if self.log_prob:
+            total = lists.prob_sums(scores)
+            if (total > 1 + lists.MOST_ROUNDING).any():
+                row = int(total.argmax())
+                raise ValueError(
+                    f"scores must be logarithms of probabilities, but those of row {row} sum to {total[row]:.4g}"
+                )
+        elif lists.look_like_log_prob(scores):
+            warnings.warn(
+                "scores look like logarithms of probabilities over a gallery: say Trust(log_prob=True), or what is "
+                "said about missing items will be wrong",
+                stacklevel=3,
+            )
 
     def _refuse_fitted(self, scores: Floats) -> None:
         """Raises a ValueError if more than half of the lists were fitted. A few may be equal by chance, and lists of

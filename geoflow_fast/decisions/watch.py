@@ -6,7 +6,6 @@ like these: once the log differs from them beyond chance, it is gone, and the re
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from geoflow_fast.decisions import certify, drift, inputs
+from geoflow_fast.decisions import certify, drift, inputs, lists
 from geoflow_fast.decisions.bounds import Bools, Floats, check_open_interval
 from geoflow_fast.decisions.drift import Drift
-from geoflow_fast.decisions.lists import shape_of
+from geoflow_fast.decisions.encoders import check_encoder
 from geoflow_fast.decisions.logistic import fit_logistic, logits
 from geoflow_fast.decisions.reference import Reference
 from geoflow_fast.decisions.rules import ANSWERS, Certificate, Rule
@@ -37,6 +36,8 @@ FEWEST, COVERED = 50, 0.5
 """A threshold is not carried over to live queries if fewer calibration queries, or queries for a smaller share of the
 live ones, stand for them."""
 TO_LABEL = 50
+SHARE_STEP = 0.1
+"""How far the shares of queries without a right item are apart, at most, that a log is compared with."""
 MOST_HITS = 20
 """Hits of each list whose items are compared."""
 
@@ -172,10 +173,14 @@ class Log:
     embeddings: Floats | None
 
     def part(self, start: int, end: int) -> Log:
-        """Some rows."""
+        """Some rows, with as many digits as a rule keeps of its queries: otherwise equal lists would differ."""
         rows = slice(start, end)
         return Log(
-            *(None if each is None else each[rows] for each in vars(self).values())  # type: ignore[arg-type]
+            lists.rounded(self.heads[rows]),
+            lists.rounded(self.features[rows]),
+            self.threshold[rows],
+            None if self.hits is None else self.hits[rows],
+            None if self.embeddings is None else self.embeddings[rows],
         )
 
 
@@ -183,6 +188,7 @@ def watch(
     rule: Rule,
     scores: Table,
     *,
+    encoder: str | None = None,
     features: Table | None = None,
     groups: Table | None = None,
     hits: Table | None = None,
@@ -191,7 +197,6 @@ def watch(
     window: int = WINDOW,
     every: int = EVERY,
     false_alarms: float = FALSE_ALARMS,
-    looks_before: int = 0,
     classifier: Any | None = None,
 ) -> Health:
     """Looks at a log of queries, whose result lists `scores` [n, k] stand in the order in which they came, after every
@@ -204,44 +209,88 @@ def watch(
     for all views and all looks, however long the log grows, such that a log without any change raises an alarm with a
     probability of at most `false_alarms`.
 
-    `looks_before`: how many looks an earlier call has done; this one begins after them. `classifier`: an estimator of
-    scikit-learn with `predict_proba` in place of the linear one, for scores and embeddings; it is fitted some thousand
-    times where there is a change.
+    `encoder` names the encoder that made the lists: a rule of another one is refused with a ValueError, and if only the
+    rule or only the call names one, a warning says so. `classifier`: an estimator of scikit-learn with `predict_proba`
+    in place of the linear one, for scores and embeddings; it is fitted some thousand times where there is a change.
     """
     if not isinstance(rule, Rule):
         raise TypeError(f"rule must be a Rule, got {type(rule).__name__}")
-    reference = rule.reference
-    if reference is None:
-        raise ValueError("rule does not hold the queries it was certified on: certify it again with this version")
-    check_open_interval(false_alarms, "false_alarms")
-    checks.integer(every, "every", 1)
-    checks.integer(window, "window", every)
-    checks.integer(looks_before, "looks_before", 0)
-    if classifier is not None and not hasattr(classifier, "predict_proba"):
-        raise TypeError(f"classifier must have predict_proba, got {type(classifier).__name__}")
-    lists = inputs.result_lists(scores, "scores", k=rule.model.k, presorted=rule.presorted)
-    n = len(lists.scores)
+    check_encoder("this rule", rule.encoder, encoder)
+    compared = {"hits": hits, "embeddings": embeddings, "judged_embeddings": judged_embeddings}
+    looks = Looks(window, every, false_alarms, classifier=classifier)
+    return looked_at(rule, scores, looks, features=features, groups=groups, **compared)
+
+
+@dataclass(frozen=True)
+class Looks:
+    """When a log is looked at, and how."""
+
+    window: int = WINDOW
+    every: int = EVERY
+    false_alarms: float = FALSE_ALARMS
+    before: int = 0
+    """How many looks there were already; the next one comes after them."""
+    alarmed: bool = False
+    """Whether one of these was an alarm; looks after it only show how the difference goes on."""
+    classifier: Any | None = None
+
+    def __post_init__(self) -> None:
+        check_open_interval(self.false_alarms, "false_alarms")
+        checks.integer(self.every, "every", 1)
+        checks.integer(self.window, "window", self.every)
+        checks.integer(self.before, "before", 0)
+        if self.classifier is not None and not hasattr(self.classifier, "predict_proba"):
+            raise TypeError(f"classifier must have predict_proba, got {type(self.classifier).__name__}")
+
+
+def looked_at(
+    rule: Rule,
+    scores: Table,
+    looks: Looks,
+    *,
+    features: Table | None = None,
+    groups: Table | None = None,
+    hits: Table | None = None,
+    embeddings: Table | None = None,
+    judged_embeddings: Table | None = None,
+) -> Health:
+    """Does the looks that are due, as `watch` says, whichever encoder made the lists."""
+    reference = watched_queries(rule)
+    results = inputs.result_lists(scores, "scores", k=rule.model.k, presorted=rule.presorted)
+    n = len(results.scores)
     judged, live_rows = _embeddings(judged_embeddings, embeddings, reference, n)
     log = Log(
-        rule.model.heads(lists.scores),
+        rule.model.heads(results.scores),
         inputs.features_of(features, n, rule.model.features),
         rule.thresholds(groups, n),
         None if hits is None else inputs.hits_of(hits, n, rule.model.k),
         live_rows,
     )
-    watcher = Watcher(rule, reference, judged, false_alarms, classifier)
-    numbers = range(looks_before + 1, n // every + 1)
+    watcher = Watcher(rule, reference, judged, looks.false_alarms, looks.classifier)
+    every = looks.every
+    numbers = range(looks.before + 1, n // every + 1)
     if not numbers:
         raise ValueError(
-            f"scores has {n} queries, and the next look comes after {every * (looks_before + 1)}: nothing to look at"
+            f"scores has {n} queries, and the next look comes after {every * (looks.before + 1)}: nothing to look at"
         )
-    looks, alarm = [], None
+    done: list[Look] = []
+    alarm = None
     for number in numbers:
         end = number * every
-        looks.append(watcher.look(number, log, max(0, end - window), end, alarmed=alarm is not None))
-        if alarm is None and looks[-1].p_value <= false_alarms:
-            alarm = looks[-1]
-    return watcher.health(looks, alarm, log)
+        known = looks.alarmed or alarm is not None
+        done.append(watcher.look(number, log, max(0, end - looks.window), end, alarmed=known))
+        if not known and done[-1].p_value <= looks.false_alarms:
+            alarm = done[-1]
+    return watcher.health(done, alarm, log)
+
+
+def watched_queries(rule: Rule) -> Reference:
+    """The queries that a rule was certified on; a ValueError if there is nothing to watch."""
+    if rule.reference is None:
+        raise ValueError("rule does not hold the queries it was certified on: certify it again with this version")
+    if not rule.certified:
+        raise ValueError("rule answers no query, since nothing could be certified: there is no guarantee to watch")
+    return rule.reference
 
 
 def changed_search(rule: Rule, encoder: str | None, gallery_size: int | None) -> str | None:
@@ -339,16 +388,33 @@ class Watcher:
         return float(p.mean()), math.sqrt(float(p.var()) / len(p) + float(off.var()) / len(off))
 
     def _judged_error(self) -> float:
-        """Expected share of wrong answers among the judged queries, at the loosest threshold if there are several."""
+        """Expected share of wrong answers among the judged queries, and among their twins as far as the rule reckons
+        with these, at the loosest threshold if there are several."""
         lowest = min(each.threshold for each in self.rule.certificates.values())
-        return _mean(1 - self.p_judged[self.p_judged >= lowest])
+        share, reference = self.rule.no_match_share, self.reference
+        p = np.concatenate((self.p_judged, self._p_answer(reference.twins, reference.features)))
+        weight = np.repeat((1 - share, share), len(reference)) * (p >= lowest)
+        return float(weight @ (1 - p) / weight.sum()) if weight.any() else math.nan
 
     def drifts(self, number: int, part: Log, rng: np.random.Generator, *, alarmed: bool = False) -> tuple[Drift, ...]:
         """What the classifiers of the `number`-th look say; after an alarm a look is the first for itself, and fewer
-        permutations will do."""
-        live = np.arange(len(self.reference) + len(part.heads)) >= len(self.reference)
+        permutations will do.
+
+        If the rule reckons with queries whose item is missing, the log may hold any share of these up to the rule's:
+        it is compared with each of some shares, and the comparison counts in which it differs least."""
+        most = self.rule.no_match_share
+        pools = [self.reference]
+        for share in np.linspace(0, most, math.ceil(most / SHARE_STEP) + 1).tolist()[1:]:
+            pools.append(self.reference.with_missing(rng.random(len(self.reference)) < share))
+        compared = [self._drifts_from(pool, number, part, rng, alarmed=alarmed) for pool in pools]
+        return tuple(max(views, key=lambda each: each.p_value) for views in zip(*compared))
+
+    def _drifts_from(
+        self, pool: Reference, number: int, part: Log, rng: np.random.Generator, *, alarmed: bool
+    ) -> tuple[Drift, ...]:
+        live = np.arange(len(pool) + len(part.heads)) >= len(pool)
         folds = drift.folds_of(len(live), rng)
-        views = self._views(part, folds)
+        views = self._views(pool, part, folds)
         own = drift.spending(1 if alarmed else number) / sum(PARTS[name] for name in views)
         settings: dict[str, Any] = {"false_alarms": self.false_alarms, "rng": rng}
         if alarmed:
@@ -358,20 +424,20 @@ class Watcher:
             for name, classify in views.items()
         )
 
-    def _views(self, part: Log, folds: drift.Folds) -> dict[str, drift.OutOfFold]:
+    def _views(self, pool: Reference, part: Log, folds: drift.Folds) -> dict[str, drift.OutOfFold]:
         def classifier_of(columns: Floats) -> drift.OutOfFold:
             if self.classifier is None:
                 return drift.linear_classifier(columns, folds)
             return drift.estimator_classifier(self.classifier, columns, folds)
 
-        heads = np.concatenate((self.reference.heads, part.heads))
-        features = np.concatenate((self.reference.features, part.features))
+        heads = np.concatenate((pool.heads, part.heads))
+        features = np.concatenate((pool.features, part.features))
         views: dict[str, drift.OutOfFold] = {
             MISSING: drift.GivenScore(self._signals(heads, features)),
             SCORES: classifier_of(self._columns(heads, features)),
         }
-        if self.reference.hits is not None and part.hits is not None:
-            items = np.concatenate((self.reference.hits[:, :MOST_HITS], part.hits[:, :MOST_HITS]))
+        if pool.hits is not None and part.hits is not None:
+            items = np.concatenate((pool.hits[:, :MOST_HITS], part.hits[:, :MOST_HITS]))
             views[HITS] = drift.item_classifier(_numbered(items), folds)
         if self.embeddings is not None and part.embeddings is not None:
             views[EMBEDDINGS] = classifier_of(np.concatenate((self.embeddings, part.embeddings)))
@@ -382,7 +448,7 @@ class Watcher:
         caller's features, and all of these squared."""
         model = self.rule.model
         odds = [answer.logit(heads, features, model.unit) for answer in (model.right, model.no_match)]
-        plain = np.column_stack((*odds, heads[:, 0] / model.unit, shape_of(heads, model.unit), features))
+        plain = np.column_stack((*odds, heads[:, 0] / model.unit, lists.shape_of(heads, model.unit), features))
         sd = plain.std(0)
         scaled = np.clip((plain - plain.mean(0)) / np.where(sd > 0, sd, 1.0), -FURTHEST, FURTHEST)
         return np.column_stack((scaled, scaled**2))
@@ -412,11 +478,7 @@ class Watcher:
         sure = share - 2 * share_error > rule.no_match_share
         allowed = min(1.0, share + 2 * share_error) if sure else rule.no_match_share
         missing = rng.random(len(reference)) < allowed
-        pool = dataclasses.replace(
-            reference,
-            heads=np.where(missing[:, None], reference.twins, reference.heads),
-            right=reference.right & ~missing,
-        )
+        pool = reference.with_missing(missing)
         weight = self._weights(pool, part, rng)
         effective = float(weight.sum() ** 2 / (weight**2).sum())
         kept = rng.random(len(weight)) * weight.max() < weight
@@ -430,7 +492,7 @@ class Watcher:
         """How much more frequent each query of the pool is in the log, by classifiers that have not seen it."""
         n = len(pool)
         folds = drift.folds_of(n + len(part.heads), rng)
-        views = Watcher(self.rule, pool, self.embeddings, self.false_alarms, None, self.seed)._views(part, folds)
+        views = self._views(pool, part, folds)
         labels = (np.arange(n + len(part.heads)) >= n).astype(np.float64)[None]
         scores = [classify(labels)[0] for name, classify in views.items() if name in (SCORES, EMBEDDINGS)]
         return _likely(np.column_stack(scores), labels[0] > 0)[:n]

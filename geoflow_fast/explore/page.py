@@ -96,6 +96,8 @@ class Explored:
     """What `geoflow watch` says, and whether the guarantee holds."""
     ladder: Sequence[Mapping[str, object]] = ()
     """What each rung of evidence brought, one row each: name, gain, kept."""
+    uncertified: str = ""
+    """Why no rule is marked, if there is none."""
 
     def __post_init__(self) -> None:
         n = len(self.ids)
@@ -158,7 +160,7 @@ def cards(explored: Explored) -> list[dict[str, str]]:
         )
     rule = explored.certified
     if rule is None:
-        tiles.append({"name": "guarantee", "value": "none", "note": "give a rule of `geoflow threshold`"})
+        tiles.append({"name": "guarantee", "value": "none", "note": explored.uncertified})
     elif explored.verdict is not None and not explored.verdict[1]:
         lost = f"at most {rule.max_error:.0%} was certified, for queries unlike these"
         tiles.append({"name": "guaranteed error", "value": "no longer", "note": lost, "tone": "bad"})

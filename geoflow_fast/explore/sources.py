@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from geoflow_fast.data.embeddings import IMAGE_FOLDER, TEXT_FOLDER, open_rows
 from geoflow_fast.data.pairs import METADATA_FOLDER
 from geoflow_fast.data.rows import Rows, load_npy
-from geoflow_fast.decisions.rules import EVERYBODY, Rule
+from geoflow_fast.decisions.encoders import check_encoder
+from geoflow_fast.decisions.rules import ANSWERS, EVERYBODY, Rule
 from geoflow_fast.decisions.watch import Health
 from geoflow_fast.explore.page import Certified, Explored, Items, Marked
 from geoflow_fast.explore.thumbnails import Thumbnails
@@ -45,6 +46,14 @@ class Described:
     def word(self, row: int) -> str:
         """The words of a row; empty if there are none."""
         return self.words[row] if 0 <= row < len(self.words) else ""
+
+    def rows_of(self, names: Sequence[Any]) -> list[int]:
+        """The rows that have these ids or, if embeddings have none, these numbers; -1 where there is none."""
+        ids = None if self.rows is None else self.rows.ids
+        if ids is None:
+            return [int(name) if isinstance(name, (int, np.integer)) else -1 for name in names]
+        known = {str(each): row for row, each in enumerate(ids.values.tolist())}
+        return [known.get(str(name), -1) for name in names]
 
 
 def described(paths: Sequence[Path], side: str) -> Described:
@@ -151,11 +160,15 @@ def explored(
     labels: Array | None = None,
     hits: int = HITS_SHOWN,
     title: str = "What the search found",
+    encoder: str | None = None,
     only: Array | None = None,
     first: Sequence[Marked] = (),
 ) -> Explored:
     """Puts a page together. `labels` [n] or [n, k] say what is right; `only` are the rows to show, `first` marks of
-    them by their places on the page."""
+    them by their places on the page. `encoder` names the one that made the lists: a rule of another one is refused, and
+    if only the rule or only the call names one, a warning says so."""
+    if run.rule is not None:
+        check_encoder("the rule", run.rule.encoder, encoder)
     lists = run.lists
     kept = np.arange(len(lists.scores)) if only is None else np.asarray(only)
     if lists.hits is None:
@@ -163,11 +176,16 @@ def explored(
     k = min(hits, lists.hits.shape[1])
     prob, p_right = _probabilities(run)
     shown = lists.hits[kept, :k]
-    number, rows, ids = _numbered(shown)
-    items, skipped = _items(rows, ids, gallery, images, number)
+    number, names = _numbered(shown)
+    rows = gallery.rows_of(names)
+    items, skipped = _items(rows, [str(name) for name in names], gallery, images, number)
     right = None if labels is None else (labels[:, 0] if labels.ndim == 2 else labels)[kept] > 0
-    row = [_row_of(lists.query[each], each) for each in kept.tolist()]
+    asked = queries.rows_of([lists.query[each] for each in kept.tolist()])
+    row = [each if found < 0 else found for found, each in zip(asked, kept.tolist())]  # or the place in the file
     lead = f"{len(kept):,} queries of {lists.path.name}."
+    unknown = sum(each < 0 for each in rows)
+    if unknown and (gallery.words or gallery.rows is not None):
+        lead += f" {unknown:,} items have ids that the gallery's files do not know."
     if skipped:
         lead += f" {skipped:,} items have no thumbnail."
     page = Explored(
@@ -186,6 +204,7 @@ def explored(
         [],
         _certified(run.rule),
         run.verdict,
+        uncertified=_not_shown(run.rule),
     )
     return _with_marks(page, run, queries, gallery, rows, np.array(row), first)
 
@@ -208,20 +227,14 @@ def _probabilities(run: RunFiles) -> tuple[Array, Array]:
     return prob, prob[:, 0]
 
 
-def _row_of(query: Any, position: int) -> int:
-    """The row of a query in the files of captions and embeddings: its number, or its position in the file of lists."""
-    return int(query) if isinstance(query, (int, np.integer)) else position
-
-
-def _numbered(hits: Array) -> tuple[Array, list[int], list[str]]:
-    """Numbers [n, k] of the items that are hits, from 0, with -1 for none; and the items' gallery rows and ids."""
+def _numbered(hits: Array) -> tuple[Array, list[Any]]:
+    """Numbers [n, k] of the items that are hits, from 0, with -1 for none; and what they are called in the file."""
     numbers: dict[Any, int] = {}
     table = [
         [-1 if hit is None or hit == -1 else numbers.setdefault(hit, len(numbers)) for hit in line]
         for line in hits.tolist()
     ]
-    rows = [hit if isinstance(hit, int) else -1 for hit in numbers]
-    return np.array(table, np.int64).reshape(hits.shape), rows, [str(hit) for hit in numbers]
+    return np.array(table, np.int64).reshape(hits.shape), list(numbers)
 
 
 def _items(
@@ -255,23 +268,36 @@ def _evidence(columns: dict[str, Array], kept: Array, k: int) -> dict[str, Array
 
 
 def _certified(rule: Rule | None) -> Certified | None:
-    if rule is None or list(rule.certificates) != [EVERYBODY]:
+    if rule is None or _not_shown(rule):
         return None
     own = rule.certificates[EVERYBODY]
     return Certified(own.threshold, rule.max_error, rule.confidence, own.answered, rule.no_match_share)
 
 
-def changed_queries(run: RunFiles, health: Health, queries: Described, gallery: Described) -> Explored:
-    """A page of the queries of the last look at a log, those first that look least like the judged ones."""
+def _not_shown(rule: Rule | None) -> str:
+    """Why a page has no certified point; empty if it has one."""
+    if rule is None:
+        return "give a rule of `geoflow threshold`"
+    if rule.unit != ANSWERS:
+        return "the rule is about the hits that are shown, not about answers"
+    return "" if list(rule.certificates) == [EVERYBODY] else "the rule has a threshold for each group of queries"
+
+
+def changed_queries(
+    run: RunFiles, health: Health, queries: Described, gallery: Described, verdict: tuple[str, bool] | None = None
+) -> Explored:
+    """A page of the queries of the last look at a log, those first that look least like the judged ones. `verdict`:
+    what is said about the guarantee, and whether it holds, if that is not for `health` alone to say."""
     last = health.last
     order = np.argsort(-health.odds, kind="stable")
     position = np.empty(len(order), np.int64)
     position[order] = np.arange(len(order))
     why = "much more frequent in the log than among the judged queries, and not yet sure: judge these first"
     marks = [Marked("worth judging", why, position[health.to_label - last.start].tolist())]
-    page = explored(run, queries, gallery, title="What has changed", only=last.start + order, first=marks)
+    own = None if run.rule is None else run.rule.encoder  # another one is what the verdict is about
+    page = explored(run, queries, gallery, title="What has changed", encoder=own, only=last.start + order, first=marks)
     facts = {**page.facts, "times as frequent as among judged queries": health.odds[order]}
-    return Explored(**{**vars(page), "facts": facts, "verdict": (health.verdict, health.holds)})
+    return Explored(**{**vars(page), "facts": facts, "verdict": verdict or (health.verdict, health.holds)})
 
 
 # ---- queries that deserve a look ----
@@ -340,14 +366,14 @@ def _distances(rows: Array) -> Array:
 
 def near_duplicates(page: Explored, gallery: Described, items: list[int]) -> list[Marked]:
     """Queries of whose first hits two are nearly the same item."""
-    number = page.hits[:, :5]
-    if gallery.rows is None or not items or min(items) < 0 or max(items) >= len(gallery.rows):
+    number, row = page.hits[:, :5], np.array(items, np.int64)
+    if gallery.rows is None or not (row >= 0).any() or int(row.max()) >= len(gallery.rows):
         return []
-    vectors = gallery.rows[np.array(items)]
+    vectors = gallery.rows[np.maximum(row, 0)]
     chosen = vectors[np.maximum(number, 0)]
     cosine = np.einsum("nid,njd->nij", chosen, chosen)
-    there = (number >= 0)[:, :, None] & (number >= 0)[:, None, :]
-    cosine[~there | np.eye(number.shape[1], dtype=bool)] = -1.0
+    known = (number >= 0) & (row[np.maximum(number, 0)] >= 0)
+    cosine[~(known[:, :, None] & known[:, None, :]) | np.eye(number.shape[1], dtype=bool)] = -1.0
     closest = cosine.reshape(len(cosine), -1).max(1)
     rows = np.flatnonzero(closest >= SAME)
     why = f"two of the first five hits have a cosine of {SAME} or more, so that which one is meant is hard to tell"

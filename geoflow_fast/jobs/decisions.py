@@ -38,6 +38,8 @@ class ResultLists:
     """[n], the ids of the queries, or the numbers of their rows."""
     hits: Array | None
     """[n, k], the ids of the hits, or the numbers of their rows; None if the file does not name them."""
+    log_prob: bool = False
+    """Whether scores are logarithms of probabilities."""
 
 
 def open_lists(path: Path, column: str | None = None) -> ResultLists:
@@ -55,7 +57,20 @@ def open_lists(path: Path, column: str | None = None) -> ResultLists:
     if listed == PROBABILITIES:
         scores = np.log(np.maximum(scores, SMALLEST))
     names = np.arange(len(scores)) if query is None else query
-    return ResultLists(path, scores, names, None if hits is None else _matrix(hits, path, HITS))
+    named = None if hits is None else _matrix(hits, path, HITS)
+    return ResultLists(path, scores, names, named, log_prob=listed == PROBABILITIES)
+
+
+def open_trust(path: Path, lists: ResultLists) -> Trust:
+    """Reads what `geoflow trust` has learned; a ValueError if it was learned from another kind of lists."""
+    judge = Trust.load(path)
+    if judge.log_prob != lists.log_prob:
+        kinds = ["probabilities" if each else "scores" for each in (judge.log_prob, lists.log_prob)]
+        raise ValueError(
+            f"{path} was learned from {kinds[0]}, and {lists.path} holds {kinds[1]}, for which a missing item means "
+            "something else: learn again from lists of the same kind"
+        )
+    return judge
 
 
 def open_labels(path: Path, lists: ResultLists) -> Array:
@@ -195,15 +210,19 @@ def _names_rows(column: str) -> bool:
     return column.lower() in ROW_NAMES or column.lower().endswith("_id")
 
 
-def write_probabilities(trust: Trust, lists: ResultLists, out: Path, share: float) -> dict[str, Array]:
+def write_probabilities(
+    trust: Trust, lists: ResultLists, out: Path, share: float, encoder: str | None = None
+) -> dict[str, Array]:
     """Writes what is believed about each list: `query`, `p_right` (of the first hit), `p_no_match` for a `share` of
-    queries without a right item, and the list `relevance` of all hits. Returns the columns."""
+    queries without a right item, and the list `relevance` of all hits. `encoder`: the one that made the lists. Returns
+    the columns."""
+    first = trust.predict_proba(lists.scores, encoder=encoder)[:, 1]  # it has said what there is to say about encoders
     columns = {
         QUERY: lists.query,
         **({} if lists.hits is None else {"hit": lists.hits[:, 0]}),
-        "p_right": trust.predict_proba(lists.scores)[:, 1],
-        "p_no_match": trust.p_no_match(lists.scores, share),
-        "relevance": trust.relevance(lists.scores),
+        "p_right": first,
+        "p_no_match": trust.p_no_match(lists.scores, share, encoder=trust.encoder_),
+        "relevance": trust.relevance(lists.scores, encoder=trust.encoder_),
     }
     out.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_columns(out, columns, len(lists.query))

@@ -12,8 +12,20 @@ from numpy.typing import NDArray
 
 from geoflow_fast.data.embeddings import open_rows
 from geoflow_fast.decisions.drift import Drift
+from geoflow_fast.decisions.encoders import check_encoder
 from geoflow_fast.decisions.rules import Rule
-from geoflow_fast.decisions.watch import EVERY, FALSE_ALARMS, PARTS, WINDOW, Health, Look, changed_search, watch
+from geoflow_fast.decisions.watch import (
+    EVERY,
+    FALSE_ALARMS,
+    PARTS,
+    WINDOW,
+    Health,
+    Look,
+    Looks,
+    changed_search,
+    looked_at,
+    watched_queries,
+)
 from geoflow_fast.jobs.decisions import QUERY, ResultLists, open_lists
 from geoflow_fast.runtime import hashing, parquet
 from geoflow_fast.runtime.files import contents_of, write_json
@@ -79,28 +91,29 @@ class Watched:
 
 def watch_file(rule: Path, log: Path, out: Path, settings: WatchSettings, *, overwrite: bool = False) -> Watched:
     """Does the looks that are due at the log, a file of result lists as `geoflow threshold` reads them, and writes
-    `out` with a row for each look, and beside it the state as JSON and the queries that are most worth judging."""
+    `out` with a row for each look, and beside it the state as JSON and the queries that are most worth judging. A
+    search by another encoder than the rule's ends its guarantee; if only one of the two is known, a warning says so."""
     if out.suffix != ".parquet":
         raise ValueError(f"out must be a .parquet file, got {out}")
     own, lists = Rule.load(rule), open_lists(log, settings.column)
+    watched_queries(own)  # refuses a rule without a guarantee even if no look is due
     made_by = _made_by(rule, settings)
     table = {} if overwrite or not out.exists() else _earlier(out, made_by, lists)
     before = len(table.get(VERDICT, ()))
     waiting = len(lists.scores) - before * settings.every
     changed = changed_search(own, settings.encoder, settings.gallery_size)
+    if changed is None:
+        check_encoder("the rule", own.encoder, settings.encoder)
     if waiting < settings.every:
         return Watched(lists, None, table, waiting, changed)
     since = str(table[ALARM][-1]) if before else ""
-    health = watch(
+    health = looked_at(
         own,
         lists.scores,
+        Looks(settings.window, settings.every, settings.false_alarms, before, alarmed=bool(since)),
         hits=lists.hits,
         embeddings=_rows(settings.embeddings, "embeddings"),
         judged_embeddings=_rows(settings.judged_embeddings, "judged_embeddings"),
-        window=settings.window,
-        every=settings.every,
-        false_alarms=settings.false_alarms,
-        looks_before=before,
     )
     rows = [_row(look, health, since, made_by, lists) for look in health.looks]
     columns: dict[str, Array] = {name: np.array([row[name] for row in rows], _kind(rows[0][name])) for name in rows[0]}

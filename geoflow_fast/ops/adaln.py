@@ -253,7 +253,7 @@ _backward = fused_operation(
 adaln_half_rows = dispatch.operation(
     "adaln_half",
     adaln_half_reference,
-    triton=triton_kernels.backend("network", "adaln_half"),
+    triton=triton_kernels.backend("network", "adaln_half", widest=WIDEST_ROW),
     derivatives=type("_HalfDerivatives", (_Derivatives,), {}),
     rowwise=True,
     part_of="adaln",

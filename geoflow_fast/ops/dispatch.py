@@ -32,16 +32,24 @@ class BackendUnavailable(ValueError):
     """Raised when a backend requested by name cannot run this operation on this machine. The message says why."""
 
 
+# unchecked: called with the inputs of an operation
+def widest_row(inputs: Sequence[Any]) -> int:
+    """The width of the widest rows among the tensors of an operation."""
+    return max((x.shape[-1] for x in inputs if isinstance(x, Tensor) and x.dim() > 1), default=0)
+
+
 @dataclass(frozen=True)
 class Backend:
     """One backend of one operation: its function, the device types and dtypes it serves (None: any), a function that
-    says why it is missing, if it is, and the width of the widest rows it takes."""
+    says why it is missing, if it is, and the width of the widest rows it takes, with a function that reads the width
+    off the inputs."""
 
     function: Callable[..., Any]
     devices: tuple[str, ...] | Callable[[], tuple[str, ...]] = EVERYWHERE
     missing: Callable[[], str | None] | None = None
     dtypes: tuple[torch.dtype, ...] | None = None
     widest: int | None = None
+    width: Callable[[Sequence[Any]], int] = widest_row
 
 
 _OPERATIONS: dict[str, dict[str, Backend]] = {}
@@ -75,7 +83,7 @@ def choose(name: str, tensor: Tensor, backend: str = "auto", inputs: Sequence[An
                 reason = f"serves {' and '.join(devices)} tensors, and these are on {tensor.device.type}"
             if reason is None and entry.dtypes is not None and tensor.dtype not in entry.dtypes:
                 reason = f"works in {', '.join(map(str, entry.dtypes))}, and these are {tensor.dtype}"
-            if reason is None and entry.widest is not None and (width := _widest_row(inputs)) > entry.widest:
+            if reason is None and entry.widest is not None and (width := entry.width(inputs)) > entry.widest:
                 reason = f"takes rows of at most {entry.widest} entries, and these have {width}"
             if reason is None:
                 if remedies and candidate == "reference" and tensor.device.type == "cuda":
@@ -87,10 +95,6 @@ def choose(name: str, tensor: Tensor, backend: str = "auto", inputs: Sequence[An
             reason = f"no such backend; the backends are {', '.join(BACKENDS)}"
         refusals.append(f"{name}: backend {candidate!r}: {reason}")
     raise BackendUnavailable("; ".join(refusals))
-
-
-def _widest_row(inputs: Sequence[Any]) -> int:
-    return max((x.shape[-1] for x in inputs if isinstance(x, Tensor) and x.dim() > 1), default=0)
 
 
 _WARNED: set[tuple[str, str]] = set()

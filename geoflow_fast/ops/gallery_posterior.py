@@ -61,8 +61,8 @@ def gallery_posterior(
     parts, which takes half the time on processors with AVX512-BF16 and a third on GPUs. About twice as many items as
     `top_k` are then scored in float32, so that only the many others have rounding errors: kappa |x| / (500 sqrt(d))
     nats is what their scores are off by, roughly, if items are unit rows. "auto" is bfloat16 for the queries for which
-    this is less than .01, where the processor has such a unit and nothing is pruned; float32 otherwise. The plain torch
-    backend rounds in the same way.
+    this is less than .01, where the processor has such a unit; float32 for others and for those that are pruned. The
+    plain torch backend rounds in the same way.
     """
     statistics = gallery_statistics(
         samples,
@@ -134,18 +134,22 @@ def gallery_statistics(
         index = index if pick is None else pick[index]
         return GalleryStatistics.complete((peak, weight, moment, score, index), top_k)
 
+    def rounded(some: WeightedSamples) -> Tensor | None:
+        return _may_be_rounded(some.samples, kappa, str(backend)) if precision == "auto" else None
+
+    def whole(some: WeightedSamples) -> GalleryStatistics:
+        """Statistics of `some` queries over all rows of the gallery, in the precision of each."""
+        narrow = rounded(some)
+        if narrow is None:
+            return reduce(some, None, "float32" if precision == "auto" else precision)
+        by_precision = {"bfloat16": narrow.nonzero().squeeze(1), "float32": (~narrow).nonzero().squeeze(1)}
+        each = [reduce(some[rows], None, name, rows) for name, rows in by_precision.items() if len(rows)]
+        return GalleryStatistics.of_queries(each).select(torch.cat(tuple(by_precision.values())).argsort())
+
     if len(samples) == 0:
         return GalleryStatistics.complete(_no_statistics(samples, min(top_k, len(gallery))), top_k)
-    if not pruned and precision == "auto":
-        rounded = _may_be_rounded(samples, kappa, str(backend))
-        if rounded is None:
-            statistics = reduce(points, None)
-        else:
-            by_precision = {"bfloat16": rounded.nonzero().squeeze(1), "float32": (~rounded).nonzero().squeeze(1)}
-            parts = [reduce(points[rows], None, name, rows) for name, rows in by_precision.items() if len(rows)]
-            statistics = GalleryStatistics.of_queries(parts).select(torch.cat(tuple(by_precision.values())).argsort())
-    elif not pruned:
-        statistics = reduce(points, None, precision)
+    if not pruned:
+        statistics = whole(points)
     else:
         assert index is not None
 
@@ -157,7 +161,7 @@ def gallery_statistics(
             chosen: Tensor = _statistics(some, rows, kappa, k, item_bias, None, None, "float32", str(backend))[4]
             return chosen
 
-        pruner = Pruner(gallery, index, kappa, top_k, item_bias, score, best, reduce)
+        pruner = Pruner(gallery, index, kappa, top_k, item_bias, score, best, reduce, whole, rounded)
         statistics = pruner.statistics(points, always=prune == "always")
     return dataclasses.replace(statistics, top_index=statistics.top_index + first_index)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,10 +41,17 @@ class RowCodes:
         return RowCodes(*native.encode_rows(gallery.detach().contiguous()))
 
     @staticmethod
-    def join(parts: list[RowCodes]) -> RowCodes:
-        """The codes of all rows of the parts, in order."""
-        code, scale, error = (torch.cat([getattr(part, name) for part in parts]) for name in ("code", "scale", "error"))
-        return RowCodes(code, scale, error, max(part.largest_norm for part in parts))
+    def empty(items: int, width: int) -> RowCodes:
+        """Room for the codes of `items` rows of this width, with any values; `filled` puts them in."""
+        code = torch.empty(items, native.code_stride(width), dtype=torch.uint8, device="cpu")
+        scale, error = (torch.empty(items, dtype=torch.float32, device="cpu") for _ in range(2))
+        return RowCodes(code, scale, error, 0.0)
+
+    def filled(self, place: slice, part: RowCodes) -> RowCodes:
+        """These codes, in whose memory the rows `place` now are those of `part`."""
+        for whole, some in ((self.code, part.code), (self.scale, part.scale), (self.error, part.error)):
+            whole[place] = some
+        return replace(self, largest_norm=max(self.largest_norm, part.largest_norm))
 
     def __len__(self) -> int:
         return len(self.code)

@@ -113,8 +113,9 @@ def ot_assign_panel(
     `image0` [n, d_I] and `text0` [n, d_T] are this rank's noise, with any number of rows; `image1` and `text1` are all
     B data pairs, as many as the ranks have noise rows in total. All ranks must call together. With `uniform` [n] in
     [0, 1) the data row is drawn from the plan; without it, it is the largest entry. Each iteration adds up the column
-    sums of all ranks in one call. `backend`: "cpu" (compiled, in float32 as far as that goes) or "reference" (plain
-    torch in float64, on any device); by default the first that can serve.
+    sums of all ranks in one call. `backend`: "cpu" (compiled, in float32 as far as that goes), "cuda" (costs by the
+    compiled kernel, of points rounded to float16, and iterations in plain torch in float64) or "reference" (all of it
+    in plain torch, on any device); by default the first that can serve.
     """
     for name, x in zip(NAMES, (image0, text0, image1, text1)):
         if checks.with_values(x, name).dim() != 2:
@@ -126,10 +127,16 @@ def ot_assign_panel(
     else:
         problem = Problem("arc", None, (image0, text0), (image1, text1), (1.0, 1.0), (0, len(image1)), image1)
     settings = make_settings(eps, tol, max_iter, "float32")
+    dispatch.choose("ot_assign", image1, backend)  # raises if it cannot serve, warns where plain torch has to
     if backend == "auto":
-        backend = "cpu" if image1.device.type == "cpu" and native.missing() is None else "reference"
-    dispatch.choose("ot_assign", image1, backend)  # raises if it is not built or cannot serve
-    solve = solve_cpu(problem, settings, world) if backend == "cpu" else solve_panel(problem, settings, world)
+        kind = image1.device.type
+        missing = native.missing_cuda() if kind == "cuda" else native.missing()
+        backend = kind if kind in ("cpu", "cuda") and missing is None else "reference"
+    solve: Solve = (
+        solve_cpu(problem, settings, world)
+        if backend == "cpu"
+        else solve_panel(problem, settings, world, compiled=backend == "cuda")
+    )
     if world.is_main and not solve.converged:
         warn_unconverged(solve.iterations, solve.error, settings)
     return solve.assign(uniform)
@@ -142,10 +149,10 @@ def assign_late(
     """`ot_assign` on a GPU that nothing waits for: the data row for each noise row, int64 [B], and the solver's status
     on the device for `warn_if_unsolved`. Where float32 does not do, the solve ends in float64 after all, which waits,
     and there is no status."""
-    settings = make_settings(eps, TOLERANCE, MOST_ITERATIONS, "float32")
     shape = len(noise[0]), len(data[0])
     problem = Problem("arc", None, noise, data, (1.0, 1.0), shape, data[0])
-    solve = solve_cuda(problem, settings)
+    settings = make_settings(eps, TOLERANCE, MOST_ITERATIONS, coupling_storage(problem, eps))
+    solve = solve_cuda(problem, settings, half_points=True)
     if not isinstance(solve, CudaSolve):
         return solve.assign(uniform), None
     return solve.assign(uniform), solve.status
@@ -199,7 +206,8 @@ def couple(
 def coupling_storage(problem: Problem, eps: float) -> str:
     """How a training batch keeps its cost matrix: in float16 on GPUs, which wait for memory, where eps allows it."""
     widest = math.pi * sum(problem.weights)
-    return "float16" if problem.anchor.device.type == "cuda" and widest <= HALF_SPAN * eps else "float32"
+    on_gpu = problem.anchor.device.type in native.cuda_devices()
+    return "float16" if on_gpu and widest <= HALF_SPAN * eps else "float32"
 
 
 def _make_square_problem(factors: Factors, cost: Tensor | str, weights: tuple[float, float]) -> Problem:

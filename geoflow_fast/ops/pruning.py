@@ -63,6 +63,10 @@ LARGEST_PASS_COST = 0.1
 """Price of the exact inner products with the means, in units of a score, above which bounds from bytes serve."""
 
 
+ROUNDED_COST = 0.55
+"""Price of a score from products in bfloat16, in units of one in float32."""
+
+
 QUERY_GROUP = 32
 """Queries whose bounds are computed in one pass over the gallery."""
 
@@ -141,7 +145,13 @@ Score = Callable[[WeightedSamples, Tensor, float, "Tensor | None"], Tensor]
 Best = Callable[[Tensor, Tensor, int], Tensor]
 
 
-Reduce = Callable[[WeightedSamples, "Tensor | None"], GalleryStatistics]
+Reduce = Callable[[WeightedSamples, Tensor], GalleryStatistics]
+
+
+Whole = Callable[[WeightedSamples], GalleryStatistics]
+
+
+Rounded = Callable[[WeightedSamples], "Tensor | None"]
 
 
 @dataclass(frozen=True)
@@ -163,7 +173,10 @@ class _Queries:
 @dataclass(frozen=True)
 class Pruner:
     """One gallery, index and kappa, and the exact kernels: `score(points, rows, kappa, bias)` -> [Q, N],
-    `best(samples, rows, k)` -> [Q, k] int64, and `reduce(points, pick)` over the items `pick` (None: all)."""
+    `best(samples, rows, k)` -> [Q, k] int64, and `reduce(points, pick)` over the items `pick`.
+
+    Queries that are not pruned go to `whole(points)`, which scores all items. `rounded(points)` -> [Q] bool says for
+    which of them it does so in bfloat16, or None: for none."""
 
     gallery: Tensor
     prefix: PrefixRows
@@ -173,13 +186,15 @@ class Pruner:
     score: Score
     best: Best
     reduce: Reduce
+    whole: Whole
+    rounded: Rounded
 
     def statistics(self, points: WeightedSamples, *, always: bool) -> GalleryStatistics:
         """Statistics of all queries; those for which pruning does not promise to pay are scored whole."""
         items, samples = len(self.gallery), points.samples
         small = items < FEWEST_ITEMS or samples.shape[0] * samples.shape[1] < FEWEST_SAMPLES
         if not always and (small or self._bound_cost(samples) > LARGEST_BOUND_COST):
-            return self.reduce(points, None)
+            return self.whole(points)
         size = max(1, min(QUERY_GROUP, BOUND_ENTRIES // items))
         groups = [points[first : first + size] for first in range(0, len(points), size)]
         return GalleryStatistics.of_queries([self._group(group, always) for group in groups])
@@ -190,7 +205,7 @@ class Pruner:
             # Two queries first: where pruning pays for neither, the others are spared the pilot.
             scouts = self._describe(points[:: (len(points) + 1) // 2])
             if not bool(self._pays(scouts, self._floor(scouts), price).any()):
-                return self.reduce(points, None)
+                return self.whole(points)
         queries = self._describe(points)
         floor = self._floor(queries)
         pays = torch.ones_like(floor, dtype=torch.bool) if always else self._pays(queries, floor, price)
@@ -199,7 +214,7 @@ class Pruner:
         if len(chosen):
             parts.append(self._prune(queries.select(chosen), floor[chosen]))
         if len(others):
-            parts.append(self.reduce(points[others], None))
+            parts.append(self.whole(points[others]))
         return GalleryStatistics.of_queries(parts).select(torch.cat((chosen, others)).argsort())
 
     def _describe(self, points: WeightedSamples) -> _Queries:
@@ -226,7 +241,7 @@ class Pruner:
         some = torch.arange(0, len(self.gallery), len(self.gallery) // PILOT_ITEMS, device=floor.device)
         bounds = self._upper_bounds(queries, some)
         share = (bounds >= floor.unsqueeze(1)).double().mean(dim=1)
-        return price + 1.2 * share < 0.8
+        return price + 1.2 * share < 0.8 * self._cost_of_whole(queries.points)
 
     def _prune(self, queries: _Queries, floor: Tensor) -> GalleryStatistics:
         bounds = self._upper_bounds(queries, slice(None))
@@ -272,6 +287,12 @@ class Pruner:
         if points.bias is not None:  # -inf is exact
             largest_bias += float(points.bias.masked_fill(points.bias == -math.inf, 0.0).abs().max())
         return roundoff * (length * size + 4 * draws + 64 + 8 * largest_bias)
+
+    def _cost_of_whole(self, points: WeightedSamples) -> Tensor:
+        """[Q] float64: price of a score of an item if none is left out, in units of one in float32."""
+        rounded = self.rounded(points)
+        cost = torch.ones(len(points), dtype=torch.float64, device=points.samples.device)
+        return cost if rounded is None else cost.masked_fill_(rounded, ROUNDED_COST)
 
     def _bound_cost(self, samples: Tensor) -> float:
         """Price of a bound in units of a score: r / d of the products, the exponentials, and a pass over the gallery or

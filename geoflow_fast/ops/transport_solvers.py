@@ -34,8 +34,9 @@ _LEAST_ROUNDED_WIDTH = 128
 _LEAST_ROUNDED_ENTRIES = 1 << 20
 _ROUNDING_SHARE = 0.01
 _ROUNDING_SPREAD = 6.0
-# Entries of the matrix that are in float64 at a time: 2 MB, which stay in the cache.
-_WIDE_ENTRIES = 1 << 18
+# Entries of the matrix that are in float64 at a time: 2 MB, which stay in the cache of a processor, or 128 MB, which
+# keep a GPU busy.
+_WIDE_ENTRIES, _WIDE_ENTRIES_OF_A_GPU = 1 << 18, 1 << 24
 
 
 class Solve(Protocol):
@@ -162,7 +163,8 @@ class WideSolve:
 
     `cost` [n, m] of any dtype is read block by block; beside it there are O(n + m) numbers. `g` [m] is where the
     solver came to in `iterations` iterations, at `eps`. With a `world`, the rows are some of those of all ranks, of
-    which there are as many as columns.
+    which there are as many as columns. Column sums and `g` are on the host, where ranks add up the sums and the next
+    step is decided: a GPU is waited for once an iteration.
     """
 
     def __init__(
@@ -179,9 +181,9 @@ class WideSolve:
         self._middle = (span.low + span.high) / 2
         rows, cols = cost.shape
         self._log_rows = math.log(rows if world.size == 1 else cols)
-        self._block = max(1, _WIDE_ENTRIES // cols)
+        self._block = max(1, (_WIDE_ENTRIES_OF_A_GPU if cost.is_cuda else _WIDE_ENTRIES) // cols)
         self._f = torch.zeros(rows, dtype=torch.float64, device=cost.device)
-        self._g = g.double()
+        self._g = g.double().cpu()
         rounding = span.rounding(torch.float64, settings.eps)
         tol = max(settings.tol - rounding, 0.0)
         left = settings.max_iter - iterations
@@ -205,23 +207,31 @@ class WideSolve:
 
     def _column_sums(self, f: Tensor, g: Tensor, eps: float) -> Tensor:
         """Makes the rows exact, in `f`, and returns the column sums of that plan over the rows of all ranks."""
-        sums = torch.zeros_like(g)
+        there = self._on_device(g)
+        sums = torch.zeros_like(there)
         for cost, potential in zip(self._blocks(), f.split(self._block)):
-            scores = cost.neg_().add_(g).div_(eps)  # [block, m]
+            scores = cost.neg_().add_(there).div_(eps)  # [block, m]
             shares = scores.softmax(1)
             # the log-sum-exp of a row is its largest score less the logarithm of the share of that
             potential.copy_((shares.amax(1).log_() - scores.amax(1) - self._log_rows).mul_(eps))
             sums += shares.sum(0)
-        return self._world.all_reduce(sums).mul_(math.exp(-self._log_rows))
+        return self._world.all_reduce(sums.cpu()).mul_(math.exp(-self._log_rows))
 
     def _log_column_sums(self, f: Tensor, g: Tensor, eps: float) -> Tensor:
         """The logarithms of the column sums by a second read, for columns to which no row gives mass that a float can
         hold, as happens while potentials are far from settled."""
-        sums = torch.full((1, len(g)), -math.inf, dtype=torch.float64, device=g.device)
+        there = self._on_device(g)
+        sums = torch.full((1, len(g)), -math.inf, dtype=torch.float64, device=there.device)
         for cost, potential in zip(self._blocks(), f.split(self._block)):
-            scores = cost.neg_().add_(g).add_(potential.unsqueeze(1)).div_(eps)
+            scores = cost.neg_().add_(there).add_(potential.unsqueeze(1)).div_(eps)
             sums = torch.logaddexp(sums, scores.logsumexp(0, keepdim=True))
-        return self._world.gather_rows(sums, [1] * self._world.size).logsumexp(0)
+        return self._world.gather_rows(sums.cpu(), [1] * self._world.size).logsumexp(0)
+
+    def _on_device(self, g: Tensor) -> Tensor:
+        """Potentials beside the costs. Nothing waits for a copy from pinned memory."""
+        if self._cost.is_cuda:
+            return g.pin_memory().to(self._cost.device, non_blocking=True)
+        return g.to(self._cost.device)
 
     def _blocks(self) -> Iterator[Tensor]:
         """Costs less the middle one, in float64, [block, m] each."""
@@ -230,26 +240,29 @@ class WideSolve:
 
     def plan(self) -> tuple[Tensor, Tensor, float]:
         """Potentials of the costs, and the cost of the plan."""
-        total, eps = self._middle, self._settings.eps
+        total, eps, g = self._middle, self._settings.eps, self._on_device(self._g)
         for cost, f in zip(self._blocks(), self._f.split(self._block)):
-            plan = ((f.unsqueeze(1) + self._g - cost) / eps).exp_()
+            plan = ((f.unsqueeze(1) + g - cost) / eps).exp_()
             total += float(plan.mul_(cost).sum(1).sum())  # rows first: the sum must not depend on the number of threads
-        return self._f + self._middle, self._g, total
+        return self._f + self._middle, g, total
 
     def assign(self, uniform: Tensor | None) -> Tensor:
         """Target of each row."""
+        g = self._on_device(self._g)
         draws = [None] * len(self._cost) if uniform is None else uniform.split(self._block)
-        parts = [assign_reference(c, self._g, self._settings.eps, u) for c, u in zip(self._blocks(), draws)]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=self._g.device)
+        parts = [assign_reference(c, g, self._settings.eps, u) for c, u in zip(self._blocks(), draws)]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=g.device)
 
 
-def solve_panel(problem: Problem, settings: SinkhornSettings, world: World) -> WideSolve:
+def solve_panel(problem: Problem, settings: SinkhornSettings, world: World, *, compiled: bool = False) -> WideSolve:
     """Solves for this rank's rows of a square problem between points, in plain torch on any device, together with the
-    other ranks."""
-    cost, highest = problem.dense(), (math.pi if problem.cost == "arc" else 4.0) * sum(problem.weights)
+    other ranks. With `compiled`, costs come from the GPU solver's kernel, of points that are rounded to float16."""
+    highest = (math.pi if problem.cost == "arc" else 4.0) * sum(problem.weights)
+    has_kernel = compiled and problem.shape[0] > 0  # a launch has at least one row
+    cost = cuda_matrix(problem, half_points=True)[0].costs() if has_kernel else problem.dense()
     span = Span(0.0, highest, False)
     span.check(settings)
-    g = torch.zeros(problem.shape[1], dtype=torch.float64, device=cost.device)
+    g = torch.zeros(problem.shape[1], dtype=torch.float64, device="cpu")
     # Far below the range of the cost, potentials come down from larger values of eps.
     start = settings.eps if highest <= _FAST_SPAN * settings.eps else highest / 10
     return WideSolve(cost, span, settings, g, start, 0, world)

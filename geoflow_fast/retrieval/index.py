@@ -43,16 +43,16 @@ class GalleryIndex(PrefixRows):
             raise ValueError(f"width must be between 2 and the gallery's {gallery.dim}, got {width}")
         projection = _principal_directions(gallery, width - 1)
         rows = torch.empty(len(gallery), width, device="cpu", dtype=torch.float32)
-        largest, codes = 0.0, []
+        codes = None if native.missing() is not None else RowCodes.empty(len(gallery), gallery.dim)
+        largest = 0.0
         for first, block in gallery.blocks("cpu", torch.float32):
             for start in range(0, len(block), SAMPLE_ROWS):
                 some = block[start : start + SAMPLE_ROWS]
-                part = reduce_rows(some.double(), projection)
-                rows[first + start : first + start + len(part)] = _round_norm_up(part)
+                part, place = reduce_rows(some.double(), projection), slice(first + start, first + start + len(some))
+                rows[place] = _round_norm_up(part)
                 largest = max(largest, float(torch.linalg.vector_norm(part, dim=1).max()))
-                if native.missing() is None:
-                    codes.append(RowCodes.encode(some))
-        return cls(projection, rows, largest, gallery.digest(), codes=RowCodes.join(codes) if codes else None)
+                codes = None if codes is None else codes.filled(place, RowCodes.encode(some))
+        return cls(projection, rows, largest, gallery.digest(), codes=codes)
 
     def save(self, path: str | Path) -> None:
         """Writes the index to the file `path`, atomically."""

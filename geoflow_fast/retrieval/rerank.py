@@ -256,6 +256,14 @@ class BayesReranker(nn.Module):
         return Fingerprint.read(known.get("queries")), Fingerprint.read(known.get("items"))
 
     @property
+    def encoders(self) -> tuple[Fingerprint | None, Fingerprint | None]:
+        """The encoders of queries and items that the models and the calibration were made for, where they are known."""
+        queries, items = self._calibrated_for()
+        made_for = self._made_for(self.direction.queries), self._made_for(self.direction.items)
+        known = [*made_for[0].values(), queries], [*made_for[1].values(), items]
+        return next(filter(None, known[0]), None), next(filter(None, known[1]), None)
+
+    @property
     def _default_lengths(self) -> tuple[int, int]:
         return (WHOLE_SHORTLIST if len(self.gallery) <= SMALL_GALLERY else SHORTLIST), FLOW_ITEMS
 

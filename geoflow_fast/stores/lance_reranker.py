@@ -10,6 +10,7 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
+from geoflow_fast.decisions.encoders import check_encoder
 from geoflow_fast.decisions.rules import Rule
 from geoflow_fast.decisions.trust import Trust
 from geoflow_fast.runtime import checks, extras
@@ -38,6 +39,9 @@ class LanceReranker(Reranker):
     `_p_no_match` is the probability that this is one of them. A `rule` of the same trust keeps only what it shows:
     a table without rows says that nothing here is sure enough. Lists must be as long as those that the trust was
     fitted on; with `short_lists` they may be shorter, as under a filter.
+
+    `encoder` names the encoder that made the vectors of the table and of the queries: a model or a rule of another one
+    is refused, and if only one of them names its encoder, a warning says so.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class LanceReranker(Reranker):
         no_match_share: float = 0.0,
         short_lists: bool = False,
         return_score: str = "relevance",
+        encoder: str | None = None,
     ) -> None:
         if Reranker is object:
             raise ImportError(extras.needs("LanceReranker", "lancedb", "lancedb"))
@@ -60,6 +65,10 @@ class LanceReranker(Reranker):
             raise TypeError("a StoreReranker needs encode=, which turns the words of a query into its vector")
         if rule is not None and (not isinstance(rule, Rule) or not isinstance(model, Trust)):
             raise TypeError(f"rule must be a gf.Rule beside a Trust, got {type(rule).__name__}")
+        if isinstance(model, StoreReranker):
+            model.check_queries(encoder)
+        else:
+            check_trust(model, rule, encoder)
         super().__init__(return_score)
         self.metric = metric_of("LanceDB", metric, "the search")
         self.model, self.rule, self._encode = model, rule, encode
@@ -96,9 +105,11 @@ class LanceReranker(Reranker):
         answer = hits["_distance"].to_pylist(), list(range(len(hits)))
         cosines, order = checked_list("the search", self.metric, answer, 0, k)
         lists = filled(cosines, k)[None]
-        shown = np.ones(len(hits), bool) if self.rule is None else self.rule.show(lists)[0, : len(hits)]
-        missing = trust.p_no_match(lists, self._share)[0] if self._share else 0.0
-        relevance = trust.relevance(lists)[0, : len(hits)]
+        shown = (
+            np.ones(len(hits), bool) if self.rule is None else self.rule.show(lists, self.rule.encoder)[0, : len(hits)]
+        )
+        missing = trust.p_no_match(lists, self._share, encoder=trust.encoder_)[0] if self._share else 0.0
+        relevance = trust.relevance(lists, encoder=trust.encoder_)[0, : len(hits)]
         return self._scored(hits.take(np.array(order)[shown]), relevance[shown], missing)
 
     def _of_vectors(self, model: StoreReranker, query: str, hits: pa.Table) -> pa.Table:
@@ -108,7 +119,7 @@ class LanceReranker(Reranker):
         words = np.asarray(checks.array(self._encode(query), "what encode returned"), np.float32).reshape(1, -1)
         rows = enumerate(hits[self._column].to_pylist())
         vectors = np.stack([model.store.unit_vector(number, row) for number, row in rows])
-        reranker = model.reranker.with_gallery(torch.from_numpy(vectors))
+        reranker = model.reranker.with_gallery(model.gallery_of(torch.from_numpy(vectors)))
         posterior = reranker(words, torch.arange(len(hits))[None], no_match_share=self._share)
         there = posterior.index[0] >= 0  # copies of an item are one
         order, relevance = (each[0][there].cpu().numpy() for each in (posterior.index, posterior.relevance))
@@ -122,3 +133,13 @@ class LanceReranker(Reranker):
         if self._share:
             hits = hits.append_column(NO_MATCH, pa.array(np.full(len(hits), p_no_match), pa.float32()))
         return hits.take(np.argsort(-relevance, kind="stable"))
+
+
+def check_trust(trust: Trust, rule: Rule | None, encoder: str | None) -> None:
+    """Refuses a trust and a rule of different encoders, or of another one than the given one."""
+    check_encoder("the Trust", trust.encoder_, encoder, "fit one for it", stacklevel=4)
+    if rule is None:
+        return
+    if trust.encoder_ is not None and rule.encoder is not None:
+        check_encoder("the rule", rule.encoder, trust.encoder_)
+    check_encoder("the rule", rule.encoder, encoder, stacklevel=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from dataclasses import dataclass
@@ -13,8 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from geoflow_fast.data.embeddings import Embeddings
+from geoflow_fast.data.fingerprint import Fingerprint
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import Array
+from geoflow_fast.decisions.encoders import check_encoder
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.retrieval.calibration import Calibration
 from geoflow_fast.retrieval.gallery import Gallery
@@ -86,6 +90,9 @@ class StoreReranker:
 
     Where the store's search is exact, probabilities are those of a `BayesReranker` over all of its vectors: neither the
     calibration nor a posterior depends on items beyond the shortlists. A query without any hit has `p_no_match` 1.
+
+    `encoder`: the one that made the vectors of the store, by its name or as `gf.Embeddings.encoder` has it. Models,
+    held-out pairs, calibrations and queries of another one are then refused, and a warning says where it is not known.
     """
 
     def __init__(
@@ -94,6 +101,8 @@ class StoreReranker:
         flow: GeoFlow | None = None,
         direction: str = "t2i",
         shortlist: int | tuple[int, int] = (SHORTLIST, FLOW_ITEMS),
+        *,
+        encoder: Fingerprint | str | None = None,
         **settings: Any,
     ) -> None:
         if not isinstance(store, VectorStore):
@@ -105,13 +114,28 @@ class StoreReranker:
             raise ValueError(f"the vectors of {self.store.name} are evidence, but they cannot be fetched")
         length = shortlist[0] if isinstance(shortlist, tuple) and shortlist else shortlist
         checks.integer(length, "shortlist", 1, MOST_HITS)
+        self.encoder = Fingerprint.named(encoder)
         # Galleries are made of what a search brings. Between searches there is one with as many rows as a shortlist.
-        self._nothing = Gallery(torch.eye(1, self.store.dim, dtype=torch.float32, device="cpu").expand(length, -1))
+        self._nothing = self.gallery_of(
+            torch.eye(1, self.store.dim, dtype=torch.float32, device="cpu").expand(length, -1)
+        )
         self.reranker = BayesReranker(flow, self._nothing, direction, shortlist, **settings)
+        if self.encoder is None:
+            _compare("the model", self.reranker.encoders[1], None, "the vectors of the store", stacklevel=4)
 
-    def __call__(self, queries: Tensor | Array, *, no_match_share: float = 0.0) -> RerankedHits:
+    def __call__(
+        self,
+        queries: Tensor | Array | Embeddings,
+        *,
+        no_match_share: float = 0.0,
+        encoder: Fingerprint | str | None = None,
+    ) -> RerankedHits:
         """The posterior of each of the `queries` [Q, d], unit rows, over its hits. `no_match_share`: the share of
-        queries for which nothing in the store is right, which `p_no_match` begins with."""
+        queries for which nothing in the store is right, which `p_no_match` begins with. `encoder`: the one that made
+        the queries, by default that of `gf.Embeddings`, where it is known."""
+        if isinstance(queries, Embeddings):
+            encoder, queries = encoder or queries.encoder, queries.tensor()
+        self.check_queries(encoder, stacklevel=5)
         rows = checks.array(queries, "queries")
         checks.number(no_match_share, "no_match_share", 0, 1)
         firsts = range(0, max(1, len(rows) if rows.ndim else 0), QUERIES_AT_ONCE)
@@ -140,12 +164,35 @@ class StoreReranker:
                 values[rows] = getattr(posterior, name).double().cpu()
         return RerankedHits(ids, prob, relevance, answer, **numbers, calibrated=self.reranker.calibration is not None)
 
-    def calibrate(self, pairs: EmbeddingPairs, *, max_queries: int = 1000, progress: bool | None = None) -> Calibration:
+    # unchecked: the vectors come from the store
+    def gallery_of(self, vectors: Tensor) -> Gallery:
+        """Vectors of the store as a gallery, by the encoder that made them."""
+        gallery = Gallery(vectors)
+        gallery.encoder = self.encoder
+        return gallery
+
+    # unchecked: the re-ranker of LanceDB calls it, too
+    def check_queries(self, encoder: Fingerprint | str | None, *, stacklevel: int = 4) -> None:
+        """Refuses queries of another encoder than the models, the calibration or the store, and warns if only one of
+        the two is known. Without any name nothing is asked for."""
+        if self.encoder is not None or encoder is not None:
+            own = self.reranker.encoders[0] or self.encoder  # where both sides have their own, the pairs have told
+            _compare("this StoreReranker", own, Fingerprint.named(encoder), "these queries", stacklevel=stacklevel)
+
+    def calibrate(
+        self,
+        pairs: EmbeddingPairs,
+        *,
+        max_queries: int = 1000,
+        progress: bool | None = None,
+        encoder: Fingerprint | str | None = None,
+    ) -> Calibration:
         """Fits the weights on held-out `pairs`, as `BayesReranker.calibrate` does: their queries are searched in the
-        store, with their own items added."""
-        task = RetrievalTask.of(
-            pairs, self.reranker.direction, max_queries=max_queries, seed=self.reranker.seed, all_items=False
-        )
+        store, with their own items added. `encoder`: the one that made the pairs, if they do not know it."""
+        direction = self.reranker.direction
+        task = RetrievalTask.of(pairs, direction, max_queries=max_queries, seed=self.reranker.seed, all_items=False)
+        pairs = _told(pairs, Fingerprint.named(encoder))
+        _compare("this StoreReranker", self.encoder, direction.items(*pairs.encoders), "these pairs", stacklevel=4)
         fitted = self._searched(task.queries.numpy()).reranker
         calibration = fitted.calibrate(pairs, max_queries=max_queries, progress=progress)
         self.reranker = fitted.with_gallery(self._nothing)
@@ -156,8 +203,10 @@ class StoreReranker:
         return self.reranker.save_calibration(path)
 
     def load_calibration(self, path: str | Path) -> Calibration:
-        """Loads and uses a calibration of `save_calibration`, for the same models, direction and shortlist."""
-        return self.reranker.load_calibration(path)
+        """Loads and uses a calibration of `save_calibration`, for the same models, direction, shortlist and encoder."""
+        calibration = self.reranker.load_calibration(path)
+        _compare("the calibration", self.reranker.encoders[1], self.encoder, "the vectors of the store", stacklevel=4)
+        return calibration
 
     def _searched(self, queries: NDArray[Any]) -> Neighbours:
         """What the store finds for the queries [Q, d]. Where copies of an item take the place of others, more hits are
@@ -187,7 +236,7 @@ class StoreReranker:
         rows = torch.from_numpy(queries.astype(np.float32)[has_hits])
         if not keys:
             return Neighbours(self.reranker, rows, index, ids, has_hits)
-        reranker = self.reranker.with_gallery(torch.from_numpy(self.store.fetch(keys)))
+        reranker = self.reranker.with_gallery(self.gallery_of(torch.from_numpy(self.store.fetch(keys))))
         device = self.reranker.example.device
         return Neighbours(reranker, rows, reranker.pooled(rows.to(device), index.to(device)), ids, has_hits)
 
@@ -207,6 +256,22 @@ def checked(store: VectorStore) -> CheckedStore:
         return dict(zip(ids, store.fetch(ids)))
 
     return CustomStore(search, fetch, dim, name=f"the {type(store).__name__}")
+
+
+def _compare(what: str, own: Fingerprint | None, given: Fingerprint | None, of: str, *, stacklevel: int) -> None:
+    """As `check_encoder` does, for encoders of which more than a name may be known."""
+    if own is None or given is None or not own.is_same(given):
+        one, other = (None if each is None else str(each) for each in (own, given))
+        check_encoder(what, one, other, "embed both with one encoder", of=of, stacklevel=stacklevel)
+
+
+def _told(pairs: EmbeddingPairs, encoder: Fingerprint | None) -> EmbeddingPairs:
+    """The pairs with this encoder for the sides that do not know theirs."""
+    twin = copy.copy(pairs)
+    twin.image, twin.text = copy.copy(pairs.image), copy.copy(pairs.text)
+    for side in (twin.image, twin.text):
+        side.encoder = side.encoder or encoder
+    return twin
 
 
 def _sort_key(key: Any) -> tuple[str, Any]:

@@ -24,6 +24,7 @@ from geoflow_fast.cli import app, main, training
 from geoflow_fast.cli.base import in_flags
 from geoflow_fast.flow.sampling import FAST_SAMPLING
 from geoflow_fast.head import fitting
+from geoflow_fast.ops import native
 from geoflow_fast.runtime import processors
 from geoflow_fast.training.loop import Run, TrainReport
 
@@ -158,6 +159,8 @@ def test_doctor_shows_every_operation_with_its_reasons(run):
     report = json.loads(out)
     assert report["backends"]["masked_interpolant"]["cpu"] == "available"
     assert {"torch", "triton", "CUDA", "threads", "CPU features in use"} <= set(report["machine"])
+    supported = ", ".join(native.supported_isas())
+    assert report["machine"]["CPU features in use"] == f"{native.isa()} (this processor can run {supported})"
 
 
 def test_output_into_a_pipe_is_plain_text():

@@ -27,8 +27,10 @@ def load_extension(path: str) -> None:
 load_extension(sys.argv[1])
 
 import geoflow_fast as gf  # noqa: E402
+from geoflow_fast.distributed import ALONE  # noqa: E402
 from geoflow_fast.noise import sample_uniform  # noqa: E402
 from geoflow_fast.ops import native  # noqa: E402
+from geoflow_fast.ops.ot_assign import assign_late  # noqa: E402
 
 native.CUDA_MEMORY = "cpu"
 
@@ -113,6 +115,19 @@ def main() -> None:
         assigned = gf.ops.ot_assign(*large, eps=eps, tol=1e-2, backend="cuda")
         truth = gf.ops.ot_assign(*(x.double() for x in large), eps=eps, tol=1e-2, backend="reference")
         assert (assigned == truth).double().mean() >= 0.995, f"eps={eps}"
+
+    # What training does: points and matrix in float16, and one of all the ranks, whose rows are all rows.
+    truth = gf.ops.ot_assign(*(x.double() for x in large), eps=0.05, backend="reference")
+    late, status = assign_late(large[:2], large[2:], 0.05, None)
+    assert native.CudaTransport.read_status(status)[1]
+    assert (late == truth).double().mean() >= 0.95
+    uniform = torch.rand(256, dtype=torch.float64)
+    panels = [gf.ops.ot_assign_panel(*large, ALONE, eps=0.05, uniform=u, backend="cuda") for u in (None, uniform)]
+    exact = gf.ops.ot_assign_panel(*large, ALONE, eps=0.05, uniform=uniform, backend="reference")
+    assert (panels[0] == truth).double().mean() >= 0.995
+    assert (panels[1] == exact).double().mean() >= 0.95
+    nobody = gf.ops.ot_assign_panel(large[0][:0], large[1][:0], *large[2:], ALONE, max_iter=1, backend="cuda")
+    assert nobody.shape == (0,)
 
     cost = gf.ops.transport_cost(*batch, backend="cuda")
     torch.testing.assert_close(cost, gf.ops.transport_cost(*batch, backend="reference"), atol=2e-6, rtol=0)

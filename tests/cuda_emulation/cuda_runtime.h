@@ -47,6 +47,7 @@ constexpr int kDevices = 2;
 constexpr int kSharedWithoutAsking = 48 << 10;
 
 inline int current_device = 0;
+inline int driver_version = 13000, runtime_version = 13000;  // thousands are the major release; 0: no driver
 inline std::vector<int> launched_on;  // the devices of all launches
 inline const void* last_cooperative = nullptr;
 inline std::map<const void*, int> shared_limit;
@@ -62,6 +63,9 @@ int allowed_shared(Kernel* kernel) {
 inline const char* cudaGetErrorString(cudaError_t) { return "invalid value"; }
 
 inline cudaError_t cudaGetDeviceCount(int* count) {
+    // Within a major release drivers serve newer runtimes.
+    if (emulated_runtime::driver_version / 1000 < emulated_runtime::runtime_version / 1000)
+        return cudaErrorInsufficientDriver;
     *count = emulated_runtime::kDevices;
     return cudaSuccess;
 }
@@ -78,11 +82,14 @@ inline cudaError_t cudaGetDevice(int* device) {
 }
 
 inline cudaError_t cudaDriverGetVersion(int* version) {
-    *version = 13000;
+    *version = emulated_runtime::driver_version;
     return cudaSuccess;
 }
 
-inline cudaError_t cudaRuntimeGetVersion(int* version) { return cudaDriverGetVersion(version); }
+inline cudaError_t cudaRuntimeGetVersion(int* version) {
+    *version = emulated_runtime::runtime_version;
+    return cudaSuccess;
+}
 
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     *value = attribute == cudaDevAttrMultiProcessorCount      ? emulated_runtime::kMultiprocessors

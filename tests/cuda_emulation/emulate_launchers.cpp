@@ -1,5 +1,7 @@
 // The shipped launchers on an emulated machine with two devices: every call works on the device it is given, leaves the
-// current one as it was, and takes the kernel whose shared memory the device has. Arguments: schedule seed.
+// current one as it was, and takes the kernel whose shared memory the device has. Where the driver is too old, the build
+// says so. Arguments: schedule seed.
+#include "cuda/runtime.cu"
 #include "cuda/sinkhorn.cu"
 #include "driver.h"
 
@@ -53,10 +55,26 @@ void couple(std::int64_t cols, std::size_t shared, void (*expected)(cuda::Sinkho
     }
 }
 
+// What the build says about a driver that serves this release of CUDA.
+std::string status_with(int driver_version) {
+    emulated_runtime::driver_version = driver_version;
+    return cuda_status();
+}
+
+void check_drivers() {
+    emulation::require(status_with(0) == "no CUDA driver", "a missing driver is not named");
+    emulation::require(status_with(12080) ==
+                           "the driver serves CUDA 12.8, and this build needs 13.0; update the driver, or reinstall "
+                           "geoflow_fast with the nvcc of a toolkit that the driver serves",
+                       "a driver that is too old is not named, or no remedy is");
+    emulation::require(status_with(13010).empty(), "a newer driver is refused");
+}
+
 }  // namespace
 
 int main(int argument_count, char** argument_values) {
     read_arguments(argument_count, argument_values);
+    check_drivers();
     constexpr std::size_t kDesktop = 99 << 10, kSmall = 64 << 10;
     couple<float>(8192, kDesktop, cuda::sinkhorn_kernel<4, float>);
     couple<cuda::Half>(8192, kDesktop, cuda::sinkhorn_kernel<4, cuda::Half>);

@@ -192,7 +192,8 @@ def test_tensor_cores_truncate_and_scores_of_float32_points_do_not(workshop: Wor
 
 @pytest.mark.parametrize("schedule", ["greedy", "reversed"])
 def test_launchers_ask_the_device_and_leave_the_current_one_alone(workshop: Workshop, schedule: str) -> None:
-    """On a device with 99 KB of shared memory a block, too; see emulate_launchers.cpp."""
+    """On a device with 99 KB of shared memory a block, too; and they name a driver that is too old. See
+    emulate_launchers.cpp."""
     outcome = workshop.start("emulate_launchers", "plain", None, [], schedule=SCHEDULES[schedule], seed=1)
     assert outcome.returncode == 0, outcome.stderr.decode()
 

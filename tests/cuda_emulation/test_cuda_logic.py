@@ -24,11 +24,12 @@ from geoflow_fast.training import loop
 from geoflow_fast.training.objective import Objective
 
 pytest.importorskip("triton", reason="the CUDA path needs triton")
-from geoflow_fast.kernels import gallery, network
+from geoflow_fast.kernels import gallery, geodesic, network, probes
 from geoflow_fast.kernels.launch import element_tile, row_tile
+from geoflow_fast.ops.adaln import adaln_half_rows
 from geoflow_fast.ops.triton_kernels import WIDEST_ROW
 from tools import aot
-from tools.launches import counted, on_gpu
+from tools.launches import counted, device_guards, on_gpu
 
 
 class KernelsOfFakeTensors(TorchDispatchMode):
@@ -46,6 +47,7 @@ def launches():
     with (
         mock.patch.object(torch.cuda, "is_available", return_value=True),
         mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True),
+        device_guards(),
         aot.recorded() as recorded,
         KernelsOfFakeTensors(),
     ):
@@ -291,6 +293,8 @@ def test_a_tile_refuses_rows_that_do_not_fit():
 
 WIDE = WIDEST_ROW + 904
 WIDE_CALLS = {
+    "adaln_half": lambda backend="auto": adaln_half_rows(cuda(3, WIDE), cuda(1, WIDE), cuda(1, WIDE), 1e-6, backend),
+    "unit_rows": lambda **b: ops.unit_rows(cuda(9, WIDE), cuda(3, dtype=torch.int64), **b),
     "adaln": lambda **b: ops.adaln(cuda(3, WIDE), cuda(WIDE), cuda(WIDE), **b),
     "adaln_jvp": lambda **b: ops.adaln_jvp(cuda(3, WIDE), cuda(2, 3, WIDE), cuda(WIDE), cuda(WIDE), **b)[0],
     "tangent_step": lambda **b: ops.tangent_step(cuda(3, WIDE), cuda(3, WIDE), 0.1, **b),
@@ -310,12 +314,74 @@ def test_rows_wider_than_a_program_are_served_by_plain_torch(launches, name):
         WIDE_CALLS[name](backend="triton")
 
 
+def test_noise_wider_than_a_program_is_drawn_by_plain_torch(launches):
+    """A program holds four columns of a row where others hold one."""
+    numbers, widest = cuda(3, dtype=torch.int64), 4 * WIDEST_ROW
+    assert ops.counter_noise(numbers, widest + 1, 5, 6, 0).shape == (3, widest + 1)
+    assert not launches
+    with pytest.raises(dispatch.BackendUnavailable, match=f"at most {widest} entries, and these have {widest + 1}"):
+        ops.counter_noise(numbers, widest + 1, 5, 6, 0, backend="triton")
+    assert ops.counter_noise(numbers, widest, 5, 6, 0).shape == (3, widest)
+    assert names(launches) == ["counter_noise_kernel"]
+
+
 @pytest.mark.usefixtures("launches")
-def test_the_interpolant_of_wide_rows_is_left_to_plain_torch():
-    streams = [cuda(3, width) for width in (8, WIDE) * 2]
-    table = dispatch._OPERATIONS["masked_interpolant"]
-    assert dispatch.choose("masked_interpolant", streams[0], inputs=streams) is table["reference"].function
-    assert dispatch.choose("masked_interpolant", streams[0], inputs=streams[::2]) is table["triton"].function
+@pytest.mark.parametrize(
+    "name", ["masked_interpolant", "adaln_segments", "gate_adaln_segments", "tangent_probes", "probe_traces"]
+)
+def test_passes_over_wide_rows_are_left_to_plain_torch(name):
+    rows, table = [cuda(3, width) for width in (8, WIDE)], dispatch._OPERATIONS[name]
+    assert dispatch.choose(name, rows[0], inputs=rows) is table["reference"].function
+    assert dispatch.choose(name, rows[0], inputs=rows[:1]) is table["triton"].function
+
+
+def segment_call(kernel, pairs):
+    """A call that serves both streams of three solves, 14 rows a pair."""
+    rows, table, parameter = 14 * pairs, cuda(6, 10, dtype=torch.int32), cuda(6, 96)
+    h, y = cuda(rows, 96), cuda(rows, 96)
+    if kernel == "adaln":
+        network.segment_adaln(h, None, parameter, parameter, y, table, pairs, 1e-6, False)
+    elif kernel == "gate_adaln":
+        products = cuda(rows, 192)
+        network.segment_gate_adaln(h, products, 4, parameter, parameter, parameter, h, y, table, pairs, 1e-6, False)
+    else:
+        network.segment_swiglu(cuda(rows, 192), y, table, pairs)
+
+
+def probe_call(kernel, rows):
+    x, e = cuda(rows, 96), cuda(2, rows, 96)
+    if kernel == "draw":
+        probes.tangent_probes(x, cuda(rows, dtype=torch.int64), cuda(dtype=torch.int64), 3, 1, 2, False, x, 95)
+    else:
+        probes.probe_traces(x, x, e, e, cuda(2, rows, dtype=torch.float64), 0.1, -95.0, 95, True, x)
+
+
+ROW_CALLS = {
+    "counter_noise": lambda rows: geodesic.counter_noise(cuda(rows, dtype=torch.int64), 96, 2**62 + 1, rows, 1, True),
+    "unit_rows": lambda rows: geodesic.unit_rows(cuda(2 * rows, 96), cuda(rows, dtype=torch.int64)),
+    "cross_residual": lambda rows: network.cross_residual(
+        cuda(2 * rows, 96), cuda(2 * rows, 192), cuda(2, 96), None, 0.0, 4
+    ),
+    "cross_residual_backward": lambda rows: network.cross_residual_backward(
+        cuda(2 * rows, 96), cuda(2 * rows, 192), cuda(2, 96), None, 0.0, 4
+    ),
+    "segment_adaln": functools.partial(segment_call, "adaln"),
+    "segment_gate_adaln": functools.partial(segment_call, "gate_adaln"),
+    "segment_swiglu": functools.partial(segment_call, "swiglu"),
+    "tangent_probes": functools.partial(probe_call, "draw"),
+    "probe_traces": functools.partial(probe_call, "read"),
+    "gallery_split": lambda rows: gallery.split_rows(cuda(rows, 96), False),
+}
+"""The row kernels that tests/aot/test_compile.py does not call with other numbers of rows."""
+
+
+@pytest.mark.parametrize("name", ROW_CALLS)
+def test_other_row_kernels_are_compiled_once_for_any_number_of_rows_too(launches, name):
+    """One, odd, and multiples of 16: what the compiler is given is the same."""
+    for rows in (1, 2, 15, 16, 17, 160, 8192):
+        ROW_CALLS[name](rows)
+    assert set(names(launches)) == {f"{name}_kernel"}
+    assert len({aot.compiler_key(launch) for launch in launches}) == 1
 
 
 def test_plain_torch_for_cuda_tensors_warns_once_and_names_the_remedy(launches, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
 from unittest import mock
@@ -15,14 +16,26 @@ import geoflow_fast as gf
 
 pytest.importorskip("triton", reason="the CUDA path needs triton")
 from geoflow_fast import ops
-from geoflow_fast.directions import DIRECTIONS
+from geoflow_fast.directions import DIRECTIONS, Direction
+from geoflow_fast.distributed import ALONE
 from geoflow_fast.flow.sampling import network_rows_at_once
 from geoflow_fast.head.loss import _tiles, point_scores
 from geoflow_fast.likelihood.reverse_ode import density_estimates, pairs_at_once
+from geoflow_fast.ops import dispatch, native, transport_solvers
+from geoflow_fast.ops.ot_assign import assign_late
+from geoflow_fast.retrieval.sources import FlowSource
 from geoflow_fast.runtime.device import rows_at_once
 from geoflow_fast.runtime.graphs import Graphs
 from tools import launches
-from tools.launches import counted, fake_rows, list_launches, on_gpu, training
+from tools.launches import Count, counted, fake_rows, list_launches, on_gpu, training
+
+PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+
+
+@functools.cache
+def path(name: str) -> Count:
+    """What a documented path asks for, counted once for all tests."""
+    return {**launches.PATHS, **launches.NEW_PATHS}[name]()
 
 
 def test_kernels_bytes_and_operations_of_a_product_and_a_sum():
@@ -104,12 +117,76 @@ def test_launches_over_lists():
 
 def test_a_training_step_waits_for_nothing_and_starts_at_most_450_kernels():
     """The paper's run: noise, gathering, coupling, network, loss, optimiser. 1,060 kernels and 8 waits before."""
-    step = training(3)
+    step = path("one training step")
     assert not step.synchronisations
     assert step.kernels.total() <= 450
     assert not step.replays
     assert step.of("counter_noise") == step.of("unit_rows") == 2
     assert step.of("sinkhorn_kernel") == 1
+
+
+def test_a_training_step_multiplies_points_once_and_in_float16():
+    """The coupling needs no more; the network multiplies in bfloat16."""
+    step = path("one training step")
+    assert step.of("score_kernel") == 1
+    assert step.flops["float16"] == 2 * 2048 * launches.BATCH**2
+    assert not step.flops["tf32"]
+
+
+@pytest.mark.parametrize(("eps", "storage"), [(0.05, torch.float16), (0.03, torch.float32)])
+def test_training_keeps_its_cost_matrix_in_float16_where_eps_allows(eps, storage):
+    with counted() as count, mock.patch.object(native, "CudaTransport", wraps=native.CudaTransport) as made:
+        points = fake_rows(512, 64), fake_rows(512, 64)
+        target, status = assign_late(points, points, eps, None)
+    assert made.call_args.args[-1] == storage
+    assert (target.shape, status.shape) == ((512,), (3,))
+    assert count.flops == {"float16": 2 * 128 * 512**2}
+
+
+def iterations_of_a_rank(iterations: int) -> Count:
+    """What so many iterations ask of the GPU of one of four ranks that couple a batch together."""
+    with counted() as count:
+        noise, data = (fake_rows(launches.BATCH // n, 1024) for n in (4, 1))
+        with pytest.warns(RuntimeWarning, match="sinkhorn stopped"):
+            ops.ot_assign_panel(noise, noise, data, data, ALONE, max_iter=iterations)
+    return count
+
+
+def test_ranks_on_gpus_multiply_in_float16_and_wait_once_an_iteration(monkeypatch):
+    monkeypatch.setattr(transport_solvers, "_LEAST_WIDE_SUM", -1.0)  # sums that are read from fake tensors are zeros
+    one = iterations_of_a_rank(1)
+    assert one.of("score_kernel") == 1
+    assert one.flops == {"float16": 2 * 2048 * launches.BATCH**2 // 4}
+    assert dict(one.synchronisations) == {"item": 1, "copy to the host": 1}  # whether all rows are unit; column sums
+    another = iterations_of_a_rank(2) - one
+    assert dict(another.synchronisations) == {"copy to the host": 1}
+    assert another.kernels.total() <= 20
+    assert f"in float64: {another.kernels.total()} kernels an iteration" in " ".join(PAGE.read_text().split())
+
+
+def test_a_plan_over_ranks_warns_where_the_kernels_are_missing(monkeypatch):
+    monkeypatch.setattr(dispatch, "_WARNED", set())
+    table, remedy = dispatch._OPERATIONS["ot_assign"], "no CUDA code here; reinstall with nvcc"
+    with counted() as count, mock.patch.object(native, "missing_cuda", return_value=remedy):
+        broken = dataclasses.replace(table["cuda"], missing=native.missing_cuda)
+        rows = fake_rows(64, 8)
+        with mock.patch.dict(table, cuda=broken), pytest.warns(RuntimeWarning) as warned:
+            ops.ot_assign_panel(rows, rows, rows, rows, ALONE, max_iter=1)
+    assert any("plain torch" in str(w.message) and remedy in str(w.message) for w in warned)
+    assert not count.of("cuda:")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_flows_of_16_bits_sample_and_score_on_a_gpu(dtype):
+    """Their products are in their own type, points and densities are not."""
+    with counted() as count:
+        flow = launches.paper_flow(dtype)
+        settings = gf.SamplingSettings(n_samples=4, n_steps=1)
+        samples = FlowSource(flow, Direction.T2I, settings, 100.0, 0).draw(fake_rows(3, 1024)).samples
+        pair, seed = (fake_rows(64, 1024), fake_rows(64, 1024)), fake_rows(dtype=torch.int64)
+        density_estimates(flow, *pair, DIRECTIONS, gf.DensitySettings(n_steps=1, solver="euler"), seed)
+    assert (samples.dtype, samples.shape) == (torch.float32, (3, 4, 1024))
+    assert count.flops[str(dtype).removeprefix("torch.")] > 0.99 * count.flops.total()
 
 
 @pytest.mark.parametrize("resident", [True, False])
@@ -179,7 +256,7 @@ def test_densities_are_one_replay(options):
 
 def test_a_step_with_fixed_directions_is_one_replay():
     """Network, gradients, optimiser and learning rate are in the graph; the batch is made on a stream of its own."""
-    drawn, fixed = training(2), training(3, fixed_directions=True)
+    drawn, fixed = path("one training step"), path("one training step, fixed directions")
     assert fixed.replays == 1
     assert not fixed.synchronisations
     assert fixed.started <= 40
@@ -255,7 +332,7 @@ def test_a_large_call_for_densities_replays_its_chunks():
 
 def test_re_ranking_waits_for_no_shapes():
     """Candidates that are not there are solved, too: a GPU need not tell how many there are, and shapes stay."""
-    count = launches.reranking(launches.QUERIES)
+    count = path("5 re-ranked queries")
     assert count.replays == 1
     assert not {"nonzero", "index by a mask", "_unique2"} & set(count.synchronisations)
     assert sum(count.flops.values()) > 100e9  # all 160 pairs
@@ -272,12 +349,12 @@ def test_the_head_of_a_gpu_takes_all_queries_at_once():
 
 def test_few_points_of_a_head_are_not_worth_rounding_the_gallery_for():
     """Rounding takes ten passes over the gallery: for 64 queries, three products are faster than one."""
-    assert launches.head(64).bytes < 4 * 4 * 1024 * launches.ITEMS
+    assert path("head posteriors of 64 queries").bytes < 4 * 4 * 1024 * launches.ITEMS
 
 
-@pytest.mark.parametrize(("run", "most"), [(lambda: launches.entropy(5), 200), (lambda: launches.head(64), 250)])
-def test_posteriors_start_few_kernels_besides_the_solve(run, most):
-    assert run().started <= most
+@pytest.mark.parametrize(("name", "most"), [("entropies of 5 queries", 200), ("head posteriors of 64 queries", 250)])
+def test_posteriors_start_few_kernels_besides_the_solve(name, most):
+    assert path(name).started <= most
 
 
 # ---- before ------------------------------------------------------------------------------------------------------
@@ -293,10 +370,14 @@ def test_the_counts_of_the_release_before_are_of_this_tool():
     assert stored["counts"]["one likelihood evaluation"]["kernels"] >= 690
 
 
-def test_the_documented_numbers_are_those_of_the_code():
-    """The rows of docs/gpu.md that say how often a GPU is asked."""
-    page = Path(__file__).parents[2].joinpath("docs", "gpu.md").read_text()
-    for name in ("one guided velocity", "one likelihood evaluation"):
-        row = next(line for line in page.splitlines() if line.startswith(f"| {name} |"))
-        kernels = row.split("|")[2].split("->")[1].strip()
-        assert int(kernels.replace(",", "")) == launches.PATHS[name]().kernels.total()
+@pytest.mark.parametrize("name", [*launches.PATHS, *launches.NEW_PATHS])
+def test_the_documented_rows_are_those_of_the_code(name):
+    """`python -m tools.launches --docs docs/gpu.md` writes them."""
+    assert launches.documented_row(name, path(name)) in PAGE.read_text().splitlines()
+
+
+def test_the_documented_sentences_about_a_training_step_are_true():
+    words = " ".join(PAGE.read_text().split())
+    step, fixed = path("one training step"), path("one training step, fixed directions")
+    assert f"counts no synchronisation and {step.kernels.total()} kernels for the paper's run" in words
+    assert f"the host starts {fixed.started:.0f} things a step" in words

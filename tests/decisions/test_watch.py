@@ -10,11 +10,11 @@ import sys
 
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import special, stats
 
 import geoflow_fast as gf
-from geoflow_fast.decisions import drift
-from geoflow_fast.decisions.watch import EMBEDDINGS, HITS, MISSING, SCORES
+from geoflow_fast.decisions import drift, lists
+from geoflow_fast.decisions.watch import EMBEDDINGS, HITS, MISSING, SCORES, Looks, looked_at
 from geoflow_fast.jobs.watch import WatchSettings, watch_file
 from geoflow_fast.runtime import parquet
 from tests.decisions.helpers import search
@@ -27,7 +27,7 @@ def rule():
     fitted, tested = search(400, K, seed=1), search(800, K, seed=2)
     trust = gf.Trust().fit(fitted.scores, fitted.relevant)
     hits = np.random.default_rng(0).integers(300, size=tested.scores.shape)
-    return trust.certify(tested.scores, tested.relevant, 0.2, encoder="small").with_hits(hits)
+    return trust.certify(tested.scores, tested.relevant, 0.2).with_hits(hits)
 
 
 def hits_of(n, low=0, high=300, seed=1):
@@ -121,7 +121,7 @@ def test_a_reweighted_threshold_keeps_its_promise():
 
 
 def test_another_encoder_ends_the_guarantee(rule, tmp_path):
-    rule.save(tmp_path / "rule.json")
+    dataclasses.replace(rule, encoder="small").save(tmp_path / "rule.json")
     parquet.write_columns(tmp_path / "log.parquet", {"scores": search(10, K, seed=3).scores}, 10)
     files = (tmp_path / "rule.json", tmp_path / "log.parquet", tmp_path / "health.parquet")
     watched = watch_file(*files, WatchSettings(encoder="large"))
@@ -276,3 +276,191 @@ def test_permutations_are_counted_with_the_observed_one(every, expected):
 
     p = drift._permutation_p_value(auroc_of, np.arange(6) % 2.0, 1.0, 20, 1000, np.random.default_rng(0))
     assert p == pytest.approx(expected)
+
+
+# ---- what a guarantee rests on ----
+
+
+def test_p_values_are_corrected_for_views_and_looks(rule):
+    log = search(300, K, match=0.0, seed=3)
+    for before in (0, 2):
+        health = looked_at(rule, log.scores, Looks(before=before), hits=hits_of(300))
+        look = health.looks[0]
+        parts = {MISSING: 3 / 5, SCORES: 1 / 5, HITS: 1 / 5}
+        assert look.number == before + 1
+        for each in look.drifts:
+            own = drift.spending(look.number) * parts[each.view]
+            assert each.corrected == pytest.approx(min(1.0, each.p_value / own))
+        assert look.p_value < 0.05  # so that the correction is seen
+        assert health.alarm is look
+
+
+def test_looks_after_an_alarm_of_an_earlier_call_are_cheap(rule, tmp_path, monkeypatch):
+    rule.save(tmp_path / "rule.json")
+    scores = search(300, K, match=0.0, seed=4).scores
+    files = (tmp_path / "rule.json", tmp_path / "log.parquet", tmp_path / "health.parquet")
+    drawn, plain = [], drift._permutation_p_value
+
+    def counted(auroc_of, labels, observed, enough, most, rng):
+        drawn.append(most)
+        return plain(auroc_of, labels, observed, enough, most, rng)
+
+    monkeypatch.setattr(drift, "_permutation_p_value", counted)
+    parquet.write_columns(files[1], {"scores": scores[:100]}, 100)
+    first = watch_file(*files, WatchSettings())
+    assert not first.holds
+    before = max(drawn)
+    drawn.clear()
+    parquet.write_columns(files[1], {"scores": scores}, 300)
+    second = watch_file(*files, WatchSettings())
+    assert len(second.health.looks) == 2
+    assert max(drawn) <= before / 8
+    assert second.verdict == first.verdict  # that of the alarm
+    assert second.health.alarm is None
+
+
+def test_equal_lists_are_equal_although_a_rule_keeps_few_digits(rule, tmp_path):
+    """A log of the judged queries themselves: each is tied with itself, so that the AUROC is one half."""
+    rule.save(tmp_path / "rule.json")
+    loaded = gf.Rule.load(tmp_path / "rule.json")
+    health = gf.watch(loaded, search(800, K, seed=2).scores, window=800, every=800)
+    missing = next(each for each in health.last.drifts if each.view == MISSING)
+    assert missing.auroc == pytest.approx(0.5, abs=1e-12)
+    for name in ("heads", "twins", "features"):
+        np.testing.assert_array_equal(getattr(loaded.reference, name), getattr(rule.reference, name))
+
+
+def test_digits_are_significant_ones():
+    values = np.array([[0.123456789, -1234567.89, 3e-9, 0.0], [27.6310211159, 1.0, -0.00012345678, 9.99999996]])
+    expected = [[float(f"{x:.7g}") for x in row] for row in values.tolist()]
+    assert lists.rounded(values).tolist() == expected
+    assert lists.rounded(lists.rounded(values)).tolist() == expected
+
+
+def test_a_rule_without_a_guarantee_is_not_watched(rule, tmp_path):
+    nothing = {name: dataclasses.replace(each, threshold=math.inf) for name, each in rule.certificates.items()}
+    empty = dataclasses.replace(rule, certificates=nothing)
+    with pytest.raises(ValueError, match="no guarantee to watch"):
+        gf.watch(empty, search(100, K, seed=3).scores)
+    empty.save(tmp_path / "rule.json")
+    parquet.write_columns(tmp_path / "log.parquet", {"scores": search(10, K, seed=3).scores}, 10)
+    with pytest.raises(ValueError, match="no guarantee to watch"):
+        watch_file(tmp_path / "rule.json", tmp_path / "log.parquet", tmp_path / "h.parquet", WatchSettings())
+
+
+def test_weights_are_those_of_the_classifier_that_was_given(rule):
+    """One that tells nothing finds all judged queries as good as any, however far off the linear one finds them."""
+    blind = pytest.importorskip("sklearn.dummy").DummyClassifier(strategy="uniform", random_state=0)
+    health = gf.watch(
+        rule,
+        search(500, K, seed=3).scores,
+        embeddings=embeddings_of(500, 4, 30.0),
+        judged_embeddings=embeddings_of(800, 5),
+        classifier=blind,
+        every=500,
+    )
+    assert health.last.overlap.effective == pytest.approx(800)
+    assert health.last.overlap.certificate is not None
+
+
+def test_queries_worth_judging_are_new_and_uncertain(rule):
+    """The last hundred come from elsewhere: of these, such as are neither surely right nor surely wrong."""
+    log = search(500, K, seed=3)
+    embeddings = np.concatenate((embeddings_of(400, 4), embeddings_of(100, 6, 8.0)))
+    health = gf.watch(rule, log.scores, embeddings=embeddings, judged_embeddings=embeddings_of(800, 5), every=500)
+    assert (health.to_label >= 400).mean() > 0.9
+    new = np.arange(400, 500)
+    left = np.setdiff1d(new, health.to_label)
+    spread = health.p_right * (1 - health.p_right)
+    assert spread[np.intersect1d(new, health.to_label)].mean() > 1.5 * spread[left].mean()
+
+
+@pytest.fixture(scope="module")
+def reckoning():
+    """A rule that reckons with a share of 30 % without a match."""
+    fitted, tested = search(400, K, seed=1), search(800, K, seed=2)
+    trust = gf.Trust().fit(fitted.scores, fitted.relevant)
+    hits = np.where(tested.relevant, 1000, np.random.default_rng(0).integers(300, size=tested.scores.shape))
+    return trust.certify(tested.scores, tested.relevant, 0.3, no_match_share=0.3).with_hits(hits)
+
+
+@pytest.mark.parametrize(("match", "holds"), [(1.0, True), (0.85, True), (0.7, True), (0.3, False)])
+def test_a_rule_that_reckons_with_missing_items_is_not_surprised_by_them(reckoning, match, holds):
+    log = search(500, K, match=match, seed=13)
+    health = gf.watch(reckoning, log.scores, every=500)
+    assert health.holds == holds
+    if not holds:
+        assert "the rule reckons with 30%" in health.verdict
+
+
+def test_a_missing_item_is_no_hit(reckoning):
+    reference = reckoning.reference
+    gone = reference.with_missing(np.ones(len(reference), bool))
+    np.testing.assert_array_equal(gone.heads, reference.twins)
+    assert not gone.right.any()
+    assert (gone.hits[reference.right] != 1000).all()
+    assert (gone.hits[reference.right, -1] == -1).all()
+    np.testing.assert_array_equal(gone.hits[~reference.right], reference.hits[~reference.right])
+
+
+# ---- lists of probabilities ----
+
+
+def posterior_lists(n, seed, match=1.0, items=60):
+    """The first hits of an exact posterior over all items, as logarithms, and which are right."""
+    found = search(n, items, items=items, match=match, seed=seed)
+    log_prob = 3 * found.scores - special.logsumexp(3 * found.scores, axis=1, keepdims=True)
+    return log_prob[:, :K], found.relevant[:, :K]
+
+
+def test_a_missing_item_leaves_its_probability_to_the_others():
+    found = search(50, 60, items=60, seed=5)
+    kept = np.sort(np.where(found.relevant, -np.inf, 3 * found.scores), axis=1)[:, ::-1]
+    expected = kept - special.logsumexp(kept, axis=1, keepdims=True)
+    log_prob, right = posterior_lists(50, 5)
+    twins = lists.taken_out(log_prob, right, log_prob=True)
+    known = right.any(1)
+    told = known & (np.exp(log_prob[:, 0]) < 0.99)  # of other lists rounding hides what is beyond them
+    assert told.sum() > 20
+    np.testing.assert_allclose(twins[told, : K - 1], expected[told, : K - 1], atol=2e-4)
+    np.testing.assert_array_equal(twins[~known], log_prob[~known])  # the right item is further down
+    sure = np.log(np.array([[1.0, 3e-9, 1e-9, 1e-9]], np.float32)).astype(float)  # rounding leaves nothing beyond
+    top = np.exp(lists.taken_out(sure, np.eye(1, 4, dtype=bool), log_prob=True))
+    assert top[0, 0] == pytest.approx(0.6, rel=1e-6)
+
+
+def test_missing_items_of_probability_lists_are_estimated():
+    """Without their nature known, lists of probabilities hide how many items are missing."""
+    fitted, tested, live = posterior_lists(500, 1), posterior_lists(1500, 2), posterior_lists(500, 3, match=0.6)
+    rule = gf.Trust(log_prob=True).fit(*fitted).certify(*tested, 0.2)
+    last = gf.watch(rule, live[0], every=500).last
+    assert last.no_match_share == pytest.approx(0.4, abs=3 * last.no_match_stderr)
+    assert last.no_match_stderr < 0.12
+    with pytest.warns(UserWarning, match=r"say Trust\(log_prob=True\)"):
+        plain = gf.Trust().fit(*fitted)
+    mistaken = gf.watch(plain.certify(*tested, 0.2), live[0], every=500).last
+    assert mistaken.no_match_share < 0.4 - 3 * mistaken.no_match_stderr
+
+
+def test_certificates_of_probability_lists_hold_without_matches():
+    fitted, tested = posterior_lists(500, 1), posterior_lists(2000, 2)
+    trust = gf.Trust(log_prob=True).fit(*fitted)
+    rule = trust.certify(*tested, 0.2, no_match_share=0.4)
+    live, right = posterior_lists(8000, 4, match=0.6)
+    answered = rule(live)
+    assert answered.mean() > 0.05
+    assert 1 - right[answered, 0].mean() <= 0.2
+
+
+def test_lists_of_probabilities_stay_such(tmp_path):
+    fitted, tested = posterior_lists(300, 1), posterior_lists(300, 2)
+    trust = gf.Trust(log_prob=True).fit(*fitted)
+    trust.save(tmp_path / "trust.json")
+    loaded = gf.Trust.load(tmp_path / "trust.json")
+    assert loaded.log_prob
+    rules = [each.certify(*tested, 0.3, no_match_share=0.2) for each in (trust, loaded)]
+    np.testing.assert_array_equal(rules[0].reference.twins, rules[1].reference.twins)
+    spoiled = tested[0].copy()
+    spoiled[7] += 0.5
+    with pytest.raises(ValueError, match="row 7 sum to"):
+        trust.certify(spoiled, tested[1])

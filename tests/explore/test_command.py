@@ -83,3 +83,62 @@ def test_watch_shows_the_queries_that_changed(desk):
     label = parquet.read_columns(desk / "health.label.parquet")
     assert [page["ids"][position] for position in worth["rows"]] == label["query"].tolist()
     assert "no longer holds" in (desk / "changed.html").read_text()
+
+
+def test_the_page_of_a_watch_says_what_its_exit_status_says(desk):
+    """An alarm of an earlier call ends the guarantee for good; without a look that is due there is no page."""
+    files = ("--rule", "rule.json", "--queries", "log.parquet", "--out", "health.parquet")
+    assert run("watch", *files).exit_code == 3
+    none = run("watch", *files, "--page", "again.html")
+    assert none.exit_code == 3
+    assert "Wrote no again.html" in none.output
+    assert not (desk / "again.html").exists()
+    assert json.loads(run("watch", *files, "--page", "again.html", "--json").output)["page"] is None
+    # The log goes on with queries like the judged ones.
+    quiet, stored_log = search(600, K, items=40, seed=9), parquet.read_columns(desk / "log.parquet")
+    scores = np.concatenate((np.stack(stored_log["scores"]), quiet.scores))
+    hits = np.stack([np.random.default_rng(row).permutation(40)[:K] for row in range(800)])
+    hits[:200] = np.stack(stored_log["index"])
+    ids = np.array([f"q{row}" for row in range(800)], dtype=object)
+    parquet.write_columns(desk / "log.parquet", {"query": ids, "index": hits, "scores": scores}, 800)
+    result = run("watch", *files, "--page", "later.html")
+    assert result.exit_code == 3
+    assert "Wrote health.parquet and later.html" in result.output
+    assert not stored(desk / "later.html")["holds"]
+    page = (desk / "later.html").read_text()
+    assert "The guarantee no longer holds because queries 0 to 100" in page
+    assert "The guarantee holds" not in page
+
+
+def test_items_and_queries_are_found_by_their_ids(desk):
+    """A folder of embeddings whose rows have ids gives items their words, whatever the order of its rows."""
+    rng = np.random.default_rng(3)
+    rows = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (rng.normal(size=(n, 6)) for n in (40, 200))]
+    rows[0][1] = rows[0][0]
+    items = [f"item-{39 - row}" for row in range(40)]
+    asked = [f"q{199 - row}" for row in range(200)]
+    pairs = gf.EmbeddingPairs.from_arrays(*rows, rng.integers(40, size=200), image_ids=items, ids=asked)
+    pairs.save("embedded")
+    for folder, column, words in (
+        ("img_metadata", "image_path", [f"name of {each}" for each in items]),
+        ("metadata", "caption", [f"words of {each}" for each in asked]),
+    ):
+        (desk / "embedded" / folder).mkdir()
+        parquet.write_columns(
+            desk / "embedded" / folder / f"{folder}_0.parquet", {column: np.array(words, object)}, len(words)
+        )
+    log = parquet.read_columns(desk / "log.parquet")
+    hits = np.array([[f"item-{item}" for item in row] for row in np.stack(log["index"])], dtype=object)
+    hits[0, 0] = "unheard-of"
+    columns = {"query": log["query"], "index": hits, "scores": np.stack(log["scores"])}
+    parquet.write_columns(desk / "named.parquet", columns, 200)
+    given = ("--rule", "rule.json", "--queries", "embedded", "--gallery", "embedded", "--out", "page.html")
+    result = run("explore", "named.parquet", *given)
+    assert result.exit_code == 0, result.output
+    page = stored(desk / "page.html")
+    assert page["captions"][3] == "words of q3"
+    names = dict(zip(page["items"], page["itemCaptions"]))
+    assert all(name == ("" if item == "unheard-of" else f"name of {item}") for item, name in names.items())
+    twice = next(each for each in page["marked"] if each["name"] == "near-duplicates")["rows"]
+    assert sorted(twice) == [row for row in range(200) if {"item-39", "item-38"} <= set(hits[row, :5])]
+    assert "1 items have ids that the gallery&#39;s files do not know" in (desk / "page.html").read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import html
 import json
@@ -216,7 +217,7 @@ def run_folder(tmp_path):
     density = {"pair": np.arange(300), "pmi": np.arange(300.0), "p_value": np.linspace(0, 1, 300)}
     parquet.write_columns(tmp_path / "density.parquet", density, 300)
     log_prob = np.log(np.maximum(prob, 1e-12))
-    trust = gf.Trust().fit(log_prob[:150], lists.relevant[:150])
+    trust = gf.Trust(log_prob=True).fit(log_prob[:150], lists.relevant[:150])
     trust.certify(log_prob[150:], lists.relevant[150:], 0.3).save(tmp_path / "rule.json")
     (tmp_path / "health.json").write_text('{"verdict": "It holds.", "holds": true}')
     return tmp_path, lists.relevant
@@ -273,3 +274,48 @@ def test_what_is_missing_is_said(run_folder, tmp_path):
 def parquet_columns(folder):
     stored = parquet.read_columns(folder / "ranked.parquet", ["index", "prob"])
     return {name: np.stack(column) for name, column in stored.items()}
+
+
+def test_only_a_rule_about_answers_is_marked(run_folder):
+    """A rule about shown hits has a threshold of another quantity, and one with groups has several."""
+    folder, relevant = run_folder
+    run = sources.RunFiles.open(folder)
+    assert sources.explored(run, sources.Described(), sources.Described()).uncertified == ""
+    for change, words in (
+        ({"unit": "items"}, "about the hits that are shown"),
+        ({"certificates": {"a": run.rule.certificates[""]}}, "a threshold for each group"),
+    ):
+        other = dataclasses.replace(run, rule=dataclasses.replace(run.rule, **change))
+        page = sources.explored(other, sources.Described(), sources.Described(), labels=relevant)
+        assert page.certified is None
+        assert words in render(page)
+        assert data(page)["certified"] is None
+
+
+def test_strangers_are_far_from_their_neighbours(run_folder):
+    """Without densities, embeddings tell."""
+    folder, _ = run_folder
+    (folder / "density.parquet").unlink()
+    rows = np.random.default_rng(0).normal(size=(300, 4)).astype(np.float32) * [0.1, 0.1, 0.1, 0] + [1, 0, 0, 0]
+    odd = [17, 80, 211]
+    rows[odd] = np.eye(4)[1:] * [[1], [1], [-1]]
+    np.save(folder / "queries.npy", (rows / np.linalg.norm(rows, axis=1, keepdims=True)).astype(np.float32))
+    asked = sources.described([folder / "queries.npy"], "text")
+    page = sources.explored(sources.RunFiles.open(folder), asked, sources.Described())
+    marks = {each.name: list(each.rows) for each in page.marked}
+    assert sorted(marks["strangers"][:3]) == odd
+    assert len(marks["strangers"]) == 6
+
+
+def test_labels_that_contradict_a_sure_answer_are_doubted(run_folder):
+    folder, relevant = run_folder
+    run = sources.RunFiles.open(folder)
+    p = sources.explored(run, sources.Described(), sources.Described(), labels=relevant).p_right
+    sure = np.argsort(-p)[:2]
+    assert (p[sure] >= sources.SURE).all()
+    wrong = relevant.copy()
+    wrong[sure, 0] = False
+    page = sources.explored(run, sources.Described(), sources.Described(), labels=wrong)
+    doubted = next(each for each in page.marked if each.name == "suspected wrong labels")
+    assert list(doubted.rows)[:2] == sure.tolist()
+    assert all(not wrong[row, 0] and p[row] >= sources.SURE for row in doubted.rows)

@@ -104,6 +104,37 @@ def test_without_a_trust_the_rule_is_applied_to_all_lists(monkeypatch):
 
 
 @pytest.mark.usefixtures("desk")
+def test_a_rule_knows_the_rows_that_it_was_certified_on(monkeypatch):
+    """Also if the file does not name its hits: embeddings of judged queries belong to rows of the file."""
+    assert threshold(monkeypatch, scores="check.npy", labels="check_labels.npy", max_error=0.3) == 0
+    rule = gf.Rule.load("rule.json")
+    row = rule.reference.row
+    assert len(set(row.tolist())) == 200
+    heads = rule.model.heads(np.load("check.npy")[row])
+    np.testing.assert_allclose(rule.reference.heads, heads, rtol=1e-6)
+    assert rule.reference.right.tolist() == np.load("check_labels.npy")[row].tolist()
+
+
+@pytest.mark.usefixtures("desk")
+def test_probabilities_are_known_as_such(monkeypatch, capsys):
+    """What `geoflow rerank` wrote is learned from as probabilities, and is not mixed with scores."""
+    scores, right = np.load("check.npy"), np.load("check_labels.npy")
+    prob = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+    table = {"query": np.arange(400), "index": np.tile(np.arange(K), (400, 1)).tolist(), "prob": prob.tolist()}
+    pyarrow.parquet.write_table(pyarrow.table(table), "ranked.parquet")
+    known = {"scores": "ranked.parquet", "labels": "check_labels.npy"}
+    assert threshold(monkeypatch, **known, max_error=0.3, no_match_share=0.1) == 0
+    assert gf.Rule.load("rule.json").model.log_prob
+    assert run_geoflow(monkeypatch, "trust", **known, trust="t.json") == 0
+    expected = gf.Trust(log_prob=True).fit(np.log(prob), right)
+    assert run_geoflow(monkeypatch, "trust", scores="ranked.parquet", trust="t.json", out="o.parquet") == 0
+    np.testing.assert_allclose(read_columns(Path("o.parquet"))["p_no_match"], expected.p_no_match(np.log(prob)))
+    mixed = {"scores": "check.npy", "labels": "check_labels.npy", "trust": "t.json"}
+    assert threshold(monkeypatch, "--overwrite", **mixed) == 2
+    assert "t.json was learned from probabilities, and check.npy holds scores" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("desk")
 def test_queries_that_were_fitted_are_not_tested(monkeypatch, capsys):
     known = {"scores": "judged.npy", "labels": "judged_labels.npy", "trust": "t.json"}
     assert run_geoflow(monkeypatch, "trust", **known) == 0

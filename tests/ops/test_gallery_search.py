@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import geoflow_fast as gf
 from geoflow_fast.ops import native
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CLIP = Path(__file__).resolve().parents[3] / "shared" / "data" / "imagenet" / "vitb32.npz"
 needs_int8 = pytest.mark.skipif(native.missing_int8() is not None, reason=str(native.missing_int8()))
 
 
@@ -288,3 +290,28 @@ def test_an_index_without_codes_is_loaded(tmp_path):
     assert index.codes is None
     x = unit_rows(2, 32)
     assert torch.equal(gallery.with_index(index).search(x)[1], gallery.search(x)[1])
+
+
+# ---- real embeddings -----------------------------------------------------------------------------------------------
+
+
+@needs_int8
+@pytest.mark.skipif(not CLIP.exists(), reason=f"needs the embeddings {CLIP}")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_of_clip_exclude_most_and_change_nothing(dtype, monkeypatch):
+    """A few coordinates of these rows are far larger than the others; the bounds are narrow nevertheless."""
+    with np.load(CLIP, allow_pickle=False) as file:
+        images, texts = (gf.geometry.normalize(torch.tensor(file[k]).float()) for k in ("image_emb", "class_text_emb"))
+    gallery = images[:6000].to(dtype)
+    codes, seen = gf.ops.RowCodes.encode(gallery), []
+    assert float(codes.error.max()) < 0.015
+    original = native.search_codes
+    monkeypatch.setattr(native, "search_codes", lambda *inputs: seen.append(original(*inputs)) or seen[-1])
+    for count in (1, 3, 16, 64):
+        queries = torch.cat((texts[: count // 2], images[6000 : 6000 + count - count // 2]))
+        ours, wanted = (gf.ops.gallery_search(queries, gallery, 10, codes=some) for some in (codes, None))
+        assert all(torch.equal(a, b) for a, b in zip(ours, wanted, strict=True))
+    kept = torch.cat([found[2] for found in seen])
+    assert len(kept) == 84
+    assert (kept >= 10).all()
+    assert float(kept.double().mean()) < 600

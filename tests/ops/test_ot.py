@@ -824,3 +824,19 @@ def test_a_signal_stops_the_build_of_structured_costs_half_way():
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert bool(matrix.scores()[:, -1].isnan().any())
+
+
+def test_c2ot_needs_no_weight_where_the_share_is_met_without_one():
+    """Each noise lies at its own data, so that of four pairs the two (i, i) count, which is the half asked for."""
+    points = on_the_circle(0, 90)
+    assert condition_weight(points, points, points, 0.5) == 0.0
+
+
+@compiled
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("cell", [(0, 0), (3, 7), (8, 20)])
+def test_the_extremes_of_costs_are_infinite_if_one_of_them_is_bad(value, cell):
+    cost, matrix = torch.rand(9, 21), native.TransportMatrix(9, 21, torch.float32)
+    assert matrix.load(cost, 1.0) == (1 - float(cost.max()), 1 - float(cost.min()))
+    cost[cell] = value
+    assert matrix.load(cost, 1.0) == (-math.inf, math.inf)

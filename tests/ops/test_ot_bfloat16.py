@@ -21,13 +21,13 @@ def clouds(rows: int, image: int, text: int, huge: int = 0) -> tuple[torch.Tenso
     return tuple(gf.geometry.normalize(x) for x in points)
 
 
-@pytest.mark.parametrize("cost", ["arc", "chord"])
+@pytest.mark.parametrize(("cost", "eps"), [("arc", 0.05), ("arc", 0.2), ("chord", 0.2)])
 @pytest.mark.parametrize("storage", ["float32", "float16"])
 @pytest.mark.parametrize(("rows", "image", "text", "huge"), [(1100, 512, 512, 0), (1031, 300, 513, 3)])
-def test_rounded_rows_change_nothing_that_matters(cost, storage, rows, image, text, huge):
+def test_rounded_rows_change_nothing_that_matters(cost, storage, rows, image, text, huge, eps):
     factors = clouds(rows, image, text, huge)
-    problem, settings = make_problem(cost, factors), make_settings(0.2, 1e-4, 1000, storage)
-    exact = solve_cpu(problem, make_settings(0.2, 1e-4, 1000, "float32"))
+    problem, settings = make_problem(cost, factors), make_settings(eps, 1e-4, 1000, storage)
+    exact = solve_cpu(problem, make_settings(eps, 1e-4, 1000, "float32"))
     rounded = solve_cpu(problem, settings, rounded=True)
     assert isinstance(rounded, CpuSolve)
     assert rounded._mended is not None
@@ -70,3 +70,14 @@ def test_ot_assign_uses_it(monkeypatch):
     assert seen
     exact = solve_cpu(make_problem("arc", factors), make_settings(0.2, 1e-3, 1000, "float32")).assign(None)
     assert float((index == exact).double().mean()) >= 0.999
+
+
+def test_a_processor_without_the_unit_solves_in_float32(monkeypatch):
+    factors = clouds(1100, 256, 256)
+    problem, settings = make_problem("arc", factors), make_settings(0.2, 1e-3, 1000, "float32")
+    assert transport_solvers._may_be_rounded(problem, settings)
+    monkeypatch.setattr(native, "missing_bfloat16", lambda: "the kernels have no bfloat16 unit")
+    assert not transport_solvers._may_be_rounded(problem, settings)
+    ours, exact = solve_cpu(problem, settings, rounded=True), solve_cpu(problem, settings)
+    assert torch.equal(ours.assign(None), exact.assign(None))
+    assert all(torch.equal(a, b) for a, b in zip(ours.plan()[:2], exact.plan()[:2], strict=True))

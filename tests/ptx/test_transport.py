@@ -40,8 +40,10 @@ def test_sanitizers_and_schedules_see_every_kernel() -> None:
 def test_float64_agrees(workshop: CompiledWorkshop, case: Any) -> None:
     outcome = case.run(workshop)
     assert outcome.returncode == 0, outcome.stderr.decode()
-    # Two exponentials and two logarithms make a column's mass, each off by up to 2.3e-7 here: the marginal error of a
-    # plan without any is up to 1e-6 of that, and rounding as much again.
+    # A single row is solved by the first iteration, and the marginal error that the second one finds is that of the
+    # first one's logarithms: of column sums down to 2^-29, where lg2.approx may be off by 1.6e-7 of its result. If all
+    # were off to the same side, that would be 3.2e-6 of a column's mass; it comes to 1.3e-6 for 7 columns, of which
+    # 3e-7 is left with exact logarithms.
     case.check(outcome.stdout, **({"floor": 2e-6} if isinstance(case, source.SolveCase) else {}))
 
 

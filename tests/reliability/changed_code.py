@@ -9,7 +9,9 @@ collected all tests once, and a child gives the function its changed code and ru
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import gc
+import importlib
 import importlib.util
 import json
 import os
@@ -31,11 +33,15 @@ from tests.reliability.races import ROOT, units
 
 BUILD = ROOT / "build" / "mutants"
 PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "--no-header", "-m", "not slow and not gpu")
-HANGS_AFTER = 150.0
-"""Seconds after which a run of tests counts as hanging. Those of one module take a small part of that."""
+LEAST_WAIT, PATIENCE = 60.0, 5.0
+"""A run of tests hangs that takes a minute more than this many times as long as with the source as it is."""
+LONGEST_RUN = 900.0
+"""Seconds after which tests hang of which it is not known how long they take."""
 CAUGHT, SURVIVED, HANGS, CRASHES, REFUSED = "caught", "survived", "hangs", "crashes", "does not compile"
 BROKEN_OFF = 3
 """Status of a child that could not finish its tests."""
+LINES_SHOWN = 30
+"""Of the output of a child that broke off."""
 NATIVE = "geoflow_fast._C"
 KERNELS = "kernels/"
 
@@ -94,7 +100,34 @@ class Outcome:
     @property
     def noticed(self) -> bool:
         """Whether anything showed that the source had changed."""
-        return self.status != SURVIVED
+        return self.status in (CAUGHT, HANGS, CRASHES)
+
+    @property
+    def patience(self) -> float:
+        """How many seconds a change is given for the tests that took so long without one."""
+        return LEAST_WAIT + PATIENCE * self.seconds
+
+
+class BrokenOffError(Exception):
+    """A run of tests that tells nothing about a change: it came to no test, or its tests fail without the change."""
+
+
+def judged(status: int | None, test: str, seconds: float, output: Path) -> Outcome:
+    """What the exit status of a child (None if it hung) and the first test that failed in it say about a change.
+
+    Raises a BrokenOffError with the last of its output if the child ended without having run its tests, as pytest does
+    that finds none (5) or does not understand its arguments (4).
+    """
+    ended_by_code = status is not None and (status < 0 or (status == 1 and not test))
+    if ended_by_code:
+        return Outcome(CRASHES, "", seconds)
+    known: dict[int | None, str] = {None: HANGS, 0: SURVIVED, 1: CAUGHT}
+    if test:
+        known[2] = CAUGHT  # a file could not be imported
+    if status not in known:
+        last = "\n".join(output.read_text().splitlines()[-LINES_SHOWN:]) if output.exists() else ""
+        raise BrokenOffError(f"the tests ended with status {status}:\n{last}")
+    return Outcome(known[status], test, seconds)
 
 
 class ChangedModule:
@@ -126,22 +159,23 @@ class FirstFailure:
 
 
 class Runner:
-    """Runs tests with changed code, each time in a child of this process."""
+    """Runs tests with changed code, each time in a child of this process, whose files are in `folder`."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path = BUILD / "run") -> None:
         BUILD.mkdir(parents=True, exist_ok=True)
         os.environ["OMP_NUM_THREADS"] = "1"
         for name in ("torch", "pytest", "hypothesis", "scipy.stats", "scipy.optimize", "scipy.integrate"):
             __import__(name)
         loaded = [name for name in sys.modules if name.startswith("geoflow_fast.ops")]
         assert not loaded, "the package must not be imported before a child changes it"
-        self.native = NativeBuild(BUILD / "native")
+        self.folder, self.native = folder, NativeBuild(BUILD / "native")
+        self._plain: dict[tuple[bool, tuple[str, ...]], Outcome] = {}
 
-    def run(self, change: Change | None, tests: Sequence[str]) -> Outcome:
+    def run(self, change: Change | None, tests: Sequence[str], patience: float = LONGEST_RUN) -> Outcome:
         """What the tests, files or their parts, say about the change; None runs them with the source as it is."""
-        begin, folder = time.monotonic(), BUILD / "run"
+        begin, folder = time.monotonic(), self.folder
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        folder.mkdir(parents=True)
         path: Path | None = None
         if change is not None and change.is_native:
             path = self.native.with_change(change, folder)
@@ -150,14 +184,25 @@ class Runner:
         elif change is not None:
             path = folder / Path(change.file).name
             path.write_text(change.source)
+        begin_tests = time.monotonic()
         child = os.fork()
         if child == 0:
             _be_child(change, path, tests, folder)
-        status = _wait(child, HANGS_AFTER)
+        status = _wait(child, patience)
         failed = folder / "failed"
         test = failed.read_text() if failed.exists() else ""
-        words = {None: HANGS, 0: SURVIVED, 1: CAUGHT, 2: CAUGHT, 3: CAUGHT}.get(status, CRASHES)
-        return Outcome(words, test, round(time.monotonic() - begin, 2))
+        return judged(status, test, round(time.monotonic() - begin_tests, 2), folder / "output.txt")
+
+    def compared(self, change: Change, tests: Sequence[str]) -> Outcome:
+        """What the tests say about the change. Before their first change they must pass with the source as it is, of
+        which compiled code is built in the same way."""
+        key = change.is_native, tuple(tests)
+        if key not in self._plain:
+            self._plain[key] = self.run(Change(change.file, 0, "", ""), tests)
+        plain = self._plain[key]
+        if plain.status != SURVIVED:
+            raise BrokenOffError(f"without any change: {plain.status} {plain.test}")
+        return self.run(change, tests, plain.patience)
 
 
 def _be_child(change: Change | None, path: Path | None, tests: Sequence[str], folder: Path) -> None:
@@ -177,7 +222,7 @@ def _be_child(change: Change | None, path: Path | None, tests: Sequence[str], fo
     hypothesis.settings.register_profile("changed", database=None, derandomize=True, deadline=None)
     hypothesis.settings.load_profile("changed")
     os.chdir(ROOT)
-    code = 3
+    code = BROKEN_OFF
     try:
         code = int(pytest.main([*PYTEST, *tests], plugins=[FirstFailure(folder / "failed")]))
     finally:
@@ -212,12 +257,18 @@ class Job:
 class Collected:
     """A pytest plugin that runs the tests of every job in a child of its own, after all tests have been collected.
 
-    `tell(job, outcome)` is called after each. A test that fails must pass with the source as it is, in a child too.
+    `tell(job, outcome)` is called after each. The tests run once with the source as it is, in a child too, before the
+    first job that has them. The files of the children are in `folder`.
     """
 
-    def __init__(self, jobs: Sequence[Job], tell: Callable[[Job, Outcome], None]) -> None:
-        self.jobs, self.tell = jobs, tell
-        self.sound: set[str] = set()
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        tell: Callable[[Job, Outcome | BrokenOffError], None],
+        folder: Path = BUILD / "run",
+    ) -> None:
+        self.jobs, self.tell, self.folder = jobs, tell, folder
+        self._plain: dict[str, Outcome] = {}
 
     def run(self) -> None:
         """Collects the tests of all jobs, then runs one job after the other."""
@@ -225,41 +276,52 @@ class Collected:
 
         os.environ["OMP_NUM_THREADS"] = "1"
         os.chdir(ROOT)
-        (BUILD / "run").mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         files = sorted({file for job in self.jobs for file in job.files})
-        if int(pytest.main([*PYTEST, *files], plugins=[self, FirstFailure(BUILD / "run" / "failed")])) != 0:
+        if int(pytest.main([*PYTEST, "-s", *files], plugins=[self, FirstFailure(self.folder / "failed")])) != 0:
             raise SystemExit("the tests could not be collected")
 
     def pytest_runtestloop(self, session: Any) -> bool:
         """Called by pytest when it would run the tests."""
         for job in self.jobs:
-            chosen = [item for item in session.items if item.nodeid.startswith(job.files)]
-            chosen.sort(key=lambda item: bool(job.last) and item.nodeid.startswith(job.last))
-            outcome = self._in_child(session, chosen, job)
-            if outcome.test and outcome.test not in self.sound:
-                failed = [item for item in session.items if item.nodeid == outcome.test]
-                if self._in_child(session, failed, None).noticed:
-                    raise SystemExit(f"{outcome.test} does not pass as it is")
-                self.sound.add(outcome.test)
+            try:
+                outcome: Outcome | BrokenOffError = self._compared(session, job)
+            except BrokenOffError as error:
+                outcome = error
             self.tell(job, outcome)
         return True
 
-    def _in_child(self, session: Any, items: list[Any], job: Job | None) -> Outcome:
-        begin, failed = time.monotonic(), BUILD / "run" / "failed"
+    def _compared(self, session: Any, job: Job) -> Outcome:
+        plain = [self._as_it_is(session, file) for file in job.files]
+        if failing := [each for each in plain if each.status != SURVIVED]:
+            raise BrokenOffError(f"without any change: {failing[0].status} {failing[0].test}")
+        chosen = [item for item in session.items if item.nodeid.startswith(job.files)]
+        chosen.sort(key=lambda item: bool(job.last) and item.nodeid.startswith(job.last))
+        patience = Outcome(SURVIVED, "", sum(each.seconds for each in plain)).patience
+        return self._in_child(session, chosen, job, patience)
+
+    def _as_it_is(self, session: Any, file: str) -> Outcome:
+        """What became of the tests of a file, or of a part of it, with the source as it is."""
+        if file not in self._plain:
+            items = [item for item in session.items if item.nodeid.startswith(file)]
+            self._plain[file] = self._in_child(session, items, None, LONGEST_RUN)
+        return self._plain[file]
+
+    def _in_child(self, session: Any, items: list[Any], job: Job | None, patience: float) -> Outcome:
+        begin, failed = time.monotonic(), self.folder / "failed"
         failed.unlink(missing_ok=True)
         child = os.fork()
         if child == 0:
             self._be_child(session, items, job)
-        status = _wait(child, HANGS_AFTER)
-        words = {None: HANGS, 0: SURVIVED, 1: CAUGHT}.get(status, CRASHES)
+        status = _wait(child, patience)
         test = failed.read_text() if failed.exists() else ""
-        return Outcome(words, test, round(time.monotonic() - begin, 2))
+        return judged(status, test, round(time.monotonic() - begin, 2), self.folder / "output.txt")
 
     def _be_child(self, session: Any, items: list[Any], job: Job | None) -> None:
         code = BROKEN_OFF
         try:
             os.setsid()
-            out = os.open(BUILD / "run" / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            out = os.open(self.folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for stream in (1, 2):
                 os.dup2(out, stream)
             from _pytest.main import pytest_runtestloop as run_tests
@@ -292,6 +354,7 @@ def give_changed_code(change: Change, function: str) -> None:
         lines = [line for _, _, line in code.co_lines() if line is not None]
         return code.co_qualname == function and code.co_firstlineno <= change.line <= max(lines, default=0) + 1
 
+    importlib.import_module(change.module)
     path = str(ROOT / change.file)
     new = [code for code in codes(compile(change.source, path, "exec")) if holds(code)]
     old = [
@@ -317,15 +380,18 @@ class NativeBuild:
 
     def with_change(self, change: Change, folder: Path) -> Path | None:
         """The extension with the change; None if it does not compile. Of the common targets only that which this
-        processor runs is compiled."""
-        self._complete()
+        processor runs is compiled. A change of nothing needs no compiler."""
+        with self.folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another part of a run may be compiling the same objects
+            self._complete()
         source, chosen = folder / "csrc", self._target()
         shutil.copytree(ROOT / "csrc", source)
         (folder / change.file).write_text(change.source)
         objects = {name: self.folder / f"{name}.o" for name, _, _ in self._units()}
         for name, path, flags in self._units():
             target = next((flag.partition("=")[2] for flag in flags if flag.startswith("-DGEOFLOW_TARGET=")), "")
-            if change.file not in self._reads(name) or (target in self.COMMON and target != chosen):
+            is_same = change.before == change.after or change.file not in self._reads(name)
+            if is_same or (target in self.COMMON and target != chosen):
                 continue
             objects[name] = folder / f"{name}.o"
             if not self._compile(source, source / path.relative_to(ROOT / "csrc"), flags, objects[name]):

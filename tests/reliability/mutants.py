@@ -2,8 +2,10 @@
 
 `python -m tests.reliability.mutants` draws them by a fixed seed, runs each in a process of its own with the tests of
 `CORE`, writes what became of it to build/reliability/mutants.jsonl, and continues there after an interruption. A mutant
-is drawn by a hash of what it replaces, so that a change elsewhere in the source leaves the others as they are.
-`--again` runs the survivors once more; `--write` only puts score and survivors into docs/reliability.md.
+is drawn by a hash of what it replaces, so that a change elsewhere in the source leaves the others as they are. A result
+holds for the tests that it was found with: where these have changed since, the mutant is run again. `--part 1/2` and
+`--part 2/2` share the work between two processes. `--again` runs once more what survived or hung; `--write` only puts
+score and survivors into docs/reliability.md, as soon as no mutant waits for its result.
 """
 
 from __future__ import annotations
@@ -18,19 +20,37 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from tests.reliability.changed_code import BUILD, REFUSED, SURVIVED, Change, Collected, Job, Outcome, Runner
+from tests.reliability.changed_code import (
+    BUILD,
+    CAUGHT,
+    CRASHES,
+    HANGS,
+    REFUSED,
+    SURVIVED,
+    BrokenOffError,
+    Change,
+    Collected,
+    Job,
+    Outcome,
+    Runner,
+)
 from tests.reliability.equivalent import EQUIVALENT
 from tests.reliability.figures import PAGE, RECORDS, ROOT, record, replaced
 
 SEED = 30
-DRAWN = {"Python": 106, "C++": 28, "Triton": 18}
+DRAWN = {"Python": 118, "C++": 30, "Triton": 18}
 """How many mutants are drawn of each language."""
 LEAST_SCORE = 0.85
 BEGIN, END = "<!-- mutants: begin -->", "<!-- mutants: end -->"
-RESULTS = RECORDS / "mutants.jsonl"
+RESULTS = "mutants"
+"""How the names of files of results begin."""
+SECONDS = {"Python": 10.0, "C++": 40.0, "Triton": 20.0}
+"""About how long a mutant takes."""
 PATH_FILE = BUILD / "presets_path.json"
 
 CORE: dict[str, tuple[str, ...]] = {
@@ -44,11 +64,13 @@ CORE: dict[str, tuple[str, ...]] = {
         "flow/test_forward_mode.py",
         "likelihood/test_evaluators.py",
         "flow/test_sampling.py",
+        "flow/test_precision.py",
     ),
     "geoflow_fast/flow/curriculum.py": ("flow/test_curriculum.py", "training/test_training.py"),
     "geoflow_fast/flow/anchor.py": ("flow/test_anchor.py", "training/test_presets.py"),
     "geoflow_fast/flow/modulation.py": ("flow/test_modulation.py", "flow/test_model.py", "flow/test_forward_mode.py"),
     "geoflow_fast/flow/network.py": ("flow/test_model.py", "flow/test_forward_mode.py"),
+    "geoflow_fast/flow/model.py": ("flow/test_model.py", "flow/test_forward_mode.py", "flow/test_anchor.py"),
     "geoflow_fast/flow/preprocess.py": ("flow/test_model.py", "training/test_training.py"),
     "geoflow_fast/likelihood/probes.py": ("likelihood/test_probes.py", "likelihood/test_density.py"),
     "geoflow_fast/likelihood/reverse_ode.py": (
@@ -70,6 +92,10 @@ CORE: dict[str, tuple[str, ...]] = {
     "geoflow_fast/ops/masked_interpolant.py": ("ops/test_masked_interpolant.py",),
     "geoflow_fast/ops/tangent_step.py": ("ops/test_tangent_step.py", "flow/test_sampling.py"),
     "geoflow_fast/ops/tangent_probes.py": ("likelihood/test_probes.py",),
+    "geoflow_fast/ops/adaln.py": ("ops/test_network_ops.py",),
+    "geoflow_fast/ops/swiglu.py": ("ops/test_network_ops.py",),
+    "geoflow_fast/ops/flow_loss.py": ("ops/test_network_ops.py",),
+    "geoflow_fast/ops/segments.py": ("ops/test_segments.py", "flow/test_forward_mode.py"),
     "geoflow_fast/ops/pruning.py": ("retrieval/test_index.py", "ops/test_gallery_search.py"),
     "geoflow_fast/ops/transport.py": ("ops/test_ot.py",),
     "geoflow_fast/ops/transport_solvers.py": ("ops/test_ot.py", "ops/test_ot_bfloat16.py"),
@@ -89,11 +115,16 @@ CORE: dict[str, tuple[str, ...]] = {
         "retrieval/test_rerank.py",
         "retrieval/test_tiers.py",
         "retrieval/test_evidence.py::TestHead",
+        "retrieval/test_evidence.py::TestBudget",
         "jobs/test_ids.py::test_a_calibration_of_another_encoder_is_refused",
     ),
     "geoflow_fast/retrieval/entropy.py": ("retrieval/test_entropy.py", "retrieval/test_head_entropy.py"),
-    "geoflow_fast/retrieval/item_bank.py": ("retrieval/test_no_match.py",),
-    "geoflow_fast/retrieval/marginals.py": ("retrieval/test_head_entropy.py", "retrieval/test_entropy.py"),
+    "geoflow_fast/retrieval/item_bank.py": ("retrieval/test_no_match.py", "retrieval/test_evidence.py::TestHead"),
+    "geoflow_fast/retrieval/marginals.py": (
+        "retrieval/test_bandwidth.py",
+        "retrieval/test_head_entropy.py",
+        "retrieval/test_entropy.py",
+    ),
     "geoflow_fast/retrieval/held_out.py": ("retrieval/test_evidence.py",),
     "geoflow_fast/retrieval/copies.py": ("retrieval/test_copies.py", "retrieval/test_rerank.py"),
     "geoflow_fast/retrieval/hubs.py": ("retrieval/test_evidence.py",),
@@ -101,14 +132,18 @@ CORE: dict[str, tuple[str, ...]] = {
     "geoflow_fast/retrieval/bandwidth.py": ("retrieval/test_bandwidth.py",),
     "geoflow_fast/retrieval/no_match.py": ("retrieval/test_no_match.py",),
     "geoflow_fast/retrieval/sources.py": ("retrieval/test_head_entropy.py", "retrieval/test_entropy.py"),
+    "geoflow_fast/retrieval/index.py": ("retrieval/test_index.py",),
     "geoflow_fast/head/loss.py": ("head/test_loss.py",),
     "geoflow_fast/head/model.py": ("head/test_model.py", "retrieval/test_head_entropy.py"),
+    "geoflow_fast/head/fitting.py": ("head/test_fitting.py",),
     "geoflow_fast/decisions/bounds.py": ("decisions/test_rules.py",),
     "geoflow_fast/decisions/logistic.py": ("decisions/test_trust.py", "decisions/test_rules.py"),
     "geoflow_fast/decisions/model.py": ("decisions/test_trust.py", "decisions/test_rules.py"),
     "geoflow_fast/decisions/rules.py": ("decisions/test_rules.py",),
     "geoflow_fast/decisions/certify.py": ("decisions/test_rules.py",),
+    "geoflow_fast/decisions/trust.py": ("decisions/test_trust.py", "decisions/test_rules.py"),
     "geoflow_fast/decisions/drift.py": ("decisions/test_watch.py",),
+    "geoflow_fast/decisions/watch.py": ("decisions/test_watch.py",),
     "geoflow_fast/training/batches.py": ("training/test_training.py",),
     "geoflow_fast/training/blending.py": ("training/test_blending.py",),
     "geoflow_fast/evaluation/metrics.py": ("evaluation/test_metrics.py", "evaluation/test_ties.py"),
@@ -119,6 +154,7 @@ CORE: dict[str, tuple[str, ...]] = {
     "csrc/cpu/network_rows.h": ("ops/test_network_cpu.py", "ops/test_network_ops.py", "flow/test_forward_mode.py"),
     "csrc/cpu/gallery_tiles.h": ("ops/test_gallery_posterior.py", "ops/test_gallery_search.py"),
     "csrc/cpu/search_rows.h": ("ops/test_gallery_search.py",),
+    "csrc/cpu/search_codes.cpp": ("ops/test_gallery_search.py",),
     "csrc/cpu/top_items.h": ("ops/test_gallery_search.py", "ops/test_gallery_posterior.py"),
     "csrc/cpu/hadamard.h": ("ops/test_ot.py",),
     "csrc/cpu/sinkhorn_passes.h": ("ops/test_ot.py",),
@@ -182,6 +218,12 @@ class Mutant:
         """What it replaces by what, in one line."""
         before, after = (" ".join(text.split()) for text in (self.change.before, self.change.after))
         return f"{before} -> {after or '(nothing)'}"
+
+    @property
+    def cell(self) -> str:
+        """Its name and what it replaces, as a cell of a table."""
+        shown = self.shown.replace("|", "\\|")
+        return f"`{self.name}`: `{shown}`"
 
     @property
     def long_tests(self) -> list[str]:
@@ -438,6 +480,7 @@ def candidates(file: str) -> list[Mutant]:
     return mutants
 
 
+@functools.cache
 def drawn() -> list[Mutant]:
     """The mutants of the run: of each language those with the lowest hashes, one for a line, in every file at least
     one."""
@@ -488,115 +531,249 @@ def on_presets_path(mutant: Mutant) -> bool:
 # ---- the run ------------------------------------------------------------------------------------------------------
 
 
+def imported(path: str) -> list[str]:
+    """The files of tests/ from which a file of Python may import something."""
+    found = []
+    for node in ast.walk(parsed((ROOT / path).read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tests":
+            names = [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
+            found += [f"{name.replace('.', '/')}.py" for name in names if name]
+    return [path for path in found if (ROOT / path).is_file()]
+
+
+parsed = functools.cache(ast.parse)
+
+
+@functools.cache
+def tests_digest(file: str) -> str:
+    """A digest of the tests of a file of the core: which they are, and the text of them and of all that they import
+    from tests/."""
+    waiting = [f"tests/{entry.split(' -k ')[0].partition('::')[0]}" for entry in CORE[file]]
+    folders = {parent for path in waiting for parent in Path(path).parents}
+    waiting += [str(each / "conftest.py") for each in folders if (ROOT / each / "conftest.py").exists()]
+    texts: dict[str, str] = {}
+    while waiting:
+        path = waiting.pop()
+        if path not in texts:
+            texts[path] = (ROOT / path).read_text()
+            waiting += imported(path)
+    return hashlib.sha256(repr((CORE[file], sorted(texts.items()))).encode()).hexdigest()[:16]
+
+
 def results() -> dict[str, Outcome]:
-    """What became of the mutants that were run, by name."""
-    if not RESULTS.exists():
-        return {}
-    lines = (json.loads(line) for line in RESULTS.read_text().splitlines())
-    return {line.pop("name"): Outcome(**line) for line in lines}
+    """What became of the mutants with the tests as they are now, by name; of several results the last one counts."""
+    digests = {mutant.name: tests_digest(mutant.change.file) for mutant in drawn()}
+    files = sorted(RECORDS.glob(f"{RESULTS}*.jsonl"))
+    lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
+    kept = {}
+    for line in sorted(lines, key=lambda line: line["when"]):
+        name, tests = line["name"], line["tests"]
+        if tests == digests.get(name):
+            kept[name] = Outcome(line["status"], line["test"], line["seconds"])
+    return kept
 
 
-def keep(name: str, outcome: Outcome) -> None:
-    """Writes down what became of a mutant."""
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.write(json.dumps({"name": name, **dataclasses.asdict(outcome)}) + "\n")
+@dataclass(frozen=True)
+class Part:
+    """The share that one of several processes has of a run: whole files of the core, so that it runs few tests."""
+
+    number: int = 1
+    of: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Part:
+        """A part as the command line has it, such as 1/2."""
+        if (match := re.fullmatch(r"(\d+)/(\d+)", text)) and 1 <= int(match[1]) <= int(match[2]):
+            return cls(int(match[1]), int(match[2]))
+        raise argparse.ArgumentTypeError(f"{text!r} is no part such as 1/2")
+
+    @property
+    def suffix(self) -> str:
+        """What the names of its files end with."""
+        return "" if self.of == 1 else f"-{self.number}-of-{self.of}"
+
+    @property
+    def folder(self) -> Path:
+        """Where its children have their files."""
+        return BUILD / f"run{self.suffix}"
+
+    def of_mutants(self, mutants: Sequence[Mutant]) -> list[Mutant]:
+        """Those of the part: each file goes where there is least to do yet, the longest first."""
+        costs: dict[str, float] = {}
+        for mutant in mutants:
+            file = mutant.change.file
+            costs[file] = costs.get(file, 0.0) + SECONDS[language(file)]
+        loads = [0.0] * self.of
+        own = set()
+        for file in sorted(costs, key=lambda file: -costs[file]):
+            least = loads.index(min(loads))
+            loads[least] += costs[file]
+            if least == self.number - 1:
+                own.add(file)
+        return [mutant for mutant in mutants if mutant.change.file in own]
+
+    def keep(self, mutant: Mutant, outcome: Outcome) -> None:
+        """Writes down what became of a mutant."""
+        RECORDS.mkdir(parents=True, exist_ok=True)
+        facts = {"name": mutant.name, "tests": tests_digest(mutant.change.file), "when": time.time()}
+        with (RECORDS / f"{RESULTS}{self.suffix}.jsonl").open("a") as file:
+            file.write(json.dumps(facts | dataclasses.asdict(outcome)) + "\n")
 
 
-def run(again: bool = False) -> None:
-    """Runs the mutants that have no result yet or, `again`, survived; those of Python first, all in one session."""
-    from geoflow_fast.runtime.progress import progress_bar
+class Run:
+    """Runs mutants and writes down what became of them; `broken` has those of which the tests told nothing."""
 
-    mutants, known = drawn(), results()
-    waiting = [m for m in mutants if m.name not in known or (again and known[m.name].status == SURVIVED)]
-    waiting = [m for m in waiting if m.name not in EQUIVALENT]
-    by_name = {mutant.name: mutant for mutant in waiting}
-    with progress_bar(len(mutants), len(mutants) - len(waiting), "mutants", shown=None) as advance:
+    def __init__(self, mutants: Sequence[Mutant], part: Part) -> None:
+        self.mutants, self.part, self.done = mutants, part, 0
+        self.broken: list[Mutant] = []
+        for mutant in mutants:
+            tests_digest(mutant.change.file)  # that of the tests that are about to be run, whatever is edited meanwhile
 
-        def tell(name: str, outcome: Outcome) -> None:
-            keep(name, outcome)
-            mutant = by_name[name]
-            where = f"{mutant.change.file}:{mutant.change.line}"
-            print(f"{name} {outcome.status:9} {outcome.seconds:6.1f} s  {where}  {mutant.shown}", flush=True)
-            advance(1)
+    def __call__(self) -> None:
+        """Those of compiled code and kernels first, then those of Python, all in one session."""
+        others = [mutant for mutant in self.mutants if language(mutant.change.file) != "Python"]
+        if others:
+            runner = Runner(self.part.folder)
+            for mutant in others:
+                self._tell(mutant, self._outcome(runner, mutant))
+        by_name = {mutant.name: mutant for mutant in self.mutants if mutant not in others}
+        if by_name:
+            jobs = [mutant.job for mutant in by_name.values()]
+            Collected(jobs, lambda job, outcome: self._tell(by_name[job.name], outcome), self.part.folder).run()
 
-        others = [mutant for mutant in waiting if language(mutant.change.file) != "Python"]
-        runner = Runner() if others else None
-        for mutant in others:
-            assert runner is not None
-            outcome = runner.run(mutant.change, mutant.quick_tests)
-            if not outcome.noticed and mutant.long_tests:
-                outcome = runner.run(mutant.change, mutant.long_tests)
-            tell(mutant.name, outcome)
-        jobs = [mutant.job for mutant in waiting if mutant not in others]
-        if jobs:
-            Collected(jobs, lambda job, outcome: tell(job.name, outcome)).run()
+    @staticmethod
+    def _outcome(runner: Runner, mutant: Mutant) -> Outcome | BrokenOffError:
+        try:
+            outcome = runner.compared(mutant.change, mutant.quick_tests)
+            if outcome.status == SURVIVED and mutant.long_tests:
+                outcome = runner.compared(mutant.change, mutant.long_tests)
+        except BrokenOffError as error:
+            return error
+        return outcome
+
+    def _tell(self, mutant: Mutant, outcome: Outcome | BrokenOffError) -> None:
+        self.done += 1
+        where = f"{mutant.change.file}:{mutant.change.line}  {mutant.shown}"
+        print(f"{self.done}/{len(self.mutants)} {mutant.name} ", end="")
+        if isinstance(outcome, BrokenOffError):
+            self.broken.append(mutant)
+            print(f"is not judged  {where}: {outcome}", flush=True)
+            return
+        self.part.keep(mutant, outcome)
+        print(f"{outcome.status:9} {outcome.seconds:6.1f} s  {where}  {outcome.test}", flush=True)
+
+
+def run(part: Part, *, again: bool = False, equivalent: bool = False) -> None:
+    """Runs the mutants of a part that have no result yet or, `again`, survived or hung, and on request those that count
+    as equivalent; a SystemExit names those of which the tests told nothing."""
+    known = results()
+    doubtful = {name for name, outcome in known.items() if again and outcome.status in (SURVIVED, HANGS)}
+    waiting = [m for m in part.of_mutants(drawn()) if m.name not in known or m.name in doubtful]
+    waiting = [m for m in waiting if equivalent or m.name not in EQUIVALENT]
+    task = Run(waiting, part)
+    task()
+    if task.broken:
+        raise SystemExit(f"not judged: {', '.join(mutant.name for mutant in task.broken)}")
+
+
+COUNTED = {CAUGHT: "caught", CRASHES: "crashes", HANGS: "hangs", SURVIVED: "survived", REFUSED: "refused"}
+"""Under which name an outcome is counted."""
 
 
 def summary() -> tuple[dict[str, dict[str, int]], list[Mutant]]:
     """Counts by language, and the mutants that survived and are not equivalent."""
     known, counts, survivors = results(), {}, []
     for mutant in drawn():
-        row = counts.setdefault(
-            language(mutant.change.file), {"drawn": 0, "noticed": 0, "equivalent": 0, "survived": 0, "waiting": 0}
-        )
+        names = ("drawn", *COUNTED.values(), "equivalent", "waiting")
+        row = counts.setdefault(language(mutant.change.file), dict.fromkeys(names, 0))
         row["drawn"] += 1
         outcome = known.get(mutant.name)
-        if mutant.name in EQUIVALENT or (outcome is not None and outcome.status == REFUSED):
+        if mutant.name in EQUIVALENT:
             row["equivalent"] += 1
         elif outcome is None:
             row["waiting"] += 1
         else:
-            row["noticed" if outcome.noticed else "survived"] += 1
-            survivors += [] if outcome.noticed else [mutant]
+            row[COUNTED[outcome.status]] += 1
+            survivors += [mutant] if outcome.status == SURVIVED else []
     return counts, survivors
+
+
+def totals(counts: dict[str, dict[str, int]]) -> dict[str, int]:
+    """The counts of all languages."""
+    return {key: sum(row[key] for row in counts.values()) for key in next(iter(counts.values()))}
 
 
 def score(counts: dict[str, dict[str, int]]) -> float:
     """The share of the mutants that are not equivalent and were noticed."""
-    noticed, survived = (sum(row[name] for row in counts.values()) for name in ("noticed", "survived"))
-    return noticed / max(1, noticed + survived)
+    total = totals(counts)
+    noticed = sum(total[COUNTED[status]] for status in (CAUGHT, CRASHES, HANGS))
+    return noticed / max(1, noticed + total["survived"])
+
+
+def wrongly_equivalent() -> list[str]:
+    """Mutants that count as equivalent, and that tests have noticed all the same."""
+    return [name for name, outcome in results().items() if name in EQUIVALENT and outcome.noticed]
 
 
 def table() -> str:
-    """Score and survivors as lines of Markdown."""
+    """Score, survivors and mutants that count as equivalent as lines of Markdown."""
     counts, survivors = summary()
-    lines = ["| Language | Mutants | Noticed | Equivalent | Survived | Score |", "|---|---|---|---|---|---|"]
-    for name, row in counts.items():
-        own = f"{score({name: row}):.0%}"
-        lines.append(
-            f"| {name} | {row['drawn']} | {row['noticed']} | {row['equivalent']} | {row['survived']} | {own} |"
-        )
-    total = {key: sum(row[key] for row in counts.values()) for key in ("drawn", "noticed", "equivalent", "survived")}
-    lines.append(f"| all | {' | '.join(str(total[key]) for key in total)} | {score(counts):.0%} |")
+    columns = ("drawn", "caught", "crashes", "hangs", "refused", "equivalent", "survived")
+    lines = [
+        "| Language | Mutants | Caught by a test | Crash | Hang | Do not compile | Equivalent | Survived | Score |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in [*counts.items(), ("all", totals(counts))]:
+        lines.append(f"| {name} | {' | '.join(str(row[key]) for key in columns)} | {score({name: row}):.0%} |")
     if survivors:
         lines += ["", "| Survivor | Where | On the presets' path |", "|---|---|---|"]
     for mutant in survivors:
-        shown = mutant.shown.replace("|", "\\|")
         path = "yes" if on_presets_path(mutant) else "no"
-        lines.append(f"| `{mutant.name}`: `{shown}` | `{mutant.change.file}`, `{mutant.where}` | {path} |")
+        lines.append(f"| {mutant.cell} | `{mutant.change.file}`, `{mutant.where}` | {path} |")
+    lines += ["", "| Equivalent | Where | Why |", "|---|---|---|"]
+    for mutant in drawn():
+        if mutant.name in EQUIVALENT:
+            why = EQUIVALENT[mutant.name].why
+            lines.append(f"| {mutant.cell} | `{mutant.change.file}`, `{mutant.where}` | {why} |")
     return "\n".join(lines)
+
+
+def record_figures() -> None:
+    """Puts the counts where `make reliability` finds them; a SystemExit says that mutants wait for their result."""
+    counts, survivors = summary()
+    total = totals(counts)
+    if total["waiting"]:
+        raise SystemExit(
+            f"{total['waiting']} of {total['drawn']} mutants have no result with the tests as they are now, and the "
+            "page stays as it is: run python -m tests.reliability.mutants first"
+        )
+    figures = {name: total[name] for name in ("drawn", "caught", "crashes", "hangs", "equivalent", "survived")}
+    on_path = sum(map(on_presets_path, survivors))
+    record("random_mutants", **figures, score=round(score(counts), 3), surviving_on_the_path_of_presets=on_path)
+
+
+def write() -> None:
+    """Puts score and survivors into the page."""
+    record_figures()
+    PAGE.write_text(replaced(PAGE.read_text(), BEGIN, END, table()))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--again", action="store_true", help="run those that survived once more")
+    parser.add_argument("--again", action="store_true", help="run those that survived or hung once more")
+    parser.add_argument("--equivalent", action="store_true", help="also run those that count as equivalent")
+    parser.add_argument("--part", type=Part.parse, default=Part(), help="run one of several parts, such as 1/2")
     parser.add_argument("--list", action="store_true", help="only show which are drawn")
     parser.add_argument("--write", action="store_true", help="put score and survivors into docs/reliability.md")
     options = parser.parse_args()
     if options.list:
         for mutant in drawn():
             print(mutant.name, f"{mutant.change.file}:{mutant.change.line}", mutant.where, mutant.kind, mutant.shown)
-        return
-    if options.write:
-        PAGE.write_text(replaced(PAGE.read_text(), BEGIN, END, table()))
-        return
-    run(options.again)
-    counts, survivors = summary()
-    path = [mutant.name for mutant in survivors if on_presets_path(mutant)]
-    total = {key: sum(row[key] for row in counts.values()) for key in ("drawn", "noticed", "equivalent", "survived")}
-    record("random_mutants", **total, score=round(score(counts), 3), surviving_on_the_path_of_presets=len(path))
-    print(table())
+    elif options.write:
+        write()
+    else:
+        run(options.part, again=options.again, equivalent=options.equivalent)
+        print(table())
 
 
 if __name__ == "__main__":

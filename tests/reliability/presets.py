@@ -37,6 +37,8 @@ def use_presets() -> None:
         gf.train(gf.GeoFlow(gf.GeoFlowConfig(WIDTH, WIDTH, hidden=16, depth=1)), pairs, config, progress=False)
     for settings in (gf.FAST_SAMPLING, gf.SamplingSettings()):
         gf.sample(flow, text=text[:2], settings=settings)
+        # What a GPU samples with runs on a processor in this precision alone.
+        gf.sample(flow, text=text[:2], settings=dataclasses.replace(settings, precision="bfloat16"))
     for density in (gf.FAST_DENSITY, gf.PAPER_DENSITY, gf.DensitySettings()):
         gf.epistemic(flow, image[:4], text[:4], settings=density)
     head = gf.PosteriorHead.fit(pairs, gf.HeadConfig(steps=4, batch_size=32, val_every=2, points=2, hidden=16, bank=32))

@@ -121,7 +121,16 @@ void check_search(std::int64_t queries, std::int64_t items, std::int64_t dim) {
         };
     };
     compare("gallery_search", search(false));
-    if (has_avx512_vnni()) compare("search_codes", search(true));
+    if (!has_avx512_vnni()) return;
+    compare("search_codes", search(true));
+    compare("bound_codes", [&](int threads) {
+        params.threads = threads;
+        std::vector<float> bound(queries * items);
+        bound_codes(params, {{code.data(), scale.data(), error.data()}, largest, items, nullptr}, bound.data());
+        std::string bytes;
+        append(bytes, bound);
+        return bytes;
+    });
 }
 
 template <typename T>
@@ -196,6 +205,33 @@ void check_transport(std::int64_t rows, std::int64_t cols, std::int64_t dim, boo
         append(bytes, std::vector<float>{range.low, range.high});
         return bytes;
     });
+}
+
+// Products of rows in bfloat16 and the argmax that mends their near ties, in the domain of scores and in that of the kernel.
+void check_rounded_transport(std::int64_t rows, std::int64_t cols, std::int64_t dim, bool half) {
+    using namespace geoflow;
+    if (!has_avx512_bf16()) return;
+    const auto image_noise = unit_rows<float>(rows, dim), image = unit_rows<float>(cols, dim);
+    const auto text_noise = unit_rows<float>(rows, dim + 9), text = unit_rows<float>(cols, dim + 9);
+    const Factor factors[2] = {{image_noise.data(), image.data(), dim, 0.5f, nullptr, nullptr, 0},
+                               {text_noise.data(), text.data(), dim + 9, 0.5f, nullptr, nullptr, 0}};
+    for (const Domain domain : {Domain::score, Domain::kernel})
+        compare("transport in bfloat16", [&](int threads) {
+            const double eps = 0.2, margin = 0.01;
+            OtMatrix matrix{nullptr, rows, cols, half, domain, 0.0, eps};
+            std::vector<char> room(rows * matrix.ld() * (half ? 2 : 4) + 64);
+            matrix.data = reinterpret_cast<void*>((reinterpret_cast<std::uintptr_t>(room.data()) + 63) / 64 * 64);
+            Range range{};
+            build_bfloat16(matrix, factors[0], factors[1], Cost::arc, threads, always, &range);
+            std::vector<double> f(rows), g(cols);
+            cpu_solver().iterate(matrix, eps, 1e-3, 5, f.data(), g.data(), threads, always);
+            std::vector<std::int64_t> index(rows);
+            resolve_near_ties(matrix, factors[0], factors[1], Cost::arc, eps, g.data(), margin, index.data(), threads);
+            std::string bytes;
+            append(bytes, std::vector<float>{range.low, range.high});
+            append(bytes, f), append(bytes, g), append(bytes, index);
+            return bytes;
+        });
 }
 
 void check_network(std::int64_t rows, std::int64_t width, std::int64_t groups) {
@@ -306,6 +342,8 @@ int main(int count, char** arguments) {
             for (bool structured : {false, true}) check_transport(rows, rows + 3, 24, half, structured);
     check_transport(1200, 1100, 16, false, false);  // enough entries for more than one thread
     check_transport(1200, 1100, 16, true, true);
+    for (std::int64_t rows : {1, 129, 1200})
+        for (bool half : {false, true}) check_rounded_transport(rows, rows + 3, 40, half);
     for (std::int64_t rows : {2, 14, 258, 1030}) check_network(rows, 37, 2);
     for (std::int64_t rows : {1, 7, 129, 1023}) check_solver(rows, 37);
     std::printf("%d\n", compared);

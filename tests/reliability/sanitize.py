@@ -26,10 +26,12 @@ SUITE = (
     "retrieval/test_index.py",
     "ops/test_network_cpu.py",
     "ops/test_network_ops.py",
+    "ops/test_segments.py",
     "ops/test_tangent_step.py",
     "flow/test_forward_mode.py",
     "flow/test_sampling.py",
     "ops/test_ot.py",
+    "ops/test_ot_bfloat16.py",
 )
 OVERFLOW = """
 import torch

@@ -49,13 +49,16 @@ void print(const char* call, const std::vector<T>& values) {
     std::printf("\n");
 }
 
-// The upper halves of the bits of floats are bfloat16.
-std::vector<std::uint16_t> cut(const std::vector<float>& values) {
+// Numbers below 1 in the bits of a half precision, cut off. The upper halves of the bits of floats are bfloat16; IEEE half has an exponent
+// that is 112 less and three more bits behind it, and what is too small for it becomes zero.
+std::vector<std::uint16_t> cut(const std::vector<float>& values, Storage storage) {
     std::vector<std::uint16_t> halves;
     for (float value : values) {
         std::uint32_t bits;
         std::memcpy(&bits, &value, sizeof bits);
-        halves.push_back(static_cast<std::uint16_t>(bits >> 16));
+        const std::uint32_t sign = bits >> 31, rest = bits & 0x7fffffff, least = 113u << 23;
+        const std::uint32_t half = sign << 15 | (rest < least ? 0 : (rest - (112u << 23)) >> 13);
+        halves.push_back(static_cast<std::uint16_t>(storage == Storage::half ? half : bits >> 16));
     }
     return halves;
 }
@@ -63,8 +66,8 @@ std::vector<std::uint16_t> cut(const std::vector<float>& values) {
 void galleries() {
     constexpr std::int64_t queries = 19, draws = 5, items = 301, dim = 83, top_k = 4;
     const auto samples = unit_rows(queries * draws, dim), gallery = unit_rows(items, dim);
-    const auto halves = cut(gallery);
-    for (const Storage storage : {Storage::single, Storage::bfloat16}) {
+    for (const Storage storage : {Storage::single, Storage::half, Storage::bfloat16}) {
+        const auto halves = cut(gallery, storage);
         const void* const rows = storage == Storage::single ? static_cast<const void*>(gallery.data()) : halves.data();
         const GalleryParams params{samples.data(), nullptr, rows, nullptr, nullptr, queries, draws, items, dim, 20.0f, 2, always, storage, false};
         std::vector<double> peak(queries), weight(queries), moment(queries), score(queries * top_k);
@@ -75,6 +78,10 @@ void galleries() {
         const SearchParams search{samples.data(), rows, storage, queries, items, dim, top_k, 2, always};
         search_kernels().search(search, {found.data(), index.data()});
         print("search", found), print("found", index);
+        std::vector<std::uint8_t> code(items * code_stride(dim));
+        std::vector<float> step(items), error(items);
+        const float largest = search_kernels().encode(search, {code.data(), step.data(), error.data()});
+        print("code", code), print("code_scale", step), print("code_error", error), print("largest", std::vector<float>{largest});
     }
 }
 
@@ -92,7 +99,7 @@ void transport() {
         cpu_solver().build(matrix, factor, factor, Cost::arc, 2, always, &range);
         cpu_solver().iterate(matrix, 0.1, 1e-6, 50, f.data(), g.data(), 2, always);
         cpu_solver().read_out(matrix, 0.1, f.data(), g.data(), nullptr, index.data(), 2);
-        print(half ? "f_half" : "f", f), print(half ? "g_half" : "g", g);
+        print(half ? "f_half" : "f", f), print(half ? "g_half" : "g", g), print(half ? "index_half" : "index", index);
     }
 }
 
@@ -105,8 +112,17 @@ void rows_of_networks() {
     print("adaln", y);
     network_kernels().swiglu(shape, view(v), view(x), view(y));
     print("swiglu", y);
+    network_kernels().gate_residual(shape, 1.0f, view(x), view(v), view(v), view(scale), nullptr, view(y));
+    print("gate_residual", y);
+    const std::vector<std::uint8_t> generated(rows, 1);
+    std::vector<float> loss(rows, 0.0f);
+    network_kernels().flow_loss(shape, generated.data(), view(v), view(y), view(x), {loss.data(), 1});
+    print("flow_loss", loss);
     solver_kernels().tangent_step(single, 0.1, 0.0, false, view(x), view(v), {nullptr, 0}, view(y));
     print("tangent_step", y);
+    std::vector<float> carried(rows * width);
+    solver_kernels().tangent_ab2(single, 0.1, 0.0, 0.5, view(x), view(v), {nullptr, 0}, {nullptr, 0}, view(y), view(carried));
+    print("tangent_ab2", y), print("carried", carried);
 }
 
 void interpolant() {

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from tests.reliability import mutants, planted
-from tests.reliability.changed_code import CAUGHT
+from tests.reliability.changed_code import (
+    BROKEN_OFF,
+    CAUGHT,
+    CRASHES,
+    HANGS,
+    SURVIVED,
+    BrokenOffError,
+    Outcome,
+    judged,
+)
 from tests.reliability.equivalent import EQUIVALENT
 from tests.reliability.figures import PAGE, ROOT, between, record
 
@@ -39,8 +50,86 @@ def test_mutants_are_drawn_from_the_whole_core():
             compile(mutant.change.source, mutant.change.file, "exec")
 
 
-def test_every_mutant_that_counts_as_equivalent_has_a_reason():
-    assert all(len(reason.split()) > 3 for reason in EQUIVALENT.values())
+def test_every_mutant_that_counts_as_equivalent_is_there_and_has_a_reason():
+    drawn = {mutant.name: mutant for mutant in mutants.drawn()}
+    for name, equivalent in EQUIVALENT.items():
+        change = drawn[name].change  # none is about code that is gone
+        line = (ROOT / change.file).read_text().splitlines()[change.line - 1]
+        assert (change.file, line.strip()) == (equivalent.file, equivalent.line)
+        assert len(equivalent.why.split()) > 3
+
+
+def written(folder: Path, part: mutants.Part, *outcomes: tuple[mutants.Mutant, Outcome]) -> None:
+    """Keeps results as a run does, in a folder of the test's own."""
+    for mutant, outcome in outcomes:
+        part.keep(mutant, outcome)
+    assert (folder / f"mutants{part.suffix}.jsonl").exists()
+
+
+def test_the_page_is_not_written_while_mutants_wait(tmp_path, monkeypatch):
+    monkeypatch.setattr(mutants, "RECORDS", tmp_path)
+    before = PAGE.read_text()
+    written(tmp_path, mutants.Part(), (mutants.drawn()[0], Outcome(CAUGHT, "a_test")))
+    with pytest.raises(SystemExit, match="have no result with the tests as they are now"):
+        mutants.write()
+    assert PAGE.read_text() == before
+
+
+def test_results_of_all_parts_are_read_and_the_last_one_counts(tmp_path, monkeypatch):
+    monkeypatch.setattr(mutants, "RECORDS", tmp_path)
+    one, other = mutants.drawn()[:2]
+    written(tmp_path, mutants.Part(), (one, Outcome(SURVIVED)), (other, Outcome(CRASHES)))
+    written(tmp_path, mutants.Part(2, 2), (one, Outcome(CAUGHT, "a_test")))
+    assert mutants.results() == {one.name: Outcome(CAUGHT, "a_test"), other.name: Outcome(CRASHES)}
+    monkeypatch.setattr(mutants, "tests_digest", lambda _: "that of tests which somebody has changed")
+    assert mutants.results() == {}
+
+
+def test_the_digest_of_tests_is_that_of_all_they_import(monkeypatch):
+    core, read = "geoflow_fast/likelihood/evaluators.py", Path.read_text
+    whole = mutants.tests_digest.__wrapped__
+    before = whole(core)
+    monkeypatch.setattr(Path, "read_text", lambda path: read(path) + "\n" * path.match("tests/likelihood/helpers.py"))
+    assert whole(core) != before
+    assert whole("geoflow_fast/noise.py") == mutants.tests_digest("geoflow_fast/noise.py")
+
+
+def test_parts_share_the_mutants_without_splitting_a_file():
+    drawn = mutants.drawn()
+    parts = [mutants.Part.parse(f"{number}/3").of_mutants(drawn) for number in (1, 2, 3)]
+    assert sorted(m.name for part in parts for m in part) == sorted(m.name for m in drawn)
+    files = [{m.change.file for m in part} for part in parts]
+    assert sum(map(len, files)) == len(set().union(*files)) == len(mutants.CORE)
+    assert mutants.Part().of_mutants(drawn) == drawn
+    assert len({mutants.Part(number, 3).folder for number in (1, 2, 3)}) == 3
+    for text in ("0/2", "3/2", "2", "1/0", "a/b"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is no part"):
+            mutants.Part.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("status", "test", "expected"),
+    [
+        (0, "", SURVIVED),
+        (1, "a_test", CAUGHT),
+        (2, "import of a_test", CAUGHT),
+        (1, "", CRASHES),  # a library ended the process
+        (-11, "", CRASHES),
+        (-6, "a_test", CRASHES),
+        (None, "", HANGS),
+    ],
+)
+def test_what_a_status_says(status, test, expected, tmp_path):
+    outcome = judged(status, test, 1.0, tmp_path / "output.txt")
+    assert outcome.status == expected
+    assert outcome.noticed == (expected != SURVIVED)
+
+
+@pytest.mark.parametrize("status", [2, BROKEN_OFF, 4, 5])
+def test_tests_that_were_not_run_say_nothing(status, tmp_path):
+    (tmp_path / "output.txt").write_text("there are no tests\n")
+    with pytest.raises(BrokenOffError, match=rf"(?s)status {status}.*there are no tests"):
+        judged(status, "", 1.0, tmp_path / "output.txt")
 
 
 def in_a_process(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -63,7 +152,25 @@ def test_random_mutants_are_noticed():
     done = in_a_process("tests.reliability.mutants")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     counts, survivors = mutants.summary()
-    assert not sum(row["waiting"] for row in counts.values())
-    assert set(EQUIVALENT) <= {mutant.name for mutant in mutants.drawn()}  # none is about code that is gone
+    mutants.record_figures()
+    assert not mutants.wrongly_equivalent()
     assert mutants.score(counts) >= mutants.LEAST_SCORE
     assert not [mutant.shown for mutant in survivors if mutants.on_presets_path(mutant)]
+
+
+NOTHING_TO_SEE = """
+from tests.reliability.changed_code import BrokenOffError, Change, Collected, Job, Runner
+try:
+    Runner().run(None, ["tests/test_geometry.py::test_that_nobody_wrote"])
+except BrokenOffError:
+    print("no test")
+nothing = Change("geoflow_fast/geometry.py", 0, "", "")
+jobs = [Job("a", nothing, "normalize", ("tests/test_plan.py",)), Job("b", nothing, "nobody", ("tests/test_plan.py",))]
+Collected(jobs, lambda job, outcome: print(f"{job.name}: {type(outcome).__name__}")).run()
+"""
+
+
+@pytest.mark.slow
+def test_a_child_that_breaks_off_has_noticed_nothing():
+    done = subprocess.run([sys.executable, "-c", NOTHING_TO_SEE], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert [line for line in ("no test", "a: Outcome", "b: BrokenOffError") if line not in done.stdout] == []

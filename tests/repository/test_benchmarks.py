@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import geoflow_fast as gf
-from benchmarks import bench_epistemic, common, compare, page, suite
+from benchmarks import bench_epistemic, bench_watch, common, compare, page, suite
 from benchmarks.flows import row_flops
 from benchmarks.limits import Limits, Work, copy_bandwidth, exp_rate, gemm_peak, read_bandwidth
 from benchmarks.suite import FOR_COMPARISON, PEER, Case, Contender, Scaling
@@ -71,6 +71,31 @@ def test_quick_runs_without_optional_packages(monkeypatch):
     for case in without:
         measured = suite.measure(dataclasses.replace(case, rounds=1))
         assert suite.case_rows(measured, {"flops": 1.0, "bytes": 1.0, "exps": 1.0})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", suite.suites())
+def test_every_contender_of_a_suite_gives_its_answer(name):
+    """With small sizes, so that a change of the library that breaks a benchmark is noticed before the long run."""
+    for case in suite.all_cases(quick=True, only=[name]):
+        assert suite.measure(dataclasses.replace(case, rounds=1))["rows"]
+
+
+@pytest.mark.slow
+def test_the_study_of_watch_goes_on_where_it_stopped(monkeypatch, tmp_path):
+    for name, value in {"FITTED": 300, "CERTIFIED": 400, "SOON": 100, "LONG": 100, "HEAD_PAIRS": 500}.items():
+        monkeypatch.setattr(bench_watch, name, value)
+    for module in (bench_watch, common):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    searched = bench_watch.Searched("a world", "concept world", True, 0.5, runs=2, long_logs=True)
+    for run in range(2):
+        bench_watch.one_run(searched, run)
+    monkeypatch.setattr(bench_watch, "one_run", None)  # nothing is left to do
+    rows = bench_watch.rows_of(searched)
+    assert {row["runs"] for row in rows} == {2}
+    assert len(rows) == 7  # three changes are looked at in two ways, and logs without a change in one
+    monkeypatch.setattr(bench_watch, "made_by", lambda: "other code")
+    assert common.load(bench_watch.kept_as(searched, 0)) is None
 
 
 def test_small_sizes_are_not_called_the_papers():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from geoflow_fast import geometry, ops
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.ops import native, pruning
 from geoflow_fast.ops.gallery_statistics import entropy_bound
+from geoflow_fast.retrieval import index as index_module
 
 OP = "gallery_posterior"
 DTYPE = {"reference": torch.float64, "cpu": torch.float32}
@@ -146,7 +148,7 @@ def test_bounds_are_above_the_scores(backend):
         index = gf.GalleryIndex.build(gallery.float(), width=width)
         for codes in (index.codes, None):
             prefix = dataclasses.replace(index, codes=codes)
-            pruner = pruning.Pruner(gallery, prefix, 50.0, 10, bias, run, lambda *_: None, lambda *_: None)
+            pruner = pruning.Pruner(gallery, prefix, 50.0, 10, bias, run, *(4 * [lambda *_: None]))
             bound = pruner._upper_bounds(pruner._describe(points), slice(None)).double()
             assert (bound >= score).all()
         gaps.append(float((bound - score).mean()))
@@ -328,3 +330,84 @@ def test_errors_name_the_argument(change, words):
     run = gf.GalleryIndex.build if "width" in change else functools.partial(ops.gallery_posterior, samples, kappa=5.0)
     with pytest.raises(ValueError, match=words):
         run(gallery=gallery, **change)
+
+
+@pytest.mark.skipif(native.missing_bfloat16() is not None, reason=str(native.missing_bfloat16()))
+def test_queries_that_are_not_pruned_are_scored_as_without_an_index(monkeypatch):
+    """An index must not cost those queries the products in bfloat16 that they would have without it."""
+    monkeypatch.setattr(pruning, "FEWEST_ITEMS", 4000)
+    monkeypatch.setattr(pruning, "FEWEST_SAMPLES", 400)
+    sharp, gallery = world(6000, 256, 4, 50, 0.9)
+    flat = sample_uniform(4 * 50, 256).view(4, 50, 256)
+    index = gf.GalleryIndex.build(gallery)
+    samples = torch.cat((sharp, flat))[torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])]
+
+    def run(some, **options):
+        return ops.gallery_statistics(some, gallery, 80.0, **options)
+
+    mixed, single = run(samples, index=index, precision="auto"), run(samples, index=index)
+    assert (mixed.left[::2] > 3000).all()  # pruned, and in float32
+    assert torch.equal(mixed.log_z[::2], single.log_z[::2])
+    assert mixed.left[1::2].tolist() == [0] * 4
+    assert torch.equal(mixed.log_z[1::2], run(samples[1::2], precision="auto").log_z)
+    assert not torch.equal(mixed.log_z[1::2], single.log_z[1::2])
+    few = samples[:1]  # too few for a pilot
+    assert torch.equal(run(few, index=index, precision="auto").log_z, run(few, precision="auto").log_z)
+
+
+def test_pruning_competes_with_what_scoring_all_items_costs():
+    """Half of the items remain: less than all in float32, but more than all in bfloat16."""
+    samples, gallery = world(2048, 64, 3, 9, 0.9)
+    index = gf.GalleryIndex.build(gallery)
+    rounded = torch.tensor([True, False, True])
+    pruner = pruning.Pruner(gallery, index, 1.0, 10, None, *(4 * [lambda *_: None]), lambda _: rounded)
+    bounds = torch.arange(2048.0).expand(3, -1)
+    object.__setattr__(pruner, "_upper_bounds", lambda _queries, some: bounds[:, some])
+    queries = pruner._describe(pruning.WeightedSamples(samples))
+    floor = torch.tensor([1400.0, 1400.0, 2000.0], dtype=torch.float64)
+    assert pruner._pays(queries, floor, 0.2).tolist() == [False, True, True]
+
+
+def test_codes_are_written_to_their_place(monkeypatch, tmp_path):
+    """Never more than one part of the codes is in memory beside the whole."""
+    monkeypatch.setattr(index_module, "SAMPLE_ROWS", 100)
+    gallery = world(1050, 70, 1, 1, 0.9)[1]
+    for number, part in enumerate(gallery.split(430)):
+        np.save(tmp_path / f"part_{number}.npy", part.numpy())
+    parts: list[weakref.ref] = []
+    alive: list[int] = []
+    encode = ops.RowCodes.encode
+
+    def watched(rows):
+        alive.append(sum(part() is not None for part in parts))
+        made = encode(rows)
+        parts.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(ops.RowCodes, "encode", staticmethod(watched))
+    codes = gf.GalleryIndex.build(gf.Gallery(tmp_path)).codes
+    assert len(parts) >= 11
+    assert max(alive) <= 1
+    expected = encode(gallery)
+    assert torch.equal(codes.code, expected.code)
+    assert torch.equal(codes.scale, expected.scale)
+    assert torch.equal(codes.error, expected.error)
+    assert codes.largest_norm == expected.largest_norm
+
+
+@pytest.mark.skipif(native.missing_int8() is not None, reason=str(native.missing_int8()))
+@pytest.mark.filterwarnings("ignore:BayesReranker is uncalibrated")
+def test_shortlists_of_a_re_ranker_are_found_by_codes(monkeypatch):
+    rows = world(5000, 24, 1, 1, 0.9)[1]
+    flow = gf.GeoFlow(gf.GeoFlowConfig(24, 24, hidden=16, depth=1)).eval()
+    queries, calls = world(1, 24, 3, 1, 0.5)[0].squeeze(1), []
+    original = native.search_codes
+    monkeypatch.setattr(native, "search_codes", lambda *inputs: calls.append(1) or original(*inputs))
+    settings = {"shortlist": 4, "n_steps": 2}
+    plain = gf.BayesReranker(flow, gf.Gallery(rows), "t2i", **settings)(queries)
+    assert not calls
+    gallery = gf.Gallery(rows, gf.GalleryIndex.build(rows))
+    coded = gf.BayesReranker(flow, gallery, "t2i", **settings)(queries)
+    assert calls
+    assert torch.equal(coded.index, plain.index)
+    assert torch.equal(coded.prob, plain.prob)

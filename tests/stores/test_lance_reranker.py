@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -112,3 +114,31 @@ def test_what_it_is_made_of_is_checked(judged):
     ):
         with pytest.raises(kind, match=error):
             stores.LanceReranker(**arguments)
+
+
+def test_a_table_of_one_encoder_is_not_served_by_another(table, task, judged):
+    scores, labels = judged
+    trust = gf.Trust().fit(scores[:300], labels[:300], encoder="small")
+    rule = trust.certify(scores[300:], labels[300:], max_error=0.3, encoder="small")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reranker = stores.LanceReranker(trust, rule=rule, no_match_share=0.1, encoder="small")
+        table.search(task.queries[0].numpy()).limit(K).rerank(reranker, query_string="").to_arrow()
+    for settings in ({}, {"rule": rule}):
+        with pytest.raises(ValueError, match="was made with encoder 'small', not 'large'"):
+            stores.LanceReranker(trust, **settings, encoder="large")
+    with pytest.warns(UserWarning, match="encoder 'small' and is not told") as said:
+        stores.LanceReranker(trust, rule=rule)
+    assert [each.filename for each in said] == [__file__] * 2
+    plain = gf.Trust().fit(scores[:300], labels[:300])
+    with pytest.warns(UserWarning, match="the Trust was made without encoder="):
+        stores.LanceReranker(plain, rule=rule, encoder="small")
+    other = plain.certify(scores[300:], labels[300:], max_error=0.3, encoder="large")
+    with pytest.raises(ValueError, match="the rule was made with encoder 'large', not 'small'"):
+        stores.LanceReranker(trust, rule=other, encoder="small")
+    model = stores.StoreReranker(stores.LanceStore(table), shortlist=K, encoder="small")
+    with pytest.raises(ValueError, match="was made with encoder 'small', not 'large'"):
+        stores.LanceReranker(model, encode=str, encoder="large")
+    with pytest.warns(UserWarning, match="is not told which one made these queries") as said:
+        stores.LanceReranker(model, encode=str)
+    assert [each.filename for each in said] == [__file__]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
 
 import geoflow_fast as gf
 from geoflow_fast import stores
+from geoflow_fast.data.fingerprint import Fingerprint, Origin
 from tests.stores.engines import METRICS, Engines
 from tests.stores.test_protocol import Fake
 
@@ -156,3 +159,99 @@ def test_any_store_of_the_protocol_is_checked(world):
         stores.StoreReranker(object())
     with pytest.raises(ValueError, match="leave out shortlist_by="):
         stores.StoreReranker(inner, shortlist_by="head")
+
+
+def fingerprint(name):
+    return Fingerprint.of({"encoder": name, "weights": name})
+
+
+def with_encoder(pairs, encoder):
+    """Pairs that know their encoder."""
+    twin = gf.EmbeddingPairs.from_arrays(*pairs[np.arange(len(pairs))])
+    twin.image.encoder = twin.text.encoder = encoder
+    return twin
+
+
+def over_store(world, **settings):
+    fake = Fake(rows=world[0].double().numpy())
+    return stores.StoreReranker(stores.CustomStore(fake.search, fake.fetch, 24), shortlist=K, **settings)
+
+
+def told(queries, encoder):
+    named = gf.Embeddings.from_arrays(queries)
+    named.rows.encoder = encoder
+    return named
+
+
+@pytest.mark.parametrize("own", ["small", fingerprint("small")], ids=["by name", "by fingerprint"])
+def test_a_store_of_one_encoder_is_not_served_by_another(world, tmp_path, own):
+    """Neither held-out pairs nor calibrations nor queries of another encoder, and what is not known is said."""
+    _, queries, held_out = world
+    reranker = over_store(world, encoder=own)
+    with pytest.raises(ValueError, match=r"this StoreReranker was made with encoder 'small.*, not 'large"):
+        reranker.calibrate(with_encoder(held_out, fingerprint("large")), max_queries=100)
+    with pytest.warns(UserWarning, match="is not told which one made these pairs: pass encoder="):
+        reranker.calibrate(held_out, max_queries=100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reranker.calibrate(
+            with_encoder(held_out, fingerprint("small") if own == "small" else None), max_queries=100, encoder=own
+        )
+        file = reranker.save_calibration(tmp_path)
+        for encoder in ("small", fingerprint("small")):
+            again = over_store(world, encoder=encoder)
+            again.load_calibration(file)
+            expected = again(queries, encoder="small")
+            np.testing.assert_allclose(again(told(queries, fingerprint("small"))).prob, expected.prob, atol=1e-5)
+    with pytest.warns(UserWarning, match="is not told which one made these queries"):
+        again(queries)
+    for asked in ({"encoder": "large"}, {"encoder": fingerprint("large")}):
+        with pytest.raises(ValueError, match=r"this StoreReranker was made with encoder 'small.*, not 'large"):
+            again(queries, **asked)
+    with pytest.raises(ValueError, match="not 'large"):
+        again(told(queries, fingerprint("large")))
+    with pytest.raises(ValueError, match="the calibration was made for those of small"):
+        over_store(world, encoder="large").load_calibration(file)
+    with pytest.warns(UserWarning, match="the calibration was made with encoder 'small.*the vectors of the store"):
+        over_store(world).load_calibration(file)
+
+
+def test_a_store_without_a_name_says_what_it_cannot_tell(world, tmp_path):
+    _, queries, held_out = world
+    plain = over_store(world)
+    with pytest.warns(UserWarning, match="made without encoder= and cannot tell whether it is for 'small"):
+        plain.calibrate(with_encoder(held_out, fingerprint("small")), max_queries=100)
+    nameless = over_store(world)
+    nameless.calibrate(held_out, max_queries=100)
+    with pytest.warns(UserWarning, match="made without encoder= and cannot tell whether it is for 'small'"):
+        nameless(queries, encoder="small")
+    file = nameless.save_calibration(tmp_path)
+    with pytest.warns(UserWarning, match="the calibration was made without encoder="):
+        over_store(world, encoder="small").load_calibration(file)
+    with pytest.raises(TypeError, match="encoder must be text"):
+        over_store(world, encoder=3)
+
+
+def test_each_side_may_have_an_encoder_of_its_own(world):
+    _, queries, held_out = world
+    pairs = with_encoder(held_out, fingerprint("images"))
+    pairs.text.encoder = fingerprint("texts")
+    reranker = over_store(world, encoder="images")
+    reranker.calibrate(pairs, max_queries=100)
+    reranker(queries, encoder="texts")
+    with pytest.raises(ValueError, match=r"made with encoder 'texts.*, not 'images'"):
+        reranker(queries, encoder="images")
+
+
+def test_a_model_of_another_encoder_is_refused_over_a_store(world):
+    head = gf.PosteriorHead(gf.HeadConfig(points=2, hidden=8, bank=8), 24, 24).eval()
+    head.origin = Origin((fingerprint("small"), fingerprint("small")))
+    over_store(world, head=head, encoder="small")
+    with pytest.raises(
+        ValueError, match="the gallery has embeddings of large, but the head was made for those of small"
+    ):
+        over_store(world, head=head, encoder="large")
+    with pytest.warns(
+        UserWarning, match="the model was made with encoder 'small.*which one made the vectors of the store"
+    ):
+        over_store(world, head=head)

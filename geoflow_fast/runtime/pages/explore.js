@@ -39,9 +39,9 @@
     parts.push(".");
     const rule = D.certified;
     if (rule && !D.holds) parts.push(` ${percent(rule.max_error)} were certified at ${rule.threshold.toFixed(3)}, but these queries are no longer like those.`);
-    else if (rule) parts.push(value >= rule.threshold - 5e-4
-      ? ` At least as strict as the certified rule: at most ${percent(rule.max_error)} wrong, guaranteed.`
-      : " Looser than the certified rule: no guarantee.");
+    else if (rule) parts.push(value === rule.threshold
+      ? ` The certified point: at most ${percent(rule.max_error)} wrong, guaranteed at ${percent(rule.confidence)} confidence.`
+      : ` ${value > rule.threshold ? "Stricter" : "Looser"} than the certified point, ${rule.threshold.toFixed(3)}: only that one was certified.`);
     $("outcome").replaceChildren(...parts);
     const x = span.left + (span.right - span.left) * coverage;
     const y = span.below - (span.below - span.above) * Math.min(risk, span.top) / span.top;
@@ -207,8 +207,12 @@
   }
 
   // ---- keys ----
-  slider.addEventListener("input", () => moveTo(slider.value / 1000));
-  const certify = () => { if (D.certified) { slider.value = Math.ceil(1000 * D.certified.threshold); moveTo(D.certified.threshold); } };
+  const step = p => Math.min(1000, Math.round(1000 * p));
+  slider.addEventListener("input", () => { // the step next to the certified point is that point
+    const rule = D.certified;
+    moveTo(rule && +slider.value === step(rule.threshold) ? rule.threshold : slider.value / 1000);
+  });
+  const certify = () => { if (D.certified) { slider.value = step(D.certified.threshold); moveTo(D.certified.threshold); } };
   $("certified")?.addEventListener("click", certify);
   let waiting = 0;
   $("search").addEventListener("input", () => { clearTimeout(waiting); waiting = setTimeout(() => choose(view), 60); });
@@ -229,7 +233,7 @@
   });
 
   const begin = D.certified ? D.certified.threshold : 0.5;
-  slider.value = Math.ceil(1000 * begin);
+  slider.value = step(begin);
   choose("all");
   moveTo(begin);
 })();
