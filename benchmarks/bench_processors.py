@@ -28,7 +28,7 @@ from benchmarks.bench_gallery import spectral_rows
 from benchmarks.bench_interpolant import InterpolantInput
 from benchmarks.bench_ot import EPS, random_points
 from benchmarks.common import gate, report, time_together
-from benchmarks.limits import Limits, gemm_peak
+from benchmarks.limits import Limits, gemm_peak, integer_peak
 from benchmarks.suite import Table
 from geoflow_fast.ops import native
 from geoflow_fast.worlds import ConceptWorld
@@ -88,6 +88,8 @@ def rates() -> dict[str, float]:
     }
     if native.missing_bfloat16() is None:
         result["limit: bfloat16 products, GFLOP/s"] = gemm_peak(dtype=torch.bfloat16) / 1e9
+    if native.missing_int8() is None:
+        result["limit: int8 products, GOP/s"] = integer_peak() / 1e9
     return result | search_rates() | posterior_rates() | coupling_rates() | interpolant_rates()
 
 

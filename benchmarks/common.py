@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 import geoflow_fast as gf
+from geoflow_fast.ops import native
 from geoflow_fast.runtime.files import write_json
 
 RESULTS = Path(__file__).parent / "results"
@@ -102,7 +103,7 @@ def machine() -> dict[str, Any]:
         "processor": (names or [platform.processor()])[0].strip(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__.split("+")[0],
-        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "instructions": native.isa() if native.missing() is None else torch.backends.cpu.get_cpu_capability(),
         "day": time.strftime("%Y-%m-%d"),
     }
 

@@ -65,6 +65,12 @@ def gemm_peak(size: int = 4096, inner: int = 1024, rounds: int = 5, dtype: torch
     return 2 * size * size * inner / min(seconds_of(lambda: torch.mm(a, b, out=out)) for _ in range(rounds))
 
 
+def integer_peak(size: int = 2048, inner: int = 1024, rounds: int = 5) -> float:
+    """Operations per second of torch's product of bytes."""
+    a, b = (torch.randint(-100, 100, shape, dtype=torch.int8) for shape in ((size, inner), (inner, size)))
+    return 2 * size * size * inner / min(seconds_of(lambda: torch._int_mm(a, b)) for _ in range(rounds))
+
+
 def copy_bandwidth(megabytes: int = 256, rounds: int = 7) -> float:
     """Bytes read plus bytes written per second by a large memory copy."""
     source = torch.ones(megabytes * 2**18)

@@ -66,7 +66,10 @@ def block(key: str, results: Results) -> str | None:
         return None if table is None else markdown(table["rows"]) + note_words(table["notes"])
     if kind == "figure" and len(rest) == 1:
         return figure_words(rest[0], results)
-    known = "machine, scalings, cases SUITE, table SUITE NAME, figure NAME"
+    if kind == "study" and len(rest) == 1:
+        study = load(rest[0])
+        return None if study is None else markdown(study["rows"])
+    known = "machine, scalings, cases SUITE, table SUITE NAME, figure NAME, study NAME"
     raise ValueError(f"{PAGE.name} has a block {key!r}; blocks are {known}")
 
 

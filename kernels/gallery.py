@@ -29,16 +29,13 @@ import triton.language as tl
 from torch import Tensor
 
 from geoflow_fast.kernels.launch import element_tile, launch, row_kernel
+from geoflow_fast.ops.gallery_lists import EXACT_KAPPA
 
 LOWEST = tl.constexpr(-1e30)  # below every score, and finite: its differences and products stay numbers
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
-MAX_TOP_K = 64
-"""Longest list that the kernel keeps; longer ones are read from the scores."""
 MAX_LISTED = 4096
-"""Entries of all shares' lists of a query, which one program merges."""
-EXACT_KAPPA = 1e4
-"""Above this kappa, two bfloat16 parts are too few for float32 rows."""
+"""Entries of shares' lists of a query that one program merges; more are merged in several rounds."""
 NO_KAPPA = 1e-20
 """Below this kappa, inner products change no score of samples that have biases."""
 
@@ -46,8 +43,9 @@ NO_KAPPA = 1e-20
 @dataclass(frozen=True)
 class GalleryConfig:
     """A member of the tuning space: tile sizes, warps and pipeline stages, and the number of queries it is meant for.
-    `exact`: for float32 rows as they are, in three TF32 products. `hopper`: only where a warp group multiplies from
-    shared memory (sm_90); elsewhere the registers of so large a tile spill."""
+    `exact`: for float32 rows as they are, in three TF32 products. `single`: of these, for queries of one sample each,
+    as plain search has them. `hopper`: only where a warp group multiplies from shared memory (sm_90); elsewhere the
+    registers of so large a tile spill. `registers`: of a thread, where ptxas would rather spill than take so many."""
 
     most: float
     queries: int
@@ -57,11 +55,14 @@ class GalleryConfig:
     warps: int
     stages: int
     exact: bool = False
+    single: bool = False
     hopper: bool = False
+    registers: int | None = None
 
     def triton(self) -> triton.Config:
         sizes = {"QUERIES": self.queries, "CHUNK": self.chunk, "ITEMS": self.items, "DEPTH": self.depth}
-        return triton.Config(sizes, num_warps=self.warps, num_stages=self.stages)
+        most = None if torch.version.hip else self.registers
+        return triton.Config(sizes, num_warps=self.warps, num_stages=self.stages, maxnreg=most)
 
 
 CONFIGS = {
@@ -69,8 +70,13 @@ CONFIGS = {
     "some": GalleryConfig(most=16, queries=8, chunk=16, items=128, depth=32, warps=8, stages=4),
     "slim": GalleryConfig(most=math.inf, queries=16, chunk=8, items=128, depth=32, warps=8, stages=4),
     "wide": GalleryConfig(most=math.inf, queries=16, chunk=16, items=128, depth=64, warps=8, stages=3, hopper=True),
-    "exact-few": GalleryConfig(most=4, queries=2, chunk=32, items=128, depth=16, warps=8, stages=3, exact=True),
+    "exact-few": GalleryConfig(
+        most=4, queries=2, chunk=32, items=128, depth=16, warps=8, stages=3, exact=True, registers=192
+    ),
     "exact": GalleryConfig(most=math.inf, queries=16, chunk=8, items=64, depth=16, warps=8, stages=3, exact=True),
+    "search": GalleryConfig(
+        most=math.inf, queries=8, chunk=2, items=128, depth=32, warps=4, stages=3, exact=True, single=True
+    ),
 }
 """The whole tuning space by name. A tile of "wide" is 128 items by 256 samples, of "slim" 128 by 128."""
 
@@ -78,16 +84,21 @@ CONFIGS = {
 DEEPEST = max(config.depth for config in CONFIGS.values())
 
 
-def eligible(exact: bool, queries: int, hopper: bool) -> list[str]:
-    """Names of the configurations meant for these products, number of queries and GPU, the usual choice first."""
-    fitting = {name: c for name, c in CONFIGS.items() if c.exact == exact and (hopper or not c.hopper)}
+def eligible(exact: bool, queries: int, hopper: bool, single: bool = False) -> list[str]:
+    """Names of the configurations meant for these products, number of queries and GPU, and for queries of a `single`
+    sample or of more; the usual choice first."""
+    fitting = {
+        name: config
+        for name, config in CONFIGS.items()
+        if config.exact == exact and config.single == (single and exact) and (hopper or not config.hopper)
+    }
     least = min(config.most for config in fitting.values() if queries <= config.most)
     return [name for name, config in fitting.items() if config.most == least]
 
 
 def _prune(_configs: list[triton.Config], arguments: dict[str, Any], **_: Any) -> list[triton.Config]:
-    samples = arguments["samples"]
-    names = eligible(samples.dtype == torch.float32, arguments["n_queries"], is_hopper(samples.device))
+    samples, single = arguments["samples"], arguments["n_samples"] == 1
+    names = eligible(samples.dtype == torch.float32, arguments["n_queries"], is_hopper(samples.device), single)
     return [CONFIGS[name].triton() for name in names]
 
 
@@ -160,7 +171,7 @@ def gallery_tile_kernel(
             g_at = g_base + item[:, None] * stride + depth[None, :]
             product = tl.zeros([ITEMS, ROWS], tl.float32)
             if HAS_SAMPLE_BIAS:  # before the product: after it, there is no register left to hold them
-                a = tl.load(a_base + (row % QUERIES) * n_samples + sample, mask=live, other=0.0)
+                a = tl.load(a_base + (row % QUERIES) * n_samples + sample, mask=live, other=float("-inf"))
                 product += a[None, :]
             for k in range(0, span, DEPTH):
                 if PARTS == 1:
@@ -170,7 +181,9 @@ def gallery_tile_kernel(
                     x = tl.load(x_at + tl.where(k < turn, k, k - width), mask=live[None, :], other=0.0)
                     g = tl.load(g_at + tl.where(k < turn, k, k - turn), mask=(here < last)[:, None], other=0.0)
                 product = tl.dot(g, x, product, input_precision=PRECISION)
-            logit = tl.where((sample < n_samples)[None, :], product * scale, float("-inf"))
+            logit = product * scale
+            if not HAS_SAMPLE_BIAS:  # whose own -inf leaves out the draws past the last one
+                logit = tl.where((sample < n_samples)[None, :], logit, float("-inf"))
             logit = tl.reshape(logit, [ITEMS, CHUNK, QUERIES])
             above = tl.maximum(best, tl.max(logit, axis=1))
             total = total * tl.exp2(best - above) + tl.sum(tl.exp2(logit - above[:, None, :]), axis=1)
@@ -218,7 +231,7 @@ def gallery_tile_kernel(
     tl.store(top_index_out + list_at, top_index, mask=listed)
 
 
-@triton.jit(do_not_specialize=["n_queries", "n_shares"])
+@triton.jit(do_not_specialize=["n_queries", "n_shares", "shares_per_program"])
 def gallery_merge_kernel(
     peak_in,
     weight_in,
@@ -232,35 +245,39 @@ def gallery_merge_kernel(
     top_index_out,
     n_queries,
     n_shares,
+    shares_per_program,
     TOP: tl.constexpr,
     SHARES: tl.constexpr,
     LISTED: tl.constexpr,
 ):
-    """One query: statistics of all shares merged, and the best TOP of their lists in order."""
+    """One query: statistics of a program's shares merged, and the best TOP of their lists in order."""
     query = tl.program_id(0)
-    share = tl.arange(0, SHARES)
-    there = share < n_shares
+    first = tl.program_id(1) * shares_per_program
+    last = tl.minimum(first + shares_per_program, n_shares)
+    share = first + tl.arange(0, SHARES)
+    there = share < last
     at = share.to(tl.int64) * n_queries + query
     peaks = tl.load(peak_in + at, mask=there, other=LOWEST)
     weights = tl.load(weight_in + at, mask=there, other=0.0)
     moments = tl.load(moment_in + at, mask=there, other=0.0)
     peak = tl.max(peaks, axis=0)
     shrink = tl.exp(peaks - peak)
-    tl.store(peak_out + query, peak)
-    tl.store(weight_out + query, tl.sum(shrink * weights, axis=0))
+    out = tl.program_id(1).to(tl.int64) * n_queries + query
+    tl.store(peak_out + out, peak)
+    tl.store(weight_out + out, tl.sum(shrink * weights, axis=0))
     # Moving the reference point from a share's maximum to the common one adds a multiple of its weight.
-    tl.store(moment_out + query, tl.sum(shrink * (moments + (peaks - peak) * weights), axis=0))
+    tl.store(moment_out + out, tl.sum(shrink * (moments + (peaks - peak) * weights), axis=0))
 
     entry = tl.arange(0, LISTED)
-    listed = entry < n_shares * TOP
-    entry_at = ((entry // TOP).to(tl.int64) * n_queries + query) * TOP + entry % TOP
+    listed = entry < (last - first) * TOP
+    entry_at = ((first + entry // TOP).to(tl.int64) * n_queries + query) * TOP + entry % TOP
     scores = tl.load(top_score_in + entry_at, mask=listed, other=float("-inf"))
     indices = tl.load(top_index_in + entry_at, mask=listed, other=-1)
     for k in range(TOP):
         best = tl.max(scores, axis=0)
         index = tl.min(tl.where((scores == best) & (indices >= 0), indices, 2147483647), axis=0)
-        tl.store(top_score_out + query * TOP + k, best)
-        tl.store(top_index_out + query * TOP + k, index)
+        tl.store(top_score_out + out * TOP + k, best)
+        tl.store(top_index_out + out * TOP + k, index)
         scores = tl.where(indices == index, float("-inf"), scores)
 
 
@@ -296,12 +313,11 @@ def split_rows(x: Tensor, low_first: bool) -> Tensor:
     return out.view(*lead, 2, padded)
 
 
-def share_count(queries: int, items: int, config: GalleryConfig, top_k: int, processors: int) -> int:
-    """Into how many shares the gallery is cut: enough programs to fill the device twice, each with a tile of its own,
-    but no more lists than one program merges."""
+def share_count(queries: int, items: int, config: GalleryConfig, processors: int) -> int:
+    """Into how many shares the gallery is cut: enough programs to fill the device twice, each with a tile of its
+    own."""
     blocks = triton.cdiv(queries, config.queries)
-    wanted = min(triton.cdiv(2 * processors, blocks), triton.cdiv(items, config.items))
-    return max(1, min(wanted, MAX_LISTED // top_k))
+    return max(1, min(triton.cdiv(2 * processors, blocks), triton.cdiv(items, config.items)))
 
 
 def processor_count(device: torch.device) -> int:
@@ -324,13 +340,48 @@ class _Rows:
     parts: int
 
     @staticmethod
-    def of(samples: Tensor, gallery: Tensor, exact: bool) -> _Rows:
+    def of(samples: Tensor, gallery: Tensor, exact: bool, parts: Tensor | None) -> _Rows:
         if samples.dtype == torch.float32 and not exact:
-            split = split_rows(samples, True), split_rows(gallery, False)
+            split = split_rows(samples, True), split_rows(gallery, False) if parts is None else parts
             return _Rows(*split, split[0].shape[-1], 2)
         ragged = -samples.shape[2] % 16  # the usual widths need no copy
         samples, gallery = (torch.nn.functional.pad(x, (0, ragged)) if ragged else x for x in (samples, gallery))
         return _Rows(samples.contiguous(), gallery.contiguous(), samples.shape[2], 1)
+
+
+_Outputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def _outputs(device: torch.device, top_k: int, *lead: int) -> _Outputs:
+    """Memory for the statistics and lists of queries."""
+    peak, weight, moment = (torch.empty(lead, dtype=torch.float32, device=device) for _ in range(3))
+    score = torch.empty((*lead, top_k), dtype=torch.float32, device=device)
+    return peak, weight, moment, score, torch.empty_like(score, dtype=torch.int32)
+
+
+def _merged(partial: _Outputs, queries: int, shares: int, top_k: int) -> _Outputs:
+    """The statistics and lists of all shares, from those of each [shares, queries, ...]: as many at a time as one
+    program holds, until one is left."""
+    together = min(shares, max(2, MAX_LISTED // top_k))
+    groups = triton.cdiv(shares, together)
+    merged = _outputs(partial[0].device, top_k, groups, queries)
+    launch(
+        gallery_merge_kernel,
+        (queries, groups),
+        *partial,
+        *merged,
+        queries,
+        shares,
+        together,
+        TOP=top_k,
+        SHARES=max(2, triton.next_power_of_2(together)),
+        LISTED=max(2, triton.next_power_of_2(together * top_k)),
+        num_warps=4,
+    )
+    if groups > 1:
+        return _merged(merged, queries, groups, top_k)
+    peak, weight, moment, score, index = (x.squeeze(0) for x in merged)
+    return peak, weight, moment, score, index
 
 
 def gallery_statistics(
@@ -344,13 +395,16 @@ def gallery_statistics(
     scores: Tensor | None = None,
     config: str | None = None,
     shares: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    parts: Tensor | None = None,
+    exact: bool = False,
+) -> _Outputs:
     """Statistics of `reference.gallery_statistics`, for float32, float16 or bfloat16 with float32 accumulation.
 
     The kernel takes `sample_bias` divided by kappa and adds it to the inner products, which it multiplies by kappa.
     `scores` [Q, N] in float32, if given, is filled. `config` names a member of `CONFIGS`; without it the choice is
     measured once, or the same always where `torch.use_deterministic_algorithms` asks for it, since the shape of tiles
-    decides in which order sums are rounded. `shares` overrides how the gallery is cut.
+    decides in which order sums are rounded. `shares` overrides how the gallery is cut. `parts` is `split_rows(gallery,
+    False)`, if the caller has kept it. `exact` multiplies float32 rows as they are, as large kappas do.
     """
     if sample_bias is not None:
         if kappa < NO_KAPPA:
@@ -358,24 +412,19 @@ def gallery_statistics(
         sample_bias = (sample_bias.float() / kappa).contiguous()
     queries, draws, _ = samples.shape
     items, device = gallery.shape[0], samples.device
-    exact = samples.dtype == torch.float32 and (kappa > EXACT_KAPPA if config is None else CONFIGS[config].exact)
-    names = eligible(exact, queries, is_hopper(device)) if config is None else [config]
+    exact = exact or kappa > EXACT_KAPPA if config is None else CONFIGS[config].exact
+    exact = exact and samples.dtype == torch.float32
+    names = eligible(exact, queries, is_hopper(device), draws == 1) if config is None else [config]
     if torch.are_deterministic_algorithms_enabled():
         names = names[:1]
     sizes = CONFIGS[names[0]]
-    rows = _Rows.of(samples, gallery, exact)
+    rows = _Rows.of(samples, gallery, exact, parts)
     if shares is None:
-        shares = share_count(queries, items, sizes, top_k, processor_count(device))
+        shares = share_count(queries, items, sizes, processor_count(device))
     per_share = triton.cdiv(triton.cdiv(items, shares), sizes.items) * sizes.items
     shares = triton.cdiv(items, per_share)
 
-    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    def outputs(*lead: int) -> tuple[Tensor, ...]:
-        return *(empty(*lead) for _ in range(3)), empty(*lead, top_k), empty(*lead, top_k, dtype=torch.int32)
-
-    partial, merged = outputs(shares, queries), outputs(queries)
+    partial = _outputs(device, top_k, shares, queries)
     meta: dict[str, Any] = {
         "TOP": top_k,
         "SLOTS": max(2, triton.next_power_of_2(top_k)),
@@ -387,8 +436,7 @@ def gallery_statistics(
     }
     kernel: Any = gallery_tile_kernel
     if len(names) == 1:
-        kernel, chosen = gallery_tile_kernel.fn, sizes.triton()
-        meta |= {**chosen.kwargs, "num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
+        kernel, meta = gallery_tile_kernel.fn, {**meta, **sizes.triton().all_kwargs()}
     launch(
         kernel,
         (triton.cdiv(queries, sizes.queries), shares),
@@ -406,20 +454,7 @@ def gallery_statistics(
         per_share,
         **meta,
     )
-    launch(
-        gallery_merge_kernel,
-        (queries,),
-        *partial,
-        *merged,
-        queries,
-        shares,
-        TOP=top_k,
-        SHARES=max(2, triton.next_power_of_2(shares)),
-        LISTED=max(2, triton.next_power_of_2(shares * top_k)),
-        num_warps=4,
-    )
-    peak, weight, moment, top_score, top_index = merged
-    return peak, weight, moment, top_score, top_index
+    return _merged(partial, queries, shares, top_k)
 
 
 def gallery_scores(

@@ -30,6 +30,7 @@ from triton.compiler import ASTSource
 from geoflow_fast.flow import costs
 from geoflow_fast.kernels import gallery, geodesic, network, probes
 from geoflow_fast.ops import dispatch
+from geoflow_fast.ops.gallery_lists import LONGEST_LIST
 from tools.tables import replace_between
 
 NVIDIA = (80, 86, 89, 90, 100, 120)
@@ -417,7 +418,7 @@ def configuration_cases() -> list[Case]:
             for width, bias in ((1024, False), (144, True)):
                 call = _gallery(name, dtype, queries, 50, 5000, width, bias)
                 cases.append(Case(f"{name} {TYPES[dtype]} d={width} bias={bias}", call, capabilities=where))
-            call = _gallery(name, dtype, 1, 1, 77, 7, top=gallery.MAX_TOP_K)
+            call = _gallery(name, dtype, 1, 1, 77, 7, top=LONGEST_LIST)
             cases.append(Case(f"{name} {TYPES[dtype]} one sample, top 64", call, capabilities=where))
             call = _gallery(name, dtype, queries, 50, 5000, 1024, top=1, scores=True)
             cases.append(Case(f"{name} {TYPES[dtype]} scores", call, capabilities=where))

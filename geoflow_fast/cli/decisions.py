@@ -278,10 +278,13 @@ def watch(
     from geoflow_fast.jobs.watch import WatchSettings, labels_file, watch_file
 
     settings = WatchSettings(column, embeddings, judged_embeddings, encoder, gallery_size, window, every, false_alarms)
-    watched = watch_file(rule, queries, out, settings, overwrite=overwrite)
+
+    def show(watched: Watched) -> None:
+        if page is not None:
+            _write_changed(queries, rule, watched, captions, page)
+
+    watched = watch_file(rule, queries, out, settings, overwrite=overwrite, show=show)
     written = page if watched.health is not None else None
-    if written is not None:
-        _write_changed(queries, rule, watched, captions, written)
     if as_json:
         print_json({**watched.facts(), "page": None if written is None else str(written)})
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,10 +90,19 @@ class Watched:
         return {**last, "looks": looks, "waiting": self.waiting, "worth_labelling": label}
 
 
-def watch_file(rule: Path, log: Path, out: Path, settings: WatchSettings, *, overwrite: bool = False) -> Watched:
+def watch_file(
+    rule: Path,
+    log: Path,
+    out: Path,
+    settings: WatchSettings,
+    *,
+    overwrite: bool = False,
+    show: Callable[[Watched], None] | None = None,
+) -> Watched:
     """Does the looks that are due at the log, a file of result lists as `geoflow threshold` reads them, and writes
     `out` with a row for each look, and beside it the state as JSON and the queries that are most worth judging. A
-    search by another encoder than the rule's ends its guarantee; if only one of the two is known, a warning says so."""
+    search by another encoder than the rule's ends its guarantee; if only one of the two is known, a warning says so.
+    `show` is called with what was found before `out` says that the looks are done: after a kill they are done again."""
     if out.suffix != ".parquet":
         raise ValueError(f"out must be a .parquet file, got {out}")
     own, lists = Rule.load(rule), open_lists(log, settings.column)
@@ -119,6 +129,8 @@ def watch_file(rule: Path, log: Path, out: Path, settings: WatchSettings, *, ove
     columns: dict[str, Array] = {name: np.array([row[name] for row in rows], _kind(rows[0][name])) for name in rows[0]}
     table = {name: np.concatenate((table[name], new)) if before else new for name, new in columns.items()}
     watched = Watched(lists, health, table, len(lists.scores) - health.last.end, changed)
+    if show is not None:
+        show(watched)
     _write(out, watched)
     return watched
 

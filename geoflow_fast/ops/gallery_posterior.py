@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from geoflow_fast.geometry import capturing
-from geoflow_fast.ops import dispatch, native, triton_kernels
+from geoflow_fast.ops import dispatch, gallery_lists, native, triton_kernels
 from geoflow_fast.ops.arguments import check_floating, working_dtype
 from geoflow_fast.ops.gallery_statistics import GalleryPosterior, GalleryStatistics, Statistics, merge_statistics
 from geoflow_fast.ops.pruning import PrefixRows, Pruner, WeightedSamples
@@ -93,12 +92,14 @@ def gallery_statistics(
     precision: str = "float32",
     first_index: int = 0,
     elsewhere: Tensor | None = None,
+    parts: Tensor | None = None,
 ) -> GalleryStatistics:
     """`gallery_posterior` of one shard in a form that can be merged with that of others (`GalleryStatistics.merge`).
 
     `first_index`: number of the shard's first item within the whole gallery. `elsewhere` [Q], the `log_z` of statistics
-    of other shards, lets pruning leave out items that do not matter beside those. The other arguments are those of
-    `gallery_posterior`, with `gallery` and `item_bias` of the shard.
+    of other shards, lets pruning leave out items that do not matter beside those. `parts`, which
+    `gallery_lists.split_rows` makes of the gallery, spare a GPU from splitting float32 rows in every call; CPUs ignore
+    them. The other arguments are those of `gallery_posterior`, with `gallery` and `item_bias` of the shard.
     """
     _check(samples, gallery, kappa, top_k, item_bias, index, prune)
     check_sample_bias(sample_bias, samples)
@@ -116,6 +117,7 @@ def gallery_statistics(
         # The bounds of pruning and of rounding are made for full precision.
         samples, gallery = samples.to(working_dtype(samples)), gallery.to(working_dtype(samples))
     item_bias = None if item_bias is None else item_bias.detach()
+    _check_parts(parts, gallery)
     if elsewhere is not None and elsewhere.shape != samples.shape[:1]:
         raise ValueError(f"elsewhere must be [{len(samples)}], got {tuple(elsewhere.shape)}")
     points = WeightedSamples(samples, None if sample_bias is None else sample_bias.detach(), elsewhere)
@@ -128,7 +130,7 @@ def gallery_statistics(
         bias = item_bias if item_bias is None or pick is None else item_bias[pick]
         items = len(gallery) if pick is None else len(pick)
         peak, weight, moment, score, index = _statistics(
-            some.samples, gallery, kappa, min(top_k, items), bias, pick, some.bias, precision, str(backend)
+            some.samples, gallery, kappa, min(top_k, items), bias, pick, some.bias, precision, parts, str(backend)
         )
         _check_finite(weight + moment, numbers)
         index = index if pick is None else pick[index]
@@ -158,7 +160,7 @@ def gallery_statistics(
             return scores
 
         def best(some: Tensor, rows: Tensor, k: int) -> Tensor:
-            chosen: Tensor = _statistics(some, rows, kappa, k, item_bias, None, None, "float32", str(backend))[4]
+            chosen: Tensor = _statistics(some, rows, kappa, k, item_bias, None, None, "float32", None, str(backend))[4]
             return chosen
 
         pruner = Pruner(gallery, index, kappa, top_k, item_bias, score, best, reduce, whole, rounded)
@@ -242,6 +244,14 @@ def _check(
         raise ValueError('prune="always" needs the index of the gallery; see gf.GalleryIndex.build')
 
 
+def _check_parts(parts: Tensor | None, gallery: Tensor) -> None:
+    if parts is None:
+        return
+    shape = (len(gallery), 2)
+    if parts.dtype != torch.bfloat16 or parts.shape[:2] != shape or parts.shape[2:].numel() < gallery.shape[1]:
+        raise ValueError(f"parts must be split_rows(gallery), got {parts.dtype} {tuple(parts.shape)}")
+
+
 def _check_finite(sums: Tensor, numbers: Tensor | None) -> None:
     """A NaN or infinity anywhere in the input reaches the sums [Q] of the queries it touches. `numbers` [Q] are those
     of the queries, if they are not all in order."""
@@ -267,6 +277,25 @@ _SPARE = 16
 _PER_LARGE, _LANES, _LOOKS = 32, 16, 512  # as in csrc/cpu/gemm_bfloat16.h
 
 
+# unchecked: galleries call it with samples that they have checked
+def takes_parts(samples: Tensor, kappa: float, precision: str) -> bool:
+    """Whether the kernels of a GPU would split float32 rows of a gallery for all of these samples: it then pays to
+    keep the `parts` of rows that are scored again and again."""
+    served = samples.device.type == "cuda" and samples.dtype == torch.float32 and triton_kernels.missing() is None
+    exact = precision == "float32" or (precision == "auto" and not _gains_by_rounding(samples, "auto"))
+    return served and exact and kappa <= gallery_lists.EXACT_KAPPA
+
+
+def _gains_by_rounding(samples: Tensor, backend: str) -> bool:
+    """Whether the processor is faster in bfloat16 with so many samples, and values can be asked for."""
+    on_gpu = samples.device.type == "cuda"
+    own, missing = ("triton", triton_kernels.missing) if on_gpu else ("cpu", native.missing_bfloat16)
+    served = samples.dtype == torch.float32 and backend in ("auto", own) and samples.shape[2] >= _LEAST_WIDTH
+    if not served or capturing(samples) or missing() is not None:
+        return False
+    return not on_gpu or samples.shape[0] * samples.shape[1] >= _GPU_SAMPLES
+
+
 def _may_be_rounded(samples: Tensor, kappa: float, backend: str) -> Tensor | None:
     """Which queries [Q] lose less than `ROUNDING_LIMIT` nats by bfloat16; None where no processor gains by it, or where
     values cannot be asked for.
@@ -279,14 +308,9 @@ def _may_be_rounded(samples: Tensor, kappa: float, backend: str) -> Tensor | Non
     at most e^2 Var(log p) / 18: about half of e, if log p varies by 2 nats. Half of 2^-8 kappa |x| d^(-1/2) leaves room
     for rows that are less even: below this limit, no entropy over embeddings of CLIP changed by more than .006.
     """
-    width, on_gpu = samples.shape[2], samples.device.type == "cuda"
-    own, missing = ("triton", triton_kernels.missing) if on_gpu else ("cpu", native.missing_bfloat16)
-    served = samples.dtype == torch.float32 and backend in ("auto", own)
-    if not served or width < _LEAST_WIDTH or capturing(samples) or missing() is not None:
+    if not _gains_by_rounding(samples, backend):
         return None
-    if on_gpu and samples.shape[0] * samples.shape[1] < _GPU_SAMPLES:
-        return None
-    error: Tensor = 2.0**-9 * kappa * samples.norm(dim=2).amax(dim=1) / math.sqrt(width)
+    error: Tensor = 2.0**-9 * kappa * samples.norm(dim=2).amax(dim=1) / math.sqrt(samples.shape[2])
     return error < ROUNDING_LIMIT
 
 
@@ -353,11 +377,12 @@ def gallery_posterior_reference(
     pick: Tensor | None,
     sample_bias: Tensor | None,
     precision: str,
+    parts: Tensor | None,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Statistics of the scores in float64, with never more than one tile of [Q, M, N] in memory.
 
     The items are the rows of the gallery, or those that `pick` lists in ascending order; `item_bias` has one entry for
-    each of them, and the indices count them.
+    each of them, and the indices count them. `parts` are for GPUs alone.
     """
     gallery = gallery if pick is None else gallery[pick]
     if precision == "float32":
@@ -434,6 +459,7 @@ def _cpu(
     pick: Tensor | None,
     sample_bias: Tensor | None,
     precision: str,
+    parts: Tensor | None,  # noqa: ARG001
 ) -> Statistics:
     rounded = precision == "bfloat16"
     reason = native.missing_bfloat16() if rounded else None
@@ -455,11 +481,6 @@ def _single(bias: Tensor | None) -> Tensor | None:
     return None if bias is None else bias.float().contiguous()
 
 
-_triton_kernel = triton_kernels.backend("gallery", "gallery_statistics")
-_LONGEST_LIST = 64  # that the kernel keeps: MAX_TOP_K of kernels/gallery.py
-_SCORES_AT_ONCE = 1 << 26  # numbers that are in memory where scores have to be: 256 MB
-
-
 def _triton(
     samples: Tensor,
     gallery: Tensor,
@@ -469,42 +490,18 @@ def _triton(
     pick: Tensor | None,
     sample_bias: Tensor | None,
     precision: str,
+    parts: Tensor | None,
 ) -> Statistics:
     rows = gallery if pick is None else gallery[pick]
     if precision == "float32":
-        return _triton_lists(samples, rows, kappa, top_k, item_bias, sample_bias)
+        return gallery_lists.lists(
+            samples, rows, kappa, top_k, item_bias, sample_bias, parts=parts if pick is None else None
+        )
     kept = min(len(rows), top_k + max(top_k, _SPARE))
     narrow, narrow_rows = (x.to(torch.bfloat16) for x in _rounded_rows(samples, rows))
-    rough = _triton_lists(narrow, narrow_rows, kappa, kept, item_bias, sample_bias)
+    rough = gallery_lists.lists(narrow, narrow_rows, kappa, kept, item_bias, sample_bias)
     scores = _scores_of_listed(samples, rows, kappa, rough[4], item_bias, sample_bias)
     return _with_exact_top(rough, scores.double(), top_k)
-
-
-def _triton_lists(
-    samples: Tensor, gallery: Tensor, kappa: float, top_k: int, item_bias: Tensor | None, sample_bias: Tensor | None
-) -> Statistics:
-    """The kernel's statistics; lists longer than it keeps are read from the scores of some queries at a time."""
-    if top_k <= _LONGEST_LIST:
-        *sums, index = _triton_kernel.function(samples, gallery, kappa, top_k, item_bias, sample_bias)
-        peak, weight, moment, score = (x.double() for x in sums)
-        return peak, weight, moment, score, index.long()
-    parts = []
-    for some, bias in _some_at_a_time(samples, sample_bias, len(gallery)):
-        scores = torch.empty((len(some), len(gallery)), dtype=torch.float32, device=samples.device)
-        sums = _triton_kernel.function(some, gallery, kappa, 1, item_bias, bias, scores=scores)[:3]
-        parts.append((*(x.double() for x in sums), *_best_of(scores, top_k)))
-    peak, weight, moment, score, index = (torch.cat(part) for part in zip(*parts))
-    return peak, weight, moment, score, index
-
-
-def _best_of(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The largest scores [Q, k] of float32 [Q, N] in descending order, and their columns; of equal ones the first."""
-    bits = (scores + 0.0).view(torch.int32)  # of the two zeros, one is left
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()  # integers in the order of the floats
-    last = scores.shape[1] - 1
-    keys = (ordered << 32) | (last - torch.arange(scores.shape[1], device=scores.device))
-    index = last - (keys.topk(top_k, dim=1).values & 0xFFFFFFFF)
-    return scores.gather(1, index).double(), index
 
 
 def _scores_of_listed(
@@ -517,8 +514,8 @@ def _scores_of_listed(
 ) -> Tensor:
     """The scores [Q, k] of the items that `listed` [Q, k] names for each query, in float32."""
     parts = []
-    blocks = _some_at_a_time(samples, sample_bias, listed.shape[1] * gallery.shape[1])
-    for (some, bias), numbers in zip(blocks, listed.split(_at_once(listed.shape[1] * gallery.shape[1]))):
+    blocks = gallery_lists.some_at_a_time(samples, sample_bias, listed.shape[1] * gallery.shape[1])
+    for (some, bias), numbers in zip(blocks, listed.split(gallery_lists.at_once(listed.shape[1] * gallery.shape[1]))):
         items = torch.nn.functional.embedding(numbers, gallery)
         logits = kappa * torch.einsum("qmd,qkd->qkm", some, items)
         if bias is not None:
@@ -528,25 +525,11 @@ def _scores_of_listed(
     return scores if item_bias is None else scores + item_bias.to(scores)[listed]
 
 
-def _at_once(numbers: int) -> int:
-    """How many queries, each of which takes so many numbers, are in memory together."""
-    return max(1, _SCORES_AT_ONCE // numbers)
-
-
-def _some_at_a_time(
-    samples: Tensor, sample_bias: Tensor | None, numbers: int
-) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """The samples of as many queries as are in memory together, and their biases."""
-    blocks = samples.split(_at_once(numbers))
-    biases = [None] * len(blocks) if sample_bias is None else sample_bias.split(_at_once(numbers))
-    return zip(blocks, biases)
-
-
 _statistics = dispatch.operation(
     "gallery_posterior",
     gallery_posterior_reference,
     cpu=native.backend(_cpu),
-    triton=dataclasses.replace(_triton_kernel, function=_triton),
+    triton=dataclasses.replace(gallery_lists.KERNEL, function=_triton),
     fake=lambda samples, gallery, kappa, top_k, *_: _no_statistics(samples, top_k),  # noqa: ARG005
     differentiable=False,
 )

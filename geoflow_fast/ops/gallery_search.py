@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from geoflow_fast.geometry import capturing
-from geoflow_fast.ops import dispatch, native
+from geoflow_fast.ops import dispatch, gallery_lists, native
 from geoflow_fast.ops.arguments import check_floating, working_dtype
 from geoflow_fast.runtime import checks
 
@@ -79,7 +79,8 @@ def gallery_search(
     `queries` [Q, d] and `gallery` [N, d] are floating-point rows; a gallery on the CPU in float16 or bfloat16 is read
     as it is stored, and inner products are in float32. With the gallery's `codes` (`RowCodes.encode`), processors that
     have AVX512-VNNI bound every score by integers and score in float32 only what the bounds do not exclude: the result
-    is the same to the last bit. Other processors ignore the codes.
+    is the same to the last bit. Other processors ignore the codes. GPUs multiply float32 rows in three TF32
+    products and list the best items in the same kernel.
     """
     check_floating(queries=queries, gallery=gallery)
     if queries.dim() != 2 or gallery.dim() != 2 or queries.shape[1] != gallery.shape[1] or gallery.numel() == 0:
@@ -136,11 +137,25 @@ def _cpu(queries: Tensor, gallery: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return native.gallery_search(queries.contiguous(), gallery.contiguous(), top_k)
 
 
+def _triton(queries: Tensor, gallery: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The lists of the gallery's kernel, for queries of one sample and kappa = 1: scores are inner products then."""
+    if len(queries) == 0:
+        return _shapes(queries, gallery, top_k)
+    rows = gallery.to(queries.dtype)
+    *_, score, index = gallery_lists.lists(queries.unsqueeze(1), rows, 1.0, top_k, None, None, exact=True)
+    return score.to(queries.dtype), index
+
+
 def _shapes(queries: Tensor, gallery: Tensor, top_k: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     score = queries.new_empty(len(queries), top_k)
     return score, torch.empty_like(score, dtype=torch.int64)
 
 
 _search = dispatch.operation(
-    "gallery_search", gallery_search_reference, cpu=native.backend(_cpu), fake=_shapes, differentiable=False
+    "gallery_search",
+    gallery_search_reference,
+    cpu=native.backend(_cpu),
+    triton=replace(gallery_lists.KERNEL, function=_triton, dtypes=(torch.float32,)),
+    fake=_shapes,
+    differentiable=False,
 )

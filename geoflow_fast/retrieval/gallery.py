@@ -23,10 +23,11 @@ from geoflow_fast.data.rows import Array, Rows
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.geometry import check_rows
 from geoflow_fast.ops import native
-from geoflow_fast.ops.gallery_posterior import check_precision, check_sample_bias
+from geoflow_fast.ops.gallery_posterior import check_precision, check_sample_bias, takes_parts
 from geoflow_fast.ops.gallery_statistics import GalleryStatistics
 from geoflow_fast.ops.pruning import PrefixRows
 from geoflow_fast.retrieval.freshness import marks
+from geoflow_fast.retrieval.parts import KeptParts
 from geoflow_fast.runtime import checks, hashing
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class Gallery:
         self.world, self.is_divided = world, False
         self._digest: tuple[Hashable, str] | None = None
         self._checked: Hashable = None
+        self._parts = KeptParts()
         self.path = checks.path(source, "gallery") if isinstance(source, (str, Path)) else None
         self.rows: Tensor | Rows
         if isinstance(source, Tensor):
@@ -177,6 +179,7 @@ class Gallery:
             is_checked = self._checked == marks([self.rows])
             self.rows = self.rows.to(device)
             self._checked = marks([self.rows]) if is_checked else None
+            self._parts = KeptParts()
 
     def on(self, device: torch.device | str) -> Gallery:
         """This gallery, or a copy on `device` if it was made from a tensor on another one, which stays there."""
@@ -325,6 +328,14 @@ class Gallery:
         rows = torch.from_numpy(self.rows[kept]).to(index.device, dtype)
         return rows[torch.from_numpy(position.reshape(index.shape)).to(index.device)]
 
+    def _parts_of(self, items: Tensor) -> Tensor | None:
+        """The kept bfloat16 parts of `items`, if these are all rows of a float32 gallery that is on their GPU."""
+        rows, some = self.rows, self._some_rows()
+        if not isinstance(rows, Tensor) or some is None or rows.dtype != torch.float32:
+            return None
+        resident = rows.device == items.device and len(rows) == len(items)
+        return self._parts.of(rows, some, self._checked) if resident else None
+
     def statistics(
         self,
         samples: Tensor,
@@ -363,6 +374,7 @@ class Gallery:
                 prune=prune,
                 precision=precision,
                 elsewhere=None if running is None else running.log_z,
+                parts=self._parts_of(items) if takes_parts(samples, kappa, precision) else None,
             )
             running = part if running is None else running.merge(part)
         if divided:

@@ -85,6 +85,10 @@ def main() -> None:
     compare((1000 + matrix).double(), None, eps=0.05)
     # From larger eps downwards it comes to within tol by another path than the reference.
     compare(matrix, None, tolerance=20.0, cost_tolerance=2e-2, eps=0.002, tol=1e-2, max_iter=400)
+    for cols in (2100, 4100, 8300):  # two and four vectors a thread, and rows that are read twice
+        wide = torch.rand(3, cols)
+        compare(wide, None, eps=0.2)
+        compare(wide, None, tolerance=2e-2, cost_tolerance=1e-3, eps=0.2, storage="float16")
 
     for eps in (1e-3, 1e-4, 1e-6, 1e-8):
         check_error(matrix, None, matrix, eps)

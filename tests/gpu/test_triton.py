@@ -156,7 +156,8 @@ def test_parity_of_every_gallery_configuration(name, kappa, items, width):
         pytest.skip("for sm_90 alone")
     for dtype in (torch.float32,) if config.exact else (torch.bfloat16, torch.float16, torch.float32):
         samples, rows = (x.to(dtype) for x in gallery_world(5, 50, items, width))
-        expected = gallery_posterior_reference(samples.double(), rows.double(), kappa, 10, None, None, None, "float32")
+        inputs = (*double(samples, rows), kappa, 10, None, None, None, "float32", None)
+        expected = gallery_posterior_reference(*inputs)
         statistics = gallery.gallery_statistics(*on_device(samples, rows), kappa, 10, None, None, config=name, shares=3)
         posts = [
             ops.GalleryStatistics.complete((*double(*s[:4]), s[4].long()), 10).posterior()

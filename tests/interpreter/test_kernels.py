@@ -7,9 +7,11 @@ import math
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
+from triton.runtime import interpreter
 from triton.runtime.errors import InterpreterError
 
 from geoflow_fast import geometry, ops
@@ -20,6 +22,7 @@ from geoflow_fast.ops.adaln import adaln_backward_reference, adaln_jvp_reference
 from geoflow_fast.ops.counter_noise import counter_noise_reference
 from geoflow_fast.ops.cross_residual import cross_residual_backward_reference, cross_residual_reference
 from geoflow_fast.ops.flow_loss import flow_loss_backward_reference, flow_loss_reference
+from geoflow_fast.ops.gallery_lists import split_rows
 from geoflow_fast.ops.gallery_posterior import gallery_posterior_reference, gallery_scores_reference
 from geoflow_fast.ops.gate_residual import (
     gate_residual_backward_reference,
@@ -261,7 +264,7 @@ def check_gallery(
         samples, rows, kappa, top_k, item_bias, sample_bias, scores=scores, config=config, shares=shares
     )
     truth = gallery_posterior_reference(
-        samples.double(), rows.double(), kappa, top_k, item_bias, None, sample_bias, "float32"
+        samples.double(), rows.double(), kappa, top_k, item_bias, None, sample_bias, "float32", None
     )
     statistics = (*(x.double() for x in statistics[:4]), statistics[4].long())
     post, expected = (ops.GalleryStatistics.complete(s, top_k).posterior(torch.float64) for s in (statistics, truth))
@@ -292,15 +295,76 @@ def test_gallery_with_every_configuration(config, dtype):
     check_gallery(KERNELS, config, dtype=dtype)
 
 
-def test_gallery_finds_better_items_in_every_tile():
-    """The best come last, or first: lists are looked at in all tiles, or in the first alone."""
+def check_looks_at_lists(kernels):
+    """The best come last, or first: lists are looked at in all three tiles, or in the first alone. Every look takes the
+    best remaining item of a tile with its number, as nothing else in the kernel does."""
     samples = torch.eye(1, 16).view(1, 1, 16)
     cosine = torch.linspace(-0.9, 0.9, 300)
     ascending = torch.zeros(300, 16)
     ascending[:, 0], ascending[:, 1] = cosine, (1 - cosine**2).sqrt()
-    for rows, best in ((ascending, range(299, 289, -1)), (ascending.flip(0), range(10))):
-        *_, index = gallery.gallery_statistics(samples, rows, 5.0, 10, None, None, config="few", shares=1)
+    looked = interpreter.ReduceOps.min_max
+    for rows, best, looks in ((ascending, range(299, 289, -1), 30), (ascending.flip(0), range(10), 10)):
+        with mock.patch.object(interpreter.ReduceOps, "min_max", autospec=True, side_effect=looked) as reductions:
+            *_, index = kernels.gallery.gallery_statistics(samples, rows, 5.0, 10, None, None, config="few", shares=1)
         assert index.tolist() == [list(best)]
+        assert sum(call.kwargs["idx_reduce_op"] is not None for call in reductions.call_args_list) == looks
+
+
+def test_gallery_finds_better_items_in_every_tile():
+    check_looks_at_lists(KERNELS)
+
+
+def check_rounds_of_merging(kernels):
+    """More lists than one program holds are merged in rounds: seven of five items each, two at a time."""
+    with mock.patch.object(kernels.gallery, "MAX_LISTED", 12):
+        check_gallery(kernels, "few", items=800, top_k=5, shares=7)
+
+
+def test_gallery_merges_long_lists_in_rounds():
+    check_rounds_of_merging(KERNELS)
+
+
+@pytest.mark.parametrize("top_k", [1, 10, 64])
+def test_gallery_fills_a_gpu_however_long_lists_are(top_k):
+    """One query over 100,000 items, on a GPU with 132 multiprocessors."""
+    launches = []
+    with (
+        mock.patch.object(gallery, "launch", lambda kernel, grid, *_, **__: launches.append((kernel, grid))),
+        mock.patch.object(gallery, "processor_count", return_value=132),
+    ):
+        gallery.gallery_statistics(torch.empty(1, 8, 16), torch.empty(100_000, 16), 5.0, top_k, None, None)
+    tiles = [grid for kernel, grid in launches if "tile" in kernel.fn.__name__]
+    assert math.prod(tiles[0]) > 132
+    assert launches[-1][1] == (1, 1)  # one list at the end
+
+
+@pytest.mark.parametrize("top_k", [3, 100])
+def test_gallery_takes_parts_that_were_split_before(top_k):
+    """The bits are the same, and nothing is split but the samples."""
+    samples, rows = world(3, 5, 300, 24, torch.float32)
+    parts = split_rows(rows)
+    post, again = (ops.gallery_statistics(samples, rows, 20.0, top_k, "triton", parts=given) for given in (None, parts))
+    for name in ("peak", "weight", "moment", "top_score", "top_index"):
+        assert torch.equal(getattr(post, name), getattr(again, name))
+    with mock.patch.object(gallery, "split_rows", wraps=gallery.split_rows) as splits:
+        ops.gallery_statistics(samples, rows, 20.0, top_k, "triton", parts=parts)
+    assert [call.args[1] for call in splits.call_args_list] == [True]
+    with pytest.raises(ValueError, match=r"parts must be split_rows\(gallery\), got torch.bfloat16 \(299, 2, 64\)"):
+        ops.gallery_statistics(samples, rows, 20.0, top_k, "triton", parts=parts[:-1])
+
+
+@pytest.mark.parametrize(("queries", "items", "width", "top_k"), [(1, 1, 2, 1), (3, 300, 33, 7), (20, 200, 16, 100)])
+def test_gallery_search_is_that_of_plain_torch(queries, items, width, top_k):
+    """Inner products of rows of any norm; of equal items the first comes first."""
+    x, rows = torch.randn(queries, width), torch.randn(items, width)
+    rows[items // 2] = rows[0]
+    score, index = ops.gallery_search(x, rows, top_k, "triton")
+    wanted = ops.gallery_search(x.double(), rows.double(), top_k, "reference")
+    assert torch.equal(index, wanted[1])
+    assert_close(score, wanted[0], scale=3.0)
+    assert ops.gallery_search(x[:0], rows, top_k, "triton")[1].shape == (0, top_k)
+    half = ops.gallery_search(x, rows.half(), 1, "triton")[0]
+    assert_close(half, ops.gallery_search(x, rows.half(), 1, "reference")[0], scale=3.0)
 
 
 def test_gallery_lists_longer_than_the_kernel_keeps():
@@ -591,8 +655,8 @@ def test_automatic_choice_leaves_cpu_tensors_to_the_cpu():
 FAULTS = {
     "gallery: draws past the last one count": (
         "gallery",
-        'tl.where((sample < n_samples)[None, :], product * scale, float("-inf"))',
-        "product * scale",
+        'tl.where((sample < n_samples)[None, :], logit, float("-inf"))',
+        "logit",
         check_gallery,
     ),
     "gallery: bias of samples not divided by kappa": (
@@ -687,15 +751,33 @@ FAULTS = {
     ),
     "merge: last share forgotten": (
         "gallery",
-        "there = share < n_shares",
-        "there = share < n_shares - 1",
+        "there = share < last",
+        "there = share < last - 1",
         check_gallery,
     ),
     "merge: last list entry forgotten": (
         "gallery",
-        "listed = entry < n_shares * TOP",
-        "listed = entry < n_shares * TOP - TOP",
+        "listed = entry < (last - first) * TOP",
+        "listed = entry < (last - first) * TOP - TOP",
         lambda kernels: check_gallery(kernels, top_k=6),
+    ),
+    "merge: programs take the same shares": (
+        "gallery",
+        "first = tl.program_id(1) * shares_per_program",
+        "first = tl.program_id(1) * 0",
+        check_rounds_of_merging,
+    ),
+    "gallery: biased draws past the last one count": (
+        "gallery",
+        'mask=live, other=float("-inf"))',
+        "mask=live, other=0.0)",
+        lambda kernels: check_gallery(kernels, bias=True),
+    ),
+    "gallery: lists looked at in every tile": (
+        "gallery",
+        "tl.minimum(tl.max(better, axis=0), TOP)",
+        "TOP",
+        check_looks_at_lists,
     ),
     "gallery: the first of tied items leaves the list": (
         "gallery",

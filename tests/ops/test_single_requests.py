@@ -50,7 +50,7 @@ def threads() -> int:
 
 
 @pytest.mark.parametrize("request_of", [search, indexed_search, head_posterior])
-@pytest.mark.parametrize("queries", [1, 7])
+@pytest.mark.parametrize("queries", [1, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_call_starts_no_thread_and_touches_no_fresh_memory(request_of, queries):
     torch.set_num_threads(2)
     if native._machine()[0] is not None:  # a few idle threads, made once other processes want the processors

@@ -183,10 +183,10 @@ constexpr bool holds(const T*, T) {
 #endif
 
 // Triton lets all threads that have a copy of a value store it, so what another has stored already is not stored again:
-// ThreadSanitizer would call it a race, which nobody can lose.
+// ThreadSanitizer would call it a race, which nobody can lose. CUDA kernels, whose launches list no tensors, do not.
 template <typename T>
 inline void store_one(T* target, T value) {
-    if (!holds(target, value)) *target = value;
+    if (regions.empty() || !holds(target, value)) *target = value;
 }
 
 template <typename T, int kCount, typename Address, typename Values>

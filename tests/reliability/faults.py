@@ -29,6 +29,7 @@ from PIL import Image
 
 import geoflow_fast as gf
 from geoflow_fast.encoders.colours import ColourEncoder
+from geoflow_fast.explore import sources
 from geoflow_fast.explore.page import write_page
 from geoflow_fast.jobs.density import density_file
 from geoflow_fast.jobs.embed import embed_images
@@ -41,7 +42,6 @@ from geoflow_fast.runtime import parquet
 from geoflow_fast.runtime.files import LOCK_FILE
 from geoflow_fast.training.logging import METRICS_FILE
 from geoflow_fast.training.loop import Run
-from tests.explore.helpers import sample_page
 
 ROOT = Path(__file__).parents[2]
 WIDTH = 6
@@ -98,7 +98,8 @@ def head(world: Path, out: Path) -> None:
 
 
 def decide(world: Path, out: Path) -> None:
-    """Calibrates a ladder, fits a trust, certifies a rule, looks at a log that grows, and writes the page of it."""
+    """Calibrates a ladder, fits a trust, certifies a rule, looks at a log that grows, going on after the last look, and
+    writes the page of it."""
     pairs = gf.EmbeddingPairs.open(world / "pairs")
     held_out.clock = lambda _: 0.0  # a calibration remembers what its evidence cost
     reranker = gf.BayesReranker(None, torch.from_numpy(pairs.image[np.arange(96)]), shortlist=60)
@@ -111,10 +112,19 @@ def decide(world: Path, out: Path) -> None:
     trust.save(out / "trust.json")
     rule = trust.certify(scores[100:300], right[100:300], max_error=0.3)
     rule.save(out / "rule.json")
+    hits = generator.integers(40, size=scores.shape)
     for end in (400, 500):
-        parquet.write_columns(out / "log.parquet", {"scores": scores[300:end]}, end - 300)
-        watch_file(out / "rule.json", out / "log.parquet", out / "health.parquet", WatchSettings(), overwrite=True)
-    write_page(sample_page(40), out / "page.html")
+        grow(out / "log.parquet", {"index": hits[300:end], "scores": scores[300:end]})
+        watch_file(out / "rule.json", out / "log.parquet", out / "health.parquet", WatchSettings())
+    run, nothing = sources.RunFiles.open(out / "log.parquet", out / "rule.json"), sources.Described()
+    write_page(sources.explored(run, nothing, nothing), out / "page.html")
+
+
+def grow(log: Path, columns: dict[str, Any]) -> None:
+    """Writes a log unless it is as long already: a log never shrinks, whatever happens to those who read it."""
+    rows = len(columns["scores"])
+    if not log.exists() or len(parquet.read_columns(log)["scores"]) < rows:
+        parquet.write_columns(log, columns, rows)
 
 
 TASKS: dict[str, Callable[[Path, Path], None]] = {

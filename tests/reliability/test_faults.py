@@ -24,6 +24,7 @@ from PIL import Image
 from torch.nn import functional
 
 import geoflow_fast as gf
+from geoflow_fast.runtime import parquet
 from geoflow_fast.runtime.tensors import load_tensors
 from tests.reliability import faults
 from tests.reliability.faults import TASKS, WIDTH, End, Nursery, Plan, files_of, is_temporary
@@ -62,7 +63,21 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Image.fromarray(rng.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(photos / f"{number:02d}.png")
         (photos / f"{number:02d}.txt").write_text(f"picture {number}\n" + "again\n" * (number % 3 == 0))
     (photos / "17.png").write_bytes(b"no picture")
+    write_lists(folder)
     return folder
+
+
+def write_lists(folder: Path) -> None:
+    """Judged lists, a rule that was certified on some of them, and a log."""
+    rng = np.random.default_rng(0)
+    scores = -np.sort(-rng.normal(size=(600, 5)), axis=1)
+    right = scores[:, 0] - scores[:, 1] > rng.random(600)
+    np.save(folder / "judged.npy", scores[:300])
+    np.save(folder / "labels.npy", right[:300])
+    trust = gf.Trust().fit(scores[:100], right[:100])
+    trust.certify(scores[100:300], right[100:300], max_error=0.3).save(folder / "rule.json")
+    log = {"index": rng.integers(31, size=(300, 5)), "scores": scores[300:]}
+    parquet.write_columns(folder / "log.parquet", log, 300)
 
 
 @pytest.fixture(scope="module")
@@ -311,12 +326,22 @@ COMMANDS = {
     "density": "--model model --pairs pairs --out {}/o.parquet --steps 2 --block 24 --device cpu",
     "rerank": f"{SEARCH} --shortlist 4 --steps 2",
     "embed": "--images photos --out {}/o --encoder colours --batch-size 3 --shard-rows 10 --workers 2 --device cpu",
+    "train head": "--pairs pairs --out {}/run --head --points 2 --batch-size 16 --steps 6 --checkpoint-every 100"
+    " --device cpu",
 }
-"""Four blocks or shards, or six steps."""
+"""Commands that work in units: four blocks or shards, or six steps. A second word only tells two of them apart."""
+JUDGED = "--scores judged.npy --labels labels.npy --overwrite"
+WHOLE = {
+    "trust": f"{JUDGED} --trust {{}}/trust.json --out {{}}/believed.parquet",
+    "threshold": f"{JUDGED} --rule {{}}/rule.json --max-error 0.3 --out {{}}/answers.parquet",
+    "watch": "--rule rule.json --queries log.parquet --out {}/health.parquet --page {}/changed.html",
+    "explore": "log.parquet --rule rule.json --images photos --out {}/page.html",
+}
+"""Commands that write whatever they write at their end."""
 
 
 def words_of(command: str, out: Path) -> list[str]:
-    return [command, *COMMANDS[command].format(out).split()]
+    return [command.split()[0], *(COMMANDS | WHOLE)[command].replace("{}", str(out)).split()]
 
 
 @pytest.fixture(scope="module")
@@ -324,7 +349,7 @@ def by_command(nursery: Nursery, world: Path) -> dict[str, dict[str, bytes]]:
     """The files that each command writes when nothing disturbs it."""
     outputs = {}
     for command in COMMANDS:
-        out = world / f"by_{command}"
+        out = world / f"by_{command.replace(' ', '_')}"
         out.mkdir()
         end = nursery.run(words_of(command, out), world, out)
         assert end.status == 0, end
@@ -336,7 +361,7 @@ def units_kept(command: str, out: Path) -> int:
     """The number of steps, blocks or batches that a stopped command has kept."""
     left = files_of(out)
     assert [file for file in left if is_temporary(file)] == []
-    if command == "train":
+    if command.startswith("train"):
         return load_tensors(out / "run/last.safetensors", kind="training state")[1]["step"]
     if command == "embed":
         return load_tensors(out / "o.shards/shard_0.part", kind="part of a shard")[1]["rows"] // 3
@@ -405,4 +430,45 @@ def test_the_command_itself_is_killed(nursery, world, by_command, tmp_path, comm
     assert end.status == 0, end
     assert_same(files_of(tmp_path), by_command[command])
     assert kills >= 1
-    record(f"kills_of_geoflow_{command}", kills_survived=kills)
+    record(f"kills_of_geoflow_{command.replace(' ', '_')}", kills_survived=kills)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", WHOLE)
+def test_a_command_that_writes_at_its_end_is_killed(nursery, world, tmp_path, command):
+    """Kills it before each kind of operation on files, and as a process of its own at three random moments; the same
+    command then ends with the files of an undisturbed one."""
+
+    def finished(out: Path) -> dict[str, bytes]:
+        out.mkdir(exist_ok=True)
+        ended = nursery.run(words_of(command, out), world, out)
+        assert ended.status == 0, ended
+        return {name: data.replace(bytes(out), b"OUT") for name, data in files_of(out).items()}
+
+    (tmp_path / "alone").mkdir()
+    undisturbed = nursery.run(words_of(command, tmp_path / "alone"), world, tmp_path / "alone")
+    wanted, struck = finished(tmp_path / "again"), kinds_of(undisturbed.operations)
+    for number in struck:
+        out = tmp_path / str(number)
+        out.mkdir()
+        end = nursery.run(words_of(command, out), world, out, Plan(strike_at=number))
+        assert end.status == -signal.SIGKILL, (undisturbed.operations[number - 1], end)
+        assert_same(finished(out), wanted)
+    kills, chance = 0, random.Random(0)
+    process, begin = start(words_of(command, tmp_path / "alone"), world), time.monotonic()
+    assert process.wait(300) == 0, process.stderr.read()
+    process.stderr.close()
+    patience = time.monotonic() - begin
+    for number in range(3):
+        out = tmp_path / f"process_{number}"
+        out.mkdir()
+        process = start(words_of(command, out), world)
+        time.sleep(chance.uniform(0.3, 0.9) * patience)
+        process.kill()
+        kills += process.wait() != 0
+        process.stderr.close()
+        assert_same(finished(out), wanted)
+    assert kills >= 1
+    record(
+        f"kills_of_geoflow_{command}", kinds_of_operations_killed_at=len(struck), kills_of_the_process_survived=kills
+    )
