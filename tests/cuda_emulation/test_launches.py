@@ -17,7 +17,7 @@ import geoflow_fast as gf
 pytest.importorskip("triton", reason="the CUDA path needs triton")
 from geoflow_fast import ops
 from geoflow_fast.directions import DIRECTIONS, Direction
-from geoflow_fast.distributed import ALONE
+from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow import costs
 from geoflow_fast.flow.sampling import network_rows_at_once
 from geoflow_fast.head.loss import _tiles, point_scores
@@ -184,6 +184,19 @@ def test_ranks_on_gpus_multiply_in_float16_and_wait_once_an_iteration(monkeypatc
     assert dict(another.synchronisations) == {"copy to the host": 1}
     assert another.kernels.total() <= 20
     assert f"in float64: {another.kernels.total()} kernels an iteration" in " ".join(PAGE.read_text().split())
+
+
+def test_a_rank_on_a_gpu_may_have_no_rows(monkeypatch):
+    """It launches no kernel of the solver, and takes part in the sums."""
+    monkeypatch.setattr(transport_solvers, "_LEAST_WIDE_SUM", -1.0)
+    sums = mock.Mock(side_effect=lambda x, *_: x)
+    monkeypatch.setattr(World, "all_reduce", sums)
+    with counted() as count:
+        nothing, data = fake_rows(0, 64), fake_rows(512, 64)
+        target = ops.ot_assign_panel(nothing, nothing, data, data, World(1, 2), max_iter=2)
+    assert target.shape == (0,)
+    assert [tuple(call.args[0].shape) for call in sums.call_args_list] == [(512,)] * 2
+    assert not count.of("cuda:")
 
 
 def test_a_plan_over_ranks_warns_where_the_kernels_are_missing(monkeypatch):
