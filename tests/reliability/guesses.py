@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import geoflow_fast as gf
@@ -67,8 +68,8 @@ def some_trust() -> gf.Trust:
 
 
 def some_rule() -> gf.Rule:
-    """A rule, whether it could be certified or not."""
-    return some_trust().certify(tested_scores(), normal(12, seed=3) > 0, 0.5)
+    """A rule that promises so little that it is certified on few queries."""
+    return some_trust().certify(tested_scores(), normal(12, seed=3) > 0, 0.9)
 
 
 def flat_index() -> Any:
@@ -254,6 +255,7 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
     "evaluation.Report.risk": {"chart": lambda: charts.risk_coverage({"error": ([0.5, 1.0], [0.1, 0.2])})},
     "evaluation.Report.intervals": {"chart": lambda: charts.whiskers([("margin", 0.8, 0.7, 0.9)])},
     "Rule.with_hits": {"hits": lambda: torch.arange(60).view(12, 5), "rows": lambda: torch.arange(12)},
+    "Rule.with_rows": {"rows": lambda: torch.arange(12)},
     "Trust.save": {"path": fresh_path},
     "Trust.load": {"path": lambda: saved(some_trust())},
     "Rule.load": {"path": lambda: saved(some_rule())},
