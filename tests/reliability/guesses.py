@@ -216,6 +216,14 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
     "RetrievalEntropy.": {"queries": lambda: unit(3, TEXT)},
     "PosteriorHead.": {"queries": lambda: unit(3, TEXT)},
     "evaluation.retrieval.RetrievalSet.": {"index": lambda: torch.tensor([0, 2, 5]), "rows": lambda: slice(3)},
+    "evaluation.retrieval.RetrievalSet": {
+        "queries": lambda: unit(3, IMAGE),
+        "items": lambda: unit(6, IMAGE, seed=1),
+        "query_image": lambda: torch.arange(3),
+        "item_image": lambda: torch.arange(6),
+        "query_row": lambda: np.arange(3),
+        "item_row": lambda: np.arange(6),
+    },
     "evaluation.retrieval.RetrievalSet.from_qrels": {
         "items": lambda: unit(7, IMAGE, seed=1),
         "qrels": lambda: gf.Qrels([0, 2, 2], [6, 0, 5], [1.0, 1.0, 2.0]),
