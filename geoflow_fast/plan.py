@@ -22,7 +22,10 @@ from geoflow_fast.flow.costs import (
     COMPUTE_SHARE,
     ELEMENT_BYTES,
     SCORING_PRODUCTS,
+    STARTED_SECONDS,
     ProductRates,
+    Work,
+    scoring_work,
     seconds,
     velocity_work,
 )
@@ -39,7 +42,7 @@ from geoflow_fast.head.fitting import (
 )
 from geoflow_fast.jobs.entropy import ITEM_BYTES, LAYOUTS, preferred_layout
 from geoflow_fast.jobs.queries import BLOCK_QUERIES
-from geoflow_fast.retrieval.gallery import BLOCK_ROWS
+from geoflow_fast.retrieval.gallery import BLOCK_ROWS, GPU_BLOCK_ROWS
 from geoflow_fast.runtime import checks, processors
 from geoflow_fast.runtime.device import GPU_ROWS_AT_ONCE, usable_device
 from geoflow_fast.training.blending import blending_rows
@@ -50,6 +53,8 @@ TRAINING_SHARE = 1 / 3
 """Training small networks reaches this share of the rate of large products, with everything that it does besides."""
 EVALUATIONS = {"euler": 1, "ab2": 1, "midpoint": 2, "rk4": 4}
 """Evaluations of the velocity per step of each solver."""
+BLOCK_KERNELS = 52
+"""Kernels that a GPU is given for each block of a gallery besides those of `scoring_work`: checks and merging."""
 TOP_K = 10
 GIGA = 1e9
 
@@ -89,6 +94,7 @@ DEVICES = {
     "h100": DeviceRates(989e12, 67e12, 3.35e12, 80e9, 50e9, 50e9, 2e9, 2e12, 8),
     "h200": DeviceRates(989e12, 67e12, 4.80e12, 141e9, 50e9, 50e9, 2e9, 2e12, 8),
     "b200": DeviceRates(2250e12, 80e12, 8.00e12, 180e9, 50e9, 50e9, 2e9, 2e12, 8),
+    "rtx4090": DeviceRates(165e12, 82.6e12, 1.008e12, 24e9, 25e9, 1.25e9, 2e9, 128e9, 1),
 }
 
 
@@ -143,9 +149,10 @@ def plan_scoring(
 ) -> Plan:
     """Estimates what `geoflow entropy` costs for `items` gallery items of width `dim` on `devices` devices.
 
-    `device`: "a100", "h100", "h200", "b200", or "cpu" for this machine, whose rates are measured briefly. `shape`: the
-    network, by default the paper's. `block`: queries per pass. `fast`: the settings of `RetrievalEntropy.fast` instead
-    of the paper's. `layout`: whether the devices divide the "queries" or the "gallery" among them; "auto" chooses.
+    `device`: "a100", "h100", "h200", "b200", "rtx4090", or "cpu" for this machine, whose rates are measured briefly.
+    `shape`: the network, by default the paper's. `block`: queries per pass. `fast`: the settings of
+    `RetrievalEntropy.fast` instead of the paper's. `layout`: whether the devices divide the "queries" or the "gallery"
+    among them; "auto" chooses.
     `precision` of the flow's matrix products on a GPU: "float32", "tf32" or "bfloat16", as in `SamplingSettings`.
     """
     counts = {"items": items, "dim": dim, "queries": queries, "devices": devices, "block": block}
@@ -181,18 +188,37 @@ def plan_scoring(
     velocities = settings.n_steps * EVALUATIONS[settings.solver] * copies * rows / batch
     sampling = velocity.operations * velocities
     scoring = 2.0 * rows * items * dim
-    sampling_seconds = velocities * seconds(velocity, rates.products, precision) / devices
     if device == "cpu":
-        sampling_seconds = sampling / (COMPUTE_SHARE * rates.operations * devices)
-    hours = _hours(rates, devices, sampling_seconds, scoring, passes, link_bytes, storage_bytes, per_query * queries)
+        operations = COMPUTE_SHARE * rates.operations * devices
+        moving = link_bytes / (BANDWIDTH_SHARE * rates.bandwidth * devices)
+        sampling_seconds, scoring_seconds = sampling / operations, max(scoring / operations, moving)
+        link_bytes = 0.0  # what is in memory is where it is computed with
+    else:
+        sampling_seconds = velocities * seconds(velocity, rates.products, precision) / devices
+        own = math.ceil(items / devices) if divided else items
+        scoring_seconds = passes * _pass_seconds(rates, min(block, queries), settings.n_samples, own, dim)
+    parts = {
+        "sampling": sampling_seconds,
+        "scoring": scoring_seconds,
+        "link": link_bytes / (BANDWIDTH_SHARE * rates.link * devices),
+        "storage": storage_bytes / (rates.storage * devices),
+        "network": per_query * queries / (BANDWIDTH_SHARE * rates.network),
+    }
+    hours = {name: value / 3600 for name, value in parts.items()}
     slowest = max(hours, key=lambda name: hours[name])
-    operations_per_coordinate = scoring / queries / items / dim  # of an item, for one query
+    # A block of items, from memory to the device, takes as long as it takes to score it for so many queries.
+    rows_at_once = BLOCK_ROWS if device == "cpu" else GPU_BLOCK_ROWS
+    starting = 0.0 if device == "cpu" else (scoring_work(1, 1, 1, dim).kernels + BLOCK_KERNELS) * STARTED_SECONDS
+    copying = rows_at_once * dim * ITEM_BYTES / (BANDWIDTH_SHARE * rates.link)
+    per_query_scored = 2.0 * settings.n_samples * rows_at_once * dim / (COMPUTE_SHARE * rates.scoring)
     return Plan(
         layout=layout,
         passes=passes,
         sampling_operations=sampling,
         scoring_operations=scoring,
-        device_memory=_device_memory(shape, settings.n_samples * block, dim, devices if divided else 1),
+        device_memory=_device_memory(
+            shape, settings.n_samples * block, dim, devices if divided else 1, min(items, rows_at_once)
+        ),
         gallery_bytes=gallery_bytes,
         gallery_bytes_per_machine=per_machine,
         link_bytes=link_bytes,
@@ -200,42 +226,26 @@ def plan_scoring(
         network_bytes=float(per_query) * queries * devices,
         network_bytes_per_query=float(per_query),
         hours=hours,
-        # Items are transferred while the block before them is computed; sampling and scoring follow each other.
-        total_hours=max(hours["sampling"] + hours["scoring"], hours["link"], hours["storage"]) + hours["network"],
+        # One after the other: a block of items is read and copied once that before it has been scored.
+        total_hours=sum(hours.values()),
         bound_by=slowest,
-        advised_block=math.ceil(
-            COMPUTE_SHARE * rates.scoring * ITEM_BYTES / (BANDWIDTH_SHARE * rates.link * operations_per_coordinate)
-        ),
+        advised_block=max(1, math.ceil((copying - starting) / per_query_scored)),
     )
 
 
-def _hours(
-    rates: DeviceRates,
-    devices: int,
-    sampling_seconds: float,
-    scoring: float,
-    passes: int,
-    link_bytes: float,
-    storage_bytes: float,
-    network_bytes_per_device: float,
-) -> dict[str, float]:
-    """Returns the hours that each part takes alone. Scoring reads each item from the device's memory once per pass."""
-    operations = COMPUTE_SHARE * rates.scoring * devices
-    memory_seconds = link_bytes / (BANDWIDTH_SHARE * rates.bandwidth * devices)
-    parts = {
-        "sampling": sampling_seconds,
-        "scoring": max(scoring / operations, memory_seconds),
-        "link": link_bytes / (BANDWIDTH_SHARE * rates.link * devices),
-        "storage": storage_bytes / (rates.storage * devices),
-        "network": network_bytes_per_device / (BANDWIDTH_SHARE * rates.network),
-    }
-    return {name: value / 3600 for name, value in parts.items()} if passes else dict.fromkeys(parts, 0.0)
+def _pass_seconds(rates: DeviceRates, queries: int, samples: int, items: int, dim: int) -> float:
+    """Seconds in which a GPU scores its items once for a block of queries, a block of items at a time."""
+    blocks = math.ceil(items / GPU_BLOCK_ROWS)
+    one = scoring_work(queries, samples, items / blocks, dim)
+    work = Work(one.kernels + BLOCK_KERNELS, one.bytes, one.operations) * blocks
+    return seconds(work, rates.products, "bfloat16", replayed=False)
 
 
-def _device_memory(shape: GeoFlowConfig, samples: int, dim: int, shared_by: int) -> float:
-    """Returns the bytes of the weights, the samples of a block, two blocks of items and the network's widest layers."""
+def _device_memory(shape: GeoFlowConfig, samples: int, dim: int, shared_by: int, items: int) -> float:
+    """Returns the bytes of the weights, the samples of a block, a block of items and its parts, and the network's
+    widest layers."""
     rows = 2 * math.ceil(samples / shared_by)
-    return 4.0 * (parameters(shape) + samples * dim + 2 * BLOCK_ROWS * dim + rows * (4 * dim + 16 * shape.hidden))
+    return 4.0 * (parameters(shape) + samples * dim + 2 * items * dim + rows * (4 * dim + 16 * shape.hidden))
 
 
 def parameters(shape: GeoFlowConfig) -> int:

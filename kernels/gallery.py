@@ -44,8 +44,9 @@ NO_KAPPA = 1e-20
 class GalleryConfig:
     """A member of the tuning space: tile sizes, warps and pipeline stages, and the number of queries it is meant for.
     `exact`: for float32 rows as they are, in three TF32 products. `single`: of these, for queries of one sample each,
-    as plain search has them. `hopper`: only where a warp group multiplies from shared memory (sm_90); elsewhere the
-    registers of so large a tile spill. `registers`: of a thread, where ptxas would rather spill than take so many."""
+    as plain search has them. `hopper`: only where a warp group multiplies from shared memory (sm_90), and where samples
+    have no biases and no scores are written; elsewhere the registers of so large a tile spill. `registers`: of a
+    thread, where ptxas would rather spill than take so many."""
 
     most: float
     queries: int
@@ -414,7 +415,8 @@ def gallery_statistics(
     items, device = gallery.shape[0], samples.device
     exact = exact or kappa > EXACT_KAPPA if config is None else CONFIGS[config].exact
     exact = exact and samples.dtype == torch.float32
-    names = eligible(exact, queries, is_hopper(device), draws == 1) if config is None else [config]
+    roomy = is_hopper(device) and sample_bias is None and scores is None
+    names = eligible(exact, queries, roomy, draws == 1) if config is None else [config]
     if torch.are_deterministic_algorithms_enabled():
         names = names[:1]
     sizes = CONFIGS[names[0]]

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -26,11 +27,12 @@ def test_a_billion_items_by_hand():
     assert plan.layout == "gallery"
     assert plan.passes == 15_625
     assert plan.link_bytes == 15_625 * 4.096e12
-    # A float32 product is made of three in bfloat16.
-    assert plan.hours["scoring"] == pytest.approx(3 * 1.024e20 / (0.6 * 989e12 * 64) / 3600)
+    # A float32 product is made of three in bfloat16; a device has 120 blocks of items, of 56 kernels each.
+    starts = 15_625 * 120 * 56 * 20e-6
+    assert plan.hours["scoring"] == pytest.approx((3 * 1.024e20 / (0.6 * 989e12 * 64) + starts) / 3600)
     assert plan.hours["link"] == pytest.approx(15_625 * 4.096e12 / (0.85 * 50e9 * 64) / 3600)
     assert plan.bound_by == "link"
-    assert plan.total_hours == pytest.approx(plan.hours["link"] + plan.hours["network"])
+    assert plan.total_hours == pytest.approx(sum(plan.hours.values()))  # one after the other
 
 
 def test_sampling_counts_the_papers_network():
@@ -74,6 +76,25 @@ def test_the_costs_of_scoring_are_those_that_are_counted(dtype, kappa):
     assert count.flops == {unit: pytest.approx(work.operations)}
     assert count.kernels.total() == work.kernels
     assert count.bytes == pytest.approx(work.bytes, rel=0.35)  # and what it writes
+
+
+def test_blocks_of_items_wait_for_each_other():
+    """What the plan assumes of a gallery that is mapped: its kernels, and that nothing is copied beside them."""
+    launches = pytest.importorskip("tools.launches")
+    counts = []
+    for blocks in (2, 3):
+        rows = np.zeros((blocks * planning.GPU_BLOCK_ROWS, 16), dtype=np.float32)
+        rows[:, 0] = 1.0
+        with launches.counted() as count:
+            gf.Gallery(rows).statistics(launches.fake_rows(4, 8, 16), 30.0, planning.TOP_K)
+        counts.append(count)
+    block = counts[1] - counts[0]
+    assert block.kernels.total() == costs.scoring_work(4, 8, 1, 16).kernels + planning.BLOCK_KERNELS
+    assert block.synchronisations == {"copy to the device": 1, "item": 1}
+
+
+def test_the_memory_of_this_machine_is_no_link():
+    assert plan_scoring(10_000, 64, 10, "cpu", 1).hours["link"] == 0.0
 
 
 def test_small_batches_wait_for_the_host():

@@ -235,8 +235,8 @@ def _ab2(rows: int, width: int, guided: bool = True, carried: bool = True) -> Ca
     return call
 
 
-def _gallery(
-    config: str,
+def gallery_call(
+    config: str | None,
     dtype: torch.dtype,
     queries: int,
     draws: int,
@@ -245,14 +245,17 @@ def _gallery(
     bias: bool = False,
     top: int = 10,
     scores: bool = False,
+    sample_bias: bool | None = None,
 ) -> Callable[[], object]:
+    """A call of the gallery's kernels, in a configuration or in that which it chooses; samples have biases, too, where
+    items do, unless `sample_bias` says otherwise."""
     return lambda: gallery.gallery_statistics(
         _cuda(queries, draws, width, dtype=dtype),
         _cuda(items, width, dtype=dtype),
         100.0,
         top,
         _cuda(items) if bias else None,
-        _cuda(queries, draws) if bias else None,
+        _cuda(queries, draws) if (bias if sample_bias is None else sample_bias) else None,
         scores=_cuda(queries, items) if scores else None,
         config=config,
     )
@@ -359,15 +362,15 @@ NETWORK = {
 }
 
 
-def _gallery_case(name: str, config: str, dtype: torch.dtype, queries: int, items: int) -> Case:
-    """50 samples a query, padded to whole chunks, and d = 1024."""
+def _gallery_case(name: str, config: str, dtype: torch.dtype, queries: int, items: int, *, draws: int = 50) -> Case:
+    """Samples of a query are padded to whole chunks; d = 1024."""
     sizes = gallery.CONFIGS[config]
     precision = "tf32" if sizes.exact else "float32" if dtype == torch.float32 else "bfloat16"
-    padded = -(-50 // sizes.chunk) * sizes.chunk
+    padded = -(-draws // sizes.chunk) * sizes.chunk
     work = costs.scoring_work(queries, padded, items, 1024, precision)
     return Case(
         name,
-        _gallery(config, dtype, queries, 50, items, 1024),
+        gallery_call(config, dtype, queries, draws, items, 1024),
         work.bytes / 1e6,
         work.operations / 1e12,
         "tf32" if sizes.exact else "bfloat16",
@@ -393,6 +396,7 @@ def table_cases() -> list[Case]:
         _gallery_case("gallery bf16 16 x 50 x 1000000", "some", half, 16, 1_000_000),
         _gallery_case("gallery bf16 4 x 50 x 1000000", "few", half, 4, 1_000_000),
         _gallery_case("gallery fp32, kappa above 1e4, 25000 x 50 x 5000", "exact", single, 25000, 5000),
+        _gallery_case("gallery search fp32 64 x 1000000", "search", single, 64, 1_000_000, draws=1),
     ]
     for name, (width, arrays) in NETWORK.items():
         rows = 8192 if name.startswith("flow_loss") else 16384
@@ -416,12 +420,16 @@ def configuration_cases() -> list[Case]:
         for dtype in (torch.float32,) if config.exact else (torch.float16, torch.bfloat16, torch.float32):
             queries = 2 if config.most <= 4 else 64
             for width, bias in ((1024, False), (144, True)):
-                call = _gallery(name, dtype, queries, 50, 5000, width, bias)
+                # Calls with biases of samples or scores to write choose no tile for sm_90 alone.
+                call = gallery_call(name, dtype, queries, 50, 5000, width, bias, sample_bias=bias and not config.hopper)
                 cases.append(Case(f"{name} {TYPES[dtype]} d={width} bias={bias}", call, capabilities=where))
-            call = _gallery(name, dtype, 1, 1, 77, 7, top=LONGEST_LIST)
+            call = gallery_call(name, dtype, 1, 1, 77, 7, top=LONGEST_LIST)
             cases.append(Case(f"{name} {TYPES[dtype]} one sample, top 64", call, capabilities=where))
-            call = _gallery(name, dtype, queries, 50, 5000, 1024, top=1, scores=True)
-            cases.append(Case(f"{name} {TYPES[dtype]} scores", call, capabilities=where))
+            if not config.hopper:
+                call = gallery_call(name, dtype, queries, 50, 5000, 1024, top=1, scores=True)
+                cases.append(Case(f"{name} {TYPES[dtype]} scores", call))
+    call = gallery_call("few", torch.bfloat16, 1, 50, 1_000_000, 1024, top=LONGEST_LIST)
+    cases.append(Case("few bf16 one query, top 64 of a million", call))
     for width in (24, 1408, 4096):
         cases.append(Case(f"masked_interpolant d={width}", _interpolant(64, width, width, drop=width == 24)))
         cases.append(Case(f"counter_noise d={width}", _noise(64, width, unit=width != 24)))

@@ -97,6 +97,8 @@ class Count:
     synchronisations: Counter[str] = field(default_factory=Counter)
     bytes: float = 0.0
     """Bytes read and written by kernels, each argument counted once per kernel."""
+    row_bytes: float = 0.0
+    """Of these, the bytes of kernels that multiply no matrices."""
     flops: Counter[str] = field(default_factory=Counter)
     """Floating-point operations of matrix products, by the dtype of their factors."""
     copied: float = 0.0
@@ -114,6 +116,7 @@ class Count:
             self.replays - other.replays,
             less(self.synchronisations, other.synchronisations),
             self.bytes - other.bytes,
+            self.row_bytes - other.row_bytes,
             less(self.flops, other.flops),
             self.copied - other.copied,
         )
@@ -122,6 +125,11 @@ class Count:
         """Counts kernels that the host starts."""
         self.kernels[kernel] += number
         self.started += number
+
+    def move(self, amount: float, *, multiplies: bool = False) -> None:
+        """Counts bytes of a kernel, which `multiplies` matrices or does not."""
+        self.bytes += amount
+        self.row_bytes += 0.0 if multiplies else amount
 
     def become(self, other: Count) -> None:
         """Takes over what another has counted."""
@@ -132,6 +140,7 @@ class Count:
         self.kernels += graph.kernels
         self.flops += graph.flops
         self.bytes += graph.bytes
+        self.row_bytes += graph.row_bytes
         self.started += 1
         self.replays += 1
 
@@ -148,6 +157,7 @@ class Count:
             "cuda": self.of("cuda:"),
             "synchronisations": self.synchronisations.total(),
             "bytes": self.bytes,
+            "row_bytes": self.row_bytes,
             "flops": dict(self.flops),
             "copied": self.copied,
         }
@@ -300,8 +310,8 @@ class Counting(TorchDispatchMode):
             number = 2  # the bias is copied to every row of the result first
         self.count.launch(f"torch:{name}", number)
         read = {key: value for key, value in kwargs.items() if key != "out"}
-        self.count.bytes += moved((args, read)) + moved(out)
         factors = {"mm": args[:2], "bmm": args[:2], "addmm": args[1:3], "baddbmm": args[1:3]}.get(name.rstrip("_"))
+        self.count.move(moved((args, read)) + moved(out), multiplies=factors is not None)
         if factors is not None:
             a, b = factors
             self.count.flops[str(a.dtype).split(".")[1]] += 2 * a.numel() * b.shape[-1]
@@ -346,8 +356,9 @@ class Counting(TorchDispatchMode):
         while hasattr(name, "fn"):
             name = name.fn
         self.count.launch(f"triton:{name.__name__}")
-        self.count.bytes += moved(arguments)
-        if name.__name__ == "gallery_tile_kernel":
+        multiplies = name.__name__ == "gallery_tile_kernel"
+        self.count.move(moved(arguments), multiplies=multiplies)
+        if multiplies:
             samples, items = arguments[:2]
             # Three of each pair of parts, whose rows hold both; or three in TF32.
             products = 3 / 2 if meta.get("PARTS") == 2 else 3 if samples.dtype == torch.float32 else 1
@@ -413,7 +424,8 @@ class CompiledCuda:
     def _launched(self, name: str, others: float = 0.0) -> None:
         """A launch that goes over the matrix once."""
         self.count.launch(f"cuda:{name}")
-        self.count.bytes += self.entry_bytes * self.rows * self.cols + others
+        moved_bytes = self.entry_bytes * self.rows * self.cols + others
+        self.count.move(moved_bytes, multiplies=name == "score_kernel")
 
 
 class HostStream:
@@ -722,7 +734,7 @@ def estimated_ms(numbers: Mapping[str, Any], gpu: str) -> float:
     same = {"float16": "bfloat16", "float64": "float32"}  # the few in float64 are not worth a rate
     operations = sum(n * peak / rates.products(same.get(kind, kind)) for kind, n in flops.items())
     one_by_one = numbers["started"] - numbers["replays"]
-    work = costs.Work(numbers["kernels"] - one_by_one, numbers["bytes"], operations)
+    work = costs.Work(numbers["kernels"] - one_by_one, numbers["bytes"], operations, numbers["row_bytes"])
     return 1e3 * (costs.seconds(work, rates, "float32") + one_by_one * costs.STARTED_SECONDS)
 
 

@@ -51,7 +51,7 @@ def plan(
         Path | None, typer.Option(help="Folder of a trained flow to score with. Default: the paper's network.")
     ] = None,
     device: Annotated[
-        str, typer.Option(help="a100, h100, h200, b200; or cpu for this machine, whose speed is measured.")
+        str, typer.Option(help="a100, h100, h200, b200, rtx4090; or cpu for this machine, whose speed is measured.")
     ] = "h100",
     gpus: Annotated[int, typer.Option(help="Number of devices.")] = 1,
     block: BlockFlag = 64,

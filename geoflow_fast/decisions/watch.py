@@ -83,9 +83,10 @@ class Look:
     end: int
     """The rows of the log that were looked at, the last one not included."""
     expected: float
-    """Expected share of right first hits: the mean probability."""
+    """Expected share of right first hits: the mean probability, for the share of queries without a right item that the
+    rule reckons with or, if the log surely holds more of them, that it seems to hold."""
     stderr: float
-    """Its standard error: of the queries, and of the probabilities on the judged ones."""
+    """Its standard error: of the queries, of the probabilities on the judged ones, and of such a share."""
     answered: float
     """Share of the queries that the rule answers."""
     expected_error: float
@@ -349,15 +350,14 @@ class Watcher:
         """The `number`-th look, at the rows from `start` to `end`; after an alarm it is the first for itself."""
         part, rng = log.part(start, end), np.random.default_rng((self.seed, number))
         drifts = self.drifts(number, part, rng, alarmed=alarmed)
-        p = self._p_answer(part.heads, part.features)
-        answered = p >= part.threshold
-        expected, stderr = self._expected(p)
+        answered = self._p_answer(part.heads, part.features) >= part.threshold
         share, share_error = self._no_match(part)
+        p, stderr = self._expected(part, share, share_error)
         return Look(
             number,
             start,
             end,
-            expected,
+            float(p.mean()),
             stderr,
             float(answered.mean()),
             _mean(1 - p[answered]),
@@ -383,9 +383,21 @@ class Watcher:
     def _p_answer(self, heads: Floats, features: Floats) -> Floats:
         return self.rule.model.p_answer_of(heads, features, self.rule.score_share)
 
-    def _expected(self, p: Floats) -> tuple[float, float]:
+    def _expected(self, part: Log, share: float, share_error: float) -> tuple[Floats, float]:
+        """The probability [w] that each first hit is right, and the standard error of their mean."""
+
+        def p_for(some: float) -> Floats:
+            return self.rule.model.p_answer_of(part.heads, part.features, some)
+
+        more = self._more_missing(share, share_error)
+        p = p_for(share if more else self.rule.score_share)
+        by_share = float(p.mean() - p_for(min(1.0, share + share_error)).mean()) if more else 0.0
         off = self.reference.right - self.p_judged
-        return float(p.mean()), math.sqrt(float(p.var()) / len(p) + float(off.var()) / len(off))
+        return p, math.sqrt(float(p.var()) / len(p) + float(off.var()) / len(off) + by_share**2)
+
+    def _more_missing(self, share: float, share_error: float) -> bool:
+        """Whether the log surely holds more queries without a right item than the rule reckons with."""
+        return share - 2 * share_error > self.rule.no_match_share
 
     def _judged_error(self) -> float:
         """Expected share of wrong answers among the judged queries, and among their twins as far as the rule reckons
@@ -475,8 +487,8 @@ class Watcher:
         rule, reference = self.rule, self.reference
         if rule.unit != ANSWERS:
             return Overlap(0.0, 0.0, 0, None)
-        sure = share - 2 * share_error > rule.no_match_share
-        allowed = min(1.0, share + 2 * share_error) if sure else rule.no_match_share
+        more = self._more_missing(share, share_error)
+        allowed = min(1.0, share + 2 * share_error) if more else rule.no_match_share
         missing = rng.random(len(reference)) < allowed
         pool = reference.with_missing(missing)
         weight = self._weights(pool, part, rng)

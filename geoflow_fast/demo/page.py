@@ -17,6 +17,7 @@ from geoflow_fast.demo.study import (
     RERANKER,
     SCORE,
     TRUE_SCORE,
+    TRUTH,
     DirectionOutcome,
     Outcome,
 )
@@ -48,10 +49,12 @@ def write_report(outcome: Outcome, out: Path) -> Path:
         "outcome": outcome,
         "cards": score_card(outcome),
         "chart": risk_chart(outcome),
+        "intervals": {str(direction): intervals(part) for direction, part in outcome.by_direction.items()},
         "explore": story.PAGE,
         "strengths": strengths,
         "weaknesses": weaknesses,
         "tables": tables,
+        "checks": outcome.checks(),
         "pictures": {name: EmbeddedPicture.read(out / file) for name, file in figures.FILES.items()},
         "pairs": flows.PAIRS,
         "queries": study.QUERIES,
@@ -106,6 +109,12 @@ def risk_chart(outcome: Outcome) -> charts.RiskCoverage | None:
     return charts.risk_coverage(
         {name: (risk.coverage.tolist(), (1 - risk.accuracy).tolist()) for name, risk in risks.items()}
     )
+
+
+def intervals(part: DirectionOutcome) -> charts.Whiskers:
+    """The AUROC of all methods with their intervals; the best one that does not know the truth stands out."""
+    rows = part.auroc_rows()
+    return charts.whiskers(rows, next(method for method, *_ in rows if method != TRUTH))
 
 
 def verdicts(outcome: Outcome) -> tuple[list[str], list[str]]:

@@ -11,7 +11,7 @@ from geoflow_fast.baselines.base import Baseline
 from geoflow_fast.baselines.untrained import KNNDistance, Margin, MaxSoftmax, SoftmaxEntropy
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.demo.clip_world import EXACT, LADDER, SOFTMAX, ClipSearch
-from geoflow_fast.demo.story import Story
+from geoflow_fast.demo.story import Expectation, Story
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.evaluation.agreement import DensityAgreement, agreement, densities
 from geoflow_fast.evaluation.metrics import auroc, reliability, retrieval_calibration, selective_accuracy
@@ -26,7 +26,7 @@ from geoflow_fast.runtime.progress import Announce
 from geoflow_fast.worlds import ConceptWorld
 
 QUERIES, ITEMS, HELD_OUT, UNSEEN_PAIRS, DENSITY_ROWS = 500, 1000, 1000, 300, 500
-GUIDANCES, TUNING_QUERIES = (0.0, 1.0, 3.0), 128
+GUIDANCES, TUNING_QUERIES, RESAMPLES = (0.0, 1.0, 3.0), 128, 500
 SHORTLIST, RERANK_STEPS, CALIBRATION_QUERIES = 16, 4, 400
 """These sizes make the measurements take a minute on two cores; the guides show the usual ones."""
 ENTROPY, RERANKER, TRUTH = "flow: retrieval entropy", "flow: re-ranker", "truth: 1 - P(answer)"
@@ -35,20 +35,6 @@ TRUE_SCORE = "truth: -log p(image) - log p(text)"
 TRAINING_FREE: tuple[type[Baseline], ...] = (MaxSoftmax, Margin, SoftmaxEntropy, KNNDistance)
 LEAST_CORRELATION = {"joint": 0.97, "text|image": 0.95, "image|text": 0.95, "image": 0.90, "text": 0.90, "pmi": 0.93}
 """The correlation of learned with true log-densities that is expected at least."""
-
-
-@dataclass(frozen=True)
-class Expectation:
-    """Something that is expected of the demo: `value` is at least `floor`."""
-
-    name: str
-    value: float
-    floor: float
-
-    @property
-    def holds(self) -> bool:
-        """True if the value is as large as expected."""
-        return self.value >= self.floor
 
 
 @dataclass(frozen=True)
@@ -88,6 +74,14 @@ class DirectionOutcome:
     def auroc_of(self, method: str) -> float:
         """Probability that a wrong answer of plain search is less certain than a right one, by this method."""
         return auroc(self.uncertainty[method], self.correct)
+
+    def auroc_rows(self) -> list[tuple[str, float, float, float]]:
+        """The same for all methods, best first: (method, AUROC, low, high), with 95 % intervals."""
+        rows = []
+        for method, score in self.uncertainty.items():
+            interval = retrieval_calibration(score, self.correct, resamples=RESAMPLES).intervals["auroc"]
+            rows.append((method, interval.value, interval.low, interval.high))
+        return sorted(rows, key=lambda row: -row[1])
 
     @property
     def best_training_free(self) -> tuple[str, float]:
@@ -167,6 +161,7 @@ class Outcome:
                 for name, least in LEAST_CORRELATION.items()
             ),
             *self._clip_checks(),
+            *([] if self.story is None else self.story.checks()),
         ]
 
     def _clip_checks(self) -> list[Expectation]:

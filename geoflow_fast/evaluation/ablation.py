@@ -24,6 +24,7 @@ from geoflow_fast.evaluation.compare import compare
 from geoflow_fast.evaluation.flow_methods import FlowEntropy, FlowEpistemic
 from geoflow_fast.evaluation.methods import Method, Study
 from geoflow_fast.evaluation.metrics import BINS
+from geoflow_fast.evaluation.opening import comparison_tiles
 from geoflow_fast.evaluation.report import Report
 from geoflow_fast.evaluation.results import Comparison, aggregate
 from geoflow_fast.evaluation.zero_shot import zero_shot
@@ -304,13 +305,15 @@ def write_ablation(chosen: Ablation, comparison: Comparison, folder: Path, data:
         "This page shows how the setting changes the ability to tell wrong answers of plain search from right ones.",
     )
     page.section("The figure")
+    page.cards(comparison_tiles({data: comparison}))
     several = comparison.results[0].runs > 1
     bands = "; shaded areas or bars show one standard deviation over seeds" if several else ""
     page.figure(draw(chosen, comparison, folder / PICTURE), f'AUROC of "plain search is wrong"{bands}.')
     page.section("The numbers", "Kappa and guidance are tuned on held-out pairs, unless they are what is varied.")
-    for direction in comparison.directions:
-        title = figures.DIRECTION_TITLES[direction].capitalize()
-        page.table(comparison.table(direction), title, comparison.best(direction))
+    with page.folded("All numbers of all values"):
+        for direction in comparison.directions:
+            title = figures.DIRECTION_TITLES[direction].capitalize()
+            page.table(comparison.table(direction), title, comparison.best(direction))
     return page.write(folder / "report.html")
 
 

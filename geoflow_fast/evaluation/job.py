@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,9 @@ from geoflow_fast.evaluation import figures
 from geoflow_fast.evaluation.compare import RUNS_FOLDER, compare
 from geoflow_fast.evaluation.methods import Study
 from geoflow_fast.evaluation.metrics import BINS
+from geoflow_fast.evaluation.opening import comparison_tiles, image_tiles, show_comparison, show_images
 from geoflow_fast.evaluation.report import Report
-from geoflow_fast.evaluation.results import RESULTS_JSON, Comparison, Result, without_nan
+from geoflow_fast.evaluation.results import RESULTS_JSON, Comparison, without_nan
 from geoflow_fast.evaluation.statistics import RESAMPLES
 from geoflow_fast.evaluation.verdict import recommended, verdict
 from geoflow_fast.evaluation.zero_shot import CLIP_SCALE, ZeroShot, class_prompts, tuned_scale, zero_shot
@@ -36,7 +36,6 @@ from geoflow_fast.retrieval.task import RetrievalTask
 from geoflow_fast.runtime import plots
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.runtime.files import write_json
-from geoflow_fast.runtime.pages import charts
 from geoflow_fast.runtime.progress import Announce
 
 PAGE = "report.html"
@@ -200,10 +199,10 @@ def write_report(datasets: Mapping[str, Comparison], out: Path, title: str) -> P
     page = Report(title, f"Which method knows when plain cosine search is wrong?{several if runs > 1 else ''}")
     page.section("Which to use")
     page.answer(recommendation(datasets))
-    page.cards(_tiles(datasets))
+    page.cards(comparison_tiles(datasets))
     for name, comparison in datasets.items():
         for direction in comparison.directions:
-            _show_comparison(page, f"{name}, {figures.DIRECTION_TITLES[direction]}", comparison.of(direction))
+            show_comparison(page, f"{name}, {figures.DIRECTION_TITLES[direction]}", comparison.of(direction))
     with page.folded("Why, and how many queries can be answered"):
         page.text(*_verdicts(datasets))
         for name, comparison in datasets.items():
@@ -242,45 +241,6 @@ def write_report(datasets: Mapping[str, Comparison], out: Path, title: str) -> P
         )
         page.figure(figures.draw_reliability(datasets, out / "reliability.png", stacked=stacked), caption)
     return page.write(out / PAGE)
-
-
-def _tiles(datasets: Mapping[str, Comparison]) -> list[tuple[str, str, str]]:
-    """The score card: for each data set and direction, how often plain search is right, and what can be answered."""
-    tiles = []
-    for name, comparison in datasets.items():
-        for direction in comparison.directions:
-            results = comparison.of(direction)
-            chosen, one = recommended(results), results[0]
-            where = figures.DIRECTION_TITLES[direction] if len(datasets) == 1 else f"{name}, {direction}"
-            tiles.append((f"{where}: plain search is right", f"{one.plain_recall:.0%}", f"{one.queries:,} queries"))
-            if chosen is not None:
-                answered = f"answers {chosen.answered[1]:.0%} at 10 % error" if chosen.answered else chosen.title
-                tiles.append((f"{where}: AUROC of {chosen.title}", f"{chosen.numbers['auroc']:.3f}", answered))
-    return tiles
-
-
-def _show_comparison(page: Report, where: str, results: Sequence[Result]) -> None:
-    """Risk over coverage of the recommended method and of what it is compared with, and all AUROCs with intervals."""
-    chosen = recommended(results)
-    ranked = sorted(results, key=lambda result: -_or_low(result.numbers["auroc"]))
-    shown = [*([] if chosen is None else [chosen]), *(result for result in ranked if result is not chosen)][:3]
-    curves = {result.title: (result.coverage, [1 - share for share in result.accuracy]) for result in shown}
-    page.risk(
-        charts.risk_coverage(curves),
-        f"{where}: the share of wrong answers of plain search if only the most certain queries are answered.",
-    )
-    rows = []
-    for each in ranked:
-        low, high = each.intervals.get("auroc", [math.nan, math.nan])
-        rows.append((each.title, each.numbers["auroc"], low, high))
-    page.intervals(
-        charts.whiskers(rows, None if chosen is None else chosen.title),
-        f"{where}: AUROC, the probability that a wrong answer is less certain than a right one.",
-    )
-
-
-def _or_low(value: float) -> float:
-    return value if math.isfinite(value) else -math.inf
 
 
 def recommendation(datasets: Mapping[str, Comparison]) -> str:
@@ -347,6 +307,9 @@ def _write_zero_shot_page(outcome: ZeroShot, classes: int, out: Path, name: str)
         f"{len(outcome.correct):,} images, {classes:,} classes, accuracy {outcome.accuracy:.3f}. "
         "Which predictions should be doubted?",
     )
+    page.section("Which to doubt")
+    page.cards(image_tiles({name: outcome}))
+    show_images(page, name, outcome.components)
     page.section(
         "Components",
         "Each image is paired with the prompt of the class that is predicted for it. The -log p(text) of a handful of "
@@ -354,7 +317,8 @@ def _write_zero_shot_page(outcome: ZeroShot, classes: int, out: Path, name: str)
         "no training.",
     )
     best = {"AUSAC": "max", "AUROC": "max"}
-    page.table([part.row() for part in outcome.components], "Scores of single images.", best)
+    with page.folded("All numbers"):
+        page.table([part.row() for part in outcome.components], "Scores of single images.", best)
     page.figure(
         figures.draw_components({name: outcome}, out / "components.png"),
         "Accuracy on the remaining images when the most doubtful are turned away; training-free scores are dashed.",

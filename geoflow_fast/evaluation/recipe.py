@@ -32,6 +32,7 @@ from geoflow_fast.evaluation.compare import RUNS_FOLDER, check_bins, compare
 from geoflow_fast.evaluation.job import PAGE, labelled, prompts_of, run_configs, write_report
 from geoflow_fast.evaluation.ladder_methods import Ladder
 from geoflow_fast.evaluation.methods import Study
+from geoflow_fast.evaluation.opening import comparison_tiles, image_tiles
 from geoflow_fast.evaluation.registry import all_methods
 from geoflow_fast.evaluation.report import Report
 from geoflow_fast.evaluation.results import RESULTS_JSON, Comparison, aggregate, standard_deviation, without_nan
@@ -227,13 +228,19 @@ def _ablation_page(recipe: Recipe) -> tuple[Ablation, Report]:
 
 def _retrieval_ablation(recipe: Recipe, base: Path, out: Path, device: str, announce: Announce) -> Path:
     chosen, page = _ablation_page(recipe)
+    compared, pages = {}, {}
     for part in recipe.data:
         training = recipe.training(part, base, device)
         test, folder = EmbeddingPairs.open(base / str(part.test)), out / part.name
         comparison = ablation.ablate(training, test, chosen, folder, max_queries=recipe.max_queries, announce=announce)
-        own = ablation.write_ablation(chosen, comparison, folder, part.name)
-        page.section(part.name, f"Tables: {own.relative_to(out)}")
-        page.figure(own.with_name(ablation.PICTURE), f"AUROC by {chosen.axis} on {part.name}.")
+        compared[part.name], pages[part.name] = (
+            comparison,
+            ablation.write_ablation(chosen, comparison, folder, part.name),
+        )
+    page.cards(comparison_tiles(compared))
+    for name, own in pages.items():
+        page.section(name, f"Tables: {own.relative_to(out)}")
+        page.figure(own.with_name(ablation.PICTURE), f"AUROC by {chosen.axis} on {name}.")
     return page.write(out / PAGE)
 
 
@@ -245,12 +252,15 @@ def _zero_shot_ablation(recipe: Recipe, base: Path, out: Path, device: str, anno
         ausac[part.name] = ablation.ablate_zero_shot(training, images, chosen, part.flows_folder(out), announce)
     means = {name: {label: _mean_and_spread(values) for label, values in rows.items()} for name, rows in ausac.items()}
     page.section("Area under the selective accuracy curve")
-    for column, caption in enumerate(("AUSAC, mean over seeds.", "Standard deviations.")):
-        rows = [
-            {chosen.axis: label, **{name: means[name][label][column] for name in means}}
-            for label in next(iter(means.values()))
-        ]
-        page.table(rows, caption)
+    best = {name: max(rows, key=lambda label: rows[label][0]) for name, rows in means.items()}
+    page.cards([(f"{name}: best AUSAC", f"{means[name][x][0]:.3f}", f"{chosen.axis}: {x}") for name, x in best.items()])
+    with page.folded("All numbers"):
+        for column, caption in enumerate(("AUSAC, mean over seeds.", "Standard deviations.")):
+            rows = [
+                {chosen.axis: label, **{name: means[name][label][column] for name in means}}
+                for label in next(iter(means.values()))
+            ]
+            page.table(rows, caption)
     if chosen.numeric:
         picture = ablation.draw_lines(chosen, means, "AUSAC", out / ablation.PICTURE)
         page.figure(picture, "AUSAC of the epistemic score; shaded: one standard deviation over seeds.")
@@ -262,7 +272,6 @@ def _zero_shot_table(recipe: Recipe, base: Path, out: Path, device: str, announc
     page = Report(recipe.title, "Which predictions should be doubted? Accuracy averaged over coverages (AUSAC).")
     first: dict[str, ZeroShot] = {}
     results: dict[str, Any] = {}
-    page.section("The numbers", "Each image is paired with the prompt of the class that is predicted for it.")
     for part in recipe.data:
         training = recipe.training(part, base, device)
         images, runs = part.labelled_images(base), []
@@ -272,8 +281,12 @@ def _zero_shot_table(recipe: Recipe, base: Path, out: Path, device: str, announc
             runs.append(zero_shot(flow, *images, train=training.train, seed=seed, resamples=0))
         first[part.name] = runs[0]
         results[part.name] = [_component_row(parts) for parts in zip(*(run.components for run in runs))]
-        caption = f"{part.name}: accuracy {runs[0].accuracy:.3f}"
-        page.table(results[part.name], caption, {"AUSAC": "max", "AUROC": "max"})
+    page.section("Which to doubt", "Each image is paired with the prompt of the class that is predicted for it.")
+    page.cards(image_tiles(first))
+    with page.folded("All numbers"):
+        for name, rows in results.items():
+            caption = f"{name}: accuracy {first[name].accuracy:.3f}"
+            page.table(rows, caption, {"AUSAC": "max", "AUROC": "max"})
     page.section("Turning images away")
     picture = figures.draw_components(first, out / "components.png")
     page.figure(picture, "Accuracy on the remaining images; first seed.")

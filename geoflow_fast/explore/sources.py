@@ -327,14 +327,14 @@ def doubted_labels(page: Explored) -> list[Marked]:
 
 
 def badly_matched(density: dict[str, Array], row: Array) -> list[Marked]:
-    """Pairs whose caption and image have the least to do with each other, by the flow."""
+    """Pairs whose caption and image have the least to do with each other."""
     if "pmi" not in density:
         return []
     pmi = np.full(len(row), np.inf)
     known = (row >= 0) & (row < len(density["pmi"]))
     pmi[known] = density["pmi"][row[known]]
     worst = np.argsort(pmi, kind="stable")[: math.ceil(STRANGE * known.sum())]
-    why = f"of the {STRANGE:.0%} of the pairs whose caption and image fit each other least, by the flow"
+    why = f"of the {STRANGE:.0%} of the pairs whose caption and image fit each other least"
     return [Marked("suspected wrong captions", why, worst.tolist())]
 
 

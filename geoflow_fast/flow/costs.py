@@ -29,9 +29,12 @@ class Work:
     kernels: float
     bytes: float
     operations: float
+    row_bytes: float = 0.0
+    """Of the bytes, those of kernels that multiply no matrices. Such kernels come before and after products, not beside
+    them."""
 
     def __mul__(self, times: float) -> Work:
-        return Work(times * self.kernels, times * self.bytes, times * self.operations)
+        return Work(times * self.kernels, times * self.bytes, times * self.operations, times * self.row_bytes)
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,13 @@ class ProductRates:
 
 # unchecked: plans and tables call it with what they have checked
 def seconds(work: Work, rates: ProductRates, precision: str, *, replayed: bool = True) -> float:
-    """Seconds of the work: products or memory, whichever takes longer, and what each kernel costs besides."""
+    """Seconds of the work: those of products, computing or moving their bytes, whichever takes longer; those of the
+    other kernels, which move theirs one after the other; and what each kernel costs besides."""
+    bandwidth = BANDWIDTH_SHARE * rates.bandwidth
     computing = work.operations / (COMPUTE_SHARE * rates.products(precision))
-    moving = work.bytes / (BANDWIDTH_SHARE * rates.bandwidth)
-    return max(computing, moving) + work.kernels * (REPLAYED_SECONDS if replayed else STARTED_SECONDS)
+    multiplying = max(computing, (work.bytes - work.row_bytes) / bandwidth)
+    starting = work.kernels * (REPLAYED_SECONDS if replayed else STARTED_SECONDS)
+    return multiplying + work.row_bytes / bandwidth + starting
 
 
 # unchecked: plans and tables call it with what they have checked
@@ -62,8 +68,9 @@ def velocity_work(shape: GeoFlowConfig, rows: float, precision: str = "float32")
     """One velocity of `rows` rows in a conditional direction, with guidance and the step that follows it."""
     d = shape.flow_dims[0]
     products = 2 * shape.depth * _block(shape) - 3 * shape.hidden * shape.inner + 2 * d * shape.hidden
-    traffic = _traffic(shape, 2 * rows, precision) + 4 * 10 * rows * d
-    return Work(7 * shape.depth + 11, traffic + _weight_bytes(shape, precision), 2.0 * products * rows)
+    traffic, row_traffic = _traffic(shape, 2 * rows, precision)
+    total = traffic + 4 * 10 * rows * d + _weight_bytes(shape, precision)
+    return Work(7 * shape.depth + 11, total, 2.0 * products * rows, row_traffic + 4 * 7 * rows * d)
 
 
 # unchecked: plans and tables call it with what they have checked
@@ -72,8 +79,10 @@ def likelihood_work(shape: GeoFlowConfig, pairs: float, precision: str = "float3
     d = sum(shape.flow_dims) / 2
     last = 8 * (3 * shape.hidden * shape.inner + 2 * d * shape.hidden)  # 4 rows a pair and stream that is generated
     products = 14 * (shape.depth * _block(shape) - 3 * shape.hidden * shape.inner) + last
-    traffic = _traffic(shape, 14 * pairs, precision) + 4 * 60 * pairs * d
-    return Work(7 * shape.depth + 34, traffic + _weight_bytes(shape, precision), 2.0 * products * pairs)
+    traffic, row_traffic = _traffic(shape, 14 * pairs, precision)
+    ends = 4 * 60 * pairs * d
+    total = traffic + ends + _weight_bytes(shape, precision)
+    return Work(7 * shape.depth + 34, total, 2.0 * products * pairs, row_traffic + ends)
 
 
 # unchecked: plans and tables call it with what they have checked
@@ -97,8 +106,10 @@ def _weight_bytes(shape: GeoFlowConfig, precision: str) -> float:
     return ELEMENT_BYTES[precision] * numbers
 
 
-def _traffic(shape: GeoFlowConfig, rows: float, precision: str) -> float:
-    """Bytes of the activations of all blocks for so many rows, both streams counted: states are float32, what enters
-    and leaves a product has its type."""
-    size = ELEMENT_BYTES[precision]
-    return shape.depth * rows * (10 * size * shape.hidden + 16 * shape.hidden + 6 * size * shape.inner)
+def _traffic(shape: GeoFlowConfig, rows: float, precision: str) -> tuple[float, float]:
+    """Bytes of the activations of all blocks for so many rows, both streams counted, and of these the bytes of the
+    kernels between products: what enters and leaves a product, in its type, is written or read by one of them, and they
+    read and write the states, which are float32."""
+    product = ELEMENT_BYTES[precision] * (5 * shape.hidden + 3 * shape.inner)
+    between = product + 16 * shape.hidden
+    return shape.depth * rows * (product + between), shape.depth * rows * between

@@ -247,7 +247,7 @@ def suggest_steps(
     if not tolerance > 0 or checks.integer(max_steps, "max_steps", 1) < 2:
         raise ValueError(f"tolerance={tolerance} must be positive and max_steps={max_steps} at least 2")
     direction = Direction.of(direction)
-    if settings is not None and deprecated.get("n_steps") == settings.n_steps:
+    if isinstance(settings, DensitySettings) and deprecated.get("n_steps") == settings.n_steps:
         del deprecated["n_steps"]  # unpacked from the settings
     if "n_steps" in deprecated:
         raise TypeError("suggest_steps() got an unexpected keyword argument 'n_steps'")

@@ -74,6 +74,8 @@ class DensitySettings(Settings):
     def __post_init__(self) -> None:
         for name in ("n_steps", "n_probes") if self.memory is None else ("n_steps", "n_probes", "memory"):
             object.__setattr__(self, name, checks.integer(getattr(self, name), name, 1))  # plain ones, for files
+        for name in ("redraw", "shared"):
+            checks.boolean(getattr(self, name), name)
         can_align = self.redraw and not self.shared  # otherwise there is nothing to learn from step to step
         aligned = can_align and self.orthogonal in (None, "none")
         probe = ("aligned" if aligned else "gaussian") if self.probe is None else self.probe

@@ -34,6 +34,7 @@ def counter_noise(
     checks.integer(seed, "seed", 0, 2**64 - 1)
     for name, value in (("step", step), ("stream", stream)):
         checks.integer(value, name, 0, WORD)
+    checks.boolean(unit, "unit")
     signed = seed - 2**64 if seed >= 2**63 else seed
     noise: Tensor = _draw(numbers, width, signed, step, stream, unit, str(backend))
     return noise

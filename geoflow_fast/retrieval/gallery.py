@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from geoflow_fast.retrieval.index import GalleryIndex
 
 BLOCK_ROWS = 16_384
+GPU_BLOCK_ROWS = 131_072
+"""Rows that are copied to a GPU and scored together: with fewer, starting kernels would take as long as they run."""
 SOME_ROWS = 64
 """At least this many rows tell whether a gallery in memory has changed, unless it has fewer."""
 INDEX_FOLDER = "geoflow_index"
@@ -286,7 +288,8 @@ class Gallery:
         half precision as it is stored where compiled code reads it, in blocks, or whole if there is an index."""
         compiled = queries.device.type == "cpu" and queries.dtype == torch.float32 and native.missing() is None
         kept = tuple(native.STORAGES) if compiled else (torch.float32,)
-        for first, block in self._stored(within, BLOCK_ROWS if index is None else None, kept):
+        rows = GPU_BLOCK_ROWS if queries.device.type == "cuda" else BLOCK_ROWS
+        for first, block in self._stored(within, rows if index is None else None, kept):
             whole = first == 0 and len(block) == len(self)
             part = index if index is None or whole else index.part(first, len(block))
             yield first, block if compiled and block.dtype in kept else block.to(queries.device, queries.dtype), part

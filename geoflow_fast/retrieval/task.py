@@ -15,6 +15,7 @@ from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.qrels import Qrels
 from geoflow_fast.data.rows import Array, Index, Rows
 from geoflow_fast.directions import Direction
+from geoflow_fast.geometry import check_rows
 from geoflow_fast.runtime import checks
 
 
@@ -49,6 +50,22 @@ class RetrievalTask:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "direction", Direction.of(self.direction, conditional=True))
+        if not isinstance(self.folder, (Path, type(None))):
+            raise TypeError(f"folder must be a path or None, got {type(self.folder).__name__}")
+        for side, rows, image, number in (
+            ("queries", self.queries, self.query_image, self.query_row),
+            ("items", self.items, self.item_image, self.item_row),
+        ):
+            check_rows(rows, side, unit=False)
+            checks.dense(image, f"the images of {side}", has_values=True)
+            if rows.dim() != 2 or image.shape != rows.shape[:1] or image.dtype != torch.int64:
+                raise ValueError(
+                    f"{side} must be [n, d] and their images int64 [n], got {tuple(rows.shape)} and {image.dtype} "
+                    f"{tuple(image.shape)}"
+                )
+            stored = checks.array(number, f"the rows of {side}")
+            if stored.shape != tuple(image.shape) or stored.dtype.kind not in "iu":
+                raise ValueError(f"the rows of {side} must be numbers [{len(rows)}], got {stored.dtype} {stored.shape}")
 
     @classmethod
     def of(

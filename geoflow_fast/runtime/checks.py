@@ -142,6 +142,13 @@ def path(x: object, name: str) -> Path:
     return Path(text)
 
 
+def boolean(x: object, name: str) -> bool:
+    """Returns `x` if it is True or False."""
+    if not isinstance(x, bool):
+        raise TypeError(f"{name} must be True or False, got {x!r}")
+    return x
+
+
 def words(x: object, name: str) -> str:
     """Returns `x` if it is text."""
     if not isinstance(x, str):

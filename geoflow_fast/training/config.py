@@ -58,6 +58,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
+            if field.type == "bool":
+                checks.boolean(getattr(self, field.name), field.name)
             if field.type != "int":
                 continue
             least = 0 if field.name in self.MAY_BE_ZERO else 1
@@ -156,9 +158,6 @@ class TrainConfig(RunConfig):
         checks.one_of(self.conditional_coupling, "conditional_coupling", CONDITIONAL_COUPLINGS)
         checks.one_of(self.noise, "noise", NOISES)
         checks.one_of(self.ot_scope, "ot_scope", OT_SCOPES)
-        for name in ("blend", "fixed_directions"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
 
     @classmethod
     def paper(cls) -> TrainConfig:

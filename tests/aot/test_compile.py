@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from geoflow_fast.kernels import gallery
 from tools import aot
@@ -79,6 +80,23 @@ def test_row_kernels_are_compiled_once_for_any_number_of_rows(name):
     calls = [aot.call_with_rows(name, rows, width=96) for rows in (2, 15, 16, 17, 160, 8192)]
     launches = [launch for call in calls for launch in aot.Case(name, call).launches()]
     assert len({aot.compiler_key(launch) for launch in launches}) == 1
+
+
+@pytest.mark.parametrize(("bias", "scores"), [(False, False), (True, False), (False, True)])
+def test_wide_tiles_have_neither_biased_samples_nor_scores(bias, scores):
+    """They would spill on sm_90, the one architecture that they are for: what no gate has seen is not chosen."""
+    call = aot.gallery_call(None, torch.bfloat16, 64, 50, 5000, 1024, bias, scores=scores)
+    tile = aot.Case("gallery", call).launches()[0]
+    assert (tile.kernel is gallery.gallery_tile_kernel) == (not bias and not scores)  # which measures two
+    assert bias or scores or tile.name == DOT
+
+
+def test_long_lists_of_few_queries_fill_a_gpu():
+    """As many programs as there are multiprocessors, and lists that are merged in rounds."""
+    tile, *rounds = EVERY["few bf16 one query, top 64 of a million"].launches()
+    assert tile.grid[0] * tile.grid[1] > 132
+    assert [launch.grid for launch in rounds] == [(1, 5), (1, 1)]
+    assert all(launch.meta["LISTED"] <= gallery.MAX_LISTED for launch in rounds)
 
 
 @pytest.mark.slow

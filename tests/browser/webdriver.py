@@ -8,6 +8,7 @@ import json
 import re
 import shutil
 import subprocess
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,5 +100,8 @@ def browser(profile: Path) -> Iterator[Session]:
 def _ask(address: str, value: dict[str, Any] | None, method: str = "POST") -> Any:
     body = None if method != "POST" else json.dumps(value or {}).encode()
     request = urllib.request.Request(address.rstrip("/"), body, {"Content-Type": "application/json"}, method=method)
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return json.loads(answer.read())["value"]
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.loads(answer.read())["value"]
+    except urllib.error.HTTPError as error:  # its body says what went wrong
+        raise RuntimeError(error.read().decode("utf-8", "replace")[:2000]) from error

@@ -130,8 +130,6 @@ def main() -> None:
     exact = gf.ops.ot_assign_panel(*large, ALONE, eps=0.05, uniform=uniform, backend="reference")
     assert (panels[0] == truth).double().mean() >= 0.995
     assert (panels[1] == exact).double().mean() >= 0.95
-    nobody = gf.ops.ot_assign_panel(large[0][:0], large[1][:0], *large[2:], ALONE, max_iter=1, backend="cuda")
-    assert nobody.shape == (0,)
 
     cost = gf.ops.transport_cost(*batch, backend="cuda")
     torch.testing.assert_close(cost, gf.ops.transport_cost(*batch, backend="reference"), atol=2e-6, rtol=0)

@@ -17,7 +17,8 @@ import geoflow_fast as gf
 pytest.importorskip("triton", reason="the CUDA path needs triton")
 from geoflow_fast import ops
 from geoflow_fast.directions import DIRECTIONS, Direction
-from geoflow_fast.distributed import ALONE
+from geoflow_fast.distributed import ALONE, World
+from geoflow_fast.flow import costs
 from geoflow_fast.flow.sampling import network_rows_at_once
 from geoflow_fast.head.loss import _tiles, point_scores
 from geoflow_fast.likelihood.reverse_ode import density_estimates, pairs_at_once
@@ -47,6 +48,27 @@ def test_kernels_bytes_and_operations_of_a_product_and_a_sum():
     assert count.flops == {"float32": 2 * 8 * 16 * 4}
     assert count.bytes == 4 * (8 * 16 + 16 * 4 + 8 * 4) + 4 * 2 * 8 * 4
     assert not count.synchronisations
+
+
+def test_kernels_without_products_do_not_run_beside_products():
+    """Bytes of a product hide behind its operations, or these behind the bytes; those of other kernels hide nowhere."""
+    with counted() as count:
+        (fake_rows(8, 16) @ fake_rows(16, 4)).relu()
+        ops.swiglu(fake_rows(6, 10), fake_rows(6, 10))
+    assert count.row_bytes == 4 * (2 * 8 * 4 + 3 * 6 * 10)
+    rates = costs.ProductRates(bfloat16=1e3, float32=1e2, bandwidth=10.0)
+    moving = costs.BANDWIDTH_SHARE * rates.bandwidth
+    for operations, multiplying in ((6.0, 60 / moving), (6e3, 6e3 / (costs.COMPUTE_SHARE * 1e2))):
+        seconds = costs.seconds(costs.Work(0, 100, operations, 40), rates, "float32")
+        assert seconds == pytest.approx(multiplying + 40 / moving)
+
+
+def test_the_bytes_between_products_are_those_that_are_counted():
+    shape = gf.GeoFlowConfig.paper()
+    velocity = costs.velocity_work(shape, 2 * launches.QUERIES * launches.SAMPLES)
+    assert path("one guided velocity").row_bytes == pytest.approx(velocity.row_bytes, rel=0.05)
+    likelihood = costs.likelihood_work(shape, launches.PAIRS)
+    assert path("one likelihood evaluation").row_bytes == pytest.approx(likelihood.row_bytes, rel=0.05)
 
 
 def test_views_and_host_work_are_free():
@@ -162,6 +184,19 @@ def test_ranks_on_gpus_multiply_in_float16_and_wait_once_an_iteration(monkeypatc
     assert dict(another.synchronisations) == {"copy to the host": 1}
     assert another.kernels.total() <= 20
     assert f"in float64: {another.kernels.total()} kernels an iteration" in " ".join(PAGE.read_text().split())
+
+
+def test_a_rank_on_a_gpu_may_have_no_rows(monkeypatch):
+    """It launches no kernel of the solver, and takes part in the sums."""
+    monkeypatch.setattr(transport_solvers, "_LEAST_WIDE_SUM", -1.0)
+    sums = mock.Mock(side_effect=lambda x, *_: x)
+    monkeypatch.setattr(World, "all_reduce", sums)
+    with counted() as count:
+        nothing, data = fake_rows(0, 64), fake_rows(512, 64)
+        target = ops.ot_assign_panel(nothing, nothing, data, data, World(1, 2), max_iter=2)
+    assert target.shape == (0,)
+    assert [tuple(call.args[0].shape) for call in sums.call_args_list] == [(512,)] * 2
+    assert not count.of("cuda:")
 
 
 def test_a_plan_over_ranks_warns_where_the_kernels_are_missing(monkeypatch):

@@ -436,6 +436,10 @@ def test_missing_items_of_probability_lists_are_estimated():
     last = gf.watch(rule, live[0], every=500).last
     assert last.no_match_share == pytest.approx(0.4, abs=3 * last.no_match_stderr)
     assert last.no_match_stderr < 0.12
+    # What is expected of the answers reckons with that share.
+    answered = rule(live[0])
+    assert last.expected == pytest.approx(live[1][:, 0].mean(), abs=3 * last.stderr)
+    assert last.expected_error == pytest.approx(1 - live[1][answered, 0].mean(), abs=0.08)
     with pytest.warns(UserWarning, match=r"say Trust\(log_prob=True\)"):
         plain = gf.Trust().fit(*fitted)
     mistaken = gf.watch(plain.certify(*tested, 0.2), live[0], every=500).last

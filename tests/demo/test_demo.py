@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -28,7 +31,7 @@ def small(monkeypatch):
     for name, size in {"IMAGES": 120, "HELD_OUT": 60, "QUERIES": 50, "ITEMS": 60, "SHORTLIST": 16, "BANK": 50}.items():
         monkeypatch.setattr(clip_world, name, size)
     sizes = {"ITEMS": 60, "CAPTIONS": 10, "HELD_OUT": 60, "BANK": 50, "SHORTLIST": 16, "FITTED": 150}
-    for name, size in {**sizes, "CERTIFIED": 150, "QUIET": 100, "CHANGED": 100}.items():
+    for name, size in {**sizes, "CERTIFIED": 150, "QUIET": 100, "CHANGED": 100, "MAX_ERROR": 0.7}.items():
         monkeypatch.setattr(story, name, size)
     for module in (flows, demo):
         monkeypatch.setattr(module, "PAIRS", 2000)
@@ -57,12 +60,67 @@ def test_a_short_run_writes_report_pictures_and_numbers(tmp_path, monkeypatch):
         # What is exact finds missing items better than what knows of none.
         assert all(best["AUROC of missing items"] > row["AUROC of missing items"] for row in rows[:-1])
 
+    check_opening(page)
+    check_story(tmp_path, numbers["story"], page)
+
     # The same call again loads the trained flows and gives the same numbers.
     for draw in ("draw_all", "draw_spheres"):
         monkeypatch.setattr(figures, draw, lambda *_: None)
     again = demo.run(tmp_path, 0, 3, lambda _: None)
     assert again is not None
     assert json.loads(json.dumps(demo.summary(again))) == numbers
+
+
+def check_opening(page):
+    """A score card and a picture come first; methods have whiskers, one of them stands out, tables are folded."""
+    opening = page[page.index('id="short"') : page.index('id="done"')]
+    assert len(re.findall(r'<div class="card[ "]', opening)) == 5
+    assert len(re.findall(r'<polyline class="curve c\d" points="[\d., ]{50,}"', opening)) == 3
+    for direction, following in (("i2t", "t2i"), ("t2i", "curves")):
+        part = page[page.index(f'<h2 id="{direction}"') : page.index(f'<h2 id="{following}"')]
+        assert part.count('class="interval chosen"') == 1
+        assert part.count('class="interval') - part.count('class="intervals') == len(study.TRAINING_FREE) + 3
+        assert re.search(r'<line x1="[\d.]+" x2="[\d.]+" y1="5"', part)
+    assert page.count("<table>") == 7
+    assert not re.sub(r"<details>.*?</details>", "", page, flags=re.DOTALL).count("<table>")
+
+
+def check_story(folder, told, page):
+    """The report leads to the page of the log, which has everything that the story is about."""
+    assert f'href="{story.PAGE}"' in page
+    assert html.escape(told["verdict"]) in page
+    shown = (folder / story.PAGE).read_text("utf-8")
+    values = json.loads(re.search(r'id="data">(.*?)</script>', shown, re.DOTALL)[1])
+    assert values["n"] == 200
+    assert values["certified"]["no_match_share"] == told["no_match_share"] == story.NO_MATCH
+    assert values["certified"]["threshold"] == told["threshold"]
+    assert {each["name"]: len(each["rows"]) for each in values["marked"]} == {
+        name: count for name, count in told["marked"].items() if count
+    }
+    assert {"strangers", "near-duplicates", "suspected wrong captions"} <= {each["name"] for each in values["marked"]}
+    assert values["evidenceNames"][:2] == ["cosine", "hub"]  # a head of three steps may be left out
+    assert len(values["thumbnails"]) == len(values["items"])
+    assert values["thumbnails"][0].startswith("data:image/")
+    assert all(f"<b>{rung['name']}</b>" in shown for rung in told["rungs"])
+    assert html.escape(told["verdict"]) in shown
+    # A tenth of the first part, and half of the second, ask for what is not there, for which nothing is right.
+    missing = np.array([row < 0 for row in values["meant"]])
+    assert missing[100:].mean() > 0.35 > missing[:100].mean()
+
+
+@pytest.mark.parametrize(
+    ("noticed", "answered", "held"),
+    [
+        (200, 0.4, [True, True, True]),
+        (None, 0.4, [True, True, False]),
+        (-100, 0.4, [True, False, False]),
+        (None, 0.0, [False, True, False]),
+    ],
+)
+def test_a_story_that_goes_wrong_is_noticed(noticed, answered, held):
+    rule = SimpleNamespace(certificates={"": SimpleNamespace(answered=answered)})
+    told = story.Story(rule, None, noticed, [], {})
+    assert [check.holds for check in told.checks()] == held
 
 
 def test_paths_stay_on_their_spheres(tmp_path):
@@ -87,6 +145,12 @@ def test_a_full_run_meets_every_expectation(tmp_path):
     for part in outcome.by_direction.values():
         assert part.calibration_error < 0.05
         assert part.reranked_recall > part.plain_recall
+    values = json.loads(
+        re.search(r'id="data">(.*?)</script>', (tmp_path / story.PAGE).read_text("utf-8"), re.DOTALL)[1]
+    )
+    rows = next(each["rows"] for each in values["marked"] if each["name"] == "suspected wrong captions")
+    assert np.mean(["(a wrong caption)" in values["captions"][row] for row in rows]) > 0.5
+    assert "seem to have no right item" in outcome.story.verdict
 
 
 def test_the_true_posterior_is_calibrated():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +85,10 @@ def test_geometry_trains_a_twin_of_its_own(training, tmp_path):
     shapes = {gf.GeoFlow.from_pretrained(x).config.geometry for x in (tmp_path / ablation.FLOWS_FOLDER).iterdir()}
     assert shapes == {"sphere", "euclidean"}
     page = ablation.write_ablation(chosen, comparison, tmp_path, "noise")
-    assert page.is_file()
+    written = page.read_text()
+    assert written.index('<div class="card"') < written.index("<img ")
+    assert not re.sub(r"<details>.*?</details>", "", written, flags=re.DOTALL).count("<table>")
+    assert written.count("<table>") == len(comparison.directions)
     loaded = Comparison.load(tmp_path)
     assert all(math.isfinite(result.numbers["auroc"]) for result in loaded.results)
 

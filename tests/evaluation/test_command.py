@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -198,7 +199,13 @@ def test_zero_shot_writes_its_components(folders):
     assert code == 0
     assert [part["name"] for part in json.loads(printed)["components"]][:4] == ["image", "text", "pmi", "sum"]
     assert is_picture(folders / "zero/components.png")
-    assert "-PMI(image, text)" in (folders / "zero/report.html").read_text()
+    page = (folders / "zero/report.html").read_text()
+    assert "-PMI(image, text)" in page
+    opening = page[page.index("Which to doubt</h2>") : page.index("Components</h2>")]
+    assert opening.count('<div class="card"') == 2
+    assert opening.count('class="interval chosen"') == 1
+    assert opening.count("<polyline") == 3
+    assert not re.sub(r"<details>.*?</details>", "", page, flags=re.DOTALL).count("<table>")
 
 
 def test_bad_flags_are_named_before_anything_is_written(folders):

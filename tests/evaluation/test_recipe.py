@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,8 @@ def test_every_recipe_runs_in_small(path, source, tmp_path):
     page = html.unescape((tmp_path / "out" / "report.html").read_text())
     assert recipe.title in page
     assert "data:image/png;base64" in page
+    assert page.index('<div class="card"') < page.index("<img ")
+    assert not re.sub(r"<details>.*?</details>", "", page, flags=re.DOTALL).count("<table>")
 
 
 def test_the_recipes_are_those_of_the_paper_and_of_every_ablation():

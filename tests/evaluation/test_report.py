@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from geoflow_fast.evaluation.report import Report
+from geoflow_fast.runtime.pages import charts
 
 HOSTILE = "<script>alert('x')</script> & \"quotes\""
 VOID = {"meta", "img"}
@@ -134,3 +135,45 @@ def test_a_failed_write_leaves_the_old_page(tmp_path, monkeypatch):
         page.write(path)
     assert path.read_bytes() == before
     assert {p.name for p in tmp_path.iterdir()} == {"r.html"}
+
+
+def test_what_pages_open_with(tmp_path):
+    """An answer, tiles, a curve and whiskers come out in order, what is folded is inside <details>, and all is text."""
+    page = Report("t", "l")
+    page.answer(HOSTILE)
+    page.cards([(HOSTILE, "42 %", HOSTILE), ("second", "1", "note")])
+    page.risk(charts.risk_coverage({HOSTILE: ([0.5, 1.0], [0.1, 0.3])}, max_error=0.2), "risk of it")
+    rows = [("first", 0.9, 0.8, 0.95), (HOSTILE, 0.6, float("nan"), float("nan"))]
+    page.intervals(charts.whiskers(rows, best="first"), "values of it")
+    with page.folded(HOSTILE):
+        page.table([{"a": 1}], "inside")
+    page.text("after")
+    parsed = Page(page.write(tmp_path / "r.html"))
+    classes = [attributes["class"] for _, attributes in parsed.elements if attributes.get("class")]
+    order = [
+        "lead-answer",
+        "cards",
+        "card",
+        "card",
+        "chart",
+        "limit",
+        "intervals",
+        "interval chosen",
+        "interval",
+        "wide",
+    ]
+    assert [name for name in classes if name in order] == order
+    assert parsed.words["dt"] == [HOSTILE, "second"]
+    assert parsed.words["dd"] == ["42 %", HOSTILE, "1", "note"]
+    assert parsed.words["summary"] == [HOSTILE]
+    assert "script" not in parsed.words
+    curve = parsed.attributes("polyline")[0]
+    assert len(curve["points"].split()) == 2
+    lines = [each for each in parsed.attributes("line") if each.get("y1") == "5"]
+    assert float(lines[0]["x1"]) < float(lines[0]["x2"])
+    assert lines[1]["x1"] == lines[1]["x2"]  # no interval
+    tags = [tag for tag, _ in parsed.elements]
+    assert tags.index("details") < tags.index("table")
+    assert "lines are 95 % intervals" in parsed.words["figcaption"][1]
+    bare = charts.whiskers([("a", 0.6, float("nan"), float("nan"))])
+    assert not bare.known

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
@@ -147,7 +148,21 @@ def test_the_page_opens_with_a_recommendation_and_an_abstention_table(pairs, hel
     page = write_report({"photos": comparison}, tmp_path, "Title").read_text()
     opening = page[page.index("Which to use</h2>") : page.index("The numbers</h2>")]
     assert "Recommendation: " in opening
+    assert len(re.findall(r'<div class="card[ "]', opening)) == 4  # two for each direction
+    assert len(re.findall(r'<polyline class="curve c\d" points="[\d., ]+"', opening)) == 4
+    assert opening.count('<figure class="intervals">') == 2
+    for direction in ("t2i", "i2t"):
+        chosen = recommended(comparison.of(direction))
+        if chosen is not None:
+            assert re.search(f'class="interval chosen"[^\n]*{chosen.title}', opening)
+    whiskers = [
+        (float(low), float(high)) for low, high in re.findall(r'<line x1="([\d.]+)" x2="([\d.]+)" y1="5"', opening)
+    ]
+    assert len(whiskers) == 4
+    assert all(low < high for low, high in whiskers)
+    assert "lines are 95 % intervals" in opening
     assert opening.count("<table>") == 2
+    assert not re.sub(r"<details>.*?</details>", "", page, flags=re.DOTALL).count("<table>")  # all tables are folded
     for words in ("at 5 % error", "at 10 % error", "at 20 % error", "95 % interval"):
         assert words in opening
     assert "NLL, nats" in page

@@ -193,20 +193,20 @@ def test_fault_in_triton_source_is_caught_in_its_ptx(builder: Builder, fault: st
     assert not isinstance(raised.value, KernelError) or raised.value.explains("plain"), raised.value
 
 
-TILE = """    row, column, valid = _tile(rows, {width}, ROWS, COLUMNS)
-    here = _load_rows(x, row, column, {stride}, valid)
-    step = h *"""
+SPLIT = (
+    "value = tl.load(x + row[:, None] * width + column[None, :], mask=inside & (column < width)[None, :], other=0.0)"
+)
+CLAIMED = """valid = tl.max_constancy(inside & (column < width)[None, :], [1, 4])
+    value = tl.load(x + tl.multiple_of(row[:, None] * width, [1, 16]) + column[None, :], mask=valid, other=0.0)"""
 
 
 @pytest.mark.slow
 def test_wrong_claim_of_divisibility_in_triton_source_is_caught(builder: Builder, tmp_path: Path) -> None:
     """The interpreter does not read such claims, so this is no fault of tests/interpreter."""
-    before = TILE.format(width="width", stride="x_stride")
-    after = TILE.format(width="tl.multiple_of(width, 16)", stride="tl.multiple_of(x_stride, 16)")
     with Machine(builder).serving():
-        faulty = test_kernels.with_fault(test_kernels.geodesic, before, after, tmp_path)
+        faulty = test_kernels.with_fault(test_kernels.gallery, SPLIT, CLAIMED, tmp_path)
         with pytest.raises(KernelError, match="not aligned"):
-            test_kernels.check_tangent_step(SimpleNamespace(geodesic=faulty), 7, 129)
+            faulty.split_rows(torch.randn(7, 129), False)
 
 
 SOLVER, SCORES = "sinkhorn_kernel<1, float>", "score_kernel<Half, Half>"

@@ -96,11 +96,6 @@ EQUIVALENT: dict[str, Equivalent] = {
         "return least(1024, most(4 * kLanes, geoflow::caches().second / 4 / row_bytes / kLanes * kLanes));",
         "it decides how many items are scored at a time, and results do not depend on that",
     ),
-    "02f8e41b18": Equivalent(
-        "geoflow_fast/ops/gallery_posterior.py",
-        "last = scores.shape[1] - 1",
-        "any number that is not below the last column orders the columns and is subtracted again",
-    ),
     "0e3f909773": Equivalent(
         "geoflow_fast/retrieval/sources.py",
         "bias = points.log_weights + math.log(points.points.shape[1])",

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import geoflow_fast as gf
@@ -67,8 +68,8 @@ def some_trust() -> gf.Trust:
 
 
 def some_rule() -> gf.Rule:
-    """A rule, whether it could be certified or not."""
-    return some_trust().certify(tested_scores(), normal(12, seed=3) > 0, 0.5)
+    """A rule that promises so little that it is certified on few queries."""
+    return some_trust().certify(tested_scores(), normal(12, seed=3) > 0, 0.9)
 
 
 def flat_index() -> Any:
@@ -215,6 +216,14 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
     "RetrievalEntropy.": {"queries": lambda: unit(3, TEXT)},
     "PosteriorHead.": {"queries": lambda: unit(3, TEXT)},
     "evaluation.retrieval.RetrievalSet.": {"index": lambda: torch.tensor([0, 2, 5]), "rows": lambda: slice(3)},
+    "evaluation.retrieval.RetrievalSet": {
+        "queries": lambda: unit(3, IMAGE),
+        "items": lambda: unit(6, IMAGE, seed=1),
+        "query_image": lambda: torch.arange(3),
+        "item_image": lambda: torch.arange(6),
+        "query_row": lambda: np.arange(3),
+        "item_row": lambda: np.arange(6),
+    },
     "evaluation.retrieval.RetrievalSet.from_qrels": {
         "items": lambda: unit(7, IMAGE, seed=1),
         "qrels": lambda: gf.Qrels([0, 2, 2], [6, 0, 5], [1.0, 1.0, 2.0]),
@@ -254,6 +263,7 @@ ARGUMENTS: dict[str, dict[str, Callable[[], Any]]] = {
     "evaluation.Report.risk": {"chart": lambda: charts.risk_coverage({"error": ([0.5, 1.0], [0.1, 0.2])})},
     "evaluation.Report.intervals": {"chart": lambda: charts.whiskers([("margin", 0.8, 0.7, 0.9)])},
     "Rule.with_hits": {"hits": lambda: torch.arange(60).view(12, 5), "rows": lambda: torch.arange(12)},
+    "Rule.with_rows": {"rows": lambda: torch.arange(12)},
     "Trust.save": {"path": fresh_path},
     "Trust.load": {"path": lambda: saved(some_trust())},
     "Rule.load": {"path": lambda: saved(some_rule())},

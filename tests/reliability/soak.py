@@ -17,14 +17,18 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from PIL import Image
 
 import geoflow_fast as gf
+from geoflow_fast.explore import sources
 from geoflow_fast.explore.page import write_page
 from geoflow_fast.jobs.density import density_file
 from geoflow_fast.jobs.entropy import score_file
+from geoflow_fast.jobs.watch import WatchSettings, watch_file
 from geoflow_fast.likelihood.settings import DensitySettings
+from geoflow_fast.runtime import parquet
 from geoflow_fast.stores import CustomStore, StoreReranker
-from tests.explore.helpers import sample_page
 from tests.reliability.figures import record
 from tests.stores.test_protocol import Fake
 
@@ -74,7 +78,7 @@ def decide(folder: Path, number: int) -> None:
     reranker = gf.BayesReranker(None, gallery, head=head, shortlist=200)
     reranker.calibrate(pairs, max_queries=200, progress=False)
     reranker.save_calibration(folder)
-    reranked = reranker(queries, no_match_share=0.1)
+    reranker(queries, no_match_share=0.1)
     store = StoreReranker(CustomStore(Fake(rows=gallery).search, Fake(rows=gallery).fetch, WIDTH), shortlist=(50, 50))
     store.calibrate(pairs, max_queries=100, progress=False)
     store(queries[:20])
@@ -85,7 +89,20 @@ def decide(folder: Path, number: int) -> None:
     rule = gf.Rule.load(folder / "rule.json")
     rule(scores[300:])
     gf.watch(rule, scores[300:])
-    write_page(sample_page(len(reranked.prob)), folder / "page.html")
+    look_at(folder, scores, number)
+
+
+def look_at(folder: Path, scores: NDArray[np.float64], number: int) -> None:
+    """Watches a log that grows through its files, and writes the page of it with thumbnails."""
+    hits = np.random.default_rng(number).integers(20, size=scores.shape)
+    for end in (200, 400):
+        parquet.write_columns(folder / "log.parquet", {"index": hits[:end], "scores": scores[:end]}, end)
+        watch_file(folder / "rule.json", folder / "log.parquet", folder / "health.parquet", WatchSettings())
+    (folder / "photos").mkdir()
+    for item in range(20):
+        Image.new("RGB", (64, 48), (12 * item, 0, 99)).save(folder / "photos" / f"{item}.png")
+    run, nothing = sources.RunFiles.open(folder / "log.parquet", folder / "rule.json"), sources.Described()
+    write_page(sources.explored(run, nothing, nothing, images=folder / "photos"), folder / "page.html")
 
 
 def soak(minutes: float, folder: Path) -> dict[str, float]:

@@ -4,6 +4,7 @@ clear, typed error: never a crash, a hang, a NaN or a changed file. `make test` 
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
 from pathlib import Path
@@ -11,19 +12,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import typer.main
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import geoflow_fast as gf
 from geoflow_fast.cli.app import app, main
+from geoflow_fast.evaluation.retrieval import RetrievalSet
+from geoflow_fast.geometry import normalize
 from geoflow_fast.runtime import parquet
 from geoflow_fast.runtime.files import LOCK_FILE
+from geoflow_fast.training.logging import METRICS_FILE
 from tests.reliability.commands import COMMANDS, copy_world
 from tests.reliability.figures import record
 from tests.reliability.guesses import ABSENT, GIVEN, GUESSED
 from tests.reliability.hostile import DAMAGE, Target, in_time, judge, variants
 from tests.reliability.surface import surface
-from tests.reliability.targets import some_pairs
+from tests.reliability.targets import BUMP, some_pairs
 
 ROOT = Path(__file__).parents[2]
 EVERY = [*GIVEN, *GUESSED]
@@ -164,7 +170,9 @@ def run_command(
                 assert all(np.isfinite(column).all() for column in columns if column.dtype.kind == "f")
     else:
         assert error.strip()
-        new = {name for name in new if Path(name).name != LOCK_FILE}
+        # A run that diverges keeps the log of its steps, which is what tells why.
+        kept = {LOCK_FILE} | ({METRICS_FILE} if "the loss is not finite" in error else set())
+        new = {name for name in new if Path(name).name not in kept}
         left = {name for name in new if "index" not in name and Path(name).parts[0] not in keeps}
         assert not left, f"a failed command left {left}"
     tried["commands"] += 1
@@ -267,3 +275,30 @@ def test_the_count():
     inputs = tried["answers"] + tried["errors"] + tried["commands"]
     assert inputs >= 5000
     record("hostile_inputs", inputs=inputs, **tried)
+
+
+TASK = ("t2i", normalize(torch.ones(2, 3)), normalize(torch.ones(2, 3)), torch.arange(2), torch.arange(2))
+ROWS = (np.arange(2), np.arange(2))
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: gf.TrainConfig(tensorboard=math.nan), "tensorboard must be True or False"),
+        (lambda: gf.HeadConfig(prefetch="no"), "prefetch must be True or False"),
+        (lambda: gf.DensitySettings(redraw=math.nan), "redraw must be True or False"),
+        (lambda: gf.suggest_steps(BUMP, *TASK[1:3], settings=3), "settings must be DensitySettings"),
+        (lambda: gf.ops.counter_noise(torch.arange(3), 4, 0, 0, 0, unit="3"), "unit must be True or False"),
+        (lambda: gf.ops.unit_rows(torch.ones(0, 3), torch.tensor([0])), "index must be rows of a table of 0"),
+        (lambda: gf.ops.unit_rows(torch.ones(2, 3), torch.tensor([2])), "index must be rows of a table of 2"),
+        (lambda: gf.ops.unit_rows(torch.ones(1, 2, 3), [0]), "index must be a tensor"),
+        (lambda: RetrievalSet(*TASK[:3], TASK[3] * math.nan, TASK[4], *ROWS), "their images int64"),
+        (lambda: RetrievalSet(*TASK[:2], TASK[2] * math.nan, *TASK[3:], *ROWS), "items row 0 is not finite"),
+        (lambda: RetrievalSet(*TASK, ROWS[0], math.nan), "the rows of items must be numbers"),
+        (lambda: RetrievalSet(*TASK, *ROWS, math.nan), "folder must be a path"),
+    ],
+    ids=range(12),
+)
+def test_what_was_found_at_length_stays_mended(call, error):
+    with pytest.raises((ValueError, TypeError), match=error):
+        call()

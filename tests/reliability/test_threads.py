@@ -13,6 +13,9 @@ from torch import Tensor
 
 import geoflow_fast as gf
 from geoflow_fast import geometry, stores
+from geoflow_fast.explore import sources
+from geoflow_fast.explore.page import render
+from geoflow_fast.runtime import parquet
 from tests.decisions.helpers import search
 from tests.stores.test_protocol import Fake
 
@@ -160,3 +163,23 @@ def trust_and_rule() -> Callable[[], tuple[Tensor, ...]]:
 )
 def test_heads_ladders_stores_and_rules_in_threads(make):
     assert_same_in_threads(make(), make()())
+
+
+def test_pages_in_threads(tmp_path):
+    """Each thread reads the files, makes thumbnails and puts the page together."""
+    image = pytest.importorskip("PIL.Image")
+    fitted, tested, new = (search(60, 10, items=40, seed=seed) for seed in range(3))
+    gf.Trust().fit(fitted.scores, fitted.first).certify(tested.scores, tested.first, 0.5).save(tmp_path / "rule.json")
+    hits = np.random.default_rng(0).integers(40, size=(60, 10))
+    parquet.write_columns(tmp_path / "log.parquet", {"index": hits, "scores": new.scores}, 60)
+    for item in range(8):
+        image.new("RGB", (60, 40), (30 * item, 0, 99)).save(tmp_path / f"{item}.png")
+
+    def page() -> tuple[Tensor, ...]:
+        run, nothing = sources.RunFiles.open(tmp_path), sources.Described()
+        html = render(sources.explored(run, nothing, nothing, images=tmp_path, labels=new.relevant))
+        return (torch.frombuffer(bytearray(html.encode()), dtype=torch.uint8),)
+
+    (expected,) = page()
+    assert bytes(expected.tolist()).count(b"data:image/jpeg") >= 8
+    assert_same_in_threads(page, (expected,))

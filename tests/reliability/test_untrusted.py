@@ -11,6 +11,7 @@ import resource
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,15 @@ from geoflow_fast.data.rows import load_npy
 from geoflow_fast.encoders.sources import open_images
 from geoflow_fast.evaluation.recipe import load_recipe
 from geoflow_fast.evaluation.results import Comparison
+from geoflow_fast.jobs.decisions import open_lists
+from geoflow_fast.jobs.watch import WatchSettings, watch_file
 from geoflow_fast.retrieval.calibration import KIND, VERSION
 from geoflow_fast.retrieval.marginals import computed_once
+from geoflow_fast.retrieval.rerank import bank_file
 from geoflow_fast.runtime import parquet
 from geoflow_fast.runtime.files import JSON_BYTES, locked, read_json, read_toml, write_atomic
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
+from tests.decisions.helpers import search
 
 
 class Bomb:
@@ -70,6 +75,35 @@ def made_for(path: Path) -> Any:
     return gf.Calibration.load(path, {})
 
 
+DIGEST = "d" * 64
+"""The digest of a bank, by which its file is called."""
+
+
+def bank_of_a_calibration(path: Path) -> Any:
+    """Loads a calibration that was made with the bank in the file `path`, which lies beside it."""
+    reranker = gf.BayesReranker(None, unit(9, 3), shortlist=4)
+    numbers = (1.0, 0.5, -1.0, (0.1, 0.1, 0.1), 1.0, 0.1, 60, 55, 1.0)
+    file = path.with_name("calibration.json")
+    gf.Calibration(*numbers, dict(reranker.made_for), bank=DIGEST).save(file)
+    assert bank_file(file, DIGEST) == path
+    try:
+        return reranker.load_calibration(file)
+    finally:
+        file.unlink()
+
+
+def looks_at_a_log(path: Path) -> Any:
+    """Goes on with the file of looks `path`, for a rule and a log of another folder."""
+    fitted, tested, log = (search(60, 5, items=20, seed=seed) for seed in range(3))
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        rule = gf.Trust().fit(fitted.scores, fitted.first).certify(tested.scores, tested.first, 0.6)
+        assert rule.certified
+        rule.save(folder / "rule.json")
+        parquet.write_columns(folder / "log.parquet", {"scores": log.scores}, 60)
+        return watch_file(folder / "rule.json", folder / "log.parquet", path, WatchSettings(every=60))
+
+
 LOADERS: dict[str, Callable[[Path], Any]] = {
     "embeddings.npy": lambda path: load_npy(path, mapped=True),
     "index.npy": load_npy,
@@ -88,6 +122,13 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
     "pictures.parquet": open_images,
     "pictures.csv": open_images,
     "pictures.tar": open_images,
+    "trust.json": gf.Trust.load,
+    "rule.json": gf.Rule.load,
+    "head/model.safetensors": lambda path: gf.PosteriorHead.from_pretrained(path.parent),
+    "distilled/model.safetensors": lambda path: gf.RetrievalEntropy.from_pretrained(path.parent, unit(4, 3)),
+    f"calibration.{DIGEST[:16]}.bank.safetensors": bank_of_a_calibration,
+    "lists.parquet": open_lists,
+    "health.parquet": looks_at_a_log,
 }
 
 

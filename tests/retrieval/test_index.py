@@ -411,3 +411,9 @@ def test_shortlists_of_a_re_ranker_are_found_by_codes(monkeypatch):
     assert calls
     assert torch.equal(coded.index, plain.index)
     assert torch.equal(coded.prob, plain.prob)
+
+
+@pytest.mark.parametrize(("width", "kept"), [(72, 9), (64, 8), (15, 2), (3, 2)])
+def test_an_index_keeps_an_eighth_of_the_width(width, kept):
+    index = gf.GalleryIndex.build(geometry.normalize(torch.randn(30, width)))
+    assert index.rows.shape == (30, kept)

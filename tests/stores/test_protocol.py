@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import socket
+import threading
+import time
+import urllib.request
 from typing import Any
 
 import numpy as np
@@ -266,3 +270,38 @@ def test_labels_ask_for_an_entry_for_each_query():
     for right, kind in ((["i1"], ValueError), ("i1", TypeError), (3, TypeError)):
         with pytest.raises(kind, match="right"):
             hits.labels(right)
+
+
+@pytest.mark.parametrize("answers", [0, 1, 2])
+def test_a_store_that_never_answers_is_a_timeout_under_the_limit_of_its_client(answers):
+    """A server accepts what is asked and says nothing; before that it may have answered, or answered a part."""
+    fake = Fake(rows=unit_rows(ROWS, DIM))
+    whole, part = (b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n{}" % length for length in (2, 9))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            for number in range(min(answers + 1, 2)):
+                connection, _ = server.accept()
+                connections.append(connection)
+                connection.recv(4096)
+                if number < answers:
+                    connection.sendall((whole, part)[number])
+
+        def asked(function: Any) -> Any:
+            def ask(*arguments: Any) -> Any:
+                url = f"http://127.0.0.1:{server.getsockname()[1]}/"
+                with urllib.request.urlopen(url, timeout=0.3) as answer:
+                    answer.read()
+                return function(*arguments)
+
+            return ask
+
+        connections: list[socket.socket] = []
+        threading.Thread(target=serve, daemon=True).start()
+        store = stores.CustomStore(asked(fake.search), asked(fake.fetch), DIM, name="the fake")
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"^the fake took too long to (search|fetch vectors): "):
+            store.search(QUERIES, 3)
+        assert time.monotonic() - begin < 20
+        for connection in connections:
+            connection.close()

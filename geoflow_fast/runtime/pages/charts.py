@@ -113,6 +113,11 @@ class Whiskers:
     rows: tuple[Whisker, ...]
     ends: tuple[str, str]
 
+    @property
+    def known(self) -> bool:
+        """Whether there is an interval at all."""
+        return any(row.low < row.high for row in self.rows)
+
 
 def whiskers(rows: Sequence[tuple[str, float, float, float]], best: str | None = None) -> Whiskers:
     """A chart of (name, value, low, high); NaN for no interval. `best` names the row that stands out."""

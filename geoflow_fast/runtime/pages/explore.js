@@ -25,7 +25,7 @@
   const box = $("risk").dataset, now = $("risk-now"), slider = $("slider");
   const span = { left: +box.left, right: +box.right, above: +box.above, below: +box.below, top: +box.top };
   const bold = words => { const b = document.createElement("b"); b.textContent = words; return b; };
-  let threshold = 0.5;
+  let threshold = 0.5, refresh = 0;
   function moveTo(value) {
     threshold = value;
     const count = answered(value), coverage = D.n ? count / D.n : 0, risk = count ? expectedWrong[count] / count : 0;
@@ -48,7 +48,8 @@
     now.children[0].setAttribute("x1", x); now.children[0].setAttribute("x2", x);
     now.children[1].setAttribute("cx", x); now.children[1].setAttribute("cy", y);
     for (const row of $("spacer").children) mark(row);
-    if (view === "answered" || view === "turned away") choose(view);
+    if ((view === "answered" || view === "turned away") && !refresh) // the list follows once for each picture
+      refresh = requestAnimationFrame(() => { refresh = 0; if (view === "answered" || view === "turned away") choose(view); });
   }
 
   // ---- which queries ----
