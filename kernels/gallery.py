@@ -36,6 +36,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 MAX_LISTED = 4096
 """Entries of shares' lists of a query that one program merges; more are merged in several rounds."""
+SHORT_LIST = 16
+"""Longest list beside which the largest tiles do not spill."""
 NO_KAPPA = 1e-20
 """Below this kappa, inner products change no score of samples that have biases."""
 
@@ -44,9 +46,9 @@ NO_KAPPA = 1e-20
 class GalleryConfig:
     """A member of the tuning space: tile sizes, warps and pipeline stages, and the number of queries it is meant for.
     `exact`: for float32 rows as they are, in three TF32 products. `single`: of these, for queries of one sample each,
-    as plain search has them. `hopper`: only where a warp group multiplies from shared memory (sm_90), and where samples
-    have no biases and no scores are written; elsewhere the registers of so large a tile spill. `registers`: of a
-    thread, where ptxas would rather spill than take so many."""
+    as plain search has them. `hopper`: only where a warp group multiplies from shared memory (sm_90), samples have no
+    biases, no scores are written and lists are short; elsewhere the registers of so large a tile spill. `registers`:
+    of a thread, where ptxas would rather spill than take so many."""
 
     most: float
     queries: int
@@ -415,7 +417,7 @@ def gallery_statistics(
     items, device = gallery.shape[0], samples.device
     exact = exact or kappa > EXACT_KAPPA if config is None else CONFIGS[config].exact
     exact = exact and samples.dtype == torch.float32
-    roomy = is_hopper(device) and sample_bias is None and scores is None
+    roomy = is_hopper(device) and sample_bias is None and scores is None and top_k <= SHORT_LIST
     names = eligible(exact, queries, roomy, draws == 1) if config is None else [config]
     if torch.are_deterministic_algorithms_enabled():
         names = names[:1]
