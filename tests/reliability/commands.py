@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import shutil
 import tempfile
@@ -96,7 +97,9 @@ COMMANDS: dict[str, Command] = {
         {**SEARCH, "calibration": "calibration.json", "shortlist": "4", "steps": "1", "probes": "1", "seed": "0"}
     ),
     "split": Command({"pairs": "pairs", "out": "parts", "parts": "train=0.5,ask=0.5", "seed": "0"}),
-    "trust": Command({**LISTS, "trust": "trust.json", "out": "out.parquet", "no-match-share": "0.3"}),
+    "trust": Command(
+        {**LISTS, "trust": "trust.json", "out": "out.parquet", "no-match-share": "0.3", "encoder": "some"}
+    ),
     "threshold": Command(
         {
             **LISTS,
@@ -124,7 +127,8 @@ COMMANDS: dict[str, Command] = {
     ),
     "explore": Command(
         {
-            "rule": "certified.json",
+            "rule": "named.json",
+            "encoder": "some",
             "queries": "captions.txt",
             "gallery": "gallery.npy",
             "images": "pictures",
@@ -203,8 +207,9 @@ def make_world(folder: Path) -> None:
     np.save(folder / "scores.npy", scores)
     np.save(folder / "first_right.npy", rng.random(60) < scores[:, 0] - scores[:, 1] + 0.3)
     right = np.load(folder / "first_right.npy")
-    certified = gf.Trust().fit(scores[:30], right[:30]).certify(scores[30:], right[30:], 0.6)
+    certified = gf.Trust().fit(scores[:30], right[:30]).certify(scores[30:], right[30:], 0.9)
     certified.save(folder / "certified.json")
+    dataclasses.replace(certified, encoder="some").save(folder / "named.json")
     log = {"index": rng.integers(8, size=(40, 5)), "scores": -np.sort(-rng.random((40, 5)), axis=1)}
     parquet.write_columns(folder / "log.parquet", log, 40)
     (folder / "captions.txt").write_text("".join(f"caption {row}\n" for row in range(40)))
