@@ -605,7 +605,7 @@ def test_injected_fault_is_caught(workshop: Workshop, fault: Fault) -> None:
 ON_X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="the objects of csrc/cpu are listed for x86-64")
 
 
-def check_operations(folder: Path, kernels: Sequence[Path] = ()) -> None:
+def check_operations(folder: Path, kernels: Sequence[Path] = (), seconds: int = 900) -> None:
     """Runs check_ops.py on an extension for the emulated device, with objects in the place of kernels."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     extension = folder / f"_C{suffix}"
@@ -621,7 +621,7 @@ def check_operations(folder: Path, kernels: Sequence[Path] = ()) -> None:
         subprocess.run([*compiler, *flags, "-x", "c++", "-c", str(source), "-o", objects[-1]], check=True)
     subprocess.run(["g++", "-shared", "-fopenmp", *objects, *map(str, kernels), "-o", str(extension)], check=True)
     script = [sys.executable, str(EMULATION / "check_ops.py"), str(extension)]
-    outcome = subprocess.run(script, capture_output=True, text=True, timeout=900)
+    outcome = subprocess.run(script, capture_output=True, text=True, timeout=seconds)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 
 

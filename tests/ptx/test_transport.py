@@ -93,7 +93,8 @@ def test_launchers(workshop: CompiledWorkshop, schedule: str) -> None:
 def test_operations_down_to_the_ptx(workshop: CompiledWorkshop, tmp_path: Path) -> None:
     """The whole way of backend="cuda", from the user's call through bindings and launchers to every compiled kernel."""
     with launches_noted(tmp_path / "launches") as launched:
-        source.check_operations(tmp_path, [workshop.kernel(name, "plain") for name in workshop.names()])
+        kernels = [workshop.kernel(name, "plain") for name in workshop.names()]
+        source.check_operations(tmp_path, kernels, seconds=7200)
     assert launched.keys() == set(KERNELS)
 
 
