@@ -266,6 +266,6 @@ def test_the_page_of_the_demo(window, tmp_path, width, scheme):
     assert all(name in tabs for name in ("strangers", "near-duplicates", "suspected wrong captions"))
     broken = "return [...document.querySelectorAll('.hits img')].filter(i => i.complete && !i.naturalWidth).length"
     assert window.run(broken) == 0
-    window.run("document.activeElement.blur()")
+    window.run("document.activeElement.blur(); window.scrollTo(0, 0)")
     folder = Path(os.environ.get("GEOFLOW_SCREENSHOTS", tmp_path))
     assert window.screenshot(folder / f"demo_{width}_{scheme}.png").stat().st_size > 20_000
