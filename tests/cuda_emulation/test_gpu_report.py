@@ -16,6 +16,11 @@ from tools import aot, gpu_report, launches
 from tools.gpu_report import Row
 
 ROOT = Path(__file__).parents[2]
+OTHERS = {
+    name
+    for name in (*launches.PATHS, *launches.NEW_PATHS)
+    if not name.startswith(("one guided", "one likelihood", "sampling", "likelihood"))
+}
 
 
 class Event:
@@ -46,20 +51,43 @@ def card():
         yield count
 
 
-def test_every_path_and_kernel_has_a_line(card, monkeypatch):
-    monkeypatch.setattr(gpu_report, "STEPS", 1)
+@pytest.fixture
+def small(monkeypatch):
+    """Fewer rows, steps and repetitions."""
+    for name, number in {"STEPS": 1, "BATCH": 128, "ITEMS": 2000}.items():
+        monkeypatch.setattr(gpu_report, name, number)
     monkeypatch.setattr(gpu_report, "milliseconds", functools.partial(gpu_report.milliseconds, repeats=1))
+
+
+@pytest.mark.usefixtures("small")
+def test_every_path_and_kernel_has_a_line(card, monkeypatch):
+    monkeypatch.setattr(gpu_report, "_calls", lambda _: iter([Row("a call", 2.0, 1.0, "")]))
     rows = list(gpu_report.timings())
     assert {row.took for row in rows} == {2.0}, [row for row in rows if row.took is None]
-    assert [row.what for row in rows][-len(aot.table_cases()) :] == [case.name for case in aot.table_cases()]
+    named = [row.what for row in rows]
+    assert named[-len(aot.table_cases()) :] == [case.name for case in aot.table_cases()]
+    assert named[10:13] == ["a call", "costs of 128 x 128 pairs", "40 Sinkhorn iterations of 128 x 128"]
+    assert card.of("cuda:sinkhorn_kernel") > 0
     paths = rows[1:10]
     assert {row.note for row in paths} == {"replayed"}  # as the table of estimates has it
     assert rows[0].note == "1,074 GB/s"
     assert all(row.expected > 0 for row in rows)
     assert card.replays > 0
-    text = gpu_report.table({"parity": "61 passed (exit status 0)"}, rows)
+    text = gpu_report.table({"tests": "61 passed (exit status 0)"}, rows)
     assert "| compared with | H100 |" in text
     assert len(text.splitlines()) == 4 + 2 + 3 + len(rows)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("card", "small")
+@pytest.mark.filterwarnings("ignore:BayesReranker is uncalibrated", "ignore:sinkhorn stopped")
+def test_the_other_paths_have_the_estimates_of_their_counts(monkeypatch):
+    """Entropies, re-ranking, head and training steps; the other paths have lines of their own, in each precision."""
+    counts = {name: launches.Count().to_json() | {"kernels": 441, "started": 24} for name in OTHERS}
+    monkeypatch.setattr(gpu_report, "counted", lambda: counts)
+    rows = list(gpu_report._calls("h100"))
+    assert {row.what for row in rows} == OTHERS
+    assert {(row.took, row.expected) for row in rows} == {(2.0, launches.estimated_ms(counts[rows[0].what], "h100"))}
 
 
 def test_a_call_that_fails_has_a_line_too(card):  # noqa: ARG001
@@ -81,6 +109,33 @@ def test_the_command_prints_a_table(card, monkeypatch, capsys):  # noqa: ARG001
     with pytest.raises(SystemExit) as error:
         gpu_report.main()
     assert error.value.code == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "like"),
+    [
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA A100-SXM4-40GB", "a100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA T4", "a100"),
+    ],
+)
+def test_a_gpu_is_compared_with_its_own_kind(name, like):
+    assert gpu_report.known_gpu(name) == like
+
+
+def test_what_tests_print_is_shown_and_its_last_line_kept(capsys):
+    code = "print('F'); print('==== 1 failed in 2.0s ===='); raise SystemExit(1)"
+    assert gpu_report.outcome([sys.executable, "-c", code]) == "1 failed in 2.0s (exit status 1)"
+    assert capsys.readouterr().out.startswith("F\n")
+
+
+def test_the_table_does_not_depend_on_the_tests():
+    """`make test-gpu` runs nothing before it that could end the run; the sanitizer's tests choose what they run."""
+    recipe = (ROOT / "Makefile").read_text().partition("\ntest-gpu: setup\n")[2].partition("\n\n")[0]
+    assert recipe.strip() == "$(BIN)/python -m tools.gpu_report"
+    named = [path.read_text() for path in (ROOT / "tests/gpu").glob("test_*.py")]
+    assert sum(f"def test_{gpu_report.SANITIZER}" in text for text in named) == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
