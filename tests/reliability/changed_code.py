@@ -231,12 +231,14 @@ def _be_child(change: Change | None, path: Path | None, tests: Sequence[str], fo
 
 def _wait(child: int, seconds: float) -> int | None:
     """The exit status of a child, minus the signal that ended it, or None if it hangs, in which case it is killed."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    waited, now = 0.0, time.monotonic()
+    while waited < seconds:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.02)
+        before, now = now, time.monotonic()
+        waited += min(now - before, 1.0)  # while everything was stopped, the child did not hang
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return None
