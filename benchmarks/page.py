@@ -164,7 +164,7 @@ def draw_peers(results: Results, path: Path) -> bool:
         axes.set_ylim(
             len(rows) - counts[number // columns] - 0.6, len(rows) - 0.4
         )  # bars of a line of panels are alike
-        axes.set_title(textwrap.fill(case["name"], 58), fontsize=9.5, loc="left")
+        axes.set_title(textwrap.fill(case["name"], 46), fontsize=9.5, loc="left")
         axes.set_xticks([])
         axes.spines[["top", "right", "bottom"]].set_visible(False)
     for axes in panels.flat[len(cases) :]:
