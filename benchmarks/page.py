@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from benchmarks.common import cell, load, markdown
 from benchmarks.limits import Limits, Work
@@ -23,6 +24,7 @@ from geoflow_fast.runtime.files import write_atomic
 
 ROOT = Path(__file__).parents[1]
 PAGE, PICTURES = ROOT / "docs" / "performance.md", ROOT / "docs" / "images"
+COLOURS_KEPT = 64
 BLOCK = re.compile(r"(<!-- bench: (?!end)(.+?) -->\n)(.*?)(<!-- bench: end -->)", flags=re.DOTALL)
 OUR_COLOUR, PEER_COLOUR, LIMIT_COLOUR, GREY = "#1f5fa8", "#b9c2cc", "#d1495b", "#8a8f98"
 COLOURS = ("#1f5fa8", "#d1495b", "#2a9d8f", "#d98f2b", "#8d6cab", "#7a9e3b", "#5f7a8a")
@@ -272,6 +274,9 @@ def draw_costs(results: Results, path: Path) -> bool:
 def save(figure: Any, path: Path) -> bool:
     figure.set_layout_engine("constrained", h_pad=0.06, w_pad=0.08)
     plots.save_figure(figure, path)
+    with Image.open(path) as picture:  # a palette takes a third of the bytes
+        small = picture.convert("P", palette=Image.Palette.ADAPTIVE, colors=COLOURS_KEPT)
+    small.save(path, optimize=True)
     return True
 
 
