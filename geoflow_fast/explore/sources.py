@@ -181,7 +181,7 @@ def explored(
     items, skipped = _items(rows, [str(name) for name in names], gallery, images, number)
     right = None if labels is None else (labels[:, 0] if labels.ndim == 2 else labels)[kept] > 0
     asked = queries.rows_of([lists.query[each] for each in kept.tolist()])
-    row = [each if found < 0 else found for found, each in zip(asked, kept.tolist())]  # or the place in the file
+    row = [each if number < 0 else number for number, each in zip(asked, kept.tolist())]  # or the place in the file
     lead = f"{len(kept):,} queries of {lists.path.name}."
     unknown = sum(each < 0 for each in rows)
     if unknown and (gallery.words or gallery.rows is not None):

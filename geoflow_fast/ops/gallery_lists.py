@@ -47,12 +47,12 @@ def lists(
         return peak, weight, moment, score, index.long()
     if parts is None and not exact and samples.dtype == torch.float32 and kappa <= EXACT_KAPPA:
         parts = split_rows(gallery)  # once for all queries
-    found = []
+    statistics = []
     for some, bias in some_at_a_time(samples, sample_bias, len(gallery)):
         scores = torch.empty((len(some), len(gallery)), dtype=torch.float32, device=samples.device)
         sums = KERNEL.function(some, gallery, kappa, 1, item_bias, bias, scores=scores, parts=parts, exact=exact)[:3]
-        found.append((*(x.double() for x in sums), *_best_of(scores, top_k)))
-    peak, weight, moment, score, index = (torch.cat(part) for part in zip(*found))
+        statistics.append((*(x.double() for x in sums), *_best_of(scores, top_k)))
+    peak, weight, moment, score, index = (torch.cat(part) for part in zip(*statistics))
     return peak, weight, moment, score, index
 
 

@@ -87,20 +87,20 @@ def gallery_statistics(
     *,
     item_bias: Tensor | None = None,
     sample_bias: Tensor | None = None,
-    index: PrefixRows | None = None,
+    index: PrefixRows | Tensor | None = None,
     prune: str = "auto",
     precision: str = "float32",
     first_index: int = 0,
     elsewhere: Tensor | None = None,
-    parts: Tensor | None = None,
 ) -> GalleryStatistics:
     """`gallery_posterior` of one shard in a form that can be merged with that of others (`GalleryStatistics.merge`).
 
     `first_index`: number of the shard's first item within the whole gallery. `elsewhere` [Q], the `log_z` of statistics
-    of other shards, lets pruning leave out items that do not matter beside those. `parts`, which
-    `gallery_lists.split_rows` makes of the gallery, spare a GPU from splitting float32 rows in every call; CPUs ignore
-    them. The other arguments are those of `gallery_posterior`, with `gallery` and `item_bias` of the shard.
+    of other shards, lets pruning leave out items that do not matter beside those. An `index` that is a tensor is what
+    `gallery_lists.split_rows` makes of the gallery: it spares a GPU from splitting float32 rows in every call, and CPUs
+    ignore it. The other arguments are those of `gallery_posterior`, with `gallery` and `item_bias` of the shard.
     """
+    index, parts = (None, index) if isinstance(index, Tensor) else (index, None)
     _check(samples, gallery, kappa, top_k, item_bias, index, prune)
     check_sample_bias(sample_bias, samples)
     checks.integer(first_index, "first_index", most=2**62)
@@ -249,7 +249,7 @@ def _check_parts(parts: Tensor | None, gallery: Tensor) -> None:
         return
     shape = (len(gallery), 2)
     if parts.dtype != torch.bfloat16 or parts.shape[:2] != shape or parts.shape[2:].numel() < gallery.shape[1]:
-        raise ValueError(f"parts must be split_rows(gallery), got {parts.dtype} {tuple(parts.shape)}")
+        raise ValueError(f"index must be split_rows(gallery), got {parts.dtype} {tuple(parts.shape)}")
 
 
 def _check_finite(sums: Tensor, numbers: Tensor | None) -> None:

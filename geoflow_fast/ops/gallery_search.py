@@ -47,10 +47,10 @@ class RowCodes:
         scale, error = (torch.empty(items, dtype=torch.float32, device="cpu") for _ in range(2))
         return RowCodes(code, scale, error, 0.0)
 
-    def filled(self, place: slice, part: RowCodes) -> RowCodes:
-        """These codes, in whose memory the rows `place` now are those of `part`."""
+    def filled(self, rows: slice, part: RowCodes) -> RowCodes:
+        """These codes, in whose memory the rows `rows` now are those of `part`."""
         for whole, some in ((self.code, part.code), (self.scale, part.scale), (self.error, part.error)):
-            whole[place] = some
+            whole[rows] = some
         return replace(self, largest_norm=max(self.largest_norm, part.largest_norm))
 
     def __len__(self) -> int:

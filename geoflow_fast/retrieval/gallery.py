@@ -365,6 +365,7 @@ class Gallery:
         rows = self.world.own(len(self)) if divided else None  # no rows for some ranks, if there are fewer items
         for first, items, part_index in self._scored_blocks(samples, rows, index):
             bias = None if item_bias is None else item_bias[first : first + len(items)]
+            split = self._parts_of(items) if takes_parts(samples, kappa, precision) else None
             part = ops.gallery_statistics(
                 samples,
                 items,
@@ -373,11 +374,10 @@ class Gallery:
                 item_bias=bias,
                 sample_bias=sample_bias,
                 first_index=first,
-                index=part_index,
+                index=split if part_index is None else part_index,
                 prune=prune,
                 precision=precision,
                 elsewhere=None if running is None else running.log_z,
-                parts=self._parts_of(items) if takes_parts(samples, kappa, precision) else None,
             )
             running = part if running is None else running.merge(part)
         if divided:

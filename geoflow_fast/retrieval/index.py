@@ -48,10 +48,10 @@ class GalleryIndex(PrefixRows):
         for first, block in gallery.blocks("cpu", torch.float32):
             for start in range(0, len(block), SAMPLE_ROWS):
                 some = block[start : start + SAMPLE_ROWS]
-                part, place = reduce_rows(some.double(), projection), slice(first + start, first + start + len(some))
-                rows[place] = _round_norm_up(part)
+                part, span = reduce_rows(some.double(), projection), slice(first + start, first + start + len(some))
+                rows[span] = _round_norm_up(part)
                 largest = max(largest, float(torch.linalg.vector_norm(part, dim=1).max()))
-                codes = None if codes is None else codes.filled(place, RowCodes.encode(some))
+                codes = None if codes is None else codes.filled(span, RowCodes.encode(some))
         return cls(projection, rows, largest, gallery.digest(), codes=codes)
 
     def save(self, path: str | Path) -> None:

@@ -573,15 +573,15 @@ def test_the_bank_does_not_count_against_its_own_items():
     assert float(head.hub_weight.max()) < 0.3
 
 
-@pytest.mark.parametrize("found", [math.inf, None])
+@pytest.mark.parametrize("least", [math.inf, None])
 @torch.no_grad()
-def test_hubs_are_not_corrected_where_no_weight_is_better_than_none(monkeypatch, found):
+def test_hubs_are_not_corrected_where_no_weight_is_better_than_none(monkeypatch, least):
     """Whatever the search ends with: a loss that is too high, or the very loss of no correction."""
     made = objective(some_pairs())
     search = held_out_search(some_pairs(), some_pairs(8, seed=1), Direction.T2I, CONFIG, CPU)
 
     def ended(loss: Callable[[float], float], **_: object) -> SimpleNamespace:
-        return SimpleNamespace(x=0.5, fun=loss(0.0) if found is None else found)
+        return SimpleNamespace(x=0.5, fun=loss(0.0) if least is None else least)
 
     monkeypatch.setattr(fitting, "minimize_scalar", ended)
     weight, loss = fitting._best_hub_weight(made.head, search, 1.0)

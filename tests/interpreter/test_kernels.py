@@ -343,14 +343,14 @@ def test_gallery_takes_parts_that_were_split_before(top_k):
     """The bits are the same, and nothing is split but the samples."""
     samples, rows = world(3, 5, 300, 24, torch.float32)
     parts = split_rows(rows)
-    post, again = (ops.gallery_statistics(samples, rows, 20.0, top_k, "triton", parts=given) for given in (None, parts))
+    post, again = (ops.gallery_statistics(samples, rows, 20.0, top_k, "triton", index=given) for given in (None, parts))
     for name in ("peak", "weight", "moment", "top_score", "top_index"):
         assert torch.equal(getattr(post, name), getattr(again, name))
     with mock.patch.object(gallery, "split_rows", wraps=gallery.split_rows) as splits:
-        ops.gallery_statistics(samples, rows, 20.0, top_k, "triton", parts=parts)
+        ops.gallery_statistics(samples, rows, 20.0, top_k, "triton", index=parts)
     assert [call.args[1] for call in splits.call_args_list] == [True]
-    with pytest.raises(ValueError, match=r"parts must be split_rows\(gallery\), got torch.bfloat16 \(299, 2, 64\)"):
-        ops.gallery_statistics(samples, rows, 20.0, top_k, "triton", parts=parts[:-1])
+    with pytest.raises(ValueError, match=r"index must be split_rows\(gallery\), got torch.bfloat16 \(299, 2, 64\)"):
+        ops.gallery_statistics(samples, rows, 20.0, top_k, "triton", index=parts[:-1])
 
 
 @pytest.mark.parametrize(("queries", "items", "width", "top_k"), [(1, 1, 2, 1), (3, 300, 33, 7), (20, 200, 16, 100)])

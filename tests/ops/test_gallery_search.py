@@ -311,7 +311,7 @@ def test_codes_of_clip_exclude_most_and_change_nothing(dtype, monkeypatch):
         queries = torch.cat((texts[: count // 2], images[6000 : 6000 + count - count // 2]))
         ours, wanted = (gf.ops.gallery_search(queries, gallery, 10, codes=some) for some in (codes, None))
         assert all(torch.equal(a, b) for a, b in zip(ours, wanted, strict=True))
-    kept = torch.cat([found[2] for found in seen])
+    kept = torch.cat([call[2] for call in seen])
     assert len(kept) == 84
     assert (kept >= 10).all()
     assert float(kept.double().mean()) < 600

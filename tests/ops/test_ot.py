@@ -796,8 +796,8 @@ def on_the_circle(*degrees: float) -> torch.Tensor:
 )
 def test_c2ot_weights_of_points_whose_products_exceed_one(noise, condition, weight):
     """Of four pairs the two (i, i) always count, and (0, 1) up to the weight."""
-    found = condition_weight(on_the_circle(*noise), on_the_circle(0, 90), on_the_circle(*condition), 0.5)
-    assert found == pytest.approx(weight, rel=1e-6)
+    chosen = condition_weight(on_the_circle(*noise), on_the_circle(0, 90), on_the_circle(*condition), 0.5)
+    assert chosen == pytest.approx(weight, rel=1e-6)
 
 
 @compiled

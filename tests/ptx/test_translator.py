@@ -162,7 +162,7 @@ def product_bodies(kind: str, a: Matrix, b: Matrix, c: Matrix) -> list[str]:
     ]
     places += [of_each_lane(lambda group, member, k=k: [b[i][group] for i in columns(member, k)]) for k in range(2)]
     sums = [[single(c[lane // 4 + k // 2 * 8][lane % 4 * 2 + k % 2]) for lane in range(32)] for k in range(4)]
-    loads = [f"ld.global.b32 %r{1 + k}, [%d0+{place}];" for k, place in enumerate(places)]
+    loads = [f"ld.global.b32 %r{1 + k}, [%d0+{offset}];" for k, offset in enumerate(places)]
     loads += [f"ld.global.b32 %r{10 + k}, [%d0+{given(words)}];" for k, words in enumerate(sums)]
     multiply = (
         f"mma.sync.aligned.{shape}.row.col.f32.{kind}.{kind}.f32 {{%r10, %r11, %r12, %r13}}, "
@@ -245,31 +245,31 @@ LONG_BODIES |= {
         "ld.shared.b32 %r9, [%r1+4];", [101] * 32,
     ),
     "sums of all lanes in one word, and what was there before": (
-        f"atom.global.add.u32 %r1, [%d7+{(place := given([5] * 32))}], 1; redux.sync.add.u32 %r2, %r1, -1;"
-        f"ld.global.b32 %r3, [%d7+{place}]; mad.lo.u32 %r9, %r3, 10000, %r2;", [37 * 10000 + 5 * 32 + 496] * 32,
+        f"atom.global.add.u32 %r1, [%d7+{(offset := given([5] * 32))}], 1; redux.sync.add.u32 %r2, %r1, -1;"
+        f"ld.global.b32 %r3, [%d7+{offset}]; mad.lo.u32 %r9, %r3, 10000, %r2;", [37 * 10000 + 5 * 32 + 496] * 32,
     ),
     "sums that nobody asks for": (
-        f"red.global.add.u32 [%d7+{(place := given([5] * 32))}], %r0; bar.warp.sync -1;"
-        f"ld.global.b32 %r9, [%d7+{place}];", [5 + 496] * 32,
+        f"red.global.add.u32 [%d7+{(offset := given([5] * 32))}], %r0; bar.warp.sync -1;"
+        f"ld.global.b32 %r9, [%d7+{offset}];", [5 + 496] * 32,
     ),
     "sums of floats": (
-        f"red.global.add.f32 [%d0+{(place := given([single(0.5)] * 32))}], 0f3F800000;"
-        f"ld.global.b32 %r9, [%d0+{place}];", [single(1.5)] * 32,
+        f"red.global.add.f32 [%d0+{(offset := given([single(0.5)] * 32))}], 0f3F800000;"
+        f"ld.global.b32 %r9, [%d0+{offset}];", [single(1.5)] * 32,
     ),
     "the smaller one stays": (
-        f"atom.global.gpu.acq_rel.min.s32 %r1, [%d0+{(place := given([-n for n in range(32)]))}], -5;"
-        f"ld.global.b32 %r9, [%d0+{place}];", shuffled(lambda n: min(-n, -5) % 2**32),
+        f"atom.global.gpu.acq_rel.min.s32 %r1, [%d0+{(offset := given([-n for n in range(32)]))}], -5;"
+        f"ld.global.b32 %r9, [%d0+{offset}];", shuffled(lambda n: min(-n, -5) % 2**32),
     ),
     "the larger one stays, and the old one is returned": (
-        f"atom.global.max.u32 %r1, [%d0+{(place := given(list(range(32))))}], 5; ld.global.b32 %r2, [%d0+{place}];"
+        f"atom.global.max.u32 %r1, [%d0+{(offset := given(list(range(32))))}], 5; ld.global.b32 %r2, [%d0+{offset}];"
         "mad.lo.u32 %r9, %r2, 100, %r1;", shuffled(lambda n: max(n, 5) * 100 + n),
     ),
     "one word for another": (
-        f"atom.global.exch.b32 %r1, [%d0+{(place := given(NUMBERS))}], %r0; ld.global.b32 %r2, [%d0+{place}];"
+        f"atom.global.exch.b32 %r1, [%d0+{(offset := given(NUMBERS))}], %r0; ld.global.b32 %r2, [%d0+{offset}];"
         "mad.lo.u32 %r9, %r2, 1000, %r1;", shuffled(lambda n: n * 1000 + n + 100),
     ),
     "counting up to a limit": (
-        f"atom.global.inc.u32 %r1, [%d0+{(place := given(list(range(32))))}], 20; ld.global.b32 %r9, [%d0+{place}];",
+        f"atom.global.inc.u32 %r1, [%d0+{(offset := given(list(range(32))))}], 20; ld.global.b32 %r9, [%d0+{offset}];",
         shuffled(lambda n: n + 1 if n < 20 else 0),
     ),
 }  # fmt: skip

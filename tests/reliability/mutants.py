@@ -533,12 +533,12 @@ def on_presets_path(mutant: Mutant) -> bool:
 
 def imported(path: str) -> list[str]:
     """The files of tests/ from which a file of Python may import something."""
-    found = []
+    paths = []
     for node in ast.walk(parsed((ROOT / path).read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tests":
             names = [node.module, *(f"{node.module}.{each.name}" for each in node.names)]
-            found += [f"{name.replace('.', '/')}.py" for name in names if name]
-    return [path for path in found if (ROOT / path).is_file()]
+            paths += [f"{name.replace('.', '/')}.py" for name in names if name]
+    return [path for path in paths if (ROOT / path).is_file()]
 
 
 parsed = functools.cache(ast.parse)
