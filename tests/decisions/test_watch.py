@@ -408,14 +408,14 @@ def test_a_missing_item_is_no_hit(reckoning):
 
 def posterior_lists(n, seed, match=1.0, items=60):
     """The first hits of an exact posterior over all items, as logarithms, and which are right."""
-    lists = search(n, items, items=items, match=match, seed=seed)
-    log_prob = 3 * lists.scores - special.logsumexp(3 * lists.scores, axis=1, keepdims=True)
-    return log_prob[:, :K], lists.relevant[:, :K]
+    searched = search(n, items, items=items, match=match, seed=seed)
+    log_prob = 3 * searched.scores - special.logsumexp(3 * searched.scores, axis=1, keepdims=True)
+    return log_prob[:, :K], searched.relevant[:, :K]
 
 
 def test_a_missing_item_leaves_its_probability_to_the_others():
-    lists = search(50, 60, items=60, seed=5)
-    kept = np.sort(np.where(lists.relevant, -np.inf, 3 * lists.scores), axis=1)[:, ::-1]
+    searched = search(50, 60, items=60, seed=5)
+    kept = np.sort(np.where(searched.relevant, -np.inf, 3 * searched.scores), axis=1)[:, ::-1]
     expected = kept - special.logsumexp(kept, axis=1, keepdims=True)
     log_prob, right = posterior_lists(50, 5)
     twins = lists.taken_out(log_prob, right, log_prob=True)
