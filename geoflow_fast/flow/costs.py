@@ -30,7 +30,7 @@ class Work:
     bytes: float
     operations: float
     row_bytes: float = 0.0
-    """Of the bytes, those of kernels that multiply no matrices. Such kernels come before and after products, not beside
+    """These of the bytes are moved by kernels that multiply nothing. Such kernels come before and after products, not beside
     them."""
 
     def __mul__(self, times: float) -> Work:
