@@ -30,8 +30,8 @@ class Work:
     bytes: float
     operations: float
     row_bytes: float = 0.0
-    """These of the bytes are moved by kernels that multiply nothing. Such kernels come before and after products, not beside
-    them."""
+    """So many of the bytes are moved by kernels that multiply nothing. Such kernels come before and after products, not
+    beside them."""
 
     def __mul__(self, times: float) -> Work:
         return Work(times * self.kernels, times * self.bytes, times * self.operations, times * self.row_bytes)
