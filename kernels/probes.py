@@ -121,8 +121,9 @@ def probe_traces_kernel(
     for k in range(probes):
         probe = tl.load(e + at, mask=valid, other=0.0)
         image = tl.load(product + at, mask=valid, other=0.0).to(tl.float32)
-        trace = tl.sum(probe.to(tl.float64) * image.to(tl.float64), axis=1) + curved
+        # Several threads read a sum that one of them writes: the barriers of the trace stand between.
         before_sum = tl.load(integral + sum_at, mask=inside, other=0.0)
+        trace = tl.sum(probe.to(tl.float64) * image.to(tl.float64), axis=1) + curved
         tl.store(integral + sum_at, before_sum + factor * trace, mask=inside)
         if LEARNS:
             image = _project(point, image, SPHERE)
