@@ -19,6 +19,7 @@ from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import Index
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.distributed import ALONE, World
+from geoflow_fast.flow.precision import bfloat16_pays
 from geoflow_fast.head.config import HeadConfig
 from geoflow_fast.head.loss import contrastive_losses, log_mean_exp, point_scores
 from geoflow_fast.head.model import PosteriorHead, Tower, save_head
@@ -166,6 +167,10 @@ class HeadObjective(Objective[HeadBatch]):
         with torch.autocast(self.device.type, enabled=False):
             scores = point_scores(points.points.float(), points.log_weights.float(), search.items)
             return contrastive_losses(scores + bias, search.right, search.copies)
+
+    def gains_from_bfloat16(self) -> bool:
+        """The network is half of a step, its products the larger part of that: what pays elsewhere pays here."""
+        return bfloat16_pays(self.device)
 
     def export(self, folder: Path, weights: Mapping[str, Tensor]) -> None:
         """Writes what `PosteriorHead.from_pretrained` reads."""

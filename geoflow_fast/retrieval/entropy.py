@@ -222,7 +222,8 @@ class RetrievalEntropy(nn.Module):
     @property
     def precision(self) -> str:
         """In which points are multiplied by the items: "auto", "float32" or "bfloat16", as `ops.gallery_posterior`
-        explains. It can be set; at first it is "auto" for heads and "float32" for samples of flows."""
+        explains. It can be set; at first it is "auto" for heads, and for flows that are sampled in "auto" or
+        "bfloat16"; otherwise "float32"."""
         return self.source.precision
 
     @precision.setter

@@ -110,6 +110,8 @@ class FlowSource(Source):
     ) -> None:
         super().__init__(flow, direction, (flow.config.image_dim, flow.config.text_dim))
         self.flow, self.sampling, self.kappa, self.seed = flow, sampling, kappa, seed
+        if sampling.precision in ("auto", "bfloat16"):
+            self.precision = "auto"
         generator, config = torch.Generator().manual_seed(seed), flow.config
         self.start = StartingPoints.draw(sampling, config.flow_dims, direction, generator, config.manifold)
 

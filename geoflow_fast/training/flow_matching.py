@@ -22,8 +22,8 @@ from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.anchor import Anchor
 from geoflow_fast.flow.config import MANY_CORES, GeoFlowConfig
 from geoflow_fast.flow.model import GeoFlow, save_weights
+from geoflow_fast.flow.precision import bfloat16_pays
 from geoflow_fast.flow.preprocess import Preprocess
-from geoflow_fast.ops import native
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.device import usable_device
 from geoflow_fast.training.batches import LANES, NOISE_SCHEMES, Batch
@@ -122,7 +122,7 @@ class FlowMatching(Objective[Batch]):
         """On a CPU with units for bfloat16 wide networks gain from it; in narrow ones its conversions cost as much."""
         if self.batches.device.type != "cpu":
             return super().gains_from_bfloat16()
-        return self.flow.config.hidden >= WIDE_ENOUGH and native.missing_bfloat16() is None
+        return self.flow.config.hidden >= WIDE_ENOUGH and bfloat16_pays(self.batches.device)
 
     def half_twin(self) -> HalfTwin | None:
         # Autocast starts a GPU for every conversion. A compiler does without them, and a CPU hardly notices.

@@ -270,6 +270,14 @@ def test_training_in_half_precision_works():
     assert all(x.dtype == torch.float32 for x in head.state_dict().values())
 
 
+@pytest.mark.parametrize("pays", [False, True])
+def test_auto_trains_in_bfloat16_where_that_pays(monkeypatch, pays):
+    monkeypatch.setattr(fitting, "bfloat16_pays", lambda _: pays)
+    run = Run(objective(some_pairs(), dataclasses.replace(CONFIG, precision="auto")))
+    assert run.choices["precision"] == ("bfloat16" if pays else "float32")
+    assert run.bfloat16 is pays
+
+
 def test_noise_and_dropout_are_for_training_alone():
     made = objective(some_pairs(), dataclasses.replace(CONFIG, noise=0.5, dropout=0.5))
     batch = made.training_batch(0)

@@ -117,6 +117,16 @@ def test_follows_the_dtype_of_its_flow(flow, late, posterior):
     torch.testing.assert_close(entropy, expected.double(), atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize(
+    ("sampled", "scored"), [("float32", "float32"), ("tf32", "float32"), ("bfloat16", "auto"), ("auto", "auto")]
+)
+def test_items_are_scored_in_half_precision_if_samples_are_drawn_in_it(flow, sampled, scored):
+    settings = gf.SamplingSettings(5, 2, precision=sampled)
+    scorer = gf.RetrievalEntropy(flow, noise.sample_uniform(20, 10), "t2i", settings=settings)
+    assert scorer.precision == scored
+    assert scorer.source.draw(noise.sample_uniform(2, 7)).precision == scored
+
+
 def test_risk_bound_is_taken_before_rounding(flow):
     """Near log N the bound has an infinite slope: log 7 rounded to float32 would lower it by 1e-4."""
     scorer = gf.RetrievalEntropy(flow, noise.sample_uniform(1, 10).repeat(7, 1), n_samples=2, n_steps=2)
