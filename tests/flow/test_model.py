@@ -102,6 +102,19 @@ def test_training_and_eval_mode_differ_by_dropout_alone():
         torch.testing.assert_close(a, b)
 
 
+def test_the_gates_of_a_new_network_are_spread_evenly_around_zero():
+    """Uniform within 1 / sqrt(width of a head), and values that nothing is sent by yet."""
+    torch.manual_seed(0)
+    flow = gf.GeoFlow(gf.GeoFlowConfig(8, 8, hidden=128, depth=2, heads=2))
+    bound = 64**-0.5
+    for block in flow.blocks:
+        gate, value = block.cross_weight.detach().chunk(2, dim=-1)
+        assert not value.any()
+        assert float(gate.abs().max()) <= bound
+        assert abs(float(gate.mean())) < 0.05 * bound
+        assert float(gate.std()) == pytest.approx(bound / 3**0.5, rel=0.05)
+
+
 def test_a_new_network_has_zero_velocity():
     flow = gf.GeoFlow(SMALL)
     for direction in DIRECTIONS:

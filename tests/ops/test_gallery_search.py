@@ -54,6 +54,18 @@ def test_finds_what_float64_finds(dtype, queries, items, width, top_k):
     assert all(len(set(row)) == top_k for row in index.tolist())
 
 
+def test_threads_do_not_share_their_scores():
+    torch.manual_seed(0)
+    gallery, x = unit_rows(20_000, 64), unit_rows(33, 64)
+    answers = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)  # conftest.py puts it back
+        answers += [gf.ops.gallery_search(x, gallery, 10) for _ in range(5)]
+    for score, index in answers:
+        assert torch.equal(score, answers[0][0])
+        assert torch.equal(index, answers[0][1])
+
+
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_equal_scores_go_by_index(backend):
     torch.manual_seed(1)

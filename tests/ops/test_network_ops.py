@@ -65,6 +65,33 @@ def test_forward_mode_agrees_with_finite_differences(name, function, inputs):
     assert gradcheck(function, inputs, check_forward_ad=True, check_backward_ad=False), name
 
 
+@by_name
+def test_forward_mode_of_gradients_agrees_with_differences(function, inputs):
+    """Forward over reverse, as curvature is computed: every gradient moves as its inputs do."""
+    points = [x.detach() for x in inputs]
+    weight = torch.randn_like(function(*points))
+    move = [torch.randn_like(x) for x in points]
+
+    def gradients(*at):
+        return torch.func.vjp(function, *at)[1](weight)
+
+    _, tangents = torch.func.jvp(gradients, tuple(points), tuple(move))
+    ahead, behind = (gradients(*(x + h * v for x, v in zip(points, move))) for h in (1e-5, -1e-5))
+    for tangent, a, b in zip(tangents, ahead, behind):
+        torch.testing.assert_close(tangent, (a - b) / 2e-5, rtol=1e-6, atol=1e-7)
+
+
+@by_name
+def test_forward_mode_of_gradients_that_were_prepared_outside_of_it(function, inputs):
+    """A pullback is linear, so that its derivative along a direction is its value there."""
+    points = [x.detach() for x in inputs]
+    value, pullback = torch.func.vjp(function, *points)
+    weight, move = torch.randn_like(value), torch.randn_like(value)
+    _, tangents = torch.func.jvp(pullback, (weight,), (move,))
+    for tangent, expected in zip(tangents, pullback(move)):
+        torch.testing.assert_close(tangent, expected)
+
+
 def test_values_are_the_plain_formulas():
     x, shift, scale = (torch.randn(6, 129, **DOUBLE) for _ in range(3))
     plain = torch.nn.functional.layer_norm(x, (129,), eps=1e-6) * (1 + scale) + shift

@@ -121,4 +121,9 @@ EQUIVALENT: dict[str, Equivalent] = {
         "sign = tl.where(along > 0, 1.0, tl.where(along < 0, -1.0, 0.0))",
         "the projection is zero only where there is no direction yet, and then it multiplies zero",
     ),
+    "043a0b4891": Equivalent(
+        "geoflow_fast/decisions/watch.py",
+        "last = int(reference.row.max(initial=-1))",
+        "the number for a rule without judged rows is below zero either way, and every table has more rows",
+    ),
 }

@@ -160,12 +160,12 @@ CORE: dict[str, tuple[str, ...]] = {
     "csrc/cpu/sinkhorn_passes.h": ("ops/test_ot.py",),
     "csrc/cpu/gemm_rows.h": ("ops/test_gallery_posterior.py", "ops/test_ot.py"),
     "kernels/gallery.py": ("interpreter/test_kernels.py -k gallery",),
-    "kernels/geodesic.py": ("interpreter/test_kernels.py -k interpolant -k tangent",),
+    "kernels/geodesic.py": ("interpreter/test_kernels.py -k interpolant -k tangent -k noise -k unit_rows",),
     "kernels/network.py": (
         "interpreter/test_kernels.py -k adaln -k gate -k swiglu -k loss -k cross -k segments",
         "interpreter/test_segments.py",
     ),
-    "kernels/probes.py": ("interpreter/test_kernels.py -k probe",),
+    "kernels/probes.py": ("interpreter/test_segments.py -k probe -k traces",),
 }
 """The numeric core, and the tests that must notice a fault in each of its files."""
 

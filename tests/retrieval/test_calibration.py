@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from geoflow_fast.retrieval import calibration
 from geoflow_fast.retrieval.calibration import UNCALIBRATED, fit_calibration, probability_right
 from geoflow_fast.retrieval.evidence import Evidence, fit_weights
 
@@ -163,3 +164,10 @@ def test_too_few_queries_and_a_single_image_are_refused():
     evidence, right = simulate(200, 6)
     with pytest.raises(ValueError, match="all held-out queries are of one image"):
         fit_calibration(evidence, right, torch.ones(200), torch.zeros(200), {})
+
+
+def test_logits_of_items_are_those_of_their_definition():
+    prob = torch.tensor([[0.6, 0.1, 0.3], [0.2, 0.75, 0.05]], dtype=torch.float64)
+    logits = calibration._item_logits(prob)
+    expected = [[[math.log(p / (1 - p)), math.log(p / row[-1])] for p in row[:-1]] for row in prob.tolist()]
+    torch.testing.assert_close(logits, torch.tensor(expected, dtype=torch.float64))
