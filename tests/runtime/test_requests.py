@@ -1,0 +1,76 @@
+"""One request after another, as a service has them: no fresh memory and no new thread once a few have been served."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import geoflow_fast as gf
+from geoflow_fast.ops import native
+
+ITEMS, WIDTH, TOP, POINTS = 40_000, 256, 10, 8
+FIRST, REQUESTS = 10, 20
+FAULTS = 4
+"""Fresh pages of one request at most. The scratch memory of the smallest of them is some fifty pages."""
+
+Request = Callable[[int], object]
+
+
+@pytest.fixture(scope="module")
+def requests() -> dict[str, Request]:
+    """By name, a call that serves the request of a number."""
+    torch.manual_seed(0)
+    rows = gf.geometry.normalize(torch.randn(ITEMS, WIDTH))
+    plain = gf.Gallery(rows)
+    indexed = plain.with_index(gf.GalleryIndex.build(plain))
+    queries = gf.geometry.normalize(rows[:64] + 0.05 * torch.randn(64, WIDTH)).unsqueeze(1)  # [64, 1, d]
+    points = 20 * queries.unsqueeze(2).expand(-1, 1, POINTS, -1)
+    weights = torch.zeros(1, POINTS)
+
+    def posterior(gallery: gf.Gallery) -> Request:
+        return lambda k: gallery.statistics(points[k], 1.0, TOP, sample_bias=weights, precision="auto")
+
+    flow = gf.GeoFlow(gf.GeoFlowConfig(64, 64, hidden=64, depth=2)).eval()
+    few = gf.geometry.normalize(rows[:2000, :64]).unsqueeze(1)
+    reranker = gf.BayesReranker(flow, gf.Gallery(few.squeeze(1)), "t2i", shortlist=32)
+    density = gf.DensitySettings(n_steps=4)
+    return {
+        "search": lambda k: plain.search(queries[k], TOP),
+        "search with an index": lambda k: indexed.search(queries[k], TOP),
+        "posterior": posterior(plain),
+        "posterior with an index": posterior(indexed),
+        "re-ranking": lambda k: reranker(few[k]),
+        "density": lambda k: gf.log_density(flow, few[k], few[k + 1], settings=density),
+    }
+
+
+def threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts threads in /proc")
+@pytest.mark.filterwarnings("ignore:BayesReranker is uncalibrated")
+@pytest.mark.parametrize(
+    "name",
+    ["search", "search with an index", "posterior", "posterior with an index", "re-ranking", "density"],
+)
+def test_a_request_takes_no_fresh_memory_and_starts_no_thread(requests: dict[str, Request], name: str) -> None:
+    torch.set_num_threads(2)  # conftest.py puts it back
+    native.sleep_while_waiting()  # on a busy machine this starts two threads, once
+    serve = requests[name]
+    for number in range(FIRST):
+        serve(number)
+    before = threads(), faults()
+    for number in range(FIRST, FIRST + REQUESTS):
+        serve(number)
+    assert threads() == before[0]
+    assert faults() - before[1] <= FAULTS * REQUESTS
