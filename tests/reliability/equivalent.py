@@ -15,113 +15,113 @@ class Equivalent:
 
 
 EQUIVALENT: dict[str, Equivalent] = {
-    "00bdd5c650": Equivalent(
+    "2b37e3ee96": Equivalent(
         "geoflow_fast/decisions/drift.py",
         "weighted = sparse.csr_matrix(listed @ sparse.diags(1 / np.maximum(np.asarray(listed.sum(0)).ravel(), 1)))",
         "an item that one query alone has counts for no other fold, so that its weight is never used",
     ),
-    "0455ab565b": Equivalent(
+    "5cd4c01d76": Equivalent(
         "geoflow_fast/geometry.py",
         "far = w > math.pi / 2",
         "between pi/3 and pi/2 both forms of the departure hold and differ by rounding alone",
     ),
-    "075170ae81": Equivalent(
+    "45c7d4b998": Equivalent(
         "geoflow_fast/ops/masked_interpolant.py",
         "return bad_row if arguments[-1] else -1",
         "any negative number says that no row is bad",
     ),
-    "052dc66212": Equivalent(
+    "48a38599d1": Equivalent(
         "geoflow_fast/likelihood/density.py",
         "others = _marginals(field, given.queries(image, text), partners, given, settings, "
         "seed if nearest else seed + 1)",
         "the seed of the other marginal must differ from that of the first, and any other number does",
     ),
-    "0219aa6046": Equivalent(
+    "8402ae5d89": Equivalent(
         "geoflow_fast/ops/transport_solvers.py",
         "while now > 2 * least and min(stage, total - done) > 0:",
         "it differs only if one number is exactly twice another, and then by one stage of a warm start",
     ),
-    "01b79e47dc": Equivalent(
+    "e50077af8a": Equivalent(
         "geoflow_fast/ops/transport_solvers.py",
         "most = most - 1 if self.stage.eps == self._settings.eps else min(most - 1, self.iterations + most // 16)",
         "it decides after how many iterations float64 takes over, which ends with the same plan",
     ),
-    "041391a9e6": Equivalent(
+    "c1ea9694b5": Equivalent(
         "geoflow_fast/retrieval/evidence.py",
         "while float(after := total(weights - size * step)) > float(loss) - 1e-4 * size * decrease:",
         "the constant of a line search: any small number leads to the same optimum",
     ),
-    "0451e614b4": Equivalent(
+    "0c2305df40": Equivalent(
         "geoflow_fast/retrieval/calibration.py",
         "return (logit, against, constant) if gain > stderr and logit + against > 0 else None",
         "it differs only if two fitted numbers are exactly opposite",
     ),
-    "0000b29ce2": Equivalent(
+    "c7eb34e794": Equivalent(
         "geoflow_fast/retrieval/rerank.py",
         "if not len(few) or hits <= length:",
         "where the whole gallery is listed already it is searched once more, with the same result",
     ),
-    "022974fe37": Equivalent(
+    "deb6e59344": Equivalent(
         "geoflow_fast/retrieval/copies.py",
         "near &= (seen[axis, :, step:] - seen[axis, :, :-step]).abs() <= farthest",
         "it differs only if a measured distance equals the limit to the last bit",
     ),
-    "04e345644f": Equivalent(
+    "5ce40f2cd5": Equivalent(
         "geoflow_fast/decisions/certify.py",
         "return int(np.searchsorted(np.cumsum(self.prob), confidence - 1e-12))",
         "a tolerance of rounding, which sums of probabilities exceed by far or not at all",
     ),
-    "054259bcdf": Equivalent(
+    "53890cd31b": Equivalent(
         "geoflow_fast/evaluation/statistics.py",
         "return np.clip(stats.pearsonr(x, y, axis=-1).statistic, -1, 1)",
         "scipy keeps correlations between -1 and 1 itself",
     ),
-    "0134eaf2f9": Equivalent(
+    "c9b08e7914": Equivalent(
         "csrc/cpu/network_rows.h",
         "x = x > 88.0f ? 88.0f : x;",
         "at the limit both branches give the limit",
     ),
-    "004cd51832": Equivalent(
+    "358ef7adfd": Equivalent(
         "kernels/geodesic.py",
         "inverse = 1.0 / tl.maximum(aa, 1e-30)",
         "it keeps a division by zero away from rows of zeros, which are refused",
     ),
-    "019bd7ea7e": Equivalent(
+    "9ab430c34d": Equivalent(
         "kernels/network.py",
         "factor = 1.0 + tl.load(scale + parameter, mask=present, other=0.0).to(tl.float32)[None, :]",
         "it fills lanes past the end of a row, which are never stored",
     ),
-    "00254554f1": Equivalent(
+    "e6874d206f": Equivalent(
         "csrc/cpu/search_rows.h",
         "return least(1024, most(4 * kLanes, geoflow::caches().second / 4 / row_bytes / kLanes * kLanes));",
         "it decides how many items are scored at a time, and results do not depend on that",
     ),
-    "0e3f909773": Equivalent(
+    "e0cab1cb0e": Equivalent(
         "geoflow_fast/retrieval/sources.py",
         "bias = points.log_weights + math.log(points.points.shape[1])",
         "a constant that all items of a query share cancels in its posterior",
     ),
-    "010f45cc62": Equivalent(
+    "e84440d00e": Equivalent(
         "geoflow_fast/retrieval/held_out.py",
         "keys, member = torch.unique(fold.unsqueeze(1) * span + near.number + 1, return_inverse=True)",
         "all keys are moved by the same number, and only their equality counts",
     ),
-    "01e28281ce": Equivalent(
+    "a665b6be7d": Equivalent(
         "csrc/cpu/gemm_rows.h",
         "for (std::int64_t r = i + ahead; r < i + ahead + count; ++r) {",
         "it decides which cache lines are asked for ahead of time",
     ),
-    "239663b2a3": Equivalent(
+    "ba8e03be15": Equivalent(
         "geoflow_fast/flow/sampling.py",
         "numbers = 2 * (8 * config.hidden + 3 * config.inner) + 8 * sum(config.flow_dims)",
         "it decides how many rows are computed at once, and results do not depend on that",
     ),
-    "02ca1d24fb": Equivalent(
+    "e7165ed504": Equivalent(
         "kernels/probes.py",
         "sign = tl.where(along > 0, 1.0, tl.where(along < 0, -1.0, 0.0))",
         "the projection is zero only where there is no direction yet, and then it multiplies zero",
     ),
-    "043a0b4891": Equivalent(
+    "64bdf7aa50": Equivalent(
         "geoflow_fast/decisions/watch.py",
         "last = int(reference.row.max(initial=-1))",
         "the number for a rule without judged rows is below zero either way, and every table has more rows",

@@ -5,7 +5,8 @@
 is drawn by a hash of what it replaces, so that a change elsewhere in the source leaves the others as they are. A result
 holds for the tests that it was found with: where these have changed since, the mutant is run again. `--part 1/2` and
 `--part 2/2` share the work between two processes. `--again` runs once more what survived or hung; `--write` only puts
-score and survivors into docs/reliability.md, as soon as no mutant waits for its result.
+score and survivors into docs/reliability.md, as soon as no mutant waits for its result. `--seed` draws others: what
+becomes of those when they first run tells how faults fare that no test was written for, and is kept as a figure.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.reliability.changed_code import (
     BUILD,
@@ -203,6 +205,10 @@ def language(file: str) -> str:
     return "C++" if file.startswith("csrc/") else "Triton" if file.startswith("kernels/") else "Python"
 
 
+def _digest(value: object) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:10]
+
+
 @dataclass(frozen=True)
 class Mutant:
     """A change of the core with a name that does not depend on line numbers."""
@@ -211,7 +217,17 @@ class Mutant:
     where: str
     """The function it is in."""
     kind: str
-    name: str
+    identity: tuple[object, ...]
+    """What tells it from all others."""
+
+    @functools.cached_property
+    def name(self) -> str:
+        """A digest of what it is."""
+        return _digest(self.identity)
+
+    def rank(self, seed: int) -> str:
+        """Where it stands in the order of a draw."""
+        return _digest((seed, *self.identity))
 
     @property
     def shown(self) -> str:
@@ -475,18 +491,18 @@ def candidates(file: str) -> list[Mutant]:
         line = source.splitlines()[change.line - 1].strip()
         key = (file, where, kind, line, change.before, change.after)
         seen[key] = number = seen.get(key, -1) + 1
-        digest = hashlib.sha256(repr((SEED, *key, number)).encode()).hexdigest()
-        mutants.append(Mutant(change, where, kind, digest[:10]))
+        mutants.append(Mutant(change, where, kind, (*key, number)))
     return mutants
 
 
 @functools.cache
-def drawn() -> list[Mutant]:
-    """The mutants of the run: of each language those with the lowest hashes, one for a line, in every file at least
+def drawn(seed: int = SEED) -> list[Mutant]:
+    """The mutants of a draw: of each language those with the lowest hashes, one for a line, in every file at least
     one."""
     chosen = []
     for name, count in DRAWN.items():
-        every = sorted((m for file in CORE if language(file) == name for m in candidates(file)), key=lambda m: m.name)
+        every = [mutant for file in CORE if language(file) == name for mutant in candidates(file)]
+        every.sort(key=lambda mutant: mutant.rank(seed))
         lines: set[tuple[str, int]] = set()
         different = []
         for mutant in every:
@@ -560,17 +576,25 @@ def tests_digest(file: str) -> str:
     return hashlib.sha256(repr((CORE[file], sorted(texts.items()))).encode()).hexdigest()[:16]
 
 
-def results() -> dict[str, Outcome]:
-    """What became of the mutants with the tests as they are now, by name; of several results the last one counts."""
-    digests = {mutant.name: tests_digest(mutant.change.file) for mutant in drawn()}
+def kept_lines() -> list[dict[str, Any]]:
+    """All that was written down of mutants, the oldest first."""
     files = sorted(RECORDS.glob(f"{RESULTS}*.jsonl"))
     lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
-    kept = {}
-    for line in sorted(lines, key=lambda line: line["when"]):
-        name, tests = line["name"], line["tests"]
-        if tests == digests.get(name):
-            kept[name] = Outcome(line["status"], line["test"], line["seconds"])
-    return kept
+    return sorted(lines, key=lambda line: float(line["when"]))
+
+
+def results(seed: int = SEED) -> dict[str, Outcome]:
+    """What became of the mutants with the tests as they are now, by name; of several results the last one counts."""
+    digests = {mutant.name: tests_digest(mutant.change.file) for mutant in drawn(seed)}
+    kept = [line for line in kept_lines() if line["tests"] == digests.get(line["name"])]
+    return {line["name"]: Outcome(line["status"], line["test"], line["seconds"]) for line in kept}
+
+
+def first_results(seed: int) -> dict[str, Outcome]:
+    """What became of each mutant of a draw when it ran for the first time, before anyone wrote a test for it."""
+    names = {mutant.name for mutant in drawn(seed)}
+    kept = [line for line in reversed(kept_lines()) if line["name"] in names]
+    return {line["name"]: Outcome(line["status"], line["test"], line["seconds"]) for line in kept}
 
 
 @dataclass(frozen=True)
@@ -663,12 +687,12 @@ class Run:
         print(f"{outcome.status:9} {outcome.seconds:6.1f} s  {where}  {outcome.test}", flush=True)
 
 
-def run(part: Part, *, again: bool = False, equivalent: bool = False) -> None:
+def run(part: Part, *, seed: int = SEED, again: bool = False, equivalent: bool = False) -> None:
     """Runs the mutants of a part that have no result yet or, `again`, survived or hung, and on request those that count
     as equivalent; a SystemExit names those of which the tests told nothing."""
-    known = results()
+    known = results(seed)
     doubtful = {name for name, outcome in known.items() if again and outcome.status in (SURVIVED, HANGS)}
-    waiting = [m for m in part.of_mutants(drawn()) if m.name not in known or m.name in doubtful]
+    waiting = [m for m in part.of_mutants(drawn(seed)) if m.name not in known or m.name in doubtful]
     waiting = [m for m in waiting if equivalent or m.name not in EQUIVALENT]
     task = Run(waiting, part)
     task()
@@ -680,10 +704,11 @@ COUNTED = {CAUGHT: "caught", CRASHES: "crashes", HANGS: "hangs", SURVIVED: "surv
 """Under which name an outcome is counted."""
 
 
-def summary() -> tuple[dict[str, dict[str, int]], list[Mutant]]:
-    """Counts by language, and the mutants that survived and are not equivalent."""
-    known, counts, survivors = results(), {}, []
-    for mutant in drawn():
+def summary(seed: int, known: Mapping[str, Outcome]) -> tuple[dict[str, dict[str, int]], list[Mutant]]:
+    """Counts of a draw by language, and the mutants that survived and are not equivalent."""
+    counts: dict[str, dict[str, int]] = {}
+    survivors: list[Mutant] = []
+    for mutant in drawn(seed):
         names = ("drawn", *COUNTED.values(), "equivalent", "waiting")
         row = counts.setdefault(language(mutant.change.file), dict.fromkeys(names, 0))
         row["drawn"] += 1
@@ -715,9 +740,9 @@ def wrongly_equivalent() -> list[str]:
     return [name for name, outcome in results().items() if name in EQUIVALENT and outcome.noticed]
 
 
-def table() -> str:
+def table(seed: int = SEED) -> str:
     """Score, survivors and mutants that count as equivalent as lines of Markdown."""
-    counts, survivors = summary()
+    counts, survivors = summary(seed, results(seed))
     columns = ("drawn", "caught", "crashes", "hangs", "refused", "equivalent", "survived")
     lines = [
         "| Language | Mutants | Caught by a test | Crash | Hang | Do not compile | Equivalent | Survived | Score |",
@@ -731,7 +756,7 @@ def table() -> str:
         path = "yes" if on_presets_path(mutant) else "no"
         lines.append(f"| {mutant.cell} | `{mutant.change.file}`, `{mutant.where}` | {path} |")
     lines += ["", "| Equivalent | Where | Why |", "|---|---|---|"]
-    for mutant in drawn():
+    for mutant in drawn(seed):
         if mutant.name in EQUIVALENT:
             why = EQUIVALENT[mutant.name].why
             lines.append(f"| {mutant.cell} | `{mutant.change.file}`, `{mutant.where}` | {why} |")
@@ -740,7 +765,7 @@ def table() -> str:
 
 def record_figures() -> None:
     """Puts the counts where `make reliability` finds them; a SystemExit says that mutants wait for their result."""
-    counts, survivors = summary()
+    counts, survivors = summary(SEED, results())
     total = totals(counts)
     if total["waiting"]:
         raise SystemExit(
@@ -750,6 +775,23 @@ def record_figures() -> None:
     figures = {name: total[name] for name in ("drawn", "caught", "crashes", "hangs", "equivalent", "survived")}
     on_path = sum(map(on_presets_path, survivors))
     record("random_mutants", **figures, score=round(score(counts), 3), surviving_on_the_path_of_presets=on_path)
+
+
+def record_first(seed: int) -> None:
+    """Puts what became of another draw when it first ran where `make reliability` finds it, as soon as all of it has
+    run."""
+    counts, survivors = summary(seed, first_results(seed))
+    total = totals(counts)
+    if total["waiting"]:
+        return
+    names = ("drawn", "caught", "crashes", "hangs", "equivalent", "survived")
+    on_path = sum(map(on_presets_path, survivors))
+    record(
+        f"random_mutants_of_seed_{seed}_when_first_run",
+        **{name: total[name] for name in names},
+        score=round(score(counts), 3),
+        survived_on_the_path_of_presets=on_path,
+    )
 
 
 def write() -> None:
@@ -762,18 +804,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--again", action="store_true", help="run those that survived or hung once more")
     parser.add_argument("--equivalent", action="store_true", help="also run those that count as equivalent")
+    parser.add_argument("--seed", type=int, default=SEED, help="draw others than those of the page")
     parser.add_argument("--part", type=Part.parse, default=Part(), help="run one of several parts, such as 1/2")
     parser.add_argument("--list", action="store_true", help="only show which are drawn")
     parser.add_argument("--write", action="store_true", help="put score and survivors into docs/reliability.md")
     options = parser.parse_args()
     if options.list:
-        for mutant in drawn():
+        for mutant in drawn(options.seed):
             print(mutant.name, f"{mutant.change.file}:{mutant.change.line}", mutant.where, mutant.kind, mutant.shown)
     elif options.write:
         write()
     else:
-        run(options.part, again=options.again, equivalent=options.equivalent)
-        print(table())
+        run(options.part, seed=options.seed, again=options.again, equivalent=options.equivalent)
+        print(table(options.seed))
+        if options.seed != SEED:
+            record_first(options.seed)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -51,11 +52,39 @@ def test_mutants_are_drawn_from_the_whole_core():
 
 
 def test_every_mutant_that_counts_as_equivalent_has_its_line_and_a_reason():
-    for mutant in mutants.drawn():
-        if (equivalent := EQUIVALENT.get(mutant.name)) is not None:
-            line = (ROOT / mutant.change.file).read_text().splitlines()[mutant.change.line - 1]
-            assert (mutant.change.file, line.strip()) == (equivalent.file, equivalent.line)
-    assert all(len(equivalent.why.split()) > 3 for equivalent in EQUIVALENT.values())
+    possible = {mutant.name: mutant for file in mutants.CORE for mutant in mutants.candidates(file)}
+    assert set(EQUIVALENT) <= set(possible)  # none is about code that is gone
+    for name, equivalent in EQUIVALENT.items():
+        change = possible[name].change
+        line = (ROOT / change.file).read_text().splitlines()[change.line - 1]
+        assert (change.file, line.strip()) == (equivalent.file, equivalent.line)
+        assert len(equivalent.why.split()) > 3
+
+
+def test_another_draw_has_other_mutants_of_the_same_names():
+    ours, others = ({mutant.name: mutant for mutant in mutants.drawn(seed)} for seed in (mutants.SEED, 1))
+    shared = set(ours) & set(others)
+    assert 0 < len(shared) < len(ours) / 2
+    assert all(ours[name].change == others[name].change for name in shared)
+
+
+def test_the_first_result_of_a_draw_stays_what_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr(mutants, "RECORDS", tmp_path)
+    monkeypatch.setattr("tests.reliability.figures.RECORDS", tmp_path)
+    monkeypatch.setattr(mutants, "on_presets_path", lambda _: True)
+    first, *others = [mutant for mutant in mutants.drawn(1) if mutant.name not in EQUIVALENT]
+    written(tmp_path, mutants.Part(), (first, Outcome(SURVIVED)))
+    mutants.record_first(1)
+    assert not list(tmp_path.glob("*.json"))  # the others have not run
+    written(tmp_path, mutants.Part(), *((mutant, Outcome(CAUGHT, "a_test")) for mutant in others))
+    monkeypatch.setattr(mutants, "tests_digest", lambda _: "that of tests in which there is a new one")
+    written(tmp_path, mutants.Part(), (first, Outcome(CAUGHT, "a_new_test")))
+    assert mutants.results(1) == {first.name: Outcome(CAUGHT, "a_new_test")}
+    mutants.record_first(1)
+    figures = json.loads((tmp_path / "random_mutants_of_seed_1_when_first_run.json").read_text())
+    assert (figures["survived"], figures["survived_on_the_path_of_presets"]) == (1, 1)
+    assert figures["caught"] == len(others)
+    assert figures["score"] == round(len(others) / (len(others) + 1), 3)
 
 
 def written(folder: Path, part: mutants.Part, *outcomes: tuple[mutants.Mutant, Outcome]) -> None:
@@ -150,9 +179,8 @@ def test_random_mutants_are_noticed():
     """About forty minutes on one core, or as long as the mutants take that have no result yet."""
     done = in_a_process("tests.reliability.mutants")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    counts, survivors = mutants.summary()
+    counts, survivors = mutants.summary(mutants.SEED, mutants.results())
     mutants.record_figures()
-    assert set(EQUIVALENT) <= {mutant.name for mutant in mutants.drawn()}  # none is about code that is gone
     assert not mutants.wrongly_equivalent()
     assert mutants.score(counts) >= mutants.LEAST_SCORE
     assert not [mutant.shown for mutant in survivors if mutants.on_presets_path(mutant)]

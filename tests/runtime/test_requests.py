@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import mmap
 import resource
+import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,14 +19,13 @@ import geoflow_fast as gf
 from geoflow_fast.ops import native
 
 ITEMS, WIDTH, TOP, POINTS = 40_000, 256, 10, 8
-FIRST, REQUESTS = 10, 20
+FIRST, REQUESTS, TURNS = 10, 20, 3
 FAULTS = 4
 """Fresh pages of one request at most. The scratch memory of the smallest of them is some fifty pages."""
 
 Request = Callable[[int], object]
 
 
-@pytest.fixture(scope="module")
 def requests() -> dict[str, Request]:
     """By name, a call that serves the request of a number."""
     torch.manual_seed(0)
@@ -57,20 +61,55 @@ def faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
+def turn(serve: Request) -> int:
+    """Fresh pages of a few requests."""
+    before = faults()
+    for number in range(FIRST, FIRST + REQUESTS):
+        serve(number)
+    return faults() - before
+
+
+def served(serve: Request) -> tuple[int, int]:
+    """New threads of all turns, and fresh pages of the turn that took fewest: a request that needs fresh memory needs
+    it in every turn, whatever else the process or the kernel does meanwhile."""
+    for number in range(FIRST):
+        serve(number)
+    before = threads()
+    return min(turn(serve) for _ in range(TURNS)), threads() - before
+
+
+def serve_all() -> None:
+    """Prints what each kind of request takes."""
+    torch.set_num_threads(2)
+    native.sleep_while_waiting()  # on a busy machine this starts two threads, once
+    warnings.filterwarnings("ignore", "BayesReranker is uncalibrated")
+    print(json.dumps({name: served(serve) for name, serve in requests().items()}))
+
+
+@functools.cache
+def taken() -> dict[str, tuple[int, int]]:
+    """The same from a process of its own, as a service is one: its memory is not what other tests have left."""
+    run = subprocess.run([sys.executable, __file__], check=True, capture_output=True, text=True)
+    return json.loads(run.stdout)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux counts threads in /proc")
-@pytest.mark.filterwarnings("ignore:BayesReranker is uncalibrated")
 @pytest.mark.parametrize(
     "name",
     ["search", "search with an index", "posterior", "posterior with an index", "re-ranking", "density"],
 )
-def test_a_request_takes_no_fresh_memory_and_starts_no_thread(requests: dict[str, Request], name: str) -> None:
-    torch.set_num_threads(2)  # conftest.py puts it back
-    native.sleep_while_waiting()  # on a busy machine this starts two threads, once
-    serve = requests[name]
-    for number in range(FIRST):
-        serve(number)
-    before = threads(), faults()
-    for number in range(FIRST, FIRST + REQUESTS):
-        serve(number)
-    assert threads() == before[0]
-    assert faults() - before[1] <= FAULTS * REQUESTS
+def test_a_request_takes_no_fresh_memory_and_starts_no_thread(name: str) -> None:
+    pages, new_threads = taken()[name]
+    assert new_threads == 0
+    assert pages <= FAULTS * REQUESTS
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux counts threads in /proc")
+def test_fresh_memory_is_noticed() -> None:
+    least = 50 * mmap.PAGESIZE  # the scratch memory of the smallest request
+    pages, _ = served(lambda _: mmap.mmap(-1, least).write(bytes(least)))
+    assert pages > FAULTS * REQUESTS
+
+
+if __name__ == "__main__":
+    serve_all()
