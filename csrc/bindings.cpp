@@ -470,6 +470,7 @@ PYBIND11_MODULE(_C, m) {
     m.def("isa", &geoflow::isa_name);
     m.def("supported_isas", &geoflow::supported_isas);
     m.def("isa_problem", &geoflow::isa_problem);
+    m.def("mkl_is_narrow", &geoflow::mkl_is_narrow);
     m.def("has_bfloat16", &geoflow::has_avx512_bf16);
     m.def("has_int8", &geoflow::has_avx512_vnni);
     m.def("caches", [] { return std::array<std::int64_t, 3>{geoflow::caches().first, geoflow::caches().second, geoflow::caches().shared}; });

@@ -32,6 +32,9 @@ std::string isa_name();
 // Why GEOFLOW_ISA cannot be obeyed; empty if it can.
 std::string isa_problem();
 
+// Whether MKL, with which torch multiplies float32 matrices, leaves half of this processor's width unused.
+bool mkl_is_narrow();
+
 inline bool has_avx512_vnni() { return isa() >= Isa::avx512vnni; }
 inline bool has_avx512_bf16() { return isa() >= Isa::avx512bf16; }
 

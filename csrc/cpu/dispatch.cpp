@@ -16,6 +16,7 @@
 
 // A program may link the baseline alone.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(GEOFLOW_BASELINE_ONLY)
+#include <cpuid.h>
 #define GEOFLOW_HAS_TARGETS 1
 #else
 #define GEOFLOW_HAS_TARGETS 0
@@ -147,6 +148,17 @@ void give_scratch(void* memory, std::size_t bytes) {
 Isa isa() { return choice().isa; }
 std::string isa_name() { return name_of(isa()); }
 std::string isa_problem() { return choice().problem; }
+
+bool mkl_is_narrow() {
+#if GEOFLOW_HAS_TARGETS
+    constexpr unsigned kZen5 = 0x1a;  // the first family with AVX-512 units of 512 bits; MKL takes AVX2 on all of AMD's
+    unsigned version = 0, b = 0, c = 0, d = 0;
+    if (isa() < Isa::avx512 || !__builtin_cpu_is("amd") || !__get_cpuid(1, &version, &b, &c, &d)) return false;
+    return ((version >> 8) & 0xf) + ((version >> 20) & 0xff) >= kZen5;
+#else
+    return false;
+#endif
+}
 
 std::vector<std::string> supported_isas() {
     std::vector<std::string> names;

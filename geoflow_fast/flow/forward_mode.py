@@ -22,6 +22,7 @@ from torch import Tensor
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow.network import NORM_EPS, Block, shared_modulations
 from geoflow_fast.flow.precision import HALVES, product_dtype, tf32_products
+from geoflow_fast.ops.product import product_into
 from geoflow_fast.ops.segments import (
     Branch,
     Segment,
@@ -204,7 +205,7 @@ class ForwardMode:
             if parts:
                 x = self._buffer(f"points {stream}", len(target), len(weight), self.products)
                 torch.cat(parts, out=x)
-                self._multiply(x, weight, target)
+                product_into(target, x, weight)
         shift, scale, eps = self.encoder_norm
         adaln_segments(encoded, self.encoder_bias, shift, scale, layout.state, layout.encoded, eps, True)
 
@@ -226,8 +227,8 @@ class ForwardMode:
             target = value.view(2, rows, heads, width)[1 - stream].transpose(0, 1)
             for head in range(heads):
                 to_gate, to_value = weight[stream, head].chunk(2, dim=1)
-                torch.mm(streams[stream, head], to_gate, out=gates[stream, head])
-                torch.mm(streams[stream, head], to_value, out=target[head])
+                product_into(gates[stream, head], streams[stream, head], to_gate)
+                product_into(target[head], streams[stream, head], to_value)
         return (gate, value), 0
 
     def _feed_forward(self, normed: Tensor, weights: Sequence[Tensor], layout: Layout, *, own: bool) -> Tensor:
@@ -253,7 +254,7 @@ class ForwardMode:
                 continue
             weight = self.decoders[stream]
             decoded = self._buffer(f"output {stream}", len(rows), weight.shape[1], self.products)
-            self._multiply(rows, weight, decoded)
+            product_into(decoded, rows, weight)
             before = stream * layout.own_rows[0]
             for number, solve in enumerate(solves):
                 if stream in solve.direction.generated:
@@ -268,17 +269,11 @@ class ForwardMode:
     def _multiply_streams(self, x: Tensor, weight: Tensor, out: Tensor, counts: tuple[int, int]) -> None:
         """Products of the rows of each stream, of which there are `counts`, with its own weights."""
         if counts[0] == counts[1]:
-            self._multiply(x.view(2, counts[0], -1), weight, out.view(2, counts[0], -1))
+            product_into(out.view(2, counts[0], -1), x.view(2, counts[0], -1), weight)
             return
         for rows, w, target in zip(x.split(counts), weight, out.split(counts)):
             if len(rows):
-                self._multiply(rows, w, target)
-
-    @staticmethod
-    def _multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
-        """x @ weight, [.., R, in] and [.., in, out]."""
-        multiply = torch.bmm if x.dim() == 3 else torch.mm
-        multiply(x, weight, out=out)
+                product_into(target, rows, w)
 
     # ---- memory ----
 

@@ -19,6 +19,7 @@ from geoflow_fast.flow.modulation import DirectRows
 from geoflow_fast.ops.adaln import adaln_half_rows, adaln_rows
 from geoflow_fast.ops.cross_residual import cross_residual_rows
 from geoflow_fast.ops.gate_residual import gate_residual_rows
+from geoflow_fast.ops.product import add_product, product, product_into
 from geoflow_fast.ops.swiglu import swiglu_rows
 
 FREQUENCIES = 64
@@ -43,7 +44,7 @@ class StreamLinear(nn.Module):
         """Maps both streams, or one `stream` alone: [B, in] -> [B, out]."""
         if stream is None:
             x = x.to(self.weight.dtype)
-            return torch.bmm(x, self.weight) if self.bias is None else torch.baddbmm(self.bias, x, self.weight)
+            return product(x, self.weight) if self.bias is None else torch.baddbmm(self.bias, x, self.weight)
         return self.streams()[stream](x)
 
     def streams(self) -> tuple[Callable[[Tensor], Tensor], ...]:
@@ -55,7 +56,7 @@ class StreamLinear(nn.Module):
 
 
 def _product(weight: Tensor, x: Tensor) -> Tensor:
-    return x.to(weight.dtype) @ weight
+    return product(x.to(weight.dtype), weight)
 
 
 def _affine(weight: Tensor, bias: Tensor, x: Tensor) -> Tensor:
@@ -285,8 +286,8 @@ class CrossProducts(torch.autograd.Function):
         heads, width = weight.shape[1:3]
         for stream in range(2):
             by_head = _by_head(x[stream], heads)
-            torch.bmm(by_head, weight[stream, ..., :width], out=_by_head(gate[stream], heads))
-            torch.bmm(by_head, weight[stream, ..., width:], out=_by_head(value[1 - stream], heads))
+            product_into(_by_head(gate[stream], heads), by_head, weight[stream, ..., :width])
+            product_into(_by_head(value[1 - stream], heads), by_head, weight[stream, ..., width:])
         return gate.flatten(0, 1), value.flatten(0, 1)
 
     @staticmethod
@@ -299,10 +300,10 @@ class CrossProducts(torch.autograd.Function):
         for stream in range(2):
             by_head, target = _by_head(x[stream], heads).mT, _by_head(d_x[stream], heads)
             to_gate, to_value = _by_head(d_gate[stream], heads), _by_head(d_value[1 - stream], heads)
-            torch.bmm(to_gate, weight[stream, ..., :width].mT, out=target)
-            target.baddbmm_(to_value, weight[stream, ..., width:].mT)
-            torch.bmm(by_head, to_gate, out=d_weight[stream, ..., :width])
-            torch.bmm(by_head, to_value, out=d_weight[stream, ..., width:])
+            product_into(target, to_gate, weight[stream, ..., :width].mT)
+            add_product(target, to_value, weight[stream, ..., width:].mT)
+            product_into(d_weight[stream, ..., :width], by_head, to_gate)
+            product_into(d_weight[stream, ..., width:], by_head, to_value)
         return d_x, d_weight
 
 

@@ -146,6 +146,11 @@ def caches() -> tuple[int, int, int]:
     return first, second, shared
 
 
+def mkl_is_narrow() -> bool:
+    """Whether MKL, with which torch multiplies float32 matrices, leaves half of this processor's width unused."""
+    return bool(_built().mkl_is_narrow())
+
+
 def missing_bfloat16() -> str | None:
     """Why the compiled code cannot multiply in bfloat16; None if it can."""
     if extension() is None:

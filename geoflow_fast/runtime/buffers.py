@@ -1,10 +1,14 @@
-"""Large results without fresh memory: a fresh page costs several times as much as the write that fills it."""
+"""Large tensors without fresh memory: a fresh page costs several times as much as the write that fills it."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
+import os
 import threading
 import weakref
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -16,6 +20,14 @@ LEAST_BYTES = 1 << 20
 MOST_IDLE_BYTES = 1 << 28
 """Memory that waits for its next use at most."""
 _ALIGNMENT = 64
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""What `mallopt` of the C library calls them: how much freed memory it keeps, and from which size on a block is none of
+its own, but is asked of the system and given back each time."""
+ADAPTED = {M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 64 << 20}
+"""The values that glibc adapts to by itself once large blocks have been freed."""
+KEPT = {M_MMAP_THRESHOLD: 1 << 30, M_TRIM_THRESHOLD: 2**31 - 1}
+USER_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
 class BufferPool:
@@ -62,3 +74,35 @@ class BufferPool:
 def buffers() -> BufferPool:
     """The pool of this process."""
     return BufferPool()
+
+
+@contextlib.contextmanager
+def freed_memory_kept() -> Iterator[None]:
+    """Inside, the C library keeps what is freed for the next allocation. Else each step of a training asks the system
+    for the memory that the last one has given back. At the end it is given back at once.
+
+    Only glibc can be told so. Nothing changes where the user has set one of its variables.
+    """
+    library = _glibc()
+    if library is None or any(name in os.environ for name in USER_VARIABLES):
+        yield
+        return
+    try:
+        for parameter, value in KEPT.items():
+            library.mallopt(parameter, value)
+        yield
+    finally:
+        for parameter, value in ADAPTED.items():
+            library.mallopt(parameter, value)
+        library.malloc_trim(0)
+
+
+@functools.cache
+def _glibc() -> ctypes.CDLL | None:
+    """The C library, if it is glibc."""
+    if os.name != "posix":
+        return None
+    library = ctypes.CDLL(None)
+    return (
+        library if all(hasattr(library, name) for name in ("mallopt", "malloc_trim", "gnu_get_libc_version")) else None
+    )

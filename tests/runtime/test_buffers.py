@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import gc
+import mmap
+from pathlib import Path
 
+import pytest
 import torch
 
 import geoflow_fast as gf
 from geoflow_fast.runtime import buffers
 from geoflow_fast.runtime.buffers import BufferPool
+from geoflow_fast.training.batches import Batch
+from geoflow_fast.training.flow_matching import FlowMatching
+
+LARGE = 1 << 29
+"""Bytes. More than what a C library keeps by itself."""
+needs_glibc = pytest.mark.skipif(buffers._glibc() is None, reason="only glibc can be told to keep freed memory")
 
 
 def test_memory_returns_when_the_last_view_dies():
@@ -61,3 +70,48 @@ def test_results_of_the_interpolant_stay_what_they_are():
     for _ in range(4):
         gf.ops.masked_interpolant(*reversed(clouds), t, direction, backend="cpu")
     assert all(torch.equal(view, copy[1:7]) for view, copy in zip(views, copies))
+
+
+def resident() -> int:
+    """Bytes of memory that this process has now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+def left_by_a_large_tensor() -> int:
+    """By how many bytes the process is larger after a tensor of LARGE bytes has come and gone."""
+    before = resident()
+    torch.empty(LARGE // 4).fill_(1.0)
+    return resident() - before
+
+
+@needs_glibc
+def test_freed_memory_is_kept_for_a_while():
+    with buffers.freed_memory_kept():
+        assert left_by_a_large_tensor() > 0.7 * LARGE
+        assert left_by_a_large_tensor() < 0.1 * LARGE  # it has taken what was kept
+        inside = resident()
+    assert inside - resident() > 0.7 * LARGE
+    assert left_by_a_large_tensor() < 0.1 * LARGE
+
+
+@needs_glibc
+def test_the_users_choice_of_memory_to_keep_counts(monkeypatch):
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+    with buffers.freed_memory_kept():
+        assert left_by_a_large_tensor() < 0.1 * LARGE
+
+
+@needs_glibc
+def test_training_keeps_freed_memory(monkeypatch):
+    def losses(objective: FlowMatching, batch: Batch) -> torch.Tensor:
+        left.append(left_by_a_large_tensor())
+        return forward(objective, batch)
+
+    forward, left = FlowMatching.losses, []
+    monkeypatch.setattr(FlowMatching, "losses", losses)
+    image, text, _ = gf.worlds.ConceptWorld().sample(64)
+    config = gf.TrainConfig(steps=3, batch_size=16, warmup_steps=1, val_every=3)
+    gf.train(
+        gf.GeoFlow(gf.GeoFlowConfig.tiny(24, 24)), gf.EmbeddingPairs.from_arrays(image, text), config, progress=False
+    )
+    assert max(left) > 0.7 * LARGE
