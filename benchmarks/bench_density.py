@@ -25,7 +25,7 @@ from benchmarks.bench_network import Rows
 from benchmarks.common import RESULTS, gate, report
 from benchmarks.flows import row_flops
 from benchmarks.limits import Work
-from benchmarks.suite import PAPER_NAME, PEER, Case, Contender, Scaling, in_bfloat16, renamed
+from benchmarks.suite import PAPER_NAME, PEER, Case, Contender, Scaling, in_bfloat16, renamed, with_mkl_alone
 from benchmarks.suite import measure as measure_case
 from geoflow_fast.directions import DIRECTIONS
 from geoflow_fast.likelihood.probes import Probes
@@ -97,11 +97,13 @@ def within_noise(index: int) -> Callable[[Tensor, tuple[Tensor, Tensor]], bool]:
     return agrees
 
 
+OURS = Contender("geoflow_fast, default", lambda p: p.ours(), agrees=within_noise(1))
 CONTENDERS = (
     Contender("torch, autograd", lambda p: p.by(twins.autograd_log_density), PEER),
     Contender("torchdiffeq, autograd", lambda p: p.by(peers.torchdiffeq_log_density), PEER, needs="torchdiffeq"),
     Contender(f"geoflow_fast, {PAPER_NAME}", Pairs.paper),
-    Contender("geoflow_fast, default", lambda p: p.ours(), agrees=within_noise(1)),
+    OURS,
+    *with_mkl_alone(OURS),
     *in_bfloat16(
         Contender("geoflow_fast, default, bfloat16", lambda p: p.ours(**HALF), agrees=within_noise(1)),
     ),

@@ -24,7 +24,7 @@ from benchmarks import peers, twins
 from benchmarks.common import RESULTS, gate, report, time_together
 from benchmarks.flows import random_flow, row_flops
 from benchmarks.limits import Work
-from benchmarks.suite import PAPER_NAME, PEER, Case, Contender, Scaling, in_bfloat16, renamed
+from benchmarks.suite import PAPER_NAME, PEER, Case, Contender, Scaling, in_bfloat16, renamed, with_mkl_alone
 from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings, StartingPoints
 from geoflow_fast.noise import sample_uniform
 from geoflow_fast.worlds import ConceptWorld
@@ -96,6 +96,7 @@ def within(nats: float, index: int = 0) -> Callable[[Tensor, Any], bool]:
     return lambda result, truth: torch.allclose(result.double(), truth[index], rtol=0, atol=nats)
 
 
+OURS = Contender(f"geoflow_fast, {PAPER_NAME}", Scene.paper)
 CONTENDERS = (
     Contender("torch", lambda s: s.by(twins.plain_samples), PEER),
     # Steps of the other two are not along great circles.
@@ -103,7 +104,8 @@ CONTENDERS = (
         "flow_matching", lambda s: s.by(peers.flow_matching_samples), PEER, needs="flow_matching", agrees=within(0.1)
     ),
     Contender("torchdiffeq", lambda s: s.by(peers.torchdiffeq_samples), PEER, needs="torchdiffeq", agrees=within(0.1)),
-    Contender(f"geoflow_fast, {PAPER_NAME}", Scene.paper),
+    OURS,
+    *with_mkl_alone(OURS),
     *in_bfloat16(
         Contender(f"geoflow_fast, {PAPER_NAME}, bfloat16", lambda s: s.paper("bfloat16"), agrees=within(0.05))
     ),

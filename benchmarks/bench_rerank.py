@@ -22,7 +22,7 @@ from benchmarks.bench_entropy import Scene, trained_flow
 from benchmarks.common import gate, report
 from benchmarks.flows import row_flops
 from benchmarks.limits import Work
-from benchmarks.suite import FOR_COMPARISON, PAPER_NAME, PEER, Case, Contender, in_bfloat16, renamed
+from benchmarks.suite import FOR_COMPARISON, PAPER_NAME, PEER, Case, Contender, in_bfloat16, renamed, with_mkl_alone
 from geoflow_fast.evaluation.metrics import auroc, reliability
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.likelihood.settings import DensitySettings
@@ -174,9 +174,11 @@ def is_entropy(result: Tensor, _: Tensor) -> bool:
     return bool((result.isfinite() & (result >= 0)).all())
 
 
+OURS = Contender("geoflow_fast", reranked)
 CONTENDERS = (
     Contender("torch, autograd", reranked_by_autograd, PEER),
-    Contender("geoflow_fast", reranked),
+    OURS,
+    *with_mkl_alone(OURS),
     *in_bfloat16(Contender("geoflow_fast, bfloat16", lambda s: reranked(s, "bfloat16"), agrees=within(0.1))),
     Contender(f"`RetrievalEntropy`, {PAPER_NAME}", Scene.paper, FOR_COMPARISON, agrees=is_entropy),
     Contender("`RetrievalEntropy.fast`", Scene.fast, FOR_COMPARISON, agrees=is_entropy),

@@ -7,6 +7,7 @@ what does not fit that form. `python -m benchmarks`, the front for pytest-benchm
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import pkgutil
@@ -15,13 +16,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 
 import benchmarks
 from benchmarks.common import cell, exponent, gate, machine, markdown, spread, time_turns, watched
 from benchmarks.limits import Limits, Work
-from geoflow_fast.ops import native
+from geoflow_fast.ops import native, product
 
 PREFIX = "bench_"
 OURS, PEER, FOR_COMPARISON = "ours", "peer", "beside"
@@ -57,6 +59,21 @@ class Contender:
 def in_bfloat16(*contenders: Contender) -> tuple[Contender, ...]:
     """The contenders where the processor multiplies in bfloat16, else none."""
     return contenders if native.missing_bfloat16() is None else ()
+
+
+def with_mkl_alone(*contenders: Contender) -> tuple[Contender, ...]:
+    """The contenders with float32 products of MKL alone, where the library asks oneDNN for them, else none."""
+    if product.missing_onednn() is not None:
+        return ()
+    return tuple(
+        dataclasses.replace(one, name=f"{one.name}, products of MKL", run=functools.partial(_by_mkl, one.run))
+        for one in contenders
+    )
+
+
+def _by_mkl(run: Callable[[Any], Any], inputs: Any) -> Any:
+    with mock.patch.object(product, "missing_onednn", return_value="MKL is timed"):
+        return run(inputs)
 
 
 def renamed(contenders: Sequence[Contender], old: str, new: str) -> tuple[Contender, ...]:
