@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from geoflow_fast.directions import CONDITIONAL, Counts, Direction
+from geoflow_fast.ops.product import product, product_into
 
 POINTS = 64
 """Chebyshev points in [0, 1], which resolve about eight oscillations."""
@@ -110,7 +111,7 @@ class InterpolatedRows(torch.autograd.Function):
             for stream, segments in enumerate(points.segments):
                 for part in segments:
                     target, source = out[stream, part.rows], known[stream, part.points]
-                    target.copy_(source) if part.weights is None else torch.mm(part.weights, source, out=target)
+                    target.copy_(source) if part.weights is None else product_into(target, part.weights, source)
             outputs.append(out)
         return tuple(outputs)
 
@@ -125,7 +126,7 @@ class InterpolatedRows(torch.autograd.Function):
                     if part.weights is None:
                         torch.sum(source, 0, keepdim=True, out=target)
                     else:
-                        torch.mm(part.weights.T, source, out=target)
+                        product_into(target, part.weights.T, source)
         return d_points, None
 
 
@@ -160,8 +161,8 @@ class DirectRows(torch.autograd.Function):
         for stream, (c, rows) in enumerate(zip((image_c, text_c), _row_ranges(ctx.counts))):
             grad[:, stream, rows.shared] += grad[:, stream, rows.alike].sum(1, keepdim=True)
             own = grad[:, stream, rows.mapped]
-            torch.bmm(c.T.expand(len(weight), -1, -1), own, out=d_weight[:, stream])
-            d_c.append(torch.bmm(own, weight[:, stream].mT).sum(0))
+            product_into(d_weight[:, stream], c.T.expand(len(weight), -1, -1), own)
+            d_c.append(product(own, weight[:, stream].mT).sum(0))
         return d_c[0], d_c[1], d_weight, d_bias, None
 
 
