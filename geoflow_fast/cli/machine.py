@@ -92,6 +92,7 @@ def machine_facts() -> dict[str, str]:
     import torch
 
     from geoflow_fast.ops import native
+    from geoflow_fast.ops.product import missing_onednn
     from geoflow_fast.runtime import processors
 
     problem = native.missing()
@@ -109,6 +110,7 @@ def machine_facts() -> dict[str, str]:
         "compiled extension": problem or native.one_thread_only() or "built",
         "CPU features in use": problem
         or f"{native.isa()} (this processor can run {', '.join(native.supported_isas())})",
+        "float32 products": "torch.mm" if missing_onednn() else "oneDNN, torch.mm for small ones",
         "threads": f"{torch.get_num_threads()}, which wait for each other {processors.waiting()}",
         **processors.state(),
         "CUDA": cuda,
