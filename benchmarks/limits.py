@@ -64,8 +64,8 @@ def gemm_peak(size: int = 4096, inner: int = 1024, rounds: int = 5, dtype: torch
     """Floating-point operations per second of a matrix product by the faster of torch's libraries."""
     shapes = (size, inner), (inner, size), (size, size)
     a, b, out = (torch.randn(shape).to(dtype) for shape in shapes)
-    ways: tuple[Callable[[], object], ...] = (lambda: torch.mm(a, b, out=out), lambda: product_into(out, a, b))
-    return 2 * size * size * inner / min(seconds_of(way) for _ in range(rounds) for way in ways)
+    products: tuple[Callable[[], object], ...] = (lambda: torch.mm(a, b, out=out), lambda: product_into(out, a, b))
+    return 2 * size * size * inner / min(seconds_of(run) for _ in range(rounds) for run in products)
 
 
 def integer_peak(size: int = 2048, inner: int = 1024, rounds: int = 5) -> float:

@@ -101,10 +101,10 @@ def test_the_study_of_watch_goes_on_where_it_stopped(monkeypatch, tmp_path):
 def test_small_sizes_are_not_called_the_papers():
     quick = [contender.name for case in suite.all_cases(quick=True) for contender in case.contenders]
     assert [name for name in quick if "paper" in name] == []
-    halves = len(suite.in_bfloat16(Contender("", lambda x: x)))
-    assert sum("20 samples x 10 steps" in name for name in quick) == 2 + halves
+    others = sum(len(choose(Contender("", lambda x: x))) for choose in (suite.in_bfloat16, suite.with_mkl_alone))
+    assert sum("20 samples x 10 steps" in name for name in quick) == 2 + others
     full = [contender.name for case in suite.all_cases(quick=False) for contender in case.contenders]
-    assert sum(suite.PAPER_NAME in name for name in full) == 3 + halves
+    assert sum(suite.PAPER_NAME in name for name in full) == 3 + others
 
 
 def test_a_wrong_answer_has_no_time():
