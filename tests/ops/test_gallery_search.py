@@ -238,6 +238,25 @@ def test_upper_bounds_hold_and_are_narrow(queries, scale):
     assert float(gap.max()) < 0.05 * scale
 
 
+@needs_int8
+@pytest.mark.parametrize("queries", [1, 3, 4, 6, 7, 40])
+@pytest.mark.parametrize("width", [64, 256])
+def test_upper_bounds_hold_where_they_are_attained(queries, width):
+    """Of rows that bytes hold exactly: those along what the rounding of a query loses, where the inequality of Cauchy
+    and Schwarz is an equality, and the axes, of which bytes lose nothing, so that the rounding of float32 is left."""
+    axes = gf.ops.RowCodes.encode(torch.eye(width))
+    rotation = axes.scale.double()[:, None] * (axes.code.double() - 128)  # all entries have one magnitude
+    lost = torch.randint(2, (queries, width)).double() * 2 - 1
+    lost[:, 0] = 0
+    first = torch.eye(width, dtype=torch.float64)[0]
+    steps = 127 * 254 if queries <= 3 else 127  # few queries are rounded to a 254th of a byte
+    x = gf.geometry.normalize((steps * first + 0.49 * lost) @ rotation.T).float()
+    gallery = gf.geometry.normalize(torch.cat((lost, -lost)) @ rotation.T).float()
+    for some, rows in ((x, gallery), (torch.eye(width)[:queries], torch.eye(width))):
+        bound = gf.ops.RowCodes.encode(rows).upper_bounds(some).double()
+        assert bool((bound >= some.double() @ rows.double().T).all())
+
+
 def test_codes_of_another_gallery_are_refused():
     gallery = unit_rows(5000, 70)
     with pytest.raises(ValueError, match="codes are"):
