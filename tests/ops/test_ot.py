@@ -410,6 +410,42 @@ def test_kernel_domain_hands_over_to_scores():
     assert float((plans[0] - plans[1]).abs().sum()) <= 0.05
 
 
+@compiled
+@pytest.mark.parametrize("row", [0, 3, 5])
+def test_sums_that_exponentials_cannot_hold_are_not_given(row):
+    """One row or column whose sum leaves the range of float32 is enough; other rows are summed as in float64."""
+    eps, cost, g = 1.0, torch.rand(6, 21), torch.zeros(21, dtype=torch.float64)
+    g[4] = 20.0
+    beyond, lost = cost.clone(), cost.clone()
+    beyond[row, 4] -= 79  # the exponential of 79 + 20 / 2 overflows
+    lost[:, 7] += 79  # a column that is exp(-79 - 65) times another one vanishes
+    lost[:, 8] -= 65
+    f = torch.zeros(6, dtype=torch.float64)
+    for costs, held in ((cost, True), (beyond, False), (lost, False)):
+        matrix = native.TransportMatrix(6, 21, torch.float32)
+        matrix.load(costs, 0.0)
+        matrix.enter_kernel(0.0, eps)
+        sums = matrix.panel_pass(f, g, eps, 6)
+        assert (sums is not None) == held
+        if held:
+            torch.testing.assert_close(sums, ((g - costs) / eps).softmax(1).mean(0), rtol=1e-5, atol=0)
+
+
+@compiled
+@pytest.mark.parametrize("arc", [True, False])
+@pytest.mark.parametrize("kernel_eps", [None, 0.5])
+@pytest.mark.parametrize("cols", [5, 16, 21])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_extremes_of_costs_between_points_are_those_of_their_columns(arc, kernel_eps, cols, sign):
+    """Where all points are near each other, or all far, zero is not between them, which fills the ends of rows."""
+    noise, data = (gf.geometry.normalize(torch.eye(1, 8) + 0.05 * torch.randn(n, 8)) for n in (7, cols))
+    matrix = native.TransportMatrix(7, cols, torch.float32)
+    low, high = matrix.build((noise, sign * data), (noise, sign * data), (1.0, 0.5), arc, kernel_eps)
+    product = sign * noise.double() @ data.double().T
+    scores = 1.5 * (torch.asin(product) if arc else 2 * product)
+    assert (low, high) == pytest.approx((float(scores.min()), float(scores.max())), abs=1e-5)
+
+
 def test_rectangular_matrix(backend):
     cost = 3 * torch.rand(70, 131, dtype=torch.float64) + 1e3
     result = gf.ops.sinkhorn(cost, eps=0.1, tol=1e-5, max_iter=2000, backend=backend)
