@@ -106,7 +106,7 @@ def test_short_turns_are_right_to_the_last_digits(backend, dtype):
 @pytest.mark.parametrize("d", [2, 3, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [1.0, 1 - 9e-4, 1 + 9e-4])
-@pytest.mark.parametrize("angle", [1.0, 2.0, 3.1, math.pi])
+@pytest.mark.parametrize("angle", [1.0, 2.0, 3.1, math.pi - 1e-6, math.pi - 1e-13, math.pi])
 def test_rows_of_norm_nearly_one_that_lean_on_all_axes_alike(backend, d, dtype, scale, angle):
     """Norms within the tolerance are let through, and the axis of departure at the antipode is far from tangent."""
     signs = torch.where(torch.arange(d) % 2 == 1, -1.0, 1.0).double()
