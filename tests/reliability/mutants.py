@@ -133,7 +133,11 @@ CORE: dict[str, tuple[str, ...]] = {
     "geoflow_fast/retrieval/features.py": ("retrieval/test_features.py", "retrieval/test_no_match.py"),
     "geoflow_fast/retrieval/bandwidth.py": ("retrieval/test_bandwidth.py",),
     "geoflow_fast/retrieval/no_match.py": ("retrieval/test_no_match.py",),
-    "geoflow_fast/retrieval/sources.py": ("retrieval/test_head_entropy.py", "retrieval/test_entropy.py"),
+    "geoflow_fast/retrieval/sources.py": (
+        "retrieval/test_head_entropy.py",
+        "retrieval/test_entropy.py",
+        "retrieval/test_bandwidth.py",
+    ),
     "geoflow_fast/retrieval/index.py": ("retrieval/test_index.py",),
     "geoflow_fast/head/loss.py": ("head/test_loss.py",),
     "geoflow_fast/head/model.py": ("head/test_model.py", "retrieval/test_head_entropy.py"),
