@@ -150,7 +150,7 @@ CORE: dict[str, tuple[str, ...]] = {
     "geoflow_fast/decisions/trust.py": ("decisions/test_trust.py", "decisions/test_rules.py"),
     "geoflow_fast/decisions/drift.py": ("decisions/test_watch.py",),
     "geoflow_fast/decisions/watch.py": ("decisions/test_watch_numbers.py", "decisions/test_watch.py"),
-    "geoflow_fast/training/batches.py": ("training/test_training.py",),
+    "geoflow_fast/training/batches.py": ("training/test_training.py", "training/test_device.py"),
     "geoflow_fast/training/blending.py": ("training/test_blending.py",),
     "geoflow_fast/evaluation/metrics.py": ("evaluation/test_metrics.py", "evaluation/test_ties.py"),
     "geoflow_fast/evaluation/statistics.py": ("evaluation/test_statistics.py",),
