@@ -106,9 +106,10 @@ def test_of_tied_items_the_last_leaves_the_list(backend, top_k, threads, monkeyp
     assert later.merge(halves[0]).top_index.tolist() == [order[:top_k]]
 
 
-def test_codes_serve_float32_alone():
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_codes_serve_float32_alone(dtype):
     """Queries in float64 are searched in float64, with codes or without."""
-    gallery, queries = unit_rows(6000, 33).double(), unit_rows(5, 33).double()
+    gallery, queries = unit_rows(6000, 33).to(dtype), unit_rows(5, 33).double()
     codes = gf.ops.RowCodes.encode(gallery.float())
     scores, index = gf.ops.gallery_search(queries, gallery, 7, codes=codes)
     wanted = exact(queries, gallery, 7)
