@@ -277,6 +277,8 @@ def test_a_run_makes_each_of_its_batches_once(first, last, enabled):
     made = []
     prefetcher = Prefetcher(lambda step: made.append(step) or -step, first, last, torch.device("cpu"), enabled=enabled)
     got = [prefetcher.get(step) for step in range(first, last)]
+    if enabled:
+        prefetcher.pool.submit(int).result()  # the thread has begun whatever it was asked for before
     prefetcher.close()
     assert got == [-step for step in range(first, last)]
     assert made == list(range(first, last))
