@@ -228,6 +228,18 @@ def test_bounds_that_exclude_nothing_change_nothing(gallery):
 
 
 @needs_int8
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("largest", [1e-45, 1e-38, 1e37, 3e38])
+def test_queries_at_the_ends_of_floats_are_searched_with_codes_as_without(queries, largest):
+    """Their bounds are no numbers, or exclude nothing."""
+    gallery, x = unit_rows(5000, 64), unit_rows(queries, 64)
+    x = x / x.abs().amax() * largest
+    codes = gf.ops.RowCodes.encode(gallery)
+    ours, wanted = gf.ops.gallery_search(x, gallery, 5, codes=codes), gf.ops.gallery_search(x, gallery, 5)
+    assert all(torch.equal(a, b) for a, b in zip(ours, wanted, strict=True))
+
+
+@needs_int8
 @pytest.mark.parametrize("queries", [1, 3, 5, 40])
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 def test_upper_bounds_hold_and_are_narrow(queries, scale):
