@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib
 import json
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.reliability import mutants, planted
 from tests.reliability.changed_code import (
@@ -19,7 +22,9 @@ from tests.reliability.changed_code import (
     HANGS,
     SURVIVED,
     BrokenOffError,
+    Change,
     Outcome,
+    give_changed_code,
     judged,
 )
 from tests.reliability.equivalent import EQUIVALENT
@@ -158,6 +163,26 @@ def test_tests_that_were_not_run_say_nothing(status, tmp_path):
     (tmp_path / "output.txt").write_text("there are no tests\n")
     with pytest.raises(BrokenOffError, match=rf"(?s)status {status}.*there are no tests"):
         judged(status, "", 1.0, tmp_path / "output.txt")
+
+
+@pytest.mark.slow
+def test_a_function_that_another_has_made_is_changed_with_it():
+    """What a decorator or a factory made when its module was imported is what tests call."""
+    change = Change.of_text(
+        "geoflow_fast/ops/masked_interpolant.py", "(inputs[2], inputs[3])", "(inputs[3], inputs[2])"
+    )
+    points, t, direction = torch.eye(4).split(1), torch.zeros(1), torch.zeros(1, dtype=torch.int8)
+    seen = []
+    run = importlib.import_module(change.module)._fused(lambda _, data, *_rest: seen.append(data) or -1)
+    try:
+        give_changed_code(change, "_fused")
+        run(*points, t, direction, None, False)
+    finally:
+        give_changed_code(dataclasses.replace(change, after=change.before), "_fused")
+    run(*points, t, direction, None, False)
+    for (image, text), expected in zip(seen, (points[:1:-1], points[2:]), strict=True):
+        assert torch.equal(image, expected[0])
+        assert torch.equal(text, expected[1])
 
 
 def in_a_process(*arguments: str) -> subprocess.CompletedProcess[str]:
