@@ -217,7 +217,7 @@ try:
     Runner().run(None, ["tests/test_geometry.py::test_that_nobody_wrote"])
 except BrokenOffError:
     print("no test")
-nothing = Change("geoflow_fast/geometry.py", 0, "", "")
+nothing = Change.of_text("geoflow_fast/geometry.py", "def normalize(", "def normalize(")
 jobs = [Job("a", nothing, "normalize", ("tests/test_plan.py",)), Job("b", nothing, "nobody", ("tests/test_plan.py",))]
 Collected(jobs, lambda job, outcome: print(f"{job.name}: {type(outcome).__name__}")).run()
 """
