@@ -81,6 +81,13 @@ def test_rows_of_a_whole_hadamard_block_are_orthonormal():
     torch.testing.assert_close(x @ x.T, torch.eye(128, dtype=torch.float64))
 
 
+@pytest.mark.parametrize(("d", "order"), [(2, 128), (128, 128), (129, 256), (256, 256), (257, 512), (1024, 1024)])
+def test_a_block_is_the_least_power_of_two_that_holds_a_row(d, order):
+    """So that the rows of a block are orthogonal where d is a power of two."""
+    noise = StructuredNoise.draw(order + 1, d, generator=seeded())
+    assert (noise.order, len(noise.signs)) == (order, 2)
+
+
 def test_names_that_moved_here_are_still_in_geometry():
     assert geometry.sample_uniform is sample_uniform
     assert geometry.StructuredNoise is StructuredNoise

@@ -109,11 +109,11 @@ def _bounds_pay(queries: Tensor, gallery: Tensor, backend: str) -> bool:
 
 
 def _by_codes(queries: Tensor, gallery: Tensor, top_k: int, codes: RowCodes) -> tuple[Tensor, Tensor]:
-    """The search by bounds; queries whose bounds exclude too little are searched without them."""
+    """The search by bounds; queries whose bounds exclude too little, or are no numbers, are searched without them."""
     arrays = (codes.code, codes.scale, codes.error, codes.largest_norm)
     gallery = gallery.contiguous()
     score, index, kept = native.search_codes(queries.contiguous(), gallery, *arrays, top_k)
-    left = (kept < 0).nonzero()[:, 0]
+    left = (kept < top_k).nonzero()[:, 0]
     if len(left):
         score[left], index[left] = _search(queries[left], gallery, top_k, "cpu")
     return score, index

@@ -403,6 +403,17 @@ def test_the_share_that_explains_the_signals_of_live_queries():
         assert certify.likely_share(pilot, live) == pytest.approx(share, abs=1e-9)
 
 
+def test_queries_still_differ_where_none_seems_to_have_a_match():
+    """Their signals are beyond those of the twins: the share stays below one, so that probabilities are left."""
+    pilot = SimpleNamespace(no_match=np.full(9, -1.0), twin_no_match=np.full(9, 1.0))
+    for live in (1.0, 1.3, 5.0):
+        share = certify.likely_share(pilot, np.full(9, live))
+        assert 0.8 < share < 1
+        prob = combined(np.array([0.0, 1.0, 1.0]), np.array([0.0, 0.0, -1.0]), share)
+        assert 0 < prob[0] < prob[1] < prob[2] < 1
+    assert certify.likely_share(pilot, np.full(9, -3.0)) == 0
+
+
 def test_tests_begin_where_whole_errors_leave_most_evidence():
     """Two thresholds promise 1.9 errors among 30 answers and 2.01 among 38: as whole numbers one and two."""
     given = np.zeros((100, 2), bool)

@@ -21,7 +21,8 @@ from sklearn.utils.estimator_checks import check_estimator
 
 import geoflow_fast as gf
 from geoflow_fast.decisions import lists
-from geoflow_fast.decisions.logistic import log_losses
+from geoflow_fast.decisions.logistic import log_losses, mean_and_error
+from geoflow_fast.decisions.model import RIGHT, _climb
 from geoflow_fast.evaluation.metrics import auroc
 from tests.decisions.helpers import copied, search
 
@@ -307,3 +308,37 @@ def test_the_softmax_is_that_of_scipy():
     heads = lists.first_distinct(NEW.scores, 9)
     expected = special.logit(special.softmax(2.0 * heads, axis=1)[:, 0])
     np.testing.assert_allclose(lists.softmax_logit(heads, 2.0), expected, rtol=1e-6)
+
+
+def test_a_query_is_judged_by_a_fit_that_has_not_seen_its_fold():
+    """What happened in a fold changes nothing of what is said about it; what happened in rows that are not learned
+    from changes nothing at all."""
+    rng = np.random.default_rng(0)
+    n = 150
+    heads = np.sort(rng.normal(size=(n, 4)), axis=1)[:, ::-1]
+    ahead, fold, learned, features = heads[:, 0] - heads[:, 1], np.arange(n) % 5, np.arange(n) % 7 > 0, np.empty((n, 0))
+    positive = rng.random(n) < special.expit(5 * ahead - 2)
+
+    def judged(happened):
+        return _climb(RIGHT, heads, features, happened, learned, 1.0, fold, np.arange(n))
+
+    answer, gains, logit = judged(positive)
+    others = judged(np.where(learned, positive, ~positive))
+    assert others[:2] == (answer, gains)
+    np.testing.assert_array_equal(others[2], logit)
+    for number in range(5):
+        out = fold == number
+        # A fold in which the first is right where the second is near asks for other weights and temperatures.
+        other, _, without = judged(np.where(out, ahead < 0.3, positive))
+        assert other.groups == answer.groups == ("softmax",)
+        np.testing.assert_array_equal(without[out], logit[out])
+        assert (without[~out] != logit[~out]).all()
+
+
+def test_the_error_of_a_mean_counts_each_query_once():
+    """Values of one query that are all equal say no more than one of them."""
+    values = np.array([3.0, -1.0, 4.0, 1.0, 5.0])
+    expected = values.mean(), values.std() / np.sqrt(5)
+    assert mean_and_error(values, np.arange(5)) == pytest.approx(expected)
+    assert mean_and_error(np.tile(values, 3), np.tile(np.arange(5), 3)) == pytest.approx(expected)
+    assert mean_and_error(values, np.zeros(5, int)) == pytest.approx((values.mean(), 0.0))

@@ -183,6 +183,20 @@ def test_the_linear_classifier_is_that_of_scikit_learn():
     assert drift._auroc(score, live[None].astype(float), folds)[0] == pytest.approx(won / pairs)
 
 
+@pytest.mark.parametrize(("rows", "live"), [(2, 1), (3, 1), (3, 2), (9, 4)])
+def test_few_pairs_of_queries_have_an_auroc(rows, live):
+    """The share of pairs in which the live query has the higher score: of all pairs or of those within a fold."""
+    rng = np.random.default_rng(0)
+    for _ in range(5):
+        score, labels = rng.permutation(rows) + 0.5, rng.permutation(np.arange(rows) < live)
+        higher = score[labels][:, None] > score[~labels]
+        given = drift.GivenScore(score).auroc(labels[None].astype(float))
+        folds = [rng.permutation(rows), np.arange(rows, rows + 3)]  # in the second all are live
+        both = np.concatenate((score, np.zeros(3)))[None], np.concatenate((labels, np.ones(3)))[None]
+        assert given[0] == drift._auroc(*both, folds)[0] == pytest.approx(higher.mean())
+    assert drift._auroc(*both, folds[1:])[0] == 0.5
+
+
 def test_an_estimator_of_scikit_learn_may_be_given(rule):
     tree = pytest.importorskip("sklearn.tree").DecisionTreeClassifier(max_depth=2, random_state=0)
     health = gf.watch(rule, search(200, K, match=0.0, seed=3).scores, classifier=tree, every=200, false_alarms=0.9)

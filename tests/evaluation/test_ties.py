@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -103,6 +104,20 @@ def test_answers_that_are_right_with_a_probability_count_as_the_mean_over_their_
         values = [metric(uncertainty, outcome) for outcome in outcomes]
         limit = 4 * np.std(values) / 1000**0.5 + 1e-4
         assert metric(uncertainty, share) == pytest.approx(np.mean(values), abs=limit), name
+
+
+@pytest.mark.parametrize(
+    "right", [[1, 0], [1, 0, 0], [0.5, 0.5], [0.1, 0.9], [1, 0.5, 0, 0.2, 0.9], [0.01, 0, 0]], ids=str
+)
+def test_the_auroc_of_few_answers_is_that_of_their_pairs(right):
+    """Each two answers count by the probability that one is right and the other is wrong."""
+    uncertainty, right = np.array([2.0, 1.0, 3.0, 1.0, 0.0])[: len(right)], np.array(right)
+    won = total = 0.0
+    for one, other in itertools.permutations(range(len(right)), 2):
+        weight = right[one] * (1 - right[other])
+        total += weight
+        won += weight * (np.sign(uncertainty[other] - uncertainty[one]) + 1) / 2
+    assert auroc(uncertainty, right) == pytest.approx(won / total)
 
 
 class First(Method):

@@ -16,6 +16,12 @@ def test_joint_probability_follows_the_paper():
     assert [curriculum.joint_probability(step) for step in (300, 999)] == pytest.approx([0.4, 0.4])
 
 
+@pytest.mark.parametrize(("conditional", "first"), [(0.0, 0), (0.5, 5), (1.0, 10)])
+def test_without_a_ramp_joint_rows_begin_at_once(conditional, first):
+    curriculum = Curriculum(steps=10, conditional_share=conditional, ramp_share=0.0)
+    assert [curriculum.joint_probability(step) for step in range(10)] == [0.0] * first + [0.4] * (10 - first)
+
+
 def test_directions_times_and_dropout_have_the_frequencies_of_the_curriculum():
     p_joint = Curriculum(steps=1000).joint_probability(500)
     plan = draw_batch_plan(200_000, p_joint, 0.1, torch.Generator().manual_seed(3))

@@ -371,6 +371,20 @@ def test_preprocessing_keeps_the_leading_components(centre):
     torch.testing.assert_close(part.radius, ((x - mean) @ right[:2].T).square().sum(1).mean().sqrt())
 
 
+def test_preprocessing_does_not_depend_on_the_signs_of_eigenvectors(monkeypatch):
+    x = sample_uniform(50, 6, dtype=torch.float64)
+    parts, solve = [Preprocess(6, 3).double() for _ in range(2)], torch.linalg.eigh
+    parts[0].fit([x], centre=True)
+    signs = torch.tensor([-1.0, 1, -1, -1, 1, -1], dtype=torch.float64)
+    monkeypatch.setattr(torch.linalg, "eigh", lambda a: (solve(a)[0], -solve(a)[1] * signs))
+    parts[1].fit([x], centre=True)
+    monkeypatch.setattr(torch.linalg, "eigh", lambda a: (solve(a)[0], solve(a)[1] * signs))
+    parts.append(Preprocess(6, 3).double())
+    parts[2].fit([x], centre=True)
+    for part in parts[1:]:
+        torch.testing.assert_close(part.basis, parts[0].basis)
+
+
 def test_preprocessing_is_saved_with_the_model(tmp_path):
     config = dataclasses.replace(SMALL, centre=True, pca_dim=4)
     flow = gf.GeoFlow(config)

@@ -76,6 +76,11 @@ def test_functions_that_oscillate_too_fast_are_told(waves, resolved):
     assert is_resolved(values) == resolved
 
 
+@pytest.mark.parametrize("value", [0.0, 1.0, -300.0])
+def test_constants_are_resolved(value):
+    assert is_resolved(torch.full((2, POINTS, 3), value))
+
+
 def test_a_conditioning_that_is_not_resolved_is_computed_for_every_row(monkeypatch):
     monkeypatch.setattr(modulation.InterpolatedRows, "forward", None)
     config = dataclasses.replace(WIDE, time_scale=64.0)

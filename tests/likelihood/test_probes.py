@@ -101,6 +101,21 @@ def test_aligned_probes_have_size_one_along_what_was_learned(manifold):
     assert torch.equal(many.draw(1, 0, y), many.draw(1, 0, y))
 
 
+@pytest.mark.parametrize("manifold", [SPHERE, EUCLIDEAN])
+def test_aligned_probes_point_where_plain_ones_do(manifold):
+    """They are plain ones of the same seed, stretched along what was learned and across it."""
+    x, y, z = sample_uniform(3, 6, dtype=torch.float64).unsqueeze(1).expand(-1, 40, -1)
+    aligned, plain = (probes(40, 3, probe=kind, manifold=manifold) for kind in ("aligned", "gaussian"))
+    first = aligned.draw(0, 0, x)
+    aligned.learn(0, x, first, 3 * z * dot(z, first) + first)
+    e, before = aligned.draw(1, 0, y), plain.draw(1, 0, y)
+    lead = torch.nn.functional.normalize(manifold.project(y, aligned._leads[0]), dim=-1)
+    across = [torch.nn.functional.normalize(v - dot(v, lead) * lead, dim=-1) for v in (e, before)]
+    torch.testing.assert_close(across[0], across[1], atol=1e-6, rtol=0)
+    if manifold is EUCLIDEAN:
+        assert torch.equal(dot(e, lead).sign(), dot(before, lead).sign())
+
+
 def test_a_direction_that_vanishes_or_leaves_the_tangent_space_is_not_followed():
     x = sample_uniform(30, 7)
     for product in (torch.zeros(3, 30, 7), x.flip(0).expand(3, -1, -1)):

@@ -106,9 +106,10 @@ def test_of_tied_items_the_last_leaves_the_list(backend, top_k, threads, monkeyp
     assert later.merge(halves[0]).top_index.tolist() == [order[:top_k]]
 
 
-def test_codes_serve_float32_alone():
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_codes_serve_float32_alone(dtype):
     """Queries in float64 are searched in float64, with codes or without."""
-    gallery, queries = unit_rows(6000, 33).double(), unit_rows(5, 33).double()
+    gallery, queries = unit_rows(6000, 33).to(dtype), unit_rows(5, 33).double()
     codes = gf.ops.RowCodes.encode(gallery.float())
     scores, index = gf.ops.gallery_search(queries, gallery, 7, codes=codes)
     wanted = exact(queries, gallery, 7)
@@ -227,6 +228,18 @@ def test_bounds_that_exclude_nothing_change_nothing(gallery):
 
 
 @needs_int8
+@pytest.mark.parametrize("queries", [1, 5])
+@pytest.mark.parametrize("largest", [1e-45, 1e-38, 1e37, 3e38])
+def test_queries_at_the_ends_of_floats_are_searched_with_codes_as_without(queries, largest):
+    """Their bounds are no numbers, or exclude nothing."""
+    gallery, x = unit_rows(5000, 64), unit_rows(queries, 64)
+    x = x / x.abs().amax() * largest
+    codes = gf.ops.RowCodes.encode(gallery)
+    ours, wanted = gf.ops.gallery_search(x, gallery, 5, codes=codes), gf.ops.gallery_search(x, gallery, 5)
+    assert all(torch.equal(a, b) for a, b in zip(ours, wanted, strict=True))
+
+
+@needs_int8
 @pytest.mark.parametrize("queries", [1, 3, 5, 40])
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 def test_upper_bounds_hold_and_are_narrow(queries, scale):
@@ -236,6 +249,25 @@ def test_upper_bounds_hold_and_are_narrow(queries, scale):
     gap = bound - x.double() @ gallery.double().T
     assert float(gap.min()) >= 0
     assert float(gap.max()) < 0.05 * scale
+
+
+@needs_int8
+@pytest.mark.parametrize("queries", [1, 3, 4, 6, 7, 40])
+@pytest.mark.parametrize("width", [64, 256])
+def test_upper_bounds_hold_where_they_are_attained(queries, width):
+    """Of rows that bytes hold exactly: those along what the rounding of a query loses, where the inequality of Cauchy
+    and Schwarz is an equality, and the axes, of which bytes lose nothing, so that the rounding of float32 is left."""
+    axes = gf.ops.RowCodes.encode(torch.eye(width))
+    rotation = axes.scale.double()[:, None] * (axes.code.double() - 128)  # all entries have one magnitude
+    lost = torch.randint(2, (queries, width)).double() * 2 - 1
+    lost[:, 0] = 0
+    first = torch.eye(width, dtype=torch.float64)[0]
+    steps = 127 * 254 if queries <= 3 else 127  # few queries are rounded to a 254th of a byte
+    x = gf.geometry.normalize((steps * first + 0.49 * lost) @ rotation.T).float()
+    gallery = gf.geometry.normalize(torch.cat((lost, -lost)) @ rotation.T).float()
+    for some, rows in ((x, gallery), (torch.eye(width)[:queries], torch.eye(width))):
+        bound = gf.ops.RowCodes.encode(rows).upper_bounds(some).double()
+        assert bool((bound >= some.double() @ rows.double().T).all())
 
 
 def test_codes_of_another_gallery_are_refused():

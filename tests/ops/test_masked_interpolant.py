@@ -86,10 +86,27 @@ def test_every_angle_gives_unit_tangent_finite_rows(backend, angle, dtype):
     assert torch.allclose(image, g.geodesic(a, b, t), atol=16 * tol)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_short_turns_are_right_to_the_last_digits(backend, dtype):
+    """In the plane of two axes the sine of a small angle stands alone, and no larger number hides its error."""
+    angle, t = torch.tensor([1e-6, 1e-4, 1e-3, 5e-3, 9.9e-3, 1.01e-2, 0.1, 1.5]), torch.tensor([0, 0.003, 0.3, 0.9, 1])
+    angle, t = (x.flatten().double() for x in torch.meshgrid(angle, t, indexing="ij"))
+    b = torch.stack((angle.cos(), angle.sin()), 1).to(dtype)
+    a, t = torch.eye(2, dtype=dtype)[:1].expand_as(b), t.to(dtype)
+    direction = torch.zeros(len(b), dtype=torch.int8)
+    image, _, v_image, _ = gf.ops.masked_interpolant(a, a, b, b, t, direction, backend=backend)
+    angle = torch.atan2(b[:, 1].double(), b[:, 0].double())
+    turn, tol = angle * t.double(), 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(image[:, 1].double(), turn.sin(), rtol=tol, atol=0)
+    torch.testing.assert_close(v_image[:, 1].double(), angle * turn.cos(), rtol=tol, atol=0)
+    torch.testing.assert_close(image[:, 0].double(), turn.cos(), rtol=0, atol=tol)
+    torch.testing.assert_close(v_image[:, 0].double(), -angle * turn.sin(), rtol=0, atol=tol)
+
+
 @pytest.mark.parametrize("d", [2, 3, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scale", [1.0, 1 - 9e-4, 1 + 9e-4])
-@pytest.mark.parametrize("angle", [1.0, 2.0, 3.1, math.pi])
+@pytest.mark.parametrize("angle", [1.0, 2.0, 3.1, math.pi - 1e-6, math.pi - 1e-13, math.pi])
 def test_rows_of_norm_nearly_one_that_lean_on_all_axes_alike(backend, d, dtype, scale, angle):
     """Norms within the tolerance are let through, and the axis of departure at the antipode is far from tangent."""
     signs = torch.where(torch.arange(d) % 2 == 1, -1.0, 1.0).double()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from geoflow_fast import ops
-from geoflow_fast.ops import dispatch
+from geoflow_fast.ops import dispatch, native
 
 SIZES = [(1, 1), (7, 7), (129, 512), (130, 1023)]
 sizes = pytest.mark.parametrize(("rows", "width"), SIZES)
@@ -199,6 +199,14 @@ def test_torch_defaults_do_not_matter():
             assert torch.equal(ops.swiglu(x), expected[1])
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_nothing_is_dropped_at_a_share_of_zero_whatever_is_drawn():
+    """With this seed the first entry draws the least of all numbers: it is the first to go at any share above zero."""
+    keep = torch.zeros(96, dtype=torch.bool)
+    for share, dropped in ((0.0, []), (1e-9, [0])):
+        native.extension().keep_mask(len(keep), share, 3080601008, keep.data_ptr(), 1)
+        assert (~keep).nonzero()[:, 0].tolist() == dropped
 
 
 def test_keep_mask_has_its_rate_follows_the_seed_and_not_the_threads():

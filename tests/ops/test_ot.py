@@ -16,9 +16,10 @@ import pytest
 import torch
 from scipy import stats
 from scipy.optimize import linear_sum_assignment
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import geoflow_fast as gf
-from geoflow_fast.distributed import ALONE
+from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.noise import StructuredNoise, sample_uniform
 from geoflow_fast.ops import native, transport_solvers
 from geoflow_fast.ops.ot_assign import condition_weight
@@ -410,6 +411,42 @@ def test_kernel_domain_hands_over_to_scores():
     assert float((plans[0] - plans[1]).abs().sum()) <= 0.05
 
 
+@compiled
+@pytest.mark.parametrize("row", [0, 3, 5])
+def test_sums_that_exponentials_cannot_hold_are_not_given(row):
+    """One row or column whose sum leaves the range of float32 is enough; other rows are summed as in float64."""
+    eps, cost, g = 1.0, torch.rand(6, 21), torch.zeros(21, dtype=torch.float64)
+    g[4] = 20.0
+    beyond, lost = cost.clone(), cost.clone()
+    beyond[row, 4] -= 79  # the exponential of 79 + 20 / 2 overflows
+    lost[:, 7] += 79  # a column that is exp(-79 - 65) times another one vanishes
+    lost[:, 8] -= 65
+    f = torch.zeros(6, dtype=torch.float64)
+    for costs, held in ((cost, True), (beyond, False), (lost, False)):
+        matrix = native.TransportMatrix(6, 21, torch.float32)
+        matrix.load(costs, 0.0)
+        matrix.enter_kernel(0.0, eps)
+        sums = matrix.panel_pass(f, g, eps, 6)
+        assert (sums is not None) == held
+        if held:
+            torch.testing.assert_close(sums, ((g - costs) / eps).softmax(1).mean(0), rtol=1e-5, atol=0)
+
+
+@compiled
+@pytest.mark.parametrize("arc", [True, False])
+@pytest.mark.parametrize("kernel_eps", [None, 0.5])
+@pytest.mark.parametrize("cols", [5, 16, 21])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_extremes_of_costs_between_points_are_those_of_their_columns(arc, kernel_eps, cols, sign):
+    """Where all points are near each other, or all far, zero is not between them, which fills the ends of rows."""
+    noise, data = (gf.geometry.normalize(torch.eye(1, 8) + 0.05 * torch.randn(n, 8)) for n in (7, cols))
+    matrix = native.TransportMatrix(7, cols, torch.float32)
+    low, high = matrix.build((noise, sign * data), (noise, sign * data), (1.0, 0.5), arc, kernel_eps)
+    product = sign * noise.double() @ data.double().T
+    scores = 1.5 * (torch.asin(product) if arc else 2 * product)
+    assert (low, high) == pytest.approx((float(scores.min()), float(scores.max())), abs=1e-5)
+
+
 def test_rectangular_matrix(backend):
     cost = 3 * torch.rand(70, 131, dtype=torch.float64) + 1e3
     result = gf.ops.sinkhorn(cost, eps=0.1, tol=1e-5, max_iter=2000, backend=backend)
@@ -562,6 +599,13 @@ def test_backends_draw_alike():
         for backend in ("cpu", "reference")
     ]
     assert share_equal(*draws) >= 0.99
+
+
+def test_draws_without_a_generator_are_those_of_torch(backend):
+    points = clouds(60)
+    wanted = gf.ops.ot_assign(*points, assignment="sample", generator=torch.Generator().manual_seed(5), backend=backend)
+    torch.manual_seed(5)
+    assert torch.equal(gf.ops.ot_assign(*points, assignment="sample", backend=backend), wanted)
 
 
 def test_exact_is_the_linear_assignment(backend):
@@ -759,6 +803,68 @@ def test_the_rows_of_a_rank_are_iterated_as_a_whole_problem_is(far):
     assert torch.equal(nothing._column_sums(solved[0][0][:0], solved[0][1], eps), torch.zeros(20, dtype=torch.float64))
     for whole, of_rank in zip(*solved):
         torch.testing.assert_close(of_rank - of_rank.mean(), whole - whole.mean(), atol=1e-4, rtol=0)
+
+
+@compiled
+def test_the_extremes_of_a_ranks_scores_are_those_of_its_costs():
+    """Scores are pi - C for the sum of two arcs. In one orthant costs are below pi, and the extremes not opposite."""
+    image0, text0, image1, text1 = points = tuple(x.abs() for x in clouds(20, 7, 5, 31))
+    matrix, cost = Panel(20, 31, torch.float32, ALONE), wide_cost(points)
+    extremes = matrix.build((image0, image1), (text0, text1), (1.0, 1.0), True, None)
+    assert extremes == pytest.approx((math.pi - float(cost.max()), math.pi - float(cost.min())), abs=1e-5)
+
+
+@pytest.mark.parametrize("uniform", [None, torch.zeros(0)])
+def test_a_rank_without_rows_has_no_targets(uniform):
+    class BesideAnother(World):
+        """The other rank has all rows of a plan whose columns are right."""
+
+        def all_reduce(self, x, operation="sum"):
+            assert operation == "sum"
+            return x + 1
+
+    x, y = sample_uniform(4, 5), sample_uniform(4, 3)
+    world = BesideAnother(1, 2)
+    target = gf.ops.ot_assign_panel(x[:0], y[:0], x, y, world, uniform=uniform, backend="reference")
+    assert (target.shape, target.dtype) == ((0,), torch.int64)
+
+
+@pytest.mark.parametrize("start", [0.5, 1.0, 2.0, 5.0, 16.0, 100.0])
+@pytest.mark.parametrize("budget", [(7, 1000), (7, 20), (7, 7), (0, 100)])
+def test_eps_falls_by_halves_until_the_end_is_near(start, budget):
+    """Each stage takes what it is given here, and the solve at eps 1 that follows starts from at most four times it."""
+    seen = []
+
+    class Recorded:
+        def iterate(self, _f, _g, eps, tol, max_iter):
+            seen.append((eps, max_iter))
+            return 0, max_iter, tol
+
+    done = transport_solvers.anneal(Recorded(), torch.zeros(2), torch.zeros(2), (start, 1.0), 1e-3, budget)
+    stage, total = budget
+    assert [eps for eps, _ in seen] == [start / 2**k for k in range(len(seen))]
+    assert done == sum(taken for _, taken in seen) <= total
+    assert all(eps > 1 and 0 < taken <= stage for eps, taken in seen)
+    if stage and done < total:
+        assert min((eps for eps, _ in seen), default=start) <= 4
+
+
+def test_results_of_a_traced_problem_have_its_shape():
+    settings = make_settings(0.1, 1e-3, 1000, "float32").flat()
+    given, points = make_problem(torch.rand(5, 7), None), make_problem("arc", clouds(5, 4, 3, 7))
+    for operation, problem, *rest in (
+        (torch.ops.geoflow.sinkhorn, given, *settings),
+        (torch.ops.geoflow.sinkhorn, points, *settings),
+        (torch.ops.geoflow.ot_assign, given, *settings, None),
+        (torch.ops.geoflow.ot_assign, points, *settings, None),
+        (torch.ops.geoflow.transport_cost, points),
+    ):
+        results = [operation(*problem.flat(), *rest, "auto")]
+        with FakeTensorMode() as mode:
+            flat = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in problem.flat()]
+            results.append(operation(*flat, *rest, "auto"))
+        real, traced = ([x] if isinstance(x, torch.Tensor) else x for x in results)
+        assert [(x.shape, x.dtype) for x in traced] == [(x.shape, x.dtype) for x in real]
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])

@@ -66,6 +66,7 @@ def inputs_of(name: str) -> tuple[object, ...]:
         "cross_residual_backward": (x, torch.randn(ROWS, 2 * WIDTH), group, keep, 0.5, 2),
         "counter_noise": (torch.arange(ROWS), WIDTH, 1, 2, 0, True),
         "unit_rows": (3 * x, torch.arange(ROWS).flip(0)),
+        "product": (x, y.T),
         "flow_loss": (x, y, z, w, y.clone(), z.clone(), direction),
         "flow_loss_backward": (times, x, y, z, w, y.clone(), z.clone(), direction),
         "keep_mask": (keep, 0.3),
@@ -103,7 +104,7 @@ def test_registrations_are_right(name, backend):
     arguments = (*inputs_of(name), backend)
     operator = getattr(torch.ops.geoflow, name).default
     torch.library.opcheck(operator, arguments)
-    if name in (*DIFFERENTIABLE, *STEPS, "cross_residual", "masked_interpolant"):
+    if name in (*DIFFERENTIABLE, *STEPS, "cross_residual", "product", "masked_interpolant"):
         torch.library.opcheck(operator, tuple(leaves(arguments)))
     if name == "flow_loss":
         torch.library.opcheck(operator, (*leaves(arguments[:2]), *arguments[2:]))

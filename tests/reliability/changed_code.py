@@ -344,7 +344,8 @@ class Collected:
 
 
 def give_changed_code(change: Change, function: str) -> None:
-    """Gives the functions of this qualified name that hold the changed line their changed code."""
+    """Gives the functions of this qualified name that hold the changed line their changed code, and those within them
+    that have been made already, as by a decorator."""
 
     def codes(code: CodeType) -> Iterator[CodeType]:
         yield code
@@ -354,20 +355,28 @@ def give_changed_code(change: Change, function: str) -> None:
 
     def holds(code: CodeType) -> bool:
         lines = [line for _, _, line in code.co_lines() if line is not None]
-        return code.co_qualname == function and code.co_firstlineno <= change.line <= max(lines, default=0) + 1
+        return code.co_firstlineno <= change.line <= max(lines, default=0) + 1
 
     importlib.import_module(change.module)
     path = str(ROOT / change.file)
-    new = [code for code in codes(compile(change.source, path, "exec")) if holds(code)]
-    old = [
+    holding = [code for code in codes(compile(change.source, path, "exec")) if holds(code)]
+    new = [code for code in holding if code.co_qualname == function]
+    made = [
         each
         for each in gc.get_objects()
-        if isinstance(each, FunctionType) and each.__code__.co_filename == path and holds(each.__code__)
+        if type(each) is FunctionType and each.__code__.co_filename == path and holds(each.__code__)
     ]
+    old = [each for each in made if each.__code__.co_qualname == function]
     assert len(new) == 1, f"{function} of {change.file} is there {len(new)} times"
     assert old, f"{function} of {change.file} was not imported"
     for each in old:
         each.__code__ = new[0]
+    for each in made:
+        code = each.__code__
+        if code.co_qualname.startswith(f"{function}.<locals>."):
+            alike = [x for x in holding if (x.co_qualname, x.co_freevars) == (code.co_qualname, code.co_freevars)]
+            if len(alike) == 1:  # of two lambdas on a line nobody knows which is which
+                each.__code__ = alike[0]
 
 
 class NativeBuild:

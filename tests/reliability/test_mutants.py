@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib
 import json
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.reliability import mutants, planted
 from tests.reliability.changed_code import (
@@ -19,7 +22,9 @@ from tests.reliability.changed_code import (
     HANGS,
     SURVIVED,
     BrokenOffError,
+    Change,
     Outcome,
+    give_changed_code,
     judged,
 )
 from tests.reliability.equivalent import EQUIVALENT
@@ -160,6 +165,26 @@ def test_tests_that_were_not_run_say_nothing(status, tmp_path):
         judged(status, "", 1.0, tmp_path / "output.txt")
 
 
+@pytest.mark.slow
+def test_a_function_that_another_has_made_is_changed_with_it():
+    """What a decorator or a factory made when its module was imported is what tests call."""
+    change = Change.of_text(
+        "geoflow_fast/ops/masked_interpolant.py", "(inputs[2], inputs[3])", "(inputs[3], inputs[2])"
+    )
+    points, t, direction = torch.eye(4).split(1), torch.zeros(1), torch.zeros(1, dtype=torch.int8)
+    seen = []
+    run = importlib.import_module(change.module)._fused(lambda _, data, *_rest: seen.append(data) or -1)
+    try:
+        give_changed_code(change, "_fused")
+        run(*points, t, direction, None, False)
+    finally:
+        give_changed_code(dataclasses.replace(change, after=change.before), "_fused")
+    run(*points, t, direction, None, False)
+    for (image, text), expected in zip(seen, (points[:1:-1], points[2:]), strict=True):
+        assert torch.equal(image, expected[0])
+        assert torch.equal(text, expected[1])
+
+
 def in_a_process(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs a module of this folder in a process that has not imported the package."""
     return subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True)
@@ -192,7 +217,7 @@ try:
     Runner().run(None, ["tests/test_geometry.py::test_that_nobody_wrote"])
 except BrokenOffError:
     print("no test")
-nothing = Change("geoflow_fast/geometry.py", 0, "", "")
+nothing = Change.of_text("geoflow_fast/geometry.py", "def normalize(", "def normalize(")
 jobs = [Job("a", nothing, "normalize", ("tests/test_plan.py",)), Job("b", nothing, "nobody", ("tests/test_plan.py",))]
 Collected(jobs, lambda job, outcome: print(f"{job.name}: {type(outcome).__name__}")).run()
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
@@ -14,6 +15,7 @@ import torch
 import geoflow_fast as gf
 from geoflow_fast import geometry as g
 from geoflow_fast import noise
+from geoflow_fast.directions import Direction
 from geoflow_fast.retrieval import marginals
 from geoflow_fast.retrieval.bandwidth import refined
 from geoflow_fast.retrieval.entropy import RetrievalEntropy
@@ -169,6 +171,40 @@ def test_marginals_that_another_process_made_meanwhile_are_taken(tmp_path):
     assert len(calls) == 1
 
 
+def test_files_of_marginals_name_what_they_depend_on(flow, tmp_path, monkeypatch):
+    """Numbers of a release that computed them otherwise are not taken; folders are made where there are none."""
+    source = RetrievalEntropy(flow, noise.sample_uniform(3, 10), reference="density", posterior="bayes").source
+    folder, calls = tmp_path / "new" / "folder", itertools.count(1)
+
+    def kept(reference):
+        """The number of the call that has computed it."""
+        facts = source.marginal_facts(reference)
+        return int(marginals.computed_once(folder, facts, lambda: torch.tensor([next(calls)])))
+
+    some = noise.sample_uniform(4, 7)
+    assert [kept(each) for each in (None, some, some[:3], None, some)] == [1, 2, 3, 1, 2]
+    monkeypatch.setattr(marginals, "FORMAT", marginals.FORMAT + 1)
+    assert [kept(each) for each in (None, some, None, some)] == [4, 5, 4, 5]
+    monkeypatch.setattr(marginals, "DENSITY_STEPS", marginals.DENSITY_STEPS + 1)
+    assert [kept(None), kept(None)] == [6, 6]
+
+
+@pytest.mark.parametrize("direction", ["t2i", "i2t"])
+def test_the_density_of_an_item_comes_from_a_partner_that_the_flow_draws(flow, direction):
+    """log p(item) = log p(item, partner) - log p(partner | item)."""
+    direction = Direction(direction)
+    items, seed = noise.sample_uniform(6, direction.items(10, 7)), torch.Generator().manual_seed
+    given = {"image" if direction is Direction.T2I else "text": items}
+    settings = {"n_samples": 1, "n_steps": 10, "guidance": 0.0, "solver": "ab2"}
+    image, text = (x.flatten(0, -2) for x in gf.sample(flow, **given, **settings, generator=seed(3)))
+    generator = seed(3)
+    joint, conditional = (
+        gf.log_density(flow, image, text, which, 10, generator=generator) for which in ("joint", direction.reverse)
+    )
+    ours = marginals.log_flow_density(flow, gf.Gallery(items), direction, seed=3)
+    torch.testing.assert_close(ours.double(), (joint - conditional).double(), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("direction", ["t2i", "i2t"])
 def test_density_of_a_flow_that_stands_still_is_uniform(direction):
     flow, width = gf.GeoFlow(gf.GeoFlowConfig(10, 7, hidden=8, depth=1)), {"t2i": 10, "i2t": 7}[direction]
@@ -200,3 +236,11 @@ def test_the_refined_bandwidth_is_the_minimum_of_a_parabola(vertex):
     kappas = [5.0, 10.0, 20.0, 40.0, 80.0]
     loss = torch.tensor([3 * (math.log(kappa) - math.log(vertex)) ** 2 + 1 for kappa in kappas], dtype=torch.float64)
     assert refined(kappas, loss, int(loss.argmin())) == pytest.approx(vertex)
+
+
+@pytest.mark.parametrize("losses", [[1.0, 2.0, 4.0, 8.0], [8.0, 4.0, 2.0, 1.0], [3.0, 3.0, 3.0, 3.0]])
+def test_at_an_end_of_the_grid_the_best_bandwidth_is_the_end(losses):
+    kappas, loss = [5.0, 10.0, 20.0, 40.0], torch.tensor(losses, dtype=torch.float64)
+    best = int(loss.argmin())
+    assert refined(kappas, loss, best) == kappas[best]
+    assert refined(kappas[:1], loss[:1], 0) == 5.0

@@ -171,3 +171,36 @@ def test_logits_of_items_are_those_of_their_definition():
     logits = calibration._item_logits(prob)
     expected = [[[math.log(p / (1 - p)), math.log(p / row[-1])] for p in row[:-1]] for row in prob.tolist()]
     torch.testing.assert_close(logits, torch.tensor(expected, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("law", "kept"), [("stated", False), ("overstated", True), ("reversed", False)], ids=["stated", "over", "reversed"]
+)
+def test_relevance_is_learned_where_probabilities_are_off_and_in_the_right_order(law, kept):
+    """Items are right with the probability that is stated, with that of half the log-odds, or the more rarely, the
+    more probable they are said to be."""
+    generator = torch.Generator().manual_seed(1)
+    prob = (3 * torch.randn(600, 6, generator=generator, dtype=torch.float64)).softmax(1)
+    stated = prob[:, :-1]
+    logit = torch.logit(stated)
+    truth = {"stated": stated, "overstated": torch.sigmoid(logit / 2), "reversed": torch.sigmoid(-logit - 4)}[law]
+    right = torch.rand(600, 5, generator=generator, dtype=torch.float64) < truth
+    evidence = Evidence({}, stated, torch.ones_like(right))
+    group = torch.arange(600)
+    known = calibration.KnownQueries(evidence, right, right.sum(1), group, group % 5, None)
+    weights = calibration._fit_relevance(known, prob, 1.0)
+    assert (weights is not None) == kept
+    if kept:
+        learned = dataclasses.replace(UNCALIBRATED, relevance=weights).item_relevance(prob)
+        assert float((learned - truth).abs().mean()) < 0.03 < float((stated - truth).abs().mean())
+
+
+@pytest.mark.parametrize("useful", [False, True])
+def test_a_hub_correction_has_a_scale_where_it_is_used(useful):
+    evidence, _ = simulate(200, 3)
+    noise = torch.randn(200, K, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    score = -2 * noise if useful else evidence.features["flow"]
+    right = score.masked_fill(~evidence.valid, -math.inf).argmax(1, keepdim=True) == torch.arange(K)
+    learned = fitted(evidence, right, hubs={3.0: noise})
+    assert ("hub" in learned.others) == useful
+    assert learned.hub_scale == (3.0 if useful else 0.0)

@@ -54,6 +54,18 @@ def head() -> gf.PosteriorHead:
     return gf.PosteriorHead.fit(hub_pairs(1000, 5), config, k=2)
 
 
+class ExactStore:
+    """A store that finds the rows with the largest products."""
+
+    def __init__(self, items: Tensor) -> None:
+        self.items, self.ntotal = items.numpy(), len(items)
+
+    def search(self, x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
+        score = x @ self.items.T
+        index = np.argsort(-score, axis=1)[:, :k]
+        return np.take_along_axis(score, index, 1), index
+
+
 def evidence_with(**features: Tensor) -> Evidence:
     nearness = next(iter(features.values()))
     return Evidence(features, nearness, torch.ones_like(nearness, dtype=torch.bool))
@@ -502,23 +514,23 @@ class TestHead:
 
     def test_shortlists_of_a_store_are_those_of_a_whole_pass(self, head):
         items, queries = unit(200, 3), unit(9, 4)
-
-        class Exact:
-            ntotal = 200
-
-            def search(self, x: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-                score = x @ items.numpy().T
-                index = np.argsort(-score, axis=1)[:, :k]
-                return np.take_along_axis(score, index, 1), index
-
         whole, stored = (
             gf.BayesReranker(None, gallery, head=head, shortlist_by="head", shortlist=20)
-            for gallery in (items, gf.Gallery(items, store=Exact()))
+            for gallery in (items, gf.Gallery(items, store=ExactStore(items)))
         )
         both = [reranker.rerank(queries) for reranker in (whole, stored)]
         assert torch.equal(both[0].answer, both[1].answer)
         shared = [len(set(a.tolist()) & set(b.tolist())) for a, b in zip(both[0].index, both[1].index)]
         assert np.mean(shared) > 18
+
+    def test_the_first_row_of_a_store_may_be_the_answer(self, head):
+        items, queries = unit(60, 3), unit(5, 4)
+        plain = gf.BayesReranker(None, items, head=head, shortlist_by="head", shortlist=8).rerank(queries).answer
+        for query, best in zip(queries.split(1), plain.tolist()):
+            moved = items.roll(-best, 0)
+            gallery = gf.Gallery(moved, store=ExactStore(moved))
+            stored = gf.BayesReranker(None, gallery, head=head, shortlist_by="head", shortlist=8)
+            assert stored.rerank(query).answer.tolist() == [0]
 
     def test_a_head_of_another_dtype(self, head):
         flow = gf.GeoFlow(gf.GeoFlowConfig(DIM, DIM, hidden=32, depth=1)).double()
@@ -605,6 +617,19 @@ class TestBudget:
         evidence = evidence_with(cosine=torch.zeros(3, 2, dtype=torch.float64))
         calibration = dataclasses.replace(UNCALIBRATED_HEAD, cheap=cheap)
         assert reranker._asks_flow(evidence, calibration).nonzero().flatten().tolist() == asked
+
+    @pytest.mark.parametrize(("budget", "asked"), [(0.5, [2]), (0.75, [2, 3]), (0.8, [0, 2, 3]), (1.0, [0, 1, 2, 3])])
+    def test_calls_are_as_close_as_the_closest_share_of_those_held_out(self, budget, asked, monkeypatch):
+        """Gaps of held-out queries are spread evenly from 0 to 1, so that a share of them lies below just that gap."""
+        gap = torch.tensor([0.78, 0.9, 0.05, 0.74], dtype=torch.float64)
+        monkeypatch.setattr("geoflow_fast.retrieval.rerank.close_call", lambda _: gap)
+        flow = gf.GeoFlow(gf.GeoFlowConfig(DIM, DIM, hidden=16, depth=1))
+        reranker = gf.BayesReranker(flow, unit(9, 0), n_steps=1, budget=budget)
+        evidence = evidence_with(cosine=torch.zeros(4, 2, dtype=torch.float64))
+        for gaps in ((0.0, 1.0), (0.0, 0.5, 1.0), tuple(np.linspace(0, 1, 8).tolist())):
+            cheap = gf.retrieval.calibration.CheapFit({"cosine": 1.0, "outside": 0.0}, None, gaps)
+            calibration = dataclasses.replace(UNCALIBRATED_HEAD, cheap=cheap)
+            assert reranker._asks_flow(evidence, calibration).nonzero().flatten().tolist() == asked
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 import weakref
 
 import numpy as np
@@ -155,6 +156,27 @@ def test_bounds_are_above_the_scores(backend):
     assert gaps[0] > gaps[1] > 2 * gaps[2]
 
 
+@pytest.mark.parametrize("of_items", [True, False])
+def test_bounds_hold_for_large_biases(backend, of_items):
+    """Of one sample the bound is the score but for its rounding, most of which is that of the bias."""
+    samples, gallery = world(700, 40, 4, 1, 0.7, dtype=DTYPE[backend])
+    bias = 1e6 * torch.randn(700, dtype=DTYPE[backend]) if of_items else None
+    sample_bias = None if of_items else 1e6 * torch.randn(4, 1, dtype=DTYPE[backend])
+    kernel = ops.dispatch.choose("gallery_scores", samples, backend)
+
+    def run(points, rows, kappa, item_bias):
+        return kernel(points.samples, rows, kappa, item_bias, points.bias)
+
+    pruner = pruning.Pruner(
+        gallery, gf.GalleryIndex.build(gallery.float()), 1.0, 10, bias, run, *(4 * [lambda *_: None])
+    )
+    points = pruning.WeightedSamples(samples, sample_bias)
+    bound = pruner._upper_bounds(pruner._describe(points), slice(None)).double()
+    score = whole_scores(samples, gallery, 1.0, bias, sample_bias)
+    assert (bound >= score).all()
+    assert float((bound - score).max()) < 100  # a ten-thousandth of the bias
+
+
 def test_the_entropy_bound_is_attained():
     """One item is certain and those left out share the rest of the mass evenly: no tighter bound would hold."""
     mass, left = torch.tensor([1e-3, 0.3], dtype=torch.float64), torch.tensor([1000, 7])
@@ -216,6 +238,20 @@ def test_a_value_that_is_not_finite_is_reported(backend):
         broken[37, 3] = value
         with pytest.raises(ValueError, match="not finite"):
             ops.gallery_posterior(samples, broken, 50.0, backend=backend, index=index, prune="always")
+
+
+@pytest.mark.parametrize("said", [math.nan, -math.inf])
+def test_a_far_item_that_is_not_finite_is_reported(backend, said, monkeypatch):
+    """Kernels say NaN or, on GPUs, -inf of a score that is infinitely low."""
+    samples, gallery = world(300, 24, 1, 5, 0.9, dtype=DTYPE[backend])
+    index = dataclasses.replace(gf.GalleryIndex.build(gallery.float()), codes=None)
+    item = int(whole_scores(samples, gallery, 50.0).argmin())
+    gallery[item, 3] = -math.inf * samples[0, :, 3].mean().sign()
+    module = sys.modules[ops.gallery_posterior.__module__]
+    scores = module.gallery_scores
+    monkeypatch.setattr(module, "gallery_scores", lambda *inputs: scores(*inputs).nan_to_num(nan=said, neginf=said))
+    with pytest.raises(ValueError, match="not finite"):
+        ops.gallery_posterior(samples, gallery, 50.0, backend=backend, index=index, prune="always")
 
 
 def test_picked_rows_are_scored_as_copies_would_be():

@@ -20,6 +20,7 @@ from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.retrieval import rerank
 from geoflow_fast.retrieval.calibration import LEAST_QUERIES, UNCALIBRATED
 from geoflow_fast.retrieval.held_out import Shortlist
+from geoflow_fast.retrieval.no_match import NoMatch
 from geoflow_fast.spherical import sample_bump
 from geoflow_fast.worlds import PairField
 
@@ -120,6 +121,20 @@ def test_probabilities_sum_to_one(calibrated, queries):
     assert bool((result.prob[:, 1:] <= result.prob[:, :-1]).all())
     bound = 1 - result.prob[:, 0]
     assert bool((result.risk_lower_bound <= bound + 1e-6).all())
+
+
+def test_the_risk_bound_reckons_with_items_outside_and_with_none_at_all(calibrated, queries):
+    """Both are choices besides the items that are listed."""
+    told = NoMatch({"inside": -2.0, "constant": 1.0}, 0.6)
+    calibrated.calibration = dataclasses.replace(calibrated.calibration, no_match=told)
+    for share, more in ((0.0, 1), (0.3, 2)):
+        result = calibrated(queries[:9], no_match_share=share)
+        assert bool((result.p_no_match > 0).all()) == (share > 0)
+        every = torch.cat((result.prob, result.p_outside[:, None], result.p_no_match[:, None]), dim=1).double()
+        torch.testing.assert_close(result.entropy.double(), torch.special.entr(every).sum(1), atol=1e-5, rtol=1e-5)
+        expected = gf.risk_lower_bound(result.entropy, K + more)
+        torch.testing.assert_close(result.risk_lower_bound, expected, atol=1e-6, rtol=0)
+        assert bool((result.risk_lower_bound <= 1 - every.amax(1) + 1e-6).all())
 
 
 def test_permuting_the_gallery_permutes_the_answer(oracle, calibrated, queries):

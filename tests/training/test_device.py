@@ -133,6 +133,23 @@ def test_rows_on_a_device_are_those_of_the_pairs(monkeypatch, tmp_path, resident
         torch.testing.assert_close(ours, expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("resident", [True, False])
+@pytest.mark.parametrize("own", [range(16), [0, 3, 4, 9, 15]], ids=["all", "some"])
+def test_batches_of_rows_on_a_device_are_those_of_the_pairs(monkeypatch, resident, own):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    pairs, config = some_pairs(), dataclasses.replace(CONFIG, coupling="independent")
+    plain, device = make(config, pairs=pairs), make(config, pairs=pairs)
+    device.rows = DeviceRows(pairs, torch.device("cpu"), resident=resident)
+    for maker in (plain, device):
+        maker.take_rows(np.array(own))
+    for step in (0, 7):
+        expected, ours = (maker.training(step) for maker in (plain, device))
+        assert len(ours) == len(own)
+        assert ours.counts == expected.counts
+        for name in ("t", "codes", "image", "text", "v_image", "v_text"):
+            torch.testing.assert_close(getattr(ours, name), getattr(expected, name), atol=1e-5, rtol=1e-5)
+
+
 def test_what_is_sent_arrives_as_it_was(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
     parts = [torch.arange(7), torch.rand(7), torch.arange(7, dtype=torch.int8), torch.rand(7) < 0.5]

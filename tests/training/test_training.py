@@ -23,7 +23,7 @@ from geoflow_fast.noise import sample_uniform
 from geoflow_fast.runtime.files import locked
 from geoflow_fast.runtime.tensors import load_tensors
 from geoflow_fast.training import batches
-from geoflow_fast.training.batches import Batch, BatchMaker, coupling_groups, generator_for
+from geoflow_fast.training.batches import Batch, BatchMaker, Prefetcher, coupling_groups, generator_for
 from geoflow_fast.training.flow_matching import FlowMatching, train_from_preset
 from geoflow_fast.training.logging import METRICS_FILE, Metrics, StepRate
 from geoflow_fast.training.loop import Run
@@ -268,6 +268,20 @@ def test_a_run_may_be_shorter_than_its_warm_up():
     rates = [config.learning_rate(step) for step in range(20)]
     assert rates[:2] == pytest.approx([config.lr / 2, config.lr])
     assert rates[-1] < 0.01 * config.lr
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 4), (3, 4), (2, 9), (4, 4)])
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_run_makes_each_of_its_batches_once(first, last, enabled):
+    """No batch beyond the last step is made, which the end of a run would wait for."""
+    made = []
+    prefetcher = Prefetcher(lambda step: made.append(step) or -step, first, last, torch.device("cpu"), enabled=enabled)
+    got = [prefetcher.get(step) for step in range(first, last)]
+    if enabled:
+        prefetcher.pool.submit(int).result()  # the thread has begun whatever it was asked for before
+    prefetcher.close()
+    assert got == [-step for step in range(first, last)]
+    assert made == list(range(first, last))
 
 
 def test_the_step_rate_is_that_since_the_last_call(monkeypatch):
