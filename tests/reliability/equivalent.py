@@ -126,4 +126,76 @@ EQUIVALENT: dict[str, Equivalent] = {
         "last = int(reference.row.max(initial=-1))",
         "the number for a rule without judged rows is below zero either way, and every table has more rows",
     ),
+    "b6177086bd": Equivalent(
+        "csrc/cpu/search_codes.cpp",
+        "const Scratch packed_room(few ? 0 : padded * stride / 4);",
+        "it reserves 16 times the room that the packed queries take, and writes the same part of it",
+    ),
+    "9fd75f1e23": Equivalent(
+        "csrc/cpu/gemm_rows.h",
+        "for (std::int64_t c = 0; c < depth_; c += line) __builtin_prefetch(row + c, 0, 2);",
+        "it asks for one more cache line of a row ahead of time, which no result depends on",
+    ),
+    "6b851e97a1": Equivalent(
+        "csrc/cpu/gemm_rows.h",
+        "last_width = columns <= kFewColumns ? kFewColumns : vectors * kLanes - (strips - 1) * kStripColumns;",
+        "eight columns are multiplied as a vector of 16 with zeros behind them, which gives the same sums",
+    ),
+    "4bf7baaab7": Equivalent(
+        "csrc/cpu/gemm_rows.h",
+        "static constexpr bool kCopied = !std::is_same<Element, float>::value || kLanes == 16;",
+        "with 16 lanes rows of floats are read where they lie instead of copied, for the same sums; with eight lanes "
+        "it does not compile",
+    ),
+    "a5a7d36c6e": Equivalent(
+        "csrc/cpu/gallery_tiles.h",
+        "for (std::int64_t query = 0; query < params_.queries; query += scorer_.block_queries())",
+        "where the queries fill their last block, another one of no queries follows, which adds nothing to any",
+    ),
+    "6c151610bb": Equivalent(
+        "kernels/network.py",
+        "tangent += along_gate * tl.load(d_gate + there, mask=valid, other=0.0).to(tl.float32)",
+        "it fills lanes past the end of a row, which are never stored",
+    ),
+    "b3a7e70aa9": Equivalent(
+        "csrc/cpu/interpolant_rows.h",
+        "for (; k + kLanes <= width; k += kLanes) store_past_cache(out + k, vp * load(a + k) + vq * load(b + k));",
+        "the last vector of a row is left to the loop over single entries, which computes the same products and sums",
+    ),
+    "919fc4de2e": Equivalent(
+        "csrc/cpu/search_rows.h",
+        "return kLanes == 16 ? (part[0] + part[2 % (kLanes / 4)]) + (part[1] + part[3 % (kLanes / 4)]) : "
+        "part[0] + part[1];",
+        "3 modulo 64 is 3, as is 3 modulo 4, and with eight lanes the expression is not evaluated",
+    ),
+    "5f80eef993": Equivalent(
+        "geoflow_fast/manifolds.py",
+        'return tangent_stage_rows(x, at, v.v, h, v.free, v.guidance, None, 0.0, "auto")[0]',
+        "without a total there is nothing that its weight could multiply",
+    ),
+    "efa95655ed": Equivalent(
+        "geoflow_fast/flow/sampling.py",
+        "at_once = network_rows_at_once(flow, start[0], n)",
+        "of the tensor only the device is read, and both streams are on the same one",
+    ),
+    "cc91513c01": Equivalent(
+        "geoflow_fast/flow/sampling.py",
+        "numbers = 2 * (8 * config.hidden + 3 * config.inner) + 8 * sum(config.flow_dims)",
+        "it estimates the memory of a row, by which only GPUs choose how many rows they take at once",
+    ),
+    "7f0accf9f7": Equivalent(
+        "geoflow_fast/flow/forward_mode.py",
+        "product_into(out.view(2, counts[0], -1), x.view(2, counts[0], -1), weight)",
+        "in this branch both streams have the same number of rows",
+    ),
+    "cecf17fe21": Equivalent(
+        "geoflow_fast/flow/forward_mode.py",
+        "product_into(out.view(2, counts[0], -1), x.view(2, counts[0], -1), weight)",
+        "in this branch both streams have the same number of rows",
+    ),
+    "9c4860168f": Equivalent(
+        "geoflow_fast/ops/gallery_search.py",
+        "left = (kept < top_k).nonzero()[:, 0]",
+        "where exactly as many items were scored as are asked for they are searched once more, with the same result",
+    ),
 }
