@@ -24,7 +24,9 @@ def first_numbers(items: Tensor, number: Tensor, valid: Tensor) -> Tensor:
     """
     generator = torch.Generator().manual_seed(0)
     axes = torch.randn(items.shape[2], AXES, generator=generator, dtype=torch.float64, device="cpu")
-    seen = (items @ torch.nn.functional.normalize(axes, dim=0).to(items)).movedim(2, 0)  # [AXES, Q, K]
+    # Norms may differ by more than copies do.
+    length = torch.linalg.vector_norm(items, dim=2, keepdim=True)
+    seen = (items @ torch.nn.functional.normalize(axes, dim=0).to(items) / length).movedim(2, 0)  # [AXES, Q, K]
     farthest = DISTANCE * min(1.0, DEVIATIONS / items.shape[2] ** 0.5) + ROUNDING
     order = seen[0].masked_fill(~valid, torch.inf).argsort(1)
     seen = seen.gather(2, order.expand(AXES, -1, -1))

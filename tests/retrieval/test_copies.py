@@ -33,6 +33,15 @@ def test_groups_are_those_of_all_pairs(dim, copies):
         assert float((first == number).double().mean()) < 0.4
 
 
+@pytest.mark.parametrize("dim", [2, 8, 24, 64])
+def test_copies_may_differ_in_norm_as_much_as_rows_may(dim):
+    rows = noise.sample_uniform(50, dim, generator=torch.Generator().manual_seed(dim))
+    every = torch.cat((1.0009 * rows, 0.9991 * rows))[None]
+    number = torch.arange(100)[None]
+    expected = torch.arange(50).repeat(2)[None]
+    assert torch.equal(first_numbers(every, number, number >= 0), expected)
+
+
 def test_chains_are_one_group():
     """Each row is a copy of the next, while the ends are too far apart."""
     angle = torch.arange(5, dtype=torch.float64) * 1.2e-3
