@@ -198,4 +198,45 @@ EQUIVALENT: dict[str, Equivalent] = {
         "left = (kept < top_k).nonzero()[:, 0]",
         "where exactly as many items were scored as are asked for they are searched once more, with the same result",
     ),
+    "c42c1e596e": Equivalent(
+        "geoflow_fast/decisions/trust.py",
+        'share = 0.0 if isinstance(no_match_share, str) else checks.number(no_match_share, "no_match_share", 0, 0.99)',
+        "a share that is to be estimated comes with live lists, and beside these the number is never read",
+    ),
+    "7ef3bca8a2": Equivalent(
+        "geoflow_fast/decisions/drift.py",
+        "size = 4 * ENOUGH",
+        "permutations are drawn one after another however many are drawn at once, so that the p-value of a test is the "
+        "same, and only those that later tests draw are others",
+    ),
+    "0a426bb0dc": Equivalent(
+        "geoflow_fast/retrieval/copies.py",
+        "farthest = DISTANCE * min(1.0, DEVIATIONS / items.shape[2] ** 0.5) + ROUNDING",
+        "with a wider limit more pairs of items are compared by their cosine, which decides",
+    ),
+    "36b6f49b6b": Equivalent(
+        "geoflow_fast/retrieval/no_match.py",
+        "loss = torch.full((2 * count,), math.log(2.0), dtype=torch.float64, device=group.device)",
+        "the first features are used whatever they gain, and their loss replaces this one",
+    ),
+    "b3e4089351": Equivalent(
+        "geoflow_fast/head/fitting.py",
+        "image, text = (x.to(self.device, non_blocking=True) for x in self.pairs[index])",
+        "it decides whether the host waits for a copy to a GPU, and the rows are the same",
+    ),
+    "de0ccffae0": Equivalent(
+        "geoflow_fast/head/fitting.py",
+        "chosen = np.sort(np.random.default_rng((seed, 3)).permutation(len(pairs))[:rows])",
+        "a random draw of its own, for which any number serves that no other draw of the head has",
+    ),
+    "64c4d77a56": Equivalent(
+        "geoflow_fast/head/loss.py",
+        "step = rows_at_once(points.device, 2 * points.element_size() * products, max(1, TILE // products))",
+        "it decides how many queries a GPU scores at a time, and results do not depend on that",
+    ),
+    "47c77e3416": Equivalent(
+        "geoflow_fast/evaluation/metrics.py",
+        "value = np.where(np.isfinite(value).all(-1, keepdims=True), value, math.nan)",
+        "the correlation of numbers of which one is not finite is NaN by itself",
+    ),
 }
