@@ -151,7 +151,7 @@ std::string isa_problem() { return choice().problem; }
 
 bool mkl_is_narrow() {
 #if GEOFLOW_HAS_TARGETS
-    constexpr unsigned kZen5 = 0x1a;  // the first family with AVX-512 units of 512 bits; MKL takes AVX2 on all of AMD's
+    constexpr unsigned kZen5 = 0x1a;  // the first family with AVX-512 units of 512 bits, but for some mobile ones; MKL takes AVX2 on all of AMD's
     unsigned version = 0, b = 0, c = 0, d = 0;
     if (isa() < Isa::avx512 || !__builtin_cpu_is("amd") || !__get_cpuid(1, &version, &b, &c, &d)) return false;
     return ((version >> 8) & 0xf) + ((version >> 20) & 0xff) >= kZen5;

@@ -1,17 +1,19 @@
 """Products of float32 rows and weights, by whichever of torch's libraries is faster on this processor.
 
-torch multiplies float32 matrices with MKL, which keeps to AVX2 on AMD's processors. Since Zen 5 their AVX-512 units are
-twice as wide, and oneDNN, which torch has for other products, uses all of the width. Which of the two it is depends on
-the processor and on shapes alone, so that a job that is continued on the same machine computes the same.
+torch multiplies float32 matrices with MKL, which keeps to AVX2 on AMD's processors. Most of those since Zen 5 have
+AVX-512 units of twice the width, and oneDNN, which torch has for other products, uses all of it. Which of the two it is
+depends on the processor, on shapes and on what the user allows, so that a job that is continued computes the same.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from geoflow_fast.ops import dispatch, native
 
@@ -55,7 +57,9 @@ def served(x: Tensor, weight: Tensor) -> bool:
         x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and missing_onednn() is None
+        and x.shape[:-2] == weight.shape[:-2]
         and _worthwhile(x.shape[-2:], weight.shape[-1])
+        and bool(torch.backends.mkldnn.enabled)
         and not torch.is_autocast_enabled("cpu")
     )
 
@@ -67,14 +71,21 @@ def _worthwhile(rows: torch.Size, columns: int) -> bool:
     return large and count * depth * columns >= WORTH_MULTIPLICATIONS
 
 
+def has_onednn() -> bool:
+    """Whether this build of torch can multiply float32 rows by oneDNN at all."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
 @functools.cache
 def missing_onednn() -> str | None:
     """Why oneDNN does not multiply float32 rows here; None if it does."""
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if not has_onednn():
         return "this build of torch has no oneDNN product of float32 rows"
-    if not torch.backends.mkl.is_available() or native.missing() is not None or not native.mkl_is_narrow():
-        return "torch.mm uses the whole width of this processor"
-    return None
+    if not torch.backends.mkl.is_available():
+        return "this build of torch multiplies without MKL"
+    if native.missing() is not None:
+        return native.missing()
+    return None if native.mkl_is_narrow() else f"MKL uses the whole width of a processor with {native.isa()}"
 
 
 def product_reference(x: Tensor, weight: Tensor) -> Tensor:
@@ -91,7 +102,7 @@ def _onednn(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _write(out: Tensor, x: Tensor, weight: Tensor) -> None:
-    factors = zip(out, x, weight) if x.dim() == 3 else ((out, x, weight),)
+    factors = zip(out, x, weight, strict=True) if x.dim() == 3 else ((out, x, weight),)
     for target, rows, columns in factors:
         target.copy_(_multiply(rows, columns))
 
@@ -119,9 +130,16 @@ class _Derivatives(dispatch.Derivatives):
         return product(grad, weight.mT) if for_x else None, product(x.mT, grad) if for_weight else None, None
 
 
+# The reason is looked up by name in each call, as `served` does, so that both always agree.
 _operation = dispatch.operation(
     "product",
     product_reference,
     cpu=dispatch.Backend(_onednn, ("cpu",), lambda: missing_onednn(), (torch.float32,)),
     derivatives=_Derivatives,
 )
+
+
+@register_flop_formula([torch.ops.geoflow.product, *([torch.ops.mkldnn._linear_pointwise] if has_onednn() else [])])
+def _operations(x_shape: torch.Size, *_: Any, out_shape: torch.Size, **__: Any) -> int:
+    """What torch's counter of operations counts, which knows its own products alone."""
+    return 2 * math.prod(out_shape) * x_shape[-1]

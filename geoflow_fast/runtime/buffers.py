@@ -24,9 +24,11 @@ _ALIGNMENT = 64
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """What `mallopt` of the C library calls them: how much freed memory it keeps, and from which size on a block is none of
 its own, but is asked of the system and given back each time."""
-ADAPTED = {M_MMAP_THRESHOLD: 32 << 20, M_TRIM_THRESHOLD: 64 << 20}
-"""The values that glibc adapts to by itself once large blocks have been freed."""
-KEPT = {M_MMAP_THRESHOLD: 1 << 30, M_TRIM_THRESHOLD: 2**31 - 1}
+LARGE_BLOCK, ADAPTED_BLOCK = 1 << 30, 32 << 20
+"""Values of the second: glibc before 2.35 takes no more than the latter, to which it adapts by itself once large blocks
+have been freed."""
+MOST_KEPT, ADAPTED_KEPT = 2**31 - 1, 64 << 20
+"""The same of the first."""
 USER_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
@@ -87,14 +89,43 @@ def freed_memory_kept() -> Iterator[None]:
     if library is None or any(name in os.environ for name in USER_VARIABLES):
         yield
         return
+    keepers = _keepers()
+    keepers.begin(library)
     try:
-        for parameter, value in KEPT.items():
-            library.mallopt(parameter, value)
         yield
     finally:
-        for parameter, value in ADAPTED.items():
-            library.mallopt(parameter, value)
-        library.malloc_trim(0)
+        keepers.end(library)
+
+
+class _Keepers:
+    """How many at once want freed memory to be kept. The last one gives it back."""
+
+    def __init__(self) -> None:
+        self._lock, self._count = threading.Lock(), 0
+
+    def begin(self, library: ctypes.CDLL) -> None:
+        with self._lock:
+            self._count += 1
+            self._tell(library, LARGE_BLOCK, MOST_KEPT)
+
+    def end(self, library: ctypes.CDLL) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                self._tell(library, ADAPTED_BLOCK, ADAPTED_KEPT)
+                library.malloc_trim(0)
+
+    @staticmethod
+    def _tell(library: ctypes.CDLL, block: int, kept: int) -> None:
+        if not library.mallopt(M_MMAP_THRESHOLD, block):
+            library.mallopt(M_MMAP_THRESHOLD, ADAPTED_BLOCK)
+        library.mallopt(M_TRIM_THRESHOLD, kept)
+
+
+@functools.cache
+def _keepers() -> _Keepers:
+    """Those of this process."""
+    return _Keepers()
 
 
 @functools.cache

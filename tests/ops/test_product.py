@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import geoflow_fast as gf
 from geoflow_fast.ops import dispatch, native, product
 from geoflow_fast.ops.product import add_product, product_into
 
 pytestmark = pytest.mark.skipif(
-    not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")),
-    reason="this build of torch has no oneDNN product of float32 rows",
+    not product.has_onednn(), reason="this build of torch has no oneDNN product of float32 rows"
 )
+product_is_missing = product.missing_onednn.__wrapped__
 LARGE = (300, 129, 257)
 """Rows, depth and columns from which oneDNN is asked."""
 
@@ -131,13 +132,12 @@ def test_other_types_processors_and_autocast_stay_with_torch(monkeypatch):
     with torch.autocast("cpu", torch.bfloat16):
         assert not asked(x, weight, monkeypatch)
         assert product.product(x, weight).dtype == torch.bfloat16
-    monkeypatch.setattr(product, "missing_onednn", lambda: "torch.mm uses the whole width of this processor")
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not asked(x, weight, monkeypatch)
+    monkeypatch.setattr(product, "missing_onednn", lambda: "MKL uses the whole width of this processor")
     assert not asked(x, weight, monkeypatch)
     with pytest.raises(dispatch.BackendUnavailable, match="uses the whole width"):
         dispatch.choose("product", x, "cpu")
-
-
-product_is_missing = product.missing_onednn.__wrapped__
 
 
 def test_the_reason_is_given(monkeypatch):
@@ -146,11 +146,36 @@ def test_the_reason_is_given(monkeypatch):
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     assert product_is_missing() is None
     monkeypatch.setattr(native, "mkl_is_narrow", lambda: False)
-    assert "whole width" in product_is_missing()
+    assert "MKL uses the whole width" in product_is_missing()
+    monkeypatch.setattr(native, "missing", lambda: "the compiled extension is not built")
+    assert product_is_missing() == "the compiled extension is not built"
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    assert "without MKL" in product_is_missing()
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert "no oneDNN" in product_is_missing()
 
 
+@pytest.mark.usefixtures("processor")
+def test_shapes_that_do_not_fit_are_those_of_torch():
+    rows, depth, columns = LARGE
+    x, weight = torch.randn(3, rows, depth), torch.randn(2, depth, columns)
+    with pytest.raises(RuntimeError):
+        product.product(x, weight)
+    for other in (weight[:1], weight[0]):
+        torch.testing.assert_close(product.product(x, other), x @ other, atol=2e-4, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("processor")
+def test_operations_are_counted():
+    rows, depth, columns = LARGE
+    x, weight = torch.randn(2, rows, depth), torch.randn(2, depth, columns)
+    for multiply in (product.product, lambda x, weight: product_into(torch.empty(2, rows, columns), x, weight)):
+        with FlopCounterMode(display=False) as counter:
+            multiply(x, weight)
+        assert counter.get_total_flops() == 2 * 2 * rows * depth * columns
+
+
+@pytest.mark.skipif(native.missing() is not None, reason=str(native.missing()))
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="Linux lists processors in /proc")
 def test_the_processor_is_told_by_its_family():
     lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()

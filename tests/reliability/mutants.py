@@ -102,6 +102,7 @@ CORE: dict[str, tuple[str, ...]] = {
     "geoflow_fast/ops/adaln.py": ("ops/test_network_ops.py", "ops/test_network_cpu.py"),
     "geoflow_fast/ops/swiglu.py": ("ops/test_network_ops.py", "ops/test_network_cpu.py"),
     "geoflow_fast/ops/flow_loss.py": ("ops/test_network_ops.py", "ops/test_network_cpu.py"),
+    "geoflow_fast/ops/product.py": ("ops/test_product.py",),
     "geoflow_fast/ops/segments.py": ("ops/test_segments.py", "flow/test_forward_mode.py"),
     "geoflow_fast/ops/pruning.py": ("retrieval/test_index.py", "ops/test_gallery_search.py"),
     "geoflow_fast/ops/transport.py": ("ops/test_ot.py",),
