@@ -138,7 +138,9 @@ def test_weights_are_those_of_least_squares(geometry):
     """A tenth more or less of them fits the velocities worse."""
     anchor, pairs = Anchor((6, 6)), aligned_pairs(2000, 6)
     streams = pairs[np.arange(2000)]
+    anchor.shares.fill_(0.3)
     anchor.fit(streams, torch.arange(2000) % 2 == 0, torch.eye(6), MANIFOLDS[geometry], seed=0)
+    assert anchor.shares.tolist() == [1.0, 1.0]  # the whole network counts, until held-out queries say otherwise
     assert all(bool((gain == gain[:, :1]).all()) for gain in anchor.gains)
     manifold = MANIFOLDS[geometry]
     generator = torch.Generator().manual_seed(5)

@@ -16,7 +16,7 @@ from geoflow_fast.likelihood.probes import Probes
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.manifolds import EUCLIDEAN, SPHERE, Manifold
 from geoflow_fast.noise import sample_uniform
-from geoflow_fast.ops.tangent_probes import hashed_normals
+from geoflow_fast.ops.tangent_probes import hashed_normals, probe_traces_reference
 from tests.likelihood.helpers import Opaque, oracles, random_flow, random_pairs, seeded
 
 PROBE_KINDS = [
@@ -340,3 +340,16 @@ def test_exact_traces_do_not_limit_the_number_of_probes():
     exact = gf.log_density(field, image, text, divergence="exact")
     settings = gf.DensitySettings(n_probes=9, divergence="exact", orthogonal="probes")
     torch.testing.assert_close(gf.log_density(field, image, text, settings=settings), exact)
+
+
+def test_traces_are_sums_over_coordinates():
+    """What each probe adds to an integral: e^T J e, and the exact part of the curvature."""
+    x, f = sample_uniform(5, 9), torch.randn(5, 9)
+    e, image = torch.randn(3, 5, 9), torch.randn(3, 5, 9)
+    integral = torch.randn(3, 5, dtype=torch.float64)
+    expected = integral + 0.3 * (
+        torch.einsum("kbd,kbd->kb", e.double(), image.double()) - 8 * torch.einsum("bd,bd->b", x.double(), f.double())
+    )
+    learned = probe_traces_reference(x, f, e, image, integral, 0.3, -8.0, 8, False, None)
+    torch.testing.assert_close(integral, expected)
+    assert learned.numel() == 0

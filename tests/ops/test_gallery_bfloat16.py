@@ -18,7 +18,7 @@ from torch import Tensor
 import geoflow_fast as gf
 from geoflow_fast import geometry, ops
 from geoflow_fast.ops import native
-from geoflow_fast.ops.gallery_posterior import ROUNDING_LIMIT
+from geoflow_fast.ops.gallery_posterior import ROUNDING_LIMIT, _scores_of_listed
 from tests.head.test_model import random_head
 
 module = importlib.import_module("geoflow_fast.ops.gallery_posterior")  # which has the name of its function
@@ -329,6 +329,17 @@ def test_errors_name_the_argument():
         scored(samples, gallery, bias, "auto", index=index)
     pruned = scored(samples, gallery, bias, "auto", index=index, prune="always", precision="auto")
     close(pruned.log_z, scores_of(samples, gallery, bias).logsumexp(1), 1e-3)
+
+
+def test_items_of_a_list_are_scored_with_their_biases():
+    """As GPUs score them again after a search in bfloat16."""
+    samples, gallery = rows(7 * 3, 33).view(7, 3, 33), rows(50, 33)
+    listed = torch.randint(0, 50, (7, 4))
+    item_bias, sample_bias = torch.randn(50), torch.randn(7, 3)
+    scores = _scores_of_listed(samples, gallery, 9.0, listed, item_bias, sample_bias)
+    logits = 9.0 * samples.double() @ gallery.double().T + sample_bias.double().unsqueeze(2)
+    expected = logits.exp().mean(1).log() + item_bias.double()
+    torch.testing.assert_close(scores.double(), expected.gather(1, listed), atol=1e-5, rtol=0)
 
 
 # ---- heads --------------------------------------------------------------------------------------------------------

@@ -805,6 +805,17 @@ def test_the_rows_of_a_rank_are_iterated_as_a_whole_problem_is(far):
         torch.testing.assert_close(of_rank - of_rank.mean(), whole - whole.mean(), atol=1e-4, rtol=0)
 
 
+def test_an_iteration_of_a_rank_gives_a_far_column_its_whole_mass():
+    cost = torch.rand(20, 20, dtype=torch.float64)
+    cost[:, 3] += 5.0
+    matrix, eps = Panel(20, 20, torch.float32, ALONE), 0.05
+    load_scores(matrix, make_problem(cost, None, (1.0, 1.0)), eps)
+    f, g = (torch.zeros(20, dtype=torch.float64) for _ in range(2))
+    assert matrix.iterate(f, g, eps, math.inf, 10)[:2] == (matrix.CONVERGED, 1)
+    masses = torch.exp((f.unsqueeze(1) + g - cost) / eps).sum(0)
+    torch.testing.assert_close(masses / masses.sum(), torch.full((20,), 1 / 20, dtype=torch.float64), rtol=1e-4, atol=0)
+
+
 @compiled
 def test_the_extremes_of_a_ranks_scores_are_those_of_its_costs():
     """Scores are pi - C for the sum of two arcs. In one orthant costs are below pi, and the extremes not opposite."""
