@@ -239,4 +239,56 @@ EQUIVALENT: dict[str, Equivalent] = {
         "value = np.where(np.isfinite(value).all(-1, keepdims=True), value, math.nan)",
         "the correlation of numbers of which one is not finite is NaN by itself",
     ),
+    "c5e9363000": Equivalent(
+        "csrc/cpu/gemm_rows.h",
+        "const std::int64_t ahead = !kCopied ? count : is_last ? kPanelRows : 0, k = !kCopied ? k_ : is_last "
+        "? 0 : k_ + depth_;",
+        "it decides which cache lines are asked for ahead of time",
+    ),
+    "ac4c5a3dc3": Equivalent(
+        "csrc/cpu/gemm_rows.h",
+        "for (std::int64_t r = i + ahead; r < i + ahead + count; ++r) {",
+        "it decides which cache lines are asked for ahead of time",
+    ),
+    "b83ab6d547": Equivalent(
+        "kernels/network.py",
+        "before = tl.load(residual + row[:, None] * residual_stride + column[None, :], mask=valid, "
+        "other=0.0).to(tl.float32)",
+        "it fills lanes past the end of a row, which are never stored",
+    ),
+    "446cd0542d": Equivalent(
+        "geoflow_fast/ops/swiglu.py",
+        "d_value = native.empty_rows(*(gate.shape if value is not None else (0,)))",
+        "it stands for the gradient of an absent argument, and nobody reads it",
+    ),
+    "0939d0d0d8": Equivalent(
+        "csrc/cpu/top_items.h",
+        "return a.score > b.score || (a.score == b.score && a.index < b.index);",
+        "no two candidates of a list have the same index",
+    ),
+    "8bae622004": Equivalent(
+        "csrc/cpu/sinkhorn_passes.h",
+        "range.low = low < range.low ? low : range.low;",
+        "of two equal numbers either one is the smaller",
+    ),
+    "b46bab4713": Equivalent(
+        "geoflow_fast/flow/forward_mode.py",
+        "return shift.to(self.work), scale.to(self.work) - 1, norms[0].eps",
+        "both norms of a pair have the same eps",
+    ),
+    "f56582490f": Equivalent(
+        "geoflow_fast/flow/forward_mode.py",
+        "with torch.autocast(self.device.type, enabled=False), tf32_products(self.tf32):",
+        "autocast changes nothing that is called inside: all products write to memory that is given",
+    ),
+    "f37038edaf": Equivalent(
+        "geoflow_fast/likelihood/probes.py",
+        "for _ in range(1 if 2 * len(frame) < vector.shape[-1] else 2):",
+        "it decides from when on vectors are made orthogonal twice, which differs by rounding",
+    ),
+    "c5c572cda3": Equivalent(
+        "geoflow_fast/ops/transport_solvers.py",
+        "g.copy_(eps * (math.log(goal) - self._column_logsumexp(f, eps)))",
+        "a constant that all columns share is taken up by the potentials of the rows",
+    ),
 }

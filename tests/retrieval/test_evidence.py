@@ -595,14 +595,21 @@ class TestBudget:
         assert torch.equal(whole.asked_flow, closest & (gap <= 0.2))
         torch.testing.assert_close(whole.prob[~whole.asked_flow], plain.prob[~whole.asked_flow])
 
-    def test_queries_that_were_not_asked_about_have_the_probabilities_of_the_fit_without_the_flow(self, reranker):
+    @pytest.mark.parametrize("tiers", [True, False])
+    def test_queries_that_were_not_asked_about_have_the_probabilities_of_the_fit_without_the_flow(
+        self, reranker, tiers
+    ):
+        """Calibrations of earlier releases ask the flow about all items of a query or about none."""
         fitted, text = reranker.calibration, hub_world(300, 7)[1]
-        sharper = {**fitted.cheap.weights, "cosine": 1.5 * fitted.beta}
+        fitted = fitted if tiers else dataclasses.replace(fitted, rest=None)
+        sharper = {name: 1.5 * weight for name, weight in fitted.cheap.weights.items()}
         reranker.calibration = dataclasses.replace(fitted, cheap=dataclasses.replace(fitted.cheap, weights=sharper))
         whole = reranker(text)
         assert 0 < int(whole.asked_flow.sum()) < len(text)
         plain = gf.BayesReranker(None, reranker.gallery, shortlist=reranker.shortlist)
-        plain.calibration = dataclasses.replace(fitted, alpha=0.0, beta=sharper["cosine"], cheap=None, made_for={})
+        others = {name: sharper[name] for name in fitted.others}
+        weights = {"alpha": 0.0, "beta": sharper["cosine"], "others": others, "outside": sharper["outside"]}
+        plain.calibration = dataclasses.replace(fitted, **weights, cheap=None, made_for={})
         plain._use_bank(reranker.bank)
         plain.item_bank = reranker.item_bank
         expected = plain(text)
