@@ -8,12 +8,10 @@ depends on the processor, on shapes and on what the user allows, so that a job t
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from geoflow_fast.ops import dispatch, native
 
@@ -137,9 +135,3 @@ _operation = dispatch.operation(
     cpu=dispatch.Backend(_onednn, ("cpu",), lambda: missing_onednn(), (torch.float32,)),
     derivatives=_Derivatives,
 )
-
-
-@register_flop_formula([torch.ops.geoflow.product, *([torch.ops.mkldnn._linear_pointwise] if has_onednn() else [])])
-def _operations(x_shape: torch.Size, *_: Any, out_shape: torch.Size, **__: Any) -> int:
-    """What torch's counter of operations counts, which knows its own products alone."""
-    return 2 * math.prod(out_shape) * x_shape[-1]
