@@ -19,9 +19,9 @@ import numpy as np
 import pybind11
 import pytest
 
-from benchmarks.cuda_build import DYNAMIC_SHARED
 from tests.cuda_emulation.workshop import EMULATION, ROOT, SANITIZER_STATUS, SCHEDULES, Array, Workshop
 from tests.reliability.races import units
+from tools.cuda_build import DYNAMIC_SHARED
 
 GIVEN, ARC = 0, 1  # geoflow::Cost
 

@@ -8,10 +8,10 @@ import subprocess
 import pytest
 import torch
 
-from benchmarks import cuda_build
-from benchmarks.cuda_build import ARCHITECTURES, CompiledKernel
 from geoflow_fast import ops
 from geoflow_fast.ops import native
+from tools import cuda_build
+from tools.cuda_build import ARCHITECTURES, CompiledKernel
 
 ENTRIES = ("float", "Half")
 KERNELS = (

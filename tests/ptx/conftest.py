@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cuda_build
 from tests.ptx.cuda import CompiledWorkshop
 from tests.ptx.machine import Builder, Machine
+from tools import cuda_build
 
 
 @pytest.fixture(scope="session")

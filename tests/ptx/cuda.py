@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks import cuda_build
 from tests.cuda_emulation.workshop import Array, Workshop
 from tests.ptx.machine import CAPABILITY, Builder
 from tests.ptx.parser import Module, parse
 from tests.ptx.translate import translate
+from tools import cuda_build
 
 ENTRY = re.compile(r"^(?:\.visible )?\.entry (\w+)\(.*?^\}$", re.MULTILINE | re.DOTALL)
 # Those of emulate_launchers.cpp, which compares the addresses of more.

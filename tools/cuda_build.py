@@ -1,6 +1,6 @@
 """Ahead-of-time view of the CUDA kernels: what the compiler made of them for each architecture, without a GPU.
 
-`python -m benchmarks.cuda_build docs/gpu.md` writes the table into that page.
+`python -m tools.cuda_build docs/gpu.md` writes the table into that page.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def table() -> str:
 
 def write_table(page: Path) -> None:
     """Replaces what stands between this table's marks."""
-    marks = "<!-- table: python -m benchmarks.cuda_build docs/gpu.md -->", "<!-- end of cuda table -->"
+    marks = "<!-- table: python -m tools.cuda_build docs/gpu.md -->", "<!-- end of cuda table -->"
     replace_between(page, *marks, table())
 
 
