@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from geoflow_fast import geometry, ops
 from geoflow_fast.directions import Direction
@@ -143,16 +142,12 @@ class Sphere(Manifold):
         return tangent_step_rows(x, v, h, free, guidance, False, "auto")
 
     def retract(self, x: Tensor, v: Motion, h: float, at: Tensor | None = None) -> Tensor:
-        at = x if at is None else at
-        if isinstance(v, Guided):
-            return tangent_stage_rows(x, at, v.v, h, v.free, v.guidance, None, 0.0, "auto")[0]
-        # Densities are followed by these operations: a re-ranker's stored calibration holds for their rounding.
-        return functional.normalize(torch.add(x, self.project(at, v), alpha=h), dim=-1)
+        v, free, guidance = _parts(v)
+        return tangent_stage_rows(x, x if at is None else at, v, h, free, guidance, None, 0.0, "auto")[0]
 
     def stage(self, x: Tensor, v: Motion, h: float, at: Tensor, total: Tensor, weight: float) -> tuple[Tensor, Tensor]:
-        if isinstance(v, Guided):
-            return tangent_stage_rows(x, at, v.v, h, v.free, v.guidance, total, weight, "auto")
-        return self.retract(x, v, h, at), torch.add(total, self.project(at, v), alpha=weight)
+        v, free, guidance = _parts(v)
+        return tangent_stage_rows(x, at, v, h, free, guidance, total, weight, "auto")
 
     def multistep(self, x: Tensor, v: Motion, h: float, carried: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
         v, free, guidance = _parts(v)

@@ -153,10 +153,7 @@ class GeoFlow(hub.Pretrained, nn.Module):
         gradients are wanted, matrix products have the `precision`, which "auto" chooses for so many `rows` in all.
         Hooks on blocks fire, in the flow's own precision.
         """
-        weight = next(self.parameters())
-        # On processors, float32 samples keep the rounding of earlier releases, for which stored calibrations hold.
-        plain = not weight.is_cuda and product_dtype(precision, weight, rows) == weight.dtype not in HALVES
-        if not (plain or torch.is_grad_enabled() or self.has_hooks()):
+        if not (torch.is_grad_enabled() or self.has_hooks()):
             network = ForwardMode(self, (direction,), list(dict.fromkeys(times)), precision, rows)
             return PreparedVelocity(network, direction, tangent=tangent)
         like = self.conditioning.frequencies
