@@ -13,7 +13,7 @@ LOCKED ?= 1
 TOOLS := build/tools
 WITH_TOOLS := PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(BIN)/python -m tools.supply
 
-.PHONY: setup demo test test-first-half test-second-half test-slow test-gpu test-stores test-wheel test-browser test-sanitize soak reliability bench bench-quick bench-compare docs lint lock licences audit wheel clean
+.PHONY: setup demo test test-first-half test-second-half test-slow test-gpu test-stores test-wheel test-browser test-sanitize soak bench bench-quick bench-compare docs lint lock licences audit wheel clean
 
 setup: .venv/.installed
 
@@ -82,13 +82,6 @@ test-sanitize: setup
 # Train and score for half an hour: memory and open files must not grow.
 soak: setup
 	$(BIN)/python -m tests.reliability.soak --minutes $(SOAK_MINUTES)
-
-# Puts the figures of the last test-slow, test-sanitize and soak into docs/reliability.md.
-reliability: setup
-	$(BIN)/python -m tests.reliability.figures
-	$(BIN)/python -m tests.reliability.mutations
-	$(BIN)/python -m tests.reliability.planted
-	$(BIN)/python -m tests.reliability.mutants --write
 
 # The tests of a GPU, then times beside the estimates; the table is printed even if a test fails.
 test-gpu: setup

@@ -624,7 +624,6 @@ def test_termination_works_where_interrupts_are_ignored(run, monkeypatch):
         signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.guard("SIGTERM saves as Ctrl-C does", without="os._exit(TERMINATED)")
 def test_a_terminated_job_keeps_its_blocks_and_is_continued(run, desk):
     flags = ["--model", "flow", "--pairs", "pairs", "--out", "o.parquet", "--block", "4", "--steps", "20"]
     process = start("density", *flags)

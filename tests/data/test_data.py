@@ -150,7 +150,6 @@ def test_edits_of_a_copy_on_write_map_survive_reading(tmp_path):
     assert edited[7, 3] == 1
 
 
-@pytest.mark.guard("rows on disk are finite and of unit norm")
 def test_bad_rows_are_named(tmp_path):
     good, bad = unit(20, 6), unit(20, 6)
     bad[13] *= 1.01
@@ -198,7 +197,6 @@ def test_indices_and_masks():
             pairs.subset(bad)
 
 
-@pytest.mark.guard("no shard is missing between others")
 def test_shards_that_do_not_match(tmp_path):
     folder = write_folder(tmp_path, unit(9, 3), unit(9, 3))
     first = folder / "img_emb" / "img_emb_0.npy"

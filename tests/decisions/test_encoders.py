@@ -62,7 +62,6 @@ def test_a_rule_is_of_the_encoder_of_its_trust(trust):
         assert plain.certify(TESTED.scores, TESTED.first, 0.3, encoder="large").encoder == "large"
 
 
-@pytest.mark.guard("a rule of another encoder is refused")
 def test_a_rule_serves_the_encoder_that_it_was_certified_with(rule):
     plain = dataclasses.replace(rule, encoder=None)
     assert_never_silent(lambda **told: rule(NEW.scores, **told), lambda **told: plain(NEW.scores, **told))

@@ -51,7 +51,6 @@ def test_settings_survive_json():
         gf.HeadConfig.from_json({name: x for name, x in config.to_json().items() if name != "bank"})
 
 
-@pytest.mark.guard("sizes of a head have limits")
 @pytest.mark.parametrize(
     ("change", "kind"),
     [

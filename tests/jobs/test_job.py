@@ -98,7 +98,6 @@ def test_a_job_that_is_killed_at_random_moments(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} <= {"a.parquet", "b.parquet"}
 
 
-@pytest.mark.guard("a job continues only its own blocks")
 def test_another_job_is_refused_or_replaced(tmp_path):
     out = tmp_path / "out.parquet"
 
@@ -120,7 +119,6 @@ def test_another_job_is_refused_or_replaced(tmp_path):
     assert make_job(out).finished()
 
 
-@pytest.mark.guard("one writer at a time", without="lock = contextlib.nullcontext()")
 def test_two_runs_at_once_are_refused(tmp_path):
     job = make_job(tmp_path / "out.parquet")
 

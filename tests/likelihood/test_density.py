@@ -19,7 +19,6 @@ from geoflow_fast.noise import sample_uniform
 from geoflow_fast.spherical import sample_bump
 from geoflow_fast.worlds import ConceptWorld, PairField
 from tests.likelihood.helpers import oracles, random_flow, random_pairs, seeded
-from tests.reliability.figures import record
 
 
 @pytest.mark.parametrize("d", [3, 16, 128, 1024])
@@ -157,11 +156,6 @@ def test_the_integral_of_the_joint_density_is_refined_until_it_is_one(globe_flow
     assert abs([*grids.values()][-1] - 1) < 1e-4
     errors = [abs(value - 1) for value in steps.values()]
     assert all(after < 0.5 * before for before, after in itertools.pairwise(errors))
-    record(
-        "integral_of_the_joint_density",
-        **{f"rk4, {name.replace(' ', '_')}": f"{value:.6f}" for name, value in grids.items()},
-        **{f"midpoint_{n}_steps": f"{value:.6f}" for n, value in steps.items()},
-    )
 
 
 def test_rotating_points_and_network_alike_changes_nothing():
@@ -456,6 +450,5 @@ def test_how_far_the_marginal_of_a_trained_flow_depends_on_the_partner(concept_f
         "error_of_the_mean_over_partners": round(float((own_kind.mean(1) - truth).std()), 3),
         "effect_of_twice_the_steps": round(float((steps - own_kind).abs().max()), 5),
     }
-    record("chain_rule_of_a_trained_flow", **figures)
     assert figures["effect_of_twice_the_steps"] < 0.05 * spread, figures  # it is not the solver
     assert spread < 0.5 * figures["spread_over_images"], figures

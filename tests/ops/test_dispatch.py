@@ -84,7 +84,6 @@ def test_without_the_extension_the_reason_is_given():
         gf.ops.masked_interpolant(x, x, x, x, torch.rand(2), zeros, backend="cpu")
 
 
-@pytest.mark.guard("memory is checked before a pointer is passed on")
 @pytest.mark.parametrize("name", ["noise", "t", "direction"])
 def test_native_layer_guards_memory_itself(name):
     """Calls that skip the operation's checks still cannot pass a wrong pointer."""

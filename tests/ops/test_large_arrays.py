@@ -13,7 +13,6 @@ import torch
 import geoflow_fast as gf
 from geoflow_fast.data.rows import Rows, load_npy
 from geoflow_fast.ops import native
-from tests.reliability.figures import record
 
 pytestmark = [
     pytest.mark.slow,
@@ -52,7 +51,6 @@ def test_a_mapped_gallery_of_2_2_billion_elements(sparse_file: Path):
     assert float(posterior.entropy[0]) == pytest.approx(
         -top * math.log(top) - (ITEMS - 1) * other * math.log(other), rel=1e-4
     )
-    record("large_arrays", elements_of_a_mapped_gallery=ITEMS * WIDTH, elements_of_a_transport_matrix=46_400**2)
 
 
 def test_the_kernel_addresses_all_of_it_in_one_call(sparse_file: Path):

@@ -29,7 +29,6 @@ from geoflow_fast.jobs.watch import WatchSettings, watch_file
 from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.runtime import parquet
 from geoflow_fast.stores import CustomStore, StoreReranker
-from tests.reliability.figures import record
 from tests.stores.test_protocol import Fake
 
 WARM_UP = 0.2
@@ -132,7 +131,6 @@ def main() -> None:
     minutes = parser.parse_args().minutes
     with tempfile.TemporaryDirectory() as folder:
         figures = soak(minutes, Path(folder) / "round")
-    record("soak", **figures)
     print(figures)
     if figures["megabytes_per_minute"] >= MOST_MEGABYTES_PER_MINUTE:
         raise SystemExit(f"memory grows by {figures['megabytes_per_minute']} MB a minute")

@@ -166,9 +166,6 @@ def joined(parts: list[Result]) -> Result:
     return {name: torch.cat([part[name] for part in parts], -1 if name == "log_density" else 0) for name in parts[0]}
 
 
-@pytest.mark.guard(
-    "noise depends on the row and not on the chunk", without="rows = torch.arange(len(image), device=image.device)"
-)
 @pytest.mark.parametrize(("rows", "threads"), [(1, 1), (4, 1), (4, 2)])
 @pytest.mark.parametrize("subject", ["entropy", "rerank", "sample", "density"])
 def test_pieces_change_nothing_but_rounding(flow, whole, monkeypatch, subject, rows, threads):

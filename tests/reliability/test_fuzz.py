@@ -3,7 +3,6 @@ clear, typed error: never a crash, a hang, a NaN or a changed file. `make test` 
 
 from __future__ import annotations
 
-import inspect
 import math
 import os
 import sys
@@ -25,24 +24,12 @@ from geoflow_fast.runtime import parquet
 from geoflow_fast.runtime.files import LOCK_FILE
 from geoflow_fast.training.logging import METRICS_FILE
 from tests.reliability.commands import COMMANDS, copy_world
-from tests.reliability.figures import record
-from tests.reliability.guesses import ABSENT, GIVEN, GUESSED
+from tests.reliability.file_targets import BASELINES, ENCODERS, FILES
 from tests.reliability.hostile import DAMAGE, Target, in_time, judge, variants
-from tests.reliability.surface import surface
-from tests.reliability.targets import BUMP, some_pairs
+from tests.reliability.targets import BUMP, TARGETS, some_pairs
 
 ROOT = Path(__file__).parents[2]
-EVERY = [*GIVEN, *GUESSED]
-
-answered: list[bool] = []
-tried: dict[str, int] = {"answers": 0, "errors": 0, "commands": 0, "damaged_files": 0}
-
-
-def test_every_public_name_is_a_target():
-    names = {target.name for target in EVERY}
-    abstract = {name for name, value in surface().items() if inspect.isabstract(value)}
-    assert [name for name in sorted(set(surface()) - abstract - names) if not name.startswith(ABSENT)] == []
-    assert len(names) == len(EVERY)
+EVERY = [*TARGETS, *FILES, *ENCODERS, *BASELINES]
 
 
 def test_every_command_is_fuzzed():
@@ -69,21 +56,14 @@ def spoil(target: Target, data: st.DataObject) -> None:
         more = [(repr(bad)[:40], lambda bad=bad: bad) for bad in target.extra.get(name, ())]
         _, make = data.draw(st.sampled_from(more + variants(arguments[name])), label=name)
         arguments[name] = make()
-    tried["answers" if judge(target, arguments) == "answer" else "errors"] += 1
+    judge(target, arguments)
 
 
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("target", EVERY, ids=lambda target: target.name)
 def test_good_arguments_are_answered(target):
-    """Bad arguments below would otherwise be refused for the wrong reason. A wrong guess is a clear error."""
-    outcome = judge(target, dict(target.good()))
-    assert outcome == "answer" or target in GUESSED
-    answered.append(outcome == "answer")
-
-
-def test_nearly_all_guesses_are_good():
-    """Runs after the test above."""
-    assert sum(answered) >= 0.97 * len(answered)
+    """Bad arguments below would otherwise be refused for the wrong reason."""
+    assert judge(target, dict(target.good())) == "answer"
 
 
 def fuzzed(examples: int):
@@ -175,7 +155,6 @@ def run_command(
         new = {name for name in new if Path(name).name not in kept}
         left = {name for name in new if "index" not in name and Path(name).parts[0] not in keeps}
         assert not left, f"a failed command left {left}"
-    tried["commands"] += 1
     return status
 
 
@@ -194,7 +173,6 @@ def spoil_command(world: Path, command: str, seed: int, monkeypatch, capsys) -> 
         target = world / spoilable(world, [*flags.values(), *arguments], chance)
         damage = sorted(DAMAGE)[chance.integers(len(DAMAGE))]
         target.write_bytes(DAMAGE[damage](target.read_bytes()))
-        tried["damaged_files"] += 1
     run_command(world, command, flags, monkeypatch, capsys, arguments)
 
 
@@ -233,7 +211,6 @@ def test_commands_at_length(world, command, seed, monkeypatch, capsys):
     spoil_command(world, command, seed, monkeypatch, capsys)
 
 
-@pytest.mark.guard("counts are integers, not NaN")
 def test_counts_are_integers():
     """A seed that is not an integer is an error that names it; it is not rounded."""
     with pytest.raises(TypeError, match="seed must be an integer"):
@@ -267,14 +244,6 @@ def test_files_that_may_not_be_read(world, monkeypatch, capsys):
         (world / "queries.npy").chmod(0)
         flags = dict(COMMANDS["entropy"].flags)
     run_command(world, "entropy", flags, monkeypatch, capsys)
-
-
-@pytest.mark.slow
-def test_the_count():
-    """Runs last and records how much the tests above have tried."""
-    inputs = tried["answers"] + tried["errors"] + tried["commands"]
-    assert inputs >= 5000
-    record("hostile_inputs", inputs=inputs, **tried)
 
 
 TASK = ("t2i", normalize(torch.ones(2, 3)), normalize(torch.ones(2, 3)), torch.arange(2), torch.arange(2))

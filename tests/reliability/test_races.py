@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from geoflow_fast.ops import native
-from tests.reliability.figures import record
 from tests.reliability.races import STATUS, compile_driver, run_driver
 
 pytestmark = [
@@ -35,4 +34,3 @@ def test_no_races_and_one_result_for_any_number_of_threads(program: Path):
         assert result.returncode == 0, result.stderr
         calls += int(result.stdout)
     assert calls >= 200
-    record("thread_sanitizer", calls_compared=calls, races=0)

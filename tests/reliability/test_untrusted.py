@@ -132,7 +132,6 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.guard("arrays are never unpickled", without="array: NDArray[Any] = np.load(path, allow_pickle=True)")
 @pytest.mark.parametrize("disguise", DISGUISES)
 @pytest.mark.parametrize("name", LOADERS)
 def test_a_pickle_in_disguise_is_refused_and_not_executed(tmp_path, name, disguise):
@@ -261,9 +260,6 @@ def test_lying_safetensors_are_refused_before_allocation(tmp_path, contents):
         gf.GeoFlow.from_pretrained(tmp_path)
 
 
-@pytest.mark.guard(
-    "sizes of a network have limits", without="object.__setattr__(self, name, checks.integer(value, name, least))"
-)
 @pytest.mark.parametrize(
     "change",
     [
@@ -290,7 +286,6 @@ def test_a_configuration_that_asks_for_the_impossible(tmp_path, flow, change):
     assert next(iter(change)) in str(caught.value)
 
 
-@pytest.mark.guard("Parquet files may not unpack to far more than their size")
 def test_parquet_that_unpacks_to_far_more_than_its_size(tmp_path):
     """Forty million equal numbers fit into kilobytes of run lengths."""
     path = tmp_path / "scores.parquet"
@@ -318,7 +313,6 @@ def test_metadata_with_damaged_parquet_names_the_file(tmp_path):
             gf.EmbeddingPairs.open(tmp_path / "pairs")
 
 
-@pytest.mark.guard("a JSON file has a largest size")
 @pytest.mark.parametrize(
     "contents",
     [b"[" * 200_000, b"\xff\xfe", b"", b"{", b"9" * 10_000, b" " * (JSON_BYTES + 1), b"{}" + b" " * JSON_BYTES],
@@ -368,7 +362,6 @@ def test_marginals_without_their_tensor(tmp_path):
         computed_once(tmp_path, facts, lambda: torch.zeros(3))
 
 
-@pytest.mark.guard("a baseline takes no memory that its file does not hold")
 @pytest.mark.parametrize(
     "method", ["probvlm", "grove", "knn", "bayesvlm", "euclidean_flow", "adapter", "hub_softmax", "list_boosting"]
 )
@@ -394,7 +387,6 @@ def test_a_baseline_that_asks_for_the_impossible(tmp_path, method):
 RECIPE = 'title = "t"\nseeds = [0]\n[[data]]\nname = "a"\ntrain = "train"\nheld_out = "val"\ntest = "test"\n'
 
 
-@pytest.mark.guard("the names in a recipe are those of folders")
 @pytest.mark.parametrize(
     ("good", "bad"),
     [
@@ -418,10 +410,6 @@ def test_a_recipe_leads_nowhere_else(tmp_path, good, bad):
         load_recipe(path)
 
 
-@pytest.mark.guard(
-    "a lock follows no link", without="lock = FileLock((folder / LOCK_FILE).resolve(), blocking=wait).acquire()"
-)
-@pytest.mark.guard("a temporary file is always new")
 def test_links_in_the_place_of_our_own_files_are_not_followed(tmp_path):
     """Where we write, a link put there by another leads nowhere: neither the temporary file nor the lock follows it."""
     precious = tmp_path / "precious"
@@ -438,7 +426,6 @@ def test_links_in_the_place_of_our_own_files_are_not_followed(tmp_path):
     assert precious.read_text() == "precious"
 
 
-@pytest.mark.guard("a file is replaced by a rename", without="path.write_bytes(temporary.read_bytes())")
 def test_an_output_that_is_a_link_is_replaced_and_its_target_kept(tmp_path):
     precious, out = tmp_path / "precious", tmp_path / "out.json"
     precious.write_text("precious")

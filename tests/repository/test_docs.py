@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import inspect
 import re
 import shlex
@@ -26,7 +27,6 @@ from typer.testing import CliRunner
 import geoflow_fast as gf
 from geoflow_fast.cli import app
 from geoflow_fast.runtime.parquet import read_columns
-from tests.reliability.surface import public
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -220,6 +220,13 @@ def test_start_page_keeps_its_promise_in_an_empty_folder(tmp_path, monkeypatch):
 
 
 PUBLIC = (gf, gf.ops, gf.evaluation, gf.baselines, gf.distributed, gf.stores)
+
+
+def public(name: str) -> Any:
+    """The value of a dotted name, as an attribute if there is one: an operation may have the name of its module."""
+    parent, _, last = name.rpartition(".")
+    owner = public(parent) if parent else None
+    return getattr(owner, last) if hasattr(owner, last) else importlib.import_module(name)
 
 
 def public_names() -> list[str]:

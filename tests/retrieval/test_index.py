@@ -331,8 +331,6 @@ def test_index_comes_back_from_disk_as_it_was(tmp_path):
     torch.testing.assert_close(norm, gallery.double().norm(dim=1), rtol=0, atol=1e-6)
 
 
-@pytest.mark.guard("an index belongs to its gallery")
-@pytest.mark.guard("files carry a checksum")
 def test_damaged_and_foreign_indexes_are_refused(tmp_path):
     samples, gallery = world(400, 32, 2, 9, 0.9)
     path = tmp_path / "index.safetensors"

@@ -452,7 +452,6 @@ def test_interrupt_saves_and_the_same_call_continues(tmp_path):
     assert same_weights(flow, whole)
 
 
-@pytest.mark.guard("a run is continued only with its own settings")
 def test_a_run_with_other_settings_is_not_continued(tmp_path):
     gf.train(new_flow(), some_pairs(), CONFIG, out=tmp_path)
     with pytest.raises(ValueError, match=r"lr 0\.003 -> 0\.1"):
@@ -470,7 +469,6 @@ def test_integers_of_numpy_are_accepted_and_stored_as_plain_integers(tmp_path):
     assert gf.train(new_flow(), some_pairs(), config, out=tmp_path).steps == 2
 
 
-@pytest.mark.guard("a run is continued only on its own pairs")
 def test_a_run_on_other_validation_pairs_is_not_continued(tmp_path):
     config = dataclasses.replace(CONFIG, steps=2)
     gf.train(new_flow(), some_pairs(), config, val=some_pairs(10), out=tmp_path)
@@ -501,7 +499,6 @@ def test_a_folder_takes_one_run_at_a_time_and_keeps_no_temporary_files(tmp_path)
     assert not list(tmp_path.glob(".*.tmp"))
 
 
-@pytest.mark.guard("a loss that is not finite stops a run")
 def test_divergence_names_the_step_and_keeps_the_checkpoint(tmp_path, monkeypatch):
     optimise = Run.optimise
 
