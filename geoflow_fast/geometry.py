@@ -32,7 +32,6 @@ EPS = {torch.float32: 16 * torch.finfo(torch.float32).eps, torch.float64: 16 * t
 _SERIES_BELOW = 1e-4
 
 
-# unchecked: it asks about the state of a tensor
 def eps(dtype: torch.dtype) -> float:
     """Length below which a direction is rounding noise in this dtype; a TypeError unless it is float32 or float64."""
     if dtype not in EPS:
@@ -40,7 +39,6 @@ def eps(dtype: torch.dtype) -> float:
     return EPS[dtype]
 
 
-# unchecked: it asks about the state of a tensor
 def capturing(x: Tensor) -> bool:
     """Whether `x` is being traced or captured into a graph, so that checks of its values must be skipped."""
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -56,7 +54,6 @@ def check_rows(x: Tensor, name: str, *, unit: bool = True) -> None:
     norm = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
     tolerance = max(UNIT_TOLERANCE, torch.finfo(x.dtype).eps)
     bad = ~((norm - 1).abs() <= tolerance) if unit else ~(torch.isfinite(norm) & (norm > 0))
-    # guard: rows in memory are finite and of unit norm
     if not bool(bad.any()):
         return
     row = [int(i) for i in bad.nonzero()[0]]
@@ -80,7 +77,6 @@ def normalize(x: Tensor) -> Tensor:
     return scaled / torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
 
 
-# unchecked: solvers call it with points that were checked before
 def inner(a: Tensor, b: Tensor) -> Tensor:
     """Inner product over the last dimension, which is kept: [..., 1]."""
     return (a * b).sum(dim=-1, keepdim=True)
@@ -117,7 +113,6 @@ def _check_ends(a: Tensor, b: Tensor) -> None:
         raise ValueError(f"points need at least 2 coordinates, got width {shape[-1] if shape else 0}")
 
 
-# unchecked: solvers call it with points that were checked before
 def tangent_part(x: Tensor, v: Tensor) -> Tensor:
     """The part of `v` [..., d] that is tangent at the unit rows `x`: (I - x x^T) v."""
     return v - inner(x, v) * x
@@ -208,7 +203,6 @@ def geodesic_velocity(a: Tensor, b: Tensor, t: Tensor | float) -> Tensor:
     return interpolate(a, b, t)[1]
 
 
-# unchecked: solvers call it with points that were checked before
 def follow(x: Tensor, v: Tensor) -> Tensor:
     """Where the geodesic that leaves `x` with tangent velocity `v` is after unit time: [..., d]."""
     cos, sinc = _cos_sinc(inner(v, v))
@@ -231,7 +225,6 @@ def log_map(x: Tensor, y: Tensor) -> Tensor:
     return _departure(x, y)[1]
 
 
-# unchecked: solvers call it with points that were checked before
 def carry_along(x: Tensor, velocity: Tensor, v: Tensor) -> Tensor:
     """Parallel transport of `v`, tangent at `x`, along the geodesic that leaves `x` with the tangent `velocity`, for a
     time of one: [..., d]."""

@@ -130,7 +130,6 @@ class TwoTowerAdapter(TrainedBaseline):
         queries, items = (tower(x.to(self.device)) for tower, x in zip(towers, (asked.queries, asked.items)))
         return fit_cosine_scale(queries, items, asked.own[:, 0])
 
-    # unchecked: comparisons and uncertainty call it with what they have checked
     @torch.no_grad()
     def softmax(self, queries: Tensor, gallery: Gallery, direction: Direction) -> GallerySoftmax:
         """The softmax over adapted cosines. Items in memory are adapted once, those on disk whenever they are read."""

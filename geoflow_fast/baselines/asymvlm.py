@@ -62,7 +62,6 @@ class AsymVLM(TrainedBaseline):
         self.network = nn.Sequential(*hidden_layers, nn.Linear(inner, image_dim, dtype=torch.float32))
         self.log_scale = nn.Parameter(torch.zeros((), dtype=torch.float32))
 
-    # unchecked: fit and uncertainty call it with what they have checked
     @staticmethod
     @abstractmethod
     def log_likelihood(eta: Tensor, points: Tensor) -> Tensor:
@@ -73,7 +72,6 @@ class AsymVLM(TrainedBaseline):
         image, text = tensors
         return contrastive_losses(self.log_scale.exp() * self.log_likelihood(self.network(text), image)).float()
 
-    # unchecked: fit and uncertainty call it with what they have checked
     def concentration(self, text: Tensor) -> Tensor:
         """kappa [B] of texts [B, d]."""
         return torch.linalg.vector_norm(self.network(text).double(), dim=1)
@@ -92,7 +90,6 @@ class AsymVLMvMF(AsymVLM):
     method: ClassVar[str] = "asymvlm_vmf"
     title: ClassVar[str] = "AsymVLM-vMF"
 
-    # unchecked: fit and uncertainty call it with what they have checked
     @staticmethod
     def log_likelihood(eta: Tensor, points: Tensor) -> Tensor:
         """Log-likelihood <eta, x> + log C_d(|eta|): float64 [B, N]."""
@@ -110,7 +107,6 @@ class AsymVLMPS(AsymVLM):
     method: ClassVar[str] = "asymvlm_ps"
     title: ClassVar[str] = "AsymVLM-PS"
 
-    # unchecked: fit and uncertainty call it with what they have checked
     @staticmethod
     def log_likelihood(eta: Tensor, points: Tensor) -> Tensor:
         """Log-likelihood kappa log(1 + <mu, x>) plus the log-normaliser: float64 [B, N]."""

@@ -49,7 +49,6 @@ class FitTask:
     progress: bool | None
 
 
-# unchecked: methods make it of what they have checked
 @dataclass(frozen=True)
 class GallerySoftmax:
     """A softmax over a gallery of scores scale <query, item> + bias. A method may have mapped queries and items to
@@ -178,7 +177,6 @@ class Baseline(nn.Module, ABC):
     def _score(self, queries: Tensor, gallery: Gallery, direction: Direction) -> Tensor:
         """Does the work of `uncertainty` for checked queries on the method's device."""
 
-    # unchecked: comparisons and uncertainty call it with what they have checked
     def softmax(self, queries: Tensor, gallery: Gallery, direction: Direction) -> GallerySoftmax | None:  # noqa: ARG002
         """The method's own probabilities of the items, by which it could also rank them; None if it has none."""
         return None
@@ -189,7 +187,6 @@ class Baseline(nn.Module, ABC):
             raise ValueError(f"{self.method} is not fitted: there is nothing to save")
         self.write(checks.path(folder, "folder"), self.state_dict())
 
-    # unchecked: fit and uncertainty call it with what they have checked
     def write(self, folder: Path, tensors: Mapping[str, Tensor]) -> None:
         """Does what `save` does with the given weights instead of the current ones: a run writes its best so far."""
         facts = {"method": self.method, "settings": self.settings}
@@ -209,7 +206,6 @@ class Baseline(nn.Module, ABC):
         with contents_of(path):
             if facts["method"] != cls.method:
                 raise ValueError(f"{folder} holds a {facts['method']!r}, not a {cls.method!r}")
-            # guard: a baseline takes no memory that its file does not hold
             cls._check_sizes(path, tensors, facts["settings"])
             with torch.device("cpu"):
                 baseline = cls(**facts["settings"])

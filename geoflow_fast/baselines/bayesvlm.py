@@ -68,7 +68,6 @@ class Activations:
             checks.with_values(weight, name)
         return cls(rows[0], rows[1], projections)
 
-    # unchecked: fit and uncertainty call it with what they have checked
     def of(self, tower: str, index: np.ndarray) -> Tensor:
         """Rows `index` of a tower ("image" or "text") as stored, not scaled to unit norm: float32."""
         rows = self._rows(tower)
@@ -78,7 +77,6 @@ class Activations:
             out[inside] = part[index[inside] - start]
         return torch.from_numpy(out)
 
-    # unchecked: fit and uncertainty call it with what they have checked
     def check_rows(self, tower: str, index: np.ndarray) -> None:
         """Raises a ValueError unless a tower has all rows in `index`."""
         rows, last = self._rows(tower), int(index.max(initial=-1))
@@ -190,7 +188,6 @@ class BayesVLM(Baseline):
             index = order[low : low + self.batch_size]
             yield pairs.image_row[index], pairs.text_row[index], pairs[index] if low == 0 else None
 
-    # unchecked: fit and uncertainty call it with what they have checked
     def check_embeddings(self, tower: str, phi: Tensor, embedding: Tensor) -> None:
         """Raises a ValueError unless projecting the activations `phi` [B, k] of a tower gives the embeddings [B, d]."""
         width = self.settings[f"{tower}_pre"]
@@ -204,12 +201,10 @@ class BayesVLM(Baseline):
                 "they must be of the same rows and the same model"
             )
 
-    # unchecked: fit and uncertainty call it with what they have checked
     def project(self, tower: str, phi: Tensor) -> Tensor:
         """Projects activations [B, k] to embeddings, not scaled to unit norm: float64 [B, d]."""
         return phi.double() @ getattr(self, f"{tower}_weight").T + getattr(self, f"{tower}_bias")
 
-    # unchecked: fit and uncertainty call it with what they have checked
     def moments(self, tower: str, phi: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance, [B, d] each, of the unscaled embeddings of activations [B, k]."""
         phi = phi.double()

@@ -200,7 +200,6 @@ class GroVE(TrainedBaseline):
         """Names GPyTorch if it is not installed."""
         return extras.missing("grove", "gpytorch", "gpytorch", "baselines")
 
-    # unchecked: fit and uncertainty call it with what they have checked
     def make_batch(self, image: Tensor, text: Tensor, index: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:  # noqa: ARG002
         """Embeddings in the processes' units, and the numbers of the pairs, which select their latents."""
         return image * self.unit, text * self.unit, index
@@ -220,7 +219,6 @@ class GroVE(TrainedBaseline):
         aligned = gaussian_kl(*predicted[0], *predicted[1]) + gaussian_kl(*predicted[1], *predicted[0])
         return self.elbo_weight * (prior - fits[0] - fits[1]) + self.kl_weight * aligned / image.shape[1]
 
-    # unchecked: fit and uncertainty call it with what they have checked
     def infer(self, targets: Iterable[tuple[ModalityProcess, Tensor]]) -> Tensor:
         """Latents [B, q] of rows whose embeddings are given for one or both modalities, optimised by Adam."""
         observed = list(targets)

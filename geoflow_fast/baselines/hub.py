@@ -75,7 +75,6 @@ class HubSoftmax(CosineBaseline):
         """The bank's queries [R, d]."""
         return direction.queries(self.image, self.text)
 
-    # unchecked: comparisons and uncertainty call it with what they have checked
     def softmax(self, queries: Tensor, gallery: Gallery, direction: Direction) -> GallerySoftmax:
         """The corrected softmax; the correction of a gallery's items is computed once."""
         b, w = self.weights[CONDITIONAL.index(direction)].tolist()

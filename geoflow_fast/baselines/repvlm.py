@@ -114,7 +114,6 @@ class REPVLM(TrainedBaseline):
         self.n_steps, self.n_probes, self.seed = n_steps, n_probes, seed
         self.field = SphereField(image_dim, HIDDEN[self.size], depth)
 
-    # unchecked: fit and uncertainty call it with what they have checked
     def make_batch(self, image: Tensor, text: Tensor, index: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:  # noqa: ARG002
         """Points on geodesics from uniform noise to the images and texts of the pairs: 2B rows."""
         data = torch.cat((image, text))
@@ -128,7 +127,6 @@ class REPVLM(TrainedBaseline):
         points, velocity, t, label = tensors
         return (self.field(points, t, label) - velocity).square().sum(1)
 
-    # unchecked: fit and uncertainty call it with what they have checked
     @torch.no_grad()
     def log_prob(self, points: Tensor, label: int) -> Tensor:
         """log p(point | modality) of unit rows [B, d]: float64 [B], in nats. `label`: 0 for images, 1 for texts."""
@@ -142,7 +140,6 @@ class REPVLM(TrainedBaseline):
             )
         return torch.cat(parts) if parts else points.new_zeros(0, dtype=torch.float64)
 
-    # unchecked: fit and uncertainty call it with what they have checked
     def pair_score(self, image: Tensor, text: Tensor) -> Tensor:
         """-log p(image) - log p(text) of pairs of unit rows, [B, d] each: float64 [B], in nats."""
         return -self.log_prob(image, IMAGE) - self.log_prob(text, TEXT)

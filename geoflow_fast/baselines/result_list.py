@@ -77,7 +77,6 @@ class ResultListClassifier(Baseline):
             own = {key.removeprefix(start): x for key, x in tensors.items() if key.startswith(start)}
             getattr(self, name)._resize_buffers(own)
 
-    # unchecked: fit and uncertainty call it with what they have checked
     def features(self, queries: Tensor, gallery: Gallery, direction: Direction) -> Tensor:
         """The `FEATURES` of each query's result list: float64 [Q, F]."""
         cosine, index = nearest(queries, gallery, 2)

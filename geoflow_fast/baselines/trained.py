@@ -65,7 +65,6 @@ class TrainedBaseline(SizedBaseline):
         batch_size = min(self.RECIPE.batch_size, rows)
         return dataclasses.replace(self.RECIPE, batch_size=batch_size, lr=self.LEARNING_RATES[self.size], **changes)
 
-    # unchecked: fit and uncertainty call it with what they have checked
     def make_batch(self, image: Tensor, text: Tensor, index: Tensor, generator: torch.Generator) -> tuple[Tensor, ...]:  # noqa: ARG002
         """What `losses` takes for the pairs numbered `index` [B], image [B, d_I] and text [B, d_T]. Random numbers come
         from `generator`, on the CPU."""

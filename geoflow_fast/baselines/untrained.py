@@ -69,7 +69,6 @@ class CosineSoftmax(CosineBaseline):
         scales = [tuned_scale(task.val, direction, self.QUERIES, task.config.seed) for direction in CONDITIONAL]
         self.scale.copy_(torch.tensor(scales, device=self.scale.device, dtype=torch.float32))
 
-    # unchecked: comparisons and uncertainty call it with what they have checked
     def softmax(self, queries: Tensor, gallery: Gallery, direction: Direction) -> GallerySoftmax:
         """The softmax of cosine / temperature."""
         return GallerySoftmax(queries, gallery, float(self.scale[CONDITIONAL.index(direction)]))

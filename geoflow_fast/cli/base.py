@@ -56,7 +56,6 @@ class Session:
         self.terminated = True
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell does this for commands in the background
             raise KeyboardInterrupt
-        # guard: SIGTERM saves as Ctrl-C does
         signal.raise_signal(signal.SIGINT)
 
 

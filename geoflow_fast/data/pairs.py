@@ -231,7 +231,6 @@ class EmbeddingPairs:
         """The ids of the images of the pairs, [len(pairs)]; None if they have none."""
         return None if self.image.ids is None else self.image.ids.of(self.image_row)
 
-    # unchecked: training calls it
     def origin(self, settings: Mapping[str, Any]) -> Origin:
         """What a model that is trained on these pairs with these `settings` remembers."""
         about = {"pairs": len(self), "images": len(np.unique(self.group)), "fingerprint": self.fingerprint()}

@@ -74,7 +74,6 @@ class Rows:
         """Whether float16 holds all rows as they are stored."""
         return all(part.dtype == np.float16 for part in self.parts)
 
-    # unchecked: called with indices that pairs have checked
     def stored(self, index: Index, dtype: type[np.floating]) -> NDArray[Any]:
         """Returns the rows `index` [B] in the order asked for, as they are stored, in `dtype`."""
         out = np.empty((len(index), self.dim), dtype)
@@ -135,7 +134,6 @@ class Rows:
         for first, block in Rows(self.parts, self.name).tensors(within=world.own(len(self))):
             norm = torch.linalg.vector_norm(block, dim=1).numpy()
             bad = ~(np.isfinite(norm) & (norm > 0)) if normalize else ~(np.abs(norm - 1) <= UNIT_TOLERANCE)
-            # guard: rows on disk are finite and of unit norm
             if bad.any():
                 row = int(bad.argmax())
                 if not np.isfinite(norm[row]):
@@ -196,7 +194,6 @@ def in_shard_order(paths: Iterable[Path], *, from_one: bool = False) -> list[Pat
             raise ValueError(f"{other} and {path} are both shard {number}; keep one of them")
     first = 1 if from_one and 0 not in shards else 0
     for expected, number in enumerate(sorted(shards), first):
-        # guard: no shard is missing between others
         if number != expected:
             missing = re.sub(r"\d+(?=\.\w+$)", str(expected), shards[number].name)
             raise FileNotFoundError(f"{shards[number].with_name(missing)} is missing between other shards")
@@ -217,6 +214,5 @@ def load_npy(path: Path, *, mapped: bool = False) -> NDArray[Any]:
         raise ValueError(f"{path} is damaged: its header claims {length} bytes")
     with contents_of(path, "truncated or not a .npy file"):
         # The file is always mapped first: a header that claims more than the file holds then allocates nothing.
-        # guard: arrays are never unpickled
         array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
     return array if mapped else np.array(array)

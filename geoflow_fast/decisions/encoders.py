@@ -23,7 +23,6 @@ def check_encoder(
         checks.words(given, "encoder")
     if own == given:
         return
-    # guard: a rule of another encoder is refused
     if own is not None and given is not None:
         raise ValueError(f"{what} was made with encoder {own!r}, not {given!r}: {instead}")
     if own is None:

@@ -135,7 +135,6 @@ class Rule:
         shown[:, 0] = self.model.p_answer(results.scores, numbers, self.score_share) >= threshold[:, 0]
         return results, shown
 
-    # unchecked: the calls of a rule, and `watch`, have counted the queries
     def thresholds(self, groups: Table | None, n: int) -> Floats:
         """The threshold [n] of each query, which depends on its group if the rule has groups."""
         if list(self.certificates) == [EVERYBODY]:

@@ -342,7 +342,6 @@ def _load_weights(open_clip: Any, network: Any, path: Path, model: str) -> None:
             # The file is read once by torch alone, so that an error about code in it is not taken for another one.
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                # guard: the weights of an encoder hold no code
                 torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except _BAD_WEIGHTS as error:
         raise ValueError(

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 BATCH = 64
 
 
-# unchecked: its checks are those of OpenClipEncoder; tests/encoders/test_hugging_face.py tries bad input
 class SentenceEncoder:
     """A `SentenceTransformer`, which embeds texts. `load` creates one by name or from a folder.
 

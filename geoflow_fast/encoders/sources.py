@@ -82,7 +82,6 @@ class _Piece:
 
     def read(self, limit: int) -> bytes:
         about = os.stat(self.file)
-        # guard: only plain files are opened as images
         if not stat.S_ISREG(about.st_mode):
             raise OSError("is not a regular file")
         size = about.st_size if self.size is None else self.size
@@ -211,7 +210,6 @@ def decode_image(data: bytes, draft: tuple[int, int] | None = None) -> Image:
     try:
         with image_module.open(io.BytesIO(data), formats=formats) as image:
             width, height = image.size
-            # guard: images have a largest size
             if width * height > MAX_PIXELS:
                 raise ValueError(f"has {width} x {height} pixels, more than {MAX_PIXELS}")
             if max(width, height) > MAX_ASPECT * min(width, height):
@@ -375,7 +373,6 @@ def _scan_tar(shard: Path, samples: dict[str, _TarSample], rejected: list[Skippe
             if not key or (form is None and suffix not in IMAGE_SUFFIXES):
                 continue
             name, part = f"{shard.name}/{member.name}", "image" if form is None else "caption"
-            # guard: links in tar files are not followed
             if not member.isreg() or member.issparse():
                 rejected.append(Skipped(name, part, "is not a plain file"))
                 continue

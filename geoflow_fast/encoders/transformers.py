@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 
-# unchecked: its checks are those of OpenClipEncoder; tests/encoders/test_hugging_face.py tries bad input
 class TransformersEncoder:
     """A model of `transformers` with its image processor and tokenizer. `load` creates one by name or from a folder.
 

@@ -62,7 +62,6 @@ class RecipeData:
         for key, value in dataclasses.asdict(self).items():
             if value is not None and not isinstance(value, str):
                 raise TypeError(f"{key} of data set {self.name!r} must be a string, got {value!r}")
-        # guard: the names in a recipe are those of folders
         if self.name in ("", ".", "..") or set(self.name) & {"/", "\\", "\0"}:
             raise ValueError(f"data set {self.name!r} needs a name that a folder can have: results go there")
         labelled_parts = (self.images, self.labels, self.prompts)

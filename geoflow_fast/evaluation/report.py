@@ -155,7 +155,6 @@ class Report:
             raise TypeError(f"chart must be Whiskers, got {type(chart).__name__}")
         self._content.append({"kind": "intervals", "chart": chart, "caption": checks.words(caption, "caption")})
 
-    # unchecked: its arguments are checked when the block is entered
     @contextlib.contextmanager
     def folded(self, summary: str) -> Iterator[None]:
         """What is added inside is folded until a reader opens it."""

@@ -42,7 +42,6 @@ class Thumbnails:
             raise ValueError(f"{name!r} is not the name of a file in the folder")
         for suffix in SUFFIXES:
             file = (self.folder / f"{name}{suffix}").resolve()
-            # guard: thumbnails are read from their folder alone
             if not file.is_relative_to(self.folder):
                 raise ValueError(f"{name!r} leads out of the folder")
             if file.is_file():

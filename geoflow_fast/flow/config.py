@@ -65,7 +65,6 @@ class GeoFlowConfig:
             value = getattr(self, name)
             if value is None and name == "pca_dim":
                 continue
-            # guard: sizes of a network have limits
             object.__setattr__(self, name, checks.integer(value, name, least, most))
         for name in ("dropout", "layer_scale", "time_scale"):
             number = getattr(self, name)

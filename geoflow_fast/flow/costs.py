@@ -52,7 +52,6 @@ class ProductRates:
         return {"bfloat16": self.bfloat16, "tf32": self.bfloat16 / 2, "float32": self.float32}[precision]
 
 
-# unchecked: plans and tables call it with what they have checked
 def seconds(work: Work, rates: ProductRates, precision: str, *, replayed: bool = True) -> float:
     """Seconds of the work: those of products, computing or moving their bytes, whichever takes longer; those of the
     other kernels, which move theirs one after the other; and what each kernel costs besides."""
@@ -63,7 +62,6 @@ def seconds(work: Work, rates: ProductRates, precision: str, *, replayed: bool =
     return multiplying + work.row_bytes / bandwidth + starting
 
 
-# unchecked: plans and tables call it with what they have checked
 def velocity_work(shape: GeoFlowConfig, rows: float, precision: str = "float32") -> Work:
     """One velocity of `rows` rows in a conditional direction, with guidance and the step that follows it."""
     d = shape.flow_dims[0]
@@ -73,7 +71,6 @@ def velocity_work(shape: GeoFlowConfig, rows: float, precision: str = "float32")
     return Work(7 * shape.depth + 11, total, 2.0 * products * rows, row_traffic + 4 * 7 * rows * d)
 
 
-# unchecked: plans and tables call it with what they have checked
 def likelihood_work(shape: GeoFlowConfig, pairs: float, precision: str = "float32") -> Work:
     """One evaluation of the three densities of `pairs` pairs with one probe each, which is 7 rows a pair and stream."""
     d = sum(shape.flow_dims) / 2
@@ -85,7 +82,6 @@ def likelihood_work(shape: GeoFlowConfig, pairs: float, precision: str = "float3
     return Work(7 * shape.depth + 34, total, 2.0 * products * pairs, row_traffic + ends)
 
 
-# unchecked: plans and tables call it with what they have checked
 def scoring_work(queries: float, samples: float, items: float, dim: int, precision: str = "float32") -> Work:
     """A pass over a gallery: the rows are split, if they are float32, then multiplied, and lists are merged. The
     operations are those of bfloat16 products, or of TF32 ones if `precision` says so."""

@@ -136,7 +136,6 @@ class GeoFlow(hub.Pretrained, nn.Module):
         """Returns `velocity`, so that `flow(image, text, t, direction)` works and hooks on the flow fire."""
         return self.velocity(image, text, t, direction)
 
-    # unchecked: velocity and the solvers call it with what they have checked
     def velocity_at(
         self,
         times: Sequence[float],
@@ -168,7 +167,6 @@ class GeoFlow(hub.Pretrained, nn.Module):
 
         return velocity
 
-    # unchecked: samplers and densities call it
     def replayed(self, kind: Hashable, prepare: Callable[[], S], precision: str, rows: int) -> Replayed[S]:
         """The solve that `prepare` returns, made when it is first called. On a GPU those of one `kind` are captured and
         replayed (`runtime/graphs.py`), with one graph for each shape of their inputs. A kind names all that a solve
@@ -185,13 +183,11 @@ class GeoFlow(hub.Pretrained, nn.Module):
         """A context that changes nothing, as `velocity_at` has no dropout anyway: threads may share a flow."""
         return contextlib.nullcontext()
 
-    # unchecked: velocity and the solvers call it with what they have checked
     def modulations(self, t: Tensor, direction: Direction) -> Tensor:
         """AdaLN shifts and scales of every half-block at the times `t` [S], shared by all rows: [S, 4 depth, 2, 1, H].
         A solver can compute those of all its steps in one call."""
         return shared_modulations(self.conditioning, self.modulation, t, direction)
 
-    # unchecked: velocity and the solvers call it with what they have checked
     def generated(self, image: Tensor, text: Tensor, t: Tensor, counts: Counts) -> Streams:
         """Network output before the tangent projection, for times `t` [B]. Training uses it, whose loss projects.
 
@@ -240,7 +236,6 @@ class GeoFlow(hub.Pretrained, nn.Module):
         image, text = (x if x is None else change(x, stream) for stream, x in enumerate(given))
         return image, text
 
-    # unchecked: velocity and the solvers call it with what they have checked
     def stream_to_flow(self, x: Tensor, stream: int) -> Tensor:
         """`to_flow` for one stream, 0 (image) or 1 (text); returns `x` itself if nothing is to be done."""
         if self.preprocess is None:
@@ -248,7 +243,6 @@ class GeoFlow(hub.Pretrained, nn.Module):
         self.check_embeddings(x, stream)
         return self.preprocess[stream](x)
 
-    # unchecked: velocity and the solvers call it with what they have checked
     def stream_from_flow(self, x: Tensor, stream: int) -> Tensor:
         """`from_flow` for one stream, 0 (image) or 1 (text)."""
         return x if self.preprocess is None else cast(Preprocess, self.preprocess[stream]).restore(x)
@@ -296,7 +290,6 @@ class GeoFlow(hub.Pretrained, nn.Module):
         flow.load_state_dict(tensors, assign=True)
         return flow.eval()
 
-    # unchecked: velocity and the solvers call it with what they have checked
     def check_points(self, image: Tensor, text: Tensor) -> None:
         """Raises a ValueError unless `image` and `text` are [B, d] in the flow's coordinates, dtype and device."""
         for name, x, dim in zip(STREAMS, (image, text), self.config.flow_dims):
@@ -304,7 +297,6 @@ class GeoFlow(hub.Pretrained, nn.Module):
         if image.shape[0] != text.shape[0]:
             raise ValueError(f"image has {image.shape[0]} rows, but text has {text.shape[0]}")
 
-    # unchecked: velocity and the solvers call it with what they have checked
     def check_embeddings(self, x: Tensor, stream: int) -> None:
         """Raises a ValueError unless the embeddings `x` of one stream are [B, d] in the flow's dtype and device."""
         self._check_rows(STREAMS[stream], x, (self.config.image_dim, self.config.text_dim)[stream])
@@ -354,7 +346,6 @@ class GeoFlow(hub.Pretrained, nn.Module):
             for_text = torch.cat((self.anchor.shares[1] * for_text[:n_i2t] + pull, for_text[n_i2t:]))
         return for_image, for_text
 
-    # unchecked: velocity and the solvers call it with what they have checked
     def make_tangent(self, image: Tensor, text: Tensor, outputs: Streams, counts: Counts) -> Streams:
         """Makes the outputs of generated rows tangent, and puts zeros into the given rows."""
         n_i2t, _, n_t2i = counts

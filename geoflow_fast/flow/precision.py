@@ -32,7 +32,6 @@ def check_precision(value: object) -> str:
     return str(value)
 
 
-# unchecked: settings have checked the name
 def product_dtype(precision: str, like: Tensor, rows: int | None = None) -> torch.dtype:
     """The type of products for a network with parameters `like`: that of a 16-bit network where the device is good at
     it, that of an autocast in which this is called, else what `precision` asks for. `rows`: rows that pass the network
@@ -62,7 +61,6 @@ def settled_precision(precision: str, device: torch.device) -> str:
     return "bfloat16" if bfloat16_pays(device) else "float32"
 
 
-# unchecked: called with the device of a tensor
 def bfloat16_pays(device: torch.device) -> bool:
     """Whether products of float32 rows are faster in bfloat16 here, conversions included."""
     if device.type == "cuda":

@@ -78,7 +78,6 @@ class HeadConfig(NetworkConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, (least, most) in SIZES.items():
-            # guard: sizes of a head have limits
             object.__setattr__(self, name, checks.integer(getattr(self, name), name, least, most))
         checks.number(self.noise, "noise", 0.0, 100.0)
 

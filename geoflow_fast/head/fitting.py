@@ -215,7 +215,6 @@ def linear_map(pairs: EmbeddingPairs, direction: Direction, seed: int, rows: int
     return ridge_map(direction.queries(image, text).double(), direction.items(image, text).double()).float()
 
 
-# unchecked: called with training data
 def ridge_map(queries: Tensor, items: Tensor) -> Tensor:
     """The matrix [d', d] of the ridge regression of `items` [B, d'] on `queries` [B, d]; both float64 on the CPU."""
     gram = queries.T @ queries

@@ -170,13 +170,11 @@ class PosteriorHead(hub.Pretrained, nn.Module):
         """Some tensor with the dtype and the device of the head."""
         return self.scale
 
-    # unchecked: scorers and the loss call it with what they have checked
     def raw_points(self, queries: Tensor, direction: Direction, dropout: float = 0.0) -> HeadPoints:
         """The points of `queries` [Q, d] as the networks give them, before the scale is applied."""
         points: HeadPoints = self.towers[str(direction)](queries, dropout)
         return points
 
-    # unchecked: scorers and the loss call it with what they have checked
     def raw_item_bias(self, items: Tensor, direction: Direction) -> Tensor:
         """The learned number of each of the `items` [N, d]: [N]."""
         if not self.biases:
@@ -212,7 +210,6 @@ class PosteriorHead(hub.Pretrained, nn.Module):
         """The same without gradients: what scorers and re-rankers use."""
         return self(queries, direction)
 
-    # unchecked: scorers call it with what they have checked
     @torch.no_grad()
     def item_bias(self, items: Tensor, direction: Direction) -> Tensor:
         """The learned number of each of the `items` [N, d], on the scale of `points`: [N]."""
@@ -276,7 +273,6 @@ def _bias_network(width: int, hidden: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, hidden, dtype=torch.float32), nn.SiLU(), last)
 
 
-# unchecked: save_pretrained and the training run call it with what they have checked
 def save_head(folder: Path, head: PosteriorHead, weights: Mapping[str, Tensor]) -> None:
     """Writes these weights of `head`, with its configuration, as `PosteriorHead.from_pretrained` reads them."""
     info = {**head.facts(), "report": head.report, "origin": head.origin.to_json()}
@@ -284,7 +280,6 @@ def save_head(folder: Path, head: PosteriorHead, weights: Mapping[str, Tensor]) 
     write_json(folder / CONFIG_FILE, {"kind": KIND, **info})
 
 
-# unchecked: the readers of files call it
 def warn_if_unfinished(folder: Path, report: Mapping[str, Any], what: str, made_by: str) -> None:
     """Warns if the report of a network says that its training was not finished, and says how to continue."""
     if report.get("finished") is False:

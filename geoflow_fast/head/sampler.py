@@ -115,7 +115,6 @@ class DistilledSampler(nn.Module):
         nn.init.zeros_(self.base.weight)
         nn.init.normal_(self.centre, std=1 / math.sqrt(item_dim))
 
-    # unchecked: scorers and the loss call it with what they have checked
     def forward(self, queries: Tensor, dropout: float = 0.0) -> Tensor:
         """The samples [Q, M, d'], of unit norm, of the `queries` [Q, d], with dropout if a rate is given."""
         # Coordinates of unit rows shrink with the width.
@@ -125,7 +124,6 @@ class DistilledSampler(nn.Module):
         moved = self.move(functional.dropout(hidden, dropout, dropout > 0))
         return functional.normalize(self.base(queries).unsqueeze(1) + self.centre + moved, dim=-1)
 
-    # unchecked: scorers call it with what they have checked
     @torch.no_grad()
     def draw(self, queries: Tensor, advance: Advance | None = None) -> Tensor:
         """`forward` in blocks, without a graph. `advance(n)` is called when the samples of n more queries are there."""
@@ -167,7 +165,6 @@ class DistilledSampler(nn.Module):
         return sampler.eval()
 
 
-# unchecked: a scorer and the training run call it with what they have checked
 def save_sampler(
     folder: Path, sampler: DistilledSampler, weights: Mapping[str, Tensor], scoring: Scoring, reference: Tensor | None
 ) -> None:

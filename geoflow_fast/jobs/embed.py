@@ -169,7 +169,6 @@ class _EmbedJob:
                 raise FileExistsError(f"{self.out} is not the result of this job; move it, or ask to overwrite")
         left = read_facts(self.folder / FACTS_FILE)
         # A job that is killed at once may leave only these files.
-        # guard: a job that was killed at once can be started again
         begun = {LOCK_FILE, TEMPORARY_NAME.format(FACTS_FILE)}
         if left is None and self.folder.is_dir() and {path.name for path in self.folder.iterdir()} - begun:
             raise FileExistsError(f"{self.folder} holds something that geoflow embed did not make; move it")

@@ -16,7 +16,6 @@ LEFT_OUT = ("*last.safetensors", "*metrics.jsonl", "*.tmp", "*.lock", "*trials/*
 """What only a run that goes on needs."""
 
 
-# unchecked: it speaks with the hub, for which tests/jobs/test_hub.py has a stand-in
 def push_to_hub(
     folder: str | Path,
     repo_id: str,

@@ -72,7 +72,6 @@ class Job:
         if self.out.exists() and not self.finished():
             raise FileExistsError(f"{self.out} exists and is not the result of this job; move it, or ask to overwrite")
         left = read_facts(self.folder / FACTS_FILE)
-        # guard: a job continues only its own blocks
         if left is not None and left != self.facts:
             refuse_other_job(self.folder, left, self.facts)
 
@@ -152,7 +151,6 @@ class Job:
         with progress_bar(self.rows, done, unit, shown=shown) as advance, stop_on_interrupt("block") as stop:
             for number in range(len(missing)) if together else world.claims(len(missing)):
                 stopping = world.any(stop.asked) if together else stop.asked
-                # guard: a signal ends a job after its block
                 if stopping:
                     raise KeyboardInterrupt
                 rows, path = missing[number]

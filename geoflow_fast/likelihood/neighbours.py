@@ -31,7 +31,6 @@ def check_training_pairs(training: EmbeddingPairs, widths: tuple[int | None, int
             raise ValueError(f"{name} has pairs of widths {dims}, but they must match rows of width {expected}")
 
 
-# unchecked: `epistemic` calls it with what it has checked
 def nearest_partners(training: EmbeddingPairs, queries: Tensor, given: Direction) -> tuple[tuple[Tensor, ...], Tensor]:
     """The other side [B, d'] of the pair of the training row nearest to each of the `queries` [B, d], images in the
     direction i2t and texts in t2i, and one minus the cosines with the nearest rows, float64 [B, k], nearest first.
@@ -48,7 +47,6 @@ def nearest_partners(training: EmbeddingPairs, queries: Tensor, given: Direction
     return (partner,), (1 - statistics.top_score).clamp(min=0).double()
 
 
-# unchecked: `epistemic` calls it with what it has checked
 def search(queries: Tensor, rows: Rows, stored: Index) -> GalleryStatistics:
     """The largest cosines of each of the `queries` [B, d] with the rows numbered `stored`, which are read block by
     block, and their places in `stored`."""

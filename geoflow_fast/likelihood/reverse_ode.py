@@ -87,7 +87,6 @@ class _NetworkSolver:
     def estimates(self, pair: Streams, seed: int | Tensor, first_row: int, given_number: Tensor | None) -> Tensor:
         """[directions, K, B] of the pairs, numbered from `first_row`."""
         image, text = pair
-        # guard: noise depends on the row and not on the chunk
         rows = torch.arange(first_row, first_row + len(image), device=image.device)
         if not isinstance(seed, Tensor):
             seed = torch.full((), seed, dtype=torch.int64, device=image.device)
@@ -121,7 +120,6 @@ class _NetworkSolve:
         return _ReverseSolve(evaluator, manifold, self.directions, pair, self.settings, seed, rows).run()
 
 
-# unchecked: re-rankers call it with settings of their own
 def pairs_at_once(flow: GeoFlow, directions: Sequence[Direction], settings: DensitySettings) -> int:
     """The most pairs whose buffers and probes fit into the memory of the settings; on a GPU, by default, as many as its
     memory allows and its products gain from (`runtime.device.rows_at_once`)."""

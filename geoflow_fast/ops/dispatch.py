@@ -32,7 +32,6 @@ class BackendUnavailable(ValueError):
     """Raised when a backend requested by name cannot run this operation on this machine. The message says why."""
 
 
-# unchecked: called with the inputs of an operation
 def widest_row(inputs: Sequence[Any]) -> int:
     """The width of the widest rows among the tensors of an operation."""
     return max((x.shape[-1] for x in inputs if isinstance(x, Tensor) and x.dim() > 1), default=0)

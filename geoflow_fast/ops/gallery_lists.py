@@ -20,14 +20,12 @@ SCORES_AT_ONCE = 1 << 26
 """Numbers that are in memory where scores have to be: 256 MB."""
 
 
-# unchecked: galleries call it with rows of their own
 def split_rows(gallery: Tensor) -> Tensor:
     """The bfloat16 parts [N, 2, d or a little more] of float32 rows [N, d], as the kernel takes those of items."""
     parts: Tensor = _SPLIT.function(gallery, False)
     return parts
 
 
-# unchecked: operations call it with what they have checked
 def lists(
     samples: Tensor,
     gallery: Tensor,
@@ -66,13 +64,11 @@ def _best_of(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return scores.gather(1, index).double(), index
 
 
-# unchecked: operations call it with what they have checked
 def at_once(numbers: int) -> int:
     """How many queries, each of which takes so many numbers, are in memory together."""
     return max(1, SCORES_AT_ONCE // numbers)
 
 
-# unchecked: operations call it with what they have checked
 def some_at_a_time(samples: Tensor, sample_bias: Tensor | None, numbers: int) -> Iterator[tuple[Tensor, Tensor | None]]:
     """The samples of as many queries as are in memory together, and their biases."""
     blocks = samples.split(at_once(numbers))

@@ -175,7 +175,6 @@ def _reads_stored(samples: Tensor, gallery: Tensor, backend: str) -> bool:
     return served and native.missing() is None
 
 
-# unchecked: it is a check itself
 def check_kappa(kappa: object) -> float:
     """Returns `kappa` as a float if scores with this concentration are more than rounding errors."""
     if isinstance(kappa, bool) or not isinstance(kappa, (int, float, np.integer, np.floating)):
@@ -187,7 +186,6 @@ def check_kappa(kappa: object) -> float:
     return float(kappa)
 
 
-# unchecked: it is a check itself
 def check_precision(precision: str) -> str:
     """Returns `precision` if it is one of `PRECISIONS`."""
     if precision not in PRECISIONS:
@@ -195,7 +193,6 @@ def check_precision(precision: str) -> str:
     return precision
 
 
-# unchecked: it is a check itself
 def check_sample_bias(sample_bias: Tensor | None, samples: Tensor) -> None:
     """Refuses biases of samples [Q, M, d] that are not [Q, M], or of which a query has a NaN, +inf, or only -inf."""
     if sample_bias is None:
@@ -277,7 +274,6 @@ _SPARE = 16
 _PER_LARGE, _LANES, _LOOKS = 32, 16, 512  # as in csrc/cpu/gemm_bfloat16.h
 
 
-# unchecked: galleries call it with samples that they have checked
 def takes_parts(samples: Tensor, kappa: float, precision: str) -> bool:
     """Whether the kernels of a GPU would split float32 rows of a gallery for all of these samples: it then pays to
     keep the `parts` of rows that are scored again and again."""

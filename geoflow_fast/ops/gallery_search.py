@@ -17,7 +17,6 @@ FEWEST_ITEMS = 4096
 """Galleries below this are searched without codes: rotating the queries would take what the bounds save."""
 
 
-# unchecked: galleries and their indices call its methods with rows of their own
 @dataclass(frozen=True)
 class RowCodes:
     """Rows of a gallery after a fixed orthogonal rotation, in bytes, a quarter of their size in float32.

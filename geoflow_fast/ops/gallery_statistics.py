@@ -36,7 +36,6 @@ class GalleryPosterior(Summarised):
     is too large by at most this fraction of itself, and no item left out is more probable than this."""
 
 
-# unchecked: galleries and the readers of their results call its methods with statistics of their own
 @dataclass(frozen=True, repr=False)
 class GalleryStatistics(Summarised):
     """Sums over the items seen so far from which the posterior follows; float64, so that many shards can be merged."""

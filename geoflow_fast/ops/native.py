@@ -176,7 +176,6 @@ def _address(x: Tensor, name: str, dtype: torch.dtype, *, device: str = "cpu", w
         raise ValueError(f"{name} is on {x.device}, expected {device}")
     if x.dtype != dtype:
         raise TypeError(f"{name} is {x.dtype}, expected {dtype}")
-    # guard: memory is checked before a pointer is passed on
     if not (x.is_contiguous() if whole else x.stride(1) == 1 or x.shape[1] == 1):
         raise ValueError(f"{name} must be contiguous, got strides {x.stride()}")
     return x.data_ptr()

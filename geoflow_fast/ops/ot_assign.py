@@ -142,7 +142,6 @@ def ot_assign_panel(
     return solve.assign(uniform)
 
 
-# unchecked: training calls it with rows that it has made itself
 def assign_late(
     noise: tuple[Tensor, Tensor], data: tuple[Tensor, Tensor], eps: float, uniform: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
@@ -158,7 +157,6 @@ def assign_late(
     return solve.assign(uniform), solve.status
 
 
-# unchecked: called with what `assign_late` returned, once it has arrived
 def warn_if_unsolved(status: Tensor, eps: float) -> None:
     """Warns if the plan at `eps` was not solved; `status` is on the host."""
     iterations, converged, violation = native.CudaTransport.read_status(status)

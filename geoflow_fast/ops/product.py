@@ -30,7 +30,6 @@ def product(x: Tensor, weight: Tensor) -> Tensor:
     return y
 
 
-# unchecked: called with the factors of a product
 def product_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
     """Writes x @ weight to `out`, whose rows may stand apart, without derivatives."""
     if served(x, weight):
@@ -39,7 +38,6 @@ def product_into(out: Tensor, x: Tensor, weight: Tensor) -> None:
         (torch.bmm if x.dim() == 3 else torch.mm)(x, weight, out=out)
 
 
-# unchecked: called with the factors of a product
 def add_product(out: Tensor, x: Tensor, weight: Tensor) -> None:
     """Adds x @ weight, [n, R, in] and [n, in, out], to `out`, without derivatives."""
     if served(x, weight):
@@ -48,7 +46,6 @@ def add_product(out: Tensor, x: Tensor, weight: Tensor) -> None:
         out.baddbmm_(x, weight)
 
 
-# unchecked: called with the factors of a product
 def served(x: Tensor, weight: Tensor) -> bool:
     """Whether another library than torch's usual one multiplies these."""
     return (

@@ -88,13 +88,11 @@ class PrefixRows:
     codes: RowCodes | None = dataclasses.field(default=None, kw_only=True)
     """The rows in bytes, for bounds of plain inner products."""
 
-    # unchecked: a gallery calls it with the numbers of rows of its own
     def part(self, first: int, count: int) -> PrefixRows:
         """The index of `count` rows from `first` on."""
         some = slice(first, first + count)
         return dataclasses.replace(self, rows=self.rows[some], codes=None if self.codes is None else self.codes[some])
 
-    # unchecked: gallery_posterior calls it with a gallery that it has checked
     def check(self, gallery: Tensor) -> None:
         """Refuses the index of another gallery, as far as size, width and 16 rows tell."""
         count, width = gallery.shape

@@ -72,13 +72,11 @@ class CheapFit:
     no_match: NoMatch | None = None
     """What tells queries for which nothing in the gallery is right."""
 
-    # unchecked: a reranker calls it with evidence of its own
     def logits(self, evidence: Evidence) -> Tensor:
         """Logits of the shortlisted items and, last, of "outside": float64 [Q, K + 1]."""
         weights = {name: value for name, value in self.weights.items() if name != "outside"}
         return weighted(evidence, weights, self.weights["outside"])
 
-    # unchecked: a reranker calls it with evidence of its own
     def probabilities(self, evidence: Evidence) -> Tensor:
         """Probabilities of the shortlisted items and, last, of "outside": float64 [Q, K + 1], rows sum to one."""
         return self.logits(evidence).softmax(1)
@@ -166,7 +164,6 @@ class Calibration:
             numbers += [self.others, self.hub_scale, self.platt, cheap, self.bank]
         return numbers if self.rest is None else [*numbers, self.rest]
 
-    # unchecked: a reranker calls it with evidence of its own
     def probabilities(self, evidence: Evidence) -> Tensor:
         """Probabilities of the shortlisted items and, last, of "outside": float64 [Q, K + 1], rows sum to one. Those of
         two tiers need evidence that says which items the flow was asked about."""
@@ -177,7 +174,6 @@ class Calibration:
         rest = self.rest * of_others(cheap, evidence.asked) + self.outside
         return joined_tiers(logits[:, :-1], evidence.asked, rest, cheap).exp()
 
-    # unchecked: a reranker calls it with probabilities of its own
     def item_relevance(self, prob: Tensor) -> Tensor:
         """The probability [Q, K] that each item is right, given the probabilities `prob` [Q, K + 1] of choices."""
         if self.relevance is None:
@@ -370,7 +366,6 @@ class FlowAsked(NamedTuple):
     """log p(query | item) [Q, K] of the items that are asked about [Q, K], zero elsewhere."""
 
 
-# unchecked: calibrate calls it with evidence of its own
 def fit_calibration(
     evidence: Evidence,
     right: Tensor,

@@ -16,7 +16,6 @@ AXES = 4
 """Random axes on which copies must agree before their cosine is computed."""
 
 
-# unchecked: the re-ranker calls it with items of its own
 def first_numbers(items: Tensor, number: Tensor, valid: Tensor) -> Tensor:
     """The lowest `number` [Q, K] among the copies of each of the items [Q, K, d], of those that are `valid` [Q, K].
 
@@ -47,7 +46,6 @@ def first_numbers(items: Tensor, number: Tensor, valid: Tensor) -> Tensor:
     return torch.empty_like(first).scatter_(1, order, first)
 
 
-# unchecked: the re-ranker calls it with items of its own
 def are_copies(items: Tensor, others: Tensor) -> Tensor:
     """Which of the items [..., K, d] are copies of which of the others [..., M, d]: [..., K, M] bool. Rows that were
     stored in half precision need not have unit norm."""

@@ -365,7 +365,6 @@ class RetrievalEntropy(nn.Module):
         warnings.warn("RetrievalEntropy.spread is deprecated; use divide_among_ranks", DeprecationWarning, stacklevel=2)
         self.divide_among_ranks()
 
-    # unchecked: score calls it with queries that it has checked
     def draw(self, queries: Tensor, advance: Advance | None = None) -> Tensor:
         """Samples [Q, M, d] of the gallery's modality for each of the `queries` [Q, d'], drawn from the flow or from
         what was distilled from it."""

@@ -62,7 +62,6 @@ class Evidence:
         outside = items.new_tensor([*(0.0 for _ in names), 1.0]).expand(len(items), 1, len(names) + 1)
         return torch.cat((items.masked_fill(~self.valid.unsqueeze(-1), 0.0), outside), dim=1)
 
-    # unchecked: the re-ranker calls it with evidence of its own
     def levels(self, names: Sequence[str]) -> dict[str, Tensor]:
         """The level [Q, 1] of each of these features: the mean over the less near half of the items, or of a
         log-density the logarithm of the mean density, over the less near half of those that were asked about."""
@@ -93,7 +92,6 @@ class Evidence:
         """[Q, K + 1] bool: which items are there; "outside", the last, always is."""
         return torch.cat((self.valid, self.valid.new_ones(len(self.valid), 1)), dim=1)
 
-    # unchecked: the re-ranker calls it with evidence of its own
     def rows(self, which: Tensor) -> Evidence:
         """The evidence of the queries that `which` selects."""
         features = {name: values[which] for name, values in self.features.items()}
@@ -116,14 +114,12 @@ class Rung:
     kept: bool
 
 
-# unchecked: the re-ranker calls it with evidence of its own
 def most_probable(logits: Tensor, valid: Tensor, count: int) -> Tensor:
     """The `count` items of each query with the largest logits [Q, K], of those that are valid: [Q, K] bool."""
     best = logits.masked_fill(~valid, -math.inf).topk(min(count, logits.shape[1]), dim=1).indices
     return torch.zeros_like(valid).scatter_(1, best, True) & valid
 
 
-# unchecked: fit_calibration calls it with evidence that it has checked
 def second_tier(evidence: Evidence, names: Sequence[str], rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Among the items that the flow was asked about and, last, all other choices together: the design [Q, A + 1, F + 2]
     of the features `names`, which choices are possible [Q, A + 1], and the columns [Q, A] of the items.
@@ -141,7 +137,6 @@ def second_tier(evidence: Evidence, names: Sequence[str], rest: Tensor) -> tuple
     return torch.cat((items, others), dim=1), possible, column
 
 
-# unchecked: the re-ranker calls it with evidence of its own
 def joined_tiers(inside: Tensor, asked: Tensor, rest: Tensor, cheap: Tensor) -> Tensor:
     """Log-probabilities [Q, K + 1] of all choices: the logits `inside` [Q, K] of the items that were `asked` [Q, K]
     about and the logit `rest` [Q] of all other choices, which share its probability as their `cheap` logits [Q, K + 1]
@@ -157,7 +152,6 @@ def of_others(cheap: Tensor, asked: Tensor) -> Tensor:
     return cheap.masked_fill(torch.nn.functional.pad(asked, (0, 1)), -math.inf).logsumexp(1)
 
 
-# unchecked: fit_calibration calls it with evidence that it has checked
 def climb(evidence: Evidence, target: Tensor, group: Tensor, fold: Tensor, costs: Mapping[str, float]) -> list[Rung]:
     """Tries the rungs that the evidence has, cheapest first, and keeps those whose gain exceeds its standard error.
 
@@ -194,7 +188,6 @@ def grouped_mean(values: Tensor, group: Tensor) -> tuple[float, float]:
     return float(mean), float(sums.square().sum().sqrt() / len(values))
 
 
-# unchecked: fit_calibration calls it with evidence that it has checked
 def with_best_hub(
     evidence: Evidence, hubs: Mapping[float, Tensor], target: Tensor, fold: Tensor
 ) -> tuple[float, Evidence]:

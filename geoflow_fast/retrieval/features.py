@@ -33,7 +33,6 @@ def query_feature_names(evidence: Sequence[str], *, with_bank: bool = False) -> 
     return (*OF_LISTS, *of_bank, *(name for feature in evidence for name in (feature, f"{feature} level")))
 
 
-# unchecked: the re-ranker calls it with evidence and probabilities of its own
 def query_features(
     evidence: Evidence, prob: Tensor, answer: Tensor, bank: BankLevel | None = None
 ) -> dict[str, Tensor]:

@@ -137,7 +137,6 @@ class HeldOut:
         self.costs: defaultdict[str, float] = defaultdict(float)
         """Seconds a query by rung of evidence."""
 
-    # unchecked: calibrate calls it after its own checks
     def evidence(self, advance: Advance) -> KnownEvidence:
         """All evidence about the queries but the flow's."""
         index = self.reranker._shortlists(self.queries, self.reranker.shortlist)
@@ -177,7 +176,6 @@ class HeldOut:
                 features["head"] = scores + reranker.source.learned_about(near.items)
         return features | self._hub_features(rows, near)
 
-    # unchecked: calibrate calls it with a bank of its own
     def level(self, bank: ItemBank, weights: Mapping[str, float], hub_scale: float) -> Tensor:
         """The level [Q] of the queries' scores over a bank of items that begins with the known ones: the own items of a
         query do not count for it."""
@@ -185,7 +183,6 @@ class HeldOut:
         left_out.scatter_(1, self.own.masked_fill(self.own < 0, len(bank.items)), True)
         return bank.level(self.queries, weights, hub_scale, left_out[:, :-1])
 
-    # unchecked: fit_calibration calls it with items of the evidence
     def log_densities(self, number: Tensor, asked: Tensor, advance: Advance) -> Tensor:
         """log p(query | item) [Q, K] of the items with these numbers [Q, K] that are `asked` [Q, K] about."""
         with self._timed("flow"):

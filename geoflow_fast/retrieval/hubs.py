@@ -59,7 +59,6 @@ class Hubs:
         current = marks([self.bank]), flow_marks(source.head)
         return self._head.numbers(gallery, current, facts, compute)
 
-    # unchecked: the re-ranker calls it with items of its own
     def of_items(self, items: Tensor, left_out: Tensor | None, scales: Sequence[float]) -> dict[str, Tensor]:
         """The same numbers of some `items` [n, d]: "hub" [S, n] for each of the scales and, with a head, "head_hub"
         [n]. `left_out` [R, n] says which queries of the bank do not count for which item."""

@@ -80,10 +80,8 @@ class GalleryIndex(PrefixRows):
         index.check_digest(gallery)
         return index
 
-    # unchecked: a gallery calls it with rows of its own
     def check_digest(self, gallery: Gallery) -> None:
         """Raises a ValueError unless this index was built from exactly the rows of `gallery`."""
-        # guard: an index belongs to its gallery
         if self.digest != gallery.digest():
             raise ValueError("this is the index of another gallery, or the gallery has changed; build it anew")
 

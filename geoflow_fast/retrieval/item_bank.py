@@ -38,7 +38,6 @@ class ItemBank:
         """A digest of the items."""
         return hashing.digest([self.items.float()])
 
-    # unchecked: the re-ranker calls it with queries and weights of its own
     @torch.no_grad()
     def level(
         self, queries: Tensor, weights: Mapping[str, float], hub_scale: float, left_out: Tensor | None = None

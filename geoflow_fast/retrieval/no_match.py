@@ -28,7 +28,6 @@ class NoMatch:
     """Cross-fitted -log probability of which of the two it is, in nats, where both are equally frequent. Knowing
     nothing, it is .693."""
 
-    # unchecked: the re-ranker calls it with features of its own
     def probability(self, features: Mapping[str, Tensor], share: float) -> Tensor:
         """The probability [Q] that nothing is right, if it is so for a `share` of all queries."""
         used = {name: weight for name, weight in self.weights.items() if name != "constant"}
@@ -38,7 +37,6 @@ class NoMatch:
         return torch.sigmoid(ratio + odds)
 
 
-# unchecked: fit_calibration calls it with features of its own
 def fit_no_match(present: Mapping[str, Tensor], absent: Mapping[str, Tensor], group: Tensor, fold: Tensor) -> NoMatch:
     """Fits the weights to features [Q] by name of searches with the own items, `present`, and without, `absent`.
 

@@ -15,7 +15,6 @@ SHARE_OF_MEMORY = 0.25
 """Share of a GPU's spare memory that the parts may take, which are as large as the rows."""
 
 
-# unchecked: galleries use it with rows of their own
 class KeptParts:
     """Makes the parts of float32 rows when they are asked for a second time, and keeps them as long as the rows are the
     same; a gallery that is scored once needs no second copy of itself."""

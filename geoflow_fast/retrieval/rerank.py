@@ -694,7 +694,6 @@ class BayesReranker(nn.Module):
             return self.gallery.search(queries, count)[1]
         return self._checked_candidates(queries, self.store.search(queries.float().cpu().numpy(), count)[1])
 
-    # unchecked: re-rankers call it with hits of a search
     def pooled(self, queries: Tensor, candidates: Candidates) -> Tensor:
         """The candidates [Q, K], with -1 instead of copies."""
         return self._without_copies(self._checked_candidates(queries, candidates))
@@ -782,7 +781,6 @@ class BayesReranker(nn.Module):
             self.gallery, flow_marks(source.head), facts, lambda: source.learned(self.gallery).float().cpu()
         )
 
-    # unchecked: rerank and calibrate call it with what they have checked
     def nearness(self, queries: Tensor, items: Tensor, index: Tensor | None) -> Tensor:
         """The score by which shortlists are ordered: [Q, K] float64, of items [Q, K, d] that are the rows `index`
         [Q, K] of the gallery, or others if it is None."""
@@ -859,7 +857,6 @@ class BayesReranker(nn.Module):
         features = {**evidence.features, "flow": log_density}
         return dataclasses.replace(evidence, features=features, asked=items if has_tiers else None)
 
-    # unchecked: rerank and calibrate call it with what they have checked
     def asked_densities(
         self,
         queries: Tensor,
@@ -887,7 +884,6 @@ class BayesReranker(nn.Module):
                 advance(len(rows))
         return log_density
 
-    # unchecked: rerank and calibrate call it with what they have checked
     def log_densities(self, queries: Tensor, items: Tensor, number: Tensor, valid: Tensor) -> Tensor:
         """log p(query | item) [Q, K] of items [Q, K, d], zero where they are not `valid` [Q, K]. All are estimated at
         once; an item that several queries share, as equal `number` [Q, K] tell, is encoded once."""

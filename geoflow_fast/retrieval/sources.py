@@ -246,13 +246,11 @@ class HeadSource(Source):
         hubs = marginals.log_mean_scores(drawn.samples, gallery, drawn.kappa, drawn.bias)
         return weight * hubs.to(learned) - (1 - weight) * learned
 
-    # unchecked: scorers and re-rankers call it with galleries that they have checked
     def learned(self, gallery: Gallery) -> Tensor:
         """What the head has learned about each item of a gallery: [N]."""
         blocks = gallery.blocks(self.example.device, self.example.dtype)
         return torch.cat([self.head.item_bias(items, self.direction) for _, items in blocks])
 
-    # unchecked: re-rankers call it with what they have checked
     @torch.no_grad()
     def scores(self, points: HeadPoints, items: Tensor) -> Tensor:
         """The scores of items [Q, K, d], other ones for each query, without their numbers: [Q, K] float64. `points`
@@ -260,14 +258,12 @@ class HeadSource(Source):
         each = torch.einsum("qkd,qjd->qkj", points.points, items.to(self.example)).double()
         return (each + points.log_weights.unsqueeze(2)).logsumexp(1)
 
-    # unchecked: re-rankers call it with what they have checked
     @torch.no_grad()
     def all_scores(self, queries: Tensor, items: Tensor) -> Tensor:
         """The scores of the same items [n, d] for all queries [R, d], without their numbers: [R, n]."""
         points = self.head.points(queries, self.direction)
         return point_scores(points.points, points.log_weights, items.to(self.example))
 
-    # unchecked: re-rankers call it with what they have checked
     def learned_about(self, items: Tensor) -> Tensor:
         """What the head has learned about items [..., d]: [...] float64."""
         rows = items.flatten(0, -2).to(self.example)

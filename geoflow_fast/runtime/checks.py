@@ -66,7 +66,6 @@ def positive(x: object, name: str, most: float = LARGEST) -> float:
 
 def integer(x: object, name: str, least: int = 0, most: int = LARGEST_SEED) -> int:
     """Returns `x` as an int between `least` and `most`. Integers of numpy are accepted; booleans are not."""
-    # guard: counts are integers, not NaN
     if isinstance(x, bool) or not isinstance(x, (int, np.integer)):
         raise TypeError(f"{name} must be an integer, got {x!r}")
     if x < least:

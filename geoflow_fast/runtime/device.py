@@ -22,14 +22,12 @@ def usable_device(name: str) -> torch.device:
     return device
 
 
-# unchecked: called with the device of a tensor
 def spare_memory(device: torch.device) -> int:
     """Bytes of a GPU's memory that nobody uses, with what torch holds in reserve for this process."""
     free, _ = torch.cuda.mem_get_info(device)
     return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
-# unchecked: called with the device of a tensor
 def rows_at_once(device: torch.device, row_bytes: float, on_cpu: int) -> int:
     """Rows of `row_bytes` each that are worked on together: `on_cpu` on a processor, whose caches they should fit into.
     On a GPU, up to 32,768, as many as half of its spare memory has room for; a power of two below that, so that calls
@@ -40,7 +38,6 @@ def rows_at_once(device: torch.device, row_bytes: float, on_cpu: int) -> int:
     return GPU_ROWS_AT_ONCE if fitting >= GPU_ROWS_AT_ONCE else 1 << max(0, fitting.bit_length() - 1)
 
 
-# unchecked: called with the device of a tensor
 def clock(device: torch.device) -> float:
     """Seconds, as `time.perf_counter` counts them, once everything that was started on the device is done."""
     if device.type == "cuda":

@@ -47,7 +47,6 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], object]) -> N
         raise IsADirectoryError(f"{path} is a folder; name a file in it")
     temporary = path.with_name(TEMPORARY_NAME.format(path.name))
     try:
-        # guard: a temporary file is always new
         temporary.unlink(missing_ok=True)
         # The file is always created here, so a link that someone put under this name is not followed.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OPEN_FLAGS
@@ -58,14 +57,12 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], object]) -> N
                 file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        # guard: a file is replaced by a rename
         os.replace(temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError):  # a failing disk may refuse this too; the next writer then removes the file
             temporary.unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise
-        # guard: an error of the disk names the file
         why = error.strerror or error
         raise OSError(error.errno, f"could not write {path} ({why}); what was there before is untouched") from error
     sync_folder(path.parent)
@@ -97,8 +94,6 @@ def locked(folder: Path, *, wait: bool = False) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     try:
-        # guard: a lock follows no link
-        # guard: one writer at a time
         lock = FileLock(folder / LOCK_FILE, blocking=wait).acquire()
     except Timeout:
         raise OSError(errno.EAGAIN, f"another run is writing to {folder}; wait for it or use a new folder") from None
@@ -120,7 +115,6 @@ def write_npy(path: Path, array: NDArray[Any]) -> None:
 
     def fill(file: BinaryIO) -> None:
         np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(plain))
-        # guard: a full disk is reported to the last byte
         file.write(plain.reshape(-1).view(np.uint8).data)
 
     write_atomic(path, fill)
@@ -160,7 +154,6 @@ def read_small(path: Path) -> bytes:
             data = file.read(JSON_BYTES + 1)
     except OSError as error:
         raise OSError(error.errno, f"could not read {path} ({error.strerror})") from error
-    # guard: a JSON file has a largest size
     if len(data) > JSON_BYTES:
         raise ValueError(f"{path} is larger than {JSON_BYTES} bytes, more than any file of its kind needs")
     return data

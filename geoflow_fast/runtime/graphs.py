@@ -49,7 +49,6 @@ class Graphs:
     def __reduce__(self) -> tuple[type[Graphs], tuple[int]]:
         return Graphs, (self.kept,)
 
-    # unchecked: solvers and the training loop call it
     def replay(
         self, kind: Hashable, make: Callable[[], Solve], *inputs: Tensor, repeatable: bool = True
     ) -> Tensor | None:
@@ -162,20 +161,17 @@ def unsuitable(like: Tensor) -> str | None:
     return None
 
 
-# unchecked: called with the tensors of a module
 def versions(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
     """What changes when one of these tensors is replaced or written to."""
     return tuple((x.data_ptr(), x._version) for x in tensors)
 
 
-# unchecked: called with the device of a tensor
 def wait_for_all(device: torch.device) -> None:
     """Waits for everything that a GPU was asked to do."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-# unchecked: called with tensors on a GPU
 def capture(solve: Solve, inputs: tuple[Tensor, ...], *, repeatable: bool) -> Solve:
     """A function that replays `solve`, for inputs of the same shapes."""
     held = [x.clone() for x in inputs]

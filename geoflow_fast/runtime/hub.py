@@ -55,7 +55,6 @@ class Pretrained(ABC):
         if push_to_hub:
             self.push_to_hub(repo_id or path.name)
 
-    # unchecked: it speaks with the hub, for which tests/jobs/test_hub.py has a stand-in
     def push_to_hub(
         self,
         repo_id: str,

@@ -19,14 +19,12 @@ class LateValues(Generic[K]):
         self.device = device
         self._pending: deque[tuple[K, Tensor, Any]] = deque()
 
-    # unchecked: called with what a step has computed
     def put(self, note: K, x: Tensor) -> None:
         """Sends `x` to the host."""
         host = x.detach().to("cpu", non_blocking=True)
         event = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
         self._pending.append((note, host, event))
 
-    # unchecked: called by the loop
     def arrived(self, spared: int | None = None) -> Iterator[tuple[K, Tensor]]:
         """Yields the tensors that have arrived, in the order in which they were sent. All but the last `spared` of them
         are waited for; by default none is."""

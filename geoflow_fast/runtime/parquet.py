@@ -62,7 +62,6 @@ def read_table(path: Path, names: list[str] | None = None) -> Any:
         columns = metadata.num_columns if names is None else len(names)
         group_bytes = sum(metadata.row_group(k).total_byte_size for k in range(metadata.num_row_groups))
         unpacked, size = max(8 * metadata.num_rows * columns, group_bytes), path.stat().st_size
-        # guard: Parquet files may not unpack to far more than their size
         if unpacked > max(PARQUET_BYTES, PARQUET_FACTOR * size):
             raise ValueError(f"its {size} bytes claim to unpack to {unpacked}")
         return pyarrow.parquet.ParquetFile(path).read(columns=names)

@@ -114,7 +114,6 @@ def _check_digest(path: Path, expected: str) -> None:
         digest = hashlib.sha256(length + header.replace(expected.encode(), _BLANK_DIGEST.encode(), 1))
         while block := file.read(1 << 20):
             digest.update(block)
-    # guard: files carry a checksum
     if digest.hexdigest() != expected:
         raise ValueError(f"{path} is corrupt: its contents do not match its checksum")
 

@@ -37,7 +37,6 @@ class StoreError(OSError):
     """A store failed to answer."""
 
 
-# unchecked: stores make it of answers that they have checked
 class Hits(NamedTuple):
     """The result lists of Q queries, k hits each."""
 
@@ -138,7 +137,6 @@ class CheckedStore(ABC):
                 known[key] = self.unit_vector(key, vector)
         return known
 
-    # unchecked: what it is given comes from a store
     def unit_vector(self, key: Id, vector: Any) -> NDArray[np.float32]:
         """The vector of one item, of norm one. Only cosines do not ask which norm it had."""
         try:

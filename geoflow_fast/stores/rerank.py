@@ -164,14 +164,12 @@ class StoreReranker:
                 values[rows] = getattr(posterior, name).double().cpu()
         return RerankedHits(ids, prob, relevance, answer, **numbers, calibrated=self.reranker.calibration is not None)
 
-    # unchecked: the vectors come from the store
     def gallery_of(self, vectors: Tensor) -> Gallery:
         """Vectors of the store as a gallery, by the encoder that made them."""
         gallery = Gallery(vectors)
         gallery.encoder = self.encoder
         return gallery
 
-    # unchecked: the re-ranker of LanceDB calls it, too
     def check_queries(self, encoder: Fingerprint | str | None, *, stacklevel: int = 4) -> None:
         """Refuses queries of another encoder than the models, the calibration or the store, and warns if only one of
         the two is known. Without any name nothing is asked for."""

@@ -58,7 +58,6 @@ class DeviceRows:
         return image, text
 
 
-# unchecked: called with what a batch is made of
 def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copies tensors of the host to a GPU in one transfer from pinned memory, which nothing waits for. Tensors with
     wider entries must come first."""

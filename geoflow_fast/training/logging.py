@@ -32,7 +32,6 @@ class Metrics:
         self.board = None
         if self.path is not None:
             # The steps after the checkpoint are taken again, and their lines written again.
-            # guard: repeated steps are logged once
             truncate_jsonl(self.path, lambda line: line["step"] <= step)
         if tensorboard and folder is not None:
             from torch.utils.tensorboard import SummaryWriter

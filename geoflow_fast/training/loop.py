@@ -244,7 +244,6 @@ class Run(Generic[B]):
         for; with None, only what the device has finished is looked at."""
         for step, outcome in self.outcomes.arrived(spared):
             norm, total = outcome.tolist()
-            # guard: a loss that is not finite stops a run
             if not (math.isfinite(norm) and math.isfinite(total)):
                 raise TrainingDiverged(f"the loss is not finite at step {step} (gradient norm {norm})")
 
@@ -391,14 +390,12 @@ class Run(Generic[B]):
             stored = {**usual, **info[part]} if part == "config" else info[part]
             names = ({*mine} | {*stored}) - CHANGEABLE  # an anchor is named only where there is one
             differing = sorted(key for key in names if stored.get(key) != mine.get(key))
-            # guard: a run is continued only with its own settings
             if differing:
                 changes = ", ".join(f"{key} {stored.get(key)!r} -> {mine.get(key)!r}" for key in differing)
                 raise ValueError(
                     f"{path} belongs to a run with another configuration ({changes}); use a new folder or resume=False"
                 )
         for part, fingerprint in self.fingerprints.items():
-            # guard: a run is continued only on its own pairs
             if info[part] != fingerprint:
                 name = {"data": "", "val": "validation "}[part] + self.objective.ROWS
                 raise ValueError(f"{path} belongs to a run on other {name}; use a new folder or resume=False")
@@ -486,7 +483,6 @@ def _take_steps(run: Run[B], folder: Path | None, *, shown: bool | None) -> None
                 if folder is not None and (run.finished or stopped or run.step % config.checkpoint_every == 0):
                     run.settle()
                     if world.is_main:
-                        # guard: log lines reach the disk before the checkpoint
                         metrics.sync()
                         run.save(folder)
                     saved = run.step
