@@ -16,8 +16,6 @@ _HOMES = {
     "Calibration": "retrieval.calibration",
     "ColourEncoder": "encoders.colours",
     "Direction": "directions",
-    "DistilAgreement": "head.sampler",
-    "DistilConfig": "head.config",
     "DensitySettings": "likelihood.settings",
     "EmbedSummary": "jobs.embed",
     "EmbeddingPairs": "data.pairs",

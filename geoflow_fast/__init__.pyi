@@ -26,10 +26,8 @@ from geoflow_fast.flow.model import GeoFlow as GeoFlow
 from geoflow_fast.flow.sampling import FAST_SAMPLING as FAST_SAMPLING
 from geoflow_fast.flow.sampling import SamplingSettings as SamplingSettings
 from geoflow_fast.flow.sampling import sample as sample
-from geoflow_fast.head.config import DistilConfig as DistilConfig
 from geoflow_fast.head.config import HeadConfig as HeadConfig
 from geoflow_fast.head.model import PosteriorHead as PosteriorHead
-from geoflow_fast.head.sampler import DistilAgreement as DistilAgreement
 from geoflow_fast.jobs.embed import EmbedSummary as EmbedSummary
 from geoflow_fast.jobs.embed import embed_images as embed_images
 from geoflow_fast.jobs.embed_columns import embed_sides as embed_sides

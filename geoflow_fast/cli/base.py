@@ -86,9 +86,7 @@ ConfigFlag = Annotated[
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 ModelFlag = Annotated[Path, typer.Option(help="Folder of a trained flow.")]
-ScorerFlag = Annotated[
-    Path, typer.Option(help="Folder of a trained flow, of a posterior head or of a distilled scorer.")
-]
+ScorerFlag = Annotated[Path, typer.Option(help="Folder of a trained flow or of a posterior head.")]
 OutFileFlag = Annotated[Path, typer.Option(help="Output Parquet file; the same command continues a stopped run.")]
 OutFolderFlag = Annotated[Path, typer.Option(help="Folder for results; the same command continues a stopped run.")]
 Conditional = Literal["t2i", "i2t"]

@@ -80,8 +80,7 @@ def entropy(
     posterior: Annotated[
         Literal["likelihood", "bayes"] | None,
         typer.Option(
-            help="likelihood: as in the paper; bayes: corrected for items that fit many queries. Default: likelihood, "
-            "or what a distilled scorer was saved with."
+            help="likelihood: as in the paper; bayes: corrected for items that fit many queries. Default: likelihood."
         ),
     ] = None,
     reference: Annotated[

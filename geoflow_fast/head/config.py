@@ -1,10 +1,10 @@
-"""Settings of the networks that answer a query in one call: the network, and the run that trains it."""
+"""Settings of a posterior head: the network, and the run that trains it."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from geoflow_fast.runtime import checks
 from geoflow_fast.training.config import RunConfig
@@ -15,37 +15,8 @@ SIZES = {"points": (1, MOST_POINTS), "hidden": (1, 1 << 16), "bias_hidden": (0, 
 """Least and largest sizes of a head: a file that claims more is refused before anything is made for it."""
 
 
-LoadedConfig = TypeVar("LoadedConfig", bound="NetworkConfig")
-
-
 @dataclass(frozen=True)
-class NetworkConfig(RunConfig):
-    """Settings of a network and of its training, which are saved with its weights."""
-
-    dropout: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= checks.number(self.dropout, "dropout") < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
-
-    def to_json(self) -> dict[str, Any]:
-        """The settings as a dictionary that JSON can hold; `from_json` is the inverse."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls: type[LoadedConfig], value: dict[str, Any]) -> LoadedConfig:
-        """Rebuilds settings from `to_json`. Unknown or missing fields raise a ValueError."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        if set(value) != names:
-            raise ValueError(
-                f"settings differ from those of this release's {cls.__name__}: {sorted(set(value) ^ names)}"
-            )
-        return cls(**value)
-
-
-@dataclass(frozen=True)
-class HeadConfig(NetworkConfig):
+class HeadConfig(RunConfig):
     """Settings of a `PosteriorHead` and of its training; `TrainConfig` describes those that all runs have.
 
     `points`: number K of points that a query becomes. `hidden`: width of the network that moves the points away from
@@ -69,6 +40,7 @@ class HeadConfig(NetworkConfig):
     patience: int = 6
     min_relative_improvement: float = 0.0005
     checkpoint_every: int = 500
+    dropout: float = 0.1
     points: int = 4
     hidden: int = 256
     noise: float = 0.0
@@ -77,30 +49,20 @@ class HeadConfig(NetworkConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not 0 <= checks.number(self.dropout, "dropout") < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
         for name, (least, most) in SIZES.items():
             object.__setattr__(self, name, checks.integer(getattr(self, name), name, least, most))
         checks.number(self.noise, "noise", 0.0, 100.0)
 
+    def to_json(self) -> dict[str, Any]:
+        """The settings as a dictionary that JSON can hold; `from_json` is the inverse."""
+        return dataclasses.asdict(self)
 
-@dataclass(frozen=True)
-class DistilConfig(NetworkConfig):
-    """Settings of the network that learns a flow's samples (`RetrievalEntropy.distil`) and of its training;
-    `TrainConfig` describes those that all runs have.
-
-    `hidden`: width of the network. `dropout`: rate of dropout in it. A batch has `batch_size` queries, each with all
-    its samples. `val_fraction`: share of the training queries by which the best weights are chosen.
-    """
-
-    steps: int = 2000
-    batch_size: int = 128
-    lr: float = 4e-3
-    warmup_steps: int = 100
-    weight_decay: float = 0.01
-    val_every: int = 100
-    val_batches: int = 1
-    val_fraction: float = 0.05
-    hidden: int = 256
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        object.__setattr__(self, "hidden", checks.integer(self.hidden, "hidden", *SIZES["hidden"]))
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> HeadConfig:
+        """Rebuilds settings from `to_json`. Unknown or missing fields raise a ValueError."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        if set(value) != names:
+            raise ValueError(f"settings differ from those of this release's HeadConfig: {sorted(set(value) ^ names)}")
+        return cls(**value)

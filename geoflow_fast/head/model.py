@@ -257,7 +257,7 @@ class PosteriorHead(hub.Pretrained, nn.Module):
             head.report, head.origin = dict(info["report"]), Origin.read(info.get("origin"))
         check_tensors(path, tensors, head.state_dict())
         head.load_state_dict(tensors, assign=True)
-        warn_if_unfinished(path.parent, head.report, "the head", "PosteriorHead.fit or geoflow train")
+        _warn_if_unfinished(path.parent, head.report)
         return head.eval()
 
     def facts(self) -> dict[str, Any]:
@@ -280,12 +280,13 @@ def save_head(folder: Path, head: PosteriorHead, weights: Mapping[str, Tensor]) 
     write_json(folder / CONFIG_FILE, {"kind": KIND, **info})
 
 
-def warn_if_unfinished(folder: Path, report: Mapping[str, Any], what: str, made_by: str) -> None:
-    """Warns if the report of a network says that its training was not finished, and says how to continue."""
+def _warn_if_unfinished(folder: Path, report: Mapping[str, Any]) -> None:
+    """Warns if the report of a head says that its training was not finished, and says how to continue."""
     if report.get("finished") is False:
         warn_user(
-            f"{what} in {folder} is not finished: training was stopped, and what is fitted at its end may be missing; "
-            f"the same call of {made_by} that began it, with this folder as its output, continues it"
+            f"the head in {folder} is not finished: training was stopped, and what is fitted at its end may be "
+            "missing; the same call of PosteriorHead.fit or geoflow train that began it, with this folder as its "
+            "output, continues it"
         )
 
 

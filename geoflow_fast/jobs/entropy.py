@@ -19,7 +19,6 @@ from geoflow_fast.flow.model import WEIGHTS_FILE, GeoFlow
 from geoflow_fast.flow.precision import settled_precision
 from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings
 from geoflow_fast.head import model as head
-from geoflow_fast.head import sampler
 from geoflow_fast.jobs.calibration import StoredCalibration
 from geoflow_fast.jobs.job import quantiles
 from geoflow_fast.jobs.queries import BLOCK_QUERIES, Naming, answer_queries, open_queries
@@ -40,7 +39,7 @@ ITEM_BYTES = 4
 """Bytes of one coordinate of an item in memory."""
 STEERED = ("kappa", "guidance")
 LAYOUTS = ("auto", "gallery", "queries")
-FLOW, HEAD, SAMPLER = "flow", head.KIND, sampler.KIND
+FLOW, HEAD = "flow", head.KIND
 """What a folder can hold for a scorer."""
 
 
@@ -79,8 +78,8 @@ def open_scorer(
     **settings: Any,
 ) -> RetrievalEntropy:
     """Returns the scorer of a saved model and a gallery on disk. The model is a flow, for which `settings` change the
-    paper's or the fast settings, a head, or what was distilled from a flow. kappa and guidance are those that
-    `geoflow train` stored with a flow, unless they are given. `precision` is that of a flow's products."""
+    paper's or the fast settings, or a head. kappa and guidance are those that `geoflow train` stored with a flow,
+    unless they are given. `precision` is that of a flow's products."""
     kind, items, where = model_kind(model), Gallery(gallery, world=world, normalize=normalize), usable_device(device)
     if kind == FLOW:
         flow = GeoFlow.from_pretrained(model)
@@ -89,10 +88,8 @@ def open_scorer(
         fitted = stored_bandwidth(model, flow, direction) or {}
         stored = {name: fitted[name] for name in STEERED if fitted}
         scorer = RetrievalEntropy(flow, items, direction, **{"settings": sampling, **stored, **settings})
-    elif kind == HEAD:
-        scorer = RetrievalEntropy(head.PosteriorHead.from_pretrained(model), items, direction, **settings)
     else:
-        scorer = RetrievalEntropy.from_pretrained(model, items, direction=direction, **settings)
+        scorer = RetrievalEntropy(head.PosteriorHead.from_pretrained(model), items, direction, **settings)
     return scorer.to(where)
 
 
@@ -103,10 +100,9 @@ def stored_bandwidth(model: Path, flow: GeoFlow, direction: str) -> dict[str, An
 
 
 def model_kind(folder: Path) -> str:
-    """What the folder of a model holds: "flow", "posterior head" or "distilled sampler". Any other file is called a
-    flow, and to open it as one is an error that says what it is."""
-    kind = kind_of(folder / WEIGHTS_FILE)
-    return kind if kind in (HEAD, SAMPLER) else FLOW
+    """What the folder of a model holds: "flow" or "posterior head". Any other file is called a flow, and to open it
+    as one is an error that says what it is."""
+    return HEAD if kind_of(folder / WEIGHTS_FILE) == HEAD else FLOW
 
 
 def reference_queries(path: Path, count: int = REFERENCE_QUERIES, *, normalize: bool = False) -> Tensor:

@@ -3,11 +3,9 @@ the points of a head."""
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,18 +20,17 @@ from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow
 from geoflow_fast.flow.sampling import FAST_SAMPLING, SamplingSettings
 from geoflow_fast.geometry import check_rows
-from geoflow_fast.head.config import DistilConfig
 from geoflow_fast.head.model import PosteriorHead
-from geoflow_fast.head.sampler import POSTERIORS, DistilAgreement, DistilledSampler, save_sampler
 from geoflow_fast.ops.gallery_posterior import check_kappa, check_precision
 from geoflow_fast.retrieval import marginals
 from geoflow_fast.retrieval.freshness import flow_marks, marks
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource
-from geoflow_fast.retrieval.sources import DistilledSource, FlowSource, HeadSource, ScoringPoints, Source
+from geoflow_fast.retrieval.sources import FlowSource, HeadSource, ScoringPoints, Source
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.progress import Advance
 from geoflow_fast.runtime.settings import deprecated_attribute, deprecated_keyword, field_names, settings_from
 
+POSTERIORS = ("likelihood", "bayes")
 MARGINALS = ("scores", "density")
 PAPER_KAPPA = 100.0
 
@@ -116,10 +113,6 @@ class RetrievalEntropy(nn.Module):
     change of the flow's weights: from the scores that items have for typical `reference` queries [R, d], a few hundred;
     or with `reference="density"` from the flow's log-density, which needs no queries and is far more expensive.
 
-    `distil` makes a scorer whose samples come from one call of a network that has learned them from the flow. Such a
-    scorer has an `agreement` with its teacher, `save_pretrained` and `from_pretrained`; its `model` is a
-    `DistilledSampler`, which knows the direction and the defaults of `kappa`, `posterior` and `reference`.
-
     If the gallery has an index, scoring on a CPU skips items that provably do not matter, and `risk_lower_bound`
     accounts for the possible change. The state dict contains the model, not the gallery; moving the scorer to a device
     leaves a `Gallery` that it was given where it is.
@@ -129,7 +122,7 @@ class RetrievalEntropy(nn.Module):
 
     def __init__(
         self,
-        model: GeoFlow | PosteriorHead | DistilledSampler,
+        model: GeoFlow | PosteriorHead,
         gallery: GallerySource | Gallery,
         direction: str = "t2i",
         n_samples: int | None = None,
@@ -164,23 +157,13 @@ class RetrievalEntropy(nn.Module):
             _refuse(model, **flow_only, kappa=kappa, posterior=posterior)
             self.head, self.posterior = model, "bayes"
             self.source = HeadSource(model, self.direction)
-        elif isinstance(model, DistilledSampler):
-            _refuse(model, **flow_only)
-            learned = model.scoring
-            if self.direction is not learned.direction:
-                raise ValueError(f"the sampler has learned {learned.direction}, but direction is {self.direction}")
-            self.sampler, self.posterior = model, posterior or learned.posterior
-            self.source = DistilledSource(model, learned.kappa if kappa is None else check_kappa(kappa))
-            if reference is None and self.posterior == "bayes":
-                reference = model.reference
         elif isinstance(model, GeoFlow):
             sampling = settings_from(SamplingSettings(), settings, deprecated, call, **steered)
             self.flow, self.posterior = model, posterior or "likelihood"
             checked = check_kappa(PAPER_KAPPA if kappa is None else kappa)
             self.source = FlowSource(model, self.direction, sampling, checked, self.seed)
         else:
-            wanted = "a GeoFlow, a PosteriorHead or a DistilledSampler"
-            raise TypeError(f"RetrievalEntropy needs {wanted}, got {type(model).__name__}")
+            raise TypeError(f"RetrievalEntropy needs a GeoFlow or a PosteriorHead, got {type(model).__name__}")
         self.query_dim = self.source.query_dim
         self.gallery = Gallery.of(gallery)
         if index is not None or prune is not None:
@@ -212,12 +195,12 @@ class RetrievalEntropy(nn.Module):
 
     @property
     def kappa(self) -> float:
-        """Concentration of the kernels around the samples of the flow, or of what was distilled from it."""
-        return self._sample_source.kappa
+        """Concentration of the kernels around the samples of the flow."""
+        return self._flow_source.kappa
 
     @kappa.setter
     def kappa(self, kappa: float) -> None:
-        self._sample_source.kappa = check_kappa(kappa)
+        self._flow_source.kappa = check_kappa(kappa)
 
     @property
     def precision(self) -> str:
@@ -229,15 +212,6 @@ class RetrievalEntropy(nn.Module):
     @precision.setter
     def precision(self, precision: str) -> None:
         self.source.precision = check_precision(precision)
-
-    @property
-    def agreement(self) -> DistilAgreement | None:
-        """How far a distilled scorer agrees with its teacher on held-out queries; None if it was not distilled."""
-        return self.source.sampler.agreement if isinstance(self.source, DistilledSource) else None
-
-    @property
-    def _sample_source(self) -> FlowSource | DistilledSource:
-        return self.source if isinstance(self.source, DistilledSource) else self._flow_source
 
     @property
     def _flow_source(self) -> FlowSource:
@@ -366,62 +340,8 @@ class RetrievalEntropy(nn.Module):
         self.divide_among_ranks()
 
     def draw(self, queries: Tensor, advance: Advance | None = None) -> Tensor:
-        """Samples [Q, M, d] of the gallery's modality for each of the `queries` [Q, d'], drawn from the flow or from
-        what was distilled from it."""
-        return self._sample_source.draw(queries, advance).samples
-
-    def distil(
-        self,
-        queries: Tensor | Array,
-        held_out: Tensor | Array | None = None,
-        *,
-        conf: DistilConfig | None = None,
-        out: str | Path | None = None,
-        seed: int | None = None,
-        resume: bool = True,
-        progress: bool | None = None,
-    ) -> RetrievalEntropy:
-        """Returns a scorer with the same call, gallery and settings, whose samples come from one call of a network.
-
-        All queries share one noise, so the flow's samples are a function of the query, which a network learns from the
-        samples of the `queries` [Q, d]: a thousand or more of the kind to be scored. The result's `agreement` compares
-        its entropies over this gallery with those of the flow on `held_out` queries, by default a tenth of the
-        `queries`, which serve for nothing else.
-
-        `conf`: settings of network and run. `out`: folder for the result, for the state of its training, which is
-        continued if there is any unless `resume` is False, and for the flow's samples. `seed` decides which queries are
-        held out, and the training; by default it is that of `conf`. Ctrl-C stops after the current step and saves;
-        `sampler.report["finished"]` of the result is then False. Only a flow's scorer can be distilled.
-        """
-        from geoflow_fast.retrieval.distillation import distil  # which builds scorers, so it imports this module
-
-        return distil(self, queries, held_out, conf, out, seed=seed, resume=resume, progress=progress)
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Writes a distilled scorer without its gallery to `folder`: `model.safetensors`, which is replaced atomically
-        and is all that `from_pretrained` needs, and `config.json`. Of any other scorer, save the model itself."""
-        path, source = checks.path(folder, "folder"), self.source
-        if not isinstance(source, DistilledSource):
-            raise TypeError(f"only a distilled scorer is saved; for others use save_pretrained of the {source.NAME}")
-        used = dataclasses.replace(
-            source.sampler.scoring, kappa=source.kappa, posterior=self.posterior, top_k=self.top_k
-        )
-        save_sampler(path, source.sampler, source.sampler.state_dict(), used, self.reference)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        folder: str | Path,
-        gallery: GallerySource | Gallery,
-        *,
-        device: torch.device | str = "cpu",
-        **settings: Any,
-    ) -> RetrievalEntropy:
-        """Loads a distilled scorer that `save_pretrained` wrote, for any gallery of the same modality. `settings` are
-        keywords of `RetrievalEntropy` that override what was saved."""
-        sampler = DistilledSampler.from_pretrained(folder, device=device)
-        saved = {"direction": str(sampler.scoring.direction), "top_k": sampler.scoring.top_k}
-        return cls(sampler, gallery, **{**saved, **settings})
+        """Samples [Q, M, d] of the gallery's modality for each of the `queries` [Q, d'], drawn from the flow."""
+        return self._flow_source.draw(queries, advance).samples
 
     def _draw_among_ranks(self, queries: Tensor, advance: Advance | None) -> ScoringPoints:
         """Draws the same points as the source does; each rank draws those of its share of the queries."""

@@ -1,5 +1,4 @@
-"""Where the points around a query come from that score the items of a gallery: a flow, what was distilled from one, or
-a head.
+"""Where the points around a query come from that score the items of a gallery: a flow or a head.
 
 A source turns queries into points with weights, knows what its results depend on, and computes the marginals of items,
 once per gallery.
@@ -19,10 +18,8 @@ from geoflow_fast.data.fingerprint import Origin
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow.model import GeoFlow, flow_digest
 from geoflow_fast.flow.sampling import SamplingSettings, StartingPoints, sample_conditional
-from geoflow_fast.geometry import check_rows
 from geoflow_fast.head.loss import point_scores
 from geoflow_fast.head.model import HeadPoints, PosteriorHead, head_digest
-from geoflow_fast.head.sampler import DistilledSampler, sampler_digest
 from geoflow_fast.retrieval import marginals
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.runtime import hashing
@@ -167,38 +164,6 @@ class FlowSource(Source):
     def item_marginals(self, gallery: Gallery, reference: Tensor | None) -> Tensor:
         if reference is None:
             return marginals.log_flow_density(self.flow, gallery, self.direction, seed=self.seed)
-        return marginals.log_mean_scores(self.draw(reference).samples, gallery, self.kappa)
-
-
-class DistilledSource(Source):
-    """The samples that a network has learned from a flow, used as the flow's are. An item's log-marginal comes from its
-    scores for reference queries."""
-
-    NAME = "sampler"
-
-    def __init__(self, sampler: DistilledSampler, kappa: float) -> None:
-        direction = sampler.scoring.direction
-        super().__init__(sampler, direction, direction.pair(sampler.query_dim, sampler.item_dim))
-        self.sampler, self.kappa = sampler, kappa
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        return {"direction": str(self.direction), "n_samples": self.sampler.n_samples, "kappa": self.kappa}
-
-    def draw(self, queries: Tensor, advance: Advance | None = None) -> ScoringPoints:
-        check_rows(queries, "queries")
-        samples = self.sampler.draw(queries.to(self.example), advance)
-        return ScoringPoints(samples, self.kappa, precision=self.precision)
-
-    def digest(self) -> str:
-        return sampler_digest(self.sampler)
-
-    def marginal_facts(self, reference: Tensor | None) -> dict[str, Any]:
-        assert reference is not None
-        return {**self.settings, "reference": hashing.digest([reference]), "format": marginals.FORMAT}
-
-    def item_marginals(self, gallery: Gallery, reference: Tensor | None) -> Tensor:
-        assert reference is not None
         return marginals.log_mean_scores(self.draw(reference).samples, gallery, self.kappa)
 
 

@@ -115,82 +115,45 @@ def test_bayes_posterior_from_the_command_line(world, monkeypatch):
 
 
 @pytest.fixture
-def other_models(world, flow) -> dict[str, gf.RetrievalEntropy]:
-    """Scorers of a head and of a sampler, whose models are in folders of these names."""
+def head_scorer(world) -> gf.RetrievalEntropy:
+    """The scorer of a head, which is in the folder `head`."""
     head = gf.PosteriorHead(gf.HeadConfig(hidden=8, bank=5, points=2), 10, 7).eval()
     head.bank_text.copy_(noise.sample_uniform(5, 7))
     head.hub_weight.fill_(0.5)
     head.save_pretrained(world / "head")
-    config = gf.DistilConfig(steps=4, batch_size=8, hidden=8)
-    teacher = gf.RetrievalEntropy(flow, world / "gallery", n_samples=4, n_steps=2, kappa=15.0)
-    student = teacher.distil(noise.sample_uniform(40, 7), conf=config, out=world / "sampler")
-    return {"head": gf.RetrievalEntropy(head, world / "gallery"), "sampler": student}
+    return gf.RetrievalEntropy(head, world / "gallery")
 
 
-@pytest.mark.parametrize("name", ["head", "sampler"])
-def test_a_head_and_a_distilled_scorer_score_files_too(world, other_models, monkeypatch, capsys, name):
-    assert geoflow_entropy(world, monkeypatch, block=10, model=name) == 0
+def test_a_head_scores_files_too(world, head_scorer, monkeypatch, capsys):
+    assert geoflow_entropy(world, monkeypatch, block=10, model="head") == 0
     queries = torch.from_numpy(np.load(world / "queries.npy"))
-    columns, expected = read_columns(world / "scores.parquet"), other_models[name](queries)
+    columns, expected = read_columns(world / "scores.parquet"), head_scorer(queries)
     np.testing.assert_allclose(columns["entropy"], expected.entropy.numpy(), atol=1e-5)
     assert np.array_equal(columns["map_index"], expected.map_index.numpy())
     # The same file again is the same job; other weights are another one.
-    assert geoflow_entropy(world, monkeypatch, block=10, model=name) == 0
+    assert geoflow_entropy(world, monkeypatch, block=10, model="head") == 0
     assert geoflow_entropy(world, monkeypatch, block=10) == 2
     assert "not the result of this job" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("other_models")
+@pytest.mark.usefixtures("head_scorer")
 @pytest.mark.parametrize(
-    ("name", "flag"),
-    [
-        *((name, flag) for name in ("head", "sampler") for flag in ("--fast", "--samples=3", "--steps=3")),
-        *((name, flag) for name in ("head", "sampler") for flag in ("--guidance=1", "--seed=0")),
-        *(("head", flag) for flag in ("--kappa=3", "--posterior=bayes")),
-    ],
+    "flag", ["--fast", "--samples=3", "--steps=3", "--guidance=1", "--seed=0", "--kappa=3", "--posterior=bayes"]
 )
-def test_a_flag_for_flows_with_another_model_is_named(world, monkeypatch, capsys, name, flag):
-    assert geoflow_entropy(world, monkeypatch, flag, model=name) == 2
-    kind = {"head": "posterior head", "sampler": "distilled sampler"}[name]
-    assert f"{flag.partition('=')[0]} is a setting of flows, but --model holds a {kind}" in capsys.readouterr().err
+def test_a_flag_for_flows_with_a_head_is_named(world, monkeypatch, capsys, flag):
+    assert geoflow_entropy(world, monkeypatch, flag, model="head") == 2
+    message = f"{flag.partition('=')[0]} is a setting of flows, but --model holds a posterior head"
+    assert message in capsys.readouterr().err
     assert not (world / "scores.parquet").exists()
 
 
-def test_bayes_posterior_of_other_models_from_the_command_line(world, other_models, monkeypatch, capsys):
+def test_a_head_takes_another_reference_from_the_command_line(world, head_scorer, monkeypatch):
     np.save(world / "typical.npy", noise.sample_uniform(20, 7).numpy())
     typical, queries = (torch.from_numpy(np.load(world / f"{name}.npy")) for name in ("typical", "queries"))
-    assert geoflow_entropy(world, monkeypatch, "--posterior=bayes", model="sampler") == 2
-    assert "marginals need --reference" in capsys.readouterr().err
-    assert geoflow_entropy(world, monkeypatch, "--reference=typical.npy", model="sampler") == 2
-    assert "--reference is for --posterior bayes" in capsys.readouterr().err
-    for name, more in (("sampler", ["--posterior=bayes"]), ("head", [])):
-        out, model = f"{name}.parquet", other_models[name].source.model
-        assert geoflow_entropy(world, monkeypatch, "--reference=typical.npy", *more, model=name, out=out) == 0
-        posterior = "bayes" if name == "sampler" else None
-        scorer = gf.RetrievalEntropy(model, world / "gallery", posterior=posterior, reference=typical)
-        np.testing.assert_allclose(read_columns(world / out)["entropy"], scorer(queries).entropy.numpy(), atol=1e-5)
-
-
-def test_a_distilled_scorer_of_a_bayes_posterior_takes_another_reference(world, flow, monkeypatch):
-    """It was saved with its posterior, which need not be asked for again."""
-    saved, typical = noise.sample_uniform(9, 7), noise.sample_uniform(20, 7)
-    np.save(world / "typical.npy", typical.numpy())
-    settings = {"n_samples": 4, "n_steps": 2, "kappa": 15.0, "posterior": "bayes", "reference": saved}
-    teacher = gf.RetrievalEntropy(flow, world / "gallery", **settings)
-    config = gf.DistilConfig(steps=4, batch_size=8, hidden=8)
-    student = teacher.distil(noise.sample_uniform(40, 7), conf=config, out=world / "sampler")
-    queries = torch.from_numpy(np.load(world / "queries.npy"))
-    for flags, reference in (([], saved), (["--reference=typical.npy"], typical)):
-        out = f"{len(flags)}.parquet"
-        assert geoflow_entropy(world, monkeypatch, *flags, model="sampler", out=out) == 0
-        scorer = gf.RetrievalEntropy(student.sampler, world / "gallery", reference=reference)
-        np.testing.assert_allclose(read_columns(world / out)["entropy"], scorer(queries).entropy.numpy(), atol=1e-5)
-
-
-@pytest.mark.usefixtures("other_models")
-def test_a_sampler_of_the_other_direction_is_refused(world, monkeypatch, capsys):
-    assert geoflow_entropy(world, monkeypatch, "--direction=i2t", model="sampler") == 2
-    assert "the sampler has learned t2i, but direction is i2t" in capsys.readouterr().err
+    assert geoflow_entropy(world, monkeypatch, "--reference=typical.npy", model="head") == 0
+    scorer = gf.RetrievalEntropy(head_scorer.source.model, world / "gallery", reference=typical)
+    entropy = read_columns(world / "scores.parquet")["entropy"]
+    np.testing.assert_allclose(entropy, scorer(queries).entropy.numpy(), atol=1e-5)
 
 
 def test_the_facts_of_a_flows_job_are_those_of_earlier_releases(world):

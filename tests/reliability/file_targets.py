@@ -112,28 +112,6 @@ def model_folder() -> Path:
     return kept("model", lambda folder: small_flow().save_pretrained(folder))
 
 
-def distilled(**given: Any) -> gf.RetrievalEntropy:
-    teacher = gf.RetrievalEntropy(small_flow(), unit(7, IMAGE), n_samples=2, n_steps=2)
-    return teacher.distil(conf=gf.DistilConfig(steps=2, batch_size=4, hidden=4), **given)
-
-
-def distilled_answer(**given: Any) -> gf.RetrievalPosterior:
-    return distilled(**given)(unit(3, TEXT))
-
-
-def loaded_answer(**given: Any) -> gf.RetrievalPosterior:
-    return gf.RetrievalEntropy.from_pretrained(**given)(unit(3, TEXT))
-
-
-@functools.cache
-def student() -> gf.RetrievalEntropy:
-    return distilled(queries=unit(20, TEXT))
-
-
-def student_folder() -> Path:
-    return kept("student", lambda folder: student().save_pretrained(folder))
-
-
 def qrels_file() -> Path:
     return kept("qrels.csv", lambda path: path.write_text("query,item,grade\n0,1,2\n0,2,1\n3,0,1\n"))
 
@@ -372,29 +350,6 @@ FILES = [
         lambda: entries(folder=head_folder(), device="cpu"),
     ),
     Target("GeoFlow.from_pretrained", gf.GeoFlow.from_pretrained, lambda: entries(folder=model_folder(), device="cpu")),
-    Target(
-        "RetrievalEntropy.distil",
-        distilled_answer,
-        lambda: entries(
-            queries=unit(20, TEXT),
-            held_out=unit(5, TEXT, seed=1),
-            out=fresh_path(),
-            seed=0,
-            resume=True,
-            progress=False,
-        ),
-        dear=True,
-    ),
-    Target(
-        "RetrievalEntropy.from_pretrained",
-        loaded_answer,
-        lambda: entries(folder=student_folder(), gallery=unit(7, IMAGE), device="cpu", kappa=9.0, top_k=3),
-    ),
-    Target(
-        "RetrievalEntropy.save_pretrained",
-        lambda folder: student().save_pretrained(folder),
-        lambda: entries(folder=fresh_path()),
-    ),
     Target("Qrels.open", judgements, lambda: {"path": qrels_file()}),
     Target("EmbeddingPairs.open", opened, lambda: entries(folder=pairs_folder(), normalize=False)),
     Target(

@@ -150,10 +150,6 @@ def calibrated(pairs: Any, max_queries: Any, shortlist: Any) -> float:
     return reranker.calibrate(pairs, max_queries=max_queries, progress=False).alpha
 
 
-def distil_config_from_json(**settings: Any) -> int:
-    return gf.DistilConfig.from_json(settings).hidden
-
-
 def from_json(**settings: Any) -> int:
     return gf.GeoFlowConfig.from_json(settings).inner
 
@@ -334,7 +330,6 @@ TARGETS = [
     Target("geometry.StructuredNoise.draw", structured, lambda: entries(n=4, d=3, device="cpu")),
     Target("geometry.hadamard", noise.hadamard, lambda: entries(order=8, dtype=torch.float32, device="cpu")),
     Target("geometry.hadamard_transform", noise.hadamard_transform, lambda: entries(x=normal(6, 8)), True),
-    Target("DistilConfig.from_json", distil_config_from_json, lambda: gf.DistilConfig().to_json()),
     Target("GeoFlowConfig.from_json", from_json, lambda: small_flow().config.to_json()),
     Target("Gallery.take", taken, lambda: entries(source=unit(7, 5), index=torch.tensor([[1, 2], [0, 6]]))),
     Target("Gallery.blocks", in_blocks, lambda: entries(source=unit(7, 5), device="cpu")),

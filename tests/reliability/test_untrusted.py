@@ -125,7 +125,6 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
     "trust.json": gf.Trust.load,
     "rule.json": gf.Rule.load,
     "head/model.safetensors": lambda path: gf.PosteriorHead.from_pretrained(path.parent),
-    "distilled/model.safetensors": lambda path: gf.RetrievalEntropy.from_pretrained(path.parent, unit(4, 3)),
     f"calibration.{DIGEST[:16]}.bank.safetensors": bank_of_a_calibration,
     "lists.parquet": open_lists,
     "health.parquet": looks_at_a_log,

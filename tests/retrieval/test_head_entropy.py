@@ -266,7 +266,7 @@ def test_bad_rows_are_named(head):
     scorer = gf.RetrievalEntropy(head, gallery)
     with pytest.raises(ValueError, match="width 7, but the head expects 10"):
         gf.RetrievalEntropy(head, sample_uniform(5, 7))
-    with pytest.raises(TypeError, match=r"needs a GeoFlow, a PosteriorHead or .*, got Linear"):
+    with pytest.raises(TypeError, match=r"needs a GeoFlow or a PosteriorHead, got Linear"):
         gf.RetrievalEntropy(torch.nn.Linear(3, 3), gallery)
     with pytest.raises(ValueError, match="queries"):
         scorer(sample_uniform(3, 10))
