@@ -1,8 +1,9 @@
 """Builds `geoflow_fast._C`: C++ for every CPU, AVX2 and AVX-512 variants chosen at run time, CUDA if nvcc is there.
 
 The extension takes raw pointers and includes no torch header, so neither torch nor a GPU is needed to build it.
-`GEOFLOW_CUDA=0` builds without CUDA even where nvcc exists; `GEOFLOW_CUDA=1` makes a missing nvcc, or one that is too
-old, an error. Otherwise the build goes without CUDA there, and `gf.backends()` says why.
+CUDA code is built where nvcc exists and a GPU is visible. `GEOFLOW_CUDA=0` builds without it even there;
+`GEOFLOW_CUDA=1` builds it without a GPU, too, and makes a missing nvcc, or one that is too old, an error. A build
+without CUDA says why in `gf.backends()`. `GEOFLOW_BUILD_JOBS` is the number of compilers at once, by default all cores.
 `GEOFLOW_OPENMP=0` builds kernels of one thread; `GEOFLOW_OPENMP=1` makes a missing OpenMP an error.
 On Windows nothing is compiled, as the kernels are written in the vector types of gcc and clang: torch does the work.
 `GEOFLOW_SANITIZE=1` builds with AddressSanitizer and UndefinedBehaviorSanitizer: `make test-sanitize`.
@@ -19,7 +20,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pybind11.setup_helpers import Pybind11Extension
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
@@ -43,10 +44,12 @@ def find_nvcc() -> tuple[str | None, str]:
         return None, "it was built with GEOFLOW_CUDA=0"
     nvcc = shutil.which("nvcc")
     reason = "nvcc is not on PATH" if nvcc is None else refusal(nvcc)
+    if wish == "1" and reason is not None:
+        raise SystemExit(f"GEOFLOW_CUDA=1, but {reason}")
+    if wish == "auto" and reason is None and not gpu_is_visible():
+        reason = "no GPU was visible when it was built"
     if reason is None:
         return nvcc, ""
-    if wish == "1":
-        raise SystemExit(f"GEOFLOW_CUDA=1, but {reason}")
     if nvcc is not None:
         sys.stderr.write(f"geoflow_fast: building without CUDA: {reason}\n")
     return None, reason
@@ -62,6 +65,12 @@ def refusal(nvcc: str) -> str | None:
     if version >= OLDEST_NVCC:
         return None
     return f"nvcc {release[1]}.{release[2]} on PATH is older than {OLDEST_NVCC[0]}.{OLDEST_NVCC[1]}"
+
+
+def gpu_is_visible() -> bool:
+    """Whether the driver lists a GPU."""
+    tool = shutil.which("nvidia-smi")
+    return tool is not None and "GPU" in subprocess.run([tool, "-L"], capture_output=True, text=True).stdout
 
 
 def targets() -> dict[str, dict[str, list[str]]]:
@@ -185,6 +194,7 @@ def sources(*patterns: str) -> list[str]:
     return sorted(paths)
 
 
+ParallelCompile("GEOFLOW_BUILD_JOBS").install()
 extension = Pybind11Extension(
     "geoflow_fast._C",
     sources("csrc/bindings.cpp", "csrc/cpu/dispatch.cpp", *(["csrc/cuda/*.cu"] if NVCC else [])),

@@ -73,7 +73,7 @@ std::string cuda_status() {
 #if defined(GEOFLOW_WITH_CUDA)
     return geoflow::cuda_status();
 #else
-    return "this build has no CUDA code, since " GEOFLOW_WITHOUT_CUDA "; reinstall with nvcc 12.8 or newer on PATH";
+    return "this build has no CUDA code, since " GEOFLOW_WITHOUT_CUDA "; reinstall with GEOFLOW_CUDA=1 and nvcc 12.8 or newer on PATH";
 #endif
 }
 

@@ -107,10 +107,27 @@ def test_an_old_nvcc_gives_a_build_without_cuda_that_says_why(tmp_path):
     assert "GEOFLOW_CUDA=1, but nvcc 12.4 on PATH is older than 12.8" in insisting.stderr
 
 
-def test_a_new_enough_nvcc_is_used(tmp_path):
-    result = build(tmp_path / "out", PATH=with_nvcc_of(tmp_path, "12.8"), CXX="true", CC="true")
+@pytest.mark.parametrize(("gpus", "wish"), [("GPU 0: a card", "auto"), ("No devices were found", "1")])
+def test_a_new_enough_nvcc_is_used_with_a_gpu_or_on_demand(tmp_path, gpus, wish):
+    path = with_gpus(tmp_path, gpus, with_nvcc_of(tmp_path, "12.8"))
+    result = build(tmp_path / "out", PATH=path, CXX="true", CC="true", GEOFLOW_CUDA=wish)
     assert result.returncode != 0
     assert "Unsupported gpu architecture" in result.stderr
+
+
+def test_without_a_gpu_the_build_goes_without_cuda_and_says_why(tmp_path):
+    path = with_gpus(tmp_path, "No devices were found", with_nvcc_of(tmp_path, "12.8"))
+    result = build(tmp_path / "out", PATH=path, CXX="true", CC="true")
+    assert result.returncode == 0, result.stderr
+    assert "building without CUDA: no GPU was visible when it was built" in result.stderr
+
+
+def with_gpus(folder: Path, listed: str, path: str) -> str:
+    """The search path with a driver that lists these GPUs."""
+    fake = folder / "nvidia-smi"
+    fake.write_text(f"#!/bin/sh\necho '{listed}'\n")
+    fake.chmod(0o755)
+    return f"{folder}{os.pathsep}{path}"
 
 
 def test_no_intrinsics_outside_their_guard():
