@@ -2,7 +2,7 @@
 
     python examples/clean_pairs.py
 
-A notebook as a script: cells begin with `# %%`, run top to bottom, and the last one draws clean_pairs.png. A minute
+A script of cells, each of which begins with `# %%`; the last one draws clean_pairs.png. A minute
 or two on two cores. A tenth of the captions of a synthetic world are swapped, so that the hits can be counted; with
 your own embeddings replace the first cell.
 """

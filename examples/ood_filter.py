@@ -2,7 +2,7 @@
 
     python examples/ood_filter.py
 
-A notebook as a script: cells begin with `# %%`, run top to bottom, and the last one draws ood_filter.png. A minute
+A script of cells, each of which begins with `# %%`; the last one draws ood_filter.png. A minute
 or two on two cores. Pairs come from a synthetic world, in which some concepts are kept from training; with your own
 embeddings replace the first cell.
 """

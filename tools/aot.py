@@ -1,6 +1,6 @@
 """Compiles every kernel for GPUs that are not here and reads what the compiler made of it.
 
-    python -m tools.aot docs/gpu.md        writes the table between the markers in that file
+    python -m tools.aot        prints a table of registers, spills, shared memory and estimated times
 
 Launches are recorded from the real Python wrappers on fake CUDA tensors, so what is compiled is what a GPU would be
 given: the same signature, constants, alignment and warps. Nothing here needs a driver.
@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -31,10 +30,8 @@ from geoflow_fast.flow import costs
 from geoflow_fast.kernels import gallery, geodesic, network, probes
 from geoflow_fast.ops import dispatch
 from geoflow_fast.ops.gallery_lists import LONGEST_LIST
-from tools.tables import replace_between
 
 NVIDIA = (80, 86, 89, 90, 100, 120)
-AMD = "gfx942"
 # Of a block: desktop and workstation GPUs (3090, 4090, 5090, A10, L4, L40S) have 99 KB.
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024} | dict.fromkeys((86, 89, 120), 99 * 1024)
 TENSOR_CORE = {90: "wgmma", 100: "tcgen05.mma"} | dict.fromkeys((80, 86, 89, 120), "mma.sync")
@@ -140,13 +137,6 @@ def compile_nvidia(launch: Launch, capability: int) -> Compiled:
     used = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage)}
     spills = len(re.findall(r"\b(?:LDL|STL)\b", machine_code))
     return Compiled(used["REG"], used["STACK"], spills, built.metadata.shared, built.asm["ptx"])
-
-
-def compile_amd(launch: Launch) -> int:
-    """Compiles for gfx942; returns the shared memory in bytes. Registers and spills would take AMD's tools to read."""
-    exact = launch.meta | ({"PRECISION": "ieee"} if "PRECISION" in launch.meta else {})
-    code, options = source(replace(launch, meta=exact))
-    return int(triton.compile(code, target=GPUTarget("hip", AMD, 64), options=options).metadata.shared)
 
 
 def _tool(name: str, *arguments: str) -> str:
@@ -502,13 +492,5 @@ def table() -> str:
     return "\n".join(lines)
 
 
-BEGIN, END = "<!-- table: python -m tools.aot docs/gpu.md -->", "<!-- end of table -->"
-
-
-def main(path: str) -> None:
-    """Replaces what stands between the markers in the file at `path` by a fresh table."""
-    replace_between(Path(path), BEGIN, END, table())
-
-
 if __name__ == "__main__":
-    main(sys.argv[1])
+    print(table())

@@ -1,6 +1,6 @@
 """Ahead-of-time view of the CUDA kernels: what the compiler made of them for each architecture, without a GPU.
 
-`python -m tools.cuda_build docs/gpu.md` writes the table into that page.
+`python -m tools.cuda_build` prints a table.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ import importlib.util
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from geoflow_fast.flow import costs
-from tools.tables import replace_between
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "csrc" / "cuda" / "sinkhorn.cu"
@@ -128,7 +126,7 @@ def readable_name(symbol: str) -> str:
     return f"{match[1]}<{', '.join(one[1] or ('float' if one[2] else 'Half') for one in arguments)}>"
 
 
-# ---- the table of docs/gpu.md -------------------------------------------------------------------------------------
+# ---- the table -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -203,11 +201,5 @@ def table() -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def write_table(page: Path) -> None:
-    """Replaces what stands between this table's marks."""
-    marks = "<!-- table: python -m tools.cuda_build docs/gpu.md -->", "<!-- end of cuda table -->"
-    replace_between(page, *marks, table())
-
-
 if __name__ == "__main__":
-    write_table(Path(sys.argv[1]))
+    print(table())

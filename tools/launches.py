@@ -3,8 +3,6 @@
     python -m tools.launches                 prints a table of the main paths
     python -m tools.launches --list PATH     also names the kernels of one path
     python -m tools.launches --json FILE     writes the counts to a file
-    python -m tools.launches --before        counts an earlier release anew, with this very tool
-    python -m tools.launches --docs PAGE     writes the table of the documentation, before and now
 
 No GPU is needed: tensors on "cuda" are fake ones without values, tensors on the CPU are real, and the library's own
 code runs on them as it would on a card. Torch operations are counted as they reach the dispatcher, Triton launches and
@@ -31,9 +29,7 @@ import functools
 import importlib
 import json
 import math
-import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -55,6 +51,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import geoflow_fast as gf
 from geoflow_fast import kernels
 from geoflow_fast.directions import DIRECTIONS, Direction
+from geoflow_fast.flow import costs
 from geoflow_fast.likelihood.reverse_ode import density_estimates
 from geoflow_fast.ops import dispatch, native, triton_kernels
 from geoflow_fast.plan import DEVICES
@@ -664,12 +661,9 @@ PATHS: dict[str, Callable[[], Count]] = {
     "entropies of 5 queries": lambda: entropy(QUERIES),
     "5 re-ranked queries": lambda: reranking(QUERIES),
     "head posteriors of 64 queries": lambda: head(64),
+    "one training step, fixed directions": lambda: training(CALLS, fixed_directions=True),
 }
-"""What every release does."""
-NEW_PATHS: dict[str, Callable[[], Count]] = {
-    "one training step, fixed directions": lambda: training(CALLS, fixed_directions=True)
-}
-"""What only this one does."""
+"""What is counted, by name."""
 
 
 def table(counts: dict[str, Count]) -> str:
@@ -692,42 +686,8 @@ def table(counts: dict[str, Count]) -> str:
     return "\n".join(lines)
 
 
-EARLIER, COMMIT = Path(__file__).with_name("launches_before.json"), "52e828d"
-"""What this tool counted in an earlier release, and the commit of that."""
-RUNNER = """
-import importlib.util, runpy, sys
-from pathlib import Path
-release, tool = map(Path, sys.argv[1:3])
-sys.path.insert(0, str(release))
-import geoflow_fast
-place = release / "kernels"
-spec = importlib.util.spec_from_file_location(
-    "geoflow_fast.kernels", place / "__init__.py", submodule_search_locations=[str(place)]
-)
-sys.modules[spec.name] = geoflow_fast.kernels = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(geoflow_fast.kernels)
-sys.argv = [str(tool), "--json", sys.argv[3]]
-runpy.run_path(str(tool), run_name="__main__")
-"""
-"""Runs this tool on the package of another release, with the kernels of that one."""
-
-
-def count_release(commit: str, out: Path) -> None:
-    """Counts all paths in the release of a commit, with this very tool, and writes them to `out`."""
-    root = Path(__file__).resolve().parents[1]
-    with tempfile.TemporaryDirectory() as name:
-        packed = subprocess.run(["git", "-C", root, "archive", commit], check=True, capture_output=True).stdout
-        subprocess.run(["tar", "-x", "-C", name], check=True, input=packed)
-        counts = Path(name, "counts.json")
-        arguments = [name, str(Path(__file__).resolve()), str(counts)]
-        subprocess.run([sys.executable, "-c", RUNNER, *arguments], check=True, cwd=name)
-        write_json(out, {"commit": commit, "counts": json.loads(counts.read_text())})
-
-
 def estimated_ms(numbers: Mapping[str, Any], gpu: str) -> float:
     """Milliseconds of what was counted, by the rates of `geoflow_fast.flow.costs`."""
-    from geoflow_fast.flow import costs  # which earlier releases do not have
-
     rates, flops = DEVICES[gpu].products, numbers["flops"]
     # Products of any type take the time of so many in float32.
     peak = rates.products("float32")
@@ -738,53 +698,14 @@ def estimated_ms(numbers: Mapping[str, Any], gpu: str) -> float:
     return 1e3 * (costs.seconds(work, rates, "float32") + one_by_one * costs.STARTED_SECONDS)
 
 
-def documented() -> str:
-    """Markdown: all paths, before and now, with estimated times."""
-    titles = ["path", "kernels", "started by the host", "waits", "GB", "GFLOP", "A100, estimated ms", "H100"]
-    lines = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
-    return "\n".join(lines + [documented_row(name, run()) for name, run in {**PATHS, **NEW_PATHS}.items()])
-
-
-def documented_row(name: str, count: Count) -> str:
-    """The line of a path in that table: as it was before, and as it has been counted now."""
-    before = json.loads(EARLIER.read_text())["counts"]
-    both = [before[name]] if name in before else []
-    both.append(count.to_json())
-    columns = [
-        [f"{x['kernels']:,}" for x in both],
-        [f"{x['started']:,.0f}" for x in both],
-        [f"{x['synchronisations']}" for x in both],
-        [f"{x['bytes'] / 1e9:.2f}" for x in both],
-        [f"{sum(x['flops'].values()) / 1e9:,.0f}" for x in both],
-        *([f"{estimated_ms(x, gpu):.2f}" for x in both] for gpu in ("a100", "h100")),
-    ]
-    # One number where nothing came before.
-    cells = [name, *(" -> ".join(column) for column in columns)]
-    return f"| {' | '.join(cells)} |"
-
-
-BEGIN, END = "<!-- table: python -m tools.launches --docs docs/gpu.md -->", "<!-- end of launches -->"
-
-
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("paths", nargs="*", help=f"which paths to count; by default all of {', '.join(PATHS)}")
     parser.add_argument("--list", action="store_true", help="also name the kernels")
     parser.add_argument("--json", type=Path, help="a file for the counts")
-    parser.add_argument("--docs", type=Path, help="a page whose table is to be written anew")
-    parser.add_argument("--before", action="store_true", help=f"count the release of {COMMIT} anew")
     chosen = parser.parse_args()
-    if chosen.before:
-        count_release(COMMIT, EARLIER)
-        return
-    if chosen.docs:
-        from tools.tables import replace_between  # which is not there where another release is counted
-
-        replace_between(chosen.docs, BEGIN, END, documented())
-        return
-    paths = {**PATHS, **NEW_PATHS} if hasattr(gf.TrainConfig, "fixed_directions") else PATHS
-    counts = {name: run() for name, run in paths.items() if not chosen.paths or any(p in name for p in chosen.paths)}
+    counts = {name: run() for name, run in PATHS.items() if not chosen.paths or any(p in name for p in chosen.paths)}
     print(table(counts))
     if chosen.list:
         for name, count in counts.items():

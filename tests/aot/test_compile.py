@@ -108,18 +108,3 @@ def test_long_lists_of_few_queries_fill_a_gpu():
 def test_every_configuration_passes_the_gates(name, capability):
     for launch in EVERY[name].launches():
         check_gates(launch, capability)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [*QUICK, *EVERY])
-def test_every_configuration_compiles_for_amd(name):
-    for launch in {**QUICK, **EVERY}[name].launches():
-        aot.compile_amd(launch)
-
-
-def test_the_page_holds_the_table():
-    """docs/gpu.md has a line for every case; `python -m tools.aot docs/gpu.md` writes them."""
-    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
-    table = page[page.index(aot.BEGIN) : page.index(aot.END)]
-    for case in TABLE:
-        assert f"| {case.name} |" in table

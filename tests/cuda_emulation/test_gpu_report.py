@@ -17,9 +17,7 @@ from tools.gpu_report import Row
 
 ROOT = Path(__file__).parents[2]
 OTHERS = {
-    name
-    for name in (*launches.PATHS, *launches.NEW_PATHS)
-    if not name.startswith(("one guided", "one likelihood", "sampling", "likelihood"))
+    name for name in launches.PATHS if not name.startswith(("one guided", "one likelihood", "sampling", "likelihood"))
 }
 
 
@@ -128,14 +126,6 @@ def test_what_tests_print_is_shown_and_its_last_line_kept(capsys):
     code = "print('F'); print('==== 1 failed in 2.0s ===='); raise SystemExit(1)"
     assert gpu_report.outcome([sys.executable, "-c", code]) == "1 failed in 2.0s (exit status 1)"
     assert capsys.readouterr().out.startswith("F\n")
-
-
-def test_the_table_does_not_depend_on_the_tests():
-    """`make test-gpu` runs nothing before it that could end the run; the sanitizer's tests choose what they run."""
-    recipe = (ROOT / "Makefile").read_text().partition("\ntest-gpu: setup\n")[2].partition("\n\n")[0]
-    assert recipe.strip() == "$(BIN)/python -m tools.gpu_report"
-    named = [path.read_text() for path in (ROOT / "tests/gpu").glob("test_*.py")]
-    assert sum(f"def test_{gpu_report.SANITIZER}" in text for text in named) == 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -30,13 +28,11 @@ from geoflow_fast.runtime.graphs import Graphs
 from tools import launches
 from tools.launches import Count, counted, fake_rows, list_launches, on_gpu, training
 
-PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
-
 
 @functools.cache
 def path(name: str) -> Count:
     """What a documented path asks for, counted once for all tests."""
-    return {**launches.PATHS, **launches.NEW_PATHS}[name]()
+    return launches.PATHS[name]()
 
 
 def test_kernels_bytes_and_operations_of_a_product_and_a_sum():
@@ -183,7 +179,6 @@ def test_ranks_on_gpus_multiply_in_float16_and_wait_once_an_iteration(monkeypatc
     another = iterations_of_a_rank(2) - one
     assert dict(another.synchronisations) == {"copy to the host": 1}
     assert another.kernels.total() <= 20
-    assert f"in float64: {another.kernels.total()} kernels an iteration" in " ".join(PAGE.read_text().split())
 
 
 def test_a_rank_on_a_gpu_may_have_no_rows(monkeypatch):
@@ -390,29 +385,3 @@ def test_few_points_of_a_head_are_not_worth_rounding_the_gallery_for():
 @pytest.mark.parametrize(("name", "most"), [("entropies of 5 queries", 200), ("head posteriors of 64 queries", 250)])
 def test_posteriors_start_few_kernels_besides_the_solve(name, most):
     assert path(name).started <= most
-
-
-# ---- before ------------------------------------------------------------------------------------------------------
-
-
-def test_the_counts_of_the_release_before_are_of_this_tool():
-    """`python -m tools.launches --before` writes them; the paths must be those that are counted now."""
-    stored = json.loads(launches.EARLIER.read_text())
-    assert stored["commit"] == launches.COMMIT
-    assert set(stored["counts"]) == set(launches.PATHS)
-    assert set(stored["counts"]["one training step"]) == set(launches.Count().to_json())
-    assert stored["counts"]["one guided velocity"]["kernels"] >= 130
-    assert stored["counts"]["one likelihood evaluation"]["kernels"] >= 690
-
-
-@pytest.mark.parametrize("name", [*launches.PATHS, *launches.NEW_PATHS])
-def test_the_documented_rows_are_those_of_the_code(name):
-    """`python -m tools.launches --docs docs/gpu.md` writes them."""
-    assert launches.documented_row(name, path(name)) in PAGE.read_text().splitlines()
-
-
-def test_the_documented_sentences_about_a_training_step_are_true():
-    words = " ".join(PAGE.read_text().split())
-    step, fixed = path("one training step"), path("one training step, fixed directions")
-    assert f"counts no synchronisation and {step.kernels.total()} kernels for the paper's run" in words
-    assert f"the host starts {fixed.started:.0f} things a step" in words

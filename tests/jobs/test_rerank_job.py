@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -176,18 +174,6 @@ def test_bad_input_gives_one_line_and_leaves_no_file(world, monkeypatch, capsys,
     assert words in message
     assert (world / "ranked.parquet").read_text() == "precious"
     assert sorted(world.rglob("*")) == before
-
-
-def test_the_faiss_example_runs(world):
-    pytest.importorskip("faiss")
-    np.save(world / "images.npy", np.concatenate([np.load(path) for path in sorted((world / "gallery").iterdir())]))
-    example = Path(__file__).parents[2] / "examples" / "rerank_faiss.py"
-    command = [sys.executable, str(example), "model", "pairs", "images.npy", "queries.npy"]
-    result = subprocess.run(command, cwd=world, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    lines = result.stdout.splitlines()
-    assert len(lines) == QUERIES
-    assert lines[0].startswith("text 0: image ")
 
 
 def test_without_a_model_cosines_and_hubs_are_the_evidence(world, monkeypatch, capsys):

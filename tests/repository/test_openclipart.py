@@ -1,4 +1,4 @@
-"""The example on clip art: its committed embeddings, how pictures become them, and the whole run after them."""
+"""The example on clip art: its committed embeddings, and how pictures become them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ import geoflow_fast as gf
 EXAMPLE = Path(__file__).parents[2] / "examples" / "openclipart"
 DATA = EXAMPLE / "data"
 PARTS = ("flow", "held_out", "test")
+THUMBNAIL, PER_ROW = 56, 32
+"""Pixels of a side, and how many stand in a row of the sheet."""
 SVG = """<svg xmlns="http://www.w3.org/2000/svg"><metadata>
 <rdf:RDF xmlns:cc="http://web.resource.org/cc/" xmlns:dc="http://purl.org/dc/elements/1.1/"
  xmlns:rdf="http://www.w3.org/1999/02/22-rdf-syntax-ns#"><cc:Work rdf:about=""><dc:title>{title}</dc:title>
@@ -25,17 +27,13 @@ SVG = """<svg xmlns="http://www.w3.org/2000/svg"><metadata>
 FREE = "http://web.resource.org/cc/PublicDomain"
 
 
-def example(name):
-    spec = importlib.util.spec_from_file_location(f"openclipart_{name}", EXAMPLE / f"{name}.py")
+@pytest.fixture(scope="module")
+def prepare():
+    spec = importlib.util.spec_from_file_location("openclipart_prepare", EXAMPLE / "prepare.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(scope="module")
-def prepare():
-    return example("prepare")
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +70,9 @@ def test_parts_share_no_group_and_no_caption(pictures):
 
 def test_committed_data_is_small_and_complete(pictures):
     assert sum(path.stat().st_size for path in DATA.rglob("*") if path.is_file()) < 5_000_000
-    run = example("run")
     with Image.open(DATA / "test.jpg") as sheet:
-        cells = (sheet.width // run.THUMBNAIL) * (sheet.height // run.THUMBNAIL)
-    assert cells - run.PER_ROW < len(pictures["test"]) <= cells
-    assert run.thumbnail(len(pictures["test"]) - 1).size == (run.THUMBNAIL, run.THUMBNAIL)
+        assert sheet.width == PER_ROW * THUMBNAIL
+        assert sheet.height == -(-len(pictures["test"]) // PER_ROW) * THUMBNAIL
 
 
 def test_only_public_domain_pictures_that_are_no_icons_are_read(prepare, tmp_path):
@@ -139,19 +135,3 @@ def test_near_duplicates_and_equal_captions_stay_together(prepare):
     assert (part[0], part[3]) == (part[40], part[7])
     shares = {name: float((part == name).mean()) for name in prepare.PARTS}
     assert shares == pytest.approx(prepare.PARTS, abs=0.05)
-
-
-@pytest.mark.slow
-def test_the_whole_run_on_the_committed_embeddings(tmp_path):
-    results = example("run").run(tmp_path, seeds=1)
-    assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8")) == results
-    for direction, items in (("t2i", 537), ("i2t", 1078)):
-        assert results[direction]["items"] == items
-        scores = results[direction]["methods"]
-        assert len(scores) == 6
-        assert scores["re-ranker, 1 - p_answer"]["low"] > 0.5  # it knows something of its errors
-        assert results[direction]["ece"] < 0.1
-    for picture in ("curves.png", "gallery.png"):
-        with Image.open(tmp_path / picture) as file:
-            assert min(file.size) > 500
-    assert (tmp_path / "evaluation" / "results.json").is_file()

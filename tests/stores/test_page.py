@@ -1,9 +1,10 @@
-"""The page of stores and the programs of examples/stores, against the real engines."""
+"""The page of stores and the program examples/store.py, against the real engines."""
 
 from __future__ import annotations
 
 import re
 import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from tests.stores.engines import METRICS, require
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/stores.md").read_text()
-PROGRAMS = sorted((ROOT / "examples/stores").glob("*.py"))
 SECTIONS = {"faiss": "FAISS", "lancedb": "LanceDB", "qdrant": "Qdrant", "chroma": "Chroma", "milvus": "Milvus"}
 SECTIONS |= {"pgvector": "pgvector"}
 AFTERWARDS = ("More evidence: the vectors of the hits", "A store of your own")
@@ -71,16 +71,15 @@ def test_the_page_leads_from_hits_to_decisions(engine):
 
 @pytest.mark.parametrize("engine", METRICS)
 @pytest.mark.usefixtures("desk")
-def test_programs_of_at_most_fifteen_lines(engine, capsys):
-    program = ROOT / f"examples/stores/search_{engine}.py"
-    assert len(program.read_text().splitlines()) <= 15
-    names = runpy.run_path(str(program), run_name="__main__")
+def test_the_program(engine, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["store.py", engine])
+    names = runpy.run_path(str(ROOT / "examples/store.py"), run_name="__main__")
     shown = capsys.readouterr().out.splitlines()
     assert names["rule"].certified
     assert sum("nothing is right" in line for line in shown) == 20
     assert 0 < sum(line.startswith("nothing here") for line in shown) < 20
 
 
-def test_there_is_a_program_and_a_section_for_each_engine():
-    assert [path.stem for path in PROGRAMS] == sorted(f"search_{engine}" for engine in METRICS)
+def test_there_is_an_opener_and_a_section_for_each_engine():
+    assert set(runpy.run_path(str(ROOT / "examples/store.py"))["OPENERS"]) == set(METRICS)
     assert all(len(blocks(SECTIONS[engine])) == 2 for engine in METRICS)
