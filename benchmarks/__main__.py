@@ -1,7 +1,7 @@
 """`python -m benchmarks [name ...]`: hot paths, then docs/performance.md and its figures from all results there are.
 
-`--quick` takes small sizes and prints tables only. `--study` runs the named studies of quality instead; a benchmark
-without hot paths is a study anyway. `--json` prints what was measured as one JSON object in place of tables.
+`--quick` takes small sizes and prints tables only. `--json` prints what was measured as one JSON object in place of
+tables. Studies of quality are in `python -m benchmarks.methods --study NAME`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="name", help="benchmarks to run; all suites of hot paths if none")
     parser.add_argument("--quick", action="store_true", help="small sizes; nothing is written")
-    parser.add_argument("--study", action="store_true", help="how good instead of how fast: minutes to hours each")
     parser.add_argument("--json", action="store_true", help="one JSON object to standard output")
     given = parser.parse_args(arguments)
     unknown = sorted(set(given.names) - set(suite.names()))
@@ -28,7 +27,7 @@ def main(arguments: list[str]) -> None:
     hot = suite.suites()
     results: dict[str, Any] = {}
     for name in given.names or hot:
-        if given.study or name not in hot:
+        if name not in hot:
             results[name] = suite.module_of(name).run()
         else:
             results[name] = run_suite(name, quick=given.quick)

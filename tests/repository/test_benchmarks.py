@@ -10,14 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-import geoflow_fast as gf
-from benchmarks import bench_epistemic, bench_watch, common, compare, page, suite
+from benchmarks import common, compare, page, suite
 from benchmarks.flows import row_flops
 from benchmarks.limits import Limits, Work, copy_bandwidth, exp_rate, gemm_peak, read_bandwidth
 from benchmarks.suite import FOR_COMPARISON, PEER, Case, Contender, Scaling
 from geoflow_fast.flow.config import GeoFlowConfig
 from geoflow_fast.flow.model import GeoFlow
-from geoflow_fast.noise import sample_uniform
 
 
 def a_case(**changes: object) -> Case:
@@ -79,23 +77,6 @@ def test_every_contender_of_a_suite_gives_its_answer(name):
     """With small sizes, so that a change of the library that breaks a benchmark is noticed before the long run."""
     for case in suite.all_cases(quick=True, only=[name]):
         assert suite.measure(dataclasses.replace(case, rounds=1))["rows"]
-
-
-@pytest.mark.slow
-def test_the_study_of_watch_goes_on_where_it_stopped(monkeypatch, tmp_path):
-    for name, value in {"FITTED": 300, "CERTIFIED": 400, "SOON": 100, "LONG": 100, "HEAD_PAIRS": 500}.items():
-        monkeypatch.setattr(bench_watch, name, value)
-    for module in (bench_watch, common):
-        monkeypatch.setattr(module, "RESULTS", tmp_path)
-    searched = bench_watch.Searched("a world", "concept world", True, 0.5, runs=2, long_logs=True)
-    for run in range(2):
-        bench_watch.one_run(searched, run)
-    monkeypatch.setattr(bench_watch, "one_run", None)  # nothing is left to do
-    rows = bench_watch.rows_of(searched)
-    assert {row["runs"] for row in rows} == {2}
-    assert len(rows) == 7  # three changes are looked at in two ways, and logs without a change in one
-    monkeypatch.setattr(bench_watch, "made_by", lambda: "other code")
-    assert common.load(bench_watch.kept_as(searched, 0)) is None
 
 
 def test_small_sizes_are_not_called_the_papers():
@@ -308,44 +289,3 @@ def test_the_worker_checks_before_it_times(monkeypatch):
     assert server.time("ours", 3) > 0
     with pytest.raises(SystemExit, match="gate failed: sort, wrong"):
         server.check("wrong")
-
-
-def test_the_epistemic_study_says_what_it_leaves_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "RESULTS", tmp_path / "results")
-    monkeypatch.setattr(bench_epistemic, "FLICKR", tmp_path / "flickr8k")
-    monkeypatch.setattr(bench_epistemic, "IMAGENET", tmp_path / "vitb32.npz")
-    monkeypatch.setattr(bench_epistemic, "concept_world", lambda: ([{"score": "truth"}], {"agreement": 1.0}))
-    page = tmp_path / "likelihood.md"
-    page.write_text("<!-- bench: epistemic concept_world -->\nold\n<!-- bench: end -->\n")
-    monkeypatch.setattr(bench_epistemic, "PAGE", page)
-    assert "Flickr8k and ImageNet are left out" in bench_epistemic.run()
-    assert "| truth |" in page.read_text()
-    assert "old" not in page.read_text()
-
-
-def test_what_is_recommended_must_be_the_best(monkeypatch):
-    monkeypatch.setattr(
-        bench_epistemic, "RECOMMENDED", [("wrong?", "zero_shot", "AUSAC", "the softmax", "max softmax")]
-    )
-    table = {"max softmax": "0.810", bench_epistemic.PAPERS: "0.560", "flow: -PMI": "0.815", "truth": "0.900"}
-    rows = [{"score": name, "AUSAC": value} for name, value in table.items()]
-    (row,) = bench_epistemic.recommendation({"zero_shot": rows})
-    assert row["measured"] == "0.810; best of the flow 0.815 (-PMI)"
-    assert row["the paper's score"] == "0.560"
-    rows[2]["AUSAC"] = "0.821"
-    with pytest.raises(SystemExit, match="wrong"):
-        bench_epistemic.recommendation({"zero_shot": rows})
-
-
-def test_swapped_captions_never_get_their_own_image():
-    generator = torch.Generator().manual_seed(0)
-    image, text = sample_uniform(30, 8, generator=generator), sample_uniform(150, 8, generator=generator)
-    group = np.repeat(np.arange(30), 5)
-    parts = bench_epistemic.swapped(gf.EmbeddingPairs.from_arrays(image, text, group), 0)
-    for kind, rows in (("kept", 135), ("random", 15), ("similar", 15)):
-        captions, images = parts[kind]
-        assert len(captions) == len(images) == rows
-        assert ((group[captions] == group[images]) == (kind == "kept")).all()
-    cosine = (image @ image.T).fill_diagonal_(-1)
-    captions, images = parts["similar"]
-    assert np.array_equal(group[images], cosine[group[captions]].argmax(1))

@@ -1,6 +1,6 @@
 """The default pipeline against references on real photographs and captions, and on the concept world.
 
-`python -m benchmarks --study real`: Flickr8k in a small dual encoder (trained on the training images, calibrated on
+Flickr8k in a small dual encoder (trained on the training images, calibrated on
 half of the development images and judged on the others, both ways round), and two sets of 500 photographs in CLIP (five
 folds: judged on one, half of the others trains and half calibrates). The pipeline is the ladder of evidence: cosine,
 hub correction, a head and a flow, each kept only if held-out pairs show that it helps. Gates: neither a reference nor
@@ -20,10 +20,9 @@ import numpy as np
 import torch
 
 import geoflow_fast as gf
-from benchmarks.bench_entropy import trained_flow
-from benchmarks.bench_methods import world_folder
-from benchmarks.common import RESULTS, SHARED, gate, load, markdown, report, shared_pairs
-from benchmarks.page import ROOT, filled
+from benchmarks.methods.results import DOCS, RESULTS, SHARED, gate, report, shared_pairs, write_blocks
+from benchmarks.methods.studies.comparison import world_folder
+from benchmarks.methods.studies.entropy import trained_flow
 from geoflow_fast.baselines.adapter import TwoTowerAdapter
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.evaluation import registry
@@ -34,10 +33,9 @@ from geoflow_fast.evaluation.methods import Method, Study
 from geoflow_fast.evaluation.results import COLUMNS, Result
 from geoflow_fast.evaluation.retrieval import plain_search
 from geoflow_fast.retrieval.task import RetrievalTask
-from geoflow_fast.runtime.files import write_atomic
 from geoflow_fast.training.config import RunConfig
 
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = DOCS / "benchmarks.md"
 SETS = {
     "flickr8k": "Flickr8k in a small dual encoder (not CLIP)",
     "photos/coco500": "500 COCO photographs and captions, CLIP ViT-B/16",
@@ -154,17 +152,6 @@ def name_of(path: str, direction: str) -> str:
     return f"real_{path.replace('/', '_')}_{direction}"
 
 
-def write_page() -> None:
-    """The tables of all results that there are, into their blocks of docs/benchmarks.md: `real SET DIRECTION`."""
-
-    def table(key: str) -> str | None:
-        kind, *rest = key.split()
-        result = load(name_of(rest[0], rest[1])) if kind == "real" else None
-        return None if result is None else markdown(result["rows"])
-
-    write_atomic(PAGE, filled(PAGE.read_text(), table).encode())
-
-
 def check(path: str, leads: Sequence[Lead]) -> None:
     """The gates of a set."""
     for lead in leads:
@@ -188,7 +175,7 @@ def run() -> str:
         for direction in CONDITIONAL[::-1]:
             rows = rows_of(results, every[path], direction)
             parts.append(report(name_of(path, direction), rows, {"data": data}))
-    write_page()
+    write_blocks(PAGE)
     for path, leads in every.items():
         check(path, leads)
     return "\n\n".join(parts)

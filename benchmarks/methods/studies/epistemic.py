@@ -1,8 +1,8 @@
-"""The epistemic score beside what needs no flow: errors of zero-shot classification, strangers, wrong captions.
+"""The epistemic score and what needs no flow: errors of zero-shot classification, strangers, wrong captions.
 
-The study (`python -m benchmarks --study epistemic`) has four parts. The concept world, whose true density is known,
+The study has four parts. The concept world, whose true density is known,
 shows what a density could find and why a learned one finds less. ImageNet in CLIP ViT-B/32, if the shared embeddings
-are beside the repository: selective accuracy by the paper's protocol, every image scored by a flow that was trained on
+are next to the repository: selective accuracy by the paper's protocol, every image scored by a flow that was trained on
 others, and strangers, which are the images of 200 classes left out of training and inputs that are no photographs.
 Flickr8k in a small dual encoder: captions of which a tenth has been swapped. Differences are paired, with 95 %
 intervals over resampled classes or images. The tables and the recommendation of docs/likelihood.md are written from
@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import geoflow_fast as gf
-from benchmarks.bench_entropy import trained_flow
-from benchmarks.common import SHARED, gate, load, markdown, report, shared_pairs
-from benchmarks.page import ROOT, filled
+from benchmarks.methods.results import DOCS, SHARED, gate, report, shared_pairs, write_blocks
+from benchmarks.methods.studies.entropy import trained_flow
 from geoflow_fast.baselines.repvlm import REPVLM
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.evaluation.metrics import auroc, auroc_leads, selective_accuracy
@@ -33,10 +32,9 @@ from geoflow_fast.evaluation.statistics import bootstrap_interval, pearson, rank
 from geoflow_fast.evaluation.zero_shot import tuned_scale
 from geoflow_fast.likelihood.density import chain_rule
 from geoflow_fast.retrieval.sources import HeadSource
-from geoflow_fast.runtime.files import write_atomic
 from geoflow_fast.worlds import ConceptWorld
 
-PAGE = ROOT / "docs" / "likelihood.md"
+PAGE = DOCS / "likelihood.md"
 FLICKR, IMAGENET = SHARED / "flickr8k", SHARED / "imagenet" / "vitb32.npz"
 FOLDS, STRANGE_CLASSES, VALIDATION, RESAMPLES = 2, 200, 0.1, 500
 COMPONENTS, STEPS, FAR = 64, 800, 400
@@ -481,17 +479,6 @@ def recommendation(tables: dict[str, list[dict[str, Any]]]) -> list[dict[str, An
     return rows
 
 
-def write_page() -> None:
-    """The tables that there are, into their blocks of docs/likelihood.md: `epistemic TABLE`."""
-
-    def table(key: str) -> str | None:
-        kind, *rest = key.split()
-        result = load(f"epistemic_{rest[0]}") if kind == "epistemic" else None
-        return None if result is None else markdown(result["rows"])
-
-    write_atomic(PAGE, filled(PAGE.read_text(), table).encode())
-
-
 def run() -> str:
     """The study. Without the shared embeddings it has the concept world only."""
     rows, agreement = concept_world()
@@ -512,5 +499,5 @@ def run() -> str:
         keep("recommendation", recommendation(tables), "all of these")
     else:
         parts.append(f"Flickr8k and ImageNet are left out: {FLICKR} or {IMAGENET} is not there.")
-    write_page()
+    write_blocks(PAGE)
     return "\n\n".join(parts)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import geoflow_fast as gf
-from benchmarks.common import RESULTS, SHARED, gate, report, shared_pairs
+from benchmarks.methods.results import RESULTS, SHARED, gate, report, shared_pairs
 from geoflow_fast.decisions import lists
 from geoflow_fast.decisions.bounds import binomial_evidence
 from geoflow_fast.decisions.certify import Certifier, Share, answer_outcomes, pilot_outcomes

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import geoflow_fast as gf
-from benchmarks.bench_trust import head_scores, hub_numbers
-from benchmarks.common import RESULTS, gate, load, report, save
+from benchmarks.methods.results import RESULTS, gate, load, report, save
+from benchmarks.methods.studies.trust import head_scores, hub_numbers
 from geoflow_fast import decisions
 from geoflow_fast.decisions.watch import EVERY, WINDOW, Log, Watcher
 from geoflow_fast.runtime import hashing

@@ -29,7 +29,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 import geoflow_fast as gf
-from benchmarks.common import SHARED, gate, report, shared_pairs
+from benchmarks.methods.results import SHARED, gate, report, shared_pairs
 from geoflow_fast.directions import Direction
 from geoflow_fast.evaluation.statistics import bootstrap_interval
 from geoflow_fast.flow.config import FEW_PAIRS

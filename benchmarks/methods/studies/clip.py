@@ -1,7 +1,7 @@
-"""The ladder of evidence and references on the CLIP-like world, beside the exact posterior, into docs/benchmarks.md.
+"""The ladder of evidence and references on the CLIP-like world, with the exact posterior, into docs/benchmarks.md.
 
-`python -m benchmarks --study clip`: 10,000 pairs train, 400 calibrate and 1,000 judge; then searches in which the
-items of some queries are missing. Gate: no reference is better than the ladder beyond chance, with Holm's correction.
+10,000 pairs train, 400 calibrate and 1,000 judge; then searches in which the items of some queries are missing. Gate:
+no reference is better than the ladder beyond chance, with Holm's correction.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 import geoflow_fast as gf
-from benchmarks.bench_methods import Truth, world_folder
-from benchmarks.bench_real import FEW_PAIRS, MEASURES, PAGE, REFERENCES, SURE, rows_of
-from benchmarks.common import RESULTS, gate, load, markdown, report
-from benchmarks.page import filled
+from benchmarks.methods.results import RESULTS, gate, markdown, report, write_blocks
+from benchmarks.methods.studies.comparison import Truth, world_folder
+from benchmarks.methods.studies.real import FEW_PAIRS, MEASURES, PAGE, REFERENCES, SURE, rows_of
 from geoflow_fast.baselines.adapter import TwoTowerAdapter
 from geoflow_fast.demo.clip_world import examine_search
 from geoflow_fast.directions import CONDITIONAL, Direction
@@ -29,7 +28,6 @@ from geoflow_fast.evaluation.methods import Study
 from geoflow_fast.evaluation.retrieval import plain_search
 from geoflow_fast.retrieval.rerank import BayesReranker
 from geoflow_fast.retrieval.task import RetrievalTask, typical_queries
-from geoflow_fast.runtime.files import write_atomic
 from geoflow_fast.worlds import ClipWorld
 
 PAIRS, CALIBRATION, BANK = 10_000, 400, 2000
@@ -91,17 +89,6 @@ def missing_items(world: ClipWorld, study: Study) -> list[dict[str, Any]]:
     return rows
 
 
-def write_page() -> None:
-    """The tables into their blocks of docs/benchmarks.md: `clip TABLE`."""
-
-    def table(key: str) -> str | None:
-        kind, *rest = key.split()
-        result = load(f"clip_{rest[0]}") if kind == "clip" else None
-        return None if result is None else markdown(result["rows"])
-
-    write_atomic(PAGE, filled(PAGE.read_text(), table).encode())
-
-
 def run() -> str:
     """The study."""
     world = ClipWorld()
@@ -109,5 +96,5 @@ def run() -> str:
     print("head trained", flush=True)
     tables = judged(world, study, test)
     tables["missing"] = missing_items(world, study)
-    write_page()
+    write_blocks(PAGE)
     return "\n\n".join(markdown(rows) for rows in tables.values())
