@@ -13,7 +13,7 @@ LOCKED ?= 1
 TOOLS := build/tools
 WITH_TOOLS := PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(BIN)/python -m tools.supply
 
-.PHONY: setup demo test test-first-half test-second-half test-slow test-gpu test-stores test-wheel test-browser test-sanitize soak bench bench-quick bench-compare docs lint lock licences audit wheel clean
+.PHONY: setup demo test test-slow test-gpu test-stores test-wheel test-browser test-sanitize soak bench bench-quick bench-compare docs lint lock licences audit wheel clean
 
 setup: .venv/.installed
 
@@ -51,28 +51,21 @@ endif
 demo: setup
 	$(BIN)/geoflow demo --out demo_output
 
-# Two halves side by side, each with one core: the threads of tiny operations would wait for each other. Tests of threads ask for theirs.
-# Triton's interpreter and its compiler each need a process of their own.
-FIRST_HALF := $(addprefix tests/,baselines cli cuda_emulation data demo encoders evaluation flow head jobs likelihood training)
+# Two processes, each with one core: the threads of tiny operations would wait for each other. Tests of threads ask for theirs.
+# Triton's interpreter and its compiler each need processes of their own.
+PARALLEL := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PYTEST) -n 2
 test: setup
-	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(MAKE) --no-print-directory --jobs=2 --output-sync=line test-first-half test-second-half
+	$(PARALLEL) --dist loadfile -m "not slow and not gpu" tests
+	TRITON_INTERPRET=1 $(PARALLEL) -m "not slow" tests/gpu_emulated/interpreter
+	$(PARALLEL) -m "not slow" tests/gpu_emulated/aot
 
-test-first-half:
-	$(PYTEST) -m "not slow and not gpu" $(FIRST_HALF)
-	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" tests/interpreter
-	$(PYTEST) -m "not slow" tests/aot
-	$(PYTEST) -m "not slow" tests/ptx
-
-test-second-half:
-	$(PYTEST) -m "not slow and not gpu" tests $(addprefix --ignore=,$(FIRST_HALF))
-
-test-slow: setup .venv/.peers .venv/.sentryward
+test-slow: setup .venv/.peers
 	$(PYTEST) -m "slow and not gpu" tests
-	$(PYTEST) --foreign device -m "not slow and not gpu" tests --ignore=tests/cuda_emulation
-	$(PYTEST) --foreign dtype -m "not slow and not gpu" tests --ignore=tests/cuda_emulation
-	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/interpreter
-	$(PYTEST) -m slow tests/aot
-	$(PYTEST) -m slow tests/ptx
+	$(PYTEST) --foreign device -m "not slow and not gpu" tests --ignore=tests/gpu_emulated/cuda_emulation
+	$(PYTEST) --foreign dtype -m "not slow and not gpu" tests --ignore=tests/gpu_emulated/cuda_emulation
+	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/gpu_emulated/interpreter
+	$(PYTEST) -m slow tests/gpu_emulated/aot
+	$(PYTEST) tests/gpu_emulated/ptx
 
 # The compiled code with AddressSanitizer and UndefinedBehaviorSanitizer, then its threads with ThreadSanitizer.
 test-sanitize: setup
@@ -127,11 +120,6 @@ bench-compare: setup
 .venv/.peers: .venv/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt geomloss flow_matching flash-sinkhorn
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchcfm geoopt
-	touch $@
-
-# A static verifier of PTX, which tests/ptx runs as a command; it asks for no other package.
-.venv/.sentryward: .venv/.installed
-	$(BIN)/python -m pip install --quiet --no-deps sentryward==0.1.1
 	touch $@
 
 # A warning, such as a dead link, is an error.

@@ -1,5 +1,5 @@
 // The GPU's own vocabulary, each word behind one small name, so that the kernels read alike under nvcc and under the
-// CPU emulation of tests/cuda_emulation, which brings its own file of this name.
+// CPU emulation of tests/gpu_emulated/cuda_emulation, which brings its own file of this name.
 #pragma once
 
 #include <cooperative_groups.h>

@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="the CUDA path needs triton")
 from tools import aot, gpu_report, launches
 from tools.gpu_report import Row
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 OTHERS = {
     name for name in launches.PATHS if not name.startswith(("one guided", "one likelihood", "sampling", "likelihood"))
 }

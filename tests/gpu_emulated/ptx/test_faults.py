@@ -15,19 +15,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cuda_emulation.test_cuda_emulation import (
+from tests.gpu_emulated.cuda_emulation.test_cuda_emulation import (
     SMALL_SCORE_ROUGH,
     SMALL_SOLVE_SHORT,
     ScoreCase,
     _caught_by_result,
     _caught_by_sanitizer,
 )
-from tests.interpreter import test_kernels
-from tests.ptx.checks import EVERY_KERNEL, GALLERY, ROW_KERNELS
-from tests.ptx.cuda import CompiledWorkshop, PtxEdit
-from tests.ptx.machine import COMPLAINT_STATUS, Builder, KernelError, Machine, compile_triton
-from tests.ptx.parser import PtxError, parse
-from tests.ptx.translate import translate
+from tests.gpu_emulated.interpreter import test_kernels
+from tests.gpu_emulated.ptx.checks import EVERY_KERNEL, GALLERY, ROW_KERNELS
+from tests.gpu_emulated.ptx.cuda import CompiledWorkshop, PtxEdit
+from tests.gpu_emulated.ptx.machine import COMPLAINT_STATUS, Builder, KernelError, Machine, compile_triton
+from tests.gpu_emulated.ptx.parser import PtxError, parse
+from tests.gpu_emulated.ptx.translate import translate
 from tools import aot
 
 Edit = Callable[[str], str]
@@ -58,7 +58,6 @@ class Fault:
     edit: Edit
     build: str = "plain"
     schedules: tuple[str, ...] = ALL  # each must see it
-    soon: bool = False
 
 
 def rows(name: str) -> Callable[[], object]:
@@ -71,7 +70,7 @@ FAULTS = [
     Fault("rows one too many", "tangent_step_kernel", rows("tangent_step"), replaced(TAIL, LONG_TAIL, 7)),
     Fault(
         "a load under the opposite predicate", "unit_rows_kernel", rows("unit_rows"),
-        replaced(r"@(%p\d+) ld\.global", r"@!\1 ld.global"), soon=True,
+        replaced(r"@(%p\d+) ld\.global", r"@!\1 ld.global"),
     ),
     Fault(
         "a store under the opposite predicate", "adaln_kernel", rows("adaln"),
@@ -105,7 +104,7 @@ FAULTS = [
     ),
     Fault(
         "a swapped fragment", "gallery_tile_kernel", GALLERY["few, bfloat16"], replaced(FRAGMENT, r"\1\3, \2, "),
-        soon=True,
+
     ),
     Fault(
         "copies not waited for", "gallery_tile_kernel", GALLERY["few, bfloat16"], replaced(WAIT, "", 1),
@@ -139,9 +138,7 @@ def caught(builder: Builder, fault: Fault, schedule: str) -> bool:
     return False
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(each, id=each.what, marks=() if each.soon else pytest.mark.slow) for each in FAULTS]
-)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.what)
 def test_fault_in_triton_ptx_is_caught(builder: Builder, fault: Fault) -> None:
     for schedule in fault.schedules:
         assert caught(builder, fault, schedule), f"went unnoticed under {schedule}"
@@ -177,7 +174,6 @@ SOURCE_FAULTS = [
 DISTINCT_CHECKS = {test_kernels.FAULTS[fault][-1]: fault for fault in reversed(SOURCE_FAULTS)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("check", [pytest.param(check, id=fault) for check, fault in DISTINCT_CHECKS.items()])
 def test_check_of_faults_passes_without_any(builder: Builder, check: Callable[[Any], object]) -> None:
     torch.manual_seed(0)
@@ -185,7 +181,6 @@ def test_check_of_faults_passes_without_any(builder: Builder, check: Callable[[A
         check(test_kernels.KERNELS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", SOURCE_FAULTS)
 def test_fault_in_triton_source_is_caught_in_its_ptx(builder: Builder, fault: str, tmp_path: Path) -> None:
     name, before, after, check = test_kernels.FAULTS[fault]
@@ -204,9 +199,8 @@ CLAIMED = """valid = tl.max_constancy(inside & (column < width)[None, :], [1, 4]
     value = tl.load(x + tl.multiple_of(row[:, None] * width, [1, 16]) + column[None, :], mask=valid, other=0.0)"""
 
 
-@pytest.mark.slow
 def test_wrong_claim_of_divisibility_in_triton_source_is_caught(builder: Builder, tmp_path: Path) -> None:
-    """The interpreter does not read such claims, so this is no fault of tests/interpreter."""
+    """The interpreter does not read such claims, so this is no fault of tests/gpu_emulated/interpreter."""
     with Machine(builder).serving():
         faulty = test_kernels.with_fault(test_kernels.gallery, SPLIT, CLAIMED, tmp_path)
         with pytest.raises(KernelError, match="not aligned"):
@@ -260,7 +254,6 @@ CUDA_FAULTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", CUDA_FAULTS)
 def test_fault_in_cuda_ptx_is_caught(workshop: CompiledWorkshop, fault: str) -> None:
     """By a sanitizer where there is one, else by the machine or in the result: a crash is no finding."""
@@ -271,7 +264,6 @@ def test_fault_in_cuda_ptx_is_caught(workshop: CompiledWorkshop, fault: str) -> 
         assert caught(case, outcome), f"went unnoticed under {schedule}: {outcome.returncode} {outcome.stderr.decode()}"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "edit"),
     [

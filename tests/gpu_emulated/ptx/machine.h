@@ -449,29 +449,4 @@ inline void note_launch(const char* kernel, const u8* parameters, int bytes) {
     }
 }
 
-struct Coverage {
-    Coverage(const char* kernel_name, u8* executed_flags, int flag_count)
-        : kernel(kernel_name), executed(executed_flags), count(flag_count) {}
-    // Adds a line to the file that GEOFLOW_PTX_COVERAGE names: the kernel, and a digit for each instruction.
-    ~Coverage() {
-        const char* path = std::getenv("GEOFLOW_PTX_COVERAGE");
-        if (path == nullptr || std::count(executed, executed + count, 1) == 0) return;
-        if (std::FILE* file = std::fopen(path, "a")) {
-            std::fprintf(file, "%s ", kernel);
-            for (int k = 0; k < count; ++k) std::fputc('0' + executed[k], file);
-            std::fputc('\n', file);
-            std::fclose(file);
-        }
-    }
-    const char* kernel;
-    u8* executed;
-    int count;
-};
-
-#if defined(__SANITIZE_THREAD__)
-#define PTX_RAN(k) static_cast<void>(0)  // all fibers would race for the flag
-#else
-#define PTX_RAN(k) (executed[k] = 1)
-#endif
-
 }  // namespace ptx

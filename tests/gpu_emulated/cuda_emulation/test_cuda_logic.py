@@ -263,7 +263,7 @@ def test_backward_kernels_are_given_partial_sums_per_tile(launches):
 def test_the_tests_of_a_gpu_do_not_pass_without_one():
     """`make test-gpu` with a torch that was built for CPUs has tested nothing, and must say so."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu/test_density_gpu.py"]
-    outcome = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
+    outcome = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True)
     assert outcome.returncode != 0
     assert "the tests of a GPU cannot run: torch" in outcome.stderr
 
@@ -371,7 +371,7 @@ ROW_CALLS = {
     "probe_traces": functools.partial(probe_call, "read"),
     "gallery_split": lambda rows: gallery.split_rows(cuda(rows, 96), False),
 }
-"""The row kernels that tests/aot/test_compile.py does not call with other numbers of rows."""
+"""The row kernels that tests/gpu_emulated/aot/test_compile.py does not call with other numbers of rows."""
 
 
 @pytest.mark.parametrize("name", ROW_CALLS)

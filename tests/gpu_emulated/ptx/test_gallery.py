@@ -6,22 +6,19 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.cuda_emulation.workshop import SCHEDULES
-from tests.ptx.checks import GALLERY
-from tests.ptx.machine import Machine
+from tests.gpu_emulated.cuda_emulation.workshop import SCHEDULES
+from tests.gpu_emulated.ptx.checks import GALLERY
+from tests.gpu_emulated.ptx.machine import Machine
 
 Served = Callable[..., Machine]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "few, bfloat16" else pytest.mark.slow) for name in GALLERY]
-)
+@pytest.mark.parametrize("name", GALLERY)
 def test_float64_agrees_and_every_schedule_gives_the_same_bits(served: Served, name: str) -> None:
     results = {each: served(GALLERY[name], schedule=each).outputs for each in SCHEDULES}
     assert len(set(map(tuple, results.values()))) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", GALLERY)
 @pytest.mark.parametrize(("build", "schedule"), [("address", "reversed"), ("thread", "forward")])
 def test_clean_under_sanitizers(served: Served, name: str, build: str, schedule: str) -> None:

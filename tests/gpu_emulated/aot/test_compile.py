@@ -1,6 +1,6 @@
 """Every kernel compiled for GPUs that are not here, with gates on what the compiler made of it.
 
-Run in a process of its own, without the interpreter: `pytest tests/aot`, which is what `make test` does.
+Run in a process of its own, without the interpreter: `pytest tests/gpu_emulated/aot`, which is what `make test` does.
 """
 
 from __future__ import annotations

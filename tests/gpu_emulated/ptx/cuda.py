@@ -1,4 +1,4 @@
-"""What nvcc makes of the CUDA kernels, run by the programs of tests/cuda_emulation in place of the kernels' source."""
+"""What nvcc makes of the CUDA kernels, run by the programs of the emulated device in place of their source."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from tests.cuda_emulation.workshop import Array, Workshop
-from tests.ptx.machine import CAPABILITY, Builder
-from tests.ptx.parser import Module, parse
-from tests.ptx.translate import translate
+from tests.gpu_emulated.cuda_emulation.workshop import Array, Workshop
+from tests.gpu_emulated.ptx.machine import CAPABILITY, Builder
+from tests.gpu_emulated.ptx.parser import Module, parse
+from tests.gpu_emulated.ptx.translate import translate
 from tools import cuda_build
 
 ENTRY = re.compile(r"^(?:\.visible )?\.entry (\w+)\(.*?^\}$", re.MULTILINE | re.DOTALL)
@@ -122,7 +122,7 @@ def launches_noted(path: Path) -> Iterator[dict[str, Launched]]:
 
 
 def kernels_of(program: str, types: tuple[str, ...], arguments: dict[str, float]) -> list[str]:
-    """The kernels that a program of tests/cuda_emulation will launch."""
+    """The kernels that a program of tests/gpu_emulated/cuda_emulation will launch."""
     entry = "Half" if "-DHALF_ENTRIES" in types else "float"
     if program == "emulate_score":
         return [f"score_kernel<{'Half' if '-DHALF_POINTS' in types else 'float'}, {entry}>"]

@@ -8,7 +8,7 @@
 
 #include "emulation.h"
 
-// A function of its own under its own name, so that the linker can put compiled PTX in its place (tests/ptx).
+// A function of its own under its own name, so that the linker can put compiled PTX in its place (tests/gpu_emulated/ptx).
 #define __global__ __attribute__((noipa))
 #define __device__
 #define __forceinline__ inline

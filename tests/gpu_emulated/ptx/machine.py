@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from geoflow_fast.kernels import gallery, geodesic, network, probes
 from geoflow_fast.kernels import launch as launching
 from geoflow_fast.ops import triton_kernels
-from tests.cuda_emulation.workshop import (
+from tests.gpu_emulated.cuda_emulation.workshop import (
     BUILDS,
     EMULATION,
     ENVIRONMENT,
@@ -35,8 +35,8 @@ from tests.cuda_emulation.workshop import (
     SCHEDULES,
     without_address_randomisation,
 )
-from tests.ptx.parser import Instruction, Kernel, Module, parse
-from tests.ptx.translate import executed, translate
+from tests.gpu_emulated.ptx.parser import Kernel, Module, parse
+from tests.gpu_emulated.ptx.translate import translate
 from tools import aot
 
 HERE = Path(__file__).parent
@@ -196,7 +196,6 @@ class Machine:
     schedule: str = "greedy"
     together: bool = False  # all blocks alive at once: races between them show
     edit: Callable[[str], str] = str
-    coverage: dict[str, dict[str, set[Instruction]]] | None = None  # kernel: PTX: the instructions that ran
     outputs: list[int] = field(default_factory=list)  # a number for what each launch left in memory
     texts: set[str] = field(default_factory=set)  # the PTX of all launches
 
@@ -233,21 +232,15 @@ class Machine:
     def _start(self, code: Code, arguments: dict[str, int], given: bytes) -> bytes:
         program = self.builder.program(translate(code.module), self.build)
         prefix = without_address_randomisation() if self.build == "thread" else []
-        report = program.with_suffix(".ran")
         outcome = subprocess.run(
             [*prefix, str(program), *(f"{key}={value}" for key, value in arguments.items())],
             input=given,
             capture_output=True,
-            env=os.environ | ENVIRONMENT | ({"GEOFLOW_PTX_COVERAGE": str(report)} if self.coverage is not None else {}),
+            env=os.environ | ENVIRONMENT,
             timeout=600,
         )
         if outcome.returncode != 0:
             raise KernelError(code.kernel.name, outcome.returncode, outcome.stderr.decode())
-        if self.coverage is not None:
-            flags = report.read_text().split()[-1]
-            self.coverage.setdefault(code.kernel.name, {}).setdefault(code.text, set()).update(
-                executed(code.kernel, flags)
-            )
         return outcome.stdout
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tests.ptx.opcodes import Rule, rule_for
-from tests.ptx.parser import (
+from tests.gpu_emulated.ptx.opcodes import Rule, rule_for
+from tests.gpu_emulated.ptx.parser import (
     BYTES,
     Address,
     Group,
@@ -30,14 +30,6 @@ LEAVE = ("ret", "exit", "trap")
 BRANCH = ("bra", "bra.uni")
 
 
-def kind_of(opcode: str) -> str | None:
-    """The column of the coverage table for an opcode, or None if it is unknown."""
-    if opcode in LEAVE + BRANCH:
-        return "branch"
-    rule = rule_for(opcode)
-    return rule.kind if rule else None
-
-
 def translate(module: Module, hosted: bool = False) -> str:
     """C++ for all kernels of a module. `hosted` gives each its own symbol and arguments, too."""
     parts = ['#include "machine.h"\n\nnamespace ptx {\nnamespace {\n']
@@ -49,38 +41,6 @@ def translate(module: Module, hosted: bool = False) -> str:
     if hosted:
         parts += [_host_symbol(kernel, number) for number, kernel in enumerate(module.kernels)]
     return "".join(parts)
-
-
-def executed(kernel: Kernel, flags: str) -> list[Instruction]:
-    """The instructions that ran, from the digits that machine.h's Coverage wrote: a block's first instruction and every
-    guarded one have flags of their own."""
-    ran, block_ran = [], False
-    leads = _leaders(kernel)
-    for number, instruction in enumerate(kernel.instructions()):
-        flag = flags[number] == "1"
-        if number in leads:
-            block_ran = flag
-        if block_ran and (instruction.guard is None or flag or _jumps(instruction)):
-            ran.append(instruction)
-    return ran
-
-
-def _jumps(instruction: Instruction) -> bool:
-    return instruction.opcode in LEAVE + BRANCH
-
-
-def _leaders(kernel: Kernel) -> set[int]:
-    """The numbers of the instructions that begin a block: the first, those after a label and those after a jump."""
-    leads, number, fresh = set(), 0, True
-    for part in kernel.body:
-        if isinstance(part, Label):
-            fresh = True
-            continue
-        if fresh:
-            leads.add(number)
-        fresh = _jumps(part)
-        number += 1
-    return leads
 
 
 def _entry(kernel: Kernel) -> str:
@@ -128,11 +88,7 @@ class _Writer:
         names = list(self.kernel.registers)
         self._variables = {name: f"r{names.index(name)}" for name in used}
         self._offsets = self.kernel.parameter_offsets()
-        count = sum(1 for _ in self.kernel.instructions())
-        lines = [f"u8 executed_{self.number}[{count}];\n"]
-        lines.append(f'const Coverage coverage_{self.number}("{self.kernel.name}", executed_{self.number}, {count});\n')
-        lines.append(f"\nvoid kernel_{self.number}(const u8* parameters) {{\n")
-        lines.append(f"    [[maybe_unused]] u8* const executed = executed_{self.number};\n")
+        lines = [f"\nvoid kernel_{self.number}(const u8* parameters) {{\n"]
         lines += (f"    {line}\n" for line in self._shared_symbols())
         # All bits set, which no calculation leaves unnoticed: NaN, or -1.
         for name in used:
@@ -169,7 +125,6 @@ class _Writer:
     # ---- statements ----
 
     def _statements(self) -> Iterator[str]:
-        leads, number = _leaders(self.kernel), 0
         labels = {part.name: f"L{order}" for order, part in enumerate(self.kernel.body) if isinstance(part, Label)}
         targets = {i.operands[0] for i in self.kernel.instructions() if i.opcode in BRANCH}
         for part in self.kernel.body:
@@ -177,14 +132,10 @@ class _Writer:
                 if Symbol(part.name) in targets:
                     yield f"{labels[part.name]}:;"
                 continue
-            if number in leads:
-                yield f"PTX_RAN({number});"
             statement = self._jump(part, labels) or self._operation(part)
             if part.guard is not None:
-                ran = "" if _jumps(part) or number in leads else f"PTX_RAN({number}); "
-                statement = f"if ({self._read(part.guard, 'pred', part)}) {{ {ran}{statement} }}"
+                statement = f"if ({self._read(part.guard, 'pred', part)}) {{ {statement} }}"
             yield f"{statement}  // {part.line}: {part.opcode}"
-            number += 1
 
     def _jump(self, instruction: Instruction, labels: dict[str, str]) -> str:
         if instruction.opcode == "trap":

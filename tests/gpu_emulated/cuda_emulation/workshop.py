@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-ROOT = Path(__file__).parents[2]
-EMULATION = ROOT / "tests" / "cuda_emulation"
+ROOT = Path(__file__).parents[3]
+EMULATION = ROOT / "tests" / "gpu_emulated" / "cuda_emulation"
 SCHEDULES = {"forward": 0, "reversed": 1, "shuffled": 2, "greedy": 3}
 BUILDS = {
     "plain": ["-O2"],

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ptx.cuda import CompiledWorkshop
-from tests.ptx.machine import Builder, Machine
+from tests.gpu_emulated.ptx.cuda import CompiledWorkshop
+from tests.gpu_emulated.ptx.machine import Builder, Machine
 from tools import cuda_build
 
 

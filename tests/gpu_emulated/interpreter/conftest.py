@@ -1,6 +1,6 @@
 """Triton's interpreter made strict: stray addresses are errors, fresh memory is NaN, and bfloat16 is bfloat16.
 
-Run in a process of its own: `TRITON_INTERPRET=1 pytest tests/interpreter`, which is what `make test` does.
+Run in a process of its own: `TRITON_INTERPRET=1 pytest tests/gpu_emulated/interpreter`, which is what `make test` does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from triton.runtime import interpreter
 
 def pytest_configure() -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
-        raise pytest.UsageError("set TRITON_INTERPRET=1 before python starts to run tests/interpreter")
+        raise pytest.UsageError("set TRITON_INTERPRET=1 before python starts to run tests/gpu_emulated/interpreter")
 
 
 class Memory:

@@ -8,15 +8,14 @@ import re
 import struct
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-from tests.cuda_emulation.workshop import SCHEDULES
-from tests.ptx.machine import Builder
-from tests.ptx.opcodes import TABLE, rule_for
-from tests.ptx.parser import PtxError, parse
-from tests.ptx.translate import executed, translate
+from tests.gpu_emulated.cuda_emulation.workshop import SCHEDULES
+from tests.gpu_emulated.ptx.machine import Builder
+from tests.gpu_emulated.ptx.opcodes import TABLE, rule_for
+from tests.gpu_emulated.ptx.parser import PtxError, parse
+from tests.gpu_emulated.ptx.translate import translate
 
 PROGRAM = """
 .version 8.7
@@ -275,7 +274,7 @@ LONG_BODIES |= {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("bodies", [BODIES, pytest.param(LONG_BODIES, marks=pytest.mark.slow)], ids=["short", "long"])
+@pytest.mark.parametrize("bodies", [BODIES, LONG_BODIES], ids=["short", "long"])
 def test_single_instructions(builder: Builder, bodies: dict[str, tuple[str, list[int]]]) -> None:
     results = lanes(builder, *(body for body, _ in bodies.values()))
     assert dict(zip(bodies, results)) == {name: expected for name, (_, expected) in bodies.items()}
@@ -292,17 +291,6 @@ def test_approximate_instructions_are_as_rough_as_they_may_be(builder: Builder) 
     assert math.isfinite(sum(results))
 
 
-def test_coverage_knows_what_did_not_run(builder: Builder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GEOFLOW_PTX_COVERAGE", str(tmp_path / "ran"))
-    body = "setp.gt.u32 %p1, %r0, 99; @%p1 mov.u32 %r9, 1; @%p1 bra DONE; mov.u32 %r9, 2; DONE:"
-    assert lanes(builder, body) == [[2] * 32]
-    (kernel,) = parse(text_of([body])).kernels
-    ran = executed(kernel, (tmp_path / "ran").read_text().split()[-1])
-    missed = [each for each in kernel.instructions() if each not in ran]
-    assert [each.opcode for each in missed] == ["mov.u32"]
-
-
-@pytest.mark.slow
 def test_copies_arrive_with_their_group(builder: Builder) -> None:
     """As late as they may, or at once, as the schedule says."""
     first, second = (f"[%d7+{given([number] * 32)}]" for number in (1, 2))

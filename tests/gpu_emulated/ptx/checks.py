@@ -1,5 +1,4 @@
-"""The checks of tests/interpreter and tests/cuda_emulation against float64, by kernel, for the machine that runs
-compiled PTX."""
+"""The checks of the interpreter and of the emulated device against float64, by kernel, for compiled PTX."""
 
 from __future__ import annotations
 
@@ -9,9 +8,9 @@ from unittest import mock
 
 import torch
 
-from tests.cuda_emulation.test_cuda_emulation import ARC, SMALL, ScoreCase, SolveCase
-from tests.interpreter import test_kernels as kernels
-from tests.interpreter import test_segments as segments
+from tests.gpu_emulated.cuda_emulation.test_cuda_emulation import ARC, SMALL, ScoreCase, SolveCase
+from tests.gpu_emulated.interpreter import test_kernels as kernels
+from tests.gpu_emulated.interpreter import test_segments as segments
 
 HALF = torch.bfloat16
 Check = Callable[[int, int], object]
@@ -105,7 +104,7 @@ GALLERY: dict[str, Callable[[], object]] = {
     "equal items": lambda: kernels.test_gallery_keeps_equal_items_in_order(),
 }
 
-# ---- transport: what the cases of tests/cuda_emulation leave to the others of the same template ----
+# ---- transport: what the cases of tests/gpu_emulated/cuda_emulation leave to the others of the same template ----
 
 SCORED = {"shift": 1.5, "kind": ARC}
 # With SMALL, every kernel that ships.

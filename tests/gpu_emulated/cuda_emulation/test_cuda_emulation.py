@@ -19,7 +19,7 @@ import numpy as np
 import pybind11
 import pytest
 
-from tests.cuda_emulation.workshop import EMULATION, ROOT, SANITIZER_STATUS, SCHEDULES, Array, Workshop
+from tests.gpu_emulated.cuda_emulation.workshop import EMULATION, ROOT, SANITIZER_STATUS, SCHEDULES, Array, Workshop
 from tests.reliability.races import units
 from tools.cuda_build import DYNAMIC_SHARED
 

@@ -14,7 +14,7 @@ from functools import cache
 
 @dataclass(frozen=True)
 class Rule:
-    kind: str  # its column in the table of docs/gpu.md
+    kind: str
     result: str  # type, or "" for none; "b32[4]" is a group of registers
     sources: tuple[str, ...]  # types
     expression: str

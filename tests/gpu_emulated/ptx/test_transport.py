@@ -1,4 +1,4 @@
-"""The compiled PTX of the CUDA kernels, in place of their source in the programs of tests/cuda_emulation."""
+"""The compiled PTX of the CUDA kernels, in place of their source in the programs of the emulated device."""
 
 from __future__ import annotations
 
@@ -8,20 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.cuda_emulation import test_cuda_emulation as source
-from tests.cuda_emulation.test_cuda_emulation import SCORES, SMALL_SOLVE_SHORT, SOLVES
-from tests.cuda_emulation.test_cuda_static import KERNELS
-from tests.cuda_emulation.workshop import SCHEDULES
-from tests.ptx.checks import EVERY_KERNEL, MORE_SCORES, MORE_SOLVES
-from tests.ptx.cuda import CompiledWorkshop, kernels_of, launches_noted
+from tests.gpu_emulated.cuda_emulation import test_cuda_emulation as source
+from tests.gpu_emulated.cuda_emulation.test_cuda_emulation import SCORES, SOLVES
+from tests.gpu_emulated.cuda_emulation.test_cuda_static import KERNELS
+from tests.gpu_emulated.cuda_emulation.workshop import SCHEDULES
+from tests.gpu_emulated.ptx.checks import EVERY_KERNEL, MORE_SCORES, MORE_SOLVES
+from tests.gpu_emulated.ptx.cuda import CompiledWorkshop, kernels_of, launches_noted
 
-SOON = [SOLVES[0], SMALL_SOLVE_SHORT, SCORES[4]]
-# Of those of tests/cuda_emulation: costs whose exponents differ by thousands, with the error that they are allowed.
+# Costs whose exponents differ by thousands, with the error that they are allowed.
 RANGES = source.test_solver_stays_finite_and_right_at_any_range.pytestmark[0].args[1]  # type: ignore[attr-defined]
-
-
-def soon(cases: list[Any]) -> list[Any]:
-    return [pytest.param(case, id=str(case), marks=() if case in SOON else pytest.mark.slow) for case in cases]
 
 
 def test_sanitizers_and_schedules_see_every_kernel() -> None:
@@ -36,7 +31,7 @@ def test_sanitizers_and_schedules_see_every_kernel() -> None:
     assert kernels == set(KERNELS)
 
 
-@pytest.mark.parametrize("case", soon([*SOLVES, *MORE_SOLVES, *SCORES, *MORE_SCORES]))
+@pytest.mark.parametrize("case", [*SOLVES, *MORE_SOLVES, *SCORES, *MORE_SCORES], ids=str)
 def test_float64_agrees(workshop: CompiledWorkshop, case: Any) -> None:
     outcome = case.run(workshop)
     assert outcome.returncode == 0, outcome.stderr.decode()
@@ -47,13 +42,11 @@ def test_float64_agrees(workshop: CompiledWorkshop, case: Any) -> None:
     case.check(outcome.stdout, **({"floor": 2e-6} if isinstance(case, source.SolveCase) else {}))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("case", "within"), RANGES, ids=str)
 def test_solver_stays_finite_and_right_at_any_range(workshop: CompiledWorkshop, case: Any, within: float) -> None:
     source.test_solver_stays_finite_and_right_at_any_range(workshop, case, within)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "test",
     [
@@ -68,12 +61,11 @@ def test_of_the_source_holds_for_its_ptx(workshop: CompiledWorkshop, test: Any) 
     test(workshop)
 
 
-@pytest.mark.parametrize("case", soon(EVERY_KERNEL))
+@pytest.mark.parametrize("case", EVERY_KERNEL, ids=str)
 def test_every_schedule_gives_the_same_bits(workshop: CompiledWorkshop, case: Any) -> None:
     source.test_every_schedule_gives_the_same_bits(workshop, case)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("build", ["address", "thread"])
 @pytest.mark.parametrize("case", EVERY_KERNEL, ids=str)
@@ -82,13 +74,11 @@ def test_clean_under_sanitizers(workshop: CompiledWorkshop, case: Any, build: st
     assert outcome.returncode == 0, outcome.stderr.decode()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["greedy", "reversed"])
 def test_launchers(workshop: CompiledWorkshop, schedule: str) -> None:
     source.test_launchers_ask_the_device_and_leave_the_current_one_alone(workshop, schedule)
 
 
-@pytest.mark.slow
 @source.ON_X86
 def test_operations_down_to_the_ptx(workshop: CompiledWorkshop, tmp_path: Path) -> None:
     """The whole way of backend="cuda", from the user's call through bindings and launchers to every compiled kernel."""
@@ -98,7 +88,6 @@ def test_operations_down_to_the_ptx(workshop: CompiledWorkshop, tmp_path: Path) 
     assert launched.keys() == set(KERNELS)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fault", source.FAULTS, ids=lambda fault: fault.what)
 def test_fault_in_the_source_is_caught_in_its_ptx(workshop: CompiledWorkshop, fault: source.Fault) -> None:
     source.test_injected_fault_is_caught(workshop, fault)
