@@ -31,7 +31,9 @@ ScoresFlag = Annotated[
 ColumnFlag = Annotated[str | None, typer.Option(help="Column of the lists of scores. Default: scores, or prob.")]
 LabelsFlag = Annotated[
     Path | None,
-    typer.Option(help="What is right: .npy, .parquet or .csv, [n] for the first hit or [n, k] grades of all hits."),
+    typer.Option(
+        help="What is right: .npy, .parquet or .csv, [n] true or false, or 1 or 0, for the first hit, or [n, k] grades."
+    ),
 ]
 JudgedPairsFlag = Annotated[
     Path | None, typer.Option(help="Instead of --labels: folder of the pairs whose rows were asked and searched.")

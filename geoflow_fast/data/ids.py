@@ -33,6 +33,7 @@ class Ids:
     def given(cls, values: object, count: int, what: str) -> Ids:
         """The ids of `count` rows from an array, a column of a frame or a sequence. A ValueError names the first that
         is neither a string nor an integer nor a UUID, or of another kind than the first."""
+        checks.unmasked(values, what)
         listed = np.asarray(values, dtype=object) if isinstance(values, (list, tuple)) else checks.array(values, what)
         if listed.ndim != 1 or len(listed) != count:
             shape = f"{len(listed)}" if listed.ndim == 1 else f"an array {listed.shape} of"
@@ -103,10 +104,8 @@ class Ids:
         return order[position].astype(np.int64)
 
     def digest(self) -> str:
-        """A hash of all ids."""
-        if self.is_integer:
-            return hashing.digest([self.values])
-        return hashing.digest([np.frombuffer("\0".join(map(str, self.values)).encode(), np.uint8)])
+        """A hash of all ids and their types."""
+        return hashing.digest([self.values])
 
     def save(self, path: Path, rows: Index, *, are_given: bool) -> None:
         """Writes the ids of `rows` as a Parquet file with one column; `are_given` unless they are only row numbers."""

@@ -10,9 +10,13 @@ from numpy.typing import NDArray
 
 from geoflow_fast.decisions.lists import Bools, Floats
 from geoflow_fast.decisions.tables import Array, Read, Table, read
+from geoflow_fast.runtime import checks
 
 FEWEST = 10
 """With fewer queries there is nothing to learn from; about a hundred make a useful fit."""
+LARGEST, LEAST_SPREAD = 1e75, 1e-75
+"""The largest size of scores and features, and the least spread of lists: with these, products and squares are finite
+and no probability is NaN."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class Lists:
 def result_lists(table: Table, name: str, *, k: int | None = None, presorted: bool = True) -> Lists:
     """Reads lists [n, k] of scores, best first, or sorts them unless they must be `presorted`."""
     stored = read(table, name)
-    scores = _numbers(stored.values, name)
+    scores = checks.reals(stored.values, name)
     if scores.ndim != 2:
         raise ValueError(
             f"{name} must hold one list of scores per query, [n, k], got shape {scores.shape}. Expected 2D array, got "
@@ -84,11 +88,9 @@ class Labels:
     """[n], whether the first hit is right."""
     relevant: Bools | None
     """[n, k], which hits are relevant; None if only the first was judged."""
-    classes: Array
-    """The two values that labels [n] have, wrong first."""
 
 
-def labels_of(table: Table, lists: Lists, name: str = "labels", *, classes: Array | None = None) -> Labels:
+def labels_of(table: Table, lists: Lists, name: str = "labels") -> Labels:
     """Reads labels [n], whether the first hit is right, or [n, k], the grade of each hit: above 0 is relevant."""
     if table is None:
         raise ValueError(f"{name} are missing: fitting requires y to be passed, but the target y is None")
@@ -97,30 +99,42 @@ def labels_of(table: Table, lists: Lists, name: str = "labels", *, classes: Arra
     if len(values.shape) not in (1, 2) or len(values) != n or (values.ndim == 2 and values.shape[1] not in (1, k)):
         raise ValueError(f"{name} must be [{n}] or [{n}, {k}] for these scores, got shape {values.shape}")
     if values.ndim == 2 and values.shape[1] == k:
-        grades = _numbers(values, name)
-        _finite(grades, name)
-        relevant = grades > 0
+        relevant = relevant_of(values, name)
         if lists.order is not None:
             relevant = np.take_along_axis(relevant, lists.order, axis=1)
-        return Labels(relevant[:, 0], relevant, np.array([False, True]))
-    values = values.reshape(n)
-    if values.dtype.kind in "fc":
-        _finite(_numbers(values, name), name)
-    elif values.dtype == object:
-        _of_one_kind(values, name)
-    if classes is None:
-        classes = np.unique(values)
-    if len(classes) > 2:
-        kind = "continuous" if values.dtype.kind == "f" and (values % 1).any() else "multiclass"
+        return Labels(relevant[:, 0], relevant)
+    return Labels(right_of(values.reshape(n), name), None)
+
+
+def right_of(values: Array, name: str) -> Bools:
+    """Whether the first hits are right [n], from labels that are True and False, or 1 and 0. Others are refused: which
+    of two words or numbers means "right" cannot be told."""
+    if values.dtype.kind in "biuf":
+        known = np.isin(values, (0, 1))
+    else:
+        known = np.array([isinstance(each, _KINDS) and each in (0, 1) for each in values.tolist()], bool)
+    if not known.all():
+        row = int(known.argmin())
         raise ValueError(
-            f"{name} [n] say whether the first hit is right but have {len(classes)} values. Only binary classification "
-            f"is supported. The type of the target is {kind}; give grades as [n, k], or labels > 0"
+            f"{name} [n] must be True or 1 where the first hit is right and False or 0 where it is wrong, but row "
+            f"{row} is {values.tolist()[row]!r}"
         )
-    unknown = ~np.isin(values, classes)
-    if unknown.any():
-        row = int(unknown.argmax())
-        raise ValueError(f"{name} must be {classes[0]} or {classes[-1]}, but row {row} is {values[row]}")
-    return Labels(values == classes[-1], None, classes)
+    return values.astype(bool)
+
+
+def relevant_of(values: Array, name: str) -> Bools:
+    """Which hits are relevant, from booleans or grades [n, k], of which those above 0 are relevant."""
+    grades = checks.reals(values, name)
+    _finite(grades, name)
+    if grades.size and grades.min() > 0 and grades.max() > 1:
+        raise ValueError(
+            f"{name} [n, k] must be grades of which those above 0 are relevant, but all are from {grades.min():g} to "
+            f"{grades.max():g}, so that no hit would be wrong: give hits that are not relevant a grade of 0"
+        )
+    return grades > 0
+
+
+_KINDS = (bool, int, float, np.bool_, np.integer, np.floating)
 
 
 def features_of(table: Table | None, n: int, count: int | None, name: str = "features") -> Floats:
@@ -128,7 +142,7 @@ def features_of(table: Table | None, n: int, count: int | None, name: str = "fea
     if table is None:
         values = np.empty((n, 0))
     else:
-        values = _numbers(read(table, name).values, name)
+        values = checks.reals(read(table, name).values, name)
         values = values[:, None] if values.ndim == 1 else values
         if values.ndim != 2 or len(values) != n:
             raise ValueError(f"{name} must be [{n}, f] for these scores, got shape {values.shape}")
@@ -165,32 +179,12 @@ def rows_of(table: Table, n: int, name: str = "rows") -> NDArray[np.int64]:
     return values.astype(np.int64)
 
 
-def _of_one_kind(values: Array, name: str) -> None:
-    """Raises a ValueError that names the first of the objects [n] that is no label, or none of the first one's kind."""
-    for row, value in enumerate(values.tolist()):
-        if not isinstance(value, (str, int, float, np.generic)) or value != value:
-            raise ValueError(f"{name} has {value} in row {row}: every query needs a label")
-        if isinstance(value, str) != isinstance(values[0], str):
-            raise ValueError(
-                f"{name} has {value!r} in row {row} but {values[0]!r} in row 0: labels must be of one kind"
-            )
-
-
-def _numbers(values: Array, name: str) -> Floats:
-    """The values as float64."""
-    if values.dtype.kind == "c":
-        raise ValueError(f"{name} is complex. Complex data not supported")
-    try:
-        return values.astype(np.float64)
-    except TypeError as error:
-        raise TypeError(f"{name} must hold numbers: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"{name} must hold numbers: {error}") from error
-
-
 def _finite(values: Floats, name: str) -> None:
-    """Raises a ValueError that names the first row with a value that is not finite."""
-    bad = ~np.isfinite(values)
+    """Raises a ValueError that names the first row with a value that is not finite, or too large to compute with."""
+    bad = ~(np.abs(values) <= LARGEST)
     if bad.any():
         where = tuple(int(axis[0]) for axis in bad.nonzero())
-        raise ValueError(f"{name} has {values[where]} in row {where[0]}: it must not contain NaN, infinity or gaps")
+        wanted = "it must not contain NaN, infinity or gaps"
+        if np.isfinite(values[where]):
+            wanted = f"sizes up to {LARGEST:g} can be computed with"
+        raise ValueError(f"{name} has {values[where]} in row {where[0]}: {wanted}")

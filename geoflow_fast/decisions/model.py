@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from geoflow_fast.decisions import lists
+from geoflow_fast.decisions.inputs import LARGEST, LEAST_SPREAD
 from geoflow_fast.decisions.logistic import (
     FOLDS,
     Bools,
@@ -124,7 +125,7 @@ class Model:
         k, features = int(values["k"]), int(values["features"])
         told = bool(values.get("log_prob", False))  # older files do not say
         model = cls(k, _finite(values["unit"]), features, hits=_all_finite(values["hits"]), log_prob=told, **answers)
-        if k < 2 or features < 0 or model.unit <= 0 or len(model.hits) not in (1, HIT_FEATURES + 1):
+        if k < 2 or features < 0 or model.unit < LEAST_SPREAD or len(model.hits) not in (1, HIT_FEATURES + 1):
             raise ValueError("the model's numbers are out of range")
         for answer in answers.values():
             width = design(np.zeros((1, 2)), np.zeros((1, features)), 1.0, 1.0, answer.groups).shape[1]
@@ -215,8 +216,14 @@ def fit_model(judged: Judged, seed: int) -> tuple[Model, Pilot, tuple[FeatureGai
 
 
 def typical_spread(heads: Floats) -> float:
-    """The mean distance of the first score to the others; 1 if there is none."""
+    """The mean distance of the first score to the others; 1 if there is none. A ValueError is raised if it is too small
+    to divide by."""
     spread = float((heads[:, 0] - heads.mean(1)).mean()) if heads.shape[1] > 1 else float(heads[:, 0].std())
+    if 0 < spread < LEAST_SPREAD:
+        raise ValueError(
+            f"scores differ within a list by {spread:g} on average, which is too little to compute with: multiply them "
+            "by a constant"
+        )
     return spread if spread > 0 else 1.0
 
 
@@ -319,8 +326,8 @@ def _plain_temperature(judged: Judged, model: Model) -> float:
 
 def _finite(value: Any) -> float:
     number = float(value)
-    if not np.isfinite(number):
-        raise ValueError(f"{value} is not a finite number")
+    if not abs(number) <= LARGEST:
+        raise ValueError(f"{value} is not a number up to {LARGEST:g}")
     return number
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from geoflow_fast.decisions import lists
 from geoflow_fast.decisions.bounds import Bools, Floats
 from geoflow_fast.decisions.certify import possible_twins
+from geoflow_fast.decisions.inputs import right_of
 from geoflow_fast.decisions.model import Model
 
 
@@ -69,7 +70,7 @@ class Reference:
         named = None if hits is None else np.array(hits, object if _is_text(hits) else np.int64)
         if named is not None and (named.ndim != 2 or len(named) != n):
             raise ValueError("the hits of its queries are damaged")
-        return cls(**numbers, right=np.array(values["right"], bool), row=row, hits=named)
+        return cls(**numbers, right=right_of(np.array(values["right"]), "right"), row=row, hits=named)
 
 
 def reference_of(

@@ -212,7 +212,7 @@ class Rule:
                 certificates={str(name): _restored(each) for name, each in values["certificates"].items()},
                 encoder=_text(values["encoder"]),
                 gallery_size=_count(values["gallery_size"]),
-                presorted=bool(values["presorted"]),
+                presorted=checks.boolean(values["presorted"], "presorted"),
                 reference=None if kept is None else Reference.from_json(kept, model),
             )
             if not rule.certificates:

@@ -57,8 +57,9 @@ class Trust:
         """Learns from judged queries.
 
         `scores` [n, k]: similarities, best first, as an array, a frame of pandas or polars, a tensor, a pyarrow table
-        or the path of a Parquet file, with a column for each hit or one column of lists. `labels`: [n], whether the
-        first hit is right, or [n, k], grades of the hits, of which those above 0 are relevant. `features` [n, f]: what
+        or the path of a Parquet file, with a column for each hit or one column of lists. `labels`: [n], True or 1 where
+        the first hit is right and False or 0 where it is wrong, or [n, k], grades of the hits, of which those above 0
+        are relevant; words and other numbers are refused. `features` [n, f]: what
         else is known about the query and does not change when its item is missing, such as a model's surprise about
         it; they are then needed in all other calls, too. `encoder` names the encoder that made the lists: other calls
         then refuse lists of another one, and warn if they are not told which it is.
@@ -82,7 +83,7 @@ class Trust:
         model, self._pilot, self._report = fit_model(judged, seed)
         self._model = dataclasses.replace(model, log_prob=log_prob)
         self._seen = frozenset(inputs.row_digests(results.scores))
-        self.classes_, self.n_features_in_ = known.classes, k
+        self.classes_, self.n_features_in_ = np.array([False, True]), k
         self.encoder_ = None if encoder is None else checks.words(encoder, "encoder")
         names = results.table.columns
         if names is not None and all(isinstance(name, str) for name in names):
@@ -107,7 +108,7 @@ class Trust:
         return results.table.back(values, [str(name) for name in self.classes_])
 
     def predict(self, scores: Table, features: Table | None = None, *, encoder: str | None = None) -> Any:
-        """The more probable label [n] of the first hit."""
+        """Whether the first hit is right rather than wrong, bool [n]."""
         results, model, numbers = self._read(scores, features, encoder)
         right = model.right_logit(results.scores, numbers) >= 0
         return results.table.back(self.classes_[right.astype(int)], ["label"])
@@ -122,7 +123,7 @@ class Trust:
     ) -> float:
         """The share of queries whose label is predicted."""
         results, model, numbers = self._read(scores, features, encoder)
-        known = inputs.labels_of(labels, results, classes=self.classes_)
+        known = inputs.labels_of(labels, results)
         return float(((model.right_logit(results.scores, numbers) >= 0) == known.first).mean())
 
     def relevance(self, scores: Table, features: Table | None = None, *, encoder: str | None = None) -> Any:
@@ -198,7 +199,7 @@ class Trust:
         self._refuse_fitted(results.scores)
         if model.log_prob:
             self._check_kind(results.scores)
-        known = inputs.labels_of(labels, results, classes=self.classes_)
+        known = inputs.labels_of(labels, results)
         if precision is not None and known.relevant is None:
             raise ValueError("precision needs labels [n, k], the grade of each hit")
         live = self._live(no_match_share, unlabelled, unlabelled_features)
@@ -233,8 +234,6 @@ class Trust:
     def save(self, path: str | Path) -> None:
         """Writes what was learned as a JSON file, whole or not at all."""
         self._fitted()
-        if self.classes_.tolist() not in ([0, 1], [False, True]):
-            raise ValueError(f"only a fit on labels 0 and 1 can be saved, not on {self.classes_.tolist()}")
         write_json(
             checks.path(path, "path"),
             {
@@ -261,7 +260,7 @@ class Trust:
             if values["format"] != FORMAT or values["what"] != "geoflow_fast trust":
                 raise ValueError(f"format {values['format']} of {values['what']!r}; this version reads {FORMAT}")
             model = Model.from_json(values["model"])
-            settings = {"presorted": bool(values["presorted"]), "log_prob": model.log_prob}
+            settings = {"presorted": checks.boolean(values["presorted"], "presorted"), "log_prob": model.log_prob}
             trust = cls(checks.integer(values["seed"], "seed"), **settings)
             trust._model = model
             trust._pilot = _restored_pilot(values["pilot"])
@@ -371,4 +370,4 @@ def _restored_pilot(values: dict[str, Any]) -> Pilot:
         np.isfinite(array).all() for array in arrays.values()
     ):
         raise ValueError("the numbers of its queries are damaged")
-    return Pilot(arrays.pop("right") > 0, **arrays)
+    return Pilot(inputs.right_of(arrays.pop("right"), "right"), **arrays)

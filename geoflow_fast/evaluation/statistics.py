@@ -153,7 +153,7 @@ def scored_shares(values: Values, correct: Values, name: str = "uncertainty") ->
 
 def floats(values: Values, name: str) -> Floats:
     """The values as a float64 array [n] without NaN."""
-    array = checks.array(values.double() if isinstance(values, Tensor) else values, name).astype(np.float64)
+    array = checks.reals(values, name)
     if array.ndim != 1:
         raise ValueError(f"{name} must be one value per query, [n], got shape {array.shape}")
     missing = np.isnan(array)

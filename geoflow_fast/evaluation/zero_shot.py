@@ -28,6 +28,7 @@ from geoflow_fast.likelihood.settings import DensitySettings
 from geoflow_fast.retrieval.bandwidth import fit_cosine_scale
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.retrieval.task import RetrievalTask
+from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.progress import progress_bar
 from geoflow_fast.runtime.summary import Summarised
 
@@ -183,7 +184,7 @@ def _checked_labels(image: Tensor, label: Tensor, prompts: Tensor) -> Tensor:
         )
     check_rows(image, "image")
     check_rows(prompts, "prompts")
-    label = torch.as_tensor(label, device="cpu")
+    label = torch.as_tensor(checks.array(label, "label"))
     if label.shape != (len(image),) or label.is_floating_point() or label.dtype == torch.bool:
         raise ValueError(f"label must be integers [{len(image)}], got {label.dtype} {tuple(label.shape)}")
     outside = (label < 0) | (label >= len(prompts))

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.qrels import Qrels, judged_columns
 from geoflow_fast.data.rows import Rows, load_npy
+from geoflow_fast.decisions import inputs
 from geoflow_fast.decisions.rules import ITEMS, Rule
 from geoflow_fast.decisions.trust import Trust
 from geoflow_fast.runtime import parquet
@@ -74,8 +75,9 @@ def open_trust(path: Path, lists: ResultLists) -> Trust:
 
 
 def open_labels(path: Path, lists: ResultLists) -> Array:
-    """Reads what is known about the hits: [n], whether the first is right, or [n, k], the grade of each. The file is as
-    for scores, with a column `labels` or one or k columns of numbers."""
+    """Reads what is known about the hits: bool [n], whether the first is right, or bool [n, k], which have a grade
+    above 0. The file is as for scores, with a column `labels` or one or k columns of numbers; labels [n] are true and
+    false, or 1 and 0."""
     columns = table_of(path)
     values = columns.get("labels")
     known = _joined(columns, path) if values is None else values
@@ -89,7 +91,7 @@ def open_labels(path: Path, lists: ResultLists) -> Array:
     known = known[:, 0] if known.ndim == 2 and known.shape[1] == 1 else known
     if len(known) != len(lists.scores):
         raise ValueError(f"{path} has {len(known)} rows, but {lists.path} has {len(lists.scores)} queries")
-    return known
+    return inputs.right_of(known, str(path)) if known.ndim == 1 else inputs.relevant_of(known, str(path))
 
 
 def labels_from_pairs(lists: ResultLists, pairs: EmbeddingPairs, direction: str) -> tuple[Array, Array]:
@@ -188,8 +190,12 @@ def table_of(path: Path) -> dict[str, Array]:
 
 def _matrix(column: Array, path: Path, name: str | None) -> Array:
     """A column of lists as an array [n, k]."""
-    if column.dtype != object or not len(column) or isinstance(column[0], str):
+    no_list = np.array([not isinstance(row, (list, tuple, np.ndarray)) for row in column], bool)
+    if no_list.all():
         return column
+    if no_list.any():
+        row = int(no_list.argmax())
+        raise ValueError(f"{path}: row {row} of {name} is {column[row]!r} and not a list, as others are")
     lengths = {len(row) for row in column}
     if len(lengths) != 1:
         raise ValueError(

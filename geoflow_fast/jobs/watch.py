@@ -107,8 +107,9 @@ def watch_file(
         raise ValueError(f"out must be a .parquet file, got {out}")
     own, lists = Rule.load(rule), open_lists(log, settings.column)
     watched_queries(own)  # refuses a rule without a guarantee even if no look is due
-    made_by = _made_by(rule, settings)
-    table = {} if overwrite or not out.exists() else _earlier(out, made_by, lists)
+    live, judged = _rows(settings.embeddings, "embeddings"), _rows(settings.judged_embeddings, "judged_embeddings")
+    made_by = _made_by(rule, settings, judged)
+    table = {} if overwrite or not out.exists() else _earlier(out, made_by, lists, live)
     before = len(table.get(VERDICT, ()))
     waiting = len(lists.scores) - before * settings.every
     changed = changed_search(own, settings.encoder, settings.gallery_size)
@@ -122,10 +123,10 @@ def watch_file(
         lists.scores,
         Looks(settings.window, settings.every, settings.false_alarms, before, alarmed=bool(since)),
         hits=lists.hits,
-        embeddings=_rows(settings.embeddings, "embeddings"),
-        judged_embeddings=_rows(settings.judged_embeddings, "judged_embeddings"),
+        embeddings=live,
+        judged_embeddings=judged,
     )
-    rows = [_row(look, health, since, made_by, lists) for look in health.looks]
+    rows = [_row(look, health, since, made_by, _log_digest(lists, live, look.end)) for look in health.looks]
     columns: dict[str, Array] = {name: np.array([row[name] for row in rows], _kind(rows[0][name])) for name in rows[0]}
     table = {name: np.concatenate((table[name], new)) if before else new for name, new in columns.items()}
     watched = Watched(lists, health, table, len(lists.scores) - health.last.end, changed)
@@ -145,15 +146,15 @@ def state_file(out: Path) -> Path:
     return out.with_suffix(".json")
 
 
-def _made_by(rule: Path, settings: WatchSettings) -> str:
+def _made_by(rule: Path, settings: WatchSettings, judged: Array | None) -> str:
     """What looks depend on besides the log: with anything else they would not be looks of one series."""
-    compared = {name: getattr(settings, name) is not None for name in ("embeddings", "judged_embeddings")}
     numbers = {name: getattr(settings, name) for name in ("window", "every", "false_alarms")}
+    compared = {"embeddings": settings.embeddings is not None, "judged": _digest_of(judged)}
     file = np.frombuffer(rule.read_bytes(), np.uint8)
     return hashing.fingerprint({"format": FORMAT, "rule": hashing.digest([file]), **compared, **numbers})
 
 
-def _earlier(out: Path, made_by: str, lists: ResultLists) -> dict[str, Array]:
+def _earlier(out: Path, made_by: str, lists: ResultLists, live: Array | None) -> dict[str, Array]:
     """The looks of earlier calls."""
     table = parquet.read_columns(out)
     with contents_of(out, "no file of looks"):
@@ -162,13 +163,26 @@ def _earlier(out: Path, made_by: str, lists: ResultLists) -> dict[str, Array]:
             raise ValueError(
                 "its looks were made with another rule or other settings: name another --out, or overwrite"
             )
-        if last > len(lists.scores) or table[LOG][-1] != _log_digest(lists, last):
+        if last > len(lists.scores) or table[LOG][-1] != _log_digest(lists, live, last):
             raise ValueError(f"the first {last} queries of {lists.path} have changed since: a log may only grow")
     return table
 
 
-def _log_digest(lists: ResultLists, end: int) -> str:
-    return hashing.digest([np.asarray(lists.scores[:end], np.float64)])
+def _log_digest(lists: ResultLists, live: Array | None, end: int) -> str:
+    """A digest of the first queries of a log: their ids, scores, hits and embeddings."""
+    parts = {"query": lists.query, "hits": lists.hits, "embeddings": live}
+    known = {name: _digest_of(None if part is None else part[:end]) for name, part in parts.items()}
+    return hashing.fingerprint({**known, "scores": hashing.digest([np.asarray(lists.scores[:end], np.float64)])})
+
+
+def _digest_of(part: Array | None) -> str | None:
+    """A digest of a part of a log, which does not depend on what follows: integers are read as floating-point numbers
+    if one of a later row is missing."""
+    if part is None:
+        return None
+    if part.dtype.kind == "f" and (part % 1 == 0).all():
+        part = part.astype(np.int64)
+    return hashing.digest([part])
 
 
 def _rows(path: Path | None, name: str) -> Array | None:
@@ -178,7 +192,7 @@ def _rows(path: Path | None, name: str) -> Array | None:
     return rows[np.arange(len(rows))]
 
 
-def _row(look: Look, health: Health, since: str, made_by: str, lists: ResultLists) -> dict[str, Any]:
+def _row(look: Look, health: Health, since: str, made_by: str, log: str) -> dict[str, Any]:
     """One look as a row of the table."""
     alarmed = health.alarm is not None and health.alarm.number <= look.number
     verdict = since or (health.verdict if alarmed else _verdict_of(look, health))
@@ -206,7 +220,7 @@ def _row(look: Look, health: Health, since: str, made_by: str, lists: ResultList
         "new_answered": math.nan if certificate is None else certificate.answered,
         "overlap": look.overlap.words,
         MADE_BY: made_by,
-        LOG: _log_digest(lists, look.end),
+        LOG: log,
     }
 
 

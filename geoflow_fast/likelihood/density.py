@@ -308,6 +308,7 @@ def _partners(
         return _Partners(*nearest_partners(partners, rows, given))
     if not isinstance(partners, (Tensor, np.ndarray)):
         raise TypeError(f"{name} must be a tensor, an array or EmbeddingPairs, got {type(partners).__name__}")
+    checks.unmasked(partners, name)
     shape = tuple(partners.shape)
     width = width or shape[-1]
     if shape[-1:] != (width,) or shape[-2:-1] in {(), (0,)} or shape[:-2] not in {(), (len(rows),)}:

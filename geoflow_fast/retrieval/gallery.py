@@ -98,6 +98,7 @@ class Gallery:
                 check_rows(self.rows, "gallery", unit=False)
                 self.rows = geometry.normalize(self.rows)
         elif isinstance(source, np.ndarray):
+            checks.unmasked(source, "gallery")
             self.rows = Rows([source], "gallery", normalize=normalize)
         elif isinstance(source, Embeddings):
             self.rows = source.rows

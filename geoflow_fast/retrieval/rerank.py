@@ -744,7 +744,7 @@ class BayesReranker(nn.Module):
 
     def _checked_rows(self, rows: object, queries: int, points: int) -> Tensor:
         """The rows [points, K] of the gallery that a store has found for the points of some queries; -1 is no row."""
-        numbers = np.asarray(rows)
+        numbers = checks.array(rows, "what the store has found")
         if numbers.dtype.kind not in "iu" or numbers.ndim != 2 or len(numbers) != points:
             shape = f"{numbers.dtype} {list(numbers.shape)}"
             raise ValueError(f"the store must give row numbers, whole numbers [{points}, K], got {shape}")

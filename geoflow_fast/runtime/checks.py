@@ -94,8 +94,20 @@ def is_tensor(x: object) -> bool:
     return "torch" in sys.modules and isinstance(x, sys.modules["torch"].Tensor)
 
 
+def unmasked(x: object, name: str) -> None:
+    """Raises a TypeError if `x` is a masked array or a sequence of some: conversions drop the mask without a word, and
+    what it hides would count as data."""
+    parts = x if isinstance(x, (list, tuple)) else (x,)
+    if any(isinstance(part, np.ma.MaskedArray) for part in parts):
+        raise TypeError(
+            f"{name} is a masked array, whose mask would be ignored: leave out the masked rows, or fill them"
+        )
+
+
 def array(x: object, name: str) -> NDArray[Any]:
-    """Returns the values of a tensor, an array or a sequence as an array on the CPU, which shares memory if it can."""
+    """Returns the values of a tensor, an array or a sequence as an array on the CPU, which shares memory if it can.
+    Masked arrays are refused."""
+    unmasked(x, name)
     if is_tensor(x):
         tensor = dense(x, name, has_values=True).detach()
         half = str(tensor.dtype) == "torch.bfloat16"  # which numpy does not have
@@ -104,6 +116,19 @@ def array(x: object, name: str) -> NDArray[Any]:
         return np.asarray(x)
     except ValueError as error:  # rows of different lengths
         raise ValueError(f"{name} is not an array: {error}") from error
+
+
+def reals(x: object, name: str) -> NDArray[np.float64]:
+    """Returns the numbers or booleans of a tensor, an array or a sequence as float64. Text is refused even where it
+    could be read as a number, and so are dates and complex numbers."""
+    values = array(x, name)
+    is_text = values.dtype == object and any(isinstance(each, (str, bytes)) for each in values.reshape(-1).tolist())
+    if is_text or values.dtype.kind not in "biufO":
+        raise TypeError(f"{name} must hold real numbers, got {'text' if is_text else values.dtype}")
+    try:
+        return values.astype(np.float64)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must hold real numbers: {error}") from error
 
 
 def rows(x: object, name: str, width: int, like: Tensor, count: str = "B") -> Tensor:
@@ -116,6 +141,7 @@ def rows(x: object, name: str, width: int, like: Tensor, count: str = "B") -> Te
     from torch import Tensor
 
     if isinstance(x, np.ndarray):
+        unmasked(x, name)
         if x.dtype.kind != "f":
             raise TypeError(f"{name} must be floating point, got {x.dtype}")
         known_to_torch = x.dtype.isnative and x.dtype.itemsize <= np.dtype(np.float64).itemsize

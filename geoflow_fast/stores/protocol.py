@@ -51,6 +51,7 @@ class Hits(NamedTuple):
         array or a set of right ids, which may be empty."""
         if isinstance(right, (str, bytes)) or not isinstance(right, Iterable):
             raise TypeError(f"right must have an entry for each query, got {right!r}")
+        checks.unmasked(right, "right")
         known = [_as_set(each) for each in right]
         if len(known) != len(self.ids):
             raise ValueError(f"right has {len(known)} entries, but there are {len(self.ids)} queries")
@@ -254,7 +255,7 @@ def checked_list(name: str, metric: Metric, answer: RawHits, query: int, k: int)
     """The cosines and ids that the store `name` found for one query, best first; an answer that cannot be right raises
     a ValueError."""
     try:
-        raw, keys = np.asarray(list(answer[0]), dtype=np.float64), [_plain(each) for each in answer[1]]
+        raw, keys = checks.array(list(answer[0]), "scores").astype(np.float64), [_plain(each) for each in answer[1]]
     except (TypeError, ValueError, IndexError) as error:
         raise ValueError(f"{name} gave no list of scores and ids for query {query}: {error}") from error
     where = f"{name} gave query {query}"
@@ -289,6 +290,7 @@ def filled(scores: Floats, k: int) -> Floats:
 
 def listed_ids(ids: Any) -> list[Any]:
     """Ids [n] as a list of values of Python."""
+    checks.unmasked(ids, "ids")
     if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
         raise TypeError(f"ids must be a list or an array of ids, got {type(ids).__name__}")
     if isinstance(ids, np.ndarray) and ids.ndim != 1:

@@ -17,7 +17,8 @@ import pytest
 import torch
 from scipy import special
 from sklearn.base import clone
-from sklearn.utils.estimator_checks import check_estimator
+from sklearn.metrics import roc_auc_score
+from sklearn.model_selection import cross_val_predict, cross_val_score
 
 import geoflow_fast as gf
 from geoflow_fast.decisions import lists
@@ -27,11 +28,6 @@ from geoflow_fast.evaluation.metrics import auroc
 from tests.decisions.helpers import copied, search
 
 NEW = search(4000, seed=1)
-SKLEARN = {
-    "check_fit_score_takes_y": "the second argument is called labels, because it may hold a grade for every hit",
-    "check_n_features_in_after_fitting": "it passes labels to score as y=; other lengths of lists are refused",
-    "check_supervised_y_2d": "a column of labels is read like a row of them, without a warning",
-}
 
 
 @pytest.fixture(scope="module")
@@ -225,10 +221,9 @@ def with_nan(scores):
         (lambda s, y: (-s, y), "best hit first, but in row 0 column 1"),
         (lambda s, y: (s, y[:-1]), r"labels must be \[60\] or \[60, 5\]"),
         (lambda s, _: (s, np.ones(60)), "first hit is right for all 60"),
-        (lambda s, _: (s, np.arange(60)), "60 values"),
+        (lambda s, _: (s, np.arange(60)), r"labels \[n\] must be True or 1 .* but row 2 is 2"),
         (lambda s, y: (s[:, :1], y), "at least two hits"),
         (lambda s, y: (s[0], y), r"must hold one list of scores per query, \[n, k\]"),
-        (lambda s, y: (s.astype(complex), y), "complex"),
         (lambda s, _: (s, None), "labels are missing"),
     ],
 )
@@ -269,9 +264,9 @@ def test_files_without_digests_of_the_fitted_queries_are_read(trust, tmp_path):
 @pytest.mark.parametrize(
     ("labels", "words"),
     [
-        ([None] + [True, False] * 29 + [True], "labels has None in row 0"),
-        ([1, 0] * 29 + [1, float("nan")], "labels has nan in row 59"),
-        ([1, 0] * 29 + ["yes", 1], "labels has 'yes' in row 58 but 1 in row 0"),
+        ([None] + [True, False] * 29 + [True], "row 0 is None"),
+        ([1, 0] * 29 + [1, float("nan")], "row 59 is nan"),
+        ([1, 0] * 29 + ["yes", 1], "row 58 is 'yes'"),
     ],
 )
 def test_objects_that_are_no_labels_are_named(labels, words):
@@ -279,13 +274,22 @@ def test_objects_that_are_no_labels_are_named(labels, words):
         gf.Trust().fit(NEW.scores[:60], np.array(labels, dtype=object))
 
 
-def test_scikit_learn_accepts_the_estimator():
+@pytest.mark.parametrize("kind", [bool, int, float])
+def test_scikit_learn_clones_and_cross_validates(kind):
+    known = search(300)
+    copy = clone(gf.Trust(seed=3, presorted=False))
+    assert copy.get_params() == {"seed": 3, "presorted": False, "log_prob": False}
+    labels = known.first.astype(kind)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it does not inherit from BaseEstimator, which would import scikit-learn
-        results = check_estimator(gf.Trust(presorted=False), expected_failed_checks=SKLEARN)
-    failed = {each["check_name"] for each in results if each["status"] == "xfail"}
-    assert failed == set(SKLEARN)
-    assert clone(gf.Trust(seed=3)).seed == 3
+        warnings.simplefilter("error")
+        prob = cross_val_predict(gf.Trust(), known.scores, labels, cv=3, method="predict_proba")
+        answers = cross_val_predict(gf.Trust(), known.scores, labels, cv=3)
+        accuracy = cross_val_score(gf.Trust(), known.scores, labels, cv=3, scoring="accuracy")
+    assert prob.shape == (300, 2)
+    assert roc_auc_score(labels, prob[:, 1]) > 0.8
+    np.testing.assert_array_equal(answers, prob[:, 1] >= 0.5)
+    assert accuracy.mean() == pytest.approx((answers == known.first).mean(), abs=1e-9)
+    assert gf.Trust().fit(known.scores, labels).classes_.tolist() == [False, True]
 
 
 def test_neither_torch_nor_frames_are_imported():

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import numpy as np
+import pyarrow
 import pytest
 from scipy import special, stats
 
@@ -264,6 +265,63 @@ def test_a_log_that_grows_is_continued(rule, tmp_path):
         watched(changed.scores)
     with pytest.raises(ValueError, match="another rule or other settings"):
         watched(both, every=200)
+
+
+def test_an_edited_log_is_noticed(rule, tmp_path):
+    """Whatever is edited: scores, ids or their type, items, embeddings; a row that is added changes nothing."""
+    rule.save(tmp_path / "rule.json")
+    log, out = tmp_path / "log.parquet", tmp_path / "health.parquet"
+    rows = embeddings_of(150, 4)
+    np.save(tmp_path / "judged.npy", embeddings_of(800, 5))
+    plain = {
+        "query": np.array([f"q{k}" for k in range(150)], object),
+        "index": hits_of(150),
+        "scores": search(150, K, seed=3).scores,
+        "rows": rows / np.linalg.norm(rows, axis=1, keepdims=True),
+    }
+
+    def watched(count=150, **changed):
+        columns = {name: column[:count] for name, column in {**plain, **changed}.items()}
+        np.save(tmp_path / "rows.npy", columns.pop("rows"))
+        parquet.write_columns(log, columns, count)
+        settings = WatchSettings(embeddings=tmp_path / "rows.npy", judged_embeddings=tmp_path / "judged.npy")
+        return watch_file(tmp_path / "rule.json", log, out, settings)
+
+    judged = np.load(tmp_path / "judged.npy")
+    np.save(tmp_path / "judged.npy", judged / np.linalg.norm(judged, axis=1, keepdims=True))
+    watched(120)
+    assert watched().waiting == 50
+    moved = plain["query"].copy()
+    moved[:2] = ["q0\x00q1", "q2"]
+    joined = plain["query"].copy()
+    joined[:2] = ["q0", "q1\x00q2"]
+    other = {
+        "query": [moved, joined, np.roll(plain["query"], 1), np.arange(150)],
+        "index": [np.where(plain["index"] == plain["index"][0, 0], 999, plain["index"])],
+        "scores": [plain["scores"] + 1e-9],
+        "rows": [np.roll(plain["rows"], 1, axis=0)],
+    }
+    for name, edits in other.items():
+        for edited in edits:
+            with pytest.raises(ValueError, match="a log may only grow"):
+                watched(**{name: edited})
+    watched()
+    np.save(tmp_path / "judged.npy", np.roll(np.load(tmp_path / "judged.npy"), 1, axis=0))
+    with pytest.raises(ValueError, match="another rule or other settings"):
+        watched()
+
+
+def test_items_that_later_queries_lack_change_nothing_before(rule, tmp_path):
+    """A hit that is missing turns a column of integers into one of floating-point numbers."""
+    rule.save(tmp_path / "rule.json")
+    files = (tmp_path / "rule.json", tmp_path / "log.parquet", tmp_path / "health.parquet")
+    scores, hits = search(150, K, seed=3).scores, hits_of(150).tolist()
+    for count in (120, 150):
+        if count == 150:
+            hits[130][-1] = None
+        columns = {"index": pyarrow.array(hits[:count]), "scores": scores[:count]}
+        parquet.write_columns(files[1], columns, count)
+        assert watch_file(*files, WatchSettings()).waiting == count - 100
 
 
 def test_the_exit_status_tells_cron(rule, tmp_path):
