@@ -29,6 +29,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from geoflow_fast.runtime import processors
+from geoflow_fast.runtime.words import one_line
 
 if TYPE_CHECKING:
     from geoflow_fast.distributed import World
@@ -85,8 +86,26 @@ ConfigFlag = Annotated[
     ),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
-ModelFlag = Annotated[Path, typer.Option(help="Folder of a trained flow.")]
-ScorerFlag = Annotated[Path, typer.Option(help="Folder of a trained flow or of a posterior head.")]
+
+
+def model_option(what: str) -> Any:
+    """The option for the folder of a model, `what` it is in words: a path, or the address of a repository on the hub,
+    which is downloaded. The function gets a path in either case."""
+    return typer.Option(help=f"{what} A path, or hf://user/name.", parser=_model_folder, metavar="FOLDER")
+
+
+def _model_folder(address: str | Path) -> Path:
+    from geoflow_fast.runtime.hub import ADDRESS, addressed_folder
+
+    if not str(address).startswith(ADDRESS):
+        return Path(address)
+    from geoflow_fast.jobs.hub import HELD_OUT_FILES, RUN_FILES
+
+    return addressed_folder(str(address), (*RUN_FILES, *HELD_OUT_FILES))
+
+
+ModelFlag = Annotated[Path, model_option("Folder of a trained flow.")]
+ScorerFlag = Annotated[Path, model_option("Folder of a trained flow or of a posterior head.")]
 OutFileFlag = Annotated[Path, typer.Option(help="Output Parquet file; the same command continues a stopped run.")]
 OutFolderFlag = Annotated[Path, typer.Option(help="Folder for results; the same command continues a stopped run.")]
 Conditional = Literal["t2i", "i2t"]
@@ -292,7 +311,7 @@ def run(app: typer.Typer) -> NoReturn:
     except (COMMAND_ERROR, ValueError, TypeError, OSError) as error:
         if session.debug:
             traceback.print_exc()
-        typer.echo(f"geoflow: error: {in_flags(one_line(error), session.flags, sys.argv)}", err=True)
+        typer.echo(f"geoflow: error: {in_flags(message_of(error), session.flags, sys.argv)}", err=True)
         code = BAD_INPUT
     code = TERMINATED if session.terminated and code == INTERRUPTED else code
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -307,7 +326,7 @@ def run(app: typer.Typer) -> NoReturn:
     raise SystemExit(code)
 
 
-def one_line(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """The message of an error on one line, without the number that the system gives it."""
     words = str(error)
     if isinstance(error, COMMAND_ERROR):
@@ -315,7 +334,7 @@ def one_line(error: Exception) -> str:
         words = str(error.format_message()) + (f" See {context.command_path} --help." if context is not None else "")
     elif isinstance(error, OSError) and error.strerror:
         words = error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
-    return " ".join(words.split())
+    return one_line(words)
 
 
 def in_flags(words: str, flags: Mapping[str, str], typed: Sequence[str]) -> str:

@@ -53,8 +53,8 @@ def embed(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Name of a model or, with transformers and sentence-transformers, its folder; with open_clip also "
-            "local-dir:FOLDER or hf-hub:NAME. Default: ViT-B-32 (a download of 605 MB); with transformers "
+            help="With open_clip the name of a model, local-dir:FOLDER or hf-hub:NAME; with transformers and "
+            "sentence-transformers a folder or hf://NAME. Default: ViT-B-32 (a download of 605 MB); with transformers "
             "openai/clip-vit-base-patch32 (605 MB), with sentence-transformers all-MiniLM-L6-v2 (91 MB)."
         ),
     ] = None,

@@ -25,6 +25,7 @@ from geoflow_fast.cli.base import (
     SeedFlag,
     continued_later,
     given,
+    model_option,
     print_json,
 )
 from geoflow_fast.cli.embeddings import (
@@ -93,7 +94,7 @@ def evaluate(
     ] = None,
     model: Annotated[
         Path | None,
-        typer.Option(help="Folder of a trained flow, with the head beside it, or of a head; without it, no models."),
+        model_option("Folder of a trained flow, with the head beside it, or of a head; without it, no models."),
     ] = None,
     train: Annotated[
         Path | None, typer.Option(help="Folder of training pairs, for baselines that are trained.")

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from geoflow_fast.cli.base import BlockFlag, Commands, JsonFlag, PresetFlag, RankLayout, print_json
+from geoflow_fast.cli.base import BlockFlag, Commands, JsonFlag, PresetFlag, RankLayout, model_option, print_json
 
 if TYPE_CHECKING:
     from geoflow_fast.ops.dispatch import BackendTable
@@ -48,7 +48,7 @@ def plan(
     pairs: Annotated[float | None, typer.Option(help="Number of training pairs, to estimate training.")] = None,
     preset: PresetFlag = "auto",
     model: Annotated[
-        Path | None, typer.Option(help="Folder of a trained flow to score with. Default: the paper's network.")
+        Path | None, model_option("Folder of a trained flow to score with. Default: the paper's network.")
     ] = None,
     device: Annotated[
         str, typer.Option(help="a100, h100, h200, b200, rtx4090; or cpu for this machine, whose speed is measured.")

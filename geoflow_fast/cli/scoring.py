@@ -25,6 +25,7 @@ from geoflow_fast.cli.base import (
     ScorerFlag,
     continued_later,
     given,
+    model_option,
     print_json,
 )
 from geoflow_fast.cli.embeddings import (
@@ -43,6 +44,7 @@ from geoflow_fast.cli.embeddings import (
     naming,
     searched,
 )
+from geoflow_fast.runtime.words import one_line
 
 if TYPE_CHECKING:
     from geoflow_fast.retrieval.entropy import RetrievalEntropy
@@ -240,7 +242,7 @@ def density(
 def rerank(
     out: OutFileFlag,
     model: Annotated[
-        Path | None, typer.Option(help="Folder of a flow or a head. Default: none; cosines and hubs are the evidence.")
+        Path | None, model_option("Folder of a flow or a head. Default: none; cosines and hubs are the evidence.")
     ] = None,
     queries: QueriesFlag = None,
     gallery: GalleryFlag = None,
@@ -269,7 +271,7 @@ def rerank(
         Path | None, typer.Option(help="With --qrels: the ids by which it names the queries. Default: row numbers.")
     ] = None,
     head: Annotated[
-        Path | None, typer.Option(help="Folder of a head. Default: the folder head of the model, if there is one.")
+        Path | None, model_option("Folder of a head. Default: the folder head of the model, if there is one.")
     ] = None,
     bank: Annotated[
         Path | None,
@@ -364,7 +366,7 @@ def refuse_flags(kind: str, **flags: Any) -> None:
 
 def warn(words: str) -> None:
     """Prints a warning to standard error."""
-    typer.echo(f"geoflow: warning: {words}", err=True)
+    typer.echo(f"geoflow: warning: {one_line(words)}", err=True)
 
 
 def bandwidth_line(fitted: dict[str, Any], kappa: float, guidance: float) -> str:

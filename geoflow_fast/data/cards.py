@@ -9,6 +9,11 @@ from geoflow_fast.data.fingerprint import Origin
 from geoflow_fast.runtime import hub
 
 TAGS = ("uncertainty", "retrieval", "flow-matching", "vision-language")
+CALIBRATE = (
+    "Probabilities need a calibration. It contains embeddings, so it is uploaded only with its held-out pairs. Without "
+    "one, calibrate on held-out pairs of your own: `geoflow rerank --held-out PAIRS`, or "
+    "`gf.BayesReranker(...).calibrate(pairs)`."
+)
 NOT_KNOWN = "not known: the embeddings came without a record of their encoder"
 
 
@@ -22,9 +27,10 @@ def model_card(
     calibration: list[str] | None = None,
 ) -> str:
     """The card of a model: `what` it is in a sentence, the `widths` of its embeddings, where it comes from, the
-    settings of its network, figures on held-out pairs and what was calibrated."""
-    first, second = origin.sides
+    settings of its network, figures on held-out pairs and the lines about what was calibrated. `what` and the lines are
+    Markdown."""
     encoders = dict(zip(origin.sides, origin.encoders))
+    first, second = map(hub.escaped, origin.sides)
     use = [
         "```python",
         "import geoflow_fast as gf",
@@ -39,7 +45,7 @@ def model_card(
         "Encoder": [*hub.rows({**known, **widths_of}), "", "Embeddings of another encoder are refused."],
         "Training pairs": hub.rows(origin.pairs) if origin.pairs else ["Not known."],
         "Settings": hub.rows({**network, **origin.settings}),
-        "Calibration": calibration or ["None is stored with this model: probabilities need held-out pairs of yours."],
+        "Calibration": [*(calibration or []), CALIBRATE],
         "Held-out figures": hub.rows(figures) if figures else ["None were computed for this model."],
         "Limits": [
             f"- It knows {first} and {second} embeddings like those of its training pairs; elsewhere its probabilities "

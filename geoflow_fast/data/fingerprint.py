@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from geoflow_fast.runtime import checks, hashing
@@ -38,7 +38,7 @@ class Fingerprint:
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> Fingerprint:
         """The fingerprint of an encoder with these facts, which `Encoder.facts` returns."""
-        kind, model = str(facts.get("encoder", "an encoder")), str(facts.get("model") or "")
+        kind, model = str(facts.get("encoder", "an encoder")), public_name(str(facts.get("model") or ""))
         name = f"{kind} {model}" if model else kind
         return cls(name, hashing.fingerprint({key: facts[key] for key in FACTS if key in facts}))
 
@@ -95,6 +95,14 @@ class Origin:
         encoders = [None if encoder is None else encoder.to_json() for encoder in self.encoders]
         about = {"encoders": encoders, "sides": list(self.sides)}
         return {**about, "pairs": dict(self.pairs), "settings": dict(self.settings)}
+
+
+def public_name(model: str) -> str:
+    """The name of a model without the folders that lead to it on this machine, since models that are shared carry it.
+    Names of the hub, user/name, stay as they are."""
+    path = model.removeprefix("local-dir:").replace("\\", "/")
+    is_path = path != model or path.startswith(("/", "~", ".")) or path.count("/") > 1
+    return PurePosixPath(path).name if is_path else model
 
 
 def embedded_by(folder: Path, side: str | None = None) -> Fingerprint | None:

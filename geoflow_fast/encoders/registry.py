@@ -9,6 +9,7 @@ from geoflow_fast.encoders.open_clip import DEFAULT_MODEL, OpenClipEncoder
 from geoflow_fast.encoders.protocol import Encoder
 from geoflow_fast.encoders.sentences import SentenceEncoder
 from geoflow_fast.encoders.transformers import TransformersEncoder
+from geoflow_fast.runtime.hub import ADDRESS
 
 TRANSFORMERS_MODEL = "openai/clip-vit-base-patch32"
 SENTENCE_MODEL = "sentence-transformers/all-MiniLM-L6-v2"
@@ -32,7 +33,8 @@ def open_encoder(
     precision: str = "auto",
 ) -> Encoder:
     """Returns the encoder that `geoflow embed --encoder` names: open_clip, transformers, sentence-transformers or
-    colours."""
+    colours. `model` is a folder or, with "hf://" before it, a name on the Hugging Face hub; with open_clip it is a name
+    that open_clip knows."""
     given = {"--model": model, "--pretrained": pretrained, "--checkpoint": checkpoint, "--revision": revision}
     given["--prompt"] = prompt or None
     taken = {
@@ -51,8 +53,18 @@ def open_encoder(
         chosen = model or DEFAULT_MODEL
         return OpenClipEncoder.load(chosen, pretrained, checkpoint, device=device, precision=precision)
     if kind == "transformers":
-        return TransformersEncoder.load(model or TRANSFORMERS_MODEL, revision, device=device, precision=precision)
+        name = TRANSFORMERS_MODEL if model is None else _folder_or_repository(model)
+        return TransformersEncoder.load(name, revision, device=device, precision=precision)
     if kind == "sentence-transformers":
-        name = model or SENTENCE_MODEL
+        name = SENTENCE_MODEL if model is None else _folder_or_repository(model)
         return SentenceEncoder.load(name, revision, prompt=prompt, device=device, precision=precision)
     return ColourEncoder()
+
+
+def _folder_or_repository(model: str) -> str:
+    """The folder `model`, or the name of the repository with the address "hf://user/name"."""
+    if model.startswith(ADDRESS):
+        return model.removeprefix(ADDRESS)
+    if not Path(model).is_dir():
+        raise FileNotFoundError(f"--model {model} is not a folder; the address of a model on the hub is hf://user/name")
+    return model

@@ -40,7 +40,7 @@ from geoflow_fast.runtime.files import contents_of, write_json
 from geoflow_fast.runtime.graphs import Graphs, Replayed, S
 from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 
-CONFIG_FILE, WEIGHTS_FILE = "config.json", "model.safetensors"
+CONFIG_FILE, WEIGHTS_FILE = hub.CONFIG_FILE, hub.WEIGHTS_FILE
 
 
 class GeoFlow(hub.Pretrained, nn.Module):
@@ -249,7 +249,8 @@ class GeoFlow(hub.Pretrained, nn.Module):
 
     def card(self) -> str:
         """The text of the model card: encoder, pairs, settings and limits, as far as they are known."""
-        what = f"A velocity field between {' and '.join(self.origin.sides)} embeddings: {self.summary()}."
+        sides = " and ".join(map(hub.escaped, self.origin.sides))
+        what = f"A velocity field between {sides} embeddings: {self.summary()}."
         widths = self.config.image_dim, self.config.text_dim
         return model_card("GeoFlow", what, widths, self.origin, self.config.to_json())
 

@@ -222,12 +222,22 @@ class PosteriorHead(hub.Pretrained, nn.Module):
     def card(self) -> str:
         """The text of the model card: encoder, pairs, settings, held-out likelihood and limits, as far as they are
         known."""
-        what = (
-            f"A posterior head for searches between {' and '.join(self.origin.sides)} embeddings: {self.extra_repr()}."
-        )
+        sides = " and ".join(map(hub.escaped, self.origin.sides))
+        what = f"A posterior head for searches between {sides} embeddings: {self.extra_repr()}.{self.told_bank}"
         figures = {name: value for name, value in self.report.items() if isinstance(value, (int, float))}
         widths = self.image_dim, self.text_dim
         return model_card("PosteriorHead", what, widths, self.origin, self.config.to_json(), figures)
+
+    @property
+    def training_rows(self) -> int:
+        """The training pairs of the bank."""
+        return len(self.bank_image) if bool(self.bank_image.any()) else 0
+
+    @property
+    def told_bank(self) -> str:
+        """A sentence about the bank for a model card, with a space before it; nothing without a bank."""
+        rows = self.training_rows
+        return f" Its weights contain the embeddings of {rows:,} training pairs, its bank." if rows else ""
 
     def write_files(self, folder: Path) -> None:
         """Writes `config.json` and `model.safetensors`."""

@@ -406,15 +406,21 @@ def _file_digest(file: Path) -> str | None:
 
 
 def outcome(stored: StoredCalibration) -> list[str]:
-    """What the end of training has fitted, in a line for each direction."""
+    """What the end of training has fitted, in a line for each direction, and what is fitted later."""
+    return [*fitted_lines(stored), "`geoflow rerank` fits the evidence again to the gallery it is given"]
+
+
+def fitted_lines(stored: StoredCalibration, *, with_reasons: bool = True) -> list[str]:
+    """What the end of training has fitted, in a line for each direction. `with_reasons`: also why something could not
+    be fitted, which may name files."""
     lines = []
     for direction in map(str, CONDITIONAL):
         fitted, entry = stored.bandwidth.get(direction), stored.ladder.get(direction)
         parts = [] if fitted is None else [f"kappa {fitted['kappa']:.3g}, guidance {fitted['guidance']:g}"]
         if entry is not None and "reason" in entry:
-            parts.append(f"no probabilities of re-ranked items: {entry['reason']}")
+            parts.append("no probabilities of re-ranked items" + f": {entry['reason']}" * with_reasons)
         elif entry is not None:
             evidence = " + ".join(name.replace("_", " ") for name in entry["evidence"])
             parts.append(f"{evidence} on {entry['queries']} queries in a gallery of {entry['items']:,} training items")
         lines.append(f"calibrated {direction}: {'; '.join(parts)}")
-    return [*lines, "`geoflow rerank` fits the evidence again to the gallery it is given"]
+    return lines

@@ -637,6 +637,11 @@ class BayesReranker(nn.Module):
         be for the same models, direction and solver, and for the same shortlist, unless that was left to the
         re-ranker, which then takes the calibration's; otherwise a ValueError is raised."""
         file, lengths = self.calibration_file(path), (self.shortlist, self.flow_items)
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"{file} is missing: calibrate on held-out pairs of your own, as every model needs that was downloaded "
+                "without a calibration"
+            )
         if not self.lengths_are_given and (own := stored_lengths(file)) is not None:
             self._use_lengths(own)
         try:

@@ -1,7 +1,8 @@
 """Models by name: a folder, or a repository of the Hugging Face hub with the conventions of `PyTorchModelHubMixin`.
 
 A repository holds `config.json`, `model.safetensors` and `README.md`, the model card. What is downloaded goes to the
-hub's own cache; HF_HUB_OFFLINE, HF_TOKEN, HF_HOME and HF_ENDPOINT are obeyed.
+hub's own cache; HF_HUB_OFFLINE, HF_TOKEN, HF_HOME and HF_ENDPOINT are obeyed. An upload consists of files that are
+named one by one.
 """
 
 from __future__ import annotations
@@ -18,9 +19,17 @@ from typing import Any
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.extras import needs
 from geoflow_fast.runtime.files import write_atomic
+from geoflow_fast.runtime.words import one_line
 
-CARD_FILE, MARK = "README.md", "<!-- written by geoflow_fast; without this line it is left alone -->"
+CONFIG_FILE, WEIGHTS_FILE, CARD_FILE = "config.json", "model.safetensors", "README.md"
+MODEL_FILES = (CONFIG_FILE, WEIGHTS_FILE, CARD_FILE)
+"""The files of a model; no others are uploaded with it."""
+MARK = "<!-- written by geoflow_fast; without this line it is left alone -->"
 REPOSITORY = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}", re.ASCII)
+ADDRESS = "hf://"
+"""How the address of a repository begins on the command line, where everything else is a path."""
+PLAIN_TEXT = re.compile(r"[A-Za-z0-9_ ,;:%()=+-]*", re.ASCII)
+"""Text that has no meaning in Markdown, HTML and the links that renderers make of bare addresses."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,11 @@ class Pretrained(ABC):
     def card(self) -> str:
         """The text of the model card."""
 
+    @property
+    def training_rows(self) -> int:
+        """How many pairs of embeddings from the training data are part of the weights."""
+        return 0
+
     def save_pretrained(self, folder: str | Path, *, push_to_hub: bool = False, repo_id: str | None = None) -> None:
         """Writes `config.json`, `model.safetensors` and the model card `README.md` to `folder`. The second is replaced
         atomically and is all that `from_pretrained` needs; a card that somebody has edited is left alone. With
@@ -63,33 +77,72 @@ class Pretrained(ABC):
         private: bool | None = None,
         token: str | None = None,
         branch: str | None = None,
+        training_rows: bool = False,
     ) -> str:
         """Uploads the model with its card to the repository `repo_id` ("user/name") of the Hugging Face hub, which is
         created if need be, and returns the address of the commit. `gf.push_to_hub` uploads the folder of a run, with
-        flow, head and calibration. A head contains some of its training queries: those of its bank. It needs the extra
-        `hub`."""
+        flow and head. It needs the extra `hub`.
+
+        The weights of a head contain some of its training pairs, those of its bank. A head with a bank is uploaded only
+        with `training_rows`.
+        """
+        refuse_training_rows(self, f"the {type(self).__name__}", allowed=training_rows)
         message = commit_message or f"Upload a {type(self).__name__}"
+        options: dict[str, Any] = {"message": message, "private": private, "token": token, "branch": branch}
         with tempfile.TemporaryDirectory() as name:
             self.save_pretrained(name)
-            return push_folder(Path(name), repo_id, message=message, private=private, token=token, branch=branch)
+            return push_folder(Path(name), repo_id, MODEL_FILES, **options)
+
+
+def refuse_training_rows(model: Pretrained, what: str, *, allowed: bool) -> None:
+    """Raises a ValueError if the weights of the model contain embeddings of the training data, unless it is allowed to
+    upload them. `what` is the model in the message."""
+    if model.training_rows and not allowed:
+        raise ValueError(
+            f"the bank of {what} holds the embeddings of {model.training_rows:,} training pairs, which would be "
+            "uploaded with the weights; call push_to_hub with training_rows=True to allow that"
+        )
 
 
 def local_folder(name: str | Path, what: str, files: tuple[str, ...], options: HubOptions) -> Path:
     """The folder of a model: `name` itself, or a copy of these `files` of the repository of that name.
 
-    A folder on disk comes before a repository. An OSError says why there is neither.
+    A folder on disk comes before a repository. A `Path` is always a folder. An OSError says why there is neither.
     """
     path = checks.path(name, what)
     text = str(name)
-    if path.exists() or not REPOSITORY.fullmatch(text) or text.startswith("."):
+    may_be_repository = REPOSITORY.fullmatch(text) and not text.startswith(".")
+    if isinstance(name, os.PathLike) and may_be_repository and not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; the address of a repository on the hub is {ADDRESS}{path}")
+    if path.exists() or not may_be_repository:
         if options.revision is not None:
             raise ValueError(f"revision= is for models of the hub; {path} is a folder on this machine")
         return path
+    return download(text, files, options)
+
+
+def addressed_folder(address: str, files: tuple[str, ...]) -> Path:
+    """A copy of these `files`, names or patterns, of the repository with the address "hf://user/name" or
+    "hf://user/name@revision"."""
+    name, revision = repository_of(address)
+    return download(name, files, HubOptions(revision))
+
+
+def repository_of(address: str) -> tuple[str, str | None]:
+    """The name and the revision of the repository with the address "hf://user/name" or "hf://user/name@revision"."""
+    name, at, revision = address.removeprefix(ADDRESS).partition("@")
+    if not REPOSITORY.fullmatch(name) or (at and not revision):
+        raise ValueError(f"the address of a repository is hf://user/name or hf://user/name@revision, got {address!r}")
+    return name, revision or None
+
+
+def download(text: str, files: tuple[str, ...], options: HubOptions) -> Path:
+    """The folder in the cache with these `files`, names or patterns, of the repository of that name."""
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         hint = needs(f"reading {text} from the hub", "huggingface_hub", "hub")
-        raise FileNotFoundError(f"{path} is missing on this machine; {hint}") from error
+        raise FileNotFoundError(f"{text} is not a folder on this machine; {hint}") from error
     try:
         return Path(
             snapshot_download(
@@ -107,23 +160,23 @@ def local_folder(name: str | Path, what: str, files: tuple[str, ...], options: H
         words = " ".join(str(error).split())[:300]
         where = f" at revision {options.revision}" if options.revision else ""
         raise OSError(
-            f"{text} is no folder on this machine, and could not be read from the hub{where}: {type(error).__name__}: "
-            f"{words}"
+            f"{text} is not a folder on this machine, and could not be read from the hub{where}: "
+            f"{type(error).__name__}: {words}"
         ) from error
 
 
 def push_folder(
     folder: Path,
     repository: str,
+    files: tuple[str, ...],
     *,
     message: str,
     private: bool | None,
     token: str | None,
     branch: str | None,
-    ignore: tuple[str, ...] = (),
 ) -> str:
-    """Uploads the files of a folder to a repository of the hub, which is created if it does not exist, in one commit,
-    and returns the address of the commit."""
+    """Uploads these `files` of a folder, names or patterns, to a repository of the hub, which is created if it does not
+    exist, in one commit, and returns the address of the commit. Nothing else in the folder is uploaded."""
     if not REPOSITORY.fullmatch(checks.words(repository, "repo_id")):
         raise ValueError(f"repo_id must be user/name, got {repository!r}")
     try:
@@ -140,7 +193,7 @@ def push_folder(
             folder_path=folder,
             commit_message=checks.words(message, "commit_message"),
             revision=branch,
-            ignore_patterns=list(ignore) or None,
+            allow_patterns=list(files),
         )
     except _errors() as error:
         words = " ".join(str(error).split())[:300]
@@ -165,7 +218,8 @@ def write_card(folder: Path, card: str) -> None:
 
 
 def card_of(title: str, kind: str, tags: tuple[str, ...], sections: Mapping[str, list[str]]) -> str:
-    """The text of a model card: a header that the hub reads, and a list of lines for each heading."""
+    """The text of a model card: a header that the hub reads, and a list of lines for each heading. All of it is
+    Markdown: free text must be `escaped`."""
     header = ["---", "library_name: geoflow_fast", "tags:", *(f"- {tag}" for tag in tags), "---", MARK, ""]
     lines = [f"# {title}", "", kind, ""]
     for heading, entries in sections.items():
@@ -174,11 +228,21 @@ def card_of(title: str, kind: str, tags: tuple[str, ...], sections: Mapping[str,
 
 
 def rows(values: Mapping[str, Any]) -> list[str]:
-    """Names and values as the lines of a table."""
-    return ["| | |", "|---|---|", *(f"| {name} | {_shown(value)} |" for name, value in values.items())]
+    """Names and values, any text, as the lines of a table."""
+    lines = [f"| {escaped(name)} | {escaped(_shown(value))} |" for name, value in values.items()]
+    return ["| | |", "|---|---|", *lines]
+
+
+def escaped(text: object) -> str:
+    """Text in one line of Markdown that shows it and has no other effect: as it is, or in a code span."""
+    line = one_line(text)
+    if PLAIN_TEXT.fullmatch(line):
+        return line
+    inside = line.replace("`", "'").replace("|", "/")
+    return f"`{inside}`"
 
 
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value).replace("|", "/")
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

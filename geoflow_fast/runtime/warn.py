@@ -6,13 +6,16 @@ import sys
 import warnings
 from types import FrameType
 
+from geoflow_fast.runtime.words import one_line
+
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warns; the warning is attributed to the line outside of this package and torch, and so is shown once for it."""
+    """Warns in one line. The warning is attributed to the line outside of this package and torch, and so is shown once
+    for it."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and _is_ours(frame):
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=level)
+    warnings.warn(one_line(message), category, stacklevel=level)
 
 
 def _is_ours(frame: FrameType) -> bool:

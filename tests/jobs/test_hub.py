@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import geoflow_fast as gf
 from geoflow_fast.data.fingerprint import Fingerprint
+from geoflow_fast.encoders.registry import open_encoder
 from geoflow_fast.runtime import hub as hub_module
 from tests.jobs import hub_server
+from tests.jobs.processes import run_geoflow
 
 ENCODER = Fingerprint.of({"encoder": "open_clip", "model": "ViT-B-32", "weights": "abc"})
 
@@ -52,7 +55,8 @@ def test_round_trip_through_a_folder_and_the_hub(make, hub, tmp_path):
     kind = type(model)
     model.save_pretrained(tmp_path / "folder")
     assert_same(model, kind.from_pretrained(tmp_path / "folder"))
-    address = model.push_to_hub("user/name", commit_message="First", token="hf_x")
+    rows = {"training_rows": True}
+    address = model.push_to_hub("user/name", commit_message="First", token="hf_x", **rows)
     assert address.startswith(f"{hub.url}/user/name/commit/")
     assert set(hub.commit("user/name", "main")[1]) == {"config.json", "model.safetensors", "README.md"}
     assert_same(model, kind.from_pretrained("user/name"))
@@ -61,11 +65,11 @@ def test_round_trip_through_a_folder_and_the_hub(make, hub, tmp_path):
     changed = make()
     with torch.no_grad():
         next(changed.parameters()).add_(1)
-    changed.push_to_hub("user/name", token="hf_x")
+    changed.push_to_hub("user/name", token="hf_x", **rows)
     assert_same(model, kind.from_pretrained("user/name", revision=first))
     assert_same(changed, kind.from_pretrained("user/name"))
     # A branch of its own.
-    model.push_to_hub("user/name", branch="trial", token="hf_x")
+    model.push_to_hub("user/name", branch="trial", token="hf_x", **rows)
     assert_same(model, kind.from_pretrained("user/name", revision="trial"))
     assert_same(changed, kind.from_pretrained("user/name", revision="main"))
 
@@ -73,7 +77,7 @@ def test_round_trip_through_a_folder_and_the_hub(make, hub, tmp_path):
 def test_the_cache_serves_without_a_network(hub, tmp_path):
     flow = small_flow()
     flow.push_to_hub("user/name", token="hf_x")
-    with pytest.raises(OSError, match="user/name is no folder on this machine, and could not be read from the hub"):
+    with pytest.raises(OSError, match="user/name is not a folder on this machine, and could not be read from the hub"):
         gf.GeoFlow.from_pretrained("user/name", local_files_only=True)
     gf.GeoFlow.from_pretrained("user/name")
     hub.requests.clear()
@@ -85,7 +89,7 @@ def test_the_cache_serves_without_a_network(hub, tmp_path):
 
 @pytest.mark.usefixtures("hub")
 def test_what_is_not_there_is_named(tmp_path):
-    with pytest.raises(OSError, match=r"nobody/nothing is no folder .* could not be read from the hub"):
+    with pytest.raises(OSError, match=r"nobody/nothing is not a folder .* could not be read from the hub"):
         gf.GeoFlow.from_pretrained("nobody/nothing")
     small_flow().push_to_hub("user/name", token="hf_x")
     with pytest.raises(OSError, match="at revision v9"):
@@ -136,17 +140,77 @@ def test_a_run_is_pushed_without_its_state_and_held_out_pairs(hub, tmp_path):
     run = tmp_path / "run"
     small_flow().save_pretrained(run)
     small_head().save_pretrained(run / "head")
-    for name in ("last.safetensors", "metrics.jsonl", "head/last.safetensors", "calibration/held_out/x.npy", ".lock"):
+    private = ["calibration/held_out/x.npy", "rerank_t2i.json", "rerank_t2i.0123.bank.safetensors"]
+    for name in ("last.safetensors", "metrics.jsonl", "head/last.safetensors", "notes.txt", ".lock", *private):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_bytes(b"x")
-    gf.push_to_hub(run, "user/run", token="hf_x")
+    with pytest.raises(ValueError, match=r"bank of the head of .*run holds .* 8 training pairs.*training_rows=True"):
+        gf.push_to_hub(run, "user/run", token="hf_x")
+    assert hub.repositories == {}
+    gf.push_to_hub(run, "user/run", training_rows=True, token="hf_x")
     pushed = set(hub.commit("user/run", "main")[1])
     own = {"config.json", "model.safetensors", "README.md"}
     assert pushed == own | {f"head/{name}" for name in own}
-    gf.push_to_hub(run, "user/run", held_out=True, token="hf_x")
-    assert "calibration/held_out/x.npy" in hub.commit("user/run", "main")[1]
+    gf.push_to_hub(run, "user/run", held_out=True, training_rows=True, token="hf_x")
+    assert set(hub.commit("user/run", "main")[1]) == pushed | set(private)
     with pytest.raises(FileNotFoundError, match=r"holds no model\.safetensors"):
         gf.push_to_hub(tmp_path, "user/run")
+
+
+def test_a_head_with_a_bank_is_uploaded_on_request(hub, tmp_path):
+    head = small_head()
+    for push in (head.push_to_hub, lambda name: head.save_pretrained(tmp_path, push_to_hub=True, repo_id=name)):
+        with pytest.raises(ValueError, match="bank of the PosteriorHead holds the embeddings of 8 training pairs"):
+            push("user/name")
+    assert hub.repositories == {}
+    gf.PosteriorHead(gf.HeadConfig(hidden=4, bank=0), 6, 6).push_to_hub("user/name", token="hf_x")
+    assert "user/name" in hub.repositories
+
+
+COMMANDS = {
+    "entropy": {"queries": "q.npy", "gallery": "g.npy", "out": "x.parquet"},
+    "rerank": {"queries": "q.npy", "gallery": "g.npy", "out": "x.parquet"},
+    "density": {"images": "q.npy", "texts": "q.npy", "out": "x.parquet"},
+    "evaluate": {"images": "q.npy", "texts": "q.npy", "out": "x"},
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_take_paths_for_paths_and_addresses_for_repositories(command, hub, tmp_path, monkeypatch, capsys):
+    """A folder that is missing is never looked up on the hub, where anybody may have a model of that name."""
+    monkeypatch.chdir(tmp_path)
+    rows = gf.geometry.sample_uniform(8, 6)
+    for name in ("q.npy", "g.npy"):
+        np.save(name, rows.numpy())
+    small_flow().push_to_hub("runs/first", token="hf_x")
+    hub.requests.clear()
+    assert run_geoflow(monkeypatch, command, model="runs/first", **COMMANDS[command]) == 2
+    assert "runs/first" in capsys.readouterr().err
+    assert hub.requests == []
+    run_geoflow(monkeypatch, command, model="hf://runs/first", **COMMANDS[command])
+    assert any("/runs/first/resolve/" in request for request in hub.requests)
+    for address in ("hf://first", "hf://a/b/c", "hf://a/b@"):
+        assert run_geoflow(monkeypatch, command, model=address, **COMMANDS[command]) == 2
+        assert "hf://user/name" in capsys.readouterr().err
+
+
+def test_a_path_is_a_folder_and_words_may_name_a_repository(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flow = small_flow()
+    flow.push_to_hub("runs/first", token="hf_x")
+    hub.requests.clear()
+    for kind in (gf.GeoFlow, gf.PosteriorHead):
+        with pytest.raises(FileNotFoundError, match=r"runs/first does not exist; .* hf://runs/first"):
+            kind.from_pretrained(Path("runs/first"))
+    assert hub.requests == []
+    assert_same(flow, gf.GeoFlow.from_pretrained("runs/first"))
+
+
+@pytest.mark.parametrize("kind", ["transformers", "sentence-transformers"])
+def test_encoders_of_commands_are_folders_unless_they_have_an_address(kind, hub):
+    with pytest.raises(FileNotFoundError, match=r"models/enc is not a folder; .* hf://user/name"):
+        open_encoder(kind, model="models/enc")
+    assert hub.requests == []
 
 
 def test_repository_names_are_told_from_paths():
