@@ -218,7 +218,9 @@ def test_free_text_has_no_effect_in_a_model_card(words):
         model.origin = Origin((plain, plain), ("image", "text"), {"pairs": 3, "key": "value"}, {"other": "value"})
         usual = model.card().splitlines()
         named = Fingerprint(words or "x", words or "x")
-        model.origin = Origin((named, named), (words, words), {"pairs": 3, words: words}, {f"other {words}": words})
+        model.origin = Origin(
+            (named, named), (f"{words} one", f"{words} two"), {"pairs": 3, words: words}, {f"other {words}": words}
+        )
         lines = model.card().splitlines()
         assert len(lines) == len(usual)
         shown = "\n".join(lines[usual.index("") :])
