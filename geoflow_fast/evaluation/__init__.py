@@ -1,9 +1,8 @@
-"""How good uncertainties are, and how to act on them: metrics, thresholds, comparisons, figures and reports."""
+"""How good uncertainties are: metrics, comparisons, figures and reports."""
 
 from __future__ import annotations
 
 from geoflow_fast.decisions.bounds import clopper_pearson_upper
-from geoflow_fast.evaluation.abstention import AbstentionThreshold, abstention_threshold
 from geoflow_fast.evaluation.metrics import (
     Reliability,
     RetrievalCalibration,
@@ -24,13 +23,11 @@ from geoflow_fast.evaluation.statistics import (
 )
 
 __all__ = [
-    "AbstentionThreshold",
     "Interval",
     "Reliability",
     "Report",
     "RetrievalCalibration",
     "SelectiveAccuracy",
-    "abstention_threshold",
     "aurc",
     "auroc",
     "bootstrap_interval",

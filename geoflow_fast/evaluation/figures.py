@@ -1,4 +1,4 @@
-"""Figures of results: recall by bin, selective accuracy, components, ablations, reliability, AUROC, thresholds.
+"""Figures of results: recall by bin, selective accuracy, components, ablations, reliability, AUROC.
 
 A method has the same colour and line style in all of them: the library's own are bold, training-free ones dashed.
 """
@@ -14,14 +14,10 @@ from typing import Any
 import numpy as np
 
 from geoflow_fast import baselines
-from geoflow_fast.decisions.bounds import Bools, Floats, clopper_pearson_upper
 from geoflow_fast.directions import Direction
-from geoflow_fast.evaluation.abstention import AbstentionThreshold
-from geoflow_fast.evaluation.metrics import selective_accuracy
 from geoflow_fast.evaluation.results import Comparison, Result
-from geoflow_fast.evaluation.statistics import Values, scored_answers
 from geoflow_fast.evaluation.zero_shot import ZeroShot
-from geoflow_fast.runtime import checks, plots
+from geoflow_fast.runtime import plots
 
 OWN_COLOURS = {
     "rerank": "#d1495b",
@@ -53,7 +49,6 @@ OTHER_COLOURS = (
 MARKERS = ("o", "s", "^", "D", "v", "P")
 GREY = "#8a8f98"
 DASHED = (0, (4, 2))
-INK, BLUE, ORANGE, RIGHT, WRONG = "#2b2f36", "#1f5fa8", "#d98f2b", "#a9c4e4", "#d1495b"
 DIRECTION_TITLES: dict[str, str] = {Direction.T2I: "text to image", Direction.I2T: "image to text"}
 
 
@@ -204,104 +199,6 @@ def draw_ablation(
         axes.minorticks_off()
         _finish(axes, title, xlabel, ylabel if number == 0 else "")
     return _save(figure, grid, path)
-
-
-def draw_abstention(
-    act: AbstentionThreshold,
-    uncertainty: Values,
-    correct: Values,
-    path: str | Path | None = None,
-    *,
-    new: tuple[Values, Values] | None = None,
-    label: str = "uncertainty",
-    axes: Sequence[Any] | None = None,
-) -> Path | None:
-    """Plots the threshold `act` with the answers it was computed from, and the error rate it gives, into the PNG file
-    `path`, which is returned, or into two `axes` of matplotlib, left and right, whose figure is the caller's.
-
-    Left: histogram of right and wrong answers by uncertainty; `label` is the name on the axis. Right: share of wrong
-    answers among the most certain ones over the share that is answered; the band extends up to the Clopper-Pearson
-    bound of each share taken alone. `new`: (uncertainty, correct) of later queries, drawn as a second curve and a
-    cross.
-    """
-    if not isinstance(act, AbstentionThreshold):
-        raise TypeError(f"act must be an AbstentionThreshold, got {type(act).__name__}")
-    if (path is None) == (axes is None):
-        raise TypeError("draw_abstention needs a path, or two axes to draw into, and not both")
-    path, label = None if path is None else checks.path(path, "path"), checks.words(label, "label")
-    if axes is not None and (len(own := list(axes)) != 2 or not all(hasattr(each, "hist") for each in own)):
-        raise TypeError("axes must be two Axes of matplotlib, as subplots(1, 2) makes them")
-    score, right = _drawable(uncertainty, correct, "uncertainty")
-    if new is not None and not (isinstance(new, (tuple, list)) and len(new) == 2):
-        raise TypeError(f"new must be a pair (uncertainty, correct), got {type(new).__name__}")
-    later = None if new is None else _drawable(*new, "uncertainty of new")
-    figure, (left, over) = plots.subplots(1, 2, figsize=(11, 4.3)) if axes is None else (None, axes)
-    _draw_parted(left, act, score, right)
-    _draw_risk(over, act, score, right, later)
-    _finish(left, "right and wrong answers\n", f"{label} of a query", "queries")
-    _finish(over, "error rate against coverage\n", "share of queries answered", "share of answers that are wrong")
-    left.xaxis.label.set_parse_math(False)  # a dollar sign in the label stays a dollar sign
-    if figure is not None and path is not None:
-        figure.set_layout_engine("constrained", w_pad=0.12)
-        plots.save_figure(figure, path)
-    return path
-
-
-def _drawable(values: Values, correct: Values, name: str) -> tuple[Floats, Bools]:
-    """The scores and which answers are right, as `scored_answers`, if the scores can be drawn on an axis."""
-    score, right = scored_answers(values, correct, name)
-    beyond = np.abs(score) > checks.LARGEST
-    if beyond.any():
-        row = int(beyond.argmax())
-        raise ValueError(f"{name} must be finite and at most {checks.LARGEST:g}, but row {row} is {score[row]}")
-    return score, right
-
-
-def _draw_parted(axes: Any, act: AbstentionThreshold, score: Floats, right: Bools) -> None:
-    edges = np.linspace(score.min(), score.max(), 41) if np.ptp(score) > 0 else 1
-    axes.hist([score[right], score[~right]], edges, stacked=True, color=[RIGHT, WRONG], label=["right", "wrong"])
-    if act.certified:
-        axes.axvline(act.threshold, color=INK, linewidth=1.6)
-        above = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points", "color": INK, "fontsize": 9}
-        axes.annotate("answer", (act.threshold, 1.0), (-5, 3), ha="right", **above)
-        axes.annotate("abstain", (act.threshold, 1.0), (5, 3), ha="left", **above)
-    axes.legend(frameon=False, fontsize=9)
-
-
-def _draw_risk(
-    axes: Any, act: AbstentionThreshold, score: Floats, right: Bools, later: tuple[Floats, Bools] | None
-) -> None:
-    coverage, risk = _risk_curve(score, right)
-    given = np.rint(coverage * len(score)).astype(int)
-    bound = [
-        clopper_pearson_upper(min(n, round(share * n)), n, act.confidence)
-        for share, n in zip(risk.tolist(), given.tolist())
-    ]
-    axes.plot(coverage, risk, color=BLUE, linewidth=2.2, label=f"{len(score):,} calibration queries")
-    axes.fill_between(coverage, risk, bound, color=BLUE, alpha=0.15, linewidth=0, label=f"{act.confidence:.0%} bound")
-    if later is not None:
-        axes.plot(*_risk_curve(*later), color=ORANGE, linewidth=1.4, label=f"{len(later[0]):,} new queries")
-    axes.axhline(act.target_risk, color=WRONG, linewidth=1.2, linestyle=DASHED)
-    axes.text(1.0, act.target_risk, f"target {act.target_risk:.0%} ", color=WRONG, ha="right", va="bottom", fontsize=9)
-    if act.certified:
-        for colour, marker, name, group in ((BLUE, "o", "calibration", (score, right)), (ORANGE, "X", "new", later)):
-            if group is not None and (answered := act.answers(group[0])).any():
-                share, wrong = answered.mean(), 1 - group[1][answered].mean()
-                words = f"threshold, {name}: {share:.0%} answered, {wrong:.1%} wrong"
-                axes.plot(share, wrong, marker, color=colour, markersize=9, label=words, zorder=5, linestyle="none")
-    else:
-        axes.text(0.5, 0.5, "nothing could be certified:\nabstain always", transform=axes.transAxes, ha="center")
-    axes.set(xlim=(0, 1.01), ylim=(0, max(1.4 * float(risk.max()), 1.6 * act.target_risk)))
-    axes.xaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
-    axes.yaxis.set_major_formatter(lambda x, _: f"{x:.0%}")
-    axes.legend(frameon=False, fontsize=9, loc="upper left")
-
-
-def _risk_curve(score: Floats, right: Bools) -> tuple[Floats, Floats]:
-    """Coverages from a twentieth of the answers on (fewer are too noisy), and the share of wrong answers at each."""
-    count = len(score)
-    coverage = np.unique(np.linspace(max(1, count // 20), count, 100).round()) / count
-    return coverage, 1 - selective_accuracy(score, right, coverage.tolist()).accuracy
 
 
 def _grid(

@@ -42,7 +42,7 @@ PAGE = "report.html"
 
 ABSTENTION_EXPLAINED = (
     "share of the queries that can be answered if the least certain are turned away and at most this share of the "
-    "answers may be wrong, in hindsight; a threshold with a guarantee answers a little fewer (abstention_threshold)."
+    "answers may be wrong, in hindsight; a rule with a guarantee answers a little fewer (`geoflow threshold`)."
 )
 NUMBERS_EXPLAINED = (
     "AUROC is the probability that a query answered wrongly is less certain than one answered rightly. AURC is the "

@@ -77,7 +77,6 @@ def test_all_right_and_all_wrong(answer):
     assert calibration.aurc == 1 - answer
     assert calibration.intervals["aurc"].high == 1 - answer
     assert ev.selective_accuracy(score, right).ausac == answer
-    assert ev.abstention_threshold(score, right, 0.3).certified == answer
 
 
 def test_an_infinite_uncertainty_has_an_order_but_no_line():

@@ -10,21 +10,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from matplotlib import pyplot
 from PIL import Image
 from torch import Tensor
 
 import geoflow_fast as gf
 from geoflow_fast import baselines, evaluation
-from geoflow_fast.evaluation.figures import draw_abstention
 from geoflow_fast.training.config import RunConfig
 from tests.encoders import tiny_clip
-from tests.reliability.hostile import Target, files_of, fresh_path
+from tests.reliability.hostile import Target, fresh_path
 from tests.reliability.targets import (
     IMAGE,
     TEXT,
     entries,
-    judged,
     normal,
     small_flow,
     small_head,
@@ -310,40 +307,7 @@ def picture_file() -> Path:
     return kept("picture.png", lambda path: pictures()[0].save(path))
 
 
-def drawn(path: Any, **given: Any) -> Path:
-    """A whole picture, or nothing: no file, no part of one, and no open figure."""
-    before, figures = files_of(Path()), pyplot.get_fignums()
-    try:
-        picture_path = draw_abstention(path=path, **given)
-    except (ValueError, TypeError, OSError):
-        assert files_of(Path()) == before, "a refused picture left a file"
-        raise
-    finally:
-        assert pyplot.get_fignums() == figures, "a figure stayed open"
-    with Image.open(picture_path) as picture:
-        picture.load()
-        assert picture.format == "PNG"
-    return picture_path
-
-
-def threshold() -> evaluation.AbstentionThreshold:
-    return evaluation.abstention_threshold(**judged(), target_risk=0.6, confidence=0.5, share=0.2)
-
-
 FILES = [
-    Target(
-        "evaluation.figures.draw_abstention",
-        drawn,
-        lambda: entries(
-            act=threshold(), **judged(), path=fresh_path(), new=tuple(judged().values()), label="uncertainty"
-        ),
-        extra={
-            "new": [(normal(9), normal(8)), (normal(9),), (normal(9) / 0, normal(9) > 0), ("a", "b"), "ab", None],
-            "label": ["$", "$\\frac$", "a\nb", "{}"],
-            "uncertainty": [torch.zeros(30), torch.linspace(-1e308, 1e308, 30, dtype=torch.float64)],
-        },
-        dear=True,
-    ),
     Target(
         "PosteriorHead.from_pretrained",
         gf.PosteriorHead.from_pretrained,

@@ -81,10 +81,6 @@ def pair() -> dict[str, Tensor]:
     return {"image": unit(ROWS, IMAGE), "text": unit(ROWS, TEXT, seed=1)}
 
 
-def judged() -> dict[str, Any]:
-    return {"uncertainty": normal(30), "correct": normal(30, seed=1) > 0}
-
-
 def entropy_of(queries: Any, **settings: Any) -> gf.RetrievalPosterior:
     return gf.RetrievalEntropy(small_flow(), **settings)(queries)
 
@@ -121,10 +117,6 @@ def panel(**settings: Any) -> Tensor:
 
 def structured(n: Any, d: Any, device: Any) -> Tensor:
     return noise.StructuredNoise.draw(n, d, device=device).dense()
-
-
-def answers(uncertainty: Any) -> Any:
-    return ev.abstention_threshold(**judged(), target_risk=0.6, confidence=0.5, share=0.2).answers(uncertainty)
 
 
 def interval(values: Any, correct: Any, **settings: Any) -> ev.Interval:
