@@ -2,51 +2,44 @@
 PYTHON ?= python3
 BIN := .venv/bin
 NATIVE := setup.py pyproject.toml $(wildcard csrc/*.h csrc/*.cpp csrc/cpu/* csrc/cuda/*)
-EXTRAS := gpu,ot,encoders,data,hub,eval,baselines,train,bench,docs,test
+INSTALL := $(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement
 PYTEST := $(BIN)/python -m pytest
 
 # How long `make soak` runs.
 SOAK_MINUTES := 30
 
-# `make setup LOCKED=0`: the versions of constraints.txt without hashes, the rest as pip finds it.
-LOCKED ?= 1
 TOOLS := build/tools
-WITH_TOOLS := PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(BIN)/python -m tools.supply
+LICENCES := Apache;BSD;CC0;ISC;MIT;Mozilla Public License 2.0;MPL-2.0;PSF;Python Software Foundation;Zlib
 
-.PHONY: setup demo test test-slow test-gpu test-stores test-wheel test-browser test-sanitize soak bench bench-quick bench-compare docs lint lock licences audit wheel clean
+.PHONY: setup demo test test-slow test-gpu test-stores test-wheel test-browser test-sanitize soak bench bench-quick bench-compare docs lint lock audit wheel clean
 
 setup: .venv/.installed
 
-ifeq ($(LOCKED),1)
-# Nothing is resolved: pip takes the versions of the lock, from files whose hashes it names. PyPI's torch for Linux needs
+# Nothing is resolved: pip takes the versions of the locks, from files whose hashes they name. PyPI's torch for Linux needs
 # CUDA libraries besides; the CPU build does not, and gets none. pip prefers it where an index has it, but not while it
 # checks hashes: torch is downloaded first and checked then. What builds the extension is of the lock too.
-.venv/.packages: .ci/dev.lock .ci/cuda.lock
+.venv/.packages: .ci/demo.lock .ci/cuda.lock
 	$(PYTHON) -m venv .venv
 	mkdir -p build/torch
-	sed -n '/^torch==/,/[^\\]$$/p' .ci/dev.lock > build/torch/torch.lock
+	sed -n '/^torch==/,/[^\\]$$/p' .ci/demo.lock > build/torch/torch.lock
 	$(BIN)/python -m pip download --quiet --no-deps --dest build/torch --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --no-index --find-links build/torch --requirement build/torch/torch.lock
-	$(BIN)/python -m pip install --quiet --require-hashes --no-deps --requirement .ci/dev.lock
-	$(BIN)/python -m tools.supply cuda
+	$(INSTALL) build/torch/torch.lock --no-index --find-links build/torch
+	$(INSTALL) .ci/demo.lock
+	case "$$($(BIN)/python -m pip show torch)" in *+cpu*) ;; *) $(INSTALL) .ci/cuda.lock ;; esac
 	touch $@
 
 .venv/.installed: .venv/.packages $(NATIVE)
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
-else
-# torch comes first and alone: a later package that asked for it would pull a build with gigabytes of CUDA libraries.
-# torchvision, which open_clip asks for, would ask for that build; its compiled part is not needed (tests/with_torchvision.py).
-.venv/.packages:
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchvision
+
+# What the tests need besides, and what documentation and benchmarks need besides.
+.venv/.test: .venv/.installed .ci/test.lock
+	$(INSTALL) .ci/test.lock
 	touch $@
 
-.venv/.installed: .venv/.packages $(NATIVE)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
+.venv/.dev: .venv/.test .ci/dev.lock
+	$(INSTALL) .ci/dev.lock
 	touch $@
-endif
 
 demo: setup
 	$(BIN)/geoflow demo --out demo_output
@@ -54,12 +47,12 @@ demo: setup
 # Two processes, each with one core: the threads of tiny operations would wait for each other. Tests of threads ask for theirs.
 # Triton's interpreter and its compiler each need processes of their own.
 PARALLEL := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PYTEST) -n 2
-test: setup
+test: .venv/.test
 	$(PARALLEL) --dist loadfile -m "not slow and not gpu" tests
 	TRITON_INTERPRET=1 $(PARALLEL) -m "not slow" tests/gpu_emulated/interpreter
 	$(PARALLEL) -m "not slow" tests/gpu_emulated/aot
 
-test-slow: setup .venv/.peers
+test-slow: .venv/.test .venv/.peers
 	$(PYTEST) -m "slow and not gpu" tests
 	$(PYTEST) --foreign device -m "not slow and not gpu" tests --ignore=tests/gpu_emulated/cuda_emulation
 	$(PYTEST) --foreign dtype -m "not slow and not gpu" tests --ignore=tests/gpu_emulated/cuda_emulation
@@ -68,24 +61,24 @@ test-slow: setup .venv/.peers
 	$(PYTEST) tests/gpu_emulated/ptx
 
 # The compiled code with AddressSanitizer and UndefinedBehaviorSanitizer, then its threads with ThreadSanitizer.
-test-sanitize: setup
+test-sanitize: .venv/.test
 	$(BIN)/python -m tests.reliability.sanitize
 	$(PYTEST) -m slow tests/reliability/test_races.py
 
 # Train and score for half an hour: memory and open files must not grow.
-soak: setup
+soak: .venv/.test
 	$(BIN)/python -m tests.reliability.soak --minutes $(SOAK_MINUTES)
 
 # The tests of a GPU, then times beside the estimates; the table is printed even if a test fails.
-test-gpu: setup
+test-gpu: .venv/.test
 	$(BIN)/python -m tools.gpu_report
 
 # All vector stores against their real engines; that of pgvector needs PostgreSQL, which the test starts, and its extension.
-test-stores: setup .venv/.stores
+test-stores: .venv/.test .venv/.stores
 	$(PYTEST) tests/stores
 
 # The engines ask for many packages, none of which the rest needs. What is installed already stays as it is.
-.venv/.stores: .venv/.installed
+.venv/.stores: .venv/.test
 	mkdir -p build
 	$(BIN)/python -m pip freeze --exclude-editable > build/installed.txt
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --constraint build/installed.txt "geoflow_fast[stores]"
@@ -101,32 +94,32 @@ test-wheel: wheel
 	cd build/wheel-env && bin/python ../../tests/wheel_smoke.py ../../README.md
 
 # Opens the demo's report in headless Chromium; a short demo makes one if `make demo` has not.
-test-browser: setup
+test-browser: .venv/.test
 	GEOFLOW_REPORT=$(wildcard demo_output/report.html) $(PYTEST) tests/browser
 
 # Twenty minutes on two cores: benchmarks/results/*.json, then docs/performance.md and its figures from them.
-bench: setup .venv/.peers
+bench: .venv/.dev .venv/.peers
 	$(BIN)/python -m benchmarks
 
 # Small sizes, the same gates, tables on the terminal and nowhere else: two minutes, at most five.
-bench-quick: setup .venv/.peers
+bench-quick: .venv/.dev .venv/.peers
 	$(BIN)/python -m benchmarks --quick
 
 # Fails if commit B is slower than commit A: make bench-compare A=v0.1.0 B=HEAD
-bench-compare: setup
+bench-compare: .venv/.dev
 	$(BIN)/python -m benchmarks.compare $(A) $(B)
 
 # Rows of libraries that are missing are left out. torchcfm asks for far more than the part that is timed.
-.venv/.peers: .venv/.installed
+.venv/.peers: .venv/.dev
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt geomloss flow_matching flash-sinkhorn
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps torchcfm geoopt
 	touch $@
 
 # A warning, such as a dead link, is an error.
-docs: setup
+docs: .venv/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-lint: setup
+lint: .venv/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -138,18 +131,15 @@ $(TOOLS)/.installed: .ci/tools.lock
 	touch $@
 
 # Resolves pyproject.toml with the versions of constraints.txt for every platform, and writes down the hashes of all files.
-lock: setup $(TOOLS)/.installed
-	$(WITH_TOOLS) lock
+lock: .venv/.test $(TOOLS)/.installed
+	PATH="$(CURDIR)/$(TOOLS)/bin:$$PATH" $(BIN)/python -m tools.supply
 
-licences: setup
-	$(BIN)/python -m tools.supply licences
+# Does the advisory database know of a hole in what is locked? Are all licences of the environment among those allowed?
+audit: .venv/.dev $(TOOLS)/.installed
+	$(TOOLS)/bin/pip-audit --strict --disable-pip --require-hashes $(addprefix --requirement .ci/,demo.lock test.lock dev.lock)
+	$(TOOLS)/bin/pip-licenses --python=$(BIN)/python --partial-match --allow-only="$(LICENCES)"
 
-# Is the environment that of the lock, with allowed licences? Does the advisory database know of a hole in it?
-audit: setup $(TOOLS)/.installed
-	$(BIN)/python -m tools.supply check
-	$(WITH_TOOLS) audit
-
-wheel: setup
+wheel: .venv/.test
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
 
