@@ -198,7 +198,8 @@ class PanelScorer {
         const float* const bias = columns_.bias() + tile.col;
         for (std::int64_t r = 0; r < tile.rows; ++r) {
             float* const x = tile.value[0] + r * tile.ld;
-            for (std::int64_t c = 0; c < tile.cols; c += kLanes) store(x + c, load(x + c) * params_.kappa + load(bias + c));
+            for (std::int64_t c = 0; c < tile.cols; c += kLanes)
+                store_first(x + c, load(x + c) * params_.kappa + load(bias + c), tile.cols - c);
         }
     }
 

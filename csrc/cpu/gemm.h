@@ -91,6 +91,9 @@ class Scratch {
     explicit Scratch(std::int64_t count) : bytes_(static_cast<std::size_t>(round_up(most(count, 1) * std::int64_t{sizeof(float)}, 1 << 12))) {
         data_ = static_cast<float*>(geoflow::take_scratch(bytes_));
         prefer_large_pages(data_, bytes_);
+#if defined(__SANITIZE_ADDRESS__)
+        std::memset(data_, 0xff, bytes_);  // NaN: a result shows what is read before it is written
+#endif
     }
     ~Scratch() { geoflow::give_scratch(data_, bytes_); }
     Scratch(const Scratch&) = delete;
@@ -122,8 +125,8 @@ struct Product {
     std::int64_t depth;
 };
 
-// One finished tile. value[p] is product p, row-major with leading dimension `ld`; the epilogue may overwrite it. Columns up to the
-// next multiple of 16 are readable, and zero in `product_tiles`.
+// One finished tile. value[p] is product p, row-major with leading dimension `ld`; the epilogue may overwrite its `cols` columns and
+// no others: `ld` may be less than a vector. Columns up to the next multiple of 16 are readable, and zero in `product_tiles`.
 template <int Products>
 struct Tile {
     std::int64_t row, rows, col, cols, ld;

@@ -48,6 +48,17 @@ GEOFLOW_INLINE floats load(const float* from) {
 
 GEOFLOW_INLINE void store(float* to, floats x) { std::memcpy(to, &x, sizeof x); }
 
+// The first `count` lanes, at most a vector: for rows whose width is not known to be a multiple of kLanes, so that what follows them
+// stays as it is.
+GEOFLOW_INLINE void store_first(float* to, floats x, std::int64_t count) {
+    if (count >= kLanes) return store(to, x);
+#if defined(__AVX512F__)
+    _mm512_mask_storeu_ps(to, static_cast<__mmask16>((1u << count) - 1), (__m512)x);
+#else
+    std::memcpy(to, &x, static_cast<std::size_t>(count) * sizeof(float));
+#endif
+}
+
 // Past the cache where the processor can: `to` must be aligned to a vector.
 GEOFLOW_INLINE void store_streaming(float* to, floats x) {
 #if defined(__AVX512F__)

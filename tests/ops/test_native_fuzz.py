@@ -65,10 +65,13 @@ def close(fast: Tensor, true: Tensor, tolerance: float = 3e-5) -> None:
 def test_gallery(precision, queries, draws, items, dim, top_k, first, second, biased, seed):
     if precision == "bfloat16" and native.missing_bfloat16() is not None:
         pytest.skip(str(native.missing_bfloat16()))
+    check_gallery(precision, queries % 19 + 1, draws, items, dim, top_k, first, second, biased, seed)
+
+
+def check_gallery(precision, queries, draws, items, dim, top_k, first, second, biased, seed, stored=torch.float32):
     generator = torch.Generator().manual_seed(seed)
-    queries = queries % 19 + 1
     samples = laid_out(unit(generator, queries, draws, dim), first)
-    gallery = laid_out(unit(generator, items, dim), second)
+    gallery = laid_out(unit(generator, items, dim).to(stored), second)
     bias = torch.randn(2 * items, generator=generator)[::2] if biased else None
     weights = torch.randn(draws, queries, generator=generator).T if biased else None
     biases = {"item_bias": bias, "sample_bias": weights}
@@ -84,6 +87,10 @@ def test_gallery(precision, queries, draws, items, dim, top_k, first, second, bi
 @few
 @given(sizes, st.integers(2, 60), st.integers(2, 60), layouts, layouts, st.booleans(), st.booleans(), seeds)
 def test_interpolant(rows, image_dim, text_dim, first, second, double, drops, seed):
+    check_interpolant(rows, image_dim, text_dim, first, second, double, drops, seed)
+
+
+def check_interpolant(rows, image_dim, text_dim, first, second, double, drops, seed):
     generator, dtype = torch.Generator().manual_seed(seed), torch.float64 if double else torch.float32
     points = [
         laid_out(unit(generator, rows, width, dtype=dtype), layout)
@@ -102,6 +109,10 @@ def test_interpolant(rows, image_dim, text_dim, first, second, double, drops, se
 @few
 @given(sizes, sizes, st.integers(2, 40), st.sampled_from(["float32", "float16"]), layouts, seeds)
 def test_transport(rows, cols, dim, storage, layout, seed):
+    check_transport(rows, cols, dim, storage, layout, seed)
+
+
+def check_transport(rows, cols, dim, storage, layout, seed):
     generator = torch.Generator().manual_seed(seed)
     noise = [laid_out(unit(generator, rows, dim), layout) for _ in range(2)]
     data = [unit(generator, cols, dim) for _ in range(2)]
@@ -119,6 +130,10 @@ def test_transport(rows, cols, dim, storage, layout, seed):
 @few
 @given(st.integers(1, 9), st.integers(1, 70), sizes, layouts, layouts, st.booleans(), seeds)
 def test_network_rows(groups, per_group, width, first, second, gated, seed):
+    check_network_rows(groups, per_group, width, first, second, gated, seed)
+
+
+def check_network_rows(groups, per_group, width, first, second, gated, seed):
     """Forward, backward and tangent passes of all kernels, on rows of any stride, against float64."""
     generator, rows = torch.Generator().manual_seed(seed), groups * per_group
     x, value, grad = (laid_out(torch.randn(rows, width, generator=generator), first) for _ in range(3))
@@ -153,6 +168,10 @@ def test_network_rows(groups, per_group, width, first, second, gated, seed):
 @few
 @given(sizes, st.integers(2, 260), st.lists(layouts, min_size=5, max_size=5), st.booleans(), st.booleans(), seeds)
 def test_solver_steps(rows, width, arrangements, guided, more, seed):
+    check_solver_steps(rows, width, arrangements, guided, more, seed)
+
+
+def check_solver_steps(rows, width, arrangements, guided, more, seed):
     generator = torch.Generator().manual_seed(seed)
     drawn = [unit(generator, rows, width), *torch.randn(4, rows, width, generator=generator)]
     x, v, free, old, total = (laid_out(part, layout) for part, layout in zip(drawn, arrangements))

@@ -18,6 +18,7 @@ OTHERS = [name for name in native.supported_isas() if name != native.isa()]
 QUICK = {
     "baseline": ("ops/test_masked_interpolant.py",),
     "avx2": ("ops/test_gallery_search.py",),
+    "avx512": ("reliability/test_widths.py",),
 }
 """Modules of tests that `make test` repeats; `make test-slow` repeats all."""
 MODULES = (
@@ -33,6 +34,7 @@ MODULES = (
     "ops/test_ot.py",
     "flow/test_forward_mode.py",
     "retrieval/test_index.py",
+    "reliability/test_widths.py",
 )
 CALLS = """
 import sys

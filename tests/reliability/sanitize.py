@@ -1,7 +1,8 @@
 """The native test-suite on an extension built with AddressSanitizer and UndefinedBehaviorSanitizer.
 
 `python -m tests.reliability.sanitize` builds it into build/sanitize, sees that the sanitizer catches an overflow made
-on purpose, and runs the tests once for every instruction set that the processor has.
+on purpose, and runs the tests once for every instruction set that the processor has. Scratch memory of this build is
+filled with NaN before a kernel gets it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "build" / "sanitize" / "lib"
 SUITE = (
     "ops/test_native_fuzz.py",
+    "reliability/test_widths.py",
     "ops/test_masked_interpolant.py",
     "ops/test_gallery_posterior.py",
     "ops/test_gallery_bfloat16.py",
