@@ -5,8 +5,8 @@ broadcast against the batch dimensions. Every function is defined for all finite
 used, and at antipodal points, where the geodesic is not unique, one deterministic great circle. Gradients are finite
 everywhere and exact where the map is smooth.
 
-Public functions check their points. `inner`, `tangent_part`, `follow` and `carry_along` are the same formulas without
-the checks, for solvers, which call them at every step.
+Public functions check their points. `unit_rows`, `inner`, `tangent_part`, `follow` and `carry_along` are the same
+formulas without the checks, for callers that have checked and for solvers, which call them at every step.
 """
 
 from __future__ import annotations
@@ -44,26 +44,38 @@ def capturing(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def check_rows(x: Tensor, name: str, *, unit: bool = True) -> None:
+def check_rows(
+    x: Tensor,
+    name: str,
+    *,
+    unit: bool = True,
+    first: int = 0,
+    remedy: str = "pass it through geoflow_fast.geometry.normalize first",
+) -> None:
     """Raises a ValueError that names the first row of `x` [..., d] that is not finite, zero or, with `unit`, not of
-    norm one, within 1e-3 or what the rounding of its type can do (8e-3 for bfloat16)."""
+    norm one, within 1e-3 or what the rounding of its type can do (8e-3 for bfloat16). `first` is the number of the
+    first row, and `remedy` what to do about another norm."""
     checks.floating(x, name)
     if capturing(x):
         return
-    checks.with_values(x, name)
-    norm = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
-    tolerance = max(UNIT_TOLERANCE, torch.finfo(x.dtype).eps)
-    bad = ~((norm - 1).abs() <= tolerance) if unit else ~(torch.isfinite(norm) & (norm > 0))
+    x = checks.with_values(x, name).detach()
+    if unit:
+        norm = torch.linalg.vector_norm(x, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+        bad = ~((norm - 1).abs() <= max(UNIT_TOLERANCE, torch.finfo(x.dtype).eps))
+    else:
+        largest = _largest(x)  # a norm may overflow or vanish where this does not
+        bad = ~(torch.isfinite(largest) & (largest > 0))
     if not bool(bad.any()):
         return
-    row = [int(i) for i in bad.nonzero()[0]]
-    value = float(norm[tuple(row)])
-    where = f"{name} row {row[0] if len(row) == 1 else tuple(row)}" if row else name
-    if not math.isfinite(value):
+    place = [int(i) for i in bad.nonzero()[0]]
+    row = x[tuple(place)].double()
+    number = place[0] + first if len(place) == 1 else tuple(place)
+    where = f"{name} row {number}" if place else name
+    if not bool(torch.isfinite(row).all()):
         raise ValueError(f"{where} is not finite")
-    if value == 0:
+    if not bool(row.any()):
         raise ValueError(f"{where} is all zeros and has no direction")
-    raise ValueError(f"{where} has norm {value:.6g}, not 1; pass it through geoflow_fast.geometry.normalize first")
+    raise ValueError(f"{where} has norm {float(torch.linalg.vector_norm(row)):.6g}, not 1; {remedy}")
 
 
 def normalize(x: Tensor) -> Tensor:
@@ -71,10 +83,26 @@ def normalize(x: Tensor) -> Tensor:
     eps(checks.with_values(x, "x").dtype)
     if x.dim() == 0:
         raise ValueError("x must be rows [..., d], got a number")
-    # Scaling by the largest entry first keeps huge and denormal rows from overflowing or vanishing when squared.
-    scaled = x / x.detach().abs().amax(dim=-1, keepdim=True) if x.shape[-1] else x
-    check_rows(torch.where(x == 0, x, scaled).detach(), "x", unit=False)
+    check_rows(x, "x", unit=False)
+    return unit_rows(x)
+
+
+def unit_rows(x: Tensor) -> Tensor:
+    """`normalize` without its checks, for rows [..., d] of any floating-point type: those in half precision become
+    float32. A row without a direction becomes NaN.
+
+    A power of two that brings the largest entry near one comes first, so that no square overflows or vanishes. It
+    changes no bit of rows of ordinary size.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    largest = _largest(x.detach()).unsqueeze(-1).clamp(min=torch.finfo(x.dtype).tiny)
+    scaled = x * (4 * torch.frexp(largest).mantissa / largest)  # the 4 keeps the power of two a normal number
     return scaled / torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The largest magnitude in each row of `x` [..., d]; zero if d is."""
+    return x.abs().amax(dim=-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:

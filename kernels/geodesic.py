@@ -496,6 +496,10 @@ def unit_rows_kernel(table, index, out, rows, width, stride, ROWS: tl.constexpr,
     row, column, valid = _tile(rows, width, ROWS, COLUMNS)
     source = tl.load(index + row, mask=row < rows, other=0)
     x = tl.load(table + source[:, None] * stride + column[None, :], mask=valid, other=0.0).to(tl.float32)
+    # The largest entry of a row is brought near one by a power of two, so that no square overflows or vanishes.
+    exponent = tl.max(tl.abs(x), axis=1).to(tl.int32, bitcast=True) >> 23
+    power = (tl.maximum(254 - exponent, 1) << 23).to(tl.float32, bitcast=True)
+    x *= power[:, None]
     norm = tl.sqrt_rn(tl.sum(x * x, axis=1))
     out_rows = x / tl.where(row < rows, norm, 1.0)[:, None]
     tl.store(out + row[:, None] * width + column[None, :], out_rows, mask=valid)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from geoflow_fast.distributed import ALONE, World
-from geoflow_fast.geometry import UNIT_TOLERANCE
+from geoflow_fast.geometry import check_rows, unit_rows
 from geoflow_fast.runtime.files import contents_of, need_file
 
 if TYPE_CHECKING:
@@ -65,18 +65,18 @@ class Rows:
 
     def __getitem__(self, index: Index) -> NDArray[np.float32]:
         """Returns the rows `index` [B] in the order asked for, scaled to unit norm."""
-        out = self.stored(index, np.float32)
-        out /= np.linalg.norm(out, axis=1, keepdims=True)
-        return out
+        unit: NDArray[np.float32] = unit_rows(torch.from_numpy(self.stored(index))).float().numpy()
+        return unit
 
     @property
-    def is_half(self) -> bool:
-        """Whether float16 holds all rows as they are stored."""
-        return all(part.dtype == np.float16 for part in self.parts)
+    def dtype(self) -> np.dtype[Any]:
+        """The type that holds all rows as they are stored: float16, float32 or float64."""
+        kinds = (np.dtype(f"f{min(part.dtype.itemsize, 8)}") for part in self.parts)
+        return max(kinds, key=lambda kind: kind.itemsize)
 
-    def stored(self, index: Index, dtype: type[np.floating]) -> NDArray[Any]:
+    def stored(self, index: Index) -> NDArray[Any]:
         """Returns the rows `index` [B] in the order asked for, as they are stored, in `dtype`."""
-        out = np.empty((len(index), self.dim), dtype)
+        out = np.empty((len(index), self.dim), self.dtype)
         # Rows are read in ascending order, so that access to a mapped file is sequential.
         order = np.argsort(index, kind="stable")
         ranked = index[order]
@@ -114,32 +114,27 @@ class Rows:
             step = max(1, end) if rows is None and shared else rows or BLOCK_ROWS
             for low in range(max(within.start - start, 0), end, step):
                 stored = np.ascontiguousarray(
-                    part[low : min(low + step, end)], dtype=None if known_to_torch else np.float32
+                    part[low : min(low + step, end)], dtype=None if known_to_torch else self.dtype
                 )
                 with warnings.catch_warnings():  # torch warns about memory that is mapped for reading only
                     warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
                     block = torch.from_numpy(stored)
-                if block.dtype != torch.float32 and (block.dtype not in kept or self.normalize):
+                if self.normalize:
+                    block = unit_rows(block).float()
+                elif block.dtype != torch.float32 and block.dtype not in kept:
                     if buffer is None:
                         buffer = torch.empty(min(step, len(self)), self.dim, dtype=torch.float32, device="cpu")
                     block = buffer[: len(block)].copy_(block)
-                if self.normalize:
-                    block = torch.nn.functional.normalize(block)
                 yield start + low, block
                 _advise(part, "MADV_DONTNEED")
 
     def check(self, *, normalize: bool, world: World = ALONE) -> None:
         """Raises a ValueError that names the first row which is not finite or, unless `normalize` is set, not of unit
         norm within 1e-3. Each rank of a `world` reads its share of the rows."""
-        for first, block in Rows(self.parts, self.name).tensors(within=world.own(len(self))):
-            norm = torch.linalg.vector_norm(block, dim=1).numpy()
-            bad = ~(np.isfinite(norm) & (norm > 0)) if normalize else ~(np.abs(norm - 1) <= UNIT_TOLERANCE)
-            if bad.any():
-                row = int(bad.argmax())
-                if not np.isfinite(norm[row]):
-                    raise ValueError(f"{self.name} row {first + row} is not finite")
-                hint = "it has no direction" if norm[row] == 0 else "scale rows to unit norm, as normalize=True does"
-                raise ValueError(f"{self.name} row {first + row} has norm {norm[row]:.6g}, not 1; {hint}")
+        kept = (torch.float32, torch.float64)
+        remedy = "scale rows to unit norm, as normalize=True does"
+        for first, block in Rows(self.parts, self.name).tensors(within=world.own(len(self)), kept=kept):
+            check_rows(block, self.name, unit=not normalize, first=first, remedy=remedy)
 
     def digest(self, world: World = ALONE) -> str:
         """Returns a SHA-256 of the shapes of the parts and of the SHA-256 of each block of rows as stored.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Union, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from geoflow_fast import geometry
 from geoflow_fast.encoders.sources import read_image, reason_of
 from geoflow_fast.runtime import checks, hashing
 
@@ -128,8 +129,8 @@ def weights_digest(model: nn.Module) -> str:
 
 
 def unit_rows(x: Tensor) -> Tensor:
-    """Returns rows scaled to unit norm, on the CPU; a row without a direction becomes NaN."""
-    return (x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)).cpu()
+    """Returns rows scaled to unit norm, in float32 on the CPU; a row without a direction becomes NaN."""
+    return geometry.unit_rows(x).cpu()
 
 
 def short_error(error: BaseException) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from geoflow_fast.data import tables
 from geoflow_fast.data.fingerprint import Fingerprint
 from geoflow_fast.data.ids import Ids
 from geoflow_fast.encoders.protocol import Encoder, check_sequence
+from geoflow_fast.geometry import unit_rows
 from geoflow_fast.jobs.embed import DTYPES
 from geoflow_fast.jobs.job import Job
 from geoflow_fast.runtime import checks, hashing, parquet
@@ -190,11 +192,11 @@ def _unit(rows: Any, name: str, first: int) -> NDArray[np.float32]:
     array = checks.array(rows, name)
     if array.ndim != 2 or array.dtype.kind != "f":
         raise ValueError(f"{name}: the encoder gave {array.dtype} {array.shape}, not rows of floating-point numbers")
-    norm = np.linalg.norm(array.astype(np.float64), axis=1, keepdims=True)
-    wrong = ~(np.isfinite(norm) & (norm > 0)).reshape(-1)
+    unit: NDArray[np.float32] = unit_rows(torch.from_numpy(array.astype(np.float64))).float().numpy()
+    wrong = ~np.isfinite(unit).all(axis=1)
     if wrong.any():
         raise ValueError(f"{name}: the encoder gave no direction for row {first + int(wrong.argmax())} (NaN or zero)")
-    return (array / norm).astype(np.float32)
+    return unit
 
 
 def read_texts(path: Path, columns: Sequence[str | None], id_column: str | None = None) -> list[TextTable]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from geoflow_fast import geometry
 from geoflow_fast.geometry import capturing
 from geoflow_fast.ops import dispatch, triton_kernels
 from geoflow_fast.ops.triton_kernels import WIDEST_ROW
@@ -30,9 +31,8 @@ def unit_rows(table: Tensor, index: Tensor, *, backend: str = "auto") -> Tensor:
 
 
 def unit_rows_reference(table: Tensor, index: Tensor) -> Tensor:
-    """Gathers, converts and scales."""
-    rows = table[index].float()
-    return rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    """Gathers, scales and converts."""
+    return geometry.unit_rows(table[index]).float()
 
 
 _gather = dispatch.operation(

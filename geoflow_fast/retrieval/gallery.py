@@ -58,7 +58,8 @@ class Gallery:
     memory-mapped and never loaded whole, Parquet is unpacked into memory. `ids` name the rows: strings, integers or
     UUIDs, by default those that a table or `gf.Embeddings` brings; results then name items by them. Half precision is
     read as it is stored on CPUs, and converted elsewhere. Rows that are not finite or not of unit norm raise a
-    ValueError; with `normalize` they are scaled to unit norm as they are read, a tensor at once.
+    ValueError; with `normalize` they are scaled to unit norm as they are read, a tensor at once, and in float32 if they
+    are stored in half precision.
 
     A tensor may be overwritten: its rows are checked again before the next use, and so is the index. Of an array, about
     a hundred rows are checked whenever it is used, since nothing tells of writes to it: do not change one that a
@@ -96,7 +97,7 @@ class Gallery:
             self.rows = source.detach()
             if normalize:
                 check_rows(self.rows, "gallery", unit=False)
-                self.rows = geometry.normalize(self.rows)
+                self.rows = geometry.unit_rows(self.rows)
         elif isinstance(source, np.ndarray):
             checks.unmasked(source, "gallery")
             self.rows = Rows([source], "gallery", normalize=normalize)

@@ -21,24 +21,23 @@ class DeviceRows:
 
     If they fit, as they are stored, into a share of its free memory, they are copied there once; else each batch is
     sent as it is stored, float16 or float32, from pinned memory. Either way the GPU converts and scales them, and
-    nothing waits for it.
+    nothing waits for it. Rows stored in float64 are scaled on the host before they become float32.
     """
 
     def __init__(self, pairs: EmbeddingPairs, device: torch.device, *, resident: bool | None = None) -> None:
         self.pairs, self.device = pairs, device
         self.sides = pairs.image, pairs.text
-        self.dtypes = [np.float16 if rows.is_half else np.float32 for rows in self.sides]
         if resident is None:
-            size = sum(len(rows) * rows.dim * np.dtype(d).itemsize for rows, d in zip(self.sides, self.dtypes))
+            size = sum(len(rows) * rows.dim * min(rows.dtype.itemsize, 4) for rows in self.sides)
             resident = size <= RESIDENT_SHARE * torch.cuda.mem_get_info(device)[0]
-        self.tables = [self._copy(rows, d) for rows, d in zip(self.sides, self.dtypes)] if resident else None
+        self.tables = [self._copy(rows) for rows in self.sides] if resident else None
 
-    def _copy(self, rows: Rows, dtype: type[np.floating]) -> Tensor:
-        kind = torch.float16 if dtype == np.float16 else torch.float32
+    def _copy(self, rows: Rows) -> Tensor:
+        kind = torch.float16 if rows.dtype == np.float16 else torch.float32
         table = torch.empty(len(rows), rows.dim, dtype=kind, device=self.device)
         for low in range(0, len(rows), BLOCK_ROWS):
             numbers = np.arange(low, min(low + BLOCK_ROWS, len(rows)))
-            table[low : low + BLOCK_ROWS] = torch.from_numpy(rows.stored(numbers, dtype)).to(self.device)
+            table[low : low + BLOCK_ROWS] = _on_host(rows, numbers).to(self.device)
         return table
 
     def numbers(self, index: Index) -> tuple[Tensor, Tensor]:
@@ -52,10 +51,15 @@ class DeviceRows:
             image, text = (ops.unit_rows(table, rows) for table, rows in zip(self.tables, numbers))
             return image, text
         own = self.pairs.image_row[index], self.pairs.text_row[index]
-        stored = (rows.stored(where, d) for rows, where, d in zip(self.sides, own, self.dtypes))
         order = torch.arange(len(index), device=self.device)
-        image, text = (ops.unit_rows(send([torch.from_numpy(x)], self.device)[0], order) for x in stored)
+        stored = (_on_host(rows, where) for rows, where in zip(self.sides, own))
+        image, text = (ops.unit_rows(send([x], self.device)[0], order) for x in stored)
         return image, text
+
+
+def _on_host(rows: Rows, index: Index) -> Tensor:
+    """Rows as they are stored, or unit rows where float32 may not hold what is stored."""
+    return torch.from_numpy(rows[index] if rows.dtype == np.float64 else rows.stored(index))
 
 
 def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
