@@ -97,12 +97,14 @@ def unit_rows(x: Tensor) -> Tensor:
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     largest = _largest(x.detach()).unsqueeze(-1).clamp(min=torch.finfo(x.dtype).tiny)
     scaled = x * (4 * torch.frexp(largest).mantissa / largest)  # the 4 keeps the power of two a normal number
-    return scaled / torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+    norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+    return scaled / norm if scaled.requires_grad else scaled.div_(norm)
 
 
 def _largest(x: Tensor) -> Tensor:
     """The largest magnitude in each row of `x` [..., d]; zero if d is."""
-    return x.abs().amax(dim=-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
+    # Without `abs`, which would write a copy.
+    return torch.maximum(x.amax(dim=-1), -x.amin(dim=-1)) if x.shape[-1] else x.new_zeros(x.shape[:-1])
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:

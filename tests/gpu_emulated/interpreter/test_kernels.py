@@ -72,6 +72,17 @@ def test_unit_rows_are_those_of_the_reference(width, dtype):
     assert_close(geodesic.unit_rows(table, index), unit_rows_reference(table.double(), index))
 
 
+def test_unit_rows_of_any_scale():
+    """Rows whose squares would overflow or vanish; powers of two change no bit."""
+    table, index = torch.randn(9, 100), torch.arange(9)
+    expected = geodesic.unit_rows(table, index)
+    for power in (-100, -60, 60, 100):
+        assert torch.equal(geodesic.unit_rows(table * 2.0**power, index), expected), power
+    edges = torch.zeros(3, 100)
+    edges[0, 0], edges[1, :2], edges[2, 7] = 2.0**-149, 3.4e38, -1e38
+    assert_close(geodesic.unit_rows(edges, index[:3]), unit_rows_reference(edges.double(), index[:3]))
+
+
 def test_adaln_in_bfloat16_is_that_of_float32_rounded():
     x, shift, scale = (torch.randn(7, 129) for _ in range(3))
     half = network.adaln_half(x, shift, scale, EPS)
