@@ -302,7 +302,7 @@ def watch(
                 typer.echo(f"Wrote no {page}, which shows the queries of a look: none was due")
         else:
             if not watched.holds:
-                typer.echo(f"What to do: {watched.health.last.overlap.words}; judge the queries of {labels_file(out)}")
+                typer.echo(f"What to do: judge the queries of {labels_file(out)}, and certify a rule again")
             typer.echo(f"Wrote {out}{'' if written is None else f' and {written}'}")
     if not watched.holds:
         raise typer.Exit(NO_LONGER_HOLDS)
@@ -376,8 +376,8 @@ def _print_rule(made: Rule, answered: float | None, left_out: int, written: list
     nothing."""
     if as_json:
         facts = {"certified": made.certified, "max_error": made.max_error, "confidence": made.confidence}
-        groups = {name: each.as_json() for name, each in made.certificates.items()}
-        tested = {"no_match_share": made.no_match_share, "left_out": left_out, "certificates": groups}
+        certificate = made.certificate.as_json()
+        tested = {"no_match_share": made.no_match_share, "left_out": left_out, "certificate": certificate}
         print_json({**facts, **tested, "answered": answered})
     else:
         typer.echo(repr(made))

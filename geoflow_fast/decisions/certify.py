@@ -236,7 +236,7 @@ Logits = tuple[Floats, Floats]
 
 
 class Certifier:
-    """Certifies thresholds of one rule, for one group of queries after the other."""
+    """Certifies the threshold of a rule."""
 
     def __init__(
         self,

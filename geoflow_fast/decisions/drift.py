@@ -157,22 +157,6 @@ class GivenScore:
         return np.asarray(won / np.maximum(positive * (labels.shape[1] - positive), 1))
 
 
-def estimator_classifier(estimator: Any, columns: Floats, folds: Folds) -> OutOfFold:
-    """The same for a classifier of scikit-learn, which is fitted anew for each permutation."""
-    from sklearn.base import clone
-
-    def out_of_fold(labels: Floats) -> Floats:
-        score = np.empty(labels.shape)
-        for number, label in enumerate(labels):
-            for rows in folds:
-                seen = np.setdiff1d(np.arange(len(columns)), rows)
-                fitted = clone(estimator).fit(columns[seen], label[seen] > 0)
-                score[number, rows] = fitted.predict_proba(columns[rows])[:, 1]
-        return score
-
-    return out_of_fold
-
-
 def item_classifier(items: NDArray[Any], folds: Folds) -> OutOfFold:
     """Which items come up: a query looks live if its hits [n, k] are hits of live queries. An item counts for the less
     the more queries it is a hit of. Negative numbers are no items."""

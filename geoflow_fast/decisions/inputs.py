@@ -43,22 +43,18 @@ def result_lists(table: Table, name: str, *, k: int | None = None, presorted: bo
     scores = checks.reals(stored.values, name)
     if scores.ndim != 2:
         raise ValueError(
-            f"{name} must hold one list of scores per query, [n, k], got shape {scores.shape}. Expected 2D array, got "
-            f"{scores.ndim}D array instead. Reshape your data with reshape(1, -1) if it is one list"
+            f"{name} must hold one list of scores per query, [n, k], got shape {scores.shape}; one list alone is "
+            "scores.reshape(1, -1)"
         )
     width = scores.shape[1]
     if k is not None and width != k:
         raise ValueError(
-            f"{name} has lists of {width} hits, but this was fitted on lists of {k}: X has {width} features, but Trust "
-            f"is expecting {k} features as input. Ask the search for {k} hits"
+            f"{name} has lists of {width} hits, but this was fitted on lists of {k}: ask the search for {k} hits"
         )
     if width < 2:
-        raise ValueError(
-            f"{name} must have at least two hits for each query, got {width} feature(s) (shape={scores.shape}) while "
-            "a minimum of 2 is required."
-        )
+        raise ValueError(f"{name} must have at least two hits for each query, got shape {scores.shape}")
     if k is not None and not len(scores):
-        raise ValueError(f"{name} holds no query: 0 sample(s) (shape={scores.shape}) while a minimum of 1 is required")
+        raise ValueError(f"{name} holds no query: its shape is {scores.shape}")
     _finite(scores, name)
     rises = np.diff(scores, axis=1) > 0
     if not rises.any():
@@ -93,7 +89,7 @@ class Labels:
 def labels_of(table: Table, lists: Lists, name: str = "labels") -> Labels:
     """Reads labels [n], whether the first hit is right, or [n, k], the grade of each hit: above 0 is relevant."""
     if table is None:
-        raise ValueError(f"{name} are missing: fitting requires y to be passed, but the target y is None")
+        raise ValueError(f"{name} are missing: say which first hits are right, [n], or grade the hits, [n, k]")
     values = read(table, name).values
     n, k = lists.scores.shape
     if len(values.shape) not in (1, 2) or len(values) != n or (values.ndim == 2 and values.shape[1] not in (1, k)):
@@ -150,17 +146,6 @@ def features_of(table: Table | None, n: int, count: int | None, name: str = "fea
     if count is not None and values.shape[1] != count:
         raise ValueError(f"{name} has {values.shape[1]} columns, but {count} were fitted")
     return values
-
-
-def groups_of(table: Table, n: int, name: str = "groups") -> NDArray[np.str_]:
-    """Reads the group [n] of each query, as text."""
-    values = read(table, name).values
-    if values.shape != (n,):
-        raise ValueError(f"{name} must name the group of each query, [{n}], got shape {values.shape}")
-    names = np.array([str(value) for value in values.tolist()], dtype=np.str_)
-    if (names == "").any():
-        raise ValueError(f"{name} has an empty name in row {int((names == '').argmax())}: every group needs a name")
-    return names
 
 
 def hits_of(table: Table, n: int, k: int, name: str = "hits") -> Array:

@@ -14,10 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from geoflow_fast.decisions import inputs
-from geoflow_fast.decisions.bounds import (
-    Bools,
-    Floats,
-)
+from geoflow_fast.decisions.bounds import Bools
 from geoflow_fast.decisions.encoders import check_encoder
 from geoflow_fast.decisions.model import Model
 from geoflow_fast.decisions.tables import Table
@@ -29,13 +26,11 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 ANSWERS, ITEMS = "answers", "items"
-EVERYBODY = ""
-"""The name of the only group of a rule without groups."""
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was certified for one group of queries."""
+    """What was certified."""
 
     threshold: float
     """Answer, or show, where the probability is at least this; infinite if nothing could be certified."""
@@ -66,8 +61,7 @@ class Rule:
     """The largest share of queries without a right item for which the guarantee holds."""
     score_share: float
     """The share that the probabilities are computed for."""
-    certificates: Mapping[str, Certificate]
-    """By group; a rule without groups has one whose name is empty."""
+    certificate: Certificate
     encoder: str | None = None
     gallery_size: int | None = None
     presorted: bool = True
@@ -76,15 +70,13 @@ class Rule:
 
     @property
     def certified(self) -> bool:
-        """True if at least one threshold could be certified."""
-        return any(math.isfinite(each.threshold) for each in self.certificates.values())
+        """True if a threshold could be certified."""
+        return math.isfinite(self.certificate.threshold)
 
     @property
     def threshold(self) -> float:
-        """The threshold of a rule without groups."""
-        if list(self.certificates) != [EVERYBODY]:
-            raise ValueError(f"this rule has a threshold for each of the groups {', '.join(self.certificates)}")
-        return self.certificates[EVERYBODY].threshold
+        """Answer, or show, where the probability is at least this; infinite if nothing could be certified."""
+        return self.certificate.threshold
 
     def __call__(
         self,
@@ -93,7 +85,6 @@ class Rule:
         gallery_size: int | None = None,
         *,
         features: Table | None = None,
-        groups: Table | None = None,
     ) -> Any:
         """Which queries to answer: bool [n], as the kind of table that `scores` [n, k] are.
 
@@ -101,7 +92,7 @@ class Rule:
         `gallery_size` are given and differ from what the rule was made with. If only the rule or only the call names an
         encoder, a warning says so.
         """
-        results, shown = self._shown(scores, encoder, gallery_size, features, groups)
+        results, shown = self._shown(scores, encoder, gallery_size, features)
         return results.table.back(np.asarray(shown.any(1)), ["answer"])
 
     def show(
@@ -111,14 +102,13 @@ class Rule:
         gallery_size: int | None = None,
         *,
         features: Table | None = None,
-        groups: Table | None = None,
     ) -> Any:
         """Which hits to show: bool [n, k], possibly none. Of a rule about answers it is the first hit alone."""
-        results, shown = self._shown(scores, encoder, gallery_size, features, groups)
+        results, shown = self._shown(scores, encoder, gallery_size, features)
         return results.table.back(results.restored(shown), results.table.columns)
 
     def _shown(
-        self, scores: Table, encoder: str | None, gallery_size: int | None, features: Table | None, groups: Table | None
+        self, scores: Table, encoder: str | None, gallery_size: int | None, features: Table | None
     ) -> tuple[inputs.Lists, Bools]:
         if self.gallery_size is not None and gallery_size is not None and self.gallery_size != gallery_size:
             raise ValueError(
@@ -126,28 +116,12 @@ class Rule:
             )
         check_encoder("this rule", self.encoder, encoder, stacklevel=4)
         results = inputs.result_lists(scores, "scores", k=self.model.k, presorted=self.presorted)
-        n = len(results.scores)
-        numbers = inputs.features_of(features, n, self.model.features)
-        threshold = self.thresholds(groups, n)[:, None]
+        numbers = inputs.features_of(features, len(results.scores), self.model.features)
         if self.unit == ITEMS:
-            return results, self.model.p_shown(results.scores, numbers, self.score_share) >= threshold
+            return results, self.model.p_shown(results.scores, numbers, self.score_share) >= self.threshold
         shown = np.zeros(results.scores.shape, bool)
-        shown[:, 0] = self.model.p_answer(results.scores, numbers, self.score_share) >= threshold[:, 0]
+        shown[:, 0] = self.model.p_answer(results.scores, numbers, self.score_share) >= self.threshold
         return results, shown
-
-    def thresholds(self, groups: Table | None, n: int) -> Floats:
-        """The threshold [n] of each query, which depends on its group if the rule has groups."""
-        if list(self.certificates) == [EVERYBODY]:
-            if groups is not None:
-                raise ValueError("this rule was certified without groups: call it without them")
-            return np.full(n, self.threshold)
-        if groups is None:
-            raise ValueError(f"this rule needs groups=, each one of {', '.join(self.certificates)}")
-        names = inputs.groups_of(groups, n)
-        unknown = sorted(set(names.tolist()) - set(self.certificates))
-        if unknown:
-            raise ValueError(f"groups has {unknown[0]!r}, but there are only {', '.join(self.certificates)}")
-        return np.array([self.certificates[name].threshold for name in names.tolist()])
 
     def with_hits(self, hits: Table, rows: Table | None = None) -> Rule:
         """The rule with the ids of the hits [n, k] of the queries that it was certified on, so that `gf.watch` can
@@ -171,7 +145,6 @@ class Rule:
 
     def save(self, path: str | Path) -> None:
         """Writes the rule as a JSON file, whole or not at all."""
-        plain = {name: each.as_json() for name, each in self.certificates.items()}
         write_json(
             checks.path(path, "path"),
             {
@@ -185,7 +158,7 @@ class Rule:
                 "encoder": self.encoder,
                 "gallery_size": self.gallery_size,
                 "presorted": self.presorted,
-                "certificates": plain,
+                "certificate": self.certificate.as_json(),
                 "model": self.model.as_json(),
                 "reference": None if self.reference is None else self.reference.as_json(),
             },
@@ -205,40 +178,29 @@ class Rule:
                 )
             checks.one_of(values["unit"], "unit", (ANSWERS, ITEMS))
             model, kept = Model.from_json(values["model"]), values.get("reference")
-            rule = cls(
+            return cls(
                 model,
                 values["unit"],
                 **{name: checks.number(values[name], name, 0, 1) for name in _SHARES},
-                certificates={str(name): _restored(each) for name, each in values["certificates"].items()},
+                certificate=_restored(values["certificate"]),
                 encoder=_text(values["encoder"]),
                 gallery_size=_count(values["gallery_size"]),
                 presorted=checks.boolean(values["presorted"], "presorted"),
                 reference=None if kept is None else Reference.from_json(kept, model),
             )
-            if not rule.certificates:
-                raise ValueError("it has no certificate")
-        return rule
 
     def __repr__(self) -> str:
         """The rule in plain words."""
         what = (
             "wrong among the answers" if self.unit == ANSWERS else "wrong among the hits shown to a query, on average"
         )
-        lines = [f"Rule for lists of {self.model.k} hits: at most {self.max_error:.0%} {what},"]
-        lines.append(f"with {self.confidence:.0%} confidence" + (" for each group" if self._has_groups else ""))
-        for name, each in self.certificates.items():
-            start = f"  {name}: " if self._has_groups else "  "
-            lines.append(start + _in_words(each, self.unit))
-        tested = sum(each.tested for each in self.certificates.values())
-        lines.append(
-            f"  assumes: queries like the {tested:,} it was tested on, at most {self.no_match_share:.0%} "
-            "more without a right item, the same gallery and encoder"
+        return (
+            f"Rule for lists of {self.model.k} hits: at most {self.max_error:.0%} {what},\n"
+            f"with {self.confidence:.0%} confidence\n"
+            f"  {_in_words(self.certificate, self.unit)}\n"
+            f"  assumes: queries like the {self.certificate.tested:,} it was tested on, at most "
+            f"{self.no_match_share:.0%} more without a right item, the same gallery and encoder"
         )
-        return "\n".join(lines)
-
-    @property
-    def _has_groups(self) -> bool:
-        return list(self.certificates) != [EVERYBODY]
 
 
 _SHARES = ("max_error", "confidence", "no_match_share", "score_share")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from geoflow_fast.decisions.inputs import FEWEST, Labels, Lists
 from geoflow_fast.decisions.logistic import Bools, FeatureGain, Floats
 from geoflow_fast.decisions.model import Judged, Model, Pilot, fit_model, no_match_probability
 from geoflow_fast.decisions.reference import reference_of
-from geoflow_fast.decisions.rules import ANSWERS, EVERYBODY, ITEMS, Rule
+from geoflow_fast.decisions.rules import ANSWERS, ITEMS, Rule
 from geoflow_fast.decisions.tables import Table
 from geoflow_fast.runtime import checks
 from geoflow_fast.runtime.files import contents_of, read_json, write_json
@@ -44,7 +43,6 @@ class Trust:
     """
 
     classes_: Any
-    n_features_in_: int
     encoder_: str | None = None
     """The encoder whose lists were fitted, if `fit` was told."""
 
@@ -68,7 +66,7 @@ class Trust:
         results = inputs.result_lists(scores, "scores", presorted=self.presorted)
         n, k = results.scores.shape
         if n < FEWEST:
-            raise ValueError(f"scores has {n} sample(s); at least {FEWEST} judged queries are needed, better about 100")
+            raise ValueError(f"scores has {n} queries; at least {FEWEST} judged ones are needed, better about 100")
         known = inputs.labels_of(labels, results)
         numbers = inputs.features_of(features, n, None)
         if known.first.all() or not known.first.any():
@@ -83,14 +81,14 @@ class Trust:
         model, self._pilot, self._report = fit_model(judged, seed)
         self._model = dataclasses.replace(model, log_prob=log_prob)
         self._seen = frozenset(inputs.row_digests(results.scores))
-        self.classes_, self.n_features_in_ = np.array([False, True]), k
+        self.classes_ = np.array([False, True])
         self.encoder_ = None if encoder is None else checks.words(encoder, "encoder")
-        names = results.table.columns
-        if names is not None and all(isinstance(name, str) for name in names):
-            self.feature_names_in_ = np.array(names, dtype=object)
-        elif hasattr(self, "feature_names_in_"):
-            del self.feature_names_in_
         return self
+
+    @property
+    def k(self) -> int:
+        """The length of the lists that were fitted."""
+        return self._fitted().k
 
     @property
     def report(self) -> tuple[FeatureGain, ...]:
@@ -112,19 +110,6 @@ class Trust:
         results, model, numbers = self._read(scores, features, encoder)
         right = model.right_logit(results.scores, numbers) >= 0
         return results.table.back(self.classes_[right.astype(int)], ["label"])
-
-    def decision_function(self, scores: Table, features: Table | None = None, *, encoder: str | None = None) -> Any:
-        """The log-odds [n] that the first hit is right."""
-        results, model, numbers = self._read(scores, features, encoder)
-        return results.table.back(model.right_logit(results.scores, numbers), ["log_odds"])
-
-    def score(
-        self, scores: Table, labels: Table, features: Table | None = None, *, encoder: str | None = None
-    ) -> float:
-        """The share of queries whose label is predicted."""
-        results, model, numbers = self._read(scores, features, encoder)
-        known = inputs.labels_of(labels, results)
-        return float(((model.right_logit(results.scores, numbers) >= 0) == known.first).mean())
 
     def relevance(self, scores: Table, features: Table | None = None, *, encoder: str | None = None) -> Any:
         """The probability [n, k] that each hit is relevant. A row need not sum to one: several hits may be relevant, or
@@ -160,7 +145,6 @@ class Trust:
         unlabelled: Table | None = None,
         features: Table | None = None,
         unlabelled_features: Table | None = None,
-        groups: Table | None = None,
         encoder: str | None = None,
         gallery_size: int | None = None,
     ) -> Rule:
@@ -177,23 +161,16 @@ class Trust:
 
         `precision=0.9` in place of `max_error` makes a rule for `rule.show`: hits are shown such that, on average over
         the queries that are shown something, at least this share of the hits is relevant; labels must be [n, k].
-        `groups` [n] gives each group of queries its own threshold, each at the stated confidence taken alone. A given
-        `no_match_share` then has to hold within each group, not only in all traffic; shares that are to be estimated
-        need a call for each group, with the live lists of that group. `encoder`, by default that of the fit, and
-        `gallery_size` are kept with the rule, which then refuses other ones. The rule keeps the lists, too, so that
-        `gf.watch` can tell when live queries are no longer like these; `rule.with_hits` adds what they found. The tests
-        are exact binomial ones, for precision the bounds of Hoeffding and Bentkus, in a fixed order of thresholds.
+        `encoder`, by default that of the fit, and `gallery_size` are kept with the rule, which then refuses other ones.
+        The rule keeps the lists, too, so that `gf.watch` can tell when live queries are no longer like these;
+        `rule.with_hits` adds what they found. The tests are exact binomial ones, for precision the bounds of Hoeffding
+        and Bentkus, in a fixed order of thresholds.
         """
         for name, value in (("max_error", max_error), ("confidence", confidence)):
             check_open_interval(value, name)
         if precision is not None:
             check_open_interval(precision, "precision")
             max_error = 1 - precision
-        if groups is not None and no_match_share == ESTIMATE:
-            raise ValueError(
-                f"groups may differ in their shares without a match, and no_match_share={ESTIMATE!r} bounds only that "
-                "of all unlabelled lists: certify each group by its own call, with the live lists of that group"
-            )
         # What is guaranteed comes from these lists: a fit that was not told its encoder does no harm.
         results, model, numbers = self._read(scores, features, None if self.encoder_ is None else encoder)
         self._refuse_fitted(results.scores)
@@ -204,27 +181,19 @@ class Trust:
             raise ValueError("precision needs labels [n, k], the grade of each hit")
         live = self._live(no_match_share, unlabelled, unlabelled_features)
         share = 0.0 if isinstance(no_match_share, str) else checks.number(no_match_share, "no_match_share", 0, 0.99)
-        n = len(results.scores)
-        names = np.full(n, EVERYBODY) if groups is None else inputs.groups_of(groups, n)
         unit = ANSWERS if precision is None else ITEMS
         certifier = Certifier(
             model, self._pilot, unit, float(max_error), float(confidence), share=share, live=live, seed=self.seed
         )
-        certificates, shares = {}, []
-        for name in sorted(set(names.tolist())):
-            own = names == name
-            part = None if known.relevant is None else known.relevant[own]
-            certificate, covered = certifier(results.scores[own], numbers[own], known.first[own], part)
-            certificates[name] = certificate
-            shares.append(covered)
+        certificate, covered = certifier(results.scores, numbers, known.first, known.relevant)
         return Rule(
             model,
             certifier.unit,
             float(max_error),
             float(confidence),
-            max(shares),
+            covered,
             certifier.score_share,
-            certificates,
+            certificate,
             self.encoder_ if encoder is None else checks.words(encoder, "encoder"),
             None if gallery_size is None else checks.integer(gallery_size, "gallery_size", 1),
             bool(self.presorted),
@@ -267,7 +236,7 @@ class Trust:
             trust._report = tuple(FeatureGain(**rung) for rung in values["report"])
             # Files of earlier versions hold neither what was seen nor an encoder.
             trust._seen = frozenset(str(digest) for digest in values.get("seen", []))
-            trust.classes_, trust.n_features_in_ = np.array([False, True]), trust._model.k
+            trust.classes_ = np.array([False, True])
             named = values.get("encoder")
             trust.encoder_ = None if named is None else checks.words(named, "encoder")
         return trust
@@ -289,20 +258,19 @@ class Trust:
         return f"Trust({settings})"
 
     def __sklearn_tags__(self) -> Any:
-        """What scikit-learn wants to know about an estimator."""
+        """What scikit-learn wants to know about an estimator before it splits data for it."""
         from sklearn.utils import ClassifierTags, InputTags, Tags, TargetTags
 
         return Tags(
             estimator_type="classifier",
             target_tags=TargetTags(required=True),
-            classifier_tags=ClassifierTags(multi_class=False, poor_score=True),
+            classifier_tags=ClassifierTags(multi_class=False),
             input_tags=InputTags(),
         )
 
     def _fitted(self) -> Model:
         if not hasattr(self, "_model"):
-            error = getattr(sys.modules.get("sklearn.exceptions"), "NotFittedError", ValueError)
-            raise error("this Trust is not fitted yet: call fit with judged queries first")
+            raise ValueError("this Trust is not fitted yet: call fit with judged queries first")
         return self._model
 
     def _read(self, scores: Table, features: Table | None, encoder: str | None) -> tuple[Lists, Model, Floats]:

@@ -20,7 +20,7 @@ from geoflow_fast.decisions.drift import Drift
 from geoflow_fast.decisions.encoders import check_encoder
 from geoflow_fast.decisions.logistic import fit_logistic, logits
 from geoflow_fast.decisions.reference import Reference
-from geoflow_fast.decisions.rules import ANSWERS, Certificate, Rule
+from geoflow_fast.decisions.rules import Rule
 from geoflow_fast.decisions.tables import Table, read
 from geoflow_fast.runtime import checks
 
@@ -32,45 +32,11 @@ EVEN_SHARE = 0.5
 """Signals of missing items are probabilities at even odds."""
 FURTHEST = 4.0
 """Standardised scores further out count as this, before they are squared."""
-FEWEST, COVERED = 50, 0.5
-"""A threshold is not carried over to live queries if fewer calibration queries, or queries for a smaller share of the
-live ones, stand for them."""
 TO_LABEL = 50
 SHARE_STEP = 0.1
 """How far the shares of queries without a right item are apart, at most, that a log is compared with."""
 MOST_HITS = 20
 """Hits of each list whose items are compared."""
-
-
-@dataclass(frozen=True)
-class Overlap:
-    """The threshold for queries like the live ones, from calibration queries that count by how live they look."""
-
-    effective: float
-    """Effective number of calibration queries: as many equally weighted ones would be worth as much."""
-    covered: float
-    """The share of the live queries that they stand for; where it is small, the others are unlike all judged ones."""
-    kept: int
-    """Queries that were kept, each with a probability proportional to its weight: a sample of live-like queries."""
-    certificate: Certificate | None
-    """What could be certified on these; None if they are too few."""
-
-    @property
-    def words(self) -> str:
-        """In a sentence."""
-        if self.effective == 0:
-            return "thresholds are carried over for rules about answers only"
-        if self.certificate is None:
-            return (
-                f"not enough overlap: the judged queries stand for {self.covered:.0%} of the live ones and count as "
-                f"{self.effective:.0f}"
-            )
-        if not math.isfinite(self.certificate.threshold):
-            return f"no threshold can be certified from the {self.kept} judged queries that look live"
-        return (
-            f"for queries like the live ones, answer from {self.certificate.threshold:.3f} on: "
-            f"{self.certificate.answered:.1%} of them"
-        )
 
 
 @dataclass(frozen=True)
@@ -98,7 +64,6 @@ class Look:
     no_match_stderr: float
     drifts: tuple[Drift, ...]
     """One for each view."""
-    overlap: Overlap
 
     @property
     def p_value(self) -> float:
@@ -168,8 +133,6 @@ class Log:
 
     heads: Floats
     features: Floats
-    threshold: Floats
-    """[n], that of each query's group."""
     hits: NDArray[Any] | None
     embeddings: Floats | None
 
@@ -179,7 +142,6 @@ class Log:
         return Log(
             lists.rounded(self.heads[rows]),
             lists.rounded(self.features[rows]),
-            self.threshold[rows],
             None if self.hits is None else self.hits[rows],
             None if self.embeddings is None else self.embeddings[rows],
         )
@@ -191,14 +153,12 @@ def watch(
     *,
     encoder: str | None = None,
     features: Table | None = None,
-    groups: Table | None = None,
     hits: Table | None = None,
     embeddings: Table | None = None,
     judged_embeddings: Table | None = None,
     window: int = WINDOW,
     every: int = EVERY,
     false_alarms: float = FALSE_ALARMS,
-    classifier: Any | None = None,
 ) -> Health:
     """Looks at a log of queries, whose result lists `scores` [n, k] stand in the order in which they came, after every
     `every` queries, and compares the last `window` with those that the rule was certified on.
@@ -211,15 +171,13 @@ def watch(
     probability of at most `false_alarms`.
 
     `encoder` names the encoder that made the lists: a rule of another one is refused with a ValueError, and if only the
-    rule or only the call names one, a warning says so. `classifier`: an estimator of scikit-learn with `predict_proba`
-    in place of the linear one, for scores and embeddings; it is fitted some thousand times where there is a change.
+    rule or only the call names one, a warning says so.
     """
     if not isinstance(rule, Rule):
         raise TypeError(f"rule must be a Rule, got {type(rule).__name__}")
     check_encoder("this rule", rule.encoder, encoder)
     compared = {"hits": hits, "embeddings": embeddings, "judged_embeddings": judged_embeddings}
-    looks = Looks(window, every, false_alarms, classifier=classifier)
-    return looked_at(rule, scores, looks, features=features, groups=groups, **compared)
+    return looked_at(rule, scores, Looks(window, every, false_alarms), features=features, **compared)
 
 
 @dataclass(frozen=True)
@@ -233,15 +191,12 @@ class Looks:
     """How many looks there were already; the next one comes after them."""
     alarmed: bool = False
     """Whether one of these was an alarm; looks after it only show how the difference goes on."""
-    classifier: Any | None = None
 
     def __post_init__(self) -> None:
         check_open_interval(self.false_alarms, "false_alarms")
         checks.integer(self.every, "every", 1)
         checks.integer(self.window, "window", self.every)
         checks.integer(self.before, "before", 0)
-        if self.classifier is not None and not hasattr(self.classifier, "predict_proba"):
-            raise TypeError(f"classifier must have predict_proba, got {type(self.classifier).__name__}")
 
 
 def looked_at(
@@ -250,7 +205,6 @@ def looked_at(
     looks: Looks,
     *,
     features: Table | None = None,
-    groups: Table | None = None,
     hits: Table | None = None,
     embeddings: Table | None = None,
     judged_embeddings: Table | None = None,
@@ -263,11 +217,10 @@ def looked_at(
     log = Log(
         rule.model.heads(results.scores),
         inputs.features_of(features, n, rule.model.features),
-        rule.thresholds(groups, n),
         None if hits is None else inputs.hits_of(hits, n, rule.model.k),
         live_rows,
     )
-    watcher = Watcher(rule, reference, judged, looks.false_alarms, looks.classifier)
+    watcher = Watcher(rule, reference, judged, looks.false_alarms)
     every = looks.every
     numbers = range(looks.before + 1, n // every + 1)
     if not numbers:
@@ -339,18 +292,17 @@ class Watcher:
         reference: Reference,
         embeddings: Floats | None,
         false_alarms: float,
-        classifier: Any | None = None,
         seed: int = 0,
     ) -> None:
         self.rule, self.reference, self.embeddings = rule, reference, embeddings
-        self.false_alarms, self.classifier, self.seed = false_alarms, classifier, seed
+        self.false_alarms, self.seed = false_alarms, seed
         self.p_judged = self._p_answer(reference.heads, reference.features)
 
     def look(self, number: int, log: Log, start: int, end: int, *, alarmed: bool = False) -> Look:
         """The `number`-th look, at the rows from `start` to `end`; after an alarm it is the first for itself."""
         part, rng = log.part(start, end), np.random.default_rng((self.seed, number))
         drifts = self.drifts(number, part, rng, alarmed=alarmed)
-        answered = self._p_answer(part.heads, part.features) >= part.threshold
+        answered = self._p_answer(part.heads, part.features) >= self.rule.threshold
         share, share_error = self._no_match(part)
         p, stderr = self._expected(part, share, share_error)
         return Look(
@@ -365,7 +317,6 @@ class Watcher:
             share,
             share_error,
             drifts,
-            self._overlap(part, share, share_error, rng),
         )
 
     def health(self, looks: Sequence[Look], alarm: Look | None, log: Log) -> Health:
@@ -401,11 +352,10 @@ class Watcher:
 
     def _judged_error(self) -> float:
         """Expected share of wrong answers among the judged queries, and among their twins as far as the rule reckons
-        with these, at the loosest threshold if there are several."""
-        lowest = min(each.threshold for each in self.rule.certificates.values())
+        with these."""
         share, reference = self.rule.no_match_share, self.reference
         p = np.concatenate((self.p_judged, self._p_answer(reference.twins, reference.features)))
-        weight = np.repeat((1 - share, share), len(reference)) * (p >= lowest)
+        weight = np.repeat((1 - share, share), len(reference)) * (p >= self.rule.threshold)
         return float(weight @ (1 - p) / weight.sum()) if weight.any() else math.nan
 
     def drifts(self, number: int, part: Log, rng: np.random.Generator, *, alarmed: bool = False) -> tuple[Drift, ...]:
@@ -437,22 +387,18 @@ class Watcher:
         )
 
     def _views(self, pool: Reference, part: Log, folds: drift.Folds) -> dict[str, drift.OutOfFold]:
-        def classifier_of(columns: Floats) -> drift.OutOfFold:
-            if self.classifier is None:
-                return drift.linear_classifier(columns, folds)
-            return drift.estimator_classifier(self.classifier, columns, folds)
-
         heads = np.concatenate((pool.heads, part.heads))
         features = np.concatenate((pool.features, part.features))
         views: dict[str, drift.OutOfFold] = {
             MISSING: drift.GivenScore(self._signals(heads, features)),
-            SCORES: classifier_of(self._columns(heads, features)),
+            SCORES: drift.linear_classifier(self._columns(heads, features), folds),
         }
         if pool.hits is not None and part.hits is not None:
             items = np.concatenate((pool.hits[:, :MOST_HITS], part.hits[:, :MOST_HITS]))
             views[HITS] = drift.item_classifier(_numbered(items), folds)
         if self.embeddings is not None and part.embeddings is not None:
-            views[EMBEDDINGS] = classifier_of(np.concatenate((self.embeddings, part.embeddings)))
+            columns = np.concatenate((self.embeddings, part.embeddings))
+            views[EMBEDDINGS] = drift.linear_classifier(columns, folds)
         return views
 
     def _columns(self, heads: Floats, features: Floats) -> Floats:
@@ -479,48 +425,6 @@ class Watcher:
         share = float(np.clip((live.mean() - queries.mean()) / apart, 0.0, 1.0))
         off = queries + share * (twins - queries)
         return share, math.sqrt(float(live.var()) / len(live) + float(off.var()) / len(off)) / apart
-
-    def _overlap(self, part: Log, share: float, share_error: float, rng: np.random.Generator) -> Overlap:
-        """The threshold for queries like the live ones. Judged queries, some of them without their right items if the
-        log seems to hold more of this than the rule reckons with, are kept with probabilities proportional to their
-        weights. Among the queries that are kept, errors are binomial, and an exact test can be done."""
-        rule, reference = self.rule, self.reference
-        if rule.unit != ANSWERS:
-            return Overlap(0.0, 0.0, 0, None)
-        more = self._more_missing(share, share_error)
-        allowed = min(1.0, share + 2 * share_error) if more else rule.no_match_share
-        missing = rng.random(len(reference)) < allowed
-        pool = reference.with_missing(missing)
-        weight = self._weights(pool, part, rng)
-        effective = float(weight.sum() ** 2 / (weight**2).sum())
-        kept = rng.random(len(weight)) * weight.max() < weight
-        covered = min(1.0, float(weight.mean()))
-        if min(effective, float(kept.sum())) < FEWEST or covered < COVERED:
-            return Overlap(effective, covered, int(kept.sum()), None)
-        p = self._p_answer(pool.heads, pool.features)
-        return Overlap(effective, covered, int(kept.sum()), _certified(rule, p, pool.right, kept))
-
-    def _weights(self, pool: Reference, part: Log, rng: np.random.Generator) -> Floats:
-        """How much more frequent each query of the pool is in the log, by classifiers that have not seen it."""
-        n = len(pool)
-        folds = drift.folds_of(n + len(part.heads), rng)
-        views = self._views(pool, part, folds)
-        labels = (np.arange(n + len(part.heads)) >= n).astype(np.float64)[None]
-        scores = [classify(labels)[0] for name, classify in views.items() if name in (SCORES, EMBEDDINGS)]
-        return _likely(np.column_stack(scores), labels[0] > 0)[:n]
-
-
-def _certified(rule: Rule, p: Floats, right: Bools, kept: Bools) -> Certificate:
-    """Certifies a threshold on the kept queries. Thresholds, and where the tests begin, depend on the probabilities of
-    the other queries alone."""
-    others = p[~kept] if (~kept).any() else p
-    thresholds = certify.spaced(others, np.ones(len(others)))
-    stated = certify.stated_error(others, np.ones(len(others)), thresholds)
-    levels = certify.starting_levels(int((stated <= rule.max_error / 2).sum().clip(1) - 1), len(thresholds))
-    outcomes = certify.answer_outcomes(p[kept], ~right[kept], np.zeros(int(kept.sum())), thresholds)
-    return certify.certified(
-        outcomes, thresholds, levels, certify.Share.known(0.0), rule.max_error, rule.confidence, unit=ANSWERS, seed=0
-    )
 
 
 def _likely(scores: Floats, live: Bools) -> Floats:

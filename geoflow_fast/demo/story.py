@@ -20,7 +20,7 @@ from torch import Tensor
 
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.rows import Rows
-from geoflow_fast.decisions.rules import EVERYBODY, Rule
+from geoflow_fast.decisions.rules import Rule
 from geoflow_fast.decisions.trust import Trust
 from geoflow_fast.directions import Direction
 from geoflow_fast.explore import sources
@@ -86,7 +86,7 @@ class Story:
 
     def checks(self) -> list[Expectation]:
         """What is expected of it."""
-        answered = self.rule.certificates[EVERYBODY].answered  # none if nothing is certified
+        answered = self.rule.certificate.answered  # none if nothing is certified
         early = self.noticed is not None and self.noticed <= 0
         left = -1 if self.noticed is None or early else CHANGED - self.noticed
         return [
@@ -97,7 +97,7 @@ class Story:
 
     def summary(self) -> dict[str, object]:
         """The numbers of the story in a form that can be written as JSON."""
-        own = self.rule.certificates[EVERYBODY]
+        own = self.rule.certificate
         return {
             "max_error": self.rule.max_error,
             **own.as_json(),
@@ -111,7 +111,7 @@ class Story:
     @property
     def tiles(self) -> list[dict[str, str]]:
         """The story as a score card."""
-        own = self.rule.certificates[EVERYBODY]
+        own = self.rule.certificate
         when = "not noticed" if self.noticed is None else f"after {self.noticed} queries"
         missing = f"{MISSING:.0%} of them then ask for something that is missing, {NO_MATCH:.0%} before"
         wrong = f"{own.error:.0%} wrong in the test" if self.rule.certified else "nothing could be certified"

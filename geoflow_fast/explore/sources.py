@@ -15,7 +15,7 @@ from geoflow_fast.data.embeddings import IMAGE_FOLDER, TEXT_FOLDER, open_rows
 from geoflow_fast.data.pairs import METADATA_FOLDER
 from geoflow_fast.data.rows import Rows, load_npy
 from geoflow_fast.decisions.encoders import check_encoder
-from geoflow_fast.decisions.rules import ANSWERS, EVERYBODY, Rule
+from geoflow_fast.decisions.rules import ANSWERS, Rule
 from geoflow_fast.decisions.watch import Health
 from geoflow_fast.explore.page import Certified, Explored, Items, Marked
 from geoflow_fast.explore.thumbnails import Thumbnails
@@ -270,7 +270,7 @@ def _evidence(columns: dict[str, Array], kept: Array, k: int) -> dict[str, Array
 def _certified(rule: Rule | None) -> Certified | None:
     if rule is None or _not_shown(rule):
         return None
-    own = rule.certificates[EVERYBODY]
+    own = rule.certificate
     return Certified(own.threshold, rule.max_error, rule.confidence, own.answered, rule.no_match_share)
 
 
@@ -278,9 +278,7 @@ def _not_shown(rule: Rule | None) -> str:
     """Why a page has no certified point; empty if it has one."""
     if rule is None:
         return "give a rule of `geoflow threshold`"
-    if rule.unit != ANSWERS:
-        return "the rule is about the hits that are shown, not about answers"
-    return "" if list(rule.certificates) == [EVERYBODY] else "the rule has a threshold for each group of queries"
+    return "" if rule.unit == ANSWERS else "the rule is about the hits that are shown, not about answers"
 
 
 def changed_queries(

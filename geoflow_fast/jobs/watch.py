@@ -196,7 +196,6 @@ def _row(look: Look, health: Health, since: str, made_by: str, log: str) -> dict
     """One look as a row of the table."""
     alarmed = health.alarm is not None and health.alarm.number <= look.number
     verdict = since or (health.verdict if alarmed else _verdict_of(look, health))
-    certificate = look.overlap.certificate
     drifts = {each.view: each for each in look.drifts}
     return {
         "look": look.number,
@@ -214,11 +213,6 @@ def _row(look: Look, health: Health, since: str, made_by: str, log: str) -> dict
         "judged_error": look.judged_error,
         "no_match_share": look.no_match_share,
         "no_match_stderr": look.no_match_stderr,
-        "effective": look.overlap.effective,
-        "covered": look.overlap.covered,
-        "new_threshold": math.nan if certificate is None else certificate.threshold,
-        "new_answered": math.nan if certificate is None else certificate.answered,
-        "overlap": look.overlap.words,
         MADE_BY: made_by,
         LOG: log,
     }

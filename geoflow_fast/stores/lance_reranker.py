@@ -94,7 +94,7 @@ class LanceReranker(Reranker):
         return self.rerank_fts(query, self.merge_results(vector_results, fts_results))
 
     def _of_distances(self, trust: Trust, hits: pa.Table) -> pa.Table:
-        k = trust.n_features_in_
+        k = trust.k
         if len(hits) > k or (len(hits) < k and not self._short_lists):
             raise ValueError(
                 f"the search found {len(hits)} hits, but the trust was fitted on lists of {k}: search with limit({k})"

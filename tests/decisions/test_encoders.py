@@ -38,11 +38,10 @@ def rule(trust):
 
 
 def of_trust(trust, name):
-    more = (NEW.first,) if name == "score" else ()
-    return lambda **told: getattr(trust, name)(NEW.scores, *more, **told)
+    return lambda **told: getattr(trust, name)(NEW.scores, **told)
 
 
-@pytest.mark.parametrize("name", ["predict_proba", "predict", "decision_function", "score", "relevance", "p_no_match"])
+@pytest.mark.parametrize("name", ["predict_proba", "predict", "relevance", "p_no_match"])
 def test_a_trust_serves_the_encoder_that_it_was_fitted_with(trust, name):
     plain = gf.Trust().fit(FITTED.scores, FITTED.first)
     assert_never_silent(of_trust(trust, name), of_trust(plain, name))

@@ -125,31 +125,6 @@ def test_the_precision_of_what_is_shown(trust):
         trust.certify(tested.scores, tested.first, precision=0.8)
 
 
-def test_each_group_has_its_own_threshold(trust):
-    easy, hard = search(1500, seed=1), search(1500, items=1000, seed=2)
-    scores, labels = (np.concatenate((getattr(easy, name), getattr(hard, name))) for name in ("scores", "relevant"))
-    groups = np.repeat(["photos", "maps"], 1500)
-    made = trust.certify(scores, labels, groups=groups)
-    assert set(made.certificates) == {"photos", "maps"}
-    assert made.certificates["maps"].threshold != made.certificates["photos"].threshold
-    single = trust.certify(hard.scores, hard.relevant)
-    assert single.certificates[""] == made.certificates["maps"]
-    np.testing.assert_array_equal(made(hard.scores, groups=groups[1500:]), single(hard.scores))
-    with pytest.raises(ValueError, match="groups has 'logos'"):
-        made(easy.scores[:1], groups=["logos"])
-    with pytest.raises(ValueError, match="needs groups="):
-        made(easy.scores)
-
-
-def test_a_group_of_one_query_has_no_certificate(trust):
-    tested = search(600, seed=1)
-    groups = np.where(np.arange(600) == 7, "lonely", "others")
-    made = trust.certify(tested.scores, tested.relevant, precision=0.7, groups=groups)
-    assert made.certificates["lonely"].threshold == np.inf
-    assert np.isfinite(made.certificates["others"].threshold)
-    assert not made(tested.scores[:9], groups=["lonely"] * 9).any()
-
-
 def test_queries_that_were_fitted_are_refused(trust):
     known, tested = search(300), search(300, seed=1)
     with pytest.raises(ValueError, match="300 of 300 rows that were fitted"):
@@ -197,7 +172,7 @@ def test_a_rule_says_what_it_does(rule):
         "assumes",
     ):
         assert part in words
-    certificate = rule.certificates[""]
+    certificate = rule.certificate
     assert certificate.error <= certificate.error_bound <= rule.max_error
     wrong = round(certificate.error * certificate.answered * 2000)
     exact = gf.evaluation.clopper_pearson_upper(wrong, round(certificate.answered * 2000))
@@ -209,7 +184,8 @@ def test_a_rule_says_what_it_does(rule):
     [
         (lambda v: v | {"format": 2}, "format 2"),
         (lambda v: v | {"what": "song"}, "song"),
-        (lambda v: v | {"certificates": {}}, "no certificate"),
+        (lambda v: v | {"certificate": {}}, "threshold"),
+        (lambda v: v | {"certificate": v["certificate"] | {"error_bound": None}}, "error_bound must be a number"),
         (lambda v: v | {"max_error": 7}, "max_error"),
         (lambda v: v | {"unit": "tons"}, "unit must be one of"),
         (lambda v: v | {"model": v["model"] | {"hits": [1, 2]}}, "out of range"),
@@ -262,12 +238,6 @@ def test_answers_come_as_the_callers_kind_of_table(rule):
         ({"max_error": 0.0}, "max_error"),
         ({"confidence": 1.0}, "confidence"),
         ({"no_match_share": 1.0}, "no_match_share"),
-        ({"groups": [1, 2]}, r"group of each query, \[500\]"),
-        ({"groups": [""] * 500}, "empty name in row 0"),
-        (
-            {"groups": ["a", "b"] * 250, "no_match_share": "estimate", "unlabelled": MATCHED.scores},
-            "certify each group by its own call",
-        ),
         ({"gallery_size": 0}, "gallery_size"),
     ],
 )

@@ -73,8 +73,8 @@ def test_features_of_the_caller_are_kept_only_if_they_help():
     assert next(rung for rung in with_hint.report if rung.name == "features").kept
     plain = gf.Trust().fit(known.scores, known.first)
     hint = NEW.first[:, None] + 0.5 * rng.normal(size=(4000, 1))
-    better = log_losses(with_hint.decision_function(NEW.scores, hint), NEW.first).mean()
-    assert better < log_losses(plain.decision_function(NEW.scores), NEW.first).mean() - 0.05
+    better = log_losses(special.logit(with_hint.predict_proba(NEW.scores, hint)[:, 1]), NEW.first).mean()
+    assert better < log_losses(special.logit(plain.predict_proba(NEW.scores)[:, 1]), NEW.first).mean() - 0.05
     with pytest.raises(ValueError, match="features has 0 columns, but 1 were fitted"):
         with_hint.predict_proba(NEW.scores)
 
@@ -216,7 +216,7 @@ def with_nan(scores):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda s, y: (s[:5], y[:5]), "5 sample.* at least 10 judged queries are needed"),
+        (lambda s, y: (s[:5], y[:5]), "scores has 5 queries; at least 10 judged ones are needed"),
         (lambda s, y: (with_nan(s), y), "scores has nan in row 7"),
         (lambda s, y: (-s, y), "best hit first, but in row 0 column 1"),
         (lambda s, y: (s, y[:-1]), r"labels must be \[60\] or \[60, 5\]"),

@@ -60,11 +60,6 @@ def test_the_error_of_what_is_expected_has_three_parts(rule, match, more):
     assert abs(last.expected - log.first.mean()) < 4 * last.stderr < 0.4
 
 
-def test_no_more_than_all_live_queries_are_stood_for(rule):
-    for seed in range(3, 7):
-        assert 0.5 < gf.watch(rule, search(300, K, seed=seed).scores, every=300).last.overlap.covered <= 1
-
-
 def test_where_there_is_no_hit_there_is_no_item():
     """Ids may be words, and then what is missing may be None or -1; equal words have equal numbers."""
     words = np.array([["b", "a", -1], ["c", None, None], ["a", "-", "b"]], dtype=object)

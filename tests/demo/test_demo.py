@@ -118,7 +118,7 @@ def check_story(folder, told, page):
     ],
 )
 def test_a_story_that_goes_wrong_is_noticed(noticed, answered, held):
-    rule = SimpleNamespace(certificates={"": SimpleNamespace(answered=answered)})
+    rule = SimpleNamespace(certificate=SimpleNamespace(answered=answered))
     told = story.Story(rule, None, noticed, [], {})
     assert [check.holds for check in told.checks()] == held
 

@@ -90,7 +90,7 @@ def test_without_a_trust_half_of_the_queries_fit_one(monkeypatch, capsys):
     assert threshold(monkeypatch, "--json", scores="check.npy", labels="check_labels.npy", max_error=0.3) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["certified"]
-    assert facts["certificates"][""]["tested"] == 200
+    assert facts["certificate"]["tested"] == 200
     assert facts["left_out"] == 0
 
 
@@ -192,7 +192,7 @@ def test_one_caption_of_an_image_is_tested(monkeypatch, capsys, trusted, tested,
         capsys.readouterr()
     assert threshold(monkeypatch, "--json", **flags) == 0
     facts = json.loads(capsys.readouterr().out)
-    assert (facts["certificates"][""]["tested"], facts["left_out"]) == (tested, left_out)
+    assert (facts["certificate"]["tested"], facts["left_out"]) == (tested, left_out)
     assert threshold(monkeypatch, "--overwrite", **flags) == 0
     assert f"left out {left_out} queries" in capsys.readouterr().out
 
@@ -239,7 +239,7 @@ def test_nothing_certified_is_said_loudly_and_no_error(monkeypatch, capsys):
     assert "geoflow: warning: NOTHING COULD BE CERTIFIED" in said.err
     assert threshold(monkeypatch, "--json", "--overwrite", scores="check.npy", labels="wrong.npy", max_error=0.01) == 0
     facts = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)  # Infinity and NaN are no JSON
-    assert facts["certificates"][""]["threshold"] is None
+    assert facts["certificate"]["threshold"] is None
     assert threshold(monkeypatch, scores="new.npy", out="decided.parquet") == 0
     assert not read_columns(Path("decided.parquet"))["answer"].any()
 

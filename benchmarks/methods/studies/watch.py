@@ -138,7 +138,6 @@ def first_alarm(rule: gf.Rule, judged: Found, log: Found, views: str, seed: int)
     own = Log(
         model.heads(log.scores),
         np.empty((n, 0)),
-        rule.thresholds(None, n),
         log.hits if "hits" in views else None,
         log.embeddings if "embeddings" in views else None,
     )
