@@ -19,7 +19,7 @@ from geoflow_fast.evaluation.retrieval import hit_probability, plain_search
 from geoflow_fast.evaluation.zero_shot import zero_shot
 from geoflow_fast.retrieval.task import RetrievalTask
 from tests.evaluation.helpers import DIM, captioned
-from tests.reliability.targets import unit
+from tests.reliability.arguments import unit
 
 ORDERS = 2000
 

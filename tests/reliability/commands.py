@@ -1,4 +1,4 @@
-"""Good flags and files for every command of `geoflow`, which `tests/reliability/test_fuzz.py` spoils."""
+"""Good flags and files for every command of `geoflow`, which `tests/reliability/test_hostile.py` spoils."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import numpy as np
 
 import geoflow_fast as gf
 from geoflow_fast.runtime import parquet
-from tests.reliability.file_targets import pictures
-from tests.reliability.targets import IMAGE, square_flow, unit
+from tests.reliability.arguments import IMAGE, pictures, square_flow, unit
 
 
 @dataclass(frozen=True)

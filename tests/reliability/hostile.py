@@ -151,8 +151,8 @@ class Target:
     spreads: bool = False
     extra: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
     """More hostile values of an argument."""
-    dear: bool = False
-    """Whether a call takes so long that fewer inputs are tried."""
+    costly: bool = False
+    """Whether a call takes so long that `make test` tries fewer values."""
 
 
 def variants(value: Any) -> list[tuple[str, Callable[[], Any]]]:
@@ -206,6 +206,20 @@ def _spoiled(path: Path, inside: Path, change: Callable[[bytes], bytes]) -> Path
 def files_of(path: Path) -> list[Path]:
     """The file itself, or the files of a folder; an empty list if the path does not exist."""
     return [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def substitutions(target: Target) -> list[tuple[str, str, Callable[[], Any]]]:
+    """Every argument with every hostile value that may take its place: (argument, name of the value, its maker)."""
+    return [
+        (name, label, make)
+        for name, value in target.good().items()
+        for label, make in [*_named(target.extra.get(name, ())), *variants(value)]
+    ]
+
+
+def spread(values: Sequence[Any], most: int) -> list[Any]:
+    """At most so many of the values, from everywhere among them."""
+    return [values[k * len(values) // most] for k in range(most)] if len(values) > most else list(values)
 
 
 def fresh_path() -> Path:
