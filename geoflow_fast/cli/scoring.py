@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -79,16 +79,6 @@ def entropy(
     guidance: Annotated[float | None, typer.Option(help="Strength of guidance. Default: the model's, else 3.")] = None,
     steps: Annotated[int | None, typer.Option(help="Solver steps. Default: 50; --fast: 8.")] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of the base noise. Default: 0.")] = None,
-    posterior: Annotated[
-        Literal["likelihood", "bayes"] | None,
-        typer.Option(
-            help="likelihood: as in the paper; bayes: corrected for items that fit many queries. Default: likelihood."
-        ),
-    ] = None,
-    reference: Annotated[
-        Path | None,
-        typer.Option(help="Typical queries other than those scored; required for --posterior bayes of a flow."),
-    ] = None,
     top_k: Annotated[
         int | None, typer.Option(help="Also write this many most probable items: lists top_index and top_prob.")
     ] = None,
@@ -118,27 +108,16 @@ def entropy(
     queries, gallery = searched(queries, gallery, images, texts, direction)
     kind = scoring.model_kind(model)
     if kind != scoring.FLOW:
-        refuse_flags(kind, fast=fast or None, samples=samples, guidance=guidance, steps=steps, seed=seed)
+        refuse_flags(kind, fast=fast or None, samples=samples, kappa=kappa, guidance=guidance, steps=steps, seed=seed)
         refuse_flags(kind, precision=None if precision == "float32" else precision)
-    if kind == scoring.HEAD:
-        refuse_flags(kind, kappa=kappa, posterior=posterior)
-    elif reference is None and posterior == "bayes" and kind == scoring.FLOW:
-        raise ValueError(
-            "--posterior bayes needs --reference: typical queries other than those scored, which would count against "
-            "their own items"
-        )
     if plot is not None:
         plots.need_matplotlib()  # reports a missing matplotlib now rather than after hours of scoring
     chosen = given(n_samples=samples, kappa=kappa, guidance=guidance, n_steps=steps, seed=seed, top_k=top_k)
-    typical = None if reference is None else scoring.reference_queries(reference, normalize=normalize)
-    chosen |= given(posterior=posterior, reference=typical)
     with continued_later() as world:
         chosen |= {"fast": fast, "device": device, "precision": precision, "normalize": normalize}
         scorer = scoring.open_scorer(model, gallery, direction, world=world, **chosen)
         steered = kind == scoring.FLOW and (kappa is None or guidance is None)
         fitted = scoring.stored_bandwidth(model, scorer.flow, direction) if steered else None
-        if reference is not None and scorer.posterior != "bayes":
-            raise ValueError("--reference is for --posterior bayes")
         options: dict[str, Any] = {
             "with_top": top_k is not None,
             "block": block,

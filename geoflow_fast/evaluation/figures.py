@@ -22,7 +22,6 @@ from geoflow_fast.runtime import plots
 OWN_COLOURS = {
     "rerank": "#d1495b",
     "entropy": "#1f5fa8",
-    "entropy_bayes": "#4f9bd9",
     "entropy_paper": "#12355b",
     "epistemic": "#2a9d8f",
     "ladder": "#5a2d82",

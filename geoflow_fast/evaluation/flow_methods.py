@@ -19,9 +19,8 @@ from geoflow_fast.plan import EVALUATIONS
 from geoflow_fast.retrieval.bandwidth import fit_bandwidth
 from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.gallery import Gallery
-from geoflow_fast.retrieval.task import RetrievalTask, typical_queries
+from geoflow_fast.retrieval.task import RetrievalTask
 
-REFERENCE_QUERIES = 256
 TUNING_QUERIES = 256
 """Queries that tuning takes besides those that are scored, when costs are estimated."""
 
@@ -74,12 +73,11 @@ class FlowEntropy(FlowMethod):
     sampling: SamplingSettings = FAST_SAMPLING
     kappa: float | None = None
     guidance: float | None = None
-    posterior: str | None = None
 
     def facts(self) -> dict[str, Any]:
         """The flow, the settings of the sampler, and what is set instead of tuned."""
         sampler = {name: self.sampling[name] for name in ("n_samples", "n_steps", "solver", "grid", "noise")}
-        return {**super().facts(), **sampler, **self._given("posterior", "kappa", "guidance")}
+        return {**super().facts(), **sampler, **self._given("kappa", "guidance")}
 
     @property
     def evaluations(self) -> float:
@@ -93,29 +91,19 @@ class FlowEntropy(FlowMethod):
         study, direction = self.study, task.direction
         # A value that is set becomes a grid with one point.
         grids: dict[str, Any] = {f"{name}s": (value,) for name, value in self._given("kappa", "guidance").items()}
-        options: dict[str, Any] = {"settings": self.sampling, "seed": study.seed, **self._given("posterior")}
+        options: dict[str, Any] = {"settings": self.sampling, "seed": study.seed}
         best = fit_bandwidth(self.flow, study.val, direction, **grids, **options)
-        if self.posterior == "bayes":
-            options["reference"] = typical_queries(study.val, direction, REFERENCE_QUERIES, study.seed)
         self.gallery = Gallery(task.items.to(self.device))
         self.scorer = RetrievalEntropy(
             self.flow, self.gallery, direction, kappa=best.kappa, guidance=best.guidance, **options
         ).to(self.device)
         self.right = right_per_query(study.val, direction)
-        self.bias = -self.scorer.item_marginals() if self.posterior == "bayes" else None
 
     def score(self, rows: slice, answers: Tensor) -> Scores:
         """Scores queries by samples of what each of them looks for."""
         samples = self.scorer.draw(self.queries(rows))
         own = self.task.own[rows]
-        return posterior_scores(samples, self.gallery, self.scorer.kappa, own, answers, self.right, self.bias)
-
-
-class BayesEntropy(FlowEntropy):
-    """Retrieval entropy of the posterior in which each item is divided by its marginal."""
-
-    name, title = "entropy_bayes", "GeoFlow entropy, Bayes"
-    posterior = "bayes"
+        return posterior_scores(samples, self.gallery, self.scorer.kappa, own, answers, self.right)
 
 
 class PaperEntropy(FlowEntropy):

@@ -8,17 +8,17 @@ from geoflow_fast import baselines
 from geoflow_fast.baselines.bayesvlm import BayesVLM
 from geoflow_fast.baselines.trained import SizedBaseline
 from geoflow_fast.evaluation.baseline_methods import ActivationsMethod, BaselineMethod
-from geoflow_fast.evaluation.flow_methods import BayesEntropy, FlowEntropy, FlowEpistemic, PaperEntropy
+from geoflow_fast.evaluation.flow_methods import FlowEntropy, FlowEpistemic, PaperEntropy
 from geoflow_fast.evaluation.ladder_methods import FlowReranker, Ladder
 from geoflow_fast.evaluation.methods import Method, Study
 from geoflow_fast.retrieval.calibration import LEAST_QUERIES
 
 FLOW_METHODS: dict[str, Callable[[Study], Method]] = {
-    kind.name: kind for kind in (FlowReranker, FlowEntropy, BayesEntropy, PaperEntropy, FlowEpistemic)
+    kind.name: kind for kind in (FlowReranker, FlowEntropy, PaperEntropy, FlowEpistemic)
 }
-EXTRA = ("entropy_bayes", "entropy_paper")
-"""Methods that are not among the defaults. The first is of use for its probabilities; the second costs thirty times as
-much as the fast entropy for the same ranking."""
+EXTRA = ("entropy_paper",)
+"""Methods that are not among the defaults: this one costs thirty times as much as the fast entropy for the same
+ranking."""
 
 
 def all_methods() -> list[str]:

@@ -9,11 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from geoflow_fast.data.embeddings import open_rows
 from geoflow_fast.distributed import ALONE, World
 from geoflow_fast.flow.model import WEIGHTS_FILE, GeoFlow
 from geoflow_fast.flow.precision import settled_precision
@@ -34,7 +29,6 @@ FORMAT = 1
 blocks of an older one."""
 COLUMNS = ("entropy", "map_index", "map_prob", "risk_lower_bound")
 TOP_COLUMNS = ("top_index", "top_prob")
-REFERENCE_QUERIES = 256
 ITEM_BYTES = 4
 """Bytes of one coordinate of an item in memory."""
 STEERED = ("kappa", "guidance")
@@ -105,15 +99,6 @@ def model_kind(folder: Path) -> str:
     return HEAD if kind_of(folder / WEIGHTS_FILE) == HEAD else FLOW
 
 
-def reference_queries(path: Path, count: int = REFERENCE_QUERIES, *, normalize: bool = False) -> Tensor:
-    """Returns at most `count` rows of a file or folder of queries, evenly spaced: [R, d]."""
-    rows = open_rows(path, "reference queries")
-    rows.check(normalize=normalize)
-    if len(rows) == 0:
-        raise ValueError(f"reference queries {path} are empty")
-    return torch.from_numpy(rows[np.linspace(0, len(rows) - 1, min(count, len(rows))).astype(np.int64)])
-
-
 def score_file(
     scorer: RetrievalEntropy,
     queries: Path,
@@ -150,7 +135,6 @@ def score_file(
         "task": "entropy",
         "format": FORMAT,
         "top_k": scorer.top_k if with_top else None,
-        "marginals": scorer.marginal_settings if scorer.posterior == "bayes" else None,
     }
     names = (*COLUMNS, *TOP_COLUMNS) if with_top else COLUMNS
     answer_queries(

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from geoflow_fast.data.embeddings import open_rows
 from geoflow_fast.data.pairs import EmbeddingPairs
 from geoflow_fast.data.qrels import Qrels, judged_columns
 from geoflow_fast.data.rows import Rows
@@ -19,7 +20,7 @@ from geoflow_fast.flow.model import WEIGHTS_FILE, GeoFlow
 from geoflow_fast.flow.precision import settled_precision
 from geoflow_fast.head.model import HEAD_FOLDER, PosteriorHead
 from geoflow_fast.jobs.calibration import StoredCalibration, made_elsewhere, made_in_training, settle_ladder
-from geoflow_fast.jobs.entropy import HEAD, model_kind, reference_queries
+from geoflow_fast.jobs.entropy import HEAD, model_kind
 from geoflow_fast.jobs.job import quantiles
 from geoflow_fast.jobs.queries import BLOCK_QUERIES, Naming, answer_queries, open_queries
 from geoflow_fast.retrieval.gallery import Gallery
@@ -76,12 +77,21 @@ def open_reranker(
     flow, own_head = open_models(model, head)
     if flow is None and precision != "float32":
         raise ValueError(f"precision {precision} is a setting of flows, and there is none to re-rank by")
-    typical = None if bank is None else reference_queries(bank, MOST_ROWS, normalize=normalize)
+    typical = None if bank is None else bank_queries(bank, normalize=normalize)
     items = Gallery(gallery, world=world, normalize=normalize)
     reranker = BayesReranker(flow, items, direction, head=own_head, bank=typical, **settings)
     where = usable_device(device)
     reranker.precision = settled_precision(precision, where)
     return reranker.to(where)
+
+
+def bank_queries(path: Path, *, normalize: bool) -> Tensor:
+    """Returns at most `MOST_ROWS` rows of a file or folder of queries, evenly spaced: [R, d]."""
+    rows = open_rows(path, "bank queries")
+    rows.check(normalize=normalize)
+    if len(rows) == 0:
+        raise ValueError(f"bank queries {path} are empty")
+    return torch.from_numpy(rows[np.linspace(0, len(rows) - 1, min(MOST_ROWS, len(rows))).astype(np.int64)])
 
 
 def open_models(model: Path | None, head: Path | None) -> tuple[GeoFlow | None, PosteriorHead | None]:

@@ -19,8 +19,7 @@ from geoflow_fast.flow.sampling import FAST_SAMPLING
 from geoflow_fast.ops.gallery_posterior import check_kappa
 from geoflow_fast.retrieval.entropy import RetrievalEntropy
 from geoflow_fast.retrieval.gallery import Gallery
-from geoflow_fast.retrieval.marginals import log_mean_scores
-from geoflow_fast.retrieval.task import pair_task, typical_queries
+from geoflow_fast.retrieval.task import pair_task
 
 GUIDANCES = (0.0, 0.5, 1.0, 2.0, 3.0, 5.0)
 KAPPAS = tuple(2.0 ** (k / 2) for k in range(25))
@@ -55,10 +54,9 @@ def fit_bandwidth(
 
     Use pairs that the flow has not seen; samples of the flow cannot replace them, since guidance sharpens those.
     `settings` are the keywords of `RetrievalEntropy` that will be used with the result (`n_samples`, `n_steps`,
-    `settings`, `posterior`, ...), by default those of `RetrievalEntropy.fast`: fewer samples need a wider kernel. At
+    `settings`, ...), by default those of `RetrievalEntropy.fast`: fewer samples need a wider kernel. At
     most `max_queries` pairs, drawn by the seed, serve as queries. `guidances`, `kappas`: the grid to search; the best
-    kappa is refined between its neighbours. For `posterior="bayes"` the items' marginals are estimated from their
-    scores for up to `max_queries` reference queries of other images.
+    kappa is refined between its neighbours.
     """
     direction = Direction.of(direction, conditional=True)
     if not guidances or not kappas:
@@ -66,30 +64,17 @@ def fit_bandwidth(
     if not all(low < high for low, high in itertools.pairwise((0.0, *kappas, math.inf))):
         raise ValueError(f"kappas must be positive, finite and strictly ascending, got {tuple(kappas)}")
     check_kappa(kappas[-1])
-    bayes = settings.get("posterior") == "bayes"
-    if bayes and "density" in (settings.get("marginal"), settings.get("reference")):
-        raise ValueError(
-            "fit_bandwidth takes the items' marginals from the scores of other pairs; reference='density' is not "
-            "computed for it, since that takes two reverse solves per item: fit without a reference"
-        )
-    fixed = {"kappa", "guidance", "reference"} & set(settings)
+    fixed = {"kappa", "guidance"} & set(settings)
     if fixed:
         raise TypeError(f"fit_bandwidth chooses {', '.join(sorted(fixed))} itself")
-    seed, asking, reference = int(settings.get("seed", 0)), pairs, None
-    if bayes:
-        # A query that helped to estimate its own item's marginal, by itself or by another caption, would be held
-        # against that item, so the reference queries are of other images.
-        asking, others = pairs.split(0.5, seed)
-        reference = typical_queries(others, direction, max_queries, seed)
-    task = pair_task(asking, direction, max_queries, seed, among=pairs)
+    task = pair_task(pairs, direction, max_queries, int(settings.get("seed", 0)))
     device = next(flow.parameters()).device
     gallery, own, rows = Gallery(task.items.to(device)), task.own[:, 0].to(device), []
     for guidance in guidances:
-        chosen = {"settings": FAST_SAMPLING, **settings, "reference": reference, "guidance": float(guidance)}
+        chosen = {"settings": FAST_SAMPLING, **settings, "guidance": float(guidance)}
         scorer = RetrievalEntropy(flow, gallery, direction, **chosen).to(device)
         samples = scorer.draw(task.queries)
-        reference_samples = None if reference is None else scorer.draw(reference)
-        rows.append([mean_loss(samples, gallery, own, float(kappa), reference_samples) for kappa in kappas])
+        rows.append([mean_loss(samples, gallery, own, float(kappa)) for kappa in kappas])
     table = torch.tensor(rows, dtype=torch.float64, device="cpu")
     row, column = divmod(int(table.argmin()), len(kappas))
     return Bandwidth(refined(kappas, table[row], column), float(guidances[row]), float(table.min()), table)
@@ -105,17 +90,12 @@ def fit_cosine_scale(queries: Tensor, items: Tensor, own: Tensor) -> float:
     return refined(KAPPAS, loss, int(loss.argmin()))
 
 
-def mean_loss(
-    samples: Tensor, gallery: Gallery, own: Tensor, kappa: float, reference_samples: Tensor | None = None
-) -> float:
-    """Mean of -log pi(own item [Q]) for samples [Q, M, d]; the Bayes posterior, if samples [R, M, d] of reference
-    queries are given."""
+def mean_loss(samples: Tensor, gallery: Gallery, own: Tensor, kappa: float) -> float:
+    """Mean of -log pi(own item [Q]) for samples [Q, M, d]."""
     ((_, items),) = gallery.blocks(samples.device, samples.dtype)
-    bias = None if reference_samples is None else -log_mean_scores(reference_samples, gallery, kappa)
-    statistics = ops.gallery_statistics(samples, items, kappa, 1, item_bias=bias)
+    statistics = ops.gallery_statistics(samples, items, kappa, 1)
     cosine = torch.einsum("qmd,qd->qm", samples, items[own])
     score = (kappa * cosine.double()).logsumexp(1) - math.log(samples.shape[1])
-    score = score if bias is None else score + bias[own]
     return float((statistics.log_z - score).mean())
 
 

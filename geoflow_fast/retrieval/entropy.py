@@ -26,12 +26,10 @@ from geoflow_fast.retrieval import marginals
 from geoflow_fast.retrieval.freshness import flow_marks, marks
 from geoflow_fast.retrieval.gallery import Gallery, GallerySource
 from geoflow_fast.retrieval.sources import FlowSource, HeadSource, ScoringPoints, Source
-from geoflow_fast.runtime import checks
+from geoflow_fast.runtime import checks, hashing
 from geoflow_fast.runtime.progress import Advance
 from geoflow_fast.runtime.settings import deprecated_attribute, deprecated_keyword, field_names, settings_from
 
-POSTERIORS = ("likelihood", "bayes")
-MARGINALS = ("scores", "density")
 PAPER_KAPPA = 100.0
 
 
@@ -108,11 +106,6 @@ class RetrievalEntropy(nn.Module):
     normalising the scores over the gallery gives the posterior, of which the `top_k` most probable items are listed.
     The defaults are the paper's; `fast` has a cheaper setting.
 
-    `posterior="likelihood"` (the paper) normalises p(item | query); "bayes" first divides by p(item), which gives the
-    probability that the item is the one meant. The marginals p(item) are computed once per gallery, and again after a
-    change of the flow's weights: from the scores that items have for typical `reference` queries [R, d], a few hundred;
-    or with `reference="density"` from the flow's log-density, which needs no queries and is far more expensive.
-
     If the gallery has an index, scoring on a CPU skips items that provably do not matter, and `risk_lower_bound`
     accounts for the possible change. The state dict contains the model, not the gallery; moving the scorer to a device
     leaves a `Gallery` that it was given where it is.
@@ -132,8 +125,7 @@ class RetrievalEntropy(nn.Module):
         seed: int | None = None,
         *,
         top_k: int = 10,
-        posterior: str | None = None,
-        reference: Tensor | Array | str | None = None,
+        reference: Tensor | Array | None = None,
         settings: SamplingSettings | None = None,
         **deprecated: Any,
     ) -> None:
@@ -141,25 +133,18 @@ class RetrievalEntropy(nn.Module):
         call = "RetrievalEntropy"
         index = deprecated_keyword(deprecated, "index", call, "a Gallery(..., index=...)")
         prune = deprecated_keyword(deprecated, "prune", call, "a Gallery(..., prune=...)")
-        marginal = deprecated_keyword(deprecated, "marginal", call, 'reference="density", or queries as the reference')
         self.direction = Direction.of(direction, conditional=True)
         self.top_k, self.seed = checks.integer(top_k, "top_k", 1), checks.integer(0 if seed is None else seed, "seed")
-        for name, value, known in (
-            ("posterior", posterior or "likelihood", POSTERIORS),
-            ("marginal", marginal or "scores", MARGINALS),
-        ):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {known}, got {value!r}")
         steered = {"n_samples": n_samples, "n_steps": n_steps, "guidance": guidance}
-        flow_only = {**steered, "seed": seed, "settings": settings, "marginal": marginal, **deprecated}
+        flow_only = {**steered, "seed": seed, "settings": settings, **deprecated}
         self.source: Source
         if isinstance(model, PosteriorHead):
-            _refuse(model, **flow_only, kappa=kappa, posterior=posterior)
-            self.head, self.posterior = model, "bayes"
+            _refuse(model, **flow_only, kappa=kappa)
+            self.head = model
             self.source = HeadSource(model, self.direction)
         elif isinstance(model, GeoFlow):
             sampling = settings_from(SamplingSettings(), settings, deprecated, call, **steered)
-            self.flow, self.posterior = model, posterior or "likelihood"
+            self.flow = model
             checked = check_kappa(PAPER_KAPPA if kappa is None else kappa)
             self.source = FlowSource(model, self.direction, sampling, checked, self.seed)
         else:
@@ -175,7 +160,7 @@ class RetrievalEntropy(nn.Module):
         made_for = self.direction.items(*self.source.origin.encoders)
         refuse_other_encoder({f"the {self.source.NAME}": made_for, "the gallery": self.gallery.encoder})
         self._remembered = marginals.Remembered()
-        self._set_reference("density" if marginal == "density" else reference)
+        self.register_buffer("reference", self._checked_reference(reference), persistent=False)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("n_samples", "noise"):
@@ -219,26 +204,26 @@ class RetrievalEntropy(nn.Module):
             raise TypeError(f"the points of a {self.source.NAME} are not drawn from a flow")
         return self.source
 
-    def _set_reference(self, reference: Tensor | Array | str | None) -> None:
-        by_density = isinstance(reference, str)
-        if by_density and (reference != "density" or not isinstance(self.source, FlowSource)):
-            accepted = ' or "density"' if isinstance(self.source, FlowSource) else ""
-            raise ValueError(f"reference must be queries [R, {self.query_dim}]{accepted}, got {reference!r}")
-        rows = None
-        if reference is not None and not by_density:
-            rows = checks.rows(reference, "reference", self.query_dim, self.source.example, "R")
-            if len(rows) == 0:
-                raise ValueError(f"reference must be [R, {self.query_dim}], got {tuple(rows.shape)}")
-            check_rows(rows, "reference")
-            if not self.source.uses_reference:
-                raise ValueError(
-                    f"reference= would change nothing: this {self.source.NAME} corrects no {self.direction} scores for "
-                    "hubs (its hub_weight is 0, as it is without a bank); leave it out"
-                )
-        self.marginal = "density" if by_density else "scores"
-        self.register_buffer("reference", rows, persistent=False)
-        if self.posterior == "bayes":
-            self._reference_queries()
+    @property
+    def _head_source(self) -> HeadSource:
+        if not isinstance(self.source, HeadSource):
+            raise TypeError("the scores of a flow are not corrected by typical queries; those of a head are")
+        return self.source
+
+    def _checked_reference(self, reference: Tensor | Array | None) -> Tensor | None:
+        if reference is None:
+            return None
+        source = self._head_source
+        rows = checks.rows(reference, "reference", self.query_dim, source.example, "R")
+        if len(rows) == 0:
+            raise ValueError(f"reference must be [R, {self.query_dim}], got {tuple(rows.shape)}")
+        check_rows(rows, "reference")
+        if not source.uses_reference:
+            raise ValueError(
+                f"reference= would change nothing: this head corrects no {self.direction} scores for hubs (its "
+                "hub_weight is 0, as it is without a bank); leave it out"
+            )
+        return rows
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RetrievalEntropy:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -259,38 +244,23 @@ class RetrievalEntropy(nn.Module):
         """Everything a score depends on besides the model, the gallery and the query."""
         return {
             **self.source.settings,
-            "posterior": self.posterior,
-            "marginal": self.marginal if self.posterior == "bayes" else None,
+            **({} if self.reference is None else {"reference": hashing.digest([self.reference])}),
             "prune": "never" if self.gallery.index is None else self.gallery.prune,
             **self.source.solver_settings,
         }
 
-    @property
-    def marginal_settings(self) -> dict[str, Any]:
-        """Everything the items' marginals depend on besides the model and the gallery."""
-        return self.source.marginal_facts(self._reference_queries())
-
     def item_marginals(self) -> Tensor:
-        """Log-marginals [N] of the gallery items, up to a constant. They are computed once, and stored beside a gallery
-        on disk. They are computed again after the model, the gallery, the reference or a setting has changed."""
-        own = () if self.reference is None else (self.reference,)
-        current = flow_marks(self.source.model), marks(own), *self.settings.values()
-        numbers = self._remembered.numbers(self.gallery, current, self._marginal_facts, self._compute_marginals)
-        return numbers.to(self.source.example)
+        """Log-marginals [N] of the gallery items, up to a constant, which are subtracted from a head's scores. They are
+        computed once, and stored beside a gallery on disk. They are computed again after the head, the gallery, the
+        reference or the precision has changed."""
+        source, reference = self._head_source, self.reference
+        current = flow_marks(source.head), marks(() if reference is None else (reference,)), source.precision
+        facts, compute = self._marginal_facts, lambda: source.item_marginals(self.gallery, reference).float()
+        return self._remembered.numbers(self.gallery, current, facts, compute).to(source.example)
 
     def _marginal_facts(self) -> dict[str, Any]:
-        return {**self.marginal_settings, self.source.NAME: self.source.digest()}
-
-    def _compute_marginals(self) -> Tensor:
-        return self.source.item_marginals(self.gallery, self._reference_queries()).float()
-
-    def _reference_queries(self) -> Tensor | None:
-        """The typical queries that marginals are computed from; without any a flow's density is used, or the bank
-        of a head."""
-        if self.reference is None and self.marginal == "scores" and not self.source.HAS_REFERENCE:
-            otherwise = ', or reference="density"' if isinstance(self.source, FlowSource) else ""
-            raise ValueError(f"the items' marginals need reference= queries [R, d]{otherwise}")
-        return self.reference
+        source = self._head_source
+        return {**source.marginal_facts(self.reference), source.NAME: source.digest()}
 
     if TYPE_CHECKING:  # a module's call has no types of its own
 
@@ -308,7 +278,7 @@ class RetrievalEntropy(nn.Module):
         queries = checks.rows(queries, "queries", self.query_dim, self.source.example, "Q")
         drawn = (self._draw_among_ranks if self.gallery.is_divided else self.source.draw)(queries, advance)
         samples = drawn.samples
-        bias = -self.item_marginals() if self.posterior == "bayes" else None
+        bias = -self.item_marginals() if isinstance(self.source, HeadSource) else None
         statistics = self.gallery.statistics(
             samples, drawn.kappa, self.top_k, bias, sample_bias=drawn.bias, use_index=True, precision=drawn.precision
         )
@@ -357,7 +327,7 @@ class RetrievalEntropy(nn.Module):
 
 def _refuse(model: nn.Module, **flow_only: Any) -> None:
     """Raises a TypeError that names a setting of flows which was passed with another model, or an unknown one."""
-    known = {"kappa", "posterior", "seed", "settings", "marginal", *field_names(SamplingSettings())}
+    known = {"kappa", "seed", "settings", *field_names(SamplingSettings())}
     for name, value in flow_only.items():
         if name not in known:
             raise TypeError(f"RetrievalEntropy() got an unexpected keyword argument {name!r}")

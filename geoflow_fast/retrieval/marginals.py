@@ -1,19 +1,15 @@
-"""Log-marginals of gallery items: what turns p(item | query) into the Bayes posterior of "which item is it"."""
+"""Log-marginals of gallery items: how near each is to typical queries."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from geoflow_fast.directions import Direction
-from geoflow_fast.flow.model import GeoFlow
-from geoflow_fast.flow.sampling import SamplingSettings, StartingPoints, sample_conditional
-from geoflow_fast.likelihood.density import log_density
 from geoflow_fast.ops.gallery_posterior import gallery_scores
 from geoflow_fast.retrieval.gallery import Gallery
 from geoflow_fast.runtime import hashing
@@ -22,7 +18,6 @@ from geoflow_fast.runtime.tensors import load_tensors, save_tensors
 
 TILE_ROWS, TILE_ITEMS = {"cpu": 1024, "cuda": 1 << 16}, {"cpu": 2048, "cuda": 1 << 15}
 """Samples and items whose scores are in memory at a time."""
-DENSITY_ROWS, DENSITY_STEPS = 1024, 10
 FORMAT = 1
 """Version of the numbers, part of the facts. It is raised whenever the same facts give different marginals, so that
 files of an older release are not used."""
@@ -45,31 +40,6 @@ def log_mean_scores(samples: Tensor, gallery: Gallery, kappa: float, bias: Tenso
                 scores: Tensor = gallery_scores(some, tile, kappa, None, weight, "auto")
                 total = torch.logaddexp(total, scores.double().logsumexp(0))
             parts.append(total - math.log(len(samples)))
-    return torch.cat(parts).float()
-
-
-def log_flow_density(
-    flow: GeoFlow, gallery: Gallery, direction: Direction, *, seed: int, n_steps: int = DENSITY_STEPS
-) -> Tensor:
-    """log p(item) under the flow, for the items that `direction` retrieves: [N] float32.
-
-    By the chain rule with a partner drawn from the flow: log p(I) = log p(I, T) - log p(T | I), or with I and T
-    exchanged. This takes two reverse solves per item, thousands of times the cost of `log_mean_scores`.
-    """
-    partner, parameter = direction.reverse, next(flow.parameters())
-    base, generator = (torch.Generator(device).manual_seed(seed) for device in ("cpu", parameter.device))
-    settings = SamplingSettings(n_samples=1, n_steps=n_steps, guidance=0.0, solver="ab2")
-    start = StartingPoints.draw(settings, flow.config.flow_dims, partner, base, flow.config.manifold)
-    parts = []
-    for _, block in gallery.blocks(parameter.device, parameter.dtype):
-        for items in block.split(DENSITY_ROWS):
-            drawn = sample_conditional(flow, items, partner, start.to(items), settings)
-            image, text = direction.pair(drawn[:, 0], items)
-            joint, conditional = (
-                cast(Tensor, log_density(flow, image, text, which, n_steps, generator=generator))
-                for which in (Direction.JOINT, partner)
-            )
-            parts.append(joint - conditional)
     return torch.cat(parts).float()
 
 

@@ -1,7 +1,6 @@
 """Where the points around a query come from that score the items of a gallery: a flow or a head.
 
-A source turns queries into points with weights, knows what its results depend on, and computes the marginals of items,
-once per gallery.
+A source turns queries into points with weights, and knows what its results depend on.
 """
 
 from __future__ import annotations
@@ -44,8 +43,6 @@ class Source(ABC):
 
     NAME: ClassVar[str]
     """What the model is called in a scorer and in messages."""
-    HAS_REFERENCE: ClassVar[bool] = False
-    """True if the model itself has typical queries, from which the items' marginals can be computed."""
 
     def __init__(self, model: nn.Module, direction: Direction, widths: tuple[int, int]) -> None:
         self.model, self.direction = model, direction
@@ -73,11 +70,6 @@ class Source(ABC):
         """What a score depends on if an ODE is solved for it."""
         return {}
 
-    @property
-    def uses_reference(self) -> bool:
-        """Whether the items' marginals depend on reference queries where there are any."""
-        return True
-
     @abstractmethod
     def draw(self, queries: Tensor, advance: Advance | None = None) -> ScoringPoints:
         """The points of queries [Q, d], which must be unit rows. `advance(n)` is called when those of n more queries
@@ -87,18 +79,9 @@ class Source(ABC):
     def digest(self) -> str:
         """Hash of the model, on which all results depend."""
 
-    @abstractmethod
-    def marginal_facts(self, reference: Tensor | None) -> dict[str, Any]:
-        """Everything that the items' marginals depend on besides the model and the gallery."""
-
-    @abstractmethod
-    def item_marginals(self, gallery: Gallery, reference: Tensor | None) -> Tensor:
-        """What is subtracted from the scores of the items [N]: an estimate of log p(item), up to a constant."""
-
 
 class FlowSource(Source):
-    """Samples of the conditional flow, all of one weight and concentration. Their noise depends on `seed` alone. An
-    item's log-marginal comes from its scores for reference queries, or from the flow's density without any."""
+    """Samples of the conditional flow, all of one weight and concentration. Their noise depends on `seed` alone."""
 
     NAME = "flow"
 
@@ -146,33 +129,12 @@ class FlowSource(Source):
     def digest(self) -> str:
         return flow_digest(self.flow)
 
-    def marginal_facts(self, reference: Tensor | None) -> dict[str, Any]:
-        kind = "density" if reference is None else "scores"
-        facts: dict[str, Any] = {"marginal": kind, "direction": str(self.direction), "seed": self.seed}
-        facts |= {"format": marginals.FORMAT, "n_steps": marginals.DENSITY_STEPS}
-        if reference is not None:
-            facts |= {
-                **self.settings,
-                **self.solver_settings,
-                "posterior": "bayes",
-                "marginal": "scores",
-                "prune": "never",
-            }
-            facts["reference"] = hashing.digest([reference])
-        return facts
-
-    def item_marginals(self, gallery: Gallery, reference: Tensor | None) -> Tensor:
-        if reference is None:
-            return marginals.log_flow_density(self.flow, gallery, self.direction, seed=self.seed)
-        return marginals.log_mean_scores(self.draw(reference).samples, gallery, self.kappa)
-
 
 class HeadSource(Source):
     """The points of a head. From an item's score a share of the logarithm of its mean score for typical queries is
     subtracted, those passed as reference or the head's own bank, and what the head has learned about it is added."""
 
     NAME = "head"
-    HAS_REFERENCE = True
 
     def __init__(self, head: PosteriorHead, direction: Direction) -> None:
         super().__init__(head, direction, (head.image_dim, head.text_dim))
@@ -184,6 +146,7 @@ class HeadSource(Source):
 
     @property
     def uses_reference(self) -> bool:
+        """Whether the items' marginals depend on typical queries."""
         return self.head.hub_weight_of(self.direction) != 0
 
     def draw(self, queries: Tensor, advance: Advance | None = None) -> ScoringPoints:
@@ -202,6 +165,8 @@ class HeadSource(Source):
 
     @torch.no_grad()
     def item_marginals(self, gallery: Gallery, reference: Tensor | None) -> Tensor:
+        """What is subtracted from the scores of the items [N], by typical queries or by the head's bank: an estimate of
+        log p(item), up to a constant."""
         learned = self.learned(gallery)
         bank = self.head.bank(self.direction) if reference is None else reference
         weight = self.head.hub_weight_of(self.direction)

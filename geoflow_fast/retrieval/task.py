@@ -204,21 +204,18 @@ class RetrievalTask:
             raise ValueError(f"index must be [{count}, ...], a row for each of the queries, got {tuple(index.shape)}")
 
 
-def pair_task(
-    pairs: EmbeddingPairs, direction: Direction, max_queries: int, seed: int, among: EmbeddingPairs | None = None
-) -> RetrievalTask:
+def pair_task(pairs: EmbeddingPairs, direction: Direction, max_queries: int, seed: int) -> RetrievalTask:
     """The task in which every pair asks for its own item alone, even if an image has several texts: each item counts
     as an image of its own.
 
-    At most `max_queries` of the pairs, drawn by `seed`, are queries. The items are those of `among`, which contains the
-    pairs (by default they are the pairs), each stored row once.
+    At most `max_queries` of the pairs, drawn by `seed`, are queries. The items are those of the pairs, each stored
+    row once.
     """
     if len(pairs) < 1 or max_queries < 1:
         raise ValueError(f"{len(pairs)} pairs and max_queries={max_queries} leave no query to fit on")
-    among = pairs if among is None else among
     asking = pairs.subset(drawn_rows(len(pairs), max_queries, seed))
     rows = asking.image_row, asking.text_row
-    query_row, item_row = direction.queries(*rows), np.unique(direction.items(among.image_row, among.text_row))
+    query_row, item_row = direction.queries(*rows), np.unique(direction.items(pairs.image_row, pairs.text_row))
     return RetrievalTask(
         direction,
         torch.from_numpy(direction.queries(pairs.image, pairs.text)[query_row]),

@@ -127,12 +127,11 @@ class TestFlowMethods:
 def test_scores_are_recognised_by_their_settings(held_out, small_flow):
     """These facts decide whether stored scores are used again, also those of earlier releases."""
     study = Study(held_out, flow=small_flow)
-    facts = {name: registry.create(name, study).facts() for name in ("entropy", "entropy_bayes", "entropy_paper")}
+    facts = {name: registry.create(name, study).facts() for name in ("entropy", "entropy_paper")}
     fast = {"n_samples": 40, "n_steps": 8, "solver": "ab2", "grid": "late", "noise": "antithetic"}
     paper = {"n_samples": 50, "n_steps": 50, "solver": "euler", "grid": "uniform", "noise": "iid"}
     digest = {"flow": facts["entropy"].pop("flow")}
     assert facts["entropy"] == fast
-    assert facts["entropy_bayes"] == {**digest, **fast, "posterior": "bayes"}
     assert facts["entropy_paper"] == {**digest, **paper}
 
 

@@ -18,7 +18,6 @@ from pyarrow import parquet
 
 import geoflow_fast as gf
 from geoflow_fast import noise
-from geoflow_fast.data.embeddings import open_rows
 from geoflow_fast.flow.model import flow_digest
 from geoflow_fast.jobs import entropy
 from geoflow_fast.jobs.queries import model_digest
@@ -94,26 +93,6 @@ def test_default_columns_and_json(world, monkeypatch, capsys):
     assert 0 <= summary["mean_risk_lower_bound"] <= 1
 
 
-def test_bayes_posterior_from_the_command_line(world, monkeypatch):
-    np.save(world / "typical.npy", noise.sample_uniform(20, 7).numpy())
-    assert geoflow_entropy(world, monkeypatch, "--posterior=bayes", "--reference=typical.npy") == 0
-    # The very rows that the job reads: this flow makes much of their last bit.
-    queries = torch.from_numpy(open_rows(world / "queries.npy", "queries")[np.arange(QUERIES)])
-    scorer = gf.RetrievalEntropy(
-        gf.GeoFlow.from_pretrained(world / "model"),
-        world / "gallery",
-        n_samples=4,
-        n_steps=2,
-        kappa=15.0,
-        posterior="bayes",
-        reference=entropy.reference_queries(world / "typical.npy"),
-    )
-    np.testing.assert_allclose(
-        read_columns(world / "scores.parquet")["entropy"], scorer(queries).entropy.numpy(), atol=1e-5
-    )
-    assert len(list((world / "gallery" / "geoflow_index").glob("*.safetensors"))) == 1
-
-
 @pytest.fixture
 def head_scorer(world) -> gf.RetrievalEntropy:
     """The scorer of a head, which is in the folder `head`."""
@@ -137,23 +116,12 @@ def test_a_head_scores_files_too(world, head_scorer, monkeypatch, capsys):
 
 
 @pytest.mark.usefixtures("head_scorer")
-@pytest.mark.parametrize(
-    "flag", ["--fast", "--samples=3", "--steps=3", "--guidance=1", "--seed=0", "--kappa=3", "--posterior=bayes"]
-)
+@pytest.mark.parametrize("flag", ["--fast", "--samples=3", "--steps=3", "--guidance=1", "--seed=0", "--kappa=3"])
 def test_a_flag_for_flows_with_a_head_is_named(world, monkeypatch, capsys, flag):
     assert geoflow_entropy(world, monkeypatch, flag, model="head") == 2
     message = f"{flag.partition('=')[0]} is a setting of flows, but --model holds a posterior head"
     assert message in capsys.readouterr().err
     assert not (world / "scores.parquet").exists()
-
-
-def test_a_head_takes_another_reference_from_the_command_line(world, head_scorer, monkeypatch):
-    np.save(world / "typical.npy", noise.sample_uniform(20, 7).numpy())
-    typical, queries = (torch.from_numpy(np.load(world / f"{name}.npy")) for name in ("typical", "queries"))
-    assert geoflow_entropy(world, monkeypatch, "--reference=typical.npy", model="head") == 0
-    scorer = gf.RetrievalEntropy(head_scorer.source.model, world / "gallery", reference=typical)
-    entropy = read_columns(world / "scores.parquet")["entropy"]
-    np.testing.assert_allclose(entropy, scorer(queries).entropy.numpy(), atol=1e-5)
 
 
 def test_the_facts_of_a_flows_job_are_those_of_earlier_releases(world):
@@ -171,11 +139,10 @@ def test_the_facts_of_a_flows_job_are_those_of_earlier_releases(world):
         ({"out": "foreign.parquet"}, "not the result of this job"),
     ],
 )
-def test_a_bad_output_is_reported_before_marginals_are_computed(world, monkeypatch, capsys, changes, words):
-    np.save(world / "typical.npy", noise.sample_uniform(20, 7).numpy())
+def test_a_bad_output_is_reported_before_anything_is_written(world, monkeypatch, capsys, changes, words):
     parquet.write_table(pyarrow.table({"query": [0]}), world / "foreign.parquet")
     before = set(world.rglob("*"))
-    assert geoflow_entropy(world, monkeypatch, "--posterior=bayes", "--reference=typical.npy", **changes) == 2
+    assert geoflow_entropy(world, monkeypatch, **changes) == 2
     assert words in capsys.readouterr().err
     assert set(world.rglob("*")) == before
 
@@ -274,8 +241,6 @@ def spoil(world: Path, what: str) -> None:
         ("", {"block": 0}, "block must be at least 1"),
         ("", {"model": "nowhere"}, "nowhere/model.safetensors does not exist"),
         ("", {"queries": "nowhere"}, "queries nowhere is missing"),
-        ("", {"reference": "queries.npy"}, "--reference is for --posterior bayes"),
-        ("", {"posterior": "bayes"}, "--posterior bayes needs --reference"),
         ("", {"device": "tpu"}, "device 'tpu' cannot be used here"),
     ],
 )

@@ -74,8 +74,6 @@ COMMANDS: dict[str, Command] = {
             "guidance": "1",
             "seed": "0",
             "direction": "t2i",
-            "posterior": "bayes",
-            "reference": "reference.npy",
             "top-k": "2",
             "block": "3",
             "config": "run.toml",
@@ -197,7 +195,6 @@ def make_world(folder: Path) -> None:
     folder.mkdir()
     square_flow().save_pretrained(folder / "model")
     np.save(folder / "queries.npy", unit(5, IMAGE).numpy())
-    np.save(folder / "reference.npy", unit(6, IMAGE, seed=5).numpy())
     np.save(folder / "gallery.npy", unit(8, IMAGE).numpy())
     np.save(folder / "labels.npy", np.arange(8) % 3)
     np.save(folder / "prompts.npy", unit(3, IMAGE, seed=2).numpy())

@@ -54,12 +54,6 @@ def scored(flow: gf.GeoFlow) -> Callable[[], tuple[Tensor, ...]]:
     return lambda: tensors_of(scorer(unit(6, 1)))
 
 
-def scored_by_bayes(flow: gf.GeoFlow) -> Callable[[], tuple[Tensor, ...]]:
-    """The marginals are computed by whichever thread comes first."""
-    scorer = gf.RetrievalEntropy.fast(flow, unit(200, 0), kappa=20.0, posterior="bayes", reference=unit(9, 2))
-    return lambda: tensors_of(scorer(unit(6, 1)))
-
-
 def reranked(flow: gf.GeoFlow) -> Callable[[], tuple[Tensor, ...]]:
     reranker = gf.BayesReranker(flow, unit(100, 0), shortlist=8, n_steps=3)
     image = unit(120, 3)
@@ -84,7 +78,7 @@ def densities(flow: gf.GeoFlow) -> Callable[[], tuple[Tensor, ...]]:
     return call
 
 
-@pytest.mark.parametrize("make", [scored, scored_by_bayes, reranked, densities], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [scored, reranked, densities], ids=lambda make: make.__name__)
 def test_threads_get_the_numbers_of_one_thread(training_flow, make):
     modes = [module.training for module in training_flow.modules()]
     expected = make(training_flow)()

@@ -16,6 +16,7 @@ from torch import Tensor
 import geoflow_fast as gf
 from geoflow_fast.directions import CONDITIONAL, Direction
 from geoflow_fast.noise import sample_uniform
+from geoflow_fast.retrieval.sources import HeadSource
 from tests.head.test_loss import naive_scores
 from tests.head.test_model import random_head
 
@@ -190,7 +191,7 @@ def test_marginals_are_kept_beside_files_until_the_head_changes(head, tmp_path, 
     first = scorer().item_marginals()
     assert kept() == 1
     with monkeypatch.context() as patch:
-        patch.setattr(gf.RetrievalEntropy, "_compute_marginals", lambda _: pytest.fail("computed again"))
+        patch.setattr(HeadSource, "item_marginals", lambda *_: pytest.fail("computed again"))
         assert torch.equal(scorer().item_marginals(), first)
     long_lived = scorer()
     assert_posterior(long_lived(queries), whole_scores(head, queries, gallery, Direction.T2I))
@@ -215,7 +216,6 @@ FLOW_ONLY = {
     "n_steps": 2,
     "guidance": 0.0,
     "kappa": 10.0,
-    "posterior": "likelihood",
     "settings": gf.SamplingSettings(),
     "solver": "euler",
     "noise": "iid",
@@ -254,9 +254,6 @@ def test_what_a_flow_has_and_a_head_has_not(head):
             use()
     with pytest.raises(TypeError, match="settings= is a setting of flows"):
         gf.RetrievalEntropy.fast(head, sample_uniform(5, 10))
-    with pytest.raises(ValueError, match=r"reference must be queries \[R, 7\], got 'density'"):
-        gf.RetrievalEntropy(head, sample_uniform(5, 10), reference="density")
-    assert scorer.settings["posterior"] == "bayes"
     assert scorer.settings["points"] == 3
     assert set(scorer.state_dict()) == {f"head.{name}" for name in head.state_dict()}
 

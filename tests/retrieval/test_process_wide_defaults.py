@@ -19,7 +19,7 @@ def test_a_foreign_default_device_changes_nothing():
 
     def results() -> list[Tensor]:
         items = gallery.half().numpy()
-        scorer = gf.RetrievalEntropy.fast(flow, items, posterior="bayes", reference=queries)
+        scorer = gf.RetrievalEntropy.fast(flow, items)
         fitted = gf.fit_bandwidth(flow, pairs, guidances=(0.0,), kappas=(1.0, 4.0, 16.0), max_queries=8)
         reranker = gf.BayesReranker(flow, items, shortlist=12, n_steps=2)
         plain = reranker(queries.numpy()).prob
