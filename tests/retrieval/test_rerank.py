@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import geoflow_fast as gf
-from benchmarks.bench_rerank import RerankStudy
+from benchmarks.methods.studies.rerank import RerankStudy
 from geoflow_fast import noise
 from geoflow_fast.directions import Direction
 from geoflow_fast.flow.forward_mode import ForwardMode
